@@ -1,0 +1,1 @@
+"""Training, distribution and checkpoints."""

@@ -1,0 +1,224 @@
+"""Which checkpoints are kept: policies that compose, and the ledger of the best ones."""
+
+import logging
+import math
+import os
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
+from datetime import datetime
+from typing import Protocol
+
+logger = logging.getLogger(__name__)
+
+_EVAL_PREFIX = "eval_"
+
+
+@dataclass(frozen=True)
+class CheckpointInfo:
+    """What a policy may know about one complete checkpoint."""
+
+    path: str
+    step: int | None
+    timestamp: datetime
+    metrics: Mapping[str, float] = field(default_factory=dict)
+
+
+class RetentionPolicy(Protocol):
+    """Chooses the checkpoints worth keeping; any object with this one method will do."""
+
+    def keep(self, checkpoints: Sequence[CheckpointInfo]) -> set[str]:
+        """Return the paths to keep; `checkpoints` are ordered from oldest to newest."""
+        ...
+
+
+class _Composable:
+    """Gives a policy the `|` operator: what either side keeps is kept."""
+
+    def keep(self, checkpoints: Sequence[CheckpointInfo]) -> set[str]:
+        raise NotImplementedError
+
+    def __or__(self, other: RetentionPolicy) -> "AnyOf":
+        return AnyOf((self, other))
+
+    def __ror__(self, other: RetentionPolicy) -> "AnyOf":
+        return AnyOf((other, self))
+
+
+@dataclass(frozen=True)
+class LatestN(_Composable):
+    """Keeps the newest `n`; None, zero or less is no limit and keeps everything."""
+
+    n: int | None
+
+    def keep(self, checkpoints: Sequence[CheckpointInfo]) -> set[str]:
+        newest = checkpoints if self.n is None or self.n <= 0 else checkpoints[-self.n :]
+        return {info.path for info in newest}
+
+
+@dataclass(frozen=True)
+class BestN(_Composable):
+    """Keeps the `n` best by a metric that the checkpoints carry.
+
+    Checkpoints without metrics are no candidates. `greater_is_better=None`: the metric's name tells the direction.
+    """
+
+    n: int
+    metric: str
+    greater_is_better: bool | None = None
+
+    def keep(self, checkpoints: Sequence[CheckpointInfo]) -> set[str]:
+        measured = [info for info in checkpoints if info.metrics]
+        candidates = [info for info in measured if _find_key(info.metrics, self.metric) is not None]
+        if measured and not candidates:
+            # A misspelled metric must not turn into "none of them is worth keeping".
+            raise _unknown_metric(self.metric, {key for info in measured for key in info.metrics})
+        values = [(info.path, metric_value(info.metrics, self.metric)) for info in candidates]
+        return {path for path, _ in _ranked(values, self.metric, self.greater_is_better)[: max(self.n, 0)]}
+
+
+@dataclass(frozen=True)
+class EveryNSteps(_Composable):
+    """Keeps the checkpoints whose step is a multiple of `n`."""
+
+    n: int
+
+    def __post_init__(self) -> None:
+        if self.n < 1:
+            raise ValueError(f"EveryNSteps(n={self.n}) keeps no step at all: n must be 1 or more")
+
+    def keep(self, checkpoints: Sequence[CheckpointInfo]) -> set[str]:
+        return {info.path for info in checkpoints if info.step is not None and info.step % self.n == 0}
+
+
+@dataclass(frozen=True)
+class AnyOf(_Composable):
+    """Keeps what at least one of its policies keeps."""
+
+    policies: Iterable[RetentionPolicy]
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "policies", tuple(self.policies))
+
+    def keep(self, checkpoints: Sequence[CheckpointInfo]) -> set[str]:
+        return {path for policy in self.policies for path in policy.keep(checkpoints)}
+
+
+def checkpoints_to_delete(checkpoints: Sequence[CheckpointInfo], policy: RetentionPolicy) -> list[CheckpointInfo]:
+    """Return what `policy` does not keep, oldest first.
+
+    `checkpoints` are the complete ones, oldest to newest. The newest is never returned, whatever the policy says: it is
+    the one a resume needs.
+    """
+    if not checkpoints:
+        return []
+    kept = policy.keep(checkpoints) | {checkpoints[-1].path}
+    return [info for info in checkpoints if info.path not in kept]
+
+
+def default_greater_is_better(metric_key: str) -> bool:
+    """Return the direction a metric's name implies: losses and perplexities should fall, all others should rise."""
+    return not metric_key.endswith(("loss", "perplexity"))
+
+
+def metric_value(metrics: Mapping[str, float], metric_key: str) -> float:
+    """Look up a metric by its key, with or without the "eval_" prefix; the exact key wins."""
+    key = _find_key(metrics, metric_key)
+    if key is None:
+        raise _unknown_metric(metric_key, metrics)
+    return float(metrics[key])
+
+
+class BestCheckpoints(_Composable):
+    """The ledger of the best checkpoints so far; as a policy it keeps those it lists.
+
+    `entries` is best first; handed back to the constructor (with its `metric_key`) it continues an earlier ledger.
+    """
+
+    def __init__(self, entries: Iterable[tuple[str, float]] = (), metric_key: str | None = None) -> None:
+        self.entries: list[tuple[str, float]] = [(path, float(value)) for path, value in entries]
+        self.metric_key = metric_key
+
+    def update(
+        self,
+        path: str,
+        metrics: Mapping[str, float],
+        metric_key: str,
+        greater_is_better: bool | None,
+        preserve_n_best: int,
+    ) -> bool:
+        """Enter a checkpoint and return whether it is among the best `preserve_n_best`.
+
+        A path that is listed already gets the new value; NaN takes it off the list. Of equals, the earlier one stays
+        ahead. `greater_is_better=None` derives the direction from the metric's name.
+        """
+        value = metric_value(metrics, metric_key)
+        self._start_over_for_another_metric(metric_key)
+        candidates = _replaced(self.entries, path, value)
+        self.entries = _ranked(candidates, metric_key, greater_is_better)[: max(preserve_n_best, 0)]
+        return any(_same_path(path, listed) for listed, _ in self.entries)
+
+    def drop_missing(self, exists: Callable[[str], bool] = os.path.isdir) -> list[str]:
+        """Forget the checkpoints that are no longer there, and return their paths."""
+        missing = [path for path, _ in self.entries if not exists(path)]
+        self.entries = [entry for entry in self.entries if entry[0] not in missing]
+        return missing
+
+    def keep(self, checkpoints: Sequence[CheckpointInfo]) -> set[str]:
+        listed = {os.path.abspath(path) for path, _ in self.entries}
+        return {info.path for info in checkpoints if os.path.abspath(info.path) in listed}
+
+    def summary(self, metric_key: str = "loss") -> str:
+        """Describe the ledger for people, best first."""
+        if not self.entries:
+            return f"No best checkpoints by {metric_key} yet."
+        ranks = enumerate(self.entries, start=1)
+        lines = [f"  {rank}. {os.path.basename(path.rstrip('/'))}: {value:.6g}" for rank, (path, value) in ranks]
+        return "\n".join([f"Best checkpoints by {metric_key}:", *lines])
+
+    def _start_over_for_another_metric(self, metric_key: str) -> None:
+        before, self.metric_key = self.metric_key, metric_key
+        if before is None or before.removeprefix(_EVAL_PREFIX) == metric_key.removeprefix(_EVAL_PREFIX):
+            return
+        # An accuracy ranked among losses would hold its place for ever.
+        logger.warning(
+            "The best checkpoints are now chosen by %r instead of %r; values of the two do not compare, so %d entries "
+            "are dropped and the ranking starts over.",
+            metric_key,
+            before,
+            len(self.entries),
+        )
+        self.entries = []
+
+
+def _find_key(metrics: Mapping[str, float], metric_key: str) -> str | None:
+    names = (metric_key, _EVAL_PREFIX + metric_key, metric_key.removeprefix(_EVAL_PREFIX))
+    return next((name for name in names if name in metrics), None)
+
+
+def _unknown_metric(metric_key: str, available: Iterable[str]) -> ValueError:
+    there_are = ", ".join(sorted(available)) or "none"
+    return ValueError(
+        f"No metric {metric_key!r} (nor {_EVAL_PREFIX + metric_key!r}) to choose the best checkpoint by. "
+        f"Metrics there are: {there_are}. Name one of them, or make the evaluation return {metric_key!r}."
+    )
+
+
+def _ranked(
+    entries: Iterable[tuple[str, float]], metric_key: str, greater_is_better: bool | None
+) -> list[tuple[str, float]]:
+    """Sort best first; stable, so that of equals the earlier stays ahead. NaN compares with nothing and is left out."""
+    if greater_is_better is None:
+        greater_is_better = default_greater_is_better(metric_key)
+    sign = -1.0 if greater_is_better else 1.0
+    numbers = [entry for entry in entries if not math.isnan(entry[1])]
+    return sorted(numbers, key=lambda entry: sign * entry[1])
+
+
+def _replaced(entries: Sequence[tuple[str, float]], path: str, value: float) -> list[tuple[str, float]]:
+    if any(_same_path(path, listed) for listed, _ in entries):
+        return [(listed, value if _same_path(path, listed) else old) for listed, old in entries]
+    return [*entries, (path, value)]
+
+
+def _same_path(one: str, other: str) -> bool:
+    return os.path.abspath(one) == os.path.abspath(other)

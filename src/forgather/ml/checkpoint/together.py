@@ -1,0 +1,54 @@
+"""Work that each rank does for itself and that counts only when all of them succeeded."""
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Generic, TypeVar
+
+from forgather.ml.checkpoint.errors import CheckpointError
+from forgather.ml.distributed import DistributedError, Peers
+
+T = TypeVar("T")
+
+
+@dataclass(frozen=True)
+class _Outcome(Generic[T]):
+    value: T | None
+    report: DistributedError | None = None
+    error_class: type[CheckpointError] | None = None
+
+
+def on_every_rank(
+    peers: Peers, work: Callable[[], T], during: str, failure: type[CheckpointError], rank: int
+) -> list[T]:
+    """Run `work` here, and return the results of all ranks; `work` must contain no collectives.
+
+    When it fails anywhere, every rank raises the same error about the first failing rank: `failure`, or the failing
+    rank's own class when that is a checkpoint error already (a damaged file is one on every rank).
+    """
+    own_error: BaseException | None = None
+    outcome: _Outcome[T]
+    try:
+        outcome = _Outcome(work())
+    except BaseException as error:  # noqa: BLE001 - raised again below, on every rank
+        own_error = error
+        known = type(error) if isinstance(error, CheckpointError) else None
+        outcome = _Outcome(None, DistributedError.describing(error, during, rank), known)
+    try:
+        outcomes = peers.gather(outcome)
+    except DistributedError as lost:
+        raise failure(f"{during}: {lost}") from (own_error or lost)
+    if own_error is not None and not isinstance(own_error, Exception):
+        # An interrupt keeps its meaning; the others have been told.
+        raise own_error
+    for result in outcomes:
+        if result.report is not None:
+            raise _raised_everywhere(result, failure, peers.size) from own_error
+    return [result.value for result in outcomes]  # type: ignore[misc]
+
+
+def _raised_everywhere(outcome: _Outcome[T], failure: type[CheckpointError], num_ranks: int) -> CheckpointError:
+    assert outcome.report is not None
+    error_class = outcome.error_class or failure
+    if num_ranks == 1 and outcome.error_class is not None:
+        return error_class(outcome.report.message)
+    return error_class(str(outcome.report))

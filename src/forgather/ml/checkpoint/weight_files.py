@@ -1,0 +1,251 @@
+"""Weight files: safetensors written as a stream, and read tensor by tensor into memory that exists already."""
+
+import json
+import os
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from forgather.ml.checkpoint.errors import CheckpointCorruptError, CheckpointLoadError
+from forgather.ml.checkpoint.file_io import (
+    BUFFER_BYTES,
+    Hasher,
+    HashingReader,
+    HashingWriter,
+    new_hasher,
+    read_exactly,
+)
+from forgather.ml.checkpoint.manifest import FileRecord
+
+# The file's own header is verified like a tensor when only some of its tensors are read.
+HEADER_ENTRY = "__header__"
+_LENGTH_BYTES = 8
+_HEADER_ALIGNMENT = 64
+_LARGEST_HEADER = 100 * 2**20
+
+_DTYPE_NAMES = {
+    torch.float64: "F64",
+    torch.float32: "F32",
+    torch.float16: "F16",
+    torch.bfloat16: "BF16",
+    torch.float8_e4m3fn: "F8_E4M3",
+    torch.float8_e5m2: "F8_E5M2",
+    torch.float8_e8m0fnu: "F8_E8M0",
+    torch.complex64: "C64",
+    torch.int64: "I64",
+    torch.int32: "I32",
+    torch.int16: "I16",
+    torch.int8: "I8",
+    torch.uint64: "U64",
+    torch.uint32: "U32",
+    torch.uint16: "U16",
+    torch.uint8: "U8",
+    torch.bool: "BOOL",
+}
+_DTYPES = {name: dtype for dtype, name in _DTYPE_NAMES.items()}
+
+
+def tensor_bytes(tensor: Tensor) -> memoryview:
+    """The memory of a contiguous CPU tensor."""
+    return memoryview(tensor.detach().reshape(-1).view(torch.uint8).numpy()).cast("B")  # type: ignore[arg-type]
+
+
+def byte_chunks(tensor: Tensor) -> Iterator[memoryview]:
+    """A tensor's content in logical order; tensors of a device pass through memory a piece at a time."""
+    tensor = tensor.detach().contiguous()
+    if tensor.numel() == 0:
+        return
+    if tensor.device.type == "cpu":
+        yield tensor_bytes(tensor)
+        return
+    for piece in tensor.reshape(-1).split(BUFFER_BYTES // tensor.element_size()):
+        yield tensor_bytes(piece.cpu())
+
+
+def write_safetensors(
+    writer: HashingWriter, tensors: Mapping[str, Tensor], metadata: Mapping[str, str] | None = None
+) -> dict[str, str]:
+    """Stream a safetensors file out; returns the checksum of each tensor, and of the header."""
+    # Large elements first keeps every tensor aligned without holes, which the format forbids.
+    names = sorted(tensors, key=lambda name: (-tensors[name].element_size(), name))
+    header: dict[str, Any] = {"__metadata__": {"format": "pt", **(metadata or {})}}
+    offset = 0
+    for name in names:
+        tensor = tensors[name]
+        end = offset + tensor.numel() * tensor.element_size()
+        header[name] = {
+            "dtype": _dtype_name(name, tensor.dtype),
+            "shape": list(tensor.shape),
+            "data_offsets": [offset, end],
+        }
+        offset = end
+    text = json.dumps(header, separators=(",", ":")).encode()
+    text += b" " * (-(len(text) + _LENGTH_BYTES) % _HEADER_ALIGNMENT)
+    digests = {HEADER_ENTRY: _write_hashed(writer, [len(text).to_bytes(_LENGTH_BYTES, "little") + text])}
+    for name in names:
+        digests[name] = _write_hashed(writer, byte_chunks(tensors[name]))
+    return digests
+
+
+def _dtype_name(name: str, dtype: torch.dtype) -> str:
+    if dtype not in _DTYPE_NAMES:
+        raise ValueError(
+            f"Tensor {name!r} has dtype {dtype}, which the safetensors format cannot hold; "
+            "set save_safetensors=False to write pytorch_model.bin files."
+        )
+    return _DTYPE_NAMES[dtype]
+
+
+def _write_hashed(writer: HashingWriter, chunks: Iterable[memoryview | bytes]) -> str:
+    hasher = new_hasher()
+    for chunk in chunks:
+        writer.write(chunk, also=hasher)
+    return hasher.hexdigest()
+
+
+@dataclass(frozen=True)
+class TensorEntry:
+    """Where a tensor stands in a safetensors file."""
+
+    dtype: torch.dtype
+    shape: tuple[int, ...]
+    start: int
+    end: int
+
+
+@dataclass(frozen=True)
+class SafetensorsHeader:
+    """The directory of a safetensors file; offsets count from the beginning of the file."""
+
+    tensors: dict[str, TensorEntry]
+    metadata: dict[str, str]
+    size: int
+    checksum: str
+
+
+def read_header(path: str) -> SafetensorsHeader:
+    """The directory of a safetensors file, with the claims it makes checked against the file's size."""
+    with open(path, "rb") as file:
+        size = os.fstat(file.fileno()).st_size
+        length = file.read(_LENGTH_BYTES)
+        num_bytes = int.from_bytes(length, "little")
+        if len(length) < _LENGTH_BYTES or num_bytes > min(size - _LENGTH_BYTES, _LARGEST_HEADER):
+            raise CheckpointCorruptError(f"{path} is damaged: it is not a safetensors file, or is cut short")
+        text = file.read(num_bytes)
+    base = _LENGTH_BYTES + num_bytes
+    hasher = new_hasher()
+    hasher.update(memoryview(length + text))
+    try:
+        header = json.loads(text)
+        metadata = header.pop("__metadata__", {})
+        tensors = {name: _entry(info, base) for name, info in header.items()}
+    except (ValueError, KeyError, TypeError, AttributeError) as error:
+        raise CheckpointCorruptError(f"{path} is damaged: its header cannot be read ({error})") from error
+    for name, entry in tensors.items():
+        expected = torch.Size(entry.shape).numel() * entry.dtype.itemsize
+        if entry.end > size or entry.end - entry.start != expected:
+            raise CheckpointCorruptError(
+                f"{path} is damaged: tensor {name!r} lies outside the file, or has another size"
+            )
+    return SafetensorsHeader(tensors, metadata, base, hasher.hexdigest())
+
+
+def _entry(info: Mapping[str, Any], base: int) -> TensorEntry:
+    start, end = info["data_offsets"]
+    return TensorEntry(_DTYPES[info["dtype"]], tuple(info["shape"]), base + start, base + end)
+
+
+def load_safetensors(path: str, targets: Mapping[str, Tensor], record: FileRecord | None = None) -> None:
+    """Read the named tensors of a file into `targets`, in place.
+
+    With a record, what is read is verified: by the checksum of the file when all of it is read, else by those
+    of its header and of each tensor.
+    """
+    check_size(path, record)
+    header = read_header(path)
+    if targets.keys() >= header.tensors.keys():
+        _load_whole(path, header, targets, record)
+    else:
+        _load_some(path, header, targets, record)
+
+
+def check_size(path: str, record: FileRecord | None) -> None:
+    """Raise `CheckpointCorruptError` when the file is missing or has another size than was written."""
+    if record is None:
+        return
+    try:
+        size = os.stat(path).st_size
+    except FileNotFoundError:
+        raise CheckpointCorruptError(
+            f"{path} is missing (expected {record.size} bytes, component {record.component!r})"
+        ) from None
+    if size != record.size:
+        raise CheckpointCorruptError(
+            f"{path} is damaged: expected {record.size} bytes, found {size} (component {record.component!r})"
+        )
+
+
+def check_checksum(path: str, what: str, expected: str, found: str) -> None:
+    """Raise `CheckpointCorruptError` when what was read is not what was written."""
+    if found != expected:
+        raise CheckpointCorruptError(f"{path} is damaged: {what} has checksum {found}, expected {expected}")
+
+
+def _load_whole(path: str, header: SafetensorsHeader, targets: Mapping[str, Tensor], record: FileRecord | None) -> None:
+    with HashingReader(path) as reader:
+
+        def read(out: memoryview) -> None:
+            if reader.readinto(out) != len(out):
+                raise CheckpointCorruptError(f"{path} is damaged: it ends too soon")
+
+        for name, entry in sorted(header.tensors.items(), key=lambda item: item[1].start):
+            reader.seek(entry.start)
+            _fill(path, name, entry, targets[name], read)
+        if record is not None:
+            check_checksum(path, "the file", record.checksum, reader.finish())
+
+
+def _load_some(path: str, header: SafetensorsHeader, targets: Mapping[str, Tensor], record: FileRecord | None) -> None:
+    if record is not None:
+        check_checksum(path, "its header", record.tensors[HEADER_ENTRY], header.checksum)
+    descriptor = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
+    try:
+        for name, target in targets.items():
+            entry, hasher = header.tensors[name], new_hasher()
+
+            def read(out: memoryview, entry: TensorEntry = entry, hasher: Hasher = hasher) -> None:
+                for start in range(0, len(out), BUFFER_BYTES):
+                    chunk = out[start : start + BUFFER_BYTES]
+                    read_exactly(descriptor, chunk, entry.start + start)
+                    hasher.update(chunk)
+
+            _fill(path, name, entry, target, read)
+            if record is not None:
+                check_checksum(path, f"tensor {name!r}", record.tensors[name], hasher.hexdigest())
+    finally:
+        os.close(descriptor)
+
+
+def _fill(path: str, name: str, entry: TensorEntry, target: Tensor, read: Callable[[memoryview], None]) -> None:
+    check_shape(path, name, entry.shape, target)
+    if target.numel() == 0:
+        return
+    target = target.detach()
+    if target.device.type == "cpu" and target.dtype == entry.dtype and target.is_contiguous():
+        read(tensor_bytes(target))
+        return
+    staged = torch.empty(entry.shape, dtype=entry.dtype, pin_memory=target.device.type == "cuda")
+    read(tensor_bytes(staged))
+    target.copy_(staged)
+
+
+def check_shape(path: str, name: str, shape: tuple[int, ...], target: Tensor) -> None:
+    """Raise when a stored tensor does not fit the one it is meant for."""
+    if tuple(target.shape) != tuple(shape):
+        raise CheckpointLoadError(
+            f"{path}: tensor {name!r} has shape {tuple(shape)} in the checkpoint, but {tuple(target.shape)} in the "
+            "model. The model must be built from the configuration that the checkpoint was trained with."
+        )

@@ -1,0 +1,103 @@
+"""Process groups for control messages, and barriers."""
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import partial
+
+import torch.distributed as dist
+from torch.distributed import ProcessGroup
+
+from forgather.ml.distributed.environment import get_local_rank, get_requested_timeout
+
+
+@dataclass
+class _ControlGroups:
+    """The groups made for one initialisation of torch.distributed (identified by its WORLD group)."""
+
+    world: ProcessGroup
+    everyone: ProcessGroup | None = None
+    node: ProcessGroup | None = None
+
+
+_control_groups: _ControlGroups | None = None
+
+
+def get_global_process_group() -> ProcessGroup | None:
+    """A gloo group over all ranks, or None where torch.distributed is not initialised.
+
+    Collective on the first call. A WORLD that runs on gloo is returned itself, sparing a second set of connections.
+    """
+    groups = _groups_of_this_world()
+    if groups is None:
+        return None
+    if groups.everyone is None:
+        groups.everyone = groups.world if dist.get_backend() == "gloo" else _new_gloo_group(None)
+    return groups.everyone
+
+
+def get_local_process_group() -> ProcessGroup | None:
+    """A gloo group over the ranks of this node, or None where torch.distributed is not initialised.
+
+    Collective over all ranks on the first call.
+    """
+    groups = _groups_of_this_world()
+    if groups is None:
+        return None
+    if groups.node is None:
+        groups.node = _new_node_group()
+    return groups.node
+
+
+def reset_process_groups() -> None:
+    """Forget the groups above; call it on every rank after destroying or replacing them."""
+    global _control_groups
+    _control_groups = None
+
+
+def null_barrier() -> None:
+    """The barrier of a process that is alone."""
+
+
+def get_barrier_fn(group: ProcessGroup | None = None) -> Callable[[], None]:
+    """A function that waits for all ranks of `group` (default: all ranks), or does nothing in a process alone."""
+    if not _is_initialized() or dist.get_world_size(group) == 1:
+        return null_barrier
+    return partial(_barrier, group)
+
+
+def _barrier(group: ProcessGroup | None) -> None:
+    dist.barrier(group=group)
+
+
+def _is_initialized() -> bool:
+    return dist.is_available() and dist.is_initialized()
+
+
+def _groups_of_this_world() -> _ControlGroups | None:
+    """The cache, emptied when torch.distributed was initialised anew: groups do not outlive their WORLD."""
+    global _control_groups
+    world = dist.group.WORLD if _is_initialized() else None
+    if world is None:
+        _control_groups = None
+    elif _control_groups is None or _control_groups.world is not world:
+        _control_groups = _ControlGroups(world)
+    return _control_groups
+
+
+def _new_gloo_group(ranks: list[int] | None) -> ProcessGroup:
+    return dist.new_group(ranks, backend="gloo", timeout=get_requested_timeout())
+
+
+def _new_node_group() -> ProcessGroup:
+    # The ranks of a node are consecutive, so its first rank identifies it; this also holds for nodes of unequal size.
+    first_ranks = [0] * dist.get_world_size()
+    dist.all_gather_object(first_ranks, dist.get_rank() - get_local_rank(), group=get_global_process_group())
+    own: ProcessGroup | None = None
+    # Every rank takes part in making every group, its own or not: torch requires it.
+    for first_rank in sorted(set(first_ranks)):
+        ranks = [rank for rank, first in enumerate(first_ranks) if first == first_rank]
+        group = _new_gloo_group(ranks)
+        if dist.get_rank() in ranks:
+            own = group
+    assert own is not None, "every rank belongs to a node"
+    return own

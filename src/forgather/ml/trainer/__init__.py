@@ -1,0 +1,1 @@
+"""Trainers, and the checkpoint coordinator and manager that serve them."""

@@ -1,0 +1,341 @@
+"""When and where to save, what to keep, and what to resume from."""
+
+import logging
+import os
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from torch import nn
+from torch.distributed import DeviceMesh
+
+from forgather.ml.checkpoint import store
+from forgather.ml.checkpoint.errors import (
+    CheckpointCorruptError,
+    CheckpointError,
+    CheckpointLoadError,
+    CheckpointSaveError,
+)
+from forgather.ml.checkpoint.manifest import FileRecord, read_manifest
+from forgather.ml.checkpoint.output_lock import OutputDirLock
+from forgather.ml.checkpoint.retention import (
+    BestCheckpoints,
+    CheckpointInfo,
+    LatestN,
+    RetentionPolicy,
+    checkpoints_to_delete,
+)
+from forgather.ml.checkpoint.rng import RNGState
+from forgather.ml.checkpoint.together import on_every_rank
+from forgather.ml.distributed import DistributedEnvInterface, Peers
+from forgather.ml.sharded_checkpoint import EVAL_METRICS_NAME, ShardIndex, load_checkpoint_metrics, metrics_bytes
+from forgather.ml.trainer.checkpoint_coordinator import CheckpointCoordinator
+from forgather.ml.trainer.checkpoint_metadata import METADATA_NAME, CheckpointMetadata
+from forgather.ml.trainer.checkpoint_snapshot import METADATA_COMPONENT, MODEL_KEY
+from forgather.ml.trainer.checkpoint_types import declared_components, declared_process_groups, select_components
+
+__all__ = ["CheckpointConfig", "CheckpointManager", "RNGState"]
+
+logger = logging.getLogger(__name__)
+
+
+@dataclass(kw_only=True)
+class CheckpointConfig:
+    """Where checkpoints go and how many are kept."""
+
+    output_dir: str
+    save_total_limit: int | None
+    """The newest so many are kept, beside the best; None or 0 keeps all."""
+    save_on_each_node: bool = False
+    """Each node has storage of its own, and keeps there what its ranks need."""
+    save_safetensors: bool = True
+    save_on_local_rank: int = 0
+    """With save_on_each_node: the local rank that commits a node's checkpoints."""
+    save_on_all_ranks: bool = False
+    """Each rank has storage of its own."""
+
+    @property
+    def storage_scope(self) -> str:
+        if self.save_on_all_ranks:
+            return "rank"
+        return "node" if self.save_on_each_node else "job"
+
+
+class CheckpointManager:
+    """Every rank has one, constructed and used by all ranks together.
+
+    It takes the output directory for this job until `close` (or the end of the process); `read_only` leaves it to
+    others. `retention` replaces the rule of `save_total_limit`; the best checkpoints are kept in any case.
+    `on_save_error="warn"` lets training go on after a failed save, which is counted in `num_save_errors`.
+    """
+
+    def __init__(
+        self,
+        config: CheckpointConfig,
+        dist: DistributedEnvInterface,
+        stateful_provider: Any,
+        model: nn.Module | None,
+        model_parts: Sequence[nn.Module] | None = None,
+        model_preprocessor: Any = None,
+        shard_index: ShardIndex | None = None,
+        *,
+        callbacks: Iterable[Any] = (),
+        checkpoint_components: Collection[str] | None = None,
+        skip_checkpoint_components: Collection[str] = (),
+        retention: RetentionPolicy | None = None,
+        on_save_error: str = "raise",
+        mesh: DeviceMesh | None = None,
+        read_only: bool = False,
+    ) -> None:
+        if on_save_error not in ("raise", "warn"):
+            raise ValueError(f"on_save_error={on_save_error!r} is not one of 'raise', 'warn'.")
+        self.config = config
+        self.num_save_errors = 0
+        self._env = dist
+        self._provider = stateful_provider
+        self._model = model
+        self._model_parts = model_parts
+        self._model_preprocessor = model_preprocessor
+        self._shard_index = shard_index
+        self._callbacks = callbacks
+        self._checkpoint_components = checkpoint_components
+        self._skip = skip_checkpoint_components
+        self._retention = retention or LatestN(config.save_total_limit)
+        self._raise_save_errors = on_save_error == "raise"
+        self._mesh = mesh
+        self._best = BestCheckpoints()
+        self._eval_metrics: Mapping[str, Any] | None = None
+        self._coordinators: dict[str, CheckpointCoordinator] = {}
+        self._peers = Peers.world()
+        self._lock = OutputDirLock(config.output_dir)
+        self._lock_is_held = False
+        if not read_only:
+            self._everywhere(self._take_directory, "taking the output directory", CheckpointError)
+
+    # --- saving
+
+    def save_checkpoint(self, checkpoint_path: str | None = None, checkpoint_id: str | int | None = None) -> str:
+        """Save, then remove what need not be kept; returns the checkpoint's path, "" after an error that only warns."""
+        if checkpoint_path is None and checkpoint_id is None:
+            checkpoint_id = self._current_step()
+        try:
+            path = self._save(checkpoint_path, checkpoint_id)
+        except CheckpointSaveError as error:
+            if self._raise_save_errors:
+                raise
+            self.num_save_errors += 1
+            logger.error("Training goes on without this checkpoint (on_save_error='warn'): %s", error)
+            return ""
+        self._remove_surplus()
+        return path
+
+    def set_eval_metrics(self, metrics: Mapping[str, Any] | None) -> None:
+        """Metrics to put into the next checkpoint; the evaluation that ran for it calls this."""
+        self._eval_metrics = metrics
+
+    def save_model(self, output_dir: str | None = None, overwrite_output_dir: bool = False) -> None:
+        """Write the model alone, as a Hugging Face directory, by default into the output directory itself."""
+        self._coordinator("save").export_model(output_dir or self.config.output_dir, overwrite_output_dir)
+
+    def update_best_checkpoints(
+        self,
+        checkpoint_path: str,
+        metrics: Mapping[str, float],
+        metric_key: str,
+        greater_is_better: bool | None,
+        preserve_n_best: int,
+    ) -> bool:
+        """Enter a checkpoint into the list of the best; True when it is one of them. Surplus ones are removed."""
+        is_best = self._best.update(checkpoint_path, metrics, metric_key, greater_is_better, preserve_n_best)
+
+        def note() -> None:
+            # The checkpoint's own copy of the list, so that a resume from it knows of itself.
+            if self._leads_storage and os.path.isdir(checkpoint_path):
+                self._amend_best(checkpoint_path)
+
+        self._everywhere(note, "noting the best checkpoints", CheckpointSaveError)
+        self._remove_surplus()
+        return is_best
+
+    @property
+    def best_checkpoints(self) -> list[tuple[str, float]]:
+        """Path and metric of the best checkpoints, best first."""
+        return list(self._best.entries)
+
+    def get_best_checkpoints_summary(self, metric_key: str = "loss") -> str:
+        return self._best.summary(metric_key)
+
+    # --- resuming
+
+    def resolve_checkpoint_path(self, path: str | bool | None = None) -> str | None:
+        """What to resume from. None or True: the newest complete checkpoint, or None; a path: that one, which must be
+        complete; False: nothing.
+        """
+        if path is False:
+            return None
+        if isinstance(path, (str, os.PathLike)):
+            self._everywhere(lambda: store.open_checkpoint(str(path)), f"opening {path}", CheckpointLoadError)
+            return str(path)
+        candidates = self._candidates()
+        return candidates[-1] if candidates else None
+
+    def load_checkpoint(self, checkpoint_path: str | None = None) -> str | None:
+        """Load, and return what was loaded: the path given, or the newest checkpoint that is intact; None without any.
+
+        Without a path, a damaged checkpoint is passed over with a warning in favour of the next older one.
+        """
+        if checkpoint_path is not None:
+            self._load(checkpoint_path)
+            return checkpoint_path
+        candidates = self._candidates()
+        for position, path in reversed(list(enumerate(candidates))):
+            try:
+                self._load(path)
+            except CheckpointCorruptError as error:
+                if position == 0:
+                    raise
+                logger.warning(
+                    "%s is damaged, falling back to %s. The damage: %s", path, candidates[position - 1], error
+                )
+            else:
+                return path
+        return None
+
+    def close(self) -> None:
+        """Give the output directory back."""
+        if self._lock_is_held:
+            self._lock_is_held = False
+            self._lock.release()
+
+    # --- inside
+
+    def _save(self, path: str | None, checkpoint_id: str | int | None) -> str:
+        states = self._everywhere(
+            lambda: CheckpointMetadata.states_of(self._callbacks), "collecting callbacks' state", CheckpointSaveError
+        )
+        metadata = CheckpointMetadata.of(self._best, states)
+        extra_files = {METADATA_NAME: metadata.to_bytes()}
+        if self._eval_metrics is not None:
+            extra_files[EVAL_METRICS_NAME] = metrics_bytes(self._eval_metrics)
+        saved = self._coordinator("save").save_checkpoint(
+            path, checkpoint_id, step=self._step_or_none(), extra_files=extra_files
+        )
+        self._eval_metrics = None
+        return saved
+
+    def _load(self, path: str) -> None:
+        coordinator = self._coordinator("load")
+        coordinator.load_checkpoint(path, skip=self._skip)
+
+        def finish() -> None:
+            self._load_external_weights(path)
+            metadata = CheckpointMetadata.read(path)
+            self._best = metadata.best_below(os.path.dirname(os.path.abspath(path)))
+            metadata.restore_callbacks(self._callbacks, self._peers.rank)
+
+        self._everywhere(finish, f"restoring callbacks from {path}", CheckpointLoadError)
+
+    def _load_external_weights(self, path: str) -> None:
+        if read_manifest(path).weights != "external" or MODEL_KEY in self._skip:
+            return
+        suppliers = [one.on_load_model_weights for one in self._callbacks if hasattr(one, "on_load_model_weights")]
+        if not suppliers:
+            raise CheckpointLoadError(
+                f"{path} was saved without the model's weights (checkpoint_components without 'model'), and no callback "
+                "implements on_load_model_weights to supply them. Add the callback that the training run had."
+            )
+        for supply in suppliers:
+            supply(checkpoint_path=path, model=self._model, model_parts=self._model_parts)
+
+    def _candidates(self) -> list[str]:
+        """Complete checkpoints, oldest first, the same ones on every rank: rank 0 decides."""
+
+        def find() -> list[tuple[str, str]]:
+            if self.config.storage_scope == "job" and self._peers.rank != 0:
+                return []
+            found = store.find_checkpoints(os.path.join(self.config.output_dir, store.CHECKPOINTS_FOLDER))
+            return [(str(one.manifest.attempt), one.path) for one in found]
+
+        told = self._everywhere(find, "looking for checkpoints", CheckpointLoadError)
+        if self.config.storage_scope == "job":
+            return [path for _, path in told[0]]
+        # With storage of its own, each node must have the checkpoint; it may lie under another path there.
+        own = dict(told[self._peers.rank])
+        return [own[attempt] for attempt, _ in told[0] if all(attempt in dict(one) for one in told)]
+
+    def _remove_surplus(self) -> None:
+        if not self._leads_storage:
+            return
+        try:
+            for surplus in checkpoints_to_delete(self._known_checkpoints(), self._policy()):
+                store.delete_checkpoint(surplus.path)
+        except (OSError, CheckpointError) as error:
+            logger.warning("Old checkpoints could not be removed: %s", error)
+
+    def _known_checkpoints(self) -> list[CheckpointInfo]:
+        found = store.find_checkpoints(os.path.join(self.config.output_dir, store.CHECKPOINTS_FOLDER))
+        return [
+            CheckpointInfo(
+                one.path, one.manifest.step, one.manifest.written_at, load_checkpoint_metrics(one.path) or {}
+            )
+            for one in found
+        ]
+
+    def _policy(self) -> RetentionPolicy:
+        return self._best | self._retention
+
+    def _amend_best(self, path: str) -> None:
+        metadata = CheckpointMetadata.read(path).with_best(self._best)
+        record = FileRecord(METADATA_NAME, 0, "", self._peers.rank, METADATA_COMPONENT)
+        store.amend_file(path, record, metadata.to_bytes())
+
+    def _take_directory(self) -> None:
+        if not self._leads_storage:
+            return
+        self._lock.acquire()
+        self._lock_is_held = True
+        for line in store.recover(os.path.join(self.config.output_dir, store.CHECKPOINTS_FOLDER)):
+            logger.info("Recovery: %s", line)
+
+    @property
+    def _leads_storage(self) -> bool:
+        scope = self.config.storage_scope
+        if scope == "node":
+            return self._env.local_rank == self.config.save_on_local_rank
+        return scope == "rank" or self._peers.rank == 0
+
+    def _coordinator(self, purpose: str) -> CheckpointCoordinator:
+        """Made when first needed: the provider declares its state once everything that has state exists."""
+        if purpose not in self._coordinators:
+            components = declared_components(self._provider, self._model, purpose)
+            self._coordinators[purpose] = CheckpointCoordinator(
+                select_components(components, self._checkpoint_components),
+                declared_process_groups(self._provider),
+                self._env,
+                self.config.output_dir,
+                self.config.save_safetensors,
+                self._model,
+                self._model_parts,
+                self._shard_index,
+                model_preprocessor=self._model_preprocessor,
+                mesh=self._mesh,
+                trainer_class=type(self._provider).__name__,
+                storage_scope=self.config.storage_scope,
+                save_on_local_rank=self.config.save_on_local_rank,
+            )
+        return self._coordinators[purpose]
+
+    def _step_or_none(self) -> int | None:
+        return getattr(getattr(self._provider, "state", None), "global_step", None)
+
+    def _current_step(self) -> int:
+        step = self._step_or_none()
+        if step is None:
+            raise ValueError(
+                "save_checkpoint needs a checkpoint_path or a checkpoint_id, because the trainer has no state.global_step "
+                "to name the checkpoint by."
+            )
+        return step
+
+    def _everywhere(self, work: Callable[[], Any], during: str, failure: type[CheckpointError]) -> list[Any]:
+        return on_every_rank(self._peers, work, during, failure, self._peers.rank)

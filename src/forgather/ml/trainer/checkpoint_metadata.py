@@ -1,0 +1,109 @@
+"""`checkpoint_metadata.json`: the best checkpoints and the state of callbacks, as of one checkpoint."""
+
+import json
+import os
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+from forgather.ml.checkpoint.codec import decode_state, encode_state
+from forgather.ml.checkpoint.errors import CheckpointSaveError
+from forgather.ml.checkpoint.retention import BestCheckpoints
+
+METADATA_NAME = "checkpoint_metadata.json"
+
+
+@dataclass(frozen=True)
+class CheckpointMetadata:
+    """What a checkpoint knows beside its components."""
+
+    best_checkpoints: list[tuple[str, float]] = field(default_factory=list)
+    """Directory names, not paths: an output directory may be moved."""
+    best_metric_key: str | None = None
+    callbacks: dict[str, dict[str, Any]] = field(default_factory=dict)
+    """Callback name -> rank (as text) -> state, for the ranks where it has any."""
+
+    @classmethod
+    def of(cls, best: BestCheckpoints, states_by_rank: Sequence[Mapping[str, Any]]) -> "CheckpointMetadata":
+        callbacks: dict[str, dict[str, Any]] = {}
+        for rank, states in enumerate(states_by_rank):
+            for name, state in states.items():
+                callbacks.setdefault(name, {})[str(rank)] = state
+        return cls(callbacks=callbacks).with_best(best)
+
+    @classmethod
+    def states_of(cls, callbacks: Iterable[Any]) -> dict[str, Any]:
+        """The states of those callbacks that have any, in the form that is stored."""
+        return {name: _storable(name, callback.state_dict()) for name, callback in _stateful(callbacks)}
+
+    @classmethod
+    def read(cls, checkpoint_path: str) -> "CheckpointMetadata":
+        path = os.path.join(checkpoint_path, METADATA_NAME)
+        if not os.path.exists(path):
+            return cls()
+        with open(path, "rb") as file:
+            data = json.load(file)
+        best = [(name, value) for name, value in data.get("best_checkpoints", [])]
+        return cls(best, data.get("best_metric_key"), data.get("callbacks", {}))
+
+    def with_best(self, best: BestCheckpoints) -> "CheckpointMetadata":
+        entries = [(os.path.basename(os.path.normpath(path)), value) for path, value in best.entries]
+        return replace(self, best_checkpoints=entries, best_metric_key=best.metric_key)
+
+    def best_below(self, root: str) -> BestCheckpoints:
+        """The list of the best, of those that still exist in a directory of checkpoints."""
+        best = BestCheckpoints(
+            [(os.path.join(root, name), value) for name, value in self.best_checkpoints], self.best_metric_key
+        )
+        best.drop_missing()
+        return best
+
+    def restore_callbacks(self, callbacks: Iterable[Any], rank: int) -> None:
+        for name, callback in _stateful(callbacks):
+            state = self.callbacks.get(name, {}).get(str(rank))
+            if state is not None:
+                callback.load_state_dict(decode_state(state))
+
+    def to_bytes(self) -> bytes:
+        data = {
+            "best_checkpoints": self.best_checkpoints,
+            "best_metric_key": self.best_metric_key,
+            "callbacks": self.callbacks,
+        }
+        return (json.dumps(data, indent=2) + "\n").encode()
+
+
+def _stateful(callbacks: Iterable[Any]) -> list[tuple[str, Any]]:
+    """Callbacks with state, under their names; the second of a name is told apart by a number."""
+    named: dict[str, Any] = {}
+    for callback in callbacks:
+        if hasattr(callback, "state_dict") and hasattr(callback, "load_state_dict"):
+            base = str(getattr(callback, "name", type(callback).__name__))
+            name, number = base, 1
+            while name in named:
+                number += 1
+                name = f"{base}#{number}"
+            named[name] = callback
+    return list(named.items())
+
+
+def _storable(name: str, state: Any) -> Any:
+    encoded = encode_state(state, name)
+    try:
+        stored = json.loads(json.dumps(encoded))
+    except TypeError as error:
+        raise CheckpointSaveError(
+            f"The state of callback {name!r} cannot be written as JSON ({error}). Keep numbers, text, lists and dicts in a "
+            "callback's state; large or binary state belongs in a component of its own."
+        ) from error
+    if stored != _lists(encoded):
+        raise CheckpointSaveError(
+            f"The state of callback {name!r} would change when written as JSON: use text as the keys of its dicts."
+        )
+    return stored
+
+
+def _lists(value: Any) -> Any:
+    if isinstance(value, dict):
+        return {key: _lists(inner) for key, inner in value.items()}
+    return [_lists(inner) for inner in value] if isinstance(value, (list, tuple)) else value

@@ -1,0 +1,316 @@
+"""The first half of a save: this rank's state, compared with its replicas, and the files it will become."""
+
+import logging
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+import xxhash
+from torch import Tensor, nn
+from torch.distributed import ProcessGroup
+
+from forgather.ml.checkpoint.codec import encode_state
+from forgather.ml.checkpoint.contents import PlannedFile, RawContent, StateContent, WeightsContent
+from forgather.ml.checkpoint.digest import compute_state_hash, state_digests
+from forgather.ml.checkpoint.errors import CheckpointSaveError, ReplicationError
+from forgather.ml.checkpoint.layout import RankLayout
+from forgather.ml.checkpoint.manifest import ComponentManifest, FileRecord
+from forgather.ml.checkpoint.model_files import describe_model
+from forgather.ml.checkpoint.together import on_every_rank
+from forgather.ml.distributed import Peers
+from forgather.ml.sharded_checkpoint import (
+    ShardIndex,
+    SharingMetadataT,
+    index_bytes,
+    index_name,
+    make_shard_index,
+    sharing_of,
+)
+from forgather.ml.trainer.checkpoint_types import SharingPattern, StateComponent
+from forgather.ml.trainer.checkpoint_utils import ValidationLevel, format_divergence, validate_replication
+from forgather.ml.trainer.component_sharing import ComponentSharing, Owner
+
+logger = logging.getLogger(__name__)
+
+MODEL_KEY = "model"
+METADATA_COMPONENT = "metadata"
+"""The files beside the state that belong to no component: metrics, callbacks' state."""
+
+_Shapes = dict[str, tuple[tuple[int, ...], torch.dtype]]
+
+
+@dataclass(frozen=True)
+class Snapshot:
+    """What this rank writes; and what the manifest will say of components beside their files."""
+
+    files: list[PlannedFile]
+    notes: dict[str, dict[str, Any]] = field(default_factory=dict)
+
+    @property
+    def num_bytes(self) -> int:
+        return sum(file.content.num_bytes for file in self.files)
+
+
+@dataclass(frozen=True)
+class _Report:
+    """What a rank tells the others about its state."""
+
+    digests: dict[str, str]
+    weights: _Shapes
+    sharing: SharingMetadataT
+
+
+@dataclass(frozen=True)
+class SnapshotTaker:
+    """Collects state on every rank and plans who writes which file."""
+
+    components: Sequence[StateComponent]
+    model: nn.Module | None
+    model_parts: Sequence[nn.Module]
+    model_preprocessor: Any
+    shard_index: ShardIndex | None
+    safetensors: bool
+    process_groups: Mapping[str, ProcessGroup]
+    layout: RankLayout
+    peers: Peers
+
+    def take(self, validate: bool, extra_files: Mapping[str, bytes]) -> Snapshot:
+        """Collective. Raises before anything is written when a rank cannot give its state, or replicas differ."""
+        states: dict[str, Any] = {}
+        raw_files: dict[str, bytes] = {}
+        compared = self._compared(validate)
+
+        def collect() -> _Report:
+            for component in self.components:
+                if self._sharing(component).is_held_here:
+                    states[component.key] = self._state_of(component)
+            if self.layout.leads_storage and self._has_weights:
+                raw_files.update(describe_model(self.model or self.model_parts[0], self.model_preprocessor))
+            return self._report(states, compared)
+
+        reports = self._everywhere(collect, "collecting state")
+        notes = self._compare(compared, states, reports)
+        self._relay(states)
+        files = [
+            file for one in self.components if not self._is_weights(one) for file in self._state_files(one, states)
+        ]
+        if self._has_weights:
+            weight_files, model_notes = self._weight_files(states, reports, raw_files)
+            files += weight_files
+            notes.setdefault(MODEL_KEY, {}).update(model_notes)
+        if self.layout.leads_storage:
+            files += [PlannedFile(name, METADATA_COMPONENT, RawContent(data)) for name, data in extra_files.items()]
+        return Snapshot(files, notes)
+
+    @property
+    def _has_weights(self) -> bool:
+        return any(self._is_weights(component) for component in self.components)
+
+    def _is_weights(self, component: StateComponent) -> bool:
+        """Modules are written as weight files; anything else under the same key is state like other state."""
+        return component.key == MODEL_KEY and bool(self.model_parts)
+
+    def _sharing(self, component: StateComponent) -> ComponentSharing:
+        return ComponentSharing(component, self.layout)
+
+    def _everywhere(self, work: Callable[[], Any], during: str) -> list[Any]:
+        return on_every_rank(self.peers, work, during, CheckpointSaveError, self.layout.rank)
+
+    def _state_of(self, component: StateComponent) -> Any:
+        if self._is_weights(component):
+            return _weights_of(self.model_parts)
+        return encode_state(component.stateful.state_dict(), component.key)
+
+    def _report(self, states: Mapping[str, Any], compared: Sequence[StateComponent]) -> _Report:
+        digests = {one.key: _overall_digest(one, states[one.key]) for one in compared}
+        weights = states.get(MODEL_KEY, {}) if self._has_weights else {}
+        shapes = {name: (tuple(tensor.shape), tensor.dtype) for name, tensor in weights.items()}
+        return _Report(digests, shapes, sharing_of(weights))
+
+    def _compared(self, validate: bool) -> list[StateComponent]:
+        """The components whose copies are compared in this save; copies need at least two ranks."""
+        if self.layout.world_size == 1:
+            return []
+        replicated = (SharingPattern.REPLICATED, SharingPattern.PER_GROUP)
+        return [
+            component
+            for component in self.components
+            if component.sharing_pattern in replicated
+            and (validate or component.validate_replication)
+            and component.validation_level != ValidationLevel.NONE.value
+        ]
+
+    def _compare(
+        self, compared: Sequence[StateComponent], states: Mapping[str, Any], reports: Sequence[_Report]
+    ) -> dict[str, dict[str, Any]]:
+        """Raise on every rank when a required component differs between its replicas; note it for an optional one.
+
+        Equal replicas cost the one digest per component that is in the reports already. Every rank sees all
+        reports, so all of them look closer at the same components.
+        """
+        notes: dict[str, dict[str, Any]] = {}
+        for component in compared:
+            owners = self._sharing(component).owners
+            if all(len({reports[rank].digests[component.key] for rank in owner.ranks}) == 1 for owner in owners):
+                notes[component.key] = {"replication": "verified"}
+                continue
+            lines = self._divergence(component, states[component.key])
+            message = format_divergence(component.key, lines)
+            if component.required:
+                raise ReplicationError(message)
+            logger.error("%s", message)
+            notes[component.key] = {"replication": "diverged"}
+        return notes
+
+    def _divergence(self, component: StateComponent, state: Any) -> list[str]:
+        group = self.process_groups.get(component.process_group_name or "")
+        _, lines = validate_replication(state, ValidationLevel(component.validation_level), group)
+        told = self.peers.gather(lines)
+        return [line for owner in self._sharing(component).owners for line in told[owner.ranks[0]]]
+
+    def _relay(self, states: dict[str, Any]) -> None:
+        """Give copies to directories none of whose ranks holds them; only where storage is not shared."""
+        relayed = [
+            (component, owner)
+            for component in self.components
+            for owner in self._sharing(component).owners
+            if self._sharing(component).is_relayed(owner)
+        ]
+        if not relayed:
+            return
+        mine = {
+            (component.key, owner.number): states[component.key]
+            for component, owner in relayed
+            if self._sharing(component).holders(owner)[0] == self.layout.rank
+        }
+        for parcel in self.peers.gather(mine):
+            for (key, number), state in parcel.items():
+                owner_here = self._sharing(next(one for one in self.components if one.key == key)).own
+                if owner_here.number == number:
+                    states.setdefault(key, state)
+
+    def _written_here(self, component: StateComponent) -> list[Owner]:
+        sharing, storage = self._sharing(component), self.layout.storage
+        return [owner for owner in sharing.owners_in(storage) if sharing.writer(owner, storage) == self.layout.rank]
+
+    def _state_files(self, component: StateComponent, states: Mapping[str, Any]) -> list[PlannedFile]:
+        sharing = self._sharing(component)
+        return [
+            PlannedFile(
+                sharing.file_name(owner),
+                component.key,
+                StateContent(states[component.key]),
+                owner.number,
+                [] if owner.number is None else list(owner.ranks),
+            )
+            for owner in self._written_here(component)
+        ]
+
+    def _weight_files(
+        self, states: Mapping[str, Any], reports: Sequence[_Report], raw_files: Mapping[str, bytes]
+    ) -> tuple[list[PlannedFile], dict[str, Any]]:
+        component = next(one for one in self.components if one.key == MODEL_KEY)
+        sharing = self._sharing(component)
+        shapes = [reports[sharing.holders(owner)[0]].weights for owner in sharing.owners]
+        tied = _union([report.sharing for report in reports])
+        index = self.shard_index or make_shard_index(
+            [_on_meta(one) for one in shapes], safetensors=self.safetensors, param_sharing_metadata=tied
+        )
+        tied = index["metadata"].get("param_sharing", tied)
+        _check_index(index, shapes, tied)
+        files = []
+        for owner in self._written_here(component):
+            held = shapes[sharing.owners.index(owner)]
+            for file, names in _files_of(index, held, shapes[: sharing.owners.index(owner)]).items():
+                tensors = {name: states[MODEL_KEY][name] for name in names}
+                ranks = [] if owner.number is None else list(owner.ranks)
+                files.append(PlannedFile(file, MODEL_KEY, WeightsContent(tensors, tied), owner.number, ranks))
+        if self.layout.leads_storage:
+            raw = dict(raw_files)
+            if len(set(index["weight_map"].values())) > 1:
+                raw[index_name(self.safetensors)] = index_bytes(index)
+            files += [PlannedFile(name, MODEL_KEY, RawContent(data)) for name, data in raw.items()]
+        return files, {"param_sharing": tied} if tied else {}
+
+
+def describe_components(
+    components: Sequence[StateComponent], snapshot: Snapshot, records: Sequence[FileRecord], layout: RankLayout
+) -> dict[str, ComponentManifest]:
+    """The manifest's entries, from the declarations and what was written."""
+    described = {}
+    for component in components:
+        files = [record for record in records if record.component == component.key]
+        pattern = component.sharing_pattern
+        described[component.key] = ComponentManifest(
+            key=component.key,
+            sharing_pattern=pattern.value,
+            ranks=sorted({record.writer_rank for record in files}),
+            replicated_across=list(layout.everyone) if pattern is SharingPattern.REPLICATED else None,
+            group_name=component.process_group_name,
+            size_bytes=sum(record.size for record in files),
+            checksum=files[0].checksum if len(files) == 1 else None,
+            metadata={**component.metadata, **snapshot.notes.get(component.key, {})},
+            required=component.required,
+        )
+    return described
+
+
+def _weights_of(parts: Sequence[nn.Module]) -> dict[str, Tensor]:
+    weights: dict[str, Tensor] = {}
+    for part in parts:
+        for name, value in part.state_dict().items():
+            if not isinstance(value, Tensor):
+                raise CheckpointSaveError(
+                    f"model.{name} is a {type(value).__name__}, but weight files hold tensors only. Declare this state as a "
+                    "component of its own."
+                )
+            weights.setdefault(name, value)
+    return weights
+
+
+def _overall_digest(component: StateComponent, state: Any) -> str:
+    if component.validation_level == ValidationLevel.QUICK.value:
+        return compute_state_hash(state)
+    text = "\n".join(f"{path} {digest}" for path, digest in state_digests(state).items())
+    return str(xxhash.xxh3_128_hexdigest(text.encode()))
+
+
+def _on_meta(shapes: _Shapes) -> dict[str, Tensor]:
+    return {name: torch.empty(shape, dtype=dtype, device="meta") for name, (shape, dtype) in shapes.items()}
+
+
+def _union(groups_by_rank: Sequence[SharingMetadataT]) -> SharingMetadataT:
+    union: SharingMetadataT = []
+    for groups in groups_by_rank:
+        union += [group for group in groups if group not in union]
+    return union
+
+
+def _files_of(index: ShardIndex, held: _Shapes, earlier: Sequence[_Shapes]) -> dict[str, list[str]]:
+    """The files of an owner, with their tensors; a name that an earlier owner has is written there."""
+    files: dict[str, list[str]] = {}
+    for name in held:
+        if name in index["weight_map"] and not any(name in shapes for shapes in earlier):
+            files.setdefault(index["weight_map"][name], []).append(name)
+    return files
+
+
+def _check_index(index: ShardIndex, shapes: Sequence[_Shapes], tied: SharingMetadataT) -> None:
+    """Every tensor has a place, and no file has two writers."""
+    stored = set(index["weight_map"])
+    covered = stored.union(*(group for group in tied if stored & set(group)))
+    lost = [name for held in shapes for name in held if name not in covered]
+    if lost:
+        raise CheckpointSaveError(
+            f"The shard index has no file for {len(lost)} tensors of the model, the first is {lost[0]!r}. "
+            "Make the index from the model as it is now, or pass none."
+        )
+    writers: dict[str, int] = {}
+    for number, held in enumerate(shapes):
+        for file in _files_of(index, held, shapes[:number]):
+            if writers.setdefault(file, number) != number:
+                raise CheckpointSaveError(
+                    f"The shard index puts tensors of different ranks into {file}; give make_shard_index one state dict "
+                    "for each part of the model."
+                )

@@ -1,0 +1,179 @@
+"""The environment of a process: alone, by arguments, by variables, and under torchrun."""
+
+import logging
+import os
+from datetime import timedelta
+from pathlib import Path
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from forgather.ml.distributed import (
+    DistributedEnvInterface,
+    DistributedEnvironment,
+    StaticDistributedEnvironment,
+    from_env,
+    get_global_process_group,
+    get_local_rank,
+    get_local_world_size,
+    get_rank,
+    get_world_size,
+    init_from_env,
+    record_entry_point,
+)
+from tests.support.launch import finish_all, run_torchrun, start_ranks
+from tests.support.ranks import run_on_ranks
+
+JOIN = """
+import torch, torch.distributed as dist
+from forgather.ml.distributed import DistributedEnvironment, get_local_process_group, record_entry_point
+from tests.support.rank_stacks import register
+
+@record_entry_point
+def main():
+    env = DistributedEnvironment(no_accelerator=True, timeout=60.0)
+    total = torch.tensor([env.rank])
+    dist.all_reduce(total)
+    node = dist.get_process_group_ranks(get_local_process_group())
+    print(f"rank {env.rank} of {env.world_size} on {env.device}: total {int(total)}, node {node}")
+    dist.destroy_process_group()
+
+register()
+main()
+"""
+
+FAIL_ON_RANK_1 = """
+from forgather.ml.distributed import DistributedEnvironment, agreement, record_entry_point
+
+@record_entry_point
+def main():
+    env = DistributedEnvironment(no_accelerator=True)
+    with agreement("reading the configuration"):
+        if env.rank == 1:
+            raise KeyError("learning_rate")
+
+main()
+"""
+
+
+def join_what_exists() -> tuple[int, int, int, bool]:
+    world = dist.group.WORLD
+    env = DistributedEnvironment(no_accelerator=True)
+    return env.rank, env.world_size, env.local_world_size, dist.group.WORLD is world
+
+
+def write_script(directory: Path, text: str) -> str:
+    path = directory / "script.py"
+    path.write_text(text)
+    return str(path)
+
+
+def test_a_static_environment_is_what_it_is_told() -> None:
+    env = StaticDistributedEnvironment()
+    assert vars(env) == {
+        "rank": 0,
+        "local_rank": 0,
+        "world_size": 1,
+        "local_world_size": 1,
+        "master_addr": "localhost",
+        "master_port": 29501,
+        "device": "cpu",
+        "device_type": "cpu",
+    }
+    assert isinstance(env, DistributedEnvInterface)
+    assert not dist.is_initialized() and "RANK" not in os.environ
+    with pytest.raises(TypeError):
+        StaticDistributedEnvironment(1)  # type: ignore[call-arg]
+
+
+def test_variables_win_and_missing_ones_are_exported(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("RANK", "3")
+    monkeypatch.setenv("WORLD_SIZE", "4")
+    monkeypatch.setenv("MASTER_ADDR", "head.node")
+    env = from_env(rank=1, local_rank=1, local_world_size=2, master_port=1234, device="cuda:1")
+    assert (env.rank, env.world_size, env.master_addr) == (3, 4, "head.node")
+    assert (env.local_rank, env.local_world_size, env.master_port, env.device) == (1, 2, 1234, "cuda:1")
+    exported = {name: os.environ[name] for name in ("RANK", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "MASTER_PORT")}
+    assert exported == {"RANK": "3", "LOCAL_RANK": "1", "LOCAL_WORLD_SIZE": "2", "MASTER_PORT": "1234"}
+    assert (get_rank(), get_world_size(), get_local_rank(), get_local_world_size()) == (3, 4, 1, 2)
+
+
+def test_an_object_is_brought_in_line_with_the_variables(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("LOCAL_RANK", "1")
+    env = StaticDistributedEnvironment(local_world_size=2)
+    init_from_env(env)
+    assert (env.local_rank, env.local_world_size, os.environ["LOCAL_WORLD_SIZE"]) == (1, 2, "2")
+
+
+def test_without_variables_a_process_is_alone() -> None:
+    assert (get_rank(), get_world_size(), get_local_rank(), get_local_world_size()) == (0, 1, 0, 1)
+
+
+def test_a_variable_that_is_no_number_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("RANK", "first")
+    with pytest.raises(ValueError, match="environment variable RANK is 'first'"):
+        get_rank()
+
+
+def test_a_process_alone_initialises_a_group_of_one() -> None:
+    env = DistributedEnvironment(no_accelerator=True, timeout=timedelta(seconds=30))
+    assert isinstance(env, DistributedEnvInterface)
+    assert (env.rank, env.world_size, env.device, env.device_type) == (0, 1, "cpu", "cpu")
+    assert dist.get_world_size() == 1 and dist.get_backend() == "gloo"
+    assert get_global_process_group() is dist.group.WORLD
+    total = torch.ones(2)
+    dist.all_reduce(total)
+    assert total.tolist() == [1.0, 1.0]
+
+
+def test_a_process_alone_may_stay_without_a_group() -> None:
+    DistributedEnvironment(no_accelerator=True, always=False, log_level="ERROR")
+    assert not dist.is_initialized()
+    assert logging.getLogger("forgather.ml.distributed").level == logging.ERROR
+
+
+def test_an_existing_process_group_is_reused() -> None:
+    assert run_on_ranks(join_what_exists, 2) == [(0, 2, 2, True), (1, 2, 2, True)]
+
+
+def test_the_device_map_names_the_device() -> None:
+    assert DistributedEnvironment(device_map={0: "cpu"}, always=False).device == "cpu"
+    with pytest.raises(ValueError, match=r"local ranks \[1, 2\], but this is local rank 0"):
+        DistributedEnvironment(device_map={1: "cpu", 2: "cpu"}, always=False)
+
+
+def test_contradictory_numbers_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("RANK", "2")
+    with pytest.raises(ValueError, match="rank 2 does not exist among 1 process"):
+        DistributedEnvironment(no_accelerator=True)
+
+
+def test_an_entry_point_without_torchrun_is_an_ordinary_function() -> None:
+    @record_entry_point
+    def double(number: int) -> int:
+        return 2 * number
+
+    assert double(4) == 8
+    assert double.__name__ == "double"
+
+
+def test_ranks_join_by_their_variables(tmp_path: Path) -> None:
+    processes = start_ranks([write_script(tmp_path, JOIN)], 2)
+    assert finish_all(processes, 60.0) == [0, 0], [process.output for process in processes]
+    for process in processes:
+        assert f"rank {process.rank} of 2 on cpu: total 1, node [0, 1]" in process.output
+
+
+def test_ranks_join_under_torchrun_on_two_nodes(tmp_path: Path) -> None:
+    agents = run_torchrun([write_script(tmp_path, JOIN)], nproc_per_node=2, nnodes=2)
+    assert [agent.returncode for agent in agents] == [0, 0], agents
+    assert "rank 1 of 4 on cpu: total 6, node [0, 1]" in agents[0].output
+    assert "rank 2 of 4 on cpu: total 6, node [2, 3]" in agents[1].output
+
+
+def test_torchrun_prints_the_root_cause(tmp_path: Path) -> None:
+    (agent,) = run_torchrun([write_script(tmp_path, FAIL_ON_RANK_1)], nproc_per_node=2)
+    assert agent.returncode != 0
+    root_cause = agent.output.split("Root Cause")[1]
+    assert "rank 1 failed during reading the configuration: KeyError: 'learning_rate'" in root_cause

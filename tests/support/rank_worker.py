@@ -1,0 +1,125 @@
+"""The program of a rank worker: takes function calls from the test process and runs each in a fresh process group.
+
+Started as `python -m tests.support.rank_worker <connection fd> <stacks file>`; lives until its stdin closes.
+"""
+
+import contextlib
+import importlib
+import operator
+import os
+import pickle
+import random
+import signal
+import sys
+import threading
+from collections.abc import Callable, Iterator
+from datetime import timedelta
+from multiprocessing.connection import Connection
+from typing import Any
+
+import numpy
+import torch
+import torch.distributed as dist
+
+from forgather.ml.distributed import reset_process_groups
+from tests.support.rank_protocol import Clean, Finished, Job, Ready, TearDown, describe_error, rank_variables
+from tests.support.rank_stacks import register
+
+# Longer than any test: a hang is to be reported by the test process, with stacks, and not by gloo.
+COLLECTIVE_TIMEOUT = timedelta(hours=1)
+
+
+def main() -> None:
+    connection = Connection(int(sys.argv[1]))
+    stacks_file = open(sys.argv[2], "a")  # noqa: SIM115 - faulthandler writes to it for the whole life of the process
+    register(stacks_file)
+    threading.Thread(target=_exit_with_parent, daemon=True).start()
+    while True:
+        try:
+            job = connection.recv()
+        except (EOFError, ConnectionResetError):
+            return
+        _serve(job, connection)
+
+
+def _exit_with_parent() -> None:
+    """End this process, even in the middle of a collective, once the test process has closed our stdin or died."""
+    while os.read(0, 4096):
+        pass
+    if os.getpgrp() == os.getpid():
+        # The pool gives each worker a process group of its own: this ends what the test started here, too.
+        os.killpg(os.getpid(), signal.SIGKILL)
+    os._exit(0)
+
+
+def _serve(job: Job, connection: Connection) -> None:
+    threads_before = set(threading.enumerate())
+    with _original_surroundings():
+        connection.send(_run(job, connection))
+        request = connection.recv()
+        assert isinstance(request, TearDown), request
+        _leave_process_group()
+    leftovers = [f"thread {thread.name!r}" for thread in threading.enumerate() if thread not in threads_before]
+    connection.send(Clean(leftovers))
+
+
+def _run(job: Job, connection: Connection) -> Finished:
+    try:
+        function = _find(job.module, job.qualname)
+        args = pickle.loads(job.pickled_args)
+        _join_process_group(job)
+        _seed_everything()
+        connection.send(Ready())
+        return Finished(pickle.dumps(function(*args)), None)
+    except BaseException as error:  # noqa: BLE001 - whatever a test raises, SystemExit included, is its outcome
+        return Finished(None, describe_error(error))
+
+
+def _find(module: str, qualname: str) -> Callable[..., Any]:
+    return operator.attrgetter(qualname)(importlib.import_module(module))
+
+
+def _join_process_group(job: Job) -> None:
+    os.environ.update(rank_variables(job.rank, job.world_size, job.store_port))
+    # The store belongs to the test process, as it belongs to the agent under torchrun: it survives the death of rank 0.
+    os.environ["TORCHELASTIC_USE_AGENT_STORE"] = "True"
+    store = dist.TCPStore("127.0.0.1", job.store_port, is_master=False)
+    dist.init_process_group(
+        "gloo",
+        store=dist.PrefixStore("rank_worker", store),
+        rank=job.rank,
+        world_size=job.world_size,
+        timeout=COLLECTIVE_TIMEOUT,
+    )
+
+
+def _leave_process_group() -> None:
+    if dist.is_initialized():
+        dist.destroy_process_group()
+    reset_process_groups()
+
+
+def _seed_everything() -> None:
+    random.seed(0)
+    numpy.random.seed(0)
+    torch.manual_seed(0)
+
+
+@contextlib.contextmanager
+def _original_surroundings() -> Iterator[None]:
+    """Undo what the call did to the environment variables, the working directory and torch's global modes."""
+    variables, directory, dtype = dict(os.environ), os.getcwd(), torch.get_default_dtype()
+    deterministic = torch.are_deterministic_algorithms_enabled()
+    try:
+        yield
+    finally:
+        os.environ.clear()
+        os.environ.update(variables)
+        os.chdir(directory)
+        torch.set_default_dtype(dtype)
+        torch.use_deterministic_algorithms(deterministic)
+        torch.set_grad_enabled(True)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,85 @@
+"""Ranks as processes of their own, with and without torchrun."""
+
+import time
+from pathlib import Path
+
+import pytest
+
+from tests.support.launch import finish_all, run_torchrun, start_ranks
+from tests.support.ranks import RankTimeout
+
+SAY_RANK = """
+import os
+print("rank", os.environ["RANK"], "of", os.environ["WORLD_SIZE"], "local", os.environ["LOCAL_RANK"])
+"""
+
+WAIT = """
+import sys, time
+from tests.support.rank_stacks import register
+
+def wait_for_ever():
+    print("waiting")
+    time.sleep(1000)
+
+register()
+wait_for_ever()
+"""
+
+FAIL_ONCE = """
+import os, sys
+attempt = int(os.environ["TORCHELASTIC_RESTART_COUNT"])
+print(f"attempt {attempt} rank {os.environ['RANK']}")
+sys.exit(3 if attempt == 0 and os.environ["RANK"] == "1" else 0)
+"""
+
+
+def write_script(directory: Path, text: str) -> str:
+    path = directory / "script.py"
+    path.write_text(text)
+    return str(path)
+
+
+def test_ranks_get_their_variables(tmp_path: Path) -> None:
+    processes = start_ranks([write_script(tmp_path, SAY_RANK)], 3)
+    assert finish_all(processes, 30.0) == [0, 0, 0]
+    assert [process.output for process in processes] == [f"rank {rank} of 3 local {rank}\n" for rank in range(3)]
+
+
+def test_a_hang_shows_the_stacks_of_all_ranks(tmp_path: Path) -> None:
+    processes = start_ranks([write_script(tmp_path, WAIT)], 2)
+    for process in processes:
+        process.wait_for_output("waiting", 30.0)
+    with pytest.raises(RankTimeout, match=r"rank 0, rank 1 did not finish within 0\.2 seconds") as hang:
+        finish_all(processes, 0.2)
+    assert str(hang.value).count("in wait_for_ever") == 2
+    assert [process.returncode for process in processes] == [-9, -9]
+
+
+def test_one_rank_can_be_killed(tmp_path: Path) -> None:
+    victim, survivor = start_ranks([write_script(tmp_path, WAIT)], 2)
+    victim.kill()
+    assert victim.wait(5.0) == -9
+    assert survivor.returncode is None
+    survivor.kill()
+
+
+def test_two_agents_are_two_nodes(tmp_path: Path) -> None:
+    agents = run_torchrun([write_script(tmp_path, SAY_RANK)], nproc_per_node=2, nnodes=2)
+    assert [agent.returncode for agent in agents] == [0, 0], agents
+    for node_rank, agent in enumerate(agents):
+        for local_rank in range(2):
+            assert f"rank {2 * node_rank + local_rank} of 4 local {local_rank}" in agent.output
+
+
+def test_torchrun_restarts_a_failed_job(tmp_path: Path) -> None:
+    (agent,) = run_torchrun([write_script(tmp_path, FAIL_ONCE)], nproc_per_node=2, max_restarts=1)
+    assert agent.returncode == 0, agent.output
+    assert "attempt 1 rank 0" in agent.output and "attempt 1 rank 1" in agent.output
+
+
+def test_a_hanging_torchrun_shows_the_stacks_of_its_ranks_and_leaves_none_behind(tmp_path: Path) -> None:
+    start = time.monotonic()
+    with pytest.raises(RankTimeout, match="node 0 did not finish") as hang:
+        run_torchrun([write_script(tmp_path, WAIT)], nproc_per_node=1, timeout=6.0)
+    assert "in wait_for_ever" in str(hang.value)
+    assert time.monotonic() - start < 20.0

@@ -1,0 +1,182 @@
+"""The rank harness itself: what a test author relies on when something goes wrong on a rank."""
+
+import os
+import signal
+import subprocess
+import sys
+import threading
+import time
+from pathlib import Path
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from tests.support.ranks import RankFailure, RankTimeout, outcomes_on_ranks, run_on_ranks
+
+
+def describe_rank(offset: int) -> tuple[int, int, str, int]:
+    total = torch.tensor([dist.get_rank() + 1])
+    dist.all_reduce(total)
+    return dist.get_rank() + offset, dist.get_world_size(), os.environ["RANK"], int(total)
+
+
+def raise_on_rank(failing_rank: int) -> str:
+    if dist.get_rank() == failing_rank:
+        raise KeyError("nothing under this key")
+    return "fine"
+
+
+def wait_for_a_rank_that_raised() -> None:
+    if dist.get_rank() == 1:
+        raise KeyError("nothing under this key")
+    dist.all_reduce(torch.zeros(1))
+
+
+def hang_in_different_places() -> None:
+    if dist.get_rank() == 0:
+        sleep_for_ever()
+    dist.barrier()
+
+
+def sleep_for_ever() -> None:
+    time.sleep(1000)
+
+
+def die_on_rank(dying_rank: int) -> int:
+    if dist.get_rank() == dying_rank:
+        os.kill(os.getpid(), signal.SIGKILL)
+    return os.getpid()
+
+
+def process_id() -> int:
+    return os.getpid()
+
+
+def leave_traces(directory: str) -> None:
+    dist.new_group(backend="gloo")
+    os.chdir(directory)
+    os.environ["A_TRACE"] = "left"
+    torch.set_default_dtype(torch.float64)
+
+
+def surroundings() -> tuple[str, str | None, torch.dtype, int, float]:
+    number = float(torch.rand(1))
+    return os.getcwd(), os.environ.get("A_TRACE"), torch.get_default_dtype(), int(os.environ["MASTER_PORT"]), number
+
+
+def leave_a_thread() -> int:
+    threading.Thread(target=sleep_for_ever, daemon=True).start()
+    return os.getpid()
+
+
+def exit_with_code(code: int) -> None:
+    sys.exit(code)
+
+
+def return_something_unpicklable() -> object:
+    return threading.Lock()
+
+
+@pytest.mark.parametrize("world_size", [1, 2, 4])
+def test_results_are_in_rank_order(world_size: int) -> None:
+    total = world_size * (world_size + 1) // 2
+    expected = [(rank + 10, world_size, str(rank), total) for rank in range(world_size)]
+    assert run_on_ranks(describe_rank, world_size, 10) == expected
+
+
+def test_an_exception_arrives_with_its_rank_and_traceback() -> None:
+    with pytest.raises(RankFailure, match=r"1 of 2 ranks failed\n--- rank 1 ---\nTraceback") as failure:
+        run_on_ranks(raise_on_rank, 2, 1)
+    assert list(failure.value.errors) == [1]
+    error_type, message, traceback_text = failure.value.errors[1]
+    assert (error_type, message) == ("KeyError", "'nothing under this key'")
+    assert "in raise_on_rank" in traceback_text
+
+
+def test_outcomes_tell_of_each_rank_without_raising() -> None:
+    fine, failed = outcomes_on_ranks(raise_on_rank, 2, 1)
+    assert (fine.value, fine.error_type, fine.failed) == ("fine", None, False)
+    assert (failed.value, failed.error_type, failed.failed) == (None, "KeyError", True)
+    assert "in raise_on_rank" in str(failed.traceback)
+
+
+def test_ranks_that_wait_for_a_failed_one_are_released() -> None:
+    start = time.monotonic()
+    waiting, failed = outcomes_on_ranks(wait_for_a_rank_that_raised, 2, timeout=30.0)
+    assert time.monotonic() - start < 15.0
+    assert failed.error_type == "KeyError"
+    assert "Connection closed by peer" in str(waiting.error_message)
+
+
+def test_a_hang_is_reported_with_the_stacks_of_all_ranks() -> None:
+    before = run_on_ranks(process_id, 4)
+    with pytest.raises(RankTimeout, match=r"ranks \[0, 1\] of 2 failed to finish within 1.0 seconds") as hang:
+        run_on_ranks(hang_in_different_places, 2, timeout=1.0)
+    rank0, rank1 = str(hang.value).split("--- rank ")[1:]
+    assert rank0.startswith("0 hangs") and "in sleep_for_ever" in rank0
+    assert rank1.startswith("1 hangs") and "in barrier" in rank1
+    assert set(run_on_ranks(process_id, 4)) & set(before) == set(before[2:]), "hanging workers are replaced"
+
+
+def test_a_killed_worker_is_reported_and_replaced() -> None:
+    before = run_on_ranks(process_id, 2)
+    with pytest.raises(RankFailure, match="the process of rank 1 died with exit code -9"):
+        run_on_ranks(die_on_rank, 2, 1)
+    after = run_on_ranks(process_id, 2)
+    assert before[0] == after[0] and before[1] != after[1]
+
+
+def test_workers_are_reused_and_every_call_is_fresh(tmp_path: Path) -> None:
+    first = run_on_ranks(surroundings, 2)
+    workers = set(run_on_ranks(process_id, 2))
+    run_on_ranks(leave_traces, 2, str(tmp_path))
+    second = run_on_ranks(surroundings, 2)
+    assert set(run_on_ranks(process_id, 2)) == workers
+    for (directory, trace, dtype, port, number), (*_, first_port, first_number) in zip(second, first, strict=True):
+        assert (directory, trace, dtype) == (str(Path(__file__).parents[2]), None, torch.float32)
+        assert port != first_port
+        assert number == first_number
+
+
+def test_a_worker_with_a_leftover_thread_is_not_reused() -> None:
+    assert not set(run_on_ranks(leave_a_thread, 2)) & set(run_on_ranks(process_id, 2))
+
+
+def test_an_exit_and_an_unpicklable_result_are_outcomes() -> None:
+    assert [outcome.error_type for outcome in outcomes_on_ranks(exit_with_code, 2, 3)] == ["SystemExit"] * 2
+    assert [outcome.error_type for outcome in outcomes_on_ranks(return_something_unpicklable, 2)] == ["TypeError"] * 2
+
+
+def test_a_function_that_ranks_cannot_import_is_refused() -> None:
+    with pytest.raises(ValueError, match="cannot be imported by the ranks"):
+        run_on_ranks(lambda: None, 2)
+    with pytest.raises(ValueError, match="not between 1 and 4"):
+        run_on_ranks(process_id, 5)
+
+
+SESSION_THAT_ENDS_ABRUPTLY = """
+import os, signal
+from tests.support.ranks import run_on_ranks
+from tests.support.test_ranks import process_id
+print(*run_on_ranks(process_id, 2), flush=True)
+os.kill(os.getpid(), signal.SIGKILL)
+"""
+
+
+def test_workers_end_with_the_test_process_even_when_it_is_killed() -> None:
+    command = [sys.executable, "-c", SESSION_THAT_ENDS_ABRUPTLY]
+    session = subprocess.run(command, cwd=Path(__file__).parents[2], capture_output=True, text=True, timeout=60)
+    process_ids = [int(text) for text in session.stdout.split()]
+    assert len(process_ids) == 2, session.stderr
+    deadline = time.monotonic() + 10.0
+    while any(map(is_alive, process_ids)) and time.monotonic() < deadline:
+        time.sleep(0.05)
+    assert not any(map(is_alive, process_ids))
+
+
+def is_alive(process_id: int) -> bool:
+    try:
+        return "\nState:\tZ" not in Path(f"/proc/{process_id}/status").read_text()
+    except FileNotFoundError:
+        return False
