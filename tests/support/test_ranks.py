@@ -164,9 +164,13 @@ os.kill(os.getpid(), signal.SIGKILL)
 """
 
 
-def test_workers_end_with_the_test_process_even_when_it_is_killed() -> None:
+def test_workers_end_with_the_test_process_even_when_it_is_killed(tmp_path: Path) -> None:
     command = [sys.executable, "-c", SESSION_THAT_ENDS_ABRUPTLY]
-    session = subprocess.run(command, cwd=Path(__file__).parents[2], capture_output=True, text=True, timeout=60)
+    # A process that is killed leaves its temporary files: here they go where pytest removes them.
+    env = {**os.environ, "TMPDIR": str(tmp_path)}
+    session = subprocess.run(
+        command, cwd=Path(__file__).parents[2], env=env, capture_output=True, text=True, timeout=60
+    )
     process_ids = [int(text) for text in session.stdout.split()]
     assert len(process_ids) == 2, session.stderr
     deadline = time.monotonic() + 10.0

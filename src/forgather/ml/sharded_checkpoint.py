@@ -8,7 +8,7 @@ import json
 import logging
 import os
 from collections.abc import Collection, Iterable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any, TypedDict
 
 import torch
@@ -20,7 +20,13 @@ from forgather.ml.checkpoint.errors import CheckpointError, CheckpointLoadError
 from forgather.ml.checkpoint.file_io import HashingWriter
 from forgather.ml.checkpoint.manifest import MANIFEST_NAME, FileRecord, read_manifest
 from forgather.ml.checkpoint.state_files import read_state, verify_file, write_state
-from forgather.ml.checkpoint.weight_files import check_shape, load_safetensors, read_header, write_safetensors
+from forgather.ml.checkpoint.weight_files import (
+    check_shape,
+    check_size,
+    load_safetensors,
+    read_header,
+    write_safetensors,
+)
 
 logger = logging.getLogger(__name__)
 
@@ -204,10 +210,8 @@ class WeightLocation:
         """The name under which the directory has the tensor, None when it does not have it."""
         if name in self.weight_map:
             return name
-        for group in self.sharing:
-            if name in group:
-                return next((member for member in group if member in self.weight_map), None)
-        return None
+        members = (member for group in self.sharing if name in group for member in group)
+        return next((member for member in members if member in self.weight_map), None)
 
 
 def locate_weights(model_dir: str, sharing: SharingMetadataT | None = None) -> WeightLocation:
@@ -256,6 +260,7 @@ def read_weights(location: WeightLocation, targets: Mapping[str, Tensor]) -> Non
         if stored is None:
             raise CheckpointLoadError(f"{location.directory} holds no tensor {name!r}.")
         by_file.setdefault(location.weight_map[stored], {}).setdefault(stored, []).append(target)
+    _check_shapes(location, by_file)
     for file, wanted in sorted(by_file.items()):
         path = os.path.join(location.directory, file)
         record = location.records.get(file)
@@ -269,6 +274,20 @@ def read_weights(location: WeightLocation, targets: Mapping[str, Tensor]) -> Non
                 # Tied tensors of the model are one memory already; separate copies get the same values.
                 if _identity(other) != _identity(tensors[0]):
                     other.detach().copy_(tensors[0].detach())
+
+
+def _check_shapes(location: WeightLocation, by_file: Mapping[str, Mapping[str, Sequence[Tensor]]]) -> None:
+    """All of them before the first tensor is filled: a model that does not fit is left as it was."""
+    for file, wanted in sorted(by_file.items()):
+        if file.endswith(".safetensors"):
+            path = os.path.join(location.directory, file)
+            check_size(path, location.records.get(file))
+            entries = read_header(path).tensors
+            for name, tensors in wanted.items():
+                if name not in entries:
+                    raise CheckpointLoadError(f"{path} has no tensor {name!r}, although the index says so.")
+                for tensor in tensors:
+                    check_shape(path, name, entries[name].shape, tensor)
 
 
 def _load_bin(path: str, targets: Mapping[str, Tensor], record: FileRecord | None) -> None:
@@ -292,6 +311,9 @@ def load_into_modules(
     `all_names` are the names of the whole model when the modules are a part of it; they decide what is unexpected.
     With `assign` (for modules on the meta device) new tensors take the place of the module's own.
     """
+    # A model that ties its own tensors needs no one to tell it: plain Hugging Face directories do not.
+    tied = [group for module in modules for group in create_sharing_metadata(module)]
+    location = replace(location, sharing=[*location.sharing, *tied])
     expected = [name for module in modules for name in get_all_fqns(module) if keys is None or name in keys]
     _check_names(location, expected, expected if all_names is None else all_names, strict and keys is None)
     for module in modules:

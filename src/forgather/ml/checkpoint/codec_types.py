@@ -67,9 +67,9 @@ def _numpy_scalar_parts(value: Any) -> Parts:
     if value.dtype.kind not in _ARRAY_KINDS:
         raise UnsupportedValueError(f"has the dtype {value.dtype}; store its fields as plain values")
     # Not as an array element for text: NumPy drops trailing zeros when it reads those back, and in str(value).
-    if isinstance(value, str):
+    if isinstance(value, np.str_):
         return {"dtype": value.dtype.str, "value": str.__str__(value)}
-    return {"dtype": value.dtype.str, "value": bytes(value) if isinstance(value, bytes) else value.tobytes()}
+    return {"dtype": value.dtype.str, "value": bytes(value) if isinstance(value, np.bytes_) else value.tobytes()}
 
 
 def _build_numpy_scalar(parts: Parts) -> Any:

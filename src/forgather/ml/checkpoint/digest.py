@@ -103,7 +103,8 @@ class _TensorHasher:
         self._staging: torch.Tensor | None = None
 
     def digest(self, tensor: torch.Tensor) -> str:
-        tensor = tensor.detach()
+        if tensor.requires_grad or type(tensor) is not torch.Tensor:
+            tensor = tensor.detach()
         if _is_plain(tensor):
             return xxhash.xxh3_128_hexdigest(_byte_view(tensor))
         state = xxhash.xxh3_128()

@@ -180,7 +180,7 @@ def _refuse_newer(data: Mapping[str, Any]) -> None:
 
 
 def _content_checksum(data: Mapping[str, Any], covers: list[str]) -> str:
-    content = json.dumps({key: data.get(key) for key in covers}, sort_keys=True, separators=(",", ":"))
+    content = json.dumps({key: data[key] for key in covers if key in data}, sort_keys=True, separators=(",", ":"))
     return str(xxhash.xxh3_128_hexdigest(content.encode()))
 
 

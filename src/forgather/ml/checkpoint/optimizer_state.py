@@ -105,7 +105,7 @@ class OptimizerState:
         """
         groups = self._groups()
         saved_groups = _saved_groups(state_dict)
-        known = set(state_dict["state"]).union(*(saved.names for saved in saved_groups))
+        known = _known_names(state_dict, saved_groups)
         _require_overlap(groups, known)
         sources = [[saved for saved in saved_groups if saved.names & set(group.parameters)] for group in groups]
         for group, group_sources in zip(groups, sources, strict=True):
@@ -115,6 +115,22 @@ class OptimizerState:
             _load_group_options(group, group_sources)
         if fresh := [name for group in groups for name in group.parameters if name not in known]:
             logger.warning("The checkpoint lacks parameters whose optimizer state starts fresh: %s", _listed(fresh))
+
+    def missing_names(self, state_dict: Mapping[str, Any]) -> list[str]:
+        """The parameters of this optimizer that a state does not know: another stage's state may."""
+        known = _known_names(state_dict, _saved_groups(state_dict))
+        return [name for group in self._groups() for name in group.parameters if name not in known]
+
+    def add_tied_names(self, state_dict: dict[str, Any], sharing: Sequence[Sequence[str]]) -> None:
+        """Let parameters here that were tied to others when saved (`sharing`: groups of names) find those others' state.
+
+        A tied parameter is stored under its first name alone, and a stage may have it under another.
+        """
+        known = _known_names(state_dict, _saved_groups(state_dict))
+        for name in self.missing_names(state_dict):
+            others = [other for group in sharing if name in group for other in group if other in known]
+            if others:
+                _add_name(state_dict, name, others[0])
 
     @staticmethod
     def merge_state_dicts(parts: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
@@ -225,6 +241,20 @@ def _saved_groups(state_dict: Mapping[str, Any]) -> list[_SavedGroup]:
         _SavedGroup(_options(group), origin, frozenset(group["params"]))
         for group, origin in zip(groups, configured, strict=True)
     ]
+
+
+def _known_names(state_dict: Mapping[str, Any], saved_groups: Sequence[_SavedGroup]) -> set[str]:
+    return set(state_dict["state"]).union(*(saved.names for saved in saved_groups))
+
+
+def _add_name(state_dict: dict[str, Any], name: str, other: str) -> None:
+    """Give `name` a copy of what is saved of the parameter `other`."""
+    for entries in (state_dict["state"], state_dict.get("parameters", {})):
+        if other in entries:
+            entries[name] = copy.deepcopy(entries[other])
+    for group in state_dict["param_groups"]:
+        if other in group["params"]:
+            group["params"] = [*group["params"], name]
 
 
 def _join_group(merged: dict[str, Any], saved: _SavedGroup, names: list[str]) -> None:

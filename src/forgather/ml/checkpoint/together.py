@@ -34,9 +34,9 @@ def on_every_rank(
         known = type(error) if isinstance(error, CheckpointError) else None
         outcome = _Outcome(None, DistributedError.describing(error, during, rank), known)
     try:
-        outcomes = peers.gather(outcome)
+        outcomes = peers.gather(outcome, during)
     except DistributedError as lost:
-        raise failure(f"{during}: {lost}") from (own_error or lost)
+        raise failure(str(lost)) from (own_error or lost)
     if own_error is not None and not isinstance(own_error, Exception):
         # An interrupt keeps its meaning; the others have been told.
         raise own_error

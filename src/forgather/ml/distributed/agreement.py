@@ -72,11 +72,10 @@ class Peers:
         """All ranks of the job."""
         return cls()
 
-    def gather(self, value: T) -> list[T]:
-        """The values of all ranks, in rank order, on every rank."""
+    def gather(self, value: T, during: str = "gathering a value from every rank") -> list[T]:
+        """The values of all ranks, in rank order, on every rank; `during` is for the message when contact is lost."""
         if self.size == 1:
             return [value]
-        during = "gathering a value from every rank"
         parcels: list[Any] = [None] * self.size
         with _contact(during):
             dist.all_gather_object(parcels, _pack(value, during), group=self._group)

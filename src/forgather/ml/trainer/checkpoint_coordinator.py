@@ -112,10 +112,11 @@ class CheckpointCoordinator:
         """Save all components as one transaction, and return the checkpoint's path.
 
         Components that declare `validate_replication` are always compared; `validate` compares every component that
-        has copies. `extra_files` are small files to put beside the state.
+        has copies. `extra_files` are small files to put beside the state; `step` is for paths that do not name one.
         """
         path = self._target_path(checkpoint_path, checkpoint_id)
-        step = store.step_of(path) if step is None else step
+        named_step = store.step_of(path)
+        step = step if named_step is None else named_step
         snapshot = self.take_snapshot(validate, extra_files)
         self.write_snapshot(snapshot, path, step, metadata)
         return path

@@ -116,17 +116,30 @@ class CheckpointReader:
             self._absent(component, "was saved without it")
             return
         records = self._records(component, saved, manifest)
-        present = [one for one in records if os.path.exists(os.path.join(self._path, one.path))]
-        if len(present) < len(records):
-            self._absent(component, f"has no file {next(one.path for one in records if one not in present)}")
+        parts = self._read_files(component, records)
+        if records and parts and getattr(component.stateful, "missing_names", _nothing_missing)(parts[0]):
+            # The same ranks as before, but the model is divided among them in another way.
+            others = [one for one in manifest.component_files(component.key) if one not in records]
+            more = self._read_files(component, others)
+            parts = None if more is None else parts + more
+        if parts is None:
             return
-        parts = [read_state(os.path.join(self._path, record.path), record) for record in records]
-        if len(parts) == 1:
-            states[component.key] = parts[0]
-        elif parts:
-            states[component.key] = component.stateful.merge_state_dicts(parts)
-        else:
+        if not parts:
             states[component.key] = _NewRank(manifest.step or 0)
+            return
+        state = parts[0] if len(parts) == 1 else component.stateful.merge_state_dicts(parts)
+        if hasattr(component.stateful, "add_tied_names") and MODEL_KEY in manifest.components:
+            tied = manifest.components[MODEL_KEY].metadata.get("param_sharing", [])
+            component.stateful.add_tied_names(state, tied)
+        states[component.key] = state
+
+    def _read_files(self, component: StateComponent, records: Sequence[FileRecord]) -> list[Any] | None:
+        """None, once that was reported, when one of them is not there."""
+        for record in records:
+            if not os.path.exists(os.path.join(self._path, record.path)):
+                self._absent(component, f"has no file {record.path}")
+                return None
+        return [read_state(os.path.join(self._path, record.path), record) for record in records]
 
     def _absent(self, component: StateComponent, reason: str) -> None:
         if component.required:
@@ -152,9 +165,10 @@ class CheckpointReader:
             return own
         if covered != set(range(manifest.world_size)):
             raise self._misfit(component, saved, manifest, "this node's copy of the checkpoint holds only a part of it")
-        if len(records) == 1:
-            return records
         if hasattr(component.stateful, "merge_state_dicts"):
+            return records
+        # One state does for one copy; copies that are meant to differ cannot all begin with it.
+        if len(records) == 1 and len(now) == 1:
             return records
         raise self._misfit(component, saved, manifest, "its state cannot be divided anew")
 
@@ -196,3 +210,8 @@ def _missing_component(component: StateComponent, path: str, reason: str) -> Che
         f"The required component {component.key!r} cannot be loaded: {path} {reason}. Choose another checkpoint, or set "
         f"skip_checkpoint_components=[{component.key!r}] to keep its present state."
     )
+
+
+def _nothing_missing(_state: Any) -> list[str]:
+    """For components whose state is not keyed by name."""
+    return []

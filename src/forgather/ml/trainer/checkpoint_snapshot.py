@@ -6,13 +6,12 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import torch
-import xxhash
 from torch import Tensor, nn
 from torch.distributed import ProcessGroup
 
 from forgather.ml.checkpoint.codec import encode_state
 from forgather.ml.checkpoint.contents import PlannedFile, RawContent, StateContent, WeightsContent
-from forgather.ml.checkpoint.digest import compute_state_hash, state_digests
+from forgather.ml.checkpoint.digest import combine_digests, compute_state_hash, state_digests
 from forgather.ml.checkpoint.errors import CheckpointSaveError, ReplicationError
 from forgather.ml.checkpoint.layout import RankLayout
 from forgather.ml.checkpoint.manifest import ComponentManifest, FileRecord
@@ -272,8 +271,7 @@ def _weights_of(parts: Sequence[nn.Module]) -> dict[str, Tensor]:
 def _overall_digest(component: StateComponent, state: Any) -> str:
     if component.validation_level == ValidationLevel.QUICK.value:
         return compute_state_hash(state)
-    text = "\n".join(f"{path} {digest}" for path, digest in state_digests(state).items())
-    return str(xxhash.xxh3_128_hexdigest(text.encode()))
+    return combine_digests(state_digests(state))
 
 
 def _on_meta(shapes: _Shapes) -> dict[str, Tensor]:

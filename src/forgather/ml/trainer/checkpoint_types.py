@@ -43,9 +43,10 @@ class SharingPattern(Enum):
 class Stateful(Protocol):
     """Anything whose state can be taken and given back.
 
-    Two optional methods say how the state moves to another number of ranks: `merge_state_dicts(parts)` makes one
-    state of those of several ranks (state that is keyed by name), and `init_new_rank(rank, step)` starts a rank that
-    the checkpoint has no state for.
+    Optional methods say how the state moves to another topology. For state that is keyed by parameter name:
+    `merge_state_dicts(parts)` makes one state of those of several ranks, `missing_names(state)` tells what this rank
+    needs and a state does not have, `add_tied_names(state, sharing)` lets tied parameters be found under each other's
+    names. And `init_new_rank(rank, step)` starts a rank that the checkpoint has no state for.
     """
 
     def state_dict(self) -> dict[str, Any]: ...

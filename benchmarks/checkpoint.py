@@ -1,0 +1,238 @@
+"""Checkpoints of a training state: ours beside torch.save, safetensors, torch's DCP and plain files, in one run.
+
+    python benchmarks/checkpoint.py [--size-gb 2.4] [--rounds 3] [--dir .] [--markdown FILE]
+
+Every saver and loader works in fresh processes, all of them take turns in rounds, and all saves end on the disk: what
+a contender leaves in the page cache is flushed within the measured time.
+"""
+
+import argparse
+import multiprocessing
+import os
+import shutil
+import statistics
+import tempfile
+from collections import defaultdict
+from collections.abc import Callable, Sequence
+from concurrent.futures import ProcessPoolExecutor
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, TypeVar
+
+import torch
+from contenders import (
+    LOADERS,
+    OURS,
+    PRELOADED_MODULES,
+    SAVERS,
+    Loader,
+    Measurement,
+    Saver,
+    forget_files,
+    measure_digests,
+    measure_loads,
+    measure_saves,
+)
+from rich.console import Console
+from rich.progress import Progress
+from rich.table import Table
+
+_GB = 1e9
+_ATTEMPTS = ("first", "second")
+_T = TypeVar("_T", bound=Saver | Loader)
+_Result = TypeVar("_Result")
+
+
+@dataclass
+class Results:
+    """What was measured; each list has one entry per round."""
+
+    saves: dict[str, list[list[Measurement]]] = field(default_factory=lambda: defaultdict(list))
+    cold_loads: dict[str, list[list[Measurement]]] = field(default_factory=lambda: defaultdict(list))
+    warm_loads: dict[str, list[list[Measurement]]] = field(default_factory=lambda: defaultdict(list))
+    digests: dict[str, list[float]] = field(default_factory=lambda: defaultdict(list))
+
+
+@dataclass(frozen=True)
+class ResultTable:
+    """A table that can be shown on a terminal and in Markdown."""
+
+    title: str
+    columns: Sequence[str]
+    rows: Sequence[Sequence[str]]
+
+    def as_rich(self) -> Table:
+        table = Table(title=self.title, title_justify="left")
+        for index, column in enumerate(self.columns):
+            table.add_column(column, justify="right" if index else "left", no_wrap=True)
+        for row in self.rows:
+            table.add_row(*row, style="bold" if row[0] == OURS else "")
+        return table
+
+    def as_markdown(self) -> str:
+        lines = [self.columns, ["---"] + ["---:"] * (len(self.columns) - 1), *self.rows]
+        return "\n".join([f"### {self.title}", "", *(f"| {' | '.join(line)} |" for line in lines), ""])
+
+
+def main() -> None:
+    arguments = _parse_arguments()
+    console = Console()
+    num_bytes = int(arguments.size_gb * _GB)
+    with tempfile.TemporaryDirectory(prefix=".checkpoint-benchmark-", dir=arguments.dir) as directory:
+        _require_disk(directory, num_bytes)
+        facts = _facts(Path(directory), arguments.rounds)
+        console.print(*facts, sep="\n", highlight=False, soft_wrap=True)
+        results = _run(num_bytes, arguments.rounds, Path(directory), console)
+    tables = _tables(results)
+    for table in tables:
+        console.print(table.as_rich())
+    console.print(*_NOTES, sep="\n", highlight=False, soft_wrap=True)
+    if arguments.markdown:
+        text = [*(f"- {fact}" for fact in facts), "", *(table.as_markdown() for table in tables)]
+        text += [f"- {note}" for note in _NOTES]
+        arguments.markdown.write_text("\n".join(text) + "\n")
+
+
+def _parse_arguments() -> argparse.Namespace:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--size-gb", type=float, default=2.4, help="weights and both AdamW moments together")
+    parser.add_argument("--rounds", type=int, default=3)
+    parser.add_argument("--dir", default=".", help="a directory on the disk that is to be measured")
+    parser.add_argument("--markdown", type=Path, help="also write the tables to this file")
+    return parser.parse_args()
+
+
+def _require_disk(directory: str, num_bytes: int) -> None:
+    kind = _file_system(directory)
+    if kind in ("tmpfs", "ramfs"):
+        raise SystemExit(f"The working directory is on {kind}, which is memory; choose one on a disk with --dir.")
+    free = shutil.disk_usage(directory).free
+    if free < 2 * num_bytes:
+        raise SystemExit(
+            f"{free / _GB:.1f} GB are free, and {2 * num_bytes / _GB:.1f} GB are needed for --size-gb "
+            f"{num_bytes / _GB:g}; choose another directory with --dir, or a smaller size."
+        )
+
+
+def _facts(directory: Path, num_rounds: int) -> list[str]:
+    memory = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
+    return [
+        f"{len(os.sched_getaffinity(0))} cores, {memory / 2**30:.0f} GiB of memory, {_file_system(str(directory))}",
+        f"torch {torch.__version__}, {torch.get_num_threads()} threads",
+        f"median of {num_rounds} rounds (smallest to largest); cold: page cache emptied by {forget_files(directory)}",
+    ]
+
+
+def _file_system(directory: str) -> str:
+    """The type of the file system that a directory is on."""
+    device = os.stat(directory).st_dev
+    number = f"{os.major(device)}:{os.minor(device)}"
+    for line in Path("/proc/self/mountinfo").read_text().splitlines():
+        mount, _, source = line.partition(" - ")
+        if mount.split()[2] == number:
+            return source.split()[0]
+    return "unknown file system"
+
+
+def _run(num_bytes: int, num_rounds: int, directory: Path, console: Console) -> Results:
+    results = Results()
+    with Progress(console=console, transient=True) as progress:
+        task = progress.add_task("", total=num_rounds * (len(SAVERS) + 1))
+        for round_number in range(num_rounds):
+            for saver in _rotated(SAVERS, round_number):
+                progress.update(task, description=f"round {round_number + 1}: {saver.name}")
+                _measure_saver(saver, round_number, num_bytes, directory / "files", results)
+                progress.advance(task)
+            for name, speed in _in_fresh_process(measure_digests, num_bytes).items():
+                results.digests[name].append(speed)
+            progress.advance(task)
+    return results
+
+
+def _measure_saver(saver: Saver, round_number: int, num_bytes: int, directory: Path, results: Results) -> None:
+    """A saver, and everything that loads its files."""
+    results.saves[saver.name].append(_in_fresh_process(measure_saves, saver.name, num_bytes, directory))
+    for loader in _rotated([one for one in LOADERS if one.saver == saver.name], round_number):
+        for is_cold, loads in ((True, results.cold_loads), (False, results.warm_loads)):
+            loads[loader.name].append(_in_fresh_process(measure_loads, loader.name, num_bytes, directory, is_cold))
+    shutil.rmtree(directory)
+
+
+def _rotated(contenders: Sequence[_T], count: int) -> list[_T]:
+    start = count % max(1, len(contenders))
+    return [*contenders[start:], *contenders[:start]]
+
+
+def _in_fresh_process(function: Callable[..., _Result], *arguments: Any) -> _Result:
+    # Forked off a server that has only imported modules: as fresh as a new interpreter, without seconds of imports.
+    context = multiprocessing.get_context("forkserver")
+    context.set_forkserver_preload(PRELOADED_MODULES)
+    with ProcessPoolExecutor(1, mp_context=context) as executor:
+        return executor.submit(function, *arguments).result()
+
+
+def _tables(results: Results) -> list[ResultTable]:
+    size = next(iter(results.saves.values()))[0][0].num_bytes
+    title = f"of {size / _GB:.2f} GB, {{}} of a process"
+    tables = [
+        _save_table(f"Save {title.format(attempt)}", results.saves, index) for index, attempt in enumerate(_ATTEMPTS)
+    ]
+    for cache, loads in (("cold", results.cold_loads), ("warm", results.warm_loads)):
+        for index, attempt in enumerate(_ATTEMPTS):
+            tables.append(_load_table(f"Load {title.format(attempt)}, page cache {cache}", loads, index))
+    rows = [[name, _spread([speed / _GB for speed in speeds], 1)] for name, speeds in results.digests.items()]
+    return [*tables, ResultTable("Tensor-level validation, one thread", ["", "GB/s"], rows)]
+
+
+def _save_table(title: str, saves: dict[str, list[list[Measurement]]], index: int) -> ResultTable:
+    columns = ["", "blocked s", "durable s", "GB/s durable", "time / ours", "private GB added", "resident GB added"]
+    rows = []
+    for saver in SAVERS:
+        rounds = [one[index] for one in saves[saver.name]]
+        ours = [one[index] for one in saves[OURS]]
+        rows.append([saver.name, _spread([one.blocked for one in rounds]), *_common_cells(rounds, ours)])
+    return ResultTable(title, columns, rows)
+
+
+def _load_table(title: str, loads: dict[str, list[list[Measurement]]], index: int) -> ResultTable:
+    columns = ["", "s", "GB/s", "time / ours", "private GB added", "resident GB added"]
+    rows = []
+    for loader in LOADERS:
+        rounds = [one[index] for one in loads[loader.name]]
+        rows.append([loader.name, *_common_cells(rounds, [one[index] for one in loads[OURS]])])
+    return ResultTable(title, columns, rows)
+
+
+def _common_cells(rounds: Sequence[Measurement], ours: Sequence[Measurement]) -> list[str]:
+    return [
+        _spread([one.durable for one in rounds]),
+        _spread([one.num_bytes / one.durable / _GB for one in rounds]),
+        _spread([one.durable / own.durable for one, own in zip(rounds, ours, strict=True)]),
+        _spread([one.private_bytes / _GB for one in rounds]),
+        _spread([one.resident_bytes / _GB for one in rounds]),
+    ]
+
+
+def _spread(values: Sequence[float], num_digits: int = 2) -> str:
+    """The median, with the smallest and the largest where they differ."""
+    low, median, high = (f"{value:.{num_digits}f}" for value in (min(values), statistics.median(values), max(values)))
+    return median if low == high else f"{median} ({low}-{high})"
+
+
+_NOTES = [
+    "blocked: until the save call returned; durable: until the files and their directory entries were on disk. The "
+    "savers that do not flush by themselves are flushed right after the call (fsync of files and directory).",
+    "Ours also hashes every byte, verifies all of them at a load, and replaces atomically; of the others, only DCP "
+    "renames its metadata into place, and none verifies (torch.save's archive has a CRC that torch.load ignores).",
+    "time / ours: the other's time in multiples of ours, compared within each round; above 1 is slower than ours.",
+    "private memory: anonymous and shared-anonymous pages, sampled every 10 ms; resident: the system's high-water "
+    "mark, which counts mapped pages of files too. Both are peaks beyond what the process had before. The page cache "
+    "of written and read files belongs to neither.",
+    "A first load makes the moments, two thirds of the state, so that much memory is no overhead. Loaders that map "
+    "the file (mmap, safetensors) copy the moments out of it, as the optimizer would keep the mapping otherwise.",
+    "DCP loads into existing tensors only; at a first load its get_state_dict makes the moments by an optimizer step.",
+]
+
+
+if __name__ == "__main__":
+    main()

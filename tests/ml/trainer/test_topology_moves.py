@@ -1,0 +1,107 @@
+"""A checkpoint moves between topologies: every parameter finds its own weights and moments, by name."""
+
+from pathlib import Path
+
+import pytest
+import torch
+
+from tests.support.ranks import run_on_ranks
+from tests.support.tiny_parallel import (
+    HYBRID,
+    HYBRID_CUT_ELSEWHERE,
+    HYBRID_PERMUTED,
+    LEARNING_RATE,
+    LONG_PIPELINE,
+    NUM_STEPS,
+    PIPELINE,
+    PIPELINE_CUT_ELSEWHERE,
+    REPLICATED,
+    SINGLE,
+    Memory,
+    Topology,
+    load_and_save,
+    load_fresh,
+    reference,
+    save_trained,
+)
+
+TOPOLOGIES = {
+    "single": SINGLE,
+    "replicated": REPLICATED,
+    "pipeline": PIPELINE,
+    "pipeline cut elsewhere": PIPELINE_CUT_ELSEWHERE,
+    "long pipeline": LONG_PIPELINE,
+    "hybrid": HYBRID,
+    "hybrid cut elsewhere": HYBRID_CUT_ELSEWHERE,
+    "hybrid permuted": HYBRID_PERMUTED,
+}
+EVERY_TOPOLOGY = pytest.mark.parametrize("topology", TOPOLOGIES.values(), ids=TOPOLOGIES)
+TIED_OR_NOT = pytest.mark.parametrize("tied", [False, True], ids=["untied", "tied"])
+
+
+def assert_moved(path: str, topology: Topology, tied: bool, shuffled: bool = False) -> None:
+    """Load on fresh ranks, and compare everything that they hold with a run that was never saved."""
+    expected = reference(tied)
+    seen: set[str] = set()
+    for result in run_on_ranks(load_fresh, topology.world_size, path, topology, tied, shuffled):
+        assert_same(result["memory"], expected, tied)
+        seen.update(result["memory"])
+        assert set(result["rates"]) == {LEARNING_RATE * 0.5**NUM_STEPS}
+        assert result["scheduler"] == NUM_STEPS
+        assert result["trainer"] == {"step": NUM_STEPS}
+        assert result["is_tied"] or topology.num_stages > 1
+    assert seen == set(expected), "together the ranks have the whole model"
+
+
+def assert_same(found: Memory, expected: Memory, tied: bool) -> None:
+    for name, entries in found.items():
+        wanted = expected[name]
+        # A name that is tied inside this process has no moments apart from those of its other name.
+        keys = {"value"} if tied and name == "head.weight" and len(entries) == 1 and "embed.weight" in found else wanted
+        assert set(entries) == set(keys), name
+        for key, tensor in entries.items():
+            assert torch.equal(tensor, wanted[key]), f"{key} of {name}"
+
+
+def test_the_reference_tells_parameters_apart() -> None:
+    """Else the comparisons of this file would hold for swapped parameters, too."""
+    for key in ("value", "exp_avg", "exp_avg_sq"):
+        tensors = [entry[key] for entry in reference(tied=False).values() if key in entry]
+        assert len({tuple(tensor.flatten().tolist()) for tensor in tensors}) == len(tensors) > 8
+
+
+@TIED_OR_NOT
+@EVERY_TOPOLOGY
+def test_two_pipelines_move_to_every_topology(tmp_path: Path, topology: Topology, tied: bool) -> None:
+    path = run_on_ranks(save_trained, 4, str(tmp_path), HYBRID, tied)[0]
+    assert_moved(path, topology, tied)
+
+
+@TIED_OR_NOT
+@EVERY_TOPOLOGY
+def test_a_single_process_moves_to_every_topology(tmp_path: Path, topology: Topology, tied: bool) -> None:
+    path = save_trained(str(tmp_path), SINGLE, tied)
+    assert_moved(path, topology, tied)
+
+
+@EVERY_TOPOLOGY
+def test_a_pipeline_moves_to_every_topology_with_its_parameters_reordered_and_regrouped(
+    tmp_path: Path, topology: Topology
+) -> None:
+    path = run_on_ranks(save_trained, 2, str(tmp_path), PIPELINE, True)[0]
+    assert_moved(path, topology, True, shuffled=True)
+
+
+@EVERY_TOPOLOGY
+def test_a_permuted_mesh_moves_to_every_topology(tmp_path: Path, topology: Topology) -> None:
+    path = run_on_ranks(save_trained, 4, str(tmp_path), HYBRID_PERMUTED, False)[0]
+    assert_moved(path, topology, False)
+
+
+@TIED_OR_NOT
+def test_a_chain_of_moves_loses_nothing(tmp_path: Path, tied: bool) -> None:
+    path = run_on_ranks(save_trained, 2, str(tmp_path / "start"), PIPELINE, tied)[0]
+    for number, topology in enumerate([SINGLE, REPLICATED, HYBRID, LONG_PIPELINE, SINGLE]):
+        output_dir = str(tmp_path / str(number))
+        path = run_on_ranks(load_and_save, topology.world_size, path, output_dir, topology, tied)[0]
+    assert_moved(path, HYBRID, tied)

@@ -1,0 +1,325 @@
+"""Stand-ins for the trainers: a small model in every topology, with the state components that its trainer declares."""
+
+import logging
+import zlib
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed import ProcessGroup
+from torch.distributed.device_mesh import DeviceMesh
+
+from forgather.ml.checkpoint.rng import RNGState
+from forgather.ml.distributed import from_env
+from forgather.ml.sharded_checkpoint import create_sharing_metadata, make_shard_index
+from forgather.ml.trainer.checkpoint_coordinator import CheckpointCoordinator
+from forgather.ml.trainer.checkpoint_types import SharingPattern, StateComponent
+
+NUM_LAYERS = 4
+WIDTH = 4
+VOCABULARY = 8
+SAVED_SEED = 7
+NUM_STEPS = 3
+LEARNING_RATE = 0.01
+
+# What a test compares: by parameter name, the weights and everything that AdamW remembers.
+Memory = dict[str, dict[str, Tensor]]
+
+
+class Box:
+    """The smallest stateful object: a dictionary."""
+
+    def __init__(self, **state: Any) -> None:
+        self.state: dict[str, Any] = state
+
+    def state_dict(self) -> dict[str, Any]:
+        return self.state
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        self.state = state_dict
+
+
+class Failing(Box):
+    """Fails on one rank, when it is asked for its state or given one."""
+
+    def __init__(self, rank: int, on: str) -> None:
+        super().__init__(value=1)
+        self._rank = rank
+        self._on = on
+
+    def state_dict(self) -> dict[str, Any]:
+        self._maybe_fail("save")
+        return super().state_dict()
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        self._maybe_fail("load")
+        super().load_state_dict(state_dict)
+
+    def _maybe_fail(self, when: str) -> None:
+        if when == self._on and dist.get_rank() == self._rank:
+            raise ArithmeticError(f"the iterator of rank {self._rank} is broken")
+
+
+class TinyModel(nn.Module):
+    """An embedding, a few layers with a buffer each, and a head that may be tied to the embedding.
+
+    Layers are kept in a ModuleDict so that a stage, which has only some of them, keeps the names of the whole model.
+    """
+
+    def __init__(self, seed: int, tied: bool = False) -> None:
+        super().__init__()
+        torch.manual_seed(seed)
+        self.embed = nn.Embedding(VOCABULARY, WIDTH)
+        self.layers = nn.ModuleDict({str(number): nn.Linear(WIDTH, WIDTH) for number in range(NUM_LAYERS)})
+        for layer in self.layers.values():
+            layer.register_buffer("scale", torch.rand(2))
+        self.head = nn.Linear(WIDTH, VOCABULARY, bias=False)
+        if tied:
+            self.head.weight = self.embed.weight
+
+
+class Stage(nn.Module):
+    """The layers `first` to `last` - 1 of a model, with the embedding or the head at the ends."""
+
+    def __init__(self, model: TinyModel, first: int, last: int) -> None:
+        super().__init__()
+        if first == 0:
+            self.embed = model.embed
+        self.layers = nn.ModuleDict({str(number): model.layers[str(number)] for number in range(first, last)})
+        if last == NUM_LAYERS:
+            # A stage on another rank has memory of its own, tied or not.
+            self.head = nn.Linear(WIDTH, VOCABULARY, bias=False)
+            self.head.weight = nn.Parameter(model.head.weight.detach().clone())
+
+
+def split(model: TinyModel, boundaries: Sequence[int]) -> list[nn.Module]:
+    """The stages of a pipeline that is cut before each of the layers in `boundaries`."""
+    edges = [0, *boundaries, NUM_LAYERS]
+    return [Stage(model, first, last) for first, last in zip(edges[:-1], edges[1:], strict=True)]
+
+
+@dataclass(frozen=True)
+class Topology:
+    """How a job divides the model: `boundaries` cut it into stages, and the ranks form `num_replicas` of the whole."""
+
+    num_replicas: int = 1
+    boundaries: tuple[int, ...] = ()
+    pattern: SharingPattern = SharingPattern.GLOBAL
+    mesh_ranks: tuple[tuple[int, ...], ...] | None = None
+    """Replica by replica, the ranks of its stages; by default in order."""
+
+    @property
+    def num_stages(self) -> int:
+        return len(self.boundaries) + 1
+
+    @property
+    def world_size(self) -> int:
+        return self.num_replicas * self.num_stages
+
+    def make_mesh(self) -> DeviceMesh | None:
+        if self.world_size == 1:
+            return None
+        ranks = self.mesh_ranks or torch.arange(self.world_size).view(self.num_replicas, self.num_stages).tolist()
+        return DeviceMesh("cpu", ranks, mesh_dim_names=("dp", "pp"))
+
+
+SINGLE = Topology()
+REPLICATED = Topology(2, pattern=SharingPattern.REPLICATED)
+PIPELINE = Topology(1, (2,), SharingPattern.PER_RANK)
+PIPELINE_CUT_ELSEWHERE = Topology(1, (3,), SharingPattern.PER_RANK)
+LONG_PIPELINE = Topology(1, (1, 2, 3), SharingPattern.PER_RANK)
+HYBRID = Topology(2, (2,), SharingPattern.PER_GROUP)
+HYBRID_CUT_ELSEWHERE = Topology(2, (1,), SharingPattern.PER_GROUP)
+HYBRID_PERMUTED = Topology(2, (2,), SharingPattern.PER_GROUP, ((3, 1), (2, 0)))
+
+
+@dataclass
+class TinyTrainer:
+    """What one rank of a job has, and the declarations of its state."""
+
+    topology: Topology
+    tied: bool = False
+    seed: int = 0
+    shuffled: bool = False
+    """Give the optimizer its parameters in another order and in two groups."""
+    max_shard_size: int = 2**32
+    mesh: DeviceMesh | None = field(init=False)
+    part: nn.Module = field(init=False)
+    optimizer: torch.optim.Optimizer = field(init=False)
+
+    def __post_init__(self) -> None:
+        self.mesh = self.topology.make_mesh()
+        model = TinyModel(self.seed, self.tied)
+        self.sharing = create_sharing_metadata(model)
+        self.stages = split(model, self.topology.boundaries) if self.topology.num_stages > 1 else [model]
+        coordinate = self.mesh.get_coordinate() if self.mesh else None
+        self.part = self.stages[coordinate[1] if coordinate else 0]
+        self.optimizer = torch.optim.AdamW(self._param_groups(), lr=LEARNING_RATE)
+        self.scheduler = torch.optim.lr_scheduler.StepLR(self.optimizer, step_size=1, gamma=0.5)
+        self.progress = Box(step=0)
+
+    def _param_groups(self) -> Any:
+        parameters = list(self.part.parameters())
+        if not self.shuffled:
+            return parameters
+        parameters.reverse()
+        return [{"params": parameters[1::2]}, {"params": parameters[::2]}]
+
+    def train(self) -> None:
+        """Real steps of the optimizer with gradients that depend on the parameter's name alone.
+
+        So every topology comes to the same weights and moments, and each parameter to ones of its own.
+        """
+        for step in range(NUM_STEPS):
+            for name, parameter in self.part.named_parameters():
+                parameter.grad = _gradient(self._canonical(name), step, parameter)
+            self.optimizer.step()
+            self.scheduler.step()
+        self.progress.state["step"] = NUM_STEPS
+
+    def _canonical(self, name: str) -> str:
+        return next((group[0] for group in self.sharing if name in group), name)
+
+    @property
+    def groups(self) -> dict[str, ProcessGroup]:
+        if self.mesh is None:
+            return {}
+        return {"dp_group": self.mesh.get_group("dp"), "pp_group": self.mesh.get_group("pp")}
+
+    def components(self) -> list[StateComponent]:
+        pattern = self.topology.pattern
+        shared = SharingPattern.GLOBAL if pattern is SharingPattern.GLOBAL else SharingPattern.REPLICATED
+        has_copies = pattern in (SharingPattern.REPLICATED, SharingPattern.PER_GROUP)
+        family = "dp_group" if pattern is SharingPattern.PER_GROUP else None
+        return [
+            StateComponent("model", self.part, pattern, family, validate_replication=has_copies),
+            StateComponent("optimizer", self.optimizer, pattern, family, False, validate_replication=has_copies),
+            StateComponent("scheduler", self.scheduler, shared, required=False),
+            StateComponent("trainer", self.progress, shared, required=False),
+            StateComponent("rng", RNGState(SAVED_SEED), SharingPattern.PER_RANK, required=False),
+        ]
+
+    def coordinator(self, output_dir: str, **options: Any) -> CheckpointCoordinator:
+        index = None
+        if self.topology.num_stages > 1:
+            states = [stage.state_dict() for stage in self.stages]
+            index = make_shard_index(
+                states,
+                safetensors=options.get("save_safetensors", True),
+                max_shard_size=self.max_shard_size,
+                param_sharing_metadata=self.sharing,
+            )
+        return make_coordinator(
+            output_dir,
+            self.components(),
+            self.groups,
+            model_parts=[self.part],
+            shard_index=index,
+            mesh=self.mesh,
+            **options,
+        )
+
+    def memory(self) -> Memory:
+        """Copies of this rank's weights, buffers and moments by name."""
+        held = {name: {"value": tensor.clone()} for name, tensor in self.part.state_dict().items()}
+        for name, parameter in self.part.named_parameters():
+            moments = self.optimizer.state.get(parameter, {})
+            held[name].update({key: value.clone() for key, value in moments.items()})
+        return held
+
+
+def _gradient(name: str, step: int, parameter: Tensor) -> Tensor:
+    generator = torch.Generator().manual_seed(zlib.crc32(f"{name} {step}".encode()))
+    return torch.randn(parameter.shape, generator=generator)
+
+
+def make_coordinator(
+    output_dir: str,
+    components: Sequence[StateComponent],
+    groups: Mapping[str, ProcessGroup] | None = None,
+    **options: Any,
+) -> CheckpointCoordinator:
+    """A coordinator for the environment that this process is in."""
+    return CheckpointCoordinator(components, groups or {}, from_env(), output_dir, **options)
+
+
+def reference(tied: bool) -> Memory:
+    """What every topology holds after `train`: computed by one process that never saved anything."""
+    trainer = TinyTrainer(SINGLE, tied, SAVED_SEED)
+    trainer.train()
+    held = trainer.memory()
+    if tied:
+        held["head.weight"] = held["embed.weight"]
+    return held
+
+
+def save_trained(output_dir: str, topology: Topology, tied: bool, max_shard_size: int = 2**32) -> str:
+    """On ranks: train, save, and return the path."""
+    trainer = TinyTrainer(topology, tied, SAVED_SEED, max_shard_size=max_shard_size)
+    trainer.train()
+    return trainer.coordinator(output_dir).save_checkpoint(checkpoint_id=NUM_STEPS)
+
+
+def load_fresh(path: str, topology: Topology, tied: bool, shuffled: bool = False) -> dict[str, Any]:
+    """On ranks: load into a job that began differently, and return what it then holds."""
+    trainer = TinyTrainer(topology, tied, seed=1000 + _rank(), shuffled=shuffled)
+    trainer.coordinator(str(Path(path).parents[1])).load_checkpoint(path)
+    return {
+        "memory": trainer.memory(),
+        "rates": [group["lr"] for group in trainer.optimizer.param_groups],
+        "scheduler": trainer.scheduler.last_epoch,
+        "trainer": trainer.progress.state,
+        "is_tied": create_sharing_metadata(trainer.part) == trainer.sharing,
+    }
+
+
+def load_and_save(path: str, output_dir: str, topology: Topology, tied: bool) -> str:
+    """On ranks: pass a checkpoint on through a job of another topology."""
+    trainer = TinyTrainer(topology, tied, seed=2000 + _rank(), shuffled=True)
+    coordinator = trainer.coordinator(output_dir)
+    coordinator.load_checkpoint(path)
+    return coordinator.save_checkpoint(checkpoint_id=NUM_STEPS)
+
+
+def _rank() -> int:
+    return dist.get_rank() if dist.is_initialized() else 0
+
+
+@contextmanager
+def captured_logs(level: int = logging.WARNING) -> Iterator[list[str]]:
+    """The messages that the package logs in this process."""
+    lines: list[str] = []
+
+    class Collector(logging.Handler):
+        def emit(self, record: logging.LogRecord) -> None:
+            lines.append(record.getMessage())
+
+    handler, logger = Collector(level), logging.getLogger("forgather")
+    before = logger.level
+    logger.setLevel(level)
+    logger.addHandler(handler)
+    try:
+        yield lines
+    finally:
+        logger.removeHandler(handler)
+        logger.setLevel(before)
+
+
+def raised(action: Callable[[], Any]) -> tuple[str, str]:
+    """The type and the message of the error that `action` raises; empty ones when it does not."""
+    try:
+        action()
+    except Exception as error:  # noqa: BLE001 - whatever it is, the test compares it
+        return type(error).__name__, str(error)
+    return "", ""
+
+
+def entries(directory: str | Path) -> list[str]:
+    """Everything in a directory, names with a dot included; nothing when there is none."""
+    path = Path(directory)
+    return sorted(entry.name for entry in path.iterdir()) if path.exists() else []
