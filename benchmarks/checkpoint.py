@@ -34,7 +34,6 @@ from contenders import (
     measure_saves,
 )
 from rich.console import Console
-from rich.progress import Progress
 from rich.table import Table
 
 _GB = 1e9
@@ -82,7 +81,7 @@ def main() -> None:
         _require_disk(directory, num_bytes)
         facts = _facts(Path(directory), arguments.rounds)
         console.print(*facts, sep="\n", highlight=False, soft_wrap=True)
-        results = _run(num_bytes, arguments.rounds, Path(directory), console)
+        results = _run(num_bytes, arguments.rounds, Path(directory))
     tables = _tables(results)
     for table in tables:
         console.print(table.as_rich())
@@ -134,18 +133,15 @@ def _file_system(directory: str) -> str:
     return "unknown file system"
 
 
-def _run(num_bytes: int, num_rounds: int, directory: Path, console: Console) -> Results:
+def _run(num_bytes: int, num_rounds: int, directory: Path) -> Results:
     results = Results()
-    with Progress(console=console, transient=True) as progress:
-        task = progress.add_task("", total=num_rounds * (len(SAVERS) + 1))
-        for round_number in range(num_rounds):
-            for saver in _rotated(SAVERS, round_number):
-                progress.update(task, description=f"round {round_number + 1}: {saver.name}")
-                _measure_saver(saver, round_number, num_bytes, directory / "files", results)
-                progress.advance(task)
-            for name, speed in _in_fresh_process(measure_digests, num_bytes).items():
-                results.digests[name].append(speed)
-            progress.advance(task)
+    progress = Console(stderr=True, log_path=False, highlight=False)
+    for round_number in range(num_rounds):
+        for saver in _rotated(SAVERS, round_number):
+            progress.log(f"round {round_number + 1} of {num_rounds}: {saver.name}")
+            _measure_saver(saver, round_number, num_bytes, directory / "files", results)
+        for name, speed in _in_fresh_process(measure_digests, num_bytes).items():
+            results.digests[name].append(speed)
     return results
 
 

@@ -34,7 +34,7 @@ warnings.filterwarnings("ignore", message="torch.distributed is disabled")
 
 PRELOADED_MODULES = [
     CheckpointCoordinator.__module__,
-    "rich.progress",
+    "rich.table",
     "safetensors.torch",
     "torch.distributed.checkpoint.state_dict",
 ]

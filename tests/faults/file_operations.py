@@ -15,7 +15,7 @@ _WRITING = os.O_WRONLY | os.O_RDWR | os.O_CREAT | os.O_TRUNC
 
 BEFORE, AFTER = "before", "after"
 # After these the directory shows something new at once; after the others only what a kill before the next one shows.
-KINDS_WITH_AFTER = ("rename", "replace", "exchange", "create")
+KINDS_WITH_AFTER = ("rename", "replace", "exchange", "open")
 
 
 class FileOperations:
@@ -37,7 +37,7 @@ class FileOperations:
         for name in ("pwrite", "fsync", "ftruncate"):
             self._wrap(os, name, name, lambda args, _: os.readlink(f"/proc/self/fd/{args[0]}"))
         self._wrap(os, "open", "create", self._opened_path)
-        self._wrap(builtins, "open", "create", self._opened_file)
+        self._wrap(builtins, "open", "open", self._opened_file)
         self._wrap(durable, "exchange", "exchange", self._named_path)
         return self
 

@@ -5,6 +5,7 @@ torch takes longer than a whole job, so this process imports it once and forks t
 """
 
 import contextlib
+import gc
 import json
 import os
 import shutil
@@ -20,6 +21,7 @@ from multiprocessing.connection import Connection
 from typing import Any
 
 import torch
+import torch._dynamo  # the first optimizer of a process imports it: once here instead of in every rank
 import torch.distributed as dist
 
 from forgather.ml.checkpoint import durable, file_io, store
@@ -33,6 +35,7 @@ SMALL_BUFFER_BYTES = 16 * 1024
 # A survivor must end within ten seconds; one that does not is shown with the time it had.
 SURVIVOR_SECONDS = 15.0
 RAISED = 3
+NUM_TRIES = 5
 
 
 @dataclass(frozen=True)
@@ -141,8 +144,8 @@ def run_job(setting: Setting, output_dir: str, notes: Notes, operations: FileOpe
     notes.add("digest", ["step 3 again", job.digest()])
     job.save()
     notes.add("saved", "step 3 again")
-    Peers.world().gather(None)
     job.manager.close()
+    Peers.world().gather(None)
 
 
 def rank_of_job(setting: Setting, rank: int, directory: str, point: KillPoint | None) -> None:
@@ -253,9 +256,18 @@ def try_point(setting: Setting, restarts: Restarts, point: KillPoint) -> Outcome
         )
 
 
+def try_until_reached(setting: Setting, restarts: Restarts, point: KillPoint) -> Outcome:
+    """Ranks race to make a directory, so that one of them may find it made; then it is tried again."""
+    for _ in range(NUM_TRIES):
+        outcome = try_point(setting, restarts, point)
+        if any(outcome.exit_codes):
+            break
+    return outcome
+
+
 def run_lane(setting: Setting, points: Sequence[KillPoint], number: int) -> None:
     restarts = Restarts(setting, os.path.join(setting.directory, f"restarts{number}"))
-    outcomes = [try_point(setting, restarts, point) for point in points]
+    outcomes = [try_until_reached(setting, restarts, point) for point in points]
     restarts.close()
     with open(os.path.join(setting.directory, f"lane{number}.json"), "w") as file:
         json.dump([asdict(outcome) for outcome in outcomes], file)
@@ -297,6 +309,7 @@ def dry_run(setting: Setting) -> tuple[list[KillPoint], dict[str, list[str]]]:
 
 def main(world_size: str, replacement: str, directory: str, report_path: str) -> None:
     setting = Setting(int(world_size), replacement == "exchange", directory)
+    gc.freeze()
     digests = make_template(setting)
     points, later_digests = dry_run(setting)
     if not setting.has_exchange:

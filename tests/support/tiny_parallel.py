@@ -5,6 +5,7 @@ import zlib
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -100,7 +101,7 @@ class Stage(nn.Module):
 def split(model: TinyModel, boundaries: Sequence[int]) -> list[nn.Module]:
     """The stages of a pipeline that is cut before each of the layers in `boundaries`."""
     edges = [0, *boundaries, NUM_LAYERS]
-    return [Stage(model, first, last) for first, last in zip(edges[:-1], edges[1:], strict=True)]
+    return [Stage(model, first, last) for first, last in pairwise(edges)]
 
 
 @dataclass(frozen=True)

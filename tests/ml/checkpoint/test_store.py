@@ -122,7 +122,8 @@ def test_an_id_that_is_no_plain_name_is_refused(name: str) -> None:
 
 def test_space_is_checked_before_the_first_byte(tmp_path: Path) -> None:
     transaction = store.Transaction(str(tmp_path / "checkpoint-1"), store.new_attempt())
-    with pytest.raises(OSError, match=r"needs 1,000,000,000,000,000,000 bytes, [\d,]+ are available"):
+    told = r"Not enough space.*needs 1,000,000,000,000,000,000 bytes, [\d,]+ are available"
+    with pytest.raises(OSError, match=told), transaction.accounting_for(10**18):
         transaction.begin(10**18)
     assert os.listdir(tmp_path) == []
 

@@ -4,12 +4,15 @@ import contextlib
 import ctypes
 import errno
 import os
+import re
 import shutil
 import uuid
 from collections.abc import Iterator
 
 _RENAME_EXCHANGE = 2
 _AT_FDCWD = -100
+# The names that `replace_file` gives to files it has not finished.
+_UNFINISHED = re.compile(r"\..+-[0-9a-f]{8}$")
 # What the system answers when it, or this file system, has no atomic exchange.
 _EXCHANGE_UNSUPPORTED = {errno.ENOSYS, errno.EINVAL, errno.ENOTSUP, errno.EOPNOTSUPP}
 
@@ -74,6 +77,14 @@ def replace_file(path: str, data: bytes) -> None:
             os.remove(temporary)
         raise
     fsync_directory(directory)
+
+
+def remove_unfinished_replacements(directory: str) -> list[str]:
+    """Delete what a `replace_file` that was killed left in a directory; returns the paths."""
+    paths = [os.path.join(directory, name) for name in sorted(os.listdir(directory)) if _UNFINISHED.match(name)]
+    for path in paths:
+        os.remove(path)
+    return paths
 
 
 def files_below(path: str) -> Iterator[str]:

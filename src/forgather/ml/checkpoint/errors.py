@@ -4,6 +4,9 @@
 class CheckpointError(RuntimeError):
     """Any failure of the checkpoint system."""
 
+    contact_lost = False
+    """Whether the ranks lost each other, so that others may still be at work on what failed here."""
+
 
 class CheckpointSaveError(CheckpointError):
     """A save was given up: nothing was committed, earlier checkpoints are untouched."""

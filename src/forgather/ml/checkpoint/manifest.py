@@ -91,7 +91,7 @@ class CheckpointManifest:
     attempt: str | None = None
     """Names the save that wrote this checkpoint; the same in every node's copy of it."""
     weights: str = "included"
-    """"external" when the model's weights are kept elsewhere."""
+    """"external" when the model's weights are kept elsewhere, "none" when there is no model."""
     exactness: dict[str, str] = field(default_factory=lambda: dict(EXACTNESS_CONTRACT))
     files: list[FileRecord] = field(default_factory=list)
 
@@ -151,7 +151,8 @@ class CheckpointManifest:
 
     @property
     def written_at(self) -> datetime:
-        return datetime.fromisoformat(self.timestamp)
+        time = datetime.fromisoformat(self.timestamp)
+        return time if time.tzinfo is not None else time.replace(tzinfo=UTC)
 
 
 def read_manifest(checkpoint_path: str) -> CheckpointManifest:

@@ -9,12 +9,13 @@ rename to a name that nobody takes for a checkpoint. Names with a dot in front b
 """
 
 import contextlib
+import errno
 import logging
 import os
 import re
 import shutil
 import uuid
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field, replace
 from datetime import datetime, timedelta
 
@@ -76,13 +77,22 @@ class Transaction:
             )
         parent = os.path.dirname(self.final_path)
         durable.make_directories(parent)
-        available = shutil.disk_usage(parent).free
-        if needed_bytes + _SPACE_MARGIN > available:
+        if needed_bytes + _SPACE_MARGIN > shutil.disk_usage(parent).free:
             raise OSError(
-                f"not enough space in {parent}: the checkpoint needs {needed_bytes:,} bytes, {available:,} are "
-                "available. Free some, lower save_total_limit, or choose another output_dir."
+                errno.ENOSPC, "Not enough space: free some, lower save_total_limit, or choose another output_dir"
             )
         durable.make_directories(self.temporary_path)
+
+    @contextlib.contextmanager
+    def accounting_for(self, needed_bytes: int) -> Iterator[None]:
+        """Tell of the space with every error of the file system, since that is what it mostly is about."""
+        try:
+            yield
+        except OSError as error:
+            parent = os.path.dirname(self.final_path)
+            free = f"{shutil.disk_usage(parent).free:,}" if os.path.isdir(parent) else "an unknown number"
+            told = f"{error} (the checkpoint needs {needed_bytes:,} bytes, {free} are available in {parent})"
+            raise OSError(error.errno, told) from error
 
     def path_of(self, name: str) -> str:
         return os.path.join(self.temporary_path, name)
@@ -181,6 +191,15 @@ def open_checkpoint(path: str) -> FoundCheckpoint:
     return FoundCheckpoint(path, manifest, missing)
 
 
+def is_complete(path: str) -> bool:
+    """Whether a directory holds a complete checkpoint."""
+    try:
+        open_checkpoint(path)
+    except CheckpointError:
+        return False
+    return True
+
+
 def find_checkpoints(root: str) -> list[FoundCheckpoint]:
     """The complete checkpoints in a directory, oldest first by the time they were committed."""
     found = []
@@ -241,12 +260,16 @@ def recover(root: str) -> list[str]:
         if match["kind"] == "old" and not os.path.exists(final):
             # The job died between the two renames of a replacement, when the new checkpoint was already complete.
             successor = _sibling(final, "tmp", match["attempt"])
-            os.rename(successor if os.path.isdir(successor) else path, final)
+            # Complete, unless a surviving rank had begun to remove it.
+            os.rename(successor if is_complete(successor) else path, final)
             durable.fsync_directory(root)
             done.append(f"completed {final}, whose replacement was interrupted")
         if os.path.isdir(path):
             durable.remove_tree(path)
             done.append(f"removed {path}, left by an interrupted save or deletion")
+    for checkpoint in _candidates(root):
+        for path in durable.remove_unfinished_replacements(checkpoint):
+            done.append(f"removed {path}, left by an interrupted change of a file")
     return done
 
 

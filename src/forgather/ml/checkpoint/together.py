@@ -36,19 +36,17 @@ def on_every_rank(
     try:
         outcomes = peers.gather(outcome, during)
     except DistributedError as lost:
-        raise failure(str(lost)) from (own_error or lost)
+        lost_error = failure(str(lost))
+        lost_error.contact_lost = True
+        raise lost_error from (own_error or lost)
     if own_error is not None and not isinstance(own_error, Exception):
         # An interrupt keeps its meaning; the others have been told.
         raise own_error
+    if own_error is not None and peers.size == 1:
+        if isinstance(own_error, CheckpointError):
+            raise own_error
+        raise failure(f"{during} failed: {type(own_error).__name__}: {own_error}") from own_error
     for result in outcomes:
         if result.report is not None:
-            raise _raised_everywhere(result, failure, peers.size) from own_error
+            raise (result.error_class or failure)(str(result.report)) from own_error
     return [result.value for result in outcomes]  # type: ignore[misc]
-
-
-def _raised_everywhere(outcome: _Outcome[T], failure: type[CheckpointError], num_ranks: int) -> CheckpointError:
-    assert outcome.report is not None
-    error_class = outcome.error_class or failure
-    if num_ranks == 1 and outcome.error_class is not None:
-        return error_class(outcome.report.message)
-    return error_class(str(outcome.report))

@@ -9,6 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from forgather.ml.checkpoint.digest import iter_chunks
 from forgather.ml.checkpoint.errors import CheckpointCorruptError, CheckpointLoadError
 from forgather.ml.checkpoint.file_io import (
     BUFFER_BYTES,
@@ -54,15 +55,14 @@ def tensor_bytes(tensor: Tensor) -> memoryview:
 
 
 def byte_chunks(tensor: Tensor) -> Iterator[memoryview]:
-    """A tensor's content in logical order; tensors of a device pass through memory a piece at a time."""
-    tensor = tensor.detach().contiguous()
+    """A tensor's content in logical order; what is not in one piece in memory is copied there a piece at a time."""
     if tensor.numel() == 0:
         return
-    if tensor.device.type == "cpu":
+    if tensor.device.type == "cpu" and tensor.is_contiguous():
         yield tensor_bytes(tensor)
         return
-    for piece in tensor.reshape(-1).split(BUFFER_BYTES // tensor.element_size()):
-        yield tensor_bytes(piece.cpu())
+    for piece in iter_chunks(tensor.detach()):
+        yield tensor_bytes(piece.cpu().contiguous())
 
 
 def write_safetensors(

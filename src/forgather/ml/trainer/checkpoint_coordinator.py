@@ -201,7 +201,7 @@ class CheckpointCoordinator:
             )
             written = on_every_rank(
                 peers,
-                lambda: [file.write(transaction.temporary_path, rank) for file in snapshot.files],
+                lambda: _write_files(transaction, snapshot, needed, layout),
                 "writing checkpoint files",
                 CheckpointSaveError,
                 rank,
@@ -214,8 +214,11 @@ class CheckpointCoordinator:
                 CheckpointSaveError,
                 rank,
             )
-        except CheckpointError:
-            _roll_back(transaction)
+        except CheckpointError as error:
+            # A rank that lost the others cannot know that the one which commits has stopped, and would empty the
+            # directory that is being renamed. That one comes here itself when it is done.
+            if layout.leads_storage or not error.contact_lost:
+                _roll_back(transaction)
             raise
 
     def _commit(
@@ -229,7 +232,8 @@ class CheckpointCoordinator:
         layout = self._world()[1]
         if not layout.leads_storage:
             return
-        _refuse_shared_storage(transaction, layout)
+        if len(layout.storages) > 1:
+            os.remove(transaction.path_of(f"{_LEADER_MARK}{layout.rank}"))
         here = [record for record in records if record.writer_rank in layout.storage]
         transaction.commit(
             CheckpointManifest(
@@ -245,10 +249,15 @@ class CheckpointCoordinator:
                 mesh=_describe_mesh(self._mesh),
                 num_nodes=len(layout.nodes),
                 attempt=transaction.attempt,
-                weights="included" if any(one.key == "model" for one in self._components) else "external",
+                weights=self._where_weights_are(),
                 files=sorted(here, key=lambda record: record.path),
             )
         )
+
+    def _where_weights_are(self) -> str:
+        if any(component.key == MODEL_KEY for component in self._components):
+            return "included"
+        return "none" if self._model is None else "external"
 
     def _target_path(self, path: str | None, checkpoint_id: str | int | None) -> str:
         if path is not None:
@@ -321,10 +330,19 @@ def _roll_back(transaction: store.Transaction) -> None:
 
 
 def _begin(transaction: store.Transaction, needed_bytes: int, layout: RankLayout) -> None:
-    transaction.begin(needed_bytes)
+    with transaction.accounting_for(needed_bytes):
+        transaction.begin(needed_bytes)
     if len(layout.storages) > 1 and layout.leads_storage:
         with open(transaction.path_of(f"{_LEADER_MARK}{layout.rank}"), "x"):
             pass
+
+
+def _write_files(
+    transaction: store.Transaction, snapshot: Snapshot, needed_bytes: int, layout: RankLayout
+) -> list[FileRecord]:
+    _refuse_shared_storage(transaction, layout)
+    with transaction.accounting_for(needed_bytes):
+        return [file.write(transaction.temporary_path, layout.rank) for file in snapshot.files]
 
 
 def _refuse_shared_storage(transaction: store.Transaction, layout: RankLayout) -> None:
@@ -338,7 +356,6 @@ def _refuse_shared_storage(transaction: store.Transaction, layout: RankLayout) -
             "of their own (save_on_each_node or save_on_all_ranks). Turn that off for shared storage, or give each "
             "its own output_dir."
         )
-    os.remove(transaction.path_of(marks[0]))
 
 
 def _describe_mesh(mesh: DeviceMesh | None) -> dict[str, Any] | None:

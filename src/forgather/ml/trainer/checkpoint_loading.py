@@ -116,10 +116,10 @@ class CheckpointReader:
             self._absent(component, "was saved without it")
             return
         records = self._records(component, saved, manifest)
+        others = [one for one in manifest.component_files(component.key) if one not in records]
         parts = self._read_files(component, records)
-        if records and parts and getattr(component.stateful, "missing_names", _nothing_missing)(parts[0]):
+        if parts and others and _has_missing_names(component, parts[0]):
             # The same ranks as before, but the model is divided among them in another way.
-            others = [one for one in manifest.component_files(component.key) if one not in records]
             more = self._read_files(component, others)
             parts = None if more is None else parts + more
         if parts is None:
@@ -212,6 +212,5 @@ def _missing_component(component: StateComponent, path: str, reason: str) -> Che
     )
 
 
-def _nothing_missing(_state: Any) -> list[str]:
-    """For components whose state is not keyed by name."""
-    return []
+def _has_missing_names(component: StateComponent, state: Any) -> bool:
+    return hasattr(component.stateful, "missing_names") and bool(component.stateful.missing_names(state))

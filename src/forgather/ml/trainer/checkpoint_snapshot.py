@@ -211,17 +211,22 @@ class SnapshotTaker:
     ) -> tuple[list[PlannedFile], dict[str, Any]]:
         component = next(one for one in self.components if one.key == MODEL_KEY)
         sharing = self._sharing(component)
-        shapes = [reports[sharing.holders(owner)[0]].weights for owner in sharing.owners]
+        owners = sharing.owners_in(self.layout.storage)
+        shapes = [reports[sharing.holders(owner)[0]].weights for owner in owners]
         tied = _union([report.sharing for report in reports])
-        index = self.shard_index or make_shard_index(
-            [_on_meta(one) for one in shapes], safetensors=self.safetensors, param_sharing_metadata=tied
-        )
-        tied = index["metadata"].get("param_sharing", tied)
-        _check_index(index, shapes, tied)
+        index = self.shard_index
+        if index is not None:
+            tied = index["metadata"].get("param_sharing", tied)
+            _check_index(index, [reports[sharing.holders(owner)[0]].weights for owner in sharing.owners], tied)
+        if index is None or len(owners) < len(sharing.owners):
+            # A directory that has only some stages must not refer to tensors which are stored in another node's.
+            index = make_shard_index(
+                [_on_meta(one) for one in shapes], safetensors=self.safetensors, param_sharing_metadata=tied
+            )
         files = []
         for owner in self._written_here(component):
-            held = shapes[sharing.owners.index(owner)]
-            for file, names in _files_of(index, held, shapes[: sharing.owners.index(owner)]).items():
+            number = owners.index(owner)
+            for file, names in _files_of(index, shapes[number], shapes[:number]).items():
                 tensors = {name: states[MODEL_KEY][name] for name in names}
                 ranks = [] if owner.number is None else list(owner.ranks)
                 files.append(PlannedFile(file, MODEL_KEY, WeightsContent(tensors, tied), owner.number, ranks))

@@ -1,0 +1,35 @@
+"""The programs in the documentation run as they stand."""
+
+import os
+import re
+from pathlib import Path
+
+import pytest
+
+from tests.support.ranks import run_on_ranks
+
+REPOSITORY = Path(__file__).parents[2]
+DOCS = REPOSITORY / "docs"
+
+
+def run_program(document: str, folder: str) -> int:
+    blocks = re.findall(r"^```python\n(.*?)^```", Path(document).read_text(), flags=re.DOTALL | re.MULTILINE)
+    before = os.getcwd()
+    os.chdir(folder)
+    try:
+        exec(compile("\n".join(blocks), document, "exec"), {"__name__": "__main__"})
+    finally:
+        os.chdir(before)
+    return len(blocks)
+
+
+@pytest.mark.parametrize(("name", "num_ranks", "num_blocks"), [("checkpointing", 1, 4), ("custom-trainers", 2, 6)])
+def test_the_examples_of_a_document_run(tmp_path: Path, name: str, num_ranks: int, num_blocks: int) -> None:
+    document = str(DOCS / f"{name}.md")
+    assert run_on_ranks(run_program, num_ranks, document, str(tmp_path)) == [num_blocks] * num_ranks
+
+
+@pytest.mark.parametrize("document", [REPOSITORY / "README.md", *sorted(DOCS.glob("*.md"))], ids=lambda path: path.name)
+def test_links_lead_somewhere(document: Path) -> None:
+    for target in re.findall(r"\]\(([^)#]+)(?:#[^)]*)?\)", document.read_text()):
+        assert target.startswith("http") or (document.parent / target).exists(), target
