@@ -78,6 +78,8 @@ def main() -> None:
     console = Console()
     num_bytes = int(arguments.size_gb * _GB)
     with tempfile.TemporaryDirectory(prefix=".checkpoint-benchmark-", dir=arguments.dir) as directory:
+        # The default is inside a working tree, where gigabytes must not be taken for files to commit.
+        Path(directory, ".gitignore").write_text("*\n")
         _require_disk(directory, num_bytes)
         facts = _facts(Path(directory), arguments.rounds)
         console.print(*facts, sep="\n", highlight=False, soft_wrap=True)

@@ -80,7 +80,9 @@ class Progress:
 class Job:
     """One rank of the job. Every rank computes the same model; the tallies and random numbers are each rank's own."""
 
-    def __init__(self, output_dir: str | os.PathLike[str], limit: int | None = None, seed: int = 0, **options: Any) -> None:
+    def __init__(
+        self, output_dir: str | os.PathLike[str], limit: int | None = None, seed: int = 0, **options: Any
+    ) -> None:
         self.rank, world_size = (dist.get_rank(), dist.get_world_size()) if dist.is_initialized() else (0, 1)
         torch.manual_seed(seed)
         self.state = SimpleNamespace(global_step=0)
@@ -88,6 +90,7 @@ class Job:
         self.optimizer = torch.optim.AdamW(self.model.parameters(), lr=0.05)
         torch.manual_seed(seed + self.rank)
         self.tallies = {key: Tally() for key in ("node", "group", "dataset", "notes")}
+        self.tallies["node"].count, self.tallies["group"].count = 1, 2
         safetensors = options.pop("save_safetensors", True)
         self.manager = CheckpointManager(
             CheckpointConfig(output_dir=os.fspath(output_dir), save_total_limit=limit, save_safetensors=safetensors),
@@ -128,7 +131,7 @@ class Job:
             tokens = torch.randint(VOCABULARY, (16,), generator=data)
             loss = nn.functional.cross_entropy(self.model(tokens), tokens.roll(1))
             self.optimizer.zero_grad()
-            loss.backward()  # type: ignore[no-untyped-call]
+            loss.backward()
             self.optimizer.step()
             self.state.global_step += int(count)
             for key in ("dataset", "notes"):

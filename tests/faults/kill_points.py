@@ -4,17 +4,13 @@ Started as `python -m tests.faults.kill_points <world size> <"exchange" or "rena
 torch takes longer than a whole job, so this process imports it once and forks the ranks; it must stay without threads.
 """
 
-import contextlib
 import gc
 import json
 import os
 import shutil
-import signal
 import sys
 import tempfile
-import time
-import traceback
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import asdict, dataclass, field
 from multiprocessing import Pipe
 from multiprocessing.connection import Connection
@@ -27,14 +23,12 @@ import torch.distributed as dist
 from forgather.ml.checkpoint import durable, file_io, store
 from forgather.ml.distributed import Peers
 from tests.faults.file_operations import AFTER, BEFORE, KINDS_WITH_AFTER, FileOperations
+from tests.faults.forked import Notes, fork, read_notes, wait_for
 from tests.faults.job import Job, debris
 
 NUM_LANES = 2
 # Small files go through the machinery of large ones: several writes past the page cache, and a cut at the end.
 SMALL_BUFFER_BYTES = 16 * 1024
-# A survivor must end within ten seconds; one that does not is shown with the time it had.
-SURVIVOR_SECONDS = 15.0
-RAISED = 3
 NUM_TRIES = 5
 
 
@@ -76,23 +70,6 @@ class Setting:
         return os.path.join(self.directory, "template")
 
 
-def fork(work: Callable[[], None]) -> int:
-    """Run `work` in a child that ends without any clean-up, as threads of gloo may still be about."""
-    child = os.fork()
-    if child:
-        return child
-    code = RAISED
-    try:
-        work()
-        code = 0
-    except BaseException:  # noqa: BLE001 - the exit code and the output tell
-        traceback.print_exc()
-    finally:
-        sys.stdout.flush()
-        sys.stderr.flush()
-        os._exit(code)
-
-
 def join_group(setting: Setting, rank: int, meeting_point: str) -> None:
     torch.set_num_threads(1)
     file_io.BUFFER_BYTES = SMALL_BUFFER_BYTES
@@ -101,22 +78,6 @@ def join_group(setting: Setting, rank: int, meeting_point: str) -> None:
     if setting.world_size > 1:
         rendezvous = dist.FileStore(meeting_point, setting.world_size)
         dist.init_process_group("gloo", store=rendezvous, rank=rank, world_size=setting.world_size)
-
-
-class Notes:
-    """What a rank says about itself, in a file that stays when it is killed."""
-
-    def __init__(self, directory: str, rank: int) -> None:
-        self._descriptor = os.open(os.path.join(directory, f"notes{rank}"), os.O_WRONLY | os.O_CREAT | os.O_APPEND)
-
-    def add(self, kind: str, value: Any) -> None:
-        os.write(self._descriptor, (json.dumps([kind, value]) + "\n").encode())
-
-
-def read_notes(directory: str, rank: int, kind: str) -> list[Any]:
-    with contextlib.suppress(FileNotFoundError), open(os.path.join(directory, f"notes{rank}")) as file:
-        return [value for found, value in map(json.loads, file) if found == kind]
-    return []
 
 
 def prepare(setting: Setting, notes: Notes) -> None:
@@ -167,22 +128,6 @@ def start_ranks(setting: Setting, directory: str, point: KillPoint | None) -> li
         fork(lambda rank=rank: rank_of_job(setting, rank, directory, point))  # type: ignore[misc]
         for rank in range(setting.world_size)
     ]
-
-
-def wait_for(children: Sequence[int], limit: float = SURVIVOR_SECONDS) -> tuple[list[int], float]:
-    """Exit codes, and the seconds between the first end and the last; who takes too long is killed."""
-    codes: dict[int, int] = {}
-    first_end = float("inf")
-    while len(codes) < len(children):
-        for child in [one for one in children if one not in codes]:
-            ended, status = os.waitpid(child, os.WNOHANG)
-            if ended:
-                codes[child] = os.waitstatus_to_exitcode(status)
-                first_end = min(first_end, time.monotonic())
-            elif time.monotonic() > first_end + limit:
-                os.kill(child, signal.SIGKILL)
-        time.sleep(0.001)
-    return [codes[child] for child in children], time.monotonic() - first_end
 
 
 def fresh_start(setting: Setting, rank: int, directory: str, connection: Connection) -> None:

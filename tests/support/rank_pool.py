@@ -97,9 +97,17 @@ class Worker:
 
 
 def worker_variables() -> dict[str, str]:
-    """Variables of every rank: one thread each, since ranks outnumber cores, and traffic that stays on this machine."""
+    """Variables of every rank: one thread each, since ranks outnumber cores, and traffic that stays on this machine.
+
+    Where nobody answers name look-ups, the rendezvous of some ranks would wait five seconds for one.
+    """
     interface = "lo" if sys.platform == "linux" else "lo0"
-    return {"OMP_NUM_THREADS": "1", "GLOO_SOCKET_IFNAME": interface, "TOKENIZERS_PARALLELISM": "false"}
+    return {
+        "OMP_NUM_THREADS": "1",
+        "GLOO_SOCKET_IFNAME": interface,
+        "TOKENIZERS_PARALLELISM": "false",
+        "RES_OPTIONS": "timeout:1 attempts:1",
+    }
 
 
 def kill_session(process: "subprocess.Popen[Any]") -> None:

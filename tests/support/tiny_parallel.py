@@ -1,6 +1,7 @@
 """Stand-ins for the trainers: a small model in every topology, with the state components that its trainer declares."""
 
 import logging
+import os
 import zlib
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -15,6 +16,7 @@ from torch import Tensor, nn
 from torch.distributed import ProcessGroup
 from torch.distributed.device_mesh import DeviceMesh
 
+from forgather.ml.checkpoint.manifest import MANIFEST_NAME
 from forgather.ml.checkpoint.rng import RNGState
 from forgather.ml.distributed import from_env
 from forgather.ml.sharded_checkpoint import create_sharing_metadata, make_shard_index
@@ -30,6 +32,9 @@ LEARNING_RATE = 0.01
 
 # What a test compares: by parameter name, the weights and everything that AdamW remembers.
 Memory = dict[str, dict[str, Tensor]]
+
+# Type and message of an error, both empty when there was none.
+Outcome = tuple[str, str]
 
 
 class Box:
@@ -112,20 +117,26 @@ class Topology:
     boundaries: tuple[int, ...] = ()
     pattern: SharingPattern = SharingPattern.GLOBAL
     mesh_ranks: tuple[tuple[int, ...], ...] | None = None
-    """Replica by replica, the ranks of its stages; by default in order."""
+    """Replica by replica, the ranks of its pipeline; by default in order."""
+    stages_per_rank: int = 1
+    """More than one for interleaved schedules: of four stages, the first of two ranks has the first and the third."""
 
     @property
     def num_stages(self) -> int:
         return len(self.boundaries) + 1
 
     @property
+    def pipeline_size(self) -> int:
+        return self.num_stages // self.stages_per_rank
+
+    @property
     def world_size(self) -> int:
-        return self.num_replicas * self.num_stages
+        return self.num_replicas * self.pipeline_size
 
     def make_mesh(self) -> DeviceMesh | None:
         if self.world_size == 1:
             return None
-        ranks = self.mesh_ranks or torch.arange(self.world_size).view(self.num_replicas, self.num_stages).tolist()
+        ranks = self.mesh_ranks or torch.arange(self.world_size).view(self.num_replicas, self.pipeline_size).tolist()
         return DeviceMesh("cpu", ranks, mesh_dim_names=("dp", "pp"))
 
 
@@ -133,9 +144,12 @@ SINGLE = Topology()
 REPLICATED = Topology(2, pattern=SharingPattern.REPLICATED)
 PIPELINE = Topology(1, (2,), SharingPattern.PER_RANK)
 PIPELINE_CUT_ELSEWHERE = Topology(1, (3,), SharingPattern.PER_RANK)
+PIPELINE_SWAPPED = Topology(1, (2,), SharingPattern.PER_RANK, ((1, 0),))
+PIPELINE_INTERLEAVED = Topology(1, (1, 2, 3), SharingPattern.PER_RANK, stages_per_rank=2)
 LONG_PIPELINE = Topology(1, (1, 2, 3), SharingPattern.PER_RANK)
 HYBRID = Topology(2, (2,), SharingPattern.PER_GROUP)
 HYBRID_CUT_ELSEWHERE = Topology(2, (1,), SharingPattern.PER_GROUP)
+HYBRID_SWAPPED = Topology(2, (2,), SharingPattern.PER_GROUP, ((1, 0), (3, 2)))
 HYBRID_PERMUTED = Topology(2, (2,), SharingPattern.PER_GROUP, ((3, 1), (2, 0)))
 
 
@@ -148,28 +162,34 @@ class TinyTrainer:
     seed: int = 0
     shuffled: bool = False
     """Give the optimizer its parameters in another order and in two groups."""
-    max_shard_size: int = 2**32
+    with_index: bool = True
+    """Pass a shard index for stages, as a trainer does that knows the whole model; else the ranks make one."""
     mesh: DeviceMesh | None = field(init=False)
-    part: nn.Module = field(init=False)
+    parts: list[nn.Module] = field(init=False)
     optimizer: torch.optim.Optimizer = field(init=False)
 
     def __post_init__(self) -> None:
         self.mesh = self.topology.make_mesh()
         model = TinyModel(self.seed, self.tied)
         self.sharing = create_sharing_metadata(model)
-        self.stages = split(model, self.topology.boundaries) if self.topology.num_stages > 1 else [model]
+        self.stages: list[nn.Module] = (
+            split(model, self.topology.boundaries) if self.topology.num_stages > 1 else [model]
+        )
         coordinate = self.mesh.get_coordinate() if self.mesh else None
-        self.part = self.stages[coordinate[1] if coordinate else 0]
+        self.parts = self.stages[coordinate[1] if coordinate else 0 :: self.topology.pipeline_size]
         self.optimizer = torch.optim.AdamW(self._param_groups(), lr=LEARNING_RATE)
         self.scheduler = torch.optim.lr_scheduler.StepLR(self.optimizer, step_size=1, gamma=0.5)
         self.progress = Box(step=0)
 
     def _param_groups(self) -> Any:
-        parameters = list(self.part.parameters())
+        parameters = [parameter for _, parameter in self.named_parameters()]
         if not self.shuffled:
             return parameters
         parameters.reverse()
         return [{"params": parameters[1::2]}, {"params": parameters[::2]}]
+
+    def named_parameters(self) -> list[tuple[str, nn.Parameter]]:
+        return [named for part in self.parts for named in part.named_parameters()]
 
     def train(self) -> None:
         """Real steps of the optimizer with gradients that depend on the parameter's name alone.
@@ -177,7 +197,7 @@ class TinyTrainer:
         So every topology comes to the same weights and moments, and each parameter to ones of its own.
         """
         for step in range(NUM_STEPS):
-            for name, parameter in self.part.named_parameters():
+            for name, parameter in self.named_parameters():
                 parameter.grad = _gradient(self._canonical(name), step, parameter)
             self.optimizer.step()
             self.scheduler.step()
@@ -198,7 +218,7 @@ class TinyTrainer:
         has_copies = pattern in (SharingPattern.REPLICATED, SharingPattern.PER_GROUP)
         family = "dp_group" if pattern is SharingPattern.PER_GROUP else None
         return [
-            StateComponent("model", self.part, pattern, family, validate_replication=has_copies),
+            StateComponent("model", self.parts[0], pattern, family, validate_replication=has_copies),
             StateComponent("optimizer", self.optimizer, pattern, family, False, validate_replication=has_copies),
             StateComponent("scheduler", self.scheduler, shared, required=False),
             StateComponent("trainer", self.progress, shared, required=False),
@@ -207,19 +227,22 @@ class TinyTrainer:
 
     def coordinator(self, output_dir: str, **options: Any) -> CheckpointCoordinator:
         index = None
-        if self.topology.num_stages > 1:
-            states = [stage.state_dict() for stage in self.stages]
+        if self.topology.num_stages > 1 and self.with_index:
+            size = self.topology.pipeline_size
+            states = [
+                {name: tensor for stage in self.stages[place::size] for name, tensor in stage.state_dict().items()}
+                for place in range(size)
+            ]
             index = make_shard_index(
                 states,
                 safetensors=options.get("save_safetensors", True),
-                max_shard_size=self.max_shard_size,
                 param_sharing_metadata=self.sharing,
             )
         return make_coordinator(
             output_dir,
             self.components(),
             self.groups,
-            model_parts=[self.part],
+            model_parts=self.parts,
             shard_index=index,
             mesh=self.mesh,
             **options,
@@ -227,8 +250,8 @@ class TinyTrainer:
 
     def memory(self) -> Memory:
         """Copies of this rank's weights, buffers and moments by name."""
-        held = {name: {"value": tensor.clone()} for name, tensor in self.part.state_dict().items()}
-        for name, parameter in self.part.named_parameters():
+        held = {name: {"value": tensor.clone()} for part in self.parts for name, tensor in part.state_dict().items()}
+        for name, parameter in self.named_parameters():
             moments = self.optimizer.state.get(parameter, {})
             held[name].update({key: value.clone() for key, value in moments.items()})
         return held
@@ -259,9 +282,9 @@ def reference(tied: bool) -> Memory:
     return held
 
 
-def save_trained(output_dir: str, topology: Topology, tied: bool, max_shard_size: int = 2**32) -> str:
+def save_trained(output_dir: str, topology: Topology, tied: bool, with_index: bool = True) -> str:
     """On ranks: train, save, and return the path."""
-    trainer = TinyTrainer(topology, tied, SAVED_SEED, max_shard_size=max_shard_size)
+    trainer = TinyTrainer(topology, tied, SAVED_SEED, with_index=with_index)
     trainer.train()
     return trainer.coordinator(output_dir).save_checkpoint(checkpoint_id=NUM_STEPS)
 
@@ -275,7 +298,7 @@ def load_fresh(path: str, topology: Topology, tied: bool, shuffled: bool = False
         "rates": [group["lr"] for group in trainer.optimizer.param_groups],
         "scheduler": trainer.scheduler.last_epoch,
         "trainer": trainer.progress.state,
-        "is_tied": create_sharing_metadata(trainer.part) == trainer.sharing,
+        "is_tied": create_sharing_metadata(trainer.parts[0]) == trainer.sharing,
     }
 
 
@@ -311,7 +334,7 @@ def captured_logs(level: int = logging.WARNING) -> Iterator[list[str]]:
         logger.setLevel(before)
 
 
-def raised(action: Callable[[], Any]) -> tuple[str, str]:
+def raised(action: Callable[[], Any]) -> Outcome:
     """The type and the message of the error that `action` raises; empty ones when it does not."""
     try:
         action()
@@ -324,3 +347,32 @@ def entries(directory: str | Path) -> list[str]:
     """Everything in a directory, names with a dot included; nothing when there is none."""
     path = Path(directory)
     return sorted(entry.name for entry in path.iterdir()) if path.exists() else []
+
+
+def box_of_rank() -> Box:
+    """State that tells whose it is."""
+    return Box(tensor=torch.arange(3) + 10 * dist.get_rank(), rank=dist.get_rank(), nested={"list": [1, "a"]})
+
+
+def save_box(output_dir: str, pattern: SharingPattern, box: Box, step: int = 5, key: str = "part") -> str:
+    """On ranks: save a checkpoint of one component."""
+    component = StateComponent(key, box, pattern)
+    return make_coordinator(output_dir, [component]).save_checkpoint(checkpoint_id=step)
+
+
+def load_box(path: str, pattern: SharingPattern, key: str = "part") -> Any:
+    """On ranks: load that component of a checkpoint."""
+    box = Box()
+    make_coordinator("unused", [StateComponent(key, box, pattern)]).load_checkpoint(path)
+    return box.state
+
+
+def file_names(path: str) -> set[str]:
+    """The files of a checkpoint beside its manifest."""
+    return set(os.listdir(path)) - {MANIFEST_NAME}
+
+
+def mesh_groups(ranks: list[list[int]]) -> tuple[DeviceMesh, dict[str, Any]]:
+    """A mesh given as a list of pipelines, and its families of groups by name."""
+    mesh = DeviceMesh("cpu", ranks, mesh_dim_names=("dp", "pp"))
+    return mesh, {"dp_group": mesh.get_group("dp"), "pp_group": mesh.get_group("pp")}

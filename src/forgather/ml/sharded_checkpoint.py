@@ -19,7 +19,7 @@ from forgather.ml.checkpoint.durable import make_directories, replace_file
 from forgather.ml.checkpoint.errors import CheckpointError, CheckpointLoadError
 from forgather.ml.checkpoint.file_io import HashingWriter
 from forgather.ml.checkpoint.manifest import MANIFEST_NAME, FileRecord, read_manifest
-from forgather.ml.checkpoint.state_files import read_state, verify_file, write_state
+from forgather.ml.checkpoint.state_files import read_state, refused, verify_file, write_state
 from forgather.ml.checkpoint.weight_files import (
     check_shape,
     check_size,
@@ -104,7 +104,8 @@ def index_name(safetensors: bool) -> str:
     return "model.safetensors.index.json" if safetensors else "pytorch_model.bin.index.json"
 
 
-def _shard_name(number: int, count: int, safetensors: bool) -> str:
+def shard_name(number: int, count: int, safetensors: bool) -> str:
+    """The name of one of `count` weight files, numbered from 1."""
     stem, ending = ("model", "safetensors") if safetensors else ("pytorch_model", "bin")
     return f"{stem}.{ending}" if count == 1 else f"{stem}-{number:05d}-of-{count:05d}.{ending}"
 
@@ -141,7 +142,7 @@ def make_shard_index(
             shards[-1].append(name)
             room = max(0, room - size)
             total_size += size
-    file_names = [_shard_name(number, len(shards), safetensors) for number in range(1, len(shards) + 1)]
+    file_names = [shard_name(number, len(shards), safetensors) for number in range(1, len(shards) + 1)]
     index_metadata: dict[str, Any] = {"total_size": total_size, **(metadata or {})}
     if param_sharing_metadata:
         index_metadata[_SHARING_KEY] = param_sharing_metadata
@@ -225,20 +226,28 @@ def locate_weights(model_dir: str, sharing: SharingMetadataT | None = None) -> W
             index = _read_index(path, records.get(os.path.basename(path)))
             stored = index.get("metadata", {}).get(_SHARING_KEY, [])
             return WeightLocation(model_dir, index["weight_map"], sharing or stored, records)
-    single = os.path.join(model_dir, _shard_name(1, 1, True))
+    single = os.path.join(model_dir, shard_name(1, 1, True))
     if os.path.exists(single):
         header = read_header(single)
         stored = json.loads(header.metadata.get(_SHARING_KEY, "[]"))
         names = dict.fromkeys(header.tensors, os.path.basename(single))
         return WeightLocation(model_dir, names, sharing or stored, records)
-    single = os.path.join(model_dir, _shard_name(1, 1, False))
+    single = os.path.join(model_dir, shard_name(1, 1, False))
     if os.path.exists(single):
         if os.path.basename(single) in records:
             verify_file(model_dir, records[os.path.basename(single)])
-        # This format has no directory that could be read by itself; tensors are mapped, not copied.
-        names = torch.load(single, map_location="meta", weights_only=True, mmap=True)
+        names = _tensors_of_bin(single)
         return WeightLocation(model_dir, dict.fromkeys(names, os.path.basename(single)), sharing or [], records)
     raise CheckpointLoadError(f"There are no weight files in {model_dir} (model*.safetensors or pytorch_model*.bin).")
+
+
+def _tensors_of_bin(path: str) -> dict[str, Tensor]:
+    """Names and shapes, as tensors without data; this format has no directory that could be read by itself."""
+    try:
+        tensors: dict[str, Tensor] = torch.load(path, map_location="meta", weights_only=True, mmap=True)
+    except Exception as error:
+        raise refused(path, error) from error
+    return tensors
 
 
 def _read_index(path: str, record: FileRecord | None) -> dict[str, Any]:
@@ -391,7 +400,7 @@ def read_tensors(location: WeightLocation, names: Collection[str], device: torch
         if file.endswith(".safetensors"):
             shapes.update(read_header(path).tensors)
         else:
-            shapes.update(torch.load(path, map_location="meta", weights_only=True, mmap=True))
+            shapes.update(_tensors_of_bin(path))
     tensors = {}
     for name in names:
         entry = shapes[location.stored_name(name) or name]

@@ -10,7 +10,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from forgather.ml.checkpoint.manifest import MANIFEST_NAME, read_manifest
+from forgather.ml.checkpoint.manifest import read_manifest
 from forgather.ml.distributed import DistributedEnvironment
 from forgather.ml.trainer.checkpoint_types import SharingPattern, StateComponent
 from tests.support.launch import run_torchrun
@@ -23,6 +23,7 @@ from tests.support.tiny_parallel import (
     Box,
     TinyTrainer,
     entries,
+    file_names,
     make_coordinator,
     raised,
     reference,
@@ -120,10 +121,6 @@ def results(directory: Path) -> Results:
     agents = run_torchrun(["-m", __name__, str(directory)], RANKS_PER_NODE, NUM_NODES)
     assert [agent.returncode for agent in agents] == [0, 0], "\n".join(agent.output for agent in agents)
     return [pickle.loads((directory / f"results{rank}.pickle").read_bytes()) for rank in range(4)]
-
-
-def file_names(path: str) -> set[str]:
-    return set(os.listdir(path)) - {MANIFEST_NAME}
 
 
 def test_each_node_gets_its_own_state_back(results: Results) -> None:

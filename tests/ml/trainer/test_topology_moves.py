@@ -10,11 +10,14 @@ from tests.support.tiny_parallel import (
     HYBRID,
     HYBRID_CUT_ELSEWHERE,
     HYBRID_PERMUTED,
+    HYBRID_SWAPPED,
     LEARNING_RATE,
     LONG_PIPELINE,
     NUM_STEPS,
     PIPELINE,
     PIPELINE_CUT_ELSEWHERE,
+    PIPELINE_INTERLEAVED,
+    PIPELINE_SWAPPED,
     REPLICATED,
     SINGLE,
     Memory,
@@ -30,9 +33,12 @@ TOPOLOGIES = {
     "replicated": REPLICATED,
     "pipeline": PIPELINE,
     "pipeline cut elsewhere": PIPELINE_CUT_ELSEWHERE,
+    "pipeline swapped": PIPELINE_SWAPPED,
+    "pipeline interleaved": PIPELINE_INTERLEAVED,
     "long pipeline": LONG_PIPELINE,
     "hybrid": HYBRID,
     "hybrid cut elsewhere": HYBRID_CUT_ELSEWHERE,
+    "hybrid swapped": HYBRID_SWAPPED,
     "hybrid permuted": HYBRID_PERMUTED,
 }
 EVERY_TOPOLOGY = pytest.mark.parametrize("topology", TOPOLOGIES.values(), ids=TOPOLOGIES)
@@ -92,10 +98,18 @@ def test_a_pipeline_moves_to_every_topology_with_its_parameters_reordered_and_re
     assert_moved(path, topology, True, shuffled=True)
 
 
+@pytest.mark.parametrize("origin", [HYBRID_PERMUTED, PIPELINE_INTERLEAVED], ids=["hybrid permuted", "interleaved"])
 @EVERY_TOPOLOGY
-def test_a_permuted_mesh_moves_to_every_topology(tmp_path: Path, topology: Topology) -> None:
-    path = run_on_ranks(save_trained, 4, str(tmp_path), HYBRID_PERMUTED, False)[0]
+def test_stages_move_wherever_their_ranks_were(tmp_path: Path, origin: Topology, topology: Topology) -> None:
+    path = run_on_ranks(save_trained, origin.world_size, str(tmp_path), origin, False)[0]
     assert_moved(path, topology, False)
+
+
+@TIED_OR_NOT
+@pytest.mark.parametrize("topology", [SINGLE, LONG_PIPELINE, HYBRID], ids=["single", "long pipeline", "hybrid"])
+def test_stages_move_without_an_index_of_the_whole_model(tmp_path: Path, topology: Topology, tied: bool) -> None:
+    path = run_on_ranks(save_trained, 4, str(tmp_path), HYBRID, tied, False)[0]
+    assert_moved(path, topology, tied)
 
 
 @TIED_OR_NOT

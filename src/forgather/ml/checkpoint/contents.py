@@ -85,8 +85,15 @@ class PlannedFile:
 
     def write(self, directory: str, rank: int) -> FileRecord:
         """Write the file, durably, and say what was written."""
-        with HashingWriter(os.path.join(directory, self.path)) as writer:
-            tensors = self.content.write(writer)
+        path = os.path.join(directory, self.path)
+        try:
+            with HashingWriter(path) as writer:
+                tensors = self.content.write(writer)
+        except OSError as error:
+            if error.filename is not None:
+                raise
+            # Writes know only a number of the open file.
+            raise OSError(error.errno, error.strerror or str(error), path) from error
         return FileRecord(
             path=self.path,
             size=writer.size,

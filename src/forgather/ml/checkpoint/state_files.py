@@ -15,6 +15,7 @@ from forgather.ml.checkpoint.manifest import FileRecord
 from forgather.ml.checkpoint.weight_files import check_checksum, check_size
 
 _crc_lock = threading.Lock()
+_ADVICE = ("Weights only load failed", "Please file an issue", "Check the documentation")
 
 
 @contextlib.contextmanager
@@ -47,14 +48,21 @@ def read_state(path: str, record: FileRecord | None = None) -> Any:
         if record is not None:
             check_checksum(path, "the file", record.checksum, reader.finish())
     if refusal is not None:
-        raise CheckpointLoadError(
-            f"{path} was refused: it is not a state file, or it holds objects that could run code when unpickled "
-            f"({type(refusal).__name__}: {str(refusal).splitlines()[0] if str(refusal) else 'no message'})"
-        ) from refusal
+        raise refused(path, refusal) from refusal
     try:
         return decode_state(encoded)
     except CheckpointError as error:
         raise type(error)(f"{path}: {error}") from error
+
+
+def refused(path: str, refusal: Exception) -> CheckpointLoadError:
+    """Why a file was not read, in torch's words but without its advice to unpickle the file all the same."""
+    lines = [line.strip() for line in str(refusal).splitlines()]
+    reason = next((line for line in lines if line and not line.startswith(_ADVICE)), "no message")
+    return CheckpointLoadError(
+        f"{path} was refused: it is not a state file, or it holds objects that could run code when unpickled "
+        f"({type(refusal).__name__}: {reason})"
+    )
 
 
 def file_checksum(path: str) -> str:

@@ -89,9 +89,13 @@ class Transaction:
         try:
             yield
         except OSError as error:
+            if error.errno is None:
+                # Not of the file system but of ours, and explained already.
+                raise
             parent = os.path.dirname(self.final_path)
             free = f"{shutil.disk_usage(parent).free:,}" if os.path.isdir(parent) else "an unknown number"
-            told = f"{error} (the checkpoint needs {needed_bytes:,} bytes, {free} are available in {parent})"
+            what = error.strerror if error.filename is None else f"{error.strerror}: {error.filename}"
+            told = f"{what} (the checkpoint needs {needed_bytes:,} bytes, {free} are available in {parent})"
             raise OSError(error.errno, told) from error
 
     def path_of(self, name: str) -> str:
@@ -142,7 +146,7 @@ class Transaction:
         """A clock that was set back must not make the newest checkpoint look old."""
         latest = datetime.fromisoformat(timestamp)
         for path in _candidates(os.path.dirname(self.final_path)):
-            with contextlib.suppress(CheckpointError, ValueError):
+            with contextlib.suppress(CheckpointError, ValueError, OSError):
                 latest = max(latest, read_manifest(path).written_at + timedelta(microseconds=1))
         return latest.isoformat()
 
@@ -212,9 +216,14 @@ def find_checkpoints(root: str) -> list[FoundCheckpoint]:
 
 
 def _candidates(root: str) -> list[str]:
+    """What has a manifest, or at least the name of a checkpoint: one that lost its manifest is worth a warning."""
     names = sorted(os.listdir(root)) if os.path.isdir(root) else []
     paths = [os.path.join(root, name) for name in names if not name.startswith(".")]
-    return [path for path in paths if os.path.exists(os.path.join(path, MANIFEST_NAME))]
+    return [
+        path
+        for path in paths
+        if os.path.exists(os.path.join(path, MANIFEST_NAME)) or (step_of(path) is not None and os.path.isdir(path))
+    ]
 
 
 def verify_checkpoint(path: str) -> list[str]:

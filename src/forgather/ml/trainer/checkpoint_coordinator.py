@@ -270,7 +270,7 @@ class CheckpointCoordinator:
         def find() -> str:
             root = os.path.join(self._output_dir, store.CHECKPOINTS_FOLDER)
             found = store.find_checkpoints(root) if self._storage_scope != "job" or peers.rank == 0 else []
-            if peers.rank == 0 and not found:
+            if not found and (self._storage_scope != "job" or peers.rank == 0):
                 raise CheckpointLoadError(f"There is no complete checkpoint in {root}.")
             return found[-1].path if found else ""
 
@@ -301,7 +301,7 @@ def unwrapped(module: nn.Module) -> nn.Module:
 def _model_parts(
     components: Sequence[StateComponent], model: nn.Module | None, parts: Sequence[nn.Module] | None
 ) -> list[nn.Module]:
-    if parts:
+    if parts is not None:
         return [unwrapped(part) for part in parts]
     if model is None:
         model = next(

@@ -269,16 +269,14 @@ class CheckpointManager:
         try:
             for surplus in checkpoints_to_delete(self._known_checkpoints(), self._policy()):
                 store.delete_checkpoint(surplus.path)
-        except (OSError, CheckpointError) as error:
+        except (OSError, ValueError, CheckpointError) as error:
+            # The checkpoint of this save is there, and the other ranks have gone on: one rank must not fail now.
             logger.warning("Old checkpoints could not be removed: %s", error)
 
     def _known_checkpoints(self) -> list[CheckpointInfo]:
         found = store.find_checkpoints(os.path.join(self.config.output_dir, store.CHECKPOINTS_FOLDER))
         return [
-            CheckpointInfo(
-                one.path, one.manifest.step, one.manifest.written_at, load_checkpoint_metrics(one.path) or {}
-            )
-            for one in found
+            CheckpointInfo(one.path, one.manifest.step, one.manifest.written_at, _metrics_of(one.path)) for one in found
         ]
 
     def _policy(self) -> RetentionPolicy:
@@ -339,3 +337,12 @@ class CheckpointManager:
 
     def _everywhere(self, work: Callable[[], Any], during: str, failure: type[CheckpointError]) -> list[Any]:
         return on_every_rank(self._peers, work, during, failure, self._peers.rank)
+
+
+def _metrics_of(path: str) -> dict[str, Any]:
+    """What retention policies see; a damaged file of metrics must not stop training."""
+    try:
+        return load_checkpoint_metrics(path) or {}
+    except (OSError, ValueError) as error:
+        logger.warning("The metrics of %s cannot be read: %s", path, error)
+        return {}

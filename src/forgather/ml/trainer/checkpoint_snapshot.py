@@ -24,6 +24,7 @@ from forgather.ml.sharded_checkpoint import (
     index_bytes,
     index_name,
     make_shard_index,
+    shard_name,
     sharing_of,
 )
 from forgather.ml.trainer.checkpoint_types import SharingPattern, StateComponent
@@ -214,7 +215,7 @@ class SnapshotTaker:
         owners = sharing.owners_in(self.layout.storage)
         shapes = [reports[sharing.holders(owner)[0]].weights for owner in owners]
         tied = _union([report.sharing for report in reports])
-        index = self.shard_index
+        index = None if self.shard_index is None else _in_format(self.shard_index, self.safetensors)
         if index is not None:
             tied = index["metadata"].get("param_sharing", tied)
             _check_index(index, [reports[sharing.holders(owner)[0]].weights for owner in sharing.owners], tied)
@@ -297,6 +298,16 @@ def _files_of(index: ShardIndex, held: _Shapes, earlier: Sequence[_Shapes]) -> d
         if name in index["weight_map"] and not any(name in shapes for shapes in earlier):
             files.setdefault(index["weight_map"][name], []).append(name)
     return files
+
+
+def _in_format(index: ShardIndex, safetensors: bool) -> ShardIndex:
+    """The index with files of the format asked for, whichever it was made for: readers trust the names."""
+    files = sorted(set(index["weight_map"].values()))
+    if all(file.endswith(".safetensors") == safetensors for file in files):
+        return index
+    renamed = {file: shard_name(number, len(files), safetensors) for number, file in enumerate(files, start=1)}
+    weight_map = {name: renamed[file] for name, file in index["weight_map"].items()}
+    return ShardIndex(metadata=index["metadata"], weight_map=weight_map)
 
 
 def _check_index(index: ShardIndex, shapes: Sequence[_Shapes], tied: SharingMetadataT) -> None:

@@ -1,0 +1,36 @@
+"""Cross entropy of the next token."""
+
+import torch
+from torch import Tensor
+from torch.nn import functional
+
+
+class CausalLoss:
+    """The mean cross entropy of each position's logits with the label of the next position.
+
+    Logits are `[..., sequence, vocabulary]` and labels `[..., sequence]`; labels of `ignore_index` are no targets. Without
+    any target the loss is 0, and so are the gradients.
+    """
+
+    def __init__(self, ignore_index: int = -100) -> None:
+        self.ignore_index = ignore_index
+
+    def __call__(self, logits: Tensor, labels: Tensor) -> Tensor:
+        # Moving the labels rather than cutting the last logits off saves a copy of the logits.
+        targets = functional.pad(labels, (0, 1), value=self.ignore_index)[..., 1:].to(logits.device)
+        total = functional.cross_entropy(
+            _at_least_float32(logits).flatten(0, -2),
+            targets.flatten(),
+            ignore_index=self.ignore_index,
+            reduction="sum",
+        )
+        # On the device, since reading the count would wait for it.
+        return total / (targets != self.ignore_index).sum().clamp(min=1)
+
+    def num_targets(self, labels: Tensor) -> Tensor:
+        """How many targets the mean is over, as a tensor where the labels are."""
+        return (labels[..., 1:] != self.ignore_index).sum()
+
+
+def _at_least_float32(logits: Tensor) -> Tensor:
+    return logits.to(torch.promote_types(logits.dtype, torch.float32))

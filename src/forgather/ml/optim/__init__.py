@@ -1,0 +1,1 @@
+"""Optimizers made of several, and the groups that parameters are optimized in."""

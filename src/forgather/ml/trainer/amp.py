@@ -1,0 +1,94 @@
+"""Mixed precision: autocast, and the loss scale that float16 needs."""
+
+import logging
+from collections.abc import Mapping
+from contextlib import AbstractContextManager, nullcontext
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from forgather.ml.trainer.trainer_types import OptimizerT
+
+logger = logging.getLogger(__name__)
+
+_DTYPES: dict[str, torch.dtype] = {"bf16": torch.bfloat16, "fp16": torch.float16}
+
+
+class AMPContext:
+    """Runs forward passes in the chosen precision, and steps optimizers through a loss scale where it takes one.
+
+    `mixed_precision` is None or "no" (all methods do the plain thing), "bf16" or "fp16".
+    """
+
+    def __init__(self, mixed_precision: str | None, device_type: str = "cuda", initial_scale: float = 2.0**16) -> None:
+        if mixed_precision not in (None, "no", *_DTYPES):
+            choices = ", ".join(map(repr, (None, "no", *_DTYPES)))
+            raise ValueError(f"mixed_precision={mixed_precision!r} cannot be used: choose one of {choices}.")
+        self._mixed_precision = mixed_precision
+        self._device_type = device_type
+        self._dtype = _DTYPES.get(mixed_precision or "no")
+        self._scaler = _grad_scaler(device_type, initial_scale) if mixed_precision == "fp16" else None
+        self._known_scale = float(initial_scale)
+
+    def autocast(self) -> AbstractContextManager[Any]:
+        if self._dtype is None:
+            return nullcontext()
+        return torch.autocast(self._device_type, dtype=self._dtype)
+
+    def scale_loss(self, loss: Tensor) -> Tensor:
+        return loss if self._scaler is None else self._scaler.scale(loss)
+
+    def unscale_(self, optimizer: OptimizerT) -> None:
+        """Give the gradients their true size, as clipping needs; at most once per step."""
+        if self._scaler is not None:
+            self._scaler.unscale_(optimizer)
+
+    def optimizer_step(self, optimizer: OptimizerT) -> None:
+        """Step, unless float16 gradients overflowed: then the step is left out and the loss scale drops."""
+        if self._scaler is None:
+            optimizer.step()
+            return
+        self._scaler.step(optimizer)
+        self._scaler.update()
+        if self._device_type == "cpu":
+            self.log_scale_drop()
+
+    def log_scale_drop(self) -> None:
+        """Log whether the loss scale is lower than when last looked at.
+
+        On accelerators this waits for the device, so `optimizer_step` leaves it to the caller's log step.
+        """
+        if self._scaler is None:
+            return
+        scale = self._scaler.get_scale()
+        if scale < self._known_scale:
+            logger.info("loss scale dropped from %g to %g", self._known_scale, scale)
+        self._known_scale = scale
+
+    def state_dict(self) -> dict[str, Any]:
+        return {} if self._scaler is None else self._scaler.state_dict()
+
+    def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
+        """Restore the loss scale; a state of another precision is left alone, with a warning."""
+        if self._scaler is None:
+            if state_dict:
+                logger.warning(
+                    "The checkpoint has the loss scale of an fp16 run, which mixed_precision=%r does not use: ignored.",
+                    self._mixed_precision,
+                )
+            return
+        if not state_dict:
+            logger.warning(
+                "The checkpoint has no loss scale, since it was not trained in fp16: it starts at %g.",
+                self._scaler.get_scale(),
+            )
+            return
+        self._scaler.load_state_dict(dict(state_dict))
+        self._known_scale = float(state_dict["scale"])
+
+
+def _grad_scaler(device_type: str, initial_scale: float) -> torch.amp.GradScaler | None:
+    scaler = torch.amp.GradScaler(device_type, init_scale=initial_scale)
+    # Without its device torch warns and turns the scaler off; its scale of 1 would then look like a drop.
+    return scaler if scaler.is_enabled() else None

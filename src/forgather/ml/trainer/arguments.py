@@ -1,0 +1,262 @@
+"""Training arguments: plain dataclasses whose values are checked when they are made."""
+
+import dataclasses
+import difflib
+import os
+import types
+import typing
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, TypeVar
+
+from forgather.ml.trainer.trainer_types import IntervalStrategy
+
+ArgumentsT = TypeVar("ArgumentsT", bound="MinimalTrainingArguments")
+
+
+@dataclass(kw_only=True)
+class MinimalTrainingArguments:
+    """What every trainer understands, under the names of `transformers.TrainingArguments`."""
+
+    output_dir: str = "tmp_trainer"
+    logging_dir: str | None = None
+    """None: `<output_dir>/runs/<time>_<host>`."""
+    per_device_train_batch_size: int = 16
+    per_device_eval_batch_size: int = 16
+    num_train_epochs: float = 1
+    """May be a fraction; negative means no limit."""
+    max_steps: int = -1
+    """0 or more overrides num_train_epochs; epochs repeat as needed."""
+    device: str | None = None
+    seed: int = -1
+    """Negative: a new one each time, which is then kept in the checkpoint."""
+    use_cpu: bool = False
+    epoch_train_steps: int = 100000
+    """The length of an epoch that is assumed for a loader without one."""
+    dataloader_num_workers: int = 0
+    dataloader_pin_memory: bool = True
+    dataloader_persistent_workers: bool = False
+    dataloader_prefetch_factor: int | None = None
+    """Batches per worker; None is 2 with workers."""
+    dataloader_drop_last: bool = False
+    eval_strategy: str = "no"
+    eval_steps: int = 100
+    eval_delay: int = 0
+    """No evaluation before this step."""
+    logging_strategy: str = "steps"
+    logging_steps: int = 50
+    logging_first_step: bool = False
+    torch_compile: bool = False
+    torch_compile_backend: str | None = None
+    torch_compile_mode: str | None = "default"
+    torch_compile_dynamic: bool = True
+    torch_compile_full_graph: bool = False
+    max_grad_norm: float | None = None
+    """None or 0 measures the norm without clipping."""
+    gradient_accumulation_steps: int = 1
+    save_strategy: str = "steps"
+    save_steps: int = 1000
+    save_total_limit: int | None = 2
+    save_safetensors: bool = True
+    save_on_each_node: bool = False
+    overwrite_output_dir: bool = False
+    resume_from_checkpoint: bool | str = True
+    """True: the newest complete checkpoint, if there is one; a path: that one; False: start fresh."""
+    load_best_model_at_end: bool = False
+    metric_for_best_model: str = "loss"
+    greater_is_better: bool | None = None
+    lr_scheduler_type: str = "linear"
+    lr_scheduler_kwargs: dict[str, Any] | None = None
+    warmup_steps: int = 0
+    learning_rate: float = 5e-5
+    weight_decay: float = 0.0
+    adam_beta1: float = 0.9
+    adam_beta2: float = 0.999
+    adam_epsilon: float = 1e-8
+    gradient_checkpointing: bool = False
+
+    def __post_init__(self) -> None:
+        self.output_dir = os.fspath(self.output_dir)
+        for name in ("eval_strategy", "logging_strategy", "save_strategy"):
+            self._check_strategy(name)
+        for name in ("per_device_train_batch_size", "per_device_eval_batch_size", "gradient_accumulation_steps"):
+            self._require(name, 1)
+        for name in ("eval_steps", "logging_steps", "save_steps", "epoch_train_steps"):
+            self._require(name, 1)
+        for name in ("dataloader_num_workers", "eval_delay", "warmup_steps"):
+            self._require(name, 0)
+        if self.max_grad_norm is not None:
+            self._require("max_grad_norm", 0)
+        if self.dataloader_num_workers == 0 and self.dataloader_prefetch_factor is not None:
+            raise ValueError(
+                f"dataloader_prefetch_factor={self.dataloader_prefetch_factor} needs workers: set dataloader_num_workers "
+                "to 1 or more, or leave it None."
+            )
+
+    def copy(self: ArgumentsT) -> ArgumentsT:
+        """An independent copy: trainers work on one, the caller's object is never changed."""
+        return dataclasses.replace(self)
+
+    def to_dict(self) -> dict[str, Any]:
+        return dataclasses.asdict(self)
+
+    def _check_strategy(self, name: str) -> None:
+        value = getattr(self, name)
+        try:
+            setattr(self, name, IntervalStrategy(getattr(value, "value", value)).value)
+        except ValueError as error:
+            raise ValueError(f"{name}={value!r}: {error}") from None
+
+    def _require(self, name: str, least: float) -> None:
+        value = getattr(self, name)
+        if isinstance(value, bool) or not isinstance(value, (int, float)) or value < least:
+            raise ValueError(f"{name}={value!r} cannot be used: it must be a number of {least} or more.")
+
+    def _choose(self, name: str, choices: Sequence[Any]) -> None:
+        if getattr(self, name) not in choices:
+            allowed = ", ".join(repr(choice) for choice in choices)
+            raise ValueError(f"{name}={getattr(self, name)!r} cannot be used: choose one of {allowed}.")
+
+
+@dataclass(kw_only=True)
+class BaseTrainingArguments(MinimalTrainingArguments):
+    """Adds evaluation, the choice of the best checkpoint, and precision."""
+
+    default_dtype: str | None = None
+    """The dtype in which the model is built, such as "bfloat16"."""
+    max_eval_steps: int = -1
+    """Evaluate on so many batches only; negative means all."""
+    preserve_best_model: bool = False
+    best_model_metric: str = "loss"
+    best_model_greater_is_better: bool | None = None
+    preserve_n_best: int = 1
+    eval_on_save: bool = False
+    enable_activation_offloading: bool = False
+    detect_anomaly: bool = False
+    sdpa_backend: str | list[str] | None = None
+    sdpa_set_priority: bool = False
+    float32_matmul_precision: str | None = None
+    dynamo_recompile_limit: int | None = None
+    mixed_precision: str | None = None
+    fp8_recipe: str | None = None
+    fp8_dim_alignment: int = 16
+    qat_recipe: str | None = None
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        self._follow_aliases()
+        self._choose("mixed_precision", [None, "no", "bf16", "fp16"])
+        self._choose("float32_matmul_precision", [None, "highest", "high", "medium"])
+        self._require("preserve_n_best", 1)
+        if self.fp8_recipe is not None and self.qat_recipe is not None:
+            raise ValueError(
+                f"fp8_recipe={self.fp8_recipe!r} and qat_recipe={self.qat_recipe!r} exclude each other: both replace the "
+                "model's linear layers. Set one of them to None."
+            )
+
+    def _follow_aliases(self) -> None:
+        """The names of `transformers` for the same two settings, unless ours were set."""
+        if self.best_model_metric == "loss":
+            self.best_model_metric = self.metric_for_best_model
+        if self.best_model_greater_is_better is None:
+            self.best_model_greater_is_better = self.greater_is_better
+
+
+@dataclass(kw_only=True)
+class TrainingArguments(BaseTrainingArguments):
+    """Adds what `Trainer` and the strategies built on it understand."""
+
+    gc_threshold: float = 0.5
+    """Empty the accelerator's cache when more than this share of its memory is reserved but unused."""
+    construct_model_on: str = "default"
+    checkpoint_components: list[str] | None = None
+    skip_checkpoint_components: Sequence[str] = ()
+    async_save: bool = False
+    on_save_error: str = "raise"
+    activation_memory_budget: float | None = None
+    fuse_optim_with_backward: bool = False
+    speed_metrics_start_step: int = 1
+    """Steps before this one are not timed: they compile and warm up."""
+    set_dataset_epoch: bool = True
+    debug_optimizer_groups: bool = False
+    shuffle: bool = True
+    token_weighted_loss: bool = True
+    """The loss of a step is the mean over its target tokens; False: the mean of the micro-batches' means."""
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        self._choose("construct_model_on", ["default", "meta", "device"])
+        self._choose("on_save_error", ["raise", "warn"])
+        self._refuse_fused_combinations()
+        if self.activation_memory_budget is not None and not self.torch_compile:
+            raise ValueError(
+                f"activation_memory_budget={self.activation_memory_budget} needs torch_compile=True: the compiler's "
+                "partitioner is what keeps to the budget."
+            )
+
+    def _refuse_fused_combinations(self) -> None:
+        if not self.fuse_optim_with_backward:
+            return
+        reasons = {
+            "max_grad_norm": (bool(self.max_grad_norm), "parameters are updated before the whole norm is known"),
+            "gradient_accumulation_steps": (
+                self.gradient_accumulation_steps > 1,
+                "a gradient is used up as soon as it is computed",
+            ),
+            "mixed_precision": (self.mixed_precision == "fp16", "the scaler must see all gradients before an update"),
+        }
+        for name, (refused, reason) in reasons.items():
+            if refused:
+                raise ValueError(
+                    f"fuse_optim_with_backward=True cannot be combined with {name}={getattr(self, name)!r}: {reason}. "
+                    f"Turn one of the two off."
+                )
+
+
+def arguments_from(cls: type[ArgumentsT], given: "ArgumentsT | Mapping[str, Any]") -> ArgumentsT:
+    """An arguments object of the trainer's own, from the caller's object or a dict of values."""
+    if isinstance(given, cls):
+        return given.copy()
+    if isinstance(given, MinimalTrainingArguments):
+        known = {field.name for field in dataclasses.fields(cls)}
+        return cls(**{name: value for name, value in given.to_dict().items() if name in known})
+    if not isinstance(given, Mapping):
+        raise ValueError(f"args must be {cls.__name__} or a dict of its fields, not {type(given).__name__}.")
+    hints = typing.get_type_hints(cls)
+    known_names = [field.name for field in dataclasses.fields(cls)]
+    for name in given:
+        if name not in known_names:
+            nearest = difflib.get_close_matches(str(name), known_names, n=1)
+            hint = f" Did you mean {nearest[0]!r}?" if nearest else ""
+            raise ValueError(f"{cls.__name__} has no argument {name!r}.{hint}")
+    return cls(**{name: _converted(name, value, hints[name]) for name, value in given.items()})
+
+
+def _converted(name: str, value: Any, hint: Any) -> Any:
+    """Turn text and numbers into the type of the field, and dicts into nested dataclasses."""
+    options = typing.get_args(hint) if isinstance(hint, types.UnionType) else (hint,)
+    if value is None or any(_is_a(value, option) for option in options):
+        return value
+    for option in options:
+        if dataclasses.is_dataclass(option) and isinstance(option, type) and isinstance(value, Mapping):
+            return option(**value)
+        if option in (int, float) and isinstance(value, (int, float, str)) and not isinstance(value, bool):
+            try:
+                number = option(value)
+            except ValueError:
+                continue
+            if float(number) == float(value):
+                return number
+        if option is bool and str(value).lower() in ("true", "false"):
+            return str(value).lower() == "true"
+    expected = " or ".join(getattr(option, "__name__", str(option)) for option in options)
+    raise ValueError(f"{name}={value!r} has type {type(value).__name__}, expected {expected}.")
+
+
+def _is_a(value: Any, option: Any) -> bool:
+    origin = typing.get_origin(option) or option
+    if origin is Any:
+        return True
+    if isinstance(value, bool):
+        return origin is bool
+    return isinstance(origin, type) and isinstance(value, origin)

@@ -1,0 +1,68 @@
+"""Calls the handlers of callbacks, and costs next to nothing for events that nobody listens to."""
+
+import logging
+from collections.abc import Callable, Iterable
+from typing import Any
+
+from forgather.ml.trainer.trainer_types import TrainerControl
+
+logger = logging.getLogger(__name__)
+
+_STOP_FLAGS = ("should_training_stop", "should_epoch_stop", "should_abort_without_save")
+
+
+class CallbackHandler:
+    """The callbacks of a trainer; `context` holds the keywords that every handler gets."""
+
+    def __init__(self, callbacks: Iterable[Any]) -> None:
+        self.callbacks: list[Any] = []
+        self.context: dict[str, Any] = {}
+        self._handlers: dict[str, list[tuple[str, Callable[..., Any]]]] = {}
+        for callback in callbacks:
+            self.add(callback)
+
+    def add(self, callback: Any) -> None:
+        """Add a callback; a class is instantiated."""
+        self.callbacks.append(callback() if isinstance(callback, type) else callback)
+        self._handlers.clear()
+
+    def pop(self, callback: Any) -> Any | None:
+        """Remove and return a callback, given itself or its class; None when there is no such one."""
+        for position, present in enumerate(self.callbacks):
+            if present is callback or (isinstance(callback, type) and isinstance(present, callback)):
+                self._handlers.clear()
+                return self.callbacks.pop(position)
+        return None
+
+    def listens(self, event: str) -> bool:
+        """Whether any callback has a handler for the event."""
+        return bool(self._of(event))
+
+    def dispatch(self, event: str, control: TrainerControl, **details: Any) -> None:
+        """Call every handler of the event; what one returns counts as its wishes."""
+        handlers = self._handlers.get(event)
+        if handlers is None:
+            handlers = self._of(event)
+        for name, handler in handlers:
+            before = [getattr(control, flag) for flag in _STOP_FLAGS]
+            returned = handler(**self.context, **details)
+            if returned is not None and returned is not control:
+                _adopt(control, returned)
+            for flag, was_set in zip(_STOP_FLAGS, before, strict=True):
+                if getattr(control, flag) and not was_set:
+                    logger.info("%s asked for %s in %s", name, flag, event)
+
+    def _of(self, event: str) -> list[tuple[str, Callable[..., Any]]]:
+        if event not in self._handlers:
+            self._handlers[event] = [
+                (str(getattr(callback, "name", type(callback).__name__)), getattr(callback, event))
+                for callback in self.callbacks
+                if hasattr(callback, event)
+            ]
+        return self._handlers[event]
+
+
+def _adopt(control: TrainerControl, wishes: Any) -> None:
+    for flag in TrainerControl.__dataclass_fields__:
+        if getattr(wishes, flag, False):
+            setattr(control, flag, True)

@@ -1,0 +1,60 @@
+"""Callbacks that come with the trainers; each is imported when it is first asked for.
+
+Nobody who trains without TensorBoard or plots waits for them to be imported.
+"""
+
+import importlib
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from forgather.ml.trainer.callbacks.default_metrics import DefaultMetrics as DefaultMetrics
+    from forgather.ml.trainer.callbacks.divergence import DivergenceDetector as DivergenceDetector
+    from forgather.ml.trainer.callbacks.early_stopping import EarlyStopping as EarlyStopping
+    from forgather.ml.trainer.callbacks.info import InfoCallback as InfoCallback
+    from forgather.ml.trainer.callbacks.json_logger import JsonLogger as JsonLogger
+    from forgather.ml.trainer.callbacks.parameter_norms import GradLogger as GradLogger
+    from forgather.ml.trainer.callbacks.parameter_norms import WeightNormLogger as WeightNormLogger
+    from forgather.ml.trainer.callbacks.peak_memory import PeakMemory as PeakMemory
+    from forgather.ml.trainer.callbacks.plot import PlotCallback as PlotCallback
+    from forgather.ml.trainer.callbacks.profiler import ProfilerCallback as ProfilerCallback
+    from forgather.ml.trainer.callbacks.progress import ProgressCallback as ProgressCallback
+    from forgather.ml.trainer.callbacks.tensorboard import TBLogger as TBLogger
+    from forgather.ml.trainer.callbacks.textgen import TextgenCallback as TextgenCallback
+    from forgather.ml.trainer.trainer_types import TrainerCallback
+
+_MODULES = {
+    "DefaultMetrics": "default_metrics",
+    "DivergenceDetector": "divergence",
+    "EarlyStopping": "early_stopping",
+    "GradLogger": "parameter_norms",
+    "InfoCallback": "info",
+    "JsonLogger": "json_logger",
+    "PeakMemory": "peak_memory",
+    "PlotCallback": "plot",
+    "ProfilerCallback": "profiler",
+    "ProgressCallback": "progress",
+    "TBLogger": "tensorboard",
+    "TextgenCallback": "textgen",
+    "WeightNormLogger": "parameter_norms",
+}
+
+__all__ = ["default_callbacks", *_MODULES]
+
+
+def default_callbacks() -> "list[TrainerCallback]":
+    """What a trainer uses when it is given no callbacks: progress, a summary of the run, and speed."""
+    from forgather.ml.trainer.callbacks.default_metrics import DefaultMetrics
+    from forgather.ml.trainer.callbacks.info import InfoCallback
+    from forgather.ml.trainer.callbacks.progress import ProgressCallback
+
+    return [ProgressCallback(), InfoCallback(), DefaultMetrics()]
+
+
+def __getattr__(name: str) -> Any:
+    if name not in _MODULES:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    return getattr(importlib.import_module(f"{__name__}.{_MODULES[name]}"), name)
+
+
+def __dir__() -> list[str]:
+    return sorted(__all__)

@@ -1,0 +1,91 @@
+"""Throughput and model FLOPs utilisation."""
+
+import time
+from collections.abc import Mapping
+from typing import Any
+
+from torch import nn
+
+from forgather.ml.trainer.trainer_types import TrainerCallback, TrainerState
+from forgather.ml.utils import count_parameters, flops_per_token
+
+
+class DefaultMetrics(TrainerCallback):
+    """Adds `tok_per_sec` to each log record, and `mfu` when the peak of the hardware is known.
+
+    `peak_flops` is what one device can do in a second at the precision of training. Time spent in evaluation and saving
+    is not counted, and neither are the first `args.speed_metrics_start_step` steps of a run, which compile and warm up.
+    """
+
+    def __init__(self, peak_flops: float | None = None) -> None:
+        if peak_flops is not None and peak_flops <= 0:
+            raise ValueError(
+                f"peak_flops={peak_flops} cannot be used: give the FLOP/s that one device can do, such as 312e12 for an "
+                "A100 in bfloat16, or None to leave mfu out."
+            )
+        self._peak_flops = peak_flops
+        self._flops_per_token: float | None = None
+        self._steps_to_skip = 0
+        self._last_log_step: int | None = None
+        self._mark = 0.0
+        self._seconds = 0.0
+        self._num_timed_steps = 0
+
+    def on_train_begin(self, args: Any, state: TrainerState, **kwargs: Any) -> None:
+        self._steps_to_skip = getattr(args, "speed_metrics_start_step", 0)
+        if self._last_log_step is None or self._last_log_step > state.global_step:
+            self._last_log_step = state.global_step
+        self._start_interval(time.perf_counter())
+
+    def on_step_end(self, **kwargs: Any) -> None:
+        now = time.perf_counter()
+        if self._steps_to_skip > 0:
+            self._steps_to_skip -= 1
+        else:
+            self._num_timed_steps += 1
+            self._seconds += now - self._mark
+        self._mark = now
+
+    def on_evaluate(self, **kwargs: Any) -> None:
+        self._mark = time.perf_counter()
+
+    def on_save(self, **kwargs: Any) -> None:
+        self._mark = time.perf_counter()
+
+    def on_log_step(self, state: TrainerState, logs: dict[str, Any], model: nn.Module, **kwargs: Any) -> None:
+        now = time.perf_counter()
+        if self._num_timed_steps:
+            # reading the loss has waited for the device to finish the steps that were only queued until now
+            self._seconds += now - self._mark
+            self._add_speed(state, logs, model)
+        self._last_log_step = state.global_step
+        self._start_interval(now)
+
+    def state_dict(self) -> dict[str, Any]:
+        return {"last_log_step": self._last_log_step}
+
+    def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
+        self._last_log_step = state_dict["last_log_step"]
+
+    def _start_interval(self, now: float) -> None:
+        self._mark = now
+        self._seconds = 0.0
+        self._num_timed_steps = 0
+
+    def _add_speed(self, state: TrainerState, logs: dict[str, Any], model: nn.Module) -> None:
+        if self._seconds <= 0 or "tokens" not in logs:
+            return
+        # The tokens are those of the whole interval, which may have begun in steps that warmed up or before a resume.
+        num_steps = max(state.global_step - (self._last_log_step or 0), self._num_timed_steps)
+        timed_tokens = logs["tokens"] * self._num_timed_steps / num_steps
+        logs["tok_per_sec"] = timed_tokens / self._seconds
+        if self._peak_flops is not None:
+            peak = self._peak_flops * getattr(state, "num_processes", 1)
+            logs["mfu"] = logs["tok_per_sec"] * self._get_flops_per_token(logs, model) / peak
+
+    def _get_flops_per_token(self, logs: dict[str, Any], model: nn.Module) -> float:
+        if logs.get("total_flos") and logs.get("total_tokens"):
+            return logs["total_flos"] / logs["total_tokens"]
+        if self._flops_per_token is None:
+            self._flops_per_token = float(flops_per_token(count_parameters(model)))
+        return self._flops_per_token

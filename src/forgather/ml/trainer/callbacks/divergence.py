@@ -1,0 +1,92 @@
+"""Stopping a run whose loss has gone wrong."""
+
+import logging
+import math
+from collections.abc import Mapping
+from typing import Any
+
+from forgather.ml.trainer.trainer_types import TrainerCallback, TrainerControl, TrainerState
+
+logger = logging.getLogger(__name__)
+
+
+class DivergenceDetector(TrainerCallback):
+    """Ends training when the loss is NaN or infinite, or when its smoothed value stays above its best.
+
+    `threshold` is the rise above the best that is allowed, as a share of it; `patience` the number of log records in a
+    row that must be above; `smoothing` the weight of the past in the moving average (0: none). `action="stop"` ends as
+    after the last step, with a checkpoint; "abort" without one, so that a resume begins at a checkpoint from before.
+    """
+
+    def __init__(self, action: str = "stop", threshold: float = 0.5, patience: int = 3, smoothing: float = 0.9) -> None:
+        _check(action, threshold, patience, smoothing)
+        self._action = action
+        self._threshold = threshold
+        self._patience = patience
+        self._smoothing = smoothing
+        self._smoothed: float | None = None
+        self._best = math.inf
+        self._best_step = 0
+        self._num_above = 0
+
+    def on_train_begin(self, state: TrainerState, **kwargs: Any) -> None:
+        if state.global_step == 0:
+            self.load_state_dict({"smoothed": None, "best": None, "best_step": 0, "num_above": 0})
+
+    def on_log(self, state: TrainerState, control: TrainerControl, logs: Mapping[str, Any], **kwargs: Any) -> None:
+        if "loss" not in logs:
+            return
+        reason = self._find_reason(float(logs["loss"]), state.global_step)
+        if reason is not None:
+            self._act(reason, state, control)
+
+    def state_dict(self) -> dict[str, Any]:
+        return {
+            "smoothed": self._smoothed,
+            "best": None if math.isinf(self._best) else self._best,
+            "best_step": self._best_step,
+            "num_above": self._num_above,
+        }
+
+    def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
+        self._smoothed = state_dict["smoothed"]
+        self._best = math.inf if state_dict["best"] is None else state_dict["best"]
+        self._best_step = state_dict["best_step"]
+        self._num_above = state_dict["num_above"]
+
+    def _find_reason(self, loss: float, step: int) -> str | None:
+        if not math.isfinite(loss):
+            # left out of the average, which it would spoil for a run that is resumed from here
+            return f"the loss is {loss}"
+        past = loss if self._smoothed is None else self._smoothed
+        smoothed = self._smoothing * past + (1 - self._smoothing) * loss
+        self._smoothed = smoothed
+        if smoothed < self._best:
+            self._best, self._best_step = smoothed, step
+        is_above = smoothed > self._best + self._threshold * abs(self._best)
+        self._num_above = self._num_above + 1 if is_above else 0
+        if self._num_above < self._patience:
+            return None
+        return (
+            f"the smoothed loss is {smoothed:.4g} and has been more than {self._threshold:.0%} above its best "
+            f"({self._best:.4g} at step {self._best_step}) in the last {self._num_above} log record(s)"
+        )
+
+    def _act(self, reason: str, state: TrainerState, control: TrainerControl) -> None:
+        control.should_training_stop = True
+        if self._action == "abort":
+            control.should_abort_without_save = True
+        if state.is_world_process_zero:
+            outcome = "Training is aborted without saving" if self._action == "abort" else "Training stops"
+            logger.error("Divergence at step %d: %s. %s.", state.global_step, reason, outcome)
+
+
+def _check(action: str, threshold: float, patience: int, smoothing: float) -> None:
+    if action not in ("stop", "abort"):
+        raise ValueError(f"action={action!r} cannot be used: choose 'stop' (with a checkpoint) or 'abort' (without).")
+    if threshold < 0:
+        raise ValueError(f"threshold={threshold} cannot be used: it is a share of the best loss, 0 or more.")
+    if patience < 1:
+        raise ValueError(f"patience={patience} cannot be used: it is a number of log records, 1 or more.")
+    if not 0 <= smoothing < 1:
+        raise ValueError(f"smoothing={smoothing} cannot be used: it is the weight of the past, from 0 to below 1.")

@@ -1,0 +1,105 @@
+"""Stopping a run that no longer gets better."""
+
+import logging
+from collections.abc import Mapping
+from typing import Any
+
+from forgather.ml.trainer.trainer_types import TrainerCallback, TrainerControl, TrainerState
+
+logger = logging.getLogger(__name__)
+
+
+class EarlyStopping(TrainerCallback):
+    """Ends training after `patience` evaluations in a row without an improvement of more than `threshold`.
+
+    `metric` is a key of the evaluation's metrics, with or without its "eval_". `greater_is_better=None` means that less
+    is better for names that end in "loss", more for all others.
+    """
+
+    def __init__(
+        self,
+        patience: int = 1,
+        threshold: float = 0.0,
+        metric: str = "eval_loss",
+        greater_is_better: bool | None = None,
+    ) -> None:
+        if patience < 1:
+            raise ValueError(f"patience={patience} cannot be used: it is a number of evaluations, 1 or more.")
+        if threshold < 0:
+            raise ValueError(f"threshold={threshold} cannot be used: it is the least improvement, 0 or more.")
+        self._patience = patience
+        self._threshold = threshold
+        self._metric = metric
+        self._greater_is_better = not metric.endswith("loss") if greater_is_better is None else greater_is_better
+        self._best: float | None = None
+        self._best_step = 0
+        self._num_without_improvement = 0
+        self._has_warned = False
+
+    def on_train_begin(self, state: TrainerState, **kwargs: Any) -> None:
+        if state.global_step == 0:
+            self.load_state_dict({"best": None, "best_step": 0, "num_without_improvement": 0})
+
+    def on_evaluate(
+        self, state: TrainerState, control: TrainerControl, metrics: Mapping[str, Any], **kwargs: Any
+    ) -> None:
+        value = metrics.get(self._metric, metrics.get(f"eval_{self._metric}"))
+        if value is None:
+            self._warn_missing(metrics)
+            return
+        if self._is_improvement(float(value)):
+            self._best, self._best_step = float(value), state.global_step
+            self._num_without_improvement = 0
+            return
+        self._num_without_improvement += 1
+        if self._num_without_improvement >= self._patience:
+            self._stop(float(value), state, control)
+
+    def state_dict(self) -> dict[str, Any]:
+        return {
+            "best": self._best,
+            "best_step": self._best_step,
+            "num_without_improvement": self._num_without_improvement,
+        }
+
+    def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
+        self._best = state_dict["best"]
+        self._best_step = state_dict["best_step"]
+        self._num_without_improvement = state_dict["num_without_improvement"]
+
+    def _is_improvement(self, value: float) -> bool:
+        if value != value:  # NaN is never an improvement, not even as the first value
+            return False
+        if self._best is None:
+            return True
+        gain = value - self._best if self._greater_is_better else self._best - value
+        return gain > self._threshold
+
+    def _stop(self, value: float, state: TrainerState, control: TrainerControl) -> None:
+        control.should_training_stop = True
+        if not state.is_world_process_zero:
+            return
+        best = (
+            "there was none before" if self._best is None else f"the best is {self._best:.4g} at step {self._best_step}"
+        )
+        logger.info(
+            "Early stopping at step %d: %s is %.4g, %s, and the last %d evaluation(s) brought no improvement of more "
+            "than %g.",
+            state.global_step,
+            self._metric,
+            value,
+            best,
+            self._num_without_improvement,
+            self._threshold,
+        )
+
+    def _warn_missing(self, metrics: Mapping[str, Any]) -> None:
+        if self._has_warned:
+            return
+        self._has_warned = True
+        logger.warning(
+            "EarlyStopping waits for the metric %r, but the evaluation gives %s: it will not stop training. Set "
+            "metric to one of them.",
+            self._metric,
+            ", ".join(sorted(metrics)) or "none",
+        )

@@ -1,0 +1,104 @@
+"""A summary of the run, before it starts."""
+
+import os
+from collections.abc import Iterator
+from typing import Any
+
+import torch
+from rich.text import Text
+from torch import nn
+
+from forgather.ml.trainer.callbacks.console import get_console
+from forgather.ml.trainer.callbacks.formatting import format_count
+from forgather.ml.trainer.callbacks.run_length import planned_steps
+from forgather.ml.trainer.trainer_types import TrainerCallback, TrainerState
+from forgather.ml.utils import count_parameters
+
+_LABEL_WIDTH = 10
+
+
+class InfoCallback(TrainerCallback):
+    """Prints what will be trained, how large a batch is and how it comes about, on what, and where the results go."""
+
+    def on_train_begin(self, args: Any, state: TrainerState, model: nn.Module, trainer: Any, **kwargs: Any) -> None:
+        if not state.is_world_process_zero:
+            return
+        whole_model = trainer.unwrapped_model() if hasattr(trainer, "unwrapped_model") else model
+        rows = {
+            "model": describe_model(whole_model),
+            "precision": describe_precision(args, whole_model),
+            "devices": describe_devices(state, whole_model),
+            "batch": describe_batch(args, state, trainer),
+            "steps": describe_steps(state),
+            "start": describe_start(state),
+            "output": os.path.abspath(args.output_dir),
+        }
+        console = get_console()
+        for label, text in rows.items():
+            console.print(Text(f"{label:<{_LABEL_WIDTH}} ", style="bold") + Text(text, style="default"), soft_wrap=True)
+
+
+def describe_model(model: nn.Module) -> str:
+    stats = count_parameters(model)
+    parts = []
+    if stats.trainable != stats.total:
+        parts.append(f"{format_count(stats.trainable)} trainable")
+    if stats.embedding:
+        parts.append(f"{format_count(stats.non_embedding)} without embeddings")
+    details = f" ({', '.join(parts)})" if parts else ""
+    return f"{type(model).__name__}, {format_count(stats.total)} parameters{details}"
+
+
+def describe_precision(args: Any, model: nn.Module) -> str:
+    dtypes = sorted({str(parameter.dtype).removeprefix("torch.") for parameter in model.parameters()})
+    text = f"parameters in {' and '.join(dtypes) or 'no dtype'}"
+    mixed = getattr(args, "mixed_precision", None)
+    return text if mixed in (None, "no") else f"{text}, computed in {mixed}"
+
+
+def describe_devices(state: TrainerState, model: nn.Module) -> str:
+    num_processes = getattr(state, "num_processes", 1)
+    types = sorted({parameter.device.type for parameter in model.parameters()}) or ["cpu"]
+    names = " and ".join(_device_names(types))
+    return f"{names}, {num_processes} process{'es' if num_processes > 1 else ''}"
+
+
+def describe_batch(args: Any, state: TrainerState, trainer: Any) -> str:
+    per_device = state.train_batch_size
+    accumulation = args.gradient_accumulation_steps
+    num_ranks = num_data_parallel_ranks(state, trainer)
+    total = per_device * accumulation * num_ranks
+    return f"{per_device} per device x {accumulation} accumulated x {num_ranks} data-parallel = {total} per step"
+
+
+def describe_steps(state: TrainerState) -> str:
+    total = planned_steps(state)
+    if total is None:
+        return "no limit"
+    epochs = f", {state.num_train_epochs:.4g} epoch(s)" if state.num_train_epochs > 0 else ""
+    return f"{total:,}{epochs}"
+
+
+def describe_start(state: TrainerState) -> str:
+    if state.global_step == 0:
+        return "from the beginning"
+    seen = f", after {format_count(state.num_input_tokens_seen)} tokens" if state.num_input_tokens_seen else ""
+    return f"resumed at step {state.global_step:,} (epoch {state.epoch:.2f}){seen}"
+
+
+def num_data_parallel_ranks(state: TrainerState, trainer: Any) -> int:
+    """How many ranks train on different data; stages of a pipeline do not count."""
+    if hasattr(trainer, "num_data_parallel_ranks"):
+        return int(trainer.num_data_parallel_ranks)
+    is_pipeline = hasattr(trainer, "_is_pipeline_parallel") and trainer._is_pipeline_parallel()
+    return 1 if is_pipeline else getattr(state, "num_processes", 1)
+
+
+def _device_names(types: list[str]) -> Iterator[str]:
+    for kind in types:
+        if kind == "cpu":
+            yield f"CPU with {torch.get_num_threads()} thread(s)"
+        elif kind == "cuda":
+            yield torch.cuda.get_device_name()
+        else:
+            yield kind

@@ -1,0 +1,86 @@
+"""Norms of single gradients and weights."""
+
+import re
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from forgather.ml.trainer.trainer_types import TrainerCallback, TrainerState
+
+
+class GradLogger(TrainerCallback):
+    """Adds `grad_norm/<parameter>` to each log record: the norms in the step that is logged, as the optimizer sees them.
+
+    `pattern` is a regular expression searched in the parameters' names; None means all. With `logging_strategy="epoch"`
+    nothing is added, since nobody knows before a step that it will be logged.
+    """
+
+    def __init__(self, pattern: str | None = None) -> None:
+        self._pattern = pattern
+        self._names: list[str] = []
+        self._norms: Tensor | None = None
+
+    def on_pre_optimizer_step(self, args: Any, state: TrainerState, model: nn.Module, **kwargs: Any) -> None:
+        if not is_logged_next(args, state):
+            return
+        parameters = matching_parameters(model, self._pattern)
+        gradients = {name: parameter.grad for name, parameter in parameters.items() if parameter.grad is not None}
+        self._names = list(gradients)
+        # stays on the device until the record is made, when the trainer waits for it anyway
+        self._norms = norms_of(list(gradients.values()))
+
+    def on_log_step(self, logs: dict[str, Any], **kwargs: Any) -> None:
+        if self._norms is not None:
+            logs.update(named_values("grad_norm", self._names, self._norms))
+        self._norms = None
+
+
+class WeightNormLogger(TrainerCallback):
+    """Adds `weight_norm/<parameter>` to each log record; `pattern` is searched in the names, None means all."""
+
+    def __init__(self, pattern: str | None = None) -> None:
+        self._pattern = pattern
+
+    def on_log_step(self, model: nn.Module, logs: dict[str, Any], **kwargs: Any) -> None:
+        parameters = matching_parameters(model, self._pattern)
+        norms = norms_of([parameter.detach() for parameter in parameters.values()])
+        if norms is not None:
+            logs.update(named_values("weight_norm", list(parameters), norms))
+
+
+def is_logged_next(args: Any, state: TrainerState) -> bool:
+    """Whether the step that is being computed will be logged."""
+    step = state.global_step + 1
+    if getattr(args, "logging_strategy", "steps") != "steps":
+        return False
+    is_first = step == 1 and getattr(args, "logging_first_step", False)
+    return is_first or step == state.max_steps or step % state.logging_steps == 0
+
+
+def matching_parameters(model: nn.Module, pattern: str | None) -> dict[str, nn.Parameter]:
+    """The named parameters in whose names the regular expression is found."""
+    parameters = dict(model.named_parameters())
+    if pattern is None:
+        return parameters
+    expression = re.compile(pattern)
+    return {name: parameter for name, parameter in parameters.items() if expression.search(name)}
+
+
+@torch.no_grad()
+def norms_of(tensors: Sequence[Tensor]) -> Tensor | None:
+    """The Euclidean norms as one tensor, so that reading them waits for the device once; None without tensors.
+
+    Of sharded tensors the whole norm: all their ranks have to call this.
+    """
+    if not tensors:
+        return None
+    norms = [torch.linalg.vector_norm(tensor, dtype=torch.float32) for tensor in tensors]
+    whole = [norm.full_tensor() if hasattr(norm, "full_tensor") else norm for norm in norms]
+    return torch.stack([norm.to(whole[0].device, non_blocking=True) for norm in whole])
+
+
+def named_values(prefix: str, names: Sequence[str], values: Tensor) -> Mapping[str, float]:
+    """Log entries `<prefix>/<name>`."""
+    return {f"{prefix}/{name}": value for name, value in zip(names, values.tolist(), strict=True)}

@@ -1,0 +1,169 @@
+"""The course of a run as a picture."""
+
+import bisect
+import io
+import math
+import os
+import time
+from collections.abc import Mapping, Sequence
+from typing import TYPE_CHECKING, Any
+
+from forgather.ml.checkpoint.durable import make_directories, replace_file
+from forgather.ml.trainer.callbacks.formatting import format_count
+from forgather.ml.trainer.trainer_types import TrainerCallback, TrainerState
+
+if TYPE_CHECKING:
+    from matplotlib.axes import Axes
+    from matplotlib.figure import Figure
+
+_MAX_POINTS = 4000
+_SMOOTHED_SHARE = 0.02
+_BLUE, _LIGHT_BLUE, _ORANGE, _GREEN, _PURPLE, _GREY = "#1f5fa8", "#a9c6e8", "#d9661f", "#2f855a", "#6b46a8", "#4a5568"
+
+
+class Curve:
+    """Values by step. A long curve keeps every second of its points, so that it stays cheap to draw and to store."""
+
+    def __init__(self) -> None:
+        self.steps: list[int] = []
+        self.values: list[float] = []
+
+    def add(self, step: int, value: float) -> None:
+        if len(self.steps) >= _MAX_POINTS:
+            del self.steps[1::2], self.values[1::2]
+        self.steps.append(step)
+        self.values.append(value)
+
+    def drop_after(self, step: int) -> None:
+        num_kept = bisect.bisect_right(self.steps, step)
+        del self.steps[num_kept:], self.values[num_kept:]
+
+
+class PlotCallback(TrainerCallback):
+    """Draws loss, evaluation loss, learning rate and throughput to `<output_dir>/training.png`.
+
+    The picture is drawn at log records, at most every `min_seconds` seconds and in at most two percent of the time, and at
+    the end. It replaces the one before in one operation, so that viewers never see half of one.
+    """
+
+    def __init__(self, file_name: str = "training.png", min_seconds: float = 5.0) -> None:
+        self._file_name = file_name
+        self._min_seconds = min_seconds
+        self._next_drawing = 0.0
+        self._curves: dict[str, Curve] = {}
+
+    def on_train_begin(self, state: TrainerState, **kwargs: Any) -> None:
+        if not self._curves:
+            for record in state.log_history:
+                self._add(record.get("step", 0), record)
+        for curve in self._curves.values():
+            curve.drop_after(state.global_step)
+        if state.is_world_process_zero:
+            # the first drawing imports matplotlib and searches fonts: a second or two, now rather than between two steps
+            draw_png(self._curves)
+            self._next_drawing = time.monotonic() + self._min_seconds
+
+    def on_log(self, args: Any, state: TrainerState, logs: Mapping[str, Any], **kwargs: Any) -> None:
+        if "loss" in logs:
+            self._add(state.global_step, {name: value for name, value in logs.items() if name != "eval_loss"})
+        if state.is_world_process_zero and time.monotonic() >= self._next_drawing:
+            self._draw(args)
+
+    def on_evaluate(self, state: TrainerState, metrics: Mapping[str, Any], **kwargs: Any) -> None:
+        self._add(state.global_step, {"eval_loss": metrics.get("eval_loss")})
+
+    def on_train_end(self, args: Any, state: TrainerState, **kwargs: Any) -> None:
+        if state.is_world_process_zero:
+            self._draw(args)
+
+    def state_dict(self) -> dict[str, Any]:
+        return {
+            name: {"steps": list(curve.steps), "values": list(curve.values)} for name, curve in self._curves.items()
+        }
+
+    def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
+        self._curves = {}
+        for name, stored in state_dict.items():
+            curve = self._curves[name] = Curve()
+            curve.steps, curve.values = list(stored["steps"]), list(stored["values"])
+
+    def _add(self, step: int, record: Mapping[str, Any]) -> None:
+        for name in ("loss", "eval_loss", "learning_rate", "tok_per_sec"):
+            if record.get(name) is not None:
+                self._curves.setdefault(name, Curve()).add(step, float(record[name]))
+
+    def _draw(self, args: Any) -> None:
+        started = time.monotonic()
+        make_directories(args.output_dir)
+        replace_file(os.path.join(args.output_dir, self._file_name), draw_png(self._curves))
+        now = time.monotonic()
+        self._next_drawing = now + max(self._min_seconds, 50 * (now - started))
+
+
+def draw_png(curves: Mapping[str, Curve]) -> bytes:
+    """The picture of a run, made without pyplot, whose global state belongs to the user."""
+    from matplotlib.backends.backend_agg import FigureCanvasAgg
+    from matplotlib.figure import Figure
+
+    figure = Figure(figsize=(11, 7), layout="constrained")
+    FigureCanvasAgg(figure)
+    _draw_panels(figure, curves)
+    buffer = io.BytesIO()
+    figure.savefig(buffer, format="png", dpi=130)
+    return buffer.getvalue()
+
+
+def _draw_panels(figure: "Figure", curves: Mapping[str, Curve]) -> None:
+    grid = figure.add_gridspec(2, 2, height_ratios=[2.2, 1])
+    loss_axes = figure.add_subplot(grid[0, :])
+    _draw_loss(loss_axes, curves.get("loss", Curve()), curves.get("eval_loss", Curve()))
+    _draw_single(figure.add_subplot(grid[1, 0], sharex=loss_axes), "Learning rate", curves.get("learning_rate"), _GREEN)
+    throughput = figure.add_subplot(grid[1, 1], sharex=loss_axes)
+    _draw_single(throughput, "Tokens per second", curves.get("tok_per_sec"), _PURPLE)
+    throughput.yaxis.set_major_formatter(lambda value, _: format_count(value))
+    throughput.set_ylim(bottom=0)
+
+
+def _draw_loss(axes: "Axes", train: Curve, evaluation: Curve) -> None:
+    _style(axes, "Loss")
+    axes.plot(train.steps, train.values, color=_LIGHT_BLUE, linewidth=1, marker=_marker(train), label="training")
+    axes.plot(train.steps, smooth(train.values), color=_BLUE, linewidth=2, label="training, smoothed")
+    axes.plot(
+        evaluation.steps, evaluation.values, color=_ORANGE, linewidth=1.5, marker="o", markersize=5, label="evaluation"
+    )
+    axes.legend(frameon=False)
+
+
+def _draw_single(axes: "Axes", title: str, curve: Curve | None, color: str) -> None:
+    _style(axes, title)
+    if curve is None:
+        axes.text(0.5, 0.5, "not recorded", transform=axes.transAxes, ha="center", va="center", color=_GREY)
+        return
+    axes.plot(curve.steps, curve.values, color=color, linewidth=1.5, marker=_marker(curve))
+
+
+def _marker(curve: Curve) -> str:
+    """A single point makes no line, and would not be seen."""
+    return "o" if len(curve.steps) == 1 else ""
+
+
+def _style(axes: "Axes", title: str) -> None:
+    axes.set_title(title, loc="left", fontsize=12, fontweight="bold", color=_GREY)
+    axes.set_xlabel("step", color=_GREY)
+    axes.grid(color="#e2e8f0", linewidth=0.8)
+    axes.set_axisbelow(True)
+    axes.spines[["top", "right"]].set_visible(False)
+    axes.spines[["left", "bottom"]].set_color("#a0aec0")
+    axes.tick_params(colors=_GREY)
+
+
+def smooth(values: Sequence[float]) -> list[float]:
+    """Mean of the values on both sides, which lags behind on neither; fewer near the ends, where one side is short."""
+    num_values = len(values)
+    width = max(2, round(_SMOOTHED_SHARE * num_values))
+    smoothed = []
+    for position in range(num_values):
+        reach = min(width, position, num_values - 1 - position)
+        near = [value for value in values[position - reach : position + reach + 1] if math.isfinite(value)]
+        smoothed.append(sum(near) / len(near) if near else math.nan)
+    return smoothed

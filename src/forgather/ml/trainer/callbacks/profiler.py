@@ -1,0 +1,85 @@
+"""Traces of torch's profiler."""
+
+import logging
+import os
+from typing import Any
+
+import torch
+from torch.profiler import ProfilerActivity
+
+from forgather.ml.distributed import get_rank
+from forgather.ml.trainer.trainer_types import TrainerCallback, TrainerState
+
+logger = logging.getLogger(__name__)
+
+
+class ProfilerCallback(TrainerCallback):
+    """Writes traces of a few training steps to `<output_dir>/profile`, for chrome://tracing or Perfetto.
+
+    Of each cycle, `wait` steps are left alone, `warmup` steps are traced and thrown away, `active` steps are kept; after
+    `repeat` cycles the profiler is switched off, and the rest of the run is as fast as without it. Rank 0 writes a
+    trace, or every rank its own with `all_ranks`.
+    """
+
+    def __init__(
+        self,
+        wait: int = 2,
+        warmup: int = 1,
+        active: int = 3,
+        repeat: int = 1,
+        record_shapes: bool = False,
+        profile_memory: bool = False,
+        with_stack: bool = False,
+        all_ranks: bool = False,
+    ) -> None:
+        if min(wait, warmup) < 0 or min(active, repeat) < 1:
+            raise ValueError(
+                f"wait={wait}, warmup={warmup}, active={active}, repeat={repeat} cannot be used: wait and warmup are 0 or "
+                "more, active and repeat 1 or more."
+            )
+        self._schedule = torch.profiler.schedule(wait=wait, warmup=warmup, active=active, repeat=repeat)
+        self._num_steps = (wait + warmup + active) * repeat
+        self._options: dict[str, Any] = {
+            "record_shapes": record_shapes,
+            "profile_memory": profile_memory,
+            "with_stack": with_stack,
+        }
+        self._all_ranks = all_ranks
+        self._profiler: torch.profiler.profile | None = None
+        self._step = 0
+
+    def on_train_begin(self, args: Any, state: TrainerState, **kwargs: Any) -> None:
+        if not (state.is_world_process_zero or self._all_ranks):
+            return
+        directory = os.path.join(args.output_dir, "profile")
+        os.makedirs(directory, exist_ok=True)
+
+        def write_trace(profiler: torch.profiler.profile) -> None:
+            path = os.path.join(directory, f"rank{get_rank()}_step{self._step}.json.gz")
+            profiler.export_chrome_trace(path)
+            logger.info("Profiler trace of the steps up to %d: %s", self._step, path)
+
+        self._profiler = torch.profiler.profile(
+            activities=_activities(), schedule=self._schedule, on_trace_ready=write_trace, **self._options
+        )
+        self._profiler.start()
+
+    def on_step_end(self, state: TrainerState, **kwargs: Any) -> None:
+        if self._profiler is None:
+            return
+        self._step = state.global_step
+        self._profiler.step()
+        if self._profiler.step_num >= self._num_steps:
+            self._stop()
+
+    def on_train_end(self, **kwargs: Any) -> None:
+        self._stop()
+
+    def _stop(self) -> None:
+        if self._profiler is not None:
+            self._profiler.stop()
+            self._profiler = None
+
+
+def _activities() -> list[ProfilerActivity]:
+    return sorted(torch.profiler.supported_activities(), key=lambda activity: activity.name)

@@ -1,0 +1,226 @@
+"""What is seen of a run while it goes on."""
+
+import time
+from collections.abc import Mapping
+from typing import Any
+
+from rich.console import Console
+from rich.text import Text
+
+from forgather.ml.trainer.callbacks.console import get_console
+from forgather.ml.trainer.callbacks.formatting import format_count, format_duration
+from forgather.ml.trainer.callbacks.progress_bars import ProgressBars, can_draw
+from forgather.ml.trainer.callbacks.run_length import planned_eval_batches, planned_steps
+from forgather.ml.trainer.trainer_types import TrainerCallback, TrainerState
+
+Field = tuple[str, str]
+"""A label and a value."""
+
+
+class ProgressCallback(TrainerCallback):
+    """Bars on a terminal, with a line above them for each log record; only the lines in files and pipes. Rank 0 writes.
+
+    Everything is written to `console`, by default the one that `rich.print` uses too. `refresh_seconds` is the shortest
+    time between two drawings of the bars.
+    """
+
+    def __init__(self, console: Console | None = None, refresh_seconds: float = 0.25) -> None:
+        self._console = get_console() if console is None else console
+        self._refresh_seconds = refresh_seconds
+        self._bars: ProgressBars | None = None
+        self._pace: _Pace | None = None
+        self._num_eval_batches = 0
+        self._num_eval_total: int | None = None
+        self._summary: Mapping[str, Any] = {}
+
+    def on_train_begin(self, state: TrainerState, **kwargs: Any) -> None:
+        if not state.is_world_process_zero:
+            return
+        self._pace = _Pace()
+        self._summary = {}
+        self._num_eval_batches = 0
+        if can_draw(self._console):
+            self._stop_bars()
+            self._bars = ProgressBars(self._console, self._refresh_seconds)
+            self._bars.start_training(state.global_step, planned_steps(state))
+
+    def on_step_end(self, state: TrainerState, **kwargs: Any) -> None:
+        if self._pace is None:
+            return
+        if self._pace.first_step is None:
+            self._pace.start(state.global_step)
+        if self._bars is not None and self._bars.is_due():
+            self._show_step(state)
+
+    def on_log(self, state: TrainerState, logs: Mapping[str, Any], **kwargs: Any) -> None:
+        if not state.is_world_process_zero:
+            return
+        if "train_runtime" in logs:
+            self._summary = dict(logs)
+        elif "loss" in logs:
+            self._show_record(state, logs)
+
+    def on_prediction_step(self, state: TrainerState, eval_dataloader: Any = None, **kwargs: Any) -> None:
+        if not state.is_world_process_zero:
+            return
+        if self._num_eval_batches == 0:
+            self._begin_evaluation(state, eval_dataloader)
+        self._num_eval_batches += 1
+        if self._bars is not None and self._bars.is_due():
+            self._bars.show_evaluation(self._num_eval_batches, self._num_eval_total)
+
+    def on_evaluate(self, state: TrainerState, metrics: Mapping[str, Any], **kwargs: Any) -> None:
+        if not state.is_world_process_zero:
+            return
+        self._num_eval_batches = 0
+        if self._bars is not None:
+            self._bars.end_evaluation()
+        self._print_line("eval", state, evaluation_fields(metrics))
+        if self._bars is not None and not self._bars.is_training:
+            self._stop_bars()
+
+    def on_train_end(self, state: TrainerState, **kwargs: Any) -> None:
+        if not state.is_world_process_zero:
+            return
+        if self._bars is not None:
+            self._show_step(state)
+        self._stop_bars()
+        self._pace = None
+        self._console.print(summary_text(state, self._summary), soft_wrap=True)
+
+    def _begin_evaluation(self, state: TrainerState, eval_dataloader: Any) -> None:
+        self._num_eval_total = planned_eval_batches(state, eval_dataloader)
+        if self._bars is None and can_draw(self._console):
+            self._bars = ProgressBars(self._console, self._refresh_seconds)
+        if self._bars is not None:
+            self._bars.start_evaluation(self._num_eval_total)
+
+    def _show_step(self, state: TrainerState) -> None:
+        assert self._bars is not None
+        self._bars.show_training(state.global_step, planned_steps(state), self._seconds_left(state))
+
+    def _show_record(self, state: TrainerState, logs: Mapping[str, Any]) -> None:
+        fields = record_fields(logs)
+        if self._bars is not None:
+            # what a glance asks for first survives on a narrow terminal
+            ordered = sorted(fields, key=lambda field: _BAR_ORDER.get(field[0], len(_BAR_ORDER)))
+            metrics = tuple(_join(field) for field in ordered if field[0] in _BAR_ORDER)
+            self._bars.set_metrics(state.global_step, planned_steps(state), metrics)
+        else:
+            seconds_left = self._seconds_left(state)
+            fields.append(("left", "" if seconds_left is None else f"{format_duration(seconds_left):>7}"))
+        self._print_line("step", state, fields)
+
+    def _print_line(self, kind: str, state: TrainerState, fields: list[Field]) -> None:
+        line = Text(f"{kind} ", style="bold cyan" if kind == "eval" else "bold")
+        line += Text(_aligned_step(state), style="bold")
+        line += Text("  epoch ", style="dim") + Text(f"{state.epoch:<5.2f}")
+        for label, value in fields:
+            if value:
+                line += _styled(label, value)
+        line.rstrip()
+        if self._bars is None:
+            self._console.print(line, soft_wrap=True)
+        else:
+            self._console.print(line, no_wrap=True, overflow="ellipsis")
+
+    def _seconds_left(self, state: TrainerState) -> float | None:
+        total = planned_steps(state)
+        if self._pace is None or total is None:
+            return None
+        return self._pace.seconds_left(state.global_step, total)
+
+    def _stop_bars(self) -> None:
+        if self._bars is not None:
+            self._bars.stop()
+            self._bars = None
+
+
+class _Pace:
+    """Seconds per step in this run, pauses for evaluation included; the first step, which compiles, is left out."""
+
+    def __init__(self) -> None:
+        self.first_step: int | None = None
+        self._started = 0.0
+
+    def start(self, step: int) -> None:
+        self.first_step = step
+        self._started = time.monotonic()
+
+    def seconds_left(self, step: int, total: int) -> float | None:
+        if self.first_step is None or step <= self.first_step:
+            return None
+        return (time.monotonic() - self._started) / (step - self.first_step) * max(total - step, 0)
+
+
+_UNITS_AFTER = ("tok/s", "left")
+_BAR_ORDER = {"loss": 0, "tok/s": 1, "lr": 2}
+
+
+def record_fields(logs: Mapping[str, Any]) -> list[Field]:
+    """The columns of a line for a log record: what it has, in a fixed order and of fixed width."""
+    fields: list[Field] = [("loss", _number(logs["loss"]))]
+    if logs.get("grad_norm") is not None:
+        fields.append(("grad", f"{float(logs['grad_norm']):<7.3g}"))
+    if logs.get("learning_rate") is not None:
+        fields.append(("lr", f"{float(logs['learning_rate']):.2e}"))
+    if "mfu" in logs:
+        fields.append(("mfu", f"{float(logs['mfu']):5.1%}"))
+    if "peak_memory_gib" in logs:
+        fields.append(("mem", f"{float(logs['peak_memory_gib']):.2f} GiB"))
+    if "tok_per_sec" in logs:
+        fields.append(("tok/s", f"{format_count(float(logs['tok_per_sec'])):>5}"))
+    return fields
+
+
+def evaluation_fields(metrics: Mapping[str, Any]) -> list[Field]:
+    """The columns of a line for an evaluation: the loss, then the other metrics; the speed is left to the log files."""
+    fields = []
+    for name, value in metrics.items():
+        if name.endswith(("_runtime", "_per_second", "_tokens")) or name == "epoch":
+            continue
+        if isinstance(value, (int, float)):
+            fields.append((name.removeprefix("eval_"), _number(value)))
+    if "eval_runtime" in metrics:
+        fields.append(("in", f"{float(metrics['eval_runtime']):.1f} s"))
+    return fields
+
+
+def summary_text(state: TrainerState, record: Mapping[str, Any]) -> Text:
+    """One line that ends a run."""
+    text = Text("done ", style="bold green") + Text(f"{state.global_step} steps", style="bold")
+    if "train_runtime" in record:
+        text += Text(f" in {format_duration(float(record['train_runtime']))}")
+    if "train_loss" in record:
+        text += _styled("mean loss", _number(record["train_loss"]))
+    if record.get("total_tokens"):
+        text += _styled("tokens", format_count(float(record["total_tokens"])))
+    if record.get("tokens_per_second"):
+        text += _styled("tok/s", format_count(float(record["tokens_per_second"])))
+    return text
+
+
+def _styled(label: str, value: str) -> Text:
+    if label in _UNITS_AFTER:
+        return Text(f"  {value} ") + Text(label, style="dim")
+    return Text(f"  {label} ", style="dim") + Text(value)
+
+
+def _join(field: Field) -> str:
+    label, value = field
+    value = value.strip()
+    return f"{value} {label}" if label in _UNITS_AFTER else f"{label} {value}"
+
+
+def _number(value: Any) -> str:
+    """Four decimals, as losses are compared, or an exponent where that would show nothing."""
+    number = float(value)
+    text = f"{number:.4f}" if number == 0 or 1e-3 <= abs(number) < 1e4 else f"{number:.3e}"
+    return f"{text:<7}"
+
+
+def _aligned_step(state: TrainerState) -> str:
+    total = planned_steps(state)
+    if total is None:
+        return f"{state.global_step:>7}"
+    return f"{state.global_step:>{len(str(total))}}/{total}"

@@ -1,0 +1,174 @@
+"""Bars for training and evaluation on a terminal."""
+
+import importlib.util
+import logging
+import sys
+import time
+import weakref
+from collections.abc import Iterator
+from typing import IO, Any
+
+from rich.console import Console
+from rich.progress import BarColumn, Progress, ProgressColumn, Task, TaskID, TextColumn
+from rich.table import Column
+from rich.text import Text
+
+from forgather.ml.trainer.callbacks.formatting import format_duration
+
+# Description, a short bar, times, and the gaps between columns.
+_OTHER_COLUMNS_WIDTH = 37
+
+
+def can_draw(console: Console) -> bool:
+    """Whether bars can be redrawn in place; elsewhere (files, pipes, logs of CI) lines are written.
+
+    CI systems ask for colours with FORCE_COLOR, which makes rich believe in a terminal: the file itself is asked.
+    """
+    if console.is_jupyter:
+        return importlib.util.find_spec("ipywidgets") is not None
+    return console.is_terminal and not console.is_dumb_terminal and console.file.isatty()
+
+
+class _MetricsColumn(ProgressColumn):
+    """The first of the task's metrics that leave room for the bar and the times."""
+
+    def __init__(self, console: Console) -> None:
+        super().__init__(Column(no_wrap=True))
+        self._console = console
+
+    def render(self, task: Task) -> Text:
+        available = self._console.width - _OTHER_COLUMNS_WIDTH - len(task.fields["count"])
+        text = ""
+        for metric in task.fields["metrics"]:
+            longer = f"{text}  {metric}" if text else metric
+            if len(longer) > available:
+                break
+            text = longer
+        return Text(text)
+
+
+class _TimeColumn(ProgressColumn):
+    """Time passed and time left."""
+
+    def render(self, task: Task) -> Text:
+        text = Text(format_duration(task.elapsed or 0), style="progress.elapsed")
+        seconds_left = task.fields["seconds_left"]
+        if seconds_left is not None:
+            text += Text(" < ", style="dim") + Text(format_duration(seconds_left), style="progress.remaining")
+        return text
+
+
+class ProgressBars:
+    """A bar for training, one for evaluation below it, and everything that is printed above them.
+
+    Nothing is drawn by a thread: one that holds the console's lock while a data loader forks its workers would leave
+    them with a lock that is never released. Callers draw by `refresh_if_due`, which costs nothing until it is time.
+    """
+
+    def __init__(self, console: Console, refresh_seconds: float) -> None:
+        self._console = console
+        self._refresh_seconds = refresh_seconds
+        self._next_refresh = 0.0
+        self._progress = Progress(
+            TextColumn("{task.description}"),
+            BarColumn(bar_width=None),
+            TextColumn("{task.fields[count]}", justify="right"),
+            _MetricsColumn(console),
+            _TimeColumn(Column(no_wrap=True, justify="right")),
+            console=console,
+            auto_refresh=False,
+            expand=True,
+            redirect_stdout=True,
+            # errors that go to a file while the bar is on a terminal stay there
+            redirect_stderr=sys.stderr.isatty(),
+        )
+        self._redirected: list[tuple[logging.StreamHandler[Any], IO[str]]] = []
+        # An exception in training reaches no event that would end the bars, and the cursor would stay hidden.
+        self._finalizer = weakref.finalize(self, _stop, self._progress, self._redirected)
+        self._train_task: TaskID | None = None
+        self._eval_task: TaskID | None = None
+        self._start()
+
+    def start_training(self, step: int, total: int | None) -> None:
+        self._train_task = self._progress.add_task(
+            "training", total=total, completed=step, count=_count(step, total), metrics=(), seconds_left=None
+        )
+        self._progress.refresh()
+
+    def start_evaluation(self, total: int | None) -> None:
+        self._eval_task = self._progress.add_task(
+            "  evaluating", total=total, count=_count(0, total), metrics=(), seconds_left=None
+        )
+        self._progress.refresh()
+
+    def end_evaluation(self) -> None:
+        if self._eval_task is not None:
+            self._progress.remove_task(self._eval_task)
+            self._eval_task = None
+            self._progress.refresh()
+
+    @property
+    def is_training(self) -> bool:
+        return self._train_task is not None
+
+    @property
+    def is_evaluating(self) -> bool:
+        return self._eval_task is not None
+
+    def is_due(self) -> bool:
+        return time.monotonic() >= self._next_refresh
+
+    def show_training(self, step: int, total: int | None, seconds_left: float | None) -> None:
+        self._show(self._train_task, step, total, seconds_left)
+
+    def show_evaluation(self, num_batches: int, total: int | None) -> None:
+        self._show(self._eval_task, num_batches, total, None)
+
+    def set_metrics(self, step: int, total: int | None, metrics: tuple[str, ...]) -> None:
+        """What the training bar says at the next drawing, which printing a line brings too; most important first."""
+        if self._train_task is not None:
+            self._progress.update(self._train_task, completed=step, count=_count(step, total), metrics=metrics)
+
+    def stop(self) -> None:
+        """Draw the bars a last time and give the terminal back."""
+        self._finalizer()
+
+    def _show(self, task: TaskID | None, completed: int, total: int | None, seconds_left: float | None) -> None:
+        if task is None:
+            return
+        started = time.monotonic()
+        count = _count(completed, total)
+        self._progress.update(task, completed=completed, total=total, count=count, seconds_left=seconds_left)
+        self._progress.refresh()
+        now = time.monotonic()
+        # on a slow terminal drawing may take longer than a step: it gets at most one percent of the time
+        self._next_refresh = now + max(self._refresh_seconds, 100 * (now - started))
+
+    def _start(self) -> None:
+        originals = {id(sys.stdout): "stdout", id(sys.stderr): "stderr"}
+        self._progress.start()
+        for handler in _stream_handlers():
+            name = originals.get(id(handler.stream))
+            if name is not None and getattr(sys, name) is not handler.stream:
+                self._redirected.append((handler, handler.stream))
+                handler.setStream(getattr(sys, name))
+
+
+def _stop(progress: Progress, redirected: list[tuple[logging.StreamHandler[Any], IO[str]]]) -> None:
+    for handler, stream in redirected:
+        handler.setStream(stream)
+    redirected.clear()
+    progress.stop()
+
+
+def _stream_handlers() -> Iterator[logging.StreamHandler[Any]]:
+    """Log handlers of all loggers: they keep the stream they were made with, and would write into the bars."""
+    loggers = [logging.getLogger(), *logging.Logger.manager.loggerDict.values()]
+    handlers = {id(handler): handler for logger in loggers for handler in getattr(logger, "handlers", [])}
+    for handler in handlers.values():
+        if isinstance(handler, logging.StreamHandler) and not isinstance(handler, logging.FileHandler):
+            yield handler
+
+
+def _count(completed: int, total: int | None) -> str:
+    return f"{completed:>{len(str(total))}}/{total}" if total else f"{completed}"

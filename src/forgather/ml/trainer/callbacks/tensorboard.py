@@ -1,0 +1,100 @@
+"""The log of a run for TensorBoard."""
+
+import json
+import os
+import socket
+import time
+from collections.abc import Iterator, Mapping
+from typing import TYPE_CHECKING, Any
+
+from forgather.ml.trainer.callbacks.repeated_records import RepeatedRecords
+from forgather.ml.trainer.trainer_types import TrainerCallback, TrainerState
+
+if TYPE_CHECKING:
+    from torch.utils.tensorboard import SummaryWriter
+
+
+class TBLogger(TrainerCallback):
+    """Writes log and evaluation records to `args.logging_dir`, or to `<output_dir>/runs/<time>_<host>`.
+
+    A resumed run goes on in the directory of the run that it continues, and tells TensorBoard to forget what came after
+    the checkpoint, since those steps come again.
+    """
+
+    def __init__(self) -> None:
+        self._directory: str | None = None
+        self._writer: SummaryWriter | None = None
+        self._records = RepeatedRecords()
+
+    def on_train_begin(self, args: Any, state: TrainerState, **kwargs: Any) -> None:
+        if not state.is_world_process_zero:
+            return
+        writer = self._open(args, state)
+        if state.global_step == 0 and hasattr(args, "to_dict"):
+            settings = json.dumps(args.to_dict(), indent=2, default=str)
+            writer.add_text("arguments", f"```json\n{settings}\n```", 0)
+
+    def on_log(self, args: Any, state: TrainerState, logs: Mapping[str, Any], **kwargs: Any) -> None:
+        self._write(args, state, logs)
+
+    def on_evaluate(self, args: Any, state: TrainerState, metrics: Mapping[str, Any], **kwargs: Any) -> None:
+        self._write(args, state, metrics)
+
+    def on_train_end(self, **kwargs: Any) -> None:
+        if self._writer is not None:
+            self._writer.close()
+            self._writer = None
+
+    def add_text(self, args: Any, state: TrainerState, tag: str, text: str) -> None:
+        """Record a text for the present step; other callbacks use it."""
+        if state.is_world_process_zero:
+            self._open(args, state).add_text(tag, text, state.global_step)
+
+    def state_dict(self) -> dict[str, Any]:
+        return {"directory": self._directory}
+
+    def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
+        self._directory = state_dict["directory"]
+
+    def _open(self, args: Any, state: TrainerState) -> "SummaryWriter":
+        if self._writer is None:
+            # TensorBoard takes long to import, and the other ranks do not need it
+            from torch.utils.tensorboard import SummaryWriter
+
+            path = self._choose_directory(args)
+            is_continued = state.global_step > 0 and os.path.isdir(path)
+            self._writer = SummaryWriter(path, purge_step=state.global_step + 1 if is_continued else None)
+        return self._writer
+
+    def _choose_directory(self, args: Any) -> str:
+        """A directory of the user's own, or one for this run, kept relative to the output directory that may be moved."""
+        given = args.logging_dir
+        runs = os.path.join(args.output_dir, "runs")
+        # a name that was made up for this process in `runs` does not take a resumed run away from its directory
+        if given is not None and not os.path.abspath(given).startswith(os.path.abspath(runs) + os.sep):
+            return str(given)
+        if self._directory is None:
+            path = given or os.path.join(runs, f"{time.strftime('%Y-%m-%dT%H-%M-%S')}_{socket.gethostname()}")
+            self._directory = os.path.relpath(path, args.output_dir)
+        return os.path.join(args.output_dir, self._directory)
+
+    def _write(self, args: Any, state: TrainerState, values: Mapping[str, Any]) -> None:
+        if not state.is_world_process_zero or self._records.is_repeated(state.global_step, values):
+            return
+        writer = self._open(args, state)
+        for tag, number in _scalars(values):
+            writer.add_scalar(tag, number, state.global_step)
+        writer.flush()
+
+
+def _scalars(values: Mapping[str, Any]) -> Iterator[tuple[str, float]]:
+    """The numbers of a record under TensorBoard's tags: eval/loss, train/loss, train/peak_mem_allocated/0."""
+    for name, value in values.items():
+        group, _, rest = name.partition("_")
+        tag = f"{group}/{rest}" if group in ("eval", "train") and rest else f"train/{name}"
+        if hasattr(value, "tolist"):
+            value = value.tolist()
+        if isinstance(value, (list, tuple)):
+            yield from ((f"{tag}/{rank}", item) for rank, item in enumerate(value) if isinstance(item, (int, float)))
+        elif isinstance(value, (int, float)):
+            yield tag, value

@@ -1,0 +1,147 @@
+"""Samples of what a model writes, as training goes on."""
+
+import contextlib
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any
+
+import torch
+from rich.text import Text
+from torch import nn
+
+from forgather.ml.checkpoint.rng import RNGState
+from forgather.ml.trainer.callbacks.console import get_console
+from forgather.ml.trainer.trainer_types import TrainerCallback, TrainerState
+
+
+class TextgenCallback(TrainerCallback):
+    """After each evaluation, lets the model continue the prompts, and shows the texts on the console and in TensorBoard.
+
+    Training is not disturbed: random generators and the modes of all modules are as before. The numbers drawn for a
+    sample depend on `seed` only, so that texts of different steps can be compared. `generation_kwargs` go to
+    `model.generate`. A trainer that has `pipeline_generate(input_ids, **generation_kwargs)` is asked instead.
+    """
+
+    def __init__(
+        self,
+        prompts: str | Sequence[str],
+        max_new_tokens: int = 64,
+        do_sample: bool = True,
+        seed: int = 0,
+        **generation_kwargs: Any,
+    ) -> None:
+        self._prompts = [prompts] if isinstance(prompts, str) else list(prompts)
+        if not self._prompts:
+            raise ValueError("TextgenCallback has no prompts: give it at least one text that the model shall continue.")
+        self._options = {"max_new_tokens": max_new_tokens, "do_sample": do_sample, **generation_kwargs}
+        self._seed = seed
+
+    def on_train_begin(self, model: nn.Module, processing_class: Any, trainer: Any, **kwargs: Any) -> None:
+        _find_generate(_unwrapped(model, trainer), processing_class, trainer)
+
+    def on_evaluate(
+        self,
+        args: Any,
+        state: TrainerState,
+        model: nn.Module,
+        processing_class: Any,
+        trainer: Any,
+        **kwargs: Any,
+    ) -> None:
+        # On every rank, since a model that is spread over ranks needs them all; the seed makes them do the same.
+        texts = self.generate(model, processing_class, trainer)
+        if not state.is_world_process_zero:
+            return
+        _print_samples(state.global_step, self._prompts, texts)
+        for writer in _text_writers(trainer):
+            for number, (prompt, text) in enumerate(zip(self._prompts, texts, strict=True)):
+                writer.add_text(args, state, f"samples/{number}", _as_markdown(prompt, text))
+
+    def generate(self, model: nn.Module, tokenizer: Any, trainer: Any) -> list[str]:
+        """The continuation of each prompt, without the prompt."""
+        unwrapped = _unwrapped(model, trainer)
+        generate = _find_generate(unwrapped, tokenizer, trainer)
+        texts = []
+        with preserved_random_state(), evaluation_mode(unwrapped), torch.no_grad():
+            for prompt in self._prompts:
+                torch.manual_seed(self._seed)
+                inputs = _encode(tokenizer, prompt, _device_of(unwrapped))
+                output = generate(**inputs, **_padding(tokenizer), **self._options)
+                continuation = output[0, inputs["input_ids"].shape[1] :]
+                texts.append(tokenizer.decode(continuation, skip_special_tokens=True))
+        return texts
+
+
+@contextlib.contextmanager
+def preserved_random_state() -> Iterator[None]:
+    """Leaves the generators of Python, NumPy and torch, on all devices, as they were."""
+    state = RNGState().state_dict()
+    try:
+        yield
+    finally:
+        RNGState().load_state_dict(state)
+
+
+@contextlib.contextmanager
+def evaluation_mode(model: nn.Module) -> Iterator[None]:
+    """Puts the model into evaluation mode, and each of its modules back into its own: some may be frozen there."""
+    training = [module for module in model.modules() if module.training]
+    model.eval()
+    try:
+        yield
+    finally:
+        for module in training:
+            module.training = True
+
+
+def _find_generate(model: nn.Module, tokenizer: Any, trainer: Any) -> Callable[..., torch.Tensor]:
+    if tokenizer is None:
+        raise ValueError("TextgenCallback needs a tokenizer: give the trainer one as processing_class.")
+    generate: Callable[..., torch.Tensor] | None = getattr(trainer, "pipeline_generate", None)
+    generate = generate or getattr(model, "generate", None)
+    if generate is None:
+        raise ValueError(
+            f"TextgenCallback cannot generate: {type(model).__name__} has no method generate. Use a model with "
+            "transformers' GenerationMixin, or leave the callback out."
+        )
+    return generate
+
+
+def _unwrapped(model: nn.Module, trainer: Any) -> Any:
+    return trainer.unwrapped_model() if hasattr(trainer, "unwrapped_model") else model
+
+
+def _device_of(model: nn.Module) -> torch.device:
+    parameter = next(iter(model.parameters()), None)
+    return torch.device("cpu") if parameter is None else parameter.device
+
+
+def _encode(tokenizer: Any, prompt: str, device: torch.device) -> dict[str, torch.Tensor]:
+    encoded = tokenizer(prompt, return_tensors="pt")
+    # some tokenizers give more than generate accepts, such as token_type_ids
+    return {name: encoded[name].to(device) for name in ("input_ids", "attention_mask") if name in encoded}
+
+
+def _padding(tokenizer: Any) -> dict[str, int]:
+    """Without a padding token generate warns for every prompt, though single prompts need none."""
+    for name in ("pad_token_id", "eos_token_id"):
+        if isinstance(getattr(tokenizer, name, None), int):
+            return {"pad_token_id": getattr(tokenizer, name)}
+    return {}
+
+
+def _text_writers(trainer: Any) -> list[Any]:
+    """The callbacks of the trainer that record texts."""
+    return [callback for callback in getattr(trainer, "callbacks", []) if hasattr(callback, "add_text")]
+
+
+def _print_samples(step: int, prompts: Sequence[str], texts: Sequence[str]) -> None:
+    console = get_console()
+    console.print(Text(f"samples at step {step}", style="bold"), soft_wrap=True)
+    for prompt, text in zip(prompts, texts, strict=True):
+        sample = Text("  ") + Text(prompt, style="cyan") + Text(text)
+        console.print(Text("\n  ").join(sample.split("\n")), soft_wrap=True)
+
+
+def _as_markdown(prompt: str, text: str) -> str:
+    indented = "\n".join(f"    {line}" for line in (prompt + text).splitlines())
+    return f"**{prompt}**\n\n{indented}"

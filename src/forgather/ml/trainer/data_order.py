@@ -1,0 +1,291 @@
+"""The order of training data, the position in it, and random numbers that follow from the position alone.
+
+The order of an epoch depends on (seed, epoch) and nothing else, so a position is three numbers, and to restore it is to
+set them. What a dataset draws inside a worker process depends on the position too, never on how long the worker lived.
+"""
+
+import contextlib
+import copy
+import hashlib
+import logging
+import random
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+import numpy as np
+import torch
+from torch.utils.data import IterableDataset, Sampler, get_worker_info
+
+from forgather.ml.checkpoint.rng import RNGState
+
+logger = logging.getLogger(__name__)
+
+SKIP_REMEDY = 'or start the data from its beginning with skip_checkpoint_components=["dataset"]'
+
+
+def stable_seed(*parts: int) -> int:
+    """A seed of 63 bits that is the same for the same numbers in every process and on every machine."""
+    digest = hashlib.sha256(" ".join(str(part) for part in parts).encode()).digest()
+    return int.from_bytes(digest[:8], "little") >> 1
+
+
+def seed_generators(seed: int) -> None:
+    """Seeds the global generators of Python, NumPy and torch on the CPU.
+
+    Accelerators are left out: workers do not use them, and torch would queue a call for each seed.
+    """
+    random.seed(seed)
+    np.random.seed(seed % 2**32)
+    torch.default_generator.manual_seed(seed)
+
+
+def host_generators() -> dict[str, Any]:
+    """The state of the generators that data is drawn with, in the form of `RNGState`."""
+    return {"python": random.getstate(), "numpy": np.random.get_state(), "torch": torch.get_rng_state()}
+
+
+@contextlib.contextmanager
+def generators_apart(start: Mapping[str, Any] | None = None) -> Iterator[None]:
+    """Work that only a resumed run does: it draws from `start`, if given, and leaves the generators as they were."""
+    present = host_generators()
+    try:
+        if start is not None:
+            RNGState().load_state_dict(start)
+        yield
+    finally:
+        RNGState().load_state_dict(present)
+
+
+def agreed_seed(configured: int, stored: int) -> int:
+    """The seed to go on with after loading: the checkpoint's, since its position means nothing in another order."""
+    if configured != stored:
+        logger.info(
+            "The data order continues with the checkpoint's seed %d, not with the configured %d.", stored, configured
+        )
+    return stored
+
+
+def require_keys(state: Mapping[str, Any], keys: tuple[str, ...], kind: str) -> None:
+    """Refuses a position that was saved for another kind of training data."""
+    missing = [key for key in keys if key not in state]
+    if missing:
+        raise ValueError(
+            f"The data position in the checkpoint cannot be used for {kind}: it lacks {missing} and has "
+            f"{sorted(state)}, so it was saved with another kind of training data. Train on that kind again, {SKIP_REMEDY}."
+        )
+
+
+class DataOrder:
+    """The order of the samples of a map-style dataset and the position in it.
+
+    `index` is the place, in the order of the epoch, of the next sample to hand out. It counts samples, not batches, so
+    it means the same with another batch size.
+    """
+
+    def __init__(self, num_samples: int, *, seed: int, shuffle: bool) -> None:
+        self.num_samples = num_samples
+        self.seed = seed
+        self.shuffle = shuffle
+        self.epoch = 0
+        self.index = 0
+        self._permutation: torch.Tensor | None = None
+
+    def start_epoch(self, epoch: int, num_samples: int) -> None:
+        self._move(self.seed, epoch, 0, num_samples)
+
+    def samples(self, start: int, stop: int) -> list[int]:
+        """The numbers of the samples at these places of the epoch."""
+        if not self.shuffle:
+            return list(range(start, stop))
+        if self._permutation is None:
+            generator = torch.Generator().manual_seed(stable_seed(self.seed, self.epoch))
+            self._permutation = torch.randperm(self.num_samples, generator=generator, device="cpu")
+        return self._permutation[start:stop].tolist()
+
+    def state_dict(self) -> dict[str, Any]:
+        return {"seed": self.seed, "epoch": self.epoch, "index": self.index, "num_samples": self.num_samples}
+
+    def load_state_dict(self, state: Mapping[str, Any], num_samples: int) -> None:
+        """Moves to a saved position, adopting its seed; `num_samples` is what the dataset has now."""
+        if num_samples != state["num_samples"]:
+            raise ValueError(
+                f"The training dataset has {num_samples} samples, but had {state['num_samples']} when the checkpoint was "
+                f"saved: its position {state['index']} means other data now. Use the same dataset, {SKIP_REMEDY}."
+            )
+        self._move(agreed_seed(self.seed, state["seed"]), state["epoch"], state["index"], num_samples)
+
+    def _move(self, seed: int, epoch: int, index: int, num_samples: int) -> None:
+        self.seed, self.epoch, self.index, self.num_samples = seed, epoch, index, num_samples
+        self._permutation = None
+
+
+class BatchRequest(list[int]):
+    """The numbers of the samples of one batch, with what a worker needs to know of its position."""
+
+    __slots__ = ("epoch", "seed")
+
+    def __init__(self, indices: list[int], epoch: int, seed: int) -> None:
+        super().__init__(indices)
+        self.epoch = epoch
+        self.seed = seed
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return BatchRequest, (list(self), self.epoch, self.seed)
+
+
+class PositionedBatches(Sampler[list[int]]):
+    """Batches of an order, from its position to the end of the epoch.
+
+    It runs ahead with the loader's prefetching and does not move the position: whoever consumes a batch does.
+    """
+
+    def __init__(self, order: DataOrder, batch_size: int, drop_last: bool) -> None:
+        self.order = order
+        self.batch_size = batch_size
+        self.drop_last = drop_last
+
+    def __iter__(self) -> Iterator[list[int]]:
+        order, start = self.order, self.order.index
+        while (stop := self.end_of_batch(start)) > start:
+            yield BatchRequest(order.samples(start, stop), order.epoch, stable_seed(order.seed, order.epoch, start))
+            start = stop
+
+    def __len__(self) -> int:
+        """Batches of the whole epoch, wherever the position is."""
+        whole, rest = divmod(self.order.num_samples, self.batch_size)
+        return whole + (rest > 0 and not self.drop_last)
+
+    def end_of_batch(self, start: int) -> int:
+        """Where the batch ends that begins at `start`; `start` itself when there is none."""
+        stop = min(start + self.batch_size, self.order.num_samples)
+        return start if self.drop_last and stop < start + self.batch_size else stop
+
+
+class _EpochAware:
+    """Tells a dataset the epoch, once per change and process."""
+
+    def __init__(self, dataset: Any, forward_epoch: bool) -> None:
+        self.dataset = dataset
+        self._forward_epoch = forward_epoch
+        self._told_epoch: int | None = None
+
+    def tell_epoch(self, epoch: int) -> None:
+        if self._forward_epoch and epoch != self._told_epoch and hasattr(self.dataset, "set_epoch"):
+            self.dataset.set_epoch(epoch)
+        self._told_epoch = epoch
+
+
+class SeededSamples(_EpochAware):
+    """A map-style dataset whose samples, and their collation, draw the same random numbers in whatever worker.
+
+    Before each batch a worker learns its epoch and is seeded from its position. In the main process the global
+    generators are used as they are: they belong to the training, which checkpoints them.
+    """
+
+    def __len__(self) -> int:
+        return len(self.dataset)
+
+    def __getitem__(self, index: int) -> Any:
+        return self.dataset[index]
+
+    def __getitems__(self, indices: list[int]) -> Any:
+        if isinstance(indices, BatchRequest) and get_worker_info() is not None:
+            self.tell_epoch(indices.epoch)
+            seed_generators(indices.seed)
+        fetch_many = getattr(self.dataset, "__getitems__", None)
+        if fetch_many is not None:
+            return fetch_many(list(indices))
+        return [self.dataset[index] for index in indices]
+
+
+def is_stateful(item: Any) -> bool:
+    return hasattr(item, "state_dict") and hasattr(item, "load_state_dict")
+
+
+def seeded_stream(dataset: Any, *, seed: int, batch_size: int, forward_epoch: bool, in_workers: bool) -> "SeededStream":
+    """A stream that has state methods exactly if the dataset has, which is how torchdata tells whether to use them."""
+    kind = StatefulStream if is_stateful(dataset) else SeededStream
+    return kind(dataset, seed, batch_size, forward_epoch, in_workers)
+
+
+class SeededStream(_EpochAware, IterableDataset[Any]):
+    """An iterable dataset whose samples, and their collation, draw the same random numbers after a resume.
+
+    The epoch lies in shared memory, since nothing else reaches the copy in a worker that outlives an epoch.
+    """
+
+    def __init__(self, dataset: Any, seed: int, batch_size: int, forward_epoch: bool, in_workers: bool) -> None:
+        super().__init__(dataset, forward_epoch)
+        self.seed = seed
+        self._batch_size = batch_size
+        self._epoch = torch.zeros((), dtype=torch.int64, device="cpu")
+        if in_workers:
+            self._epoch.share_memory_()
+
+    def __len__(self) -> int:
+        return len(self.dataset)
+
+    def set_epoch(self, epoch: int) -> None:
+        self._epoch.fill_(epoch)
+        self.tell_epoch(epoch)
+
+    def __iter__(self) -> "_Draws":
+        epoch = int(self._epoch)
+        self.tell_epoch(epoch)
+        worker = get_worker_info()
+        place = None if worker is None else (self.seed, epoch, worker.id)
+        if place is not None:
+            seed_generators(stable_seed(*place))
+        iterator = iter(self.dataset)
+        kind = _StatefulDraws if is_stateful(self.dataset) or is_stateful(iterator) else _Draws
+        return kind(iterator, self._batch_size, place)
+
+
+class StatefulStream(SeededStream):
+    """A stream over a dataset with a state of its own."""
+
+    def state_dict(self) -> Any:
+        # torchdata compares each state with the one before: a dataset that hands out its live state would never change
+        return copy.deepcopy(self.dataset.state_dict())
+
+    def load_state_dict(self, state: Any) -> None:
+        self.dataset.load_state_dict(state)
+
+
+class _Draws(Iterator[Any]):
+    """The samples of a stream; in a worker (`place` is given) the generators are seeded before each batch."""
+
+    def __init__(self, iterator: Iterator[Any], batch_size: int, place: tuple[int, ...] | None) -> None:
+        self._iterator = iterator
+        self._batch_size = batch_size
+        self._place = place
+        self._num_drawn = 0
+        self._batch_origin = 0
+        self._ended = False
+
+    def __next__(self) -> Any:
+        if self._ended:
+            raise StopIteration
+        if self._place is not None and (self._num_drawn - self._batch_origin) % self._batch_size == 0:
+            seed_generators(stable_seed(*self._place, self._num_drawn))
+        try:
+            sample = next(self._iterator)
+        except StopIteration:
+            self._ended = True
+            raise
+        self._num_drawn += 1
+        return sample
+
+
+class _StatefulDraws(_Draws):
+    """Remembers the end as well: a dataset whose state begins anew at its end would otherwise repeat the epoch."""
+
+    def state_dict(self) -> dict[str, Any]:
+        inner = copy.deepcopy(self._iterator.state_dict()) if is_stateful(self._iterator) else None  # type: ignore[attr-defined]
+        return {"num_drawn": self._num_drawn, "ended": self._ended, "iterator": inner}
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        self._num_drawn = self._batch_origin = state["num_drawn"]
+        self._ended = state["ended"]
+        if state["iterator"] is not None:
+            self._iterator.load_state_dict(state["iterator"])  # type: ignore[attr-defined]

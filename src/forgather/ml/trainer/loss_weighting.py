@@ -1,0 +1,117 @@
+"""The loss of a step as one mean over all its target tokens, however the step is split into micro-batches and ranks."""
+
+import inspect
+import logging
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from forgather.ml.loss import CausalLoss
+from forgather.ml.trainer.trainer_types import LossFunctionT
+
+logger = logging.getLogger(__name__)
+
+IGNORE_INDEX = -100
+
+
+def logits_of(outputs: Any) -> Tensor | None:
+    """The logits among a model's outputs: an attribute, a key, the first of a tuple, or the tensor itself."""
+    if isinstance(outputs, Tensor):
+        return outputs
+    if isinstance(outputs, Mapping):
+        return outputs.get("logits")
+    if isinstance(outputs, Sequence):
+        return next((value for value in outputs if isinstance(value, Tensor) and value.ndim > 0), None)
+    return getattr(outputs, "logits", None)
+
+
+def own_loss_of(outputs: Any) -> Tensor | None:
+    """The loss that a model computed by itself."""
+    loss = outputs.get("loss") if isinstance(outputs, Mapping) else getattr(outputs, "loss", None)
+    return loss if isinstance(loss, Tensor) else None
+
+
+class StepLoss:
+    """Gives a micro-batch its share of the step's loss.
+
+    Three kinds of function are understood: one that takes `num_items_in_batch` and returns sum / num_items_in_batch; one
+    that has `num_targets(labels)`; and a plain one that returns a mean over its targets. Of a plain one it is found
+    out once, on real logits, whether the first position of a sequence counts: causal losses shift.
+    """
+
+    def __init__(self, loss_fn: LossFunctionT, token_weighted: bool = True) -> None:
+        self.loss_fn = loss_fn
+        self._token_weighted = token_weighted
+        self._takes_count = "num_items_in_batch" in _parameters(loss_fn)
+        self._num_targets = getattr(loss_fn, "num_targets", None)
+        self._first_counts: bool | None = None
+
+    @property
+    def is_resolved(self) -> bool:
+        """Whether targets can be counted without having seen logits."""
+        return self._num_targets is not None or self._first_counts is not None
+
+    def resolve(self, logits: Tensor, labels: Tensor) -> None:
+        """Find out whether the first position of each sequence is a target."""
+        if labels.ndim < 2 or labels.is_floating_point():
+            self._first_counts = True
+            return
+        probe = labels.clone()
+        # Any class will do; a second target keeps the mean from being one over nothing.
+        probe[:, :2] = 0
+        masked = probe.clone()
+        masked[:, 0] = IGNORE_INDEX
+        with torch.no_grad():
+            with_first, without = (self._call(logits.detach(), target, 1) for target in (probe, masked))
+        self._first_counts = not torch.equal(with_first, without)
+
+    def count(self, labels: Tensor) -> int | Tensor:
+        """The number of targets in a micro-batch; a tensor only where labels live on a device already."""
+        if self._num_targets is not None:
+            number = self._num_targets(labels)
+        elif labels.is_floating_point():
+            number = labels.shape[0]
+        else:
+            number = ((labels if self._first_counts else labels[:, 1:]) != IGNORE_INDEX).sum()
+        return int(number) if not isinstance(number, Tensor) or number.device.type == "cpu" else number
+
+    def share(
+        self, logits: Tensor, labels: Tensor, count: int | Tensor, total: int | Tensor, num_micro_batches: int
+    ) -> Tensor:
+        """The part of the step's loss that this micro-batch makes; the shares of a step add up to its loss."""
+        if isinstance(count, int) and count == 0:
+            # A mean over nothing is NaN, and so would be its gradients.
+            return logits.sum() * 0.0
+        if not self._token_weighted:
+            return self._call(logits, labels, count) / num_micro_batches
+        loss = self._call(logits, labels, total)
+        if self._takes_count or count is total or (isinstance(total, int) and count == total):
+            return loss
+        return loss * (count / _at_least_one(total))
+
+    def _call(self, logits: Tensor, labels: Tensor, num_items: int | Tensor) -> Tensor:
+        if self._takes_count:
+            return self.loss_fn(logits, labels, num_items_in_batch=_at_least_one(num_items))  # type: ignore[call-arg]
+        return self.loss_fn(logits, labels)
+
+    def mean(self, logits: Tensor, labels: Tensor, count: int | Tensor) -> Tensor:
+        """The mean over one batch's own targets, for evaluation."""
+        return self.share(logits, labels, count, count, 1)
+
+
+def default_loss() -> LossFunctionT:
+    return CausalLoss()
+
+
+def _at_least_one(number: int | Tensor) -> int | Tensor:
+    return max(number, 1) if isinstance(number, int) else number.clamp(min=1)
+
+
+def _parameters(function: Any) -> Mapping[str, Any]:
+    try:
+        return inspect.signature(function).parameters
+    except (TypeError, ValueError):
+        # Some callables written in C have no signature; they are plain functions of (logits, labels).
+        return {}

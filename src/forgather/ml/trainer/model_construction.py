@@ -1,0 +1,82 @@
+"""Building the model: on the CPU, on its device, or without memory until a checkpoint fills it."""
+
+import contextlib
+import logging
+from collections.abc import Callable
+
+import torch
+from torch import nn
+
+from forgather.ml.construct import torch_dtype
+from forgather.ml.no_init_weights import no_init_weights
+from forgather.ml.sharded_checkpoint import create_sharing_metadata, retie_parameters
+from forgather.ml.utils import default_dtype
+
+logger = logging.getLogger(__name__)
+
+
+def build_model(
+    model_init: Callable[[], nn.Module],
+    device: torch.device,
+    construct_on: str,
+    dtype: str | None,
+    will_be_loaded: bool,
+) -> nn.Module:
+    """Call `model_init` and put the model on its device; weights that a checkpoint replaces are not initialised."""
+    if construct_on == "meta" and not will_be_loaded:
+        logger.warning(
+            "construct_model_on='meta' needs a checkpoint to fill the model from, and there is none: building it as usual."
+        )
+        construct_on = "default"
+    with contextlib.ExitStack() as context:
+        context.enter_context(default_dtype(None if dtype is None else torch_dtype(dtype)))
+        if will_be_loaded:
+            context.enter_context(no_init_weights())
+        if construct_on == "meta":
+            return _materialised(model_init, device)
+        if construct_on == "device":
+            context.enter_context(device)
+        return model_init().to(device)
+
+
+def _materialised(model_init: Callable[[], nn.Module], device: torch.device) -> nn.Module:
+    with torch.device("meta"):
+        model = model_init()
+    sharing = create_sharing_metadata(model)
+    model.to_empty(device=device)
+    # `to_empty` gives every name memory of its own; tied ones must be one tensor again before they are loaded.
+    retie_parameters(model, sharing)
+    _compute_missing_buffers(model, model_init, device)
+    return model
+
+
+def _compute_missing_buffers(model: nn.Module, model_init: Callable[[], nn.Module], device: torch.device) -> None:
+    """Buffers that no checkpoint holds (rotary frequencies, masks) get the values that construction gives them."""
+    stored = set(model.state_dict())
+    missing = [name for name, _ in model.named_buffers() if name not in stored]
+    if not missing:
+        return
+    # Only buffers are wanted: parameters of this copy stay without memory.
+    reference = _with_real_buffers(model_init)
+    buffers = dict(reference.named_buffers())
+    for name in missing:
+        owner_name, _, attribute = name.rpartition(".")
+        owner = model.get_submodule(owner_name)
+        owner._buffers[attribute] = buffers[name].to(device)
+
+
+def _with_real_buffers(model_init: Callable[[], nn.Module]) -> nn.Module:
+    """A model whose buffers are real and whose parameters are on the meta device."""
+    register = nn.Module.register_parameter
+
+    def register_on_meta(module: nn.Module, name: str, parameter: nn.Parameter | None) -> None:
+        if parameter is not None:
+            parameter = nn.Parameter(parameter.to("meta"), requires_grad=parameter.requires_grad)
+        register(module, name, parameter)
+
+    nn.Module.register_parameter = register_on_meta  # type: ignore[method-assign,assignment]
+    try:
+        with no_init_weights():
+            return model_init()
+    finally:
+        nn.Module.register_parameter = register  # type: ignore[method-assign]

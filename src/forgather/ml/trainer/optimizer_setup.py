@@ -1,0 +1,78 @@
+"""The optimizer and its schedule, from whatever the user gave: objects, factories, a class, or nothing."""
+
+from collections.abc import Iterable, Mapping
+from typing import Any
+
+import torch
+from torch import nn
+
+from forgather.ml.optim.opt_utils import make_grouped_optimizer
+from forgather.ml.trainer.arguments import MinimalTrainingArguments
+from forgather.ml.trainer.trainer_types import LRSchedulerFactoryT, LRSchedulerT, OptimizerFactoryT, OptimizerT
+
+
+def optimizer_factory(
+    args: MinimalTrainingArguments,
+    factory: OptimizerFactoryT | None,
+    class_and_kwargs: tuple[type, dict[str, Any]] | None,
+) -> OptimizerFactoryT:
+    """What makes an optimizer of named parameters: the user's factory, class and options, or AdamW."""
+    if factory is not None:
+        return factory
+    if class_and_kwargs is not None:
+        cls, options = class_and_kwargs
+        return lambda parameters: cls(parameters, **options)
+    return lambda parameters: adamw(args, parameters)
+
+
+def adamw(args: MinimalTrainingArguments, parameters: Iterable[Any]) -> torch.optim.AdamW:
+    """AdamW in its fused implementation, which torch has for every device that a trainer runs on."""
+    parameters = list(parameters)
+    return torch.optim.AdamW(
+        parameters,
+        lr=args.learning_rate,
+        betas=(args.adam_beta1, args.adam_beta2),
+        eps=args.adam_epsilon,
+        weight_decay=args.weight_decay,
+        fused=_fused_is_available(parameters),
+    )
+
+
+def _fused_is_available(parameters: list[Any]) -> bool:
+    tensors = [entry[1] if isinstance(entry, tuple) else entry for entry in parameters]
+    return all(
+        isinstance(tensor, torch.Tensor)
+        and tensor.is_floating_point()
+        and tensor.device.type in ("cpu", "cuda", "xpu", "mps")
+        for tensor in tensors
+    )
+
+
+def build_optimizer(
+    model: nn.Module, factory: OptimizerFactoryT, groups: Mapping[str, Any] | None, debug_groups: bool
+) -> OptimizerT:
+    """An optimizer over the trainable parameters, by name, in groups when those are given."""
+    named = [(name, parameter) for name, parameter in model.named_parameters() if parameter.requires_grad]
+    if not named:
+        raise ValueError("The model has no parameter that requires a gradient: there is nothing to train.")
+    if groups is None:
+        return factory(named)
+    return make_grouped_optimizer(named, groups, factory, debug=debug_groups)
+
+
+def build_scheduler(
+    args: MinimalTrainingArguments, optimizer: OptimizerT, factory: LRSchedulerFactoryT | None, num_steps: int
+) -> LRSchedulerT:
+    """The learning-rate schedule: the user's, or the one named by `lr_scheduler_type`."""
+    if factory is not None:
+        return factory(optimizer)
+    # Imported here: most of transformers is of no use to a run that brings its own schedule.
+    from transformers.optimization import get_scheduler
+
+    return get_scheduler(
+        args.lr_scheduler_type,
+        optimizer,
+        num_warmup_steps=args.warmup_steps,
+        num_training_steps=num_steps,
+        scheduler_specific_kwargs=args.lr_scheduler_kwargs,
+    )

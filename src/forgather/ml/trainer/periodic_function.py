@@ -1,0 +1,47 @@
+"""When something that happens again and again is due."""
+
+from forgather.ml.trainer.trainer_types import IntervalStrategy
+
+
+class PeriodicFunction:
+    """Says at which steps to log, evaluate or save.
+
+    The answer depends on the global step alone, not on the step at which the process started: with a period of 4, a
+    run that is resumed at 6 goes on with 8, 12, 16. `period` and `epoch_period` (an epoch's length) count optimizer
+    steps; only the one that `strategy` names is used. Nothing is due before `first_step`.
+    """
+
+    def __init__(
+        self,
+        global_step: int,
+        strategy: IntervalStrategy | str,
+        period: int,
+        epoch_period: int,
+        first_step: int = 0,
+    ) -> None:
+        self.global_step = global_step
+        self.strategy = IntervalStrategy(strategy)
+        self.first_step = first_step
+        self._period = epoch_period if self.strategy is IntervalStrategy.EPOCH else period
+        self._origin = 0
+        if self.strategy is not IntervalStrategy.NO and self._period < 1:
+            name = "epoch_period" if self.strategy is IntervalStrategy.EPOCH else "period"
+            raise ValueError(f"{name}={self._period!r} cannot be used: it must be 1 step or more.")
+
+    def step(self) -> bool:
+        """Advance by one step, and say whether the thing is due now."""
+        self.global_step += 1
+        return self.due(self.global_step)
+
+    def due(self, global_step: int) -> bool:
+        if self.strategy is IntervalStrategy.NO or global_step <= self._origin or global_step < self.first_step:
+            return False
+        return (global_step - self._origin) % self._period == 0
+
+    def reset(self, epoch_start_step: int | None = None) -> None:
+        """Forget the part of an epoch that was counted: an epoch begins at the present step, or at the given one.
+
+        Epochs that end early need this. The cadence of "steps" belongs to the global step, so it does not change.
+        """
+        if self.strategy is IntervalStrategy.EPOCH:
+            self._origin = self.global_step if epoch_start_step is None else epoch_start_step

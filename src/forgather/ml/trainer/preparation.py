@@ -1,0 +1,321 @@
+"""Everything a trainer does before its first step, in the order in which it happens."""
+
+import logging
+import math
+import os
+import socket
+from abc import abstractmethod
+from collections.abc import Mapping
+from datetime import datetime
+from typing import Any
+
+import torch
+
+from forgather.ml.checkpoint.optimizer_state import OptimizerState
+from forgather.ml.checkpoint.rng import RNGState
+from forgather.ml.distributed import (
+    DistributedEnvInterface,
+    DistributedEnvironment,
+    StaticDistributedEnvironment,
+    get_world_size,
+)
+from forgather.ml.trainer.amp import AMPContext
+from forgather.ml.trainer.base_trainer import BaseTrainer
+from forgather.ml.trainer.checkpoint_manager import CheckpointConfig, CheckpointManager
+from forgather.ml.trainer.data_loading import build_eval_loader, build_train_loader
+from forgather.ml.trainer.model_construction import build_model
+from forgather.ml.trainer.model_loss import ModelLoss
+from forgather.ml.trainer.optimizer_setup import build_optimizer, build_scheduler, optimizer_factory
+from forgather.ml.trainer.seeding import choose_seed, seed_everything, seed_of_rank
+from forgather.ml.trainer.signals import StopSignals
+from forgather.ml.trainer.trainer_types import (
+    BaseDataset,
+    EnableCheckpointFnT,
+    FusedLossFactoryT,
+    LRSchedulerFactoryT,
+    LRSchedulerT,
+    OptimizerFactoryT,
+    OptimizerT,
+)
+from forgather.ml.trainer.trainer_utils import enable_hf_activation_checkpointing
+
+logger = logging.getLogger(__name__)
+
+NO_STEP_LIMIT = 2**62
+_LATER = {
+    "fuse_optim_with_backward": False,
+    "async_save": False,
+    "fp8_recipe": None,
+    "qat_recipe": None,
+    "activation_memory_budget": None,
+}
+
+
+class PreparedTrainer(BaseTrainer):
+    """Builds what training needs, through hooks that strategies override."""
+
+    def __init__(
+        self,
+        *,
+        args: Any,
+        distributed_env: DistributedEnvInterface | None = None,
+        optimizer: OptimizerT | None = None,
+        lr_scheduler: LRSchedulerT | None = None,
+        optimizer_factory: OptimizerFactoryT | None = None,
+        optimizer_cls_and_kwargs: tuple[type, dict[str, Any]] | None = None,
+        lr_scheduler_factory: LRSchedulerFactoryT | None = None,
+        enable_activation_checkpoint_fn: EnableCheckpointFnT = enable_hf_activation_checkpointing,
+        fused_loss_factory: FusedLossFactoryT | None = None,
+        optimizer_groups: Mapping[str, Any] | None = None,
+        loss_fn: Any = None,
+        **base_kwargs: Any,
+    ) -> None:
+        if loss_fn is not None:
+            base_kwargs.setdefault("compute_loss_func", loss_fn)
+        super().__init__(args, **base_kwargs)
+        self._refuse_what_is_not_here_yet(fused_loss_factory)
+        self.distributed_env = distributed_env
+        self.optimizer: Any = optimizer
+        self.lr_scheduler: Any = lr_scheduler
+        self._given_optimizer, self._given_scheduler = optimizer, lr_scheduler
+        self._optimizer_factory = optimizer_factory
+        self._optimizer_cls_and_kwargs = optimizer_cls_and_kwargs
+        self._lr_scheduler_factory = lr_scheduler_factory
+        self._enable_activation_checkpoint_fn = enable_activation_checkpoint_fn
+        self._optimizer_groups = optimizer_groups
+        self.train_dataloader: Any = None
+        self.eval_dataloader: Any = None
+        self.checkpoint_manager: CheckpointManager | None = None
+        self._forward_model: Any = None
+        self._resume: bool | str = False
+        self._claim: CheckpointManager | None = None
+        self._signals: StopSignals | None = None
+
+    def _refuse_what_is_not_here_yet(self, fused_loss_factory: Any) -> None:
+        asked = [name for name, default in _LATER.items() if getattr(self.args, name, default) != default]
+        if fused_loss_factory is not None:
+            asked.append("fused_loss_factory")
+        if asked:
+            raise ValueError(f"{', '.join(asked)}: not available in this version of forgather.")
+
+    # --- the order of things
+
+    def _prepare(self, resume: bool | str) -> None:
+        """Everything up to the first step of training."""
+        self._init_distributed()
+        self._init_device()
+        self._init_precision()
+        self._init_seeds()
+        self._resolve_checkpoint(resume)
+        self._init_dataloaders()
+        self._prepare_model()
+        self._compile_model()
+        self._init_optimizer()
+        self._wrap()
+        self._init_state()
+        self._init_checkpoint_manager()
+        self._restore()
+        self._dispatch("on_init_end")
+
+    def _prepare_evaluation(self) -> None:
+        """The part of it that an evaluation without training needs."""
+        if self._forward_model is None:
+            self._init_distributed()
+            self._init_device()
+            self._init_precision()
+            self._init_seeds()
+            self._prepare_model()
+            self._compile_model()
+            self._wrap()
+        if self.state is None:
+            self._init_state()
+
+    # --- hooks
+
+    def _init_distributed(self) -> None:
+        """Find this process's place in the job."""
+        if self.distributed_env is not None:
+            self.env = self.distributed_env
+        elif get_world_size() > 1:
+            self.env = DistributedEnvironment(no_accelerator=self.args.use_cpu)
+        else:
+            self.env = StaticDistributedEnvironment()
+
+    def _init_device(self) -> None:
+        """Choose the device: the one asked for, else an accelerator, else the CPU."""
+        if self.args.use_cpu:
+            self.device = torch.device("cpu")
+        elif self.args.device is not None:
+            self.device = torch.device(self.args.device)
+        elif torch.accelerator.is_available():
+            self.device = torch.device(str(torch.accelerator.current_accelerator()), self.env.local_rank)
+        else:
+            self.device = torch.device("cpu")
+
+    def _init_precision(self) -> None:
+        """Settings of torch that hold for the whole process, and mixed precision."""
+        if self.args.float32_matmul_precision is not None:
+            torch.set_float32_matmul_precision(self.args.float32_matmul_precision)
+        if self.args.dynamo_recompile_limit is not None:
+            from torch._dynamo import config as dynamo_config
+
+            dynamo_config.recompile_limit = self.args.dynamo_recompile_limit
+        self.amp = AMPContext(self.args.mixed_precision, self.device.type)
+
+    def _init_seeds(self) -> None:
+        """The same seed for the model on every rank; ranks go their own ways afterwards."""
+        self.seed = choose_seed(self.args.seed)
+        self.rng = RNGState(self.seed)
+        seed_everything(self.seed)
+
+    def _resolve_checkpoint(self, resume: bool | str) -> None:
+        """Take the output directory, and decide from what to resume."""
+        self._claim = CheckpointManager(self._checkpoint_config(), self.env, None, None)
+        path = self._claim.resolve_checkpoint_path(resume)
+        self._resume = False if path is None else resume
+
+    def _init_dataloaders(self) -> None:
+        """Make the loader of training batches."""
+        if self.train_dataset is None:
+            raise ValueError("train() needs a train_dataset; only evaluate() works without one.")
+        self.train_dataloader = build_train_loader(
+            self.train_dataset,
+            batch_size=self.args.per_device_train_batch_size,
+            collate_fn=self.data_collator,
+            seed=self.seed,
+            shuffle=self.args.shuffle,
+            drop_last=self.args.dataloader_drop_last,
+            set_dataset_epoch=self.args.set_dataset_epoch,
+            **self._worker_options(),
+        )
+
+    def _init_eval_dataloader(self, dataset: BaseDataset) -> Any:
+        """Make a loader of evaluation batches."""
+        return build_eval_loader(
+            dataset,
+            batch_size=self.args.per_device_eval_batch_size,
+            collate_fn=self.data_collator,
+            drop_last=self.args.dataloader_drop_last,
+            **self._worker_options(),
+        )
+
+    def _prepare_model(self) -> None:
+        """Build the model unless it was given, and put it on the device."""
+        if self.model is None:
+            assert self.model_init is not None
+            self.model = build_model(
+                self.model_init,
+                self.device,
+                self.args.construct_model_on,
+                self.args.default_dtype,
+                will_be_loaded=self._resume is not False and self._loads_weights(),
+            )
+        else:
+            self.model.to(self.device)
+        if self.args.gradient_checkpointing:
+            self._enable_activation_checkpoint_fn(self.env.rank, self.model)
+        seed_everything(seed_of_rank(self.seed, self.env.rank))
+
+    def _loads_weights(self) -> bool:
+        chosen = self.args.checkpoint_components
+        return (chosen is None or "model" in chosen) and "model" not in self.args.skip_checkpoint_components
+
+    def _compile_model(self) -> None:
+        """Wrap the model for the forward pass; what is checkpointed stays the model itself."""
+        model = self.unwrapped_model()
+        self._forward_model = model
+        if self.args.torch_compile:
+            self._forward_model = torch.compile(
+                model,
+                backend=self.args.torch_compile_backend or "inductor",
+                mode=self.args.torch_compile_mode,
+                dynamic=self.args.torch_compile_dynamic,
+                fullgraph=self.args.torch_compile_full_graph,
+            )
+        self.model_loss = ModelLoss(self.compute_loss_func, self.args.token_weighted_loss)
+
+    def _init_optimizer(self) -> None:
+        """Make optimizer and schedule, and note the options as the user set them."""
+        model = self.unwrapped_model()
+        factory = optimizer_factory(self.args, self._optimizer_factory, self._optimizer_cls_and_kwargs)
+        self.optimizer = self._given_optimizer or build_optimizer(
+            model, factory, self._optimizer_groups, self.args.debug_optimizer_groups
+        )
+        self.optimizer_state = OptimizerState(self.optimizer, model.named_parameters())
+        self._parameters = [parameter for group in self.optimizer.param_groups for parameter in group["params"]]
+        self._num_steps = self._planned_steps()
+        self.lr_scheduler = self._given_scheduler or build_scheduler(
+            self.args, self.optimizer, self._lr_scheduler_factory, min(self._num_steps, NO_STEP_LIMIT)
+        )
+
+    def _wrap(self) -> None:
+        """Wrap the model for a strategy; one device needs nothing."""
+
+    def _init_checkpoint_manager(self) -> None:
+        """Make the manager for the state as it is declared now."""
+        if self.checkpoint_manager is not None:
+            self.checkpoint_manager.close()
+        self.checkpoint_manager = CheckpointManager(
+            self._checkpoint_config(),
+            self.env,
+            self,
+            self.unwrapped_model(),
+            model_preprocessor=self.processing_class,
+            callbacks=self.callbacks,
+            skip_checkpoint_components=self.args.skip_checkpoint_components,
+            on_save_error=self.args.on_save_error,
+        )
+
+    def _restore(self) -> None:
+        """Load what was resolved; a damaged checkpoint gives way to an older one only if none was named."""
+        assert self.checkpoint_manager is not None
+        if self._resume is False:
+            return
+        path = self.checkpoint_manager.load_checkpoint(None if self._resume is True else str(self._resume))
+        logger.info("Resumed from %s", path)
+
+    @abstractmethod
+    def _init_state(self) -> None:
+        """Set the counters of training to its beginning."""
+
+    # --- arithmetic and settings
+
+    def _checkpoint_config(self) -> CheckpointConfig:
+        return CheckpointConfig(
+            output_dir=self.args.output_dir,
+            save_total_limit=self.args.save_total_limit,
+            save_on_each_node=self.args.save_on_each_node,
+            save_safetensors=self.args.save_safetensors,
+        )
+
+    def _worker_options(self) -> dict[str, Any]:
+        return {
+            "num_workers": self.args.dataloader_num_workers,
+            "pin_memory": self.args.dataloader_pin_memory and self.device.type == "cuda",
+            "persistent_workers": self.args.dataloader_persistent_workers and self.args.dataloader_num_workers > 0,
+            "prefetch_factor": self.args.dataloader_prefetch_factor,
+        }
+
+    def _steps_per_epoch(self) -> int:
+        """Optimizer steps in a whole epoch; an assumption for loaders without a length."""
+        num_batches = self.train_dataloader.num_batches
+        if num_batches is None:
+            return int(self.args.epoch_train_steps)
+        accumulation = self.args.gradient_accumulation_steps
+        if self.args.dataloader_drop_last:
+            return max(num_batches // accumulation, 1)
+        return math.ceil(num_batches / accumulation)
+
+    def _planned_steps(self) -> int:
+        """How many steps training is to take, as far as that is known."""
+        if self.args.max_steps >= 0:
+            return int(self.args.max_steps)
+        if self.args.num_train_epochs < 0:
+            return NO_STEP_LIMIT
+        return math.ceil(self.args.num_train_epochs * self._steps_per_epoch())
+
+    def _logging_dir(self) -> str:
+        if self.args.logging_dir is not None:
+            return str(self.args.logging_dir)
+        stamp = datetime.now().strftime("%Y-%m-%dT%H-%M-%S")
+        return os.path.join(self.args.output_dir, "runs", f"{stamp}_{socket.gethostname()}")

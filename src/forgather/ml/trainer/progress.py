@@ -1,0 +1,80 @@
+"""The components `trainer` and `scheduler`: how far training is, and its schedule."""
+
+import os
+from typing import Any
+
+from torch.optim.lr_scheduler import LambdaLR
+
+from forgather.ml.trainer.trainer_types import LRSchedulerT, OptimizerT
+
+_STATE_FIELDS = (
+    "epoch",
+    "global_step",
+    "raw_epoch",
+    "epoch_start_step",
+    "log_history",
+    "best_metric",
+    "num_input_tokens_seen",
+    "total_flos",
+)
+
+
+class TrainerProgress:
+    """Takes and gives back what the loop of a trainer knows: counters, sums since the last log, loss scale."""
+
+    def __init__(self, trainer: Any) -> None:
+        self._trainer = trainer
+
+    def state_dict(self) -> dict[str, Any]:
+        trainer = self._trainer
+        best = trainer.state.best_model_checkpoint
+        return {
+            "state": {name: getattr(trainer.state, name) for name in _STATE_FIELDS},
+            # A name, because an output directory may be moved.
+            "best_model_checkpoint": None if best is None else os.path.basename(best),
+            "interval": trainer._interval.state_dict(),
+            "totals": trainer._totals.state_dict(),
+            "amp": trainer.amp.state_dict(),
+            "evaluated_step": trainer._evaluated_step,
+            "evaluation_is_pending": trainer._evaluation_is_pending,
+        }
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        trainer = self._trainer
+        for name, value in state["state"].items():
+            setattr(trainer.state, name, value)
+        best = state["best_model_checkpoint"]
+        folder = os.path.join(trainer.args.output_dir, "checkpoints")
+        trainer.state.best_model_checkpoint = None if best is None else os.path.join(folder, best)
+        trainer._interval.load_state_dict(state["interval"])
+        trainer._totals.load_state_dict(state["totals"])
+        trainer.amp.load_state_dict(state["amp"])
+        trainer._evaluated_step = state["evaluated_step"]
+        trainer._evaluation_is_pending = state["evaluation_is_pending"]
+        trainer._saved_step = trainer.state.global_step
+        trainer._resumed_in_epoch = True
+
+
+class SchedulerState:
+    """A schedule that follows the checkpoint, but acts on the learning rate that the user has asked for now."""
+
+    def __init__(self, scheduler: LRSchedulerT, optimizer: OptimizerT) -> None:
+        self._scheduler = scheduler
+        self._optimizer = optimizer
+
+    def state_dict(self) -> dict[str, Any]:
+        state: dict[str, Any] = self._scheduler.state_dict()
+        return state
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Comes after the optimizer, whose groups keep a rate that the user changed since the checkpoint."""
+        asked = [group.get("initial_lr", group["lr"]) for group in self._optimizer.param_groups]
+        self._scheduler.load_state_dict(state)
+        saved = getattr(self._scheduler, "base_lrs", None)
+        if saved is None or saved == asked:
+            return
+        self._scheduler.base_lrs = asked
+        if isinstance(self._scheduler, LambdaLR):
+            # In closed form, so it can take effect at once; other schedules go on from the rate there is.
+            for group, rate in zip(self._optimizer.param_groups, self._scheduler.get_lr(), strict=True):
+                group["lr"] = rate

@@ -1,0 +1,149 @@
+"""The numbers of a run: where it is, what is logged, and what it comes to in the end."""
+
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from forgather.ml.trainer.periodic_function import PeriodicFunction
+from forgather.ml.trainer.preparation import PreparedTrainer
+from forgather.ml.trainer.progress import SchedulerState, TrainerProgress
+from forgather.ml.trainer.trainer_types import TrainerControl
+from forgather.ml.trainer.trainer_types import TrainerState as BaseTrainerState
+from forgather.ml.trainer.training_metrics import IntervalMetrics, RunTotals, SpeedMeter, root_mean_square
+from forgather.ml.utils import count_parameters, flops_per_token
+
+
+@dataclass(kw_only=True)
+class TrainerState(BaseTrainerState):
+    """Adds what the arithmetic of batches needs."""
+
+    num_processes: int = 1
+    epoch_train_steps: int = 0
+    """Optimizer steps per epoch."""
+
+
+class ReportingTrainer(PreparedTrainer):
+    """Keeps the state of training and logs it."""
+
+    def _init_state(self) -> None:
+        """Counters at zero; a checkpoint sets them to where training was."""
+        args, loader = self.args, self.train_dataloader
+        steps_per_epoch = self._steps_per_epoch() if loader is not None else 0
+        self.state = TrainerState(
+            logging_steps=args.logging_steps,
+            eval_steps=args.eval_steps,
+            save_steps=args.save_steps,
+            train_batch_size=args.per_device_train_batch_size,
+            max_steps=self._num_steps if loader is not None else 0,
+            num_train_epochs=args.num_train_epochs,
+            max_eval_steps=args.max_eval_steps,
+            is_local_process_zero=self.env.local_rank == 0,
+            is_world_process_zero=self.env.rank == 0,
+            num_processes=self.env.world_size,
+            epoch_train_steps=max(steps_per_epoch, 1),
+        )
+        self.control = TrainerControl()
+        self._interval, self._totals = IntervalMetrics(), RunTotals()
+        self._speed = SpeedMeter(args.speed_metrics_start_step)
+        self._flops_per_token = flops_per_token(count_parameters(self.unwrapped_model()))
+        self._evaluated_step = -1
+        self._eval_metrics: dict[str, Any] | None = None
+        self._evaluation_is_pending = False
+        self._saved_step = -1
+        self._saved_path = ""
+        self._resumed_in_epoch = False
+        self._progress = TrainerProgress(self)
+        self._scheduler_state = SchedulerState(self.lr_scheduler, self.optimizer)
+        self._log_when = _when(args.logging_strategy, args.logging_steps)
+        self._evaluate_when = _when(args.eval_strategy, args.eval_steps, args.eval_delay)
+        self._save_when = _when(args.save_strategy, args.save_steps)
+        self._update_context()
+
+    def _update_context(self) -> None:
+        """What every callback is told, as it is now."""
+        self._callback_handler.context = {
+            "args": self.args,
+            "state": self.state,
+            "control": self.control,
+            "model": self.model,
+            "processing_class": self.processing_class,
+            "optimizer": self.optimizer,
+            "lr_scheduler": self.lr_scheduler,
+            "train_dataloader": self.train_dataloader,
+            "eval_dataloader": self.eval_dataloader,
+            "trainer": self,
+        }
+
+    def _log_interval(self) -> None:
+        """Log what happened since the last log; here, and only here, the device is waited for."""
+        self.control.should_log = False
+        if self._interval.num_steps == 0:
+            return
+        self.amp.log_scale_drop()
+        totals = self._interval.totals()
+        self._interval.reset()
+        loss_sum, targets = self._distributed_loss(totals["loss_sum"], totals["targets"])
+        tokens = int(self._distributed_tokens(totals["tokens"]))
+        samples = int(self._distributed_tokens(totals["samples"]))
+        self._totals.add(loss_sum, targets, tokens, samples)
+        self.state.num_input_tokens_seen = self._totals.tokens
+        self.state.total_flos = self._totals.tokens * self._flops_per_token
+        logs = {
+            "epoch": self.state.epoch,
+            "loss": loss_sum / targets if targets else 0.0,
+            "grad_norm": root_mean_square(totals["norms"]),
+            "max_grad_norm": max(totals["norms"], default=None),
+            "tokens": tokens,
+            "total_tokens": self._totals.tokens,
+            "total_flos": self.state.total_flos,
+            "learning_rate": self.lr_scheduler.get_last_lr()[0],
+        }
+        peak_memory = self._distributed_peak_mem()
+        if peak_memory is not None:
+            logs["peak_mem_allocated"] = peak_memory
+        self._dispatch("on_log_step", logs=logs)
+        self.log(logs)
+
+    def _final_metrics(self) -> dict[str, Any]:
+        """The record of the whole run; rates count the timed steps of this process only."""
+        speed, ranks = self._speed, self._num_data_parallel_ranks()
+        batch_size = self.args.per_device_train_batch_size * self.args.gradient_accumulation_steps * ranks
+        return {
+            "train_runtime": speed.runtime,
+            "train_samples": self._totals.samples,
+            "step": self.state.global_step,
+            "train_samples_per_second": speed.rate(speed.samples * ranks),
+            "train_steps_per_second": speed.rate(speed.num_steps),
+            "epoch": self.state.epoch,
+            "effective_batch_size": batch_size,
+            "total_tokens": self._totals.tokens,
+            "tokens_per_second": speed.rate(speed.tokens * ranks),
+            "total_flops": self.state.total_flos,
+            "flops_per_second": speed.rate(speed.tokens * ranks * self._flops_per_token),
+            "train_loss": self._totals.loss,
+        }
+
+    def _num_data_parallel_ranks(self) -> int:
+        return 1
+
+    def _distributed_loss(self, loss_sum: float, targets: float) -> tuple[float, float]:
+        """Sums of loss and targets over all data-parallel ranks."""
+        return loss_sum, targets
+
+    def _distributed_tokens(self, tokens: Any) -> Any:
+        """A count summed over all data-parallel ranks."""
+        return tokens
+
+    def _distributed_peak_mem(self) -> list[int] | None:
+        """Peak memory of each rank's accelerator, None on the CPU."""
+        return None if self.device.type == "cpu" else [torch.accelerator.max_memory_allocated(self.device)]
+
+    def _stop_requested(self) -> str | None:
+        """The name of the signal that asked this job to stop."""
+        return self._signals.received if self._signals is not None else None
+
+
+def _when(strategy: str, period: int, first_step: int = 0) -> PeriodicFunction:
+    """The steps at which something is due; what goes by epochs is done where they end."""
+    return PeriodicFunction(0, strategy if strategy == "steps" else "no", period, 1, first_step)

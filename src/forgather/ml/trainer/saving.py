@@ -1,0 +1,114 @@
+"""What a trainer checkpoints, when it saves, and which checkpoint is the best."""
+
+import logging
+import time
+from abc import abstractmethod
+from collections.abc import Mapping
+from typing import Any
+
+from forgather.ml.checkpoint.store import checkpoint_path
+from forgather.ml.sharded_checkpoint import load_checkpoint as load_weights
+from forgather.ml.trainer.checkpoint_coordinator import CheckpointCoordinator
+from forgather.ml.trainer.checkpoint_types import SharingPattern, StateComponent
+from forgather.ml.trainer.model_selection import note_best_metric
+from forgather.ml.trainer.reporting import ReportingTrainer
+
+logger = logging.getLogger(__name__)
+
+
+class SavingTrainer(ReportingTrainer):
+    """Declares its state, saves and loads it."""
+
+    @abstractmethod
+    def _evaluate_while_training(self) -> None:
+        """Evaluate at the present step, unless that was done."""
+
+    def get_state_components(self) -> list[StateComponent]:
+        """Model, optimizer, schedule, progress, position in the data, random numbers."""
+        one = SharingPattern.GLOBAL
+        return [
+            StateComponent("model", self.unwrapped_model(), one),
+            StateComponent("optimizer", self.optimizer_state, one, required=False),
+            StateComponent("scheduler", self._scheduler_state, one, required=False),
+            StateComponent("trainer", self._progress, one, required=False),
+            StateComponent("dataset", self.train_dataloader, self._get_dataset_sharing_pattern(), required=False),
+            StateComponent("rng", self.rng, SharingPattern.PER_RANK, required=False),
+        ]
+
+    def save_checkpoint(self, path: str | None = None) -> str:
+        """Save everything a resume needs, by default as the checkpoint of the present step."""
+        if self.checkpoint_manager is None:
+            self._prepare(False)
+        assert self.checkpoint_manager is not None
+        return self.checkpoint_manager.save_checkpoint(path, None if path else self.state.global_step)
+
+    def load_checkpoint(self, path: str | None = None) -> str | None:
+        """Load a checkpoint, by default the newest complete one."""
+        if self.checkpoint_manager is None:
+            self._prepare(False)
+        assert self.checkpoint_manager is not None
+        return self.checkpoint_manager.load_checkpoint(path)
+
+    def save_model(self, output_dir: str | None = None) -> None:
+        """Write the model alone, as a Hugging Face directory, by default into the output directory."""
+        self._prepare_evaluation()
+        self._model_exporter().export_model(output_dir or self.args.output_dir, overwrite=True)
+
+    def _save_while_training(self) -> str:
+        """Save the present step once, with the evaluation that ran for it; returns the path, "" without a save."""
+        self.control.should_save = False
+        step = self.state.global_step
+        if self.control.should_abort_without_save:
+            return ""
+        if self._saved_step == step:
+            return self._saved_path
+        if self.args.eval_on_save and self.eval_dataset is not None and self._stop_requested() is None:
+            self._evaluate_while_training()
+        started = time.perf_counter()
+        metrics = self._eval_metrics if self._evaluated_step == step else None
+        assert self.checkpoint_manager is not None
+        self._note_best(metrics)
+        self.checkpoint_manager.set_eval_metrics(metrics)
+        path = self.checkpoint_manager.save_checkpoint(checkpoint_id=step)
+        if path:
+            self._saved_step, self._saved_path = step, path
+            self._preserve_best(path, metrics)
+            self._dispatch("on_save", checkpoint_path=path)
+        self._speed.pause(time.perf_counter() - started)
+        return path
+
+    def _note_best(self, metrics: Mapping[str, Any] | None) -> bool:
+        if metrics is None:
+            return False
+        args = self.args
+        is_best = note_best_metric(self.state, metrics, args.best_model_metric, args.best_model_greater_is_better)
+        if is_best:
+            self.state.best_model_checkpoint = checkpoint_path(args.output_dir, self.state.global_step)
+        return is_best
+
+    def _preserve_best(self, path: str, metrics: Mapping[str, Any] | None) -> None:
+        args = self.args
+        if metrics is None or not (args.preserve_best_model or args.load_best_model_at_end):
+            return
+        assert self.checkpoint_manager is not None
+        self.checkpoint_manager.update_best_checkpoints(
+            path, metrics, args.best_model_metric, args.best_model_greater_is_better, args.preserve_n_best
+        )
+
+    def _load_best_model(self) -> None:
+        best = self.state.best_model_checkpoint
+        if self.args.load_best_model_at_end and best is not None:
+            load_weights(best, self.unwrapped_model())
+            logger.info("Loaded the best weights, of %s", best)
+
+    def _model_exporter(self) -> CheckpointCoordinator:
+        model = self.unwrapped_model()
+        return CheckpointCoordinator(
+            [StateComponent("model", model, SharingPattern.GLOBAL)],
+            {},
+            self.env,
+            self.args.output_dir,
+            self.args.save_safetensors,
+            model,
+            model_preprocessor=self.processing_class,
+        )

@@ -1,0 +1,37 @@
+"""Random numbers: one seed for the job, a stream of its own for every rank, the same initial model everywhere."""
+
+import contextlib
+import random
+from collections.abc import Iterator
+
+import numpy as np
+import torch
+
+from forgather.ml.checkpoint.rng import RNGState
+
+
+def choose_seed(seed: int) -> int:
+    """The seed itself, or for a negative one a new one."""
+    return seed if seed >= 0 else random.SystemRandom().getrandbits(31)
+
+
+def seed_everything(seed: int) -> None:
+    random.seed(seed)
+    np.random.seed(seed % 2**32)
+    torch.manual_seed(seed)
+
+
+def seed_of_rank(seed: int, rank: int) -> int:
+    """Rank 0 goes on with the seed of the model; other ranks' streams are unrelated to it and to each other."""
+    return seed if rank == 0 else int(np.random.SeedSequence((seed, rank)).generate_state(1, np.uint32)[0])
+
+
+@contextlib.contextmanager
+def undisturbed_random_numbers() -> Iterator[None]:
+    """What is drawn inside does not show outside: an evaluation must not change training."""
+    state = RNGState()
+    before = state.state_dict()
+    try:
+        yield
+    finally:
+        state.load_state_dict(before)

@@ -1,0 +1,52 @@
+"""Stop requests of the system: preemption and Ctrl-C end training at the next step, with a checkpoint."""
+
+import logging
+import signal
+import threading
+from types import FrameType
+from typing import Any
+
+logger = logging.getLogger(__name__)
+
+_SIGNALS = (signal.SIGTERM, signal.SIGUSR1, signal.SIGINT)
+
+
+class Preempted(SystemExit):
+    """Training was asked to end, has saved, and the process should now exit with code 0."""
+
+    def __init__(self, signal_name: str, step: int, checkpoint_path: str) -> None:
+        super().__init__(0)
+        self.signal_name = signal_name
+        self.step = step
+        self.checkpoint_path = checkpoint_path
+
+    def __str__(self) -> str:
+        saved = f", saved {self.checkpoint_path}" if self.checkpoint_path else ""
+        return f"preempted by {self.signal_name} at step {self.step}{saved}"
+
+
+class StopSignals:
+    """While active, notes SIGTERM, SIGUSR1 and the first Ctrl-C; a second Ctrl-C interrupts at once."""
+
+    def __init__(self) -> None:
+        self.received: str | None = None
+        self._before: dict[int, Any] = {}
+
+    def __enter__(self) -> "StopSignals":
+        # Python delivers signals to the main thread only; elsewhere the program's own handling stays.
+        if threading.current_thread() is threading.main_thread():
+            self._before = {number: signal.signal(number, self._note) for number in _SIGNALS}
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        for number, handler in self._before.items():
+            signal.signal(number, handler)
+        self._before = {}
+
+    def _note(self, number: int, frame: FrameType | None) -> None:
+        name = signal.Signals(number).name
+        if number == signal.SIGINT and self.received == name:
+            raise KeyboardInterrupt
+        self.received = name
+        again = " Once more ends it at once, without saving." if number == signal.SIGINT else ""
+        logger.warning("%s received: training saves at the next step and ends.%s", name, again)

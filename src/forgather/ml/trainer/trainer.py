@@ -1,0 +1,272 @@
+"""The loop that all trainers share, on one device.
+
+Read `train` first, then `_train_epoch`, `_train_step` and `_after_step`. The hooks that strategies override follow below
+them; what is not the loop lives in files named after it.
+"""
+
+import contextlib
+import logging
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from forgather.ml.trainer.arguments import MinimalTrainingArguments, TrainingArguments
+from forgather.ml.trainer.evaluating import EvaluatingTrainer
+from forgather.ml.trainer.evaluation import (
+    samples_in,
+)
+from forgather.ml.trainer.model_loss import Window
+from forgather.ml.trainer.periodic_function import PeriodicFunction
+from forgather.ml.trainer.reporting import TrainerState
+from forgather.ml.trainer.signals import Preempted, StopSignals
+from forgather.ml.trainer.trainer_types import IntervalStrategy, TrainOutput
+from forgather.ml.trainer.trainer_utils import enable_hf_activation_checkpointing, maybe_cleanup_memory, set_train
+
+__all__ = [
+    "MinimalTrainingArguments",
+    "Trainer",
+    "TrainerState",
+    "TrainingArguments",
+    "enable_hf_activation_checkpointing",
+    "maybe_cleanup_memory",
+    "set_train",
+]
+
+logger = logging.getLogger(__name__)
+
+
+class Trainer(EvaluatingTrainer):
+    """Trains on one device; the base of all strategies."""
+
+    # --- the loop
+
+    def train(self, **kwargs: Any) -> TrainOutput:
+        """Train, from the checkpoint that `resume_from_checkpoint` names, or from the start.
+
+        `resume_from_checkpoint` may be given here too, and then overrides the argument.
+        """
+        resume = kwargs.pop("resume_from_checkpoint", None)
+        if kwargs:
+            raise TypeError(f"train() got unknown arguments: {', '.join(kwargs)}; it takes resume_from_checkpoint.")
+        with contextlib.ExitStack() as run:
+            self._signals = run.enter_context(StopSignals())
+            run.callback(self._close)
+            self._prepare(self.args.resume_from_checkpoint if resume is None else resume)
+            run.enter_context(torch.autograd.set_detect_anomaly(self.args.detect_anomaly, check_nan=True))
+            run.enter_context(set_train(self._forward_model, True))
+            self._dispatch("on_train_begin")
+            self._finish_interrupted_evaluation()
+            while self._has_more_epochs():
+                self._train_epoch()
+            return self._finish()
+
+    def _train_epoch(self) -> None:
+        self.train_dataloader.set_epoch(self.state.raw_epoch)
+        self._dispatch("on_epoch_begin")
+        for window in self._windows():
+            self._train_step(window)
+            self._after_step()
+            if self._is_last_step() or self.control.should_epoch_stop:
+                break
+        self._end_epoch()
+
+    def _train_step(self, window: Window) -> None:
+        """One optimizer update from a window of micro-batches."""
+        self._dispatch("on_step_begin")
+        loss = self._accumulate_gradients(window)
+        self.amp.unscale_(self.optimizer)
+        grad_norm = self._clip_grad_norm(self.args.max_grad_norm)
+        self._dispatch("on_pre_optimizer_step")
+        self.amp.optimizer_step(self.optimizer)
+        self._dispatch("on_optimizer_step")
+        self.lr_scheduler.step()
+        self.optimizer.zero_grad()
+        self._note_step(window, loss, grad_norm)
+
+    def _accumulate_gradients(self, window: Window) -> Tensor:
+        """The loss of the step, whose gradients are in the parameters afterwards."""
+        if self.model_loss.can_count:
+            self._count_targets(window)
+        loss: Tensor | None = None
+        for number in range(len(window.batches)):
+            self._dispatch("on_forward_backward_begin")
+            share = self._forward_backward_step(window, number)
+            self._dispatch("on_forward_backward_end")
+            loss = share if loss is None else loss + share
+        assert loss is not None, "a window has at least one batch"
+        return loss
+
+    def _note_step(self, window: Window, loss: Tensor, grad_norm: Tensor | None) -> None:
+        state = self.state
+        tokens = sum(self._count_batch_tokens(batch) for batch in window.batches)
+        samples = sum(samples_in(batch) for batch in window.batches)
+        assert window.total is not None
+        self._interval.add(loss, window.total, grad_norm, tokens, samples)
+        self._speed.step(tokens, samples)
+        state.global_step += 1
+        state.epoch = state.raw_epoch + (state.global_step - state.epoch_start_step) / state.epoch_train_steps
+        self._dispatch("on_train_metrics", loss=loss, grad_norm=grad_norm, tokens=tokens)
+
+    def _after_step(self) -> None:
+        """Log, evaluate and save where that is due; the cadence depends on the global step alone."""
+        self._dispatch("on_step_end")
+        if self.control.should_log or self._is_due(self._log_when):
+            self._log_interval()
+        if self.control.should_evaluate or self._evaluate_when.due(self.state.global_step):
+            self._evaluate_while_training()
+        if self.control.should_save or self._is_due(self._save_when):
+            self._save_while_training()
+        self._heed_stop_request()
+
+    def _end_epoch(self) -> None:
+        """What happens once per epoch; a step limit in the middle of one leaves the epoch unfinished."""
+        if not self._is_last_step() or self._epoch_is_complete():
+            self._begin_next_epoch()
+        self.control.should_epoch_stop = False
+        if self.args.logging_strategy == "epoch":
+            self._log_interval()
+        if self.args.eval_strategy == "epoch" and self.state.global_step >= self.args.eval_delay:
+            self._evaluate_while_training()
+        if self.args.save_strategy == "epoch":
+            self._save_while_training()
+        self._dispatch("on_epoch_end")
+        self._heed_stop_request()
+
+    def _finish(self) -> TrainOutput:
+        if self.args.logging_strategy != "no":
+            self._log_interval()
+        if self.args.save_strategy != "no":
+            self._save_while_training()
+        self._load_best_model()
+        metrics = self._final_metrics()
+        self.log(metrics)
+        self._dispatch("on_train_end")
+        return TrainOutput(self.state.global_step, metrics)
+
+    # --- when
+
+    def _is_due(self, when: PeriodicFunction) -> bool:
+        """By the step, or because there is no later one; what goes by epochs is due at their ends."""
+        by_steps = when.strategy is IntervalStrategy.STEPS
+        return when.due(self.state.global_step) or (by_steps and self._is_last_step())
+
+    def _has_more_epochs(self) -> bool:
+        if self._is_last_step():
+            return False
+        without_limit = self.args.max_steps >= 0 or self.args.num_train_epochs < 0
+        return without_limit or self.state.raw_epoch < self.args.num_train_epochs
+
+    def _is_last_step(self) -> bool:
+        if self.control.should_training_stop or self.control.should_abort_without_save:
+            return True
+        # Without a length an epoch ends when its data do, not at the number of steps that was assumed for it.
+        has_limit = self.args.max_steps >= 0 or self.train_dataloader.num_batches is not None
+        return has_limit and self.state.global_step >= self._num_steps
+
+    def _epoch_is_complete(self) -> bool:
+        steps_done = self.state.global_step - self.state.epoch_start_step
+        return self.control.should_epoch_stop or steps_done >= self.state.epoch_train_steps
+
+    def _begin_next_epoch(self) -> None:
+        state = self.state
+        if state.global_step == state.epoch_start_step and not self._resumed_in_epoch:
+            raise RuntimeError(
+                f"Epoch {state.raw_epoch} of the training data had no batch at all, so training cannot go on. Check the "
+                "dataset, per_device_train_batch_size and dataloader_drop_last."
+            )
+        self._resumed_in_epoch = False
+        state.raw_epoch += 1
+        state.epoch = float(state.raw_epoch)
+        state.epoch_start_step = state.global_step
+
+    def _heed_stop_request(self) -> None:
+        """Save and leave when the system asked for it; agreed between ranks by the strategies that have several."""
+        signal_name = self._stop_requested()
+        if signal_name is None:
+            return
+        path = self._save_while_training()
+        self._dispatch("on_train_end")
+        preempted = Preempted(signal_name, self.state.global_step, path)
+        logger.warning("%s", preempted)
+        raise preempted
+
+    def _finish_interrupted_evaluation(self) -> None:
+        if self._evaluation_is_pending:
+            self._evaluate_while_training()
+            self._heed_stop_request()
+
+    # --- data
+
+    def _windows(self) -> Iterator[Window]:
+        """The rest of the epoch in windows of `gradient_accumulation_steps` micro-batches, the last maybe shorter."""
+        batches: list[Mapping[str, Any]] = []
+        iterator = iter(self.train_dataloader)
+        if self._resumed_in_epoch:
+            # Last of all: making iterators may have drawn random numbers that the straight run drew long ago.
+            self.rng.restore()
+        for batch in iterator:
+            batches.append(batch)
+            if len(batches) == self.args.gradient_accumulation_steps:
+                yield Window(batches)
+                batches = []
+        if batches and not self.args.dataloader_drop_last:
+            yield Window(batches)
+
+    def _count_targets(self, window: Window) -> None:
+        """Count the targets of a step before its first backward pass, which needs their number."""
+        window.counts = [self.model_loss.count(batch.get("labels"), samples_in(batch)) for batch in window.batches]
+        window.total = self._distributed_tokens(sum(window.counts))
+
+    # --- hooks of the step
+
+    def _forward_backward_step(self, window: Window, number: int) -> Tensor:
+        """Forward and backward of one micro-batch; returns its share of the step's loss, detached."""
+        inputs, labels = self._prepare_batch(window.batches[number])
+        with self.amp.autocast():
+            forward = self.model_loss.forward(self._forward_model, inputs, labels)
+            if window.total is None:
+                # The first step of a process: only now is it known which positions count.
+                self._count_targets(window)
+            assert window.total is not None
+            share = self.model_loss.share(forward, labels, window.counts[number], window.total, len(window.batches))
+        self._backward(share)
+        return share.detach()
+
+    def _backward(self, loss: Tensor) -> None:
+        self.amp.scale_loss(loss).backward()
+
+    def _should_sync_gradients(self) -> bool:
+        """Whether gradients of the present micro-batch are to be reduced; one device has nothing to reduce."""
+        return True
+
+    def _clip_grad_norm(self, max_grad_norm: float | None, norm_type: float = 2.0) -> Tensor | None:
+        """The norm of all gradients, which are scaled down to `max_grad_norm` if it is given and exceeded."""
+        gradients = [parameter.grad for parameter in self._parameters if parameter.grad is not None]
+        norm = torch.nn.utils.get_total_norm(gradients, norm_type)
+        if max_grad_norm:
+            torch.nn.utils.clip_grads_with_norm_(self._parameters, max_grad_norm, norm)
+        return norm
+
+    def _count_batch_tokens(self, batch: Mapping[str, Any]) -> int:
+        """The number of tokens the model processes for a batch; padding counts, since it costs the same."""
+        for name in ("input_ids", "labels"):
+            if isinstance(batch.get(name), Tensor):
+                return int(batch[name].numel())
+        return samples_in(batch)
+
+    def _is_pipeline_parallel(self) -> bool:
+        return False
+
+    def _is_model_parallel(self) -> bool:
+        return False
+
+    def _close(self) -> None:
+        """End workers and give the output directory back, however training ended."""
+        self._signals = None
+        if self.train_dataloader is not None:
+            self.train_dataloader.close()
+        for manager in (self._claim, self.checkpoint_manager):
+            if manager is not None:
+                manager.close()

@@ -1,0 +1,51 @@
+"""A loss times a constant."""
+
+import copy
+import inspect
+
+import pytest
+import torch
+from torch import Tensor
+
+from forgather.ml.loss import CausalLoss, RescaleLoss
+
+
+def plain(logits: Tensor, labels: Tensor, num_items_in_batch: int = 1) -> Tensor:
+    return (logits - labels).sum() / num_items_in_batch
+
+
+def value(loss: RescaleLoss) -> float:
+    return loss(torch.tensor([3.0]), torch.tensor([1.0])).item()
+
+
+def test_the_loss_is_multiplied_unless_told_otherwise() -> None:
+    loss = RescaleLoss(plain, 0.25)
+    assert value(loss) == 0.5
+    with loss.no_rescale():
+        with loss.no_rescale():
+            assert value(loss) == 2.0
+        assert value(loss) == 2.0
+    assert value(loss) == 0.5
+
+
+def test_rescaling_comes_back_after_an_error() -> None:
+    loss = RescaleLoss(plain, 0.25)
+    with pytest.raises(KeyError), loss.no_rescale():
+        raise KeyError
+    assert value(loss) == 0.5
+
+
+def test_it_counts_targets_if_the_inner_loss_does() -> None:
+    labels = torch.tensor([[1, 2, -100]])
+    assert int(RescaleLoss(CausalLoss(), 0.5).num_targets(labels)) == 1
+    assert not hasattr(RescaleLoss(plain, 0.5), "num_targets")
+
+
+def test_it_takes_what_the_inner_loss_takes() -> None:
+    loss = RescaleLoss(plain, 0.5)
+    assert "num_items_in_batch" in inspect.signature(loss).parameters
+    assert loss(torch.tensor([3.0]), torch.tensor([1.0]), num_items_in_batch=2).item() == 0.5
+
+
+def test_it_can_be_copied() -> None:
+    assert value(copy.deepcopy(RescaleLoss(plain, 0.25))) == 0.5

@@ -1,0 +1,145 @@
+"""Which parameters get which options and optimizers."""
+
+import logging
+from collections.abc import Iterable
+from typing import Any
+
+import pytest
+from torch import nn
+from torch.optim import SGD, AdamW, Optimizer
+
+from forgather.ml.optim.multiopt import Multiopt
+from forgather.ml.optim.opt_utils import (
+    OptimGroupMap,
+    build_optimizer_buckets,
+    build_parameter_groups,
+    make_grouped_optimizer,
+)
+
+
+def make_model() -> nn.Module:
+    return nn.ModuleDict({"embed": nn.Embedding(4, 3), "norm": nn.LayerNorm(3), "proj": nn.Linear(3, 2)})
+
+
+def make_sgd(groups: Iterable[Any]) -> Optimizer:
+    return SGD(groups, lr=0.1)
+
+
+def make_adamw(groups: Iterable[Any]) -> Optimizer:
+    return AdamW(groups, lr=0.01)
+
+
+def names(groups: list[dict[str, Any]]) -> list[list[str]]:
+    return [[name for name, _ in group["params"]] for group in groups]
+
+
+def groups_of(group_map: OptimGroupMap, **kwargs: Any) -> list[dict[str, Any]]:
+    return build_parameter_groups(make_model().named_parameters(), group_map, **kwargs)
+
+
+def test_the_first_match_wins_and_the_rest_comes_last() -> None:
+    groups = groups_of(
+        {
+            "norm": {"regex": "norm", "config": {"lr": 0.5}},
+            "no_decay": {"regex": "bias$", "config": {"weight_decay": 0.0}},
+        }
+    )
+    assert names(groups) == [["norm.weight", "norm.bias"], ["proj.bias"], ["embed.weight", "proj.weight"]]
+    assert [{key: value for key, value in group.items() if key != "params"} for group in groups] == [
+        {"lr": 0.5},
+        {"weight_decay": 0.0},
+        {},
+    ]
+
+
+def test_a_group_without_regex_takes_the_rest_wherever_it_stands() -> None:
+    groups = groups_of({"decay": {"config": {"weight_decay": 0.1}}, "biases": {"regex": "bias"}})
+    assert names(groups) == [["norm.bias", "proj.bias"], ["embed.weight", "norm.weight", "proj.weight"]]
+    assert groups[1]["weight_decay"] == 0.1
+
+
+def test_a_group_that_is_none_is_switched_off() -> None:
+    assert names(groups_of({"norm": None, "biases": {"regex": "bias"}, "other": None})) == [
+        ["norm.bias", "proj.bias"],
+        ["embed.weight", "norm.weight", "proj.weight"],
+    ]
+
+
+def test_without_groups_all_is_one() -> None:
+    assert len(groups_of({})) == 1
+
+
+def test_torch_keeps_the_names() -> None:
+    optimizer = make_adamw(groups_of({"biases": {"regex": "bias", "config": {"weight_decay": 0.0}}}))
+    assert [group["param_names"] for group in optimizer.param_groups] == [
+        ["norm.bias", "proj.bias"],
+        ["embed.weight", "norm.weight", "proj.weight"],
+    ]
+    assert [group["weight_decay"] for group in optimizer.param_groups] == [0.0, 0.01]
+
+
+def test_frozen_parameters_are_left_out() -> None:
+    model = make_model()
+    model["embed"].requires_grad_(False)  # type: ignore[index]
+    groups = build_parameter_groups(model.named_parameters(), {"biases": {"regex": "bias"}})
+    assert names(groups) == [["norm.bias", "proj.bias"], ["norm.weight", "proj.weight"]]
+    with pytest.raises(ValueError, match="nothing to optimize"):
+        build_parameter_groups(model.requires_grad_(False).named_parameters(), {})
+
+
+def test_groups_that_take_nothing_are_reported(caplog: pytest.LogCaptureFixture) -> None:
+    groups = groups_of({"all": {"regex": "."}, "typo": {"regex": "biass"}, "late": {"regex": "bias"}})
+    assert len(groups) == 1
+    assert caplog.messages == [
+        "Optimizer group 'typo' is not used: its regex 'biass' matches no trainable parameter.",
+        "Optimizer group 'late' is not used: its regex 'bias' matches only parameters that earlier groups took.",
+    ]
+
+
+def test_the_assignment_can_be_shown(caplog: pytest.LogCaptureFixture) -> None:
+    with caplog.at_level(logging.INFO):
+        groups_of({"biases": {"regex": "bias", "config": {"lr": 0.5}}}, debug=True)
+    assert caplog.messages == [
+        "Optimizer group biases: 2 parameters, {'lr': 0.5}\n    norm.bias (3,)\n    proj.bias (2,)",
+        "Optimizer group (rest): 3 parameters, default options\n    embed.weight (4, 3)\n    norm.weight (3,)"
+        "\n    proj.weight (2, 3)",
+    ]
+
+
+def test_groups_are_gathered_by_factory() -> None:
+    group_map: OptimGroupMap = {
+        "embed": {"regex": "embed", "factory": make_sgd, "config": {"lr": 0.5}},
+        "norm": {"regex": "norm"},
+        "biases": {"regex": "bias", "factory": make_sgd},
+    }
+    buckets = build_optimizer_buckets(make_model().named_parameters(), group_map, make_adamw)
+    assert [(factory, names(groups)) for factory, groups in buckets] == [
+        (make_sgd, [["embed.weight"], ["proj.bias"]]),
+        (make_adamw, [["norm.weight", "norm.bias"], ["proj.weight"]]),
+    ]
+
+
+def test_one_factory_makes_one_plain_optimizer() -> None:
+    optimizer = make_grouped_optimizer(make_model().named_parameters(), {"norm": {"regex": "norm"}}, make_adamw)
+    assert isinstance(optimizer, AdamW) and len(optimizer.param_groups) == 2
+
+
+def test_several_factories_make_a_multiopt() -> None:
+    group_map: OptimGroupMap = {"embed": {"regex": "embed", "factory": make_sgd, "config": {"lr": 0.5}}}
+    optimizer = make_grouped_optimizer(make_model().named_parameters(), group_map, make_adamw)
+    assert isinstance(optimizer, Multiopt)
+    assert [type(part) for part in optimizer.optimizers] == [SGD, AdamW]
+    assert [group["lr"] for group in optimizer.param_groups] == [0.5, 0.01]
+
+
+@pytest.mark.parametrize(
+    ("group_map", "message"),
+    [
+        ({"a": {"regex": "("}}, r"'a': '\(' is not a regular expression"),
+        ({"a": {"regex": "x", "lr": 1.0}}, r"'a' has \['lr'\].*\"config\""),
+        ({"a": {}, "b": {"config": {"lr": 1.0}}}, "'a', 'b' have no regex"),
+    ],
+)
+def test_maps_that_cannot_be_meant_are_refused(group_map: OptimGroupMap, message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        groups_of(group_map)
