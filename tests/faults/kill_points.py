@@ -277,8 +277,12 @@ def main(world_size: str, replacement: str, directory: str, report_path: str) ->
 def points_of_replacement(points: Sequence[KillPoint]) -> list[KillPoint]:
     """From the last manifest on, of the rank that commits."""
     of_committer = [point for point in points if point.rank == 0]
-    last = max(number for number, point in enumerate(of_committer) if "checkpoint_manifest.json" in point.operation)
-    return of_committer[last - 4 :]
+    manifests = [
+        number
+        for number, point in enumerate(of_committer)
+        if point.operation.startswith("create") and "checkpoint_manifest.json" in point.operation
+    ]
+    return of_committer[manifests[-1] :]
 
 
 if __name__ == "__main__":

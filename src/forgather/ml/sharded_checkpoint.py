@@ -236,8 +236,8 @@ def locate_weights(model_dir: str, sharing: SharingMetadataT | None = None) -> W
     if os.path.exists(single):
         if os.path.basename(single) in records:
             verify_file(model_dir, records[os.path.basename(single)])
-        names = _tensors_of_bin(single)
-        return WeightLocation(model_dir, dict.fromkeys(names, os.path.basename(single)), sharing or [], records)
+        tensors = _tensors_of_bin(single)
+        return WeightLocation(model_dir, dict.fromkeys(tensors, os.path.basename(single)), sharing or [], records)
     raise CheckpointLoadError(f"There are no weight files in {model_dir} (model*.safetensors or pytorch_model*.bin).")
 
 

@@ -1,1 +1,54 @@
-"""Trainers, and the checkpoint coordinator and manager that serve them."""
+"""Trainers, and the checkpoint coordinator and manager that serve them.
+
+The names below are imported when they are first used, so that a program pays only for what it needs.
+"""
+
+from importlib import import_module
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from forgather.ml.trainer.base_trainer import BaseTrainer, BaseTrainingArguments
+    from forgather.ml.trainer.checkpoint_types import SharingPattern, StateComponent
+    from forgather.ml.trainer.trainer import MinimalTrainingArguments, Trainer, TrainerState, TrainingArguments
+    from forgather.ml.trainer.trainer_types import (
+        IntervalStrategy,
+        TrainerCallback,
+        TrainerControl,
+        TrainOutput,
+    )
+
+_HOMES = {
+    "BaseTrainer": "base_trainer",
+    "BaseTrainingArguments": "base_trainer",
+    "IntervalStrategy": "trainer_types",
+    "MinimalTrainingArguments": "trainer",
+    "SharingPattern": "checkpoint_types",
+    "StateComponent": "checkpoint_types",
+    "TrainOutput": "trainer_types",
+    "Trainer": "trainer",
+    "TrainerCallback": "trainer_types",
+    "TrainerControl": "trainer_types",
+    "TrainerState": "trainer",
+    "TrainingArguments": "trainer",
+}
+
+__all__ = [
+    "BaseTrainer",
+    "BaseTrainingArguments",
+    "IntervalStrategy",
+    "MinimalTrainingArguments",
+    "SharingPattern",
+    "StateComponent",
+    "TrainOutput",
+    "Trainer",
+    "TrainerCallback",
+    "TrainerControl",
+    "TrainerState",
+    "TrainingArguments",
+]
+
+
+def __getattr__(name: str) -> Any:
+    if name not in _HOMES:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    return getattr(import_module(f"{__name__}.{_HOMES[name]}"), name)

@@ -2,6 +2,8 @@
 
 import dataclasses
 import difflib
+import json
+import numbers
 import os
 import types
 import typing
@@ -9,9 +11,28 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, TypeVar
 
+import torch
+
+from forgather.ml.checkpoint.retention import default_greater_is_better
+from forgather.ml.construct import torch_dtype
 from forgather.ml.trainer.trainer_types import IntervalStrategy
 
 ArgumentsT = TypeVar("ArgumentsT", bound="MinimalTrainingArguments")
+BaseArgumentsT = TypeVar("BaseArgumentsT", bound="BaseTrainingArguments")
+
+_SCHEDULES = (
+    "linear",
+    "cosine",
+    "cosine_with_restarts",
+    "polynomial",
+    "constant",
+    "constant_with_warmup",
+    "inverse_sqrt",
+    "cosine_with_min_lr",
+    "cosine_warmup_with_min_lr",
+    "warmup_stable_decay",
+)
+"""Those of `transformers` that need no metric; importing it only to ask would take seconds."""
 
 
 @dataclass(kw_only=True)
@@ -21,6 +42,8 @@ class MinimalTrainingArguments:
     output_dir: str = "tmp_trainer"
     logging_dir: str | None = None
     """None: `<output_dir>/runs/<time>_<host>`."""
+    run_name: str | None = None
+    """The name by which services such as Weights & Biases list the run."""
     per_device_train_batch_size: int = 16
     per_device_eval_batch_size: int = 16
     num_train_epochs: float = 1
@@ -76,15 +99,21 @@ class MinimalTrainingArguments:
     gradient_checkpointing: bool = False
 
     def __post_init__(self) -> None:
-        self.output_dir = os.fspath(self.output_dir)
+        for name in ("output_dir", "logging_dir", "resume_from_checkpoint"):
+            if isinstance(getattr(self, name), os.PathLike):
+                setattr(self, name, os.fspath(getattr(self, name)))
+        if isinstance(self.device, torch.device):
+            self.device = str(self.device)
         for name in ("eval_strategy", "logging_strategy", "save_strategy"):
             self._check_strategy(name)
+        self._check_types()
         for name in ("per_device_train_batch_size", "per_device_eval_batch_size", "gradient_accumulation_steps"):
             self._require(name, 1)
         for name in ("eval_steps", "logging_steps", "save_steps", "epoch_train_steps"):
             self._require(name, 1)
-        for name in ("dataloader_num_workers", "eval_delay", "warmup_steps"):
+        for name in ("dataloader_num_workers", "eval_delay", "warmup_steps", "learning_rate", "weight_decay"):
             self._require(name, 0)
+        self._choose("lr_scheduler_type", _SCHEDULES)
         if self.max_grad_norm is not None:
             self._require("max_grad_norm", 0)
         if self.dataloader_num_workers == 0 and self.dataloader_prefetch_factor is not None:
@@ -100,6 +129,19 @@ class MinimalTrainingArguments:
     def to_dict(self) -> dict[str, Any]:
         return dataclasses.asdict(self)
 
+    def to_json_string(self) -> str:
+        """As JSON text, which Hugging Face callbacks write into their logs."""
+        return json.dumps(self.to_dict(), indent=2, default=str)
+
+    def to_sanitized_dict(self) -> dict[str, Any]:
+        """With numbers and text only, which loggers of hyperparameters accept."""
+        kept = (bool, int, float, str)
+        return {name: value if isinstance(value, kept) else str(value) for name, value in self.to_dict().items()}
+
+    def _check_types(self) -> None:
+        for name, hint in _type_hints(type(self)).items():
+            setattr(self, name, _converted(name, getattr(self, name), hint))
+
     def _check_strategy(self, name: str) -> None:
         value = getattr(self, name)
         try:
@@ -111,6 +153,14 @@ class MinimalTrainingArguments:
         value = getattr(self, name)
         if isinstance(value, bool) or not isinstance(value, (int, float)) or value < least:
             raise ValueError(f"{name}={value!r} cannot be used: it must be a number of {least} or more.")
+
+    def _check_dtype(self, name: str) -> None:
+        try:
+            dtype = torch_dtype(getattr(self, name))
+        except ValueError as error:
+            raise ValueError(f"{name}={getattr(self, name)!r} cannot be used: {error}") from None
+        if not dtype.is_floating_point:
+            raise ValueError(f"{name}={getattr(self, name)!r} cannot be used: weights need a floating point dtype.")
 
     def _choose(self, name: str, choices: Sequence[Any]) -> None:
         if getattr(self, name) not in choices:
@@ -143,8 +193,12 @@ class BaseTrainingArguments(MinimalTrainingArguments):
     qat_recipe: str | None = None
 
     def __post_init__(self) -> None:
+        if isinstance(self.default_dtype, torch.dtype):
+            self.default_dtype = str(self.default_dtype)
         super().__post_init__()
         self._follow_aliases()
+        if self.default_dtype is not None:
+            self._check_dtype("default_dtype")
         self._choose("mixed_precision", [None, "no", "bf16", "fp16"])
         self._choose("float32_matmul_precision", [None, "highest", "high", "medium"])
         self._require("preserve_n_best", 1)
@@ -160,6 +214,15 @@ class BaseTrainingArguments(MinimalTrainingArguments):
             self.best_model_metric = self.metric_for_best_model
         if self.best_model_greater_is_better is None:
             self.best_model_greater_is_better = self.greater_is_better
+
+    def under_both_names(self: BaseArgumentsT) -> BaseArgumentsT:
+        """A copy in which the two settings have their values under the names of `transformers` too, for its callbacks."""
+        both = self.copy()
+        both.metric_for_best_model = self.best_model_metric
+        both.greater_is_better = self.best_model_greater_is_better
+        if both.greater_is_better is None:
+            both.greater_is_better = default_greater_is_better(self.best_model_metric)
+        return both
 
 
 @dataclass(kw_only=True)
@@ -222,25 +285,30 @@ def arguments_from(cls: type[ArgumentsT], given: "ArgumentsT | Mapping[str, Any]
         return cls(**{name: value for name, value in given.to_dict().items() if name in known})
     if not isinstance(given, Mapping):
         raise ValueError(f"args must be {cls.__name__} or a dict of its fields, not {type(given).__name__}.")
-    hints = typing.get_type_hints(cls)
-    known_names = [field.name for field in dataclasses.fields(cls)]
+    known_names = list(_type_hints(cls))
     for name in given:
         if name not in known_names:
             nearest = difflib.get_close_matches(str(name), known_names, n=1)
             hint = f" Did you mean {nearest[0]!r}?" if nearest else ""
             raise ValueError(f"{cls.__name__} has no argument {name!r}.{hint}")
-    return cls(**{name: _converted(name, value, hints[name]) for name, value in given.items()})
+    return cls(**given)
+
+
+def _type_hints(cls: type) -> dict[str, Any]:
+    """Field names and their types, in the order of the fields."""
+    hints = typing.get_type_hints(cls)
+    return {field.name: hints[field.name] for field in dataclasses.fields(cls)}
 
 
 def _converted(name: str, value: Any, hint: Any) -> Any:
     """Turn text and numbers into the type of the field, and dicts into nested dataclasses."""
     options = typing.get_args(hint) if isinstance(hint, types.UnionType) else (hint,)
-    if value is None or any(_is_a(value, option) for option in options):
+    if any(_is_a(value, option) for option in options):
         return value
     for option in options:
         if dataclasses.is_dataclass(option) and isinstance(option, type) and isinstance(value, Mapping):
             return option(**value)
-        if option in (int, float) and isinstance(value, (int, float, str)) and not isinstance(value, bool):
+        if option in (int, float) and isinstance(value, (numbers.Real, str)) and not isinstance(value, bool):
             try:
                 number = option(value)
             except ValueError:
@@ -257,6 +325,8 @@ def _is_a(value: Any, option: Any) -> bool:
     origin = typing.get_origin(option) or option
     if origin is Any:
         return True
-    if isinstance(value, bool):
-        return origin is bool
+    # A bool is an int and a text a sequence to Python, but nobody means that here.
+    for special in (bool, str):
+        if isinstance(value, special):
+            return bool(origin is special)
     return isinstance(origin, type) and isinstance(value, origin)

@@ -56,6 +56,8 @@ class BaseTrainer(ABC):
                 f"{type(self).__name__} needs a model, or model_init: a function without arguments that builds one."
             )
         self.args: Any = arguments_from(self.arguments_class, args)
+        if isinstance(self.args, BaseTrainingArguments):
+            self.args = self.args.under_both_names()
         self.model = model
         self.model_init = model_init
         self.data_collator = data_collator

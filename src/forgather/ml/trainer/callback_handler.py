@@ -55,11 +55,30 @@ class CallbackHandler:
     def _of(self, event: str) -> list[tuple[str, Callable[..., Any]]]:
         if event not in self._handlers:
             self._handlers[event] = [
-                (str(getattr(callback, "name", type(callback).__name__)), getattr(callback, event))
+                (str(getattr(callback, "name", type(callback).__name__)), _handler(callback, event))
                 for callback in self.callbacks
                 if hasattr(callback, event)
             ]
         return self._handlers[event]
+
+
+def _handler(callback: Any, event: str) -> Callable[..., Any]:
+    handler: Callable[..., Any] = getattr(callback, event)
+    if event != "on_evaluate" or not _is_from_transformers(callback):
+        return handler
+
+    def log_and_evaluate(metrics: dict[str, Any], **context: Any) -> Any:
+        # The trainer of transformers logs evaluations as well: loggers written for it look nowhere else.
+        callback.on_log(logs={**metrics, "epoch": context["state"].epoch}, **context)
+        return handler(metrics=metrics, **context)
+
+    return log_and_evaluate
+
+
+def _is_from_transformers(callback: Any) -> bool:
+    """Told by the names of its base classes, since importing transformers to ask takes seconds."""
+    names = {(base.__module__, base.__name__) for base in type(callback).__mro__}
+    return ("transformers.trainer_callback", "TrainerCallback") in names
 
 
 def _adopt(control: TrainerControl, wishes: Any) -> None:

@@ -34,7 +34,7 @@ class CheckpointMetadata:
     @classmethod
     def states_of(cls, callbacks: Iterable[Any]) -> dict[str, Any]:
         """The states of those callbacks that have any, in the form that is stored."""
-        return {name: _storable(name, callback.state_dict()) for name, callback in _stateful(callbacks)}
+        return {name: _storable(name, _state_of(callback)) for name, callback in _stateful(callbacks)}
 
     @classmethod
     def read(cls, checkpoint_path: str) -> "CheckpointMetadata":
@@ -62,7 +62,7 @@ class CheckpointMetadata:
         for name, callback in _stateful(callbacks):
             state = self.callbacks.get(name, {}).get(str(rank))
             if state is not None:
-                callback.load_state_dict(decode_state(state))
+                _give_back(callback, decode_state(state))
 
     def to_bytes(self) -> bytes:
         data = {
@@ -77,7 +77,7 @@ def _stateful(callbacks: Iterable[Any]) -> list[tuple[str, Any]]:
     """Callbacks with state, under their names; the second of a name is told apart by a number."""
     named: dict[str, Any] = {}
     for callback in callbacks:
-        if hasattr(callback, "state_dict") and hasattr(callback, "load_state_dict"):
+        if _has_own_state(callback) or _is_exportable(callback):
             base = str(getattr(callback, "name", type(callback).__name__))
             name, number = base, 1
             while name in named:
@@ -85,6 +85,28 @@ def _stateful(callbacks: Iterable[Any]) -> list[tuple[str, Any]]:
                 name = f"{base}#{number}"
             named[name] = callback
     return list(named.items())
+
+
+def _has_own_state(callback: Any) -> bool:
+    return hasattr(callback, "state_dict") and hasattr(callback, "load_state_dict")
+
+
+def _is_exportable(callback: Any) -> bool:
+    """Whether it keeps its state as callbacks of transformers do (`ExportableState`)."""
+    return callable(getattr(callback, "state", None)) and hasattr(callback, "from_state")
+
+
+def _state_of(callback: Any) -> Any:
+    # Of an exportable state the attributes only: its "args" are settings, and the user's present ones count.
+    return callback.state_dict() if _has_own_state(callback) else callback.state()["attributes"]
+
+
+def _give_back(callback: Any, state: Any) -> None:
+    if _has_own_state(callback):
+        callback.load_state_dict(state)
+        return
+    for name, value in state.items():
+        setattr(callback, name, value)
 
 
 def _storable(name: str, state: Any) -> Any:

@@ -163,7 +163,10 @@ class _EpochLoader:
         self._end_workers()
 
     def _end_workers(self) -> None:
-        self._leave_iterator()
+        # a loader that is its own iterator is not ours to end
+        if self._iterator is not self._loader:
+            _shut_down(self._iterator)
+        self._iterator = None
         if isinstance(self._loader, DataLoader):
             _shut_down(self._loader._iterator)
             # torch would wait for ever for the workers of this iterator
@@ -174,13 +177,7 @@ class _EpochLoader:
         if getattr(self._loader, "persistent_workers", False):
             self._iterator = None
         else:
-            self._leave_iterator()
-
-    def _leave_iterator(self) -> None:
-        # a loader that is its own iterator is not ours to end
-        if self._iterator is not self._loader:
-            _shut_down(self._iterator)
-        self._iterator = None
+            self._end_workers()
 
     def _finish(self) -> None:
         self._finished = True
@@ -365,12 +362,14 @@ class _StatefulLoader(_WrappingLoader):
             self._idle_state = self._state_to_load = self._loader.state_dict()
 
     def _open(self) -> Iterator[Any]:
-        state, self._state_to_load = self._state_to_load, None
         if self._idle_state is None:
             self._generators_at_start = host_generators()
-        if state is None:
-            return iter(self._loader)
-        self._loader.load_state_dict(state)
+        iterator = iter(self._loader) if self._state_to_load is None else self._open_restored()
+        self._state_to_load = None
+        return iterator
+
+    def _open_restored(self) -> Iterator[Any]:
+        self._loader.load_state_dict(self._state_to_load)
         if self._idle_state is None:
             return self._open_after_the_end()
         with generators_apart(self._generators_at_start), _explaining_an_early_end():
@@ -392,7 +391,10 @@ class _StatefulLoader(_WrappingLoader):
 
 
 class _StreamLoader(_StatefulLoader):
-    """An iterable dataset, batched by torchdata."""
+    """An iterable dataset, batched by torchdata.
+
+    When an epoch is cut short in the main process, a dataset that keeps its position goes on from there in the next.
+    """
 
     def __init__(self, stream: SeededStream, batch_size: int, drop_last: bool, options: dict[str, Any]) -> None:
         # imported when needed: it takes as long as the rest of this module
@@ -430,6 +432,13 @@ class _StreamLoader(_StatefulLoader):
     def _open(self) -> Iterator[Any]:
         self._loader.generator.manual_seed(stable_seed(self._stream.seed, self._epoch))
         return super()._open()
+
+    def _pause(self) -> None:
+        if self._finished:
+            super()._pause()
+        else:
+            # in the middle of an epoch, a worker's copy of a dataset with state would go on from where it was left
+            self._end_workers()
 
     def _finish(self) -> None:
         super()._finish()

@@ -29,7 +29,7 @@ class EvaluatingTrainer(SavingTrainer):
         """The token-weighted loss over the evaluation set, and how long it took."""
         dataset = self.eval_dataset if eval_dataset is None else eval_dataset
         if dataset is None:
-            raise ValueError("evaluate() needs an eval_dataset, here or when the trainer is made.")
+            raise _no_dataset_error()
         self._prepare_evaluation()
         metrics = self._evaluate_on(dataset)
         self._dispatch("on_evaluate", metrics=metrics)
@@ -37,7 +37,10 @@ class EvaluatingTrainer(SavingTrainer):
 
     def _evaluate_on(self, dataset: BaseDataset) -> dict[str, Any]:
         started = time.perf_counter()
-        self.eval_dataloader = self._init_eval_dataloader(dataset)
+        if dataset is None:
+            raise _no_dataset_error()
+        if dataset is not self._dataset_of_loader:
+            self._dataset_of_loader, self.eval_dataloader = dataset, self._init_eval_dataloader(dataset)
         self._update_context()
         with undisturbed_random_numbers(), set_train(self._forward_model, False), torch.no_grad():
             sums = self._eval_loop(self.eval_dataloader)
@@ -93,8 +96,13 @@ class EvaluatingTrainer(SavingTrainer):
         self._evaluation_is_pending = False
         self.state.log_history.append({**metrics, "epoch": self.state.epoch, "step": self.state.global_step})
         self._dispatch("on_evaluate", metrics=metrics)
+        self._note_best(metrics)
         self._speed.pause(time.perf_counter() - started)
         maybe_cleanup_memory(self.args.gc_threshold)
+
+
+def _no_dataset_error() -> ValueError:
+    return ValueError("An evaluation needs an eval_dataset: give one to evaluate(), or to the trainer when it is made.")
 
 
 def _length(dataset: Any) -> int | None:

@@ -22,6 +22,7 @@ from forgather.ml.distributed import (
 from forgather.ml.trainer.amp import AMPContext
 from forgather.ml.trainer.base_trainer import BaseTrainer
 from forgather.ml.trainer.checkpoint_manager import CheckpointConfig, CheckpointManager
+from forgather.ml.trainer.checkpoint_types import select_components
 from forgather.ml.trainer.data_loading import build_eval_loader, build_train_loader
 from forgather.ml.trainer.model_construction import build_model
 from forgather.ml.trainer.model_loss import ModelLoss
@@ -74,6 +75,7 @@ class PreparedTrainer(BaseTrainer):
             base_kwargs.setdefault("compute_loss_func", loss_fn)
         super().__init__(args, **base_kwargs)
         self._refuse_what_is_not_here_yet(fused_loss_factory)
+        self._require_eval_dataset()
         self.distributed_env = distributed_env
         self.optimizer: Any = optimizer
         self.lr_scheduler: Any = lr_scheduler
@@ -85,6 +87,7 @@ class PreparedTrainer(BaseTrainer):
         self._optimizer_groups = optimizer_groups
         self.train_dataloader: Any = None
         self.eval_dataloader: Any = None
+        self._dataset_of_loader: Any = None
         self.checkpoint_manager: CheckpointManager | None = None
         self._forward_model: Any = None
         self._resume: bool | str = False
@@ -97,6 +100,15 @@ class PreparedTrainer(BaseTrainer):
             asked.append("fused_loss_factory")
         if asked:
             raise ValueError(f"{', '.join(asked)}: not available in this version of forgather.")
+
+    def _require_eval_dataset(self) -> None:
+        asked = {"eval_strategy": self.args.eval_strategy != "no", "eval_on_save": self.args.eval_on_save}
+        for name, needs_dataset in asked.items():
+            if needs_dataset and self.eval_dataset is None:
+                raise ValueError(
+                    f"{name}={getattr(self.args, name)!r} asks for evaluations, but there is no eval_dataset. Give one to the "
+                    "trainer, or turn the evaluations off."
+                )
 
     # --- the order of things
 
@@ -265,6 +277,10 @@ class PreparedTrainer(BaseTrainer):
             skip_checkpoint_components=self.args.skip_checkpoint_components,
             on_save_error=self.args.on_save_error,
         )
+        # Now rather than at the first save: an unknown name must not end a run that has trained for hours.
+        components = self.get_state_components()
+        select_components(components, self.args.checkpoint_components)
+        select_components(components, self.args.skip_checkpoint_components, "skip_checkpoint_components")
 
     def _restore(self) -> None:
         """Load what was resolved; a damaged checkpoint gives way to an older one only if none was named."""

@@ -50,6 +50,7 @@ class ReportingTrainer(PreparedTrainer):
         self._evaluated_step = -1
         self._eval_metrics: dict[str, Any] | None = None
         self._evaluation_is_pending = False
+        self._best_step = -1
         self._saved_step = -1
         self._saved_path = ""
         self._resumed_in_epoch = False
@@ -81,20 +82,13 @@ class ReportingTrainer(PreparedTrainer):
         if self._interval.num_steps == 0:
             return
         self.amp.log_scale_drop()
-        totals = self._interval.totals()
-        self._interval.reset()
-        loss_sum, targets = self._distributed_loss(totals["loss_sum"], totals["targets"])
-        tokens = int(self._distributed_tokens(totals["tokens"]))
-        samples = int(self._distributed_tokens(totals["samples"]))
-        self._totals.add(loss_sum, targets, tokens, samples)
-        self.state.num_input_tokens_seen = self._totals.tokens
-        self.state.total_flos = self._totals.tokens * self._flops_per_token
+        sums = self._close_interval()
         logs = {
             "epoch": self.state.epoch,
-            "loss": loss_sum / targets if targets else 0.0,
-            "grad_norm": root_mean_square(totals["norms"]),
-            "max_grad_norm": max(totals["norms"], default=None),
-            "tokens": tokens,
+            "loss": sums["loss_sum"] / sums["targets"] if sums["targets"] else 0.0,
+            "grad_norm": root_mean_square(sums["norms"]),
+            "max_grad_norm": max(sums["norms"], default=None),
+            "tokens": sums["tokens"],
             "total_tokens": self._totals.tokens,
             "total_flos": self.state.total_flos,
             "learning_rate": self.lr_scheduler.get_last_lr()[0],
@@ -105,8 +99,22 @@ class ReportingTrainer(PreparedTrainer):
         self._dispatch("on_log_step", logs=logs)
         self.log(logs)
 
+    def _close_interval(self) -> dict[str, Any]:
+        """The sums over all ranks since the last log, which from now on are part of the run's totals."""
+        sums = self._interval.totals()
+        self._interval.reset()
+        sums["loss_sum"], sums["targets"] = self._distributed_loss(sums["loss_sum"], sums["targets"])
+        for name in ("tokens", "samples"):
+            sums[name] = int(self._distributed_tokens(sums[name]))
+        self._totals.add(sums["loss_sum"], sums["targets"], sums["tokens"], sums["samples"])
+        self.state.num_input_tokens_seen = self._totals.tokens
+        self.state.total_flos = self._totals.tokens * self._flops_per_token
+        return sums
+
     def _final_metrics(self) -> dict[str, Any]:
         """The record of the whole run; rates count the timed steps of this process only."""
+        # Without logging there is an interval left that is as long as the run.
+        self._close_interval()
         speed, ranks = self._speed, self._num_data_parallel_ranks()
         batch_size = self.args.per_device_train_batch_size * self.args.gradient_accumulation_steps * ranks
         return {

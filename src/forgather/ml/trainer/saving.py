@@ -67,7 +67,8 @@ class SavingTrainer(ReportingTrainer):
         started = time.perf_counter()
         metrics = self._eval_metrics if self._evaluated_step == step else None
         assert self.checkpoint_manager is not None
-        self._note_best(metrics)
+        if self._best_step == step:
+            self.state.best_model_checkpoint = checkpoint_path(self.args.output_dir, step)
         self.checkpoint_manager.set_eval_metrics(metrics)
         path = self.checkpoint_manager.save_checkpoint(checkpoint_id=step)
         if path:
@@ -77,14 +78,11 @@ class SavingTrainer(ReportingTrainer):
         self._speed.pause(time.perf_counter() - started)
         return path
 
-    def _note_best(self, metrics: Mapping[str, Any] | None) -> bool:
-        if metrics is None:
-            return False
+    def _note_best(self, metrics: Mapping[str, Any]) -> None:
+        """Remember whether this evaluation is the best yet; its checkpoint is, if the step is saved."""
         args = self.args
-        is_best = note_best_metric(self.state, metrics, args.best_model_metric, args.best_model_greater_is_better)
-        if is_best:
-            self.state.best_model_checkpoint = checkpoint_path(args.output_dir, self.state.global_step)
-        return is_best
+        if note_best_metric(self.state, metrics, args.best_model_metric, args.best_model_greater_is_better):
+            self._best_step = self.state.global_step
 
     def _preserve_best(self, path: str, metrics: Mapping[str, Any] | None) -> None:
         args = self.args

@@ -58,6 +58,7 @@ class Trainer(EvaluatingTrainer):
             run.enter_context(set_train(self._forward_model, True))
             self._dispatch("on_train_begin")
             self._finish_interrupted_evaluation()
+            self._finish_interrupted_epoch()
             while self._has_more_epochs():
                 self._train_epoch()
             return self._finish()
@@ -106,13 +107,15 @@ class Trainer(EvaluatingTrainer):
         self._interval.add(loss, window.total, grad_norm, tokens, samples)
         self._speed.step(tokens, samples)
         state.global_step += 1
-        state.epoch = state.raw_epoch + (state.global_step - state.epoch_start_step) / state.epoch_train_steps
+        # An epoch that turns out longer than was assumed must not reach into the next one.
+        share = min((state.global_step - state.epoch_start_step) / state.epoch_train_steps, 1.0)
+        state.epoch = state.raw_epoch + share
         self._dispatch("on_train_metrics", loss=loss, grad_norm=grad_norm, tokens=tokens)
 
     def _after_step(self) -> None:
         """Log, evaluate and save where that is due; the cadence depends on the global step alone."""
         self._dispatch("on_step_end")
-        if self.control.should_log or self._is_due(self._log_when):
+        if self.control.should_log or self._log_is_due():
             self._log_interval()
         if self.control.should_evaluate or self._evaluate_when.due(self.state.global_step):
             self._evaluate_while_training()
@@ -147,6 +150,9 @@ class Trainer(EvaluatingTrainer):
 
     # --- when
 
+    def _log_is_due(self) -> bool:
+        return self._is_due(self._log_when) or (self.args.logging_first_step and self.state.global_step == 1)
+
     def _is_due(self, when: PeriodicFunction) -> bool:
         """By the step, or because there is no later one; what goes by epochs is due at their ends."""
         by_steps = when.strategy is IntervalStrategy.STEPS
@@ -174,7 +180,8 @@ class Trainer(EvaluatingTrainer):
         if state.global_step == state.epoch_start_step and not self._resumed_in_epoch:
             raise RuntimeError(
                 f"Epoch {state.raw_epoch} of the training data had no batch at all, so training cannot go on. Check the "
-                "dataset, per_device_train_batch_size and dataloader_drop_last."
+                "dataset, per_device_train_batch_size and dataloader_drop_last, which drops incomplete batches and windows of "
+                f"fewer than gradient_accumulation_steps={self.args.gradient_accumulation_steps} batches."
             )
         self._resumed_in_epoch = False
         state.raw_epoch += 1
@@ -197,13 +204,18 @@ class Trainer(EvaluatingTrainer):
             self._evaluate_while_training()
             self._heed_stop_request()
 
+    def _finish_interrupted_epoch(self) -> None:
+        """A checkpoint of the last step may be older than the evaluation that goes with the end of its epoch."""
+        if self._is_last_step() and self.state.global_step > self.state.epoch_start_step:
+            self._end_epoch()
+
     # --- data
 
     def _windows(self) -> Iterator[Window]:
         """The rest of the epoch in windows of `gradient_accumulation_steps` micro-batches, the last maybe shorter."""
         batches: list[Mapping[str, Any]] = []
         iterator = iter(self.train_dataloader)
-        if self._resumed_in_epoch:
+        if self._resumed_in_epoch and self.rng.has_loaded:
             # Last of all: making iterators may have drawn random numbers that the straight run drew long ago.
             self.rng.restore()
         for batch in iterator:

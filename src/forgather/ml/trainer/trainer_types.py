@@ -65,6 +65,8 @@ class TrainerState:
     num_input_tokens_seen: int = 0
     total_flos: float = 0.0
     is_hyper_param_search: bool = False
+    trial_name: str | None = None
+    trial_params: dict[str, Any] | None = None
     stateful_callbacks: list[Any] = field(default_factory=list)
     epoch_start_step: int = 0
     raw_epoch: int = 0

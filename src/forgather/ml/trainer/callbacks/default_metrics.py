@@ -30,12 +30,18 @@ class DefaultMetrics(TrainerCallback):
         self._mark = 0.0
         self._seconds = 0.0
         self._num_timed_steps = 0
+        self._is_paused = False
 
     def on_train_begin(self, args: Any, state: TrainerState, **kwargs: Any) -> None:
         self._steps_to_skip = getattr(args, "speed_metrics_start_step", 0)
         if self._last_log_step is None or self._last_log_step > state.global_step:
             self._last_log_step = state.global_step
         self._start_interval(time.perf_counter())
+
+    def on_step_begin(self, **kwargs: Any) -> None:
+        if self._is_paused:
+            self._is_paused = False
+            self._mark = time.perf_counter()
 
     def on_step_end(self, **kwargs: Any) -> None:
         now = time.perf_counter()
@@ -47,16 +53,17 @@ class DefaultMetrics(TrainerCallback):
         self._mark = now
 
     def on_evaluate(self, **kwargs: Any) -> None:
-        self._mark = time.perf_counter()
+        # until the next step begins: callbacks that are told after this one may generate samples
+        self._is_paused = True
 
     def on_save(self, **kwargs: Any) -> None:
-        self._mark = time.perf_counter()
+        self._is_paused = True
 
     def on_log_step(self, state: TrainerState, logs: dict[str, Any], model: nn.Module, **kwargs: Any) -> None:
         now = time.perf_counter()
         if self._num_timed_steps:
             # reading the loss has waited for the device to finish the steps that were only queued until now
-            self._seconds += now - self._mark
+            self._seconds += 0.0 if self._is_paused else now - self._mark
             self._add_speed(state, logs, model)
         self._last_log_step = state.global_step
         self._start_interval(now)

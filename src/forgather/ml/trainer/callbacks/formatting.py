@@ -22,12 +22,3 @@ def format_duration(seconds: float) -> str:
     if hours:
         return f"{hour}:{minute:02d}:{second:02d}"
     return f"{minute}:{second:02d}"
-
-
-def format_bytes(num_bytes: float) -> str:
-    """In binary units: 512 B, 1.5 GiB."""
-    for unit in ("B", "KiB", "MiB", "GiB"):
-        if num_bytes < 1024:
-            return f"{num_bytes:.0f} {unit}" if unit == "B" else f"{num_bytes:.1f} {unit}"
-        num_bytes /= 1024
-    return f"{num_bytes:.1f} TiB"

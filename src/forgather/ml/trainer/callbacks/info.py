@@ -88,10 +88,9 @@ def describe_start(state: TrainerState) -> str:
 
 def num_data_parallel_ranks(state: TrainerState, trainer: Any) -> int:
     """How many ranks train on different data; stages of a pipeline do not count."""
-    if hasattr(trainer, "num_data_parallel_ranks"):
-        return int(trainer.num_data_parallel_ranks)
-    is_pipeline = hasattr(trainer, "_is_pipeline_parallel") and trainer._is_pipeline_parallel()
-    return 1 if is_pipeline else getattr(state, "num_processes", 1)
+    if hasattr(trainer, "_num_data_parallel_ranks"):
+        return int(trainer._num_data_parallel_ranks())
+    return getattr(state, "num_processes", 1)
 
 
 def _device_names(types: list[str]) -> Iterator[str]:

@@ -17,7 +17,7 @@ if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
 _MAX_POINTS = 4000
-_SMOOTHED_SHARE = 0.02
+_SMOOTHED_SHARE = 0.03
 _BLUE, _LIGHT_BLUE, _ORANGE, _GREEN, _PURPLE, _GREY = "#1f5fa8", "#a9c6e8", "#d9661f", "#2f855a", "#6b46a8", "#4a5568"
 
 
@@ -158,9 +158,12 @@ def _style(axes: "Axes", title: str) -> None:
 
 
 def smooth(values: Sequence[float]) -> list[float]:
-    """Mean of the values on both sides, which lags behind on neither; fewer near the ends, where one side is short."""
+    """Mean of the values on both sides, which lags behind on neither; fewer near the ends, where one side is short.
+
+    Curves of a few points stay as they are.
+    """
     num_values = len(values)
-    width = max(2, round(_SMOOTHED_SHARE * num_values))
+    width = round(_SMOOTHED_SHARE * num_values)
     smoothed = []
     for position in range(num_values):
         reach = min(width, position, num_values - 1 - position)

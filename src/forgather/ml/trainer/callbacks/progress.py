@@ -83,6 +83,7 @@ class ProgressCallback(TrainerCallback):
         if not state.is_world_process_zero:
             return
         if self._bars is not None:
+            self._bars.end_evaluation()  # one that a stop request interrupted
             self._show_step(state)
         self._stop_bars()
         self._pace = None
@@ -187,7 +188,9 @@ def evaluation_fields(metrics: Mapping[str, Any]) -> list[Field]:
 
 
 def summary_text(state: TrainerState, record: Mapping[str, Any]) -> Text:
-    """One line that ends a run."""
+    """One line that ends a run; without a final record it was interrupted."""
+    if not record:
+        return Text("stopped ", style="bold yellow") + Text(f"at step {state.global_step}", style="bold")
     text = Text("done ", style="bold green") + Text(f"{state.global_step} steps", style="bold")
     if "train_runtime" in record:
         text += Text(f" in {format_duration(float(record['train_runtime']))}")

@@ -1,0 +1,317 @@
+"""What a training step costs beyond its arithmetic: ours beside a bare torch loop and other trainers, in one process.
+
+    python benchmarks/step.py [--sizes nano 1M 10M] [--rounds 60] [--starts 7] [--threads 1] [--markdown FILE]
+
+All loops are alive at once, each in a thread of its own of which exactly one runs, and take turns in blocks of steps, so
+that whatever else the machine does strikes all of them alike. The time to the first step is taken from fresh processes
+that take turns too. A contender whose package is missing is left out. Lightning is no dependency of this project; to
+have it take part without a change to the environment, install it elsewhere, and without its dependencies, which would
+bring another torch:
+
+    pip install --target DIRECTORY --no-deps lightning lightning-utilities pytorch-lightning torchmetrics
+    PYTHONPATH=DIRECTORY python benchmarks/step.py
+"""
+
+import argparse
+import contextlib
+import gc
+import os
+import platform
+import random
+import statistics
+import subprocess
+import sys
+import tempfile
+import threading
+import time
+import warnings
+from collections.abc import Sequence
+from dataclasses import dataclass
+from importlib import metadata
+from pathlib import Path
+
+import torch
+from rich.console import Console
+from rich.table import Table
+from step_contenders import BARE, LOGGING_STEPS, OURS, SIZES, Size, Task, installed, run
+
+_MS = 1e3
+# One arena that never gives memory back: else threads differ in how they get theirs, and steps in when they return it.
+_MALLOC = {
+    "MALLOC_ARENA_MAX": "1",
+    "MALLOC_MMAP_THRESHOLD_": str(2**30),
+    "MALLOC_TRIM_THRESHOLD_": str(2**40),
+    "MALLOC_TOP_PAD_": str(2**26),
+}
+_BLOCK_SECONDS = 0.1
+_WARMUP_STEPS = 5 * LOGGING_STEPS
+
+
+@dataclass(frozen=True)
+class Cost:
+    """Seconds per step, or of a start."""
+
+    wall: float
+    cpu: float
+
+
+class _Stop(BaseException):
+    """Ends a loop from the inside; not an Exception, which loops might handle."""
+
+
+class Runner:
+    """A contender in a thread that stands still except for the steps it is told to take."""
+
+    def __init__(self, name: str, size: Size, directory: str) -> None:
+        self.name = name
+        self._task = Task(size, directory, self._on_batch)
+        self._begin, self._end = threading.Semaphore(0), threading.Semaphore(0)
+        self._num_left = 0
+        self._is_over = False
+        self._error: BaseException | None = None
+        self._started = self._ended = (0.0, 0.0)
+        self._thread = threading.Thread(target=self._work, name=name, daemon=True)
+        self._thread.start()
+        self._wait()
+
+    def take_steps(self, num_steps: int) -> Cost:
+        """What a step costs, over that many."""
+        self._num_left = num_steps
+        self._begin.release()
+        self._wait()
+        wall, cpu = (end - start for start, end in zip(self._started, self._ended, strict=True))
+        return Cost(wall / num_steps, cpu / num_steps)
+
+    def close(self) -> None:
+        self._is_over = True
+        self._begin.release()
+        self._thread.join()
+
+    def _wait(self) -> None:
+        self._end.acquire()
+        if self._error is not None:
+            raise RuntimeError(f"{self.name} failed") from self._error
+
+    def _work(self) -> None:
+        try:
+            run(self.name, self._task)
+        except _Stop:
+            pass
+        except BaseException as error:  # noqa: BLE001 - handed to the thread that waits, which raises it
+            self._error = error
+            self._end.release()
+
+    def _on_batch(self) -> None:
+        if self._num_left > 0:
+            self._num_left -= 1
+            return
+        self._ended = _clocks()
+        self._end.release()
+        self._begin.acquire()
+        if self._is_over:
+            raise _Stop
+        # This batch is the first of the block.
+        self._num_left -= 1
+        self._started = _clocks()
+
+
+def _clocks() -> tuple[float, float]:
+    # Only one contender runs, so that the time of the process is its own, including that of threads it may have started.
+    return time.perf_counter(), time.process_time()
+
+
+@dataclass(frozen=True)
+class ResultTable:
+    """A table that can be shown on a terminal and in Markdown."""
+
+    title: str
+    columns: Sequence[str]
+    rows: Sequence[Sequence[str]]
+
+    def as_rich(self) -> Table:
+        table = Table(title=self.title, title_justify="left")
+        for index, column in enumerate(self.columns):
+            table.add_column(column, justify="right" if index else "left", no_wrap=True)
+        for row in self.rows:
+            table.add_row(*row, style="bold" if row[0] == OURS else "")
+        return table
+
+    def as_markdown(self) -> str:
+        lines = [self.columns, ["---"] + ["---:"] * (len(self.columns) - 1), *self.rows]
+        return "\n".join([f"### {self.title}", "", *(f"| {' | '.join(line)} |" for line in lines), ""])
+
+
+def main() -> None:
+    arguments = _parse_arguments()
+    _require_settings(arguments.threads)
+    names = [name for name in installed() if arguments.only is None or name in (BARE, OURS, *arguments.only)]
+    console = Console(width=None if sys.stdout.isatty() else 140)
+    facts = _facts(names, arguments)
+    console.print(*facts, sep="\n", highlight=False, soft_wrap=True)
+    tables = []
+    for size in (size for size in SIZES if size.name in arguments.sizes):
+        tables.append(_measure_size(size, names, arguments.rounds))
+        console.print(tables[-1].as_rich())
+    if arguments.starts > 0:
+        tables.append(_start_table(_measure_starts(names, arguments.starts)))
+        console.print(tables[-1].as_rich())
+    console.print(*_NOTES, sep="\n", highlight=False, soft_wrap=True)
+    if arguments.markdown:
+        text = [*(f"- {fact}" for fact in facts), "", *(table.as_markdown() for table in tables)]
+        arguments.markdown.write_text("\n".join([*text, *(f"- {note}" for note in _NOTES)]) + "\n")
+
+
+def _parse_arguments() -> argparse.Namespace:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    names = [size.name for size in SIZES]
+    parser.add_argument("--sizes", nargs="*", choices=names, default=names)
+    parser.add_argument("--rounds", type=int, default=60, help="blocks of steps of each contender and size")
+    parser.add_argument("--starts", type=int, default=7, help="fresh processes of each contender")
+    parser.add_argument("--threads", type=int, default=1, help="of torch, within an operation")
+    parser.add_argument("--only", nargs="+", help="these contenders, besides the bare loop and ours")
+    parser.add_argument("--markdown", type=Path, help="also write the tables to this file")
+    return parser.parse_args()
+
+
+def _require_settings(num_threads: int) -> None:
+    """Start this program again unless it runs with the settings that libraries read when a process begins."""
+    settings = {**_MALLOC, "OMP_NUM_THREADS": str(num_threads), "TOKENIZERS_PARALLELISM": "false"}
+    if any(os.environ.get(name) != value for name, value in settings.items()):
+        os.execve(sys.executable, [sys.executable, *sys.argv], {**os.environ, **settings})
+
+
+def _facts(names: Sequence[str], arguments: argparse.Namespace) -> list[str]:
+    packages = ["torch", *(one for one in ("transformers", "accelerate", "lightning") if _is_used(one, names))]
+    versions = ", ".join(f"{package} {metadata.version(package)}" for package in packages)
+    load = os.getloadavg()[0]
+    return [
+        f"{len(os.sched_getaffinity(0))} cores, load {load:.1f} before the start; torch with {arguments.threads} thread(s)",
+        f"Python {platform.python_version()}, {versions}",
+        f"median of {arguments.rounds} rounds (10th to 90th percentile); logging every {LOGGING_STEPS} steps, to a file",
+    ]
+
+
+def _is_used(package: str, names: Sequence[str]) -> bool:
+    return any(package in name.lower() for name in names)
+
+
+# --- steps
+
+
+def _measure_size(size: Size, names: Sequence[str], num_rounds: int) -> ResultTable:
+    with tempfile.TemporaryDirectory() as directory, _quiet(Path(directory, "output.txt")):
+        runners = [Runner(name, size, str(Path(directory, str(index)))) for index, name in enumerate(names)]
+        costs = _take_turns(runners, num_rounds)
+        for runner in runners:
+            runner.close()
+        num_parameters = sum(one.numel() for one in runners[0]._task.model.parameters())
+    title = f"One step of {size.name}: {num_parameters:,} parameters, batch {size.batch_size} x {size.sequence_length}"
+    return _step_table(title, costs)
+
+
+def _take_turns(runners: Sequence[Runner], num_rounds: int) -> dict[str, list[Cost]]:
+    warm_costs = [runner.take_steps(_WARMUP_STEPS) for runner in runners]
+    gc.collect()
+    # What the imports of one contender left behind must not make the collections of the others slower.
+    gc.freeze()
+    num_logs = round(_BLOCK_SECONDS / min(cost.wall for cost in warm_costs) / LOGGING_STEPS)
+    num_steps = LOGGING_STEPS * max(1, num_logs)
+    costs: dict[str, list[Cost]] = {runner.name: [] for runner in runners}
+    order = random.Random(0)
+    for _ in range(num_rounds):
+        for runner in order.sample(runners, len(runners)):
+            costs[runner.name].append(runner.take_steps(num_steps))
+    return costs
+
+
+@contextlib.contextmanager
+def _quiet(path: Path):  # type: ignore[no-untyped-def]
+    with path.open("w") as file, contextlib.redirect_stdout(file), contextlib.redirect_stderr(file):
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            yield
+
+
+def _step_table(title: str, costs: dict[str, list[Cost]]) -> ResultTable:
+    columns = ["", "wall ms", "CPU ms", "CPU ms over bare", "95% interval of it"]
+    rows = []
+    for name, rounds in costs.items():
+        # Within a round, as whatever disturbs it lasts longer than a turn.
+        extra = [(one.cpu - bare.cpu) * _MS for one, bare in zip(rounds, costs[BARE], strict=True)]
+        low, high = _interval_of_median(extra)
+        wall, cpu = _spread([one.wall * _MS for one in rounds]), _spread([one.cpu * _MS for one in rounds])
+        compared = ["", ""] if name == BARE else [f"{statistics.median(extra):+.3f}", f"{low:+.3f} to {high:+.3f}"]
+        rows.append([name, wall, cpu, *compared])
+    return ResultTable(title, columns, rows)
+
+
+def _interval_of_median(values: Sequence[float]) -> tuple[float, float]:
+    """Bounds that hold whatever the distribution is: values by rank, as many from the middle as the sign test says."""
+    ordered, count = sorted(values), len(values)
+    reach = 0.98 * count**0.5
+    low, high = round(count / 2 - reach) - 1, round(count / 2 + reach)
+    return ordered[max(low, 0)], ordered[min(high, count - 1)]
+
+
+def _spread(values: Sequence[float], num_digits: int = 3) -> str:
+    """The median, with the 10th and the 90th percentile."""
+    if len(values) < 2:
+        return f"{values[0]:.{num_digits}f}"
+    deciles = statistics.quantiles(values, n=10, method="inclusive")
+    low, median, high = (f"{value:.{num_digits}f}" for value in (deciles[0], statistics.median(values), deciles[-1]))
+    return f"{median} ({low}-{high})"
+
+
+# --- starts
+
+
+def _measure_starts(names: Sequence[str], num_starts: int) -> dict[str, list[Cost]]:
+    costs: dict[str, list[Cost]] = {name: [] for name in names}
+    order = random.Random(0)
+    # The first round reads the files of all packages into the page cache.
+    for number in range(num_starts + 1):
+        for name in order.sample(list(names), len(names)):
+            cost = _measure_start(name)
+            if number > 0:
+                costs[name].append(cost)
+    return costs
+
+
+def _measure_start(name: str) -> Cost:
+    command = [sys.executable, str(Path(__file__).with_name("step_contenders.py")), name]
+    with tempfile.TemporaryFile("w+") as log:
+        started = time.perf_counter()
+        with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=log, text=True) as process:
+            assert process.stdout is not None
+            line = process.stdout.readline()
+            wall = time.perf_counter() - started
+        if not line or process.returncode != 0:
+            log.seek(0)
+            raise RuntimeError(f"{name} did not get to its first step:\n{log.read()}")
+    return Cost(wall, float(line))
+
+
+def _start_table(costs: dict[str, list[Cost]]) -> ResultTable:
+    columns = ["", "wall s", "CPU s", "wall / bare", "CPU / bare"]
+    rows = []
+    bare = costs[BARE]
+    for name, rounds in costs.items():
+        ratios = [
+            statistics.median(getattr(one, clock) / getattr(base, clock) for one, base in zip(rounds, bare, strict=True))
+            for clock in ("wall", "cpu")
+        ]
+        wall, cpu = _spread([one.wall for one in rounds], 2), _spread([one.cpu for one in rounds], 2)
+        rows.append([name, wall, cpu, *(f"{ratio:.2f}" for ratio in ratios)])
+    return ResultTable("From the start of the process to the end of the first step, nano", columns, rows)
+
+
+_NOTES = [
+    "CPU: time of all threads of the process. Over bare: the median of the differences within each round.",
+    "Every loop logs the loss in its usual way, with its default callbacks and progress bars; nobody saves or clips. Ours "
+    "also measures the norm of the gradients at every step, which is why the bare loop is there with it too.",
+    f"malloc for all: {' '.join(f'{name}={value}' for name, value in _MALLOC.items())}",
+]
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,19 @@
+"""Mistakes in how the program was called."""
+
+import difflib
+from collections.abc import Iterable
+
+
+class UsageError(Exception):
+    """A command, an option or a configuration that cannot be used as it is; the program ends with code 2."""
+
+
+def nearest_hint(name: str, known: Iterable[str]) -> str:
+    """The known name that was probably meant, as a sentence to put behind a message; empty when none is near."""
+    known = list(known)
+    nearest = difflib.get_close_matches(name, known, n=1, cutoff=0.6)
+    if not nearest and "." in name:
+        # A key in the wrong section is the right one by its last part.
+        last = name.rpartition(".")[2]
+        nearest = [one for one in known if one.rpartition(".")[2] == last][:1]
+    return f" Did you mean {nearest[0]!r}?" if nearest else ""

@@ -1,0 +1,108 @@
+"""The program's entry: finds the command, runs it, and turns its errors into messages and exit codes.
+
+0: done, or stopped by a signal after saving. 1: the work failed. 2: the program was called wrongly. 130: interrupted.
+"""
+
+import sys
+from collections.abc import Sequence
+from dataclasses import dataclass
+from importlib import import_module
+
+from forgather.cli.errors import UsageError, nearest_hint
+
+
+@dataclass(frozen=True)
+class Command:
+    """A command and the module that has `run(arguments) -> exit code` for it, imported when it is called."""
+
+    module: str
+    summary: str
+
+
+COMMANDS = {
+    "train": Command("forgather.cli.train", "train a model; without a configuration, the demo"),
+}
+
+_USAGE = """\
+usage: forgather COMMAND [options]
+
+{commands}
+
+forgather COMMAND --help shows the options of a command; --debug shows Python's traceback of an error.
+"""
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Run the program; returns its exit code."""
+    words = list(sys.argv[1:] if arguments is None else arguments)
+    debug = "--debug" in words
+    words = [word for word in words if word != "--debug"]
+    try:
+        return _run(words)
+    except KeyboardInterrupt:
+        _complain("interrupted; nothing was saved since the last checkpoint")
+        return 130
+    except UsageError as error:
+        if debug:
+            raise
+        _complain(str(error))
+        return 2
+    except BrokenPipeError:
+        return _output_closed()
+    except Exception as error:  # noqa: BLE001 - whatever it is, users get its message and the way to see more
+        if debug:
+            raise
+        _complain(f"{_describe(error)}\n(forgather --debug ... shows where)")
+        return 1
+
+
+def _run(words: list[str]) -> int:
+    if not words or words[0] in ("-h", "--help"):
+        print(_help(), end="")
+        return 0 if words else 2
+    if words[0] == "--version":
+        from forgather import __version__
+
+        print(f"forgather {__version__}")
+        return 0
+    command = COMMANDS.get(words[0])
+    if command is None:
+        raise UsageError(
+            f"There is no command {words[0]!r}.{nearest_hint(words[0], COMMANDS)} forgather --help lists the commands."
+        )
+    exit_code: int = import_module(command.module).run(words[1:])
+    return exit_code
+
+
+def _help() -> str:
+    width = max(len(name) for name in COMMANDS)
+    return _USAGE.format(
+        commands="\n".join(f"  {name:<{width}}  {command.summary}" for name, command in COMMANDS.items())
+    )
+
+
+def _describe(error: Exception) -> str:
+    """The message; with the kind of error where the message alone would not explain itself."""
+    explains_itself = isinstance(error, (ValueError, OSError)) or type(error).__module__.startswith("forgather.")
+    text = str(error)
+    return text if text and explains_itself else f"{type(error).__name__}: {text}"
+
+
+def _complain(message: str) -> None:
+    from rich.console import Console
+    from rich.text import Text
+
+    console = Console(stderr=True)
+    console.print(Text("forgather: ", style="bold red") + Text(message, style="default"), soft_wrap=True)
+
+
+def _output_closed() -> int:
+    """The reader of a pipe went away, as `head` does; writing on would only fail again at exit."""
+    import os
+
+    os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,86 @@
+"""YAML with line numbers, with `1e-3` as the number that it looks like, and without silently repeated keys."""
+
+import re
+from collections.abc import Iterator
+from typing import Any
+
+import yaml
+
+from forgather.cli.errors import UsageError
+
+_EXPONENT = re.compile(r"[-+]?(?:\d[\d_]*\.?[\d_]*|\.\d[\d_]*)[eE][-+]?\d+$")
+
+
+class _Loader(yaml.SafeLoader):
+    """PyYAML follows YAML 1.1, in which 1e-3 is a text."""
+
+
+class _Dumper(yaml.SafeDumper):
+    """Puts quotes around texts that `_Loader` would read as numbers."""
+
+
+for _class in (_Loader, _Dumper):
+    _class.add_implicit_resolver("tag:yaml.org,2002:float", _EXPONENT, list("-+.0123456789"))
+
+
+class Entry:
+    """A key of a mapping with its value and its line, counted from 1."""
+
+    def __init__(self, key: str, node: Any, line: int) -> None:
+        self.key = key
+        self.line = line
+        self._node = node
+
+    @property
+    def is_mapping(self) -> bool:
+        return isinstance(self._node, yaml.MappingNode)
+
+    @property
+    def value(self) -> Any:
+        loader = _Loader("")
+        try:
+            return loader.construct_document(self._node)
+        finally:
+            loader.dispose()
+
+    def entries(self, name: str) -> Iterator["Entry"]:
+        yield from _entries(self._node, name)
+
+
+def read_entries(text: str, name: str) -> list[Entry]:
+    """The top of a configuration file; an empty file has none."""
+    try:
+        root = yaml.compose(text, Loader=_Loader)
+        entries = [] if root is None else list(_entries(root, name))
+        for entry in entries:
+            entry.value  # noqa: B018 - values that cannot be made are found here, where their line is known
+    except yaml.MarkedYAMLError as error:
+        mark = error.problem_mark or error.context_mark
+        where = f"{name}, line {mark.line + 1}" if mark else name
+        raise UsageError(f"{where}: this is not YAML: {error.problem or error.context}.") from None
+    return entries
+
+
+def load_value(text: str) -> Any:
+    """The value that a text on the command line stands for; what is no YAML is the text itself."""
+    try:
+        return yaml.load(text, Loader=_Loader)  # noqa: S506 - a safe loader
+    except yaml.YAMLError:
+        return text
+
+
+def dump(data: Any) -> str:
+    """As YAML that `read_entries` reads back to the same values."""
+    return yaml.dump(data, Dumper=_Dumper, sort_keys=False, allow_unicode=True, width=100)
+
+
+def _entries(node: Any, name: str) -> Iterator[Entry]:
+    if not isinstance(node, yaml.MappingNode):
+        raise UsageError(f"{name}, line {node.start_mark.line + 1}: expected keys and values, not {node.value!r}.")
+    seen: dict[str, int] = {}
+    for key_node, value_node in node.value:
+        key, line = str(key_node.value), key_node.start_mark.line + 1
+        if key in seen:
+            raise UsageError(f"{name}, line {line}: {key!r} was given before, in line {seen[key]}; remove one of the two.")
+        seen[key] = line
+        yield Entry(key, value_node, line)

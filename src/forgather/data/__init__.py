@@ -1,0 +1,1 @@
+"""Text data: documents from files, tokens from documents, sequences of fixed length from tokens."""

@@ -1,0 +1,62 @@
+"""Tokens of many documents as sequences of one length."""
+
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+from torch.utils.data import Dataset
+
+IGNORED = -100
+
+
+class PackedTokens(Dataset[dict[str, Tensor]]):
+    """Sequence i is the i-th piece of the documents' tokens, laid end to end; the last one is filled up with padding.
+
+    `document_starts` are the places of the documents' first tokens. Those get the label -100: what a document begins
+    with is not to be predicted from the document before it. A sample is cut out of the array when it is asked for, so
+    the array may be memory-mapped, and to go on at any sample costs nothing.
+    """
+
+    def __init__(
+        self, tokens: np.ndarray, document_starts: np.ndarray, sequence_length: int, padding_token: int = 0
+    ) -> None:
+        if sequence_length < 2:
+            raise ValueError(
+                f"sequence_length={sequence_length} cannot be used: a token is predicted from those before it, so a "
+                "sequence has at least 2."
+            )
+        self.tokens = tokens
+        self.document_starts = document_starts
+        self.sequence_length = sequence_length
+        self.padding_token = padding_token
+
+    def __len__(self) -> int:
+        return -(-len(self.tokens) // self.sequence_length)
+
+    def __getitem__(self, index: int) -> dict[str, Tensor]:
+        if not 0 <= index < len(self):
+            raise IndexError(f"sample {index} of a dataset of {len(self)} sequences")
+        begin = index * self.sequence_length
+        end = min(begin + self.sequence_length, len(self.tokens))
+        input_ids = torch.full((self.sequence_length,), self.padding_token)
+        labels = torch.full((self.sequence_length,), IGNORED)
+        piece = torch.from_numpy(self.tokens[begin:end].astype(np.int64))
+        input_ids[: end - begin] = piece
+        labels[: end - begin] = piece
+        first, last = np.searchsorted(self.document_starts, (begin, end))
+        labels[torch.from_numpy(self.document_starts[first:last] - begin)] = IGNORED
+        return {"input_ids": input_ids, "labels": labels}
+
+    def __getstate__(self) -> dict[str, Any]:
+        """Workers that are started afresh map the file again instead of receiving a copy of it."""
+        state = dict(self.__dict__)
+        if isinstance(self.tokens, np.memmap):
+            state["tokens"] = (self.tokens.filename, self.tokens.dtype.str)
+        return state
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        if isinstance(state["tokens"], tuple):
+            path, dtype = state["tokens"]
+            state["tokens"] = np.memmap(path, dtype=dtype, mode="r")
+        self.__dict__.update(state)

@@ -1,0 +1,161 @@
+"""From documents to arrays of tokens, in memory or in files that the next run finds again."""
+
+import hashlib
+import itertools
+import json
+import os
+import shutil
+import tempfile
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, BinaryIO
+
+import numpy as np
+
+from forgather.data.byte_tokenizer import encode_bytes, is_byte_tokenizer
+
+SPLITS = ("train", "eval")
+_FORMAT = 1
+_DOCUMENTS_AT_ONCE = 64
+
+
+@dataclass(frozen=True)
+class TokenArray:
+    """The tokens of documents end to end, and where each document begins."""
+
+    tokens: np.ndarray
+    document_starts: np.ndarray
+
+    @property
+    def num_documents(self) -> int:
+        return len(self.document_starts)
+
+
+@dataclass(frozen=True)
+class EvaluationShare:
+    """Which documents are kept from training: the same ones for the same seed, whatever the texts."""
+
+    fraction: float
+    seed: int = 0
+
+    def __post_init__(self) -> None:
+        if not 0 <= self.fraction < 1:
+            raise ValueError(f"eval_fraction={self.fraction} cannot be used: it is a share from 0 to below 1.")
+
+    def takes(self, number: int) -> bool:
+        """Whether the document of this number is for evaluation; documents that come later change nothing for it."""
+        digest = hashlib.sha256(f"{self.seed} {number}".encode()).digest()
+        return int.from_bytes(digest[:8], "little") < self.fraction * 2**64
+
+
+def tokenize(documents: Iterable[str], tokenizer: Any, share: EvaluationShare) -> dict[str, TokenArray]:
+    """The tokens of both splits, in memory."""
+    parts: dict[str, list[np.ndarray]] = {split: [] for split in SPLITS}
+    for split, tokens in _tokenized(documents, tokenizer, share):
+        parts[split].append(tokens)
+    return {split: _joined(parts[split], token_dtype(tokenizer)) for split in SPLITS}
+
+
+def tokenize_to_files(
+    documents: Iterable[str], tokenizer: Any, share: EvaluationShare, folder: str, sources: Sequence[str]
+) -> dict[str, TokenArray]:
+    """The same in files below `folder`, memory-mapped; found again as long as sources, tokenizer and share are the same."""
+    key = store_key(tokenizer, share, sources)
+    path = Path(folder) / f"tokens-{key}"
+    if not path.is_dir():
+        os.makedirs(folder, exist_ok=True)
+        _write_store(documents, tokenizer, share, path)
+    return {split: _mapped(path, split, token_dtype(tokenizer)) for split in SPLITS}
+
+
+def store_key(tokenizer: Any, share: EvaluationShare, sources: Sequence[str]) -> str:
+    """Changes with anything that the tokens depend on."""
+    identity = [_FORMAT, _tokenizer_identity(tokenizer), share.fraction, share.seed, *sources]
+    return hashlib.sha256(json.dumps(identity).encode()).hexdigest()[:16]
+
+
+def file_identity(path: str) -> str:
+    """Name, size and time of a file: what changes when it is edited."""
+    status = os.stat(path)
+    return f"{os.path.abspath(path)} {status.st_size} {status.st_mtime_ns}"
+
+
+def token_dtype(tokenizer: Any) -> np.dtype[Any]:
+    """The smallest type that holds all token ids."""
+    return np.dtype(np.uint16 if len(tokenizer) <= 2**16 else np.uint32)
+
+
+def _tokenized(documents: Iterable[str], tokenizer: Any, share: EvaluationShare) -> Iterator[tuple[str, np.ndarray]]:
+    """Split and tokens of each document that is not empty."""
+    numbered = enumerate(documents)
+    while chunk := list(itertools.islice(numbered, _DOCUMENTS_AT_ONCE)):
+        texts = [text for _, text in chunk]
+        for (number, text), tokens in zip(chunk, _encode(tokenizer, texts), strict=True):
+            if text:
+                yield ("eval" if share.takes(number) else "train"), tokens
+
+
+def _encode(tokenizer: Any, texts: list[str]) -> list[np.ndarray]:
+    """The tokens of each text, with the token that ends a document if the tokenizer has one."""
+    if is_byte_tokenizer(tokenizer):
+        encoded: list[Any] = [encode_bytes(text) for text in texts]
+    else:
+        # Documents are longer than what models take at once, which tokenizers would warn of; they are cut later.
+        encoded = tokenizer(texts, add_special_tokens=False, return_attention_mask=False, verbose=False)["input_ids"]
+    end = [] if tokenizer.eos_token_id is None else [tokenizer.eos_token_id]
+    dtype = token_dtype(tokenizer)
+    return [np.concatenate([np.asarray(ids, dtype=dtype), np.asarray(end, dtype=dtype)]) for ids in encoded]
+
+
+def _joined(parts: list[np.ndarray], dtype: np.dtype[Any]) -> TokenArray:
+    tokens = np.concatenate(parts) if parts else np.zeros(0, dtype=dtype)
+    return TokenArray(tokens, _starts([len(part) for part in parts]))
+
+
+def _starts(lengths: Sequence[int]) -> np.ndarray:
+    return np.cumsum([0, *lengths[:-1]], dtype=np.int64) if lengths else np.zeros(0, dtype=np.int64)
+
+
+def _write_store(documents: Iterable[str], tokenizer: Any, share: EvaluationShare, path: Path) -> None:
+    """Write beside the final place and move there: a run that is killed leaves nothing that looks complete."""
+    temporary = Path(tempfile.mkdtemp(prefix=".tmp-tokens-", dir=path.parent))
+    try:
+        lengths: dict[str, list[int]] = {split: [] for split in SPLITS}
+        files: dict[str, BinaryIO] = {split: open(temporary / f"{split}.bin", "wb") for split in SPLITS}  # noqa: SIM115
+        try:
+            for split, tokens in _tokenized(documents, tokenizer, share):
+                tokens.tofile(files[split])
+                lengths[split].append(len(tokens))
+        finally:
+            for file in files.values():
+                file.close()
+        for split in SPLITS:
+            np.save(temporary / f"{split}_starts.npy", _starts(lengths[split]))
+        _move_into_place(temporary, path)
+    finally:
+        shutil.rmtree(temporary, ignore_errors=True)
+
+
+def _move_into_place(temporary: Path, path: Path) -> None:
+    try:
+        os.rename(temporary, path)
+    except OSError:
+        # Another process was first; it wrote the same.
+        if not path.is_dir():
+            raise
+
+
+def _mapped(path: Path, split: str, dtype: np.dtype[Any]) -> TokenArray:
+    starts = np.load(path / f"{split}_starts.npy")
+    if len(starts) == 0:
+        # An empty file cannot be mapped.
+        return TokenArray(np.zeros(0, dtype=dtype), starts)
+    return TokenArray(np.memmap(path / f"{split}.bin", dtype=dtype, mode="r"), starts)
+
+
+def _tokenizer_identity(tokenizer: Any) -> str:
+    backend = getattr(tokenizer, "backend_tokenizer", None)
+    if backend is not None:
+        return hashlib.sha256(backend.to_str().encode()).hexdigest()
+    return f"{type(tokenizer).__name__} {getattr(tokenizer, 'name_or_path', '')} {len(tokenizer)}"

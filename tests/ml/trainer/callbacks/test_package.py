@@ -1,0 +1,32 @@
+"""Nobody pays for callbacks that they do not use."""
+
+import subprocess
+import sys
+
+import pytest
+
+from forgather.ml.trainer import callbacks
+
+HEAVY = ("rich", "matplotlib", "tensorboard", "transformers")
+
+
+def test_importing_the_package_imports_no_heavy_library() -> None:
+    program = f"import sys, forgather.ml.trainer.callbacks\nprint([name for name in {HEAVY} if name in sys.modules])\n"
+    result = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=True)
+    assert result.stdout.strip() == "[]"
+
+
+@pytest.mark.parametrize("name", [name for name in callbacks.__all__ if name != "default_callbacks"])
+def test_every_callback_is_found_under_its_name(name: str) -> None:
+    assert getattr(callbacks, name).__name__ == name
+
+
+def test_an_unknown_name_is_an_attribute_error() -> None:
+    with pytest.raises(AttributeError, match="NoSuchCallback"):
+        _ = callbacks.NoSuchCallback
+
+
+def test_default_callbacks_are_new_ones_each_time() -> None:
+    first, second = callbacks.default_callbacks(), callbacks.default_callbacks()
+    assert [callback.name for callback in first] == ["ProgressCallback", "InfoCallback", "DefaultMetrics"]
+    assert not {id(callback) for callback in first} & {id(callback) for callback in second}

@@ -1,0 +1,186 @@
+"""The order of training data follows from seed and epoch, and the position in it is three numbers."""
+
+import logging
+import pickle
+import random
+from collections.abc import Iterator
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+from forgather.ml.trainer.data_order import (
+    BatchRequest,
+    DataOrder,
+    PositionedBatches,
+    SeededSamples,
+    generators_apart,
+    is_stateful,
+    seed_generators,
+    seeded_stream,
+    stable_seed,
+)
+
+
+def epoch_order(seed: int, epoch: int, num_samples: int = 50) -> list[int]:
+    order = DataOrder(num_samples, seed=seed, shuffle=True)
+    order.start_epoch(epoch, num_samples)
+    return order.samples(0, num_samples)
+
+
+def draws() -> tuple[float, float, float]:
+    return random.random(), float(np.random.rand()), float(torch.rand(()))
+
+
+def test_the_order_depends_on_seed_and_epoch_only() -> None:
+    first = epoch_order(7, 3)
+    torch.rand(5)
+    random.random()
+    assert epoch_order(7, 3) == first
+    assert sorted(first) == list(range(50))
+
+
+def test_other_epochs_and_seeds_have_other_orders() -> None:
+    orders = [epoch_order(seed, epoch) for seed in (0, 1, 2) for epoch in (0, 1, 2)]
+    assert len({tuple(order) for order in orders}) == 9
+
+
+def test_seeds_and_orders_are_the_same_on_every_machine_and_for_ever() -> None:
+    assert stable_seed(-1, 2, 3) == 7081492033906437638
+    assert epoch_order(7, 3, num_samples=10) == [1, 8, 2, 0, 9, 7, 3, 6, 5, 4]
+
+
+def test_seeds_keep_their_parts_apart() -> None:
+    assert len({stable_seed(1, 23), stable_seed(12, 3), stable_seed(1, 2, 3), stable_seed(123)}) == 4
+    assert all(0 <= stable_seed(part) < 2**63 for part in range(-50, 50))
+
+
+def test_without_shuffling_the_order_is_the_dataset_s() -> None:
+    order = DataOrder(10, seed=0, shuffle=False)
+    assert order.samples(3, 7) == [3, 4, 5, 6]
+
+
+def test_batches_begin_at_the_position() -> None:
+    order = DataOrder(10, seed=0, shuffle=False)
+    batches = PositionedBatches(order, 4, drop_last=False)
+    order.index = 3
+    assert [list(batch) for batch in batches] == [[3, 4, 5, 6], [7, 8, 9]]
+    assert len(batches) == 3, "the length is the whole epoch's"
+
+
+def test_incomplete_batches_can_be_dropped() -> None:
+    batches = PositionedBatches(DataOrder(10, seed=0, shuffle=False), 4, drop_last=True)
+    assert [list(batch) for batch in batches] == [[0, 1, 2, 3], [4, 5, 6, 7]]
+    assert len(batches) == 2 and batches.end_of_batch(8) == 8
+
+
+def test_reading_ahead_does_not_move_the_position() -> None:
+    order = DataOrder(10, seed=0, shuffle=True)
+    list(PositionedBatches(order, 2, drop_last=False))
+    assert order.state_dict() == {"seed": 0, "epoch": 0, "index": 0, "num_samples": 10}
+
+
+def test_a_loaded_position_brings_its_seed(caplog: pytest.LogCaptureFixture) -> None:
+    saved = DataOrder(10, seed=5, shuffle=True)
+    saved.start_epoch(2, 10)
+    saved.index = 4
+    order = DataOrder(10, seed=6, shuffle=True)
+    order.samples(0, 10)
+    with caplog.at_level(logging.INFO):
+        order.load_state_dict(saved.state_dict(), 10)
+    assert order.samples(4, 10) == saved.samples(4, 10)
+    assert "seed 5" in caplog.text and "configured 6" in caplog.text
+
+
+def test_a_position_in_a_dataset_of_another_length_is_refused() -> None:
+    state = DataOrder(10, seed=5, shuffle=True).state_dict()
+    order = DataOrder(12, seed=5, shuffle=True)
+    with pytest.raises(ValueError, match=r"12 samples, but had 10.*skip_checkpoint_components=\[\"dataset\"\]"):
+        order.load_state_dict(state, 12)
+    assert order.num_samples == 12, "nothing has changed"
+
+
+def test_requests_survive_the_way_to_a_worker() -> None:
+    request = pickle.loads(pickle.dumps(BatchRequest([3, 1], epoch=2, seed=9)))
+    assert type(request) is BatchRequest and request == [3, 1] and (request.epoch, request.seed) == (2, 9)
+
+
+def test_in_the_main_process_the_generators_are_left_alone() -> None:
+    samples = SeededSamples([10, 20, 30], forward_epoch=True)
+    seed_generators(0)
+    expected = draws()
+    seed_generators(0)
+    assert samples.__getitems__(BatchRequest([2, 0], epoch=0, seed=1)) == [30, 10]
+    assert draws() == expected
+
+
+def test_many_samples_are_fetched_at_once_where_the_dataset_can() -> None:
+    class Columns(list[int]):
+        def __getitems__(self, indices: list[int]) -> Any:
+            assert type(indices) is list
+            return {"rows": indices}
+
+    assert SeededSamples(Columns([1, 2]), True).__getitems__(BatchRequest([1, 0], 0, 0)) == {"rows": [1, 0]}
+
+
+def test_work_apart_leaves_the_generators_as_they_were() -> None:
+    seed_generators(1)
+    expected = draws()
+    seed_generators(1)
+    with pytest.raises(KeyError), generators_apart():
+        draws()
+        raise KeyError
+    assert draws() == expected
+
+
+class Countdown:
+    """An iterable dataset that begins anew at its end, and hands out its live state."""
+
+    def __init__(self, num_samples: int) -> None:
+        self.live = {"left": [num_samples]}
+        self.num_samples = num_samples
+
+    def __iter__(self) -> Iterator[int]:
+        while self.live["left"][0] > 0:
+            self.live["left"][0] -= 1
+            yield self.live["left"][0]
+        self.live["left"][0] = self.num_samples
+
+    def state_dict(self) -> dict[str, Any]:
+        return self.live
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        self.live = {"left": list(state["left"])}
+
+
+def test_a_stream_has_a_state_exactly_if_its_dataset_has() -> None:
+    options: dict[str, Any] = {"seed": 0, "batch_size": 2, "forward_epoch": True, "in_workers": False}
+    assert is_stateful(seeded_stream(Countdown(3), **options))
+    stream = seeded_stream(range(3), **options)
+    assert not is_stateful(stream) and not is_stateful(iter(stream))
+
+
+def test_the_state_of_a_stream_does_not_change_afterwards() -> None:
+    stream: Any = seeded_stream(Countdown(3), seed=0, batch_size=2, forward_epoch=True, in_workers=False)
+    iterator = iter(stream)
+    next(iterator)
+    state = stream.state_dict()
+    next(iterator)
+    assert state == {"left": [2]}
+
+
+def test_a_stream_remembers_that_it_ended() -> None:
+    stream: Any = seeded_stream(Countdown(3), seed=0, batch_size=2, forward_epoch=True, in_workers=False)
+    iterator: Any = iter(stream)
+    assert list(iterator) == [2, 1, 0]
+    again: Any = iter(stream)
+    again.load_state_dict(iterator.state_dict())
+    assert list(again) == []
+
+
+def test_a_stream_survives_the_way_to_a_worker() -> None:
+    stream = seeded_stream(Countdown(3), seed=4, batch_size=2, forward_epoch=True, in_workers=True)
+    stream.set_epoch(2)
+    copied = pickle.loads(pickle.dumps(stream))
+    assert type(copied) is type(stream) and list(copied) == [2, 1, 0]

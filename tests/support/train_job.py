@@ -1,0 +1,410 @@
+"""Training runs that are killed, preempted and started again, each start in a process of its own.
+
+Started as `python -m tests.support.train_job <directory>`, with a `plan.json` in it: a list of scenarios. Importing torch
+and transformers takes longer than a run, so this process imports them once and forks the starts; it must stay without
+threads. A child leaves through the interpreter as any program does, so that its exit code is what a user's would be.
+"""
+
+import hashlib
+import json
+import os
+import random
+import signal
+import sys
+import tempfile
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+import torch._dynamo  # the first optimizer of a process imports it: once here instead of in every start
+from torch import Tensor, nn
+from torch.utils.data import IterableDataset, get_worker_info
+from torchdata.stateful_dataloader import StatefulDataLoader  # noqa: F401 - imported once for all starts
+from transformers import LlamaConfig, LlamaForCausalLM
+from transformers.optimization import get_scheduler  # noqa: F401 - imported once for all starts
+
+from forgather.ml.trainer.callbacks import default_callbacks
+from forgather.ml.trainer.trainer import Trainer, TrainingArguments
+from tests.support.launch import RankProcess
+
+NUM_LANES = 2
+LAUNCH_SECONDS = 240.0
+VOCABULARY = 24
+SEQUENCE_LENGTH = 8
+NUM_SAMPLES = 26
+NUM_EVAL_SAMPLES = 8
+IGNORED = -100
+# What is logged and must not depend on how often a run was stopped; times and speeds may.
+LOGGED = (
+    *("step", "epoch", "loss", "grad_norm", "max_grad_norm", "learning_rate", "tokens", "total_tokens", "total_flos"),
+    *("eval_loss", "eval_tokens", "train_loss", "train_samples", "total_flops"),
+)
+
+
+@dataclass(frozen=True)
+class Stop:
+    """Where a start sends itself a signal: at the nth `event` while `state.global_step` is `step`.
+
+    An event is the name of a callback's handler, or "fsync": the nth file or directory that a save makes durable.
+    """
+
+    event: str
+    step: int
+    nth: int = 1
+    signal: str = "SIGKILL"
+    times: int = 1
+    to_group: bool = False
+    """Send it to the data workers as well, as a terminal and some schedulers do."""
+
+
+@dataclass(frozen=True)
+class Scenario:
+    """A run: one start for each stop, and a last one that goes to the end."""
+
+    name: str
+    settings: dict[str, Any] = field(default_factory=dict)
+    stops: tuple[Stop, ...] = ()
+    data: str = "map"
+    optimizer: str = "adamw"
+    default_callbacks: bool = False
+
+
+@dataclass
+class Start:
+    """What one start of a scenario left behind."""
+
+    exit_code: int
+    output: str
+    began_at: int | None
+    """The global step at which it began; None when it did not get so far."""
+    saved: list[int]
+    evaluated: list[int]
+    facts: dict[str, Any] | None
+    """Everything that has to be the same at the end; None when it did not get so far."""
+
+
+def tiny_llama() -> LlamaForCausalLM:
+    config = LlamaConfig(
+        vocab_size=VOCABULARY,
+        hidden_size=16,
+        intermediate_size=24,
+        num_hidden_layers=2,
+        num_attention_heads=2,
+        max_position_embeddings=SEQUENCE_LENGTH,
+        attention_dropout=0.2,
+        tie_word_embeddings=True,
+    )
+    return LlamaForCausalLM(config)
+
+
+def sample(index: int, noisy: bool) -> dict[str, Tensor]:
+    """A sequence that depends on its number, with as many targets as that says: none at all for every ninth.
+
+    Noise is drawn from all three generators, as augmentations do.
+    """
+    tokens = (torch.arange(SEQUENCE_LENGTH) * (index % 5 + 1) + index) % VOCABULARY
+    if noisy:
+        tokens[random.randrange(SEQUENCE_LENGTH)] = random.randrange(VOCABULARY)
+        tokens[np.random.randint(SEQUENCE_LENGTH)] = np.random.randint(VOCABULARY)
+        tokens[torch.randint(SEQUENCE_LENGTH, ())] = torch.randint(VOCABULARY, ())
+    labels = tokens.clone()
+    labels[: SEQUENCE_LENGTH if index % 9 == 0 else index % 7] = IGNORED
+    return {"input_ids": tokens, "labels": labels}
+
+
+class Samples:
+    """A map-style dataset."""
+
+    def __init__(self, num_samples: int, noisy: bool) -> None:
+        self._num_samples = num_samples
+        self._noisy = noisy
+
+    def __len__(self) -> int:
+        return self._num_samples
+
+    def __getitem__(self, index: int) -> dict[str, Tensor]:
+        return sample(index, self._noisy)
+
+
+class Stream(IterableDataset[dict[str, Tensor]]):
+    """An iterable dataset without a length, that knows its position; workers take every so many-th sample."""
+
+    def __init__(self, num_samples: int) -> None:
+        self._num_samples = num_samples
+        self._epoch = 0
+        self._next = 0
+
+    def set_epoch(self, epoch: int) -> None:
+        self._epoch = epoch
+
+    def __iter__(self) -> Iterator[dict[str, Tensor]]:
+        worker = get_worker_info()
+        first, stride = (0, 1) if worker is None else (worker.id, worker.num_workers)
+        position, self._next = self._next, 0
+        for index in range(first + position * stride, self._num_samples, stride):
+            position += 1
+            self._next = position
+            yield sample(index + 3 * self._epoch, noisy=True)
+        self._next = 0
+
+    def state_dict(self) -> dict[str, int]:
+        return {"next": self._next}
+
+    def load_state_dict(self, state: Mapping[str, int]) -> None:
+        self._next = state["next"]
+
+
+class Stopper:
+    """A callback that sends signals where a `Stop` says."""
+
+    def __init__(self, stop: Stop) -> None:
+        self._stop = stop
+        self._num_seen = 0
+        if stop.event == "fsync":
+            self._watch_fsync()
+        else:
+            setattr(self, stop.event, self._at_event)
+
+    def on_train_begin(self, state: Any, **_: Any) -> None:
+        self._state = state
+
+    def _at_event(self, state: Any, **_: Any) -> None:
+        self._state = state
+        self._pass()
+
+    def _watch_fsync(self) -> None:
+        fsync: Callable[[Any], None] = os.fsync
+
+        def watched(descriptor: Any) -> None:
+            if hasattr(self, "_state"):
+                self._pass()
+            fsync(descriptor)
+
+        os.fsync = watched
+
+    def _pass(self) -> None:
+        if self._state.global_step != self._stop.step:
+            return
+        self._num_seen += 1
+        if self._num_seen == self._stop.nth:
+            for _ in range(self._stop.times):
+                self._send()
+
+    def _send(self) -> None:
+        number = signal.Signals[self._stop.signal]
+        if self._stop.to_group:
+            os.killpg(0, number)
+        else:
+            os.kill(os.getpid(), number)
+
+
+class Notes:
+    """A callback that writes down what happens, at once, so that it is there after a SIGKILL."""
+
+    def __init__(self, path: str) -> None:
+        self._descriptor = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o666)
+
+    def on_train_begin(self, state: Any, **_: Any) -> None:
+        self._add("began", state.global_step)
+
+    def on_save(self, state: Any, **_: Any) -> None:
+        self._add("saved", state.global_step)
+
+    def on_evaluate(self, state: Any, **_: Any) -> None:
+        self._add("evaluated", state.global_step)
+
+    def _add(self, kind: str, step: int) -> None:
+        os.write(self._descriptor, (json.dumps([kind, step]) + "\n").encode())
+
+
+def build_trainer(scenario: Scenario, output_dir: str, callbacks: Sequence[Any]) -> Trainer:
+    settings = {
+        "output_dir": output_dir,
+        "use_cpu": True,
+        "seed": 7,
+        "per_device_train_batch_size": 2,
+        "per_device_eval_batch_size": 3,
+        # 13 batches an epoch: four windows of three and one of one.
+        "gradient_accumulation_steps": 3,
+        "num_train_epochs": 2,
+        "max_grad_norm": 0.5,
+        "learning_rate": 1e-2,
+        "weight_decay": 0.1,
+        "lr_scheduler_type": "cosine",
+        "warmup_steps": 2,
+        "logging_steps": 4,
+        "eval_strategy": "steps",
+        "eval_steps": 4,
+        "save_steps": 3,
+        **scenario.settings,
+    }
+    return Trainer(
+        args=TrainingArguments(**settings),
+        model_init=tiny_llama,
+        train_dataset=Stream(NUM_SAMPLES) if scenario.data == "stream" else Samples(NUM_SAMPLES, noisy=True),
+        eval_dataset=Samples(NUM_EVAL_SAMPLES, noisy=False),
+        optimizer_groups=TWO_OPTIMIZERS if scenario.optimizer == "multiopt" else None,
+        callbacks=[*(default_callbacks() if scenario.default_callbacks else ()), *callbacks],
+    )
+
+
+def momentum(groups: list[dict[str, Any]]) -> torch.optim.Optimizer:
+    return torch.optim.SGD(groups, lr=2e-2, momentum=0.9)
+
+
+TWO_OPTIMIZERS = {
+    "attention": {"regex": r"self_attn", "factory": momentum},
+    "norms": {"regex": r"norm", "config": {"weight_decay": 0.0}},
+}
+
+
+def facts_of(trainer: Trainer) -> dict[str, Any]:
+    """The end of a run, bit for bit, under names that say what differs."""
+    model = trainer.unwrapped_model()
+    names = {parameter: name for name, parameter in model.named_parameters()}
+    moments = {
+        f"{names[parameter]}.{key}": exact(value)
+        for parameter, state in trainer.optimizer.state.items()
+        for key, value in state.items()
+    }
+    version, internal, gauss = random.getstate()
+    kind, keys, *rest = np.random.get_state()
+    state = trainer.state
+    return {
+        "weights": {name: exact(value) for name, value in model.state_dict().items()},
+        "buffers": {name: exact(value) for name, value in model.named_buffers()},
+        "moments": moments,
+        "groups": [exact({**group, "params": len(group["params"])}) for group in trainer.optimizer.param_groups],
+        "schedule": exact(trainer.lr_scheduler.state_dict()),
+        "random": {
+            "python": exact([version, list(internal), gauss]),
+            "numpy": exact([kind, torch.tensor(keys.astype(np.int64)), *rest]),
+            "torch": exact(torch.get_rng_state()),
+        },
+        "loss scale": exact(trainer.amp.state_dict()),
+        "counters": exact([state.global_step, state.epoch, state.raw_epoch, state.num_input_tokens_seen]),
+        "best": exact([state.best_metric, os.path.basename(state.best_model_checkpoint or "")]),
+        "log": logged(state.log_history),
+        "checkpoints": sorted(os.listdir(os.path.join(trainer.args.output_dir, "checkpoints"))),
+    }
+
+
+def logged(history: Sequence[Mapping[str, Any]]) -> list[dict[str, str]]:
+    return [{key: exact(record[key]) for key in LOGGED if key in record} for record in history]
+
+
+def exact(value: Any) -> str:
+    """Text that is the same exactly if the value is: all digits of floats, a digest of the bytes of tensors."""
+    if isinstance(value, Tensor):
+        content = value.detach().cpu().contiguous()
+        data = content.flatten().view(torch.uint8).numpy().tobytes() if content.numel() else b""
+        return f"{content.dtype} {tuple(content.shape)} {hashlib.sha256(data).hexdigest()[:16]}"
+    if isinstance(value, float):
+        return value.hex()
+    if isinstance(value, Mapping):
+        return "{" + ", ".join(f"{key}: {exact(inner)}" for key, inner in sorted(value.items(), key=str)) + "}"
+    if isinstance(value, (list, tuple)):
+        return "[" + ", ".join(map(exact, value)) + "]"
+    return repr(value)
+
+
+def run_start(scenario: Scenario, number: int, directory: str) -> None:
+    """One start, in the process that is to end with it; what it prints goes into a file."""
+    os.setpgid(0, 0)
+    output = os.open(f"{directory}/output{number}", os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o666)
+    os.dup2(output, sys.stdout.fileno())
+    os.dup2(output, sys.stderr.fileno())
+    # A new process begins with random numbers of its own, which must not matter.
+    random.seed()
+    np.random.seed()
+    torch.seed()
+    callbacks: list[Any] = [Notes(f"{directory}/notes{number}")]
+    if number < len(scenario.stops):
+        callbacks.append(Stopper(scenario.stops[number]))
+    trainer = build_trainer(scenario, f"{directory}/output", callbacks)
+    trainer.train()
+    Path(f"{directory}/facts{number}").write_text(json.dumps(facts_of(trainer)))
+
+
+def run_plan(scenarios: Sequence[Scenario], directory: str) -> tuple[Scenario, int] | None:
+    """Run all scenarios, a few at a time; in a child this returns the start that the child is to make."""
+    waiting = list(scenarios)
+    running: dict[int, tuple[Scenario, int]] = {}
+
+    def enter(scenario: Scenario, number: int) -> bool:
+        child = os.fork()
+        running[child] = (scenario, number)
+        return child == 0
+
+    while waiting or running:
+        if waiting and len(running) < NUM_LANES:
+            scenario = waiting.pop(0)
+            os.makedirs(f"{directory}/{scenario.name}")
+            if enter(scenario, 0):
+                return scenario, 0
+            continue
+        child, status = os.wait()
+        scenario, number = running.pop(child)
+        code = os.waitstatus_to_exitcode(status)
+        Path(f"{directory}/{scenario.name}/code{number}").write_text(str(code))
+        if number < len(scenario.stops) and enter(scenario, number + 1):
+            return scenario, number + 1
+    return None
+
+
+def run_scenarios(scenarios: Sequence[Scenario], directory: Path) -> dict[str, list[Start]]:
+    """Run scenarios in a process of their own, and return the starts of each by its name."""
+    names = [scenario.name for scenario in scenarios]
+    assert len(set(names)) == len(names), "scenarios are told apart by their names"
+    (directory / "plan.json").write_text(json.dumps([asdict(scenario) for scenario in scenarios]))
+    command = [sys.executable, "-m", "tests.support.train_job", str(directory)]
+    process = RankProcess(0, command, {"OMP_NUM_THREADS": "1", "MKL_NUM_THREADS": "1"})
+    code = process.wait(LAUNCH_SECONDS)
+    print(process.output)
+    assert code == 0, process.output
+    return {scenario.name: starts_of(scenario, directory / scenario.name) for scenario in scenarios}
+
+
+def starts_of(scenario: Scenario, directory: Path) -> list[Start]:
+    return [_read_start(directory, number) for number in range(len(scenario.stops) + 1)]
+
+
+def _read_start(directory: Path, number: int) -> Start:
+    notes_path, facts_path = directory / f"notes{number}", directory / f"facts{number}"
+    notes = [json.loads(line) for line in notes_path.read_text().splitlines()] if notes_path.exists() else []
+    began = [step for kind, step in notes if kind == "began"]
+    return Start(
+        exit_code=int((directory / f"code{number}").read_text()),
+        output=(directory / f"output{number}").read_text(errors="replace"),
+        began_at=began[0] if began else None,
+        saved=[step for kind, step in notes if kind == "saved"],
+        evaluated=[step for kind, step in notes if kind == "evaluated"],
+        facts=json.loads(facts_path.read_text()) if facts_path.exists() else None,
+    )
+
+
+def main() -> None:
+    torch.set_num_threads(1)
+    directory = sys.argv[1]
+    plan = json.loads(Path(directory, "plan.json").read_text())
+    scenarios = [Scenario(**{**one, "stops": tuple(Stop(**stop) for stop in one["stops"])}) for one in plan]
+    # The first use of everything, so that it is paid for once and not in every start.
+    with tempfile.TemporaryDirectory() as warm_up:
+        build_trainer(Scenario("warm-up", {"max_steps": 1}), warm_up, []).train()
+    assert len(os.listdir("/proc/self/task")) == 1, "a process with threads must not be forked"
+    sys.stdout.flush()
+    started = time.monotonic()
+    mine = run_plan(scenarios, directory)
+    if mine is None:
+        print(f"{len(scenarios)} scenarios took {time.monotonic() - started:.1f} s")
+        return
+    scenario, number = mine
+    run_start(scenario, number, f"{directory}/{scenario.name}")
+
+
+if __name__ == "__main__":
+    main()
