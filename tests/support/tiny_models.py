@@ -138,6 +138,8 @@ def quiet_trainer(
     **settings: Any,
 ) -> Trainer:
     """A trainer on the CPU with SGD, in the order of the data, that saves nothing unless it is told to."""
+    # Threads gain nothing on tensors of this size, and wait for each other on busy cores.
+    torch.set_num_threads(1)
     defaults: dict[str, Any] = {
         "output_dir": str(output_dir),
         "use_cpu": True,

@@ -16,8 +16,9 @@ from torchdata.stateful_dataloader.sampler import RandomSampler as StatefulRando
 from torchdata.stateful_dataloader.sampler import StatefulDistributedSampler
 
 from forgather.ml.checkpoint.codec import decode_state, encode_state
+from forgather.ml.checkpoint.rng import RNGState
 from forgather.ml.trainer.data_loading import ResumableLoader, build_eval_loader, build_train_loader
-from forgather.ml.trainer.data_order import seed_generators
+from forgather.ml.trainer.data_order import host_generators, seed_generators
 
 NUM_EPOCHS = 3
 WORKERS = [{}, {"num_workers": 2}, {"num_workers": 2, "persistent_workers": True}]
@@ -184,6 +185,20 @@ def interrupted(build: Build, position: int) -> Batches:
     return before + after
 
 
+def between_epochs(build: Build) -> Batches:
+    """Stops when the first epoch has ended and the second has not begun, and goes on with another loader."""
+    loader = build()
+    first = list(run(loader, num_epochs=1))
+    state = stored(loader.state_dict())
+    loader.close()
+    resumed = build()
+    resumed.load_state_dict(state)
+    assert list(resumed) == [], "the epoch is over"
+    rest = list(run(resumed, first_epoch=1))
+    resumed.close()
+    return first + rest
+
+
 def samples_of(batches: Batches) -> list[Any]:
     return [sample for _, batch in batches for sample in batch]
 
@@ -198,6 +213,7 @@ def test_resume_at_every_position(shuffle: bool, batch_size: int) -> None:
     assert sorted(samples_of(expected)) == sorted(list(range(10)) * NUM_EPOCHS)
     for position in range(len(expected) + 1):
         assert interrupted(build, position) == expected
+    assert between_epochs(build) == expected
 
 
 @pytest.mark.parametrize("options", WORKERS[1:], ids=WORKER_IDS[1:])
@@ -395,25 +411,24 @@ READY = {
 
 
 @pytest.mark.parametrize("name", READY)
-@pytest.mark.parametrize("position", [2, 4, 5])
-def test_resume_continues_the_global_generators_of_the_main_process(name: str, position: int) -> None:
+@pytest.mark.parametrize("position", [2, 4, 5, "between epochs"])
+def test_resume_continues_the_global_generators_of_the_main_process(name: str, position: Any) -> None:
     """As the trainer does it: the generators of the checkpoint are restored, whatever was drawn since."""
+    between = position == "between epochs"
     seed_generators(5)
     loader = train_loader(READY[name]())
-    batches = run(loader)
-    list(itertools.islice(batches, position))
-    state, generators = stored(loader.state_dict()), (random.getstate(), np.random.get_state(), torch.get_rng_state())
-    expected = list(batches), generator_states()
+    list(run(loader, num_epochs=1) if between else itertools.islice(run(loader), position))
+    state, generators = stored(loader.state_dict()), host_generators()
+    next_epoch = 1 if between else (position - 1) // 4
+    expected = list(run(loader, first_epoch=next_epoch)), generator_states()
 
     seed_generators(5)
     # a loader may take its own seed from the global generator when it is made
     resumed = train_loader(READY[name]())
     seed_generators(6)
     resumed.load_state_dict(state)
-    random.setstate(generators[0])
-    np.random.set_state(generators[1])
-    torch.set_rng_state(generators[2])
-    assert (list(run(resumed, first_epoch=(position - 1) // 4)), generator_states()) == expected
+    RNGState().load_state_dict(generators)
+    assert (list(run(resumed, first_epoch=next_epoch)), generator_states()) == expected
 
 
 @pytest.mark.parametrize("options", WORKERS, ids=WORKER_IDS)
@@ -429,14 +444,17 @@ def test_streams_resume(dataset: Any, options: dict[str, Any], num_samples: int)
     positions = range(len(expected) + 1) if not options else [1, num_batches, num_batches + 2]
     for position in positions:
         assert interrupted(build, position) == expected
+    assert between_epochs(build) == expected
 
 
-@pytest.mark.parametrize("position", range(10))
-def test_a_stream_that_carries_state_from_epoch_to_epoch(position: int) -> None:
+def test_a_stream_that_carries_state_from_epoch_to_epoch() -> None:
     def build() -> ResumableLoader:
         return train_loader(CarryingStream(), batch_size=2)
 
-    assert interrupted(build, position) == straight(build)
+    expected = straight(build)
+    for position in range(len(expected) + 1):
+        assert interrupted(build, position) == expected
+    assert between_epochs(build) == expected
 
 
 @pytest.mark.parametrize("num_samples", [6, 7])
@@ -444,14 +462,13 @@ def test_an_epoch_is_not_lost_to_a_position_at_the_end_of_the_one_before(num_sam
     def build() -> ResumableLoader:
         return train_loader(StartingStream(num_samples))
 
-    first = build()
-    list(first)
-    state = stored(first.state_dict())
-    assert state["finished"]
-    resumed = build()
-    resumed.load_state_dict(state)
-    assert list(resumed) == []
-    assert list(run(resumed, first_epoch=1)) == [item for item in straight(build) if item[0] > 0]
+    assert between_epochs(build) == straight(build)
+
+
+def test_an_epoch_that_is_over_is_not_read_again() -> None:
+    loader = train_loader(Stream(12))
+    list(loader)
+    assert loader.state_dict()["finished"] and loader.state_dict()["loader"] is None
 
 
 def test_another_batch_size_with_a_stateful_stream() -> None:
@@ -539,6 +556,14 @@ def test_ready_loaders_resume(name: str, position: int) -> None:
     expected = straight(build)
     assert len(expected) == 4 * NUM_EPOCHS
     assert interrupted(build, position) == expected
+
+
+@pytest.mark.parametrize("name", READY_LOADERS)
+def test_ready_loaders_resume_between_epochs(name: str) -> None:
+    def build() -> ResumableLoader:
+        return train_loader(READY_LOADERS[name]())
+
+    assert between_epochs(build) == straight(build)
 
 
 def test_samplers_of_ready_loaders_learn_the_epoch() -> None:

@@ -179,9 +179,11 @@ def test_the_first_step_is_logged_when_asked_for(tmp_path: Path) -> None:
 
 
 def test_logging_by_epochs(tmp_path: Path) -> None:
-    assert logged_steps(
-        tmp_path, 8, logging_strategy="epoch", num_train_epochs=3, gradient_accumulation_steps=4
-    ) == [2, 4, 6]
+    assert logged_steps(tmp_path, 8, logging_strategy="epoch", num_train_epochs=3, gradient_accumulation_steps=4) == [
+        2,
+        4,
+        6,
+    ]
 
 
 def test_a_record_covers_its_interval(tmp_path: Path) -> None:
@@ -268,9 +270,7 @@ def evaluated_steps(tmp_path: Path, num_samples: int, **settings: Any) -> list[i
 
 
 def test_epoch_strategy_evaluates_once_per_epoch(tmp_path: Path) -> None:
-    steps = evaluated_steps(
-        tmp_path, 8, eval_strategy="epoch", gradient_accumulation_steps=4, num_train_epochs=4
-    )
+    steps = evaluated_steps(tmp_path, 8, eval_strategy="epoch", gradient_accumulation_steps=4, num_train_epochs=4)
     assert steps == [2, 4, 6, 8]
 
 
@@ -278,12 +278,10 @@ def test_evaluates_at_every_step_when_asked_to(tmp_path: Path) -> None:
     assert evaluated_steps(tmp_path, 2, eval_strategy="steps", eval_steps=1) == [1, 2]
 
 
-@pytest.mark.parametrize(("strategy", "steps"), [("steps", [4, 6, 8]), ("epoch", [4, 8])])
+@pytest.mark.parametrize(("strategy", "steps"), [("steps", [4, 6, 8]), ("epoch", [6, 9])])
 def test_no_evaluation_before_the_delay(tmp_path: Path, strategy: str, steps: list[int]) -> None:
-    settings = {"eval_strategy": strategy, "eval_steps": 2, "eval_delay": 3, "num_train_epochs": 4}
-    data_length = 2
-    expected = [4, 6, 8] if strategy == "epoch" else steps
-    assert evaluated_steps(tmp_path, data_length, **settings) == expected
+    settings = {"eval_strategy": strategy, "eval_steps": 2, "eval_delay": 4, "num_train_epochs": 3}
+    assert evaluated_steps(tmp_path, 3, **settings) == steps
 
 
 @pytest.mark.parametrize("accumulation", [1, 2])
@@ -349,9 +347,7 @@ def test_saves_depend_on_the_global_step_across_a_resume(tmp_path: Path) -> None
 
 def test_a_step_is_saved_once_whoever_asks(tmp_path: Path) -> None:
     recorder = stop_at(4, flag="should_save")
-    quiet_trainer(
-        tmp_path, ScalarModel(), scalars(1, 2, 3, 4), recorder, save_strategy="steps", save_steps=2
-    ).train()
+    quiet_trainer(tmp_path, ScalarModel(), scalars(1, 2, 3, 4), recorder, save_strategy="steps", save_steps=2).train()
     assert recorder.steps("on_save") == [2, 4]
 
 
@@ -399,8 +395,8 @@ def test_eval_on_save_evaluates_each_saved_step_once(tmp_path: Path) -> None:
 # --- the best model
 
 
-def best_run(tmp_path: Path, recorder: Recorder, **settings: Any) -> Trainer:
-    """The weight falls by each value, and the evaluation loss is the weight: 1, -1, 3, 2 after steps 1 to 4."""
+def best_run(tmp_path: Path, recorder: Recorder, losses: tuple[float, ...] = (1, -1, 3, 2), **settings: Any) -> Trainer:
+    """A run in which the evaluation after each step gives these losses: the weight itself, which starts at 2."""
     defaults = {
         "eval_strategy": "steps",
         "eval_steps": 1,
@@ -410,12 +406,12 @@ def best_run(tmp_path: Path, recorder: Recorder, **settings: Any) -> Trainer:
         "learning_rate": 1.0,
     }
     options = {"eval_dataset": scalars(1)}
-    data = scalars(1, 2, -4, 1)
+    data = scalars(*(before - after for before, after in zip((2, *losses), losses, strict=False)))
     trainer = quiet_trainer(
         tmp_path, ScalarModel(2.0), data, recorder, trainer_options=options, **{**defaults, **settings}
     )
     trainer.train()
-    assert [metrics["eval_loss"] for metrics in recorder.details("on_evaluate", "metrics")] == [1.0, -1.0, 3.0, 2.0]
+    assert [metrics["eval_loss"] for metrics in recorder.details("on_evaluate", "metrics")] == list(losses)
     return trainer
 
 
@@ -443,10 +439,11 @@ def test_the_best_model_is_loaded_at_the_end(tmp_path: Path) -> None:
 
 
 def test_the_best_of_the_saved_is_loaded_when_the_best_was_not_saved(tmp_path: Path) -> None:
-    trainer = best_run(tmp_path, Recorder(), load_best_model_at_end=True, save_steps=3)
-    assert saved_steps(tmp_path) == [4]
-    assert trainer.evaluate()["eval_loss"] == 2.0
-    assert Path(trainer.state.best_model_checkpoint).name == "checkpoint-4"
+    trainer = best_run(tmp_path, Recorder(), (-5, 1, 4, 3), load_best_model_at_end=True, save_steps=2)
+    assert saved_steps(tmp_path) == [2, 4]
+    assert trainer.state.best_metric == -5.0
+    assert Path(trainer.state.best_model_checkpoint).name == "checkpoint-2"
+    assert trainer.evaluate()["eval_loss"] == 1.0
 
 
 @pytest.mark.parametrize("greater", ["greater_is_better", "best_model_greater_is_better"])

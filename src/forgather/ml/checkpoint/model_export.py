@@ -6,6 +6,7 @@ from dataclasses import dataclass
 
 from forgather.ml.checkpoint import durable
 
+_TEMPORARY = ".tmp-model-"
 _WEIGHT_FILE = re.compile(r"(model|pytorch_model)(-\d{5}-of-\d{5})?\.(safetensors|bin)(\.index\.json)?$")
 
 
@@ -18,7 +19,7 @@ class ModelExport:
 
     @property
     def temporary_path(self) -> str:
-        return os.path.join(self.output_dir, f".tmp-model-{self.attempt}")
+        return os.path.join(self.output_dir, f"{_TEMPORARY}{self.attempt}")
 
     def begin(self, overwrite: bool) -> None:
         existing = self._weight_files()
@@ -48,3 +49,10 @@ class ModelExport:
     def _weight_files(self) -> list[str]:
         names = os.listdir(self.output_dir) if os.path.isdir(self.output_dir) else []
         return sorted(name for name in names if _WEIGHT_FILE.match(name))
+
+
+def remove_unfinished_exports(output_dir: str) -> None:
+    """Delete what an export that was killed left behind."""
+    for name in os.listdir(output_dir):
+        if name.startswith(_TEMPORARY):
+            durable.remove_tree(os.path.join(output_dir, name))

@@ -114,7 +114,7 @@ class Transaction:
             durable.fsync_directory(parent)
         elif durable.exchange(self.temporary_path, self.final_path):
             durable.fsync_directory(parent)
-            durable.remove_tree(self.temporary_path)
+            _remove_or_warn(self.temporary_path)
         else:
             self._replace_in_two_steps(parent)
 
@@ -129,7 +129,7 @@ class Transaction:
         os.rename(self.final_path, old)
         os.rename(self.temporary_path, self.final_path)
         durable.fsync_directory(parent)
-        durable.remove_tree(old)
+        _remove_or_warn(old)
 
     def _check_visible(self, records: Iterable[FileRecord]) -> None:
         for record in records:
@@ -149,6 +149,16 @@ class Transaction:
             with contextlib.suppress(CheckpointError, ValueError, OSError):
                 latest = max(latest, read_manifest(path).written_at + timedelta(microseconds=1))
         return latest.isoformat()
+
+
+def _remove_or_warn(path: str) -> bool:
+    """Remove what is in nobody's way: failing at that must not fail a save that is done, or a start."""
+    try:
+        durable.remove_tree(path)
+    except OSError as error:
+        logger.warning("%s could not be removed (%s); the next start tries again.", path, error)
+        return False
+    return True
 
 
 def _sibling(path: str, kind: str, attempt: str) -> str:
@@ -273,8 +283,7 @@ def recover(root: str) -> list[str]:
             os.rename(successor if is_complete(successor) else path, final)
             durable.fsync_directory(root)
             done.append(f"completed {final}, whose replacement was interrupted")
-        if os.path.isdir(path):
-            durable.remove_tree(path)
+        if os.path.isdir(path) and _remove_or_warn(path):
             done.append(f"removed {path}, left by an interrupted save or deletion")
     for checkpoint in _candidates(root):
         for path in durable.remove_unfinished_replacements(checkpoint):

@@ -155,8 +155,12 @@ class CheckpointCoordinator:
                 CheckpointSaveError,
                 layout.rank,
             )
-        finally:
             export.clean_up()
+        except CheckpointError as error:
+            # As in a save: a rank that lost the others must not touch what the installing one works on.
+            if layout.leads_storage or not error.contact_lost:
+                export.clean_up()
+            raise
 
     def take_snapshot(self, validate: bool = False, extra_files: Mapping[str, bytes] | None = None) -> Snapshot:
         """Collect the state of this rank and plan its files with the other ranks; collective."""

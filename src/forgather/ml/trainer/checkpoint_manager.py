@@ -17,6 +17,7 @@ from forgather.ml.checkpoint.errors import (
     CheckpointSaveError,
 )
 from forgather.ml.checkpoint.manifest import FileRecord, read_manifest
+from forgather.ml.checkpoint.model_export import remove_unfinished_exports
 from forgather.ml.checkpoint.output_lock import OutputDirLock
 from forgather.ml.checkpoint.retention import (
     BestCheckpoints,
@@ -292,6 +293,7 @@ class CheckpointManager:
             return
         self._lock.acquire()
         self._lock_is_held = True
+        remove_unfinished_exports(self.config.output_dir)
         for line in store.recover(os.path.join(self.config.output_dir, store.CHECKPOINTS_FOLDER)):
             logger.info("Recovery: %s", line)
 

@@ -397,7 +397,7 @@ class _StreamLoader(_StatefulLoader):
     """
 
     def __init__(self, stream: SeededStream, batch_size: int, drop_last: bool, options: dict[str, Any]) -> None:
-        # imported when needed: it takes as long as the rest of this module
+        # only iterable datasets need it
         from torchdata.stateful_dataloader import StatefulDataLoader
 
         self._stream = stream

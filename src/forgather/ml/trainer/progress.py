@@ -35,6 +35,7 @@ class TrainerProgress:
             "interval": trainer._interval.state_dict(),
             "totals": trainer._totals.state_dict(),
             "amp": trainer.amp.state_dict(),
+            "best_saved_metric": trainer._best_saved_metric,
             "evaluated_step": trainer._evaluated_step,
             "evaluation_is_pending": trainer._evaluation_is_pending,
         }
@@ -49,6 +50,7 @@ class TrainerProgress:
         trainer._interval.load_state_dict(state["interval"])
         trainer._totals.load_state_dict(state["totals"])
         trainer.amp.load_state_dict(state["amp"])
+        trainer._best_saved_metric = state["best_saved_metric"]
         trainer._evaluated_step = state["evaluated_step"]
         trainer._evaluation_is_pending = state["evaluation_is_pending"]
         trainer._saved_step = trainer.state.global_step

@@ -50,7 +50,7 @@ class ReportingTrainer(PreparedTrainer):
         self._evaluated_step = -1
         self._eval_metrics: dict[str, Any] | None = None
         self._evaluation_is_pending = False
-        self._best_step = -1
+        self._best_saved_metric: float | None = None
         self._saved_step = -1
         self._saved_path = ""
         self._resumed_in_epoch = False

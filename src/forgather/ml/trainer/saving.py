@@ -6,11 +6,12 @@ from abc import abstractmethod
 from collections.abc import Mapping
 from typing import Any
 
+from forgather.ml.checkpoint.retention import metric_value
 from forgather.ml.checkpoint.store import checkpoint_path
 from forgather.ml.sharded_checkpoint import load_checkpoint as load_weights
 from forgather.ml.trainer.checkpoint_coordinator import CheckpointCoordinator
 from forgather.ml.trainer.checkpoint_types import SharingPattern, StateComponent
-from forgather.ml.trainer.model_selection import note_best_metric
+from forgather.ml.trainer.model_selection import is_better, note_best_metric
 from forgather.ml.trainer.reporting import ReportingTrainer
 
 logger = logging.getLogger(__name__)
@@ -67,8 +68,7 @@ class SavingTrainer(ReportingTrainer):
         started = time.perf_counter()
         metrics = self._eval_metrics if self._evaluated_step == step else None
         assert self.checkpoint_manager is not None
-        if self._best_step == step:
-            self.state.best_model_checkpoint = checkpoint_path(self.args.output_dir, step)
+        self._note_best_saved(metrics)
         self.checkpoint_manager.set_eval_metrics(metrics)
         path = self.checkpoint_manager.save_checkpoint(checkpoint_id=step)
         if path:
@@ -79,10 +79,18 @@ class SavingTrainer(ReportingTrainer):
         return path
 
     def _note_best(self, metrics: Mapping[str, Any]) -> None:
-        """Remember whether this evaluation is the best yet; its checkpoint is, if the step is saved."""
         args = self.args
-        if note_best_metric(self.state, metrics, args.best_model_metric, args.best_model_greater_is_better):
-            self._best_step = self.state.global_step
+        note_best_metric(self.state, metrics, args.best_model_metric, args.best_model_greater_is_better)
+
+    def _note_best_saved(self, metrics: Mapping[str, Any] | None) -> None:
+        """The best checkpoint is the best of the saved steps: the best evaluation may be that of another step."""
+        if metrics is None:
+            return
+        args = self.args
+        value = metric_value(metrics, args.best_model_metric)
+        if is_better(value, self._best_saved_metric, args.best_model_metric, args.best_model_greater_is_better):
+            self._best_saved_metric = value
+            self.state.best_model_checkpoint = checkpoint_path(args.output_dir, self.state.global_step)
 
     def _preserve_best(self, path: str, metrics: Mapping[str, Any] | None) -> None:
         args = self.args

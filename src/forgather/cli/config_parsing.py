@@ -1,0 +1,211 @@
+"""From a YAML file and the command line to a configuration: known keys, fitting types, and where each value came from."""
+
+import dataclasses
+import typing
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from forgather.cli import yaml_files
+from forgather.cli.configuration import PLAIN_KEYS, SECTIONS, Configuration
+from forgather.cli.errors import UsageError, nearest_hint
+from forgather.cli.value_types import fitting, is_list, is_mapping, name_of, options_of
+from forgather.ml.trainer.arguments import TrainingArguments
+
+_ON_COMMAND_LINE = "on the command line"
+
+
+@dataclass(frozen=True)
+class Setting:
+    """A value for a key such as "args.max_steps", and where it was given."""
+
+    key: str
+    value: Any
+    origin: str
+
+
+@dataclass(frozen=True)
+class Option:
+    """A word of the command line: --key value; `text` is None when no value followed."""
+
+    key: str
+    text: str | None
+
+
+class ConfigurationParser:
+    """Collects settings, the later ones over the earlier, and makes the configuration of them."""
+
+    def __init__(self) -> None:
+        self._sections: dict[str, type] = {**SECTIONS, "args": TrainingArguments}
+        self._hints = _hints_of(self._sections)
+        self._settings: dict[str, Setting] = {}
+
+    def read_file(self, path: str, name: str | None = None) -> None:
+        """Take the settings of a YAML file; `name` is what messages call it."""
+        name = name or path
+        try:
+            text = Path(path).read_text(encoding="utf-8")
+        except OSError as error:
+            raise UsageError(f"The configuration {path!r} cannot be read: {error.strerror or error}.") from None
+        for entry in yaml_files.read_entries(text, name):
+            if entry.key not in self._sections:
+                self._set(Setting(entry.key, entry.value, f"{name}, line {entry.line}"))
+            elif entry.is_mapping:
+                for inner in entry.entries(name):
+                    self._set(Setting(f"{entry.key}.{inner.key}", inner.value, f"{name}, line {inner.line}"))
+            elif entry.value is not None:
+                self._refuse(Setting(entry.key, entry.value, f"{name}, line {entry.line}"), "a mapping of its keys")
+
+    def override(self, option: Option) -> None:
+        """Take an option of the command line: the value of a key, of something inside it, or one more for a list (+)."""
+        if option.key.endswith("+"):
+            return self._append(option)
+        field = self._field_of(option.key)
+        if field is None:
+            raise self._unknown_key(option.key, _ON_COMMAND_LINE, prefix="--")
+        if field == option.key:
+            return self._set(Setting(field, self._value_of(option), _ON_COMMAND_LINE))
+        value = {} if self._present(field) is None else dict(self._present(field))
+        _put(value, option.key[len(field) + 1 :].split("."), yaml_files.load_value(self._text_of(option)))
+        return self._set(Setting(field, value, _ON_COMMAND_LINE))
+
+    def configuration(self) -> Configuration:
+        """What all settings and defaults together say."""
+        sections: dict[str, Any] = {}
+        for name, cls in self._sections.items():
+            values = {
+                key.partition(".")[2]: setting.value
+                for key, setting in self._settings.items()
+                if key.startswith(f"{name}.")
+            }
+            sections[name] = self._section(name, cls, values)
+        plain = {key: setting.value for key, setting in self._settings.items() if key in PLAIN_KEYS}
+        return Configuration(**sections, **plain)
+
+    def _section(self, name: str, cls: type, values: Mapping[str, Any]) -> Any:
+        try:
+            return cls(**values)
+        except ValueError as error:
+            # Checks of a section begin their messages with the field that they are about.
+            setting = self._settings.get(f"{name}.{str(error).partition('=')[0]}")
+            raise UsageError(f"{f'{setting.origin}: ' if setting else ''}{name}.{error}") from None
+
+    def _set(self, setting: Setting) -> None:
+        if setting.key not in self._hints:
+            raise self._unknown_key(setting.key, setting.origin)
+        hint = self._hints[setting.key]
+        try:
+            value = fitting(hint, setting.value)
+        except ValueError:
+            self._refuse(setting, name_of(hint))
+        else:
+            self._settings[setting.key] = dataclasses.replace(setting, value=value)
+
+    def _append(self, option: Option) -> None:
+        key = option.key.removesuffix("+")
+        if key not in self._hints or not is_list(self._hints[key]):
+            lists = [f"--{known}+" for known, hint in self._hints.items() if is_list(hint)]
+            raise UsageError(f"--{option.key}: only lists can be added to: {', '.join(lists)}.")
+        value = yaml_files.load_value(self._text_of(option))
+        self._set(Setting(key, [*(self._present(key) or []), value], _ON_COMMAND_LINE))
+
+    def _value_of(self, option: Option) -> Any:
+        """The text as YAML, if that fits the field, else as it is: `--args.output_dir 2024` is a text."""
+        hint = self._hints[option.key]
+        if option.text is None and bool in options_of(hint):
+            return True
+        text = self._text_of(option)
+        value = yaml_files.load_value(text)
+        candidates = [value, text, [value], [text]] if is_list(hint) else [value, text]
+        return next((one for one in candidates if _fits(hint, one)), value)
+
+    def _text_of(self, option: Option) -> str:
+        if option.text is None:
+            raise UsageError(f"--{option.key} needs a value behind it.")
+        return option.text
+
+    def _present(self, key: str) -> Any:
+        setting = self._settings.get(key)
+        return None if setting is None else setting.value
+
+    def _field_of(self, key: str) -> str | None:
+        """The field that a key names, or that it lies inside of."""
+        inside = [name for name, hint in self._hints.items() if key.startswith(f"{name}.") and is_mapping(hint)]
+        return key if key in self._hints else next(iter(inside), None)
+
+    def _unknown_key(self, key: str, origin: str, prefix: str = "") -> UsageError:
+        section, _, name = key.partition(".")
+        known = [*self._hints, *self._sections]
+        hint = nearest_hint(prefix + key, [prefix + one for one in known])
+        if section in self._sections and name:
+            own = [one for one in self._hints if one.startswith(f"{section}.")]
+            hint = nearest_hint(prefix + key, [prefix + one for one in own]) or hint
+        return UsageError(f"{origin}: there is no key {prefix + key!r}.{hint} forgather train --help lists all keys.")
+
+    def _refuse(self, setting: Setting, expected: str) -> None:
+        value = setting.value
+        raise UsageError(
+            f"{setting.origin}: {setting.key}={value!r} has type {type(value).__name__}, expected {expected}."
+        )
+
+
+def to_dict(configuration: Configuration) -> dict[str, Any]:
+    """The configuration as plain data, in the order of its sections."""
+    plain: dict[str, Any] = _plain(dataclasses.asdict(configuration))
+    return plain
+
+
+def split_options(words: Sequence[str]) -> tuple[list[str], list[Option]]:
+    """Words without dashes that stand alone, and `--key value` or `--key=value` pairs."""
+    alone: list[str] = []
+    options: list[Option] = []
+    rest = list(words)
+    while rest:
+        word = rest.pop(0)
+        if not word.startswith("--"):
+            alone.append(word)
+            continue
+        key, equals, text = word[2:].partition("=")
+        if equals:
+            options.append(Option(key, text))
+        elif rest and not rest[0].startswith("--"):
+            options.append(Option(key, rest.pop(0)))
+        else:
+            options.append(Option(key, None))
+    return alone, options
+
+
+def _hints_of(sections: Mapping[str, type]) -> dict[str, Any]:
+    hints: dict[str, Any] = {}
+    for section, cls in sections.items():
+        types_of_fields = typing.get_type_hints(cls)
+        for field in dataclasses.fields(cls):
+            hints[f"{section}.{field.name}"] = types_of_fields[field.name]
+    types_of_top = typing.get_type_hints(Configuration, localns={"TrainingArguments": TrainingArguments})
+    return hints | {key: types_of_top[key] for key in PLAIN_KEYS}
+
+
+def _fits(hint: Any, value: Any) -> bool:
+    try:
+        fitting(hint, value)
+    except ValueError:
+        return False
+    return True
+
+
+def _put(target: dict[str, Any], path: Iterable[str], value: Any) -> None:
+    """Set a value inside nested mappings, without changing those that others hold."""
+    first, *rest = path
+    if rest:
+        inner = target.get(first)
+        target[first] = dict(inner) if isinstance(inner, Mapping) else {}
+        _put(target[first], rest, value)
+    else:
+        target[first] = value
+
+
+def _plain(value: Any) -> Any:
+    if isinstance(value, Mapping):
+        return {key: _plain(inner) for key, inner in value.items()}
+    return [_plain(inner) for inner in value] if isinstance(value, (list, tuple)) else value

@@ -1,0 +1,31 @@
+"""Keeps the screen to what the user needs: libraries speak when something is wrong, our own messages always appear."""
+
+import logging
+import os
+import sys
+
+
+def silence_libraries() -> None:
+    """Before torch and transformers are imported: their notes on optional parts that are not installed stay away."""
+    os.environ.setdefault("TRANSFORMERS_VERBOSITY", "error")
+    os.environ.setdefault("TRANSFORMERS_NO_ADVISORY_WARNINGS", "1")
+    # Tokenizers are not used after workers are forked; without this they warn that they might be.
+    os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
+    for name in ("torchao", "torch.utils._pytree", "matplotlib"):
+        logging.getLogger(name).setLevel(logging.ERROR)
+
+
+class _Formatter(logging.Formatter):
+    """Plain sentences; the level only where it matters."""
+
+    def format(self, record: logging.LogRecord) -> str:
+        text = super().format(record)
+        return text if record.levelno < logging.WARNING else f"{record.levelname.lower()}: {text}"
+
+
+def show_own_messages() -> None:
+    """Warnings of everybody and news of forgather go to the error stream, above progress bars if there are any."""
+    handler = logging.StreamHandler(sys.stderr)
+    handler.setFormatter(_Formatter("%(message)s"))
+    logging.basicConfig(level=logging.WARNING, handlers=[handler])
+    logging.getLogger("forgather").setLevel(logging.INFO)

@@ -1,0 +1,154 @@
+"""A run that is asked to stop saves once, exits 0 saying "preempted", and goes on later as if nothing had been.
+
+All runs of this file are made at once, by `runs`; the tests judge what they left. The signals are sent by the run itself,
+at exactly the point in question.
+"""
+
+from dataclasses import dataclass, field
+from typing import Any
+
+import pytest
+
+from tests.support.train_job import Scenario, Start, Stop, run_scenarios
+
+BASE: dict[str, Any] = {}
+WORKERS = {"dataloader_num_workers": 2}
+BY_EPOCH = {"eval_strategy": "epoch", "save_steps": 5}
+BEST = {"eval_steps": 3, "load_best_model_at_end": True, "preserve_best_model": True}
+EVAL_ON_SAVE = {"eval_strategy": "no", "eval_on_save": True}
+STRAIGHT = {
+    "straight": BASE,
+    "straight with workers": WORKERS,
+    "straight by epoch": BY_EPOCH,
+    "straight with best": BEST,
+    "straight with evaluation on save": EVAL_ON_SAVE,
+}
+
+
+@dataclass(frozen=True)
+class Request:
+    """A request to stop, and the step at which the run must have saved because of it."""
+
+    stops: tuple[Stop, ...]
+    saves_at: int
+    straight: str = "straight"
+    signal_name: str = field(init=False)
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "signal_name", self.stops[-1].signal)
+
+
+def in_a_step(signal: str, step: int = 6, **options: Any) -> Stop:
+    """In the second micro-batch of the step that follows `step`."""
+    return Stop("on_forward_backward_begin", step=step, nth=2, signal=signal, **options)
+
+
+def in_an_evaluation(signal: str, step: int = 4, **options: Any) -> Stop:
+    return Stop("on_prediction_step", step=step, nth=2, signal=signal, **options)
+
+
+def in_a_save(signal: str, step: int = 6) -> Stop:
+    return Stop("fsync", step=step, nth=4, signal=signal)
+
+
+REQUESTS = {
+    **{f"{name} in a step": Request((in_a_step(name),), 7) for name in ("SIGTERM", "SIGUSR1", "SIGINT")},
+    **{f"{name} in an evaluation": Request((in_an_evaluation(name),), 4) for name in ("SIGTERM", "SIGUSR1")},
+    **{f"{name} in a save": Request((in_a_save(name),), 6) for name in ("SIGTERM", "SIGINT")},
+    "in the step before an evaluation": Request((in_a_step("SIGTERM", step=3),), 4),
+    "in the last step of an epoch": Request((Stop("on_optimizer_step", step=4, signal="SIGTERM"),), 5),
+    "in the last step": Request((Stop("on_optimizer_step", step=9, signal="SIGTERM"),), 10),
+    "twice": Request((in_an_evaluation("SIGTERM"), in_a_step("SIGTERM")), 7),
+    "again while the evaluation is made up for": Request((in_an_evaluation("SIGTERM"), in_an_evaluation("SIGTERM")), 4),
+    "in the evaluation of an epoch": Request(
+        (in_an_evaluation("SIGTERM", step=5),), 5, straight="straight by epoch"
+    ),
+    "in the evaluation of the last epoch": Request(
+        (in_an_evaluation("SIGTERM", step=10),), 10, straight="straight by epoch"
+    ),
+    "in an evaluation that looks for the best": Request(
+        (in_an_evaluation("SIGTERM", step=6),), 6, straight="straight with best"
+    ),
+    "in the step before an evaluation on save": Request(
+        (in_a_step("SIGTERM", step=5),), 6, straight="straight with evaluation on save"
+    ),
+    "in an evaluation on save": Request(
+        (in_an_evaluation("SIGTERM", step=6),), 6, straight="straight with evaluation on save"
+    ),
+    **{
+        f"{name} to the workers as well": Request(
+            (in_a_step(name, to_group=True),), 7, straight="straight with workers"
+        )
+        for name in ("SIGTERM", "SIGUSR1", "SIGINT")
+    },
+}
+Runs = dict[str, list[Start]]
+
+
+@pytest.fixture(scope="module")
+def runs(tmp_path_factory: pytest.TempPathFactory) -> Runs:
+    scenarios = [Scenario(name, settings=settings) for name, settings in STRAIGHT.items()]
+    scenarios += [
+        Scenario(name, settings=STRAIGHT[request.straight], stops=request.stops, default_callbacks=True)
+        for name, request in REQUESTS.items()
+    ]
+    scenarios.append(Scenario("Ctrl-C twice", stops=(in_a_step("SIGINT", times=2),), default_callbacks=True))
+    return run_scenarios(scenarios, tmp_path_factory.mktemp("preemption"))
+
+
+def ends(starts: list[Start]) -> dict[str, Any]:
+    facts = starts[-1].facts
+    assert facts is not None and starts[-1].exit_code == 0, starts[-1].output
+    return facts
+
+
+@pytest.mark.parametrize("name", REQUESTS)
+def test_stopped_run_exits_0_and_says_that_it_was_preempted(name: str, runs: Runs) -> None:
+    request = REQUESTS[name]
+    stopped = runs[name][-2]
+    assert stopped.exit_code == 0, stopped.output
+    assert stopped.facts is None, "it was to stop before its end"
+    assert f"preempted by {request.signal_name} at step {request.saves_at}" in stopped.output
+    assert "Traceback" not in stopped.output
+
+
+@pytest.mark.parametrize("name", REQUESTS)
+def test_stopped_run_saves_once(name: str, runs: Runs) -> None:
+    """Where it was asked to, and beside that at the steps of the straight run, once each."""
+    request, starts = REQUESTS[name], runs[name]
+    saved = [step for start in starts for step in start.saved]
+    assert saved == sorted({*runs[request.straight][0].saved, *_stop_steps(name, runs)})
+    assert starts[-1].began_at == request.saves_at
+
+
+@pytest.mark.parametrize("name", REQUESTS)
+def test_stopped_run_ends_bit_for_bit_as_the_straight_one(name: str, runs: Runs) -> None:
+    straight, resumed = ends(runs[REQUESTS[name].straight]), ends(runs[name])
+    for part, expected in straight.items():
+        assert resumed[part] == expected, part
+
+
+@pytest.mark.parametrize("name", REQUESTS)
+def test_interrupted_evaluation_is_made_up_for(name: str, runs: Runs) -> None:
+    evaluated = [step for start in runs[name] for step in start.evaluated]
+    assert evaluated == runs[REQUESTS[name].straight][0].evaluated
+
+
+@pytest.mark.parametrize("name", REQUESTS)
+def test_next_start_says_from_which_step_it_resumes(name: str, runs: Runs) -> None:
+    assert f"resumed at step {REQUESTS[name].saves_at} " in runs[name][-1].output
+
+
+def test_second_ctrl_c_ends_at_once(runs: Runs) -> None:
+    interrupted, last = runs["Ctrl-C twice"]
+    assert interrupted.exit_code != 0
+    assert "KeyboardInterrupt" in interrupted.output
+    assert "preempted" not in interrupted.output
+    assert interrupted.saved == [3, 6], "the step under way is not saved"
+    assert last.began_at == 6
+    assert ends(runs["Ctrl-C twice"]) == ends(runs["straight"])
+
+
+def _stop_steps(name: str, runs: Runs) -> list[int]:
+    """The steps at which the starts of a scenario were stopped: where the next ones began."""
+    return [start.began_at for start in runs[name][1:] if start.began_at is not None]
