@@ -7,7 +7,7 @@ PIP := $(BIN)/pip install --quiet --disable-pip-version-check
 
 export TOKENIZERS_PARALLELISM := false
 
-.PHONY: setup test demo lint bench docs lock clean
+.PHONY: setup test demo demo-checkpoints lint bench docs lock clean
 
 setup: $(STAMP)
 
@@ -22,7 +22,12 @@ $(STAMP): requirements.lock pyproject.toml
 test: $(STAMP)
 	OMP_NUM_THREADS=1 $(BIN)/python -m pytest
 
+# Trains; once more goes on where it stopped.
 demo: $(STAMP)
+	$(BIN)/forgather train
+
+# Two ranks train, one is killed in the middle of a save, the run resumes.
+demo-checkpoints: $(STAMP)
 	OMP_NUM_THREADS=1 $(BIN)/python examples/checkpoint_demo.py
 
 lint: $(STAMP)

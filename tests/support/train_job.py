@@ -197,9 +197,22 @@ class Stopper:
     def _send(self) -> None:
         number = signal.Signals[self._stop.signal]
         if self._stop.to_group:
-            os.killpg(0, number)
+            send_to_group(number)
         else:
             os.kill(os.getpid(), number)
+
+
+def send_to_group(number: signal.Signals) -> None:
+    """Send a signal to this process and its workers from outside: workers of torch take one of their parent otherwise."""
+    group = os.getpgid(0)
+    sender = os.fork()
+    if sender == 0:
+        os.setpgid(0, 0)
+        os.killpg(group, number)
+        os._exit(0)
+    os.waitpid(sender, 0)
+    # Long enough for the death of a worker to be noticed here and now.
+    time.sleep(0.3)
 
 
 class Notes:

@@ -67,7 +67,7 @@ REQUESTS = {
         (in_an_evaluation("SIGTERM", step=10),), 10, straight="straight by epoch"
     ),
     "in an evaluation that looks for the best": Request(
-        (in_an_evaluation("SIGTERM", step=6),), 6, straight="straight with best"
+        (in_an_evaluation("SIGTERM", step=9),), 9, straight="straight with best"
     ),
     "in the step before an evaluation on save": Request(
         (in_a_step("SIGTERM", step=5),), 6, straight="straight with evaluation on save"

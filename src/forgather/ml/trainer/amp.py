@@ -12,6 +12,7 @@ from forgather.ml.trainer.trainer_types import OptimizerT
 
 logger = logging.getLogger(__name__)
 
+_AS_IT_IS = nullcontext()
 _DTYPES: dict[str, torch.dtype] = {"bf16": torch.bfloat16, "fp16": torch.float16}
 
 
@@ -33,7 +34,7 @@ class AMPContext:
 
     def autocast(self) -> AbstractContextManager[Any]:
         if self._dtype is None:
-            return nullcontext()
+            return _AS_IT_IS
         return torch.autocast(self._device_type, dtype=self._dtype)
 
     def scale_loss(self, loss: Tensor) -> Tensor:

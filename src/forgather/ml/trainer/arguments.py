@@ -317,7 +317,8 @@ def _converted(name: str, value: Any, hint: Any) -> Any:
                 return number
         if option is bool and str(value).lower() in ("true", "false"):
             return str(value).lower() == "true"
-    expected = " or ".join(getattr(option, "__name__", str(option)) for option in options)
+    names = ("None" if option is type(None) else getattr(option, "__name__", str(option)) for option in options)
+    expected = " or ".join(names)
     raise ValueError(f"{name}={value!r} has type {type(value).__name__}, expected {expected}.")
 
 

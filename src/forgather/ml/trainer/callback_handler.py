@@ -2,6 +2,7 @@
 
 import logging
 from collections.abc import Callable, Iterable
+from operator import attrgetter
 from typing import Any
 
 from forgather.ml.trainer.trainer_types import TrainerControl
@@ -9,6 +10,7 @@ from forgather.ml.trainer.trainer_types import TrainerControl
 logger = logging.getLogger(__name__)
 
 _STOP_FLAGS = ("should_training_stop", "should_epoch_stop", "should_abort_without_save")
+_stop_flags = attrgetter(*_STOP_FLAGS)
 
 
 class CallbackHandler:
@@ -44,13 +46,15 @@ class CallbackHandler:
         if handlers is None:
             handlers = self._of(event)
         for name, handler in handlers:
-            before = [getattr(control, flag) for flag in _STOP_FLAGS]
+            before = _stop_flags(control)
             returned = handler(**self.context, **details)
             if returned is not None and returned is not control:
                 _adopt(control, returned)
-            for flag, was_set in zip(_STOP_FLAGS, before, strict=True):
-                if getattr(control, flag) and not was_set:
-                    logger.info("%s asked for %s in %s", name, flag, event)
+            after = _stop_flags(control)
+            if after != before:
+                for flag, is_set, was_set in zip(_STOP_FLAGS, after, before, strict=True):
+                    if is_set and not was_set:
+                        logger.info("%s asked for %s in %s", name, flag, event)
 
     def _of(self, event: str) -> list[tuple[str, Callable[..., Any]]]:
         if event not in self._handlers:

@@ -218,6 +218,9 @@ class CheckpointManager:
         extra_files = {METADATA_NAME: metadata.to_bytes()}
         if self._eval_metrics is not None:
             extra_files[EVAL_METRICS_NAME] = metrics_bytes(self._eval_metrics)
+        for callback in self._callbacks:
+            if hasattr(callback, "checkpoint_files"):
+                extra_files |= callback.checkpoint_files()
         saved = self._coordinator("save").save_checkpoint(
             path, checkpoint_id, step=self._step_or_none(), extra_files=extra_files
         )

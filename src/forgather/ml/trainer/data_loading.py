@@ -28,6 +28,7 @@ from forgather.ml.trainer.data_order import (
     seeded_stream,
     stable_seed,
 )
+from forgather.ml.trainer.signals import leave_signals_to_parent
 
 logger = logging.getLogger(__name__)
 
@@ -206,7 +207,7 @@ class _OrderedLoader(_EpochLoader):
     ) -> None:
         self._samples = samples
         self._order = order
-        self._batches = PositionedBatches(order, batch_size, drop_last)
+        self._batches = PositionedBatches(order, batch_size, drop_last, seeds_workers=options["num_workers"] > 0)
         super().__init__(DataLoader(_as_dataset(samples), batch_sampler=self._batches, **options))
         self._start_epoch(0)
 
@@ -509,6 +510,7 @@ def _loader_options(
         "pin_memory": pin_memory and torch.accelerator.is_available(),
         "persistent_workers": persistent_workers and num_workers > 0,
         "prefetch_factor": prefetch_factor,
+        "worker_init_fn": leave_signals_to_parent,
         # without one, each new iterator would draw from the global generator: a resumed run draws more often
         "generator": torch.Generator(),
     }

@@ -139,15 +139,17 @@ class PositionedBatches(Sampler[list[int]]):
     It runs ahead with the loader's prefetching and does not move the position: whoever consumes a batch does.
     """
 
-    def __init__(self, order: DataOrder, batch_size: int, drop_last: bool) -> None:
+    def __init__(self, order: DataOrder, batch_size: int, drop_last: bool, seeds_workers: bool = True) -> None:
         self.order = order
         self.batch_size = batch_size
         self.drop_last = drop_last
+        self._seeds_workers = seeds_workers
 
     def __iter__(self) -> Iterator[list[int]]:
         order, start = self.order, self.order.index
         while (stop := self.end_of_batch(start)) > start:
-            yield BatchRequest(order.samples(start, stop), order.epoch, stable_seed(order.seed, order.epoch, start))
+            seed = stable_seed(order.seed, order.epoch, start) if self._seeds_workers else 0
+            yield BatchRequest(order.samples(start, stop), order.epoch, seed)
             start = stop
 
     def __len__(self) -> int:

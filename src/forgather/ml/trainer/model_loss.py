@@ -2,7 +2,7 @@
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -25,8 +25,7 @@ class Window:
     """Targets of the whole step, over all micro-batches and data-parallel ranks."""
 
 
-@dataclass(frozen=True)
-class Forward:
+class Forward(NamedTuple):
     """What a forward pass gave: logits for a loss function, or the model's own loss."""
 
     logits: Tensor | None
@@ -53,8 +52,8 @@ class ModelLoss:
     def count(self, labels: Tensor | None, num_samples: int) -> Count:
         """The number of targets among labels; samples count where there are no labels to tell."""
         if self._step_loss is not None:
-            assert labels is not None
-            return self._step_loss.count(labels)
+            # Without labels the forward pass that follows explains what is missing.
+            return 0 if labels is None else self._step_loss.count(labels)
         if labels is None or labels.is_floating_point():
             return num_samples
         number = (labels != IGNORE_INDEX).sum()

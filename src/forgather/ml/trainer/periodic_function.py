@@ -22,6 +22,9 @@ class PeriodicFunction:
         self.global_step = global_step
         self.strategy = IntervalStrategy(strategy)
         self.first_step = first_step
+        # Asked at every step, where even the look-up of an enum member shows.
+        self.is_by_steps = self.strategy is IntervalStrategy.STEPS
+        self._is_never = self.strategy is IntervalStrategy.NO
         self._period = epoch_period if self.strategy is IntervalStrategy.EPOCH else period
         self._origin = 0
         if self.strategy is not IntervalStrategy.NO and self._period < 1:
@@ -34,7 +37,7 @@ class PeriodicFunction:
         return self.due(self.global_step)
 
     def due(self, global_step: int) -> bool:
-        if self.strategy is IntervalStrategy.NO or global_step <= self._origin or global_step < self.first_step:
+        if self._is_never or global_step <= self._origin or global_step < self.first_step:
             return False
         return (global_step - self._origin) % self._period == 0
 

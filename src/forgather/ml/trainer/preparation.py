@@ -182,6 +182,9 @@ class PreparedTrainer(BaseTrainer):
 
     def _resolve_checkpoint(self, resume: bool | str) -> None:
         """Take the output directory, and decide from what to resume."""
+        if self._claim is not None:
+            # One that was not ended by a run, such as that of a save before training, would be held for ever.
+            self._claim.close()
         self._claim = CheckpointManager(self._checkpoint_config(), self.env, None, None)
         path = self._claim.resolve_checkpoint_path(resume)
         self._resume = False if path is None else resume

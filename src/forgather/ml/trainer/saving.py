@@ -1,6 +1,7 @@
 """What a trainer checkpoints, when it saves, and which checkpoint is the best."""
 
 import logging
+import os
 import time
 from abc import abstractmethod
 from collections.abc import Mapping
@@ -55,7 +56,7 @@ class SavingTrainer(ReportingTrainer):
         self._prepare_evaluation()
         self._model_exporter().export_model(output_dir or self.args.output_dir, overwrite=True)
 
-    def _save_while_training(self) -> str:
+    def _save_while_training(self, may_evaluate: bool = True) -> str:
         """Save the present step once, with the evaluation that ran for it; returns the path, "" without a save."""
         self.control.should_save = False
         step = self.state.global_step
@@ -63,7 +64,7 @@ class SavingTrainer(ReportingTrainer):
             return ""
         if self._saved_step == step:
             return self._saved_path
-        if self.args.eval_on_save and self.eval_dataset is not None and self._stop_requested() is None:
+        if may_evaluate and self.args.eval_on_save and self.eval_dataset is not None:
             self._evaluate_while_training()
         started = time.perf_counter()
         metrics = self._eval_metrics if self._evaluated_step == step else None
@@ -91,6 +92,13 @@ class SavingTrainer(ReportingTrainer):
         if is_better(value, self._best_saved_metric, args.best_model_metric, args.best_model_greater_is_better):
             self._best_saved_metric = value
             self.state.best_model_checkpoint = checkpoint_path(args.output_dir, self.state.global_step)
+
+    def _rate_resumed_checkpoint(self) -> None:
+        """Let the checkpoint whose evaluation was interrupted compete for the best, now that there is one."""
+        path = checkpoint_path(self.args.output_dir, self.state.global_step)
+        if os.path.isdir(path):
+            self._note_best_saved(self._eval_metrics)
+            self._preserve_best(path, self._eval_metrics)
 
     def _preserve_best(self, path: str, metrics: Mapping[str, Any] | None) -> None:
         args = self.args

@@ -1,6 +1,7 @@
 """Stop requests of the system: preemption and Ctrl-C end training at the next step, with a checkpoint."""
 
 import logging
+import os
 import signal
 import threading
 from types import FrameType
@@ -50,3 +51,22 @@ class StopSignals:
         self.received = name
         again = " Once more ends it at once, without saving." if number == signal.SIGINT else ""
         logger.warning("%s received: training saves at the next step and ends.%s", name, again)
+
+
+def leave_signals_to_parent(_worker_id: int) -> None:
+    """Keep a data worker alive when a stop request reaches all processes of the job; call this in the worker.
+
+    Terminals and schedulers signal workers too. One that died of it would fail the step that training is to finish and
+    save. Only the parent's own SIGTERM ends a worker; if the parent dies, torch ends it.
+    """
+    for number in (signal.SIGINT, signal.SIGUSR1):
+        signal.signal(number, signal.SIG_IGN)
+    # Handlers of Python are not told who sent a signal; whoever waits for it is.
+    signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGTERM})
+    threading.Thread(target=_end_when_parent_says, daemon=True).start()
+
+
+def _end_when_parent_says() -> None:
+    while signal.sigwaitinfo({signal.SIGTERM}).si_pid != os.getppid():
+        pass
+    os._exit(0)

@@ -21,8 +21,13 @@ from forgather.ml.trainer.model_loss import Window
 from forgather.ml.trainer.periodic_function import PeriodicFunction
 from forgather.ml.trainer.reporting import TrainerState
 from forgather.ml.trainer.signals import Preempted, StopSignals
-from forgather.ml.trainer.trainer_types import IntervalStrategy, TrainOutput
-from forgather.ml.trainer.trainer_utils import enable_hf_activation_checkpointing, maybe_cleanup_memory, set_train
+from forgather.ml.trainer.trainer_types import TrainOutput
+from forgather.ml.trainer.trainer_utils import (
+    enable_hf_activation_checkpointing,
+    maybe_cleanup_memory,
+    set_train,
+    total_norm,
+)
 
 __all__ = [
     "MinimalTrainingArguments",
@@ -155,8 +160,11 @@ class Trainer(EvaluatingTrainer):
 
     def _is_due(self, when: PeriodicFunction) -> bool:
         """By the step, or because there is no later one; what goes by epochs is due at their ends."""
-        by_steps = when.strategy is IntervalStrategy.STEPS
-        return when.due(self.state.global_step) or (by_steps and self._is_last_step())
+        return when.due(self.state.global_step) or (when.is_by_steps and self._is_last_step())
+
+    def _save_was_due(self) -> bool:
+        at_epoch_end = self.state.global_step == self.state.epoch_start_step
+        return self._is_due(self._save_when) or (self.args.save_strategy == "epoch" and at_epoch_end)
 
     def _has_more_epochs(self) -> bool:
         if self._is_last_step():
@@ -193,16 +201,20 @@ class Trainer(EvaluatingTrainer):
         signal_name = self._stop_requested()
         if signal_name is None:
             return
-        path = self._save_while_training()
+        path = self._save_while_training(may_evaluate=False)
         self._dispatch("on_train_end")
         preempted = Preempted(signal_name, self.state.global_step, path)
         logger.warning("%s", preempted)
         raise preempted
 
     def _finish_interrupted_evaluation(self) -> None:
-        if self._evaluation_is_pending:
-            self._evaluate_while_training()
-            self._heed_stop_request()
+        if not self._evaluation_is_pending:
+            return
+        self._evaluate_while_training()
+        # A checkpoint that only a stop request has made is none that the uninterrupted run could have chosen.
+        if not self._evaluation_is_pending and self._save_was_due():
+            self._rate_resumed_checkpoint()
+        self._heed_stop_request()
 
     def _finish_interrupted_epoch(self) -> None:
         """A checkpoint of the last step may be older than the evaluation that goes with the end of its epoch."""
@@ -235,6 +247,12 @@ class Trainer(EvaluatingTrainer):
 
     def _forward_backward_step(self, window: Window, number: int) -> Tensor:
         """Forward and backward of one micro-batch; returns its share of the step's loss, detached."""
+        share = self._forward_step(window, number)
+        self._backward(share)
+        return share.detach()
+
+    def _forward_step(self, window: Window, number: int) -> Tensor:
+        """The share of the step's loss; the logits are let go before the backward pass, which needs the memory."""
         inputs, labels = self._prepare_batch(window.batches[number])
         with self.amp.autocast():
             forward = self.model_loss.forward(self._forward_model, inputs, labels)
@@ -242,9 +260,7 @@ class Trainer(EvaluatingTrainer):
                 # The first step of a process: only now is it known which positions count.
                 self._count_targets(window)
             assert window.total is not None
-            share = self.model_loss.share(forward, labels, window.counts[number], window.total, len(window.batches))
-        self._backward(share)
-        return share.detach()
+            return self.model_loss.share(forward, labels, window.counts[number], window.total, len(window.batches))
 
     def _backward(self, loss: Tensor) -> None:
         self.amp.scale_loss(loss).backward()
@@ -256,7 +272,7 @@ class Trainer(EvaluatingTrainer):
     def _clip_grad_norm(self, max_grad_norm: float | None, norm_type: float = 2.0) -> Tensor | None:
         """The norm of all gradients, which are scaled down to `max_grad_norm` if it is given and exceeded."""
         gradients = [parameter.grad for parameter in self._parameters if parameter.grad is not None]
-        norm = torch.nn.utils.get_total_norm(gradients, norm_type)
+        norm = total_norm(gradients, norm_type)
         if max_grad_norm:
             torch.nn.utils.clip_grads_with_norm_(self._parameters, max_grad_norm, norm)
         return norm

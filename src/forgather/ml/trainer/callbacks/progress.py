@@ -114,11 +114,11 @@ class ProgressCallback(TrainerCallback):
 
     def _print_line(self, kind: str, state: TrainerState, fields: list[Field]) -> None:
         line = Text(f"{kind} ", style="bold cyan" if kind == "eval" else "bold")
-        line += Text(_aligned_step(state), style="bold")
-        line += Text("  epoch ", style="dim") + Text(f"{state.epoch:<5.2f}")
+        line.append(_aligned_step(state), style="bold")
+        line.append("  epoch ", style="dim").append(f"{state.epoch:<5.2f}")
         for label, value in fields:
             if value:
-                line += _styled(label, value)
+                line.append_text(_styled(label, value))
         line.rstrip()
         if self._bars is None:
             self._console.print(line, soft_wrap=True)
@@ -205,8 +205,8 @@ def summary_text(state: TrainerState, record: Mapping[str, Any]) -> Text:
 
 def _styled(label: str, value: str) -> Text:
     if label in _UNITS_AFTER:
-        return Text(f"  {value} ") + Text(label, style="dim")
-    return Text(f"  {label} ", style="dim") + Text(value)
+        return Text(f"  {value} ").append(label, style="dim")
+    return Text.assemble((f"  {label} ", "dim"), value)
 
 
 def _join(field: Field) -> str:

@@ -1,0 +1,95 @@
+"""A loss that becomes NaN in a real run: it ends, says where, and leaves a good checkpoint."""
+
+import logging
+import math
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from forgather.ml.trainer.callbacks import DivergenceDetector
+from forgather.ml.trainer.trainer import Trainer
+from tests.support.tiny_models import Recorder, ScalarModel, quiet_trainer, saved_steps, scalars
+
+NUM_GOOD = 5
+
+
+def diverging(output_dir: Path, model: ScalarModel, *callbacks: Any, **settings: Any) -> Trainer:
+    """The sixth batch is NaN; it is saved every second step, so that step 4 is the last good checkpoint."""
+    defaults = {
+        "logging_strategy": "steps",
+        "logging_steps": 1,
+        "save_strategy": "steps",
+        "save_steps": 2,
+        "learning_rate": 0.01,
+    }
+    data = scalars(*[1.0] * NUM_GOOD, math.nan, *[1.0] * 4)
+    return quiet_trainer(output_dir, model, data, *callbacks, **{**defaults, **settings})
+
+
+@pytest.mark.parametrize(("action", "outcome"), [("stop", "Training stops"), ("abort", "aborted without saving")])
+def test_training_ends_at_the_step_of_the_nan_and_says_so(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture, action: str, outcome: str
+) -> None:
+    with caplog.at_level(logging.INFO, logger="forgather"):
+        output = diverging(tmp_path, ScalarModel(), DivergenceDetector(action=action)).train()
+    assert output.global_step == NUM_GOOD + 1
+    (error,) = [record.getMessage() for record in caplog.records if record.levelno == logging.ERROR]
+    assert f"Divergence at step {NUM_GOOD + 1}: the loss is nan" in error and outcome in error
+    assert "DivergenceDetector asked for should_training_stop in on_log" in caplog.messages
+
+
+def test_after_an_abort_a_resume_finds_the_last_good_checkpoint(tmp_path: Path) -> None:
+    model = ScalarModel()
+    diverging(tmp_path, model, DivergenceDetector(action="abort")).train()
+    assert math.isnan(model.weight.item())
+    assert saved_steps(tmp_path) == [2, 4]
+    recorder, resumed = Recorder(), ScalarModel()
+    clean = quiet_trainer(
+        tmp_path, resumed, scalars(*[1.0] * 10), recorder, learning_rate=0.01, save_strategy="steps", save_steps=2
+    )
+    assert clean.train().global_step == 10
+    assert recorder.steps("on_step_end") == [5, 6, 7, 8, 9, 10]
+    assert resumed.weight.item() == pytest.approx(0.9)
+
+
+def test_after_a_stop_the_last_good_checkpoint_remains(tmp_path: Path) -> None:
+    trainer = diverging(tmp_path, ScalarModel(), DivergenceDetector(action="stop"))
+    trainer.train()
+    good = tmp_path / "checkpoints" / "checkpoint-4"
+    assert good.is_dir()
+    resumed = ScalarModel()
+    again = quiet_trainer(tmp_path, resumed, scalars(*[1.0] * 10), learning_rate=0.01, max_steps=6)
+    again.train(resume_from_checkpoint=str(good))
+    assert resumed.weight.item() == pytest.approx(0.94)
+
+
+def test_a_loss_that_rises_ends_training_too(tmp_path: Path) -> None:
+    rising = scalars(*[1.0] * 4, *[3.0] * 10)
+    detector = DivergenceDetector(action="abort", threshold=0.5, patience=3, smoothing=0.0)
+    settings = {"logging_strategy": "steps", "logging_steps": 1, "learning_rate": 0.0, "save_strategy": "steps"}
+    output = quiet_trainer(tmp_path, ScalarModel(), rising, detector, save_steps=4, **settings).train()
+    assert output.global_step == 7
+    assert saved_steps(tmp_path) == [4]
+
+
+def test_the_patience_counts_across_a_resume(tmp_path: Path) -> None:
+    def run(max_steps: int) -> int:
+        rising = scalars(*[1.0] * 4, *[3.0] * 10)
+        detector = DivergenceDetector(action="stop", threshold=0.5, patience=3, smoothing=0.0)
+        settings = {"logging_strategy": "steps", "logging_steps": 1, "learning_rate": 0.0, "save_strategy": "steps"}
+        trainer = quiet_trainer(tmp_path, ScalarModel(), rising, detector, max_steps=max_steps, **settings)
+        return trainer.train().global_step
+
+    assert run(6) == 6
+    assert run(14) == 7
+
+
+def test_a_nan_is_in_the_record_and_in_the_final_one(tmp_path: Path) -> None:
+    recorder = Recorder()
+    output = diverging(tmp_path, ScalarModel(), recorder, DivergenceDetector(action="abort")).train()
+    assert [math.isnan(logs["loss"]) for _, logs in recorder.logs] == [False] * NUM_GOOD + [True]
+    assert math.isnan(recorder.logs[-1][1]["grad_norm"])
+    assert math.isnan(output.metrics["train_loss"])
+    assert torch.is_tensor(recorder.details("on_train_metrics", "loss")[-1])

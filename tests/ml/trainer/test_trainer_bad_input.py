@@ -1,0 +1,202 @@
+"""Each mistake gets an error that names it, and costs nothing that was there before."""
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+from forgather.ml.checkpoint.errors import CheckpointError
+from forgather.ml.trainer.trainer import Trainer
+from tests.support.tiny_models import (
+    ScalarModel,
+    Stream,
+    TokenModel,
+    quiet_trainer,
+    saved_steps,
+    scalars,
+    token_samples,
+)
+
+SAVING: dict[str, Any] = {"save_strategy": "steps", "save_steps": 2, "learning_rate": 1.0}
+
+
+@pytest.fixture
+def earlier_run(tmp_path: Path) -> Path:
+    """An output directory with the checkpoints of a run that went well, whose weight is 4."""
+    quiet_trainer(tmp_path, ScalarModel(10.0), scalars(1, 2, 3), **SAVING).train()
+    assert saved_steps(tmp_path) == [2, 3]
+    return tmp_path
+
+
+def assert_nothing_lost(output_dir: Path) -> None:
+    """The earlier run can be resumed, from the end that it had."""
+    model = ScalarModel(0.0)
+    output = quiet_trainer(output_dir, model, scalars(1, 2, 3), max_steps=3, **SAVING).train()
+    assert (output.global_step, model.weight.item()) == (3, 4.0)
+    assert saved_steps(output_dir) == [2, 3]
+
+
+@pytest.mark.parametrize("dataset", [[], Stream([])], ids=["map-style", "stream"])
+def test_a_training_set_without_samples(earlier_run: Path, dataset: Any) -> None:
+    with pytest.raises((ValueError, RuntimeError), match=r"is empty|had no batch at all"):
+        quiet_trainer(earlier_run, ScalarModel(), dataset, resume_from_checkpoint=False, **SAVING).train()
+    assert_nothing_lost(earlier_run)
+
+
+def test_a_training_set_smaller_than_a_batch_that_is_dropped(tmp_path: Path) -> None:
+    settings = {"per_device_train_batch_size": 4, "dataloader_drop_last": True}
+    with pytest.raises(ValueError, match=r"3 samples, fewer than one batch of 4.*dataloader_drop_last=True"):
+        quiet_trainer(tmp_path, ScalarModel(), scalars(1, 2, 3), **settings).train()
+
+
+def test_a_window_longer_than_the_epoch_that_is_dropped(tmp_path: Path) -> None:
+    settings = {"gradient_accumulation_steps": 4, "dataloader_drop_last": True}
+    with pytest.raises(RuntimeError, match=r"no batch at all.*gradient_accumulation_steps=4"):
+        quiet_trainer(tmp_path, ScalarModel(), scalars(1, 2, 3), **settings).train()
+
+
+def test_no_training_set(earlier_run: Path) -> None:
+    with pytest.raises(ValueError, match=r"train\(\) needs a train_dataset"):
+        quiet_trainer(earlier_run, ScalarModel(), None, **SAVING).train()
+    assert_nothing_lost(earlier_run)
+
+
+class Silent(nn.Module):
+    """Has neither logits that are known nor a loss."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.zeros(2))
+
+    def forward(self, input_ids: torch.Tensor, labels: torch.Tensor | None = None) -> dict[str, torch.Tensor]:
+        return {"hidden": input_ids * self.weight.sum()}
+
+
+@pytest.mark.parametrize(
+    ("model", "with_labels", "words"),
+    [
+        (Silent(), True, ["Silent computes no loss of its own from labels", "compute_loss_func"]),
+        (Silent(), False, ["Silent got a batch without 'labels'", "Put 'labels' into the batches"]),
+        (TokenModel(), False, ["TokenModel got a batch without 'labels'"]),
+    ],
+)
+def test_no_loss_to_train_on(earlier_run: Path, model: nn.Module, with_labels: bool, words: list[str]) -> None:
+    samples = token_samples(4)
+    if not with_labels:
+        samples = [{"input_ids": sample["input_ids"]} for sample in samples]
+    trainer = quiet_trainer(earlier_run, model, samples, resume_from_checkpoint=False, **SAVING)
+    with pytest.raises(ValueError, match="There is no loss to train on") as error:
+        trainer.train()
+    assert all(word in str(error.value) for word in words), error.value
+    assert_nothing_lost(earlier_run)
+
+
+def test_labels_that_the_loss_function_misses(tmp_path: Path) -> None:
+    samples = [{"input_ids": sample["input_ids"]} for sample in token_samples(2)]
+    options = {"compute_loss_func": lambda logits, labels: logits.mean()}
+    with pytest.raises(ValueError, match="a batch without 'labels', which the loss function needs"):
+        quiet_trainer(tmp_path, TokenModel(), samples, trainer_options=options).train()
+
+
+def test_labels_that_only_later_batches_miss(tmp_path: Path) -> None:
+    samples = token_samples(2)
+    del samples[1]["labels"]
+    with pytest.raises(ValueError, match="There is no loss to train on: TokenModel got a batch without 'labels'"):
+        quiet_trainer(tmp_path, TokenModel(), samples).train()
+
+
+def test_an_evaluation_without_batches_shows_the_settings(tmp_path: Path) -> None:
+    trainer = quiet_trainer(
+        tmp_path, ScalarModel(), None, per_device_eval_batch_size=8, dataloader_drop_last=True, max_eval_steps=5
+    )
+    with pytest.raises(RuntimeError) as error:
+        trainer.evaluate(scalars(1, 2, 3))
+    rows = [line.split() for line in str(error.value).splitlines()]
+    for row in (["per_device_eval_batch_size", "8"], ["dataloader_drop_last", "True"], ["max_eval_steps", "5"]):
+        assert row in rows
+    assert ["samples", "in", "the", "dataset", "3"] in rows
+    assert "What to change" in str(error.value)
+
+
+@pytest.mark.parametrize("settings", [{"max_eval_steps": 0}, {}], ids=["no steps", "no samples"])
+def test_an_evaluation_of_nothing(tmp_path: Path, settings: dict[str, int]) -> None:
+    dataset = scalars(1) if settings else []
+    with pytest.raises(RuntimeError, match="no batch at all"):
+        quiet_trainer(tmp_path, ScalarModel(), None, **settings).evaluate(dataset)
+
+
+@pytest.mark.parametrize(
+    "settings", [{"eval_strategy": "steps"}, {"eval_strategy": "epoch"}, {"eval_on_save": True}], ids=str
+)
+def test_evaluations_are_asked_for_without_a_dataset(tmp_path: Path, settings: dict[str, Any]) -> None:
+    (name,) = settings
+    with pytest.raises(ValueError, match=f"^{name}=.*there is no eval_dataset"):
+        quiet_trainer(tmp_path, ScalarModel(), scalars(1), **settings)
+
+
+def test_evaluate_without_a_dataset(tmp_path: Path) -> None:
+    with pytest.raises(ValueError, match="needs an eval_dataset"):
+        quiet_trainer(tmp_path, ScalarModel(), scalars(1)).evaluate()
+
+
+def test_a_callback_asks_for_an_evaluation_without_a_dataset(tmp_path: Path) -> None:
+    class Asks:
+        def on_step_end(self, control: Any, **_: Any) -> None:
+            control.should_evaluate = True
+
+    with pytest.raises(ValueError, match="needs an eval_dataset"):
+        quiet_trainer(tmp_path, ScalarModel(), scalars(1), Asks()).train()
+
+
+@pytest.mark.parametrize("missing", ["nowhere", "checkpoints/checkpoint-7"])
+def test_a_checkpoint_that_is_not_there(earlier_run: Path, missing: str) -> None:
+    model = ScalarModel(7.0)
+    trainer = quiet_trainer(earlier_run, model, scalars(1), **SAVING)
+    with pytest.raises(CheckpointError, match=missing):
+        trainer.train(resume_from_checkpoint=str(earlier_run / missing))
+    assert model.weight.item() == 7.0
+    assert_nothing_lost(earlier_run)
+
+
+def test_a_model_without_trainable_parameters(earlier_run: Path) -> None:
+    model = ScalarModel()
+    model.requires_grad_(False)
+    with pytest.raises(ValueError, match="no parameter that requires a gradient"):
+        quiet_trainer(earlier_run, model, scalars(1), **SAVING).train()
+    assert_nothing_lost(earlier_run)
+
+
+def test_no_model(tmp_path: Path) -> None:
+    with pytest.raises(ValueError, match="Trainer needs a model, or model_init"):
+        Trainer(args={"output_dir": str(tmp_path)}, callbacks=[])
+
+
+def test_an_error_in_a_step_leaves_the_checkpoints(earlier_run: Path) -> None:
+    class Fails:
+        def on_step_end(self, **_: Any) -> None:
+            raise OSError("the disk of the callback is full")
+
+    trainer = quiet_trainer(earlier_run, ScalarModel(), scalars(1, 2, 3), Fails(), max_steps=9, **SAVING)
+    with pytest.raises(OSError, match="the disk of the callback is full"):
+        trainer.train()
+    assert_nothing_lost(earlier_run)
+
+
+def test_the_best_model_by_a_metric_that_there_is_not(earlier_run: Path) -> None:
+    trainer = quiet_trainer(
+        earlier_run,
+        ScalarModel(),
+        scalars(1, 2),
+        trainer_options={"eval_dataset": scalars(1)},
+        resume_from_checkpoint=False,
+        preserve_best_model=True,
+        best_model_metric="accuracy",
+        eval_strategy="steps",
+        eval_steps=1,
+        **SAVING,
+    )
+    with pytest.raises(ValueError, match=r"No metric 'accuracy'.*eval_loss"):
+        trainer.train()
+    assert_nothing_lost(earlier_run)
