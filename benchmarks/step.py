@@ -24,18 +24,17 @@ import sys
 import tempfile
 import threading
 import time
-import warnings
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from importlib import metadata
 from pathlib import Path
 
-import torch
 from rich.console import Console
 from rich.table import Table
 from step_contenders import BARE, LOGGING_STEPS, OURS, SIZES, Size, Task, installed, run
 
 _MS = 1e3
+_CLOCKS = ("wall", "cpu")
 # One arena that never gives memory back: else threads differ in how they get theirs, and steps in when they return it.
 _MALLOC = {
     "MALLOC_ARENA_MAX": "1",
@@ -64,7 +63,7 @@ class Runner:
 
     def __init__(self, name: str, size: Size, directory: str) -> None:
         self.name = name
-        self._task = Task(size, directory, self._on_batch)
+        self.task = Task(size, directory, self._on_batch)
         self._begin, self._end = threading.Semaphore(0), threading.Semaphore(0)
         self._num_left = 0
         self._is_over = False
@@ -94,7 +93,7 @@ class Runner:
 
     def _work(self) -> None:
         try:
-            run(self.name, self._task)
+            run(self.name, self.task)
         except _Stop:
             pass
         except BaseException as error:  # noqa: BLE001 - handed to the thread that waits, which raises it
@@ -204,7 +203,7 @@ def _measure_size(size: Size, names: Sequence[str], num_rounds: int) -> ResultTa
         costs = _take_turns(runners, num_rounds)
         for runner in runners:
             runner.close()
-        num_parameters = sum(one.numel() for one in runners[0]._task.model.parameters())
+        num_parameters = sum(one.numel() for one in runners[0].task.model.parameters())
     title = f"One step of {size.name}: {num_parameters:,} parameters, batch {size.batch_size} x {size.sequence_length}"
     return _step_table(title, costs)
 
@@ -225,11 +224,10 @@ def _take_turns(runners: Sequence[Runner], num_rounds: int) -> dict[str, list[Co
 
 
 @contextlib.contextmanager
-def _quiet(path: Path):  # type: ignore[no-untyped-def]
+def _quiet(path: Path) -> Iterator[None]:
+    """What trainers print goes to a file, as it would in a job."""
     with path.open("w") as file, contextlib.redirect_stdout(file), contextlib.redirect_stderr(file):
-        with warnings.catch_warnings():
-            warnings.simplefilter("ignore")
-            yield
+        yield
 
 
 def _step_table(title: str, costs: dict[str, list[Cost]]) -> ResultTable:
@@ -294,14 +292,13 @@ def _measure_start(name: str) -> Cost:
 def _start_table(costs: dict[str, list[Cost]]) -> ResultTable:
     columns = ["", "wall s", "CPU s", "wall / bare", "CPU / bare"]
     rows = []
-    bare = costs[BARE]
     for name, rounds in costs.items():
+        pairs = list(zip(rounds, costs[BARE], strict=True))
         ratios = [
-            statistics.median(getattr(one, clock) / getattr(base, clock) for one, base in zip(rounds, bare, strict=True))
-            for clock in ("wall", "cpu")
+            statistics.median(getattr(one, clock) / getattr(bare, clock) for one, bare in pairs) for clock in _CLOCKS
         ]
-        wall, cpu = _spread([one.wall for one in rounds], 2), _spread([one.cpu for one in rounds], 2)
-        rows.append([name, wall, cpu, *(f"{ratio:.2f}" for ratio in ratios)])
+        spreads = [_spread([getattr(one, clock) for one in rounds], 2) for clock in _CLOCKS]
+        rows.append([name, *spreads, *(f"{ratio:.2f}" for ratio in ratios)])
     return ResultTable("From the start of the process to the end of the first step, nano", columns, rows)
 
 

@@ -6,6 +6,7 @@ runs one of them up to its first optimizer step, and prints how much CPU time th
 imported here: a contender imports what it needs when it runs, since that is part of its time to the first step.
 """
 
+import contextlib
 import importlib.util
 import sys
 import tempfile
@@ -18,6 +19,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional
 from torch.optim.lr_scheduler import LambdaLR
+from torch.optim.optimizer import register_optimizer_step_post_hook
 from torch.utils.data import DataLoader, Dataset
 
 LOGGING_STEPS = 10
@@ -296,12 +298,9 @@ def _run_to_first_step(name: str) -> None:
         print(time.process_time(), file=output, flush=True)
         raise _FirstStepDone
 
-    torch.optim.optimizer.register_optimizer_step_post_hook(end)
-    with tempfile.TemporaryDirectory() as directory:
-        try:
-            run(name, Task(SIZES[0], directory))
-        except _FirstStepDone:
-            pass
+    register_optimizer_step_post_hook(end)
+    with tempfile.TemporaryDirectory() as directory, contextlib.suppress(_FirstStepDone):
+        run(name, Task(SIZES[0], directory))
 
 
 if __name__ == "__main__":

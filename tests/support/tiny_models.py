@@ -41,7 +41,8 @@ class TokenModel(nn.Module):
         return logits
 
 
-def tiny_llama(seed: int = 0, **options: Any) -> LlamaForCausalLM:
+def tiny_llama(seed: int | None = 0, **options: Any) -> LlamaForCausalLM:
+    """Without a seed, the weights come from the generator as it is."""
     settings: dict[str, Any] = {
         "vocab_size": VOCAB_SIZE,
         "hidden_size": 16,
@@ -54,7 +55,8 @@ def tiny_llama(seed: int = 0, **options: Any) -> LlamaForCausalLM:
         "eos_token_id": 2,
         "tie_word_embeddings": False,
     }
-    torch.manual_seed(seed)
+    if seed is not None:
+        torch.manual_seed(seed)
     return LlamaForCausalLM(LlamaConfig(**{**settings, **options}))
 
 
@@ -98,7 +100,9 @@ class Recorder:
         return partial(self._note, name)
 
     def _note(self, event: str, **details: Any) -> Any:
-        own = {name: details[name] for name in ("logs", "metrics", "loss", "tokens", "grad_norm") if name in details}
+        own: dict[str, Any] = {
+            name: details[name] for name in ("logs", "metrics", "loss", "tokens", "grad_norm") if name in details
+        }
         self.events.append((event, details["state"].global_step, own))
         return self._also[event](**details) if event in self._also else None
 

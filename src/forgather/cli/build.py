@@ -188,7 +188,9 @@ def _packed(tokens: Mapping[str, TokenArray], section: DataSection, tokenizer: A
 
 def _ready_datasets(made: Mapping[str, Any]) -> Datasets:
     if "train" not in made or set(made) - {"train", "eval"}:
-        raise ValueError(f'data.class_path returned a dict of {list(made)}; it is to have "train", and may have "eval".')
+        raise ValueError(
+            f'data.class_path returned a dict of {list(made)}; it is to have "train", and may have "eval".'
+        )
     return Datasets(made["train"], made.get("eval"))
 
 
@@ -212,4 +214,3 @@ def _sequences(dataset: PackedTokens) -> str:
     from forgather.ml.trainer.callbacks.formatting import format_count
 
     return f"{format_count(len(dataset.tokens))} tokens of {len(dataset.document_starts):,} documents"
-

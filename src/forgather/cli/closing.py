@@ -83,4 +83,6 @@ def _course_of_evaluation(history: list[dict[str, Any]]) -> str | None:
 
 def _row(label: str, text: str | None) -> None:
     if text is not None:
-        get_console().print(Text(f"{label:<{_LABEL_WIDTH}} ", style="bold") + Text(text, style="default"), soft_wrap=True)
+        get_console().print(
+            Text(f"{label:<{_LABEL_WIDTH}} ", style="bold") + Text(text, style="default"), soft_wrap=True
+        )

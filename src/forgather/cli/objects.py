@@ -64,7 +64,9 @@ def check_keywords(function: Any, keywords: Mapping[str, Any], key: str, num_pos
     try:
         signature.bind(*[None] * num_positional, **keywords)
     except TypeError as error:
-        raise UsageError(f"{key}.init_args: {_name(function)} cannot be called with {dict(keywords)}: {error}.") from None
+        raise UsageError(
+            f"{key}.init_args: {_name(function)} cannot be called with {dict(keywords)}: {error}."
+        ) from None
 
 
 def _name(function: Any) -> str:

@@ -81,6 +81,8 @@ def _entries(node: Any, name: str) -> Iterator[Entry]:
     for key_node, value_node in node.value:
         key, line = str(key_node.value), key_node.start_mark.line + 1
         if key in seen:
-            raise UsageError(f"{name}, line {line}: {key!r} was given before, in line {seen[key]}; remove one of the two.")
+            raise UsageError(
+                f"{name}, line {line}: {key!r} was given before, in line {seen[key]}; remove one of the two."
+            )
         seen[key] = line
         yield Entry(key, value_node, line)

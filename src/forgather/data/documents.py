@@ -87,7 +87,9 @@ def _text_of(row: Any, text_field: str, where: str) -> str:
 
 def _no_text_error(where: str, text_field: str, fields: Sequence[str]) -> ValueError:
     has = f"it has {', '.join(map(repr, fields))}" if fields else "it has no fields"
-    return ValueError(f"{where} has no text in field {text_field!r}; {has}. Set data.text_field to the one to train on.")
+    return ValueError(
+        f"{where} has no text in field {text_field!r}; {has}. Set data.text_field to the one to train on."
+    )
 
 
 def _require(module: str, path: str) -> Any:

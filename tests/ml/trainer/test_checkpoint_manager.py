@@ -340,3 +340,92 @@ def test_random_numbers_continue(make: Closing) -> None:
     expected = torch.rand(3)
     manager.load_checkpoint()
     assert torch.equal(torch.rand(3), expected)
+
+
+class TestWrappedModels:
+    def test_a_compiled_model_is_saved_under_its_own_names(self, make: Closing, tmp_path: Path) -> None:
+        class Compiled(Provider):
+            def __init__(self) -> None:
+                super().__init__()
+                self.model = torch.compile(torch.nn.Sequential(torch.nn.Linear(2, 2)), backend="eager")  # type: ignore[assignment]
+
+        path = make(Compiled()).save_checkpoint(checkpoint_id=1)
+        names = {name for record in read_manifest(path).files for name in record.tensors}
+        assert {"0.weight", "0.bias"} <= names
+
+    def test_state_under_the_name_of_the_model_is_state(self, make: Closing) -> None:
+        class Odd(Provider):
+            def get_state_components(self) -> list[StateComponent]:
+                return [StateComponent("model", self.box, SharingPattern.GLOBAL)]
+
+        provider = Odd()
+        manager = make(provider)
+        path = manager.save_checkpoint(checkpoint_id=1)
+        assert [record.path for record in read_manifest(path).files if record.component == "model"] == ["model_state.pt"]
+        provider.box.value = None
+        manager.load_checkpoint()
+        assert provider.box.value == 1
+
+
+def test_a_bare_optimizer_resumes_with_the_options_it_had(make: Closing) -> None:
+    """The manager meets it only at the first save, when a schedule has changed its options already."""
+
+    class WithOptimizer(Provider):
+        def __init__(self) -> None:
+            super().__init__()
+            self.optimizer = torch.optim.SGD(self.model.parameters(), lr=1.0)
+
+        def get_state_components(self) -> list[StateComponent]:
+            return [
+                StateComponent("model", self.model, SharingPattern.GLOBAL),
+                StateComponent("optimizer", self.optimizer, SharingPattern.GLOBAL),
+            ]
+
+    provider = WithOptimizer()
+    provider.optimizer.param_groups[0]["lr"] = 0.01
+    make(provider).save_checkpoint(checkpoint_id=1)
+    resumed = WithOptimizer()
+    make(resumed).load_checkpoint()
+    assert resumed.optimizer.param_groups[0]["lr"] == 0.01
+
+
+def test_the_best_of_another_run_are_not_this_runs_best(tmp_path: Path) -> None:
+    first, second = Closing(tmp_path / "first"), Closing(tmp_path / "second")
+    manager = first(limit=1)
+    path = manager.save_checkpoint(checkpoint_id=1)
+    manager.update_best_checkpoints(path, {"eval_loss": 0.1}, "loss", None, 1)
+    other = second(limit=1)
+    other.load_checkpoint(path)
+    assert other.best_checkpoints == []
+    manager.close()
+    other.close()
+
+
+def test_a_job_without_weights_needs_someone_to_supply_them(make: Closing) -> None:
+    """Also when the checkpoint has them: otherwise the model would silently stay random."""
+    make().save_checkpoint(checkpoint_id=1)
+    with pytest.raises(CheckpointLoadError, match="on_load_model_weights"):
+        make(checkpoint_components=["box"]).load_checkpoint()
+    make(checkpoint_components=["box", "model"], skip_checkpoint_components=["model"]).load_checkpoint()
+
+
+def rank_with_bad_metrics(output_dir: str) -> str:
+    import torch.distributed as dist
+
+    rank = dist.get_rank()
+    environment = StaticDistributedEnvironment(rank=rank, local_rank=rank, world_size=2, local_world_size=2)
+    config = CheckpointConfig(output_dir=output_dir, save_total_limit=1)
+    manager = CheckpointManager(config, environment, Provider(), None)
+    manager.set_eval_metrics({"eval_loss": object()} if rank == 0 else {"eval_loss": 0.5})
+    try:
+        manager.save_checkpoint(checkpoint_id=1)
+    except CheckpointSaveError as error:
+        return str(error)
+    finally:
+        manager.close()
+    return ""
+
+
+def test_metrics_that_one_rank_cannot_write_are_an_error_on_all(tmp_path: Path) -> None:
+    told = run_on_ranks(rank_with_bad_metrics, 2, str(tmp_path), timeout=20)
+    assert told[0] == told[1] and "rank 0 failed" in told[0]

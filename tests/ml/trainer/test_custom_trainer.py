@@ -8,6 +8,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
+from forgather.ml.checkpoint.errors import CheckpointLoadError
 from forgather.ml.trainer.checkpoint_types import SharingPattern, StateComponent
 from forgather.ml.trainer.evaluation import EvaluationSums
 from forgather.ml.trainer.model_loss import Window
@@ -95,7 +96,7 @@ def test_a_component_of_its_own_is_resumed_exactly(tmp_path: Path) -> None:
     straight_events, first_events, second_events = Recorder(), Recorder(), Recorder()
     straight = averaging(tmp_path / "straight", straight_events)
     straight.train()
-    saving = {"save_strategy": "steps", "save_steps": 3}
+    saving: dict[str, Any] = {"save_strategy": "steps", "save_steps": 3}
     averaging(tmp_path / "resumed", first_events, max_steps=3, **saving).train()
     resumed = averaging(tmp_path / "resumed", second_events, **saving)
     assert resumed.train().global_step == 6
@@ -111,7 +112,7 @@ def test_a_component_of_its_own_is_resumed_exactly(tmp_path: Path) -> None:
 def test_a_required_component_that_a_checkpoint_lacks_is_an_error(tmp_path: Path) -> None:
     samples = token_samples(12)
     quiet_trainer(tmp_path, TokenModel(), samples, max_steps=1, save_strategy="steps").train()
-    with pytest.raises(ValueError, match="'average'"):
+    with pytest.raises(CheckpointLoadError, match="required component 'average'"):
         averaging(tmp_path, Recorder()).train()
 
 

@@ -13,11 +13,17 @@ from forgather.ml.trainer.trainer import Trainer
 from tests.support.tiny_models import Recorder, ScalarModel, quiet_trainer, saved_steps, scalars
 
 NUM_GOOD = 5
+SETTINGS: dict[str, Any] = {
+    "logging_strategy": "steps",
+    "logging_steps": 1,
+    "learning_rate": 0.0,
+    "save_strategy": "steps",
+}
 
 
 def diverging(output_dir: Path, model: ScalarModel, *callbacks: Any, **settings: Any) -> Trainer:
     """The sixth batch is NaN; it is saved every second step, so that step 4 is the last good checkpoint."""
-    defaults = {
+    defaults: dict[str, Any] = {
         "logging_strategy": "steps",
         "logging_steps": 1,
         "save_strategy": "steps",
@@ -28,7 +34,9 @@ def diverging(output_dir: Path, model: ScalarModel, *callbacks: Any, **settings:
     return quiet_trainer(output_dir, model, data, *callbacks, **{**defaults, **settings})
 
 
-@pytest.mark.parametrize(("action", "outcome"), [("stop", "Training stops"), ("abort", "aborted without saving")])
+@pytest.mark.parametrize(
+    ("action", "outcome"), [("stop", "stops without saving"), ("abort", "is aborted without saving")]
+)
 def test_training_ends_at_the_step_of_the_nan_and_says_so(
     tmp_path: Path, caplog: pytest.LogCaptureFixture, action: str, outcome: str
 ) -> None:
@@ -40,11 +48,13 @@ def test_training_ends_at_the_step_of_the_nan_and_says_so(
     assert "DivergenceDetector asked for should_training_stop in on_log" in caplog.messages
 
 
-def test_after_an_abort_a_resume_finds_the_last_good_checkpoint(tmp_path: Path) -> None:
+@pytest.mark.parametrize("action", ["stop", "abort"])
+@pytest.mark.parametrize("save_total_limit", [1, 2])
+def test_a_resume_finds_the_last_good_checkpoint(tmp_path: Path, action: str, save_total_limit: int) -> None:
     model = ScalarModel()
-    diverging(tmp_path, model, DivergenceDetector(action="abort")).train()
+    diverging(tmp_path, model, DivergenceDetector(action=action), save_total_limit=save_total_limit).train()
     assert math.isnan(model.weight.item())
-    assert saved_steps(tmp_path) == [2, 4]
+    assert saved_steps(tmp_path) == [2, 4][-save_total_limit:]
     recorder, resumed = Recorder(), ScalarModel()
     clean = quiet_trainer(
         tmp_path, resumed, scalars(*[1.0] * 10), recorder, learning_rate=0.01, save_strategy="steps", save_steps=2
@@ -54,32 +64,20 @@ def test_after_an_abort_a_resume_finds_the_last_good_checkpoint(tmp_path: Path) 
     assert resumed.weight.item() == pytest.approx(0.9)
 
 
-def test_after_a_stop_the_last_good_checkpoint_remains(tmp_path: Path) -> None:
-    trainer = diverging(tmp_path, ScalarModel(), DivergenceDetector(action="stop"))
-    trainer.train()
-    good = tmp_path / "checkpoints" / "checkpoint-4"
-    assert good.is_dir()
-    resumed = ScalarModel()
-    again = quiet_trainer(tmp_path, resumed, scalars(*[1.0] * 10), learning_rate=0.01, max_steps=6)
-    again.train(resume_from_checkpoint=str(good))
-    assert resumed.weight.item() == pytest.approx(0.94)
-
-
-def test_a_loss_that_rises_ends_training_too(tmp_path: Path) -> None:
+@pytest.mark.parametrize(("action", "saved"), [("stop", [4, 7]), ("abort", [4])])
+def test_a_loss_that_rises_ends_training_too(tmp_path: Path, action: str, saved: list[int]) -> None:
     rising = scalars(*[1.0] * 4, *[3.0] * 10)
-    detector = DivergenceDetector(action="abort", threshold=0.5, patience=3, smoothing=0.0)
-    settings = {"logging_strategy": "steps", "logging_steps": 1, "learning_rate": 0.0, "save_strategy": "steps"}
-    output = quiet_trainer(tmp_path, ScalarModel(), rising, detector, save_steps=4, **settings).train()
+    detector = DivergenceDetector(action=action, threshold=0.5, patience=3, smoothing=0.0)
+    output = quiet_trainer(tmp_path, ScalarModel(), rising, detector, save_steps=4, **SETTINGS).train()
     assert output.global_step == 7
-    assert saved_steps(tmp_path) == [4]
+    assert saved_steps(tmp_path) == saved
 
 
 def test_the_patience_counts_across_a_resume(tmp_path: Path) -> None:
     def run(max_steps: int) -> int:
         rising = scalars(*[1.0] * 4, *[3.0] * 10)
         detector = DivergenceDetector(action="stop", threshold=0.5, patience=3, smoothing=0.0)
-        settings = {"logging_strategy": "steps", "logging_steps": 1, "learning_rate": 0.0, "save_strategy": "steps"}
-        trainer = quiet_trainer(tmp_path, ScalarModel(), rising, detector, max_steps=max_steps, **settings)
+        trainer = quiet_trainer(tmp_path, ScalarModel(), rising, detector, max_steps=max_steps, **SETTINGS)
         return trainer.train().global_step
 
     assert run(6) == 6

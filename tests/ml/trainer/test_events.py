@@ -153,7 +153,7 @@ class StopsInPlace:
 def test_a_stop_request_counts_and_is_logged(
     tmp_path: Path, caplog: pytest.LogCaptureFixture, callback: Any, said: str, last_step: int
 ) -> None:
-    settings = {"logging_strategy": "steps", "logging_steps": 3}
+    settings: dict[str, Any] = {"logging_strategy": "steps", "logging_steps": 3}
     with caplog.at_level(logging.INFO, logger="forgather"):
         output = quiet_trainer(tmp_path, ScalarModel(), scalars(*range(9)), callback, **settings).train()
     assert output.global_step == last_step

@@ -1,11 +1,12 @@
 """Callbacks written for `transformers.Trainer` run unchanged."""
 
 import json
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
 import pytest
-from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+from tensorboard.backend.event_processing.event_accumulator import EventAccumulator  # type: ignore[import-untyped]
 from transformers import EarlyStoppingCallback, PrinterCallback, TrainerCallback, TrainerControl, TrainerState
 from transformers.integrations import TensorBoardCallback
 
@@ -21,10 +22,10 @@ from tests.support.tiny_models import (
 )
 
 
-def stopping_run(tmp_path: Path, losses: list[float], *callbacks: Any, **settings: Any) -> Trainer:
+def stopping_run(tmp_path: Path, losses: Sequence[float], *callbacks: Any, **settings: Any) -> Trainer:
     """A run whose evaluations, one per step, give these losses: the weight itself, which starts at 9."""
     values = [before - after for before, after in zip([9.0, *losses], losses, strict=False)]
-    defaults = {"eval_strategy": "steps", "eval_steps": 1, "learning_rate": 1.0}
+    defaults: dict[str, Any] = {"eval_strategy": "steps", "eval_steps": 1, "learning_rate": 1.0}
     return quiet_trainer(
         tmp_path,
         ScalarModel(9.0),
@@ -57,7 +58,7 @@ def test_early_stopping_by_a_metric_that_should_rise(tmp_path: Path) -> None:
 
 
 def test_early_stopping_with_the_best_model_loaded(tmp_path: Path) -> None:
-    settings = {"load_best_model_at_end": True, "save_strategy": "steps", "save_steps": 1}
+    settings: dict[str, Any] = {"load_best_model_at_end": True, "save_strategy": "steps", "save_steps": 1}
     trainer = stopping_run(tmp_path, [5, 4, 6, 7, 8], EarlyStoppingCallback(2), **settings)
     assert trainer.train().global_step == 4
     assert trainer.evaluate()["eval_loss"] == 4.0
@@ -77,7 +78,7 @@ def test_the_patience_counts_across_a_resume(tmp_path: Path) -> None:
 
 
 def test_a_changed_patience_counts_after_a_resume(tmp_path: Path) -> None:
-    settings = {"save_strategy": "steps", "save_steps": 1}
+    settings: dict[str, Any] = {"save_strategy": "steps", "save_steps": 1}
     stopping_run(tmp_path, [5, 6, 7, 8], EarlyStoppingCallback(4), max_steps=2, **settings).train()
     callback = EarlyStoppingCallback(2)
     assert stopping_run(tmp_path, [5, 6, 7, 8], callback, **settings).train().global_step == 3
@@ -101,10 +102,10 @@ def test_tensorboard_gets_training_and_evaluation(tmp_path: Path) -> None:
     trainer.train()
     (folder,) = (tmp_path / "runs").iterdir()
     events = EventAccumulator(str(folder))
-    events.Reload()  # type: ignore[no-untyped-call]
+    events.Reload()
 
     def scalar(name: str) -> list[tuple[int, float]]:
-        return [(event.step, event.value) for event in events.Scalars(name)]  # type: ignore[no-untyped-call]
+        return [(event.step, event.value) for event in events.Scalars(name)]
 
     history = trainer.state.log_history
     losses = [(record["step"], record["loss"]) for record in history if "loss" in record]
@@ -113,9 +114,9 @@ def test_tensorboard_gets_training_and_evaluation(tmp_path: Path) -> None:
     for name, expected in (("train/loss", losses), ("eval/loss", eval_losses)):
         assert [step for step, _ in scalar(name)] == [2, 4]
         assert [value for _, value in scalar(name)] == pytest.approx([value for _, value in expected])
-    (args,) = events.Tensors("args/text_summary")  # type: ignore[no-untyped-call]
+    (args,) = events.Tensors("args/text_summary")
     assert json.loads(args.tensor_proto.string_val[0])["logging_steps"] == 2
-    assert len(events.Tensors("model_config/text_summary")) == 1  # type: ignore[no-untyped-call]
+    assert len(events.Tensors("model_config/text_summary")) == 1
 
 
 class Ordered(TrainerCallback):  # type: ignore[misc]
@@ -124,11 +125,11 @@ class Ordered(TrainerCallback):  # type: ignore[misc]
     def __init__(self) -> None:
         self.seen: list[tuple[str, list[str]]] = []
 
-    def on_log(self, args: Any, state: Any, control: Any, logs: dict[str, Any], **kwargs: Any) -> None:
-        self.seen.append(("on_log", sorted(name for name in logs if "loss" in name)))
+    def on_log(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        self.seen.append(("on_log", sorted(name for name in kwargs["logs"] if "loss" in name)))
 
-    def on_evaluate(self, args: Any, state: Any, control: Any, metrics: dict[str, Any], **kwargs: Any) -> None:
-        self.seen.append(("on_evaluate", sorted(name for name in metrics if "loss" in name)))
+    def on_evaluate(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        self.seen.append(("on_evaluate", sorted(name for name in kwargs["metrics"] if "loss" in name)))
 
 
 def test_evaluations_are_logged_to_hugging_face_callbacks_only(tmp_path: Path) -> None:

@@ -4,11 +4,14 @@ All runs of this file are made at once, by `runs`; the tests judge what they lef
 at exactly the point in question.
 """
 
+import os
+import signal
 from dataclasses import dataclass, field
 from typing import Any
 
 import pytest
 
+from forgather.ml.trainer.signals import StopSignals
 from tests.support.train_job import Scenario, Start, Stop, run_scenarios
 
 BASE: dict[str, Any] = {}
@@ -38,17 +41,17 @@ class Request:
         object.__setattr__(self, "signal_name", self.stops[-1].signal)
 
 
-def in_a_step(signal: str, step: int = 6, **options: Any) -> Stop:
+def in_a_step(signal_name: str, step: int = 6, **options: Any) -> Stop:
     """In the second micro-batch of the step that follows `step`."""
-    return Stop("on_forward_backward_begin", step=step, nth=2, signal=signal, **options)
+    return Stop("on_forward_backward_begin", step=step, nth=2, signal=signal_name, **options)
 
 
-def in_an_evaluation(signal: str, step: int = 4, **options: Any) -> Stop:
-    return Stop("on_prediction_step", step=step, nth=2, signal=signal, **options)
+def in_an_evaluation(signal_name: str, step: int = 4, **options: Any) -> Stop:
+    return Stop("on_prediction_step", step=step, nth=2, signal=signal_name, **options)
 
 
-def in_a_save(signal: str, step: int = 6) -> Stop:
-    return Stop("fsync", step=step, nth=4, signal=signal)
+def in_a_save(signal_name: str, step: int = 6) -> Stop:
+    return Stop("fsync", step=step, nth=4, signal=signal_name)
 
 
 REQUESTS = {
@@ -60,9 +63,7 @@ REQUESTS = {
     "in the last step": Request((Stop("on_optimizer_step", step=9, signal="SIGTERM"),), 10),
     "twice": Request((in_an_evaluation("SIGTERM"), in_a_step("SIGTERM")), 7),
     "again while the evaluation is made up for": Request((in_an_evaluation("SIGTERM"), in_an_evaluation("SIGTERM")), 4),
-    "in the evaluation of an epoch": Request(
-        (in_an_evaluation("SIGTERM", step=5),), 5, straight="straight by epoch"
-    ),
+    "in the evaluation of an epoch": Request((in_an_evaluation("SIGTERM", step=5),), 5, straight="straight by epoch"),
     "in the evaluation of the last epoch": Request(
         (in_an_evaluation("SIGTERM", step=10),), 10, straight="straight by epoch"
     ),
@@ -147,6 +148,15 @@ def test_second_ctrl_c_ends_at_once(runs: Runs) -> None:
     assert interrupted.saved == [3, 6], "the step under way is not saved"
     assert last.began_at == 6
     assert ends(runs["Ctrl-C twice"]) == ends(runs["straight"])
+
+
+def test_second_ctrl_c_counts_whatever_came_in_between() -> None:
+    with StopSignals() as signals:
+        os.kill(os.getpid(), signal.SIGINT)
+        os.kill(os.getpid(), signal.SIGTERM)
+        assert signals.received == "SIGTERM"
+        with pytest.raises(KeyboardInterrupt):
+            os.kill(os.getpid(), signal.SIGINT)
 
 
 def _stop_steps(name: str, runs: Runs) -> list[int]:

@@ -55,10 +55,9 @@ LOSSES: dict[str, Callable[..., Tensor] | None] = {
     "plain unshifted": unshifted,
     "default": None,
 }
+BUILDERS: dict[str, Callable[..., nn.Module]] = {"module": TokenModel, "llama": tiny_llama}
 CASES: list[Any] = [
-    pytest.param(model, loss, id=f"{name}, {kind}")
-    for name, model in {"module": TokenModel, "llama": tiny_llama}.items()
-    for kind, loss in LOSSES.items()
+    pytest.param(model, loss, id=f"{name}, {kind}") for name, model in BUILDERS.items() for kind, loss in LOSSES.items()
 ] + [pytest.param(WithOwnLoss, None, id="module, own loss")]
 
 
@@ -121,7 +120,7 @@ def test_without_weighting_a_step_is_the_mean_of_means(tmp_path: Path, loss: Cal
     losses, after = run(tmp_path, model, loss, 1, 3, samples, token_weighted_loss=False, learning_rate=1.0)
     means = [shifted(by_hand(sample["input_ids"][None]), sample["labels"][None]) for sample in samples]
     mean_of_means = torch.stack(means).mean()
-    mean_of_means.backward()  # type: ignore[no-untyped-call]
+    mean_of_means.backward()
     assert losses == [pytest.approx(mean_of_means.item(), rel=TOLERANCE)]
     assert by_hand.head.weight.grad is not None
     torch.testing.assert_close(after["head.weight"], (by_hand.head.weight - by_hand.head.weight.grad).detach())
@@ -130,9 +129,7 @@ def test_without_weighting_a_step_is_the_mean_of_means(tmp_path: Path, loss: Cal
 
 
 @pytest.mark.parametrize(
-    ("build", "loss"),
-    [(TokenModel, loss) for loss in LOSSES.values()] + [(WithOwnLoss, None), (tiny_llama, None)],
-    ids=[*LOSSES, "own loss", "llama"],
+    ("build", "loss"), [*CASES[: len(LOSSES)], pytest.param(tiny_llama, None, id="llama"), CASES[-1]]
 )
 @pytest.mark.parametrize("token_weighted", [True, False])
 def test_a_window_without_targets_changes_nothing(

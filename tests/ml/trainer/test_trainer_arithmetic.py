@@ -263,7 +263,7 @@ def test_samples_weigh_the_same_in_batches_of_different_sizes(tmp_path: Path) ->
 
 def evaluated_steps(tmp_path: Path, num_samples: int, **settings: Any) -> list[int]:
     recorder = Recorder()
-    options = {"eval_dataset": scalars(2, 4, 6)}
+    options: dict[str, Any] = {"eval_dataset": scalars(2, 4, 6)}
     data = scalars(*range(num_samples))
     quiet_trainer(tmp_path, ScalarModel(), data, recorder, trainer_options=options, **settings).train()
     return recorder.steps("on_evaluate")
@@ -280,7 +280,7 @@ def test_evaluates_at_every_step_when_asked_to(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize(("strategy", "steps"), [("steps", [4, 6, 8]), ("epoch", [6, 9])])
 def test_no_evaluation_before_the_delay(tmp_path: Path, strategy: str, steps: list[int]) -> None:
-    settings = {"eval_strategy": strategy, "eval_steps": 2, "eval_delay": 4, "num_train_epochs": 3}
+    settings: dict[str, Any] = {"eval_strategy": strategy, "eval_steps": 2, "eval_delay": 4, "num_train_epochs": 3}
     assert evaluated_steps(tmp_path, 3, **settings) == steps
 
 
@@ -314,7 +314,7 @@ def test_evaluation_leaves_training_as_it_was(tmp_path: Path) -> None:
     def final_weights(strategy: str) -> Tensor:
         model = Dropout()
         data = token_samples(8)
-        options = {"eval_dataset": data}
+        options: dict[str, Any] = {"eval_dataset": data}
         quiet_trainer(tmp_path, model, data, trainer_options=options, eval_strategy=strategy, eval_steps=1).train()
         return model.head.weight.detach()
 
@@ -397,7 +397,7 @@ def test_eval_on_save_evaluates_each_saved_step_once(tmp_path: Path) -> None:
 
 def best_run(tmp_path: Path, recorder: Recorder, losses: tuple[float, ...] = (1, -1, 3, 2), **settings: Any) -> Trainer:
     """A run in which the evaluation after each step gives these losses: the weight itself, which starts at 2."""
-    defaults = {
+    defaults: dict[str, Any] = {
         "eval_strategy": "steps",
         "eval_steps": 1,
         "save_strategy": "steps",
@@ -405,7 +405,7 @@ def best_run(tmp_path: Path, recorder: Recorder, losses: tuple[float, ...] = (1,
         "save_total_limit": 1,
         "learning_rate": 1.0,
     }
-    options = {"eval_dataset": scalars(1)}
+    options: dict[str, Any] = {"eval_dataset": scalars(1)}
     data = scalars(*(before - after for before, after in zip((2, *losses), losses, strict=False)))
     trainer = quiet_trainer(
         tmp_path, ScalarModel(2.0), data, recorder, trainer_options=options, **{**defaults, **settings}
@@ -452,7 +452,7 @@ def test_both_names_choose_the_best_metric(tmp_path: Path, metric: str, greater:
     def add_score(metrics: dict[str, Any], **_: Any) -> None:
         metrics["eval_score"] = metrics["eval_loss"]
 
-    settings = {metric: "score", greater: True}
+    settings: dict[str, Any] = {metric: "score", greater: True}
     trainer = best_run(tmp_path, Recorder(on_evaluate=add_score), preserve_best_model=True, **settings)
     assert saved_steps(tmp_path) == [3, 4]
     assert trainer.state.best_metric == 3.0

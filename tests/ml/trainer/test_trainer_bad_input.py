@@ -46,13 +46,13 @@ def test_a_training_set_without_samples(earlier_run: Path, dataset: Any) -> None
 
 
 def test_a_training_set_smaller_than_a_batch_that_is_dropped(tmp_path: Path) -> None:
-    settings = {"per_device_train_batch_size": 4, "dataloader_drop_last": True}
+    settings: dict[str, Any] = {"per_device_train_batch_size": 4, "dataloader_drop_last": True}
     with pytest.raises(ValueError, match=r"3 samples, fewer than one batch of 4.*dataloader_drop_last=True"):
         quiet_trainer(tmp_path, ScalarModel(), scalars(1, 2, 3), **settings).train()
 
 
 def test_a_window_longer_than_the_epoch_that_is_dropped(tmp_path: Path) -> None:
-    settings = {"gradient_accumulation_steps": 4, "dataloader_drop_last": True}
+    settings: dict[str, Any] = {"gradient_accumulation_steps": 4, "dataloader_drop_last": True}
     with pytest.raises(RuntimeError, match=r"no batch at all.*gradient_accumulation_steps=4"):
         quiet_trainer(tmp_path, ScalarModel(), scalars(1, 2, 3), **settings).train()
 
@@ -95,7 +95,7 @@ def test_no_loss_to_train_on(earlier_run: Path, model: nn.Module, with_labels: b
 
 def test_labels_that_the_loss_function_misses(tmp_path: Path) -> None:
     samples = [{"input_ids": sample["input_ids"]} for sample in token_samples(2)]
-    options = {"compute_loss_func": lambda logits, labels: logits.mean()}
+    options: dict[str, Any] = {"compute_loss_func": lambda logits, labels: logits.mean()}
     with pytest.raises(ValueError, match="a batch without 'labels', which the loss function needs"):
         quiet_trainer(tmp_path, TokenModel(), samples, trainer_options=options).train()
 
@@ -121,7 +121,7 @@ def test_an_evaluation_without_batches_shows_the_settings(tmp_path: Path) -> Non
 
 
 @pytest.mark.parametrize("settings", [{"max_eval_steps": 0}, {}], ids=["no steps", "no samples"])
-def test_an_evaluation_of_nothing(tmp_path: Path, settings: dict[str, int]) -> None:
+def test_an_evaluation_of_nothing(tmp_path: Path, settings: dict[str, Any]) -> None:
     dataset = scalars(1) if settings else []
     with pytest.raises(RuntimeError, match="no batch at all"):
         quiet_trainer(tmp_path, ScalarModel(), None, **settings).evaluate(dataset)

@@ -20,6 +20,10 @@ class CheckpointCorruptError(CheckpointLoadError):
     """A file of the checkpoint is missing or does not hold the bytes that were written."""
 
 
+class CheckpointNotFoundError(CheckpointLoadError):
+    """There is no checkpoint at the path."""
+
+
 class CheckpointVersionError(CheckpointLoadError):
     """The checkpoint was written by a newer format than this version reads."""
 

@@ -50,12 +50,17 @@ class _BufferPool:
     def lend(self, count: int) -> Iterator[list[memoryview]]:
         with self._lock:
             buffers = [self._free.pop() for _ in range(min(count, len(self._free)))]
-        buffers += [memoryview(mmap.mmap(-1, BUFFER_BYTES)) for _ in range(count - len(buffers))]
+        buffers += [_new_buffer() for _ in range(count - len(buffers))]
         try:
             yield buffers
         finally:
             with self._lock:
                 self._free += buffers
+
+
+def _new_buffer() -> memoryview:
+    # Private, because `mmap` shares memory with forked processes by default: two that save would mix up their bytes.
+    return memoryview(mmap.mmap(-1, BUFFER_BYTES, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS))
 
 
 _pool = _BufferPool()

@@ -8,6 +8,8 @@ from typing import Any
 import torch.distributed
 from torch.distributed import ProcessGroup
 
+from forgather.ml.checkpoint.errors import CheckpointError
+from forgather.ml.checkpoint.together import on_every_rank
 from forgather.ml.distributed import DistributedEnvInterface, Peers
 
 Ranks = tuple[int, ...]
@@ -54,14 +56,19 @@ class RankLayout:
 
         `storage_scope`: "job" when all ranks see one directory, "node" or "rank" when each of those has its own.
         """
-        own: dict[str, Any] = {
-            "local_rank": env.local_rank,
-            "host": socket.gethostname(),
-            "groups": {name: _members(group, peers.rank) for name, group in process_groups.items()},
-        }
-        told = peers.gather(own)
+
+        def describe() -> dict[str, Any]:
+            return {
+                "local_rank": env.local_rank,
+                "host": socket.gethostname(),
+                "groups": {name: _members(group, peers.rank) for name, group in process_groups.items()},
+            }
+
+        told = on_every_rank(peers, describe, "finding out how ranks are grouped", CheckpointError)
         nodes = _nodes([entry["local_rank"] for entry in told])
-        families = {name: _partition(name, [entry["groups"].get(name) for entry in told]) for name in process_groups}
+        # Of all ranks, not only of this one: a family that one rank lacks is an error everywhere.
+        names = sorted({name for entry in told for name in entry["groups"]})
+        families = {name: _partition(name, [entry["groups"].get(name) for entry in told]) for name in names}
         return cls(
             rank=peers.rank,
             nodes=nodes,

@@ -55,6 +55,8 @@ class _Group:
     state: MutableMapping[Any, Any]
     parameters: dict[str, Tensor]
     optimizer_name: str
+    is_known: bool
+    """Whether `configured` is what the user asked for, or only what was found."""
 
     def __str__(self) -> str:
         return f"the group of {_listed(list(self.parameters), limit=2)}"
@@ -67,6 +69,7 @@ class _SavedGroup:
     options: dict[str, Any]
     configured: dict[str, Any]
     names: frozenset[str]
+    is_known: bool
 
 
 class OptimizerState:
@@ -74,9 +77,16 @@ class OptimizerState:
 
     `named_parameters` covers the whole model, or chains those of several stages; a parameter with several names (tied)
     is stored under the first. Construct it when the optimizer is built: the options found now count as the user's.
+    Later, when training may have changed them, say `knows_configuration=False`: options then follow the checkpoint.
     """
 
-    def __init__(self, optimizer: OptimizerLike, named_parameters: Iterable[tuple[str, Tensor]]) -> None:
+    def __init__(
+        self,
+        optimizer: OptimizerLike,
+        named_parameters: Iterable[tuple[str, Tensor]],
+        knows_configuration: bool = True,
+    ) -> None:
+        self._knows_configuration = knows_configuration
         self._optimizers = list(_elementary_optimizers(optimizer))
         self._names = _names_by_parameter(named_parameters)
         self._configured: dict[str, dict[str, Any]] = {}
@@ -90,7 +100,7 @@ class OptimizerState:
         return {
             "state": {name: _detached(group.state[p]) for name, p, group in named if group.state.get(p)},
             "param_groups": [{**_options(group.options), "params": list(group.parameters)} for group in groups],
-            "initial_options": [dict(group.configured) for group in groups],
+            "initial_options": [dict(group.configured) if group.is_known else None for group in groups],
             "parameters": {
                 name: {"shape": list(p.shape), "dtype": str(p.dtype), "optimizer": group.optimizer_name}
                 for name, p, group in named
@@ -158,7 +168,8 @@ class OptimizerState:
                     self._configured.setdefault(name, configured)
                 configured = self._configured[names[0]] if names else configured
                 parameters = dict(zip(names, options["params"], strict=True))
-                groups.append(_Group(options, configured, optimizer.state, parameters, type(optimizer).__name__))
+                name, known = type(optimizer).__name__, self._knows_configuration
+                groups.append(_Group(options, configured, optimizer.state, parameters, name, known))
         counts = Counter(name for group in groups for name in group.parameters)
         if shared := [name for name, count in counts.items() if count > 1]:
             raise ValueError(f"Updated by several optimizers, so which state is theirs is unclear: {_listed(shared)}")
@@ -236,9 +247,14 @@ def _saved_groups(state_dict: Mapping[str, Any]) -> list[_SavedGroup]:
             f"Not an optimizer state: it holds {sorted(map(str, state_dict))} instead of state and param_groups."
         )
     groups = state_dict["param_groups"]
-    configured = state_dict.get("initial_options") or [_configured_options(group) for group in groups]
+    configured = state_dict.get("initial_options") or [None for _ in groups]
     return [
-        _SavedGroup(_options(group), origin, frozenset(group["params"]))
+        _SavedGroup(
+            options=_options(group),
+            configured=_configured_options(group) if origin is None else origin,
+            names=frozenset(group["params"]),
+            is_known=origin is not None,
+        )
         for group, origin in zip(groups, configured, strict=True)
     ]
 
@@ -259,11 +275,15 @@ def _add_name(state_dict: dict[str, Any], name: str, other: str) -> None:
 
 def _join_group(merged: dict[str, Any], saved: _SavedGroup, names: list[str]) -> None:
     for group, configured in zip(merged["param_groups"], merged["initial_options"], strict=True):
-        if _equal(_options(group), saved.options) and _equal(configured, saved.configured):
+        if _equal(_options(group), saved.options) and _equal(configured, _origin(saved)):
             group["params"].extend(names)
             return
     merged["param_groups"].append({**saved.options, "params": names})
-    merged["initial_options"].append(saved.configured)
+    merged["initial_options"].append(_origin(saved))
+
+
+def _origin(saved: _SavedGroup) -> dict[str, Any] | None:
+    return saved.configured if saved.is_known else None
 
 
 def _require_overlap(groups: Sequence[_Group], known: set[str]) -> None:
@@ -382,6 +402,8 @@ def _is_restored(option: str, group: _Group, sources: Sequence[_SavedGroup]) -> 
         )
         return False
     now = group.configured.get(option, origins[0])
+    if not group.is_known or not all(source.is_known for source in sources):
+        return True
     if not _equal(now, origins[0]):
         logger.info(
             "Optimizer option %r of %s was configured as %s for the checkpoint and as %s now; the new value is used.",

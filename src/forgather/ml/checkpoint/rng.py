@@ -64,6 +64,7 @@ class RNGState:
         random.seed(seed)
         np.random.seed(seed % 2**32)
         torch.manual_seed(seed)  # every accelerator device included
+        self._loaded = _copied(self.state_dict())
         logger.info(
             "Rank %d has no random state in the checkpoint: its generators are seeded with %d, derived from seed %s, "
             "rank %d and step %d.",

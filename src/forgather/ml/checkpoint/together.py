@@ -17,9 +17,7 @@ class _Outcome(Generic[T]):
     error_class: type[CheckpointError] | None = None
 
 
-def on_every_rank(
-    peers: Peers, work: Callable[[], T], during: str, failure: type[CheckpointError], rank: int
-) -> list[T]:
+def on_every_rank(peers: Peers, work: Callable[[], T], during: str, failure: type[CheckpointError]) -> list[T]:
     """Run `work` here, and return the results of all ranks; `work` must contain no collectives.
 
     When it fails anywhere, every rank raises the same error about the first failing rank: `failure`, or the failing
@@ -32,7 +30,7 @@ def on_every_rank(
     except BaseException as error:  # noqa: BLE001 - raised again below, on every rank
         own_error = error
         known = type(error) if isinstance(error, CheckpointError) else None
-        outcome = _Outcome(None, DistributedError.describing(error, during, rank), known)
+        outcome = _Outcome(None, DistributedError.describing(error, during, peers.rank), known)
     try:
         outcomes = peers.gather(outcome, during)
     except DistributedError as lost:

@@ -92,12 +92,19 @@ class CheckpointCoordinator:
         self._save_on_local_rank = save_on_local_rank
         self._save_safetensors = save_safetensors
         self._shard_index = shard_index
-        self._model = model
+        self._model = None if model is None else unwrapped(model)
         self._model_preprocessor = model_preprocessor
         self._model_parts = _model_parts(state_components, model, model_parts)
         self._components = [_adapt_optimizer(component, self._model_parts) for component in state_components]
+        if not _has_weights(state_components, model_parts):
+            # The parts have named the optimizer's parameters; what is declared as the model is state like any other.
+            self._model_parts = []
         self._layout: RankLayout | None = None
         self._peers: Peers | None = None
+
+    @property
+    def component_keys(self) -> list[str]:
+        return [component.key for component in self._components]
 
     def save_checkpoint(
         self,
@@ -138,7 +145,11 @@ class CheckpointCoordinator:
     def export_model(self, output_dir: str, overwrite: bool = False) -> None:
         """Write the model alone into a directory that may hold other things; collective."""
         peers, layout = self._world()
-        snapshot = self._snapshot_taker([one for one in self._components if one.key == MODEL_KEY]).take(False, {})
+        if self._model is None:
+            raise ValueError("There is no model to export: the coordinator was made without one.")
+        declared = [one for one in self._components if one.key == MODEL_KEY]
+        component = declared or [StateComponent(MODEL_KEY, self._model, SharingPattern.GLOBAL)]
+        snapshot = self._snapshot_taker(component).take(False, {})
         export = ModelExport(os.path.abspath(output_dir), peers.broadcast(store.new_attempt()))
 
         def write() -> None:
@@ -147,13 +158,12 @@ class CheckpointCoordinator:
                 file.write(export.temporary_path, layout.rank)
 
         try:
-            on_every_rank(peers, write, f"writing the model to {output_dir}", CheckpointSaveError, layout.rank)
+            on_every_rank(peers, write, f"writing the model to {output_dir}", CheckpointSaveError)
             on_every_rank(
                 peers,
                 lambda: export.install() if layout.leads_storage else None,
                 f"installing the model in {output_dir}",
                 CheckpointSaveError,
-                layout.rank,
             )
             export.clean_up()
         except CheckpointError as error:
@@ -201,14 +211,12 @@ class CheckpointCoordinator:
                 lambda: _begin(transaction, needed, layout),
                 "preparing the checkpoint directory",
                 CheckpointSaveError,
-                rank,
             )
             written = on_every_rank(
                 peers,
                 lambda: _write_files(transaction, snapshot, needed, layout),
                 "writing checkpoint files",
                 CheckpointSaveError,
-                rank,
             )
             records = [record for records in written for record in records]
             on_every_rank(
@@ -216,12 +224,11 @@ class CheckpointCoordinator:
                 lambda: self._commit(transaction, snapshot, records, step, metadata),
                 "committing the checkpoint",
                 CheckpointSaveError,
-                rank,
             )
-        except CheckpointError as error:
+        except BaseException as error:
             # A rank that lost the others cannot know that the one which commits has stopped, and would empty the
             # directory that is being renamed. That one comes here itself when it is done.
-            if layout.leads_storage or not error.contact_lost:
+            if layout.leads_storage or not getattr(error, "contact_lost", False):
                 _roll_back(transaction)
             raise
 
@@ -278,7 +285,7 @@ class CheckpointCoordinator:
                 raise CheckpointLoadError(f"There is no complete checkpoint in {root}.")
             return found[-1].path if found else ""
 
-        paths = on_every_rank(peers, find, "looking for a checkpoint", CheckpointLoadError, peers.rank)
+        paths = on_every_rank(peers, find, "looking for a checkpoint", CheckpointLoadError)
         return paths[0] if self._storage_scope == "job" else paths[peers.rank]
 
     def _world(self) -> tuple[Peers, RankLayout]:
@@ -314,12 +321,20 @@ def _model_parts(
     return [] if model is None else [unwrapped(model)]
 
 
+def _has_weights(components: Sequence[StateComponent], parts: Sequence[nn.Module] | None) -> bool:
+    """Whether the component `model` is a module, or stands for the parts of one."""
+    declared = [component.stateful for component in components if component.key == MODEL_KEY]
+    return not declared or parts is not None or isinstance(declared[0], nn.Module)
+
+
 def _adapt_optimizer(component: StateComponent, parts: Sequence[nn.Module]) -> StateComponent:
     """A bare torch optimizer knows its parameters by position only; give it their names."""
     if not parts or not isinstance(component.stateful, torch.optim.Optimizer):
         return component
     named = [pair for part in parts for pair in part.named_parameters()]
-    return StateComponent(**{**vars(component), "stateful": OptimizerState(component.stateful, named)})
+    return StateComponent(
+        **{**vars(component), "stateful": OptimizerState(component.stateful, named, knows_configuration=False)}
+    )
 
 
 def _roll_back(transaction: store.Transaction) -> None:

@@ -56,7 +56,9 @@ class CheckpointReader:
         wanted = [component for component in self._components if component not in skipped]
         manifest = self._open()
         # Asked of all ranks at once, so that all of them take the same way.
-        names = self._peers.gather([name for part in self._model_parts for name in get_all_fqns(part)])
+        names = self._everywhere(
+            lambda: [name for part in self._model_parts for name in get_all_fqns(part)], "naming the model's tensors"
+        )
         weights = [one for one in wanted if one.key == MODEL_KEY and any(names)]
         states: dict[str, Any] = {}
 
@@ -74,17 +76,22 @@ class CheckpointReader:
                 self._everywhere(lambda one=component: self._apply(one, states), f"restoring {component.key!r}")  # type: ignore[misc]
 
     def _everywhere(self, work: Callable[[], Any], during: str) -> list[Any]:
-        return on_every_rank(self._peers, work, during, CheckpointLoadError, self._layout.rank)
+        return on_every_rank(self._peers, work, during, CheckpointLoadError)
 
     def _open(self) -> CheckpointManifest:
-        found = self._everywhere(lambda: store.open_checkpoint(self._path), f"opening the checkpoint {self._path}")
-        attempts = {one.manifest.attempt for one in found}
+        found: list[store.FoundCheckpoint] = []
+
+        def open_here() -> str | None:
+            found.append(store.open_checkpoint(self._path))
+            return found[0].manifest.attempt
+
+        attempts = set(self._everywhere(open_here, f"opening the checkpoint {self._path}"))
         if len(attempts) > 1:
             raise CheckpointLoadError(
                 f"Ranks see different checkpoints at {self._path} (saves {sorted(map(str, attempts))}). With storage of its "
                 "own each node must have the checkpoint of the same save; else all ranks must see one directory."
             )
-        own = found[self._layout.rank]
+        own = found[0]
         for name in own.missing_optional:
             logger.warning("%s is missing from %s: that part starts fresh.", name, self._path)
         return own.manifest

@@ -1,5 +1,6 @@
 """When and where to save, what to keep, and what to resume from."""
 
+import contextlib
 import logging
 import os
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
@@ -14,6 +15,7 @@ from forgather.ml.checkpoint.errors import (
     CheckpointCorruptError,
     CheckpointError,
     CheckpointLoadError,
+    CheckpointNotFoundError,
     CheckpointSaveError,
 )
 from forgather.ml.checkpoint.manifest import FileRecord, read_manifest
@@ -111,7 +113,11 @@ class CheckpointManager:
         self._lock = OutputDirLock(config.output_dir)
         self._lock_is_held = False
         if not read_only:
-            self._everywhere(self._take_directory, "taking the output directory", CheckpointError)
+            try:
+                self._everywhere(self._take_directory, "taking the output directory", CheckpointError)
+            except BaseException:
+                self.close()
+                raise
 
     # --- saving
 
@@ -147,7 +153,8 @@ class CheckpointManager:
         preserve_n_best: int,
     ) -> bool:
         """Enter a checkpoint into the list of the best; True when it is one of them. Surplus ones are removed."""
-        is_best = self._best.update(checkpoint_path, metrics, metric_key, greater_is_better, preserve_n_best)
+        with self._agreement("ranking the checkpoints"):
+            is_best = self._best.update(checkpoint_path, metrics, metric_key, greater_is_better, preserve_n_best)
 
         def note() -> None:
             # The checkpoint's own copy of the list, so that a resume from it knows of itself.
@@ -192,7 +199,7 @@ class CheckpointManager:
         for position, path in reversed(list(enumerate(candidates))):
             try:
                 self._load(path)
-            except CheckpointCorruptError as error:
+            except (CheckpointCorruptError, CheckpointNotFoundError) as error:
                 if position == 0:
                     raise
                 logger.warning(
@@ -211,16 +218,18 @@ class CheckpointManager:
     # --- inside
 
     def _save(self, path: str | None, checkpoint_id: str | int | None) -> str:
-        states = self._everywhere(
-            lambda: CheckpointMetadata.states_of(self._callbacks), "collecting callbacks' state", CheckpointSaveError
-        )
-        metadata = CheckpointMetadata.of(self._best, states)
-        extra_files = {METADATA_NAME: metadata.to_bytes()}
-        if self._eval_metrics is not None:
-            extra_files[EVAL_METRICS_NAME] = metrics_bytes(self._eval_metrics)
-        for callback in self._callbacks:
-            if hasattr(callback, "checkpoint_files"):
-                extra_files |= callback.checkpoint_files()
+        extra_files: dict[str, bytes] = {}
+
+        def collect() -> dict[str, Any]:
+            if self._eval_metrics is not None:
+                extra_files[EVAL_METRICS_NAME] = metrics_bytes(self._eval_metrics)
+            for callback in self._callbacks:
+                if hasattr(callback, "checkpoint_files"):
+                    extra_files.update(callback.checkpoint_files())
+            return CheckpointMetadata.states_of(self._callbacks)
+
+        states = self._everywhere(collect, "collecting callbacks' state", CheckpointSaveError)
+        extra_files[METADATA_NAME] = CheckpointMetadata.of(self._best, states).to_bytes()
         saved = self._coordinator("save").save_checkpoint(
             path, checkpoint_id, step=self._step_or_none(), extra_files=extra_files
         )
@@ -234,19 +243,24 @@ class CheckpointManager:
         def finish() -> None:
             self._load_external_weights(path)
             metadata = CheckpointMetadata.read(path)
-            self._best = metadata.best_below(os.path.dirname(os.path.abspath(path)))
+            root = os.path.dirname(os.path.abspath(path))
+            if root == os.path.abspath(os.path.join(self.config.output_dir, store.CHECKPOINTS_FOLDER)):
+                # The best of another run would keep this run's own off the list for ever.
+                self._best = metadata.best_below(root)
             metadata.restore_callbacks(self._callbacks, self._peers.rank)
 
         self._everywhere(finish, f"restoring callbacks from {path}", CheckpointLoadError)
 
     def _load_external_weights(self, path: str) -> None:
-        if read_manifest(path).weights != "external" or MODEL_KEY in self._skip:
+        left_out = self._model is not None and MODEL_KEY not in self._coordinator("load").component_keys
+        if MODEL_KEY in self._skip or not (left_out or read_manifest(path).weights == "external"):
             return
         suppliers = [one.on_load_model_weights for one in self._callbacks if hasattr(one, "on_load_model_weights")]
         if not suppliers:
             raise CheckpointLoadError(
-                f"{path} was saved without the model's weights (checkpoint_components without 'model'), and no callback "
-                "implements on_load_model_weights to supply them. Add the callback that the training run had."
+                f"The model's weights are not loaded from {path} (checkpoint_components, now or when it was saved, is without "
+                "'model'), and no callback implements on_load_model_weights to supply them. Add the callback that does, or "
+                "set skip_checkpoint_components=['model'] to keep the weights the model has."
             )
         for supply in suppliers:
             supply(checkpoint_path=path, model=self._model, model_parts=self._model_parts)
@@ -310,23 +324,27 @@ class CheckpointManager:
     def _coordinator(self, purpose: str) -> CheckpointCoordinator:
         """Made when first needed: the provider declares its state once everything that has state exists."""
         if purpose not in self._coordinators:
-            components = declared_components(self._provider, self._model, purpose)
-            self._coordinators[purpose] = CheckpointCoordinator(
-                select_components(components, self._checkpoint_components),
-                declared_process_groups(self._provider),
-                self._env,
-                self.config.output_dir,
-                self.config.save_safetensors,
-                self._model,
-                self._model_parts,
-                self._shard_index,
-                model_preprocessor=self._model_preprocessor,
-                mesh=self._mesh,
-                trainer_class=type(self._provider).__name__,
-                storage_scope=self.config.storage_scope,
-                save_on_local_rank=self.config.save_on_local_rank,
-            )
+            with self._agreement("declaring the state"):
+                self._coordinators[purpose] = self._new_coordinator(purpose)
         return self._coordinators[purpose]
+
+    def _new_coordinator(self, purpose: str) -> CheckpointCoordinator:
+        components = declared_components(self._provider, self._model, purpose)
+        return CheckpointCoordinator(
+            select_components(components, self._checkpoint_components),
+            declared_process_groups(self._provider),
+            self._env,
+            self.config.output_dir,
+            self.config.save_safetensors,
+            self._model,
+            self._model_parts,
+            self._shard_index,
+            model_preprocessor=self._model_preprocessor,
+            mesh=self._mesh,
+            trainer_class=type(self._provider).__name__,
+            storage_scope=self.config.storage_scope,
+            save_on_local_rank=self.config.save_on_local_rank,
+        )
 
     def _step_or_none(self) -> int | None:
         return getattr(getattr(self._provider, "state", None), "global_step", None)
@@ -340,8 +358,12 @@ class CheckpointManager:
             )
         return step
 
+    def _agreement(self, during: str) -> contextlib.AbstractContextManager[None]:
+        """For what goes wrong on all ranks or on none, as a rule: alone, the error stays what it is."""
+        return contextlib.nullcontext() if self._peers.size == 1 else self._peers.agreement(during)
+
     def _everywhere(self, work: Callable[[], Any], during: str, failure: type[CheckpointError]) -> list[Any]:
-        return on_every_rank(self._peers, work, during, failure, self._peers.rank)
+        return on_every_rank(self._peers, work, during, failure)
 
 
 def _metrics_of(path: str) -> dict[str, Any]:

@@ -86,7 +86,7 @@ class SnapshotTaker:
                 if self._sharing(component).is_held_here:
                     states[component.key] = self._state_of(component)
             if self.layout.leads_storage and self._has_weights:
-                raw_files.update(describe_model(self.model or self.model_parts[0], self.model_preprocessor))
+                raw_files.update(describe_model(_first(self.model, *self.model_parts), self.model_preprocessor))
             return self._report(states, compared)
 
         reports = self._everywhere(collect, "collecting state")
@@ -115,7 +115,7 @@ class SnapshotTaker:
         return ComponentSharing(component, self.layout)
 
     def _everywhere(self, work: Callable[[], Any], during: str) -> list[Any]:
-        return on_every_rank(self.peers, work, during, CheckpointSaveError, self.layout.rank)
+        return on_every_rank(self.peers, work, during, CheckpointSaveError)
 
     def _state_of(self, component: StateComponent) -> Any:
         if self._is_weights(component):
@@ -259,6 +259,11 @@ def describe_components(
             required=component.required,
         )
     return described
+
+
+def _first(*modules: nn.Module | None) -> nn.Module:
+    # By identity: a module may define its own truth value.
+    return next(module for module in modules if module is not None)
 
 
 def _weights_of(parts: Sequence[nn.Module]) -> dict[str, Tensor]:

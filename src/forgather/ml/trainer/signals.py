@@ -31,6 +31,7 @@ class StopSignals:
 
     def __init__(self) -> None:
         self.received: str | None = None
+        self._was_interrupted = False
         self._before: dict[int, Any] = {}
 
     def __enter__(self) -> "StopSignals":
@@ -46,8 +47,10 @@ class StopSignals:
 
     def _note(self, number: int, frame: FrameType | None) -> None:
         name = signal.Signals(number).name
-        if number == signal.SIGINT and self.received == name:
-            raise KeyboardInterrupt
+        if number == signal.SIGINT:
+            if self._was_interrupted:
+                raise KeyboardInterrupt
+            self._was_interrupted = True
         self.received = name
         again = " Once more ends it at once, without saving." if number == signal.SIGINT else ""
         logger.warning("%s received: training saves at the next step and ends.%s", name, again)

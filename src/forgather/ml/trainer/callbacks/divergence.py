@@ -15,7 +15,8 @@ class DivergenceDetector(TrainerCallback):
 
     `threshold` is the rise above the best that is allowed, as a share of it; `patience` the number of log records in a
     row that must be above; `smoothing` the weight of the past in the moving average (0: none). `action="stop"` ends as
-    after the last step, with a checkpoint; "abort" without one, so that a resume begins at a checkpoint from before.
+    after the last step, with a checkpoint; "abort" without one, so that a resume begins at a checkpoint from before. When
+    the loss is no number neither saves: the weights are none either, and a resume would begin with them.
     """
 
     def __init__(self, action: str = "stop", threshold: float = 0.5, patience: int = 3, smoothing: float = 0.9) -> None:
@@ -36,9 +37,10 @@ class DivergenceDetector(TrainerCallback):
     def on_log(self, state: TrainerState, control: TrainerControl, logs: Mapping[str, Any], **kwargs: Any) -> None:
         if "loss" not in logs:
             return
-        reason = self._find_reason(float(logs["loss"]), state.global_step)
+        loss = float(logs["loss"])
+        reason = self._find_reason(loss, state.global_step)
         if reason is not None:
-            self._act(reason, state, control)
+            self._act(reason, self._action == "stop" and math.isfinite(loss), state, control)
 
     def state_dict(self) -> dict[str, Any]:
         return {
@@ -72,12 +74,13 @@ class DivergenceDetector(TrainerCallback):
             f"({self._best:.4g} at step {self._best_step}) in the last {self._num_above} log record(s)"
         )
 
-    def _act(self, reason: str, state: TrainerState, control: TrainerControl) -> None:
+    def _act(self, reason: str, saves: bool, state: TrainerState, control: TrainerControl) -> None:
         control.should_training_stop = True
-        if self._action == "abort":
+        if not saves:
             control.should_abort_without_save = True
         if state.is_world_process_zero:
-            outcome = "Training is aborted without saving" if self._action == "abort" else "Training stops"
+            verb = "is aborted" if self._action == "abort" else "stops"
+            outcome = f"Training {verb}" if saves else f"Training {verb} without saving"
             logger.error("Divergence at step %d: %s. %s.", state.global_step, reason, outcome)
 
 
