@@ -116,6 +116,25 @@ def test_damaged_content_is_detected_named_and_passed_over(
     assert store.verify_checkpoint(str(newest)) == []
 
 
+def test_a_flipped_bit_in_the_name_of_a_tensor_is_damage(
+    output_dir: Path, newest: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    """And not a model that does not fit, for which no older checkpoint would be tried."""
+    for name in FILES[:2]:
+        position = (newest / name).read_bytes().index(b".weight") + 1
+        flip(newest / name, position)
+        check_detected(output_dir, newest, name, caplog)
+        flip(newest / name, position)
+
+
+@pytest.mark.parametrize("stray", ["pytorch_model.bin.index.json", "model.safetensors", "other.txt"])
+def test_a_file_that_the_manifest_does_not_list_is_no_part_of_the_checkpoint(
+    stray: str, output_dir: Path, newest: Path
+) -> None:
+    (newest / stray).write_bytes(b"stray")
+    assert load(output_dir)[0] == str(newest)
+
+
 @pytest.mark.parametrize("name", [name for name in FILES if name not in MAY_BE_MISSING])
 def test_a_missing_file_is_detected_named_and_passed_over(
     name: str, output_dir: Path, newest: Path, caplog: pytest.LogCaptureFixture

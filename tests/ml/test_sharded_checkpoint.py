@@ -1,14 +1,20 @@
 """Weight files: what is tied is stored once, shards follow their index, and other libraries read them."""
 
 import json
+import logging
+import os
 from pathlib import Path
+from typing import Any
 
 import pytest
 import safetensors.torch
 import torch
 from torch import Tensor, nn
 
+from forgather.ml.checkpoint import file_io, state_files, store
+from forgather.ml.checkpoint.contents import Content, PlannedFile, RawContent, WeightsContent
 from forgather.ml.checkpoint.errors import CheckpointCorruptError, CheckpointLoadError
+from forgather.ml.checkpoint.manifest import CheckpointManifest, ComponentManifest, read_manifest, utc_now
 from forgather.ml.sharded_checkpoint import (
     create_sharing_metadata,
     find_latest_checkpoint,
@@ -254,3 +260,228 @@ def test_metrics_are_kept_beside_the_weights(tmp_path: Path) -> None:
     assert load_checkpoint_metrics(str(tmp_path)) is None
     save_checkpoint_metrics(str(tmp_path), {"eval_loss": torch.tensor(0.5), "epoch": 1})
     assert load_checkpoint_metrics(str(tmp_path)) == {"eval_loss": 0.5, "epoch": 1}
+
+
+def commit(path: Path, contents: dict[str, Content]) -> None:
+    """A checkpoint of these files."""
+    transaction = store.Transaction(str(path), store.new_attempt())
+    transaction.begin(0)
+    files = [PlannedFile(name, "model", one).write(transaction.temporary_path, 0) for name, one in contents.items()]
+    components = {"model": ComponentManifest("model", "global", [0])}
+    transaction.commit(CheckpointManifest(str(path), 1, utc_now(), components, files=files))
+
+
+def weights_of(model: nn.Module) -> WeightsContent:
+    sharing = create_sharing_metadata(model)
+    tied = {name for group in sharing for name in group[1:]}
+    return WeightsContent({name: one for name, one in model.state_dict().items() if name not in tied}, sharing)
+
+
+def test_every_flipped_bit_of_a_header_is_damage(tmp_path: Path) -> None:
+    commit(tmp_path / "checkpoint", {"model.safetensors": weights_of(Tied())})
+    path = tmp_path / "checkpoint" / "model.safetensors"
+    intact = path.read_bytes()
+    for position in range(8 + int.from_bytes(intact[:8], "little")):
+        damaged = bytearray(intact)
+        damaged[position] ^= 1 << (position % 8)
+        path.write_bytes(damaged)
+        for module in (Tied(), None):
+            with pytest.raises(CheckpointCorruptError, match=r"model\.safetensors is damaged"):
+                load_checkpoint(str(tmp_path / "checkpoint"), module)
+
+
+def test_only_files_that_the_manifest_lists_are_weights_of_a_checkpoint(tmp_path: Path) -> None:
+    torch.manual_seed(0)
+    model, stray, other = Tied(), Tied(), Tied()
+    commit(tmp_path / "bin", {"pytorch_model.bin": weights_of(model)})
+    save_checkpoint(str(tmp_path / "stray"), stray)
+    (tmp_path / "bin" / "model.safetensors").write_bytes((tmp_path / "stray" / "model.safetensors").read_bytes())
+    (tmp_path / "bin" / "model.safetensors.index.json").write_text("{}")
+    load_checkpoint(str(tmp_path / "bin"), other)
+    assert torch.equal(other.head.weight, model.head.weight)
+
+    commit(tmp_path / "none", {"config.json": RawContent(b"{}")})
+    (tmp_path / "none" / "model.safetensors").write_bytes((tmp_path / "stray" / "model.safetensors").read_bytes())
+    with pytest.raises(CheckpointLoadError, match=r"no weight files .* checkpoint_manifest"):
+        load_checkpoint(str(tmp_path / "none"), other)
+
+
+@pytest.mark.parametrize("file", ["../stray/model.safetensors", "/etc/passwd", "stray.safetensors", 7, None])
+def test_an_index_does_not_lead_out_of_its_checkpoint(tmp_path: Path, file: Any) -> None:
+    save_checkpoint(str(tmp_path / "stray"), nn.Linear(2, 2))
+    index = json.dumps({"metadata": {}, "weight_map": {"weight": file, "bias": file}}).encode()
+    commit(tmp_path / "sealed", {"model.safetensors.index.json": RawContent(index)})
+    (tmp_path / "plain").mkdir()
+    (tmp_path / "plain" / "model.safetensors.index.json").write_bytes(index)
+    with pytest.raises(CheckpointCorruptError, match="is not an index of weights"):
+        load_checkpoint(str(tmp_path / "sealed"), nn.Linear(2, 2))
+    with pytest.raises(CheckpointLoadError, match=r"is not an index of weights|stray\.safetensors is missing"):
+        load_checkpoint(str(tmp_path / "plain"), nn.Linear(2, 2))
+    with pytest.raises(CheckpointLoadError, match="shard index cannot be used"):
+        load_sharded_checkpoint(str(tmp_path / "sealed"), json.loads(index), nn.Linear(2, 2))
+
+
+@pytest.mark.parametrize(
+    "index",
+    [
+        "[]",
+        "{}",
+        "[" * 100_000,
+        '{"weight_map": []}',
+        '{"weight_map": {}, "metadata": []}',
+        '{"weight_map": {}, "metadata": {"param_sharing": [[1]]}}',
+    ],
+    ids=["list", "empty", "deep", "map", "metadata", "sharing"],
+)
+def test_a_malformed_index_is_refused(tmp_path: Path, index: str) -> None:
+    (tmp_path / "model.safetensors.index.json").write_text(index)
+    with pytest.raises(CheckpointLoadError, match="is not an index of weights"):
+        load_checkpoint(str(tmp_path), nn.Linear(2, 2))
+
+
+def entry(shape: Any, start: Any, end: Any, dtype: Any = "F32") -> dict[str, Any]:
+    return {"weight": {"dtype": dtype, "shape": shape, "data_offsets": [start, end]}}
+
+
+@pytest.mark.parametrize(
+    "header",
+    [
+        entry([2], -8, 0),
+        entry([-2], 8, 0),
+        entry([-2, -1], 0, 8),
+        entry([2], 12, 20),
+        entry([1.0], 0, 4),
+        entry([True], 0, 4),
+        entry([2**62, 2**62, 0], 0, 0),
+        entry("2", 0, 8),
+        entry([2], 0, "8"),
+        entry([2], 0, 8, dtype=["F32"]),
+        {"weight": 3},
+        {"weight": {}},
+        {"__metadata__": []},
+        {"__metadata__": {"param_sharing": "["}},
+        {"__metadata__": {"param_sharing": "{}"}},
+        {"__metadata__": {"param_sharing": 3}},
+    ],
+    ids=str,
+)
+def test_a_header_whose_claims_cannot_be_true_is_refused(tmp_path: Path, header: dict[str, Any]) -> None:
+    text = json.dumps(header).encode()
+    (tmp_path / "model.safetensors").write_bytes(len(text).to_bytes(8, "little") + text + bytes(16))
+    with pytest.raises(CheckpointCorruptError, match=r"model\.safetensors is damaged"):
+        load_checkpoint(str(tmp_path))
+
+
+@pytest.mark.parametrize("max_shard_size", [2**32, 150])
+@pytest.mark.parametrize("in_safetensors", [True, False])
+def test_a_model_takes_the_place_of_the_one_before(tmp_path: Path, in_safetensors: bool, max_shard_size: int) -> None:
+    torch.manual_seed(0)
+    (tmp_path / "notes.txt").write_text("mine")
+    for was_safetensors, earlier_size in [(True, 2**32), (True, 60), (False, 2**32), (False, 150)]:
+        save_checkpoint(str(tmp_path), Tied(), safetensors=was_safetensors, max_shard_size=earlier_size)
+        model, other = Tied(), Tied()
+        index = save_checkpoint(str(tmp_path), model, safetensors=in_safetensors, max_shard_size=max_shard_size)
+        load_checkpoint(str(tmp_path), other)
+        assert_same(model, other)
+        expected = {*index["weight_map"].values(), "notes.txt"}
+        if max_shard_size == 150:
+            expected.add("model.safetensors.index.json" if in_safetensors else "pytorch_model.bin.index.json")
+        assert set(os.listdir(tmp_path)) == expected
+
+
+def test_a_save_that_fails_leaves_what_was_there(tmp_path: Path) -> None:
+    model = nn.Linear(3, 4)
+    save_checkpoint(str(tmp_path), model)
+    broken = nn.Linear(3, 4)
+    broken.register_buffer("wide", torch.zeros(3, dtype=torch.complex128))
+    index = make_shard_index(broken.state_dict(), safetensors=True)
+    with pytest.raises(ValueError, match="'wide' has dtype"):
+        save_sharded_checkpoint(str(tmp_path), index, broken)
+    with pytest.raises(ValueError, match="'wide' has dtype"):
+        save_checkpoint(str(tmp_path), broken)
+    assert os.listdir(tmp_path) == ["model.safetensors"]
+    other = nn.Linear(3, 4)
+    load_checkpoint(str(tmp_path), other)
+    assert_same(model, other)
+
+
+def test_a_meta_module_is_not_loaded_in_place(tmp_path: Path) -> None:
+    save_checkpoint(str(tmp_path), Tied())
+    with torch.device("meta"):
+        empty = Tied()
+    with pytest.raises(CheckpointLoadError, match=r"on the meta device.*embedding\.weight.*assign=True.*to_empty"):
+        load_checkpoint(str(tmp_path), empty)
+
+
+def test_loading_some_tensors_does_not_warn_of_the_others(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    save_checkpoint(str(tmp_path), nn.Linear(3, 4))
+    with caplog.at_level(logging.WARNING):
+        load_checkpoint(str(tmp_path), nn.Linear(3, 4), keys=["bias"])
+    assert caplog.text == ""
+
+
+@pytest.mark.parametrize("in_safetensors", [True, False])
+def test_views_are_written_without_the_memory_behind_them(tmp_path: Path, in_safetensors: bool) -> None:
+    module = nn.Module()
+    module.register_buffer("view", torch.randn(1_000_000)[10:20])
+    save_checkpoint(str(tmp_path), module, safetensors=in_safetensors)
+    assert sum(path.stat().st_size for path in tmp_path.iterdir()) < 10_000
+    loaded = load_checkpoint(str(tmp_path))
+    assert loaded is not None and torch.equal(loaded["view"], module.get_buffer("view"))
+
+
+@pytest.mark.parametrize("in_safetensors", [True, False])
+def test_conjugated_and_negated_views_are_stored_by_value(tmp_path: Path, in_safetensors: bool) -> None:
+    torch.manual_seed(0)
+    values = torch.randn(3, dtype=torch.complex64)
+    module, other = nn.Module(), nn.Module()
+    for name, tensor in {"plain": values, "conjugated": values.conj(), "negated": values.conj().imag}.items():
+        module.register_buffer(name, tensor)
+    for name, memory in {"plain": values, "conjugated": values, "negated": values.conj().imag}.items():
+        # The last is memory that is seen negated on the way in, too.
+        other.register_buffer(name, memory if name == "negated" else torch.zeros_like(memory))
+    expected = {name: tensor.resolve_conj().resolve_neg().clone() for name, tensor in module.state_dict().items()}
+    save_checkpoint(str(tmp_path), module, safetensors=in_safetensors)
+    values.zero_()
+    load_checkpoint(str(tmp_path), other)
+    for name, tensor in expected.items():
+        assert torch.equal(other.state_dict()[name], tensor), name
+
+
+def test_sparse_tensors_are_for_bin_files_only(tmp_path: Path) -> None:
+    module, other = nn.Module(), nn.Module()
+    module.register_buffer("adjacency", torch.eye(3).to_sparse())
+    other.register_buffer("adjacency", torch.zeros(3, 3).to_sparse())
+    with pytest.raises(ValueError, match=r"'adjacency' is sparse.*save_safetensors=False"):
+        save_checkpoint(str(tmp_path), module)
+    save_checkpoint(str(tmp_path), module, safetensors=False)
+    load_checkpoint(str(tmp_path), other)
+    assert torch.equal(other.get_buffer("adjacency").to_dense(), torch.eye(3))
+
+
+@pytest.mark.parametrize("with_module", [True, False])
+def test_a_bin_file_of_a_checkpoint_is_read_once(
+    tmp_path: Path, with_module: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    torch.manual_seed(0)
+    model = Tied()
+    commit(tmp_path / "checkpoint", {"pytorch_model.bin": weights_of(model)})
+    assert "table" in read_manifest(str(tmp_path / "checkpoint")).files[0].tensors
+    opened = []
+
+    class Counted(file_io.HashingReader):
+        def __init__(self, path: str) -> None:
+            opened.append(path)
+            super().__init__(path)
+
+    monkeypatch.setattr(state_files, "HashingReader", Counted)
+    loaded = load_checkpoint(str(tmp_path / "checkpoint"), Tied() if with_module else None)
+    assert len(opened) == 1
+    assert loaded is None or torch.equal(loaded["embedding.weight"], model.embedding.weight)
+
+
+def test_a_bin_file_of_something_else_is_refused(tmp_path: Path) -> None:
+    for content in ([torch.zeros(2)], {"weight": 3}):
+        torch.save(content, tmp_path / "pytorch_model.bin")
+        with pytest.raises(CheckpointLoadError, match="not a file of weights"):
+            load_checkpoint(str(tmp_path), nn.Linear(2, 2))

@@ -1,6 +1,5 @@
 """The parts of a run, made as its configuration says."""
 
-import inspect
 import os
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
@@ -90,11 +89,10 @@ def build_loss(section: FactorySection) -> Callable[..., Any] | None:
     """A loss function; a class is one of such functions and is instantiated."""
     if section.class_path is None:
         return objects.partial(section, "loss")
-    function = objects.find_object(section.class_path, "loss.class_path")
-    if inspect.isclass(function):
-        objects.check_keywords(function, section.init_args, "loss", num_positional=0)
-        loss: Callable[..., Any] = function(**section.init_args)
-        return loss
+    function: Any = objects.find_object(section.class_path, "loss.class_path")
+    if isinstance(function, type):
+        made: Callable[..., Any] = objects.call(section.class_path, section.init_args, "loss")
+        return made
     return objects.partial(section, "loss") if section.init_args else function
 
 
@@ -124,7 +122,7 @@ def _model_config(section: ModelSection, tokenizer: Any) -> Any:
     for name in section.config:
         if name not in known and name not in ("attn_implementation", "dtype"):
             raise UsageError(f"model.config: {cls.__name__} has no value {name!r}.{nearest_hint(name, known)}")
-    values = {"vocab_size": len(tokenizer)}
+    values: dict[str, Any] = {"vocab_size": len(tokenizer)}
     for name in ("bos_token_id", "eos_token_id", "pad_token_id"):
         values[name] = getattr(tokenizer, name, None)
     return cls(**(values | section.config))

@@ -2,6 +2,8 @@
 
 import ast
 import importlib.util
+import shutil
+import textwrap
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -20,7 +22,7 @@ library. Running it again goes on from the newest checkpoint in args.output_dir.
   --print_config  prints the whole configuration as YAML, which can be saved and used as CONFIG, and ends
   --debug         shows Python's traceback of an error
 """
-_NAME_WIDTH = 34
+_NAME_WIDTH = 38
 
 
 @dataclass(frozen=True)
@@ -51,10 +53,19 @@ def _section(name: str, about: str, fields: list[FieldHelp]) -> str:
     lines = [f"{name}: {about}" if name else about]
     for field in fields:
         shown = f"  {prefix}{field.name}"
-        details = f"{field.type}, {field.default}" if field.default else field.type
-        gap = " " * max(_NAME_WIDTH - len(shown), 2)
-        lines.append(f"{shown}{gap}{details}{'. ' if field.text else ''}{field.text}")
+        details = f"({field.type}, {field.default})" if field.default else f"({field.type})"
+        lines += _beside(shown, f"{field.text} {details}".strip())
     return "\n".join(lines) + "\n"
+
+
+def _beside(name: str, text: str) -> list[str]:
+    """The text in a column of its own, below the name where that is too long."""
+    width = max(min(shutil.get_terminal_size().columns, 120) - _NAME_WIDTH, 30)
+    lines = [" " * _NAME_WIDTH + line for line in textwrap.wrap(text, width)]
+    if len(name) < _NAME_WIDTH - 1:
+        lines[0] = name + lines[0][len(name) :]
+        return lines
+    return [name, *lines]
 
 
 def _training_arguments() -> list[FieldHelp]:

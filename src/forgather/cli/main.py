@@ -49,7 +49,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
         return 2
     except BrokenPipeError:
         return _output_closed()
-    except Exception as error:  # noqa: BLE001 - whatever it is, users get its message and the way to see more
+    except Exception as error:
+        # Whatever it is, users get its message and the way to see more.
         if debug:
             raise
         _complain(f"{_describe(error)}\n(forgather --debug ... shows where)")

@@ -7,7 +7,7 @@ from forgather.cli import build, config_parsing, objects, yaml_files
 from forgather.cli.closing import say_already_finished, say_finished, say_stopped
 from forgather.cli.configuration import Configuration
 from forgather.cli.errors import UsageError, nearest_hint
-from forgather.cli.quiet import show_own_messages
+from forgather.cli.manners import show_own_messages
 from forgather.ml.checkpoint import store
 from forgather.ml.checkpoint.durable import make_directories, replace_file
 from forgather.ml.trainer.callbacks.console import get_console

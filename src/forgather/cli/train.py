@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from forgather.cli.errors import UsageError
-from forgather.cli.quiet import silence_libraries
+from forgather.cli.manners import share_processors, silence_libraries
 
 if TYPE_CHECKING:
     from forgather.cli.config_parsing import Option
@@ -24,6 +24,7 @@ def run(words: Sequence[str]) -> int:
         print(help_text(), end="")
         return 0
     silence_libraries()
+    share_processors()
     configuration, is_demo = read_configuration([word for word in words if word != "--print_config"])
     if "--print_config" in words:
         from forgather.cli import config_parsing, yaml_files

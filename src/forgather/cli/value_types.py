@@ -1,5 +1,6 @@
 """Whether a value fits the declared type of a field, and how to name that type to people."""
 
+import copy
 import types
 import typing
 from collections.abc import Mapping, Sequence
@@ -13,7 +14,8 @@ def fitting(hint: Any, value: Any) -> Any:
     parser = ArgumentParser(exit_on_error=False)
     parser.add_argument("--value", type=hint)
     try:
-        fitted = parser.parse_object({"value": value})["value"]
+        # A copy, because the parser changes what is inside of mappings.
+        fitted = parser.parse_object({"value": copy.deepcopy(value)})["value"]
     except ArgumentError as error:
         raise ValueError(str(error)) from None
     # What is declared as Any is not touched: the parser would make a number of a text that looks like one.

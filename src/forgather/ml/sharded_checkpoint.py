@@ -4,175 +4,119 @@ The files are those of Hugging Face: `model.safetensors`, or shards with `model.
 (`pytorch_model*.bin` without safetensors), with parameters that share memory stored once.
 """
 
+import contextlib
 import json
 import logging
 import os
 from collections.abc import Collection, Iterable, Mapping, Sequence
-from dataclasses import dataclass, field, replace
-from typing import Any, TypedDict
+from dataclasses import replace
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 from forgather.ml.checkpoint import store
-from forgather.ml.checkpoint.durable import make_directories, replace_file
+from forgather.ml.checkpoint.codec import encode_state
+from forgather.ml.checkpoint.durable import fsync_directory, replace_file
 from forgather.ml.checkpoint.errors import CheckpointError, CheckpointLoadError
 from forgather.ml.checkpoint.file_io import HashingWriter
-from forgather.ml.checkpoint.manifest import MANIFEST_NAME, FileRecord, read_manifest
-from forgather.ml.checkpoint.state_files import read_state, refused, verify_file, write_state
-from forgather.ml.checkpoint.weight_files import (
-    check_shape,
-    check_size,
-    load_safetensors,
-    read_header,
-    write_safetensors,
+from forgather.ml.checkpoint.manifest import MANIFEST_NAME, FileRecord, check_relative_path
+from forgather.ml.checkpoint.model_export import ModelExport
+from forgather.ml.checkpoint.state_files import write_state
+from forgather.ml.checkpoint.weight_files import SHARING_KEY, SharingMetadataT, write_safetensors
+from forgather.ml.checkpoint.weight_index import (
+    DEFAULT_MAX_SHARD_SIZE,
+    ShardIndex,
+    create_sharing_metadata,
+    get_all_fqns,
+    id_to_fqn,
+    index_bytes,
+    index_name,
+    make_shard_index,
+    retie_parameters,
+    shard_name,
+    sharing_of,
+    stored_names,
 )
+from forgather.ml.checkpoint.weight_location import (
+    WeightLocation,
+    abbreviate,
+    locate_weights,
+    location_of_index,
+    read_tensors,
+    read_weights,
+)
+
+__all__ = [
+    "DEFAULT_MAX_SHARD_SIZE",
+    "EVAL_METRICS_NAME",
+    "ShardIndex",
+    "SharingMetadataT",
+    "WeightLocation",
+    "create_sharing_metadata",
+    "find_latest_checkpoint",
+    "get_all_fqns",
+    "id_to_fqn",
+    "index_bytes",
+    "index_name",
+    "load_checkpoint",
+    "load_checkpoint_metrics",
+    "load_into_modules",
+    "load_sharded_checkpoint",
+    "locate_weights",
+    "make_shard_index",
+    "maybe_delete_oldest_checkpoint",
+    "metrics_bytes",
+    "next_checkpoint_path",
+    "read_tensors",
+    "read_weights",
+    "retie_parameters",
+    "save_checkpoint",
+    "save_checkpoint_metrics",
+    "save_sharded_checkpoint",
+    "shard_name",
+    "sharing_of",
+    "stored_names",
+    "validate_checkpoint",
+    "write_weights",
+]
 
 logger = logging.getLogger(__name__)
 
-SharingMetadataT = list[list[str]]
-"""Groups of names that are one tensor; the first name of a group is the one it is stored under."""
-
-DEFAULT_MAX_SHARD_SIZE = 2**32
 EVAL_METRICS_NAME = "eval_metrics.json"
-_SHARING_KEY = "param_sharing"
-
-
-class ShardIndex(TypedDict):
-    """Which file holds which tensor, as in Hugging Face's index files."""
-
-    metadata: dict[str, Any]
-    weight_map: dict[str, str]
-
-
-def get_all_fqns(module: nn.Module) -> list[str]:
-    """Every name in the module's state, tied names included."""
-    return list(module.state_dict(keep_vars=True))
-
-
-def id_to_fqn(module: nn.Module) -> dict[int, list[str]]:
-    """The names of each parameter and buffer object of the state, by `id`."""
-    names: dict[int, list[str]] = {}
-    for name, tensor in module.state_dict(keep_vars=True).items():
-        names.setdefault(id(tensor), []).append(name)
-    return names
-
-
-def create_sharing_metadata(model: nn.Module) -> SharingMetadataT:
-    """The groups of names of a model that stand for one tensor."""
-    return sharing_of(model.state_dict(keep_vars=True))
-
-
-def sharing_of(tensors: Mapping[str, Any]) -> SharingMetadataT:
-    """The groups of names in a state that stand for one tensor, in the order of the state."""
-    groups: dict[object, list[str]] = {}
-    for name, tensor in tensors.items():
-        if isinstance(tensor, Tensor):
-            groups.setdefault(_identity(tensor), []).append(name)
-    return [names for names in groups.values() if len(names) > 1]
-
-
-def _identity(tensor: Tensor) -> object:
-    """Equal for tensors that are the same memory seen the same way; meta tensors have only their object."""
-    if tensor.device.type == "meta" or tensor.numel() == 0 or tensor.data_ptr() == 0:
-        return id(tensor)
-    return (tensor.device, tensor.data_ptr(), tensor.dtype, tuple(tensor.shape), tensor.stride())
-
-
-def retie_parameters(module: nn.Module, sharing_metadata: SharingMetadataT) -> None:
-    """Make every group of names one tensor again; names that the module does not have are passed over."""
-    tensors: dict[str, Tensor] = dict(module.named_parameters(remove_duplicate=False))
-    tensors.update(module.named_buffers(remove_duplicate=False))
-    for group in sharing_metadata:
-        present = [name for name in group if name in tensors]
-        for name in present[1:]:
-            owner_name, _, attribute = name.rpartition(".")
-            setattr(module.get_submodule(owner_name), attribute, tensors[present[0]])
-
-
-def stored_names(names: Collection[str], sharing: SharingMetadataT) -> dict[str, str]:
-    """Under which name each of `names` is stored: its own, or for tied ones the first of its group."""
-    present = set(names)
-    aliases = {}
-    for group in sharing:
-        members = [name for name in group if name in present]
-        aliases.update(dict.fromkeys(members, members[0]))
-    return {name: aliases.get(name, name) for name in names}
-
-
-def index_name(safetensors: bool) -> str:
-    return "model.safetensors.index.json" if safetensors else "pytorch_model.bin.index.json"
-
-
-def shard_name(number: int, count: int, safetensors: bool) -> str:
-    """The name of one of `count` weight files, numbered from 1."""
-    stem, ending = ("model", "safetensors") if safetensors else ("pytorch_model", "bin")
-    return f"{stem}.{ending}" if count == 1 else f"{stem}-{number:05d}-of-{count:05d}.{ending}"
-
-
-def make_shard_index(
-    state_dicts: Sequence[Mapping[str, Tensor]] | Mapping[str, Tensor],
-    metadata: Mapping[str, Any] | None = None,
-    safetensors: bool = False,
-    max_shard_size: int = DEFAULT_MAX_SHARD_SIZE,
-    param_sharing_metadata: SharingMetadataT | None = None,
-) -> ShardIndex:
-    """Divide tensors (meta ones will do) into files of at most `max_shard_size` bytes.
-
-    Each state is written by a writer of its own (a pipeline stage), so a file never mixes two of them; a name that
-    several states have belongs to the first. A tensor that is larger than a shard has a file to itself.
-    """
-    if isinstance(state_dicts, Mapping):
-        state_dicts = [state_dicts]
-    all_names = [name for state in state_dicts for name in state]
-    canonical = stored_names(all_names, param_sharing_metadata or [])
-    shards: list[list[str]] = []
-    seen: set[str] = set()
-    total_size = 0
-    for state in state_dicts:
-        room = 0
-        for name, tensor in state.items():
-            if name in seen or canonical[name] != name:
-                continue
-            seen.add(name)
-            size = tensor.numel() * tensor.element_size()
-            if size > room or room == 0:
-                shards.append([])
-                room = max_shard_size
-            shards[-1].append(name)
-            room = max(0, room - size)
-            total_size += size
-    file_names = [shard_name(number, len(shards), safetensors) for number in range(1, len(shards) + 1)]
-    index_metadata: dict[str, Any] = {"total_size": total_size, **(metadata or {})}
-    if param_sharing_metadata:
-        index_metadata[_SHARING_KEY] = param_sharing_metadata
-    weight_map = {name: file for file, names in zip(file_names, shards, strict=True) for name in names}
-    return ShardIndex(metadata=index_metadata, weight_map=weight_map)
 
 
 def write_weights(writer: HashingWriter, tensors: Mapping[str, Tensor], sharing: SharingMetadataT) -> dict[str, str]:
-    """Write one weight file, in the format of its name; returns the checksum of each tensor where the format has one."""
+    """Write one weight file, in the format of its name; returns the names in it, with checksums where the format has any."""
     if writer.path.endswith(".safetensors"):
         # A value of the header must be a string, and readers that do not know the key pass over it.
-        return write_safetensors(writer, tensors, {_SHARING_KEY: json.dumps(sharing)} if sharing else None)
-    write_state(writer, {name: tensor.detach() for name, tensor in tensors.items()})
-    return {}
+        return write_safetensors(writer, tensors, {SHARING_KEY: json.dumps(sharing)} if sharing else None)
+    # Encoded, because the memory behind a view is written whole, however little of it the view shows.
+    write_state(writer, encode_state({name: tensor.detach() for name, tensor in tensors.items()}, "model"))
+    return dict.fromkeys(tensors, "")
 
 
 def save_sharded_checkpoint(output_dir: str, shard_index: ShardIndex, module: nn.Module) -> list[str]:
     """Write those files of the index whose tensors the module has; returns their names."""
     state = module.state_dict()
-    sharing = shard_index["metadata"].get(_SHARING_KEY, [])
+    sharing = shard_index["metadata"].get(SHARING_KEY, [])
     files: dict[str, dict[str, Tensor]] = {}
     for name, file in shard_index["weight_map"].items():
         if name in state:
             files.setdefault(file, {})[name] = state[name]
     for file, tensors in files.items():
-        path = os.path.join(output_dir, file)
-        temporary = os.path.join(output_dir, f".{store.new_attempt()}-{file}")
-        with HashingWriter(temporary) as writer:
-            write_weights(writer, tensors, sharing)
-        os.replace(temporary, path)
+        check_relative_path(file)
+        directory, name = os.path.split(os.path.join(output_dir, file))
+        temporary = os.path.join(directory, f".{store.new_attempt()}-{name}")
+        try:
+            with HashingWriter(temporary) as writer:
+                write_weights(writer, tensors, sharing)
+            os.replace(temporary, os.path.join(directory, name))
+        except BaseException:
+            with contextlib.suppress(FileNotFoundError):
+                os.remove(temporary)
+            raise
+        fsync_directory(directory or os.curdir)
     return sorted(files)
 
 
@@ -183,127 +127,19 @@ def save_checkpoint(
     safetensors: bool = True,
     max_shard_size: int = DEFAULT_MAX_SHARD_SIZE,
 ) -> ShardIndex:
-    """Write a whole model's weight files into a directory."""
-    make_directories(output_dir)
+    """Write a whole model's weight files into a directory, in place of those that are there."""
     sharing = create_sharing_metadata(module)
     index = make_shard_index([module.state_dict()], metadata, safetensors, max_shard_size, sharing)
-    files = save_sharded_checkpoint(output_dir, index, module)
-    if len(files) > 1:
-        replace_file(os.path.join(output_dir, index_name(safetensors)), index_bytes(index))
-    return index
-
-
-def index_bytes(index: ShardIndex) -> bytes:
-    """The text of an index file."""
-    return (json.dumps(index, indent=2, sort_keys=True) + "\n").encode()
-
-
-@dataclass(frozen=True)
-class WeightLocation:
-    """Where the weights of a directory are, and how to verify them."""
-
-    directory: str
-    weight_map: dict[str, str]
-    sharing: SharingMetadataT
-    records: dict[str, FileRecord] = field(default_factory=dict)
-
-    def stored_name(self, name: str) -> str | None:
-        """The name under which the directory has the tensor, None when it does not have it."""
-        if name in self.weight_map:
-            return name
-        members = (member for group in self.sharing if name in group for member in group)
-        return next((member for member in members if member in self.weight_map), None)
-
-
-def locate_weights(model_dir: str, sharing: SharingMetadataT | None = None) -> WeightLocation:
-    """Find the weight files of a directory; those of a checkpoint come with the checksums of its manifest."""
-    records = {}
-    if os.path.exists(os.path.join(model_dir, MANIFEST_NAME)):
-        records = {record.path: record for record in read_manifest(model_dir).files}
-    for safetensors in (True, False):
-        path = os.path.join(model_dir, index_name(safetensors))
-        if os.path.exists(path):
-            index = _read_index(path, records.get(os.path.basename(path)))
-            stored = index.get("metadata", {}).get(_SHARING_KEY, [])
-            return WeightLocation(model_dir, index["weight_map"], sharing or stored, records)
-    single = os.path.join(model_dir, shard_name(1, 1, True))
-    if os.path.exists(single):
-        header = read_header(single)
-        stored = json.loads(header.metadata.get(_SHARING_KEY, "[]"))
-        names = dict.fromkeys(header.tensors, os.path.basename(single))
-        return WeightLocation(model_dir, names, sharing or stored, records)
-    single = os.path.join(model_dir, shard_name(1, 1, False))
-    if os.path.exists(single):
-        if os.path.basename(single) in records:
-            verify_file(model_dir, records[os.path.basename(single)])
-        tensors = _tensors_of_bin(single)
-        return WeightLocation(model_dir, dict.fromkeys(tensors, os.path.basename(single)), sharing or [], records)
-    raise CheckpointLoadError(f"There are no weight files in {model_dir} (model*.safetensors or pytorch_model*.bin).")
-
-
-def _tensors_of_bin(path: str) -> dict[str, Tensor]:
-    """Names and shapes, as tensors without data; this format has no directory that could be read by itself."""
+    export = ModelExport(os.path.abspath(output_dir), store.new_attempt())
     try:
-        tensors: dict[str, Tensor] = torch.load(path, map_location="meta", weights_only=True, mmap=True)
-    except Exception as error:
-        raise refused(path, error) from error
-    return tensors
-
-
-def _read_index(path: str, record: FileRecord | None) -> dict[str, Any]:
-    if record is not None:
-        verify_file(os.path.dirname(path), record)
-    try:
-        with open(path, "rb") as file:
-            index: dict[str, Any] = json.load(file)
-    except ValueError as error:
-        raise CheckpointLoadError(f"{path} cannot be read as JSON: {error}") from error
+        export.begin(overwrite=True)
+        files = save_sharded_checkpoint(export.temporary_path, index, module)
+        if len(files) > 1:
+            replace_file(os.path.join(export.temporary_path, index_name(safetensors)), index_bytes(index))
+        export.install()
+    finally:
+        export.clean_up()
     return index
-
-
-def read_weights(location: WeightLocation, targets: Mapping[str, Tensor]) -> None:
-    """Fill `targets` in place, by name; tensors that nobody asks for are not read."""
-    by_file: dict[str, dict[str, list[Tensor]]] = {}
-    for name, target in targets.items():
-        stored = location.stored_name(name)
-        if stored is None:
-            raise CheckpointLoadError(f"{location.directory} holds no tensor {name!r}.")
-        by_file.setdefault(location.weight_map[stored], {}).setdefault(stored, []).append(target)
-    _check_shapes(location, by_file)
-    for file, wanted in sorted(by_file.items()):
-        path = os.path.join(location.directory, file)
-        record = location.records.get(file)
-        first = {name: tensors[0] for name, tensors in wanted.items()}
-        if file.endswith(".safetensors"):
-            load_safetensors(path, first, record)
-        else:
-            _load_bin(path, first, record)
-        for tensors in wanted.values():
-            for other in tensors[1:]:
-                # Tied tensors of the model are one memory already; separate copies get the same values.
-                if _identity(other) != _identity(tensors[0]):
-                    other.detach().copy_(tensors[0].detach())
-
-
-def _check_shapes(location: WeightLocation, by_file: Mapping[str, Mapping[str, Sequence[Tensor]]]) -> None:
-    """All of them before the first tensor is filled: a model that does not fit is left as it was."""
-    for file, wanted in sorted(by_file.items()):
-        if file.endswith(".safetensors"):
-            path = os.path.join(location.directory, file)
-            check_size(path, location.records.get(file))
-            entries = read_header(path).tensors
-            for name, tensors in wanted.items():
-                if name not in entries:
-                    raise CheckpointLoadError(f"{path} has no tensor {name!r}, although the index says so.")
-                for tensor in tensors:
-                    check_shape(path, name, entries[name].shape, tensor)
-
-
-def _load_bin(path: str, targets: Mapping[str, Tensor], record: FileRecord | None) -> None:
-    state = read_state(path, record)
-    for name, target in targets.items():
-        check_shape(path, name, tuple(state[name].shape), target)
-        target.detach().copy_(state[name])
 
 
 def load_into_modules(
@@ -323,16 +159,14 @@ def load_into_modules(
     # A model that ties its own tensors needs no one to tell it: plain Hugging Face directories do not.
     tied = [group for module in modules for group in create_sharing_metadata(module)]
     location = replace(location, sharing=[*location.sharing, *tied])
-    expected = [name for module in modules for name in get_all_fqns(module) if keys is None or name in keys]
-    _check_names(location, expected, expected if all_names is None else all_names, strict and keys is None)
-    for module in modules:
+    names = [name for module in modules for name in get_all_fqns(module)]
+    expected = [name for name in names if keys is None or name in keys]
+    _check_names(location, expected, names if all_names is None else all_names, strict and keys is None)
+    states = [_tensors_to_load(module, location, keys) for module in modules]
+    if not assign:
+        _refuse_meta([name for tensors in states for name, tensor in tensors.items() if tensor.is_meta])
+    for module, tensors in zip(modules, states, strict=True):
         sharing = create_sharing_metadata(module)
-        state = module.state_dict(keep_vars=True)
-        tensors = {
-            name: tensor
-            for name, tensor in state.items()
-            if isinstance(tensor, Tensor) and (keys is None or name in keys) and location.stored_name(name) is not None
-        }
         if assign:
             tensors = {
                 name: torch.empty_like(tensor, device=device or "cpu", requires_grad=False)
@@ -342,6 +176,23 @@ def load_into_modules(
         if assign or not _is_live(module, tensors):
             module.load_state_dict(tensors, strict=False, assign=assign)
             retie_parameters(module, sharing)
+
+
+def _tensors_to_load(module: nn.Module, location: WeightLocation, keys: Collection[str] | None) -> dict[str, Tensor]:
+    return {
+        name: tensor
+        for name, tensor in module.state_dict(keep_vars=True).items()
+        if isinstance(tensor, Tensor) and (keys is None or name in keys) and location.stored_name(name) is not None
+    }
+
+
+def _refuse_meta(names: Sequence[str]) -> None:
+    if names:
+        raise CheckpointLoadError(
+            f"{len(names)} tensors of the model are on the meta device, which has no memory to load into: "
+            f"{abbreviate(names)}. Load with assign=True to give the model new tensors, or call "
+            "model.to_empty(device=...) first."
+        )
 
 
 def _is_live(module: nn.Module, tensors: Mapping[str, Tensor]) -> bool:
@@ -356,20 +207,15 @@ def _check_names(location: WeightLocation, expected: Iterable[str], all_names: C
     unexpected = [name for name in location.weight_map if name not in known]
     problems = []
     if missing:
-        problems.append(f"{len(missing)} tensors of the model are not in the checkpoint: {_abbreviate(missing)}")
+        problems.append(f"{len(missing)} tensors of the model are not in the checkpoint: {abbreviate(missing)}")
     if unexpected:
-        problems.append(f"{len(unexpected)} tensors of the checkpoint are not in the model: {_abbreviate(unexpected)}")
+        problems.append(f"{len(unexpected)} tensors of the checkpoint are not in the model: {abbreviate(unexpected)}")
     if not problems:
         return
     message = f"The weights in {location.directory} do not fit the model: " + "; ".join(problems)
     if strict:
         raise CheckpointLoadError(f"{message}. Build the model that was trained, or load with strict=False.")
     logger.warning("%s.", message)
-
-
-def _abbreviate(names: Sequence[str], limit: int = 10) -> str:
-    shown = ", ".join(names[:limit])
-    return shown if len(names) <= limit else f"{shown} and {len(names) - limit} more"
 
 
 def load_checkpoint(
@@ -389,26 +235,6 @@ def load_checkpoint(
     return read_tensors(location, wanted, device)
 
 
-def read_tensors(location: WeightLocation, names: Collection[str], device: torch.device | str) -> dict[str, Tensor]:
-    """New tensors on `device` with the named weights."""
-    if any(location.stored_name(name) is None for name in names):
-        missing = [name for name in names if location.stored_name(name) is None]
-        raise CheckpointLoadError(f"{location.directory} holds no tensors named {_abbreviate(missing)}.")
-    shapes: dict[str, Any] = {}
-    for file in sorted({location.weight_map[location.stored_name(name) or name] for name in names}):
-        path = os.path.join(location.directory, file)
-        if file.endswith(".safetensors"):
-            shapes.update(read_header(path).tensors)
-        else:
-            shapes.update(_tensors_of_bin(path))
-    tensors = {}
-    for name in names:
-        entry = shapes[location.stored_name(name) or name]
-        tensors[name] = torch.empty(entry.shape, dtype=entry.dtype, device=device)
-    read_weights(location, tensors)
-    return tensors
-
-
 def load_sharded_checkpoint(
     model_dir: str,
     shard_index: ShardIndex,
@@ -418,7 +244,7 @@ def load_sharded_checkpoint(
     assign: bool = False,
 ) -> None:
     """Load a module, whole or a stage, from the files of a given index."""
-    location = WeightLocation(model_dir, dict(shard_index["weight_map"]), shard_index["metadata"].get(_SHARING_KEY, []))
+    location = location_of_index(model_dir, shard_index)
     load_into_modules(location, [module], strict, all_names=location.weight_map, device=device, assign=assign)
 
 

@@ -1,5 +1,6 @@
 """Files are hashed on their way to and from the disk, whatever their size, alignment and file system."""
 
+import errno
 import os
 import random
 from pathlib import Path
@@ -8,7 +9,10 @@ import pytest
 import torch
 import xxhash
 
+from forgather.ml.checkpoint.errors import CheckpointCorruptError
 from forgather.ml.checkpoint.file_io import BUFFER_BYTES, HashingReader, HashingWriter
+from forgather.ml.checkpoint.manifest import FileRecord
+from forgather.ml.checkpoint.state_files import read_state, write_state
 
 SIZES = [0, 1, 4095, 4096, 4097, BUFFER_BYTES - 1, BUFFER_BYTES, BUFFER_BYTES + 1, 3 * BUFFER_BYTES + 4096, 30_000_001]
 
@@ -118,3 +122,67 @@ def test_buffers_are_reused_between_files(tmp_path: Path) -> None:
     for number in range(5):
         save(f"file-{number}")
     assert anonymous_memory() - before < 16 * 2**20
+
+
+def test_forked_process_does_not_write_into_the_files_of_its_parent(tmp_path: Path) -> None:
+    """Both take their buffers from a pool that was filled before the fork."""
+    write(tmp_path / "warm-up", b"warm-up")
+    wait, go = os.pipe()
+    child = os.fork()
+    if child == 0:
+        os.read(wait, 1)
+        write(tmp_path / "child", b"theirs" * 100)
+        os._exit(0)
+    with HashingWriter(str(tmp_path / "parent")) as writer:
+        writer.write(b"ours" * 100)
+        os.write(go, b"!")
+        os.waitpid(child, 0)
+    os.close(wait)
+    os.close(go)
+    assert (tmp_path / "parent").read_bytes() == b"ours" * 100
+    assert (tmp_path / "child").read_bytes() == b"theirs" * 100
+
+
+@pytest.mark.parametrize("is_verified", [True, False])
+@pytest.mark.parametrize(
+    "failure", [OSError(errno.EIO, os.strerror(errno.EIO)), MemoryError("none left")], ids=["disk", "memory"]
+)
+def test_an_error_while_reading_is_told_as_what_it_is(
+    tmp_path: Path, failure: Exception, is_verified: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Not as a damaged file, nor as an error of the machinery between the disk and the caller."""
+    path = str(tmp_path / "state.pt")
+    with HashingWriter(path) as writer:
+        write_state(writer, torch.zeros(3 * BUFFER_BYTES, dtype=torch.uint8))
+    record = FileRecord("state.pt", writer.size, writer.checksum, 0, "state") if is_verified else None
+
+    def preadv(descriptor: int, buffers: list[memoryview], offset: int, *flags: int) -> int:
+        if offset == BUFFER_BYTES:
+            raise failure
+        return real(descriptor, buffers, offset, *flags)
+
+    real = os.preadv
+    monkeypatch.setattr(os, "preadv", preadv)
+    with pytest.raises(type(failure)) as raised:
+        read_state(path, record)
+    assert isinstance(failure, MemoryError) or path in str(raised.value)
+
+
+def test_a_file_that_becomes_shorter_while_it_is_read_is_damaged(tmp_path: Path) -> None:
+    path = tmp_path / "file"
+    write(path, bytes(5 * BUFFER_BYTES))
+    with HashingReader(str(path)) as reader:
+        os.truncate(path, 100)
+        for _ in range(2):
+            with pytest.raises(CheckpointCorruptError, match="file is damaged: the file ends"):
+                reader.finish()
+
+
+def test_any_error_of_the_writing_thread_reaches_the_caller(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def pwrite(descriptor: int, data: memoryview, offset: int) -> int:
+        raise MemoryError("none left")
+
+    monkeypatch.setattr(os, "pwrite", pwrite)
+    with pytest.raises(MemoryError, match="none left"), HashingWriter(str(tmp_path / "large")) as writer:
+        for _ in range(8):
+            writer.write(bytes(BUFFER_BYTES))

@@ -13,6 +13,7 @@ from pathlib import Path
 
 import pytest
 
+from forgather.ml.checkpoint import durable
 from forgather.ml.checkpoint.errors import OutputDirLockedError
 from forgather.ml.checkpoint.output_lock import LOCK_FILE_NAME, OutputDirLock
 
@@ -180,6 +181,13 @@ def test_lock_file_removed_by_hand_is_made_anew(tmp_path: Path) -> None:
 def test_missing_directory_is_created(tmp_path: Path) -> None:
     with OutputDirLock(tmp_path / "new" / "dir"):
         assert (tmp_path / "new" / "dir" / LOCK_FILE_NAME).exists()
+
+
+def test_the_entries_of_new_directories_are_on_disk(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    synced: list[str] = []
+    monkeypatch.setattr(durable, "fsync_directory", synced.append)
+    with OutputDirLock(tmp_path / "new" / "dir"):
+        assert synced == [str(tmp_path), str(tmp_path / "new")]
 
 
 def test_output_dir_that_is_a_file_is_explained(tmp_path: Path) -> None:

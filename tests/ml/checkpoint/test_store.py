@@ -9,7 +9,12 @@ import pytest
 
 from forgather.ml.checkpoint import durable, store
 from forgather.ml.checkpoint.contents import PlannedFile, RawContent
-from forgather.ml.checkpoint.errors import CheckpointCorruptError, CheckpointError, CheckpointVersionError
+from forgather.ml.checkpoint.errors import (
+    CheckpointCorruptError,
+    CheckpointError,
+    CheckpointNotFoundError,
+    CheckpointVersionError,
+)
 from forgather.ml.checkpoint.manifest import (
     FORMAT_VERSION,
     MANIFEST_NAME,
@@ -114,6 +119,65 @@ def test_a_path_that_is_a_file_is_refused_for_saving_and_loading(tmp_path: Path)
     assert path.read_text() == "precious"
 
 
+def test_a_checkpoint_that_another_job_removes_meanwhile_is_passed_over(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for step in (1, 2, 3):
+        commit(tmp_path / f"checkpoint-{step}", step=step)
+    real = store.open_checkpoint
+
+    def open_checkpoint(path: str) -> store.FoundCheckpoint:
+        if path.endswith("-1"):
+            store.delete_checkpoint(path)
+        if path.endswith("-2"):
+            os.remove(os.path.join(path, MANIFEST_NAME))
+            return store.FoundCheckpoint(path, read_manifest(path))
+        return real(path)
+
+    monkeypatch.setattr(store, "open_checkpoint", open_checkpoint)
+    assert [store.step_of(found.path) for found in store.find_checkpoints(str(tmp_path))] == [3]
+    with pytest.raises(CheckpointNotFoundError, match=r"There is no checkpoint at .*: no such directory"):
+        real(str(tmp_path / "checkpoint-1"))
+
+
+def test_files_may_lie_in_subdirectories(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Whose entries are on disk before the checkpoint is one."""
+    synced = []
+
+    def fsync_directory(path: str) -> None:
+        synced.append(os.path.basename(path))
+        real(path)
+
+    real = durable.fsync_directory
+    monkeypatch.setattr(durable, "fsync_directory", fsync_directory)
+    path = str(tmp_path / "checkpoint-1")
+    transaction = store.Transaction(path, store.new_attempt())
+    transaction.begin(1)
+    names = ["templates/chat/a.jinja", "templates/b.jinja"]
+    files = [PlannedFile(name, "model", RawContent(b"x")).write(transaction.temporary_path, 0) for name in names]
+    transaction.commit(
+        CheckpointManifest(path, 1, utc_now(), {"model": ComponentManifest("model", "global", [0])}, files=files)
+    )
+    assert store.verify_checkpoint(path) == []
+    temporary = os.path.basename(transaction.temporary_path)
+    assert synced[-4:] == ["chat", "templates", temporary, tmp_path.name]
+
+
+def test_a_file_is_not_written_into_a_directory_that_was_given_up(tmp_path: Path) -> None:
+    with pytest.raises(FileNotFoundError):
+        PlannedFile("templates/a.jinja", "model", RawContent(b"x")).write(str(tmp_path / "gone"), 0)
+    assert os.listdir(tmp_path) == []
+
+
+def test_recovery_of_files_leaves_directories_alone(tmp_path: Path) -> None:
+    commit(tmp_path / "checkpoint-1")
+    (tmp_path / "checkpoint-1" / ".mine-0123abcd").mkdir()
+    (tmp_path / "checkpoint-1" / ".notes.json-0123abcd").write_text("half")
+    assert len(store.recover(str(tmp_path))) == 1
+    assert (tmp_path / "checkpoint-1" / ".mine-0123abcd").is_dir()
+    assert not (tmp_path / "checkpoint-1" / ".notes.json-0123abcd").exists()
+
+
 @pytest.mark.parametrize("name", ["a/b", "", ".hidden", "../up"])
 def test_an_id_that_is_no_plain_name_is_refused(name: str) -> None:
     with pytest.raises(ValueError, match="checkpoint_id"):
@@ -168,6 +232,16 @@ class TestManifest:
         path.write_text(json.dumps({**json.loads(path.read_text()), "format_version": FORMAT_VERSION + 1}))
         with pytest.raises(CheckpointVersionError, match=r"format version 2.*Update forgather"):
             CheckpointManifest.load(str(path))
+
+    @pytest.mark.parametrize(
+        "path", ["/etc/passwd", "../up.pt", "a/../../up.pt", "a//b", "./a", "a/", ".", "", 7, "a\0"]
+    )
+    def test_a_file_outside_of_the_checkpoint_is_refused(self, tmp_path: Path, path: str) -> None:
+        manifest = self.manifest()
+        manifest.files = [FileRecord(path, 1, "ab", 0, "model")]
+        manifest.save(str(tmp_path / MANIFEST_NAME))
+        with pytest.raises(CheckpointCorruptError, match=f"{MANIFEST_NAME} is damaged: it lists a file whose path"):
+            read_manifest(str(tmp_path))
 
     def test_every_flipped_bit_is_noticed(self, tmp_path: Path) -> None:
         path = tmp_path / "manifest.json"

@@ -199,8 +199,11 @@ def test_every_argument_is_keyword_only() -> None:
         TrainingArguments("out")  # type: ignore[call-arg]
 
 
-@pytest.mark.parametrize("name", ["fp8_recipe", "qat_recipe"])
-def test_what_is_not_available_says_so(tmp_path: Path, name: str) -> None:
-    settings: dict[str, Any] = {name: "anything"}
+@pytest.mark.parametrize(
+    ("name", "value"),
+    [("fp8_recipe", "tensorwise"), ("enable_activation_offloading", True), ("sdpa_backend", "math")],
+)
+def test_what_is_not_available_says_so(tmp_path: Path, name: str, value: Any) -> None:
+    settings: dict[str, Any] = {name: value}
     with pytest.raises(ValueError, match=f"{name}: not available"):
         quiet_trainer(tmp_path, ScalarModel(), scalars(1), **settings)

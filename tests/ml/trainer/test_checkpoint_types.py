@@ -111,3 +111,19 @@ def test_the_fingerprint_of_a_state_has_64_hex_digits() -> None:
     fingerprint = compute_state_hash({"a": torch.zeros(3)})
     assert len(fingerprint) == 64 and int(fingerprint, 16) >= 0
     assert fingerprint != compute_state_hash({"a": torch.zeros(3, dtype=torch.float64)})
+
+
+@pytest.mark.parametrize("name", ["../../evil", "a/b", ".hidden", "", "a b", "a\n", "-a", 7, None])
+def test_names_that_cannot_be_part_of_a_file_name_are_refused(name: Any) -> None:
+    with pytest.raises(ValueError, match=r"component key .* part of file names"):
+        StateComponent(name, Nothing(), SharingPattern.GLOBAL)
+    if name:
+        with pytest.raises(ValueError, match=r"'model': process_group_name .* part of file names"):
+            StateComponent("model", Nothing(), SharingPattern.PER_GROUP, name)
+
+
+def test_names_with_dots_and_dashes_are_fine_but_metadata_is_reserved() -> None:
+    for name in ("ema-0.999", "model_2", "1st", "größe"):
+        StateComponent(name, Nothing(), SharingPattern.PER_GROUP, name)
+    with pytest.raises(ValueError, match="'metadata' is reserved"):
+        StateComponent("metadata", Nothing(), SharingPattern.GLOBAL)

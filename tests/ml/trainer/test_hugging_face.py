@@ -79,6 +79,31 @@ def test_the_tied_head_of_gpt2_is_stored_once_and_tied_again(tmp_path: Path) -> 
     assert other.lm_head.weight is other.transformer.wte.weight
 
 
+class Templates:
+    """A preprocessor whose files are not all in one directory, like a tokenizer with several chat templates."""
+
+    def save_pretrained(self, folder: str) -> None:
+        (Path(folder) / "additional_chat_templates").mkdir()
+        (Path(folder) / "additional_chat_templates" / "tool_use.jinja").write_text("{{ tools }}")
+
+
+def test_a_preprocessor_may_write_subdirectories(tmp_path: Path) -> None:
+    model = build(TINY_LLAMA)
+    coordinator = CheckpointCoordinator(
+        [StateComponent("model", model, SharingPattern.GLOBAL)],
+        {},
+        StaticDistributedEnvironment(),
+        str(tmp_path),
+        model=model,
+        model_preprocessor=Templates(),
+    )
+    path = coordinator.save_checkpoint(checkpoint_id=1)
+    coordinator.load_checkpoint(path)
+    coordinator.export_model(str(tmp_path / "exported"))
+    for directory in (Path(path), tmp_path / "exported"):
+        assert (directory / "additional_chat_templates" / "tool_use.jinja").read_text() == "{{ tools }}"
+
+
 def test_the_model_alone_can_be_exported_beside_other_things(tmp_path: Path) -> None:
     model = build(TINY_LLAMA)
 

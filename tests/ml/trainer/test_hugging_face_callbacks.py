@@ -119,7 +119,7 @@ def test_tensorboard_gets_training_and_evaluation(tmp_path: Path) -> None:
     assert len(events.Tensors("model_config/text_summary")) == 1
 
 
-class Ordered(TrainerCallback):  # type: ignore[misc]
+class Ordered(TrainerCallback):
     """Notes what its own trainer would have told it."""
 
     def __init__(self) -> None:

@@ -308,8 +308,10 @@ def test_evaluate_after_train_repeats_the_last_evaluation(tmp_path: Path, accumu
 
 def test_evaluation_leaves_training_as_it_was(tmp_path: Path) -> None:
     class Dropout(TokenModel):
+        """Draws random numbers in evaluations as well."""
+
         def forward(self, input_ids: Tensor) -> Tensor:
-            return torch.nn.functional.dropout(super().forward(input_ids), 0.5, self.training)
+            return torch.nn.functional.dropout(super().forward(input_ids), 0.5, training=True)
 
     def final_weights(strategy: str) -> Tensor:
         model = Dropout()

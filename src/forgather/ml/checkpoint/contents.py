@@ -10,6 +10,7 @@ from typing import Any, Protocol
 
 from torch import Tensor
 
+from forgather.ml.checkpoint import durable
 from forgather.ml.checkpoint.digest import iter_leaves
 from forgather.ml.checkpoint.file_io import HashingWriter
 from forgather.ml.checkpoint.manifest import FileRecord
@@ -24,7 +25,7 @@ class Content(Protocol):
     def num_bytes(self) -> int: ...
 
     def write(self, writer: HashingWriter) -> dict[str, str]:
-        """Stream it out; returns checksums of single tensors, where there are any."""
+        """Stream it out; returns the names of single tensors, with checksums where the format lets them be read singly."""
         ...
 
 
@@ -87,6 +88,7 @@ class PlannedFile:
         """Write the file, durably, and say what was written."""
         path = os.path.join(directory, self.path)
         try:
+            durable.make_parents_below(directory, self.path)
             with HashingWriter(path) as writer:
                 tensors = self.content.write(writer)
         except OSError as error:

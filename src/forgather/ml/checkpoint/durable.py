@@ -3,11 +3,14 @@
 import contextlib
 import ctypes
 import errno
+import logging
 import os
 import re
 import shutil
 import uuid
 from collections.abc import Iterator
+
+logger = logging.getLogger(__name__)
 
 _RENAME_EXCHANGE = 2
 _AT_FDCWD = -100
@@ -26,6 +29,12 @@ def fsync_directory(path: str) -> None:
         os.close(descriptor)
 
 
+def fsync_tree(path: str) -> None:
+    """Make the entries of a directory and of all directories below it durable."""
+    for directory, _, _ in os.walk(path, topdown=False):
+        fsync_directory(directory)
+
+
 def make_directories(path: str) -> None:
     """`os.makedirs(exist_ok=True)` whose new entries are durable."""
     missing = []
@@ -34,9 +43,25 @@ def make_directories(path: str) -> None:
         missing.append(current)
         current = os.path.dirname(current)
     for directory in reversed(missing):
-        with contextlib.suppress(FileExistsError):
-            os.mkdir(directory)
+        _make_directory(directory)
         fsync_directory(os.path.dirname(directory))
+
+
+def make_parents_below(root: str, relative_path: str) -> None:
+    """Make the directories of a file inside `root`, but not `root` itself: it may be gone because others gave it up."""
+    current = root
+    for name in os.path.dirname(relative_path).split(os.sep):
+        if name:
+            current = os.path.join(current, name)
+            _make_directory(current)
+
+
+def _make_directory(path: str) -> None:
+    try:
+        os.mkdir(path)
+    except FileExistsError:
+        if not os.path.isdir(path):
+            raise
 
 
 def exchange(first: str, second: str) -> bool:
@@ -62,6 +87,21 @@ def remove_tree(path: str) -> None:
     shutil.rmtree(path, onerror=ignore_missing)
 
 
+def remove_or_warn(path: str) -> bool:
+    """Remove what is in nobody's way: failing at that must not fail a save that is done, or a start."""
+    try:
+        if os.path.isdir(path) and not os.path.islink(path):
+            remove_tree(path)
+        else:
+            os.remove(path)
+    except FileNotFoundError:
+        return False
+    except OSError as error:
+        logger.warning("%s could not be removed (%s); the next start tries again.", path, error)
+        return False
+    return True
+
+
 def replace_file(path: str, data: bytes) -> None:
     """Put `data` at `path` so that readers see the old content or the new, never a part."""
     directory, name = os.path.split(os.path.abspath(path))
@@ -82,9 +122,8 @@ def replace_file(path: str, data: bytes) -> None:
 def remove_unfinished_replacements(directory: str) -> list[str]:
     """Delete what a `replace_file` that was killed left in a directory; returns the paths."""
     paths = [os.path.join(directory, name) for name in sorted(os.listdir(directory)) if _UNFINISHED.match(name)]
-    for path in paths:
-        os.remove(path)
-    return paths
+    # `replace_file` makes no directories: one of such a name is somebody else's.
+    return [path for path in paths if not os.path.isdir(path) and remove_or_warn(path)]
 
 
 def files_below(path: str) -> Iterator[str]:

@@ -19,6 +19,8 @@ from typing import Protocol
 import torch
 import xxhash
 
+from forgather.ml.checkpoint.errors import CheckpointCorruptError
+
 CHECKSUM_ALGORITHM = "xxh3_128"
 BUFFER_BYTES = 8 * 2**20
 _NUM_BUFFERS = 3
@@ -86,7 +88,7 @@ class HashingWriter:
             self._free.put(buffer)
         self._current, self._filled = self._buffers[0], 0
         self._thread: threading.Thread | None = None
-        self._error: OSError | None = None
+        self._error: Exception | None = None
         self._offset = 0
         self._direct = False
 
@@ -128,8 +130,9 @@ class HashingWriter:
         if self._thread is None:
             # Small files never come here: they are written in one piece when they are closed.
             self._direct = _set_direct(self._descriptor, True)
-            self._thread = threading.Thread(target=self._write_buffers, name="checkpoint-writer", daemon=True)
-            self._thread.start()
+            thread = threading.Thread(target=self._write_buffers, name="checkpoint-writer", daemon=True)
+            thread.start()
+            self._thread = thread
         self._full.put((self._current, self._filled))
         self._current, self._filled = self._free.get(), 0
         if self._error is not None:
@@ -141,7 +144,7 @@ class HashingWriter:
             if self._error is None:
                 try:
                     self._write_at_end(buffer[:count])
-                except OSError as error:
+                except Exception as error:  # noqa: BLE001 - or the caller would wait for this buffer for ever
                     # Kept for the caller's thread, which raises it at its next write or at the end.
                     self._error = error
             self._free.put(buffer)
@@ -201,6 +204,7 @@ class HashingReader(io.RawIOBase):
 
     def __init__(self, path: str) -> None:
         super().__init__()
+        self._path = path
         self._descriptor = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
         self.size = os.fstat(self._descriptor).st_size
         self._position = 0
@@ -209,6 +213,8 @@ class HashingReader(io.RawIOBase):
         self._chunks = self._resources.enter_context(contextlib.closing(_read_ahead(self._descriptor, self.size)))
         self._chunk = memoryview(b"")
         self._hashed = 0
+        self.error: Exception | None = None
+        """What went wrong with reading; the callers of `readinto` in C++ replace it by an error of their own."""
 
     def readable(self) -> bool:
         return True
@@ -218,6 +224,9 @@ class HashingReader(io.RawIOBase):
 
     def seek(self, offset: int, whence: int = os.SEEK_SET) -> int:
         base = {os.SEEK_SET: 0, os.SEEK_CUR: self._position, os.SEEK_END: self.size}[whence]
+        if base + offset < 0:
+            # Damaged files make their readers ask for this; it is no error of the disk.
+            raise ValueError(f"negative position {base + offset}")
         self._position = base + offset
         return self._position
 
@@ -229,7 +238,10 @@ class HashingReader(io.RawIOBase):
         out = memoryview(buffer).cast("B")[:count]
         distance = self._position - self._hashed
         if distance < 0 or (count < _SMALL_READ_BYTES and distance > _SMALL_READ_BYTES):
-            read_exactly(self._descriptor, out, self._position)
+            try:
+                read_exactly(self._descriptor, out, self._position)
+            except (OSError, EOFError) as error:
+                raise self._failed(error) from error
         else:
             self._consume(distance, None)
             self._consume(count, out)
@@ -250,7 +262,7 @@ class HashingReader(io.RawIOBase):
     def _consume(self, count: int, out: memoryview | None) -> None:
         while count > 0:
             if not len(self._chunk):
-                self._chunk = next(self._chunks)
+                self._chunk = self._next_chunk()
             taken = self._chunk[:count]
             self._hasher.update(taken)
             if out is not None:
@@ -259,6 +271,26 @@ class HashingReader(io.RawIOBase):
             self._chunk = self._chunk[len(taken) :]
             self._hashed += len(taken)
             count -= len(taken)
+
+    def _next_chunk(self) -> memoryview:
+        if self.error is not None:
+            # There are no more chunks after an error, and the reason is always the same.
+            raise self.error
+        try:
+            return next(self._chunks)
+        except Exception as error:  # noqa: BLE001 - whatever it was, it is raised below
+            failure = self._failed(error)
+        raise failure
+
+    def _failed(self, error: Exception) -> Exception:
+        """The error with the file's name, which reads do not know."""
+        if isinstance(error, EOFError):
+            self.error = CheckpointCorruptError(f"{self._path} is damaged: {error}")
+        elif isinstance(error, OSError):
+            self.error = OSError(error.errno, error.strerror or str(error), self._path)
+        else:
+            self.error = error
+        return self.error
 
 
 def _copy(source: memoryview, target: memoryview) -> None:
@@ -283,17 +315,16 @@ def _read_ahead(descriptor: int, size: int) -> Generator[memoryview, None, None]
     stopped = threading.Event()
 
     def read_chunks() -> None:
-        with contextlib.closing(_ChunkSource(descriptor)) as source:
-            for offset in range(0, size, BUFFER_BYTES):
-                buffer, count = free.get(), min(BUFFER_BYTES, size - offset)
-                if stopped.is_set():
-                    return
-                try:
+        try:
+            with contextlib.closing(_ChunkSource(descriptor)) as source:
+                for offset in range(0, size, BUFFER_BYTES):
+                    buffer, count = free.get(), min(BUFFER_BYTES, size - offset)
+                    if stopped.is_set():
+                        return
                     source.read(buffer, count, offset)
-                except (OSError, EOFError) as error:
-                    full.put(error)
-                    return
-                full.put((buffer, count))
+                    full.put((buffer, count))
+        except Exception as error:  # noqa: BLE001 - or the caller would wait for this chunk for ever
+            full.put(error)
 
     with _pool.lend(_NUM_BUFFERS if size > BUFFER_BYTES else 1) as buffers:
         thread = threading.Thread(target=read_chunks, name="checkpoint-reader", daemon=True)

@@ -32,7 +32,8 @@ class FileRecord:
     writer_rank: int
     component: str
     tensors: dict[str, str] = field(default_factory=dict)
-    """Weight files only: the checksum of each tensor, so that a reader of some tensors can verify just those."""
+    """Weight files only: the checksum of each tensor, so that a reader of some tensors can verify just those; "" in
+    `.bin` files, which are read and verified whole."""
     owner: int | None = None
     """The rank, group or node whose state this is, for patterns that have several files; else None."""
     owner_ranks: list[int] = field(default_factory=list)
@@ -40,7 +41,21 @@ class FileRecord:
 
     @classmethod
     def from_dict(cls, data: Mapping[str, Any]) -> "FileRecord":
+        try:
+            check_relative_path(data["path"])
+        except ValueError as error:
+            raise CheckpointCorruptError(f"{MANIFEST_NAME} is damaged: it lists a file whose path {error}") from error
         return cls(**_known(cls, data))
+
+
+def check_relative_path(path: Any) -> None:
+    """Raise `ValueError` for a path that could lead out of the directory it is relative to, or has two spellings."""
+    if not isinstance(path, str):
+        raise ValueError(f"is not text: {path!r}")
+    if not path or os.path.isabs(path) or "\0" in path or os.pardir in path.split(os.sep):
+        raise ValueError(f"leads out of the directory: {path!r}")
+    if os.path.normpath(path) != path or path == os.curdir:
+        raise ValueError(f"is not in its plain form: {path!r}")
 
 
 @dataclass

@@ -7,6 +7,8 @@ from dataclasses import dataclass
 from forgather.ml.checkpoint import durable
 
 _TEMPORARY = ".tmp-model-"
+_UNFINISHED = re.compile(re.escape(_TEMPORARY) + r"[0-9a-f]{12}$")
+_INDEX_ENDING = ".index.json"
 _WEIGHT_FILE = re.compile(r"(model|pytorch_model)(-\d{5}-of-\d{5})?\.(safetensors|bin)(\.index\.json)?$")
 
 
@@ -31,20 +33,31 @@ class ModelExport:
         durable.make_directories(self.temporary_path)
 
     def install(self) -> None:
-        """Move the files in: an index after its shards, and shards of an earlier model that are not replaced go."""
-        new = sorted(durable.files_below(self.temporary_path), key=lambda name: (name.endswith(".index.json"), name))
-        for name in self._weight_files():
-            if name not in new:
-                os.remove(os.path.join(self.output_dir, name))
+        """Move the files in, an index after its shards; then shards of an earlier model that were not replaced go."""
+        new = sorted(durable.files_below(self.temporary_path), key=lambda name: (name.endswith(_INDEX_ENDING), name))
+        directories = {self.output_dir}
         for name in new:
             target = os.path.join(self.output_dir, name)
+            directories.add(os.path.dirname(target))
             durable.make_directories(os.path.dirname(target))
             os.replace(os.path.join(self.temporary_path, name), target)
-        durable.fsync_directory(self.output_dir)
+        for directory in sorted(directories):
+            durable.fsync_directory(directory)
+        self._remove_stale(set(new))
 
     def clean_up(self) -> None:
         if os.path.isdir(self.temporary_path):
-            durable.remove_tree(self.temporary_path)
+            durable.remove_or_warn(self.temporary_path)
+
+    def _remove_stale(self, new: set[str]) -> None:
+        """An index before its shards, or it would for an instant refer to files that are gone."""
+        stale = [name for name in self._weight_files() if name not in new]
+        indices = [name for name in stale if name.endswith(_INDEX_ENDING)]
+        for names in (indices, [name for name in stale if name not in indices]):
+            for name in names:
+                os.remove(os.path.join(self.output_dir, name))
+            if names:
+                durable.fsync_directory(self.output_dir)
 
     def _weight_files(self) -> list[str]:
         names = os.listdir(self.output_dir) if os.path.isdir(self.output_dir) else []
@@ -53,6 +66,6 @@ class ModelExport:
 
 def remove_unfinished_exports(output_dir: str) -> None:
     """Delete what an export that was killed left behind."""
-    for name in os.listdir(output_dir):
-        if name.startswith(_TEMPORARY):
-            durable.remove_tree(os.path.join(output_dir, name))
+    for name in sorted(os.listdir(output_dir)):
+        if _UNFINISHED.match(name):
+            durable.remove_or_warn(os.path.join(output_dir, name))

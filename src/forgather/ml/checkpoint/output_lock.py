@@ -17,6 +17,7 @@ from datetime import datetime
 from types import TracebackType
 from typing import Any
 
+from forgather.ml.checkpoint.durable import make_directories
 from forgather.ml.checkpoint.errors import OutputDirLockedError
 
 LOCK_FILE_NAME = ".forgather.lock"
@@ -66,7 +67,7 @@ class OutputDirLock:
         path = os.path.join(self._output_dir, LOCK_FILE_NAME)
         with _registry_mutex:
             try:
-                os.makedirs(self._output_dir, exist_ok=True)
+                make_directories(self._output_dir)
                 self._keys.append(_acquire_again(path) or _acquire_first(path, self._output_dir))
             except OSError as error:
                 raise _explained(error, self._output_dir) from error

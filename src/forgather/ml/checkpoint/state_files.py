@@ -45,6 +45,9 @@ def read_state(path: str, record: FileRecord | None = None) -> Any:
             encoded = torch.load(reader, map_location="cpu", weights_only=True)  # type: ignore[arg-type]
         except Exception as error:  # noqa: BLE001 - damaged bytes make torch raise anything; it is raised below
             refusal = error
+        if reader.error is not None:
+            # The disk failed, which says nothing about the file.
+            raise reader.error
         if record is not None:
             check_checksum(path, "the file", record.checksum, reader.finish())
     if refusal is not None:

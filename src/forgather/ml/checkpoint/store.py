@@ -20,7 +20,7 @@ from dataclasses import dataclass, field, replace
 from datetime import datetime, timedelta
 
 from forgather.ml.checkpoint import durable
-from forgather.ml.checkpoint.errors import CheckpointCorruptError, CheckpointError
+from forgather.ml.checkpoint.errors import CheckpointCorruptError, CheckpointError, CheckpointNotFoundError
 from forgather.ml.checkpoint.file_io import HashingWriter, new_hasher
 from forgather.ml.checkpoint.manifest import MANIFEST_NAME, CheckpointManifest, FileRecord, read_manifest
 from forgather.ml.checkpoint.state_files import verify_file
@@ -107,14 +107,14 @@ class Transaction:
         manifest = replace(manifest, timestamp=self._later_than_all(manifest.timestamp))
         with HashingWriter(self.path_of(MANIFEST_NAME)) as writer:
             writer.write(manifest.to_bytes())
-        durable.fsync_directory(self.temporary_path)
+        durable.fsync_tree(self.temporary_path)
         parent = os.path.dirname(self.final_path)
         if not os.path.isdir(self.final_path):
             os.rename(self.temporary_path, self.final_path)
             durable.fsync_directory(parent)
         elif durable.exchange(self.temporary_path, self.final_path):
             durable.fsync_directory(parent)
-            _remove_or_warn(self.temporary_path)
+            durable.remove_or_warn(self.temporary_path)
         else:
             self._replace_in_two_steps(parent)
 
@@ -129,7 +129,7 @@ class Transaction:
         os.rename(self.final_path, old)
         os.rename(self.temporary_path, self.final_path)
         durable.fsync_directory(parent)
-        _remove_or_warn(old)
+        durable.remove_or_warn(old)
 
     def _check_visible(self, records: Iterable[FileRecord]) -> None:
         for record in records:
@@ -151,16 +151,6 @@ class Transaction:
         return latest.isoformat()
 
 
-def _remove_or_warn(path: str) -> bool:
-    """Remove what is in nobody's way: failing at that must not fail a save that is done, or a start."""
-    try:
-        durable.remove_tree(path)
-    except OSError as error:
-        logger.warning("%s could not be removed (%s); the next start tries again.", path, error)
-        return False
-    return True
-
-
 def _sibling(path: str, kind: str, attempt: str) -> str:
     parent, name = os.path.split(os.path.abspath(path))
     return os.path.join(parent, f".{kind}-{name}-{attempt}")
@@ -180,7 +170,7 @@ def open_checkpoint(path: str) -> FoundCheckpoint:
     """The complete checkpoint at `path`; `CheckpointCorruptError` (or another `CheckpointError`) says why there is none."""
     if not os.path.isdir(path):
         kind = "a file, not a checkpoint directory" if os.path.exists(path) else "no such directory"
-        raise CheckpointError(f"There is no checkpoint at {path}: {kind}.")
+        raise CheckpointNotFoundError(f"There is no checkpoint at {path}: {kind}.")
     if not os.path.exists(os.path.join(path, MANIFEST_NAME)):
         raise CheckpointCorruptError(
             f"{path} is not a complete checkpoint: {MANIFEST_NAME} is missing (a save that was interrupted, or a "
@@ -222,6 +212,9 @@ def find_checkpoints(root: str) -> list[FoundCheckpoint]:
             found.append(open_checkpoint(path))
         except CheckpointCorruptError as error:
             logger.warning("Passing over %s: %s", path, error)
+        except (CheckpointNotFoundError, FileNotFoundError):
+            # Another job's rotation removed it since it was listed.
+            continue
     return sorted(found, key=lambda checkpoint: (checkpoint.manifest.written_at, checkpoint.manifest.step or 0))
 
 
@@ -246,7 +239,7 @@ def verify_checkpoint(path: str) -> list[str]:
             records = read_manifest(path).files
         except (CheckpointError, OSError):
             return [str(error)]
-    except CheckpointError as error:
+    except (CheckpointError, OSError) as error:
         return [str(error)]
     problems = []
     for record in records:
@@ -283,7 +276,7 @@ def recover(root: str) -> list[str]:
             os.rename(successor if is_complete(successor) else path, final)
             durable.fsync_directory(root)
             done.append(f"completed {final}, whose replacement was interrupted")
-        if os.path.isdir(path) and _remove_or_warn(path):
+        if os.path.isdir(path) and durable.remove_or_warn(path):
             done.append(f"removed {path}, left by an interrupted save or deletion")
     for checkpoint in _candidates(root):
         for path in durable.remove_unfinished_replacements(checkpoint):

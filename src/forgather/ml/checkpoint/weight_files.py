@@ -1,6 +1,7 @@
 """Weight files: safetensors written as a stream, and read tensor by tensor into memory that exists already."""
 
 import json
+import math
 import os
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
@@ -23,9 +24,15 @@ from forgather.ml.checkpoint.manifest import FileRecord
 
 # The file's own header is verified like a tensor when only some of its tensors are read.
 HEADER_ENTRY = "__header__"
+SHARING_KEY = "param_sharing"
+"""Under this key of its metadata a file, or an index, keeps the groups of names that are one tensor."""
+SharingMetadataT = list[list[str]]
+"""Groups of names that are one tensor; the first name of a group is the one it is stored under."""
+
 _LENGTH_BYTES = 8
 _HEADER_ALIGNMENT = 64
 _LARGEST_HEADER = 100 * 2**20
+_LARGEST_SIZE = 2**63 - 1
 
 _DTYPE_NAMES = {
     torch.float64: "F64",
@@ -58,11 +65,16 @@ def byte_chunks(tensor: Tensor) -> Iterator[memoryview]:
     """A tensor's content in logical order; what is not in one piece in memory is copied there a piece at a time."""
     if tensor.numel() == 0:
         return
-    if tensor.device.type == "cpu" and tensor.is_contiguous():
+    if _is_in_one_piece(tensor):
         yield tensor_bytes(tensor)
         return
     for piece in iter_chunks(tensor.detach()):
-        yield tensor_bytes(piece.cpu().contiguous())
+        yield tensor_bytes(piece.cpu().resolve_conj().resolve_neg().contiguous())
+
+
+def _is_in_one_piece(tensor: Tensor) -> bool:
+    """Whether the memory of a tensor holds its values, in order; a conjugated view, for one, has others."""
+    return tensor.device.type == "cpu" and tensor.is_contiguous() and not (tensor.is_conj() or tensor.is_neg())
 
 
 def write_safetensors(
@@ -75,6 +87,7 @@ def write_safetensors(
     offset = 0
     for name in names:
         tensor = tensors[name]
+        _refuse_without_memory(name, tensor)
         end = offset + tensor.numel() * tensor.element_size()
         header[name] = {
             "dtype": _dtype_name(name, tensor.dtype),
@@ -88,6 +101,18 @@ def write_safetensors(
     for name in names:
         digests[name] = _write_hashed(writer, byte_chunks(tensors[name]))
     return digests
+
+
+def _refuse_without_memory(name: str, tensor: Tensor) -> None:
+    """The format holds the elements of dense tensors, one after the other."""
+    if tensor.is_meta:
+        raise ValueError(f"Tensor {name!r} is on the meta device and has no values to save.")
+    if tensor.layout is not torch.strided or tensor.is_nested:
+        kind = "a nested tensor" if tensor.is_nested else f"sparse ({tensor.layout})"
+        raise ValueError(
+            f"Tensor {name!r} is {kind}, which the safetensors format cannot hold; make it dense, or set "
+            "save_safetensors=False to write pytorch_model.bin files."
+        )
 
 
 def _dtype_name(name: str, dtype: torch.dtype) -> str:
@@ -121,13 +146,12 @@ class SafetensorsHeader:
     """The directory of a safetensors file; offsets count from the beginning of the file."""
 
     tensors: dict[str, TensorEntry]
-    metadata: dict[str, str]
-    size: int
-    checksum: str
+    sharing: SharingMetadataT
 
 
-def read_header(path: str) -> SafetensorsHeader:
-    """The directory of a safetensors file, with the claims it makes checked against the file's size."""
+def read_header(path: str, record: FileRecord | None = None) -> SafetensorsHeader:
+    """The directory of a safetensors file, verified with a record, and its claims checked against the file's size."""
+    check_size(path, record)
     with open(path, "rb") as file:
         size = os.fstat(file.fileno()).st_size
         length = file.read(_LENGTH_BYTES)
@@ -136,26 +160,52 @@ def read_header(path: str) -> SafetensorsHeader:
             raise CheckpointCorruptError(f"{path} is damaged: it is not a safetensors file, or is cut short")
         text = file.read(num_bytes)
     base = _LENGTH_BYTES + num_bytes
-    hasher = new_hasher()
-    hasher.update(memoryview(length + text))
+    if record is not None:
+        # Before anything in it is believed: a flipped bit in a name would look like a model that does not fit.
+        hasher = new_hasher()
+        hasher.update(memoryview(length + text))
+        check_checksum(path, "its header", record.tensors.get(HEADER_ENTRY, "none"), hasher.hexdigest())
     try:
-        header = json.loads(text)
-        metadata = header.pop("__metadata__", {})
-        tensors = {name: _entry(info, base) for name, info in header.items()}
-    except (ValueError, KeyError, TypeError, AttributeError) as error:
-        raise CheckpointCorruptError(f"{path} is damaged: its header cannot be read ({error})") from error
-    for name, entry in tensors.items():
-        expected = torch.Size(entry.shape).numel() * entry.dtype.itemsize
-        if entry.end > size or entry.end - entry.start != expected:
-            raise CheckpointCorruptError(
-                f"{path} is damaged: tensor {name!r} lies outside the file, or has another size"
-            )
-    return SafetensorsHeader(tensors, metadata, base, hasher.hexdigest())
+        header = expect_type(json.loads(text), dict, "the header")
+        metadata = expect_type(header.pop("__metadata__", {}), dict, "__metadata__")
+        sharing = checked_sharing(json.loads(metadata.get(SHARING_KEY, "[]")))
+        tensors = {name: _entry(name, info, base, size) for name, info in header.items()}
+    except (ValueError, KeyError, TypeError, RecursionError) as error:
+        reason = f"{type(error).__name__}: {error}"
+        raise CheckpointCorruptError(f"{path} is damaged: its header cannot be read ({reason})") from error
+    return SafetensorsHeader(tensors, sharing)
 
 
-def _entry(info: Mapping[str, Any], base: int) -> TensorEntry:
-    start, end = info["data_offsets"]
-    return TensorEntry(_DTYPES[info["dtype"]], tuple(info["shape"]), base + start, base + end)
+def _entry(name: str, info: Any, base: int, size: int) -> TensorEntry:
+    dtype, shape = _DTYPES[info["dtype"]], [_count(number) for number in info["shape"]]
+    start, end = (base + _count(number) for number in info["data_offsets"])
+    if math.prod(max(1, length) for length in shape) * dtype.itemsize > _LARGEST_SIZE:
+        raise ValueError(f"tensor {name!r} has the impossible shape {shape}")
+    if not base <= start <= end <= size or end - start != math.prod(shape) * dtype.itemsize:
+        raise ValueError(f"tensor {name!r} lies outside the file, or has another size than its shape")
+    return TensorEntry(dtype, tuple(shape), start, end)
+
+
+def _count(number: Any) -> int:
+    if type(number) is not int or number < 0:
+        raise ValueError(f"{number!r} is neither a length nor a position")
+    return number
+
+
+def expect_type(value: Any, kind: type, what: str) -> Any:
+    """`value`, or a `ValueError` when the text that it came from says something of another kind."""
+    if not isinstance(value, kind):
+        raise ValueError(f"{what} should be a {kind.__name__}, but is a {type(value).__name__}")
+    return value
+
+
+def checked_sharing(groups: Any) -> SharingMetadataT:
+    """Groups of names as a file has them, or a `ValueError`."""
+    for group in expect_type(groups, list, SHARING_KEY):
+        for name in expect_type(group, list, f"a group of {SHARING_KEY}"):
+            expect_type(name, str, f"a name of {SHARING_KEY}")
+    sharing: SharingMetadataT = groups
+    return sharing
 
 
 def load_safetensors(path: str, targets: Mapping[str, Tensor], record: FileRecord | None = None) -> None:
@@ -164,12 +214,12 @@ def load_safetensors(path: str, targets: Mapping[str, Tensor], record: FileRecor
     With a record, what is read is verified: by the checksum of the file when all of it is read, else by those
     of its header and of each tensor.
     """
-    check_size(path, record)
-    header = read_header(path)
-    if targets.keys() >= header.tensors.keys():
-        _load_whole(path, header, targets, record)
-    else:
-        _load_some(path, header, targets, record)
+    header = read_header(path, record)
+    load = _load_whole if targets.keys() >= header.tensors.keys() else _load_some
+    try:
+        load(path, header, targets, record)
+    except EOFError as error:
+        raise CheckpointCorruptError(f"{path} is damaged: {error}") from error
 
 
 def check_size(path: str, record: FileRecord | None) -> None:
@@ -209,8 +259,6 @@ def _load_whole(path: str, header: SafetensorsHeader, targets: Mapping[str, Tens
 
 
 def _load_some(path: str, header: SafetensorsHeader, targets: Mapping[str, Tensor], record: FileRecord | None) -> None:
-    if record is not None:
-        check_checksum(path, "its header", record.tensors[HEADER_ENTRY], header.checksum)
     descriptor = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
     try:
         for name, target in targets.items():
@@ -224,7 +272,7 @@ def _load_some(path: str, header: SafetensorsHeader, targets: Mapping[str, Tenso
 
             _fill(path, name, entry, target, read)
             if record is not None:
-                check_checksum(path, f"tensor {name!r}", record.tensors[name], hasher.hexdigest())
+                check_checksum(path, f"tensor {name!r}", record.tensors.get(name, "none"), hasher.hexdigest())
     finally:
         os.close(descriptor)
 
@@ -234,7 +282,7 @@ def _fill(path: str, name: str, entry: TensorEntry, target: Tensor, read: Callab
     if target.numel() == 0:
         return
     target = target.detach()
-    if target.device.type == "cpu" and target.dtype == entry.dtype and target.is_contiguous():
+    if target.dtype == entry.dtype and _is_in_one_piece(target):
         read(tensor_bytes(target))
         return
     staged = torch.empty(entry.shape, dtype=entry.dtype, pin_memory=target.device.type == "cuda")

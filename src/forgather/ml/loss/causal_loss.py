@@ -16,16 +16,19 @@ class CausalLoss:
         self.ignore_index = ignore_index
 
     def __call__(self, logits: Tensor, labels: Tensor) -> Tensor:
+        # On the device, since reading the count would wait for it.
+        return self.sum_over_targets(logits, labels) / self.num_targets(labels).to(logits.device).clamp(min=1)
+
+    def sum_over_targets(self, logits: Tensor, labels: Tensor) -> Tensor:
+        """The sum instead of the mean, for those who know how many targets it is over."""
         # Moving the labels rather than cutting the last logits off saves a copy of the logits.
         targets = functional.pad(labels, (0, 1), value=self.ignore_index)[..., 1:].to(logits.device)
-        total = functional.cross_entropy(
+        return functional.cross_entropy(
             _at_least_float32(logits).flatten(0, -2),
             targets.flatten(),
             ignore_index=self.ignore_index,
             reduction="sum",
         )
-        # On the device, since reading the count would wait for it.
-        return total / (targets != self.ignore_index).sum().clamp(min=1)
 
     def num_targets(self, labels: Tensor) -> Tensor:
         """How many targets the mean is over, as a tensor where the labels are."""

@@ -201,7 +201,6 @@ class CheckpointCoordinator:
         """Write a snapshot as one transaction; collective over `peers`, by default the ranks of the job."""
         world, layout = self._world()
         peers = peers or world
-        rank = layout.rank
         transaction = store.Transaction(os.path.abspath(path), peers.broadcast(store.new_attempt()))
         sizes = peers.gather(snapshot.num_bytes)
         needed = sum(sizes[member] for member in layout.storage)

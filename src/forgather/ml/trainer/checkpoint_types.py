@@ -1,6 +1,7 @@
 """How a trainer declares its state: named components, and how ranks share each of them."""
 
 import difflib
+import re
 import warnings
 from collections.abc import Collection, Sequence
 from dataclasses import dataclass, field
@@ -54,6 +55,9 @@ class Stateful(Protocol):
     def load_state_dict(self, state_dict: dict[str, Any]) -> Any: ...
 
 
+# Keys and families become parts of file names.
+_FILE_NAME_PART = re.compile(r"[A-Za-z0-9][\w.-]*")
+_RESERVED_KEYS = ("metadata",)
 _VALIDATED_PATTERNS = (SharingPattern.REPLICATED, SharingPattern.PER_GROUP)
 
 
@@ -74,6 +78,14 @@ class StateComponent:
     metadata: dict[str, Any] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
+        _check_file_name_part("The component key", self.key)
+        if self.key in _RESERVED_KEYS:
+            raise ValueError(
+                f"The component key {self.key!r} is reserved: the manifest lists files that belong to no component under it. "
+                "Choose another."
+            )
+        if self.process_group_name is not None:
+            _check_file_name_part(f"Component {self.key!r}: process_group_name", self.process_group_name)
         if self.sharing_pattern is SharingPattern.PER_GROUP and not self.process_group_name:
             raise ValueError(
                 f"Component {self.key!r}: a PER_GROUP component must specify process_group_name, the family of "
@@ -90,6 +102,14 @@ class StateComponent:
             raise ValueError(
                 f"Component {self.key!r}: validation_level={self.validation_level!r} is not one of {', '.join(levels)}."
             )
+
+
+def _check_file_name_part(what: str, name: Any) -> None:
+    if not isinstance(name, str) or not _FILE_NAME_PART.fullmatch(name):
+        raise ValueError(
+            f"{what} {name!r} cannot be used: it becomes part of file names, so it must begin with a letter or digit and "
+            "hold only letters, digits, '_', '-' and '.'."
+        )
 
 
 def select_components(

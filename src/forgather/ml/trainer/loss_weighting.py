@@ -8,7 +8,6 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from forgather.ml.loss import CausalLoss
 from forgather.ml.trainer.trainer_types import LossFunctionT
 
 logger = logging.getLogger(__name__)
@@ -37,8 +36,9 @@ class StepLoss:
     """Gives a micro-batch its share of the step's loss.
 
     Three kinds of function are understood: one that takes `num_items_in_batch` and returns sum / num_items_in_batch; one
-    that has `num_targets(labels)`; and a plain one that returns a mean over its targets. Of a plain one it is found
-    out once, on real logits, whether the first position of a sequence counts: causal losses shift.
+    that has `num_targets(labels)` (and maybe `sum_over_targets(logits, labels)`, which saves work); and a plain one
+    that returns a mean over its targets. Of a plain one it is found out once, on real logits, whether the first
+    position of a sequence counts: causal losses shift.
     """
 
     def __init__(self, loss_fn: LossFunctionT, token_weighted: bool = True) -> None:
@@ -46,6 +46,7 @@ class StepLoss:
         self._token_weighted = token_weighted
         self._takes_count = "num_items_in_batch" in _parameters(loss_fn)
         self._num_targets = getattr(loss_fn, "num_targets", None)
+        self._sum_over_targets = getattr(loss_fn, "sum_over_targets", None)
         self._first_counts: bool | None = None
 
     @property
@@ -81,6 +82,9 @@ class StepLoss:
         self, logits: Tensor, labels: Tensor, count: int | Tensor, total: int | Tensor, num_micro_batches: int
     ) -> Tensor:
         """The part of the step's loss that this micro-batch makes; the shares of a step add up to its loss."""
+        if self._sum_over_targets is not None:
+            divisor = _at_least_one(total) if self._token_weighted else _at_least_one(count) * num_micro_batches
+            return self._sum_over_targets(logits, labels) / divisor
         if isinstance(count, int) and count == 0:
             # A mean over nothing is NaN, and so would be its gradients.
             return logits.sum() * 0.0
@@ -95,14 +99,6 @@ class StepLoss:
         if self._takes_count:
             return self.loss_fn(logits, labels, num_items_in_batch=_at_least_one(num_items))  # type: ignore[call-arg]
         return self.loss_fn(logits, labels)
-
-    def mean(self, logits: Tensor, labels: Tensor, count: int | Tensor) -> Tensor:
-        """The mean over one batch's own targets, for evaluation."""
-        return self.share(logits, labels, count, count, 1)
-
-
-def default_loss() -> LossFunctionT:
-    return CausalLoss()
 
 
 def _at_least_one(number: int | Tensor) -> int | Tensor:

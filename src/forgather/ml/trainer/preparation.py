@@ -2,11 +2,8 @@
 
 import logging
 import math
-import os
-import socket
 from abc import abstractmethod
 from collections.abc import Mapping
-from datetime import datetime
 from typing import Any
 
 import torch
@@ -49,6 +46,8 @@ _LATER = {
     "fp8_recipe": None,
     "qat_recipe": None,
     "activation_memory_budget": None,
+    "enable_activation_offloading": False,
+    "sdpa_backend": None,
 }
 
 
@@ -332,9 +331,3 @@ class PreparedTrainer(BaseTrainer):
         if self.args.num_train_epochs < 0:
             return NO_STEP_LIMIT
         return math.ceil(self.args.num_train_epochs * self._steps_per_epoch())
-
-    def _logging_dir(self) -> str:
-        if self.args.logging_dir is not None:
-            return str(self.args.logging_dir)
-        stamp = datetime.now().strftime("%Y-%m-%dT%H-%M-%S")
-        return os.path.join(self.args.output_dir, "runs", f"{stamp}_{socket.gethostname()}")

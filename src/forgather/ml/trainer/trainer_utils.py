@@ -29,7 +29,7 @@ def total_norm(tensors: Sequence[Tensor], norm_type: float) -> Tensor:
     kinds = {(type(tensor), tensor.device, tensor.dtype) for tensor in tensors}
     if len(kinds) != 1 or next(iter(kinds))[0] is not Tensor:
         return torch.nn.utils.get_total_norm(tensors, norm_type)
-    norms = torch._foreach_norm(tensors, norm_type)
+    norms = torch._foreach_norm(tuple(tensors), norm_type)
     return torch.linalg.vector_norm(torch.stack(norms), norm_type)
 
 

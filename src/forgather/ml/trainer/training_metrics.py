@@ -35,10 +35,12 @@ class IntervalMetrics:
 
     def totals(self) -> dict[str, Any]:
         """Sums over the interval as tensors of this rank: loss x targets, targets, tokens; and the norms."""
-        losses = torch.stack([loss.double() for loss in self._losses]) if self._losses else torch.zeros(0)
+        # Those of before a resume are on the CPU still.
+        device = self._losses[-1].device if self._losses else torch.device("cpu")
+        losses = torch.stack([loss.to(device) for loss in self._losses]) if self._losses else torch.zeros(0)
         targets = torch.tensor([float(number) for number in self._targets], dtype=torch.float64)
         return {
-            "loss_sum": (losses.cpu() * targets).sum().item(),
+            "loss_sum": (losses.cpu().double() * targets).sum().item(),
             "targets": targets.sum().item(),
             "tokens": sum(int(number) for number in self._tokens),
             "samples": self._samples,

@@ -1,0 +1,68 @@
+"""Runs the program as a user does, or in this process where its time matters."""
+
+import os
+import subprocess
+import sys
+from dataclasses import dataclass
+from pathlib import Path
+
+import pytest
+
+from forgather.cli.main import main
+
+TINY = """\
+model:
+  model_type: llama
+  config:
+    hidden_size: 16
+    intermediate_size: 32
+    num_hidden_layers: 1
+    num_attention_heads: 2
+data:
+  files: ["text/*.txt"]
+  sequence_length: 16
+  eval_fraction: 0.3
+args:
+  output_dir: out
+  max_steps: 5
+  per_device_train_batch_size: 4
+  logging_steps: 1
+  learning_rate: 1e-3
+  seed: 1
+  eval_strategy: steps
+  eval_steps: 5
+  save_steps: 2
+  use_cpu: true
+"""
+
+
+@dataclass(frozen=True)
+class Answer:
+    """What the program said and the code that it ended with."""
+
+    code: int
+    output: str
+    errors: str
+
+
+def call(capsys: pytest.CaptureFixture[str], *words: str) -> Answer:
+    """The program in this process."""
+    code = main(list(words))
+    captured = capsys.readouterr()
+    return Answer(code, captured.out, captured.err)
+
+
+def spawn(folder: Path, *words: str, program: str = "from forgather.cli.main import main; sys.exit(main())") -> Answer:
+    """The program in a process of its own."""
+    environment = {**os.environ, "OMP_NUM_THREADS": "1", "COLUMNS": "200"}
+    command = [sys.executable, "-c", f"import sys; {program}", *words]
+    done = subprocess.run(command, cwd=folder, env=environment, capture_output=True, text=True, timeout=120)
+    return Answer(done.returncode, done.stdout, done.stderr)
+
+
+def write_tiny_run(folder: Path) -> None:
+    """A configuration `tiny.yaml` and texts for it."""
+    (folder / "tiny.yaml").write_text(TINY)
+    (folder / "text").mkdir()
+    for number in range(12):
+        (folder / "text" / f"{number}.txt").write_text(f"This is document number {number}. " * 5)

@@ -1,0 +1,108 @@
+"""`forgather train` from the configuration to the checkpoint, and on from there."""
+
+import json
+import os
+import signal
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import yaml
+
+from tests.cli.program import Answer, call, spawn, write_tiny_run
+
+
+@pytest.fixture(autouse=True)
+def in_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    write_tiny_run(tmp_path)
+
+
+def refusal(capsys: pytest.CaptureFixture[str], *words: str) -> str:
+    answer: Answer = call(capsys, "train", "tiny.yaml", *words)
+    assert answer.code == 2, answer
+    return " ".join(answer.errors.split())
+
+
+def test_a_run_trains_evaluates_saves_and_is_resumed(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    first = spawn(tmp_path, "train", "tiny.yaml", "--callbacks+", "{class_path: JsonLogger}")
+    assert (first.code, first.errors) == (0, "")
+    assert "step 5/5" in first.output and "eval 5/5" in first.output
+    saved = Path("out/checkpoints/checkpoint-5")
+    assert yaml.safe_load(Path("out/config.yaml").read_text())["args"]["max_steps"] == 5
+    assert (saved / "config.yaml").read_bytes() == Path("out/config.yaml").read_bytes()
+
+    again = call(capsys, "train", "tiny.yaml")
+    assert again.code == 0
+    assert "already finished" in again.output and "step 1/5" not in again.output
+
+    longer = call(capsys, "train", "tiny.yaml", "--args.max_steps", "8", "--callbacks+", "{class_path: JsonLogger}")
+    assert longer.code == 0
+    assert "resumed at step 5" in longer.output and "step 8/8" in longer.output
+    lines = [json.loads(line) for line in Path("out/trainer_logs.jsonl").read_text().splitlines()]
+    assert [line["step"] for line in lines if "grad_norm" in line] == [1, 2, 3, 4, 5, 6, 7, 8]
+
+
+def test_a_stop_signal_saves_exits_with_0_and_the_next_run_goes_on(tmp_path: Path) -> None:
+    command = [sys.executable, "-m", "forgather.cli.main", "train", "tiny.yaml", "--args.max_steps", "100000"]
+    process = subprocess.Popen(
+        command,
+        env={**os.environ, "OMP_NUM_THREADS": "1"},
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+    )
+    assert process.stdout is not None
+    for line in process.stdout:
+        if line.startswith("step"):
+            process.send_signal(signal.SIGINT)
+            break
+    output, errors = process.communicate(timeout=60)
+    assert process.returncode == 0
+    assert "SIGINT received" in errors
+    assert "Run the same command again to go on from step" in output
+
+
+def test_trainers_that_are_not_here_are_refused_by_name(capsys: pytest.CaptureFixture[str]) -> None:
+    assert "trainer.kind='ddp' is not available yet; this version has: single." in refusal(capsys, "--trainer", "ddp")
+    assert "there is no such trainer; this version has: single. Did you mean 'single'?" in refusal(
+        capsys, "--trainer", "singel"
+    )
+
+
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        (["--model.config.hiden_size", "8"], "LlamaConfig has no value 'hiden_size'. Did you mean 'hidden_size'?"),
+        (["--model.model_type", "lama"], "transformers has no such type. Did you mean 'llama'?"),
+        (["--model.pretrained", "nowhere"], "it has model_type and pretrained"),
+        (["--tokenizer.path", "nowhere"], "tokenizer.path='nowhere': there is no such directory"),
+        (["--optimizer.class_path", "torch.optim.SDG"], "torch.optim has no 'SDG'. Did you mean 'SGD'?"),
+        (
+            ["--optimizer.class_path", "torch.optim.SGD", "--optimizer.init_args.learning", "1"],
+            "SGD takes no 'learning'",
+        ),
+        (["--callbacks+", "{class_path: PlotCalback}"], "Did you mean 'PlotCallback'?"),
+        (["--loss.class_path", "nowhere.loss"], "there is no module 'nowhere'"),
+    ],
+)
+def test_a_part_that_cannot_be_made_says_why(
+    capsys: pytest.CaptureFixture[str], words: list[str], message: str
+) -> None:
+    assert message in refusal(capsys, *words)
+
+
+def test_optimizer_groups_schedule_and_loss_come_from_their_paths(capsys: pytest.CaptureFixture[str]) -> None:
+    text = Path("tiny.yaml").read_text()
+    text += """
+optimizer: {class_path: torch.optim.SGD, init_args: {lr: 1e-2}}
+optimizer_groups:
+  norms: {regex: norm, config: {lr: 5e-3}, factory: {class_path: torch.optim.Adam, init_args: {lr: 1e-3}}}
+lr_scheduler: {class_path: torch.optim.lr_scheduler.ConstantLR, init_args: {factor: 1.0}}
+loss: {class_path: forgather.ml.loss.CausalLoss}
+"""
+    Path("tiny.yaml").write_text(text)
+    answer = call(capsys, "train", "tiny.yaml", "--args.eval_strategy", "no")
+    assert answer.code == 0, answer.errors
+    assert Path("out/checkpoints/checkpoint-5").is_dir()
