@@ -140,7 +140,7 @@ def test_the_demo_is_the_configuration_when_none_is_given() -> None:
 
 
 def test_a_file_that_is_not_there_and_two_files_are_refused() -> None:
-    with pytest.raises(UsageError, match="'nowhere.yaml' cannot be read: No such file"):
+    with pytest.raises(UsageError, match=r"'nowhere\.yaml' cannot be read: No such file"):
         read_configuration(["nowhere.yaml"])
     with pytest.raises(UsageError, match="One configuration file at a time"):
         read_configuration(["a.yaml", "b.yaml"])

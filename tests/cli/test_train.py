@@ -2,6 +2,7 @@
 
 import json
 import os
+import re
 import signal
 import subprocess
 import sys
@@ -44,7 +45,7 @@ def test_a_run_trains_evaluates_saves_and_is_resumed(tmp_path: Path, capsys: pyt
     assert [line["step"] for line in lines if "grad_norm" in line] == [1, 2, 3, 4, 5, 6, 7, 8]
 
 
-def test_a_stop_signal_saves_exits_with_0_and_the_next_run_goes_on(tmp_path: Path) -> None:
+def test_a_stop_signal_saves_exits_with_0_and_the_next_run_goes_on(capsys: pytest.CaptureFixture[str]) -> None:
     command = [sys.executable, "-m", "forgather.cli.main", "train", "tiny.yaml", "--args.max_steps", "100000"]
     process = subprocess.Popen(
         command,
@@ -61,7 +62,12 @@ def test_a_stop_signal_saves_exits_with_0_and_the_next_run_goes_on(tmp_path: Pat
     output, errors = process.communicate(timeout=60)
     assert process.returncode == 0
     assert "SIGINT received" in errors
-    assert "Run the same command again to go on from step" in output
+    stopped = re.search(r"Run the same command again to go on from step (\d+)", output)
+    assert stopped is not None
+    step = int(stopped[1])
+    resumed = call(capsys, "train", "tiny.yaml", "--args.max_steps", str(step + 1), "--args.eval_strategy", "no")
+    assert resumed.code == 0
+    assert f"resumed at step {step}" in resumed.output.replace(",", "")
 
 
 def test_trainers_that_are_not_here_are_refused_by_name(capsys: pytest.CaptureFixture[str]) -> None:

@@ -143,7 +143,7 @@ def test_a_file_in_place_of_a_checkpoint_is_left_alone_and_named(report: Report)
         assert re.search("checkpoint-2 exists and is not a directory", facts["message"])
         assert "bytes" not in facts["message"].splitlines()[0], "space has nothing to do with it"
         for attempt in (facts["load"], facts["resolve"]):
-            assert attempt["error"] == "CheckpointError"
+            assert attempt["error"] == "CheckpointNotFoundError"
             assert "a file, not a checkpoint directory" in attempt["message"]
         assert facts["newest"].endswith("checkpoint-1")
         assert facts["debris"] == []

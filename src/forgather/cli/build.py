@@ -177,11 +177,18 @@ def _packed(tokens: Mapping[str, TokenArray], section: DataSection, tokenizer: A
 
     train, evaluation = packed("train"), packed("eval")
     if len(train) == 0:
-        raise ValueError(
-            f"There is no text to train on: {tokens['eval'].num_documents} documents are kept for evaluation "
-            f"(data.eval_fraction={section.eval_fraction}), and none is left. Give more or longer documents."
-        )
+        raise _no_text_error(tokens["eval"].num_documents, section.eval_fraction)
     return Datasets(train, evaluation if len(evaluation) else None)
+
+
+def _no_text_error(num_kept: int, fraction: float) -> ValueError:
+    reason = "the documents are empty, or there are none."
+    if num_kept:
+        reason = (
+            f"all {num_kept} documents are kept for evaluation (data.eval_fraction={fraction}). Give more documents, or a "
+            "smaller share."
+        )
+    return ValueError(f"There is no text to train on: {reason}")
 
 
 def _ready_datasets(made: Mapping[str, Any]) -> Datasets:

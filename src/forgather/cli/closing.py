@@ -1,8 +1,10 @@
 """What is said at the end of a run: what came out, where it is, and how to go on."""
 
 import os
+import shlex
 import shutil
 import sys
+from collections.abc import Sequence
 from typing import Any
 
 from rich.text import Text
@@ -15,8 +17,8 @@ from forgather.ml.trainer.trainer import Trainer
 _LABEL_WIDTH = 10
 
 
-def say_finished(trainer: Trainer, is_demo: bool) -> None:
-    """The results, and after the demo what to try next."""
+def say_finished(trainer: Trainer, demo_words: Sequence[str] | None) -> None:
+    """The results, and after the demo, which was called with `demo_words`, what to try next."""
     output_dir = trainer.args.output_dir
     get_console().print()
     _row("eval loss", _course_of_evaluation(trainer.state.log_history))
@@ -24,8 +26,8 @@ def say_finished(trainer: Trainer, is_demo: bool) -> None:
     for label, name in (("plot", "training.png"), ("log", "trainer_logs.jsonl")):
         path = os.path.join(output_dir, name)
         _row(label, path if os.path.exists(path) else None)
-    if is_demo:
-        _say_what_next(trainer.state.global_step, output_dir)
+    if demo_words is not None:
+        _say_what_next(trainer.state.global_step, output_dir, demo_words)
 
 
 def say_stopped(stop: Preempted) -> None:
@@ -34,31 +36,46 @@ def say_stopped(stop: Preempted) -> None:
         get_console().print(f"Run the same command again to go on from step {stop.step}.", soft_wrap=True)
 
 
-def say_already_finished(configuration: Configuration, step: int, is_demo: bool) -> None:
+def say_already_finished(configuration: Configuration, step: int, demo_words: Sequence[str] | None) -> None:
     """There is nothing left to do."""
     args = configuration.args
     text = Text("already finished ", style="bold green")
     text += Text(f"{args.output_dir} has a checkpoint of step {step}, and args.max_steps is {args.max_steps}")
     get_console().print(text, soft_wrap=True)
-    if is_demo:
-        _say_what_next(step, args.output_dir)
+    if demo_words is not None:
+        _say_what_next(step, args.output_dir, demo_words)
     else:
         get_console().print("Raise args.max_steps to go on, or choose another args.output_dir.", soft_wrap=True)
 
 
-def _say_what_next(step: int, output_dir: str) -> None:
+def _say_what_next(step: int, output_dir: str, words: Sequence[str]) -> None:
     program = program_name()
+    same = shlex.join([program, "train", *_without(words, "--args.max_steps")])
     suggestions = {
-        f"{program} train --args.max_steps {2 * step}": f"go on from step {step}",
-        f"{program} train --model.config.hidden_size 192 --args.output_dir demo_output_192": "another model beside it",
-        f"{program} train --print_config > my.yaml": f"a configuration of your own, for: {program} train my.yaml",
-        f"rm -r {output_dir}": "start over",
+        "go on to twice the steps": f"{same} --args.max_steps {2 * step}",
+        "another model beside it": f"{program} train --model.config.hidden_size 192 --args.output_dir demo_output_192",
+        "begin a configuration": f"{program} train --print_config > my.yaml",
+        "and use it": f"{program} train my.yaml",
+        "start over": f"rm -r {output_dir}",
     }
     console = get_console()
     console.print()
     console.print(Text("try next", style="bold"))
-    for command, purpose in suggestions.items():
-        console.print(Text("  ") + Text(command, style="cyan") + Text(f"  # {purpose}", style="dim"), soft_wrap=True)
+    width = max(len(purpose) for purpose in suggestions)
+    for purpose, command in suggestions.items():
+        console.print(Text(f"  {purpose:<{width}}  ") + Text(command, style="cyan"), soft_wrap=True)
+
+
+def _without(words: Sequence[str], option: str) -> list[str]:
+    """The words of a command line without an option and its value."""
+    kept: list[str] = []
+    rest = iter(words)
+    for word in rest:
+        if word == option:
+            next(rest, None)
+        elif not word.startswith(f"{option}="):
+            kept.append(word)
+    return kept
 
 
 def program_name() -> str:

@@ -1,6 +1,7 @@
 """A run from its configuration to its last words."""
 
 import os
+from collections.abc import Sequence
 from typing import Any
 
 from forgather.cli import build, config_parsing, objects, yaml_files
@@ -30,13 +31,13 @@ class ConfigurationInCheckpoints(TrainerCallback):
         return {CONFIG_NAME: self._text.encode()}
 
 
-def train(configuration: Configuration, is_demo: bool) -> int:
-    """Train as the configuration says; returns the exit code."""
+def train(configuration: Configuration, demo_words: Sequence[str] | None = None) -> int:
+    """Train as the configuration says; returns the exit code. `demo_words` are the options of the demo, if it is that."""
     trainer_class = find_trainer(configuration.trainer.kind)
     show_own_messages()
     finished_step = _step_of_finished_run(configuration.args)
     if finished_step is not None:
-        say_already_finished(configuration, finished_step, is_demo)
+        say_already_finished(configuration, finished_step, demo_words)
         return 0
     text = yaml_files.dump(config_parsing.to_dict(configuration))
     trainer = build_trainer(configuration, trainer_class, text)
@@ -47,7 +48,7 @@ def train(configuration: Configuration, is_demo: bool) -> int:
     except Preempted as stop:
         say_stopped(stop)
         return 0
-    say_finished(trainer, is_demo)
+    say_finished(trainer, demo_words)
     return 0
 
 

@@ -35,7 +35,7 @@ def run(words: Sequence[str]) -> int:
         _introduce_demo()
     from forgather.cli.running import train
 
-    return train(configuration, is_demo)
+    return train(configuration, words if is_demo else None)
 
 
 def read_configuration(words: Sequence[str]) -> "tuple[Configuration, bool]":
