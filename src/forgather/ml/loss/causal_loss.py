@@ -1,5 +1,6 @@
 """Cross entropy of the next token."""
 
+import numpy as np
 import torch
 from torch import Tensor
 from torch.nn import functional
@@ -16,8 +17,10 @@ class CausalLoss:
         self.ignore_index = ignore_index
 
     def __call__(self, logits: Tensor, labels: Tensor) -> Tensor:
-        # On the device, since reading the count would wait for it.
-        return self.sum_over_targets(logits, labels) / self.num_targets(labels).to(logits.device).clamp(min=1)
+        count = self.num_targets(labels)
+        # On the device the count stays a tensor, since reading it would wait for it.
+        divisor = max(count, 1) if isinstance(count, int) else count.to(logits.device).clamp(min=1)
+        return self.sum_over_targets(logits, labels) / divisor
 
     def sum_over_targets(self, logits: Tensor, labels: Tensor) -> Tensor:
         """The sum instead of the mean, for those who know how many targets it is over."""
@@ -30,8 +33,11 @@ class CausalLoss:
             reduction="sum",
         )
 
-    def num_targets(self, labels: Tensor) -> Tensor:
-        """How many targets the mean is over, as a tensor where the labels are."""
+    def num_targets(self, labels: Tensor) -> int | Tensor:
+        """How many targets the mean is over; a tensor where the labels are on a device."""
+        if labels.device.type == "cpu":
+            # Several times faster than torch for the few numbers of a batch.
+            return int(np.count_nonzero(labels.numpy()[..., 1:] != self.ignore_index))
         return (labels[..., 1:] != self.ignore_index).sum()
 
 

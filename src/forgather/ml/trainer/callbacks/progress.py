@@ -113,6 +113,10 @@ class ProgressCallback(TrainerCallback):
         self._print_line("step", state, fields)
 
     def _print_line(self, kind: str, state: TrainerState, fields: list[Field]) -> None:
+        if self._bars is None and not self._console.is_terminal:
+            # Nobody sees colours in a file, and laying them out would cost more than a small model's step.
+            _write_plain(self._console, kind, state, fields)
+            return
         line = Text(f"{kind} ", style="bold cyan" if kind == "eval" else "bold")
         line.append(_aligned_step(state), style="bold")
         line.append("  epoch ", style="dim").append(f"{state.epoch:<5.2f}")
@@ -201,6 +205,13 @@ def summary_text(state: TrainerState, record: Mapping[str, Any]) -> Text:
     if record.get("tokens_per_second"):
         text += _styled("tok/s", format_count(float(record["tokens_per_second"])))
     return text
+
+
+def _write_plain(console: Console, kind: str, state: TrainerState, fields: list[Field]) -> None:
+    shown = [f"{value} {label}" if label in _UNITS_AFTER else f"{label} {value}" for label, value in fields if value]
+    line = "  ".join([f"{kind} {_aligned_step(state)}", f"epoch {state.epoch:<5.2f}", *shown])
+    console.file.write(line.rstrip() + "\n")
+    console.file.flush()
 
 
 def _styled(label: str, value: str) -> Text:
