@@ -104,7 +104,7 @@ def test_handlers_get_the_documented_keywords(tmp_path: Path) -> None:
         "on_log": {"logs"},
         "on_evaluate": {"metrics"},
         "on_train_metrics": {"loss", "grad_norm", "tokens"},
-        "on_prediction_step": {"loss", "tokens"},
+        "on_prediction_step": {"loss", "tokens", "batch", "logits", "labels"},
         "on_save": {"checkpoint_path"},
     }
     assert own.keys() <= given.keys()

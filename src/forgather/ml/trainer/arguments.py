@@ -1,5 +1,6 @@
 """Training arguments: plain dataclasses whose values are checked when they are made."""
 
+import copy
 import dataclasses
 import difflib
 import json
@@ -33,6 +34,23 @@ _SCHEDULES = (
     "warmup_stable_decay",
 )
 """Those of `transformers` that need no metric; importing it only to ask would take seconds."""
+
+_OTHER_NAMES = {
+    "bf16": "set mixed_precision='bf16' instead",
+    "fp16": "set mixed_precision='fp16' instead",
+    "evaluation_strategy": "it is called eval_strategy",
+    "no_cuda": "it is called use_cpu",
+    "tf32": "set float32_matmul_precision='high' instead",
+    "data_seed": "seed is that of the data order too",
+    "warmup_ratio": "give the number of steps as warmup_steps",
+    "save_only_model": "name what not to save in skip_checkpoint_components",
+    "optim": "give the trainer an optimizer_factory, or optimizer_cls_and_kwargs",
+    "optim_args": "give the trainer an optimizer_factory, or optimizer_cls_and_kwargs",
+    "report_to": "give the trainer callbacks",
+    "disable_tqdm": "give the trainer callbacks",
+    "gradient_checkpointing_kwargs": "give the trainer an enable_activation_checkpoint_fn",
+}
+"""Arguments of `transformers` that are found elsewhere here."""
 
 
 @dataclass(kw_only=True)
@@ -116,6 +134,13 @@ class MinimalTrainingArguments:
         self._choose("lr_scheduler_type", _SCHEDULES)
         if self.max_grad_norm is not None:
             self._require("max_grad_norm", 0)
+        for name in ("adam_beta1", "adam_beta2"):
+            if not 0 <= getattr(self, name) < 1:
+                raise ValueError(f"{name}={getattr(self, name)!r} cannot be used: it must be at least 0 and less than 1.")
+        if self.use_cpu and self.device is not None and self.device.split(":")[0] != "cpu":
+            raise ValueError(
+                f"use_cpu=True and device={self.device!r} contradict each other: leave device None, or use_cpu False."
+            )
         if self.dataloader_num_workers == 0 and self.dataloader_prefetch_factor is not None:
             raise ValueError(
                 f"dataloader_prefetch_factor={self.dataloader_prefetch_factor} needs workers: set dataloader_num_workers "
@@ -124,7 +149,7 @@ class MinimalTrainingArguments:
 
     def copy(self: ArgumentsT) -> ArgumentsT:
         """An independent copy: trainers work on one, the caller's object is never changed."""
-        return dataclasses.replace(self)
+        return dataclasses.replace(copy.deepcopy(self))
 
     def to_dict(self) -> dict[str, Any]:
         return dataclasses.asdict(self)
@@ -202,11 +227,33 @@ class BaseTrainingArguments(MinimalTrainingArguments):
         self._choose("mixed_precision", [None, "no", "bf16", "fp16"])
         self._choose("float32_matmul_precision", [None, "highest", "high", "medium"])
         self._require("preserve_n_best", 1)
+        if self.max_eval_steps == 0:
+            raise ValueError(
+                "max_eval_steps=0 cannot be used: an evaluation needs a batch. Give a number of batches, -1 for all of "
+                "them, or turn evaluations off by eval_strategy='no'."
+            )
+        self._check_best_model()
         if self.fp8_recipe is not None and self.qat_recipe is not None:
             raise ValueError(
                 f"fp8_recipe={self.fp8_recipe!r} and qat_recipe={self.qat_recipe!r} exclude each other: both replace the "
                 "model's linear layers. Set one of them to None."
             )
+
+    def _check_best_model(self) -> None:
+        """The best model is one that was evaluated and saved."""
+        for name in ("load_best_model_at_end", "preserve_best_model"):
+            if not getattr(self, name):
+                continue
+            if self.eval_strategy == "no" and not self.eval_on_save:
+                raise ValueError(
+                    f"{name}=True cannot be combined with eval_strategy='no': without evaluations no model is the best. "
+                    "Set eval_strategy to 'steps' or 'epoch', or eval_on_save=True."
+                )
+            if self.save_strategy == "no":
+                raise ValueError(
+                    f"{name}=True cannot be combined with save_strategy='no': the best model is one of the checkpoints. "
+                    "Set save_strategy to 'steps' or 'epoch'."
+                )
 
     def _follow_aliases(self) -> None:
         """The names of `transformers` for the same two settings, unless ours were set."""
@@ -284,14 +331,28 @@ def arguments_from(cls: type[ArgumentsT], given: "ArgumentsT | Mapping[str, Any]
         known = {field.name for field in dataclasses.fields(cls)}
         return cls(**{name: value for name, value in given.to_dict().items() if name in known})
     if not isinstance(given, Mapping):
-        raise ValueError(f"args must be {cls.__name__} or a dict of its fields, not {type(given).__name__}.")
+        raise _foreign_arguments_error(cls, type(given))
     known_names = list(_type_hints(cls))
     for name in given:
         if name not in known_names:
-            nearest = difflib.get_close_matches(str(name), known_names, n=1)
-            hint = f" Did you mean {nearest[0]!r}?" if nearest else ""
-            raise ValueError(f"{cls.__name__} has no argument {name!r}.{hint}")
+            raise ValueError(f"{cls.__name__} has no argument {name!r}{_hint_for(str(name), known_names)}")
     return cls(**given)
+
+
+def _hint_for(name: str, known_names: list[str]) -> str:
+    if name in _OTHER_NAMES:
+        return f": {_OTHER_NAMES[name]}."
+    nearest = difflib.get_close_matches(name, known_names, n=1)
+    return f". Did you mean {nearest[0]!r}?" if nearest else "."
+
+
+def _foreign_arguments_error(cls: type, given: type) -> ValueError:
+    """Both classes may have the same name: that of `transformers` is given by mistake most often."""
+    return ValueError(
+        f"args must be {cls.__module__}.{cls.__qualname__} or a dict of its fields, not "
+        f"{given.__module__}.{given.__qualname__}. Most fields have the names of transformers.TrainingArguments: pass those "
+        f"that you set as a dict, such as args={{'output_dir': ..., 'max_steps': ...}}, or as {cls.__name__}(...)."
+    )
 
 
 def _type_hints(cls: type) -> dict[str, Any]:

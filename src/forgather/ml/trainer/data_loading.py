@@ -14,6 +14,7 @@ from typing import Any, Protocol, cast
 import torch
 from torch.utils.data import DataLoader, Dataset, IterableDataset
 
+from forgather.ml.trainer.data_collator import collate_samples
 from forgather.ml.trainer.data_order import (
     SKIP_REMEDY,
     DataOrder,
@@ -504,7 +505,7 @@ def _loader_options(
     prefetch_factor: int | None,
 ) -> dict[str, Any]:
     return {
-        "collate_fn": collate_fn,
+        "collate_fn": collate_samples if collate_fn is None else collate_fn,
         "num_workers": num_workers,
         # torch warns at every epoch when there is nothing to pin memory for
         "pin_memory": pin_memory and torch.accelerator.is_available(),

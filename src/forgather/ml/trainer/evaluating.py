@@ -1,12 +1,14 @@
 """How a trainer evaluates: the loss over the whole evaluation set, the same number for every batch size."""
 
+import contextlib
 import time
 from collections.abc import Mapping
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
+from forgather.ml.trainer.data_collator import require_mapping
 from forgather.ml.trainer.evaluation import (
     EvaluationInterrupted,
     EvaluationSums,
@@ -20,6 +22,15 @@ from forgather.ml.trainer.saving import SavingTrainer
 from forgather.ml.trainer.seeding import undisturbed_random_numbers
 from forgather.ml.trainer.trainer_types import BaseDataset
 from forgather.ml.trainer.trainer_utils import maybe_cleanup_memory, set_train
+
+
+class Prediction(NamedTuple):
+    """What a batch of an evaluation gave; logits and labels only when a callback wants them."""
+
+    loss: Tensor
+    targets: int | Tensor
+    logits: Tensor | None = None
+    labels: Tensor | None = None
 
 
 class EvaluatingTrainer(SavingTrainer):
@@ -42,7 +53,9 @@ class EvaluatingTrainer(SavingTrainer):
         if dataset is not self._dataset_of_loader:
             self._dataset_of_loader, self.eval_dataloader = dataset, self._init_eval_dataloader(dataset)
         self._update_context()
-        with undisturbed_random_numbers(), set_train(self._forward_model, False), torch.no_grad():
+        # A factor that is right for the steps of training has no place in the loss of an evaluation.
+        no_rescale = getattr(self.compute_loss_func, "no_rescale", contextlib.nullcontext)
+        with no_rescale(), undisturbed_random_numbers(), set_train(self._forward_model, False), torch.no_grad():
             sums = self._eval_loop(self.eval_dataloader)
         if sums.num_batches == 0:
             raise no_batches_error(self._evaluation_settings(), _length(dataset))
@@ -53,28 +66,38 @@ class EvaluatingTrainer(SavingTrainer):
         sums = EvaluationSums()
         batches = first_batches(dataloader, self.args.max_eval_steps)
         for batch in checked_by(lambda: self._stop_requested() is not None, batches):
-            loss, targets = self._prediction_step(batch)
-            sums.add(loss, targets, samples_in(batch))
-            self._dispatch("on_prediction_step", loss=loss, tokens=targets)
+            require_mapping(batch)
+            prediction = Prediction(*self._prediction_step(batch))
+            sums.add(prediction.loss, prediction.targets, samples_in(batch))
+            self._dispatch(
+                "on_prediction_step",
+                loss=prediction.loss,
+                tokens=prediction.targets,
+                batch=batch,
+                logits=prediction.logits,
+                labels=prediction.labels,
+            )
+            # The next forward pass needs the memory of these logits.
+            del prediction
         return sums
 
-    def _prediction_step(self, batch: Mapping[str, Any]) -> tuple[Tensor, Any]:
-        """The mean loss of a batch and the number of its targets."""
+    def _prediction_step(self, batch: Mapping[str, Any]) -> tuple[Any, ...]:
+        """A `Prediction`, or of it the mean loss of the batch and the number of its targets alone."""
         inputs, labels = self._prepare_batch(batch)
         with self.amp.autocast():
             forward = self.model_loss.forward(self._forward_model, inputs, labels)
             count = self.model_loss.count(batch.get("labels"), samples_in(batch))
-            return self.model_loss.share(forward, labels, count, count, 1), count
+            loss = self.model_loss.share(forward, labels, count, count, 1)
+        if self._callback_handler.listens("on_prediction_step"):
+            return Prediction(loss, count, forward.logits, labels)
+        return Prediction(loss, count)
 
     def _prepare_batch(self, batch: Mapping[str, Any]) -> tuple[dict[str, Any], Tensor | None]:
         """The inputs of the model and the labels, on the device."""
         if self.device.type == "cpu":
             inputs = dict(batch)
         else:
-            inputs = {
-                name: value.to(self.device, non_blocking=True) if isinstance(value, Tensor) else value
-                for name, value in batch.items()
-            }
+            inputs = {name: _moved(value, self.device) for name, value in batch.items()}
         return inputs, inputs.pop("labels", None)
 
     def _evaluation_settings(self) -> dict[str, Any]:
@@ -94,11 +117,24 @@ class EvaluatingTrainer(SavingTrainer):
             return
         self._evaluated_step, self._eval_metrics = self.state.global_step, metrics
         self._evaluation_is_pending = False
-        self.state.log_history.append({**metrics, "epoch": self.state.epoch, "step": self.state.global_step})
         self._dispatch("on_evaluate", metrics=metrics)
+        # Only now: callbacks may have added metrics of their own.
+        self.state.log_history.append({**metrics, "epoch": self.state.epoch, "step": self.state.global_step})
         self._note_best(metrics)
         self._speed.pause(time.perf_counter() - started)
         maybe_cleanup_memory(self.args.gc_threshold)
+
+
+def _moved(value: Any, device: torch.device) -> Any:
+    """A part of a batch on the device, however deep in dicts, lists and tuples its tensors are."""
+    if isinstance(value, Tensor):
+        return value.to(device, non_blocking=True)
+    if isinstance(value, Mapping):
+        return {name: _moved(part, device) for name, part in value.items()}
+    if isinstance(value, (list, tuple)):
+        parts = [_moved(part, device) for part in value]
+        return type(value)(*parts) if hasattr(value, "_fields") else type(value)(parts)
+    return value
 
 
 def _no_dataset_error() -> ValueError:

@@ -1,10 +1,13 @@
 """The evaluation loss: a mean over all target tokens of the set, whatever the batch size."""
 
+import itertools
+import math
 import time
 from collections.abc import Callable, Iterable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
+import torch
 from torch import Tensor
 
 
@@ -14,23 +17,47 @@ class EvaluationInterrupted(Exception):
 
 @dataclass
 class EvaluationSums:
-    """What an evaluation adds up, batch by batch, without waiting for the device."""
+    """What an evaluation collects, batch by batch, without waiting for the device.
 
-    loss_sum: Tensor | float = 0.0
-    targets: int | Tensor = 0
+    The sums are made at the end and on the CPU: not every device has numbers of double precision.
+    """
+
     num_batches: int = 0
     num_samples: int = 0
+    _losses: list[Tensor] = field(default_factory=list)
+    _counts: list[int | Tensor] = field(default_factory=list)
 
     def add(self, mean_loss: Tensor, targets: int | Tensor, num_samples: int) -> None:
-        self.loss_sum = self.loss_sum + mean_loss.detach().double() * targets
-        self.targets = self.targets + targets
+        self._losses.append(mean_loss.detach())
+        self._counts.append(targets)
         self.num_batches += 1
         self.num_samples += num_samples
 
     @property
+    def loss_sum(self) -> float:
+        if not self._losses:
+            return 0.0
+        losses = torch.stack(self._losses).cpu().double().tolist()
+        return float(sum(loss * count for loss, count in zip(losses, as_integers(self._counts), strict=True)))
+
+    @property
+    def targets(self) -> int:
+        return sum(as_integers(self._counts))
+
+    @property
     def mean(self) -> float:
-        targets = float(self.targets)
-        return float(self.loss_sum) / targets if targets else 0.0
+        """NaN without any target: a zero would be the best loss that there can be."""
+        targets = self.targets
+        return self.loss_sum / targets if targets else math.nan
+
+
+def as_integers(counts: list[int | Tensor]) -> list[int]:
+    """Counts of which some may be on a device, which is waited for once only."""
+    on_device = [count for count in counts if isinstance(count, Tensor)]
+    if not on_device:
+        return [int(count) for count in counts]
+    values = iter(torch.stack([count.to(on_device[-1].device) for count in on_device]).tolist())
+    return [int(next(values)) if isinstance(count, Tensor) else int(count) for count in counts]
 
 
 def evaluation_metrics(sums: EvaluationSums, started: float) -> dict[str, Any]:
@@ -38,7 +65,7 @@ def evaluation_metrics(sums: EvaluationSums, started: float) -> dict[str, Any]:
     runtime = time.perf_counter() - started
     return {
         "eval_loss": sums.mean,
-        "eval_tokens": int(sums.targets),
+        "eval_tokens": sums.targets,
         "eval_runtime": runtime,
         "eval_samples_per_second": sums.num_samples / runtime if runtime > 0 else 0.0,
     }
@@ -46,10 +73,7 @@ def evaluation_metrics(sums: EvaluationSums, started: float) -> dict[str, Any]:
 
 def first_batches(loader: Iterable[Any], limit: int) -> Iterable[Any]:
     """The batches of a loader, at most `limit` of them; a negative limit is none."""
-    for number, batch in enumerate(loader):
-        if 0 <= limit <= number:
-            return
-        yield batch
+    return loader if limit < 0 else itertools.islice(loader, limit)
 
 
 def no_batches_error(settings: Mapping[str, Any], num_samples: int | None, where: str = "") -> RuntimeError:
@@ -59,10 +83,8 @@ def no_batches_error(settings: Mapping[str, Any], num_samples: int | None, where
     return RuntimeError(
         f"The evaluation had no batch at all{where}: there is nothing to compute a loss from.\n\n"
         f"  {'samples in the dataset':<30} {size}\n{table}\n\n"
-        "Why: the dataset is empty, or smaller than a batch while dataloader_drop_last=True drops what is left, or "
-        "max_eval_steps is 0.\n"
-        "What to change: give more samples, lower per_device_eval_batch_size, set dataloader_drop_last=False, or raise "
-        "max_eval_steps (-1 evaluates everything)."
+        "Why: the dataset is empty, or smaller than a batch while dataloader_drop_last=True drops what is left.\n"
+        "What to change: give more samples, lower per_device_eval_batch_size, or set dataloader_drop_last=False."
     )
 
 

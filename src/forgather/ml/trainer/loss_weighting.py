@@ -27,7 +27,10 @@ def logits_of(outputs: Any) -> Tensor | None:
 
 
 def own_loss_of(outputs: Any) -> Tensor | None:
-    """The loss that a model computed by itself."""
+    """The loss that a model computed by itself: an attribute, a key, or the first of a tuple, if that is a scalar."""
+    if isinstance(outputs, Sequence):
+        loss = outputs[0] if outputs else None
+        return loss if isinstance(loss, Tensor) and loss.ndim == 0 else None
     loss = outputs.get("loss") if isinstance(outputs, Mapping) else getattr(outputs, "loss", None)
     return loss if isinstance(loss, Tensor) else None
 
@@ -88,6 +91,12 @@ class StepLoss:
         if isinstance(count, int) and count == 0:
             # A mean over nothing is NaN, and so would be its gradients.
             return logits.sum() * 0.0
+        share = self._weighted(logits, labels, count, total, num_micro_batches)
+        return share if isinstance(count, int) else zero_without_targets(share, count, logits)
+
+    def _weighted(
+        self, logits: Tensor, labels: Tensor, count: int | Tensor, total: int | Tensor, num_micro_batches: int
+    ) -> Tensor:
         if not self._token_weighted:
             return self._call(logits, labels, count) / num_micro_batches
         loss = self._call(logits, labels, total)
@@ -99,6 +108,12 @@ class StepLoss:
         if self._takes_count:
             return self.loss_fn(logits, labels, num_items_in_batch=_at_least_one(num_items))  # type: ignore[call-arg]
         return self.loss_fn(logits, labels)
+
+
+def zero_without_targets(loss: Tensor, count: Tensor, logits: Tensor | None) -> Tensor:
+    """The loss, or zero where the count on the device is: to look at it would mean to wait for the device."""
+    zero = torch.zeros_like(loss) if logits is None else (logits.sum() * 0.0).to(loss.dtype)
+    return torch.where(count > 0, loss, zero)
 
 
 def _at_least_one(number: int | Tensor) -> int | Tensor:

@@ -1,5 +1,7 @@
 """From a batch to its loss: by the user's function, by the causal loss, or by what the model computes itself."""
 
+import inspect
+import logging
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
@@ -9,10 +11,16 @@ from torch import Tensor, nn
 
 from forgather.ml.checkpoint.rng import RNGState
 from forgather.ml.loss import CausalLoss
-from forgather.ml.trainer.loss_weighting import IGNORE_INDEX, StepLoss, logits_of, own_loss_of
+from forgather.ml.trainer.data_collator import require_mapping
+from forgather.ml.trainer.loss_weighting import IGNORE_INDEX, StepLoss, logits_of, own_loss_of, zero_without_targets
 from forgather.ml.trainer.trainer_types import LossFunctionT
 
+logger = logging.getLogger(__name__)
+
 Count = int | Tensor
+
+_SHIFTED_LOSS_TYPES = ("ForCausalLM", "ForConditionalGeneration")
+"""Those names of `transformers` whose loss predicts the next token, so that the first label is no target."""
 
 
 @dataclass
@@ -23,6 +31,10 @@ class Window:
     counts: list[Count] = field(default_factory=list)
     total: Count | None = None
     """Targets of the whole step, over all micro-batches and data-parallel ranks."""
+
+    def __post_init__(self) -> None:
+        for batch in self.batches:
+            require_mapping(batch)
 
 
 class Forward(NamedTuple):
@@ -35,14 +47,16 @@ class Forward(NamedTuple):
 class ModelLoss:
     """Runs the model and computes losses.
 
-    Without a loss function the first batch decides: logits of rank 3 get the shifted causal loss; any other model is
-    called with its labels, and its own loss is used.
+    Without a loss function the model decides: one that is known to need another loss than the causal one is called with
+    its labels, and its own loss is used. Of the others the first batch tells: logits of rank 3 get the shifted causal
+    loss, everything else the model's own.
     """
 
     def __init__(self, loss_fn: LossFunctionT | None, token_weighted: bool) -> None:
         self._token_weighted = token_weighted
         self._step_loss = None if loss_fn is None else StepLoss(loss_fn, token_weighted)
         self._uses_own_loss = False
+        self._own_loss_shifts = False
 
     @property
     def can_count(self) -> bool:
@@ -56,7 +70,8 @@ class ModelLoss:
             return 0 if labels is None else self._step_loss.count(labels)
         if labels is None or labels.is_floating_point():
             return num_samples
-        number = (labels != IGNORE_INDEX).sum()
+        targets = labels[:, 1:] if self._own_loss_shifts and labels.ndim > 1 else labels
+        number = (targets != IGNORE_INDEX).sum()
         return int(number) if number.device.type == "cpu" else number
 
     def forward(self, model: nn.Module, inputs: Mapping[str, Any], labels: Tensor | None) -> Forward:
@@ -84,20 +99,26 @@ class ModelLoss:
         if isinstance(count, int) and count == 0:
             return torch.nan_to_num(forward.own_loss) * 0.0 if forward.logits is None else forward.logits.sum() * 0.0
         if not self._token_weighted:
-            return forward.own_loss / num_micro
-        return forward.own_loss if count is total else forward.own_loss * (count / total)
+            share = forward.own_loss / num_micro
+        else:
+            share = forward.own_loss if count is total else forward.own_loss * (count / total)
+        return share if isinstance(count, int) else zero_without_targets(share, count, forward.logits)
 
     def _first_forward(self, model: nn.Module, inputs: Mapping[str, Any], labels: Tensor | None) -> Forward:
-        if labels is not None:
+        reason = _reason_for_own_loss(model)
+        if labels is not None and reason is None:
             generators = RNGState()
             before = generators.state_dict()
             logits = logits_of(model(**inputs))
             if logits is not None and logits.ndim == 3:
                 self._step_loss = StepLoss(CausalLoss(), self._token_weighted)
+                logger.info("Loss: shifted causal cross entropy, since the model returns logits of rank 3.")
                 return Forward(logits, None)
             # The model runs again, with its labels: it must draw the same random numbers as if it ran once.
             generators.load_state_dict(before)
         self._uses_own_loss = True
+        self._own_loss_shifts = _shifts(_unwrapped(model))
+        logger.info("Loss: the model's own, since %s.", reason or "there are no logits of rank 3 and labels for another")
         return self._own_forward(model, inputs, labels)
 
     def _own_forward(self, model: nn.Module, inputs: Mapping[str, Any], labels: Tensor | None) -> Forward:
@@ -107,6 +128,40 @@ class ModelLoss:
             reason = "got a batch without 'labels'" if labels is None else "computes no loss of its own from labels"
             raise _no_loss_error(model, f"{reason}, and returned no 'loss'")
         return Forward(logits_of(outputs), loss)
+
+
+def _reason_for_own_loss(model: nn.Module) -> str | None:
+    """Why the causal loss would be wrong for a model, though its logits may look like those of a causal one."""
+    inner = _unwrapped(model)
+    config = getattr(inner, "config", None)
+    loss_type = getattr(inner, "loss_type", None)
+    if loss_type is not None and loss_type != "ForCausalLM":
+        return f"its loss_type is {loss_type!r}"
+    for name in ("is_encoder_decoder", "output_router_logits"):
+        if getattr(config, name, False):
+            return f"its config has {name}=True"
+    labels = inspect.signature(inner.forward).parameters.get("labels")
+    if labels is not None and labels.default is labels.empty:
+        return "its forward requires labels"
+    return None
+
+
+def _shifts(model: nn.Module) -> bool:
+    """Whether a model's own loss is one over next tokens; encoder-decoder models shift what they read instead."""
+    is_encoder_decoder = getattr(getattr(model, "config", None), "is_encoder_decoder", False)
+    return getattr(model, "loss_type", None) in _SHIFTED_LOSS_TYPES and not is_encoder_decoder
+
+
+def _unwrapped(model: nn.Module) -> nn.Module:
+    """The user's model inside of torch's wrappers: compiled modules, DistributedDataParallel and their kind."""
+    while True:
+        inner = getattr(model, "_orig_mod", None)
+        # A user's own model may have a part of that name, and is no wrapper for it.
+        if inner is None and type(model).__module__.startswith("torch."):
+            inner = getattr(model, "module", None)
+        if not isinstance(inner, nn.Module):
+            return model
+        model = inner
 
 
 def _no_loss_error(model: nn.Module, reason: str) -> ValueError:

@@ -24,6 +24,7 @@ from forgather.ml.trainer.data_loading import build_eval_loader, build_train_loa
 from forgather.ml.trainer.model_construction import build_model
 from forgather.ml.trainer.model_loss import ModelLoss
 from forgather.ml.trainer.optimizer_setup import build_optimizer, build_scheduler, optimizer_factory
+from forgather.ml.trainer.progress import SchedulerState
 from forgather.ml.trainer.seeding import choose_seed, seed_everything, seed_of_rank
 from forgather.ml.trainer.signals import StopSignals
 from forgather.ml.trainer.trainer_types import (
@@ -48,6 +49,8 @@ _LATER = {
     "activation_memory_budget": None,
     "enable_activation_offloading": False,
     "sdpa_backend": None,
+    "sdpa_set_priority": False,
+    "fp8_dim_alignment": 16,
 }
 
 
@@ -71,7 +74,9 @@ class PreparedTrainer(BaseTrainer):
         **base_kwargs: Any,
     ) -> None:
         if loss_fn is not None:
-            base_kwargs.setdefault("compute_loss_func", loss_fn)
+            if base_kwargs.get("compute_loss_func") is not None:
+                raise ValueError("loss_fn is another name of compute_loss_func: give one of the two.")
+            base_kwargs["compute_loss_func"] = loss_fn
         super().__init__(args, **base_kwargs)
         self._refuse_what_is_not_here_yet(fused_loss_factory)
         self._require_eval_dataset()
@@ -91,6 +96,8 @@ class PreparedTrainer(BaseTrainer):
         self._forward_model: Any = None
         self._resume: bool | str = False
         self._claim: CheckpointManager | None = None
+        self._loaded_path: str | None = None
+        self._has_trained = False
         self._signals: StopSignals | None = None
 
     def _refuse_what_is_not_here_yet(self, fused_loss_factory: Any) -> None:
@@ -99,6 +106,12 @@ class PreparedTrainer(BaseTrainer):
             asked.append("fused_loss_factory")
         if asked:
             raise ValueError(f"{', '.join(asked)}: not available in this version of forgather.")
+        for name, default in (("default_dtype", None), ("construct_model_on", "default")):
+            if self.model_init is None and getattr(self.args, name) != default:
+                raise ValueError(
+                    f"{name}={getattr(self.args, name)!r} says how to build the model, but it was given ready: pass "
+                    "model_init, a function that builds it, instead of model."
+                )
 
     def _require_eval_dataset(self) -> None:
         asked = {"eval_strategy": self.args.eval_strategy != "no", "eval_on_save": self.args.eval_on_save}
@@ -126,6 +139,8 @@ class PreparedTrainer(BaseTrainer):
         self._init_state()
         self._init_checkpoint_manager()
         self._restore()
+        # What a model brings along, or an interrupted step left, must not enter the first step.
+        self.optimizer.zero_grad()
         self._dispatch("on_init_end")
 
     def _prepare_evaluation(self) -> None:
@@ -214,8 +229,9 @@ class PreparedTrainer(BaseTrainer):
         )
 
     def _prepare_model(self) -> None:
-        """Build the model unless it was given, and put it on the device."""
-        if self.model is None:
+        """Build the model unless it was given, and put it on the device; a fresh start begins with a fresh one."""
+        starts_over = self._has_trained and self._resume is False and self.model_init is not None
+        if self.model is None or starts_over:
             assert self.model_init is not None
             self.model = build_model(
                 self.model_init,
@@ -258,9 +274,11 @@ class PreparedTrainer(BaseTrainer):
         self.optimizer_state = OptimizerState(self.optimizer, model.named_parameters())
         self._parameters = [parameter for group in self.optimizer.param_groups for parameter in group["params"]]
         self._num_steps = self._planned_steps()
-        self.lr_scheduler = self._given_scheduler or build_scheduler(
-            self.args, self.optimizer, self._lr_scheduler_factory, min(self._num_steps, NO_STEP_LIMIT)
-        )
+        if self._given_scheduler is None:
+            self._init_scheduler()
+        else:
+            self.lr_scheduler = self._given_scheduler
+            self._scheduler_state = SchedulerState(self.lr_scheduler, self.optimizer)
 
     def _wrap(self) -> None:
         """Wrap the model for a strategy; one device needs nothing."""
@@ -291,6 +309,35 @@ class PreparedTrainer(BaseTrainer):
             return
         path = self.checkpoint_manager.load_checkpoint(None if self._resume is True else str(self._resume))
         logger.info("Resumed from %s", path)
+        if self.state.epoch_train_steps != max(self._steps_per_epoch(), 1):
+            self._plan_anew()
+
+    def _plan_anew(self) -> None:
+        """Steps have another size than those of the checkpoint: count the rest of training in the new ones."""
+        state, steps_per_epoch = self.state, max(self._steps_per_epoch(), 1)
+        position = self.train_dataloader.state_dict()
+        done = position["index"] / position["num_samples"] if position.get("num_samples") else 0.0
+        state.epoch_train_steps = steps_per_epoch
+        state.epoch_start_step = state.global_step - round(done * steps_per_epoch)
+        if self.args.max_steps >= 0 or self.args.num_train_epochs < 0:
+            return
+        epochs_left = self.args.num_train_epochs - state.raw_epoch
+        state.max_steps = self._num_steps = state.epoch_start_step + math.ceil(epochs_left * steps_per_epoch)
+        if self._given_scheduler is None:
+            progress = self.lr_scheduler.state_dict()
+            self._init_scheduler()
+            self._scheduler_state.load_state_dict(progress)
+            self._update_context()
+
+    def _init_scheduler(self) -> None:
+        self.lr_scheduler = build_scheduler(
+            self.args, self.optimizer, self._lr_scheduler_factory, min(self._num_steps, NO_STEP_LIMIT)
+        )
+        self._scheduler_state = SchedulerState(self.lr_scheduler, self.optimizer)
+
+    @abstractmethod
+    def _update_context(self) -> None:
+        """Tell callbacks of the objects there are now."""
 
     @abstractmethod
     def _init_state(self) -> None:

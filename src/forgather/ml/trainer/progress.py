@@ -12,6 +12,7 @@ _STATE_FIELDS = (
     "global_step",
     "raw_epoch",
     "epoch_start_step",
+    "epoch_train_steps",
     "log_history",
     "best_metric",
     "num_input_tokens_seen",
@@ -36,6 +37,7 @@ class TrainerProgress:
             "totals": trainer._totals.state_dict(),
             "amp": trainer.amp.state_dict(),
             "best_saved_metric": trainer._best_saved_metric,
+            "should_epoch_stop": trainer.control.should_epoch_stop,
             "evaluated_step": trainer._evaluated_step,
             "evaluation_is_pending": trainer._evaluation_is_pending,
         }
@@ -51,6 +53,7 @@ class TrainerProgress:
         trainer._totals.load_state_dict(state["totals"])
         trainer.amp.load_state_dict(state["amp"])
         trainer._best_saved_metric = state["best_saved_metric"]
+        trainer.control.should_epoch_stop = state["should_epoch_stop"]
         trainer._evaluated_step = state["evaluated_step"]
         trainer._evaluation_is_pending = state["evaluation_is_pending"]
         trainer._saved_step = trainer.state.global_step
@@ -70,13 +73,24 @@ class SchedulerState:
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Comes after the optimizer, whose groups keep a rate that the user changed since the checkpoint."""
-        asked = [group.get("initial_lr", group["lr"]) for group in self._optimizer.param_groups]
+        groups = self._optimizer.param_groups
+        asked = [group.get("initial_lr", group["lr"]) for group in groups]
         self._scheduler.load_state_dict(state)
         saved = getattr(self._scheduler, "base_lrs", None)
-        if saved is None or saved == asked:
+        if saved is None:
             return
         self._scheduler.base_lrs = asked
         if isinstance(self._scheduler, LambdaLR):
-            # In closed form, so it can take effect at once; other schedules go on from the rate there is.
-            for group, rate in zip(self._optimizer.param_groups, self._scheduler.get_lr(), strict=True):
-                group["lr"] = rate
+            # In closed form, so what was changed since takes effect at once; nothing changes when nothing was.
+            functions = self._scheduler.lr_lambdas
+            rates = [
+                rate * function(self._scheduler.last_epoch) for rate, function in zip(asked, functions, strict=True)
+            ]
+        elif saved != asked:
+            last = self._scheduler.get_last_lr()
+            rates = [rate * new / old if old else rate for rate, new, old in zip(last, asked, saved, strict=True)]
+        else:
+            return
+        for group, rate in zip(groups, rates, strict=True):
+            group["lr"] = rate
+        self._scheduler._last_lr = rates

@@ -1,5 +1,6 @@
 """The numbers of a run: where it is, what is logged, and what it comes to in the end."""
 
+import math
 from dataclasses import dataclass
 from typing import Any
 
@@ -7,7 +8,7 @@ import torch
 
 from forgather.ml.trainer.periodic_function import PeriodicFunction
 from forgather.ml.trainer.preparation import PreparedTrainer
-from forgather.ml.trainer.progress import SchedulerState, TrainerProgress
+from forgather.ml.trainer.progress import TrainerProgress
 from forgather.ml.trainer.trainer_types import TrainerControl
 from forgather.ml.trainer.trainer_types import TrainerState as BaseTrainerState
 from forgather.ml.trainer.training_metrics import IntervalMetrics, RunTotals, SpeedMeter, root_mean_square
@@ -55,7 +56,6 @@ class ReportingTrainer(PreparedTrainer):
         self._saved_path = ""
         self._resumed_in_epoch = False
         self._progress = TrainerProgress(self)
-        self._scheduler_state = SchedulerState(self.lr_scheduler, self.optimizer)
         self._log_when = _when(args.logging_strategy, args.logging_steps)
         self._evaluate_when = _when(args.eval_strategy, args.eval_steps, args.eval_delay)
         self._save_when = _when(args.save_strategy, args.save_steps)
@@ -83,16 +83,22 @@ class ReportingTrainer(PreparedTrainer):
             return
         self.amp.log_scale_drop()
         sums = self._close_interval()
+        norms = sums["norms"]
+        if self.args.mixed_precision == "fp16":
+            # An overflow skips the step and lowers the scale: the norm of such a step says nothing.
+            norms = [norm for norm in norms if math.isfinite(norm)]
         logs = {
             "epoch": self.state.epoch,
             "loss": sums["loss_sum"] / sums["targets"] if sums["targets"] else 0.0,
-            "grad_norm": root_mean_square(sums["norms"]),
-            "max_grad_norm": max(sums["norms"], default=None),
+            "grad_norm": root_mean_square(norms),
+            "max_grad_norm": max(norms, default=None),
             "tokens": sums["tokens"],
             "total_tokens": self._totals.tokens,
             "total_flos": self.state.total_flos,
             "learning_rate": self.lr_scheduler.get_last_lr()[0],
         }
+        if len(norms) < len(sums["norms"]):
+            logs["skipped_steps"] = len(sums["norms"]) - len(norms)
         peak_memory = self._distributed_peak_mem()
         if peak_memory is not None:
             logs["peak_mem_allocated"] = peak_memory
@@ -136,7 +142,7 @@ class ReportingTrainer(PreparedTrainer):
         return 1
 
     def _distributed_loss(self, loss_sum: float, targets: float) -> tuple[float, float]:
-        """Sums of loss and targets over all data-parallel ranks."""
+        """The sum of the loss over all data-parallel ranks, and `targets`, which counts those of all ranks already."""
         return loss_sum, targets
 
     def _distributed_tokens(self, tokens: Any) -> Any:

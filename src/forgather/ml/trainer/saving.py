@@ -49,7 +49,13 @@ class SavingTrainer(ReportingTrainer):
         if self.checkpoint_manager is None:
             self._prepare(False)
         assert self.checkpoint_manager is not None
-        return self.checkpoint_manager.load_checkpoint(path)
+        self._loaded_path = self.checkpoint_manager.load_checkpoint(path)
+        return self._loaded_path
+
+    def _default_resume(self) -> bool | str:
+        """What `train` resumes from unless it is told: a checkpoint that was loaded by hand, else as the arguments say."""
+        loaded, self._loaded_path = self._loaded_path, None
+        return loaded or self.args.resume_from_checkpoint
 
     def save_model(self, output_dir: str | None = None) -> None:
         """Write the model alone, as a Hugging Face directory, by default into the output directory."""
@@ -69,10 +75,14 @@ class SavingTrainer(ReportingTrainer):
         started = time.perf_counter()
         metrics = self._eval_metrics if self._evaluated_step == step else None
         assert self.checkpoint_manager is not None
+        best_before = self._best_saved_metric, self.state.best_model_checkpoint
+        # Before the save, whose state is to know of itself.
         self._note_best_saved(metrics)
         self.checkpoint_manager.set_eval_metrics(metrics)
         path = self.checkpoint_manager.save_checkpoint(checkpoint_id=step)
-        if path:
+        if not path:
+            self._best_saved_metric, self.state.best_model_checkpoint = best_before
+        else:
             self._saved_step, self._saved_path = step, path
             self._preserve_best(path, metrics)
             self._dispatch("on_save", checkpoint_path=path)

@@ -14,9 +14,7 @@ from torch import Tensor
 
 from forgather.ml.trainer.arguments import MinimalTrainingArguments, TrainingArguments
 from forgather.ml.trainer.evaluating import EvaluatingTrainer
-from forgather.ml.trainer.evaluation import (
-    samples_in,
-)
+from forgather.ml.trainer.evaluation import samples_in
 from forgather.ml.trainer.model_loss import Window
 from forgather.ml.trainer.periodic_function import PeriodicFunction
 from forgather.ml.trainer.reporting import TrainerState
@@ -58,8 +56,10 @@ class Trainer(EvaluatingTrainer):
         with contextlib.ExitStack() as run:
             self._signals = run.enter_context(StopSignals())
             run.callback(self._close)
-            self._prepare(self.args.resume_from_checkpoint if resume is None else resume)
-            run.enter_context(torch.autograd.set_detect_anomaly(self.args.detect_anomaly, check_nan=True))
+            self._prepare(self._default_resume() if resume is None else resume)
+            self._has_trained = True
+            if self.args.detect_anomaly:
+                run.enter_context(torch.autograd.set_detect_anomaly(True, check_nan=True))
             run.enter_context(set_train(self._forward_model, True))
             self._dispatch("on_train_begin")
             self._finish_interrupted_evaluation()
@@ -71,10 +71,10 @@ class Trainer(EvaluatingTrainer):
     def _train_epoch(self) -> None:
         self.train_dataloader.set_epoch(self.state.raw_epoch)
         self._dispatch("on_epoch_begin")
-        for window in self._windows():
+        for window in self._windows() if not self._leaves_epoch() else ():
             self._train_step(window)
             self._after_step()
-            if self._is_last_step() or self.control.should_epoch_stop:
+            if self._leaves_epoch():
                 break
         self._end_epoch()
 
@@ -112,6 +112,8 @@ class Trainer(EvaluatingTrainer):
         self._interval.add(loss, window.total, grad_norm, tokens, samples)
         self._speed.step(tokens, samples)
         state.global_step += 1
+        state.num_input_tokens_seen += tokens
+        state.total_flos += tokens * self._flops_per_token
         # An epoch that turns out longer than was assumed must not reach into the next one.
         share = min((state.global_step - state.epoch_start_step) / state.epoch_train_steps, 1.0)
         state.epoch = state.raw_epoch + share
@@ -140,7 +142,17 @@ class Trainer(EvaluatingTrainer):
         if self.args.save_strategy == "epoch":
             self._save_while_training()
         self._dispatch("on_epoch_end")
+        self._fulfil_requests()
         self._heed_stop_request()
+
+    def _fulfil_requests(self) -> None:
+        """Do what callbacks asked for at the end of an epoch, and not only after the next step."""
+        if self.control.should_log:
+            self._log_interval()
+        if self.control.should_evaluate:
+            self._evaluate_while_training()
+        if self.control.should_save:
+            self._save_while_training()
 
     def _finish(self) -> TrainOutput:
         if self.args.logging_strategy != "no":
@@ -178,6 +190,9 @@ class Trainer(EvaluatingTrainer):
         # Without a length an epoch ends when its data do, not at the number of steps that was assumed for it.
         has_limit = self.args.max_steps >= 0 or self.train_dataloader.num_batches is not None
         return has_limit and self.state.global_step >= self._num_steps
+
+    def _leaves_epoch(self) -> bool:
+        return self._is_last_step() or self.control.should_epoch_stop
 
     def _epoch_is_complete(self) -> bool:
         steps_done = self.state.global_step - self.state.epoch_start_step
@@ -228,7 +243,7 @@ class Trainer(EvaluatingTrainer):
         batches: list[Mapping[str, Any]] = []
         iterator = iter(self.train_dataloader)
         if self._resumed_in_epoch and self.rng.has_loaded:
-            # Last of all: making iterators may have drawn random numbers that the straight run drew long ago.
+            # Last of all: callbacks and iterators may have drawn numbers that the straight run drew long ago.
             self.rng.restore()
         for batch in iterator:
             batches.append(batch)

@@ -2,12 +2,18 @@
 
 import math
 import time
+from array import array
 from typing import Any
 
 import torch
 from torch import Tensor
 
+from forgather.ml.trainer.evaluation import as_integers
+
 Number = int | Tensor
+
+_STEPS_UNTIL_FOLD = 1000
+"""So many steps are kept one by one; more would be tensors without end in a run that logs rarely or never."""
 
 
 class IntervalMetrics:
@@ -19,33 +25,44 @@ class IntervalMetrics:
         self._norms: list[Tensor] = []
         self._tokens: list[Number] = []
         self._samples = 0
+        self._folded_steps = 0
+        self._folded: dict[str, Any] = {"loss_sum": 0.0, "targets": 0.0, "tokens": 0}
+        self._folded_norms = array("d")
 
     def add(self, loss: Tensor, targets: Number, grad_norm: Tensor | None, tokens: Number, samples: int) -> None:
-        """Note a step; nothing is computed here, since that would be work in every step."""
+        """Note a step; nothing is computed here but once in many steps, since that would be work in every step."""
         self._losses.append(loss)
         self._targets.append(targets)
         self._tokens.append(tokens)
         self._samples += samples
         if grad_norm is not None:
             self._norms.append(grad_norm)
+        if len(self._losses) >= _STEPS_UNTIL_FOLD:
+            self._fold()
 
     @property
     def num_steps(self) -> int:
-        return len(self._losses)
+        return self._folded_steps + len(self._losses)
 
     def totals(self) -> dict[str, Any]:
-        """Sums over the interval as tensors of this rank: loss x targets, targets, tokens; and the norms."""
-        # Those of before a resume are on the CPU still.
-        device = self._losses[-1].device if self._losses else torch.device("cpu")
-        losses = torch.stack([loss.to(device) for loss in self._losses]) if self._losses else torch.zeros(0)
-        targets = torch.tensor([float(number) for number in self._targets], dtype=torch.float64)
-        return {
-            "loss_sum": (losses.cpu().double() * targets).sum().item(),
-            "targets": targets.sum().item(),
-            "tokens": sum(int(number) for number in self._tokens),
-            "samples": self._samples,
-            "norms": [float(norm) for norm in self._norms],
-        }
+        """Sums over the interval, of this rank: loss x targets, targets, tokens; and the norms."""
+        sums = {name: folded + number for (name, folded), number in zip(self._folded.items(), self._sums(), strict=True)}
+        norms = [*self._folded_norms, *_on_cpu(self._norms).tolist()]
+        return {**sums, "samples": self._samples, "norms": norms}
+
+    def _sums(self) -> tuple[float, float, int]:
+        """Loss x targets, targets and tokens of the steps that are kept one by one."""
+        targets = torch.tensor(as_integers(self._targets), dtype=torch.float64)
+        loss_sum = (_on_cpu(self._losses) * targets).sum().item()
+        return loss_sum, targets.sum().item(), sum(as_integers(self._tokens))
+
+    def _fold(self) -> None:
+        """Replace the steps by their sums; the number of steps alone decides when, so that a resumed run does the same."""
+        for name, number in zip(self._folded, self._sums(), strict=True):
+            self._folded[name] += number
+        self._folded_norms.extend(_on_cpu(self._norms).tolist())
+        self._folded_steps += len(self._losses)
+        self._losses, self._targets, self._norms, self._tokens = [], [], [], []
 
     def reset(self) -> None:
         self.__init__()  # type: ignore[misc]
@@ -53,16 +70,21 @@ class IntervalMetrics:
     def state_dict(self) -> dict[str, Any]:
         return {
             "losses": [loss.detach().cpu() for loss in self._losses],
-            "targets": [int(number) for number in self._targets],
+            "targets": as_integers(self._targets),
             "norms": [norm.detach().cpu() for norm in self._norms],
-            "tokens": [int(number) for number in self._tokens],
+            "tokens": as_integers(self._tokens),
             "samples": self._samples,
+            "folded": dict(self._folded),
+            "folded_steps": self._folded_steps,
+            "folded_norms": torch.tensor(self._folded_norms.tolist(), dtype=torch.float64),
         }
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         self._losses, self._targets = list(state["losses"]), list(state["targets"])
         self._norms, self._tokens = list(state["norms"]), list(state["tokens"])
         self._samples = state["samples"]
+        self._folded, self._folded_steps = dict(state["folded"]), state["folded_steps"]
+        self._folded_norms = array("d", state["folded_norms"].tolist())
 
 
 class RunTotals:
@@ -128,6 +150,15 @@ class SpeedMeter:
 
     def rate(self, amount: float) -> float:
         return amount / self.seconds if self.seconds > 0 else 0.0
+
+
+def _on_cpu(numbers: list[Tensor]) -> Tensor:
+    """Scalars as one tensor of double precision, for which the device is waited for once."""
+    if not numbers:
+        return torch.zeros(0, dtype=torch.float64)
+    # Those of before a resume are on the CPU still.
+    device = numbers[-1].device
+    return torch.stack([number.detach().to(device) for number in numbers]).cpu().double()
 
 
 def root_mean_square(values: list[float]) -> float | None:

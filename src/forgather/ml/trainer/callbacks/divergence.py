@@ -29,13 +29,26 @@ class DivergenceDetector(TrainerCallback):
         self._best = math.inf
         self._best_step = 0
         self._num_above = 0
+        self._last_loss: Any = None
 
     def on_train_begin(self, state: TrainerState, **kwargs: Any) -> None:
         if state.global_step == 0:
             self.load_state_dict({"smoothed": None, "best": None, "best_step": 0, "num_above": 0})
 
+    def on_train_metrics(self, loss: Any, **kwargs: Any) -> None:
+        self._last_loss = loss
+
+    def on_step_end(self, args: Any, state: TrainerState, control: TrainerControl, **kwargs: Any) -> None:
+        """Look before a save, which waits for the device anyway: weights that are no numbers must not replace good ones."""
+        by_steps = args.save_strategy == "steps" and state.global_step % args.save_steps == 0
+        by_epoch = args.save_strategy == "epoch" and state.epoch >= state.raw_epoch + 1
+        if control.should_abort_without_save or self._last_loss is None:
+            return
+        if (by_steps or by_epoch) and not math.isfinite(float(self._last_loss)):
+            self._act(f"the loss is {float(self._last_loss)}", False, state, control)
+
     def on_log(self, state: TrainerState, control: TrainerControl, logs: Mapping[str, Any], **kwargs: Any) -> None:
-        if "loss" not in logs:
+        if "loss" not in logs or control.should_abort_without_save:
             return
         loss = float(logs["loss"])
         reason = self._find_reason(loss, state.global_step)

@@ -4,6 +4,7 @@ import logging
 from collections.abc import Mapping
 from typing import Any
 
+from forgather.ml.checkpoint.retention import default_greater_is_better
 from forgather.ml.trainer.trainer_types import TrainerCallback, TrainerControl, TrainerState
 
 logger = logging.getLogger(__name__)
@@ -13,7 +14,7 @@ class EarlyStopping(TrainerCallback):
     """Ends training after `patience` evaluations in a row without an improvement of more than `threshold`.
 
     `metric` is a key of the evaluation's metrics, with or without its "eval_". `greater_is_better=None` means that less
-    is better for names that end in "loss", more for all others.
+    is better for names that end in "loss" or "perplexity", more for all others.
     """
 
     def __init__(
@@ -30,7 +31,7 @@ class EarlyStopping(TrainerCallback):
         self._patience = patience
         self._threshold = threshold
         self._metric = metric
-        self._greater_is_better = not metric.endswith("loss") if greater_is_better is None else greater_is_better
+        self._greater_is_better = default_greater_is_better(metric) if greater_is_better is None else greater_is_better
         self._best: float | None = None
         self._best_step = 0
         self._num_without_improvement = 0

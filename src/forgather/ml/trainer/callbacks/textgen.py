@@ -1,16 +1,16 @@
 """Samples of what a model writes, as training goes on."""
 
-import contextlib
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
 from rich.text import Text
 from torch import nn
 
-from forgather.ml.checkpoint.rng import RNGState
 from forgather.ml.trainer.callbacks.console import get_console
+from forgather.ml.trainer.seeding import undisturbed_random_numbers
 from forgather.ml.trainer.trainer_types import TrainerCallback, TrainerState
+from forgather.ml.trainer.trainer_utils import set_train
 
 
 class TextgenCallback(TrainerCallback):
@@ -61,7 +61,7 @@ class TextgenCallback(TrainerCallback):
         unwrapped = _unwrapped(model, trainer)
         generate = _find_generate(unwrapped, tokenizer, trainer)
         texts = []
-        with preserved_random_state(), evaluation_mode(unwrapped), torch.no_grad():
+        with undisturbed_random_numbers(), set_train(unwrapped, False), torch.no_grad():
             for prompt in self._prompts:
                 torch.manual_seed(self._seed)
                 inputs = _encode(tokenizer, prompt, _device_of(unwrapped))
@@ -69,28 +69,6 @@ class TextgenCallback(TrainerCallback):
                 continuation = output[0, inputs["input_ids"].shape[1] :]
                 texts.append(tokenizer.decode(continuation, skip_special_tokens=True))
         return texts
-
-
-@contextlib.contextmanager
-def preserved_random_state() -> Iterator[None]:
-    """Leaves the generators of Python, NumPy and torch, on all devices, as they were."""
-    state = RNGState().state_dict()
-    try:
-        yield
-    finally:
-        RNGState().load_state_dict(state)
-
-
-@contextlib.contextmanager
-def evaluation_mode(model: nn.Module) -> Iterator[None]:
-    """Puts the model into evaluation mode, and each of its modules back into its own: some may be frozen there."""
-    training = [module for module in model.modules() if module.training]
-    model.eval()
-    try:
-        yield
-    finally:
-        for module in training:
-            module.training = True
 
 
 def _find_generate(model: nn.Module, tokenizer: Any, trainer: Any) -> Callable[..., torch.Tensor]:
