@@ -136,7 +136,9 @@ class MinimalTrainingArguments:
             self._require("max_grad_norm", 0)
         for name in ("adam_beta1", "adam_beta2"):
             if not 0 <= getattr(self, name) < 1:
-                raise ValueError(f"{name}={getattr(self, name)!r} cannot be used: it must be at least 0 and less than 1.")
+                raise ValueError(
+                    f"{name}={getattr(self, name)!r} cannot be used: it must be at least 0 and less than 1."
+                )
         if self.use_cpu and self.device is not None and self.device.split(":")[0] != "cpu":
             raise ValueError(
                 f"use_cpu=True and device={self.device!r} contradict each other: leave device None, or use_cpu False."

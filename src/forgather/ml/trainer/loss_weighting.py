@@ -47,7 +47,7 @@ class StepLoss:
     def __init__(self, loss_fn: LossFunctionT, token_weighted: bool = True) -> None:
         self.loss_fn = loss_fn
         self._token_weighted = token_weighted
-        self._takes_count = "num_items_in_batch" in _parameters(loss_fn)
+        self._takes_count = "num_items_in_batch" in parameters_of(loss_fn)
         self._num_targets = getattr(loss_fn, "num_targets", None)
         self._sum_over_targets = getattr(loss_fn, "sum_over_targets", None)
         self._first_counts: bool | None = None
@@ -120,7 +120,8 @@ def _at_least_one(number: int | Tensor) -> int | Tensor:
     return max(number, 1) if isinstance(number, int) else number.clamp(min=1)
 
 
-def _parameters(function: Any) -> Mapping[str, Any]:
+def parameters_of(function: Any) -> Mapping[str, Any]:
+    """The parameters of a callable by name; none where it does not tell."""
     try:
         return inspect.signature(function).parameters
     except (TypeError, ValueError):

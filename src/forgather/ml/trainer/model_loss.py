@@ -1,6 +1,5 @@
 """From a batch to its loss: by the user's function, by the causal loss, or by what the model computes itself."""
 
-import inspect
 import logging
 from collections.abc import Mapping
 from dataclasses import dataclass, field
@@ -12,7 +11,14 @@ from torch import Tensor, nn
 from forgather.ml.checkpoint.rng import RNGState
 from forgather.ml.loss import CausalLoss
 from forgather.ml.trainer.data_collator import require_mapping
-from forgather.ml.trainer.loss_weighting import IGNORE_INDEX, StepLoss, logits_of, own_loss_of, zero_without_targets
+from forgather.ml.trainer.loss_weighting import (
+    IGNORE_INDEX,
+    StepLoss,
+    logits_of,
+    own_loss_of,
+    parameters_of,
+    zero_without_targets,
+)
 from forgather.ml.trainer.trainer_types import LossFunctionT
 
 logger = logging.getLogger(__name__)
@@ -118,7 +124,9 @@ class ModelLoss:
             generators.load_state_dict(before)
         self._uses_own_loss = True
         self._own_loss_shifts = _shifts(_unwrapped(model))
-        logger.info("Loss: the model's own, since %s.", reason or "there are no logits of rank 3 and labels for another")
+        logger.info(
+            "Loss: the model's own, since %s.", reason or "there are no logits of rank 3 and labels for another"
+        )
         return self._own_forward(model, inputs, labels)
 
     def _own_forward(self, model: nn.Module, inputs: Mapping[str, Any], labels: Tensor | None) -> Forward:
@@ -140,7 +148,7 @@ def _reason_for_own_loss(model: nn.Module) -> str | None:
     for name in ("is_encoder_decoder", "output_router_logits"):
         if getattr(config, name, False):
             return f"its config has {name}=True"
-    labels = inspect.signature(inner.forward).parameters.get("labels")
+    labels = parameters_of(inner.forward).get("labels")
     if labels is not None and labels.default is labels.empty:
         return "its forward requires labels"
     return None

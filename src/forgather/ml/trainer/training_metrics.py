@@ -46,7 +46,9 @@ class IntervalMetrics:
 
     def totals(self) -> dict[str, Any]:
         """Sums over the interval, of this rank: loss x targets, targets, tokens; and the norms."""
-        sums = {name: folded + number for (name, folded), number in zip(self._folded.items(), self._sums(), strict=True)}
+        sums = {
+            name: folded + number for (name, folded), number in zip(self._folded.items(), self._sums(), strict=True)
+        }
         norms = [*self._folded_norms, *_on_cpu(self._norms).tolist()]
         return {**sums, "samples": self._samples, "norms": norms}
 
