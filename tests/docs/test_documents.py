@@ -23,7 +23,9 @@ def run_program(document: str, folder: str) -> int:
     return len(blocks)
 
 
-@pytest.mark.parametrize(("name", "num_ranks", "num_blocks"), [("checkpointing", 1, 4), ("custom-trainers", 2, 6), ("trainer", 1, 1)])
+@pytest.mark.parametrize(
+    ("name", "num_ranks", "num_blocks"), [("checkpointing", 1, 4), ("custom-trainers", 2, 6), ("trainer", 1, 1)]
+)
 def test_the_examples_of_a_document_run(tmp_path: Path, name: str, num_ranks: int, num_blocks: int) -> None:
     document = str(DOCS / f"{name}.md")
     assert run_on_ranks(run_program, num_ranks, document, str(tmp_path)) == [num_blocks] * num_ranks

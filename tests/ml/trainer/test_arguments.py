@@ -76,6 +76,9 @@ def test_the_defaults_are_the_documented_ones() -> None:
         ({"construct_model_on": "moon"}, ["construct_model_on='moon'", "'default', 'meta', 'device'"]),
         ({"on_save_error": "ignore"}, ["on_save_error='ignore'", "'raise', 'warn'"]),
         ({"preserve_n_best": 0}, ["preserve_n_best=0", "1 or more"]),
+        ({"adam_beta1": 1.0}, ["adam_beta1=1.0", "less than 1"]),
+        ({"adam_beta2": -0.1}, ["adam_beta2=-0.1", "at least 0"]),
+        ({"max_eval_steps": 0}, ["max_eval_steps=0", "-1 for all"]),
         ({"dataloader_prefetch_factor": 2}, ["dataloader_prefetch_factor=2", "dataloader_num_workers"]),
     ],
 )
@@ -97,6 +100,17 @@ def test_wrong_values_are_refused_with_what_is_allowed(settings: dict[str, Any],
         ({"fuse_optim_with_backward": True, "mixed_precision": "fp16"}, ["mixed_precision='fp16'", "scaler"]),
         ({"fp8_recipe": "tensorwise", "qat_recipe": "int8"}, ["fp8_recipe='tensorwise'", "qat_recipe='int8'"]),
         ({"activation_memory_budget": 0.5}, ["activation_memory_budget=0.5", "torch_compile=True"]),
+        ({"load_best_model_at_end": True}, ["load_best_model_at_end=True", "eval_strategy='no'"]),
+        ({"preserve_best_model": True}, ["preserve_best_model=True", "eval_strategy='no'"]),
+        (
+            {"load_best_model_at_end": True, "eval_strategy": "steps", "save_strategy": "no"},
+            ["load_best_model_at_end=True", "save_strategy='no'"],
+        ),
+        (
+            {"preserve_best_model": True, "eval_on_save": True, "save_strategy": "no"},
+            ["preserve_best_model=True", "save_strategy='no'"],
+        ),
+        ({"use_cpu": True, "device": "cuda:1"}, ["use_cpu=True", "device='cuda:1'"]),
     ],
 )
 def test_combinations_that_cannot_work_are_refused(settings: dict[str, Any], words: list[str]) -> None:
@@ -123,7 +137,7 @@ def test_unknown_keys_are_refused_with_the_nearest_name() -> None:
 
 
 def test_something_else_than_arguments_is_refused() -> None:
-    with pytest.raises(ValueError, match="args must be TrainingArguments or a dict of its fields, not list"):
+    with pytest.raises(ValueError, match=r"args must be \S+\.TrainingArguments or a dict of its fields, not \S+list"):
         arguments_from(TrainingArguments, [])  # type: ignore[arg-type]
 
 
@@ -207,3 +221,34 @@ def test_what_is_not_available_says_so(tmp_path: Path, name: str, value: Any) ->
     settings: dict[str, Any] = {name: value}
     with pytest.raises(ValueError, match=f"{name}: not available"):
         quiet_trainer(tmp_path, ScalarModel(), scalars(1), **settings)
+
+
+@pytest.mark.parametrize(
+    ("name", "hint"), [("bf16", "mixed_precision='bf16'"), ("evaluation_strategy", "it is called eval_strategy")]
+)
+def test_names_of_transformers_that_are_others_here_get_a_hint(name: str, hint: str) -> None:
+    with pytest.raises(ValueError, match=f"no argument '{name}': .*{hint}"):
+        arguments_from(TrainingArguments, {name: True})
+
+
+def test_the_arguments_of_transformers_are_told_apart_by_their_module() -> None:
+    given: Any = type("TrainingArguments", (), {"__module__": "transformers.training_args"})()
+    with pytest.raises(ValueError, match=r"not transformers\.training_args\.TrainingArguments\. .*as a dict"):
+        arguments_from(TrainingArguments, given)
+
+
+def test_the_best_model_may_be_that_of_evaluations_at_saves() -> None:
+    assert TrainingArguments(load_best_model_at_end=True, eval_on_save=True).load_best_model_at_end
+
+
+def test_the_cpu_may_be_named_twice() -> None:
+    assert TrainingArguments(use_cpu=True, device="cpu").device == "cpu"
+
+
+def test_a_copy_shares_nothing() -> None:
+    args = TrainingArguments(lr_scheduler_kwargs={"num_cycles": 2})
+    copied = args.copy()
+    assert copied == args
+    assert copied.lr_scheduler_kwargs is not None
+    copied.lr_scheduler_kwargs["num_cycles"] = 3
+    assert args.lr_scheduler_kwargs == {"num_cycles": 2}

@@ -361,7 +361,9 @@ class TestWrappedModels:
         provider = Odd()
         manager = make(provider)
         path = manager.save_checkpoint(checkpoint_id=1)
-        assert [record.path for record in read_manifest(path).files if record.component == "model"] == ["model_state.pt"]
+        assert [record.path for record in read_manifest(path).files if record.component == "model"] == [
+            "model_state.pt"
+        ]
         provider.box.value = None
         manager.load_checkpoint()
         assert provider.box.value == 1

@@ -1,5 +1,7 @@
 """Which losses are understood, and what counts as a target."""
 
+import math
+
 import pytest
 import torch
 from torch import Tensor, nn
@@ -7,6 +9,7 @@ from torch.nn import functional
 
 from forgather.ml.loss import CausalLoss, RescaleLoss
 from forgather.ml.trainer.loss_weighting import StepLoss, logits_of, own_loss_of
+from forgather.ml.trainer.model_loss import Forward, ModelLoss
 
 LOGITS = torch.randn(2, 4, 5, generator=torch.Generator().manual_seed(0))
 LABELS = torch.tensor([[1, 2, 3, 4], [-100, -100, 0, -100]])
@@ -95,5 +98,27 @@ def test_logits_and_loss_are_found_among_outputs() -> None:
         assert logits_of(outputs) is LOGITS
     assert own_loss_of(Outputs()) is Outputs.loss
     assert own_loss_of({"loss": Outputs.loss}) is Outputs.loss
+    assert own_loss_of((Outputs.loss, LOGITS)) is Outputs.loss
+    assert own_loss_of((LOGITS, LOGITS)) is None
+    assert own_loss_of(()) is None
     assert own_loss_of(LOGITS) is None
     assert logits_of({"loss": Outputs.loss}) is None
+
+
+@pytest.mark.parametrize("token_weighted", [True, False])
+@pytest.mark.parametrize("of_whole", [True, False], ids=["all of the step", "a part of the step"])
+def test_a_count_of_zero_on_the_device_gives_zero(token_weighted: bool, of_whole: bool) -> None:
+    logits = LOGITS.clone().requires_grad_()
+    step_loss = StepLoss(unshifted, token_weighted)
+    count = torch.tensor(0)
+    share = step_loss.share(logits, torch.full((2, 4), -100), count, count if of_whole else torch.tensor(7), 1)
+    share.backward()
+    assert share.item() == 0.0
+    assert logits.grad is not None and torch.equal(logits.grad, torch.zeros_like(logits))
+
+
+def test_a_models_own_loss_is_zero_for_a_count_of_zero_on_the_device() -> None:
+    model_loss = ModelLoss(None, token_weighted=True)
+    nothing = Forward(LOGITS, torch.tensor(math.nan))
+    count = torch.tensor(0)
+    assert model_loss.share(nothing, None, count, count, 1).item() == 0.0

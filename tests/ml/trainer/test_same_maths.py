@@ -1,5 +1,6 @@
 """A step is the same step however it is split into micro-batches, and an evaluation however it is batched."""
 
+import logging
 import math
 from collections.abc import Callable
 from pathlib import Path
@@ -9,10 +10,21 @@ import pytest
 import torch
 from torch import Tensor, nn
 from torch.nn import functional
+from transformers import (
+    BertConfig,
+    BertForMaskedLM,
+    BertForTokenClassification,
+    MixtralConfig,
+    MixtralForCausalLM,
+    T5Config,
+    T5ForConditionalGeneration,
+)
 
 from forgather.ml.loss import CausalLoss
+from forgather.ml.trainer.model_loss import ModelLoss
 from tests.support.tiny_models import (
     IGNORED,
+    VOCAB_SIZE,
     Recorder,
     TokenModel,
     quiet_trainer,
@@ -165,3 +177,71 @@ def test_the_evaluation_loss_does_not_depend_on_the_batch_size(
     shift = 0 if loss is unshifted or build is WithOwnLoss else 1
     num_targets = sum(int((sample["labels"][shift:] != IGNORED).sum()) for sample in samples)
     assert {result["eval_tokens"] for result in results} == {num_targets}
+
+
+def tiny_bert(**options: Any) -> BertConfig:
+    sizes: dict[str, Any] = {"hidden_size": 8, "num_hidden_layers": 1, "num_attention_heads": 2}
+    return BertConfig(vocab_size=VOCAB_SIZE, intermediate_size=8, max_position_embeddings=8, **sizes, **options)
+
+
+def tiny_t5() -> nn.Module:
+    sizes: dict[str, Any] = {"d_model": 8, "d_kv": 4, "d_ff": 8, "num_layers": 1, "num_heads": 2}
+    return T5ForConditionalGeneration(T5Config(vocab_size=VOCAB_SIZE, **{**sizes, "decoder_start_token_id": 0}))
+
+
+def tiny_mixtral() -> nn.Module:
+    sizes: dict[str, Any] = {"hidden_size": 8, "num_hidden_layers": 1, "num_attention_heads": 2}
+    router: dict[str, Any] = {"num_local_experts": 2, "output_router_logits": True, "router_aux_loss_coef": 0.5}
+    config = MixtralConfig(vocab_size=VOCAB_SIZE, intermediate_size=8, num_key_value_heads=1, **sizes, **router)
+    return MixtralForCausalLM(config)
+
+
+class NeedsLabels(TokenModel):
+    """Cannot run without labels, and returns a tuple."""
+
+    def forward(self, input_ids: Tensor, labels: Tensor) -> Any:  # type: ignore[override]
+        logits = super().forward(input_ids)
+        return unshifted(logits, labels), logits
+
+
+OWN_LOSSES: dict[str, tuple[Callable[[], nn.Module], int]] = {
+    "masked": (lambda: BertForMaskedLM(tiny_bert()), 5),
+    "tokens": (lambda: BertForTokenClassification(tiny_bert(num_labels=VOCAB_SIZE)), 5),
+    "encoder-decoder": (tiny_t5, 5),
+    "router": (tiny_mixtral, 4),
+    "required labels": (NeedsLabels, 5),
+}
+
+
+def compiled(model: nn.Module) -> Any:
+    return torch.compile(model, backend="eager")
+
+
+@pytest.mark.parametrize("wrap", [nn.Module.eval, nn.DataParallel, compiled], ids=["plain", "module", "compiled"])
+@pytest.mark.parametrize("name", OWN_LOSSES)
+def test_logits_of_rank_3_do_not_make_a_causal_model(
+    name: str, wrap: Callable[..., Any], caplog: pytest.LogCaptureFixture
+) -> None:
+    build, num_targets = OWN_LOSSES[name]
+    model = build().eval()
+    inputs = {"input_ids": torch.tensor([[3, 4, 5, 6], [3, 4, 5, 6]])}
+    labels = torch.tensor([[7, 8, 9, 10], [IGNORED, IGNORED, 3, IGNORED]])
+    model_loss = ModelLoss(None, token_weighted=True)
+    wrapped = wrap(model)
+    with caplog.at_level(logging.INFO), torch.no_grad():
+        loss = model_loss.forward(wrapped, inputs, labels).own_loss
+        model_loss.forward(wrapped, inputs, labels)
+        outputs = model(**inputs, labels=labels)
+    assert loss is not None
+    torch.testing.assert_close(loss, outputs[0] if isinstance(outputs, tuple) else outputs.loss)
+    assert model_loss.count(labels, 2) == num_targets
+    assert caplog.text.count("Loss: the model's own") == 1
+
+
+def test_the_causal_loss_is_told_once(caplog: pytest.LogCaptureFixture) -> None:
+    model_loss = ModelLoss(None, token_weighted=True)
+    tokens = torch.tensor([[3, 4, 5, 6]])
+    with caplog.at_level(logging.INFO):
+        for _ in range(2):
+            assert model_loss.forward(tiny_llama(), {"input_ids": tokens}, tokens).own_loss is None
+    assert caplog.text.count("shifted causal cross entropy") == 1

@@ -1,14 +1,21 @@
 """Windows, cadences, epochs, evaluation means and totals, each with its numbers."""
 
 import math
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 from torch import Tensor
+from torch.nn import functional
 
+from forgather.ml.loss import RescaleLoss
+from forgather.ml.trainer import training_metrics
+from forgather.ml.trainer.evaluating import Prediction
+from forgather.ml.trainer.evaluation import EvaluationSums
 from forgather.ml.trainer.trainer import Trainer
+from forgather.ml.trainer.training_metrics import IntervalMetrics
 from tests.support.tiny_models import (
     Recorder,
     ScalarModel,
@@ -19,6 +26,10 @@ from tests.support.tiny_models import (
     scalars,
     token_samples,
 )
+
+
+def shifted(logits: Tensor, labels: Tensor) -> Tensor:
+    return functional.cross_entropy(logits[:, :-1].flatten(0, -2), labels[:, 1:].flatten())
 
 
 def record_gradients(into: list[float]) -> Recorder:
@@ -257,6 +268,85 @@ def test_max_eval_steps_counts_batches(tmp_path: Path) -> None:
     assert metrics["eval_runtime"] > 0 and metrics["eval_samples_per_second"] > 0
 
 
+def test_no_batch_is_fetched_beyond_max_eval_steps(tmp_path: Path) -> None:
+    fetched = []
+
+    class Batches:
+        def __iter__(self) -> Iterator[Any]:
+            for number in range(5):
+                fetched.append(number)
+                yield {"value": torch.tensor([1.0])}
+
+    loader: Any = Batches()
+    quiet_trainer(tmp_path, ScalarModel(), None, max_eval_steps=2).evaluate(loader)
+    assert fetched == [0, 1]
+
+
+def test_an_evaluation_without_targets_is_not_a_number_and_never_the_best(tmp_path: Path) -> None:
+    samples = token_samples(4)
+    options = {"eval_dataset": samples[3:]}
+    trainer = quiet_trainer(tmp_path, TokenModel(), samples, trainer_options=options, eval_strategy="epoch")
+    trainer.train()
+    assert math.isnan(trainer.evaluate()["eval_loss"])
+    assert trainer.state.best_metric is None
+
+
+def test_evaluation_sums_need_no_double_precision_on_the_device(monkeypatch: pytest.MonkeyPatch) -> None:
+    sums = EvaluationSums()
+    with monkeypatch.context() as patch:
+        patch.setattr(Tensor, "double", None)
+        sums.add(torch.tensor(2.0), 3, 1)
+        sums.add(torch.tensor(4.0), torch.tensor(1), 1)
+    assert (sums.loss_sum, sums.targets, sums.mean, sums.num_samples) == (10.0, 4, 2.5, 2)
+
+
+def test_a_rescaled_loss_is_evaluated_as_it_is(tmp_path: Path) -> None:
+    losses = []
+    for loss in (shifted, RescaleLoss(shifted, 0.25)):
+        options = {"compute_loss_func": loss}
+        trainer = quiet_trainer(tmp_path, TokenModel(), None, trainer_options=options)
+        losses.append(trainer.evaluate(token_samples(4))["eval_loss"])
+    assert losses[0] == losses[1]
+
+
+def test_callbacks_see_predictions_and_their_metrics_are_in_the_history(tmp_path: Path) -> None:
+    correct = []
+
+    def compare(batch: Any, logits: Tensor, labels: Tensor, **_: Any) -> None:
+        assert torch.equal(batch["labels"], labels)
+        correct.append((logits.argmax(-1) == labels).float().mean().item())
+
+    def add_accuracy(metrics: dict[str, Any], **_: Any) -> None:
+        metrics["eval_accuracy"] = sum(correct) / len(correct)
+
+    recorder = Recorder(on_prediction_step=compare, on_evaluate=add_accuracy)
+    samples = token_samples(3)
+    options = {"eval_dataset": samples}
+    trainer = quiet_trainer(tmp_path, TokenModel(), samples, recorder, trainer_options=options, eval_strategy="epoch")
+    trainer.train()
+    assert len(correct) == 3
+    (record,) = (record for record in trainer.state.log_history if "eval_loss" in record)
+    assert record["eval_accuracy"] == sum(correct) / 3
+
+
+def test_logits_that_nobody_wants_are_let_go(tmp_path: Path) -> None:
+    trainer = quiet_trainer(tmp_path, TokenModel(), None)
+    trainer.evaluate(token_samples(1))
+    sample = {name: value[None] for name, value in token_samples(1)[0].items()}
+    assert Prediction(*trainer._prediction_step(sample)).logits is None
+
+
+def test_tensors_inside_of_lists_and_dicts_are_moved(tmp_path: Path) -> None:
+    trainer = quiet_trainer(tmp_path, TokenModel(), None)
+    trainer.evaluate(token_samples(1))
+    trainer.device = torch.device("meta")
+    tensor = torch.ones(1)
+    inputs, _ = trainer._prepare_batch({"a": tensor, "b": [tensor, (tensor, 1)], "c": {"d": tensor, "e": "text"}})
+    moved = [inputs["a"], inputs["b"][0], inputs["b"][1][0], inputs["c"]["d"]]
+    assert all(part.device.type == "meta" for part in moved)
+    assert (inputs["b"][1][1], inputs["c"]["e"]) == (1, "text")
+
+
 def test_samples_weigh_the_same_in_batches_of_different_sizes(tmp_path: Path) -> None:
     assert evaluate_scalars(tmp_path, per_device_eval_batch_size=2)["eval_loss"] == 4.0
 
@@ -458,3 +548,41 @@ def test_both_names_choose_the_best_metric(tmp_path: Path, metric: str, greater:
     trainer = best_run(tmp_path, Recorder(on_evaluate=add_score), preserve_best_model=True, **settings)
     assert saved_steps(tmp_path) == [3, 4]
     assert trainer.state.best_metric == 3.0
+
+
+# --- intervals
+
+
+def add_steps(interval: IntervalMetrics, steps: range) -> None:
+    for step in steps:
+        loss = torch.tensor(1.0 / (step + 1))
+        interval.add(loss, torch.tensor(step % 7) if step % 2 else step % 7, loss * 3, 6, 2)
+
+
+def test_an_interval_without_end_keeps_few_tensors() -> None:
+    interval = IntervalMetrics()
+    num_steps = 2500
+    add_steps(interval, range(num_steps))
+    state = interval.state_dict()
+    assert len(state["losses"]) == len(state["norms"]) == 500
+    totals = interval.totals()
+    assert interval.num_steps == num_steps
+    assert (totals["tokens"], totals["samples"]) == (6 * num_steps, 2 * num_steps)
+    assert totals["targets"] == sum(step % 7 for step in range(num_steps))
+    expected = sum(float(torch.tensor(1.0 / (step + 1))) * (step % 7) for step in range(num_steps))
+    assert totals["loss_sum"] == pytest.approx(expected, rel=1e-12)
+    assert totals["norms"] == [float(torch.tensor(1.0 / (step + 1)) * 3) for step in range(num_steps)]
+
+
+@pytest.mark.parametrize("saved_at", [1, 9, 10, 11, 20, 24])
+def test_an_interval_goes_on_after_a_resume(saved_at: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(training_metrics, "_STEPS_UNTIL_FOLD", 10)
+    straight, first, resumed = IntervalMetrics(), IntervalMetrics(), IntervalMetrics()
+    add_steps(straight, range(25))
+    add_steps(first, range(saved_at))
+    resumed.load_state_dict(first.state_dict())
+    add_steps(resumed, range(saved_at, 25))
+    assert resumed.totals() == straight.totals()
+    assert resumed.num_steps == straight.num_steps == 25
+    resumed.reset()
+    assert (resumed.num_steps, resumed.totals()["norms"]) == (0, [])

@@ -8,6 +8,7 @@ import torch
 from torch import nn
 
 from forgather.ml.checkpoint.errors import CheckpointError
+from forgather.ml.loss import CausalLoss
 from forgather.ml.trainer.trainer import Trainer
 from tests.support.tiny_models import (
     ScalarModel,
@@ -120,11 +121,9 @@ def test_an_evaluation_without_batches_shows_the_settings(tmp_path: Path) -> Non
     assert "What to change" in str(error.value)
 
 
-@pytest.mark.parametrize("settings", [{"max_eval_steps": 0}, {}], ids=["no steps", "no samples"])
-def test_an_evaluation_of_nothing(tmp_path: Path, settings: dict[str, Any]) -> None:
-    dataset = scalars(1) if settings else []
+def test_an_evaluation_of_nothing(tmp_path: Path) -> None:
     with pytest.raises(RuntimeError, match="no batch at all"):
-        quiet_trainer(tmp_path, ScalarModel(), None, **settings).evaluate(dataset)
+        quiet_trainer(tmp_path, ScalarModel(), None).evaluate([])
 
 
 @pytest.mark.parametrize(
@@ -200,3 +199,20 @@ def test_the_best_model_by_a_metric_that_there_is_not(earlier_run: Path) -> None
     with pytest.raises(ValueError, match=r"No metric 'accuracy'.*eval_loss"):
         trainer.train()
     assert_nothing_lost(earlier_run)
+
+
+@pytest.mark.parametrize("loss", [None, CausalLoss()], ids=["default loss", "given loss"])
+def test_batches_that_are_no_mappings(tmp_path: Path, loss: Any) -> None:
+    pairs = [(torch.ones(3, dtype=torch.long), torch.ones(3, dtype=torch.long))]
+    options: dict[str, Any] = {"compute_loss_func": loss}
+    trainer = quiet_trainer(tmp_path, TokenModel(), pairs, trainer_options=options)
+    for run in (trainer.train, lambda: trainer.evaluate(pairs)):
+        with pytest.raises(ValueError, match=r"A batch is a list, but it must be a mapping.*pass a data_collator"):
+            run()
+
+
+def test_samples_of_different_lengths_without_a_collator(tmp_path: Path) -> None:
+    samples = [{"input_ids": [1, 2, 3]}, {"input_ids": [1, 2]}]
+    trainer = quiet_trainer(tmp_path, TokenModel(), samples, per_device_train_batch_size=2)
+    with pytest.raises(ValueError, match=r"different lengths of 'input_ids': 2, 3\..*pass a data_collator"):
+        trainer.train()

@@ -78,3 +78,8 @@ def test_a_missing_metric_is_reported_once_with_those_there_are(
 def test_wrong_settings_are_refused_by_name(settings: dict) -> None:
     with pytest.raises(ValueError, match=next(iter(settings))):
         EarlyStopping(**settings)
+
+
+def test_a_perplexity_is_better_when_it_falls(tmp_path: Path) -> None:
+    run = Run(tmp_path, EarlyStopping(patience=1, metric="eval_perplexity"))
+    assert evaluations_until_stop(run, [9.0, 8.0, 7.0, 7.5, 1.0], "eval_perplexity") == 4
