@@ -28,7 +28,8 @@ def refusal(capsys: pytest.CaptureFixture[str], *words: str) -> str:
 
 def test_a_run_trains_evaluates_saves_and_is_resumed(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     first = spawn(tmp_path, "train", "tiny.yaml", "--callbacks+", "{class_path: JsonLogger}")
-    assert (first.code, first.errors) == (0, "")
+    assert first.code == 0
+    assert first.errors.startswith("Loss: shifted causal cross entropy") and first.errors.count("\n") == 1
     assert "step 5/5" in first.output and "eval 5/5" in first.output
     saved = Path("out/checkpoints/checkpoint-5")
     assert yaml.safe_load(Path("out/config.yaml").read_text())["args"]["max_steps"] == 5
