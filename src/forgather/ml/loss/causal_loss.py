@@ -22,15 +22,18 @@ class CausalLoss:
         divisor = max(count, 1) if isinstance(count, int) else count.to(logits.device).clamp(min=1)
         return self.sum_over_targets(logits, labels) / divisor
 
-    def sum_over_targets(self, logits: Tensor, labels: Tensor) -> Tensor:
-        """The sum instead of the mean, for those who know how many targets it is over."""
+    def sum_over_targets(self, logits: Tensor, labels: Tensor, reduction: str = "sum") -> Tensor:
+        """The sum instead of the mean, for those who know how many targets it is over.
+
+        With `reduction="mean"` it is the mean after all, in one operation less, but NaN when there is no target.
+        """
         # Moving the labels rather than cutting the last logits off saves a copy of the logits.
         targets = functional.pad(labels, (0, 1), value=self.ignore_index)[..., 1:].to(logits.device)
         return functional.cross_entropy(
             _at_least_float32(logits).flatten(0, -2),
             targets.flatten(),
             ignore_index=self.ignore_index,
-            reduction="sum",
+            reduction=reduction,
         )
 
     def num_targets(self, labels: Tensor) -> int | Tensor:

@@ -86,7 +86,7 @@ class EvaluatingTrainer(SavingTrainer):
         inputs, labels = self._prepare_batch(batch)
         with self.amp.autocast():
             forward = self.model_loss.forward(self._forward_model, inputs, labels)
-            count = self.model_loss.count(batch.get("labels"), samples_in(batch))
+            count = self.model_loss.count(batch.get("labels"), batch)
             loss = self.model_loss.share(forward, labels, count, count, 1)
         if self._callback_handler.listens("on_prediction_step"):
             return Prediction(loss, count, forward.logits, labels)

@@ -86,6 +86,8 @@ class StepLoss:
     ) -> Tensor:
         """The part of the step's loss that this micro-batch makes; the shares of a step add up to its loss."""
         if self._sum_over_targets is not None:
+            if num_micro_batches == 1 and isinstance(total, int) and count == total > 0:
+                return self._sum_over_targets(logits, labels, "mean")
             divisor = _at_least_one(total) if self._token_weighted else _at_least_one(count) * num_micro_batches
             return self._sum_over_targets(logits, labels) / divisor
         if isinstance(count, int) and count == 0:

@@ -11,6 +11,7 @@ from torch import Tensor, nn
 from forgather.ml.checkpoint.rng import RNGState
 from forgather.ml.loss import CausalLoss
 from forgather.ml.trainer.data_collator import require_mapping
+from forgather.ml.trainer.evaluation import samples_in
 from forgather.ml.trainer.loss_weighting import (
     IGNORE_INDEX,
     StepLoss,
@@ -69,13 +70,13 @@ class ModelLoss:
         """Whether targets can be counted before the model has been seen at work."""
         return self._uses_own_loss or (self._step_loss is not None and self._step_loss.is_resolved)
 
-    def count(self, labels: Tensor | None, num_samples: int) -> Count:
-        """The number of targets among labels; samples count where there are no labels to tell."""
+    def count(self, labels: Tensor | None, batch: Mapping[str, Any]) -> Count:
+        """The number of targets among labels; the batch's samples count where there are no labels to tell."""
         if self._step_loss is not None:
             # Without labels the forward pass that follows explains what is missing.
             return 0 if labels is None else self._step_loss.count(labels)
         if labels is None or labels.is_floating_point():
-            return num_samples
+            return samples_in(batch)
         targets = labels[:, 1:] if self._own_loss_shifts and labels.ndim > 1 else labels
         number = (targets != IGNORE_INDEX).sum()
         return int(number) if number.device.type == "cpu" else number

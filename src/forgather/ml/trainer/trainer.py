@@ -255,7 +255,8 @@ class Trainer(EvaluatingTrainer):
 
     def _count_targets(self, window: Window) -> None:
         """Count the targets of a step before its first backward pass, which needs their number."""
-        window.counts = [self.model_loss.count(batch.get("labels"), samples_in(batch)) for batch in window.batches]
+        count = self.model_loss.count
+        window.counts = [count(batch.get("labels"), batch) for batch in window.batches]
         window.total = self._distributed_tokens(sum(window.counts))
 
     # --- hooks of the step

@@ -54,9 +54,9 @@ class IntervalMetrics:
 
     def _sums(self) -> tuple[float, float, int]:
         """Loss x targets, targets and tokens of the steps that are kept one by one."""
-        targets = torch.tensor(as_integers(self._targets), dtype=torch.float64)
-        loss_sum = (_on_cpu(self._losses) * targets).sum().item()
-        return loss_sum, targets.sum().item(), sum(as_integers(self._tokens))
+        targets = as_integers(self._targets)
+        weighted = zip(_on_cpu(self._losses).tolist(), targets, strict=True)
+        return sum(loss * number for loss, number in weighted), float(sum(targets)), sum(as_integers(self._tokens))
 
     def _fold(self) -> None:
         """Replace the steps by their sums; the number of steps alone decides when, so that a resumed run does the same."""
