@@ -33,8 +33,8 @@ from contenders import (
     measure_loads,
     measure_saves,
 )
+from result_table import ResultTable
 from rich.console import Console
-from rich.table import Table
 
 _GB = 1e9
 _ATTEMPTS = ("first", "second")
@@ -50,27 +50,6 @@ class Results:
     cold_loads: dict[str, list[list[Measurement]]] = field(default_factory=lambda: defaultdict(list))
     warm_loads: dict[str, list[list[Measurement]]] = field(default_factory=lambda: defaultdict(list))
     digests: dict[str, list[float]] = field(default_factory=lambda: defaultdict(list))
-
-
-@dataclass(frozen=True)
-class ResultTable:
-    """A table that can be shown on a terminal and in Markdown."""
-
-    title: str
-    columns: Sequence[str]
-    rows: Sequence[Sequence[str]]
-
-    def as_rich(self) -> Table:
-        table = Table(title=self.title, title_justify="left")
-        for index, column in enumerate(self.columns):
-            table.add_column(column, justify="right" if index else "left", no_wrap=True)
-        for row in self.rows:
-            table.add_row(*row, style="bold" if row[0] == OURS else "")
-        return table
-
-    def as_markdown(self) -> str:
-        lines = [self.columns, ["---"] + ["---:"] * (len(self.columns) - 1), *self.rows]
-        return "\n".join([f"### {self.title}", "", *(f"| {' | '.join(line)} |" for line in lines), ""])
 
 
 def main() -> None:
@@ -179,7 +158,7 @@ def _tables(results: Results) -> list[ResultTable]:
         for index, attempt in enumerate(_ATTEMPTS):
             tables.append(_load_table(f"Load {title.format(attempt)}, page cache {cache}", loads, index))
     rows = [[name, _spread([speed / _GB for speed in speeds], 1)] for name, speeds in results.digests.items()]
-    return [*tables, ResultTable("Tensor-level validation, one thread", ["", "GB/s"], rows)]
+    return [*tables, ResultTable("Tensor-level validation, one thread", ["", "GB/s"], rows, OURS)]
 
 
 def _save_table(title: str, saves: dict[str, list[list[Measurement]]], index: int) -> ResultTable:
@@ -189,7 +168,7 @@ def _save_table(title: str, saves: dict[str, list[list[Measurement]]], index: in
         rounds = [one[index] for one in saves[saver.name]]
         ours = [one[index] for one in saves[OURS]]
         rows.append([saver.name, _spread([one.blocked for one in rounds]), *_common_cells(rounds, ours)])
-    return ResultTable(title, columns, rows)
+    return ResultTable(title, columns, rows, OURS)
 
 
 def _load_table(title: str, loads: dict[str, list[list[Measurement]]], index: int) -> ResultTable:
@@ -198,7 +177,7 @@ def _load_table(title: str, loads: dict[str, list[list[Measurement]]], index: in
     for loader in LOADERS:
         rounds = [one[index] for one in loads[loader.name]]
         rows.append([loader.name, *_common_cells(rounds, [one[index] for one in loads[OURS]])])
-    return ResultTable(title, columns, rows)
+    return ResultTable(title, columns, rows, OURS)
 
 
 def _common_cells(rounds: Sequence[Measurement], ours: Sequence[Measurement]) -> list[str]:

@@ -29,8 +29,8 @@ from dataclasses import dataclass
 from importlib import metadata
 from pathlib import Path
 
+from result_table import ResultTable
 from rich.console import Console
-from rich.table import Table
 from step_contenders import BARE, LOGGING_STEPS, OURS, SIZES, Size, Task, installed, run
 
 _MS = 1e3
@@ -117,27 +117,6 @@ class Runner:
 def _clocks() -> tuple[float, float]:
     # Only one contender runs, so that the time of the process is its own, including that of threads it may have started.
     return time.perf_counter(), time.process_time()
-
-
-@dataclass(frozen=True)
-class ResultTable:
-    """A table that can be shown on a terminal and in Markdown."""
-
-    title: str
-    columns: Sequence[str]
-    rows: Sequence[Sequence[str]]
-
-    def as_rich(self) -> Table:
-        table = Table(title=self.title, title_justify="left")
-        for index, column in enumerate(self.columns):
-            table.add_column(column, justify="right" if index else "left", no_wrap=True)
-        for row in self.rows:
-            table.add_row(*row, style="bold" if row[0] == OURS else "")
-        return table
-
-    def as_markdown(self) -> str:
-        lines = [self.columns, ["---"] + ["---:"] * (len(self.columns) - 1), *self.rows]
-        return "\n".join([f"### {self.title}", "", *(f"| {' | '.join(line)} |" for line in lines), ""])
 
 
 def main() -> None:
@@ -240,7 +219,7 @@ def _step_table(title: str, costs: dict[str, list[Cost]]) -> ResultTable:
         wall, cpu = _spread([one.wall * _MS for one in rounds]), _spread([one.cpu * _MS for one in rounds])
         compared = ["", ""] if name == BARE else [f"{statistics.median(extra):+.3f}", f"{low:+.3f} to {high:+.3f}"]
         rows.append([name, wall, cpu, *compared])
-    return ResultTable(title, columns, rows)
+    return ResultTable(title, columns, rows, OURS)
 
 
 def _interval_of_median(values: Sequence[float]) -> tuple[float, float]:
@@ -299,7 +278,7 @@ def _start_table(costs: dict[str, list[Cost]]) -> ResultTable:
         ]
         spreads = [_spread([getattr(one, clock) for one in rounds], 2) for clock in _CLOCKS]
         rows.append([name, *spreads, *(f"{ratio:.2f}" for ratio in ratios)])
-    return ResultTable("From the start of the process to the end of the first step, nano", columns, rows)
+    return ResultTable("From the start of the process to the end of the first step, nano", columns, rows, OURS)
 
 
 _NOTES = [

@@ -202,7 +202,7 @@ class CheckpointCoordinator:
         world, layout = self._world()
         peers = peers or world
         transaction = store.Transaction(os.path.abspath(path), peers.broadcast(store.new_attempt()))
-        sizes = peers.gather(snapshot.num_bytes)
+        sizes = on_every_rank(peers, lambda: snapshot.num_bytes, "sizing the checkpoint", CheckpointSaveError)
         needed = sum(sizes[member] for member in layout.storage)
         try:
             on_every_rank(
