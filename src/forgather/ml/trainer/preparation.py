@@ -21,6 +21,7 @@ from forgather.ml.trainer.base_trainer import BaseTrainer
 from forgather.ml.trainer.checkpoint_manager import CheckpointConfig, CheckpointManager
 from forgather.ml.trainer.checkpoint_types import select_components
 from forgather.ml.trainer.data_loading import build_eval_loader, build_train_loader
+from forgather.ml.trainer.gradients import GradientNorm
 from forgather.ml.trainer.model_construction import build_model
 from forgather.ml.trainer.model_loss import ModelLoss
 from forgather.ml.trainer.optimizer_setup import build_optimizer, build_scheduler, optimizer_factory
@@ -273,6 +274,7 @@ class PreparedTrainer(BaseTrainer):
         )
         self.optimizer_state = OptimizerState(self.optimizer, model.named_parameters())
         self._parameters = [parameter for group in self.optimizer.param_groups for parameter in group["params"]]
+        self._gradient_norm = GradientNorm(self._parameters)
         self._num_steps = self._planned_steps()
         if self._given_scheduler is None:
             self._init_scheduler()

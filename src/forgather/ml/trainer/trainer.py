@@ -15,6 +15,7 @@ from torch import Tensor
 from forgather.ml.trainer.arguments import MinimalTrainingArguments, TrainingArguments
 from forgather.ml.trainer.evaluating import EvaluatingTrainer
 from forgather.ml.trainer.evaluation import samples_in
+from forgather.ml.trainer.gradients import clear_gradients
 from forgather.ml.trainer.model_loss import Window
 from forgather.ml.trainer.periodic_function import PeriodicFunction
 from forgather.ml.trainer.reporting import TrainerState
@@ -24,7 +25,6 @@ from forgather.ml.trainer.trainer_utils import (
     enable_hf_activation_checkpointing,
     maybe_cleanup_memory,
     set_train,
-    total_norm,
 )
 
 __all__ = [
@@ -88,7 +88,7 @@ class Trainer(EvaluatingTrainer):
         self.amp.optimizer_step(self.optimizer)
         self._dispatch("on_optimizer_step")
         self.lr_scheduler.step()
-        self.optimizer.zero_grad()
+        clear_gradients(self.optimizer)
         self._note_step(window, loss, grad_norm)
 
     def _accumulate_gradients(self, window: Window) -> Tensor:
@@ -287,8 +287,7 @@ class Trainer(EvaluatingTrainer):
 
     def _clip_grad_norm(self, max_grad_norm: float | None, norm_type: float = 2.0) -> Tensor | None:
         """The norm of all gradients, which are scaled down to `max_grad_norm` if it is given and exceeded."""
-        gradients = [parameter.grad for parameter in self._parameters if parameter.grad is not None]
-        norm = total_norm(gradients, norm_type)
+        norm = self._gradient_norm(norm_type)
         if max_grad_norm:
             torch.nn.utils.clip_grads_with_norm_(self._parameters, max_grad_norm, norm)
         return norm

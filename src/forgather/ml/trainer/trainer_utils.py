@@ -1,13 +1,11 @@
 """What trainers do to models and devices besides training them."""
 
 import gc
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from contextlib import contextmanager
 
 import torch
-from torch import Tensor, nn
-
-_FEW_ELEMENTS = 2**16
+from torch import nn
 
 
 @contextmanager
@@ -23,19 +21,6 @@ def set_train(model: nn.Module, mode: bool) -> Iterator[None]:
     finally:
         for module, training in previous:
             module.training = training
-
-
-@torch.no_grad()
-def total_norm(tensors: Sequence[Tensor], norm_type: float) -> Tensor:
-    """torch's `get_total_norm`, at half the cost where all tensors are plain and alike, as they mostly are."""
-    kinds = {(type(tensor), tensor.device, tensor.dtype) for tensor in tensors}
-    if len(kinds) != 1 or next(iter(kinds))[0] is not Tensor:
-        return torch.nn.utils.get_total_norm(tensors, norm_type)
-    if sum(tensor.numel() for tensor in tensors) <= _FEW_ELEMENTS:
-        # One norm of a copy costs less than a norm for each of many small tensors.
-        return torch.linalg.vector_norm(torch.cat([tensor.reshape(-1) for tensor in tensors]), norm_type)
-    norms = torch._foreach_norm(tuple(tensors), norm_type)
-    return torch.linalg.vector_norm(torch.stack(norms), norm_type)
 
 
 def maybe_cleanup_memory(threshold: float) -> None:

@@ -49,20 +49,20 @@ class IntervalMetrics:
         sums = {
             name: folded + number for (name, folded), number in zip(self._folded.items(), self._sums(), strict=True)
         }
-        norms = [*self._folded_norms, *_on_cpu(self._norms).tolist()]
+        norms = [*self._folded_norms, *_as_floats(self._norms)]
         return {**sums, "samples": self._samples, "norms": norms}
 
     def _sums(self) -> tuple[float, float, int]:
         """Loss x targets, targets and tokens of the steps that are kept one by one."""
         targets = as_integers(self._targets)
-        weighted = zip(_on_cpu(self._losses).tolist(), targets, strict=True)
+        weighted = zip(_as_floats(self._losses), targets, strict=True)
         return sum(loss * number for loss, number in weighted), float(sum(targets)), sum(as_integers(self._tokens))
 
     def _fold(self) -> None:
         """Replace the steps by their sums; the number of steps alone decides when, so that a resumed run does the same."""
         for name, number in zip(self._folded, self._sums(), strict=True):
             self._folded[name] += number
-        self._folded_norms.extend(_on_cpu(self._norms).tolist())
+        self._folded_norms.extend(_as_floats(self._norms))
         self._folded_steps += len(self._losses)
         self._losses, self._targets, self._norms, self._tokens = [], [], [], []
 
@@ -154,13 +154,13 @@ class SpeedMeter:
         return amount / self.seconds if self.seconds > 0 else 0.0
 
 
-def _on_cpu(numbers: list[Tensor]) -> Tensor:
-    """Scalars as one tensor of double precision, for which the device is waited for once."""
-    if not numbers:
-        return torch.zeros(0, dtype=torch.float64)
+def _as_floats(numbers: list[Tensor]) -> list[float]:
+    """Scalars as numbers of double precision, for which the device is waited for once."""
     # Those of before a resume are on the CPU still.
-    device = numbers[-1].device
-    return torch.stack([number.detach().to(device) for number in numbers]).cpu().double()
+    device = numbers[-1].device if numbers else None
+    if device is None or device.type == "cpu":
+        return [float(number) for number in numbers]
+    return torch.stack([number.detach().to(device) for number in numbers]).cpu().double().tolist()
 
 
 def root_mean_square(values: list[float]) -> float | None:
