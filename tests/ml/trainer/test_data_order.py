@@ -72,7 +72,7 @@ def test_batches_begin_at_the_position() -> None:
 def test_incomplete_batches_can_be_dropped() -> None:
     batches = PositionedBatches(DataOrder(10, seed=0, shuffle=False), 4, drop_last=True)
     assert [list(batch) for batch in batches] == [[0, 1, 2, 3], [4, 5, 6, 7]]
-    assert len(batches) == 2 and batches.end_of_batch(8) == 8
+    assert len(batches) == 2 and batches.end_of_round(8) == 8
 
 
 def test_reading_ahead_does_not_move_the_position() -> None:

@@ -11,7 +11,6 @@ from torch import Tensor
 from torch.nn import functional
 
 from forgather.ml.loss import RescaleLoss
-from forgather.ml.trainer import training_metrics
 from forgather.ml.trainer.evaluating import Prediction
 from forgather.ml.trainer.evaluation import EvaluationSums
 from forgather.ml.trainer.trainer import Trainer
@@ -559,30 +558,42 @@ def add_steps(interval: IntervalMetrics, steps: range) -> None:
         interval.add(loss, torch.tensor(step % 7) if step % 2 else step % 7, loss * 3, 6, 2)
 
 
-def test_an_interval_without_end_keeps_few_tensors() -> None:
+def as_it_is(numbers: Tensor) -> Tensor:
+    return numbers
+
+
+def test_an_interval_without_end_wants_to_be_settled() -> None:
     interval = IntervalMetrics()
     num_steps = 2500
-    add_steps(interval, range(num_steps))
-    state = interval.state_dict()
-    assert len(state["losses"]) == len(state["norms"]) == 500
-    totals = interval.totals()
-    assert interval.num_steps == num_steps
-    assert (totals["tokens"], totals["samples"]) == (6 * num_steps, 2 * num_steps)
-    assert totals["targets"] == sum(step % 7 for step in range(num_steps))
+    for step in range(num_steps):
+        add_steps(interval, range(step, step + 1))
+        if interval.wants_settling:
+            assert (step + 1) % 1000 == 0
+            interval.settle(as_it_is, as_it_is)
+    sums = interval.settle(as_it_is, as_it_is)
+    assert interval.num_steps == sums.num_steps == num_steps
+    assert (sums.tokens, sums.samples) == (6 * num_steps, 2 * num_steps)
+    assert sums.targets == sum(step % 7 for step in range(num_steps))
     expected = sum(float(torch.tensor(1.0 / (step + 1))) * (step % 7) for step in range(num_steps))
-    assert totals["loss_sum"] == pytest.approx(expected, rel=1e-12)
-    assert totals["norms"] == [float(torch.tensor(1.0 / (step + 1)) * 3) for step in range(num_steps)]
+    assert sums.loss_sum == expected
+    assert list(sums.norms) == [float(torch.tensor(1.0 / (step + 1)) * 3) for step in range(num_steps)]
 
 
-@pytest.mark.parametrize("saved_at", [1, 9, 10, 11, 20, 24])
-def test_an_interval_goes_on_after_a_resume(saved_at: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(training_metrics, "_STEPS_UNTIL_FOLD", 10)
+@pytest.mark.parametrize("saved_at", [1, 9, 24])
+def test_an_interval_goes_on_after_a_resume(saved_at: int) -> None:
     straight, first, resumed = IntervalMetrics(), IntervalMetrics(), IntervalMetrics()
     add_steps(straight, range(25))
     add_steps(first, range(saved_at))
+    first.settle(as_it_is, as_it_is)
     resumed.load_state_dict(first.state_dict())
     add_steps(resumed, range(saved_at, 25))
-    assert resumed.totals() == straight.totals()
-    assert resumed.num_steps == straight.num_steps == 25
+    assert vars(resumed.settle(as_it_is, as_it_is)) == vars(straight.settle(as_it_is, as_it_is))
     resumed.reset()
-    assert (resumed.num_steps, resumed.totals()["norms"]) == (0, [])
+    assert resumed.num_steps == 0
+
+
+def test_an_interval_that_was_not_settled_is_not_saved() -> None:
+    interval = IntervalMetrics()
+    add_steps(interval, range(1))
+    with pytest.raises(RuntimeError, match="settled"):
+        interval.state_dict()

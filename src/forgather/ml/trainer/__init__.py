@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from forgather.ml.trainer.base_trainer import BaseTrainer, BaseTrainingArguments
     from forgather.ml.trainer.checkpoint_types import SharingPattern, StateComponent
+    from forgather.ml.trainer.ddp_trainer import DDPTrainer, DDPTrainingArguments
     from forgather.ml.trainer.trainer import MinimalTrainingArguments, Trainer, TrainerState, TrainingArguments
     from forgather.ml.trainer.trainer_types import (
         IntervalStrategy,
@@ -20,6 +21,8 @@ if TYPE_CHECKING:
 _HOMES = {
     "BaseTrainer": "base_trainer",
     "BaseTrainingArguments": "base_trainer",
+    "DDPTrainer": "ddp_trainer",
+    "DDPTrainingArguments": "ddp_trainer",
     "IntervalStrategy": "trainer_types",
     "MinimalTrainingArguments": "trainer",
     "SharingPattern": "checkpoint_types",
@@ -35,6 +38,8 @@ _HOMES = {
 __all__ = [
     "BaseTrainer",
     "BaseTrainingArguments",
+    "DDPTrainer",
+    "DDPTrainingArguments",
     "IntervalStrategy",
     "MinimalTrainingArguments",
     "SharingPattern",

@@ -54,6 +54,15 @@ _OTHER_NAMES = {
 
 
 @dataclass(kw_only=True)
+class ArgumentGroup:
+    """Arguments that belong together, a field of other arguments; a dict is accepted in its place."""
+
+    def __post_init__(self) -> None:
+        for name, hint in _type_hints(type(self)).items():
+            setattr(self, name, _converted(name, getattr(self, name), hint))
+
+
+@dataclass(kw_only=True)
 class MinimalTrainingArguments:
     """What every trainer understands, under the names of `transformers.TrainingArguments`."""
 
@@ -370,7 +379,7 @@ def _converted(name: str, value: Any, hint: Any) -> Any:
         return value
     for option in options:
         if dataclasses.is_dataclass(option) and isinstance(option, type) and isinstance(value, Mapping):
-            return option(**value)
+            return _group_from(name, value, option)
         if option in (int, float) and isinstance(value, (numbers.Real, str)) and not isinstance(value, bool):
             try:
                 number = option(value)
@@ -383,6 +392,17 @@ def _converted(name: str, value: Any, hint: Any) -> Any:
     names = ("None" if option is type(None) else getattr(option, "__name__", str(option)) for option in options)
     expected = " or ".join(names)
     raise ValueError(f"{name}={value!r} has type {type(value).__name__}, expected {expected}.")
+
+
+def _group_from(name: str, values: Mapping[str, Any], cls: type) -> Any:
+    known_names = list(_type_hints(cls))
+    for key in values:
+        if key not in known_names:
+            raise ValueError(f"{name} has no argument {key!r}{_hint_for(str(key), known_names)}")
+    try:
+        return cls(**values)
+    except ValueError as error:
+        raise ValueError(f"{name}: {error}") from None
 
 
 def _is_a(value: Any, option: Any) -> bool:

@@ -85,6 +85,31 @@ def _is_from_transformers(callback: Any) -> bool:
     return ("transformers.trainer_callback", "TrainerCallback") in names
 
 
+_STEP_EVENTS = (
+    "on_step_begin",
+    "on_forward_backward_begin",
+    "on_forward_backward_end",
+    "on_pre_optimizer_step",
+    "on_optimizer_step",
+    "on_train_metrics",
+    "on_step_end",
+)
+
+
+def asks_in_steps(callback: Any) -> bool:
+    """Whether a callback may ask for something (a stop, a save) at any step, and not only when it is told of a log.
+
+    Those that never do say so by `changes_control = False`.
+    """
+    if not getattr(callback, "changes_control", True):
+        return False
+    handlers = (getattr(type(callback), event, None) or getattr(callback, event, None) for event in _STEP_EVENTS)
+    # The base class of transformers has empty handlers for all events.
+    return any(
+        one is not None and getattr(one, "__qualname__", "").split(".")[0] != "TrainerCallback" for one in handlers
+    )
+
+
 def _adopt(control: TrainerControl, wishes: Any) -> None:
     for flag in TrainerControl.__dataclass_fields__:
         if getattr(wishes, flag, False):

@@ -17,7 +17,9 @@ from torch.utils.data import DataLoader, Dataset, IterableDataset
 from forgather.ml.trainer.data_collator import collate_samples
 from forgather.ml.trainer.data_order import (
     SKIP_REMEDY,
+    WHOLE,
     DataOrder,
+    Part,
     PositionedBatches,
     SeededSamples,
     SeededStream,
@@ -29,6 +31,7 @@ from forgather.ml.trainer.data_order import (
     seeded_stream,
     stable_seed,
 )
+from forgather.ml.trainer.empty_batch import emptied
 from forgather.ml.trainer.signals import leave_signals_to_parent
 
 logger = logging.getLogger(__name__)
@@ -74,13 +77,16 @@ def build_train_loader(
     persistent_workers: bool = False,
     prefetch_factor: int | None = None,
     set_dataset_epoch: bool = True,
+    part: Part = WHOLE,
 ) -> ResumableLoader:
     """A resumable loader for a map-style dataset, an iterable dataset or a ready loader.
+
+    Of a map-style dataset it hands out the batches of one `part`; the other kinds are the caller's to split.
 
     Only map-style datasets are shuffled here: an iterable one has an order of its own, and a ready loader is used as it
     is, whatever the other arguments say.
     """
-    kind = _kind_of(dataset)
+    kind = kind_of(dataset)
     if kind == "loader":
         ready = _StatefulLoader if is_stateful(dataset) else _CountingLoader
         return ready(dataset, set_dataset_epoch)
@@ -88,9 +94,11 @@ def build_train_loader(
     options = _loader_options(collate_fn, num_workers, pin_memory, persistent_workers, prefetch_factor)
     if kind == "map":
         samples = SeededSamples(dataset, set_dataset_epoch)
-        return _OrderedLoader(samples, DataOrder(0, seed=seed, shuffle=shuffle), batch_size, drop_last, options)
+        order = DataOrder(0, seed=seed, shuffle=shuffle)
+        return _OrderedLoader(samples, order, batch_size, drop_last, options, part)
+    own_seed = seed if part.number == 0 else stable_seed(seed, part.number)
     stream = seeded_stream(
-        dataset, seed=seed, batch_size=batch_size, forward_epoch=set_dataset_epoch, in_workers=num_workers > 0
+        dataset, seed=own_seed, batch_size=batch_size, forward_epoch=set_dataset_epoch, in_workers=num_workers > 0
     )
     return _StreamLoader(stream, batch_size, drop_last, options)
 
@@ -105,19 +113,21 @@ def build_eval_loader(
     pin_memory: bool = False,
     persistent_workers: bool = False,
     prefetch_factor: int | None = None,
+    part: Part = WHOLE,
 ) -> Iterable[Any]:
     """The batches in the order of the dataset, the same at each pass; `len()` works when the number is known.
 
     Iterating leaves the global generators alone, so that an evaluation does not change the training. An empty dataset
     is accepted: it may be one rank's share. A ready loader is returned as it is.
     """
-    kind = _kind_of(dataset)
+    kind = kind_of(dataset)
     if kind == "loader":
         return dataset
     _check_batch_size(batch_size)
     options = _loader_options(collate_fn, num_workers, pin_memory, persistent_workers, prefetch_factor)
     if kind == "map":
-        batches = PositionedBatches(DataOrder(len(dataset), seed=0, shuffle=False), batch_size, drop_last)
+        order = DataOrder(len(dataset), seed=0, shuffle=False)
+        batches = PositionedBatches(order, batch_size, drop_last, part=part, fills_up=False)
         return DataLoader(_as_dataset(SeededSamples(dataset, False)), batch_sampler=batches, **options)
     stream = seeded_stream(dataset, seed=0, batch_size=batch_size, forward_epoch=False, in_workers=num_workers > 0)
     return DataLoader(stream, batch_size=batch_size, drop_last=drop_last, **options)
@@ -157,8 +167,7 @@ class _EpochLoader:
                 # a worker would go on with the batch after the one that failed, and the position would be wrong
                 self.close()
                 raise
-            self._count_batch()
-            yield batch
+            yield self._counted(batch)
 
     def close(self) -> None:
         self._keep_position()
@@ -193,8 +202,9 @@ class _EpochLoader:
         """Moves to the beginning of an epoch."""
         raise NotImplementedError
 
-    def _count_batch(self) -> None:
-        """Moves the position behind the batch that is about to be handed out."""
+    def _counted(self, batch: Any) -> Any:
+        """Moves the position behind the batch, which is about to be handed out."""
+        return batch
 
     def _keep_position(self) -> None:
         """Takes the position out of the iterator that is about to end."""
@@ -204,11 +214,17 @@ class _OrderedLoader(_EpochLoader):
     """A map-style dataset in a global order."""
 
     def __init__(
-        self, samples: SeededSamples, order: DataOrder, batch_size: int, drop_last: bool, options: dict[str, Any]
+        self,
+        samples: SeededSamples,
+        order: DataOrder,
+        batch_size: int,
+        drop_last: bool,
+        options: dict[str, Any],
+        part: Part = WHOLE,
     ) -> None:
         self._samples = samples
         self._order = order
-        self._batches = PositionedBatches(order, batch_size, drop_last, seeds_workers=options["num_workers"] > 0)
+        self._batches = PositionedBatches(order, batch_size, drop_last, options["num_workers"] > 0, part)
         super().__init__(DataLoader(_as_dataset(samples), batch_sampler=self._batches, **options))
         self._start_epoch(0)
 
@@ -238,11 +254,12 @@ class _OrderedLoader(_EpochLoader):
     def _start_epoch(self, epoch: int) -> None:
         self._samples.tell_epoch(epoch)
         num_samples = len(self._samples)
-        _check_length(self.dataset, num_samples, self._batches.batch_size, self._batches.drop_last)
+        per_round = self._batches.batch_size * self._batches.part.num_parts
+        _check_length(self.dataset, num_samples, per_round, self._batches.drop_last)
         self._order.start_epoch(epoch, num_samples)
 
     def _open(self) -> Iterator[Any]:
-        if self._batches.end_of_batch(self._order.index) == self._order.index:
+        if self._batches.end_of_round(self._order.index) == self._order.index:
             return iter(())  # no workers for an epoch that is over
         if self._loader.num_workers == 0 and not self._loader.pin_memory:
             return self._read_here()
@@ -255,8 +272,11 @@ class _OrderedLoader(_EpochLoader):
         for request in self._batches:
             yield collate(self._samples.__getitems__(request))
 
-    def _count_batch(self) -> None:
-        self._order.index = self._batches.end_of_batch(self._order.index)
+    def _counted(self, batch: Any) -> Any:
+        start = self._order.index
+        self._order.index = self._batches.end_of_round(start)
+        # Alone there is no round without a batch.
+        return emptied(batch) if self._batches.part.num_parts > 1 and self._batches.is_empty(start) else batch
 
 
 class _WrappingLoader(_EpochLoader):
@@ -317,8 +337,9 @@ class _CountingLoader(_WrappingLoader):
         super()._start_epoch(epoch)
         self._num_done = 0
 
-    def _count_batch(self) -> None:
+    def _counted(self, batch: Any) -> Any:
         self._num_done += 1
+        return batch
 
     def _open(self) -> Iterator[Any]:
         if self._num_done == 0:
@@ -476,7 +497,7 @@ class _StreamLoader(_StatefulLoader):
             )
 
 
-def _kind_of(dataset: Any) -> str:
+def kind_of(dataset: Any) -> str:
     """One of "iterable", "loader" and "map"."""
     # Hugging Face's iterable datasets need not be torch's
     if isinstance(dataset, IterableDataset) or any(

@@ -9,8 +9,8 @@ import copy
 import hashlib
 import logging
 import random
-from collections.abc import Iterator, Mapping
-from typing import Any
+from collections.abc import Callable, Iterator, Mapping
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
@@ -54,6 +54,21 @@ def generators_apart(start: Mapping[str, Any] | None = None) -> Iterator[None]:
         yield
     finally:
         RNGState().load_state_dict(present)
+
+
+@contextlib.contextmanager
+def draws_random_numbers() -> Iterator[Callable[[], bool]]:
+    """Watches the generators; what it gives tells, once the block is over, whether anything was drawn in it."""
+    before = _fingerprint()
+    found: list[bool] = []
+    yield lambda: found[0]
+    found.append(_fingerprint() != before)
+
+
+def _fingerprint() -> tuple[Any, ...]:
+    states = host_generators()
+    numpy_state = states["numpy"]
+    return states["python"], numpy_state[1].tobytes(), numpy_state[2:], states["torch"].numpy().tobytes()
 
 
 def agreed_seed(configured: int, stored: int) -> int:
@@ -133,34 +148,75 @@ class BatchRequest(list[int]):
         return BatchRequest, (list(self), self.epoch, self.seed)
 
 
-class PositionedBatches(Sampler[list[int]]):
-    """Batches of an order, from its position to the end of the epoch.
+class Part(NamedTuple):
+    """The share of one rank in every round of batches; the batches of a round go to the ranks in turn."""
 
-    It runs ahead with the loader's prefetching and does not move the position: whoever consumes a batch does.
+    number: int = 0
+    num_parts: int = 1
+
+
+WHOLE = Part()
+
+
+class PositionedBatches(Sampler[list[int]]):
+    """Batches of an order, from its position to the end of the epoch, or of them those of one part.
+
+    It runs ahead with the loader's prefetching and does not move the position: whoever consumes a batch does. A part
+    that has nothing left in the last round asks for the round's first batch instead (`is_empty` tells), which has the
+    right shapes to be emptied; with `fills_up=False` it ends there.
     """
 
-    def __init__(self, order: DataOrder, batch_size: int, drop_last: bool, seeds_workers: bool = True) -> None:
+    def __init__(
+        self,
+        order: DataOrder,
+        batch_size: int,
+        drop_last: bool,
+        seeds_workers: bool = True,
+        part: Part = WHOLE,
+        fills_up: bool = True,
+    ) -> None:
         self.order = order
         self.batch_size = batch_size
         self.drop_last = drop_last
+        self.part = part
         self._seeds_workers = seeds_workers
+        self._fills_up = fills_up
 
     def __iter__(self) -> Iterator[list[int]]:
         order, start = self.order, self.order.index
-        while (stop := self.end_of_batch(start)) > start:
-            seed = stable_seed(order.seed, order.epoch, start) if self._seeds_workers else 0
-            yield BatchRequest(order.samples(start, stop), order.epoch, seed)
+        while (stop := self.end_of_round(start)) > start:
+            if self._fills_up or not self.is_empty(start):
+                first, last = self._own_batch(start)
+                seed = stable_seed(order.seed, order.epoch, first) if self._seeds_workers else 0
+                yield BatchRequest(order.samples(first, last), order.epoch, seed)
             start = stop
 
     def __len__(self) -> int:
         """Batches of the whole epoch, wherever the position is."""
-        whole, rest = divmod(self.order.num_samples, self.batch_size)
-        return whole + (rest > 0 and not self.drop_last)
+        per_round = self.batch_size * self.part.num_parts
+        whole, rest = divmod(self.order.num_samples, per_round)
+        if rest == 0 or (self.drop_last and self._fills_up):
+            return whole
+        return whole + (self._fills_up or not self.is_empty(whole * per_round))
 
-    def end_of_batch(self, start: int) -> int:
-        """Where the batch ends that begins at `start`; `start` itself when there is none."""
-        stop = min(start + self.batch_size, self.order.num_samples)
-        return start if self.drop_last and stop < start + self.batch_size else stop
+    def end_of_round(self, start: int) -> int:
+        """Where the round ends that begins at `start`; `start` itself when there is none."""
+        end = self.order.num_samples
+        stop = min(start + self.batch_size * self.part.num_parts, end)
+        if not self.drop_last:
+            return stop
+        if self._fills_up:
+            return stop if stop == start + self.batch_size * self.part.num_parts else start
+        return start + (stop - start) // self.batch_size * self.batch_size
+
+    def is_empty(self, start: int) -> bool:
+        """Whether this part has nothing in the round that begins at `start`."""
+        first = start + self.part.number * self.batch_size
+        return first + (self.batch_size - 1 if self.drop_last else 0) >= self.order.num_samples
+
+    def _own_batch(self, start: int) -> tuple[int, int]:
+        first = start if self.is_empty(start) else start + self.part.number * self.batch_size
+        return first, min(first + self.batch_size, self.order.num_samples)
 
 
 class _EpochAware:

@@ -21,7 +21,7 @@ from forgather.ml.trainer.evaluation import (
 from forgather.ml.trainer.saving import SavingTrainer
 from forgather.ml.trainer.seeding import undisturbed_random_numbers
 from forgather.ml.trainer.trainer_types import BaseDataset
-from forgather.ml.trainer.trainer_utils import maybe_cleanup_memory, set_train
+from forgather.ml.trainer.trainer_utils import maybe_cleanup_memory, moved, set_train
 
 
 class Prediction(NamedTuple):
@@ -58,7 +58,7 @@ class EvaluatingTrainer(SavingTrainer):
         with no_rescale(), undisturbed_random_numbers(), set_train(self._forward_model, False), torch.no_grad():
             sums = self._eval_loop(self.eval_dataloader)
         if sums.num_batches == 0:
-            raise no_batches_error(self._evaluation_settings(), _length(dataset))
+            raise no_batches_error(self._evaluation_settings(), _length(dataset), self._where_evaluated())
         return evaluation_metrics(sums, started)
 
     def _eval_loop(self, dataloader: Any) -> EvaluationSums:
@@ -66,39 +66,44 @@ class EvaluatingTrainer(SavingTrainer):
         sums = EvaluationSums()
         batches = first_batches(dataloader, self.args.max_eval_steps)
         for batch in checked_by(lambda: self._stop_requested() is not None, batches):
-            require_mapping(batch)
-            prediction = Prediction(*self._prediction_step(batch))
-            sums.add(prediction.loss, prediction.targets, samples_in(batch))
-            self._dispatch(
-                "on_prediction_step",
-                loss=prediction.loss,
-                tokens=prediction.targets,
-                batch=batch,
-                logits=prediction.logits,
-                labels=prediction.labels,
-            )
-            # The next forward pass needs the memory of these logits.
-            del prediction
+            self._evaluate_batch(batch, sums)
         return sums
+
+    def _evaluate_batch(self, batch: Mapping[str, Any], sums: EvaluationSums) -> None:
+        require_mapping(batch)
+        prediction = Prediction(*self._prediction_step(batch))
+        sums.add(prediction.loss, prediction.targets, samples_in(batch))
+        self._dispatch(
+            "on_prediction_step",
+            loss=prediction.loss,
+            tokens=prediction.targets,
+            batch=batch,
+            logits=prediction.logits,
+            labels=prediction.labels,
+        )
 
     def _prediction_step(self, batch: Mapping[str, Any]) -> tuple[Any, ...]:
         """A `Prediction`, or of it the mean loss of the batch and the number of its targets alone."""
         inputs, labels = self._prepare_batch(batch)
         with self.amp.autocast():
-            forward = self.model_loss.forward(self._forward_model, inputs, labels)
+            forward = self.model_loss.forward(self._evaluated_model(), inputs, labels)
             count = self.model_loss.count(batch.get("labels"), batch)
             loss = self.model_loss.share(forward, labels, count, count, 1)
         if self._callback_handler.listens("on_prediction_step"):
             return Prediction(loss, count, forward.logits, labels)
         return Prediction(loss, count)
 
+    def _evaluated_model(self) -> Any:
+        """What runs the forward passes of an evaluation, which are not the same number on every rank."""
+        return self._forward_model
+
     def _prepare_batch(self, batch: Mapping[str, Any]) -> tuple[dict[str, Any], Tensor | None]:
         """The inputs of the model and the labels, on the device."""
-        if self.device.type == "cpu":
-            inputs = dict(batch)
-        else:
-            inputs = {name: _moved(value, self.device) for name, value in batch.items()}
+        inputs = dict(moved(batch, self.device))
         return inputs, inputs.pop("labels", None)
+
+    def _where_evaluated(self) -> str:
+        return ""
 
     def _evaluation_settings(self) -> dict[str, Any]:
         names = ("per_device_eval_batch_size", "dataloader_drop_last", "max_eval_steps")
@@ -123,18 +128,7 @@ class EvaluatingTrainer(SavingTrainer):
         self._note_best(metrics)
         self._speed.pause(time.perf_counter() - started)
         maybe_cleanup_memory(self.args.gc_threshold)
-
-
-def _moved(value: Any, device: torch.device) -> Any:
-    """A part of a batch on the device, however deep in dicts, lists and tuples its tensors are."""
-    if isinstance(value, Tensor):
-        return value.to(device, non_blocking=True)
-    if isinstance(value, Mapping):
-        return {name: _moved(part, device) for name, part in value.items()}
-    if isinstance(value, (list, tuple)):
-        parts = [_moved(part, device) for part in value]
-        return type(value)(*parts) if hasattr(value, "_fields") else type(value)(parts)
-    return value
+        self._settle_requests()
 
 
 def _no_dataset_error() -> ValueError:

@@ -10,6 +10,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from forgather.ml.trainer.empty_batch import EmptyBatch
+
 
 class EvaluationInterrupted(Exception):
     """A stop request came in the middle of an evaluation."""
@@ -24,6 +26,8 @@ class EvaluationSums:
 
     num_batches: int = 0
     num_samples: int = 0
+    _loss_sum_before: float = 0.0
+    _targets_before: int = 0
     _losses: list[Tensor] = field(default_factory=list)
     _counts: list[int | Tensor] = field(default_factory=list)
 
@@ -33,16 +37,22 @@ class EvaluationSums:
         self.num_batches += 1
         self.num_samples += num_samples
 
+    @classmethod
+    def of(cls, loss_sum: float, targets: int, num_batches: int, num_samples: int) -> "EvaluationSums":
+        """Sums that were made elsewhere, such as over all ranks."""
+        return cls(num_batches, num_samples, loss_sum, targets)
+
     @property
     def loss_sum(self) -> float:
         if not self._losses:
-            return 0.0
+            return self._loss_sum_before
         losses = torch.stack(self._losses).cpu().double().tolist()
-        return float(sum(loss * count for loss, count in zip(losses, as_integers(self._counts), strict=True)))
+        products = (loss * count for loss, count in zip(losses, as_integers(self._counts), strict=True))
+        return self._loss_sum_before + float(sum(products))
 
     @property
     def targets(self) -> int:
-        return sum(as_integers(self._counts))
+        return self._targets_before + sum(as_integers(self._counts))
 
     @property
     def mean(self) -> float:
@@ -89,7 +99,9 @@ def no_batches_error(settings: Mapping[str, Any], num_samples: int | None, where
 
 
 def samples_in(batch: Mapping[str, Any]) -> int:
-    """The number of rows of a batch."""
+    """The number of rows of a batch; none of one that only stands in for a batch."""
+    if isinstance(batch, EmptyBatch):
+        return 0
     return next((value.shape[0] for value in batch.values() if isinstance(value, Tensor) and value.ndim > 0), 0)
 
 

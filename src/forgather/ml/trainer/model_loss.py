@@ -11,6 +11,7 @@ from torch import Tensor, nn
 from forgather.ml.checkpoint.rng import RNGState
 from forgather.ml.loss import CausalLoss
 from forgather.ml.trainer.data_collator import require_mapping
+from forgather.ml.trainer.empty_batch import EmptyBatch
 from forgather.ml.trainer.evaluation import samples_in
 from forgather.ml.trainer.loss_weighting import (
     IGNORE_INDEX,
@@ -38,6 +39,8 @@ class Window:
     counts: list[Count] = field(default_factory=list)
     total: Count | None = None
     """Targets of the whole step, over all micro-batches and data-parallel ranks."""
+    num_shares: int = 0
+    """Micro-batches of the whole step, on all data-parallel ranks; stand-ins do not count."""
 
     def __post_init__(self) -> None:
         for batch in self.batches:
@@ -72,6 +75,8 @@ class ModelLoss:
 
     def count(self, labels: Tensor | None, batch: Mapping[str, Any]) -> Count:
         """The number of targets among labels; the batch's samples count where there are no labels to tell."""
+        if isinstance(batch, EmptyBatch):
+            return 0
         if self._step_loss is not None:
             # Without labels the forward pass that follows explains what is missing.
             return 0 if labels is None else self._step_loss.count(labels)
@@ -97,16 +102,16 @@ class ModelLoss:
             self._step_loss.resolve(logits, labels)
         return Forward(logits, None)
 
-    def share(self, forward: Forward, labels: Tensor | None, count: Count, total: Count, num_micro: int) -> Tensor:
-        """The part of the step's loss that this micro-batch makes."""
+    def share(self, forward: Forward, labels: Tensor | None, count: Count, total: Count, num_shares: int) -> Tensor:
+        """The part of the step's loss that this micro-batch makes; `num_shares` counts the micro-batches of the step."""
         if self._step_loss is not None:
             assert forward.logits is not None and labels is not None
-            return self._step_loss.share(forward.logits, labels, count, total, num_micro)
+            return self._step_loss.share(forward.logits, labels, count, total, num_shares)
         assert forward.own_loss is not None
         if isinstance(count, int) and count == 0:
             return torch.nan_to_num(forward.own_loss) * 0.0 if forward.logits is None else forward.logits.sum() * 0.0
         if not self._token_weighted:
-            share = forward.own_loss / num_micro
+            share = forward.own_loss / num_shares
         else:
             share = forward.own_loss if count is total else forward.own_loss * (count / total)
         return share if isinstance(count, int) else zero_without_targets(share, count, forward.logits)

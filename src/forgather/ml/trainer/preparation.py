@@ -20,7 +20,8 @@ from forgather.ml.trainer.amp import AMPContext
 from forgather.ml.trainer.base_trainer import BaseTrainer
 from forgather.ml.trainer.checkpoint_manager import CheckpointConfig, CheckpointManager
 from forgather.ml.trainer.checkpoint_types import select_components
-from forgather.ml.trainer.data_loading import build_eval_loader, build_train_loader
+from forgather.ml.trainer.data_loading import ResumableLoader, build_eval_loader, build_train_loader
+from forgather.ml.trainer.data_order import WHOLE, Part
 from forgather.ml.trainer.gradients import GradientNorm
 from forgather.ml.trainer.model_construction import build_model
 from forgather.ml.trainer.model_loss import ModelLoss
@@ -206,9 +207,13 @@ class PreparedTrainer(BaseTrainer):
 
     def _init_dataloaders(self) -> None:
         """Make the loader of training batches."""
+        self.train_dataloader = self._build_train_loader()
+
+    def _build_train_loader(self, part: Part = WHOLE) -> ResumableLoader:
+        """A loader of the batches of one part of the data."""
         if self.train_dataset is None:
             raise ValueError("train() needs a train_dataset; only evaluate() works without one.")
-        self.train_dataloader = build_train_loader(
+        return build_train_loader(
             self.train_dataset,
             batch_size=self.args.per_device_train_batch_size,
             collate_fn=self.data_collator,
@@ -216,16 +221,21 @@ class PreparedTrainer(BaseTrainer):
             shuffle=self.args.shuffle,
             drop_last=self.args.dataloader_drop_last,
             set_dataset_epoch=self.args.set_dataset_epoch,
+            part=part,
             **self._worker_options(),
         )
 
     def _init_eval_dataloader(self, dataset: BaseDataset) -> Any:
         """Make a loader of evaluation batches."""
+        return self._build_eval_loader(dataset)
+
+    def _build_eval_loader(self, dataset: BaseDataset, part: Part = WHOLE) -> Any:
         return build_eval_loader(
             dataset,
             batch_size=self.args.per_device_eval_batch_size,
             collate_fn=self.data_collator,
             drop_last=self.args.dataloader_drop_last,
+            part=part,
             **self._worker_options(),
         )
 

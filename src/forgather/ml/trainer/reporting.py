@@ -5,13 +5,20 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
+from torch import Tensor
 
 from forgather.ml.trainer.periodic_function import PeriodicFunction
 from forgather.ml.trainer.preparation import PreparedTrainer
 from forgather.ml.trainer.progress import TrainerProgress
 from forgather.ml.trainer.trainer_types import TrainerControl
 from forgather.ml.trainer.trainer_types import TrainerState as BaseTrainerState
-from forgather.ml.trainer.training_metrics import IntervalMetrics, RunTotals, SpeedMeter, root_mean_square
+from forgather.ml.trainer.training_metrics import (
+    IntervalMetrics,
+    RunTotals,
+    SettledSums,
+    SpeedMeter,
+    root_mean_square,
+)
 from forgather.ml.utils import count_parameters, flops_per_token
 
 
@@ -83,38 +90,41 @@ class ReportingTrainer(PreparedTrainer):
             return
         self.amp.log_scale_drop()
         sums = self._close_interval()
-        norms = sums["norms"]
+        norms = list(sums.norms)
         if self.args.mixed_precision == "fp16":
             # An overflow skips the step and lowers the scale: the norm of such a step says nothing.
             norms = [norm for norm in norms if math.isfinite(norm)]
         logs = {
             "epoch": self.state.epoch,
-            "loss": sums["loss_sum"] / sums["targets"] if sums["targets"] else 0.0,
+            "loss": sums.loss_sum / sums.targets if sums.targets else 0.0,
             "grad_norm": root_mean_square(norms),
             "max_grad_norm": max(norms, default=None),
-            "tokens": sums["tokens"],
+            "tokens": sums.tokens,
             "total_tokens": self._totals.tokens,
             "total_flos": self.state.total_flos,
             "learning_rate": self.lr_scheduler.get_last_lr()[0],
         }
-        if len(norms) < len(sums["norms"]):
-            logs["skipped_steps"] = len(sums["norms"]) - len(norms)
+        if len(norms) < len(sums.norms):
+            logs["skipped_steps"] = len(sums.norms) - len(norms)
         peak_memory = self._distributed_peak_mem()
         if peak_memory is not None:
             logs["peak_mem_allocated"] = peak_memory
         self._dispatch("on_log_step", logs=logs)
         self.log(logs)
+        self._settle_requests()
 
-    def _close_interval(self) -> dict[str, Any]:
+    def _close_interval(self) -> SettledSums:
         """The sums over all ranks since the last log, which from now on are part of the run's totals."""
-        sums = self._interval.totals()
+        sums = self._settle_interval()
         self._interval.reset()
-        sums["loss_sum"], sums["targets"] = self._distributed_loss(sums["loss_sum"], sums["targets"])
-        for name in ("tokens", "samples"):
-            sums[name] = int(self._distributed_tokens(sums[name]))
-        self._totals.add(sums["loss_sum"], sums["targets"], sums["tokens"], sums["samples"])
-        self.state.num_input_tokens_seen = self._totals.tokens
-        self.state.total_flos = self._totals.tokens * self._flops_per_token
+        self._totals.add(sums.loss_sum, sums.targets, sums.tokens, sums.samples)
+        return sums
+
+    def _settle_interval(self) -> SettledSums:
+        """Let the counters be those of all ranks; a checkpoint is to hold no others."""
+        sums = self._interval.settle(self._distributed_loss, self._distributed_tokens)
+        self.state.num_input_tokens_seen = self._totals.tokens + sums.tokens
+        self.state.total_flos = self.state.num_input_tokens_seen * self._flops_per_token
         return sums
 
     def _final_metrics(self) -> dict[str, Any]:
@@ -141,17 +151,23 @@ class ReportingTrainer(PreparedTrainer):
     def _num_data_parallel_ranks(self) -> int:
         return 1
 
-    def _distributed_loss(self, loss_sum: float, targets: float) -> tuple[float, float]:
-        """The sum of the loss over all data-parallel ranks, and `targets`, which counts those of all ranks already."""
-        return loss_sum, targets
+    def _distributed_loss(self, losses: Tensor) -> Tensor:
+        """Shares of losses, each summed over all data-parallel ranks."""
+        return losses
 
-    def _distributed_tokens(self, tokens: Any) -> Any:
-        """A count summed over all data-parallel ranks."""
+    def _distributed_tokens(self, tokens: Tensor) -> Tensor:
+        """Counts, each summed over all data-parallel ranks."""
         return tokens
 
     def _distributed_peak_mem(self) -> list[int] | None:
         """Peak memory of each rank's accelerator, None on the CPU."""
         return None if self.device.type == "cpu" else [torch.accelerator.max_memory_allocated(self.device)]
+
+    def _settle_requests(self, each_step: bool = False) -> None:
+        """Make what callbacks have asked for the same on every rank; one device has nothing to settle.
+
+        `each_step` is True at the end of every step, where most callbacks ask for nothing.
+        """
 
     def _stop_requested(self) -> str | None:
         """The name of the signal that asked this job to stop."""

@@ -42,6 +42,7 @@ class SavingTrainer(ReportingTrainer):
         if self.checkpoint_manager is None:
             self._prepare(False)
         assert self.checkpoint_manager is not None
+        self._before_save()
         return self.checkpoint_manager.save_checkpoint(path, None if path else self.state.global_step)
 
     def load_checkpoint(self, path: str | None = None) -> str | None:
@@ -79,6 +80,7 @@ class SavingTrainer(ReportingTrainer):
         # Before the save, whose state is to know of itself.
         self._note_best_saved(metrics)
         self.checkpoint_manager.set_eval_metrics(metrics)
+        self._before_save()
         path = self.checkpoint_manager.save_checkpoint(checkpoint_id=step)
         if not path:
             self._best_saved_metric, self.state.best_model_checkpoint = best_before
@@ -86,8 +88,13 @@ class SavingTrainer(ReportingTrainer):
             self._saved_step, self._saved_path = step, path
             self._preserve_best(path, metrics)
             self._dispatch("on_save", checkpoint_path=path)
+            self._settle_requests()
         self._speed.pause(time.perf_counter() - started)
         return path
+
+    def _before_save(self) -> None:
+        """Bring what ranks share to where it is the same on all of them."""
+        self._settle_interval()
 
     def _note_best(self, metrics: Mapping[str, Any]) -> None:
         args = self.args

@@ -10,6 +10,7 @@ from typing import Any
 logger = logging.getLogger(__name__)
 
 _SIGNALS = (signal.SIGTERM, signal.SIGUSR1, signal.SIGINT)
+STOP_SIGNAL_NAMES = tuple(one.name for one in _SIGNALS)
 
 
 class Preempted(SystemExit):

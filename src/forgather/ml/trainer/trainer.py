@@ -13,6 +13,7 @@ import torch
 from torch import Tensor
 
 from forgather.ml.trainer.arguments import MinimalTrainingArguments, TrainingArguments
+from forgather.ml.trainer.empty_batch import EmptyBatch
 from forgather.ml.trainer.evaluating import EvaluatingTrainer
 from forgather.ml.trainer.evaluation import samples_in
 from forgather.ml.trainer.gradients import clear_gradients
@@ -55,13 +56,14 @@ class Trainer(EvaluatingTrainer):
             raise TypeError(f"train() got unknown arguments: {', '.join(kwargs)}; it takes resume_from_checkpoint.")
         with contextlib.ExitStack() as run:
             self._signals = run.enter_context(StopSignals())
-            run.callback(self._close)
+            run.push(self._close_after)
             self._prepare(self._default_resume() if resume is None else resume)
             self._has_trained = True
             if self.args.detect_anomaly:
                 run.enter_context(torch.autograd.set_detect_anomaly(True, check_nan=True))
             run.enter_context(set_train(self._forward_model, True))
             self._dispatch("on_train_begin")
+            self._settle_requests()
             self._finish_interrupted_evaluation()
             self._finish_interrupted_epoch()
             while self._has_more_epochs():
@@ -71,6 +73,7 @@ class Trainer(EvaluatingTrainer):
     def _train_epoch(self) -> None:
         self.train_dataloader.set_epoch(self.state.raw_epoch)
         self._dispatch("on_epoch_begin")
+        self._settle_requests()
         for window in self._windows() if not self._leaves_epoch() else ():
             self._train_step(window)
             self._after_step()
@@ -110,6 +113,8 @@ class Trainer(EvaluatingTrainer):
         samples = sum(samples_in(batch) for batch in window.batches)
         assert window.total is not None
         self._interval.add(loss, window.total, grad_norm, tokens, samples)
+        if self._interval.wants_settling:
+            self._settle_interval()
         self._speed.step(tokens, samples)
         state.global_step += 1
         state.num_input_tokens_seen += tokens
@@ -122,6 +127,7 @@ class Trainer(EvaluatingTrainer):
     def _after_step(self) -> None:
         """Log, evaluate and save where that is due; the cadence depends on the global step alone."""
         self._dispatch("on_step_end")
+        self._settle_requests(each_step=True)
         if self.control.should_log or self._log_is_due():
             self._log_interval()
         if self.control.should_evaluate or self._evaluate_when.due(self.state.global_step):
@@ -142,6 +148,7 @@ class Trainer(EvaluatingTrainer):
         if self.args.save_strategy == "epoch":
             self._save_while_training()
         self._dispatch("on_epoch_end")
+        self._settle_requests()
         self._fulfil_requests()
         self._heed_stop_request()
 
@@ -246,6 +253,7 @@ class Trainer(EvaluatingTrainer):
             # Last of all: callbacks and iterators may have drawn numbers that the straight run drew long ago.
             self.rng.restore()
         for batch in iterator:
+            self._note_batch(batch)
             batches.append(batch)
             if len(batches) == self.args.gradient_accumulation_steps:
                 yield Window(batches)
@@ -253,11 +261,15 @@ class Trainer(EvaluatingTrainer):
         if batches and not self.args.dataloader_drop_last:
             yield Window(batches)
 
+    def _note_batch(self, batch: Mapping[str, Any]) -> None:
+        """A batch was taken from the loader; strategies that learn about it from other ranks note that here."""
+
     def _count_targets(self, window: Window) -> None:
         """Count the targets of a step before its first backward pass, which needs their number."""
         count = self.model_loss.count
         window.counts = [count(batch.get("labels"), batch) for batch in window.batches]
-        window.total = self._distributed_tokens(sum(window.counts))
+        window.total = sum(window.counts)
+        window.num_shares = len(window.batches)
 
     # --- hooks of the step
 
@@ -276,7 +288,7 @@ class Trainer(EvaluatingTrainer):
                 # The first step of a process: only now is it known which positions count.
                 self._count_targets(window)
             assert window.total is not None
-            return self.model_loss.share(forward, labels, window.counts[number], window.total, len(window.batches))
+            return self.model_loss.share(forward, labels, window.counts[number], window.total, window.num_shares)
 
     def _backward(self, loss: Tensor) -> None:
         self.amp.scale_loss(loss).backward()
@@ -294,6 +306,8 @@ class Trainer(EvaluatingTrainer):
 
     def _count_batch_tokens(self, batch: Mapping[str, Any]) -> int:
         """The number of tokens the model processes for a batch; padding counts, since it costs the same."""
+        if isinstance(batch, EmptyBatch):
+            return 0
         for name in ("input_ids", "labels"):
             if isinstance(batch.get(name), Tensor):
                 return int(batch[name].numel())
@@ -305,11 +319,15 @@ class Trainer(EvaluatingTrainer):
     def _is_model_parallel(self) -> bool:
         return False
 
-    def _close(self) -> None:
+    def _close_after(self, error_type: type[BaseException] | None, *_: object) -> None:
         """End workers and give the output directory back, however training ended."""
         self._signals = None
         if self.train_dataloader is not None:
-            self.train_dataloader.close()
+            self._close_loader(self.train_dataloader, error_type is None or issubclass(error_type, Preempted))
         for manager in (self._claim, self.checkpoint_manager):
             if manager is not None:
                 manager.close()
+
+    def _close_loader(self, loader: Any, in_order: bool) -> None:
+        """`in_order` is False after an error, of which other ranks may not know."""
+        loader.close()

@@ -1,11 +1,14 @@
 """What trainers do to models and devices besides training them."""
 
 import gc
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
+from typing import Any
 
 import torch
-from torch import nn
+from torch import Tensor, nn
+
+from forgather.ml.trainer.empty_batch import EmptyBatch
 
 
 @contextmanager
@@ -21,6 +24,21 @@ def set_train(model: nn.Module, mode: bool) -> Iterator[None]:
     finally:
         for module, training in previous:
             module.training = training
+
+
+def moved(value: Any, device: torch.device) -> Any:
+    """A batch, or a part of one, on the device, however deep in dicts, lists and tuples its tensors are."""
+    if device.type == "cpu":
+        return value
+    if isinstance(value, Tensor):
+        return value.to(device, non_blocking=True)
+    if isinstance(value, Mapping):
+        parts = {name: moved(part, device) for name, part in value.items()}
+        return EmptyBatch(parts) if isinstance(value, EmptyBatch) else parts
+    if isinstance(value, (list, tuple)):
+        items = [moved(part, device) for part in value]
+        return type(value)(*items) if hasattr(value, "_fields") else type(value)(items)
+    return value
 
 
 def maybe_cleanup_memory(threshold: float) -> None:

@@ -3,6 +3,7 @@
 import math
 import time
 from array import array
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -12,81 +13,100 @@ from forgather.ml.trainer.evaluation import as_integers
 
 Number = int | Tensor
 
-_STEPS_UNTIL_FOLD = 1000
+_STEPS_UNTIL_SETTLED = 1000
 """So many steps are kept one by one; more would be tensors without end in a run that logs rarely or never."""
 
 
+Reduce = Callable[[Tensor], Tensor]
+"""Sums each element over all data-parallel ranks."""
+
+
 class IntervalMetrics:
-    """Loss, norm and token counts since the last log; part of the checkpoint, so that a resumed run logs the same."""
+    """Loss, norm and token counts since the last log; part of the checkpoint, so that a resumed run logs the same.
+
+    A step is noted with the numbers of this rank, and settled, before a log or a save, with those of all ranks. Steps are
+    reduced over ranks one by one, and summed only then: the sums are the same however often they were settled.
+    """
 
     def __init__(self) -> None:
         self._losses: list[Tensor] = []
         self._targets: list[Number] = []
         self._norms: list[Tensor] = []
         self._tokens: list[Number] = []
-        self._samples = 0
-        self._folded_steps = 0
-        self._folded: dict[str, Any] = {"loss_sum": 0.0, "targets": 0.0, "tokens": 0}
-        self._folded_norms = array("d")
+        self._samples: list[int] = []
+        self._settled = SettledSums()
 
     def add(self, loss: Tensor, targets: Number, grad_norm: Tensor | None, tokens: Number, samples: int) -> None:
-        """Note a step; nothing is computed here but once in many steps, since that would be work in every step."""
+        """Note a step: its loss on this rank, its targets on all ranks, the tokens and samples of this rank."""
         self._losses.append(loss)
         self._targets.append(targets)
         self._tokens.append(tokens)
-        self._samples += samples
+        self._samples.append(samples)
         if grad_norm is not None:
             self._norms.append(grad_norm)
-        if len(self._losses) >= _STEPS_UNTIL_FOLD:
-            self._fold()
 
     @property
     def num_steps(self) -> int:
-        return self._folded_steps + len(self._losses)
+        return self._settled.num_steps + len(self._losses)
 
-    def totals(self) -> dict[str, Any]:
-        """Sums over the interval, of this rank: loss x targets, targets, tokens; and the norms."""
-        sums = {
-            name: folded + number for (name, folded), number in zip(self._folded.items(), self._sums(), strict=True)
-        }
-        norms = [*self._folded_norms, *_as_floats(self._norms)]
-        return {**sums, "samples": self._samples, "norms": norms}
+    @property
+    def wants_settling(self) -> bool:
+        """Whether there are so many steps that keeping their tensors would cost memory without end."""
+        return len(self._losses) >= _STEPS_UNTIL_SETTLED
 
-    def _sums(self) -> tuple[float, float, int]:
-        """Loss x targets, targets and tokens of the steps that are kept one by one."""
-        targets = as_integers(self._targets)
-        weighted = zip(_as_floats(self._losses), targets, strict=True)
-        return sum(loss * number for loss, number in weighted), float(sum(targets)), sum(as_integers(self._tokens))
-
-    def _fold(self) -> None:
-        """Replace the steps by their sums; the number of steps alone decides when, so that a resumed run does the same."""
-        for name, number in zip(self._folded, self._sums(), strict=True):
-            self._folded[name] += number
-        self._folded_norms.extend(_as_floats(self._norms))
-        self._folded_steps += len(self._losses)
-        self._losses, self._targets, self._norms, self._tokens = [], [], [], []
+    def settle(self, reduce_losses: Reduce, reduce_counts: Reduce) -> "SettledSums":
+        """The sums over all ranks of all steps so far; waits for the device, and for the other ranks."""
+        if self._losses:
+            targets = as_integers(self._targets)
+            products = [loss * count for loss, count in zip(_as_floats(self._losses), targets, strict=True)]
+            losses = reduce_losses(torch.tensor(products, dtype=torch.float64, device="cpu"))
+            counts = torch.tensor([as_integers(self._tokens), self._samples], dtype=torch.int64, device="cpu")
+            tokens, samples = reduce_counts(counts).tolist()
+            self._settled.add(losses.tolist(), targets, _as_floats(self._norms), tokens, samples)
+            self._losses, self._targets, self._norms, self._tokens, self._samples = [], [], [], [], []
+        return self._settled
 
     def reset(self) -> None:
         self.__init__()  # type: ignore[misc]
 
     def state_dict(self) -> dict[str, Any]:
-        return {
-            "losses": [loss.detach().cpu() for loss in self._losses],
-            "targets": as_integers(self._targets),
-            "norms": [norm.detach().cpu() for norm in self._norms],
-            "tokens": as_integers(self._tokens),
-            "samples": self._samples,
-            "folded": dict(self._folded),
-            "folded_steps": self._folded_steps,
-            "folded_norms": torch.tensor(self._folded_norms.tolist(), dtype=torch.float64),
-        }
+        if self._losses:
+            raise RuntimeError("The metrics of the last steps must be settled between ranks before they are saved.")
+        return self._settled.state_dict()
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        self._losses, self._targets = list(state["losses"]), list(state["targets"])
-        self._norms, self._tokens = list(state["norms"]), list(state["tokens"])
-        self._samples = state["samples"]
-        self._folded, self._folded_steps = dict(state["folded"]), state["folded_steps"]
-        self._folded_norms = array("d", state["folded_norms"].tolist())
+        self.reset()
+        self._settled.load_state_dict(state)
+
+
+class SettledSums:
+    """Sums over the steps of an interval and all ranks."""
+
+    def __init__(self) -> None:
+        self.loss_sum = 0.0
+        self.targets = 0.0
+        self.tokens = 0
+        self.samples = 0
+        self.num_steps = 0
+        self.norms = array("d")
+
+    def add(
+        self, losses: list[float], targets: list[int], norms: list[float], tokens: list[int], samples: list[int]
+    ) -> None:
+        # One by one, so that it does not matter which steps came together.
+        for loss in losses:
+            self.loss_sum += loss
+        self.targets += sum(targets)
+        self.tokens += sum(tokens)
+        self.samples += sum(samples)
+        self.num_steps += len(losses)
+        self.norms.extend(norms)
+
+    def state_dict(self) -> dict[str, Any]:
+        return {**vars(self), "norms": torch.tensor(self.norms.tolist(), dtype=torch.float64)}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        vars(self).update({**state, "norms": array("d", state["norms"].tolist())})
 
 
 class RunTotals:
@@ -163,6 +183,6 @@ def _as_floats(numbers: list[Tensor]) -> list[float]:
     return torch.stack([number.detach().to(device) for number in numbers]).cpu().double().tolist()
 
 
-def root_mean_square(values: list[float]) -> float | None:
+def root_mean_square(values: Sequence[float]) -> float | None:
     """None without values; infinities and NaN stay visible."""
     return math.sqrt(sum(value * value for value in values) / len(values)) if values else None

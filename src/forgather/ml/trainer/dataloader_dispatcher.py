@@ -1,0 +1,428 @@
+"""One rank reads for all: every batch goes to the rank, or the group of ranks, that trains on it."""
+
+import itertools
+import queue
+import threading
+from collections import deque
+from collections.abc import Iterator, Mapping
+from enum import Enum
+from typing import Any, NamedTuple
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.distributed import DeviceMesh, ProcessGroup, Work
+
+from forgather.ml.distributed.agreement import DistributedError
+from forgather.ml.distributed.environment import get_requested_timeout
+from forgather.ml.trainer.batch_messages import decode, encode, length_of
+from forgather.ml.trainer.data_order import draws_random_numbers, is_stateful
+from forgather.ml.trainer.empty_batch import emptied
+from forgather.ml.trainer.trainer_utils import moved
+
+_FIRST_CAPACITY = 2**12
+_DURING = "loading a batch"
+
+
+class _Kind(Enum):
+    """What a message says."""
+
+    BATCH = "batch"
+    END = "end"
+    """The pass is over: there is no more data."""
+    LEFT = "left"
+    """The pass is over: the loop was left early."""
+    ERROR = "error"
+
+
+class _Message(NamedTuple):
+    kind: _Kind
+    content: Any
+    """The batch, or the fields of an error."""
+    position: Any
+    """The state of the loader behind this batch."""
+
+
+class _Round(NamedTuple):
+    """What every data-parallel rank is told next."""
+
+    messages: list[_Message]
+
+    @property
+    def is_last(self) -> bool:
+        return self.messages[0].kind is not _Kind.BATCH
+
+
+class DataloaderDispatcher:
+    """The first rank of the mesh iterates over `dataloader`; the others receive from it and need none.
+
+    A mesh of one dimension with `dp_mesh_dim=0` gives each rank a batch of its own, with None all ranks the same. Of two
+    dimensions `dp_mesh_dim` is the data-parallel one, and the ranks along the other get the same batch. When fewer
+    batches than ranks are left, the ranks without one get an `EmptyBatch`, or, with `drop_last`, the rest is dropped.
+
+    Batches are read, packed and sent ahead in a background thread, `prefetch` rounds at most, unless reading draws
+    random numbers in this process: those must be drawn at the same point of training in every run. All methods but
+    `state_dict` and `abandon` are for all ranks together.
+    """
+
+    def __init__(
+        self,
+        dataloader: Any,
+        mesh: DeviceMesh,
+        device: torch.device | str,
+        dp_mesh_dim: int | None = 0,
+        *,
+        drop_last: bool = False,
+        prefetch: int = 2,
+    ) -> None:
+        self._dataloader = dataloader
+        self._device = torch.device(device)
+        self._drop_last = drop_last
+        self._prefetch = prefetch
+        self._parts = _data_parallel_parts(mesh, dp_mesh_dim)
+        self._source = int(mesh.mesh.flatten()[0])
+        self._reads = dist.get_rank() == self._source
+        ranks = mesh.mesh.flatten().tolist()
+        # Of its own, since it is used from another thread.
+        self._group = dist.new_group(
+            ranks, backend="gloo", timeout=get_requested_timeout(), use_local_synchronization=True
+        )
+        self._sender = _Sender(self._group, self._parts) if self._reads else None
+        self._receiver = None if self._reads else _Receiver(self._group, self._source, self._device)
+        self._reader: _Reader | None = None
+        self._pass_is_open = False
+        self._read_ahead = False
+        self._position: Any = None
+        self._num_batches: int | None = None
+        self._exchange_facts()
+
+    # --- what it knows
+
+    @property
+    def dataloader(self) -> Any:
+        return self._dataloader
+
+    @property
+    def num_batches(self) -> int | None:
+        """Steps of a pass; None when unknown."""
+        if self._num_batches is None:
+            return None
+        whole, rest = divmod(self._num_batches, len(self._parts))
+        return whole + (rest > 0 and not self._drop_last)
+
+    def __len__(self) -> int:
+        if self.num_batches is None:
+            raise TypeError(
+                f"The length of {type(self._dataloader).__name__} is unknown, and so is that of its dispatcher."
+            )
+        return self.num_batches
+
+    def __getattr__(self, name: str) -> Any:
+        if name.startswith("_"):
+            raise AttributeError(f"{type(self).__name__!r} object has no attribute {name!r}")
+        return getattr(self._dataloader, name)
+
+    # --- position
+
+    def state_dict(self) -> Any:
+        """The position behind the last batch that the loop got; it does not depend on the number of ranks."""
+        return self._position
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Move to a position; the ranks that do not read remember it only."""
+        self._leave()
+        if is_stateful(self._dataloader):
+            self._dataloader.load_state_dict(state)
+        self._position = state
+
+    def set_epoch(self, epoch: int) -> None:
+        self._leave()
+        if hasattr(self._dataloader, "set_epoch"):
+            self._dataloader.set_epoch(epoch)
+        self._note_position()
+
+    # --- a pass
+
+    def __iter__(self) -> Iterator[Any]:
+        self._leave()
+        self._pass_is_open, self._read_ahead = True, False
+        rounds = self._read() if self._reads else self._receive()
+        for message in rounds:
+            if message.kind is _Kind.ERROR:
+                raise DistributedError(*message.content)
+            self._position = message.position
+            if message.kind is _Kind.END:
+                return
+            yield moved(message.content, self._device)
+
+    def close(self) -> None:
+        """End the pass on all ranks, and the loader."""
+        self._leave()
+        if hasattr(self._dataloader, "close"):
+            self._dataloader.close()
+
+    def abandon(self) -> None:
+        """End without the other ranks, of which some may be gone."""
+        if self._reader is not None:
+            self._reader.request_end()
+        self._pass_is_open = False
+
+    def _leave(self) -> None:
+        """Finish a pass that the loop has left: whatever was sent ahead is received and thrown away."""
+        if not self._pass_is_open:
+            return
+        self._pass_is_open = False
+        if not self._reads:
+            assert self._receiver is not None
+            self._receiver.receive_rest()
+            return
+        has_ended = self._reader is not None and self._reader.end()
+        self._reader = None
+        assert self._sender is not None
+        if not has_ended:
+            self._sender.send(_Round([_Message(_Kind.LEFT, None, None)] * len(self._parts)))
+        self._sender.flush()
+        self._go_back()
+
+    def _go_back(self) -> None:
+        """Batches that were read ahead are yet to come for a loader that goes on where it was left."""
+        if self._read_ahead and _goes_on(self._dataloader):
+            self._dataloader.close()
+            self._dataloader.load_state_dict(self._position)
+
+    def _receive(self) -> Iterator[_Message]:
+        assert self._receiver is not None
+        while True:
+            message = self._receiver.receive()
+            if message.kind is not _Kind.BATCH:
+                self._pass_is_open = False
+            yield message
+
+    def _read(self) -> Iterator[_Message]:
+        """This rank's part of each round, which is sent to the others as soon as it is read."""
+        assert self._sender is not None
+        rounds = self._rounds()
+        # Two of them here and not in the thread, which must not start processes; the first comes with what a loader
+        # draws when a pass begins, the second shows whether reading draws random numbers.
+        first = next(rounds)
+        self._sender.send(first)
+        yield self._taken(first)
+        with draws_random_numbers() as has_drawn:
+            second = next(rounds)
+        self._sender.send(second)
+        self._read_ahead = self._prefetch > 0 and not second.is_last and not has_drawn()
+        if self._read_ahead:
+            self._reader = _Reader(rounds, self._sender, self._prefetch)
+        yield self._taken(second)
+        for one in rounds if self._reader is None else self._reader:
+            if not self._read_ahead:
+                self._sender.send(one)
+            yield self._taken(one)
+
+    def _taken(self, one: _Round) -> _Message:
+        """This rank's part of a round."""
+        if one.is_last:
+            assert self._sender is not None
+            self._pass_is_open, self._reader = False, None
+            self._sender.flush()
+        return one.messages[0]
+
+    def _rounds(self) -> Iterator[_Round]:
+        size = len(self._parts)
+        try:
+            iterator = iter(self._dataloader)
+            while batches := list(itertools.islice(iterator, size)):
+                if len(batches) < size:
+                    if self._drop_last:
+                        break
+                    batches += [emptied(batches[0])] * (size - len(batches))
+                position = self._loader_position()
+                yield _Round([_Message(_Kind.BATCH, batch, position) for batch in batches])
+            last = _Message(_Kind.END, None, self._loader_position())
+        except Exception as error:  # noqa: BLE001 - sent to every rank, this one included, and raised there
+            report = DistributedError.describing(error, _DURING, dist.get_rank())
+            last = _Message(_Kind.ERROR, report.args, None)
+        yield _Round([last] * size)
+
+    # --- facts
+
+    def _exchange_facts(self) -> None:
+        facts = [(_length_of(self._dataloader), self._loader_position()) if self._reads else None]
+        dist.broadcast_object_list(facts, src=self._source, group=self._group)
+        assert facts[0] is not None
+        self._num_batches, self._position = facts[0]
+
+    def _loader_position(self) -> Any:
+        return self._dataloader.state_dict() if is_stateful(self._dataloader) else None
+
+    def _note_position(self) -> None:
+        if is_stateful(self._dataloader):
+            self._position = self._dataloader.state_dict()
+
+
+class _Sender:
+    """Sends rounds to the ranks that are to have them; this one's part stays here."""
+
+    def __init__(self, group: ProcessGroup, parts: list[list[int]]) -> None:
+        self._group = group
+        self._others = [[rank for rank in ranks if rank != dist.get_rank()] for ranks in parts]
+        self._capacities = dict.fromkeys(itertools.chain(*self._others), _FIRST_CAPACITY)
+        # The buffers must live until they are sent.
+        self._under_way: deque[list[tuple[Work, Tensor]]] = deque()
+
+    def send(self, one: _Round) -> None:
+        while len(self._under_way) > 2:
+            self._wait_for_oldest()
+        works: list[tuple[Work, Tensor]] = []
+        for message, ranks in zip(one.messages, self._others, strict=True):
+            if ranks:
+                buffer = encode(tuple(message))
+                works.extend((work, buffer) for rank in ranks for work in self._send_to(rank, buffer))
+        self._under_way.append(works)
+
+    def flush(self) -> None:
+        while self._under_way:
+            self._wait_for_oldest()
+
+    def _send_to(self, rank: int, buffer: Tensor) -> Iterator[Work]:
+        """As one message, unless it is longer than any before: then the rest follows."""
+        capacity = self._capacities[rank]
+        parts = [buffer] if len(buffer) <= capacity else [buffer[:capacity], buffer[capacity:]]
+        self._capacities[rank] = max(capacity, len(buffer))
+        for part in parts:
+            work = dist.isend(part, dst=rank, group=self._group)
+            assert work is not None, "both ranks are members of the group"
+            yield work
+
+    def _wait_for_oldest(self) -> None:
+        for work, _ in self._under_way.popleft():
+            _wait(work)
+
+
+class _Receiver:
+    """Receives what the reading rank sends, of which the next is under way while this rank trains."""
+
+    def __init__(self, group: ProcessGroup, source: int, device: torch.device) -> None:
+        self._group = group
+        self._source = source
+        # Copies from pinned memory to a device do not hold up the training.
+        self._pins_memory = device.type == "cuda"
+        self._capacity = _FIRST_CAPACITY
+        self._posted: tuple[Work, Tensor] | None = None
+
+    def receive(self) -> _Message:
+        work, buffer = self._posted or self._post(self._capacity)
+        self._posted = None
+        _wait(work)
+        length = length_of(buffer)
+        if length > len(buffer):
+            buffer = self._receive_whole(buffer, length)
+        self._capacity = max(self._capacity, length)
+        message = _Message(*decode(buffer))
+        if message.kind is _Kind.BATCH:
+            self._posted = self._post(self._capacity)
+        return message
+
+    def receive_rest(self) -> None:
+        while self.receive().kind is _Kind.BATCH:
+            pass
+
+    def _receive_whole(self, beginning: Tensor, length: int) -> Tensor:
+        whole = self._buffer(length)
+        whole[: len(beginning)].copy_(beginning)
+        work = dist.irecv(whole[len(beginning) :], src=self._source, group=self._group)
+        assert work is not None
+        _wait(work)
+        return whole
+
+    def _post(self, capacity: int) -> tuple[Work, Tensor]:
+        buffer = self._buffer(capacity)
+        work = dist.irecv(buffer, src=self._source, group=self._group)
+        assert work is not None, "both ranks are members of the group"
+        return work, buffer
+
+    def _buffer(self, length: int) -> Tensor:
+        return torch.empty(length, dtype=torch.uint8, device="cpu", pin_memory=self._pins_memory)
+
+
+class _Reader(Iterator[_Round]):
+    """A thread that reads rounds and sends them, so many ahead of the loop that takes them."""
+
+    def __init__(self, rounds: Iterator[_Round], sender: _Sender, depth: int) -> None:
+        self._rounds = rounds
+        self._sender = sender
+        self._ready: queue.Queue[_Round | BaseException] = queue.Queue(depth)
+        self._is_to_end = threading.Event()
+        self._has_sent_last = False
+        self._thread = threading.Thread(target=self._work, name="batch-reader", daemon=True)
+        self._thread.start()
+
+    def __next__(self) -> _Round:
+        one = self._ready.get()
+        if isinstance(one, BaseException):
+            raise one
+        return one
+
+    def request_end(self) -> None:
+        self._is_to_end.set()
+
+    def end(self) -> bool:
+        """Stop; returns whether the last message of the pass was sent."""
+        self.request_end()
+        self._thread.join()
+        return self._has_sent_last
+
+    def _work(self) -> None:
+        try:
+            for one in self._rounds:
+                if self._is_to_end.is_set():
+                    return
+                self._sender.send(one)
+                self._has_sent_last = one.is_last
+                self._hand_over(one)
+        except BaseException as error:  # noqa: BLE001 - raised where the loop takes the next round
+            self._hand_over(error)
+
+    def _hand_over(self, one: _Round | BaseException) -> None:
+        while not self._is_to_end.is_set():
+            try:
+                self._ready.put(one, timeout=0.1)
+            except queue.Full:
+                continue
+            return
+
+
+def _data_parallel_parts(mesh: DeviceMesh, dp_mesh_dim: int | None) -> list[list[int]]:
+    """The ranks that get the same batch, for each batch of a round; the first rank of the mesh is in the first."""
+    allowed = {1: (0, None), 2: (0, 1)}
+    if dp_mesh_dim not in allowed.get(mesh.ndim, ()):
+        raise ValueError(
+            f"A mesh of {mesh.ndim} dimension(s) with dp_mesh_dim={dp_mesh_dim!r} cannot be dispatched to: give a mesh of "
+            "one dimension with dp_mesh_dim 0 (each rank a batch of its own) or None (all ranks the same batch), or of two "
+            "dimensions with dp_mesh_dim 0 or 1, the data-parallel one."
+        )
+    if dp_mesh_dim is None:
+        return [mesh.mesh.tolist()]
+    return [part.flatten().tolist() for part in mesh.mesh.unbind(dp_mesh_dim)]
+
+
+def _length_of(dataloader: Any) -> int | None:
+    if hasattr(dataloader, "num_batches"):
+        num_batches: int | None = dataloader.num_batches
+        return num_batches
+    try:
+        return len(dataloader)
+    except (TypeError, NotImplementedError):
+        return None
+
+
+def _goes_on(dataloader: Any) -> bool:
+    """Whether a second iterator goes on where the first was left, as those of the trainer's own loaders do."""
+    return hasattr(dataloader, "num_batches") and is_stateful(dataloader)
+
+
+def _wait(work: Work) -> None:
+    try:
+        work.wait()
+    except RuntimeError as lost:
+        raise DistributedError(_DURING, None, type(lost).__name__, str(lost)) from lost

@@ -1,0 +1,25 @@
+"""Stand-ins for batches that there are none of, which keep ranks in step with each other."""
+
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from forgather.ml.trainer.loss_weighting import IGNORE_INDEX
+
+
+class EmptyBatch(dict[str, Any]):
+    """A batch of the usual shapes that counts nothing: no target, no token, no sample.
+
+    The rank that gets it runs forward and backward as the others do, and adds zero to the step.
+    """
+
+
+def emptied(batch: Mapping[str, Any]) -> EmptyBatch:
+    """A batch without targets in the shape of another."""
+    empty = EmptyBatch(batch)
+    labels = empty.get("labels")
+    if isinstance(labels, Tensor) and not labels.is_floating_point() and labels.dtype is not torch.bool:
+        empty["labels"] = torch.full_like(labels, IGNORE_INDEX)
+    return empty

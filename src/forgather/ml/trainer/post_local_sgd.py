@@ -1,0 +1,74 @@
+"""Ranks that reduce gradients for some steps, then step on their own and average their weights now and then."""
+
+import itertools
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.distributed import ProcessGroup
+from torch.distributed.algorithms.ddp_comm_hooks.post_localSGD_hook import PostLocalSGDState, post_localSGD_hook
+from torch.distributed.algorithms.model_averaging.averagers import PeriodicModelAverager
+from torch.distributed.optim import PostLocalSGDOptimizer
+from torch.nn.parallel import DistributedDataParallel
+
+from forgather.ml.distributed import DistributedEnvInterface, Peers
+from forgather.ml.trainer.ddp_arguments import PostLocalSGDArguments
+
+
+class PostLocalSGD:
+    """torch's hook, averager and optimizer, with the state that a resume needs: how far they have counted."""
+
+    def __init__(
+        self, args: PostLocalSGDArguments, group: ProcessGroup, peers: Peers, env: DistributedEnvInterface
+    ) -> None:
+        self._group = group
+        node_group = _node_group(peers, env) if args.post_local_gradient_allreduce else None
+        self._hook_state = PostLocalSGDState(group, node_group, args.start_step, args.post_local_gradient_allreduce)
+        self._optimizers: list[Any] = []
+        self._averager = PeriodicModelAverager(args.period, args.start_step, group)
+
+    def attach(self, model: DistributedDataParallel, optimizer: Any) -> Any:
+        """The optimizer that also averages, to be stepped in place of the given one."""
+        model.register_comm_hook(self._hook_state, post_localSGD_hook)
+        self._optimizers = getattr(optimizer, "optimizers", [optimizer])
+        return PostLocalSGDOptimizer(optimizer, self._averager)
+
+    @torch.no_grad()
+    def average_replicas(self) -> None:
+        """Make the replicas one again, weights and moments, once they go their own ways; a save needs them alike."""
+        if self._averager.step <= self._averager.warmup_steps:
+            return
+        world_size = dist.get_world_size(self._group)
+        for tensor in itertools.chain.from_iterable(map(_replicated_tensors, self._optimizers)):
+            dist.all_reduce(tensor, group=self._group)
+            tensor.div_(world_size)
+
+    def state_dict(self) -> dict[str, Any]:
+        return {"averager_step": self._averager.step, "hook_step": self._hook_state.iter}
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        self._averager.step = state["averager_step"]
+        self._hook_state.iter = state["hook_step"]
+
+
+def _replicated_tensors(optimizer: Any) -> Iterator[Tensor]:
+    for group in optimizer.param_groups:
+        for parameter in group["params"]:
+            yield parameter
+            # Counters are whole numbers that are the same everywhere, whatever their dtype.
+            yield from (
+                value
+                for name, value in optimizer.state.get(parameter, {}).items()
+                if isinstance(value, Tensor) and value.is_floating_point() and name != "step"
+            )
+
+
+def _node_group(peers: Peers, env: DistributedEnvInterface) -> ProcessGroup:
+    first_ranks = peers.gather(env.rank - env.local_rank)
+    groups = {}
+    # Every rank takes part in making every group, its own or not: torch requires it.
+    for first in sorted(set(first_ranks)):
+        groups[first] = dist.new_group([rank for rank, one in enumerate(first_ranks) if one == first])
+    return groups[env.rank - env.local_rank]

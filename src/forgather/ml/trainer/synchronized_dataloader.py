@@ -1,0 +1,223 @@
+"""Every rank reads its own batches, and all of them stop, or fail, together."""
+
+import itertools
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import Any, NamedTuple
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.distributed import ProcessGroup, Work
+
+from forgather.ml.distributed.agreement import DistributedError, Peers
+from forgather.ml.distributed.groups import get_global_process_group
+from forgather.ml.trainer.data_order import draws_random_numbers, is_stateful
+from forgather.ml.trainer.trainer_utils import moved
+
+_DURING = "loading a batch"
+_STEPS_BETWEEN_LOOKS = 64
+"""So often reading is watched for random numbers; all the time would cost as much as the rest."""
+
+NOTHING = object()
+"""In place of an item: this rank has run out."""
+
+Notes = Callable[[Any], Sequence[int]]
+"""Numbers about an item (or `NOTHING`) that are summed over all ranks in the same message."""
+
+
+class Round(NamedTuple):
+    """An item of this rank, and what is true of the round on all ranks."""
+
+    item: Any
+    num_items: int
+    has_failed: bool
+    has_drawn: bool
+    """Whether reading it drew random numbers, if that was watched."""
+    noted: list[int]
+
+
+class Rounds:
+    """The items of an iterator, fetched in rounds: for each, the ranks tell each other who has one and who failed.
+
+    `fetch` takes the next item and starts that exchange; `finish` completes it. Between the two the exchange goes on in
+    the background. All ranks call both in the same order. An error, in fetching or reported by `fail`, is raised on all
+    ranks by `finish` as the same `DistributedError`.
+    """
+
+    def __init__(self, iterator: Iterator[Any], group: ProcessGroup | None, notes: Notes | None = None) -> None:
+        self._iterator = iterator
+        self._group = group
+        self._notes = notes
+        self.error: Exception | None = None
+        """What went wrong on this rank and was not raised yet."""
+        self._during = _DURING
+        self._under_way: tuple[Any, Work, Tensor] | None = None
+        self._result: Round | None = None
+
+    def fail(self, error: Exception, during: str) -> None:
+        """Let the next exchange tell the other ranks of an error, after which this rank has no more items."""
+        if self.error is None:
+            self.error, self._during = error, during
+
+    def fetch(self, *, watched: bool = False) -> None:
+        """Take the next item; `watched` finds out whether that draws random numbers on any rank."""
+        item: Any = NOTHING
+        noted: Sequence[int] = ()
+        has_drawn = False
+        try:
+            if self.error is None:
+                item, has_drawn = self._next_watched() if watched else (next(self._iterator, NOTHING), False)
+            noted = self._note(item)
+        except Exception as error:  # noqa: BLE001 - raised on every rank by `finish`
+            self.error, item = error, NOTHING
+            noted = self._note(item)
+        numbers = [item is not NOTHING, self.error is not None, has_drawn, *noted]
+        sums = torch.tensor(numbers, dtype=torch.int64, device="cpu")
+        try:
+            work = dist.all_reduce(sums, group=self._group, async_op=True)
+        except RuntimeError as lost:
+            raise self._lost(lost) from lost
+        assert work is not None
+        self._under_way, self._result = (item, work, sums), None
+
+    def finish(self) -> Round:
+        """The item and what the ranks told of theirs; the same again until the next `fetch`."""
+        if self._result is None:
+            assert self._under_way is not None, "fetch comes first"
+            item, work, sums = self._under_way
+            try:
+                work.wait()
+            except RuntimeError as lost:
+                raise self._lost(lost) from (self.error or lost)
+            num_items, num_failures, num_drawing, *noted = sums.tolist()
+            self._under_way, self._result = None, Round(item, num_items, num_failures > 0, num_drawing > 0, noted)
+        if self._result.has_failed:
+            Peers(self._group).agree(self.error, self._during)
+        return self._result
+
+    def _next_watched(self) -> tuple[Any, bool]:
+        with draws_random_numbers() as has_drawn:
+            item = next(self._iterator, NOTHING)
+        return item, has_drawn()
+
+    def _note(self, item: Any) -> Sequence[int]:
+        return () if self._notes is None else self._notes(item)
+
+    def _lost(self, lost: RuntimeError) -> DistributedError:
+        return DistributedError(self._during, None, type(lost).__name__, str(lost))
+
+
+class SynchronizedDataLoader:
+    """The batches of `dataloader` for as long as every rank of the group has one.
+
+    Before each batch the ranks agree, in one small reduction that was started a batch ahead, whether all have one: the
+    first to run out ends the pass for all, and an error on one is an error on all. Lengths need not be known, and may be
+    wrong. Alone, without torch.distributed, or with `enabled=False`, batches are passed through. Where reading draws
+    random numbers in this process nothing is read ahead, since they must be drawn at the same point in every run.
+
+    `notes` gives numbers about each batch, which are summed over all ranks in the same message; `num_batches` is the
+    length that ranks have agreed on, if they have.
+    """
+
+    def __init__(
+        self,
+        dataloader: Any,
+        device: torch.device | str,
+        process_group: ProcessGroup | None = None,
+        enabled: bool = True,
+        *,
+        notes: Notes | None = None,
+        num_batches: int | None = None,
+    ) -> None:
+        self._dataloader = dataloader
+        self.num_batches = num_batches
+        self._device = torch.device(device)
+        self._group = get_global_process_group() if process_group is None else process_group
+        self._is_enabled = enabled and self._group is not None and dist.get_world_size(self._group) > 1
+        self._size = dist.get_world_size(self._group) if self._is_enabled else 1
+        self._notes = notes
+        self._rounds: Rounds | None = None
+        self._position: Any = None
+        self._is_ahead = False
+        self.noted: list[int] = []
+        """The sums of the notes about the batch that was handed out last."""
+
+    # --- what it knows
+
+    def __len__(self) -> int:
+        return len(self._dataloader)
+
+    def __getattr__(self, name: str) -> Any:
+        if name.startswith("_"):
+            raise AttributeError(f"{type(self).__name__!r} object has no attribute {name!r}")
+        return getattr(self._dataloader, name)
+
+    def latest_notes(self) -> list[int]:
+        """The sums of the notes that are the newest on all ranks, which may be about the batch to come."""
+        return self.noted if self._rounds is None else self._rounds.finish().noted
+
+    # --- position
+
+    def state_dict(self) -> Any:
+        """The loader's position behind the last batch that was handed out."""
+        return self._position if self._is_ahead else self._dataloader.state_dict()
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        self._leave()
+        self._dataloader.load_state_dict(state)
+
+    def set_epoch(self, epoch: int) -> None:
+        self._leave()
+        if hasattr(self._dataloader, "set_epoch"):
+            self._dataloader.set_epoch(epoch)
+
+    # --- a pass
+
+    def __iter__(self) -> Iterator[Any]:
+        if not self._is_enabled:
+            for batch in self._dataloader:
+                yield moved(batch, self._device)
+            return
+        self._leave()
+        self._rounds = rounds = Rounds(iter(self._dataloader), self._group, self._notes)
+        keeps_position = is_stateful(self._dataloader)
+        draws = False
+        rounds.fetch(watched=True)
+        for number in itertools.count(1):
+            batch, num_items, _, has_drawn, self.noted = rounds.finish()
+            if num_items < self._size:
+                self._rounds, self._is_ahead = None, False
+                return
+            # The first batch comes with what a loader draws when a pass begins.
+            draws |= has_drawn and number > 1
+            reads_ahead = number > 1 and not draws and number % _STEPS_BETWEEN_LOOKS > 0
+            if reads_ahead:
+                if keeps_position:
+                    self._position = self._dataloader.state_dict()
+                rounds.fetch()
+            self._is_ahead = reads_ahead and keeps_position
+            yield moved(batch, self._device)
+            if not reads_ahead:
+                rounds.fetch(watched=True)
+
+    def close(self) -> None:
+        """End the pass, on all ranks together."""
+        self._leave()
+        if hasattr(self._dataloader, "close"):
+            self._dataloader.close()
+
+    def abandon(self) -> None:
+        """End without the other ranks, of which some may be gone."""
+        self._rounds = None
+        if hasattr(self._dataloader, "abandon"):
+            self._dataloader.abandon()
+
+    def _leave(self) -> None:
+        """Finish the exchange of a pass that the loop has left, and go back to where it was left."""
+        if self._rounds is not None:
+            self._rounds.finish()
+        if self._is_ahead:
+            if hasattr(self._dataloader, "close"):
+                self._dataloader.close()
+            self._dataloader.load_state_dict(self._position)
+        self._rounds, self._is_ahead = None, False

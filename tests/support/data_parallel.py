@@ -1,0 +1,74 @@
+"""Data-parallel trainers on the ranks of a test, and what they did."""
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+from forgather.ml.distributed import StaticDistributedEnvironment
+from forgather.ml.trainer.ddp_trainer import DDPTrainer
+from forgather.ml.trainer.trainer import Trainer
+from tests.support.tiny_models import Recorder, quiet_trainer, weights
+
+
+class Result(NamedTuple):
+    """What a run came to."""
+
+    losses: list[float]
+    norms: list[float]
+    weights: dict[str, Tensor]
+    metrics: dict[str, Any]
+
+
+def environment() -> StaticDistributedEnvironment:
+    """The place of this rank, where a test has initialised torch.distributed."""
+    rank, size = dist.get_rank(), dist.get_world_size()
+    return StaticDistributedEnvironment(rank=rank, local_rank=rank, world_size=size, local_world_size=size)
+
+
+def ddp_trainer(output_dir: Path, model: nn.Module | None, train: Any, *callbacks: Any, **settings: Any) -> DDPTrainer:
+    """`quiet_trainer` for the ranks of a test."""
+    options = {"distributed_env": environment(), **settings.pop("trainer_options", {})}
+    trainer = quiet_trainer(
+        output_dir, model, train, *callbacks, trainer_class=DDPTrainer, trainer_options=options, **settings
+    )
+    assert isinstance(trainer, DDPTrainer)
+    return trainer
+
+
+def run(trainer: Trainer) -> Result:
+    """Train, with a log of every step."""
+    recorder = Recorder()
+    recorder.changes_control = False  # type: ignore[attr-defined]
+    trainer.add_callback(recorder)
+    output = trainer.train()
+    assert trainer.model is not None
+    logs = [record for _, record in recorder.logs]
+    return Result(
+        [record["loss"] for record in logs],
+        [record["grad_norm"] for record in logs],
+        weights(trainer.model),
+        {"step": output.global_step, **output.metrics},
+    )
+
+
+def assert_same_training(one: Result, other: Result, tolerance: float = 1e-6) -> None:
+    """Losses, norms and weights of two runs, to a relative tolerance."""
+    assert len(one.losses) == len(other.losses) > 0
+    for name in ("losses", "norms"):
+        torch.testing.assert_close(
+            torch.tensor(getattr(one, name), dtype=torch.float64),
+            torch.tensor(getattr(other, name), dtype=torch.float64),
+            rtol=tolerance,
+            atol=0.0,
+        )
+    assert one.weights.keys() == other.weights.keys()
+    for name, tensor in one.weights.items():
+        difference = (tensor.double() - other.weights[name].double()).norm() / tensor.double().norm()
+        assert difference <= tolerance, f"{name}: {difference:.2e}"
+
+
+Build = Callable[..., Trainer]
