@@ -6,6 +6,7 @@ threads. A child that is stopped leaves through the interpreter as any program d
 user's would be.
 """
 
+import functools
 import gc
 import hashlib
 import json
@@ -23,6 +24,7 @@ from typing import Any
 import numpy as np
 import torch
 import torch._dynamo  # the first optimizer of a process imports it: once here instead of in every start
+import torch.distributed as dist
 from torch import Tensor
 from torch.utils.data import IterableDataset, get_worker_info
 from torchdata.stateful_dataloader import StatefulDataLoader  # noqa: F401 - imported once for all starts
@@ -30,8 +32,10 @@ from transformers import LlamaConfig, LlamaForCausalLM
 from transformers.optimization import get_scheduler  # noqa: F401 - imported once for all starts
 
 from forgather.ml.trainer.callbacks import default_callbacks
-from forgather.ml.trainer.trainer import Trainer, TrainingArguments
-from tests.support.launch import RankProcess
+from forgather.ml.trainer.ddp_trainer import DDPTrainer
+from forgather.ml.trainer.trainer import Trainer
+from tests.support.launch import RankProcess, free_port
+from tests.support.rank_protocol import rank_variables
 
 # One more than the cores of a small machine: a start waits for the disk about as long as it computes.
 NUM_LANES = 3
@@ -62,6 +66,8 @@ class Stop:
     times: int = 1
     to_group: bool = False
     """Send it to the data workers as well, as a terminal and some schedulers do."""
+    ranks: tuple[int, ...] = (0,)
+    """Which ranks send it, each to itself."""
 
 
 @dataclass(frozen=True)
@@ -74,6 +80,8 @@ class Scenario:
     data: str = "map"
     optimizer: str = "adamw"
     default_callbacks: bool = False
+    trainer: str = "single"
+    num_ranks: int = 1
 
 
 @dataclass
@@ -81,13 +89,14 @@ class Start:
     """What one start of a scenario left behind."""
 
     exit_code: int
+    """Of several ranks, the first that is not 0."""
     output: str
     began_at: int | None
     """The global step at which it began; None when it did not get so far."""
     saved: list[int]
     evaluated: list[int]
     facts: dict[str, Any] | None
-    """Everything that has to be the same at the end; None when it did not get so far."""
+    """Everything that has to be the same at the end, of all ranks; None when they did not get so far."""
 
 
 def tiny_llama() -> LlamaForCausalLM:
@@ -258,14 +267,30 @@ def build_trainer(scenario: Scenario, output_dir: str, callbacks: Sequence[Any])
         "save_steps": 3,
         **scenario.settings,
     }
-    return Trainer(
-        args=TrainingArguments(**settings),
+    return trainer_class(scenario)(
+        args=settings,
         model_init=tiny_llama,
-        train_dataset=Stream(NUM_SAMPLES) if scenario.data == "stream" else Samples(NUM_SAMPLES, noisy=True),
+        train_dataset=DATASETS[scenario.data](),
         eval_dataset=Samples(NUM_EVAL_SAMPLES, noisy=False),
         optimizer_groups=TWO_OPTIMIZERS if scenario.optimizer == "multiopt" else None,
         callbacks=[*(default_callbacks() if scenario.default_callbacks else ()), *callbacks],
     )
+
+
+DATASETS: dict[str, Callable[[], Any]] = {
+    "map": lambda: Samples(NUM_SAMPLES, noisy=True),
+    "quiet map": lambda: Samples(NUM_SAMPLES, noisy=False),
+    "stream": lambda: Stream(NUM_SAMPLES),
+}
+
+
+def trainer_class(scenario: Scenario) -> Callable[..., Trainer]:
+    if scenario.trainer == "accelerate":
+        from accelerate import Accelerator
+        from forgather.ml.trainer.accel_trainer import AccelTrainer
+
+        return functools.partial(AccelTrainer, accelerator=Accelerator(cpu=True))
+    return {"single": Trainer, "ddp": DDPTrainer}[scenario.trainer]
 
 
 def momentum(groups: list[dict[str, Any]]) -> torch.optim.Optimizer:
@@ -334,16 +359,37 @@ def run_start(scenario: Scenario, number: int, directory: str) -> None:
     output = os.open(f"{directory}/output{number}", os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o666)
     os.dup2(output, sys.stdout.fileno())
     os.dup2(output, sys.stderr.fileno())
+    rank = 0 if scenario.num_ranks == 1 else fork_ranks(scenario.num_ranks)
     # A new process begins with random numbers of its own, which must not matter.
     random.seed()
     np.random.seed()
     torch.seed()
-    callbacks: list[Any] = [Notes(f"{directory}/notes{number}")]
-    if number < len(scenario.stops):
+    callbacks: list[Any] = [Notes(f"{directory}/notes{number}" if rank == 0 else os.devnull)]
+    if number < len(scenario.stops) and rank in scenario.stops[number].ranks:
         callbacks.append(Stopper(scenario.stops[number]))
     trainer = build_trainer(scenario, f"{directory}/output", callbacks)
     trainer.train()
-    Path(f"{directory}/facts{number}").write_text(json.dumps(facts_of(trainer)))
+    Path(f"{directory}/facts{number}.{rank}").write_text(json.dumps(facts_of(trainer)))
+    if scenario.num_ranks > 1:
+        # A rank that leaves before the others takes their connections with it.
+        dist.barrier()
+
+
+def fork_ranks(num_ranks: int) -> int:
+    """The rank that this process is now; the process that called waits for the ranks and ends as they do."""
+    port = free_port()
+    children = []
+    for rank in range(num_ranks):
+        child = os.fork()
+        if child == 0:
+            os.environ.update(rank_variables(rank, num_ranks, port))
+            return rank
+        children.append(child)
+    codes = [os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) for child in children]
+    code = next((code for code in codes if code), 0)
+    if code < 0:
+        os.kill(os.getpid(), -code)
+    os._exit(code)
 
 
 def run_plan(scenarios: Sequence[Scenario], directory: str) -> tuple[Scenario, int] | None:
@@ -385,11 +431,15 @@ def run_scenarios(scenarios: Sequence[Scenario], directory: Path) -> dict[str, l
 
 
 def starts_of(scenario: Scenario, directory: Path) -> list[Start]:
-    return [_read_start(directory, number) for number in range(len(scenario.stops) + 1)]
+    return [_read_start(directory, number, scenario.num_ranks) for number in range(len(scenario.stops) + 1)]
 
 
-def _read_start(directory: Path, number: int) -> Start:
-    notes_path, facts_path = directory / f"notes{number}", directory / f"facts{number}"
+def _read_start(directory: Path, number: int, num_ranks: int) -> Start:
+    notes_path = directory / f"notes{number}"
+    facts = {path.suffix: json.loads(path.read_text()) for path in directory.glob(f"facts{number}.*")}
+    all_facts = {
+        f"{part} of rank {rank[1:]}": fact for rank, one in sorted(facts.items()) for part, fact in one.items()
+    }
     notes = [json.loads(line) for line in notes_path.read_text().splitlines()] if notes_path.exists() else []
     began = [step for kind, step in notes if kind == "began"]
     return Start(
@@ -398,15 +448,19 @@ def _read_start(directory: Path, number: int) -> Start:
         began_at=began[0] if began else None,
         saved=[step for kind, step in notes if kind == "saved"],
         evaluated=[step for kind, step in notes if kind == "evaluated"],
-        facts=json.loads(facts_path.read_text()) if facts_path.exists() else None,
+        facts=(facts[".0"] if len(facts) == 1 else all_facts) if len(facts) == num_ranks else None,
     )
+
+
+def as_stop(values: dict[str, Any]) -> Stop:
+    return Stop(**{**values, "ranks": tuple(values["ranks"])})
 
 
 def main() -> None:
     torch.set_num_threads(1)
     directory = sys.argv[1]
     plan = json.loads(Path(directory, "plan.json").read_text())
-    scenarios = [Scenario(**{**one, "stops": tuple(Stop(**stop) for stop in one["stops"])}) for one in plan]
+    scenarios = [Scenario(**{**one, "stops": tuple(map(as_stop, one["stops"]))}) for one in plan]
     # The first use of everything, so that it is paid for once and not in every start.
     with tempfile.TemporaryDirectory() as warm_up:
         build_trainer(Scenario("warm-up", {"max_steps": 1}), warm_up, []).train()

@@ -4,6 +4,7 @@ import logging
 from collections.abc import Mapping
 from typing import Any
 
+import torch
 import torch.distributed as dist
 from torch import Tensor
 from torch.distributed import ProcessGroup
@@ -50,11 +51,14 @@ class DDPTrainer(DataParallelTrainer):
         trains = any(parameter.requires_grad for parameter in self.unwrapped_model().parameters())
         if not self._is_parallel or not trains:
             return
+        options = dict(vars(self.args.ddp))
         self._forward_model = DistributedDataParallel(
             self._local_model,
             device_ids=None if self.device.type == "cpu" else [self.device],
             process_group=self._ddp_group,
-            **vars(self.args.ddp),
+            # The name that torch has for it now.
+            forward_sync_buffers=options.pop("broadcast_buffers"),
+            **options,
         )
         self._changing_buffers = None
         if self.args.post_local_sgd.enabled and self.optimizer is not None:
@@ -85,6 +89,13 @@ class DDPTrainer(DataParallelTrainer):
         own = [name for name, buffer in self.unwrapped_model().named_buffers() if not buffer.equal(before[name])]
         self._changing_buffers = sorted({name for names in self._peers.gather(own) for name in names})
         return share
+
+    def _distributed_norms(self, norms: list[float]) -> list[float]:
+        if self._local_sgd is None or not norms:
+            return norms
+        # Each rank has gradients of its own between two averages.
+        squares = self._sum(torch.tensor(norms, dtype=torch.float64).square())
+        return (squares / self.env.world_size).sqrt().tolist()
 
     # --- evaluation and state
 

@@ -328,9 +328,12 @@ class PreparedTrainer(BaseTrainer):
         """Steps have another size than those of the checkpoint: count the rest of training in the new ones."""
         state, steps_per_epoch = self.state, max(self._steps_per_epoch(), 1)
         position = self.train_dataloader.state_dict()
-        done = position["index"] / position["num_samples"] if position.get("num_samples") else 0.0
+        num_left = steps_per_epoch
+        if position.get("num_samples"):
+            samples_per_batch = self.args.per_device_train_batch_size * self._num_data_parallel_ranks()
+            num_left = self._num_steps_of((position["num_samples"] - position["index"]) / samples_per_batch)
         state.epoch_train_steps = steps_per_epoch
-        state.epoch_start_step = state.global_step - round(done * steps_per_epoch)
+        state.epoch_start_step = state.global_step + num_left - steps_per_epoch
         if self.args.max_steps >= 0 or self.args.num_train_epochs < 0:
             return
         epochs_left = self.args.num_train_epochs - state.raw_epoch
@@ -378,10 +381,18 @@ class PreparedTrainer(BaseTrainer):
         num_batches = self.train_dataloader.num_batches
         if num_batches is None:
             return int(self.args.epoch_train_steps)
+        return max(self._num_steps_of(num_batches), 1)
+
+    def _num_steps_of(self, num_batches: float) -> int:
+        """The steps that so many batches make; a fraction is an incomplete one."""
         accumulation = self.args.gradient_accumulation_steps
         if self.args.dataloader_drop_last:
-            return max(num_batches // accumulation, 1)
-        return math.ceil(num_batches / accumulation)
+            return math.floor(num_batches) // accumulation
+        return math.ceil(math.ceil(num_batches) / accumulation)
+
+    @abstractmethod
+    def _num_data_parallel_ranks(self) -> int:
+        """How many ranks share the batches of a step."""
 
     def _planned_steps(self) -> int:
         """How many steps training is to take, as far as that is known."""

@@ -122,7 +122,7 @@ class ReportingTrainer(PreparedTrainer):
 
     def _settle_interval(self) -> SettledSums:
         """Let the counters be those of all ranks; a checkpoint is to hold no others."""
-        sums = self._interval.settle(self._distributed_loss, self._distributed_tokens)
+        sums = self._interval.settle(self._distributed_loss, self._distributed_tokens, self._distributed_norms)
         self.state.num_input_tokens_seen = self._totals.tokens + sums.tokens
         self.state.total_flos = self.state.num_input_tokens_seen * self._flops_per_token
         return sums
@@ -158,6 +158,10 @@ class ReportingTrainer(PreparedTrainer):
     def _distributed_tokens(self, tokens: Tensor) -> Tensor:
         """Counts, each summed over all data-parallel ranks."""
         return tokens
+
+    def _distributed_norms(self, norms: list[float]) -> list[float]:
+        """Norms of gradients, which are the same on every rank unless a strategy lets ranks step on their own."""
+        return norms
 
     def _distributed_peak_mem(self) -> list[int] | None:
         """Peak memory of each rank's accelerator, None on the CPU."""

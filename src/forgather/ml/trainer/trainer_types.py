@@ -93,6 +93,9 @@ class TrainerCallback:
     and may return a control or None.
     """
 
+    changes_control = True
+    """False: no handler ever asks for anything, so that ranks need not settle at every step what was asked for."""
+
     @property
     def name(self) -> str:
         return type(self).__name__

@@ -54,7 +54,12 @@ class IntervalMetrics:
         """Whether there are so many steps that keeping their tensors would cost memory without end."""
         return len(self._losses) >= _STEPS_UNTIL_SETTLED
 
-    def settle(self, reduce_losses: Reduce, reduce_counts: Reduce) -> "SettledSums":
+    def settle(
+        self,
+        reduce_losses: Reduce,
+        reduce_counts: Reduce,
+        reduce_norms: Callable[[list[float]], list[float]] = list,
+    ) -> "SettledSums":
         """The sums over all ranks of all steps so far; waits for the device, and for the other ranks."""
         if self._losses:
             targets = as_integers(self._targets)
@@ -62,7 +67,8 @@ class IntervalMetrics:
             losses = reduce_losses(torch.tensor(products, dtype=torch.float64, device="cpu"))
             counts = torch.tensor([as_integers(self._tokens), self._samples], dtype=torch.int64, device="cpu")
             tokens, samples = reduce_counts(counts).tolist()
-            self._settled.add(losses.tolist(), targets, _as_floats(self._norms), tokens, samples)
+            norms = reduce_norms(_as_floats(self._norms))
+            self._settled.add(losses.tolist(), targets, norms, tokens, samples)
             self._losses, self._targets, self._norms, self._tokens, self._samples = [], [], [], [], []
         return self._settled
 

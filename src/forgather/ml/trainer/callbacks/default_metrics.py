@@ -17,6 +17,8 @@ class DefaultMetrics(TrainerCallback):
     is not counted, and neither are the first `args.speed_metrics_start_step` steps of a run, which compile and warm up.
     """
 
+    changes_control = False
+
     def __init__(self, peak_flops: float | None = None) -> None:
         if peak_flops is not None and peak_flops <= 0:
             raise ValueError(

@@ -20,6 +20,8 @@ _LABEL_WIDTH = 10
 class InfoCallback(TrainerCallback):
     """Prints what will be trained, how large a batch is and how it comes about, on what, and where the results go."""
 
+    changes_control = False
+
     def on_train_begin(self, args: Any, state: TrainerState, model: nn.Module, trainer: Any, **kwargs: Any) -> None:
         if not state.is_world_process_zero:
             return

@@ -22,6 +22,8 @@ class JsonLogger(TrainerCallback):
     steps after the checkpoint, which come again, are dropped first. A run that starts fresh begins a new file.
     """
 
+    changes_control = False
+
     def __init__(self, file_name: str = FILE_NAME) -> None:
         self._file_name = file_name
         self._records = RepeatedRecords()

@@ -17,6 +17,8 @@ class GradLogger(TrainerCallback):
     nothing is added, since nobody knows before a step that it will be logged.
     """
 
+    changes_control = False
+
     def __init__(self, pattern: str | None = None) -> None:
         self._pattern = pattern
         self._names: list[str] = []
@@ -39,6 +41,8 @@ class GradLogger(TrainerCallback):
 
 class WeightNormLogger(TrainerCallback):
     """Adds `weight_norm/<parameter>` to each log record; `pattern` is searched in the names, None means all."""
+
+    changes_control = False
 
     def __init__(self, pattern: str | None = None) -> None:
         self._pattern = pattern

@@ -17,6 +17,8 @@ class PeakMemory(TrainerCallback):
     It is the peak since the process started: resetting it here would falsify what others measure.
     """
 
+    changes_control = False
+
     def on_log_step(self, logs: dict[str, Any], **kwargs: Any) -> None:
         logs["peak_memory_gib"] = peak_memory_bytes() / _GIB
 

@@ -46,6 +46,8 @@ class PlotCallback(TrainerCallback):
     the end. It replaces the one before in one operation, so that viewers never see half of one.
     """
 
+    changes_control = False
+
     def __init__(self, file_name: str = "training.png", min_seconds: float = 5.0) -> None:
         self._file_name = file_name
         self._min_seconds = min_seconds

@@ -21,6 +21,8 @@ class ProfilerCallback(TrainerCallback):
     trace, or every rank its own with `all_ranks`.
     """
 
+    changes_control = False
+
     def __init__(
         self,
         wait: int = 2,

@@ -24,6 +24,8 @@ class ProgressCallback(TrainerCallback):
     time between two drawings of the bars.
     """
 
+    changes_control = False
+
     def __init__(self, console: Console | None = None, refresh_seconds: float = 0.25) -> None:
         self._console = get_console() if console is None else console
         self._refresh_seconds = refresh_seconds

@@ -21,6 +21,8 @@ class TBLogger(TrainerCallback):
     the checkpoint, since those steps come again.
     """
 
+    changes_control = False
+
     def __init__(self) -> None:
         self._directory: str | None = None
         self._writer: SummaryWriter | None = None

@@ -21,6 +21,8 @@ class TextgenCallback(TrainerCallback):
     `model.generate`. A trainer that has `pipeline_generate(input_ids, **generation_kwargs)` is asked instead.
     """
 
+    changes_control = False
+
     def __init__(
         self,
         prompts: str | Sequence[str],

@@ -1,0 +1,102 @@
+"""Runs on two ranks of which one or both are killed, and which end as one that never was: bit for bit on every rank."""
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.support.train_job import Scenario, Start, Stop, run_scenarios
+
+# 26 samples in rounds of 2 x 2 are 7 rounds, the last with an empty batch; in windows of two 4 steps an epoch, 8 in all.
+# Checkpoints: 3, 6, 8; evaluations: 4, 8.
+BASE: dict[str, Any] = {"gradient_accumulation_steps": 2}
+SHARDED: dict[str, Any] = {**BASE, "dispatch_batches": False}
+LOCAL_SGD: dict[str, Any] = {**BASE, "post_local_sgd": {"enabled": True, "start_step": 4, "period": 3}}
+
+ONE_RANK = Stop("on_forward_backward_begin", step=5, nth=2, ranks=(1,))
+THE_READING_RANK = Stop("on_optimizer_step", step=7)
+BOTH_RANKS = Stop("on_optimizer_step", step=4, ranks=(0, 1))
+IN_AN_EVALUATION = Stop("on_prediction_step", step=4, ranks=(1,))
+IN_A_SAVE = Stop("fsync", step=6, nth=3)
+RIGHT_AFTER_A_SAVE = Stop("on_save", step=3, ranks=(1,))
+
+SETTINGS: dict[str, dict[str, Any]] = {
+    "dispatched": {"settings": BASE},
+    "dispatched, read ahead": {"settings": BASE, "data": "quiet map"},
+    "dispatched, workers": {"settings": {**BASE, "dataloader_num_workers": 2}},
+    "dispatched stream": {"settings": BASE, "data": "stream"},
+    "sharded": {"settings": SHARDED},
+    "sharded, read ahead": {"settings": SHARDED, "data": "quiet map"},
+    "sharded, workers": {"settings": {**SHARDED, "dataloader_num_workers": 2}},
+    "local sgd": {"settings": LOCAL_SGD},
+    "accelerate": {"settings": BASE, "trainer": "accelerate"},
+    "accelerate, workers": {"settings": {**BASE, "dataloader_num_workers": 2}, "trainer": "accelerate"},
+}
+KILLS: dict[str, dict[str, tuple[Stop, ...]]] = {
+    "dispatched": {
+        "one rank": (ONE_RANK,),
+        "both ranks": (BOTH_RANKS,),
+        "in an evaluation": (IN_AN_EVALUATION,),
+        "in a save": (IN_A_SAVE,),
+        "twice": (RIGHT_AFTER_A_SAVE, THE_READING_RANK),
+    },
+    "dispatched, read ahead": {"one rank": (ONE_RANK,), "the reading rank": (THE_READING_RANK,)},
+    "dispatched, workers": {"one rank": (ONE_RANK,)},
+    "dispatched stream": {"one rank": (ONE_RANK,)},
+    "sharded": {"one rank": (ONE_RANK,), "both ranks": (BOTH_RANKS,)},
+    "sharded, read ahead": {"one rank": (ONE_RANK,)},
+    "sharded, workers": {"both ranks": (BOTH_RANKS,)},
+    "local sgd": {"before it starts": (BOTH_RANKS,), "after it started": (THE_READING_RANK,)},
+    "accelerate": {"one rank": (ONE_RANK,), "in an evaluation": (IN_AN_EVALUATION,)},
+    "accelerate, workers": {"both ranks": (BOTH_RANKS,)},
+}
+PAIRS = [(setting, kill) for setting, kills in KILLS.items() for kill in kills]
+Runs = dict[str, list[Start]]
+
+
+@pytest.fixture(scope="module")
+def exact_runs(tmp_path_factory: pytest.TempPathFactory) -> Runs:
+    directory: Path = tmp_path_factory.mktemp("exact")
+    common = {name: {"trainer": "ddp", "num_ranks": 2, **options} for name, options in SETTINGS.items()}
+    straight = [Scenario(name, **options) for name, options in common.items()]
+    killed = [Scenario(f"{name}, {kill}", stops=KILLS[name][kill], **common[name]) for name, kill in PAIRS]
+    return run_scenarios([*straight, *killed], directory)
+
+
+def end_of(starts: list[Start]) -> dict[str, Any]:
+    facts = starts[-1].facts
+    assert facts is not None and starts[-1].exit_code == 0, starts[-1].output
+    return facts
+
+
+@pytest.mark.parametrize(("setting", "kill"), PAIRS)
+def test_killed_run_ends_bit_for_bit_as_the_straight_one(setting: str, kill: str, exact_runs: Runs) -> None:
+    straight, resumed = end_of(exact_runs[setting]), end_of(exact_runs[f"{setting}, {kill}"])
+    assert len(straight) > 20, "facts of two ranks"
+    for part, expected in straight.items():
+        assert resumed[part] == expected, part
+
+
+@pytest.mark.parametrize(("setting", "kill"), PAIRS)
+def test_every_rank_ended_and_the_next_start_resumed(setting: str, kill: str, exact_runs: Runs) -> None:
+    *killed, last = exact_runs[f"{setting}, {kill}"]
+    for before, after in zip(killed, [*killed[1:], last], strict=True):
+        assert before.exit_code != 0 and before.facts is None
+        assert after.began_at == (before.saved[-1] if before.saved else before.began_at)
+    assert [step for start in [*killed, last] for step in start.saved] == exact_runs[setting][0].saved
+
+
+@pytest.mark.parametrize("setting", SETTINGS)
+def test_ranks_hold_the_same_and_draw_their_own(setting: str, exact_runs: Runs) -> None:
+    facts = end_of(exact_runs[setting])
+    for part in ("weights", "moments", "schedule", "log", "counters"):
+        assert facts[f"{part} of rank 0"] == facts[f"{part} of rank 1"], part
+    assert facts["random of rank 0"] != facts["random of rank 1"]
+    assert facts["moments of rank 0"]
+
+
+def test_settings_differ_in_their_results(exact_runs: Runs) -> None:
+    assert exact_runs["dispatched"][0].saved == [3, 6, 8]
+    weights = {name: str(end_of(exact_runs[name])["weights of rank 0"]) for name in SETTINGS}
+    for name in ("dispatched, read ahead", "dispatched, workers", "dispatched stream", "local sgd"):
+        assert weights[name] != weights["dispatched"], name
