@@ -50,6 +50,14 @@ KILLS: dict[str, dict[str, tuple[Stop, ...]]] = {
     "accelerate": {"one rank": (ONE_RANK,), "in an evaluation": (IN_AN_EVALUATION,)},
     "accelerate, workers": {"both ranks": (BOTH_RANKS,)},
 }
+# Of one rank only, or of the one that reads; asked for at a step, in an evaluation and during a save.
+REQUESTS: dict[str, Stop] = {
+    "at a step of one rank": Stop("on_step_end", step=2, signal="SIGTERM", ranks=(1,)),
+    "at a step of the reading rank": Stop("on_forward_backward_begin", step=4, signal="SIGUSR1"),
+    "in an evaluation": Stop("on_prediction_step", step=4, signal="SIGTERM", ranks=(1,)),
+    "in a save": Stop("fsync", step=6, nth=2, signal="SIGINT"),
+}
+PREEMPTED = "dispatched, read ahead"
 PAIRS = [(setting, kill) for setting, kills in KILLS.items() for kill in kills]
 Runs = dict[str, list[Start]]
 
@@ -60,7 +68,8 @@ def exact_runs(tmp_path_factory: pytest.TempPathFactory) -> Runs:
     common = {name: {"trainer": "ddp", "num_ranks": 2, **options} for name, options in SETTINGS.items()}
     straight = [Scenario(name, **options) for name, options in common.items()]
     killed = [Scenario(f"{name}, {kill}", stops=KILLS[name][kill], **common[name]) for name, kill in PAIRS]
-    return run_scenarios([*straight, *killed], directory)
+    preempted = [Scenario(f"preempted {when}", stops=(stop,), **common[PREEMPTED]) for when, stop in REQUESTS.items()]
+    return run_scenarios([*straight, *killed, *preempted], directory)
 
 
 def end_of(starts: list[Start]) -> dict[str, Any]:
@@ -84,6 +93,21 @@ def test_every_rank_ended_and_the_next_start_resumed(setting: str, kill: str, ex
         assert before.exit_code != 0 and before.facts is None
         assert after.began_at == (before.saved[-1] if before.saved else before.began_at)
     assert [step for start in [*killed, last] for step in start.saved] == exact_runs[setting][0].saved
+
+
+@pytest.mark.parametrize("when", REQUESTS)
+def test_stop_request_to_one_rank_stops_all_with_a_checkpoint(when: str, exact_runs: Runs) -> None:
+    stopped, resumed = exact_runs[f"preempted {when}"]
+    assert stopped.exit_code == 0 and stopped.facts is None, stopped.output
+    step = stopped.saved[-1]
+    assert stopped.output.count(f"preempted by {REQUESTS[when].signal} at step {step}") == 2, stopped.output
+    assert REQUESTS[when].step <= step <= REQUESTS[when].step + 2
+    assert resumed.began_at == step
+    straight, end = end_of(exact_runs[PREEMPTED]), end_of([resumed])
+    for part, expected in straight.items():
+        # One checkpoint more was saved, and so others were removed.
+        if not part.startswith("checkpoints"):
+            assert end[part] == expected, part
 
 
 @pytest.mark.parametrize("setting", SETTINGS)

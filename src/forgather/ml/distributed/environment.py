@@ -9,6 +9,9 @@ from typing import Any, Protocol, TypeVar, runtime_checkable
 
 import torch
 import torch.distributed as dist
+from torch.distributed.constants import default_pg_timeout
+
+from forgather.ml.distributed.rendezvous import fresh_store, restarts_share_a_store
 
 logger = logging.getLogger(__name__)
 
@@ -192,6 +195,12 @@ class DistributedEnvironment:
         if self.world_size == 1:
             # A process alone needs no network; a port would only collide with that of another job on the machine.
             dist.init_process_group(backend, store=dist.HashStore(), rank=0, world_size=1, timeout=timeout)
+        elif restarts_share_a_store():
+            limit = timeout or default_pg_timeout
+            store, rank, world_size = next(dist.rendezvous("env://", self.rank, self.world_size, timeout=limit))
+            store.set_timeout(limit)
+            store = fresh_store(store, rank, world_size, limit)
+            dist.init_process_group(backend, store=store, rank=rank, world_size=world_size, timeout=timeout)
         else:
             dist.init_process_group(
                 backend, init_method="env://", rank=self.rank, world_size=self.world_size, timeout=timeout
