@@ -144,3 +144,34 @@ def test_a_file_that_is_not_there_and_two_files_are_refused() -> None:
         read_configuration(["nowhere.yaml"])
     with pytest.raises(UsageError, match="One configuration file at a time"):
         read_configuration(["a.yaml", "b.yaml"])
+
+
+def test_the_arguments_are_those_of_the_trainer(capsys: pytest.CaptureFixture[str]) -> None:
+    text = BASE + "  dispatch_batches: false\n  ddp:\n    bucket_cap_mb: 5\ntrainer: {kind: ddp}\n"
+    configuration = read(text, "--args.post_local_sgd.enabled", "--args.ddp.static_graph", "true")
+    args = configuration.args
+    assert (args.dispatch_batches, args.ddp.bucket_cap_mb, args.ddp.static_graph) == (False, 5, True)
+    assert args.post_local_sgd.enabled and args.post_local_sgd.period == 4
+    assert to_dict(configuration)["args"]["ddp"]["bucket_cap_mb"] == 5
+    Path("run.yaml").write_text(text)
+    printed = call(capsys, "train", "run.yaml", "--print_config").output
+    Path("printed.yaml").write_text(printed)
+    assert call(capsys, "train", "printed.yaml", "--print_config").output == printed
+
+
+def test_arguments_inside_arguments_are_checked_like_others() -> None:
+    text = "trainer: {kind: ddp}\nargs:\n  ddp:\n    bucket_cap_mb: much\n"
+    assert refusal(text).startswith("run.yaml, line 4: args.ddp.bucket_cap_mb='much' has type str, expected ")
+    assert "there is no key 'args.ddp.bucket_cap'. Did you mean 'args.ddp.bucket_cap_mb'?" in refusal(
+        text.replace("bucket_cap_mb: much", "bucket_cap: 5")
+    )
+    message = refusal("trainer: {kind: ddp}\nargs:\n  post_local_sgd:\n    period: 0\n")
+    assert message.startswith("run.yaml, line 4: args.post_local_sgd.period=0 cannot be used")
+    assert refusal("trainer: {kind: ddp}\nargs:\n  ddp: 5\n") == (
+        "run.yaml, line 3: args.ddp=5 has type int, expected a mapping of its keys."
+    )
+
+
+def test_an_argument_of_another_trainer_names_it() -> None:
+    assert "It belongs to --trainer ddp, but trainer.kind is 'single'." in refusal("args: {dispatch_batches: true}\n")
+    assert "It belongs to --trainer ddp" in refusal(BASE, "--args.ddp.bucket_cap_mb", "5")

@@ -72,10 +72,9 @@ def test_a_stop_signal_saves_exits_with_0_and_the_next_run_goes_on(capsys: pytes
 
 
 def test_trainers_that_are_not_here_are_refused_by_name(capsys: pytest.CaptureFixture[str]) -> None:
-    assert "trainer.kind='ddp' is not available yet; this version has: single." in refusal(capsys, "--trainer", "ddp")
-    assert "there is no such trainer; this version has: single. Did you mean 'single'?" in refusal(
-        capsys, "--trainer", "singel"
-    )
+    available = "this version has: single, ddp, accelerate."
+    assert f"trainer.kind='pipeline' is not available yet; {available}" in refusal(capsys, "--trainer", "pipeline")
+    assert f"there is no such trainer; {available} Did you mean 'single'?" in refusal(capsys, "--trainer", "singel")
 
 
 @pytest.mark.parametrize(

@@ -10,6 +10,7 @@ from typing import Any
 from rich.text import Text
 
 from forgather.cli.configuration import Configuration
+from forgather.cli.launch_options import LAUNCHER_VARIABLE
 from forgather.ml.trainer.callbacks.console import get_console
 from forgather.ml.trainer.signals import Preempted
 from forgather.ml.trainer.trainer import Trainer
@@ -53,6 +54,7 @@ def _say_what_next(step: int, output_dir: str, words: Sequence[str]) -> None:
     same = shlex.join([program, "train", *_without(words, "--args.max_steps")])
     suggestions = {
         "go on to twice the steps": f"{same} --args.max_steps {2 * step}",
+        **_suggested_processes(program, output_dir, words, 2 * step),
         "another model beside it": f"{program} train --model.config.hidden_size 192 --args.output_dir demo_output_192",
         "begin a configuration": f"{program} train --print_config > my.yaml",
         "and use it": f"{program} train my.yaml",
@@ -64,6 +66,15 @@ def _say_what_next(step: int, output_dir: str, words: Sequence[str]) -> None:
     width = max(len(purpose) for purpose in suggestions)
     for purpose, command in suggestions.items():
         console.print(Text(f"  {purpose:<{width}}  ") + Text(command, style="cyan"), soft_wrap=True)
+
+
+def _suggested_processes(program: str, output_dir: str, words: Sequence[str], num_steps: int) -> dict[str, str]:
+    """After one process two, in a directory of their own to compare; after several one, which the checkpoint fits too."""
+    if any(word.startswith("--trainer") for word in words):
+        command = shlex.join([program, "train", "--args.output_dir", output_dir, "--args.max_steps", str(num_steps)])
+        return {"go on in one process": command}
+    two = f"{program} train --trainer ddp --nproc 2 --args.output_dir demo_output_ddp"
+    return {"two processes beside it": two}
 
 
 def _without(words: Sequence[str], option: str) -> list[str]:
@@ -80,7 +91,8 @@ def _without(words: Sequence[str], option: str) -> list[str]:
 
 def program_name() -> str:
     """How this program is called from here: by its name if the shell finds it, else by its path."""
-    called = sys.argv[0] if os.path.basename(sys.argv[0]) == "forgather" else ""
+    called = os.environ.get(LAUNCHER_VARIABLE, sys.argv[0])
+    called = called if os.path.basename(called) == "forgather" else ""
     found = shutil.which("forgather")
     if not called or (found is not None and os.path.realpath(found) == os.path.realpath(called)):
         return "forgather"

@@ -1,26 +1,37 @@
 """The options of `forgather train`, read from the source of the dataclasses: importing one of them would import torch."""
 
 import ast
+import functools
 import importlib.util
 import shutil
 import textwrap
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 from forgather.cli.configuration import SECTIONS
+from forgather.cli.trainers import DEFAULT_KIND, TRAINERS
 
 _USAGE = """\
-usage: forgather train [CONFIG] [--trainer KIND] [--KEY VALUE ...] [--print_config] [--debug]
+usage: forgather train [CONFIG] [--trainer KIND] [--nproc N] [--KEY VALUE ...] [--print_config] [--debug]
 
 Trains a model as the YAML file CONFIG says; without it, the demo: a small model on the source of Python's standard
 library. Running it again goes on from the newest checkpoint in args.output_dir.
 
   --KEY VALUE     overrides a key of the configuration: --args.max_steps 500, --model.config.hidden_size 256
-  --KEY+ VALUE    adds to a list: --callbacks+ '{class_path: TBLogger}'
-  --trainer KIND  the same as --trainer.kind KIND; this version has: single
+  --KEY+ VALUE    adds to a list: --callbacks+ '{{class_path: TBLogger}}'
+  --trainer KIND  the same as --trainer.kind KIND; this version has: {trainers}
   --print_config  prints the whole configuration as YAML, which can be saved and used as CONFIG, and ends
   --debug         shows Python's traceback of an error
+
+Several processes (--trainer {several}); under torchrun, leave these out:
+
+  --nproc N       processes on this node
+  -d 0,1          one process on each of these devices
+  --nnodes M --node-rank R --rdzv-endpoint HOST:PORT
+                  M nodes: the same command on each, with its own R from 0, and an address of node 0
+  --max-restarts K
+                  starts all processes again up to K times after a failure; they go on from the newest checkpoint
 """
 _NAME_WIDTH = 38
 
@@ -39,13 +50,24 @@ def help_text() -> str:
     """The whole help page."""
     classes = _classes_in("forgather.cli.configuration")
     top = {field.name: field for field in _fields(classes["Configuration"])}
-    parts = [_USAGE]
+    several = " or ".join(kind for kind, found in TRAINERS.items() if found.uses_processes)
+    parts = [_USAGE.format(trainers=", ".join(TRAINERS), several=several)]
     for section, cls in SECTIONS.items():
         about = top[section].text or cls.__doc__ or ""
         parts.append(_section(section, about, _fields(classes[cls.__name__])))
     parts.append(_section("", "Without a section:", [top["optimizer_groups"], top["callbacks"]]))
-    parts.append(_section("args", "The training arguments:", _training_arguments()))
+    common = _arguments_of(DEFAULT_KIND)
+    parts.append(_section("args", "The training arguments:", common))
+    for kind in TRAINERS:
+        own = [field for field in _arguments_of(kind) if field not in common]
+        if own:
+            parts.append(_section("args", f"With --trainer {kind} also:", own))
     return "\n".join(parts)
+
+
+def kinds_with_argument(name: str) -> list[str]:
+    """The trainers that have an argument of that name, such as "ddp.bucket_cap_mb"."""
+    return [kind for kind in TRAINERS if any(field.name == name for field in _arguments_of(kind))]
 
 
 def _section(name: str, about: str, fields: list[FieldHelp]) -> str:
@@ -68,20 +90,49 @@ def _beside(name: str, text: str) -> list[str]:
     return [name, *lines]
 
 
-def _training_arguments() -> list[FieldHelp]:
-    """The fields of `TrainingArguments` and of the classes that it extends, which come first."""
-    classes = _classes_in("forgather.ml.trainer.arguments")
-    lineage = ["TrainingArguments"]
-    while isinstance(base := next(iter(classes[lineage[-1]].bases), None), ast.Name) and base.id in classes:
-        lineage.append(base.id)
-    return [field for name in reversed(lineage) for field in _fields(classes[name])]
+def _arguments_of(kind: str) -> list[FieldHelp]:
+    """The fields of a trainer's arguments, those of the classes that they extend first."""
+    found = TRAINERS[kind]
+    return list(_all_fields(found.arguments_module, found.arguments_name))
+
+
+def _all_fields(module: str, class_name: str) -> Iterator[FieldHelp]:
+    """The fields of a class and of its bases; those of a dataclass in a field with the name of that field before them."""
+    place = _find_class(module, class_name)
+    if place is None:
+        return
+    home, cls = place
+    for base in cls.bases:
+        if isinstance(base, ast.Name):
+            yield from _all_fields(home, base.id)
+    for field in _iterate_fields(cls):
+        inner = list(_all_fields(home, field.type)) if field.type.isidentifier() else []
+        yield from (replace(one, name=f"{field.name}.{one.name}") for one in inner)
+        if not inner:
+            yield field
+
+
+def _find_class(module: str, name: str) -> tuple[str, ast.ClassDef] | None:
+    """A class of ours and the module that defines it, which may be one that `module` imports it from."""
+    tree = _tree_of(module)
+    for node in tree.body:
+        if isinstance(node, ast.ClassDef) and node.name == name:
+            return module, node
+        if isinstance(node, ast.ImportFrom) and any(alias.name == name for alias in node.names):
+            is_ours = node.module is not None and node.module.startswith("forgather.")
+            return _find_class(str(node.module), name) if is_ours else None
+    return None
 
 
 def _classes_in(module: str) -> dict[str, ast.ClassDef]:
+    return {node.name: node for node in _tree_of(module).body if isinstance(node, ast.ClassDef)}
+
+
+@functools.cache
+def _tree_of(module: str) -> ast.Module:
     spec = importlib.util.find_spec(module)
     assert spec is not None and spec.origin is not None
-    tree = ast.parse(Path(spec.origin).read_text(encoding="utf-8"))
-    return {node.name: node for node in tree.body if isinstance(node, ast.ClassDef)}
+    return ast.parse(Path(spec.origin).read_text(encoding="utf-8"))
 
 
 def _fields(cls: ast.ClassDef) -> list[FieldHelp]:

@@ -8,8 +8,11 @@ from pathlib import Path
 from typing import Any
 
 from forgather.cli import yaml_files
+from forgather.cli.config_help import kinds_with_argument
 from forgather.cli.configuration import PLAIN_KEYS, SECTIONS, Configuration
 from forgather.cli.errors import UsageError, nearest_hint
+from forgather.cli.launch_options import LAUNCH_OPTION_NAMES
+from forgather.cli.trainers import DEFAULT_KIND, load_arguments
 from forgather.cli.value_types import fitting, is_list, is_mapping, name_of, options_of
 from forgather.ml.trainer.arguments import TrainingArguments
 
@@ -36,8 +39,9 @@ class Option:
 class ConfigurationParser:
     """Collects settings, the later ones over the earlier, and makes the configuration of them."""
 
-    def __init__(self) -> None:
-        self._sections: dict[str, type] = {**SECTIONS, "args": TrainingArguments}
+    def __init__(self, trainer_kind: str = DEFAULT_KIND) -> None:
+        self._trainer_kind = trainer_kind
+        self._sections = _with_inner_sections({**SECTIONS, "args": load_arguments(trainer_kind)})
         self._hints = _hints_of(self._sections)
         self._settings: dict[str, Setting] = {}
 
@@ -49,13 +53,17 @@ class ConfigurationParser:
         except OSError as error:
             raise UsageError(f"The configuration {path!r} cannot be read: {error.strerror or error}.") from None
         for entry in yaml_files.read_entries(text, name):
-            if entry.key not in self._sections:
-                self._set(Setting(entry.key, entry.value, f"{name}, line {entry.line}"))
-            elif entry.is_mapping:
-                for inner in entry.entries(name):
-                    self._set(Setting(f"{entry.key}.{inner.key}", inner.value, f"{name}, line {inner.line}"))
-            elif entry.value is not None:
-                self._refuse(Setting(entry.key, entry.value, f"{name}, line {entry.line}"), "a mapping of its keys")
+            self._take(entry, entry.key, name)
+
+    def _take(self, entry: yaml_files.Entry, key: str, name: str) -> None:
+        """Take an entry of a file, or what is inside it where it is a section."""
+        if key not in self._sections:
+            self._set(Setting(key, entry.value, f"{name}, line {entry.line}"))
+        elif entry.is_mapping:
+            for inner in entry.entries(name):
+                self._take(inner, f"{key}.{inner.key}", name)
+        elif entry.value is not None:
+            self._refuse(Setting(key, entry.value, f"{name}, line {entry.line}"), "a mapping of its keys")
 
     def override(self, option: Option) -> None:
         """Take an option of the command line: the value of a key, of something inside it, or one more for a list (+)."""
@@ -72,24 +80,25 @@ class ConfigurationParser:
 
     def configuration(self) -> Configuration:
         """What all settings and defaults together say."""
-        sections: dict[str, Any] = {}
-        for name, cls in self._sections.items():
-            values = {
-                key.partition(".")[2]: setting.value
-                for key, setting in self._settings.items()
-                if key.startswith(f"{name}.")
-            }
-            sections[name] = self._section(name, cls, values)
+        sections = {name: self._section(name) for name in self._sections if "." not in name}
         plain = {key: setting.value for key, setting in self._settings.items() if key in PLAIN_KEYS}
         return Configuration(**sections, **plain)
 
-    def _section(self, name: str, cls: type, values: Mapping[str, Any]) -> Any:
+    def _section(self, name: str) -> Any:
+        """A section of the values that were given for it; sections inside it that nobody mentioned keep their default."""
+        inside = f"{name}."
+        values = {_last(key): one.value for key, one in self._settings.items() if key.rpartition(".")[0] == name}
+        for inner in self._sections:
+            if inner.rpartition(".")[0] == name and any(key.startswith(f"{inner}.") for key in self._settings):
+                values[inner.removeprefix(inside)] = self._section(inner)
         try:
-            return cls(**values)
+            return self._sections[name](**values)
         except ValueError as error:
-            # Checks of a section begin their messages with the field that they are about.
-            setting = self._settings.get(f"{name}.{str(error).partition('=')[0]}")
-            raise UsageError(f"{f'{setting.origin}: ' if setting else ''}{name}.{error}") from None
+            # Checks of a section begin their messages with the field that they are about; those of an inner section
+            # may say its name before it.
+            message = str(error).removeprefix(f"{_last(name)}.")
+            setting = self._settings.get(f"{name}.{message.partition('=')[0]}")
+            raise UsageError(f"{f'{setting.origin}: ' if setting else ''}{name}.{message}") from None
 
     def _set(self, setting: Setting) -> None:
         if setting.key not in self._hints:
@@ -136,12 +145,21 @@ class ConfigurationParser:
 
     def _unknown_key(self, key: str, origin: str, prefix: str = "") -> UsageError:
         section, _, name = key.partition(".")
-        known = [*self._hints, *self._sections]
+        known = [*self._hints, *self._sections, *(LAUNCH_OPTION_NAMES if prefix else ())]
         hint = nearest_hint(prefix + key, [prefix + one for one in known])
         if section in self._sections and name:
             own = [one for one in self._hints if one.startswith(f"{section}.")]
             hint = nearest_hint(prefix + key, [prefix + one for one in own]) or hint
+        hint = self._trainer_hint(key) or hint
         return UsageError(f"{origin}: there is no key {prefix + key!r}.{hint} forgather train --help lists all keys.")
+
+    def _trainer_hint(self, key: str) -> str:
+        """Which trainers know an argument that this one does not."""
+        section, _, name = key.partition(".")
+        kinds = kinds_with_argument(name) if section == "args" else []
+        if not kinds or self._trainer_kind in kinds:
+            return ""
+        return f" It belongs to --trainer {' or '.join(kinds)}, but trainer.kind is {self._trainer_kind!r}."
 
     def _refuse(self, setting: Setting, expected: str) -> None:
         value = setting.value
@@ -154,6 +172,23 @@ def to_dict(configuration: Configuration) -> dict[str, Any]:
     """The configuration as plain data, in the order of its sections."""
     plain: dict[str, Any] = _plain(dataclasses.asdict(configuration))
     return plain
+
+
+def trainer_kind(path: str, options: Iterable[Option]) -> str:
+    """The trainer that a file and options choose: asked for first, because the keys of `args` depend on it.
+
+    A file that cannot be used as it is is left to the parser to complain of.
+    """
+    kinds = [option.text for option in options if option.key == "trainer.kind" and option.text is not None]
+    if kinds:
+        return kinds[-1]
+    try:
+        content = yaml_files.load_value(Path(path).read_text(encoding="utf-8"))
+    except OSError:
+        return DEFAULT_KIND
+    section = content.get("trainer") if isinstance(content, Mapping) else None
+    kind = section.get("kind") if isinstance(section, Mapping) else None
+    return kind if isinstance(kind, str) else DEFAULT_KIND
 
 
 def split_options(words: Sequence[str]) -> tuple[list[str], list[Option]]:
@@ -176,14 +211,34 @@ def split_options(words: Sequence[str]) -> tuple[list[str], list[Option]]:
     return alone, options
 
 
+def _with_inner_sections(sections: Mapping[str, type]) -> dict[str, type]:
+    """The sections, and those of their fields that are dataclasses, such as "args.ddp"."""
+    found: dict[str, type] = {}
+    for name, cls in sections.items():
+        found[name] = cls
+        for field, hint in typing.get_type_hints(cls).items():
+            inner = next(
+                (one for one in options_of(hint) if isinstance(one, type) and dataclasses.is_dataclass(one)), None
+            )
+            if inner is not None:
+                found |= _with_inner_sections({f"{name}.{field}": inner})
+    return found
+
+
 def _hints_of(sections: Mapping[str, type]) -> dict[str, Any]:
+    """The types of all fields that are not sections themselves."""
     hints: dict[str, Any] = {}
     for section, cls in sections.items():
         types_of_fields = typing.get_type_hints(cls)
         for field in dataclasses.fields(cls):
-            hints[f"{section}.{field.name}"] = types_of_fields[field.name]
+            if f"{section}.{field.name}" not in sections:
+                hints[f"{section}.{field.name}"] = types_of_fields[field.name]
     types_of_top = typing.get_type_hints(Configuration, localns={"TrainingArguments": TrainingArguments})
     return hints | {key: types_of_top[key] for key in PLAIN_KEYS}
+
+
+def _last(key: str) -> str:
+    return key.rpartition(".")[2]
 
 
 def _fits(hint: Any, value: Any) -> bool:

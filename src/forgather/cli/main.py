@@ -3,12 +3,14 @@
 0: done, or stopped by a signal after saving. 1: the work failed. 2: the program was called wrongly. 130: interrupted.
 """
 
+import os
 import sys
 from collections.abc import Sequence
 from dataclasses import dataclass
 from importlib import import_module
 
-from forgather.cli.errors import UsageError, nearest_hint
+from forgather.cli.errors import UsageError, complain, nearest_hint
+from forgather.cli.launch_options import is_worker, was_started_by_us
 
 
 @dataclass(frozen=True)
@@ -40,20 +42,21 @@ def main(arguments: Sequence[str] | None = None) -> int:
     try:
         return _run(words)
     except KeyboardInterrupt:
-        _complain("interrupted; nothing was saved since the last checkpoint")
+        if not was_started_by_us():
+            complain("interrupted; nothing was saved since the last checkpoint")
         return 130
     except UsageError as error:
         if debug:
             raise
-        _complain(str(error))
+        _tell(str(error))
         return 2
     except BrokenPipeError:
         return _output_closed()
     except Exception as error:
-        # Whatever it is, users get its message and the way to see more.
-        if debug:
+        # Whatever it is, users get its message and the way to see more. From one of many ranks they get all of it.
+        if debug or (is_worker() and not _is_recorded()):
             raise
-        _complain(f"{_describe(error)}\n(forgather --debug ... shows where)")
+        _tell(f"{_describe(error)}\n(forgather --debug ... shows where)")
         return 1
 
 
@@ -89,18 +92,19 @@ def _describe(error: Exception) -> str:
     return text if text and explains_itself else f"{type(error).__name__}: {text}"
 
 
-def _complain(message: str) -> None:
-    from rich.console import Console
-    from rich.text import Text
+def _tell(message: str) -> None:
+    """Not where a launcher does it, once for all of its processes."""
+    if not _is_recorded():
+        complain(message)
 
-    console = Console(stderr=True)
-    console.print(Text("forgather: ", style="bold red") + Text(message, style="default"), soft_wrap=True)
+
+def _is_recorded() -> bool:
+    """Whether the launcher of this process finds the error, and its traceback, in the file that it named for that."""
+    return os.path.exists(os.environ.get("TORCHELASTIC_ERROR_FILE", ""))
 
 
 def _output_closed() -> int:
     """The reader of a pipe went away, as `head` does; writing on would only fail again at exit."""
-    import os
-
     os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
     return 0
 

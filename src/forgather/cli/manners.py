@@ -4,6 +4,8 @@ import logging
 import os
 import sys
 
+_OF_STOP_REQUESTS = ("forgather.ml.trainer.signals", "forgather.ml.trainer.trainer")
+
 
 def silence_libraries() -> None:
     """Before torch and transformers are imported: their notes on optional parts that are not installed stay away."""
@@ -25,16 +27,32 @@ def share_processors() -> None:
 
 
 class _Formatter(logging.Formatter):
-    """Plain sentences; the level only where it matters."""
+    """Plain sentences; the level and the rank only where they matter."""
 
     def format(self, record: logging.LogRecord) -> str:
         text = super().format(record)
-        return text if record.levelno < logging.WARNING else f"{record.levelname.lower()}: {text}"
+        if record.levelno >= logging.WARNING:
+            text = f"{record.levelname.lower()}: {text}"
+        return text if _rank() == 0 else f"rank {_rank()}: {text}"
 
 
 def show_own_messages() -> None:
-    """Warnings of everybody and news of forgather go to the error stream, above progress bars if there are any."""
+    """Warnings of everybody and news of forgather go to the error stream, above progress bars if there are any.
+
+    Ranks other than 0 have no news of their own.
+    """
     handler = logging.StreamHandler(sys.stderr)
     handler.setFormatter(_Formatter("%(message)s"))
+    if _rank() != 0:
+        handler.addFilter(_is_of_this_rank_alone)
     logging.basicConfig(level=logging.WARNING, handlers=[handler])
     logging.getLogger("forgather").setLevel(logging.INFO)
+
+
+def _rank() -> int:
+    return int(os.environ.get("RANK", "0"))
+
+
+def _is_of_this_rank_alone(record: logging.LogRecord) -> bool:
+    """Warnings, without those of a request to stop, which comes to all ranks and is told by rank 0."""
+    return record.levelno >= logging.WARNING and record.name not in _OF_STOP_REQUESTS

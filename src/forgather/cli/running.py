@@ -7,8 +7,9 @@ from typing import Any
 from forgather.cli import build, config_parsing, objects, yaml_files
 from forgather.cli.closing import say_already_finished, say_finished, say_stopped
 from forgather.cli.configuration import Configuration
-from forgather.cli.errors import UsageError, nearest_hint
+from forgather.cli.job import Job
 from forgather.cli.manners import show_own_messages
+from forgather.cli.trainers import find_kind, load_trainer, make_own_keywords
 from forgather.ml.checkpoint import store
 from forgather.ml.checkpoint.durable import make_directories, replace_file
 from forgather.ml.trainer.callbacks.console import get_console
@@ -17,8 +18,6 @@ from forgather.ml.trainer.trainer import Trainer
 from forgather.ml.trainer.trainer_types import TrainerCallback
 
 CONFIG_NAME = "config.yaml"
-TRAINERS: dict[str, type[Trainer]] = {"single": Trainer}
-_PLANNED_TRAINERS = ("ddp", "accelerate", "pipeline", "hybrid", "fsdp2")
 
 
 class ConfigurationInCheckpoints(TrainerCallback):
@@ -33,59 +32,66 @@ class ConfigurationInCheckpoints(TrainerCallback):
 
 def train(configuration: Configuration, demo_words: Sequence[str] | None = None) -> int:
     """Train as the configuration says; returns the exit code. `demo_words` are the options of the demo, if it is that."""
-    trainer_class = find_trainer(configuration.trainer.kind)
+    trainer_class = load_trainer(configuration.trainer.kind)
     show_own_messages()
-    finished_step = _step_of_finished_run(configuration.args)
-    if finished_step is not None:
-        say_already_finished(configuration, finished_step, demo_words)
-        return 0
+    with Job.joined(use_cpu=configuration.args.use_cpu) as job:
+        finished_step = job.as_main_says(lambda: _step_of_finished_run(configuration.args), "looking for checkpoints")
+        if finished_step is not None:
+            if job.is_main:
+                say_already_finished(configuration, finished_step, demo_words)
+            return 0
+        return _train(configuration, trainer_class, job, demo_words)
+
+
+def _train(
+    configuration: Configuration, trainer_class: type[Trainer], job: Job, demo_words: Sequence[str] | None
+) -> int:
     text = yaml_files.dump(config_parsing.to_dict(configuration))
-    trainer = build_trainer(configuration, trainer_class, text)
-    make_directories(configuration.args.output_dir)
-    replace_file(os.path.join(configuration.args.output_dir, CONFIG_NAME), text.encode())
+    trainer = build_trainer(configuration, trainer_class, text, job)
+    job.one_per_node(lambda: _store_configuration(configuration, text), "storing the configuration")
     try:
         trainer.train()
     except Preempted as stop:
-        say_stopped(stop)
+        if job.is_main:
+            say_stopped(stop)
         return 0
-    say_finished(trainer, demo_words)
+    if job.is_main:
+        say_finished(trainer, demo_words)
     return 0
 
 
-def find_trainer(kind: str) -> type[Trainer]:
-    """The trainer of that name."""
-    if kind in TRAINERS:
-        return TRAINERS[kind]
-    available = f"this version has: {', '.join(TRAINERS)}"
-    if kind in _PLANNED_TRAINERS:
-        raise UsageError(f"trainer.kind={kind!r} is not available yet; {available}.")
-    hint = nearest_hint(kind, [*TRAINERS, *_PLANNED_TRAINERS])
-    raise UsageError(f"trainer.kind={kind!r}: there is no such trainer; {available}.{hint}")
-
-
-def build_trainer(configuration: Configuration, trainer_class: type[Trainer], text: str) -> Trainer:
+def build_trainer(configuration: Configuration, trainer_class: type[Trainer], text: str, job: Job) -> Trainer:
     """The trainer with everything that it needs."""
-    objects.check_keywords(trainer_class, {"args": None, **configuration.trainer.init_args}, "trainer", 0)
+    parts = job.one_per_node_first(lambda: _build_parts(configuration, trainer_class, text), "building the run")
+    if job.is_main:
+        _say_data(parts["train_dataset"], parts["eval_dataset"])
+    keywords = make_own_keywords(configuration.trainer.kind, configuration.args)
+    if job.environment is not None:
+        keywords["distributed_env"] = job.environment
+    return trainer_class(args=configuration.args, **parts, **keywords, **configuration.trainer.init_args)
+
+
+def _build_parts(configuration: Configuration, trainer_class: type[Trainer], text: str) -> dict[str, Any]:
+    """The keywords of the trainer; talks to no other rank."""
+    keywords = dict.fromkeys(("args", *find_kind(configuration.trainer.kind).own_keywords))
+    objects.check_keywords(trainer_class, {**keywords, **configuration.trainer.init_args}, "trainer", 0)
     tokenizer = build.build_tokenizer(configuration.tokenizer)
-    model_init = build.model_builder(configuration.model, tokenizer)
     parts: dict[str, Any] = {
+        "model_init": build.model_builder(configuration.model, tokenizer),
         "optimizer_factory": objects.partial(configuration.optimizer, "optimizer"),
         "lr_scheduler_factory": objects.partial(configuration.lr_scheduler, "lr_scheduler"),
         "optimizer_groups": build.build_optimizer_groups(configuration.optimizer_groups),
         "compute_loss_func": build.build_loss(configuration.loss),
         "callbacks": [*build.build_callbacks(configuration), ConfigurationInCheckpoints(text)],
     }
+    # The data last: their tokens take longest.
     datasets = build.build_datasets(configuration.data, tokenizer, configuration.args.output_dir)
-    _say_data(datasets)
-    return trainer_class(
-        args=configuration.args,
-        model_init=model_init,
-        train_dataset=datasets.train,
-        eval_dataset=datasets.eval,
-        processing_class=tokenizer,
-        **parts,
-        **configuration.trainer.init_args,
-    )
+    return {**parts, "train_dataset": datasets.train, "eval_dataset": datasets.eval, "processing_class": tokenizer}
+
+
+def _store_configuration(configuration: Configuration, text: str) -> None:
+    make_directories(configuration.args.output_dir)
+    replace_file(os.path.join(configuration.args.output_dir, CONFIG_NAME), text.encode())
 
 
 def _step_of_finished_run(args: Any) -> int | None:
@@ -97,10 +103,10 @@ def _step_of_finished_run(args: Any) -> int | None:
     return step if step is not None and step >= args.max_steps else None
 
 
-def _say_data(datasets: build.Datasets) -> None:
+def _say_data(train_dataset: Any, eval_dataset: Any) -> None:
     from rich.text import Text
 
-    description = build.describe_data(datasets)
+    description = build.describe_data(build.Datasets(train_dataset, eval_dataset))
     if description is not None:
         # In the style of the rows by which the run is summarised next.
         get_console().print(Text(f"{'data':<10} ", style="bold") + Text(description, style="default"), soft_wrap=True)

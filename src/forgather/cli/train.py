@@ -1,4 +1,4 @@
-"""`forgather train`: reads the configuration, then trains."""
+"""`forgather train`: reads the configuration, then trains, here or in processes that it starts."""
 
 import os
 import sys
@@ -7,7 +7,15 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from forgather.cli.errors import UsageError
+from forgather.cli.launch_options import (
+    check_against_launcher,
+    is_worker,
+    num_processes_of_job,
+    take_launch_options,
+    was_started_by_us,
+)
 from forgather.cli.manners import share_processors, silence_libraries
+from forgather.cli.trainers import check_num_processes
 
 if TYPE_CHECKING:
     from forgather.cli.config_parsing import Option
@@ -25,34 +33,56 @@ def run(words: Sequence[str]) -> int:
         return 0
     silence_libraries()
     share_processors()
-    configuration, is_demo = read_configuration([word for word in words if word != "--print_config"])
-    if "--print_config" in words:
-        from forgather.cli import config_parsing, yaml_files
+    if not is_worker():
+        return _run(words)
+    from forgather.ml.distributed import record_entry_point
 
-        print(yaml_files.dump(config_parsing.to_dict(configuration)), end="")
-        return 0
-    if is_demo:
-        _introduce_demo()
-    from forgather.cli.running import train
-
-    return train(configuration, words if is_demo else None)
+    # A launcher learns from this record which of its processes failed first, and why.
+    return record_entry_point(_run)(words) or 0
 
 
 def read_configuration(words: Sequence[str]) -> "tuple[Configuration, bool]":
     """The configuration that file and options make, and whether it is the demo's."""
-    from forgather.cli.config_parsing import ConfigurationParser, split_options
+    from forgather.cli.config_parsing import ConfigurationParser, split_options, trainer_kind
 
-    files, options = split_options(words)
+    files, given = split_options(words)
     if len(files) > 1:
         raise UsageError(f"One configuration file at a time: got {', '.join(files)}. Options begin with two dashes.")
-    parser = ConfigurationParser()
-    if files:
-        parser.read_file(os.path.expanduser(files[0]), files[0])
-    else:
-        parser.read_file(str(DEMO), DEMO.name)
+    path, name = (os.path.expanduser(files[0]), files[0]) if files else (str(DEMO), DEMO.name)
+    options = [_in_full(option) for option in given]
+    parser = ConfigurationParser(trainer_kind(path, options))
+    parser.read_file(path, name)
     for option in options:
-        parser.override(_in_full(option))
+        parser.override(option)
     return parser.configuration(), not files
+
+
+def _run(words: Sequence[str]) -> int:
+    """Train, or have others train."""
+    options, other_words = take_launch_options(words)
+    if options.devices is not None:
+        # Before torch counts the devices.
+        os.environ["CUDA_VISIBLE_DEVICES"] = options.devices
+    configuration, is_demo = read_configuration([word for word in other_words if word != "--print_config"])
+    is_main = int(os.environ.get("RANK", "0")) == 0
+    if "--print_config" in other_words:
+        from forgather.cli import config_parsing, yaml_files
+
+        if is_main:
+            print(yaml_files.dump(config_parsing.to_dict(configuration)), end="")
+        return 0
+    if is_worker():
+        check_against_launcher(options)
+    check_num_processes(configuration.trainer.kind, num_processes_of_job(options))
+    if is_demo and is_main and not was_started_by_us():
+        _introduce_demo()
+    if options.needs_launcher and not is_worker():
+        from forgather.cli.launching import launch
+
+        return launch(options, ["train", *words])
+    from forgather.cli.running import train
+
+    return train(configuration, words if is_demo else None)
 
 
 def _in_full(option: "Option") -> "Option":
