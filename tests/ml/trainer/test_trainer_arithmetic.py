@@ -569,8 +569,8 @@ def test_an_interval_without_end_wants_to_be_settled() -> None:
         add_steps(interval, range(step, step + 1))
         if interval.wants_settling:
             assert (step + 1) % 1000 == 0
-            interval.settle(as_it_is, as_it_is)
-    sums = interval.settle(as_it_is, as_it_is)
+            interval.settle(as_it_is)
+    sums = interval.settle(as_it_is)
     assert interval.num_steps == sums.num_steps == num_steps
     assert (sums.tokens, sums.samples) == (6 * num_steps, 2 * num_steps)
     assert sums.targets == sum(step % 7 for step in range(num_steps))
@@ -584,10 +584,10 @@ def test_an_interval_goes_on_after_a_resume(saved_at: int) -> None:
     straight, first, resumed = IntervalMetrics(), IntervalMetrics(), IntervalMetrics()
     add_steps(straight, range(25))
     add_steps(first, range(saved_at))
-    first.settle(as_it_is, as_it_is)
+    first.settle(as_it_is)
     resumed.load_state_dict(first.state_dict())
     add_steps(resumed, range(saved_at, 25))
-    assert vars(resumed.settle(as_it_is, as_it_is)) == vars(straight.settle(as_it_is, as_it_is))
+    assert vars(resumed.settle(as_it_is)) == vars(straight.settle(as_it_is))
     resumed.reset()
     assert resumed.num_steps == 0
 

@@ -96,18 +96,19 @@ _STEP_EVENTS = (
 )
 
 
-def asks_in_steps(callback: Any) -> bool:
-    """Whether a callback may ask for something (a stop, a save) at any step, and not only when it is told of a log.
+def asks_for_something(callback: Any) -> bool:
+    """Whether a callback may ever ask for a stop, a save and so on. Those that do not say `changes_control = False`."""
+    return bool(getattr(callback, "changes_control", True))
 
-    Those that never do say so by `changes_control = False`.
-    """
-    if not getattr(callback, "changes_control", True):
-        return False
+
+def asks_in_steps(callback: Any) -> bool:
+    """Whether it may ask at any step, and not only when it is told of a log, an evaluation or a save."""
     handlers = (getattr(type(callback), event, None) or getattr(callback, event, None) for event in _STEP_EVENTS)
     # The base class of transformers has empty handlers for all events.
-    return any(
+    has_own = any(
         one is not None and getattr(one, "__qualname__", "").split(".")[0] != "TrainerCallback" for one in handlers
     )
+    return has_own and asks_for_something(callback)
 
 
 def _adopt(control: TrainerControl, wishes: Any) -> None:

@@ -21,7 +21,7 @@ from torch.distributed import DeviceMesh, ProcessGroup
 from forgather.ml.checkpoint.digest import tensor_digest
 from forgather.ml.distributed import DistributedError, Peers
 from forgather.ml.distributed.environment import get_requested_timeout
-from forgather.ml.trainer.callback_handler import asks_in_steps
+from forgather.ml.trainer.callback_handler import asks_for_something, asks_in_steps
 from forgather.ml.trainer.checkpoint_types import SharingPattern, StateComponent
 from forgather.ml.trainer.data_collator import require_mapping
 from forgather.ml.trainer.data_loading import kind_of
@@ -49,6 +49,7 @@ class DataParallelTrainer(Trainer):
     _mesh: DeviceMesh | None = None
     _compared_components: tuple[str, ...] = ("model", "optimizer")
     """Those whose copies are compared between ranks at every save."""
+    _remedy_for_equal_batches = "Or set dispatch_batches=True: rank 0 then reads for all."
 
     # --- what strategies decide
 
@@ -76,7 +77,8 @@ class DataParallelTrainer(Trainer):
             )
         self._peers = Peers(self._control_group)
         self._agreed_signal: str | None = None
-        self._asks_in_steps = True
+        # When some callback may ask for something; the first time they settle, ranks learn of each other's.
+        self._occasions = {"epoch", "log", "step"}
         self._own_counts: deque[int | Tensor] = deque()
         self._noted: deque[list[int]] = deque()
 
@@ -196,11 +198,12 @@ class DataParallelTrainer(Trainer):
             first = digests.index(digest)
             if digest and first < rank:
                 logger.warning(
-                    "Ranks %d and %d got the same first batch. With dispatch_batches=False an iterable dataset or a ready "
-                    "loader is not split by the trainer: every rank must be given data of its own (Hugging Face datasets "
-                    "have split_dataset_by_node). Or set dispatch_batches=True: rank 0 then reads for all.",
+                    "Ranks %d and %d got the same first batch. An iterable dataset or a ready loader that every rank reads "
+                    "for itself is not split by the trainer: every rank must be given data of its own (Hugging Face "
+                    "datasets have split_dataset_by_node). %s",
                     first,
                     rank,
+                    self._remedy_for_equal_batches,
                 )
                 return
 
@@ -212,6 +215,9 @@ class DataParallelTrainer(Trainer):
 
     def _num_data_parallel_ranks(self) -> int:
         return int(self.env.world_size)
+
+    def _distributed_sums(self, sums: Tensor) -> Tensor:
+        return self._sum(sums)
 
     def _distributed_loss(self, losses: Tensor) -> Tensor:
         return self._sum(losses)
@@ -234,13 +240,14 @@ class DataParallelTrainer(Trainer):
 
     # --- agreement
 
-    def _settle_requests(self, each_step: bool = False) -> None:
-        if not self._is_parallel or (each_step and not self._asks_in_steps):
+    def _settle_requests(self, occasion: str = "epoch") -> None:
+        if not self._is_parallel or occasion not in self._occasions:
             return
         asked = [bool(getattr(self.control, name)) for name in _REQUESTS]
-        may_ask = any(asks_in_steps(callback) for callback in self.callbacks)
-        *agreed, num_asking = self._sum(torch.tensor([*asked, may_ask], dtype=torch.int64)).tolist()
-        self._asks_in_steps = num_asking > 0
+        may_ask = [any(map(asks, self.callbacks)) for asks in (asks_in_steps, asks_for_something)]
+        *agreed, asks_at_steps, asks_at_logs = self._sum(torch.tensor([*asked, *may_ask], dtype=torch.int64)).tolist()
+        frequent = {"step": asks_at_steps, "log": asks_at_logs}
+        self._occasions = {"epoch", *(name for name, number in frequent.items() if number)}
         for name, was_asked, number in zip(_REQUESTS, asked, agreed, strict=True):
             if number and not was_asked:
                 logger.info("%s was asked for on another rank", name)

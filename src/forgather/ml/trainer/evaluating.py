@@ -128,7 +128,7 @@ class EvaluatingTrainer(SavingTrainer):
         self._note_best(metrics)
         self._speed.pause(time.perf_counter() - started)
         maybe_cleanup_memory(self.args.gc_threshold)
-        self._settle_requests()
+        self._settle_requests("log")
 
 
 def _no_dataset_error() -> ValueError:

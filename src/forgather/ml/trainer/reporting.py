@@ -111,7 +111,7 @@ class ReportingTrainer(PreparedTrainer):
             logs["peak_mem_allocated"] = peak_memory
         self._dispatch("on_log_step", logs=logs)
         self.log(logs)
-        self._settle_requests()
+        self._settle_requests("log")
 
     def _close_interval(self) -> SettledSums:
         """The sums over all ranks since the last log, which from now on are part of the run's totals."""
@@ -122,7 +122,7 @@ class ReportingTrainer(PreparedTrainer):
 
     def _settle_interval(self) -> SettledSums:
         """Let the counters be those of all ranks; a checkpoint is to hold no others."""
-        sums = self._interval.settle(self._distributed_loss, self._distributed_tokens, self._distributed_norms)
+        sums = self._interval.settle(self._distributed_sums, self._distributed_norms)
         self.state.num_input_tokens_seen = self._totals.tokens + sums.tokens
         self.state.total_flos = self.state.num_input_tokens_seen * self._flops_per_token
         return sums
@@ -159,6 +159,10 @@ class ReportingTrainer(PreparedTrainer):
         """Counts, each summed over all data-parallel ranks."""
         return tokens
 
+    def _distributed_sums(self, sums: Tensor) -> Tensor:
+        """Losses (the first row), tokens and samples of steps, summed over all data-parallel ranks."""
+        return torch.stack([self._distributed_loss(sums[0]), *self._distributed_tokens(sums[1:])])
+
     def _distributed_norms(self, norms: list[float]) -> list[float]:
         """Norms of gradients, which are the same on every rank unless a strategy lets ranks step on their own."""
         return norms
@@ -167,10 +171,10 @@ class ReportingTrainer(PreparedTrainer):
         """Peak memory of each rank's accelerator, None on the CPU."""
         return None if self.device.type == "cpu" else [torch.accelerator.max_memory_allocated(self.device)]
 
-    def _settle_requests(self, each_step: bool = False) -> None:
+    def _settle_requests(self, occasion: str = "epoch") -> None:
         """Make what callbacks have asked for the same on every rank; one device has nothing to settle.
 
-        `each_step` is True at the end of every step, where most callbacks ask for nothing.
+        The occasions "step" and "log" (a log, an evaluation, a save) are frequent, and most callbacks ask for nothing then.
         """
 
     def _stop_requested(self) -> str | None:

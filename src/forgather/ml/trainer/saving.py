@@ -88,7 +88,7 @@ class SavingTrainer(ReportingTrainer):
             self._saved_step, self._saved_path = step, path
             self._preserve_best(path, metrics)
             self._dispatch("on_save", checkpoint_path=path)
-            self._settle_requests()
+            self._settle_requests("log")
         self._speed.pause(time.perf_counter() - started)
         return path
 

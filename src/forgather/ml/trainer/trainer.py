@@ -127,7 +127,7 @@ class Trainer(EvaluatingTrainer):
     def _after_step(self) -> None:
         """Log, evaluate and save where that is due; the cadence depends on the global step alone."""
         self._dispatch("on_step_end")
-        self._settle_requests(each_step=True)
+        self._settle_requests("step")
         if self.control.should_log or self._log_is_due():
             self._log_interval()
         if self.control.should_evaluate or self._evaluate_when.due(self.state.global_step):

@@ -18,7 +18,7 @@ _STEPS_UNTIL_SETTLED = 1000
 
 
 Reduce = Callable[[Tensor], Tensor]
-"""Sums each element over all data-parallel ranks."""
+"""Sums losses (the first row), tokens and samples of steps over all data-parallel ranks."""
 
 
 class IntervalMetrics:
@@ -54,21 +54,15 @@ class IntervalMetrics:
         """Whether there are so many steps that keeping their tensors would cost memory without end."""
         return len(self._losses) >= _STEPS_UNTIL_SETTLED
 
-    def settle(
-        self,
-        reduce_losses: Reduce,
-        reduce_counts: Reduce,
-        reduce_norms: Callable[[list[float]], list[float]] = list,
-    ) -> "SettledSums":
+    def settle(self, reduce: Reduce, reduce_norms: Callable[[list[float]], list[float]] = list) -> "SettledSums":
         """The sums over all ranks of all steps so far; waits for the device, and for the other ranks."""
         if self._losses:
             targets = as_integers(self._targets)
             products = [loss * count for loss, count in zip(_as_floats(self._losses), targets, strict=True)]
-            losses = reduce_losses(torch.tensor(products, dtype=torch.float64, device="cpu"))
-            counts = torch.tensor([as_integers(self._tokens), self._samples], dtype=torch.int64, device="cpu")
-            tokens, samples = reduce_counts(counts).tolist()
+            own = torch.tensor([products, as_integers(self._tokens), self._samples], dtype=torch.float64, device="cpu")
+            losses, tokens, samples = reduce(own).tolist()
             norms = reduce_norms(_as_floats(self._norms))
-            self._settled.add(losses.tolist(), targets, norms, tokens, samples)
+            self._settled.add(losses, targets, norms, tokens, samples)
             self._losses, self._targets, self._norms, self._tokens, self._samples = [], [], [], [], []
         return self._settled
 
@@ -97,14 +91,14 @@ class SettledSums:
         self.norms = array("d")
 
     def add(
-        self, losses: list[float], targets: list[int], norms: list[float], tokens: list[int], samples: list[int]
+        self, losses: list[float], targets: list[int], norms: list[float], tokens: list[float], samples: list[float]
     ) -> None:
         # One by one, so that it does not matter which steps came together.
         for loss in losses:
             self.loss_sum += loss
         self.targets += sum(targets)
-        self.tokens += sum(tokens)
-        self.samples += sum(samples)
+        self.tokens += int(sum(tokens))
+        self.samples += int(sum(samples))
         self.num_steps += len(losses)
         self.norms.extend(norms)
 
