@@ -2,6 +2,7 @@
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from pathlib import Path
 
 from rich.table import Table
 
@@ -27,3 +28,9 @@ class ResultTable:
     def as_markdown(self) -> str:
         lines = [self.columns, ["---"] + ["---:"] * (len(self.columns) - 1), *self.rows]
         return "\n".join([f"### {self.title}", "", *(f"| {' | '.join(line)} |" for line in lines), ""])
+
+
+def write_markdown(path: Path, facts: Sequence[str], tables: Sequence[ResultTable], notes: Sequence[str]) -> None:
+    """Everything a benchmark says, in a file."""
+    text = [*(f"- {fact}" for fact in facts), "", *(table.as_markdown() for table in tables)]
+    path.write_text("\n".join([*text, *(f"- {note}" for note in notes)]) + "\n")

@@ -24,16 +24,16 @@ import sys
 import tempfile
 import threading
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from importlib import metadata
 from pathlib import Path
 
-from result_table import ResultTable
+from result_table import ResultTable, write_markdown
 from rich.console import Console
-from step_contenders import BARE, LOGGING_STEPS, OURS, SIZES, Size, Task, installed, run
+from step_contenders import BARE, LOGGING_STEPS, OURS, SIZES, Decoder, Size, Task, installed, run
 
-_MS = 1e3
+MS = 1e3
 _CLOCKS = ("wall", "cpu")
 # One arena that never gives memory back: else threads differ in how they get theirs, and steps in when they return it.
 _MALLOC = {
@@ -61,9 +61,11 @@ class _Stop(BaseException):
 class Runner:
     """A contender in a thread that stands still except for the steps it is told to take."""
 
-    def __init__(self, name: str, size: Size, directory: str) -> None:
+    def __init__(self, name: str, task: Task, run: Callable[[str, Task], None] = run) -> None:
         self.name = name
-        self.task = Task(size, directory, self._on_batch)
+        self.task = task
+        task.on_step = self._on_step
+        self._run = run
         self._begin, self._end = threading.Semaphore(0), threading.Semaphore(0)
         self._num_left = 0
         self._is_over = False
@@ -93,14 +95,14 @@ class Runner:
 
     def _work(self) -> None:
         try:
-            run(self.name, self.task)
+            self._run(self.name, self.task)
         except _Stop:
             pass
         except BaseException as error:  # noqa: BLE001 - handed to the thread that waits, which raises it
             self._error = error
             self._end.release()
 
-    def _on_batch(self) -> None:
+    def _on_step(self) -> None:
         if self._num_left > 0:
             self._num_left -= 1
             return
@@ -109,7 +111,7 @@ class Runner:
         self._begin.acquire()
         if self._is_over:
             raise _Stop
-        # This batch is the first of the block.
+        # From here to where this is called next is the first step of the block.
         self._num_left -= 1
         self._started = _clocks()
 
@@ -124,8 +126,8 @@ def main() -> None:
     _require_settings(arguments.threads)
     names = [name for name in installed() if arguments.only is None or name in (BARE, OURS, *arguments.only)]
     console = Console(width=None if sys.stdout.isatty() else 140)
-    facts = _facts(names, arguments)
-    console.print(*facts, sep="\n", highlight=False, soft_wrap=True)
+    known = facts(names, arguments.rounds, arguments.threads)
+    console.print(*known, sep="\n", highlight=False, soft_wrap=True)
     tables = []
     for size in (size for size in SIZES if size.name in arguments.sizes):
         tables.append(_measure_size(size, names, arguments.rounds))
@@ -135,8 +137,7 @@ def main() -> None:
         console.print(tables[-1].as_rich())
     console.print(*_NOTES, sep="\n", highlight=False, soft_wrap=True)
     if arguments.markdown:
-        text = [*(f"- {fact}" for fact in facts), "", *(table.as_markdown() for table in tables)]
-        arguments.markdown.write_text("\n".join([*text, *(f"- {note}" for note in _NOTES)]) + "\n")
+        write_markdown(arguments.markdown, known, tables, _NOTES)
 
 
 def _parse_arguments() -> argparse.Namespace:
@@ -151,21 +152,27 @@ def _parse_arguments() -> argparse.Namespace:
     return parser.parse_args()
 
 
+def settings(num_threads: int) -> dict[str, str]:
+    """The environment variables that libraries read when a process begins."""
+    return {**_MALLOC, "OMP_NUM_THREADS": str(num_threads), "TOKENIZERS_PARALLELISM": "false"}
+
+
 def _require_settings(num_threads: int) -> None:
-    """Start this program again unless it runs with the settings that libraries read when a process begins."""
-    settings = {**_MALLOC, "OMP_NUM_THREADS": str(num_threads), "TOKENIZERS_PARALLELISM": "false"}
-    if any(os.environ.get(name) != value for name, value in settings.items()):
-        os.execve(sys.executable, [sys.executable, *sys.argv], {**os.environ, **settings})
+    """Start this program again unless it runs with the settings."""
+    required = settings(num_threads)
+    if any(os.environ.get(name) != value for name, value in required.items()):
+        os.execve(sys.executable, [sys.executable, *sys.argv], {**os.environ, **required})
 
 
-def _facts(names: Sequence[str], arguments: argparse.Namespace) -> list[str]:
+def facts(names: Sequence[str], num_rounds: int, num_threads: int) -> list[str]:
+    """What the figures depend on, besides the programs."""
     packages = ["torch", *(one for one in ("transformers", "accelerate", "lightning") if _is_used(one, names))]
     versions = ", ".join(f"{package} {metadata.version(package)}" for package in packages)
     load = os.getloadavg()[0]
     return [
-        f"{len(os.sched_getaffinity(0))} cores, load {load:.1f} before the start; torch with {arguments.threads} thread(s)",
+        f"{len(os.sched_getaffinity(0))} cores, load {load:.1f} before the start; torch with {num_threads} thread(s)",
         f"Python {platform.python_version()}, {versions}",
-        f"median of {arguments.rounds} rounds (10th to 90th percentile); logging every {LOGGING_STEPS} steps, to a file",
+        f"median of {num_rounds} rounds (10th to 90th percentile); logging every {LOGGING_STEPS} steps, to a file",
     ]
 
 
@@ -178,16 +185,22 @@ def _is_used(package: str, names: Sequence[str]) -> bool:
 
 def _measure_size(size: Size, names: Sequence[str], num_rounds: int) -> ResultTable:
     with tempfile.TemporaryDirectory() as directory, _quiet(Path(directory, "output.txt")):
-        runners = [Runner(name, size, str(Path(directory, str(index)))) for index, name in enumerate(names)]
-        costs = _take_turns(runners, num_rounds)
+        runners = [Runner(name, Task(size, str(Path(directory, str(i))))) for i, name in enumerate(names)]
+        costs = take_turns(runners, num_rounds)
         for runner in runners:
             runner.close()
-        num_parameters = sum(one.numel() for one in runners[0].task.model.parameters())
-    title = f"One step of {size.name}: {num_parameters:,} parameters, batch {size.batch_size} x {size.sequence_length}"
-    return _step_table(title, costs)
+    return _step_table(title_of(size), costs)
 
 
-def _take_turns(runners: Sequence[Runner], num_rounds: int) -> dict[str, list[Cost]]:
+def title_of(size: Size, num_ranks: int = 1) -> str:
+    """Of the table of that size."""
+    num_parameters = sum(one.numel() for one in Decoder(size).parameters())
+    shape = f"{size.batch_size * num_ranks} x {size.sequence_length}"
+    return f"One step of {size.name}: {num_parameters:,} parameters, batch {shape}"
+
+
+def take_turns(runners: Sequence[Runner], num_rounds: int) -> dict[str, list[Cost]]:
+    """What a step of each costs, in each round."""
     warm_costs = [runner.take_steps(_WARMUP_STEPS) for runner in runners]
     gc.collect()
     # What the imports of one contender left behind must not make the collections of the others slower.
@@ -214,15 +227,15 @@ def _step_table(title: str, costs: dict[str, list[Cost]]) -> ResultTable:
     rows = []
     for name, rounds in costs.items():
         # Within a round, as whatever disturbs it lasts longer than a turn.
-        extra = [(one.cpu - bare.cpu) * _MS for one, bare in zip(rounds, costs[BARE], strict=True)]
-        low, high = _interval_of_median(extra)
-        wall, cpu = _spread([one.wall * _MS for one in rounds]), _spread([one.cpu * _MS for one in rounds])
+        extra = [(one.cpu - bare.cpu) * MS for one, bare in zip(rounds, costs[BARE], strict=True)]
+        low, high = interval_of_median(extra)
+        wall, cpu = spread([one.wall * MS for one in rounds]), spread([one.cpu * MS for one in rounds])
         compared = ["", ""] if name == BARE else [f"{statistics.median(extra):+.3f}", f"{low:+.3f} to {high:+.3f}"]
         rows.append([name, wall, cpu, *compared])
     return ResultTable(title, columns, rows, OURS)
 
 
-def _interval_of_median(values: Sequence[float]) -> tuple[float, float]:
+def interval_of_median(values: Sequence[float]) -> tuple[float, float]:
     """Bounds that hold whatever the distribution is: values by rank, as many from the middle as the sign test says."""
     ordered, count = sorted(values), len(values)
     reach = 0.98 * count**0.5
@@ -230,7 +243,7 @@ def _interval_of_median(values: Sequence[float]) -> tuple[float, float]:
     return ordered[max(low, 0)], ordered[min(high, count - 1)]
 
 
-def _spread(values: Sequence[float], num_digits: int = 3) -> str:
+def spread(values: Sequence[float], num_digits: int = 3) -> str:
     """The median, with the 10th and the 90th percentile."""
     if len(values) < 2:
         return f"{values[0]:.{num_digits}f}"
@@ -276,16 +289,17 @@ def _start_table(costs: dict[str, list[Cost]]) -> ResultTable:
         ratios = [
             statistics.median(getattr(one, clock) / getattr(bare, clock) for one, bare in pairs) for clock in _CLOCKS
         ]
-        spreads = [_spread([getattr(one, clock) for one in rounds], 2) for clock in _CLOCKS]
+        spreads = [spread([getattr(one, clock) for one in rounds], 2) for clock in _CLOCKS]
         rows.append([name, *spreads, *(f"{ratio:.2f}" for ratio in ratios)])
     return ResultTable("From the start of the process to the end of the first step, nano", columns, rows, OURS)
 
 
+MALLOC_NOTE = f"malloc for all: {' '.join(f'{name}={value}' for name, value in _MALLOC.items())}"
 _NOTES = [
     "CPU: time of all threads of the process. Over bare: the median of the differences within each round.",
     "Every loop logs the loss in its usual way, with its default callbacks and progress bars; nobody saves or clips. Ours "
     "also measures the norm of the gradients at every step, which is why the bare loop is there with it too.",
-    f"malloc for all: {' '.join(f'{name}={value}' for name, value in _MALLOC.items())}",
+    MALLOC_NOTE,
 ]
 
 

@@ -11,9 +11,9 @@ import importlib.util
 import sys
 import tempfile
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 from torch import Tensor, nn
@@ -107,8 +107,8 @@ class Task:
     size: Size
     directory: str
     """For whatever a contender writes."""
-    on_batch: Callable[[], None] = lambda: None
-    """Called whenever a batch is made, which is once per step, whatever the loop."""
+    on_step: Callable[[], None] = lambda: None
+    """Called once per step, at the same place of each: here whenever a batch is made, whatever the loop."""
     model: Decoder = field(init=False)
     dataset: _Samples = field(init=False)
 
@@ -118,7 +118,7 @@ class Task:
         self.dataset = _Samples(self.size.sequence_length)
 
     def collate(self, samples: list[Tensor]) -> dict[str, Tensor]:
-        self.on_batch()
+        self.on_step()
         input_ids = torch.stack(samples)
         return {"input_ids": input_ids, "labels": input_ids.clone()}
 
@@ -132,13 +132,13 @@ class Task:
         return LambdaLR(optimizer, lambda step: max(0.0, 1.0 - step / _NUM_STEPS))
 
 
-def _bare(task: Task, *, measures_norm: bool = False) -> None:
+def train_bare(task: Task, model: nn.Module, loader: DataLoader[Any], *, measures_norm: bool = False) -> None:
     optimizer = task.optimizer()
     scheduler = task.scheduler(optimizer)
-    parameters = list(task.model.parameters())
-    task.model.train()
-    for step, batch in enumerate(task.loader(), start=1):
-        loss = task.model(**batch)["loss"]
+    parameters = list(model.parameters())
+    model.train()
+    for step, batch in enumerate(loader, start=1):
+        loss = model(**batch)["loss"]
         loss.backward()
         if measures_norm:
             torch.nn.utils.get_total_norm([one.grad for one in parameters if one.grad is not None])
@@ -149,14 +149,16 @@ def _bare(task: Task, *, measures_norm: bool = False) -> None:
             print(step, loss.item(), scheduler.get_last_lr()[0])
 
 
+def _bare(task: Task) -> None:
+    train_bare(task, task.model, task.loader())
+
+
 def _bare_with_norm(task: Task) -> None:
-    _bare(task, measures_norm=True)
+    train_bare(task, task.model, task.loader(), measures_norm=True)
 
 
-def _ours(task: Task) -> None:
-    from forgather.ml.trainer.trainer import Trainer, TrainingArguments
-
-    arguments = TrainingArguments(
+def train_ours(task: Task, trainer: Callable[..., Any], arguments: Callable[..., Any], **settings: Any) -> None:
+    args = arguments(
         output_dir=task.directory,
         per_device_train_batch_size=task.size.batch_size,
         learning_rate=_LEARNING_RATE,
@@ -165,11 +167,18 @@ def _ours(task: Task) -> None:
         save_strategy="no",
         use_cpu=True,
         seed=0,
+        **settings,
     )
-    Trainer(args=arguments, model=task.model, train_dataset=task.dataset, data_collator=task.collate).train()
+    trainer(args=args, model=task.model, train_dataset=task.dataset, data_collator=task.collate).train()
 
 
-def _transformers(task: Task) -> None:
+def _ours(task: Task) -> None:
+    from forgather.ml.trainer.trainer import Trainer, TrainingArguments
+
+    train_ours(task, Trainer, TrainingArguments)
+
+
+def train_transformers(task: Task, **settings: Any) -> None:
     from transformers import Trainer, TrainingArguments
 
     arguments = TrainingArguments(
@@ -186,11 +195,12 @@ def _transformers(task: Task) -> None:
         remove_unused_columns=False,
         dataloader_pin_memory=False,
         use_cpu=True,
+        **settings,
     )
     Trainer(args=arguments, model=task.model, train_dataset=task.dataset, data_collator=task.collate).train()
 
 
-def _accelerate(task: Task) -> None:
+def train_accelerate(task: Task) -> None:
     from accelerate import Accelerator
 
     accelerator = Accelerator(cpu=True)
@@ -208,7 +218,7 @@ def _accelerate(task: Task) -> None:
             accelerator.print(step, loss.item(), scheduler.get_last_lr()[0])
 
 
-def _lightning(task: Task) -> None:
+def train_lightning(task: Task, *, devices: int = 1, strategy: str = "auto") -> None:
     from lightning.pytorch import LightningModule, Trainer
     from lightning.pytorch.loggers import CSVLogger
 
@@ -228,7 +238,8 @@ def _lightning(task: Task) -> None:
 
     trainer = Trainer(
         accelerator="cpu",
-        devices=1,
+        devices=devices,
+        strategy=strategy,
         max_steps=_NUM_STEPS,
         max_epochs=-1,
         logger=CSVLogger(task.directory),
@@ -240,10 +251,11 @@ def _lightning(task: Task) -> None:
     trainer.fit(Module(), task.loader())
 
 
-def _fabric(task: Task) -> None:
+def train_fabric(task: Task, *, devices: int = 1, strategy: str = "auto") -> None:
     from lightning.fabric import Fabric
 
-    fabric = Fabric(accelerator="cpu", devices=1)
+    fabric = Fabric(accelerator="cpu", devices=devices, strategy=strategy)
+    fabric.launch()
     plain = task.optimizer()
     scheduler = task.scheduler(plain)
     model, optimizer = fabric.setup(task.model, plain)
@@ -261,27 +273,30 @@ def _fabric(task: Task) -> None:
 BARE = "bare loop"
 BARE_WITH_NORM = "bare loop with gradient norm"
 OURS = "forgather Trainer"
-_CONTENDERS: dict[str, tuple[Callable[[Task], None], str]] = {
+_T = TypeVar("_T", bound=Task)
+Contenders = Mapping[str, tuple[Callable[[_T], None], str]]
+"""How each is run, and the module it cannot do without."""
+_CONTENDERS: Contenders[Task] = {
     BARE: (_bare, "torch"),
     BARE_WITH_NORM: (_bare_with_norm, "torch"),
     OURS: (_ours, "forgather"),
-    "Lightning Fabric": (_fabric, "lightning"),
-    "accelerate": (_accelerate, "accelerate"),
-    "transformers.Trainer": (_transformers, "transformers"),
-    "Lightning Trainer": (_lightning, "lightning"),
+    "Lightning Fabric": (train_fabric, "lightning"),
+    "accelerate": (train_accelerate, "accelerate"),
+    "transformers.Trainer": (train_transformers, "transformers"),
+    "Lightning Trainer": (train_lightning, "lightning"),
 }
 
 
-def installed() -> Iterator[str]:
+def installed(contenders: Contenders[Any] = _CONTENDERS) -> Iterator[str]:
     """The names of the contenders that can run here."""
-    for name, (_, module) in _CONTENDERS.items():
+    for name, (_, module) in contenders.items():
         if importlib.util.find_spec(module) is not None:
             yield name
 
 
-def run(name: str, task: Task) -> None:
+def run(name: str, task: Task, contenders: Contenders[Any] = _CONTENDERS) -> None:
     """Train until something raises."""
-    _CONTENDERS[name][0](task)
+    contenders[name][0](task)
     raise RuntimeError(f"{name} ended after {_NUM_STEPS} steps or an epoch, before it was told to.")
 
 

@@ -1,0 +1,100 @@
+"""The data-parallel training loops that the benchmark of them compares, each the one of the step benchmark on two ranks."""
+
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from step_contenders import (
+    Contenders,
+    Task,
+    train_accelerate,
+    train_bare,
+    train_fabric,
+    train_lightning,
+    train_ours,
+    train_transformers,
+)
+from torch import Tensor, nn
+from torch.nn.parallel import DistributedDataParallel
+from torch.utils.data import DataLoader, DistributedSampler
+
+NUM_RANKS = 2
+
+
+@dataclass
+class RankTask(Task):
+    """What a contender is given on each rank. A batch is that of a rank; whoever makes it may do so for others too."""
+
+    first_input: Tensor | None = field(init=False, default=None)
+    """What the model was given in the first step."""
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+
+        def keep_input(_module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+            self.first_input = kwargs["input_ids"] if "input_ids" in kwargs else args[0]
+            handle.remove()
+
+        handle = self.model.register_forward_pre_hook(keep_input, with_kwargs=True)
+
+    def collate(self, samples: list[Tensor]) -> dict[str, Tensor]:
+        input_ids = torch.stack(samples)
+        return {"input_ids": input_ids, "labels": input_ids.clone()}
+
+    def sharded_loader(self) -> DataLoader[Any]:
+        return DataLoader(
+            self.dataset, self.size.batch_size, sampler=DistributedSampler(self.dataset), collate_fn=self.collate
+        )
+
+
+def _bare(task: RankTask) -> None:
+    train_bare(task, DistributedDataParallel(task.model), task.sharded_loader())
+
+
+def _bare_like_ours(task: RankTask) -> None:
+    model = DistributedDataParallel(task.model, gradient_as_bucket_view=True)
+    train_bare(task, model, task.sharded_loader(), measures_norm=True)
+
+
+def _ours(task: RankTask, **settings: Any) -> None:
+    from forgather.ml.trainer.ddp_trainer import DDPTrainer, DDPTrainingArguments
+
+    train_ours(task, DDPTrainer, DDPTrainingArguments, **settings)
+
+
+def _ours_dispatched(task: RankTask) -> None:
+    _ours(task, dispatch_batches=True)
+
+
+def _ours_sharded(task: RankTask) -> None:
+    _ours(task, dispatch_batches=False)
+
+
+def _transformers(task: RankTask) -> None:
+    # It would look for parameters without a gradient otherwise, at every step, which nobody else does.
+    train_transformers(task, ddp_backend="gloo", ddp_find_unused_parameters=False)
+
+
+def _lightning(task: RankTask) -> None:
+    train_lightning(task, devices=NUM_RANKS, strategy="ddp")
+
+
+def _fabric(task: RankTask) -> None:
+    train_fabric(task, devices=NUM_RANKS, strategy="ddp")
+
+
+BARE = "bare DDP loop"
+BARE_LIKE_OURS = "bare DDP loop, set like ours"
+OURS = "forgather DDPTrainer, dispatched"
+OURS_SHARDED = "forgather DDPTrainer, sharded"
+_OUR_MODULE = "forgather.ml.trainer.ddp_trainer"
+CONTENDERS: Contenders[RankTask] = {
+    BARE: (_bare, "torch"),
+    BARE_LIKE_OURS: (_bare_like_ours, "torch"),
+    OURS: (_ours_dispatched, _OUR_MODULE),
+    OURS_SHARDED: (_ours_sharded, _OUR_MODULE),
+    "Lightning Fabric": (_fabric, "lightning"),
+    "accelerate": (train_accelerate, "accelerate"),
+    "transformers.Trainer": (_transformers, "transformers"),
+    "Lightning Trainer": (_lightning, "lightning"),
+}
