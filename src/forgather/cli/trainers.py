@@ -87,7 +87,11 @@ def make_own_keywords(kind: str, args: Any) -> dict[str, Any]:
     """What the constructor of a trainer needs beside what all of them take."""
     if kind != "accelerate":
         return {}
-    return {"accelerator": import_module("accelerate").Accelerator(cpu=args.use_cpu)}
+    import torch
+
+    on_cpu = args.use_cpu or not torch.accelerator.is_available()
+    accelerator = import_module("accelerate").Accelerator(cpu=on_cpu, mixed_precision=args.mixed_precision)
+    return {"accelerator": accelerator}
 
 
 def _require_accelerate(kind: str) -> None:

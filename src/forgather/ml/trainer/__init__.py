@@ -7,6 +7,7 @@ from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
+    from forgather.ml.trainer.accel_trainer import AccelTrainer, AccelTrainingArguments
     from forgather.ml.trainer.base_trainer import BaseTrainer, BaseTrainingArguments
     from forgather.ml.trainer.checkpoint_types import SharingPattern, StateComponent
     from forgather.ml.trainer.ddp_trainer import DDPTrainer, DDPTrainingArguments
@@ -19,6 +20,8 @@ if TYPE_CHECKING:
     )
 
 _HOMES = {
+    "AccelTrainer": "accel_trainer",
+    "AccelTrainingArguments": "accel_trainer",
     "BaseTrainer": "base_trainer",
     "BaseTrainingArguments": "base_trainer",
     "DDPTrainer": "ddp_trainer",
@@ -36,6 +39,8 @@ _HOMES = {
 }
 
 __all__ = [
+    "AccelTrainer",
+    "AccelTrainingArguments",
     "BaseTrainer",
     "BaseTrainingArguments",
     "DDPTrainer",

@@ -2,11 +2,9 @@
 
 import contextlib
 import logging
-from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
 
-import torch.distributed as dist
 from torch import Tensor
 
 from forgather.ml.distributed import (
@@ -22,9 +20,9 @@ from forgather.ml.trainer.model_loss import Window
 from forgather.ml.trainer.trainer_types import OptimizerT
 
 try:
-    from accelerate import Accelerator
-    from accelerate.optimizer import AcceleratedOptimizer
-    from accelerate.scheduler import AcceleratedScheduler
+    from accelerate import Accelerator  # type: ignore[import-untyped]
+    from accelerate.optimizer import AcceleratedOptimizer  # type: ignore[import-untyped]
+    from accelerate.scheduler import AcceleratedScheduler  # type: ignore[import-untyped]
 except ModuleNotFoundError as missing:
     raise ModuleNotFoundError(
         "AccelTrainer needs the package accelerate, which is not installed: pip install accelerate."
@@ -52,7 +50,6 @@ class AccelTrainer(DataParallelTrainer):
     arguments_class = AccelTrainingArguments
     _compared_components = ("model",)
     _remedy_for_equal_batches = "A map-style dataset is split by the trainer."
-    _changing_buffers: list[str] | None = None
 
     def __init__(self, *, args: Any, accelerator: Accelerator, **trainer_kwargs: Any) -> None:
         _require_usable(accelerator)
@@ -65,16 +62,18 @@ class AccelTrainer(DataParallelTrainer):
 
     def _check_against_arguments(self) -> None:
         accelerator, args = self.accelerator, self.args
-        asked = {
-            "mixed_precision": (args.mixed_precision, accelerator.mixed_precision),
-            "device": (args.device, str(accelerator.device)),
-            "use_cpu": (args.use_cpu or None, accelerator.device.type == "cpu"),
+        device = accelerator.device
+        contradictions = {
+            "mixed_precision": args.mixed_precision not in (None, accelerator.mixed_precision),
+            "use_cpu": args.use_cpu and device.type != "cpu",
+            "device": args.device is not None and str(args.device) not in (str(device), device.type),
         }
-        for name, (value, present) in asked.items():
-            if value is not None and value != present:
+        for name, is_contradicted in contradictions.items():
+            if is_contradicted:
                 raise ValueError(
-                    f"{name}={value!r} contradicts the accelerator, which decides this and has {present!r}. Leave {name} out "
-                    "of the arguments, or make the Accelerator with the same choice (mixed_precision=..., cpu=True)."
+                    f"{name}={getattr(args, name)!r} is not what the accelerator was made with: it decides, and it has "
+                    f"mixed_precision={accelerator.mixed_precision!r} on device {device}. Leave {name} out of the arguments, "
+                    "or make the Accelerator with the same choice (mixed_precision=..., cpu=True)."
                 )
         args.mixed_precision = accelerator.mixed_precision
 
@@ -96,9 +95,7 @@ class AccelTrainer(DataParallelTrainer):
     def _wrap(self) -> None:
         super()._wrap()
         self._release_prepared()
-        self._local_model = self._forward_model
         self._forward_model = self._prepare_forward_model()
-        self._changing_buffers = None
         # An interrupted accumulation would have left it False, and optimizers would not even clear gradients.
         self.accelerator.sync_gradients = True
         if self.optimizer is not None:
@@ -148,19 +145,18 @@ class AccelTrainer(DataParallelTrainer):
         # What the prepared optimizer goes by: it does nothing in the middle of an accumulation.
         self.accelerator.sync_gradients = is_last
         reducing = contextlib.nullcontext() if is_last else self.accelerator.no_sync(self._forward_model)
-        with reducing, self._watched_buffers():
+        with reducing:
             return super()._forward_backward_step(window, number)
 
     def _should_sync_gradients(self) -> bool:
         return bool(self.accelerator.sync_gradients)
 
-    def _backward(self, loss: Tensor) -> None:
+    def _run_backward(self, loss: Tensor) -> None:
         accelerator = self.accelerator
         # The loss has its share of the step already; the accelerator would divide it by its own number of steps again.
         own_steps, accelerator.gradient_accumulation_steps = accelerator.gradient_accumulation_steps, 1
         try:
-            # Gradients are averaged over ranks, but the shares of a step's loss are to be added.
-            accelerator.backward(loss * self.env.world_size if self._is_parallel else loss)
+            accelerator.backward(loss)
         finally:
             accelerator.gradient_accumulation_steps = own_steps
 
@@ -171,6 +167,9 @@ class AccelTrainer(DataParallelTrainer):
             return norm
         self.accelerator.unscale_gradients(self.optimizer)
         return super()._clip_grad_norm(None, norm_type)
+
+    def _distributed_sums(self, sums: Tensor) -> Tensor:
+        return self._reduced(sums)
 
     def _distributed_loss(self, losses: Tensor) -> Tensor:
         return self._reduced(losses)
@@ -184,39 +183,6 @@ class AccelTrainer(DataParallelTrainer):
         with self._contact("adding up numbers of all ranks"):
             sums: Tensor = self.accelerator.reduce(numbers.to(self.device), "sum")
         return sums.cpu()
-
-    # --- buffers, evaluation, state
-
-    @contextlib.contextmanager
-    def _watched_buffers(self) -> Iterator[None]:
-        """Find out, in the first step, which buffers training changes, such as the running means of batch norms."""
-        if self._changing_buffers is not None or not self._is_parallel:
-            yield
-            return
-        model = self.unwrapped_model()
-        before = {name: buffer.clone() for name, buffer in model.named_buffers()}
-        yield
-        own = [name for name, buffer in model.named_buffers() if not buffer.equal(before[name])]
-        self._changing_buffers = sorted({name for names in self._peers.gather(own) for name in names})
-
-    def _share_changing_buffers(self) -> None:
-        """Rank 0's, as before a forward pass. Other buffers are left alone: if they differ, that is to be found out."""
-        buffers = dict(self.unwrapped_model().named_buffers())
-        for name in self._changing_buffers or ():
-            dist.broadcast(buffers[name], src=0)
-
-    def _evaluated_model(self) -> Any:
-        # The wrapper exchanges buffers at each forward pass, of which ranks may have different numbers.
-        return self._local_model
-
-    def _evaluate_on(self, dataset: Any) -> dict[str, Any]:
-        if getattr(self._forward_model, "broadcast_buffers", False):
-            self._share_changing_buffers()
-        return super()._evaluate_on(dataset)
-
-    def _before_save(self) -> None:
-        super()._before_save()
-        self._share_changing_buffers()
 
 
 class _AcceleratorPrecision(AMPContext):
@@ -262,7 +228,7 @@ def _require_usable(accelerator: Accelerator) -> None:
     if sizes is not None and sizes.total_size != sizes.dp_replicate_size:
         raise ValueError(
             f"AccelTrainer cannot use the accelerator's {sizes}: every process must have the whole model. Leave "
-            "parallelism_config out, or give it dp_replicate_size alone."
+            "parallelism_config out."
         )
     if accelerator.mixed_precision == "fp8":
         raise ValueError(

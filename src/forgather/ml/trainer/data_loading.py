@@ -89,7 +89,7 @@ def build_train_loader(
     kind = kind_of(dataset)
     if kind == "loader":
         ready = _StatefulLoader if is_stateful(dataset) else _CountingLoader
-        return ready(dataset, set_dataset_epoch)
+        return ready(dataset, set_dataset_epoch, part)
     _check_batch_size(batch_size)
     options = _loader_options(collate_fn, num_workers, pin_memory, persistent_workers, prefetch_factor)
     if kind == "map":
@@ -100,7 +100,7 @@ def build_train_loader(
     stream = seeded_stream(
         dataset, seed=own_seed, batch_size=batch_size, forward_epoch=set_dataset_epoch, in_workers=num_workers > 0
     )
-    return _StreamLoader(stream, batch_size, drop_last, options)
+    return _StreamLoader(stream, batch_size, drop_last, options, part)
 
 
 def build_eval_loader(
@@ -282,9 +282,10 @@ class _OrderedLoader(_EpochLoader):
 class _WrappingLoader(_EpochLoader):
     """A loader that knows its own position, or at least can be read again up to one."""
 
-    def __init__(self, loader: Any, forward_epoch: bool) -> None:
+    def __init__(self, loader: Any, forward_epoch: bool, part: Part = WHOLE) -> None:
         super().__init__(loader)
         self._forward_epoch = forward_epoch
+        self._part = part
         # the global generators when the epoch began, for a loader that has to be read again from there
         self._generators_at_start: dict[str, Any] | None = None
         self._tell_epoch(0)
@@ -309,9 +310,17 @@ class _WrappingLoader(_EpochLoader):
 
     def _position(self) -> dict[str, Any]:
         generators = None if self._finished else self._generators_at_start
-        return {"epoch": self._epoch, "finished": self._finished, "generators": generators}
+        return {"epoch": self._epoch, "finished": self._finished, "generators": generators, "part": list(self._part)}
 
     def _move(self, state: Mapping[str, Any]) -> None:
+        part = tuple(state["part"])
+        if part != self._part:
+            was, now = (f"part {number} of {num_parts}" for number, num_parts in (part, self._part))
+            raise ValueError(
+                f"The data position in the checkpoint is that of {was} of the data, and this rank reads {now}. Only a dataset "
+                "with numbered samples can be divided anew. Use as many ranks as before and the same dispatch_batches, "
+                f"{SKIP_REMEDY}."
+            )
         self._end_workers()
         self._epoch, self._finished = state["epoch"], state["finished"]
         self._generators_at_start = state["generators"]
@@ -321,8 +330,8 @@ class _WrappingLoader(_EpochLoader):
 class _CountingLoader(_WrappingLoader):
     """A ready loader without a state: its position is a number of batches."""
 
-    def __init__(self, loader: Any, forward_epoch: bool) -> None:
-        super().__init__(loader, forward_epoch)
+    def __init__(self, loader: Any, forward_epoch: bool, part: Part = WHOLE) -> None:
+        super().__init__(loader, forward_epoch, part)
         self._num_done = 0
 
     def state_dict(self) -> dict[str, Any]:
@@ -361,8 +370,8 @@ class _CountingLoader(_WrappingLoader):
 class _StatefulLoader(_WrappingLoader):
     """A loader with `state_dict` and `load_state_dict`, such as torchdata's."""
 
-    def __init__(self, loader: Any, forward_epoch: bool) -> None:
-        super().__init__(loader, forward_epoch)
+    def __init__(self, loader: Any, forward_epoch: bool, part: Part = WHOLE) -> None:
+        super().__init__(loader, forward_epoch, part)
         # the position while no iterator has it; None at the beginning of an epoch
         self._idle_state: Any = None
         # what the loader has yet to take; once the next epoch began, the state at the end of the one before
@@ -427,7 +436,9 @@ class _StreamLoader(_StatefulLoader):
     When an epoch is cut short in the main process, a dataset that keeps its position goes on from there in the next.
     """
 
-    def __init__(self, stream: SeededStream, batch_size: int, drop_last: bool, options: dict[str, Any]) -> None:
+    def __init__(
+        self, stream: SeededStream, batch_size: int, drop_last: bool, options: dict[str, Any], part: Part
+    ) -> None:
         # only iterable datasets need it
         from torchdata.stateful_dataloader import StatefulDataLoader
 
@@ -435,7 +446,7 @@ class _StreamLoader(_StatefulLoader):
         self._has_warned = False
         _check_length(stream.dataset, _length_of(stream), batch_size, drop_last)
         loader = StatefulDataLoader(stream, batch_size=batch_size, drop_last=drop_last, **options)
-        super().__init__(loader, forward_epoch=True)
+        super().__init__(loader, True, part)
 
     @property
     def dataset(self) -> Any:

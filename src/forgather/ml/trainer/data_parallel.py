@@ -49,6 +49,10 @@ class DataParallelTrainer(Trainer):
     _mesh: DeviceMesh | None = None
     _compared_components: tuple[str, ...] = ("model", "optimizer")
     """Those whose copies are compared between ranks at every save."""
+    _local_model: Any = None
+    """The model, compiled or not, without what reduces its gradients."""
+    _changing_buffers: list[str] | None = None
+    """Those that training changes; known after the first forward pass."""
     _remedy_for_equal_batches = "Or set dispatch_batches=True: rank 0 then reads for all."
 
     # --- what strategies decide
@@ -112,7 +116,7 @@ class DataParallelTrainer(Trainer):
         self.train_dataloader = SynchronizedDataLoader(
             loader, "cpu", self._control_group, notes=self._notes_about, num_batches=_shortest(lengths)
         )
-        self._must_compare_batches = not dispatches and part == WHOLE
+        self._must_compare_batches = not dispatches and kind_of(self.train_dataset) != "map"
 
     def _init_eval_dataloader(self, dataset: BaseDataset) -> Any:
         if not self._is_parallel:
@@ -127,13 +131,11 @@ class DataParallelTrainer(Trainer):
         return loader
 
     def _own_part(self, dataset: Any) -> Part:
-        """This rank's part of a map-style dataset; what else ranks are given is theirs already."""
+        """This rank's part of a map-style dataset; what else ranks are given is a part of the data already."""
         with self._agreement("asking the dataset for its length"):
             length = len(dataset) if dataset is not None and kind_of(dataset) == "map" else None
         lengths = self._peers.gather(length)
-        if None in lengths:
-            return WHOLE
-        if len(set(lengths)) > 1:
+        if None not in lengths and len(set(lengths)) > 1:
             logger.info("The ranks were given datasets of %s samples, which are taken for the parts of one.", lengths)
             return WHOLE
         return Part(self.env.rank, self.env.world_size)
@@ -209,9 +211,25 @@ class DataParallelTrainer(Trainer):
 
     # --- the step
 
+    def _wrap(self) -> None:
+        super()._wrap()
+        self._local_model, self._changing_buffers = self._forward_model, None
+
+    def _forward_backward_step(self, window: Window, number: int) -> Tensor:
+        if self._changing_buffers is not None or not self._is_parallel:
+            return super()._forward_backward_step(window, number)
+        before = {name: buffer.clone() for name, buffer in self.unwrapped_model().named_buffers()}
+        share = super()._forward_backward_step(window, number)
+        own = [name for name, buffer in self.unwrapped_model().named_buffers() if not buffer.equal(before[name])]
+        self._changing_buffers = sorted({name for names in self._peers.gather(own) for name in names})
+        return share
+
     def _backward(self, loss: Tensor) -> None:
         # Gradients are averaged over ranks, but the shares of a step's loss are to be added.
-        super()._backward(loss * self.env.world_size if self._is_parallel else loss)
+        self._run_backward(loss * self.env.world_size if self._is_parallel else loss)
+
+    def _run_backward(self, loss: Tensor) -> None:
+        super()._backward(loss)
 
     def _num_data_parallel_ranks(self) -> int:
         return int(self.env.world_size)
@@ -288,6 +306,24 @@ class DataParallelTrainer(Trainer):
 
     # --- evaluation
 
+    def _evaluated_model(self) -> Any:
+        # A wrapper exchanges buffers at each forward pass, of which ranks may have different numbers.
+        return self._local_model
+
+    def _evaluate_on(self, dataset: Any) -> dict[str, Any]:
+        if getattr(self._forward_model, "forward_sync_buffers", False):
+            self._share_changing_buffers()
+        return super()._evaluate_on(dataset)
+
+    def _share_changing_buffers(self) -> None:
+        """Give all ranks rank 0's, such as the running means of batch norms, as before a forward pass.
+
+        Other buffers are left alone: if they differ between ranks, that is to be found out.
+        """
+        buffers = dict(self.unwrapped_model().named_buffers())
+        for name in self._changing_buffers or ():
+            dist.broadcast(buffers[name], src=0)
+
     def _eval_loop(self, dataloader: Any) -> EvaluationSums:
         """Every rank goes through its own batches; all go on, the idle ones too, until nobody has any."""
         if not self._is_parallel:
@@ -331,6 +367,10 @@ class DataParallelTrainer(Trainer):
         return {**super()._evaluation_settings(), "world_size": self.env.world_size}
 
     # --- state
+
+    def _before_save(self) -> None:
+        super()._before_save()
+        self._share_changing_buffers()
 
     def get_state_components(self) -> list[StateComponent]:
         components = super().get_state_components()

@@ -5,7 +5,6 @@ from collections.abc import Mapping
 from typing import Any
 
 import torch
-import torch.distributed as dist
 from torch import Tensor
 from torch.distributed import ProcessGroup
 from torch.nn.parallel import DistributedDataParallel
@@ -29,7 +28,6 @@ class DDPTrainer(DataParallelTrainer):
 
     arguments_class = DDPTrainingArguments
     _local_sgd: PostLocalSGD | None = None
-    _changing_buffers: list[str] | None = None
 
     def _dispatches(self, for_training: bool) -> bool:
         choice = self.args.dispatch_batches if for_training else self.args.dispatch_eval_batches
@@ -47,7 +45,6 @@ class DDPTrainer(DataParallelTrainer):
 
     def _wrap(self) -> None:
         super()._wrap()
-        self._local_model = self._forward_model
         trains = any(parameter.requires_grad for parameter in self.unwrapped_model().parameters())
         if not self._is_parallel or not trains:
             return
@@ -60,7 +57,6 @@ class DDPTrainer(DataParallelTrainer):
             forward_sync_buffers=options.pop("broadcast_buffers"),
             **options,
         )
-        self._changing_buffers = None
         if self.args.post_local_sgd.enabled and self.optimizer is not None:
             self._local_sgd = PostLocalSGD(self.args.post_local_sgd, self._ddp_group, self._peers, self.env)
             self.optimizer = self._local_sgd.attach(self._forward_model, self.optimizer)
@@ -69,11 +65,6 @@ class DDPTrainer(DataParallelTrainer):
 
     def _forward_backward_step(self, window: Window, number: int) -> Tensor:
         self._is_last_micro_batch = number + 1 == len(window.batches)
-        if self._changing_buffers is None and self._is_parallel:
-            return self._first_forward_backward_step(window, number)
-        return self._synchronizing_step(window, number)
-
-    def _synchronizing_step(self, window: Window, number: int) -> Tensor:
         if not isinstance(self._forward_model, DistributedDataParallel) or self._should_sync_gradients():
             return super()._forward_backward_step(window, number)
         with self._forward_model.no_sync():
@@ -82,14 +73,6 @@ class DDPTrainer(DataParallelTrainer):
     def _should_sync_gradients(self) -> bool:
         return self._is_last_micro_batch
 
-    def _first_forward_backward_step(self, window: Window, number: int) -> Tensor:
-        """Find out which buffers training changes, such as the running means of batch norms."""
-        before = {name: buffer.clone() for name, buffer in self.unwrapped_model().named_buffers()}
-        share = self._synchronizing_step(window, number)
-        own = [name for name, buffer in self.unwrapped_model().named_buffers() if not buffer.equal(before[name])]
-        self._changing_buffers = sorted({name for names in self._peers.gather(own) for name in names})
-        return share
-
     def _distributed_norms(self, norms: list[float]) -> list[float]:
         if self._local_sgd is None or not norms:
             return norms
@@ -97,30 +80,12 @@ class DDPTrainer(DataParallelTrainer):
         squares = self._sum(torch.tensor(norms, dtype=torch.float64).square())
         return (squares / self.env.world_size).sqrt().tolist()
 
-    # --- evaluation and state
-
-    def _evaluated_model(self) -> Any:
-        # The wrapper exchanges buffers at each forward pass, of which ranks may have different numbers.
-        return self._local_model
-
-    def _evaluate_on(self, dataset: Any) -> dict[str, Any]:
-        if self._is_parallel and self.args.ddp.broadcast_buffers:
-            self._share_changing_buffers()
-        return super()._evaluate_on(dataset)
+    # --- state and evaluation
 
     def _before_save(self) -> None:
         super()._before_save()
-        if not self._is_parallel:
-            return
-        self._share_changing_buffers()
         if self._local_sgd is not None:
             self._local_sgd.average_replicas()
-
-    def _share_changing_buffers(self) -> None:
-        """Rank 0's, as before a forward pass. Other buffers are left alone: if they differ, that is to be found out."""
-        buffers = dict(self.unwrapped_model().named_buffers())
-        for name in self._changing_buffers or ():
-            dist.broadcast(buffers[name], group=self._ddp_group, group_src=0)
 
     def get_state_components(self) -> list[StateComponent]:
         components = super().get_state_components()
