@@ -287,6 +287,7 @@ DATASETS: dict[str, Callable[[], Any]] = {
 def trainer_class(scenario: Scenario) -> Callable[..., Trainer]:
     if scenario.trainer == "accelerate":
         from accelerate import Accelerator
+
         from forgather.ml.trainer.accel_trainer import AccelTrainer
 
         return functools.partial(AccelTrainer, accelerator=Accelerator(cpu=True))

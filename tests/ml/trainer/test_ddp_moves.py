@@ -12,9 +12,9 @@ from forgather.ml.trainer.ddp_trainer import DDPTrainer
 from forgather.ml.trainer.empty_batch import EmptyBatch
 from forgather.ml.trainer.model_loss import Window
 from forgather.ml.trainer.trainer import Trainer
-from tests.support.data_parallel import environment
+from tests.support.data_parallel import ddp_trainer, environment
 from tests.support.ranks import run_on_ranks
-from tests.support.tiny_models import VOCAB_SIZE, TokenModel, quiet_trainer, sgd
+from tests.support.tiny_models import VOCAB_SIZE, Stream, TokenModel, quiet_trainer, sgd
 
 NUM_SAMPLES = 45
 STEPS_BEFORE = 3
@@ -145,3 +145,27 @@ def _refused(output_dir: Path) -> str:
     with pytest.raises(CheckpointLoadError) as refusal:
         train(output_dir, -1, dispatch_batches=False)
     return str(refusal.value)
+
+
+def _train_on_streams(output_dir: Path, dispatches: bool) -> str | None:
+    trainer = ddp_trainer(
+        output_dir,
+        TokenModel(),
+        Stream([Identified()[index] for index in range(environment().rank, NUM_SAMPLES, 2)]),
+        dispatch_batches=dispatches,
+        per_device_train_batch_size=BATCH,
+        save_strategy="steps",
+        max_steps=STEPS_BEFORE if dispatches else STEPS_BEFORE + 1,
+    )
+    if dispatches:
+        trainer.train()
+        return None
+    with pytest.raises(CheckpointLoadError) as refusal:
+        trainer.train()
+    return str(refusal.value)
+
+
+def test_position_of_one_stream_is_not_taken_for_that_of_another(tmp_path: Path) -> None:
+    run_on_ranks(_train_on_streams, 2, tmp_path, True)
+    for message in run_on_ranks(_train_on_streams, 2, tmp_path, False):
+        assert "part 0 of 1" in message and "of 2" in message and "skip_checkpoint_components" in message
