@@ -13,8 +13,10 @@ import torch
 from forgather.ml.trainer.data_order import (
     BatchRequest,
     DataOrder,
+    Part,
     PositionedBatches,
     SeededSamples,
+    draws_random_numbers,
     generators_apart,
     is_stateful,
     seed_generators,
@@ -184,3 +186,107 @@ def test_a_stream_survives_the_way_to_a_worker() -> None:
     stream.set_epoch(2)
     copied = pickle.loads(pickle.dumps(stream))
     assert type(copied) is type(stream) and list(copied) == [2, 1, 0]
+
+
+# --- parts
+
+
+def rounds_of(num_samples: int, num_parts: int, start: int = 0, **options: Any) -> list[list[list[int]]]:
+    """The batches of all parts, from a position on."""
+    parts = []
+    for number in range(num_parts):
+        order = DataOrder(num_samples, seed=3, shuffle=False)
+        order.index = start
+        batches = PositionedBatches(order, 3, part=Part(number, num_parts), **options)
+        parts.append([list(batch) for batch in batches])
+        if start == 0:
+            assert len(batches) == len(parts[-1]), (num_samples, number)
+    return parts
+
+
+def test_the_batches_of_a_round_go_to_the_parts_in_turn() -> None:
+    parts = rounds_of(12, 2, drop_last=False)
+    assert parts == [[[0, 1, 2], [6, 7, 8]], [[3, 4, 5], [9, 10, 11]]]
+    assert rounds_of(12, 2, start=3, drop_last=False) == [[[3, 4, 5], [9, 10, 11]], [[6, 7, 8], [9, 10, 11]]]
+
+
+@pytest.mark.parametrize("num_samples", range(1, 20))
+@pytest.mark.parametrize("num_parts", [1, 2, 3, 4])
+@pytest.mark.parametrize("drop_last", [False, True])
+def test_parts_are_equally_long_and_together_the_whole(num_samples: int, num_parts: int, drop_last: bool) -> None:
+    whole = rounds_of(num_samples, 1, drop_last=drop_last)[0]
+    parts = rounds_of(num_samples, num_parts, drop_last=drop_last)
+    num_rounds = len(whole) // num_parts if drop_last else -(-len(whole) // num_parts)
+    assert {len(part) for part in parts} == {num_rounds}
+    in_turn = [batch for one_round in zip(*parts, strict=True) for batch in one_round]
+    if drop_last:
+        assert in_turn == whole[: num_rounds * num_parts]
+        return
+    # A part with nothing left gets the first batch of the round, to be emptied.
+    first_of_last_round = whole[(num_rounds - 1) * num_parts]
+    assert in_turn == whole + [first_of_last_round] * (num_rounds * num_parts - len(whole))
+
+
+@pytest.mark.parametrize("num_samples", range(20))
+@pytest.mark.parametrize("drop_last", [False, True])
+def test_parts_that_are_not_filled_up_end_where_they_have_nothing(num_samples: int, drop_last: bool) -> None:
+    whole = rounds_of(num_samples, 1, drop_last=drop_last)[0]
+    for num_parts in (1, 2, 3, 4):
+        parts = rounds_of(num_samples, num_parts, drop_last=drop_last, fills_up=False)
+        assert parts == [whole[number::num_parts] for number in range(num_parts)], num_parts
+
+
+def test_a_part_knows_where_rounds_end_and_whether_it_is_empty() -> None:
+    order = DataOrder(11, seed=3, shuffle=False)
+    first, second = (PositionedBatches(order, 3, drop_last=False, part=Part(number, 2)) for number in range(2))
+    assert [first.end_of_round(start) for start in (0, 6, 11)] == [6, 11, 11]
+    assert [second.is_empty(start) for start in (0, 6, 8)] == [False, False, True]
+    assert not first.is_empty(8)
+
+
+def test_a_batch_asks_for_the_same_seed_whoever_has_it() -> None:
+    order = DataOrder(12, seed=3, shuffle=True)
+    whole: list[Any] = list(PositionedBatches(order, 3, drop_last=False))
+    parts: list[list[Any]] = [
+        list(PositionedBatches(order, 3, drop_last=False, part=Part(number, 2))) for number in (0, 1)
+    ]
+    in_turn = [batch for one_round in zip(*parts, strict=True) for batch in one_round]
+    assert in_turn == whole and [batch.seed for batch in in_turn] == [batch.seed for batch in whole]
+
+
+# --- watching
+
+
+@pytest.mark.parametrize(
+    "draw",
+    [
+        random.random,
+        np.random.rand,
+        lambda: np.random.permutation(3),
+        lambda: torch.rand(()),
+        lambda: torch.randperm(2),
+    ],
+    ids=["random", "numpy", "permutation", "torch", "randperm"],
+)
+def test_draws_from_the_global_generators_are_noticed(draw: Any) -> None:
+    with draws_random_numbers() as has_drawn:
+        draw()
+    assert has_drawn()
+
+
+def test_other_generators_and_no_draws_are_not_noticed() -> None:
+    draws()
+    with draws_random_numbers() as has_drawn:
+        random.Random(1).random()
+        np.random.default_rng(1).random()
+        torch.rand((), generator=torch.Generator().manual_seed(1))
+    assert not has_drawn()
+
+
+def test_watching_draws_nothing_itself() -> None:
+    seed_generators(1)
+    expected = draws()
+    seed_generators(1)
+    with draws_random_numbers():
+        pass
+    assert draws() == expected

@@ -86,7 +86,7 @@ def _without_tensors(value: Any, tensors: list[Tensor]) -> Any:
         return _Place(len(tensors) - 1)
     if isinstance(value, Mapping):
         return _like(value, {name: _without_tensors(part, tensors) for name, part in value.items()})
-    if type(value) in (list, tuple) or hasattr(value, "_fields"):
+    if type(value) in (list, tuple) or _is_named_tuple(value):
         return _like(value, [_without_tensors(part, tensors) for part in value])
     return value
 
@@ -96,7 +96,7 @@ def _with_tensors(value: Any, tensors: list[Tensor]) -> Any:
         return tensors[value.number]
     if isinstance(value, dict):
         return _like(value, {name: _with_tensors(part, tensors) for name, part in value.items()})
-    if type(value) in (list, tuple) or hasattr(value, "_fields"):
+    if type(value) in (list, tuple) or _is_named_tuple(value):
         return _like(value, [_with_tensors(part, tensors) for part in value])
     return value
 
@@ -106,7 +106,11 @@ def _like(container: Any, parts: Any) -> Any:
     if isinstance(container, Mapping):
         return EmptyBatch(parts) if isinstance(container, EmptyBatch) else parts
     kind = type(container)
-    return kind(*parts) if hasattr(container, "_fields") else kind(parts)
+    return kind(*parts) if _is_named_tuple(container) else kind(parts)
+
+
+def _is_named_tuple(value: Any) -> bool:
+    return isinstance(value, tuple) and hasattr(value, "_fields")
 
 
 def _aligned(position: int) -> int:

@@ -1,5 +1,7 @@
 """One rank reads for all: every batch goes to the rank, or the group of ranks, that trains on it."""
 
+import contextlib
+import copy
 import itertools
 import queue
 import threading
@@ -13,11 +15,12 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed import DeviceMesh, ProcessGroup, Work
 
-from forgather.ml.distributed.agreement import DistributedError
+from forgather.ml.distributed.agreement import DistributedError, Peers
 from forgather.ml.distributed.environment import get_requested_timeout
 from forgather.ml.trainer.batch_messages import decode, encode, length_of
 from forgather.ml.trainer.data_order import draws_random_numbers, is_stateful
 from forgather.ml.trainer.empty_batch import emptied
+from forgather.ml.trainer.synchronized_dataloader import goes_on
 from forgather.ml.trainer.trainer_utils import moved
 
 _FIRST_CAPACITY = 2**12
@@ -46,11 +49,22 @@ class _Message(NamedTuple):
 class _Round(NamedTuple):
     """What every data-parallel rank is told next."""
 
-    messages: list[_Message]
+    own: _Message
+    """For the rank that reads."""
+    packed: list[Tensor | None]
+    """For each part of the mesh, where it has ranks that do not read."""
 
     @property
     def is_last(self) -> bool:
-        return self.messages[0].kind is not _Kind.BATCH
+        return self.own.kind is not _Kind.BATCH
+
+
+class _Facts(NamedTuple):
+    """What every rank knows of the loader."""
+
+    num_batches: int | None
+    position: Any
+    goes_on: bool
 
 
 class DataloaderDispatcher:
@@ -62,7 +76,7 @@ class DataloaderDispatcher:
 
     Batches are read, packed and sent ahead in a background thread, `prefetch` rounds at most, unless reading draws
     random numbers in this process: those must be drawn at the same point of training in every run. All methods but
-    `state_dict` and `abandon` are for all ranks together.
+    `state_dict`, `load_state_dict` outside a pass, and `abandon` are for all ranks together.
     """
 
     def __init__(
@@ -89,11 +103,14 @@ class DataloaderDispatcher:
         )
         self._sender = _Sender(self._group, self._parts) if self._reads else None
         self._receiver = None if self._reads else _Receiver(self._group, self._source, self._device)
+        self._peers = Peers(self._group)
         self._reader: _Reader | None = None
         self._pass_is_open = False
         self._read_ahead = False
+        self._loader_is_ahead = False
         self._position: Any = None
         self._num_batches: int | None = None
+        self._goes_on = False
         self._exchange_facts()
 
     # --- what it knows
@@ -109,6 +126,11 @@ class DataloaderDispatcher:
             return None
         whole, rest = divmod(self._num_batches, len(self._parts))
         return whole + (rest > 0 and not self._drop_last)
+
+    @property
+    def goes_on(self) -> bool:
+        """Whether a second pass goes on where the first was left."""
+        return self._goes_on
 
     def __len__(self) -> int:
         if self.num_batches is None:
@@ -131,15 +153,13 @@ class DataloaderDispatcher:
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Move to a position; the ranks that do not read remember it only."""
         self._leave()
-        if is_stateful(self._dataloader):
+        if self._reads and is_stateful(self._dataloader):
             self._dataloader.load_state_dict(state)
-        self._position = state
+        self._position, self._loader_is_ahead = state, False
 
     def set_epoch(self, epoch: int) -> None:
         self._leave()
-        if hasattr(self._dataloader, "set_epoch"):
-            self._dataloader.set_epoch(epoch)
-        self._note_position()
+        self._exchange_facts(epoch)
 
     # --- a pass
 
@@ -158,14 +178,27 @@ class DataloaderDispatcher:
     def close(self) -> None:
         """End the pass on all ranks, and the loader."""
         self._leave()
-        if hasattr(self._dataloader, "close"):
-            self._dataloader.close()
+        self._close_loader()
 
     def abandon(self) -> None:
         """End without the other ranks, of which some may be gone."""
-        if self._reader is not None:
-            self._reader.request_end()
         self._pass_is_open = False
+        if self._reader is None:
+            self._close_loader()
+        else:
+            self._reader.request_end()
+            # It may be reading, or waiting for a rank that is gone.
+            threading.Thread(
+                target=self._close_after, args=(self._reader,), name="batch-reader-end", daemon=True
+            ).start()
+
+    def _close_after(self, reader: "_Reader") -> None:
+        reader.end()
+        self._close_loader()
+
+    def _close_loader(self) -> None:
+        if hasattr(self._dataloader, "close"):
+            self._dataloader.close()
 
     def _leave(self) -> None:
         """Finish a pass that the loop has left: whatever was sent ahead is received and thrown away."""
@@ -176,19 +209,24 @@ class DataloaderDispatcher:
             assert self._receiver is not None
             self._receiver.receive_rest()
             return
-        has_ended = self._reader is not None and self._reader.end()
-        self._reader = None
+        has_ended = self._end_reader()
         assert self._sender is not None
         if not has_ended:
-            self._sender.send(_Round([_Message(_Kind.LEFT, None, None)] * len(self._parts)))
+            self._sender.send(self._same_for_all(_Message(_Kind.LEFT, None, None)))
         self._sender.flush()
-        self._go_back()
+        self._loader_is_ahead = self._read_ahead
+
+    def _end_reader(self) -> bool:
+        """Wait for the thread, if there is one; returns whether it has sent the last message of the pass."""
+        reader, self._reader = self._reader, None
+        return reader is not None and reader.end()
 
     def _go_back(self) -> None:
-        """Batches that were read ahead are yet to come for a loader that goes on where it was left."""
-        if self._read_ahead and _goes_on(self._dataloader):
-            self._dataloader.close()
+        """Batches that were read and not handed out are yet to come for a loader that goes on where it was left."""
+        if self._loader_is_ahead and self._goes_on:
+            self._close_loader()
             self._dataloader.load_state_dict(self._position)
+        self._loader_is_ahead = False
 
     def _receive(self) -> Iterator[_Message]:
         assert self._receiver is not None
@@ -223,13 +261,17 @@ class DataloaderDispatcher:
         """This rank's part of a round."""
         if one.is_last:
             assert self._sender is not None
-            self._pass_is_open, self._reader = False, None
+            self._pass_is_open = False
+            self._end_reader()
+            # An error may come after the first batches of a round.
+            self._loader_is_ahead = one.own.kind is _Kind.ERROR
             self._sender.flush()
-        return one.messages[0]
+        return one.own
 
     def _rounds(self) -> Iterator[_Round]:
         size = len(self._parts)
         try:
+            self._go_back()
             iterator = iter(self._dataloader)
             while batches := list(itertools.islice(iterator, size)):
                 if len(batches) < size:
@@ -237,27 +279,41 @@ class DataloaderDispatcher:
                         break
                     batches += [emptied(batches[0])] * (size - len(batches))
                 position = self._loader_position()
-                yield _Round([_Message(_Kind.BATCH, batch, position) for batch in batches])
-            last = _Message(_Kind.END, None, self._loader_position())
+                yield self._packed([_Message(_Kind.BATCH, batch, position) for batch in batches])
+            last = self._same_for_all(_Message(_Kind.END, None, self._loader_position()))
         except Exception as error:  # noqa: BLE001 - sent to every rank, this one included, and raised there
             report = DistributedError.describing(error, _DURING, dist.get_rank())
-            last = _Message(_Kind.ERROR, report.args, None)
-        yield _Round([last] * size)
+            last = self._same_for_all(_Message(_Kind.ERROR, report.args, None))
+        yield last
+
+    def _packed(self, messages: list[_Message]) -> _Round:
+        """All of them before any is sent: what cannot be packed is an error that all ranks can still be told of."""
+        has_others = [len(ranks) > (number == 0) for number, ranks in enumerate(self._parts)]
+        packed = [encode(tuple(one)) if needed else None for one, needed in zip(messages, has_others, strict=True)]
+        return _Round(messages[0], packed)
+
+    def _same_for_all(self, message: _Message) -> _Round:
+        return self._packed([message] * len(self._parts))
 
     # --- facts
 
-    def _exchange_facts(self) -> None:
-        facts = [(_length_of(self._dataloader), self._loader_position()) if self._reads else None]
-        dist.broadcast_object_list(facts, src=self._source, group=self._group)
-        assert facts[0] is not None
-        self._num_batches, self._position = facts[0]
+    def _exchange_facts(self, epoch: int | None = None) -> None:
+        """Start an epoch, if given, and tell all ranks what has become of the loader."""
+        facts: _Facts | None = None
+        with self._peers.agreement("preparing a pass over the data"):
+            if epoch is not None and hasattr(self._dataloader, "set_epoch"):
+                self._go_back()
+                self._dataloader.set_epoch(epoch)
+            if self._reads:
+                position = self._position if self._loader_is_ahead else self._loader_position()
+                facts = _Facts(_length_of(self._dataloader), position, goes_on(self._dataloader))
+        facts = self._peers.broadcast(facts, dist.get_group_rank(self._group, self._source))
+        assert facts is not None, "the reading rank has some"
+        self._num_batches, self._position, self._goes_on = facts
 
     def _loader_position(self) -> Any:
-        return self._dataloader.state_dict() if is_stateful(self._dataloader) else None
-
-    def _note_position(self) -> None:
-        if is_stateful(self._dataloader):
-            self._position = self._dataloader.state_dict()
+        # A copy: some loaders hand out their live state, which reading ahead would change.
+        return copy.deepcopy(self._dataloader.state_dict()) if is_stateful(self._dataloader) else None
 
 
 class _Sender:
@@ -274,9 +330,8 @@ class _Sender:
         while len(self._under_way) > 2:
             self._wait_for_oldest()
         works: list[tuple[Work, Tensor]] = []
-        for message, ranks in zip(one.messages, self._others, strict=True):
-            if ranks:
-                buffer = encode(tuple(message))
+        for buffer, ranks in zip(one.packed, self._others, strict=True):
+            if buffer is not None:
                 works.extend((work, buffer) for rank in ranks for work in self._send_to(rank, buffer))
         self._under_way.append(works)
 
@@ -290,13 +345,15 @@ class _Sender:
         parts = [buffer] if len(buffer) <= capacity else [buffer[:capacity], buffer[capacity:]]
         self._capacities[rank] = max(capacity, len(buffer))
         for part in parts:
-            work = dist.isend(part, dst=rank, group=self._group)
+            with _contact():
+                work = dist.isend(part, dst=rank, group=self._group)
             assert work is not None, "both ranks are members of the group"
             yield work
 
     def _wait_for_oldest(self) -> None:
         for work, _ in self._under_way.popleft():
-            _wait(work)
+            with _contact():
+                work.wait()
 
 
 class _Receiver:
@@ -311,16 +368,17 @@ class _Receiver:
         self._posted: tuple[Work, Tensor] | None = None
 
     def receive(self) -> _Message:
-        work, buffer = self._posted or self._post(self._capacity)
+        work, buffer = self._posted or self._post(self._buffer(self._capacity))
         self._posted = None
-        _wait(work)
+        with _contact():
+            work.wait()
         length = length_of(buffer)
         if length > len(buffer):
             buffer = self._receive_whole(buffer, length)
         self._capacity = max(self._capacity, length)
         message = _Message(*decode(buffer))
         if message.kind is _Kind.BATCH:
-            self._posted = self._post(self._capacity)
+            self._posted = self._post(self._buffer(self._capacity))
         return message
 
     def receive_rest(self) -> None:
@@ -330,14 +388,14 @@ class _Receiver:
     def _receive_whole(self, beginning: Tensor, length: int) -> Tensor:
         whole = self._buffer(length)
         whole[: len(beginning)].copy_(beginning)
-        work = dist.irecv(whole[len(beginning) :], src=self._source, group=self._group)
-        assert work is not None
-        _wait(work)
+        work, _ = self._post(whole[len(beginning) :])
+        with _contact():
+            work.wait()
         return whole
 
-    def _post(self, capacity: int) -> tuple[Work, Tensor]:
-        buffer = self._buffer(capacity)
-        work = dist.irecv(buffer, src=self._source, group=self._group)
+    def _post(self, buffer: Tensor) -> tuple[Work, Tensor]:
+        with _contact():
+            work = dist.irecv(buffer, src=self._source, group=self._group)
         assert work is not None, "both ranks are members of the group"
         return work, buffer
 
@@ -346,13 +404,14 @@ class _Receiver:
 
 
 class _Reader(Iterator[_Round]):
-    """A thread that reads rounds and sends them, so many ahead of the loop that takes them."""
+    """A thread that reads rounds and sends them, at most so many ahead of the loop that takes them."""
 
     def __init__(self, rounds: Iterator[_Round], sender: _Sender, depth: int) -> None:
         self._rounds = rounds
         self._sender = sender
-        self._ready: queue.Queue[_Round | BaseException] = queue.Queue(depth)
-        self._is_to_end = threading.Event()
+        self._ready: queue.SimpleQueue[_Round | BaseException] = queue.SimpleQueue()
+        self._free_places = threading.Semaphore(depth)
+        self._is_to_end = False
         self._has_sent_last = False
         self._thread = threading.Thread(target=self._work, name="batch-reader", daemon=True)
         self._thread.start()
@@ -361,10 +420,12 @@ class _Reader(Iterator[_Round]):
         one = self._ready.get()
         if isinstance(one, BaseException):
             raise one
+        self._free_places.release()
         return one
 
     def request_end(self) -> None:
-        self._is_to_end.set()
+        self._is_to_end = True
+        self._free_places.release()
 
     def end(self) -> bool:
         """Stop; returns whether the last message of the pass was sent."""
@@ -374,22 +435,20 @@ class _Reader(Iterator[_Round]):
 
     def _work(self) -> None:
         try:
-            for one in self._rounds:
-                if self._is_to_end.is_set():
+            while not self._has_sent_last and self._waits_for_place():
+                one = next(self._rounds)
+                if self._is_to_end and not one.is_last:
                     return
                 self._sender.send(one)
                 self._has_sent_last = one.is_last
-                self._hand_over(one)
+                self._ready.put(one)
         except BaseException as error:  # noqa: BLE001 - raised where the loop takes the next round
-            self._hand_over(error)
+            self._ready.put(error)
 
-    def _hand_over(self, one: _Round | BaseException) -> None:
-        while not self._is_to_end.is_set():
-            try:
-                self._ready.put(one, timeout=0.1)
-            except queue.Full:
-                continue
-            return
+    def _waits_for_place(self) -> bool:
+        """Whether there is one, and not the end."""
+        self._free_places.acquire()
+        return not self._is_to_end
 
 
 def _data_parallel_parts(mesh: DeviceMesh, dp_mesh_dim: int | None) -> list[list[int]]:
@@ -416,13 +475,9 @@ def _length_of(dataloader: Any) -> int | None:
         return None
 
 
-def _goes_on(dataloader: Any) -> bool:
-    """Whether a second iterator goes on where the first was left, as those of the trainer's own loaders do."""
-    return hasattr(dataloader, "num_batches") and is_stateful(dataloader)
-
-
-def _wait(work: Work) -> None:
+@contextlib.contextmanager
+def _contact() -> Iterator[None]:
     try:
-        work.wait()
+        yield
     except RuntimeError as lost:
         raise DistributedError(_DURING, None, type(lost).__name__, str(lost)) from lost

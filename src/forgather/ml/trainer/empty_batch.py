@@ -6,6 +6,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from forgather.ml.trainer.data_collator import require_mapping
 from forgather.ml.trainer.loss_weighting import IGNORE_INDEX
 
 
@@ -18,8 +19,10 @@ class EmptyBatch(dict[str, Any]):
 
 def emptied(batch: Mapping[str, Any]) -> EmptyBatch:
     """A batch without targets in the shape of another."""
+    require_mapping(batch)
     empty = EmptyBatch(batch)
     labels = empty.get("labels")
-    if isinstance(labels, Tensor) and not labels.is_floating_point() and labels.dtype is not torch.bool:
+    # Labels of other types cannot say "ignored"; that the batch is an empty one says it for them.
+    if isinstance(labels, Tensor) and labels.dtype in (torch.int8, torch.int16, torch.int32, torch.int64):
         empty["labels"] = torch.full_like(labels, IGNORE_INDEX)
     return empty

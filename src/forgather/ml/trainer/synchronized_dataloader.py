@@ -1,5 +1,7 @@
 """Every rank reads its own batches, and all of them stop, or fail, together."""
 
+import contextlib
+import copy
 import itertools
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
@@ -23,6 +25,12 @@ NOTHING = object()
 
 Notes = Callable[[Any], Sequence[int]]
 """Numbers about an item (or `NOTHING`) that are summed over all ranks in the same message."""
+
+
+def goes_on(dataloader: Any) -> bool:
+    """Whether a second iterator goes on where the first was left, as those of the trainer's own loaders do."""
+    own_word: bool | None = getattr(dataloader, "goes_on", None)
+    return hasattr(dataloader, "num_batches") and is_stateful(dataloader) if own_word is None else own_word
 
 
 class Round(NamedTuple):
@@ -82,6 +90,13 @@ class Rounds:
 
     def finish(self) -> Round:
         """The item and what the ranks told of theirs; the same again until the next `fetch`."""
+        result = self.complete()
+        if result.has_failed:
+            Peers(self._group).agree(self.error, self._during)
+        return result
+
+    def complete(self) -> Round:
+        """What `finish` gives, whether or not a rank has failed: for who does not need the item."""
         if self._result is None:
             assert self._under_way is not None, "fetch comes first"
             item, work, sums = self._under_way
@@ -91,8 +106,6 @@ class Rounds:
                 raise self._lost(lost) from (self.error or lost)
             num_items, num_failures, num_drawing, *noted = sums.tolist()
             self._under_way, self._result = None, Round(item, num_items, num_failures > 0, num_drawing > 0, noted)
-        if self._result.has_failed:
-            Peers(self._group).agree(self.error, self._during)
         return self._result
 
     def _next_watched(self) -> tuple[Any, bool]:
@@ -139,6 +152,8 @@ class SynchronizedDataLoader:
         self._rounds: Rounds | None = None
         self._position: Any = None
         self._is_ahead = False
+        """Whether the loader is further than `_position`, which is behind the last batch that was handed out."""
+        self._must_go_back = False
         self.noted: list[int] = []
         """The sums of the notes about the batch that was handed out last."""
 
@@ -154,7 +169,7 @@ class SynchronizedDataLoader:
 
     def latest_notes(self) -> list[int]:
         """The sums of the notes that are the newest on all ranks, which may be about the batch to come."""
-        return self.noted if self._rounds is None else self._rounds.finish().noted
+        return self.noted if self._rounds is None else self._rounds.complete().noted
 
     # --- position
 
@@ -165,11 +180,16 @@ class SynchronizedDataLoader:
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         self._leave()
         self._dataloader.load_state_dict(state)
+        self._is_ahead = self._must_go_back = False
 
     def set_epoch(self, epoch: int) -> None:
         self._leave()
-        if hasattr(self._dataloader, "set_epoch"):
-            self._dataloader.set_epoch(epoch)
+        # Only a dispatcher has collectives of its own in there, which end alike on all ranks.
+        with self._agreement("starting an epoch of the data"):
+            if hasattr(self._dataloader, "set_epoch"):
+                self._go_back()
+                self._dataloader.set_epoch(epoch)
+                self._is_ahead = False
 
     # --- a pass
 
@@ -179,26 +199,40 @@ class SynchronizedDataLoader:
                 yield moved(batch, self._device)
             return
         self._leave()
-        self._rounds = rounds = Rounds(iter(self._dataloader), self._group, self._notes)
-        keeps_position = is_stateful(self._dataloader)
+        self._rounds = rounds = Rounds(self._batches(), self._group, self._notes)
         draws = False
-        rounds.fetch(watched=True)
+        self._fetch(rounds, watched=True)
         for number in itertools.count(1):
             batch, num_items, _, has_drawn, self.noted = rounds.finish()
             if num_items < self._size:
-                self._rounds, self._is_ahead = None, False
+                self._rounds, self._is_ahead = None, self._is_ahead and batch is not NOTHING
                 return
             # The first batch comes with what a loader draws when a pass begins.
             draws |= has_drawn and number > 1
             reads_ahead = number > 1 and not draws and number % _STEPS_BETWEEN_LOOKS > 0
+            self._is_ahead = False
             if reads_ahead:
-                if keeps_position:
-                    self._position = self._dataloader.state_dict()
-                rounds.fetch()
-            self._is_ahead = reads_ahead and keeps_position
+                self._fetch(rounds)
             yield moved(batch, self._device)
             if not reads_ahead:
-                rounds.fetch(watched=True)
+                self._fetch(rounds, watched=True)
+
+    def _batches(self) -> Iterator[Any]:
+        """Those of the loader, begun where an error is one of all ranks."""
+        self._go_back()
+        # Not `yield from`, with which leaving early would close an iterator that is the user's.
+        for batch in self._dataloader:  # noqa: UP028
+            yield batch
+
+    def _fetch(self, rounds: Rounds, watched: bool = False) -> None:
+        """Read a batch that is yet to be handed out, if it ever is."""
+        if not self._is_ahead and is_stateful(self._dataloader):
+            try:
+                # A copy: some loaders hand out their live state.
+                self._position, self._is_ahead = copy.deepcopy(self._dataloader.state_dict()), True
+            except Exception as error:  # noqa: BLE001 - raised on every rank
+                rounds.fail(error, _DURING)
+        rounds.fetch(watched=watched)
 
     def close(self) -> None:
         """End the pass, on all ranks together."""
@@ -209,15 +243,24 @@ class SynchronizedDataLoader:
     def abandon(self) -> None:
         """End without the other ranks, of which some may be gone."""
         self._rounds = None
-        if hasattr(self._dataloader, "abandon"):
-            self._dataloader.abandon()
+        end = getattr(self._dataloader, "abandon", None) or getattr(self._dataloader, "close", None)
+        if end is not None:
+            end()
 
     def _leave(self) -> None:
-        """Finish the exchange of a pass that the loop has left, and go back to where it was left."""
+        """Finish the exchange of a pass that the loop has left; what it tells is about a batch that nobody asked for."""
         if self._rounds is not None:
-            self._rounds.finish()
-        if self._is_ahead:
+            self._rounds.complete()
+            self._must_go_back = self._is_ahead
+        self._rounds = None
+
+    def _go_back(self) -> None:
+        """To where a pass was left, for a loader that goes on from there."""
+        if self._must_go_back and goes_on(self._dataloader):
             if hasattr(self._dataloader, "close"):
                 self._dataloader.close()
             self._dataloader.load_state_dict(self._position)
-        self._rounds, self._is_ahead = None, False
+        self._must_go_back = False
+
+    def _agreement(self, during: str) -> contextlib.AbstractContextManager[None]:
+        return Peers(self._group).agreement(during) if self._is_enabled else contextlib.nullcontext()
