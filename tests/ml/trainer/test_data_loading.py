@@ -10,6 +10,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from torch import Tensor
 from torch.utils.data import DataLoader, Dataset, DistributedSampler, IterableDataset, get_worker_info
 from torchdata.stateful_dataloader import StatefulDataLoader
 from torchdata.stateful_dataloader.sampler import RandomSampler as StatefulRandomSampler
@@ -681,3 +682,34 @@ def test_default_collation() -> None:
 def test_a_hugging_face_like_iterable_is_a_stream() -> None:
     own = type("IterableDataset", (), {"__iter__": lambda self: iter(range(4))})
     assert list(train_loader(type("Shards", (own,), {})())) == [[0, 1, 2], [3]]
+
+
+class CountingStream(IterableDataset[Tensor]):
+    """A stream that does not know its position."""
+
+    def __iter__(self) -> Iterator[Tensor]:
+        worker = get_worker_info()
+        first, stride = (0, 1) if worker is None else (worker.id, worker.num_workers)
+        return (torch.tensor(number) for number in range(first, 60, stride))
+
+
+@pytest.mark.parametrize("num_workers", [0, 2])
+def test_stream_without_a_state_is_resumed_as_often_as_one_likes(num_workers: int) -> None:
+    def read(position: Any, num_batches: int) -> tuple[list[Any], Any]:
+        loader = build_train_loader(
+            CountingStream(), batch_size=2, seed=0, num_workers=num_workers, collate_fn=torch.stack
+        )
+        if position is not None:
+            loader.load_state_dict(position)
+        batches = [batch.tolist() for batch in itertools.islice(loader, num_batches)]
+        position = loader.state_dict()
+        loader.close()
+        return batches, position
+
+    whole, _ = read(None, 14)
+    in_parts: list[Any] = []
+    position = None
+    for num_batches in (6, 4, 0, 4):
+        batches, position = read(position, num_batches)
+        in_parts += batches
+    assert in_parts == whole

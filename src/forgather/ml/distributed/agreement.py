@@ -134,7 +134,7 @@ class Peers:
         if self.size == 1:
             return candidate
         with _contact(during, error):
-            lowest = torch.tensor([candidate], dtype=torch.int32, device=_control_device(self._group))
+            lowest = torch.tensor([candidate], dtype=torch.int32, device=control_device(self._group))
             dist.all_reduce(lowest, op=dist.ReduceOp.MIN, group=self._group)
             return int(lowest.item())
 
@@ -193,7 +193,7 @@ def _global_rank() -> int:
     return dist.get_rank() if dist.is_available() and dist.is_initialized() else 0
 
 
-def _control_device(group: ProcessGroup | None) -> torch.device:
+def control_device(group: ProcessGroup | None) -> torch.device:
     """The device whose tensors the group can carry: the CPU where possible."""
     # The configuration reads like "cpu:gloo,cuda:nccl".
     device_types = [pair.split(":")[0] for pair in dist.get_backend_config(group).split(",")]

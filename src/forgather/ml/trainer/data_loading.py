@@ -360,11 +360,7 @@ class _CountingLoader(_WrappingLoader):
             _name(self._loader),
             self._num_done,
         )
-        with generators_apart(self._generators_at_start), _explaining_an_early_end(self._num_done):
-            iterator = iter(self._loader)
-            for _ in range(self._num_done):
-                next(iterator)
-        return iterator
+        return _read_again(self._loader, self._num_done, self._generators_at_start)
 
 
 class _StatefulLoader(_WrappingLoader):
@@ -444,6 +440,7 @@ class _StreamLoader(_StatefulLoader):
 
         self._stream = stream
         self._has_warned = False
+        self._num_done = 0
         _check_length(stream.dataset, _length_of(stream), batch_size, drop_last)
         loader = StatefulDataLoader(stream, batch_size=batch_size, drop_last=drop_last, **options)
         super().__init__(loader, True, part)
@@ -462,18 +459,34 @@ class _StreamLoader(_StatefulLoader):
 
     def state_dict(self) -> dict[str, Any]:
         settings = {"batch_size": self._loader.batch_size, "num_workers": self._loader.num_workers}
-        return {**super().state_dict(), "seed": self._stream.seed, **settings}
+        return {**super().state_dict(), "seed": self._stream.seed, "num_batches_done": self._num_done, **settings}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        require_keys(state, ("loader", "seed", "batch_size", "num_workers"), "an iterable dataset")
+        keys = ("loader", "seed", "num_batches_done", "batch_size", "num_workers")
+        require_keys(state, keys, "an iterable dataset")
         if not state["finished"] and state["loader"] is not None:
             self._check_settings(state)
         super().load_state_dict(state)
         self._stream.seed = agreed_seed(self._stream.seed, state["seed"])
+        self._num_done = state["num_batches_done"]
+
+    def _start_epoch(self, epoch: int) -> None:
+        super()._start_epoch(epoch)
+        self._num_done = 0
+
+    def _counted(self, batch: Any) -> Any:
+        self._num_done += 1
+        return batch
 
     def _open(self) -> Iterator[Any]:
         self._loader.generator.manual_seed(stable_seed(self._stream.seed, self._epoch))
         return super()._open()
+
+    def _open_restored(self) -> Iterator[Any]:
+        if self._idle_state is None or _holds_dataset_state(self._state_to_load):
+            return super()._open_restored()
+        # torchdata would read through the data by itself, but count what it reads twice, and lose as much next time.
+        return _read_again(self._loader, self._num_done, self._generators_at_start)
 
     def _pause(self) -> None:
         if self._finished:
@@ -606,6 +619,15 @@ def _shut_down(iterator: Any) -> None:
     end = getattr(iterator, "_shutdown_workers", None) or getattr(iterator, "close", None)
     if end is not None:
         end()
+
+
+def _read_again(loader: Any, num_batches: int, generators: Mapping[str, Any] | None) -> Iterator[Any]:
+    """An iterator behind so many batches, read as they were the first time."""
+    with generators_apart(generators), _explaining_an_early_end(num_batches):
+        iterator = iter(loader)
+        for _ in range(num_batches):
+            next(iterator)
+    return iterator
 
 
 def _holds_dataset_state(loader_state: Mapping[str, Any]) -> bool:

@@ -260,6 +260,19 @@ def is_stateful(item: Any) -> bool:
     return hasattr(item, "state_dict") and hasattr(item, "load_state_dict")
 
 
+def goes_on(loader: Any) -> bool:
+    """Whether a second iterator goes on where the first was left, as those of the trainer's own loaders do."""
+    own_word: bool | None = getattr(loader, "goes_on", None)
+    return hasattr(loader, "num_batches") and is_stateful(loader) if own_word is None else own_word
+
+
+def kept_state(loader: Any) -> Any:
+    """The state of a loader, to be kept while it goes on; some hand out their live state, so it is copied if need be."""
+    state = loader.state_dict()
+    is_plain = isinstance(state, dict) and all(isinstance(value, int) for value in state.values())
+    return state if is_plain else copy.deepcopy(state)
+
+
 def seeded_stream(dataset: Any, *, seed: int, batch_size: int, forward_epoch: bool, in_workers: bool) -> "SeededStream":
     """A stream that has state methods exactly if the dataset has, which is how torchdata tells whether to use them."""
     kind = StatefulStream if is_stateful(dataset) else SeededStream

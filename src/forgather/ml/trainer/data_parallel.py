@@ -76,6 +76,7 @@ class DataParallelTrainer(Trainer):
         if self._control_group is None:
             # Of its own: its small messages are under way while gradients are.
             self._control_group = dist.new_group(backend="gloo", timeout=get_requested_timeout())
+            self._dispatch_groups: dict[bool, ProcessGroup] = {}
             self._mesh = dist.device_mesh.init_device_mesh(
                 self.env.device_type, (self.env.world_size,), mesh_dim_names=("data_parallel",)
             )
@@ -110,8 +111,7 @@ class DataParallelTrainer(Trainer):
         with self._agreement("making the loader of the training data"):
             loader: Any = self._build_train_loader(part)
         if dispatches:
-            assert self._mesh is not None
-            loader = DataloaderDispatcher(loader, self._mesh, "cpu", drop_last=self.args.dataloader_drop_last)
+            loader = self._dispatcher(loader, for_training=True)
         lengths = self._peers.gather(loader.num_batches)
         self.train_dataloader = SynchronizedDataLoader(
             loader, "cpu", self._control_group, notes=self._notes_about, num_batches=_shortest(lengths)
@@ -126,9 +126,17 @@ class DataParallelTrainer(Trainer):
         with self._agreement("making the loader of the evaluation data"):
             loader = self._build_eval_loader(dataset, part)
         if dispatches:
-            assert self._mesh is not None
-            loader = DataloaderDispatcher(loader, self._mesh, "cpu")
+            loader = self._dispatcher(loader, for_training=False)
         return loader
+
+    def _dispatcher(self, loader: Any, for_training: bool) -> DataloaderDispatcher:
+        """Evaluations follow one another and share a group, which would otherwise be one more for each dataset."""
+        assert self._mesh is not None
+        if for_training not in self._dispatch_groups:
+            self._dispatch_groups[for_training] = dist.new_group(backend="gloo", timeout=get_requested_timeout())
+        drops = for_training and self.args.dataloader_drop_last
+        group = self._dispatch_groups[for_training]
+        return DataloaderDispatcher(loader, self._mesh, "cpu", drop_last=drops, process_group=group)
 
     def _own_part(self, dataset: Any) -> Part:
         """This rank's part of a map-style dataset; what else ranks are given is a part of the data already."""
@@ -329,7 +337,8 @@ class DataParallelTrainer(Trainer):
         if not self._is_parallel:
             return super()._eval_loop(dataloader)
         sums = EvaluationSums()
-        batches = iter(first_batches(dataloader, self.args.max_eval_steps))
+        # A generator, which begins with the first round: what fails then fails on all ranks.
+        batches = (batch for loader in [dataloader] for batch in first_batches(loader, self.args.max_eval_steps))
         rounds = Rounds(batches, self._control_group, lambda _: self._own_stop_flags())
         rounds.fetch()
         while True:

@@ -1,7 +1,6 @@
 """One rank reads for all: every batch goes to the rank, or the group of ranks, that trains on it."""
 
 import contextlib
-import copy
 import itertools
 import queue
 import threading
@@ -18,9 +17,8 @@ from torch.distributed import DeviceMesh, ProcessGroup, Work
 from forgather.ml.distributed.agreement import DistributedError, Peers
 from forgather.ml.distributed.environment import get_requested_timeout
 from forgather.ml.trainer.batch_messages import decode, encode, length_of
-from forgather.ml.trainer.data_order import draws_random_numbers, is_stateful
+from forgather.ml.trainer.data_order import draws_random_numbers, goes_on, is_stateful, kept_state
 from forgather.ml.trainer.empty_batch import emptied
-from forgather.ml.trainer.synchronized_dataloader import goes_on
 from forgather.ml.trainer.trainer_utils import moved
 
 _FIRST_CAPACITY = 2**12
@@ -75,7 +73,8 @@ class DataloaderDispatcher:
     batches than ranks are left, the ranks without one get an `EmptyBatch`, or, with `drop_last`, the rest is dropped.
 
     Batches are read, packed and sent ahead in a background thread, `prefetch` rounds at most, unless reading draws
-    random numbers in this process: those must be drawn at the same point of training in every run. All methods but
+    random numbers in this process: those must be drawn at the same point of training in every run. `process_group` is a
+    gloo group of the ranks of the mesh that nothing else uses meanwhile; without one it makes its own. All methods but
     `state_dict`, `load_state_dict` outside a pass, and `abandon` are for all ranks together.
     """
 
@@ -88,6 +87,7 @@ class DataloaderDispatcher:
         *,
         drop_last: bool = False,
         prefetch: int = 2,
+        process_group: ProcessGroup | None = None,
     ) -> None:
         self._dataloader = dataloader
         self._device = torch.device(device)
@@ -97,8 +97,7 @@ class DataloaderDispatcher:
         self._source = int(mesh.mesh.flatten()[0])
         self._reads = dist.get_rank() == self._source
         ranks = mesh.mesh.flatten().tolist()
-        # Of its own, since it is used from another thread.
-        self._group = dist.new_group(
+        self._group = process_group or dist.new_group(
             ranks, backend="gloo", timeout=get_requested_timeout(), use_local_synchronization=True
         )
         self._sender = _Sender(self._group, self._parts) if self._reads else None
@@ -312,8 +311,7 @@ class DataloaderDispatcher:
         self._num_batches, self._position, self._goes_on = facts
 
     def _loader_position(self) -> Any:
-        # A copy: some loaders hand out their live state, which reading ahead would change.
-        return copy.deepcopy(self._dataloader.state_dict()) if is_stateful(self._dataloader) else None
+        return kept_state(self._dataloader) if is_stateful(self._dataloader) else None
 
 
 class _Sender:

@@ -1,7 +1,6 @@
 """Every rank reads its own batches, and all of them stop, or fail, together."""
 
 import contextlib
-import copy
 import itertools
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
@@ -11,9 +10,9 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed import ProcessGroup, Work
 
-from forgather.ml.distributed.agreement import DistributedError, Peers
+from forgather.ml.distributed.agreement import DistributedError, Peers, control_device
 from forgather.ml.distributed.groups import get_global_process_group
-from forgather.ml.trainer.data_order import draws_random_numbers, is_stateful
+from forgather.ml.trainer.data_order import draws_random_numbers, goes_on, is_stateful, kept_state
 from forgather.ml.trainer.trainer_utils import moved
 
 _DURING = "loading a batch"
@@ -25,12 +24,6 @@ NOTHING = object()
 
 Notes = Callable[[Any], Sequence[int]]
 """Numbers about an item (or `NOTHING`) that are summed over all ranks in the same message."""
-
-
-def goes_on(dataloader: Any) -> bool:
-    """Whether a second iterator goes on where the first was left, as those of the trainer's own loaders do."""
-    own_word: bool | None = getattr(dataloader, "goes_on", None)
-    return hasattr(dataloader, "num_batches") and is_stateful(dataloader) if own_word is None else own_word
 
 
 class Round(NamedTuple):
@@ -55,6 +48,7 @@ class Rounds:
     def __init__(self, iterator: Iterator[Any], group: ProcessGroup | None, notes: Notes | None = None) -> None:
         self._iterator = iterator
         self._group = group
+        self._device = control_device(group)
         self._notes = notes
         self.error: Exception | None = None
         """What went wrong on this rank and was not raised yet."""
@@ -80,7 +74,7 @@ class Rounds:
             self.error, item = error, NOTHING
             noted = self._note(item)
         numbers = [item is not NOTHING, self.error is not None, has_drawn, *noted]
-        sums = torch.tensor(numbers, dtype=torch.int64, device="cpu")
+        sums = torch.tensor(numbers, dtype=torch.int64, device=self._device)
         try:
             work = dist.all_reduce(sums, group=self._group, async_op=True)
         except RuntimeError as lost:
@@ -228,8 +222,7 @@ class SynchronizedDataLoader:
         """Read a batch that is yet to be handed out, if it ever is."""
         if not self._is_ahead and is_stateful(self._dataloader):
             try:
-                # A copy: some loaders hand out their live state.
-                self._position, self._is_ahead = copy.deepcopy(self._dataloader.state_dict()), True
+                self._position, self._is_ahead = kept_state(self._dataloader), True
             except Exception as error:  # noqa: BLE001 - raised on every rank
                 rounds.fail(error, _DURING)
         rounds.fetch(watched=watched)
