@@ -7,7 +7,7 @@ from typing import Any, NamedTuple
 import pytest
 import torch
 
-from forgather.ml.trainer.batch_messages import decode, encode, length_of
+from forgather.ml.trainer.batch_messages import decode, encode, length_of, packed
 from forgather.ml.trainer.empty_batch import EmptyBatch
 
 DTYPES = [
@@ -42,7 +42,7 @@ class Tree:
 
 
 def there_and_back(value: Any) -> Any:
-    return decode(encode(value))
+    return decode(packed(encode(value)))[0]
 
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
@@ -97,11 +97,11 @@ def test_an_empty_batch_stays_one() -> None:
 
 
 def test_a_message_says_how_long_it_is() -> None:
-    message = encode({"x": torch.arange(1000)})
+    message = packed(encode({"x": torch.arange(1000)}))
     assert length_of(message[:100]) == len(message) > 8000
     # In a buffer that was made for a longer one.
     longer = torch.cat([message, torch.full((500,), 7, dtype=torch.uint8)])
-    assert torch.equal(decode(longer)["x"], torch.arange(1000))
+    assert torch.equal(decode(longer)[0]["x"], torch.arange(1000))
 
 
 def test_tensors_lie_where_vector_instructions_want_them() -> None:
@@ -112,9 +112,9 @@ def test_tensors_lie_where_vector_instructions_want_them() -> None:
 
 def test_the_sender_s_tensors_may_change_afterwards() -> None:
     sent = torch.ones(3)
-    message = encode({"x": sent})
+    message = packed(encode({"x": sent}))
     sent.zero_()
-    assert torch.equal(decode(message)["x"], torch.ones(3))
+    assert torch.equal(decode(message)[0]["x"], torch.ones(3))
 
 
 def numbers() -> Iterator[int]:
@@ -130,3 +130,33 @@ def test_sparse_tensors_are_refused_with_a_remedy(value: Any) -> None:
 def test_what_cannot_be_pickled_is_an_error() -> None:
     with pytest.raises(TypeError, match="generator"):
         encode({"x": numbers()})
+
+
+def test_note_travels_beside_the_value() -> None:
+    value = {"x": torch.ones(2)}
+    for note in (None, ("batch", {"index": 3}), "again"):
+        content, came = decode(packed(encode(value, note)))
+        assert came == note and torch.equal(content["x"], torch.ones(2))
+
+
+def test_batches_that_look_alike_are_told_apart() -> None:
+    """Descriptions are kept: other names, shapes, dtypes and orders must not be taken for those of before."""
+    batches = [
+        {"a": torch.arange(4), "b": torch.ones(2)},
+        {"b": torch.ones(2), "a": torch.arange(4)},
+        {"a": torch.arange(6).view(2, 3), "b": torch.ones(2)},
+        {"a": torch.arange(4).float(), "b": torch.ones(2)},
+        {"a": torch.arange(4), "b": torch.zeros(0, 3)},
+        {"a": torch.arange(8)[::2], "b": torch.ones(2)},
+    ]
+    for batch in batches * 2:
+        came = there_and_back(batch)
+        assert list(came) == list(batch)
+        for name, tensor in batch.items():
+            assert came[name].dtype == tensor.dtype and torch.equal(came[name], tensor)
+
+
+def test_other_values_are_not_shared_between_messages() -> None:
+    first = there_and_back({"x": torch.ones(1), "names": {"a"}})
+    first["names"].add("b")
+    assert there_and_back({"x": torch.ones(1), "names": {"a"}})["names"] == {"a"}

@@ -459,16 +459,16 @@ class _StreamLoader(_StatefulLoader):
 
     def state_dict(self) -> dict[str, Any]:
         settings = {"batch_size": self._loader.batch_size, "num_workers": self._loader.num_workers}
-        return {**super().state_dict(), "seed": self._stream.seed, "num_batches_done": self._num_done, **settings}
+        return {**super().state_dict(), "seed": self._stream.seed, "num_batches_read": self._num_done, **settings}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        keys = ("loader", "seed", "num_batches_done", "batch_size", "num_workers")
+        keys = ("loader", "seed", "num_batches_read", "batch_size", "num_workers")
         require_keys(state, keys, "an iterable dataset")
         if not state["finished"] and state["loader"] is not None:
             self._check_settings(state)
         super().load_state_dict(state)
         self._stream.seed = agreed_seed(self._stream.seed, state["seed"])
-        self._num_done = state["num_batches_done"]
+        self._num_done = state["num_batches_read"]
 
     def _start_epoch(self, epoch: int) -> None:
         super()._start_epoch(epoch)

@@ -21,6 +21,8 @@ from torch.distributed import DeviceMesh, ProcessGroup
 from forgather.ml.checkpoint.digest import tensor_digest
 from forgather.ml.distributed import DistributedError, Peers
 from forgather.ml.distributed.environment import get_requested_timeout
+from forgather.ml.distributed.exchange import NumberExchange, number_exchange
+from forgather.ml.distributed.links import RankLinks
 from forgather.ml.trainer.callback_handler import asks_for_something, asks_in_steps
 from forgather.ml.trainer.checkpoint_types import SharingPattern, StateComponent
 from forgather.ml.trainer.data_collator import require_mapping
@@ -46,6 +48,7 @@ class DataParallelTrainer(Trainer):
     """Ranks with copies of one model, each with its share of every step's batches. With one rank it is `Trainer`."""
 
     _control_group: ProcessGroup | None = None
+    _exchange: NumberExchange | None = None
     _mesh: DeviceMesh | None = None
     _compared_components: tuple[str, ...] = ("model", "optimizer")
     """Those whose copies are compared between ranks at every save."""
@@ -76,11 +79,13 @@ class DataParallelTrainer(Trainer):
         if self._control_group is None:
             # Of its own: its small messages are under way while gradients are.
             self._control_group = dist.new_group(backend="gloo", timeout=get_requested_timeout())
-            self._dispatch_groups: dict[bool, ProcessGroup] = {}
+            self._dispatch_links: dict[bool, RankLinks] = {}
             self._mesh = dist.device_mesh.init_device_mesh(
                 self.env.device_type, (self.env.world_size,), mesh_dim_names=("data_parallel",)
             )
         self._peers = Peers(self._control_group)
+        if self._exchange is None:
+            self._exchange = number_exchange(RankLinks.connect(self._control_group))
         self._agreed_signal: str | None = None
         # When some callback may ask for something; the first time they settle, ranks learn of each other's.
         self._occasions = {"epoch", "log", "step"}
@@ -114,7 +119,12 @@ class DataParallelTrainer(Trainer):
             loader = self._dispatcher(loader, for_training=True)
         lengths = self._peers.gather(loader.num_batches)
         self.train_dataloader = SynchronizedDataLoader(
-            loader, "cpu", self._control_group, notes=self._notes_about, num_batches=_shortest(lengths)
+            loader,
+            "cpu",
+            self._control_group,
+            notes=self._notes_about,
+            num_batches=_shortest(lengths),
+            exchange=self._exchange,
         )
         self._must_compare_batches = not dispatches and kind_of(self.train_dataset) != "map"
 
@@ -130,13 +140,14 @@ class DataParallelTrainer(Trainer):
         return loader
 
     def _dispatcher(self, loader: Any, for_training: bool) -> DataloaderDispatcher:
-        """Evaluations follow one another and share a group, which would otherwise be one more for each dataset."""
+        """Evaluations follow one another and share their links, which would otherwise be new ones for each dataset."""
         assert self._mesh is not None
-        if for_training not in self._dispatch_groups:
-            self._dispatch_groups[for_training] = dist.new_group(backend="gloo", timeout=get_requested_timeout())
+        if for_training not in self._dispatch_links:
+            group = dist.new_group(backend="gloo", timeout=get_requested_timeout())
+            self._dispatch_links[for_training] = RankLinks.connect(group)
         drops = for_training and self.args.dataloader_drop_last
-        group = self._dispatch_groups[for_training]
-        return DataloaderDispatcher(loader, self._mesh, "cpu", drop_last=drops, process_group=group)
+        links = self._dispatch_links[for_training]
+        return DataloaderDispatcher(loader, self._mesh, "cpu", drop_last=drops, links=links)
 
     def _own_part(self, dataset: Any) -> Part:
         """This rank's part of a map-style dataset; what else ranks are given is a part of the data already."""
@@ -259,10 +270,12 @@ class DataParallelTrainer(Trainer):
 
     def _sum(self, numbers: Tensor) -> Tensor:
         """Each of these numbers, summed over all ranks."""
-        if self._is_parallel:
-            with self._contact("adding up numbers of all ranks"):
-                dist.all_reduce(numbers, group=self._control_group)
-        return numbers
+        if not self._is_parallel:
+            return numbers
+        assert self._exchange is not None
+        with self._contact("adding up numbers of all ranks"):
+            sums = self._exchange.finish(self._exchange.start(numbers.flatten().tolist()))
+        return torch.tensor(sums, dtype=numbers.dtype, device="cpu").view(numbers.shape)
 
     # --- agreement
 
@@ -298,7 +311,7 @@ class DataParallelTrainer(Trainer):
     def _contact(self, during: str) -> Iterator[None]:
         try:
             yield
-        except RuntimeError as lost:
+        except (RuntimeError, OSError) as lost:
             raise DistributedError(during, None, type(lost).__name__, str(lost)) from lost
 
     def _close_loader(self, loader: Any, in_order: bool) -> None:
@@ -307,6 +320,8 @@ class DataParallelTrainer(Trainer):
         else:
             # Whoever failed is gone, and the others may be waiting for it.
             loader.abandon()
+            self._exchange = None
+            self._dispatch_links.clear()
 
     def _load_best_model(self) -> None:
         with self._agreement("loading the best model"):
@@ -339,7 +354,7 @@ class DataParallelTrainer(Trainer):
         sums = EvaluationSums()
         # A generator, which begins with the first round: what fails then fails on all ranks.
         batches = (batch for loader in [dataloader] for batch in first_batches(loader, self.args.max_eval_steps))
-        rounds = Rounds(batches, self._control_group, lambda _: self._own_stop_flags())
+        rounds = Rounds(batches, self._control_group, lambda _: self._own_stop_flags(), self._exchange)
         rounds.fetch()
         while True:
             batch, num_items, *_, stop_flags = rounds.finish()

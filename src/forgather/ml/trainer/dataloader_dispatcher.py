@@ -1,27 +1,26 @@
 """One rank reads for all: every batch goes to the rank, or the group of ranks, that trains on it."""
 
-import contextlib
 import itertools
 import queue
 import threading
-from collections import deque
+import time
 from collections.abc import Iterator, Mapping
 from enum import Enum
 from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
-from torch import Tensor
-from torch.distributed import DeviceMesh, ProcessGroup, Work
+from torch.distributed import DeviceMesh
 
 from forgather.ml.distributed.agreement import DistributedError, Peers
 from forgather.ml.distributed.environment import get_requested_timeout
-from forgather.ml.trainer.batch_messages import decode, encode, length_of
+from forgather.ml.distributed.links import RankLinks
+from forgather.ml.trainer.batch_messages import Pieces, decode, encode
+from forgather.ml.trainer.batch_transport import Sender, make_receiver, make_sender
 from forgather.ml.trainer.data_order import draws_random_numbers, goes_on, is_stateful, kept_state
 from forgather.ml.trainer.empty_batch import emptied
 from forgather.ml.trainer.trainer_utils import moved
 
-_FIRST_CAPACITY = 2**12
 _DURING = "loading a batch"
 
 
@@ -49,7 +48,7 @@ class _Round(NamedTuple):
 
     own: _Message
     """For the rank that reads."""
-    packed: list[Tensor | None]
+    packed: list[Pieces | None]
     """For each part of the mesh, where it has ranks that do not read."""
 
     @property
@@ -72,9 +71,10 @@ class DataloaderDispatcher:
     dimensions `dp_mesh_dim` is the data-parallel one, and the ranks along the other get the same batch. When fewer
     batches than ranks are left, the ranks without one get an `EmptyBatch`, or, with `drop_last`, the rest is dropped.
 
-    Batches are read, packed and sent ahead in a background thread, `prefetch` rounds at most, unless reading draws
-    random numbers in this process: those must be drawn at the same point of training in every run. `process_group` is a
-    gloo group of the ranks of the mesh that nothing else uses meanwhile; without one it makes its own. All methods but
+    Batches are read, packed and sent ahead in a background thread, `prefetch` rounds at most. Not if a round is read in
+    less than `slow_seconds`, when the thread would cost more than it saves, nor if reading draws random numbers in this
+    process: those must be drawn at the same point of training in every run. `links`
+    connect the ranks of the mesh, and nothing else uses them meanwhile; without any it makes its own. All methods but
     `state_dict`, `load_state_dict` outside a pass, and `abandon` are for all ranks together.
     """
 
@@ -87,22 +87,24 @@ class DataloaderDispatcher:
         *,
         drop_last: bool = False,
         prefetch: int = 2,
-        process_group: ProcessGroup | None = None,
+        slow_seconds: float = 0.002,
+        links: RankLinks | None = None,
     ) -> None:
         self._dataloader = dataloader
         self._device = torch.device(device)
         self._drop_last = drop_last
         self._prefetch = prefetch
+        self._slow_seconds = slow_seconds
         self._parts = _data_parallel_parts(mesh, dp_mesh_dim)
         self._source = int(mesh.mesh.flatten()[0])
         self._reads = dist.get_rank() == self._source
         ranks = mesh.mesh.flatten().tolist()
-        self._group = process_group or dist.new_group(
-            ranks, backend="gloo", timeout=get_requested_timeout(), use_local_synchronization=True
+        self._links = links or RankLinks.connect(
+            dist.new_group(ranks, backend="gloo", timeout=get_requested_timeout(), use_local_synchronization=True)
         )
-        self._sender = _Sender(self._group, self._parts) if self._reads else None
-        self._receiver = None if self._reads else _Receiver(self._group, self._source, self._device)
-        self._peers = Peers(self._group)
+        self._sender = make_sender(self._links, self._parts) if self._reads else None
+        self._receiver = None if self._reads else make_receiver(self._links, self._source, self._device)
+        self._peers = Peers(self._links.group)
         self._reader: _Reader | None = None
         self._pass_is_open = False
         self._read_ahead = False
@@ -182,6 +184,7 @@ class DataloaderDispatcher:
     def abandon(self) -> None:
         """End without the other ranks, of which some may be gone."""
         self._pass_is_open = False
+        self._links.close()
         if self._reader is None:
             self._close_loader()
         else:
@@ -205,13 +208,13 @@ class DataloaderDispatcher:
             return
         self._pass_is_open = False
         if not self._reads:
-            assert self._receiver is not None
-            self._receiver.receive_rest()
+            while self._received().kind is _Kind.BATCH:
+                pass
             return
         has_ended = self._end_reader()
         assert self._sender is not None
         if not has_ended:
-            self._sender.send(self._same_for_all(_Message(_Kind.LEFT, None, None)))
+            self._sender.send(self._same_for_all(_Message(_Kind.LEFT, None, None)).packed)
         self._sender.flush()
         self._loader_is_ahead = self._read_ahead
 
@@ -228,12 +231,19 @@ class DataloaderDispatcher:
         self._loader_is_ahead = False
 
     def _receive(self) -> Iterator[_Message]:
-        assert self._receiver is not None
         while True:
-            message = self._receiver.receive()
+            message = self._received()
             if message.kind is not _Kind.BATCH:
                 self._pass_is_open = False
             yield message
+
+    def _received(self) -> _Message:
+        assert self._receiver is not None
+        content, (kind, position) = decode(self._receiver.receive())
+        message = _Message(_Kind(kind), content, position)
+        if message.kind is _Kind.BATCH:
+            self._receiver.expect_more()
+        return message
 
     def _read(self) -> Iterator[_Message]:
         """This rank's part of each round, which is sent to the others as soon as it is read."""
@@ -242,18 +252,20 @@ class DataloaderDispatcher:
         # Two of them here and not in the thread, which must not start processes; the first comes with what a loader
         # draws when a pass begins, the second shows whether reading draws random numbers.
         first = next(rounds)
-        self._sender.send(first)
+        self._sender.send(first.packed)
         yield self._taken(first)
+        started = time.perf_counter()
         with draws_random_numbers() as has_drawn:
             second = next(rounds)
-        self._sender.send(second)
-        self._read_ahead = self._prefetch > 0 and not second.is_last and not has_drawn()
+        is_slow = time.perf_counter() - started >= self._slow_seconds
+        self._sender.send(second.packed)
+        self._read_ahead = is_slow and self._prefetch > 0 and not second.is_last and not has_drawn()
         if self._read_ahead:
             self._reader = _Reader(rounds, self._sender, self._prefetch)
         yield self._taken(second)
         for one in rounds if self._reader is None else self._reader:
             if not self._read_ahead:
-                self._sender.send(one)
+                self._sender.send(one.packed)
             yield self._taken(one)
 
     def _taken(self, one: _Round) -> _Message:
@@ -288,7 +300,10 @@ class DataloaderDispatcher:
     def _packed(self, messages: list[_Message]) -> _Round:
         """All of them before any is sent: what cannot be packed is an error that all ranks can still be told of."""
         has_others = [len(ranks) > (number == 0) for number, ranks in enumerate(self._parts)]
-        packed = [encode(tuple(one)) if needed else None for one, needed in zip(messages, has_others, strict=True)]
+        packed = [
+            encode(one.content, (one.kind.value, one.position)) if needed else None
+            for one, needed in zip(messages, has_others, strict=True)
+        ]
         return _Round(messages[0], packed)
 
     def _same_for_all(self, message: _Message) -> _Round:
@@ -306,7 +321,7 @@ class DataloaderDispatcher:
             if self._reads:
                 position = self._position if self._loader_is_ahead else self._loader_position()
                 facts = _Facts(_length_of(self._dataloader), position, goes_on(self._dataloader))
-        facts = self._peers.broadcast(facts, dist.get_group_rank(self._group, self._source))
+        facts = self._peers.broadcast(facts, dist.get_group_rank(self._links.group, self._source))
         assert facts is not None, "the reading rank has some"
         self._num_batches, self._position, self._goes_on = facts
 
@@ -314,97 +329,10 @@ class DataloaderDispatcher:
         return kept_state(self._dataloader) if is_stateful(self._dataloader) else None
 
 
-class _Sender:
-    """Sends rounds to the ranks that are to have them; this one's part stays here."""
-
-    def __init__(self, group: ProcessGroup, parts: list[list[int]]) -> None:
-        self._group = group
-        self._others = [[rank for rank in ranks if rank != dist.get_rank()] for ranks in parts]
-        self._capacities = dict.fromkeys(itertools.chain(*self._others), _FIRST_CAPACITY)
-        # The buffers must live until they are sent.
-        self._under_way: deque[list[tuple[Work, Tensor]]] = deque()
-
-    def send(self, one: _Round) -> None:
-        while len(self._under_way) > 2:
-            self._wait_for_oldest()
-        works: list[tuple[Work, Tensor]] = []
-        for buffer, ranks in zip(one.packed, self._others, strict=True):
-            if buffer is not None:
-                works.extend((work, buffer) for rank in ranks for work in self._send_to(rank, buffer))
-        self._under_way.append(works)
-
-    def flush(self) -> None:
-        while self._under_way:
-            self._wait_for_oldest()
-
-    def _send_to(self, rank: int, buffer: Tensor) -> Iterator[Work]:
-        """As one message, unless it is longer than any before: then the rest follows."""
-        capacity = self._capacities[rank]
-        parts = [buffer] if len(buffer) <= capacity else [buffer[:capacity], buffer[capacity:]]
-        self._capacities[rank] = max(capacity, len(buffer))
-        for part in parts:
-            with _contact():
-                work = dist.isend(part, dst=rank, group=self._group)
-            assert work is not None, "both ranks are members of the group"
-            yield work
-
-    def _wait_for_oldest(self) -> None:
-        for work, _ in self._under_way.popleft():
-            with _contact():
-                work.wait()
-
-
-class _Receiver:
-    """Receives what the reading rank sends, of which the next is under way while this rank trains."""
-
-    def __init__(self, group: ProcessGroup, source: int, device: torch.device) -> None:
-        self._group = group
-        self._source = source
-        # Copies from pinned memory to a device do not hold up the training.
-        self._pins_memory = device.type == "cuda"
-        self._capacity = _FIRST_CAPACITY
-        self._posted: tuple[Work, Tensor] | None = None
-
-    def receive(self) -> _Message:
-        work, buffer = self._posted or self._post(self._buffer(self._capacity))
-        self._posted = None
-        with _contact():
-            work.wait()
-        length = length_of(buffer)
-        if length > len(buffer):
-            buffer = self._receive_whole(buffer, length)
-        self._capacity = max(self._capacity, length)
-        message = _Message(*decode(buffer))
-        if message.kind is _Kind.BATCH:
-            self._posted = self._post(self._buffer(self._capacity))
-        return message
-
-    def receive_rest(self) -> None:
-        while self.receive().kind is _Kind.BATCH:
-            pass
-
-    def _receive_whole(self, beginning: Tensor, length: int) -> Tensor:
-        whole = self._buffer(length)
-        whole[: len(beginning)].copy_(beginning)
-        work, _ = self._post(whole[len(beginning) :])
-        with _contact():
-            work.wait()
-        return whole
-
-    def _post(self, buffer: Tensor) -> tuple[Work, Tensor]:
-        with _contact():
-            work = dist.irecv(buffer, src=self._source, group=self._group)
-        assert work is not None, "both ranks are members of the group"
-        return work, buffer
-
-    def _buffer(self, length: int) -> Tensor:
-        return torch.empty(length, dtype=torch.uint8, device="cpu", pin_memory=self._pins_memory)
-
-
 class _Reader(Iterator[_Round]):
     """A thread that reads rounds and sends them, at most so many ahead of the loop that takes them."""
 
-    def __init__(self, rounds: Iterator[_Round], sender: _Sender, depth: int) -> None:
+    def __init__(self, rounds: Iterator[_Round], sender: Sender, depth: int) -> None:
         self._rounds = rounds
         self._sender = sender
         self._ready: queue.SimpleQueue[_Round | BaseException] = queue.SimpleQueue()
@@ -437,7 +365,7 @@ class _Reader(Iterator[_Round]):
                 one = next(self._rounds)
                 if self._is_to_end and not one.is_last:
                     return
-                self._sender.send(one)
+                self._sender.send(one.packed)
                 self._has_sent_last = one.is_last
                 self._ready.put(one)
         except BaseException as error:  # noqa: BLE001 - raised where the loop takes the next round
@@ -471,11 +399,3 @@ def _length_of(dataloader: Any) -> int | None:
         return len(dataloader)
     except (TypeError, NotImplementedError):
         return None
-
-
-@contextlib.contextmanager
-def _contact() -> Iterator[None]:
-    try:
-        yield
-    except RuntimeError as lost:
-        raise DistributedError(_DURING, None, type(lost).__name__, str(lost)) from lost

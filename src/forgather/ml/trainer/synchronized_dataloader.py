@@ -7,10 +7,10 @@ from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
-from torch import Tensor
-from torch.distributed import ProcessGroup, Work
+from torch.distributed import ProcessGroup
 
-from forgather.ml.distributed.agreement import DistributedError, Peers, control_device
+from forgather.ml.distributed.agreement import DistributedError, Peers
+from forgather.ml.distributed.exchange import GroupExchange, NumberExchange
 from forgather.ml.distributed.groups import get_global_process_group
 from forgather.ml.trainer.data_order import draws_random_numbers, goes_on, is_stateful, kept_state
 from forgather.ml.trainer.trainer_utils import moved
@@ -45,15 +45,21 @@ class Rounds:
     ranks by `finish` as the same `DistributedError`.
     """
 
-    def __init__(self, iterator: Iterator[Any], group: ProcessGroup | None, notes: Notes | None = None) -> None:
+    def __init__(
+        self,
+        iterator: Iterator[Any],
+        group: ProcessGroup | None,
+        notes: Notes | None = None,
+        exchange: NumberExchange | None = None,
+    ) -> None:
         self._iterator = iterator
         self._group = group
-        self._device = control_device(group)
+        self._exchange = GroupExchange(group) if exchange is None else exchange
         self._notes = notes
         self.error: Exception | None = None
         """What went wrong on this rank and was not raised yet."""
         self._during = _DURING
-        self._under_way: tuple[Any, Work, Tensor] | None = None
+        self._under_way: tuple[Any, int] | None = None
         self._result: Round | None = None
 
     def fail(self, error: Exception, during: str) -> None:
@@ -73,14 +79,12 @@ class Rounds:
         except Exception as error:  # noqa: BLE001 - raised on every rank by `finish`
             self.error, item = error, NOTHING
             noted = self._note(item)
-        numbers = [item is not NOTHING, self.error is not None, has_drawn, *noted]
-        sums = torch.tensor(numbers, dtype=torch.int64, device=self._device)
+        numbers = [int(item is not NOTHING), int(self.error is not None), int(has_drawn), *noted]
         try:
-            work = dist.all_reduce(sums, group=self._group, async_op=True)
-        except RuntimeError as lost:
-            raise self._lost(lost) from lost
-        assert work is not None
-        self._under_way, self._result = (item, work, sums), None
+            ticket = self._exchange.start(numbers)
+        except (RuntimeError, OSError) as lost:
+            raise self._lost(lost) from (self.error or lost)
+        self._under_way, self._result = (item, ticket), None
 
     def finish(self) -> Round:
         """The item and what the ranks told of theirs; the same again until the next `fetch`."""
@@ -93,12 +97,11 @@ class Rounds:
         """What `finish` gives, whether or not a rank has failed: for who does not need the item."""
         if self._result is None:
             assert self._under_way is not None, "fetch comes first"
-            item, work, sums = self._under_way
+            item, ticket = self._under_way
             try:
-                work.wait()
-            except RuntimeError as lost:
+                num_items, num_failures, num_drawing, *noted = map(int, self._exchange.finish(ticket))
+            except (RuntimeError, OSError) as lost:
                 raise self._lost(lost) from (self.error or lost)
-            num_items, num_failures, num_drawing, *noted = sums.tolist()
             self._under_way, self._result = None, Round(item, num_items, num_failures > 0, num_drawing > 0, noted)
         return self._result
 
@@ -110,7 +113,7 @@ class Rounds:
     def _note(self, item: Any) -> Sequence[int]:
         return () if self._notes is None else self._notes(item)
 
-    def _lost(self, lost: RuntimeError) -> DistributedError:
+    def _lost(self, lost: Exception) -> DistributedError:
         return DistributedError(self._during, None, type(lost).__name__, str(lost))
 
 
@@ -123,7 +126,7 @@ class SynchronizedDataLoader:
     random numbers in this process nothing is read ahead, since they must be drawn at the same point in every run.
 
     `notes` gives numbers about each batch, which are summed over all ranks in the same message; `num_batches` is the
-    length that ranks have agreed on, if they have.
+    length that ranks have agreed on, if they have; `exchange` carries the messages, by default the group.
     """
 
     def __init__(
@@ -135,8 +138,10 @@ class SynchronizedDataLoader:
         *,
         notes: Notes | None = None,
         num_batches: int | None = None,
+        exchange: NumberExchange | None = None,
     ) -> None:
         self._dataloader = dataloader
+        self._exchange = exchange
         self.num_batches = num_batches
         self._device = torch.device(device)
         self._group = get_global_process_group() if process_group is None else process_group
@@ -193,7 +198,7 @@ class SynchronizedDataLoader:
                 yield moved(batch, self._device)
             return
         self._leave()
-        self._rounds = rounds = Rounds(self._batches(), self._group, self._notes)
+        self._rounds = rounds = Rounds(self._batches(), self._group, self._notes, self._exchange)
         draws = False
         self._fetch(rounds, watched=True)
         for number in itertools.count(1):
@@ -236,6 +241,8 @@ class SynchronizedDataLoader:
     def abandon(self) -> None:
         """End without the other ranks, of which some may be gone."""
         self._rounds = None
+        if self._exchange is not None:
+            self._exchange.close()
         end = getattr(self._dataloader, "abandon", None) or getattr(self._dataloader, "close", None)
         if end is not None:
             end()
