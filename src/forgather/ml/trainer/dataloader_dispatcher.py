@@ -22,6 +22,7 @@ from forgather.ml.trainer.empty_batch import emptied
 from forgather.ml.trainer.trainer_utils import moved
 
 _DURING = "loading a batch"
+_SHORT_BYTES = 2**16
 
 
 class _Kind(Enum):
@@ -71,9 +72,9 @@ class DataloaderDispatcher:
     dimensions `dp_mesh_dim` is the data-parallel one, and the ranks along the other get the same batch. When fewer
     batches than ranks are left, the ranks without one get an `EmptyBatch`, or, with `drop_last`, the rest is dropped.
 
-    Batches are read, packed and sent ahead in a background thread, `prefetch` rounds at most. Not if a round is read in
-    less than `slow_seconds`, when the thread would cost more than it saves, nor if reading draws random numbers in this
-    process: those must be drawn at the same point of training in every run. `links`
+    Batches are read, packed and sent ahead in a background thread, `prefetch` rounds at most. If a round is read in less
+    than `slow_seconds`, a thread would cost more than it saves, and one round is read ahead without it. If reading draws
+    random numbers in this process nothing is: those must be drawn at the same point of training in every run. `links`
     connect the ranks of the mesh, and nothing else uses them meanwhile; without any it makes its own. All methods but
     `state_dict`, `load_state_dict` outside a pass, and `abandon` are for all ranks together.
     """
@@ -105,7 +106,7 @@ class DataloaderDispatcher:
         self._sender = make_sender(self._links, self._parts) if self._reads else None
         self._receiver = None if self._reads else make_receiver(self._links, self._source, self._device)
         self._peers = Peers(self._links.group)
-        self._reader: _Reader | None = None
+        self._reader: _QuickReader | _ThreadedReader | None = None
         self._pass_is_open = False
         self._read_ahead = False
         self._loader_is_ahead = False
@@ -194,7 +195,7 @@ class DataloaderDispatcher:
                 target=self._close_after, args=(self._reader,), name="batch-reader-end", daemon=True
             ).start()
 
-    def _close_after(self, reader: "_Reader") -> None:
+    def _close_after(self, reader: "_QuickReader | _ThreadedReader") -> None:
         reader.end()
         self._close_loader()
 
@@ -259,9 +260,10 @@ class DataloaderDispatcher:
             second = next(rounds)
         is_slow = time.perf_counter() - started >= self._slow_seconds
         self._sender.send(second.packed)
-        self._read_ahead = is_slow and self._prefetch > 0 and not second.is_last and not has_drawn()
+        self._read_ahead = self._prefetch > 0 and not second.is_last and not has_drawn()
         if self._read_ahead:
-            self._reader = _Reader(rounds, self._sender, self._prefetch)
+            reader = _ThreadedReader(rounds, self._sender, self._prefetch) if is_slow else None
+            self._reader = reader or _QuickReader(rounds, self._sender)
         yield self._taken(second)
         for one in rounds if self._reader is None else self._reader:
             if not self._read_ahead:
@@ -329,7 +331,44 @@ class DataloaderDispatcher:
         return kept_state(self._dataloader) if is_stateful(self._dataloader) else None
 
 
-class _Reader(Iterator[_Round]):
+class _QuickReader(Iterator[_Round]):
+    """Reads and sends one round ahead of the loop that takes them, so that nobody waits for it."""
+
+    def __init__(self, rounds: Iterator[_Round], sender: Sender) -> None:
+        self._rounds = rounds
+        self._sender = sender
+        self._has_sent_last = False
+        self._next, self._is_sent = self._read()
+
+    def __next__(self) -> _Round:
+        one = self._next
+        if not self._is_sent:
+            self._send(one)
+        if not one.is_last:
+            self._next, self._is_sent = self._read()
+        return one
+
+    def request_end(self) -> None:
+        """Nothing: it reads only when it is asked."""
+
+    def end(self) -> bool:
+        """Returns whether the last message of the pass was sent."""
+        return self._has_sent_last
+
+    def _read(self) -> tuple[_Round, bool]:
+        one = next(self._rounds)
+        # A long one does not fit into the buffers of the system: it is sent when the others are there to receive it.
+        is_short = all(sum(map(len, pieces)) <= _SHORT_BYTES for pieces in one.packed if pieces is not None)
+        if is_short:
+            self._send(one)
+        return one, is_short
+
+    def _send(self, one: _Round) -> None:
+        self._sender.send(one.packed)
+        self._has_sent_last = one.is_last
+
+
+class _ThreadedReader(Iterator[_Round]):
     """A thread that reads rounds and sends them, at most so many ahead of the loop that takes them."""
 
     def __init__(self, rounds: Iterator[_Round], sender: Sender, depth: int) -> None:
