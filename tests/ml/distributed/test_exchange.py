@@ -1,11 +1,14 @@
 """Sums over ranks, by sockets and by a process group, and what happens when a rank leaves."""
 
+import tempfile
 import time
 from datetime import timedelta
+from pathlib import Path
 
 import pytest
 import torch.distributed as dist
 
+from forgather.ml.distributed import environment
 from forgather.ml.distributed.exchange import GroupExchange, NumberExchange, SocketExchange, number_exchange
 from forgather.ml.distributed.links import RankLinks
 from tests.support.ranks import run_on_ranks
@@ -61,3 +64,40 @@ def _left_alone() -> float:
 
 def test_rank_that_leaves_is_noticed_at_once() -> None:
     assert max(run_on_ranks(_left_alone, 3)) < 5
+
+
+def _connect_without_room(directory: str) -> tuple[bool, list[float]]:
+    if dist.get_rank() == 1:
+        tempfile.tempdir = directory
+    try:
+        links = RankLinks.connect(_group())
+    finally:
+        tempfile.tempdir = None
+    exchange = number_exchange(links)
+    return links.sockets is None, list(exchange.finish(exchange.start([1])))
+
+
+def test_group_does_where_a_rank_can_make_no_socket(tmp_path: Path) -> None:
+    directory = tmp_path / ("long" * 30)
+    directory.mkdir()
+    assert run_on_ranks(_connect_without_room, 2, str(directory)) == [(True, [2])] * 2
+
+
+def _wait_in_vain() -> str:
+    environment._requested_timeout = timedelta(seconds=1)
+    try:
+        exchange = _exchange("sockets")
+        exchange.finish(exchange.start([1]))
+        message = ""
+        if dist.get_rank() == 0:
+            with pytest.raises(TimeoutError) as failure:
+                exchange.finish(exchange.start([1]))
+            message = str(failure.value)
+        dist.barrier()
+        return message
+    finally:
+        environment._requested_timeout = None
+
+
+def test_silence_of_a_living_rank_is_called_that() -> None:
+    assert "another rank sent nothing for 1 seconds" in run_on_ranks(_wait_in_vain, 2)[0]

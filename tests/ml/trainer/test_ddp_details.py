@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from torch.utils.data import DataLoader
 
 from forgather.ml.checkpoint.manifest import read_manifest
-from forgather.ml.distributed import StaticDistributedEnvironment
+from forgather.ml.distributed import DistributedError, StaticDistributedEnvironment
 from forgather.ml.trainer.checkpoint_coordinator import ReplicationError
 from forgather.ml.trainer.checkpoint_types import SharingPattern
 from forgather.ml.trainer.ddp_trainer import DDPTrainer, DDPTrainingArguments
@@ -273,6 +273,111 @@ def test_ranks_stop_together_where_one_of_them_diverges(tmp_path: Path) -> None:
     assert first == second < 15
 
 
+# --- what comes before, between and after steps
+
+
+def _evaluate_before_the_first_step(output_dir: Path) -> int:
+    """One batch, so that only one rank sees the model at work before the first step."""
+
+    def evaluate(trainer: Any, **_: Any) -> None:
+        trainer.evaluate(token_samples(1))
+
+    trainer = ddp_trainer(output_dir, WithBuffers(), token_samples(12), Recorder(on_train_begin=evaluate), max_steps=3)
+    return trainer.train().global_step
+
+
+def test_evaluation_before_the_first_step_leaves_ranks_in_step(tmp_path: Path) -> None:
+    assert run_on_ranks(_evaluate_before_the_first_step, 2, tmp_path) == [3, 3]
+
+
+class OwnLoss(TokenModel):
+    """A loss with a parameter of its own, that the logits do not depend on, and a buffer that appears late."""
+
+    loss_type = "Own"
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.auxiliary = nn.Linear(8, 1)
+
+    def forward(self, input_ids: Tensor, labels: Tensor) -> Any:
+        if not hasattr(self, "mask"):
+            self.register_buffer("mask", torch.ones(8), persistent=False)
+        hidden = self.embedding(input_ids) * self.mask
+        logits = self.head(hidden)
+        loss = nn.functional.cross_entropy(logits.flatten(0, 1), labels.flatten())
+        return {"loss": loss + self.auxiliary(hidden).square().mean(), "logits": logits}
+
+
+def _train_on_a_remainder(output_dir: Path) -> dict[str, Tensor]:
+    samples = [one for one in token_samples(24) if (one["labels"] >= 0).any()][:6]
+    trainer = ddp_trainer(output_dir, OwnLoss(), samples, per_device_train_batch_size=2)
+    trainer.train()
+    return weights(trainer.unwrapped_model())
+
+
+def test_remainder_reaches_parameters_that_only_a_models_own_loss_uses(tmp_path: Path) -> None:
+    first, second = run_on_ranks(_train_on_a_remainder, 2, tmp_path)
+    for name, tensor in first.items():
+        assert torch.equal(tensor, second[name]) and tensor.isfinite().all(), name
+
+
+def _choose_the_best(output_dir: Path) -> tuple[str, dict[str, Tensor]]:
+    rank = environment().rank
+
+    def add_accuracy(metrics: dict[str, Any], state: Any, **_: Any) -> None:
+        metrics["eval_accuracy"] = float(state.global_step if rank == 0 else -state.global_step)
+
+    trainer = ddp_trainer(
+        output_dir,
+        TokenModel(),
+        token_samples(40),
+        Recorder(on_evaluate=add_accuracy),
+        max_steps=6,
+        eval_strategy="steps",
+        eval_steps=2,
+        save_strategy="steps",
+        save_steps=2,
+        load_best_model_at_end=True,
+        best_model_metric="eval_accuracy",
+        best_model_greater_is_better=True,
+        trainer_options={"eval_dataset": token_samples(5)},
+    )
+    trainer.train()
+    return Path(trainer.state.best_model_checkpoint).name, weights(trainer.unwrapped_model())
+
+
+def test_ranks_choose_the_same_best_model_whatever_their_callbacks_measure(tmp_path: Path) -> None:
+    (first, model), (second, other) = run_on_ranks(_choose_the_best, 2, tmp_path)
+    assert first == second == "checkpoint-6"
+    assert all(torch.equal(tensor, other[name]) for name, tensor in model.items())
+
+
+class Breaking:
+    """A dataset with a sample that cannot be read, on the rank that reads."""
+
+    def __len__(self) -> int:
+        return 20
+
+    def __getitem__(self, index: int) -> dict[str, Tensor]:
+        if index == 9:
+            raise ValueError("this sample is broken")
+        return token_samples(20)[index]
+
+
+def _survive(output_dir: Path) -> list[float]:
+    trainer = ddp_trainer(output_dir, TokenModel(), Breaking(), trainer_options={"eval_dataset": token_samples(5)})
+    with pytest.raises(
+        DistributedError, match="rank 0 failed during loading a batch: ValueError: this sample is broken"
+    ):
+        trainer.train()
+    return [trainer.evaluate()["eval_loss"] for _ in range(2)]
+
+
+def test_trainer_evaluates_after_an_error_that_was_survived(tmp_path: Path) -> None:
+    first, second = run_on_ranks(_survive, 2, tmp_path)
+    assert first == second and first[0] == first[1]
+
+
 # --- what else
 
 
@@ -343,6 +448,10 @@ def test_several_ranks_need_an_initialised_process_group(tmp_path: Path) -> None
         ({"ddp": {"bucket_cap": 3}}, "ddp has no argument 'bucket_cap'. Did you mean 'bucket_cap_mb'"),
         ({"ddp": {"static_graph": "perhaps"}}, "static_graph='perhaps'"),
         ({"dispatch_batch": True}, "Did you mean 'dispatch_batches'"),
+        (
+            {"post_local_sgd": {"enabled": True}, "mixed_precision": "fp16"},
+            "post_local_sgd.enabled=True cannot be combined with mixed_precision='fp16'",
+        ),
         ({"fuse_optim_with_backward": True}, "fuse_optim_with_backward=True cannot be combined with DDP"),
     ],
 )

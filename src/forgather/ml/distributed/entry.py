@@ -14,7 +14,17 @@ P = ParamSpec("P")
 R = TypeVar("R")
 
 _SECONDS_FOR_THE_CAUSE = 3.0
-_SIGNS_OF_LOST_CONTACT = ("connection closed", "connection reset", "gloo", "nccl", "broken pipe", "store")
+_SIGNS_OF_LOST_CONTACT = (
+    *("connection closed by", "connection reset by peer", "broken pipe", "gloo/transport", "connectfullmesh failed"),
+    *(
+        "nccl error",
+        "ncclsystemerror",
+        "ncclremoteerror",
+        "nccl communicator was aborted",
+        "tcpstore",
+        "wait timeout after",
+    ),
+)
 
 
 def record_entry_point(fn: Callable[P, R]) -> Callable[P, R | None]:
@@ -41,7 +51,7 @@ def lost_contact(error: BaseException) -> bool:
     """Whether an error is what a rank sees of another's end, and not a cause itself."""
     if isinstance(error, DistributedError):
         return error.rank is None and not _has_cause_of_its_own(error)
-    if isinstance(error, dist.DistError):
+    if isinstance(error, dist.DistError | ConnectionError | TimeoutError):
         return True
     text = str(error).lower()
     return isinstance(error, RuntimeError) and any(sign in text for sign in _SIGNS_OF_LOST_CONTACT)

@@ -50,13 +50,24 @@ class RankLinks:
 
 def read_exactly(connection: socket.socket, num_bytes: int) -> bytes:
     """So many bytes; ConnectionError when the other rank has left."""
-    message = connection.recv(num_bytes, socket.MSG_WAITALL)
-    while len(message) < num_bytes:
-        rest = connection.recv(num_bytes - len(message), socket.MSG_WAITALL)
-        if not rest:
-            raise left_error()
-        message += rest
+    with telling_timeouts():
+        message = connection.recv(num_bytes, socket.MSG_WAITALL)
+        while len(message) < num_bytes:
+            rest = connection.recv(num_bytes - len(message), socket.MSG_WAITALL)
+            if not rest:
+                raise left_error()
+            message += rest
     return message
+
+
+@contextlib.contextmanager
+def telling_timeouts() -> Iterator[None]:
+    """Say what the system means by a resource that is temporarily unavailable."""
+    try:
+        yield
+    except BlockingIOError:
+        seconds = _timeout().total_seconds()
+        raise TimeoutError(f"another rank sent nothing for {seconds:g} seconds, the time limit of this job") from None
 
 
 def left_error() -> ConnectionError:
@@ -65,8 +76,15 @@ def left_error() -> ConnectionError:
 
 def _connect_sockets(peers: Peers) -> dict[int, socket.socket] | None:
     """A socket for each of the others, through files that only this user can open; None where ranks cannot see them."""
-    with _listener() as (listener, path):
+    with contextlib.ExitStack() as stack:
+        try:
+            listener, path = stack.enter_context(_listener())
+        except OSError:
+            # No folder for temporary files, or one whose name is longer than those of sockets may be.
+            path = ""
         paths = peers.gather(path)
+        if not all(paths):
+            return None
         try:
             sockets = {rank: _reach(paths[rank], peers.rank) for rank in range(peers.rank)}
         except OSError:
@@ -80,7 +98,7 @@ def _connect_sockets(peers: Peers) -> dict[int, socket.socket] | None:
             (rank,) = _RANK.unpack(read_exactly(connection, _RANK.size))
             sockets[rank] = connection
     for connection in sockets.values():
-        _limit_waiting(connection, get_requested_timeout() or _DEFAULT_TIMEOUT)
+        _limit_waiting(connection)
     return dict(sorted(sockets.items()))
 
 
@@ -105,12 +123,17 @@ def _reach(path: str, own_rank: int) -> socket.socket:
     return connection
 
 
-def _limit_waiting(connection: socket.socket, timeout: timedelta) -> None:
-    # By the kernel rather than by Python, which would ask it twice for every message.
+def _limit_waiting(connection: socket.socket) -> None:
+    # By the kernel rather than by Python, which would ask it twice for every message. A message may wait to be taken for
+    # as long as an evaluation takes, so that only receiving has a limit.
     connection.setblocking(True)
+    timeout = _timeout()
     limit = struct.pack("ll", int(timeout.total_seconds()), timeout.microseconds)
-    for option in (socket.SO_RCVTIMEO, socket.SO_SNDTIMEO):
-        connection.setsockopt(socket.SOL_SOCKET, option, limit)
+    connection.setsockopt(socket.SOL_SOCKET, socket.SO_RCVTIMEO, limit)
+
+
+def _timeout() -> timedelta:
+    return get_requested_timeout() or _DEFAULT_TIMEOUT
 
 
 def _machine() -> str:

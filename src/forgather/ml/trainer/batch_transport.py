@@ -13,7 +13,7 @@ from torch import Tensor
 from torch.distributed import ProcessGroup, Work
 
 from forgather.ml.distributed.agreement import DistributedError
-from forgather.ml.distributed.links import RankLinks, left_error, read_exactly
+from forgather.ml.distributed.links import RankLinks, left_error, read_exactly, telling_timeouts
 from forgather.ml.trainer.batch_messages import LENGTH_BYTES, Pieces, length_of, packed
 
 _FIRST_CAPACITY = 2**12
@@ -85,7 +85,8 @@ class _SocketReceiver:
             view[:LENGTH_BYTES] = beginning
             position = LENGTH_BYTES
             while position < len(view):
-                num_bytes = self._connection.recv_into(view[position:], 0, socket.MSG_WAITALL)
+                with telling_timeouts():
+                    num_bytes = self._connection.recv_into(view[position:], 0, socket.MSG_WAITALL)
                 if num_bytes == 0:
                     raise left_error()
                 position += num_bytes

@@ -204,14 +204,8 @@ class DataParallelTrainer(Trainer):
             num_shares = window.num_shares
             super()._count_targets(window)
             assert window.total is not None
-            window.total, window.num_shares = self._sum_of_targets(window.total), num_shares
-
-    def _sum_of_targets(self, targets: int | Tensor) -> int | Tensor:
-        if isinstance(targets, Tensor):
-            total = targets.to(self.device, torch.int64)
-            dist.all_reduce(total)
-            return total
-        return int(self._sum(torch.tensor([targets], dtype=torch.int64)))
+            window.total = int(self._sum(torch.tensor([int(window.total)], dtype=torch.int64)))
+            window.num_shares = num_shares
 
     def _warn_of_equal_batches(self, batch: Mapping[str, Any]) -> None:
         digests = self._peers.gather(_digest_of(batch))
@@ -239,7 +233,11 @@ class DataParallelTrainer(Trainer):
             return super()._forward_backward_step(window, number)
         before = {name: buffer.clone() for name, buffer in self.unwrapped_model().named_buffers()}
         share = super()._forward_backward_step(window, number)
-        own = [name for name, buffer in self.unwrapped_model().named_buffers() if not buffer.equal(before[name])]
+        own = [
+            name
+            for name, buffer in self.unwrapped_model().named_buffers()
+            if name not in before or not buffer.equal(before[name])
+        ]
         self._changing_buffers = sorted({name for names in self._peers.gather(own) for name in names})
         return share
 
@@ -320,6 +318,8 @@ class DataParallelTrainer(Trainer):
         else:
             # Whoever failed is gone, and the others may be waiting for it.
             loader.abandon()
+            for links in self._dispatch_links.values():
+                links.close()
             self._exchange = None
             self._dispatch_links.clear()
 
@@ -328,6 +328,16 @@ class DataParallelTrainer(Trainer):
             super()._load_best_model()
 
     # --- evaluation
+
+    def _prepare_evaluation(self) -> None:
+        super()._prepare_evaluation()
+        if self._is_parallel and self._exchange is None:
+            # It was closed by an error, which the caller has survived.
+            self._init_distributed()
+            self._dataset_of_loader = None
+
+    def _shared_metrics(self, metrics: dict[str, Any]) -> dict[str, Any]:
+        return self._peers.broadcast(metrics) if self._is_parallel else metrics
 
     def _evaluated_model(self) -> Any:
         # A wrapper exchanges buffers at each forward pass, of which ranks may have different numbers.

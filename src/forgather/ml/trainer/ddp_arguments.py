@@ -55,6 +55,11 @@ class DDPTrainingArguments(TrainingArguments):
 
     def __post_init__(self) -> None:
         super().__post_init__()
+        if self.post_local_sgd.enabled and self.mixed_precision == "fp16":
+            raise ValueError(
+                "post_local_sgd.enabled=True cannot be combined with mixed_precision='fp16': ranks that step on their own "
+                "overflow on their own too, and one would leave out a step in which the others average. Use 'bf16'."
+            )
         if self.fuse_optim_with_backward:
             raise ValueError(
                 "fuse_optim_with_backward=True cannot be combined with DDP: a parameter would be updated before its gradient "

@@ -18,6 +18,7 @@ from forgather.ml.trainer.evaluation import (
     no_batches_error,
     samples_in,
 )
+from forgather.ml.trainer.model_loss import ModelLoss
 from forgather.ml.trainer.saving import SavingTrainer
 from forgather.ml.trainer.seeding import undisturbed_random_numbers
 from forgather.ml.trainer.trainer_types import BaseDataset
@@ -44,6 +45,10 @@ class EvaluatingTrainer(SavingTrainer):
         self._prepare_evaluation()
         metrics = self._evaluate_on(dataset)
         self._dispatch("on_evaluate", metrics=metrics)
+        return self._shared_metrics(metrics)
+
+    def _shared_metrics(self, metrics: dict[str, Any]) -> dict[str, Any]:
+        """The same on every rank, also those that callbacks have added, since the best model is chosen by them."""
         return metrics
 
     def _evaluate_on(self, dataset: BaseDataset) -> dict[str, Any]:
@@ -55,11 +60,24 @@ class EvaluatingTrainer(SavingTrainer):
         self._update_context()
         # A factor that is right for the steps of training has no place in the loss of an evaluation.
         no_rescale = getattr(self.compute_loss_func, "no_rescale", contextlib.nullcontext)
-        with no_rescale(), undisturbed_random_numbers(), set_train(self._forward_model, False), torch.no_grad():
-            sums = self._eval_loop(self.eval_dataloader)
+        resolved, self.model_loss = self.model_loss, self._loss_for_evaluation()
+        with contextlib.ExitStack() as stack:
+            stack.callback(setattr, self, "model_loss", resolved)
+            stack.enter_context(no_rescale())
+            sums = self._undisturbed_sums()
         if sums.num_batches == 0:
             raise no_batches_error(self._evaluation_settings(), _length(dataset), self._where_evaluated())
         return evaluation_metrics(sums, started)
+
+    def _undisturbed_sums(self) -> EvaluationSums:
+        with undisturbed_random_numbers(), set_train(self._forward_model, False), torch.no_grad():
+            return self._eval_loop(self.eval_dataloader)
+
+    def _loss_for_evaluation(self) -> ModelLoss:
+        """Before the first step another than that of training: ranks without a batch here learn nothing of the loss, and
+        would begin the first step in another way than those that had one.
+        """
+        return self.model_loss if self.model_loss.can_count else self.model_loss.unresolved()
 
     def _eval_loop(self, dataloader: Any) -> EvaluationSums:
         """Add up the losses of the evaluation batches, `max_eval_steps` of them at most."""
@@ -120,9 +138,10 @@ class EvaluatingTrainer(SavingTrainer):
             # Whoever resumes from the checkpoint that follows begins with this evaluation.
             self._evaluation_is_pending = True
             return
-        self._evaluated_step, self._eval_metrics = self.state.global_step, metrics
         self._evaluation_is_pending = False
         self._dispatch("on_evaluate", metrics=metrics)
+        metrics = self._shared_metrics(metrics)
+        self._evaluated_step, self._eval_metrics = self.state.global_step, metrics
         # Only now: callbacks may have added metrics of their own.
         self.state.log_history.append({**metrics, "epoch": self.state.epoch, "step": self.state.global_step})
         self._note_best(metrics)

@@ -64,9 +64,14 @@ class ModelLoss:
 
     def __init__(self, loss_fn: LossFunctionT | None, token_weighted: bool) -> None:
         self._token_weighted = token_weighted
+        self._given_loss = loss_fn
         self._step_loss = None if loss_fn is None else StepLoss(loss_fn, token_weighted)
         self._uses_own_loss = False
         self._own_loss_shifts = False
+
+    def unresolved(self) -> "ModelLoss":
+        """Another one that has yet to see the model at work."""
+        return ModelLoss(self._given_loss, self._token_weighted)
 
     @property
     def can_count(self) -> bool:
@@ -86,12 +91,14 @@ class ModelLoss:
         number = (targets != IGNORE_INDEX).sum()
         return int(number) if number.device.type == "cpu" else number
 
-    def forward(self, model: nn.Module, inputs: Mapping[str, Any], labels: Tensor | None) -> Forward:
-        """Run the model on a batch that is on its device."""
+    def forward(
+        self, model: nn.Module, inputs: Mapping[str, Any], labels: Tensor | None, is_empty: bool = False
+    ) -> Forward:
+        """Run the model on a batch that is on its device; `is_empty` if it only stands in for one."""
         if self._step_loss is None and not self._uses_own_loss:
-            return self._first_forward(model, inputs, labels)
+            return self._first_forward(model, inputs, labels, is_empty)
         if self._uses_own_loss:
-            return self._own_forward(model, inputs, labels)
+            return self._own_forward(model, inputs, labels, is_empty)
         logits = logits_of(model(**inputs))
         if logits is None:
             raise _no_loss_error(model, "returned no logits for the loss function")
@@ -109,14 +116,16 @@ class ModelLoss:
             return self._step_loss.share(forward.logits, labels, count, total, num_shares)
         assert forward.own_loss is not None
         if isinstance(count, int) and count == 0:
-            return torch.nan_to_num(forward.own_loss) * 0.0 if forward.logits is None else forward.logits.sum() * 0.0
+            return _nothing(forward.own_loss, forward.logits)
         if not self._token_weighted:
             share = forward.own_loss / num_shares
         else:
             share = forward.own_loss if count is total else forward.own_loss * (count / total)
         return share if isinstance(count, int) else zero_without_targets(share, count, forward.logits)
 
-    def _first_forward(self, model: nn.Module, inputs: Mapping[str, Any], labels: Tensor | None) -> Forward:
+    def _first_forward(
+        self, model: nn.Module, inputs: Mapping[str, Any], labels: Tensor | None, is_empty: bool
+    ) -> Forward:
         reason = _reason_for_own_loss(model)
         if labels is not None and reason is None:
             generators = RNGState()
@@ -133,15 +142,29 @@ class ModelLoss:
         logger.info(
             "Loss: the model's own, since %s.", reason or "there are no logits of rank 3 and labels for another"
         )
-        return self._own_forward(model, inputs, labels)
+        return self._own_forward(model, inputs, labels, is_empty)
 
-    def _own_forward(self, model: nn.Module, inputs: Mapping[str, Any], labels: Tensor | None) -> Forward:
+    def _own_forward(
+        self, model: nn.Module, inputs: Mapping[str, Any], labels: Tensor | None, is_empty: bool
+    ) -> Forward:
+        if is_empty and labels is not None and not labels.is_floating_point():
+            # Some class, so that the loss is a number; it will weigh nothing.
+            labels = labels.clamp(min=0)
         outputs = model(**inputs) if labels is None else model(**inputs, labels=labels)
         loss = own_loss_of(outputs)
         if loss is None:
             reason = "got a batch without 'labels'" if labels is None else "computes no loss of its own from labels"
             raise _no_loss_error(model, f"{reason}, and returned no 'loss'")
         return Forward(logits_of(outputs), loss)
+
+
+def _nothing(own_loss: Tensor, logits: Tensor | None) -> Tensor:
+    """Zero, with gradients of zero for all that the loss depends on: other ranks wait for those of each parameter."""
+    if logits is None:
+        return torch.nan_to_num(own_loss) * 0.0
+    zero = logits.sum() * 0.0
+    # A mean over nothing is no number, and might have gradients that are none.
+    return zero + own_loss * 0.0 if bool(torch.isfinite(own_loss)) else zero
 
 
 def _reason_for_own_loss(model: nn.Module) -> str | None:

@@ -132,19 +132,21 @@ class ReportingTrainer(PreparedTrainer):
         # Without logging there is an interval left that is as long as the run.
         self._close_interval()
         speed, ranks = self._speed, self._num_data_parallel_ranks()
+        timed = torch.tensor([speed.tokens, speed.samples], dtype=torch.int64, device="cpu")
+        tokens, samples = self._distributed_tokens(timed).tolist()
         batch_size = self.args.per_device_train_batch_size * self.args.gradient_accumulation_steps * ranks
         return {
             "train_runtime": speed.runtime,
             "train_samples": self._totals.samples,
             "step": self.state.global_step,
-            "train_samples_per_second": speed.rate(speed.samples * ranks),
+            "train_samples_per_second": speed.rate(samples),
             "train_steps_per_second": speed.rate(speed.num_steps),
             "epoch": self.state.epoch,
             "effective_batch_size": batch_size,
             "total_tokens": self._totals.tokens,
-            "tokens_per_second": speed.rate(speed.tokens * ranks),
+            "tokens_per_second": speed.rate(tokens),
             "total_flops": self.state.total_flos,
-            "flops_per_second": speed.rate(speed.tokens * ranks * self._flops_per_token),
+            "flops_per_second": speed.rate(tokens * self._flops_per_token),
             "train_loss": self._totals.loss,
         }
 

@@ -281,9 +281,10 @@ class Trainer(EvaluatingTrainer):
 
     def _forward_step(self, window: Window, number: int) -> Tensor:
         """The share of the step's loss; the logits are let go before the backward pass, which needs the memory."""
-        inputs, labels = self._prepare_batch(window.batches[number])
+        batch = window.batches[number]
+        inputs, labels = self._prepare_batch(batch)
         with self.amp.autocast():
-            forward = self.model_loss.forward(self._forward_model, inputs, labels)
+            forward = self.model_loss.forward(self._forward_model, inputs, labels, isinstance(batch, EmptyBatch))
             if window.total is None:
                 # The first step of a process: only now is it known which positions count.
                 self._count_targets(window)
