@@ -1,5 +1,6 @@
 """Errors of the rank that reads, the death of a rank, and passes that are abandoned: nobody waits for anybody."""
 
+import gc
 import multiprocessing
 import os
 import threading
@@ -211,3 +212,33 @@ def _abandon(num_workers: int) -> dict[str, Any]:
 def test_an_abandoned_pass_ends_at_once_and_leaves_nothing_behind(num_workers: int) -> None:
     result = run_on_ranks(_abandon, 2, num_workers)[0]
     assert result == {"at once": True, "has ended": True, "reads on": False, "workers": True}
+
+
+class Collecting(Numbers):
+    """Collects garbage while it reads, as Python does now and then."""
+
+    def __getitem__(self, index: int) -> Any:
+        gc.collect()
+        return super().__getitem__(index)
+
+
+def _read_beside_garbage() -> int:
+    group = dist.new_group(backend="gloo")
+    dist.barrier(group)
+    leftover: list[Any] = [group]
+    leftover.append(leftover)
+    gc.disable()
+    try:
+        # The group is garbage now, together with threads that a forked process does not have.
+        dist.destroy_process_group(group)
+        del group, leftover
+        loader = train_loader(Collecting(12), num_workers=2)
+        num_batches = sum(1 for _ in loader)
+        loader.close()
+    finally:
+        gc.enable()
+    return num_batches
+
+
+def test_workers_leave_the_garbage_of_their_parent_alone() -> None:
+    assert min(run_on_ranks(_read_beside_garbage, 2, timeout=20.0)) > 0

@@ -6,8 +6,11 @@ ready loader         its own state; without one, the number of batches, which a 
 """
 
 import contextlib
+import functools
+import gc
 import itertools
 import logging
+import os
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import Any, Protocol, cast
 
@@ -550,6 +553,16 @@ def _as_dataset(samples: SeededSamples) -> Dataset[Any]:
     return cast(Dataset[Any], samples)
 
 
+@functools.cache
+def _leave_garbage_to_parent() -> None:
+    """Let no forked process collect what it has inherited.
+
+    A process group that has become garbage would be destroyed there together with threads that a fork does not copy, for
+    which its destructor waits for ever.
+    """
+    os.register_at_fork(after_in_child=gc.freeze)
+
+
 def _loader_options(
     collate_fn: CollateFn | None,
     num_workers: int,
@@ -557,6 +570,8 @@ def _loader_options(
     persistent_workers: bool,
     prefetch_factor: int | None,
 ) -> dict[str, Any]:
+    if num_workers > 0:
+        _leave_garbage_to_parent()
     return {
         "collate_fn": collate_samples if collate_fn is None else collate_fn,
         "num_workers": num_workers,
