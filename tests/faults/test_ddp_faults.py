@@ -17,18 +17,21 @@ GRACE_SECONDS = 30.0
 class Ended:
     """A job that has ended, and how long it took."""
 
-    def __init__(self, directory: Path, where: str, max_restarts: int = 0) -> None:
+    def __init__(self, directory: Path, where: str, num_nodes: int = 1, max_restarts: int = 0) -> None:
         self._arguments = [*JOB, str(directory), where]
         directory.mkdir()
+        self._num_nodes = num_nodes
         self._max_restarts = max_restarts
         self.seconds = 0.0
-        self.agent: CompletedAgent | None = None
+        self.agents: list[CompletedAgent] = []
         self.thread = threading.Thread(target=self._run)
         self.thread.start()
 
     def _run(self) -> None:
         started = time.monotonic()
-        (self.agent,) = run_torchrun(self._arguments, 2, max_restarts=self._max_restarts)
+        self.agents = run_torchrun(
+            self._arguments, 2 // self._num_nodes, nnodes=self._num_nodes, max_restarts=self._max_restarts
+        )
         self.seconds = time.monotonic() - started
 
 
@@ -37,16 +40,15 @@ def jobs(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Ended]:
     """All at once: they wait more than they compute."""
     directory = tmp_path_factory.mktemp("jobs")
     jobs = {where: Ended(directory / where, where) for where in (*FAILURES, "nowhere")}
-    jobs["kill"] = Ended(directory / "kill", "kill", max_restarts=1)
+    jobs["kill"] = Ended(directory / "kill", "kill", num_nodes=2, max_restarts=1)
     for job in jobs.values():
         job.thread.join()
     return jobs
 
 
 def outcome(jobs: dict[str, Ended], name: str) -> CompletedAgent:
-    agent = jobs[name].agent
-    assert agent is not None, f"{name} did not end"
-    return agent
+    assert jobs[name].agents, f"{name} did not end"
+    return jobs[name].agents[0]
 
 
 @pytest.mark.parametrize("where", FAILURES)
@@ -61,11 +63,11 @@ def test_failure_of_one_rank_ends_the_job_with_its_cause(where: str, jobs: dict[
     assert jobs[where].seconds < jobs["nowhere"].seconds + GRACE_SECONDS
 
 
-def test_job_is_finished_by_the_launcher_after_a_rank_was_killed(jobs: dict[str, Ended]) -> None:
-    straight, restarted = outcome(jobs, "nowhere"), outcome(jobs, "kill")
-    assert straight.returncode == restarted.returncode == 0, restarted.output
-    for rank in range(2):
+def test_job_of_two_nodes_is_finished_by_the_launchers_after_a_rank_was_killed(jobs: dict[str, Ended]) -> None:
+    straight, restarted = outcome(jobs, "nowhere"), jobs["kill"].agents
+    assert [agent.returncode for agent in (straight, *restarted)] == [0, 0, 0], restarted[0].output
+    for rank, agent in enumerate(restarted):
         (line,) = (
             line for line in straight.output.splitlines() if f"rank {rank} ended at step {NUM_STEPS} with" in line
         )
-        assert line.split("]:")[-1].strip() in restarted.output
+        assert line in agent.output
