@@ -32,9 +32,10 @@ COLLECTIVE_TIMEOUT = timedelta(hours=1)
 def main() -> None:
     connection = Connection(int(sys.argv[1]))
     stacks_file = open(sys.argv[2], "a")  # noqa: SIM115 - faulthandler writes to it for the whole life of the process
-    register(stacks_file)
     threading.Thread(target=_exit_with_parent, daemon=True).start()
     while True:
+        # Each time: a job that trains handles the same signal.
+        register(stacks_file)
         try:
             job = connection.recv()
         except (EOFError, ConnectionResetError):
