@@ -117,10 +117,6 @@ def _prepare_environment(options: LaunchOptions) -> None:
     """Variables that the workers inherit."""
     os.environ[LAUNCHER_VARIABLE] = sys.argv[0]
     os.environ["TORCHELASTIC_SIGNALS_TO_HANDLE"] = _SIGNALS_OF_AGENT
-    if options.max_restarts > 0:
-        # Torch's agent keeps the store of the first attempt, in which the ranks of the next one find the addresses of
-        # those that have died, and wait for them. So each attempt makes its own.
-        os.environ["TORCH_DISABLE_SHARE_RDZV_TCP_STORE"] = "1"
     if "OMP_NUM_THREADS" not in os.environ:
         # Each process would otherwise use a thread per processor, and they would all be in each other's way.
         num_threads = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1

@@ -62,6 +62,7 @@ CASES: dict[str, tuple[int, dict[str, Any]]] = {
     ),
     "4 ranks, dispatched, accumulation": (4, {"gradient_accumulation_steps": 2}),
     "4 ranks, sharded": (4, {"dispatch_batches": False}),
+    "4 ranks, dispatched, adamw": (4, {"trainer_options": adamw()}),
     "2 ranks, dispatched, incomplete rounds dropped": (
         2,
         {"dataloader_drop_last": True, "per_device_eval_batch_size": 4},

@@ -201,7 +201,7 @@ def _abandon(num_workers: int) -> dict[str, Any]:
     num_reads = dataset.num_reads
     time.sleep(0.1)
     return {
-        "at once": seconds < 0.5,
+        "at once": seconds < 5,
         "has ended": has_ended,
         "reads on": dataset.num_reads > num_reads,
         "workers": until(lambda: not multiprocessing.active_children()),

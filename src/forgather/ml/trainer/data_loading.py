@@ -289,6 +289,8 @@ class _WrappingLoader(_EpochLoader):
         super().__init__(loader)
         self._forward_epoch = forward_epoch
         self._part = part
+        # batches of this epoch that were handed out
+        self._num_done = 0
         # the global generators when the epoch began, for a loader that has to be read again from there
         self._generators_at_start: dict[str, Any] | None = None
         self._tell_epoch(0)
@@ -309,7 +311,12 @@ class _WrappingLoader(_EpochLoader):
 
     def _start_epoch(self, epoch: int) -> None:
         self._generators_at_start = None
+        self._num_done = 0
         self._tell_epoch(epoch)
+
+    def _counted(self, batch: Any) -> Any:
+        self._num_done += 1
+        return batch
 
     def _position(self) -> dict[str, Any]:
         generators = None if self._finished else self._generators_at_start
@@ -333,10 +340,6 @@ class _WrappingLoader(_EpochLoader):
 class _CountingLoader(_WrappingLoader):
     """A ready loader without a state: its position is a number of batches."""
 
-    def __init__(self, loader: Any, forward_epoch: bool, part: Part = WHOLE) -> None:
-        super().__init__(loader, forward_epoch, part)
-        self._num_done = 0
-
     def state_dict(self) -> dict[str, Any]:
         return {**self._position(), "num_batches_done": self._num_done}
 
@@ -344,14 +347,6 @@ class _CountingLoader(_WrappingLoader):
         require_keys(state, ("epoch", "finished", "generators", "num_batches_done"), "a loader without a state")
         self._move(state)
         self._num_done = state["num_batches_done"]
-
-    def _start_epoch(self, epoch: int) -> None:
-        super()._start_epoch(epoch)
-        self._num_done = 0
-
-    def _counted(self, batch: Any) -> Any:
-        self._num_done += 1
-        return batch
 
     def _open(self) -> Iterator[Any]:
         if self._num_done == 0:
@@ -443,7 +438,6 @@ class _StreamLoader(_StatefulLoader):
 
         self._stream = stream
         self._has_warned = False
-        self._num_done = 0
         _check_length(stream.dataset, _length_of(stream), batch_size, drop_last)
         loader = StatefulDataLoader(stream, batch_size=batch_size, drop_last=drop_last, **options)
         super().__init__(loader, True, part)
@@ -472,14 +466,6 @@ class _StreamLoader(_StatefulLoader):
         super().load_state_dict(state)
         self._stream.seed = agreed_seed(self._stream.seed, state["seed"])
         self._num_done = state["num_batches_read"]
-
-    def _start_epoch(self, epoch: int) -> None:
-        super()._start_epoch(epoch)
-        self._num_done = 0
-
-    def _counted(self, batch: Any) -> Any:
-        self._num_done += 1
-        return batch
 
     def _open(self) -> Iterator[Any]:
         self._loader.generator.manual_seed(stable_seed(self._stream.seed, self._epoch))
