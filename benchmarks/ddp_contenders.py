@@ -57,7 +57,7 @@ def _bare_like_ours(task: RankTask) -> None:
 
 
 def _ours(task: RankTask, **settings: Any) -> None:
-    from forgather.ml.trainer.ddp_trainer import DDPTrainer, DDPTrainingArguments
+    from forgather.ml.trainer.ddp.ddp_trainer import DDPTrainer, DDPTrainingArguments
 
     train_ours(task, DDPTrainer, DDPTrainingArguments, **settings)
 
@@ -87,7 +87,7 @@ BARE = "bare DDP loop"
 BARE_LIKE_OURS = "bare DDP loop, set like ours"
 OURS = "forgather DDPTrainer, dispatched"
 OURS_SHARDED = "forgather DDPTrainer, sharded"
-_OUR_MODULE = "forgather.ml.trainer.ddp_trainer"
+_OUR_MODULE = "forgather.ml.trainer.ddp.ddp_trainer"
 CONTENDERS: Contenders[RankTask] = {
     BARE: (_bare, "torch"),
     BARE_LIKE_OURS: (_bare_like_ours, "torch"),

@@ -9,7 +9,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from forgather.ml.distributed import StaticDistributedEnvironment
-from forgather.ml.trainer.ddp_trainer import DDPTrainer
+from forgather.ml.trainer.ddp.ddp_trainer import DDPTrainer
 from forgather.ml.trainer.trainer import Trainer
 from tests.support.tiny_models import Recorder, quiet_trainer, weights
 

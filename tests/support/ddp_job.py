@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from torch.optim.lr_scheduler import LambdaLR
 
 from forgather.ml.distributed import get_rank, record_entry_point
-from forgather.ml.trainer.ddp_trainer import DDPTrainer
+from forgather.ml.trainer.ddp.ddp_trainer import DDPTrainer
 
 NUM_STEPS = 8
 FAILING_STEP = 5

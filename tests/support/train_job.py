@@ -32,7 +32,7 @@ from transformers import LlamaConfig, LlamaForCausalLM
 from transformers.optimization import get_scheduler  # noqa: F401 - imported once for all starts
 
 from forgather.ml.trainer.callbacks import default_callbacks
-from forgather.ml.trainer.ddp_trainer import DDPTrainer
+from forgather.ml.trainer.ddp.ddp_trainer import DDPTrainer
 from forgather.ml.trainer.trainer import Trainer
 from tests.support.launch import RankProcess, free_port
 from tests.support.rank_protocol import rank_variables
@@ -288,7 +288,7 @@ def trainer_class(scenario: Scenario) -> Callable[..., Trainer]:
     if scenario.trainer == "accelerate":
         from accelerate import Accelerator
 
-        from forgather.ml.trainer.accel_trainer import AccelTrainer
+        from forgather.ml.trainer.accelerate.accel_trainer import AccelTrainer
 
         return functools.partial(AccelTrainer, accelerator=Accelerator(cpu=True))
     return {"single": Trainer, "ddp": DDPTrainer}[scenario.trainer]

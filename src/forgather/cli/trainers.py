@@ -31,12 +31,15 @@ TRAINERS = {
         f"{_TRAINER_PACKAGE}.trainer", "Trainer", f"{_TRAINER_PACKAGE}.arguments", "TrainingArguments", False
     ),
     "ddp": TrainerKind(
-        f"{_TRAINER_PACKAGE}.ddp_trainer", "DDPTrainer", f"{_TRAINER_PACKAGE}.ddp_arguments", "DDPTrainingArguments"
+        f"{_TRAINER_PACKAGE}.ddp.ddp_trainer",
+        "DDPTrainer",
+        f"{_TRAINER_PACKAGE}.ddp.ddp_arguments",
+        "DDPTrainingArguments",
     ),
     "accelerate": TrainerKind(
-        f"{_TRAINER_PACKAGE}.accel_trainer",
+        f"{_TRAINER_PACKAGE}.accelerate.accel_trainer",
         "AccelTrainer",
-        f"{_TRAINER_PACKAGE}.accel_trainer",
+        f"{_TRAINER_PACKAGE}.accelerate.accel_trainer",
         "AccelTrainingArguments",
         own_keywords=("accelerator",),
     ),

@@ -15,7 +15,7 @@ from forgather.ml.checkpoint.manifest import read_manifest
 from forgather.ml.distributed import DistributedError, StaticDistributedEnvironment
 from forgather.ml.trainer.checkpoint_coordinator import ReplicationError
 from forgather.ml.trainer.checkpoint_types import SharingPattern
-from forgather.ml.trainer.ddp_trainer import DDPTrainer, DDPTrainingArguments
+from forgather.ml.trainer.ddp.ddp_trainer import DDPTrainer, DDPTrainingArguments
 from tests.support.data_parallel import ddp_trainer, environment
 from tests.support.ranks import run_on_ranks
 from tests.support.tiny_models import Recorder, Stream, TokenModel, quiet_trainer, saved_steps, token_samples, weights

@@ -6,7 +6,7 @@ from typing import Any
 import pytest
 import torch
 
-from forgather.ml.trainer.ddp_trainer import DDPTrainer
+from forgather.ml.trainer.ddp.ddp_trainer import DDPTrainer
 from forgather.ml.trainer.trainer import Trainer
 from tests.support.data_parallel import Result, assert_same_training, ddp_trainer, run
 from tests.support.ranks import run_on_ranks

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from forgather.ml.checkpoint.errors import CheckpointLoadError
-from forgather.ml.trainer.ddp_trainer import DDPTrainer
+from forgather.ml.trainer.ddp.ddp_trainer import DDPTrainer
 from forgather.ml.trainer.empty_batch import EmptyBatch
 from forgather.ml.trainer.model_loss import Window
 from forgather.ml.trainer.trainer import Trainer

@@ -7,10 +7,10 @@ from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from forgather.ml.trainer.accel_trainer import AccelTrainer, AccelTrainingArguments
+    from forgather.ml.trainer.accelerate.accel_trainer import AccelTrainer, AccelTrainingArguments
     from forgather.ml.trainer.base_trainer import BaseTrainer, BaseTrainingArguments
     from forgather.ml.trainer.checkpoint_types import SharingPattern, StateComponent
-    from forgather.ml.trainer.ddp_trainer import DDPTrainer, DDPTrainingArguments
+    from forgather.ml.trainer.ddp.ddp_trainer import DDPTrainer, DDPTrainingArguments
     from forgather.ml.trainer.trainer import MinimalTrainingArguments, Trainer, TrainerState, TrainingArguments
     from forgather.ml.trainer.trainer_types import (
         IntervalStrategy,
@@ -20,12 +20,12 @@ if TYPE_CHECKING:
     )
 
 _HOMES = {
-    "AccelTrainer": "accel_trainer",
-    "AccelTrainingArguments": "accel_trainer",
+    "AccelTrainer": "accelerate.accel_trainer",
+    "AccelTrainingArguments": "accelerate.accel_trainer",
     "BaseTrainer": "base_trainer",
     "BaseTrainingArguments": "base_trainer",
-    "DDPTrainer": "ddp_trainer",
-    "DDPTrainingArguments": "ddp_trainer",
+    "DDPTrainer": "ddp.ddp_trainer",
+    "DDPTrainingArguments": "ddp.ddp_trainer",
     "IntervalStrategy": "trainer_types",
     "MinimalTrainingArguments": "trainer",
     "SharingPattern": "checkpoint_types",

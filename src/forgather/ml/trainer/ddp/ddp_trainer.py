@@ -11,9 +11,9 @@ from torch.nn.parallel import DistributedDataParallel
 
 from forgather.ml.trainer.checkpoint_types import SharingPattern, StateComponent
 from forgather.ml.trainer.data_parallel import DataParallelTrainer
-from forgather.ml.trainer.ddp_arguments import DDPArguments, DDPTrainingArguments, PostLocalSGDArguments
+from forgather.ml.trainer.ddp.ddp_arguments import DDPArguments, DDPTrainingArguments, PostLocalSGDArguments
+from forgather.ml.trainer.ddp.post_local_sgd import PostLocalSGD
 from forgather.ml.trainer.model_loss import Window
-from forgather.ml.trainer.post_local_sgd import PostLocalSGD
 
 __all__ = ["DDPArguments", "DDPTrainer", "DDPTrainingArguments", "PostLocalSGDArguments"]
 

@@ -14,7 +14,7 @@ from torch.distributed.optim import PostLocalSGDOptimizer
 from torch.nn.parallel import DistributedDataParallel
 
 from forgather.ml.distributed import DistributedEnvInterface, Peers
-from forgather.ml.trainer.ddp_arguments import PostLocalSGDArguments
+from forgather.ml.trainer.ddp.ddp_arguments import PostLocalSGDArguments
 
 
 class PostLocalSGD:
