@@ -247,6 +247,12 @@ class CoordinatedTrainer(Trainer):
 
     # --- numbers of all ranks
 
+    def _count_batch_tokens(self, batch: Mapping[str, Any]) -> int:
+        return super()._count_batch_tokens(batch) if self._speaks_for_batches else 0
+
+    def _count_batch_samples(self, batch: Mapping[str, Any]) -> int:
+        return super()._count_batch_samples(batch) if self._speaks_for_batches else 0
+
     def _num_data_parallel_ranks(self) -> int:
         return self._data_part.num_parts
 
@@ -385,6 +391,9 @@ class CoordinatedTrainer(Trainer):
         return {**super()._evaluation_settings(), "world_size": self.env.world_size}
 
     # --- state
+
+    def _model_to_save(self) -> dict[str, Any]:
+        return {**super()._model_to_save(), "mesh": self._mesh}
 
     def get_state_components(self) -> list[StateComponent]:
         components = super().get_state_components()

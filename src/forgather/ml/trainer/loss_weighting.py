@@ -57,6 +57,15 @@ class StepLoss:
         """Whether targets can be counted without having seen logits."""
         return self._num_targets is not None or self._first_counts is not None
 
+    @property
+    def first_counts(self) -> bool | None:
+        """Whether the first position of a sequence is a target; None if that was not found out, or need not be."""
+        return self._first_counts
+
+    def adopt(self, first_counts: bool) -> None:
+        """Take over what another rank has found out."""
+        self._first_counts = first_counts
+
     def resolve(self, logits: Tensor, labels: Tensor) -> None:
         """Find out whether the first position of each sequence is a target."""
         if labels.ndim < 2 or labels.is_floating_point():

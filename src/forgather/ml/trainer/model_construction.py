@@ -57,7 +57,7 @@ def _compute_missing_buffers(model: nn.Module, model_init: Callable[[], nn.Modul
     if not missing:
         return
     # Only buffers are wanted: parameters of this copy stay without memory.
-    reference = _with_real_buffers(model_init)
+    reference = with_real_buffers(model_init)
     buffers = dict(reference.named_buffers())
     for name in missing:
         owner_name, _, attribute = name.rpartition(".")
@@ -65,7 +65,7 @@ def _compute_missing_buffers(model: nn.Module, model_init: Callable[[], nn.Modul
         owner._buffers[attribute] = buffers[name].to(device)
 
 
-def _with_real_buffers(model_init: Callable[[], nn.Module]) -> nn.Module:
+def with_real_buffers(model_init: Callable[[], nn.Module]) -> nn.Module:
     """A model whose buffers are real and whose parameters are on the meta device."""
     register = nn.Module.register_parameter
 

@@ -62,10 +62,10 @@ class ModelLoss:
     loss, everything else the model's own.
     """
 
-    def __init__(self, loss_fn: LossFunctionT | None, token_weighted: bool) -> None:
+    def __init__(self, loss_fn: LossFunctionT | None, token_weighted: bool, step_loss: StepLoss | None = None) -> None:
         self._token_weighted = token_weighted
         self._given_loss = loss_fn
-        self._step_loss = None if loss_fn is None else StepLoss(loss_fn, token_weighted)
+        self._step_loss = step_loss or (None if loss_fn is None else StepLoss(loss_fn, token_weighted))
         self._uses_own_loss = False
         self._own_loss_shifts = False
 
@@ -126,7 +126,7 @@ class ModelLoss:
     def _first_forward(
         self, model: nn.Module, inputs: Mapping[str, Any], labels: Tensor | None, is_empty: bool
     ) -> Forward:
-        reason = _reason_for_own_loss(model)
+        reason = reason_for_own_loss(model)
         if labels is not None and reason is None:
             generators = RNGState()
             before = generators.state_dict()
@@ -167,7 +167,7 @@ def _nothing(own_loss: Tensor, logits: Tensor | None) -> Tensor:
     return zero + own_loss * 0.0 if bool(torch.isfinite(own_loss)) else zero
 
 
-def _reason_for_own_loss(model: nn.Module) -> str | None:
+def reason_for_own_loss(model: nn.Module) -> str | None:
     """Why the causal loss would be wrong for a model, though its logits may look like those of a causal one."""
     inner = _unwrapped(model)
     config = getattr(inner, "config", None)

@@ -49,10 +49,13 @@ def _fused_is_available(parameters: list[Any]) -> bool:
 
 
 def build_optimizer(
-    model: nn.Module, factory: OptimizerFactoryT, groups: Mapping[str, Any] | None, debug_groups: bool
+    named_parameters: Iterable[tuple[str, nn.Parameter]],
+    factory: OptimizerFactoryT,
+    groups: Mapping[str, Any] | None,
+    debug_groups: bool,
 ) -> OptimizerT:
     """An optimizer over the trainable parameters, by name, in groups when those are given."""
-    named = [(name, parameter) for name, parameter in model.named_parameters() if parameter.requires_grad]
+    named = [(name, parameter) for name, parameter in named_parameters if parameter.requires_grad]
     if not named:
         raise ValueError("The model has no parameter that requires a gradient: there is nothing to train.")
     if groups is None:

@@ -7,6 +7,7 @@ from collections.abc import Mapping
 from typing import Any
 
 import torch
+from torch import nn
 
 from forgather.ml.checkpoint.optimizer_state import OptimizerState
 from forgather.ml.checkpoint.rng import RNGState
@@ -266,23 +267,25 @@ class PreparedTrainer(BaseTrainer):
         model = self.unwrapped_model()
         self._forward_model = model
         if self.args.torch_compile:
-            self._forward_model = torch.compile(
-                model,
-                backend=self.args.torch_compile_backend or "inductor",
-                mode=self.args.torch_compile_mode,
-                dynamic=self.args.torch_compile_dynamic,
-                fullgraph=self.args.torch_compile_full_graph,
-            )
+            self._forward_model = torch.compile(model, **self._compile_options())
         self.model_loss = ModelLoss(self.compute_loss_func, self.args.token_weighted_loss)
+
+    def _compile_options(self) -> dict[str, Any]:
+        return {
+            "backend": self.args.torch_compile_backend or "inductor",
+            "mode": self.args.torch_compile_mode,
+            "dynamic": self.args.torch_compile_dynamic,
+            "fullgraph": self.args.torch_compile_full_graph,
+        }
 
     def _init_optimizer(self) -> None:
         """Make optimizer and schedule, and note the options as the user set them."""
-        model = self.unwrapped_model()
+        named = self._named_parameters()
         factory = optimizer_factory(self.args, self._optimizer_factory, self._optimizer_cls_and_kwargs)
         self.optimizer = self._given_optimizer or build_optimizer(
-            model, factory, self._optimizer_groups, self.args.debug_optimizer_groups
+            named, factory, self._optimizer_groups, self.args.debug_optimizer_groups
         )
-        self.optimizer_state = OptimizerState(self.optimizer, model.named_parameters())
+        self.optimizer_state = OptimizerState(self.optimizer, named)
         self._parameters = [parameter for group in self.optimizer.param_groups for parameter in group["params"]]
         self._gradient_norm = GradientNorm(self._parameters)
         self._num_steps = self._planned_steps()
@@ -291,6 +294,10 @@ class PreparedTrainer(BaseTrainer):
         else:
             self.lr_scheduler = self._given_scheduler
             self._scheduler_state = SchedulerState(self.lr_scheduler, self.optimizer)
+
+    def _named_parameters(self) -> list[tuple[str, nn.Parameter]]:
+        """What the optimizer is given: the parameters of this rank, under the names of the whole model."""
+        return list(self.unwrapped_model().named_parameters())
 
     def _wrap(self) -> None:
         """Wrap the model for a strategy; one device needs nothing."""
@@ -303,7 +310,7 @@ class PreparedTrainer(BaseTrainer):
             self._checkpoint_config(),
             self.env,
             self,
-            self.unwrapped_model(),
+            **self._model_to_save(),
             model_preprocessor=self.processing_class,
             callbacks=self.callbacks,
             skip_checkpoint_components=self.args.skip_checkpoint_components,
@@ -313,6 +320,10 @@ class PreparedTrainer(BaseTrainer):
         components = self.get_state_components()
         select_components(components, self.args.checkpoint_components)
         select_components(components, self.args.skip_checkpoint_components, "skip_checkpoint_components")
+
+    def _model_to_save(self) -> dict[str, Any]:
+        """The model as coordinator and manager take it; more than one argument where ranks have parts of it."""
+        return {"model": self.unwrapped_model()}
 
     def _restore(self) -> None:
         """Load what was resolved; a damaged checkpoint gives way to an older one only if none was named."""

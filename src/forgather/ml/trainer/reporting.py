@@ -5,7 +5,7 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from forgather.ml.trainer.periodic_function import PeriodicFunction
 from forgather.ml.trainer.preparation import PreparedTrainer
@@ -54,7 +54,7 @@ class ReportingTrainer(PreparedTrainer):
         self.control = TrainerControl()
         self._interval, self._totals = IntervalMetrics(), RunTotals()
         self._speed = SpeedMeter(args.speed_metrics_start_step)
-        self._flops_per_token = flops_per_token(count_parameters(self.unwrapped_model()))
+        self._flops_per_token = flops_per_token(count_parameters(self._whole_model()))
         self._evaluated_step = -1
         self._eval_metrics: dict[str, Any] | None = None
         self._evaluation_is_pending = False
@@ -67,6 +67,10 @@ class ReportingTrainer(PreparedTrainer):
         self._evaluate_when = _when(args.eval_strategy, args.eval_steps, args.eval_delay)
         self._save_when = _when(args.save_strategy, args.save_steps)
         self._update_context()
+
+    def _whole_model(self) -> nn.Module:
+        """All of the model, or a stand-in without memory that knows its shapes."""
+        return self.unwrapped_model()
 
     def _update_context(self) -> None:
         """What every callback is told, as it is now."""

@@ -29,7 +29,7 @@ class SavingTrainer(ReportingTrainer):
         """Model, optimizer, schedule, progress, position in the data, random numbers."""
         one = SharingPattern.GLOBAL
         return [
-            StateComponent("model", self.unwrapped_model(), one),
+            self._model_component(),
             StateComponent("optimizer", self.optimizer_state, one, required=False),
             StateComponent("scheduler", self._scheduler_state, one, required=False),
             StateComponent("trainer", self._progress, one, required=False),
@@ -129,17 +129,23 @@ class SavingTrainer(ReportingTrainer):
     def _load_best_model(self) -> None:
         best = self.state.best_model_checkpoint
         if self.args.load_best_model_at_end and best is not None:
-            load_weights(best, self.unwrapped_model())
+            self._load_weights_of(best)
             logger.info("Loaded the best weights, of %s", best)
 
+    def _load_weights_of(self, checkpoint_path: str) -> None:
+        load_weights(checkpoint_path, self.unwrapped_model())
+
+    def _model_component(self) -> StateComponent:
+        """The model and how ranks share it."""
+        return StateComponent("model", self.unwrapped_model(), SharingPattern.GLOBAL)
+
     def _model_exporter(self) -> CheckpointCoordinator:
-        model = self.unwrapped_model()
         return CheckpointCoordinator(
-            [StateComponent("model", model, SharingPattern.GLOBAL)],
-            {},
+            [self._model_component()],
+            self.get_process_groups(),
             self.env,
             self.args.output_dir,
             self.args.save_safetensors,
-            model,
+            **self._model_to_save(),
             model_preprocessor=self.processing_class,
         )

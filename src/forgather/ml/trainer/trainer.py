@@ -110,7 +110,7 @@ class Trainer(EvaluatingTrainer):
     def _note_step(self, window: Window, loss: Tensor, grad_norm: Tensor | None) -> None:
         state = self.state
         tokens = sum(self._count_batch_tokens(batch) for batch in window.batches)
-        samples = sum(samples_in(batch) for batch in window.batches)
+        samples = sum(self._count_batch_samples(batch) for batch in window.batches)
         assert window.total is not None
         self._interval.add(loss, window.total, grad_norm, tokens, samples)
         if self._interval.wants_settling:
@@ -312,6 +312,10 @@ class Trainer(EvaluatingTrainer):
         for name in ("input_ids", "labels"):
             if isinstance(batch.get(name), Tensor):
                 return int(batch[name].numel())
+        return samples_in(batch)
+
+    def _count_batch_samples(self, batch: Mapping[str, Any]) -> int:
+        """The number of samples in a batch."""
         return samples_in(batch)
 
     def _is_pipeline_parallel(self) -> bool:

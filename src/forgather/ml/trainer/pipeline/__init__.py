@@ -1,0 +1,16 @@
+"""Pipeline parallelism by torch.distributed.pipelining."""
+
+from forgather.ml.trainer.pipeline.automatic_splitter import create_automatic_splitter
+from forgather.ml.trainer.pipeline.causal_lm_splitter import create_causal_lm_splitter, create_manual_causal_lm_splitter
+from forgather.ml.trainer.pipeline.pipeline_arguments import PipelineTrainingArguments
+from forgather.ml.trainer.pipeline.pipeline_trainer import PipelineTrainer
+from forgather.ml.trainer.pipeline.splitting import ModelSplitter
+
+__all__ = [
+    "ModelSplitter",
+    "PipelineTrainer",
+    "PipelineTrainingArguments",
+    "create_automatic_splitter",
+    "create_causal_lm_splitter",
+    "create_manual_causal_lm_splitter",
+]

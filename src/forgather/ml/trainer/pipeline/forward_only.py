@@ -1,0 +1,210 @@
+"""Micro-batches through the stages of a pipeline, forward only: evaluation, generation, and finding out shapes.
+
+Every rank knows the whole batch, so that all ranks know which shapes they have met before. Of shapes that are new, a
+stage tells the next one, in a message ahead of the first micro-batch, what its outputs look like.
+"""
+
+from collections import deque
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, NamedTuple
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed import ProcessGroup
+
+Outputs = tuple[Tensor, ...]
+Consume = Callable[[int, Any], None]
+
+_DTYPES = (
+    torch.float32,
+    torch.float16,
+    torch.bfloat16,
+    torch.float64,
+    torch.int64,
+    torch.int32,
+    torch.int16,
+    torch.int8,
+    torch.uint8,
+    torch.bool,
+)
+_MOST_DIMENSIONS = 8
+_MOST_TENSORS = 8
+_SHAPES_KNOWN = 4096
+_HEADER_LENGTH = 1 + _MOST_TENSORS * (2 + _MOST_DIMENSIONS)
+
+
+class Meta(NamedTuple):
+    """What a tensor looks like."""
+
+    shape: torch.Size
+    dtype: torch.dtype
+
+    @classmethod
+    def of(cls, tensor: Tensor) -> "Meta":
+        return cls(tensor.shape, tensor.dtype)
+
+
+Metas = tuple[Meta, ...]
+
+
+class Signature(NamedTuple):
+    """What decides about the shapes between stages: the tensors of a micro-batch."""
+
+    inputs: Meta
+    keywords: tuple[tuple[str, Meta], ...]
+
+    @classmethod
+    def of(cls, inputs: Tensor, keywords: Mapping[str, Any]) -> "Signature":
+        tensors = {name: value for name, value in keywords.items() if isinstance(value, Tensor)}
+        return cls(Meta.of(inputs), tuple((name, Meta.of(tensors[name])) for name in sorted(tensors)))
+
+
+class ForwardOnly:
+    """The stages of this rank and their neighbours; all ranks of the group call its methods together.
+
+    `stage_ranks[i]` is the group's rank that has stage i, `stages` are this rank's modules by stage. `boundary` tells what
+    passes between stages for the main input of a micro-batch, where that is known without running any.
+    """
+
+    def __init__(
+        self,
+        stages: Mapping[int, nn.Module],
+        stage_ranks: Sequence[int],
+        group: ProcessGroup,
+        device: torch.device,
+        boundary: Callable[[Tensor], Meta | None] | None = None,
+    ) -> None:
+        self._stages = dict(sorted(stages.items()))
+        self._stage_ranks = stage_ranks
+        self._group = group
+        self._device = device
+        self._boundary = boundary
+        self._known: dict[Signature, dict[int, Metas]] = {}
+        self._sends: deque[tuple[Any, Tensor]] = deque()
+
+    @property
+    def num_stages(self) -> int:
+        return len(self._stage_ranks)
+
+    def run(
+        self,
+        inputs: Sequence[Tensor],
+        keywords: Sequence[Mapping[str, Any]],
+        consume: Consume,
+        stage_keywords: Mapping[int, Mapping[str, Any]] | None = None,
+    ) -> None:
+        """Run micro-batches; `consume` gets the number and the output of each where the last stage is.
+
+        `stage_keywords` are for single stages of this rank, in addition to those of the micro-batch.
+        """
+        local: dict[tuple[int, int], Outputs] = {}
+        for index, stage in self._stages.items():
+            own = (stage_keywords or {}).get(index, {})
+            for number, (first, words) in enumerate(zip(inputs, keywords, strict=True)):
+                metas = self._metas(first, words)
+                received = (first,) if index == 0 else self._input_of(index, number, metas, local)
+                outputs = stage(*received, **words, **own)
+                del received
+                if index == self.num_stages - 1:
+                    consume(number, outputs)
+                else:
+                    self._hand_on(index, number, _as_tuple(outputs), metas, local)
+                del outputs
+        while self._sends:
+            self._sends.popleft()[0].wait()
+
+    def metas_between(self, inputs: Tensor, keywords: Mapping[str, Any]) -> dict[int, Metas]:
+        """What each stage that this rank has, or gets from, puts out; finds out by running the micro-batch if need be."""
+        metas = self._metas(inputs, keywords)
+        if any(index not in metas for index in self._needed()):
+            last: dict[int, Metas] = {}
+
+            def note(_: int, output: Any) -> None:
+                last[self.num_stages - 1] = tuple(map(Meta.of, _as_tuple(output)))
+
+            self.run([inputs], [keywords], note)
+            metas.update(last)
+        return metas
+
+    def _needed(self) -> set[int]:
+        return {index - 1 for index in self._stages if index > 0} | {
+            index for index in self._stages if index < self.num_stages - 1
+        }
+
+    def _metas(self, inputs: Tensor, keywords: Mapping[str, Any]) -> dict[int, Metas]:
+        """By stage, what it puts out, as far as that is known for such a micro-batch."""
+        signature = Signature.of(inputs, keywords)
+        if signature not in self._known:
+            if len(self._known) >= _SHAPES_KNOWN:
+                # All ranks have met the same shapes, and forget them together.
+                self._known.clear()
+            meta = None if self._boundary is None else self._boundary(inputs)
+            stages = range(self.num_stages - 1) if meta is not None else ()
+            self._known[signature] = {index: (meta,) for index in stages if meta is not None}
+        return self._known[signature]
+
+    def _input_of(
+        self, index: int, number: int, metas: dict[int, Metas], local: dict[tuple[int, int], Outputs]
+    ) -> Outputs:
+        if (index - 1, number) in local:
+            return local.pop((index - 1, number))
+        source = self._stage_ranks[index - 1]
+        if index - 1 not in metas:
+            header = torch.empty(_HEADER_LENGTH, dtype=torch.int64, device=self._device)
+            dist.recv(header, group=self._group, group_src=source)
+            metas[index - 1] = _decoded(header.tolist())
+        tensors = tuple(torch.empty(shape, dtype=dtype, device=self._device) for shape, dtype in metas[index - 1])
+        for tensor in tensors:
+            dist.recv(tensor, group=self._group, group_src=source)
+        return tensors
+
+    def _hand_on(
+        self,
+        index: int,
+        number: int,
+        outputs: Outputs,
+        metas: dict[int, Metas],
+        local: dict[tuple[int, int], Outputs],
+    ) -> None:
+        if index + 1 in self._stages:
+            metas.setdefault(index, tuple(map(Meta.of, outputs)))
+            local[index, number] = outputs
+            return
+        if index not in metas:
+            metas[index] = tuple(map(Meta.of, outputs))
+            self._send(torch.tensor(_encoded(metas[index]), dtype=torch.int64, device=self._device), index + 1)
+        for tensor, expected in zip(outputs, metas[index], strict=True):
+            if Meta.of(tensor) != expected:
+                raise RuntimeError(
+                    f"Stage {index} put out {Meta.of(tensor)}, where {expected} was expected: between stages only tensors "
+                    "whose shapes follow from those of the batch can pass."
+                )
+            self._send(tensor.contiguous(), index + 1)
+
+    def _send(self, tensor: Tensor, stage: int) -> None:
+        while self._sends and self._sends[0][0].is_completed():
+            self._sends.popleft()[0].wait()
+        self._sends.append((dist.isend(tensor, group=self._group, group_dst=self._stage_ranks[stage]), tensor))
+
+
+def _as_tuple(outputs: Any) -> Outputs:
+    return outputs if isinstance(outputs, tuple) else (outputs,)
+
+
+def _encoded(metas: Metas) -> list[int]:
+    if len(metas) > _MOST_TENSORS or any(len(meta.shape) > _MOST_DIMENSIONS for meta in metas):
+        raise ValueError(
+            f"A stage puts out {len(metas)} tensors of up to {max(len(meta.shape) for meta in metas)} dimensions; at most "
+            f"{_MOST_TENSORS} of {_MOST_DIMENSIONS} can pass to the next stage."
+        )
+    numbers = [len(metas)]
+    for shape, dtype in metas:
+        numbers += [_DTYPES.index(dtype), len(shape), *shape, *[0] * (_MOST_DIMENSIONS - len(shape))]
+    return numbers + [0] * (_HEADER_LENGTH - len(numbers))
+
+
+def _decoded(numbers: Sequence[int]) -> Metas:
+    width = 2 + _MOST_DIMENSIONS
+    entries = [numbers[1 + place * width : 1 + (place + 1) * width] for place in range(numbers[0])]
+    return tuple(Meta(torch.Size(entry[2 : 2 + entry[1]]), _DTYPES[entry[0]]) for entry in entries)

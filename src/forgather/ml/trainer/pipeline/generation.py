@@ -1,0 +1,244 @@
+"""Text generation through the stages of a pipeline: the tokens that transformers' `generate` gives on one device.
+
+Every rank keeps the sequences and learns each new token, so all build the same inputs and stop at the same token.
+Only the rank with the last stage has logits; it chooses, and it alone draws random numbers.
+"""
+
+import logging
+import math
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+logger = logging.getLogger(__name__)
+
+Run = Callable[[Tensor, Mapping[str, Any], Mapping[int, Mapping[str, Any]]], Tensor | None]
+ShareTokens = Callable[[Tensor | None], Tensor]
+
+
+@dataclass(frozen=True)
+class GenerationOptions:
+    """How tokens are chosen and when to stop, with the meaning that these names have in transformers."""
+
+    max_new_tokens: int
+    eos_token_id: int | Sequence[int] | None = None
+    """The token, or any of the tokens, that ends a row; None goes on to max_new_tokens."""
+    pad_token_id: int | None = None
+    """Follows the end of a row; None stands for the first eos_token_id."""
+    do_sample: bool = True
+    temperature: float = 1.0
+    """Only used with do_sample, like top_k."""
+    top_k: int = 0
+    """0 keeps all tokens."""
+    repetition_penalty: float = 1.0
+    use_cache: bool = True
+
+    def __post_init__(self) -> None:
+        _check_count("max_new_tokens", self.max_new_tokens, "0 returns the prompt as it is")
+        _check_count("top_k", self.top_k, "0 keeps all tokens")
+        _check_positive("repetition_penalty", self.repetition_penalty, "1.0 is no penalty")
+        if self.do_sample:
+            _check_positive("temperature", self.temperature, "for the most probable token, set do_sample=False")
+        for token in self.eos_tokens:
+            _check_count("eos_token_id", token, "for a model without such a token, pass None")
+        if self.pad_token_id is not None:
+            _check_count("pad_token_id", self.pad_token_id, "for a tokenizer without padding, pass None")
+
+    @property
+    def eos_tokens(self) -> tuple[int, ...]:
+        if self.eos_token_id is None:
+            return ()
+        return (self.eos_token_id,) if isinstance(self.eos_token_id, int) else tuple(self.eos_token_id)
+
+    @property
+    def pad_token(self) -> int:
+        return self.pad_token_id if self.pad_token_id is not None else next(iter(self.eos_tokens), 0)
+
+
+def _check_count(name: str, value: object, advice: str) -> None:
+    if not isinstance(value, int) or isinstance(value, bool) or value < 0:
+        raise ValueError(f"generation needs {name} to be a whole number of at least 0, not {value!r}; {advice}")
+
+
+def _check_positive(name: str, value: float, advice: str) -> None:
+    # Written so that NaN fails as well.
+    if not (value > 0 and math.isfinite(value)):
+        raise ValueError(
+            f"generation needs {name} to be a finite number above 0, not {value!r}: logits are divided by it; {advice}"
+        )
+
+
+def supports_cache(stages: Mapping[int, nn.Module]) -> bool:
+    """Whether all stages of this rank can keep keys and values; a cache is used only if that holds on every rank."""
+    return all(callable(getattr(stage, "make_cache", None)) for stage in stages.values())
+
+
+def generate(
+    run: Run,
+    stages: Mapping[int, nn.Module],
+    share_tokens: ShareTokens,
+    input_ids: Tensor,
+    options: GenerationOptions,
+    attention_mask: Tensor | None = None,
+    *,
+    can_cache: bool,
+) -> Tensor:
+    """The prompts and what follows them, as int64 (batch, positions), on every rank.
+
+    `run(inputs, keywords, stage_keywords)` is one forward pass over all ranks that returns the logits of at least
+    the last position on the rank with the last stage and None elsewhere. `share_tokens` gives every rank the tokens
+    that the rank with the last stage passes. `can_cache` says what `supports_cache` says on all ranks together.
+
+    Prompts of different lengths are padded on the left. Without an attention mask, tokens that equal a given
+    pad_token_id are taken for padding, unless it is an eos_token_id as well.
+    """
+    sequences = _Sequences(input_ids, options, attention_mask)
+    use_cache = options.use_cache and can_cache
+    stage_keywords = _cache_keywords(stages, use_cache)
+    while not sequences.is_complete():
+        inputs, keywords = sequences.next_inputs(use_cache)
+        # Not kept in a variable, so that the logits of a long prompt are freed before the next pass.
+        tokens = _choose_on_last_stage(run(inputs, keywords, stage_keywords), sequences.ids, options)
+        sequences.append(share_tokens(tokens))
+    return sequences.ids.clone()
+
+
+def _cache_keywords(stages: Mapping[int, nn.Module], use_cache: bool) -> dict[int, dict[str, Any]]:
+    """What each stage is told in every pass; one that cannot keep anything need not know these keywords."""
+    if use_cache:
+        return {
+            index: {"past_key_values": stage.make_cache(), "use_cache": True}  # type: ignore[operator]
+            for index, stage in stages.items()
+        }
+    return {index: {"use_cache": False} for index, stage in stages.items() if supports_cache({index: stage})}
+
+
+class _Sequences:
+    """The tokens so far, which rows are finished, and what the next pass needs.
+
+    Room for all tokens, their mask and their positions is made at once: only the tokens are not known beforehand.
+    """
+
+    def __init__(self, input_ids: Tensor, options: GenerationOptions, attention_mask: Tensor | None) -> None:
+        _check_prompts(input_ids, attention_mask)
+        batch_size, self._length = input_ids.shape
+        self._options = options
+        self._ids = _extended(input_ids.long(), options.max_new_tokens, options.pad_token)
+        self._eos_tokens = self._ids.new_tensor(options.eos_tokens)
+        self._finished = torch.zeros(batch_size, dtype=torch.bool, device=input_ids.device)
+        mask = _prompt_mask(input_ids, options, attention_mask)
+        self._positions = _positions(mask, options.max_new_tokens)
+        # Without padding no mask is faster, and models that know of no mask can generate.
+        self._mask = None if bool(mask.all()) else _extended(mask, options.max_new_tokens, 1)
+        self._num_seen = 0
+
+    @property
+    def ids(self) -> Tensor:
+        return self._ids[:, : self._length]
+
+    def is_complete(self) -> bool:
+        if self._length == self._ids.shape[1]:
+            return True
+        return len(self._eos_tokens) > 0 and bool(self._finished.all())
+
+    def next_inputs(self, use_cache: bool) -> tuple[Tensor, dict[str, Tensor]]:
+        """The tokens that the stages have not seen yet, or all if they keep nothing, and the keywords of every stage."""
+        new = slice(self._num_seen if use_cache else 0, self._length)
+        self._num_seen = self._length
+        keywords = {}
+        if self._mask is not None:
+            keywords["attention_mask"] = self._mask[:, : self._length].contiguous()
+        if use_cache or self._mask is not None:
+            keywords["position_ids"] = self._positions[:, new].contiguous()
+        return self._ids[:, new].contiguous(), keywords
+
+    def append(self, tokens: Tensor) -> None:
+        tokens = tokens.to(self._ids.device).masked_fill(self._finished, self._options.pad_token)
+        self._ids[:, self._length] = tokens
+        self._length += 1
+        self._finished |= torch.isin(tokens, self._eos_tokens)
+
+
+def _check_prompts(input_ids: Tensor, attention_mask: Tensor | None) -> None:
+    if input_ids.dim() != 2 or input_ids.numel() == 0 or input_ids.is_floating_point():
+        raise ValueError(
+            f"generation needs input_ids of whole numbers with shape (batch, positions) and at least one token a row, "
+            f"not {input_ids.dtype} of shape {tuple(input_ids.shape)}; begin an empty prompt with a bos token, and "
+            "give a single prompt a batch dimension by input_ids[None]"
+        )
+    if attention_mask is not None and attention_mask.shape != input_ids.shape:
+        raise ValueError(
+            f"the attention_mask of shape {tuple(attention_mask.shape)} does not fit input_ids of shape "
+            f"{tuple(input_ids.shape)}; pass a mask with a 1 for every token of the prompts and a 0 for every padding"
+        )
+
+
+def _prompt_mask(input_ids: Tensor, options: GenerationOptions, attention_mask: Tensor | None) -> Tensor:
+    """1 for tokens and 0 for padding, as given or from the padding token."""
+    if attention_mask is not None:
+        mask = (attention_mask != 0).to(input_ids.device, torch.int64)
+    elif options.pad_token_id is None or options.pad_token_id in options.eos_tokens:
+        mask = torch.ones_like(input_ids, dtype=torch.int64)
+    else:
+        mask = (input_ids != options.pad_token_id).long()
+    if not bool(mask[:, -1].all()):
+        logger.warning(
+            "a prompt ends with padding, after which a model continues badly; pad on the left "
+            "(padding_side='left' of the tokenizer)"
+        )
+    return mask
+
+
+def _positions(mask: Tensor, num_new: int) -> Tensor:
+    """Padding does not count and is at 0 itself; new tokens continue from the last of the prompt."""
+    positions = (mask.cumsum(-1) - 1).masked_fill(mask == 0, 0)
+    new_positions = positions[:, -1:] + torch.arange(1, num_new + 1, device=mask.device)
+    return torch.cat([positions, new_positions], dim=1)
+
+
+def _extended(rows: Tensor, num_new: int, value: int) -> Tensor:
+    return torch.cat([rows, rows.new_full((rows.shape[0], num_new), value)], dim=1)
+
+
+def _choose_on_last_stage(logits: Tensor | None, ids: Tensor, options: GenerationOptions) -> Tensor | None:
+    return None if logits is None else choose_tokens(logits[:, -1], ids, options)
+
+
+def choose_tokens(logits: Tensor, ids: Tensor, options: GenerationOptions) -> Tensor:
+    """The next token of each row from its logits (batch, vocabulary) and the tokens before it.
+
+    What is NaN becomes the lowest number there is, so that it is chosen only if there is nothing else, and what is
+    infinite the largest or the lowest.
+    """
+    scores = _penalised(logits.float(), ids.to(logits.device), options.repetition_penalty)
+    if options.do_sample:
+        scores = scores / options.temperature
+    # After the divisions, which can make a large number infinite again.
+    scores = torch.nan_to_num(scores, nan=torch.finfo(scores.dtype).min)
+    if not options.do_sample:
+        return scores.argmax(dim=-1)
+    probabilities = _without_improbable(scores, options.top_k).softmax(dim=-1)
+    return torch.multinomial(probabilities, num_samples=1).squeeze(1)
+
+
+def _penalised(scores: Tensor, ids: Tensor, penalty: float) -> Tensor:
+    """Lower scores for tokens that a row has already, padding included; a token penalises once however often it came."""
+    if penalty == 1.0:
+        return scores
+    batch_size, vocabulary = scores.shape
+    # A model can know more tokens than its head predicts: those go into a column of their own.
+    seen = torch.zeros(batch_size, vocabulary + 1, dtype=torch.bool, device=scores.device)
+    seen.scatter_(1, ids.clamp(max=vocabulary), True)
+    lower = torch.where(scores < 0, scores * penalty, scores / penalty)
+    return torch.where(seen[:, :vocabulary], lower, scores)
+
+
+def _without_improbable(scores: Tensor, top_k: int) -> Tensor:
+    """Minus infinity below the top_k highest scores; those equal to the last of them stay."""
+    if top_k == 0:
+        return scores
+    lowest_kept = scores.topk(min(top_k, scores.shape[-1])).values[:, -1:]
+    return scores.masked_fill(scores < lowest_kept, -math.inf)

@@ -1,0 +1,55 @@
+"""Arguments of pipeline-parallel training."""
+
+from dataclasses import dataclass
+
+from forgather.ml.trainer.arguments import TrainingArguments
+from forgather.ml.trainer.pipeline.pipeline_utils import STAGE_TYPES
+
+
+@dataclass(kw_only=True)
+class PipelineTrainingArguments(TrainingArguments):
+    """Adds how a batch and the model are divided."""
+
+    n_microbatches: int = 4
+    """Parts of a batch that are under way in the pipeline at once; the batch size must be divisible by it."""
+    schedule: str | None = None
+    """Name of the schedule: gpipe, 1f1b, interleaved1f1b, loopedbfs, interleavedzerobubble, zbv, dualpipev. None: the
+    trainer's pipe_schedule_factory."""
+    stages_per_rank: int = 1
+    """A schedule that needs more than one gets two."""
+    pp_stage_type: str = "loop"
+    """Which stages a rank gets: "loop" (r, r+p, ...) or "v" (r, n-1-r); follows from the schedule when left alone."""
+    is_multistage: bool = False
+    """Follows from the schedule when left alone."""
+    debug_pipeline: bool = False
+    """Log what the schedule does on each rank."""
+    debug_split_model: bool = False
+    """Log what each stage consists of."""
+    debug_model_params: bool = False
+    """Log the parameters of each rank."""
+    debug_model_init: bool = False
+    """Log how parameters reach their ranks."""
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if self.pp_stage_type not in STAGE_TYPES:
+            raise ValueError(f"pp_stage_type={self.pp_stage_type!r} is not one of {', '.join(map(repr, STAGE_TYPES))}.")
+        for name in ("n_microbatches", "stages_per_rank"):
+            if getattr(self, name) < 1:
+                raise ValueError(f"{name}={getattr(self, name)} cannot be used: it must be 1 or more.")
+        if self.per_device_train_batch_size % self.n_microbatches:
+            raise ValueError(
+                f"per_device_train_batch_size={self.per_device_train_batch_size} is not divisible by n_microbatches="
+                f"{self.n_microbatches}: a pipeline divides every batch into equal micro-batches. Make the batch size a "
+                "multiple of n_microbatches, or change n_microbatches."
+            )
+        if self.mixed_precision == "fp16":
+            raise ValueError(
+                "mixed_precision='fp16' cannot be combined with a pipeline: its loss scale would have to be agreed on between "
+                "stages in the middle of a backward pass. Use 'bf16'."
+            )
+        if self.fuse_optim_with_backward:
+            raise ValueError(
+                "fuse_optim_with_backward=True cannot be combined with a pipeline: a parameter would be updated after the "
+                "first micro-batch, while others are under way. Turn it off."
+            )

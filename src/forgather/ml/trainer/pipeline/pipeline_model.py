@@ -1,0 +1,161 @@
+"""A model in stages: split on the meta device, each rank's part given memory, and filled."""
+
+import contextlib
+import logging
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.distributed import ProcessGroup
+
+from forgather.ml.construct import torch_dtype
+from forgather.ml.sharded_checkpoint import ShardIndex, create_sharing_metadata, make_shard_index
+from forgather.ml.trainer.model_construction import build_model, with_real_buffers
+from forgather.ml.trainer.pipeline.forward_only import Meta
+from forgather.ml.trainer.pipeline.pipeline_utils import (
+    assert_no_duplicate_fqns,
+    missing_buffers,
+    require_all_fqns,
+    tensors_of,
+)
+from forgather.ml.trainer.pipeline.splitting import ModelSplitter, Stage
+from forgather.ml.trainer.pipeline.stage_building import RankModel, materialise, stream_values
+from forgather.ml.trainer.pipeline.tied_weights import canonical_names
+from forgather.ml.utils import default_dtype
+
+logger = logging.getLogger(__name__)
+
+
+class PipelineModel:
+    """What a rank knows of the whole model, and its own part of it.
+
+    `whole` has no memory but for the part of this rank. `rank` is this rank's place in its pipeline.
+    """
+
+    def __init__(
+        self,
+        whole: nn.Module,
+        splitter: ModelSplitter,
+        example: tuple[Tensor, Mapping[str, Any]],
+        stage_indices: Sequence[tuple[int, ...]],
+        device: torch.device,
+        rank: int,
+        group: ProcessGroup,
+    ) -> None:
+        self.whole = whole
+        self.device = device
+        self._group = group
+        self.stage_indices = stage_indices
+        # Before any part of it has memory: then tied names are no longer one tensor.
+        self.sharing = create_sharing_metadata(whole)
+        self.modules, _, stages, self.make_mask = splitter(
+            whole, (example[0],), example[1], stage_indices, True, device=device, rank=rank, pp_group=group
+        )
+        assert_no_duplicate_fqns(self.modules)
+        require_all_fqns(whole, self.modules, self.sharing)
+        self.stages: list[Stage] = sorted(stages, key=lambda stage: stage.stage_index)
+        self.own = {index: self.modules[index] for index in stage_indices[rank]}
+        self.names_of_ranks = [
+            [name for index in indices for name in tensors_of(self.modules[index])] for indices in stage_indices
+        ]
+        self.shard_index = self._shard_index()
+        materialise(self.own.values(), device)
+        self.part = RankModel(list(self.own.values()), whole)
+
+    @property
+    def num_stages(self) -> int:
+        return len(self.modules)
+
+    @property
+    def stage_ranks(self) -> list[int]:
+        """The place in the pipeline that has each stage."""
+        ranks = {index: rank for rank, indices in enumerate(self.stage_indices) for index in indices}
+        return [ranks[index] for index in range(self.num_stages)]
+
+    @property
+    def has_first(self) -> bool:
+        return 0 in self.own
+
+    @property
+    def has_last(self) -> bool:
+        return self.num_stages - 1 in self.own
+
+    @property
+    def all_can_cache(self) -> bool:
+        """Whether every stage, on whatever rank, can keep keys and values."""
+        return all(hasattr(module, "make_cache") for module in self.modules)
+
+    def named_parameters(self) -> list[tuple[str, nn.Parameter]]:
+        """Those of this rank, tied ones under the name that the whole model lists them by."""
+        canonical = canonical_names(self.sharing)
+        return [(canonical.get(name, name), parameter) for name, parameter in self.part.named_parameters()]
+
+    def boundary(self, main_input: Tensor) -> Meta | None:
+        """What passes between stages for a micro-batch, if every stage knows without having to run."""
+        known = [getattr(module, "boundary", lambda _: None)(main_input) for module in self.modules]
+        return None if not known or known[0] is None or len(set(known)) > 1 else Meta(*known[0])
+
+    def fill_from(self, source: nn.Module | None) -> None:
+        """Take the values of the whole model, which the first rank of the pipeline gives; collective."""
+        stream_values(source, list(self.own.values()), self.names_of_ranks, self._group)
+
+    def fill_missing_buffers(self, model_init: Callable[[], nn.Module]) -> None:
+        """Compute those that no checkpoint holds, such as rotary frequencies."""
+        wanted = {name for module in self.own.values() for name in missing_buffers(module)}
+        if not wanted:
+            return
+        values = dict(with_real_buffers(model_init).named_buffers())
+        for name, tensor in tensors_of(self.part).items():
+            if name in wanted:
+                tensor.copy_(values[name])
+
+    def _shard_index(self) -> ShardIndex:
+        states = [
+            {
+                name: tensor
+                for index in indices
+                for name, tensor in self.modules[index].state_dict(keep_vars=True).items()
+            }
+            for indices in self.stage_indices
+        ]
+        return make_shard_index(states, safetensors=True, param_sharing_metadata=self.sharing)
+
+    def log_stages(self) -> None:
+        for index, module in enumerate(self.modules):
+            parts = [name or type(module).__name__ for name, part in module.named_modules() if _holds_tensors(part)]
+            logger.info("stage %d of %d: %s", index, self.num_stages, ", ".join(parts))
+
+    def log_parameters(self) -> None:
+        for name, parameter in self.part.named_parameters():
+            logger.info("%s %s %s", name, tuple(parameter.shape), parameter.dtype)
+
+
+def _holds_tensors(module: nn.Module) -> bool:
+    return bool(module._parameters or module._buffers)
+
+
+def model_without_memory(model_init: Callable[[], nn.Module], dtype: str | None) -> nn.Module:
+    """The model on the meta device."""
+    with contextlib.ExitStack() as context:
+        context.enter_context(default_dtype(None if dtype is None else torch_dtype(dtype)))
+        context.enter_context(torch.device("meta"))
+        model = model_init()
+    real = next((name for name, tensor in tensors_of(model).items() if not tensor.is_meta), None)
+    if real is not None:
+        raise ValueError(
+            f"model_init must build the whole model anew, without memory where it is asked to: {real!r} is on "
+            f"{tensors_of(model)[real].device} though the meta device is the default one. Build the model inside of "
+            "model_init, from a configuration (weights are loaded from checkpoints), and leave devices to the trainer."
+        )
+    return model
+
+
+def whole_model(
+    model_init: Callable[[], nn.Module], device: torch.device, construct_on: str, dtype: str | None
+) -> nn.Module:
+    """The whole model with its initial values, on the CPU unless the device is asked for."""
+    on_device = construct_on == "device"
+    return build_model(
+        model_init, device if on_device else torch.device("cpu"), "device" if on_device else "default", dtype, False
+    )

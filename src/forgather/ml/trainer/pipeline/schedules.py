@@ -1,0 +1,147 @@
+"""The schedules of torch.distributed.pipelining: their names, what they need, and which layouts they can run."""
+
+import difflib
+import inspect
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Literal
+
+from torch.distributed.pipelining import (
+    Schedule1F1B,
+    ScheduleDualPipeV,
+    ScheduleGPipe,
+    ScheduleInterleaved1F1B,
+    ScheduleInterleavedZeroBubble,
+    ScheduleLoopedBFS,
+    ScheduleZBVZeroBubble,
+)
+from torch.distributed.pipelining.schedules import PipelineScheduleMulti, PipelineScheduleSingle
+
+
+@dataclass(frozen=True)
+class ScheduleTraits:
+    """What a trainer has to know of a schedule before it builds stages for it."""
+
+    name: str
+    is_multistage: bool
+    stage_type: Literal["loop", "v"]
+    """Which stages a rank holds: "loop" gives rank r the stages r, r + p, ...; "v" gives it r and n - 1 - r."""
+    splits_backward: bool
+    """Whether gradients of inputs and of weights are computed apart, which compiled stages cannot do."""
+    default_stages_per_rank: int
+
+
+SCHEDULES: dict[type, ScheduleTraits] = {
+    ScheduleGPipe: ScheduleTraits("gpipe", False, "loop", False, 1),
+    Schedule1F1B: ScheduleTraits("1f1b", False, "loop", False, 1),
+    ScheduleInterleaved1F1B: ScheduleTraits("interleaved1f1b", True, "loop", False, 2),
+    ScheduleLoopedBFS: ScheduleTraits("loopedbfs", True, "loop", False, 2),
+    ScheduleInterleavedZeroBubble: ScheduleTraits("interleavedzerobubble", True, "loop", True, 2),
+    ScheduleZBVZeroBubble: ScheduleTraits("zbv", True, "v", True, 2),
+    ScheduleDualPipeV: ScheduleTraits("dualpipev", True, "v", True, 2),
+}
+
+
+def find_schedule(schedule: str | type) -> type:
+    """The schedule class of that name; a class is given back as it is, if it is a schedule."""
+    if isinstance(schedule, str):
+        return _find_by_name(schedule)
+    if not (isinstance(schedule, type) and issubclass(schedule, PipelineScheduleSingle | PipelineScheduleMulti)):
+        raise ValueError(
+            f"schedule={schedule!r} is no pipeline schedule: give a class that derives from PipelineScheduleSingle or "
+            f"PipelineScheduleMulti of torch.distributed.pipelining, or one of the names {_names()}."
+        )
+    if inspect.isabstract(schedule):
+        raise ValueError(
+            f"schedule={schedule.__name__} is only a base of schedules and has no order of its own: give a class that "
+            f"derives from it, or one of the names {_names()}."
+        )
+    return schedule
+
+
+def traits_of(schedule_class: type) -> ScheduleTraits:
+    """The traits of a schedule; a class derived from one of torch's has the traits of that one."""
+    for known, traits in SCHEDULES.items():
+        if issubclass(schedule_class, known):
+            return traits
+    # Nothing tells whether an order of somebody's own splits its backward passes. To assume so costs it torch_compile;
+    # to assume the opposite could cost it its gradients.
+    is_multistage = issubclass(schedule_class, PipelineScheduleMulti)
+    return ScheduleTraits(schedule_class.__name__, is_multistage, "loop", is_multistage, 2 if is_multistage else 1)
+
+
+def check_layout(schedule_class: type, pp_size: int, stages_per_rank: int, n_microbatches: int) -> None:
+    """Raise ValueError where the schedule would refuse these settings, or make nothing sensible of them."""
+    for problem in _problems(schedule_class, pp_size, stages_per_rank, n_microbatches):
+        raise ValueError(
+            f"schedule={traits_of(schedule_class).name!r} cannot run with n_microbatches={n_microbatches} and "
+            f"stages_per_rank={stages_per_rank} on {pp_size} pipeline rank{'s' * (pp_size != 1)}: {problem}"
+        )
+
+
+def _problems(schedule_class: type, pp_size: int, stages_per_rank: int, n_microbatches: int) -> Iterator[str]:
+    if pp_size < 1:
+        yield "a pipeline has at least one rank. Start the program on more ranks, or set a larger pp_size."
+    if n_microbatches < 1:
+        yield "a step has at least one micro-batch. Set n_microbatches to 1 or more."
+    yield from _stage_problems(traits_of(schedule_class), stages_per_rank)
+    yield from _microbatch_problems(schedule_class, pp_size, pp_size * stages_per_rank, n_microbatches)
+
+
+def _stage_problems(traits: ScheduleTraits, stages_per_rank: int) -> Iterator[str]:
+    if not traits.is_multistage and stages_per_rank != 1:
+        yield (
+            "it runs exactly one stage on each rank. Set stages_per_rank=1, or choose a schedule for several "
+            f"stages ({_names(is_multistage=True)})."
+        )
+    if traits.stage_type == "v" and stages_per_rank != 2:
+        yield (
+            "its ranks hold two stages each, one on the way down the model and one on the way up. Set "
+            f"stages_per_rank=2, or choose another schedule ({_names(stage_type='loop')})."
+        )
+    if traits.is_multistage and stages_per_rank < 2:
+        yield (
+            "it interleaves several stages on each rank. Set stages_per_rank=2 or more, or choose a schedule for one "
+            f"stage ({_names(is_multistage=False)})."
+        )
+
+
+def _microbatch_problems(schedule_class: type, pp_size: int, num_stages: int, n_microbatches: int) -> Iterator[str]:
+    if issubclass(schedule_class, Schedule1F1B | ScheduleDualPipeV) and n_microbatches < num_stages:
+        yield (
+            f"it fills the pipeline before its first backward pass, which takes a micro-batch for each of the {num_stages} "
+            f"stages. Set n_microbatches={num_stages} or more, or choose a schedule that runs with fewer ('gpipe', 'zbv')."
+        )
+    rounds = max(1, n_microbatches // pp_size)
+    if issubclass(schedule_class, ScheduleInterleaved1F1B | ScheduleInterleavedZeroBubble) and n_microbatches % rounds:
+        fewer = n_microbatches - n_microbatches % rounds
+        more = min(fewer + rounds, (rounds + 1) * pp_size)
+        yield (
+            f"it sends micro-batches through the {pp_size} ranks in {rounds} rounds (n_microbatches // ranks), which must "
+            f"be of equal size. Set n_microbatches={fewer} or {more}; multiples of the number of ranks always work."
+        )
+
+
+def _names(*, is_multistage: bool | None = None, stage_type: str | None = None) -> str:
+    """The short names of torch's schedules, or of those with the given trait."""
+    return ", ".join(
+        repr(traits.name)
+        for traits in SCHEDULES.values()
+        if is_multistage in (None, traits.is_multistage) and stage_type in (None, traits.stage_type)
+    )
+
+
+def _plain(name: str) -> str:
+    return "".join(letter for letter in name.lower() if letter.isalnum()).removeprefix("schedule")
+
+
+def _find_by_name(name: str) -> type:
+    classes = {_plain(one.__name__): one for one in SCHEDULES} | {SCHEDULES[one].name: one for one in SCHEDULES}
+    if (plain := _plain(name)) in classes:
+        return classes[plain]
+    nearest = difflib.get_close_matches(plain, classes, n=1, cutoff=0.0)
+    suggestion = SCHEDULES[classes[nearest[0]]].name if nearest else "gpipe"
+    raise ValueError(
+        f"schedule={name!r} is not a known pipeline schedule. Did you mean {suggestion!r}? The names are {_names()}; a "
+        "class that derives from a schedule of torch.distributed.pipelining is taken as well."
+    )

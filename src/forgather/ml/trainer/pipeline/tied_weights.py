@@ -1,0 +1,77 @@
+"""Weights that are one tensor in the whole model and have copies on several ranks of a pipeline."""
+
+from collections.abc import Mapping, Sequence
+from typing import NamedTuple
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed import ProcessGroup
+
+from forgather.ml.checkpoint.weight_files import SharingMetadataT
+from forgather.ml.distributed.environment import get_requested_timeout
+
+
+class TiedWeight(NamedTuple):
+    """A copy on this rank, under the name that the whole model knows it by, and the ranks that have one."""
+
+    name: str
+    parameter: nn.Parameter
+    group: ProcessGroup
+    counts_here: bool
+    """Whether this copy is the one that a sum over all ranks takes."""
+
+
+def canonical_names(sharing: SharingMetadataT) -> dict[str, str]:
+    """The first name of each tensor that has several, by each of them."""
+    return {name: group[0] for group in sharing for name in group}
+
+
+def tied_weights(
+    sharing: SharingMetadataT,
+    names_of_ranks: Sequence[Sequence[str]],
+    own: Mapping[str, nn.Parameter],
+    pipelines: Sequence[Sequence[int]],
+) -> list[TiedWeight]:
+    """The weights of this rank of which others have copies; collective over all ranks of the job.
+
+    `names_of_ranks` are the names that each place of a pipeline holds, `pipelines` the global ranks of each.
+    """
+    found = []
+    for names in sharing:
+        places = [place for place, held in enumerate(names_of_ranks) if set(names) & set(held)]
+        if len(places) < 2:
+            continue
+        for ranks in pipelines:
+            members = [ranks[place] for place in places]
+            # Every rank takes part in making every group, its own or not: torch requires it.
+            group = dist.new_group(members, timeout=get_requested_timeout())
+            parameter = next((own[name] for name in names if name in own), None)
+            if dist.get_rank() in members and parameter is not None:
+                assert isinstance(group, ProcessGroup)
+                found.append(TiedWeight(names[0], parameter, group, dist.get_rank() == members[0]))
+    return found
+
+
+def add_gradients(weights: Sequence[TiedWeight]) -> None:
+    """Give every copy the sum of the gradients of all copies, so that they stay one."""
+    works = []
+    for weight in weights:
+        if weight.parameter.requires_grad:
+            if weight.parameter.grad is None:
+                weight.parameter.grad = torch.zeros_like(weight.parameter)
+            works.append(dist.all_reduce(weight.parameter.grad, group=weight.group, async_op=True))
+    for work in works:
+        assert work is not None
+        work.wait()
+
+
+def total_norm(gradients_norm: Tensor, norm_type: float, group: ProcessGroup, device: torch.device) -> Tensor:
+    """The norm over all ranks of a group, from the norm of what each of them has."""
+    norm = gradients_norm.to(device=device, dtype=torch.float32, copy=True)
+    if norm_type == float("inf"):
+        dist.all_reduce(norm, op=dist.ReduceOp.MAX, group=group)
+        return norm
+    powers = norm.pow(norm_type)
+    dist.all_reduce(powers, group=group)
+    return powers.pow(1.0 / norm_type)

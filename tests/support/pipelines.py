@@ -1,0 +1,83 @@
+"""Pipeline trainers on the ranks of a test, the models they train, and what all ranks together hold."""
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from transformers import GPT2Config, GPT2LMHeadModel
+
+from forgather.ml.trainer.pipeline import PipelineTrainer
+from forgather.ml.trainer.trainer import Trainer
+from tests.support.data_parallel import Result, environment, run
+from tests.support.tiny_models import VOCAB_SIZE, quiet_trainer, tiny_llama
+
+NUM_LAYERS = 8
+
+
+def llama(num_layers: int = NUM_LAYERS, **options: Any) -> nn.Module:
+    """Its weights come from the generator as it is, as those of any model_init."""
+    return tiny_llama(None, num_hidden_layers=num_layers, **options)
+
+
+def tied_gpt2(num_layers: int = NUM_LAYERS) -> nn.Module:
+    """Embedding and head are one tensor; without dropout, which draws other numbers on other ranks."""
+    return GPT2LMHeadModel(
+        GPT2Config(
+            vocab_size=VOCAB_SIZE,
+            n_embd=16,
+            n_layer=num_layers,
+            n_head=2,
+            n_positions=32,
+            resid_pdrop=0.0,
+            embd_pdrop=0.0,
+            attn_pdrop=0.0,
+            bos_token_id=1,
+            eos_token_id=2,
+        )
+    )
+
+
+def trainer_of(
+    trainer_class: type[Trainer],
+    output_dir: Path,
+    model_init: Callable[[], nn.Module],
+    train: Any,
+    *callbacks: Any,
+    trainer_options: dict[str, Any] | None = None,
+    **settings: Any,
+) -> Trainer:
+    """`quiet_trainer` for a model that every rank builds."""
+    options: dict[str, Any] = {"model_init": model_init, **(trainer_options or {})}
+    if dist.is_initialized() and trainer_class is not Trainer:
+        options["distributed_env"] = environment()
+    return quiet_trainer(
+        output_dir, None, train, *callbacks, trainer_class=trainer_class, trainer_options=options, **settings
+    )
+
+
+def pipeline_trainer(
+    output_dir: Path, model_init: Callable[[], nn.Module], train: Any, *callbacks: Any, **settings: Any
+) -> PipelineTrainer:
+    trainer = trainer_of(PipelineTrainer, output_dir, model_init, train, *callbacks, **settings)
+    assert isinstance(trainer, PipelineTrainer)
+    return trainer
+
+
+def whole_result(trainer: Trainer) -> Result:
+    """What a run came to, with the weights of all ranks; where ranks have a weight both, one that they agree on."""
+    result = run(trainer)
+    return result._replace(weights=joined(result.weights))
+
+
+def joined(tensors: dict[str, Tensor]) -> dict[str, Tensor]:
+    """The tensors of all ranks by name; copies must be equal, bit for bit."""
+    parts: list[Any] = [None] * dist.get_world_size()
+    dist.all_gather_object(parts, tensors)
+    whole: dict[str, Tensor] = {}
+    for part in parts:
+        for name, tensor in part.items():
+            assert torch.equal(whole.setdefault(name, tensor), tensor), name
+    return whole
