@@ -231,7 +231,7 @@ class CoordinatedTrainer(Trainer):
             window.num_shares = num_shares
 
     def _warn_of_equal_batches(self, batch: Mapping[str, Any]) -> None:
-        digests = self._peers.gather(_digest_of(batch))
+        digests = self._peers.gather(_digest_of(batch) if self._speaks_for_batches else "")
         for rank, digest in enumerate(digests):
             first = digests.index(digest)
             if digest and first < rank:

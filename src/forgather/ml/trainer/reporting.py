@@ -5,7 +5,7 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from forgather.ml.trainer.periodic_function import PeriodicFunction
 from forgather.ml.trainer.preparation import PreparedTrainer
@@ -19,7 +19,7 @@ from forgather.ml.trainer.training_metrics import (
     SpeedMeter,
     root_mean_square,
 )
-from forgather.ml.utils import count_parameters, flops_per_token
+from forgather.ml.utils import ModelParameterStats, count_parameters, flops_per_token
 
 
 @dataclass(kw_only=True)
@@ -54,7 +54,7 @@ class ReportingTrainer(PreparedTrainer):
         self.control = TrainerControl()
         self._interval, self._totals = IntervalMetrics(), RunTotals()
         self._speed = SpeedMeter(args.speed_metrics_start_step)
-        self._flops_per_token = flops_per_token(count_parameters(self._whole_model()))
+        self._flops_per_token = flops_per_token(self._count_parameters())
         self._evaluated_step = -1
         self._eval_metrics: dict[str, Any] | None = None
         self._evaluation_is_pending = False
@@ -68,9 +68,9 @@ class ReportingTrainer(PreparedTrainer):
         self._save_when = _when(args.save_strategy, args.save_steps)
         self._update_context()
 
-    def _whole_model(self) -> nn.Module:
-        """All of the model, or a stand-in without memory that knows its shapes."""
-        return self.unwrapped_model()
+    def _count_parameters(self) -> ModelParameterStats:
+        """How large the whole model is, on however many ranks."""
+        return count_parameters(self.unwrapped_model())
 
     def _update_context(self) -> None:
         """What every callback is told, as it is now."""

@@ -33,7 +33,7 @@ class SavingTrainer(ReportingTrainer):
             StateComponent("optimizer", self.optimizer_state, one, required=False),
             StateComponent("scheduler", self._scheduler_state, one, required=False),
             StateComponent("trainer", self._progress, one, required=False),
-            StateComponent("dataset", self.train_dataloader, self._get_dataset_sharing_pattern(), required=False),
+            self._dataset_component(),
             StateComponent("rng", self.rng, SharingPattern.PER_RANK, required=False),
         ]
 
@@ -138,6 +138,10 @@ class SavingTrainer(ReportingTrainer):
     def _model_component(self) -> StateComponent:
         """The model and how ranks share it."""
         return StateComponent("model", self.unwrapped_model(), SharingPattern.GLOBAL)
+
+    def _dataset_component(self) -> StateComponent:
+        """The position in the data and how ranks share it."""
+        return StateComponent("dataset", self.train_dataloader, self._get_dataset_sharing_pattern(), required=False)
 
     def _model_exporter(self) -> CheckpointCoordinator:
         return CheckpointCoordinator(

@@ -39,16 +39,16 @@ class Anatomy:
         return int(self.model.config.get_text_config().hidden_size)
 
 
-def find_anatomy(model: nn.Module, num_layers: int | None = None) -> Anatomy:
+def find_anatomy(model: Any, num_layers: int | None = None) -> Anatomy:
     """Find the layers of a model and check that its code does nothing between embedding and head but run them."""
     name = type(model).__name__
     if not (hasattr(model, "config") and hasattr(model, "base_model") and hasattr(model, "get_input_embeddings")):
         raise UnknownModel(f"{name} is no model of transformers")
     if getattr(model.config, "is_encoder_decoder", False):
         raise UnknownModel(f"{name} has an encoder and a decoder")
-    if model.base_model is model or model.get_output_embeddings() is None:  # type: ignore[operator]
+    if model.base_model is model or model.get_output_embeddings() is None:
         raise UnknownModel(f"{name} has no language-model head")
-    wanted = num_layers or getattr(model.config.get_text_config(), "num_hidden_layers", None)
+    wanted: Any = num_layers or getattr(model.config.get_text_config(), "num_hidden_layers", None)
     lists = [
         path for path, module in model.named_modules() if isinstance(module, nn.ModuleList) and len(module) == wanted
     ]
@@ -154,7 +154,7 @@ class _LayerRange(nn.ModuleList):
 
     def __getitem__(self, index: Any) -> Any:
         layers = list(self._modules.values())
-        return nn.ModuleList(layers[index]) if isinstance(index, slice) else layers[index]  # type: ignore[arg-type]
+        return nn.ModuleList(layers[index]) if isinstance(index, slice) else layers[index]
 
 
 class HuggingFaceStage(nn.Module):

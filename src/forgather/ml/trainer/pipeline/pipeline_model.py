@@ -22,7 +22,7 @@ from forgather.ml.trainer.pipeline.pipeline_utils import (
 from forgather.ml.trainer.pipeline.splitting import ModelSplitter, Stage
 from forgather.ml.trainer.pipeline.stage_building import RankModel, materialise, stream_values
 from forgather.ml.trainer.pipeline.tied_weights import canonical_names
-from forgather.ml.utils import default_dtype
+from forgather.ml.utils import count_parameters, default_dtype
 
 logger = logging.getLogger(__name__)
 
@@ -49,6 +49,7 @@ class PipelineModel:
         self.stage_indices = stage_indices
         # Before any part of it has memory: then tied names are no longer one tensor.
         self.sharing = create_sharing_metadata(whole)
+        self.parameter_stats = count_parameters(whole)
         self.modules, _, stages, self.make_mask = splitter(
             whole, (example[0],), example[1], stage_indices, True, device=device, rank=rank, pp_group=group
         )

@@ -40,6 +40,7 @@ from forgather.ml.trainer.pipeline.trained_stage import TrainedStage
 from forgather.ml.trainer.seeding import seed_everything, seed_of_rank, undisturbed_random_numbers
 from forgather.ml.trainer.synchronized_dataloader import Rounds
 from forgather.ml.trainer.trainer_utils import moved, set_train
+from forgather.ml.utils import ModelParameterStats
 
 __all__ = ["PipelineTrainer", "PipelineTrainingArguments"]
 
@@ -67,8 +68,8 @@ class PipelineTrainer(CoordinatedTrainer):
         super().__init__(args=args, **trainer_kwargs)
         self._model_splitter = model_splitter or create_causal_lm_splitter()
         self._schedule_factory = self._chosen_factory(pipe_schedule_factory)
-        factory = self._schedule_factory
-        self._schedule_class = find_schedule(factory.func if isinstance(factory, functools.partial) else factory)
+        factory: Any = self._schedule_factory
+        self._schedule_class = find_schedule(getattr(factory, "func", factory))
         self._traits = traits_of(self._schedule_class)
         self._tied: list[TiedWeight] = []
         self._loss_total: int | Tensor = 1
@@ -254,8 +255,8 @@ class PipelineTrainer(CoordinatedTrainer):
     def _give_values(self, source: nn.Module | None) -> None:
         self.pipeline.fill_from(source)
 
-    def _whole_model(self) -> nn.Module:
-        return self.pipeline.whole
+    def _count_parameters(self) -> ModelParameterStats:
+        return self.pipeline.parameter_stats
 
     def _named_parameters(self) -> list[tuple[str, nn.Parameter]]:
         return self.pipeline.named_parameters()
@@ -292,9 +293,7 @@ class PipelineTrainer(CoordinatedTrainer):
             scale_grads=False,
         )
 
-    def _make_stage(
-        self, like: PipelineStage, inputs: tuple[Tensor, ...], outputs: tuple[Tensor, ...]
-    ) -> PipelineStage:
+    def _make_stage(self, like: PipelineStage, inputs: tuple[Tensor, ...], outputs: tuple[Tensor, ...]) -> TrainedStage:
         stage = TrainedStage(
             like.submod, like.stage_index, like.num_stages, like.device, inputs, outputs, group=like.group
         )
@@ -310,8 +309,12 @@ class PipelineTrainer(CoordinatedTrainer):
     def _accumulate_gradients(self, window: Window) -> Tensor:
         self._resolve_loss(window.batches[0], self._fill)
         loss = super()._accumulate_gradients(window)
-        add_gradients(self._tied)
+        self._finish_gradients()
         return loss
+
+    def _finish_gradients(self) -> None:
+        """Bring together what ranks have computed of the gradients of one weight."""
+        add_gradients(self._tied)
 
     def _forward_backward_step(self, window: Window, number: int) -> Tensor:
         assert window.total is not None
@@ -476,12 +479,10 @@ class PipelineTrainer(CoordinatedTrainer):
     # --- state
 
     def _model_component(self) -> StateComponent:
-        return dataclasses.replace(super()._model_component(), sharing_pattern=SharingPattern.PER_RANK)
+        return self._as_part(super()._model_component())
 
     def get_state_components(self) -> list[StateComponent]:
-        return [
-            self._as_part(one) if one.key in ("model", "optimizer") else one for one in super().get_state_components()
-        ]
+        return [self._as_part(one) if one.key == "optimizer" else one for one in super().get_state_components()]
 
     def _as_part(self, component: StateComponent) -> StateComponent:
         return dataclasses.replace(component, sharing_pattern=SharingPattern.PER_RANK)

@@ -1,0 +1,120 @@
+"""Gradients of stages, summed over the pipelines that have copies of them while other stages still compute."""
+
+import contextlib
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch._utils import _flatten_dense_tensors, _unflatten_dense_tensors
+from torch.distributed import ProcessGroup
+
+_BUCKET_BYTES = 25 * 2**20
+
+
+class _Bucket:
+    """Parameters whose gradients are reduced in one message."""
+
+    def __init__(self, parameters: list[nn.Parameter]) -> None:
+        self.parameters = parameters
+        self.num_awaited = len(parameters)
+        self.flat: Tensor | None = None
+        self.work: Any = None
+
+    def start(self, group: ProcessGroup) -> None:
+        gradients = [torch.zeros_like(one) if one.grad is None else one.grad for one in self.parameters]
+        self.flat = _flatten_dense_tensors(gradients)
+        self.work = dist.all_reduce(self.flat, group=group, async_op=True)
+
+    def finish(self) -> None:
+        assert self.flat is not None
+        self.work.wait()
+        for one, total in zip(self.parameters, _unflatten_dense_tensors(self.flat, self.parameters), strict=True):
+            # A parameter that no pipeline has used keeps having no gradient, as on one device.
+            if one.grad is not None or bool(total.any()):
+                one.grad = total
+        self.flat, self.work, self.num_awaited = None, None, len(self.parameters)
+
+
+class GradientReducer:
+    """Sums the gradients of this rank's stages over a group of ranks that have the same stages.
+
+    It is told when the last gradients of a stage come (`watching`) and when all of them are there (`reduce`). Messages are
+    begun in an order that is the same on all ranks. A parameter of two stages is reduced when both are done.
+    """
+
+    def __init__(self, stages: Mapping[int, nn.Module], group: ProcessGroup) -> None:
+        self._group = group
+        self.is_active = False
+        """Whether the present batch is the last one of its step."""
+        stages_of: dict[int, list[int]] = {}
+        parameters: dict[int, nn.Parameter] = {}
+        for index, module in stages.items():
+            for one in module.parameters():
+                if one.requires_grad:
+                    stages_of.setdefault(id(one), []).append(index)
+                    parameters[id(one)] = one
+        alone = {index: [parameters[key] for key, found in stages_of.items() if found == [index]] for index in stages}
+        self._buckets = {index: _buckets(own) for index, own in alone.items()}
+        self._shared = _buckets([parameters[key] for key, found in stages_of.items() if len(found) > 1])
+        self._bucket_of = {
+            id(one): bucket for buckets in self._buckets.values() for bucket in buckets for one in bucket.parameters
+        }
+        self._started: list[_Bucket] = []
+
+    @contextlib.contextmanager
+    def watching(self, stage_index: int) -> Iterator[None]:
+        if not self.is_active:
+            yield
+            return
+        hooks = [
+            one.register_post_accumulate_grad_hook(lambda parameter: self._note(stage_index, parameter))
+            for bucket in self._buckets[stage_index]
+            for one in bucket.parameters
+        ]
+        try:
+            yield
+        finally:
+            for hook in hooks:
+                hook.remove()
+
+    def reduce(self, stage_index: int) -> None:
+        if self.is_active:
+            for bucket in self._buckets[stage_index]:
+                self._start(bucket)
+
+    def finish(self) -> None:
+        """Wait for all sums; what was not begun yet is reduced now."""
+        for buckets in (*self._buckets.values(), self._shared):
+            for bucket in buckets:
+                self._start(bucket)
+        for bucket in self._started:
+            bucket.finish()
+        self._started.clear()
+
+    def _note(self, stage_index: int, parameter: Tensor) -> None:
+        self._bucket_of[id(parameter)].num_awaited -= 1
+        for bucket in self._buckets[stage_index]:
+            if bucket.num_awaited > 0:
+                break
+            self._start(bucket)
+
+    def _start(self, bucket: _Bucket) -> None:
+        if bucket.work is None:
+            bucket.start(self._group)
+            self._started.append(bucket)
+
+
+def _buckets(parameters: Sequence[nn.Parameter]) -> list[_Bucket]:
+    """Those of one type and device together, the last ones first: their gradients come first."""
+    buckets: list[list[nn.Parameter]] = []
+    room = 0
+    for one in reversed(parameters):
+        size = one.numel() * one.element_size()
+        if room < size or (buckets[-1][0].dtype, buckets[-1][0].device) != (one.dtype, one.device):
+            buckets.append([])
+            room = _BUCKET_BYTES
+        buckets[-1].append(one)
+        room -= size
+    return [_Bucket(bucket) for bucket in buckets]
