@@ -6,8 +6,16 @@ from dataclasses import dataclass
 from typing import Any
 
 from forgather.cli import objects
-from forgather.cli.configuration import Configuration, DataSection, FactorySection, ModelSection, TokenizerSection
+from forgather.cli.configuration import (
+    Configuration,
+    DataSection,
+    FactorySection,
+    ModelSection,
+    TokenizerSection,
+    TrainerSection,
+)
 from forgather.cli.errors import UsageError, nearest_hint
+from forgather.cli.trainers import TRAINERS, find_kind
 from forgather.data.byte_tokenizer import byte_tokenizer
 from forgather.data.documents import find_files, read_documents, read_saved_dataset
 from forgather.data.packed import PackedTokens
@@ -83,6 +91,24 @@ def build_callbacks(configuration: Configuration) -> list[Any]:
         key = f"callbacks[{number}]"
         callbacks.append(objects.call(entry["class_path"], entry.get("init_args", {}), key, _CALLBACKS_MODULE))
     return callbacks
+
+
+def build_stage_options(section: TrainerSection) -> dict[str, Any]:
+    """The keywords by which a trainer divides the model, for those trainers that do."""
+    options: dict[str, Any] = {}
+    if section.schedule is not None:
+        options["pipe_schedule_factory"] = section.schedule
+    if section.splitter.class_path is not None:
+        options["model_splitter"] = objects.call(
+            section.splitter.class_path, section.splitter.init_args, "trainer.splitter"
+        )
+    if options and not find_kind(section.kind).has_stages:
+        asked = "trainer.schedule" if section.schedule is not None else "trainer.splitter"
+        able = " or ".join(f"--trainer {name}" for name, kind in TRAINERS.items() if kind.has_stages)
+        raise UsageError(
+            f"{asked} is for {able}, but trainer.kind is {section.kind!r}, which does not divide the model."
+        )
+    return options
 
 
 def build_loss(section: FactorySection) -> Callable[..., Any] | None:

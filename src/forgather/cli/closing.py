@@ -73,8 +73,11 @@ def _suggested_processes(program: str, output_dir: str, words: Sequence[str], nu
     if any(word.startswith("--trainer") for word in words):
         command = shlex.join([program, "train", "--args.output_dir", output_dir, "--args.max_steps", str(num_steps)])
         return {"go on in one process": command}
-    two = f"{program} train --trainer ddp --nproc 2 --args.output_dir demo_output_ddp"
-    return {"two processes beside it": two}
+    command = f"{program} train --trainer {{kind}} --nproc 2 --args.output_dir demo_output_{{kind}}"
+    return {
+        "two processes beside it": command.format(kind="ddp"),
+        "half of the model in each": command.format(kind="pipeline"),
+    }
 
 
 def _without(words: Sequence[str], option: str) -> list[str]:

@@ -73,24 +73,28 @@ class DataSection:
 
 
 @dataclass(kw_only=True)
-class TrainerSection:
-    """How training is spread over devices."""
-
-    kind: str = "single"
-    """The strategy; --trainer KIND says the same."""
-    init_args: dict[str, Any] = field(default_factory=dict)
-    """Further keywords of the trainer's constructor."""
-    default_callbacks: bool = True
-    """Progress, run summary and speed, beside the callbacks of the configuration."""
-
-
-@dataclass(kw_only=True)
 class FactorySection:
     """A callable in place of the default."""
 
     class_path: str | None = None
     """A class or function, such as "torch.optim.SGD"."""
     init_args: dict[str, Any] = field(default_factory=dict)
+
+
+@dataclass(kw_only=True)
+class TrainerSection:
+    """How training is spread over devices."""
+
+    kind: str = "single"
+    """The strategy; --trainer KIND says the same."""
+    schedule: str | None = None
+    """Of a pipeline: gpipe (the default), 1f1b, interleaved1f1b, loopedbfs, interleavedzerobubble, zbv or dualpipev."""
+    splitter: FactorySection = field(default_factory=FactorySection)
+    """Of a pipeline: called with init_args, makes what divides the model into stages; for most models none is needed."""
+    init_args: dict[str, Any] = field(default_factory=dict)
+    """Further keywords of the trainer's constructor."""
+    default_callbacks: bool = True
+    """Progress, run summary and speed, beside the callbacks of the configuration."""
 
 
 @dataclass(kw_only=True)

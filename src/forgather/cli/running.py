@@ -77,6 +77,7 @@ def _build_parts(configuration: Configuration, trainer_class: type[Trainer], tex
     objects.check_keywords(trainer_class, {**keywords, **configuration.trainer.init_args}, "trainer", 0)
     tokenizer = build.build_tokenizer(configuration.tokenizer)
     parts: dict[str, Any] = {
+        **build.build_stage_options(configuration.trainer),
         "model_init": build.model_builder(configuration.model, tokenizer),
         "optimizer_factory": objects.partial(configuration.optimizer, "optimizer"),
         "lr_scheduler_factory": objects.partial(configuration.lr_scheduler, "lr_scheduler"),

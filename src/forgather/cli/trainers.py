@@ -23,6 +23,8 @@ class TrainerKind:
     uses_processes: bool = True
     own_keywords: tuple[str, ...] = ()
     """Keywords of its constructor that `make_own_keywords` makes."""
+    has_stages: bool = False
+    """Whether it divides the model, by a schedule and a splitter."""
 
 
 _TRAINER_PACKAGE = "forgather.ml.trainer"
@@ -43,9 +45,23 @@ TRAINERS = {
         "AccelTrainingArguments",
         own_keywords=("accelerator",),
     ),
+    "pipeline": TrainerKind(
+        f"{_TRAINER_PACKAGE}.pipeline.pipeline_trainer",
+        "PipelineTrainer",
+        f"{_TRAINER_PACKAGE}.pipeline.pipeline_arguments",
+        "PipelineTrainingArguments",
+        has_stages=True,
+    ),
+    "hybrid": TrainerKind(
+        f"{_TRAINER_PACKAGE}.hybrid.hybrid_trainer",
+        "HybridTrainer",
+        f"{_TRAINER_PACKAGE}.hybrid.hybrid_arguments",
+        "HybridTrainingArguments",
+        has_stages=True,
+    ),
 }
 DEFAULT_KIND = "single"
-_PLANNED_TRAINERS = ("pipeline", "hybrid", "fsdp2")
+_PLANNED_TRAINERS = ("fsdp2",)
 
 
 def find_kind(kind: str) -> TrainerKind:

@@ -11,6 +11,8 @@ if TYPE_CHECKING:
     from forgather.ml.trainer.base_trainer import BaseTrainer, BaseTrainingArguments
     from forgather.ml.trainer.checkpoint_types import SharingPattern, StateComponent
     from forgather.ml.trainer.ddp.ddp_trainer import DDPTrainer, DDPTrainingArguments
+    from forgather.ml.trainer.hybrid.hybrid_trainer import HybridTrainer, HybridTrainingArguments
+    from forgather.ml.trainer.pipeline.pipeline_trainer import PipelineTrainer, PipelineTrainingArguments
     from forgather.ml.trainer.trainer import MinimalTrainingArguments, Trainer, TrainerState, TrainingArguments
     from forgather.ml.trainer.trainer_types import (
         IntervalStrategy,
@@ -26,8 +28,12 @@ _HOMES = {
     "BaseTrainingArguments": "base_trainer",
     "DDPTrainer": "ddp.ddp_trainer",
     "DDPTrainingArguments": "ddp.ddp_trainer",
+    "HybridTrainer": "hybrid.hybrid_trainer",
+    "HybridTrainingArguments": "hybrid.hybrid_trainer",
     "IntervalStrategy": "trainer_types",
     "MinimalTrainingArguments": "trainer",
+    "PipelineTrainer": "pipeline.pipeline_trainer",
+    "PipelineTrainingArguments": "pipeline.pipeline_trainer",
     "SharingPattern": "checkpoint_types",
     "StateComponent": "checkpoint_types",
     "TrainOutput": "trainer_types",
@@ -45,8 +51,12 @@ __all__ = [
     "BaseTrainingArguments",
     "DDPTrainer",
     "DDPTrainingArguments",
+    "HybridTrainer",
+    "HybridTrainingArguments",
     "IntervalStrategy",
     "MinimalTrainingArguments",
+    "PipelineTrainer",
+    "PipelineTrainingArguments",
     "SharingPattern",
     "StateComponent",
     "TrainOutput",

@@ -27,7 +27,7 @@ class InfoCallback(TrainerCallback):
             return
         whole_model = trainer.unwrapped_model() if hasattr(trainer, "unwrapped_model") else model
         rows = {
-            "model": describe_model(whole_model),
+            "model": describe_model(whole_model, getattr(trainer, "pipeline", None)),
             "precision": describe_precision(args, whole_model),
             "devices": describe_devices(state, whole_model),
             "batch": describe_batch(args, state, trainer),
@@ -40,15 +40,18 @@ class InfoCallback(TrainerCallback):
             console.print(Text(f"{label:<{_LABEL_WIDTH}} ", style="bold") + Text(text, style="default"), soft_wrap=True)
 
 
-def describe_model(model: nn.Module) -> str:
-    stats = count_parameters(model)
+def describe_model(model: nn.Module, pipeline: Any = None) -> str:
+    """Name and size; of a pipeline, those of the model that its ranks have together."""
+    stats = count_parameters(model) if pipeline is None else pipeline.parameter_stats
+    name = type(model if pipeline is None else pipeline.whole).__name__
     parts = []
     if stats.trainable != stats.total:
         parts.append(f"{format_count(stats.trainable)} trainable")
     if stats.embedding:
         parts.append(f"{format_count(stats.non_embedding)} without embeddings")
     details = f" ({', '.join(parts)})" if parts else ""
-    return f"{type(model).__name__}, {format_count(stats.total)} parameters{details}"
+    stages = "" if pipeline is None else f", in {pipeline.num_stages} stages on {len(pipeline.stage_indices)} ranks"
+    return f"{name}, {format_count(stats.total)} parameters{details}{stages}"
 
 
 def describe_precision(args: Any, model: nn.Module) -> str:

@@ -12,9 +12,6 @@ class PipelineTrainingArguments(TrainingArguments):
 
     n_microbatches: int = 4
     """Parts of a batch that are under way in the pipeline at once; the batch size must be divisible by it."""
-    schedule: str | None = None
-    """Name of the schedule: gpipe, 1f1b, interleaved1f1b, loopedbfs, interleavedzerobubble, zbv, dualpipev. None: the
-    trainer's pipe_schedule_factory."""
     stages_per_rank: int = 1
     """A schedule that needs more than one gets two."""
     pp_stage_type: str = "loop"

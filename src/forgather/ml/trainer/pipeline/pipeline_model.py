@@ -2,7 +2,8 @@
 
 import contextlib
 import logging
-from collections.abc import Callable, Mapping, Sequence
+import sys
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -101,12 +102,26 @@ class PipelineModel:
         """Take the values of the whole model, which the first rank of the pipeline gives; collective."""
         stream_values(source, list(self.own.values()), self.names_of_ranks, self._group)
 
+    def check_source(self, source: nn.Module) -> None:
+        """Refuse a whole model that is not the one which was divided: its values would not fit where they are sent."""
+        expected = {name: tensor for module in self.modules for name, tensor in tensors_of(module).items()}
+        given = tensors_of(source)
+        for name, tensor in expected.items():
+            found = Meta.of(given[name]) if name in given else None
+            if found != Meta.of(tensor):
+                raise ValueError(
+                    f"model_init built two different models: {name!r} is {found} in the one with values, and "
+                    f"{Meta.of(tensor)} in the one without memory. It must build the same model whenever it is called; set "
+                    "default_dtype rather than converting the model inside of it."
+                )
+
     def fill_missing_buffers(self, model_init: Callable[[], nn.Module]) -> None:
         """Compute those that no checkpoint holds, such as rotary frequencies."""
         wanted = {name for module in self.own.values() for name in missing_buffers(module)}
         if not wanted:
             return
-        values = dict(with_real_buffers(model_init).named_buffers())
+        with pretrained_without_weights():
+            values = dict(with_real_buffers(model_init).named_buffers())
         for name, tensor in tensors_of(self.part).items():
             if name in wanted:
                 tensor.copy_(values[name])
@@ -140,6 +155,7 @@ def model_without_memory(model_init: Callable[[], nn.Module], dtype: str | None)
     """The model on the meta device."""
     with contextlib.ExitStack() as context:
         context.enter_context(default_dtype(None if dtype is None else torch_dtype(dtype)))
+        context.enter_context(pretrained_without_weights())
         context.enter_context(torch.device("meta"))
         model = model_init()
     real = next((name for name, tensor in tensors_of(model).items() if not tensor.is_meta), None)
@@ -150,6 +166,31 @@ def model_without_memory(model_init: Callable[[], nn.Module], dtype: str | None)
             "model_init, from a configuration (weights are loaded from checkpoints), and leave devices to the trainer."
         )
     return model
+
+
+@contextlib.contextmanager
+def pretrained_without_weights() -> Iterator[None]:
+    """Let `from_pretrained` of transformers build models from their configurations, and leave the weights on disk."""
+    transformers = sys.modules.get("transformers.modeling_utils")
+    if transformers is None:
+        yield
+        return
+    model_class = transformers.PreTrainedModel
+    original = vars(model_class)["from_pretrained"]
+
+    def from_configuration(cls: Any, path: Any, *args: Any, config: Any = None, **options: Any) -> nn.Module:
+        config = cls.config_class.from_pretrained(path) if config is None else config
+        dtype = options.get("dtype", options.get("torch_dtype", "auto"))
+        if dtype == "auto":
+            dtype = getattr(config, "dtype", None)
+        model: nn.Module = cls(config)
+        return model if dtype is None else model.to(torch_dtype(dtype) if isinstance(dtype, str) else dtype)
+
+    model_class.from_pretrained = classmethod(from_configuration)
+    try:
+        yield
+    finally:
+        model_class.from_pretrained = original
 
 
 def whole_model(

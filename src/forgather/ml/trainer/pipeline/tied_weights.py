@@ -8,7 +8,10 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed import ProcessGroup
 
+from forgather.ml.checkpoint.digest import tensor_digest
+from forgather.ml.checkpoint.errors import ReplicationError
 from forgather.ml.checkpoint.weight_files import SharingMetadataT
+from forgather.ml.distributed import Peers
 from forgather.ml.distributed.environment import get_requested_timeout
 
 
@@ -64,6 +67,21 @@ def add_gradients(weights: Sequence[TiedWeight]) -> None:
     for work in works:
         assert work is not None
         work.wait()
+
+
+def compare_copies(weights: Sequence[TiedWeight], peers: Peers) -> None:
+    """Raise on every rank when the copies of a weight are no longer the same."""
+    told = peers.gather({weight.name: tensor_digest(weight.parameter.detach()) for weight in weights})
+    for name in sorted({name for own in told for name in own}):
+        ranks: dict[str, list[int]] = {}
+        for rank, own in enumerate(told):
+            if name in own:
+                ranks.setdefault(own[name], []).append(rank)
+        if len(ranks) > 1:
+            raise ReplicationError(
+                f"Replication validation failed for component 'model': the copies of the tied weight {name!r} differ "
+                f"between the ranks {' and '.join(map(str, ranks.values()))}."
+            )
 
 
 def total_norm(gradients_norm: Tensor, norm_type: float, group: ProcessGroup, device: torch.device) -> Tensor:
