@@ -72,8 +72,8 @@ def test_a_stop_signal_saves_exits_with_0_and_the_next_run_goes_on(capsys: pytes
 
 
 def test_trainers_that_are_not_here_are_refused_by_name(capsys: pytest.CaptureFixture[str]) -> None:
-    available = "this version has: single, ddp, accelerate."
-    assert f"trainer.kind='pipeline' is not available yet; {available}" in refusal(capsys, "--trainer", "pipeline")
+    available = "this version has: single, ddp, accelerate, pipeline, hybrid."
+    assert f"trainer.kind='fsdp2' is not available yet; {available}" in refusal(capsys, "--trainer", "fsdp2")
     assert f"there is no such trainer; {available} Did you mean 'single'?" in refusal(capsys, "--trainer", "singel")
 
 

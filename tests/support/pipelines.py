@@ -47,10 +47,13 @@ def trainer_of(
     train: Any,
     *callbacks: Any,
     trainer_options: dict[str, Any] | None = None,
+    schedule: Any = None,
     **settings: Any,
 ) -> Trainer:
     """`quiet_trainer` for a model that every rank builds."""
     options: dict[str, Any] = {"model_init": model_init, **(trainer_options or {})}
+    if schedule is not None:
+        options["pipe_schedule_factory"] = schedule
     if dist.is_initialized() and trainer_class is not Trainer:
         options["distributed_env"] = environment()
     return quiet_trainer(

@@ -99,6 +99,10 @@ class Start:
     """Everything that has to be the same at the end, of all ranks; None when they did not get so far."""
 
 
+BuildT = Callable[[Any, str, Sequence[Any]], Trainer]
+FactsT = Callable[[Any], dict[str, Any]]
+
+
 def tiny_llama() -> LlamaForCausalLM:
     config = LlamaConfig(
         vocab_size=VOCABULARY,
@@ -354,7 +358,7 @@ def exact(value: Any) -> str:
     return repr(value)
 
 
-def run_start(scenario: Scenario, number: int, directory: str) -> None:
+def run_start(scenario: Scenario, number: int, directory: str, build: BuildT, find_facts: FactsT) -> None:
     """One start, in the process that is to end with it; what it prints goes into a file."""
     os.setpgid(0, 0)
     output = os.open(f"{directory}/output{number}", os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o666)
@@ -368,9 +372,9 @@ def run_start(scenario: Scenario, number: int, directory: str) -> None:
     callbacks: list[Any] = [Notes(f"{directory}/notes{number}" if rank == 0 else os.devnull)]
     if number < len(scenario.stops) and rank in scenario.stops[number].ranks:
         callbacks.append(Stopper(scenario.stops[number]))
-    trainer = build_trainer(scenario, f"{directory}/output", callbacks)
+    trainer = build(scenario, f"{directory}/output", callbacks)
     trainer.train()
-    Path(f"{directory}/facts{number}.{rank}").write_text(json.dumps(facts_of(trainer)))
+    Path(f"{directory}/facts{number}.{rank}").write_text(json.dumps(find_facts(trainer)))
     if scenario.num_ranks > 1:
         # A rank that leaves before the others takes their connections with it.
         dist.barrier()
@@ -419,12 +423,17 @@ def run_plan(scenarios: Sequence[Scenario], directory: str) -> tuple[Scenario, i
     return None
 
 
-def run_scenarios(scenarios: Sequence[Scenario], directory: Path) -> dict[str, list[Start]]:
-    """Run scenarios in a process of their own, and return the starts of each by its name."""
+def run_scenarios(
+    scenarios: Sequence[Scenario], directory: Path, module: str = "tests.support.train_job"
+) -> dict[str, list[Start]]:
+    """Run scenarios in a process of their own, and return the starts of each by its name.
+
+    `module` is one that calls `main` with the kind of scenarios it has.
+    """
     names = [scenario.name for scenario in scenarios]
     assert len(set(names)) == len(names), "scenarios are told apart by their names"
     (directory / "plan.json").write_text(json.dumps([asdict(scenario) for scenario in scenarios]))
-    command = [sys.executable, "-m", "tests.support.train_job", str(directory)]
+    command = [sys.executable, "-m", module, str(directory)]
     process = RankProcess(0, command, {"OMP_NUM_THREADS": "1", "MKL_NUM_THREADS": "1"})
     code = process.wait(LAUNCH_SECONDS)
     assert code == 0, process.output
@@ -457,11 +466,13 @@ def as_stop(values: dict[str, Any]) -> Stop:
     return Stop(**{**values, "ranks": tuple(values["ranks"])})
 
 
-def main() -> None:
+def main(
+    scenario_class: type[Scenario] = Scenario, build: BuildT = build_trainer, find_facts: FactsT = facts_of
+) -> None:
     torch.set_num_threads(1)
     directory = sys.argv[1]
     plan = json.loads(Path(directory, "plan.json").read_text())
-    scenarios = [Scenario(**{**one, "stops": tuple(map(as_stop, one["stops"]))}) for one in plan]
+    scenarios = [scenario_class(**{**one, "stops": tuple(map(as_stop, one["stops"]))}) for one in plan]
     # The first use of everything, so that it is paid for once and not in every start.
     with tempfile.TemporaryDirectory() as warm_up:
         build_trainer(Scenario("warm-up", {"max_steps": 1}), warm_up, []).train()
@@ -476,7 +487,7 @@ def main() -> None:
         print(f"{len(scenarios)} scenarios took {time.monotonic() - started:.1f} s")
         return
     scenario, number = mine
-    run_start(scenario, number, f"{directory}/{scenario.name}")
+    run_start(scenario, number, f"{directory}/{scenario.name}", build, find_facts)
     sys.stdout.flush()
     # It came to its end and has written down what it found: taking the interpreter down would take longer than all that.
     os._exit(0)

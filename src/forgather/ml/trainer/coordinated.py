@@ -160,15 +160,25 @@ class CoordinatedTrainer(Trainer):
         """Evaluations follow one another and share their links, which would otherwise be new ones for each dataset."""
         mesh, axis = self._dispatcher_mesh(for_training)
         if for_training not in self._dispatch_links:
-            ranks = mesh.mesh.flatten().tolist()
-            # Groups of other ranks may be made at the same time, by those ranks.
-            group = dist.new_group(
-                ranks, backend="gloo", timeout=get_requested_timeout(), use_local_synchronization=True
-            )
-            self._dispatch_links[for_training] = RankLinks.connect(group)
+            self._dispatch_links[for_training] = RankLinks.connect(self._reading_group(for_training))
         drops = for_training and self.args.dataloader_drop_last
         links = self._dispatch_links[for_training]
         return DataloaderDispatcher(loader, mesh, "cpu", axis, drop_last=drops, links=links)
+
+    def _reading_group(self, for_training: bool) -> ProcessGroup:
+        """A group of the ranks that one of them reads for. Every rank takes part in making all of them: torch names a group
+        that is made by its members alone after the groups that each has made before, of which ranks may have other numbers.
+        """
+        own = None
+        for ranks in self._readers(for_training):
+            group = dist.new_group(ranks, backend="gloo", timeout=get_requested_timeout())
+            own = group if self.env.rank in ranks else own
+        assert isinstance(own, ProcessGroup), "every rank has somebody who reads for it"
+        return own
+
+    def _readers(self, for_training: bool) -> list[list[int]]:
+        """The ranks that one of them reads for, for every one that reads."""
+        return [list(range(self.env.world_size))]
 
     def _own_part(self, dataset: Any) -> Part:
         """This rank's part of a map-style dataset; what else ranks are given is a part of the data already."""

@@ -100,8 +100,10 @@ class DataloaderDispatcher:
         self._source = int(mesh.mesh.flatten()[0])
         self._reads = dist.get_rank() == self._source
         ranks = mesh.mesh.flatten().tolist()
+        # By its members alone only where there are others: such groups need ranks that have made equally many before.
+        is_alone = len(ranks) < dist.get_world_size()
         self._links = links or RankLinks.connect(
-            dist.new_group(ranks, backend="gloo", timeout=get_requested_timeout(), use_local_synchronization=True)
+            dist.new_group(ranks, backend="gloo", timeout=get_requested_timeout(), use_local_synchronization=is_alone)
         )
         self._sender = make_sender(self._links, self._parts) if self._reads else None
         self._receiver = None if self._reads else make_receiver(self._links, self._source, self._device)

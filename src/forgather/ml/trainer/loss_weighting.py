@@ -58,6 +58,11 @@ class StepLoss:
         return self._num_targets is not None or self._first_counts is not None
 
     @property
+    def needs_counts(self) -> bool:
+        """Whether a share depends on the number of targets of its micro-batch."""
+        return self._sum_over_targets is None
+
+    @property
     def first_counts(self) -> bool | None:
         """Whether the first position of a sequence is a target; None if that was not found out, or need not be."""
         return self._first_counts

@@ -76,6 +76,9 @@ class HybridTrainer(PipelineTrainer):
             return self._mesh, 0
         return self._mesh["pipeline_parallel"], None
 
+    def _readers(self, for_training: bool) -> list[list[int]]:
+        return super()._readers(for_training) if self._dispatches(for_training) else self._pipelines
+
     @property
     def _data_part(self) -> Part:
         return Part(self._dp_rank, dist.get_world_size(self._dp_group))

@@ -174,12 +174,13 @@ class ForwardOnly:
         if index not in metas:
             metas[index] = tuple(map(Meta.of, outputs))
             self._send(torch.tensor(_encoded(metas[index]), dtype=torch.int64, device=self._device), index + 1)
-        for tensor, expected in zip(outputs, metas[index], strict=True):
-            if Meta.of(tensor) != expected:
-                raise RuntimeError(
-                    f"Stage {index} put out {Meta.of(tensor)}, where {expected} was expected: between stages only tensors "
-                    "whose shapes follow from those of the batch can pass."
-                )
+        found = tuple(map(Meta.of, outputs))
+        if found != metas[index]:
+            raise RuntimeError(
+                f"Stage {index} put out {found}, where {metas[index]} was expected: between stages only tensors whose shapes "
+                "follow from those of the batch can pass."
+            )
+        for tensor in outputs:
             self._send(tensor.contiguous(), index + 1)
 
     def _send(self, tensor: Tensor, stage: int) -> None:
@@ -198,6 +199,9 @@ def _encoded(metas: Metas) -> list[int]:
             f"A stage puts out {len(metas)} tensors of up to {max(len(meta.shape) for meta in metas)} dimensions; at most "
             f"{_MOST_TENSORS} of {_MOST_DIMENSIONS} can pass to the next stage."
         )
+    unknown = next((meta.dtype for meta in metas if meta.dtype not in _DTYPES), None)
+    if unknown is not None:
+        raise ValueError(f"A stage puts out a tensor of type {unknown}, which cannot pass to the next stage.")
     numbers = [len(metas)]
     for shape, dtype in metas:
         numbers += [_DTYPES.index(dtype), len(shape), *shape, *[0] * (_MOST_DIMENSIONS - len(shape))]

@@ -13,10 +13,14 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from forgather.ml.trainer.loss_weighting import parameters_of
 from forgather.ml.trainer.pipeline.stage_building import twin_of
 
 _FIRST_STAGE_ONLY = ("token_type_ids",)
 """Keywords that transformers adds to the embedding."""
+
+
+_CACHED_KINDS = {"full_attention", "sliding_attention", "chunked_attention"}
 
 
 class UnknownModel(ValueError):
@@ -174,6 +178,9 @@ class HuggingFaceStage(nn.Module):
         self._non_persistent_buffers_set = part._non_persistent_buffers_set
         vars(self)["_part"] = part
         vars(self)["_entry"] = part if self.is_last else part.base_model
+        kinds = getattr(anatomy.model.config, "layer_types", None) or ()
+        self.can_cache = "past_key_values" in parameters_of(part.base_model.forward) and set(kinds) <= _CACHED_KINDS
+        """Whether its layers keep nothing but keys and values."""
         self._main_input = part.main_input_name if self.is_first else "inputs_embeds"
         self._hidden_size = anatomy.hidden_size
         self._dtype = anatomy.model.get_input_embeddings().weight.dtype
@@ -235,9 +242,12 @@ def _part_of(anatomy: Anatomy, layers: range, is_first: bool, is_last: bool) -> 
 def _config_of_part(config: Any, layers: range) -> Any:
     """The configuration that the model's code sees, which asks it for the layers by their position."""
     config = copy.copy(config)
-    config.num_hidden_layers = len(layers)
-    if getattr(config, "layer_types", None) is not None:
-        config.layer_types = [config.layer_types[number] for number in layers]
+    try:
+        config.num_hidden_layers = len(layers)
+        if getattr(config, "layer_types", None) is not None:
+            config.layer_types = [config.layer_types[number] for number in layers]
+    except AttributeError as error:
+        raise UnknownModel(f"{type(config).__name__} does not tell what kind each layer is of ({error})") from error
     return config
 
 
@@ -256,7 +266,7 @@ def _prune_owner(owner: nn.Module, anatomy: Anatomy, layers: range, is_first: bo
         elif module is None:
             continue
         elif name in anatomy.output_names:
-            if not is_last and any(True for _ in module.parameters()):
+            if not is_last:
                 owner._modules[name] = nn.Identity()
         elif not is_first:
             owner._modules[name] = _without_input_part(module, embedding)

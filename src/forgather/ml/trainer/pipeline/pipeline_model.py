@@ -2,6 +2,7 @@
 
 import contextlib
 import logging
+import os
 import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
@@ -86,7 +87,7 @@ class PipelineModel:
     @property
     def all_can_cache(self) -> bool:
         """Whether every stage, on whatever rank, can keep keys and values."""
-        return all(hasattr(module, "make_cache") for module in self.modules)
+        return all(getattr(module, "can_cache", hasattr(module, "make_cache")) for module in self.modules)
 
     def named_parameters(self) -> list[tuple[str, nn.Parameter]]:
         """Those of this rank, tied ones under the name that the whole model lists them by."""
@@ -179,12 +180,15 @@ def pretrained_without_weights() -> Iterator[None]:
     original = vars(model_class)["from_pretrained"]
 
     def from_configuration(cls: Any, path: Any, *args: Any, config: Any = None, **options: Any) -> nn.Module:
-        config = cls.config_class.from_pretrained(path) if config is None else config
+        if config is None:
+            config, options = cls.config_class.from_pretrained(path, return_unused_kwargs=True, **options)
         dtype = options.get("dtype", options.get("torch_dtype", "auto"))
-        if dtype == "auto":
-            dtype = getattr(config, "dtype", None)
-        model: nn.Module = cls(config)
-        return model if dtype is None else model.to(torch_dtype(dtype) if isinstance(dtype, str) else dtype)
+        dtype = getattr(config, "dtype", None) if dtype == "auto" else dtype
+        attention = {name: options[name] for name in ("attn_implementation",) if name in options}
+        model: Any = cls._from_config(config, dtype=dtype, **attention)
+        if os.path.exists(os.path.join(str(path), "generation_config.json")):
+            model.generation_config = type(model.generation_config).from_pretrained(path)
+        return model
 
     model_class.from_pretrained = classmethod(from_configuration)
     try:

@@ -15,6 +15,7 @@ from forgather.ml.checkpoint.optimizer_state import OptimizerState
 from forgather.ml.loss import CausalLoss
 from forgather.ml.sharded_checkpoint import load_into_modules, locate_weights
 from forgather.ml.trainer.checkpoint_types import SharingPattern, StateComponent
+from forgather.ml.trainer.data_collator import require_mapping
 from forgather.ml.trainer.evaluating import Prediction
 from forgather.ml.trainer.evaluation import EvaluationSums, samples_in
 from forgather.ml.trainer.gradients import GradientNorm
@@ -33,6 +34,9 @@ from forgather.ml.trainer.synchronized_dataloader import Rounds
 from forgather.ml.trainer.trainer_utils import set_train
 
 __all__ = ["PipelineTrainer", "PipelineTrainingArguments"]
+
+_SEVERAL = 2
+"""A micro-batch is never the whole step."""
 
 
 class PipelineTrainer(StagedTrainer):
@@ -92,6 +96,8 @@ class PipelineTrainer(StagedTrainer):
     # --- the step
 
     def _accumulate_gradients(self, window: Window) -> Tensor:
+        for batch in window.batches:
+            _require_labels(batch)
         self._resolve_loss(window.batches[0], self._micro_batch_size)
         loss = super()._accumulate_gradients(window)
         self._finish_gradients()
@@ -109,15 +115,14 @@ class PipelineTrainer(StagedTrainer):
             # Batches weigh the same; the micro-batches of one are weighed by their targets.
             self._loss_total = window.counts[number] * window.num_shares
         inputs, keywords, labels = self._taken_apart(window.batches[number], int(self.args.per_device_train_batch_size))
-        if labels is None:
-            raise ValueError("There is no loss to train on: the batch has no 'labels'.")
         with self.amp.autocast():
             losses = self._runner.step(inputs, keywords, labels)
         return torch.stack([loss.detach() for loss in losses]).sum() if losses else torch.zeros((), device=self.device)
 
     def _loss_of_micro_batch(self, logits: Tensor, labels: Tensor) -> Tensor:
         """The share of a micro-batch in the loss of the step."""
-        return self._stage_loss.share(logits, labels, self._stage_loss.count(labels), self._loss_total, 2)
+        count = self._stage_loss.count(labels) if self._stage_loss.needs_counts else 0
+        return self._stage_loss.share(logits, labels, count, self._loss_total, _SEVERAL)
 
     def _resolve_loss(self, batch: Mapping[str, Any], size: int) -> None:
         """Let every rank know which labels the loss counts; the last stage finds out, from the first micro-batch."""
@@ -186,13 +191,13 @@ class PipelineTrainer(StagedTrainer):
 
     def _prediction_step(self, batch: Mapping[str, Any]) -> tuple[Any, ...]:
         """As on one device where the last stage is; other ranks have no loss, and say zero."""
+        _require_labels(batch)
         size = self._eval_micro_batch_size
         num_rows = -(-samples_in(batch) // size) * size
         self._resolve_loss(batch, size)
         inputs, keywords, labels = self._taken_apart(batch, num_rows)
         num_parts = num_rows // size
-        if labels is None:
-            raise ValueError("There is no loss to evaluate: the batch has no 'labels'.")
+        assert labels is not None
         count = self.model_loss.count(batch.get("labels"), batch)
         parts = micro_batches({"": inputs, **keywords}, inputs.shape[0], num_parts)
         label_parts = micro_batches({"labels": labels}, inputs.shape[0], num_parts)
@@ -202,7 +207,7 @@ class PipelineTrainer(StagedTrainer):
 
         def consume(number: int, logits: Tensor) -> None:
             part = label_parts[number]["labels"]
-            shares.append(self._stage_loss.share(logits, part, self._stage_loss.count(part), count, 2))
+            shares.append(self._stage_loss.share(logits, part, self._stage_loss.count(part), count, _SEVERAL))
             if wants_logits:
                 all_logits.append(logits)
 
@@ -299,6 +304,15 @@ class PipelineTrainer(StagedTrainer):
     def _load_weights_of(self, checkpoint_path: str) -> None:
         names = self.pipeline.whole.state_dict(keep_vars=True).keys()
         load_into_modules(locate_weights(checkpoint_path), [self.pipeline.part], True, names)
+
+
+def _require_labels(batch: Mapping[str, Any]) -> None:
+    """On every rank, before any of them waits for another."""
+    require_mapping(batch)
+    if not isinstance(batch.get("labels"), Tensor):
+        raise ValueError(
+            f"There is no loss to compute: the batch has no tensor 'labels'; it has: {', '.join(map(str, batch))}."
+        )
 
 
 @contextlib.contextmanager

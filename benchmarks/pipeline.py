@@ -1,0 +1,179 @@
+"""What a pipeline-parallel step on two ranks costs beyond a bare loop over torch's schedule, and how idle schedules are.
+
+    python benchmarks/pipeline.py [--sizes 1M 10M] [--schedules gpipe 1f1b interleaved1f1b] [--rounds 30] [--markdown FILE]
+    python benchmarks/pipeline.py --bubbles
+
+The first starts the ranks on this machine, which talk gloo over localhost. On each rank all loops are alive at once, each in
+a thread of its own of which exactly one runs, and take turns in blocks of steps, in the same random order on both ranks,
+which wait for each other between turns. The second computes the shares of idle time and measures nothing.
+"""
+
+import argparse
+import json
+import os
+import random
+import statistics
+import subprocess
+import sys
+import tempfile
+from collections.abc import Sequence
+from pathlib import Path
+
+from pipeline_contenders import (
+    BARE,
+    BARE_WITH_NORM,
+    CONTENDERS,
+    NUM_MICROBATCHES,
+    NUM_RANKS,
+    OURS,
+    SCHEDULE_NAMES,
+    SIZES,
+    make_model,
+)
+from pipeline_rank import RESULT_FILE
+from result_table import ResultTable, write_markdown
+from rich.console import Console
+from step import MALLOC_NOTE, MS, Cost, facts, settings, spread
+from step_contenders import LOGGING_STEPS, Size
+
+from forgather.ml.trainer.pipeline.schedule_tables import bubble_share
+from forgather.ml.trainer.pipeline.schedules import SCHEDULES, check_layout
+
+_NUM_THREADS = 1
+_NUM_RESAMPLES = 2000
+_BUBBLE_LAYOUTS = [(ranks, micro_batches) for ranks in (4, 8) for micro_batches in (8, 16)]
+
+
+def main() -> None:
+    arguments = _parse_arguments()
+    console = Console(width=None if sys.stdout.isatty() else 160)
+    known: list[str] = []
+    tables: list[ResultTable] = []
+    if arguments.bubbles:
+        tables, notes = [_bubble_table()], _BUBBLE_NOTES
+        console.print(tables[0].as_rich())
+    else:
+        known, notes = _facts(arguments.rounds), _STEP_NOTES
+        console.print(*known, sep="\n", highlight=False, soft_wrap=True)
+        for size in (size for size in SIZES if size.name in arguments.sizes):
+            for schedule in arguments.schedules:
+                tables.append(_step_table(_title(size, schedule), _measure(size, schedule, arguments.rounds)))
+                console.print(tables[-1].as_rich())
+    console.print(*notes, sep="\n", highlight=False, soft_wrap=True)
+    if arguments.markdown:
+        write_markdown(arguments.markdown, known, tables, notes)
+
+
+def _parse_arguments() -> argparse.Namespace:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    names = [size.name for size in SIZES]
+    usual = ["gpipe", "1f1b", "interleaved1f1b"]
+    parser.add_argument("--sizes", nargs="+", choices=names, default=names)
+    parser.add_argument("--schedules", nargs="+", choices=SCHEDULE_NAMES, default=usual)
+    parser.add_argument("--rounds", type=int, default=30, help="blocks of steps of each contender, size and schedule")
+    parser.add_argument("--bubbles", action="store_true", help="the idle time of all schedules, instead of steps")
+    parser.add_argument("--markdown", type=Path, help="also write the tables to this file")
+    return parser.parse_args()
+
+
+def _facts(num_rounds: int) -> list[str]:
+    machine, versions, _ = facts([*CONTENDERS, "transformers"], num_rounds, _NUM_THREADS)
+    rounds = f"median of {num_rounds} rounds (10th to 90th percentile) of blocks of {LOGGING_STEPS} steps or more"
+    return [machine, versions, rounds, f"{NUM_RANKS} ranks on this machine, gloo over localhost"]
+
+
+# --- steps
+
+
+def _measure(size: Size, schedule: str, num_rounds: int) -> dict[str, list[Cost]]:
+    with tempfile.TemporaryDirectory() as directory:
+        _run_ranks([directory, size.name, schedule, str(num_rounds), *CONTENDERS])
+        results = json.loads(Path(directory, RESULT_FILE).read_text())
+    return {name: [Cost(**cost) for cost in rounds] for name, rounds in results.items()}
+
+
+def _run_ranks(arguments: Sequence[str]) -> None:
+    # It looks after the ranks as rarely as it may: there is no core for it.
+    torchrun = ["-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={NUM_RANKS}", "--monitor-interval=2"]
+    script = str(Path(__file__).with_name("pipeline_rank.py"))
+    command = [sys.executable, *torchrun, script, *arguments]
+    environment = {**os.environ, **settings(_NUM_THREADS)}
+    result = subprocess.run(
+        command, env=environment, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, check=False
+    )
+    if result.returncode != 0:
+        raise RuntimeError(f"A rank failed:\n{result.stdout}")
+
+
+def _title(size: Size, schedule: str) -> str:
+    num_parameters = sum(one.numel() for one in make_model(size).parameters())
+    shape = f"{size.batch_size} x {size.sequence_length} in {NUM_MICROBATCHES} micro-batches"
+    return f"One step of {size.name} with {schedule}: {num_parameters:,} parameters, batch {shape}"
+
+
+def _step_table(title: str, costs: dict[str, list[Cost]]) -> ResultTable:
+    columns = ["", "wall ms", "CPU ms", "throughput / bare", "throughput / bare with norm", "CPU / bare with norm"]
+    rows = []
+    for name, rounds in costs.items():
+        bare, with_norm = costs[BARE], costs[BARE_WITH_NORM]
+        compared = [
+            "" if name == BARE else _median_of_ratios([one.wall for one in bare], [one.wall for one in rounds]),
+            "" if name != OURS else _median_of_ratios([one.wall for one in with_norm], [one.wall for one in rounds]),
+            "" if name != OURS else _median_of_ratios([one.cpu for one in rounds], [one.cpu for one in with_norm]),
+        ]
+        wall, cpu = spread([one.wall * MS for one in rounds], 2), spread([one.cpu * MS for one in rounds], 2)
+        rows.append([name, wall, cpu, *compared])
+    return ResultTable(title, columns, rows, OURS)
+
+
+def _median_of_ratios(dividends: Sequence[float], divisors: Sequence[float]) -> str:
+    # Within a round, as whatever disturbs it lasts longer than a turn.
+    ratios = [dividend / divisor for dividend, divisor in zip(dividends, divisors, strict=True)]
+    low, high = _bootstrap_interval(ratios)
+    return f"{statistics.median(ratios):.3f} ({low:.3f}-{high:.3f})"
+
+
+def _bootstrap_interval(values: Sequence[float]) -> tuple[float, float]:
+    """Of the median: where that of samples drawn from the values lies in 95 of 100 cases."""
+    draw = random.Random(0)
+    medians = [statistics.median(draw.choices(values, k=len(values))) for _ in range(_NUM_RESAMPLES)]
+    low, *_, high = statistics.quantiles(medians, n=40)
+    return low, high
+
+
+_STEP_NOTES = [
+    "CPU: time of all threads of both ranks. Ratios: the median of those within each round (95% interval, by bootstrap).",
+    "All loops run the same stages with the same schedule on the same batches, which the parameters after the first step "
+    "prove. Bare: each rank makes the batches by itself; torch's schedule, AdamW, and nothing else.",
+    "Ours also has rank 0 read for all, agrees on every batch, measures the norm of the gradients of all stages at every "
+    f"step, follows a learning-rate schedule, and reduces what it logs every {LOGGING_STEPS} steps, to no callback.",
+    MALLOC_NOTE,
+]
+
+
+# --- bubbles
+
+
+def _bubble_table() -> ResultTable:
+    columns = ["", *(f"{ranks} ranks, {number} micro-batches" for ranks, number in _BUBBLE_LAYOUTS)]
+    rows = [[traits.name, *(_bubble(one, *layout) for layout in _BUBBLE_LAYOUTS)] for one, traits in SCHEDULES.items()]
+    return ResultTable("Idle share of a step", columns, rows, "")
+
+
+def _bubble(schedule_class: type, num_ranks: int, num_micro_batches: int) -> str:
+    try:
+        check_layout(schedule_class, num_ranks, SCHEDULES[schedule_class].default_stages_per_rank, num_micro_batches)
+    except ValueError:
+        return "-"
+    return f"{bubble_share(schedule_class, num_ranks, num_micro_batches):.1%}"
+
+
+_BUBBLE_NOTES = [
+    "Computed from the order in which torch's schedules start their work: all stages equal, a backward pass twice as long as a "
+    "forward pass, communication free. Schedules with several stages per rank have two.",
+    "-: the schedule cannot run in this layout (dualpipev needs a micro-batch for each of its stages).",
+]
+
+
+if __name__ == "__main__":
+    main()

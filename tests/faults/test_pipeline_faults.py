@@ -1,0 +1,72 @@
+"""Ranks of pipelines that fail under a launcher: the job ends at once, with the cause on screen."""
+
+import threading
+import time
+from pathlib import Path
+from typing import NamedTuple
+
+import pytest
+
+from tests.support.launch import CompletedAgent, run_torchrun
+
+GRACE_SECONDS = 30.0
+
+
+class Fault(NamedTuple):
+    """Where which of so many ranks fails; four ranks are two pipelines of two."""
+
+    where: str
+    rank: int
+    num_ranks: int
+
+
+FAULTS = [
+    Fault("forward", 0, 2),
+    Fault("evaluation", 2, 4),
+    Fault("loss", 1, 2),
+    Fault("save", 1, 2),
+]
+
+
+class Ended:
+    """A job that has ended, and how long after its failure that was."""
+
+    def __init__(self, fault: Fault, directory: Path) -> None:
+        self._fault = fault
+        self._directory = directory
+        self.agents: list[CompletedAgent] = []
+        self.seconds = float("inf")
+        self.thread = threading.Thread(target=self._run)
+        self.thread.start()
+
+    def _run(self) -> None:
+        where, rank, num_ranks = self._fault
+        job = ["-m", "tests.support.pipeline_fault_job", str(self._directory), where, str(rank)]
+        self.agents = run_torchrun(job, num_ranks)
+        ended, marker = time.time(), self._directory / "failed"
+        if marker.exists():
+            self.seconds = ended - marker.stat().st_mtime
+
+
+@pytest.fixture(scope="module")
+def jobs(tmp_path_factory: pytest.TempPathFactory) -> dict[Fault, Ended]:
+    """All at once: they wait more than they compute."""
+    jobs = {fault: Ended(fault, tmp_path_factory.mktemp(fault.where)) for fault in FAULTS}
+    for job in jobs.values():
+        job.thread.join()
+    return jobs
+
+
+@pytest.mark.parametrize("fault", FAULTS, ids=lambda fault: fault.where)
+def test_failure_of_one_rank_ends_the_job_with_its_cause(fault: Fault, jobs: dict[Fault, Ended]) -> None:
+    job = jobs[fault]
+    assert job.agents, f"{fault} did not end"
+    (agent,) = job.agents
+    assert agent.returncode != 0
+    assert "the job should have failed" not in agent.output
+    assert "Traceback" in agent.output and "ValueError: this is the root cause" in agent.output, agent.output
+    # Where the ranks agree on an error, any of them may report it, and names the one that failed.
+    cause = agent.output.split("Root Cause")[1]
+    assert f"rank      : {fault.rank}" in cause or f"rank {fault.rank} failed during" in agent.output
+    assert f"[rank{fault.rank}]: ValueError: this is the root cause" in agent.output
+    assert job.seconds < GRACE_SECONDS

@@ -1,0 +1,171 @@
+"""Which rank has which stages, and which names the stages of a model may have."""
+
+import pytest
+import torch
+from torch import nn
+
+from forgather.ml.trainer.pipeline.pipeline_utils import (
+    assert_no_duplicate_fqns,
+    missing_buffers,
+    pipeline_stage_indices,
+    require_all_fqns,
+    tensors_of,
+)
+
+
+class Part(nn.Module):
+    """Linear layers by name, each with a buffer that checkpoints hold and one that they do not."""
+
+    def __init__(self, *names: str) -> None:
+        super().__init__()
+        for name in names:
+            layer = nn.Linear(2, 2, bias=False)
+            layer.register_buffer("kept", torch.zeros(1))
+            layer.register_buffer("computed", torch.zeros(1), persistent=False)
+            self.add_module(name, layer)
+
+
+# --- the stages of each rank
+
+
+@pytest.mark.parametrize(
+    ("pp_size", "n_stages", "expected"),
+    [
+        (1, 1, [(0,)]),
+        (1, 3, [(0, 1, 2)]),
+        (4, 4, [(0,), (1,), (2,), (3,)]),
+        (2, 6, [(0, 2, 4), (1, 3, 5)]),
+        (4, 8, [(0, 4), (1, 5), (2, 6), (3, 7)]),
+    ],
+)
+def test_stages_in_a_loop_go_round_the_ranks(pp_size: int, n_stages: int, expected: list[tuple[int, ...]]) -> None:
+    assert pipeline_stage_indices(pp_size, n_stages, "loop") == expected
+    assert pipeline_stage_indices(pp_size, n_stages) == expected
+
+
+@pytest.mark.parametrize(
+    ("pp_size", "expected"), [(1, [(0, 1)]), (2, [(0, 3), (1, 2)]), (4, [(0, 7), (1, 6), (2, 5), (3, 4)])]
+)
+def test_stages_in_a_v_come_back_to_the_first_rank(pp_size: int, expected: list[tuple[int, ...]]) -> None:
+    assert pipeline_stage_indices(pp_size, 2 * pp_size, "v") == expected
+
+
+@pytest.mark.parametrize("style", ["loop", "v"])
+@pytest.mark.parametrize("pp_size", [1, 2, 3, 5, 8])
+def test_every_stage_is_on_one_rank(pp_size: int, style: str) -> None:
+    indices = pipeline_stage_indices(pp_size, 2 * pp_size, style)
+    assert sorted(index for own in indices for index in own) == list(range(2 * pp_size))
+    assert all(list(own) == sorted(own) for own in indices)
+
+
+@pytest.mark.parametrize(("pp_size", "n_stages"), [(0, 2), (-1, 2), (2, 0), (4, 2), (2, 3), (4, 6)])
+@pytest.mark.parametrize("style", ["loop", "v"])
+def test_stages_that_ranks_cannot_share_evenly_are_refused(pp_size: int, n_stages: int, style: str) -> None:
+    with pytest.raises(ValueError, match=f"{n_stages} stages cannot be given to {pp_size} ranks.*same number"):
+        pipeline_stage_indices(pp_size, n_stages, style)
+
+
+@pytest.mark.parametrize("n_stages", [2, 6])
+def test_a_v_of_other_than_two_stages_per_rank_is_refused(n_stages: int) -> None:
+    with pytest.raises(ValueError, match=f"has 4 stages.*but {n_stages} were asked for: set stages_per_rank=2"):
+        pipeline_stage_indices(2, n_stages, "v")
+
+
+def test_an_unknown_style_is_refused_with_the_known_ones() -> None:
+    with pytest.raises(ValueError, match="pp_stage_type='V' is not one of 'loop', 'v'"):
+        pipeline_stage_indices(2, 4, "V")
+
+
+# --- names
+
+
+def test_stages_with_names_of_their_own_pass() -> None:
+    assert_no_duplicate_fqns([Part("a", "b"), Part("c"), Part()])
+
+
+def test_a_name_in_two_stages_is_refused_with_both_stages() -> None:
+    with pytest.raises(ValueError, match=r"gave 'b\.weight' to stages 1 and 2: every tensor .* belongs to one"):
+        assert_no_duplicate_fqns([Part("a"), Part("b"), Part("c", "b")])
+
+
+def test_a_checkpointed_buffer_in_two_stages_is_refused() -> None:
+    first, second = Part("a"), Part("a")
+    del first.a.weight, second.a.weight
+    with pytest.raises(ValueError, match=r"gave 'a\.kept' to stages 0 and 1"):
+        assert_no_duplicate_fqns([first, second])
+
+
+def test_a_buffer_that_no_checkpoint_holds_may_be_in_every_stage() -> None:
+    """Such as rotary frequencies, which every stage needs."""
+    stages = [Part("a"), Part("a")]
+    for stage in stages:
+        del stage.a.weight, stage.a.kept
+    assert_no_duplicate_fqns(stages)
+
+
+def test_stages_that_are_the_whole_model_pass() -> None:
+    require_all_fqns(Part("a", "b", "c"), [Part("a"), Part("c", "b")])
+
+
+def test_a_lost_name_is_refused_by_name() -> None:
+    with pytest.raises(
+        ValueError, match=r"made of Part together lacks 'b\.kept' \(2 names are missing, 0 are unknown\)"
+    ):
+        require_all_fqns(Part("a", "b", "c"), [Part("a"), Part("c")])
+
+
+def test_a_lost_buffer_is_refused() -> None:
+    stage = Part("b")
+    del stage.b.kept
+    with pytest.raises(ValueError, match=r"lacks 'b\.kept' \(1 names are missing.*pass another model_splitter"):
+        require_all_fqns(Part("a", "b"), [Part("a"), stage])
+
+
+def test_an_unknown_name_is_refused_by_name() -> None:
+    with pytest.raises(ValueError, match=r"has 'c\.kept', which the model does not have \(0 names .* 2 are unknown"):
+        require_all_fqns(Part("a", "b"), [Part("a"), Part("b", "c")])
+
+
+def test_of_names_that_are_one_tensor_one_is_enough() -> None:
+    whole = Part("a", "b")
+    whole.b.weight = whole.a.weight
+    stage = Part("b")
+    del stage.b.weight
+    sharing = [["a.weight", "b.weight"]]
+    require_all_fqns(whole, [Part("a"), stage], sharing)
+    with pytest.raises(ValueError, match=r"lacks 'b\.weight'"):
+        require_all_fqns(whole, [Part("a"), stage])
+
+
+def test_of_names_that_are_one_tensor_none_is_too_few() -> None:
+    whole = Part("a", "b")
+    whole.b.weight = whole.a.weight
+    stages = [Part("a"), Part("b")]
+    del stages[0].a.weight, stages[1].b.weight
+    with pytest.raises(ValueError, match=r"lacks 'a\.weight' \(2 names are missing"):
+        require_all_fqns(whole, stages, [["a.weight", "b.weight"]])
+
+
+# --- tensors
+
+
+def test_missing_buffers_are_those_that_no_checkpoint_brings() -> None:
+    assert missing_buffers(Part("a", "b")) == ["a.computed", "b.computed"]
+    assert missing_buffers(nn.BatchNorm1d(2)) == []
+
+
+def test_missing_buffers_come_under_each_of_their_names() -> None:
+    """A stage may have only the second one."""
+    part = Part("a", "b")
+    part.b._buffers["computed"] = part.a.computed
+    assert missing_buffers(part) == ["a.computed", "b.computed"]
+
+
+def test_all_tensors_come_by_name_and_tied_ones_by_each() -> None:
+    part = Part("a", "b")
+    part.b.weight = part.a.weight
+    part.b._buffers["kept"] = part.a.kept
+    tensors = tensors_of(part)
+    assert set(tensors) == {f"{layer}.{name}" for layer in "ab" for name in ("weight", "kept", "computed")}
+    assert tensors["b.weight"] is tensors["a.weight"] is part.a.weight
+    assert tensors["b.kept"] is part.a.kept
