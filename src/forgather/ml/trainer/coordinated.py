@@ -124,6 +124,10 @@ class CoordinatedTrainer(Trainer):
             self.args.seed = self._peers.broadcast(self.seed)
         super()._init_seeds()
 
+    def _init_optimizer(self) -> None:
+        with self._agreement("making the optimizer"):
+            super()._init_optimizer()
+
     def _init_dataloaders(self) -> None:
         if not self._is_parallel:
             super()._init_dataloaders()

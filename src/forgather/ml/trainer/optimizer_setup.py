@@ -57,7 +57,10 @@ def build_optimizer(
     """An optimizer over the trainable parameters, by name, in groups when those are given."""
     named = [(name, parameter) for name, parameter in named_parameters if parameter.requires_grad]
     if not named:
-        raise ValueError("The model has no parameter that requires a gradient: there is nothing to train.")
+        raise ValueError(
+            "The model, or what this rank has of it, has no parameter that requires a gradient: there is nothing to train. "
+            "In a pipeline every rank needs one: freeze fewer layers, or divide the model over fewer ranks."
+        )
     if groups is None:
         return factory(named)
     return make_grouped_optimizer(named, groups, factory, debug=debug_groups)

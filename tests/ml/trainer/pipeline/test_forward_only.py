@@ -72,7 +72,9 @@ def forward_only(
     indices = pipeline_stage_indices(dist.get_world_size(), len(modules), style)
     ranks = {index: rank for rank, own in enumerate(indices) for index in own}
     own = {index: modules[index] for index in indices[dist.get_rank()]}
-    return ForwardOnly(own, [ranks[index] for index in range(len(modules))], group, CPU, known)
+    back = dist.new_group()
+    assert isinstance(back, dist.ProcessGroup)
+    return ForwardOnly(own, [ranks[index] for index in range(len(modules))], (group, back), CPU, known)
 
 
 def micro_batch(shape: Shape, number: int, dtype: torch.dtype = torch.float32) -> Tensor:

@@ -24,15 +24,18 @@ class _Bucket:
 
     def start(self, group: ProcessGroup) -> None:
         gradients = [torch.zeros_like(one) if one.grad is None else one.grad for one in self.parameters]
-        self.flat = _flatten_dense_tensors(gradients)
+        present = gradients[0].new_tensor([one.grad is not None for one in self.parameters])
+        self.flat = _flatten_dense_tensors([*gradients, present])
         self.work = dist.all_reduce(self.flat, group=group, async_op=True)
 
     def finish(self) -> None:
         assert self.flat is not None
         self.work.wait()
-        for one, total in zip(self.parameters, _unflatten_dense_tensors(self.flat, self.parameters), strict=True):
+        num_present = self.flat[-len(self.parameters) :]
+        totals = _unflatten_dense_tensors(self.flat[: -len(self.parameters)], self.parameters)
+        for number, (one, total) in enumerate(zip(self.parameters, totals, strict=True)):
             # A parameter that no pipeline has used keeps having no gradient, as on one device.
-            if one.grad is not None or bool(total.any()):
+            if one.grad is not None or bool(num_present[number] > 0):
                 one.grad = total
         self.flat, self.work, self.num_awaited = None, None, len(self.parameters)
 

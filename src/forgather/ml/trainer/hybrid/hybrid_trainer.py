@@ -119,6 +119,14 @@ class HybridTrainer(PipelineTrainer):
         self._reducer.finish()
         super()._finish_gradients()
 
+    # --- generation
+
+    def _share_tokens(self, num_rows: int, tokens: Tensor | None) -> Tensor:
+        shared = super()._share_tokens(num_rows, tokens)
+        # Each pipeline has drawn its own, and all are to say the same.
+        dist.broadcast(shared, group=self._dp_group, group_src=0)
+        return shared
+
     # --- state
 
     def _before_save(self) -> None:

@@ -63,21 +63,23 @@ class Signature(NamedTuple):
 class ForwardOnly:
     """The stages of this rank and their neighbours; all ranks of the group call its methods together.
 
-    `stage_ranks[i]` is the group's rank that has stage i, `stages` are this rank's modules by stage. `boundary` tells what
-    passes between stages for the main input of a micro-batch, where that is known without running any.
+    `stage_ranks[i]` is the rank of the pipeline that has stage i, `stages` are this rank's modules by stage. `groups` are of
+    the same ranks: the first for what goes to higher ranks, the second, where there is such a thing, for what comes back;
+    in one group that works in order, as NCCL's do, the two could wait for each other. `boundary` tells what passes
+    between stages for the main input of a micro-batch, where that is known without running any.
     """
 
     def __init__(
         self,
         stages: Mapping[int, nn.Module],
         stage_ranks: Sequence[int],
-        group: ProcessGroup,
+        groups: tuple[ProcessGroup, ProcessGroup | None],
         device: torch.device,
         boundary: Callable[[Tensor], Meta | None] | None = None,
     ) -> None:
         self._stages = dict(sorted(stages.items()))
         self._stage_ranks = stage_ranks
-        self._group = group
+        self._groups = groups
         self._device = device
         self._boundary = boundary
         self._known: dict[Signature, dict[int, Metas]] = {}
@@ -152,11 +154,11 @@ class ForwardOnly:
         source = self._stage_ranks[index - 1]
         if index - 1 not in metas:
             header = torch.empty(_HEADER_LENGTH, dtype=torch.int64, device=self._device)
-            dist.recv(header, group=self._group, group_src=source)
+            dist.recv(header, group=self._group_into(index), group_src=source)
             metas[index - 1] = _decoded(header.tolist())
         tensors = tuple(torch.empty(shape, dtype=dtype, device=self._device) for shape, dtype in metas[index - 1])
         for tensor in tensors:
-            dist.recv(tensor, group=self._group, group_src=source)
+            dist.recv(tensor, group=self._group_into(index), group_src=source)
         return tensors
 
     def _hand_on(
@@ -186,7 +188,14 @@ class ForwardOnly:
     def _send(self, tensor: Tensor, stage: int) -> None:
         while self._sends and self._sends[0][0].is_completed():
             self._sends.popleft()[0].wait()
-        self._sends.append((dist.isend(tensor, group=self._group, group_dst=self._stage_ranks[stage]), tensor))
+        work = dist.isend(tensor, group=self._group_into(stage), group_dst=self._stage_ranks[stage])
+        self._sends.append((work, tensor))
+
+    def _group_into(self, stage: int) -> ProcessGroup:
+        goes_up = self._stage_ranks[stage] > self._stage_ranks[stage - 1]
+        group = self._groups[0] if goes_up else self._groups[1]
+        assert group is not None, "something comes back only where there is a group for it"
+        return group
 
 
 def _as_tuple(outputs: Any) -> Outputs:

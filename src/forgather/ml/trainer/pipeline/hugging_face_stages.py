@@ -189,6 +189,8 @@ class HuggingFaceStage(nn.Module):
         if not self.is_first:
             keywords = {name: value for name, value in keywords.items() if name not in _FIRST_STAGE_ONLY}
         keywords.setdefault("use_cache", False)
+        # It is no module of this one, and would miss a mode that was set module by module.
+        self._part.training = self.training
         outputs = self._entry(**{self._main_input: inputs}, **keywords)
         result: Tensor = outputs.logits if self.is_last else outputs[0]
         return result

@@ -10,6 +10,8 @@ from forgather.ml.trainer.data_collator import require_mapping
 from forgather.ml.trainer.loss_weighting import IGNORE_INDEX
 from forgather.ml.trainer.pipeline.schedule_runner import has_rows
 
+_TAKEN_NAMES = {"target", "losses", "return_outputs", "loss_kwargs"}
+
 
 class PipelineBatch(NamedTuple):
     """A batch in its parts."""
@@ -28,6 +30,12 @@ def taken_apart(batch: Mapping[str, Any], main_input: str, num_rows: int) -> Pip
         raise ValueError(
             f"The batch has no tensor {main_input!r}, the model's main input, which goes through the stages of a pipeline; it "
             f"has: {', '.join(map(str, batch))}."
+        )
+    taken = sorted(set(parts) & _TAKEN_NAMES)
+    if taken:
+        raise ValueError(
+            f"The batch has a column {taken[0]!r}, a name that schedules of pipelines use for something else. Rename it, or "
+            "let the data collator leave it out."
         )
     rows = inputs.shape[0]
     missing = -rows % num_rows

@@ -116,12 +116,12 @@ class PipelineModel:
                     "default_dtype rather than converting the model inside of it."
                 )
 
-    def fill_missing_buffers(self, model_init: Callable[[], nn.Module]) -> None:
+    def fill_missing_buffers(self, model_init: Callable[[], nn.Module], dtype: str | None) -> None:
         """Compute those that no checkpoint holds, such as rotary frequencies."""
         wanted = {name for module in self.own.values() for name in missing_buffers(module)}
         if not wanted:
             return
-        with pretrained_without_weights():
+        with pretrained_without_weights(), default_dtype(None if dtype is None else torch_dtype(dtype)):
             values = dict(with_real_buffers(model_init).named_buffers())
         for name, tensor in tensors_of(self.part).items():
             if name in wanted:

@@ -11,6 +11,7 @@ from torch import nn
 from torch.distributed import DeviceMesh, ProcessGroup
 from torch.distributed.pipelining import ScheduleGPipe
 
+from forgather.ml.distributed.environment import get_requested_timeout
 from forgather.ml.trainer.coordinated import CoordinatedTrainer
 from forgather.ml.trainer.data_order import WHOLE, Part
 from forgather.ml.trainer.model_loss import reason_for_own_loss
@@ -51,6 +52,7 @@ class StagedTrainer(CoordinatedTrainer):
         self._schedule_factory = pipe_schedule_factory if is_bound else self._schedule_class
         self._traits = traits_of(self._schedule_class)
         self._tied: list[TiedWeight] = []
+        self._returns: Any = None
         self._refuse_what_pipelines_cannot()
 
     def _refuse_what_pipelines_cannot(self) -> None:
@@ -132,6 +134,14 @@ class StagedTrainer(CoordinatedTrainer):
         """The ranks of each pipeline."""
         return [list(range(self.env.world_size))]
 
+    def _return_group(self) -> ProcessGroup | None:
+        """Another group of this pipeline's ranks, for what passes from higher ranks to lower ones; collective."""
+        if self._traits.is_multistage and self._returns is None:
+            for ranks in self._pipelines:
+                group = dist.new_group(ranks, timeout=get_requested_timeout())
+                self._returns = group if self.env.rank in ranks else self._returns
+        return self._returns
+
     def get_process_groups(self) -> dict[str, ProcessGroup]:
         return {"pp_group": self._pp_group}
 
@@ -176,6 +186,9 @@ class StagedTrainer(CoordinatedTrainer):
     def _prepare_model(self) -> None:
         starts_over = self._has_trained and self._resume is False
         if self.model is None or starts_over:
+            # Two models at once might be one too many.
+            self.model = self._forward_model = None
+            vars(self).pop("pipeline", None)
             self._build_pipeline()
         seed_everything(seed_of_rank(self.seed, self.env.rank))
 
@@ -212,7 +225,7 @@ class StagedTrainer(CoordinatedTrainer):
         assert self.model_init is not None
         if self._resume is not False and self._loads_weights():
             with undisturbed_random_numbers(), self._agreement("computing buffers"):
-                self.pipeline.fill_missing_buffers(self.model_init)
+                self.pipeline.fill_missing_buffers(self.model_init, self.args.default_dtype)
             return
         source: nn.Module | None = None
         with self._agreement("building the model"):

@@ -11,17 +11,17 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.pipelining import PipelineStage
 
-from forgather.ml.checkpoint.optimizer_state import OptimizerState
 from forgather.ml.loss import CausalLoss
 from forgather.ml.sharded_checkpoint import load_into_modules, locate_weights
 from forgather.ml.trainer.checkpoint_types import SharingPattern, StateComponent
 from forgather.ml.trainer.data_collator import require_mapping
+from forgather.ml.trainer.empty_batch import EmptyBatch
 from forgather.ml.trainer.evaluating import Prediction
 from forgather.ml.trainer.evaluation import EvaluationSums, samples_in
 from forgather.ml.trainer.gradients import GradientNorm
 from forgather.ml.trainer.loss_weighting import StepLoss
 from forgather.ml.trainer.model_loss import ModelLoss, Window
-from forgather.ml.trainer.pipeline.forward_only import ForwardOnly, Metas
+from forgather.ml.trainer.pipeline.forward_only import ForwardOnly, Meta, Metas
 from forgather.ml.trainer.pipeline.generation import GenerationOptions, generate
 from forgather.ml.trainer.pipeline.pipeline_arguments import PipelineTrainingArguments
 from forgather.ml.trainer.pipeline.pipeline_preparation import StagedTrainer
@@ -48,6 +48,8 @@ class PipelineTrainer(StagedTrainer):
 
     _loss_total: int | Tensor = 1
     """What the losses of the present batch are divided by."""
+    _is_stand_in = False
+    """Whether the present batch only stands in for one, and weighs nothing."""
 
     # --- what runs the stages
 
@@ -59,12 +61,14 @@ class PipelineTrainer(StagedTrainer):
         running = {index: self._compiled(module) for index, module in pipeline.own.items()}
         for stage in pipeline.stages:
             stage.submod = running[stage.stage_index]
-        options = (pipeline.stage_ranks, self._pp_group, self.device, pipeline.boundary)
+        groups = (self._pp_group, self._return_group())
+        options = (pipeline.stage_ranks, groups, self.device, pipeline.boundary)
         self._forward_only = ForwardOnly(running, *options)
         self._generating = ForwardOnly(pipeline.own, *options)
         loss_fn = self.compute_loss_func or CausalLoss()
-        self.model_loss = ModelLoss(loss_fn, token_weighted=True)
         self._stage_loss = StepLoss(loss_fn)
+        # What the last stage finds out about the loss, counting knows at once.
+        self.model_loss = ModelLoss(loss_fn, token_weighted=True, step_loss=self._stage_loss)
         self._runner = ScheduleRunner(
             pipeline.stages, self._make_schedule, self._make_stage, self._metas_between, args.n_microbatches
         )
@@ -87,10 +91,12 @@ class PipelineTrainer(StagedTrainer):
             like.submod, like.stage_index, like.num_stages, like.device, inputs, outputs, group=like.group
         )
         stage.splits_backward = self._traits.splits_backward
+        stage.autocast = self.amp.autocast
+        stage.expected = None if stage.is_last else tuple(map(Meta.of, outputs))
         return stage
 
     def _metas_between(self, inputs: Tensor, keywords: Mapping[str, Any]) -> dict[int, Metas]:
-        with self._looking_only():
+        with self._looking_only(), self.amp.autocast():
             return self._forward_only.metas_between(inputs, keywords)
 
     # --- the step
@@ -109,20 +115,25 @@ class PipelineTrainer(StagedTrainer):
 
     def _forward_backward_step(self, window: Window, number: int) -> Tensor:
         assert window.total is not None
+        self._is_stand_in = isinstance(window.batches[number], EmptyBatch)
         if self.args.token_weighted_loss:
             self._loss_total = window.total
         else:
             # Batches weigh the same; the micro-batches of one are weighed by their targets.
             self._loss_total = window.counts[number] * window.num_shares
         inputs, keywords, labels = self._taken_apart(window.batches[number], int(self.args.per_device_train_batch_size))
-        with self.amp.autocast():
+        # Stages of ours enter it for their forward passes alone; traced ones are torch's.
+        with self.amp.autocast() if self._has_fixed_shapes else contextlib.nullcontext():
             losses = self._runner.step(inputs, keywords, labels)
         return torch.stack([loss.detach() for loss in losses]).sum() if losses else torch.zeros((), device=self.device)
 
     def _loss_of_micro_batch(self, logits: Tensor, labels: Tensor) -> Tensor:
         """The share of a micro-batch in the loss of the step."""
+        if self._is_stand_in:
+            return logits.sum() * 0.0
         count = self._stage_loss.count(labels) if self._stage_loss.needs_counts else 0
-        return self._stage_loss.share(logits, labels, count, self._loss_total, _SEVERAL)
+        with self.amp.autocast():
+            return self._stage_loss.share(logits, labels, count, self._loss_total, _SEVERAL)
 
     def _resolve_loss(self, batch: Mapping[str, Any], size: int) -> None:
         """Let every rank know which labels the loss counts; the last stage finds out, from the first micro-batch."""
@@ -136,16 +147,20 @@ class PipelineTrainer(StagedTrainer):
         def resolve(_: int, logits: Tensor) -> None:
             self._stage_loss.resolve(logits, own_labels[0])
 
-        with self._looking_only():
+        with self._looking_only(), self.amp.autocast():
             self._forward_only.run([part.pop("") for part in parts], parts, resolve)
-        self._stage_loss.adopt(
-            next(one for one in self._peers.gather(self._stage_loss.first_counts) if one is not None)
-        )
-        self.model_loss = ModelLoss(self.compute_loss_func, token_weighted=True, step_loss=self._stage_loss)
+        # Among the ranks of this pipeline only: others may have no batch now, and will find out the same.
+        answer = torch.tensor([int(self._stage_loss.first_counts or False)], device=self.device)
+        dist.broadcast(answer, group=self._pp_group, group_src=self.pipeline.stage_ranks[-1])
+        self._stage_loss.adopt(bool(answer.item()))
 
     def _looking_only(self) -> Any:
         """Run stages without any trace: no gradients, no random numbers, no statistics."""
         return _looking_only(self._forward_model)
+
+    @property
+    def _has_fixed_shapes(self) -> bool:
+        return any(getattr(stage, "fixed_shapes", False) for stage in self.pipeline.stages)
 
     @property
     def _micro_batch_size(self) -> int:
@@ -153,7 +168,7 @@ class PipelineTrainer(StagedTrainer):
 
     @property
     def _eval_micro_batch_size(self) -> int:
-        if any(getattr(stage, "fixed_shapes", False) for stage in self.pipeline.stages):
+        if self._has_fixed_shapes:
             return self._micro_batch_size
         return -(-int(self.args.per_device_eval_batch_size) // int(self.args.n_microbatches))
 
@@ -168,9 +183,16 @@ class PipelineTrainer(StagedTrainer):
         # A weight with copies on several ranks counts once.
         copies = {id(weight.parameter) for weight in self._tied if not weight.counts_here}
         self._gradient_norm = GradientNorm([one for one in self._parameters if id(one) not in copies])
-        self.optimizer_state = OptimizerState(self.optimizer, self._named_parameters())
 
     # --- evaluation
+
+    def _loss_for_evaluation(self) -> ModelLoss:
+        return self.model_loss
+
+    def _shared_metrics(self, metrics: dict[str, Any]) -> dict[str, Any]:
+        """Those of rank 0, and of the last stage, where alone callbacks see logits."""
+        told = self._peers.gather(metrics)
+        return {**told[self._pipelines[0][self.pipeline.stage_ranks[-1]]], **told[0]}
 
     def _evaluate_in_round(self, batch: Mapping[str, Any], sums: EvaluationSums, rounds: Rounds) -> None:
         # An error is not kept until the end of the round: the other stages wait for this one now.
@@ -234,7 +256,7 @@ class PipelineTrainer(StagedTrainer):
         use_cache: bool = True,
         attention_mask: Tensor | None = None,
     ) -> Tensor:
-        """Continue prompts, which are padded on the left; all ranks call it and get the same ids.
+        """Continue prompts, which are padded on the left; all ranks call it with the same ones, and get the same ids.
 
         Without `eos_token_id` and `pad_token_id` those of the model's generation config are used.
         """

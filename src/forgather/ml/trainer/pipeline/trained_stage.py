@@ -1,10 +1,13 @@
 """torch's stage with what training needs beside it: outputs that can be let go, and gradients that are reduced in time."""
 
 import contextlib
+from collections.abc import Callable
 from typing import Any, Protocol
 
 from torch import Tensor
 from torch.distributed.pipelining import PipelineStage
+
+from forgather.ml.trainer.pipeline.forward_only import Meta, Metas
 
 
 class StageReducer(Protocol):
@@ -24,9 +27,15 @@ class TrainedStage(PipelineStage):
 
     splits_backward = False
     reducer: StageReducer | None = None
+    autocast: Callable[[], contextlib.AbstractContextManager[Any]] = contextlib.nullcontext
+    expected: Metas | None = None
+    """What the next stage, which looks at nothing, has made room for."""
 
     def forward_maybe_with_nosync(self, *args: Any, **kwargs: Any) -> Any:
-        output = super().forward_maybe_with_nosync(*args, **kwargs)
+        with self.autocast():
+            output = super().forward_maybe_with_nosync(*args, **kwargs)
+        if self.expected is not None:
+            _require(self.stage_index, output, self.expected)
         if not self.splits_backward:
             return output
         if isinstance(output, Tensor):
@@ -45,6 +54,15 @@ class TrainedStage(PipelineStage):
         super().perform_reduce_grad(grad_scale_factor)
         if self.reducer is not None:
             self.reducer.reduce(self.stage_index)
+
+
+def _require(stage_index: int, output: Any, expected: Metas) -> None:
+    found = tuple(map(Meta.of, output if isinstance(output, tuple) else (output,)))
+    if found != expected:
+        raise RuntimeError(
+            f"Stage {stage_index} put out {found}, where {expected} was expected: what passes between stages must have shapes "
+            "and types that follow from those of the batch."
+        )
 
 
 def _let_go(output: Any) -> Any:

@@ -1,0 +1,254 @@
+"""What else users of pipelines rely on: precisions, losses of their own, callbacks, recipes, trainers used again."""
+
+import functools
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from forgather.ml.trainer.hybrid import HybridTrainer
+from forgather.ml.trainer.pipeline import PipelineTrainer, create_automatic_splitter
+from forgather.ml.trainer.trainer import Trainer
+from forgather.ml.trainer.trainer_types import TrainerCallback
+from tests.support.data_parallel import Result, assert_same_training, run
+from tests.support.pipelines import llama, trainer_of, whole_result
+from tests.support.ranks import outcomes_on_ranks, run_on_ranks
+from tests.support.tiny_models import IGNORED, VOCAB_SIZE, token_samples
+
+WIDTH = 16
+SETTINGS: dict[str, Any] = {
+    "per_device_train_batch_size": 4,
+    "per_device_eval_batch_size": 4,
+    "max_steps": 3,
+    "logging_strategy": "steps",
+    "logging_steps": 1,
+    "learning_rate": 0.05,
+}
+small_llama = functools.partial(llama, 4)
+
+
+class Encoder(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.table = nn.Embedding(VOCAB_SIZE, WIDTH)
+
+    def forward(self, input_ids: Tensor) -> Tensor:
+        hidden: Tensor = self.table(input_ids)
+        return hidden
+
+
+class Layer(nn.Module):
+    """Puts out bfloat16 under autocast, unlike layers with residual connections."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(WIDTH, WIDTH)
+
+    def forward(self, hidden: Tensor) -> Tensor:
+        result: Tensor = self.linear(torch.tanh(hidden))
+        return result
+
+
+class ByProtocol(nn.Module):
+    """A model of one's own."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.input_encoder = Encoder()
+        self.layer_stack = nn.ModuleList(Layer() for _ in range(4))
+        self.output_decoder = nn.Linear(WIDTH, VOCAB_SIZE)
+
+    def forward(self, input_ids: Tensor) -> Tensor:
+        hidden = self.input_encoder(input_ids)
+        for layer in self.layer_stack:
+            hidden = layer(hidden)
+        logits: Tensor = self.output_decoder(hidden)
+        return logits
+
+
+def plain_loss(logits: Tensor, labels: Tensor) -> Tensor:
+    """Counts the first position, which nobody can know who has not seen it at work."""
+    return F.cross_entropy(logits.float().flatten(0, 1), labels.flatten(), ignore_index=IGNORED)
+
+
+def squared_error(logits: Tensor, labels: Tensor) -> Tensor:
+    return (logits.float().mean((1, 2)) - labels).square().mean()
+
+
+def made(
+    trainer_class: type[Trainer], output_dir: str, model_init: Any, train: Any, *callbacks: Any, **settings: Any
+) -> Trainer:
+    names = ("compute_loss_func", "eval_dataset", "model_splitter")
+    options = {name: settings.pop(name) for name in names if name in settings}
+    return trainer_of(
+        trainer_class,
+        Path(output_dir),
+        model_init,
+        train,
+        *callbacks,
+        trainer_options=options,
+        **{**SETTINGS, **settings},
+    )
+
+
+def trained(output_dir: str, *args: Any, **settings: Any) -> Result:
+    """On ranks: the result of a pipeline, or of pipelines if pp_size is given."""
+    trainer_class = HybridTrainer if "pp_size" in settings else PipelineTrainer
+    return whole_result(made(trainer_class, output_dir, *args, **settings))
+
+
+def job(output_dir: str, name: str) -> Any:
+    """On ranks: one of the cases below."""
+    data = token_samples(16)
+    if name.startswith("bf16"):
+        settings = {"compute_loss_func": plain_loss} if name == "bf16 with a loss of one's own" else {}
+        return trained(output_dir, ByProtocol, data, mixed_precision="bf16", **settings)
+    if name == "twice":
+        trainer = made(PipelineTrainer, output_dir, ByProtocol, data, compute_loss_func=plain_loss, eval_dataset=data)
+        losses = [trainer.evaluate()["eval_loss"] for _ in range(2)]
+        return losses, whole_result(trainer)
+    if name == "first":
+        return trained(output_dir, ByProtocol, data, EvaluatesFirst(), compute_loss_func=plain_loss, eval_dataset=data)
+    if name == "idle pipeline":
+        trainer = made(
+            HybridTrainer,
+            output_dir,
+            ByProtocol,
+            data,
+            pp_size=2,
+            n_microbatches=2,
+            compute_loss_func=plain_loss,
+            eval_dataset=data[:4],
+        )
+        return trainer.evaluate()["eval_loss"]
+    if name == "regression":
+        return trained(output_dir, ByProtocol, regression(), pp_size=2, compute_loss_func=squared_error)
+    if name == "accuracy":
+        trainer = made(PipelineTrainer, output_dir, small_llama, data, AddsMetric(), eval_dataset=data)
+        return trainer.evaluate()
+    if name == "samples":
+        trainer = made(HybridTrainer, output_dir, small_llama, data, pp_size=2)
+        assert isinstance(trainer, HybridTrainer)
+        return trainer.pipeline_generate(torch.ones(2, 3, dtype=torch.int64), 8, do_sample=True).tolist()
+    if name == "traced":
+        settings = {"model_splitter": create_automatic_splitter(), "eval_dataset": data[:6], "eval_strategy": "steps"}
+        return trained(
+            output_dir, ByProtocol, token_samples(18), eval_steps=1, per_device_eval_batch_size=3, **settings
+        )
+    if name == "frozen":
+        return trained(output_dir, frozen_half, data)
+    recipes: dict[str, dict[str, Any]] = {
+        "checkpointing": {"gradient_checkpointing": True, "schedule": "1f1b"},
+        "checkpointing, zero bubble": {"gradient_checkpointing": True, "schedule": "zbv"},
+        "compiled": {"torch_compile": True, "torch_compile_backend": "eager", "schedule": "1f1b"},
+    }
+    return trained(output_dir, small_llama, data, **recipes[name])
+
+
+def regression() -> list[dict[str, Tensor]]:
+    """Labels that cannot say "ignored", in a number that leaves one pipeline without a batch at the end."""
+    return [
+        {"input_ids": sample["input_ids"], "labels": torch.tensor(float(number))}
+        for number, sample in enumerate(token_samples(12))
+    ]
+
+
+def frozen_half() -> nn.Module:
+    model: Any = small_llama()
+    model.model.embed_tokens.requires_grad_(False)
+    model.model.layers[:2].requires_grad_(False)
+    return model  # type: ignore[no-any-return]
+
+
+class EvaluatesFirst(TrainerCallback):
+    def on_train_begin(self, trainer: Any, **kwargs: Any) -> None:
+        trainer.evaluate()
+
+
+class AddsMetric(TrainerCallback):
+    """Where the logits are."""
+
+    def __init__(self) -> None:
+        self.num_predicted = 0
+
+    def on_prediction_step(self, logits: Tensor | None, labels: Tensor | None, **kwargs: Any) -> None:
+        if logits is not None and labels is not None:
+            assert logits.shape[:2] == labels.shape
+            self.num_predicted += logits.argmax(-1).numel()
+
+    def on_evaluate(self, metrics: dict[str, Any], trainer: Any, **kwargs: Any) -> None:
+        if trainer.pipeline.has_last:
+            metrics["eval_predicted"] = self.num_predicted
+
+
+def alone(tmp_path: Path, *args: Any, **settings: Any) -> Result:
+    return run(made(Trainer, str(tmp_path / "alone"), *args, **settings))
+
+
+@pytest.mark.parametrize("name", ["bf16", "bf16 with a loss of one's own"])
+def test_bfloat16_passes_between_stages_as_it_is_computed(tmp_path: Path, name: str) -> None:
+    settings = {"compute_loss_func": plain_loss} if "own" in name else {}
+    expected = alone(tmp_path, ByProtocol, token_samples(16), mixed_precision="bf16", **settings)
+    for result in run_on_ranks(job, 2, str(tmp_path), name):
+        assert_same_training(expected, result, 2e-2)
+        assert max(abs(a - b) for a, b in zip(expected.losses, result.losses, strict=True)) < 2e-3
+
+
+def test_evaluations_before_training_leave_nothing_behind(tmp_path: Path) -> None:
+    data = token_samples(16)
+    expected = alone(tmp_path, ByProtocol, data, compute_loss_func=plain_loss)
+    reference = made(Trainer, str(tmp_path / "one"), ByProtocol, data, compute_loss_func=plain_loss, eval_dataset=data)
+    loss = reference.evaluate()["eval_loss"]
+    for losses, result in run_on_ranks(job, 2, str(tmp_path / "twice"), "twice"):
+        assert losses == pytest.approx([loss, loss], rel=1e-6)
+        assert_same_training(expected, result)
+    for result in run_on_ranks(job, 2, str(tmp_path / "first"), "first"):
+        assert_same_training(expected, result)
+
+
+def test_a_pipeline_without_a_batch_waits_for_nobody_in_an_evaluation(tmp_path: Path) -> None:
+    data = token_samples(16)
+    reference = made(
+        Trainer, str(tmp_path / "one"), ByProtocol, data, compute_loss_func=plain_loss, eval_dataset=data[:4]
+    )
+    expected = reference.evaluate()["eval_loss"]
+    for loss in run_on_ranks(job, 4, str(tmp_path), "idle pipeline"):
+        assert loss == pytest.approx(expected, rel=1e-6)
+
+
+def test_stand_ins_weigh_nothing_whatever_their_labels(tmp_path: Path) -> None:
+    expected = alone(tmp_path, ByProtocol, regression(), compute_loss_func=squared_error, per_device_train_batch_size=8)
+    for result in run_on_ranks(job, 4, str(tmp_path), "regression"):
+        assert_same_training(expected, result)
+
+
+def test_metrics_that_callbacks_compute_from_logits_reach_all_ranks(tmp_path: Path) -> None:
+    first, second = run_on_ranks(job, 2, str(tmp_path), "accuracy")
+    assert first["eval_predicted"] == second["eval_predicted"] == 16 * 6
+    assert first["eval_loss"] == second["eval_loss"]
+
+
+def test_all_pipelines_give_the_same_sample(tmp_path: Path) -> None:
+    results = run_on_ranks(job, 4, str(tmp_path), "samples")
+    assert all(result == results[0] for result in results) and len(results[0][0]) == 11
+
+
+def test_a_traced_model_trains_and_evaluates_like_on_one_device(tmp_path: Path) -> None:
+    expected = alone(tmp_path, ByProtocol, token_samples(18))
+    for result in run_on_ranks(job, 2, str(tmp_path), "traced"):
+        assert_same_training(expected, result)
+
+
+@pytest.mark.parametrize("name", ["checkpointing", "checkpointing, zero bubble", "compiled"])
+def test_recipes_do_not_change_the_numbers(tmp_path: Path, name: str) -> None:
+    expected = alone(tmp_path, small_llama, token_samples(16))
+    for result in run_on_ranks(job, 2, str(tmp_path), name):
+        assert_same_training(expected, result, 2e-6)
+
+
+def test_a_rank_with_nothing_to_train_ends_all_ranks_with_the_reason(tmp_path: Path) -> None:
+    for outcome in outcomes_on_ranks(job, 2, str(tmp_path), "frozen"):
+        assert outcome.failed and "no parameter that requires a gradient" in str(outcome.error_message)
