@@ -19,8 +19,9 @@ $(STAMP): requirements.lock pyproject.toml
 	$(PIP) --no-deps --editable .
 	touch $(STAMP)
 
+# Two test processes, since ranks often wait; each has all tests of a file, and files begin in the order of their names.
 test: $(STAMP)
-	OMP_NUM_THREADS=1 $(BIN)/python -m pytest
+	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n 2 --dist loadfile --no-loadscope-reorder
 
 # Trains; once more goes on where it stopped.
 demo: $(STAMP)

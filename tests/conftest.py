@@ -8,7 +8,11 @@ import torch.distributed as dist
 
 from forgather.ml.distributed import reset_process_groups
 from tests.support.launch import kill_leftovers
+from tests.support.rank_pool import worker_variables
 from tests.support.ranks import close_pool
+
+# As the ranks have it: where a name look-up is not answered, a store of ours would wait five seconds for it, not one.
+os.environ["RES_OPTIONS"] = worker_variables()["RES_OPTIONS"]
 
 RANK_VARIABLES = ("RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
 

@@ -14,13 +14,12 @@ from datetime import timedelta
 from typing import Any
 
 import torch
-import torch._dynamo  # the first optimizer of a process imports it: once here instead of in every rank
 import torch.distributed as dist
 
 from forgather.ml.checkpoint.durable import replace_file
 from forgather.ml.distributed import Peers
 from tests.faults.forked import fork
-from tests.faults.job import Job
+from tests.faults.job import Job, warm_up
 
 NUM_STEPS = 2
 
@@ -76,6 +75,8 @@ def serve(connection: socket.socket) -> None:
 
 
 def main(path: str) -> None:
+    torch.set_num_threads(1)
+    warm_up()
     # Those who serve a rank end by themselves.
     signal.signal(signal.SIGCHLD, signal.SIG_IGN)
     with socket.socket(socket.AF_UNIX) as listener:

@@ -3,6 +3,7 @@
 import hashlib
 import json
 import os
+import tempfile
 from collections.abc import Iterator, Mapping
 from types import SimpleNamespace
 from typing import Any
@@ -16,6 +17,7 @@ from forgather.ml.distributed import StaticDistributedEnvironment
 from forgather.ml.sharded_checkpoint import create_sharing_metadata, make_shard_index
 from forgather.ml.trainer.checkpoint_manager import CheckpointConfig, CheckpointManager, RNGState
 from forgather.ml.trainer.checkpoint_types import SharingPattern, StateComponent
+from tests.support.warm_up import get_ready_to_fork
 
 VOCABULARY, WIDTH = 96, 32
 MAX_SHARD_BYTES = 16 * 1024
@@ -168,3 +170,14 @@ def debris(output_dir: str | os.PathLike[str]) -> list[str]:
     """Names with a dot in front anywhere below the output directory, but for the lock file."""
     names = [name for _, folders, files in os.walk(output_dir) for name in (*folders, *files)]
     return sorted(name for name in names if name.startswith(".") and name != ".forgather.lock")
+
+
+def warm_up() -> None:
+    """The first use of everything, in a process from which jobs are to be forked: paid for once and not in each of them."""
+    with tempfile.TemporaryDirectory() as directory:
+        job = Job(directory)
+        job.train()
+        job.save()
+        job.manager.load_checkpoint()
+        job.manager.close()
+    get_ready_to_fork()

@@ -4,7 +4,6 @@ Started as `python -m tests.faults.kill_points <world size> <"exchange" or "rena
 torch takes longer than a whole job, so this process imports it once and forks the ranks; it must stay without threads.
 """
 
-import gc
 import json
 import os
 import shutil
@@ -17,14 +16,13 @@ from multiprocessing.connection import Connection
 from typing import Any
 
 import torch
-import torch._dynamo  # the first optimizer of a process imports it: once here instead of in every rank
 import torch.distributed as dist
 
 from forgather.ml.checkpoint import durable, file_io, store
 from forgather.ml.distributed import Peers
 from tests.faults.file_operations import AFTER, BEFORE, KINDS_WITH_AFTER, FileOperations
 from tests.faults.forked import Notes, fork, read_notes, wait_for
-from tests.faults.job import Job, debris
+from tests.faults.job import Job, debris, warm_up
 
 NUM_LANES = 2
 # Small files go through the machinery of large ones: several writes past the page cache, and a cut at the end.
@@ -254,7 +252,8 @@ def dry_run(setting: Setting) -> tuple[list[KillPoint], dict[str, list[str]]]:
 
 def main(world_size: str, replacement: str, directory: str, report_path: str) -> None:
     setting = Setting(int(world_size), replacement == "exchange", directory)
-    gc.freeze()
+    torch.set_num_threads(1)
+    warm_up()
     digests = make_template(setting)
     points, later_digests = dry_run(setting)
     if not setting.has_exchange:

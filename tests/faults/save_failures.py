@@ -17,14 +17,13 @@ from collections.abc import Callable, Iterator
 from typing import Any
 
 import torch
-import torch._dynamo  # the first optimizer of a process imports it: once here instead of in every rank
 import torch.distributed as dist
 
 from forgather.ml.checkpoint import store
 from forgather.ml.checkpoint.output_lock import OutputDirLock
 from forgather.ml.distributed import Peers
 from tests.faults.forked import Notes, fork, read_notes, wait_for
-from tests.faults.job import Job, debris
+from tests.faults.job import Job, debris, warm_up
 
 WORLD_SIZE = 2
 NOBODY = 65534
@@ -259,6 +258,8 @@ def run_scenario(scenario: Callable[[str, bool], Facts], troubled_rank: int, dir
 
 
 def main(directory: str, report_path: str) -> None:
+    torch.set_num_threads(1)
+    warm_up()
     report = {}
     for scenario in SCENARIOS:
         for rank in range(WORLD_SIZE):

@@ -15,7 +15,8 @@ from pathlib import Path
 
 import psutil
 
-from tests.support.rank_pool import REPOSITORY, worker_variables
+from tests.support.rank_nursery import REPOSITORY
+from tests.support.rank_pool import worker_variables
 from tests.support.rank_protocol import rank_variables
 from tests.support.ranks import RankTimeout
 
@@ -168,7 +169,7 @@ def run_torchrun(
         command = [
             *(sys.executable, "-m", "torch.distributed.run", "--nnodes", str(nnodes)),
             *("--nproc-per-node", str(nproc_per_node), "--max-restarts", str(max_restarts)),
-            *_rendezvous_options(node_rank, port, elastic=max_restarts > 0),
+            *rendezvous_options(node_rank, port, elastic=max_restarts > 0),
             *script_args,
         ]
         agents.append(_Agent(command, env or {}, None, name=f"node {node_rank}"))
@@ -193,7 +194,8 @@ def free_port() -> int:
         return int(probe.getsockname()[1])
 
 
-def _rendezvous_options(node_rank: int, port: int, elastic: bool) -> list[str]:
+def rendezvous_options(node_rank: int, port: int, elastic: bool) -> list[str]:
+    """The options by which the agents of a job on this machine find each other."""
     if not elastic:
         return ["--node-rank", str(node_rank), "--master-addr", "127.0.0.1", "--master-port", str(port)]
     # Only the c10d rendezvous brings several nodes together again after a restart.

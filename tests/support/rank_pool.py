@@ -13,34 +13,26 @@ from multiprocessing.connection import Connection, wait
 from pathlib import Path
 from typing import Any
 
+from tests.support.rank_nursery import Nursery
 from tests.support.rank_protocol import Clean, TearDown
 
 MAX_RANKS = 4
 TEAR_DOWN_SECONDS = 10.0
 STACKS_SECONDS = 3.0
-REPOSITORY = Path(__file__).parents[2]
 
 
 class Worker:
     """One worker process: its connection, its output and its stacks."""
 
-    def __init__(self, directory: Path, number: int) -> None:
+    def __init__(self, nursery: Nursery, directory: Path, number: int) -> None:
         self._output_path = directory / f"worker{number}.output"
         self._stacks_path = directory / f"worker{number}.stacks"
         self._output_start = 0
         ours, theirs = socket.socketpair()
+        stdin, self._stdin = os.pipe()
         with theirs, self._output_path.open("wb") as output:
-            self.process = subprocess.Popen(
-                [sys.executable, "-m", "tests.support.rank_worker", str(theirs.fileno()), str(self._stacks_path)],
-                stdin=subprocess.PIPE,
-                stdout=output,
-                stderr=subprocess.STDOUT,
-                pass_fds=[theirs.fileno()],
-                cwd=REPOSITORY,
-                env={**os.environ, **worker_variables()},
-                # A session of its own, so that processes which a test starts in the worker can be ended with it.
-                start_new_session=True,
-            )
+            self.process = nursery.start([stdin, output.fileno(), theirs.fileno()], self._stacks_path)
+        os.close(stdin)
         self.connection = Connection(ours.detach())
 
     def send(self, message: Any) -> None:
@@ -74,8 +66,7 @@ class Worker:
 
     def request_stacks(self) -> None:
         self._stacks_path.write_text("")
-        if self.process.poll() is None:
-            self.process.send_signal(signal.SIGUSR1)
+        self.process.send_signal(signal.SIGUSR1)
 
     def stacks(self) -> str:
         """The stacks asked for by `request_stacks`."""
@@ -90,9 +81,8 @@ class Worker:
         """End the process and those it started."""
         if self.connection.closed:
             return
-        kill_session(self.process)
-        if self.process.stdin is not None:
-            self.process.stdin.close()
+        self.process.kill_session()
+        os.close(self._stdin)
         self.connection.close()
 
 
@@ -110,19 +100,13 @@ def worker_variables() -> dict[str, str]:
     }
 
 
-def kill_session(process: "subprocess.Popen[Any]") -> None:
-    """SIGKILL a process that was started in a session of its own, with all its children, and reap it."""
-    with contextlib.suppress(ProcessLookupError):
-        os.killpg(process.pid, signal.SIGKILL)
-    process.wait()
-
-
 @dataclass
 class WorkerPool:
     """The workers that are idle between two calls."""
 
     idle: list[Worker] = field(default_factory=list)
     _directory: "tempfile.TemporaryDirectory[str] | None" = None
+    _nursery: Nursery | None = None
     _num_started: int = 0
 
     def take(self, count: int) -> list[Worker]:
@@ -151,6 +135,9 @@ class WorkerPool:
         for worker in self.idle:
             worker.kill()
         self.idle = []
+        if self._nursery is not None:
+            self._nursery.close()
+            self._nursery = None
         if self._directory is not None:
             self._directory.cleanup()
             self._directory = None
@@ -158,8 +145,11 @@ class WorkerPool:
     def _start(self) -> Worker:
         if self._directory is None:
             self._directory = tempfile.TemporaryDirectory(prefix="rank_workers_")
+        directory = Path(self._directory.name)
+        if self._nursery is None:
+            self._nursery = Nursery(directory / "nursery.output", {**os.environ, **worker_variables()})
         self._num_started += 1
-        return Worker(Path(self._directory.name), self._num_started)
+        return Worker(self._nursery, directory, self._num_started)
 
     def _await_clean(self, workers: list[Worker]) -> list[Worker]:
         clean: list[Worker] = []

@@ -1,6 +1,6 @@
 """The program of a rank worker: takes function calls from the test process and runs each in a fresh process group.
 
-Started as `python -m tests.support.rank_worker <connection fd> <stacks file>`; lives until its stdin closes.
+A fork of `rank_nursery`; lives until its stdin closes.
 """
 
 import contextlib
@@ -10,7 +10,6 @@ import os
 import pickle
 import random
 import signal
-import sys
 import threading
 from collections.abc import Callable, Iterator
 from datetime import timedelta
@@ -29,9 +28,9 @@ from tests.support.rank_stacks import register
 COLLECTIVE_TIMEOUT = timedelta(hours=1)
 
 
-def main() -> None:
-    connection = Connection(int(sys.argv[1]))
-    stacks_file = open(sys.argv[2], "a")  # noqa: SIM115 - faulthandler writes to it for the whole life of the process
+def main(descriptor: int, stacks_path: str) -> None:
+    connection = Connection(descriptor)
+    stacks_file = open(stacks_path, "a")  # noqa: SIM115 - faulthandler writes to it for the whole life of the process
     threading.Thread(target=_exit_with_parent, daemon=True).start()
     while True:
         # Each time: a job that trains handles the same signal.
@@ -120,7 +119,3 @@ def _original_surroundings() -> Iterator[None]:
         torch.set_default_dtype(dtype)
         torch.use_deterministic_algorithms(deterministic)
         torch.set_grad_enabled(True)
-
-
-if __name__ == "__main__":
-    main()

@@ -474,6 +474,7 @@ def main(
     plan = json.loads(Path(directory, "plan.json").read_text())
     scenarios = [scenario_class(**{**one, "stops": tuple(map(as_stop, one["stops"]))}) for one in plan]
     # The first use of everything, so that it is paid for once and not in every start.
+    default_callbacks()
     with tempfile.TemporaryDirectory() as warm_up:
         build_trainer(Scenario("warm-up", {"max_steps": 1}), warm_up, []).train()
     assert len(os.listdir("/proc/self/task")) == 1, "a process with threads must not be forked"

@@ -13,7 +13,6 @@ import torch.distributed as dist
 from forgather.ml.checkpoint.manifest import read_manifest
 from forgather.ml.distributed import DistributedEnvironment
 from forgather.ml.trainer.checkpoint_types import SharingPattern, StateComponent
-from tests.support.launch import run_torchrun
 from tests.support.rank_stacks import register
 from tests.support.ranks import run_on_ranks
 from tests.support.tiny_parallel import (
@@ -28,6 +27,7 @@ from tests.support.tiny_parallel import (
     raised,
     reference,
 )
+from tests.support.warm_torchrun import run_warm_torchrun
 
 NUM_NODES = 2
 RANKS_PER_NODE = 2
@@ -118,7 +118,7 @@ def directory(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.fixture(scope="module")
 def results(directory: Path) -> Results:
     """What the four ranks found; starting two agents takes seconds, so they do everything in one go."""
-    agents = run_torchrun(["-m", __name__, str(directory)], RANKS_PER_NODE, NUM_NODES)
+    agents = run_warm_torchrun(__name__, {"job": [str(directory)]}, RANKS_PER_NODE, NUM_NODES)["job"].agents
     assert [agent.returncode for agent in agents] == [0, 0], "\n".join(agent.output for agent in agents)
     return [pickle.loads((directory / f"results{rank}.pickle").read_bytes()) for rank in range(4)]
 

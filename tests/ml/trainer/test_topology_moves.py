@@ -1,5 +1,7 @@
 """A checkpoint moves between topologies: every parameter finds its own weights and moments, by name."""
 
+import functools
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -45,6 +47,18 @@ EVERY_TOPOLOGY = pytest.mark.parametrize("topology", TOPOLOGIES.values(), ids=TO
 TIED_OR_NOT = pytest.mark.parametrize("tied", [False, True], ids=["untied", "tied"])
 
 
+@pytest.fixture(scope="module")
+def saved(tmp_path_factory: pytest.TempPathFactory) -> Callable[..., str]:
+    """`save_trained` for the ranks of a topology, each time into a new directory but once for the same arguments."""
+
+    @functools.cache
+    def save(origin: Topology, *arguments: bool) -> str:
+        output_dir = str(tmp_path_factory.mktemp("saved"))
+        return str(run_on_ranks(save_trained, origin.world_size, output_dir, origin, *arguments)[0])
+
+    return save
+
+
 def assert_moved(path: str, topology: Topology, tied: bool, shuffled: bool = False) -> None:
     """Load on fresh ranks, and compare everything that they hold with a run that was never saved."""
     expected = reference(tied)
@@ -78,9 +92,8 @@ def test_the_reference_tells_parameters_apart() -> None:
 
 @TIED_OR_NOT
 @EVERY_TOPOLOGY
-def test_two_pipelines_move_to_every_topology(tmp_path: Path, topology: Topology, tied: bool) -> None:
-    path = run_on_ranks(save_trained, 4, str(tmp_path), HYBRID, tied)[0]
-    assert_moved(path, topology, tied)
+def test_two_pipelines_move_to_every_topology(saved: Callable[..., str], topology: Topology, tied: bool) -> None:
+    assert_moved(saved(HYBRID, tied), topology, tied)
 
 
 @TIED_OR_NOT
@@ -92,29 +105,28 @@ def test_a_single_process_moves_to_every_topology(tmp_path: Path, topology: Topo
 
 @EVERY_TOPOLOGY
 def test_a_pipeline_moves_to_every_topology_with_its_parameters_reordered_and_regrouped(
-    tmp_path: Path, topology: Topology
+    saved: Callable[..., str], topology: Topology
 ) -> None:
-    path = run_on_ranks(save_trained, 2, str(tmp_path), PIPELINE, True)[0]
-    assert_moved(path, topology, True, shuffled=True)
+    assert_moved(saved(PIPELINE, True), topology, True, shuffled=True)
 
 
 @pytest.mark.parametrize("origin", [HYBRID_PERMUTED, PIPELINE_INTERLEAVED], ids=["hybrid permuted", "interleaved"])
 @EVERY_TOPOLOGY
-def test_stages_move_wherever_their_ranks_were(tmp_path: Path, origin: Topology, topology: Topology) -> None:
-    path = run_on_ranks(save_trained, origin.world_size, str(tmp_path), origin, False)[0]
-    assert_moved(path, topology, False)
+def test_stages_move_wherever_their_ranks_were(saved: Callable[..., str], origin: Topology, topology: Topology) -> None:
+    assert_moved(saved(origin, False), topology, False)
 
 
 @TIED_OR_NOT
 @pytest.mark.parametrize("topology", [SINGLE, LONG_PIPELINE, HYBRID], ids=["single", "long pipeline", "hybrid"])
-def test_stages_move_without_an_index_of_the_whole_model(tmp_path: Path, topology: Topology, tied: bool) -> None:
-    path = run_on_ranks(save_trained, 4, str(tmp_path), HYBRID, tied, False)[0]
-    assert_moved(path, topology, tied)
+def test_stages_move_without_an_index_of_the_whole_model(
+    saved: Callable[..., str], topology: Topology, tied: bool
+) -> None:
+    assert_moved(saved(HYBRID, tied, False), topology, tied)
 
 
 @TIED_OR_NOT
-def test_a_chain_of_moves_loses_nothing(tmp_path: Path, tied: bool) -> None:
-    path = run_on_ranks(save_trained, 2, str(tmp_path / "start"), PIPELINE, tied)[0]
+def test_a_chain_of_moves_loses_nothing(saved: Callable[..., str], tmp_path: Path, tied: bool) -> None:
+    path = saved(PIPELINE, tied)
     for number, topology in enumerate([SINGLE, REPLICATED, HYBRID, LONG_PIPELINE, SINGLE]):
         output_dir = str(tmp_path / str(number))
         path = run_on_ranks(load_and_save, topology.world_size, path, output_dir, topology, tied)[0]

@@ -3,8 +3,9 @@
 The names below are imported when they are first used, so that a program pays only for what it needs.
 """
 
-from importlib import import_module
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
+
+from forgather.lazy_imports import lazily
 
 if TYPE_CHECKING:
     from forgather.ml.trainer.accelerate.accel_trainer import AccelTrainer, AccelTrainingArguments
@@ -68,7 +69,4 @@ __all__ = [
 ]
 
 
-def __getattr__(name: str) -> Any:
-    if name not in _HOMES:
-        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-    return getattr(import_module(f"{__name__}.{_HOMES[name]}"), name)
+__getattr__ = lazily(__name__, _HOMES)

@@ -1,5 +1,18 @@
 """Data parallelism through Hugging Face Accelerate."""
 
-from forgather.ml.trainer.accelerate.accel_trainer import AccelTrainer, AccelTrainingArguments
+from typing import TYPE_CHECKING
+
+from forgather.lazy_imports import lazily
+
+if TYPE_CHECKING:
+    from forgather.ml.trainer.accelerate.accel_trainer import AccelTrainer, AccelTrainingArguments
 
 __all__ = ["AccelTrainer", "AccelTrainingArguments"]
+
+__getattr__ = lazily(
+    __name__,
+    {
+        "AccelTrainer": "accel_trainer",
+        "AccelTrainingArguments": "accel_trainer",
+    },
+)

@@ -1,6 +1,21 @@
 """Data parallelism by torch's DistributedDataParallel."""
 
-from forgather.ml.trainer.ddp.ddp_arguments import DDPArguments, DDPTrainingArguments, PostLocalSGDArguments
-from forgather.ml.trainer.ddp.ddp_trainer import DDPTrainer
+from typing import TYPE_CHECKING
+
+from forgather.lazy_imports import lazily
+
+if TYPE_CHECKING:
+    from forgather.ml.trainer.ddp.ddp_arguments import DDPArguments, DDPTrainingArguments, PostLocalSGDArguments
+    from forgather.ml.trainer.ddp.ddp_trainer import DDPTrainer
 
 __all__ = ["DDPArguments", "DDPTrainer", "DDPTrainingArguments", "PostLocalSGDArguments"]
+
+__getattr__ = lazily(
+    __name__,
+    {
+        "DDPArguments": "ddp_arguments",
+        "DDPTrainer": "ddp_trainer",
+        "DDPTrainingArguments": "ddp_arguments",
+        "PostLocalSGDArguments": "ddp_arguments",
+    },
+)

@@ -1,6 +1,19 @@
 """Data parallel x pipeline parallel on a two-dimensional mesh."""
 
-from forgather.ml.trainer.hybrid.hybrid_arguments import HybridTrainingArguments
-from forgather.ml.trainer.hybrid.hybrid_trainer import HybridTrainer
+from typing import TYPE_CHECKING
+
+from forgather.lazy_imports import lazily
+
+if TYPE_CHECKING:
+    from forgather.ml.trainer.hybrid.hybrid_arguments import HybridTrainingArguments
+    from forgather.ml.trainer.hybrid.hybrid_trainer import HybridTrainer
 
 __all__ = ["HybridTrainer", "HybridTrainingArguments"]
+
+__getattr__ = lazily(
+    __name__,
+    {
+        "HybridTrainer": "hybrid_trainer",
+        "HybridTrainingArguments": "hybrid_arguments",
+    },
+)

@@ -1,0 +1,184 @@
+"""Rank workers as forks of one process that has imported torch: each costs nothing, so that tests may kill many.
+
+Started as `python -m tests.support.rank_nursery <control fd>`; lives until the test process closes that socket or dies.
+Must stay without threads.
+"""
+
+import contextlib
+import importlib
+import json
+import os
+import select
+import signal
+import socket
+import subprocess
+import sys
+import time
+import traceback
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+
+REPOSITORY = Path(__file__).parents[2]
+# stdin, stdout with stderr, and the connection of a worker.
+NUM_DESCRIPTORS = 3
+MAX_MESSAGE_BYTES = 4096
+
+
+class Nursery:
+    """The test process's side: asks for workers, and is told of their ends."""
+
+    def __init__(self, output_path: Path, env: Mapping[str, str]) -> None:
+        self._output_path = output_path
+        self._control, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+        with theirs, output_path.open("wb") as output:
+            self._process = subprocess.Popen(
+                [sys.executable, "-m", "tests.support.rank_nursery", str(theirs.fileno())],
+                stdin=subprocess.DEVNULL,
+                stdout=output,
+                stderr=subprocess.STDOUT,
+                pass_fds=[theirs.fileno()],
+                cwd=REPOSITORY,
+                env=dict(env),
+                # The signals of a terminal are for the test process.
+                start_new_session=True,
+            )
+        self._pids: list[int] = []
+        self._exit_codes: dict[int, int] = {}
+
+    def start(self, descriptors: Sequence[int], stacks_path: Path) -> "NurseryProcess":
+        """A worker with these as its stdin, its output and its connection; they may be closed here."""
+        socket.send_fds(self._control, [os.fsencode(stacks_path)], descriptors)
+        while not self._pids:
+            self._read(timeout=None)
+        return NurseryProcess(self, self._pids.pop())
+
+    def exit_code(self, pid: int, timeout: float = 0.0) -> int | None:
+        """The exit code of a worker, negative for a signal, or None while it runs."""
+        deadline = time.monotonic() + timeout
+        while pid not in self._exit_codes and self._read(max(0.0, deadline - time.monotonic())):
+            pass
+        return self._exit_codes.get(pid)
+
+    def close(self) -> None:
+        self._control.close()
+        self._process.wait()
+
+    def _read(self, timeout: float | None) -> bool:
+        """Take one message in; False when none came in time."""
+        if not select.select([self._control], [], [], timeout)[0]:
+            return False
+        message = self._control.recv(MAX_MESSAGE_BYTES)
+        if not message:
+            code, output = self._process.wait(), self._output_path.read_text(errors="replace")
+            raise RuntimeError(f"the nursery of the rank workers ended with exit code {code}:\n{output}")
+        pid, exit_code = json.loads(message)
+        if exit_code is None:
+            self._pids.append(pid)
+        else:
+            self._exit_codes[pid] = exit_code
+        return True
+
+
+class NurseryProcess:
+    """A worker, with as much of the interface of `subprocess.Popen` as its pool uses."""
+
+    def __init__(self, nursery: Nursery, pid: int) -> None:
+        self.pid = pid
+        self._nursery = nursery
+
+    def poll(self) -> int | None:
+        return self._nursery.exit_code(self.pid)
+
+    def wait(self, timeout: float = 60.0) -> int:
+        code = self._nursery.exit_code(self.pid, timeout)
+        if code is None:
+            raise subprocess.TimeoutExpired(f"rank worker {self.pid}", timeout)
+        return code
+
+    def send_signal(self, number: int) -> None:
+        if self.poll() is None:
+            os.kill(self.pid, number)
+
+    def kill_session(self) -> None:
+        """SIGKILL the worker and all that it started."""
+        for kill in (os.killpg, os.kill):
+            # It may have ended, or not have come so far as to lead a group.
+            with contextlib.suppress(ProcessLookupError):
+                kill(self.pid, signal.SIGKILL)
+        self.wait()
+
+
+def serve(control: socket.socket, wake_up: int, write_end: int) -> None:
+    """Fork a worker for each request and tell of each end, until the test process is gone."""
+    while True:
+        ready, _, _ = select.select([control, wake_up], [], [])
+        if wake_up in ready:
+            os.read(wake_up, MAX_MESSAGE_BYTES)
+            tell_of_ends(control)
+        if control in ready:
+            message, descriptors, _, _ = socket.recv_fds(control, MAX_MESSAGE_BYTES, NUM_DESCRIPTORS)
+            if not message:
+                return
+            pid = start_worker(os.fsdecode(message), descriptors, (control.fileno(), wake_up, write_end))
+            control.send(json.dumps([pid, None]).encode())
+
+
+def tell_of_ends(control: socket.socket) -> None:
+    with contextlib.suppress(ChildProcessError):
+        while True:
+            pid, status = os.waitpid(-1, os.WNOHANG)
+            if not pid:
+                return
+            control.send(json.dumps([pid, os.waitstatus_to_exitcode(status)]).encode())
+
+
+def start_worker(stacks_path: str, descriptors: Sequence[int], not_for_workers: Sequence[int]) -> int:
+    """The process id of a new worker."""
+    pid = os.fork()
+    if pid:
+        close_all(descriptors)
+        return pid
+    code = 1
+    try:
+        # A session of its own, so that processes which a test starts in the worker can be ended with it.
+        os.setsid()
+        signal.set_wakeup_fd(-1)
+        signal.signal(signal.SIGCHLD, signal.SIG_DFL)
+        stdin, output, connection = descriptors
+        for source, target in ((stdin, 0), (output, 1), (output, 2)):
+            os.dup2(source, target)
+        close_all([stdin, output, *not_for_workers])
+        run_worker(connection, stacks_path)
+        code = 0
+    except BaseException:  # noqa: BLE001 - the exit code and the output tell
+        traceback.print_exc()
+    finally:
+        sys.stdout.flush()
+        sys.stderr.flush()
+        os._exit(code)
+
+
+def close_all(descriptors: Sequence[int]) -> None:
+    for descriptor in descriptors:
+        os.close(descriptor)
+
+
+def run_worker(connection: int, stacks_path: str) -> None:
+    from tests.support.rank_worker import main
+
+    main(connection, stacks_path)
+
+
+def main(control_descriptor: str) -> None:
+    importlib.import_module("tests.support.rank_worker")
+    importlib.import_module("tests.support.warm_up").warm_up()
+    wake_up, write_end = os.pipe()
+    os.set_blocking(write_end, False)
+    signal.set_wakeup_fd(write_end)
+    signal.signal(signal.SIGCHLD, lambda *_: None)
+    with socket.socket(fileno=int(control_descriptor)) as control:
+        serve(control, wake_up, write_end)
+
+
+if __name__ == "__main__":
+    main(sys.argv[1])
