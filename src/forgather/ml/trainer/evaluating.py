@@ -87,10 +87,16 @@ class EvaluatingTrainer(SavingTrainer):
             self._evaluate_batch(batch, sums)
         return sums
 
+    @property
+    def _has_predictions(self) -> bool:
+        """Whether this rank is where the losses of its batches come out."""
+        return True
+
     def _evaluate_batch(self, batch: Mapping[str, Any], sums: EvaluationSums) -> None:
         require_mapping(batch)
         prediction = Prediction(*self._prediction_step(batch))
-        sums.add(prediction.loss, prediction.targets, samples_in(batch))
+        if self._has_predictions:
+            sums.add(prediction.loss, prediction.targets, samples_in(batch))
         self._dispatch(
             "on_prediction_step",
             loss=prediction.loss,

@@ -1,6 +1,7 @@
 """What else users of pipelines rely on: precisions, losses of their own, callbacks, recipes, trainers used again."""
 
 import functools
+import math
 from pathlib import Path
 from typing import Any
 
@@ -11,10 +12,11 @@ from torch import Tensor, nn
 
 from forgather.ml.trainer.hybrid import HybridTrainer
 from forgather.ml.trainer.pipeline import PipelineTrainer, create_automatic_splitter
+from forgather.ml.trainer.pipeline.tied_weights import total_norm
 from forgather.ml.trainer.trainer import Trainer
 from forgather.ml.trainer.trainer_types import TrainerCallback
 from tests.support.data_parallel import Result, assert_same_training, run
-from tests.support.pipelines import llama, trainer_of, whole_result
+from tests.support.pipelines import llama, tied_gpt2, trainer_of, whole_result
 from tests.support.ranks import outcomes_on_ranks, run_on_ranks
 from tests.support.tiny_models import IGNORED, VOCAB_SIZE, token_samples
 
@@ -252,3 +254,32 @@ def test_recipes_do_not_change_the_numbers(tmp_path: Path, name: str) -> None:
 def test_a_rank_with_nothing_to_train_ends_all_ranks_with_the_reason(tmp_path: Path) -> None:
     for outcome in outcomes_on_ranks(job, 2, str(tmp_path), "frozen"):
         assert outcome.failed and "no parameter that requires a gradient" in str(outcome.error_message)
+
+
+def norms(output_dir: str) -> list[list[float]]:
+    """On ranks: the norms of one step's gradients, by our quick way and by the one for devices."""
+    trainer = made(
+        PipelineTrainer, output_dir, functools.partial(tied_gpt2, 4), token_samples(16), NotesNorms(), max_steps=1
+    )
+    trainer.train()
+    return [callback.norms for callback in trainer.callbacks if isinstance(callback, NotesNorms)]
+
+
+class NotesNorms(TrainerCallback):
+    def on_pre_optimizer_step(self, trainer: Any, **kwargs: Any) -> None:
+        kinds = (1.0, 2.0, 3.0, math.inf)
+        self.norms = [float(trainer._clip_grad_norm(None, kind)) for kind in kinds]
+        if isinstance(trainer, PipelineTrainer):
+            own = [trainer._gradient_norm(kind) for kind in kinds]
+            self.norms += [
+                float(total_norm(norm, kind, trainer._pp_group)) for norm, kind in zip(own, kinds, strict=True)
+            ]
+
+
+def test_norms_of_every_kind_are_those_of_one_device(tmp_path: Path) -> None:
+    callback = NotesNorms()
+    model = functools.partial(tied_gpt2, 4)
+    made(Trainer, str(tmp_path / "one"), model, token_samples(16), callback, max_steps=1).train()
+    for found in run_on_ranks(norms, 2, str(tmp_path / "two")):
+        # One sum of many powers in float32 is itself no better than that.
+        assert found[0] == pytest.approx(callback.norms * 2, rel=1e-5)

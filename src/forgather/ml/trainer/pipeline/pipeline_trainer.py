@@ -16,7 +16,6 @@ from forgather.ml.sharded_checkpoint import load_into_modules, locate_weights
 from forgather.ml.trainer.checkpoint_types import SharingPattern, StateComponent
 from forgather.ml.trainer.data_collator import require_mapping
 from forgather.ml.trainer.empty_batch import EmptyBatch
-from forgather.ml.trainer.evaluating import Prediction
 from forgather.ml.trainer.evaluation import EvaluationSums, samples_in
 from forgather.ml.trainer.gradients import GradientNorm
 from forgather.ml.trainer.loss_weighting import StepLoss
@@ -173,10 +172,17 @@ class PipelineTrainer(StagedTrainer):
         return -(-int(self.args.per_device_eval_batch_size) // int(self.args.n_microbatches))
 
     def _clip_grad_norm(self, max_grad_norm: float | None, norm_type: float = 2.0) -> Tensor | None:
-        norm = total_norm(self._gradient_norm(norm_type), norm_type, self._pp_group, self.device)
+        norm = self._norm_of_all_stages(self._gradient_norm(norm_type), norm_type)
         if max_grad_norm:
             torch.nn.utils.clip_grads_with_norm_(self._parameters, max_grad_norm, norm)
         return norm
+
+    def _norm_of_all_stages(self, own: Tensor, norm_type: float) -> Tensor:
+        if self.device.type != "cpu" or norm_type == float("inf"):
+            return total_norm(own, norm_type, self._pp_group)
+        # A number that is on the CPU already goes the quickest way, which leads over all pipelines.
+        power = self._sum(own.double().pow(norm_type)) / self._num_data_parallel_ranks()
+        return power.pow(1.0 / norm_type).to(own.dtype)
 
     def _init_optimizer(self) -> None:
         super()._init_optimizer()
@@ -198,18 +204,9 @@ class PipelineTrainer(StagedTrainer):
         # An error is not kept until the end of the round: the other stages wait for this one now.
         self._evaluate_batch(batch, sums)
 
-    def _evaluate_batch(self, batch: Mapping[str, Any], sums: EvaluationSums) -> None:
-        prediction = Prediction(*self._prediction_step(batch))
-        if self.pipeline.has_last:
-            sums.add(prediction.loss, prediction.targets, samples_in(batch))
-        self._dispatch(
-            "on_prediction_step",
-            loss=prediction.loss,
-            tokens=prediction.targets,
-            batch=batch,
-            logits=prediction.logits,
-            labels=prediction.labels,
-        )
+    @property
+    def _has_predictions(self) -> bool:
+        return self.pipeline.has_last
 
     def _prediction_step(self, batch: Mapping[str, Any]) -> tuple[Any, ...]:
         """As on one device where the last stage is; other ranks have no loss, and say zero."""

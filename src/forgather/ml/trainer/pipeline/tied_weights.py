@@ -84,12 +84,12 @@ def compare_copies(weights: Sequence[TiedWeight], peers: Peers) -> None:
             )
 
 
-def total_norm(gradients_norm: Tensor, norm_type: float, group: ProcessGroup, device: torch.device) -> Tensor:
+def total_norm(own: Tensor, norm_type: float, group: ProcessGroup) -> Tensor:
     """The norm over all ranks of a group, from the norm of what each of them has."""
-    norm = gradients_norm.to(device=device, dtype=torch.float32, copy=True)
     if norm_type == float("inf"):
+        norm = own.clone()
         dist.all_reduce(norm, op=dist.ReduceOp.MAX, group=group)
         return norm
-    powers = norm.pow(norm_type)
-    dist.all_reduce(powers, group=group)
-    return powers.pow(1.0 / norm_type)
+    power = own.float().pow(norm_type)
+    dist.all_reduce(power, group=group)
+    return power.pow(1.0 / norm_type)
