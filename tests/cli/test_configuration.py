@@ -173,5 +173,6 @@ def test_arguments_inside_arguments_are_checked_like_others() -> None:
 
 
 def test_an_argument_of_another_trainer_names_it() -> None:
-    assert "It belongs to --trainer ddp, but trainer.kind is 'single'." in refusal("args: {dispatch_batches: true}\n")
+    message = refusal("args: {dispatch_batches: true}\n")
+    assert "It belongs to --trainer ddp or hybrid, but trainer.kind is 'single'." in message
     assert "It belongs to --trainer ddp" in refusal(BASE, "--args.ddp.bucket_cap_mb", "5")

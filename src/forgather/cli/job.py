@@ -12,8 +12,8 @@ from forgather.ml.distributed import (
     DistributedError,
     Peers,
     agreement,
-    reset_process_groups,
 )
+from forgather.ml.distributed.leaving import leave_process_group
 
 T = TypeVar("T")
 
@@ -34,11 +34,8 @@ class Job:
         if not is_worker():
             yield cls()
             return
-        import torch.distributed as dist
-
         yield cls(DistributedEnvironment(no_accelerator=use_cpu, log_level="WARNING"))
-        dist.destroy_process_group()
-        reset_process_groups()
+        leave_process_group()
 
     @property
     def is_main(self) -> bool:

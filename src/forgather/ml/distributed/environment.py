@@ -11,6 +11,7 @@ import torch
 import torch.distributed as dist
 from torch.distributed.constants import default_pg_timeout
 
+from forgather.ml.distributed.leaving import leave_at_exit
 from forgather.ml.distributed.rendezvous import fresh_store, restarts_share_a_store
 
 logger = logging.getLogger(__name__)
@@ -188,6 +189,7 @@ class DistributedEnvironment:
         _requested_timeout = timeout
         if not dist.is_initialized():
             self._init_process_group(backend or _default_backend(self.device_type), timeout)
+            leave_at_exit()
         self.rank = dist.get_rank()
         self.world_size = dist.get_world_size()
 

@@ -311,15 +311,15 @@ def _with_float_labels(samples: list[dict[str, Tensor]]) -> list[dict[str, Tenso
 BATCHES: dict[str, tuple[Callable[[list[dict[str, Tensor]]], Any], str]] = {
     "no labels": (
         functools.partial(_without, name="labels"),
-        r"no loss to (train on|evaluate): the batch has no 'labels'",
+        r"no loss to train on or to evaluate: the batch has no 'labels'",
     ),
     "no labels in a stream": (
         lambda samples: Stream(_without(samples, "labels")),
-        r"no loss to (train on|evaluate): the batch has no 'labels'",
+        r"no loss to train on or to evaluate: the batch has no 'labels'",
     ),
     "no labels for a loss of the user's": (
         functools.partial(_without, name="labels"),
-        r"no loss to (train on|evaluate): the batch has no 'labels'",
+        r"no loss to train on or to evaluate: the batch has no 'labels'",
     ),
     "no main input": (_renamed, r"The batch has no tensor 'input_ids', the model's main input.*it has: tokens, labels"),
     "no main input in a stream": (

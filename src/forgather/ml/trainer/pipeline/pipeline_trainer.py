@@ -330,7 +330,7 @@ def _require_labels(batch: Mapping[str, Any]) -> None:
     require_mapping(batch)
     if not isinstance(batch.get("labels"), Tensor):
         raise ValueError(
-            f"There is no loss to compute: the batch has no tensor 'labels'; it has: {', '.join(map(str, batch))}."
+            f"There is no loss to train on or to evaluate: the batch has no 'labels'; it has: {', '.join(map(str, batch))}."
         )
 
 
