@@ -283,3 +283,26 @@ def test_norms_of_every_kind_are_those_of_one_device(tmp_path: Path) -> None:
     for found in run_on_ranks(norms, 2, str(tmp_path / "two")):
         # One sum of many powers in float32 is itself no better than that.
         assert found[0] == pytest.approx(callback.norms * 2, rel=1e-5)
+
+
+def logged_norms(output_dir: str, **settings: Any) -> list[float]:
+    """The norms of all steps as they are logged, where nobody asks for them at each step."""
+    trainer_class = HybridTrainer if "pp_size" in settings else PipelineTrainer
+    trainer = made(trainer_class, output_dir, functools.partial(tied_gpt2, 4), token_samples(24), **settings)
+    trainer.train()
+    return [record["grad_norm"] for record in trainer.state.log_history if "grad_norm" in record]
+
+
+def logged_norms_of_pipelines(output_dir: str) -> list[float]:
+    return logged_norms(output_dir, pp_size=2, per_device_train_batch_size=2, n_microbatches=2)
+
+
+def test_norms_that_are_put_together_for_the_log_are_those_of_one_device(tmp_path: Path) -> None:
+    one = made(Trainer, str(tmp_path / "one"), functools.partial(tied_gpt2, 4), token_samples(24))
+    one.train()
+    expected = [record["grad_norm"] for record in one.state.log_history if "grad_norm" in record]
+    assert len(expected) == 3
+    for found in run_on_ranks(logged_norms, 2, str(tmp_path / "two")):
+        assert found == pytest.approx(expected, rel=2e-6)
+    for found in run_on_ranks(logged_norms_of_pipelines, 4, str(tmp_path / "four")):
+        assert found == pytest.approx(expected, rel=2e-6)

@@ -47,6 +47,8 @@ class PipelineTrainer(StagedTrainer):
 
     _loss_total: int | Tensor = 1
     """What the losses of the present batch are divided by."""
+    _shows_norms = False
+    """Whether a callback of some rank is told of the norm of every step."""
     _is_stand_in = False
     """Whether the present batch only stands in for one, and weighs nothing."""
 
@@ -172,10 +174,21 @@ class PipelineTrainer(StagedTrainer):
         return -(-int(self.args.per_device_eval_batch_size) // int(self.args.n_microbatches))
 
     def _clip_grad_norm(self, max_grad_norm: float | None, norm_type: float = 2.0) -> Tensor | None:
-        norm = self._norm_of_all_stages(self._gradient_norm(norm_type), norm_type)
+        own = self._gradient_norm(norm_type)
+        if not max_grad_norm and not self._shows_norms:
+            # Nobody needs the whole norm now. To wait for it would keep a rank that is done from stepping while others
+            # compute; the parts are put together when they are logged.
+            return own
+        norm = self._norm_of_all_stages(own, norm_type)
         if max_grad_norm:
             torch.nn.utils.clip_grads_with_norm_(self._parameters, max_grad_norm, norm)
         return norm
+
+    def _distributed_norms(self, norms: list[float]) -> list[float]:
+        if self.args.max_grad_norm or self._shows_norms or not norms:
+            return norms
+        squares = self._sum(torch.tensor(norms, dtype=torch.float64).square()) / self._num_data_parallel_ranks()
+        return squares.sqrt().tolist()
 
     def _norm_of_all_stages(self, own: Tensor, norm_type: float) -> Tensor:
         if self.device.type != "cpu" or norm_type == float("inf"):
@@ -189,6 +202,9 @@ class PipelineTrainer(StagedTrainer):
         # A weight with copies on several ranks counts once.
         copies = {id(weight.parameter) for weight in self._tied if not weight.counts_here}
         self._gradient_norm = GradientNorm([one for one in self._parameters if id(one) not in copies])
+        listens = self._callback_handler.listens("on_train_metrics")
+        # Callbacks may be on some ranks only, and all must know.
+        self._shows_norms = any(self._peers.gather(listens))
 
     # --- evaluation
 
