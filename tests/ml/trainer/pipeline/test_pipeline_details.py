@@ -268,12 +268,12 @@ def norms(output_dir: str) -> list[list[float]]:
 class NotesNorms(TrainerCallback):
     def on_pre_optimizer_step(self, trainer: Any, **kwargs: Any) -> None:
         kinds = (1.0, 2.0, 3.0, math.inf)
-        self.norms = [float(trainer._clip_grad_norm(None, kind)) for kind in kinds]
+        own = [trainer._gradient_norm(kind) for kind in kinds]
+        self.norms = [float(norm) for norm in own]
         if isinstance(trainer, PipelineTrainer):
-            own = [trainer._gradient_norm(kind) for kind in kinds]
-            self.norms += [
-                float(total_norm(norm, kind, trainer._pp_group)) for norm, kind in zip(own, kinds, strict=True)
-            ]
+            both = list(zip(own, kinds, strict=True))
+            self.norms = [float(trainer._norm_of_all_stages(norm, kind)) for norm, kind in both]
+            self.norms += [float(total_norm(norm, kind, trainer._pp_group)) for norm, kind in both]
 
 
 def test_norms_of_every_kind_are_those_of_one_device(tmp_path: Path) -> None:
