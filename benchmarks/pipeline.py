@@ -145,8 +145,8 @@ _STEP_NOTES = [
     "CPU: time of all threads of both ranks. Ratios: the median of those within each round (95% interval, by bootstrap).",
     "All loops run the same stages with the same schedule on the same batches, which the parameters after the first step "
     "prove. Bare: each rank makes the batches by itself; torch's schedule, AdamW, and nothing else.",
-    "Ours also has rank 0 read for all, agrees on every batch, measures the norm of the gradients of all stages at every "
-    f"step, follows a learning-rate schedule, and reduces what it logs every {LOGGING_STEPS} steps, to no callback.",
+    "Ours also has rank 0 read for all, agrees on every batch, measures the norm of its gradients at every step, follows a "
+    f"learning-rate schedule, and every {LOGGING_STEPS} steps puts together what it logs, the norms too, for no callback.",
     MALLOC_NOTE,
 ]
 

@@ -39,6 +39,8 @@ def adamw(args: MinimalTrainingArguments, parameters: Iterable[Any]) -> torch.op
 
 
 def _fused_is_available(parameters: list[Any]) -> bool:
+    # A group instead of a parameter is that of a rank without any, which does as the others do.
+    parameters = [entry for entry in parameters if not isinstance(entry, Mapping)]
     tensors = [entry[1] if isinstance(entry, tuple) else entry for entry in parameters]
     return all(
         isinstance(tensor, torch.Tensor)
@@ -53,14 +55,17 @@ def build_optimizer(
     factory: OptimizerFactoryT,
     groups: Mapping[str, Any] | None,
     debug_groups: bool,
+    may_be_empty: bool = False,
 ) -> OptimizerT:
-    """An optimizer over the trainable parameters, by name, in groups when those are given."""
+    """An optimizer over the trainable parameters, by name, in groups when those are given.
+
+    `may_be_empty` is for a rank that has none while others have some.
+    """
     named = [(name, parameter) for name, parameter in named_parameters if parameter.requires_grad]
+    if not named and may_be_empty:
+        return factory([{"params": []}])
     if not named:
-        raise ValueError(
-            "The model, or what this rank has of it, has no parameter that requires a gradient: there is nothing to train. "
-            "In a pipeline every rank needs one: freeze fewer layers, or divide the model over fewer ranks."
-        )
+        raise ValueError("The model has no parameter that requires a gradient: there is nothing to train.")
     if groups is None:
         return factory(named)
     return make_grouped_optimizer(named, groups, factory, debug=debug_groups)

@@ -283,7 +283,7 @@ class PreparedTrainer(BaseTrainer):
         named = self._named_parameters()
         factory = optimizer_factory(self.args, self._optimizer_factory, self._optimizer_cls_and_kwargs)
         self.optimizer = self._given_optimizer or build_optimizer(
-            named, factory, self._optimizer_groups, self.args.debug_optimizer_groups
+            named, factory, self._optimizer_groups, self.args.debug_optimizer_groups, self._may_train_nothing
         )
         self.optimizer_state = OptimizerState(self.optimizer, named)
         self._parameters = [parameter for group in self.optimizer.param_groups for parameter in group["params"]]
@@ -294,6 +294,11 @@ class PreparedTrainer(BaseTrainer):
         else:
             self.lr_scheduler = self._given_scheduler
             self._scheduler_state = SchedulerState(self.lr_scheduler, self.optimizer)
+
+    @property
+    def _may_train_nothing(self) -> bool:
+        """Whether this rank may have no parameter to train, because others have some."""
+        return False
 
     def _named_parameters(self) -> list[tuple[str, nn.Parameter]]:
         """What the optimizer is given: the parameters of this rank, under the names of the whole model."""

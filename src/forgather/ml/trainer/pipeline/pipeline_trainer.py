@@ -197,6 +197,10 @@ class PipelineTrainer(StagedTrainer):
         power = self._sum(own.double().pow(norm_type)) / self._num_data_parallel_ranks()
         return power.pow(1.0 / norm_type).to(own.dtype)
 
+    @property
+    def _may_train_nothing(self) -> bool:
+        return any(parameter.requires_grad for parameter in self.pipeline.whole.parameters())
+
     def _init_optimizer(self) -> None:
         super()._init_optimizer()
         # A weight with copies on several ranks counts once.
