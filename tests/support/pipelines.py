@@ -22,12 +22,12 @@ def llama(num_layers: int = NUM_LAYERS, **options: Any) -> nn.Module:
     return tiny_llama(None, num_hidden_layers=num_layers, **options)
 
 
-def tied_gpt2(num_layers: int = NUM_LAYERS) -> nn.Module:
+def tied_gpt2(num_layers: int = NUM_LAYERS, width: int = 16) -> nn.Module:
     """Embedding and head are one tensor; without dropout, which draws other numbers on other ranks."""
     return GPT2LMHeadModel(
         GPT2Config(
             vocab_size=VOCAB_SIZE,
-            n_embd=16,
+            n_embd=width,
             n_layer=num_layers,
             n_head=2,
             n_positions=32,
