@@ -7,6 +7,7 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed import DeviceMesh
 
+from forgather.ml.trainer.changing_buffers import ChangingBuffers
 from forgather.ml.trainer.checkpoint_types import SharingPattern, StateComponent
 from forgather.ml.trainer.coordinated import CoordinatedTrainer
 from forgather.ml.trainer.model_loss import Window
@@ -19,8 +20,7 @@ class DataParallelTrainer(CoordinatedTrainer):
     """Those whose copies are compared between ranks at every save."""
     _local_model: Any = None
     """The model, compiled or not, without what reduces its gradients."""
-    _changing_buffers: list[str] | None = None
-    """Those that training changes; known after the first forward pass."""
+    _changing_buffers: ChangingBuffers | None = None
 
     def _make_mesh(self) -> DeviceMesh:
         return dist.device_mesh.init_device_mesh(
@@ -35,20 +35,15 @@ class DataParallelTrainer(CoordinatedTrainer):
 
     def _wrap(self) -> None:
         super()._wrap()
-        self._local_model, self._changing_buffers = self._forward_model, None
+        self._local_model = self._forward_model
+        if self._is_parallel:
+            self._changing_buffers = ChangingBuffers(self.unwrapped_model(), self._peers)
 
     def _forward_backward_step(self, window: Window, number: int) -> Tensor:
-        if self._changing_buffers is not None or not self._is_parallel:
+        if self._changing_buffers is None or self._changing_buffers.are_known:
             return super()._forward_backward_step(window, number)
-        before = {name: buffer.clone() for name, buffer in self.unwrapped_model().named_buffers()}
-        share = super()._forward_backward_step(window, number)
-        own = [
-            name
-            for name, buffer in self.unwrapped_model().named_buffers()
-            if name not in before or not buffer.equal(before[name])
-        ]
-        self._changing_buffers = sorted({name for names in self._peers.gather(own) for name in names})
-        return share
+        with self._changing_buffers.found_out():
+            return super()._forward_backward_step(window, number)
 
     def _backward(self, loss: Tensor) -> None:
         # Gradients are averaged over ranks, but the shares of a step's loss are to be added.
@@ -64,24 +59,16 @@ class DataParallelTrainer(CoordinatedTrainer):
         return self._local_model
 
     def _evaluate_on(self, dataset: Any) -> dict[str, Any]:
-        if getattr(self._forward_model, "forward_sync_buffers", False):
-            self._share_changing_buffers()
+        if self._changing_buffers is not None and getattr(self._forward_model, "forward_sync_buffers", False):
+            self._changing_buffers.share()
         return super()._evaluate_on(dataset)
-
-    def _share_changing_buffers(self) -> None:
-        """Give all ranks rank 0's, such as the running means of batch norms, as before a forward pass.
-
-        Other buffers are left alone: if they differ between ranks, that is to be found out.
-        """
-        buffers = dict(self.unwrapped_model().named_buffers())
-        for name in self._changing_buffers or ():
-            dist.broadcast(buffers[name], src=0)
 
     # --- state
 
     def _before_save(self) -> None:
         super()._before_save()
-        self._share_changing_buffers()
+        if self._changing_buffers is not None:
+            self._changing_buffers.share()
 
     def get_state_components(self) -> list[StateComponent]:
         components = super().get_state_components()

@@ -10,6 +10,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from forgather.ml.checkpoint.errors import ReplicationError
 from forgather.ml.trainer.hybrid import HybridTrainer
 from forgather.ml.trainer.pipeline import PipelineTrainer, create_automatic_splitter
 from forgather.ml.trainer.pipeline.tied_weights import total_norm
@@ -320,3 +321,48 @@ def test_norms_that_are_put_together_for_the_log_are_those_of_one_device(tmp_pat
         assert found == pytest.approx(expected, rel=2e-6)
     for found in run_on_ranks(logged_norms_of_pipelines, 4, str(tmp_path / "four")):
         assert found == pytest.approx(expected, rel=2e-6)
+
+
+class WithBuffers(Layer):
+    """One buffer that follows the data, and one that nothing should change."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.register_buffer("running", torch.zeros(()))
+        self.register_buffer("constant", torch.ones(2))
+
+    def forward(self, hidden: Tensor) -> Tensor:
+        if self.training:
+            self.running = 0.9 * self.running + 0.1 * hidden.detach().mean()
+        return super().forward(hidden)
+
+
+def with_buffers() -> nn.Module:
+    model = ByProtocol()
+    model.layer_stack = nn.ModuleList(WithBuffers() for _ in range(4))
+    return model
+
+
+def buffers_of_pipelines(output_dir: str) -> tuple[dict[str, Tensor], str]:
+    """On ranks: the buffers after a save, and the error of a save after one that is constant was changed on rank 3."""
+    trainer = made(HybridTrainer, output_dir, with_buffers, token_samples(24), pp_size=2)
+    trainer.train()
+    trainer.save_checkpoint()
+    buffers = dict(trainer.unwrapped_model().named_buffers())
+    held = {name: buffer.clone() for name, buffer in buffers.items()}
+    if torch.distributed.get_rank() == 3:
+        next(buffer for name, buffer in buffers.items() if name.endswith("constant")).add_(1.0)
+    with pytest.raises(ReplicationError) as raised:
+        trainer.save_checkpoint()
+    return held, str(raised.value)
+
+
+def test_buffers_that_training_changes_are_shared_and_others_that_differ_are_named(tmp_path: Path) -> None:
+    results = run_on_ranks(buffers_of_pipelines, 4, str(tmp_path))
+    for first, second in ((0, 2), (1, 3)):
+        assert results[first][0].keys() == results[second][0].keys() != set()
+        for name, buffer in results[first][0].items():
+            assert torch.equal(buffer, results[second][0][name]), name
+    assert any(float(buffer) != 0.0 for name, buffer in results[0][0].items() if name.endswith("running"))
+    for _, message in results:
+        assert "Replication validation failed" in message and "constant" in message and "rank" in message

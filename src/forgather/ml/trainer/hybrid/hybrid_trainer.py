@@ -8,6 +8,7 @@ from torch import Tensor, nn
 from torch.distributed import DeviceMesh, ProcessGroup
 from torch.distributed.pipelining import PipelineStage
 
+from forgather.ml.trainer.changing_buffers import ChangingBuffers
 from forgather.ml.trainer.checkpoint_types import SharingPattern, StateComponent
 from forgather.ml.trainer.data_order import Part
 from forgather.ml.trainer.hybrid.gradient_reduction import GradientReducer
@@ -28,7 +29,7 @@ class HybridTrainer(PipelineTrainer):
 
     arguments_class = HybridTrainingArguments
     _reducer: GradientReducer | None = None
-    _first_buffers: dict[str, Tensor]
+    _changing_buffers: ChangingBuffers
 
     # --- ranks
 
@@ -100,7 +101,7 @@ class HybridTrainer(PipelineTrainer):
     def _compile_model(self) -> None:
         super()._compile_model()
         self._reducer = GradientReducer(self.pipeline.own, self._dp_group)
-        self._first_buffers = {name: buffer.clone() for name, buffer in self.pipeline.part.named_buffers()}
+        self._changing_buffers = ChangingBuffers(self.pipeline.part, self._peers, self._dp_group)
 
     def _make_stage(self, like: PipelineStage, inputs: tuple[Tensor, ...], outputs: tuple[Tensor, ...]) -> TrainedStage:
         stage = super()._make_stage(like, inputs, outputs)
@@ -112,7 +113,10 @@ class HybridTrainer(PipelineTrainer):
     def _forward_backward_step(self, window: Window, number: int) -> Tensor:
         assert self._reducer is not None
         self._reducer.is_active = number + 1 == len(window.batches)
-        return super()._forward_backward_step(window, number)
+        if self._changing_buffers.are_known:
+            return super()._forward_backward_step(window, number)
+        with self._changing_buffers.found_out():
+            return super()._forward_backward_step(window, number)
 
     def _finish_gradients(self) -> None:
         assert self._reducer is not None
@@ -131,22 +135,11 @@ class HybridTrainer(PipelineTrainer):
 
     def _before_save(self) -> None:
         super()._before_save()
-        self._share_changing_buffers()
+        self._changing_buffers.share()
 
     def _evaluate_on(self, dataset: Any) -> dict[str, Any]:
-        self._share_changing_buffers()
+        self._changing_buffers.share()
         return super()._evaluate_on(dataset)
-
-    def _share_changing_buffers(self) -> None:
-        """Give all pipelines the first one's, such as the running means of batch norms.
-
-        Other buffers are left alone: if they differ between pipelines, that is to be found out.
-        """
-        buffers = dict(self.pipeline.part.named_buffers())
-        changed = [name for name, first in self._first_buffers.items() if not first.equal(buffers[name])]
-        for name in sorted({name for names in self._peers.gather(changed) for name in names}):
-            if name in buffers:
-                dist.broadcast(buffers[name], group=self._dp_group, group_src=0)
 
     def _as_part(self, component: StateComponent) -> StateComponent:
         return dataclasses.replace(
