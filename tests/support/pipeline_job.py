@@ -18,7 +18,7 @@ from forgather.ml.trainer.model_loss import Window
 from forgather.ml.trainer.pipeline import PipelineTrainer
 from forgather.ml.trainer.trainer import Trainer
 from tests.support.tiny_models import tiny_llama
-from tests.support.train_job import NUM_SAMPLES, Samples, Scenario, facts_of, main, sample
+from tests.support.train_job import NUM_SAMPLES, USUAL_SETTINGS, Samples, Scenario, facts_of, main, sample
 
 NUM_EVAL_SAMPLES = 7
 DROPOUT = 0.2
@@ -92,23 +92,11 @@ TRAINERS: dict[str, type[Noting]] = {"pipeline": NotingPipeline, "hybrid": Notin
 
 def build_trainer(scenario: PipelineScenario, output_dir: str, callbacks: Sequence[Any]) -> Trainer:
     settings = {
+        **USUAL_SETTINGS,
         "output_dir": output_dir,
-        "use_cpu": True,
-        "seed": 7,
         # 7 batches an epoch, the last of them not full: 4 steps.
         "per_device_train_batch_size": 4,
         "gradient_accumulation_steps": 2,
-        "per_device_eval_batch_size": 3,
-        "num_train_epochs": 2,
-        "max_grad_norm": 0.5,
-        "learning_rate": 1e-2,
-        "weight_decay": 0.1,
-        "lr_scheduler_type": "cosine",
-        "warmup_steps": 2,
-        "logging_steps": 4,
-        "eval_strategy": "steps",
-        "eval_steps": 4,
-        "save_steps": 3,
         **scenario.settings,
     }
     return TRAINERS[scenario.trainer](

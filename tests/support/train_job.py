@@ -250,25 +250,31 @@ class Notes:
         os.write(self._descriptor, (json.dumps([kind, step]) + "\n").encode())
 
 
+USUAL_SETTINGS: dict[str, Any] = {
+    "use_cpu": True,
+    "seed": 7,
+    "per_device_eval_batch_size": 3,
+    "num_train_epochs": 2,
+    "max_grad_norm": 0.5,
+    "learning_rate": 1e-2,
+    "weight_decay": 0.1,
+    "lr_scheduler_type": "cosine",
+    "warmup_steps": 2,
+    "logging_steps": 4,
+    "eval_strategy": "steps",
+    "eval_steps": 4,
+    "save_steps": 3,
+}
+"""Of all jobs that are stopped: something is logged, evaluated and saved in the middle of epochs."""
+
+
 def build_trainer(scenario: Scenario, output_dir: str, callbacks: Sequence[Any]) -> Trainer:
     settings = {
+        **USUAL_SETTINGS,
         "output_dir": output_dir,
-        "use_cpu": True,
-        "seed": 7,
         "per_device_train_batch_size": 2,
-        "per_device_eval_batch_size": 3,
         # 13 batches an epoch: four windows of three and one of one.
         "gradient_accumulation_steps": 3,
-        "num_train_epochs": 2,
-        "max_grad_norm": 0.5,
-        "learning_rate": 1e-2,
-        "weight_decay": 0.1,
-        "lr_scheduler_type": "cosine",
-        "warmup_steps": 2,
-        "logging_steps": 4,
-        "eval_strategy": "steps",
-        "eval_steps": 4,
-        "save_steps": 3,
         **scenario.settings,
     }
     return trainer_class(scenario)(
