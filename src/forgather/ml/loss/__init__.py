@@ -1,6 +1,8 @@
 """Loss functions."""
 
 from forgather.ml.loss.causal_loss import CausalLoss
+from forgather.ml.loss.chunked_causal_loss import ChunkedCausalLoss
+from forgather.ml.loss.linear_cross_entropy import LinearCrossEntropyLoss
 from forgather.ml.loss.rescale_loss import RescaleLoss
 
-__all__ = ["CausalLoss", "RescaleLoss"]
+__all__ = ["CausalLoss", "ChunkedCausalLoss", "LinearCrossEntropyLoss", "RescaleLoss"]

@@ -8,35 +8,28 @@ from torch.nn import functional
 _FEW = 1024
 
 
-class CausalLoss:
-    """The mean cross entropy of each position's logits with the label of the next position.
+class NextTokenLoss:
+    """What all losses of the next token share: which labels are targets, how many there are, and the mean over them.
 
-    Logits are `[..., sequence, vocabulary]` and labels `[..., sequence]`; labels of `ignore_index` are no targets. Without
-    any target the loss is 0, and so are the gradients.
+    Labels are `[..., sequence]`, each the target of the position before it; labels of `ignore_index` are no targets.
+    Without any target the loss is 0, and so are the gradients.
     """
 
     def __init__(self, ignore_index: int = -100) -> None:
         self.ignore_index = ignore_index
 
-    def __call__(self, logits: Tensor, labels: Tensor) -> Tensor:
+    def __call__(self, outputs: Tensor, labels: Tensor) -> Tensor:
         count = self.num_targets(labels)
         # On the device the count stays a tensor, since reading it would wait for it.
-        divisor = max(count, 1) if isinstance(count, int) else count.to(logits.device).clamp(min=1)
-        return self.sum_over_targets(logits, labels) / divisor
+        divisor = max(count, 1) if isinstance(count, int) else count.to(outputs.device).clamp(min=1)
+        return self.sum_over_targets(outputs, labels) / divisor
 
-    def sum_over_targets(self, logits: Tensor, labels: Tensor, reduction: str = "sum") -> Tensor:
+    def sum_over_targets(self, outputs: Tensor, labels: Tensor, reduction: str = "sum") -> Tensor:
         """The sum instead of the mean, for those who know how many targets it is over.
 
-        With `reduction="mean"` it is the mean after all, in one operation less, but NaN when there is no target.
+        With `reduction="mean"` it is the mean after all, but NaN when there is no target.
         """
-        # Moving the labels rather than cutting the last logits off saves a copy of the logits.
-        targets = functional.pad(labels, (0, 1), value=self.ignore_index)[..., 1:].to(logits.device)
-        return functional.cross_entropy(
-            _at_least_float32(logits).flatten(0, -2),
-            targets.flatten(),
-            ignore_index=self.ignore_index,
-            reduction=reduction,
-        )
+        raise NotImplementedError
 
     def num_targets(self, labels: Tensor) -> int | Tensor:
         """How many targets the mean is over; a tensor where the labels are on a device."""
@@ -48,6 +41,28 @@ class CausalLoss:
             return sum(len(row) - row.count(self.ignore_index) for row in targets)
         return int(np.count_nonzero(labels.numpy()[..., 1:] != self.ignore_index))
 
+    def targets(self, labels: Tensor, device: torch.device) -> Tensor:
+        """The target of every position, in one row."""
+        # Moving the labels rather than cutting the last outputs off saves a copy of the outputs.
+        return functional.pad(labels, (0, 1), value=self.ignore_index)[..., 1:].to(device).flatten()
 
-def _at_least_float32(logits: Tensor) -> Tensor:
-    return logits.to(torch.promote_types(logits.dtype, torch.float32))
+
+class CausalLoss(NextTokenLoss):
+    """The mean cross entropy of each position's logits with the label of the next position.
+
+    Logits are `[..., sequence, vocabulary]` and labels `[..., sequence]`; labels of `ignore_index` are no targets. Without
+    any target the loss is 0, and so are the gradients.
+    """
+
+    def sum_over_targets(self, logits: Tensor, labels: Tensor, reduction: str = "sum") -> Tensor:
+        return functional.cross_entropy(
+            logits.to(at_least_float32(logits.dtype)).flatten(0, -2),
+            self.targets(labels, logits.device),
+            ignore_index=self.ignore_index,
+            reduction=reduction,
+        )
+
+
+def at_least_float32(dtype: torch.dtype) -> torch.dtype:
+    """The type that losses of values of this type are computed in."""
+    return torch.promote_types(dtype, torch.float32)

@@ -1,0 +1,127 @@
+"""The loss of the next token in parts, against the plain loss."""
+
+from collections.abc import Callable
+
+import pytest
+import torch
+from torch import Tensor
+
+from forgather.ml.loss import CausalLoss, ChunkedCausalLoss
+from forgather.ml.loss.chunked_causal_loss import cross_entropy_in_parts
+from tests.support.memory import peak_bytes
+
+VOCABULARY = 37
+
+
+def make_batch(*shape: int, vocabulary: int = VOCABULARY, dtype: torch.dtype = torch.float32) -> tuple[Tensor, Tensor]:
+    """Logits and labels, some of which are no targets."""
+    torch.manual_seed(0)
+    labels = torch.randint(0, vocabulary, shape)
+    labels[torch.rand(shape) < 0.3] = -100
+    return (3 * torch.randn(*shape, vocabulary)).to(dtype).requires_grad_(), labels
+
+
+def loss_and_gradient(
+    loss_fn: Callable[[Tensor, Tensor], Tensor], logits: Tensor, labels: Tensor
+) -> tuple[Tensor, Tensor]:
+    loss = loss_fn(logits, labels)
+    return loss.detach(), torch.autograd.grad(loss, logits)[0]
+
+
+@pytest.mark.parametrize("shape", [(11,), (3, 9), (2, 2, 5)], ids=str)
+@pytest.mark.parametrize("chunk_size", [1, 7, 256])
+def test_it_is_the_plain_loss(shape: tuple[int, ...], chunk_size: int) -> None:
+    logits, labels = make_batch(*shape)
+    before = logits.detach().clone()
+    given = loss_and_gradient(ChunkedCausalLoss(chunk_size), logits, labels)
+    torch.testing.assert_close(given, loss_and_gradient(CausalLoss(), logits, labels), rtol=1e-5, atol=1e-6)
+    assert torch.equal(logits, before)
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float64])
+def test_it_is_computed_in_float32_at_least(dtype: torch.dtype) -> None:
+    logits, labels = make_batch(3, 9, dtype=dtype)
+    loss, gradient = loss_and_gradient(ChunkedCausalLoss(7), logits, labels)
+    expected, plain = loss_and_gradient(CausalLoss(), logits, labels)
+    assert loss.dtype == expected.dtype and gradient.dtype == dtype
+    torch.testing.assert_close(loss, expected)
+    # The gradient is rounded once more, when it is scaled.
+    torch.testing.assert_close(gradient, plain, rtol=2 * torch.finfo(dtype).eps, atol=1e-7)
+
+
+@pytest.mark.parametrize("length", [1, 4])
+def test_without_targets_loss_and_gradient_are_zero(length: int) -> None:
+    logits = torch.randn(2, length, VOCABULARY, requires_grad=True)
+    labels = torch.full((2, length), -100)
+    loss, gradient = loss_and_gradient(ChunkedCausalLoss(3), logits, labels)
+    assert loss.item() == 0.0 and not gradient.any()
+    assert ChunkedCausalLoss().num_targets(labels) == 0
+
+
+def test_sums_and_means_over_targets_are_those_of_the_plain_loss() -> None:
+    logits, labels = make_batch(3, 9)
+    plain, given = CausalLoss(ignore_index=5), ChunkedCausalLoss(7, ignore_index=5)
+    labels = labels.clamp(min=0)
+    labels[0] = 5
+    assert given.num_targets(labels) == plain.num_targets(labels) > 0
+    for reduction in ("sum", "mean"):
+        expected = plain.sum_over_targets(logits, labels, reduction)
+        torch.testing.assert_close(given.sum_over_targets(logits, labels, reduction), expected)
+
+
+def test_logits_may_need_no_gradient() -> None:
+    logits, labels = make_batch(3, 9)
+    expected = CausalLoss()(logits, labels)
+    torch.testing.assert_close(ChunkedCausalLoss(7)(logits.detach(), labels), expected.detach())
+    with torch.no_grad():
+        given = ChunkedCausalLoss(7)(logits, labels)
+    assert not given.requires_grad
+    torch.testing.assert_close(given, expected.detach())
+
+
+def test_a_scaled_loss_has_a_scaled_gradient() -> None:
+    logits, labels = make_batch(3, 9)
+    _, gradient = loss_and_gradient(ChunkedCausalLoss(7), logits, labels)
+    _, scaled = loss_and_gradient(lambda *batch: ChunkedCausalLoss(7)(*batch) * 3, logits, labels)
+    torch.testing.assert_close(scaled, gradient * 3)
+
+
+def test_a_second_backward_pass_is_refused() -> None:
+    loss = ChunkedCausalLoss(7)(*make_batch(3, 9))
+    loss.backward(retain_graph=True)
+    with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+        loss.backward()
+
+
+def test_parts_may_contain_tokens_without_targets() -> None:
+    """On a device they do: to leave them out would mean to wait for it."""
+    logits, labels = make_batch(20)
+    expected = torch.nn.functional.cross_entropy(logits, labels, reduction="sum")
+    gradient = torch.full_like(logits, torch.nan, requires_grad=False)
+    parts = [slice(start, start + 6) for start in range(0, 20, 6)]
+    with torch.no_grad():
+        total = cross_entropy_in_parts(logits, labels, parts, -100, gradient)
+    torch.testing.assert_close(total, expected)
+    torch.testing.assert_close(gradient, torch.autograd.grad(expected, logits)[0])
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_beyond_the_gradient_it_takes_the_memory_of_a_part(dtype: torch.dtype) -> None:
+    logits, labels = make_batch(4, 256, vocabulary=8192, dtype=dtype)
+    plain, given = (
+        peak_bytes(lambda loss_fn=loss_fn: loss_and_gradient(loss_fn, logits, labels))
+        for loss_fn in (CausalLoss(), ChunkedCausalLoss(64))
+    )
+    part = 64 * 8192 * 4
+    assert given < logits.nbytes + 2 * part
+    assert given * 2 < plain
+
+
+def test_inputs_that_cannot_work_are_explained() -> None:
+    logits, labels = make_batch(3, 9)
+    with pytest.raises(ValueError, match=r"chunk_size=0 of ChunkedCausalLoss .* at least 1"):
+        ChunkedCausalLoss(0)
+    with pytest.raises(ValueError, match=r"\[3, 9\] positions .* \[3, 8\] labels"):
+        ChunkedCausalLoss()(logits, labels[:, 1:])
+    with pytest.raises(ValueError, match=r"reduction='none' is unknown to ChunkedCausalLoss"):
+        ChunkedCausalLoss().sum_over_targets(logits, labels, "none")
