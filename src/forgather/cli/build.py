@@ -20,6 +20,7 @@ from forgather.data.byte_tokenizer import byte_tokenizer
 from forgather.data.documents import find_files, read_documents, read_saved_dataset
 from forgather.data.packed import PackedTokens
 from forgather.data.token_store import EvaluationShare, TokenArray, file_identity, tokenize, tokenize_to_files
+from forgather.ml.trainer.loss_weighting import parameters_of
 
 _CALLBACKS_MODULE = "forgather.ml.trainer.callbacks"
 
@@ -111,15 +112,19 @@ def build_stage_options(section: TrainerSection) -> dict[str, Any]:
     return options
 
 
-def build_loss(section: FactorySection) -> Callable[..., Any] | None:
-    """A loss function; a class is one of such functions and is instantiated."""
+def build_loss(section: FactorySection) -> dict[str, Any]:
+    """The keyword by which a trainer gets its loss function; a class is one of such functions and is instantiated.
+
+    What takes the head of the model first (`output_embeddings`) makes a fused loss.
+    """
     if section.class_path is None:
-        return objects.partial(section, "loss")
+        return {"compute_loss_func": objects.partial(section, "loss")}
     function: Any = objects.find_object(section.class_path, "loss.class_path")
+    if next(iter(parameters_of(function)), None) == "output_embeddings":
+        return {"fused_loss_factory": objects.partial(section, "loss")}
     if isinstance(function, type):
-        made: Callable[..., Any] = objects.call(section.class_path, section.init_args, "loss")
-        return made
-    return objects.partial(section, "loss") if section.init_args else function
+        return {"compute_loss_func": objects.call(section.class_path, section.init_args, "loss")}
+    return {"compute_loss_func": objects.partial(section, "loss") if section.init_args else function}
 
 
 def build_optimizer_groups(groups: Mapping[str, Any] | None) -> dict[str, Any] | None:

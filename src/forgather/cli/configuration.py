@@ -113,7 +113,8 @@ class Configuration:
     lr_scheduler: FactorySection = field(default_factory=FactorySection)
     """Called with the optimizer; without one the schedule that args.lr_scheduler_type names."""
     loss: FactorySection = field(default_factory=FactorySection)
-    """A function of logits and labels, or a class of such; without one the loss of the next token."""
+    """A function of logits and labels, a class of such, or one that is fused with the head of the model, such as
+    forgather.ml.loss.LinearCrossEntropyLoss; without one the loss of the next token."""
     callbacks: list[Factory] = field(default_factory=list)
     """Each a class_path and init_args; a name without dots is one of forgather.ml.trainer.callbacks."""
 

@@ -23,6 +23,7 @@ class Command:
 
 COMMANDS = {
     "train": Command("forgather.cli.train", "train a model; without a configuration, the demo"),
+    "finalize": Command("forgather.cli.finalize", "make a deployable model of a checkpoint, quantised if asked for"),
 }
 
 _USAGE = """\

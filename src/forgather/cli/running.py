@@ -82,7 +82,7 @@ def _build_parts(configuration: Configuration, trainer_class: type[Trainer], tex
         "optimizer_factory": objects.partial(configuration.optimizer, "optimizer"),
         "lr_scheduler_factory": objects.partial(configuration.lr_scheduler, "lr_scheduler"),
         "optimizer_groups": build.build_optimizer_groups(configuration.optimizer_groups),
-        "compute_loss_func": build.build_loss(configuration.loss),
+        **build.build_loss(configuration.loss),
         "callbacks": [*build.build_callbacks(configuration), ConfigurationInCheckpoints(text)],
     }
     # The data last: their tokens take longest.

@@ -16,7 +16,10 @@ import torch
 
 from forgather.ml.checkpoint.retention import default_greater_is_better
 from forgather.ml.construct import torch_dtype
+from forgather.ml.recipe_names import FP8_RECIPES, QAT_RECIPES
 from forgather.ml.trainer.trainer_types import IntervalStrategy
+
+SDPA_BACKENDS = ("math", "flash", "efficient", "cudnn")
 
 ArgumentsT = TypeVar("ArgumentsT", bound="MinimalTrainingArguments")
 BaseArgumentsT = TypeVar("BaseArgumentsT", bound="BaseTrainingArguments")
@@ -218,15 +221,21 @@ class BaseTrainingArguments(MinimalTrainingArguments):
     preserve_n_best: int = 1
     eval_on_save: bool = False
     enable_activation_offloading: bool = False
+    """Keep what the backward pass needs in the memory of the CPU instead of the accelerator's."""
     detect_anomaly: bool = False
     sdpa_backend: str | list[str] | None = None
+    """What may compute torch's scaled_dot_product_attention: "math", "flash", "efficient", "cudnn", or a list of these."""
     sdpa_set_priority: bool = False
+    """Try those of the list in their order."""
     float32_matmul_precision: str | None = None
     dynamo_recompile_limit: int | None = None
     mixed_precision: str | None = None
     fp8_recipe: str | None = None
+    """Linear layers in float8: "tensorwise", "rowwise" or "rowwise_with_gw_hp"."""
     fp8_dim_alignment: int = 16
+    """Layers with a dimension that this does not divide stay as they are."""
     qat_recipe: str | None = None
+    """Train for a later quantisation: "int8-dynamic-act-int4-weight", "int4-weight-only" or another of qat_recipes."""
 
     def __post_init__(self) -> None:
         if isinstance(self.default_dtype, torch.dtype):
@@ -244,11 +253,15 @@ class BaseTrainingArguments(MinimalTrainingArguments):
                 "them, or turn evaluations off by eval_strategy='no'."
             )
         self._check_best_model()
+        self._check_attention()
         if self.fp8_recipe is not None and self.qat_recipe is not None:
             raise ValueError(
                 f"fp8_recipe={self.fp8_recipe!r} and qat_recipe={self.qat_recipe!r} exclude each other: both replace the "
                 "model's linear layers. Set one of them to None."
             )
+        self._choose("fp8_recipe", [None, *FP8_RECIPES])
+        self._choose("qat_recipe", [None, *QAT_RECIPES])
+        self._require("fp8_dim_alignment", 1)
 
     def _check_best_model(self) -> None:
         """The best model is one that was evaluated and saved."""
@@ -265,6 +278,18 @@ class BaseTrainingArguments(MinimalTrainingArguments):
                     f"{name}=True cannot be combined with save_strategy='no': the best model is one of the checkpoints. "
                     "Set save_strategy to 'steps' or 'epoch'."
                 )
+
+    def _check_attention(self) -> None:
+        backends = [self.sdpa_backend] if isinstance(self.sdpa_backend, str) else self.sdpa_backend
+        for name in backends or ():
+            if name not in SDPA_BACKENDS:
+                allowed = ", ".join(map(repr, SDPA_BACKENDS))
+                raise ValueError(f"sdpa_backend={self.sdpa_backend!r} cannot be used: choose from {allowed}.")
+        if self.sdpa_set_priority and len(backends or ()) < 2:
+            raise ValueError(
+                f"sdpa_set_priority=True needs a list of backends in the order to try them, but sdpa_backend is "
+                f"{self.sdpa_backend!r}. Give at least two, or leave sdpa_set_priority False."
+            )
 
     def _follow_aliases(self) -> None:
         """The names of `transformers` for the same two settings, unless ours were set."""
@@ -295,7 +320,13 @@ class TrainingArguments(BaseTrainingArguments):
     async_save: bool = False
     on_save_error: str = "raise"
     activation_memory_budget: float | None = None
+    """The share of activations that compiled models keep for the backward pass, from 0 (recompute all) to 1."""
     fuse_optim_with_backward: bool = False
+    """Update each parameter in the backward pass, as soon as its gradient is there, and let go of the gradient."""
+    ema_decay: float | None = None
+    """Keep an exponential moving average of the weights; each step it becomes decay x average + (1 - decay) x weights."""
+    eval_ema: bool = False
+    """Evaluate the averaged weights too, as eval_ema_loss."""
     speed_metrics_start_step: int = 1
     """Steps before this one are not timed: they compile and warm up."""
     set_dataset_epoch: bool = True
@@ -309,10 +340,30 @@ class TrainingArguments(BaseTrainingArguments):
         self._choose("construct_model_on", ["default", "meta", "device"])
         self._choose("on_save_error", ["raise", "warn"])
         self._refuse_fused_combinations()
-        if self.activation_memory_budget is not None and not self.torch_compile:
+        self._check_activation_budget()
+        self._check_average()
+
+    def _check_activation_budget(self) -> None:
+        budget = self.activation_memory_budget
+        if budget is None:
+            return
+        if not 0 <= budget <= 1:
             raise ValueError(
-                f"activation_memory_budget={self.activation_memory_budget} needs torch_compile=True: the compiler's "
-                "partitioner is what keeps to the budget."
+                f"activation_memory_budget={budget} cannot be used: it is the share of activations that are kept, from 0 to 1."
+            )
+        if not self.torch_compile:
+            raise ValueError(
+                f"activation_memory_budget={budget} needs torch_compile=True: the compiler's partitioner is what keeps to "
+                "the budget."
+            )
+
+    def _check_average(self) -> None:
+        if self.ema_decay is not None and not 0 <= self.ema_decay < 1:
+            raise ValueError(f"ema_decay={self.ema_decay!r} cannot be used: it must be at least 0 and less than 1.")
+        if self.eval_ema and self.ema_decay is None:
+            raise ValueError(
+                "eval_ema=True evaluates averaged weights, but ema_decay=None keeps no average. Set ema_decay, such as "
+                "0.999, or eval_ema=False."
             )
 
     def _refuse_fused_combinations(self) -> None:

@@ -16,7 +16,7 @@ from forgather.ml.trainer.model_loss import Window
 class DataParallelTrainer(CoordinatedTrainer):
     """Ranks with copies of one model, each with its share of every step's batches. With one rank it is `Trainer`."""
 
-    _compared_components: tuple[str, ...] = ("model", "optimizer")
+    _compared_components: tuple[str, ...] = ("model", "optimizer", "ema")
     """Those whose copies are compared between ranks at every save."""
     _local_model: Any = None
     """The model, compiled or not, without what reduces its gradients."""
@@ -74,7 +74,7 @@ class DataParallelTrainer(CoordinatedTrainer):
         components = super().get_state_components()
         if not self._is_parallel:
             return components
-        return [self._as_copies(one) if one.key in ("model", "optimizer") else one for one in components]
+        return [self._as_copies(one) if one.key in ("model", "optimizer", "ema") else one for one in components]
 
     def _as_copies(self, component: StateComponent) -> StateComponent:
         is_compared = component.key in self._compared_components

@@ -21,6 +21,7 @@ from forgather.ml.trainer.evaluation import (
 from forgather.ml.trainer.model_loss import ModelLoss
 from forgather.ml.trainer.saving import SavingTrainer
 from forgather.ml.trainer.seeding import undisturbed_random_numbers
+from forgather.ml.trainer.torch_settings import torch_settings
 from forgather.ml.trainer.trainer_types import BaseDataset
 from forgather.ml.trainer.trainer_utils import maybe_cleanup_memory, moved, set_train
 
@@ -37,15 +38,35 @@ class Prediction(NamedTuple):
 class EvaluatingTrainer(SavingTrainer):
     """Evaluates, between steps of training or on its own."""
 
-    def evaluate(self, eval_dataset: BaseDataset | None = None) -> dict[str, Any]:
-        """The token-weighted loss over the evaluation set, and how long it took."""
+    _is_second_look = False
+    """Whether the batches of an evaluation are gone through again, of which callbacks are not to know."""
+
+    def evaluate(self, eval_dataset: BaseDataset | None = None, *, use_ema: bool = False) -> dict[str, Any]:
+        """The token-weighted loss over the evaluation set, and how long it took.
+
+        `use_ema` evaluates the averaged weights (`ema_decay`) in place of the present ones.
+        """
         dataset = self.eval_dataset if eval_dataset is None else eval_dataset
         if dataset is None:
             raise _no_dataset_error()
-        self._prepare_evaluation()
-        metrics = self._evaluate_on(dataset)
+        with torch_settings(self.args):
+            self._prepare_evaluation()
+            with self.averaged_weights() if use_ema else contextlib.nullcontext():
+                metrics = self._evaluate_on(dataset) if use_ema else self._metrics_on(dataset)
         self._dispatch("on_evaluate", metrics=metrics)
         return self._shared_metrics(metrics)
+
+    def _metrics_on(self, dataset: BaseDataset) -> dict[str, Any]:
+        """Those of the present weights, with the loss of the averaged ones if that is asked for."""
+        metrics = self._evaluate_on(dataset)
+        if self.args.eval_ema and self._average is not None:
+            self._is_second_look = True
+            try:
+                with self.averaged_weights():
+                    metrics["eval_ema_loss"] = self._evaluate_on(dataset)["eval_loss"]
+            finally:
+                self._is_second_look = False
+        return metrics
 
     def _shared_metrics(self, metrics: dict[str, Any]) -> dict[str, Any]:
         """The same on every rank, also those that callbacks have added, since the best model is chosen by them."""
@@ -59,7 +80,7 @@ class EvaluatingTrainer(SavingTrainer):
             self._dataset_of_loader, self.eval_dataloader = dataset, self._init_eval_dataloader(dataset)
         self._update_context()
         # A factor that is right for the steps of training has no place in the loss of an evaluation.
-        no_rescale = getattr(self.compute_loss_func, "no_rescale", contextlib.nullcontext)
+        no_rescale = getattr(self._loss_function, "no_rescale", contextlib.nullcontext)
         resolved, self.model_loss = self.model_loss, self._loss_for_evaluation()
         with contextlib.ExitStack() as stack:
             stack.callback(setattr, self, "model_loss", resolved)
@@ -97,6 +118,8 @@ class EvaluatingTrainer(SavingTrainer):
         prediction = Prediction(*self._prediction_step(batch))
         if self._has_predictions:
             sums.add(prediction.loss, prediction.targets, samples_in(batch))
+        if self._is_second_look:
+            return
         self._dispatch(
             "on_prediction_step",
             loss=prediction.loss,
@@ -113,9 +136,14 @@ class EvaluatingTrainer(SavingTrainer):
             forward = self.model_loss.forward(self._evaluated_model(), inputs, labels)
             count = self.model_loss.count(batch.get("labels"), batch)
             loss = self.model_loss.share(forward, labels, count, count, 1)
-        if self._callback_handler.listens("on_prediction_step"):
-            return Prediction(loss, count, forward.logits, labels)
+            if self._shows_predictions:
+                return Prediction(loss, count, self.model_loss.logits(forward), labels)
         return Prediction(loss, count)
+
+    @property
+    def _shows_predictions(self) -> bool:
+        """Whether a callback wants to see logits."""
+        return self._callback_handler.listens("on_prediction_step") and not self._is_second_look
 
     def _evaluated_model(self) -> Any:
         """What runs the forward passes of an evaluation, which are not the same number on every rank."""
@@ -139,7 +167,7 @@ class EvaluatingTrainer(SavingTrainer):
             return
         started = time.perf_counter()
         try:
-            metrics = self._evaluate_on(self.eval_dataset)
+            metrics = self._metrics_on(self.eval_dataset)
         except EvaluationInterrupted:
             # Whoever resumes from the checkpoint that follows begins with this evaluation.
             self._evaluation_is_pending = True

@@ -6,7 +6,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from forgather.ml.trainer.trainer_types import LossFunctionT
 
@@ -44,8 +44,10 @@ class StepLoss:
     position of a sequence counts: causal losses shift.
     """
 
-    def __init__(self, loss_fn: LossFunctionT, token_weighted: bool = True) -> None:
+    def __init__(self, loss_fn: LossFunctionT, token_weighted: bool = True, head: nn.Module | None = None) -> None:
+        """With a `head` the loss function takes hidden states in place of logits, and uses the head's parameters."""
         self.loss_fn = loss_fn
+        self._head = head
         self._token_weighted = token_weighted
         self._takes_count = "num_items_in_batch" in parameters_of(loss_fn)
         self._num_targets = getattr(loss_fn, "num_targets", None)
@@ -106,9 +108,23 @@ class StepLoss:
             return self._sum_over_targets(logits, labels) / divisor
         if isinstance(count, int) and count == 0:
             # A mean over nothing is NaN, and so would be its gradients.
-            return logits.sum() * 0.0
+            return self.nothing(logits)
         share = self._weighted(logits, labels, count, total, num_micro_batches)
-        return share if isinstance(count, int) else zero_without_targets(share, count, logits)
+        if isinstance(count, int):
+            return share
+        return torch.where(count > 0, share, self.nothing(logits).to(share.dtype))
+
+    def logits(self, logits: Tensor) -> Tensor:
+        """The logits themselves, also where the loss is computed from hidden states."""
+        made: Tensor = logits if self._head is None else self._head(logits)
+        return made
+
+    def nothing(self, logits: Tensor) -> Tensor:
+        """Zero, with gradients of zero for all that the loss depends on: other ranks wait for those of each parameter."""
+        if self._head is None:
+            return logits.sum() * 0.0
+        zero: Tensor = self._head(logits[..., :1, :]).sum() * 0.0
+        return zero + logits.sum() * 0.0
 
     def _weighted(
         self, logits: Tensor, labels: Tensor, count: int | Tensor, total: int | Tensor, num_micro_batches: int

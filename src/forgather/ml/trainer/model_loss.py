@@ -48,7 +48,7 @@ class Window:
 
 
 class Forward(NamedTuple):
-    """What a forward pass gave: logits for a loss function, or the model's own loss."""
+    """What a forward pass gave: logits (or hidden states) for a loss function, or the model's own loss."""
 
     logits: Tensor | None
     own_loss: Tensor | None
@@ -62,16 +62,30 @@ class ModelLoss:
     loss, everything else the model's own.
     """
 
-    def __init__(self, loss_fn: LossFunctionT | None, token_weighted: bool, step_loss: StepLoss | None = None) -> None:
+    def __init__(
+        self,
+        loss_fn: LossFunctionT | None,
+        token_weighted: bool,
+        step_loss: StepLoss | None = None,
+        head: nn.Module | None = None,
+    ) -> None:
+        """With a `head` the model gives hidden states, of which the head would make logits."""
         self._token_weighted = token_weighted
         self._given_loss = loss_fn
-        self._step_loss = step_loss or (None if loss_fn is None else StepLoss(loss_fn, token_weighted))
+        self._head = head
+        self._step_loss = step_loss or (None if loss_fn is None else StepLoss(loss_fn, token_weighted, head))
         self._uses_own_loss = False
         self._own_loss_shifts = False
 
     def unresolved(self) -> "ModelLoss":
         """Another one that has yet to see the model at work."""
-        return ModelLoss(self._given_loss, self._token_weighted)
+        return ModelLoss(self._given_loss, self._token_weighted, head=self._head)
+
+    def logits(self, forward: Forward) -> Tensor | None:
+        """The logits of a forward pass, computed now if the loss did without them."""
+        if self._step_loss is None or forward.logits is None:
+            return forward.logits
+        return self._step_loss.logits(forward.logits)
 
     @property
     def can_count(self) -> bool:

@@ -18,16 +18,17 @@ from forgather.ml.distributed import (
     get_world_size,
 )
 from forgather.ml.trainer.amp import AMPContext
-from forgather.ml.trainer.base_trainer import BaseTrainer
 from forgather.ml.trainer.checkpoint_manager import CheckpointConfig, CheckpointManager
 from forgather.ml.trainer.checkpoint_types import select_components
 from forgather.ml.trainer.data_loading import ResumableLoader, build_eval_loader, build_train_loader
 from forgather.ml.trainer.data_order import WHOLE, Part
+from forgather.ml.trainer.fused_loss import HiddenStatesModel, output_embeddings_of
 from forgather.ml.trainer.gradients import GradientNorm
 from forgather.ml.trainer.model_construction import build_model
 from forgather.ml.trainer.model_loss import ModelLoss
 from forgather.ml.trainer.optimizer_setup import build_optimizer, build_scheduler, optimizer_factory
 from forgather.ml.trainer.progress import SchedulerState
+from forgather.ml.trainer.recipes import RecipeTrainer
 from forgather.ml.trainer.seeding import choose_seed, seed_everything, seed_of_rank
 from forgather.ml.trainer.signals import StopSignals
 from forgather.ml.trainer.trainer_types import (
@@ -44,20 +45,9 @@ from forgather.ml.trainer.trainer_utils import enable_hf_activation_checkpointin
 logger = logging.getLogger(__name__)
 
 NO_STEP_LIMIT = 2**62
-_LATER = {
-    "fuse_optim_with_backward": False,
-    "async_save": False,
-    "fp8_recipe": None,
-    "qat_recipe": None,
-    "activation_memory_budget": None,
-    "enable_activation_offloading": False,
-    "sdpa_backend": None,
-    "sdpa_set_priority": False,
-    "fp8_dim_alignment": 16,
-}
 
 
-class PreparedTrainer(BaseTrainer):
+class PreparedTrainer(RecipeTrainer):
     """Builds what training needs, through hooks that strategies override."""
 
     def __init__(
@@ -81,7 +71,7 @@ class PreparedTrainer(BaseTrainer):
                 raise ValueError("loss_fn is another name of compute_loss_func: give one of the two.")
             base_kwargs["compute_loss_func"] = loss_fn
         super().__init__(args, **base_kwargs)
-        self._refuse_what_is_not_here_yet(fused_loss_factory)
+        self._refuse_what_needs_a_builder()
         self._require_eval_dataset()
         self.distributed_env = distributed_env
         self.optimizer: Any = optimizer
@@ -92,6 +82,8 @@ class PreparedTrainer(BaseTrainer):
         self._lr_scheduler_factory = lr_scheduler_factory
         self._enable_activation_checkpoint_fn = enable_activation_checkpoint_fn
         self._optimizer_groups = optimizer_groups
+        self._fused_loss_factory = fused_loss_factory
+        self._refuse_recipes()
         self.train_dataloader: Any = None
         self.eval_dataloader: Any = None
         self._dataset_of_loader: Any = None
@@ -103,12 +95,7 @@ class PreparedTrainer(BaseTrainer):
         self._has_trained = False
         self._signals: StopSignals | None = None
 
-    def _refuse_what_is_not_here_yet(self, fused_loss_factory: Any) -> None:
-        asked = [name for name, default in _LATER.items() if getattr(self.args, name, default) != default]
-        if fused_loss_factory is not None:
-            asked.append("fused_loss_factory")
-        if asked:
-            raise ValueError(f"{', '.join(asked)}: not available in this version of forgather.")
+    def _refuse_what_needs_a_builder(self) -> None:
         for name, default in (("default_dtype", None), ("construct_model_on", "default")):
             if self.model_init is None and getattr(self.args, name) != default:
                 raise ValueError(
@@ -141,6 +128,8 @@ class PreparedTrainer(BaseTrainer):
         self._wrap()
         self._init_state()
         self._init_checkpoint_manager()
+        if self._average is not None and self._resume is False:
+            self._average.begin()
         self._restore()
         # What a model brings along, or an interrupted step left, must not enter the first step.
         self.optimizer.zero_grad()
@@ -190,6 +179,7 @@ class PreparedTrainer(BaseTrainer):
 
             dynamo_config.recompile_limit = self.args.dynamo_recompile_limit
         self.amp = AMPContext(self.args.mixed_precision, self.device.type)
+        self._say_what_has_no_effect()
 
     def _init_seeds(self) -> None:
         """The same seed for the model on every rank; ranks go their own ways afterwards."""
@@ -254,6 +244,7 @@ class PreparedTrainer(BaseTrainer):
             )
         else:
             self.model.to(self.device)
+        self._apply_layer_recipe()
         if self.args.gradient_checkpointing:
             self._enable_activation_checkpoint_fn(self.env.rank, self.model)
         seed_everything(seed_of_rank(self.seed, self.env.rank))
@@ -264,11 +255,16 @@ class PreparedTrainer(BaseTrainer):
 
     def _compile_model(self) -> None:
         """Wrap the model for the forward pass; what is checkpointed stays the model itself."""
-        model = self.unwrapped_model()
+        model, head = self.unwrapped_model(), None
+        self._loss_function = self.compute_loss_func
         self._forward_model = model
+        if self._fused_loss_factory is not None:
+            head = output_embeddings_of(model)
+            self._loss_function = self._fused_loss_factory(head)
+            self._forward_model = HiddenStatesModel(model)
         if self.args.torch_compile:
-            self._forward_model = torch.compile(model, **self._compile_options())
-        self.model_loss = ModelLoss(self.compute_loss_func, self.args.token_weighted_loss)
+            self._forward_model = torch.compile(self._forward_model, **self._compile_options())
+        self.model_loss = ModelLoss(self._loss_function, self.args.token_weighted_loss, head=head)
 
     def _compile_options(self) -> dict[str, Any]:
         return {
@@ -288,6 +284,7 @@ class PreparedTrainer(BaseTrainer):
         self.optimizer_state = OptimizerState(self.optimizer, named)
         self._parameters = [parameter for group in self.optimizer.param_groups for parameter in group["params"]]
         self._gradient_norm = GradientNorm(self._parameters)
+        self._init_optimizer_recipes(named)
         self._num_steps = self._planned_steps()
         if self._given_scheduler is None:
             self._init_scheduler()
@@ -335,10 +332,19 @@ class PreparedTrainer(BaseTrainer):
         assert self.checkpoint_manager is not None
         if self._resume is False:
             return
-        path = self.checkpoint_manager.load_checkpoint(None if self._resume is True else str(self._resume))
+        path = self._load_state(None if self._resume is True else str(self._resume))
         logger.info("Resumed from %s", path)
         if self.state.epoch_train_steps != max(self._steps_per_epoch(), 1):
             self._plan_anew()
+
+    def _load_state(self, path: str | None) -> str | None:
+        assert self.checkpoint_manager is not None
+        if self._average is not None:
+            self._average.forget()
+        loaded = self.checkpoint_manager.load_checkpoint(path)
+        if self._average is not None:
+            self._average.begin()
+        return loaded
 
     def _plan_anew(self) -> None:
         """Steps have another size than those of the checkpoint: count the rest of training in the new ones."""

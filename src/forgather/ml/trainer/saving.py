@@ -1,10 +1,11 @@
 """What a trainer checkpoints, when it saves, and which checkpoint is the best."""
 
+import contextlib
 import logging
 import os
 import time
 from abc import abstractmethod
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from typing import Any
 
 from forgather.ml.checkpoint.retention import metric_value
@@ -28,10 +29,12 @@ class SavingTrainer(ReportingTrainer):
     def get_state_components(self) -> list[StateComponent]:
         """Model, optimizer, schedule, progress, position in the data, random numbers."""
         one = SharingPattern.GLOBAL
+        averages = [] if self._average is None else [StateComponent("ema", self._average, one, required=False)]
         return [
             self._model_component(),
             StateComponent("optimizer", self.optimizer_state, one, required=False),
             StateComponent("scheduler", self._scheduler_state, one, required=False),
+            *averages,
             StateComponent("trainer", self._progress, one, required=False),
             self._dataset_component(),
             StateComponent("rng", self.rng, SharingPattern.PER_RANK, required=False),
@@ -49,8 +52,7 @@ class SavingTrainer(ReportingTrainer):
         """Load a checkpoint, by default the newest complete one."""
         if self.checkpoint_manager is None:
             self._prepare(False)
-        assert self.checkpoint_manager is not None
-        self._loaded_path = self.checkpoint_manager.load_checkpoint(path)
+        self._loaded_path = self._load_state(path)
         return self._loaded_path
 
     def _default_resume(self) -> bool | str:
@@ -58,10 +60,26 @@ class SavingTrainer(ReportingTrainer):
         loaded, self._loaded_path = self._loaded_path, None
         return loaded or self.args.resume_from_checkpoint
 
-    def save_model(self, output_dir: str | None = None) -> None:
-        """Write the model alone, as a Hugging Face directory, by default into the output directory."""
+    def save_model(self, output_dir: str | None = None, *, use_ema: bool = False) -> None:
+        """Write the model alone, as a Hugging Face directory, by default into the output directory.
+
+        `use_ema` writes the averaged weights (`ema_decay`) in place of the present ones.
+        """
         self._prepare_evaluation()
-        self._model_exporter().export_model(output_dir or self.args.output_dir, overwrite=True)
+        with self.averaged_weights() if use_ema else contextlib.nullcontext():
+            self._model_exporter().export_model(output_dir or self.args.output_dir, overwrite=True)
+
+    @contextlib.contextmanager
+    def averaged_weights(self) -> Iterator[None]:
+        """In this context the model has the averaged weights, which `ema_decay` keeps; on all ranks at once."""
+        if self._average is None:
+            reason = "has not trained yet, nor loaded a checkpoint" if self.args.ema_decay is not None else "keeps none"
+            raise ValueError(
+                f"The averaged weights were asked for, but this trainer {reason} (ema_decay={self.args.ema_decay}). Set "
+                "ema_decay, such as 0.999, and call train() or load_checkpoint() first."
+            )
+        with self._average.in_model():
+            yield
 
     def _save_while_training(self, may_evaluate: bool = True) -> str:
         """Save the present step once, with the evaluation that ran for it; returns the path, "" without a save."""

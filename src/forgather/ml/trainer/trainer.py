@@ -21,6 +21,7 @@ from forgather.ml.trainer.model_loss import Window
 from forgather.ml.trainer.periodic_function import PeriodicFunction
 from forgather.ml.trainer.reporting import TrainerState
 from forgather.ml.trainer.signals import Preempted, StopSignals
+from forgather.ml.trainer.torch_settings import torch_settings
 from forgather.ml.trainer.trainer_types import TrainOutput
 from forgather.ml.trainer.trainer_utils import (
     enable_hf_activation_checkpointing,
@@ -57,6 +58,7 @@ class Trainer(EvaluatingTrainer):
         with contextlib.ExitStack() as run:
             self._signals = run.enter_context(StopSignals())
             run.push(self._close_after)
+            run.enter_context(torch_settings(self.args))
             self._prepare(self._default_resume() if resume is None else resume)
             self._has_trained = True
             if self.args.detect_anomaly:
@@ -88,11 +90,17 @@ class Trainer(EvaluatingTrainer):
         self.amp.unscale_(self.optimizer)
         grad_norm = self._clip_grad_norm(self.args.max_grad_norm)
         self._dispatch("on_pre_optimizer_step")
-        self.amp.optimizer_step(self.optimizer)
+        self._optimizer_step()
         self._dispatch("on_optimizer_step")
         self.lr_scheduler.step()
         clear_gradients(self.optimizer)
         self._note_step(window, loss, grad_norm)
+
+    def _optimizer_step(self) -> None:
+        if self._step_in_backward is None:
+            self.amp.optimizer_step(self.optimizer)
+        if self._average is not None:
+            self._average.update()
 
     def _accumulate_gradients(self, window: Window) -> Tensor:
         """The loss of the step, whose gradients are in the parameters afterwards."""
@@ -283,7 +291,7 @@ class Trainer(EvaluatingTrainer):
         """The share of the step's loss; the logits are let go before the backward pass, which needs the memory."""
         batch = window.batches[number]
         inputs, labels = self._prepare_batch(batch)
-        with self.amp.autocast():
+        with self._forward_context():
             forward = self.model_loss.forward(self._forward_model, inputs, labels, isinstance(batch, EmptyBatch))
             if window.total is None:
                 # The first step of a process: only now is it known which positions count.
@@ -327,6 +335,8 @@ class Trainer(EvaluatingTrainer):
     def _close_after(self, error_type: type[BaseException] | None, *_: object) -> None:
         """End workers and give the output directory back, however training ended."""
         self._signals = None
+        # What the user computes with the model from now on must not change it.
+        self._close_step_in_backward()
         if self.train_dataloader is not None:
             self._close_loader(self.train_dataloader, error_type is None or issubclass(error_type, Preempted))
         for manager in (self._claim, self.checkpoint_manager):

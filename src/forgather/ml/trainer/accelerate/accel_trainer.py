@@ -16,6 +16,7 @@ from forgather.ml.distributed import (
 from forgather.ml.trainer.amp import AMPContext
 from forgather.ml.trainer.arguments import TrainingArguments
 from forgather.ml.trainer.data_parallel import DataParallelTrainer
+from forgather.ml.trainer.fused_loss import fused_loss_refusal
 from forgather.ml.trainer.model_loss import Window
 from forgather.ml.trainer.trainer_types import OptimizerT
 
@@ -37,6 +38,14 @@ logger = logging.getLogger(__name__)
 class AccelTrainingArguments(TrainingArguments):
     """The arguments of `Trainer`; what else there is to choose, the `Accelerator` was made with."""
 
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if self.fuse_optim_with_backward:
+            raise ValueError(
+                "fuse_optim_with_backward=True cannot be combined with Accelerate: the accelerator reduces, scales and clips "
+                "whole sets of gradients before an update. Turn it off, or train with the trainer for one device."
+            )
+
 
 class AccelTrainer(DataParallelTrainer):
     """Every process has the whole model, which the accelerator has prepared; it also steps, clips and reduces.
@@ -48,7 +57,7 @@ class AccelTrainer(DataParallelTrainer):
     """
 
     arguments_class = AccelTrainingArguments
-    _compared_components = ("model",)
+    _compared_components = ("model", "ema")
     _remedy_for_equal_batches = "A map-style dataset is split by the trainer."
 
     def __init__(self, *, args: Any, accelerator: Accelerator, **trainer_kwargs: Any) -> None:
@@ -76,6 +85,8 @@ class AccelTrainer(DataParallelTrainer):
                     "or make the Accelerator with the same choice (mixed_precision=..., cpu=True)."
                 )
         args.mixed_precision = accelerator.mixed_precision
+        if self._fused_loss_factory is not None and getattr(accelerator.ddp_handler, "find_unused_parameters", False):
+            raise fused_loss_refusal("DistributedDataParallelKwargs(find_unused_parameters=True)")
 
     # --- preparation
 

@@ -60,6 +60,11 @@ class DDPTrainingArguments(TrainingArguments):
                 "post_local_sgd.enabled=True cannot be combined with mixed_precision='fp16': ranks that step on their own "
                 "overflow on their own too, and one would leave out a step in which the others average. Use 'bf16'."
             )
+        if self.post_local_sgd.enabled and self.ema_decay is not None:
+            raise ValueError(
+                f"ema_decay={self.ema_decay} cannot be combined with post_local_sgd.enabled=True: between two averages ranks "
+                "have different weights, and would keep different averages of them over time. Turn one of the two off."
+            )
         if self.fuse_optim_with_backward:
             raise ValueError(
                 "fuse_optim_with_backward=True cannot be combined with DDP: a parameter would be updated before its gradient "

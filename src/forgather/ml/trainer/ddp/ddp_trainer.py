@@ -13,6 +13,7 @@ from forgather.ml.trainer.checkpoint_types import SharingPattern, StateComponent
 from forgather.ml.trainer.data_parallel import DataParallelTrainer
 from forgather.ml.trainer.ddp.ddp_arguments import DDPArguments, DDPTrainingArguments, PostLocalSGDArguments
 from forgather.ml.trainer.ddp.post_local_sgd import PostLocalSGD
+from forgather.ml.trainer.fused_loss import fused_loss_refusal
 from forgather.ml.trainer.model_loss import Window
 
 __all__ = ["DDPArguments", "DDPTrainer", "DDPTrainingArguments", "PostLocalSGDArguments"]
@@ -42,6 +43,11 @@ class DDPTrainer(DataParallelTrainer):
         return {"ddp_group": self._ddp_group} if self._is_parallel else {}
 
     # --- preparation
+
+    def _refuse_recipes(self) -> None:
+        super()._refuse_recipes()
+        if self._fused_loss_factory is not None and self.args.ddp.find_unused_parameters:
+            raise fused_loss_refusal("ddp.find_unused_parameters=True")
 
     def _wrap(self) -> None:
         super()._wrap()

@@ -18,6 +18,11 @@ class HybridTrainingArguments(PipelineTrainingArguments):
 
     def __post_init__(self) -> None:
         super().__post_init__()
+        if self.fuse_optim_with_backward:
+            raise ValueError(
+                "fuse_optim_with_backward=True cannot be combined with several pipelines: a parameter would be updated before "
+                "its gradient is reduced over them. Turn it off, or train with one pipeline."
+            )
         for name, least in (("dp_size", 1), ("pp_size", 2)):
             value = getattr(self, name)
             if value is not None and value < least:

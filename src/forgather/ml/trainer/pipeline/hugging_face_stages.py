@@ -164,8 +164,10 @@ class _LayerRange(nn.ModuleList):
 class HuggingFaceStage(nn.Module):
     """A consecutive part of a causal language model, under the names of the whole."""
 
+    can_return_hidden_states = True
     _part: Any
     _entry: Any
+    _anatomy: Anatomy
 
     def __init__(self, anatomy: Anatomy, layers: range, stage_index: int, num_stages: int) -> None:
         super().__init__()
@@ -181,19 +183,30 @@ class HuggingFaceStage(nn.Module):
         kinds = getattr(anatomy.model.config, "layer_types", None) or ()
         self.can_cache = "past_key_values" in parameters_of(part.base_model.forward) and set(kinds) <= _CACHED_KINDS
         """Whether its layers keep nothing but keys and values."""
+        vars(self)["_anatomy"] = anatomy
         self._main_input = part.main_input_name if self.is_first else "inputs_embeds"
         self._hidden_size = anatomy.hidden_size
         self._dtype = anatomy.model.get_input_embeddings().weight.dtype
 
-    def forward(self, inputs: Tensor, **keywords: Any) -> Tensor:
+    def forward(self, inputs: Tensor, return_hidden_states: bool = False, **keywords: Any) -> Tensor:
+        """What the next stage gets; of the last stage the logits, or what the head would make them of."""
         if not self.is_first:
             keywords = {name: value for name, value in keywords.items() if name not in _FIRST_STAGE_ONLY}
         keywords.setdefault("use_cache", False)
         # It is no module of this one, and would miss a mode that was set module by module.
         self._part.training = self.training
-        outputs = self._entry(**{self._main_input: inputs}, **keywords)
-        result: Tensor = outputs.logits if self.is_last else outputs[0]
+        entry = self._part.base_model if return_hidden_states else self._entry
+        outputs = entry(**{self._main_input: inputs}, **keywords)
+        result: Tensor = outputs.logits if self.is_last and not return_hidden_states else outputs[0]
         return result
+
+    def get_output_embeddings(self) -> Any:
+        return self._part.get_output_embeddings() if self.is_last else None
+
+    @property
+    def head_is_all(self) -> bool:
+        """Whether nothing but the head stands between hidden states and logits."""
+        return _head_is_all(self._anatomy)
 
     def train(self, mode: bool = True) -> "HuggingFaceStage":
         self._part.train(mode)
@@ -300,10 +313,41 @@ def _check_by_trial(anatomy: Anatomy) -> None:
     for child in list(owner._modules):
         if owner._modules[child] is not None and any(True for _ in owner._modules[child].buffers()):
             owner._modules[child] = _Unused()
-    hidden = torch.arange(3.0 * anatomy.hidden_size, device="cpu").view(1, 3, -1) + 1.0
+    hidden = _some_hidden_states(anatomy)
     result = _run_without_values(part, hidden)
     if result.shape != hidden.shape or not torch.equal(result, hidden):
         raise UnknownModel(f"{name} does more to hidden states than its layers and its final norm do")
+
+
+def _head_is_all(anatomy: Anatomy) -> bool:
+    """Run a last stage without layers, with a head that doubles what it gets, and see whether that is the result."""
+    part = _part_of(anatomy, range(0), is_first=False, is_last=True)
+    owner = part.get_submodule(".".join(anatomy.path))
+    for name, child in list(owner.named_children()):
+        if name in anatomy.output_names:
+            owner._modules[name] = nn.Identity()
+        elif any(True for _ in child.buffers()):
+            owner._modules[name] = _Unused()
+    head = part.get_output_embeddings()
+    names = [name for name, child in part.named_children() if child is head]
+    if len(names) != 1:
+        return False
+    part._modules[names[0]] = _Doubled()
+    hidden = _some_hidden_states(anatomy)
+    with torch.no_grad(), torch.device("cpu"):
+        logits = part(inputs_embeds=hidden, use_cache=False).logits
+    return logits.shape == hidden.shape and torch.equal(logits, 2 * hidden)
+
+
+class _Doubled(nn.Module):
+    """A head whose logits can be told."""
+
+    def forward(self, hidden: Tensor) -> Tensor:
+        return 2 * hidden
+
+
+def _some_hidden_states(anatomy: Anatomy) -> Tensor:
+    return torch.arange(3.0 * anatomy.hidden_size, device="cpu").view(1, 3, -1) + 1.0
 
 
 def hugging_face_stages(anatomy: Anatomy, ranges: Sequence[range]) -> list[nn.Module]:

@@ -45,8 +45,8 @@ class PipelineTrainingArguments(TrainingArguments):
                 "mixed_precision='fp16' cannot be combined with a pipeline: its loss scale would have to be agreed on between "
                 "stages in the middle of a backward pass. Use 'bf16'."
             )
-        if self.fuse_optim_with_backward:
+        if self.fuse_optim_with_backward and self.n_microbatches > 1:
             raise ValueError(
-                "fuse_optim_with_backward=True cannot be combined with a pipeline: a parameter would be updated after the "
-                "first micro-batch, while others are under way. Turn it off."
+                f"fuse_optim_with_backward=True cannot be combined with n_microbatches={self.n_microbatches}: a parameter "
+                "would be updated after the first one, while others are under way. Set n_microbatches=1, or turn it off."
             )

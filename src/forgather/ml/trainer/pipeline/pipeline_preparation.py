@@ -14,6 +14,7 @@ from torch.distributed.pipelining import ScheduleGPipe
 from forgather.ml.distributed.environment import get_requested_timeout
 from forgather.ml.trainer.coordinated import CoordinatedTrainer
 from forgather.ml.trainer.data_order import WHOLE, Part
+from forgather.ml.trainer.layer_recipes import apply_layer_recipe
 from forgather.ml.trainer.model_loss import reason_for_own_loss
 from forgather.ml.trainer.pipeline.causal_lm_splitter import create_causal_lm_splitter
 from forgather.ml.trainer.pipeline.example_batch import example_batch
@@ -73,6 +74,11 @@ class StagedTrainer(CoordinatedTrainer):
             raise ValueError(
                 f"torch_compile=True cannot be combined with schedule={traits.name!r}: it computes gradients of inputs and of "
                 "weights apart, which compiled stages cannot. Turn torch_compile off, or use 1f1b or interleaved1f1b."
+            )
+        if traits.splits_backward and args.fuse_optim_with_backward:
+            raise ValueError(
+                f"fuse_optim_with_backward=True cannot be combined with schedule={traits.name!r}: it computes gradients of "
+                "weights apart from the backward pass in which they would be updated. Use gpipe, or turn it off."
             )
         if args.is_multistage and not traits.is_multistage:
             raise ValueError(
@@ -214,6 +220,14 @@ class StagedTrainer(CoordinatedTrainer):
         own = dict(self.model.named_parameters(remove_duplicate=False))
         self._tied = tied_weights(self.pipeline.sharing, self.pipeline.names_of_ranks, own, self._pipelines)
         self._has_tied = any(self._peers.gather(bool(self._tied)))
+        if self._has_tied and args.fuse_optim_with_backward:
+            raise ValueError(
+                "fuse_optim_with_backward=True cannot be combined with weights that are tied between stages: their gradients "
+                "are added up between ranks before an update. Turn it off, or set tie_word_embeddings=False in the model's "
+                "configuration."
+            )
+        for module in self.pipeline.own.values():
+            apply_layer_recipe(module, args)
         if args.gradient_checkpointing:
             for module in self.pipeline.own.values():
                 self._enable_activation_checkpoint_fn(self.env.rank, module)

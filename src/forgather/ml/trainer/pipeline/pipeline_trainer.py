@@ -17,6 +17,7 @@ from forgather.ml.trainer.checkpoint_types import SharingPattern, StateComponent
 from forgather.ml.trainer.data_collator import require_mapping
 from forgather.ml.trainer.empty_batch import EmptyBatch
 from forgather.ml.trainer.evaluation import EvaluationSums, samples_in
+from forgather.ml.trainer.fused_loss import HiddenStatesModel, output_embeddings_of, unfused
 from forgather.ml.trainer.gradients import GradientNorm
 from forgather.ml.trainer.loss_weighting import StepLoss
 from forgather.ml.trainer.model_loss import ModelLoss, Window
@@ -59,20 +60,35 @@ class PipelineTrainer(StagedTrainer):
         pipeline, args = self.pipeline, self.args
         self._forward_model = nn.ModuleList(pipeline.own.values())
         # What a stage computes with; the modules themselves are what is generated with and checkpointed.
-        running = {index: self._compiled(module) for index, module in pipeline.own.items()}
+        running, loss_fn, head = self._with_fused_loss(dict(pipeline.own))
+        running = {index: self._compiled(module) for index, module in running.items()}
         for stage in pipeline.stages:
             stage.submod = running[stage.stage_index]
         groups = (self._pp_group, self._return_group())
         options = (pipeline.stage_ranks, groups, self.device, pipeline.boundary)
         self._forward_only = ForwardOnly(running, *options)
         self._generating = ForwardOnly(pipeline.own, *options)
-        loss_fn = self.compute_loss_func or CausalLoss()
-        self._stage_loss = StepLoss(loss_fn)
+        self._loss_function = loss_fn
+        self._stage_loss = StepLoss(loss_fn, head=head)
         # What the last stage finds out about the loss, counting knows at once.
-        self.model_loss = ModelLoss(loss_fn, token_weighted=True, step_loss=self._stage_loss)
+        self.model_loss = ModelLoss(loss_fn, token_weighted=True, step_loss=self._stage_loss, head=head)
         self._runner = ScheduleRunner(
             pipeline.stages, self._make_schedule, self._make_stage, self._metas_between, args.n_microbatches
         )
+
+    def _with_fused_loss(self, modules: dict[int, Any]) -> tuple[dict[int, Any], Any, nn.Module | None]:
+        """What runs, with the loss and, if that is a fused one, the head that it takes the place of."""
+        if self._fused_loss_factory is None:
+            return modules, self.compute_loss_func or CausalLoss(), None
+        last = self.pipeline.num_stages - 1
+        # On every rank, since counting targets takes the loss; but for one it is that of a head without values.
+        head = output_embeddings_of(self.pipeline.modules[last])
+        loss_fn = self._fused_loss_factory(head)
+        if self._traits.splits_backward:
+            return modules, unfused(loss_fn, self._traits.name), None
+        if last in modules:
+            modules[last] = HiddenStatesModel(modules[last])
+        return modules, loss_fn, head
 
     def _compiled(self, module: Any) -> Any:
         if not self.args.torch_compile:
@@ -92,7 +108,7 @@ class PipelineTrainer(StagedTrainer):
             like.submod, like.stage_index, like.num_stages, like.device, inputs, outputs, group=like.group
         )
         stage.splits_backward = self._traits.splits_backward
-        stage.autocast = self.amp.autocast
+        stage.context = self._forward_context
         stage.expected = None if stage.is_last else tuple(map(Meta.of, outputs))
         return stage
 
@@ -124,14 +140,14 @@ class PipelineTrainer(StagedTrainer):
             self._loss_total = window.counts[number] * window.num_shares
         inputs, keywords, labels = self._taken_apart(window.batches[number], int(self.args.per_device_train_batch_size))
         # Stages of ours enter it for their forward passes alone; traced ones are torch's.
-        with self.amp.autocast() if self._has_fixed_shapes else contextlib.nullcontext():
+        with self._forward_context() if self._has_fixed_shapes else contextlib.nullcontext():
             losses = self._runner.step(inputs, keywords, labels)
         return torch.stack([loss.detach() for loss in losses]).sum() if losses else torch.zeros((), device=self.device)
 
     def _loss_of_micro_batch(self, logits: Tensor, labels: Tensor) -> Tensor:
         """The share of a micro-batch in the loss of the step."""
         if self._is_stand_in:
-            return logits.sum() * 0.0
+            return self._stage_loss.nothing(logits)
         count = self._stage_loss.count(labels) if self._stage_loss.needs_counts else 0
         with self.amp.autocast():
             return self._stage_loss.share(logits, labels, count, self._loss_total, _SEVERAL)
@@ -205,7 +221,8 @@ class PipelineTrainer(StagedTrainer):
         super()._init_optimizer()
         # A weight with copies on several ranks counts once.
         copies = {id(weight.parameter) for weight in self._tied if not weight.counts_here}
-        self._gradient_norm = GradientNorm([one for one in self._parameters if id(one) not in copies])
+        if self._step_in_backward is None:
+            self._gradient_norm = GradientNorm([one for one in self._parameters if id(one) not in copies])
         listens = self._callback_handler.listens("on_train_metrics")
         # Callbacks may be on some ranks only, and all must know.
         self._shows_norms = any(self._peers.gather(listens))
@@ -242,13 +259,13 @@ class PipelineTrainer(StagedTrainer):
         label_parts = micro_batches({"labels": labels}, inputs.shape[0], num_parts)
         shares: list[Tensor] = []
         all_logits: list[Tensor] = []
-        wants_logits = self._callback_handler.listens("on_prediction_step")
+        wants_logits = self._shows_predictions
 
         def consume(number: int, logits: Tensor) -> None:
             part = label_parts[number]["labels"]
             shares.append(self._stage_loss.share(logits, part, self._stage_loss.count(part), count, _SEVERAL))
             if wants_logits:
-                all_logits.append(logits)
+                all_logits.append(self._stage_loss.logits(logits))
 
         with self.amp.autocast():
             self._forward_only.run([part.pop("") for part in parts], parts, consume)
@@ -319,7 +336,8 @@ class PipelineTrainer(StagedTrainer):
         return self._as_part(super()._model_component())
 
     def get_state_components(self) -> list[StateComponent]:
-        return [self._as_part(one) if one.key == "optimizer" else one for one in super().get_state_components()]
+        components = super().get_state_components()
+        return [self._as_part(one) if one.key in ("optimizer", "ema") else one for one in components]
 
     def _as_part(self, component: StateComponent) -> StateComponent:
         return dataclasses.replace(component, sharing_pattern=SharingPattern.PER_RANK)

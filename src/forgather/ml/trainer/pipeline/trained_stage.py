@@ -27,12 +27,13 @@ class TrainedStage(PipelineStage):
 
     splits_backward = False
     reducer: StageReducer | None = None
-    autocast: Callable[[], contextlib.AbstractContextManager[Any]] = contextlib.nullcontext
+    context: Callable[[], contextlib.AbstractContextManager[Any]] = contextlib.nullcontext
+    """What forward passes run in."""
     expected: Metas | None = None
     """What the next stage, which looks at nothing, has made room for."""
 
     def forward_maybe_with_nosync(self, *args: Any, **kwargs: Any) -> Any:
-        with self.autocast():
+        with self.context():
             output = super().forward_maybe_with_nosync(*args, **kwargs)
         if self.expected is not None:
             _require(self.stage_index, output, self.expected)

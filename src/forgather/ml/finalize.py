@@ -1,0 +1,298 @@
+"""Making a deployable model of a checkpoint: a Hugging Face directory, quantised if asked for."""
+
+import os
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor, nn
+
+from forgather.ml.checkpoint import durable, store
+from forgather.ml.checkpoint.errors import CheckpointLoadError, CheckpointNotFoundError
+from forgather.ml.checkpoint.file_io import HashingWriter
+from forgather.ml.checkpoint.manifest import CheckpointManifest, FileRecord, read_manifest
+from forgather.ml.checkpoint.state_files import read_state, verify_file
+from forgather.ml.layer_report import LayerReport, output_head
+from forgather.ml.no_init_weights import no_init_weights
+from forgather.ml.qat_recipes import convert_qat, recipe_to_base_config, require_qat
+from forgather.ml.quantized_files import architecture_of, load_quantized, save_quantized
+from forgather.ml.sharded_checkpoint import (
+    WeightLocation,
+    load_into_modules,
+    locate_weights,
+    read_tensors,
+    write_weights,
+)
+from forgather.ml.utils import default_dtype
+
+EvaluateT = Callable[[nn.Module], float]
+ModelInitT = Callable[[], nn.Module]
+_MODEL_COMPONENT = "model"
+_AVERAGE_COMPONENT = "ema"
+_INDEX_ENDING = ".index.json"
+_WEIGHT_ENDINGS = (".safetensors", ".bin", _INDEX_ENDING)
+_MODEL_CONFIG = "config.json"
+
+
+@dataclass(frozen=True)
+class FinalizeReport:
+    """What became of a checkpoint; sizes are those of the weight files, losses None where none was measured."""
+
+    checkpoint: str
+    step: int | None
+    output: str
+    recipe: str | None
+    averaged: bool
+    bytes_before: int
+    bytes_after: int
+    layers: LayerReport | None = None
+    loss_before: float | None = None
+    """That of the weights in full precision; of the averaged ones, if it is they that were finalised."""
+    loss_after: float | None = None
+    """That of the quantised model as it was read back from the output directory."""
+
+
+def finalize(
+    path: str,
+    output: str,
+    *,
+    quantize: str | None = None,
+    ema: bool = False,
+    model_init: ModelInitT | None = None,
+    evaluate: EvaluateT | None = None,
+    device: torch.device | str | None = None,
+) -> FinalizeReport:
+    """Write the model of a checkpoint (or of the newest one of an output directory) into a new directory.
+
+    `quantize` is one of `QAT_RECIPES`, `ema` takes the averaged weights. `model_init` builds the model where it is not one
+    of transformers. With `evaluate`, a quantised model is measured before and after; the latter as read from `output`.
+    """
+    _refuse_output(output)
+    checkpoint = resolve_checkpoint(path)
+    source = _Source(checkpoint, _with_weights(checkpoint), averaged_weights(checkpoint) if ema else {})
+    layers: LayerReport | None = None
+    losses: tuple[float | None, float | None] = (None, None)
+    if quantize is None:
+        _install(output, source.write_plain)
+    else:
+        device = torch.device(device or _best_device())
+        require_qat(quantize, device.type)
+        layers, losses = _quantize(source, output, quantize, model_init, evaluate, device)
+    return FinalizeReport(
+        checkpoint=checkpoint,
+        step=source.manifest.step,
+        output=output,
+        recipe=quantize,
+        averaged=ema,
+        bytes_before=_size_of(source.location),
+        bytes_after=_size_of(locate_weights(output)),
+        layers=layers,
+        loss_before=losses[0],
+        loss_after=losses[1],
+    )
+
+
+def load_finalized(path: str, model_init: ModelInitT | None = None) -> nn.Module:
+    """The model in a directory that `finalize` wrote, for inference.
+
+    A model of transformers needs no `model_init`; `from_pretrained` of its class does the same. Nothing is unpickled.
+    """
+    return load_quantized(path, model_init).eval()
+
+
+def resolve_checkpoint(path: str) -> str:
+    """A checkpoint itself, or the newest complete one of an output directory."""
+    if not os.path.isdir(path):
+        kind = "it is a file" if os.path.exists(path) else "there is no such directory"
+        raise CheckpointNotFoundError(
+            f"{path!r} is not a checkpoint: {kind}. Give a directory such as out/checkpoints/checkpoint-100, or the "
+            "output directory of a run."
+        )
+    root = os.path.join(path, store.CHECKPOINTS_FOLDER)
+    if os.path.isdir(root) and not store.is_complete(path):
+        found = store.find_checkpoints(root)
+        if not found:
+            raise CheckpointNotFoundError(f"There is no complete checkpoint in {root}.")
+        return found[-1].path
+    return store.open_checkpoint(path).path
+
+
+def averaged_weights(checkpoint_path: str) -> dict[str, Tensor]:
+    """The averages of the weights by parameter name, from all files of the component."""
+    manifest = read_manifest(checkpoint_path)
+    records = manifest.component_files(_AVERAGE_COMPONENT)
+    if not records:
+        raise CheckpointLoadError(
+            f"{checkpoint_path} has no averaged weights: its components are {', '.join(manifest.components)}. They are kept "
+            "when training runs with ema_decay, such as args.ema_decay=0.999; without them, finalise the weights "
+            "themselves."
+        )
+    averages: dict[str, Tensor] = {}
+    for record in records:
+        state = read_state(os.path.join(checkpoint_path, record.path), record)
+        # Copies of the same stage on other ranks hold the same.
+        averages = {**state["averages"], **averages}
+    return averages
+
+
+def load_model(checkpoint_path: str, model_init: ModelInitT | None = None) -> nn.Module:
+    """The model of a checkpoint: built by `model_init`, else by the class of transformers that its files name."""
+    with no_init_weights():
+        model = _model_of_transformers(checkpoint_path) if model_init is None else model_init()
+    load_into_modules(_weights_of(checkpoint_path, read_manifest(checkpoint_path)), [model])
+    return model.eval()
+
+
+def _quantize(
+    source: "_Source",
+    output: str,
+    recipe: str,
+    model_init: ModelInitT | None,
+    evaluate: EvaluateT | None,
+    device: torch.device,
+) -> tuple[LayerReport, tuple[float | None, float | None]]:
+    """Quantise the model of a checkpoint into `output`; returns the layers, and the losses before and after."""
+    model = load_model(source.checkpoint, model_init)
+    _put_averages(model, source.averages)
+    model.to(device)
+    loss_before = None if evaluate is None else evaluate(model)
+    layers = convert_qat(model, recipe, output_head(model))
+    _require_conversion(layers, recipe)
+    config = recipe_to_base_config(recipe)
+
+    def write(folder: str) -> None:
+        save_quantized(folder, model, config, list(layers.skipped))
+        source.copy_model_files(folder)
+
+    _install(output, write)
+    # Read back, although the model is here: the figure is to be that of the files.
+    loss_after = None if evaluate is None else evaluate(load_finalized(output, model_init).to(device))
+    return layers, (loss_before, loss_after)
+
+
+def _model_of_transformers(checkpoint_path: str) -> nn.Module:
+    from transformers import AutoConfig
+
+    if not os.path.exists(os.path.join(checkpoint_path, _MODEL_CONFIG)):
+        raise CheckpointLoadError(
+            f"{checkpoint_path} does not say how its model is built: it has no {_MODEL_CONFIG}, since the model is not one of "
+            "transformers. Give model_init, a function that builds it; in the program, --config with its model section."
+        )
+    config = AutoConfig.from_pretrained(checkpoint_path, local_files_only=True)
+    with default_dtype(getattr(config, "dtype", None)):
+        model: nn.Module = architecture_of(config, checkpoint_path)(config)
+    return model
+
+
+def _with_weights(checkpoint_path: str) -> CheckpointManifest:
+    manifest = read_manifest(checkpoint_path)
+    if manifest.weights != "included" or _MODEL_COMPONENT not in manifest.components:
+        raise CheckpointLoadError(
+            f"{checkpoint_path} was saved without the model's weights, so that no model can be made of it. Choose another "
+            "checkpoint."
+        )
+    return manifest
+
+
+def _weights_of(checkpoint_path: str, manifest: CheckpointManifest) -> WeightLocation:
+    return locate_weights(checkpoint_path, manifest.components[_MODEL_COMPONENT].metadata.get("param_sharing"))
+
+
+def _size_of(location: WeightLocation) -> int:
+    return sum(os.path.getsize(os.path.join(location.directory, file)) for file in set(location.weight_map.values()))
+
+
+def _best_device() -> torch.device:
+    return torch.accelerator.current_accelerator() or torch.device("cpu")
+
+
+def _put_averages(model: nn.Module, averages: Mapping[str, Tensor]) -> None:
+    parameters = dict(model.named_parameters(remove_duplicate=False))
+    _refuse_unknown([name for name in averages if name not in parameters])
+    with torch.no_grad():
+        for name, average in averages.items():
+            parameters[name].copy_(average)
+
+
+def _refuse_unknown(names: list[str]) -> None:
+    if names:
+        raise CheckpointLoadError(
+            f"The averaged weights do not fit the model: it has no parameter {names[0]!r} ({len(names)} such names)."
+        )
+
+
+def _require_conversion(layers: LayerReport, recipe: str) -> None:
+    if not layers.converted:
+        reasons = "; ".join(f"{name}: {reason}" for name, reason in list(layers.skipped.items())[:3])
+        raise ValueError(
+            f"No layer of the model can be quantised by {recipe!r} ({reasons or 'it has no linear layers'}). Finalise it "
+            "without quantising."
+        )
+
+
+# --- files
+
+
+def _refuse_output(output: str) -> None:
+    if os.path.isdir(output) and not os.listdir(output):
+        return
+    if os.path.lexists(output):
+        raise FileExistsError(
+            f"{output!r} exists already, and nothing is overwritten: remove it, or choose another directory."
+        )
+
+
+def _install(output: str, write: Callable[[str], None]) -> None:
+    """Let `write` fill a directory beside the output, which then takes its name: it is never there in part."""
+    parent, name = os.path.split(os.path.abspath(output))
+    temporary = os.path.join(parent, f".tmp-{name}-{store.new_attempt()}")
+    durable.make_directories(temporary)
+    try:
+        write(temporary)
+        durable.fsync_tree(temporary)
+        os.rename(temporary, os.path.join(parent, name))
+    except BaseException:
+        durable.remove_or_warn(temporary)
+        raise
+    durable.fsync_directory(parent)
+
+
+@dataclass(frozen=True)
+class _Source:
+    """What a checkpoint gives: its files, and the averages that are to take the place of weights."""
+
+    checkpoint: str
+    manifest: CheckpointManifest
+    averages: Mapping[str, Tensor]
+
+    @property
+    def location(self) -> WeightLocation:
+        return _weights_of(self.checkpoint, self.manifest)
+
+    def write_plain(self, folder: str) -> None:
+        """The weights in the files that the checkpoint has, one file in memory at a time, and what describes the model."""
+        location = self.location
+        _refuse_unknown([name for name in self.averages if location.stored_name(name) is None])
+        averages = {location.stored_name(name): average for name, average in self.averages.items()}
+        for file in sorted(set(location.weight_map.values())):
+            names = [name for name, place in location.weight_map.items() if place == file]
+            tensors = read_tensors(location, names, "cpu")
+            tensors |= {name: averages[name].to(one.dtype) for name, one in tensors.items() if name in averages}
+            with HashingWriter(os.path.join(folder, file)) as writer:
+                write_weights(writer, tensors, location.sharing)
+        self.copy_model_files(folder, (_INDEX_ENDING,))
+
+    def copy_model_files(self, folder: str, also: tuple[str, ...] = ()) -> None:
+        """Configuration, generation defaults and tokenizer, verified; files that are there already stay."""
+        for record in self.manifest.component_files(_MODEL_COMPONENT):
+            is_wanted = not record.path.endswith(_WEIGHT_ENDINGS) or record.path.endswith(also)
+            if is_wanted and not os.path.exists(os.path.join(folder, record.path)):
+                self._copy(folder, record)
+
+    def _copy(self, folder: str, record: FileRecord) -> None:
+        verify_file(self.checkpoint, record)
+        with open(os.path.join(self.checkpoint, record.path), "rb") as file:
+            data = file.read()
+        durable.make_parents_below(folder, record.path)
+        with HashingWriter(os.path.join(folder, record.path)) as writer:
+            writer.write(data)

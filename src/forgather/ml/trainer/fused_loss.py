@@ -1,0 +1,129 @@
+"""Models that stop before their head, so that a fused loss can compute from hidden states what logits would take memory for."""
+
+import logging
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from forgather.ml.trainer.loss_weighting import logits_of, parameters_of
+from forgather.ml.trainer.model_loss import reason_for_own_loss
+from forgather.ml.trainer.seeding import undisturbed_random_numbers
+from forgather.ml.trainer.trainer_types import LossFunctionT
+from forgather.ml.trainer.trainer_utils import set_train
+
+logger = logging.getLogger(__name__)
+
+
+class HiddenStatesModel(nn.Module):
+    """A model whose forward pass gives hidden states instead of logits.
+
+    One with the attribute `can_return_hidden_states` is asked for them by `return_hidden_states=True`; of a causal model of
+    Hugging Face the base model is run.
+    """
+
+    def __init__(self, model: nn.Module) -> None:
+        super().__init__()
+        self.model = model
+        self._asks = bool(getattr(model, "can_return_hidden_states", False))
+        self._avoids_cache = not self._asks and "use_cache" in parameters_of(model.forward)
+
+    def forward(self, *args: Any, **inputs: Any) -> Tensor:
+        if self._asks:
+            return _hidden_states_of(self.model(*args, **inputs, return_hidden_states=True))
+        if self._avoids_cache:
+            inputs.setdefault("use_cache", False)
+        hidden: Tensor = self.model.base_model(*args, **inputs)[0]  # type: ignore[operator]
+        return hidden
+
+
+def output_embeddings_of(model: Any) -> nn.Module:
+    """The head that makes logits of hidden states; refuses models that a fused loss would be wrong for."""
+    name = type(model).__name__
+    head = model.get_output_embeddings() if hasattr(model, "get_output_embeddings") else None
+    if not isinstance(head, nn.Module):
+        raise _refusal(name, "has no head that get_output_embeddings() returns")
+    if not getattr(model, "can_return_hidden_states", False):
+        if getattr(model, "base_model", model) is model:
+            raise _refusal(name, "has no base_model that gives hidden states")
+        reason = reason_for_own_loss(model)
+        if reason is not None:
+            raise _refusal(name, f"needs a loss of its own: {reason}")
+        head_is_all = _head_is_all(model, head)
+    else:
+        head_is_all = getattr(model, "head_is_all", True)
+    if not head_is_all:
+        raise _refusal(
+            name, "does more between hidden states and logits than its head does, such as scaling or capping"
+        )
+    return head
+
+
+def unfused(loss_fn: Any, schedule: str) -> LossFunctionT:
+    """The same loss of logits, for a schedule under which fused ones cannot be used."""
+    reason = f"schedule={schedule!r} computes gradients of inputs and of weights apart, and a fused loss computes both at once"
+    if not hasattr(loss_fn, "unfused"):
+        raise ValueError(
+            f"fused_loss_factory cannot be used here: {reason}, and {type(loss_fn).__name__} has no method unfused() that "
+            "gives the same loss of logits. Use another schedule, such as 1f1b, or leave fused_loss_factory out."
+        )
+    logger.warning("The loss is computed from logits, not fused with the head: %s.", reason)
+    plain: LossFunctionT = loss_fn.unfused()
+    return plain
+
+
+def _head_is_all(model: Any, head: nn.Module) -> bool:
+    """Run the model on two tokens and look whether the head gets what the base model gives, and gives the logits.
+
+    Logits are told by their memory rather than by value: weights may not have been loaded yet.
+    """
+    given: list[Tensor] = []
+    hook = head.register_forward_hook(lambda _, inputs, output: given.extend((inputs[0], output)))
+    device: Any = head.weight.device
+    tokens = {model.main_input_name: torch.zeros((1, 2), dtype=torch.int64, device=device)}
+    try:
+        with torch.no_grad(), undisturbed_random_numbers(), set_train(model, False):
+            logits = logits_of(model(**tokens))
+            hidden = HiddenStatesModel(model)(**tokens)
+    finally:
+        hook.remove()
+    if logits is None or len(given) != 2:
+        return False
+    taken, made = given
+    return _has_same_values(hidden, taken) and (made.data_ptr() == logits.data_ptr() or _is_a_cast(made, logits))
+
+
+def _has_same_values(one: Tensor, other: Tensor) -> bool:
+    return one.shape == other.shape and torch.equal(one.nan_to_num(), other.nan_to_num())
+
+
+def _is_a_cast(one: Tensor, other: Tensor) -> bool:
+    return one.dtype != other.dtype and _has_same_values(one.to(other.dtype), other)
+
+
+def _hidden_states_of(outputs: Any) -> Tensor:
+    if isinstance(outputs, Tensor):
+        return outputs
+    for name in ("hidden_states", "last_hidden_state", "logits"):
+        value = outputs.get(name) if isinstance(outputs, Mapping) else getattr(outputs, name, None)
+        if isinstance(value, Tensor):
+            return value
+    first: Tensor = outputs[0]
+    return first
+
+
+def fused_loss_refusal(setting: str) -> ValueError:
+    """Why a wrapper that looks for parameters without gradients cannot be used with a fused loss."""
+    return ValueError(
+        f"fused_loss_factory cannot be combined with {setting}: the head is used after the model's forward pass, at the end "
+        "of which DDP would take it for unused. Leave one of the two out."
+    )
+
+
+def _refusal(name: str, reason: str) -> ValueError:
+    return ValueError(
+        f"fused_loss_factory cannot be used with {name}, which {reason}. Leave it out, or let the model have the attribute "
+        "can_return_hidden_states=True, take return_hidden_states=True in forward, and return its head from "
+        "get_output_embeddings()."
+    )

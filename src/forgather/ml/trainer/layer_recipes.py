@@ -1,0 +1,17 @@
+"""The recipes that replace a model's linear layers: float8 training, and training for a later quantisation."""
+
+from torch import nn
+
+from forgather.ml.fp8_recipes import convert_to_fp8
+from forgather.ml.layer_report import output_head
+from forgather.ml.qat_recipes import prepare_qat
+from forgather.ml.trainer.arguments import TrainingArguments
+
+
+def apply_layer_recipe(model: nn.Module, args: TrainingArguments) -> None:
+    """Replace the layers as the arguments say; the head stays, since losses and embeddings may share it."""
+    keep = output_head(model)
+    if args.fp8_recipe is not None:
+        convert_to_fp8(model, args.fp8_recipe, args.fp8_dim_alignment, keep)
+    if args.qat_recipe is not None:
+        prepare_qat(model, args.qat_recipe, keep)

@@ -1,0 +1,100 @@
+"""The recipes that change a trainer from inside: layers, activations, the optimizer's step, averages of the weights.
+
+Those that need no more than an argument of something else are where that is made: mixed precision, compilation and gradient
+checkpointing in the preparation, torch's own settings in `torch_settings`, fused losses in `fused_loss`.
+"""
+
+import logging
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager, contextmanager
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from forgather.ml.fp8_recipes import require_fp8
+from forgather.ml.optim.step_in_backward import StepInBackward, refuse_several_optimizers
+from forgather.ml.qat_recipes import require_qat
+from forgather.ml.trainer.activation_offloading import OffloadedActivations
+from forgather.ml.trainer.amp import AMPContext
+from forgather.ml.trainer.base_trainer import BaseTrainer
+from forgather.ml.trainer.layer_recipes import apply_layer_recipe
+from forgather.ml.trainer.weight_average import WeightAverage
+
+logger = logging.getLogger(__name__)
+
+
+class RecipeTrainer(BaseTrainer):
+    """Refuses recipes that cannot work here, and applies the others."""
+
+    device: torch.device
+    amp: AMPContext
+    optimizer: Any
+    _gradient_norm: Callable[[float], Tensor]
+    _given_optimizer: Any
+    _optimizer_groups: Any
+    _fused_loss_factory: Any
+    _step_in_backward: StepInBackward | None = None
+    _average: WeightAverage | None = None
+    _has_layer_recipe: Any = None
+    """The model whose layers were replaced."""
+
+    def _refuse_recipes(self) -> None:
+        """Refuse what cannot work with what the trainer was given, or on the device that it will use."""
+        if getattr(self.args, "async_save", False):
+            raise ValueError("async_save=True is not available in this version of forgather: leave it False.")
+        if self._fused_loss_factory is not None and self.compute_loss_func is not None:
+            raise ValueError(
+                "fused_loss_factory makes the loss function, and compute_loss_func is one: they exclude each other. Leave one "
+                "of the two out."
+            )
+        if self.args.fuse_optim_with_backward:
+            refuse_several_optimizers(self._given_optimizer, self._optimizer_groups)
+        if self.args.fp8_recipe is not None:
+            require_fp8(self.args.fp8_recipe, self._device_type())
+        if self.args.qat_recipe is not None:
+            require_qat(self.args.qat_recipe, self._device_type())
+
+    def _device_type(self) -> str:
+        """The kind of device that `_init_device` will choose."""
+        if self.args.use_cpu:
+            return "cpu"
+        if self.args.device is not None:
+            return torch.device(self.args.device).type
+        return str(torch.accelerator.current_accelerator()) if torch.accelerator.is_available() else "cpu"
+
+    def _apply_layer_recipe(self) -> None:
+        """Replace linear layers for fp8_recipe or qat_recipe, once; parameters stay the same, under the same names."""
+        if self._has_layer_recipe is not self.model:
+            self._has_layer_recipe = self.model
+            assert self.model is not None
+            apply_layer_recipe(self.model, self.args)
+
+    def _forward_context(self) -> AbstractContextManager[Any]:
+        """What the forward passes of training run in."""
+        return self._offloading() if self._offloads_activations else self.amp.autocast()
+
+    @property
+    def _offloads_activations(self) -> bool:
+        return bool(self.args.enable_activation_offloading) and self.device.type != "cpu"
+
+    @contextmanager
+    def _offloading(self) -> Iterator[None]:
+        with self.amp.autocast(), OffloadedActivations(self.unwrapped_model().parameters()):
+            yield
+
+    def _say_what_has_no_effect(self) -> None:
+        if self.args.enable_activation_offloading and not self._offloads_activations:
+            logger.warning("enable_activation_offloading=True has no effect: activations are on the CPU already.")
+
+    def _init_optimizer_recipes(self, named: Sequence[tuple[str, nn.Parameter]]) -> None:
+        """What goes with the optimizer that was made just now, of these parameters."""
+        self._close_step_in_backward()
+        if self.args.fuse_optim_with_backward:
+            self._gradient_norm = self._step_in_backward = StepInBackward(self.optimizer)
+        self._average = None if self.args.ema_decay is None else WeightAverage(named, self.args.ema_decay)
+
+    def _close_step_in_backward(self) -> None:
+        if self._step_in_backward is not None:
+            self._step_in_backward.close()
+        self._step_in_backward = None

@@ -1,0 +1,130 @@
+"""An exponential moving average of the weights: what training oscillates around, and often the better model."""
+
+import logging
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from forgather.ml.checkpoint.errors import CheckpointLoadError
+
+logger = logging.getLogger(__name__)
+
+
+class WeightAverage:
+    """Averages of trainable parameters by name; each update makes them decay x average + (1 - decay) x parameter.
+
+    They are kept in float32 at least, since the small steps of an average would be lost in fewer bits. A parameter with
+    several names (tied) is kept under the first. Buffers are not averaged.
+    """
+
+    def __init__(self, named_parameters: Iterable[tuple[str, nn.Parameter]], decay: float) -> None:
+        self.decay = decay
+        self._is_begun = False
+        self._parameters: dict[str, nn.Parameter] = {}
+        seen: set[nn.Parameter] = set()
+        for name, parameter in named_parameters:
+            if parameter.requires_grad and parameter not in seen:
+                seen.add(parameter)
+                self._parameters[name] = parameter
+        self._averages: dict[str, Tensor] = {}
+
+    def begin(self) -> None:
+        """Start from the weights as they are, unless a state was loaded."""
+        if not self._is_begun:
+            self._averages = {name: _precise(one).clone() for name, one in self._parameters.items()}
+        self._is_begun = True
+
+    def forget(self) -> None:
+        """Let `begin` start anew, unless a state is loaded before."""
+        self._is_begun = False
+
+    @torch.no_grad()
+    def update(self) -> None:
+        """Take the present weights in."""
+        if self._averages:
+            values = [_precise(one) for one in self._parameters.values()]
+            torch._foreach_lerp_(list(self._averages.values()), values, 1.0 - self.decay)
+
+    @contextmanager
+    def in_model(self) -> Iterator[None]:
+        """In this context the parameters have the averaged values."""
+        kept = {
+            name: parameter.detach().clone() for name, parameter in self._parameters.items() if _is_short(parameter)
+        }
+        self._exchange(kept)
+        try:
+            yield
+        finally:
+            self._exchange(kept, back=True)
+
+    @torch.no_grad()
+    def _exchange(self, kept: Mapping[str, Tensor], back: bool = False) -> None:
+        for name, parameter in self._parameters.items():
+            average = self._averages[name]
+            if name in kept:
+                parameter.copy_(kept[name] if back else average)
+                continue
+            # One tensor of memory at a time, instead of a second model.
+            value = parameter.clone()
+            parameter.copy_(average)
+            average.copy_(value)
+
+    # --- state by name, which moves between topologies like that of an optimizer
+
+    def state_dict(self) -> dict[str, Any]:
+        return {"averages": dict(self._averages)}
+
+    def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
+        saved = state_dict["averages"]
+        for name, parameter in self._parameters.items():
+            if name in saved and saved[name].shape != parameter.shape:
+                raise CheckpointLoadError(
+                    f"The averaged weights of {name!r} have the shape {tuple(saved[name].shape)}, but it is "
+                    f"{tuple(parameter.shape)} now. Restore the model's configuration, or start the average anew by "
+                    'skip_checkpoint_components=["ema"].'
+                )
+        missing = self.missing_names(state_dict)
+        if missing:
+            logger.warning(
+                "The checkpoint has no average of %s: it starts from the present weights.", ", ".join(missing)
+            )
+        self._averages = {
+            name: _like(saved[name], parameter) if name in saved else _precise(parameter).clone()
+            for name, parameter in self._parameters.items()
+        }
+        self._is_begun = True
+
+    def missing_names(self, state_dict: Mapping[str, Any]) -> list[str]:
+        """The parameters here that a state does not know: another stage's state may."""
+        return [name for name in self._parameters if name not in state_dict["averages"]]
+
+    def add_tied_names(self, state_dict: dict[str, Any], sharing: Sequence[Sequence[str]]) -> None:
+        """Let parameters that were tied to others when saved find the average under those others' names."""
+        saved = state_dict["averages"]
+        for name in self.missing_names(state_dict):
+            others = [other for group in sharing if name in group for other in group if other in saved]
+            if others:
+                saved[name] = saved[others[0]].clone()
+
+    @staticmethod
+    def merge_state_dicts(parts: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
+        """Join what several ranks have; of a name in several parts (replicas) the first one counts."""
+        merged: dict[str, Any] = {}
+        for part in parts:
+            merged = {**part["averages"], **merged}
+        return {"averages": merged}
+
+
+def _is_short(parameter: Tensor) -> bool:
+    return torch.promote_types(parameter.dtype, torch.float32) != parameter.dtype
+
+
+def _precise(parameter: Tensor) -> Tensor:
+    return parameter.detach().to(torch.promote_types(parameter.dtype, torch.float32))
+
+
+def _like(average: Tensor, parameter: Tensor) -> Tensor:
+    return average.to(device=parameter.device, dtype=torch.promote_types(parameter.dtype, torch.float32))

@@ -1,0 +1,144 @@
+"""`forgather finalize` on the checkpoints of `forgather train`."""
+
+import json
+import re
+from pathlib import Path
+
+import pytest
+from transformers import AutoModelForCausalLM, AutoTokenizer
+
+from tests.cli.program import Answer, call, spawn, write_tiny_run
+
+INT_RECIPES = ("int8-dynamic-act-int4-weight", "int4-weight-only")
+OWN_MODEL = """
+from torch import nn
+
+class Own(nn.Module):
+    def __init__(self, width):
+        super().__init__()
+        self.layers = nn.Sequential(nn.Embedding(300, width), nn.Linear(width, 300))
+
+    def forward(self, input_ids):
+        return self.layers(input_ids)
+"""
+
+
+@pytest.fixture(autouse=True)
+def in_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    write_tiny_run(tmp_path)
+
+
+def train(capsys: pytest.CaptureFixture[str], *words: str) -> float:
+    """A run of a few steps; returns its last evaluation loss."""
+    options = ["--model.config.hidden_size", "32", "--args.learning_rate", "1e-2", "--callbacks+"]
+    answer = call(capsys, "train", "tiny.yaml", *options, "{class_path: JsonLogger}", *words)
+    assert answer.code == 0, answer.errors
+    lines = [json.loads(line) for line in Path("out/trainer_logs.jsonl").read_text().splitlines()]
+    return float([line["eval_loss"] for line in lines if "eval_loss" in line][-1])
+
+
+def finalize(capsys: pytest.CaptureFixture[str], *words: str) -> Answer:
+    answer = call(capsys, "finalize", *words)
+    assert answer.code == 0, answer.errors
+    return answer
+
+
+@pytest.mark.parametrize("recipe", INT_RECIPES)
+def test_a_model_trained_for_a_recipe_keeps_its_loss_when_it_is_quantised(
+    capsys: pytest.CaptureFixture[str], recipe: str
+) -> None:
+    loss_in_training = train(capsys, "--args.qat_recipe", recipe)
+    report = json.loads(finalize(capsys, "out", "final", "--quantize", recipe, "--json").output)
+    assert report["checkpoint"] == "out/checkpoints/checkpoint-5" and report["recipe"] == recipe
+    assert report["loss_after"] == pytest.approx(loss_in_training, abs=1e-4)
+    assert report["loss_before"] != report["loss_after"]
+    assert report["loss_before"] == pytest.approx(report["loss_after"], abs=0.1)
+    assert report["bytes_after"] < report["bytes_before"]
+    assert (len(report["layers"]["converted"]), report["layers"]["total"]) == (7, 8)
+    assert list(report["layers"]["skipped"]) == ["lm_head"]
+    model, tokenizer = AutoModelForCausalLM.from_pretrained("final"), AutoTokenizer.from_pretrained("final")
+    assert "Intx" in type(model.model.layers[0].mlp.up_proj.weight).__name__
+    text = model.generate(**tokenizer("This is", return_tensors="pt"), max_new_tokens=3, do_sample=False)
+    assert text.shape[0] == 1
+
+
+def test_the_report_is_a_table_with_both_losses_and_sizes(capsys: pytest.CaptureFixture[str]) -> None:
+    loss = train(capsys)
+    answer = finalize(capsys, "out/checkpoints/checkpoint-5", "final", "--quantize", "int4-weight-only")
+    assert "recipe     int4-weight-only, 7 of 8 linear layers" in answer.output
+    before = re.search(r"before +([\d.]+ kB) +([\d.]+)", answer.output)
+    after = re.search(r"after +([\d.]+ kB) +([\d.]+)", answer.output)
+    assert before is not None and after is not None
+    assert before[2] == f"{loss:.4f}" and abs(float(after[2]) - loss) < 0.1
+    assert "saved      final" in answer.output
+    assert "Writing model shards" not in answer.errors
+
+
+def test_without_a_recipe_it_is_the_model_as_it_was_trained_or_its_average(
+    capsys: pytest.CaptureFixture[str], caplog: pytest.LogCaptureFixture
+) -> None:
+    train(capsys, "--args.ema_decay", "0.5", "--args.qat_recipe", "int4-weight-only")
+    finalize(capsys, "out", "plain")
+    assert "trained for --quantize int4-weight-only; it is written in full precision" in caplog.text
+    assert "averaged weights" in finalize(capsys, "out", "averaged", "--ema").output
+    plain, averaged = (AutoModelForCausalLM.from_pretrained(name) for name in ("plain", "averaged"))
+    assert (plain.lm_head.weight - averaged.lm_head.weight).abs().max() > 0
+    other = finalize(capsys, "out", "other", "--quantize", INT_RECIPES[0], "--ema", "--no-evaluation")
+    assert f"trained for --quantize int4-weight-only: by {INT_RECIPES[0]} it may lose more" in caplog.text
+    assert "The losses were not measured: --no-evaluation." in other.output
+
+
+def test_a_checkpoint_without_a_configuration_is_converted_without_losses_unless_one_is_given(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    loss = train(capsys)
+    Path("out/checkpoints/checkpoint-5/config.yaml").unlink()
+    answer = finalize(capsys, "out", "first", "--quantize", "int4-weight-only")
+    assert "losses were not measured: the checkpoint has no config.yaml" in answer.output
+    words = ("--quantize", "int4-weight-only", "--config", "out/config.yaml", "--json")
+    assert json.loads(finalize(capsys, "out", "second", *words).output)["loss_before"] == pytest.approx(loss)
+
+
+def test_a_model_of_ones_own_is_built_by_the_configuration(
+    capsys: pytest.CaptureFixture[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "own_model_to_finalize.py").write_text(OWN_MODEL)
+    monkeypatch.syspath_prepend(str(tmp_path))
+    text = Path("tiny.yaml").read_text()
+    model = "model: {class_path: own_model_to_finalize.Own, init_args: {width: 32}}\n"
+    Path("tiny.yaml").write_text(model + text[text.index("data:") :])
+    assert call(capsys, "train", "tiny.yaml").code == 0
+    report = json.loads(finalize(capsys, "out", "final", "--quantize", "int4-weight-only", "--json").output)
+    assert report["layers"]["converted"] == ["layers.1"]
+    assert report["loss_after"] == pytest.approx(report["loss_before"], abs=0.1)
+
+
+def test_what_cannot_be_done_is_refused_with_the_reason(capsys: pytest.CaptureFixture[str]) -> None:
+    train(capsys)
+    refusals = {
+        ("out", "final", "--quantize", "int4-weight-onli"): (2, "no such recipe. Did you mean 'int4-weight-only'?"),
+        ("nowhere", "final"): (2, "'nowhere' is not a checkpoint: there is no such directory"),
+        ("out", "text"): (2, "'text' exists already, and nothing is overwritten"),
+        ("out",): (2, "the following arguments are required: OUT"),
+        ("out", "final", "--ema"): (1, "has no averaged weights"),
+        ("out", "final", "--quantize", "float8-dynamic-act-float8-weight"): (1, "the device is 'cpu'"),
+    }
+    for words, (code, message) in refusals.items():
+        answer = call(capsys, "finalize", *words)
+        assert (answer.code, message in " ".join(answer.errors.split())) == (code, True), answer
+    Path("text").rename("moved")
+    answer = call(capsys, "finalize", "out", "final", "--quantize", "int4-weight-only")
+    assert answer.code == 2 and "--no-evaluation" in answer.errors
+    assert not Path("final").exists()
+    finalize(capsys, "out", "final", "--quantize", "int4-weight-only", "--no-evaluation")
+
+
+def test_help_lists_the_recipes_and_imports_nothing_that_takes_time(tmp_path: Path) -> None:
+    program = (
+        "from forgather.cli.main import main; code = main(); "
+        "sys.exit('imported' if {'torch', 'transformers', 'torchao'} & set(sys.modules) else code)"
+    )
+    answer = spawn(tmp_path, "finalize", "--help", program=program)
+    assert (answer.code, answer.errors) == (0, "")
+    assert all(recipe in answer.output for recipe in INT_RECIPES)

@@ -1,0 +1,180 @@
+"""Deployable models from checkpoints, from Python: what is written is what was trained, and loads again."""
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from transformers import AutoModelForCausalLM, GPT2Config, GPT2LMHeadModel
+
+from forgather.ml.checkpoint.errors import CheckpointLoadError, CheckpointNotFoundError
+from forgather.ml.finalize import averaged_weights, finalize, load_finalized, load_model, resolve_checkpoint
+from forgather.ml.trainer.trainer import Trainer
+from tests.support.pipelines import llama, pipeline_trainer, tied_gpt2
+from tests.support.ranks import run_on_ranks
+from tests.support.tiny_models import VOCAB_SIZE, quiet_trainer, tiny_llama, token_samples, weights
+
+INPUT = {"input_ids": torch.arange(8).unsqueeze(0)}
+
+
+class Own(nn.Module):
+    """A model that transformers does not know, with a tied head and a layer whose width 24 no group of 32 fits."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.scale = nn.Parameter(torch.ones(1))
+        self.embedding = nn.Embedding(VOCAB_SIZE, 32)
+        self.up, self.down = nn.Linear(32, 24), nn.Linear(24, 32, bias=False)
+        self.head = nn.Linear(32, VOCAB_SIZE, bias=False)
+        self.head.weight = self.embedding.weight
+
+    def forward(self, input_ids: Tensor) -> Tensor:
+        hidden: Tensor = self.embedding(input_ids)
+        logits: Tensor = self.head(hidden + self.scale * self.down(self.up(hidden).relu()))
+        return logits
+
+
+def trained(folder: Path, model: nn.Module, **settings: Any) -> Trainer:
+    """A trainer after two steps, saved."""
+    settings = {"max_steps": 2, "save_strategy": "steps", "save_steps": 2, **settings}
+    trainer = quiet_trainer(folder, model, token_samples(4), **settings)
+    trainer.train()
+    return trainer
+
+
+def logits_of(model: nn.Module) -> Tensor:
+    with torch.no_grad():
+        output = model(**INPUT)
+    found: Tensor = output if isinstance(output, Tensor) else output.logits
+    return found
+
+
+def wide_llama(**options: Any) -> nn.Module:
+    return tiny_llama(0, hidden_size=32, intermediate_size=32, num_attention_heads=2, **options)
+
+
+def test_a_plain_directory_holds_the_weights_of_the_checkpoint(tmp_path: Path) -> None:
+    trainer = trained(tmp_path / "run", tied_gpt2(2))
+    report = finalize(str(tmp_path / "run"), str(tmp_path / "model"))
+    assert (report.step, report.recipe, report.layers, report.loss_after) == (2, None, None, None)
+    assert report.bytes_after == report.bytes_before == (tmp_path / "model/model.safetensors").stat().st_size
+    assert report.checkpoint == str(tmp_path / "run/checkpoints/checkpoint-2")
+    loaded = AutoModelForCausalLM.from_pretrained(tmp_path / "model")
+    assert all(torch.equal(one, weights(loaded)[name]) for name, one in weights(trainer.unwrapped_model()).items())
+    assert torch.equal(logits_of(loaded), logits_of(load_model(report.checkpoint)))
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_a_quantised_directory_loads_as_what_was_measured(tmp_path: Path, dtype: str) -> None:
+    trained(tmp_path / "run", wide_llama(tie_word_embeddings=True).to(getattr(torch, dtype)))
+    measured: list[Tensor] = []
+
+    def evaluate(model: nn.Module) -> float:
+        measured.append(logits_of(model))
+        return float(len(measured))
+
+    report = finalize(
+        str(tmp_path / "run"), str(tmp_path / "model"), quantize="int4-weight-only", evaluate=evaluate, device="cpu"
+    )
+    assert (report.loss_before, report.loss_after) == (1.0, 2.0)
+    assert report.layers is not None and list(report.layers.skipped) == ["lm_head"]
+    for loaded in (load_finalized(str(tmp_path / "model")), AutoModelForCausalLM.from_pretrained(tmp_path / "model")):
+        assert torch.equal(logits_of(loaded), measured[1])
+        assert loaded.get_input_embeddings().weight is loaded.get_output_embeddings().weight
+        assert loaded.dtype == getattr(torch, dtype)
+    assert 0 < (measured[0] - measured[1]).abs().max() < 0.5
+    assert sorted(path.suffix for path in (tmp_path / "model").iterdir()) == [".json", ".json", ".safetensors"]
+
+
+def test_a_model_that_is_not_of_transformers_is_built_by_the_caller(tmp_path: Path) -> None:
+    trained(tmp_path / "run", Own())
+    with pytest.raises(CheckpointLoadError, match="does not say how its model is built"):
+        finalize(str(tmp_path / "run"), str(tmp_path / "model"), quantize="int4-weight-only", device="cpu")
+    measured: list[Tensor] = []
+
+    def evaluate(model: nn.Module) -> float:
+        measured.append(logits_of(model))
+        return 0.0
+
+    report = finalize(
+        str(tmp_path / "run"),
+        str(tmp_path / "model"),
+        quantize="int4-weight-only",
+        model_init=Own,
+        evaluate=evaluate,
+        device="cpu",
+    )
+    assert report.layers is not None and report.layers.converted == ["up"]
+    loaded = load_finalized(str(tmp_path / "model"), Own)
+    assert isinstance(loaded, Own) and loaded.head.weight is loaded.embedding.weight
+    assert "Intx" in type(loaded.up.weight).__name__ and torch.equal(logits_of(loaded), measured[1])
+    with pytest.raises(CheckpointLoadError, match="not those of this model"):
+        load_finalized(str(tmp_path / "model"), lambda: nn.Sequential(nn.Linear(2, 2)))
+
+
+def test_averaged_weights_take_the_place_of_the_last_ones(tmp_path: Path) -> None:
+    trained(tmp_path / "run", wide_llama(), ema_decay=0.5)
+    averages = averaged_weights(resolve_checkpoint(str(tmp_path / "run")))
+    finalize(str(tmp_path / "run"), str(tmp_path / "averaged"), ema=True)
+    finalize(str(tmp_path / "run"), str(tmp_path / "last"))
+    averaged, last = (
+        dict(AutoModelForCausalLM.from_pretrained(tmp_path / name).named_parameters()) for name in ("averaged", "last")
+    )
+    assert averages.keys() == averaged.keys()
+    assert all(torch.equal(averages[name], one) for name, one in averaged.items())
+    assert any(not torch.equal(averages[name], one) for name, one in last.items())
+
+
+def train_stages(output_dir: str) -> None:
+    pipeline_trainer(
+        Path(output_dir),
+        lambda: llama(2, hidden_size=32, intermediate_size=32),
+        token_samples(8),
+        max_steps=2,
+        per_device_train_batch_size=4,
+        save_strategy="steps",
+        save_steps=2,
+        ema_decay=0.5,
+    ).train()
+
+
+def test_weights_and_averages_of_all_stages_of_a_pipeline_become_one_model(tmp_path: Path) -> None:
+    run_on_ranks(train_stages, 2, str(tmp_path / "run"))
+    checkpoint = resolve_checkpoint(str(tmp_path / "run"))
+    averages = averaged_weights(checkpoint)
+    model = load_model(checkpoint)
+    assert averages.keys() == dict(model.named_parameters()).keys()
+    report = finalize(checkpoint, str(tmp_path / "model"), quantize="int4-weight-only", ema=True, device="cpu")
+    assert report.layers is not None and report.averaged
+    head = load_finalized(str(tmp_path / "model")).get_output_embeddings()  # type: ignore[operator]
+    assert torch.equal(head.weight, averages["lm_head.weight"])
+
+
+def test_what_cannot_be_finalised_is_refused_and_leaves_nothing_behind(tmp_path: Path) -> None:
+    narrow = GPT2LMHeadModel(GPT2Config(vocab_size=VOCAB_SIZE, n_embd=16, n_layer=1, n_head=2, n_positions=16))
+    trained(tmp_path / "run", narrow)
+    run, output = str(tmp_path / "run"), str(tmp_path / "model")
+    with pytest.raises(ValueError, match="No layer of the model can be quantised by 'int4-weight-only'"):
+        finalize(run, output, quantize="int4-weight-only", device="cpu")
+    with pytest.raises(CheckpointLoadError, match=r"no averaged weights: its components are model, .*ema_decay"):
+        finalize(run, output, ema=True)
+    with pytest.raises(ValueError, match="quantises to float8 only on hardware"):
+        finalize(run, output, quantize="float8-dynamic-act-float8-weight", device="cpu")
+    with pytest.raises(FileExistsError, match="nothing is overwritten"):
+        finalize(run, run)
+    with pytest.raises(CheckpointNotFoundError, match="there is no such directory"):
+        finalize(str(tmp_path / "nowhere"), output)
+    (tmp_path / "empty/checkpoints").mkdir(parents=True)
+    with pytest.raises(CheckpointNotFoundError, match="no complete checkpoint"):
+        finalize(str(tmp_path / "empty"), output)
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["empty", "run"]
+
+
+def test_a_damaged_file_is_not_passed_on(tmp_path: Path) -> None:
+    trained(tmp_path / "run", wide_llama())
+    config = tmp_path / "run/checkpoints/checkpoint-2/config.json"
+    config.write_bytes(config.read_bytes().replace(b"llama", b"lamma"))
+    with pytest.raises(CheckpointLoadError, match=r"config\.json"):
+        finalize(str(tmp_path / "run"), str(tmp_path / "model"))
+    assert not (tmp_path / "model").exists()

@@ -1,0 +1,275 @@
+"""A loss that is fused with the head trains like the plain one, with every trainer, without any logits."""
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from transformers import AutoModelForCausalLM, CohereConfig, Gemma2Config, GPTNeoXConfig, OPTConfig, Qwen2Config
+
+from forgather.ml.loss import CausalLoss, LinearCrossEntropyLoss, RescaleLoss
+from forgather.ml.trainer.ddp import DDPTrainer
+from forgather.ml.trainer.hybrid import HybridTrainer
+from forgather.ml.trainer.pipeline import PipelineTrainer
+from forgather.ml.trainer.trainer import Trainer
+from tests.support.data_parallel import Result, assert_same_training, run
+from tests.support.pipelines import llama, tied_gpt2, trainer_of, whole_result
+from tests.support.ranks import run_on_ranks
+from tests.support.tiny_models import VOCAB_SIZE, Recorder, TokenModel, quiet_trainer, tiny_llama, token_samples
+
+SETTINGS: dict[str, Any] = {
+    "max_steps": 4,
+    "per_device_train_batch_size": 8,
+    "per_device_eval_batch_size": 8,
+    "gradient_accumulation_steps": 2,
+    "logging_strategy": "steps",
+    "logging_steps": 1,
+    "momentum": 0.9,
+}
+FUSED = {"fused_loss_factory": LinearCrossEntropyLoss}
+MODELS = {"llama": llama, "gpt2": tied_gpt2}
+
+
+class Bias(nn.Module):
+    """A model of one's own that gives hidden states when it is asked to; its head has a bias."""
+
+    can_return_hidden_states = True
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.embedding = nn.Embedding(VOCAB_SIZE, 8)
+        self.head = nn.Linear(8, VOCAB_SIZE)
+
+    def forward(self, input_ids: Tensor, return_hidden_states: bool = False) -> Tensor:
+        hidden = torch.tanh(self.embedding(input_ids))
+        result: Tensor = hidden if return_hidden_states else self.head(hidden)
+        return result
+
+    def get_output_embeddings(self) -> nn.Module:
+        return self.head
+
+
+def plain_fused_loss(head: Any) -> Any:
+    """A user's own, which says nothing about its targets."""
+
+    def loss(hidden: Tensor, labels: Tensor) -> Tensor:
+        return CausalLoss()(head(hidden), labels)
+
+    return loss
+
+
+def losses(output_dir: Path, model: nn.Module, fused: bool, **settings: Any) -> tuple[Result, dict[str, Any]]:
+    options = (
+        {**FUSED, "eval_dataset": token_samples(9, seed=5)} if fused else {"eval_dataset": token_samples(9, seed=5)}
+    )
+    trainer = quiet_trainer(output_dir, model, token_samples(30), trainer_options=options, **{**SETTINGS, **settings})
+    return run(trainer), trainer.evaluate()
+
+
+@pytest.mark.parametrize("build", [tiny_llama, tied_gpt2, Bias])
+def test_same_training_and_evaluation_as_unfused(build: Any, tmp_path: Path) -> None:
+    results = []
+    for fused in (False, True):
+        torch.manual_seed(0)
+        results.append(losses(tmp_path / str(fused), build(), fused))
+    assert_same_training(results[0][0], results[1][0], 1e-5)
+    assert results[1][1]["eval_loss"] == pytest.approx(results[0][1]["eval_loss"], rel=1e-6)
+
+
+def test_logits_are_never_made_in_training_nor_evaluation(tmp_path: Path) -> None:
+    model = tiny_llama()
+    calls = []
+    model.lm_head.register_forward_hook(lambda *_: calls.append(1))
+    trainer = quiet_trainer(
+        tmp_path, model, token_samples(8), trainer_options={**FUSED, "eval_dataset": token_samples(4)}, max_steps=2
+    )
+    trainer.train()
+    num_by_the_trial = len(calls)
+    trainer.evaluate()
+    assert num_by_the_trial == len(calls) == 1
+
+
+def test_callbacks_that_want_logits_get_them(tmp_path: Path) -> None:
+    seen: list[Tensor] = []
+    recorder = Recorder(on_prediction_step=lambda logits, **_: seen.append(logits))
+    options = {**FUSED, "eval_dataset": token_samples(4)}
+    model = tiny_llama()
+    trainer = quiet_trainer(tmp_path, model, None, recorder, trainer_options=options)
+    trainer.evaluate()
+    samples = torch.stack([sample["input_ids"] for sample in token_samples(4)])
+    torch.testing.assert_close(torch.cat(seen), model(samples).logits.detach())
+
+
+@pytest.mark.parametrize("mixed_precision", ["bf16"])
+def test_mixed_precision_trains_alike(mixed_precision: str, tmp_path: Path) -> None:
+    results = [losses(tmp_path / str(fused), tiny_llama(), fused, mixed_precision=mixed_precision) for fused in (0, 1)]
+    assert results[1][0].losses == pytest.approx(results[0][0].losses, rel=2e-3)
+
+
+def test_a_rescaled_loss_is_not_rescaled_in_an_evaluation(tmp_path: Path) -> None:
+    options = {"fused_loss_factory": lambda head: RescaleLoss(LinearCrossEntropyLoss(head), 3.0)}
+    options["eval_dataset"] = token_samples(4)  # type: ignore[assignment]
+    trainer = quiet_trainer(tmp_path, tiny_llama(), None, trainer_options=options)
+    reference = quiet_trainer(tmp_path, tiny_llama(), None, trainer_options={"eval_dataset": token_samples(4)})
+    assert trainer.evaluate()["eval_loss"] == pytest.approx(reference.evaluate()["eval_loss"], rel=1e-6)
+
+
+# --- other trainers
+
+
+def parallel_run(output_dir: Path, kind: type[Trainer], model: str, factory: Any, settings: dict[str, Any]) -> Any:
+    options = {"eval_dataset": token_samples(9, seed=5)}
+    if factory is not None:
+        options["fused_loss_factory"] = factory
+    trainer = trainer_of(
+        kind, output_dir, MODELS[model], token_samples(30), trainer_options=options, **{**SETTINGS, **settings}
+    )
+    return whole_result(trainer), trainer.evaluate()["eval_loss"]
+
+
+def compared_on_ranks(
+    output_dir: Path, kind: type[Trainer], model: str, factory: Any, settings: dict[str, Any]
+) -> None:
+    plain, plain_evaluation = parallel_run(output_dir / "plain", kind, model, None, settings)
+    fused, fused_evaluation = parallel_run(output_dir / "fused", kind, model, factory, settings)
+    assert_same_training(plain, fused, 1e-5)
+    assert fused_evaluation == pytest.approx(plain_evaluation, rel=1e-6)
+
+
+DDP = {"per_device_train_batch_size": 4}
+
+
+@pytest.mark.parametrize(
+    ("kind", "model", "factory", "settings"),
+    [
+        (DDPTrainer, "llama", LinearCrossEntropyLoss, DDP),
+        (DDPTrainer, "gpt2", plain_fused_loss, DDP),
+        (PipelineTrainer, "llama", LinearCrossEntropyLoss, {"schedule": "1f1b"}),
+        (PipelineTrainer, "gpt2", plain_fused_loss, {"schedule": "gpipe"}),
+        (PipelineTrainer, "llama", LinearCrossEntropyLoss, {"schedule": "interleaved1f1b"}),
+        (PipelineTrainer, "gpt2", LinearCrossEntropyLoss, {"schedule": "zbv"}),
+    ],
+)
+def test_other_trainers_train_alike(
+    kind: Any, model: str, factory: Any, settings: dict[str, Any], tmp_path: Path
+) -> None:
+    run_on_ranks(compared_on_ranks, 2, tmp_path, kind, model, factory, settings)
+
+
+def test_a_hybrid_trains_alike(tmp_path: Path) -> None:
+    # The last step has batches for one of the pipelines only.
+    settings = {"schedule": "1f1b", "pp_size": 2, "per_device_train_batch_size": 4, "gradient_accumulation_steps": 1}
+    run_on_ranks(compared_on_ranks, 4, tmp_path, HybridTrainer, "llama", plain_fused_loss, settings)
+
+
+# --- refused
+
+
+def gemma2() -> nn.Module:
+    config = Gemma2Config(
+        vocab_size=VOCAB_SIZE,
+        hidden_size=16,
+        intermediate_size=16,
+        num_hidden_layers=2,
+        num_attention_heads=2,
+        num_key_value_heads=1,
+        head_dim=8,
+        max_position_embeddings=32,
+    )
+    return AutoModelForCausalLM.from_config(config)
+
+
+def cohere() -> nn.Module:
+    config = CohereConfig(
+        vocab_size=VOCAB_SIZE, hidden_size=16, intermediate_size=16, num_hidden_layers=2, num_attention_heads=2
+    )
+    return AutoModelForCausalLM.from_config(config)
+
+
+def build_only(output_dir: Path, model: nn.Module, **options: Any) -> None:
+    trainer = quiet_trainer(output_dir, model, None, trainer_options={"eval_dataset": token_samples(4), **options})
+    trainer.evaluate()
+
+
+@pytest.mark.parametrize("build", [gemma2, cohere])
+def test_models_that_change_logits_are_refused(build: Any, tmp_path: Path) -> None:
+    with pytest.raises(
+        ValueError, match=r"fused_loss_factory cannot be used with .*, which does more between hidden states"
+    ):
+        build_only(tmp_path, build(), **FUSED)
+
+
+def test_models_without_a_head_are_refused(tmp_path: Path) -> None:
+    with pytest.raises(ValueError, match=r"TokenModel, which has no head.*can_return_hidden_states=True"):
+        build_only(tmp_path, TokenModel(), **FUSED)
+
+
+def test_two_losses_are_refused(tmp_path: Path) -> None:
+    with pytest.raises(ValueError, match=r"fused_loss_factory .* and compute_loss_func .*exclude each other"):
+        build_only(tmp_path, tiny_llama(), compute_loss_func=CausalLoss(), **FUSED)
+
+
+@pytest.mark.parametrize(
+    "config",
+    [
+        OPTConfig(
+            vocab_size=VOCAB_SIZE,
+            hidden_size=16,
+            word_embed_proj_dim=8,
+            ffn_dim=16,
+            num_hidden_layers=1,
+            num_attention_heads=2,
+            max_position_embeddings=32,
+            dropout=0.0,
+        ),
+        GPTNeoXConfig(
+            vocab_size=VOCAB_SIZE, hidden_size=16, intermediate_size=16, num_hidden_layers=1, num_attention_heads=2
+        ),
+        Qwen2Config(
+            vocab_size=VOCAB_SIZE,
+            hidden_size=16,
+            intermediate_size=16,
+            num_hidden_layers=1,
+            num_attention_heads=2,
+            num_key_value_heads=1,
+            tie_word_embeddings=True,
+        ),
+    ],
+    ids=lambda config: config.model_type,
+)
+def test_causal_models_are_adapted_without_help(config: Any, tmp_path: Path) -> None:
+    torch.manual_seed(0)
+    model = AutoModelForCausalLM.from_config(config)
+    evaluations = [
+        quiet_trainer(tmp_path, model, None, trainer_options={"eval_dataset": token_samples(8), **options}).evaluate()
+        for options in ({}, FUSED)
+    ]
+    assert evaluations[1]["eval_loss"] == pytest.approx(evaluations[0]["eval_loss"], rel=1e-6)
+
+
+def refused_in_pipeline(output_dir: Path, schedule: str, build: Any, factory: Any) -> None:
+    trainer_of(
+        PipelineTrainer,
+        output_dir,
+        build,
+        token_samples(8),
+        trainer_options={"fused_loss_factory": factory},
+        schedule=schedule,
+        per_device_train_batch_size=4,
+    ).train()
+
+
+@pytest.mark.parametrize(
+    ("schedule", "build", "factory", "message"),
+    [
+        ("1f1b", gemma2, LinearCrossEntropyLoss, "does more between hidden states and logits"),
+        ("zbv", llama, plain_fused_loss, r"schedule='zbv' computes .* has no method unfused\(\)"),
+    ],
+)
+def test_pipelines_refuse_what_they_cannot(
+    schedule: str, build: Any, factory: Any, message: str, tmp_path: Path
+) -> None:
+    with pytest.raises(AssertionError, match=message):
+        run_on_ranks(refused_in_pipeline, 2, tmp_path, schedule, build, factory)

@@ -1,0 +1,234 @@
+"""`fuse_optim_with_backward` trains like the normal optimizer, with a fraction of the memory for gradients."""
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from accelerate import Accelerator
+from torch import Tensor, nn
+
+from forgather.ml.optim.multiopt import Multiopt
+from forgather.ml.optim.step_in_backward import StepInBackward
+from forgather.ml.trainer.accelerate import AccelTrainer
+from forgather.ml.trainer.ddp import DDPTrainer
+from forgather.ml.trainer.hybrid import HybridTrainer
+from forgather.ml.trainer.pipeline import PipelineTrainer
+from forgather.ml.trainer.trainer import Trainer
+from tests.support.data_parallel import Result, assert_same_training, run
+from tests.support.memory import peak_bytes
+from tests.support.pipelines import llama, tied_gpt2, trainer_of, whole_result
+from tests.support.ranks import run_on_ranks
+from tests.support.tiny_models import Recorder, TokenModel, quiet_trainer, tiny_llama, token_samples
+
+SETTINGS: dict[str, Any] = {
+    "max_steps": 10,
+    "per_device_train_batch_size": 4,
+    "logging_strategy": "steps",
+    "logging_steps": 1,
+    "lr_scheduler_type": "linear",
+    "warmup_steps": 3,
+}
+ADAMW = (torch.optim.AdamW, {"lr": 1e-2, "weight_decay": 0.1})
+SGD = (torch.optim.SGD, {"lr": 0.1, "momentum": 0.9})
+GROUPS = {"no_decay": {"regex": r"norm|bias", "config": {"weight_decay": 0.0, "lr": 0.05}}}
+
+
+def trainer_for(output_dir: Path, model: nn.Module | None, fused: bool, *callbacks: Any, **settings: Any) -> Trainer:
+    options = settings.pop("trainer_options", {})
+    return quiet_trainer(
+        output_dir,
+        model,
+        token_samples(40),
+        *callbacks,
+        trainer_options={"optimizer_cls_and_kwargs": ADAMW, **options},
+        fuse_optim_with_backward=fused,
+        **{**SETTINGS, **settings},
+    )
+
+
+@pytest.mark.parametrize(
+    ("build", "options"),
+    [
+        (tiny_llama, {"optimizer_cls_and_kwargs": ADAMW}),
+        (tiny_llama, {"optimizer_cls_and_kwargs": SGD, "optimizer_groups": GROUPS}),
+        (tied_gpt2, {"optimizer_cls_and_kwargs": (torch.optim.Adam, {"lr": 1e-2, "eps": 1e-3, "foreach": True})}),
+    ],
+)
+def test_same_weights_as_the_normal_optimizer(build: Any, options: dict[str, Any], tmp_path: Path) -> None:
+    results = []
+    for fused in (False, True):
+        torch.manual_seed(0)
+        results.append(run(trainer_for(tmp_path / str(fused), build(), fused, trainer_options=options)))
+    assert_same(*results)
+
+
+def assert_same(normal: Result, fused: Result) -> None:
+    """To 1e-6 but for the norms, whose squares are added up in another order."""
+    assert_same_training(normal._replace(norms=fused.norms), fused, tolerance=1e-6)
+    assert fused.norms == pytest.approx(normal.norms, rel=1e-5)
+
+
+def test_gradients_take_less_than_a_quarter_of_their_memory() -> None:
+    model = tiny_llama(num_hidden_layers=12, hidden_size=64, intermediate_size=128, num_attention_heads=4)
+    all_gradients = sum(4 * parameter.numel() for parameter in model.parameters())
+    tokens = torch.arange(4)[None]
+
+    def backward() -> None:
+        model(tokens).logits.square().mean().backward()
+
+    optimizer = torch.optim.SGD(model.parameters(), lr=1e-3)
+    normal = peak_bytes(backward)
+    optimizer.zero_grad()
+    step_in_backward = StepInBackward(optimizer)
+    before = [parameter.detach().clone() for parameter in model.parameters()]
+    fused = peak_bytes(backward)
+    step_in_backward.close()
+    assert normal > all_gradients
+    # The activations of these few tokens are counted too.
+    assert fused < all_gradients / 4
+    assert all(parameter.grad is None for parameter in model.parameters())
+    assert not any(torch.equal(one, other) for one, other in zip(before, model.parameters(), strict=True))
+
+
+def test_each_parameter_is_stepped_once_and_alone(tmp_path: Path) -> None:
+    stepped: list[list[Tensor]] = []
+
+    class Counted(torch.optim.SGD):
+        def step(self, closure: Any = None) -> Any:
+            stepped.append([parameter for group in self.param_groups for parameter in group["params"]])
+            return super().step(closure)
+
+    model = tiny_llama()
+    options = {"optimizer_cls_and_kwargs": (Counted, {"lr": 0.1}), "optimizer_groups": GROUPS}
+    trainer_for(tmp_path, model, True, max_steps=2, trainer_options=options).train()
+    assert [len(one) for one in stepped] == [1] * 2 * len(list(model.parameters()))
+    half = len(stepped) // 2
+    assert (
+        {id(one[0]) for one in stepped[:half]}
+        == {id(one[0]) for one in stepped[half:]}
+        == {id(parameter) for parameter in model.parameters()}
+    )
+
+
+@pytest.mark.parametrize("first", [False, True])
+def test_a_run_that_changes_over_equals_the_straight_one(first: bool, tmp_path: Path) -> None:
+    settings = {"lr_scheduler_type": "constant_with_warmup", "save_strategy": "steps", "save_steps": 5}
+    straight = run(trainer_for(tmp_path / "straight", tiny_llama(), False, **settings))
+    run(trainer_for(tmp_path / "moved", tiny_llama(), first, **{**settings, "max_steps": 5}))
+    resumed = run(trainer_for(tmp_path / "moved", tiny_llama(seed=1), not first, **settings))
+    for name, tensor in straight.weights.items():
+        torch.testing.assert_close(resumed.weights[name], tensor, rtol=1e-6, atol=1e-7)
+
+
+def test_a_resumed_run_is_bit_identical(tmp_path: Path) -> None:
+    settings = {"lr_scheduler_type": "constant_with_warmup", "save_strategy": "steps", "save_steps": 5}
+    straight = run(trainer_for(tmp_path / "straight", tiny_llama(), True, **settings))
+    run(trainer_for(tmp_path / "resumed", tiny_llama(), True, **{**settings, "max_steps": 5}))
+    resumed = run(trainer_for(tmp_path / "resumed", tiny_llama(seed=1), True, **settings))
+    assert resumed.losses == straight.losses[5:]
+    assert all(torch.equal(resumed.weights[name], tensor) for name, tensor in straight.weights.items())
+
+
+def test_after_training_a_backward_pass_leaves_the_weights_alone(tmp_path: Path) -> None:
+    model = tiny_llama()
+    trainer_for(tmp_path, model, True, max_steps=1).train()
+    before = model.lm_head.weight.detach().clone()
+    model(torch.arange(4)[None]).logits.sum().backward()
+    assert torch.equal(before, model.lm_head.weight)
+    assert model.lm_head.weight.grad is not None
+
+
+def on_pipeline(output_dir: Path) -> None:
+    options: dict[str, Any] = {"schedule": "gpipe", "n_microbatches": 1, "momentum": 0.9, **SETTINGS}
+    results = [
+        whole_result(
+            trainer_of(
+                PipelineTrainer,
+                output_dir / str(fused),
+                llama,
+                token_samples(40),
+                fuse_optim_with_backward=fused,
+                **options,
+            )
+        )
+        for fused in (False, True)
+    ]
+    assert_same(*results)
+
+
+def test_a_pipeline_with_one_micro_batch_trains_alike(tmp_path: Path) -> None:
+    run_on_ranks(on_pipeline, 2, tmp_path)
+
+
+# --- refused
+
+FUSED = "fuse_optim_with_backward=True cannot be combined with "
+
+
+@pytest.mark.parametrize(
+    ("trainer_class", "settings", "options", "message"),
+    [
+        (Trainer, {"max_grad_norm": 1.0}, {}, r"max_grad_norm=1.0: .*before the whole norm is known"),
+        (Trainer, {"gradient_accumulation_steps": 2}, {}, r"gradient_accumulation_steps=2: .*used up"),
+        (Trainer, {"mixed_precision": "fp16"}, {}, r"mixed_precision='fp16': the scaler must see all gradients"),
+        (
+            Trainer,
+            {},
+            {"optimizer_groups": {"matrices": {"regex": "weight", "factory": torch.optim.SGD}}},
+            r"several optimizers \(optimizer_groups matrices have factories\).*Give all groups the same",
+        ),
+        (
+            Trainer,
+            {},
+            {"optimizer": Multiopt([torch.optim.SGD(TokenModel().parameters())])},
+            r"several optimizers \(Multiopt was given\)",
+        ),
+        (DDPTrainer, {}, {}, r"DDP: .*before its gradient is reduced over the ranks"),
+        (AccelTrainer, {}, {"accelerator": Accelerator(cpu=True)}, r"Accelerate: the accelerator reduces"),
+        (PipelineTrainer, {"n_microbatches": 4}, {}, r"n_microbatches=4: .*Set n_microbatches=1"),
+        (
+            PipelineTrainer,
+            {"n_microbatches": 1},
+            {"pipe_schedule_factory": "zbv", "model": None, "model_init": llama},
+            r"schedule='zbv': it computes gradients of weights apart",
+        ),
+        (HybridTrainer, {"n_microbatches": 1, "pp_size": 2}, {}, r"several pipelines: .*reduced over them"),
+    ],
+)
+def test_what_cannot_work_is_refused_at_construction(
+    trainer_class: type[Trainer], settings: dict[str, Any], options: dict[str, Any], message: str, tmp_path: Path
+) -> None:
+    keywords = {"args": {"output_dir": str(tmp_path), "use_cpu": True, "fuse_optim_with_backward": True, **settings}}
+    with pytest.raises(ValueError, match=FUSED + message):
+        trainer_class(**{**keywords, "model": TokenModel(), "train_dataset": token_samples(4), **options})
+
+
+def test_an_optimizer_with_state_of_a_whole_group_is_refused(tmp_path: Path) -> None:
+    class WithGroupState(torch.optim.SGD):
+        def step(self, closure: Any = None) -> Any:
+            for group in self.param_groups:
+                group["num_steps"] = group.get("num_steps", 0) + 1
+            return super().step(closure)
+
+    options = {"optimizer_cls_and_kwargs": (WithGroupState, {"lr": 0.1})}
+    with pytest.raises(ValueError, match=FUSED + r"WithGroupState: it keeps num_steps for all parameters of a group"):
+        trainer_for(tmp_path, tiny_llama(), True, trainer_options=options).train()
+
+
+def tied_between_stages(output_dir: Path) -> None:
+    settings: dict[str, Any] = {"n_microbatches": 1, "schedule": "gpipe", **SETTINGS}
+    trainer_of(
+        PipelineTrainer, output_dir, tied_gpt2, token_samples(8), fuse_optim_with_backward=True, **settings
+    ).train()
+
+
+def test_weights_that_are_tied_between_stages_are_refused(tmp_path: Path) -> None:
+    with pytest.raises(AssertionError, match=FUSED + "weights that are tied between stages.*tie_word_embeddings=False"):
+        run_on_ranks(tied_between_stages, 2, tmp_path)
+
+
+def test_the_norm_is_reported_to_callbacks(tmp_path: Path) -> None:
+    recorder = Recorder()
+    trainer_for(tmp_path, tiny_llama(), True, recorder, max_steps=3).train()
+    assert all(float(norm) > 0 for norm in recorder.details("on_train_metrics", "grad_norm"))

@@ -1,0 +1,179 @@
+"""Settings that are passed to torch reach it while a trainer runs, and are gone afterwards."""
+
+import logging
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch._functorch import config as functorch_config
+from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.nn import functional
+from torch.profiler import ProfilerActivity, profile
+
+from forgather.ml.trainer.activation_offloading import OffloadedActivations
+from tests.support.data_parallel import assert_same_training, run
+from tests.support.pipelines import llama, trainer_of
+from tests.support.ranks import run_on_ranks
+from tests.support.tiny_models import VOCAB_SIZE, Recorder, TokenModel, quiet_trainer, tiny_llama, token_samples
+
+LOGGED: dict[str, Any] = {"logging_strategy": "steps", "logging_steps": 1}
+
+
+class Attention(nn.Module):
+    """Nothing but attention, so that what computes it can be told."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.embedding = nn.Embedding(VOCAB_SIZE, 16)
+        self.head = nn.Linear(16, VOCAB_SIZE, bias=False)
+
+    def forward(self, input_ids: Tensor) -> Tensor:
+        hidden = self.embedding(input_ids).unflatten(-1, (2, 8)).transpose(1, 2)
+        attended = functional.scaled_dot_product_attention(hidden, hidden, hidden, is_causal=True)
+        logits: Tensor = self.head(attended.transpose(1, 2).flatten(2))
+        return logits
+
+
+def attention_operations(work: Any) -> set[str]:
+    with profile(activities=[ProfilerActivity.CPU]) as record:
+        work()
+    names = {event.key for event in record.key_averages()}
+    return {name for name in names if "attention" in name and name != "aten::scaled_dot_product_attention"}
+
+
+@pytest.mark.parametrize(
+    ("backend", "operation"),
+    [
+        ("math", "aten::_scaled_dot_product_attention_math"),
+        ("flash", "aten::_scaled_dot_product_flash_attention_for_cpu"),
+    ],
+)
+def test_sdpa_backend_decides_what_computes_attention(backend: str, operation: str, tmp_path: Path) -> None:
+    options = {"eval_dataset": token_samples(2)}
+    settings = {"sdpa_backend": backend, "max_steps": 1}
+    trainer = quiet_trainer(tmp_path, Attention(), token_samples(4), trainer_options=options, **settings)
+    for work in (trainer.train, trainer.evaluate):
+        used = attention_operations(work)
+        assert operation in used
+        assert not any("math" in name for name in used) or backend == "math"
+
+
+def test_sdpa_priority_goes_by_the_list(tmp_path: Path) -> None:
+    settings = {"sdpa_backend": ["math", "flash"], "sdpa_set_priority": True, "max_steps": 1}
+    orders: list[list[int]] = []
+    recorder = Recorder(on_step_begin=lambda **_: orders.append(torch._C._get_sdp_priority_order()[:2]))
+    quiet_trainer(tmp_path, Attention(), token_samples(4), recorder, **settings).train()
+    assert orders == [[int(torch.nn.attention.SDPBackend.MATH), int(torch.nn.attention.SDPBackend.FLASH_ATTENTION)]]
+
+
+def test_settings_are_given_back(tmp_path: Path) -> None:
+    before = functorch_config.activation_memory_budget, torch.backends.cuda.flash_sdp_enabled()
+    seen: list[Any] = []
+    recorder = Recorder(
+        on_step_begin=lambda **_: seen.append(
+            (functorch_config.activation_memory_budget, torch.backends.cuda.flash_sdp_enabled())
+        )
+    )
+    settings = {"torch_compile": True, "torch_compile_backend": "eager", "activation_memory_budget": 0.3}
+    quiet_trainer(
+        tmp_path, TokenModel(), token_samples(2), recorder, max_steps=1, sdpa_backend="math", **settings
+    ).train()
+    assert seen == [(0.3, False)]
+    assert (functorch_config.activation_memory_budget, torch.backends.cuda.flash_sdp_enabled()) == before
+
+
+def test_matmul_precision_and_recompile_limit_reach_torch(tmp_path: Path) -> None:
+    from torch._dynamo import config as dynamo_config
+
+    before = torch.get_float32_matmul_precision(), dynamo_config.recompile_limit
+    settings = {"float32_matmul_precision": "medium", "dynamo_recompile_limit": 17, "max_steps": 1}
+    try:
+        quiet_trainer(tmp_path, TokenModel(), token_samples(2), **settings).train()
+        assert (torch.get_float32_matmul_precision(), dynamo_config.recompile_limit) == ("medium", 17)
+    finally:
+        torch.set_float32_matmul_precision(before[0])
+        dynamo_config.recompile_limit = before[1]
+
+
+def test_detect_anomaly_names_the_operation_that_failed(tmp_path: Path) -> None:
+    class Root(TokenModel):
+        def forward(self, input_ids: Tensor) -> Tensor:
+            # The gradient of a root at zero is none.
+            return super().forward(input_ids) + torch.sqrt(self.embedding.weight.sum() * 0.0) * 0.0
+
+    with pytest.raises(RuntimeError, match=r"SqrtBackward0.* returned nan"):
+        quiet_trainer(tmp_path, Root(), token_samples(2), max_steps=1, detect_anomaly=True).train()
+
+
+# --- activation offloading
+
+
+def test_offloading_changes_nothing_on_the_cpu_and_says_so(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    settings = {"max_steps": 3, **LOGGED}
+    plain = run(quiet_trainer(tmp_path / "plain", tiny_llama(), token_samples(8), **settings))
+    with caplog.at_level(logging.WARNING):
+        offloaded = run(
+            quiet_trainer(
+                tmp_path / "offloaded", tiny_llama(), token_samples(8), enable_activation_offloading=True, **settings
+            )
+        )
+    assert offloaded.losses == plain.losses
+    assert "enable_activation_offloading=True has no effect" in caplog.text
+
+
+def test_what_the_backward_pass_needs_goes_to_the_cpu_but_not_the_weights() -> None:
+    with FakeTensorMode(allow_non_fake_inputs=True):
+        weight = torch.empty((64, 64), device="cuda")
+        small = torch.empty((4,), device="cuda")
+        offloading = OffloadedActivations([weight])
+        activation = torch.empty((64, 64), device="cuda")
+        packed = [offloading._pack(tensor) for tensor in (activation, weight, weight.t(), small)]
+        assert packed[0][1].device.type == "cpu"
+        assert offloading.unpack_hook(packed[0]).device.type == "cuda"
+        assert offloading.unpack_hook(packed[0]).shape == activation.shape
+        assert all(isinstance(one, Tensor) and one.device.type == "cuda" for one in packed[1:])
+
+
+def on_pipeline(output_dir: Path) -> None:
+    settings: dict[str, Any] = {"max_steps": 2, "per_device_train_batch_size": 4, **LOGGED}
+    results = [
+        run(trainer_of_pipeline(output_dir / str(number), **options, **settings))
+        for number, options in enumerate(({}, {"enable_activation_offloading": True, "sdpa_backend": "math"}))
+    ]
+    assert_same_training(*results, tolerance=1e-5)
+
+
+def trainer_of_pipeline(output_dir: Path, **settings: Any) -> Any:
+    from forgather.ml.trainer.pipeline import PipelineTrainer
+
+    return trainer_of(PipelineTrainer, output_dir, llama, token_samples(8), schedule="1f1b", **settings)
+
+
+def test_a_pipeline_runs_with_these_settings(tmp_path: Path) -> None:
+    run_on_ranks(on_pipeline, 2, tmp_path)
+
+
+# --- refused
+
+
+@pytest.mark.parametrize(
+    ("settings", "message"),
+    [
+        ({"sdpa_backend": "fast"}, r"sdpa_backend='fast' cannot be used: choose from 'math', 'flash'"),
+        ({"sdpa_backend": ["math", "fast"]}, r"sdpa_backend=\['math', 'fast'\] cannot be used"),
+        ({"sdpa_set_priority": True}, r"sdpa_set_priority=True needs a list of backends .* sdpa_backend is None"),
+        ({"activation_memory_budget": 0.5}, r"activation_memory_budget=0.5 needs torch_compile=True"),
+        (
+            {"activation_memory_budget": 1.5, "torch_compile": True},
+            r"activation_memory_budget=1.5 cannot be used: .* from 0 to 1",
+        ),
+        ({"float32_matmul_precision": "low"}, r"float32_matmul_precision='low' cannot be used"),
+        ({"async_save": True}, r"async_save=True is not available"),
+    ],
+)
+def test_what_cannot_work_is_refused(settings: dict[str, Any], message: str, tmp_path: Path) -> None:
+    with pytest.raises(ValueError, match=message):
+        quiet_trainer(tmp_path, TokenModel(), token_samples(2), **settings)

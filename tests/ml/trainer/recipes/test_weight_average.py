@@ -1,0 +1,216 @@
+"""`ema_decay`: the averaged weights are what the formula says, are resumed exactly, evaluated, exported and moved."""
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from transformers import AutoModelForCausalLM
+
+from forgather.ml.trainer.ddp import DDPTrainer
+from forgather.ml.trainer.hybrid import HybridTrainer
+from forgather.ml.trainer.pipeline import PipelineTrainer
+from forgather.ml.trainer.trainer import Trainer
+from forgather.ml.trainer.weight_average import WeightAverage
+from tests.support.pipelines import joined, llama, tied_gpt2, trainer_of
+from tests.support.ranks import run_on_ranks
+from tests.support.tiny_models import Recorder, TokenModel, quiet_trainer, tiny_llama, token_samples, weights
+
+DECAY = 0.8
+SETTINGS: dict[str, Any] = {
+    "max_steps": 6,
+    "per_device_train_batch_size": 4,
+    "ema_decay": DECAY,
+    "save_strategy": "steps",
+    "save_steps": 3,
+    "momentum": 0.9,
+    "learning_rate": 0.02,
+}
+
+
+def trainer_for(output_dir: Path, model: nn.Module | None, *callbacks: Any, **settings: Any) -> Trainer:
+    options = {"eval_dataset": token_samples(6, seed=9), **settings.pop("trainer_options", {})}
+    merged = {**SETTINGS, **settings}
+    return quiet_trainer(output_dir, model, token_samples(40), *callbacks, trainer_options=options, **merged)
+
+
+def averages(trainer: Trainer) -> dict[str, Tensor]:
+    with trainer.averaged_weights():
+        return weights(trainer.unwrapped_model())
+
+
+class Weights:
+    """Notes the weights after each step."""
+
+    def __init__(self) -> None:
+        self.of_steps: list[dict[str, Tensor]] = []
+
+    def on_optimizer_step(self, model: nn.Module, **_: Any) -> None:
+        self.of_steps.append(weights(model))
+
+
+def test_averages_equal_the_closed_form(tmp_path: Path) -> None:
+    model = tiny_llama()
+    initial, noted = weights(model), Weights()
+    trainer = trainer_for(tmp_path, model, noted)
+    trainer.train()
+    final = weights(model)
+    steps = len(noted.of_steps)
+    for name, average in averages(trainer).items():
+        expected = DECAY**steps * initial[name].double()
+        for number, after in enumerate(noted.of_steps, start=1):
+            expected += (1 - DECAY) * DECAY ** (steps - number) * after[name].double()
+        torch.testing.assert_close(average.double(), expected, rtol=1e-5, atol=1e-7)
+    assert all(torch.equal(final[name], tensor) for name, tensor in weights(model).items()), "the weights came back"
+
+
+def test_a_resumed_average_is_bit_identical(tmp_path: Path) -> None:
+    straight = trainer_for(tmp_path / "straight", tiny_llama())
+    straight.train()
+    trainer_for(tmp_path / "resumed", tiny_llama(), max_steps=3).train()
+    resumed = trainer_for(tmp_path / "resumed", tiny_llama(seed=1))
+    resumed.train()
+    expected = averages(straight)
+    assert all(torch.equal(tensor, expected[name]) for name, tensor in averages(resumed).items())
+    manifest = json.loads((tmp_path / "resumed/checkpoints/checkpoint-6/checkpoint_manifest.json").read_text())
+    assert "ema" in manifest["components"]
+
+
+def test_averaged_weights_are_evaluated_on_request(tmp_path: Path) -> None:
+    recorder = Recorder()
+    trainer = trainer_for(tmp_path, tiny_llama(), recorder, eval_ema=True, eval_strategy="steps", eval_steps=6)
+    trainer.train()
+    (in_training,) = recorder.details("on_evaluate", "metrics")
+    present, averaged = trainer.evaluate(), trainer.evaluate(use_ema=True)
+    assert present["eval_loss"] == in_training["eval_loss"] != averaged["eval_loss"]
+    assert present["eval_ema_loss"] == in_training["eval_ema_loss"] == averaged["eval_loss"]
+    # Six batches each time, and one evaluation of the averages alone: callbacks see no batch twice.
+    assert len(recorder.details("on_prediction_step", "loss")) == 3 * 6
+    reference = quiet_trainer(
+        tmp_path, tiny_llama(seed=3), None, trainer_options={"eval_dataset": trainer.eval_dataset}
+    )
+    assert reference.model is not None
+    reference.model.load_state_dict(averages(trainer))
+    assert reference.evaluate()["eval_loss"] == averaged["eval_loss"]
+
+
+def test_the_best_model_can_be_chosen_by_the_averaged_loss(tmp_path: Path) -> None:
+    settings = {"eval_ema": True, "eval_strategy": "steps", "eval_steps": 3, "load_best_model_at_end": True}
+    trainer = trainer_for(tmp_path, tiny_llama(), metric_for_best_model="ema_loss", **settings)
+    trainer.train()
+    evaluations = [record for record in trainer.state.log_history if "eval_ema_loss" in record]
+    assert trainer.state.best_metric == min(record["eval_ema_loss"] for record in evaluations)
+
+
+def test_averaged_weights_are_exported_on_request(tmp_path: Path) -> None:
+    trainer = trainer_for(tmp_path / "run", tiny_llama())
+    trainer.train()
+    trainer.save_model(str(tmp_path / "averaged"), use_ema=True)
+    trainer.save_model(str(tmp_path / "present"))
+    for folder, expected in (("averaged", averages(trainer)), ("present", weights(trainer.unwrapped_model()))):
+        exported = weights(AutoModelForCausalLM.from_pretrained(tmp_path / folder))
+        assert all(torch.equal(tensor, expected[name]) for name, tensor in exported.items())
+
+
+def test_short_weights_have_long_averages() -> None:
+    parameter = nn.Parameter(torch.ones(3, dtype=torch.bfloat16))
+    average = WeightAverage([("one", parameter)], 0.999)
+    average.begin()
+    with torch.no_grad():
+        parameter.add_(1.0)
+    for _ in range(3):
+        average.update()
+    torch.testing.assert_close(average.state_dict()["averages"]["one"], torch.full((3,), 2 - 0.999**3))
+    with average.in_model():
+        assert torch.equal(parameter, torch.full((3,), 1.0, dtype=torch.bfloat16))
+    assert torch.equal(parameter, torch.full((3,), 2.0, dtype=torch.bfloat16))
+    torch.testing.assert_close(average.state_dict()["averages"]["one"], torch.full((3,), 2 - 0.999**3))
+
+
+def test_a_checkpoint_without_averages_starts_them_from_its_weights(tmp_path: Path) -> None:
+    first = trainer_for(tmp_path, tiny_llama(), ema_decay=None, max_steps=3)
+    first.train()
+    loaded = weights(first.unwrapped_model())
+    trainer = trainer_for(tmp_path, tiny_llama(seed=1), max_steps=3)
+    trainer.load_checkpoint()
+    assert all(torch.equal(tensor, loaded[name]) for name, tensor in averages(trainer).items())
+
+
+def test_an_average_of_another_shape_is_refused() -> None:
+    average = WeightAverage(TokenModel(width=4).named_parameters(), 0.9)
+    other = WeightAverage(TokenModel(width=8).named_parameters(), 0.9)
+    other.begin()
+    with pytest.raises(
+        Exception, match=r'averaged weights of .* have the shape .*skip_checkpoint_components=\["ema"\]'
+    ):
+        average.load_state_dict(other.state_dict())
+
+
+# --- moves
+
+KINDS: dict[str, tuple[type[Trainer], dict[str, Any]]] = {
+    "ddp": (DDPTrainer, {"per_device_train_batch_size": 2}),
+    "pipeline": (PipelineTrainer, {"schedule": "1f1b"}),
+    "hybrid": (HybridTrainer, {"pp_size": 2, "per_device_train_batch_size": 2, "n_microbatches": 2}),
+}
+
+
+def go_on(output_dir: Path, kind: str, build: Any, max_steps: int) -> dict[str, Tensor]:
+    trainer_class, own = KINDS[kind]
+    settings = {**SETTINGS, **own, "max_steps": max_steps}
+    trainer = trainer_of(trainer_class, output_dir, build, token_samples(80), **settings)
+    trainer.train()
+    with trainer.averaged_weights():
+        return joined(weights(trainer.unwrapped_model()))
+
+
+def straight_run(output_dir: Path, build: Any, max_steps: int) -> dict[str, Tensor]:
+    trainer = trainer_of(Trainer, output_dir, build, token_samples(80), **{**SETTINGS, "max_steps": max_steps})
+    trainer.train()
+    return averages(trainer)
+
+
+@pytest.mark.parametrize("build", [llama, tied_gpt2])
+def test_averages_move_between_trainers(build: Any, tmp_path: Path) -> None:
+    moving = tmp_path / "moving"
+    straight_run(moving, build, 3)
+    run_on_ranks(go_on, 2, moving, "pipeline", build, 6)
+    run_on_ranks(go_on, 4, moving, "hybrid", build, 9)
+    run_on_ranks(go_on, 2, moving, "ddp", build, 12)
+    moved = straight_run(moving, build, 15)
+    expected = straight_run(tmp_path / "straight", build, 15)
+    for name, tensor in expected.items():
+        assert (moved[name] - tensor).norm() / tensor.norm() < 1e-6, name
+
+
+# --- refused
+
+
+@pytest.mark.parametrize(
+    ("trainer_class", "settings", "message"),
+    [
+        (Trainer, {"ema_decay": 1.0}, r"ema_decay=1.0 cannot be used: it must be at least 0 and less than 1"),
+        (Trainer, {"eval_ema": True}, r"eval_ema=True evaluates averaged weights, but ema_decay=None keeps no average"),
+        (
+            DDPTrainer,
+            {"ema_decay": 0.9, "post_local_sgd": {"enabled": True}},
+            r"ema_decay=0.9 cannot be combined with post_local_sgd.enabled=True: .*different averages",
+        ),
+    ],
+)
+def test_what_cannot_work_is_refused(
+    trainer_class: type[Trainer], settings: dict[str, Any], message: str, tmp_path: Path
+) -> None:
+    with pytest.raises(ValueError, match=message):
+        trainer_class(
+            args={"output_dir": str(tmp_path), **settings}, model=TokenModel(), train_dataset=token_samples(4)
+        )
+
+
+@pytest.mark.parametrize(("decay", "reason"), [(None, "keeps none"), (0.9, "has not trained yet, nor loaded")])
+def test_averages_that_are_not_there_are_asked_for_in_vain(decay: float | None, reason: str, tmp_path: Path) -> None:
+    trainer = trainer_for(tmp_path, tiny_llama(), ema_decay=decay)
+    with pytest.raises(ValueError, match=rf"averaged weights were asked for, but this trainer {reason}.*ema_decay"):
+        trainer.save_model(use_ema=True)
