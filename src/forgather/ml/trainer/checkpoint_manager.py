@@ -18,7 +18,7 @@ from forgather.ml.checkpoint.errors import (
     CheckpointNotFoundError,
     CheckpointSaveError,
 )
-from forgather.ml.checkpoint.manifest import FileRecord, read_manifest
+from forgather.ml.checkpoint.manifest import FileRecord
 from forgather.ml.checkpoint.model_export import remove_unfinished_exports
 from forgather.ml.checkpoint.output_lock import OutputDirLock
 from forgather.ml.checkpoint.retention import (
@@ -236,12 +236,31 @@ class CheckpointManager:
         self._eval_metrics = None
         return saved
 
+    def load_external_weights(self, path: str) -> bool:
+        """Have callbacks supply the weights of a checkpoint that was saved without any; False if it has them.
+
+        Collective.
+        """
+        during = f"loading the weights that belong to {path}"
+        return any(self._everywhere(lambda: self._supply_weights(path), during, CheckpointLoadError))
+
+    def _supply_weights(self, path: str) -> bool:
+        suppliers = self._suppliers_for(path)
+        for supply in suppliers:
+            supply(checkpoint_path=path, model=self._model, model_parts=self._model_parts)
+        return bool(suppliers)
+
     def _load(self, path: str) -> None:
         coordinator = self._coordinator("load")
-        coordinator.load_checkpoint(path, skip=self._skip)
+        # Before anything is changed: there may be nobody to supply the weights.
+        suppliers = self._everywhere(lambda: self._suppliers_for(path) != [], f"opening {path}", CheckpointLoadError)
+        skip = {*self._skip, MODEL_KEY} if any(suppliers) else set(self._skip)
+        if MODEL_KEY not in coordinator.component_keys:
+            skip.discard(MODEL_KEY)
+        coordinator.load_checkpoint(path, skip=skip)
 
         def finish() -> None:
-            self._load_external_weights(path)
+            self._supply_weights(path)
             metadata = CheckpointMetadata.read(path)
             root = os.path.dirname(os.path.abspath(path))
             if root == os.path.abspath(os.path.join(self.config.output_dir, store.CHECKPOINTS_FOLDER)):
@@ -251,10 +270,11 @@ class CheckpointManager:
 
         self._everywhere(finish, f"restoring callbacks from {path}", CheckpointLoadError)
 
-    def _load_external_weights(self, path: str) -> None:
+    def _suppliers_for(self, path: str) -> list[Callable[..., Any]]:
+        """Who supplies the weights of this checkpoint; nobody where it has them, or they are not asked for."""
         left_out = self._model is not None and MODEL_KEY not in self._coordinator("load").component_keys
-        if MODEL_KEY in self._skip or not (left_out or read_manifest(path).weights == "external"):
-            return
+        if MODEL_KEY in self._skip or not (left_out or store.open_checkpoint(path).manifest.weights == "external"):
+            return []
         suppliers = [one.on_load_model_weights for one in self._callbacks if hasattr(one, "on_load_model_weights")]
         if not suppliers:
             raise CheckpointLoadError(
@@ -262,8 +282,7 @@ class CheckpointManager:
                 "'model'), and no callback implements on_load_model_weights to supply them. Add the callback that does, or "
                 "set skip_checkpoint_components=['model'] to keep the weights the model has."
             )
-        for supply in suppliers:
-            supply(checkpoint_path=path, model=self._model, model_parts=self._model_parts)
+        return suppliers
 
     def _candidates(self) -> list[str]:
         """Complete checkpoints, oldest first, the same ones on every rank: rank 0 decides."""

@@ -322,6 +322,17 @@ class PreparedTrainer(RecipeTrainer):
         components = self.get_state_components()
         select_components(components, self.args.checkpoint_components)
         select_components(components, self.args.skip_checkpoint_components, "skip_checkpoint_components")
+        self._require_supplier_of_best()
+
+    def _require_supplier_of_best(self) -> None:
+        chosen = self.args.checkpoint_components
+        can_supply = any(hasattr(callback, "on_load_model_weights") for callback in self.callbacks)
+        if self.args.load_best_model_at_end and chosen is not None and "model" not in chosen and not can_supply:
+            raise ValueError(
+                f"load_best_model_at_end=True needs the weights of the best checkpoint, but checkpoint_components={chosen} "
+                "saves none, and no callback implements on_load_model_weights to supply them. Add 'model', or the callback, "
+                "or set load_best_model_at_end=False."
+            )
 
     def _model_to_save(self) -> dict[str, Any]:
         """The model as coordinator and manager take it; more than one argument where ranks have parts of it."""

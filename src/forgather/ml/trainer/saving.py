@@ -147,7 +147,9 @@ class SavingTrainer(ReportingTrainer):
     def _load_best_model(self) -> None:
         best = self.state.best_model_checkpoint
         if self.args.load_best_model_at_end and best is not None:
-            self._load_weights_of(best)
+            assert self.checkpoint_manager is not None
+            if not self.checkpoint_manager.load_external_weights(best):
+                self._load_weights_of(best)
             logger.info("Loaded the best weights, of %s", best)
 
     def _load_weights_of(self, checkpoint_path: str) -> None:

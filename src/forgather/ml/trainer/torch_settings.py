@@ -4,21 +4,37 @@ import contextlib
 from collections.abc import Iterator
 from typing import Any
 
+import torch
+
 from forgather.ml.trainer.arguments import TrainingArguments
 
 
 @contextlib.contextmanager
 def torch_settings(args: TrainingArguments) -> Iterator[None]:
-    """What computes attention, and how much the compiler lets the backward pass recompute."""
-    with contextlib.ExitStack() as settings:
-        if args.sdpa_backend is not None:
-            settings.enter_context(_attention_by(args.sdpa_backend, args.sdpa_set_priority))
-        if getattr(args, "activation_memory_budget", None) is not None:
-            # Read when a graph is compiled, which is at its first use.
-            from torch._functorch import config
-
-            settings.enter_context(config.patch(activation_memory_budget=args.activation_memory_budget))
+    """What computes attention."""
+    if args.sdpa_backend is None:
         yield
+        return
+    with _attention_by(args.sdpa_backend, args.sdpa_set_priority):
+        yield
+
+
+@contextlib.contextmanager
+def activation_budget(budget: float | None) -> Iterator[None]:
+    """How much the compiler lets the backward pass recompute; None leaves that to it."""
+    if budget is None:
+        yield
+        return
+    from torch._functorch import config
+
+    # A graph that was compiled for another budget would serve a model of the same class here, and the other way round.
+    torch.compiler.reset()
+    try:
+        # Read when a graph is compiled, which is at its first use.
+        with config.patch(activation_memory_budget=budget):
+            yield
+    finally:
+        torch.compiler.reset()
 
 
 def _attention_by(names: str | list[str], set_priority: bool) -> Any:

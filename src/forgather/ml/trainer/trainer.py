@@ -21,7 +21,7 @@ from forgather.ml.trainer.model_loss import Window
 from forgather.ml.trainer.periodic_function import PeriodicFunction
 from forgather.ml.trainer.reporting import TrainerState
 from forgather.ml.trainer.signals import Preempted, StopSignals
-from forgather.ml.trainer.torch_settings import torch_settings
+from forgather.ml.trainer.torch_settings import activation_budget, torch_settings
 from forgather.ml.trainer.trainer_types import TrainOutput
 from forgather.ml.trainer.trainer_utils import (
     enable_hf_activation_checkpointing,
@@ -59,6 +59,7 @@ class Trainer(EvaluatingTrainer):
             self._signals = run.enter_context(StopSignals())
             run.push(self._close_after)
             run.enter_context(torch_settings(self.args))
+            run.enter_context(activation_budget(self.args.activation_memory_budget))
             self._prepare(self._default_resume() if resume is None else resume)
             self._has_trained = True
             if self.args.detect_anomaly:

@@ -5,10 +5,12 @@ from typing import Any
 
 import pytest
 import torch
+from accelerate import Accelerator, DistributedDataParallelKwargs
 from torch import Tensor, nn
 from transformers import AutoModelForCausalLM, CohereConfig, Gemma2Config, GPTNeoXConfig, OPTConfig, Qwen2Config
 
 from forgather.ml.loss import CausalLoss, LinearCrossEntropyLoss, RescaleLoss
+from forgather.ml.trainer.accelerate import AccelTrainer
 from forgather.ml.trainer.ddp import DDPTrainer
 from forgather.ml.trainer.hybrid import HybridTrainer
 from forgather.ml.trainer.pipeline import PipelineTrainer
@@ -209,6 +211,15 @@ def test_models_without_a_head_are_refused(tmp_path: Path) -> None:
 def test_two_losses_are_refused(tmp_path: Path) -> None:
     with pytest.raises(ValueError, match=r"fused_loss_factory .* and compute_loss_func .*exclude each other"):
         build_only(tmp_path, tiny_llama(), compute_loss_func=CausalLoss(), **FUSED)
+
+
+def test_wrappers_that_look_for_unused_parameters_are_refused(tmp_path: Path) -> None:
+    keywords = {"model": tiny_llama(), "train_dataset": token_samples(4), **FUSED}
+    with pytest.raises(ValueError, match=r"fused_loss_factory cannot be combined with ddp.find_unused_parameters=True"):
+        DDPTrainer(args={"output_dir": str(tmp_path), "ddp": {"find_unused_parameters": True}}, **keywords)
+    accelerator = Accelerator(cpu=True, kwargs_handlers=[DistributedDataParallelKwargs(find_unused_parameters=True)])
+    with pytest.raises(ValueError, match=r"cannot be combined with DistributedDataParallelKwargs.*Leave one"):
+        AccelTrainer(args={"output_dir": str(tmp_path)}, accelerator=accelerator, **keywords)
 
 
 @pytest.mark.parametrize(

@@ -1,0 +1,257 @@
+"""What the recipes for precision and memory cost and save: a step of each beside the plain one, in one process.
+
+    python benchmarks/recipes.py [--quick] [--only NAME ...] [--rounds 8] [--threads 1] [--markdown FILE]
+
+All trainers are alive at once, each in a thread of its own of which exactly one runs, and take turns of one step in random
+order. Memory is from torch's own record of every allocation, in a step before the turns. Recipes whose package is missing
+are left out. `torch_compile` compiles for a minute unless torch has it in its cache.
+"""
+
+import argparse
+import contextlib
+import gc
+import importlib.util
+import os
+import random
+import statistics
+import sys
+import tempfile
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import torch
+from allocations import StepMemory
+from result_table import ResultTable, write_markdown
+from rich.console import Console
+from step import MALLOC_NOTE, MS, Cost, Runner, facts, interval_of_median, settings, spread
+from step_contenders import Size, Task
+from torch import Tensor, nn
+from torch.utils.data import Dataset
+from transformers import LlamaConfig, LlamaForCausalLM
+
+from forgather.ml.loss import ChunkedCausalLoss, LinearCrossEntropyLoss
+from forgather.ml.trainer.trainer import Trainer, TrainingArguments
+
+_FULL, _QUICK = Size("full", 256, 4, 2, 256), Size("quick", 128, 2, 2, 64)
+_VOCABULARY = 32_000
+_HEAD_WIDTH = 64
+_NUM_STEPS = 1_000_000
+_MB = 1e6
+
+
+@dataclass(frozen=True)
+class Recipe:
+    """What a trainer is given beyond what all are given."""
+
+    name: str
+    arguments: Mapping[str, Any] = field(default_factory=dict)
+    options: Callable[[], Mapping[str, Any]] = dict
+    """For the trainer itself; made for each, since some keep state."""
+    package: str = "torch"
+    """Which it cannot do without."""
+
+
+def _fused_loss() -> Mapping[str, Any]:
+    return {"fused_loss_factory": LinearCrossEntropyLoss}
+
+
+PLAIN = "plain float32"
+_LEAN = {"gradient_checkpointing": True, "fuse_optim_with_backward": True}
+RECIPES = (
+    Recipe(PLAIN),
+    Recipe("mixed_precision='bf16'", {"mixed_precision": "bf16"}),
+    Recipe("gradient_checkpointing", {"gradient_checkpointing": True}),
+    Recipe("LinearCrossEntropyLoss", options=_fused_loss),
+    Recipe("ChunkedCausalLoss", options=lambda: {"compute_loss_func": ChunkedCausalLoss()}),
+    Recipe("fuse_optim_with_backward", {"fuse_optim_with_backward": True}),
+    # With so many classes the logits hide what others save, unless they are gone.
+    Recipe("fused loss, checkpointing, fused optimizer", _LEAN, _fused_loss),
+    Recipe("ema_decay=0.999", {"ema_decay": 0.999}),
+    Recipe("qat_recipe, int4 weights", {"qat_recipe": "int4-weight-only"}, package="torchao"),
+    Recipe("torch_compile", {"torch_compile": True}),
+    # Last, since the compiler reads its budget from a setting of the whole process, which lasts as long as the trainer.
+    Recipe("activation_memory_budget=0.3", {"torch_compile": True, "activation_memory_budget": 0.3}),
+)
+
+
+class _Samples(Dataset[Tensor]):
+    """Random tokens, of which each sample is a stretch."""
+
+    def __init__(self, sequence_length: int) -> None:
+        self._length = sequence_length
+        self._tokens = torch.randint(_VOCABULARY, (2**16,), generator=torch.Generator().manual_seed(0))
+
+    def __len__(self) -> int:
+        return 2**19
+
+    def __getitem__(self, index: int) -> Tensor:
+        start = index % (len(self._tokens) - self._length)
+        return self._tokens[start : start + self._length]
+
+
+@dataclass
+class RecipeTask(Task):
+    """A trainer with one recipe, and what it takes of memory."""
+
+    recipe: Recipe = RECIPES[0]
+    memory: StepMemory = field(init=False, default_factory=StepMemory)
+    dataset: Any = field(init=False)
+
+    def __post_init__(self) -> None:
+        self.dataset = _Samples(self.size.sequence_length)
+
+    def collate(self, samples: list[Tensor]) -> dict[str, Tensor]:
+        self.memory.note_step()
+        return super().collate(samples)
+
+
+def make_model(size: Size) -> nn.Module:
+    config = LlamaConfig(
+        vocab_size=_VOCABULARY,
+        hidden_size=size.width,
+        intermediate_size=size.width * 5 // 2,
+        num_hidden_layers=size.num_blocks,
+        num_attention_heads=size.width // _HEAD_WIDTH,
+        max_position_embeddings=size.sequence_length,
+        use_cache=False,
+    )
+    # Of a class of its own: what is compiled for one model would serve all others of its class, whatever their recipe.
+    own_class = type(LlamaForCausalLM.__name__, (LlamaForCausalLM,), {})
+    model: nn.Module = own_class(config)
+    return model
+
+
+def _train(name: str, task: RecipeTask) -> None:
+    task.memory.begin()
+    arguments = TrainingArguments(
+        output_dir=task.directory,
+        per_device_train_batch_size=task.size.batch_size,
+        max_steps=_NUM_STEPS,
+        logging_strategy="no",
+        save_strategy="no",
+        use_cpu=True,
+        seed=0,
+        **task.recipe.arguments,
+    )
+    Trainer(
+        args=arguments,
+        model_init=lambda: make_model(task.size),
+        train_dataset=task.dataset,
+        data_collator=task.collate,
+        **task.recipe.options(),
+    ).train()
+
+
+def main() -> None:
+    arguments = _parse_arguments()
+    _require_settings(arguments.threads)
+    size, num_rounds = (_QUICK, min(arguments.rounds, 3)) if arguments.quick else (_FULL, arguments.rounds)
+    recipes = [one for one in _available() if arguments.only is None or one.name in (PLAIN, *arguments.only)]
+    console = Console(width=None if sys.stdout.isatty() else 140)
+    known = _facts(num_rounds, arguments.threads)
+    console.print(*known, sep="\n", highlight=False, soft_wrap=True)
+    table = _measure(size, recipes, num_rounds)
+    console.print(table.as_rich(), *_NOTES, sep="\n", highlight=False, soft_wrap=True)
+    if arguments.markdown:
+        write_markdown(arguments.markdown, known, [table], _NOTES)
+
+
+def _parse_arguments() -> argparse.Namespace:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--quick", action="store_true", help="a small model and few rounds, to see that it works")
+    parser.add_argument(
+        "--only", nargs="+", choices=[one.name for one in RECIPES], help="these, besides the plain step"
+    )
+    parser.add_argument("--rounds", type=int, default=8, help="steps of each recipe")
+    parser.add_argument("--threads", type=int, default=1, help="of torch, within an operation")
+    parser.add_argument("--markdown", type=Path, help="also write the table to this file")
+    return parser.parse_args()
+
+
+def _require_settings(num_threads: int) -> None:
+    """Start this program again unless it runs with the settings that libraries read when a process begins."""
+    required = {**settings(num_threads), "KINETO_LOG_LEVEL": "99"}
+    if any(os.environ.get(name) != value for name, value in required.items()):
+        os.execve(sys.executable, [sys.executable, *sys.argv], {**os.environ, **required})
+
+
+def _available() -> Iterator[Recipe]:
+    return (one for one in RECIPES if importlib.util.find_spec(one.package) is not None)
+
+
+def _facts(num_rounds: int, num_threads: int) -> list[str]:
+    machine, versions, _ = facts(["transformers"], num_rounds, num_threads)
+    return [machine, versions, f"median of {num_rounds} rounds of one step each (10th to 90th percentile)"]
+
+
+def _measure(size: Size, recipes: Sequence[Recipe], num_rounds: int) -> ResultTable:
+    with tempfile.TemporaryDirectory() as directory, _quiet():
+        StepMemory.prepare()
+        tasks = [RecipeTask(size, str(Path(directory, str(i))), recipe=one) for i, one in enumerate(recipes)]
+        # One after another up to where turns begin: two that compile or measure memory would be in each other's way.
+        runners = [_warmed_up(task) for task in tasks]
+        costs = _take_turns(runners, num_rounds)
+        for runner in runners:
+            runner.close()
+    return _table(size, costs, {task.recipe.name: task.memory for task in tasks})
+
+
+def _warmed_up(task: RecipeTask) -> Runner:
+    runner = Runner(task.recipe.name, task, _train)  # type: ignore[arg-type]
+    runner.take_steps(StepMemory.NUM_STEPS + 1)
+    return runner
+
+
+def _take_turns(runners: Sequence[Runner], num_rounds: int) -> dict[str, list[Cost]]:
+    gc.collect()
+    gc.freeze()
+    costs: dict[str, list[Cost]] = {runner.name: [] for runner in runners}
+    order = random.Random(0)
+    for _ in range(num_rounds):
+        for runner in order.sample(runners, len(runners)):
+            costs[runner.name].append(runner.take_steps(1))
+    return costs
+
+
+@contextlib.contextmanager
+def _quiet() -> Iterator[None]:
+    """What trainers print goes nowhere."""
+    with open(os.devnull, "w") as file, contextlib.redirect_stdout(file), contextlib.redirect_stderr(file):
+        yield
+
+
+def _table(size: Size, costs: dict[str, list[Cost]], memory: Mapping[str, StepMemory]) -> ResultTable:
+    columns = ["", "wall ms", "step / plain", "95% interval", "peak MB", "peak / plain", "held MB"]
+    rows = []
+    for name, rounds in costs.items():
+        # Within a round, as whatever disturbs it lasts longer than a turn.
+        ratios = [one.wall / plain.wall for one, plain in zip(rounds, costs[PLAIN], strict=True)]
+        low, high = interval_of_median(ratios)
+        interval = "" if name == PLAIN else f"{low:.2f} to {high:.2f}"
+        peak, held = memory[name].peak, memory[name].held
+        wall = spread([one.wall * MS for one in rounds], 0)
+        share = f"{peak / memory[PLAIN].peak:.2f}"
+        rows.append(
+            [name, wall, f"{statistics.median(ratios):.2f}", interval, f"{peak / _MB:.0f}", share, f"{held / _MB:.0f}"]
+        )
+    return ResultTable(_title(size), columns, rows, PLAIN)
+
+
+def _title(size: Size) -> str:
+    num_parameters = sum(one.numel() for one in make_model(size).parameters())
+    layers = f"Llama of {size.num_blocks} layers, vocabulary {_VOCABULARY:,}"
+    return f"One step: {layers}, {num_parameters:,} parameters, batch {size.batch_size} x {size.sequence_length}"
+
+
+_NOTES = [
+    "step / plain: the median of the ratios within each round. AdamW, and the norm of the gradients, in every step.",
+    "peak: the most that is allocated at once during a step, weights and moments included; held: what stays of it from "
+    "step to step. Allocations by torch, not what the process has from the system.",
+    MALLOC_NOTE,
+]
+
+
+if __name__ == "__main__":
+    main()
