@@ -1,12 +1,16 @@
 """`forgather finalize` on the checkpoints of `forgather train`."""
 
 import json
+import math
 import re
+import sys
 from pathlib import Path
 
 import pytest
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
+from forgather.cli.finalizing import as_plain_data
+from forgather.ml.finalize import FinalizeReport
 from tests.cli.program import Answer, call, spawn, write_tiny_run
 
 INT_RECIPES = ("int8-dynamic-act-int4-weight", "int4-weight-only")
@@ -112,6 +116,28 @@ def test_a_model_of_ones_own_is_built_by_the_configuration(
     report = json.loads(finalize(capsys, "out", "final", "--quantize", "int4-weight-only", "--json").output)
     assert report["layers"]["converted"] == ["layers.1"]
     assert report["loss_after"] == pytest.approx(report["loss_before"], abs=0.1)
+    # Its code is needed to quantise it, not to copy its weights.
+    monkeypatch.undo()
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.delitem(sys.modules, "own_model_to_finalize")
+    finalize(capsys, "out", "plain")
+
+
+def test_the_report_is_json_whatever_the_loss_is() -> None:
+    report = FinalizeReport("from", 1, "to", None, False, 1, 1, loss_before=math.nan, loss_after=math.inf)
+    data = json.loads(json.dumps(as_plain_data(report), allow_nan=False))
+    assert (data["loss_before"], data["loss_after"]) == ("nan", "inf")
+
+
+def test_a_device_that_is_not_here_is_not_asked_for(capsys: pytest.CaptureFixture[str]) -> None:
+    train(capsys)
+    stored = Path("out/checkpoints/checkpoint-5/config.yaml").read_text()
+    assert "use_cpu: true" in stored and "device: null" in stored
+    elsewhere = stored.replace("use_cpu: true", "use_cpu: false").replace("device: null", "device: cuda")
+    Path("elsewhere.yaml").write_text(elsewhere)
+    words = ("--quantize", "int4-weight-only", "--config", "elsewhere.yaml", "--json")
+    answer = finalize(capsys, "out", "final", *words)
+    assert json.loads(answer.output)["loss_after"] > 0
 
 
 def test_what_cannot_be_done_is_refused_with_the_reason(capsys: pytest.CaptureFixture[str]) -> None:

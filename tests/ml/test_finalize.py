@@ -6,7 +6,7 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor, nn
-from transformers import AutoModelForCausalLM, GPT2Config, GPT2LMHeadModel
+from transformers import AutoModelForCausalLM, GPT2Config, GPT2LMHeadModel, MixtralConfig, MixtralForCausalLM
 
 from forgather.ml.checkpoint.errors import CheckpointLoadError, CheckpointNotFoundError
 from forgather.ml.finalize import averaged_weights, finalize, load_finalized, load_model, resolve_checkpoint
@@ -113,6 +113,42 @@ def test_a_model_that_is_not_of_transformers_is_built_by_the_caller(tmp_path: Pa
         load_finalized(str(tmp_path / "model"), lambda: nn.Sequential(nn.Linear(2, 2)))
 
 
+def mixtral() -> nn.Module:
+    """Stored by transformers under other names than its own."""
+    return MixtralForCausalLM(
+        MixtralConfig(
+            vocab_size=VOCAB_SIZE,
+            hidden_size=32,
+            intermediate_size=32,
+            num_hidden_layers=1,
+            num_attention_heads=2,
+            num_key_value_heads=1,
+            num_local_experts=2,
+        )
+    )
+
+
+def test_names_that_transformers_gives_to_files_do_not_matter(tmp_path: Path) -> None:
+    trained(tmp_path / "run", mixtral())
+    run, output = str(tmp_path / "run"), str(tmp_path / "model")
+    measured: list[Tensor] = []
+
+    def evaluate(model: nn.Module) -> float:
+        measured.append(logits_of(model))
+        return 0.0
+
+    finalize(run, output, quantize="int4-weight-only", model_init=mixtral, evaluate=evaluate, device="cpu")
+    assert torch.equal(measured[1], logits_of(load_finalized(output, mixtral)))
+
+
+def test_a_plain_model_of_ones_own_loads_from_either_kind_of_file(tmp_path: Path) -> None:
+    for kind in (True, False):
+        trainer = trained(tmp_path / f"run{kind}", Own(), save_safetensors=kind)
+        finalize(str(tmp_path / f"run{kind}"), str(tmp_path / f"model{kind}"))
+        loaded = load_finalized(str(tmp_path / f"model{kind}"), Own)
+        assert torch.equal(logits_of(loaded), logits_of(trainer.unwrapped_model()))
+
+
 def test_averaged_weights_take_the_place_of_the_last_ones(tmp_path: Path) -> None:
     trained(tmp_path / "run", wide_llama(), ema_decay=0.5)
     averages = averaged_weights(resolve_checkpoint(str(tmp_path / "run")))
@@ -161,14 +197,34 @@ def test_what_cannot_be_finalised_is_refused_and_leaves_nothing_behind(tmp_path:
         finalize(run, output, ema=True)
     with pytest.raises(ValueError, match="quantises to float8 only on hardware"):
         finalize(run, output, quantize="float8-dynamic-act-float8-weight", device="cpu")
-    with pytest.raises(FileExistsError, match="nothing is overwritten"):
-        finalize(run, run)
+    (tmp_path / "link").symlink_to(tmp_path / "run")
+    for place, reason in {
+        run: "nothing is overwritten",
+        "": "no name was given",
+        str(tmp_path / "link"): "nothing is overwritten",
+        f"{run}/checkpoints/checkpoint-9": "among the checkpoints",
+        f"{run}/checkpoints/checkpoint-2/model": "among the checkpoints",
+        f"{run}/checkpoints/checkpoint-2/config.json/model": "among the checkpoints",
+        f"{__file__}/model": "is no directory that can be written to",
+    }.items():
+        with pytest.raises(FileExistsError, match=reason):
+            finalize(run, place)
+    (tmp_path / "link").unlink()
     with pytest.raises(CheckpointNotFoundError, match="there is no such directory"):
         finalize(str(tmp_path / "nowhere"), output)
     (tmp_path / "empty/checkpoints").mkdir(parents=True)
     with pytest.raises(CheckpointNotFoundError, match="no complete checkpoint"):
         finalize(str(tmp_path / "empty"), output)
     assert sorted(path.name for path in tmp_path.iterdir()) == ["empty", "run"]
+
+
+def test_what_a_killed_attempt_left_is_removed(tmp_path: Path) -> None:
+    trained(tmp_path / "run", wide_llama())
+    left, others = tmp_path / ".tmp-model-0123456789ab", tmp_path / ".tmp-model-of-mine"
+    left.mkdir(), others.mkdir()
+    # The folder of checkpoints stands for its newest one too.
+    finalize(str(tmp_path / "run/checkpoints"), str(tmp_path / "model"))
+    assert not left.exists() and others.exists()
 
 
 def test_a_damaged_file_is_not_passed_on(tmp_path: Path) -> None:

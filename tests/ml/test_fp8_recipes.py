@@ -43,6 +43,16 @@ def test_another_alignment_lets_other_layers_in_and_converting_twice_changes_not
     assert list(model) == layers
 
 
+def test_a_layer_under_two_names_stays_one() -> None:
+    model = nn.Module()
+    model.one = nn.Linear(32, 32)
+    model.two = model.one
+    model.part = nn.Sequential(model.one)
+    report = convert_to_fp8(model, "tensorwise")
+    assert report.converted == ["one"]
+    assert model.two is model.one is model.part[0] and type(model.one) is not nn.Linear
+
+
 def test_training_where_the_hardware_cannot_is_refused() -> None:
     with pytest.raises(ValueError, match=r"but the device is 'cpu', which cannot.*mixed_precision='bf16'"):
         require_fp8("tensorwise", "cpu")

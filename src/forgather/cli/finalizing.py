@@ -4,9 +4,11 @@ import argparse
 import dataclasses
 import json
 import logging
+import math
 import os
 from typing import Any
 
+import torch
 from rich.table import Table
 from rich.text import Text
 from torch import nn
@@ -19,7 +21,7 @@ from forgather.cli.manners import show_own_messages
 from forgather.cli.running import CONFIG_NAME
 from forgather.ml.checkpoint.errors import CheckpointNotFoundError
 from forgather.ml.checkpoint.store import CHECKPOINTS_FOLDER
-from forgather.ml.finalize import FinalizeReport, ModelInitT, resolve_checkpoint
+from forgather.ml.finalize import FinalizeReport, ModelInitT, check_output, resolve_checkpoint
 from forgather.ml.finalize import finalize as finalize_checkpoint
 from forgather.ml.trainer.arguments import TrainingArguments, arguments_from
 from forgather.ml.trainer.callbacks.console import get_console
@@ -50,24 +52,26 @@ def finalize(options: argparse.Namespace) -> int:
         checkpoint = resolve_checkpoint(options.path)
     except CheckpointNotFoundError as error:
         raise UsageError(str(error)) from None
+    try:
+        # Before the data are read, and the model is.
+        check_output(options.output, checkpoint)
+    except FileExistsError as error:
+        raise UsageError(str(error)) from None
     configuration = read_configuration(checkpoint, options.config)
     if configuration is not None:
         _compare_recipes(configuration, options.quantize)
     evaluation, reason = None, "losses are measured when a model is quantised"
     if options.quantize is not None:
         evaluation, reason = _evaluation_of(configuration, checkpoint, options.no_evaluation)
-    try:
-        report = finalize_checkpoint(
-            checkpoint,
-            options.output,
-            quantize=options.quantize,
-            ema=options.ema,
-            model_init=_model_init(configuration),
-            evaluate=None if evaluation is None else evaluation.loss_of,
-            device=_device(configuration),
-        )
-    except FileExistsError as error:
-        raise UsageError(str(error)) from None
+    report = finalize_checkpoint(
+        checkpoint,
+        options.output,
+        quantize=options.quantize,
+        ema=options.ema,
+        model_init=None if options.quantize is None else _model_init(configuration),
+        evaluate=None if evaluation is None else evaluation.loss_of,
+        device=_device(configuration),
+    )
     if options.json:
         print(json.dumps(as_plain_data(report) | ({} if evaluation else {"no_losses": reason}), indent=2))
     else:
@@ -110,6 +114,10 @@ class Evaluation:
 def as_plain_data(report: FinalizeReport) -> dict[str, Any]:
     """A report as JSON can hold it."""
     data = dataclasses.asdict(report)
+    for name in ("loss_before", "loss_after"):
+        if data[name] is not None and not math.isfinite(data[name]):
+            # JSON has no such numbers.
+            data[name] = str(data[name])
     if report.layers is not None:
         data["layers"]["total"] = report.layers.total
     return data
@@ -125,7 +133,7 @@ def _evaluation_of(
         return None, f"the checkpoint has no {CONFIG_NAME} that names the data; --config CONFIG gives one"
     try:
         evaluation = Evaluation(configuration, _output_dir_of(checkpoint, configuration))
-    except FileNotFoundError as error:
+    except (FileNotFoundError, UsageError) as error:
         raise UsageError(
             f"The data of the run, by which losses are measured, are not there: {error} Paths in its configuration count from "
             "where training was started: call the command there, or give --config, or --no-evaluation."
@@ -138,6 +146,7 @@ def _arguments_for_evaluation(configuration: Configuration) -> TrainingArguments
     known = {field.name for field in dataclasses.fields(TrainingArguments)}
     changes = {name: value for name, value in _NOT_FOR_EVALUATION.items() if name in known}
     values = {name: value for name, value in configuration.args.to_dict().items() if name in known}
+    values["device"] = None if configuration.args.use_cpu else _device(configuration)
     return arguments_from(TrainingArguments, values | changes)
 
 
@@ -155,10 +164,15 @@ def _model_init(configuration: Configuration | None) -> ModelInitT | None:
 
 
 def _device(configuration: Configuration | None) -> str | None:
-    """The device of the run; None leaves the choice to the library."""
+    """The device of the run, if this machine has it; None leaves the choice to the library."""
     if configuration is None:
         return None
-    return "cpu" if configuration.args.use_cpu else configuration.args.device
+    asked = "cpu" if configuration.args.use_cpu else configuration.args.device
+    present = {"cpu"} | ({str(torch.accelerator.current_accelerator())} if torch.accelerator.is_available() else set())
+    if asked is None or torch.device(asked).type in present:
+        return asked
+    logger.warning("The run was on %s, which this machine has not: working on %s.", asked, " or ".join(sorted(present)))
+    return None
 
 
 def _compare_recipes(configuration: Configuration, recipe: str | None) -> None:

@@ -1,6 +1,7 @@
 """Making a deployable model of a checkpoint: a Hugging Face directory, quantised if asked for."""
 
 import os
+import re
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 
@@ -67,8 +68,8 @@ def finalize(
     `quantize` is one of `QAT_RECIPES`, `ema` takes the averaged weights. `model_init` builds the model where it is not one
     of transformers. With `evaluate`, a quantised model is measured before and after; the latter as read from `output`.
     """
-    _refuse_output(output)
     checkpoint = resolve_checkpoint(path)
+    check_output(output, checkpoint)
     source = _Source(checkpoint, _with_weights(checkpoint), averaged_weights(checkpoint) if ema else {})
     layers: LayerReport | None = None
     losses: tuple[float | None, float | None] = (None, None)
@@ -101,7 +102,7 @@ def load_finalized(path: str, model_init: ModelInitT | None = None) -> nn.Module
 
 
 def resolve_checkpoint(path: str) -> str:
-    """A checkpoint itself, or the newest complete one of an output directory."""
+    """A checkpoint itself, or the newest complete one of an output directory, or of its folder of checkpoints."""
     if not os.path.isdir(path):
         kind = "it is a file" if os.path.exists(path) else "there is no such directory"
         raise CheckpointNotFoundError(
@@ -109,6 +110,8 @@ def resolve_checkpoint(path: str) -> str:
             "output directory of a run."
         )
     root = os.path.join(path, store.CHECKPOINTS_FOLDER)
+    if os.path.basename(os.path.abspath(path)) == store.CHECKPOINTS_FOLDER:
+        root = path
     if os.path.isdir(root) and not store.is_complete(path):
         found = store.find_checkpoints(root)
         if not found:
@@ -233,18 +236,30 @@ def _require_conversion(layers: LayerReport, recipe: str) -> None:
 # --- files
 
 
-def _refuse_output(output: str) -> None:
-    if os.path.isdir(output) and not os.listdir(output):
-        return
-    if os.path.lexists(output):
+def check_output(output: str, checkpoint: str) -> None:
+    """Refuse a place where no new directory can be made, or where it would not last."""
+    is_empty = os.path.isdir(output) and not os.path.islink(output) and not os.listdir(output)
+    if not output or (os.path.lexists(output) and not is_empty):
+        said = f"{output!r} exists already" if output else "no name was given"
         raise FileExistsError(
-            f"{output!r} exists already, and nothing is overwritten: remove it, or choose another directory."
+            f"The model needs a new directory, but {said}, and nothing is overwritten: choose another, or remove it."
         )
+    path, folder = os.path.abspath(output), os.path.dirname(os.path.abspath(checkpoint))
+    if os.path.commonpath([path, folder]) == folder:
+        raise FileExistsError(
+            f"{output!r} would be among the checkpoints of {folder}, which come and go: choose a directory elsewhere."
+        )
+    parent = os.path.dirname(path)
+    while not os.path.exists(parent):
+        parent = os.path.dirname(parent)
+    if not os.path.isdir(parent) or not os.access(parent, os.W_OK):
+        raise FileExistsError(f"{output!r} cannot be made: {parent} is no directory that can be written to.")
 
 
 def _install(output: str, write: Callable[[str], None]) -> None:
     """Let `write` fill a directory beside the output, which then takes its name: it is never there in part."""
     parent, name = os.path.split(os.path.abspath(output))
+    _remove_unfinished(parent, name)
     temporary = os.path.join(parent, f".tmp-{name}-{store.new_attempt()}")
     durable.make_directories(temporary)
     try:
@@ -255,6 +270,14 @@ def _install(output: str, write: Callable[[str], None]) -> None:
         durable.remove_or_warn(temporary)
         raise
     durable.fsync_directory(parent)
+
+
+def _remove_unfinished(parent: str, name: str) -> None:
+    """Delete what was left of an earlier attempt that was killed."""
+    unfinished = re.compile(rf"\.tmp-{re.escape(name)}-[0-9a-f]{{12}}")
+    for entry in sorted(os.listdir(parent)) if os.path.isdir(parent) else ():
+        if unfinished.fullmatch(entry):
+            durable.remove_or_warn(os.path.join(parent, entry))
 
 
 @dataclass(frozen=True)

@@ -1,6 +1,6 @@
 """Float8 training: linear layers that multiply in eight bits, by torchao."""
 
-from collections.abc import Collection
+from collections.abc import Collection, Mapping
 from importlib.util import find_spec
 
 import torch
@@ -46,9 +46,21 @@ def convert_to_fp8(
     chosen, report = choose_layers(model, keep, obstacle)
     layers = {layer for layer in chosen.values() if not isinstance(layer, Float8Linear)}
     config = Float8LinearConfig.from_recipe_name(recipe)
+    names = {name: module for name, module in model.named_modules(remove_duplicate=False) if module in layers}
     convert_to_float8_training(model, config=config, module_filter_fn=lambda module, name: module in layers)
+    _make_one_again(model, names)
     report.log(f"fp8_recipe={recipe!r}")
     return report
+
+
+def _make_one_again(model: nn.Module, names: Mapping[str, nn.Module]) -> None:
+    """A layer under several names was replaced under some of them, or by several."""
+    new: dict[nn.Module, nn.Module] = {}
+    for name, old in names.items():
+        if (replaced := model.get_submodule(name)) is not old:
+            new.setdefault(old, replaced)
+    for name, old in names.items():
+        model.set_submodule(name, new[old])
 
 
 def float8_problem(device_type: str) -> str | None:

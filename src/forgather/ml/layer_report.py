@@ -28,10 +28,11 @@ class LayerReport:
 
     def log(self, what: str) -> None:
         """Tell how many layers were converted, and of the others which and why, one line for each reason."""
-        logger.info("%s: converted %d/%d linear layers.", what, len(self.converted), self.total)
+        level = logging.INFO if self.converted else logging.WARNING
+        logger.log(level, "%s: converted %d/%d linear layers.", what, len(self.converted), self.total)
         for reason in dict.fromkeys(self.skipped.values()):
             names = [name for name, one in self.skipped.items() if one == reason]
-            logger.info("%s: skipped %s: %s.", what, _shortened(names), reason)
+            logger.log(level, "%s: skipped %s: %s.", what, _shortened(names), reason)
 
 
 def linear_layers(model: nn.Module) -> dict[str, nn.Linear]:

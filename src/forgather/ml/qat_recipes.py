@@ -1,6 +1,6 @@
 """Quantisation-aware training: layers that compute as if they were quantised already, and their real quantisation."""
 
-from collections.abc import Collection
+from collections.abc import Collection, Iterable
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -16,6 +16,8 @@ if TYPE_CHECKING:
 GROUP_SIZE = 32
 """How many weights share a scale; torchao's default."""
 _FLOAT8_ALIGNMENT = 16
+_MARK = "_qat_recipe"
+"""Where a prepared layer notes what it was prepared for."""
 # A dtype that the type hints of torch do not know.
 _INT4: torch.dtype = getattr(torch, "int4")  # noqa: B009
 
@@ -78,11 +80,19 @@ def prepare_qat(
     """
     config = recipe_to_base_config(recipe, group_size)
     chosen, report = _choose(model, recipe, keep, group_size)
+    _refuse_other_recipe(chosen.values(), recipe, group_size)
     for layer in chosen.values():
         if type(layer) is nn.Linear:
             _prepare(layer, config, _is_float8(recipe))
+            vars(layer)[_MARK] = (recipe, group_size)
     report.log(f"qat_recipe={recipe!r}")
     return report
+
+
+def prepared_for(model: nn.Module) -> str | None:
+    """The recipe that layers of a model were prepared for."""
+    marks = (vars(module)[_MARK] for module in model.modules() if _MARK in vars(module))
+    return next((recipe for recipe, _ in marks), None)
 
 
 def convert_qat(
@@ -111,6 +121,8 @@ def _choose(
     def obstacle(layer: nn.Linear) -> str | None:
         if type(layer) not in (nn.Linear, FakeQuantizedLinear):
             return special_layer_reason(layer)
+        if layer.weight.dtype == torch.float64:
+            return "its weight is float64, which torchao does not quantise"
         if layer.weight in shared:
             return "it shares its weight with another layer"
         if _is_float8(recipe):
@@ -142,12 +154,22 @@ def _prepare(layer: nn.Linear, config: "AOBaseConfig", needs_straight_through: b
     layer.__class__ = type(prepared)
 
 
+def _refuse_other_recipe(layers: Iterable[nn.Linear], recipe: str, group_size: int) -> None:
+    others = {vars(layer)[_MARK] for layer in layers if _MARK in vars(layer)} - {(recipe, group_size)}
+    for other, size in others:
+        raise ValueError(
+            f"qat_recipe={recipe!r} (groups of {group_size}) cannot be applied to a model whose layers were prepared for "
+            f"{other!r} (groups of {size}) before. Build the model anew, for instance by giving the trainer model_init."
+        )
+
+
 def _undo(layer: nn.Linear) -> None:
     """Make a prepared layer a plain one again."""
     from torchao.quantization.qat.linear import FakeQuantizedLinear
 
     if isinstance(layer, FakeQuantizedLinear):
         del layer.activation_fake_quantizer, layer.weight_fake_quantizer
+        vars(layer).pop(_MARK, None)
         layer.__class__ = nn.Linear
 
 

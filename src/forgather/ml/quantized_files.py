@@ -95,8 +95,15 @@ def _save_parts(folder: str, model: nn.Module) -> None:
 
 def _filled(path: str, model_init: Callable[[], nn.Module]) -> nn.Module:
     """A model whose parameters are replaced by those of the files; tied ones are one again."""
+    from transformers import PreTrainedModel
+
     with no_init_weights():
         model = model_init()
+    if isinstance(model, PreTrainedModel) and os.path.exists(os.path.join(path, "config.json")):
+        # transformers stores some models under other names than their own.
+        with _without_progress_bars():
+            filled: nn.Module = type(model).from_pretrained(path, local_files_only=True)
+        return filled
     sharing = create_sharing_metadata(model)
     state = _read_state(path)
     incompatible = model.load_state_dict(state, strict=False, assign=True)
@@ -132,7 +139,7 @@ def _metadata_of(path: str, files: set[str]) -> Mapping[str, str]:
     from safetensors import safe_open
 
     metadata: dict[str, str] = {}
-    for file in sorted(files):
+    for file in sorted(one for one in files if one.endswith(".safetensors")):
         with safe_open(os.path.join(path, file), framework="pt") as opened:
             metadata |= opened.metadata() or {}
     return metadata

@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from forgather.ml.loss import CausalLoss, ChunkedCausalLoss
+from forgather.ml.loss import CausalLoss, ChunkedCausalLoss, LinearCrossEntropyLoss
 from forgather.ml.loss.chunked_causal_loss import cross_entropy_in_parts
 from tests.support.memory import peak_bytes
 
@@ -125,3 +125,17 @@ def test_inputs_that_cannot_work_are_explained() -> None:
         ChunkedCausalLoss()(logits, labels[:, 1:])
     with pytest.raises(ValueError, match=r"reduction='none' is unknown to ChunkedCausalLoss"):
         ChunkedCausalLoss().sum_over_targets(logits, labels, "none")
+
+
+def test_a_second_derivative_is_refused() -> None:
+    hidden = torch.randn(2, 5, 4, requires_grad=True)
+    labels = torch.randint(0, 7, (2, 5), dtype=torch.int32)
+    head = torch.nn.Linear(4, 7)
+    for name, loss in (
+        ("ChunkedCausalLoss", ChunkedCausalLoss()(head(hidden), labels)),
+        ("LinearCrossEntropyLoss", LinearCrossEntropyLoss(head)(hidden, labels)),
+    ):
+        with pytest.raises(
+            RuntimeError, match=rf"{name} has no second derivative \(create_graph=True\): use CausalLoss"
+        ):
+            torch.autograd.grad(loss, hidden, create_graph=True)

@@ -447,6 +447,10 @@ def test_several_ranks_need_an_initialised_process_group(tmp_path: Path) -> None
         ({"post_local_sgd": {"period": 0}}, "post_local_sgd.period=0"),
         ({"ddp": {"bucket_cap": 3}}, "ddp has no argument 'bucket_cap'. Did you mean 'bucket_cap_mb'"),
         ({"ddp": {"static_graph": "perhaps"}}, "static_graph='perhaps'"),
+        (
+            {"ddp": {"static_graph": True}, "gradient_accumulation_steps": 2},
+            "static_graph=True cannot be combined with gradient_accumulation_steps=2",
+        ),
         ({"dispatch_batch": True}, "Did you mean 'dispatch_batches'"),
         (
             {"post_local_sgd": {"enabled": True}, "mixed_precision": "fp16"},

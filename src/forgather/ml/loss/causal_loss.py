@@ -44,7 +44,7 @@ class NextTokenLoss:
     def targets(self, labels: Tensor, device: torch.device) -> Tensor:
         """The target of every position, in one row."""
         # Moving the labels rather than cutting the last outputs off saves a copy of the outputs.
-        return functional.pad(labels, (0, 1), value=self.ignore_index)[..., 1:].to(device).flatten()
+        return functional.pad(labels, (0, 1), value=self.ignore_index)[..., 1:].to(device, torch.int64).flatten()
 
 
 class CausalLoss(NextTokenLoss):

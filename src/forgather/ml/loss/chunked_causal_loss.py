@@ -5,7 +5,6 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.autograd.function import once_differentiable
 
 from forgather.ml.loss.causal_loss import NextTokenLoss, at_least_float32
 
@@ -66,11 +65,17 @@ class _CrossEntropyInParts(torch.autograd.Function):
         return total
 
     @staticmethod
-    @once_differentiable
     def backward(ctx: Any, grad_output: Tensor) -> tuple[Tensor, None, None, None]:
+        refuse_second_derivative("ChunkedCausalLoss")
         (gradient,) = ctx.saved_tensors
         # In place, for there shall be one such tensor; a second backward pass is refused since the saved one has changed.
         return gradient.mul_(grad_output), None, None, None
+
+
+def refuse_second_derivative(name: str) -> None:
+    """In a backward pass: gradients that were computed with the loss are constants, whose own would be zero."""
+    if torch.is_grad_enabled():
+        raise RuntimeError(f"{name} has no second derivative (create_graph=True): use CausalLoss.")
 
 
 def cross_entropy_in_parts(

@@ -9,11 +9,16 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.autograd.function import once_differentiable
 from torch.nn import functional
 
 from forgather.ml.loss.causal_loss import CausalLoss, at_least_float32
-from forgather.ml.loss.chunked_causal_loss import LossInParts, Rows, cross_entropy_in_place, parts_of
+from forgather.ml.loss.chunked_causal_loss import (
+    LossInParts,
+    Rows,
+    cross_entropy_in_place,
+    parts_of,
+    refuse_second_derivative,
+)
 
 _PACKAGES = {"cce": ("cut_cross_entropy", "cut-cross-entropy"), "liger": ("liger_kernel", "liger-kernel")}
 """Of each implementation that is not ours, what is imported and what is installed; the first that can is preferred."""
@@ -98,8 +103,8 @@ class _LinearCrossEntropy(torch.autograd.Function):
         return total
 
     @staticmethod
-    @once_differentiable
     def backward(ctx: Any, grad_output: Tensor) -> tuple[Tensor | None, ...]:
+        refuse_second_derivative("LinearCrossEntropyLoss")
         # In place, for there shall be one tensor of the size of the weight; a second backward pass is refused since the
         # saved ones have changed. Sums are rounded to the dtype of the weight after that: before, float16 may overflow.
         hidden_states, weight, bias = (None if one is None else one.mul_(grad_output) for one in ctx.saved_tensors)

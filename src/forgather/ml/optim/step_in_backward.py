@@ -13,8 +13,8 @@ class StepInBackward:
     """Updates each parameter as soon as its gradient is complete, and lets go of the gradient.
 
     The optimizer stays what it is, with its groups and its state, so schedules and checkpoints notice nothing; for a
-    parameter it is stepped with that one alone, which makes a backward pass linear in the number of parameters.
-    Calling the object gives the norm of the gradients since the last call.
+    parameter it is stepped with that one alone, which makes a backward pass linear in the number of parameters. It acts
+    while it is entered as a context. Calling it gives the norm of the gradients since the last call.
     """
 
     def __init__(self, optimizer: Any) -> None:
@@ -23,13 +23,15 @@ class StepInBackward:
         self._norms: list[Tensor] = []
         self._unchecked: set[Tensor] = set()
         self._handles: list[RemovableHandle] = []
-        for number, group in enumerate(optimizer.param_groups):
+
+    def __enter__(self) -> "StepInBackward":
+        for number, group in enumerate(self._optimizer.param_groups):
             for index, parameter in enumerate(group["params"]):
                 self._unchecked.add(parameter)
                 self._handles.append(parameter.register_post_accumulate_grad_hook(partial(self._step, number, index)))
+        return self
 
-    def close(self) -> None:
-        """Leave the parameters alone from now on."""
+    def __exit__(self, *_: object) -> None:
         for handle in self._handles:
             handle.remove()
         self._handles = []
@@ -52,26 +54,31 @@ class StepInBackward:
         optimizer = self._optimizer
         groups = optimizer.param_groups
         alone = _reduced_to(groups[number], index)
+        common = self._common_state(groups[number]) if parameter in self._unchecked else None
         optimizer.param_groups = [alone]
         try:
             optimizer.step()
         finally:
             optimizer.param_groups = groups
         parameter.grad = None
-        if parameter in self._unchecked:
+        if common is not None:
             self._unchecked.discard(parameter)
-            self._require_no_state_of_group(alone, groups[number])
+            self._require_unchanged(common, alone)
 
-    def _require_no_state_of_group(self, alone: dict[str, Any], group: dict[str, Any]) -> None:
-        """What an optimizer notes in a group would be lost, and is meant for one step of all parameters."""
-        changed = [
-            name for name, value in alone.items() if not name.startswith("param") and value is not group.get(name)
-        ]
+    def _common_state(self, group: dict[str, Any]) -> dict[str, Any]:
+        """What an optimizer might keep for all parameters together: numbers of the group, and of its own."""
+        own = {name: value for name, value in vars(self._optimizer).items() if not name.startswith("_")}
+        return {name: _copied(value) for name, value in {**own, **group}.items() if _is_a_number(value)}
+
+    def _require_unchanged(self, before: dict[str, Any], alone: dict[str, Any]) -> None:
+        """What is meant to change once a step would change once for each parameter, or be lost with the group."""
+        after = self._common_state(alone)
+        changed = [name for name in after if name not in before or not _is_equal(before[name], after[name])]
         if changed:
             raise ValueError(
                 f"fuse_optim_with_backward=True cannot be combined with {type(self._optimizer).__name__}: it keeps "
-                f"{', '.join(changed)} for all parameters of a group together, but parameters are updated one by one. Use an "
-                "optimizer whose state belongs to single parameters, or turn fuse_optim_with_backward off."
+                f"{', '.join(changed)} for all parameters together, but parameters are updated one by one. Use an optimizer "
+                "whose state belongs to single parameters, or turn fuse_optim_with_backward off."
             )
 
 
@@ -92,3 +99,17 @@ def _reduced_to(group: dict[str, Any], index: int) -> dict[str, Any]:
     if "param_names" in group:
         alone["param_names"] = [group["param_names"][index]]
     return alone
+
+
+def _is_a_number(value: Any) -> bool:
+    return isinstance(value, (int, float, Tensor))
+
+
+def _copied(value: Any) -> Any:
+    return value.detach().clone() if isinstance(value, Tensor) else value
+
+
+def _is_equal(one: Any, other: Any) -> bool:
+    if isinstance(one, Tensor) and isinstance(other, Tensor):
+        return torch.equal(one, other)
+    return bool(one == other)

@@ -25,7 +25,8 @@ class OffloadedActivations(torch.autograd.graph.saved_tensors_hooks):
         is_small = tensor.numel() * tensor.element_size() < _SMALL
         if tensor.device.type == "cpu" or is_small or tensor.untyped_storage()._cdata in self._kept:
             return tensor
-        copy = torch.empty(tensor.shape, dtype=tensor.dtype, device="cpu", pin_memory=tensor.device.type == "cuda")
+        # With its strides: compiled backward passes insist on them.
+        copy = torch.empty_like(tensor, device="cpu", pin_memory=tensor.device.type == "cuda")
         copy.copy_(tensor, non_blocking=True)
         return tensor.device, copy
 

@@ -285,6 +285,10 @@ class BaseTrainingArguments(MinimalTrainingArguments):
             if name not in SDPA_BACKENDS:
                 allowed = ", ".join(map(repr, SDPA_BACKENDS))
                 raise ValueError(f"sdpa_backend={self.sdpa_backend!r} cannot be used: choose from {allowed}.")
+        if backends is not None and not backends:
+            raise ValueError(
+                "sdpa_backend=[] leaves nothing that could compute attention: name one, or set it to None."
+            )
         if self.sdpa_set_priority and len(backends or ()) < 2:
             raise ValueError(
                 f"sdpa_set_priority=True needs a list of backends in the order to try them, but sdpa_backend is "

@@ -244,6 +244,12 @@ class CheckpointManager:
         during = f"loading the weights that belong to {path}"
         return any(self._everywhere(lambda: self._supply_weights(path), during, CheckpointLoadError))
 
+    def load_component(self, path: str, key: str) -> None:
+        """Load one component alone, if it is among those that are loaded at all; collective."""
+        coordinator = self._coordinator("load")
+        if key in coordinator.component_keys and key not in self._skip:
+            coordinator.load_checkpoint(path, skip=set(coordinator.component_keys) - {key})
+
     def _supply_weights(self, path: str) -> bool:
         suppliers = self._suppliers_for(path)
         for supply in suppliers:
@@ -253,14 +259,18 @@ class CheckpointManager:
     def _load(self, path: str) -> None:
         coordinator = self._coordinator("load")
         # Before anything is changed: there may be nobody to supply the weights.
-        suppliers = self._everywhere(lambda: self._suppliers_for(path) != [], f"opening {path}", CheckpointLoadError)
-        skip = {*self._skip, MODEL_KEY} if any(suppliers) else set(self._skip)
+        skips_model = MODEL_KEY in self._skip
+        supplied = not skips_model and any(
+            self._everywhere(lambda: self._suppliers_for(path) != [], f"opening {path}", CheckpointLoadError)
+        )
+        skip = {*self._skip, MODEL_KEY} if supplied else set(self._skip)
         if MODEL_KEY not in coordinator.component_keys:
             skip.discard(MODEL_KEY)
         coordinator.load_checkpoint(path, skip=skip)
 
         def finish() -> None:
-            self._supply_weights(path)
+            if supplied:
+                self._supply_weights(path)
             metadata = CheckpointMetadata.read(path)
             root = os.path.dirname(os.path.abspath(path))
             if root == os.path.abspath(os.path.join(self.config.output_dir, store.CHECKPOINTS_FOLDER)):
@@ -271,9 +281,9 @@ class CheckpointManager:
         self._everywhere(finish, f"restoring callbacks from {path}", CheckpointLoadError)
 
     def _suppliers_for(self, path: str) -> list[Callable[..., Any]]:
-        """Who supplies the weights of this checkpoint; nobody where it has them, or they are not asked for."""
+        """Who supplies the weights of this checkpoint; nobody where it has them."""
         left_out = self._model is not None and MODEL_KEY not in self._coordinator("load").component_keys
-        if MODEL_KEY in self._skip or not (left_out or store.open_checkpoint(path).manifest.weights == "external"):
+        if not (left_out or store.open_checkpoint(path).manifest.weights == "external"):
             return []
         suppliers = [one.on_load_model_weights for one in self._callbacks if hasattr(one, "on_load_model_weights")]
         if not suppliers:

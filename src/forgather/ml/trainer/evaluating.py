@@ -87,7 +87,10 @@ class EvaluatingTrainer(SavingTrainer):
             stack.enter_context(no_rescale())
             sums = self._undisturbed_sums()
         if sums.num_batches == 0:
-            raise no_batches_error(self._evaluation_settings(), _length(dataset), self._where_evaluated())
+            where = self._where_evaluated()
+            if self._is_second_look:
+                where += " when it was read again for eval_ema=True, which takes a dataset that can be read twice"
+            raise no_batches_error(self._evaluation_settings(), _length(dataset), where)
         return evaluation_metrics(sums, started)
 
     def _undisturbed_sums(self) -> EvaluationSums:

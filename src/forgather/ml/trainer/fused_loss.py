@@ -78,20 +78,28 @@ def _head_is_all(model: Any, head: nn.Module) -> bool:
 
     Logits are told by their memory rather than by value: weights may not have been loaded yet.
     """
-    given: list[Tensor] = []
-    hook = head.register_forward_hook(lambda _, inputs, output: given.extend((inputs[0], output)))
+    given: dict[str, Tensor] = {}
+    hooks = [
+        model.base_model.register_forward_hook(lambda _, __, outputs: given.update(hidden=outputs[0])),
+        head.register_forward_hook(lambda _, inputs, output: given.update(taken=inputs[0], made=output)),
+    ]
     device: Any = head.weight.device
     tokens = {model.main_input_name: torch.zeros((1, 2), dtype=torch.int64, device=device)}
     try:
         with torch.no_grad(), undisturbed_random_numbers(), set_train(model, False):
             logits = logits_of(model(**tokens))
-            hidden = HiddenStatesModel(model)(**tokens)
+            if "hidden" not in given:
+                # Some models call a part of their base model.
+                HiddenStatesModel(model)(**tokens)
+    except Exception as error:
+        raise _refusal(type(model).__name__, f"cannot be tried on two tokens alone ({error})") from error
     finally:
-        hook.remove()
-    if logits is None or len(given) != 2:
+        for hook in hooks:
+            hook.remove()
+    if logits is None or given.keys() != {"hidden", "taken", "made"}:
         return False
-    taken, made = given
-    return _has_same_values(hidden, taken) and (made.data_ptr() == logits.data_ptr() or _is_a_cast(made, logits))
+    is_made_by_head = given["made"].data_ptr() == logits.data_ptr() or _is_a_cast(given["made"], logits)
+    return is_made_by_head and _has_same_values(given["hidden"], given["taken"])
 
 
 def _has_same_values(one: Tensor, other: Tensor) -> bool:

@@ -1,11 +1,15 @@
 """The recipes that replace a model's linear layers: float8 training, and training for a later quantisation."""
 
+import logging
+
 from torch import nn
 
 from forgather.ml.fp8_recipes import convert_to_fp8
 from forgather.ml.layer_report import output_head
-from forgather.ml.qat_recipes import prepare_qat
+from forgather.ml.qat_recipes import prepare_qat, prepared_for
 from forgather.ml.trainer.arguments import TrainingArguments
+
+logger = logging.getLogger(__name__)
 
 
 def apply_layer_recipe(model: nn.Module, args: TrainingArguments) -> None:
@@ -15,3 +19,9 @@ def apply_layer_recipe(model: nn.Module, args: TrainingArguments) -> None:
         convert_to_fp8(model, args.fp8_recipe, args.fp8_dim_alignment, keep)
     if args.qat_recipe is not None:
         prepare_qat(model, args.qat_recipe, keep)
+    elif (recipe := prepared_for(model)) is not None:
+        logger.warning(
+            "The model is trained as if it were quantised by %r, for which an earlier trainer has prepared its layers, though "
+            "qat_recipe is None now. Build it anew to train it as it is.",
+            recipe,
+        )

@@ -315,14 +315,27 @@ class PreparedTrainer(RecipeTrainer):
             **self._model_to_save(),
             model_preprocessor=self.processing_class,
             callbacks=self.callbacks,
-            skip_checkpoint_components=self.args.skip_checkpoint_components,
+            skip_checkpoint_components=self._skipped_components,
             on_save_error=self.args.on_save_error,
         )
         # Now rather than at the first save: an unknown name must not end a run that has trained for hours.
         components = self.get_state_components()
+        self._require_average_if_named()
         select_components(components, self.args.checkpoint_components)
-        select_components(components, self.args.skip_checkpoint_components, "skip_checkpoint_components")
+        select_components(components, self._skipped_components, "skip_checkpoint_components")
         self._require_supplier_of_best()
+
+    @property
+    def _skipped_components(self) -> list[str]:
+        """Without an average there is none to skip, and a setting that says so may stay."""
+        return [key for key in self.args.skip_checkpoint_components if key != "ema" or self._average is not None]
+
+    def _require_average_if_named(self) -> None:
+        if "ema" in (self.args.checkpoint_components or ()) and self._average is None:
+            raise ValueError(
+                "checkpoint_components names 'ema', the averaged weights, but ema_decay=None keeps none. Set ema_decay, or "
+                "leave 'ema' out."
+            )
 
     def _require_supplier_of_best(self) -> None:
         chosen = self.args.checkpoint_components

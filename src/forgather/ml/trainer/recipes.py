@@ -89,12 +89,9 @@ class RecipeTrainer(BaseTrainer):
 
     def _init_optimizer_recipes(self, named: Sequence[tuple[str, nn.Parameter]]) -> None:
         """What goes with the optimizer that was made just now, of these parameters."""
-        self._close_step_in_backward()
-        if self.args.fuse_optim_with_backward:
-            self._gradient_norm = self._step_in_backward = StepInBackward(self.optimizer)
-        self._average = None if self.args.ema_decay is None else WeightAverage(named, self.args.ema_decay)
-
-    def _close_step_in_backward(self) -> None:
+        if self._average is not None and self._average.is_in_model:
+            raise ValueError("Training cannot begin inside averaged_weights(): leave the context first.")
+        self._step_in_backward = StepInBackward(self.optimizer) if self.args.fuse_optim_with_backward else None
         if self._step_in_backward is not None:
-            self._step_in_backward.close()
-        self._step_in_backward = None
+            self._gradient_norm = self._step_in_backward
+        self._average = None if self.args.ema_decay is None else WeightAverage(named, self.args.ema_decay)

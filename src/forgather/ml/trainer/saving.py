@@ -72,7 +72,7 @@ class SavingTrainer(ReportingTrainer):
     @contextlib.contextmanager
     def averaged_weights(self) -> Iterator[None]:
         """In this context the model has the averaged weights, which `ema_decay` keeps; on all ranks at once."""
-        if self._average is None:
+        if self._average is None or not self._average.is_begun:
             reason = "has not trained yet, nor loaded a checkpoint" if self.args.ema_decay is not None else "keeps none"
             raise ValueError(
                 f"The averaged weights were asked for, but this trainer {reason} (ema_decay={self.args.ema_decay}). Set "
@@ -112,6 +112,11 @@ class SavingTrainer(ReportingTrainer):
 
     def _before_save(self) -> None:
         """Bring what ranks share to where it is the same on all of them."""
+        if self._average is not None and self._average.is_in_model:
+            raise ValueError(
+                "A checkpoint cannot be saved inside averaged_weights(): it would have the average in place of the weights. "
+                "Leave the context first; save_model() exports the average."
+            )
         self._settle_interval()
 
     def _note_best(self, metrics: Mapping[str, Any]) -> None:
@@ -150,7 +155,16 @@ class SavingTrainer(ReportingTrainer):
             assert self.checkpoint_manager is not None
             if not self.checkpoint_manager.load_external_weights(best):
                 self._load_weights_of(best)
+            self._load_average_of(best)
             logger.info("Loaded the best weights, of %s", best)
+
+    def _load_average_of(self, checkpoint_path: str) -> None:
+        """The average belongs to the weights; where a checkpoint has none, it starts from them."""
+        if self._average is not None:
+            assert self.checkpoint_manager is not None
+            self._average.forget()
+            self.checkpoint_manager.load_component(checkpoint_path, "ema")
+            self._average.begin()
 
     def _load_weights_of(self, checkpoint_path: str) -> None:
         load_weights(checkpoint_path, self.unwrapped_model())

@@ -62,6 +62,8 @@ class Trainer(EvaluatingTrainer):
             run.enter_context(activation_budget(self.args.activation_memory_budget))
             self._prepare(self._default_resume() if resume is None else resume)
             self._has_trained = True
+            if self._step_in_backward is not None:
+                run.enter_context(self._step_in_backward)
             if self.args.detect_anomaly:
                 run.enter_context(torch.autograd.set_detect_anomaly(True, check_nan=True))
             run.enter_context(set_train(self._forward_model, True))
@@ -336,8 +338,6 @@ class Trainer(EvaluatingTrainer):
     def _close_after(self, error_type: type[BaseException] | None, *_: object) -> None:
         """End workers and give the output directory back, however training ended."""
         self._signals = None
-        # What the user computes with the model from now on must not change it.
-        self._close_step_in_backward()
         if self.train_dataloader is not None:
             self._close_loader(self.train_dataloader, error_type is None or issubclass(error_type, Preempted))
         for manager in (self._claim, self.checkpoint_manager):

@@ -22,7 +22,8 @@ class WeightAverage:
 
     def __init__(self, named_parameters: Iterable[tuple[str, nn.Parameter]], decay: float) -> None:
         self.decay = decay
-        self._is_begun = False
+        self.is_begun = False
+        self.is_in_model = False
         self._parameters: dict[str, nn.Parameter] = {}
         seen: set[nn.Parameter] = set()
         for name, parameter in named_parameters:
@@ -33,13 +34,13 @@ class WeightAverage:
 
     def begin(self) -> None:
         """Start from the weights as they are, unless a state was loaded."""
-        if not self._is_begun:
+        if not self.is_begun:
             self._averages = {name: _precise(one).clone() for name, one in self._parameters.items()}
-        self._is_begun = True
+        self.is_begun = True
 
     def forget(self) -> None:
         """Let `begin` start anew, unless a state is loaded before."""
-        self._is_begun = False
+        self.is_begun = False
 
     @torch.no_grad()
     def update(self) -> None:
@@ -50,15 +51,20 @@ class WeightAverage:
 
     @contextmanager
     def in_model(self) -> Iterator[None]:
-        """In this context the parameters have the averaged values."""
+        """In this context the parameters have the averaged values; within another such context nothing changes."""
+        if self.is_in_model:
+            yield
+            return
         kept = {
             name: parameter.detach().clone() for name, parameter in self._parameters.items() if _is_short(parameter)
         }
         self._exchange(kept)
+        self.is_in_model = True
         try:
             yield
         finally:
             self._exchange(kept, back=True)
+            self.is_in_model = False
 
     @torch.no_grad()
     def _exchange(self, kept: Mapping[str, Tensor], back: bool = False) -> None:
@@ -95,7 +101,7 @@ class WeightAverage:
             name: _like(saved[name], parameter) if name in saved else _precise(parameter).clone()
             for name, parameter in self._parameters.items()
         }
-        self._is_begun = True
+        self.is_begun = True
 
     def missing_names(self, state_dict: Mapping[str, Any]) -> list[str]:
         """The parameters here that a state does not know: another stage's state may."""

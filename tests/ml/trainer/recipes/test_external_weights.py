@@ -145,6 +145,13 @@ def test_the_best_weights_are_supplied_at_the_end(tmp_path: Path) -> None:
     )
 
 
+def test_the_best_weights_are_supplied_though_those_of_the_start_were_skipped(tmp_path: Path) -> None:
+    shelf = Shelf(tmp_path / "shelf")
+    settings = {"eval_strategy": "steps", "eval_steps": 4, "load_best_model_at_end": True, **SAVING}
+    trainer_for(tmp_path, shelf, skip_checkpoint_components=["model"], **settings).train()
+    assert len(shelf.supplied) == 1
+
+
 def test_the_best_weights_are_not_promised_without_a_supplier(tmp_path: Path) -> None:
     settings = {"eval_strategy": "steps", "eval_steps": 4, "load_best_model_at_end": True, **SAVING}
     with pytest.raises(

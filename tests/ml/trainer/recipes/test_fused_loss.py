@@ -7,7 +7,15 @@ import pytest
 import torch
 from accelerate import Accelerator, DistributedDataParallelKwargs
 from torch import Tensor, nn
-from transformers import AutoModelForCausalLM, CohereConfig, Gemma2Config, GPTNeoXConfig, OPTConfig, Qwen2Config
+from transformers import (
+    AutoModelForCausalLM,
+    CohereConfig,
+    Gemma2Config,
+    GPTNeoXConfig,
+    GPTNeoXForCausalLM,
+    OPTConfig,
+    Qwen2Config,
+)
 
 from forgather.ml.loss import CausalLoss, LinearCrossEntropyLoss, RescaleLoss
 from forgather.ml.trainer.accelerate import AccelTrainer
@@ -18,7 +26,15 @@ from forgather.ml.trainer.trainer import Trainer
 from tests.support.data_parallel import Result, assert_same_training, run
 from tests.support.pipelines import llama, tied_gpt2, trainer_of, whole_result
 from tests.support.ranks import run_on_ranks
-from tests.support.tiny_models import VOCAB_SIZE, Recorder, TokenModel, quiet_trainer, tiny_llama, token_samples
+from tests.support.tiny_models import (
+    VOCAB_SIZE,
+    Recorder,
+    TokenModel,
+    quiet_trainer,
+    tiny_llama,
+    token_samples,
+    weights,
+)
 
 SETTINGS: dict[str, Any] = {
     "max_steps": 4,
@@ -30,6 +46,16 @@ SETTINGS: dict[str, Any] = {
     "momentum": 0.9,
 }
 FUSED = {"fused_loss_factory": LinearCrossEntropyLoss}
+OPT = OPTConfig(
+    vocab_size=VOCAB_SIZE,
+    hidden_size=16,
+    word_embed_proj_dim=8,
+    ffn_dim=16,
+    num_hidden_layers=2,
+    num_attention_heads=2,
+    max_position_embeddings=32,
+    dropout=0.0,
+)
 MODELS = {"llama": llama, "gpt2": tied_gpt2}
 
 
@@ -151,7 +177,10 @@ DDP = {"per_device_train_batch_size": 4}
         (PipelineTrainer, "llama", LinearCrossEntropyLoss, {"schedule": "1f1b"}),
         (PipelineTrainer, "gpt2", plain_fused_loss, {"schedule": "gpipe"}),
         (PipelineTrainer, "llama", LinearCrossEntropyLoss, {"schedule": "interleaved1f1b"}),
+        (PipelineTrainer, "llama", LinearCrossEntropyLoss, {"schedule": "loopedbfs"}),
         (PipelineTrainer, "gpt2", LinearCrossEntropyLoss, {"schedule": "zbv"}),
+        (PipelineTrainer, "llama", LinearCrossEntropyLoss, {"schedule": "interleavedzerobubble"}),
+        (PipelineTrainer, "llama", LinearCrossEntropyLoss, {"schedule": "dualpipev"}),
     ],
 )
 def test_other_trainers_train_alike(
@@ -166,7 +195,68 @@ def test_a_hybrid_trains_alike(tmp_path: Path) -> None:
     run_on_ranks(compared_on_ranks, 4, tmp_path, HybridTrainer, "llama", plain_fused_loss, settings)
 
 
+def bf16_hybrid(output_dir: Path) -> list[float]:
+    """Of a model whose hidden states are bf16, with a last step that one of the pipelines has no batch for."""
+    trainer = trainer_of(
+        HybridTrainer,
+        output_dir,
+        opt,
+        token_samples(12),
+        trainer_options={"fused_loss_factory": plain_fused_loss},
+        mixed_precision="bf16",
+        pp_size=2,
+        n_microbatches=2,
+        per_device_train_batch_size=4,
+        logging_strategy="steps",
+        logging_steps=1,
+    )
+    return run(trainer).losses
+
+
+def opt() -> nn.Module:
+    return AutoModelForCausalLM.from_config(OPT)
+
+
+def test_a_pipeline_without_a_batch_waits_for_nobody_in_vain(tmp_path: Path) -> None:
+    assert all(len(losses) == 2 for losses in run_on_ranks(bf16_hybrid, 4, tmp_path))
+
+
+def accelerated(output_dir: Path, fused: bool) -> Result:
+    options: dict[str, Any] = {"accelerator": Accelerator(cpu=True), **(FUSED if fused else {})}
+    settings = {**SETTINGS, **DDP, "ema_decay": 0.9}
+    trainer = quiet_trainer(
+        output_dir,
+        tiny_llama(),
+        token_samples(30),
+        trainer_class=AccelTrainer,
+        trainer_options=options,
+        **settings,
+    )
+    result = run(trainer)
+    with trainer.averaged_weights():
+        return result._replace(weights=weights(trainer.unwrapped_model()))
+
+
+def test_an_accelerator_trains_alike_and_averages_its_weights(tmp_path: Path) -> None:
+    assert_same_training(*(accelerated(tmp_path / str(fused), fused) for fused in (False, True)), tolerance=1e-5)
+
+
 # --- refused
+
+
+class NeedsMore(GPTNeoXForCausalLM):
+    """Cannot be run on token ids alone."""
+
+    def forward(self, input_ids: Tensor, attention_mask: Tensor, **options: Any) -> Any:
+        return super().forward(input_ids, attention_mask=attention_mask.bool(), **options)
+
+
+def test_models_that_cannot_be_tried_are_refused(tmp_path: Path) -> None:
+    config = GPTNeoXConfig(
+        vocab_size=VOCAB_SIZE, hidden_size=16, intermediate_size=16, num_hidden_layers=1, num_attention_heads=2
+    )
+    with pytest.raises(ValueError, match=r"NeedsMore, which cannot be tried on two tokens alone .*attention_mask"):
+        build_only(tmp_path, NeedsMore(config), **FUSED)
 
 
 def gemma2() -> nn.Module:
@@ -225,16 +315,7 @@ def test_wrappers_that_look_for_unused_parameters_are_refused(tmp_path: Path) ->
 @pytest.mark.parametrize(
     "config",
     [
-        OPTConfig(
-            vocab_size=VOCAB_SIZE,
-            hidden_size=16,
-            word_embed_proj_dim=8,
-            ffn_dim=16,
-            num_hidden_layers=1,
-            num_attention_heads=2,
-            max_position_embeddings=32,
-            dropout=0.0,
-        ),
+        OPT,
         GPTNeoXConfig(
             vocab_size=VOCAB_SIZE, hidden_size=16, intermediate_size=16, num_hidden_layers=1, num_attention_heads=2
         ),

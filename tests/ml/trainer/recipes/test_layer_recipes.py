@@ -1,5 +1,6 @@
 """`qat_recipe` and `fp8_recipe` through the trainers."""
 
+import logging
 from pathlib import Path
 from typing import Any
 
@@ -79,6 +80,17 @@ def test_a_second_run_does_not_replace_layers_again(tmp_path: Path) -> None:
     assert type(model.get_output_embeddings()) is nn.Linear  # type: ignore[operator]
 
 
+def test_another_recipe_on_a_prepared_model_is_refused_and_none_is_noticed(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    model = aligned_llama()
+    quiet_trainer(tmp_path, model, token_samples(16), qat_recipe=RECIPES[1], max_steps=1).train()
+    with pytest.raises(ValueError, match=r"prepared for 'int4-weight-only' .*Build the model anew"):
+        quiet_trainer(tmp_path, model, token_samples(16), qat_recipe=RECIPES[0], max_steps=1).train()
+    quiet_trainer(tmp_path, model, token_samples(16), max_steps=1).train()
+    assert "as if it were quantised by 'int4-weight-only'" in caplog.text
+
+
 # --- refused
 
 
@@ -104,7 +116,11 @@ def test_what_cannot_work_is_refused_at_construction(settings: dict[str, Any], m
         quiet_trainer(tmp_path, TokenModel(), token_samples(2), **settings)
 
 
-def test_a_model_without_a_layer_to_replace_is_trained_as_it_is(tmp_path: Path) -> None:
+def test_a_model_without_a_layer_to_replace_is_trained_with_a_warning(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
     torch.manual_seed(0)
-    result = run(quiet_trainer(tmp_path, TokenModel(), token_samples(8), qat_recipe=RECIPES[0], **SETTINGS))
+    with caplog.at_level(logging.WARNING):
+        result = run(quiet_trainer(tmp_path, TokenModel(), token_samples(8), qat_recipe=RECIPES[0], **SETTINGS))
     assert len(result.losses) == 6
+    assert "converted 0/1 linear layers" in caplog.text

@@ -11,6 +11,7 @@ from torch import Tensor, nn
 from forgather.ml.optim.multiopt import Multiopt
 from forgather.ml.optim.step_in_backward import StepInBackward
 from forgather.ml.trainer.accelerate import AccelTrainer
+from forgather.ml.trainer.callbacks import GradLogger
 from forgather.ml.trainer.ddp import DDPTrainer
 from forgather.ml.trainer.hybrid import HybridTrainer
 from forgather.ml.trainer.pipeline import PipelineTrainer
@@ -80,10 +81,9 @@ def test_gradients_take_less_than_a_quarter_of_their_memory() -> None:
     optimizer = torch.optim.SGD(model.parameters(), lr=1e-3)
     normal = peak_bytes(backward)
     optimizer.zero_grad()
-    step_in_backward = StepInBackward(optimizer)
     before = [parameter.detach().clone() for parameter in model.parameters()]
-    fused = peak_bytes(backward)
-    step_in_backward.close()
+    with StepInBackward(optimizer):
+        fused = peak_bytes(backward)
     assert normal > all_gradients
     # The activations of these few tokens are counted too.
     assert fused < all_gradients / 4
@@ -137,6 +137,30 @@ def test_after_training_a_backward_pass_leaves_the_weights_alone(tmp_path: Path)
     model(torch.arange(4)[None]).logits.sum().backward()
     assert torch.equal(before, model.lm_head.weight)
     assert model.lm_head.weight.grad is not None
+
+
+def test_a_loaded_model_is_the_users_own_until_training_begins(tmp_path: Path) -> None:
+    saving = {"save_strategy": "steps", "save_steps": 2, "max_steps": 2}
+    trainer_for(tmp_path, tiny_llama(), True, **saving).train()
+    trainer = trainer_for(tmp_path, tiny_llama(seed=1), True, **saving)
+    trainer.load_checkpoint()
+    model: Any = trainer.model
+    before = model.lm_head.weight.detach().clone()
+    model(torch.arange(4)[None]).logits.sum().backward()
+    assert torch.equal(before, model.lm_head.weight)
+
+
+def test_only_the_euclidean_norm_is_kept(tmp_path: Path) -> None:
+    step_in_backward = StepInBackward(torch.optim.SGD(TokenModel().parameters()))
+    with pytest.raises(ValueError, match=r"norm_type=1.0 cannot be used with fuse_optim_with_backward=True"):
+        step_in_backward(1.0)
+
+
+def test_a_callback_that_wants_gradients_is_told_that_there_are_none(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    trainer_for(tmp_path, tiny_llama(), True, GradLogger(), max_steps=1).train()
+    assert "GradLogger logs nothing" in caplog.text
 
 
 def on_pipeline(output_dir: Path) -> None:
@@ -204,15 +228,41 @@ def test_what_cannot_work_is_refused_at_construction(
         trainer_class(**{**keywords, "model": TokenModel(), "train_dataset": token_samples(4), **options})
 
 
-def test_an_optimizer_with_state_of_a_whole_group_is_refused(tmp_path: Path) -> None:
-    class WithGroupState(torch.optim.SGD):
-        def step(self, closure: Any = None) -> Any:
-            for group in self.param_groups:
-                group["num_steps"] = group.get("num_steps", 0) + 1
-            return super().step(closure)
+class CountsInGroup(torch.optim.SGD):
+    """Keeps state where it is lost."""
 
-    options = {"optimizer_cls_and_kwargs": (WithGroupState, {"lr": 0.1})}
-    with pytest.raises(ValueError, match=FUSED + r"WithGroupState: it keeps num_steps for all parameters of a group"):
+    def step(self, closure: Any = None) -> Any:
+        for group in self.param_groups:
+            group["num_steps"] = group.get("num_steps", 0) + 1
+        return super().step(closure)
+
+
+class CountsInPlace(torch.optim.SGD):
+    """Keeps state that would change once for each parameter."""
+
+    def __init__(self, parameters: Any, lr: float) -> None:
+        super().__init__([{"params": list(parameters), "num_steps": torch.zeros(())}], lr=lr)
+
+    def step(self, closure: Any = None) -> Any:
+        for group in self.param_groups:
+            group["num_steps"] += 1
+        return super().step(closure)
+
+
+class CountsItself(torch.optim.SGD):
+    """The same in an attribute."""
+
+    num_steps = 0
+
+    def step(self, closure: Any = None) -> Any:
+        self.num_steps += 1
+        return super().step(closure)
+
+
+@pytest.mark.parametrize("optimizer", [CountsInGroup, CountsInPlace, CountsItself])
+def test_an_optimizer_with_state_for_all_parameters_together_is_refused(optimizer: Any, tmp_path: Path) -> None:
+    options = {"optimizer_cls_and_kwargs": (optimizer, {"lr": 0.1})}
+    with pytest.raises(ValueError, match=FUSED + r"Counts\w+: it keeps num_steps for all parameters together"):
         trainer_for(tmp_path, tiny_llama(), True, trainer_options=options).train()
 
 

@@ -129,11 +129,13 @@ def test_what_the_backward_pass_needs_goes_to_the_cpu_but_not_the_weights() -> N
         weight = torch.empty((64, 64), device="cuda")
         small = torch.empty((4,), device="cuda")
         offloading = OffloadedActivations([weight])
-        activation = torch.empty((64, 64), device="cuda")
+        # As compiled graphs save some: their backward passes insist on the strides.
+        activation = torch.empty((64, 32), device="cuda").t()
         packed = [offloading._pack(tensor) for tensor in (activation, weight, weight.t(), small)]
         assert packed[0][1].device.type == "cpu"
         assert offloading.unpack_hook(packed[0]).device.type == "cuda"
         assert offloading.unpack_hook(packed[0]).shape == activation.shape
+        assert offloading.unpack_hook(packed[0]).stride() == activation.stride()
         assert all(isinstance(one, Tensor) and one.device.type == "cuda" for one in packed[1:])
 
 
@@ -164,6 +166,7 @@ def test_a_pipeline_runs_with_these_settings(tmp_path: Path) -> None:
     [
         ({"sdpa_backend": "fast"}, r"sdpa_backend='fast' cannot be used: choose from 'math', 'flash'"),
         ({"sdpa_backend": ["math", "fast"]}, r"sdpa_backend=\['math', 'fast'\] cannot be used"),
+        ({"sdpa_backend": []}, r"sdpa_backend=\[\] leaves nothing that could compute attention"),
         ({"sdpa_set_priority": True}, r"sdpa_set_priority=True needs a list of backends .* sdpa_backend is None"),
         ({"activation_memory_budget": 0.5}, r"activation_memory_budget=0.5 needs torch_compile=True"),
         (

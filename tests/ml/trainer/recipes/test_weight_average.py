@@ -16,7 +16,7 @@ from forgather.ml.trainer.trainer import Trainer
 from forgather.ml.trainer.weight_average import WeightAverage
 from tests.support.pipelines import joined, llama, tied_gpt2, trainer_of
 from tests.support.ranks import run_on_ranks
-from tests.support.tiny_models import Recorder, TokenModel, quiet_trainer, tiny_llama, token_samples, weights
+from tests.support.tiny_models import Recorder, Stream, TokenModel, quiet_trainer, tiny_llama, token_samples, weights
 
 DECAY = 0.8
 SETTINGS: dict[str, Any] = {
@@ -102,6 +102,50 @@ def test_the_best_model_can_be_chosen_by_the_averaged_loss(tmp_path: Path) -> No
     trainer.train()
     evaluations = [record for record in trainer.state.log_history if "eval_ema_loss" in record]
     assert trainer.state.best_metric == min(record["eval_ema_loss"] for record in evaluations)
+    assert trainer.evaluate(use_ema=True)["eval_loss"] == trainer.state.best_metric
+
+
+def test_the_average_of_the_best_step_comes_with_its_weights(tmp_path: Path) -> None:
+    # Of text that says nothing the loss grows in the end: the first evaluation is the best one.
+    settings = {"eval_ema": True, "eval_strategy": "steps", "eval_steps": 3, "load_best_model_at_end": True}
+    trainer = trainer_for(tmp_path, tiny_llama(), metric_for_best_model="ema_loss", **settings)
+    trainer.train()
+    first = next(record for record in trainer.state.log_history if "eval_ema_loss" in record)
+    best = min(record["eval_ema_loss"] for record in trainer.state.log_history if "eval_ema_loss" in record)
+    assert first["eval_ema_loss"] == best, "the test needs an evaluation after the best one"
+    assert trainer.evaluate(use_ema=True)["eval_loss"] == best
+
+
+def test_averaged_weights_inside_of_averaged_weights_are_the_same(tmp_path: Path) -> None:
+    trainer = trainer_for(tmp_path, tiny_llama(), eval_ema=True)
+    trainer.train()
+    expected, raw = averages(trainer), weights(trainer.unwrapped_model())
+    with trainer.averaged_weights():
+        assert trainer.evaluate(use_ema=True)["eval_loss"] == trainer.evaluate()["eval_loss"]
+        assert all(torch.equal(tensor, expected[name]) for name, tensor in averages(trainer).items())
+        with pytest.raises(ValueError, match=r"cannot be saved inside averaged_weights\(\).*save_model\(\) exports"):
+            trainer.save_checkpoint()
+        with pytest.raises(ValueError, match=r"cannot begin inside averaged_weights\(\)"):
+            trainer.train()
+    assert all(torch.equal(tensor, raw[name]) for name, tensor in weights(trainer.unwrapped_model()).items())
+
+
+def test_an_evaluation_stream_that_ends_for_good_is_explained(tmp_path: Path) -> None:
+    once = iter(token_samples(4))
+    stream = Stream(once)  # type: ignore[arg-type]
+    trainer = trainer_for(tmp_path, tiny_llama(), eval_ema=True, trainer_options={"eval_dataset": stream})
+    trainer.args.eval_strategy = "no"
+    trainer.train()
+    with pytest.raises(RuntimeError, match=r"no batch at all when it was read again for eval_ema=True"):
+        trainer.evaluate()
+
+
+def test_components_may_be_named(tmp_path: Path) -> None:
+    trainer_for(tmp_path / "skipped", tiny_llama(), ema_decay=None, skip_checkpoint_components=["ema"]).train()
+    components = ["model", "ema"]
+    trainer_for(tmp_path / "some", tiny_llama(), checkpoint_components=components).train()
+    with pytest.raises(ValueError, match=r"checkpoint_components names 'ema', .*Set ema_decay, or leave 'ema' out"):
+        trainer_for(tmp_path / "none", tiny_llama(), ema_decay=None, checkpoint_components=components).train()
 
 
 def test_averaged_weights_are_exported_on_request(tmp_path: Path) -> None:

@@ -1,5 +1,6 @@
 """Norms of single gradients and weights."""
 
+import logging
 import re
 from collections.abc import Mapping, Sequence
 from typing import Any
@@ -9,12 +10,15 @@ from torch import Tensor, nn
 
 from forgather.ml.trainer.trainer_types import TrainerCallback, TrainerState
 
+logger = logging.getLogger(__name__)
+
 
 class GradLogger(TrainerCallback):
     """Adds `grad_norm/<parameter>` to each log record: the norms in the step that is logged, as the optimizer sees them.
 
     `pattern` is a regular expression searched in the parameters' names; None means all. With `logging_strategy="epoch"`
-    nothing is added, since nobody knows before a step that it will be logged.
+    nothing is added, since nobody knows before a step that it will be logged; nor with `fuse_optim_with_backward`, which
+    leaves no gradients.
     """
 
     changes_control = False
@@ -23,6 +27,10 @@ class GradLogger(TrainerCallback):
         self._pattern = pattern
         self._names: list[str] = []
         self._norms: Tensor | None = None
+
+    def on_train_begin(self, args: Any, **kwargs: Any) -> None:
+        if getattr(args, "fuse_optim_with_backward", False):
+            logger.warning("GradLogger logs nothing: fuse_optim_with_backward=True leaves no gradients to look at.")
 
     def on_pre_optimizer_step(self, args: Any, state: TrainerState, model: nn.Module, **kwargs: Any) -> None:
         if not is_logged_next(args, state):

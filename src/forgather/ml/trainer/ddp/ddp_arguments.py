@@ -60,6 +60,12 @@ class DDPTrainingArguments(TrainingArguments):
                 "post_local_sgd.enabled=True cannot be combined with mixed_precision='fp16': ranks that step on their own "
                 "overflow on their own too, and one would leave out a step in which the others average. Use 'bf16'."
             )
+        if self.ddp.static_graph and self.gradient_accumulation_steps > 1:
+            raise ValueError(
+                "ddp.static_graph=True cannot be combined with gradient_accumulation_steps="
+                f"{self.gradient_accumulation_steps}: torch's DDP fails when gradients of a static graph are not reduced in "
+                "every pass. Set one of them back."
+            )
         if self.post_local_sgd.enabled and self.ema_decay is not None:
             raise ValueError(
                 f"ema_decay={self.ema_decay} cannot be combined with post_local_sgd.enabled=True: between two averages ranks "

@@ -146,10 +146,10 @@ class PipelineTrainer(StagedTrainer):
 
     def _loss_of_micro_batch(self, logits: Tensor, labels: Tensor) -> Tensor:
         """The share of a micro-batch in the loss of the step."""
-        if self._is_stand_in:
-            return self._stage_loss.nothing(logits)
-        count = self._stage_loss.count(labels) if self._stage_loss.needs_counts else 0
         with self.amp.autocast():
+            if self._is_stand_in:
+                return self._stage_loss.nothing(logits)
+            count = self._stage_loss.count(labels) if self._stage_loss.needs_counts else 0
             return self._stage_loss.share(logits, labels, count, self._loss_total, _SEVERAL)
 
     def _resolve_loss(self, batch: Mapping[str, Any], size: int) -> None:
