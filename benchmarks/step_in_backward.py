@@ -2,8 +2,8 @@
 
     python benchmarks/step_in_backward.py [--rounds 20] [--markdown FILE]
 
-Models of more and more layers take turns, each with both kinds of step: forward, backward and AdamW on a few tokens, so that what
-is done for each parameter is most of the time.
+Models of more and more layers take turns, each with both kinds of step: forward, backward and AdamW on a few tokens, so that
+what is done for each parameter is most of the time.
 """
 
 import argparse
