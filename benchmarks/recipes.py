@@ -1,6 +1,6 @@
 """What the recipes for precision and memory cost and save: a step of each beside the plain one, in one process.
 
-    python benchmarks/recipes.py [--quick] [--only NAME ...] [--rounds 8] [--threads 1] [--markdown FILE]
+    python benchmarks/recipes.py [--quick] [--only NAME ...] [--rounds 12] [--threads 1] [--markdown FILE]
 
 All trainers are alive at once, each in a thread of its own of which exactly one runs, and take turns of one step in random
 order. Memory is from torch's own record of every allocation, in a step before the turns. Recipes whose package is missing
@@ -34,8 +34,10 @@ from transformers import LlamaConfig, LlamaForCausalLM
 from forgather.ml.loss import ChunkedCausalLoss, LinearCrossEntropyLoss
 from forgather.ml.trainer.trainer import Trainer, TrainingArguments
 
-_FULL, _QUICK = Size("full", 256, 4, 2, 256), Size("quick", 128, 2, 2, 64)
-_VOCABULARY = 32_000
+_QUICK = (Size("quick", 128, 2, 2, 64),)
+_FULL = (Size("wide", 256, 4, 2, 256), Size("deep", 256, 8, 4, 256))
+"""One that is mostly embedding, logits and head, and one that is mostly layers and their activations."""
+_VOCABULARIES = {"quick": 32_000, "wide": 32_000, "deep": 1_024}
 _HEAD_WIDTH = 64
 _NUM_STEPS = 1_000_000
 _MB = 1e6
@@ -66,7 +68,7 @@ RECIPES = (
     Recipe("LinearCrossEntropyLoss", options=_fused_loss),
     Recipe("ChunkedCausalLoss", options=lambda: {"compute_loss_func": ChunkedCausalLoss()}),
     Recipe("fuse_optim_with_backward", {"fuse_optim_with_backward": True}),
-    # With so many classes the logits hide what others save, unless they are gone.
+    # With many classes the logits hide what others save, unless they are gone.
     Recipe("fused loss, checkpointing, fused optimizer", _LEAN, _fused_loss),
     Recipe("ema_decay=0.999", {"ema_decay": 0.999}),
     Recipe("qat_recipe, int4 weights", {"qat_recipe": "int4-weight-only"}, package="torchao"),
@@ -79,9 +81,10 @@ RECIPES = (
 class _Samples(Dataset[Tensor]):
     """Random tokens, of which each sample is a stretch."""
 
-    def __init__(self, sequence_length: int) -> None:
-        self._length = sequence_length
-        self._tokens = torch.randint(_VOCABULARY, (2**16,), generator=torch.Generator().manual_seed(0))
+    def __init__(self, size: Size) -> None:
+        self._length = size.sequence_length
+        generator = torch.Generator().manual_seed(0)
+        self._tokens = torch.randint(_VOCABULARIES[size.name], (2**16,), generator=generator)
 
     def __len__(self) -> int:
         return 2**19
@@ -100,7 +103,7 @@ class RecipeTask(Task):
     dataset: Any = field(init=False)
 
     def __post_init__(self) -> None:
-        self.dataset = _Samples(self.size.sequence_length)
+        self.dataset = _Samples(self.size)
 
     def collate(self, samples: list[Tensor]) -> dict[str, Tensor]:
         self.memory.note_step()
@@ -109,7 +112,7 @@ class RecipeTask(Task):
 
 def make_model(size: Size) -> nn.Module:
     config = LlamaConfig(
-        vocab_size=_VOCABULARY,
+        vocab_size=_VOCABULARIES[size.name],
         hidden_size=size.width,
         intermediate_size=size.width * 5 // 2,
         num_hidden_layers=size.num_blocks,
@@ -147,15 +150,15 @@ def _train(name: str, task: RecipeTask) -> None:
 def main() -> None:
     arguments = _parse_arguments()
     _require_settings(arguments.threads)
-    size, num_rounds = (_QUICK, min(arguments.rounds, 3)) if arguments.quick else (_FULL, arguments.rounds)
+    sizes, num_rounds = (_QUICK, min(arguments.rounds, 3)) if arguments.quick else (_FULL, arguments.rounds)
     recipes = [one for one in _available() if arguments.only is None or one.name in (PLAIN, *arguments.only)]
     console = Console(width=None if sys.stdout.isatty() else 140)
     known = _facts(num_rounds, arguments.threads)
     console.print(*known, sep="\n", highlight=False, soft_wrap=True)
-    table = _measure(size, recipes, num_rounds)
-    console.print(table.as_rich(), *_NOTES, sep="\n", highlight=False, soft_wrap=True)
+    tables = [_measure(size, recipes, num_rounds) for size in sizes]
+    console.print(*(one.as_rich() for one in tables), *_NOTES, sep="\n", highlight=False, soft_wrap=True)
     if arguments.markdown:
-        write_markdown(arguments.markdown, known, [table], _NOTES)
+        write_markdown(arguments.markdown, known, tables, _NOTES)
 
 
 def _parse_arguments() -> argparse.Namespace:
@@ -164,7 +167,7 @@ def _parse_arguments() -> argparse.Namespace:
     parser.add_argument(
         "--only", nargs="+", choices=[one.name for one in RECIPES], help="these, besides the plain step"
     )
-    parser.add_argument("--rounds", type=int, default=8, help="steps of each recipe")
+    parser.add_argument("--rounds", type=int, default=12, help="steps of each recipe")
     parser.add_argument("--threads", type=int, default=1, help="of torch, within an operation")
     parser.add_argument("--markdown", type=Path, help="also write the table to this file")
     return parser.parse_args()
@@ -241,7 +244,7 @@ def _table(size: Size, costs: dict[str, list[Cost]], memory: Mapping[str, StepMe
 
 def _title(size: Size) -> str:
     num_parameters = sum(one.numel() for one in make_model(size).parameters())
-    layers = f"Llama of {size.num_blocks} layers, vocabulary {_VOCABULARY:,}"
+    layers = f"Llama of {size.num_blocks} layers, vocabulary {_VOCABULARIES[size.name]:,}"
     return f"One step: {layers}, {num_parameters:,} parameters, batch {size.batch_size} x {size.sequence_length}"
 
 

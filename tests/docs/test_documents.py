@@ -25,7 +25,14 @@ def run_program(document: str, folder: str) -> int:
 
 @pytest.mark.parametrize(
     ("name", "num_ranks", "num_blocks"),
-    [("checkpointing", 1, 4), ("custom-trainers", 2, 6), ("trainer", 1, 1), ("distributed", 2, 1), ("pipeline", 2, 3)],
+    [
+        ("checkpointing", 1, 4),
+        ("custom-trainers", 2, 6),
+        ("trainer", 1, 1),
+        ("distributed", 2, 1),
+        ("pipeline", 2, 3),
+        ("recipes", 1, 1),
+    ],
 )
 def test_the_examples_of_a_document_run(tmp_path: Path, name: str, num_ranks: int, num_blocks: int) -> None:
     document = str(DOCS / f"{name}.md")

@@ -9,6 +9,7 @@ import os
 import shutil
 import sys
 import tempfile
+import time
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass, field
 from multiprocessing import Pipe
@@ -107,12 +108,21 @@ def run_job(setting: Setting, output_dir: str, notes: Notes, operations: FileOpe
     Peers.world().gather(None)
 
 
+def wait_for_others(setting: Setting, rank: int, directory: str) -> None:
+    paths = [os.path.join(directory, f"joined{one}") for one in range(setting.world_size)]
+    os.close(os.open(paths[rank], os.O_CREAT))
+    while not all(map(os.path.exists, paths)):
+        time.sleep(0.001)
+
+
 def rank_of_job(setting: Setting, rank: int, directory: str, point: KillPoint | None) -> None:
     notes = Notes(directory, rank)
     output_dir = os.path.join(directory, "output")
     mine = point if point is not None and point.rank == rank else None
     operations = FileOperations(output_dir, mine.operation if mine else None, mine.when if mine else BEFORE)
     join_group(setting, rank, os.path.join(directory, "meeting"))
+    # One that is killed at once would end the meeting for the others, which is not what the test is about.
+    wait_for_others(setting, rank, directory)
     try:
         run_job(setting, output_dir, notes, operations)
     except Exception as error:  # a survivor's error is what the test wants to see

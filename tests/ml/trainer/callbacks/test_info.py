@@ -39,6 +39,13 @@ def test_parameters_batches_steps_and_places(tmp_path: Path, capsys: pytest.Capt
     assert str(tmp_path) in rows["output"]
 
 
+def test_recipes_are_listed_if_there_are_any(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    run = Run(tmp_path, InfoCallback(), model=Model())
+    assert "recipes" not in summary(run, capsys)
+    run.args.gradient_checkpointing, run.args.ema_decay = True, 0.99
+    assert "gradient_checkpointing, ema_decay=0.99" in summary(run, capsys)["recipes"]
+
+
 def test_frozen_parameters_are_told_apart(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     model = Model()
     model.table.requires_grad_(False)

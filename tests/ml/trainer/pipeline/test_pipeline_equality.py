@@ -120,14 +120,14 @@ def test_every_schedule_trains_like_one_device(tmp_path: Path, reference_dir: st
 @pytest.mark.parametrize("num_ranks", [2, 4])
 def test_adamw_trains_like_on_one_device(tmp_path: Path, reference_dir: str, num_ranks: int) -> None:
     names = list(MODELS)
-    schedules = SCHEDULES if num_ranks == 2 else ("1f1b", "zbv")
+    schedules = ("gpipe", "1f1b", "interleaved1f1b", "zbv", "dualpipev") if num_ranks == 2 else ("1f1b", "zbv")
     # The models in turn: both have every schedule with the other optimizer.
     cases = [(names[number % 2], schedule, "adamw", 1) for number, schedule in enumerate(schedules)]
     assert_equal_to_one_device(tmp_path, reference_dir, num_ranks, cases)
 
 
 def test_two_pipelines_train_like_one_device_with_the_whole_batch(tmp_path: Path, reference_dir: str) -> None:
-    cases = [(model, schedule, "sgd", 2) for model in MODELS for schedule in ("gpipe", "1f1b", "zbv")]
+    cases = [("llama", "gpipe", "sgd", 2), ("tied_gpt2", "1f1b", "sgd", 2), ("llama", "zbv", "sgd", 2)]
     cases += [("tied_gpt2", "interleavedzerobubble", "adamw", 2), ("llama", "interleaved1f1b", "adamw", 2)]
     assert_equal_to_one_device(tmp_path, reference_dir, 4, cases)
 

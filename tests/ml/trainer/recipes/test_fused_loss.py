@@ -1,5 +1,6 @@
 """A loss that is fused with the head trains like the plain one, with every trainer, without any logits."""
 
+import functools
 from pathlib import Path
 from typing import Any
 
@@ -37,7 +38,7 @@ from tests.support.tiny_models import (
 )
 
 SETTINGS: dict[str, Any] = {
-    "max_steps": 4,
+    "max_steps": 3,
     "per_device_train_batch_size": 8,
     "per_device_eval_batch_size": 8,
     "gradient_accumulation_steps": 2,
@@ -56,7 +57,7 @@ OPT = OPTConfig(
     max_position_embeddings=32,
     dropout=0.0,
 )
-MODELS = {"llama": llama, "gpt2": tied_gpt2}
+MODELS = {"llama": functools.partial(llama, 4), "gpt2": functools.partial(tied_gpt2, 4)}
 
 
 class Bias(nn.Module):

@@ -175,6 +175,11 @@ def test_a_pipeline_runs_with_these_settings(tmp_path: Path) -> None:
         ),
         ({"float32_matmul_precision": "low"}, r"float32_matmul_precision='low' cannot be used"),
         ({"async_save": True}, r"async_save=True is not available"),
+        (
+            {"default_dtype": "bfloat16"},
+            r"default_dtype='bfloat16' says how to build the model, but it was given ready",
+        ),
+        ({"construct_model_on": "meta"}, r"construct_model_on='meta' says how to build .*pass model_init"),
     ],
 )
 def test_what_cannot_work_is_refused(settings: dict[str, Any], message: str, tmp_path: Path) -> None:

@@ -1,5 +1,6 @@
 """`ema_decay`: the averaged weights are what the formula says, are resumed exactly, evaluated, exported and moved."""
 
+import functools
 import json
 from pathlib import Path
 from typing import Any
@@ -216,7 +217,7 @@ def straight_run(output_dir: Path, build: Any, max_steps: int) -> dict[str, Tens
     return averages(trainer)
 
 
-@pytest.mark.parametrize("build", [llama, tied_gpt2])
+@pytest.mark.parametrize("build", [functools.partial(llama, 4), functools.partial(tied_gpt2, 4)], ids=["llama", "gpt2"])
 def test_averages_move_between_trainers(build: Any, tmp_path: Path) -> None:
     moving = tmp_path / "moving"
     straight_run(moving, build, 3)

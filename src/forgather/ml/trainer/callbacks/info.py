@@ -14,6 +14,16 @@ from forgather.ml.trainer.callbacks.run_length import planned_steps
 from forgather.ml.trainer.trainer_types import TrainerCallback, TrainerState
 from forgather.ml.utils import count_parameters
 
+_RECIPES = (
+    "gradient_checkpointing",
+    "torch_compile",
+    "activation_memory_budget",
+    "enable_activation_offloading",
+    "fuse_optim_with_backward",
+    "fp8_recipe",
+    "qat_recipe",
+    "ema_decay",
+)
 _LABEL_WIDTH = 10
 
 
@@ -29,6 +39,7 @@ class InfoCallback(TrainerCallback):
         rows = {
             "model": describe_model(whole_model, getattr(trainer, "pipeline", None)),
             "precision": describe_precision(args, whole_model),
+            "recipes": describe_recipes(args),
             "devices": describe_devices(state, whole_model),
             "batch": describe_batch(args, state, trainer),
             "steps": describe_steps(state),
@@ -37,6 +48,8 @@ class InfoCallback(TrainerCallback):
         }
         console = get_console()
         for label, text in rows.items():
+            if not text:
+                continue
             console.print(Text(f"{label:<{_LABEL_WIDTH}} ", style="bold") + Text(text, style="default"), soft_wrap=True)
 
 
@@ -59,6 +72,14 @@ def describe_precision(args: Any, model: nn.Module) -> str:
     text = f"parameters in {' and '.join(dtypes) or 'no dtype'}"
     mixed = getattr(args, "mixed_precision", None)
     return text if mixed in (None, "no") else f"{text}, computed in {mixed}"
+
+
+def describe_recipes(args: Any) -> str:
+    """Those that are in use; nothing without any."""
+    values = {name: getattr(args, name, None) for name in _RECIPES}
+    return ", ".join(
+        name if value is True else f"{name}={value}" for name, value in values.items() if value not in (None, False)
+    )
 
 
 def describe_devices(state: TrainerState, model: nn.Module) -> str:

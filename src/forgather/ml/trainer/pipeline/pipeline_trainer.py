@@ -31,6 +31,7 @@ from forgather.ml.trainer.pipeline.tied_weights import add_gradients, compare_co
 from forgather.ml.trainer.pipeline.trained_stage import TrainedStage
 from forgather.ml.trainer.seeding import undisturbed_random_numbers
 from forgather.ml.trainer.synchronized_dataloader import Rounds
+from forgather.ml.trainer.torch_settings import torch_settings
 from forgather.ml.trainer.trainer_utils import set_train
 
 __all__ = ["PipelineTrainer", "PipelineTrainingArguments"]
@@ -307,7 +308,12 @@ class PipelineTrainer(StagedTrainer):
             use_cache,
         )
         mask = None if attention_mask is None else attention_mask.to(self.device)
-        with set_train(self._forward_model, False), torch.no_grad(), self.amp.autocast():
+        with (
+            torch_settings(self.args),
+            set_train(self._forward_model, False),
+            torch.no_grad(),
+            self.amp.autocast(),
+        ):
             return generate(
                 self._run_stages,
                 self.pipeline.own,
