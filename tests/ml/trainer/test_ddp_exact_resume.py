@@ -26,11 +26,9 @@ SETTINGS: dict[str, dict[str, Any]] = {
     "dispatched, workers": {"settings": {**BASE, "dataloader_num_workers": 2}},
     "dispatched stream": {"settings": BASE, "data": "stream"},
     "sharded": {"settings": SHARDED},
-    "sharded, read ahead": {"settings": SHARDED, "data": "quiet map"},
     "sharded, workers": {"settings": {**SHARDED, "dataloader_num_workers": 2}},
     "local sgd": {"settings": LOCAL_SGD},
     "accelerate": {"settings": BASE, "trainer": "accelerate"},
-    "accelerate, workers": {"settings": {**BASE, "dataloader_num_workers": 2}, "trainer": "accelerate"},
 }
 KILLS: dict[str, dict[str, tuple[Stop, ...]]] = {
     "dispatched": {
@@ -44,11 +42,9 @@ KILLS: dict[str, dict[str, tuple[Stop, ...]]] = {
     "dispatched, workers": {"one rank": (ONE_RANK,)},
     "dispatched stream": {"one rank": (ONE_RANK,)},
     "sharded": {"one rank": (ONE_RANK,), "both ranks": (BOTH_RANKS,)},
-    "sharded, read ahead": {"one rank": (ONE_RANK,)},
     "sharded, workers": {"both ranks": (BOTH_RANKS,)},
     "local sgd": {"before it starts": (BOTH_RANKS,), "after it started": (THE_READING_RANK,)},
     "accelerate": {"one rank": (ONE_RANK,), "in an evaluation": (IN_AN_EVALUATION,)},
-    "accelerate, workers": {"both ranks": (BOTH_RANKS,)},
 }
 # Of one rank only, or of the one that reads; asked for at a step, in an evaluation and during a save.
 REQUESTS: dict[str, Stop] = {

@@ -113,7 +113,9 @@ def assert_equal_to_one_device(
 @pytest.mark.parametrize("num_ranks", [2, 4])
 @pytest.mark.parametrize("model", MODELS)
 def test_every_schedule_trains_like_one_device(tmp_path: Path, reference_dir: str, model: str, num_ranks: int) -> None:
-    cases = [(model, schedule, "sgd", 1) for schedule in SCHEDULES]
+    # The other model has the rest on so many ranks; tied weights add nothing to the order of work.
+    schedules = ("1f1b", "interleaved1f1b", "zbv", "dualpipev") if (model, num_ranks) == ("tied_gpt2", 4) else SCHEDULES
+    cases = [(model, schedule, "sgd", 1) for schedule in schedules]
     assert_equal_to_one_device(tmp_path, reference_dir, num_ranks, cases)
 
 

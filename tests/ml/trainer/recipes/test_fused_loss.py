@@ -148,23 +148,33 @@ def test_a_rescaled_loss_is_not_rescaled_in_an_evaluation(tmp_path: Path) -> Non
 # --- other trainers
 
 
-def parallel_run(output_dir: Path, kind: type[Trainer], model: str, factory: Any, settings: dict[str, Any]) -> Any:
-    options = {"eval_dataset": token_samples(9, seed=5)}
+def parallel_run(
+    output_dir: Path, kind: type[Trainer], model: str, factory: Any, settings: dict[str, Any]
+) -> tuple[Result, float]:
+    options: dict[str, Any] = {"eval_dataset": token_samples(9, seed=5)}
     if factory is not None:
         options["fused_loss_factory"] = factory
-    trainer = trainer_of(
-        kind, output_dir, MODELS[model], token_samples(30), trainer_options=options, **{**SETTINGS, **settings}
-    )
-    return whole_result(trainer), trainer.evaluate()["eval_loss"]
+    merged = {**SETTINGS, **settings}
+    trainer = trainer_of(kind, output_dir, MODELS[model], token_samples(30), trainer_options=options, **merged)
+    result = run(trainer) if kind is Trainer else whole_result(trainer)
+    return result, trainer.evaluate()["eval_loss"]
 
 
-def compared_on_ranks(
-    output_dir: Path, kind: type[Trainer], model: str, factory: Any, settings: dict[str, Any]
-) -> None:
-    plain, plain_evaluation = parallel_run(output_dir / "plain", kind, model, None, settings)
-    fused, fused_evaluation = parallel_run(output_dir / "fused", kind, model, factory, settings)
-    assert_same_training(plain, fused, 1e-5)
-    assert fused_evaluation == pytest.approx(plain_evaluation, rel=1e-6)
+@pytest.fixture(scope="module")
+def unfused(tmp_path_factory: pytest.TempPathFactory) -> dict[tuple[str, int], tuple[Result, float]]:
+    """One device with the plain loss, by model and accumulation."""
+    return {
+        (model, accumulation): parallel_run(
+            tmp_path_factory.mktemp("unfused"), Trainer, model, None, {"gradient_accumulation_steps": accumulation}
+        )
+        for model, accumulation in (("llama", 2), ("gpt2", 2), ("llama", 1))
+    }
+
+
+def assert_same_on_ranks(output_dir: Path, num_ranks: int, expected: tuple[Result, float], *how: Any) -> None:
+    for result, evaluation in run_on_ranks(parallel_run, num_ranks, output_dir, *how):
+        assert_same_training(expected[0], result, 1e-5)
+        assert evaluation == pytest.approx(expected[1], rel=1e-5)
 
 
 DDP = {"per_device_train_batch_size": 4}
@@ -185,15 +195,14 @@ DDP = {"per_device_train_batch_size": 4}
     ],
 )
 def test_other_trainers_train_alike(
-    kind: Any, model: str, factory: Any, settings: dict[str, Any], tmp_path: Path
+    kind: Any, model: str, factory: Any, settings: dict[str, Any], unfused: dict[Any, Any], tmp_path: Path
 ) -> None:
-    run_on_ranks(compared_on_ranks, 2, tmp_path, kind, model, factory, settings)
+    assert_same_on_ranks(tmp_path, 2, unfused[model, 2], kind, model, factory, settings)
 
 
-def test_a_hybrid_trains_alike(tmp_path: Path) -> None:
-    # The last step has batches for one of the pipelines only.
+def test_a_hybrid_trains_alike(unfused: dict[Any, Any], tmp_path: Path) -> None:
     settings = {"schedule": "1f1b", "pp_size": 2, "per_device_train_batch_size": 4, "gradient_accumulation_steps": 1}
-    run_on_ranks(compared_on_ranks, 4, tmp_path, HybridTrainer, "llama", plain_fused_loss, settings)
+    assert_same_on_ranks(tmp_path, 4, unfused["llama", 1], HybridTrainer, "llama", plain_fused_loss, settings)
 
 
 def bf16_hybrid(output_dir: Path) -> list[float]:
