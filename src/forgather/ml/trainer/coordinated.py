@@ -342,9 +342,14 @@ class CoordinatedTrainer(Trainer):
             self._exchange = None
             self._dispatch_links.clear()
 
-    def _load_best_model(self) -> None:
+    def _require_supplier_of_best(self) -> None:
+        # Callbacks may be on some ranks only.
+        with self._agreement("looking for who supplies the best weights"):
+            super()._require_supplier_of_best()
+
+    def _load_best_weights(self, checkpoint_path: str) -> None:
         with self._agreement("loading the best model"):
-            super()._load_best_model()
+            super()._load_best_weights(checkpoint_path)
 
     # --- evaluation
 

@@ -31,6 +31,10 @@ class DataParallelTrainer(CoordinatedTrainer):
         with self._agreement("building the model"):
             super()._prepare_model()
 
+    def _compile_model(self) -> None:
+        with self._agreement("making the loss"):
+            super()._compile_model()
+
     # --- the step
 
     def _wrap(self) -> None:

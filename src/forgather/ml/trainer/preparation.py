@@ -165,10 +165,9 @@ class PreparedTrainer(RecipeTrainer):
             self.device = torch.device("cpu")
         elif self.args.device is not None:
             self.device = torch.device(self.args.device)
-        elif torch.accelerator.is_available():
-            self.device = torch.device(str(torch.accelerator.current_accelerator()), self.env.local_rank)
         else:
-            self.device = torch.device("cpu")
+            kind = self._device_type()
+            self.device = torch.device(kind) if kind == "cpu" else torch.device(kind, self.env.local_rank)
 
     def _init_precision(self) -> None:
         """Settings of torch that hold for the whole process, and mixed precision."""

@@ -154,9 +154,13 @@ class SavingTrainer(ReportingTrainer):
         if self.args.load_best_model_at_end and best is not None:
             assert self.checkpoint_manager is not None
             if not self.checkpoint_manager.load_external_weights(best):
-                self._load_weights_of(best)
+                self._load_best_weights(best)
             self._load_average_of(best)
             logger.info("Loaded the best weights, of %s", best)
+
+    def _load_best_weights(self, checkpoint_path: str) -> None:
+        """Those of this rank, which talks to no other meanwhile."""
+        self._load_weights_of(checkpoint_path)
 
     def _load_average_of(self, checkpoint_path: str) -> None:
         """The average belongs to the weights; where a checkpoint has none, it starts from them."""

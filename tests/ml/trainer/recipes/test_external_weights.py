@@ -1,5 +1,6 @@
 """Checkpoints without the weights, for users who keep those elsewhere: small, and resumed from bit for bit."""
 
+import functools
 import hashlib
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -13,6 +14,7 @@ from forgather.ml.checkpoint.errors import CheckpointLoadError
 from forgather.ml.checkpoint.manifest import read_manifest
 from forgather.ml.trainer.trainer import Trainer
 from tests.support.data_parallel import ddp_trainer, run
+from tests.support.pipelines import llama, pipeline_trainer, whole_result
 from tests.support.ranks import outcomes_on_ranks, run_on_ranks
 from tests.support.tiny_models import quiet_trainer, saved_steps, tiny_llama, token_samples, weights
 
@@ -187,3 +189,43 @@ def test_ranks_resume_with_supplied_weights_and_fail_together_without(tmp_path: 
     for resumed, supplied in run_on_ranks(job, 2, str(tmp_path), "run", None, True, 5):
         assert supplied == ["checkpoint-4"]
         assert_continues(straight, resumed)
+
+
+class ShelfOfStages(Shelf):
+    """Keeps the part of the model that each rank has."""
+
+    def __init__(self, directory: Path, stop_at: int | None = None) -> None:
+        super().__init__(directory, stop_at)
+        self._directory = directory.with_name(f"{directory.name}{dist.get_rank()}")
+
+    def on_save(self, model: nn.Module, checkpoint_path: str, **_: Any) -> None:
+        self._directory.mkdir(exist_ok=True)
+        torch.save(model.state_dict(), self._place_of(checkpoint_path))
+
+    def on_load_model_weights(self, model_parts: Any, checkpoint_path: str, **_: Any) -> None:  # type: ignore[override]
+        (part,) = model_parts
+        super().on_load_model_weights(part, checkpoint_path)
+
+
+def pipeline_job(output_dir: str, name: str, stop_at: int | None, components: list[str] | None) -> Any:
+    shelf = ShelfOfStages(Path(output_dir, "shelf"), stop_at)
+    settings = {**SETTINGS, **SAVING, "checkpoint_components": components, "per_device_train_batch_size": 4}
+    trainer = pipeline_trainer(
+        Path(output_dir, name),
+        functools.partial(llama, 2),
+        token_samples(20),
+        shelf,
+        trainer_options=OPTIONS,
+        **settings,
+    )
+    return whole_result(trainer), shelf.supplied
+
+
+@pytest.mark.parametrize("components", [COMPONENTS, None])
+def test_stages_of_a_pipeline_are_supplied_too(components: list[str] | None, tmp_path: Path) -> None:
+    straight, _ = run_on_ranks(pipeline_job, 2, str(tmp_path), "straight", None, None)[0]
+    run_on_ranks(pipeline_job, 2, str(tmp_path), "run", 4, COMPONENTS)
+    for resumed, supplied in run_on_ranks(pipeline_job, 2, str(tmp_path), "run", None, components):
+        assert supplied == ["checkpoint-4"]
+        assert resumed.losses == straight.losses[4:]
+        torch.testing.assert_close(resumed.weights, straight.weights, rtol=0.0, atol=0.0)

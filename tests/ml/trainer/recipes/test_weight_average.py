@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
 from transformers import AutoModelForCausalLM
 
@@ -15,8 +16,9 @@ from forgather.ml.trainer.hybrid import HybridTrainer
 from forgather.ml.trainer.pipeline import PipelineTrainer
 from forgather.ml.trainer.trainer import Trainer
 from forgather.ml.trainer.weight_average import WeightAverage
+from tests.support.data_parallel import ddp_trainer
 from tests.support.pipelines import joined, tied_gpt2, trainer_of
-from tests.support.ranks import run_on_ranks
+from tests.support.ranks import outcomes_on_ranks, run_on_ranks
 from tests.support.tiny_models import Recorder, Stream, TokenModel, quiet_trainer, tiny_llama, token_samples, weights
 
 DECAY = 0.8
@@ -227,6 +229,28 @@ def test_averages_move_between_trainers(tmp_path: Path) -> None:
     expected = straight_run(tmp_path / "straight", build, 15)
     for name, tensor in expected.items():
         assert (moved[name] - tensor).norm() / tensor.norm() < 1e-6, name
+
+
+class SpoilsItsModel:
+    """A callback that gives the model of one rank a parameter which no checkpoint has, after the last save."""
+
+    def on_save(self, model: nn.Module, state: Any, **_: Any) -> None:
+        if dist.get_rank() == 1 and state.global_step == SETTINGS["max_steps"]:
+            model.register_parameter("unknown", nn.Parameter(torch.zeros(1)))
+
+
+def best_on_ranks(output_dir: Path) -> None:
+    settings = {**SETTINGS, "eval_strategy": "steps", "eval_steps": 3, "load_best_model_at_end": True}
+    options = {"eval_dataset": token_samples(4)}
+    ddp_trainer(
+        output_dir, tiny_llama(), token_samples(40), SpoilsItsModel(), trainer_options=options, **settings
+    ).train()
+
+
+def test_ranks_agree_when_one_cannot_load_the_best_weights(tmp_path: Path) -> None:
+    for outcome in outcomes_on_ranks(best_on_ranks, 2, tmp_path):
+        assert outcome.error_type == "DistributedError"
+        assert "loading the best model" in str(outcome.error_message) and "unknown" in str(outcome.error_message)
 
 
 # --- refused

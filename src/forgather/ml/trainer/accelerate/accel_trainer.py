@@ -93,6 +93,9 @@ class AccelTrainer(DataParallelTrainer):
     def _dispatches(self, for_training: bool) -> bool:
         return False
 
+    def _device_type(self) -> str:
+        return str(self.accelerator.device.type)
+
     def _init_device(self) -> None:
         self.device = self.accelerator.device
 

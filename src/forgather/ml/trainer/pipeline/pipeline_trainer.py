@@ -61,7 +61,8 @@ class PipelineTrainer(StagedTrainer):
         pipeline, args = self.pipeline, self.args
         self._forward_model = nn.ModuleList(pipeline.own.values())
         # What a stage computes with; the modules themselves are what is generated with and checkpointed.
-        running, loss_fn, head = self._with_fused_loss(dict(pipeline.own))
+        with self._agreement("making the loss"):
+            running, loss_fn, head = self._with_fused_loss(dict(pipeline.own))
         running = {index: self._compiled(module) for index, module in running.items()}
         for stage in pipeline.stages:
             stage.submod = running[stage.stage_index]
