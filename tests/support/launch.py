@@ -3,6 +3,7 @@
 import atexit
 import contextlib
 import os
+import random
 import signal
 import socket
 import subprocess
@@ -21,6 +22,7 @@ from tests.support.rank_protocol import rank_variables
 from tests.support.ranks import RankTimeout
 
 STACKS_SECONDS = 1.0
+LOWEST_PORT, HIGHEST_PORT = 10000, 65535
 # What torchrun and the rank harness set; a test process that has them must not pass them on.
 INHERITED_VARIABLES = ("TORCHELASTIC_", "GROUP_", "ROLE_", *rank_variables(0, 1, 0))
 
@@ -189,9 +191,26 @@ atexit.register(kill_leftovers)
 
 
 def free_port() -> int:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return int(probe.getsockname()[1])
+    """A port that a job can listen on a moment later.
+
+    Never one of those that the system hands out by itself: any connection that begins in that moment could get it. Drawn
+    from the system, since forks and tests that seed `random` would all draw the same.
+    """
+    draw = random.SystemRandom()
+    while True:
+        port = draw.randrange(LOWEST_PORT, first_ephemeral_port())
+        with socket.socket() as probe, contextlib.suppress(OSError):
+            probe.bind(("", port))
+            return port
+
+
+def first_ephemeral_port() -> int:
+    """Where the ports begin that the system gives to whoever asks for any."""
+    setting = Path("/proc/sys/net/ipv4/ip_local_port_range")
+    # Elsewhere than on Linux they begin higher than by default there.
+    first = int(setting.read_text().split()[0]) if setting.exists() else 32768
+    # Where nearly all ports are given away there is none that is safe.
+    return first if first >= 2 * LOWEST_PORT else HIGHEST_PORT + 1
 
 
 def rendezvous_options(node_rank: int, port: int, elastic: bool) -> list[str]:

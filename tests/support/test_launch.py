@@ -2,13 +2,14 @@
 
 import contextlib
 import re
+import socket
 import time
 from pathlib import Path
 
 import psutil
 import pytest
 
-from tests.support.launch import finish_all, run_torchrun, start_ranks
+from tests.support.launch import HIGHEST_PORT, finish_all, first_ephemeral_port, free_port, run_torchrun, start_ranks
 from tests.support.ranks import RankTimeout
 
 SAY_RANK = """
@@ -40,6 +41,18 @@ def write_script(directory: Path, text: str) -> str:
     path = directory / "script.py"
     path.write_text(text)
     return str(path)
+
+
+def test_no_connection_is_given_the_port_of_a_job() -> None:
+    if first_ephemeral_port() > HIGHEST_PORT:
+        pytest.skip("this system gives nearly all ports to whoever asks for any")
+    ports = {free_port() for _ in range(200)}
+    # The system gives its own ports to listeners and to connections alike, one after the other.
+    with contextlib.ExitStack() as stack:
+        given = {stack.enter_context(socket.create_server(("127.0.0.1", 0))).getsockname()[1] for _ in range(200)}
+    assert max(ports) < min(given)
+    # Two jobs that begin in the same moment hardly ever draw the same.
+    assert len(ports) > 190
 
 
 def test_ranks_get_their_variables(tmp_path: Path) -> None:
