@@ -1,0 +1,109 @@
+"""What the loaders of all kinds of data have in common: one pass over an epoch, which any iterator goes on with."""
+
+from collections.abc import Iterator
+from typing import Any
+
+from torch.utils.data import DataLoader
+
+
+class EpochLoader:
+    """Hands out the batches of an epoch over any number of iterators, which all continue the same pass."""
+
+    def __init__(self, loader: Any) -> None:
+        self._loader = loader
+        self._iterator: Iterator[Any] | None = None
+        self._epoch = 0
+        self._finished = False
+
+    @property
+    def dataset(self) -> Any:
+        """What the caller gave, if it is not a loader without one."""
+        return getattr(self._loader, "dataset", None)
+
+    def set_epoch(self, epoch: int) -> None:
+        if epoch == self._epoch:
+            return
+        self._pause()
+        self._start_epoch(epoch)
+        self._epoch, self._finished = epoch, False
+
+    def __iter__(self) -> Iterator[Any]:
+        while not self._finished:
+            if self._iterator is None:
+                self._iterator = self._open()
+            try:
+                batch = next(self._iterator)
+            except StopIteration:
+                self._finish()
+                return
+            except BaseException:
+                # a worker would go on with the batch after the one that failed, and the position would be wrong
+                self.close()
+                raise
+            yield self._counted(batch)
+
+    def close(self) -> None:
+        self._keep_position()
+        self._end_workers()
+
+    def _end_workers(self) -> None:
+        # a loader that is its own iterator is not ours to end
+        if self._iterator is not self._loader:
+            _shut_down(self._iterator)
+        self._iterator = None
+        if isinstance(self._loader, DataLoader):
+            _shut_down(self._loader._iterator)
+            # torch would wait for ever for the workers of this iterator
+            self._loader._iterator = None
+
+    def _pause(self) -> None:
+        """Leaves the pass that is under way; workers that are to outlive an epoch stay."""
+        if getattr(self._loader, "persistent_workers", False):
+            self._iterator = None
+        else:
+            self._end_workers()
+
+    def _finish(self) -> None:
+        self._finished = True
+        self._pause()
+
+    def _open(self) -> Iterator[Any]:
+        """An iterator from the position to the end of the epoch."""
+        raise NotImplementedError
+
+    def _start_epoch(self, epoch: int) -> None:
+        """Moves to the beginning of an epoch."""
+        raise NotImplementedError
+
+    def _counted(self, batch: Any) -> Any:
+        """Moves the position behind the batch, which is about to be handed out."""
+        return batch
+
+    def _keep_position(self) -> None:
+        """Takes the position out of the iterator that is about to end."""
+
+
+def check_length(dataset: Any, length: int | None, batch_size: int = 1, drop_last: bool = False) -> None:
+    if length == 0:
+        raise ValueError(
+            f"The training dataset ({name_of(dataset)}) is empty. Check that its path and split are right, and that no "
+            "filter, limit or sharding removed all of its samples."
+        )
+    if drop_last and length is not None and length < batch_size:
+        raise ValueError(
+            f"The training dataset ({name_of(dataset)}) has {length} samples, fewer than one batch of {batch_size}, and "
+            "dataloader_drop_last=True drops incomplete batches, so that nothing is left. Use a smaller batch or more "
+            "data, or keep the last batch."
+        )
+
+
+def name_of(item: Any) -> str:
+    return type(item).__qualname__
+
+
+def _shut_down(iterator: Any) -> None:
+    """Ends the workers of an iterator of torch or torchdata, or closes a generator."""
+    # torch does this when the iterator is collected, which a traceback or a cycle may put off for ever
+    end = getattr(iterator, "_shutdown_workers", None) or getattr(iterator, "close", None)
+    if end is not None:
+        end()
