@@ -1,6 +1,7 @@
 """Float8 training: linear layers that multiply in eight bits, by torchao."""
 
 from collections.abc import Collection, Mapping
+from dataclasses import replace
 from importlib.util import find_spec
 
 import torch
@@ -46,6 +47,9 @@ def convert_to_fp8(
     chosen, report = choose_layers(model, keep, obstacle)
     layers = {layer for layer in chosen.values() if not isinstance(layer, Float8Linear)}
     config = Float8LinearConfig.from_recipe_name(recipe)
+    if recipe != "rowwise_with_gw_hp":
+        # The gradient of a weight is a product over tokens, whose number need not be one that the hardware can take.
+        config = replace(config, pad_inner_dim=True)
     names = {name: module for name, module in model.named_modules(remove_duplicate=False) if module in layers}
     convert_to_float8_training(model, config=config, module_filter_fn=lambda module, name: module in layers)
     _make_one_again(model, names)

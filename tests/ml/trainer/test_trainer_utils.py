@@ -4,7 +4,9 @@ import pytest
 import torch
 from torch import nn
 
+from forgather.ml.distributed import StaticDistributedEnvironment
 from forgather.ml.trainer.trainer_utils import (
+    choose_device,
     enable_hf_activation_checkpointing,
     maybe_cleanup_memory,
     set_train,
@@ -68,3 +70,30 @@ def test_hugging_face_models_get_checkpoints_that_are_not_reentrant() -> None:
 def test_other_models_are_told_what_to_pass() -> None:
     with pytest.raises(ValueError, match=r"Linear \(rank 3\).*enable_activation_checkpoint_fn"):
         enable_hf_activation_checkpointing(3, nn.Linear(2, 2))
+
+
+@pytest.mark.parametrize(
+    ("asked", "kind", "device"),
+    [
+        (None, "cuda", "cuda:5"),
+        ("cuda", "cuda", "cuda:5"),
+        ("cuda:5", "cuda", "cuda:5"),
+        ("xpu", "xpu", "xpu:2"),
+        ("cuda:1", "cpu", "cpu"),
+    ],
+)
+def test_the_device_is_that_of_the_environment(asked: str | None, kind: str, device: str) -> None:
+    env = StaticDistributedEnvironment(local_rank=2, local_world_size=4, device="cuda:5", device_type="cuda")
+    assert choose_device(asked, kind, env) == torch.device(device)
+
+
+def test_a_process_alone_may_choose_any_device() -> None:
+    alone = StaticDistributedEnvironment()
+    assert choose_device(None, "cuda", alone) == torch.device("cuda:0")
+    assert choose_device("cuda:1", "cuda", alone) == torch.device("cuda:1")
+
+
+def test_one_device_for_several_processes_is_refused() -> None:
+    env = StaticDistributedEnvironment(local_rank=2, local_world_size=4, device="cuda:2", device_type="cuda")
+    with pytest.raises(ValueError, match=r"device='cuda:0' cannot be used by local rank 2, whose device is cuda:2"):
+        choose_device("cuda:0", "cuda", env)

@@ -206,7 +206,10 @@ def _cce(hidden_states: Tensor, weight: Tensor, bias: Tensor | None, targets: Te
 def _liger(hidden_states: Tensor, weight: Tensor, bias: Tensor | None, targets: Tensor, ignore_index: int) -> Tensor:
     # The module rather than the function below it, whose arguments and results differ between versions.
     module = import_module("liger_kernel.transformers.fused_linear_cross_entropy")
-    loss = module.LigerFusedLinearCrossEntropyLoss(ignore_index=ignore_index, reduction="sum")
+    kind = module.LigerFusedLinearCrossEntropyLoss
+    # Else chunks of the weight's gradient are added up in its own dtype; old versions have no parameter of that name.
+    precise = {"accum_dtype": torch.float32} if "accum_dtype" in inspect.signature(kind).parameters else {}
+    loss = kind(ignore_index=ignore_index, reduction="sum", **precise)
     return loss(weight, hidden_states, targets, bias)
 
 

@@ -24,6 +24,7 @@ SDPA_BACKENDS = ("math", "flash", "efficient", "cudnn")
 ArgumentsT = TypeVar("ArgumentsT", bound="MinimalTrainingArguments")
 BaseArgumentsT = TypeVar("BaseArgumentsT", bound="BaseTrainingArguments")
 
+_COMPILE_MODES = [None, "default", "lite", "reduce-overhead", "max-autotune", "max-autotune-no-cudagraphs"]
 _SCHEDULES = (
     "linear",
     "cosine",
@@ -144,6 +145,9 @@ class MinimalTrainingArguments:
         for name in ("dataloader_num_workers", "eval_delay", "warmup_steps", "learning_rate", "weight_decay"):
             self._require(name, 0)
         self._choose("lr_scheduler_type", _SCHEDULES)
+        if self.torch_compile_backend in (None, "inductor"):
+            # Other compilers have modes of their own.
+            self._choose("torch_compile_mode", _COMPILE_MODES)
         if self.max_grad_norm is not None:
             self._require("max_grad_norm", 0)
         for name in ("adam_beta1", "adam_beta2"):

@@ -134,7 +134,8 @@ class ModelLoss:
         if not self._token_weighted:
             share = forward.own_loss / num_shares
         else:
-            share = forward.own_loss if count is total else forward.own_loss * (count / total)
+            # A new tensor in any case: CUDA graphs write into those that they returned when they run again.
+            share = forward.own_loss.clone() if count is total else forward.own_loss * (count / total)
         return share if isinstance(count, int) else zero_without_targets(share, count, forward.logits)
 
     def _first_forward(

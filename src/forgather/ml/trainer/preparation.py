@@ -40,7 +40,7 @@ from forgather.ml.trainer.trainer_types import (
     OptimizerFactoryT,
     OptimizerT,
 )
-from forgather.ml.trainer.trainer_utils import enable_hf_activation_checkpointing
+from forgather.ml.trainer.trainer_utils import choose_device, enable_hf_activation_checkpointing
 
 logger = logging.getLogger(__name__)
 
@@ -161,13 +161,10 @@ class PreparedTrainer(RecipeTrainer):
 
     def _init_device(self) -> None:
         """Choose the device: the one asked for, else an accelerator, else the CPU."""
-        if self.args.use_cpu:
-            self.device = torch.device("cpu")
-        elif self.args.device is not None:
-            self.device = torch.device(self.args.device)
-        else:
-            kind = self._device_type()
-            self.device = torch.device(kind) if kind == "cpu" else torch.device(kind, self.env.local_rank)
+        self.device = choose_device(self.args.device, self._device_type(), self.env)
+        if self.device.index is not None and torch.accelerator.device_count() > 1:
+            # Statistics, and kernels of other packages, take the current device for the one that is meant.
+            torch.accelerator.set_device_index(self.device.index)
 
     def _init_precision(self) -> None:
         """Settings of torch that hold for the whole process, and mixed precision."""
@@ -258,7 +255,9 @@ class PreparedTrainer(RecipeTrainer):
         self._loss_function = self.compute_loss_func
         self._forward_model = model
         if self._fused_loss_factory is not None:
-            head = output_embeddings_of(model)
+            with self.amp.autocast():
+                # As it will run: some attention works in few bits only.
+                head = output_embeddings_of(model)
             self._loss_function = self._fused_loss_factory(head)
             self._forward_model = HiddenStatesModel(model)
         if self.args.torch_compile:

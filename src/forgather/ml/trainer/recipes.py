@@ -5,8 +5,8 @@ checkpointing in the preparation, torch's own settings in `torch_settings`, fuse
 """
 
 import logging
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import AbstractContextManager, contextmanager
+from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
 import torch
@@ -19,9 +19,12 @@ from forgather.ml.trainer.activation_offloading import OffloadedActivations
 from forgather.ml.trainer.amp import AMPContext
 from forgather.ml.trainer.base_trainer import BaseTrainer
 from forgather.ml.trainer.layer_recipes import apply_layer_recipe
+from forgather.ml.trainer.torch_settings import cuda_graphs_problem
 from forgather.ml.trainer.weight_average import WeightAverage
 
 logger = logging.getLogger(__name__)
+
+_NO_CONTEXT: AbstractContextManager[Any] = nullcontext()
 
 
 class RecipeTrainer(BaseTrainer):
@@ -36,6 +39,7 @@ class RecipeTrainer(BaseTrainer):
     _fused_loss_factory: Any
     _step_in_backward: StepInBackward | None = None
     _average: WeightAverage | None = None
+    _is_pipeline_parallel: Callable[[], bool]
     _has_layer_recipe: Any = None
     """The model whose layers were replaced."""
 
@@ -54,6 +58,17 @@ class RecipeTrainer(BaseTrainer):
             require_fp8(self.args.fp8_recipe, self._device_type())
         if self.args.qat_recipe is not None:
             require_qat(self.args.qat_recipe, self._device_type())
+        if self.args.torch_compile:
+            self._refuse_cuda_graphs()
+
+    def _refuse_cuda_graphs(self) -> None:
+        mode, num_batches = self.args.torch_compile_mode, self.args.gradient_accumulation_steps
+        problem = cuda_graphs_problem(mode, self._device_type(), num_batches, self._is_pipeline_parallel())
+        if problem is not None:
+            raise ValueError(
+                f"torch_compile_mode={mode!r} replays CUDA graphs, which cannot be used here: {problem}. Use "
+                "torch_compile_mode='default' or 'max-autotune-no-cudagraphs'."
+            )
 
     def _device_type(self) -> str:
         """The kind of device that `_init_device` will choose."""
@@ -70,18 +85,15 @@ class RecipeTrainer(BaseTrainer):
             assert self.model is not None
             apply_layer_recipe(self.model, self.args)
 
-    def _forward_context(self) -> AbstractContextManager[Any]:
-        """What the forward passes of training run in."""
-        return self._offloading() if self._offloads_activations else self.amp.autocast()
+    def _activation_context(self) -> AbstractContextManager[Any]:
+        """What the model's forward passes in training run in, but not the loss: its gradients are needed at once."""
+        if self._offloads_activations:
+            return OffloadedActivations(self.unwrapped_model().parameters())
+        return _NO_CONTEXT
 
     @property
     def _offloads_activations(self) -> bool:
         return bool(self.args.enable_activation_offloading) and self.device.type != "cpu"
-
-    @contextmanager
-    def _offloading(self) -> Iterator[None]:
-        with self.amp.autocast(), OffloadedActivations(self.unwrapped_model().parameters()):
-            yield
 
     def _say_what_has_no_effect(self) -> None:
         if self.args.enable_activation_offloading and not self._offloads_activations:

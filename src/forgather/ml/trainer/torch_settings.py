@@ -8,6 +8,8 @@ import torch
 
 from forgather.ml.trainer.arguments import TrainingArguments
 
+_MODES_WITH_CUDA_GRAPHS = ("reduce-overhead", "max-autotune")
+
 
 @contextlib.contextmanager
 def torch_settings(args: TrainingArguments) -> Iterator[None]:
@@ -35,6 +37,20 @@ def activation_budget(budget: float | None) -> Iterator[None]:
             yield
     finally:
         torch.compiler.reset()
+
+
+def cuda_graphs_problem(mode: str | None, device_type: str, num_batches: int, is_pipeline: bool) -> str | None:
+    """Why a mode of the compiler that replays CUDA graphs cannot be used, None when it can, or replays none."""
+    if device_type != "cuda" or mode not in _MODES_WITH_CUDA_GRAPHS:
+        return None
+    if is_pipeline:
+        return "a pipeline has the activations of several micro-batches at once, and a graph has room for those of one"
+    if num_batches > 1:
+        return (
+            f"gradient_accumulation_steps={num_batches} adds up gradients over several passes, and a graph writes those of "
+            "the next pass over them"
+        )
+    return None
 
 
 def _attention_by(names: str | list[str], set_priority: bool) -> Any:

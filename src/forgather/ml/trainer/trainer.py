@@ -294,8 +294,9 @@ class Trainer(EvaluatingTrainer):
         """The share of the step's loss; the logits are let go before the backward pass, which needs the memory."""
         batch = window.batches[number]
         inputs, labels = self._prepare_batch(batch)
-        with self._forward_context():
-            forward = self.model_loss.forward(self._forward_model, inputs, labels, isinstance(batch, EmptyBatch))
+        with self.amp.autocast():
+            with self._activation_context():
+                forward = self.model_loss.forward(self._forward_model, inputs, labels, isinstance(batch, EmptyBatch))
             if window.total is None:
                 # The first step of a process: only now is it known which positions count.
                 self._count_targets(window)

@@ -8,6 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from forgather.ml.distributed.environment import DistributedEnvInterface
 from forgather.ml.trainer.empty_batch import EmptyBatch
 
 
@@ -24,6 +25,23 @@ def set_train(model: nn.Module, mode: bool) -> Iterator[None]:
     finally:
         for module, training in previous:
             module.training = training
+
+
+def choose_device(asked: str | torch.device | None, kind: str, env: DistributedEnvInterface) -> torch.device:
+    """The device of this kind that a process uses: the one with the number asked for, else that of its environment."""
+    if kind == "cpu":
+        return torch.device(kind)
+    is_of_env = env.device_type == kind
+    own = torch.device(env.device) if is_of_env else torch.device(kind, env.local_rank)
+    if asked is None or torch.device(asked).index is None:
+        return own
+    if is_of_env and env.local_world_size > 1 and torch.device(asked) != own:
+        raise ValueError(
+            f"device={str(asked)!r} cannot be used by local rank {env.local_rank}, whose device is {own}: the "
+            f"{env.local_world_size} processes of a node use different ones, and messages between them go by these. Leave "
+            f"device unset, say {kind!r}, or give a DistributedEnvironment(device_map=...)."
+        )
+    return torch.device(asked)
 
 
 def moved(value: Any, device: torch.device) -> Any:

@@ -12,6 +12,9 @@ from forgather.ml.checkpoint.errors import CheckpointLoadError
 
 logger = logging.getLogger(__name__)
 
+_COPIED_AT_ONCE = 2**24
+"""Elements of weights of few bits that have a copy in float32 at a time."""
+
 
 class WeightAverage:
     """Averages of trainable parameters by name; each update makes them decay x average + (1 - decay) x parameter.
@@ -31,6 +34,7 @@ class WeightAverage:
                 seen.add(parameter)
                 self._parameters[name] = parameter
         self._averages: dict[str, Tensor] = {}
+        self._portions = _portions(self._parameters)
 
     def begin(self) -> None:
         """Start from the weights as they are, unless a state was loaded."""
@@ -45,9 +49,9 @@ class WeightAverage:
     @torch.no_grad()
     def update(self) -> None:
         """Take the present weights in."""
-        if self._averages:
-            values = [_precise(one) for one in self._parameters.values()]
-            torch._foreach_lerp_(list(self._averages.values()), values, 1.0 - self.decay)
+        for names in self._portions:
+            values = [_precise(self._parameters[name]) for name in names]
+            torch._foreach_lerp_([self._averages[name] for name in names], values, 1.0 - self.decay)
 
     @contextmanager
     def in_model(self) -> Iterator[None]:
@@ -122,6 +126,20 @@ class WeightAverage:
         for part in parts:
             merged = {**part["averages"], **merged}
         return {"averages": merged}
+
+
+def _portions(parameters: Mapping[str, Tensor]) -> list[list[str]]:
+    """Names that are updated together: all, but for those that are copied in order to be, of which some at a time."""
+    portions: list[list[str]] = [[name for name, one in parameters.items() if not _is_short(one)]]
+    room = 0
+    for name, one in parameters.items():
+        if _is_short(one):
+            if one.numel() > room:
+                portions.append([])
+                room = _COPIED_AT_ONCE
+            portions[-1].append(name)
+            room -= one.numel()
+    return [names for names in portions if names]
 
 
 def _is_short(parameter: Tensor) -> bool:

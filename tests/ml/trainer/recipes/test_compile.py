@@ -14,6 +14,7 @@ from torch._dynamo.utils import counters
 from torch.autograd.graph import saved_tensors_hooks
 
 from forgather.ml.trainer.pipeline import PipelineTrainer
+from forgather.ml.trainer.torch_settings import cuda_graphs_problem
 from forgather.ml.trainer.trainer import Trainer
 from tests.support.data_parallel import run
 from tests.support.pipelines import trainer_of
@@ -147,6 +148,57 @@ def test_the_compiler_gives_up_at_the_limit_that_was_set_and_training_goes_on(tm
         )
     assert compiled.num_graphs == 2
     assert len(compiled.training) == 10
+
+
+class Replaying(TokenModel):
+    """Returns its loss in the same memory each time, as CUDA graphs do."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.register_buffer("memory", torch.zeros(()), persistent=False)
+
+    def forward(self, input_ids: Tensor, labels: Tensor) -> dict[str, Tensor]:
+        loss = F.cross_entropy(super().forward(input_ids).flatten(0, 1), labels.flatten())
+        if torch.is_grad_enabled():
+            return {"loss": loss}
+        self.memory.copy_(loss)
+        return {"loss": self.memory}
+
+
+def test_losses_survive_the_next_run_of_a_graph(tmp_path: Path) -> None:
+    tokens = torch.randint(0, VOCAB_SIZE, (6, 8), generator=torch.Generator().manual_seed(0))
+    samples = [{"input_ids": row, "labels": row} for row in tokens]
+    trainer = quiet_trainer(tmp_path, Replaying(), None, trainer_options={"eval_dataset": samples})
+    found = trainer.evaluate()["eval_loss"]
+    one_by_one = [quiet_trainer(tmp_path, Replaying(), None).evaluate([sample])["eval_loss"] for sample in samples]
+    assert len(set(one_by_one)) > 1
+    assert found == pytest.approx(sum(one_by_one) / len(one_by_one), rel=1e-6)
+
+
+@pytest.mark.parametrize(
+    ("settings", "message"),
+    [
+        (
+            {"torch_compile_mode": "reduce-overhead", "gradient_accumulation_steps": 2},
+            r"'reduce-overhead' replays CUDA graphs, which cannot be used here: gradient_accumulation_steps=2 .*'default'",
+        ),
+        ({"torch_compile_mode": "fast"}, r"torch_compile_mode='fast' cannot be used: choose one of None, 'default'"),
+    ],
+)
+def test_modes_that_cannot_work_are_refused(settings: dict[str, Any], message: str, tmp_path: Path) -> None:
+    on_gpu = {"use_cpu": False, "device": "cuda", "torch_compile": True}
+    with pytest.raises(ValueError, match=message):
+        quiet_trainer(tmp_path, TokenModel(), token_samples(2), **on_gpu, **settings)
+    if "gradient_accumulation_steps" in settings:
+        quiet_trainer(tmp_path, TokenModel(), token_samples(2), torch_compile=True, **settings)
+
+
+def test_modes_with_cuda_graphs_are_refused_in_pipelines() -> None:
+    assert "a pipeline has the activations of several micro-batches at once" in str(
+        cuda_graphs_problem("max-autotune", "cuda", 1, is_pipeline=True)
+    )
+    assert cuda_graphs_problem("max-autotune", "cuda", 1, is_pipeline=False) is None
+    assert cuda_graphs_problem("max-autotune-no-cudagraphs", "cuda", 2, is_pipeline=True) is None
 
 
 class Kept:

@@ -269,6 +269,18 @@ def test_models_that_cannot_be_tried_are_refused(tmp_path: Path) -> None:
         build_only(tmp_path, NeedsMore(config), **FUSED)
 
 
+def test_a_model_that_runs_in_few_bits_only_is_tried_in_them(tmp_path: Path) -> None:
+    def require_few_bits(*_: Any) -> None:
+        if not torch.is_autocast_enabled("cpu"):
+            raise ValueError("only few bits")
+
+    model = tiny_llama()
+    # As flash attention does.
+    model.model.layers[0].register_forward_pre_hook(require_few_bits)
+    result, _ = losses(tmp_path, model, True, mixed_precision="bf16")
+    assert len(result.losses) > 0
+
+
 def gemma2() -> nn.Module:
     config = Gemma2Config(
         vocab_size=VOCAB_SIZE,

@@ -1,6 +1,5 @@
 """Settings that are passed to torch reach it while a trainer runs, and are gone afterwards."""
 
-import logging
 from pathlib import Path
 from typing import Any
 
@@ -8,15 +7,13 @@ import pytest
 import torch
 from torch import Tensor, nn
 from torch._functorch import config as functorch_config
-from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.nn import functional
 from torch.profiler import ProfilerActivity, profile
 
-from forgather.ml.trainer.activation_offloading import OffloadedActivations
 from tests.support.data_parallel import assert_same_training, run
 from tests.support.pipelines import llama, trainer_of
 from tests.support.ranks import run_on_ranks
-from tests.support.tiny_models import VOCAB_SIZE, Recorder, TokenModel, quiet_trainer, tiny_llama, token_samples
+from tests.support.tiny_models import VOCAB_SIZE, Recorder, TokenModel, quiet_trainer, token_samples
 
 LOGGED: dict[str, Any] = {"logging_strategy": "steps", "logging_steps": 1}
 
@@ -108,35 +105,7 @@ def test_detect_anomaly_names_the_operation_that_failed(tmp_path: Path) -> None:
         quiet_trainer(tmp_path, Root(), token_samples(2), max_steps=1, detect_anomaly=True).train()
 
 
-# --- activation offloading
-
-
-def test_offloading_changes_nothing_on_the_cpu_and_says_so(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
-    settings = {"max_steps": 3, **LOGGED}
-    plain = run(quiet_trainer(tmp_path / "plain", tiny_llama(), token_samples(8), **settings))
-    with caplog.at_level(logging.WARNING):
-        offloaded = run(
-            quiet_trainer(
-                tmp_path / "offloaded", tiny_llama(), token_samples(8), enable_activation_offloading=True, **settings
-            )
-        )
-    assert offloaded.losses == plain.losses
-    assert "enable_activation_offloading=True has no effect" in caplog.text
-
-
-def test_what_the_backward_pass_needs_goes_to_the_cpu_but_not_the_weights() -> None:
-    with FakeTensorMode(allow_non_fake_inputs=True):
-        weight = torch.empty((64, 64), device="cuda")
-        small = torch.empty((4,), device="cuda")
-        offloading = OffloadedActivations([weight])
-        # As compiled graphs save some: their backward passes insist on the strides.
-        activation = torch.empty((64, 32), device="cuda").t()
-        packed = [offloading._pack(tensor) for tensor in (activation, weight, weight.t(), small)]
-        assert packed[0][1].device.type == "cpu"
-        assert offloading.unpack_hook(packed[0]).device.type == "cuda"
-        assert offloading.unpack_hook(packed[0]).shape == activation.shape
-        assert offloading.unpack_hook(packed[0]).stride() == activation.stride()
-        assert all(isinstance(one, Tensor) and one.device.type == "cuda" for one in packed[1:])
+# --- on pipelines
 
 
 def on_pipeline(output_dir: Path) -> None:

@@ -176,6 +176,26 @@ def test_short_weights_have_long_averages() -> None:
     torch.testing.assert_close(average.state_dict()["averages"]["one"], torch.full((3,), 2 - 0.999**3))
 
 
+def test_weights_are_averaged_alike_however_few_are_copied_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    def averages_with(room: int) -> dict[str, Tensor]:
+        monkeypatch.setattr("forgather.ml.trainer.weight_average._COPIED_AT_ONCE", room)
+        dtypes = [torch.bfloat16, torch.float32, torch.bfloat16, torch.bfloat16, torch.float16]
+        parameters = {f"{number}": nn.Parameter(torch.ones(4, dtype=dtype)) for number, dtype in enumerate(dtypes)}
+        average = WeightAverage(parameters.items(), 0.75)
+        average.begin()
+        with torch.no_grad():
+            for number, parameter in enumerate(parameters.values()):
+                parameter.add_(number)
+        average.update()
+        return average.state_dict()["averages"]
+
+    expected = {f"{number}": torch.full((4,), 0.75 + 0.25 * (1 + number)) for number in range(5)}
+    for room in (1, 4, 8, 100):
+        found = averages_with(room)
+        assert found.keys() == expected.keys()
+        assert all(torch.equal(found[name], tensor) for name, tensor in expected.items())
+
+
 def test_a_checkpoint_without_averages_starts_them_from_its_weights(tmp_path: Path) -> None:
     first = trainer_for(tmp_path, tiny_llama(), ema_decay=None, max_steps=3)
     first.train()

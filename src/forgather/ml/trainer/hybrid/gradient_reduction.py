@@ -24,7 +24,11 @@ class _Bucket:
 
     def start(self, group: ProcessGroup) -> None:
         gradients = [torch.zeros_like(one) if one.grad is None else one.grad for one in self.parameters]
-        present = gradients[0].new_tensor([one.grad is not None for one in self.parameters])
+        # Filled on the device: a list would have to be copied to it, and the copy waited for.
+        present = gradients[0].new_ones(len(self.parameters))
+        for number, one in enumerate(self.parameters):
+            if one.grad is None:
+                present[number] = 0
         self.flat = _flatten_dense_tensors([*gradients, present])
         self.work = dist.all_reduce(self.flat, group=group, async_op=True)
 

@@ -226,11 +226,11 @@ class StagedTrainer(CoordinatedTrainer):
                 "are added up between ranks before an update. Turn it off, or set tie_word_embeddings=False in the model's "
                 "configuration."
             )
-        for module in self.pipeline.own.values():
-            apply_layer_recipe(module, args)
-        if args.gradient_checkpointing:
+        with self._agreement("applying recipes to stages"):
             for module in self.pipeline.own.values():
-                self._enable_activation_checkpoint_fn(self.env.rank, module)
+                apply_layer_recipe(module, args)
+                if args.gradient_checkpointing:
+                    self._enable_activation_checkpoint_fn(self.env.rank, module)
         if args.debug_model_params:
             self.pipeline.log_parameters()
 

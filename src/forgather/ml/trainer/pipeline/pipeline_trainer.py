@@ -146,6 +146,15 @@ class PipelineTrainer(StagedTrainer):
             losses = self._runner.step(inputs, keywords, labels)
         return torch.stack([loss.detach() for loss in losses]).sum() if losses else torch.zeros((), device=self.device)
 
+    def _forward_context(self) -> contextlib.AbstractContextManager[Any]:
+        """What the forward passes of stages run in."""
+        return self._offloading() if self._offloads_activations else self.amp.autocast()
+
+    @contextlib.contextmanager
+    def _offloading(self) -> Iterator[None]:
+        with self.amp.autocast(), self._activation_context():
+            yield
+
     def _loss_of_micro_batch(self, logits: Tensor, labels: Tensor) -> Tensor:
         """The share of a micro-batch in the loss of the step."""
         with self.amp.autocast():
@@ -192,7 +201,8 @@ class PipelineTrainer(StagedTrainer):
         return -(-int(self.args.per_device_eval_batch_size) // int(self.args.n_microbatches))
 
     def _clip_grad_norm(self, max_grad_norm: float | None, norm_type: float = 2.0) -> Tensor | None:
-        own = self._gradient_norm(norm_type)
+        # Without any gradients torch makes a zero on the CPU, which would go over another network than those of other ranks.
+        own = self._gradient_norm(norm_type).to(self.device)
         if not max_grad_norm and not self._shows_norms:
             # Nobody needs the whole norm now. To wait for it would keep a rank that is done from stepping while others
             # compute; the parts are put together when they are logged.

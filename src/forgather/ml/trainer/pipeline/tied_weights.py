@@ -86,10 +86,7 @@ def compare_copies(weights: Sequence[TiedWeight], peers: Peers) -> None:
 
 def total_norm(own: Tensor, norm_type: float, group: ProcessGroup) -> Tensor:
     """The norm over all ranks of a group, from the norm of what each of them has."""
-    if norm_type == float("inf"):
-        norm = own.clone()
-        dist.all_reduce(norm, op=dist.ReduceOp.MAX, group=group)
-        return norm
-    power = own.float().pow(norm_type)
-    dist.all_reduce(power, group=group)
-    return power.pow(1.0 / norm_type)
+    # Gathered and added here, in the order of ranks: pipelines that are copies of each other must find the same bits.
+    norms = own.new_empty(group.size(), dtype=torch.float32)
+    dist.all_gather_into_tensor(norms, own.float().reshape(1), group=group)
+    return torch.linalg.vector_norm(norms, norm_type)
