@@ -13,7 +13,9 @@ from forgather.ml.optim.opt_utils import (
     OptimGroupMap,
     build_optimizer_buckets,
     build_parameter_groups,
+    check_group_map,
     make_grouped_optimizer,
+    warn_of_unknown_options,
 )
 
 
@@ -119,6 +121,30 @@ def test_groups_are_gathered_by_factory() -> None:
     ]
 
 
+def test_groups_that_other_ranks_fill_are_there_and_empty(caplog: pytest.LogCaptureFixture) -> None:
+    group_map: OptimGroupMap = {
+        "head": {"regex": "head", "config": {"lr": 0.5}},
+        "embed": {"regex": "embed", "factory": make_sgd},
+        "nothing": {"regex": "no such name"},
+    }
+    named = [(name, parameter) for name, parameter in make_model().named_parameters() if "embed" not in name]
+    optimizer = make_grouped_optimizer(named, group_map, make_adamw, names_elsewhere=["embed.weight", "head.weight"])
+    assert [len(group["params"]) for group in optimizer.param_groups] == [0, 4, 0]
+    assert [group["lr"] for group in optimizer.param_groups] == [0.5, 0.01, 0.1]
+    for _, parameter in named:
+        parameter.grad = parameter.detach().clone()
+    optimizer.step()
+    assert [record.args[0] for record in caplog.records] == ["nothing"]
+    nobody = make_grouped_optimizer([], group_map, make_adamw, names_elsewhere=["embed.weight"])
+    assert [len(group["params"]) for group in nobody.param_groups] == [0]
+
+
+def test_options_that_an_optimizer_does_not_know_are_reported(caplog: pytest.LogCaptureFixture) -> None:
+    group_map: OptimGroupMap = {"norm": {"regex": "norm", "config": {"lrr": 1.0, "lr": 0.5}}, "off": None}
+    warn_of_unknown_options(make_grouped_optimizer(make_model().named_parameters(), group_map, make_adamw), group_map)
+    assert "Optimizer group 'norm' sets lrr, which AdamW does not list among its options" in caplog.text
+
+
 def test_one_factory_makes_one_plain_optimizer() -> None:
     optimizer = make_grouped_optimizer(make_model().named_parameters(), {"norm": {"regex": "norm"}}, make_adamw)
     assert isinstance(optimizer, AdamW) and len(optimizer.param_groups) == 2
@@ -138,8 +164,13 @@ def test_several_factories_make_a_multiopt() -> None:
         ({"a": {"regex": "("}}, r"'a': '\(' is not a regular expression"),
         ({"a": {"regex": "x", "lr": 1.0}}, r"'a' has \['lr'\].*\"config\""),
         ({"a": {}, "b": {"config": {"lr": 1.0}}}, "'a', 'b' have no regex"),
+        ({"a": {"regex": "x", "config": {"lr": -1.0}}}, "'a' has lr=-1.0, but a learning rate is 0 or more"),
+        ({"a": {"regex": "x", "config": {"lr": float("nan")}}}, "'a' has lr=nan"),
+        ({"a": {"regex": "x", "factory": "SGD"}}, "'a' has factory='SGD', but a factory is called"),
+        ({"a": "embed"}, "'a' is 'embed', but has to be a mapping of regex, config, factory"),
+        (["a"], r"optimizer_groups=\['a'\] cannot be used: give a mapping"),
     ],
 )
 def test_maps_that_cannot_be_meant_are_refused(group_map: OptimGroupMap, message: str) -> None:
     with pytest.raises(ValueError, match=message):
-        groups_of(group_map)
+        check_group_map(group_map)

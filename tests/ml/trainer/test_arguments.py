@@ -80,6 +80,17 @@ def test_the_defaults_are_the_documented_ones() -> None:
         ({"adam_beta2": -0.1}, ["adam_beta2=-0.1", "at least 0"]),
         ({"max_eval_steps": 0}, ["max_eval_steps=0", "-1 for all"]),
         ({"dataloader_prefetch_factor": 2}, ["dataloader_prefetch_factor=2", "dataloader_num_workers"]),
+        ({"default_dtype": "float8_e4m3fn"}, ["default_dtype='float8_e4m3fn'", "16 bits or more"]),
+        ({"max_grad_norm": float("nan")}, ["max_grad_norm=nan", "0 or more"]),
+        ({"learning_rate": float("nan")}, ["learning_rate=nan", "0 or more"]),
+        ({"weight_decay": float("nan")}, ["weight_decay=nan", "0 or more"]),
+        ({"num_train_epochs": float("nan")}, ["num_train_epochs=nan", "number of epochs"]),
+        ({"gc_threshold": float("nan")}, ["gc_threshold=nan", "0 or more"]),
+        ({"adam_epsilon": -1.0}, ["adam_epsilon=-1.0", "0 or more"]),
+        ({"save_steps": float("inf")}, ["save_steps=inf", "float", "expected int"]),
+        ({"seed": 10**30}, [f"seed={10**30}", "less than 2**63"]),
+        ({"device": "nope"}, ["device='nope'", "'cuda:1'"]),
+        ({"dynamo_recompile_limit": 0}, ["dynamo_recompile_limit=0", "1 or more"]),
     ],
 )
 def test_wrong_values_are_refused_with_what_is_allowed(settings: dict[str, Any], words: list[str]) -> None:
@@ -114,6 +125,11 @@ def test_wrong_values_are_refused_with_what_is_allowed(settings: dict[str, Any],
             ["preserve_best_model=True", "save_strategy='no'"],
         ),
         ({"use_cpu": True, "device": "cuda:1"}, ["use_cpu=True", "device='cuda:1'"]),
+        (
+            {"mixed_precision": "fp16", "default_dtype": "float16"},
+            ["mixed_precision='fp16'", "default_dtype", "float32"],
+        ),
+        ({"metric_for_best_model": "ema_loss"}, ["metric_for_best_model='ema_loss'", "eval_ema=True"]),
     ],
 )
 def test_combinations_that_cannot_work_are_refused(settings: dict[str, Any], words: list[str]) -> None:

@@ -1,5 +1,6 @@
 """Each mistake gets an error that names it, and costs nothing that was there before."""
 
+import functools
 from pathlib import Path
 from typing import Any
 
@@ -209,6 +210,49 @@ def test_batches_that_are_no_mappings(tmp_path: Path, loss: Any) -> None:
     for run in (trainer.train, lambda: trainer.evaluate(pairs)):
         with pytest.raises(ValueError, match=r"A batch is a list, but it must be a mapping.*pass a data_collator"):
             run()
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        (
+            {"fused_loss_factory": "LinearCrossEntropyLoss"},
+            "fused_loss_factory='LinearCrossEntropyLoss' cannot be used",
+        ),
+        ({"optimizer_factory": 3}, "optimizer_factory=3 cannot be used: it has to be a function"),
+        ({"optimizer_groups": ["bias"]}, r"optimizer_groups=\['bias'\] cannot be used: give a mapping"),
+        ({"optimizer_groups": {"a": {"regex": "("}}}, "is not a regular expression"),
+    ],
+)
+def test_what_is_no_function_or_no_mapping(options: dict[str, Any], message: str, tmp_path: Path) -> None:
+    with pytest.raises(ValueError, match=message):
+        quiet_trainer(tmp_path, ScalarModel(), scalars(1), trainer_options=options)
+
+
+def test_options_that_a_schedule_does_not_have(tmp_path: Path) -> None:
+    settings = {"lr_scheduler_type": "linear", "lr_scheduler_kwargs": {"power": 2}}
+    with pytest.raises(ValueError, match=r"lr_scheduler_type='linear' cannot be made with .*'power': 2"):
+        quiet_trainer(tmp_path, ScalarModel(), scalars(1), **settings).train()
+
+
+def run_with_groups(output_dir: Path, max_steps: int, groups: Any, schedule: Any) -> Trainer:
+    settings = {**SAVING, "lr_scheduler_type": "constant", "max_steps": max_steps}
+    options = {"lr_scheduler_factory": schedule, "optimizer_groups": groups}
+    trainer = quiet_trainer(output_dir, TokenModel(), token_samples(8), trainer_options=options, **settings)
+    trainer.train()
+    return trainer
+
+
+def test_a_schedule_of_other_groups(tmp_path: Path) -> None:
+    groups = {"embedding": {"regex": "embedding", "config": {"lr": 0.5}}}
+    run_with_groups(tmp_path / "constant", 2, None, None)
+    resumed = run_with_groups(tmp_path / "constant", 4, groups, None)
+    assert [group["lr"] for group in resumed.optimizer.param_groups] == [0.5, 1.0]
+
+    halved = functools.partial(torch.optim.lr_scheduler.StepLR, step_size=1, gamma=0.5)
+    run_with_groups(tmp_path / "halved", 2, None, halved)
+    with pytest.raises(CheckpointError, match=r"StepLR, is that of 1 parameter groups, and the optimizer has 2 now"):
+        run_with_groups(tmp_path / "halved", 4, groups, halved)
 
 
 def test_samples_of_different_lengths_without_a_collator(tmp_path: Path) -> None:

@@ -114,6 +114,42 @@ def test_the_output_directory_is_held_while_training_and_free_afterwards(tmp_pat
     assert is_free_for_others(tmp_path)
 
 
+class Worse:
+    """Makes every evaluation worse than those before."""
+
+    def on_evaluate(self, metrics: dict[str, Any], state: Any, **_: Any) -> None:
+        metrics["eval_score"] = -state.global_step
+
+
+def test_a_run_that_begins_from_another_ones_checkpoint_has_a_best_of_its_own(tmp_path: Path) -> None:
+    settings = {"save_strategy": "steps", "save_steps": 1, "eval_strategy": "steps", "eval_steps": 1}
+    best = {"load_best_model_at_end": True, "metric_for_best_model": "score", "greater_is_better": True}
+
+    def trainer(name: str, max_steps: int, resume: bool | str) -> Trainer:
+        options = {"eval_dataset": scalars(1)}
+        return quiet_trainer(
+            tmp_path / name,
+            ScalarModel(),
+            scalars(1, 2, 3, 4),
+            Worse(),
+            trainer_options=options,
+            max_steps=max_steps,
+            resume_from_checkpoint=resume,
+            **settings,
+            **best,
+        )
+
+    trainer("first", 2, False).train()
+    second = trainer("second", 4, str(tmp_path / "first/checkpoints/checkpoint-2"))
+    second.train()
+    assert second.state.best_model_checkpoint == str(tmp_path / "second/checkpoints/checkpoint-3")
+    assert second.state.best_metric == -3
+    # One of the own directory is another matter.
+    third = trainer("first", 4, True)
+    third.train()
+    assert third.state.best_model_checkpoint == str(tmp_path / "first/checkpoints/checkpoint-1")
+
+
 def test_the_callers_arguments_stay_as_they_were(tmp_path: Path) -> None:
     args = TrainingArguments(
         output_dir=str(tmp_path),

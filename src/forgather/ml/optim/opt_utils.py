@@ -46,17 +46,24 @@ class _Group:
     members: list[tuple[str, Tensor]] = field(default_factory=list)
 
     def to_torch(self) -> dict[str, Any]:
-        return {"params": self.members, **self.config}
+        # Torch takes the names from the members, and refuses groups of which only some have names.
+        names: dict[str, Any] = {} if self.members else {"param_names": []}
+        return {"params": self.members, **names, **self.config}
 
 
 def build_parameter_groups(
-    named_parameters: Iterable[tuple[str, Tensor]], group_map: OptimGroupMap, debug: bool = False
+    named_parameters: Iterable[tuple[str, Tensor]],
+    group_map: OptimGroupMap,
+    debug: bool = False,
+    names_elsewhere: Iterable[str] = (),
 ) -> list[dict[str, Any]]:
     """Sort trainable parameters into groups for a torch optimizer; the groups carry the parameters' names.
 
-    Groups that are empty are left out. Factories are not looked at: one optimizer is to take all the groups.
+    Groups that are empty are left out, unless they take one of `names_elsewhere`: ranks with different parameters of one
+    model then have the same groups, and so the same schedule. Factories are not looked at: one optimizer is to take all
+    the groups.
     """
-    return [group.to_torch() for group in _filled_groups(named_parameters, group_map, debug)]
+    return [group.to_torch() for group in _filled_groups(named_parameters, group_map, debug, names_elsewhere)]
 
 
 def build_optimizer_buckets(
@@ -64,10 +71,11 @@ def build_optimizer_buckets(
     group_map: OptimGroupMap,
     default_factory: OptimizerFactory,
     debug: bool = False,
+    names_elsewhere: Iterable[str] = (),
 ) -> list[tuple[OptimizerFactory, list[dict[str, Any]]]]:
     """The groups of `build_parameter_groups`, by the factory that makes their optimizer."""
     buckets: list[tuple[OptimizerFactory, list[dict[str, Any]]]] = []
-    for group in _filled_groups(named_parameters, group_map, debug):
+    for group in _filled_groups(named_parameters, group_map, debug, names_elsewhere):
         factory = group.factory or default_factory
         # Not a dict: factories need not be hashable.
         for known, groups in buckets:
@@ -84,26 +92,42 @@ def make_grouped_optimizer(
     group_map: OptimGroupMap,
     default_factory: OptimizerFactory,
     debug: bool = False,
+    names_elsewhere: Iterable[str] = (),
 ) -> Optimizer:
     """One optimizer for all groups, which is a `Multiopt` when they have several factories."""
-    buckets = build_optimizer_buckets(named_parameters, group_map, default_factory, debug)
+    buckets = build_optimizer_buckets(named_parameters, group_map, default_factory, debug, names_elsewhere)
     optimizers = [factory(groups) for factory, groups in buckets]
     return optimizers[0] if len(optimizers) == 1 else Multiopt(optimizers)
 
 
+def check_group_map(group_map: OptimGroupMap) -> None:
+    """Raise `ValueError` unless this can be used for any model."""
+    if not isinstance(group_map, Mapping):
+        raise ValueError(
+            f"optimizer_groups={group_map!r} cannot be used: give a mapping of names of groups to their settings, such as "
+            '{"biases": {"regex": "bias$", "config": {"weight_decay": 0.0}}}.'
+        )
+    _groups_of(group_map)
+
+
 def _filled_groups(
-    named_parameters: Iterable[tuple[str, Tensor]], group_map: OptimGroupMap, debug: bool
+    named_parameters: Iterable[tuple[str, Tensor]],
+    group_map: OptimGroupMap,
+    debug: bool,
+    names_elsewhere: Iterable[str],
 ) -> list[_Group]:
     groups = _groups_of(group_map)
     named = [(name, parameter) for name, parameter in named_parameters if parameter.requires_grad]
-    if not named:
+    names = [*(name for name, _ in named), *names_elsewhere]
+    if not names:
         raise ValueError("There is nothing to optimize: the model has no parameter that requires a gradient.")
     for name, parameter in named:
         _group_for(name, groups).members.append((name, parameter))
-    _warn_of_unused(groups, [name for name, _ in named])
+    used = {id(_group_for(name, groups)) for name in names}
+    _warn_of_unused([group for group in groups if id(group) not in used], names)
     if debug:
         _log_assignment(groups)
-    return [group for group in groups if group.members]
+    return [group for group in groups if id(group) in used]
 
 
 def _groups_of(group_map: OptimGroupMap) -> list[_Group]:
@@ -121,6 +145,8 @@ def _groups_of(group_map: OptimGroupMap) -> list[_Group]:
 
 
 def _parsed(name: str, settings: Mapping[str, Any]) -> _Group:
+    if not isinstance(settings, Mapping):
+        raise ValueError(f"Optimizer group {name!r} is {settings!r}, but has to be a mapping of {', '.join(_KEYS)}.")
     if unknown := [key for key in settings if key not in _KEYS]:
         raise ValueError(
             f"Optimizer group {name!r} has {unknown}, but a group has only {', '.join(_KEYS)}. Options of the "
@@ -131,16 +157,41 @@ def _parsed(name: str, settings: Mapping[str, Any]) -> _Group:
         pattern = None if regex is None else re.compile(regex)
     except re.error as error:
         raise ValueError(f"Optimizer group {name!r}: {regex!r} is not a regular expression: {error}.") from None
-    return _Group(name, pattern, settings.get("config") or {}, settings.get("factory"))
+    config, factory = settings.get("config") or {}, settings.get("factory")
+    if factory is not None and not callable(factory):
+        raise ValueError(
+            f"Optimizer group {name!r} has factory={factory!r}, but a factory is called with a list of group dicts."
+        )
+    _check_rate(name, config)
+    return _Group(name, pattern, config, factory)
+
+
+def _check_rate(name: str, config: Mapping[str, Any]) -> None:
+    # Torch looks at the optimizer's own options only.
+    rate = config.get("lr", 0.0)
+    if isinstance(rate, (int, float)) and not rate >= 0:
+        raise ValueError(f"Optimizer group {name!r} has lr={rate!r}, but a learning rate is 0 or more.")
+
+
+def warn_of_unknown_options(optimizer: Optimizer, group_map: OptimGroupMap) -> None:
+    """Torch takes any option of a group, and one that is misspelt has no effect."""
+    known = {option for part in getattr(optimizer, "optimizers", [optimizer]) for option in part.defaults}
+    for name, settings in group_map.items():
+        unknown = [option for option in (settings or {}).get("config") or {} if option not in known]
+        if unknown:
+            logger.warning(
+                "Optimizer group %r sets %s, which %s does not list among its options (%s): is it misspelt?",
+                *(name, ", ".join(unknown), type(optimizer).__name__, ", ".join(sorted(known))),
+            )
 
 
 def _group_for(name: str, groups: Sequence[_Group]) -> _Group:
     return next(group for group in groups if group.pattern is None or group.pattern.search(name))
 
 
-def _warn_of_unused(groups: Sequence[_Group], names: Sequence[str]) -> None:
-    for group in groups:
-        if group.pattern is None or group.members:
+def _warn_of_unused(unused: Sequence[_Group], names: Sequence[str]) -> None:
+    for group in unused:
+        if group.pattern is None:
             continue
         taken = any(group.pattern.search(name) for name in names)
         logger.warning(

@@ -27,6 +27,8 @@ class StepInBackward:
     def __enter__(self) -> "StepInBackward":
         for number, group in enumerate(self._optimizer.param_groups):
             for index, parameter in enumerate(group["params"]):
+                if not parameter.requires_grad:
+                    continue
                 self._unchecked.add(parameter)
                 self._handles.append(parameter.register_post_accumulate_grad_hook(partial(self._step, number, index)))
         return self

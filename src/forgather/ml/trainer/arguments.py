@@ -2,12 +2,9 @@
 
 import copy
 import dataclasses
-import difflib
 import json
-import numbers
+import math
 import os
-import types
-import typing
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, TypeVar
@@ -17,6 +14,7 @@ import torch
 from forgather.ml.checkpoint.retention import default_greater_is_better
 from forgather.ml.construct import torch_dtype
 from forgather.ml.recipe_names import FP8_RECIPES, QAT_RECIPES
+from forgather.ml.trainer.argument_values import converted, fields_with_types, hint_for
 from forgather.ml.trainer.trainer_types import IntervalStrategy
 
 SDPA_BACKENDS = ("math", "flash", "efficient", "cudnn")
@@ -25,6 +23,7 @@ ArgumentsT = TypeVar("ArgumentsT", bound="MinimalTrainingArguments")
 BaseArgumentsT = TypeVar("BaseArgumentsT", bound="BaseTrainingArguments")
 
 _COMPILE_MODES = [None, "default", "lite", "reduce-overhead", "max-autotune", "max-autotune-no-cudagraphs"]
+_WEIGHT_DTYPES = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
 _SCHEDULES = (
     "linear",
     "cosine",
@@ -39,31 +38,14 @@ _SCHEDULES = (
 )
 """Those of `transformers` that need no metric; importing it only to ask would take seconds."""
 
-_OTHER_NAMES = {
-    "bf16": "set mixed_precision='bf16' instead",
-    "fp16": "set mixed_precision='fp16' instead",
-    "evaluation_strategy": "it is called eval_strategy",
-    "no_cuda": "it is called use_cpu",
-    "tf32": "set float32_matmul_precision='high' instead",
-    "data_seed": "seed is that of the data order too",
-    "warmup_ratio": "give the number of steps as warmup_steps",
-    "save_only_model": "name what not to save in skip_checkpoint_components",
-    "optim": "give the trainer an optimizer_factory, or optimizer_cls_and_kwargs",
-    "optim_args": "give the trainer an optimizer_factory, or optimizer_cls_and_kwargs",
-    "report_to": "give the trainer callbacks",
-    "disable_tqdm": "give the trainer callbacks",
-    "gradient_checkpointing_kwargs": "give the trainer an enable_activation_checkpoint_fn",
-}
-"""Arguments of `transformers` that are found elsewhere here."""
-
 
 @dataclass(kw_only=True)
 class ArgumentGroup:
     """Arguments that belong together, a field of other arguments; a dict is accepted in its place."""
 
     def __post_init__(self) -> None:
-        for name, hint in _type_hints(type(self)).items():
-            setattr(self, name, _converted(name, getattr(self, name), hint))
+        for name, hint in fields_with_types(type(self)).items():
+            setattr(self, name, converted(name, getattr(self, name), hint))
 
 
 @dataclass(kw_only=True)
@@ -144,6 +126,12 @@ class MinimalTrainingArguments:
             self._require(name, 1)
         for name in ("dataloader_num_workers", "eval_delay", "warmup_steps", "learning_rate", "weight_decay"):
             self._require(name, 0)
+        self._require("adam_epsilon", 0)
+        if math.isnan(self.num_train_epochs):
+            raise ValueError("num_train_epochs=nan cannot be used: give a number of epochs, negative for no limit.")
+        if self.seed >= 2**63:
+            raise ValueError(f"seed={self.seed} cannot be used: it must be less than 2**63; negative for a new one.")
+        self._check_device()
         self._choose("lr_scheduler_type", _SCHEDULES)
         if self.torch_compile_backend in (None, "inductor"):
             # Other compilers have modes of their own.
@@ -182,8 +170,8 @@ class MinimalTrainingArguments:
         return {name: value if isinstance(value, kept) else str(value) for name, value in self.to_dict().items()}
 
     def _check_types(self) -> None:
-        for name, hint in _type_hints(type(self)).items():
-            setattr(self, name, _converted(name, getattr(self, name), hint))
+        for name, hint in fields_with_types(type(self)).items():
+            setattr(self, name, converted(name, getattr(self, name), hint))
 
     def _check_strategy(self, name: str) -> None:
         value = getattr(self, name)
@@ -194,16 +182,29 @@ class MinimalTrainingArguments:
 
     def _require(self, name: str, least: float) -> None:
         value = getattr(self, name)
-        if isinstance(value, bool) or not isinstance(value, (int, float)) or value < least:
+        # So that NaN is refused as well.
+        if isinstance(value, bool) or not isinstance(value, (int, float)) or not value >= least:
             raise ValueError(f"{name}={value!r} cannot be used: it must be a number of {least} or more.")
+
+    def _check_device(self) -> None:
+        if self.device is None:
+            return
+        try:
+            torch.device(self.device)
+        except RuntimeError:
+            raise ValueError(
+                f"device={self.device!r} cannot be used: give a device of torch, such as 'cuda', 'cuda:1' or 'cpu'."
+            ) from None
 
     def _check_dtype(self, name: str) -> None:
         try:
             dtype = torch_dtype(getattr(self, name))
         except ValueError as error:
             raise ValueError(f"{name}={getattr(self, name)!r} cannot be used: {error}") from None
-        if not dtype.is_floating_point:
-            raise ValueError(f"{name}={getattr(self, name)!r} cannot be used: weights need a floating point dtype.")
+        if dtype not in _WEIGHT_DTYPES:
+            raise ValueError(
+                f"{name}={getattr(self, name)!r} cannot be used: weights need a floating point dtype of 16 bits or more."
+            )
 
     def _choose(self, name: str, choices: Sequence[Any]) -> None:
         if getattr(self, name) not in choices:
@@ -249,8 +250,12 @@ class BaseTrainingArguments(MinimalTrainingArguments):
         if self.default_dtype is not None:
             self._check_dtype("default_dtype")
         self._choose("mixed_precision", [None, "no", "bf16", "fp16"])
+        if self.mixed_precision == "fp16" and self.default_dtype is not None:
+            refuse_short_weights(torch_dtype(self.default_dtype), "default_dtype")
         self._choose("float32_matmul_precision", [None, "highest", "high", "medium"])
         self._require("preserve_n_best", 1)
+        if self.dynamo_recompile_limit is not None:
+            self._require("dynamo_recompile_limit", 1)
         if self.max_eval_steps == 0:
             raise ValueError(
                 "max_eval_steps=0 cannot be used: an evaluation needs a batch. Give a number of batches, -1 for all of "
@@ -347,6 +352,7 @@ class TrainingArguments(BaseTrainingArguments):
         super().__post_init__()
         self._choose("construct_model_on", ["default", "meta", "device"])
         self._choose("on_save_error", ["raise", "warn"])
+        self._require("gc_threshold", 0)
         self._refuse_fused_combinations()
         self._check_activation_budget()
         self._check_average()
@@ -373,6 +379,11 @@ class TrainingArguments(BaseTrainingArguments):
                 "eval_ema=True evaluates averaged weights, but ema_decay=None keeps no average. Set ema_decay, such as "
                 "0.999, or eval_ema=False."
             )
+        if not self.eval_ema and self.best_model_metric.removeprefix("eval_") == "ema_loss":
+            raise ValueError(
+                f"metric_for_best_model={self.best_model_metric!r} is the loss of averaged weights, which are not evaluated. "
+                "Set eval_ema=True (with ema_decay), or another metric."
+            )
 
     def _refuse_fused_combinations(self) -> None:
         if not self.fuse_optim_with_backward:
@@ -393,6 +404,16 @@ class TrainingArguments(BaseTrainingArguments):
                 )
 
 
+def refuse_short_weights(dtype: torch.dtype, where: str) -> None:
+    """Raise `ValueError` for weights that mixed_precision="fp16" cannot train."""
+    if dtype == torch.float16:
+        raise ValueError(
+            f"mixed_precision='fp16' cannot be combined with weights in float16 ({where}): their gradients would be in "
+            "float16, and cannot be unscaled without a loss. Keep the weights in float32, which is what mixed precision is "
+            "for, or train them without mixed_precision."
+        )
+
+
 def arguments_from(cls: type[ArgumentsT], given: "ArgumentsT | Mapping[str, Any]") -> ArgumentsT:
     """An arguments object of the trainer's own, from the caller's object or a dict of values."""
     if isinstance(given, cls):
@@ -402,18 +423,11 @@ def arguments_from(cls: type[ArgumentsT], given: "ArgumentsT | Mapping[str, Any]
         return cls(**{name: value for name, value in given.to_dict().items() if name in known})
     if not isinstance(given, Mapping):
         raise _foreign_arguments_error(cls, type(given))
-    known_names = list(_type_hints(cls))
+    known_names = list(fields_with_types(cls))
     for name in given:
         if name not in known_names:
-            raise ValueError(f"{cls.__name__} has no argument {name!r}{_hint_for(str(name), known_names)}")
+            raise ValueError(f"{cls.__name__} has no argument {name!r}{hint_for(str(name), known_names)}")
     return cls(**given)
-
-
-def _hint_for(name: str, known_names: list[str]) -> str:
-    if name in _OTHER_NAMES:
-        return f": {_OTHER_NAMES[name]}."
-    nearest = difflib.get_close_matches(name, known_names, n=1)
-    return f". Did you mean {nearest[0]!r}?" if nearest else "."
 
 
 def _foreign_arguments_error(cls: type, given: type) -> ValueError:
@@ -423,53 +437,3 @@ def _foreign_arguments_error(cls: type, given: type) -> ValueError:
         f"{given.__module__}.{given.__qualname__}. Most fields have the names of transformers.TrainingArguments: pass those "
         f"that you set as a dict, such as args={{'output_dir': ..., 'max_steps': ...}}, or as {cls.__name__}(...)."
     )
-
-
-def _type_hints(cls: type) -> dict[str, Any]:
-    """Field names and their types, in the order of the fields."""
-    hints = typing.get_type_hints(cls)
-    return {field.name: hints[field.name] for field in dataclasses.fields(cls)}
-
-
-def _converted(name: str, value: Any, hint: Any) -> Any:
-    """Turn text and numbers into the type of the field, and dicts into nested dataclasses."""
-    options = typing.get_args(hint) if isinstance(hint, types.UnionType) else (hint,)
-    if any(_is_a(value, option) for option in options):
-        return value
-    for option in options:
-        if dataclasses.is_dataclass(option) and isinstance(option, type) and isinstance(value, Mapping):
-            return _group_from(name, value, option)
-        if option in (int, float) and isinstance(value, (numbers.Real, str)) and not isinstance(value, bool):
-            try:
-                number = option(value)
-            except ValueError:
-                continue
-            if float(number) == float(value):
-                return number
-        if option is bool and str(value).lower() in ("true", "false"):
-            return str(value).lower() == "true"
-    names = ("None" if option is type(None) else getattr(option, "__name__", str(option)) for option in options)
-    expected = " or ".join(names)
-    raise ValueError(f"{name}={value!r} has type {type(value).__name__}, expected {expected}.")
-
-
-def _group_from(name: str, values: Mapping[str, Any], cls: type) -> Any:
-    known_names = list(_type_hints(cls))
-    for key in values:
-        if key not in known_names:
-            raise ValueError(f"{name} has no argument {key!r}{_hint_for(str(key), known_names)}")
-    try:
-        return cls(**values)
-    except ValueError as error:
-        raise ValueError(f"{name}: {error}") from None
-
-
-def _is_a(value: Any, option: Any) -> bool:
-    origin = typing.get_origin(option) or option
-    if origin is Any:
-        return True
-    # A bool is an int and a text a sequence to Python, but nobody means that here.
-    for special in (bool, str):
-        if isinstance(value, special):
-            return bool(origin is special)
-    return isinstance(origin, type) and isinstance(value, origin)

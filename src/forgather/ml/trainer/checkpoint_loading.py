@@ -184,7 +184,7 @@ class CheckpointReader:
     ) -> CheckpointLoadError:
         remedy = (
             'To give up the position in the data, set skip_checkpoint_components=["dataset"]; to be able to change the '
-            "number of ranks in future, train with dispatch_batches=True, which saves one global position."
+            "number of ranks in future, save one global position, by dispatch_batches=True of a trainer that has it."
             if component.key == "dataset"
             else f"Resume with the number of ranks that saved it, or set skip_checkpoint_components=[{component.key!r}] to "
             "start it fresh."

@@ -209,6 +209,11 @@ class CheckpointManager:
                 return path
         return None
 
+    def is_own(self, path: str) -> bool:
+        """Whether a checkpoint is one of those in the output directory."""
+        own = os.path.join(self.config.output_dir, store.CHECKPOINTS_FOLDER)
+        return os.path.dirname(os.path.abspath(path)) == os.path.abspath(own)
+
     def close(self) -> None:
         """Give the output directory back."""
         if self._lock_is_held:
@@ -272,10 +277,9 @@ class CheckpointManager:
             if supplied:
                 self._supply_weights(path)
             metadata = CheckpointMetadata.read(path)
-            root = os.path.dirname(os.path.abspath(path))
-            if root == os.path.abspath(os.path.join(self.config.output_dir, store.CHECKPOINTS_FOLDER)):
+            if self.is_own(path):
                 # The best of another run would keep this run's own off the list for ever.
-                self._best = metadata.best_below(root)
+                self._best = metadata.best_below(os.path.dirname(os.path.abspath(path)))
             metadata.restore_callbacks(self._callbacks, self._peers.rank)
 
         self._everywhere(finish, f"restoring callbacks from {path}", CheckpointLoadError)

@@ -58,7 +58,8 @@ class EvaluatingTrainer(SavingTrainer):
 
     def _metrics_on(self, dataset: BaseDataset) -> dict[str, Any]:
         """Those of the present weights, with the loss of the averaged ones if that is asked for."""
-        metrics = self._evaluate_on(dataset)
+        with self._common_weights():
+            metrics = self._evaluate_on(dataset)
         if self.args.eval_ema and self._average is not None:
             self._is_second_look = True
             try:

@@ -10,7 +10,7 @@ from torch import Tensor, nn
 from forgather.ml.trainer.loss_weighting import logits_of, parameters_of
 from forgather.ml.trainer.model_loss import reason_for_own_loss
 from forgather.ml.trainer.seeding import undisturbed_random_numbers
-from forgather.ml.trainer.trainer_types import LossFunctionT
+from forgather.ml.trainer.trainer_types import FusedLossFactoryT, LossFunctionT
 from forgather.ml.trainer.trainer_utils import set_train
 
 logger = logging.getLogger(__name__)
@@ -58,6 +58,17 @@ def output_embeddings_of(model: Any) -> nn.Module:
             name, "does more between hidden states and logits than its head does, such as scaling or capping"
         )
     return head
+
+
+def make_fused_loss(factory: FusedLossFactoryT, head: nn.Module) -> LossFunctionT:
+    """The loss that a factory makes for a head."""
+    loss_fn = factory(head)
+    if not callable(loss_fn):
+        raise ValueError(
+            f"fused_loss_factory returned {loss_fn!r} for the output embeddings, but has to return a loss function of hidden "
+            "states and labels, such as LinearCrossEntropyLoss(output_embeddings)."
+        )
+    return loss_fn
 
 
 def unfused(loss_fn: Any, schedule: str) -> LossFunctionT:

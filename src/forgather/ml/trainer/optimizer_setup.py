@@ -1,12 +1,12 @@
 """The optimizer and its schedule, from whatever the user gave: objects, factories, a class, or nothing."""
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 import torch
 from torch import nn
 
-from forgather.ml.optim.opt_utils import make_grouped_optimizer
+from forgather.ml.optim.opt_utils import make_grouped_optimizer, warn_of_unknown_options
 from forgather.ml.trainer.arguments import MinimalTrainingArguments
 from forgather.ml.trainer.trainer_types import LRSchedulerFactoryT, LRSchedulerT, OptimizerFactoryT, OptimizerT
 
@@ -55,20 +55,20 @@ def build_optimizer(
     factory: OptimizerFactoryT,
     groups: Mapping[str, Any] | None,
     debug_groups: bool,
-    may_be_empty: bool = False,
+    names_elsewhere: Sequence[str] = (),
 ) -> OptimizerT:
     """An optimizer over the trainable parameters, by name, in groups when those are given.
 
-    `may_be_empty` is for a rank that has none while others have some.
+    `names_elsewhere` are those of trainable parameters that other ranks have.
     """
     named = [(name, parameter) for name, parameter in named_parameters if parameter.requires_grad]
-    if not named and may_be_empty:
-        return factory([{"params": []}])
-    if not named:
+    if not named and not names_elsewhere:
         raise ValueError("The model has no parameter that requires a gradient: there is nothing to train.")
     if groups is None:
-        return factory(named)
-    return make_grouped_optimizer(named, groups, factory, debug=debug_groups)
+        return factory(named or [{"params": []}])
+    optimizer = make_grouped_optimizer(named, groups, factory, debug_groups, names_elsewhere)
+    warn_of_unknown_options(optimizer, groups)
+    return optimizer
 
 
 def build_scheduler(
@@ -80,10 +80,16 @@ def build_scheduler(
     # Imported here: most of transformers is of no use to a run that brings its own schedule.
     from transformers.optimization import get_scheduler
 
-    return get_scheduler(
-        args.lr_scheduler_type,
-        optimizer,
-        num_warmup_steps=args.warmup_steps,
-        num_training_steps=num_steps,
-        scheduler_specific_kwargs=args.lr_scheduler_kwargs,
-    )
+    try:
+        return get_scheduler(
+            args.lr_scheduler_type,
+            optimizer,
+            num_warmup_steps=args.warmup_steps,
+            num_training_steps=num_steps,
+            scheduler_specific_kwargs=args.lr_scheduler_kwargs,
+        )
+    except (TypeError, ValueError) as error:
+        raise ValueError(
+            f"lr_scheduler_type={args.lr_scheduler_type!r} cannot be made with lr_scheduler_kwargs="
+            f"{args.lr_scheduler_kwargs!r} and warmup_steps={args.warmup_steps}: {error}"
+        ) from error

@@ -17,17 +17,18 @@ from forgather.ml.distributed import (
     StaticDistributedEnvironment,
     get_world_size,
 )
+from forgather.ml.optim.opt_utils import check_group_map
 from forgather.ml.trainer.amp import AMPContext
 from forgather.ml.trainer.checkpoint_manager import CheckpointConfig, CheckpointManager
 from forgather.ml.trainer.checkpoint_types import select_components
 from forgather.ml.trainer.data_loading import ResumableLoader, build_eval_loader, build_train_loader
 from forgather.ml.trainer.data_order import WHOLE, Part
-from forgather.ml.trainer.fused_loss import HiddenStatesModel, output_embeddings_of
+from forgather.ml.trainer.fused_loss import HiddenStatesModel, make_fused_loss, output_embeddings_of
 from forgather.ml.trainer.gradients import GradientNorm
 from forgather.ml.trainer.model_construction import build_model
 from forgather.ml.trainer.model_loss import ModelLoss
 from forgather.ml.trainer.optimizer_setup import build_optimizer, build_scheduler, optimizer_factory
-from forgather.ml.trainer.progress import SchedulerState
+from forgather.ml.trainer.progress import SchedulerState, TrainerProgress
 from forgather.ml.trainer.recipes import RecipeTrainer
 from forgather.ml.trainer.seeding import choose_seed, seed_everything, seed_of_rank
 from forgather.ml.trainer.signals import StopSignals
@@ -49,6 +50,8 @@ NO_STEP_LIMIT = 2**62
 
 class PreparedTrainer(RecipeTrainer):
     """Builds what training needs, through hooks that strategies override."""
+
+    _progress: TrainerProgress
 
     def __init__(
         self,
@@ -83,6 +86,7 @@ class PreparedTrainer(RecipeTrainer):
         self._enable_activation_checkpoint_fn = enable_activation_checkpoint_fn
         self._optimizer_groups = optimizer_groups
         self._fused_loss_factory = fused_loss_factory
+        self._refuse_what_is_no_function()
         self._refuse_recipes()
         self.train_dataloader: Any = None
         self.eval_dataloader: Any = None
@@ -94,6 +98,19 @@ class PreparedTrainer(RecipeTrainer):
         self._loaded_path: str | None = None
         self._has_trained = False
         self._signals: StopSignals | None = None
+
+    def _refuse_what_is_no_function(self) -> None:
+        functions = {
+            "optimizer_factory": self._optimizer_factory,
+            "lr_scheduler_factory": self._lr_scheduler_factory,
+            "enable_activation_checkpoint_fn": self._enable_activation_checkpoint_fn,
+            "fused_loss_factory": self._fused_loss_factory,
+        }
+        for name, function in functions.items():
+            if function is not None and not callable(function):
+                raise ValueError(f"{name}={function!r} cannot be used: it has to be a function.")
+        if self._optimizer_groups is not None:
+            check_group_map(self._optimizer_groups)
 
     def _refuse_what_needs_a_builder(self) -> None:
         for name, default in (("default_dtype", None), ("construct_model_on", "default")):
@@ -116,6 +133,7 @@ class PreparedTrainer(RecipeTrainer):
 
     def _prepare(self, resume: bool | str) -> None:
         """Everything up to the first step of training."""
+        self._refuse_averages_in_model()
         self._init_distributed()
         self._init_device()
         self._init_precision()
@@ -258,7 +276,7 @@ class PreparedTrainer(RecipeTrainer):
             with self.amp.autocast():
                 # As it will run: some attention works in few bits only.
                 head = output_embeddings_of(model)
-            self._loss_function = self._fused_loss_factory(head)
+            self._loss_function = make_fused_loss(self._fused_loss_factory, head)
             self._forward_model = HiddenStatesModel(model)
         if self.args.torch_compile:
             self._forward_model = torch.compile(self._forward_model, **self._compile_options())
@@ -277,7 +295,7 @@ class PreparedTrainer(RecipeTrainer):
         named = self._named_parameters()
         factory = optimizer_factory(self.args, self._optimizer_factory, self._optimizer_cls_and_kwargs)
         self.optimizer = self._given_optimizer or build_optimizer(
-            named, factory, self._optimizer_groups, self.args.debug_optimizer_groups, self._may_train_nothing
+            named, factory, self._optimizer_groups, self.args.debug_optimizer_groups, self._names_elsewhere()
         )
         self.optimizer_state = OptimizerState(self.optimizer, named)
         self._parameters = [parameter for group in self.optimizer.param_groups for parameter in group["params"]]
@@ -290,10 +308,9 @@ class PreparedTrainer(RecipeTrainer):
             self.lr_scheduler = self._given_scheduler
             self._scheduler_state = SchedulerState(self.lr_scheduler, self.optimizer)
 
-    @property
-    def _may_train_nothing(self) -> bool:
-        """Whether this rank may have no parameter to train, because others have some."""
-        return False
+    def _names_elsewhere(self) -> list[str]:
+        """The trainable parameters of the model that other ranks have and this one has not."""
+        return []
 
     def _named_parameters(self) -> list[tuple[str, nn.Parameter]]:
         """What the optimizer is given: the parameters of this rank, under the names of the whole model."""
@@ -364,6 +381,8 @@ class PreparedTrainer(RecipeTrainer):
         if self._average is not None:
             self._average.forget()
         loaded = self.checkpoint_manager.load_checkpoint(path)
+        if loaded is not None and not self.checkpoint_manager.is_own(loaded):
+            self._progress.forget_best()
         if self._average is not None:
             self._average.begin()
         return loaded

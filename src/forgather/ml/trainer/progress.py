@@ -5,6 +5,8 @@ from typing import Any
 
 from torch.optim.lr_scheduler import LambdaLR
 
+from forgather.ml.checkpoint.errors import CheckpointLoadError
+from forgather.ml.checkpoint.store import CHECKPOINTS_FOLDER
 from forgather.ml.trainer.trainer_types import LRSchedulerT, OptimizerT
 
 _STATE_FIELDS = (
@@ -47,17 +49,22 @@ class TrainerProgress:
         for name, value in state["state"].items():
             setattr(trainer.state, name, value)
         best = state["best_model_checkpoint"]
-        folder = os.path.join(trainer.args.output_dir, "checkpoints")
+        folder = os.path.join(trainer.args.output_dir, CHECKPOINTS_FOLDER)
         trainer.state.best_model_checkpoint = None if best is None else os.path.join(folder, best)
+        trainer._best_saved_metric = state["best_saved_metric"]
         trainer._interval.load_state_dict(state["interval"])
         trainer._totals.load_state_dict(state["totals"])
         trainer.amp.load_state_dict(state["amp"])
-        trainer._best_saved_metric = state["best_saved_metric"]
         trainer.control.should_epoch_stop = state["should_epoch_stop"]
         trainer._evaluated_step = state["evaluated_step"]
         trainer._evaluation_is_pending = state["evaluation_is_pending"]
         trainer._saved_step = trainer.state.global_step
         trainer._resumed_in_epoch = True
+
+    def forget_best(self) -> None:
+        """Let the best be chosen anew, after a checkpoint of another run, whose best one this run has not got."""
+        trainer = self._trainer
+        trainer.state.best_model_checkpoint = trainer.state.best_metric = trainer._best_saved_metric = None
 
 
 class SchedulerState:
@@ -75,7 +82,7 @@ class SchedulerState:
         """Comes after the optimizer, whose groups keep a rate that the user changed since the checkpoint."""
         groups = self._optimizer.param_groups
         asked = [group.get("initial_lr", group["lr"]) for group in groups]
-        self._scheduler.load_state_dict(state)
+        self._scheduler.load_state_dict(self._fitting(state))
         saved = getattr(self._scheduler, "base_lrs", None)
         if saved is None:
             return
@@ -90,7 +97,25 @@ class SchedulerState:
             last = self._scheduler.get_last_lr()
             rates = [rate * new / old if old else rate for rate, new, old in zip(last, asked, saved, strict=True)]
         else:
+            for group, rate in zip(groups, self._scheduler.get_last_lr(), strict=True):
+                # That of the others came with the state of their parameters.
+                if not group["params"]:
+                    group["lr"] = rate
             return
         for group, rate in zip(groups, rates, strict=True):
             group["lr"] = rate
         self._scheduler._last_lr = rates
+
+    def _fitting(self, state: dict[str, Any]) -> dict[str, Any]:
+        """A state for as many groups as there are now; only that of a closed form can be made from that of other groups."""
+        saved, number = len(state.get("base_lrs", ())), len(self._optimizer.param_groups)
+        if "base_lrs" not in state or saved == number:
+            return state
+        functions = state.get("lr_lambdas", ())
+        if not isinstance(self._scheduler, LambdaLR) or any(function is not None for function in functions):
+            raise CheckpointLoadError(
+                f"The schedule in the checkpoint, {type(self._scheduler).__name__}, is that of {saved} parameter groups, and "
+                f"the optimizer has {number} now. Make the same groups as before (optimizer_groups), or start the schedule "
+                'anew with skip_checkpoint_components=["scheduler"].'
+            )
+        return {**state, "lr_lambdas": [None] * number}

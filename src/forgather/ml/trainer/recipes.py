@@ -17,6 +17,7 @@ from forgather.ml.optim.step_in_backward import StepInBackward, refuse_several_o
 from forgather.ml.qat_recipes import require_qat
 from forgather.ml.trainer.activation_offloading import OffloadedActivations
 from forgather.ml.trainer.amp import AMPContext
+from forgather.ml.trainer.arguments import refuse_short_weights
 from forgather.ml.trainer.base_trainer import BaseTrainer
 from forgather.ml.trainer.layer_recipes import apply_layer_recipe
 from forgather.ml.trainer.torch_settings import cuda_graphs_problem
@@ -95,14 +96,20 @@ class RecipeTrainer(BaseTrainer):
     def _offloads_activations(self) -> bool:
         return bool(self.args.enable_activation_offloading) and self.device.type != "cpu"
 
+    def _refuse_averages_in_model(self) -> None:
+        if self._average is not None and self._average.is_in_model:
+            raise ValueError("Training cannot begin inside averaged_weights(): leave the context first.")
+
     def _say_what_has_no_effect(self) -> None:
         if self.args.enable_activation_offloading and not self._offloads_activations:
             logger.warning("enable_activation_offloading=True has no effect: activations are on the CPU already.")
 
     def _init_optimizer_recipes(self, named: Sequence[tuple[str, nn.Parameter]]) -> None:
         """What goes with the optimizer that was made just now, of these parameters."""
-        if self._average is not None and self._average.is_in_model:
-            raise ValueError("Training cannot begin inside averaged_weights(): leave the context first.")
+        if self.args.mixed_precision == "fp16":
+            for name, parameter in named:
+                if parameter.requires_grad:
+                    refuse_short_weights(parameter.dtype, name)
         self._step_in_backward = StepInBackward(self.optimizer) if self.args.fuse_optim_with_backward else None
         if self._step_in_backward is not None:
             self._gradient_norm = self._step_in_backward

@@ -66,8 +66,12 @@ class SavingTrainer(ReportingTrainer):
         `use_ema` writes the averaged weights (`ema_decay`) in place of the present ones.
         """
         self._prepare_evaluation()
-        with self.averaged_weights() if use_ema else contextlib.nullcontext():
+        with self.averaged_weights() if use_ema else self._common_weights():
             self._model_exporter().export_model(output_dir or self.args.output_dir, overwrite=True)
+
+    def _common_weights(self) -> contextlib.AbstractContextManager[None]:
+        """In this context ranks that have copies of the model have the same weights, which are to be seen from outside."""
+        return contextlib.nullcontext()
 
     @contextlib.contextmanager
     def averaged_weights(self) -> Iterator[None]:

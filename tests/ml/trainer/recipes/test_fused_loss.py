@@ -269,6 +269,11 @@ def test_models_that_cannot_be_tried_are_refused(tmp_path: Path) -> None:
         build_only(tmp_path, NeedsMore(config), **FUSED)
 
 
+def test_a_factory_that_makes_no_loss_is_refused(tmp_path: Path) -> None:
+    with pytest.raises(ValueError, match=r"fused_loss_factory returned None for the output embeddings"):
+        build_only(tmp_path, tiny_llama(), fused_loss_factory=lambda head: None)
+
+
 def test_a_model_that_runs_in_few_bits_only_is_tried_in_them(tmp_path: Path) -> None:
     def require_few_bits(*_: Any) -> None:
         if not torch.is_autocast_enabled("cpu"):

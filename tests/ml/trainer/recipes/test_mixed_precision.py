@@ -230,3 +230,10 @@ def test_ranks_leave_out_a_step_together_when_one_of_them_overflows(tmp_path: Pa
         assert same(one, other)
     unchanged = [same(one, other) for one, other in zip(first.after, first.after[1:], strict=False)]
     assert unchanged == [True, False, False]
+
+
+def test_weights_in_float16_are_refused_with_a_loss_scale(tmp_path: Path) -> None:
+    with pytest.raises(
+        ValueError, match=r"mixed_precision='fp16' cannot be combined with weights in float16 \(model\."
+    ):
+        quiet_trainer(tmp_path, tiny_llama().half(), token_samples(2), mixed_precision="fp16", max_steps=1).train()

@@ -133,6 +133,20 @@ def test_averaged_weights_inside_of_averaged_weights_are_the_same(tmp_path: Path
     assert all(torch.equal(tensor, raw[name]) for name, tensor in weights(trainer.unwrapped_model()).items())
 
 
+def test_training_that_is_refused_among_averages_changes_nothing(tmp_path: Path) -> None:
+    options = {"model_init": tiny_llama}
+    trainer = trainer_for(tmp_path, None, save_strategy="no", max_steps=2, trainer_options=options)
+    trainer.train()
+    model, before = trainer.model, weights(trainer.unwrapped_model())
+    with (
+        trainer.averaged_weights(),
+        pytest.raises(ValueError, match=r"Training cannot begin inside averaged_weights\(\)"),
+    ):
+        trainer.train()
+    assert trainer.model is model
+    assert all(torch.equal(tensor, before[name]) for name, tensor in weights(trainer.unwrapped_model()).items())
+
+
 def test_an_evaluation_stream_that_ends_for_good_is_explained(tmp_path: Path) -> None:
     once = iter(token_samples(4))
     stream = Stream(once)  # type: ignore[arg-type]

@@ -1,5 +1,6 @@
 """Data parallelism by torch's DistributedDataParallel."""
 
+import contextlib
 import logging
 from collections.abc import Mapping
 from typing import Any
@@ -87,6 +88,9 @@ class DDPTrainer(DataParallelTrainer):
         return (squares / self.env.world_size).sqrt().tolist()
 
     # --- state and evaluation
+
+    def _common_weights(self) -> contextlib.AbstractContextManager[None]:
+        return super()._common_weights() if self._local_sgd is None else self._local_sgd.averaged_weights()
 
     def _before_save(self) -> None:
         super()._before_save()

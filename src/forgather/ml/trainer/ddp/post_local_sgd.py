@@ -1,7 +1,8 @@
 """Ranks that reduce gradients for some steps, then step on their own and average their weights now and then."""
 
+import contextlib
 import itertools
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from typing import Any
 
 import torch
@@ -27,6 +28,7 @@ class PostLocalSGD:
         node_group = _node_group(peers, env) if args.post_local_gradient_allreduce else None
         self._hook_state = PostLocalSGDState(group, node_group, args.start_step, args.post_local_gradient_allreduce)
         self._optimizers: list[Any] = []
+        self._step_of_average: int | None = None
         self._averager = PeriodicModelAverager(args.period, args.start_step, group)
 
     def attach(self, model: DistributedDataParallel, optimizer: Any) -> Any:
@@ -38,10 +40,33 @@ class PostLocalSGD:
     @torch.no_grad()
     def average_replicas(self) -> None:
         """Make the replicas one again, weights and moments, once they go their own ways; a save needs them alike."""
-        if self._averager.step <= self._averager.warmup_steps:
+        if not self._are_one:
+            self._average(itertools.chain.from_iterable(map(_replicated_tensors, self._optimizers)))
+            self._step_of_average = self._averager.step
+
+    @contextlib.contextmanager
+    def averaged_weights(self) -> Iterator[None]:
+        """In this context all replicas have the weights that a save would give them: those are what an evaluation is of."""
+        if self._are_one:
+            yield
             return
+        weights = [parameter.detach() for one in self._optimizers for parameter in _parameters(one)]
+        own = [weight.clone() for weight in weights]
+        self._average(weights)
+        try:
+            yield
+        finally:
+            torch._foreach_copy_(weights, own)
+
+    @property
+    def _are_one(self) -> bool:
+        """Averaging once more might change the last bit."""
+        step = self._averager.step
+        return step <= self._averager.warmup_steps or step == self._step_of_average
+
+    def _average(self, tensors: Iterable[Tensor]) -> None:
         world_size = dist.get_world_size(self._group)
-        for tensor in itertools.chain.from_iterable(map(_replicated_tensors, self._optimizers)):
+        for tensor in tensors:
             dist.all_reduce(tensor, group=self._group)
             tensor.div_(world_size)
 
@@ -49,20 +74,23 @@ class PostLocalSGD:
         return {"averager_step": self._averager.step, "hook_step": self._hook_state.iter}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        self._averager.step = state["averager_step"]
+        self._averager.step = self._step_of_average = state["averager_step"]
         self._hook_state.iter = state["hook_step"]
 
 
+def _parameters(optimizer: Any) -> Iterator[Tensor]:
+    return (parameter for group in optimizer.param_groups for parameter in group["params"])
+
+
 def _replicated_tensors(optimizer: Any) -> Iterator[Tensor]:
-    for group in optimizer.param_groups:
-        for parameter in group["params"]:
-            yield parameter
-            # Counters are whole numbers that are the same everywhere, whatever their dtype.
-            yield from (
-                value
-                for name, value in optimizer.state.get(parameter, {}).items()
-                if isinstance(value, Tensor) and value.is_floating_point() and name != "step"
-            )
+    for parameter in _parameters(optimizer):
+        yield parameter
+        # Counters are whole numbers that are the same everywhere, whatever their dtype.
+        yield from (
+            value
+            for name, value in optimizer.state.get(parameter, {}).items()
+            if isinstance(value, Tensor) and value.is_floating_point() and name != "step"
+        )
 
 
 def _node_group(peers: Peers, env: DistributedEnvInterface) -> ProcessGroup:

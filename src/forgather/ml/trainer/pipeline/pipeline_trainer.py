@@ -10,6 +10,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.pipelining import PipelineStage
+from torch.optim.lr_scheduler import LambdaLR
 
 from forgather.ml.loss import CausalLoss
 from forgather.ml.sharded_checkpoint import load_into_modules, locate_weights
@@ -17,7 +18,7 @@ from forgather.ml.trainer.checkpoint_types import SharingPattern, StateComponent
 from forgather.ml.trainer.data_collator import require_mapping
 from forgather.ml.trainer.empty_batch import EmptyBatch
 from forgather.ml.trainer.evaluation import EvaluationSums, samples_in
-from forgather.ml.trainer.fused_loss import HiddenStatesModel, output_embeddings_of, unfused
+from forgather.ml.trainer.fused_loss import HiddenStatesModel, make_fused_loss, output_embeddings_of, unfused
 from forgather.ml.trainer.gradients import GradientNorm
 from forgather.ml.trainer.loss_weighting import StepLoss
 from forgather.ml.trainer.model_loss import ModelLoss, Window
@@ -85,7 +86,7 @@ class PipelineTrainer(StagedTrainer):
         last = self.pipeline.num_stages - 1
         # On every rank, since counting targets takes the loss; but for one it is that of a head without values.
         head = output_embeddings_of(self.pipeline.modules[last])
-        loss_fn = self._fused_loss_factory(head)
+        loss_fn = make_fused_loss(self._fused_loss_factory, head)
         if self._traits.splits_backward:
             return modules, unfused(loss_fn, self._traits.name), None
         if last in modules:
@@ -225,9 +226,10 @@ class PipelineTrainer(StagedTrainer):
         power = self._sum(own.double().pow(norm_type)) / self._num_data_parallel_ranks()
         return power.pow(1.0 / norm_type).to(own.dtype)
 
-    @property
-    def _may_train_nothing(self) -> bool:
-        return any(parameter.requires_grad for parameter in self.pipeline.whole.parameters())
+    def _names_elsewhere(self) -> list[str]:
+        here = {name for name, _ in self._named_parameters()}
+        whole = self.pipeline.whole.named_parameters()
+        return [name for name, parameter in whole if parameter.requires_grad and name not in here]
 
     def _init_optimizer(self) -> None:
         super()._init_optimizer()
@@ -236,8 +238,21 @@ class PipelineTrainer(StagedTrainer):
         if self._step_in_backward is None:
             self._gradient_norm = GradientNorm([one for one in self._parameters if id(one) not in copies])
         listens = self._callback_handler.listens("on_train_metrics")
+        rates = [float(group.get("initial_lr", group["lr"])) for group in self.optimizer.param_groups]
+        told = self._peers.gather((listens, rates))
         # Callbacks may be on some ranks only, and all must know.
-        self._shows_norms = any(self._peers.gather(listens))
+        self._shows_norms = any(listens for listens, _ in told)
+        self._require_same_rates([rates for _, rates in told])
+
+    def _require_same_rates(self, rates: list[list[float]]) -> None:
+        """A schedule is saved once for all ranks, and must fit the groups of each; those of closed form fit any."""
+        if not isinstance(self.lr_scheduler, LambdaLR) and any(one != rates[0] for one in rates):
+            listing = "; ".join(f"rank {rank}: {own}" for rank, own in enumerate(rates))
+            raise ValueError(
+                f"The optimizers of the stages have parameter groups with different learning rates ({listing}), and "
+                f"{type(self.lr_scheduler).__name__} has one state for all of them, which would not fit them after a resume. "
+                "Make the groups by optimizer_groups, which all ranks then have, or use a schedule by lr_scheduler_type."
+            )
 
     # --- evaluation
 

@@ -1,0 +1,96 @@
+"""Parameter groups of which a stage has only some: the schedule is one for all stages, and is resumed and moved."""
+
+import functools
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch.optim.lr_scheduler import CosineAnnealingLR, StepLR
+
+from forgather.ml.trainer.pipeline import PipelineTrainer
+from forgather.ml.trainer.trainer import Trainer
+from tests.support.data_parallel import assert_same_training, run
+from tests.support.pipelines import llama, trainer_of, whole_result
+from tests.support.ranks import outcomes_on_ranks, run_on_ranks
+from tests.support.tiny_models import token_samples
+
+BUILD = functools.partial(llama, 2)
+SETTINGS: dict[str, Any] = {
+    "max_steps": 6,
+    "per_device_train_batch_size": 4,
+    "logging_strategy": "steps",
+    "logging_steps": 1,
+    "save_strategy": "steps",
+    "save_steps": 3,
+    "save_total_limit": None,
+    "lr_scheduler_type": "linear",
+    "momentum": 0.9,
+}
+GROUPS: dict[str, Any] = {
+    "head": {"regex": "lm_head", "config": {"lr": 0.02}},
+    "embedding": {"regex": "embed_tokens", "config": {"lr": 0.2}},
+    "nothing": {"regex": "no such name"},
+}
+SCHEDULES: dict[str, Any] = {
+    "closed form": None,
+    "not a multiple": functools.partial(CosineAnnealingLR, T_max=6, eta_min=0.01),
+}
+
+
+def trainer_for(trainer_class: type[Trainer], output_dir: Path, schedule: str, **settings: Any) -> Trainer:
+    options = {"optimizer_groups": GROUPS, "lr_scheduler_factory": SCHEDULES[schedule]}
+    merged = {**SETTINGS, **settings}
+    return trainer_of(trainer_class, output_dir, BUILD, token_samples(24), trainer_options=options, **merged)
+
+
+def on_stages(output_dir: Path, schedule: str) -> Any:
+    straight = whole_result(trainer_for(PipelineTrainer, output_dir / "straight", schedule))
+    where = {"resume_from_checkpoint": str(output_dir / "straight/checkpoints/checkpoint-3")}
+    resumed = whole_result(trainer_for(PipelineTrainer, output_dir / "resumed", schedule, **where))
+    assert resumed.losses == straight.losses[3:]
+    assert all(torch.equal(resumed.weights[name], weight) for name, weight in straight.weights.items())
+    moved = trainer_for(
+        PipelineTrainer,
+        output_dir / "moved",
+        schedule,
+        resume_from_checkpoint=str(output_dir / "one/checkpoints/checkpoint-3"),
+    )
+    result = whole_result(moved)
+    # The same groups on every rank, in the same order, of which a rank may have no parameters.
+    assert [len(group["params"]) > 0 for group in moved.optimizer.param_groups].count(True) == 2
+    assert len(moved.optimizer.param_groups) == 3
+    return straight, result
+
+
+@pytest.mark.parametrize("schedule", SCHEDULES)
+def test_groups_on_some_stages_train_resume_and_move_like_one_device(schedule: str, tmp_path: Path) -> None:
+    one = run(trainer_for(Trainer, tmp_path / "one", schedule))
+    straight, moved = run_on_ranks(on_stages, 2, tmp_path, schedule)[0]
+    assert_same_training(straight, one, tolerance=1e-5)
+    assert moved.losses == pytest.approx(one.losses[3:], rel=1e-5)
+    back = trainer_for(
+        Trainer, tmp_path / "back", schedule, resume_from_checkpoint=str(tmp_path / "straight/checkpoints/checkpoint-3")
+    )
+    assert run(back).losses == pytest.approx(one.losses[3:], rel=1e-5)
+
+
+def groups_of_its_own(output_dir: Path) -> None:
+    def factory(named: Any) -> Any:
+        head = [one for one in named if one[0] == "lm_head.weight"]
+        rest = [one for one in named if one[0] != "lm_head.weight"]
+        groups = [{"params": members, "lr": rate} for members, rate in ((head, 0.5), (rest, 0.1)) if members]
+        return torch.optim.SGD(groups)
+
+    options = {"optimizer_factory": factory, "optimizer_cls_and_kwargs": None}
+    for number, schedule in enumerate((None, functools.partial(StepLR, step_size=2))):
+        options["lr_scheduler_factory"] = schedule
+        settings = {"max_steps": 1, "per_device_train_batch_size": 4}
+        trainer_of(
+            PipelineTrainer, output_dir / str(number), BUILD, token_samples(8), trainer_options=options, **settings
+        ).train()
+
+
+def test_a_schedule_that_would_not_fit_all_stages_is_refused(tmp_path: Path) -> None:
+    for outcome in outcomes_on_ranks(groups_of_its_own, 2, tmp_path):
+        assert "different learning rates (rank 0: [0.1]; rank 1: [0.5, 0.1]), and StepLR" in outcome.error_message
