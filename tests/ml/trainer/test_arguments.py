@@ -14,6 +14,8 @@ from forgather.ml.trainer.arguments import (
     TrainingArguments,
     arguments_from,
 )
+from forgather.ml.trainer.checkpoint_types import SharingPattern, StateComponent
+from forgather.ml.trainer.trainer import Trainer
 from forgather.ml.trainer.trainer_types import IntervalStrategy
 from tests.support.tiny_models import ScalarModel, quiet_trainer, scalars
 
@@ -138,14 +140,31 @@ def test_combinations_that_cannot_work_are_refused(settings: dict[str, Any], wor
     assert all(word in str(error.value) for word in words), error.value
 
 
+class WithOwnState(Trainer):
+    """Declares a component that only it knows."""
+
+    def get_state_components(self) -> list[StateComponent]:
+        return [*super().get_state_components(), StateComponent("own", self.rng, SharingPattern.GLOBAL)]
+
+
 @pytest.mark.parametrize("name", ["checkpoint_components", "skip_checkpoint_components"])
-def test_unknown_components_are_refused_before_the_first_step(tmp_path: Path, name: str) -> None:
+def test_unknown_components_are_refused(tmp_path: Path, name: str) -> None:
     model = ScalarModel()
     settings: dict[str, Any] = {name: ["optimiser"]}
-    trainer = quiet_trainer(tmp_path, model, scalars(1), **settings)
-    with pytest.raises(ValueError, match=f"^{name} names the unknown component 'optimiser'.*'optimizer'"):
-        trainer.train()
+    message = f"^{name} names the unknown component 'optimiser'.*'optimizer'"
+    with pytest.raises(ValueError, match=message):
+        quiet_trainer(tmp_path, model, scalars(1), **settings)
+    own = quiet_trainer(tmp_path, model, scalars(1), trainer_class=WithOwnState, **settings)
+    with pytest.raises(ValueError, match=message):
+        own.train()
     assert model.weight.item() == 1.0
+    quiet_trainer(tmp_path, model, scalars(1), trainer_class=WithOwnState, **{name: ["own"]}).train()
+
+
+def test_the_components_that_are_known_beforehand_are_those_there_are(tmp_path: Path) -> None:
+    trainer = quiet_trainer(tmp_path, ScalarModel(), scalars(1), ema_decay=0.5)
+    trainer.train()
+    assert [component.key for component in trainer.get_state_components()] == list(trainer._component_keys)
 
 
 def test_unknown_keys_are_refused_with_the_nearest_name() -> None:

@@ -120,13 +120,17 @@ def select_components(
         return list(components)
     if isinstance(keys, str):
         raise ValueError(f"{setting}={keys!r} must be a list of component names, not one string.")
-    known = [component.key for component in components]
+    require_known_components([component.key for component in components], keys, setting)
+    return [component for component in components if component.key in keys]
+
+
+def require_known_components(known: Sequence[str], keys: Collection[str], setting: str) -> None:
+    """Raise `ValueError` for a key that no component has."""
     for key in keys:
         if key not in known:
             nearest = difflib.get_close_matches(str(key), known, n=1)
             hint = f" Did you mean {nearest[0]!r}?" if nearest else ""
             raise ValueError(f"{setting} names the unknown component {key!r}; there are: {', '.join(known)}.{hint}")
-    return [component for component in components if component.key in keys]
 
 
 def declared_components(provider: Any, model: Any, purpose: str = "save") -> list[StateComponent]:

@@ -20,7 +20,7 @@ from forgather.ml.distributed import (
 from forgather.ml.optim.opt_utils import check_group_map
 from forgather.ml.trainer.amp import AMPContext
 from forgather.ml.trainer.checkpoint_manager import CheckpointConfig, CheckpointManager
-from forgather.ml.trainer.checkpoint_types import select_components
+from forgather.ml.trainer.checkpoint_types import require_known_components, select_components
 from forgather.ml.trainer.data_loading import ResumableLoader, build_eval_loader, build_train_loader
 from forgather.ml.trainer.data_order import WHOLE, Part
 from forgather.ml.trainer.fused_loss import HiddenStatesModel, make_fused_loss, output_embeddings_of
@@ -52,6 +52,8 @@ class PreparedTrainer(RecipeTrainer):
     """Builds what training needs, through hooks that strategies override."""
 
     _progress: TrainerProgress
+    _component_keys: tuple[str, ...] = ("model", "optimizer", "scheduler", "ema", "trainer", "dataset", "rng")
+    """Of all components that `get_state_components` may declare, depending on the settings."""
 
     def __init__(
         self,
@@ -87,6 +89,7 @@ class PreparedTrainer(RecipeTrainer):
         self._optimizer_groups = optimizer_groups
         self._fused_loss_factory = fused_loss_factory
         self._refuse_what_is_no_function()
+        self._refuse_unknown_components()
         self._refuse_recipes()
         self.train_dataloader: Any = None
         self.eval_dataloader: Any = None
@@ -98,6 +101,21 @@ class PreparedTrainer(RecipeTrainer):
         self._loaded_path: str | None = None
         self._has_trained = False
         self._signals: StopSignals | None = None
+
+    def _refuse_unknown_components(self) -> None:
+        """A trainer that declares components of its own is asked for them only when they exist, before the first step."""
+        if not type(self).get_state_components.__module__.startswith("forgather."):
+            return
+        for setting in ("checkpoint_components", "skip_checkpoint_components"):
+            require_known_components(self._component_keys, getattr(self.args, setting) or (), setting)
+        self._require_average_if_named()
+
+    def _require_average_if_named(self) -> None:
+        if "ema" in (self.args.checkpoint_components or ()) and self.args.ema_decay is None:
+            raise ValueError(
+                "checkpoint_components names 'ema', the averaged weights, but ema_decay=None keeps none. Set ema_decay, or "
+                "leave 'ema' out."
+            )
 
     def _refuse_what_is_no_function(self) -> None:
         functions = {
@@ -335,7 +353,6 @@ class PreparedTrainer(RecipeTrainer):
         )
         # Now rather than at the first save: an unknown name must not end a run that has trained for hours.
         components = self.get_state_components()
-        self._require_average_if_named()
         select_components(components, self.args.checkpoint_components)
         select_components(components, self._skipped_components, "skip_checkpoint_components")
         self._require_supplier_of_best()
@@ -344,13 +361,6 @@ class PreparedTrainer(RecipeTrainer):
     def _skipped_components(self) -> list[str]:
         """Without an average there is none to skip, and a setting that says so may stay."""
         return [key for key in self.args.skip_checkpoint_components if key != "ema" or self._average is not None]
-
-    def _require_average_if_named(self) -> None:
-        if "ema" in (self.args.checkpoint_components or ()) and self._average is None:
-            raise ValueError(
-                "checkpoint_components names 'ema', the averaged weights, but ema_decay=None keeps none. Set ema_decay, or "
-                "leave 'ema' out."
-            )
 
     def _require_supplier_of_best(self) -> None:
         chosen = self.args.checkpoint_components

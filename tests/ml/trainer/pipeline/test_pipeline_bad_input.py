@@ -13,6 +13,7 @@ from torch import Tensor, nn
 from torch.distributed.pipelining import PipelineStage, Schedule1F1B
 from transformers import MixtralConfig, MixtralForCausalLM, T5Config, T5ForConditionalGeneration
 
+from forgather.ml.distributed import StaticDistributedEnvironment
 from forgather.ml.trainer.pipeline import PipelineTrainer, PipelineTrainingArguments
 from forgather.ml.trainer.pipeline.causal_lm_splitter import create_causal_lm_splitter
 from forgather.ml.trainer.pipeline.splitting import Split
@@ -26,8 +27,13 @@ BATCH: dict[str, Any] = {"per_device_train_batch_size": 4, "per_device_eval_batc
 
 
 def construct(output_dir: Path, trainer_options: dict[str, Any] | None = None, **settings: Any) -> PipelineTrainer:
+    options = {"distributed_env": StaticDistributedEnvironment(world_size=2, local_world_size=2)}
     return pipeline_trainer(
-        output_dir, llama, token_samples(8), trainer_options=trainer_options, **{**BATCH, **settings}
+        output_dir,
+        llama,
+        token_samples(8),
+        trainer_options={**options, **(trainer_options or {})},
+        **{**BATCH, **settings},
     )
 
 
@@ -127,10 +133,9 @@ def test_a_ready_optimizer_or_scheduler_is_refused(tmp_path: Path) -> None:
 
 def test_one_rank_is_refused(tmp_path: Path) -> None:
     message = r"PipelineTrainer needs at least two ranks, and this job has one.*--nproc 2.*or use Trainer"
-    for action in ("train", "evaluate"):
-        trainer = construct(tmp_path)
+    for env in (None, StaticDistributedEnvironment()):
         with pytest.raises(ValueError, match=message):
-            trainer.train() if action == "train" else trainer.evaluate(token_samples(4))
+            construct(tmp_path, {"distributed_env": env})
 
 
 # --- refused in preparation, on every rank

@@ -29,6 +29,7 @@ class DDPTrainer(DataParallelTrainer):
     """
 
     arguments_class = DDPTrainingArguments
+    _component_keys = (*DataParallelTrainer._component_keys, "post_local_sgd")
     _local_sgd: PostLocalSGD | None = None
 
     def _dispatches(self, for_training: bool) -> bool:

@@ -11,7 +11,7 @@ from torch import nn
 from torch.distributed import DeviceMesh, ProcessGroup
 from torch.distributed.pipelining import ScheduleGPipe
 
-from forgather.ml.distributed.environment import get_requested_timeout
+from forgather.ml.distributed.environment import get_requested_timeout, get_world_size
 from forgather.ml.trainer.coordinated import CoordinatedTrainer
 from forgather.ml.trainer.data_order import WHOLE, Part
 from forgather.ml.trainer.layer_recipes import apply_layer_recipe
@@ -93,6 +93,7 @@ class StagedTrainer(CoordinatedTrainer):
         if args.stages_per_rank > 1 and not traits.is_multistage:
             # Known without the ranks; the rest is checked when those are.
             check_layout(self._schedule_class, 2, args.stages_per_rank, args.n_microbatches)
+        self._refuse_too_few_ranks()
 
     @property
     def _stages_per_rank(self) -> int:
@@ -107,7 +108,6 @@ class StagedTrainer(CoordinatedTrainer):
 
     def _init_distributed(self) -> None:
         super()._init_distributed()
-        self._refuse_too_few_ranks()
         if self.args.debug_pipeline:
             logging.getLogger("torch.distributed.pipelining").setLevel(logging.DEBUG)
         if self._traits.splits_backward:
@@ -116,7 +116,7 @@ class StagedTrainer(CoordinatedTrainer):
         check_layout(self._schedule_class, self._pp_size, self._stages_per_rank, self.args.n_microbatches)
 
     def _refuse_too_few_ranks(self) -> None:
-        if self.env.world_size < 2:
+        if (get_world_size() if self.distributed_env is None else self.distributed_env.world_size) < 2:
             raise ValueError(
                 f"{type(self).__name__} needs at least two ranks, and this job has one. Start it with forgather train "
                 "--nproc 2 (or torchrun --nproc-per-node 2), or use Trainer on one device."
