@@ -7,6 +7,7 @@ import sys
 from pathlib import Path
 
 import pytest
+import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from forgather.cli.finalizing import as_plain_data
@@ -24,6 +25,13 @@ class Own(nn.Module):
 
     def forward(self, input_ids):
         return self.layers(input_ids)
+"""
+OWN_LOSS = """
+from forgather.ml.loss import CausalLoss
+
+class Doubled(CausalLoss):
+    def sum_over_targets(self, *args):
+        return 2 * super().sum_over_targets(*args)
 """
 
 
@@ -79,7 +87,7 @@ def test_the_report_is_a_table_with_both_losses_and_sizes(capsys: pytest.Capture
     assert "Writing model shards" not in answer.errors
 
 
-def test_without_a_recipe_it_is_the_model_as_it_was_trained_or_its_average(
+def test_it_is_the_model_as_it_was_trained_or_its_average_quantised_or_not(
     capsys: pytest.CaptureFixture[str], caplog: pytest.LogCaptureFixture
 ) -> None:
     train(capsys, "--args.ema_decay", "0.5", "--args.qat_recipe", "int4-weight-only")
@@ -91,6 +99,19 @@ def test_without_a_recipe_it_is_the_model_as_it_was_trained_or_its_average(
     other = finalize(capsys, "out", "other", "--quantize", INT_RECIPES[0], "--ema", "--no-evaluation")
     assert f"trained for --quantize int4-weight-only: by {INT_RECIPES[0]} it may lose more" in caplog.text
     assert "The losses were not measured: --no-evaluation." in other.output
+    quantised = AutoModelForCausalLM.from_pretrained("other")
+    assert torch.equal(quantised.lm_head.weight, averaged.lm_head.weight)
+
+
+def test_losses_are_measured_by_the_loss_of_the_run(
+    capsys: pytest.CaptureFixture[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "own_loss_to_finalize.py").write_text(OWN_LOSS)
+    monkeypatch.syspath_prepend(str(tmp_path))
+    Path("tiny.yaml").write_text(Path("tiny.yaml").read_text() + "loss: {class_path: own_loss_to_finalize.Doubled}\n")
+    loss = train(capsys)
+    report = json.loads(finalize(capsys, "out", "final", "--quantize", "int4-weight-only", "--json").output)
+    assert report["loss_before"] == pytest.approx(loss, abs=1e-5)
 
 
 def test_a_checkpoint_without_a_configuration_is_converted_without_losses_unless_one_is_given(

@@ -1,5 +1,7 @@
 """Deployable models from checkpoints, from Python: what is written is what was trained, and loads again."""
 
+import json
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -50,6 +52,16 @@ def logits_of(model: nn.Module) -> Tensor:
     return found
 
 
+def keep_logits(measured: list[Tensor]) -> Callable[[nn.Module], float]:
+    """An evaluation that adds the logits of a model to a list; the loss is how many there are."""
+
+    def evaluate(model: nn.Module) -> float:
+        measured.append(logits_of(model))
+        return float(len(measured))
+
+    return evaluate
+
+
 def wide_llama(**options: Any) -> nn.Module:
     return tiny_llama(0, hidden_size=32, intermediate_size=32, num_attention_heads=2, **options)
 
@@ -69,13 +81,12 @@ def test_a_plain_directory_holds_the_weights_of_the_checkpoint(tmp_path: Path) -
 def test_a_quantised_directory_loads_as_what_was_measured(tmp_path: Path, dtype: str) -> None:
     trained(tmp_path / "run", wide_llama(tie_word_embeddings=True).to(getattr(torch, dtype)))
     measured: list[Tensor] = []
-
-    def evaluate(model: nn.Module) -> float:
-        measured.append(logits_of(model))
-        return float(len(measured))
-
     report = finalize(
-        str(tmp_path / "run"), str(tmp_path / "model"), quantize="int4-weight-only", evaluate=evaluate, device="cpu"
+        str(tmp_path / "run"),
+        str(tmp_path / "model"),
+        quantize="int4-weight-only",
+        evaluate=keep_logits(measured),
+        device="cpu",
     )
     assert (report.loss_before, report.loss_after) == (1.0, 2.0)
     assert report.layers is not None and list(report.layers.skipped) == ["lm_head"]
@@ -87,27 +98,34 @@ def test_a_quantised_directory_loads_as_what_was_measured(tmp_path: Path, dtype:
     assert sorted(path.suffix for path in (tmp_path / "model").iterdir()) == [".json", ".json", ".safetensors"]
 
 
+def test_layers_that_were_skipped_are_loaded_as_they_are(tmp_path: Path) -> None:
+    trained(tmp_path / "run", tiny_llama(0, hidden_size=32, intermediate_size=48))
+    run, output = str(tmp_path / "run"), str(tmp_path / "model")
+    measured: list[Tensor] = []
+    report = finalize(run, output, quantize="int4-weight-only", evaluate=keep_logits(measured), device="cpu")
+    assert report.layers is not None and "model.layers.0.mlp.down_proj" in report.layers.skipped
+    stored = json.loads((tmp_path / "model/config.json").read_text())["quantization_config"]
+    assert set(stored["modules_to_not_convert"]) == set(report.layers.skipped)
+    assert torch.equal(logits_of(load_finalized(output)), measured[1])
+
+
 def test_a_model_that_is_not_of_transformers_is_built_by_the_caller(tmp_path: Path) -> None:
     trained(tmp_path / "run", Own())
     with pytest.raises(CheckpointLoadError, match="does not say how its model is built"):
         finalize(str(tmp_path / "run"), str(tmp_path / "model"), quantize="int4-weight-only", device="cpu")
     measured: list[Tensor] = []
-
-    def evaluate(model: nn.Module) -> float:
-        measured.append(logits_of(model))
-        return 0.0
-
     report = finalize(
         str(tmp_path / "run"),
         str(tmp_path / "model"),
         quantize="int4-weight-only",
         model_init=Own,
-        evaluate=evaluate,
+        evaluate=keep_logits(measured),
         device="cpu",
     )
     assert report.layers is not None and report.layers.converted == ["up"]
     loaded = load_finalized(str(tmp_path / "model"), Own)
     assert isinstance(loaded, Own) and loaded.head.weight is loaded.embedding.weight
+    assert not loaded.training, "it is for inference"
     assert "Intx" in type(loaded.up.weight).__name__ and torch.equal(logits_of(loaded), measured[1])
     with pytest.raises(CheckpointLoadError, match="not those of this model"):
         load_finalized(str(tmp_path / "model"), lambda: nn.Sequential(nn.Linear(2, 2)))
@@ -132,12 +150,7 @@ def test_names_that_transformers_gives_to_files_do_not_matter(tmp_path: Path) ->
     trained(tmp_path / "run", mixtral())
     run, output = str(tmp_path / "run"), str(tmp_path / "model")
     measured: list[Tensor] = []
-
-    def evaluate(model: nn.Module) -> float:
-        measured.append(logits_of(model))
-        return 0.0
-
-    finalize(run, output, quantize="int4-weight-only", model_init=mixtral, evaluate=evaluate, device="cpu")
+    finalize(run, output, quantize="int4-weight-only", model_init=mixtral, evaluate=keep_logits(measured), device="cpu")
     assert torch.equal(measured[1], logits_of(load_finalized(output, mixtral)))
 
 
@@ -160,6 +173,23 @@ def test_averaged_weights_take_the_place_of_the_last_ones(tmp_path: Path) -> Non
     assert averages.keys() == averaged.keys()
     assert all(torch.equal(averages[name], one) for name, one in averaged.items())
     assert any(not torch.equal(averages[name], one) for name, one in last.items())
+
+
+def test_losses_are_those_of_the_averages_and_of_the_files_that_were_written(tmp_path: Path) -> None:
+    trained(tmp_path / "run", wide_llama(), ema_decay=0.5)
+    checkpoint, output = resolve_checkpoint(str(tmp_path / "run")), str(tmp_path / "model")
+    averages = averaged_weights(checkpoint)
+    measured: list[Any] = []
+
+    def evaluate(model: nn.Module) -> float:
+        measured.append(model)
+        assert torch.equal(model.get_parameter("lm_head.weight"), averages["lm_head.weight"])
+        assert not model.training
+        return 0.0
+
+    finalize(checkpoint, output, quantize="int4-weight-only", ema=True, evaluate=evaluate, device="cpu")
+    assert [model.name_or_path for model in measured] == [checkpoint, output]
+    assert not torch.equal(load_model(checkpoint).get_parameter("lm_head.weight"), averages["lm_head.weight"])
 
 
 def train_stages(output_dir: str) -> None:
@@ -216,6 +246,12 @@ def test_what_cannot_be_finalised_is_refused_and_leaves_nothing_behind(tmp_path:
     with pytest.raises(CheckpointNotFoundError, match="no complete checkpoint"):
         finalize(str(tmp_path / "empty"), output)
     assert sorted(path.name for path in tmp_path.iterdir()) == ["empty", "run"]
+
+
+def test_a_checkpoint_without_weights_is_refused(tmp_path: Path) -> None:
+    trained(tmp_path / "run", tiny_llama(), checkpoint_components=["optimizer", "trainer"])
+    with pytest.raises(CheckpointLoadError, match=r"saved without the model's weights.*Choose another checkpoint"):
+        finalize(str(tmp_path / "run"), str(tmp_path / "model"))
 
 
 def test_what_a_killed_attempt_left_is_removed(tmp_path: Path) -> None:

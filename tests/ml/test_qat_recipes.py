@@ -77,6 +77,20 @@ def test_a_prepared_model_trains_and_converts_to_what_it_computed(recipe: str) -
     assert "Intx" in type(model.model.layers[0].mlp.up_proj.weight).__name__
 
 
+def most_values_in_a_group(weight: Tensor, group_size: int) -> int:
+    return max(len(group.unique()) for group in weight.reshape(-1, group_size))
+
+
+@pytest.mark.parametrize("group_size", [32, 16])
+@pytest.mark.parametrize("recipe", INT_RECIPES)
+def test_int4_weights_have_sixteen_values_at_most_in_each_group(recipe: str, group_size: int) -> None:
+    model = tiny_llama()
+    convert_qat(model, recipe, group_size=group_size)
+    weight = model.model.layers[0].mlp.up_proj.weight.dequantize()
+    assert 8 < most_values_in_a_group(weight, group_size) <= 16
+    assert most_values_in_a_group(weight, 2 * group_size) > 16, "two groups have two scales"
+
+
 def test_layers_that_the_group_does_not_fit_or_whose_weight_is_shared_are_skipped_with_the_reason(
     caplog: pytest.LogCaptureFixture,
 ) -> None:

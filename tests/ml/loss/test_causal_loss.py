@@ -24,6 +24,16 @@ def test_it_is_the_mean_over_the_shifted_targets() -> None:
     torch.testing.assert_close(*gradients)
 
 
+def test_of_many_labels_too_it_is_the_mean_over_those_that_are_targets() -> None:
+    """More than a thousand are counted in another way."""
+    torch.manual_seed(0)
+    logits, labels = torch.randn(4, 512, 8), torch.randint(0, 8, (4, 512))
+    labels[torch.rand(labels.shape) < 0.3] = -100
+    expected = cross_entropy(logits[:, :-1].flatten(0, 1), labels[:, 1:].flatten())
+    torch.testing.assert_close(CausalLoss()(logits, labels), expected)
+    assert int(CausalLoss().num_targets(labels)) == int((labels[:, 1:] != -100).sum())
+
+
 def test_the_first_label_of_a_sequence_is_no_target() -> None:
     logits, labels = make_batch()
     changed = labels.clone()
@@ -64,8 +74,8 @@ def test_it_is_computed_in_float32_at_least(dtype: torch.dtype, computed: torch.
 def test_another_index_may_be_ignored() -> None:
     logits, labels = make_batch()
     padded = labels.masked_fill(labels == -100, 0)
-    loss = CausalLoss(ignore_index=0)
-    assert int(loss.num_targets(padded)) == int((padded[:, 1:] != 0).sum())
-    torch.testing.assert_close(
-        loss(logits, padded), cross_entropy(logits[:, :-1].reshape(-1, 7), padded[:, 1:].reshape(-1), ignore_index=0)
-    )
+    assert int(CausalLoss(ignore_index=0).num_targets(padded)) == int((padded[:, 1:] != 0).sum())
+    given = CausalLoss(ignore_index=0)(logits, padded)
+    expected = cross_entropy(logits[:, :-1].reshape(-1, 7), padded[:, 1:].reshape(-1), ignore_index=0)
+    torch.testing.assert_close(given, expected)
+    torch.testing.assert_close(*(torch.autograd.grad(one, logits)[0] for one in (given, expected)))

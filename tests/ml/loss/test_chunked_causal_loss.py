@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 
 from forgather.ml.loss import CausalLoss, ChunkedCausalLoss, LinearCrossEntropyLoss
-from forgather.ml.loss.chunked_causal_loss import cross_entropy_in_parts
+from forgather.ml.loss.chunked_causal_loss import _CrossEntropyInParts, cross_entropy_in_parts, parts_of
 from tests.support.memory import peak_bytes
 
 VOCABULARY = 37
@@ -103,6 +103,21 @@ def test_parts_may_contain_tokens_without_targets() -> None:
         total = cross_entropy_in_parts(logits, labels, parts, -100, gradient)
     torch.testing.assert_close(total, expected)
     torch.testing.assert_close(gradient, torch.autograd.grad(expected, logits)[0])
+
+
+def test_on_a_device_too_another_index_may_be_ignored() -> None:
+    logits, labels = make_batch(20)
+    padded = labels.masked_fill(labels == -100, 0)
+    parts = [slice(start, start + 6) for start in range(0, 20, 6)]
+    given = _CrossEntropyInParts.apply(logits, padded, parts, 0)
+    expected = torch.nn.functional.cross_entropy(logits, padded, reduction="sum", ignore_index=0)
+    torch.testing.assert_close(given, expected)
+    torch.testing.assert_close(*(torch.autograd.grad(one, logits)[0] for one in (given, expected)))
+
+
+def test_on_a_device_too_the_parts_are_all_tokens() -> None:
+    parts = parts_of(torch.empty(20, device="meta"), -100, 6)
+    assert parts == [slice(0, 6), slice(6, 12), slice(12, 18), slice(18, 24)]
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])

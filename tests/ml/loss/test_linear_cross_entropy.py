@@ -8,7 +8,7 @@ import torch
 from torch import Tensor, nn
 
 from forgather.ml.loss import CausalLoss, LinearCrossEntropyLoss
-from forgather.ml.loss.linear_cross_entropy import linear_cross_entropy
+from forgather.ml.loss.linear_cross_entropy import _LinearCrossEntropy
 from forgather.ml.trainer.loss_weighting import StepLoss
 from tests.support.memory import peak_bytes
 
@@ -29,8 +29,18 @@ def make_head(bias: bool = True, dtype: torch.dtype = torch.float32) -> nn.Linea
     return nn.Linear(HIDDEN, VOCABULARY, bias=bias).to(dtype)
 
 
-def plain_loss(head: nn.Module) -> Callable[[Tensor, Tensor], Tensor]:
-    return lambda hidden_states, labels: CausalLoss()(head(hidden_states), labels)
+def plain_loss(head: nn.Module, ignore_index: int = -100) -> Callable[[Tensor, Tensor], Tensor]:
+    return lambda hidden_states, labels: CausalLoss(ignore_index)(head(hidden_states), labels)
+
+
+def loss_of_torch(head: nn.Module) -> Callable[[Tensor, Tensor], Tensor]:
+    """Of sequences, with nothing of ours in it."""
+
+    def loss_fn(hidden_states: Tensor, labels: Tensor) -> Tensor:
+        logits = head(hidden_states)[:, :-1]
+        return nn.functional.cross_entropy(logits.flatten(0, 1), labels[:, 1:].flatten())
+
+    return loss_fn
 
 
 def loss_and_gradients(
@@ -48,16 +58,26 @@ def loss_and_gradients(
 def assert_same(
     head: nn.Module, hidden_states: Tensor, labels: Tensor, tolerance: float = 1e-5, **options: Any
 ) -> None:
-    expected = loss_and_gradients(plain_loss(head), head, hidden_states, labels)
+    plain = plain_loss(head, options.get("ignore_index", -100))
+    expected = loss_and_gradients(plain, head, hidden_states, labels)
     given = loss_and_gradients(LinearCrossEntropyLoss(head, **options), head, hidden_states, labels)
     torch.testing.assert_close(given, expected, rtol=tolerance, atol=tolerance * 0.1)
 
 
 @pytest.mark.parametrize("bias", [True, False])
 @pytest.mark.parametrize("shape", [(11,), (3, 9), (2, 2, 5)], ids=str)
-@pytest.mark.parametrize("chunk_size", [1, 7, 4096])
+@pytest.mark.parametrize("chunk_size", [1, 12, 4096])
 def test_it_is_the_plain_loss_of_the_logits(bias: bool, shape: tuple[int, ...], chunk_size: int) -> None:
+    """With a chunk size of 12, the last part has fewer targets than the others."""
     assert_same(make_head(bias), *make_batch(*shape), chunk_size=chunk_size)
+
+
+@pytest.mark.parametrize("shape", [(3, 9), (4, 300)], ids=str)
+def test_it_is_the_loss_that_torch_computes_of_the_logits(shape: tuple[int, ...]) -> None:
+    head, batch = make_head(), make_batch(*shape)
+    expected = loss_and_gradients(loss_of_torch(head), head, *batch)
+    given = loss_and_gradients(LinearCrossEntropyLoss(head, chunk_size=12), head, *batch)
+    torch.testing.assert_close(given, expected, rtol=1e-5, atol=1e-6)
 
 
 def test_in_float64_it_is_the_plain_loss_to_the_last_digits() -> None:
@@ -94,13 +114,14 @@ def test_in_low_precision_it_is_as_close_to_float32_as_the_plain_loss(dtype: tor
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
 def test_under_autocast_it_multiplies_as_a_linear_layer_would(dtype: torch.dtype) -> None:
     hidden_states, labels = make_batch(8, 64)
-    head = make_head()
+    hidden_states, head = hidden_states * 10, make_head()
     reference = loss_and_gradients(plain_loss(head), head, hidden_states, labels)
     with torch.autocast("cpu", dtype=dtype):
         plain = loss_and_gradients(plain_loss(head), head, hidden_states, labels)
         given = loss_and_gradients(LinearCrossEntropyLoss(head, chunk_size=7), head, hidden_states, labels)
     assert {one.dtype for one in (given[0], *given[1].values())} == {torch.float32}
     torch.testing.assert_close(given[0], plain[0], rtol=1e-6, atol=0)
+    assert abs(reference[0] - plain[0]) > 5e-6 * plain[0], "the loss does not show in which precision it was computed"
     allowed, errors = relative_errors(plain, reference), relative_errors(given, reference)
     assert all(errors[name] <= 1.25 * allowed[name] + 1e-6 for name in errors)
 
@@ -126,9 +147,7 @@ def test_without_targets_loss_and_gradients_are_zero(length: int) -> None:
 
 def test_another_index_may_be_ignored() -> None:
     hidden_states, labels = make_batch(3, 9)
-    head = make_head()
-    given = LinearCrossEntropyLoss(head, ignore_index=0)(hidden_states, labels.masked_fill(labels == -100, 0))
-    torch.testing.assert_close(given, CausalLoss(ignore_index=0)(head(hidden_states), labels.clamp(min=0)))
+    assert_same(make_head(), hidden_states, labels.masked_fill(labels == -100, 0), ignore_index=0, chunk_size=12)
 
 
 def test_sums_and_means_over_targets_are_those_of_the_plain_loss() -> None:
@@ -247,19 +266,19 @@ def test_it_follows_a_compiled_model() -> None:
     torch.testing.assert_close(gradients[1], gradients[0])
 
 
-def test_parts_may_contain_tokens_without_targets() -> None:
+@pytest.mark.parametrize("ignore_index", [-100, 0])
+def test_parts_may_contain_tokens_without_targets(ignore_index: int) -> None:
     """On a device they do: to leave them out would mean to wait for it."""
     hidden_states, labels = make_batch(20)
+    labels = labels.masked_fill(labels == -100, ignore_index)
     head = make_head()
-    hidden_states = hidden_states.requires_grad_()
-    inputs = (hidden_states, head.weight, head.bias)
-    expected = nn.functional.cross_entropy(head(hidden_states), labels, reduction="sum")
-    gradients = torch.autograd.grad(expected, inputs)
-    with torch.no_grad():
-        parts = [slice(start, start + 6) for start in range(0, 20, 6)]
-        total, given = linear_cross_entropy(*inputs, labels, parts, -100, (True, True, True))
-    torch.testing.assert_close(total, expected)
-    torch.testing.assert_close((given.hidden_states, given.weight, given.bias), gradients)
+    inputs = (hidden_states.requires_grad_(), head.weight, head.bias)
+    parts = [slice(start, start + 6) for start in range(0, 20, 6)]
+    given = _LinearCrossEntropy.apply(*inputs, labels, parts, ignore_index)
+    logits = head(hidden_states)
+    expected = nn.functional.cross_entropy(logits, labels, ignore_index=ignore_index, reduction="sum")
+    torch.testing.assert_close(given, expected)
+    torch.testing.assert_close(*(torch.autograd.grad(one, inputs) for one in (given, expected)))
 
 
 def test_it_takes_a_quarter_of_the_memory_of_the_plain_loss_at_most() -> None:

@@ -10,6 +10,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 from torch._dynamo import config as dynamo_config
+from torch._dynamo import register_backend
+from torch._dynamo.exc import Unsupported
 from torch._dynamo.utils import counters
 from torch.autograd.graph import saved_tensors_hooks
 
@@ -148,6 +150,38 @@ def test_the_compiler_gives_up_at_the_limit_that_was_set_and_training_goes_on(tm
         )
     assert compiled.num_graphs == 2
     assert len(compiled.training) == 10
+
+
+class Interrupted(TokenModel):
+    """Cannot be compiled in one piece."""
+
+    def forward(self, input_ids: Tensor) -> Tensor:
+        torch._dynamo.graph_break()
+        return super().forward(input_ids)
+
+
+noted_modes: list[str | None] = []
+
+
+@register_backend(name="noting")
+def noting(module: Any, inputs: Any, mode: str | None = None) -> Any:
+    """A backend of one's own, which may have modes of its own."""
+    noted_modes.append(mode)
+    return module
+
+
+def test_mode_and_full_graph_reach_the_compiler(tmp_path: Path) -> None:
+    noted_modes.clear()
+    settings = {"torch_compile": True, "torch_compile_backend": "noting", "torch_compile_mode": "thorough"}
+    torch.compiler.reset()
+    quiet_trainer(tmp_path, Interrupted(), token_samples(1), max_steps=1, **settings).train()
+    assert set(noted_modes) == {"thorough"}
+    torch.compiler.reset()
+    whole = quiet_trainer(
+        tmp_path, Interrupted(), token_samples(1), max_steps=1, torch_compile_full_graph=True, **settings
+    )
+    with pytest.raises(Unsupported):
+        whole.train()
 
 
 class Replaying(TokenModel):

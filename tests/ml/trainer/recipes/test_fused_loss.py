@@ -21,13 +21,15 @@ from transformers import (
 from forgather.ml.loss import CausalLoss, LinearCrossEntropyLoss, RescaleLoss
 from forgather.ml.trainer.accelerate import AccelTrainer
 from forgather.ml.trainer.ddp import DDPTrainer
+from forgather.ml.trainer.fused_loss import unfused as unfused_loss
 from forgather.ml.trainer.hybrid import HybridTrainer
 from forgather.ml.trainer.pipeline import PipelineTrainer
 from forgather.ml.trainer.trainer import Trainer
-from tests.support.data_parallel import Result, assert_same_training, run
+from tests.support.data_parallel import Result, assert_same_training, ddp_trainer, run
 from tests.support.pipelines import llama, tied_gpt2, trainer_of, whole_result
 from tests.support.ranks import run_on_ranks
 from tests.support.tiny_models import (
+    IGNORED,
     VOCAB_SIZE,
     Recorder,
     TokenModel,
@@ -57,6 +59,8 @@ OPT = OPTConfig(
     max_position_embeddings=32,
     dropout=0.0,
 )
+# Five of them, in a vocabulary of 32.
+IN_CHUNKS = functools.partial(LinearCrossEntropyLoss, chunk_size=7)
 MODELS = {"llama": functools.partial(llama, 4), "gpt2": functools.partial(tied_gpt2, 4)}
 
 
@@ -118,6 +122,16 @@ def test_logits_are_never_made_in_training_nor_evaluation(tmp_path: Path) -> Non
     num_by_the_trial = len(calls)
     trainer.evaluate()
     assert num_by_the_trial == len(calls) == 1
+
+
+def test_no_cache_of_keys_and_values_is_made_in_training(tmp_path: Path) -> None:
+    model = tiny_llama()
+    asked: list[Any] = []
+    model.model.register_forward_pre_hook(
+        lambda _, __, keywords: asked.append(keywords.get("use_cache")), with_kwargs=True
+    )
+    quiet_trainer(tmp_path, model, token_samples(2), trainer_options=FUSED, max_steps=1).train()
+    assert asked[-1] is False
 
 
 def test_callbacks_that_want_logits_get_them(tmp_path: Path) -> None:
@@ -183,11 +197,11 @@ DDP = {"per_device_train_batch_size": 4}
 @pytest.mark.parametrize(
     ("kind", "model", "factory", "settings"),
     [
-        (DDPTrainer, "llama", LinearCrossEntropyLoss, DDP),
+        (DDPTrainer, "llama", IN_CHUNKS, DDP),
         (DDPTrainer, "gpt2", plain_fused_loss, DDP),
         (PipelineTrainer, "llama", LinearCrossEntropyLoss, {"schedule": "1f1b"}),
         (PipelineTrainer, "gpt2", plain_fused_loss, {"schedule": "gpipe"}),
-        (PipelineTrainer, "llama", LinearCrossEntropyLoss, {"schedule": "interleaved1f1b"}),
+        (PipelineTrainer, "llama", IN_CHUNKS, {"schedule": "interleaved1f1b"}),
         (PipelineTrainer, "llama", LinearCrossEntropyLoss, {"schedule": "loopedbfs"}),
         (PipelineTrainer, "gpt2", LinearCrossEntropyLoss, {"schedule": "zbv"}),
         (PipelineTrainer, "llama", LinearCrossEntropyLoss, {"schedule": "interleavedzerobubble"}),
@@ -198,6 +212,30 @@ def test_other_trainers_train_alike(
     kind: Any, model: str, factory: Any, settings: dict[str, Any], unfused: dict[Any, Any], tmp_path: Path
 ) -> None:
     assert_same_on_ranks(tmp_path, 2, unfused[model, 2], kind, model, factory, settings)
+
+
+def on_ranks_of_which_one_has_no_targets(output_dir: Path) -> Result:
+    samples = token_samples(8)
+    for sample in samples[2:4] + samples[6:8]:
+        sample["labels"][:] = IGNORED
+    settings = {**SETTINGS, "max_steps": 2, "per_device_train_batch_size": 2, "gradient_accumulation_steps": 1}
+    options = {"fused_loss_factory": plain_fused_loss}
+    return run(ddp_trainer(output_dir, tiny_llama(), samples, trainer_options=options, **settings))
+
+
+def test_ranks_train_on_when_one_of_them_has_no_targets(tmp_path: Path) -> None:
+    # A rank that had no gradient for the head would let the other wait for ever.
+    first, second = run_on_ranks(on_ranks_of_which_one_has_no_targets, 2, tmp_path, timeout=40)
+    assert_same_training(first, second)
+    assert len(first.losses) == 2
+
+
+def test_a_schedule_that_splits_the_backward_pass_gets_the_same_loss_of_logits_with_a_warning(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    plain = unfused_loss(LinearCrossEntropyLoss(nn.Linear(4, VOCAB_SIZE), ignore_index=0), "zbv")
+    assert isinstance(plain, CausalLoss) and plain.ignore_index == 0
+    assert "computed from logits, not fused with the head: schedule='zbv'" in caplog.text
 
 
 def test_a_hybrid_trains_alike(unfused: dict[Any, Any], tmp_path: Path) -> None:

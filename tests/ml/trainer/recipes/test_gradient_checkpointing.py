@@ -98,6 +98,15 @@ def test_one_device_takes_the_same_step_with_less_memory(tmp_path: Path) -> None
     assert saving.peak < 0.5 * plain.peak, (saving.peak, plain.peak)
 
 
+def test_layers_are_recomputed_without_a_second_backward_pass_inside_the_first(tmp_path: Path) -> None:
+    """The variant of torch that has one does not work with DDP and compilation."""
+    model = tiny_llama()
+    has_gradients: list[bool] = []
+    model.model.layers[0].mlp.register_forward_pre_hook(lambda *_: has_gradients.append(torch.is_grad_enabled()))
+    one_step(tmp_path, model, gradient_checkpointing=True)
+    assert has_gradients == [True, True], "in the forward pass, and when it is recomputed"
+
+
 def test_a_model_of_ones_own_saves_memory_by_a_function_of_ones_own(tmp_path: Path) -> None:
     options = {"enable_activation_checkpoint_fn": recompute_layers}
     plain = one_step(tmp_path, OwnModel())

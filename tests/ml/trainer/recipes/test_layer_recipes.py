@@ -8,7 +8,10 @@ import pytest
 import torch
 from torch import nn
 
+from forgather.ml.qat_recipes import prepared_for
+from forgather.ml.trainer.arguments import TrainingArguments
 from forgather.ml.trainer.ddp import DDPTrainer
+from forgather.ml.trainer.layer_recipes import apply_layer_recipe
 from forgather.ml.trainer.pipeline import PipelineTrainer
 from forgather.ml.trainer.trainer import Trainer
 from tests.support.data_parallel import Result, run
@@ -78,6 +81,28 @@ def test_a_second_run_does_not_replace_layers_again(tmp_path: Path) -> None:
     assert {type(module) for module in model.modules()} == kinds
     assert any(kind is not nn.Linear and issubclass(kind, nn.Linear) for kind in kinds)
     assert type(model.get_output_embeddings()) is nn.Linear  # type: ignore[operator]
+
+
+def test_a_model_that_is_built_anew_is_prepared_anew(tmp_path: Path) -> None:
+    options = {"model_init": aligned_llama}
+    trainer = quiet_trainer(
+        tmp_path, None, token_samples(8), trainer_options=options, qat_recipe=RECIPES[1], max_steps=1
+    )
+    trainer.train()
+    first = trainer.model
+    trainer.train(resume_from_checkpoint=False)
+    assert trainer.model is not first
+    assert prepared_for(trainer.unwrapped_model()) == RECIPES[1]
+
+
+def test_float8_layers_are_those_with_the_alignment_that_was_set_but_for_the_head() -> None:
+    # A trainer cannot be had for this: it wants hardware that multiplies in float8.
+    model: Any = aligned_llama()
+    apply_layer_recipe(model, TrainingArguments(output_dir="unused", fp8_recipe="rowwise", fp8_dim_alignment=32))
+    attention = model.model.layers[0].self_attn
+    assert type(attention.q_proj).__name__ == "Float8Linear"
+    assert attention.k_proj.out_features == 16 and type(attention.k_proj) is nn.Linear
+    assert type(model.lm_head) is nn.Linear
 
 
 def test_another_recipe_on_a_prepared_model_is_refused_and_none_is_noticed(

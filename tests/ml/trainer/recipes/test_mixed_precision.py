@@ -83,6 +83,18 @@ def test_matmuls_run_in_low_precision_and_weights_stay_float32(precision: str, t
     assert "skipped_steps" not in trainer.state.log_history[-1]
 
 
+def test_gradients_are_clipped_as_they_are_without_a_loss_scale(tmp_path: Path) -> None:
+    # An optimizer that goes by the size of gradients, unlike Adam.
+    options = {"optimizer_cls_and_kwargs": (torch.optim.SGD, {"lr": 0.5})}
+    settings = {"max_grad_norm": 0.1, "trainer_options": options}
+    plain = run(llama_trainer(tmp_path / "plain", samples(), **settings))
+    scaled = run(llama_trainer(tmp_path / "fp16", samples(), mixed_precision="fp16", **settings))
+    assert min(plain.norms) > 0.1, "every step is clipped"
+    assert scaled.norms == pytest.approx(plain.norms, rel=0.02)
+    for name, tensor in plain.weights.items():
+        assert (scaled.weights[name] - tensor).norm() < 1e-2 * tensor.norm(), name
+
+
 def test_evaluation_computes_in_the_same_precision(tmp_path: Path) -> None:
     trainer = llama_trainer(tmp_path, None, mixed_precision="bf16")
     dtypes = noted_dtypes(trainer.unwrapped_model())

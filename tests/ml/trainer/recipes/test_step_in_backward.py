@@ -139,6 +139,41 @@ def test_after_training_a_backward_pass_leaves_the_weights_alone(tmp_path: Path)
     assert model.lm_head.weight.grad is not None
 
 
+class Fails:
+    """A callback that ends training by an error."""
+
+    def on_step_end(self, **_: Any) -> None:
+        raise ZeroDivisionError
+
+
+def test_after_a_training_that_failed_a_backward_pass_leaves_the_weights_alone_too(tmp_path: Path) -> None:
+    model = tiny_llama()
+    with pytest.raises(ZeroDivisionError):
+        trainer_for(tmp_path, model, True, Fails()).train()
+    before = model.lm_head.weight.detach().clone()
+    model(torch.arange(4)[None]).logits.sum().backward()
+    assert torch.equal(before, model.lm_head.weight)
+
+
+def test_an_optimizer_of_ones_own_may_have_frozen_parameters(tmp_path: Path) -> None:
+    model = tiny_llama()
+    embedding = model.model.embed_tokens.weight.requires_grad_(False)
+    before = embedding.clone(), model.lm_head.weight.detach().clone()
+    options = {"optimizer": torch.optim.SGD(model.parameters(), lr=0.1)}
+    trainer_for(tmp_path, model, True, max_steps=1, warmup_steps=0, trainer_options=options).train()
+    assert torch.equal(embedding, before[0]) and not torch.equal(model.lm_head.weight, before[1])
+
+
+def test_the_norm_of_short_gradients_is_a_long_one() -> None:
+    parameter = nn.Parameter(torch.zeros(4, dtype=torch.bfloat16))
+    gradient = torch.tensor([1.0, 0.5, 0.25, 0.125], dtype=torch.bfloat16)
+    with StepInBackward(torch.optim.SGD([parameter], lr=0.1)) as step_in_backward:
+        (parameter * gradient).sum().backward()
+    norm = step_in_backward()
+    assert norm.dtype == torch.float32
+    assert float(norm) == pytest.approx(float(gradient.double().norm()), rel=1e-6)
+
+
 def test_a_loaded_model_is_the_users_own_until_training_begins(tmp_path: Path) -> None:
     saving = {"save_strategy": "steps", "save_steps": 2, "max_steps": 2}
     trainer_for(tmp_path, tiny_llama(), True, **saving).train()
@@ -285,4 +320,5 @@ def test_weights_that_are_tied_between_stages_are_refused(tmp_path: Path) -> Non
 def test_the_norm_is_reported_to_callbacks(tmp_path: Path) -> None:
     recorder = Recorder()
     trainer_for(tmp_path, tiny_llama(), True, recorder, max_steps=3).train()
-    assert all(float(norm) > 0 for norm in recorder.details("on_train_metrics", "grad_norm"))
+    norms = recorder.details("on_train_metrics", "grad_norm")
+    assert len(norms) == 3 and all(float(norm) > 0 for norm in norms)

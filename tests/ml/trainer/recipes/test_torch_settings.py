@@ -1,5 +1,6 @@
 """Settings that are passed to torch reach it while a trainer runs, and are gone afterwards."""
 
+import functools
 from pathlib import Path
 from typing import Any
 
@@ -10,12 +11,14 @@ from torch._functorch import config as functorch_config
 from torch.nn import functional
 from torch.profiler import ProfilerActivity, profile
 
-from tests.support.data_parallel import assert_same_training, run
+from tests.support.data_parallel import Result, assert_same_training, run
 from tests.support.pipelines import llama, trainer_of
 from tests.support.ranks import run_on_ranks
 from tests.support.tiny_models import VOCAB_SIZE, Recorder, TokenModel, quiet_trainer, token_samples
 
 LOGGED: dict[str, Any] = {"logging_strategy": "steps", "logging_steps": 1}
+MATH = "aten::_scaled_dot_product_attention_math"
+FLASH = "aten::_scaled_dot_product_flash_attention_for_cpu"
 
 
 class Attention(nn.Module):
@@ -44,8 +47,8 @@ def attention_operations(work: Any) -> set[str]:
 @pytest.mark.parametrize(
     ("backend", "operation"),
     [
-        ("math", "aten::_scaled_dot_product_attention_math"),
-        ("flash", "aten::_scaled_dot_product_flash_attention_for_cpu"),
+        ("math", MATH),
+        ("flash", FLASH),
     ],
 )
 def test_sdpa_backend_decides_what_computes_attention(backend: str, operation: str, tmp_path: Path) -> None:
@@ -108,23 +111,30 @@ def test_detect_anomaly_names_the_operation_that_failed(tmp_path: Path) -> None:
 # --- on pipelines
 
 
-def on_pipeline(output_dir: Path) -> None:
+def on_pipeline(output_dir: Path) -> list[set[str]]:
+    """What computed attention without and with the setting."""
     settings: dict[str, Any] = {"max_steps": 2, "per_device_train_batch_size": 4, **LOGGED}
-    results = [
-        run(trainer_of_pipeline(output_dir / str(number), **options, **settings))
-        for number, options in enumerate(({}, {"enable_activation_offloading": True, "sdpa_backend": "math"}))
-    ]
+    results: list[Result] = []
+    used = []
+    for number, options in enumerate(({}, {"enable_activation_offloading": True, "sdpa_backend": "math"})):
+        trainer = trainer_of_pipeline(output_dir / str(number), **options, **settings)
+        used.append(attention_operations(lambda trainer=trainer: results.append(run(trainer))))
     assert_same_training(*results, tolerance=1e-5)
+    return used
 
 
 def trainer_of_pipeline(output_dir: Path, **settings: Any) -> Any:
     from forgather.ml.trainer.pipeline import PipelineTrainer
 
-    return trainer_of(PipelineTrainer, output_dir, llama, token_samples(8), schedule="1f1b", **settings)
+    # Small, since every operation is noted.
+    build = functools.partial(llama, 2)
+    return trainer_of(PipelineTrainer, output_dir, build, token_samples(8), schedule="1f1b", **settings)
 
 
-def test_a_pipeline_runs_with_these_settings(tmp_path: Path) -> None:
-    run_on_ranks(on_pipeline, 2, tmp_path)
+def test_sdpa_backend_decides_in_every_stage_of_a_pipeline(tmp_path: Path) -> None:
+    for by_default, by_math in run_on_ranks(on_pipeline, 2, tmp_path):
+        assert FLASH in by_default and FLASH not in by_math
+        assert MATH in by_math
 
 
 # --- refused

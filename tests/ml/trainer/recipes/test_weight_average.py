@@ -9,7 +9,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
-from transformers import AutoModelForCausalLM
+from transformers import AutoModelForCausalLM, GPT2LMHeadModel
 
 from forgather.ml.trainer.ddp import DDPTrainer
 from forgather.ml.trainer.hybrid import HybridTrainer
@@ -119,6 +119,32 @@ def test_the_average_of_the_best_step_comes_with_its_weights(tmp_path: Path) -> 
     assert trainer.evaluate(use_ema=True)["eval_loss"] == best
 
 
+def test_a_best_checkpoint_without_an_average_starts_one_from_its_weights(tmp_path: Path) -> None:
+    settings = {"eval_strategy": "steps", "eval_steps": 3, "load_best_model_at_end": True}
+    trainer = trainer_for(tmp_path, tiny_llama(), checkpoint_components=["model", "trainer"], **settings)
+    trainer.train()
+    torch.testing.assert_close(averages(trainer), weights(trainer.unwrapped_model()), rtol=0, atol=0)
+
+
+def test_weights_come_back_from_averaged_weights_after_an_error(tmp_path: Path) -> None:
+    trainer = trainer_for(tmp_path, tiny_llama(), max_steps=3)
+    trainer.train()
+    raw, expected = weights(trainer.unwrapped_model()), averages(trainer)
+    with pytest.raises(ZeroDivisionError), trainer.averaged_weights():
+        raise ZeroDivisionError
+    torch.testing.assert_close(weights(trainer.unwrapped_model()), raw, rtol=0, atol=0)
+    torch.testing.assert_close(averages(trainer), expected, rtol=0, atol=0)
+
+
+def test_averages_are_kept_when_the_optimizer_steps_in_the_backward_pass(tmp_path: Path) -> None:
+    found = []
+    for fused in (False, True):
+        trainer = trainer_for(tmp_path / str(fused), tiny_llama(), fuse_optim_with_backward=fused)
+        trainer.train()
+        found.append(averages(trainer))
+    torch.testing.assert_close(found[1], found[0], rtol=1e-6, atol=1e-7)
+
+
 def test_averaged_weights_inside_of_averaged_weights_are_the_same(tmp_path: Path) -> None:
     trainer = trainer_for(tmp_path, tiny_llama(), eval_ema=True)
     trainer.train()
@@ -147,14 +173,18 @@ def test_training_that_is_refused_among_averages_changes_nothing(tmp_path: Path)
     assert all(torch.equal(tensor, before[name]) for name, tensor in weights(trainer.unwrapped_model()).items())
 
 
-def test_an_evaluation_stream_that_ends_for_good_is_explained(tmp_path: Path) -> None:
+def test_an_evaluation_stream_that_ends_for_good_is_explained_and_the_next_evaluation_is_whole(tmp_path: Path) -> None:
+    recorder = Recorder()
     once = iter(token_samples(4))
     stream = Stream(once)  # type: ignore[arg-type]
-    trainer = trainer_for(tmp_path, tiny_llama(), eval_ema=True, trainer_options={"eval_dataset": stream})
+    trainer = trainer_for(tmp_path, tiny_llama(), recorder, eval_ema=True, trainer_options={"eval_dataset": stream})
     trainer.args.eval_strategy = "no"
     trainer.train()
     with pytest.raises(RuntimeError, match=r"no batch at all when it was read again for eval_ema=True"):
         trainer.evaluate()
+    num_before = len(recorder.details("on_prediction_step", "loss"))
+    trainer.evaluate(token_samples(4))
+    assert len(recorder.details("on_prediction_step", "loss")) == num_before + 4, "callbacks see every batch again"
 
 
 def test_components_may_be_named(tmp_path: Path) -> None:
@@ -217,6 +247,17 @@ def test_a_checkpoint_without_averages_starts_them_from_its_weights(tmp_path: Pa
     trainer = trainer_for(tmp_path, tiny_llama(seed=1), max_steps=3)
     trainer.load_checkpoint()
     assert all(torch.equal(tensor, loaded[name]) for name, tensor in averages(trainer).items())
+
+
+def test_weights_that_are_no_longer_tied_both_have_the_average_of_the_tied_one(tmp_path: Path) -> None:
+    trainer_for(tmp_path, tied_gpt2(2), max_steps=3).train()
+    config: Any = tied_gpt2(2).config
+    config.tie_word_embeddings = False
+    trainer = trainer_for(tmp_path, GPT2LMHeadModel(config), max_steps=3)
+    trainer.load_checkpoint()
+    found, present = averages(trainer), weights(trainer.unwrapped_model())
+    assert torch.equal(found["lm_head.weight"], found["transformer.wte.weight"])
+    assert not torch.equal(found["lm_head.weight"], present["lm_head.weight"])
 
 
 def test_an_average_of_another_shape_is_refused() -> None:
