@@ -1,12 +1,13 @@
 """Which parameters get which options and optimizers."""
 
 import logging
+import types
 from collections.abc import Iterable
 from typing import Any
 
 import pytest
 from torch import nn
-from torch.optim import SGD, AdamW, Optimizer
+from torch.optim import SGD, AdamW, Muon, Optimizer
 
 from forgather.ml.optim.multiopt import Multiopt
 from forgather.ml.optim.opt_utils import (
@@ -15,6 +16,7 @@ from forgather.ml.optim.opt_utils import (
     build_parameter_groups,
     check_group_map,
     make_grouped_optimizer,
+    optimizer_of_nothing,
     warn_of_unknown_options,
 )
 
@@ -139,6 +141,29 @@ def test_groups_that_other_ranks_fill_are_there_and_empty(caplog: pytest.LogCapt
     assert [len(group["params"]) for group in nobody.param_groups] == [0]
 
 
+def test_factories_are_never_asked_for_an_optimizer_of_nothing() -> None:
+    def flattened(groups: Any) -> Optimizer:
+        return SGD([member for group in groups for member in group["params"]], lr=0.3)
+
+    group_map: OptimGroupMap = {"embed": {"regex": "embed", "factory": flattened}}
+    named = [(name, parameter) for name, parameter in make_model().named_parameters() if "embed" not in name]
+    optimizer = make_grouped_optimizer(named, group_map, make_adamw, names_elsewhere=["embed.weight"])
+    assert [(group["lr"], len(group["params"])) for group in optimizer.param_groups] == [(0.3, 0), (0.01, 4)]
+    matrices = optimizer_of_nothing(lambda members: Muon(members, lr=0.02))
+    assert [(group["lr"], group["params"]) for group in matrices.param_groups] == [(0.02, [])]
+    matrices.step()
+
+
+def test_optimizers_of_any_kind_may_have_groups() -> None:
+    class Own:
+        def __init__(self, groups: Any) -> None:
+            self.param_groups = list(groups)
+
+    group_map: OptimGroupMap = {"norm": {"regex": "norm", "config": {"lr": 0.5}}}
+    for optimizer in (Own([]), types.SimpleNamespace(optimizers={"one": Own([])})):
+        warn_of_unknown_options(optimizer, group_map)  # type: ignore[arg-type]
+
+
 def test_options_that_an_optimizer_does_not_know_are_reported(caplog: pytest.LogCaptureFixture) -> None:
     group_map: OptimGroupMap = {"norm": {"regex": "norm", "config": {"lrr": 1.0, "lr": 0.5}}, "off": None}
     warn_of_unknown_options(make_grouped_optimizer(make_model().named_parameters(), group_map, make_adamw), group_map)
@@ -167,6 +192,8 @@ def test_several_factories_make_a_multiopt() -> None:
         ({"a": {"regex": "x", "config": {"lr": -1.0}}}, "'a' has lr=-1.0, but a learning rate is 0 or more"),
         ({"a": {"regex": "x", "config": {"lr": float("nan")}}}, "'a' has lr=nan"),
         ({"a": {"regex": "x", "factory": "SGD"}}, "'a' has factory='SGD', but a factory is called"),
+        ({"a": {"regex": 5}}, "'a' has regex=5, but a regular expression is a text"),
+        ({"a": {"regex": "x", "config": ["lr"]}}, r"'a' has config=\['lr'\], but it is a mapping"),
         ({"a": "embed"}, "'a' is 'embed', but has to be a mapping of regex, config, factory"),
         (["a"], r"optimizer_groups=\['a'\] cannot be used: give a mapping"),
     ],

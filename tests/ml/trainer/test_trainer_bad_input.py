@@ -235,8 +235,8 @@ def test_options_that_a_schedule_does_not_have(tmp_path: Path) -> None:
         quiet_trainer(tmp_path, ScalarModel(), scalars(1), **settings).train()
 
 
-def run_with_groups(output_dir: Path, max_steps: int, groups: Any, schedule: Any) -> Trainer:
-    settings = {**SAVING, "lr_scheduler_type": "constant", "max_steps": max_steps}
+def run_with_groups(output_dir: Path, max_steps: int, groups: Any, schedule: Any, **others: Any) -> Trainer:
+    settings = {**SAVING, "lr_scheduler_type": "constant", "max_steps": max_steps, **others}
     options = {"lr_scheduler_factory": schedule, "optimizer_groups": groups}
     trainer = quiet_trainer(output_dir, TokenModel(), token_samples(8), trainer_options=options, **settings)
     trainer.train()
@@ -250,9 +250,49 @@ def test_a_schedule_of_other_groups(tmp_path: Path) -> None:
     assert [group["lr"] for group in resumed.optimizer.param_groups] == [0.5, 1.0]
 
     halved = functools.partial(torch.optim.lr_scheduler.StepLR, step_size=1, gamma=0.5)
-    run_with_groups(tmp_path / "halved", 2, None, halved)
-    with pytest.raises(CheckpointError, match=r"StepLR, is that of 1 parameter groups, and the optimizer has 2 now"):
-        run_with_groups(tmp_path / "halved", 4, groups, halved)
+    for name, schedule in {"StepLR": halved, "SequentialLR": warm_up_and_halve}.items():
+        run_with_groups(tmp_path / name, 2, None, schedule)
+        with pytest.raises(
+            CheckpointError, match=f"{name}, is that of 1 parameter groups, and the optimizer has 2 now"
+        ):
+            run_with_groups(tmp_path / name, 4, groups, schedule)
+
+
+def warm_up_and_halve(optimizer: Any) -> Any:
+    schedules = torch.optim.lr_scheduler
+    parts = [schedules.LinearLR(optimizer, 0.25, total_iters=2), schedules.StepLR(optimizer, 1, 0.5)]
+    return schedules.SequentialLR(optimizer, parts, milestones=[2])
+
+
+def test_a_rate_that_was_changed_since_takes_effect_in_schedules_made_of_others(tmp_path: Path) -> None:
+    straight = run_with_groups(tmp_path / "straight", 4, None, warm_up_and_halve, learning_rate=0.5)
+    run_with_groups(tmp_path / "changed", 2, None, warm_up_and_halve, learning_rate=1.0)
+    changed = run_with_groups(tmp_path / "changed", 4, None, warm_up_and_halve, learning_rate=0.5)
+    assert changed.lr_scheduler.get_last_lr() == straight.lr_scheduler.get_last_lr() == [0.125]
+
+
+class Rates:
+    """Notes the learning rate of every step."""
+
+    def __init__(self) -> None:
+        self.noted: list[float] = []
+
+    def on_step_begin(self, optimizer: Any, **_: Any) -> None:
+        self.noted.append(optimizer.param_groups[0]["lr"])
+
+
+def test_a_schedule_goes_on_when_steps_get_another_size(tmp_path: Path) -> None:
+    def trainer(noted: Rates, batch_size: int, **settings: Any) -> Trainer:
+        warm_up = functools.partial(torch.optim.lr_scheduler.LinearLR, start_factor=0.1, total_iters=2)
+        options = {"lr_scheduler_factory": warm_up}
+        merged = {**SAVING, "per_device_train_batch_size": batch_size, "num_train_epochs": 2, **settings}
+        return quiet_trainer(tmp_path, TokenModel(), token_samples(8), noted, trainer_options=options, **merged)
+
+    before, after = Rates(), Rates()
+    trainer(before, 4, max_steps=2).train()
+    trainer(after, 2).train()
+    assert before.noted == pytest.approx([0.1, 0.55])
+    assert after.noted == pytest.approx([1.0] * len(after.noted)) and len(after.noted) == 4
 
 
 def test_samples_of_different_lengths_without_a_collator(tmp_path: Path) -> None:

@@ -144,8 +144,9 @@ def test_a_run_that_begins_from_another_ones_checkpoint_has_a_best_of_its_own(tm
     second.train()
     assert second.state.best_model_checkpoint == str(tmp_path / "second/checkpoints/checkpoint-3")
     assert second.state.best_metric == -3
-    # One of the own directory is another matter.
-    third = trainer("first", 4, True)
+    # One of the own directory is another matter, however it is called.
+    (tmp_path / "link").symlink_to(tmp_path / "first")
+    third = trainer("first", 4, str(tmp_path / "link/checkpoints/checkpoint-2"))
     third.train()
     assert third.state.best_model_checkpoint == str(tmp_path / "first/checkpoints/checkpoint-1")
 

@@ -91,6 +91,10 @@ def test_a_process_alone_may_choose_any_device() -> None:
     alone = StaticDistributedEnvironment()
     assert choose_device(None, "cuda", alone) == torch.device("cuda:0")
     assert choose_device("cuda:1", "cuda", alone) == torch.device("cuda:1")
+    unnumbered = StaticDistributedEnvironment(local_rank=1, local_world_size=2, device="cuda", device_type="cuda")
+    assert (
+        choose_device(None, "cuda", unnumbered) == choose_device("cuda:1", "cuda", unnumbered) == torch.device("cuda:1")
+    )
 
 
 def test_one_device_for_several_processes_is_refused() -> None:

@@ -21,7 +21,8 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from torch import Tensor
+import torch
+from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from forgather.ml.optim.multiopt import Multiopt
@@ -96,8 +97,27 @@ def make_grouped_optimizer(
 ) -> Optimizer:
     """One optimizer for all groups, which is a `Multiopt` when they have several factories."""
     buckets = build_optimizer_buckets(named_parameters, group_map, default_factory, debug, names_elsewhere)
-    optimizers = [factory(groups) for factory, groups in buckets]
+    optimizers = [
+        factory(groups) if any(group["params"] for group in groups) else optimizer_of_nothing(factory, groups)
+        for factory, groups in buckets
+    ]
     return optimizers[0] if len(optimizers) == 1 else Multiopt(optimizers)
+
+
+def optimizer_of_nothing(factory: Callable[[list[Any]], Optimizer], groups: Sequence[dict[str, Any]] = ()) -> Optimizer:
+    """What a factory makes for a rank without parameters, or with groups that are all empty: the options of the others.
+
+    It is shown a parameter that stands in for theirs, since a factory need not be able to make an optimizer of nothing.
+    """
+    # Of two dimensions, as matrices are, to which some optimizers are limited.
+    member = ("", nn.Parameter(torch.empty((0, 0))))
+    first, *others = groups or [{}]
+    optimizer = factory([{**first, "params": [member]}, *others] if groups else [member])
+    for group in optimizer.param_groups:
+        group["params"] = []
+        if "param_names" in group:
+            group["param_names"] = []
+    return optimizer
 
 
 def check_group_map(group_map: OptimGroupMap) -> None:
@@ -153,11 +173,15 @@ def _parsed(name: str, settings: Mapping[str, Any]) -> _Group:
             'optimizer, such as lr, go in its "config".'
         )
     regex = settings.get("regex")
+    if not isinstance(regex, str | None):
+        raise ValueError(f"Optimizer group {name!r} has regex={regex!r}, but a regular expression is a text.")
     try:
         pattern = None if regex is None else re.compile(regex)
     except re.error as error:
         raise ValueError(f"Optimizer group {name!r}: {regex!r} is not a regular expression: {error}.") from None
     config, factory = settings.get("config") or {}, settings.get("factory")
+    if not isinstance(config, Mapping):
+        raise ValueError(f"Optimizer group {name!r} has config={config!r}, but it is a mapping of options to values.")
     if factory is not None and not callable(factory):
         raise ValueError(
             f"Optimizer group {name!r} has factory={factory!r}, but a factory is called with a list of group dicts."
@@ -175,7 +199,11 @@ def _check_rate(name: str, config: Mapping[str, Any]) -> None:
 
 def warn_of_unknown_options(optimizer: Optimizer, group_map: OptimGroupMap) -> None:
     """Torch takes any option of a group, and one that is misspelt has no effect."""
-    known = {option for part in getattr(optimizer, "optimizers", [optimizer]) for option in part.defaults}
+    parts = getattr(optimizer, "optimizers", [optimizer])
+    options = [getattr(part, "defaults", None) for part in (parts.values() if isinstance(parts, Mapping) else parts)]
+    if any(one is None for one in options):
+        return
+    known = {option for one in options for option in one or ()}
     for name, settings in group_map.items():
         unknown = [option for option in (settings or {}).get("config") or {} if option not in known]
         if unknown:

@@ -211,8 +211,11 @@ class CheckpointManager:
 
     def is_own(self, path: str) -> bool:
         """Whether a checkpoint is one of those in the output directory."""
-        own = os.path.join(self.config.output_dir, store.CHECKPOINTS_FOLDER)
-        return os.path.dirname(os.path.abspath(path)) == os.path.abspath(own)
+        return os.path.dirname(os.path.realpath(path)) == os.path.realpath(self._own_folder)
+
+    @property
+    def _own_folder(self) -> str:
+        return os.path.join(self.config.output_dir, store.CHECKPOINTS_FOLDER)
 
     def close(self) -> None:
         """Give the output directory back."""
@@ -279,7 +282,7 @@ class CheckpointManager:
             metadata = CheckpointMetadata.read(path)
             if self.is_own(path):
                 # The best of another run would keep this run's own off the list for ever.
-                self._best = metadata.best_below(os.path.dirname(os.path.abspath(path)))
+                self._best = metadata.best_below(os.path.abspath(self._own_folder))
             metadata.restore_callbacks(self._callbacks, self._peers.rank)
 
         self._everywhere(finish, f"restoring callbacks from {path}", CheckpointLoadError)
@@ -304,7 +307,7 @@ class CheckpointManager:
         def find() -> list[tuple[str, str]]:
             if self.config.storage_scope == "job" and self._peers.rank != 0:
                 return []
-            found = store.find_checkpoints(os.path.join(self.config.output_dir, store.CHECKPOINTS_FOLDER))
+            found = store.find_checkpoints(self._own_folder)
             return [(str(one.manifest.attempt), one.path) for one in found]
 
         told = self._everywhere(find, "looking for checkpoints", CheckpointLoadError)
@@ -325,7 +328,7 @@ class CheckpointManager:
             logger.warning("Old checkpoints could not be removed: %s", error)
 
     def _known_checkpoints(self) -> list[CheckpointInfo]:
-        found = store.find_checkpoints(os.path.join(self.config.output_dir, store.CHECKPOINTS_FOLDER))
+        found = store.find_checkpoints(self._own_folder)
         return [
             CheckpointInfo(one.path, one.manifest.step, one.manifest.written_at, _metrics_of(one.path)) for one in found
         ]
@@ -344,7 +347,7 @@ class CheckpointManager:
         self._lock.acquire()
         self._lock_is_held = True
         remove_unfinished_exports(self.config.output_dir)
-        for line in store.recover(os.path.join(self.config.output_dir, store.CHECKPOINTS_FOLDER)):
+        for line in store.recover(self._own_folder):
             logger.info("Recovery: %s", line)
 
     @property

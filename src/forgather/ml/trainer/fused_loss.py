@@ -1,7 +1,8 @@
 """Models that stop before their head, so that a fused loss can compute from hidden states what logits would take memory for."""
 
+import contextlib
 import logging
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping, MutableMapping, Sequence
 from typing import Any
 
 import torch
@@ -87,38 +88,72 @@ def unfused(loss_fn: Any, schedule: str) -> LossFunctionT:
 def _head_is_all(model: Any, head: nn.Module) -> bool:
     """Run the model on two tokens and look whether the head gets what the base model gives, and gives the logits.
 
-    Logits are told by their memory rather than by value: weights may not have been loaded yet.
+    Both are replaced by random numbers on the way, which can be told from everything else: weights may not have been
+    loaded yet, and zeros look the same however they are scaled.
     """
-    given: dict[str, Tensor] = {}
-    hooks = [
-        model.base_model.register_forward_hook(lambda _, __, outputs: given.update(hidden=outputs[0])),
-        head.register_forward_hook(lambda _, inputs, output: given.update(taken=inputs[0], made=output)),
-    ]
     device: Any = head.weight.device
     tokens = {model.main_input_name: torch.zeros((1, 2), dtype=torch.int64, device=device)}
+    given: dict[str, Tensor] = {}
+
+    def replace_hidden(_: nn.Module, __: Any, outputs: Any) -> Any:
+        given["hidden"] = torch.randn_like(_first_of(outputs))
+        return _with_first(outputs, given["hidden"].clone())
+
+    def replace_logits(_: nn.Module, inputs: tuple[Any, ...], output: Tensor) -> Tensor:
+        given["taken"], given["made"] = inputs[0], torch.randn_like(output)
+        return given["made"].clone()
+
     try:
         with torch.no_grad(), undisturbed_random_numbers(), set_train(model, False):
-            logits = logits_of(model(**tokens))
-            if "hidden" not in given:
-                # Some models call a part of their base model.
-                HiddenStatesModel(model)(**tokens)
+            sources = _modules_that_give_hidden_states(model, tokens)
+            with _hooked(sources, replace_hidden), _hooked([head], replace_logits):
+                logits = logits_of(model(**tokens))
     except Exception as error:
         raise _refusal(type(model).__name__, f"cannot be tried on two tokens alone ({error})") from error
-    finally:
-        for hook in hooks:
-            hook.remove()
     if logits is None or given.keys() != {"hidden", "taken", "made"}:
         return False
-    is_made_by_head = given["made"].data_ptr() == logits.data_ptr() or _is_a_cast(given["made"], logits)
-    return is_made_by_head and _has_same_values(given["hidden"], given["taken"])
+    return _are_equal(given["hidden"], given["taken"]) and _are_equal(given["made"].to(logits.dtype), logits)
 
 
-def _has_same_values(one: Tensor, other: Tensor) -> bool:
-    return one.shape == other.shape and torch.equal(one.nan_to_num(), other.nan_to_num())
+def _modules_that_give_hidden_states(model: Any, tokens: Mapping[str, Tensor]) -> list[nn.Module]:
+    """The base model and its parts that return the same tensor: some models call a part of their base model."""
+    results: list[tuple[nn.Module, Any]] = []
+
+    def note(module: nn.Module, _: Any, outputs: Any) -> None:
+        results.append((module, _first_of(outputs)))
+
+    with _hooked(list(model.base_model.modules()), note):
+        hidden = HiddenStatesModel(model)(**tokens)
+    return [module for module, result in results if result is hidden]
 
 
-def _is_a_cast(one: Tensor, other: Tensor) -> bool:
-    return one.dtype != other.dtype and _has_same_values(one.to(other.dtype), other)
+@contextlib.contextmanager
+def _hooked(modules: Sequence[nn.Module], hook: Any) -> Iterator[None]:
+    hooks = [module.register_forward_hook(hook) for module in modules]
+    try:
+        yield
+    finally:
+        for one in hooks:
+            one.remove()
+
+
+def _first_of(outputs: Any) -> Any:
+    if isinstance(outputs, Mapping):
+        outputs = tuple(outputs.values())
+    return next(iter(outputs), None) if isinstance(outputs, (tuple, list)) else outputs
+
+
+def _with_first(outputs: Any, first: Tensor) -> Any:
+    if isinstance(outputs, Tensor):
+        return first
+    if isinstance(outputs, MutableMapping):
+        outputs[next(iter(outputs))] = first
+        return outputs
+    return (first, *outputs[1:])
+
+
+def _are_equal(one: Tensor, other: Tensor) -> bool:
+    return one.shape == other.shape and one.dtype == other.dtype and torch.equal(one, other)
 
 
 def _hidden_states_of(outputs: Any) -> Tensor:

@@ -6,7 +6,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from forgather.ml.optim.opt_utils import make_grouped_optimizer, warn_of_unknown_options
+from forgather.ml.optim.opt_utils import make_grouped_optimizer, optimizer_of_nothing, warn_of_unknown_options
 from forgather.ml.trainer.arguments import MinimalTrainingArguments
 from forgather.ml.trainer.trainer_types import LRSchedulerFactoryT, LRSchedulerT, OptimizerFactoryT, OptimizerT
 
@@ -65,7 +65,7 @@ def build_optimizer(
     if not named and not names_elsewhere:
         raise ValueError("The model has no parameter that requires a gradient: there is nothing to train.")
     if groups is None:
-        return factory(named or [{"params": []}])
+        return factory(named) if named else optimizer_of_nothing(factory)
     optimizer = make_grouped_optimizer(named, groups, factory, debug_groups, names_elsewhere)
     warn_of_unknown_options(optimizer, groups)
     return optimizer

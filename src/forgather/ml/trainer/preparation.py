@@ -28,7 +28,7 @@ from forgather.ml.trainer.gradients import GradientNorm
 from forgather.ml.trainer.model_construction import build_model
 from forgather.ml.trainer.model_loss import ModelLoss
 from forgather.ml.trainer.optimizer_setup import build_optimizer, build_scheduler, optimizer_factory
-from forgather.ml.trainer.progress import SchedulerState, TrainerProgress
+from forgather.ml.trainer.progress import SchedulerState, TrainerProgress, kept_rates
 from forgather.ml.trainer.recipes import RecipeTrainer
 from forgather.ml.trainer.seeding import choose_seed, seed_everything, seed_of_rank
 from forgather.ml.trainer.signals import StopSignals
@@ -311,10 +311,7 @@ class PreparedTrainer(RecipeTrainer):
     def _init_optimizer(self) -> None:
         """Make optimizer and schedule, and note the options as the user set them."""
         named = self._named_parameters()
-        factory = optimizer_factory(self.args, self._optimizer_factory, self._optimizer_cls_and_kwargs)
-        self.optimizer = self._given_optimizer or build_optimizer(
-            named, factory, self._optimizer_groups, self.args.debug_optimizer_groups, self._names_elsewhere()
-        )
+        self.optimizer = self._given_optimizer or self._build_optimizer(named)
         self.optimizer_state = OptimizerState(self.optimizer, named)
         self._parameters = [parameter for group in self.optimizer.param_groups for parameter in group["params"]]
         self._gradient_norm = GradientNorm(self._parameters)
@@ -325,6 +322,12 @@ class PreparedTrainer(RecipeTrainer):
         else:
             self.lr_scheduler = self._given_scheduler
             self._scheduler_state = SchedulerState(self.lr_scheduler, self.optimizer)
+
+    def _build_optimizer(self, named: list[tuple[str, nn.Parameter]]) -> Any:
+        factory = optimizer_factory(self.args, self._optimizer_factory, self._optimizer_cls_and_kwargs)
+        return build_optimizer(
+            named, factory, self._optimizer_groups, self.args.debug_optimizer_groups, self._names_elsewhere()
+        )
 
     def _names_elsewhere(self) -> list[str]:
         """The trainable parameters of the model that other ranks have and this one has not."""
@@ -413,7 +416,9 @@ class PreparedTrainer(RecipeTrainer):
         state.max_steps = self._num_steps = state.epoch_start_step + math.ceil(epochs_left * steps_per_epoch)
         if self._given_scheduler is None:
             progress = self.lr_scheduler.state_dict()
-            self._init_scheduler()
+            # A new schedule sets the groups to its beginning.
+            with kept_rates(self.optimizer):
+                self._init_scheduler()
             self._scheduler_state.load_state_dict(progress)
             self._update_context()
 

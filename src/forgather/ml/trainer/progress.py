@@ -1,8 +1,12 @@
 """The components `trainer` and `scheduler`: how far training is, and its schedule."""
 
+import contextlib
+import copy
 import os
+from collections.abc import Iterator
 from typing import Any
 
+from torch import Tensor
 from torch.optim.lr_scheduler import LambdaLR
 
 from forgather.ml.checkpoint.errors import CheckpointLoadError
@@ -83,39 +87,74 @@ class SchedulerState:
         groups = self._optimizer.param_groups
         asked = [group.get("initial_lr", group["lr"]) for group in groups]
         self._scheduler.load_state_dict(self._fitting(state))
-        saved = getattr(self._scheduler, "base_lrs", None)
-        if saved is None:
-            return
-        self._scheduler.base_lrs = asked
+        parts = [part for part in _parts(self._scheduler) if hasattr(part, "base_lrs")]
+        saved = parts[0].base_lrs if parts else asked
+        for part in parts:
+            part.base_lrs = list(asked)
         if isinstance(self._scheduler, LambdaLR):
             # In closed form, so what was changed since takes effect at once; nothing changes when nothing was.
             functions = self._scheduler.lr_lambdas
-            rates = [
-                rate * function(self._scheduler.last_epoch) for rate, function in zip(asked, functions, strict=True)
-            ]
+            self._set_rates(
+                [rate * function(self._scheduler.last_epoch) for rate, function in zip(asked, functions, strict=True)]
+            )
         elif saved != asked:
-            last = self._scheduler.get_last_lr()
-            rates = [rate * new / old if old else rate for rate, new, old in zip(last, asked, saved, strict=True)]
+            for part in parts:
+                part._last_lr = _scaled(part.get_last_lr(), asked, saved)
+            self._set_rates(_scaled(self._scheduler.get_last_lr(), asked, saved))
         else:
             for group, rate in zip(groups, self._scheduler.get_last_lr(), strict=True):
                 # That of the others came with the state of their parameters.
                 if not group["params"]:
                     group["lr"] = rate
-            return
-        for group, rate in zip(groups, rates, strict=True):
+
+    def _set_rates(self, rates: list[Any]) -> None:
+        for group, rate in zip(self._optimizer.param_groups, rates, strict=True):
             group["lr"] = rate
         self._scheduler._last_lr = rates
 
     def _fitting(self, state: dict[str, Any]) -> dict[str, Any]:
         """A state for as many groups as there are now; only that of a closed form can be made from that of other groups."""
-        saved, number = len(state.get("base_lrs", ())), len(self._optimizer.param_groups)
-        if "base_lrs" not in state or saved == number:
+        rates = state.get("base_lrs", state.get("_last_lr"))
+        number = len(self._optimizer.param_groups)
+        if rates is None or len(rates) == number:
             return state
-        functions = state.get("lr_lambdas", ())
-        if not isinstance(self._scheduler, LambdaLR) or any(function is not None for function in functions):
+        if not fits_any_groups(self._scheduler) or any(one is not None for one in state.get("lr_lambdas", ())):
             raise CheckpointLoadError(
-                f"The schedule in the checkpoint, {type(self._scheduler).__name__}, is that of {saved} parameter groups, and "
-                f"the optimizer has {number} now. Make the same groups as before (optimizer_groups), or start the schedule "
+                f"The schedule in the checkpoint, {type(self._scheduler).__name__}, is that of {len(rates)} parameter groups, "
+                f"and the optimizer has {number} now. Make the same groups as before (optimizer_groups), or start the schedule "
                 'anew with skip_checkpoint_components=["scheduler"].'
             )
         return {**state, "lr_lambdas": [None] * number}
+
+
+def fits_any_groups(scheduler: LRSchedulerT) -> bool:
+    """Whether the state of a schedule says nothing of its groups: one of closed form, by functions without a state."""
+    return isinstance(scheduler, LambdaLR) and all(one is None for one in scheduler.state_dict()["lr_lambdas"])
+
+
+@contextlib.contextmanager
+def kept_rates(optimizer: OptimizerT) -> Iterator[None]:
+    """What schedules change in an optimizer is afterwards as it was before."""
+    names = ("lr", "momentum", "betas")
+    kept = [{name: copy.deepcopy(group[name]) for name in names if name in group} for group in optimizer.param_groups]
+    yield
+    for group, values in zip(optimizer.param_groups, kept, strict=True):
+        for name, value in values.items():
+            if isinstance(group[name], Tensor):
+                # Compiled optimizers hold on to it.
+                group[name].copy_(value)
+            else:
+                group[name] = value
+
+
+def _parts(scheduler: Any) -> Iterator[Any]:
+    """The schedules that a schedule is made of; itself, if it is not made of others."""
+    nested = getattr(scheduler, "_schedulers", None)
+    if nested is None:
+        yield scheduler
+    for part in nested or ():
+        yield from _parts(part)
+
+
+def _scaled(rates: list[Any], asked: list[Any], saved: list[Any]) -> list[Any]:
+    return [rate * new / old if old else rate for rate, new, old in zip(rates, asked, saved, strict=True)]

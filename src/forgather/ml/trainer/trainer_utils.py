@@ -31,7 +31,7 @@ def choose_device(asked: str | torch.device | None, kind: str, env: DistributedE
     """The device of this kind that a process uses: the one with the number asked for, else that of its environment."""
     if kind == "cpu":
         return torch.device(kind)
-    is_of_env = env.device_type == kind
+    is_of_env = env.device_type == kind and torch.device(env.device).index is not None
     own = torch.device(env.device) if is_of_env else torch.device(kind, env.local_rank)
     if asked is None or torch.device(asked).index is None:
         return own

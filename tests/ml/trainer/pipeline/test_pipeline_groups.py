@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 import torch
-from torch.optim.lr_scheduler import CosineAnnealingLR, StepLR
+from torch.optim.lr_scheduler import CosineAnnealingLR, LambdaLR, LinearLR, SequentialLR, StepLR
 
 from forgather.ml.trainer.pipeline import PipelineTrainer
 from forgather.ml.trainer.trainer import Trainer
@@ -32,10 +32,22 @@ GROUPS: dict[str, Any] = {
     "embedding": {"regex": "embed_tokens", "config": {"lr": 0.2}},
     "nothing": {"regex": "no such name"},
 }
-SCHEDULES: dict[str, Any] = {
-    "closed form": None,
-    "not a multiple": functools.partial(CosineAnnealingLR, T_max=6, eta_min=0.01),
-}
+
+
+def warm_up_and_cosine(optimizer: Any) -> Any:
+    """Two schedules in turn, of which the second is no multiple of the rate."""
+    parts = [LinearLR(optimizer, 0.1, total_iters=2), CosineAnnealingLR(optimizer, T_max=6, eta_min=0.01)]
+    return SequentialLR(optimizer, parts, milestones=[2])
+
+
+class Constant:
+    """A factor with a state, which is saved for each group."""
+
+    def __call__(self, step: int) -> float:
+        return 1.0
+
+
+SCHEDULES: dict[str, Any] = {"closed form": None, "in turn": warm_up_and_cosine}
 
 
 def trainer_for(trainer_class: type[Trainer], output_dir: Path, schedule: str, **settings: Any) -> Trainer:
@@ -57,6 +69,10 @@ def on_stages(output_dir: Path, schedule: str) -> Any:
         resume_from_checkpoint=str(output_dir / "one/checkpoints/checkpoint-3"),
     )
     result = whole_result(moved)
+    assert moved.lr_scheduler.get_last_lr() == [group["lr"] for group in moved.optimizer.param_groups]
+    told: list[Any] = [None] * 2
+    torch.distributed.all_gather_object(told, moved.lr_scheduler.get_last_lr())
+    assert told[0] == told[1]
     # The same groups on every rank, in the same order, of which a rank may have no parameters.
     assert [len(group["params"]) > 0 for group in moved.optimizer.param_groups].count(True) == 2
     assert len(moved.optimizer.param_groups) == 3
@@ -75,22 +91,29 @@ def test_groups_on_some_stages_train_resume_and_move_like_one_device(schedule: s
     assert run(back).losses == pytest.approx(one.losses[3:], rel=1e-5)
 
 
-def groups_of_its_own(output_dir: Path) -> None:
+def groups_of_its_own(output_dir: Path, schedule: Any) -> None:
     def factory(named: Any) -> Any:
         head = [one for one in named if one[0] == "lm_head.weight"]
         rest = [one for one in named if one[0] != "lm_head.weight"]
         groups = [{"params": members, "lr": rate} for members, rate in ((head, 0.5), (rest, 0.1)) if members]
         return torch.optim.SGD(groups)
 
-    options = {"optimizer_factory": factory, "optimizer_cls_and_kwargs": None}
-    for number, schedule in enumerate((None, functools.partial(StepLR, step_size=2))):
-        options["lr_scheduler_factory"] = schedule
+    options: dict[str, Any] = {"optimizer_factory": factory, "optimizer_cls_and_kwargs": None}
+    # One of closed form fits.
+    for number, one in enumerate((None, schedule)):
+        options["lr_scheduler_factory"] = one
         settings = {"max_steps": 1, "per_device_train_batch_size": 4}
         trainer_of(
             PipelineTrainer, output_dir / str(number), BUILD, token_samples(8), trainer_options=options, **settings
         ).train()
 
 
-def test_a_schedule_that_would_not_fit_all_stages_is_refused(tmp_path: Path) -> None:
-    for outcome in outcomes_on_ranks(groups_of_its_own, 2, tmp_path):
-        assert "different learning rates (rank 0: [0.1]; rank 1: [0.5, 0.1]), and StepLR" in outcome.error_message
+@pytest.mark.parametrize(
+    "schedule",
+    [functools.partial(StepLR, step_size=2), functools.partial(LambdaLR, lr_lambda=Constant())],
+    ids=["StepLR", "LambdaLR"],
+)
+def test_a_schedule_that_would_not_fit_all_stages_is_refused(schedule: Any, tmp_path: Path) -> None:
+    name = schedule.func.__name__
+    for outcome in outcomes_on_ranks(groups_of_its_own, 2, tmp_path, schedule):
+        assert f"different learning rates (rank 0: [0.1]; rank 1: [0.5, 0.1]), and {name}" in outcome.error_message

@@ -172,14 +172,17 @@ def noting(module: Any, inputs: Any, mode: str | None = None) -> Any:
 
 def test_mode_and_full_graph_reach_the_compiler(tmp_path: Path) -> None:
     noted_modes.clear()
-    settings = {"torch_compile": True, "torch_compile_backend": "noting", "torch_compile_mode": "thorough"}
+    settings: dict[str, Any] = {
+        "torch_compile": True,
+        "torch_compile_backend": "noting",
+        "torch_compile_mode": "thorough",
+        "max_steps": 1,
+    }
     torch.compiler.reset()
-    quiet_trainer(tmp_path, Interrupted(), token_samples(1), max_steps=1, **settings).train()
+    quiet_trainer(tmp_path, Interrupted(), token_samples(1), **settings).train()
     assert set(noted_modes) == {"thorough"}
     torch.compiler.reset()
-    whole = quiet_trainer(
-        tmp_path, Interrupted(), token_samples(1), max_steps=1, torch_compile_full_graph=True, **settings
-    )
+    whole = quiet_trainer(tmp_path, Interrupted(), token_samples(1), torch_compile_full_graph=True, **settings)
     with pytest.raises(Unsupported):
         whole.train()
 

@@ -14,6 +14,7 @@ from transformers import (
     Gemma2Config,
     GPTNeoXConfig,
     GPTNeoXForCausalLM,
+    LlamaForCausalLM,
     OPTConfig,
     Qwen2Config,
 )
@@ -356,6 +357,31 @@ def test_models_that_change_logits_are_refused(build: Any, tmp_path: Path) -> No
         ValueError, match=r"fused_loss_factory cannot be used with .*, which does more between hidden states"
     ):
         build_only(tmp_path, build(), **FUSED)
+
+
+class ScaledLogits(LlamaForCausalLM):
+    """As some models do, in more bits than the head computes in."""
+
+    def forward(self, *args: Any, **keywords: Any) -> Any:
+        outputs = super().forward(*args, **keywords)
+        outputs.logits = outputs.logits.float() * 4
+        return outputs
+
+
+def scaled_hidden_states() -> nn.Module:
+    model = tiny_llama()
+    model.lm_head.register_forward_pre_hook(lambda _, inputs: (inputs[0] / 4,))
+    return model
+
+
+@pytest.mark.parametrize("build", [lambda: ScaledLogits(tiny_llama().config), scaled_hidden_states])
+def test_models_that_scale_are_told_though_their_weights_are_yet_to_be_loaded(build: Any, tmp_path: Path) -> None:
+    model = build()
+    for parameter in model.parameters():
+        parameter.detach().zero_()
+    options = {"eval_dataset": token_samples(4), **FUSED}
+    with pytest.raises(ValueError, match="does more between hidden states and logits than its head does"):
+        quiet_trainer(tmp_path, model, None, trainer_options=options, mixed_precision="bf16").evaluate()
 
 
 def test_models_without_a_head_are_refused(tmp_path: Path) -> None:

@@ -10,7 +10,6 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.pipelining import PipelineStage
-from torch.optim.lr_scheduler import LambdaLR
 
 from forgather.ml.loss import CausalLoss
 from forgather.ml.sharded_checkpoint import load_into_modules, locate_weights
@@ -30,6 +29,7 @@ from forgather.ml.trainer.pipeline.schedule_runner import ScheduleRunner, micro_
 from forgather.ml.trainer.pipeline.splitting import Stage
 from forgather.ml.trainer.pipeline.tied_weights import add_gradients, compare_copies, total_norm
 from forgather.ml.trainer.pipeline.trained_stage import TrainedStage
+from forgather.ml.trainer.progress import fits_any_groups
 from forgather.ml.trainer.seeding import undisturbed_random_numbers
 from forgather.ml.trainer.synchronized_dataloader import Rounds
 from forgather.ml.trainer.torch_settings import torch_settings
@@ -238,15 +238,15 @@ class PipelineTrainer(StagedTrainer):
         if self._step_in_backward is None:
             self._gradient_norm = GradientNorm([one for one in self._parameters if id(one) not in copies])
         listens = self._callback_handler.listens("on_train_metrics")
-        rates = [float(group.get("initial_lr", group["lr"])) for group in self.optimizer.param_groups]
+        rates = [_number(group.get("initial_lr", group["lr"])) for group in self.optimizer.param_groups]
         told = self._peers.gather((listens, rates))
         # Callbacks may be on some ranks only, and all must know.
         self._shows_norms = any(listens for listens, _ in told)
         self._require_same_rates([rates for _, rates in told])
 
-    def _require_same_rates(self, rates: list[list[float]]) -> None:
-        """A schedule is saved once for all ranks, and must fit the groups of each; those of closed form fit any."""
-        if not isinstance(self.lr_scheduler, LambdaLR) and any(one != rates[0] for one in rates):
+    def _require_same_rates(self, rates: list[list[float | None]]) -> None:
+        """A schedule is saved once for all ranks, and must fit the groups of each."""
+        if any(one != rates[0] for one in rates) and not fits_any_groups(self.lr_scheduler):
             listing = "; ".join(f"rank {rank}: {own}" for rank, own in enumerate(rates))
             raise ValueError(
                 f"The optimizers of the stages have parameter groups with different learning rates ({listing}), and "
@@ -402,6 +402,11 @@ def _require_labels(batch: Mapping[str, Any]) -> None:
         raise ValueError(
             f"There is no loss to train on or to evaluate: the batch has no 'labels'; it has: {', '.join(map(str, batch))}."
         )
+
+
+def _number(rate: Any) -> float | None:
+    # Some optimizers find their own.
+    return None if rate is None else float(rate)
 
 
 @contextlib.contextmanager
