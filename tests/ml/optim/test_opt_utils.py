@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 from torch import nn
-from torch.optim import SGD, AdamW, Muon, Optimizer
+from torch.optim import SGD, Adagrad, AdamW, Muon, Optimizer
 
 from forgather.ml.optim.multiopt import Multiopt
 from forgather.ml.optim.opt_utils import (
@@ -149,6 +149,7 @@ def test_factories_are_never_asked_for_an_optimizer_of_nothing() -> None:
     named = [(name, parameter) for name, parameter in make_model().named_parameters() if "embed" not in name]
     optimizer = make_grouped_optimizer(named, group_map, make_adamw, names_elsewhere=["embed.weight"])
     assert [(group["lr"], len(group["params"])) for group in optimizer.param_groups] == [(0.3, 0), (0.01, 4)]
+    assert optimizer_of_nothing(Adagrad).state_dict()["state"] == {}
     matrices = optimizer_of_nothing(lambda members: Muon(members, lr=0.02))
     assert [(group["lr"], group["params"]) for group in matrices.param_groups] == [(0.02, [])]
     matrices.step()

@@ -245,9 +245,11 @@ def run_with_groups(output_dir: Path, max_steps: int, groups: Any, schedule: Any
 
 def test_a_schedule_of_other_groups(tmp_path: Path) -> None:
     groups = {"embedding": {"regex": "embedding", "config": {"lr": 0.5}}}
-    run_with_groups(tmp_path / "constant", 2, None, None)
-    resumed = run_with_groups(tmp_path / "constant", 4, groups, None)
-    assert [group["lr"] for group in resumed.optimizer.param_groups] == [0.5, 1.0]
+    for kind in ("constant", "cosine_with_min_lr"):
+        settings = {"lr_scheduler_type": kind, "lr_scheduler_kwargs": {"min_lr_rate": 1.0} if "min" in kind else None}
+        run_with_groups(tmp_path / kind, 2, None, None, **settings)
+        resumed = run_with_groups(tmp_path / kind, 4, groups, None, **settings)
+        assert [group["lr"] for group in resumed.optimizer.param_groups] == [0.5, 1.0]
 
     halved = functools.partial(torch.optim.lr_scheduler.StepLR, step_size=1, gamma=0.5)
     for name, schedule in {"StepLR": halved, "SequentialLR": warm_up_and_halve}.items():

@@ -117,6 +117,8 @@ def optimizer_of_nothing(factory: Callable[[list[Any]], Optimizer], groups: Sequ
         group["params"] = []
         if "param_names" in group:
             group["param_names"] = []
+    # Some have a state from the beginning.
+    optimizer.state.pop(member[1], None)
     return optimizer
 
 

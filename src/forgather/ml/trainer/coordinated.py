@@ -15,7 +15,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch import Tensor, nn
+from torch import Tensor
 from torch.distributed import DeviceMesh, ProcessGroup
 
 from forgather.ml.checkpoint.digest import tensor_digest
@@ -116,10 +116,6 @@ class CoordinatedTrainer(Trainer):
     def _init_device(self) -> None:
         with self._agreement("choosing the device"):
             super()._init_device()
-
-    def _build_optimizer(self, named: list[tuple[str, nn.Parameter]]) -> Any:
-        with self._agreement("making the optimizer"):
-            return super()._build_optimizer(named)
 
     @property
     def _is_parallel(self) -> bool:

@@ -89,28 +89,31 @@ def _head_is_all(model: Any, head: nn.Module) -> bool:
     """Run the model on two tokens and look whether the head gets what the base model gives, and gives the logits.
 
     Both are replaced by random numbers on the way, which can be told from everything else: weights may not have been
-    loaded yet, and zeros look the same however they are scaled.
+    loaded yet, and zeros look the same however they are scaled. They are large, so that a cap shows, and without
+    gradients, so that a scale or a bias that is trained shows, whatever its value now.
     """
     device: Any = head.weight.device
     tokens = {model.main_input_name: torch.zeros((1, 2), dtype=torch.int64, device=device)}
     given: dict[str, Tensor] = {}
 
     def replace_hidden(_: nn.Module, __: Any, outputs: Any) -> Any:
-        given["hidden"] = torch.randn_like(_first_of(outputs))
+        given["hidden"] = _random_like(_first_of(outputs))
         return _with_first(outputs, given["hidden"].clone())
 
     def replace_logits(_: nn.Module, inputs: tuple[Any, ...], output: Tensor) -> Tensor:
-        given["taken"], given["made"] = inputs[0], torch.randn_like(output)
+        given["taken"], given["made"] = inputs[0], _random_like(output)
         return given["made"].clone()
 
     try:
-        with torch.no_grad(), undisturbed_random_numbers(), set_train(model, False):
+        with undisturbed_random_numbers(), set_train(model, False):
             sources = _modules_that_give_hidden_states(model, tokens)
-            with _hooked(sources, replace_hidden), _hooked([head], replace_logits):
+            with torch.enable_grad(), _hooked(sources, replace_hidden), _hooked([head], replace_logits):
                 logits = logits_of(model(**tokens))
     except Exception as error:
         raise _refusal(type(model).__name__, f"cannot be tried on two tokens alone ({error})") from error
     if logits is None or given.keys() != {"hidden", "taken", "made"}:
+        return False
+    if given["taken"].requires_grad or logits.requires_grad:
         return False
     return _are_equal(given["hidden"], given["taken"]) and _are_equal(given["made"].to(logits.dtype), logits)
 
@@ -122,7 +125,8 @@ def _modules_that_give_hidden_states(model: Any, tokens: Mapping[str, Tensor]) -
     def note(module: nn.Module, _: Any, outputs: Any) -> None:
         results.append((module, _first_of(outputs)))
 
-    with _hooked(list(model.base_model.modules()), note):
+    modules = [one for one in model.base_model.modules() if not isinstance(one, torch.jit.ScriptModule)]
+    with torch.no_grad(), _hooked(modules, note):
         hidden = HiddenStatesModel(model)(**tokens)
     return [module for module, result in results if result is hidden]
 
@@ -149,7 +153,13 @@ def _with_first(outputs: Any, first: Tensor) -> Any:
     if isinstance(outputs, MutableMapping):
         outputs[next(iter(outputs))] = first
         return outputs
+    if hasattr(outputs, "_fields"):
+        return outputs._replace(**{outputs._fields[0]: first})
     return (first, *outputs[1:])
+
+
+def _random_like(tensor: Tensor) -> Tensor:
+    return (1000 * torch.randn_like(tensor)).detach()
 
 
 def _are_equal(one: Tensor, other: Tensor) -> bool:

@@ -311,7 +311,10 @@ class PreparedTrainer(RecipeTrainer):
     def _init_optimizer(self) -> None:
         """Make optimizer and schedule, and note the options as the user set them."""
         named = self._named_parameters()
-        self.optimizer = self._given_optimizer or self._build_optimizer(named)
+        factory = optimizer_factory(self.args, self._optimizer_factory, self._optimizer_cls_and_kwargs)
+        self.optimizer = self._given_optimizer or build_optimizer(
+            named, factory, self._optimizer_groups, self.args.debug_optimizer_groups, self._names_elsewhere()
+        )
         self.optimizer_state = OptimizerState(self.optimizer, named)
         self._parameters = [parameter for group in self.optimizer.param_groups for parameter in group["params"]]
         self._gradient_norm = GradientNorm(self._parameters)
@@ -322,12 +325,6 @@ class PreparedTrainer(RecipeTrainer):
         else:
             self.lr_scheduler = self._given_scheduler
             self._scheduler_state = SchedulerState(self.lr_scheduler, self.optimizer)
-
-    def _build_optimizer(self, named: list[tuple[str, nn.Parameter]]) -> Any:
-        factory = optimizer_factory(self.args, self._optimizer_factory, self._optimizer_cls_and_kwargs)
-        return build_optimizer(
-            named, factory, self._optimizer_groups, self.args.debug_optimizer_groups, self._names_elsewhere()
-        )
 
     def _names_elsewhere(self) -> list[str]:
         """The trainable parameters of the model that other ranks have and this one has not."""

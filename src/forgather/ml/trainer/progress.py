@@ -6,6 +6,7 @@ import os
 from collections.abc import Iterator
 from typing import Any
 
+import torch
 from torch import Tensor
 from torch.optim.lr_scheduler import LambdaLR
 
@@ -84,32 +85,32 @@ class SchedulerState:
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Comes after the optimizer, whose groups keep a rate that the user changed since the checkpoint."""
-        groups = self._optimizer.param_groups
+        scheduler, groups = self._scheduler, self._optimizer.param_groups
         asked = [group.get("initial_lr", group["lr"]) for group in groups]
-        self._scheduler.load_state_dict(self._fitting(state))
-        parts = [part for part in _parts(self._scheduler) if hasattr(part, "base_lrs")]
-        saved = parts[0].base_lrs if parts else asked
-        for part in parts:
-            part.base_lrs = list(asked)
-        if isinstance(self._scheduler, LambdaLR):
+        parts = [part for part in _parts(scheduler) if hasattr(part, "base_lrs")]
+        wanted, first = [list(part.base_lrs) for part in parts], _last_rates(scheduler)
+        scheduler.load_state_dict(self._fitting(state))
+        saved, last = [list(part.base_lrs) for part in parts], _last_rates(scheduler)
+        if isinstance(scheduler, LambdaLR):
             # In closed form, so what was changed since takes effect at once; nothing changes when nothing was.
-            functions = self._scheduler.lr_lambdas
+            scheduler.base_lrs = asked
             self._set_rates(
-                [rate * function(self._scheduler.last_epoch) for rate, function in zip(asked, functions, strict=True)]
+                [rate * one(scheduler.last_epoch) for rate, one in zip(asked, scheduler.lr_lambdas, strict=True)]
             )
-        elif saved != asked:
-            for part in parts:
-                part._last_lr = _scaled(part.get_last_lr(), asked, saved)
-            self._set_rates(_scaled(self._scheduler.get_last_lr(), asked, saved))
+        elif wanted != saved:
+            for part, new, old in zip(parts, wanted, saved, strict=True):
+                part.base_lrs, part._last_lr = new, _scaled(_last_rates(part), new, old)
+            self._set_rates(_scaled(last, wanted[0], saved[0]))
         else:
-            for group, rate in zip(groups, self._scheduler.get_last_lr(), strict=True):
-                # That of the others came with the state of their parameters.
-                if not group["params"]:
-                    group["lr"] = rate
+            for group, rate, begun in zip(groups, last, first, strict=False):
+                # The rates of the others came with the state of their parameters. One that the schedule has just set,
+                # in place of one that the user changed, is that of its beginning.
+                if not group["params"] or (parts and group["lr"] == begun):
+                    _set_rate(group, rate)
 
     def _set_rates(self, rates: list[Any]) -> None:
         for group, rate in zip(self._optimizer.param_groups, rates, strict=True):
-            group["lr"] = rate
+            _set_rate(group, rate)
         self._scheduler._last_lr = rates
 
     def _fitting(self, state: dict[str, Any]) -> dict[str, Any]:
@@ -118,7 +119,7 @@ class SchedulerState:
         number = len(self._optimizer.param_groups)
         if rates is None or len(rates) == number:
             return state
-        if not fits_any_groups(self._scheduler) or any(one is not None for one in state.get("lr_lambdas", ())):
+        if not fits_any_groups(self._scheduler) or any(state.get("lr_lambdas", ())):
             raise CheckpointLoadError(
                 f"The schedule in the checkpoint, {type(self._scheduler).__name__}, is that of {len(rates)} parameter groups, "
                 f"and the optimizer has {number} now. Make the same groups as before (optimizer_groups), or start the schedule "
@@ -129,7 +130,8 @@ class SchedulerState:
 
 def fits_any_groups(scheduler: LRSchedulerT) -> bool:
     """Whether the state of a schedule says nothing of its groups: one of closed form, by functions without a state."""
-    return isinstance(scheduler, LambdaLR) and all(one is None for one in scheduler.state_dict()["lr_lambdas"])
+    # Of other functions torch saves what they have as attributes: nothing of a `partial`.
+    return isinstance(scheduler, LambdaLR) and not any(scheduler.state_dict()["lr_lambdas"])
 
 
 @contextlib.contextmanager
@@ -140,11 +142,19 @@ def kept_rates(optimizer: OptimizerT) -> Iterator[None]:
     yield
     for group, values in zip(optimizer.param_groups, kept, strict=True):
         for name, value in values.items():
-            if isinstance(group[name], Tensor):
-                # Compiled optimizers hold on to it.
-                group[name].copy_(value)
-            else:
-                group[name] = value
+            _set_rate(group, value, name)
+
+
+def _set_rate(group: dict[str, Any], value: Any, name: str = "lr") -> None:
+    if isinstance(group[name], Tensor):
+        # Compiled optimizers hold on to it.
+        group[name].copy_(torch.as_tensor(value))
+    else:
+        group[name] = value
+
+
+def _last_rates(scheduler: Any) -> list[Any]:
+    return list(getattr(scheduler, "_last_lr", ()))
 
 
 def _parts(scheduler: Any) -> Iterator[Any]:

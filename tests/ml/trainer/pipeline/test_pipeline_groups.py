@@ -43,6 +43,9 @@ def warm_up_and_cosine(optimizer: Any) -> Any:
 class Constant:
     """A factor with a state, which is saved for each group."""
 
+    def __init__(self) -> None:
+        self.calls = 0
+
     def __call__(self, step: int) -> float:
         return 1.0
 
@@ -102,7 +105,7 @@ def groups_of_its_own(output_dir: Path, schedule: Any) -> None:
     # One of closed form fits.
     for number, one in enumerate((None, schedule)):
         options["lr_scheduler_factory"] = one
-        settings = {"max_steps": 1, "per_device_train_batch_size": 4}
+        settings = {"max_steps": 1, "per_device_train_batch_size": 4, "lr_scheduler_type": "linear"}
         trainer_of(
             PipelineTrainer, output_dir / str(number), BUILD, token_samples(8), trainer_options=options, **settings
         ).train()

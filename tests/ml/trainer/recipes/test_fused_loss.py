@@ -359,12 +359,20 @@ def test_models_that_change_logits_are_refused(build: Any, tmp_path: Path) -> No
         build_only(tmp_path, build(), **FUSED)
 
 
-class ScaledLogits(LlamaForCausalLM):
-    """As some models do, in more bits than the head computes in."""
+class ChangedLogits(LlamaForCausalLM):
+    """Does something to the logits that the head has made."""
+
+    def __init__(self, change: str) -> None:
+        super().__init__(tiny_llama().config)
+        self.change = change
+        # What is trained beside the head changes nothing at first.
+        self.bias = nn.Parameter(torch.zeros(VOCAB_SIZE))
 
     def forward(self, *args: Any, **keywords: Any) -> Any:
         outputs = super().forward(*args, **keywords)
-        outputs.logits = outputs.logits.float() * 4
+        logits = outputs.logits
+        changes = {"scale": logits.float() * 4, "bias": logits + self.bias, "cap": logits.clamp(-50, 50)}
+        outputs.logits = changes[self.change]
         return outputs
 
 
@@ -374,7 +382,11 @@ def scaled_hidden_states() -> nn.Module:
     return model
 
 
-@pytest.mark.parametrize("build", [lambda: ScaledLogits(tiny_llama().config), scaled_hidden_states])
+@pytest.mark.parametrize(
+    "build",
+    [*(functools.partial(ChangedLogits, change) for change in ("scale", "bias", "cap")), scaled_hidden_states],
+    ids=["scale", "bias", "cap", "scaled hidden states"],
+)
 def test_models_that_scale_are_told_though_their_weights_are_yet_to_be_loaded(build: Any, tmp_path: Path) -> None:
     model = build()
     for parameter in model.parameters():
