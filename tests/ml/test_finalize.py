@@ -96,6 +96,8 @@ def test_a_quantised_directory_loads_as_what_was_measured(tmp_path: Path, dtype:
         assert loaded.dtype == getattr(torch, dtype)
     assert 0 < (measured[0] - measured[1]).abs().max() < 0.5
     assert sorted(path.suffix for path in (tmp_path / "model").iterdir()) == [".json", ".json", ".safetensors"]
+    # Whoever may read the configuration may read the weights.
+    assert len({path.stat().st_mode for path in (tmp_path / "model").iterdir()}) == 1
 
 
 def test_layers_that_were_skipped_are_loaded_as_they_are(tmp_path: Path) -> None:

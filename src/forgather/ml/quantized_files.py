@@ -8,6 +8,7 @@ metadata of the file tell, as JSON, of which kind it is. transformers reads and 
 import contextlib
 import json
 import os
+import stat
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
@@ -45,7 +46,16 @@ def save_quantized(folder: str, model: nn.Module, config: "AOBaseConfig", full_p
     holder.hf_quantizer = TorchAoHfQuantizer(description, pre_quantized=True)
     with _without_progress_bars():
         holder.save_pretrained(folder)
+    _make_readable(folder)
     return None
+
+
+def _make_readable(folder: str) -> None:
+    """Give all files the mode that this process gives to new ones: safetensors lets only its user read what it writes."""
+    mode = stat.S_IMODE(os.stat(os.path.join(folder, "config.json")).st_mode)
+    for entry in os.scandir(folder):
+        if entry.is_file():
+            os.chmod(entry.path, mode)
 
 
 def load_quantized(path: str, model_init: Callable[[], nn.Module] | None = None) -> nn.Module:
