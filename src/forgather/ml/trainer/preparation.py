@@ -104,11 +104,11 @@ class PreparedTrainer(RecipeTrainer):
 
     def _refuse_unknown_components(self) -> None:
         """A trainer that declares components of its own is asked for them only when they exist, before the first step."""
+        self._require_average_if_named()
         if not type(self).get_state_components.__module__.startswith("forgather."):
             return
         for setting in ("checkpoint_components", "skip_checkpoint_components"):
             require_known_components(self._component_keys, getattr(self.args, setting) or (), setting)
-        self._require_average_if_named()
 
     def _require_average_if_named(self) -> None:
         if "ema" in (self.args.checkpoint_components or ()) and self.args.ema_decay is None:

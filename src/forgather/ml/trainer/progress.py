@@ -139,10 +139,12 @@ def kept_rates(optimizer: OptimizerT) -> Iterator[None]:
     """What schedules change in an optimizer is afterwards as it was before."""
     names = ("lr", "momentum", "betas")
     kept = [{name: copy.deepcopy(group[name]) for name in names if name in group} for group in optimizer.param_groups]
-    yield
-    for group, values in zip(optimizer.param_groups, kept, strict=True):
-        for name, value in values.items():
-            _set_rate(group, value, name)
+    try:
+        yield
+    finally:
+        for group, values in zip(optimizer.param_groups, kept, strict=True):
+            for name, value in values.items():
+                _set_rate(group, value, name)
 
 
 def _set_rate(group: dict[str, Any], value: Any, name: str = "lr") -> None:

@@ -52,8 +52,8 @@ class PostLocalSGD:
             return
         weights = [parameter.detach() for one in self._optimizers for parameter in _parameters(one)]
         own = [weight.clone() for weight in weights]
-        self._average(weights)
         try:
+            self._average(weights)
             yield
         finally:
             torch._foreach_copy_(weights, own)
