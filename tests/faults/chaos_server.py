@@ -27,8 +27,11 @@ NUM_STEPS = 2
 def train(output_dir: str) -> None:
     """Train to the end from whatever is there, with a checkpoint after each step."""
     torch.set_num_threads(1)
-    if int(os.environ.get("WORLD_SIZE", "1")) > 1:
-        dist.init_process_group("gloo", timeout=timedelta(seconds=60))
+    world_size = int(os.environ.get("WORLD_SIZE", "1"))
+    if world_size > 1:
+        meeting = dist.FileStore(meeting_point(output_dir), world_size)
+        rank = int(os.environ["RANK"])
+        dist.init_process_group("gloo", store=meeting, rank=rank, world_size=world_size, timeout=timedelta(seconds=60))
     job = Job(output_dir)
     job.manager.load_checkpoint()
     print(f"resumed from step {job.state.global_step}", flush=True)
@@ -40,6 +43,17 @@ def train(output_dir: str) -> None:
         replace_file(os.path.join(output_dir, "result.json"), json.dumps(digests).encode())
     job.manager.close()
     Peers.world().gather(None)
+
+
+def meeting_point(output_dir: str) -> str:
+    """A file for the ranks of one start, outside of what the tool watches.
+
+    The port that the tool names was free when it looked, and may be taken by anybody before a rank listens on it; but it
+    tells one start in a directory from the next.
+    """
+    kind = "armed" if "CKPT_CHAOS_WATCH" in os.environ else "plain"
+    name = "-".join(["meeting", *output_dir.strip("/").split("/"), kind, os.environ["MASTER_PORT"]])
+    return os.path.join(os.path.dirname(os.environ["CHAOS_SOCKET"]), name)
 
 
 def run_rank(request: dict[str, Any]) -> None:

@@ -62,7 +62,8 @@ def check_verdicts(directory: Path, output: str, num_ranks: int, crash_rank: int
     # Either rank makes a directory that both need: where the other one does, there are fewer events, and the last
     # points are not reached.
     missed = [record for record in crashes if not record["crashed"]]
-    assert len(missed) <= (NUM_RACES if num_ranks > 1 else 0), missed
+    # Several crashes, such as one before a write and one in it, are of the same event.
+    assert len({record["point"][0] for record in missed}) <= (NUM_RACES if num_ranks > 1 else 0), missed
     for record in crashes:
         number = record["point"][0]
         events = (directory / f"pt_{record['order']:03d}" / f"events.log.rank{crash_rank}").read_text().splitlines()
