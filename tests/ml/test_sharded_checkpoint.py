@@ -470,9 +470,9 @@ def test_a_bin_file_of_a_checkpoint_is_read_once(
     opened = []
 
     class Counted(file_io.HashingReader):
-        def __init__(self, path: str) -> None:
+        def __init__(self, path: str, *, follow: bool = False) -> None:
             opened.append(path)
-            super().__init__(path)
+            super().__init__(path, follow=follow)
 
     monkeypatch.setattr(state_files, "HashingReader", Counted)
     loaded = load_checkpoint(str(tmp_path / "checkpoint"), Tied() if with_module else None)

@@ -9,8 +9,9 @@ from typing import Any
 import pytest
 import torch
 
+from forgather.ml.checkpoint import register_state_class
 from forgather.ml.checkpoint.codec import TAG, decode_state, encode_state
-from forgather.ml.checkpoint.errors import StateDecodingError
+from forgather.ml.checkpoint.errors import StateDecodingError, StateEncodingError, UnregisteredClassError
 from tests.ml.checkpoint.codec_samples import (
     Color,
     Slotted,
@@ -21,6 +22,7 @@ SAMPLES = Color.__module__
 calls: list[str] = []
 
 
+@register_state_class
 @dataclasses.dataclass
 class Loud:
     value: int
@@ -37,6 +39,7 @@ class Loud:
         calls.append("setter called")
 
 
+@register_state_class
 class Unruly(enum.Flag):
     A = 1
     B = 2
@@ -60,7 +63,9 @@ def test_decoding_calls_no_method_of_the_class() -> None:
 
 def test_decoding_imports_nothing() -> None:
     assert "this" not in sys.modules
-    with pytest.raises(StateDecodingError, match="import this"):
+    with pytest.raises(
+        StateDecodingError, match=r"add before loading: import this, .*register_state_class\(this\.Color\)$"
+    ):
         decode_state({"a": {TAG: "enum", "class": "this:Color", "name": "RED"}})
     assert "this" not in sys.modules
 
@@ -128,6 +133,68 @@ MALFORMED = [
 def test_malformed_content_is_a_decoding_error_that_names_the_place(plain: Any) -> None:
     with pytest.raises(StateDecodingError, match=r"outer\.0"):
         decode_state({"outer": [plain]})
+
+
+# --- the registry
+
+
+@dataclasses.dataclass
+class Unknown:
+    value: int = 3
+
+
+def test_an_unregistered_class_is_refused_at_save_with_the_line_to_add() -> None:
+    line = f"register_state_class\\({__name__}\\.Unknown\\)"
+    with pytest.raises(StateEncodingError, match=rf"cannot store trainer\.outer\.0: .*{__name__}\.Unknown.*{line}"):
+        encode_state({"outer": [Unknown()]}, "trainer")
+
+
+def test_the_line_of_the_refusal_makes_an_older_checkpoint_readable() -> None:
+    older = {"outer": {TAG: "dataclass", "class": f"{__name__}:Unknown2", "fields": {"value": 5}}}
+    module = sys.modules[__name__]
+    module.Unknown2 = dataclasses.make_dataclass("Unknown2", [("value", int)])  # type: ignore[attr-defined]
+    module.Unknown2.__module__ = __name__  # type: ignore[attr-defined]
+    with pytest.raises(UnregisteredClassError) as refusal:
+        decode_state(older)
+    exec(str(refusal.value).partition("add before loading: ")[2])
+    assert decode_state(older)["outer"].value == 5
+
+
+def test_a_name_of_ones_own_is_what_files_hold() -> None:
+    @register_state_class(name="a-mood")
+    class Mood(enum.Enum):
+        GOOD = 1
+
+    assert encode_state(Mood.GOOD) == {TAG: "enum", "class": "a-mood", "name": "GOOD"}
+    assert decode_state({TAG: "enum", "class": "a-mood", "name": "GOOD"}) is Mood.GOOD
+    with pytest.raises(ValueError, match="Two classes cannot both be registered as 'a-mood'"):
+        register_state_class(Unknown, name="a-mood")
+
+
+def test_a_class_that_is_defined_again_takes_the_place_of_the_first() -> None:
+    def define() -> Any:
+        @register_state_class(name="notebook")
+        @dataclasses.dataclass
+        class Cell:
+            value: int
+
+        return Cell
+
+    define()
+    second = define()
+    assert type(decode_state(encode_state(second(1)))) is second
+
+
+@pytest.mark.parametrize("cls", [dict, int, torch.nn.Linear, type("Plain", (), {}), "text", len])
+def test_only_enums_named_tuples_and_dataclasses_can_be_registered(cls: Any) -> None:
+    with pytest.raises(TypeError, match="enums, named tuples and dataclasses only"):
+        register_state_class(cls)
+
+
+@pytest.mark.parametrize("name", ["", 5])
+def test_a_name_is_text(name: Any) -> None:
+    with pytest.raises(ValueError, match="a name is text"):
+        register_state_class(Unknown, name=name)
 
 
 def test_cyclic_content_is_a_decoding_error() -> None:

@@ -1,4 +1,4 @@
-"""State to and from what `torch.load(weights_only=True)` reads, so that no checkpoint is ever unpickled as code.
+"""Codec of state files: any supported state to and from plain containers, so that no checkpoint is unpickled as code.
 
 Plain containers, numbers, text and tensors stay what they are. Any other supported value becomes a dict that carries
 its kind under the key "__forgather__" (see `codec_types`); a user's dict with that key is stored as a tagged one.
@@ -7,17 +7,22 @@ its kind under the key "__forgather__" (see `codec_types`); a user's dict with t
 import io
 from collections import Counter, OrderedDict, defaultdict
 from collections.abc import Callable, Iterable, Mapping
-from typing import Any
+from sys import getsizeof
+from typing import Any, TypeVar
 
 import torch
 
 from forgather.ml.checkpoint.codec_classes import Converter, Parts, UnsupportedValueError
 from forgather.ml.checkpoint.codec_types import BYTES, CONVERTERS, INT, find_converter
 from forgather.ml.checkpoint.errors import StateDecodingError, StateEncodingError
+from forgather.ml.checkpoint.state_budget import SHELL_BYTES, MemoryBudget, count_hashes
+
+T = TypeVar("T")
 
 TAG = "__forgather__"
 
 _ATOMS = frozenset({str, float, bool, type(None), torch.Size, torch.dtype, torch.device, torch.layout})
+_DECODED_ATOMS = _ATOMS | {int, bytes, torch.Tensor}
 _PLAIN_KEYS = frozenset({str, float, bool, type(None)})
 _FACTORIES = {
     kind.__name__: kind for kind in (bool, bytes, complex, dict, float, frozenset, int, list, set, str, tuple)
@@ -30,6 +35,10 @@ _MAX_PLAIN_BYTES = 1024
 # Encoding, torch.save and decoding recurse, each several frames a level; this stays well inside Python's own limit.
 _MAX_DEPTH = 64
 _MAX_ENCODED_DEPTH = 3 * _MAX_DEPTH
+
+# Tagged values have a handful of named parts.
+_MOST_PARTS = 16
+_LONGEST_KEY = 200
 
 # A storage is written whole. Copying the views is worth it when they leave more than a tenth of it unused.
 _MIN_USED_FRACTION = 0.9
@@ -48,9 +57,13 @@ def encode_state(state: Any, root: str = "") -> Any:
     return encoded
 
 
-def decode_state(plain: Any) -> Any:
-    """Returns the state that `encode_state` was given, running no code that the encoded form names."""
-    return _Decoder().decode(plain)
+def decode_state(plain: Any, budget: MemoryBudget | None = None, consume: bool = False) -> Any:
+    """Returns the state that `encode_state` was given, running no code that the encoded form names.
+
+    Whatever no `encode_state` writes is a `StateDecodingError`; so is content that takes more memory than `budget` has.
+    `consume` empties the containers of `plain` as it goes, so that they and their copies are never all there at once.
+    """
+    return _Decoder(budget or MemoryBudget(), consume).decode(plain)
 
 
 class _TensorAliases:
@@ -131,6 +144,7 @@ class _Encoder:
         if kind in _ATOMS:
             return value
         if kind is torch.Tensor or kind is torch.nn.Parameter:
+            self._refuse_special_tensor(value)
             return self.tensors.alias(value)
         if kind is int:
             return value if value.bit_length() <= _MAX_PLAIN_INT_BITS else self._convert(INT, value)
@@ -143,6 +157,11 @@ class _Encoder:
         if converter is None:
             raise self._refusal(value, *_explain(value))
         return self._nested(value, lambda content: self._convert(converter, content))
+
+    def _refuse_special_tensor(self, tensor: torch.Tensor) -> None:
+        if tensor.is_nested or tensor.is_quantized:
+            kind = "nested" if tensor.is_nested else "quantised"
+            raise self._refusal(tensor, f"is a {kind} tensor", "Store the plain tensors that it is made of.")
 
     def _nested(self, value: Any, build: Callable[[Any], Any]) -> Any:
         if id(value) in self._open:
@@ -210,7 +229,7 @@ def _has_plain_keys(mapping: Mapping[Any, Any]) -> bool:
 
 
 def _dotted(path: list[Any]) -> str:
-    return ".".join(part if isinstance(part, str) else repr(part) for part in path) or "the state"
+    return ".".join((part if isinstance(part, str) else repr(part))[:_LONGEST_KEY] for part in path) or "the state"
 
 
 def _explain(value: Any) -> tuple[str, str]:
@@ -233,21 +252,25 @@ def _explain(value: Any) -> tuple[str, str]:
 class _Decoder:
     """One pass over one encoded state."""
 
-    def __init__(self) -> None:
+    def __init__(self, budget: MemoryBudget, consume: bool) -> None:
         self._path: list[Any] = []
+        self._budget = budget
+        self._consume = consume
 
     def decode(self, plain: Any) -> Any:
         kind = type(plain)
         if kind is dict:
             return self._tagged(plain) if TAG in plain else self._values(plain)
-        if kind is list:
-            return [self._child(index, item) for index, item in enumerate(plain)]
-        if kind is tuple:
-            return tuple(self._child(index, item) for index, item in enumerate(plain))
+        if kind is tuple and not plain:
+            return plain
+        if kind is list or kind is tuple:
+            return self._copied(plain, kind([self._child(index, item) for index, item in enumerate(plain)]))
         if kind is OrderedDict:
-            decoded = OrderedDict(self._values(plain))
+            decoded = OrderedDict((key, self._child(key, item)) for key, item in plain.items())
             vars(decoded).update(self._values(vars(plain)))
-            return decoded
+            return self._copied(plain, decoded)
+        if kind not in _DECODED_ATOMS:
+            raise StateDecodingError(f"{_dotted(self._path)} is a {kind.__name__}, which no checkpoint holds")
         return plain
 
     def _child(self, key: Any, plain: Any) -> Any:
@@ -260,29 +283,52 @@ class _Decoder:
         self._path.pop()
         return decoded
 
-    def _values(self, plain: Mapping[Any, Any]) -> dict[Any, Any]:
-        return {key: self._child(key, item) for key, item in plain.items()}
+    def _values(self, plain: dict[Any, Any]) -> dict[Any, Any]:
+        return self._copied(plain, {key: self._child(key, item) for key, item in plain.items()})
+
+    def _copied(self, plain: Any, decoded: T) -> T:
+        """Spent at each visit, because a pickle can refer to one container from many places."""
+        self._budget.spend(getsizeof(decoded))
+        if self._consume and type(plain) is not tuple:
+            before = getsizeof(plain)
+            plain.clear()
+            self._budget.give_back(max(0, before - getsizeof(plain)))
+        return decoded
 
     def _tagged(self, plain: Parts) -> Any:
         tag = plain[TAG]
         build = _BUILDERS.get(tag) if isinstance(tag, str) else None
-        if build is None:
+        if build is None or len(plain) > _MOST_PARTS:
+            kind = repr(tag[:100]) if isinstance(tag, str) else f"a {type(tag).__name__}"
             raise StateDecodingError(
-                f"{_dotted(self._path)} is stored as {tag!r}, which this version of forgather does not know"
+                f"{_dotted(self._path)} is stored as {kind}, which this version of forgather does not know"
             )
         parts = {name: self._child(name, part) for name, part in plain.items() if name != TAG}
+        self._budget.spend(SHELL_BYTES + sum(map(_memory_of_part, parts.values())))
         try:
             return build(parts)
         except StateDecodingError as error:
-            raise StateDecodingError(f"cannot read {_dotted(self._path)}: {error}") from None
+            raise type(error)(f"cannot read {_dotted(self._path)}: {error}") from None
         except (ArithmeticError, AttributeError, LookupError, RuntimeError, TypeError, ValueError) as error:
             raise StateDecodingError(
                 f"cannot read {_dotted(self._path)}: its {tag!r} is malformed ({error})"
             ) from error
 
 
+def _memory_of_part(part: Any) -> int:
+    """What a value that is made of this part copies of it."""
+    if isinstance(part, torch.Tensor):
+        return part.numel() * part.element_size()
+    if type(part) in (str, bytes):
+        return 4 * len(part)
+    return SHELL_BYTES * len(part) if type(part) in (list, tuple) else 0
+
+
 def _build_mapping(parts: Parts) -> Any:
     kind, items = parts["kind"], parts["items"]
+    if type(items) is not list or not all(type(item) in (tuple, list) and len(item) == 2 for item in items):
+        raise StateDecodingError("its items are not a list of pairs")
+    count_hashes(key for key, _ in items)
     if kind == "dict":
         return dict(items)
     if kind == "Counter":

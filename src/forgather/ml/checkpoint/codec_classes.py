@@ -1,17 +1,22 @@
-"""Values whose class a checkpoint can only name: enums, named tuples and dataclasses.
+"""Enums, named tuples and dataclasses of registered classes, taken apart into plain data and rebuilt.
 
-Rebuilding them runs no code that a checkpoint names: a class is only looked up where it already is, and no constructor,
-property or `__post_init__` is called.
+Rebuilding calls no constructor, property or `__post_init__`; see `state_classes` for which classes there are.
 """
 
 import dataclasses
 import enum
-import sys
 import types
 from collections.abc import Callable
 from typing import Any
 
 from forgather.ml.checkpoint.errors import StateDecodingError
+from forgather.ml.checkpoint.state_classes import (
+    is_dataclass,
+    is_namedtuple,
+    registered_class,
+    registered_name,
+    remedy_for,
+)
 
 Parts = dict[str, Any]
 
@@ -29,48 +34,31 @@ class Converter:
     from_parts: Callable[[Parts], Any]
 
 
-def find_class(reference: str) -> type | None:
-    """Returns the class that "module:qualname" names, if a module that is already imported defines it.
-
-    Walks the dictionaries only: attribute access could run a module's `__getattr__` or load a lazy module.
-    """
-    module_name, _, qualname = reference.partition(":")
-    found: Any = sys.modules.get(module_name)
-    if found is None:
-        return None
-    namespace = object.__getattribute__(found, "__dict__")
-    for part in qualname.split("."):
-        found = namespace.get(part)
-        # by its real type: isinstance would ask an object that poses as something else
-        if not issubclass(type(found), type):
-            return None
-        namespace = vars(found)
-    return found
-
-
 def _reference_to(cls: type) -> str:
-    reference = f"{cls.__module__}:{cls.__qualname__}"
-    if find_class(reference) is not cls:
+    name = registered_name(cls)
+    if name is None:
         raise UnsupportedValueError(
-            "cannot be found again by its name when the checkpoint is loaded; define the class at module level"
+            "is of a class that is not registered, and a checkpoint rebuilds no other; add "
+            f"{remedy_for(cls.__module__, cls.__qualname__)}, or store its fields in a dict"
         )
-    return reference
+    return name
 
 
-def _resolve(reference: str, kind: str, fits: Callable[[type], bool]) -> Any:
-    cls = find_class(reference)
-    module_name, _, qualname = reference.partition(":")
-    if cls is None:
-        raise StateDecodingError(
-            f"the checkpoint holds a value of the {kind} {qualname!r} of module {module_name!r}, which is not "
-            f"available in this process; import the module that defines it (import {module_name}) before loading"
-        )
+def _resolve(reference: Any, kind: str, fits: Callable[[type], bool]) -> Any:
+    cls = registered_class(reference)
     if not fits(cls):
         raise StateDecodingError(
-            f"the checkpoint says that {qualname!r} of module {module_name!r} is a {kind}, but here it is not; "
+            f"the checkpoint says that {reference!r} is a {kind}, but here it is not; "
             "load with the version of the code that wrote the checkpoint"
         )
     return cls
+
+
+def _fields(parts: Parts) -> dict[str, Any]:
+    fields = parts["fields"]
+    if type(fields) is not dict or not all(type(name) is str for name in fields):
+        raise StateDecodingError("its fields are not a dict with names as keys")
+    return fields
 
 
 def _enum_parts(member: enum.Enum) -> Parts:
@@ -82,7 +70,7 @@ def _enum_parts(member: enum.Enum) -> Parts:
 
 def _build_enum(parts: Parts) -> enum.Enum:
     cls = _resolve(parts["class"], "enum", lambda found: issubclass(found, enum.Enum))
-    member = cls.__members__.get(parts["name"])
+    member = cls.__members__.get(parts["name"]) if type(parts["name"]) is str else None
     if member is None:
         raise StateDecodingError(f"enum {parts['class']!r} has no member {parts['name']!r} any more")
     return member
@@ -95,16 +83,14 @@ def _flag_parts(flags: enum.Flag) -> Parts:
 def _build_flag(parts: Parts) -> enum.Flag:
     cls = _resolve(parts["class"], "flag enum", lambda found: issubclass(found, enum.Flag))
     value = parts["value"]
+    if type(value) is not int:
+        raise StateDecodingError("a flag enum has a value that is no integer")
     known = vars(cls)["_value2member_map_"].get(value)
     # The library's own way to combine members: calling the class could run a `_missing_` of the user's.
     member = known if known is not None else enum.Flag._missing_.__func__(cls, value)  # type: ignore[attr-defined]
     if type(member) is not cls:
         raise StateDecodingError(f"flag enum {parts['class']!r} has no combination {value!r} any more")
     return member
-
-
-def _is_namedtuple(cls: type) -> bool:
-    return issubclass(cls, tuple) and any(isinstance(vars(base).get("_fields"), tuple) for base in cls.__mro__)
 
 
 def _namedtuple_parts(value: Any) -> Parts:
@@ -114,17 +100,13 @@ def _namedtuple_parts(value: Any) -> Parts:
 
 
 def _build_namedtuple(parts: Parts) -> Any:
-    cls = _resolve(parts["class"], "named tuple", _is_namedtuple)
-    fields = parts["fields"]
+    cls = _resolve(parts["class"], "named tuple", is_namedtuple)
+    fields = _fields(parts)
     if set(fields) != set(cls._fields):
         raise StateDecodingError(
             f"named tuple {parts['class']!r} has the fields {list(cls._fields)} but the checkpoint has {list(fields)}"
         )
     return tuple.__new__(cls, [fields[name] for name in cls._fields])
-
-
-def _is_dataclass(cls: type) -> bool:
-    return any("__dataclass_fields__" in vars(base) for base in cls.__mro__)
 
 
 def _slots(cls: type) -> dict[str, Any]:
@@ -153,11 +135,11 @@ def _dataclass_parts(value: Any) -> Parts:
 
 
 def _build_dataclass(parts: Parts) -> Any:
-    cls = _resolve(parts["class"], "dataclass", _is_dataclass)
+    cls = _resolve(parts["class"], "dataclass", is_dataclass)
     slots = _slots(cls)
     value = object.__new__(cls)
     attributes = getattr(value, "__dict__", None)
-    fields = {**_defaults(cls, parts), **parts["fields"]}
+    fields = {**_defaults(cls, parts), **_fields(parts)}
     for name, content in fields.items():
         # Not setattr: it would run property setters and refuse frozen classes.
         if name in slots:
@@ -193,8 +175,8 @@ def find_class_converter(cls: type) -> Converter | None:
     """Returns the converter for instances of an enum, named tuple or dataclass, and None for any other class."""
     if issubclass(cls, enum.Enum):
         return FLAG if issubclass(cls, enum.Flag) else ENUM
-    if _is_namedtuple(cls):
+    if is_namedtuple(cls):
         return NAMEDTUPLE
-    if _is_dataclass(cls):
+    if is_dataclass(cls):
         return DATACLASS
     return None

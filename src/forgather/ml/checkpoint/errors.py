@@ -1,11 +1,17 @@
 """What can go wrong with a checkpoint, by name."""
 
+import contextlib
+from collections.abc import Iterator
+
 
 class CheckpointError(RuntimeError):
     """Any failure of the checkpoint system."""
 
     contact_lost = False
     """Whether the ranks lost each other, so that others may still be at work on what failed here."""
+
+    is_misfit = False
+    """Whether the checkpoint is intact but does not fit this job: auto-resume stops instead of taking an older one."""
 
 
 class CheckpointSaveError(CheckpointError):
@@ -14,6 +20,13 @@ class CheckpointSaveError(CheckpointError):
 
 class CheckpointLoadError(CheckpointError):
     """A checkpoint exists but cannot be applied to this job."""
+
+    @classmethod
+    def misfit(cls, message: str) -> "CheckpointLoadError":
+        """The error for an intact checkpoint that does not fit this job."""
+        error = cls(message)
+        error.is_misfit = True
+        return error
 
 
 class CheckpointCorruptError(CheckpointLoadError):
@@ -41,4 +54,23 @@ class StateEncodingError(TypeError):
 
 
 class StateDecodingError(CheckpointLoadError):
-    """A stored value names a type that is not available in this process."""
+    """A state file holds something that no save of ours writes; nothing of it was used."""
+
+
+class UnregisteredClassError(StateDecodingError):
+    """A stored value belongs to a class that `register_state_class` has not been told about in this process."""
+
+    is_misfit = True
+
+
+@contextlib.contextmanager
+def naming(*paths: str) -> Iterator[None]:
+    """Put the names of files in front of checkpoint errors about their content."""
+    try:
+        yield
+    except CheckpointError as error:
+        if any(path in str(error) for path in paths):
+            raise
+        named = type(error)(f"{', '.join(paths)}: {error}")
+        named.is_misfit = error.is_misfit
+        raise named from error

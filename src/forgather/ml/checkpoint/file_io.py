@@ -20,6 +20,7 @@ import torch
 import xxhash
 
 from forgather.ml.checkpoint.errors import CheckpointCorruptError
+from forgather.ml.checkpoint.regular_files import open_regular
 
 CHECKSUM_ALGORITHM = "xxh3_128"
 BUFFER_BYTES = 8 * 2**20
@@ -202,10 +203,10 @@ class HashingReader(io.RawIOBase):
     both fills the tensors and verifies the file: `finish` hashes what nobody asked for and gives the checksum.
     """
 
-    def __init__(self, path: str) -> None:
+    def __init__(self, path: str, *, follow: bool = False) -> None:
         super().__init__()
         self._path = path
-        self._descriptor = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
+        self._descriptor = open_regular(path, follow=follow)
         self.size = os.fstat(self._descriptor).st_size
         self._position = 0
         self._hasher = new_hasher()

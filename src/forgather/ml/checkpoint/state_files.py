@@ -1,7 +1,6 @@
-"""State files (`.pt`): plain containers and tensors, written by `torch.save`, read without executing pickles."""
+"""State files (`.pt`): plain containers and tensors, written by `torch.save`, read by an unpickler of data alone."""
 
 import contextlib
-import os
 import threading
 from collections.abc import Iterator
 from typing import Any
@@ -9,13 +8,16 @@ from typing import Any
 import torch
 
 from forgather.ml.checkpoint.codec import decode_state
-from forgather.ml.checkpoint.errors import CheckpointError, CheckpointLoadError
+from forgather.ml.checkpoint.errors import CheckpointError, CheckpointLoadError, StateDecodingError
 from forgather.ml.checkpoint.file_io import HashingReader, HashingWriter
 from forgather.ml.checkpoint.manifest import FileRecord
+from forgather.ml.checkpoint.plain_pickle import PlainUnpickler
+from forgather.ml.checkpoint.regular_files import path_inside
+from forgather.ml.checkpoint.state_budget import MemoryBudget
+from forgather.ml.checkpoint.torch_archive import TorchArchive
 from forgather.ml.checkpoint.weight_files import check_checksum, check_size
 
 _crc_lock = threading.Lock()
-_ADVICE = ("Weights only load failed", "Please file an issue", "Check the documentation")
 
 
 @contextlib.contextmanager
@@ -36,36 +38,53 @@ def write_state(writer: HashingWriter, encoded: Any) -> None:
         torch.save(encoded, writer)  # type: ignore[arg-type]
 
 
-def read_state(path: str, record: FileRecord | None = None) -> Any:
+def read_state(path: str, record: FileRecord | None = None, *, follow: bool = False) -> Any:
     """Read a state file in one pass, into memory of its own; with a record, verified before it is returned."""
+    encoded, budget = _read_encoded(path, record, follow)
+    try:
+        return decode_state(encoded, budget, consume=True)
+    except CheckpointError as error:
+        raise type(error)(f"{path} was refused: {error}") from error
+
+
+def read_weight_names(path: str) -> dict[str, torch.Tensor]:
+    """The tensors of a weight file (`.bin`) on the meta device, without reading their content."""
+    encoded, _ = _read_encoded(path, None, follow=True, with_data=False)
+    return checked_weights(path, encoded)
+
+
+def checked_weights(path: str, state: Any) -> dict[str, torch.Tensor]:
+    """The content of a weight file, or `CheckpointLoadError` when it is anything but tensors by name."""
+    names_fit = isinstance(state, dict) and all(type(name) is str for name in state)
+    if not names_fit or not all(isinstance(tensor, torch.Tensor) for tensor in state.values()):
+        raise CheckpointLoadError(f"{path} is not a file of weights: it should hold tensors by name, and nothing else.")
+    for name, tensor in state.items():
+        if tensor.layout is torch.strided and tensor.nbytes > tensor.untyped_storage().nbytes():
+            # Copied, a tensor that repeats its memory would become any amount of it.
+            raise CheckpointLoadError(f"{path}: tensor {name[:100]!r} repeats its memory, which no weights do.")
+    return state
+
+
+def _read_encoded(
+    path: str, record: FileRecord | None, follow: bool, with_data: bool = True
+) -> tuple[Any, MemoryBudget]:
     check_size(path, record)
-    with HashingReader(path) as reader:
-        refusal: Exception | None = None
+    with HashingReader(path, follow=follow) as reader:
+        budget = MemoryBudget(reader.size)
+        refusal: StateDecodingError | None = None
+        encoded = None
         try:
-            encoded = torch.load(reader, map_location="cpu", weights_only=True)  # type: ignore[arg-type]
-        except Exception as error:  # noqa: BLE001 - damaged bytes make torch raise anything; it is raised below
+            encoded = PlainUnpickler(TorchArchive(reader, budget), budget, with_data).load()
+        except StateDecodingError as error:
             refusal = error
-        if reader.error is not None:
-            # The disk failed, which says nothing about the file.
-            raise reader.error
         if record is not None:
+            # Damage comes first: what was refused may be what a flipped bit made of a sound file.
             check_checksum(path, "the file", record.checksum, reader.finish())
     if refusal is not None:
-        raise refused(path, refusal) from refusal
-    try:
-        return decode_state(encoded)
-    except CheckpointError as error:
-        raise type(error)(f"{path}: {error}") from error
-
-
-def refused(path: str, refusal: Exception) -> CheckpointLoadError:
-    """Why a file was not read, in torch's words but without its advice to unpickle the file all the same."""
-    lines = [line.strip() for line in str(refusal).splitlines()]
-    reason = next((line for line in lines if line and not line.startswith(_ADVICE)), "no message")
-    return CheckpointLoadError(
-        f"{path} was refused: it is not a state file, or it holds objects that could run code when unpickled "
-        f"({type(refusal).__name__}: {reason})"
-    )
+        raise type(refusal)(
+            f"{path} was refused: it is not a state file, or it could run code or exhaust the memory ({refusal})"
+        ) from refusal
+    return encoded, budget
 
 
 def file_checksum(path: str) -> str:
@@ -76,6 +95,6 @@ def file_checksum(path: str) -> str:
 
 def verify_file(directory: str, record: FileRecord) -> None:
     """Raise `CheckpointCorruptError` unless the file holds the bytes that were written."""
-    path = os.path.join(directory, record.path)
+    path = path_inside(directory, record.path)
     check_size(path, record)
     check_checksum(path, "the file", record.checksum, file_checksum(path))

@@ -15,6 +15,7 @@ class _Outcome(Generic[T]):
     value: T | None
     report: DistributedError | None = None
     error_class: type[CheckpointError] | None = None
+    is_misfit: bool = False
 
 
 def on_every_rank(peers: Peers, work: Callable[[], T], during: str, failure: type[CheckpointError]) -> list[T]:
@@ -30,7 +31,8 @@ def on_every_rank(peers: Peers, work: Callable[[], T], during: str, failure: typ
     except BaseException as error:  # noqa: BLE001 - raised again below, on every rank
         own_error = error
         known = type(error) if isinstance(error, CheckpointError) else None
-        outcome = _Outcome(None, DistributedError.describing(error, during, peers.rank), known)
+        report = DistributedError.describing(error, during, peers.rank)
+        outcome = _Outcome(None, report, known, getattr(error, "is_misfit", False))
     try:
         outcomes = peers.gather(outcome, during)
     except DistributedError as lost:
@@ -46,5 +48,7 @@ def on_every_rank(peers: Peers, work: Callable[[], T], during: str, failure: typ
         raise failure(f"{during} failed: {type(own_error).__name__}: {own_error}") from own_error
     for result in outcomes:
         if result.report is not None:
-            raise (result.error_class or failure)(str(result.report)) from own_error
+            shared_error = (result.error_class or failure)(str(result.report))
+            shared_error.is_misfit = result.is_misfit
+            raise shared_error from own_error
     return [result.value for result in outcomes]  # type: ignore[misc]

@@ -10,6 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from forgather.ml.checkpoint import strict_json
 from forgather.ml.checkpoint.digest import iter_chunks
 from forgather.ml.checkpoint.errors import CheckpointCorruptError, CheckpointLoadError
 from forgather.ml.checkpoint.file_io import (
@@ -21,6 +22,7 @@ from forgather.ml.checkpoint.file_io import (
     read_exactly,
 )
 from forgather.ml.checkpoint.manifest import FileRecord
+from forgather.ml.checkpoint.regular_files import open_regular
 
 # The file's own header is verified like a tensor when only some of its tensors are read.
 HEADER_ENTRY = "__header__"
@@ -152,7 +154,7 @@ class SafetensorsHeader:
 def read_header(path: str, record: FileRecord | None = None) -> SafetensorsHeader:
     """The directory of a safetensors file, verified with a record, and its claims checked against the file's size."""
     check_size(path, record)
-    with open(path, "rb") as file:
+    with open(open_regular(path, follow=record is None), "rb") as file:
         size = os.fstat(file.fileno()).st_size
         length = file.read(_LENGTH_BYTES)
         num_bytes = int.from_bytes(length, "little")
@@ -166,14 +168,25 @@ def read_header(path: str, record: FileRecord | None = None) -> SafetensorsHeade
         hasher.update(memoryview(length + text))
         check_checksum(path, "its header", record.tensors.get(HEADER_ENTRY, "none"), hasher.hexdigest())
     try:
-        header = expect_type(json.loads(text), dict, "the header")
+        header = expect_type(strict_json.loads(text, path, size), dict, "the header")
         metadata = expect_type(header.pop("__metadata__", {}), dict, "__metadata__")
-        sharing = checked_sharing(json.loads(metadata.get(SHARING_KEY, "[]")))
+        sharing_text = expect_type(metadata.get(SHARING_KEY, "[]"), str, SHARING_KEY)
+        sharing = checked_sharing(strict_json.loads(sharing_text.encode(), path, size))
         tensors = {name: _entry(name, info, base, size) for name, info in header.items()}
-    except (ValueError, KeyError, TypeError, RecursionError) as error:
+        _refuse_overlap(tensors)
+    except (ValueError, KeyError, TypeError) as error:
         reason = f"{type(error).__name__}: {error}"
         raise CheckpointCorruptError(f"{path} is damaged: its header cannot be read ({reason})") from error
     return SafetensorsHeader(tensors, sharing)
+
+
+def _refuse_overlap(tensors: Mapping[str, TensorEntry]) -> None:
+    """Tensors that share bytes of the file could fill any amount of memory."""
+    end = 0
+    for name, entry in sorted(tensors.items(), key=lambda item: (item[1].start, item[1].end)):
+        if entry.start < end:
+            raise ValueError(f"tensor {name!r} overlaps another")
+        end = entry.end
 
 
 def _entry(name: str, info: Any, base: int, size: int) -> TensorEntry:
@@ -245,7 +258,7 @@ def check_checksum(path: str, what: str, expected: str, found: str) -> None:
 
 
 def _load_whole(path: str, header: SafetensorsHeader, targets: Mapping[str, Tensor], record: FileRecord | None) -> None:
-    with HashingReader(path) as reader:
+    with HashingReader(path, follow=record is None) as reader:
 
         def read(out: memoryview) -> None:
             if reader.readinto(out) != len(out):
@@ -259,7 +272,7 @@ def _load_whole(path: str, header: SafetensorsHeader, targets: Mapping[str, Tens
 
 
 def _load_some(path: str, header: SafetensorsHeader, targets: Mapping[str, Tensor], record: FileRecord | None) -> None:
-    descriptor = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
+    descriptor = open_regular(path, follow=record is None)
     try:
         for name, target in targets.items():
             entry, hasher = header.tensors[name], new_hasher()
@@ -278,7 +291,7 @@ def _load_some(path: str, header: SafetensorsHeader, targets: Mapping[str, Tenso
 
 
 def _fill(path: str, name: str, entry: TensorEntry, target: Tensor, read: Callable[[memoryview], None]) -> None:
-    check_shape(path, name, entry.shape, target)
+    check_fit(path, name, entry.shape, entry.dtype, target)
     if target.numel() == 0:
         return
     target = target.detach()
@@ -290,10 +303,24 @@ def _fill(path: str, name: str, entry: TensorEntry, target: Tensor, read: Callab
     target.copy_(staged)
 
 
-def check_shape(path: str, name: str, shape: tuple[int, ...], target: Tensor) -> None:
-    """Raise when a stored tensor does not fit the one it is meant for."""
+def check_fit(path: str, name: str, shape: tuple[int, ...], dtype: torch.dtype, target: Tensor) -> None:
+    """Raise when a stored tensor has another shape, or another kind of numbers, than the one it is meant for."""
+    if _kind_of(dtype) != _kind_of(target.dtype):
+        raise CheckpointLoadError(
+            f"{path}: tensor {name!r} has dtype {dtype} in the checkpoint, but {target.dtype} in the model, and the one "
+            "does not stand for the other. Build the model that was trained, or choose another checkpoint."
+        )
     if tuple(target.shape) != tuple(shape):
         raise CheckpointLoadError(
             f"{path}: tensor {name!r} has shape {tuple(shape)} in the checkpoint, but {tuple(target.shape)} in the "
             "model. The model must be built from the configuration that the checkpoint was trained with."
         )
+
+
+def _kind_of(dtype: torch.dtype) -> str:
+    """Floats of any width convert into each other, and integers too; a float never becomes an integer or a bool."""
+    if dtype.is_floating_point:
+        return "float"
+    if dtype.is_complex:
+        return "complex"
+    return "bool" if dtype is torch.bool else "integer"

@@ -1,12 +1,12 @@
 """The tensors of a model by name: which of them are one tensor, and which weight file holds each."""
 
-import json
 from collections.abc import Collection, Mapping, Sequence
 from typing import Any, TypedDict
 
 import torch
 from torch import Tensor, nn
 
+from forgather.ml.checkpoint import strict_json
 from forgather.ml.checkpoint.weight_files import SHARING_KEY, SharingMetadataT
 
 DEFAULT_MAX_SHARD_SIZE = 2**32
@@ -130,4 +130,4 @@ def make_shard_index(
 
 def index_bytes(index: ShardIndex) -> bytes:
     """The text of an index file."""
-    return (json.dumps(index, indent=2, sort_keys=True) + "\n").encode()
+    return strict_json.dumps(index, "The index of the weights", sort_keys=True)

@@ -1,21 +1,23 @@
 """Where the weights of a directory are, and reading them by name."""
 
-import json
+import contextlib
 import os
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
 import torch
 from torch import Tensor
 
+from forgather.ml.checkpoint import strict_json
 from forgather.ml.checkpoint.errors import CheckpointCorruptError, CheckpointLoadError
 from forgather.ml.checkpoint.manifest import MANIFEST_NAME, FileRecord, check_relative_path, read_manifest
-from forgather.ml.checkpoint.state_files import read_state, refused, verify_file
+from forgather.ml.checkpoint.regular_files import path_inside, read_small_file
+from forgather.ml.checkpoint.state_files import checked_weights, read_state, read_weight_names, verify_file
 from forgather.ml.checkpoint.weight_files import (
     SHARING_KEY,
     SharingMetadataT,
-    check_shape,
+    check_fit,
     checked_sharing,
     expect_type,
     load_safetensors,
@@ -44,7 +46,7 @@ class WeightLocation:
 
     def path_and_record(self, file: str) -> tuple[str, FileRecord | None]:
         """A weight file, and what the manifest says of it where there is one."""
-        path = os.path.join(self.directory, file)
+        path = path_inside(self.directory, file)
         record = self.records.get(file)
         if record is None and not os.path.exists(path):
             raise CheckpointLoadError(f"{path} is missing: the index of the weights refers to it.")
@@ -108,25 +110,18 @@ def _names_in_bin(model_dir: str, name: str, records: _Records | None) -> Collec
         return record.tensors
     if record is not None:
         verify_file(model_dir, record)
-    try:
-        # This format has no directory that could be read by itself: mapped and without data is as good.
-        state = torch.load(path, map_location="meta", weights_only=True, mmap=True)
-    except OSError:
-        raise
-    except Exception as error:
-        raise refused(path, error) from error
-    return _checked_state(path, state)
+    return read_weight_names(path)
 
 
 def _read_index(model_dir: str, name: str, records: _Records | None) -> ShardIndex:
     path, record = os.path.join(model_dir, name), (records or {}).get(name)
     if record is not None:
         verify_file(model_dir, record)
+    text = read_small_file(path, follow=records is None)
     try:
-        with open(path, "rb") as file:
-            index: ShardIndex = json.load(file)
+        index: ShardIndex = strict_json.loads(text, path)
         _check_index(index, records)
-    except (ValueError, RecursionError) as error:
+    except (ValueError, CheckpointCorruptError) as error:
         failure = CheckpointLoadError if records is None else CheckpointCorruptError
         raise failure(f"{path} is not an index of weights: {error}") from error
     return index
@@ -179,7 +174,8 @@ def _check_shapes(location: WeightLocation, by_file: Mapping[str, Mapping[str, S
             entries = read_header(path, record).tensors
             for name, tensors in wanted.items():
                 for tensor in tensors:
-                    check_shape(path, name, _found(path, entries, name).shape, tensor)
+                    entry = _found(path, entries, name)
+                    check_fit(path, name, entry.shape, entry.dtype, tensor)
 
 
 def _found(path: str, content: Mapping[str, Any], name: str) -> Any:
@@ -189,19 +185,26 @@ def _found(path: str, content: Mapping[str, Any], name: str) -> Any:
 
 
 def _load_bin(path: str, targets: Mapping[str, Tensor], record: FileRecord | None) -> None:
-    state = _checked_state(path, read_state(path, record))
+    state = checked_weights(path, read_state(path, record, follow=record is None))
     for name, target in targets.items():
-        check_shape(path, name, tuple(_found(path, state, name).shape), target)
+        stored = _found(path, state, name)
+        check_fit(path, name, tuple(stored.shape), stored.dtype, target)
     with torch.no_grad():
         for name, target in targets.items():
-            # Not into a detached one: a sparse tensor would keep its old content.
-            target.copy_(state[name])
+            with _naming_tensor(path, name):
+                # Not into a detached one: a sparse tensor would keep its old content.
+                target.copy_(state[name])
 
 
-def _checked_state(path: str, state: Any) -> dict[str, Tensor]:
-    if not isinstance(state, dict) or not all(isinstance(tensor, Tensor) for tensor in state.values()):
-        raise CheckpointLoadError(f"{path} is not a file of weights: it should hold tensors by name, and nothing else.")
-    return state
+@contextlib.contextmanager
+def _naming_tensor(path: str, name: str) -> Iterator[None]:
+    """Give errors of torch, such as for a dtype that it cannot copy, the names of the file and the tensor."""
+    try:
+        yield
+    except CheckpointLoadError:
+        raise
+    except RuntimeError as error:
+        raise CheckpointLoadError(f"{path}: tensor {name[:100]!r} cannot be loaded: {error}") from error
 
 
 def read_tensors(location: WeightLocation, names: Collection[str], device: torch.device | str) -> dict[str, Tensor]:
@@ -224,8 +227,12 @@ def _tensors_of_file(
     path, record = location.path_and_record(file)
     stored = {name: location.stored_name(name) or name for name in names}
     if not file.endswith(".safetensors"):
-        state = _checked_state(path, read_state(path, record))
-        return {name: _found(path, state, stored[name]).to(device, copy=True) for name in names}
+        state = checked_weights(path, read_state(path, record, follow=record is None))
+        copies = {}
+        for name in names:
+            with _naming_tensor(path, name):
+                copies[name] = _found(path, state, stored[name]).to(device, copy=True)
+        return copies
     entries = read_header(path, record).tensors
     tensors = {}
     for name in names:

@@ -1,13 +1,13 @@
 """Random numbers: one seed for the job, a stream of its own for every rank, the same initial model everywhere."""
 
-import contextlib
 import random
-from collections.abc import Iterator
 
 import numpy as np
 import torch
 
-from forgather.ml.checkpoint.rng import RNGState
+from forgather.ml.checkpoint.rng import undisturbed_random_numbers
+
+__all__ = ["choose_seed", "seed_everything", "seed_of_rank", "undisturbed_random_numbers"]
 
 
 def choose_seed(seed: int) -> int:
@@ -24,14 +24,3 @@ def seed_everything(seed: int) -> None:
 def seed_of_rank(seed: int, rank: int) -> int:
     """Rank 0 goes on with the seed of the model; other ranks' streams are unrelated to it and to each other."""
     return seed if rank == 0 else int(np.random.SeedSequence((seed, rank)).generate_state(1, np.uint32)[0])
-
-
-@contextlib.contextmanager
-def undisturbed_random_numbers() -> Iterator[None]:
-    """What is drawn inside does not show outside: an evaluation must not change training."""
-    state = RNGState()
-    before = state.state_dict()
-    try:
-        yield
-    finally:
-        state.load_state_dict(before)

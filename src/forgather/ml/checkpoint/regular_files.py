@@ -1,0 +1,80 @@
+"""Regular files only: opens checkpoint files without following symbolic links or blocking on FIFOs and devices.
+
+Whoever wrote a checkpoint chose what lies under each name. Every reader of the checkpoint system opens files here.
+"""
+
+import errno
+import os
+import stat
+
+from forgather.ml.checkpoint.errors import CheckpointCorruptError
+
+SMALL_FILE_BYTES = 64 * 2**20
+"""The largest manifest, metadata or index file that is read."""
+
+_KINDS = {
+    stat.S_IFLNK: "a symbolic link",
+    stat.S_IFDIR: "a directory",
+    stat.S_IFIFO: "a FIFO",
+    stat.S_IFSOCK: "a socket",
+    stat.S_IFCHR: "a device",
+    stat.S_IFBLK: "a device",
+}
+
+
+def open_regular(path: str, *, follow: bool = False) -> int:
+    """Open a regular file for reading and return its descriptor; anything else is a `CheckpointCorruptError`.
+
+    `follow` allows a symbolic link to a regular file, for directories of other programs (Hugging Face's cache).
+    """
+    # Looked at before it is opened: opening a FIFO waits, and opening a device may do something.
+    _require_regular(path, (os.stat if follow else os.lstat)(path))
+    flags = os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK | (0 if follow else os.O_NOFOLLOW)
+    try:
+        descriptor = os.open(path, flags)
+    except OSError as error:
+        if error.errno == errno.ELOOP:
+            raise _irregular(path, _KINDS[stat.S_IFLNK]) from error
+        raise
+    try:
+        _require_regular(path, os.fstat(descriptor))
+    except BaseException:
+        os.close(descriptor)
+        raise
+    return descriptor
+
+
+def _require_regular(path: str, status: os.stat_result) -> None:
+    if not stat.S_ISREG(status.st_mode):
+        raise _irregular(path, _KINDS.get(stat.S_IFMT(status.st_mode), "no regular file"))
+
+
+def _irregular(path: str, kind: str) -> CheckpointCorruptError:
+    return CheckpointCorruptError(f"{path} is damaged: it is {kind}, and a file of a checkpoint is a regular file")
+
+
+def read_small_file(path: str, limit: int = SMALL_FILE_BYTES, *, follow: bool = False) -> bytes:
+    """Read a regular file of at most `limit` bytes; a larger one is a `CheckpointCorruptError`."""
+    with open(open_regular(path, follow=follow), "rb") as file:
+        data = file.read(limit + 1)
+    if len(data) > limit:
+        raise CheckpointCorruptError(f"{path} is damaged: it has more than {limit:,} bytes, which no such file needs")
+    return data
+
+
+def is_real_directory(path: str) -> bool:
+    """Whether a path is a directory itself, not a symbolic link to one."""
+    try:
+        return stat.S_ISDIR(os.lstat(path).st_mode)
+    except (FileNotFoundError, NotADirectoryError):
+        return False
+
+
+def path_inside(directory: str, relative_path: str) -> str:
+    """Join a manifest's relative path to its directory; a folder on the way that is a symbolic link is refused."""
+    folder = directory
+    for name in os.path.dirname(relative_path).split(os.sep):
+        folder = os.path.join(folder, name)
+        if name and os.path.lexists(folder) and not is_real_directory(folder):
+            raise CheckpointCorruptError(f"{folder} is damaged: a folder of a checkpoint is a real directory")
+    return os.path.join(directory, relative_path)
