@@ -1,12 +1,14 @@
 """Mixed precision on CPU, with torch's own scaler."""
 
 import logging
+from typing import Any
 
 import pytest
 import torch
 from torch import Tensor, nn
 from torch.optim import SGD
 
+from forgather.ml.checkpoint.errors import CheckpointLoadError
 from forgather.ml.trainer.amp import AMPContext
 
 
@@ -93,3 +95,34 @@ def test_state_without_a_scale_is_empty_and_loads_quietly(caplog: pytest.LogCapt
 def test_an_unknown_precision_is_refused() -> None:
     with pytest.raises(ValueError, match=r"mixed_precision='fp8'.*'bf16', 'fp16'"):
         AMPContext("fp8", "cpu")
+
+
+@pytest.mark.parametrize(
+    ("entry", "values"),
+    [
+        ("scale", (0.0, -1.0, float("nan"), float("inf"), 1e39, None, "1", True, torch.ones(2))),
+        ("growth_factor", (1.0, 0.5, float("inf"), None)),
+        ("backoff_factor", (0.0, 1.0, -0.5, 2.0, None)),
+        ("growth_interval", (0, -1, 2.5, True, None)),
+        ("_growth_tracker", (-1, 0.5, 2**31, None)),
+    ],
+)
+def test_a_malformed_loss_scale_is_refused_and_nothing_is_changed(entry: str, values: tuple[Any, ...]) -> None:
+    amp = AMPContext("fp16", "cpu")
+    make_step(amp)
+    before = amp.state_dict()
+    good = AMPContext("fp16", "cpu", initial_scale=4).state_dict()
+    for value in values:
+        for load in (amp.check_state_dict, amp.load_state_dict):
+            with pytest.raises(CheckpointLoadError, match=f"the saved loss scale: {entry} "):
+                load({**good, entry: value})
+    with pytest.raises(CheckpointLoadError, match=entry):
+        amp.load_state_dict({name: value for name, value in good.items() if name != entry})
+    assert amp.state_dict() == before
+
+
+def test_a_loss_scale_that_is_no_dict_is_refused() -> None:
+    for mixed_precision in ("fp16", "bf16"):
+        for value in (None, [1], 2.0):
+            with pytest.raises(CheckpointLoadError, match="expected a dict"):
+                AMPContext(mixed_precision, "cpu").load_state_dict(value)  # type: ignore[arg-type]

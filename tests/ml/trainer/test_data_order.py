@@ -10,6 +10,9 @@ import numpy as np
 import pytest
 import torch
 
+from forgather.ml.checkpoint.codec import decode_state, encode_state
+from forgather.ml.checkpoint.errors import CheckpointLoadError
+from forgather.ml.checkpoint.state_schema import Violation
 from forgather.ml.trainer.data_order import (
     BatchRequest,
     DataOrder,
@@ -17,12 +20,15 @@ from forgather.ml.trainer.data_order import (
     PositionedBatches,
     SeededSamples,
     draws_random_numbers,
+    generator_states,
     generators_apart,
+    host_generators,
     is_stateful,
     seed_generators,
     seeded_stream,
     stable_seed,
 )
+from tests.support.wrong_values import COUNT, INTEGER, WRONG, assert_refused
 
 
 def epoch_order(seed: int, epoch: int, num_samples: int = 50) -> list[int]:
@@ -290,3 +296,101 @@ def test_watching_draws_nothing_itself() -> None:
     with draws_random_numbers():
         pass
     assert draws() == expected
+
+
+def test_a_position_outside_of_the_samples_is_refused() -> None:
+    order = DataOrder(10, seed=5, shuffle=True)
+    before = order.state_dict()
+    order.load_state_dict({**before, "index": 10}, 10)
+    order.load_state_dict(before, 10)
+    accepted: dict[str, Any] = {"seed": INTEGER, "epoch": COUNT, "index": COUNT, "num_samples": COUNT}
+    for key, fine in accepted.items():
+        for name, value in WRONG.items():
+            hostile = {**before, key: value}
+            if name in fine:
+                order.check_state_dict(hostile)
+            else:
+                assert_refused(lambda state: order.load_state_dict(state, 10), hostile, f"dataset.{key}", name)
+    with pytest.raises(CheckpointLoadError, match=r"dataset\.index .* is 11, but should be at most .*10"):
+        order.check_state_dict({**before, "index": 11})
+    assert order.state_dict() == before
+
+
+@pytest.mark.parametrize("key", ["num_drawn", "ended"])
+def test_a_place_in_a_stream_is_a_number(key: str) -> None:
+    class Source:
+        def __iter__(self) -> Iterator[int]:
+            return iter(range(3))
+
+        def state_dict(self) -> dict[str, Any]:
+            return {}
+
+        def load_state_dict(self, state: Any) -> None:
+            pass
+
+    draws_of = iter(seeded_stream(Source(), seed=1, batch_size=1, forward_epoch=True, in_workers=False))
+    state = draws_of.state_dict()  # type: ignore[attr-defined]
+    for name, value in WRONG.items():
+        if not (key == "ended" and name == "true"):
+            load = draws_of.load_state_dict  # type: ignore[attr-defined]
+            assert_refused(load, {**state, key: value}, f"dataset.iterator.{key}", name)
+
+
+# --- the states of generators
+
+
+def test_states_of_generators_are_taken_as_they_were_saved() -> None:
+    random.gauss(0, 1), np.random.normal()
+    generator_states(host_generators())
+    generator_states(decode_state(encode_state(host_generators())))
+
+
+def hostile_generators() -> list[tuple[str, Any]]:
+    python, numpy_state, torch_state = host_generators().values()
+    version, words, normal = python
+    name, key, place, has_normal, last = numpy_state
+    wrong_numpy = [
+        (name, key, 625, has_normal, last),
+        (name, key, -1, has_normal, last),
+        (name, key, True, has_normal, last),
+        (name, key, "0", has_normal, last),
+        (name, key[:10], place, has_normal, last),
+        (name, key.astype(np.int64), place, has_normal, last),
+        (name, key, place, 2, last),
+        (name, key, place, has_normal, None),
+        ("PCG64", key, place, has_normal, last),
+        (key, key, place, has_normal, last),
+        (name, key, place),
+        None,
+        "text",
+    ]
+    wrong_python = [
+        (version, words[:-1], normal),
+        (version, (*words[:-1], 625), normal),
+        (version, (*words[:-1], -1), normal),
+        (version, (*words[:-1], 2**70), normal),
+        (version, words, "text"),
+        (99, words, normal),
+        (version, None, normal),
+        None,
+    ]
+    wrong_torch = [
+        torch_state[:-1],
+        torch_state.float(),
+        torch_state.reshape(1, -1),
+        torch_state.to("meta"),
+        torch.full_like(torch_state, 255),
+        torch_state.tolist(),
+        None,
+    ]
+    kinds = {"python": wrong_python, "numpy": wrong_numpy, "torch": wrong_torch}
+    return [(kind, value) for kind, values in kinds.items() for value in values]
+
+
+@pytest.mark.parametrize(("kind", "value"), hostile_generators())
+def test_states_that_would_break_a_generator_are_refused(kind: str, value: Any) -> None:
+    states = {**host_generators(), kind: value}
+    before = repr(host_generators())
+    with pytest.raises(Violation, match=kind):
+        generator_states(states)
+    assert repr(host_generators()) == before

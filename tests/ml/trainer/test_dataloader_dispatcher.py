@@ -13,6 +13,7 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.utils.data import IterableDataset
 
+from forgather.ml.checkpoint.errors import CheckpointLoadError
 from forgather.ml.checkpoint.rng import RNGState
 from forgather.ml.trainer.data_order import host_generators, seed_generators
 from forgather.ml.trainer.dataloader_dispatcher import DataloaderDispatcher
@@ -456,3 +457,25 @@ def test_what_is_dispatched_can_be_synchronized() -> None:
     assert [number for one in samples[:4] for number in one] == expected_order()
     assert sorted(samples[4] + samples[5]) == list(range(NUM_SAMPLES))
     assert [one[1] for one in first] == [one[1] for one in second] == [4, 20, 32, 42, 20, 42]
+
+
+def _refuse_positions() -> list[Any]:
+    """In the middle of a pass, which goes on as if nobody had asked."""
+    loader = dispatched(train_loader(Numbers()) if is_first() else None)
+    passing = iter(loader)
+    first = next(passing)["labels"].tolist()
+    before, refused = loader.state_dict(), []
+    for hostile in ({**before, "index": "text"}, {**before, "index": NUM_SAMPLES + 1}, None):
+        try:
+            loader.check_state_dict(hostile)
+        except CheckpointLoadError as error:
+            refused.append(str(error).split(" in the checkpoint")[0])
+    unchanged = loader.state_dict() == before
+    rest = [batch["labels"].tolist() for batch in passing]
+    return [refused, unchanged, 1 + len(rest), first]
+
+
+def test_the_rank_that_reads_refuses_a_position_that_is_none() -> None:
+    reading, other = run_on_ranks(_refuse_positions, 2)
+    assert reading[0] == ["dataset.index", "dataset.index", "dataset"] and other[0] == []
+    assert reading[1:3] == other[1:3] == [True, 11]

@@ -1,6 +1,7 @@
 """Ranks that step on their own for a while: what is evaluated, exported and saved is the average of their weights."""
 
 import json
+import types
 from pathlib import Path
 from typing import Any
 
@@ -9,6 +10,8 @@ import torch
 import torch.distributed as dist
 from safetensors.torch import load_file
 
+from forgather.ml.checkpoint.errors import CheckpointLoadError
+from forgather.ml.trainer.ddp.post_local_sgd import PostLocalSGD
 from tests.support.data_parallel import ddp_trainer
 from tests.support.ranks import run_on_ranks
 from tests.support.tiny_models import TokenModel, quiet_trainer, tiny_llama, token_samples, weights
@@ -77,3 +80,26 @@ def test_the_average_is_exported(tmp_path: Path) -> None:
     found = load_file(tmp_path / "model/model.safetensors")
     assert all(torch.equal(tensor, (one[name] + other[name]) / 2) for name, tensor in found.items())
     assert any(not torch.equal(tensor, one[name]) for name, tensor in found.items())
+
+
+@pytest.mark.parametrize(
+    "state",
+    [
+        None,
+        [3, 3],
+        {"averager_step": 3},
+        {"averager_step": 3, "hook_step": -1},
+        {"averager_step": 2.5, "hook_step": 3},
+        {"averager_step": True, "hook_step": 3},
+        {"averager_step": torch.tensor(3), "hook_step": 3},
+    ],
+)
+def test_a_malformed_state_is_refused_before_anything_is_changed(state: Any) -> None:
+    local_sgd = PostLocalSGD.__new__(PostLocalSGD)  # the parts that count need a process group
+    local_sgd._averager, local_sgd._hook_state = types.SimpleNamespace(step=1), types.SimpleNamespace(iter=1)  # type: ignore[assignment]
+    for load in (local_sgd.check_state_dict, local_sgd.load_state_dict):
+        with pytest.raises(CheckpointLoadError, match=r"saved state of post_local_sgd.*components=\["):
+            load(state)
+    assert local_sgd.state_dict() == {"averager_step": 1, "hook_step": 1}
+    local_sgd.load_state_dict({"averager_step": 4, "hook_step": 5})
+    assert local_sgd.state_dict() == {"averager_step": 4, "hook_step": 5}

@@ -9,6 +9,7 @@ import torch
 import torch.distributed as dist
 from torch.utils.data import DataLoader
 
+from forgather.ml.checkpoint.errors import CheckpointLoadError
 from forgather.ml.checkpoint.rng import RNGState
 from forgather.ml.distributed import DistributedError
 from forgather.ml.trainer.data_loading import build_train_loader
@@ -356,3 +357,21 @@ def _abandon() -> list[Any]:
 
 def test_a_rank_can_end_without_the_others_and_closes_its_loader() -> None:
     assert run_on_ranks(_abandon, 2) == [[1, [3]], [0, [3]]]
+
+
+def test_the_loader_refuses_a_position_that_is_none_before_it_is_left() -> None:
+    loader = SynchronizedDataLoader(build_train_loader(list(range(9)), batch_size=3, seed=1), "cpu")
+    next(iter(loader))
+    before = loader.state_dict()
+    for act in (loader.check_state_dict, loader.load_state_dict):
+        with pytest.raises(CheckpointLoadError, match=r"dataset\.index"):
+            act({**before, "index": -1})
+    assert loader.state_dict() == before
+    loader.check_state_dict(before)
+
+
+def test_a_loader_of_ones_own_takes_any_position() -> None:
+    loader = SynchronizedDataLoader(Counting(5), "cpu")
+    loader.check_state_dict("text")
+    loader.load_state_dict({"done": [3]})
+    assert list(loader.state_dict()["done"]) == [3]

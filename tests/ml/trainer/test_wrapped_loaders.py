@@ -13,7 +13,9 @@ from torchdata.stateful_dataloader import StatefulDataLoader
 from torchdata.stateful_dataloader.sampler import RandomSampler as StatefulRandomSampler
 from torchdata.stateful_dataloader.sampler import StatefulDistributedSampler
 
+from forgather.ml.checkpoint.errors import CheckpointLoadError
 from forgather.ml.trainer.data_loading import ResumableLoader, build_train_loader
+from forgather.ml.trainer.data_order import Part
 from tests.ml.trainer.loading import (
     NUM_EPOCHS,
     WORKER_IDS,
@@ -27,9 +29,11 @@ from tests.ml.trainer.loading import (
     interrupted,
     run,
     samples_of,
+    stored,
     straight,
     train_loader,
 )
+from tests.support.wrong_values import COUNT, FLAG, INTEGER, assert_refuses, with_none
 
 
 class CarryingStream(IterableDataset[int]):
@@ -255,3 +259,115 @@ def test_stream_without_a_state_is_resumed_as_often_as_one_likes(num_workers: in
         batches, position = read(position, num_batches)
         in_parts += batches
     assert in_parts == whole
+
+
+# --- positions that are none
+
+NO_POSITION: dict[str, Any] = {
+    "epoch": COUNT,
+    "finished": FLAG,
+    "generators": with_none(()),
+    "part": (),
+    "part.0": COUNT,
+}
+STREAM: dict[str, Any] = {
+    **NO_POSITION,
+    "seed": INTEGER,
+    "num_batches_read": COUNT,
+    "batch_size": COUNT,
+    "num_workers": COUNT,
+    "loader": with_none(["dict"]),
+    "loader._num_yielded": COUNT,
+    "loader.fetcher_state": with_none(["dict"]),
+    "loader.fetcher_state.dataset_iter_state": with_none(()),
+}
+HOSTILE: dict[str, tuple[Callable[[], Any], dict[str, Any]]] = {
+    "counting": (lambda: OwnLoader(9), {**NO_POSITION, "num_batches_done": COUNT}),
+    "stateful": (lambda: StatefulDataLoader(Numbers(9), batch_size=2, collate_fn=as_list), NO_POSITION),
+    "stream": (lambda: StatefulStream(20), STREAM),
+    "numbers": (lambda: Numbers(20), {"seed": INTEGER, "epoch": COUNT, "index": COUNT}),
+}
+
+
+@pytest.mark.parametrize("name", HOSTILE)
+def test_a_position_that_is_none_is_refused_and_changes_nothing(name: str) -> None:
+    make, accepted = HOSTILE[name]
+    loader = train_loader(make())
+    list(itertools.islice(run(loader), 2))
+    state = stored(loader.state_dict())
+    loader.close()
+    resumed = train_loader(make())
+    assert_refuses(resumed, state, "dataset", accepted)
+    resumed.load_state_dict(state)
+    assert repr(stored(resumed.state_dict())) == repr(state)
+    resumed.close()
+
+
+def test_positions_of_workers_are_checked() -> None:
+    loader = train_loader(StatefulStream(20), num_workers=2)
+    list(itertools.islice(run(loader), 2))
+    state = stored(loader.state_dict())
+    loader.close()
+    base = "loader._snapshot"
+    workers = f"{base}._worker_snapshots"
+    accepted: dict[str, Any] = {
+        base: ["dict"],
+        workers: ["dict"],
+        f"{workers}.worker_0": ["dict"],
+        f"{workers}.worker_1.fetcher_state.dataset_iter_state.num_drawn": COUNT,
+        f"{workers}.worker_1.fetcher_state.dataset_iter_state.ended": FLAG,
+    }
+    assert_refuses(train_loader(StatefulStream(20), num_workers=2), state, "dataset", accepted)
+
+
+@pytest.mark.parametrize("state", [None, [], "epoch", 3])
+@pytest.mark.parametrize("name", HOSTILE)
+def test_a_position_is_a_dict(name: str, state: Any) -> None:
+    with pytest.raises(CheckpointLoadError, match="dataset in the checkpoint"):
+        train_loader(HOSTILE[name][0]()).load_state_dict(state)
+
+
+def test_a_position_from_before_there_were_parts_is_one_of_all_data() -> None:
+    loader = train_loader(OwnLoader(9))
+    state = {key: value for key, value in loader.state_dict().items() if key != "part"}
+    loader.load_state_dict({**state, "num_batches_done": 2})
+    assert loader.state_dict()["num_batches_done"] == 2
+    with pytest.raises(ValueError, match=r"part 0 of 1 .*part 1 of 2"):
+        train_loader(OwnLoader(9), part=Part(1, 2)).check_state_dict(state)
+
+
+@pytest.mark.parametrize("kind", ["python", "numpy", "torch"])
+def test_generators_are_checked_before_they_are_set(kind: str) -> None:
+    loader = train_loader(OwnLoader(9))
+    next(iter(loader))
+    state = stored(loader.state_dict())
+    state["generators"][kind] = "text"
+    with pytest.raises(CheckpointLoadError, match=rf'dataset\.generators .*{kind}.*components=\["dataset"\]'):
+        loader.check_state_dict(state)
+
+
+def test_generators_that_data_is_not_drawn_with_are_left_out() -> None:
+    loader = train_loader(OwnLoader(9))
+    next(iter(loader))
+    state = stored(loader.state_dict())
+    state["generators"]["accelerator"] = {"type": "cuda", "states": "text"}
+    loader.load_state_dict(state)
+    assert sorted(loader.state_dict()["generators"]) == ["numpy", "python", "torch"]
+
+
+class Growing(Numbers):
+    """Has another length in each epoch."""
+
+    def set_epoch(self, epoch: int) -> None:
+        self.num_samples = 20 + epoch
+
+
+def test_a_dataset_is_not_moved_to_an_epoch_that_does_not_fit() -> None:
+    dataset = Growing(20)
+    loader = train_loader(dataset)
+    state = loader.state_dict()
+    with pytest.raises(ValueError, match="25 samples, but had 20"):
+        loader.load_state_dict({**state, "epoch": 5})
+    assert len(dataset) == 20 and loader.state_dict() == state
+    loader.load_state_dict({**state, "epoch": 5, "num_samples": 25})
+    assert len(dataset) == 25

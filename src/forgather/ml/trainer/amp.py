@@ -1,6 +1,7 @@
 """Mixed precision: autocast, and the loss scale that float16 needs."""
 
 import logging
+import math
 from collections.abc import Mapping
 from contextlib import AbstractContextManager, nullcontext
 from typing import Any
@@ -8,12 +9,17 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from forgather.ml.checkpoint.tensor_checks import Where, check_mapping, one_number, whole_number
 from forgather.ml.trainer.trainer_types import OptimizerT
 
 logger = logging.getLogger(__name__)
 
 _AS_IT_IS = nullcontext()
 _DTYPES: dict[str, torch.dtype] = {"bf16": torch.bfloat16, "fp16": torch.float16}
+
+_SCALE = Where("the saved loss scale", "trainer")
+_MOST_STEPS = 2**31 - 1
+"""What the scaler's counter, an int32 on the device, can hold."""
 
 
 class AMPContext:
@@ -72,6 +78,7 @@ class AMPContext:
 
     def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
         """Restore the loss scale; a state of another precision is left alone, with a warning."""
+        self.check_state_dict(state_dict)
         if self._scaler is None:
             if state_dict:
                 logger.warning(
@@ -85,8 +92,39 @@ class AMPContext:
                 self._scaler.get_scale(),
             )
             return
-        self._scaler.load_state_dict(dict(state_dict))
-        self._known_scale = float(state_dict["scale"])
+        state = _scaler_state(state_dict)
+        self._scaler.load_state_dict(state)
+        self._known_scale = state["scale"]
+
+    def check_state_dict(self, state_dict: Mapping[str, Any]) -> None:
+        """Raise `CheckpointLoadError` unless the state is empty or a loss scale that can be used; nothing is changed."""
+        if check_mapping(state_dict, _SCALE):
+            _scaler_state(state_dict)
+
+
+def _scaler_state(state_dict: Mapping[str, Any]) -> dict[str, Any]:
+    """The entries of a state of torch's scaler as plain numbers, each in the range that the scaler works with."""
+    factors = {
+        "scale": (0.0, torch.finfo(torch.float32).max),
+        "growth_factor": (1.0, math.inf),
+        "backoff_factor": (0.0, 1.0),
+    }
+    state: dict[str, Any] = {
+        name: _number_between(state_dict.get(name), _SCALE.at(name), *limits) for name, limits in factors.items()
+    }
+    state["growth_interval"] = whole_number(
+        state_dict.get("growth_interval"), _SCALE.at("growth_interval"), least=1, most=_MOST_STEPS
+    )
+    tracker = state_dict.get("_growth_tracker")
+    state["_growth_tracker"] = whole_number(tracker, _SCALE.at("_growth_tracker"), least=0, most=_MOST_STEPS)
+    return state
+
+
+def _number_between(value: object, where: Where, above: float, below: float) -> float:
+    number = one_number(value, where)
+    if not above < number < below:
+        raise where.refusal(f"is {number}", f"a number above {above:g} and below {below:g}")
+    return number
 
 
 def _grad_scaler(device_type: str, initial_scale: float) -> torch.amp.GradScaler | None:

@@ -52,6 +52,9 @@ class ResumableLoader(Protocol):
     def state_dict(self) -> dict[str, Any]:
         """The position behind the last batch that was handed out, whatever workers have prefetched."""
 
+    def check_state_dict(self, state: Any) -> None:
+        """Raises for a position that `load_state_dict` could not use, and changes nothing."""
+
     def load_state_dict(self, state: Mapping[str, Any]) -> None: ...
 
     def close(self) -> None:

@@ -16,7 +16,18 @@ import numpy as np
 import torch
 from torch.utils.data import IterableDataset, Sampler, get_worker_info
 
+from forgather.ml.checkpoint.errors import CheckpointLoadError
 from forgather.ml.checkpoint.rng import RNGState
+from forgather.ml.checkpoint.state_schema import (
+    Schema,
+    Violation,
+    anything,
+    checked,
+    count,
+    flag,
+    integer,
+    require_mapping,
+)
 
 logger = logging.getLogger(__name__)
 
@@ -39,9 +50,28 @@ def seed_generators(seed: int) -> None:
     torch.default_generator.manual_seed(seed)
 
 
+_GENERATORS = Schema(dict.fromkeys(("python", "numpy", "torch"), anything))
+
+
 def host_generators() -> dict[str, Any]:
     """The state of the generators that data is drawn with, in the form of `RNGState`."""
     return {"python": random.getstate(), "numpy": np.random.get_state(), "torch": torch.get_rng_state()}
+
+
+def generator_states(value: Any) -> None:
+    """Checks states that `host_generators` gave; a wrong one would let a generator read outside of its words."""
+    _GENERATORS(value)
+    try:
+        RNGState().check_state_dict(_GENERATORS.known(value))
+    except CheckpointLoadError as error:
+        # What follows tells how to do without the component "rng", which is another one.
+        reason = str(error).partition(". ")[0]
+        raise Violation(f"the states of the generators of Python, NumPy and torch ({reason})", value) from None
+
+
+def known_generators(states: Mapping[str, Any] | None) -> dict[str, Any] | None:
+    """The states of those generators that data is drawn with, and of no others."""
+    return None if states is None else _GENERATORS.known(states)
 
 
 @contextlib.contextmanager
@@ -82,12 +112,19 @@ def agreed_seed(configured: int, stored: int) -> int:
 
 def require_keys(state: Mapping[str, Any], keys: tuple[str, ...], kind: str) -> None:
     """Refuses a position that was saved for another kind of training data."""
+    checked(require_mapping, state, "dataset")
     missing = [key for key in keys if key not in state]
     if missing:
         raise ValueError(
             f"The data position in the checkpoint cannot be used for {kind}: it lacks {missing} and has "
-            f"{sorted(state)}, so it was saved with another kind of training data. Train on that kind again, {SKIP_REMEDY}."
+            f"{sorted(map(str, state))}, so it was saved with another kind of training data. Train on that kind again, "
+            f"{SKIP_REMEDY}."
         )
+
+
+_ORDER = Schema({"seed": integer, "epoch": count, "index": count, "num_samples": count})
+DRAWS = Schema({"num_drawn": count, "ended": flag, "iterator": anything})
+"""Where the samples of a stream are; the state of the iterator is that of the user's dataset."""
 
 
 class DataOrder:
@@ -120,18 +157,33 @@ class DataOrder:
     def state_dict(self) -> dict[str, Any]:
         return {"seed": self.seed, "epoch": self.epoch, "index": self.index, "num_samples": self.num_samples}
 
+    def check_state_dict(self, state: Any) -> None:
+        """Raises a `CheckpointLoadError` for a position that is none, or lies outside of its own samples."""
+        checked(_is_within, state, "dataset")
+
     def load_state_dict(self, state: Mapping[str, Any], num_samples: int) -> None:
         """Moves to a saved position, adopting its seed; `num_samples` is what the dataset has now."""
+        self.check_state_dict(state)
+        self.check_length(state, num_samples)
+        self._move(agreed_seed(self.seed, state["seed"]), state["epoch"], state["index"], num_samples)
+
+    def check_length(self, state: Mapping[str, Any], num_samples: int) -> None:
+        """Raises if the dataset, which has `num_samples` now, had others when the position was saved."""
         if num_samples != state["num_samples"]:
             raise ValueError(
                 f"The training dataset has {num_samples} samples, but had {state['num_samples']} when the checkpoint was "
                 f"saved: its position {state['index']} means other data now. Use the same dataset, {SKIP_REMEDY}."
             )
-        self._move(agreed_seed(self.seed, state["seed"]), state["epoch"], state["index"], num_samples)
 
     def _move(self, seed: int, epoch: int, index: int, num_samples: int) -> None:
         self.seed, self.epoch, self.index, self.num_samples = seed, epoch, index, num_samples
         self._permutation = None
+
+
+def _is_within(state: Any) -> None:
+    _ORDER(state)
+    if state["index"] > state["num_samples"]:
+        raise Violation(f"at most the number of samples, {state['num_samples']}", state["index"], ["index"])
 
 
 class BatchRequest(list[int]):
@@ -227,8 +279,17 @@ class _EpochAware:
         self._forward_epoch = forward_epoch
         self._told_epoch: int | None = None
 
+    @property
+    def hears_epochs(self) -> bool:
+        """Whether the dataset may be another one in each epoch."""
+        return self._forward_epoch and hasattr(self.dataset, "set_epoch")
+
+    @property
+    def told_epoch(self) -> int | None:
+        return self._told_epoch
+
     def tell_epoch(self, epoch: int) -> None:
-        if self._forward_epoch and epoch != self._told_epoch and hasattr(self.dataset, "set_epoch"):
+        if epoch != self._told_epoch and self.hears_epochs:
             self.dataset.set_epoch(epoch)
         self._told_epoch = epoch
 
@@ -258,6 +319,12 @@ class SeededSamples(_EpochAware):
 
 def is_stateful(item: Any) -> bool:
     return hasattr(item, "state_dict") and hasattr(item, "load_state_dict")
+
+
+def check_position(loader: Any, state: Any) -> None:
+    """Let a loader check a state without taking it; the user's own loaders need not be able to."""
+    if hasattr(loader, "check_state_dict"):
+        loader.check_state_dict(state)
 
 
 def goes_on(loader: Any) -> bool:
@@ -356,6 +423,7 @@ class _StatefulDraws(_Draws):
         return {"num_drawn": self._num_drawn, "ended": self._ended, "iterator": inner}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        DRAWS.check(state, "dataset.iterator")
         self._num_drawn = self._batch_origin = state["num_drawn"]
         self._ended = state["ended"]
         if state["iterator"] is not None:

@@ -17,7 +17,7 @@ from forgather.ml.distributed.environment import get_requested_timeout
 from forgather.ml.distributed.links import RankLinks
 from forgather.ml.trainer.batch_messages import Pieces, decode, encode
 from forgather.ml.trainer.batch_transport import Sender, make_receiver, make_sender
-from forgather.ml.trainer.data_order import draws_random_numbers, goes_on, is_stateful, kept_state
+from forgather.ml.trainer.data_order import check_position, draws_random_numbers, goes_on, is_stateful, kept_state
 from forgather.ml.trainer.empty_batch import emptied
 from forgather.ml.trainer.trainer_utils import moved
 
@@ -154,8 +154,14 @@ class DataloaderDispatcher:
         """The position behind the last batch that the loop got; it does not depend on the number of ranks."""
         return self._position
 
+    def check_state_dict(self, state: Any) -> None:
+        """Raise for a position that the loader cannot use; the rank that reads knows."""
+        if self._reads:
+            check_position(self._dataloader, state)
+
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Move to a position; the ranks that do not read remember it only."""
+        self.check_state_dict(state)
         self._leave()
         if self._reads and is_stateful(self._dataloader):
             self._dataloader.load_state_dict(state)

@@ -51,13 +51,29 @@ class OrderedLoader(EpochLoader):
     def state_dict(self) -> dict[str, Any]:
         return self._order.state_dict()
 
-    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+    def check_state_dict(self, state: Any) -> None:
         require_keys(state, ("seed", "epoch", "index", "num_samples"), "a dataset with numbered samples")
+        self._order.check_state_dict(state)
+        if not self._samples.hears_epochs:
+            self._order.check_length(state, len(self._samples))
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        self.check_state_dict(state)
+        self._check_length_in_epoch(state)
         self._pause()
-        # a dataset may have another length in each epoch
-        self._samples.tell_epoch(state["epoch"])
         self._order.load_state_dict(state, len(self._samples))
         self._epoch, self._finished = self._order.epoch, False
+
+    def _check_length_in_epoch(self, state: Mapping[str, Any]) -> None:
+        """Moves the dataset, which may have another length in each epoch, and back if it does not fit."""
+        present = self._samples.told_epoch
+        self._samples.tell_epoch(state["epoch"])
+        try:
+            self._order.check_length(state, len(self._samples))
+        except ValueError:
+            if present is not None:
+                self._samples.tell_epoch(present)
+            raise
 
     def _start_epoch(self, epoch: int) -> None:
         self._samples.tell_epoch(epoch)

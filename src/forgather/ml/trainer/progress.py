@@ -11,19 +11,68 @@ from torch import Tensor
 from torch.optim.lr_scheduler import LambdaLR
 
 from forgather.ml.checkpoint.errors import CheckpointLoadError
+from forgather.ml.checkpoint.state_schema import (
+    Schema,
+    Violation,
+    amount,
+    anything,
+    count,
+    every,
+    flag,
+    integer,
+    list_of,
+    mapping_of,
+    number,
+    optional,
+    position,
+    positive,
+    refusal,
+    relative_name,
+    require_mapping,
+    text,
+)
 from forgather.ml.checkpoint.store import CHECKPOINTS_FOLDER
+from forgather.ml.trainer.scheduler_schema import (
+    UnknownKeyViolation,
+    group_lists,
+    like_scheduler,
+    mismatch,
+    unwrapped,
+)
 from forgather.ml.trainer.trainer_types import LRSchedulerT, OptimizerT
 
-_STATE_FIELDS = (
-    "epoch",
-    "global_step",
-    "raw_epoch",
-    "epoch_start_step",
-    "epoch_train_steps",
-    "log_history",
-    "best_metric",
-    "num_input_tokens_seen",
-    "total_flos",
+# The rest of a record is what the user's metrics and callbacks put there.
+_RECORD = every(mapping_of(text, anything), Schema({"step": count}, may_lack=["step"]))
+_STATE = Schema(
+    {
+        "epoch": amount,
+        "global_step": count,
+        "raw_epoch": count,
+        # Before the first step, if an epoch has more steps since the checkpoint that it was begun with.
+        "epoch_start_step": integer,
+        "epoch_train_steps": positive,
+        "log_history": list_of(_RECORD),
+        "best_metric": optional(number),
+        "num_input_tokens_seen": count,
+        "total_flos": amount,
+    },
+    may_lack=["epoch_train_steps"],
+)
+# What a checkpoint from before a key was saved stands for: the value at the beginning of a run.
+_SINCE_ADDED = {"best_saved_metric": None, "should_epoch_stop": False}
+_PROGRESS = Schema(
+    {
+        "state": _STATE,
+        "best_model_checkpoint": optional(relative_name),
+        "interval": require_mapping,
+        "totals": require_mapping,
+        "amp": require_mapping,
+        "best_saved_metric": optional(number),
+        "should_epoch_stop": flag,
+        "evaluated_step": position,
+        "evaluation_is_pending": flag,
+    },
+    may_lack=_SINCE_ADDED,
 )
 
 
@@ -37,21 +86,33 @@ class TrainerProgress:
         trainer = self._trainer
         best = trainer.state.best_model_checkpoint
         return {
-            "state": {name: getattr(trainer.state, name) for name in _STATE_FIELDS},
+            "state": {name: getattr(trainer.state, name) for name in _STATE.fields},
             # A name, because an output directory may be moved.
-            "best_model_checkpoint": None if best is None else os.path.basename(best),
+            "best_model_checkpoint": None if best is None else os.path.basename(os.path.normpath(best)),
             "interval": trainer._interval.state_dict(),
             "totals": trainer._totals.state_dict(),
             "amp": trainer.amp.state_dict(),
             "best_saved_metric": trainer._best_saved_metric,
-            "should_epoch_stop": trainer.control.should_epoch_stop,
+            # Callbacks may ask with whatever a comparison gave them.
+            "should_epoch_stop": bool(trainer.control.should_epoch_stop),
             "evaluated_step": trainer._evaluated_step,
             "evaluation_is_pending": trainer._evaluation_is_pending,
         }
 
-    def load_state_dict(self, state: dict[str, Any]) -> None:
+    def check_state_dict(self, state: Any) -> None:
+        """Raise a `CheckpointLoadError` for a state that `load_state_dict` could not use; keys unknown here are ignored."""
         trainer = self._trainer
-        for name, value in state["state"].items():
+        _PROGRESS.check(state, "trainer")
+        trainer._interval.check_state_dict(state["interval"])
+        trainer._totals.check_state_dict(state["totals"])
+        if hasattr(trainer.amp, "check_state_dict"):
+            trainer.amp.check_state_dict(state["amp"])
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        self.check_state_dict(state)
+        trainer = self._trainer
+        state = {**_SINCE_ADDED, **state}
+        for name, value in _STATE.known(state["state"]).items():
             setattr(trainer.state, name, value)
         best = state["best_model_checkpoint"]
         folder = os.path.join(trainer.args.output_dir, CHECKPOINTS_FOLDER)
@@ -83,8 +144,20 @@ class SchedulerState:
         state: dict[str, Any] = self._scheduler.state_dict()
         return state
 
+    def check_state_dict(self, state: Any) -> None:
+        """Raise a `CheckpointLoadError` for a state that is not one of this kind of scheduler."""
+        scheduler = unwrapped(self._scheduler)
+        try:
+            group_lists(scheduler, state)
+            like_scheduler(scheduler, self._fitting(state), fits_any_groups(scheduler))
+        except UnknownKeyViolation as violation:
+            raise mismatch(violation, "scheduler", type(scheduler).__name__) from None
+        except Violation as violation:
+            raise refusal(violation, "scheduler") from None
+
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Comes after the optimizer, whose groups keep a rate that the user changed since the checkpoint."""
+        self.check_state_dict(state)
         scheduler, groups = self._scheduler, self._optimizer.param_groups
         asked = [group.get("initial_lr", group["lr"]) for group in groups]
         parts = [part for part in _parts(scheduler) if hasattr(part, "base_lrs")]
@@ -117,10 +190,10 @@ class SchedulerState:
         """A state for as many groups as there are now; only that of a closed form can be made from that of other groups."""
         rates = state.get("base_lrs", state.get("_last_lr"))
         number = len(self._optimizer.param_groups)
-        if rates is None or len(rates) == number:
+        if not isinstance(rates, (list, tuple)) or len(rates) == number:
             return state
         if not fits_any_groups(self._scheduler) or any(state.get("lr_lambdas", ())):
-            raise CheckpointLoadError(
+            raise CheckpointLoadError.misfit(
                 f"The schedule in the checkpoint, {type(self._scheduler).__name__}, is that of {len(rates)} parameter groups, "
                 f"and the optimizer has {number} now. Make the same groups as before (optimizer_groups), or start the schedule "
                 'anew with skip_checkpoint_components=["scheduler"].'

@@ -12,7 +12,7 @@ from torch.distributed import ProcessGroup
 from forgather.ml.distributed.agreement import DistributedError, Peers
 from forgather.ml.distributed.exchange import GroupExchange, NumberExchange
 from forgather.ml.distributed.groups import get_global_process_group
-from forgather.ml.trainer.data_order import draws_random_numbers, goes_on, is_stateful, kept_state
+from forgather.ml.trainer.data_order import check_position, draws_random_numbers, goes_on, is_stateful, kept_state
 from forgather.ml.trainer.trainer_utils import moved
 
 _DURING = "loading a batch"
@@ -176,7 +176,11 @@ class SynchronizedDataLoader:
         """The loader's position behind the last batch that was handed out."""
         return self._position if self._is_ahead else self._dataloader.state_dict()
 
+    def check_state_dict(self, state: Any) -> None:
+        check_position(self._dataloader, state)
+
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        self.check_state_dict(state)
         self._leave()
         self._dataloader.load_state_dict(state)
         self._is_ahead = self._must_go_back = False

@@ -9,6 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from forgather.ml.checkpoint.state_schema import Schema, amount, count, number, real_vector
 from forgather.ml.trainer.evaluation import as_integers
 
 Number = int | Tensor
@@ -19,6 +20,10 @@ _STEPS_UNTIL_SETTLED = 1000
 
 Reduce = Callable[[Tensor], Tensor]
 """Sums losses (the first row), tokens and samples of steps over all data-parallel ranks."""
+
+
+_TOTALS = Schema({"loss_sum": number, "targets": amount, "tokens": count, "samples": count})
+_SUMS = Schema({**_TOTALS.fields, "num_steps": count, "norms": real_vector})
 
 
 class IntervalMetrics:
@@ -74,7 +79,12 @@ class IntervalMetrics:
             raise RuntimeError("The metrics of the last steps must be settled between ranks before they are saved.")
         return self._settled.state_dict()
 
+    def check_state_dict(self, state: Any) -> None:
+        """Raise a `CheckpointLoadError` for what no `state_dict` gives."""
+        self._settled.check_state_dict(state)
+
     def load_state_dict(self, state: dict[str, Any]) -> None:
+        self.check_state_dict(state)
         self.reset()
         self._settled.load_state_dict(state)
 
@@ -105,8 +115,12 @@ class SettledSums:
     def state_dict(self) -> dict[str, Any]:
         return {**vars(self), "norms": torch.tensor(self.norms.tolist(), dtype=torch.float64)}
 
+    def check_state_dict(self, state: Any) -> None:
+        _SUMS.check(state, "trainer.interval")
+
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        vars(self).update({**state, "norms": array("d", state["norms"].tolist())})
+        self.check_state_dict(state)
+        vars(self).update({**_SUMS.known(state), "norms": array("d", state["norms"].tolist())})
 
 
 class RunTotals:
@@ -131,8 +145,12 @@ class RunTotals:
     def state_dict(self) -> dict[str, Any]:
         return dict(vars(self))
 
+    def check_state_dict(self, state: Any) -> None:
+        _TOTALS.check(state, "trainer.totals")
+
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        vars(self).update(state)
+        self.check_state_dict(state)
+        vars(self).update(_TOTALS.known(state))
 
 
 class SpeedMeter:

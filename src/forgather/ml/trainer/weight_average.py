@@ -9,6 +9,15 @@ import torch
 from torch import Tensor, nn
 
 from forgather.ml.checkpoint.errors import CheckpointLoadError
+from forgather.ml.checkpoint.tensor_checks import (
+    OwnStorage,
+    Where,
+    check_mapping,
+    check_sharing,
+    check_tensor,
+    described,
+    owned,
+)
 
 logger = logging.getLogger(__name__)
 
@@ -88,33 +97,39 @@ class WeightAverage:
         return {"averages": dict(self._averages)}
 
     def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
+        self.check_state_dict(state_dict)
         saved = state_dict["averages"]
-        for name, parameter in self._parameters.items():
-            if name in saved and saved[name].shape != parameter.shape:
-                raise CheckpointLoadError(
-                    f"The averaged weights of {name!r} have the shape {tuple(saved[name].shape)}, but it is "
-                    f"{tuple(parameter.shape)} now. Restore the model's configuration, or start the average anew by "
-                    'skip_checkpoint_components=["ema"].'
-                )
         missing = self.missing_names(state_dict)
         if missing:
             logger.warning(
                 "The checkpoint has no average of %s: it starts from the present weights.", ", ".join(missing)
             )
         self._averages = {
-            name: _like(saved[name], parameter) if name in saved else _precise(parameter).clone()
+            name: _like(owned(saved[name]), parameter) if name in saved else _precise(parameter).clone()
             for name, parameter in self._parameters.items()
         }
         self.is_begun = True
 
+    def check_state_dict(self, state_dict: Mapping[str, Any]) -> None:
+        """Raise `CheckpointLoadError` unless `load_state_dict` can use the state; nothing is changed."""
+        saved, own = _saved_averages(state_dict), OwnStorage()
+        for name, parameter in self._parameters.items():
+            if name in saved:
+                where = Where(f"the average of {name!r}", "ema")
+                _check_average(saved[name], parameter, name, where)
+                own.add(saved[name], where)
+        own.check()
+
     def missing_names(self, state_dict: Mapping[str, Any]) -> list[str]:
         """The parameters here that a state does not know: another stage's state may."""
-        return [name for name in self._parameters if name not in state_dict["averages"]]
+        saved = _saved_averages(state_dict)
+        return [name for name in self._parameters if name not in saved]
 
     def add_tied_names(self, state_dict: dict[str, Any], sharing: Sequence[Sequence[str]]) -> None:
         """Let parameters that were tied to others when saved find the average under those others' names."""
-        saved = state_dict["averages"]
-        for name in self.missing_names(state_dict):
+        missing, saved = self.missing_names(state_dict), state_dict["averages"]
+        check_sharing(sharing, Where("the parameters of the checkpoint", "ema"))
+        for name in missing:
             others = [other for group in sharing if name in group for other in group if other in saved]
             if others:
                 saved[name] = saved[others[0]].clone()
@@ -124,8 +139,28 @@ class WeightAverage:
         """Join what several ranks have; of a name in several parts (replicas) the first one counts."""
         merged: dict[str, Any] = {}
         for part in parts:
-            merged = {**part["averages"], **merged}
+            merged = {**_saved_averages(part), **merged}
         return {"averages": merged}
+
+
+def _saved_averages(state_dict: object) -> Mapping[str, Tensor]:
+    """The averages of a loaded state, which are tensors by name, of whatever shape."""
+    where = Where("the saved averages of the weights", "ema")
+    averages = check_mapping(check_mapping(state_dict, where).get("averages"), where.at("averages"))
+    for name, average in averages.items():
+        if not isinstance(average, Tensor):
+            raise where.at(name).refusal(f"is {described(average)}", "a tensor")
+    return averages
+
+
+def _check_average(average: Tensor, parameter: Tensor, name: str, where: Where) -> None:
+    if average.shape != parameter.shape:
+        raise CheckpointLoadError(
+            f"The averaged weights of {name!r} have the shape {tuple(average.shape)}, but it is "
+            f"{tuple(parameter.shape)} now. Restore the model's configuration, or start the average anew by "
+            'skip_checkpoint_components=["ema"].'
+        )
+    check_tensor(average, where, kind="complex" if parameter.is_complex() else "floating", like=parameter)
 
 
 def _portions(parameters: Mapping[str, Tensor]) -> list[list[str]]:

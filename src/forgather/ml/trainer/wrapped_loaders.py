@@ -9,20 +9,68 @@ from typing import Any
 import torch
 from torch.utils.data import DataLoader
 
+from forgather.ml.checkpoint.state_schema import (
+    Schema,
+    anything,
+    count,
+    flag,
+    integer,
+    list_of,
+    mapping_of,
+    optional,
+    positive,
+    text,
+)
 from forgather.ml.trainer.data_order import (
+    DRAWS,
     SKIP_REMEDY,
     WHOLE,
     Part,
     SeededStream,
     agreed_seed,
+    generator_states,
     generators_apart,
     host_generators,
+    known_generators,
     require_keys,
     stable_seed,
 )
 from forgather.ml.trainer.epoch_loader import EpochLoader, check_length, name_of
 
 logger = logging.getLogger(__name__)
+
+_POSITION = {
+    "epoch": count,
+    "finished": flag,
+    "generators": optional(generator_states),
+    "part": list_of(count, length=2),
+}
+# Positions of before there were parts are those of all the data.
+_ADDED = ("part",)
+_COUNTING = Schema({**_POSITION, "num_batches_done": count}, _ADDED)
+_STATEFUL = Schema({**_POSITION, "loader": anything}, _ADDED)
+
+# What torchdata keeps of a stream in one process, as far as it is used here or known to be a number.
+_OF_PROCESS: dict[str, Any] = {
+    "dataset_state": anything,
+    "fetcher_state": optional(Schema({"dataset_iter_state": optional(DRAWS)}, ["dataset_iter_state"])),
+    "_num_yielded": count,
+    "_sampler_iter_yielded": count,
+}
+_PROCESS = Schema(_OF_PROCESS, _OF_PROCESS)
+_SNAPSHOT = Schema({"_worker_snapshots": mapping_of(text, _PROCESS)}, ["_worker_snapshots"])
+_OF_TORCHDATA = {**_OF_PROCESS, "_snapshot": _SNAPSHOT, "_steps_since_snapshot": count, "_iterator_finished": flag}
+_STREAM = Schema(
+    {
+        **_POSITION,
+        "loader": optional(Schema(_OF_TORCHDATA, _OF_TORCHDATA)),
+        "seed": integer,
+        "num_batches_read": count,
+        "batch_size": positive,
+        "num_workers": count,
+    },
+    _ADDED,
+)
 
 
 class WrappingLoader(EpochLoader):
@@ -65,8 +113,8 @@ class WrappingLoader(EpochLoader):
         generators = None if self._finished else self._generators_at_start
         return {"epoch": self._epoch, "finished": self._finished, "generators": generators, "part": list(self._part)}
 
-    def _move(self, state: Mapping[str, Any]) -> None:
-        part = tuple(state["part"])
+    def _check_part(self, state: Mapping[str, Any]) -> None:
+        part = tuple(state.get("part", WHOLE))
         if part != self._part:
             was, now = (f"part {number} of {num_parts}" for number, num_parts in (part, self._part))
             raise ValueError(
@@ -74,9 +122,11 @@ class WrappingLoader(EpochLoader):
                 "with numbered samples can be divided anew. Use as many ranks as before and the same dispatch_batches, "
                 f"{SKIP_REMEDY}."
             )
+
+    def _move(self, state: Mapping[str, Any]) -> None:
         self._end_workers()
         self._epoch, self._finished = state["epoch"], state["finished"]
-        self._generators_at_start = state["generators"]
+        self._generators_at_start = known_generators(state["generators"])
         self._tell_epoch(self._epoch)
 
 
@@ -86,8 +136,13 @@ class CountingLoader(WrappingLoader):
     def state_dict(self) -> dict[str, Any]:
         return {**self._position(), "num_batches_done": self._num_done}
 
-    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+    def check_state_dict(self, state: Any) -> None:
         require_keys(state, ("epoch", "finished", "generators", "num_batches_done"), "a loader without a state")
+        _COUNTING.check(state, "dataset")
+        self._check_part(state)
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        self.check_state_dict(state)
         self._move(state)
         self._num_done = state["num_batches_done"]
 
@@ -119,8 +174,13 @@ class StatefulLoader(WrappingLoader):
         loader_state = self._idle_state if self._iterator is None else self._loader.state_dict()
         return {**self._position(), "loader": loader_state}
 
-    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+    def check_state_dict(self, state: Any) -> None:
         require_keys(state, ("epoch", "finished", "generators", "loader"), "a loader with a state")
+        _STATEFUL.check(state, "dataset")
+        self._check_part(state)
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        self.check_state_dict(state)
         self._move(state)
         self._idle_state = self._state_to_load = state["loader"]
 
@@ -201,12 +261,17 @@ class StreamLoader(StatefulLoader):
         settings = {"batch_size": self._loader.batch_size, "num_workers": self._loader.num_workers}
         return {**super().state_dict(), "seed": self._stream.seed, "num_batches_read": self._num_done, **settings}
 
-    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+    def check_state_dict(self, state: Any) -> None:
         keys = ("loader", "seed", "num_batches_read", "batch_size", "num_workers")
         require_keys(state, keys, "an iterable dataset")
-        if not state["finished"] and state["loader"] is not None:
+        super().check_state_dict(state)
+        _STREAM.check(state, "dataset")
+        if _goes_on_within_epoch(state):
             self._check_settings(state)
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
         super().load_state_dict(state)
+        self._warn_of_reading_again(state)
         self._stream.seed = agreed_seed(self._stream.seed, state["seed"])
         self._num_done = state["num_batches_read"]
 
@@ -244,6 +309,9 @@ class StreamLoader(StatefulLoader):
                     f"The position of {name_of(self.dataset)} in the checkpoint was saved with {argument}={state[name]} "
                     f"and cannot be used with {present}. Set it back, {SKIP_REMEDY}."
                 )
+
+    def _warn_of_reading_again(self, state: Mapping[str, Any]) -> None:
+        reads_again = _goes_on_within_epoch(state) and not _holds_dataset_state(state["loader"])
         if reads_again and not self._has_warned:
             self._has_warned = True
             logger.warning(
@@ -251,6 +319,10 @@ class StreamLoader(StatefulLoader):
                 "these methods to resume at once.",
                 name_of(self.dataset),
             )
+
+
+def _goes_on_within_epoch(state: Mapping[str, Any]) -> bool:
+    return not state["finished"] and state["loader"] is not None
 
 
 def _length_of(sized: Any) -> int | None:

@@ -7,8 +7,10 @@ from typing import Any
 import pytest
 from torch import nn
 
+from forgather.ml.checkpoint.errors import CheckpointLoadError
 from forgather.ml.trainer.callbacks import DefaultMetrics
 from tests.ml.trainer.callbacks.run import Run
+from tests.support.wrong_values import COUNT, assert_refuses, with_none
 
 
 class Work:
@@ -114,3 +116,17 @@ def test_mfu_is_left_out_without_a_peak(tmp_path: Path) -> None:
 def test_a_peak_of_zero_is_refused() -> None:
     with pytest.raises(ValueError, match="peak_flops=0"):
         DefaultMetrics(peak_flops=0)
+
+
+STATE = {"last_log_step": 3}
+
+
+def test_a_state_with_wrong_content_is_refused_by_name() -> None:
+    callback = DefaultMetrics()
+    assert_refuses(callback, STATE, "callbacks.DefaultMetrics", {"last_log_step": with_none(COUNT)})
+    with pytest.raises(
+        CheckpointLoadError, match=r"callbacks\.DefaultMetrics in the checkpoint.*train without the callback"
+    ):
+        callback.load_state_dict([])  # type: ignore[arg-type]
+    callback.load_state_dict({**STATE, "added": object()})
+    assert callback.state_dict() == STATE

@@ -7,8 +7,10 @@ from pathlib import Path
 
 import pytest
 
+from forgather.ml.checkpoint.errors import CheckpointLoadError
 from forgather.ml.trainer.callbacks import DivergenceDetector
 from tests.ml.trainer.callbacks.run import Run
+from tests.support.wrong_values import COUNT, NUMBER, assert_refuses, with_none
 
 
 @pytest.mark.parametrize("loss", [math.nan, math.inf, -math.inf])
@@ -99,3 +101,16 @@ def test_only_rank_zero_speaks_but_all_stop(tmp_path: Path, caplog: pytest.LogCa
 def test_wrong_settings_are_refused_by_name(settings: dict) -> None:
     with pytest.raises(ValueError, match=next(iter(settings))):
         DivergenceDetector(**settings)
+
+
+STATE = {"smoothed": 0.5, "best": 0.25, "best_step": 3, "num_above": 2}
+
+
+def test_a_state_with_wrong_content_is_refused_by_name() -> None:
+    callback = DivergenceDetector()
+    numbers = {"smoothed": with_none(NUMBER), "best": with_none(NUMBER)}
+    assert_refuses(callback, STATE, "callbacks.DivergenceDetector", {**numbers, "best_step": COUNT, "num_above": COUNT})
+    with pytest.raises(CheckpointLoadError, match=r"callbacks\.DivergenceDetector in the checkpoint.*train without"):
+        callback.load_state_dict([])  # type: ignore[arg-type]
+    callback.load_state_dict({**STATE, "added": object()})
+    assert callback.state_dict() == STATE

@@ -7,8 +7,10 @@ from pathlib import Path
 
 import pytest
 
+from forgather.ml.checkpoint.errors import CheckpointLoadError
 from forgather.ml.trainer.callbacks import EarlyStopping
 from tests.ml.trainer.callbacks.run import Run
+from tests.support.wrong_values import COUNT, NUMBER, assert_refuses, with_none
 
 
 def evaluations_until_stop(run: Run, values: list[float], metric: str = "eval_loss") -> int:
@@ -83,3 +85,18 @@ def test_wrong_settings_are_refused_by_name(settings: dict) -> None:
 def test_a_perplexity_is_better_when_it_falls(tmp_path: Path) -> None:
     run = Run(tmp_path, EarlyStopping(patience=1, metric="eval_perplexity"))
     assert evaluations_until_stop(run, [9.0, 8.0, 7.0, 7.5, 1.0], "eval_perplexity") == 4
+
+
+STATE = {"best": 0.5, "best_step": 3, "num_without_improvement": 2}
+
+
+def test_a_state_with_wrong_content_is_refused_by_name() -> None:
+    callback = EarlyStopping()
+    accepted = {"best": with_none(NUMBER), "best_step": COUNT, "num_without_improvement": COUNT}
+    assert_refuses(callback, STATE, "callbacks.EarlyStopping", accepted)
+    with pytest.raises(
+        CheckpointLoadError, match=r"callbacks\.EarlyStopping in the checkpoint.*train without the callback"
+    ):
+        callback.load_state_dict([])  # type: ignore[arg-type]
+    callback.load_state_dict({**STATE, "added": object()})
+    assert callback.state_dict() == STATE

@@ -10,9 +10,11 @@ from pathlib import Path
 import pytest
 from matplotlib.image import imread
 
+from forgather.ml.checkpoint.errors import CheckpointLoadError
 from forgather.ml.trainer.callbacks import PlotCallback
 from forgather.ml.trainer.callbacks.plot import Curve, draw_png, smooth
 from tests.ml.trainer.callbacks.run import Run
+from tests.support.wrong_values import COUNT, NUMBER, assert_refuses
 
 
 def test_the_picture_is_there_after_training(tmp_path: Path) -> None:
@@ -113,3 +115,41 @@ def test_only_rank_zero_draws(tmp_path: Path) -> None:
     run.train([1.0])
     run.send("on_train_end")
     assert not list(tmp_path.iterdir())
+
+
+STATE = {"loss": {"steps": [1, 2], "values": [0.5, math.inf]}}
+
+
+def test_a_state_with_wrong_content_is_refused_by_name() -> None:
+    callback = PlotCallback()
+    assert_refuses(
+        callback,
+        STATE,
+        "callbacks.PlotCallback",
+        {
+            "loss": (),
+            "loss.steps.0": COUNT,
+            "loss.values": (),
+            "loss.values.1": NUMBER,
+        },
+    )
+    with pytest.raises(
+        CheckpointLoadError, match=r"callbacks\.PlotCallback in the checkpoint.*train without the callback"
+    ):
+        callback.load_state_dict([])  # type: ignore[arg-type]
+    callback.load_state_dict({**STATE, "added": object()})
+    assert callback.state_dict() == STATE
+
+
+def test_a_curve_has_one_value_for_each_step_and_not_too_many() -> None:
+    too_long = {"steps": [1] * 4001, "values": [1.0] * 4001}
+    for curve in ({"steps": [1, 2], "values": [0.5]}, {"steps": "text", "values": []}, too_long):
+        with pytest.raises(CheckpointLoadError, match=r"callbacks\.PlotCallback\.loss\.(values|steps)"):
+            PlotCallback().load_state_dict({"loss": curve})
+
+
+def test_records_of_a_checkpoint_that_are_no_numbers_are_not_drawn(tmp_path: Path) -> None:
+    callback = PlotCallback(min_seconds=1000)
+    history = [{"loss": "text", "step": 1}, {"loss": [1], "step": 2}, {"loss": 2.0, "step": 3}]
+    Run(tmp_path, callback, log_history=history, global_step=3).send("on_train_begin")
+    assert callback.state_dict() == {"loss": {"steps": [3], "values": [2.0]}}

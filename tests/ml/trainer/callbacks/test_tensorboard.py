@@ -5,10 +5,13 @@ import time
 from pathlib import Path
 from typing import Any
 
+import pytest
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
+from forgather.ml.checkpoint.errors import CheckpointLoadError
 from forgather.ml.trainer.callbacks import TBLogger
 from tests.ml.trainer.callbacks.run import Run
+from tests.support.wrong_values import assert_refuses
 
 
 def start(output_dir: Path, state_dict: dict[str, Any] | None = None, **attributes: Any) -> Run:
@@ -89,3 +92,24 @@ def test_only_rank_zero_writes(tmp_path: Path) -> None:
     run = start(tmp_path, is_world_process_zero=False)
     run.train([1.0])
     assert not list(tmp_path.iterdir())
+
+
+STATE = {"directory": "runs/2024-01-01T00-00-00_host"}
+
+
+def test_a_state_with_wrong_content_is_refused_by_name() -> None:
+    callback = TBLogger()
+    assert_refuses(callback, STATE, "callbacks.TBLogger", {"directory": ["none"]})
+    with pytest.raises(CheckpointLoadError, match=r"callbacks\.TBLogger in the checkpoint.*train without the callback"):
+        callback.load_state_dict([])  # type: ignore[arg-type]
+    callback.load_state_dict({**STATE, "added": object()})
+    assert callback.state_dict() == STATE
+
+
+OUTSIDE = ["../x", "/tmp/x", "runs/../../x", "runs", "runs/", "checkpoints/x", "runs//x", "runs/\0"]
+
+
+@pytest.mark.parametrize("directory", OUTSIDE)
+def test_records_are_written_inside_the_run_only(directory: str) -> None:
+    with pytest.raises(CheckpointLoadError, match=r"callbacks\.TBLogger\.directory"):
+        TBLogger().load_state_dict({"directory": directory})

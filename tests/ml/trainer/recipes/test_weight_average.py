@@ -11,6 +11,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from transformers import AutoModelForCausalLM, GPT2LMHeadModel
 
+from forgather.ml.checkpoint.errors import CheckpointLoadError
 from forgather.ml.trainer.ddp import DDPTrainer
 from forgather.ml.trainer.hybrid import HybridTrainer
 from forgather.ml.trainer.pipeline import PipelineTrainer
@@ -268,6 +269,64 @@ def test_an_average_of_another_shape_is_refused() -> None:
         Exception, match=r'averaged weights of .* have the shape .*skip_checkpoint_components=\["ema"\]'
     ):
         average.load_state_dict(other.state_dict())
+
+
+def two_averages() -> WeightAverage:
+    return WeightAverage([(name, nn.Parameter(torch.rand(4, 3))) for name in ("one", "other")], 0.9)
+
+
+@pytest.mark.parametrize(
+    ("make", "message"),
+    [
+        (lambda good: torch.zeros(1).expand(4, 3), "the average of 'one' has strides"),
+        (lambda good: torch.zeros(3, 4).t(), "the average of 'one' has strides"),
+        (lambda good: torch.zeros(4, 3, dtype=torch.int64), "has dtype torch.int64, expected a floating one"),
+        (lambda good: torch.zeros(4, 3, dtype=torch.complex64), "has dtype torch.complex64"),
+        (lambda good: torch.zeros(4, 3).to_sparse(), "layout torch.sparse_coo"),
+        (lambda good: torch.zeros(4, 3, device="meta"), "without data"),
+        (lambda good: good["other"], "'other' shares its memory with the average of 'one'"),
+        (lambda good: torch.zeros(5), r"averaged weights of 'one' have the shape \(5,\)"),
+        (lambda good: 1.0, "one is 1.0, expected a tensor"),
+    ],
+)
+def test_an_average_that_cannot_be_one_is_refused_and_nothing_is_changed(make: Any, message: str) -> None:
+    average = two_averages()
+    average.begin()
+    before = average.state_dict()["averages"]
+    good = {name: tensor.clone() for name, tensor in before.items()}
+    spoiled = {"averages": {**good, "one": make(good)}}
+    for load in (average.check_state_dict, average.load_state_dict):
+        with pytest.raises(CheckpointLoadError, match=rf'{message}.*skip_checkpoint_components=\["ema"\]'):
+            load(spoiled)
+    after = average.state_dict()["averages"]
+    assert all(after[name] is tensor for name, tensor in before.items())
+
+
+def test_averages_in_one_buffer_get_storage_of_their_own() -> None:
+    flat, average = torch.rand(24), two_averages()
+    average.load_state_dict({"averages": {"one": flat[:12].view(4, 3), "other": flat[12:].view(4, 3)}})
+    for name, expected in (("one", flat[:12]), ("other", flat[12:])):
+        found = average.state_dict()["averages"][name]
+        assert torch.equal(found.flatten(), expected) and found.untyped_storage().nbytes() == found.nbytes
+
+
+@pytest.mark.parametrize(
+    "state", [None, [], {}, {"averages": None}, {"averages": {0: 1}}, {"averages": {"one": [1.0]}}]
+)
+def test_every_reader_of_averages_says_that_a_state_is_malformed(state: Any) -> None:
+    average = two_averages()
+    readers = [
+        average.check_state_dict,
+        average.load_state_dict,
+        average.missing_names,
+        lambda bad: average.add_tied_names(bad, []),
+        lambda bad: WeightAverage.merge_state_dicts([bad]),
+    ]
+    for read in readers:
+        with pytest.raises(CheckpointLoadError, match="saved averages"):
+            read(state)
+    with pytest.raises(CheckpointLoadError, match="tied"):
+        average.add_tied_names({"averages": {}}, [[1]])  # type: ignore[list-item]
 
 
 # --- moves

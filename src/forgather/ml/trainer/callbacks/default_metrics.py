@@ -6,8 +6,12 @@ from typing import Any
 
 from torch import nn
 
+from forgather.ml.checkpoint.state_schema import Schema, count, optional
+from forgather.ml.trainer.callbacks.state_checks import check_callback_state
 from forgather.ml.trainer.trainer_types import TrainerCallback, TrainerState
 from forgather.ml.utils import count_parameters, flops_per_token
+
+_STATE = Schema({"last_log_step": optional(count)})
 
 
 class DefaultMetrics(TrainerCallback):
@@ -73,7 +77,11 @@ class DefaultMetrics(TrainerCallback):
     def state_dict(self) -> dict[str, Any]:
         return {"last_log_step": self._last_log_step}
 
+    def check_state_dict(self, state_dict: Any) -> None:
+        check_callback_state(self, _STATE, state_dict)
+
     def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
+        self.check_state_dict(state_dict)
         self._last_log_step = state_dict["last_log_step"]
 
     def _start_interval(self, now: float) -> None:

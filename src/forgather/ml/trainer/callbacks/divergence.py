@@ -5,9 +5,13 @@ import math
 from collections.abc import Mapping
 from typing import Any
 
+from forgather.ml.checkpoint.state_schema import Schema, count, number, optional
+from forgather.ml.trainer.callbacks.state_checks import check_callback_state
 from forgather.ml.trainer.trainer_types import TrainerCallback, TrainerControl, TrainerState
 
 logger = logging.getLogger(__name__)
+
+_STATE = Schema({"smoothed": optional(number), "best": optional(number), "best_step": count, "num_above": count})
 
 
 class DivergenceDetector(TrainerCallback):
@@ -63,7 +67,11 @@ class DivergenceDetector(TrainerCallback):
             "num_above": self._num_above,
         }
 
+    def check_state_dict(self, state_dict: Any) -> None:
+        check_callback_state(self, _STATE, state_dict)
+
     def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
+        self.check_state_dict(state_dict)
         self._smoothed = state_dict["smoothed"]
         self._best = math.inf if state_dict["best"] is None else state_dict["best"]
         self._best_step = state_dict["best_step"]

@@ -5,9 +5,13 @@ from collections.abc import Mapping
 from typing import Any
 
 from forgather.ml.checkpoint.retention import default_greater_is_better
+from forgather.ml.checkpoint.state_schema import Schema, count, number, optional
+from forgather.ml.trainer.callbacks.state_checks import check_callback_state
 from forgather.ml.trainer.trainer_types import TrainerCallback, TrainerControl, TrainerState
 
 logger = logging.getLogger(__name__)
+
+_STATE = Schema({"best": optional(number), "best_step": count, "num_without_improvement": count})
 
 
 class EarlyStopping(TrainerCallback):
@@ -63,7 +67,11 @@ class EarlyStopping(TrainerCallback):
             "num_without_improvement": self._num_without_improvement,
         }
 
+    def check_state_dict(self, state_dict: Any) -> None:
+        check_callback_state(self, _STATE, state_dict)
+
     def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
+        self.check_state_dict(state_dict)
         self._best = state_dict["best"]
         self._best_step = state_dict["best_step"]
         self._num_without_improvement = state_dict["num_without_improvement"]

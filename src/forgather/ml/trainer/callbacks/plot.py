@@ -9,7 +9,9 @@ from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 from forgather.ml.checkpoint.durable import make_directories, replace_file
+from forgather.ml.checkpoint.state_schema import Schema, Violation, count, list_of, number
 from forgather.ml.trainer.callbacks.formatting import format_count
+from forgather.ml.trainer.callbacks.state_checks import check_callback_state
 from forgather.ml.trainer.trainer_types import TrainerCallback, TrainerState
 
 if TYPE_CHECKING:
@@ -19,6 +21,21 @@ if TYPE_CHECKING:
 _MAX_POINTS = 4000
 _SMOOTHED_SHARE = 0.03
 _BLUE, _LIGHT_BLUE, _ORANGE, _GREEN, _PURPLE, _GREY = "#1f5fa8", "#a9c6e8", "#d9661f", "#2f855a", "#6b46a8", "#4a5568"
+
+_POINTS = Schema({"steps": list_of(count), "values": list_of(number)})
+
+
+def _curve(state: Any) -> None:
+    _POINTS(state)
+    num_steps, num_values = len(state["steps"]), len(state["values"])
+    if num_steps != num_values or num_steps > _MAX_POINTS:
+        raise Violation(
+            f"a list of {min(num_steps, _MAX_POINTS)}, one value for each step", state["values"], ["values"]
+        )
+
+
+_NAMES = ("loss", "eval_loss", "learning_rate", "tok_per_sec")
+_STATE = Schema(dict.fromkeys(_NAMES, _curve), may_lack=_NAMES)
 
 
 class Curve:
@@ -57,7 +74,7 @@ class PlotCallback(TrainerCallback):
     def on_train_begin(self, state: TrainerState, **kwargs: Any) -> None:
         if not self._curves:
             for record in state.log_history:
-                self._add(record.get("step", 0), record)
+                self._add(record.get("step", 0), {name: _number(record.get(name)) for name in _NAMES})
         for curve in self._curves.values():
             curve.drop_after(state.global_step)
         if state.is_world_process_zero:
@@ -83,14 +100,18 @@ class PlotCallback(TrainerCallback):
             name: {"steps": list(curve.steps), "values": list(curve.values)} for name, curve in self._curves.items()
         }
 
+    def check_state_dict(self, state_dict: Any) -> None:
+        check_callback_state(self, _STATE, state_dict)
+
     def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
+        self.check_state_dict(state_dict)
         self._curves = {}
-        for name, stored in state_dict.items():
+        for name, stored in _STATE.known(state_dict).items():
             curve = self._curves[name] = Curve()
             curve.steps, curve.values = list(stored["steps"]), list(stored["values"])
 
     def _add(self, step: int, record: Mapping[str, Any]) -> None:
-        for name in ("loss", "eval_loss", "learning_rate", "tok_per_sec"):
+        for name in _NAMES:
             if record.get(name) is not None:
                 self._curves.setdefault(name, Curve()).add(step, float(record[name]))
 
@@ -100,6 +121,14 @@ class PlotCallback(TrainerCallback):
         replace_file(os.path.join(args.output_dir, self._file_name), draw_png(self._curves))
         now = time.monotonic()
         self._next_drawing = now + max(self._min_seconds, 50 * (now - started))
+
+
+def _number(value: Any) -> float | None:
+    """A value of a record from a checkpoint, in which users log what they like."""
+    try:
+        return None if value is None else float(value)
+    except (OverflowError, RuntimeError, TypeError, ValueError):
+        return None
 
 
 def draw_png(curves: Mapping[str, Curve]) -> bytes:

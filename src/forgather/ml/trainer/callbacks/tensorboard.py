@@ -7,11 +7,17 @@ import time
 from collections.abc import Iterator, Mapping
 from typing import TYPE_CHECKING, Any
 
+from forgather.ml.checkpoint.state_schema import Schema, every, optional, relative_path, that
 from forgather.ml.trainer.callbacks.repeated_records import RepeatedRecords
+from forgather.ml.trainer.callbacks.state_checks import check_callback_state
 from forgather.ml.trainer.trainer_types import TrainerCallback, TrainerState
 
 if TYPE_CHECKING:
     from torch.utils.tensorboard import SummaryWriter
+
+_RUNS = "runs"
+_in_runs = that(f"a directory below {_RUNS!r} of the run", lambda value: value.startswith(f"{_RUNS}/"))
+_STATE = Schema({"directory": optional(every(relative_path, _in_runs))})
 
 
 class TBLogger(TrainerCallback):
@@ -55,7 +61,11 @@ class TBLogger(TrainerCallback):
     def state_dict(self) -> dict[str, Any]:
         return {"directory": self._directory}
 
+    def check_state_dict(self, state_dict: Any) -> None:
+        check_callback_state(self, _STATE, state_dict)
+
     def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
+        self.check_state_dict(state_dict)
         self._directory = state_dict["directory"]
 
     def _open(self, args: Any, state: TrainerState) -> "SummaryWriter":
@@ -71,7 +81,7 @@ class TBLogger(TrainerCallback):
     def _choose_directory(self, args: Any) -> str:
         """A directory of the user's own, or one for this run, kept relative to the output directory that may be moved."""
         given = args.logging_dir
-        runs = os.path.join(args.output_dir, "runs")
+        runs = os.path.join(args.output_dir, _RUNS)
         # a name that was made up for this process in `runs` does not take a resumed run away from its directory
         if given is not None and not os.path.abspath(given).startswith(os.path.abspath(runs) + os.sep):
             return str(given)

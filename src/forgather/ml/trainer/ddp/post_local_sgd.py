@@ -14,6 +14,7 @@ from torch.distributed.algorithms.model_averaging.averagers import PeriodicModel
 from torch.distributed.optim import PostLocalSGDOptimizer
 from torch.nn.parallel import DistributedDataParallel
 
+from forgather.ml.checkpoint.tensor_checks import Where, check_mapping, whole_number
 from forgather.ml.distributed import DistributedEnvInterface, Peers
 from forgather.ml.trainer.ddp.ddp_arguments import PostLocalSGDArguments
 
@@ -74,8 +75,15 @@ class PostLocalSGD:
         return {"averager_step": self._averager.step, "hook_step": self._hook_state.iter}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        self._averager.step = self._step_of_average = state["averager_step"]
-        self._hook_state.iter = state["hook_step"]
+        self.check_state_dict(state)
+        self._averager.step = self._step_of_average = int(state["averager_step"])
+        self._hook_state.iter = int(state["hook_step"])
+
+    def check_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Raise `CheckpointLoadError` unless the state holds both counts; nothing is changed."""
+        where = Where("the saved state of post_local_sgd", "post_local_sgd")
+        for name in ("averager_step", "hook_step"):
+            whole_number(check_mapping(state, where).get(name), where.at(name), least=0)
 
 
 def _parameters(optimizer: Any) -> Iterator[Tensor]:

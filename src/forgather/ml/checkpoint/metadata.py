@@ -6,11 +6,37 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
+from forgather.ml.checkpoint import strict_json
 from forgather.ml.checkpoint.codec import decode_state, encode_state
-from forgather.ml.checkpoint.errors import CheckpointSaveError
+from forgather.ml.checkpoint.errors import CheckpointCorruptError, CheckpointSaveError
+from forgather.ml.checkpoint.regular_files import read_small_file
 from forgather.ml.checkpoint.retention import BestCheckpoints
+from forgather.ml.checkpoint.state_schema import (
+    Schema,
+    Violation,
+    anything,
+    checked,
+    list_like,
+    list_of,
+    mapping_of,
+    number,
+    optional,
+    plain,
+    relative_name,
+    require_mapping,
+    text,
+    that,
+)
 
 METADATA_NAME = "checkpoint_metadata.json"
+
+_rank = that("a rank as decimal text", lambda value: type(value) is str and value.isascii() and value.isdecimal())
+_FIELDS = {
+    "best_checkpoints": list_of(list_like([relative_name, number])),
+    "best_metric_key": optional(text),
+    "callbacks": mapping_of(text, mapping_of(_rank, anything)),
+}
+_METADATA = Schema(_FIELDS, may_lack=_FIELDS)
 
 
 @dataclass(frozen=True)
@@ -38,11 +64,16 @@ class CheckpointMetadata:
 
     @classmethod
     def read(cls, checkpoint_path: str) -> "CheckpointMetadata":
+        """That of a checkpoint, empty if it has none; whatever is odd about it is a `CheckpointCorruptError`."""
         path = os.path.join(checkpoint_path, METADATA_NAME)
-        if not os.path.exists(path):
+        try:
+            data = strict_json.loads(read_small_file(path), path)
+        except FileNotFoundError:
             return cls()
-        with open(path, "rb") as file:
-            data = json.load(file)
+        try:
+            _METADATA(data)
+        except Violation as violation:
+            raise CheckpointCorruptError(f"{path} is damaged: {violation.message('metadata')}") from None
         best = [(name, value) for name, value in data.get("best_checkpoints", [])]
         return cls(best, data.get("best_metric_key"), data.get("callbacks", {}))
 
@@ -58,11 +89,24 @@ class CheckpointMetadata:
         best.drop_missing()
         return best
 
+    def check_callbacks(self, callbacks: Iterable[Any], rank: int) -> None:
+        """Raise a `CheckpointLoadError` if a callback cannot use its state; none of them gets anything."""
+        self._states_for(callbacks, rank)
+
     def restore_callbacks(self, callbacks: Iterable[Any], rank: int) -> None:
+        """Give every callback its state, or none of them any if one cannot use it."""
+        for callback, state in self._states_for(callbacks, rank):
+            _give_back(callback, state)
+
+    def _states_for(self, callbacks: Iterable[Any], rank: int) -> list[tuple[Any, Any]]:
+        found = []
         for name, callback in _stateful(callbacks):
-            state = self.callbacks.get(name, {}).get(str(rank))
-            if state is not None:
-                _give_back(callback, decode_state(state))
+            stored = self.callbacks.get(name, {}).get(str(rank))
+            if stored is not None:
+                state = decode_state(stored)
+                _check_state(name, callback, state)
+                found.append((callback, state))
+        return found
 
     def to_bytes(self) -> bytes:
         data = {
@@ -70,7 +114,7 @@ class CheckpointMetadata:
             "best_metric_key": self.best_metric_key,
             "callbacks": self.callbacks,
         }
-        return (json.dumps(data, indent=2) + "\n").encode()
+        return strict_json.dumps(data, METADATA_NAME)
 
 
 def _stateful(callbacks: Iterable[Any]) -> list[tuple[str, Any]]:
@@ -99,6 +143,30 @@ def _is_exportable(callback: Any) -> bool:
 def _state_of(callback: Any) -> Any:
     # Of an exportable state the attributes only: its "args" are settings, and the user's present ones count.
     return callback.state_dict() if _has_own_state(callback) else callback.state()["attributes"]
+
+
+def _check_state(name: str, callback: Any, state: Any) -> None:
+    if _checks_what_it_loads(callback):
+        callback.check_state_dict(state)
+    elif not _has_own_state(callback):
+        known = callback.state()["attributes"]
+        remedy = f"or train without the callback {name}"
+        checked(lambda value: _check_attributes(value, known), state, f"callbacks.{name}", remedy)
+
+
+def _checks_what_it_loads(callback: Any) -> bool:
+    """Whether the check belongs to the `load_state_dict` that there is: a subclass may keep a state of its own."""
+    owner = next((cls for cls in type(callback).__mro__ if "load_state_dict" in vars(cls)), None)
+    return owner is not None and "check_state_dict" in vars(owner)
+
+
+def _check_attributes(state: Any, known: Mapping[str, Any]) -> None:
+    """Every key becomes an attribute: only what the callback itself exports may be set."""
+    require_mapping(state)
+    for key in state:
+        if key not in known:
+            raise Violation(f"left out, since the callback exports only {sorted(known)}", state[key], [key])
+    plain(state)
 
 
 def _give_back(callback: Any, state: Any) -> None:

@@ -1,0 +1,147 @@
+"""`checkpoint_metadata.json` is read as what it is, or refused as damaged by its name."""
+
+import json
+import os
+from pathlib import Path
+from typing import Any
+
+import pytest
+from transformers import EarlyStoppingCallback
+
+from forgather.ml.checkpoint.errors import CheckpointCorruptError, CheckpointLoadError
+from forgather.ml.checkpoint.metadata import METADATA_NAME, CheckpointMetadata
+from forgather.ml.checkpoint.retention import BestCheckpoints
+from forgather.ml.trainer.callbacks import DefaultMetrics, EarlyStopping
+
+FINE: dict[str, Any] = {
+    "best_checkpoints": [["checkpoint-3", 0.5], ["checkpoint-1", 1]],
+    "best_metric_key": "eval_loss",
+    "callbacks": {"EarlyStopping": {"0": {"best": 0.5, "best_step": 3, "num_without_improvement": 1}}},
+}
+
+
+def write(directory: Path, content: Any) -> str:
+    data = content if isinstance(content, bytes) else json.dumps(content).encode()
+    (directory / METADATA_NAME).write_bytes(data)
+    return str(directory)
+
+
+def test_what_was_written_is_read(tmp_path: Path) -> None:
+    best = BestCheckpoints([("/out/checkpoints/checkpoint-3", 0.5)], "loss")
+    metadata = CheckpointMetadata.of(best, [{"a": {"x": 1}}, {"a": {"x": 2}}])
+    assert CheckpointMetadata.read(write(tmp_path, metadata.to_bytes())) == metadata
+
+
+def test_a_checkpoint_need_not_have_any(tmp_path: Path) -> None:
+    assert CheckpointMetadata.read(str(tmp_path)) == CheckpointMetadata()
+
+
+def test_keys_may_be_missing_or_added(tmp_path: Path) -> None:
+    assert CheckpointMetadata.read(write(tmp_path, {})) == CheckpointMetadata()
+    assert CheckpointMetadata.read(write(tmp_path, {**FINE, "added": 1})).best_metric_key == "eval_loss"
+
+
+WRONG: list[Any] = [
+    b"",
+    b"{",
+    b"\xff\xfe\x00",
+    b"[" * 100_000,
+    b'{"callbacks": {}, "callbacks": {}}',
+    [],
+    "text",
+    None,
+    {**FINE, "best_checkpoints": None},
+    {**FINE, "best_checkpoints": {}},
+    {**FINE, "best_checkpoints": [["checkpoint-3"]]},
+    {**FINE, "best_checkpoints": [["checkpoint-3", "0.5"]]},
+    {**FINE, "best_checkpoints": [["checkpoint-3", True]]},
+    {**FINE, "best_checkpoints": [["checkpoint-3", 2**70]]},
+    {**FINE, "best_checkpoints": [["checkpoint-3", None]]},
+    {**FINE, "best_checkpoints": [[3, 0.5]]},
+    {**FINE, "best_checkpoints": [["checkpoint-3", 0.5, 1]]},
+    *({**FINE, "best_checkpoints": [[name, 0.5]]} for name in ("", ".", "..", "../x", "/etc", "a/b", ".hidden", "a\0")),
+    {**FINE, "best_metric_key": 3},
+    {**FINE, "best_metric_key": ["loss"]},
+    {**FINE, "callbacks": []},
+    {**FINE, "callbacks": {"a": []}},
+    {**FINE, "callbacks": {"a": {"first": 1}}},
+    {**FINE, "callbacks": {"a": {"-1": 1}}},
+    {**FINE, "callbacks": {"a": {"٣": 1}}},
+]
+
+
+@pytest.mark.parametrize("content", WRONG)
+def test_anything_else_is_damage(tmp_path: Path, content: Any) -> None:
+    path = write(tmp_path, content)
+    with pytest.raises(CheckpointCorruptError, match=METADATA_NAME):
+        CheckpointMetadata.read(path)
+
+
+def test_a_file_without_end_is_damage(tmp_path: Path) -> None:
+    with open(tmp_path / METADATA_NAME, "wb") as file:
+        file.truncate(64 * 2**20 + 1)
+    with pytest.raises(CheckpointCorruptError, match=METADATA_NAME):
+        CheckpointMetadata.read(str(tmp_path))
+
+
+@pytest.mark.parametrize("kind", ["fifo", "directory", "link", "dangling", "device"])
+def test_only_a_regular_file_is_opened(tmp_path: Path, kind: str) -> None:
+    path = tmp_path / METADATA_NAME
+    (tmp_path / "other.json").write_text("{}")
+    if kind == "fifo":
+        os.mkfifo(path)
+    elif kind == "directory":
+        path.mkdir()
+    else:
+        path.symlink_to({"link": tmp_path / "other.json", "dangling": tmp_path / "none", "device": "/dev/zero"}[kind])
+    with pytest.raises(CheckpointCorruptError, match=METADATA_NAME):
+        CheckpointMetadata.read(str(tmp_path))
+
+
+# --- callbacks
+
+
+def states(**by_name: Any) -> CheckpointMetadata:
+    return CheckpointMetadata(callbacks={name: {"0": state} for name, state in by_name.items()})
+
+
+def test_no_callback_gets_anything_if_one_cannot_use_its_state() -> None:
+    first, second = EarlyStopping(), DefaultMetrics()
+    before = first.state_dict(), second.state_dict()
+    good = {"best": 0.5, "best_step": 3, "num_without_improvement": 1}
+    damaged = states(EarlyStopping=good, DefaultMetrics={"last_log_step": "x"})
+    for act in (damaged.check_callbacks, damaged.restore_callbacks):
+        with pytest.raises(CheckpointLoadError, match=r"callbacks\.DefaultMetrics\.last_log_step.*train without"):
+            act([first, second], 0)
+    assert (first.state_dict(), second.state_dict()) == before
+    states(EarlyStopping=good, DefaultMetrics={"last_log_step": 3}).restore_callbacks([first, second], 0)
+    assert first.state_dict() == good
+
+
+class OwnState(EarlyStopping):
+    """Keeps something else."""
+
+    kept: Any = None
+
+    def state_dict(self) -> dict[str, Any]:
+        return {"kept": self.kept}
+
+    def load_state_dict(self, state_dict: Any) -> None:
+        self.kept = state_dict["kept"]
+
+
+def test_a_callback_with_a_state_of_its_own_is_not_checked_by_that_of_its_base() -> None:
+    callback = OwnState()
+    states(OwnState={"kept": "text"}).restore_callbacks([callback], 0)
+    assert callback.kept == "text"
+
+
+def test_an_exported_state_sets_only_what_the_callback_exports() -> None:
+    callback = EarlyStoppingCallback()
+    name = type(callback).__name__
+    states(**{name: {"early_stopping_patience_counter": 2}}).restore_callbacks([callback], 0)
+    assert callback.early_stopping_patience_counter == 2
+    for hostile in ({"on_evaluate": 1}, [], "text"):
+        with pytest.raises(CheckpointLoadError, match=rf"callbacks\.{name}"):
+            states(**{name: hostile}).restore_callbacks([callback], 0)
+    assert callable(callback.on_evaluate)
