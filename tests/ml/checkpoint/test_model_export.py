@@ -8,10 +8,14 @@ from functools import partial
 from pathlib import Path
 
 import pytest
+import torch
 
 from forgather.ml.checkpoint import durable
+from forgather.ml.checkpoint.errors import CheckpointSaveError
+from forgather.ml.checkpoint.file_io import HashingWriter
 from forgather.ml.checkpoint.model_export import ModelExport, remove_unfinished_exports
 from forgather.ml.checkpoint.store import new_attempt
+from forgather.ml.sharded_checkpoint import write_weights
 
 INDEX = "model.safetensors.index.json"
 SHARDS = ["model-00001-of-00002.safetensors", "model-00002-of-00002.safetensors"]
@@ -95,3 +99,22 @@ def test_unfinished_exports_are_removed_and_nothing_else(
         remove_unfinished_exports(str(tmp_path))
     assert sorted(os.listdir(tmp_path)) == [".tmp-model-0123456789ab", ".tmp-model-mine"]
     assert "0123456789ab could not be removed" in caplog.text
+
+
+# --- what was written is what was planned
+
+
+@pytest.mark.parametrize("file", ["model.safetensors", "pytorch_model.bin"])
+def test_weight_files_are_verified_by_the_names_in_them(tmp_path: Path, file: str) -> None:
+    export = prepare(tmp_path)
+    with HashingWriter(os.path.join(export.temporary_path, file)) as writer:
+        write_weights(writer, {"a": torch.ones(2), "b": torch.zeros(1)}, [])
+    export.verify({file: ["a", "b"]})
+    with pytest.raises(CheckpointSaveError, match=rf"{file} was written without 1 of its tensors, such as c"):
+        export.verify({file: ["a", "b", "c"]})
+
+
+def test_a_weight_file_that_is_not_there_is_noticed(tmp_path: Path) -> None:
+    export = prepare(tmp_path)
+    with pytest.raises(CheckpointSaveError, match=rf"{SHARDS[1]} was written without 1 of its tensors, such as a"):
+        export.verify({SHARDS[1]: ["a"]})

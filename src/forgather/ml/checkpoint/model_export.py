@@ -2,14 +2,19 @@
 
 import os
 import re
+from collections.abc import Collection, Mapping
 from dataclasses import dataclass
 
 from forgather.ml.checkpoint import durable
+from forgather.ml.checkpoint.errors import CheckpointSaveError
+from forgather.ml.checkpoint.regular_files import is_real_directory
+from forgather.ml.checkpoint.state_files import read_weight_names
+from forgather.ml.checkpoint.weight_files import read_header
 
 _TEMPORARY = ".tmp-model-"
 _UNFINISHED = re.compile(re.escape(_TEMPORARY) + r"[0-9a-f]{12}$")
 _INDEX_ENDING = ".index.json"
-_WEIGHT_FILE = re.compile(r"(model|pytorch_model)(-\d{5}-of-\d{5})?\.(safetensors|bin)(\.index\.json)?$")
+WEIGHT_FILE = re.compile(r"(model|pytorch_model)(-\d{5}-of-\d{5})?\.(safetensors|bin)(\.index\.json)?$")
 
 
 @dataclass(frozen=True)
@@ -31,6 +36,19 @@ class ModelExport:
                 "choose another directory."
             )
         durable.make_directories(self.temporary_path)
+
+    def verify(self, weight_names: Mapping[str, Collection[str]]) -> None:
+        """Raise unless the weight files that were written have the tensors that they are to have; contents are not read."""
+        for file, names in weight_names.items():
+            path = os.path.join(self.temporary_path, file)
+            found = set(_names_in(path)) if os.path.exists(path) else set()
+            lost = sorted(set(names) - found)
+            if lost:
+                raise CheckpointSaveError(
+                    f"{file} was written without {len(lost)} of its tensors, such as {lost[0]}: the storage of "
+                    f"{self.output_dir} lost them, or another process works in {self.temporary_path}. The model that was "
+                    "there before is untouched; export again."
+                )
 
     def install(self) -> None:
         """Move the files in, an index after its shards; then shards of an earlier model that were not replaced go."""
@@ -61,11 +79,16 @@ class ModelExport:
 
     def _weight_files(self) -> list[str]:
         names = os.listdir(self.output_dir) if os.path.isdir(self.output_dir) else []
-        return sorted(name for name in names if _WEIGHT_FILE.match(name))
+        return sorted(name for name in names if WEIGHT_FILE.match(name))
+
+
+def _names_in(path: str) -> Collection[str]:
+    return read_header(path).tensors if path.endswith(".safetensors") else read_weight_names(path)
 
 
 def remove_unfinished_exports(output_dir: str) -> None:
     """Delete what an export that was killed left behind."""
     for name in sorted(os.listdir(output_dir)):
-        if _UNFINISHED.match(name):
-            durable.remove_or_warn(os.path.join(output_dir, name))
+        path = os.path.join(output_dir, name)
+        if _UNFINISHED.match(name) and is_real_directory(path):
+            durable.remove_or_warn(path)

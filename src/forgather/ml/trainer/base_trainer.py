@@ -16,6 +16,7 @@ from forgather.ml.trainer.arguments import (
 )
 from forgather.ml.trainer.callback_handler import CallbackHandler
 from forgather.ml.trainer.checkpoint_types import SharingPattern, StateComponent, select_components
+from forgather.ml.trainer.model_construction import refuse_adapters, without_adapters
 from forgather.ml.trainer.trainer_types import (
     BaseDataset,
     DataCollatorT,
@@ -55,11 +56,14 @@ class BaseTrainer(ABC):
             raise ValueError(
                 f"{type(self).__name__} needs a model, or model_init: a function without arguments that builds one."
             )
+        if isinstance(model, nn.Module):
+            refuse_adapters(model)
         self.args: Any = arguments_from(self.arguments_class, args)
         if isinstance(self.args, BaseTrainingArguments):
             self.args = self.args.under_both_names()
         self.model = model
-        self.model_init = model_init
+        # Here rather than where it is called: every strategy builds the model in a place of its own.
+        self.model_init = None if model_init is None else without_adapters(model_init)
         self.data_collator = data_collator
         self.train_dataset = train_dataset
         self.eval_dataset = eval_dataset

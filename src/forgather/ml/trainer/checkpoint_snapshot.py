@@ -13,9 +13,9 @@ from forgather.ml.checkpoint.codec import encode_state
 from forgather.ml.checkpoint.contents import PlannedFile, RawContent, StateContent, WeightsContent
 from forgather.ml.checkpoint.digest import combine_digests, compute_state_hash, state_digests
 from forgather.ml.checkpoint.errors import CheckpointSaveError, ReplicationError
-from forgather.ml.checkpoint.layout import RankLayout
+from forgather.ml.checkpoint.layout import RankLayout, Ranks
 from forgather.ml.checkpoint.manifest import ComponentManifest, FileRecord
-from forgather.ml.checkpoint.model_files import describe_model
+from forgather.ml.checkpoint.model_files import describe_model, expected_weights
 from forgather.ml.checkpoint.together import on_every_rank
 from forgather.ml.distributed import Peers
 from forgather.ml.sharded_checkpoint import (
@@ -30,6 +30,18 @@ from forgather.ml.sharded_checkpoint import (
 from forgather.ml.trainer.checkpoint_types import SharingPattern, StateComponent
 from forgather.ml.trainer.checkpoint_utils import ValidationLevel, format_divergence, validate_replication
 from forgather.ml.trainer.component_sharing import ComponentSharing, Owner
+from forgather.ml.trainer.declaration_checks import (
+    Declaration,
+    WeightPlan,
+    check_coverage,
+    check_names,
+    declaration_of,
+    has_copies,
+    names_digest,
+    refuse_incomplete_export,
+    without_misleading_files,
+    written_files,
+)
 
 logger = logging.getLogger(__name__)
 
@@ -46,6 +58,8 @@ class Snapshot:
 
     files: list[PlannedFile]
     notes: dict[str, dict[str, Any]] = field(default_factory=dict)
+    weight_names: dict[str, list[str]] = field(default_factory=dict)
+    """The tensors of each weight file in this rank's directory, whoever writes it."""
 
     @property
     def num_bytes(self) -> int:
@@ -56,9 +70,21 @@ class Snapshot:
 class _Report:
     """What a rank tells the others about its state."""
 
+    names: dict[Declaration, str]
     digests: dict[str, str]
+    has_weights: bool
     weights: _Shapes
     sharing: SharingMetadataT
+
+
+@dataclass(frozen=True)
+class _WeightFiles:
+    """The weight files of this rank, with the tensors of each, and the index of its directory."""
+
+    files: list[PlannedFile]
+    names: list[tuple[str, list[str]]]
+    index: ShardIndex
+    tied: SharingMetadataT
 
 
 @dataclass(frozen=True)
@@ -75,8 +101,11 @@ class SnapshotTaker:
     layout: RankLayout
     peers: Peers
 
-    def take(self, validate: bool, extra_files: Mapping[str, bytes]) -> Snapshot:
-        """Collective. Raises before anything is written when a rank cannot give its state, or replicas differ."""
+    def take(self, validate: bool, extra_files: Mapping[str, bytes], is_export: bool = False) -> Snapshot:
+        """Collective. Raises before anything is written when a rank cannot give its state, or it is not as declared.
+
+        What is to be exported must be a model that `from_pretrained` loads; of a checkpoint that is not asked.
+        """
         states: dict[str, Any] = {}
         raw_files: dict[str, bytes] = {}
         compared = self._compared(validate)
@@ -86,22 +115,35 @@ class SnapshotTaker:
                 if self._sharing(component).is_held_here:
                     states[component.key] = self._state_of(component)
             if self.layout.leads_storage and self._has_weights:
-                raw_files.update(describe_model(_first(self.model, *self.model_parts), self.model_preprocessor))
+                raw_files.update(describe_model(self._described, self.model_preprocessor))
             return self._report(states, compared)
 
         reports = self._everywhere(collect, "collecting state")
+        named = [self._sharing(component) for component in self._components_with_copies]
+        check_names(named, states, [report.names for report in reports], self.peers)
         notes = self._compare(compared, states, reports)
         self._relay(states)
         files = [
             file for one in self.components if not self._is_weights(one) for file in self._state_files(one, states)
         ]
-        if self._has_weights:
-            weight_files, model_notes = self._weight_files(states, reports, raw_files)
+        weight_names: dict[str, list[str]] = {}
+        if any(report.has_weights for report in reports):
+            weight_files, model_notes, weight_names = self._plan_weights(states, reports, raw_files, is_export)
             files += weight_files
             notes.setdefault(MODEL_KEY, {}).update(model_notes)
         if self.layout.leads_storage:
             files += [PlannedFile(name, METADATA_COMPONENT, RawContent(data)) for name, data in extra_files.items()]
-        return Snapshot(files, notes)
+        return Snapshot(files, notes, weight_names)
+
+    @property
+    def _described(self) -> nn.Module:
+        """The model that configuration files are about."""
+        return _first(self.model, *self.model_parts)
+
+    @property
+    def _components_with_copies(self) -> list[StateComponent]:
+        """Copies need at least two ranks."""
+        return [one for one in self.components if has_copies(one)] if self.layout.world_size > 1 else []
 
     @property
     def _has_weights(self) -> bool:
@@ -123,22 +165,18 @@ class SnapshotTaker:
         return encode_state(component.stateful.state_dict(), component.key)
 
     def _report(self, states: Mapping[str, Any], compared: Sequence[StateComponent]) -> _Report:
+        names = {declaration_of(one): names_digest(states[one.key]) for one in self._components_with_copies}
         digests = {one.key: _overall_digest(one, states[one.key]) for one in compared}
         weights = states.get(MODEL_KEY, {}) if self._has_weights else {}
         shapes = {name: (tuple(tensor.shape), tensor.dtype) for name, tensor in weights.items()}
-        return _Report(digests, shapes, sharing_of(weights))
+        return _Report(names, digests, self._has_weights, shapes, sharing_of(weights))
 
     def _compared(self, validate: bool) -> list[StateComponent]:
-        """The components whose copies are compared in this save; copies need at least two ranks."""
-        if self.layout.world_size == 1:
-            return []
-        replicated = (SharingPattern.REPLICATED, SharingPattern.PER_GROUP)
+        """The components whose copies are compared in this save."""
         return [
             component
-            for component in self.components
-            if component.sharing_pattern in replicated
-            and (validate or component.validate_replication)
-            and component.validation_level != ValidationLevel.NONE.value
+            for component in self._components_with_copies
+            if (validate or component.validate_replication) and component.validation_level != ValidationLevel.NONE.value
         ]
 
     def _compare(
@@ -207,36 +245,75 @@ class SnapshotTaker:
             for owner in self._written_here(component)
         ]
 
-    def _weight_files(
-        self, states: Mapping[str, Any], reports: Sequence[_Report], raw_files: Mapping[str, bytes]
-    ) -> tuple[list[PlannedFile], dict[str, Any]]:
-        component = next(one for one in self.components if one.key == MODEL_KEY)
-        sharing = self._sharing(component)
+    def _plan_weights(
+        self, states: Mapping[str, Any], reports: Sequence[_Report], raw_files: Mapping[str, bytes], is_export: bool
+    ) -> tuple[list[PlannedFile], dict[str, Any], dict[str, list[str]]]:
+        """Collective. This rank's files of the model, the notes for the manifest, and the tensors of each weight file."""
+        planned: list[_WeightFiles] = []
+
+        def plan() -> WeightPlan:
+            if not self._has_weights:
+                return WeightPlan(())
+            planned.append(self._weight_files(states, reports))
+            return self._plan_of(planned[0])
+
+        plans = self._everywhere(plan, "planning the weight files")
+        storages = self.layout.storages
+        check_coverage(plans, storages, [self._names_in(storage, reports) for storage in storages])
+        if is_export:
+            refuse_incomplete_export(plans, storages)
+        files = [file for one in planned for file in one.files]
+        if self.layout.leads_storage and planned:
+            raw = without_misleading_files(raw_files, plans[self.layout.rank])
+            weight_files = set(planned[0].index["weight_map"].values())
+            if weight_files - {shard_name(1, 1, self.safetensors)}:
+                raw[index_name(self.safetensors)] = index_bytes(planned[0].index)
+            files += [PlannedFile(name, MODEL_KEY, RawContent(data)) for name, data in raw.items()]
+        notes = {"param_sharing": planned[0].tied} if planned and planned[0].tied else {}
+        return files, notes, written_files(plans, self.layout.storage)
+
+    def _plan_of(self, planned: _WeightFiles) -> WeightPlan:
+        if not self.layout.leads_storage:
+            return WeightPlan(planned.names)
+        weight_map = planned.index["weight_map"]
+        expected = expected_weights(self._described)
+        if expected is None:
+            return WeightPlan(planned.names, weight_map, planned.tied)
+        missing = expected.missing_from(weight_map)
+        return WeightPlan(planned.names, weight_map, planned.tied, expected.class_name, missing)
+
+    @property
+    def _model_sharing(self) -> ComponentSharing:
+        return self._sharing(next(one for one in self.components if one.key == MODEL_KEY))
+
+    def _names_in(self, storage: Ranks, reports: Sequence[_Report]) -> list[str]:
+        """The tensors of the model that a directory is to have."""
+        sharing = self._model_sharing
+        return [name for owner in sharing.owners_in(storage) for name in reports[sharing.holders(owner)[0]].weights]
+
+    def _weight_files(self, states: Mapping[str, Any], reports: Sequence[_Report]) -> _WeightFiles:
+        sharing = self._model_sharing
         owners = sharing.owners_in(self.layout.storage)
         shapes = [reports[sharing.holders(owner)[0]].weights for owner in owners]
         tied = _union([report.sharing for report in reports])
         index = None if self.shard_index is None else _in_format(self.shard_index, self.safetensors)
         if index is not None:
             tied = index["metadata"].get("param_sharing", tied)
-            _check_index(index, [reports[sharing.holders(owner)[0]].weights for owner in sharing.owners], tied)
         if index is None or len(owners) < len(sharing.owners):
             # A directory that has only some stages must not refer to tensors which are stored in another node's.
             index = make_shard_index(
                 [_on_meta(one) for one in shapes], safetensors=self.safetensors, param_sharing_metadata=tied
             )
-        files = []
-        for owner in self._written_here(component):
+        files: list[PlannedFile] = []
+        names_of_files: list[tuple[str, list[str]]] = []
+        for owner in self._written_here(sharing.component):
             number = owners.index(owner)
             for file, names in _files_of(index, shapes[number], shapes[:number]).items():
+                names_of_files.append((file, names))
                 tensors = {name: states[MODEL_KEY][name] for name in names}
                 ranks = [] if owner.number is None else list(owner.ranks)
                 files.append(PlannedFile(file, MODEL_KEY, WeightsContent(tensors, tied), owner.number, ranks))
-        if self.layout.leads_storage:
-            raw = dict(raw_files)
-            if len(set(index["weight_map"].values())) > 1:
-                raw[index_name(self.safetensors)] = index_bytes(index)
-            files += [PlannedFile(name, MODEL_KEY, RawContent(data)) for name, data in raw.items()]
-        return files, {"param_sharing": tied} if tied else {}
+        return _WeightFiles(files, names_of_files, index, tied)
 
 
 def describe_components(
@@ -313,23 +390,3 @@ def _in_format(index: ShardIndex, safetensors: bool) -> ShardIndex:
     renamed = {file: shard_name(number, len(files), safetensors) for number, file in enumerate(files, start=1)}
     weight_map = {name: renamed[file] for name, file in index["weight_map"].items()}
     return ShardIndex(metadata=index["metadata"], weight_map=weight_map)
-
-
-def _check_index(index: ShardIndex, shapes: Sequence[_Shapes], tied: SharingMetadataT) -> None:
-    """Every tensor has a place, and no file has two writers."""
-    stored = set(index["weight_map"])
-    covered = stored.union(*(group for group in tied if stored & set(group)))
-    lost = [name for held in shapes for name in held if name not in covered]
-    if lost:
-        raise CheckpointSaveError(
-            f"The shard index has no file for {len(lost)} tensors of the model, the first is {lost[0]!r}. "
-            "Make the index from the model as it is now, or pass none."
-        )
-    writers: dict[str, int] = {}
-    for number, held in enumerate(shapes):
-        for file in _files_of(index, held, shapes[:number]):
-            if writers.setdefault(file, number) != number:
-                raise CheckpointSaveError(
-                    f"The shard index puts tensors of different ranks into {file}; give make_shard_index one state dict "
-                    "for each part of the model."
-                )

@@ -1,7 +1,9 @@
 """Building the model: on the CPU, on its device, or without memory until a checkpoint fills it."""
 
 import contextlib
+import functools
 import logging
+import sys
 from collections.abc import Callable
 
 import torch
@@ -37,6 +39,43 @@ def build_model(
         if construct_on == "device":
             context.enter_context(device)
         return model_init().to(device)
+
+
+def refuse_adapters(model: nn.Module) -> None:
+    """Raise for a model of PEFT, or one that PEFT or transformers put adapters into."""
+    found = next((said for said in map(_adapter_in, model.modules()) if said is not None), None)
+    if found is not None:
+        raise ValueError(
+            f"The model is a {type(model).__name__} with adapters of PEFT ({found}), which this version of forgather cannot "
+            "train: its checkpoints and exports would lack the adapters, or have the weights under names that "
+            "from_pretrained does not know. Merge the adapters of a PeftModel, model = model.merge_and_unload(), and let its "
+            "parameters require gradients again; or train the model without adapters."
+        )
+
+
+def without_adapters(model_init: Callable[[], nn.Module]) -> Callable[[], nn.Module]:
+    """A function that builds the same model, and refuses one with adapters."""
+
+    @functools.wraps(model_init)
+    def build() -> nn.Module:
+        model = model_init()
+        refuse_adapters(model)
+        return model
+
+    return build
+
+
+def _adapter_in(module: nn.Module) -> str | None:
+    """What a module says of adapters; PEFT is asked only where somebody has imported it, since else there are none."""
+    kind = type(module).__name__
+    if getattr(module, "_hf_peft_config_loaded", False):
+        return f"{kind} was given some by add_adapter"
+    classes = (("peft.peft_model", "PeftModel"), ("peft.tuners.tuners_utils", "BaseTunerLayer"))
+    for place, name in classes:
+        known = getattr(sys.modules.get(place), name, None)
+        if known is not None and isinstance(module, known):
+            return f"{kind} is a {name}"
+    return None
 
 
 def _materialised(model_init: Callable[[], nn.Module], device: torch.device) -> nn.Module:
