@@ -4,9 +4,7 @@ import io
 import os
 import pickle
 import shutil
-import zipfile
 from collections.abc import Callable
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -16,8 +14,9 @@ import torch
 from forgather.ml.checkpoint import store
 from forgather.ml.checkpoint.errors import CheckpointCorruptError, CheckpointError
 from forgather.ml.checkpoint.manifest import MANIFEST_NAME, CheckpointManifest
-from forgather.ml.checkpoint.state_files import file_checksum, read_state
+from forgather.ml.checkpoint.state_files import read_state, verify_file
 from forgather.ml.sharded_checkpoint import load_checkpoint
+from tests.faults.hostile import seal, with_pickle
 from tests.faults.job import Job
 
 STATE_FILES = [
@@ -71,15 +70,6 @@ def broken_pickle(marker: Path) -> bytes:
     return with_pickle(pickle.dumps(Bomb(marker), protocol=2)[:-1] + b"\xff\xff\xff")
 
 
-def with_pickle(data: bytes) -> bytes:
-    source, target = io.BytesIO(), io.BytesIO()
-    torch.save({"state": torch.zeros(3)}, source)
-    with zipfile.ZipFile(source) as old, zipfile.ZipFile(target, "w", zipfile.ZIP_STORED) as new:
-        for entry in old.namelist():
-            new.writestr(entry, data if entry.endswith("data.pkl") else old.read(entry))
-    return target.getvalue()
-
-
 FORMATS = [archived, legacy, plain_pickle, exchanged_pickle, broken_pickle]
 
 
@@ -120,17 +110,6 @@ TARGETS = [
 ]
 
 
-def seal(checkpoint: Path, name: str) -> None:
-    """Make the manifest agree with the file, as somebody could who may write to the directory."""
-    manifest = CheckpointManifest.load(str(checkpoint / MANIFEST_NAME))
-    size, checksum = (checkpoint / name).stat().st_size, file_checksum(str(checkpoint / name))
-    manifest.files = [
-        replace(record, size=size, checksum=checksum, tensors={}) if record.path == name else record
-        for record in manifest.files
-    ]
-    manifest.save(str(checkpoint / MANIFEST_NAME))
-
-
 @pytest.mark.parametrize("make", FORMATS)
 @pytest.mark.parametrize(("weights", "name"), TARGETS)
 def test_a_bomb_is_refused(
@@ -147,11 +126,13 @@ def test_a_bomb_is_refused(
     assert not marker.exists()
 
     seal(newest, name)
-    assert store.verify_checkpoint(str(newest)) == [], "the attacker's checkpoint is consistent"
-    for path in (newest, None):
-        with pytest.raises(CheckpointError, match=f"{name} was refused") as refusal:
-            resume(output_dir, path, weights)
-        assert "likely succeed" not in str(refusal.value), "torch's advice to execute the file"
+    record = next(one for one in CheckpointManifest.load(str(newest / MANIFEST_NAME)).files if one.path == name)
+    verify_file(str(newest), record)  # the attacker's checkpoint is consistent
+    assert [f"{name} was refused" in problem for problem in store.verify_checkpoint(str(newest))] == [True]
+    with pytest.raises(CheckpointError, match=f"{name} was refused") as refusal:
+        resume(output_dir, newest, weights)
+    assert "likely succeed" not in str(refusal.value), "torch's advice to execute the file"
+    assert resume(output_dir, None, weights).endswith("checkpoint-1")
     assert not marker.exists()
 
 

@@ -15,13 +15,14 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from forgather.ml.checkpoint import store
+from forgather.ml.checkpoint import store, strict_json
 from forgather.ml.checkpoint.codec import encode_state
 from forgather.ml.checkpoint.durable import fsync_directory, replace_file
-from forgather.ml.checkpoint.errors import CheckpointError, CheckpointLoadError
+from forgather.ml.checkpoint.errors import CheckpointCorruptError, CheckpointError, CheckpointLoadError
 from forgather.ml.checkpoint.file_io import HashingWriter
 from forgather.ml.checkpoint.manifest import MANIFEST_NAME, FileRecord, check_relative_path
 from forgather.ml.checkpoint.model_export import ModelExport
+from forgather.ml.checkpoint.regular_files import read_small_file
 from forgather.ml.checkpoint.state_files import write_state
 from forgather.ml.checkpoint.weight_files import SHARING_KEY, SharingMetadataT, write_safetensors
 from forgather.ml.checkpoint.weight_index import (
@@ -283,17 +284,20 @@ def save_checkpoint_metrics(checkpoint_path: str, metrics: Mapping[str, Any]) ->
 def metrics_bytes(metrics: Mapping[str, Any]) -> bytes:
     """The text of a metrics file; tensors and NumPy scalars become numbers."""
     plain = {key: value.item() if hasattr(value, "item") else value for key, value in metrics.items()}
-    return (json.dumps(plain, indent=2) + "\n").encode()
+    return strict_json.dumps(plain, EVAL_METRICS_NAME)
 
 
 def load_checkpoint_metrics(checkpoint_path: str) -> dict[str, Any] | None:
     """The evaluation metrics of a checkpoint, None when no evaluation ran for it."""
     path = os.path.join(checkpoint_path, EVAL_METRICS_NAME)
-    if not os.path.exists(path):
+    try:
+        loaded = strict_json.loads(read_small_file(path), path)
+    except FileNotFoundError:
         return None
-    with open(path, "rb") as file:
-        loaded: dict[str, Any] = json.load(file)
-    return loaded
+    if type(loaded) is not dict:
+        raise CheckpointCorruptError(f"{path} is damaged: it should hold metrics by name")
+    metrics: dict[str, Any] = loaded
+    return metrics
 
 
 def maybe_delete_oldest_checkpoint(

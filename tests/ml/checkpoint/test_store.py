@@ -30,8 +30,8 @@ def commit(path: Path, content: bytes = b"state", step: int | None = None, times
     transaction = store.Transaction(str(path), store.new_attempt())
     transaction.begin(len(content))
     files = [
-        PlannedFile("needed_state.pt", "needed", RawContent(content)).write(transaction.temporary_path, 0),
-        PlannedFile("extra_state.pt", "extra", RawContent(b"extra")).write(transaction.temporary_path, 0),
+        PlannedFile("needed_state.raw", "needed", RawContent(content)).write(transaction.temporary_path, 0),
+        PlannedFile("extra_state.raw", "extra", RawContent(b"extra")).write(transaction.temporary_path, 0),
     ]
     components = {
         "needed": ComponentManifest("needed", "global", [0]),
@@ -62,7 +62,7 @@ def test_saving_a_step_again_replaces_it_and_leaves_nothing_behind(
     path = tmp_path / "checkpoint-1"
     commit(path, b"old")
     commit(path, b"new")
-    assert (path / "needed_state.pt").read_bytes() == b"new"
+    assert (path / "needed_state.raw").read_bytes() == b"new"
     assert os.listdir(tmp_path) == ["checkpoint-1"]
     assert store.verify_checkpoint(str(path)) == []
 
@@ -75,7 +75,7 @@ def test_an_interrupted_replacement_is_completed_at_the_next_start(tmp_path: Pat
     os.rename(tmp_path / "new", tmp_path / f".tmp-checkpoint-1-{attempt}")
     assert len(store.recover(str(tmp_path))) > 0
     assert os.listdir(tmp_path) == ["checkpoint-1"]
-    assert (tmp_path / "checkpoint-1" / "needed_state.pt").read_bytes() == b"new"
+    assert (tmp_path / "checkpoint-1" / "needed_state.raw").read_bytes() == b"new"
 
 
 def test_recovery_removes_what_died_and_touches_nothing_else(tmp_path: Path) -> None:
@@ -89,10 +89,10 @@ def test_recovery_removes_what_died_and_touches_nothing_else(tmp_path: Path) -> 
 def test_only_complete_directories_count(tmp_path: Path) -> None:
     commit(tmp_path / "checkpoint-1")
     commit(tmp_path / "checkpoint-2")
-    (tmp_path / "checkpoint-2" / "needed_state.pt").write_bytes(b"stat")
+    (tmp_path / "checkpoint-2" / "needed_state.raw").write_bytes(b"stat")
     (tmp_path / "checkpoint-3").mkdir()
     assert [store.step_of(found.path) for found in store.find_checkpoints(str(tmp_path))] == [1]
-    with pytest.raises(CheckpointCorruptError, match=r"needed_state\.pt.*5 bytes.*has 4"):
+    with pytest.raises(CheckpointCorruptError, match=r"needed_state\.raw.*5 bytes.*has 4"):
         store.open_checkpoint(str(tmp_path / "checkpoint-2"))
     with pytest.raises(CheckpointCorruptError, match=MANIFEST_NAME):
         store.open_checkpoint(str(tmp_path / "checkpoint-3"))
@@ -100,12 +100,12 @@ def test_only_complete_directories_count(tmp_path: Path) -> None:
 
 def test_an_optional_file_may_be_removed_but_not_changed(tmp_path: Path) -> None:
     commit(tmp_path / "checkpoint-1")
-    extra = tmp_path / "checkpoint-1" / "extra_state.pt"
+    extra = tmp_path / "checkpoint-1" / "extra_state.raw"
     extra.write_bytes(b"other length")
-    with pytest.raises(CheckpointCorruptError, match=r"extra_state\.pt"):
+    with pytest.raises(CheckpointCorruptError, match=r"extra_state\.raw"):
         store.open_checkpoint(str(tmp_path / "checkpoint-1"))
     extra.unlink()
-    assert store.open_checkpoint(str(tmp_path / "checkpoint-1")).missing_optional == ["extra_state.pt"]
+    assert store.open_checkpoint(str(tmp_path / "checkpoint-1")).missing_optional == ["extra_state.raw"]
     assert store.verify_checkpoint(str(tmp_path / "checkpoint-1")) == []
 
 
@@ -172,10 +172,12 @@ def test_a_file_is_not_written_into_a_directory_that_was_given_up(tmp_path: Path
 def test_recovery_of_files_leaves_directories_alone(tmp_path: Path) -> None:
     commit(tmp_path / "checkpoint-1")
     (tmp_path / "checkpoint-1" / ".mine-0123abcd").mkdir()
-    (tmp_path / "checkpoint-1" / ".notes.json-0123abcd").write_text("half")
+    (tmp_path / "checkpoint-1" / ".eval_metrics.json-0123abcd").write_text("half")
+    (tmp_path / "checkpoint-1" / ".my-notes-20240131").write_text("mine")
     assert len(store.recover(str(tmp_path))) == 1
     assert (tmp_path / "checkpoint-1" / ".mine-0123abcd").is_dir()
-    assert not (tmp_path / "checkpoint-1" / ".notes.json-0123abcd").exists()
+    assert (tmp_path / "checkpoint-1" / ".my-notes-20240131").exists()
+    assert not (tmp_path / "checkpoint-1" / ".eval_metrics.json-0123abcd").exists()
 
 
 @pytest.mark.parametrize("name", ["a/b", "", ".hidden", "../up"])
@@ -240,7 +242,7 @@ class TestManifest:
         manifest = self.manifest()
         manifest.files = [FileRecord(path, 1, "ab", 0, "model")]
         manifest.save(str(tmp_path / MANIFEST_NAME))
-        with pytest.raises(CheckpointCorruptError, match=f"{MANIFEST_NAME} is damaged: it lists a file whose path"):
+        with pytest.raises(CheckpointCorruptError, match=f"{MANIFEST_NAME} is damaged: manifest.files.0.path"):
             read_manifest(str(tmp_path))
 
     def test_every_flipped_bit_is_noticed(self, tmp_path: Path) -> None:

@@ -15,7 +15,7 @@ logger = logging.getLogger(__name__)
 _RENAME_EXCHANGE = 2
 _AT_FDCWD = -100
 # The names that `replace_file` gives to files it has not finished.
-_UNFINISHED = re.compile(r"\..+-[0-9a-f]{8}$")
+_UNFINISHED = re.compile(r"\.(checkpoint_manifest|checkpoint_metadata|eval_metrics)\.json-[0-9a-f]{8}$")
 # What the system answers when it, or this file system, has no atomic exchange.
 _EXCHANGE_UNSUPPORTED = {errno.ENOSYS, errno.EINVAL, errno.ENOTSUP, errno.EOPNOTSUPP}
 

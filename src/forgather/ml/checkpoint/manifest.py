@@ -2,6 +2,7 @@
 
 import json
 import os
+import time
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field, fields
 from datetime import UTC, datetime
@@ -9,12 +10,29 @@ from typing import Any
 
 import xxhash
 
+from forgather.ml.checkpoint import strict_json
 from forgather.ml.checkpoint.durable import replace_file
-from forgather.ml.checkpoint.errors import CheckpointCorruptError, CheckpointVersionError
+from forgather.ml.checkpoint.errors import CheckpointCorruptError, CheckpointError, CheckpointVersionError
 from forgather.ml.checkpoint.file_io import CHECKSUM_ALGORITHM
+from forgather.ml.checkpoint.regular_files import read_small_file
+from forgather.ml.checkpoint.state_schema import (
+    Schema,
+    Violation,
+    anything,
+    count,
+    described,
+    every,
+    flag,
+    list_of,
+    mapping_of,
+    optional,
+    text,
+    that,
+)
 
 MANIFEST_NAME = "checkpoint_manifest.json"
 FORMAT_VERSION = 1
+_LONGEST_PATH = 1024
 
 EXACTNESS_CONTRACT = {
     "same_topology": "bit-identical continuation",
@@ -41,10 +59,6 @@ class FileRecord:
 
     @classmethod
     def from_dict(cls, data: Mapping[str, Any]) -> "FileRecord":
-        try:
-            check_relative_path(data["path"])
-        except ValueError as error:
-            raise CheckpointCorruptError(f"{MANIFEST_NAME} is damaged: it lists a file whose path {error}") from error
         return cls(**_known(cls, data))
 
 
@@ -52,6 +66,8 @@ def check_relative_path(path: Any) -> None:
     """Raise `ValueError` for a path that could lead out of the directory it is relative to, or has two spellings."""
     if not isinstance(path, str):
         raise ValueError(f"is not text: {path!r}")
+    if len(path) > _LONGEST_PATH or any("\ud800" <= sign <= "\udfff" for sign in path):
+        raise ValueError(f"is no name of a file: {path[:100]!r}")
     if not path or os.path.isabs(path) or "\0" in path or os.pardir in path.split(os.sep):
         raise ValueError(f"leads out of the directory: {path!r}")
     if os.path.normpath(path) != path or path == os.curdir:
@@ -117,15 +133,20 @@ class CheckpointManifest:
     def to_dict(self) -> dict[str, Any]:
         data = asdict(self)
         for record in data["files"]:
-            for optional in ("tensors", "owner", "owner_ranks"):
-                if record[optional] in ({}, None, []):
-                    del record[optional]
+            for name in ("tensors", "owner", "owner_ranks"):
+                if record[name] in ({}, None, []):
+                    del record[name]
         return data
 
     @classmethod
     def from_dict(cls, data: Mapping[str, Any]) -> "CheckpointManifest":
-        """Unknown keys are ignored; a newer format version is refused."""
+        """Unknown keys are ignored; a newer format version is refused, and so is anything a save of ours never writes."""
         _refuse_newer(data)
+        try:
+            _MANIFEST(data)
+            _refuse_duplicate_paths(data.get("files", []))
+        except Violation as violation:
+            raise CheckpointCorruptError(f"{MANIFEST_NAME} is damaged: {violation.message('manifest')}") from None
         known = _known(cls, data)
         known["components"] = {key: ComponentManifest.from_dict(value) for key, value in data["components"].items()}
         known["files"] = [FileRecord.from_dict(record) for record in data.get("files", [])]
@@ -138,41 +159,75 @@ class CheckpointManifest:
         """JSON text that carries a checksum of its own content."""
         data = self.to_dict()
         data["manifest_checksum"] = {"covers": sorted(data), "value": _content_checksum(data, sorted(data))}
-        return (json.dumps(data, indent=2) + "\n").encode()
+        return strict_json.dumps(data, MANIFEST_NAME)
 
     @classmethod
     def load(cls, path: str, sealed: bool = False) -> "CheckpointManifest":
         """Read from a file, verified by the checksum it carries; with `sealed`, it must carry one."""
-        with open(path, "rb") as file:
-            text = file.read()
-        try:
-            data = json.loads(text)
-            if not isinstance(data, dict):
-                raise ValueError(f"expected an object, found {type(data).__name__}")
-        except ValueError as error:
-            raise CheckpointCorruptError(f"{path} is damaged: it is not readable as JSON ({error})") from error
+        data = strict_json.loads(read_small_file(path), path)
+        if type(data) is not dict:
+            raise CheckpointCorruptError(f"{path} is damaged: it holds {described(data)} instead of a JSON object")
         _refuse_newer(data)
         if sealed or "manifest_checksum" in data:
             _verify_content(data, path)
         try:
             return cls.from_dict(data)
-        except (KeyError, TypeError, AttributeError) as error:
-            raise CheckpointCorruptError(
-                f"{path} is damaged: a field is missing or malformed ({type(error).__name__}: {error})"
-            ) from error
+        except CheckpointCorruptError as error:
+            raise CheckpointCorruptError(os.path.join(os.path.dirname(path), str(error))) from None
 
     def component_files(self, key: str) -> list[FileRecord]:
         return [record for record in self.files if record.component == key]
 
     @property
     def written_at(self) -> datetime:
-        time = datetime.fromisoformat(self.timestamp)
-        return time if time.tzinfo is not None else time.replace(tzinfo=UTC)
+        return _parse_time(self.timestamp)
+
+
+def _parse_time(timestamp: str) -> datetime:
+    time = datetime.fromisoformat(timestamp)
+    return time if time.tzinfo is not None else time.replace(tzinfo=UTC)
+
+
+# What was read, under the file's path and the identity of its content: a start looks at each checkpoint several times.
+_Identity = tuple[int, int, int, int, int]
+_read: dict[str, tuple[_Identity, CheckpointManifest | CheckpointError]] = {}
+_MOST_KEPT = 4096
+_CLOCK_TICK_NS = 20_000_000
 
 
 def read_manifest(checkpoint_path: str) -> CheckpointManifest:
-    """The manifest of a checkpoint directory."""
-    return CheckpointManifest.load(os.path.join(checkpoint_path, MANIFEST_NAME), sealed=True)
+    """The manifest of a checkpoint directory, which nobody may change; read once as long as the file stays the same."""
+    path = os.path.join(os.path.abspath(checkpoint_path), MANIFEST_NAME)
+    try:
+        status = os.lstat(path)
+        identity = (status.st_dev, status.st_ino, status.st_size, status.st_mtime_ns, status.st_ctime_ns)
+        known = _read.get(path)
+        if known is None or known[0] != identity:
+            known = (identity, _read_sealed(path))
+            if time.time_ns() - max(status.st_mtime_ns, status.st_ctime_ns) > _CLOCK_TICK_NS:
+                # One that has just been written could change again without another time of change.
+                _keep(path, known)
+    except FileNotFoundError:
+        raise
+    except OSError as error:
+        raise CheckpointCorruptError(f"{path} cannot be read: {error.strerror or error}") from error
+    if isinstance(known[1], CheckpointError):
+        raise known[1]
+    return known[1]
+
+
+def _keep(path: str, known: tuple[_Identity, CheckpointManifest | CheckpointError]) -> None:
+    _read[path] = known
+    while len(_read) > _MOST_KEPT:
+        del _read[next(iter(_read))]
+
+
+def _read_sealed(path: str) -> CheckpointManifest | CheckpointError:
+    try:
+        return CheckpointManifest.load(path, sealed=True)
+    except CheckpointError as error:
+        # Without its traceback, which would keep the text of the file alive.
+        return error.with_traceback(None)
 
 
 def utc_now() -> str:
@@ -185,9 +240,95 @@ def _known(cls: type, data: Mapping[str, Any]) -> dict[str, Any]:
     return {name: value for name, value in data.items() if name in names}
 
 
+def _check_time(value: Any) -> None:
+    try:
+        is_time = type(value) is str and _FIRST_YEAR <= _parse_time(value).year < _LAST_YEAR
+    except (ValueError, OverflowError):
+        is_time = False
+    if not is_time:
+        raise Violation(f"an ISO time between the years {_FIRST_YEAR} and {_LAST_YEAR}", value)
+
+
+def _check_path(value: Any) -> None:
+    try:
+        check_relative_path(value)
+    except ValueError as error:
+        raise Violation(f"a relative path inside the checkpoint (it {error})", value) from None
+
+
+def _refuse_duplicate_paths(files: Any) -> None:
+    paths = [record["path"] for record in files]
+    if len(set(paths)) < len(paths) or MANIFEST_NAME in paths:
+        raise Violation("a list of files that each occur once", files).below("files")
+
+
+# Clocks may be wrong; a time at the end of the calendar would leave no later one for the next save.
+_FIRST_YEAR, _LAST_YEAR = 1970, 9000
+_MOST_RANKS = 2**20
+
+_ranks = list_of(count)
+_FILE = Schema(
+    {
+        "path": _check_path,
+        "size": count,
+        "checksum": text,
+        "writer_rank": count,
+        "component": text,
+        "tensors": mapping_of(text, text),
+        "owner": optional(count),
+        "owner_ranks": _ranks,
+    },
+    may_lack=("tensors", "owner", "owner_ranks"),
+)
+_COMPONENT = Schema(
+    {
+        "key": text,
+        "sharing_pattern": that("text", lambda value: isinstance(getattr(value, "value", value), str)),
+        "ranks": _ranks,
+        "replicated_across": optional(_ranks),
+        "group_name": optional(text),
+        "size_bytes": count,
+        "checksum": optional(text),
+        "metadata": every(
+            mapping_of(text, anything), Schema({"param_sharing": list_of(list_of(text))}, may_lack=("param_sharing",))
+        ),
+        "required": flag,
+    },
+    may_lack=("replicated_across", "group_name", "size_bytes", "checksum", "metadata", "required"),
+)
+_MANIFEST = Schema(
+    {
+        "checkpoint_path": text,
+        "world_size": that(
+            f"an integer from 1 to {_MOST_RANKS}", lambda value: type(value) is int and 1 <= value <= _MOST_RANKS
+        ),
+        "timestamp": _check_time,
+        "components": mapping_of(text, _COMPONENT),
+        "training_args_hash": optional(text),
+        "forgather_version": optional(text),
+        "pytorch_version": optional(text),
+        "metadata": mapping_of(text, anything),
+        "format_version": that("1", lambda value: type(value) is int and value == FORMAT_VERSION),
+        "step": optional(count),
+        "trainer_class": optional(text),
+        "mesh": optional(mapping_of(text, anything)),
+        "num_nodes": count,
+        "checksum_algorithm": that(repr(CHECKSUM_ALGORITHM), lambda value: value == CHECKSUM_ALGORITHM),
+        "attempt": optional(text),
+        "weights": text,
+        "exactness": mapping_of(text, text),
+        "files": list_of(_FILE),
+    },
+    may_lack=(
+        *("training_args_hash", "forgather_version", "pytorch_version", "metadata", "format_version", "step", "mesh"),
+        *("trainer_class", "num_nodes", "checksum_algorithm", "attempt", "weights", "exactness", "files"),
+    ),
+)
+
+
 def _refuse_newer(data: Mapping[str, Any]) -> None:
     version = data.get("format_version", FORMAT_VERSION)
-    if isinstance(version, int) and version > FORMAT_VERSION:
+    if type(version) is int and version > FORMAT_VERSION:
         raise CheckpointVersionError(
             f"The checkpoint {data.get('checkpoint_path', '')!r} has format version {version}, written by forgather "
             f"{data.get('forgather_version', 'of unknown version')}; this installation reads versions up to "
@@ -203,7 +344,11 @@ def _content_checksum(data: Mapping[str, Any], covers: list[str]) -> str:
 def _verify_content(data: Mapping[str, Any], path: str) -> None:
     """Only the keys that were there at the time of writing count: ones that were added later are not damage."""
     seal = data.get("manifest_checksum")
-    if not isinstance(seal, dict) or not isinstance(seal.get("covers"), list):
+    if (
+        type(seal) is not dict
+        or type(seal.get("covers")) is not list
+        or not all(type(k) is str for k in seal["covers"])
+    ):
         raise CheckpointCorruptError(f"{path} is damaged: it carries no checksum of itself")
     found = _content_checksum(data, seal["covers"])
     if found != seal.get("value"):

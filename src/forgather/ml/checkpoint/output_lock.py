@@ -8,8 +8,10 @@ process may open that file but this module.
 import errno
 import fcntl
 import json
+import logging
 import os
 import socket
+import stat
 import threading
 import time
 from dataclasses import dataclass
@@ -20,7 +22,10 @@ from typing import Any
 from forgather.ml.checkpoint.durable import make_directories
 from forgather.ml.checkpoint.errors import OutputDirLockedError
 
+logger = logging.getLogger(__name__)
+
 LOCK_FILE_NAME = ".forgather.lock"
+_MOST_HOLDER_BYTES = 4096
 
 # The holder writes who it is just after it got the lock; a reader that comes in between waits this long for it.
 _HOLDER_WAIT_SECONDS = 0.5
@@ -84,9 +89,13 @@ class OutputDirLock:
             held.num_acquired -= 1
             if held.num_acquired == 0:
                 del _held[key]
-                # The file stays: removing it would let two later jobs lock two files of the same name.
-                os.ftruncate(held.descriptor, 0)
-                os.close(held.descriptor)
+                _give_up(held.descriptor, self._output_dir)
+
+    @property
+    def is_lost(self) -> bool:
+        """Whether the lock file was removed, renamed or replaced since, so that another job may have taken its place."""
+        path = os.path.join(self._output_dir, LOCK_FILE_NAME)
+        return bool(self._keys) and self._keys[-1][0] == os.getpid() and not _is_still_at(path, self._keys[-1])
 
     def __enter__(self) -> "OutputDirLock":
         self.acquire()
@@ -101,7 +110,7 @@ class OutputDirLock:
 def _acquire_again(path: str) -> _Key | None:
     """Count one more user of a lock that this process holds; finds out without opening the file."""
     try:
-        key = _key(os.stat(path))
+        key = _key(os.lstat(path))
     except FileNotFoundError:
         return None
     if key not in _held:
@@ -112,8 +121,10 @@ def _acquire_again(path: str) -> _Key | None:
 
 def _acquire_first(path: str, output_dir: str) -> _Key:
     while True:
-        descriptor = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o666)
+        flags = os.O_RDWR | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW | os.O_NONBLOCK
+        descriptor = os.open(path, flags, 0o666)
         try:
+            _require_lock_file(descriptor, path)
             _lock(descriptor, output_dir)
             _write_holder(descriptor)
             key = _key(os.fstat(descriptor))
@@ -124,6 +135,31 @@ def _acquire_first(path: str, output_dir: str) -> _Key:
         if is_current:
             _held[key] = _Held(descriptor)
             return key
+        os.close(descriptor)
+
+
+def _require_lock_file(descriptor: int, path: str) -> None:
+    """Raise unless the file is one that this module wrote: taking the lock overwrites its content."""
+    status = os.fstat(descriptor)
+    is_plain = stat.S_ISREG(status.st_mode) and status.st_nlink <= 1 and status.st_size <= _MOST_HOLDER_BYTES
+    if not is_plain or not _is_holder(os.pread(descriptor, _MOST_HOLDER_BYTES, 0)):
+        raise OSError(errno.EEXIST, f"{path} exists and is not a lock file of ours, so it is left alone")
+
+
+def _is_holder(content: bytes) -> bool:
+    """Whether a lock file says who holds it, or nothing: it is empty when nobody does."""
+    # One that was copied while it was being written may be cut short.
+    return not content or content.startswith(b'{"host"')
+
+
+def _give_up(descriptor: int, output_dir: str) -> None:
+    """Empty and close the lock file, which stays: else two later jobs could lock two files of the same name."""
+    try:
+        os.ftruncate(descriptor, 0)
+    except OSError as error:
+        # A file system that turned read-only; the kernel drops the lock all the same.
+        logger.warning("The lock file in %s could not be emptied: %s", output_dir, error.strerror)
+    finally:
         os.close(descriptor)
 
 
@@ -139,8 +175,8 @@ def _lock(descriptor: int, output_dir: str) -> None:
 def _is_still_at(path: str, key: _Key) -> bool:
     """Whether the locked file is the one others will find: somebody may have removed it since it was opened."""
     try:
-        return _key(os.stat(path)) == key
-    except FileNotFoundError:
+        return _key(os.lstat(path)) == key
+    except (FileNotFoundError, NotADirectoryError):
         return False
 
 
@@ -163,7 +199,7 @@ def _read_holder(descriptor: int) -> dict[str, Any]:
     deadline = time.monotonic() + _HOLDER_WAIT_SECONDS
     while True:
         try:
-            holder = json.loads(os.pread(descriptor, 4096, 0))
+            holder = json.loads(os.pread(descriptor, _MOST_HOLDER_BYTES, 0))
         except ValueError:
             holder = None
         if isinstance(holder, dict):

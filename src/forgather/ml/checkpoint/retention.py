@@ -160,7 +160,8 @@ class BestCheckpoints(_Composable):
     def drop_missing(self, exists: Callable[[str], bool] = os.path.isdir) -> list[str]:
         """Forget the checkpoints that are no longer there, and return their paths."""
         missing = [path for path, _ in self.entries if not exists(path)]
-        self.entries = [entry for entry in self.entries if entry[0] not in missing]
+        gone = set(missing)
+        self.entries = [entry for entry in self.entries if entry[0] not in gone]
         return missing
 
     def keep(self, checkpoints: Sequence[CheckpointInfo]) -> set[str]:

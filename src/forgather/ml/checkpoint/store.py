@@ -6,30 +6,42 @@ rename to a name that nobody takes for a checkpoint. Names with a dot in front b
     .tmp-<name>-<attempt>     files of a save in progress; after an exchange, the checkpoint it replaced
     .old-<name>-<attempt>     a checkpoint that is being replaced, where the system cannot exchange two names
     .trash-<name>-<attempt>   a checkpoint that is being deleted
+
+A directory that a save finds under its name, and that is damaged or not recognisably ours, is renamed to
+`<name>.set-aside-<attempt>`; such names are never resumed, counted or deleted.
 """
 
 import contextlib
 import errno
+import itertools
 import logging
 import os
 import re
 import shutil
+import stat
 import uuid
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field, replace
-from datetime import datetime, timedelta
+from datetime import UTC, datetime, timedelta
 
 from forgather.ml.checkpoint import durable
-from forgather.ml.checkpoint.errors import CheckpointCorruptError, CheckpointError, CheckpointNotFoundError
+from forgather.ml.checkpoint.errors import (
+    CheckpointCorruptError,
+    CheckpointError,
+    CheckpointNotFoundError,
+    CheckpointVersionError,
+)
 from forgather.ml.checkpoint.file_io import HashingWriter, new_hasher
 from forgather.ml.checkpoint.manifest import MANIFEST_NAME, CheckpointManifest, FileRecord, read_manifest
-from forgather.ml.checkpoint.state_files import verify_file
+from forgather.ml.checkpoint.ownership import SET_ASIDE, Owner, is_ours, owner_of
+from forgather.ml.checkpoint.regular_files import is_real_directory, path_inside
+from forgather.ml.checkpoint.verification import problems_with_file, problems_with_weights
 
 logger = logging.getLogger(__name__)
 
 CHECKPOINTS_FOLDER = "checkpoints"
 _OURS = re.compile(r"\.(?P<kind>tmp|old|trash)-(?P<name>.+)-(?P<attempt>[0-9a-f]{12})$")
-_STEP = re.compile(r"checkpoint-(\d+)$")
+_STEP = re.compile(r"checkpoint-([0-9]{1,18})")
 # Room for directory entries, headers and the manifest, which are not counted tensor by tensor.
 _SPACE_MARGIN = 2**20
 
@@ -48,7 +60,7 @@ def checkpoint_path(output_dir: str, checkpoint_id: str | int) -> str:
 
 def step_of(path: str) -> int | None:
     """The step in a checkpoint's name, None for other names."""
-    match = _STEP.search(os.path.basename(os.path.normpath(path)))
+    match = _STEP.fullmatch(os.path.basename(os.path.normpath(path)))
     return int(match.group(1)) if match else None
 
 
@@ -70,11 +82,7 @@ class Transaction:
 
     def begin(self, needed_bytes: int) -> None:
         """Make the temporary directory, after a look at the space; ranks on other machines may do the same."""
-        if os.path.lexists(self.final_path) and not os.path.isdir(self.final_path):
-            raise NotADirectoryError(
-                f"{self.final_path} exists and is not a directory; a checkpoint is a directory. Remove the file or "
-                "choose another path."
-            )
+        refuse_occupied(self.final_path)
         parent = os.path.dirname(self.final_path)
         durable.make_directories(parent)
         if needed_bytes + _SPACE_MARGIN > shutil.disk_usage(parent).free:
@@ -109,7 +117,10 @@ class Transaction:
             writer.write(manifest.to_bytes())
         durable.fsync_tree(self.temporary_path)
         parent = os.path.dirname(self.final_path)
-        if not os.path.isdir(self.final_path):
+        refuse_occupied(self.final_path)
+        if os.path.lexists(self.final_path) and not is_complete(self.final_path):
+            set_aside(self.final_path, self.attempt)
+        if not os.path.lexists(self.final_path):
             os.rename(self.temporary_path, self.final_path)
             durable.fsync_directory(parent)
         elif durable.exchange(self.temporary_path, self.final_path):
@@ -146,7 +157,7 @@ class Transaction:
         """A clock that was set back must not make the newest checkpoint look old."""
         latest = datetime.fromisoformat(timestamp)
         for path in _candidates(os.path.dirname(self.final_path)):
-            with contextlib.suppress(CheckpointError, ValueError, OSError):
+            with contextlib.suppress(CheckpointError, OSError):
                 latest = max(latest, read_manifest(path).written_at + timedelta(microseconds=1))
         return latest.isoformat()
 
@@ -169,9 +180,9 @@ class FoundCheckpoint:
 def open_checkpoint(path: str) -> FoundCheckpoint:
     """The complete checkpoint at `path`; `CheckpointCorruptError` (or another `CheckpointError`) says why there is none."""
     if not os.path.isdir(path):
-        kind = "a file, not a checkpoint directory" if os.path.exists(path) else "no such directory"
+        kind = "a file, not a checkpoint directory" if os.path.lexists(path) else "no such directory"
         raise CheckpointNotFoundError(f"There is no checkpoint at {path}: {kind}.")
-    if not os.path.exists(os.path.join(path, MANIFEST_NAME)):
+    if not os.path.lexists(os.path.join(path, MANIFEST_NAME)):
         raise CheckpointCorruptError(
             f"{path} is not a complete checkpoint: {MANIFEST_NAME} is missing (a save that was interrupted, or a "
             "directory of another kind)."
@@ -179,20 +190,95 @@ def open_checkpoint(path: str) -> FoundCheckpoint:
     manifest = read_manifest(path)
     missing = []
     for record in manifest.files:
-        file_path = os.path.join(path, record.path)
         component = manifest.components.get(record.component)
         # Metadata files belong to no component: a checkpoint without its metrics still resumes.
         optional = component is None or not component.required
-        if optional and not os.path.exists(file_path):
+        size = _size_of(path, record)
+        if optional and size is None:
             missing.append(record.path)
-            continue
-        size = os.path.getsize(file_path) if os.path.exists(file_path) else None
-        if size != record.size:
+        elif size != record.size:
             raise CheckpointCorruptError(
                 f"{path} is not complete: {record.path} (component {record.component!r}) should have {record.size} bytes, "
                 f"but {'is missing' if size is None else f'has {size}'}."
             )
     return FoundCheckpoint(path, manifest, missing)
+
+
+def _size_of(path: str, record: FileRecord) -> int | None:
+    """The size of a regular file, None where there is nothing; anything else is damage."""
+    file_path = path_inside(path, record.path)
+    try:
+        status = os.lstat(file_path)
+    except (FileNotFoundError, NotADirectoryError):
+        return None
+    except OSError as error:
+        raise CheckpointCorruptError(f"{file_path} cannot be read: {error.strerror}") from error
+    if not stat.S_ISREG(status.st_mode):
+        raise CheckpointCorruptError(f"{file_path} is damaged: it is no regular file")
+    return status.st_size
+
+
+def set_aside(path: str, attempt: str) -> None:
+    """Rename a directory that is damaged or not recognisably ours out of a save's way: somebody may still want it."""
+    if not os.path.lexists(path):
+        return
+    aside = f"{path}.set-aside-{attempt}"
+    os.rename(path, aside)
+    durable.fsync_directory(os.path.dirname(os.path.abspath(path)))
+    logger.warning(
+        "%s was damaged or not a checkpoint of ours; it is kept as %s, which is never resumed, counted or deleted.",
+        path,
+        aside,
+    )
+
+
+def move_older_run(root: str) -> str | None:
+    """Move the checkpoints of ours in a directory into a folder `before-<UTC time>` there, and return its path."""
+    older = [path for path in _candidates(root) if is_ours(path)]
+    if not older:
+        return None
+    folder = _unused(os.path.join(root, f"before-{datetime.now(UTC):%Y%m%dT%H%M%SZ}"))
+    os.mkdir(folder)
+    for path in older:
+        os.rename(path, os.path.join(folder, os.path.basename(path)))
+    durable.fsync_directory(folder)
+    durable.fsync_directory(root)
+    return folder
+
+
+def _unused(path: str) -> str:
+    names = (path if number == 1 else f"{path}-{number}" for number in itertools.count(1))
+    return next(name for name in names if not os.path.lexists(name))
+
+
+def refuse_occupied(path: str) -> None:
+    """Raise when something lies at a checkpoint's path that must neither be replaced nor renamed."""
+    if not os.path.lexists(path):
+        return
+    remedy = "Move it elsewhere, or choose another output_dir or path."
+    if os.path.islink(path):
+        raise FileExistsError(f"{path} is a symbolic link, which a checkpoint never replaces. {remedy}")
+    if not os.path.isdir(path):
+        raise NotADirectoryError(f"{path} exists and is not a directory; a checkpoint is a directory. {remedy}")
+    owner = owner_of(path)
+    if owner.is_other_program:
+        raise FileExistsError(f"{path} is {owner.value}, which is never replaced or deleted. {remedy}")
+
+
+def refuse_occupied_names(root: str) -> None:
+    """Raise when a name that a save may need is taken by a symbolic link or another program's checkpoint."""
+    for name in sorted(os.listdir(root)) if os.path.isdir(root) else []:
+        path = os.path.join(root, name)
+        if step_of(path) is not None and (os.path.islink(path) or os.path.isdir(path)):
+            refuse_occupied(path)
+
+
+def checkpoints_of_others(folder: str) -> list[tuple[str, Owner]]:
+    """Directories in which another program keeps training state, with whose they are."""
+    names = sorted(os.listdir(folder)) if os.path.isdir(folder) else []
+    paths = [os.path.join(folder, name) for name in names if not name.startswith(".")]
+    owners = [(path, owner_of(path)) for path in paths if os.path.isdir(path)]
+    return [(path, owner) for path, owner in owners if owner.has_training_state]
 
 
 def is_complete(path: str) -> bool:
@@ -210,48 +296,50 @@ def find_checkpoints(root: str) -> list[FoundCheckpoint]:
     for path in _candidates(root):
         try:
             found.append(open_checkpoint(path))
-        except CheckpointCorruptError as error:
-            logger.warning("Passing over %s: %s", path, error)
         except (CheckpointNotFoundError, FileNotFoundError):
             # Another job's rotation removed it since it was listed.
             continue
+        except CheckpointVersionError:
+            # Not damage: an older checkpoint in its place would lose what the newer forgather has trained.
+            raise
+        except (CheckpointError, OSError) as error:
+            logger.warning("Passing over %s: %s", path, error)
     return sorted(found, key=lambda checkpoint: (checkpoint.manifest.written_at, checkpoint.manifest.step or 0))
 
 
 def _candidates(root: str) -> list[str]:
-    """What has a manifest, or at least the name of a checkpoint: one that lost its manifest is worth a warning."""
+    """Real directories with a manifest, or at least the name of a checkpoint: a lost manifest is worth a warning."""
     names = sorted(os.listdir(root)) if os.path.isdir(root) else []
-    paths = [os.path.join(root, name) for name in names if not name.startswith(".")]
+    paths = [os.path.join(root, name) for name in names if not name.startswith(".") and not SET_ASIDE.match(name)]
     return [
         path
         for path in paths
-        if os.path.exists(os.path.join(path, MANIFEST_NAME)) or (step_of(path) is not None and os.path.isdir(path))
+        if is_real_directory(path) and (step_of(path) is not None or os.path.lexists(os.path.join(path, MANIFEST_NAME)))
     ]
 
 
 def verify_checkpoint(path: str) -> list[str]:
-    """Read every file of a checkpoint against its checksum; returns what is wrong, one line for each."""
+    """Read every file of a checkpoint against its checksum and its format; returns what is wrong, one line for each."""
     try:
         found = open_checkpoint(path)
-        records = [record for record in found.manifest.files if record.path not in found.missing_optional]
+        manifest, missing = found.manifest, found.missing_optional
     except CheckpointCorruptError as error:
         try:
-            records = read_manifest(path).files
+            # Of a checkpoint that lacks a file, each file is looked at all the same.
+            manifest, missing = read_manifest(path), []
         except (CheckpointError, OSError):
             return [str(error)]
     except (CheckpointError, OSError) as error:
         return [str(error)]
-    problems = []
-    for record in records:
-        try:
-            verify_file(path, record)
-        except (CheckpointCorruptError, OSError) as error:
-            problems.append(str(error))
-    return problems
+    present = [record for record in manifest.files if record.path not in missing]
+    problems = [problem for record in present for problem in problems_with_file(path, record)]
+    return problems or problems_with_weights(path, manifest)
 
 
 def delete_checkpoint(path: str) -> None:
-    """Delete a checkpoint so that no instant shows half of it."""
+    """Delete a checkpoint of ours so that no instant shows half of it."""
+    if not is_ours(path):
+        raise CheckpointError(f"{path} was not deleted: it is no real directory with a manifest of ours.")
     trash = _sibling(path, "trash", new_attempt())
     os.rename(path, trash)
     durable.fsync_directory(os.path.dirname(trash))
@@ -266,10 +354,10 @@ def recover(root: str) -> list[str]:
     done = []
     for entry in sorted(os.listdir(root)) if os.path.isdir(root) else []:
         match = _OURS.match(entry)
-        if match is None or not os.path.exists(os.path.join(root, entry)):
+        if match is None or not is_real_directory(os.path.join(root, entry)):
             continue
         path, final = os.path.join(root, entry), os.path.join(root, match["name"])
-        if match["kind"] == "old" and not os.path.exists(final):
+        if match["kind"] == "old" and not os.path.lexists(final):
             # The job died between the two renames of a replacement, when the new checkpoint was already complete.
             successor = _sibling(final, "tmp", match["attempt"])
             # Complete, unless a surviving rank had begun to remove it.
@@ -278,7 +366,7 @@ def recover(root: str) -> list[str]:
             done.append(f"completed {final}, whose replacement was interrupted")
         if os.path.isdir(path) and durable.remove_or_warn(path):
             done.append(f"removed {path}, left by an interrupted save or deletion")
-    for checkpoint in _candidates(root):
+    for checkpoint in filter(is_ours, _candidates(root)):
         for path in durable.remove_unfinished_replacements(checkpoint):
             done.append(f"removed {path}, left by an interrupted change of a file")
     return done

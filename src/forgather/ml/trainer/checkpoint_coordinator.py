@@ -6,7 +6,7 @@ the training thread. `write_snapshot` is the transaction: it only touches what t
 
 import logging
 import os
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -115,17 +115,19 @@ class CheckpointCoordinator:
         step: int | None = None,
         extra_files: Mapping[str, bytes] | None = None,
         metadata: Mapping[str, Any] | None = None,
+        before_commit: Callable[[str], None] | None = None,
     ) -> str:
         """Save all components as one transaction, and return the checkpoint's path.
 
         Components that declare `validate_replication` are always compared; `validate` compares every component that
-        has copies. `extra_files` are small files to put beside the state; `step` is for paths that do not name one.
+        has copies. `extra_files` are small files to put beside the state; `step` is for paths that do not name one;
+        `before_commit` gets the path on the rank that is about to commit.
         """
         path = self._target_path(checkpoint_path, checkpoint_id)
         named_step = store.step_of(path)
         step = step if named_step is None else named_step
         snapshot = self.take_snapshot(validate, extra_files)
-        self.write_snapshot(snapshot, path, step, metadata)
+        self.write_snapshot(snapshot, path, step, metadata, before_commit=before_commit)
         return path
 
     def load_checkpoint(
@@ -149,7 +151,7 @@ class CheckpointCoordinator:
             raise ValueError("There is no model to export: the coordinator was made without one.")
         declared = [one for one in self._components if one.key == MODEL_KEY]
         component = declared or [StateComponent(MODEL_KEY, self._model, SharingPattern.GLOBAL)]
-        snapshot = self._snapshot_taker(component).take(False, {})
+        snapshot = self._snapshot_taker(component).take(False, {}, is_export=True)
         export = ModelExport(os.path.abspath(output_dir), peers.broadcast(store.new_attempt()))
 
         def write() -> None:
@@ -157,14 +159,14 @@ class CheckpointCoordinator:
             for file in snapshot.files:
                 file.write(export.temporary_path, layout.rank)
 
+        def install() -> None:
+            if layout.leads_storage:
+                export.verify(snapshot.weight_names)
+                export.install()
+
         try:
             on_every_rank(peers, write, f"writing the model to {output_dir}", CheckpointSaveError)
-            on_every_rank(
-                peers,
-                lambda: export.install() if layout.leads_storage else None,
-                f"installing the model in {output_dir}",
-                CheckpointSaveError,
-            )
+            on_every_rank(peers, install, f"installing the model in {output_dir}", CheckpointSaveError)
             export.clean_up()
         except CheckpointError as error:
             # As in a save: a rank that lost the others must not touch what the installing one works on.
@@ -197,6 +199,7 @@ class CheckpointCoordinator:
         step: int | None = None,
         metadata: Mapping[str, Any] | None = None,
         peers: Peers | None = None,
+        before_commit: Callable[[str], None] | None = None,
     ) -> None:
         """Write a snapshot as one transaction; collective over `peers`, by default the ranks of the job."""
         world, layout = self._world()
@@ -220,7 +223,7 @@ class CheckpointCoordinator:
             records = [record for records in written for record in records]
             on_every_rank(
                 peers,
-                lambda: self._commit(transaction, snapshot, records, step, metadata),
+                lambda: self._commit(transaction, snapshot, records, step, metadata, before_commit),
                 "committing the checkpoint",
                 CheckpointSaveError,
             )
@@ -238,10 +241,13 @@ class CheckpointCoordinator:
         records: Sequence[FileRecord],
         step: int | None,
         metadata: Mapping[str, Any] | None,
+        before_commit: Callable[[str], None] | None,
     ) -> None:
         layout = self._world()[1]
         if not layout.leads_storage:
             return
+        if before_commit is not None:
+            before_commit(transaction.final_path)
         if len(layout.storages) > 1:
             os.remove(transaction.path_of(f"{_LEADER_MARK}{layout.rank}"))
         here = [record for record in records if record.writer_rank in layout.storage]

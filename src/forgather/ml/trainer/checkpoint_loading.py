@@ -1,5 +1,6 @@
 """Loading a checkpoint: which files this rank reads, also when the job has another shape than the one that saved."""
 
+import contextlib
 import logging
 import os
 from collections.abc import Callable, Collection, Sequence
@@ -8,7 +9,7 @@ from typing import Any
 from torch import nn
 
 from forgather.ml.checkpoint import store
-from forgather.ml.checkpoint.errors import CheckpointLoadError
+from forgather.ml.checkpoint.errors import CheckpointError, CheckpointLoadError, naming
 from forgather.ml.checkpoint.layout import RankLayout
 from forgather.ml.checkpoint.manifest import CheckpointManifest, ComponentManifest, FileRecord
 from forgather.ml.checkpoint.state_files import read_state, verify_file
@@ -49,7 +50,17 @@ class CheckpointReader:
         self._peers = peers
 
     def load(self, strict: bool, skip: Collection[str]) -> None:
-        """Collective."""
+        """Collective. Every error names the checkpoint."""
+        try:
+            self._load(strict, skip)
+        except CheckpointError as error:
+            if self._path in str(error):
+                raise
+            named = type(error)(f"{error}\nThe checkpoint is {self._path}.")
+            named.is_misfit, named.contact_lost = error.is_misfit, error.contact_lost
+            raise named from error
+
+    def _load(self, strict: bool, skip: Collection[str]) -> None:
         skipped = select_components(self._components, skip, "skip_checkpoint_components") if skip else []
         if skipped:
             logger.info("Not loaded from %s, as asked: %s", self._path, ", ".join(one.key for one in skipped))
@@ -87,7 +98,7 @@ class CheckpointReader:
 
         attempts = set(self._everywhere(open_here, f"opening the checkpoint {self._path}"))
         if len(attempts) > 1:
-            raise CheckpointLoadError(
+            raise CheckpointLoadError.misfit(
                 f"Ranks see different checkpoints at {self._path} (saves {sorted(map(str, attempts))}). With storage of its "
                 "own each node must have the checkpoint of the same save; else all ranks must see one directory."
             )
@@ -101,7 +112,7 @@ class CheckpointReader:
         if not self._layout.leads_storage:
             return
         for record in manifest.files:
-            present = os.path.exists(os.path.join(self._path, record.path))
+            present = os.path.lexists(os.path.join(self._path, record.path))
             if not record.path.endswith(_READ_BY_COMPONENTS) and (present or record.component != METADATA_COMPONENT):
                 verify_file(self._path, record)
 
@@ -123,9 +134,12 @@ class CheckpointReader:
             self._absent(component, "was saved without it")
             return
         records = self._records(component, saved, manifest)
-        others = [one for one in manifest.component_files(component.key) if one not in records]
+        own = {record.path for record in records}
+        others = [one for one in manifest.component_files(component.key) if one.path not in own]
         parts = self._read_files(component, records)
-        if parts and others and _has_missing_names(component, parts[0]):
+        with self._naming(records):
+            is_divided = bool(parts and others and _has_missing_names(component, parts[0]))
+        if parts and is_divided:
             # The same ranks as before, but the model is divided among them in another way.
             more = self._read_files(component, others)
             parts = None if more is None else parts + more
@@ -134,11 +148,21 @@ class CheckpointReader:
         if not parts:
             states[component.key] = _NewRank(manifest.step or 0)
             return
-        state = parts[0] if len(parts) == 1 else component.stateful.merge_state_dicts(parts)
-        if hasattr(component.stateful, "add_tied_names") and MODEL_KEY in manifest.components:
-            tied = manifest.components[MODEL_KEY].metadata.get("param_sharing", [])
-            component.stateful.add_tied_names(state, tied)
-        states[component.key] = state
+        with self._naming(records):
+            states[component.key] = self._joined(component, parts, manifest)
+
+    def _joined(self, component: StateComponent, parts: Sequence[Any], manifest: CheckpointManifest) -> Any:
+        """The one state that several files make, checked by the component before anything is applied."""
+        stateful = component.stateful
+        state = parts[0] if len(parts) == 1 else stateful.merge_state_dicts(parts)
+        if hasattr(stateful, "add_tied_names") and MODEL_KEY in manifest.components:
+            stateful.add_tied_names(state, manifest.components[MODEL_KEY].metadata.get("param_sharing", []))
+        if hasattr(stateful, "check_state_dict"):
+            stateful.check_state_dict(state)
+        return state
+
+    def _naming(self, records: Sequence[FileRecord]) -> contextlib.AbstractContextManager[None]:
+        return naming(*(os.path.join(self._path, record.path) for record in records))
 
     def _read_files(self, component: StateComponent, records: Sequence[FileRecord]) -> list[Any] | None:
         """None, once that was reported, when one of them is not there."""
@@ -189,7 +213,7 @@ class CheckpointReader:
             else f"Resume with the number of ranks that saved it, or set skip_checkpoint_components=[{component.key!r}] to "
             "start it fresh."
         )
-        return CheckpointLoadError(
+        return CheckpointLoadError.misfit(
             f"Component {component.key!r} was saved as {saved.sharing_pattern} by {manifest.world_size} ranks "
             f"({len(manifest.component_files(component.key))} files), and this job has {self._layout.world_size} ranks with "
             f"pattern {component.sharing_pattern.value}: {reason}. {remedy}"
@@ -213,7 +237,7 @@ class _NewRank:
 
 
 def _missing_component(component: StateComponent, path: str, reason: str) -> CheckpointLoadError:
-    return CheckpointLoadError(
+    return CheckpointLoadError.misfit(
         f"The required component {component.key!r} cannot be loaded: {path} {reason}. Choose another checkpoint, or set "
         f"skip_checkpoint_components=[{component.key!r}] to keep its present state."
     )

@@ -12,13 +12,14 @@ from torch.distributed import DeviceMesh
 
 from forgather.ml.checkpoint import store
 from forgather.ml.checkpoint.errors import (
-    CheckpointCorruptError,
     CheckpointError,
     CheckpointLoadError,
-    CheckpointNotFoundError,
     CheckpointSaveError,
+    CheckpointVersionError,
+    naming,
 )
 from forgather.ml.checkpoint.manifest import FileRecord
+from forgather.ml.checkpoint.metadata import METADATA_NAME, CheckpointMetadata
 from forgather.ml.checkpoint.model_export import remove_unfinished_exports
 from forgather.ml.checkpoint.output_lock import OutputDirLock
 from forgather.ml.checkpoint.retention import (
@@ -33,13 +34,15 @@ from forgather.ml.checkpoint.together import on_every_rank
 from forgather.ml.distributed import DistributedEnvInterface, Peers
 from forgather.ml.sharded_checkpoint import EVAL_METRICS_NAME, ShardIndex, load_checkpoint_metrics, metrics_bytes
 from forgather.ml.trainer.checkpoint_coordinator import CheckpointCoordinator
-from forgather.ml.trainer.checkpoint_metadata import METADATA_NAME, CheckpointMetadata
 from forgather.ml.trainer.checkpoint_snapshot import METADATA_COMPONENT, MODEL_KEY
 from forgather.ml.trainer.checkpoint_types import declared_components, declared_process_groups, select_components
 
 __all__ = ["CheckpointConfig", "CheckpointManager", "RNGState"]
 
 logger = logging.getLogger(__name__)
+
+# A metric beyond what a float holds is no metric.
+_LARGEST = 1e308
 
 
 @dataclass(kw_only=True)
@@ -108,6 +111,8 @@ class CheckpointManager:
         self._mesh = mesh
         self._best = BestCheckpoints()
         self._eval_metrics: Mapping[str, Any] | None = None
+        self._is_fresh_run = False
+        self._damaged: set[str] = set()
         self._coordinators: dict[str, CheckpointCoordinator] = {}
         self._peers = Peers.world()
         self._lock = OutputDirLock(config.output_dir)
@@ -175,6 +180,10 @@ class CheckpointManager:
 
     # --- resuming
 
+    def begin_fresh_run(self) -> None:
+        """Note that nothing is resumed: the first save moves the checkpoints of the older run out of retention's way."""
+        self._is_fresh_run = True
+
     def resolve_checkpoint_path(self, path: str | bool | None = None) -> str | None:
         """What to resume from. None or True: the newest complete checkpoint, or None; a path: that one, which must be
         complete; False: nothing.
@@ -185,29 +194,59 @@ class CheckpointManager:
             self._everywhere(lambda: store.open_checkpoint(str(path)), f"opening {path}", CheckpointLoadError)
             return str(path)
         candidates = self._candidates()
+        if not candidates:
+            self._everywhere(self._refuse_checkpoints_of_others, "looking for checkpoints", CheckpointLoadError)
         return candidates[-1] if candidates else None
 
     def load_checkpoint(self, checkpoint_path: str | None = None) -> str | None:
         """Load, and return what was loaded: the path given, or the newest checkpoint that is intact; None without any.
 
-        Without a path, a damaged checkpoint is passed over with a warning in favour of the next older one.
+        Without a path, a checkpoint that cannot be read or applied is passed over with a warning in favour of the next
+        older one. When none can, the error is the newest one's.
         """
         if checkpoint_path is not None:
+            loaded: str | None = checkpoint_path
             self._load(checkpoint_path)
-            return checkpoint_path
+        else:
+            loaded = self._load_newest()
+        if loaded is not None:
+            self._is_fresh_run = False
+        return loaded
+
+    def _load_newest(self) -> str | None:
         candidates = self._candidates()
+        first_error: CheckpointLoadError | None = None
         for position, path in reversed(list(enumerate(candidates))):
             try:
                 self._load(path)
-            except (CheckpointCorruptError, CheckpointNotFoundError) as error:
-                if position == 0:
+            except CheckpointVersionError:
+                raise
+            except CheckpointLoadError as error:
+                if error.contact_lost or error.is_misfit:
+                    # The job is wrong, not the checkpoint: an older one would lose what was trained since.
                     raise
+                first_error = first_error or error
+                if position == 0:
+                    raise first_error from None
+                self._damaged.add(os.path.abspath(path))
                 logger.warning(
                     "%s is damaged, falling back to %s. The damage: %s", path, candidates[position - 1], error
                 )
             else:
                 return path
         return None
+
+    def _refuse_checkpoints_of_others(self) -> None:
+        if not self._leads_storage:
+            return
+        others = store.checkpoints_of_others(self.config.output_dir)
+        if others:
+            path, owner = others[-1]
+            raise CheckpointLoadError(
+                f"The output directory {self.config.output_dir!r} has no checkpoint of ours to resume from, but {path} is "
+                f"{owner.value}. Choose another output_dir, or start afresh beside it with resume_from_checkpoint=False; it "
+                "is never replaced or deleted."
+            )
 
     def is_own(self, path: str) -> bool:
         """Whether a checkpoint is one of those in the output directory."""
@@ -229,6 +268,7 @@ class CheckpointManager:
         extra_files: dict[str, bytes] = {}
 
         def collect() -> dict[str, Any]:
+            self._require_lock()
             if self._eval_metrics is not None:
                 extra_files[EVAL_METRICS_NAME] = metrics_bytes(self._eval_metrics)
             for callback in self._callbacks:
@@ -239,10 +279,35 @@ class CheckpointManager:
         states = self._everywhere(collect, "collecting callbacks' state", CheckpointSaveError)
         extra_files[METADATA_NAME] = CheckpointMetadata.of(self._best, states).to_bytes()
         saved = self._coordinator("save").save_checkpoint(
-            path, checkpoint_id, step=self._step_or_none(), extra_files=extra_files
+            path,
+            checkpoint_id,
+            step=self._step_or_none(),
+            extra_files=extra_files,
+            before_commit=self._clear_the_way,
         )
         self._eval_metrics = None
+        self._is_fresh_run = False
         return saved
+
+    def _require_lock(self) -> None:
+        if self._lock_is_held and self._lock.is_lost:
+            raise OSError(
+                f"the output directory {self.config.output_dir!r}, or its lock file, was removed or renamed while this job was "
+                "running, so another job may use it now. Restore it and start again, or choose another output_dir."
+            )
+
+    def _clear_the_way(self, path: str) -> None:
+        """Just before a commit, on the rank that commits: older runs and damaged checkpoints are kept, but elsewhere."""
+        if self._is_fresh_run and self.is_own(path):
+            moved_to = store.move_older_run(self._own_folder)
+            if moved_to is not None:
+                logger.warning(
+                    "This run started afresh (resume_from_checkpoint=False): the checkpoints of an older run are now in %s.",
+                    moved_to,
+                )
+        if os.path.abspath(path) in self._damaged:
+            self._damaged.discard(os.path.abspath(path))
+            store.set_aside(path, store.new_attempt())
 
     def load_external_weights(self, path: str) -> bool:
         """Have callbacks supply the weights of a checkpoint that was saved without any; False if it has them.
@@ -274,6 +339,12 @@ class CheckpointManager:
         skip = {*self._skip, MODEL_KEY} if supplied else set(self._skip)
         if MODEL_KEY not in coordinator.component_keys:
             skip.discard(MODEL_KEY)
+
+        def check_metadata() -> None:
+            with naming(os.path.join(path, METADATA_NAME)):
+                CheckpointMetadata.read(path).check_callbacks(self._callbacks, self._peers.rank)
+
+        self._everywhere(check_metadata, f"reading the metadata of {path}", CheckpointLoadError)
         coordinator.load_checkpoint(path, skip=skip)
 
         def finish() -> None:
@@ -346,6 +417,7 @@ class CheckpointManager:
             return
         self._lock.acquire()
         self._lock_is_held = True
+        store.refuse_occupied_names(self._own_folder)
         remove_unfinished_exports(self.config.output_dir)
         for line in store.recover(self._own_folder):
             logger.info("Recovery: %s", line)
@@ -405,7 +477,8 @@ class CheckpointManager:
 def _metrics_of(path: str) -> dict[str, Any]:
     """What retention policies see; a damaged file of metrics must not stop training."""
     try:
-        return load_checkpoint_metrics(path) or {}
-    except (OSError, ValueError) as error:
+        metrics = load_checkpoint_metrics(path) or {}
+        return {name: value for name, value in metrics.items() if type(value) in (int, float) and abs(value) < _LARGEST}
+    except (OSError, CheckpointError) as error:
         logger.warning("The metrics of %s cannot be read: %s", path, error)
         return {}

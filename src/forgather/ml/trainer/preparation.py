@@ -380,6 +380,7 @@ class PreparedTrainer(RecipeTrainer):
         """Load what was resolved; a damaged checkpoint gives way to an older one only if none was named."""
         assert self.checkpoint_manager is not None
         if self._resume is False:
+            self.checkpoint_manager.begin_fresh_run()
             return
         path = self._load_state(None if self._resume is True else str(self._resume))
         logger.info("Resumed from %s", path)

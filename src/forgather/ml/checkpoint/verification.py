@@ -1,0 +1,65 @@
+"""Verification of checkpoint files without a job: checksums, and whether each file can be read as what it is."""
+
+import os
+
+from forgather.ml.checkpoint import strict_json
+from forgather.ml.checkpoint.errors import CheckpointCorruptError, CheckpointError, UnregisteredClassError
+from forgather.ml.checkpoint.manifest import CheckpointManifest, FileRecord
+from forgather.ml.checkpoint.metadata import METADATA_NAME, CheckpointMetadata
+from forgather.ml.checkpoint.regular_files import path_inside, read_small_file
+from forgather.ml.checkpoint.state_files import checked_weights, read_state, verify_file
+from forgather.ml.checkpoint.weight_files import HEADER_ENTRY, read_header
+from forgather.ml.checkpoint.weight_location import locate_weights
+
+
+def problems_with_file(directory: str, record: FileRecord) -> list[str]:
+    """What is wrong with one file: its size, its checksum, or its content as a file of its kind."""
+    try:
+        file_path = path_inside(directory, record.path)
+        if record.path.endswith(".pt"):
+            read_state(file_path, record)
+        elif record.path.endswith(".bin"):
+            _check_names(file_path, record, set(checked_weights(file_path, read_state(file_path, record))))
+        else:
+            verify_file(directory, record)
+            _check_format(directory, file_path, record)
+    except UnregisteredClassError:
+        # The program that trains knows its classes; whoever verifies need not.
+        return []
+    except (CheckpointError, OSError) as error:
+        return [str(error)]
+    return []
+
+
+def _check_format(directory: str, path: str, record: FileRecord) -> None:
+    if record.path == METADATA_NAME:
+        CheckpointMetadata.read(directory)
+    elif record.path.endswith(".json"):
+        strict_json.loads(read_small_file(path), path)
+    elif record.path.endswith(".safetensors"):
+        _check_names(path, record, set(read_header(path, record).tensors))
+
+
+def _check_names(path: str, record: FileRecord, found: set[str]) -> None:
+    listed = set(record.tensors) - {HEADER_ENTRY}
+    if listed and listed != found:
+        raise CheckpointCorruptError(
+            f"{path} is damaged: it has other tensors than its manifest lists; only in one of the two: "
+            f"{', '.join(sorted(listed ^ found)[:10])}"
+        )
+
+
+def problems_with_weights(path: str, manifest: CheckpointManifest) -> list[str]:
+    """The index and the weight files name the same tensors."""
+    files = [record for record in manifest.files if record.path.endswith((".safetensors", ".bin"))]
+    if not files:
+        return []
+    try:
+        location = locate_weights(path)
+    except (CheckpointError, OSError) as error:
+        return [str(error)]
+    stored = {(name, record.path) for record in files for name in record.tensors if name != HEADER_ENTRY}
+    wrong = sorted(name for name, _ in set(location.weight_map.items()) ^ stored)
+    if stored and wrong:
+        return [f"{os.path.abspath(path)}: the index and the weight files differ in {', '.join(wrong[:10])}"]
+    return []
