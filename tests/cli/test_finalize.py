@@ -110,7 +110,10 @@ def test_losses_are_measured_by_the_loss_of_the_run(
     monkeypatch.syspath_prepend(str(tmp_path))
     Path("tiny.yaml").write_text(Path("tiny.yaml").read_text() + "loss: {class_path: own_loss_to_finalize.Doubled}\n")
     loss = train(capsys)
-    report = json.loads(finalize(capsys, "out", "final", "--quantize", "int4-weight-only", "--json").output)
+    words = ("out", "final", "--quantize", "int4-weight-only", "--json")
+    answer = call(capsys, "finalize", *words)
+    assert answer.code == 2 and "would run code that the checkpoint names" in " ".join(answer.errors.split())
+    report = json.loads(finalize(capsys, *words, "--config", "out/config.yaml").output)
     assert report["loss_before"] == pytest.approx(loss, abs=1e-5)
 
 
@@ -134,7 +137,10 @@ def test_a_model_of_ones_own_is_built_by_the_configuration(
     model = "model: {class_path: own_model_to_finalize.Own, init_args: {width: 32}}\n"
     Path("tiny.yaml").write_text(model + text[text.index("data:") :])
     assert call(capsys, "train", "tiny.yaml").code == 0
-    report = json.loads(finalize(capsys, "out", "final", "--quantize", "int4-weight-only", "--json").output)
+    words = ("out", "final", "--quantize", "int4-weight-only", "--json")
+    answer = call(capsys, "finalize", *words, "--no-evaluation")
+    assert answer.code == 2 and "sets model.class_path" in " ".join(answer.errors.split())
+    report = json.loads(finalize(capsys, *words, "--config", "out/config.yaml").output)
     assert report["layers"]["converted"] == ["layers.1"]
     assert report["loss_after"] == pytest.approx(report["loss_before"], abs=0.1)
     # Its code is needed to quantise it, not to copy its weights.

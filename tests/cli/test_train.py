@@ -112,3 +112,22 @@ loss: {class_path: forgather.ml.loss.CausalLoss}
     answer = call(capsys, "train", "tiny.yaml", "--args.eval_strategy", "no")
     assert answer.code == 0, answer.errors
     assert Path("out/checkpoints/checkpoint-5").is_dir()
+
+
+def test_a_job_that_is_refused_changes_nothing(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert call(capsys, "train", "tiny.yaml").code == 0
+    program = (
+        "from forgather.ml.checkpoint.output_lock import OutputDirLock; OutputDirLock('out').acquire(); "
+        "print('held', flush=True); sys.stdin.read()"
+    )
+    command = [sys.executable, "-c", f"import sys; {program}"]
+    with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True) as holder:
+        assert holder.stdout is not None and holder.stdout.readline() == "held\n"
+        before = {str(path): path.read_bytes() for path in Path("out").rglob("*") if path.is_file()}
+        answer = call(capsys, "train", "tiny.yaml", "--args.max_steps", "9", "--args.learning_rate", "1.0")
+        after = {str(path): path.read_bytes() for path in Path("out").rglob("*") if path.is_file()}
+        holder.communicate()
+    assert answer.code == 1 and f"in use by another running job: process {holder.pid}" in " ".join(
+        answer.errors.split()
+    )
+    assert after == before

@@ -55,7 +55,9 @@ def _parser() -> _Parser:
     )
     parser.add_argument("--ema", action="store_true", help="take the averaged weights (of a run with args.ema_decay)")
     parser.add_argument(
-        "--config", metavar="CONFIG", help="the configuration of the run; by default the one in the checkpoint"
+        "--config",
+        metavar="CONFIG",
+        help="the configuration of the run; by default the one in the checkpoint, if it names no code to run",
     )
     parser.add_argument("--no-evaluation", action="store_true", help="do not measure losses, which needs the data")
     parser.add_argument("--json", action="store_true", help="report as JSON")

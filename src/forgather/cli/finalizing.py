@@ -30,6 +30,7 @@ from forgather.ml.trainer.trainer import Trainer
 logger = logging.getLogger(__name__)
 
 _LABEL_WIDTH = 10
+_OWN_DOCUMENTS = "forgather.data.standard_library.standard_library_documents"
 _NOT_FOR_EVALUATION = {
     "qat_recipe": None,
     "fp8_recipe": None,
@@ -60,6 +61,8 @@ def finalize(options: argparse.Namespace) -> int:
     configuration = read_configuration(checkpoint, options.config)
     if configuration is not None:
         _compare_recipes(configuration, options.quantize)
+        if options.config is None and options.quantize is not None:
+            _refuse_code(configuration, checkpoint, options.no_evaluation)
     evaluation, reason = None, "losses are measured when a model is quantised"
     if options.quantize is not None:
         evaluation, reason = _evaluation_of(configuration, checkpoint, options.no_evaluation)
@@ -87,6 +90,29 @@ def read_configuration(checkpoint: str, path: str | None = None) -> Configuratio
     parser = ConfigurationParser(trainer_kind(path, []))
     parser.read_file(path)
     return parser.configuration()
+
+
+def _refuse_code(configuration: Configuration, checkpoint: str, without_evaluation: bool) -> None:
+    """Refuse what the configuration inside a checkpoint would import and call: a checkpoint is data, never code."""
+    named: dict[str, Any] = {"model.class_path": configuration.model.class_path}
+    if not without_evaluation:
+        named |= {
+            "tokenizer.class_path": configuration.tokenizer.class_path,
+            "tokenizer.init_args": configuration.tokenizer.init_args,
+            "loss.class_path": configuration.loss.class_path,
+            "data.class_path": None
+            if configuration.data.class_path == _OWN_DOCUMENTS
+            else configuration.data.class_path,
+            "data.cache_dir": configuration.data.cache_dir,
+        }
+    used = [name for name, value in named.items() if value]
+    if used:
+        path = os.path.join(checkpoint, CONFIG_NAME)
+        raise UsageError(
+            f"The configuration in the checkpoint sets {', '.join(used)}, and using it would run code that the checkpoint "
+            f"names. If you trust it, say so with --config {path}."
+            + ("" if without_evaluation else " --no-evaluation does without the data and the loss.")
+        )
 
 
 class Evaluation:

@@ -12,6 +12,7 @@ from forgather.cli.manners import show_own_messages
 from forgather.cli.trainers import find_kind, load_trainer, make_own_keywords
 from forgather.ml.checkpoint import store
 from forgather.ml.checkpoint.durable import make_directories, replace_file
+from forgather.ml.checkpoint.output_lock import OutputDirLock
 from forgather.ml.trainer.callbacks.console import get_console
 from forgather.ml.trainer.signals import Preempted
 from forgather.ml.trainer.trainer import Trainer
@@ -40,7 +41,13 @@ def train(configuration: Configuration, demo_words: Sequence[str] | None = None)
             if job.is_main:
                 say_already_finished(configuration, finished_step, demo_words)
             return 0
-        return _train(configuration, trainer_class, job, demo_words)
+        lock = OutputDirLock(configuration.args.output_dir)
+        # Before anything is written there: a job that is refused must not change what the running one uses.
+        job.as_main_says(lock.acquire, "taking the output directory")
+        try:
+            return _train(configuration, trainer_class, job, demo_words)
+        finally:
+            lock.release()
 
 
 def _train(
