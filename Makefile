@@ -7,7 +7,7 @@ PIP := $(BIN)/pip install --quiet --disable-pip-version-check
 
 export TOKENIZERS_PARALLELISM := false
 
-.PHONY: setup test demo demo-checkpoints lint bench docs lock clean
+.PHONY: setup test fuzz demo demo-checkpoints lint bench docs lock clean
 
 setup: $(STAMP)
 
@@ -22,6 +22,11 @@ $(STAMP): requirements.lock pyproject.toml
 # Two test processes, since ranks often wait; each has all tests of a file, and files begin in the order of their names.
 test: $(STAMP)
 	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n 2 --dist loadfile --no-loadscope-reorder
+
+# Hostile checkpoints by the thousand; the suite runs 500 of them.
+fuzz: $(STAMP)
+	OMP_NUM_THREADS=1 GLIBC_TUNABLES=glibc.malloc.hugetlb=1 PYTHONMALLOC=malloc \
+		$(BIN)/python -m tests.faults.fuzz --examples 20000
 
 # Trains; once more goes on where it stopped.
 demo: $(STAMP)

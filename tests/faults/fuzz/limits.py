@@ -1,0 +1,57 @@
+"""What a child may use of the machine, and how it is watched."""
+
+import os
+import resource
+import select
+import signal
+from pathlib import Path
+
+MIB = 2**20
+WALL_SECONDS = 10.0
+# What a load may take by the size of its files, as a promise of the library.
+MEMORY_PER_FILE_BYTE = 4
+MEMORY_BASE = 64 * MIB
+MEMORY_NOISE = 96 * MIB
+"""Measured: every child reserves 64 MiB of addresses for a moment, also for the untouched checkpoint; the rest is for
+the buffers and stacks of the threads that read and write, and for what Python's allocator rounds up to."""
+
+
+def address_space() -> int:
+    pages = int(Path("/proc/self/statm").read_text().split()[0])
+    return pages * os.sysconf("SC_PAGE_SIZE")
+
+
+def peak_address_space() -> int:
+    lines = Path("/proc/self/status").read_text().splitlines()
+    return next(int(line.split()[1]) * 1024 for line in lines if line.startswith("VmPeak"))
+
+
+def tree_bytes(directory: Path) -> int:
+    return sum(path.lstat().st_size for path in directory.rglob("*") if not path.is_symlink() and path.is_file())
+
+
+def limit_myself(file_bytes: int) -> None:
+    allowance = MEMORY_PER_FILE_BYTE * file_bytes + MEMORY_BASE + MEMORY_NOISE
+    resource.setrlimit(resource.RLIMIT_AS, (address_space() + allowance, resource.RLIM_INFINITY))
+    seconds = int(WALL_SECONDS)
+    resource.setrlimit(resource.RLIMIT_CPU, (seconds, seconds + 1))
+    resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
+
+
+def lift_memory_limit() -> None:
+    """To be able to tell of an error after there was no memory left."""
+    resource.setrlimit(resource.RLIMIT_AS, (resource.RLIM_INFINITY, resource.RLIM_INFINITY))
+
+
+def wait_or_kill(child: int, seconds: float) -> tuple[int, bool]:
+    """The exit code of a child, and whether it had to be killed because it took too long."""
+    descriptor = os.pidfd_open(child)
+    try:
+        watch = select.poll()
+        watch.register(descriptor, select.POLLIN)
+        is_late = not watch.poll(seconds * 1000)
+    finally:
+        os.close(descriptor)
+    if is_late:
+        os.kill(child, signal.SIGKILL)
+    return os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]), is_late

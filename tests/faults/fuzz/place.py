@@ -1,0 +1,88 @@
+"""Where a mutation happens: one file of a private copy of a checkpoint, and what lies around it."""
+
+import copy
+import os
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+MANIFEST = "checkpoint_manifest.json"
+METADATA = "checkpoint_metadata.json"
+REMOVED = object()
+"""What an edit returns for a node that is to go."""
+
+
+@dataclass(frozen=True)
+class Place:
+    """A file of a checkpoint that may be changed at will."""
+
+    checkpoint: Path
+    name: str
+    marker: Path
+    """A file that only code from a checkpoint would make."""
+    outside: Path
+    """A directory that no checkpoint has a business with; `sentinel.pt` in it is a sound state file."""
+
+    @property
+    def path(self) -> Path:
+        return self.checkpoint / self.name
+
+    @property
+    def older(self) -> Path:
+        return self.checkpoint.parent / "checkpoint-1"
+
+    def read(self) -> bytes:
+        return self.path.read_bytes()
+
+    def write(self, content: bytes) -> None:
+        self.path.write_bytes(content)
+
+    def way_out(self) -> str:
+        """A relative path that leads out of the checkpoint to the sentinel."""
+        return os.path.relpath(self.outside / "sentinel.pt", self.checkpoint)
+
+
+def edited(node: Any, route: Sequence[int], edit: Callable[[Any], Any]) -> Any:
+    """A copy of nested containers in which one node was edited: each number of the route chooses a child."""
+    if not route or not isinstance(node, (dict, list, tuple)) or not node:
+        return edit(node)
+    keys = list(node) if isinstance(node, dict) else range(len(node))
+    key = keys[route[0] % len(keys)]
+    child = edited(node[key], route[1:], edit)
+    changed = list(node) if isinstance(node, tuple) else copy.copy(node)
+    if child is REMOVED:
+        del changed[key]
+    else:
+        changed[key] = child
+    return tuple(changed) if isinstance(node, tuple) else changed
+
+
+def keys_on(node: Any, route: Sequence[int]) -> list[Any]:
+    """The keys that a route passes."""
+    passed = []
+    for number in route:
+        if not isinstance(node, (dict, list, tuple)) or not node:
+            break
+        keys = list(node) if isinstance(node, dict) else range(len(node))
+        passed.append(keys[number % len(keys)])
+        node = node[passed[-1]]
+    return passed
+
+
+def is_only_other_data(old: Any, new: Any) -> bool:
+    """Whether a value could as well have been saved in place of another: same type, a number for a float, or none."""
+    if old is None or new is None:
+        return not isinstance(new if old is None else old, (dict, list, tuple))
+    if type(old) is float and type(new) is int:
+        return True
+    if type(old) is not type(new) or isinstance(old, (dict, list, tuple)):
+        return False
+    return not hasattr(old, "layout") or _has_same_form(old, new)
+
+
+def _has_same_form(old: Any, new: Any) -> bool:
+    """A tensor of another floating type is converted by whoever loads it."""
+    if new.is_nested or any(getattr(old, name) != getattr(new, name) for name in ("shape", "layout", "device")):
+        return False
+    return old.dtype == new.dtype or (old.is_floating_point() and new.is_floating_point())
