@@ -246,6 +246,9 @@ class PlainUnpickler:
         if build is None or type(arguments) is not tuple:
             raise StateDecodingError("its pickle calls what is not a constructor of data")
         made = build(*arguments)
+        if isinstance(made, torch.Tensor) and made.layout is torch.strided and not made.is_meta:
+            # A tensor that repeats its memory, which becomes as large as it looks when somebody copies it.
+            self._budget.spend(max(0, made.nbytes - made.untyped_storage().nbytes()))
         self._push(made, len(made) if type(made) is bytes else TENSOR_BYTES)
 
     # --- storages
