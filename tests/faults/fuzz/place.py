@@ -7,6 +7,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from torch import Tensor
+
 MANIFEST = "checkpoint_manifest.json"
 METADATA = "checkpoint_metadata.json"
 REMOVED = object()
@@ -75,6 +77,9 @@ def is_only_other_data(old: Any, new: Any) -> bool:
     if old is None or new is None:
         return not isinstance(new if old is None else old, (dict, list, tuple))
     if type(old) is float and type(new) is int:
+        return True
+    if isinstance(old, Tensor) and old.ndim == 0 and type(new) in (int, float):
+        # The count of an optimizer's steps, which older versions of torch kept as a plain number.
         return True
     if type(old) is not type(new) or isinstance(old, (dict, list, tuple)):
         return False

@@ -203,7 +203,7 @@ class _Allowed:
         target = self.mutation.target
         is_users = target.startswith(tuple(f"{key}_state" for key in self.pristine.subject.user_components))
         # An average that a checkpoint lacks starts from the weights, with a warning: models may gain parameters.
-        lacks_average = target == "ema_state.pt" and self.mutation.kind == "state.remove"
+        lacks_average = target == "ema_state.pt" and self.mutation.kind in ("state.remove", "state.rename")
         return self.mutation.is_sealed and (self.is_data or is_users or lacks_average) and target != MANIFEST
 
     @property

@@ -36,7 +36,7 @@ _FIELDS = {
     "best_metric_key": optional(text),
     "callbacks": mapping_of(text, mapping_of(_rank, anything)),
 }
-_METADATA = Schema(_FIELDS, may_lack=_FIELDS)
+_METADATA = Schema(_FIELDS)
 
 
 @dataclass(frozen=True)
@@ -74,8 +74,8 @@ class CheckpointMetadata:
             _METADATA(data)
         except Violation as violation:
             raise CheckpointCorruptError(f"{path} is damaged: {violation.message('metadata')}") from None
-        best = [(name, value) for name, value in data.get("best_checkpoints", [])]
-        return cls(best, data.get("best_metric_key"), data.get("callbacks", {}))
+        best = [(name, value) for name, value in data["best_checkpoints"]]
+        return cls(best, data["best_metric_key"], data["callbacks"])
 
     def with_best(self, best: BestCheckpoints) -> "CheckpointMetadata":
         entries = [(os.path.basename(os.path.normpath(path)), value) for path, value in best.entries]

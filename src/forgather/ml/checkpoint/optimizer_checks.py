@@ -132,6 +132,28 @@ def check_structure(state_dict: object) -> None:
         check_mapping(state, Where(f"optimizer state of {name!r}", "optimizer"))
     for name, record in check_mapping(parts.get("parameters", {}), _OPTIMIZER.at("parameters")).items():
         _check_record(record, _OPTIMIZER.at(f"parameters[{name!r}]"))
+    _check_completeness(parts)
+
+
+def _check_completeness(parts: Mapping[str, Any]) -> None:
+    """Refuse states that no group has the parameter of, and states that lack a part or have one more than was saved."""
+    names = {name for group in parts["param_groups"] for name in group["params"]}
+    for name in parts["state"]:
+        if name not in names:
+            raise _OPTIMIZER.at("state").refusal(f"has the entry {described(name)}", "parameters of its param_groups")
+    records = parts.get("parameters", {})
+    if records and (missing := sorted(names - records.keys())):
+        raise _OPTIMIZER.at("parameters").refusal(f"lacks {missing[0]!r}", "every parameter of its param_groups")
+    for name, record in records.items():
+        found = state_keys(parts["state"].get(name))
+        if record.get("state", found) != found:
+            where = Where(f"optimizer state of {name!r}", "optimizer")
+            raise where.refusal(f"has {found}", f"{record['state']}, as it was saved")
+
+
+def state_keys(state: Mapping[Any, Any] | None) -> list[str]:
+    """The keys of what an optimizer keeps of a parameter, as `parameters` records them."""
+    return sorted(map(str, state or ()))
 
 
 def _check_groups(groups: object, configured: object) -> None:
@@ -148,7 +170,12 @@ def _check_groups(groups: object, configured: object) -> None:
         )
     for number, origin in enumerate(origins):
         place = _OPTIMIZER.at(f"initial_options[{number}]")
-        _check_options({} if origin is None else check_mapping(origin, place), place)
+        options = {} if origin is None else check_mapping(origin, place)
+        _check_options(options, place)
+        if missing := sorted(str(option) for option in options if option not in _listed(groups, where)[number]):
+            raise _OPTIMIZER.at(f"param_groups[{number}]").refusal(
+                f"lacks {missing[0]!r}", "all of its initial_options"
+            )
 
 
 def _listed(value: object, where: Where) -> Sequence[Any]:
@@ -203,6 +230,9 @@ def _check_record(record: object, where: Where) -> None:
     for field in ("dtype", "optimizer"):
         if not isinstance(fields.get(field), str):
             raise where.at(field).refusal(f"is {described(fields.get(field))}", "a name")
+    for key in _listed(fields.get("state", []), where.at("state")):
+        if not isinstance(key, str):
+            raise where.at("state").refusal(f"has the entry {described(key)}", "names of values")
 
 
 # --- options that will be restored
@@ -273,7 +303,7 @@ class StateChecks:
             if key in keys.elementwise:
                 self._check_elementwise(key, value, parameter, keys, place)
             elif key in keys.numbers:
-                self._check_number(key, value, place)
+                self._check_number(key, value, place, is_of_torch(optimizer))
             else:
                 self._check_foreign(key, value, parameter, existing.get(key), place)
 
@@ -290,9 +320,11 @@ class StateChecks:
             raise where.refusal(f"has dtype {tensor.dtype}", "one in which optimizers compute")
         self._own.add(tensor, where)
 
-    def _check_number(self, key: object, value: object, where: Where) -> None:
+    def _check_number(self, key: object, value: object, where: Where, is_of_torch: bool) -> None:
         one_number(value, where, at_least=0.0 if key == "step" else -math.inf)
         if isinstance(value, Tensor):
+            if is_of_torch and key == "step" and value.ndim:
+                raise where.refusal(f"has shape {tuple(value.shape)}", "a number without dimensions")
             self._own.add(value, where)
 
     def _check_foreign(self, key: object, value: object, parameter: Tensor, existing: object, where: Where) -> None:

@@ -6,7 +6,8 @@ What a state dict holds:
 - `param_groups`: the groups' options as they are now, `params` being names;
 - `initial_options`: the options of the same groups as the user configured them, to tell a user's change (which wins)
   from what a scheduler did (which is restored);
-- `parameters`: name -> shape and dtype of the parameter and the class of its optimizer, to judge whether a state fits.
+- `parameters`: name -> shape and dtype of the parameter, the class of its optimizer and the keys of its state, to judge
+  whether a state fits and is complete.
 """
 
 import copy
@@ -28,6 +29,7 @@ from forgather.ml.checkpoint.optimizer_checks import (
     is_fused,
     is_of_torch,
     saved_shapes,
+    state_keys,
     with_number_tensors,
 )
 from forgather.ml.checkpoint.optimizer_options import (
@@ -78,7 +80,12 @@ class OptimizerState:
             "param_groups": [{**options_of(group.options), "params": list(group.parameters)} for group in groups],
             "initial_options": [dict(group.configured) if group.is_known else None for group in groups],
             "parameters": {
-                name: {"shape": list(p.shape), "dtype": str(p.dtype), "optimizer": group.optimizer_name}
+                name: {
+                    "shape": list(p.shape),
+                    "dtype": str(p.dtype),
+                    "optimizer": group.optimizer_name,
+                    "state": state_keys(group.state.get(p)),
+                }
                 for name, p, group in named
             },
         }
