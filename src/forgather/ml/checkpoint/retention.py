@@ -21,6 +21,8 @@ class CheckpointInfo:
     step: int | None
     timestamp: datetime
     metrics: Mapping[str, float] = field(default_factory=dict)
+    is_sound: bool = True
+    """Whether its weights are finite."""
 
 
 class RetentionPolicy(Protocol):
@@ -107,11 +109,15 @@ def checkpoints_to_delete(checkpoints: Sequence[CheckpointInfo], policy: Retenti
     """Return what `policy` does not keep, oldest first.
 
     `checkpoints` are the complete ones, oldest to newest. The newest is never returned, whatever the policy says: it is
-    the one a resume needs.
+    the one a resume needs. What the policy keeps of the sound ones alone is kept too, so that a checkpoint with NaN in its
+    weights takes the place of none of them.
     """
     if not checkpoints:
         return []
+    sound = [info for info in checkpoints if info.is_sound]
     kept = policy.keep(checkpoints) | {checkpoints[-1].path}
+    if 0 < len(sound) < len(checkpoints):
+        kept |= policy.keep(sound)
     return [info for info in checkpoints if info.path not in kept]
 
 

@@ -8,6 +8,8 @@ import torch
 from torch import Tensor
 from torch.utils.hooks import RemovableHandle
 
+from forgather.ml.optim.gradient_trace import GradientTrace
+
 
 class StepInBackward:
     """Updates each parameter as soon as its gradient is complete, and lets go of the gradient.
@@ -21,6 +23,8 @@ class StepInBackward:
         refuse_several_optimizers(optimizer, None)
         self._optimizer = optimizer
         self._norms: list[Tensor] = []
+        self._updated: list[Tensor] = []
+        self.trace: GradientTrace | None = None
         self._unchecked: set[Tensor] = set()
         self._handles: list[RemovableHandle] = []
 
@@ -45,14 +49,19 @@ class StepInBackward:
                 "for, and of each only the Euclidean norm was kept."
             )
         norms, self._norms = self._norms, []
+        updated, self._updated = self._updated, []
         if not norms:
+            self.trace = None
             return torch.zeros(())
-        return torch.linalg.vector_norm(torch.stack([norm.to(norms[-1].device, non_blocking=True) for norm in norms]))
+        values = torch.stack([norm.to(norms[-1].device, non_blocking=True) for norm in norms])
+        self.trace = GradientTrace(updated, values)
+        return torch.linalg.vector_norm(values)
 
     def _step(self, number: int, index: int, parameter: Tensor) -> None:
         assert parameter.grad is not None
         dtype = torch.promote_types(parameter.grad.dtype, torch.float32)
         self._norms.append(torch.linalg.vector_norm(parameter.grad, dtype=dtype))
+        self._updated.append(parameter)
         optimizer = self._optimizer
         groups = optimizer.param_groups
         alone = _reduced_to(groups[number], index)

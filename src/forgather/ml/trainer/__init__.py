@@ -13,6 +13,7 @@ if TYPE_CHECKING:
     from forgather.ml.trainer.checkpoint_types import SharingPattern, StateComponent
     from forgather.ml.trainer.ddp.ddp_trainer import DDPTrainer, DDPTrainingArguments
     from forgather.ml.trainer.hybrid.hybrid_trainer import HybridTrainer, HybridTrainingArguments
+    from forgather.ml.trainer.nonfinite import NonFiniteError
     from forgather.ml.trainer.pipeline.pipeline_trainer import PipelineTrainer, PipelineTrainingArguments
     from forgather.ml.trainer.trainer import MinimalTrainingArguments, Trainer, TrainerState, TrainingArguments
     from forgather.ml.trainer.trainer_types import (
@@ -33,6 +34,7 @@ _HOMES = {
     "HybridTrainingArguments": "hybrid.hybrid_trainer",
     "IntervalStrategy": "trainer_types",
     "MinimalTrainingArguments": "trainer",
+    "NonFiniteError": "nonfinite",
     "PipelineTrainer": "pipeline.pipeline_trainer",
     "PipelineTrainingArguments": "pipeline.pipeline_trainer",
     "SharingPattern": "checkpoint_types",
@@ -56,6 +58,7 @@ __all__ = [
     "HybridTrainingArguments",
     "IntervalStrategy",
     "MinimalTrainingArguments",
+    "NonFiniteError",
     "PipelineTrainer",
     "PipelineTrainingArguments",
     "SharingPattern",

@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 from forgather.ml.checkpoint.tensor_checks import Where, check_mapping, one_number, whole_number
+from forgather.ml.trainer.nonfinite import LateFlag
 from forgather.ml.trainer.trainer_types import OptimizerT
 
 logger = logging.getLogger(__name__)
@@ -37,6 +38,13 @@ class AMPContext:
         self._dtype = _DTYPES.get(mixed_precision or "no")
         self._scaler = _grad_scaler(device_type, initial_scale) if mixed_precision == "fp16" else None
         self._known_scale = float(initial_scale)
+        self._one: Tensor | None = None
+        self.left_out: LateFlag | None = None
+        """Whether the last step was left out, once that is known on the host; None where no step ever is."""
+
+    @property
+    def has_loss_scale(self) -> bool:
+        return self._scaler is not None
 
     def autocast(self) -> AbstractContextManager[Any]:
         if self._dtype is None:
@@ -56,10 +64,19 @@ class AMPContext:
         if self._scaler is None:
             optimizer.step()
             return
+        before = self._scale_on_device(self._scaler)
         self._scaler.step(optimizer)
         self._scaler.update()
+        # The scale drops when, and only when, a step was left out. To compare it here would mean to wait.
+        self.left_out = LateFlag(self._scale_on_device(self._scaler) < before)
         if self._device_type == "cpu":
             self.log_scale_drop()
+
+    def _scale_on_device(self, scaler: torch.amp.GradScaler) -> Tensor:
+        if self._one is None:
+            self._one = torch.ones((), device=self._device_type)
+        scaled: Tensor = scaler.scale(self._one)
+        return scaled
 
     def log_scale_drop(self) -> None:
         """Log whether the loss scale is lower than when last looked at.

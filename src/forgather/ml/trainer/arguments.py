@@ -15,6 +15,7 @@ from forgather.ml.checkpoint.retention import default_greater_is_better
 from forgather.ml.construct import torch_dtype
 from forgather.ml.recipe_names import FP8_RECIPES, QAT_RECIPES
 from forgather.ml.trainer.argument_values import converted, fields_with_types, hint_for
+from forgather.ml.trainer.nonfinite import ACTIONS
 from forgather.ml.trainer.trainer_types import IntervalStrategy
 
 SDPA_BACKENDS = ("math", "flash", "efficient", "cudnn")
@@ -347,11 +348,14 @@ class TrainingArguments(BaseTrainingArguments):
     shuffle: bool = True
     token_weighted_loss: bool = True
     """The loss of a step is the mean over its target tokens; False: the mean of the micro-batches' means."""
+    nonfinite_grad: str = "stop"
+    """When gradients are NaN or infinite: "stop" raises NonFiniteError, "skip" leaves the update out, "ignore" trains on."""
 
     def __post_init__(self) -> None:
         super().__post_init__()
         self._choose("construct_model_on", ["default", "meta", "device"])
         self._choose("on_save_error", ["raise", "warn"])
+        self._choose("nonfinite_grad", ACTIONS)
         self._require("gc_threshold", 0)
         self._refuse_fused_combinations()
         self._check_activation_budget()
@@ -395,6 +399,10 @@ class TrainingArguments(BaseTrainingArguments):
                 "a gradient is used up as soon as it is computed",
             ),
             "mixed_precision": (self.mixed_precision == "fp16", "the scaler must see all gradients before an update"),
+            "nonfinite_grad": (
+                self.nonfinite_grad == "skip",
+                "parameters are updated before it is known whether all gradients are finite",
+            ),
         }
         for name, (refused, reason) in reasons.items():
             if refused:

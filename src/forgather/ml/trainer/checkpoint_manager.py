@@ -18,7 +18,7 @@ from forgather.ml.checkpoint.errors import (
     CheckpointVersionError,
     naming,
 )
-from forgather.ml.checkpoint.manifest import FileRecord
+from forgather.ml.checkpoint.manifest import CheckpointManifest, FileRecord
 from forgather.ml.checkpoint.metadata import METADATA_NAME, CheckpointMetadata
 from forgather.ml.checkpoint.model_export import remove_unfinished_exports
 from forgather.ml.checkpoint.output_lock import OutputDirLock
@@ -43,6 +43,7 @@ logger = logging.getLogger(__name__)
 
 # A metric beyond what a float holds is no metric.
 _LARGEST = 1e308
+_IS_FINITE = "weights_are_finite"
 
 
 @dataclass(kw_only=True)
@@ -126,12 +127,21 @@ class CheckpointManager:
 
     # --- saving
 
-    def save_checkpoint(self, checkpoint_path: str | None = None, checkpoint_id: str | int | None = None) -> str:
-        """Save, then remove what need not be kept; returns the checkpoint's path, "" after an error that only warns."""
+    def save_checkpoint(
+        self,
+        checkpoint_path: str | None = None,
+        checkpoint_id: str | int | None = None,
+        *,
+        is_sound: bool = True,
+    ) -> str:
+        """Save, then remove what need not be kept; returns the checkpoint's path, "" after an error that only warns.
+
+        One that is not sound, because its weights are not finite, never takes the place of one that is.
+        """
         if checkpoint_path is None and checkpoint_id is None:
             checkpoint_id = self._current_step()
         try:
-            path = self._save(checkpoint_path, checkpoint_id)
+            path = self._save(checkpoint_path, checkpoint_id, is_sound)
         except CheckpointSaveError as error:
             if self._raise_save_errors:
                 raise
@@ -264,7 +274,7 @@ class CheckpointManager:
 
     # --- inside
 
-    def _save(self, path: str | None, checkpoint_id: str | int | None) -> str:
+    def _save(self, path: str | None, checkpoint_id: str | int | None, is_sound: bool) -> str:
         extra_files: dict[str, bytes] = {}
 
         def collect() -> dict[str, Any]:
@@ -283,6 +293,7 @@ class CheckpointManager:
             checkpoint_id,
             step=self._step_or_none(),
             extra_files=extra_files,
+            metadata={} if is_sound else {_IS_FINITE: False},
             before_commit=self._clear_the_way,
         )
         self._eval_metrics = None
@@ -401,8 +412,18 @@ class CheckpointManager:
     def _known_checkpoints(self) -> list[CheckpointInfo]:
         found = store.find_checkpoints(self._own_folder)
         return [
-            CheckpointInfo(one.path, one.manifest.step, one.manifest.written_at, _metrics_of(one.path)) for one in found
+            CheckpointInfo(
+                one.path, one.manifest.step, one.manifest.written_at, _metrics_of(one.path), _is_sound(one.manifest)
+            )
+            for one in found
         ]
+
+    def newest_sound_checkpoint(self) -> str | None:
+        """The newest checkpoint with finite weights, on ranks that lead a storage; others know of none."""
+        if not self._leads_storage:
+            return None
+        found = store.find_checkpoints(self._own_folder)
+        return next((one.path for one in reversed(found) if _is_sound(one.manifest)), None)
 
     def _policy(self) -> RetentionPolicy:
         return self._best | self._retention
@@ -472,6 +493,10 @@ class CheckpointManager:
 
     def _everywhere(self, work: Callable[[], Any], during: str, failure: type[CheckpointError]) -> list[Any]:
         return on_every_rank(self._peers, work, during, failure)
+
+
+def _is_sound(manifest: CheckpointManifest) -> bool:
+    return manifest.metadata.get(_IS_FINITE) is not False
 
 
 def _metrics_of(path: str) -> dict[str, Any]:

@@ -32,6 +32,7 @@ from forgather.ml.trainer.dataloader_dispatcher import DataloaderDispatcher
 from forgather.ml.trainer.empty_batch import EmptyBatch
 from forgather.ml.trainer.evaluation import EvaluationInterrupted, EvaluationSums, first_batches
 from forgather.ml.trainer.model_loss import Window
+from forgather.ml.trainer.nonfinite import Finding
 from forgather.ml.trainer.signals import STOP_SIGNAL_NAMES
 from forgather.ml.trainer.synchronized_dataloader import NOTHING, Rounds, SynchronizedDataLoader
 from forgather.ml.trainer.trainer import Trainer
@@ -215,7 +216,7 @@ class CoordinatedTrainer(Trainer):
             self._warn_of_equal_batches(batch)
 
     def _notes_about(self, batch: Any) -> list[int]:
-        """Targets, whether it is a batch that counts, whether its targets are yet unknown, and stop requests."""
+        """Targets, whether it is a batch that counts, whether its targets are yet unknown, stop requests, bad gradients."""
         targets = is_batch = is_unknown = 0
         if batch is not NOTHING:
             count: int | Tensor = 0
@@ -227,7 +228,7 @@ class CoordinatedTrainer(Trainer):
             targets = 0 if is_unknown else int(count)
             self._own_counts.append(count)
         about = [targets, is_batch, is_unknown] if self._speaks_for_batches else [0] * _NUM_OWN_NOTES
-        return [*about, *self._own_stop_flags()]
+        return [*about, *self._own_stop_flags(), int(self._watch.has_news)]
 
     def _count_targets(self, window: Window) -> None:
         if not self._is_parallel:
@@ -312,6 +313,19 @@ class CoordinatedTrainer(Trainer):
             if number and not was_asked:
                 logger.info("%s was asked for on another rank", name)
             setattr(self.control, name, number > 0)
+
+    def _gradients_look_bad(self) -> bool:
+        if not self._is_parallel:
+            return super()._gradients_look_bad()
+        return (
+            isinstance(self.train_dataloader, SynchronizedDataLoader) and self.train_dataloader.latest_notes()[-1] > 0
+        )
+
+    def _findings_of_ranks(self, own: Finding) -> list[Finding]:
+        return self._peers.gather(own) if self._is_parallel else [own]
+
+    def _number_of_ranks_with(self, is_so: bool) -> int:
+        return int(self._sum(torch.tensor([int(is_so)], dtype=torch.int64)))
 
     def _own_stop_flags(self) -> list[int]:
         received = None if self._signals is None else self._signals.received

@@ -169,6 +169,8 @@ class EvaluatingTrainer(SavingTrainer):
         self.control.should_evaluate = False
         if self._evaluated_step == self.state.global_step:
             return
+        # Waits for the device as the evaluation does, and spares one of weights that are no numbers.
+        self._settle_interval()
         started = time.perf_counter()
         try:
             metrics = self._metrics_on(self.eval_dataset)

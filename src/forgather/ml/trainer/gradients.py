@@ -7,14 +7,18 @@ import torch
 from torch import Tensor
 from torch._utils import _flatten_dense_tensors
 
+from forgather.ml.optim.gradient_trace import GradientTrace
+
 _FEW_ELEMENTS = 2**16
 
 
 class GradientNorm:
     """The norm of all gradients of some parameters, for one device.
 
-    How to compute it follows from the parameters, and is found out once.
+    How to compute it follows from the parameters, and is found out once. `trace` tells what the last one was made of.
     """
+
+    trace: GradientTrace | None = None
 
     def __init__(self, parameters: Sequence[Tensor]) -> None:
         self._parameters = parameters
@@ -25,11 +29,18 @@ class GradientNorm:
     def __call__(self, norm_type: float = 2.0) -> Tensor:
         gradients = [gradient for one in self._parameters if (gradient := one.grad) is not None]
         if not self._are_alike or not gradients:
+            self.trace = None
             return torch.nn.utils.get_total_norm(gradients, norm_type)
         if self._are_few:
             # One norm of a copy costs less than a norm for each of many small tensors.
-            return torch.linalg.vector_norm(_flatten_dense_tensors(gradients), norm_type)
-        return torch.linalg.vector_norm(torch.stack(torch._foreach_norm(gradients, norm_type)), norm_type)
+            values = _flatten_dense_tensors(gradients)
+        else:
+            values = torch.stack(torch._foreach_norm(gradients, norm_type))
+        parameters = self._parameters
+        if len(gradients) < len(parameters):
+            parameters = [parameter for parameter in parameters if parameter.grad is not None]
+        self.trace = GradientTrace(parameters, values)
+        return torch.linalg.vector_norm(values, norm_type)
 
 
 def clear_gradients(optimizer: Any) -> None:

@@ -59,7 +59,7 @@ _STATE = Schema(
     may_lack=["epoch_train_steps"],
 )
 # What a checkpoint from before a key was saved stands for: the value at the beginning of a run.
-_SINCE_ADDED = {"best_saved_metric": None, "should_epoch_stop": False}
+_SINCE_ADDED = {"best_saved_metric": None, "should_epoch_stop": False, "nonfinite_in_a_row": 0}
 _PROGRESS = Schema(
     {
         "state": _STATE,
@@ -69,6 +69,7 @@ _PROGRESS = Schema(
         "amp": require_mapping,
         "best_saved_metric": optional(number),
         "should_epoch_stop": flag,
+        "nonfinite_in_a_row": count,
         "evaluated_step": position,
         "evaluation_is_pending": flag,
     },
@@ -95,6 +96,7 @@ class TrainerProgress:
             "best_saved_metric": trainer._best_saved_metric,
             # Callbacks may ask with whatever a comparison gave them.
             "should_epoch_stop": bool(trainer.control.should_epoch_stop),
+            "nonfinite_in_a_row": trainer._watch.in_a_row,
             "evaluated_step": trainer._evaluated_step,
             "evaluation_is_pending": trainer._evaluation_is_pending,
         }
@@ -122,6 +124,7 @@ class TrainerProgress:
         trainer._totals.load_state_dict(state["totals"])
         trainer.amp.load_state_dict(state["amp"])
         trainer.control.should_epoch_stop = state["should_epoch_stop"]
+        trainer._watch.resume(state["nonfinite_in_a_row"])
         trainer._evaluated_step = state["evaluated_step"]
         trainer._evaluation_is_pending = state["evaluation_is_pending"]
         trainer._saved_step = trainer.state.global_step

@@ -1,5 +1,6 @@
 """The numbers of a run: where it is, what is logged, and what it comes to in the end."""
 
+import contextlib
 import math
 from dataclasses import dataclass
 from typing import Any
@@ -7,6 +8,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from forgather.ml.checkpoint.errors import CheckpointError
+from forgather.ml.trainer.nonfinite import Finding, GradientWatch, LateFlag, gradient_error
 from forgather.ml.trainer.periodic_function import PeriodicFunction
 from forgather.ml.trainer.preparation import PreparedTrainer
 from forgather.ml.trainer.progress import TrainerProgress
@@ -52,7 +55,10 @@ class ReportingTrainer(PreparedTrainer):
             epoch_train_steps=max(steps_per_epoch, 1),
         )
         self.control = TrainerControl()
-        self._interval, self._totals = IntervalMetrics(), RunTotals()
+        self._watch = GradientWatch(args.nonfinite_grad, self.amp.has_loss_scale)
+        self._left_out: LateFlag | None = None
+        self._skips_updates = args.nonfinite_grad == "skip" and not self.amp.has_loss_scale
+        self._interval, self._totals = IntervalMetrics(self._leaves_out_steps), RunTotals()
         self._speed = SpeedMeter(args.speed_metrics_start_step)
         self._flops_per_token = flops_per_token(self._count_parameters())
         self._evaluated_step = -1
@@ -95,8 +101,8 @@ class ReportingTrainer(PreparedTrainer):
         self.amp.log_scale_drop()
         sums = self._close_interval()
         norms = list(sums.norms)
-        if self.args.mixed_precision == "fp16":
-            # An overflow skips the step and lowers the scale: the norm of such a step says nothing.
+        if self._leaves_out_steps:
+            # The norm of a step that was left out says nothing.
             norms = [norm for norm in norms if math.isfinite(norm)]
         logs = {
             "epoch": self.state.epoch,
@@ -110,6 +116,9 @@ class ReportingTrainer(PreparedTrainer):
         }
         if len(norms) < len(sums.norms):
             logs["skipped_steps"] = len(sums.norms) - len(norms)
+            if not norms:
+                # All steps were left out: there is no loss that a mean could be made of.
+                del logs["loss"]
         peak_memory = self._distributed_peak_mem()
         if peak_memory is not None:
             logs["peak_mem_allocated"] = peak_memory
@@ -125,11 +134,53 @@ class ReportingTrainer(PreparedTrainer):
         return sums
 
     def _settle_interval(self) -> SettledSums:
-        """Let the counters be those of all ranks; a checkpoint is to hold no others."""
+        """Let the counters be those of all ranks; a checkpoint is to hold no others. Stops a run that must not go on."""
+        num_known = self._interval.num_settled_norms
         sums = self._interval.settle(self._distributed_sums, self._distributed_norms)
         self.state.num_input_tokens_seen = self._totals.tokens + sums.tokens
         self.state.total_flos = self.state.num_input_tokens_seen * self._flops_per_token
+        self._settle_schedule()
+        bad_step = self._watch.judge(sums.norms[num_known:], self.state.global_step)
+        if bad_step is not None:
+            raise gradient_error(
+                bad_step,
+                self.args.nonfinite_grad,
+                self._watch.limit,
+                self.amp.has_loss_scale,
+                self._findings_of_ranks(
+                    self._watch.finding(bad_step, self._names_of_parameters(), self._own_finding())
+                ),
+            )
         return sums
+
+    def _settle_schedule(self) -> None:
+        """Let the schedule go on to the next step, which waits for the last one: GradScaler may have left it out."""
+        left_out, self._left_out = self._left_out, None
+        if left_out is not None and not left_out.wait():
+            self.lr_scheduler.step()
+
+    @property
+    def _leaves_out_steps(self) -> bool:
+        return self.amp.has_loss_scale or self._skips_updates
+
+    def _gradients_look_bad(self) -> bool:
+        """Whether numbers should be settled now, because a norm is not finite; the same on every rank."""
+        return self._watch.has_news
+
+    def _own_finding(self) -> Finding:
+        checkpoint = None
+        if self.checkpoint_manager is not None:
+            # Other ranks wait for this one, and the error that is under way matters more.
+            with contextlib.suppress(OSError, CheckpointError):
+                checkpoint = self.checkpoint_manager.newest_sound_checkpoint()
+        return Finding(self.env.rank, checkpoint=checkpoint)
+
+    def _names_of_parameters(self) -> dict[Tensor, str]:
+        return {parameter: name for name, parameter in self._named_parameters()}
+
+    def _findings_of_ranks(self, own: Finding) -> list[Finding]:
+        """What all ranks know of a step; each of them raises the same error."""
+        return [own]
 
     def _final_metrics(self) -> dict[str, Any]:
         """The record of the whole run; rates count the timed steps of this process only."""

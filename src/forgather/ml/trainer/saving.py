@@ -6,6 +6,7 @@ import os
 import time
 from abc import abstractmethod
 from collections.abc import Iterator, Mapping
+from dataclasses import replace
 from typing import Any
 
 from forgather.ml.checkpoint.retention import metric_value
@@ -14,6 +15,7 @@ from forgather.ml.sharded_checkpoint import load_checkpoint as load_weights
 from forgather.ml.trainer.checkpoint_coordinator import CheckpointCoordinator
 from forgather.ml.trainer.checkpoint_types import SharingPattern, StateComponent
 from forgather.ml.trainer.model_selection import is_better, note_best_metric
+from forgather.ml.trainer.nonfinite import nonfinite_weights, weights_error
 from forgather.ml.trainer.reporting import ReportingTrainer
 
 logger = logging.getLogger(__name__)
@@ -21,6 +23,10 @@ logger = logging.getLogger(__name__)
 
 class SavingTrainer(ReportingTrainer):
     """Declares its state, saves and loads it."""
+
+    _is_sound = True
+    """Whether the weights were finite when they were looked at last."""
+    _has_warned_of_weights = False
 
     @abstractmethod
     def _evaluate_while_training(self) -> None:
@@ -46,7 +52,8 @@ class SavingTrainer(ReportingTrainer):
             self._prepare(False)
         assert self.checkpoint_manager is not None
         self._before_save()
-        return self.checkpoint_manager.save_checkpoint(path, None if path else self.state.global_step)
+        step = None if path else self.state.global_step
+        return self.checkpoint_manager.save_checkpoint(path, step, is_sound=self._is_sound)
 
     def load_checkpoint(self, path: str | None = None) -> str | None:
         """Load a checkpoint, by default the newest complete one."""
@@ -103,7 +110,7 @@ class SavingTrainer(ReportingTrainer):
         self._note_best_saved(metrics)
         self.checkpoint_manager.set_eval_metrics(metrics)
         self._before_save()
-        path = self.checkpoint_manager.save_checkpoint(checkpoint_id=step)
+        path = self.checkpoint_manager.save_checkpoint(checkpoint_id=step, is_sound=self._is_sound)
         if not path:
             self._best_saved_metric, self.state.best_model_checkpoint = best_before
         else:
@@ -122,6 +129,29 @@ class SavingTrainer(ReportingTrainer):
                 "Leave the context first; save_model() exports the average."
             )
         self._settle_interval()
+        self._look_at_weights()
+
+    def _look_at_weights(self) -> None:
+        """Find out whether the weights are finite; only with nonfinite_grad="ignore" are others saved."""
+        found = nonfinite_weights(self._parameters)
+        self._is_sound = self._number_of_ranks_with(bool(found)) == 0
+        if self._is_sound:
+            return
+        names = self._names_of_parameters()
+        own = replace(self._own_finding(), parameters=[names[one] for one in found if one in names])
+        error = weights_error(self.state.global_step, self.args.nonfinite_grad, self._findings_of_ranks(own))
+        if self.args.nonfinite_grad != "ignore":
+            raise error
+        if not self._has_warned_of_weights:
+            self._has_warned_of_weights = True
+            logger.warning(
+                "Checkpoints are saved from step %d on with weights that are not finite (nonfinite_grad='ignore'): %s",
+                self.state.global_step,
+                ", ".join(error.parameters),
+            )
+
+    def _number_of_ranks_with(self, is_so: bool) -> int:
+        return int(is_so)
 
     def _note_best(self, metrics: Mapping[str, Any]) -> None:
         args = self.args

@@ -18,6 +18,7 @@ from forgather.ml.trainer.evaluating import EvaluatingTrainer
 from forgather.ml.trainer.evaluation import samples_in
 from forgather.ml.trainer.gradients import clear_gradients
 from forgather.ml.trainer.model_loss import Window
+from forgather.ml.trainer.nonfinite import NonFiniteError, step_if_finite
 from forgather.ml.trainer.periodic_function import PeriodicFunction
 from forgather.ml.trainer.reporting import TrainerState
 from forgather.ml.trainer.signals import Preempted, StopSignals
@@ -31,6 +32,7 @@ from forgather.ml.trainer.trainer_utils import (
 
 __all__ = [
     "MinimalTrainingArguments",
+    "NonFiniteError",
     "Trainer",
     "TrainerState",
     "TrainingArguments",
@@ -93,17 +95,28 @@ class Trainer(EvaluatingTrainer):
         self.amp.unscale_(self.optimizer)
         grad_norm = self._clip_grad_norm(self.args.max_grad_norm)
         self._dispatch("on_pre_optimizer_step")
-        self._optimizer_step()
+        self._settle_schedule()
+        self._optimizer_step(grad_norm)
         self._dispatch("on_optimizer_step")
-        self.lr_scheduler.step()
+        self._advance_schedule()
         clear_gradients(self.optimizer)
         self._note_step(window, loss, grad_norm)
 
-    def _optimizer_step(self) -> None:
-        if self._step_in_backward is None:
+    def _optimizer_step(self, grad_norm: Tensor | None = None) -> None:
+        if self._skips_updates and grad_norm is not None:
+            step_if_finite(self.optimizer, grad_norm)
+        elif self._step_in_backward is None:
             self.amp.optimizer_step(self.optimizer)
         if self._average is not None:
             self._average.update()
+
+    def _advance_schedule(self) -> None:
+        """A step of the schedule, unless GradScaler has left out that of the optimizer."""
+        self._left_out = self.amp.left_out
+        if self._left_out is None:
+            self.lr_scheduler.step()
+        elif self.device.type == "cpu":
+            self._settle_schedule()
 
     def _accumulate_gradients(self, window: Window) -> Tensor:
         """The loss of the step, whose gradients are in the parameters afterwards."""
@@ -124,8 +137,6 @@ class Trainer(EvaluatingTrainer):
         samples = sum(self._count_batch_samples(batch) for batch in window.batches)
         assert window.total is not None
         self._interval.add(loss, window.total, grad_norm, tokens, samples)
-        if self._interval.wants_settling:
-            self._settle_interval()
         self._speed.step(tokens, samples)
         state.global_step += 1
         state.num_input_tokens_seen += tokens
@@ -133,10 +144,13 @@ class Trainer(EvaluatingTrainer):
         # An epoch that turns out longer than was assumed must not reach into the next one.
         share = min((state.global_step - state.epoch_start_step) / state.epoch_train_steps, 1.0)
         state.epoch = state.raw_epoch + share
+        self._watch.note(state.global_step, grad_norm, loss, getattr(self._gradient_norm, "trace", None))
         self._dispatch("on_train_metrics", loss=loss, grad_norm=grad_norm, tokens=tokens)
 
     def _after_step(self) -> None:
         """Log, evaluate and save where that is due; the cadence depends on the global step alone."""
+        if self._gradients_look_bad() or self._interval.wants_settling:
+            self._settle_interval()
         self._dispatch("on_step_end")
         self._settle_requests("step")
         if self.control.should_log or self._log_is_due():

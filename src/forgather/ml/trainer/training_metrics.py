@@ -30,10 +30,12 @@ class IntervalMetrics:
     """Loss, norm and token counts since the last log; part of the checkpoint, so that a resumed run logs the same.
 
     A step is noted with the numbers of this rank, and settled, before a log or a save, with those of all ranks. Steps are
-    reduced over ranks one by one, and summed only then: the sums are the same however often they were settled.
+    reduced over ranks one by one, and summed only then: the sums are the same however often they were settled. With
+    `leaves_out_steps` a step without finite gradients was left out, and its loss is not part of the mean.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, leaves_out_steps: bool = False) -> None:
+        self._leaves_out_steps = leaves_out_steps
         self._losses: list[Tensor] = []
         self._targets: list[Number] = []
         self._norms: list[Tensor] = []
@@ -55,6 +57,10 @@ class IntervalMetrics:
         return self._settled.num_steps + len(self._losses)
 
     @property
+    def num_settled_norms(self) -> int:
+        return len(self._settled.norms)
+
+    @property
     def wants_settling(self) -> bool:
         """Whether there are so many steps that keeping their tensors would cost memory without end."""
         return len(self._losses) >= _STEPS_UNTIL_SETTLED
@@ -67,12 +73,15 @@ class IntervalMetrics:
             own = torch.tensor([products, as_integers(self._tokens), self._samples], dtype=torch.float64, device="cpu")
             losses, tokens, samples = reduce(own).tolist()
             norms = reduce_norms(_as_floats(self._norms))
+            if self._leaves_out_steps and len(norms) == len(losses):
+                are_finite = [math.isfinite(norm) for norm in norms]
+                losses, targets = _chosen(losses, are_finite), _chosen(targets, are_finite)
             self._settled.add(losses, targets, norms, tokens, samples)
             self._losses, self._targets, self._norms, self._tokens, self._samples = [], [], [], [], []
         return self._settled
 
     def reset(self) -> None:
-        self.__init__()  # type: ignore[misc]
+        self.__init__(self._leaves_out_steps)  # type: ignore[misc]
 
     def state_dict(self) -> dict[str, Any]:
         if self._losses:
@@ -109,7 +118,7 @@ class SettledSums:
         self.targets += sum(targets)
         self.tokens += int(sum(tokens))
         self.samples += int(sum(samples))
-        self.num_steps += len(losses)
+        self.num_steps += len(tokens)
         self.norms.extend(norms)
 
     def state_dict(self) -> dict[str, Any]:
@@ -199,6 +208,10 @@ def _as_floats(numbers: list[Tensor]) -> list[float]:
     if device is None or device.type == "cpu":
         return [float(number) for number in numbers]
     return torch.stack([number.detach().to(device) for number in numbers]).cpu().double().tolist()
+
+
+def _chosen(values: list[Any], are_chosen: list[bool]) -> list[Any]:
+    return [value for value, is_chosen in zip(values, are_chosen, strict=True) if is_chosen]
 
 
 def root_mean_square(values: Sequence[float]) -> float | None:

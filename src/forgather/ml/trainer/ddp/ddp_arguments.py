@@ -71,6 +71,11 @@ class DDPTrainingArguments(TrainingArguments):
                 f"ema_decay={self.ema_decay} cannot be combined with post_local_sgd.enabled=True: between two averages ranks "
                 "have different weights, and would keep different averages of them over time. Turn one of the two off."
             )
+        if self.post_local_sgd.enabled and self.nonfinite_grad == "skip":
+            raise ValueError(
+                "nonfinite_grad='skip' cannot be combined with post_local_sgd.enabled=True: ranks that step on their own would "
+                "leave out a step in which the others average. Use 'stop'."
+            )
         if self.fuse_optim_with_backward:
             raise ValueError(
                 "fuse_optim_with_backward=True cannot be combined with DDP: a parameter would be updated before its gradient "

@@ -204,7 +204,7 @@ class PipelineTrainer(StagedTrainer):
     def _clip_grad_norm(self, max_grad_norm: float | None, norm_type: float = 2.0) -> Tensor | None:
         # Without any gradients torch makes a zero on the CPU, which would go over another network than those of other ranks.
         own = self._gradient_norm(norm_type).to(self.device)
-        if not max_grad_norm and not self._shows_norms:
+        if not max_grad_norm and not self._needs_whole_norm:
             # Nobody needs the whole norm now. To wait for it would keep a rank that is done from stepping while others
             # compute; the parts are put together when they are logged.
             return own
@@ -213,8 +213,13 @@ class PipelineTrainer(StagedTrainer):
             torch.nn.utils.clip_grads_with_norm_(self._parameters, max_grad_norm, norm)
         return norm
 
+    @property
+    def _needs_whole_norm(self) -> bool:
+        """Whether a callback is told of the norm of every step, or all stages skip an update for it."""
+        return self._shows_norms or self._skips_updates
+
     def _distributed_norms(self, norms: list[float]) -> list[float]:
-        if self.args.max_grad_norm or self._shows_norms or not norms:
+        if self.args.max_grad_norm or self._needs_whole_norm or not norms:
             return norms
         squares = self._sum(torch.tensor(norms, dtype=torch.float64).square()) / self._num_data_parallel_ranks()
         return squares.sqrt().tolist()

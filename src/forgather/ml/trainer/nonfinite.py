@@ -1,0 +1,251 @@
+"""Gradients that are NaN or infinite: found without waiting for the device, and what a run does about them.
+
+Whether the norm of a step is finite is copied to the host while training goes on (`LateFlag`). A copy that has arrived
+only hints that ranks should settle their numbers now. The decision is made from the settled norms, which are the same on
+every rank, so that all of them stop at the same step.
+"""
+
+import math
+from collections import deque
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from forgather.ml.optim.gradient_trace import GradientTrace
+
+ACTIONS = ("stop", "skip", "ignore")
+_MOST_SKIPPED = 10
+"""So many steps in a row may be skipped, and not one more."""
+_MOST_LEFT_OUT = 50
+"""So many may GradScaler leave out in a row: by then a loss scale of 2**16 has come down to 2**-34."""
+_MOST_NAMED = 5
+
+
+class NonFiniteError(RuntimeError):
+    """Gradients or weights are NaN or infinite, and `nonfinite_grad` does not allow to go on."""
+
+    def __init__(
+        self, message: str, step: int, rank: int = 0, parameters: Sequence[str] = (), checkpoint: str | None = None
+    ) -> None:
+        super().__init__(message)
+        self.step = step
+        self.rank = rank
+        self.parameters = list(parameters)
+        """The first parameters concerned, on that rank."""
+        self.checkpoint = checkpoint
+        """The newest checkpoint whose weights are finite."""
+
+
+class LateFlag:
+    """A truth value on a device, copied to pinned memory without blocking, and read once the copy has arrived."""
+
+    def __init__(self, flag: Tensor) -> None:
+        self._event: torch.Event | None = None
+        self._host = flag.detach()
+        if flag.device.type != "cpu":
+            self._host = torch.empty_like(self._host, device="cpu", pin_memory=flag.device.type == "cuda")
+            self._host.copy_(flag.detach(), non_blocking=True)
+            self._event = torch.Event(flag.device)
+            self._event.record()
+
+    @property
+    def has_arrived(self) -> bool:
+        return self._event is None or self._event.query()
+
+    @property
+    def value(self) -> bool:
+        """The value, if it has arrived."""
+        return bool(self._host)
+
+    def wait(self) -> bool:
+        if self._event is not None:
+            self._event.synchronize()
+        return self.value
+
+
+@dataclass(frozen=True)
+class Finding:
+    """What one rank knows of a step whose gradients are not finite."""
+
+    rank: int
+    loss: float | None = None
+    """The share of the step's loss that this rank computed."""
+    parameters: list[str] = field(default_factory=list)
+    checkpoint: str | None = None
+
+
+@dataclass(frozen=True)
+class _Noted:
+    step: int
+    is_finite: LateFlag
+    loss: Tensor
+    trace: GradientTrace | None
+
+
+class GradientWatch:
+    """Notes the norm of each step, and says when the run must stop."""
+
+    def __init__(self, action: str, has_loss_scale: bool) -> None:
+        limits = {"stop": 1, "skip": _MOST_SKIPPED, "ignore": 0}
+        # Steps that GradScaler leaves out are part of its search for a scale.
+        self.limit = _MOST_LEFT_OUT if has_loss_scale and action != "ignore" else limits[action]
+        self.in_a_row = 0
+        """Steps without finite gradients up to the last settled one; part of the checkpoint."""
+        self._seen_in_a_row = 0
+        self._under_way: deque[_Noted] = deque()
+        self._found: list[_Noted] = []
+
+    @property
+    def is_on(self) -> bool:
+        return self.limit > 0
+
+    def resume(self, in_a_row: int) -> None:
+        self.in_a_row = self._seen_in_a_row = in_a_row
+
+    def note(self, step: int, norm: Tensor | None, loss: Tensor, trace: GradientTrace | None) -> None:
+        if self.is_on and norm is not None:
+            # False for NaN and for infinity.
+            self._under_way.append(_Noted(step, LateFlag(norm.detach() < math.inf), loss, trace))
+
+    @property
+    def has_news(self) -> bool:
+        """Whether the norms that have arrived are a reason to stop."""
+        while self._under_way and self._under_way[0].is_finite.has_arrived:
+            noted = self._under_way.popleft()
+            if noted.is_finite.value:
+                self._seen_in_a_row = 0
+                self._found.clear()
+            else:
+                self._seen_in_a_row += 1
+                # Later ones follow from these, and may come before all ranks know.
+                self._found += [noted] if len(self._found) < self.limit else []
+        return self.is_on and self._seen_in_a_row >= self.limit
+
+    def judge(self, norms: Sequence[float], last_step: int) -> int | None:
+        """Count the norms of the steps up to `last_step`; the step at which the run must stop, if it must."""
+        for step, norm in enumerate(norms, start=last_step - len(norms) + 1):
+            self.in_a_row = 0 if math.isfinite(norm) else self.in_a_row + 1
+            if self.is_on and self.in_a_row >= self.limit:
+                return step
+        return None
+
+    def finding(self, step: int, names: dict[Tensor, str], own: Finding) -> Finding:
+        """What this rank knows of a step; waits for the device."""
+        noted = next((one for one in (*self._found, *self._under_way) if one.step == step), None)
+        if noted is None or noted.trace is None:
+            # The weights tell as well, if less exactly.
+            parameters = nonfinite_weights(list(names))
+        else:
+            parameters = noted.trace.nonfinite()
+        loss = None if noted is None else float(noted.loss)
+        return replace(own, loss=loss, parameters=[names[one] for one in parameters if one in names])
+
+
+def step_if_finite(optimizer: Any, norm: Tensor) -> None:
+    """Step, unless the norm is not finite.
+
+    Fused optimizers of torch look at the device's own flag. Others cannot, so the host waits for the norm.
+    """
+    parts = list(elementary_optimizers(optimizer))
+    if not all(getattr(one, "_step_supports_amp_scaling", False) for one in parts):
+        if math.isfinite(float(norm)):
+            optimizer.step()
+        return
+    flag = (~torch.isfinite(norm)).float()
+    for one in parts:
+        one.found_inf = flag
+    try:
+        optimizer.step()
+    finally:
+        for one in parts:
+            del one.found_inf
+
+
+def elementary_optimizers(optimizer: Any) -> Iterator[Any]:
+    """The optimizers that an optimizer is made of, or that wrappers such as Accelerate's have inside."""
+    parts = getattr(optimizer, "optimizers", None)
+    if parts is not None:
+        for part in parts.values() if isinstance(parts, Mapping) else parts:
+            yield from elementary_optimizers(part)
+    elif isinstance(inner := getattr(optimizer, "optimizer", None), torch.optim.Optimizer):
+        yield from elementary_optimizers(inner)
+    else:
+        yield optimizer
+
+
+def gradient_error(step: int, action: str, limit: int, is_scaled: bool, findings: Sequence[Finding]) -> NonFiniteError:
+    """The error for gradients that are not finite, of all ranks' findings."""
+    first = next((one for one in findings if one.loss is not None and not math.isfinite(one.loss)), None)
+    first = first or next((one for one in findings if one.parameters), findings[0])
+    if limit == 1:
+        what = f"The gradients of step {step} are not finite"
+        so = "The weights are spoiled since that step, and were not saved."
+        remedy = "Lower learning_rate, set max_grad_norm, or look at the data of that step; nonfinite_grad='skip' "
+        remedy += "leaves such updates out, 'ignore' trains on"
+    else:
+        what = f"The gradients of the last {limit} steps, up to step {step}, were not finite"
+        by = "GradScaler left their updates out" if is_scaled else "nonfinite_grad='skip' left their updates out"
+        so = f"{by}, so the run does not learn any more."
+        remedy = "Lower learning_rate, or look at the data; nonfinite_grad='ignore' trains on"
+        remedy += ", mixed_precision='bf16' needs no loss scale" if is_scaled else ""
+    loss = "" if first.loss is None else f" (its loss: {first.loss:g})"
+    where = f", first on rank {first.rank}{loss}" if len(findings) > 1 else loss
+    parameters = f": {_listed(first.parameters)}" if first.parameters else ""
+    checkpoint = _checkpoint_of(findings)
+    message = f"{what}{where}{parameters}. {so} {_resume_from(checkpoint)} {remedy}."
+    return NonFiniteError(message, step, first.rank, first.parameters[:_MOST_NAMED], checkpoint)
+
+
+def weights_error(step: int, action: str, findings: Sequence[Finding]) -> NonFiniteError:
+    """The error for weights that are not finite and were to be saved."""
+    first = next((one for one in findings if one.parameters), findings[0])
+    where = f" on rank {first.rank}" if len(findings) > 1 else ""
+    checkpoint = _checkpoint_of(findings)
+    message = (
+        f"The weights are not finite after step {step}{where}: {_listed(first.parameters)}. They were not saved. "
+        f"{_resume_from(checkpoint)} nonfinite_grad='ignore' (now {action!r}) saves them all the same, as a checkpoint that "
+        "never takes the place of a sound one."
+    )
+    return NonFiniteError(message, step, first.rank, first.parameters[:_MOST_NAMED], checkpoint)
+
+
+def nonfinite_weights(parameters: Sequence[Tensor]) -> list[Tensor]:
+    """Those of the parameters that are not finite; waits for the device."""
+    floating = [one.detach() for one in parameters if one.is_floating_point() or one.is_complex()]
+    groups: dict[tuple[torch.device, torch.dtype], list[int]] = {}
+    for number, one in enumerate(floating):
+        groups.setdefault((one.device, one.dtype), []).append(number)
+    found = []
+    for numbers in groups.values():
+        # The largest absolute value: unlike a sum it cannot overflow.
+        largest = torch.stack([_largest(floating[number]) for number in numbers])
+        if not bool(torch.isfinite(largest).all()):
+            found += [
+                n for n, is_finite in zip(numbers, torch.isfinite(largest).tolist(), strict=True) if not is_finite
+            ]
+    wanted = [one for one in parameters if one.is_floating_point() or one.is_complex()]
+    return [wanted[number] for number in sorted(found)]
+
+
+def _largest(tensor: Tensor) -> Tensor:
+    if tensor.numel() == 0:
+        return torch.zeros((), dtype=torch.float32, device=tensor.device)
+    return torch.linalg.vector_norm(tensor, math.inf).float()
+
+
+def _checkpoint_of(findings: Sequence[Finding]) -> str | None:
+    return next((one.checkpoint for one in findings if one.checkpoint is not None), None)
+
+
+def _resume_from(checkpoint: str | None) -> str:
+    if checkpoint is None:
+        return "There is no sound checkpoint to resume from."
+    return f"The newest sound checkpoint to resume from is {checkpoint}."
+
+
+def _listed(names: Sequence[str]) -> str:
+    more = f" and {len(names) - _MOST_NAMED} more" if len(names) > _MOST_NAMED else ""
+    return ", ".join(names[:_MOST_NAMED]) + more
