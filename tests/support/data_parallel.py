@@ -1,5 +1,6 @@
 """Data-parallel trainers on the ranks of a test, and what they did."""
 
+import math
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -48,7 +49,7 @@ def run(trainer: Trainer) -> Result:
     assert trainer.model is not None
     logs = [record for _, record in recorder.logs]
     return Result(
-        [record["loss"] for record in logs],
+        [record.get("loss", math.nan) for record in logs],
         [record["grad_norm"] for record in logs],
         weights(trainer.model),
         {"step": output.global_step, **output.metrics},

@@ -12,6 +12,7 @@ import torch
 from forgather.ml.checkpoint.codec import decode_state, encode_state
 from forgather.ml.checkpoint.errors import CheckpointLoadError
 from forgather.ml.trainer.amp import AMPContext
+from forgather.ml.trainer.nonfinite import GradientWatch
 from forgather.ml.trainer.progress import TrainerProgress
 from forgather.ml.trainer.reporting import TrainerState
 from forgather.ml.trainer.trainer_types import TrainerControl
@@ -36,6 +37,7 @@ def trainer(output_dir: Path) -> Any:
         control=TrainerControl(),
         amp=AMPContext(None),
         _interval=IntervalMetrics(),
+        _watch=GradientWatch("skip", has_loss_scale=False),
         _totals=RunTotals(),
         _best_saved_metric=None,
         _evaluated_step=-1,
@@ -56,6 +58,7 @@ def advanced(output_dir: Path) -> Any:
     one.control.should_epoch_stop = np.bool_(True)
     one._interval.add(torch.tensor(1.0), 3, torch.tensor(0.5), 4, 2)
     one._interval.settle(lambda sums: sums)
+    one._watch.judge([math.nan, math.nan], 7)
     one._totals.add(3.5, 30.0, 40, 4)
     return one
 
