@@ -31,11 +31,16 @@ def tree_bytes(directory: Path) -> int:
 
 
 def limit_myself(file_bytes: int) -> None:
-    allowance = MEMORY_PER_FILE_BYTE * file_bytes + MEMORY_BASE + MEMORY_NOISE
-    resource.setrlimit(resource.RLIMIT_AS, (address_space() + allowance, resource.RLIM_INFINITY))
+    limit_memory(file_bytes)
     seconds = int(WALL_SECONDS)
     resource.setrlimit(resource.RLIMIT_CPU, (seconds, seconds + 1))
     resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
+
+
+def limit_memory(file_bytes: int, num_checkpoints: int = 1) -> None:
+    """From what is in use now on; what a refused file took is free again, but its addresses stay reserved."""
+    allowance = MEMORY_PER_FILE_BYTE * file_bytes + MEMORY_BASE * num_checkpoints + MEMORY_NOISE
+    resource.setrlimit(resource.RLIMIT_AS, (address_space() + allowance, resource.RLIM_INFINITY))
 
 
 def lift_memory_limit() -> None:

@@ -13,7 +13,7 @@ from pathlib import Path
 
 import torch
 
-from forgather.ml.checkpoint.errors import CheckpointError, CheckpointVersionError
+from forgather.ml.checkpoint.errors import CheckpointError, CheckpointVersionError, release_locals
 from tests.faults.fuzz import limits
 from tests.faults.fuzz.mutations import Mutation
 from tests.faults.fuzz.place import MANIFEST, METADATA, Place
@@ -203,7 +203,9 @@ class _Allowed:
         target = self.mutation.target
         is_users = target.startswith(tuple(f"{key}_state" for key in self.pristine.subject.user_components))
         # An average that a checkpoint lacks starts from the weights, with a warning: models may gain parameters.
-        lacks_average = target == "ema_state.pt" and self.mutation.kind in ("state.remove", "state.rename")
+        lacks_average = target == "ema_state.pt" and (
+            self.mutation.kind in ("state.remove", "state.rename") or self.mutation.arguments.get("way") == "missing"
+        )
         return self.mutation.is_sealed and (self.is_data or is_users or lacks_average) and target != MANIFEST
 
     @property
@@ -236,6 +238,7 @@ def _attempt(fuzzer: Fuzzer, allowed: _Allowed, checks_resume: bool) -> Result:
         job.load(path)
     except BaseException as raised:  # noqa: BLE001 - which one it is, is what this is about
         error = raised
+        release_locals(error)
     result = _judge_load(job, error, allowed, path)
     if checks_resume and result.outcome in (EQUAL, REFUSED):
         return _resume(fuzzer, allowed, error) or result
@@ -269,6 +272,7 @@ def judge_error(error: BaseException, name: str, path: str) -> Result:
 
 def _resume(fuzzer: Fuzzer, allowed: _Allowed, refusal: BaseException | None) -> Result | None:
     """None when all is well: an older checkpoint took the place of a damaged one, and training could go on."""
+    limits.limit_memory(limits.tree_bytes(fuzzer.output_dir), num_checkpoints=2)
     job = allowed.pristine.subject.build(fuzzer.output_dir)
     try:
         loaded = job.load(None)

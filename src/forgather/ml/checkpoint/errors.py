@@ -1,6 +1,7 @@
 """What can go wrong with a checkpoint, by name."""
 
 import contextlib
+import traceback
 from collections.abc import Iterator
 
 
@@ -61,6 +62,13 @@ class UnregisteredClassError(StateDecodingError):
     """A stored value belongs to a class that `register_state_class` has not been told about in this process."""
 
     is_misfit = True
+
+
+def release_locals(error: BaseException | None) -> None:
+    """Let go of what the frames of an error hold: whoever keeps the error would keep all that was read."""
+    while error is not None:
+        traceback.clear_frames(error.__traceback__)
+        error = error.__cause__ or error.__context__
 
 
 @contextlib.contextmanager

@@ -101,9 +101,12 @@ class CheckpointMetadata:
     def _states_for(self, callbacks: Iterable[Any], rank: int) -> list[tuple[Any, Any]]:
         found = []
         for name, callback in _stateful(callbacks):
-            stored = self.callbacks.get(name, {}).get(str(rank))
-            if stored is not None:
-                state = decode_state(stored)
+            by_rank = self.callbacks.get(name, {})
+            if str(rank) not in by_rank:
+                continue
+            state = decode_state(by_rank[str(rank)])
+            # Callbacks of users may say that they have no state.
+            if state is not None or _checks_what_it_loads(callback):
                 _check_state(name, callback, state)
                 found.append((callback, state))
         return found

@@ -173,20 +173,25 @@ def read_header(path: str, record: FileRecord | None = None) -> SafetensorsHeade
         sharing_text = expect_type(metadata.get(SHARING_KEY, "[]"), str, SHARING_KEY)
         sharing = checked_sharing(strict_json.loads(sharing_text.encode(), path, size))
         tensors = {name: _entry(name, info, base, size) for name, info in header.items()}
-        _refuse_overlap(tensors)
+        _require_full_cover(tensors, base, size)
     except (ValueError, KeyError, TypeError) as error:
         reason = f"{type(error).__name__}: {error}"
         raise CheckpointCorruptError(f"{path} is damaged: its header cannot be read ({reason})") from error
     return SafetensorsHeader(tensors, sharing)
 
 
-def _refuse_overlap(tensors: Mapping[str, TensorEntry]) -> None:
-    """Tensors that share bytes of the file could fill any amount of memory."""
-    end = 0
+def _require_full_cover(tensors: Mapping[str, TensorEntry], base: int, size: int) -> None:
+    """Tensors follow one another to the end of the file, as the format demands.
+
+    Those that share bytes could fill any amount of memory, and a gap is a sign of a header of another length.
+    """
+    end = base
     for name, entry in sorted(tensors.items(), key=lambda item: (item[1].start, item[1].end)):
-        if entry.start < end:
-            raise ValueError(f"tensor {name!r} overlaps another")
+        if entry.start != end:
+            raise ValueError(f"tensor {name!r} {'overlaps another' if entry.start < end else 'comes after a gap'}")
         end = entry.end
+    if end != size:
+        raise ValueError(f"{size - end} bytes after the last tensor belong to none")
 
 
 def _entry(name: str, info: Any, base: int, size: int) -> TensorEntry:

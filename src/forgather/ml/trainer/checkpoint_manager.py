@@ -17,6 +17,7 @@ from forgather.ml.checkpoint.errors import (
     CheckpointSaveError,
     CheckpointVersionError,
     naming,
+    release_locals,
 )
 from forgather.ml.checkpoint.manifest import CheckpointManifest, FileRecord
 from forgather.ml.checkpoint.metadata import METADATA_NAME, CheckpointMetadata
@@ -235,6 +236,8 @@ class CheckpointManager:
                 if error.contact_lost or error.is_misfit:
                     # The job is wrong, not the checkpoint: an older one would lose what was trained since.
                     raise
+                # Before the next one is read: the memory of a start is that of one checkpoint.
+                release_locals(error)
                 first_error = first_error or error
                 if position == 0:
                     raise first_error from None
