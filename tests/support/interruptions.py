@@ -41,7 +41,14 @@ SETTINGS: dict[str, dict[str, Any]] = {
     "on save, epochs": {"num_train_epochs": 2, "save_strategy": "epoch", "eval_on_save": True},
     "no saves": {**BASE, "save_strategy": "no", "load_best_model_at_end": False},
 }
-HABITS = ("none", "asks on_step_end", "asks on_evaluate", "stops on_evaluate", "by hand on_step_end", "by hand on_evaluate")
+HABITS = (
+    "none",
+    "asks on_step_end",
+    "asks on_evaluate",
+    "stops on_evaluate",
+    "by hand on_step_end",
+    "by hand on_evaluate",
+)
 
 
 class Model(nn.Module):
