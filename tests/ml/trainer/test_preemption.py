@@ -7,11 +7,14 @@ at exactly the point in question.
 import os
 import signal
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any
 
 import pytest
 
+from forgather.ml.trainer.checkpoint_manager import CheckpointManager
 from forgather.ml.trainer.signals import StopSignals
+from tests.support import interruptions
 from tests.support.train_job import Scenario, Start, Stop, run_scenarios
 
 BASE: dict[str, Any] = {}
@@ -35,6 +38,8 @@ class Request:
     stops: tuple[Stop, ...]
     saves_at: int
     straight: str = "straight"
+    saves_again: bool = False
+    """Whether the resumed run writes that checkpoint once more, with the evaluation that it lacks."""
     signal_name: str = field(init=False)
 
     def __post_init__(self) -> None:
@@ -68,13 +73,19 @@ REQUESTS = {
         (in_an_evaluation("SIGTERM", step=10),), 10, straight="straight by epoch"
     ),
     "in an evaluation that looks for the best": Request(
-        (in_an_evaluation("SIGTERM", step=9),), 9, straight="straight with best"
+        (in_an_evaluation("SIGTERM", step=9),), 9, straight="straight with best", saves_again=True
+    ),
+    "in the save that follows the evaluation made up for": Request(
+        (in_an_evaluation("SIGUSR1", step=9), Stop("on_save", step=9, signal="SIGUSR1")),
+        9,
+        straight="straight with best",
+        saves_again=True,
     ),
     "in the step before an evaluation on save": Request(
-        (in_a_step("SIGTERM", step=5),), 6, straight="straight with evaluation on save"
+        (in_a_step("SIGTERM", step=5),), 6, straight="straight with evaluation on save", saves_again=True
     ),
     "in an evaluation on save": Request(
-        (in_an_evaluation("SIGTERM", step=6),), 6, straight="straight with evaluation on save"
+        (in_an_evaluation("SIGTERM", step=6),), 6, straight="straight with evaluation on save", saves_again=True
     ),
     **{
         f"{name} to the workers as well": Request(
@@ -115,10 +126,11 @@ def test_stopped_run_exits_0_and_says_that_it_was_preempted(name: str, runs: Run
 
 @pytest.mark.parametrize("name", REQUESTS)
 def test_stopped_run_saves_once(name: str, runs: Runs) -> None:
-    """Where it was asked to, and beside that at the steps of the straight run, once each."""
+    """Where it was asked to, and beside that at the steps of the straight run; twice only with an evaluation made up for."""
     request, starts = REQUESTS[name], runs[name]
     saved = [step for start in starts for step in start.saved]
-    assert saved == sorted({*runs[request.straight][0].saved, *_stop_steps(name, runs)})
+    again = [request.saves_at] if request.saves_again else []
+    assert saved == sorted([*{*runs[request.straight][0].saved, *_stop_steps(name, runs)}, *again])
     assert starts[-1].began_at == request.saves_at
 
 
@@ -157,6 +169,53 @@ def test_second_ctrl_c_counts_whatever_came_in_between() -> None:
         assert signals.received == "SIGTERM"
         with pytest.raises(KeyboardInterrupt):
             os.kill(os.getpid(), signal.SIGINT)
+
+
+# Settings of `interruptions` -> what a callback of the run does, and where signals come; each place is a run of its own.
+# All but the first place of each ended with other weights, another best checkpoint, or a last one without its evaluation.
+INTERRUPTIONS: dict[tuple[str, str], list[tuple[str, int]]] = {
+    ("4, 5", "none"): [("on_step_end", 3), ("on_prediction_step 3", 5), ("on_evaluate", 5)],
+    ("4, 5", "asks on_evaluate"): [("on_save", 5), ("on_prediction_step 2", 5)],
+    ("4, 5", "stops on_evaluate"): [("on_save", 4), ("on_prediction_step 3", 5)],
+    ("4, 4", "none"): [("on_save", 8), ("on_prediction_step 2", 8)],
+    ("epochs", "none"): [("on_save", 5), ("on_step_end", 5), ("on_step_end", 10)],
+    ("epochs, 8", "none"): [("on_save", 8), ("on_evaluate", 8)],
+}
+
+
+@pytest.mark.parametrize(("settings", "habit"), INTERRUPTIONS)
+def test_interruption_changes_neither_weights_nor_the_best(settings: str, habit: str, tmp_path: Path) -> None:
+    expected = interruptions.outcome(
+        interruptions.run(str(tmp_path / "straight"), interruptions.SETTINGS[settings], interruptions.Habit(habit))
+    )
+    for event, step in INTERRUPTIONS[settings, habit]:
+        found = interruptions.interrupted(
+            str(tmp_path), interruptions.SETTINGS[settings], habit, [(event, step, "SIGUSR1")]
+        )
+        assert found is not None, f"no {event} at step {step}"
+        assert found == expected, f"{event} at step {step}"
+
+
+def test_best_checkpoint_is_listed_after_a_death_between_save_and_entry(tmp_path: Path) -> None:
+    """The resumed run keeps it, and loads it at its end."""
+    settings = {**interruptions.SETTINGS["4, 4"], "max_steps": 12}
+    expected = interruptions.outcome(interruptions.run(str(tmp_path / "straight"), settings))
+    best = expected["best"][1]
+    folder = str(tmp_path / "killed")
+    child = os.fork()
+    if child == 0:
+        manager = CheckpointManager.update_best_checkpoints
+
+        def die(self: Any, path: str, *rest: Any) -> bool:
+            if os.path.basename(path) == best:
+                os._exit(0)
+            return manager(self, path, *rest)
+
+        CheckpointManager.update_best_checkpoints = die  # type: ignore[method-assign]
+        interruptions.run(folder, settings)
+        os._exit(1)
+    assert os.waitpid(child, 0)[1] == 0
+    assert interruptions.outcome(interruptions.run(folder, settings)) == expected
 
 
 def _stop_steps(name: str, runs: Runs) -> list[int]:

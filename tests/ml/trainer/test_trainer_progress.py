@@ -41,8 +41,12 @@ def trainer(output_dir: Path) -> Any:
         _totals=RunTotals(),
         _best_saved_metric=None,
         _evaluated_step=-1,
+        _eval_metrics=None,
         _evaluation_is_pending=False,
+        _evaluation_is_due=lambda: False,
         _saved_step=-1,
+        _scheduled_step=-1,
+        _is_leaving=False,
         _resumed_in_epoch=False,
     )
 

@@ -11,6 +11,7 @@ import torch
 import torch.distributed as dist
 from torch.distributed.constants import default_pg_timeout
 
+from forgather.ml.distributed.launch_variables import check_place, read_int
 from forgather.ml.distributed.leaving import leave_at_exit
 from forgather.ml.distributed.rendezvous import fresh_store, restarts_share_a_store
 
@@ -61,22 +62,22 @@ class StaticDistributedEnvironment:
 
 def get_rank() -> int:
     """This process's rank in the job, by the environment variable RANK."""
-    return _read_int("RANK", 0)
+    return read_int("RANK", 0)
 
 
 def get_local_rank() -> int:
     """This process's rank on its node, by the environment variable LOCAL_RANK."""
-    return _read_int("LOCAL_RANK", 0)
+    return read_int("LOCAL_RANK", 0)
 
 
 def get_world_size() -> int:
     """The number of processes of the job, by the environment variable WORLD_SIZE."""
-    return _read_int("WORLD_SIZE", 1)
+    return read_int("WORLD_SIZE", 1)
 
 
 def get_local_world_size() -> int:
     """The number of processes on this node, by the environment variable LOCAL_WORLD_SIZE."""
-    return _read_int("LOCAL_WORLD_SIZE", 1)
+    return read_int("LOCAL_WORLD_SIZE", 1)
 
 
 def init_from_env(obj: EnvironmentT) -> EnvironmentT:
@@ -90,7 +91,7 @@ def init_from_env(obj: EnvironmentT) -> EnvironmentT:
         elif field == "master_addr":
             obj.master_addr = os.environ[variable]
         else:
-            setattr(obj, field, _read_int(variable, 0))
+            setattr(obj, field, read_int(variable, 0))
     return obj
 
 
@@ -152,7 +153,7 @@ class DistributedEnvironment:
         self.master_port = master_port
         self.device = self.device_type = "cpu"
         init_from_env(self)
-        self._check_consistency()
+        check_place(self.rank, self.world_size, self.local_rank, self.local_world_size)
         self._use_device(_pick_device(self.local_rank, device_map, no_accelerator))
         if always or self.world_size > 1:
             self._join_process_group(backend, _as_timedelta(timeout))
@@ -163,19 +164,6 @@ class DistributedEnvironment:
             f"{type(self).__name__}(rank={self.rank} of {self.world_size}, local_rank={self.local_rank} of "
             f"{self.local_world_size}, device={self.device}, master={self.master_addr}:{self.master_port})"
         )
-
-    def _check_consistency(self) -> None:
-        for name, rank, size in (
-            ("rank", self.rank, self.world_size),
-            ("local_rank", self.local_rank, self.local_world_size),
-        ):
-            if not 0 <= rank < size:
-                raise ValueError(
-                    f"{name} {rank} does not exist among {size} process(es) (RANK={self.rank}, "
-                    f"WORLD_SIZE={self.world_size}, LOCAL_RANK={self.local_rank}, "
-                    f"LOCAL_WORLD_SIZE={self.local_world_size}); start the job with torchrun, which sets all four "
-                    "variables, or set them consistently"
-                )
 
     def _use_device(self, device: torch.device) -> None:
         self.device = str(device)
@@ -207,18 +195,6 @@ class DistributedEnvironment:
             dist.init_process_group(
                 backend, init_method="env://", rank=self.rank, world_size=self.world_size, timeout=timeout
             )
-
-
-def _read_int(variable: str, default: int) -> int:
-    text = os.environ.get(variable)
-    if text is None:
-        return default
-    try:
-        return int(text)
-    except ValueError:
-        raise ValueError(
-            f"environment variable {variable} is {text!r}, but must be a whole number; unset it or correct it"
-        ) from None
 
 
 def _as_timedelta(timeout: float | timedelta | None) -> timedelta | None:

@@ -33,6 +33,7 @@ from forgather.ml.trainer.empty_batch import EmptyBatch
 from forgather.ml.trainer.evaluation import EvaluationInterrupted, EvaluationSums, first_batches
 from forgather.ml.trainer.model_loss import Window
 from forgather.ml.trainer.nonfinite import Finding
+from forgather.ml.trainer.rank_settings import common_settings, require_equal_settings
 from forgather.ml.trainer.signals import STOP_SIGNAL_NAMES
 from forgather.ml.trainer.synchronized_dataloader import NOTHING, Rounds, SynchronizedDataLoader
 from forgather.ml.trainer.trainer import Trainer
@@ -53,6 +54,7 @@ class CoordinatedTrainer(Trainer):
     speaks for the batches wherever ranks add something up.
     """
 
+    handles_ranks = True
     _control_group: ProcessGroup | None = None
     _exchange: NumberExchange | None = None
     _mesh: DeviceMesh | None = None
@@ -103,9 +105,12 @@ class CoordinatedTrainer(Trainer):
         if self._control_group is None:
             # Of its own: its small messages are under way while gradients are.
             self._control_group = dist.new_group(backend="gloo", timeout=get_requested_timeout())
+        self._peers = Peers(self._control_group)
+        # Before any other collective: settings decide which of them follow.
+        require_equal_settings(self._peers, self._common_settings())
+        if self._mesh is None:
             self._dispatch_links: dict[bool, RankLinks] = {}
             self._mesh = self._make_mesh()
-        self._peers = Peers(self._control_group)
         if self._exchange is None:
             self._exchange = number_exchange(RankLinks.connect(self._control_group))
         self._agreed_signal: str | None = None
@@ -113,6 +118,10 @@ class CoordinatedTrainer(Trainer):
         self._occasions = {"epoch", "log", "step"}
         self._own_counts: deque[int | Tensor] = deque()
         self._noted: deque[list[int]] = deque()
+
+    def _common_settings(self) -> dict[str, str]:
+        """What all ranks must have alike, as text: it decides which collectives they reach."""
+        return common_settings(self, self._dispatches(for_training=True))
 
     def _init_device(self) -> None:
         with self._agreement("choosing the device"):

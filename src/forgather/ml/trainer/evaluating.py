@@ -172,15 +172,15 @@ class EvaluatingTrainer(SavingTrainer):
         # Waits for the device as the evaluation does, and spares one of weights that are no numbers.
         self._settle_interval()
         started = time.perf_counter()
+        # A run that is resumed from a checkpoint made before the end begins with this evaluation.
+        self._evaluation_is_pending = True
         try:
             metrics = self._metrics_on(self.eval_dataset)
         except EvaluationInterrupted:
-            # Whoever resumes from the checkpoint that follows begins with this evaluation.
-            self._evaluation_is_pending = True
             return
-        self._evaluation_is_pending = False
         self._dispatch("on_evaluate", metrics=metrics)
         metrics = self._shared_metrics(metrics)
+        self._evaluation_is_pending = False
         self._evaluated_step, self._eval_metrics = self.state.global_step, metrics
         # Only now: callbacks may have added metrics of their own.
         self.state.log_history.append({**metrics, "epoch": self.state.epoch, "step": self.state.global_step})

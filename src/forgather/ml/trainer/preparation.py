@@ -4,7 +4,7 @@ import logging
 import math
 from abc import abstractmethod
 from collections.abc import Mapping
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 from torch import nn
@@ -17,6 +17,7 @@ from forgather.ml.distributed import (
     StaticDistributedEnvironment,
     get_world_size,
 )
+from forgather.ml.distributed.launch_variables import check_launch_variables
 from forgather.ml.optim.opt_utils import check_group_map
 from forgather.ml.trainer.amp import AMPContext
 from forgather.ml.trainer.checkpoint_manager import CheckpointConfig, CheckpointManager
@@ -29,6 +30,7 @@ from forgather.ml.trainer.model_construction import build_model
 from forgather.ml.trainer.model_loss import ModelLoss
 from forgather.ml.trainer.optimizer_setup import build_optimizer, build_scheduler, optimizer_factory
 from forgather.ml.trainer.progress import SchedulerState, TrainerProgress, kept_rates
+from forgather.ml.trainer.rank_settings import require_strategy_for_ranks
 from forgather.ml.trainer.recipes import RecipeTrainer
 from forgather.ml.trainer.seeding import choose_seed, seed_everything, seed_of_rank
 from forgather.ml.trainer.signals import StopSignals
@@ -50,6 +52,9 @@ NO_STEP_LIMIT = 2**62
 
 class PreparedTrainer(RecipeTrainer):
     """Builds what training needs, through hooks that strategies override."""
+
+    handles_ranks: ClassVar[bool] = False
+    """Whether several processes may train with it: a subclass that synchronises their models itself sets it to True."""
 
     _progress: TrainerProgress
     _component_keys: tuple[str, ...] = ("model", "optimizer", "scheduler", "ema", "trainer", "dataset", "rng")
@@ -97,6 +102,7 @@ class PreparedTrainer(RecipeTrainer):
         self.checkpoint_manager: CheckpointManager | None = None
         self._forward_model: Any = None
         self._resume: bool | str = False
+        self._asked_to_resume: bool | str | None = None
         self._claim: CheckpointManager | None = None
         self._loaded_path: str | None = None
         self._has_trained = False
@@ -152,6 +158,8 @@ class PreparedTrainer(RecipeTrainer):
     def _prepare(self, resume: bool | str) -> None:
         """Everything up to the first step of training."""
         self._refuse_averages_in_model()
+        require_strategy_for_ranks(type(self), self.distributed_env)
+        self._asked_to_resume = resume
         self._init_distributed()
         self._init_device()
         self._init_precision()
@@ -188,6 +196,8 @@ class PreparedTrainer(RecipeTrainer):
 
     def _init_distributed(self) -> None:
         """Find this process's place in the job."""
+        if self.distributed_env is None:
+            check_launch_variables()
         if self.distributed_env is not None:
             self.env = self.distributed_env
         elif get_world_size() > 1:

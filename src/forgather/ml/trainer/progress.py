@@ -59,7 +59,14 @@ _STATE = Schema(
     may_lack=["epoch_train_steps"],
 )
 # What a checkpoint from before a key was saved stands for: the value at the beginning of a run.
-_SINCE_ADDED = {"best_saved_metric": None, "should_epoch_stop": False, "nonfinite_in_a_row": 0}
+_SINCE_ADDED = {
+    "best_saved_metric": None,
+    "should_epoch_stop": False,
+    "should_training_stop": False,
+    "is_scheduled": None,
+    "eval_metrics": None,
+    "nonfinite_in_a_row": 0,
+}
 _PROGRESS = Schema(
     {
         "state": _STATE,
@@ -70,8 +77,11 @@ _PROGRESS = Schema(
         "best_saved_metric": optional(number),
         "should_epoch_stop": flag,
         "nonfinite_in_a_row": count,
+        "should_training_stop": flag,
         "evaluated_step": position,
+        "eval_metrics": optional(mapping_of(text, anything)),
         "evaluation_is_pending": flag,
+        "is_scheduled": optional(flag),
     },
     may_lack=_SINCE_ADDED,
 )
@@ -97,8 +107,13 @@ class TrainerProgress:
             # Callbacks may ask with whatever a comparison gave them.
             "should_epoch_stop": bool(trainer.control.should_epoch_stop),
             "nonfinite_in_a_row": trainer._watch.in_a_row,
+            # Only of a run that leaves before it could follow the request; one that has ended may be resumed to train on.
+            "should_training_stop": bool(trainer.control.should_training_stop and trainer._is_leaving),
             "evaluated_step": trainer._evaluated_step,
-            "evaluation_is_pending": trainer._evaluation_is_pending,
+            # Those of this step, which a later save of the same step needs.
+            "eval_metrics": trainer._eval_metrics if trainer._evaluated_step == trainer.state.global_step else None,
+            "evaluation_is_pending": trainer._evaluation_is_pending or trainer._evaluation_is_due(),
+            "is_scheduled": trainer._scheduled_step == trainer.state.global_step,
         }
 
     def check_state_dict(self, state: Any) -> None:
@@ -125,9 +140,16 @@ class TrainerProgress:
         trainer.amp.load_state_dict(state["amp"])
         trainer.control.should_epoch_stop = state["should_epoch_stop"]
         trainer._watch.resume(state["nonfinite_in_a_row"])
-        trainer._evaluated_step = state["evaluated_step"]
+        trainer.control.should_training_stop = state["should_training_stop"]
+        trainer._evaluated_step, trainer._eval_metrics = state["evaluated_step"], state["eval_metrics"]
         trainer._evaluation_is_pending = state["evaluation_is_pending"]
-        trainer._saved_step = trainer.state.global_step
+        is_scheduled = state["is_scheduled"]
+        if is_scheduled is None:
+            # A checkpoint of an earlier version: with a pending evaluation, the settings decide whether it was.
+            is_scheduled = not trainer._evaluation_is_pending
+        trainer._scheduled_step = trainer.state.global_step if is_scheduled else -1
+        # With a request to stop, the last save is made again, without the request.
+        trainer._saved_step = -1 if trainer.control.should_training_stop else trainer.state.global_step
         trainer._resumed_in_epoch = True
 
     def forget_best(self) -> None:

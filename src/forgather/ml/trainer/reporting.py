@@ -67,6 +67,9 @@ class ReportingTrainer(PreparedTrainer):
         self._best_saved_metric: float | None = None
         self._saved_step = -1
         self._saved_path = ""
+        # The last step whose save the settings or a callback asked for; other saves follow stop requests.
+        self._scheduled_step = -1
+        self._is_leaving = False
         self._resumed_in_epoch = False
         self._progress = TrainerProgress(self)
         self._log_when = _when(args.logging_strategy, args.logging_steps)

@@ -52,6 +52,9 @@ class SavingTrainer(ReportingTrainer):
             self._prepare(False)
         assert self.checkpoint_manager is not None
         self._before_save()
+        if path is None:
+            # A later save of this step may know more: its evaluation may be under way.
+            self._saved_step = -1
         step = None if path else self.state.global_step
         return self.checkpoint_manager.save_checkpoint(path, step, is_sound=self._is_sound)
 
@@ -92,30 +95,41 @@ class SavingTrainer(ReportingTrainer):
         with self._average.in_model():
             yield
 
-    def _save_while_training(self, may_evaluate: bool = True) -> str:
-        """Save the present step once, with the evaluation that ran for it; returns the path, "" without a save."""
+    def _save_while_training(self, is_scheduled: bool = True) -> str:
+        """Save the present step once, with the evaluation that ran for it; returns the path, "" without a save.
+
+        A save that only a stop request caused (`is_scheduled=False`) does not evaluate and cannot become the best: an
+        uninterrupted run has no such checkpoint. A scheduled save of the same step, after a resume, replaces it.
+        """
         self.control.should_save = False
         step = self.state.global_step
         if self.control.should_abort_without_save:
             return ""
-        if self._saved_step == step:
+        scheduled_before = self._scheduled_step
+        is_first_scheduled = is_scheduled and scheduled_before != step
+        if self._saved_step == step and not is_first_scheduled:
             return self._saved_path
-        if may_evaluate and self.args.eval_on_save and self.eval_dataset is not None:
+        if is_scheduled and self.args.eval_on_save and self.eval_dataset is not None:
             self._evaluate_while_training()
+            # This save is what a callback may have asked for on that occasion.
+            self.control.should_save = False
         started = time.perf_counter()
         metrics = self._eval_metrics if self._evaluated_step == step else None
+        rated = metrics if is_first_scheduled else None
         assert self.checkpoint_manager is not None
         best_before = self._best_saved_metric, self.state.best_model_checkpoint
-        # Before the save, whose state is to know of itself.
-        self._note_best_saved(metrics)
+        # Record this first, so that the checkpoint contains its own entry.
+        self._note_best_saved(rated)
+        self._scheduled_step = step if is_scheduled else scheduled_before
         self.checkpoint_manager.set_eval_metrics(metrics)
         self._before_save()
         path = self.checkpoint_manager.save_checkpoint(checkpoint_id=step, is_sound=self._is_sound)
         if not path:
             self._best_saved_metric, self.state.best_model_checkpoint = best_before
+            self._scheduled_step = scheduled_before
         else:
             self._saved_step, self._saved_path = step, path
-            self._preserve_best(path, metrics)
+            self._preserve_best(path, rated)
             self._dispatch("on_save", checkpoint_path=path)
             self._settle_requests("log")
         self._speed.pause(time.perf_counter() - started)
@@ -167,12 +181,14 @@ class SavingTrainer(ReportingTrainer):
             self._best_saved_metric = value
             self.state.best_model_checkpoint = checkpoint_path(args.output_dir, self.state.global_step)
 
-    def _rate_resumed_checkpoint(self) -> None:
-        """Let the checkpoint whose evaluation was interrupted compete for the best, now that there is one."""
-        path = checkpoint_path(self.args.output_dir, self.state.global_step)
-        if os.path.isdir(path):
-            self._note_best_saved(self._eval_metrics)
-            self._preserve_best(path, self._eval_metrics)
+    def _list_resumed_best(self) -> None:
+        """Enter a resumed checkpoint that is the best into the list: the process may have died between save and entry."""
+        manager, best = self.checkpoint_manager, self.state.best_model_checkpoint
+        if manager is None or best is None or self._eval_metrics is None:
+            return
+        names = [os.path.basename(path) for path, _ in manager.best_checkpoints]
+        if os.path.basename(best) == f"checkpoint-{self.state.global_step}" and os.path.basename(best) not in names:
+            self._preserve_best(best, self._eval_metrics)
 
     def _preserve_best(self, path: str, metrics: Mapping[str, Any] | None) -> None:
         args = self.args

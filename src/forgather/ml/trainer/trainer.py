@@ -71,7 +71,7 @@ class Trainer(EvaluatingTrainer):
             run.enter_context(set_train(self._forward_model, True))
             self._dispatch("on_train_begin")
             self._settle_requests()
-            self._finish_interrupted_evaluation()
+            self._finish_interrupted_step()
             self._finish_interrupted_epoch()
             while self._has_more_epochs():
                 self._train_epoch()
@@ -210,6 +210,14 @@ class Trainer(EvaluatingTrainer):
         at_epoch_end = self.state.global_step == self.state.epoch_start_step
         return self._is_due(self._save_when) or (self.args.save_strategy == "epoch" and at_epoch_end)
 
+    def _evaluation_is_due(self) -> bool:
+        """Whether the present step still needs an evaluation: a checkpoint saved by hand may come before it."""
+        step = self.state.global_step
+        if step == 0 or step == self._evaluated_step:
+            return False
+        on_save = self.args.eval_on_save and self.eval_dataset is not None and self._is_due(self._save_when)
+        return self._evaluate_when.due(step) or on_save
+
     def _has_more_epochs(self) -> bool:
         if self._is_last_step():
             return False
@@ -248,19 +256,30 @@ class Trainer(EvaluatingTrainer):
         signal_name = self._stop_requested()
         if signal_name is None:
             return
-        path = self._save_while_training(may_evaluate=False)
+        self._is_leaving = True
+        if self.control.should_training_stop:
+            # No checkpoint of this step has the callback's request to stop, which the resumed run must follow.
+            self._saved_step = -1
+        path = self._save_while_training(is_scheduled=False)
         self._dispatch("on_train_end")
         preempted = Preempted(signal_name, self.state.global_step, path)
         logger.warning("%s", preempted)
         raise preempted
 
-    def _finish_interrupted_evaluation(self) -> None:
+    def _finish_interrupted_step(self) -> None:
+        """Do what was due at the step of the resumed checkpoint, and is not in it: an evaluation, and the save after it."""
         if not self._evaluation_is_pending:
+            self._list_resumed_best()
             return
+        was_scheduled = self._scheduled_step == self.state.global_step
         self._evaluate_while_training()
-        # A checkpoint that only a stop request has made is none that the uninterrupted run could have chosen.
-        if not self._evaluation_is_pending and self._save_was_due():
-            self._rate_resumed_checkpoint()
+        if not self._evaluation_is_pending and (was_scheduled or self.control.should_save or self._save_was_due()):
+            if self.rng.has_loaded:
+                # Callbacks may have drawn random numbers since the load.
+                self.rng.restore()
+            # Replace the resumed checkpoint: it lacks the evaluation, and says that it is pending.
+            self._saved_step = self._scheduled_step = -1
+            self._save_while_training()
         self._heed_stop_request()
 
     def _finish_interrupted_epoch(self) -> None:

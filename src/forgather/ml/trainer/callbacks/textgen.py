@@ -22,6 +22,8 @@ class TextgenCallback(TrainerCallback):
     """
 
     changes_control = False
+    needs_all_ranks = True
+    """In a pipeline, every rank has it or none."""
 
     def __init__(
         self,

@@ -25,6 +25,7 @@ from forgather.ml.trainer.pipeline.pipeline_utils import pipeline_stage_indices
 from forgather.ml.trainer.pipeline.schedules import check_layout, find_schedule, traits_of
 from forgather.ml.trainer.pipeline.splitting import ModelSplitter
 from forgather.ml.trainer.pipeline.tied_weights import TiedWeight, tied_weights
+from forgather.ml.trainer.rank_settings import described
 from forgather.ml.trainer.seeding import seed_everything, seed_of_rank, undisturbed_random_numbers
 from forgather.ml.trainer.trainer_utils import moved
 from forgather.ml.utils import ModelParameterStats
@@ -114,6 +115,16 @@ class StagedTrainer(CoordinatedTrainer):
             # What a compiled part of a stage would reuse for its gradients is needed twice.
             torch._functorch.config.donated_buffer = False
         check_layout(self._schedule_class, self._pp_size, self._stages_per_rank, self.args.n_microbatches)
+
+    def _common_settings(self) -> dict[str, str]:
+        generating = [type(one).__qualname__ for one in self.callbacks if getattr(one, "needs_all_ranks", False)]
+        return {
+            **super()._common_settings(),
+            "schedule": self._traits.name,
+            "model_splitter": described(self._model_splitter),
+            # Stages send each other what such a callback generates.
+            "callbacks that need all ranks": described(generating),
+        }
 
     def _refuse_too_few_ranks(self) -> None:
         if (get_world_size() if self.distributed_env is None else self.distributed_env.world_size) < 2:
