@@ -32,6 +32,7 @@ from forgather.ml.checkpoint.state_schema import (
     text,
 )
 from forgather.ml.checkpoint.store import CHECKPOINTS_FOLDER
+from forgather.ml.trainer.model_loss import LOSS_STATE
 from forgather.ml.trainer.scheduler_schema import (
     UnknownKeyViolation,
     group_lists,
@@ -71,8 +72,9 @@ _PROGRESS = Schema(
         "should_epoch_stop": flag,
         "evaluated_step": position,
         "evaluation_is_pending": flag,
+        "loss": LOSS_STATE,
     },
-    may_lack=_SINCE_ADDED,
+    may_lack=[*_SINCE_ADDED, "loss"],
 )
 
 
@@ -97,6 +99,7 @@ class TrainerProgress:
             "should_epoch_stop": bool(trainer.control.should_epoch_stop),
             "evaluated_step": trainer._evaluated_step,
             "evaluation_is_pending": trainer._evaluation_is_pending,
+            "loss": trainer.model_loss.state_dict(),
         }
 
     def check_state_dict(self, state: Any) -> None:
@@ -107,6 +110,7 @@ class TrainerProgress:
         trainer._totals.check_state_dict(state["totals"])
         if hasattr(trainer.amp, "check_state_dict"):
             trainer.amp.check_state_dict(state["amp"])
+        trainer.model_loss.check_state_dict(state.get("loss"))
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         self.check_state_dict(state)
@@ -126,6 +130,10 @@ class TrainerProgress:
         trainer._evaluation_is_pending = state["evaluation_is_pending"]
         trainer._saved_step = trainer.state.global_step
         trainer._resumed_in_epoch = True
+        if "loss" in state:
+            trainer.model_loss.load_state_dict(state["loss"])
+        else:
+            trainer.model_loss.keep_old_rule()
 
     def forget_best(self) -> None:
         """Let the best be chosen anew, after a checkpoint of another run, whose best one this run has not got."""

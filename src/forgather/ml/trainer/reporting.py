@@ -10,6 +10,7 @@ from torch import Tensor
 from forgather.ml.trainer.periodic_function import PeriodicFunction
 from forgather.ml.trainer.preparation import PreparedTrainer
 from forgather.ml.trainer.progress import TrainerProgress
+from forgather.ml.trainer.target_watch import TargetWatch
 from forgather.ml.trainer.trainer_types import TrainerControl
 from forgather.ml.trainer.trainer_types import TrainerState as BaseTrainerState
 from forgather.ml.trainer.training_metrics import (
@@ -63,6 +64,7 @@ class ReportingTrainer(PreparedTrainer):
         self._saved_path = ""
         self._resumed_in_epoch = False
         self._progress = TrainerProgress(self)
+        self._target_watch = TargetWatch()
         self._log_when = _when(args.logging_strategy, args.logging_steps)
         self._evaluate_when = _when(args.eval_strategy, args.eval_steps, args.eval_delay)
         self._save_when = _when(args.save_strategy, args.save_steps)
@@ -127,6 +129,7 @@ class ReportingTrainer(PreparedTrainer):
     def _settle_interval(self) -> SettledSums:
         """Let the counters be those of all ranks; a checkpoint is to hold no others."""
         sums = self._interval.settle(self._distributed_sums, self._distributed_norms)
+        self._target_watch.note_interval(sums.num_steps, sums.targets)
         self.state.num_input_tokens_seen = self._totals.tokens + sums.tokens
         self.state.total_flos = self.state.num_input_tokens_seen * self._flops_per_token
         return sums
