@@ -12,6 +12,7 @@ import torch
 from forgather.ml.checkpoint.codec import decode_state, encode_state
 from forgather.ml.checkpoint.errors import CheckpointLoadError
 from forgather.ml.trainer.amp import AMPContext
+from forgather.ml.trainer.model_loss import ModelLoss
 from forgather.ml.trainer.nonfinite import GradientWatch
 from forgather.ml.trainer.progress import TrainerProgress
 from forgather.ml.trainer.reporting import TrainerState
@@ -36,6 +37,7 @@ def trainer(output_dir: Path) -> Any:
         args=SimpleNamespace(output_dir=str(output_dir)),
         control=TrainerControl(),
         amp=AMPContext(None),
+        model_loss=ModelLoss(None, token_weighted=True),
         _interval=IntervalMetrics(),
         _watch=GradientWatch("skip", has_loss_scale=False),
         _totals=RunTotals(),
@@ -64,6 +66,7 @@ def advanced(output_dir: Path) -> Any:
     one._interval.settle(lambda sums: sums)
     one._watch.judge([math.nan, math.nan], 7)
     one._totals.add(3.5, 30.0, 40, 4)
+    one.model_loss.load_state_dict({"own": True, "first_counts": False, "unit": "rows", "is_sum": True})
     return one
 
 
@@ -109,6 +112,11 @@ ACCEPTED: dict[str, Any] = {
     "should_epoch_stop": FLAG,
     "evaluated_step": INTEGER,
     "evaluation_is_pending": FLAG,
+    "loss": ("none",),
+    "loss.own": FLAG,
+    "loss.first_counts": FLAG,
+    "loss.unit": (),
+    "loss.is_sum": FLAG,
 }
 
 
@@ -142,7 +150,7 @@ def test_keys_that_are_not_known_set_nothing(tmp_path: Path) -> None:
 def test_a_checkpoint_from_before_keys_were_added_is_taken(tmp_path: Path) -> None:
     state, one = saved(advanced(tmp_path)), trainer(tmp_path)
     one._best_saved_metric, one.control.should_epoch_stop = 9.0, True
-    del state["best_saved_metric"], state["should_epoch_stop"], state["state"]["epoch_train_steps"]
+    del state["best_saved_metric"], state["should_epoch_stop"], state["state"]["epoch_train_steps"], state["loss"]
     TrainerProgress(one).load_state_dict(state)
     assert one._best_saved_metric is None and one.control.should_epoch_stop is False
     assert one.state.epoch_train_steps == 5 and one.state.global_step == 7

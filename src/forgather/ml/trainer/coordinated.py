@@ -31,8 +31,8 @@ from forgather.ml.trainer.data_order import WHOLE, Part
 from forgather.ml.trainer.dataloader_dispatcher import DataloaderDispatcher
 from forgather.ml.trainer.empty_batch import EmptyBatch
 from forgather.ml.trainer.evaluation import EvaluationInterrupted, EvaluationSums, first_batches
-from forgather.ml.trainer.model_loss import Window
-from forgather.ml.trainer.nonfinite import Finding
+from forgather.ml.trainer.model_loss import Finding, Window
+from forgather.ml.trainer.nonfinite import GradientFinding
 from forgather.ml.trainer.rank_settings import common_settings, require_equal_settings
 from forgather.ml.trainer.signals import STOP_SIGNAL_NAMES
 from forgather.ml.trainer.synchronized_dataloader import NOTHING, Rounds, SynchronizedDataLoader
@@ -258,6 +258,26 @@ class CoordinatedTrainer(Trainer):
             window.total = int(self._sum(torch.tensor([own_total], dtype=torch.int64)))
             window.num_shares = num_shares
 
+    def _agree_on_loss(self, batch: Mapping[str, Any] | None) -> None:
+        if not self._is_parallel:
+            return
+        findings = [one for one in self._peers.gather(self._finding(batch)) if one is not None]
+        if findings:
+            # The lowest rank of those that have a batch; a loss that is the model's own shows in one batch.
+            self.model_loss.adopt(min(findings, key=lambda one: (one.is_stand_in, one.uses_own is not True)))
+
+    def _finding(self, batch: Mapping[str, Any] | None) -> Finding | None:
+        """What this rank learns of the loss from its first batch."""
+        if batch is None:
+            return None
+        try:
+            inputs, labels = self._prepare_batch(batch)
+            with self.amp.autocast():
+                return self.model_loss.look(self._evaluated_model(), inputs, labels, isinstance(batch, EmptyBatch))
+        except Exception as error:  # noqa: BLE001 - the pass that follows fails in the same way, where all ranks learn of it
+            logger.debug("The loss could not be looked at: %s", error)
+            return None
+
     def _warn_of_equal_batches(self, batch: Mapping[str, Any]) -> None:
         digests = self._peers.gather(_digest_of(batch) if self._speaks_for_batches else "")
         for rank, digest in enumerate(digests):
@@ -330,7 +350,7 @@ class CoordinatedTrainer(Trainer):
             isinstance(self.train_dataloader, SynchronizedDataLoader) and self.train_dataloader.latest_notes()[-1] > 0
         )
 
-    def _findings_of_ranks(self, own: Finding) -> list[Finding]:
+    def _findings_of_ranks(self, own: GradientFinding) -> list[GradientFinding]:
         return self._peers.gather(own) if self._is_parallel else [own]
 
     def _number_of_ranks_with(self, is_so: bool) -> int:
@@ -399,10 +419,14 @@ class CoordinatedTrainer(Trainer):
         batches = (batch for loader in [dataloader] for batch in first_batches(loader, self.args.max_eval_steps))
         rounds = Rounds(batches, self._control_group, lambda _: self._own_stop_flags(), self._exchange)
         rounds.fetch()
+        is_first = True
         while True:
             batch, num_items, *_, stop_flags = rounds.finish()
             if num_items == 0:
                 break
+            if is_first and not self.model_loss.can_count:
+                self._agree_on_loss(None if batch is NOTHING else batch)
+            is_first = False
             if any(stop_flags):
                 self._agreed_signal = _signal_of(stop_flags)
                 self._leave_evaluation(dataloader)

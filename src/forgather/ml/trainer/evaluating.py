@@ -21,6 +21,7 @@ from forgather.ml.trainer.evaluation import (
 from forgather.ml.trainer.model_loss import ModelLoss
 from forgather.ml.trainer.saving import SavingTrainer
 from forgather.ml.trainer.seeding import undisturbed_random_numbers
+from forgather.ml.trainer.target_watch import warn_of_no_targets
 from forgather.ml.trainer.torch_settings import torch_settings
 from forgather.ml.trainer.trainer_types import BaseDataset
 from forgather.ml.trainer.trainer_utils import maybe_cleanup_memory, moved, set_train
@@ -92,7 +93,10 @@ class EvaluatingTrainer(SavingTrainer):
             if self._is_second_look:
                 where += " when it was read again for eval_ema=True, which takes a dataset that can be read twice"
             raise no_batches_error(self._evaluation_settings(), _length(dataset), where)
-        return evaluation_metrics(sums, started)
+        metrics = evaluation_metrics(sums, started)
+        if metrics["eval_tokens"] == 0 and not self._is_second_look:
+            warn_of_no_targets(sums.num_batches)
+        return metrics
 
     def _undisturbed_sums(self) -> EvaluationSums:
         with undisturbed_random_numbers(), set_train(self._forward_model, False), torch.no_grad():
@@ -103,6 +107,9 @@ class EvaluatingTrainer(SavingTrainer):
         would begin the first step in another way than those that had one.
         """
         return self.model_loss if self.model_loss.can_count else self.model_loss.unresolved()
+
+    def _agree_on_loss(self, batch: Mapping[str, Any] | None) -> None:
+        """Let all ranks choose the same loss, by the first batches of those that have any; one finds out as it goes."""
 
     def _eval_loop(self, dataloader: Any) -> EvaluationSums:
         """Add up the losses of the evaluation batches, `max_eval_steps` of them at most."""
@@ -139,7 +146,7 @@ class EvaluatingTrainer(SavingTrainer):
         with self.amp.autocast():
             forward = self.model_loss.forward(self._evaluated_model(), inputs, labels)
             count = self.model_loss.count(batch.get("labels"), batch)
-            loss = self.model_loss.share(forward, labels, count, count, 1)
+            loss = self.model_loss.mean(forward, labels, count)
             if self._shows_predictions:
                 return Prediction(loss, count, self.model_loss.logits(forward), labels)
         return Prediction(loss, count)

@@ -99,10 +99,23 @@ def no_batches_error(settings: Mapping[str, Any], num_samples: int | None, where
 
 
 def samples_in(batch: Mapping[str, Any]) -> int:
-    """The number of rows of a batch; none of one that only stands in for a batch."""
+    """The number of rows of a batch, by its first tensor or list; none of one that only stands in for a batch.
+
+    At least one: a batch that does not tell is not nothing.
+    """
     if isinstance(batch, EmptyBatch):
         return 0
-    return next((value.shape[0] for value in batch.values() if isinstance(value, Tensor) and value.ndim > 0), 0)
+    rows = next((len(value) for value in batch.values() if isinstance(value, Tensor) and value.ndim > 0), None)
+    return _samples_without_tensors(batch) if rows is None else rows
+
+
+def _samples_without_tensors(batch: Mapping[str, Any]) -> int:
+    for value in batch.values():
+        if isinstance(value, Mapping):
+            return samples_in(value)
+        if isinstance(value, (list, tuple)):
+            return len(value)
+    return 1
 
 
 def checked_by(interrupted: Callable[[], bool], batches: Iterable[Any]) -> Iterable[Any]:

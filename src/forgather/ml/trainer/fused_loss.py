@@ -9,7 +9,7 @@ import torch
 from torch import Tensor, nn
 
 from forgather.ml.trainer.loss_weighting import logits_of, parameters_of
-from forgather.ml.trainer.model_loss import reason_for_own_loss
+from forgather.ml.trainer.own_loss import compared, reason_for_own_loss
 from forgather.ml.trainer.seeding import undisturbed_random_numbers
 from forgather.ml.trainer.trainer_types import FusedLossFactoryT, LossFunctionT
 from forgather.ml.trainer.trainer_utils import set_train
@@ -58,7 +58,29 @@ def output_embeddings_of(model: Any) -> nn.Module:
         raise _refusal(
             name, "does more between hidden states and logits than its head does, such as scaling or capping"
         )
+    _refuse_other_loss(model, head)
     return head
+
+
+def _refuse_other_loss(model: Any, head: nn.Module) -> None:
+    """Run the model on a few tokens with labels, and refuse it if its own loss is not the causal one.
+
+    Its logits are replaced by random numbers on the way, since weights may not have been loaded yet.
+    """
+    device: Any = getattr(head.weight, "device", None)
+    if device is None or device.type == "meta":
+        return
+    tokens = torch.zeros((2, 4), dtype=torch.int64, device=device)
+    labels = torch.tensor([[0, 1, 1, 0], [1, 1, 0, 1]], device=device)
+    inputs = {getattr(model, "main_input_name", "input_ids"): tokens}
+    with undisturbed_random_numbers(), _hooked([head], lambda _, __, output: _random_like(output)):
+        comparison = compared(model, inputs, labels)
+    if comparison.differs and comparison.causal is not None:
+        raise ValueError(
+            f"fused_loss_factory cannot be used with {type(model).__name__}, which computes a loss of its own from labels: "
+            f"{comparison}, on random logits. A fused loss would take its place. Leave fused_loss_factory out, and the model's "
+            "own is used, or pass compute_loss_func, a function of (logits, labels), in place of it."
+        )
 
 
 def make_fused_loss(factory: FusedLossFactoryT, head: nn.Module) -> LossFunctionT:

@@ -8,11 +8,12 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from forgather.ml.trainer.loss_traits import IGNORE_INDEX, Rows, Traits, find_traits
 from forgather.ml.trainer.trainer_types import LossFunctionT
 
-logger = logging.getLogger(__name__)
+__all__ = ["IGNORE_INDEX", "StepLoss", "logits_of", "own_loss_of", "parameters_of", "zero_without_targets"]
 
-IGNORE_INDEX = -100
+logger = logging.getLogger(__name__)
 
 
 def logits_of(outputs: Any) -> Tensor | None:
@@ -40,8 +41,9 @@ class StepLoss:
 
     Three kinds of function are understood: one that takes `num_items_in_batch` and returns sum / num_items_in_batch; one
     that has `num_targets(labels)` (and maybe `sum_over_targets(logits, labels)`, which saves work); and a plain one
-    that returns a mean over its targets. Of a plain one it is found out once, on real logits, whether the first
-    position of a sequence counts: causal losses shift.
+    that returns a mean over its targets. Of a plain one it is found out once, on real logits, what its mean is over and
+    whether it is one: whether the first position of a sequence counts (causal losses shift), whether labels of -100 are
+    left out, and whether it is a sum.
     """
 
     def __init__(self, loss_fn: LossFunctionT, token_weighted: bool = True, head: nn.Module | None = None) -> None:
@@ -52,12 +54,12 @@ class StepLoss:
         self._takes_count = "num_items_in_batch" in parameters_of(loss_fn)
         self._num_targets = getattr(loss_fn, "num_targets", None)
         self._sum_over_targets = getattr(loss_fn, "sum_over_targets", None)
-        self._first_counts: bool | None = None
+        self._traits: Traits | None = None
 
     @property
     def is_resolved(self) -> bool:
         """Whether targets can be counted without having seen logits."""
-        return self._num_targets is not None or self._first_counts is not None
+        return self._num_targets is not None or self._traits is not None
 
     @property
     def needs_counts(self) -> bool:
@@ -65,37 +67,50 @@ class StepLoss:
         return self._sum_over_targets is None
 
     @property
-    def first_counts(self) -> bool | None:
-        """Whether the first position of a sequence is a target; None if that was not found out, or need not be."""
-        return self._first_counts
+    def traits(self) -> Traits | None:
+        """What was found out of a plain function; None if that was not yet, or need not be."""
+        return self._traits
 
-    def adopt(self, first_counts: bool) -> None:
+    def adopt(self, traits: Traits) -> None:
         """Take over what another rank has found out."""
-        self._first_counts = first_counts
+        if self._traits is None and traits.is_sum:
+            logger.warning(
+                "The loss function returns a sum over its targets, and no mean. So the loss of a step is the sum over all its "
+                "micro-batches and ranks, which grows with the batch; an evaluation reports the mean. To train on the mean, "
+                "return one, or take num_items_in_batch and divide the sum by it."
+            )
+        self._traits = traits
 
     def resolve(self, logits: Tensor, labels: Tensor) -> None:
-        """Find out whether the first position of each sequence is a target."""
-        if labels.ndim < 2 or labels.is_floating_point():
-            self._first_counts = True
-            return
-        probe = labels.clone()
-        # Any class will do; a second target keeps the mean from being one over nothing.
-        probe[:, :2] = 0
-        masked = probe.clone()
-        masked[:, 0] = IGNORE_INDEX
-        with torch.no_grad():
-            with_first, without = (self._call(logits.detach(), target, 1) for target in (probe, masked))
-        self._first_counts = not torch.equal(with_first, without)
+        """Find out which labels are targets, and what the loss is divided by."""
+        self.adopt(self.found(logits, labels))
+
+    def found(self, logits: Tensor, labels: Tensor) -> Traits:
+        """What can be found out from the logits of a batch."""
+        if logits.ndim > 0 and labels.ndim > 0 and len(logits) == len(labels):
+            # Two samples tell as much as all of them, and take less memory.
+            logits, labels = logits[:2], labels[:2]
+        logits = logits.detach().nan_to_num()
+
+        def loss_of(rows: Rows, target: Tensor) -> Tensor:
+            return self._call(logits if rows is None else logits[rows], target, 1)
+
+        traits = find_traits(loss_of, labels, normalises=self._takes_count)
+        # Casts of a head's weights that were made without gradients would be used with them.
+        torch.clear_autocast_cache()
+        return traits
 
     def count(self, labels: Tensor) -> int | Tensor:
         """The number of targets in a micro-batch; a tensor only where labels live on a device already."""
-        if self._num_targets is not None:
-            number = self._num_targets(labels)
-        elif labels.is_floating_point():
-            number = labels.shape[0]
-        else:
-            number = ((labels if self._first_counts else labels[:, 1:]) != IGNORE_INDEX).sum()
+        if self._num_targets is None:
+            return (self._traits or Traits()).num_targets(labels)
+        number = self._num_targets(labels)
         return int(number) if not isinstance(number, Tensor) or number.device.type == "cpu" else number
+
+    def mean(self, total: Tensor, count: int | Tensor) -> Tensor:
+        """The mean over the targets of a batch, whose share in a step of its own is `total`."""
+        is_sum = self._traits is not None and self._traits.is_sum
+        return total / _at_least_one(count) if is_sum else total
 
     def share(
         self, logits: Tensor, labels: Tensor, count: int | Tensor, total: int | Tensor, num_micro_batches: int
@@ -133,6 +148,8 @@ class StepLoss:
             return self._call(logits, labels, count) / num_micro_batches
         loss = self._call(logits, labels, total)
         if self._takes_count or count is total or (isinstance(total, int) and count == total):
+            return loss
+        if self._traits is not None and self._traits.is_sum:
             return loss
         return loss * (count / _at_least_one(total))
 

@@ -67,7 +67,7 @@ class LateFlag:
 
 
 @dataclass(frozen=True)
-class Finding:
+class GradientFinding:
     """What one rank knows of a step whose gradients are not finite."""
 
     rank: int
@@ -132,7 +132,7 @@ class GradientWatch:
                 return step
         return None
 
-    def finding(self, step: int, names: dict[Tensor, str], own: Finding) -> Finding:
+    def finding(self, step: int, names: dict[Tensor, str], own: GradientFinding) -> GradientFinding:
         """What this rank knows of a step; waits for the device."""
         noted = next((one for one in (*self._found, *self._under_way) if one.step == step), None)
         if noted is None or noted.trace is None:
@@ -176,7 +176,9 @@ def elementary_optimizers(optimizer: Any) -> Iterator[Any]:
         yield optimizer
 
 
-def gradient_error(step: int, action: str, limit: int, is_scaled: bool, findings: Sequence[Finding]) -> NonFiniteError:
+def gradient_error(
+    step: int, action: str, limit: int, is_scaled: bool, findings: Sequence[GradientFinding]
+) -> NonFiniteError:
     """The error for gradients that are not finite, of all ranks' findings."""
     first = next((one for one in findings if one.loss is not None and not math.isfinite(one.loss)), None)
     first = first or next((one for one in findings if one.parameters), findings[0])
@@ -199,7 +201,7 @@ def gradient_error(step: int, action: str, limit: int, is_scaled: bool, findings
     return NonFiniteError(message, step, first.rank, first.parameters[:_MOST_NAMED], checkpoint)
 
 
-def weights_error(step: int, action: str, findings: Sequence[Finding]) -> NonFiniteError:
+def weights_error(step: int, action: str, findings: Sequence[GradientFinding]) -> NonFiniteError:
     """The error for weights that are not finite and were to be saved."""
     first = next((one for one in findings if one.parameters), findings[0])
     where = f" on rank {first.rank}" if len(findings) > 1 else ""
@@ -236,7 +238,7 @@ def _largest(tensor: Tensor) -> Tensor:
     return torch.linalg.vector_norm(tensor, math.inf).float()
 
 
-def _checkpoint_of(findings: Sequence[Finding]) -> str | None:
+def _checkpoint_of(findings: Sequence[GradientFinding]) -> str | None:
     return next((one.checkpoint for one in findings if one.checkpoint is not None), None)
 
 

@@ -32,6 +32,7 @@ from forgather.ml.checkpoint.state_schema import (
     text,
 )
 from forgather.ml.checkpoint.store import CHECKPOINTS_FOLDER
+from forgather.ml.trainer.model_loss import LOSS_STATE
 from forgather.ml.trainer.scheduler_schema import (
     UnknownKeyViolation,
     group_lists,
@@ -82,8 +83,9 @@ _PROGRESS = Schema(
         "eval_metrics": optional(mapping_of(text, anything)),
         "evaluation_is_pending": flag,
         "is_scheduled": optional(flag),
+        "loss": LOSS_STATE,
     },
-    may_lack=_SINCE_ADDED,
+    may_lack=[*_SINCE_ADDED, "loss"],
 )
 
 
@@ -114,6 +116,7 @@ class TrainerProgress:
             "eval_metrics": trainer._eval_metrics if trainer._evaluated_step == trainer.state.global_step else None,
             "evaluation_is_pending": trainer._evaluation_is_pending or trainer._evaluation_is_due(),
             "is_scheduled": trainer._scheduled_step == trainer.state.global_step,
+            "loss": trainer.model_loss.state_dict(),
         }
 
     def check_state_dict(self, state: Any) -> None:
@@ -124,6 +127,7 @@ class TrainerProgress:
         trainer._totals.check_state_dict(state["totals"])
         if hasattr(trainer.amp, "check_state_dict"):
             trainer.amp.check_state_dict(state["amp"])
+        trainer.model_loss.check_state_dict(state.get("loss"))
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         self.check_state_dict(state)
@@ -151,6 +155,10 @@ class TrainerProgress:
         # With a request to stop, the last save is made again, without the request.
         trainer._saved_step = -1 if trainer.control.should_training_stop else trainer.state.global_step
         trainer._resumed_in_epoch = True
+        if "loss" in state:
+            trainer.model_loss.load_state_dict(state["loss"])
+        else:
+            trainer.model_loss.keep_old_rule()
 
     def forget_best(self) -> None:
         """Let the best be chosen anew, after a checkpoint of another run, whose best one this run has not got."""

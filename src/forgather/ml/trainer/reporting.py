@@ -9,10 +9,11 @@ import torch
 from torch import Tensor
 
 from forgather.ml.checkpoint.errors import CheckpointError
-from forgather.ml.trainer.nonfinite import Finding, GradientWatch, LateFlag, gradient_error
+from forgather.ml.trainer.nonfinite import GradientFinding, GradientWatch, LateFlag, gradient_error
 from forgather.ml.trainer.periodic_function import PeriodicFunction
 from forgather.ml.trainer.preparation import PreparedTrainer
 from forgather.ml.trainer.progress import TrainerProgress
+from forgather.ml.trainer.target_watch import TargetWatch
 from forgather.ml.trainer.trainer_types import TrainerControl
 from forgather.ml.trainer.trainer_types import TrainerState as BaseTrainerState
 from forgather.ml.trainer.training_metrics import (
@@ -72,6 +73,7 @@ class ReportingTrainer(PreparedTrainer):
         self._is_leaving = False
         self._resumed_in_epoch = False
         self._progress = TrainerProgress(self)
+        self._target_watch = TargetWatch()
         self._log_when = _when(args.logging_strategy, args.logging_steps)
         self._evaluate_when = _when(args.eval_strategy, args.eval_steps, args.eval_delay)
         self._save_when = _when(args.save_strategy, args.save_steps)
@@ -140,6 +142,7 @@ class ReportingTrainer(PreparedTrainer):
         """Let the counters be those of all ranks; a checkpoint is to hold no others. Stops a run that must not go on."""
         num_known = self._interval.num_settled_norms
         sums = self._interval.settle(self._distributed_sums, self._distributed_norms)
+        self._target_watch.note_interval(sums.num_steps, sums.targets)
         self.state.num_input_tokens_seen = self._totals.tokens + sums.tokens
         self.state.total_flos = self.state.num_input_tokens_seen * self._flops_per_token
         self._settle_schedule()
@@ -170,18 +173,18 @@ class ReportingTrainer(PreparedTrainer):
         """Whether numbers should be settled now, because a norm is not finite; the same on every rank."""
         return self._watch.has_news
 
-    def _own_finding(self) -> Finding:
+    def _own_finding(self) -> GradientFinding:
         checkpoint = None
         if self.checkpoint_manager is not None:
             # Other ranks wait for this one, and the error that is under way matters more.
             with contextlib.suppress(OSError, CheckpointError):
                 checkpoint = self.checkpoint_manager.newest_sound_checkpoint()
-        return Finding(self.env.rank, checkpoint=checkpoint)
+        return GradientFinding(self.env.rank, checkpoint=checkpoint)
 
     def _names_of_parameters(self) -> dict[Tensor, str]:
         return {parameter: name for name, parameter in self._named_parameters()}
 
-    def _findings_of_ranks(self, own: Finding) -> list[Finding]:
+    def _findings_of_ranks(self, own: GradientFinding) -> list[GradientFinding]:
         """What all ranks know of a step; each of them raises the same error."""
         return [own]
 

@@ -120,6 +120,8 @@ class Trainer(EvaluatingTrainer):
 
     def _accumulate_gradients(self, window: Window) -> Tensor:
         """The loss of the step, whose gradients are in the parameters afterwards."""
+        if not self.model_loss.can_count:
+            self._agree_on_loss(window.batches[0])
         if self.model_loss.can_count:
             self._count_targets(window)
         loss: Tensor | None = None
@@ -136,6 +138,7 @@ class Trainer(EvaluatingTrainer):
         tokens = sum(self._count_batch_tokens(batch) for batch in window.batches)
         samples = sum(self._count_batch_samples(batch) for batch in window.batches)
         assert window.total is not None
+        self._target_watch.note(window.batches, window.total)
         self._interval.add(loss, window.total, grad_norm, tokens, samples)
         self._speed.step(tokens, samples)
         state.global_step += 1

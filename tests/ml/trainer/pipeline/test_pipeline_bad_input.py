@@ -164,6 +164,17 @@ def t5() -> nn.Module:
     )
 
 
+def smoothed_llama() -> nn.Module:
+    model = llama()
+    model.loss_function = _smoothed
+    return model
+
+
+def _smoothed(logits: Tensor, labels: Tensor, **_: Any) -> Tensor:
+    targets = labels[:, 1:].flatten()
+    return nn.functional.cross_entropy(logits[:, :-1].flatten(0, 1), targets, label_smoothing=0.1)
+
+
 def llama_that_encodes() -> nn.Module:
     return llama(is_encoder_decoder=True)
 
@@ -227,6 +238,11 @@ PREPARED: dict[str, tuple[Callable[[], nn.Module], dict[str, Any], str]] = {
         t5,
         {},
         r"T5ForConditionalGeneration needs a loss of its own.*'ForConditionalGeneration'.*or train on one device",
+    ),
+    "a loss that is computed otherwise": (
+        smoothed_llama,
+        {},
+        r"LlamaForCausalLM needs a loss of its own.*differs from shifted causal.*Pass compute_loss_func",
     ),
     "a config of an encoder": (llama_that_encodes, {}, r"LlamaForCausalLM needs .*is_encoder_decoder=True"),
     "a ready model": (

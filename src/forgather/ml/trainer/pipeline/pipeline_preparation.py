@@ -7,7 +7,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch import nn
+from torch import Tensor, nn
 from torch.distributed import DeviceMesh, ProcessGroup
 from torch.distributed.pipelining import ScheduleGPipe
 
@@ -15,9 +15,9 @@ from forgather.ml.distributed.environment import get_requested_timeout, get_worl
 from forgather.ml.trainer.coordinated import CoordinatedTrainer
 from forgather.ml.trainer.data_order import WHOLE, Part
 from forgather.ml.trainer.layer_recipes import apply_layer_recipe
-from forgather.ml.trainer.model_loss import reason_for_own_loss
+from forgather.ml.trainer.own_loss import compared, reason_for_own_loss
 from forgather.ml.trainer.pipeline.causal_lm_splitter import create_causal_lm_splitter
-from forgather.ml.trainer.pipeline.example_batch import example_batch
+from forgather.ml.trainer.pipeline.example_batch import example_batch, sample_batch
 from forgather.ml.trainer.pipeline.pipeline_arguments import PipelineTrainingArguments
 from forgather.ml.trainer.pipeline.pipeline_batches import PipelineBatch, taken_apart
 from forgather.ml.trainer.pipeline.pipeline_model import PipelineModel, model_without_memory, whole_model
@@ -259,9 +259,29 @@ class StagedTrainer(CoordinatedTrainer):
                     self.model_init, self.device, self.args.construct_model_on, self.args.default_dtype
                 )
                 self.pipeline.check_source(source)
+                self._refuse_differing_loss(source)
         if self.args.debug_model_init:
             logger.info("rank 0 sends %d tensors to their ranks", sum(map(len, self.pipeline.names_of_ranks)))
         self._give_values(source)
+
+    def _refuse_differing_loss(self, source: nn.Module) -> None:
+        """Where the whole model is: its own loss must be the causal one, for want of another."""
+        if self.compute_loss_func is not None:
+            return
+        dataset = self.eval_dataset if self.train_dataset is None else self.train_dataset
+        with undisturbed_random_numbers():
+            batch = dict(sample_batch(source, dataset, self.data_collator, 2))
+        device = next((parameter.device for parameter in source.parameters()), torch.device("cpu"))
+        inputs = dict(moved(batch, device))
+        labels = inputs.pop("labels", None)
+        if not isinstance(labels, Tensor):
+            return
+        with self.amp.autocast():
+            comparison = compared(source, inputs, labels)
+        if comparison.problem:
+            logger.info("Whether the model has a loss of its own could not be found out: %s", comparison.problem)
+        if comparison.differs and comparison.causal is not None:
+            raise _own_loss_refusal(source, f"the loss that it computes from labels is another: {comparison}")
 
     def _give_values(self, source: nn.Module | None) -> None:
         self.pipeline.fill_from(source)
@@ -276,7 +296,11 @@ class StagedTrainer(CoordinatedTrainer):
 def _refuse_own_loss(model: nn.Module, loss_fn: Any) -> None:
     reason = None if loss_fn is not None else reason_for_own_loss(model)
     if reason is not None:
-        raise ValueError(
-            f"{type(model).__name__} needs a loss of its own, since {reason}, but in a pipeline the loss is computed from the "
-            "logits of the last stage. Pass compute_loss_func, a function of (logits, labels), or train on one device."
-        )
+        raise _own_loss_refusal(model, reason)
+
+
+def _own_loss_refusal(model: nn.Module, reason: str) -> ValueError:
+    return ValueError(
+        f"{type(model).__name__} needs a loss of its own, since {reason}, but in a pipeline the loss is computed from the "
+        "logits of the last stage. Pass compute_loss_func, a function of (logits, labels), or train on one device."
+    )

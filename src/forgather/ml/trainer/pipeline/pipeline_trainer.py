@@ -19,6 +19,7 @@ from forgather.ml.trainer.empty_batch import EmptyBatch
 from forgather.ml.trainer.evaluation import EvaluationSums, samples_in
 from forgather.ml.trainer.fused_loss import HiddenStatesModel, make_fused_loss, output_embeddings_of, unfused
 from forgather.ml.trainer.gradients import GradientNorm
+from forgather.ml.trainer.loss_traits import Traits
 from forgather.ml.trainer.loss_weighting import StepLoss
 from forgather.ml.trainer.model_loss import ModelLoss, Window
 from forgather.ml.trainer.pipeline.forward_only import ForwardOnly, Meta, Metas
@@ -74,7 +75,8 @@ class PipelineTrainer(StagedTrainer):
         self._loss_function = loss_fn
         self._stage_loss = StepLoss(loss_fn, head=head)
         # What the last stage finds out about the loss, counting knows at once.
-        self.model_loss = ModelLoss(loss_fn, token_weighted=True, step_loss=self._stage_loss, head=head)
+        is_default = self.compute_loss_func is None and self._fused_loss_factory is None
+        self.model_loss = ModelLoss(loss_fn, True, self._stage_loss, head, is_default)
         self._runner = ScheduleRunner(
             pipeline.stages, self._make_schedule, self._make_stage, self._metas_between, args.n_microbatches
         )
@@ -179,9 +181,9 @@ class PipelineTrainer(StagedTrainer):
         with self._looking_only(), self.amp.autocast():
             self._forward_only.run([part.pop("") for part in parts], parts, resolve)
         # Among the ranks of this pipeline only: others may have no batch now, and will find out the same.
-        answer = torch.tensor([int(self._stage_loss.first_counts or False)], device=self.device)
+        answer = torch.tensor([(self._stage_loss.traits or Traits()).code], device=self.device)
         dist.broadcast(answer, group=self._pp_group, group_src=self.pipeline.stage_ranks[-1])
-        self._stage_loss.adopt(bool(answer.item()))
+        self._stage_loss.adopt(Traits.of_code(int(answer.item())))
 
     def _looking_only(self) -> Any:
         """Run stages without any trace: no gradients, no random numbers, no statistics."""
@@ -264,6 +266,9 @@ class PipelineTrainer(StagedTrainer):
     def _loss_for_evaluation(self) -> ModelLoss:
         return self.model_loss
 
+    def _agree_on_loss(self, batch: Mapping[str, Any] | None) -> None:
+        """Nothing: the last stage finds out, and tells the others."""
+
     def _shared_metrics(self, metrics: dict[str, Any]) -> dict[str, Any]:
         """Those of rank 0, and of the last stage, where alone callbacks see logits."""
         told = self._peers.gather(metrics)
@@ -305,7 +310,8 @@ class PipelineTrainer(StagedTrainer):
             return torch.zeros(()), 0
         rows = samples_in(batch)
         logits = torch.cat(all_logits)[:rows] if all_logits else None
-        return torch.stack(shares).sum(), count, logits, labels[:rows] if wants_logits else None
+        mean = self._stage_loss.mean(torch.stack(shares).sum(), count)
+        return mean, count, logits, labels[:rows] if wants_logits else None
 
     # --- generation
 
