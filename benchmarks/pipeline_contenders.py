@@ -139,7 +139,7 @@ def _ours(task: PipelineTask) -> None:
         data_collator=task.collate,
         pipe_schedule_factory=task.schedule,
         optimizer_factory=task.adamw,
-        callbacks=[],
+        default_callbacks=False,
     ).train()
 
 

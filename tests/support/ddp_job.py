@@ -101,6 +101,7 @@ def main() -> None:
         eval_dataset=samples[:7],
         compute_loss_func=failing_loss if where == "loss" else None,
         callbacks=callbacks,
+        default_callbacks=False,
         optimizer_cls_and_kwargs=(torch.optim.SGD, {"lr": 0.1, "momentum": 0.9}),
         lr_scheduler_factory=lambda optimizer: LambdaLR(optimizer, lambda step: 1.0),
     )

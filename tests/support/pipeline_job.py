@@ -106,6 +106,7 @@ def build_trainer(scenario: PipelineScenario, output_dir: str, callbacks: Sequen
         train_dataset=Numbered(NUM_SAMPLES, noisy=True),
         eval_dataset=Numbered(NUM_EVAL_SAMPLES, noisy=False),
         callbacks=list(callbacks),
+        default_callbacks=False,
     )
 
 

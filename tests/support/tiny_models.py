@@ -157,7 +157,12 @@ def quiet_trainer(
     }
     options: dict[str, Any] = {"optimizer_cls_and_kwargs": sgd(learning_rate, momentum), **(trainer_options or {})}
     return trainer_class(
-        args={**defaults, **settings}, model=model, train_dataset=train, callbacks=list(callbacks), **options
+        args={**defaults, **settings},
+        model=model,
+        train_dataset=train,
+        callbacks=list(callbacks),
+        default_callbacks=False,
+        **options,
     )
 
 

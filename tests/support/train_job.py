@@ -283,7 +283,8 @@ def build_trainer(scenario: Scenario, output_dir: str, callbacks: Sequence[Any])
         train_dataset=DATASETS[scenario.data](),
         eval_dataset=Samples(NUM_EVAL_SAMPLES, noisy=False),
         optimizer_groups=TWO_OPTIMIZERS if scenario.optimizer == "multiopt" else None,
-        callbacks=[*(default_callbacks() if scenario.default_callbacks else ()), *callbacks],
+        callbacks=list(callbacks),
+        default_callbacks=scenario.default_callbacks,
     )
 
 

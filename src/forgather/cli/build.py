@@ -84,10 +84,8 @@ def build_datasets(section: DataSection, tokenizer: Any, output_dir: str) -> Dat
 
 
 def build_callbacks(configuration: Configuration) -> list[Any]:
-    """The default callbacks, if wanted, and those of the configuration."""
-    from forgather.ml.trainer.callbacks import default_callbacks
-
-    callbacks: list[Any] = list(default_callbacks()) if configuration.trainer.default_callbacks else []
+    """The callbacks of the configuration; the trainer adds its default ones, if wanted."""
+    callbacks: list[Any] = []
     for number, entry in enumerate(configuration.callbacks):
         key = f"callbacks[{number}]"
         callbacks.append(objects.call(entry["class_path"], entry.get("init_args", {}), key, _CALLBACKS_MODULE))

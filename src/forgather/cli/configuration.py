@@ -94,7 +94,7 @@ class TrainerSection:
     init_args: dict[str, Any] = field(default_factory=dict)
     """Further keywords of the trainer's constructor."""
     default_callbacks: bool = True
-    """Progress, run summary and speed, beside the callbacks of the configuration."""
+    """Progress, run summary, speed and JSON log, beside the callbacks of the configuration."""
 
 
 @dataclass(kw_only=True)

@@ -131,7 +131,7 @@ class Evaluation:
             model=model,
             eval_dataset=self.dataset,
             processing_class=self._tokenizer,
-            callbacks=[],
+            default_callbacks=False,
             **self._loss,
         )
         return float(trainer.evaluate()["eval_loss"])

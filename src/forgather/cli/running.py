@@ -91,6 +91,7 @@ def _build_parts(configuration: Configuration, trainer_class: type[Trainer], tex
         "optimizer_groups": build.build_optimizer_groups(configuration.optimizer_groups),
         **build.build_loss(configuration.loss),
         "callbacks": [*build.build_callbacks(configuration), ConfigurationInCheckpoints(text)],
+        "default_callbacks": configuration.trainer.default_callbacks,
     }
     # The data last: their tokens take longest.
     datasets = build.build_datasets(configuration.data, tokenizer, configuration.args.output_dir)

@@ -1,14 +1,16 @@
 """`checkpoint_metadata.json` is read as what it is, or refused as damaged by its name."""
 
 import json
+import math
 import os
 from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 from transformers import EarlyStoppingCallback
 
-from forgather.ml.checkpoint.errors import CheckpointCorruptError, CheckpointLoadError
+from forgather.ml.checkpoint.errors import CheckpointCorruptError, CheckpointLoadError, CheckpointSaveError
 from forgather.ml.checkpoint.metadata import METADATA_NAME, CheckpointMetadata
 from forgather.ml.checkpoint.retention import BestCheckpoints
 from forgather.ml.trainer.callbacks import DefaultMetrics, EarlyStopping
@@ -146,3 +148,61 @@ def test_an_exported_state_sets_only_what_the_callback_exports() -> None:
         with pytest.raises(CheckpointLoadError, match=rf"callbacks\.{name}"):
             states(**{name: hostile}).restore_callbacks([callback], 0)
     assert callable(callback.on_evaluate)
+
+
+class Holds:
+    """A callback with any state."""
+
+    def __init__(self, state: Any = None) -> None:
+        self.state = state
+
+    def state_dict(self) -> Any:
+        return self.state
+
+    def load_state_dict(self, state_dict: Any) -> None:
+        self.state = state_dict
+
+
+def written(*callbacks: Any) -> bytes:
+    return CheckpointMetadata.of(BestCheckpoints(), [CheckpointMetadata.states_of(callbacks)]).to_bytes()
+
+
+def test_numbers_that_json_lacks_come_back_from_valid_json(tmp_path: Path) -> None:
+    state = {"a": math.nan, "b": [math.inf, (1.5, {"c": -math.inf})], "__float__": "text"}
+    data = written(Holds(state))
+    json.loads(data, parse_constant=lambda word: pytest.fail(f"{word} is not JSON"))
+    (tmp_path / METADATA_NAME).write_bytes(data)
+    restored = Holds()
+    CheckpointMetadata.read(str(tmp_path)).restore_callbacks([restored], 0)
+    assert repr(restored.state) == repr({**state, "b": [math.inf, [1.5, {"c": -math.inf}]]})
+
+
+def test_bare_words_of_older_checkpoints_are_read(tmp_path: Path) -> None:
+    data = {**FINE, "callbacks": {"Holds": {"0": {"best": math.inf, "last": [math.nan]}}}}
+    (tmp_path / METADATA_NAME).write_text(json.dumps(data))
+    restored = Holds()
+    CheckpointMetadata.read(str(tmp_path)).restore_callbacks([restored], 0)
+    assert repr(restored.state) == "{'best': inf, 'last': [nan]}"
+
+
+@pytest.mark.parametrize(
+    ("state", "said"),
+    [
+        ({"a": [1, {2: math.nan}]}, r"Holds\.a\[1\] has the key 2 of type int"),
+        ({"a": {"b": torch.zeros(2)}}, r"Holds\.a\.b is of type Tensor"),
+        ({"a": {None: 1}}, r"Holds\.a has the key None of type NoneType"),
+    ],
+)
+def test_what_cannot_be_stored_is_named(state: Any, said: str) -> None:
+    with pytest.raises(CheckpointSaveError, match=said):
+        written(Holds(state))
+
+
+def test_the_grouping_of_parameters_is_checked(tmp_path: Path) -> None:
+    for value, expected in (("auto", "auto"), (None, "all")):
+        data = FINE if value is None else {**FINE, "weight_decay_groups": value}
+        (tmp_path / METADATA_NAME).write_text(json.dumps(data))
+        assert CheckpointMetadata.read(str(tmp_path)).weight_decay_groups == expected
+    (tmp_path / METADATA_NAME).write_text(json.dumps({**FINE, "weight_decay_groups": ["auto"]}))
+    with pytest.raises(CheckpointCorruptError, match="weight_decay_groups"):
+        CheckpointMetadata.read(str(tmp_path))

@@ -93,7 +93,7 @@ def test_a_function_that_builds_a_model_with_adapters_is_refused(
 
 def train_stages(output_dir: str) -> Outcome:
     trainer = PipelineTrainer(
-        args=arguments(output_dir), model_init=lora_llama, train_dataset=token_samples(4), callbacks=[]
+        args=arguments(output_dir), model_init=lora_llama, train_dataset=token_samples(4), default_callbacks=False
     )
     return raised(trainer.train)
 

@@ -170,7 +170,7 @@ def test_a_model_without_trainable_parameters(earlier_run: Path) -> None:
 
 def test_no_model(tmp_path: Path) -> None:
     with pytest.raises(ValueError, match="Trainer needs a model, or model_init"):
-        Trainer(args={"output_dir": str(tmp_path)}, callbacks=[])
+        Trainer(args={"output_dir": str(tmp_path)}, default_callbacks=False)
 
 
 def test_an_error_in_a_step_leaves_the_checkpoints(earlier_run: Path) -> None:

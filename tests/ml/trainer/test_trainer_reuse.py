@@ -162,7 +162,7 @@ def test_the_callers_arguments_stay_as_they_were(tmp_path: Path) -> None:
         lr_scheduler_kwargs={},
     )
     before = copy.deepcopy(args)
-    trainer = Trainer(args=args, model=ScalarModel(), train_dataset=scalars(1, 2), callbacks=[])
+    trainer = Trainer(args=args, model=ScalarModel(), train_dataset=scalars(1, 2), default_callbacks=False)
     trainer.args.max_steps = 1
     trainer.train()
     trainer.evaluate(scalars(1))
@@ -173,7 +173,7 @@ def test_the_callers_arguments_stay_as_they_were(tmp_path: Path) -> None:
 def test_a_dict_of_arguments_stays_as_it_was(tmp_path: Path) -> None:
     args: dict[str, Any] = {"output_dir": str(tmp_path), "use_cpu": True, "save_strategy": "no", "max_steps": "1"}
     before = dict(args)
-    trainer = Trainer(args=args, model=ScalarModel(), train_dataset=scalars(1, 2), callbacks=[])
+    trainer = Trainer(args=args, model=ScalarModel(), train_dataset=scalars(1, 2), default_callbacks=False)
     assert trainer.train().global_step == 1
     assert args == before
 

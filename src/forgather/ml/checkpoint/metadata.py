@@ -35,8 +35,9 @@ _FIELDS = {
     "best_checkpoints": list_of(list_like([relative_name, number])),
     "best_metric_key": optional(text),
     "callbacks": mapping_of(text, mapping_of(_rank, anything)),
+    "weight_decay_groups": that("'all' or 'auto'", lambda value: value in ("all", "auto")),
 }
-_METADATA = Schema(_FIELDS)
+_METADATA = Schema(_FIELDS, may_lack=["weight_decay_groups"])
 
 
 @dataclass(frozen=True)
@@ -48,14 +49,18 @@ class CheckpointMetadata:
     best_metric_key: str | None = None
     callbacks: dict[str, dict[str, Any]] = field(default_factory=dict)
     """Callback name -> rank (as text) -> state, for the ranks where it has any."""
+    weight_decay_groups: str = "all"
+    """How parameters were grouped; before this was recorded, one group had all of them."""
 
     @classmethod
-    def of(cls, best: BestCheckpoints, states_by_rank: Sequence[Mapping[str, Any]]) -> "CheckpointMetadata":
+    def of(
+        cls, best: BestCheckpoints, states_by_rank: Sequence[Mapping[str, Any]], weight_decay_groups: str = "all"
+    ) -> "CheckpointMetadata":
         callbacks: dict[str, dict[str, Any]] = {}
         for rank, states in enumerate(states_by_rank):
             for name, state in states.items():
                 callbacks.setdefault(name, {})[str(rank)] = state
-        return cls(callbacks=callbacks).with_best(best)
+        return cls(callbacks=callbacks, weight_decay_groups=weight_decay_groups).with_best(best)
 
     @classmethod
     def states_of(cls, callbacks: Iterable[Any]) -> dict[str, Any]:
@@ -75,7 +80,7 @@ class CheckpointMetadata:
         except Violation as violation:
             raise CheckpointCorruptError(f"{path} is damaged: {violation.message('metadata')}") from None
         best = [(name, value) for name, value in data["best_checkpoints"]]
-        return cls(best, data["best_metric_key"], data["callbacks"])
+        return cls(best, data["best_metric_key"], data["callbacks"], data.get("weight_decay_groups", "all"))
 
     def with_best(self, best: BestCheckpoints) -> "CheckpointMetadata":
         entries = [(os.path.basename(os.path.normpath(path)), value) for path, value in best.entries]
@@ -116,6 +121,7 @@ class CheckpointMetadata:
             "best_checkpoints": self.best_checkpoints,
             "best_metric_key": self.best_metric_key,
             "callbacks": self.callbacks,
+            "weight_decay_groups": self.weight_decay_groups,
         }
         return strict_json.dumps(data, METADATA_NAME)
 
@@ -181,22 +187,31 @@ def _give_back(callback: Any, state: Any) -> None:
 
 
 def _storable(name: str, state: Any) -> Any:
-    encoded = encode_state(state, name)
+    encoded = strict_json.with_tagged_floats(encode_state(state, name))
     try:
         stored = json.loads(json.dumps(encoded))
     except TypeError as error:
         raise CheckpointSaveError(
-            f"The state of callback {name!r} cannot be written as JSON ({error}). Keep numbers, text, lists and dicts in a "
-            "callback's state; large or binary state belongs in a component of its own."
+            f"The state of callback {name!r} cannot be written as JSON: {_first_misfit(encoded, name)} ({error}). Keep "
+            "numbers, text, lists and dicts in a callback's state; large or binary state belongs in a component of its own."
         ) from error
-    if stored != _lists(encoded):
+    if stored != encoded:
         raise CheckpointSaveError(
-            f"The state of callback {name!r} would change when written as JSON: use text as the keys of its dicts."
+            f"The state of callback {name!r} would change when written as JSON: {_first_misfit(encoded, name)}. Use text as "
+            "the keys of its dicts."
         )
     return stored
 
 
-def _lists(value: Any) -> Any:
+def _first_misfit(value: Any, path: str) -> str | None:
+    """What JSON cannot hold, with the path to it."""
     if isinstance(value, dict):
-        return {key: _lists(inner) for key, inner in value.items()}
-    return [_lists(inner) for inner in value] if isinstance(value, (list, tuple)) else value
+        for key in value:
+            if type(key) is not str:
+                return f"{path} has the key {key!r} of type {type(key).__name__}"
+        return next(filter(None, (_first_misfit(inner, f"{path}.{key}") for key, inner in value.items())), None)
+    if isinstance(value, list):
+        return next(filter(None, (_first_misfit(inner, f"{path}[{i}]") for i, inner in enumerate(value))), None)
+    return (
+        None if value is None or type(value) in (bool, int, float, str) else f"{path} is of type {type(value).__name__}"
+    )

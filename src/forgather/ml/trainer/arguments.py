@@ -107,6 +107,8 @@ class MinimalTrainingArguments:
     warmup_steps: int = 0
     learning_rate: float = 5e-5
     weight_decay: float = 0.0
+    weight_decay_groups: str = "auto"
+    """"auto": no weight decay on biases and norms; "all": on all parameters, as optimizers of torch do by themselves."""
     adam_beta1: float = 0.9
     adam_beta2: float = 0.999
     adam_epsilon: float = 1e-8
@@ -134,6 +136,7 @@ class MinimalTrainingArguments:
             raise ValueError(f"seed={self.seed} cannot be used: it must be less than 2**63; negative for a new one.")
         self._check_device()
         self._choose("lr_scheduler_type", _SCHEDULES)
+        self._choose("weight_decay_groups", ["auto", "all"])
         if self.torch_compile_backend in (None, "inductor"):
             # Other compilers have modes of their own.
             self._choose("torch_compile_mode", _COMPILE_MODES)

@@ -50,6 +50,7 @@ class BaseTrainer(ABC):
         processing_class: Any = None,
         model_init: Callable[[], nn.Module] | None = None,
         callbacks: Iterable[Any] | None = None,
+        default_callbacks: bool = True,
         compute_loss_func: LossFunctionT | None = None,
     ) -> None:
         if model is None and model_init is None:
@@ -71,7 +72,8 @@ class BaseTrainer(ABC):
         self.compute_loss_func = compute_loss_func
         self.control = TrainerControl()
         self.state: Any = None
-        self._callback_handler = CallbackHandler(self._default_callbacks() if callbacks is None else callbacks)
+        defaults = self._default_callbacks() if default_callbacks else ()
+        self._callback_handler = CallbackHandler(() if callbacks is None else callbacks, defaults)
 
     @abstractmethod
     def train(self, **kwargs: Any) -> TrainOutput:
@@ -135,8 +137,12 @@ class BaseTrainer(ABC):
         """Add a record to the history and tell the callbacks."""
         if "epoch" not in logs:
             logs["epoch"] = self.state.epoch
-        self.state.log_history.append({**logs, "step": self.state.global_step})
+        record = {**logs, "step": self.state.global_step}
+        self.state.log_history.append(record)
         self._dispatch("on_log", logs=logs)
+        # Numbers that callbacks added; the history is checkpointed, and need not be able to hold anything else.
+        added = {name: value for name, value in logs.items() if type(value) in (bool, int, float)}
+        record.update({**added, **record})
 
     def _dispatch(self, event: str, **details: Any) -> None:
         self._callback_handler.dispatch(event, self.control, **details)

@@ -13,20 +13,33 @@ _STOP_FLAGS = ("should_training_stop", "should_epoch_stop", "should_abort_withou
 _stop_flags = attrgetter(*_STOP_FLAGS)
 
 
-class CallbackHandler:
-    """The callbacks of a trainer; `context` holds the keywords that every handler gets."""
+_METRIC_EVENTS = ("on_log", "on_evaluate")
+"""Events with metrics, to which callbacks may add: those that set `reads_final_metrics` are told last."""
 
-    def __init__(self, callbacks: Iterable[Any]) -> None:
-        self.callbacks: list[Any] = []
+
+class CallbackHandler:
+    """The callbacks of a trainer, `defaults` first; `context` holds the keywords that every handler gets.
+
+    A callback of the class of a default one, or of a subclass, takes its place.
+    """
+
+    def __init__(self, callbacks: Iterable[Any], defaults: Iterable[Any] = ()) -> None:
+        self.callbacks: list[Any] = list(defaults)
         self.context: dict[str, Any] = {}
-        self._handlers: dict[str, list[tuple[str, Callable[..., Any]]]] = {}
+        self._defaults = list(self.callbacks)
+        self._handlers: dict[Any, list[tuple[str, Callable[..., Any]]]] = {}
         for callback in callbacks:
             self.add(callback)
 
     def add(self, callback: Any) -> None:
-        """Add a callback; a class is instantiated."""
-        self.callbacks.append(callback() if isinstance(callback, type) else callback)
+        """Add a callback, or let it replace the default one of its class; a class is instantiated."""
+        callback = callback() if isinstance(callback, type) else callback
         self._handlers.clear()
+        for position, present in enumerate(self.callbacks):
+            if isinstance(callback, type(present)) and any(present is default for default in self._defaults):
+                self.callbacks[position] = callback
+                return
+        self.callbacks.append(callback)
 
     def pop(self, callback: Any) -> Any | None:
         """Remove and return a callback, given itself or its class; None when there is no such one."""
@@ -40,11 +53,14 @@ class CallbackHandler:
         """Whether any callback has a handler for the event."""
         return bool(self._of(event))
 
-    def dispatch(self, event: str, control: TrainerControl, **details: Any) -> None:
-        """Call every handler of the event; what one returns counts as its wishes."""
-        handlers = self._handlers.get(event)
+    def dispatch(self, event: str, control: TrainerControl, readers: bool | None = None, **details: Any) -> None:
+        """Call every handler of the event; what one returns counts as its wishes.
+
+        `readers` limits this to callbacks that read final metrics (True), or to the others (False).
+        """
+        handlers = self._handlers.get(event if readers is None else (event, readers))
         if handlers is None:
-            handlers = self._of(event)
+            handlers = self._of(event, readers)
         for name, handler in handlers:
             before = _stop_flags(control)
             returned = handler(**self.context, **details)
@@ -56,14 +72,19 @@ class CallbackHandler:
                     if is_set and not was_set:
                         logger.info("%s asked for %s in %s", name, flag, event)
 
-    def _of(self, event: str) -> list[tuple[str, Callable[..., Any]]]:
-        if event not in self._handlers:
-            self._handlers[event] = [
+    def _of(self, event: str, readers: bool | None = None) -> list[tuple[str, Callable[..., Any]]]:
+        key = event if readers is None else (event, readers)
+        if key not in self._handlers:
+            listening = [callback for callback in self.callbacks if hasattr(callback, event)]
+            if event in _METRIC_EVENTS:
+                # A stable sort: within each kind, the order of the list.
+                listening.sort(key=_reads_final_metrics)
+            self._handlers[key] = [
                 (str(getattr(callback, "name", type(callback).__name__)), _handler(callback, event))
-                for callback in self.callbacks
-                if hasattr(callback, event)
+                for callback in listening
+                if readers is None or _reads_final_metrics(callback) == readers
             ]
-        return self._handlers[event]
+        return self._handlers[key]
 
 
 def _handler(callback: Any, event: str) -> Callable[..., Any]:
@@ -77,6 +98,12 @@ def _handler(callback: Any, event: str) -> Callable[..., Any]:
         return handler(metrics=metrics, **context)
 
     return log_and_evaluate
+
+
+def _reads_final_metrics(callback: Any) -> bool:
+    """Whether a callback shows, stores or judges metrics; the classes of transformers (loggers, early stopping) do."""
+    own_word: bool | None = getattr(callback, "reads_final_metrics", None)
+    return type(callback).__module__.startswith("transformers.") if own_word is None else bool(own_word)
 
 
 def _is_from_transformers(callback: Any) -> bool:

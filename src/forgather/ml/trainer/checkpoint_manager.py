@@ -290,7 +290,8 @@ class CheckpointManager:
             return CheckpointMetadata.states_of(self._callbacks)
 
         states = self._everywhere(collect, "collecting callbacks' state", CheckpointSaveError)
-        extra_files[METADATA_NAME] = CheckpointMetadata.of(self._best, states).to_bytes()
+        groups = getattr(self._provider, "weight_decay_groups", "all")
+        extra_files[METADATA_NAME] = CheckpointMetadata.of(self._best, states, groups).to_bytes()
         saved = self._coordinator("save").save_checkpoint(
             path,
             checkpoint_id,
@@ -322,6 +323,18 @@ class CheckpointManager:
         if os.path.abspath(path) in self._damaged:
             self._damaged.discard(os.path.abspath(path))
             store.set_aside(path, store.new_attempt())
+
+    def stored_weight_decay_groups(self, path: str) -> str:
+        """How the optimizer of a checkpoint groups its parameters; of a damaged one, the nearest older one tells."""
+        try:
+            return CheckpointMetadata.read(path).weight_decay_groups
+        except (CheckpointError, OSError):
+            # Loading it will say what is wrong; the run goes on from an older one then.
+            pass
+        for other in reversed(store.find_checkpoints(os.path.dirname(os.path.abspath(path)))):
+            with contextlib.suppress(CheckpointError, OSError):
+                return CheckpointMetadata.read(other.path).weight_decay_groups
+        return "all"
 
     def load_external_weights(self, path: str) -> bool:
         """Have callbacks supply the weights of a checkpoint that was saved without any; False if it has them.

@@ -28,6 +28,7 @@ from forgather.ml.trainer.data_order import (
 from forgather.ml.trainer.epoch_loader import name_of
 from forgather.ml.trainer.ordered_loader import OrderedLoader, as_dataset
 from forgather.ml.trainer.signals import leave_signals_to_parent
+from forgather.ml.trainer.stream_state import loses_samples, warn_of_lost_samples, warn_of_random_order
 from forgather.ml.trainer.wrapped_loaders import CountingLoader, StatefulLoader, StreamLoader
 
 CollateFn = Callable[[list[Any]], Any]
@@ -85,8 +86,11 @@ def build_train_loader(
     """
     kind = kind_of(dataset)
     if kind == "loader":
-        ready = StatefulLoader if is_stateful(dataset) else CountingLoader
-        return ready(dataset, set_dataset_epoch, part)
+        warn_of_random_order(getattr(dataset, "dataset", None))
+        if not is_stateful(dataset):
+            return CountingLoader(dataset, set_dataset_epoch, part)
+        warn_of_lost_samples(dataset)
+        return StatefulLoader(dataset, set_dataset_epoch, part)
     _check_batch_size(batch_size)
     options = _loader_options(collate_fn, num_workers, pin_memory, persistent_workers, prefetch_factor)
     if kind == "map":
@@ -94,8 +98,14 @@ def build_train_loader(
         order = DataOrder(0, seed=seed, shuffle=shuffle)
         return OrderedLoader(samples, order, batch_size, drop_last, options, part)
     own_seed = seed if part.number == 0 else stable_seed(seed, part.number)
+    warn_of_random_order(dataset)
     stream = seeded_stream(
-        dataset, seed=own_seed, batch_size=batch_size, forward_epoch=set_dataset_epoch, in_workers=num_workers > 0
+        dataset,
+        seed=own_seed,
+        batch_size=batch_size,
+        forward_epoch=set_dataset_epoch,
+        in_workers=num_workers > 0,
+        is_read_again=loses_samples(dataset),
     )
     return StreamLoader(stream, batch_size, drop_last, options, part)
 

@@ -340,9 +340,14 @@ def kept_state(loader: Any) -> Any:
     return state if is_plain else copy.deepcopy(state)
 
 
-def seeded_stream(dataset: Any, *, seed: int, batch_size: int, forward_epoch: bool, in_workers: bool) -> "SeededStream":
-    """A stream that has state methods exactly if the dataset has, which is how torchdata tells whether to use them."""
-    kind = StatefulStream if is_stateful(dataset) else SeededStream
+def seeded_stream(
+    dataset: Any, *, seed: int, batch_size: int, forward_epoch: bool, in_workers: bool, is_read_again: bool = False
+) -> "SeededStream":
+    """A stream that has state methods exactly if the dataset has, which is how torchdata tells whether to use them.
+
+    `is_read_again` leaves them out: the state would not bring back the position.
+    """
+    kind = StatefulStream if is_stateful(dataset) and not is_read_again else SeededStream
     return kind(dataset, seed, batch_size, forward_epoch, in_workers)
 
 
@@ -375,7 +380,7 @@ class SeededStream(_EpochAware, IterableDataset[Any]):
         if place is not None:
             seed_generators(stable_seed(*place))
         iterator = iter(self.dataset)
-        kind = _StatefulDraws if is_stateful(self.dataset) or is_stateful(iterator) else _Draws
+        kind = _StatefulDraws if is_stateful(self) or is_stateful(iterator) else _Draws
         return kind(iterator, self._batch_size, place)
 
 

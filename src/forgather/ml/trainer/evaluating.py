@@ -54,8 +54,7 @@ class EvaluatingTrainer(SavingTrainer):
             self._prepare_evaluation()
             with self.averaged_weights() if use_ema else contextlib.nullcontext():
                 metrics = self._evaluate_on(dataset) if use_ema else self._metrics_on(dataset)
-        self._dispatch("on_evaluate", metrics=metrics)
-        return self._shared_metrics(metrics)
+        return self._announce_evaluation(metrics)
 
     def _metrics_on(self, dataset: BaseDataset) -> dict[str, Any]:
         """Those of the present weights, with the loss of the averaged ones if that is asked for."""
@@ -68,6 +67,14 @@ class EvaluatingTrainer(SavingTrainer):
                     metrics["eval_ema_loss"] = self._evaluate_on(dataset)["eval_loss"]
             finally:
                 self._is_second_look = False
+        return metrics
+
+    def _announce_evaluation(self, metrics: dict[str, Any]) -> dict[str, Any]:
+        """Tell callbacks, and return the metrics with those that they added; their readers are told these, on all ranks."""
+        self._callback_handler.dispatch("on_evaluate", self.control, readers=False, metrics=metrics)
+        metrics = self._shared_metrics(metrics)
+        # A copy: what a reader on one rank adds must not choose another best model there.
+        self._callback_handler.dispatch("on_evaluate", self.control, readers=True, metrics=dict(metrics))
         return metrics
 
     def _shared_metrics(self, metrics: dict[str, Any]) -> dict[str, Any]:
@@ -185,8 +192,7 @@ class EvaluatingTrainer(SavingTrainer):
             metrics = self._metrics_on(self.eval_dataset)
         except EvaluationInterrupted:
             return
-        self._dispatch("on_evaluate", metrics=metrics)
-        metrics = self._shared_metrics(metrics)
+        metrics = self._announce_evaluation(metrics)
         self._evaluation_is_pending = False
         self._evaluated_step, self._eval_metrics = self.state.global_step, metrics
         # Only now: callbacks may have added metrics of their own.

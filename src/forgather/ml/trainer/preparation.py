@@ -28,7 +28,13 @@ from forgather.ml.trainer.fused_loss import HiddenStatesModel, make_fused_loss, 
 from forgather.ml.trainer.gradients import GradientNorm
 from forgather.ml.trainer.model_construction import build_model
 from forgather.ml.trainer.model_loss import ModelLoss
-from forgather.ml.trainer.optimizer_setup import build_optimizer, build_scheduler, optimizer_factory
+from forgather.ml.trainer.optimizer_setup import (
+    build_optimizer,
+    build_scheduler,
+    group_weight_decay,
+    optimizer_factory,
+    undecayed_names,
+)
 from forgather.ml.trainer.progress import SchedulerState, TrainerProgress, kept_rates
 from forgather.ml.trainer.rank_settings import require_strategy_for_ranks
 from forgather.ml.trainer.recipes import RecipeTrainer
@@ -103,6 +109,8 @@ class PreparedTrainer(RecipeTrainer):
         self._forward_model: Any = None
         self._resume: bool | str = False
         self._asked_to_resume: bool | str | None = None
+        self._resume_path: str | None = None
+        self._to_be_loaded: bool | str = False
         self._claim: CheckpointManager | None = None
         self._loaded_path: str | None = None
         self._has_trained = False
@@ -237,6 +245,8 @@ class PreparedTrainer(RecipeTrainer):
         self._claim = CheckpointManager(self._checkpoint_config(), self.env, None, None)
         path = self._claim.resolve_checkpoint_path(resume)
         self._resume = False if path is None else resume
+        # What `load_checkpoint` is about to load decides on the groups of the optimizer too.
+        self._resume_path = path or self._claim.resolve_checkpoint_path(self._to_be_loaded)
 
     def _init_dataloaders(self) -> None:
         """Make the loader of training batches."""
@@ -292,8 +302,11 @@ class PreparedTrainer(RecipeTrainer):
         seed_everything(seed_of_rank(self.seed, self.env.rank))
 
     def _loads_weights(self) -> bool:
+        return self._loads("model")
+
+    def _loads(self, key: str) -> bool:
         chosen = self.args.checkpoint_components
-        return (chosen is None or "model" in chosen) and "model" not in self.args.skip_checkpoint_components
+        return (chosen is None or key in chosen) and key not in self.args.skip_checkpoint_components
 
     def _compile_model(self) -> None:
         """Wrap the model for the forward pass; what is checkpointed stays the model itself."""
@@ -325,6 +338,7 @@ class PreparedTrainer(RecipeTrainer):
         self.optimizer = self._given_optimizer or build_optimizer(
             named, factory, self._optimizer_groups, self.args.debug_optimizer_groups, self._names_elsewhere()
         )
+        self.weight_decay_groups = self._group_weight_decay(named)
         self.optimizer_state = OptimizerState(self.optimizer, named)
         self._parameters = [parameter for group in self.optimizer.param_groups for parameter in group["params"]]
         self._gradient_norm = GradientNorm(self._parameters)
@@ -335,6 +349,22 @@ class PreparedTrainer(RecipeTrainer):
         else:
             self.lr_scheduler = self._given_scheduler
             self._scheduler_state = SchedulerState(self.lr_scheduler, self.optimizer)
+
+    def _group_weight_decay(self, named: list[tuple[str, nn.Parameter]]) -> str:
+        if self._given_optimizer is not None or self._optimizer_groups is not None:
+            return "all"
+        undecayed = undecayed_names(self._whole_model())
+        trainable = [name for name, parameter in named if parameter.requires_grad]
+        has_decayed = any(name not in undecayed for name in (*trainable, *self._names_elsewhere()))
+        stored = None
+        if self._resume_path is not None and (self._loads("optimizer") or self._loads("scheduler")):
+            assert self._claim is not None
+            stored = self._claim.stored_weight_decay_groups(self._resume_path)
+        return group_weight_decay(self.optimizer, named, undecayed, has_decayed, self.args.weight_decay_groups, stored)
+
+    def _whole_model(self) -> nn.Module:
+        """The model with all its modules, in which other ranks may have the values of some."""
+        return self.unwrapped_model()
 
     def _names_elsewhere(self) -> list[str]:
         """The trainable parameters of the model that other ranks have and this one has not."""

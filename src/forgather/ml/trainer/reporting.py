@@ -1,6 +1,7 @@
 """The numbers of a run: where it is, what is logged, and what it comes to in the end."""
 
 import contextlib
+import logging
 import math
 from dataclasses import dataclass
 from typing import Any
@@ -9,6 +10,8 @@ import torch
 from torch import Tensor
 
 from forgather.ml.checkpoint.errors import CheckpointError
+from forgather.ml.trainer.arguments import MinimalTrainingArguments
+from forgather.ml.trainer.epoch_loader import name_of
 from forgather.ml.trainer.nonfinite import GradientFinding, GradientWatch, LateFlag, gradient_error
 from forgather.ml.trainer.periodic_function import PeriodicFunction
 from forgather.ml.trainer.preparation import PreparedTrainer
@@ -24,6 +27,10 @@ from forgather.ml.trainer.training_metrics import (
     root_mean_square,
 )
 from forgather.ml.utils import ModelParameterStats, count_parameters, flops_per_token
+
+logger = logging.getLogger(__name__)
+
+_SCHEDULES_WITHOUT_END = ("constant", "constant_with_warmup", "inverse_sqrt")
 
 
 @dataclass(kw_only=True)
@@ -42,6 +49,8 @@ class ReportingTrainer(PreparedTrainer):
         """Counters at zero; a checkpoint sets them to where training was."""
         args, loader = self.args, self.train_dataloader
         steps_per_epoch = self._steps_per_epoch() if loader is not None else 0
+        if loader is not None and self.env.rank == 0:
+            self._warn_of_unknown_end()
         self.state = TrainerState(
             logging_steps=args.logging_steps,
             eval_steps=args.eval_steps,
@@ -78,6 +87,34 @@ class ReportingTrainer(PreparedTrainer):
         self._evaluate_when = _when(args.eval_strategy, args.eval_steps, args.eval_delay)
         self._save_when = _when(args.save_strategy, args.save_steps)
         self._update_context()
+
+    def _warn_of_unknown_end(self) -> None:
+        """Say that the number of steps is a guess, or unlimited: a schedule that falls over it would not fall."""
+        args = self.args
+        if args.max_steps >= 0:
+            return
+        has_schedule = self._given_scheduler is None and self._lr_scheduler_factory is None
+        falls = has_schedule and args.lr_scheduler_type not in _SCHEDULES_WITHOUT_END
+        assumed = MinimalTrainingArguments.epoch_train_steps
+        if args.num_train_epochs < 0:
+            if falls:
+                logger.warning(
+                    "num_train_epochs=%s and max_steps=-1 set no end to training, so the learning rate of lr_scheduler_type=%r "
+                    "never falls. Set max_steps, or lr_scheduler_type='constant'.",
+                    *(args.num_train_epochs, args.lr_scheduler_type),
+                )
+        elif self.train_dataloader.num_batches is None and args.epoch_train_steps == assumed:
+            dataset = getattr(self.train_dataloader, "dataset", None)
+            schedule = (
+                f"the learning rate of lr_scheduler_type={args.lr_scheduler_type!r} falls over that many, and hardly "
+            )
+            logger.warning(
+                "The training data (%s) have no length, so an epoch is taken to have epoch_train_steps=%d steps%s. Set "
+                "max_steps to the number of steps to train, or epoch_train_steps to those of an epoch.",
+                name_of(self.train_dataloader if dataset is None else dataset),
+                assumed,
+                f": {schedule}at all if the data end sooner" if falls else "",
+            )
 
     def _count_parameters(self) -> ModelParameterStats:
         """How large the whole model is, on however many ranks."""

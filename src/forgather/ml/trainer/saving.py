@@ -10,7 +10,7 @@ from dataclasses import replace
 from typing import Any
 
 from forgather.ml.checkpoint.retention import metric_value
-from forgather.ml.checkpoint.store import checkpoint_path
+from forgather.ml.checkpoint.store import CHECKPOINTS_FOLDER, checkpoint_path
 from forgather.ml.sharded_checkpoint import load_checkpoint as load_weights
 from forgather.ml.trainer.checkpoint_coordinator import CheckpointCoordinator
 from forgather.ml.trainer.checkpoint_types import SharingPattern, StateComponent
@@ -61,7 +61,11 @@ class SavingTrainer(ReportingTrainer):
     def load_checkpoint(self, path: str | None = None) -> str | None:
         """Load a checkpoint, by default the newest complete one."""
         if self.checkpoint_manager is None:
-            self._prepare(False)
+            self._to_be_loaded = True if path is None else path
+            try:
+                self._prepare(False)
+            finally:
+                self._to_be_loaded = False
         self._loaded_path = self._load_state(path)
         return self._loaded_path
 
@@ -69,6 +73,16 @@ class SavingTrainer(ReportingTrainer):
         """What `train` resumes from unless it is told: a checkpoint that was loaded by hand, else as the arguments say."""
         loaded, self._loaded_path = self._loaded_path, None
         return loaded or self.args.resume_from_checkpoint
+
+    def _warn_of_nothing_to_resume(self) -> None:
+        output_dir = os.path.abspath(self.args.output_dir)
+        found = {folder: _entries(os.path.join(output_dir, folder)) for folder in ("", CHECKPOINTS_FOLDER)}
+        logger.warning(
+            "train(resume_from_checkpoint=True) found nothing to resume: %s has no complete checkpoint of ours in its folder "
+            "%r (the directory has %s; that folder has %s). Training starts at step 0. Check output_dir, or give the path of a "
+            "checkpoint.",
+            *(output_dir, CHECKPOINTS_FOLDER, found[""], found[CHECKPOINTS_FOLDER]),
+        )
 
     def save_model(self, output_dir: str | None = None, *, use_ema: bool = False) -> None:
         """Write the model alone, as a Hugging Face directory, by default into the output directory.
@@ -241,3 +255,13 @@ class SavingTrainer(ReportingTrainer):
             **self._model_to_save(),
             model_preprocessor=self.processing_class,
         )
+
+
+def _entries(directory: str, limit: int = 5) -> str:
+    """What is in a directory, in a few words."""
+    try:
+        names = sorted(name for name in os.listdir(directory) if not name.startswith("."))
+    except FileNotFoundError:
+        return "nothing"
+    more = f" and {len(names) - limit} more" if len(names) > limit else ""
+    return ", ".join(names[:limit]) + more or "nothing"

@@ -63,6 +63,8 @@ class Trainer(EvaluatingTrainer):
             run.enter_context(torch_settings(self.args))
             run.enter_context(activation_budget(self.args.activation_memory_budget))
             self._prepare(self._default_resume() if resume is None else resume)
+            if resume is True and self._resume is False and self.env.rank == 0:
+                self._warn_of_nothing_to_resume()
             self._has_trained = True
             if self._step_in_backward is not None:
                 run.enter_context(self._step_in_backward)

@@ -95,6 +95,8 @@ class TrainerCallback:
 
     changes_control = True
     """False: no handler ever asks for anything, so that ranks need not settle at every step what was asked for."""
+    reads_final_metrics = False
+    """True: told of logs and evaluations last, so that it sees the metrics that other callbacks add."""
 
     @property
     def name(self) -> str:

@@ -31,6 +31,7 @@ from forgather.ml.trainer.data_order import (
     generator_states,
     generators_apart,
     host_generators,
+    is_stateful,
     known_generators,
     require_keys,
     stable_seed,
@@ -267,13 +268,24 @@ class StreamLoader(StatefulLoader):
         super().check_state_dict(state)
         _STREAM.check(state, "dataset")
         if _goes_on_within_epoch(state):
-            self._check_settings(state)
+            self._check_settings(self._without_lost_state(state))
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        self.check_state_dict(state)
+        state = self._without_lost_state(state)
         super().load_state_dict(state)
         self._warn_of_reading_again(state)
         self._stream.seed = agreed_seed(self._stream.seed, state["seed"])
         self._num_done = state["num_batches_read"]
+
+    def _without_lost_state(self, state: Mapping[str, Any]) -> Mapping[str, Any]:
+        """Older checkpoints have the state of a dataset that loses samples by it; the number of batches brings it back."""
+        is_lost = state["loader"] is not None and _holds_dataset_state(state["loader"]) and self._is_read_again
+        return {**state, "loader": None if state["finished"] else {}} if is_lost else state
+
+    @property
+    def _is_read_again(self) -> bool:
+        return is_stateful(self.dataset) and not is_stateful(self._stream)
 
     def _open(self) -> Iterator[Any]:
         self._loader.generator.manual_seed(stable_seed(self._stream.seed, self._epoch))
@@ -314,10 +326,12 @@ class StreamLoader(StatefulLoader):
         reads_again = _goes_on_within_epoch(state) and not _holds_dataset_state(state["loader"])
         if reads_again and not self._has_warned:
             self._has_warned = True
+            reason, remedy = "has no state_dict and load_state_dict", "Give it these methods to resume at once."
+            if self._is_read_again:
+                reason = "has a shuffle buffer, which its state does not contain"
+                remedy = "Without the buffer it resumes at once."
             logger.warning(
-                "%s has no state_dict and load_state_dict: resuming reads through its data up to the position. Give it "
-                "these methods to resume at once.",
-                name_of(self.dataset),
+                "%s %s: resuming reads through its data up to the position. %s", name_of(self.dataset), reason, remedy
             )
 
 

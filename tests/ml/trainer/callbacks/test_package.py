@@ -28,5 +28,5 @@ def test_an_unknown_name_is_an_attribute_error() -> None:
 
 def test_default_callbacks_are_new_ones_each_time() -> None:
     first, second = callbacks.default_callbacks(), callbacks.default_callbacks()
-    assert [callback.name for callback in first] == ["ProgressCallback", "InfoCallback", "DefaultMetrics"]
+    assert [callback.name for callback in first] == ["ProgressCallback", "InfoCallback", "DefaultMetrics", "JsonLogger"]
     assert not {id(callback) for callback in first} & {id(callback) for callback in second}

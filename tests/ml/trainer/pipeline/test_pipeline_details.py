@@ -11,6 +11,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from forgather.ml.checkpoint.errors import ReplicationError
+from forgather.ml.trainer.callbacks import EarlyStopping
 from forgather.ml.trainer.hybrid import HybridTrainer
 from forgather.ml.trainer.pipeline import PipelineTrainer, create_automatic_splitter
 from forgather.ml.trainer.pipeline.tied_weights import total_norm
@@ -130,8 +131,9 @@ def job(output_dir: str, name: str) -> Any:
     if name == "regression":
         return trained(output_dir, ByProtocol, regression(), pp_size=2, compute_loss_func=squared_error)
     if name == "accuracy":
-        trainer = made(PipelineTrainer, output_dir, small_llama, data, AddsMetric(), eval_dataset=data)
-        return trainer.evaluate()
+        reader = EarlyStopping(metric="predicted", greater_is_better=True)
+        trainer = made(PipelineTrainer, output_dir, small_llama, data, reader, AddsMetric(), eval_dataset=data)
+        return {**trainer.evaluate(), "read": reader.state_dict()["best"]}
     if name == "samples":
         trainer = made(HybridTrainer, output_dir, small_llama, data, pp_size=2)
         assert isinstance(trainer, HybridTrainer)
@@ -231,6 +233,7 @@ def test_stand_ins_weigh_nothing_whatever_their_labels(tmp_path: Path) -> None:
 def test_metrics_that_callbacks_compute_from_logits_reach_all_ranks(tmp_path: Path) -> None:
     first, second = run_on_ranks(job, 2, str(tmp_path), "accuracy")
     assert first["eval_predicted"] == second["eval_predicted"] == 16 * 6
+    assert first["read"] == second["read"] == 16 * 6, "callbacks that read metrics are told them all, on every rank"
     assert first["eval_loss"] == second["eval_loss"]
 
 

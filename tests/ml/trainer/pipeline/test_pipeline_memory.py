@@ -92,6 +92,7 @@ def train(output_dir: Path, model_init: Any, resume: bool) -> tuple[PipelineTrai
         model_init=model_init,
         train_dataset=[{"input_ids": torch.arange(8), "labels": torch.arange(8)}] * 4,
         callbacks=[peak],
+        default_callbacks=False,
         optimizer_cls_and_kwargs=(torch.optim.SGD, {"lr": 0.1}),
     )
     trainer.train(resume_from_checkpoint=resume)

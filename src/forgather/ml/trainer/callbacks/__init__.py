@@ -42,12 +42,13 @@ __all__ = ["default_callbacks", *_MODULES]
 
 
 def default_callbacks() -> "list[TrainerCallback]":
-    """What a trainer uses when it is given no callbacks: progress, a summary of the run, and speed."""
+    """What a trainer uses beside the callbacks that it is given: progress, a summary of the run, speed, and a JSON log."""
     from forgather.ml.trainer.callbacks.default_metrics import DefaultMetrics
     from forgather.ml.trainer.callbacks.info import InfoCallback
+    from forgather.ml.trainer.callbacks.json_logger import JsonLogger
     from forgather.ml.trainer.callbacks.progress import ProgressCallback
 
-    return [ProgressCallback(), InfoCallback(), DefaultMetrics()]
+    return [ProgressCallback(), InfoCallback(), DefaultMetrics(), JsonLogger(evaluations_alone=False)]
 
 
 def __getattr__(name: str) -> Any:

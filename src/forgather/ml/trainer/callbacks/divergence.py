@@ -23,6 +23,8 @@ class DivergenceDetector(TrainerCallback):
     the loss is no number neither saves: the weights are none either, and a resume would begin with them.
     """
 
+    reads_final_metrics = True
+
     def __init__(self, action: str = "stop", threshold: float = 0.5, patience: int = 3, smoothing: float = 0.9) -> None:
         _check(action, threshold, patience, smoothing)
         self._action = action

@@ -21,6 +21,8 @@ class EarlyStopping(TrainerCallback):
     is better for names that end in "loss" or "perplexity", more for all others.
     """
 
+    reads_final_metrics = True
+
     def __init__(
         self,
         patience: int = 1,

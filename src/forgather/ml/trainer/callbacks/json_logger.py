@@ -1,15 +1,18 @@
 """The log of a run as a file of JSON lines."""
 
 import json
+import logging
 import math
 import os
 import time
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import Any
 
 from forgather.ml.checkpoint.durable import make_directories, replace_file
 from forgather.ml.trainer.callbacks.repeated_records import RepeatedRecords
 from forgather.ml.trainer.trainer_types import TrainerCallback, TrainerState
+
+logger = logging.getLogger(__name__)
 
 FILE_NAME = "trainer_logs.jsonl"
 
@@ -19,21 +22,35 @@ class JsonLogger(TrainerCallback):
 
     Each record has `step` and `time` (seconds since 1970). NaN and the infinities, which JSON does not have, become null,
     so that every reader accepts the file and sees columns of numbers. A resumed run continues the file: records of
-    steps after the checkpoint, which come again, are dropped first. A run that starts fresh begins a new file.
+    steps after the checkpoint, which come again, are dropped first. A run that starts fresh begins a new file, and keeps
+    the one of the run before as `trainer_logs.previous.jsonl`. `evaluations_alone=False` waits with evaluations before
+    training until training begins, so that `evaluate()` alone leaves no file. A file that cannot be written is warned of
+    once, and training goes on.
     """
 
     changes_control = False
+    reads_final_metrics = True
 
-    def __init__(self, file_name: str = FILE_NAME) -> None:
+    def __init__(self, file_name: str = FILE_NAME, evaluations_alone: bool = True) -> None:
         self._file_name = file_name
         self._records = RepeatedRecords()
         self._has_written = False
+        self._has_warned = False
+        self._writes_now = evaluations_alone
+        self._waiting: list[dict[str, Any]] = []
+        self._inherited: list[dict[str, Any]] = []
+        """Records of the step of the checkpoint: what follows the checkpoint in the same step comes again."""
 
     def on_train_begin(self, args: Any, state: TrainerState, **kwargs: Any) -> None:
-        if state.is_world_process_zero:
-            # at step 0, what this process wrote itself (an evaluation before training) belongs to the run
-            is_fresh = state.global_step == 0 and not self._has_written
-            drop_later_records(self._path(args), -1 if is_fresh else state.global_step)
+        if not state.is_world_process_zero:
+            return
+        # at step 0, what this process wrote itself (an evaluation before training) belongs to the run
+        is_fresh = state.global_step == 0 and not self._has_written
+        self._guarded(lambda: self._begin(self._path(args), state.global_step, is_fresh))
+        self._writes_now = True
+        for record in self._waiting:
+            self._guarded(lambda record=record: self._append(args, record))  # type: ignore[misc]
+        self._waiting = []
 
     def on_log(self, args: Any, state: TrainerState, logs: Mapping[str, Any], **kwargs: Any) -> None:
         self._write(args, state, logs)
@@ -44,16 +61,53 @@ class JsonLogger(TrainerCallback):
     def _path(self, args: Any) -> str:
         return os.path.join(args.output_dir, self._file_name)
 
+    def _begin(self, path: str, step: int, is_fresh: bool) -> None:
+        self._inherited = []
+        if not os.path.isfile(path):
+            return
+        if is_fresh:
+            base, extension = os.path.splitext(path)
+            os.replace(path, f"{base}.previous{extension}")
+            return
+        kept = keep_records(path, lambda record: record.get("step", 0) <= step)
+        self._inherited = [record for record in kept if record.get("step") == step]
+
     def _write(self, args: Any, state: TrainerState, values: Mapping[str, Any]) -> None:
         if not state.is_world_process_zero or self._records.is_repeated(state.global_step, values):
             return
+        record = to_json({"step": state.global_step, "time": round(time.time(), 3), **values})
+        if self._writes_now:
+            self._guarded(lambda: self._append(args, record))
+        else:
+            self._waiting.append(record)
+
+    def _append(self, args: Any, record: dict[str, Any]) -> None:
         if not self._has_written:
             make_directories(args.output_dir)
             self._has_written = True
-        record = {"step": state.global_step, "time": round(time.time(), 3), **values}
+        self._drop_inherited(self._path(args), record)
         # Opened for each line: closing it shows the line to other machines that share the file system.
         with open(self._path(args), "a", encoding="utf-8") as file:
-            file.write(json.dumps(to_json(record), allow_nan=False) + "\n")
+            file.write(json.dumps(record, allow_nan=False) + "\n")
+
+    def _drop_inherited(self, path: str, record: dict[str, Any]) -> None:
+        again = [one for one in self._inherited if one["step"] == record["step"] and one.keys() == record.keys()]
+        if again:
+            self._inherited = [one for one in self._inherited if one not in again]
+            keep_records(path, lambda one: one not in again)
+
+    def _guarded(self, write: Callable[[], None]) -> None:
+        """A full disk, or a directory that only others may write to, must not end training."""
+        try:
+            write()
+        except OSError as error:
+            if not self._has_warned:
+                self._has_warned = True
+                logger.warning(
+                    "The log file cannot be written (%s); training goes on, and records are missing from %s. Make room, or "
+                    "choose an output_dir that can be written to.",
+                    *(error, self._file_name),
+                )
 
 
 def to_json(value: Any) -> Any:
@@ -71,22 +125,22 @@ def to_json(value: Any) -> Any:
     return str(value)
 
 
-def drop_later_records(path: str, last_step: int) -> None:
-    """Remove the records of steps after `last_step`, and a line that a killed process did not finish, in one replacement."""
-    if not os.path.exists(path):
-        return
+def keep_records(path: str, wanted: Callable[[dict[str, Any]], bool]) -> list[dict[str, Any]]:
+    """Remove the other records, and a line that a killed process did not finish, in one replacement; returns the rest."""
     with open(path, "rb") as file:
         lines = file.readlines()
-    kept = [line for line in lines if _is_to_keep(line, last_step)]
+    records = [(line, _parsed(line)) for line in lines]
+    kept = [(line, record) for line, record in records if record is not None and wanted(record)]
     if len(kept) < len(lines):
-        replace_file(path, b"".join(kept))
+        replace_file(path, b"".join(line for line, _ in kept))
+    return [record for _, record in kept]
 
 
-def _is_to_keep(line: bytes, last_step: int) -> bool:
+def _parsed(line: bytes) -> dict[str, Any] | None:
     if not line.endswith(b"\n"):
-        return False
+        return None
     try:
         record = json.loads(line)
     except ValueError:
-        return False
-    return isinstance(record, dict) and record.get("step", 0) <= last_step
+        return None
+    return record if isinstance(record, dict) else None

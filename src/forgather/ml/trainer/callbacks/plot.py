@@ -64,6 +64,7 @@ class PlotCallback(TrainerCallback):
     """
 
     changes_control = False
+    reads_final_metrics = True
 
     def __init__(self, file_name: str = "training.png", min_seconds: float = 5.0) -> None:
         self._file_name = file_name

@@ -25,6 +25,7 @@ class ProgressCallback(TrainerCallback):
     """
 
     changes_control = False
+    reads_final_metrics = True
 
     def __init__(self, console: Console | None = None, refresh_seconds: float = 0.25) -> None:
         self._console = get_console() if console is None else console
@@ -161,6 +162,9 @@ class _Pace:
 
 
 _UNITS_AFTER = ("tok/s", "left")
+_USUAL_NAMES = frozenset(
+    ("epoch", "loss", "grad_norm", "max_grad_norm", "tokens", "total_tokens", "total_flos", "learning_rate")
+) | {"tok_per_sec", "mfu", "peak_memory_gib", "skipped_steps"}
 _BAR_ORDER = {"loss": 0, "tok/s": 1, "lr": 2}
 
 
@@ -175,9 +179,15 @@ def record_fields(logs: Mapping[str, Any]) -> list[Field]:
         fields.append(("mfu", f"{float(logs['mfu']):5.1%}"))
     if "peak_memory_gib" in logs:
         fields.append(("mem", f"{float(logs['peak_memory_gib']):.2f} GiB"))
+    fields.extend((name, _number(value).rstrip()) for name, value in logs.items() if _was_added(name, value))
     if "tok_per_sec" in logs:
         fields.append(("tok/s", f"{format_count(float(logs['tok_per_sec'])):>5}"))
     return fields
+
+
+def _was_added(name: str, value: Any) -> bool:
+    """Whether a callback added this number for people to see; names with a slash are series for files."""
+    return name not in _USUAL_NAMES and "/" not in name and type(value) in (int, float)
 
 
 def evaluation_fields(metrics: Mapping[str, Any]) -> list[Field]:

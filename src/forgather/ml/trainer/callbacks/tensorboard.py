@@ -28,6 +28,7 @@ class TBLogger(TrainerCallback):
     """
 
     changes_control = False
+    reads_final_metrics = True
 
     def __init__(self) -> None:
         self._directory: str | None = None

@@ -233,6 +233,9 @@ class PipelineTrainer(StagedTrainer):
         power = self._sum(own.double().pow(norm_type)) / self._num_data_parallel_ranks()
         return power.pow(1.0 / norm_type).to(own.dtype)
 
+    def _whole_model(self) -> nn.Module:
+        return self.pipeline.whole
+
     def _names_elsewhere(self) -> list[str]:
         here = {name for name, _ in self._named_parameters()}
         whole = self.pipeline.whole.named_parameters()
