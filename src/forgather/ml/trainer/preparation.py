@@ -42,7 +42,7 @@ from forgather.ml.trainer.trainer_types import (
     OptimizerFactoryT,
     OptimizerT,
 )
-from forgather.ml.trainer.trainer_utils import choose_device, enable_hf_activation_checkpointing
+from forgather.ml.trainer.trainer_utils import choose_device, enable_hf_activation_checkpointing, require_device
 
 logger = logging.getLogger(__name__)
 
@@ -200,6 +200,7 @@ class PreparedTrainer(RecipeTrainer):
 
     def _init_device(self) -> None:
         """Choose the device: the one asked for, else an accelerator, else the CPU."""
+        require_device(self.args.device)
         self.device = choose_device(self.args.device, self._device_type(), self.env)
         if self.device.index is not None and torch.accelerator.device_count() > 1:
             # Statistics, and kernels of other packages, take the current device for the one that is meant.
