@@ -34,7 +34,7 @@ _TOKEN_KEYS = ("input_ids", "decoder_input_ids", "labels")
 Batches = Sequence[Mapping[str, Any]]
 
 
-class explaining_indices:  # noqa: N801 - a context manager, used like a function
+class explaining_indices:
     """Context manager around a step: an index that is out of range becomes an error that names the batch key and the remedy."""
 
     __slots__ = ("_batches", "_model")
