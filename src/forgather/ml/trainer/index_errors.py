@@ -117,8 +117,8 @@ class _Lookup(NamedTuple):
         rows = _rows(self._embedding(), num_rows, key)
         if wrong < 0:
             return (
-                f"{key!r} of a batch holds the id {wrong}, but {rows}. Negative numbers such as {IGNORE_INDEX} are for 'labels' "
-                "only: pad the ids with the tokenizer's pad_token_id."
+                f"{key!r} of a batch holds the id {wrong}, but {rows}. Negative numbers such as {IGNORE_INDEX} are for "
+                "'labels' only: pad the ids with the tokenizer's pad_token_id."
             )
         return f"{key!r} of a batch holds the id {wrong}, its largest, but {rows}. {_remedy_for(key)}"
 
@@ -126,16 +126,16 @@ class _Lookup(NamedTuple):
         shapes = _shapes(self.batches)
         return (
             f"The model asked {self._embedding()}, which has {num_rows} rows, for row {wrong}, a number that it has "
-            f"computed: it is in no key of the batch ({shapes}). Most often it is a position, and the sequences are longer than the model "
-            f"allows: cut them when tokenizing (truncation=True, max_length={num_rows}), or build the model for longer ones."
+            f"computed: it is in no key of the batch ({shapes}). Most often it is a position, and the sequences are longer "
+            f"than the model allows: cut them when tokenizing (truncation=True, max_length={num_rows}), or build the model for longer ones."
         )
 
     def float_message(self) -> str:
         key = next((name for name, value in _tensors(self.batches) if value.dtype == self.ids.dtype), None)
         which = f"{key!r} of a batch has" if key is not None else "The ids given to it have"
         return (
-            f"{which} dtype {self.ids.dtype}, but {self._embedding()} looks up rows by whole numbers. Give the ids as integers, "
-            "such as with torch.tensor(ids, dtype=torch.long)."
+            f"{which} dtype {self.ids.dtype}, but {self._embedding()} looks up rows by whole numbers. Give the ids as "
+            "integers, such as with torch.tensor(ids, dtype=torch.long)."
         )
 
     def _embedding(self) -> str:
@@ -218,7 +218,7 @@ def _shapes(batches: Batches) -> str:
 
 
 def _suspects(model: nn.Module, batches: Batches) -> Iterator[str]:
-    """Ids on the CPU that the input embedding has no row for, and labels that are no token, by what the model tells of itself."""
+    """Ids on the CPU that the input embedding has no row for, and labels that are no token of it."""
     embedding = _input_embedding(model)
     if embedding is None:
         return
@@ -239,7 +239,8 @@ def _suspects(model: nn.Module, batches: Batches) -> Iterator[str]:
 def _input_embedding(model: nn.Module) -> nn.Embedding | None:
     """The embedding of token ids: the one that a Hugging Face model names, else the only one there is."""
     try:
-        named = model.get_input_embeddings() if hasattr(model, "get_input_embeddings") else None
+        ask: Any = getattr(model, "get_input_embeddings", None)
+        named = None if ask is None else ask()
     except (NotImplementedError, AttributeError):
         named = None
     if isinstance(named, nn.Embedding):

@@ -37,13 +37,13 @@ def require_device(asked: str | torch.device | None) -> None:
     number = module.device_count() if module.is_available() else 0
     if number == 0:
         raise ValueError(
-            f"device={str(asked)!r} cannot be used: torch {torch.__version__} finds no {device.type} device ({_no_device(device)}). "
-            "Leave device unset, which takes an accelerator if there is one and else the CPU, or set use_cpu=True."
+            f"device={str(asked)!r} cannot be used: torch {torch.__version__} finds no {device.type} device "
+            f"({_no_device(device)}). Leave device unset, which takes an accelerator if there is one and else the CPU, or set use_cpu=True."
         )
     if device.index is not None and device.index >= number:
         raise ValueError(
-            f"device={str(asked)!r} cannot be used: torch finds {number} {device.type} device(s), numbered from 0 to {number - 1}. "
-            f"Choose one of them, or say {device.type!r} alone."
+            f"device={str(asked)!r} cannot be used: torch finds {number} {device.type} device(s), numbered from 0 to "
+            f"{number - 1}. Choose one of them, or say {device.type!r} alone."
         )
 
 
