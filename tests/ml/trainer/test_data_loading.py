@@ -12,6 +12,7 @@ from torch.utils.data import DataLoader, Dataset
 from torchdata.stateful_dataloader import StatefulDataLoader
 
 from forgather.ml.checkpoint.rng import RNGState
+from forgather.ml.trainer.data_errors import DataError
 from forgather.ml.trainer.data_loading import ResumableLoader, build_eval_loader, build_train_loader
 from forgather.ml.trainer.data_order import host_generators, seed_generators
 from tests.ml.trainer.loading import (
@@ -276,7 +277,7 @@ class Failing(Numbers):
 def test_a_failure_does_not_move_the_position(options: dict[str, Any]) -> None:
     loader = train_loader(Failing(12), shuffle=False, **options)
     for _ in range(2):
-        with pytest.raises(KeyError, match="no such sample"):
+        with pytest.raises(DataError, match=r"^Sample 4 of the dataset Failing .*KeyError: 'no such sample'"):
             list(loader)
         assert loader.state_dict()["index"] == 3
         assert multiprocessing.active_children() == []

@@ -2,11 +2,24 @@
 
 import dataclasses
 import difflib
+import enum
+import inspect
+import json
 import numbers
 import types
 import typing
-from collections.abc import Mapping
-from typing import Any
+from collections.abc import Iterable, Mapping, Sequence
+from typing import Any, TypeVar
+
+if typing.TYPE_CHECKING:
+    Names = Sequence[str]
+    Options = dict[str, Any]
+else:
+    # What HfArgumentParser can read of a command line: several words for a list, and JSON as a text.
+    Names = list[str]
+    Options = dict[str, Any] | str
+
+NamedT = TypeVar("NamedT", bound="NamedArguments")
 
 _OTHER_NAMES = {
     "bf16": "set mixed_precision='bf16' instead",
@@ -15,26 +28,87 @@ _OTHER_NAMES = {
     "no_cuda": "it is called use_cpu",
     "tf32": "set float32_matmul_precision='high' instead",
     "data_seed": "seed is that of the data order too",
+    "full_determinism": "set seed, and torch.use_deterministic_algorithms(True) in your script",
     "warmup_ratio": "give the number of steps as warmup_steps",
-    "save_only_model": "name what not to save in skip_checkpoint_components",
+    "save_only_model": "set checkpoint_components=['model'] instead, which saves and loads the weights alone",
+    "ignore_data_skip": "set skip_checkpoint_components=['dataset'] instead",
     "optim": "give the trainer an optimizer_factory, or optimizer_cls_and_kwargs",
     "optim_args": "give the trainer an optimizer_factory, or optimizer_cls_and_kwargs",
     "report_to": "give the trainer callbacks",
     "disable_tqdm": "give the trainer callbacks",
     "gradient_checkpointing_kwargs": "give the trainer an enable_activation_checkpoint_fn",
+    "label_smoothing_factor": "give the trainer a compute_loss_func with label smoothing",
+    "remove_unused_columns": "texts are left out of batches by themselves; other columns that the model does not take are "
+    "removed by dataset.remove_columns or a data_collator",
+    "label_names": "labels are the column 'labels', 'label' or 'label_ids'; a data_collator can rename others",
+    "group_by_length": "give the trainer a ready DataLoader with a sampler of your own",
+    "eval_on_start": "call trainer.evaluate() before trainer.train()",
+    "do_train": "call trainer.train()",
+    "do_eval": "set eval_strategy, or call trainer.evaluate()",
+    "do_predict": "call trainer.evaluate(dataset)",
+    "include_num_input_tokens_seen": "tokens are always counted, as total_tokens",
+    "auto_find_batch_size": "choose per_device_train_batch_size; gradient_accumulation_steps keeps the batch of a step",
+    "push_to_hub": "call trainer.save_model(...), and upload that directory",
+    "local_rank": "ranks come from torchrun or forgather train --nproc",
+    "ddp_find_unused_parameters": "set ddp={'find_unused_parameters': ...} of DDPTrainingArguments instead",
+    "ddp_bucket_cap_mb": "set ddp={'bucket_cap_mb': ...} of DDPTrainingArguments instead",
+    "ddp_broadcast_buffers": "set ddp={'broadcast_buffers': ...} of DDPTrainingArguments instead",
+    "ddp_static_graph": "set ddp={'static_graph': ...} of DDPTrainingArguments instead",
+    "deepspeed": "give an Accelerator to AccelTrainer, or use DDPTrainer, PipelineTrainer or HybridTrainer",
+    "fsdp": "use DDPTrainer, PipelineTrainer or HybridTrainer",
 }
 """Arguments of `transformers` that are found elsewhere here."""
 
 
+class NamedArguments:
+    """Base of arguments classes: a call that no constructor takes is an error with the right name, or the nearest."""
+
+    def __new__(cls: type[NamedT], *values: Any, **named: Any) -> NamedT:
+        if values or not named.keys() <= cls.__dict__.get("__dataclass_fields__", {}).keys():
+            _check_call(cls, values, named)
+        return super().__new__(cls)
+
+
+def _check_call(cls: type, values: tuple[Any, ...], named: Mapping[str, Any]) -> None:
+    # A subclass may have a constructor of its own.
+    signature = inspect.signature(cls.__init__)  # type: ignore[misc]
+    try:
+        signature.bind(None, *values, **named)
+    except TypeError:
+        known_names = list(signature.parameters)[1:]
+        refuse_unknown(cls.__name__, named.keys() - known_names, known_names, TypeError)
+        if values and known_names:
+            raise TypeError(
+                f"{cls.__name__} takes its arguments by name, but was given {values[0]!r} by position. Write which argument it "
+                f"is, such as {cls.__name__}({known_names[0]}={values[0]!r})."
+            ) from None
+
+
+def refuse_unknown(
+    owner: str, unknown: Iterable[str], known_names: list[str], error_type: type[Exception] = ValueError
+) -> None:
+    """Raise for the first name that is unknown, with the right one or the nearest."""
+    for name in sorted(map(str, unknown)):
+        raise error_type(f"{owner} has no argument {name!r}{hint_for(name, known_names)}")
+
+
 def fields_with_types(cls: type) -> dict[str, Any]:
     """Field names and their types, in the order of the fields."""
-    hints = typing.get_type_hints(cls)
+    hints = _type_hints(cls)
     return {field.name: hints[field.name] for field in dataclasses.fields(cls)}
+
+
+def _type_hints(cls: type) -> dict[str, Any]:
+    try:
+        return typing.get_type_hints(cls)
+    except NameError:
+        # Names that only type checkers import, or that a function defines: such a field is not checked.
+        return {field.name: Any if isinstance(field.type, str) else field.type for field in dataclasses.fields(cls)}
 
 
 def converted(name: str, value: Any, hint: Any) -> Any:
     """Turn text and numbers into the type of the field, and dicts into nested dataclasses."""
-    options = typing.get_args(hint) if isinstance(hint, types.UnionType) else (hint,)
+    options = _options(hint)
     if any(_is_a(value, option) for option in options):
         return value
     for option in options:
@@ -49,16 +123,35 @@ def converted(name: str, value: Any, hint: Any) -> Any:
                 return number
         if option is bool and str(value).lower() in ("true", "false"):
             return str(value).lower() == "true"
-    names = ("None" if option is type(None) else getattr(option, "__name__", str(option)) for option in options)
-    expected = " or ".join(names)
+        if isinstance(option, type) and issubclass(option, enum.Enum) and value in [one.value for one in option]:
+            return option(value)
+    expected = " or ".join(map(_in_words, options))
     raise ValueError(f"{name}={value!r} has type {type(value).__name__}, expected {expected}.")
+
+
+def _options(hint: Any) -> tuple[Any, ...]:
+    """The alternatives that a hint allows: `str | None` and `Optional[str]` are the same two."""
+    origin = typing.get_origin(hint)
+    if origin is typing.Annotated:
+        return _options(typing.get_args(hint)[0])
+    if origin is typing.Union or isinstance(hint, types.UnionType):
+        return tuple(option for part in typing.get_args(hint) for option in _options(part))
+    return (hint,)
+
+
+def _in_words(option: Any) -> str:
+    if option is type(None):
+        return "None"
+    if typing.get_origin(option) is typing.Literal:
+        return " or ".join(map(repr, typing.get_args(option)))
+    if isinstance(option, type) and issubclass(option, enum.Enum):
+        return " or ".join(repr(one.value) for one in option)
+    return str(option) if typing.get_args(option) else getattr(option, "__name__", str(option))
 
 
 def _group_from(name: str, values: Mapping[str, Any], cls: type) -> Any:
     known_names = list(fields_with_types(cls))
-    for key in values:
-        if key not in known_names:
-            raise ValueError(f"{name} has no argument {key!r}{hint_for(str(key), known_names)}")
+    refuse_unknown(name, [key for key in values if key not in known_names], known_names)
     try:
         return cls(**values)
     except ValueError as error:
@@ -66,14 +159,35 @@ def _group_from(name: str, values: Mapping[str, Any], cls: type) -> Any:
 
 
 def _is_a(value: Any, option: Any) -> bool:
+    if typing.get_origin(option) is typing.Literal:
+        return any(value == choice and type(value) is type(choice) for choice in typing.get_args(option))
     origin = typing.get_origin(option) or option
-    if origin is Any:
+    if not isinstance(origin, type):
+        # Any, type variables and the like: nothing that could be checked here.
         return True
     # A bool is an int and a text a sequence to Python, but nobody means that here.
     for special in (bool, str):
         if isinstance(value, special):
             return bool(origin is special)
-    return isinstance(origin, type) and isinstance(value, origin)
+    try:
+        # Where a list is asked for a tuple does as well.
+        return isinstance(value, (list, tuple) if origin is list else origin)
+    except TypeError:
+        # A protocol that cannot be asked for at run time.
+        return True
+
+
+def mapping_in(name: str, text: str) -> dict[str, Any]:
+    """The mapping that a text holds as JSON, as command lines give it."""
+    try:
+        value = json.loads(text)
+    except json.JSONDecodeError:
+        value = None
+    if not isinstance(value, dict):
+        raise ValueError(
+            f"{name}={text!r} cannot be used: give a mapping, or one written as JSON, such as '{{\"power\": 2.0}}'."
+        )
+    return value
 
 
 def hint_for(name: str, known_names: list[str]) -> str:

@@ -6,7 +6,7 @@ import json
 import math
 import os
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any, TypeVar
 
 import torch
@@ -14,7 +14,15 @@ import torch
 from forgather.ml.checkpoint.retention import default_greater_is_better
 from forgather.ml.construct import torch_dtype
 from forgather.ml.recipe_names import FP8_RECIPES, QAT_RECIPES
-from forgather.ml.trainer.argument_values import converted, fields_with_types, hint_for
+from forgather.ml.trainer.argument_values import (
+    NamedArguments,
+    Names,
+    Options,
+    converted,
+    fields_with_types,
+    mapping_in,
+    refuse_unknown,
+)
 from forgather.ml.trainer.nonfinite import ACTIONS
 from forgather.ml.trainer.trainer_types import IntervalStrategy
 
@@ -41,7 +49,7 @@ _SCHEDULES = (
 
 
 @dataclass(kw_only=True)
-class ArgumentGroup:
+class ArgumentGroup(NamedArguments):
     """Arguments that belong together, a field of other arguments; a dict is accepted in its place."""
 
     def __post_init__(self) -> None:
@@ -50,7 +58,7 @@ class ArgumentGroup:
 
 
 @dataclass(kw_only=True)
-class MinimalTrainingArguments:
+class MinimalTrainingArguments(NamedArguments):
     """What every trainer understands, under the names of `transformers.TrainingArguments`."""
 
     output_dir: str = "tmp_trainer"
@@ -103,7 +111,8 @@ class MinimalTrainingArguments:
     metric_for_best_model: str = "loss"
     greater_is_better: bool | None = None
     lr_scheduler_type: str = "linear"
-    lr_scheduler_kwargs: dict[str, Any] | None = None
+    lr_scheduler_kwargs: Options | None = None
+    """Options of the schedule; a text is read as JSON."""
     warmup_steps: int = 0
     learning_rate: float = 5e-5
     weight_decay: float = 0.0
@@ -123,6 +132,8 @@ class MinimalTrainingArguments:
         for name in ("eval_strategy", "logging_strategy", "save_strategy"):
             self._check_strategy(name)
         self._check_types()
+        if isinstance(self.lr_scheduler_kwargs, str):
+            self.lr_scheduler_kwargs = mapping_in("lr_scheduler_kwargs", self.lr_scheduler_kwargs)
         for name in ("per_device_train_batch_size", "per_device_eval_batch_size", "gradient_accumulation_steps"):
             self._require(name, 1)
         for name in ("eval_steps", "logging_steps", "save_steps", "epoch_train_steps"):
@@ -232,7 +243,7 @@ class BaseTrainingArguments(MinimalTrainingArguments):
     enable_activation_offloading: bool = False
     """Keep what the backward pass needs in the memory of the CPU instead of the accelerator's."""
     detect_anomaly: bool = False
-    sdpa_backend: str | list[str] | None = None
+    sdpa_backend: list[str] | str | None = None  # in this order: HfArgumentParser cannot read another
     """What may compute torch's scaled_dot_product_attention: "math", "flash", "efficient", "cudnn", or a list of these."""
     sdpa_set_priority: bool = False
     """Try those of the list in their order."""
@@ -333,7 +344,7 @@ class TrainingArguments(BaseTrainingArguments):
     """Empty the accelerator's cache when more than this share of its memory is reserved but unused."""
     construct_model_on: str = "default"
     checkpoint_components: list[str] | None = None
-    skip_checkpoint_components: Sequence[str] = ()
+    skip_checkpoint_components: Names = field(default_factory=tuple)
     async_save: bool = False
     on_save_error: str = "raise"
     activation_memory_budget: float | None = None
@@ -435,9 +446,7 @@ def arguments_from(cls: type[ArgumentsT], given: "ArgumentsT | Mapping[str, Any]
     if not isinstance(given, Mapping):
         raise _foreign_arguments_error(cls, type(given))
     known_names = list(fields_with_types(cls))
-    for name in given:
-        if name not in known_names:
-            raise ValueError(f"{cls.__name__} has no argument {name!r}{hint_for(str(name), known_names)}")
+    refuse_unknown(cls.__name__, [name for name in given if name not in known_names], known_names)
     return cls(**given)
 
 

@@ -16,7 +16,8 @@ from forgather.ml.trainer.arguments import (
 )
 from forgather.ml.trainer.callback_handler import CallbackHandler
 from forgather.ml.trainer.checkpoint_types import SharingPattern, StateComponent, select_components
-from forgather.ml.trainer.model_construction import refuse_adapters, without_adapters
+from forgather.ml.trainer.given_objects import check_given
+from forgather.ml.trainer.model_construction import checked_builder, refuse_adapters
 from forgather.ml.trainer.trainer_types import (
     BaseDataset,
     DataCollatorT,
@@ -53,18 +54,15 @@ class BaseTrainer(ABC):
         default_callbacks: bool = True,
         compute_loss_func: LossFunctionT | None = None,
     ) -> None:
-        if model is None and model_init is None:
-            raise ValueError(
-                f"{type(self).__name__} needs a model, or model_init: a function without arguments that builds one."
-            )
-        if isinstance(model, nn.Module):
+        check_given(type(self).__name__, args, model, model_init, data_collator, compute_loss_func, callbacks)
+        if model is not None:
             refuse_adapters(model)
         self.args: Any = arguments_from(self.arguments_class, args)
         if isinstance(self.args, BaseTrainingArguments):
             self.args = self.args.under_both_names()
         self.model = model
         # Here rather than where it is called: every strategy builds the model in a place of its own.
-        self.model_init = None if model_init is None else without_adapters(model_init)
+        self.model_init = None if model_init is None else checked_builder(model_init)
         self.data_collator = data_collator
         self.train_dataset = train_dataset
         self.eval_dataset = eval_dataset

@@ -1,11 +1,13 @@
 """Calls the handlers of callbacks, and costs next to nothing for events that nobody listens to."""
 
+import difflib
+import inspect
 import logging
 from collections.abc import Callable, Iterable
 from operator import attrgetter
 from typing import Any
 
-from forgather.ml.trainer.trainer_types import TrainerControl
+from forgather.ml.trainer.trainer_types import TrainerCallback, TrainerControl
 
 logger = logging.getLogger(__name__)
 
@@ -15,6 +17,27 @@ _stop_flags = attrgetter(*_STOP_FLAGS)
 
 _METRIC_EVENTS = ("on_log", "on_evaluate")
 """Events with metrics, to which callbacks may add: those that set `reads_final_metrics` are told last."""
+EVENTS = (
+    "on_init_end",
+    "on_train_begin",
+    "on_train_end",
+    "on_epoch_begin",
+    "on_epoch_end",
+    "on_step_begin",
+    "on_step_end",
+    "on_forward_backward_begin",
+    "on_forward_backward_end",
+    "on_pre_optimizer_step",
+    "on_optimizer_step",
+    "on_train_metrics",
+    "on_log_step",
+    "on_log",
+    "on_prediction_step",
+    "on_evaluate",
+    "on_save",
+    "on_load_model_weights",
+)
+_EVENTS_OF_TRANSFORMERS = ("on_substep_end", "on_predict", "on_push_begin")
 
 
 class CallbackHandler:
@@ -33,7 +56,8 @@ class CallbackHandler:
 
     def add(self, callback: Any) -> None:
         """Add a callback, or let it replace the default one of its class; a class is instantiated."""
-        callback = callback() if isinstance(callback, type) else callback
+        callback = _instance(callback) if isinstance(callback, type) else callback
+        _require_handlers(callback)
         self._handlers.clear()
         for position, present in enumerate(self.callbacks):
             if isinstance(callback, type(present)) and any(present is default for default in self._defaults):
@@ -85,6 +109,42 @@ class CallbackHandler:
                 if readers is None or _reads_final_metrics(callback) == readers
             ]
         return self._handlers[key]
+
+
+def _instance(kind: type) -> Any:
+    try:
+        inspect.signature(kind).bind()
+    except TypeError as error:
+        raise ValueError(
+            f"The callback {kind.__qualname__} was given as a class, and cannot be made without arguments: {error}. Give an "
+            f"object of it, {kind.__qualname__}(...)."
+        ) from None
+    except ValueError:
+        # Some classes written in C do not tell what they take.
+        pass
+    return kind()
+
+
+def _require_handlers(callback: Any) -> None:
+    """Refuse what can never be called; warn of a handler with a name that is almost an event's."""
+    names = [name for name in dir(callback) if name.startswith("on_")]
+    # A class may make its handlers when they are asked for.
+    if not (names or isinstance(callback, TrainerCallback) or hasattr(callback, "on_step_end")):
+        name = getattr(callback, "__qualname__", None) or repr(callback)
+        raise ValueError(
+            f"{name} cannot be used as a callback: its type is {type(callback).__name__}, which has no handler to call. "
+            "Give an object with methods named after events, such as on_step_end, on_log or on_evaluate (a "
+            "TrainerCallback of forgather or transformers, or any other class)."
+        )
+    for name in names:
+        nearest = difflib.get_close_matches(name, EVENTS, n=1, cutoff=0.85)
+        if nearest and name not in EVENTS and name not in _EVENTS_OF_TRANSFORMERS:
+            logger.warning(
+                "%s.%s is not called by the trainer: no event has this name. Did you mean %s?",
+                type(callback).__qualname__,
+                name,
+                nearest[0],
+            )
 
 
 def _handler(callback: Any, event: str) -> Callable[..., Any]:

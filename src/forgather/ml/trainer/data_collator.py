@@ -8,6 +8,8 @@ import torch
 from torch import Tensor
 from torch.utils.data import default_collate
 
+from forgather.ml.trainer.data_errors import place_of
+
 _LABEL_NAMES = ("labels", "label", "label_ids")
 """The first of them that a sample has becomes the batch's "labels", as in `transformers`."""
 
@@ -18,8 +20,8 @@ def collate_samples(samples: Sequence[Any]) -> Any:
     Texts, lists of texts and None are left out: a model can do nothing with them. Samples that are no mappings are left
     to torch's `default_collate`.
     """
-    if not isinstance(samples[0], Mapping):
-        return default_collate(list(samples))
+    if not all(isinstance(sample, Mapping) for sample in samples):
+        return _collated_without_names(samples)
     batch = {}
     for name, source in _sources(samples[0]).items():
         values = [_value(sample, source) for sample in samples]
@@ -38,8 +40,33 @@ def collate_samples(samples: Sequence[Any]) -> Any:
     return batch
 
 
+def _collated_without_names(samples: Sequence[Any]) -> Any:
+    for position, sample in enumerate(samples):
+        place = place_of(samples, position)
+        if sample is None:
+            raise ValueError(
+                f"{place[0].upper()}{place[1:]} is None: the dataset returned nothing for it, as a function does that ends "
+                "without return. Return a dict, take the sample out of the dataset, or pass a data_collator that leaves "
+                "None out."
+            )
+        if isinstance(sample, Mapping) != isinstance(samples[0], Mapping):
+            raise ValueError(
+                f"{place[0].upper()}{place[1:]} is a {type(sample).__name__}, and {place_of(samples, 0)} is a "
+                f"{type(samples[0]).__name__}: give all samples as dicts with the same keys, or pass a data_collator that "
+                "knows what to do."
+            )
+    return default_collate(list(samples))
+
+
 def require_mapping(batch: Any) -> None:
     """Explains a batch that is no mapping of names to tensors."""
+    if batch is None or (isinstance(batch, Mapping) and not batch):
+        found = "None" if batch is None else "an empty mapping"
+        raise ValueError(
+            f"A batch is {found}: the data_collator, or the loader, gave nothing to train on. Let it return a mapping such "
+            "as {'input_ids': ..., 'labels': ...}, whose keys are arguments of the model; a function without return gives "
+            "None."
+        )
     if not isinstance(batch, Mapping):
         raise ValueError(
             f"A batch is a {type(batch).__name__}, but it must be a mapping such as {{'input_ids': ..., 'labels': ...}}, "

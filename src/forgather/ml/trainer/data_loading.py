@@ -7,14 +7,17 @@ ready loader         its own state; without one, the number of batches, which a 
 
 import functools
 import gc
+import inspect
 import os
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import Any, Protocol
 
+import numpy as np
 import torch
 from torch.utils.data import DataLoader, Dataset, IterableDataset
 
 from forgather.ml.trainer.data_collator import collate_samples
+from forgather.ml.trainer.data_errors import ExplainingCollator
 from forgather.ml.trainer.data_order import (
     WHOLE,
     DataOrder,
@@ -25,11 +28,13 @@ from forgather.ml.trainer.data_order import (
     seeded_stream,
     stable_seed,
 )
-from forgather.ml.trainer.epoch_loader import name_of
+from forgather.ml.trainer.epoch_loader import ITERABLE_REMEDY, SinglePass, name_of
 from forgather.ml.trainer.ordered_loader import OrderedLoader, as_dataset
 from forgather.ml.trainer.signals import leave_signals_to_parent
 from forgather.ml.trainer.stream_state import loses_samples, warn_of_lost_samples, warn_of_random_order
 from forgather.ml.trainer.wrapped_loaders import CountingLoader, StatefulLoader, StreamLoader
+
+_SPLITS = ("train", "test", "validation", "valid", "dev", "eval")
 
 CollateFn = Callable[[list[Any]], Any]
 
@@ -88,9 +93,9 @@ def build_train_loader(
     if kind == "loader":
         warn_of_random_order(getattr(dataset, "dataset", None))
         if not is_stateful(dataset):
-            return CountingLoader(dataset, set_dataset_epoch, part)
+            return CountingLoader(_ready_loader(dataset), set_dataset_epoch, part)
         warn_of_lost_samples(dataset)
-        return StatefulLoader(dataset, set_dataset_epoch, part)
+        return StatefulLoader(_ready_loader(dataset), set_dataset_epoch, part)
     _check_batch_size(batch_size)
     options = _loader_options(collate_fn, num_workers, pin_memory, persistent_workers, prefetch_factor)
     if kind == "map":
@@ -125,11 +130,11 @@ def build_eval_loader(
     """The batches in the order of the dataset, the same at each pass; `len()` works when the number is known.
 
     Iterating leaves the global generators alone, so that an evaluation does not change the training. An empty dataset
-    is accepted: it may be one rank's share. A ready loader is returned as it is.
+    is accepted: it may be one rank's share. A ready loader is returned as it is, a generator as one that explains itself.
     """
     kind = kind_of(dataset)
     if kind == "loader":
-        return dataset
+        return _ready_loader(dataset)
     _check_batch_size(batch_size)
     options = _loader_options(collate_fn, num_workers, pin_memory, persistent_workers, prefetch_factor)
     if kind == "map":
@@ -149,11 +154,9 @@ def kind_of(dataset: Any) -> str:
         return "iterable"
     if isinstance(dataset, DataLoader):
         return "loader"
-    if isinstance(dataset, Mapping):
-        raise ValueError(
-            f"{name_of(dataset)} is a mapping with the keys {list(dataset)[:5]}, not a dataset: choose one of its entries, "
-            'such as dataset["train"].'
-        )
+    problem = _problem_with(dataset)
+    if problem is not None:
+        raise ValueError(problem)
     if hasattr(dataset, "__getitem__") and hasattr(dataset, "__len__"):
         return "map"
     if hasattr(dataset, "__iter__") and not isinstance(dataset, Dataset):
@@ -161,6 +164,42 @@ def kind_of(dataset: Any) -> str:
     raise ValueError(
         f"{name_of(dataset)} cannot be used as a dataset: it needs __len__ and __getitem__ (samples by number), __iter__ "
         "as a torch IterableDataset (a stream of samples), or __iter__ alone (a loader of ready batches)."
+    )
+
+
+def _ready_loader(loader: Any) -> Any:
+    is_single_pass = isinstance(loader, Iterator) and type(loader).__module__ in ("builtins", "itertools")
+    return SinglePass(loader) if is_single_pass else loader
+
+
+def _problem_with(dataset: Any) -> str | None:
+    """Why an object that looks like a dataset or a loader is none, and what to give instead."""
+    if isinstance(dataset, Mapping):
+        return _problem_with_mapping(dataset)
+    if isinstance(dataset, (str, bytes)):
+        return (
+            f"The text {dataset!r} is not a dataset. Load what it names first, such as with "
+            f"datasets.load_dataset({dataset!r}, split='train'), and give the result."
+        )
+    if isinstance(dataset, type):
+        return f"The class {dataset.__qualname__} is not a dataset: give an object of it, {dataset.__qualname__}(...)."
+    if inspect.isroutine(dataset):
+        name = dataset.__qualname__
+        return f"The function {name} is not a dataset. Give what it returns; if that is a generator, give {ITERABLE_REMEDY}"
+    return None
+
+
+def _problem_with_mapping(dataset: Mapping[Any, Any]) -> str:
+    keys, values = list(dataset)[:5], list(dataset.values())
+    is_of_columns = all(isinstance(value, (torch.Tensor, np.ndarray, list, tuple)) for value in values)
+    if values and is_of_columns and not set(_SPLITS) & set(keys):
+        return (
+            f"A {name_of(dataset)} of columns, {keys}, is not a dataset: samples are asked for by number. Make one of it "
+            "with datasets.Dataset.from_dict(...), or give a list with one dict for each sample."
+        )
+    return (
+        f"{name_of(dataset)} is a mapping with the keys {keys}, not a dataset: choose one of its entries, such as "
+        'dataset["train"].'
     )
 
 
@@ -184,7 +223,7 @@ def _loader_options(
     if num_workers > 0:
         _leave_garbage_to_parent()
     return {
-        "collate_fn": collate_samples if collate_fn is None else collate_fn,
+        "collate_fn": ExplainingCollator(collate_fn or collate_samples, is_own=collate_fn is None),
         "num_workers": num_workers,
         # torch warns at every epoch when there is nothing to pin memory for
         "pin_memory": pin_memory and torch.accelerator.is_available(),

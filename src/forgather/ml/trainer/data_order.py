@@ -28,6 +28,7 @@ from forgather.ml.checkpoint.state_schema import (
     integer,
     require_mapping,
 )
+from forgather.ml.trainer.data_errors import read_samples, stream_error
 
 logger = logging.getLogger(__name__)
 
@@ -311,10 +312,7 @@ class SeededSamples(_EpochAware):
         if isinstance(indices, BatchRequest) and get_worker_info() is not None:
             self.tell_epoch(indices.epoch)
             seed_generators(indices.seed)
-        fetch_many = getattr(self.dataset, "__getitems__", None)
-        if fetch_many is not None:
-            return fetch_many(list(indices))
-        return [self.dataset[index] for index in indices]
+        return read_samples(self.dataset, list(indices))
 
 
 def is_stateful(item: Any) -> bool:
@@ -416,6 +414,8 @@ class _Draws(Iterator[Any]):
         except StopIteration:
             self._ended = True
             raise
+        except Exception as error:
+            raise stream_error(self._iterator, self._num_drawn, error) from error
         self._num_drawn += 1
         return sample
 

@@ -11,6 +11,7 @@ from forgather.ml.trainer.changing_buffers import ChangingBuffers
 from forgather.ml.trainer.checkpoint_types import SharingPattern, StateComponent
 from forgather.ml.trainer.coordinated import CoordinatedTrainer
 from forgather.ml.trainer.model_loss import Window
+from forgather.ml.trainer.same_model import require_same_model
 
 
 class DataParallelTrainer(CoordinatedTrainer):
@@ -30,6 +31,8 @@ class DataParallelTrainer(CoordinatedTrainer):
     def _prepare_model(self) -> None:
         with self._agreement("building the model"):
             super()._prepare_model()
+        if self._is_parallel:
+            require_same_model(self.unwrapped_model(), self._peers)
 
     def _compile_model(self) -> None:
         with self._agreement("making the loss"):

@@ -1,9 +1,12 @@
 """What the loaders of all kinds of data have in common: one pass over an epoch, which any iterator goes on with."""
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from typing import Any
 
+from torch import Tensor
 from torch.utils.data import DataLoader
+
+ITERABLE_REMEDY = "a torch.utils.data.IterableDataset with an __iter__ that makes a new generator each time."
 
 
 class EpochLoader:
@@ -81,6 +84,53 @@ class EpochLoader:
 
     def _keep_position(self) -> None:
         """Takes the position out of the iterator that is about to end."""
+
+
+class SinglePass(Iterator[Any]):
+    """The batches of a generator, which can be read once; says so when it yields samples, or is read again."""
+
+    def __init__(self, items: Iterator[Any]) -> None:
+        self._items = items
+        self._num_read = 0
+        self._has_ended = False
+
+    def __next__(self) -> Any:
+        if self._has_ended:
+            raise ValueError(
+                f"The {name_of(self._items)} that was given as dataset has been read to its end, {self._num_read} batches, and "
+                "is asked for more, by another epoch or another evaluation. It can be read only once. Give an object with an "
+                "__iter__ that makes a new generator each time it is called."
+            )
+        try:
+            item = next(self._items)
+        except StopIteration:
+            self._has_ended = True
+            raise
+        if self._num_read == 0 and _is_sample(item):
+            raise ValueError(
+                f"A {name_of(self._items)} was given as dataset, and yields single samples: its first item is a "
+                f"{name_of(item)} with {_shapes(item)}. Its items are taken for ready batches, since a generator can be read "
+                f"only once, which allows no shuffling and no second epoch. Give a list of the samples, or {ITERABLE_REMEDY}"
+            )
+        self._num_read += 1
+        return item
+
+
+def _is_sample(item: Any) -> bool:
+    """Whether a mapping is a sample rather than a batch, as far as that shows: its tensors have no dimension for samples."""
+    if not isinstance(item, Mapping):
+        return False
+    values = [item["input_ids"]] if "input_ids" in item else list(item.values())
+    least = 1 if "input_ids" in item else 0
+    return all(not isinstance(value, Tensor) or value.ndim <= least for value in values)
+
+
+def _shapes(item: Mapping[str, Any]) -> str:
+    shown = [
+        f"{name} of shape {list(value.shape)}" if isinstance(value, Tensor) else f"{name}, a {name_of(value)}"
+        for name, value in item.items()
+    ]
+    return ", ".join(shown[:4])
 
 
 def check_length(dataset: Any, length: int | None, batch_size: int = 1, drop_last: bool = False) -> None:

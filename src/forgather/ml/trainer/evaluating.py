@@ -18,6 +18,7 @@ from forgather.ml.trainer.evaluation import (
     no_batches_error,
     samples_in,
 )
+from forgather.ml.trainer.index_errors import explaining_indices
 from forgather.ml.trainer.model_loss import ModelLoss
 from forgather.ml.trainer.saving import SavingTrainer
 from forgather.ml.trainer.seeding import undisturbed_random_numbers
@@ -133,7 +134,8 @@ class EvaluatingTrainer(SavingTrainer):
 
     def _evaluate_batch(self, batch: Mapping[str, Any], sums: EvaluationSums) -> None:
         require_mapping(batch)
-        prediction = Prediction(*self._prediction_step(batch))
+        with explaining_indices(self.unwrapped_model(), [batch]):
+            prediction = Prediction(*self._prediction_step(batch))
         if self._has_predictions:
             sums.add(prediction.loss, prediction.targets, samples_in(batch))
         if self._is_second_look:

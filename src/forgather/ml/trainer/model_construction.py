@@ -12,6 +12,7 @@ from torch import nn
 from forgather.ml.construct import torch_dtype
 from forgather.ml.no_init_weights import no_init_weights
 from forgather.ml.sharded_checkpoint import create_sharing_metadata, retie_parameters
+from forgather.ml.trainer.given_objects import checked_model
 from forgather.ml.utils import default_dtype
 
 logger = logging.getLogger(__name__)
@@ -53,12 +54,12 @@ def refuse_adapters(model: nn.Module) -> None:
         )
 
 
-def without_adapters(model_init: Callable[[], nn.Module]) -> Callable[[], nn.Module]:
-    """A function that builds the same model, and refuses one with adapters."""
+def checked_builder(model_init: Callable[[], nn.Module]) -> Callable[[], nn.Module]:
+    """A function that builds the same model, and refuses what is no model, or one with adapters."""
 
     @functools.wraps(model_init)
     def build() -> nn.Module:
-        model = model_init()
+        model = checked_model(model_init(), model_init)
         refuse_adapters(model)
         return model
 

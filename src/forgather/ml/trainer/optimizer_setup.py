@@ -10,6 +10,7 @@ from torch import Tensor, nn
 
 from forgather.ml.optim.opt_utils import make_grouped_optimizer, optimizer_of_nothing, warn_of_unknown_options
 from forgather.ml.trainer.arguments import MinimalTrainingArguments
+from forgather.ml.trainer.given_objects import check_optimizer, check_scheduler
 from forgather.ml.trainer.trainer_types import LRSchedulerFactoryT, LRSchedulerT, OptimizerFactoryT, OptimizerT
 
 logger = logging.getLogger(__name__)
@@ -73,7 +74,7 @@ def build_optimizer(
     if not named and not names_elsewhere:
         raise ValueError("The model has no parameter that requires a gradient: there is nothing to train.")
     if groups is None:
-        return factory(named) if named else optimizer_of_nothing(factory)
+        return check_optimizer("optimizer_factory", factory(named) if named else optimizer_of_nothing(factory))
     optimizer = make_grouped_optimizer(named, groups, factory, debug_groups, names_elsewhere)
     warn_of_unknown_options(optimizer, groups)
     return optimizer
@@ -150,7 +151,7 @@ def build_scheduler(
 ) -> LRSchedulerT:
     """The learning-rate schedule: the user's, or the one named by `lr_scheduler_type`."""
     if factory is not None:
-        return factory(optimizer)
+        return check_scheduler("lr_scheduler_factory", factory(optimizer))
     # Imported here: most of transformers is of no use to a run that brings its own schedule.
     from transformers.optimization import get_scheduler
 

@@ -25,6 +25,7 @@ from forgather.ml.trainer.checkpoint_types import require_known_components, sele
 from forgather.ml.trainer.data_loading import ResumableLoader, build_eval_loader, build_train_loader
 from forgather.ml.trainer.data_order import WHOLE, Part
 from forgather.ml.trainer.fused_loss import HiddenStatesModel, make_fused_loss, output_embeddings_of
+from forgather.ml.trainer.given_objects import check_optimization, explains_calls
 from forgather.ml.trainer.gradients import GradientNorm
 from forgather.ml.trainer.model_construction import build_model
 from forgather.ml.trainer.model_loss import ModelLoss
@@ -49,7 +50,7 @@ from forgather.ml.trainer.trainer_types import (
     OptimizerFactoryT,
     OptimizerT,
 )
-from forgather.ml.trainer.trainer_utils import choose_device, enable_hf_activation_checkpointing
+from forgather.ml.trainer.trainer_utils import choose_device, enable_hf_activation_checkpointing, require_device
 
 logger = logging.getLogger(__name__)
 
@@ -66,6 +67,7 @@ class PreparedTrainer(RecipeTrainer):
     _component_keys: tuple[str, ...] = ("model", "optimizer", "scheduler", "ema", "trainer", "dataset", "rng")
     """Of all components that `get_state_components` may declare, depending on the settings."""
 
+    @explains_calls
     def __init__(
         self,
         *,
@@ -143,6 +145,7 @@ class PreparedTrainer(RecipeTrainer):
                 raise ValueError(f"{name}={function!r} cannot be used: it has to be a function.")
         if self._optimizer_groups is not None:
             check_group_map(self._optimizer_groups)
+        check_optimization(self._given_optimizer, self._given_scheduler, self._optimizer_cls_and_kwargs)
 
     def _refuse_what_needs_a_builder(self) -> None:
         for name, default in (("default_dtype", None), ("construct_model_on", "default")):
@@ -215,6 +218,7 @@ class PreparedTrainer(RecipeTrainer):
 
     def _init_device(self) -> None:
         """Choose the device: the one asked for, else an accelerator, else the CPU."""
+        require_device(self.args.device)
         self.device = choose_device(self.args.device, self._device_type(), self.env)
         if self.device.index is not None and torch.accelerator.device_count() > 1:
             # Statistics, and kernels of other packages, take the current device for the one that is meant.

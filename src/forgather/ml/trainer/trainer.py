@@ -17,6 +17,7 @@ from forgather.ml.trainer.empty_batch import EmptyBatch
 from forgather.ml.trainer.evaluating import EvaluatingTrainer
 from forgather.ml.trainer.evaluation import samples_in
 from forgather.ml.trainer.gradients import clear_gradients
+from forgather.ml.trainer.index_errors import explaining_indices
 from forgather.ml.trainer.model_loss import Window
 from forgather.ml.trainer.nonfinite import NonFiniteError, step_if_finite
 from forgather.ml.trainer.periodic_function import PeriodicFunction
@@ -84,11 +85,15 @@ class Trainer(EvaluatingTrainer):
         self._dispatch("on_epoch_begin")
         self._settle_requests()
         for window in self._windows() if not self._leaves_epoch() else ():
-            self._train_step(window)
+            with explaining_indices(self.unwrapped_model(), window.batches, self._looks_at_ids()):
+                self._train_step(window)
             self._after_step()
             if self._leaves_epoch():
                 break
         self._end_epoch()
+
+    def _looks_at_ids(self) -> bool:
+        return self.state.global_step == 0 and self.device.type != "cpu"
 
     def _train_step(self, window: Window) -> None:
         """One optimizer update from a window of micro-batches."""

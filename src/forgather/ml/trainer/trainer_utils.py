@@ -1,6 +1,7 @@
 """What trainers do to models and devices besides training them."""
 
 import gc
+import os
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any
@@ -25,6 +26,35 @@ def set_train(model: nn.Module, mode: bool) -> Iterator[None]:
     finally:
         for module, training in previous:
             module.training = training
+
+
+def require_device(asked: str | torch.device | None) -> None:
+    """Raise `ValueError` for a device that this process does not have."""
+    device = torch.device("cpu" if asked is None else asked)
+    if device.type not in ("cuda", "mps", "xpu"):
+        return
+    module = torch.get_device_module(device.type)
+    number = module.device_count() if module.is_available() else 0
+    if number == 0:
+        raise ValueError(
+            f"device={str(asked)!r} cannot be used: torch {torch.__version__} finds no {device.type} device "
+            f"({_no_device(device)}). Leave device unset, which takes an accelerator if there is one and else the CPU, or set use_cpu=True."
+        )
+    if device.index is not None and device.index >= number:
+        raise ValueError(
+            f"device={str(asked)!r} cannot be used: torch finds {number} {device.type} device(s), numbered from 0 to "
+            f"{number - 1}. Choose one of them, or say {device.type!r} alone."
+        )
+
+
+def _no_device(device: torch.device) -> str:
+    if device.type != "cuda":
+        return "the machine has none, or this torch was built without support for it"
+    if torch.version.cuda is None and torch.version.hip is None:
+        return "this torch was built without CUDA; https://pytorch.org/get-started says how to install one with it"
+    visible = os.environ.get("CUDA_VISIBLE_DEVICES")
+    shown = "" if visible is None else f", and CUDA_VISIBLE_DEVICES={visible!r} hides those that it does not name"
+    return f"the machine has none, or its driver does not work: see nvidia-smi{shown}"
 
 
 def choose_device(asked: str | torch.device | None, kind: str, env: DistributedEnvInterface) -> torch.device:

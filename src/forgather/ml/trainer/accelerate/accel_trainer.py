@@ -17,6 +17,7 @@ from forgather.ml.trainer.amp import AMPContext
 from forgather.ml.trainer.arguments import TrainingArguments
 from forgather.ml.trainer.data_parallel import DataParallelTrainer
 from forgather.ml.trainer.fused_loss import fused_loss_refusal
+from forgather.ml.trainer.given_objects import explains_calls
 from forgather.ml.trainer.model_loss import Window
 from forgather.ml.trainer.trainer_types import OptimizerT
 
@@ -60,6 +61,7 @@ class AccelTrainer(DataParallelTrainer):
     _compared_components = ("model", "ema")
     _remedy_for_equal_batches = "A map-style dataset is split by the trainer."
 
+    @explains_calls
     def __init__(self, *, args: Any, accelerator: Accelerator, **trainer_kwargs: Any) -> None:
         _require_usable(accelerator)
         self.accelerator = accelerator

@@ -14,6 +14,7 @@ from forgather.ml.trainer.checkpoint_types import SharingPattern, StateComponent
 from forgather.ml.trainer.data_parallel import DataParallelTrainer
 from forgather.ml.trainer.ddp.ddp_arguments import DDPArguments, DDPTrainingArguments, PostLocalSGDArguments
 from forgather.ml.trainer.ddp.post_local_sgd import PostLocalSGD
+from forgather.ml.trainer.ddp.unused_parameters import explained, refuse_unused
 from forgather.ml.trainer.fused_loss import fused_loss_refusal
 from forgather.ml.trainer.model_loss import Window
 
@@ -31,6 +32,7 @@ class DDPTrainer(DataParallelTrainer):
     arguments_class = DDPTrainingArguments
     _component_keys = (*DataParallelTrainer._component_keys, "post_local_sgd")
     _local_sgd: PostLocalSGD | None = None
+    _has_reduced = False
 
     def _dispatches(self, for_training: bool) -> bool:
         choice = self.args.dispatch_batches if for_training else self.args.dispatch_eval_batches
@@ -73,10 +75,25 @@ class DDPTrainer(DataParallelTrainer):
 
     def _forward_backward_step(self, window: Window, number: int) -> Tensor:
         self._is_last_micro_batch = number + 1 == len(window.batches)
-        if not isinstance(self._forward_model, DistributedDataParallel) or self._should_sync_gradients():
+        if not isinstance(self._forward_model, DistributedDataParallel):
             return super()._forward_backward_step(window, number)
+        if self._should_sync_gradients():
+            return self._reduced_step(window, number)
         with self._forward_model.no_sync():
             return super()._forward_backward_step(window, number)
+
+    def _reduced_step(self, window: Window, number: int) -> Tensor:
+        try:
+            share = super()._forward_backward_step(window, number)
+        except RuntimeError as error:
+            better = explained(error, self.unwrapped_model())
+            if better is None:
+                raise
+            raise better from error
+        if not self._has_reduced and not (self.args.ddp.find_unused_parameters or self.args.ddp.static_graph):
+            refuse_unused(self.unwrapped_model())
+        self._has_reduced = True
+        return share
 
     def _should_sync_gradients(self) -> bool:
         return self._is_last_micro_batch

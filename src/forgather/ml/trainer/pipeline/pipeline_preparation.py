@@ -14,6 +14,7 @@ from torch.distributed.pipelining import ScheduleGPipe
 from forgather.ml.distributed.environment import get_requested_timeout, get_world_size
 from forgather.ml.trainer.coordinated import CoordinatedTrainer
 from forgather.ml.trainer.data_order import WHOLE, Part
+from forgather.ml.trainer.given_objects import explains_calls
 from forgather.ml.trainer.layer_recipes import apply_layer_recipe
 from forgather.ml.trainer.own_loss import compared, reason_for_own_loss
 from forgather.ml.trainer.pipeline.causal_lm_splitter import create_causal_lm_splitter
@@ -39,6 +40,7 @@ class StagedTrainer(CoordinatedTrainer):
     arguments_class = PipelineTrainingArguments
     pipeline: PipelineModel
 
+    @explains_calls
     def __init__(
         self,
         *,

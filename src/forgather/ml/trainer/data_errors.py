@@ -1,0 +1,179 @@
+"""Errors of datasets and collators that name the sample, the DataLoader worker and the remedy."""
+
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+from torch.utils.data import get_worker_info
+
+_NUM_SHOWN = 8
+
+
+class DataError(ValueError):
+    """A dataset or a collator failed; the message names the sample and the worker, `__cause__` is its own error."""
+
+    def __init__(self, message: str) -> None:
+        # torch raises the errors of its workers again, with a formatted traceback as the only argument.
+        if message.startswith(f"Caught {type(self).__name__} in "):
+            marker = f"{type(self).__module__}.{type(self).__qualname__}: "
+            details, _, own = message.rpartition(marker)
+            message = f"{own.strip()}\n\n{details.strip()}" if details else message
+        super().__init__(message)
+
+
+class ReadSamples(list[Any]):
+    """The samples of one batch, with their numbers in the dataset for error messages."""
+
+    def __init__(self, samples: list[Any], indices: Sequence[int], dataset: Any) -> None:
+        super().__init__(samples)
+        self.indices = indices
+        self.dataset = dataset
+
+
+class ExplainingCollator:
+    """Calls a collator, and says which samples it was given when it raises."""
+
+    def __init__(self, collate_fn: Callable[[list[Any]], Any], is_own: bool) -> None:
+        self.collate_fn = collate_fn
+        self._is_own = is_own
+
+    def __call__(self, samples: Any) -> Any:
+        try:
+            if self._is_own:
+                return self.collate_fn(samples)
+            return self.collate_fn(list(samples) if isinstance(samples, ReadSamples) else samples)
+        except Exception as error:
+            if not self._is_own:
+                raise DataError(_collator_message(self.collate_fn, samples, error)) from error
+            if get_worker_info() is None:
+                raise
+            # It says itself what is wrong, which torch would put behind the traceback of the worker.
+            raise DataError(str(error)) from error
+
+
+def read_samples(dataset: Any, indices: list[int]) -> Any:
+    """The samples with these numbers; an error names the one that failed."""
+    fetch_many = getattr(dataset, "__getitems__", None)
+    if fetch_many is not None:
+        try:
+            samples = fetch_many(indices)
+        except Exception as error:
+            # Alone each of them shows whether it is the one.
+            for index in indices:
+                _read_one(dataset, index)
+            raise DataError(_sample_message(dataset, indices, error)) from error
+        return ReadSamples(samples, indices, dataset) if isinstance(samples, list) else samples
+    samples = []
+    try:
+        for index in indices:
+            samples.append(dataset[index])
+    except Exception as error:
+        raise DataError(_sample_message(dataset, [indices[len(samples)]], error)) from error
+    return ReadSamples(samples, indices, dataset)
+
+
+def stream_error(iterator: Any, number: int, error: Exception) -> DataError:
+    """The error for a stream that raised in place of its sample with this number."""
+    if isinstance(error.__cause__, StopIteration):
+        remedy = _stop_iteration("the dataset's __iter__")
+        raised = "StopIteration"
+    else:
+        remedy = "Iterate over the dataset alone to see it again; repair the sample, or let the dataset leave it out."
+        raised = _described(error)
+    return DataError(
+        f"Reading sample {number} of a stream ({_stream_name(iterator)}; counted from 0{_worker()}) raised {raised}. {remedy}"
+    )
+
+
+def place_of(samples: Any, position: int) -> str:
+    """How to name one sample of a batch: by its number in the dataset, where that is known."""
+    if isinstance(samples, ReadSamples):
+        return f"sample {samples.indices[position]} of the dataset ({_name_of(samples.dataset)})"
+    return f"sample {position} of a batch of {len(samples)}"
+
+
+def _read_one(dataset: Any, index: int) -> None:
+    try:
+        dataset[index]
+    except Exception as error:
+        raise DataError(_sample_message(dataset, [index], error)) from error
+
+
+def _sample_message(dataset: Any, indices: list[int], error: Exception) -> str:
+    name = _name_of(dataset)
+    which = f"Sample {indices[0]}" if len(indices) == 1 else f"One of the samples {_listed(indices)}"
+    happened = f"{which} of the dataset {name} ({_length(dataset)}{_worker()}) raised {_described(error)}."
+    if isinstance(error, StopIteration):
+        return f"{happened} {_stop_iteration('its __getitem__')}"
+    if isinstance(error, IndexError):
+        happened += " The numbers asked for are below its __len__: check that __len__ is not more than it has."
+    return (
+        f"{happened} Read it alone, dataset[{indices[0]}], to see the error again. Repair the sample, or leave it out, "
+        "such as with torch.utils.data.Subset."
+    )
+
+
+def _collator_message(collate_fn: Any, samples: Any, error: Exception) -> str:
+    size = f"{len(samples)} samples" if isinstance(samples, Sequence) else f"a {type(samples).__name__}"
+    numbers, shown = "", "..."
+    if isinstance(samples, ReadSamples):
+        numbers = f", numbers {_listed(samples.indices)} of the dataset ({_name_of(samples.dataset)})"
+        shown = str(list(samples.indices[:_NUM_SHOWN]))
+    call = f"data_collator([dataset[i] for i in {shown}])"
+    return (
+        f"The data_collator ({_name_of(collate_fn)}) raised {_described(error)} for a batch of {size}{numbers}{_worker()}. "
+        f"It was given {_kinds(samples)}. Call it by hand, {call}, to see the error again; change the collator, or the "
+        "samples, so that they fit each other."
+    )
+
+
+def _kinds(samples: Any) -> str:
+    """What the samples are, in a few words: the collator often expected something else."""
+    if not isinstance(samples, Sequence) or not samples:
+        return f"a {type(samples).__name__}"
+    kinds = list(dict.fromkeys(_kind(sample) for sample in samples))
+    missing = [place_of(samples, place) for place, sample in enumerate(samples) if sample is None]
+    text = "samples that are " + " or ".join(kinds[:3])
+    return f"{text} ({', '.join(missing[:_NUM_SHOWN])})" if missing else text
+
+
+def _kind(sample: Any) -> str:
+    if sample is None:
+        return "None"
+    if isinstance(sample, Mapping):
+        return f"a {type(sample).__name__} with the keys {list(sample)[:_NUM_SHOWN]}"
+    return f"a {type(sample).__name__}"
+
+
+def _described(error: Exception) -> str:
+    text = str(error)
+    return f"{type(error).__name__}: {text}".rstrip(".") if text else type(error).__name__
+
+
+def _stop_iteration(where: str) -> str:
+    return (
+        f"It comes from a next(...) without a default in {where}, and would have ended the epoch as if there were no more "
+        "data. Give next() a default, or catch StopIteration there."
+    )
+
+
+def _worker() -> str:
+    worker = get_worker_info()
+    return "" if worker is None else f", in DataLoader worker {worker.id} of {worker.num_workers}"
+
+
+def _listed(indices: Sequence[int]) -> str:
+    shown = ", ".join(str(index) for index in indices[:_NUM_SHOWN])
+    return shown + (", ..." if len(indices) > _NUM_SHOWN else "")
+
+
+def _length(dataset: Any) -> str:
+    return f"{len(dataset)} samples"
+
+
+def _stream_name(iterator: Any) -> str:
+    # A generator knows the function that made it, such as Lines.__iter__.
+    return str(getattr(iterator, "__qualname__", None) or type(iterator).__qualname__)
+
+
+def _name_of(item: Any) -> str:
+    return str(getattr(item, "__qualname__", None) or type(item).__qualname__)

@@ -1,0 +1,32 @@
+"""Parameters that get no gradient under DDP: an error that names them and `ddp.find_unused_parameters`."""
+
+import re
+
+from torch import nn
+
+
+def refuse_unused(model: nn.Module) -> None:
+    """Raise after the first reduced backward pass: DDP leaves the gradients of their buckets unreduced without a word."""
+    unused = [name for name, one in model.named_parameters() if one.requires_grad and one.grad is None]
+    if unused:
+        raise RuntimeError(_message(unused))
+
+
+def explained(error: RuntimeError, model: nn.Module) -> RuntimeError | None:
+    """A better error for DDP's own, which comes a step later and gives numbers in place of names."""
+    if "Expected to have finished reduction" not in str(error):
+        return None
+    names = [name for name, one in model.named_parameters() if one.requires_grad]
+    found = re.search(r"did not receive grad for rank \d+: ([\d ]+)", str(error))
+    numbers = [int(number) for number in found[1].split()] if found else []
+    return RuntimeError(_message([names[number] for number in numbers if number < len(names)]))
+
+
+def _message(names: list[str]) -> str:
+    shown = ", ".join(names[:8]) + (f" and {len(names) - 8} more" if len(names) > 8 else "")
+    return (
+        f"These parameters had no part in the loss and got no gradient: {shown or 'unknown'}. DDP waits for the gradient of "
+        "every parameter before it averages those that share a bucket with it over the ranks. Use the parameters in the forward "
+        "pass, freeze them with requires_grad_(False), or set ddp={'find_unused_parameters': True}, which looks for them in "
+        "every step (ddp.find_unused_parameters on the command line)."
+    )
