@@ -72,8 +72,8 @@ def _refuse_unused(section: DataSection, way: str) -> None:
 
 
 def _with_both_splits(
-    tokens: Mapping[str, TokenArray], section: DataSection, wants_evaluation: bool
-) -> Mapping[str, TokenArray]:
+    tokens: dict[str, TokenArray], section: DataSection, wants_evaluation: bool
+) -> dict[str, TokenArray]:
     """The splits as they are; where so few documents leave one of them empty, those of the tokens in their order."""
     train, evaluation = tokens["train"], tokens["eval"]
     lacks_train, lacks_eval = not train.num_documents, not evaluation.num_documents

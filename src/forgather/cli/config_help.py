@@ -137,7 +137,7 @@ def choices_of(module: str, class_name: str) -> dict[str, tuple[Any, ...]]:
         if isinstance(node, ast.For) and isinstance(node.iter, ast.Tuple) and _calls(node.body[0], "_check_strategy"):
             choices |= {str(name): _STRATEGIES for name in ast.literal_eval(node.iter)}
         elif isinstance(node, ast.Call) and _calls(node, "_choose") and isinstance(node.args[0], ast.Constant):
-            choices[node.args[0].value] = _values(node.args[1], home)
+            choices[str(node.args[0].value)] = _values(node.args[1], home)
     return choices
 
 
@@ -163,11 +163,10 @@ def _values(node: ast.expr, module: str) -> tuple[Any, ...]:
 
 def _values_of_name(name: str, module: str) -> tuple[Any, ...]:
     for node in _tree_of(module).body:
-        targets = (
-            node.targets if isinstance(node, ast.Assign) else [node.target] if isinstance(node, ast.AnnAssign) else []
-        )
-        if any(isinstance(one, ast.Name) and one.id == name for one in targets):
-            return () if node.value is None else _values(node.value, module)
+        if isinstance(node, (ast.Assign, ast.AnnAssign)) and node.value is not None:
+            targets = node.targets if isinstance(node, ast.Assign) else [node.target]
+            if any(isinstance(one, ast.Name) and one.id == name for one in targets):
+                return _values(node.value, module)
         if isinstance(node, ast.ImportFrom) and any(alias.name == name for alias in node.names):
             return _values_of_name(name, str(node.module)) if str(node.module).startswith("forgather.") else ()
     return ()

@@ -117,7 +117,7 @@ def _open(path: str) -> Iterator[IO[bytes]]:
         raise ValueError(f"{path} cannot be decompressed as its ending {suffix} says: {error}.") from None
 
 
-def _opened(path: str, suffix: str) -> IO[bytes]:
+def _opened(path: str, suffix: str) -> Any:
     if suffix == ".gz":
         return gzip.open(path)
     if suffix == ".bz2":
@@ -125,8 +125,7 @@ def _opened(path: str, suffix: str) -> IO[bytes]:
     if suffix == ".xz":
         return lzma.open(path)
     if suffix == ".zst":
-        opened: IO[bytes] = _require("zstandard", path).open(path)
-        return opened
+        return _require("zstandard", path).open(path)
     return open(path, "rb")
 
 

@@ -6,6 +6,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.utils.data import DataLoader
 
 from forgather.ml.trainer.periodic_function import PeriodicFunction
 from forgather.ml.trainer.preparation import PreparedTrainer
@@ -42,7 +43,7 @@ class ReportingTrainer(PreparedTrainer):
             logging_steps=args.logging_steps,
             eval_steps=args.eval_steps,
             save_steps=args.save_steps,
-            train_batch_size=args.per_device_train_batch_size,
+            train_batch_size=self._train_batch_size(),
             max_steps=self._num_steps if loader is not None else 0,
             num_train_epochs=args.num_train_epochs,
             max_eval_steps=args.max_eval_steps,
@@ -67,6 +68,15 @@ class ReportingTrainer(PreparedTrainer):
         self._evaluate_when = _when(args.eval_strategy, args.eval_steps, args.eval_delay)
         self._save_when = _when(args.save_strategy, args.save_steps)
         self._update_context()
+
+    def _train_batch_size(self) -> int:
+        """Samples of a batch: a ready loader has its own number."""
+        if isinstance(self.train_dataset, DataLoader):
+            for owner in (self.train_dataset, self.train_dataset.batch_sampler):
+                size = getattr(owner, "batch_size", None)
+                if isinstance(size, int):
+                    return size
+        return self.args.per_device_train_batch_size
 
     def _count_parameters(self) -> ModelParameterStats:
         """How large the whole model is, on however many ranks."""
@@ -138,7 +148,7 @@ class ReportingTrainer(PreparedTrainer):
         speed, ranks = self._speed, self._num_data_parallel_ranks()
         timed = torch.tensor([speed.tokens, speed.samples], dtype=torch.int64, device="cpu")
         tokens, samples = self._distributed_tokens(timed).tolist()
-        batch_size = self.args.per_device_train_batch_size * self.args.gradient_accumulation_steps * ranks
+        batch_size = self._train_batch_size() * self.args.gradient_accumulation_steps * ranks
         return {
             "train_runtime": speed.runtime,
             "train_samples": self._totals.samples,
