@@ -26,6 +26,12 @@ def load_from_disk(path):
     return [{"text": f"document {number}"} for number in range(9)]
 """
 OWN_CALLBACK = """
+import torch
+
+def ready_loader():
+    samples = [{"input_ids": torch.arange(8), "labels": torch.arange(8)} for _ in range(40)]
+    return {"train": torch.utils.data.DataLoader(samples, batch_size=10)}
+
 class Speaks:
     def on_train_begin(self, **kwargs):
         print("module beside the configuration")
@@ -123,7 +129,7 @@ def test_evaluation_data_that_would_be_training_data_are_refused(
     monkeypatch.syspath_prepend(str(tmp_path / "modules"))
     monkeypatch.delitem(sys.modules, "datasets", raising=False)
     args, tokenizer = TrainingArguments(output_dir="o"), byte_tokenizer()
-    with pytest.raises(ValueError, match="has no splits, so data.eval_split='validation' names nothing"):
+    with pytest.raises(ValueError, match=r"has no splits, so data\.eval_split='validation' names nothing"):
         build_datasets(DataSection(dataset="text", eval_split="validation"), tokenizer, args)
     with pytest.raises(UsageError, match="would evaluate on the training data"):
         build_datasets(DataSection(dataset="text", eval_split="train"), tokenizer, args)
@@ -158,7 +164,7 @@ def test_a_resume_lists_changed_settings_and_a_refused_run_keeps_the_stored_ones
     words = ("train", "tiny.yaml", "--callbacks+", "{class_path: beside.Speaks}")
     first = spawn(tmp_path, *words, program=script)
     assert first.code == 0 and "module beside the configuration" in first.output, first.errors
-    assert "changed" not in first.output and "steps      5, 0.28 epochs" in first.output
+    assert " -> " not in first.output and "steps      5, 0.28 epochs" in first.output
     assert call(capsys, "train", "tiny.yaml", "--args.max_steps", "6", "--model.config.hidden_size", "32").code == 1
     assert yaml.safe_load(Path("out/config.yaml").read_text())["args"]["max_steps"] == 5
     again = call(capsys, *words[:2], "--args.max_steps", "8", "--args.learning_rate", "3e-4")
@@ -166,3 +172,10 @@ def test_a_resume_lists_changed_settings_and_a_refused_run_keeps_the_stored_ones
     rows = [line.strip() for line in again.output.splitlines() if " -> " in line]
     assert rows[0].startswith("changed") and "args.max_steps: 5 -> 8" in rows[0]
     assert rows[1] == "args.learning_rate: 0.001 -> 0.0003" and rows[2].startswith("callbacks: ") and len(rows) == 3
+    loader = (
+        "--data",
+        "{class_path: beside.ready_loader}",
+        "--args",
+        "{eval_strategy: no, max_steps: 1, output_dir: o2}",
+    )
+    assert "batch      10 per device x 1 accumulated" in call(capsys, *words[:2], *loader).output
