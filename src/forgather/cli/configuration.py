@@ -23,7 +23,8 @@ class ModelSection:
     config_class: str | None = None
     """The same by a configuration class, such as "transformers.LlamaConfig"."""
     config: dict[str, Any] = field(default_factory=dict)
-    """Values of that configuration, or of the one stored with a pretrained model; of a new one vocab_size and the ids of special tokens follow the tokenizer unless given."""
+    """Values of that configuration, or of the one stored with a pretrained model; of a new one, vocab_size and the
+    ids of special tokens follow the tokenizer unless given."""
     auto_class: str = "AutoModelForCausalLM"
     """The class of transformers that builds or loads the model."""
     pretrained: str | None = None
