@@ -106,7 +106,9 @@ def describe_steps(state: TrainerState, args: Any = None, trainer: Any = None) -
     if getattr(args, "max_steps", -1) >= 0:
         num_batches = getattr(getattr(trainer, "train_dataloader", None), "num_batches", None)
         epochs = total / getattr(state, "epoch_train_steps", 1) if num_batches is not None else 0
-    return f"{total:,}, {epochs:.2g} epoch{'' if epochs == 1 else 's'}" if epochs > 0 else f"{total:,}"
+    return (
+        f"{total:,}, {max(round(epochs, 2), 0.01):g} epoch{'' if epochs == 1 else 's'}" if epochs > 0 else f"{total:,}"
+    )
 
 
 def describe_start(state: TrainerState) -> str:
