@@ -2,6 +2,7 @@
 
 import logging
 import os
+import sys
 from collections.abc import Iterator
 
 import pytest
@@ -10,8 +11,9 @@ import pytest
 @pytest.fixture(autouse=True)
 def process_as_before() -> Iterator[None]:
     environment, root, own = dict(os.environ), logging.getLogger(), logging.getLogger("forgather")
-    handlers, levels = list(root.handlers), (root.level, own.level)
+    handlers, levels, path = list(root.handlers), (root.level, own.level), list(sys.path)
     yield
+    sys.path[:] = path
     os.environ.clear()
     os.environ.update(environment)
     root.handlers[:] = handlers

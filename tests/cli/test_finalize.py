@@ -21,7 +21,7 @@ from torch import nn
 class Own(nn.Module):
     def __init__(self, width):
         super().__init__()
-        self.layers = nn.Sequential(nn.Embedding(300, width), nn.Linear(width, 300))
+        self.layers = nn.Sequential(nn.Embedding(300, width), nn.Linear(width, width), nn.Linear(width, 300))
 
     def forward(self, input_ids):
         return self.layers(input_ids)
@@ -141,7 +141,7 @@ def test_a_model_of_ones_own_is_built_by_the_configuration(
     answer = call(capsys, "finalize", *words, "--no-evaluation")
     assert answer.code == 2 and "sets model.class_path" in " ".join(answer.errors.split())
     report = json.loads(finalize(capsys, *words, "--config", "out/config.yaml").output)
-    assert report["layers"]["converted"] == ["layers.1"]
+    assert report["layers"]["converted"] == ["layers.1"] and list(report["layers"]["skipped"]) == ["layers.2"]
     assert report["loss_after"] == pytest.approx(report["loss_before"], abs=0.1)
     # Its code is needed to quantise it, not to copy its weights.
     monkeypatch.undo()
@@ -195,3 +195,15 @@ def test_help_lists_the_recipes_and_imports_nothing_that_takes_time(tmp_path: Pa
     answer = spawn(tmp_path, "finalize", "--help", program=program)
     assert (answer.code, answer.errors) == (0, "")
     assert all(recipe in answer.output for recipe in INT_RECIPES)
+
+
+def test_gpt2_has_no_layer_to_quantise_and_a_quantised_model_is_not_trained(capsys: pytest.CaptureFixture[str]) -> None:
+    train(capsys)
+    finalize(capsys, "out", "small", "--quantize", "int4-weight-only", "--no-evaluation")
+    words = ("train", "tiny.yaml", "--model", "{pretrained: small}", "--args.output_dir", "again")
+    answer = call(capsys, *words)
+    assert answer.code == 1 and "LlamaForCausalLM is quantised" in answer.errors and "step 1" not in answer.output
+    gpt2 = "{model_type: gpt2, config: {n_embd: 32, n_layer: 1, n_head: 2, n_positions: 64}}"
+    assert call(capsys, "train", "tiny.yaml", "--model", gpt2, "--args.output_dir", "gpt2").code == 0
+    answer = call(capsys, "finalize", "gpt2", "final", "--quantize", "int4-weight-only", "--no-evaluation")
+    assert answer.code == 1 and "c_attn: it is a Conv1D of transformers" in " ".join(answer.errors.split())

@@ -22,11 +22,11 @@ def say_finished(trainer: Trainer, demo_words: Sequence[str] | None) -> None:
     """The results, and after the demo, which was called with `demo_words`, what to try next."""
     output_dir = trainer.args.output_dir
     get_console().print()
-    _row("eval loss", _course_of_evaluation(trainer.state.log_history))
-    _row("saved", trainer._saved_path or output_dir)
+    show_row("eval loss", _course_of_evaluation(trainer.state.log_history))
+    show_row("saved", trainer._saved_path or output_dir)
     for label, name in (("plot", "training.png"), ("log", "trainer_logs.jsonl")):
         path = os.path.join(output_dir, name)
-        _row(label, path if os.path.exists(path) else None)
+        show_row(label, path if os.path.exists(path) else None)
     if demo_words is not None:
         _say_what_next(trainer.state.global_step, output_dir, demo_words)
 
@@ -113,7 +113,8 @@ def _course_of_evaluation(history: list[dict[str, Any]]) -> str | None:
     return f"{first:.4f} at step {first_step}, {last:.4f} at step {last_step}"
 
 
-def _row(label: str, text: str | None) -> None:
+def show_row(label: str, text: str | None) -> None:
+    """A line of the summary: what it is about, and what there is to say."""
     if text is not None:
         get_console().print(
             Text(f"{label:<{_LABEL_WIDTH}} ", style="bold") + Text(text, style="default"), soft_wrap=True

@@ -5,9 +5,10 @@ import functools
 import importlib.util
 import shutil
 import textwrap
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
+from typing import Any
 
 from forgather.cli.configuration import SECTIONS
 from forgather.cli.trainers import DEFAULT_KIND, TRAINERS
@@ -19,6 +20,8 @@ Trains a model as the YAML file CONFIG says; without it, the demo: a small model
 library. Running it again goes on from the newest checkpoint in args.output_dir.
 
   --KEY VALUE     overrides a key of the configuration: --args.max_steps 500, --model.config.hidden_size 256
+  --SECTION '{{KEY: VALUE, ...}}'
+                  replaces a section, --model '{{pretrained: DIR}}'; of args and trainer only the keys that it names
   --KEY+ VALUE    adds to a list: --callbacks+ '{{class_path: TBLogger}}'
   --trainer KIND  the same as --trainer.kind KIND; this version has: {trainers}
   --print_config  prints the whole configuration as YAML, which can be saved and used as CONFIG, and ends
@@ -34,6 +37,7 @@ Several processes (--trainer {several}); under torchrun, leave these out:
                   starts all processes again up to K times after a failure; they go on from the newest checkpoint
 """
 _NAME_WIDTH = 38
+_STRATEGIES = ("no", "steps", "epoch")
 
 
 @dataclass(frozen=True)
@@ -44,6 +48,7 @@ class FieldHelp:
     type: str
     default: str
     text: str
+    choices: str = ""
 
 
 def help_text() -> str:
@@ -54,7 +59,10 @@ def help_text() -> str:
     parts = [_USAGE.format(trainers=", ".join(TRAINERS), several=several)]
     for section, cls in SECTIONS.items():
         about = top[section].text or cls.__doc__ or ""
-        parts.append(_section(section, about, _fields(classes[cls.__name__])))
+        fields = _fields(classes[cls.__name__])
+        if section == "trainer":
+            fields = [replace(one, choices=_listed(tuple(TRAINERS))) if one.name == "kind" else one for one in fields]
+        parts.append(_section(section, about, fields))
     parts.append(_section("", "Without a section:", [top["optimizer_groups"], top["callbacks"]]))
     common = _arguments_of(DEFAULT_KIND)
     parts.append(_section("args", "The training arguments:", common))
@@ -75,8 +83,9 @@ def _section(name: str, about: str, fields: list[FieldHelp]) -> str:
     lines = [f"{name}: {about}" if name else about]
     for field in fields:
         shown = f"  {prefix}{field.name}"
-        details = f"({field.type}, {field.default})" if field.default else f"({field.type})"
-        lines += _beside(shown, f"{field.text} {details}".strip())
+        details = ", ".join(part for part in (field.type, field.default) if part)
+        choices = f"{field.choices}; " if field.choices else ""
+        lines += _beside(shown, f"{field.text} ({choices}{details})".strip())
     return "\n".join(lines) + "\n"
 
 
@@ -93,7 +102,9 @@ def _beside(name: str, text: str) -> list[str]:
 def _arguments_of(kind: str) -> list[FieldHelp]:
     """The fields of a trainer's arguments, those of the classes that they extend first."""
     found = TRAINERS[kind]
-    return list(_all_fields(found.arguments_module, found.arguments_name))
+    choices = choices_of(found.arguments_module, found.arguments_name)
+    fields = _all_fields(found.arguments_module, found.arguments_name)
+    return [replace(field, choices=_listed(choices.get(field.name, ()))) for field in fields]
 
 
 def _all_fields(module: str, class_name: str) -> Iterator[FieldHelp]:
@@ -110,6 +121,61 @@ def _all_fields(module: str, class_name: str) -> Iterator[FieldHelp]:
         yield from (replace(one, name=f"{field.name}.{one.name}") for one in inner)
         if not inner:
             yield field
+
+
+def choices_of(module: str, class_name: str) -> dict[str, tuple[Any, ...]]:
+    """The values that fields of a class may have, as its checks (`self._choose(name, values)`) say."""
+    place = _find_class(module, class_name)
+    if place is None:
+        return {}
+    home, cls = place
+    choices: dict[str, tuple[Any, ...]] = {}
+    for base in cls.bases:
+        if isinstance(base, ast.Name):
+            choices |= choices_of(home, base.id)
+    for node in ast.walk(cls):
+        if isinstance(node, ast.For) and isinstance(node.iter, ast.Tuple) and _calls(node.body[0], "_check_strategy"):
+            choices |= {str(name): _STRATEGIES for name in ast.literal_eval(node.iter)}
+        elif isinstance(node, ast.Call) and _calls(node, "_choose") and isinstance(node.args[0], ast.Constant):
+            choices[str(node.args[0].value)] = _values(node.args[1], home)
+    return choices
+
+
+def _calls(node: ast.AST, method: str) -> bool:
+    call = node.value if isinstance(node, ast.Expr) else node
+    return isinstance(call, ast.Call) and isinstance(call.func, ast.Attribute) and call.func.attr == method
+
+
+def _values(node: ast.expr, module: str) -> tuple[Any, ...]:
+    """The values of a list in the source: constants, and lists that have a name in a module of ours."""
+    if isinstance(node, ast.Name):
+        return _values_of_name(node.id, module)
+    if not isinstance(node, (ast.List, ast.Tuple)):
+        return ()
+    values: list[Any] = []
+    for one in node.elts:
+        if isinstance(one, ast.Starred):
+            values += _values(one.value, module)
+        elif isinstance(one, ast.Constant):
+            values.append(one.value)
+    return tuple(values)
+
+
+def _values_of_name(name: str, module: str) -> tuple[Any, ...]:
+    for node in _tree_of(module).body:
+        if isinstance(node, (ast.Assign, ast.AnnAssign)) and node.value is not None:
+            targets = node.targets if isinstance(node, ast.Assign) else [node.target]
+            if any(isinstance(one, ast.Name) and one.id == name for one in targets):
+                return _values(node.value, module)
+        if isinstance(node, ast.ImportFrom) and any(alias.name == name for alias in node.names):
+            return _values_of_name(name, str(node.module)) if str(node.module).startswith("forgather.") else ()
+    return ()
+
+
+def _listed(values: Sequence[Any]) -> str:
+    """Values in words: a, b or c; that nothing may be given shows in the type."""
+    names = [str(value) for value in values if value is not None]
+    return f"{', '.join(names[:-1])} or {names[-1]}" if len(names) > 1 else "".join(names)
 
 
 def _find_class(module: str, name: str) -> tuple[str, ast.ClassDef] | None:

@@ -12,11 +12,14 @@ from forgather.cli.config_help import kinds_with_argument
 from forgather.cli.configuration import PLAIN_KEYS, SECTIONS, Configuration
 from forgather.cli.errors import UsageError, nearest_hint
 from forgather.cli.launch_options import LAUNCH_OPTION_NAMES
+from forgather.cli.other_names import other_name_hint
 from forgather.cli.trainers import DEFAULT_KIND, load_arguments
 from forgather.cli.value_types import fitting, is_list, is_mapping, name_of, options_of
 from forgather.ml.trainer.arguments import TrainingArguments
 
 _ON_COMMAND_LINE = "on the command line"
+_LISTS_OF_SETTINGS = ("args", "trainer")
+"""Sections of which most keys keep their values when others are set."""
 
 
 @dataclass(frozen=True)
@@ -57,18 +60,28 @@ class ConfigurationParser:
 
     def _take(self, entry: yaml_files.Entry, key: str, name: str) -> None:
         """Take an entry of a file, or what is inside it where it is a section."""
+        origin = name if name == _ON_COMMAND_LINE else f"{name}, line {entry.line}"
         if key not in self._sections:
-            self._set(Setting(key, entry.value, f"{name}, line {entry.line}"))
+            self._set(Setting(key, self._value_in_file(entry, key), origin))
         elif entry.is_mapping:
             for inner in entry.entries(name):
                 self._take(inner, f"{key}.{inner.key}", name)
         elif entry.value is not None:
-            self._refuse(Setting(key, entry.value, f"{name}, line {entry.line}"), "a mapping of its keys")
+            self._refuse(Setting(key, entry.value, origin), "a mapping of its keys")
+
+    def _value_in_file(self, entry: yaml_files.Entry, key: str) -> Any:
+        """The value; of a field for text that which is written, since YAML reads a plain `no` or `on` as a truth value."""
+        value = entry.value
+        hint = self._hints.get(key)
+        is_text = isinstance(value, bool) and hint is not None and not _fits(hint, value) and _fits(hint, entry.text)
+        return entry.text if is_text else value
 
     def override(self, option: Option) -> None:
         """Take an option of the command line: the value of a key, of something inside it, or one more for a list (+)."""
         if option.key.endswith("+"):
             return self._append(option)
+        if option.key in self._sections:
+            return self._override_section(option)
         field = self._field_of(option.key)
         if field is None:
             raise self._unknown_key(option.key, _ON_COMMAND_LINE, prefix="--")
@@ -77,6 +90,20 @@ class ConfigurationParser:
         value = {} if self._present(field) is None else dict(self._present(field))
         _put(value, option.key[len(field) + 1 :].split("."), yaml_files.load_value(self._text_of(option)))
         return self._set(Setting(field, value, _ON_COMMAND_LINE))
+
+    def _override_section(self, option: Option) -> None:
+        """Take a mapping for a whole section: `--model '{pretrained: DIR}'`.
+
+        It replaces a section that describes one thing, such as a model; in lists of settings it sets those that it names.
+        """
+        entry = yaml_files.read_value(self._text_of(option), option.key, _ON_COMMAND_LINE)
+        if not entry.is_mapping:
+            self._refuse(
+                Setting(option.key, entry.value, _ON_COMMAND_LINE), f"a mapping of its keys, {_example(option)}"
+            )
+        if option.key.partition(".")[0] not in _LISTS_OF_SETTINGS:
+            self._settings = {key: one for key, one in self._settings.items() if not key.startswith(f"{option.key}.")}
+        self._take(entry, option.key, _ON_COMMAND_LINE)
 
     def configuration(self) -> Configuration:
         """What all settings and defaults together say."""
@@ -150,7 +177,7 @@ class ConfigurationParser:
         if section in self._sections and name:
             own = [one for one in self._hints if one.startswith(f"{section}.")]
             hint = nearest_hint(prefix + key, [prefix + one for one in own]) or hint
-        hint = self._trainer_hint(key) or hint
+        hint = self._trainer_hint(key) or other_name_hint(key, prefix) or hint
         return UsageError(f"{origin}: there is no key {prefix + key!r}.{hint} forgather train --help lists all keys.")
 
     def _trainer_hint(self, key: str) -> str:
@@ -174,21 +201,26 @@ def to_dict(configuration: Configuration) -> dict[str, Any]:
     return plain
 
 
-def trainer_kind(path: str, options: Iterable[Option]) -> str:
+def trainer_kind(path: str, options: Sequence[Option]) -> str:
     """The trainer that a file and options choose: asked for first, because the keys of `args` depend on it.
 
     A file that cannot be used as it is is left to the parser to complain of.
     """
-    kinds = [option.text for option in options if option.key == "trainer.kind" and option.text is not None]
-    if kinds:
-        return kinds[-1]
+    kinds: list[Any] = [option.text for option in options if option.key == "trainer.kind"]
+    kinds += [_kind_in(yaml_files.load_value(option.text or "")) for option in options if option.key == "trainer"]
+    chosen = [kind for kind in kinds if isinstance(kind, str)]
+    if chosen:
+        return chosen[-1]
     try:
         content = yaml_files.load_value(Path(path).read_text(encoding="utf-8"))
     except OSError:
         return DEFAULT_KIND
-    section = content.get("trainer") if isinstance(content, Mapping) else None
-    kind = section.get("kind") if isinstance(section, Mapping) else None
+    kind = _kind_in(content.get("trainer")) if isinstance(content, Mapping) else None
     return kind if isinstance(kind, str) else DEFAULT_KIND
+
+
+def _kind_in(section: Any) -> Any:
+    return section.get("kind") if isinstance(section, Mapping) else None
 
 
 def split_options(words: Sequence[str]) -> tuple[list[str], list[Option]]:
@@ -235,6 +267,16 @@ def _hints_of(sections: Mapping[str, type]) -> dict[str, Any]:
                 hints[f"{section}.{field.name}"] = types_of_fields[field.name]
     types_of_top = typing.get_type_hints(Configuration, localns={"TrainingArguments": TrainingArguments})
     return hints | {key: types_of_top[key] for key in PLAIN_KEYS}
+
+
+def _example(option: Option) -> str:
+    examples = {
+        "model": "pretrained: DIR",
+        "data": "files: [notes.txt]",
+        "tokenizer": "path: DIR",
+        "args": "max_steps: 100",
+    }
+    return f"such as --{option.key} '{{{examples.get(option.key, 'class_path: PATH')}}}'"
 
 
 def _last(key: str) -> str:

@@ -23,7 +23,8 @@ class ModelSection:
     config_class: str | None = None
     """The same by a configuration class, such as "transformers.LlamaConfig"."""
     config: dict[str, Any] = field(default_factory=dict)
-    """Values of that configuration; vocab_size and the ids of special tokens follow the tokenizer unless given."""
+    """Values of that configuration, or of the one stored with a pretrained model; of a new one, vocab_size and the
+    ids of special tokens follow the tokenizer unless given."""
     auto_class: str = "AutoModelForCausalLM"
     """The class of transformers that builds or loads the model."""
     pretrained: str | None = None
@@ -50,7 +51,8 @@ class DataSection:
     """The data: files, a dataset on disk, or what a callable returns."""
 
     files: list[str] = field(default_factory=list)
-    """Paths and globs of text files (each a document), JSON lines (.jsonl) or parquet files (each row a document)."""
+    """Paths and globs of text files (each a document), JSON lines (.jsonl) or parquet files (each row a document); text and
+    JSON lines also as .gz, .bz2, .xz or .zst."""
     eval_files: list[str] = field(default_factory=list)
     """The same for evaluation; without them eval_fraction of the documents are kept from training."""
     dataset: str | None = None

@@ -20,9 +20,10 @@ def complain(message: str) -> None:
 def nearest_hint(name: str, known: Iterable[str]) -> str:
     """The known name that was probably meant, as a sentence to put behind a message; empty when none is near."""
     known = list(known)
+    # A key in the wrong section, or without one, is the right one by its last part.
+    last = name.lstrip("-").replace("-", "_").rpartition(".")[2]
+    same = [one for one in known if "." in one and one.rpartition(".")[2] == last]
     nearest = difflib.get_close_matches(name, known, n=1, cutoff=0.6)
-    if not nearest and "." in name:
-        # A key in the wrong section is the right one by its last part.
-        last = name.rpartition(".")[2]
-        nearest = [one for one in known if one.rpartition(".")[2] == last][:1]
+    if not nearest or (same and not nearest[0].endswith(f".{last}")):
+        nearest = same[:1] or nearest
     return f" Did you mean {nearest[0]!r}?" if nearest else ""

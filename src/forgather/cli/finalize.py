@@ -5,7 +5,7 @@ from collections.abc import Sequence
 from typing import NoReturn
 
 from forgather.cli.errors import UsageError, nearest_hint
-from forgather.cli.manners import share_processors, silence_libraries
+from forgather.cli.manners import make_current_directory_importable, share_processors, silence_libraries
 from forgather.ml.recipe_names import QAT_RECIPES
 
 _EPILOG = f"""\
@@ -35,6 +35,9 @@ def run(words: Sequence[str]) -> int:
         )
     silence_libraries()
     share_processors()
+    if options.config is not None:
+        # Only then: this may be a directory that came with a checkpoint, and no code of it is to run unasked.
+        make_current_directory_importable()
     from forgather.cli.finalizing import finalize
 
     return finalize(options)

@@ -13,12 +13,12 @@ from rich.table import Table
 from rich.text import Text
 from torch import nn
 
-from forgather.cli import build
+from forgather.cli import build, build_data, build_model
 from forgather.cli.config_parsing import ConfigurationParser, trainer_kind
 from forgather.cli.configuration import Configuration
 from forgather.cli.errors import UsageError
 from forgather.cli.manners import show_own_messages
-from forgather.cli.running import CONFIG_NAME
+from forgather.cli.stored_configuration import CONFIG_NAME
 from forgather.ml.checkpoint.errors import CheckpointNotFoundError
 from forgather.ml.checkpoint.store import CHECKPOINTS_FOLDER
 from forgather.ml.finalize import FinalizeReport, ModelInitT, check_output, resolve_checkpoint
@@ -122,7 +122,8 @@ class Evaluation:
         self._tokenizer = build.build_tokenizer(configuration.tokenizer)
         self._loss = build.build_loss(configuration.loss)
         self._args = _arguments_for_evaluation(configuration)
-        self.dataset = build.build_datasets(configuration.data, self._tokenizer, output_dir).eval
+        args = dataclasses.replace(configuration.args, output_dir=output_dir)
+        self.dataset = build_data.build_datasets(configuration.data, self._tokenizer, args).eval
 
     def loss_of(self, model: nn.Module) -> float:
         """The evaluation loss of a model."""
@@ -186,7 +187,7 @@ def _model_init(configuration: Configuration | None) -> ModelInitT | None:
     """What builds a model that is not one of transformers; those the checkpoint itself describes."""
     if configuration is None or configuration.model.class_path is None:
         return None
-    return build.model_builder(configuration.model, None)
+    return build_model.model_builder(configuration.model, None)
 
 
 def _device(configuration: Configuration | None) -> str | None:

@@ -15,18 +15,18 @@ from typing import Any
 from torch.distributed.elastic.agent.server.api import RunResult, WorkerGroup, WorkerSpec
 from torch.distributed.elastic.agent.server.local_elastic_agent import LocalElasticAgent
 from torch.distributed.elastic.multiprocessing import DefaultLogsSpecs, SignalException
-from torch.distributed.elastic.rendezvous import RendezvousParameters
+from torch.distributed.elastic.rendezvous import RendezvousHandler, RendezvousParameters
 from torch.distributed.elastic.rendezvous.registry import get_rendezvous_handler
 
 from forgather.cli.errors import UsageError, complain
 from forgather.cli.launch_options import LAUNCHER_VARIABLE, LaunchOptions
+from forgather.cli.node_meeting import NodeMeeting, NumberedMeeting, RepeatedMeeting, wait_in_thread
 from forgather.cli.worker_failures import RootCause, find_root_cause
 
 INTERRUPTED = 130
 _STOP_SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1)
 # Workers save and end by themselves after these; torch's agent would give them 30 seconds and call it a failure.
 _SIGNALS_OF_AGENT = "SIGHUP,SIGQUIT"
-_RENDEZVOUS_SECONDS = 900
 
 
 def launch(options: LaunchOptions, words: Sequence[str]) -> int:
@@ -42,7 +42,8 @@ def launch(options: LaunchOptions, words: Sequence[str]) -> int:
             complain(f"ended by {stop.sigval.name}; nothing was saved since the last checkpoint")
             return 128 + int(stop.sigval)
         finally:
-            spec.rdzv_handler.shutdown()
+            if agent.has_met:
+                spec.rdzv_handler.shutdown()
     if not result.is_failed():
         return 0
     if agent.was_stopped_early(result):
@@ -77,12 +78,28 @@ class _Agent(LocalElasticAgent):
         by_request = {-int(number) for number in self._received} | {INTERRUPTED}
         return bool(self._received) and any(failure.exitcode in by_request for failure in result.failures.values())
 
+    @property
+    def has_met(self) -> bool:
+        """Whether no rendezvous is under way; one that a signal has ended is left alone, since others still use it."""
+        return self._pids is not None
+
     def _hand_on(self, number: int, frame: FrameType | None) -> None:
         if self._pids is None or self._received.count(signal.SIGINT) > 1:
             # Nobody to tell yet, or they were told twice and still do not end.
             raise KeyboardInterrupt
         self._received.append(signal.Signals(number))
         _send(number, self._pids)
+
+    def _rendezvous(self, worker_group: WorkerGroup) -> None:
+        # Nobody to hand signals on to until there are new workers.
+        self._pids = None
+        if self._received:
+            raise KeyboardInterrupt
+        meeting = worker_group.spec.rdzv_handler
+        if isinstance(meeting, NodeMeeting):
+            wait_in_thread(lambda: super(_Agent, self)._rendezvous(worker_group), meeting)
+        else:
+            super()._rendezvous(worker_group)
 
     def _start_workers(self, worker_group: WorkerGroup) -> dict[int, Any]:
         self._pids = []
@@ -128,40 +145,30 @@ def _prepare_environment(options: LaunchOptions) -> None:
 
 
 def _worker_spec(options: LaunchOptions, words: Sequence[str]) -> WorkerSpec:
-    parameters = _rendezvous(options)
     return WorkerSpec(
         role="forgather",
         local_world_size=options.num_processes_per_node,
         entrypoint=sys.executable,
         args=("-m", "forgather.cli.main", *words),
-        rdzv_handler=get_rendezvous_handler(parameters),
+        rdzv_handler=_rendezvous(options),
         max_restarts=options.max_restarts,
         monitor_interval=0.1,
-        local_addr=parameters.local_addr,
+        local_addr="localhost" if options.num_nodes == 1 else None,
     )
 
 
-def _rendezvous(options: LaunchOptions) -> RendezvousParameters:
+def _rendezvous(options: LaunchOptions) -> RendezvousHandler:
     """Where the nodes meet; one alone meets itself on a free port."""
     if options.num_nodes == 1:
         # The address is said because torch would look for the name of this machine, which takes seconds where nobody
         # answers.
-        return RendezvousParameters(
-            "c10d", "localhost:0", str(uuid.uuid4()), 1, 1, local_addr="localhost", timeout=_RENDEZVOUS_SECONDS
+        return get_rendezvous_handler(
+            RendezvousParameters("c10d", "localhost:0", str(uuid.uuid4()), 1, 1, local_addr="localhost", timeout=900)
         )
     assert options.rendezvous_endpoint is not None and options.node_rank is not None
-    # Only c10d brings nodes together again after a failure; only the other one numbers them as they were told.
-    backend = "c10d" if options.max_restarts > 0 else "static"
-    details: dict[str, Any] = {"rank": options.node_rank, "is_host": options.node_rank == 0}
-    return RendezvousParameters(
-        backend,
-        options.rendezvous_endpoint,
-        "forgather",
-        options.num_nodes,
-        options.num_nodes,
-        timeout=_RENDEZVOUS_SECONDS,
-        **details,
-    )
+    # Only torch's own brings nodes together again after a failure; only ours numbers them as they were told.
+    meeting = RepeatedMeeting if options.max_restarts > 0 else NumberedMeeting
+    return meeting(options.rendezvous_endpoint, options.num_nodes, options.node_rank)
 
 
 def _tell_failure(cause: RootCause) -> int:

@@ -26,6 +26,16 @@ def share_processors() -> None:
     os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
 
 
+def make_current_directory_importable() -> None:
+    """Let `class_path` find modules of the current directory, as `python -m` does, however the program was started.
+
+    An installed script, and torchrun with its path, have the script's folder in its place. Python's -P keeps it out.
+    """
+    folder = os.getcwd()
+    if not sys.flags.safe_path and not {"", folder} & set(sys.path):
+        sys.path.insert(0, folder)
+
+
 class _Formatter(logging.Formatter):
     """Plain sentences; the level and the rank only where they matter."""
 

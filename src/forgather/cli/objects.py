@@ -1,7 +1,8 @@
-"""Objects by the path of their class or function."""
+"""Objects by the path of their class or function, and directories by theirs."""
 
 import functools
 import inspect
+import os
 from collections.abc import Callable, Mapping
 from importlib import import_module
 from typing import Any
@@ -67,6 +68,13 @@ def check_keywords(function: Any, keywords: Mapping[str, Any], key: str, num_pos
         raise UsageError(
             f"{key}.init_args: {_name(function)} cannot be called with {dict(keywords)}: {error}."
         ) from None
+
+
+def require_directory(path: str, key: str) -> str:
+    """The path of a directory that exists."""
+    if not os.path.isdir(os.path.expanduser(path)):
+        raise UsageError(f"{key}={path!r}: there is no such directory (nothing is downloaded; give a local one).")
+    return os.path.expanduser(path)
 
 
 def _name(function: Any) -> str:

@@ -14,7 +14,7 @@ from forgather.cli.launch_options import (
     take_launch_options,
     was_started_by_us,
 )
-from forgather.cli.manners import share_processors, silence_libraries
+from forgather.cli.manners import make_current_directory_importable, share_processors, silence_libraries
 from forgather.cli.trainers import check_num_processes
 
 if TYPE_CHECKING:
@@ -33,6 +33,7 @@ def run(words: Sequence[str]) -> int:
         return 0
     silence_libraries()
     share_processors()
+    make_current_directory_importable()
     if not is_worker():
         return _run(words)
     from forgather.ml.distributed import record_entry_point
@@ -86,10 +87,11 @@ def _run(words: Sequence[str]) -> int:
 
 
 def _in_full(option: "Option") -> "Option":
-    """`--trainer KIND` is short for `--trainer.kind KIND`."""
+    """`--trainer KIND` is short for `--trainer.kind KIND`; a mapping is the section."""
     from forgather.cli.config_parsing import Option
 
-    return Option("trainer.kind", option.text) if option.key == "trainer" else option
+    is_kind = option.key == "trainer" and not (option.text or "").lstrip().startswith("{")
+    return Option("trainer.kind", option.text) if is_kind else option
 
 
 def _introduce_demo() -> None:

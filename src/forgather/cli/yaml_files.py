@@ -43,6 +43,11 @@ class Entry:
         finally:
             loader.dispose()
 
+    @property
+    def text(self) -> str:
+        """What is written in place of the value."""
+        return str(self._node.value)
+
     def entries(self, name: str) -> Iterator["Entry"]:
         yield from _entries(self._node, name)
 
@@ -59,6 +64,16 @@ def read_entries(text: str, name: str) -> list[Entry]:
         where = f"{name}, line {mark.line + 1}" if mark else name
         raise UsageError(f"{where}: this is not YAML: {error.problem or error.context}.") from None
     return entries
+
+
+def read_value(text: str, key: str, name: str) -> Entry:
+    """An entry for a key with a value that is given as YAML."""
+    try:
+        entry = Entry(key, yaml.compose(text, Loader=_Loader), 1)
+        entry.value  # noqa: B018 - as above
+    except yaml.YAMLError as error:
+        raise UsageError(f"{name}: --{key}: this is not YAML: {getattr(error, 'problem', None) or error}.") from None
+    return entry
 
 
 def load_value(text: str) -> Any:

@@ -1,14 +1,25 @@
-"""Documents: the texts of files, of JSON lines, of parquet columns and of Hugging Face datasets on disk."""
+"""Documents: the texts of files, of JSON lines, of parquet columns and of Hugging Face datasets on disk.
 
+Text and JSON lines may be compressed: .gz, .bz2, .xz and .zst.
+"""
+
+import bz2
 import glob
+import gzip
 import importlib
+import io
 import json
+import lzma
 import os
+import zlib
 from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from pathlib import Path
-from typing import Any
+from typing import IO, Any
 
 _JSON_LINES = (".jsonl", ".ndjson")
+_COMPRESSIONS = (".gz", ".bz2", ".xz", ".zst")
+_NUM_BYTES_LOOKED_AT = 8192
 
 
 def find_files(patterns: Sequence[str]) -> list[str]:
@@ -37,6 +48,11 @@ def read_saved_dataset(path: str, text_field: str = "text", split: str = "train"
         raise FileNotFoundError(f"There is no dataset directory {path!r}.")
     datasets = _require("datasets", path)
     dataset = datasets.load_from_disk(path)
+    if not isinstance(dataset, dict) and split != "train":
+        raise ValueError(
+            f"The dataset in {path!r} has no splits, so data.eval_split={split!r} names nothing in it, and an evaluation would "
+            "use the training data. Leave data.eval_split out: data.eval_fraction of the documents are then kept from training."
+        )
     if isinstance(dataset, dict):
         if split not in dataset:
             raise ValueError(f"The dataset in {path!r} has no split {split!r}; it has {', '.join(map(repr, dataset))}.")
@@ -45,19 +61,38 @@ def read_saved_dataset(path: str, text_field: str = "text", split: str = "train"
         yield _text_of(row, text_field, f"{path}, row {number}")
 
 
+def is_compressed(path: str) -> bool:
+    return Path(path).suffix.lower() in _COMPRESSIONS
+
+
 def _reader(path: str) -> Callable[[str, str], Iterator[str]]:
-    suffix = Path(path).suffix.lower()
+    """The reader for the format in a file's name; the ending of a compression is not part of it."""
+    suffix = Path(Path(path).stem if is_compressed(path) else path).suffix.lower()
     if suffix in _JSON_LINES:
         return _read_json_lines
-    return _read_parquet if suffix == ".parquet" else _read_text
+    if suffix != ".parquet":
+        return _read_text
+    if is_compressed(path):
+        raise ValueError(
+            f"{path}: parquet files are compressed inside, and are not read from {Path(path).suffix} files."
+        )
+    return _read_parquet
 
 
 def _read_text(path: str, text_field: str) -> Iterator[str]:
-    yield Path(path).read_text(encoding="utf-8", errors="replace")
+    with _open(path) as file:
+        data = file.read()
+    if b"\0" in data[:_NUM_BYTES_LOOKED_AT]:
+        raise ValueError(
+            f"{path} is not text in UTF-8: there are zero bytes in it, as in archives, in binary formats and in UTF-16. What "
+            f"can be read: text, JSON lines ({', '.join(_JSON_LINES)}), both also compressed ({', '.join(_COMPRESSIONS)}), "
+            "and .parquet."
+        )
+    yield data.decode(encoding="utf-8", errors="replace")
 
 
 def _read_json_lines(path: str, text_field: str) -> Iterator[str]:
-    with open(path, encoding="utf-8") as file:
+    with _open(path) as binary, io.TextIOWrapper(binary, encoding="utf-8") as file:
         for number, line in enumerate(file, start=1):
             if not line.strip():
                 continue
@@ -66,6 +101,32 @@ def _read_json_lines(path: str, text_field: str) -> Iterator[str]:
             except ValueError as error:
                 raise ValueError(f"{path}, line {number} is not JSON: {error}.") from None
             yield row if isinstance(row, str) else _text_of(row, text_field, f"{path}, line {number}")
+
+
+@contextmanager
+def _open(path: str) -> Iterator[IO[bytes]]:
+    """The bytes of a file, decompressed."""
+    suffix = Path(path).suffix.lower()
+    try:
+        with _opened(path, suffix) as file:
+            yield file
+    except (EOFError, OSError, zlib.error, lzma.LZMAError) as error:
+        if isinstance(error, OSError) and error.errno is not None:
+            # An error of the system, such as a missing right, not one of the format.
+            raise
+        raise ValueError(f"{path} cannot be decompressed as its ending {suffix} says: {error}.") from None
+
+
+def _opened(path: str, suffix: str) -> Any:
+    if suffix == ".gz":
+        return gzip.open(path)
+    if suffix == ".bz2":
+        return bz2.open(path)
+    if suffix == ".xz":
+        return lzma.open(path)
+    if suffix == ".zst":
+        return _require("zstandard", path).open(path)
+    return open(path, "rb")
 
 
 def _read_parquet(path: str, text_field: str) -> Iterator[str]:

@@ -52,11 +52,11 @@ class PackedTokens(Dataset[dict[str, Tensor]]):
         """Workers that are started afresh map the file again instead of receiving a copy of it."""
         state = dict(self.__dict__)
         if isinstance(self.tokens, np.memmap):
-            state["tokens"] = (self.tokens.filename, self.tokens.dtype.str)
+            state["tokens"] = (self.tokens.filename, self.tokens.dtype.str, self.tokens.offset, self.tokens.shape)
         return state
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         if isinstance(state["tokens"], tuple):
-            path, dtype = state["tokens"]
-            state["tokens"] = np.memmap(path, dtype=dtype, mode="r")
+            path, dtype, offset, shape = state["tokens"]
+            state["tokens"] = np.memmap(path, dtype=dtype, mode="r", offset=offset, shape=shape)
         self.__dict__.update(state)

@@ -3,6 +3,7 @@
 import hashlib
 import itertools
 import json
+import math
 import os
 import shutil
 import tempfile
@@ -67,6 +68,33 @@ def tokenize_to_files(
         os.makedirs(folder, exist_ok=True)
         _write_store(documents, tokenizer, share, path)
     return {split: _mapped(path, split, token_dtype(tokenizer)) for split in SPLITS}
+
+
+def split_by_tokens(array: TokenArray, fraction: float) -> dict[str, TokenArray]:
+    """The tokens in front for training, the last `fraction` of them for evaluation: for documents too few to choose from."""
+    num_tokens = len(array.tokens)
+    num_kept = max(math.ceil(num_tokens * fraction), 2)
+    if num_tokens < num_kept + 2:
+        raise ValueError(
+            f"{num_tokens} token(s) are too few to train and to evaluate on. Give more text, or data.eval_files; or turn "
+            "evaluations off by args.eval_strategy='no'."
+        )
+    split = num_tokens - num_kept
+    starts = array.document_starts
+    later = starts[starts > split] - split
+    return {
+        "train": TokenArray(_cut(array.tokens, 0, split), starts[starts < split]),
+        "eval": TokenArray(_cut(array.tokens, split, num_tokens), np.concatenate([np.zeros(1, dtype=np.int64), later])),
+    }
+
+
+def _cut(tokens: np.ndarray, begin: int, end: int) -> np.ndarray:
+    """A piece of an array; of a file, a mapping of its own, which knows its place."""
+    if not isinstance(tokens, np.memmap):
+        return tokens[begin:end]
+    offset = tokens.offset + begin * tokens.itemsize
+    assert tokens.filename is not None
+    return np.memmap(tokens.filename, dtype=tokens.dtype, mode="r", offset=offset, shape=(end - begin,))
 
 
 def store_key(tokenizer: Any, share: EvaluationShare, sources: Sequence[str]) -> str:

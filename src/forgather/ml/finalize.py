@@ -1,5 +1,6 @@
 """Making a deployable model of a checkpoint: a Hugging Face directory, quantised if asked for."""
 
+import logging
 import os
 import re
 from collections.abc import Callable, Mapping
@@ -13,7 +14,7 @@ from forgather.ml.checkpoint.errors import CheckpointLoadError, CheckpointNotFou
 from forgather.ml.checkpoint.file_io import HashingWriter
 from forgather.ml.checkpoint.manifest import CheckpointManifest, FileRecord, read_manifest
 from forgather.ml.checkpoint.state_files import read_state, verify_file
-from forgather.ml.layer_report import LayerReport, output_head
+from forgather.ml.layer_report import LayerReport, guessed_head, output_head
 from forgather.ml.no_init_weights import no_init_weights
 from forgather.ml.qat_recipes import convert_qat, recipe_to_base_config, require_qat
 from forgather.ml.quantized_files import architecture_of, load_quantized, save_quantized
@@ -25,6 +26,8 @@ from forgather.ml.sharded_checkpoint import (
     write_weights,
 )
 from forgather.ml.utils import default_dtype
+
+logger = logging.getLogger(__name__)
 
 EvaluateT = Callable[[nn.Module], float]
 ModelInitT = Callable[[], nn.Module]
@@ -159,7 +162,7 @@ def _quantize(
     _put_averages(model, source.averages)
     model.to(device)
     loss_before = None if evaluate is None else evaluate(model)
-    layers = convert_qat(model, recipe, output_head(model))
+    layers = convert_qat(model, recipe, _head_of(model))
     _require_conversion(layers, recipe)
     config = recipe_to_base_config(recipe)
 
@@ -224,9 +227,25 @@ def _refuse_unknown(names: list[str]) -> None:
         )
 
 
+def _head_of(model: nn.Module) -> list[nn.Module]:
+    """The layers that stay in full precision: the head that a model names, else the one that looks like it."""
+    named = output_head(model)
+    if named:
+        return named
+    guessed = guessed_head(model)
+    for name in guessed:
+        logger.info(
+            "The model does not name its output layer (get_output_embeddings): %r is taken for it, and stays in full "
+            "precision.",
+            name,
+        )
+    return list(guessed.values())
+
+
 def _require_conversion(layers: LayerReport, recipe: str) -> None:
     if not layers.converted:
-        reasons = "; ".join(f"{name}: {reason}" for name, reason in list(layers.skipped.items())[:3])
+        examples = {reason: name for name, reason in reversed(layers.skipped.items())}
+        reasons = "; ".join(f"{name}: {reason}" for reason, name in examples.items())
         raise ValueError(
             f"No layer of the model can be quantised by {recipe!r} ({reasons or 'it has no linear layers'}). Finalise it "
             "without quantising."

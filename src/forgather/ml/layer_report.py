@@ -10,6 +10,8 @@ from torch import nn
 logger = logging.getLogger(__name__)
 
 _NUM_NAMES_SHOWN = 3
+_CONV1D = ("transformers.pytorch_utils", "Conv1D")
+"""The linear layers of GPT-2 and its relatives; told by its name, since importing transformers to ask takes seconds."""
 ObstacleT = Callable[[nn.Linear], str | None]
 """Why a layer cannot be changed, None when it can."""
 
@@ -54,6 +56,9 @@ def choose_layers(
             report.converted.append(name)
         else:
             report.skipped[name] = reason
+    for name, module in model.named_modules():
+        if (type(module).__module__, type(module).__name__) == _CONV1D:
+            report.skipped[name] = "it is a Conv1D of transformers, whose weight is transposed, not a plain nn.Linear"
     return chosen, report
 
 
@@ -72,6 +77,18 @@ def output_head(model: nn.Module) -> list[nn.Module]:
     find = getattr(model, "get_output_embeddings", None)
     head = find() if callable(find) else None
     return [head] if isinstance(head, nn.Module) else []
+
+
+def guessed_head(model: nn.Module) -> dict[str, nn.Linear]:
+    """The output layer of a model that does not say which it is: the last linear layer with an output for each entry of an
+    embedding, else the last one.
+
+    Of whole models only: each stage of a pipeline has a last layer.
+    """
+    layers = linear_layers(model)
+    sizes = {module.num_embeddings for module in model.modules() if isinstance(module, nn.Embedding)}
+    names = [name for name, layer in layers.items() if layer.out_features in sizes] or list(layers)
+    return {names[-1]: layers[names[-1]]} if names else {}
 
 
 def _shortened(names: list[str]) -> str:

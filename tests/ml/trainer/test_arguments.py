@@ -219,13 +219,14 @@ def test_a_copy_is_independent_and_equal() -> None:
 def test_the_names_of_transformers_choose_the_best_model() -> None:
     args = TrainingArguments(metric_for_best_model="accuracy", greater_is_better=True)
     assert (args.best_model_metric, args.best_model_greater_is_better) == ("accuracy", True)
-    ours = TrainingArguments(
-        metric_for_best_model="f1",
-        greater_is_better=True,
-        best_model_metric="score",
-        best_model_greater_is_better=False,
-    )
+    ours = TrainingArguments(best_model_metric="score", best_model_greater_is_better=False)
     assert (ours.best_model_metric, ours.best_model_greater_is_better) == ("score", False)
+    same = TrainingArguments(metric_for_best_model="eval_f1", best_model_metric="f1")
+    assert same.best_model_metric == "f1"
+    with pytest.raises(ValueError, match="metric_for_best_model='f1' and best_model_metric='score' contradict"):
+        TrainingArguments(metric_for_best_model="f1", best_model_metric="score")
+    with pytest.raises(ValueError, match="greater_is_better=True and best_model_greater_is_better=False contradict"):
+        TrainingArguments(greater_is_better=True, best_model_greater_is_better=False)
 
 
 @pytest.mark.parametrize(("metric", "greater"), [("loss", False), ("accuracy", True)])

@@ -189,7 +189,8 @@ class MinimalTrainingArguments(NamedArguments):
             setattr(self, name, converted(name, getattr(self, name), hint))
 
     def _check_strategy(self, name: str) -> None:
-        value = getattr(self, name)
+        # YAML reads a plain `no` as False.
+        value = "no" if getattr(self, name) is False else getattr(self, name)
         try:
             setattr(self, name, IntervalStrategy(getattr(value, "value", value)).value)
         except ValueError as error:
@@ -320,7 +321,18 @@ class BaseTrainingArguments(MinimalTrainingArguments):
             )
 
     def _follow_aliases(self) -> None:
-        """The names of `transformers` for the same two settings, unless ours were set."""
+        """The names of `transformers` for the same two settings, unless ours were set; both must not contradict."""
+        for ours, theirs, default in (
+            ("best_model_metric", "metric_for_best_model", "loss"),
+            ("best_model_greater_is_better", "greater_is_better", None),
+        ):
+            values = [getattr(self, name) for name in (ours, theirs)]
+            plain = [value.removeprefix("eval_") if isinstance(value, str) else value for value in values]
+            if default not in plain and plain[0] != plain[1]:
+                raise ValueError(
+                    f"{theirs}={values[1]!r} and {ours}={values[0]!r} contradict each other: they are two names of one "
+                    f"setting, by which the best checkpoint is chosen. Leave {ours} out, or give both the same value."
+                )
         if self.best_model_metric == "loss":
             self.best_model_metric = self.metric_for_best_model
         if self.best_model_greater_is_better is None:

@@ -54,6 +54,26 @@ def refuse_adapters(model: nn.Module) -> None:
         )
 
 
+def refuse_quantized(model: nn.Module) -> None:
+    """Raise for a model with quantised weights, which can be evaluated, but neither trained nor saved."""
+    kinds = {name: _quantized_kind(parameter) for name, parameter in model.named_parameters()}
+    name, kind = next(((name, kind) for name, kind in kinds.items() if kind is not None), ("", None))
+    if kind is None and getattr(model, "is_quantized", False) is not True:
+        return
+    found = f"its weight {name!r} is a {kind}" if kind else "transformers says that it is (is_quantized)"
+    raise ValueError(
+        f"The {type(model).__name__} is quantised ({found}), and cannot be trained: its weights take no updates, and could not "
+        "be saved. Train the model in full precision, for instance from the checkpoint that was quantised, with qat_recipe "
+        "to train for the quantisation; forgather finalize --quantize then quantises the result."
+    )
+
+
+def _quantized_kind(parameter: nn.Parameter) -> str | None:
+    kind = type(parameter) if type(parameter) is not nn.Parameter else type(parameter.data)
+    is_known = kind.__module__.partition(".")[0] in ("torchao", "bitsandbytes") or parameter.is_quantized
+    return kind.__name__ if is_known else None
+
+
 def checked_builder(model_init: Callable[[], nn.Module]) -> Callable[[], nn.Module]:
     """A function that builds the same model, and refuses what is no model, or one with adapters."""
 

@@ -27,7 +27,7 @@ from forgather.ml.trainer.data_order import WHOLE, Part
 from forgather.ml.trainer.fused_loss import HiddenStatesModel, make_fused_loss, output_embeddings_of
 from forgather.ml.trainer.given_objects import check_optimization, explains_calls
 from forgather.ml.trainer.gradients import GradientNorm
-from forgather.ml.trainer.model_construction import build_model
+from forgather.ml.trainer.model_construction import build_model, refuse_quantized
 from forgather.ml.trainer.model_loss import ModelLoss
 from forgather.ml.trainer.optimizer_setup import (
     build_optimizer,
@@ -337,6 +337,7 @@ class PreparedTrainer(RecipeTrainer):
 
     def _init_optimizer(self) -> None:
         """Make optimizer and schedule, and note the options as the user set them."""
+        refuse_quantized(self.unwrapped_model())
         named = self._named_parameters()
         factory = optimizer_factory(self.args, self._optimizer_factory, self._optimizer_cls_and_kwargs)
         self.optimizer = self._given_optimizer or build_optimizer(

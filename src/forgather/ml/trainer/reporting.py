@@ -8,6 +8,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.utils.data import DataLoader
 
 from forgather.ml.checkpoint.errors import CheckpointError
 from forgather.ml.trainer.arguments import MinimalTrainingArguments
@@ -55,7 +56,7 @@ class ReportingTrainer(PreparedTrainer):
             logging_steps=args.logging_steps,
             eval_steps=args.eval_steps,
             save_steps=args.save_steps,
-            train_batch_size=args.per_device_train_batch_size,
+            train_batch_size=self._train_batch_size(),
             max_steps=self._num_steps if loader is not None else 0,
             num_train_epochs=args.num_train_epochs,
             max_eval_steps=args.max_eval_steps,
@@ -115,6 +116,15 @@ class ReportingTrainer(PreparedTrainer):
                 assumed,
                 f": {schedule}at all if the data end sooner" if falls else "",
             )
+
+    def _train_batch_size(self) -> int:
+        """Samples of a batch: a ready loader has its own number."""
+        if isinstance(self.train_dataset, DataLoader):
+            for owner in (self.train_dataset, self.train_dataset.batch_sampler):
+                size = getattr(owner, "batch_size", None)
+                if isinstance(size, int):
+                    return size
+        return self.args.per_device_train_batch_size
 
     def _count_parameters(self) -> ModelParameterStats:
         """How large the whole model is, on however many ranks."""
@@ -232,7 +242,7 @@ class ReportingTrainer(PreparedTrainer):
         speed, ranks = self._speed, self._num_data_parallel_ranks()
         timed = torch.tensor([speed.tokens, speed.samples], dtype=torch.int64, device="cpu")
         tokens, samples = self._distributed_tokens(timed).tolist()
-        batch_size = self.args.per_device_train_batch_size * self.args.gradient_accumulation_steps * ranks
+        batch_size = self._train_batch_size() * self.args.gradient_accumulation_steps * ranks
         return {
             "train_runtime": speed.runtime,
             "train_samples": self._totals.samples,

@@ -33,7 +33,7 @@ def test_parameters_batches_steps_and_places(tmp_path: Path, capsys: pytest.Capt
     assert "2.00k parameters (1.00k without embeddings)" in rows["model"]
     assert "bfloat16, computed in bf16" in rows["precision"]
     assert "16 per device x 4 accumulated x 2 data-parallel = 128 per step" in rows["batch"]
-    assert "2,500, 2.5 epoch(s)" in rows["steps"]
+    assert "2,500, 2.5 epochs" in rows["steps"]
     assert "2 processes" in rows["devices"]
     assert "from the beginning" in rows["start"]
     assert str(tmp_path) in rows["output"]

@@ -42,7 +42,7 @@ class InfoCallback(TrainerCallback):
             "recipes": describe_recipes(args),
             "devices": describe_devices(state, whole_model),
             "batch": describe_batch(args, state, trainer),
-            "steps": describe_steps(state),
+            "steps": describe_steps(state, args, trainer),
             "start": describe_start(state),
             "output": os.path.abspath(args.output_dir),
         }
@@ -97,12 +97,18 @@ def describe_batch(args: Any, state: TrainerState, trainer: Any) -> str:
     return f"{per_device} per device x {accumulation} accumulated x {num_ranks} data-parallel = {total} per step"
 
 
-def describe_steps(state: TrainerState) -> str:
+def describe_steps(state: TrainerState, args: Any = None, trainer: Any = None) -> str:
+    """The number of steps, and of epochs: those asked for, or as many as max_steps comes to where that is known."""
     total = planned_steps(state)
     if total is None:
         return "no limit"
-    epochs = f", {state.num_train_epochs:.4g} epoch(s)" if state.num_train_epochs > 0 else ""
-    return f"{total:,}{epochs}"
+    epochs = state.num_train_epochs
+    if getattr(args, "max_steps", -1) >= 0:
+        num_batches = getattr(getattr(trainer, "train_dataloader", None), "num_batches", None)
+        epochs = total / getattr(state, "epoch_train_steps", 1) if num_batches is not None else 0
+    return (
+        f"{total:,}, {max(round(epochs, 2), 0.01):g} epoch{'' if epochs == 1 else 's'}" if epochs > 0 else f"{total:,}"
+    )
 
 
 def describe_start(state: TrainerState) -> str:

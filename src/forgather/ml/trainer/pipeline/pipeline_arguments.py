@@ -17,7 +17,7 @@ class PipelineTrainingArguments(TrainingArguments):
     pp_stage_type: str = "loop"
     """Which stages a rank gets: "loop" (r, r+p, ...) or "v" (r, n-1-r); follows from the schedule when left alone."""
     is_multistage: bool = False
-    """Follows from the schedule when left alone."""
+    """"loop" or "v"; follows from the schedule when left alone."""
     debug_pipeline: bool = False
     """Log what the schedule does on each rank."""
     debug_split_model: bool = False
