@@ -27,7 +27,6 @@ import torch._dynamo  # the first optimizer of a process imports it: once here i
 import torch.distributed as dist
 from torch import Tensor
 from torch.utils.data import IterableDataset, get_worker_info
-from torchdata.stateful_dataloader import StatefulDataLoader  # noqa: F401 - imported once for all starts
 from transformers import LlamaConfig, LlamaForCausalLM
 from transformers.optimization import get_scheduler  # noqa: F401 - imported once for all starts
 

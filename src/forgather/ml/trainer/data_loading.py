@@ -1,7 +1,7 @@
 """Loaders whose position can be saved at any batch and restored without reading through the data.
 
 map-style dataset    the position in a global, seeded order (`data_order`): seed, epoch, index of the next sample
-iterable dataset     torchdata's StatefulDataLoader, which keeps the dataset's own state where it has one
+iterable dataset     the dataset's own state where it has one (`stream_batches`); without one, the number of batches
 ready loader         its own state; without one, the number of batches, which a resume has to skip one by one
 """
 

@@ -341,7 +341,7 @@ def kept_state(loader: Any) -> Any:
 def seeded_stream(
     dataset: Any, *, seed: int, batch_size: int, forward_epoch: bool, in_workers: bool, is_read_again: bool = False
 ) -> "SeededStream":
-    """A stream that has state methods exactly if the dataset has, which is how torchdata tells whether to use them.
+    """A stream that has state methods exactly if the dataset has, which tells the loader whether to use them.
 
     `is_read_again` leaves them out: the state would not bring back the position.
     """
@@ -386,7 +386,7 @@ class StatefulStream(SeededStream):
     """A stream over a dataset with a state of its own."""
 
     def state_dict(self) -> Any:
-        # torchdata compares each state with the one before: a dataset that hands out its live state would never change
+        # a dataset may hand out its live state, which goes on changing while the position waits for its batch
         return copy.deepcopy(self.dataset.state_dict())
 
     def load_state_dict(self, state: Any) -> None:

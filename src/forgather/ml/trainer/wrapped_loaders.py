@@ -37,6 +37,7 @@ from forgather.ml.trainer.data_order import (
     stable_seed,
 )
 from forgather.ml.trainer.epoch_loader import EpochLoader, check_length, name_of
+from forgather.ml.trainer.stream_batches import StreamBatches
 
 logger = logging.getLogger(__name__)
 
@@ -51,7 +52,7 @@ _ADDED = ("part",)
 _COUNTING = Schema({**_POSITION, "num_batches_done": count}, _ADDED)
 _STATEFUL = Schema({**_POSITION, "loader": anything}, _ADDED)
 
-# What torchdata keeps of a stream in one process, as far as it is used here or known to be a number.
+# The state of a stream in one process; some counts were kept by torchdata, which earlier versions read streams with.
 _OF_PROCESS: dict[str, Any] = {
     "dataset_state": anything,
     "fetcher_state": optional(Schema({"dataset_iter_state": optional(DRAWS)}, ["dataset_iter_state"])),
@@ -59,12 +60,13 @@ _OF_PROCESS: dict[str, Any] = {
     "_sampler_iter_yielded": count,
 }
 _PROCESS = Schema(_OF_PROCESS, _OF_PROCESS)
-_SNAPSHOT = Schema({"_worker_snapshots": mapping_of(text, _PROCESS)}, ["_worker_snapshots"])
-_OF_TORCHDATA = {**_OF_PROCESS, "_snapshot": _SNAPSHOT, "_steps_since_snapshot": count, "_iterator_finished": flag}
+_OF_WORKERS = {"_worker_snapshots": mapping_of(text, _PROCESS), "_last_yielded_worker_id": count}
+_SNAPSHOT = Schema(_OF_WORKERS, _OF_WORKERS)
+_OF_STREAM = {**_OF_PROCESS, "_snapshot": _SNAPSHOT, "_steps_since_snapshot": count, "_iterator_finished": flag}
 _STREAM = Schema(
     {
         **_POSITION,
-        "loader": optional(Schema(_OF_TORCHDATA, _OF_TORCHDATA)),
+        "loader": optional(Schema(_OF_STREAM, _OF_STREAM)),
         "seed": integer,
         "num_batches_read": count,
         "batch_size": positive,
@@ -229,7 +231,7 @@ class StatefulLoader(WrappingLoader):
 
 
 class StreamLoader(StatefulLoader):
-    """An iterable dataset, batched by torchdata.
+    """An iterable dataset in batches.
 
     When an epoch is cut short in the main process, a dataset that keeps its position goes on from there in the next.
     """
@@ -237,14 +239,10 @@ class StreamLoader(StatefulLoader):
     def __init__(
         self, stream: SeededStream, batch_size: int, drop_last: bool, options: dict[str, Any], part: Part
     ) -> None:
-        # only iterable datasets need it
-        from torchdata.stateful_dataloader import StatefulDataLoader
-
         self._stream = stream
         self._has_warned = False
         check_length(stream.dataset, _length_of(stream), batch_size, drop_last)
-        loader = StatefulDataLoader(stream, batch_size=batch_size, drop_last=drop_last, **options)
-        super().__init__(loader, True, part)
+        super().__init__(StreamBatches(stream, batch_size, drop_last, options), True, part)
 
     @property
     def dataset(self) -> Any:
@@ -294,8 +292,11 @@ class StreamLoader(StatefulLoader):
     def _open_restored(self) -> Iterator[Any]:
         if self._idle_state is None or _holds_dataset_state(self._state_to_load):
             return super()._open_restored()
-        # torchdata would read through the data by itself, but count what it reads twice, and lose as much next time.
         return _read_again(self._loader, self._num_done, self._generators_at_start)
+
+    def _end_workers(self) -> None:
+        super()._end_workers()
+        self._loader.close()
 
     def _pause(self) -> None:
         if self._finished:
@@ -307,7 +308,7 @@ class StreamLoader(StatefulLoader):
     def _finish(self) -> None:
         super()._finish()
         if not _holds_dataset_state(self._idle_state):
-            # torchdata would read through the whole epoch only to find its end
+            # nothing in it reaches into the next epoch
             self._idle_state = None
 
     def _check_settings(self, state: Mapping[str, Any]) -> None:
@@ -369,7 +370,7 @@ def _read_again(loader: Any, num_batches: int, generators: Mapping[str, Any] | N
 
 
 def _holds_dataset_state(loader_state: Mapping[str, Any]) -> bool:
-    """Whether torchdata found a state in the dataset or its iterator, in the main process or in any worker."""
+    """Whether the dataset or its iterator has a state, in the main process or in any worker."""
     workers = loader_state.get("_snapshot", {}).get("_worker_snapshots", {"main process": loader_state})
     return any(
         worker.get("dataset_state") is not None or (worker.get("fetcher_state") or {}).get("dataset_iter_state")

@@ -253,6 +253,15 @@ def test_the_tables_are_what_ranks_do_in_a_real_step() -> None:
         assert done == [[(slot.stage, str(slot.work), slot.microbatch) for slot in slots] for slots in table], name
 
 
+def test_a_schedule_without_a_table_says_which_method_it_lacks() -> None:
+    class Silent(ScheduleGPipe):
+        def _get_pipeline_order(self) -> None:
+            return None
+
+    with pytest.raises(ValueError, match=r"Silent has no table of its actions.*_get_pipeline_order"):
+        action_table(Silent, 2, 4)
+
+
 # --- idle time
 
 LAYOUTS = [(pp_size, rounds * pp_size) for pp_size in (1, 2, 3, 4) for rounds in (2, 3)] + [(6, 12)]

@@ -1,11 +1,10 @@
 """What each rank computes in a step of a pipeline schedule, when, and how many activations it holds meanwhile."""
 
-from collections.abc import Iterator
-from dataclasses import dataclass
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass, replace
 from enum import StrEnum
 from typing import Any
 
-from forgather.ml.trainer.pipeline.pipeline_utils import pipeline_stage_indices
 from forgather.ml.trainer.pipeline.schedules import check_layout, traits_of
 
 
@@ -20,6 +19,10 @@ class Work(StrEnum):
 
 DURATIONS = {Work.FORWARD: 1, Work.BACKWARD: 2, Work.INPUT_GRADIENT: 1, Work.WEIGHT_GRADIENT: 1}
 """Of one stage, in units of its forward pass."""
+
+# torch's names of actions; all others, such as receiving and reducing, are no computation.
+_WORKS = {"F": Work.FORWARD, "B": Work.BACKWARD, "I": Work.INPUT_GRADIENT, "W": Work.WEIGHT_GRADIENT}
+_SENT = {"SEND_F": (Work.FORWARD,), "SEND_B": (Work.BACKWARD, Work.INPUT_GRADIENT)}
 
 
 @dataclass(frozen=True)
@@ -43,11 +46,7 @@ class TimedSlot:
 def action_table(
     schedule_class: type, pp_size: int, n_microbatches: int, stages_per_rank: int | None = None
 ) -> list[list[Slot]]:
-    """The computations of each rank in the order in which torch's schedule starts them.
-
-    Each rank's schedule really runs a step, on stages that only take notes. Tables that some schedules keep
-    of themselves are not asked: that of 1F1B numbers the forward passes of its last rank from one.
-    """
+    """The computations of each rank in the order in which torch's schedule starts them, from the schedule's own table."""
     return [one.slots for one in _notes_of_ranks(schedule_class, pp_size, n_microbatches, stages_per_rank)[0]]
 
 
@@ -98,18 +97,41 @@ def _alive(slots: list[Slot]) -> Iterator[int]:
 
 
 class _Notes:
-    """What a rank was asked to do: its computations in their order, and which results it sent only after later ones."""
+    """The computations of a rank in their order, and the results that it sends only after later computations."""
 
-    def __init__(self) -> None:
+    def __init__(self, actions: Iterable[Any]) -> None:
         self.slots: list[Slot] = []
         self.sent_after: dict[Slot, Slot] = {}
+        for action in _single_actions(actions):
+            if (work := _WORKS.get(action.computation_type)) is not None:
+                self.slots.append(Slot(action.stage_index, work, action.microbatch_index))
+            elif (sent := _SENT.get(action.computation_type)) is not None:
+                self._send(action.stage_index, sent, action.microbatch_index)
+        self._count_from_zero()
 
-    def compute(self, stage: int, work: Work, microbatch: int) -> None:
-        self.slots.append(Slot(stage, work, microbatch))
-
-    def send(self, stage: int, works: tuple[Work, ...], microbatch: int) -> None:
+    def _send(self, stage: int, works: tuple[Work, ...], microbatch: int) -> None:
         computed = [slot for work in works if (slot := Slot(stage, work, microbatch)) in self.slots]
         self.sent_after.update(dict.fromkeys(computed, self.slots[-1]))
+
+    def _count_from_zero(self) -> None:
+        """Renumber micro-batches: torch's table of 1F1B counts the forward passes of the last rank from one."""
+        firsts: dict[int, int] = {}
+        for slot in self.slots:
+            if slot.work is Work.FORWARD:
+                firsts[slot.stage] = min(firsts.get(slot.stage, slot.microbatch), slot.microbatch)
+        for place, slot in enumerate(self.slots):
+            if slot.work is Work.FORWARD:
+                self.slots[place] = replace(slot, microbatch=slot.microbatch - firsts[slot.stage])
+
+
+@dataclass
+class _LayoutOnly:
+    """The attributes of a stage that the constructors of schedules read: its place, and no module."""
+
+    num_stages: int
+    group_size: int
+    group_rank: int = 0
+    submod: None = None
 
 
 def _notes_of_ranks(
@@ -120,13 +142,23 @@ def _notes_of_ranks(
     if stages_per_rank is None:
         stages_per_rank = traits.default_stages_per_rank
     check_layout(schedule_class, pp_size, stages_per_rank, n_microbatches)
-    num_stages = pp_size * stages_per_rank
-    notes = [_Notes() for _ in range(pp_size)]
-    for rank, indices in enumerate(pipeline_stage_indices(pp_size, num_stages, traits.stage_type)):
-        stages = [_NotingStage(index, num_stages, rank, pp_size, notes[rank]) for index in indices]
-        schedule = schedule_class(stages if traits.is_multistage else stages[0], n_microbatches)
-        schedule._step_microbatches()
-    return notes, stages_per_rank
+    stages = [_LayoutOnly(pp_size * stages_per_rank, pp_size) for _ in range(stages_per_rank)]
+    schedule = schedule_class(stages if traits.is_multistage else stages[0], n_microbatches)
+    # The second table has sends and receives as well. Schedules for one stage per rank send each result at once.
+    table = getattr(schedule, "pipeline_order_with_comms", None) or schedule.pipeline_order
+    if not table:
+        raise ValueError(
+            f"{schedule_class.__name__} has no table of its actions (pipeline_order), so that its timeline is unknown. "
+            "Give the class a method _get_pipeline_order, as ScheduleGPipe of torch has."
+        )
+    return [_Notes(table[rank]) for rank in range(pp_size)], stages_per_rank
+
+
+def _single_actions(actions: Iterable[Any]) -> Iterator[Any]:
+    """Actions without idle places, pairs such as DualPipeV's one after the other."""
+    for action in actions:
+        if action is not None:
+            yield from action.sub_actions or (action,)
 
 
 def _simulate(notes: list[_Notes], num_stages: int) -> dict[Slot, int]:
@@ -172,55 +204,3 @@ def _inputs(slot: Slot, num_stages: int) -> Iterator[list[Slot]]:
             yield [Slot(stage + 1, work, microbatch) for work in (Work.BACKWARD, Work.INPUT_GRADIENT)]
     elif stage > 0:
         yield [Slot(stage - 1, Work.FORWARD, microbatch)]
-
-
-class _NotingStage:
-    """Stands where a schedule expects a stage: computes and sends nothing, and notes what it was asked to compute."""
-
-    submod = None
-    device = "cpu"
-
-    def __init__(self, index: int, num_stages: int, rank: int, pp_size: int, notes: _Notes) -> None:
-        self.stage_index, self.num_stages = index, num_stages
-        self.group_rank, self.group_size = rank, pp_size
-        self.is_first, self.is_last = index == 0, index == num_stages - 1
-        self.args_recv_info: dict[int, tuple[()]] = {0: ()}
-        self.act_send_info: dict[int, list[int]] = {}
-        self._notes = notes
-
-    def forward_one_chunk(self, microbatch: int, *args: Any, **kwargs: Any) -> None:
-        self._notes.compute(self.stage_index, Work.FORWARD, microbatch)
-
-    def backward_one_chunk(self, microbatch: int, *args: Any, full_backward: bool = True, **kwargs: Any) -> None:
-        work = Work.BACKWARD if full_backward else Work.INPUT_GRADIENT
-        self._notes.compute(self.stage_index, work, microbatch)
-
-    def backward_weight_one_chunk(self, microbatch: int, *args: Any, **kwargs: Any) -> None:
-        self._notes.compute(self.stage_index, Work.WEIGHT_GRADIENT, microbatch)
-
-    def get_fwd_send_ops(self, microbatch: int) -> list[Any]:
-        self._notes.send(self.stage_index, (Work.FORWARD,), microbatch)
-        return []
-
-    def get_bwd_send_ops(self, microbatch: int) -> list[Any]:
-        self._notes.send(self.stage_index, (Work.BACKWARD, Work.INPUT_GRADIENT), microbatch)
-        return []
-
-    def get_fwd_recv_ops(self, microbatch: int) -> list[Any]:
-        return []
-
-    get_bwd_recv_ops = get_fwd_recv_ops
-
-    def _get_init_p2p_neighbors_ops(self) -> list[Any]:
-        return []
-
-    def perform_reduce_grad(self, scale: int) -> None:
-        """Nothing to reduce."""
-
-    def _prepare_forward_infra(self, *args: Any, **kwargs: Any) -> None:
-        """Nothing to prepare."""
-
-    def set_local_fwd_input(self, *args: Any) -> None:
-        """Nothing to hand over between two stages of a rank."""
-
-    set_local_bwd_input = get_local_bwd_output = set_local_fwd_input
