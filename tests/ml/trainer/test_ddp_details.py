@@ -367,7 +367,8 @@ class Breaking:
 def _survive(output_dir: Path) -> list[float]:
     trainer = ddp_trainer(output_dir, TokenModel(), Breaking(), trainer_options={"eval_dataset": token_samples(5)})
     with pytest.raises(
-        DistributedError, match="rank 0 failed during loading a batch: ValueError: this sample is broken"
+        DistributedError,
+        match=r"rank 0 failed during loading a batch: DataError: Sample 9 .*ValueError: this sample is broken",
     ):
         trainer.train()
     return [trainer.evaluate()["eval_loss"] for _ in range(2)]

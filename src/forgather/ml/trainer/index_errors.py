@@ -127,7 +127,8 @@ class _Lookup(NamedTuple):
         return (
             f"The model asked {self._embedding()}, which has {num_rows} rows, for row {wrong}, a number that it has "
             f"computed: it is in no key of the batch ({shapes}). Most often it is a position, and the sequences are longer "
-            f"than the model allows: cut them when tokenizing (truncation=True, max_length={num_rows}), or build the model for longer ones."
+            f"than the model allows: cut them when tokenizing (truncation=True, max_length={num_rows}), or "
+            "build the model for longer ones."
         )
 
     def float_message(self) -> str:

@@ -38,7 +38,8 @@ def require_device(asked: str | torch.device | None) -> None:
     if number == 0:
         raise ValueError(
             f"device={str(asked)!r} cannot be used: torch {torch.__version__} finds no {device.type} device "
-            f"({_no_device(device)}). Leave device unset, which takes an accelerator if there is one and else the CPU, or set use_cpu=True."
+            f"({_no_device(device)}). Leave device unset, which takes an accelerator if there is one and else the CPU, or "
+            "set use_cpu=True."
         )
     if device.index is not None and device.index >= number:
         raise ValueError(

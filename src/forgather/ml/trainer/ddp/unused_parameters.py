@@ -26,7 +26,7 @@ def _message(names: list[str]) -> str:
     shown = ", ".join(names[:8]) + (f" and {len(names) - 8} more" if len(names) > 8 else "")
     return (
         f"These parameters had no part in the loss and got no gradient: {shown or 'unknown'}. DDP waits for the gradient of "
-        "every parameter before it averages those that share a bucket with it over the ranks. Use the parameters in the forward "
-        "pass, freeze them with requires_grad_(False), or set ddp={'find_unused_parameters': True}, which looks for them in "
-        "every step (ddp.find_unused_parameters on the command line)."
+        "every parameter before it averages those that share a bucket with it over the ranks. Use the parameters in the "
+        "forward pass, freeze them with requires_grad_(False), or set ddp={'find_unused_parameters': True}, which looks for "
+        "them in every step (ddp.find_unused_parameters on the command line)."
     )
