@@ -112,7 +112,7 @@ def test_an_error_in_a_worker_is_raised_by_all() -> None:
     first, second = run_on_ranks(_fail_in_worker, 2, 22)
     assert first == second
     (_, rank, error_type, message, _, in_time), position, num_workers = first
-    assert (rank, error_type, in_time, position, num_workers) == (0, "OSError", True, 20, 0)
+    assert (rank, error_type, in_time, position, num_workers) == (0, "DataError", True, 20, 0)
     assert f"sample {expected_order()[22]} is broken" in message
 
 
