@@ -129,7 +129,8 @@ def _require_handlers(callback: Any) -> None:
     """Refuse what can never be called; warn of a handler with a name that is almost an event's."""
     names = [name for name in dir(callback) if name.startswith("on_")]
     # A class may make its handlers when they are asked for.
-    if not (names or isinstance(callback, TrainerCallback) or hasattr(callback, "on_step_end")):
+    is_heard = names or isinstance(callback, TrainerCallback) or hasattr(callback, "on_step_end")
+    if not is_heard and type(callback).__module__ == "builtins":
         name = getattr(callback, "__qualname__", None) or repr(callback)
         raise ValueError(
             f"{name} cannot be used as a callback: its type is {type(callback).__name__}, which has no handler to call. "
