@@ -10,6 +10,7 @@ import pytest
 from torch.utils.data import get_worker_info
 from torchdata.stateful_dataloader import StatefulDataLoader
 
+from forgather.ml.trainer.data_errors import DataError
 from forgather.ml.trainer.data_order import seeded_stream, stable_seed
 from tests.ml.trainer.loading import WORKER_IDS, WORKERS, StatefulStream, Stream, as_list, run, stored, train_loader
 
@@ -98,7 +99,7 @@ def test_failure_of_workers_at_their_start_does_not_move_the_position() -> None:
     before = [batch for _, batch in itertools.islice(run(loader), 3)]
     loader.close()
     dataset.fails = True
-    with pytest.raises(OSError, match="the disk is gone"):
+    with pytest.raises(DataError, match="OSError: the disk is gone"):
         next(iter(loader))
     dataset.fails = False
     assert before + list(loader) == expected
