@@ -1,5 +1,6 @@
 """The Makefile looks at Python before it sets anything up."""
 
+import os
 import shutil
 import subprocess
 import sys
@@ -8,13 +9,15 @@ from pathlib import Path
 import pytest
 
 REPOSITORY = Path(__file__).parents[1]
-TARGETS = ["", "setup", "test", "fuzz", "demo", "lint", "bench", "docs", "lock", "test-torch VERSION=2.15.0"]
+TARGETS = ["", "setup", "test", "lock", "test-torch VERSION=2.15.0"]
 
 
 def run_make(folder: Path, *words: str) -> subprocess.CompletedProcess[str]:
     for name in ("Makefile", "requirements.lock", "pyproject.toml"):
         shutil.copy(REPOSITORY / name, folder)
-    return subprocess.run(["make", *words], cwd=folder, capture_output=True, text=True, check=False)
+    # Of the make that may have started these tests, this one is to know nothing.
+    environment = {name: value for name, value in os.environ.items() if not name.startswith(("MAKE", "MFLAGS"))}
+    return subprocess.run(["make", *words], cwd=folder, env=environment, capture_output=True, text=True, check=False)
 
 
 def old_python(folder: Path) -> Path:
