@@ -10,7 +10,7 @@ PIP_FLAGS := --quiet --disable-pip-version-check
 
 export TOKENIZERS_PARALLELISM := false
 
-.PHONY: setup test test-torch fuzz demo demo-checkpoints lint bench docs lock clean
+.PHONY: setup test test-torch fuzz kill-points demo demo-checkpoints lint bench docs lock clean
 
 setup: $(STAMP)
 
@@ -49,6 +49,10 @@ test-torch: $(OTHER_VENV)/.installed
 fuzz: $(STAMP)
 	OMP_NUM_THREADS=1 GLIBC_TUNABLES=glibc.malloc.hugetlb=1 PYTHONMALLOC=malloc \
 		$(BIN)/python -m tests.faults.fuzz --examples 20000
+
+# One of two ranks dies at each of its file operations; the suite tries one of three.
+kill-points: $(STAMP)
+	EVERY_KILL_POINT=1 $(BIN)/python -m pytest tests/faults/test_kill_points.py
 
 # Trains; once more goes on where it stopped.
 demo: $(STAMP)

@@ -1,7 +1,8 @@
 """Kills a job at every file operation of its saves, starts it again, and writes down what it found.
 
-Started as `python -m tests.faults.kill_points <world size> <"exchange" or "renames"> <directory> <report file>`. Importing
-torch takes longer than a whole job, so this process imports it once and forks the ranks; it must stay without threads.
+Started as `python -m tests.faults.kill_points <world size> <"exchange" or "renames"> <directory> <report file> [<every nth>]`.
+Importing torch takes longer than a whole job, so this process imports it once and forks the ranks; it must stay without
+threads.
 """
 
 import json
@@ -260,7 +261,7 @@ def dry_run(setting: Setting) -> tuple[list[KillPoint], dict[str, list[str]]]:
     return points, read_digests(setting, directory)
 
 
-def main(world_size: str, replacement: str, directory: str, report_path: str) -> None:
+def main(world_size: str, replacement: str, directory: str, report_path: str, every: str = "1") -> None:
     setting = Setting(int(world_size), replacement == "exchange", directory)
     torch.set_num_threads(1)
     warm_up()
@@ -269,6 +270,7 @@ def main(world_size: str, replacement: str, directory: str, report_path: str) ->
     if not setting.has_exchange:
         # The rest of the job is the same as with the exchange.
         points = points_of_replacement(points)
+    points = sampled(points, int(every))
     lanes = [
         fork(lambda number=number: run_lane(setting, points[number::NUM_LANES], number))  # type: ignore[misc]
         for number in range(NUM_LANES)
@@ -281,6 +283,18 @@ def main(world_size: str, replacement: str, directory: str, report_path: str) ->
             outcomes += json.load(file)
     with open(report_path, "w") as file:
         json.dump({"digests": {**digests, **later_digests}, "outcomes": outcomes}, file)
+
+
+def sampled(points: Sequence[KillPoint], every: int) -> list[KillPoint]:
+    """One of so many, and the first of each kind on each rank."""
+    kinds: set[tuple[int, str, str]] = set()
+    chosen = []
+    for number, point in enumerate(points):
+        kind = (point.rank, point.operation.split()[0], point.when)
+        if number % every == 0 or kind not in kinds:
+            chosen.append(point)
+        kinds.add(kind)
+    return chosen
 
 
 def points_of_replacement(points: Sequence[KillPoint]) -> list[KillPoint]:

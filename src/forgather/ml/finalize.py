@@ -209,7 +209,8 @@ def _size_of(location: WeightLocation) -> int:
 
 
 def _best_device() -> torch.device:
-    return torch.accelerator.current_accelerator() or torch.device("cpu")
+    # Without the check it names the device that torch was built for, whether or not the machine has it.
+    return torch.accelerator.current_accelerator(check_available=True) or torch.device("cpu")
 
 
 def _put_averages(model: nn.Module, averages: Mapping[str, Tensor]) -> None:
