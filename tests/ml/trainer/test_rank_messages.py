@@ -73,3 +73,14 @@ def test_unused_parameters_are_named(tmp_path: Path, used: int, max_steps: int) 
 def test_unused_parameters_that_are_looked_for(tmp_path: Path) -> None:
     outcomes = outcomes_on_ranks(train_spare, 2, 0, 2, {"find_unused_parameters": True}, str(tmp_path))
     assert [outcome.value for outcome in outcomes] == [2, 2]
+
+
+def train_spare_of_one_rank(output_dir: str) -> int:
+    return train_spare(9 if dist.get_rank() == 0 else 0, 2, {}, output_dir)
+
+
+def test_parameters_that_one_rank_alone_leaves_unused(tmp_path: Path) -> None:
+    """It does not wait for the rank that waits for its gradients."""
+    outcomes = outcomes_on_ranks(train_spare_of_one_rank, 2, str(tmp_path))
+    assert all(outcome.failed for outcome in outcomes)
+    assert "spare.weight" in str(outcomes[1].error_message)

@@ -84,16 +84,22 @@ class DDPTrainer(DataParallelTrainer):
 
     def _reduced_step(self, window: Window, number: int) -> Tensor:
         try:
-            share = super()._forward_backward_step(window, number)
+            return super()._forward_backward_step(window, number)
         except RuntimeError as error:
             better = explained(error, self.unwrapped_model())
             if better is None:
                 raise
             raise better from error
-        if not self._has_reduced and not (self.args.ddp.find_unused_parameters or self.args.ddp.static_graph):
+
+    def _run_backward(self, loss: Tensor) -> None:
+        super()._run_backward(loss)
+        is_reduced = isinstance(self._forward_model, DistributedDataParallel) and self._should_sync_gradients()
+        if self._has_reduced or not is_reduced:
+            return
+        # Before any talk with other ranks: one that has gradients for all still waits for those of this one.
+        if not (self.args.ddp.find_unused_parameters or self.args.ddp.static_graph):
             refuse_unused(self.unwrapped_model())
         self._has_reduced = True
-        return share
 
     def _should_sync_gradients(self) -> bool:
         return self._is_last_micro_batch
