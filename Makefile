@@ -50,7 +50,7 @@ fuzz: $(STAMP)
 	OMP_NUM_THREADS=1 GLIBC_TUNABLES=glibc.malloc.hugetlb=1 PYTHONMALLOC=malloc \
 		$(BIN)/python -m tests.faults.fuzz --examples 20000
 
-# One of two ranks dies at each of its file operations; the suite tries one of three.
+# One of two ranks dies at each of its file operations; the suite tries one of four.
 kill-points: $(STAMP)
 	EVERY_KILL_POINT=1 $(BIN)/python -m pytest tests/faults/test_kill_points.py
 

@@ -102,8 +102,8 @@ def test_kill_of_a_single_process_at_every_file_operation(fast_directory: Path) 
 
 
 def test_kill_of_either_of_two_ranks_at_file_operations(fast_directory: Path) -> None:
-    """At one of three, to save time; `make kill-points` tries all of them."""
-    every = int(os.environ.get("EVERY_KILL_POINT", "3"))
+    """At one of four, to save time; `make kill-points` tries all of them."""
+    every = int(os.environ.get("EVERY_KILL_POINT", "4"))
     report = kill_everywhere(2, "exchange", fast_directory, every)
     # The two race to make the temporary directory, so that the first kind may be missing on one of them.
     assert kinds_of(report, 0) >= ALL_KINDS - {"mkdir"} | {"exchange"}

@@ -127,8 +127,8 @@ def test_every_schedule_trains_like_one_device(tmp_path: Path, reference_dir: st
 @pytest.mark.parametrize("num_ranks", [2, 4])
 def test_adamw_trains_like_on_one_device(tmp_path: Path, reference_dir: str, num_ranks: int) -> None:
     names = list(MODELS)
-    schedules = SCHEDULES if num_ranks == 2 else ("1f1b", "zbv")
-    # The models in turn: both have every schedule with the other optimizer.
+    schedules = tuple(SCHEDULES)[::2] if num_ranks == 2 else ("1f1b", "zbv")
+    # Some schedules, and the models in turn: both have all of them with the other optimizer.
     cases = [(names[number % 2], schedule, "adamw", 1) for number, schedule in enumerate(schedules)]
     assert_equal_to_one_device(tmp_path, reference_dir, num_ranks, cases)
 
