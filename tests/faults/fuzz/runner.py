@@ -206,7 +206,10 @@ class _Allowed:
         lacks_average = target == "ema_state.pt" and (
             self.mutation.kind in ("state.remove", "state.rename") or self.mutation.arguments.get("way") == "missing"
         )
-        return self.mutation.is_sealed and (self.is_data or is_users or lacks_average) and target != MANIFEST
+        # None in place of the loss or of the metrics is what a checkpoint from before the first step says.
+        is_unknown_yet = target == "trainer_state.pt" and self.mutation.arguments.get("value") == "none"
+        is_data = self.is_data or is_users or lacks_average or is_unknown_yet
+        return self.mutation.is_sealed and is_data and target != MANIFEST
 
     @property
     def may_begin_anew(self) -> bool:

@@ -82,7 +82,7 @@ _PROGRESS = Schema(
         "evaluated_step": position,
         "eval_metrics": optional(mapping_of(text, anything)),
         "evaluation_is_pending": flag,
-        "is_scheduled": optional(flag),
+        "is_scheduled": flag,
         "loss": LOSS_STATE,
     },
     may_lack=[*_SINCE_ADDED, "loss"],
