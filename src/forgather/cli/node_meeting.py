@@ -52,6 +52,18 @@ class NodeMeeting(RendezvousHandler):
     def get_run_id(self) -> str:
         return _RUN_ID
 
+    def _retried(self, connect: Callable[[], Any], failure: type[Exception], deadline: float) -> Any:
+        """Connect to node 0, trying again until the deadline: it may start later than this node."""
+        while True:
+            try:
+                return connect()
+            except failure:
+                if self._node_rank == 0:
+                    raise
+                if time.monotonic() > deadline:
+                    raise self._timeout_error() from None
+                time.sleep(_POLL_SECONDS)
+
     def _timeout_error(self) -> TimeoutError:
         missing = self.num_missing()
         who = f"{missing} of {self._num_nodes} nodes" if missing is not None else "node 0"
@@ -119,23 +131,19 @@ class NumberedMeeting(NodeMeeting):
     def _connected(self, deadline: float) -> Store:
         """The store that node 0 hosts; other nodes try to reach it until the deadline."""
         host, port = self._address
-        while True:
-            try:
-                self._server = TCPStore(
-                    host,
-                    port,
-                    is_master=self._node_rank == 0,
-                    timeout=timedelta(seconds=max(deadline - time.monotonic(), 1)),
-                    wait_for_workers=False,
-                    multi_tenant=True,
-                )
-                return PrefixStore(_RUN_ID, self._server)
-            except DistError:
-                if self._node_rank == 0:
-                    raise
-                if time.monotonic() > deadline:
-                    raise self._timeout_error() from None
-                time.sleep(_POLL_SECONDS)
+
+        def connect() -> TCPStore:
+            return TCPStore(
+                host,
+                port,
+                is_master=self._node_rank == 0,
+                timeout=timedelta(seconds=max(deadline - time.monotonic(), 1)),
+                wait_for_workers=False,
+                multi_tenant=True,
+            )
+
+        self._server = self._retried(connect, DistError, deadline)
+        return PrefixStore(_RUN_ID, self._server)
 
     def get_backend(self) -> str:
         return "static"
@@ -182,15 +190,7 @@ class RepeatedMeeting(NodeMeeting):
         parameters = RendezvousParameters(
             "c10d", self.endpoint, _RUN_ID, self._num_nodes, self._num_nodes, local_addr=None, **details
         )
-        while True:
-            try:
-                return get_rendezvous_handler(parameters)
-            except RendezvousConnectionError:
-                if self._node_rank == 0:
-                    raise
-                if time.monotonic() > deadline:
-                    raise self._timeout_error() from None
-                time.sleep(_POLL_SECONDS)
+        return self._retried(lambda: get_rendezvous_handler(parameters), RendezvousConnectionError, deadline)
 
     def get_backend(self) -> str:
         return "c10d"

@@ -176,9 +176,7 @@ def elementary_optimizers(optimizer: Any) -> Iterator[Any]:
         yield optimizer
 
 
-def gradient_error(
-    step: int, action: str, limit: int, is_scaled: bool, findings: Sequence[GradientFinding]
-) -> NonFiniteError:
+def gradient_error(step: int, limit: int, is_scaled: bool, findings: Sequence[GradientFinding]) -> NonFiniteError:
     """The error for gradients that are not finite, of all ranks' findings."""
     first = next((one for one in findings if one.loss is not None and not math.isfinite(one.loss)), None)
     first = first or next((one for one in findings if one.parameters), findings[0])

@@ -197,7 +197,6 @@ class ReportingTrainer(PreparedTrainer):
         if bad_step is not None:
             raise gradient_error(
                 bad_step,
-                self.args.nonfinite_grad,
                 self._watch.limit,
                 self.amp.has_loss_scale,
                 self._findings_of_ranks(
