@@ -48,11 +48,11 @@ test-torch: $(OTHER_VENV)/.installed
 # Hostile checkpoints by the thousand; the suite runs 500 of them.
 fuzz: $(STAMP)
 	OMP_NUM_THREADS=1 GLIBC_TUNABLES=glibc.malloc.hugetlb=1 PYTHONMALLOC=malloc \
-		$(BIN)/python -m tests.faults.fuzz --examples 20000
+		$(BIN)/python -m tests.guarantees.hostile_checkpoints.fuzz --examples 20000
 
 # One of two ranks dies at each of its file operations; the suite tries one of four.
 kill-points: $(STAMP)
-	EVERY_KILL_POINT=1 $(BIN)/python -m pytest tests/faults/test_kill_points.py
+	EVERY_KILL_POINT=1 $(BIN)/python -m pytest tests/guarantees/transactions/test_kill_points.py
 
 # Trains; once more goes on where it stopped.
 demo: $(STAMP)

@@ -24,10 +24,10 @@ import xxhash
 from torch import Tensor, nn
 from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_dict
 
-from forgather.ml.checkpoint.digest import state_digests
+from forgather.ml.checkpoint.components import SharingPattern, StateComponent
+from forgather.ml.checkpoint.coordinator import CheckpointCoordinator
+from forgather.ml.checkpoint.encoding.digest import state_digests
 from forgather.ml.distributed import StaticDistributedEnvironment
-from forgather.ml.trainer.checkpoint_coordinator import CheckpointCoordinator
-from forgather.ml.trainer.checkpoint_types import SharingPattern, StateComponent
 
 # DCP says so at every save and load of a single process, which is what is meant here.
 warnings.filterwarnings("ignore", message="torch.distributed is disabled")

@@ -36,8 +36,8 @@ from rich.console import Console
 from step import MALLOC_NOTE, MS, Cost, facts, settings, spread
 from step_contenders import LOGGING_STEPS, Size
 
-from forgather.ml.trainer.pipeline.schedule_tables import bubble_share
 from forgather.ml.trainer.pipeline.schedules import SCHEDULES, check_layout
+from forgather.ml.trainer.pipeline.schedules.timeline import bubble_share
 
 _NUM_THREADS = 1
 _NUM_RESAMPLES = 2000

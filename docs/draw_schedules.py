@@ -10,8 +10,8 @@ from matplotlib.figure import Figure
 from matplotlib.legend_handler import HandlerTuple
 from matplotlib.patches import Rectangle
 
-from forgather.ml.trainer.pipeline.schedule_tables import TimedSlot, Work, bubble_share, timeline
 from forgather.ml.trainer.pipeline.schedules import SCHEDULES, ScheduleTraits
+from forgather.ml.trainer.pipeline.schedules.timeline import TimedSlot, Work, bubble_share, timeline
 
 IMAGES_PATH = Path(__file__).parent / "images"
 NUM_RANKS, NUM_MICROBATCHES = 4, 8

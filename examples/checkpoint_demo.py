@@ -19,11 +19,11 @@ from rich.console import Console
 from rich.table import Table
 
 from forgather.ml.checkpoint import store
-from forgather.ml.checkpoint.digest import compute_state_hash, state_digests
+from forgather.ml.checkpoint.components import SharingPattern, StateComponent
+from forgather.ml.checkpoint.encoding.digest import compute_state_hash, state_digests
+from forgather.ml.checkpoint.manager import CheckpointConfig, CheckpointManager, RNGState
 from forgather.ml.checkpoint.manifest import read_manifest
 from forgather.ml.distributed import DistributedEnvironment
-from forgather.ml.trainer.checkpoint_manager import CheckpointConfig, CheckpointManager, RNGState
-from forgather.ml.trainer.checkpoint_types import SharingPattern, StateComponent
 
 NUM_RANKS = 2
 SAVE_STEPS = 3

@@ -18,8 +18,8 @@ import torch
 from torch import nn
 
 from forgather.ml.checkpoint import store
-from forgather.ml.sharded_checkpoint import load_checkpoint_metrics
-from forgather.ml.trainer.signals import Preempted
+from forgather.ml.checkpoint.weights.module_weights import load_checkpoint_metrics
+from forgather.ml.trainer.loop.signals import Preempted
 from forgather.ml.trainer.trainer import Trainer
 
 NUM_EVAL_BATCHES = 3

@@ -9,7 +9,7 @@ from torch import Tensor, nn
 from torch.optim import SGD, Adafactor, AdamW, Optimizer
 from torch.optim.lr_scheduler import LambdaLR
 
-from forgather.ml.checkpoint.optimizer_state import OptimizerState
+from forgather.ml.checkpoint.state.optimizer_state import OptimizerState
 
 MakeOptimizer = Callable[[Iterable[Any]], Optimizer]
 

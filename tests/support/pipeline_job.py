@@ -12,10 +12,10 @@ from typing import Any
 from torch import Tensor, nn
 from transformers import GPT2Config, GPT2LMHeadModel
 
-from forgather.ml.trainer.empty_batch import EmptyBatch
 from forgather.ml.trainer.hybrid import HybridTrainer
-from forgather.ml.trainer.model_loss import Window
+from forgather.ml.trainer.loading.empty_batch import EmptyBatch
 from forgather.ml.trainer.pipeline import PipelineTrainer
+from forgather.ml.trainer.step_loss.model_loss import Window
 from forgather.ml.trainer.trainer import Trainer
 from tests.support.tiny_models import tiny_llama
 from tests.support.train_job import NUM_SAMPLES, USUAL_SETTINGS, Samples, Scenario, facts_of, main, sample

@@ -16,12 +16,12 @@ from torch import Tensor, nn
 from torch.distributed import ProcessGroup
 from torch.distributed.device_mesh import DeviceMesh
 
+from forgather.ml.checkpoint.components import SharingPattern, StateComponent
+from forgather.ml.checkpoint.coordinator import CheckpointCoordinator
 from forgather.ml.checkpoint.manifest import MANIFEST_NAME
-from forgather.ml.checkpoint.rng import RNGState
+from forgather.ml.checkpoint.state.rng import RNGState
+from forgather.ml.checkpoint.weights.module_weights import create_sharing_metadata, make_shard_index
 from forgather.ml.distributed import from_env
-from forgather.ml.sharded_checkpoint import create_sharing_metadata, make_shard_index
-from forgather.ml.trainer.checkpoint_coordinator import CheckpointCoordinator
-from forgather.ml.trainer.checkpoint_types import SharingPattern, StateComponent
 
 NUM_LAYERS = 4
 WIDTH = 4

@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from importlib import import_module
 
 from forgather.cli.errors import UsageError, complain, nearest_hint
-from forgather.cli.launch_options import is_worker, was_started_by_us
+from forgather.cli.launch.options import is_worker, was_started_by_us
 
 
 @dataclass(frozen=True)
@@ -22,8 +22,10 @@ class Command:
 
 
 COMMANDS = {
-    "train": Command("forgather.cli.train", "train a model; without a configuration, the demo"),
-    "finalize": Command("forgather.cli.finalize", "make a deployable model of a checkpoint, quantised if asked for"),
+    "train": Command("forgather.cli.commands.train", "train a model; without a configuration, the demo"),
+    "finalize": Command(
+        "forgather.cli.commands.finalize", "make a deployable model of a checkpoint, quantised if asked for"
+    ),
 }
 
 _USAGE = """\

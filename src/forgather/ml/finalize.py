@@ -9,22 +9,23 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor, nn
 
-from forgather.ml.checkpoint import durable, store
+from forgather.ml.checkpoint import store
 from forgather.ml.checkpoint.errors import CheckpointLoadError, CheckpointNotFoundError
-from forgather.ml.checkpoint.file_io import HashingWriter
+from forgather.ml.checkpoint.files import durable
+from forgather.ml.checkpoint.files.hashed_io import HashingWriter
+from forgather.ml.checkpoint.files.state_files import read_state, verify_file
 from forgather.ml.checkpoint.manifest import CheckpointManifest, FileRecord, read_manifest
-from forgather.ml.checkpoint.state_files import read_state, verify_file
-from forgather.ml.layer_report import LayerReport, guessed_head, output_head
-from forgather.ml.no_init_weights import no_init_weights
-from forgather.ml.qat_recipes import convert_qat, recipe_to_base_config, require_qat
-from forgather.ml.quantized_files import architecture_of, load_quantized, save_quantized
-from forgather.ml.sharded_checkpoint import (
+from forgather.ml.checkpoint.weights.module_weights import (
     WeightLocation,
     load_into_modules,
     locate_weights,
     read_tensors,
     write_weights,
 )
+from forgather.ml.no_init_weights import no_init_weights
+from forgather.ml.quantization.files import architecture_of, load_quantized, save_quantized
+from forgather.ml.quantization.layer_report import LayerReport, guessed_head, output_head
+from forgather.ml.quantization.qat import convert_qat, recipe_to_base_config, require_qat
 from forgather.ml.utils import default_dtype
 
 logger = logging.getLogger(__name__)

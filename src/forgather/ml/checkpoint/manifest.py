@@ -10,12 +10,12 @@ from typing import Any
 
 import xxhash
 
-from forgather.ml.checkpoint import strict_json
-from forgather.ml.checkpoint.durable import replace_file
+from forgather.ml.checkpoint.encoding import strict_json
 from forgather.ml.checkpoint.errors import CheckpointCorruptError, CheckpointError, CheckpointVersionError
-from forgather.ml.checkpoint.file_io import CHECKSUM_ALGORITHM
-from forgather.ml.checkpoint.regular_files import read_small_file
-from forgather.ml.checkpoint.state_schema import (
+from forgather.ml.checkpoint.files.durable import replace_file
+from forgather.ml.checkpoint.files.hashed_io import CHECKSUM_ALGORITHM
+from forgather.ml.checkpoint.files.regular_files import read_small_file
+from forgather.ml.checkpoint.state.state_schema import (
     Schema,
     Violation,
     anything,

@@ -6,12 +6,12 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
-from forgather.ml.checkpoint import strict_json
-from forgather.ml.checkpoint.codec import decode_state, encode_state
+from forgather.ml.checkpoint.encoding import strict_json
+from forgather.ml.checkpoint.encoding.codec import decode_state, encode_state
 from forgather.ml.checkpoint.errors import CheckpointCorruptError, CheckpointSaveError
-from forgather.ml.checkpoint.regular_files import read_small_file
+from forgather.ml.checkpoint.files.regular_files import read_small_file
 from forgather.ml.checkpoint.retention import BestCheckpoints
-from forgather.ml.checkpoint.state_schema import (
+from forgather.ml.checkpoint.state.state_schema import (
     Schema,
     Violation,
     anything,

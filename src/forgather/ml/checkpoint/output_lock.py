@@ -19,8 +19,8 @@ from datetime import datetime
 from types import TracebackType
 from typing import Any
 
-from forgather.ml.checkpoint.durable import make_directories
 from forgather.ml.checkpoint.errors import OutputDirLockedError
+from forgather.ml.checkpoint.files.durable import make_directories
 
 logger = logging.getLogger(__name__)
 

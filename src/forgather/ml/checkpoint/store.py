@@ -24,17 +24,17 @@ from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field, replace
 from datetime import UTC, datetime, timedelta
 
-from forgather.ml.checkpoint import durable
 from forgather.ml.checkpoint.errors import (
     CheckpointCorruptError,
     CheckpointError,
     CheckpointNotFoundError,
     CheckpointVersionError,
 )
-from forgather.ml.checkpoint.file_io import HashingWriter, new_hasher
+from forgather.ml.checkpoint.files import durable
+from forgather.ml.checkpoint.files.hashed_io import HashingWriter, new_hasher
+from forgather.ml.checkpoint.files.regular_files import is_real_directory, path_inside
+from forgather.ml.checkpoint.foreign.ownership import SET_ASIDE, Owner, is_ours, owner_of
 from forgather.ml.checkpoint.manifest import MANIFEST_NAME, CheckpointManifest, FileRecord, read_manifest
-from forgather.ml.checkpoint.ownership import SET_ASIDE, Owner, is_ours, owner_of
-from forgather.ml.checkpoint.regular_files import is_real_directory, path_inside
 from forgather.ml.checkpoint.verification import problems_with_file, problems_with_weights
 
 logger = logging.getLogger(__name__)

@@ -2,14 +2,14 @@
 
 import os
 
-from forgather.ml.checkpoint import strict_json
+from forgather.ml.checkpoint.encoding import strict_json
 from forgather.ml.checkpoint.errors import CheckpointCorruptError, CheckpointError, UnregisteredClassError
+from forgather.ml.checkpoint.files.regular_files import path_inside, read_small_file
+from forgather.ml.checkpoint.files.state_files import checked_weights, read_state, verify_file
 from forgather.ml.checkpoint.manifest import CheckpointManifest, FileRecord
 from forgather.ml.checkpoint.metadata import METADATA_NAME, CheckpointMetadata
-from forgather.ml.checkpoint.regular_files import path_inside, read_small_file
-from forgather.ml.checkpoint.state_files import checked_weights, read_state, verify_file
-from forgather.ml.checkpoint.weight_files import HEADER_ENTRY, read_header
-from forgather.ml.checkpoint.weight_location import locate_weights
+from forgather.ml.checkpoint.weights.location import locate_weights
+from forgather.ml.checkpoint.weights.safetensors_io import HEADER_ENTRY, read_header
 
 
 def problems_with_file(directory: str, record: FileRecord) -> list[str]:

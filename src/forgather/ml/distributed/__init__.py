@@ -1,7 +1,7 @@
 """The place of a process in the job, the groups it belongs to, and how ranks agree that something failed."""
 
 from forgather.ml.distributed.agreement import DistributedError, Peers, agree, agreement
-from forgather.ml.distributed.entry import record_entry_point
+from forgather.ml.distributed.entry_point import record_entry_point
 from forgather.ml.distributed.environment import (
     DistributedEnvInterface,
     DistributedEnvironment,
@@ -20,7 +20,7 @@ from forgather.ml.distributed.groups import (
     null_barrier,
     reset_process_groups,
 )
-from forgather.ml.distributed.ordering import main_process_first
+from forgather.ml.distributed.main_process_first import main_process_first
 from forgather.ml.distributed.rank_logging import prefix_logger_rank
 
 __all__ = [

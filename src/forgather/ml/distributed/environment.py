@@ -12,8 +12,8 @@ import torch.distributed as dist
 from torch.distributed.constants import default_pg_timeout
 
 from forgather.ml.distributed.launch_variables import check_place, read_int
-from forgather.ml.distributed.leaving import leave_at_exit
 from forgather.ml.distributed.rendezvous import fresh_store, restarts_share_a_store
+from forgather.ml.distributed.shutdown import leave_at_exit
 
 logger = logging.getLogger(__name__)
 

@@ -5,15 +5,15 @@ The names below are imported when they are first used, so that a program pays on
 
 from typing import TYPE_CHECKING
 
-from forgather.lazy_imports import lazily
+from forgather._lazy import lazily
 
 if TYPE_CHECKING:
+    from forgather.ml.checkpoint.components import SharingPattern, StateComponent
     from forgather.ml.trainer.accelerate.accel_trainer import AccelTrainer, AccelTrainingArguments
     from forgather.ml.trainer.base_trainer import BaseTrainer, BaseTrainingArguments
-    from forgather.ml.trainer.checkpoint_types import SharingPattern, StateComponent
     from forgather.ml.trainer.ddp.ddp_trainer import DDPTrainer, DDPTrainingArguments
     from forgather.ml.trainer.hybrid.hybrid_trainer import HybridTrainer, HybridTrainingArguments
-    from forgather.ml.trainer.nonfinite import NonFiniteError
+    from forgather.ml.trainer.loop.nonfinite import NonFiniteError
     from forgather.ml.trainer.pipeline.pipeline_trainer import PipelineTrainer, PipelineTrainingArguments
     from forgather.ml.trainer.trainer import MinimalTrainingArguments, Trainer, TrainerState, TrainingArguments
     from forgather.ml.trainer.trainer_types import (
@@ -34,7 +34,7 @@ _HOMES = {
     "HybridTrainingArguments": "hybrid.hybrid_trainer",
     "IntervalStrategy": "trainer_types",
     "MinimalTrainingArguments": "trainer",
-    "NonFiniteError": "nonfinite",
+    "NonFiniteError": "loop.nonfinite",
     "PipelineTrainer": "pipeline.pipeline_trainer",
     "PipelineTrainingArguments": "pipeline.pipeline_trainer",
     "SharingPattern": "checkpoint_types",

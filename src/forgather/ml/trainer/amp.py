@@ -9,8 +9,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from forgather.ml.checkpoint.tensor_checks import Where, check_mapping, one_number, whole_number
-from forgather.ml.trainer.nonfinite import LateFlag
+from forgather.ml.checkpoint.state.tensor_checks import Where, check_mapping, one_number, whole_number
+from forgather.ml.trainer.loop.nonfinite import LateFlag
 from forgather.ml.trainer.trainer_types import OptimizerT
 
 logger = logging.getLogger(__name__)

@@ -8,16 +8,16 @@ from typing import Any, ClassVar
 from torch import nn
 from torch.distributed import ProcessGroup
 
-from forgather.ml.trainer.arguments import (
+from forgather.ml.checkpoint.components import SharingPattern, StateComponent, select_components
+from forgather.ml.trainer.arguments.training_arguments import (
     BaseTrainingArguments,
     MinimalTrainingArguments,
     TrainingArguments,
     arguments_from,
 )
-from forgather.ml.trainer.callback_handler import CallbackHandler
-from forgather.ml.trainer.checkpoint_types import SharingPattern, StateComponent, select_components
-from forgather.ml.trainer.given_objects import check_given
-from forgather.ml.trainer.model_construction import checked_builder, refuse_adapters
+from forgather.ml.trainer.callbacks.handler import CallbackHandler
+from forgather.ml.trainer.setup.given_objects import check_given
+from forgather.ml.trainer.setup.model_construction import checked_builder, refuse_adapters
 from forgather.ml.trainer.trainer_types import (
     BaseDataset,
     DataCollatorT,

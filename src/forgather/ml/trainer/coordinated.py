@@ -18,23 +18,23 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed import DeviceMesh, ProcessGroup
 
-from forgather.ml.checkpoint.digest import tensor_digest
+from forgather.ml.checkpoint.components import SharingPattern, StateComponent
+from forgather.ml.checkpoint.encoding.digest import tensor_digest
 from forgather.ml.distributed import DistributedError, Peers
 from forgather.ml.distributed.environment import get_requested_timeout
-from forgather.ml.distributed.exchange import NumberExchange, number_exchange
-from forgather.ml.distributed.links import RankLinks
-from forgather.ml.trainer.callback_handler import asks_for_something, asks_in_steps
-from forgather.ml.trainer.checkpoint_types import SharingPattern, StateComponent
-from forgather.ml.trainer.data_collator import require_mapping
-from forgather.ml.trainer.data_loading import kind_of
-from forgather.ml.trainer.data_order import WHOLE, Part
+from forgather.ml.distributed.number_exchange import NumberExchange, number_exchange
+from forgather.ml.distributed.rank_links import RankLinks
+from forgather.ml.trainer.callbacks.handler import asks_for_something, asks_in_steps
 from forgather.ml.trainer.dataloader_dispatcher import DataloaderDispatcher
-from forgather.ml.trainer.empty_batch import EmptyBatch
-from forgather.ml.trainer.evaluation import EvaluationInterrupted, EvaluationSums, first_batches
-from forgather.ml.trainer.model_loss import Finding, Window
-from forgather.ml.trainer.nonfinite import GradientFinding
-from forgather.ml.trainer.rank_settings import common_settings, require_equal_settings
-from forgather.ml.trainer.signals import STOP_SIGNAL_NAMES
+from forgather.ml.trainer.loading.builders import kind_of
+from forgather.ml.trainer.loading.collation import require_mapping
+from forgather.ml.trainer.loading.data_order import WHOLE, Part
+from forgather.ml.trainer.loading.empty_batch import EmptyBatch
+from forgather.ml.trainer.loop.evaluation_sums import EvaluationInterrupted, EvaluationSums, first_batches
+from forgather.ml.trainer.loop.nonfinite import GradientFinding
+from forgather.ml.trainer.loop.signals import STOP_SIGNAL_NAMES
+from forgather.ml.trainer.setup.rank_settings import common_settings, require_equal_settings
+from forgather.ml.trainer.step_loss.model_loss import Finding, Window
 from forgather.ml.trainer.synchronized_dataloader import NOTHING, Rounds, SynchronizedDataLoader
 from forgather.ml.trainer.trainer import Trainer
 from forgather.ml.trainer.trainer_types import BaseDataset, TrainerControl

@@ -7,11 +7,11 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed import DeviceMesh
 
-from forgather.ml.trainer.changing_buffers import ChangingBuffers
-from forgather.ml.trainer.checkpoint_types import SharingPattern, StateComponent
+from forgather.ml.checkpoint.components import SharingPattern, StateComponent
 from forgather.ml.trainer.coordinated import CoordinatedTrainer
-from forgather.ml.trainer.model_loss import Window
-from forgather.ml.trainer.same_model import require_same_model
+from forgather.ml.trainer.ranks.mutable_buffers import ChangingBuffers
+from forgather.ml.trainer.ranks.same_model import require_same_model
+from forgather.ml.trainer.step_loss.model_loss import Window
 
 
 class DataParallelTrainer(CoordinatedTrainer):

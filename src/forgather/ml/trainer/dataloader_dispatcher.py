@@ -14,12 +14,18 @@ from torch.distributed import DeviceMesh
 
 from forgather.ml.distributed.agreement import DistributedError, Peers
 from forgather.ml.distributed.environment import get_requested_timeout
-from forgather.ml.distributed.links import RankLinks
-from forgather.ml.trainer.batch_messages import Pieces, decode, encode
-from forgather.ml.trainer.batch_transport import Sender, make_receiver, make_sender
-from forgather.ml.trainer.data_order import check_position, draws_random_numbers, goes_on, is_stateful, kept_state
-from forgather.ml.trainer.empty_batch import emptied
-from forgather.ml.trainer.trainer_utils import moved
+from forgather.ml.distributed.rank_links import RankLinks
+from forgather.ml.trainer.loading.batch_messages import Pieces, decode, encode
+from forgather.ml.trainer.loading.batch_transport import Sender, make_receiver, make_sender
+from forgather.ml.trainer.loading.data_order import (
+    check_position,
+    draws_random_numbers,
+    goes_on,
+    is_stateful,
+    kept_state,
+)
+from forgather.ml.trainer.loading.empty_batch import emptied
+from forgather.ml.trainer.setup.trainer_utils import moved
 
 _DURING = "loading a batch"
 _SHORT_BYTES = 2**16

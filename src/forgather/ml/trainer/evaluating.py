@@ -8,8 +8,8 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from forgather.ml.trainer.data_collator import require_mapping
-from forgather.ml.trainer.evaluation import (
+from forgather.ml.trainer.loading.collation import require_mapping
+from forgather.ml.trainer.loop.evaluation_sums import (
     EvaluationInterrupted,
     EvaluationSums,
     checked_by,
@@ -18,14 +18,14 @@ from forgather.ml.trainer.evaluation import (
     no_batches_error,
     samples_in,
 )
-from forgather.ml.trainer.index_errors import explaining_indices
-from forgather.ml.trainer.model_loss import ModelLoss
+from forgather.ml.trainer.loop.index_errors import explaining_indices
+from forgather.ml.trainer.loop.target_watch import warn_of_no_targets
 from forgather.ml.trainer.saving import SavingTrainer
-from forgather.ml.trainer.seeding import undisturbed_random_numbers
-from forgather.ml.trainer.target_watch import warn_of_no_targets
-from forgather.ml.trainer.torch_settings import torch_settings
+from forgather.ml.trainer.setup.seeding import undisturbed_random_numbers
+from forgather.ml.trainer.setup.torch_settings import torch_settings
+from forgather.ml.trainer.setup.trainer_utils import maybe_cleanup_memory, moved, set_train
+from forgather.ml.trainer.step_loss.model_loss import ModelLoss
 from forgather.ml.trainer.trainer_types import BaseDataset
-from forgather.ml.trainer.trainer_utils import maybe_cleanup_memory, moved, set_train
 
 
 class Prediction(NamedTuple):

@@ -9,8 +9,10 @@ from typing import Any, ClassVar
 import torch
 from torch import nn
 
-from forgather.ml.checkpoint.optimizer_state import OptimizerState
-from forgather.ml.checkpoint.rng import RNGState
+from forgather.ml.checkpoint.components import require_known_components, select_components
+from forgather.ml.checkpoint.manager import CheckpointConfig, CheckpointManager
+from forgather.ml.checkpoint.state.optimizer_state import OptimizerState
+from forgather.ml.checkpoint.state.rng import RNGState
 from forgather.ml.distributed import (
     DistributedEnvInterface,
     DistributedEnvironment,
@@ -20,27 +22,26 @@ from forgather.ml.distributed import (
 from forgather.ml.distributed.launch_variables import check_launch_variables
 from forgather.ml.optim.opt_utils import check_group_map
 from forgather.ml.trainer.amp import AMPContext
-from forgather.ml.trainer.checkpoint_manager import CheckpointConfig, CheckpointManager
-from forgather.ml.trainer.checkpoint_types import require_known_components, select_components
-from forgather.ml.trainer.data_loading import ResumableLoader, build_eval_loader, build_train_loader
-from forgather.ml.trainer.data_order import WHOLE, Part
-from forgather.ml.trainer.fused_loss import HiddenStatesModel, make_fused_loss, output_embeddings_of
-from forgather.ml.trainer.given_objects import check_optimization, explains_calls
-from forgather.ml.trainer.gradients import GradientNorm
-from forgather.ml.trainer.model_construction import build_model, refuse_quantized
-from forgather.ml.trainer.model_loss import ModelLoss
-from forgather.ml.trainer.optimizer_setup import (
+from forgather.ml.trainer.loading.builders import ResumableLoader, build_eval_loader, build_train_loader
+from forgather.ml.trainer.loading.data_order import WHOLE, Part
+from forgather.ml.trainer.loop.gradients import GradientNorm
+from forgather.ml.trainer.loop.progress import SchedulerState, TrainerProgress, kept_rates
+from forgather.ml.trainer.loop.signals import StopSignals
+from forgather.ml.trainer.recipes import RecipeTrainer
+from forgather.ml.trainer.setup.given_objects import check_optimization, explains_calls
+from forgather.ml.trainer.setup.model_construction import build_model, refuse_quantized
+from forgather.ml.trainer.setup.optimizer_construction import (
     build_optimizer,
     build_scheduler,
     group_weight_decay,
     optimizer_factory,
     undecayed_names,
 )
-from forgather.ml.trainer.progress import SchedulerState, TrainerProgress, kept_rates
-from forgather.ml.trainer.rank_settings import require_strategy_for_ranks
-from forgather.ml.trainer.recipes import RecipeTrainer
-from forgather.ml.trainer.seeding import choose_seed, seed_everything, seed_of_rank
-from forgather.ml.trainer.signals import StopSignals
+from forgather.ml.trainer.setup.rank_settings import require_strategy_for_ranks
+from forgather.ml.trainer.setup.seeding import choose_seed, seed_everything, seed_of_rank
+from forgather.ml.trainer.setup.trainer_utils import choose_device, enable_hf_activation_checkpointing, require_device
+from forgather.ml.trainer.step_loss.fused import HiddenStatesModel, make_fused_loss, output_embeddings_of
+from forgather.ml.trainer.step_loss.model_loss import ModelLoss
 from forgather.ml.trainer.trainer_types import (
     BaseDataset,
     EnableCheckpointFnT,
@@ -50,7 +51,6 @@ from forgather.ml.trainer.trainer_types import (
     OptimizerFactoryT,
     OptimizerT,
 )
-from forgather.ml.trainer.trainer_utils import choose_device, enable_hf_activation_checkpointing, require_device
 
 logger = logging.getLogger(__name__)
 

@@ -11,22 +11,22 @@ from torch import Tensor
 from torch.utils.data import DataLoader
 
 from forgather.ml.checkpoint.errors import CheckpointError
-from forgather.ml.trainer.arguments import MinimalTrainingArguments
-from forgather.ml.trainer.epoch_loader import name_of
-from forgather.ml.trainer.nonfinite import GradientFinding, GradientWatch, LateFlag, gradient_error
-from forgather.ml.trainer.periodic_function import PeriodicFunction
-from forgather.ml.trainer.preparation import PreparedTrainer
-from forgather.ml.trainer.progress import TrainerProgress
-from forgather.ml.trainer.target_watch import TargetWatch
-from forgather.ml.trainer.trainer_types import TrainerControl
-from forgather.ml.trainer.trainer_types import TrainerState as BaseTrainerState
-from forgather.ml.trainer.training_metrics import (
+from forgather.ml.trainer.arguments.training_arguments import MinimalTrainingArguments
+from forgather.ml.trainer.loading.epoch_loader import name_of
+from forgather.ml.trainer.loop.metrics import (
     IntervalMetrics,
     RunTotals,
     SettledSums,
     SpeedMeter,
     root_mean_square,
 )
+from forgather.ml.trainer.loop.nonfinite import GradientFinding, GradientWatch, LateFlag, gradient_error
+from forgather.ml.trainer.loop.progress import TrainerProgress
+from forgather.ml.trainer.loop.target_watch import TargetWatch
+from forgather.ml.trainer.periodic_function import PeriodicFunction
+from forgather.ml.trainer.preparation import PreparedTrainer
+from forgather.ml.trainer.trainer_types import TrainerControl
+from forgather.ml.trainer.trainer_types import TrainerState as BaseTrainerState
 from forgather.ml.utils import ModelParameterStats, count_parameters, flops_per_token
 
 logger = logging.getLogger(__name__)

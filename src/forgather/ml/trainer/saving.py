@@ -9,13 +9,13 @@ from collections.abc import Iterator, Mapping
 from dataclasses import replace
 from typing import Any
 
+from forgather.ml.checkpoint.components import SharingPattern, StateComponent
+from forgather.ml.checkpoint.coordinator import CheckpointCoordinator
+from forgather.ml.checkpoint.model_selection import is_better, note_best_metric
 from forgather.ml.checkpoint.retention import metric_value
 from forgather.ml.checkpoint.store import CHECKPOINTS_FOLDER, checkpoint_path
-from forgather.ml.sharded_checkpoint import load_checkpoint as load_weights
-from forgather.ml.trainer.checkpoint_coordinator import CheckpointCoordinator
-from forgather.ml.trainer.checkpoint_types import SharingPattern, StateComponent
-from forgather.ml.trainer.model_selection import is_better, note_best_metric
-from forgather.ml.trainer.nonfinite import nonfinite_weights, weights_error
+from forgather.ml.checkpoint.weights.module_weights import load_checkpoint as load_weights
+from forgather.ml.trainer.loop.nonfinite import nonfinite_weights, weights_error
 from forgather.ml.trainer.reporting import ReportingTrainer
 
 logger = logging.getLogger(__name__)

@@ -10,10 +10,16 @@ import torch.distributed as dist
 from torch.distributed import ProcessGroup
 
 from forgather.ml.distributed.agreement import DistributedError, Peers
-from forgather.ml.distributed.exchange import GroupExchange, NumberExchange
 from forgather.ml.distributed.groups import get_global_process_group
-from forgather.ml.trainer.data_order import check_position, draws_random_numbers, goes_on, is_stateful, kept_state
-from forgather.ml.trainer.trainer_utils import moved
+from forgather.ml.distributed.number_exchange import GroupExchange, NumberExchange
+from forgather.ml.trainer.loading.data_order import (
+    check_position,
+    draws_random_numbers,
+    goes_on,
+    is_stateful,
+    kept_state,
+)
+from forgather.ml.trainer.setup.trainer_utils import moved
 
 _DURING = "loading a batch"
 _STEPS_BETWEEN_LOOKS = 64

@@ -12,24 +12,24 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from forgather.ml.trainer.arguments import MinimalTrainingArguments, TrainingArguments
-from forgather.ml.trainer.empty_batch import EmptyBatch
+from forgather.ml.trainer.arguments.training_arguments import MinimalTrainingArguments, TrainingArguments
 from forgather.ml.trainer.evaluating import EvaluatingTrainer
-from forgather.ml.trainer.evaluation import samples_in
-from forgather.ml.trainer.gradients import clear_gradients
-from forgather.ml.trainer.index_errors import explaining_indices
-from forgather.ml.trainer.model_loss import Window
-from forgather.ml.trainer.nonfinite import NonFiniteError, step_if_finite
+from forgather.ml.trainer.loading.empty_batch import EmptyBatch
+from forgather.ml.trainer.loop.evaluation_sums import samples_in
+from forgather.ml.trainer.loop.gradients import clear_gradients
+from forgather.ml.trainer.loop.index_errors import explaining_indices
+from forgather.ml.trainer.loop.nonfinite import NonFiniteError, step_if_finite
+from forgather.ml.trainer.loop.signals import Preempted, StopSignals
 from forgather.ml.trainer.periodic_function import PeriodicFunction
 from forgather.ml.trainer.reporting import TrainerState
-from forgather.ml.trainer.signals import Preempted, StopSignals
-from forgather.ml.trainer.torch_settings import activation_budget, torch_settings
-from forgather.ml.trainer.trainer_types import TrainOutput
-from forgather.ml.trainer.trainer_utils import (
+from forgather.ml.trainer.setup.torch_settings import activation_budget, torch_settings
+from forgather.ml.trainer.setup.trainer_utils import (
     enable_hf_activation_checkpointing,
     maybe_cleanup_memory,
     set_train,
 )
+from forgather.ml.trainer.step_loss.model_loss import Window
+from forgather.ml.trainer.trainer_types import TrainOutput
 
 __all__ = [
     "MinimalTrainingArguments",

@@ -8,7 +8,7 @@ from typing import Any, NamedTuple, Protocol, runtime_checkable
 from torch import Tensor, nn
 from torch.distributed import ProcessGroup
 
-from forgather.ml.trainer.checkpoint_types import StateComponent
+from forgather.ml.checkpoint.components import StateComponent
 
 BaseDataset = Any
 """A map-style dataset, an iterable one, or a loader that yields batches by itself."""

@@ -2,7 +2,7 @@
 
 from typing import TYPE_CHECKING
 
-from forgather.lazy_imports import lazily
+from forgather._lazy import lazily
 
 if TYPE_CHECKING:
     from forgather.ml.trainer.accelerate.accel_trainer import AccelTrainer, AccelTrainingArguments

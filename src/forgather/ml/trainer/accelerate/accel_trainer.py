@@ -14,11 +14,11 @@ from forgather.ml.distributed import (
     get_world_size,
 )
 from forgather.ml.trainer.amp import AMPContext
-from forgather.ml.trainer.arguments import TrainingArguments
+from forgather.ml.trainer.arguments.training_arguments import TrainingArguments
 from forgather.ml.trainer.data_parallel import DataParallelTrainer
-from forgather.ml.trainer.fused_loss import fused_loss_refusal
-from forgather.ml.trainer.given_objects import explains_calls
-from forgather.ml.trainer.model_loss import Window
+from forgather.ml.trainer.setup.given_objects import explains_calls
+from forgather.ml.trainer.step_loss.fused import fused_loss_refusal
+from forgather.ml.trainer.step_loss.model_loss import Window
 from forgather.ml.trainer.trainer_types import OptimizerT
 
 try:

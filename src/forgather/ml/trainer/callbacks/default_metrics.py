@@ -6,7 +6,7 @@ from typing import Any
 
 from torch import nn
 
-from forgather.ml.checkpoint.state_schema import Schema, count, optional
+from forgather.ml.checkpoint.state.state_schema import Schema, count, optional
 from forgather.ml.trainer.callbacks.state_checks import check_callback_state
 from forgather.ml.trainer.trainer_types import TrainerCallback, TrainerState
 from forgather.ml.utils import count_parameters, flops_per_token

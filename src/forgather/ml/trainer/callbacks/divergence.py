@@ -5,7 +5,7 @@ import math
 from collections.abc import Mapping
 from typing import Any
 
-from forgather.ml.checkpoint.state_schema import Schema, count, number, optional
+from forgather.ml.checkpoint.state.state_schema import Schema, count, number, optional
 from forgather.ml.trainer.callbacks.state_checks import check_callback_state
 from forgather.ml.trainer.trainer_types import TrainerCallback, TrainerControl, TrainerState
 

@@ -8,7 +8,7 @@ import time
 from collections.abc import Callable, Mapping
 from typing import Any
 
-from forgather.ml.checkpoint.durable import make_directories, replace_file
+from forgather.ml.checkpoint.files.durable import make_directories, replace_file
 from forgather.ml.trainer.callbacks.repeated_records import RepeatedRecords
 from forgather.ml.trainer.trainer_types import TrainerCallback, TrainerState
 

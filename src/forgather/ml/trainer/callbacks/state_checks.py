@@ -2,7 +2,7 @@
 
 from typing import Any
 
-from forgather.ml.checkpoint.state_schema import Schema
+from forgather.ml.checkpoint.state.state_schema import Schema
 
 
 def check_callback_state(callback: Any, schema: Schema, state: Any) -> None:

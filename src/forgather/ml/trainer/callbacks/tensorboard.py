@@ -7,7 +7,7 @@ import time
 from collections.abc import Iterator, Mapping
 from typing import TYPE_CHECKING, Any
 
-from forgather.ml.checkpoint.state_schema import Schema, every, optional, relative_path, that
+from forgather.ml.checkpoint.state.state_schema import Schema, every, optional, relative_path, that
 from forgather.ml.trainer.callbacks.repeated_records import RepeatedRecords
 from forgather.ml.trainer.callbacks.state_checks import check_callback_state
 from forgather.ml.trainer.trainer_types import TrainerCallback, TrainerState

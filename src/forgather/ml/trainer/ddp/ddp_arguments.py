@@ -2,7 +2,7 @@
 
 from dataclasses import dataclass, field
 
-from forgather.ml.trainer.arguments import ArgumentGroup, TrainingArguments
+from forgather.ml.trainer.arguments.training_arguments import ArgumentGroup, TrainingArguments
 
 
 @dataclass(kw_only=True)

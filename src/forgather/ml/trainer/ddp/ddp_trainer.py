@@ -10,13 +10,13 @@ from torch import Tensor
 from torch.distributed import ProcessGroup
 from torch.nn.parallel import DistributedDataParallel
 
-from forgather.ml.trainer.checkpoint_types import SharingPattern, StateComponent
+from forgather.ml.checkpoint.components import SharingPattern, StateComponent
 from forgather.ml.trainer.data_parallel import DataParallelTrainer
 from forgather.ml.trainer.ddp.ddp_arguments import DDPArguments, DDPTrainingArguments, PostLocalSGDArguments
 from forgather.ml.trainer.ddp.post_local_sgd import PostLocalSGD
 from forgather.ml.trainer.ddp.unused_parameters import explained, refuse_unused
-from forgather.ml.trainer.fused_loss import fused_loss_refusal
-from forgather.ml.trainer.model_loss import Window
+from forgather.ml.trainer.step_loss.fused import fused_loss_refusal
+from forgather.ml.trainer.step_loss.model_loss import Window
 
 __all__ = ["DDPArguments", "DDPTrainer", "DDPTrainingArguments", "PostLocalSGDArguments"]
 

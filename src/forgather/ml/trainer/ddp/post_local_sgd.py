@@ -14,7 +14,7 @@ from torch.distributed.algorithms.model_averaging.averagers import PeriodicModel
 from torch.distributed.optim import PostLocalSGDOptimizer
 from torch.nn.parallel import DistributedDataParallel
 
-from forgather.ml.checkpoint.tensor_checks import Where, check_mapping, whole_number
+from forgather.ml.checkpoint.state.tensor_checks import Where, check_mapping, whole_number
 from forgather.ml.distributed import DistributedEnvInterface, Peers
 from forgather.ml.trainer.ddp.ddp_arguments import PostLocalSGDArguments
 

@@ -8,15 +8,15 @@ from torch import Tensor, nn
 from torch.distributed import DeviceMesh, ProcessGroup
 from torch.distributed.pipelining import PipelineStage
 
-from forgather.ml.trainer.changing_buffers import ChangingBuffers
-from forgather.ml.trainer.checkpoint_types import SharingPattern, StateComponent
-from forgather.ml.trainer.data_order import Part
+from forgather.ml.checkpoint.components import SharingPattern, StateComponent
 from forgather.ml.trainer.hybrid.gradient_reduction import GradientReducer
 from forgather.ml.trainer.hybrid.hybrid_arguments import HybridTrainingArguments
-from forgather.ml.trainer.model_loss import Window
+from forgather.ml.trainer.loading.data_order import Part
 from forgather.ml.trainer.pipeline.pipeline_trainer import PipelineTrainer
 from forgather.ml.trainer.pipeline.pipeline_utils import tensors_of
-from forgather.ml.trainer.pipeline.trained_stage import TrainedStage
+from forgather.ml.trainer.pipeline.schedules.trained_stage import TrainedStage
+from forgather.ml.trainer.ranks.mutable_buffers import ChangingBuffers
+from forgather.ml.trainer.step_loss.model_loss import Window
 
 __all__ = ["HybridTrainer", "HybridTrainingArguments"]
 

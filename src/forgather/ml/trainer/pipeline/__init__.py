@@ -2,17 +2,17 @@
 
 from typing import TYPE_CHECKING
 
-from forgather.lazy_imports import lazily
+from forgather._lazy import lazily
 
 if TYPE_CHECKING:
-    from forgather.ml.trainer.pipeline.automatic_splitter import create_automatic_splitter
-    from forgather.ml.trainer.pipeline.causal_lm_splitter import (
+    from forgather.ml.trainer.pipeline.model_splitter import ModelSplitter
+    from forgather.ml.trainer.pipeline.pipeline_arguments import PipelineTrainingArguments
+    from forgather.ml.trainer.pipeline.pipeline_trainer import PipelineTrainer
+    from forgather.ml.trainer.pipeline.splitters.automatic import create_automatic_splitter
+    from forgather.ml.trainer.pipeline.splitters.causal_lm import (
         create_causal_lm_splitter,
         create_manual_causal_lm_splitter,
     )
-    from forgather.ml.trainer.pipeline.pipeline_arguments import PipelineTrainingArguments
-    from forgather.ml.trainer.pipeline.pipeline_trainer import PipelineTrainer
-    from forgather.ml.trainer.pipeline.splitting import ModelSplitter
 
 __all__ = [
     "ModelSplitter",
@@ -26,11 +26,11 @@ __all__ = [
 __getattr__ = lazily(
     __name__,
     {
-        "ModelSplitter": "splitting",
+        "ModelSplitter": "model_splitter",
         "PipelineTrainer": "pipeline_trainer",
         "PipelineTrainingArguments": "pipeline_arguments",
-        "create_automatic_splitter": "automatic_splitter",
-        "create_causal_lm_splitter": "causal_lm_splitter",
-        "create_manual_causal_lm_splitter": "causal_lm_splitter",
+        "create_automatic_splitter": "splitters.automatic",
+        "create_causal_lm_splitter": "splitters.causal_lm",
+        "create_manual_causal_lm_splitter": "splitters.causal_lm",
     },
 )

@@ -2,7 +2,7 @@
 
 from dataclasses import dataclass
 
-from forgather.ml.trainer.arguments import TrainingArguments
+from forgather.ml.trainer.arguments.training_arguments import TrainingArguments
 from forgather.ml.trainer.pipeline.pipeline_utils import STAGE_TYPES
 
 

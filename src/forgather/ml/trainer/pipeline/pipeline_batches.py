@@ -6,9 +6,9 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from forgather.ml.trainer.data_collator import require_mapping
-from forgather.ml.trainer.loss_weighting import IGNORE_INDEX
-from forgather.ml.trainer.pipeline.schedule_runner import has_rows
+from forgather.ml.trainer.loading.collation import require_mapping
+from forgather.ml.trainer.pipeline.schedules.runner import has_rows
+from forgather.ml.trainer.step_loss.token_weighting import IGNORE_INDEX
 
 _TAKEN_NAMES = {"target", "losses", "return_outputs", "loss_kwargs"}
 

@@ -11,19 +11,19 @@ import torch
 from torch import Tensor, nn
 from torch.distributed import ProcessGroup
 
+from forgather.ml.checkpoint.weights.module_weights import ShardIndex, create_sharing_metadata, make_shard_index
 from forgather.ml.construct import torch_dtype
-from forgather.ml.sharded_checkpoint import ShardIndex, create_sharing_metadata, make_shard_index
-from forgather.ml.trainer.model_construction import build_model, with_real_buffers
 from forgather.ml.trainer.pipeline.forward_only import Meta
+from forgather.ml.trainer.pipeline.model_splitter import ModelSplitter, Stage
 from forgather.ml.trainer.pipeline.pipeline_utils import (
     assert_no_duplicate_fqns,
     missing_buffers,
     require_all_fqns,
     tensors_of,
 )
-from forgather.ml.trainer.pipeline.splitting import ModelSplitter, Stage
-from forgather.ml.trainer.pipeline.stage_building import RankModel, materialise, stream_values
+from forgather.ml.trainer.pipeline.splitters.stage_building import RankModel, materialise, stream_values
 from forgather.ml.trainer.pipeline.tied_weights import canonical_names
+from forgather.ml.trainer.setup.model_construction import build_model, with_real_buffers
 from forgather.ml.utils import count_parameters, default_dtype
 
 logger = logging.getLogger(__name__)

@@ -13,22 +13,22 @@ from torch.distributed.pipelining import ScheduleGPipe
 
 from forgather.ml.distributed.environment import get_requested_timeout, get_world_size
 from forgather.ml.trainer.coordinated import CoordinatedTrainer
-from forgather.ml.trainer.data_order import WHOLE, Part
-from forgather.ml.trainer.given_objects import explains_calls
-from forgather.ml.trainer.layer_recipes import apply_layer_recipe
-from forgather.ml.trainer.own_loss import compared, reason_for_own_loss
-from forgather.ml.trainer.pipeline.causal_lm_splitter import create_causal_lm_splitter
-from forgather.ml.trainer.pipeline.example_batch import example_batch, sample_batch
+from forgather.ml.trainer.loading.data_order import WHOLE, Part
+from forgather.ml.trainer.pipeline.model_splitter import ModelSplitter
 from forgather.ml.trainer.pipeline.pipeline_arguments import PipelineTrainingArguments
 from forgather.ml.trainer.pipeline.pipeline_batches import PipelineBatch, taken_apart
 from forgather.ml.trainer.pipeline.pipeline_model import PipelineModel, model_without_memory, whole_model
 from forgather.ml.trainer.pipeline.pipeline_utils import pipeline_stage_indices
 from forgather.ml.trainer.pipeline.schedules import check_layout, find_schedule, traits_of
-from forgather.ml.trainer.pipeline.splitting import ModelSplitter
+from forgather.ml.trainer.pipeline.splitters.causal_lm import create_causal_lm_splitter
+from forgather.ml.trainer.pipeline.splitters.example_batch import example_batch, sample_batch
 from forgather.ml.trainer.pipeline.tied_weights import TiedWeight, tied_weights
-from forgather.ml.trainer.rank_settings import described
-from forgather.ml.trainer.seeding import seed_everything, seed_of_rank, undisturbed_random_numbers
-from forgather.ml.trainer.trainer_utils import moved
+from forgather.ml.trainer.recipes.layers import apply_layer_recipe
+from forgather.ml.trainer.setup.given_objects import explains_calls
+from forgather.ml.trainer.setup.rank_settings import described
+from forgather.ml.trainer.setup.seeding import seed_everything, seed_of_rank, undisturbed_random_numbers
+from forgather.ml.trainer.setup.trainer_utils import moved
+from forgather.ml.trainer.step_loss.own_loss import compared, reason_for_own_loss
 from forgather.ml.utils import ModelParameterStats
 
 logger = logging.getLogger(__name__)

@@ -11,30 +11,30 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.pipelining import PipelineStage
 
+from forgather.ml.checkpoint.components import SharingPattern, StateComponent
+from forgather.ml.checkpoint.weights.module_weights import load_into_modules, locate_weights
 from forgather.ml.loss import CausalLoss
-from forgather.ml.sharded_checkpoint import load_into_modules, locate_weights
-from forgather.ml.trainer.checkpoint_types import SharingPattern, StateComponent
-from forgather.ml.trainer.data_collator import require_mapping
-from forgather.ml.trainer.empty_batch import EmptyBatch
-from forgather.ml.trainer.evaluation import EvaluationSums, samples_in
-from forgather.ml.trainer.fused_loss import HiddenStatesModel, make_fused_loss, output_embeddings_of, unfused
-from forgather.ml.trainer.gradients import GradientNorm
-from forgather.ml.trainer.loss_traits import Traits
-from forgather.ml.trainer.loss_weighting import StepLoss
-from forgather.ml.trainer.model_loss import ModelLoss, Window
+from forgather.ml.trainer.loading.collation import require_mapping
+from forgather.ml.trainer.loading.empty_batch import EmptyBatch
+from forgather.ml.trainer.loop.evaluation_sums import EvaluationSums, samples_in
+from forgather.ml.trainer.loop.gradients import GradientNorm
+from forgather.ml.trainer.loop.progress import fits_any_groups
 from forgather.ml.trainer.pipeline.forward_only import ForwardOnly, Meta, Metas
 from forgather.ml.trainer.pipeline.generation import GenerationOptions, generate
+from forgather.ml.trainer.pipeline.model_splitter import Stage
 from forgather.ml.trainer.pipeline.pipeline_arguments import PipelineTrainingArguments
 from forgather.ml.trainer.pipeline.pipeline_preparation import StagedTrainer
-from forgather.ml.trainer.pipeline.schedule_runner import ScheduleRunner, micro_batches
-from forgather.ml.trainer.pipeline.splitting import Stage
+from forgather.ml.trainer.pipeline.schedules.runner import ScheduleRunner, micro_batches
+from forgather.ml.trainer.pipeline.schedules.trained_stage import TrainedStage
 from forgather.ml.trainer.pipeline.tied_weights import add_gradients, compare_copies, total_norm
-from forgather.ml.trainer.pipeline.trained_stage import TrainedStage
-from forgather.ml.trainer.progress import fits_any_groups
-from forgather.ml.trainer.seeding import undisturbed_random_numbers
+from forgather.ml.trainer.setup.seeding import undisturbed_random_numbers
+from forgather.ml.trainer.setup.torch_settings import torch_settings
+from forgather.ml.trainer.setup.trainer_utils import set_train
+from forgather.ml.trainer.step_loss.fused import HiddenStatesModel, make_fused_loss, output_embeddings_of, unfused
+from forgather.ml.trainer.step_loss.loss_traits import Traits
+from forgather.ml.trainer.step_loss.model_loss import ModelLoss, Window
+from forgather.ml.trainer.step_loss.token_weighting import StepLoss
 from forgather.ml.trainer.synchronized_dataloader import Rounds
-from forgather.ml.trainer.torch_settings import torch_settings
-from forgather.ml.trainer.trainer_utils import set_train
 
 __all__ = ["PipelineTrainer", "PipelineTrainingArguments"]
 

@@ -8,9 +8,9 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed import ProcessGroup
 
-from forgather.ml.checkpoint.digest import tensor_digest
+from forgather.ml.checkpoint.encoding.digest import tensor_digest
 from forgather.ml.checkpoint.errors import ReplicationError
-from forgather.ml.checkpoint.weight_files import SharingMetadataT
+from forgather.ml.checkpoint.weights.safetensors_io import SharingMetadataT
 from forgather.ml.distributed import Peers
 from forgather.ml.distributed.environment import get_requested_timeout
 

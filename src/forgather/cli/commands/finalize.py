@@ -1,0 +1,67 @@
+"""`forgather finalize`: a deployable model from a checkpoint."""
+
+import argparse
+from collections.abc import Sequence
+from typing import NoReturn
+
+from forgather.cli.errors import UsageError, nearest_hint
+from forgather.cli.process_setup import make_current_directory_importable, share_processors, silence_libraries
+from forgather.ml.quantization import QAT_RECIPES
+
+_EPILOG = f"""\
+recipes: {", ".join(QAT_RECIPES)}.
+The quantised model loads with from_pretrained of transformers, or forgather.ml.finalize.load_finalized.
+"""
+
+
+class _Parser(argparse.ArgumentParser):
+    """Leaves it to the program how mistakes are told."""
+
+    def error(self, message: str) -> NoReturn:
+        raise UsageError(f"forgather finalize: {message}. forgather finalize --help shows how it is called.")
+
+
+def run(words: Sequence[str]) -> int:
+    """Run the command with the words behind its name; returns the exit code."""
+    parser = _parser()
+    if "-h" in words or "--help" in words:
+        print(parser.format_help(), end="")
+        return 0
+    options = parser.parse_args(list(words))
+    if options.quantize is not None and options.quantize not in QAT_RECIPES:
+        raise UsageError(
+            f"--quantize {options.quantize}: there is no such recipe.{nearest_hint(options.quantize, QAT_RECIPES)} There are "
+            f"{', '.join(QAT_RECIPES)}."
+        )
+    silence_libraries()
+    share_processors()
+    if options.config is not None:
+        # Only then: this may be a directory that came with a checkpoint, and no code of it is to run unasked.
+        make_current_directory_importable()
+    from forgather.cli.work.finalize import finalize
+
+    return finalize(options)
+
+
+def _parser() -> _Parser:
+    parser = _Parser(
+        prog="forgather finalize",
+        description="Write the model of a checkpoint as a Hugging Face directory, quantised if asked for.",
+        epilog=_EPILOG,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+        allow_abbrev=False,
+    )
+    parser.add_argument("path", metavar="PATH", help="a checkpoint, or an output directory (its newest checkpoint)")
+    parser.add_argument("output", metavar="OUT", help="a new directory for the model")
+    parser.add_argument(
+        "--quantize", metavar="RECIPE", help="quantise the linear layers, and report the loss before and after"
+    )
+    parser.add_argument("--ema", action="store_true", help="take the averaged weights (of a run with args.ema_decay)")
+    parser.add_argument(
+        "--config",
+        metavar="CONFIG",
+        help="the configuration of the run; by default the one in the checkpoint, if it names no code to run",
+    )
+    parser.add_argument("--no-evaluation", action="store_true", help="do not measure losses, which needs the data")
+    parser.add_argument("--json", action="store_true", help="report as JSON")
+    return parser

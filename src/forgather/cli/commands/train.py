@@ -1,0 +1,106 @@
+"""`forgather train`: reads the configuration, then trains, here or in processes that it starts."""
+
+import os
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from forgather.cli.config.trainer_kinds import check_num_processes
+from forgather.cli.errors import UsageError
+from forgather.cli.launch.options import (
+    check_against_launcher,
+    is_worker,
+    num_processes_of_job,
+    take_launch_options,
+    was_started_by_us,
+)
+from forgather.cli.process_setup import make_current_directory_importable, share_processors, silence_libraries
+
+if TYPE_CHECKING:
+    from forgather.cli.config.parser import Option
+    from forgather.cli.config.schema import Configuration
+
+DEMO = Path(__file__).parents[1] / "config" / "demo.yaml"
+
+
+def run(words: Sequence[str]) -> int:
+    """Run the command with the words behind its name; returns the exit code."""
+    if "-h" in words or "--help" in words:
+        from forgather.cli.config.help import help_text
+
+        print(help_text(), end="")
+        return 0
+    silence_libraries()
+    share_processors()
+    make_current_directory_importable()
+    if not is_worker():
+        return _run(words)
+    from forgather.ml.distributed import record_entry_point
+
+    # A launcher learns from this record which of its processes failed first, and why.
+    return record_entry_point(_run)(words) or 0
+
+
+def read_configuration(words: Sequence[str]) -> "tuple[Configuration, bool]":
+    """The configuration that file and options make, and whether it is the demo's."""
+    from forgather.cli.config.parser import ConfigurationParser, split_options, trainer_kind
+
+    files, given = split_options(words)
+    if len(files) > 1:
+        raise UsageError(f"One configuration file at a time: got {', '.join(files)}. Options begin with two dashes.")
+    path, name = (os.path.expanduser(files[0]), files[0]) if files else (str(DEMO), DEMO.name)
+    options = [_in_full(option) for option in given]
+    parser = ConfigurationParser(trainer_kind(path, options))
+    parser.read_file(path, name)
+    for option in options:
+        parser.override(option)
+    return parser.configuration(), not files
+
+
+def _run(words: Sequence[str]) -> int:
+    """Train, or have others train."""
+    options, other_words = take_launch_options(words)
+    if options.devices is not None:
+        # Before torch counts the devices.
+        os.environ["CUDA_VISIBLE_DEVICES"] = options.devices
+    configuration, is_demo = read_configuration([word for word in other_words if word != "--print_config"])
+    is_main = int(os.environ.get("RANK", "0")) == 0
+    if "--print_config" in other_words:
+        from forgather.cli.config import parser, yaml_reader
+
+        if is_main:
+            print(yaml_reader.dump(parser.to_dict(configuration)), end="")
+        return 0
+    if is_worker():
+        check_against_launcher(options)
+    check_num_processes(configuration.trainer.kind, num_processes_of_job(options))
+    if is_demo and is_main and not was_started_by_us():
+        _introduce_demo()
+    if options.needs_launcher and not is_worker():
+        from forgather.cli.launch.agent import launch
+
+        return launch(options, ["train", *words])
+    from forgather.cli.work.train import train
+
+    return train(configuration, words if is_demo else None)
+
+
+def _in_full(option: "Option") -> "Option":
+    """`--trainer KIND` is short for `--trainer.kind KIND`; a mapping is the section."""
+    from forgather.cli.config.parser import Option
+
+    is_kind = option.key == "trainer" and not (option.text or "").lstrip().startswith("{")
+    return Option("trainer.kind", option.text) if is_kind else option
+
+
+def _introduce_demo() -> None:
+    """Said before the libraries are imported, which takes some seconds."""
+    from rich.text import Text
+
+    from forgather.ml.trainer.callbacks.console import get_console
+
+    title = Text("forgather demo", style="bold")
+    text = Text("a small Llama learns the source of Python's standard library, byte by byte")
+    get_console().print(title + Text("  ") + text, soft_wrap=True)
+    sys.stdout.flush()

@@ -1,0 +1,93 @@
+"""The parts of a run, made as its configuration says; models and data have modules of their own."""
+
+from collections.abc import Mapping
+from typing import Any
+
+from forgather.cli.config import class_paths
+from forgather.cli.config.schema import Configuration, FactorySection, TokenizerSection, TrainerSection
+from forgather.cli.config.trainer_kinds import TRAINERS, find_kind
+from forgather.cli.errors import UsageError
+from forgather.data.byte_tokenizer import byte_tokenizer
+from forgather.ml.trainer.step_loss.token_weighting import parameters_of
+
+_CALLBACKS_MODULE = "forgather.ml.trainer.callbacks"
+
+
+def build_tokenizer(section: TokenizerSection) -> Any:
+    """The tokenizer of the configuration; without one, one token per byte."""
+    if section.path is not None and section.class_path is not None:
+        raise UsageError("tokenizer.path and tokenizer.class_path exclude each other: remove one of the two.")
+    if section.class_path is not None:
+        return class_paths.call(section.class_path, section.init_args, "tokenizer")
+    if section.path is None:
+        if section.init_args:
+            raise UsageError(
+                f"tokenizer.init_args={section.init_args!r} are keywords of tokenizer.class_path, or of the tokenizer in "
+                "tokenizer.path, and there is neither: set one of them, or leave tokenizer.init_args out."
+            )
+        return byte_tokenizer()
+    path = class_paths.require_directory(section.path, "tokenizer.path")
+    from transformers import AutoTokenizer
+
+    return AutoTokenizer.from_pretrained(path, local_files_only=True, **section.init_args)
+
+
+def build_callbacks(configuration: Configuration) -> list[Any]:
+    """The callbacks of the configuration; the trainer adds its default ones, if wanted."""
+    callbacks: list[Any] = []
+    for number, entry in enumerate(configuration.callbacks):
+        key = f"callbacks[{number}]"
+        callbacks.append(class_paths.call(entry["class_path"], entry.get("init_args", {}), key, _CALLBACKS_MODULE))
+    return callbacks
+
+
+def build_stage_options(section: TrainerSection) -> dict[str, Any]:
+    """The keywords by which a trainer divides the model, for those trainers that do."""
+    options: dict[str, Any] = {}
+    if section.schedule is not None:
+        options["pipe_schedule_factory"] = section.schedule
+    if section.splitter.class_path is not None:
+        options["model_splitter"] = class_paths.call(
+            section.splitter.class_path, section.splitter.init_args, "trainer.splitter"
+        )
+    if options and not find_kind(section.kind).has_stages:
+        asked = "trainer.schedule" if section.schedule is not None else "trainer.splitter"
+        able = " or ".join(f"--trainer {name}" for name, kind in TRAINERS.items() if kind.has_stages)
+        raise UsageError(
+            f"{asked} is for {able}, but trainer.kind is {section.kind!r}, which does not divide the model."
+        )
+    return options
+
+
+def build_loss(section: FactorySection) -> dict[str, Any]:
+    """The keyword by which a trainer gets its loss function; a class is one of such functions and is instantiated.
+
+    What takes the head of the model first (`output_embeddings`) makes a fused loss.
+    """
+    if section.class_path is None:
+        return {"compute_loss_func": class_paths.partial(section, "loss")}
+    function: Any = class_paths.find_object(section.class_path, "loss.class_path")
+    if next(iter(parameters_of(function)), None) == "output_embeddings":
+        return {"fused_loss_factory": class_paths.partial(section, "loss")}
+    if isinstance(function, type):
+        return {"compute_loss_func": class_paths.call(section.class_path, section.init_args, "loss")}
+    return {"compute_loss_func": class_paths.partial(section, "loss") if section.init_args else function}
+
+
+def build_optimizer_groups(groups: Mapping[str, Any] | None) -> dict[str, Any] | None:
+    """The groups with their factories in place of their paths."""
+    if groups is None:
+        return None
+    built: dict[str, Any] = {}
+    for name, group in groups.items():
+        built[name] = group
+        if isinstance(group, Mapping) and group.get("factory") is not None:
+            key = f"optimizer_groups.{name}.factory"
+            built[name] = {**group, "factory": class_paths.partial(_factory_section(group["factory"], key), key)}
+    return built
+
+
+def _factory_section(value: Any, key: str) -> FactorySection:
+    if not isinstance(value, Mapping) or "class_path" not in value or set(value) - {"class_path", "init_args"}:
+        raise UsageError(f"{key}={value!r}: expected class_path, and init_args if it has any.")
+    return FactorySection(**value)

@@ -1,0 +1,81 @@
+"""Objects by the path of their class or function, and directories by theirs."""
+
+import functools
+import inspect
+import os
+from collections.abc import Callable, Mapping
+from importlib import import_module
+from typing import Any
+
+from forgather.cli.config.schema import FactorySection
+from forgather.cli.errors import UsageError, nearest_hint
+
+
+def find_object(path: str, key: str, home: str | None = None) -> Any:
+    """What a dotted path names; a name without dots is looked up in the module `home`. `key` is who asks."""
+    module_name, _, name = path.rpartition(".")
+    module_name = module_name or home or ""
+    if not module_name:
+        raise UsageError(f"{key}={path!r} has no module: write it as package.module.{path}.")
+    try:
+        module = import_module(module_name)
+    except ModuleNotFoundError as error:
+        if error.name is not None and not f"{module_name}.".startswith(f"{error.name}."):
+            # The module is there, but what it imports is not.
+            raise
+        raise UsageError(f"{key}={path!r}: there is no module {error.name!r}.") from None
+    try:
+        return getattr(module, name)
+    except AttributeError:
+        hint = nearest_hint(name, [known for known in dir(module) if not known.startswith("_")])
+        raise UsageError(f"{key}={path!r}: {module_name} has no {name!r}.{hint}") from None
+
+
+def call(path: str, keywords: Mapping[str, Any], key: str, home: str | None = None) -> Any:
+    """The result of the callable at `path`."""
+    function = find_object(path, f"{key}.class_path", home)
+    check_keywords(function, keywords, key, num_positional=0)
+    return function(**keywords)
+
+
+def partial(section: FactorySection, key: str) -> Callable[..., Any] | None:
+    """The callable of a section with its keywords bound, to be called with one argument more; None without one."""
+    if section.class_path is None:
+        if section.init_args:
+            raise UsageError(f"{key}.init_args={section.init_args!r} has no {key}.class_path whose keywords they are.")
+        return None
+    function = find_object(section.class_path, f"{key}.class_path")
+    check_keywords(function, section.init_args, key, num_positional=1)
+    return functools.partial(function, **section.init_args)
+
+
+def check_keywords(function: Any, keywords: Mapping[str, Any], key: str, num_positional: int) -> None:
+    """Refuse keywords that a callable does not take, and notice those that it lacks, before anything is built."""
+    try:
+        signature = inspect.signature(function)
+    except (TypeError, ValueError):
+        # Some callables written in C do not tell; the call itself will.
+        return
+    takes_any = any(parameter.kind is inspect.Parameter.VAR_KEYWORD for parameter in signature.parameters.values())
+    for name in keywords:
+        if name not in signature.parameters and not takes_any:
+            raise UsageError(
+                f"{key}.init_args: {_name(function)} takes no {name!r}.{nearest_hint(name, signature.parameters)}"
+            )
+    try:
+        signature.bind(*[None] * num_positional, **keywords)
+    except TypeError as error:
+        raise UsageError(
+            f"{key}.init_args: {_name(function)} cannot be called with {dict(keywords)}: {error}."
+        ) from None
+
+
+def require_directory(path: str, key: str) -> str:
+    """The path of a directory that exists."""
+    if not os.path.isdir(os.path.expanduser(path)):
+        raise UsageError(f"{key}={path!r}: there is no such directory (nothing is downloaded; give a local one).")
+    return os.path.expanduser(path)
+
+
+def _name(function: Any) -> str:
+    return str(getattr(function, "__qualname__", function))

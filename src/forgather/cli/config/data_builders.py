@@ -1,0 +1,178 @@
+"""The data of a run: packed sequences of tokens, or the datasets that a callable returns."""
+
+import logging
+import os
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from forgather.cli.config import class_paths
+from forgather.cli.config.schema import DataSection
+from forgather.cli.errors import UsageError
+from forgather.data.documents import find_files, is_compressed, read_documents, read_saved_dataset
+from forgather.data.packed import PackedTokens
+from forgather.data.token_store import (
+    EvaluationShare,
+    TokenArray,
+    file_identity,
+    split_by_tokens,
+    tokenize,
+    tokenize_to_files,
+)
+from forgather.ml.trainer.arguments.training_arguments import TrainingArguments
+
+logger = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True)
+class Datasets:
+    """What to train and evaluate on."""
+
+    train: Any
+    eval: Any | None
+
+
+def build_datasets(section: DataSection, tokenizer: Any, args: TrainingArguments) -> Datasets:
+    """Datasets of packed sequences, or those that the callable of the section returns."""
+    wants_evaluation = args.eval_strategy != "no" or args.eval_on_save
+    ways = {"files": bool(section.files), "dataset": section.dataset is not None, "class_path": section.class_path}
+    given = [name for name, is_given in ways.items() if is_given]
+    if len(given) != 1:
+        said = f"it has {' and '.join(given)}" if given else "it has none of them"
+        raise UsageError(f"The data needs exactly one of {', '.join(f'data.{name}' for name in ways)}; {said}.")
+    _refuse_unused(section, given[0])
+    if section.class_path is not None:
+        made = class_paths.call(section.class_path, section.init_args, "data")
+        if isinstance(made, Mapping):
+            return _ready_datasets(made)
+        tokens = tokenize(made, tokenizer, _share(section))
+    elif section.dataset is not None:
+        tokens = _from_saved_dataset(section, section.dataset, tokenizer)
+    else:
+        tokens = _from_files(section, tokenizer, section.cache_dir or os.path.join(args.output_dir, "tokens"))
+    if not section.eval_files and section.eval_split is None:
+        tokens = _with_both_splits(tokens, section, wants_evaluation)
+    return _packed(tokens, section, tokenizer)
+
+
+def _refuse_unused(section: DataSection, way: str) -> None:
+    """Refuse evaluation data that the chosen way to the training data does not look at."""
+    for name, needed in (("eval_files", "files"), ("eval_split", "dataset")):
+        value = getattr(section, name)
+        if value and way != needed:
+            raise UsageError(
+                f"data.{name}={value!r} has no effect beside data.{way}: it belongs to data.{needed}. Leave it out: "
+                "data.eval_fraction of the documents are then kept for evaluation."
+            )
+    if section.eval_split == "train":
+        raise UsageError(
+            "data.eval_split='train' would evaluate on the training data. Name another split, or leave it out: "
+            "data.eval_fraction of the documents are then kept from training."
+        )
+
+
+def _with_both_splits(
+    tokens: dict[str, TokenArray], section: DataSection, wants_evaluation: bool
+) -> dict[str, TokenArray]:
+    """The splits as they are; where so few documents leave one of them empty, those of the tokens in their order."""
+    train, evaluation = tokens["train"], tokens["eval"]
+    lacks_train, lacks_eval = not train.num_documents, not evaluation.num_documents
+    if lacks_train == lacks_eval or section.eval_fraction == 0 or (lacks_eval and not wants_evaluation):
+        return tokens
+    whole = evaluation if lacks_train else train
+    if not wants_evaluation:
+        return {"train": whole, "eval": train}
+    logger.info(
+        "data.eval_fraction=%g of %d document(s) would leave nothing to %s on: the last %g%% of the tokens are kept for "
+        "evaluation instead.",
+        section.eval_fraction,
+        whole.num_documents,
+        "train" if lacks_train else "evaluate",
+        100 * section.eval_fraction,
+    )
+    return split_by_tokens(whole, section.eval_fraction)
+
+
+def _share(section: DataSection, fraction: float | None = None) -> EvaluationShare:
+    return EvaluationShare(section.eval_fraction if fraction is None else fraction, section.seed)
+
+
+def _from_files(section: DataSection, tokenizer: Any, folder: str) -> dict[str, TokenArray]:
+    def tokens_of(files: list[str], share: EvaluationShare) -> dict[str, TokenArray]:
+        sources = [section.text_field, *map(_identity, files)]
+        return tokenize_to_files(read_documents(files, section.text_field), tokenizer, share, folder, sources)
+
+    files = find_files(section.files)
+    if not section.eval_files:
+        return tokens_of(files, _share(section))
+    eval_files, everything = find_files(section.eval_files), _share(section, 0.0)
+    _warn_of_shared(files, eval_files)
+    return {"train": tokens_of(files, everything)["train"], "eval": tokens_of(eval_files, everything)["train"]}
+
+
+def _identity(path: str) -> str:
+    """What changes with a file; tokens of compressed files that were kept before these were decompressed are not found."""
+    return f"{file_identity(path)} decompressed" if is_compressed(path) else file_identity(path)
+
+
+def _warn_of_shared(files: list[str], eval_files: list[str]) -> None:
+    places = {os.path.realpath(path) for path in files}
+    shared = [path for path in eval_files if os.path.realpath(path) in places]
+    if shared:
+        logger.warning(
+            "%d of %d files of data.eval_files are in data.files too (such as %s): evaluations measure text that the model "
+            "was trained on.",
+            len(shared),
+            len(eval_files),
+            shared[0],
+        )
+
+
+def _from_saved_dataset(section: DataSection, path: str, tokenizer: Any) -> dict[str, TokenArray]:
+    def tokens_of(split: str, share: EvaluationShare) -> dict[str, TokenArray]:
+        return tokenize(read_saved_dataset(path, section.text_field, split), tokenizer, share)
+
+    if section.eval_split is None:
+        return tokens_of("train", _share(section))
+    everything = _share(section, 0.0)
+    # The smaller one first: if it is not there, the other need not be tokenised to say so.
+    evaluation = tokens_of(section.eval_split, everything)
+    return {"train": tokens_of("train", everything)["train"], "eval": evaluation["train"]}
+
+
+def _packed(tokens: Mapping[str, TokenArray], section: DataSection, tokenizer: Any) -> Datasets:
+    padding = tokenizer.pad_token_id if tokenizer.pad_token_id is not None else tokenizer.eos_token_id or 0
+
+    def packed(split: str) -> PackedTokens:
+        one = tokens[split]
+        return PackedTokens(one.tokens, one.document_starts, section.sequence_length, padding)
+
+    train, evaluation = packed("train"), packed("eval")
+    if len(train) == 0:
+        raise ValueError("There is no text to train on: the documents are empty, or there are none.")
+    return Datasets(train, evaluation if len(evaluation) else None)
+
+
+def _ready_datasets(made: Mapping[str, Any]) -> Datasets:
+    if "train" not in made or set(made) - {"train", "eval"}:
+        raise ValueError(
+            f'data.class_path returned a dict of {list(made)}; it is to have "train", and may have "eval".'
+        )
+    return Datasets(made["train"], made.get("eval"))
+
+
+def describe_data(datasets: Datasets) -> str | None:
+    """How much there is to train on; None for datasets that are not ours."""
+    if not isinstance(datasets.train, PackedTokens):
+        return None
+    parts = [f"{_sequences(datasets.train)} for training"]
+    if isinstance(datasets.eval, PackedTokens):
+        parts.append(f"{_sequences(datasets.eval)} for evaluation")
+    return f"{' and '.join(parts)}, in sequences of {datasets.train.sequence_length}"
+
+
+def _sequences(dataset: PackedTokens) -> str:
+    from forgather.ml.trainer.callbacks.formatting import format_count
+
+    num_documents = len(dataset.document_starts)
+    return f"{format_count(len(dataset.tokens))} tokens of {num_documents:,} document{'s' * (num_documents != 1)}"

@@ -1,0 +1,228 @@
+"""The options of `forgather train`, read from the source of the dataclasses: importing one of them would import torch."""
+
+import ast
+import functools
+import importlib.util
+import shutil
+import textwrap
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+from forgather.cli.config.schema import SECTIONS
+from forgather.cli.config.trainer_kinds import DEFAULT_KIND, TRAINERS
+
+_USAGE = """\
+usage: forgather train [CONFIG] [--trainer KIND] [--nproc N] [--KEY VALUE ...] [--print_config] [--debug]
+
+Trains a model as the YAML file CONFIG says; without it, the demo: a small model on the source of Python's standard
+library. Running it again goes on from the newest checkpoint in args.output_dir.
+
+  --KEY VALUE     overrides a key of the configuration: --args.max_steps 500, --model.config.hidden_size 256
+  --SECTION '{{KEY: VALUE, ...}}'
+                  replaces a section, --model '{{pretrained: DIR}}'; of args and trainer only the keys that it names
+  --KEY+ VALUE    adds to a list: --callbacks+ '{{class_path: TBLogger}}'
+  --trainer KIND  the same as --trainer.kind KIND; this version has: {trainers}
+  --print_config  prints the whole configuration as YAML, which can be saved and used as CONFIG, and ends
+  --debug         shows Python's traceback of an error
+
+Several processes (--trainer {several}); under torchrun, leave these out:
+
+  --nproc N       processes on this node
+  -d 0,1          one process on each of these devices
+  --nnodes M --node-rank R --rdzv-endpoint HOST:PORT
+                  M nodes: the same command on each, with its own R from 0, and an address of node 0
+  --max-restarts K
+                  starts all processes again up to K times after a failure; they go on from the newest checkpoint
+"""
+_NAME_WIDTH = 38
+_STRATEGIES = ("no", "steps", "epoch")
+
+
+@dataclass(frozen=True)
+class FieldHelp:
+    """A field as its source says it."""
+
+    name: str
+    type: str
+    default: str
+    text: str
+    choices: str = ""
+
+
+def help_text() -> str:
+    """The whole help page."""
+    classes = _classes_in("forgather.cli.config.schema")
+    top = {field.name: field for field in _fields(classes["Configuration"])}
+    several = " or ".join(kind for kind, found in TRAINERS.items() if found.uses_processes)
+    parts = [_USAGE.format(trainers=", ".join(TRAINERS), several=several)]
+    for section, cls in SECTIONS.items():
+        about = top[section].text or cls.__doc__ or ""
+        fields = _fields(classes[cls.__name__])
+        if section == "trainer":
+            fields = [replace(one, choices=_listed(tuple(TRAINERS))) if one.name == "kind" else one for one in fields]
+        parts.append(_section(section, about, fields))
+    parts.append(_section("", "Without a section:", [top["optimizer_groups"], top["callbacks"]]))
+    common = _arguments_of(DEFAULT_KIND)
+    parts.append(_section("args", "The training arguments:", common))
+    for kind in TRAINERS:
+        own = [field for field in _arguments_of(kind) if field not in common]
+        if own:
+            parts.append(_section("args", f"With --trainer {kind} also:", own))
+    return "\n".join(parts)
+
+
+def kinds_with_argument(name: str) -> list[str]:
+    """The trainers that have an argument of that name, such as "ddp.bucket_cap_mb"."""
+    return [kind for kind in TRAINERS if any(field.name == name for field in _arguments_of(kind))]
+
+
+def _section(name: str, about: str, fields: list[FieldHelp]) -> str:
+    prefix = f"--{name}." if name else "--"
+    lines = [f"{name}: {about}" if name else about]
+    for field in fields:
+        shown = f"  {prefix}{field.name}"
+        details = ", ".join(part for part in (field.type, field.default) if part)
+        choices = f"{field.choices}; " if field.choices else ""
+        lines += _beside(shown, f"{field.text} ({choices}{details})".strip())
+    return "\n".join(lines) + "\n"
+
+
+def _beside(name: str, text: str) -> list[str]:
+    """The text in a column of its own, below the name where that is too long."""
+    width = max(min(shutil.get_terminal_size().columns, 120) - _NAME_WIDTH, 30)
+    lines = [" " * _NAME_WIDTH + line for line in textwrap.wrap(text, width)]
+    if len(name) < _NAME_WIDTH - 1:
+        lines[0] = name + lines[0][len(name) :]
+        return lines
+    return [name, *lines]
+
+
+def _arguments_of(kind: str) -> list[FieldHelp]:
+    """The fields of a trainer's arguments, those of the classes that they extend first."""
+    found = TRAINERS[kind]
+    choices = choices_of(found.arguments_module, found.arguments_name)
+    fields = _all_fields(found.arguments_module, found.arguments_name)
+    return [replace(field, choices=_listed(choices.get(field.name, ()))) for field in fields]
+
+
+def _all_fields(module: str, class_name: str) -> Iterator[FieldHelp]:
+    """The fields of a class and of its bases; those of a dataclass in a field with the name of that field before them."""
+    place = _find_class(module, class_name)
+    if place is None:
+        return
+    home, cls = place
+    for base in cls.bases:
+        if isinstance(base, ast.Name):
+            yield from _all_fields(home, base.id)
+    for field in _iterate_fields(cls):
+        inner = list(_all_fields(home, field.type)) if field.type.isidentifier() else []
+        yield from (replace(one, name=f"{field.name}.{one.name}") for one in inner)
+        if not inner:
+            yield field
+
+
+def choices_of(module: str, class_name: str) -> dict[str, tuple[Any, ...]]:
+    """The values that fields of a class may have, as its checks (`self._choose(name, values)`) say."""
+    place = _find_class(module, class_name)
+    if place is None:
+        return {}
+    home, cls = place
+    choices: dict[str, tuple[Any, ...]] = {}
+    for base in cls.bases:
+        if isinstance(base, ast.Name):
+            choices |= choices_of(home, base.id)
+    for node in ast.walk(cls):
+        if isinstance(node, ast.For) and isinstance(node.iter, ast.Tuple) and _calls(node.body[0], "_check_strategy"):
+            choices |= {str(name): _STRATEGIES for name in ast.literal_eval(node.iter)}
+        elif isinstance(node, ast.Call) and _calls(node, "_choose") and isinstance(node.args[0], ast.Constant):
+            choices[str(node.args[0].value)] = _values(node.args[1], home)
+    return choices
+
+
+def _calls(node: ast.AST, method: str) -> bool:
+    call = node.value if isinstance(node, ast.Expr) else node
+    return isinstance(call, ast.Call) and isinstance(call.func, ast.Attribute) and call.func.attr == method
+
+
+def _values(node: ast.expr, module: str) -> tuple[Any, ...]:
+    """The values of a list in the source: constants, and lists that have a name in a module of ours."""
+    if isinstance(node, ast.Name):
+        return _values_of_name(node.id, module)
+    if not isinstance(node, (ast.List, ast.Tuple)):
+        return ()
+    values: list[Any] = []
+    for one in node.elts:
+        if isinstance(one, ast.Starred):
+            values += _values(one.value, module)
+        elif isinstance(one, ast.Constant):
+            values.append(one.value)
+    return tuple(values)
+
+
+def _values_of_name(name: str, module: str) -> tuple[Any, ...]:
+    for node in _tree_of(module).body:
+        if isinstance(node, (ast.Assign, ast.AnnAssign)) and node.value is not None:
+            targets = node.targets if isinstance(node, ast.Assign) else [node.target]
+            if any(isinstance(one, ast.Name) and one.id == name for one in targets):
+                return _values(node.value, module)
+        if isinstance(node, ast.ImportFrom) and any(alias.name == name for alias in node.names):
+            return _values_of_name(name, str(node.module)) if str(node.module).startswith("forgather.") else ()
+    return ()
+
+
+def _listed(values: Sequence[Any]) -> str:
+    """Values in words: a, b or c; that nothing may be given shows in the type."""
+    names = [str(value) for value in values if value is not None]
+    return f"{', '.join(names[:-1])} or {names[-1]}" if len(names) > 1 else "".join(names)
+
+
+def _find_class(module: str, name: str) -> tuple[str, ast.ClassDef] | None:
+    """A class of ours and the module that defines it, which may be one that `module` imports it from."""
+    tree = _tree_of(module)
+    for node in tree.body:
+        if isinstance(node, ast.ClassDef) and node.name == name:
+            return module, node
+        if isinstance(node, ast.ImportFrom) and any(alias.name == name for alias in node.names):
+            is_ours = node.module is not None and node.module.startswith("forgather.")
+            return _find_class(str(node.module), name) if is_ours else None
+    return None
+
+
+def _classes_in(module: str) -> dict[str, ast.ClassDef]:
+    return {node.name: node for node in _tree_of(module).body if isinstance(node, ast.ClassDef)}
+
+
+@functools.cache
+def _tree_of(module: str) -> ast.Module:
+    spec = importlib.util.find_spec(module)
+    assert spec is not None and spec.origin is not None
+    return ast.parse(Path(spec.origin).read_text(encoding="utf-8"))
+
+
+def _fields(cls: ast.ClassDef) -> list[FieldHelp]:
+    return list(_iterate_fields(cls))
+
+
+def _iterate_fields(cls: ast.ClassDef) -> Iterator[FieldHelp]:
+    for node, following in zip(cls.body, [*cls.body[1:], None], strict=True):
+        if isinstance(node, ast.AnnAssign) and isinstance(node.target, ast.Name):
+            yield FieldHelp(node.target.id, _type_text(node.annotation), _default_text(node.value), _doc(following))
+
+
+def _type_text(annotation: ast.expr) -> str:
+    text = ast.unparse(annotation)
+    return text.replace("dict[str, Any]", "mapping").replace("list[Factory]", "list of {class_path, init_args}")
+
+
+def _default_text(value: ast.expr | None) -> str:
+    if value is None or (isinstance(value, ast.Call) and ast.unparse(value.func) == "field"):
+        return ""
+    return f"default {ast.unparse(value)}"
+
+
+def _doc(node: ast.stmt | None) -> str:
+    if isinstance(node, ast.Expr) and isinstance(node.value, ast.Constant) and isinstance(node.value.value, str):
+        return " ".join(node.value.value.split())
+    return ""

@@ -1,0 +1,142 @@
+"""The model of a run: new from a Hugging Face configuration, pretrained, or made by a callable."""
+
+import logging
+from collections.abc import Callable, Mapping
+from typing import Any
+
+from forgather.cli.config import class_paths
+from forgather.cli.config.schema import ModelSection
+from forgather.cli.errors import UsageError, nearest_hint
+
+logger = logging.getLogger(__name__)
+
+_NUM_NAMES_SHOWN = 5
+_NO_FIELDS = ("attn_implementation", "dtype")
+"""What configurations take, although they do not list it."""
+
+
+def model_builder(section: ModelSection, tokenizer: Any) -> Callable[[], Any]:
+    """A function that builds the model; what is wrong with the section shows now, not when it is called."""
+    ways = ("model_type", "config_class", "pretrained", "class_path")
+    given = [name for name in ways if getattr(section, name) is not None]
+    if len(given) != 1:
+        said = f"it has {' and '.join(given)}" if given else "it has none of them"
+        raise UsageError(f"The model needs exactly one of {', '.join(f'model.{name}' for name in ways)}; {said}.")
+    _refuse_unused(section, given[0])
+    if section.class_path is not None:
+        function = class_paths.find_object(section.class_path, "model.class_path")
+        class_paths.check_keywords(function, section.init_args, "model", num_positional=0)
+        return lambda: function(**section.init_args)
+    auto_class = class_paths.find_object(section.auto_class, "model.auto_class", "transformers")
+    if section.pretrained is not None:
+        path = class_paths.require_directory(section.pretrained, "model.pretrained")
+        return _pretrained_builder(section, auto_class, path)
+    config = _model_config(section, tokenizer)
+    return lambda: auto_class.from_config(config)
+
+
+def _refuse_unused(section: ModelSection, way: str) -> None:
+    """Refuse values that the chosen way to a model does not use."""
+    users = {
+        "config": ("model_type", "config_class", "pretrained"),
+        "init_args": ("class_path", "pretrained"),
+    }
+    for name, ways in users.items():
+        value = getattr(section, name)
+        if value and way not in ways:
+            raise UsageError(
+                f"model.{name}={value!r} has no effect beside model.{way}: it belongs to "
+                f"{' or '.join(f'model.{one}' for one in ways)}. Leave it out, or choose one of these."
+            )
+
+
+def _pretrained_builder(section: ModelSection, auto_class: Any, path: str) -> Callable[[], Any]:
+    """Loads a model with the values of `model.config` in place of those that were stored with it."""
+    options = dict(section.init_args)
+    if section.config:
+        if "config" in options:
+            raise UsageError("model.config and model.init_args.config are two configurations: remove one of the two.")
+        options["config"] = _changed_config(section.config, path)
+    if not callable(getattr(auto_class, "from_pretrained", None)):
+        raise UsageError(
+            f"model.auto_class={section.auto_class!r} has no from_pretrained, which loads model.pretrained."
+        )
+    can_report = str(getattr(auto_class, "__module__", "")).startswith("transformers.")
+
+    def build() -> Any:
+        try:
+            if not can_report:
+                return auto_class.from_pretrained(path, local_files_only=True, **options)
+            model, info = auto_class.from_pretrained(path, local_files_only=True, output_loading_info=True, **options)
+        except (RuntimeError, ValueError) as error:
+            if not section.config:
+                raise
+            raise ValueError(
+                f"model.pretrained={section.pretrained!r} cannot be loaded with model.config={section.config!r}, which takes "
+                f"the place of values that were stored with the weights. Leave out what changes their shapes. {error}"
+            ) from error
+        _check_loaded(info, section)
+        return model
+
+    return build
+
+
+def _changed_config(values: Mapping[str, Any], path: str) -> Any:
+    from transformers import AutoConfig
+
+    config = AutoConfig.from_pretrained(path, local_files_only=True)
+    _check_names(type(config).__name__, config.to_dict(), values)
+    for name, value in values.items():
+        setattr(config, name, value)
+    return config
+
+
+def _check_loaded(info: Mapping[str, Any], section: ModelSection) -> None:
+    """Say which weights are not those of the files: the program silences the library's own report of it."""
+    missing, unused = sorted(info.get("missing_keys", ())), sorted(info.get("unexpected_keys", ()))
+    if section.config and (missing or unused):
+        raise ValueError(
+            f"model.config={section.config!r} does not fit the weights in {section.pretrained!r}: the model has "
+            f"{_some(missing)} that the files have not, and the files have {_some(unused)} that the model has not. Leave "
+            "out what changes the layers."
+        )
+    if missing:
+        logger.warning(
+            "%s has no weights for %s of the model: these begin at random.", section.pretrained, _some(missing)
+        )
+    if unused:
+        logger.warning("%s has weights that the model does not use: %s.", section.pretrained, _some(unused))
+
+
+def _some(names: list[str]) -> str:
+    shown = ", ".join(names[:_NUM_NAMES_SHOWN])
+    more = len(names) - _NUM_NAMES_SHOWN
+    return f"{shown} and {more} more" if more > 0 else shown or "none"
+
+
+def _model_config(section: ModelSection, tokenizer: Any) -> Any:
+    """The Hugging Face configuration; a value that it does not know, and would only carry along, is refused."""
+    cls = _config_class(section)
+    _check_names(cls.__name__, cls().to_dict(), section.config)
+    values: dict[str, Any] = {"vocab_size": len(tokenizer)}
+    for name in ("bos_token_id", "eos_token_id", "pad_token_id"):
+        values[name] = getattr(tokenizer, name, None)
+    return cls(**(values | section.config))
+
+
+def _config_class(section: ModelSection) -> Any:
+    if section.config_class is not None:
+        return class_paths.find_object(section.config_class, "model.config_class", "transformers")
+    from transformers import CONFIG_MAPPING
+
+    assert section.model_type is not None
+    if section.model_type not in CONFIG_MAPPING:
+        hint = nearest_hint(section.model_type, CONFIG_MAPPING.keys())
+        raise UsageError(f"model.model_type={section.model_type!r}: transformers has no such type.{hint}")
+    return CONFIG_MAPPING[section.model_type]
+
+
+def _check_names(config_name: str, known: Mapping[str, Any], values: Mapping[str, Any]) -> None:
+    for name in values:
+        if name not in known and name not in _NO_FIELDS:
+            raise UsageError(f"model.config: {config_name} has no value {name!r}.{nearest_hint(name, known)}")

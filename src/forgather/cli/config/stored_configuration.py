@@ -1,0 +1,90 @@
+"""The configuration of a run on disk: stored when training begins, and compared with when it is resumed."""
+
+import os
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+from forgather.cli.config import parser, yaml_reader
+from forgather.cli.config.schema import Configuration
+from forgather.cli.work.job import Job
+from forgather.cli.work.summary import show_row
+from forgather.ml.checkpoint.files.durable import make_directories, replace_file
+from forgather.ml.trainer.trainer_types import TrainerCallback, TrainerState
+
+CONFIG_NAME = "config.yaml"
+
+
+class StoredConfiguration(TrainerCallback):
+    """Puts the configuration into the output directory when training begins, and beside the state in each checkpoint.
+
+    Not before: a run that is refused, or whose checkpoint cannot be loaded, must not replace what the last one used.
+    """
+
+    changes_control = False
+
+    def __init__(self, configuration: Configuration, job: Job) -> None:
+        self._configuration = configuration
+        self._text = yaml_reader.dump(parser.to_dict(configuration))
+        self._job = job
+
+    def on_train_begin(self, state: TrainerState, **kwargs: Any) -> None:
+        if self._job.is_main and state.global_step > 0:
+            self._show_changes()
+        self._job.one_per_node(self._store, "storing the configuration")
+
+    def checkpoint_files(self) -> dict[str, bytes]:
+        return {CONFIG_NAME: self._text.encode()}
+
+    def _store(self) -> None:
+        folder = self._configuration.args.output_dir
+        make_directories(folder)
+        replace_file(os.path.join(folder, CONFIG_NAME), self._text.encode())
+
+    def _show_changes(self) -> None:
+        args = self._configuration.args
+        folder = args.resume_from_checkpoint if isinstance(args.resume_from_checkpoint, str) else args.output_dir
+        label = "changed"
+        for change in describe_changes(_read(os.path.join(folder, CONFIG_NAME)), self._configuration):
+            show_row(label, change)
+            label = ""
+
+
+def describe_changes(stored: Any, configuration: Configuration) -> list[str]:
+    """The settings that differ from stored ones, a line for each; what was not stored counts as its default."""
+    if not isinstance(stored, Mapping):
+        return []
+    defaults = Configuration(args=type(configuration.args)())
+    before = _flat(parser.to_dict(defaults)) | _flat(stored)
+    now = _flat(parser.to_dict(configuration))
+    return [
+        f"{key}: {_shown(before.get(key))} -> {_shown(now.get(key))}"
+        # Arguments that are not there any more belong to another trainer, which is itself listed as a change.
+        for key in [*now, *(key for key in _flat(stored) if key not in now and not key.startswith("args."))]
+        if before.get(key) != now.get(key)
+    ]
+
+
+def _flat(data: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
+    return dict(_leaves(data, prefix))
+
+
+def _leaves(data: Mapping[str, Any], prefix: str) -> Iterator[tuple[str, Any]]:
+    for name, value in data.items():
+        if isinstance(value, Mapping) and value:
+            yield from _leaves(value, f"{prefix}{name}.")
+        else:
+            # Nothing inside is the same as not being there.
+            yield f"{prefix}{name}", None if isinstance(value, Mapping) else value
+
+
+def _shown(value: Any) -> str:
+    return "none" if value is None else str(value)
+
+
+def _read(path: str) -> Any:
+    try:
+        with open(path, encoding="utf-8") as file:
+            return yaml_reader.load_value(file.read())
+    except (OSError, UnicodeDecodeError):
+        # A run that was started by other means has stored none.
+        return None

@@ -1,0 +1,121 @@
+"""What is said at the end of a run: what came out, where it is, and how to go on."""
+
+import os
+import shlex
+import shutil
+import sys
+from collections.abc import Sequence
+from typing import Any
+
+from rich.text import Text
+
+from forgather.cli.config.schema import Configuration
+from forgather.cli.launch.options import LAUNCHER_VARIABLE
+from forgather.ml.trainer.callbacks.console import get_console
+from forgather.ml.trainer.loop.signals import Preempted
+from forgather.ml.trainer.trainer import Trainer
+
+_LABEL_WIDTH = 10
+
+
+def say_finished(trainer: Trainer, demo_words: Sequence[str] | None) -> None:
+    """The results, and after the demo, which was called with `demo_words`, what to try next."""
+    output_dir = trainer.args.output_dir
+    get_console().print()
+    show_row("eval loss", _course_of_evaluation(trainer.state.log_history))
+    show_row("saved", trainer._saved_path or output_dir)
+    for label, name in (("plot", "training.png"), ("log", "trainer_logs.jsonl")):
+        path = os.path.join(output_dir, name)
+        show_row(label, path if os.path.exists(path) else None)
+    if demo_words is not None:
+        _say_what_next(trainer.state.global_step, output_dir, demo_words)
+
+
+def say_stopped(stop: Preempted) -> None:
+    """After a stop request: that nothing is lost."""
+    if stop.checkpoint_path:
+        get_console().print(f"Run the same command again to go on from step {stop.step}.", soft_wrap=True)
+
+
+def say_already_finished(configuration: Configuration, step: int, demo_words: Sequence[str] | None) -> None:
+    """There is nothing left to do."""
+    args = configuration.args
+    text = Text("already finished ", style="bold green")
+    text += Text(f"{args.output_dir} has a checkpoint of step {step}, and args.max_steps is {args.max_steps}")
+    get_console().print(text, soft_wrap=True)
+    if demo_words is not None:
+        _say_what_next(step, args.output_dir, demo_words)
+    else:
+        get_console().print("Raise args.max_steps to go on, or choose another args.output_dir.", soft_wrap=True)
+
+
+def _say_what_next(step: int, output_dir: str, words: Sequence[str]) -> None:
+    program = program_name()
+    same = shlex.join([program, "train", *_without(words, "--args.max_steps")])
+    suggestions = {
+        "go on to twice the steps": f"{same} --args.max_steps {2 * step}",
+        **_suggested_processes(program, output_dir, words, 2 * step),
+        "another model beside it": f"{program} train --model.config.hidden_size 192 --args.output_dir demo_output_192",
+        "begin a configuration": f"{program} train --print_config > my.yaml",
+        "and use it": f"{program} train my.yaml",
+        "start over": f"rm -r {output_dir}",
+    }
+    console = get_console()
+    console.print()
+    console.print(Text("try next", style="bold"))
+    width = max(len(purpose) for purpose in suggestions)
+    for purpose, command in suggestions.items():
+        console.print(Text(f"  {purpose:<{width}}  ") + Text(command, style="cyan"), soft_wrap=True)
+
+
+def _suggested_processes(program: str, output_dir: str, words: Sequence[str], num_steps: int) -> dict[str, str]:
+    """After one process two, in a directory of their own to compare; after several one, which the checkpoint fits too."""
+    if any(word.startswith("--trainer") for word in words):
+        command = shlex.join([program, "train", "--args.output_dir", output_dir, "--args.max_steps", str(num_steps)])
+        return {"go on in one process": command}
+    command = f"{program} train --trainer {{kind}} --nproc 2 --args.output_dir demo_output_{{kind}}"
+    return {
+        "two processes beside it": command.format(kind="ddp"),
+        "half of the model in each": command.format(kind="pipeline"),
+    }
+
+
+def _without(words: Sequence[str], option: str) -> list[str]:
+    """The words of a command line without an option and its value."""
+    kept: list[str] = []
+    rest = iter(words)
+    for word in rest:
+        if word == option:
+            next(rest, None)
+        elif not word.startswith(f"{option}="):
+            kept.append(word)
+    return kept
+
+
+def program_name() -> str:
+    """How this program is called from here: by its name if the shell finds it, else by its path."""
+    called = os.environ.get(LAUNCHER_VARIABLE, sys.argv[0])
+    called = called if os.path.basename(called) == "forgather" else ""
+    found = shutil.which("forgather")
+    if not called or (found is not None and os.path.realpath(found) == os.path.realpath(called)):
+        return "forgather"
+    relative = os.path.relpath(called)
+    return relative if len(relative) < len(called) else called
+
+
+def _course_of_evaluation(history: list[dict[str, Any]]) -> str | None:
+    losses = [(record["step"], record["eval_loss"]) for record in history if "eval_loss" in record]
+    if not losses:
+        return None
+    (first_step, first), (last_step, last) = losses[0], losses[-1]
+    if first_step == last_step:
+        return f"{last:.4f} at step {last_step}"
+    return f"{first:.4f} at step {first_step}, {last:.4f} at step {last_step}"
+
+
+def show_row(label: str, text: str | None) -> None:
+    """A line of the summary: what it is about, and what there is to say."""
+    if text is not None:
+        get_console().print(
+            Text(f"{label:<{_LABEL_WIDTH}} ", style="bold") + Text(text, style="default"), soft_wrap=True
+        )

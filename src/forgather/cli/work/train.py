@@ -1,0 +1,96 @@
+"""A run from its configuration to its last words."""
+
+import os
+from collections.abc import Sequence
+from typing import Any
+
+from forgather.cli.config import builders, class_paths, data_builders, model_builders
+from forgather.cli.config.schema import Configuration
+from forgather.cli.config.stored_configuration import StoredConfiguration
+from forgather.cli.config.trainer_kinds import find_kind, load_trainer, make_own_keywords
+from forgather.cli.process_setup import show_own_messages
+from forgather.cli.work.job import Job
+from forgather.cli.work.summary import say_already_finished, say_finished, say_stopped, show_row
+from forgather.ml.checkpoint import store
+from forgather.ml.checkpoint.output_lock import OutputDirLock
+from forgather.ml.trainer.loop.signals import Preempted
+from forgather.ml.trainer.trainer import Trainer
+
+
+def train(configuration: Configuration, demo_words: Sequence[str] | None = None) -> int:
+    """Train as the configuration says; returns the exit code. `demo_words` are the options of the demo, if it is that."""
+    trainer_class = load_trainer(configuration.trainer.kind)
+    show_own_messages()
+    with Job.joined(use_cpu=configuration.args.use_cpu) as job:
+        finished_step = job.as_main_says(lambda: _step_of_finished_run(configuration.args), "looking for checkpoints")
+        if finished_step is not None:
+            if job.is_main:
+                say_already_finished(configuration, finished_step, demo_words)
+            return 0
+        lock = OutputDirLock(configuration.args.output_dir)
+        # Before anything is written there: a job that is refused must not change what the running one uses.
+        job.as_main_says(lock.acquire, "taking the output directory")
+        try:
+            return _train(configuration, trainer_class, job, demo_words)
+        finally:
+            lock.release()
+
+
+def _train(
+    configuration: Configuration, trainer_class: type[Trainer], job: Job, demo_words: Sequence[str] | None
+) -> int:
+    trainer = build_trainer(configuration, trainer_class, job)
+    try:
+        trainer.train()
+    except Preempted as stop:
+        if job.is_main:
+            say_stopped(stop)
+        return 0
+    if job.is_main:
+        say_finished(trainer, demo_words)
+    return 0
+
+
+def build_trainer(configuration: Configuration, trainer_class: type[Trainer], job: Job) -> Trainer:
+    """The trainer with everything that it needs."""
+    parts = job.one_per_node_first(lambda: _build_parts(configuration, trainer_class, job), "building the run")
+    if job.is_main:
+        _say_data(parts["train_dataset"], parts["eval_dataset"])
+    keywords = make_own_keywords(configuration.trainer.kind, configuration.args)
+    if job.environment is not None:
+        keywords["distributed_env"] = job.environment
+    return trainer_class(args=configuration.args, **parts, **keywords, **configuration.trainer.init_args)
+
+
+def _build_parts(configuration: Configuration, trainer_class: type[Trainer], job: Job) -> dict[str, Any]:
+    """The keywords of the trainer; talks to no other rank."""
+    keywords = dict.fromkeys(("args", *find_kind(configuration.trainer.kind).own_keywords))
+    class_paths.check_keywords(trainer_class, {**keywords, **configuration.trainer.init_args}, "trainer", 0)
+    tokenizer = builders.build_tokenizer(configuration.tokenizer)
+    callbacks = [*builders.build_callbacks(configuration), StoredConfiguration(configuration, job)]
+    parts: dict[str, Any] = {
+        **builders.build_stage_options(configuration.trainer),
+        "model_init": model_builders.model_builder(configuration.model, tokenizer),
+        "optimizer_factory": class_paths.partial(configuration.optimizer, "optimizer"),
+        "lr_scheduler_factory": class_paths.partial(configuration.lr_scheduler, "lr_scheduler"),
+        "optimizer_groups": builders.build_optimizer_groups(configuration.optimizer_groups),
+        **builders.build_loss(configuration.loss),
+        "callbacks": callbacks,
+        "default_callbacks": configuration.trainer.default_callbacks,
+    }
+    # The data last: their tokens take longest.
+    datasets = data_builders.build_datasets(configuration.data, tokenizer, configuration.args)
+    return {**parts, "train_dataset": datasets.train, "eval_dataset": datasets.eval, "processing_class": tokenizer}
+
+
+def _step_of_finished_run(args: Any) -> int | None:
+    """The step of the newest checkpoint, if it is where training would end and is to be resumed from."""
+    if args.max_steps < 0 or args.resume_from_checkpoint is not True:
+        return None
+    found = store.find_checkpoints(os.path.join(args.output_dir, store.CHECKPOINTS_FOLDER))
+    step = found[-1].manifest.step if found else None
+    return step if step is not None and step >= args.max_steps else None
+
+
+def _say_data(train_dataset: Any, eval_dataset: Any) -> None:
+    show_row("data", data_builders.describe_data(data_builders.Datasets(train_dataset, eval_dataset)))

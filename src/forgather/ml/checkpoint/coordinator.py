@@ -1,0 +1,417 @@
+"""Saves and loads declared state across ranks: who writes and reads what follows from the sharing patterns alone.
+
+A save has two halves. `take_snapshot` collects this rank's state and agrees with the others on the files; it needs
+the training thread. `write_snapshot` is the transaction: it only touches what the snapshot holds.
+"""
+
+import logging
+import os
+from collections.abc import Callable, Collection, Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import nn
+from torch.distributed import DeviceMesh, ProcessGroup
+
+import forgather
+from forgather.ml.checkpoint import store
+from forgather.ml.checkpoint.all_ranks import on_every_rank
+from forgather.ml.checkpoint.components import SharingPattern, StateComponent
+from forgather.ml.checkpoint.errors import (
+    CheckpointCorruptError,
+    CheckpointError,
+    CheckpointLoadError,
+    CheckpointSaveError,
+    CheckpointVersionError,
+    OutputDirLockedError,
+    ReplicationError,
+    StateDecodingError,
+    StateEncodingError,
+)
+from forgather.ml.checkpoint.manifest import CheckpointManifest, FileRecord, utc_now
+from forgather.ml.checkpoint.rank_layout import RankLayout
+from forgather.ml.checkpoint.reader import CheckpointReader
+from forgather.ml.checkpoint.snapshot import MODEL_KEY, Snapshot, SnapshotTaker, describe_components
+from forgather.ml.checkpoint.state.optimizer_state import OptimizerState
+from forgather.ml.checkpoint.weights.export import ModelExport
+from forgather.ml.checkpoint.weights.module_weights import ShardIndex
+from forgather.ml.distributed import DistributedEnvInterface, Peers
+
+__all__ = [
+    "CheckpointCoordinator",
+    "CheckpointCorruptError",
+    "CheckpointError",
+    "CheckpointLoadError",
+    "CheckpointSaveError",
+    "CheckpointVersionError",
+    "OutputDirLockedError",
+    "ReplicationError",
+    "StateDecodingError",
+    "StateEncodingError",
+]
+
+logger = logging.getLogger(__name__)
+
+_LEADER_MARK = ".leader-"
+
+
+class CheckpointCoordinator:
+    """Every rank constructs one with its own components, and every rank calls its methods.
+
+    `model` is the whole model or a stand-in that knows its configuration; `model_parts` are the parts of it that this
+    rank has, when that is not all. `storage_scope` is "job" when all ranks see one output directory, "node" or "rank"
+    when each of those has a directory of its own.
+    """
+
+    def __init__(
+        self,
+        state_components: Sequence[StateComponent],
+        process_groups: Mapping[str, ProcessGroup],
+        dist: DistributedEnvInterface,
+        output_dir: str,
+        save_safetensors: bool = True,
+        model: nn.Module | None = None,
+        model_parts: Sequence[nn.Module] | None = None,
+        shard_index: ShardIndex | None = None,
+        *,
+        model_preprocessor: Any = None,
+        mesh: DeviceMesh | None = None,
+        trainer_class: str | None = None,
+        storage_scope: str = "job",
+        save_on_local_rank: int = 0,
+    ) -> None:
+        _refuse_duplicates(state_components)
+        _refuse_unknown_families(state_components, process_groups)
+        _require_process_group(dist)
+        self._env = dist
+        self._output_dir = output_dir
+        self._process_groups = process_groups
+        self._mesh = mesh
+        self._trainer_class = trainer_class
+        self._storage_scope = storage_scope
+        self._save_on_local_rank = save_on_local_rank
+        self._save_safetensors = save_safetensors
+        self._shard_index = shard_index
+        self._model = None if model is None else unwrapped(model)
+        self._model_preprocessor = model_preprocessor
+        self._model_parts = _model_parts(state_components, model, model_parts)
+        self._components = [_adapt_optimizer(component, self._model_parts) for component in state_components]
+        if not _has_weights(state_components, model_parts):
+            # The parts have named the optimizer's parameters; what is declared as the model is state like any other.
+            self._model_parts = []
+        self._layout: RankLayout | None = None
+        self._peers: Peers | None = None
+
+    @property
+    def component_keys(self) -> list[str]:
+        return [component.key for component in self._components]
+
+    def save_checkpoint(
+        self,
+        checkpoint_path: str | None = None,
+        checkpoint_id: str | int | None = None,
+        validate: bool = False,
+        *,
+        step: int | None = None,
+        extra_files: Mapping[str, bytes] | None = None,
+        metadata: Mapping[str, Any] | None = None,
+        before_commit: Callable[[str], None] | None = None,
+    ) -> str:
+        """Save all components as one transaction, and return the checkpoint's path.
+
+        Components that declare `validate_replication` are always compared; `validate` compares every component that
+        has copies. `extra_files` are small files to put beside the state; `step` is for paths that do not name one;
+        `before_commit` gets the path on the rank that is about to commit.
+        """
+        path = self._target_path(checkpoint_path, checkpoint_id)
+        named_step = store.step_of(path)
+        step = step if named_step is None else named_step
+        snapshot = self.take_snapshot(validate, extra_files)
+        self.write_snapshot(snapshot, path, step, metadata, before_commit=before_commit)
+        return path
+
+    def load_checkpoint(
+        self, checkpoint_path: str | None = None, strict: bool = True, *, skip: Collection[str] = ()
+    ) -> None:
+        """Load all components; without a path, from the newest complete checkpoint of the output directory.
+
+        `strict=False` lets the model have tensors that the checkpoint lacks, and the reverse. Components in `skip` keep
+        the state they have.
+        """
+        peers, layout = self._world()
+        if checkpoint_path is None:
+            checkpoint_path = self._newest_checkpoint(peers)
+        reader = CheckpointReader(checkpoint_path, self._components, self._model_parts, layout, peers)
+        reader.load(strict, skip)
+
+    def export_model(self, output_dir: str, overwrite: bool = False) -> None:
+        """Write the model alone into a directory that may hold other things; collective."""
+        peers, layout = self._world()
+        if self._model is None:
+            raise ValueError("There is no model to export: the coordinator was made without one.")
+        declared = [one for one in self._components if one.key == MODEL_KEY]
+        component = declared or [StateComponent(MODEL_KEY, self._model, SharingPattern.GLOBAL)]
+        snapshot = self._snapshot_taker(component).take(False, {}, is_export=True)
+        export = ModelExport(os.path.abspath(output_dir), peers.broadcast(store.new_attempt()))
+
+        def write() -> None:
+            export.begin(overwrite)
+            for file in snapshot.files:
+                file.write(export.temporary_path, layout.rank)
+
+        def install() -> None:
+            if layout.leads_storage:
+                export.verify(snapshot.weight_names)
+                export.install()
+
+        try:
+            on_every_rank(peers, write, f"writing the model to {output_dir}", CheckpointSaveError)
+            on_every_rank(peers, install, f"installing the model in {output_dir}", CheckpointSaveError)
+            export.clean_up()
+        except CheckpointError as error:
+            # As in a save: a rank that lost the others must not touch what the installing one works on.
+            if layout.leads_storage or not error.contact_lost:
+                export.clean_up()
+            raise
+
+    def take_snapshot(self, validate: bool = False, extra_files: Mapping[str, bytes] | None = None) -> Snapshot:
+        """Collect the state of this rank and plan its files with the other ranks; collective."""
+        return self._snapshot_taker(self._components).take(validate, extra_files or {})
+
+    def _snapshot_taker(self, components: Sequence[StateComponent]) -> SnapshotTaker:
+        peers, layout = self._world()
+        return SnapshotTaker(
+            components=components,
+            model=self._model,
+            model_parts=self._model_parts,
+            model_preprocessor=self._model_preprocessor,
+            shard_index=self._shard_index,
+            safetensors=self._save_safetensors,
+            process_groups=self._process_groups,
+            layout=layout,
+            peers=peers,
+        )
+
+    def write_snapshot(
+        self,
+        snapshot: Snapshot,
+        path: str,
+        step: int | None = None,
+        metadata: Mapping[str, Any] | None = None,
+        peers: Peers | None = None,
+        before_commit: Callable[[str], None] | None = None,
+    ) -> None:
+        """Write a snapshot as one transaction; collective over `peers`, by default the ranks of the job."""
+        world, layout = self._world()
+        peers = peers or world
+        transaction = store.Transaction(os.path.abspath(path), peers.broadcast(store.new_attempt()))
+        sizes = on_every_rank(peers, lambda: snapshot.num_bytes, "sizing the checkpoint", CheckpointSaveError)
+        needed = sum(sizes[member] for member in layout.storage)
+        try:
+            on_every_rank(
+                peers,
+                lambda: _begin(transaction, needed, layout),
+                "preparing the checkpoint directory",
+                CheckpointSaveError,
+            )
+            written = on_every_rank(
+                peers,
+                lambda: _write_files(transaction, snapshot, needed, layout),
+                "writing checkpoint files",
+                CheckpointSaveError,
+            )
+            records = [record for records in written for record in records]
+            on_every_rank(
+                peers,
+                lambda: self._commit(transaction, snapshot, records, step, metadata, before_commit),
+                "committing the checkpoint",
+                CheckpointSaveError,
+            )
+        except BaseException as error:
+            # A rank that lost the others cannot know that the one which commits has stopped, and would empty the
+            # directory that is being renamed. That one comes here itself when it is done.
+            if layout.leads_storage or not getattr(error, "contact_lost", False):
+                _roll_back(transaction)
+            raise
+
+    def _commit(
+        self,
+        transaction: store.Transaction,
+        snapshot: Snapshot,
+        records: Sequence[FileRecord],
+        step: int | None,
+        metadata: Mapping[str, Any] | None,
+        before_commit: Callable[[str], None] | None,
+    ) -> None:
+        layout = self._world()[1]
+        if not layout.leads_storage:
+            return
+        if before_commit is not None:
+            before_commit(transaction.final_path)
+        if len(layout.storages) > 1:
+            os.remove(transaction.path_of(f"{_LEADER_MARK}{layout.rank}"))
+        here = [record for record in records if record.writer_rank in layout.storage]
+        transaction.commit(
+            CheckpointManifest(
+                checkpoint_path=transaction.final_path,
+                world_size=layout.world_size,
+                timestamp=utc_now(),
+                components=describe_components(self._components, snapshot, here, layout),
+                forgather_version=forgather.__version__,
+                pytorch_version=torch.__version__,
+                metadata=dict(metadata or {}),
+                step=step,
+                trainer_class=self._trainer_class,
+                mesh=_describe_mesh(self._mesh),
+                num_nodes=len(layout.nodes),
+                attempt=transaction.attempt,
+                weights=self._where_weights_are(),
+                files=sorted(here, key=lambda record: record.path),
+            )
+        )
+
+    def _where_weights_are(self) -> str:
+        if any(component.key == MODEL_KEY for component in self._components):
+            return "included"
+        return "none" if self._model is None else "external"
+
+    def _target_path(self, path: str | None, checkpoint_id: str | int | None) -> str:
+        if path is not None:
+            return path
+        if checkpoint_id is None:
+            raise ValueError("save_checkpoint needs a checkpoint_path, or a checkpoint_id (the step) to name it by.")
+        return store.checkpoint_path(self._output_dir, checkpoint_id)
+
+    def _newest_checkpoint(self, peers: Peers) -> str:
+        def find() -> str:
+            root = os.path.join(self._output_dir, store.CHECKPOINTS_FOLDER)
+            found = store.find_checkpoints(root) if self._storage_scope != "job" or peers.rank == 0 else []
+            if not found and (self._storage_scope != "job" or peers.rank == 0):
+                raise CheckpointLoadError(f"There is no complete checkpoint in {root}.")
+            return found[-1].path if found else ""
+
+        paths = on_every_rank(peers, find, "looking for a checkpoint", CheckpointLoadError)
+        return paths[0] if self._storage_scope == "job" else paths[peers.rank]
+
+    def _world(self) -> tuple[Peers, RankLayout]:
+        """Found out on first use, because it takes the other ranks to know."""
+        if self._peers is None or self._layout is None:
+            self._peers = Peers.world()
+            self._layout = RankLayout.discover(
+                self._peers, self._env, self._process_groups, self._storage_scope, self._save_on_local_rank
+            )
+        return self._peers, self._layout
+
+
+def unwrapped(module: nn.Module) -> nn.Module:
+    """The module inside wrappers that change its names: DDP and torch.compile."""
+    while True:
+        if isinstance(module, nn.parallel.DistributedDataParallel):
+            module = module.module
+        elif hasattr(module, "_orig_mod"):
+            module = module._orig_mod  # type: ignore[assignment]
+        else:
+            return module
+
+
+def _model_parts(
+    components: Sequence[StateComponent], model: nn.Module | None, parts: Sequence[nn.Module] | None
+) -> list[nn.Module]:
+    if parts is not None:
+        return [unwrapped(part) for part in parts]
+    if model is None:
+        model = next(
+            (one.stateful for one in components if one.key == "model" and isinstance(one.stateful, nn.Module)), None
+        )
+    return [] if model is None else [unwrapped(model)]
+
+
+def _has_weights(components: Sequence[StateComponent], parts: Sequence[nn.Module] | None) -> bool:
+    """Whether the component `model` is a module, or stands for the parts of one."""
+    declared = [component.stateful for component in components if component.key == MODEL_KEY]
+    return not declared or parts is not None or isinstance(declared[0], nn.Module)
+
+
+def _adapt_optimizer(component: StateComponent, parts: Sequence[nn.Module]) -> StateComponent:
+    """A bare torch optimizer knows its parameters by position only; give it their names."""
+    if not parts or not isinstance(component.stateful, torch.optim.Optimizer):
+        return component
+    named = [pair for part in parts for pair in part.named_parameters()]
+    return StateComponent(
+        **{**vars(component), "stateful": OptimizerState(component.stateful, named, knows_configuration=False)}
+    )
+
+
+def _roll_back(transaction: store.Transaction) -> None:
+    try:
+        transaction.roll_back()
+    except OSError as error:
+        logger.warning(
+            "%s could not be removed (%s); it does no harm and is removed at the next start.",
+            transaction.temporary_path,
+            error,
+        )
+
+
+def _begin(transaction: store.Transaction, needed_bytes: int, layout: RankLayout) -> None:
+    with transaction.accounting_for(needed_bytes):
+        transaction.begin(needed_bytes)
+    if len(layout.storages) > 1 and layout.leads_storage:
+        with open(transaction.path_of(f"{_LEADER_MARK}{layout.rank}"), "x"):
+            pass
+
+
+def _write_files(
+    transaction: store.Transaction, snapshot: Snapshot, needed_bytes: int, layout: RankLayout
+) -> list[FileRecord]:
+    _refuse_shared_storage(transaction, layout)
+    with transaction.accounting_for(needed_bytes):
+        return [file.write(transaction.temporary_path, layout.rank) for file in snapshot.files]
+
+
+def _refuse_shared_storage(transaction: store.Transaction, layout: RankLayout) -> None:
+    """Directories that are meant to be each node's own must not be one: the last to commit would replace the others."""
+    if len(layout.storages) == 1:
+        return
+    marks = [name for name in os.listdir(transaction.temporary_path) if name.startswith(_LEADER_MARK)]
+    if len(marks) > 1:
+        raise OSError(
+            f"{os.path.dirname(transaction.final_path)} is seen by several nodes or ranks that should each have storage "
+            "of their own (save_on_each_node or save_on_all_ranks). Turn that off for shared storage, or give each "
+            "its own output_dir."
+        )
+
+
+def _describe_mesh(mesh: DeviceMesh | None) -> dict[str, Any] | None:
+    if mesh is None:
+        return None
+    return {"shape": list(mesh.shape), "axis_names": list(mesh.mesh_dim_names or ())}
+
+
+def _refuse_duplicates(components: Sequence[StateComponent]) -> None:
+    seen: set[str] = set()
+    for component in components:
+        if component.key in seen:
+            raise ValueError(
+                f"Duplicate component key {component.key!r}: each component needs a name of its own, since it names files."
+            )
+        seen.add(component.key)
+
+
+def _refuse_unknown_families(components: Sequence[StateComponent], groups: Mapping[str, ProcessGroup]) -> None:
+    for component in components:
+        name = component.process_group_name
+        if component.sharing_pattern is SharingPattern.PER_GROUP and name not in groups:
+            raise ValueError(
+                f"Component {component.key!r} is PER_GROUP over the unknown process group {name!r}; "
+                f"get_process_groups() has: {', '.join(groups) or 'none'}."
+            )
+
+
+def _require_process_group(env: DistributedEnvInterface) -> None:
+    initialised = torch.distributed.is_available() and torch.distributed.is_initialized()
+    if env.world_size > 1 and not initialised:
+        raise RuntimeError(
+            f"The environment says world_size={env.world_size}, but torch.distributed is not initialised, so ranks cannot "
+            "coordinate a checkpoint. Construct a DistributedEnvironment (or call init_process_group) first."
+        )

@@ -1,0 +1,182 @@
+"""Enums, named tuples and dataclasses of registered classes, taken apart into plain data and rebuilt.
+
+Rebuilding calls no constructor, property or `__post_init__`; see `state_classes` for which classes there are.
+"""
+
+import dataclasses
+import enum
+import types
+from collections.abc import Callable
+from typing import Any
+
+from forgather.ml.checkpoint.errors import StateDecodingError
+from forgather.ml.checkpoint.state.state_classes import (
+    is_dataclass,
+    is_namedtuple,
+    registered_class,
+    registered_name,
+    remedy_for,
+)
+
+Parts = dict[str, Any]
+
+
+class UnsupportedValueError(Exception):
+    """A value of a supported kind that still cannot be stored; the text says why and what to do."""
+
+
+@dataclasses.dataclass(frozen=True)
+class Converter:
+    """Takes one kind of value apart into named parts, which may hold any supported value, and rebuilds it."""
+
+    tag: str
+    to_parts: Callable[[Any], Parts]
+    from_parts: Callable[[Parts], Any]
+
+
+def _reference_to(cls: type) -> str:
+    name = registered_name(cls)
+    if name is None:
+        raise UnsupportedValueError(
+            "is of a class that is not registered, and a checkpoint rebuilds no other; add "
+            f"{remedy_for(cls.__module__, cls.__qualname__)}, or store its fields in a dict"
+        )
+    return name
+
+
+def _resolve(reference: Any, kind: str, fits: Callable[[type], bool]) -> Any:
+    cls = registered_class(reference)
+    if not fits(cls):
+        raise StateDecodingError(
+            f"the checkpoint says that {reference!r} is a {kind}, but here it is not; "
+            "load with the version of the code that wrote the checkpoint"
+        )
+    return cls
+
+
+def _fields(parts: Parts) -> dict[str, Any]:
+    fields = parts["fields"]
+    if type(fields) is not dict or not all(type(name) is str for name in fields):
+        raise StateDecodingError("its fields are not a dict with names as keys")
+    return fields
+
+
+def _enum_parts(member: enum.Enum) -> Parts:
+    cls = type(member)
+    if cls.__members__.get(member._name_) is not member:
+        raise UnsupportedValueError("is not one of the members of its enum; store its value instead")
+    return {"class": _reference_to(cls), "name": member._name_}
+
+
+def _build_enum(parts: Parts) -> enum.Enum:
+    cls = _resolve(parts["class"], "enum", lambda found: issubclass(found, enum.Enum))
+    member = cls.__members__.get(parts["name"]) if type(parts["name"]) is str else None
+    if member is None:
+        raise StateDecodingError(f"enum {parts['class']!r} has no member {parts['name']!r} any more")
+    return member
+
+
+def _flag_parts(flags: enum.Flag) -> Parts:
+    return {"class": _reference_to(type(flags)), "value": int(flags._value_)}
+
+
+def _build_flag(parts: Parts) -> enum.Flag:
+    cls = _resolve(parts["class"], "flag enum", lambda found: issubclass(found, enum.Flag))
+    value = parts["value"]
+    if type(value) is not int:
+        raise StateDecodingError("a flag enum has a value that is no integer")
+    known = vars(cls)["_value2member_map_"].get(value)
+    # The library's own way to combine members: calling the class could run a `_missing_` of the user's.
+    member = known if known is not None else enum.Flag._missing_.__func__(cls, value)  # type: ignore[attr-defined]
+    if type(member) is not cls:
+        raise StateDecodingError(f"flag enum {parts['class']!r} has no combination {value!r} any more")
+    return member
+
+
+def _namedtuple_parts(value: Any) -> Parts:
+    if getattr(value, "__dict__", None):
+        raise UnsupportedValueError("has attributes besides its fields; store them separately")
+    return {"class": _reference_to(type(value)), "fields": dict(zip(value._fields, tuple(value), strict=True))}
+
+
+def _build_namedtuple(parts: Parts) -> Any:
+    cls = _resolve(parts["class"], "named tuple", is_namedtuple)
+    fields = _fields(parts)
+    if set(fields) != set(cls._fields):
+        raise StateDecodingError(
+            f"named tuple {parts['class']!r} has the fields {list(cls._fields)} but the checkpoint has {list(fields)}"
+        )
+    return tuple.__new__(cls, [fields[name] for name in cls._fields])
+
+
+def _slots(cls: type) -> dict[str, Any]:
+    return {
+        name: descriptor
+        for base in reversed(cls.__mro__)
+        for name, descriptor in vars(base).items()
+        if isinstance(descriptor, types.MemberDescriptorType)
+    }
+
+
+def _dataclass_parts(value: Any) -> Parts:
+    cls = type(value)
+    try:
+        object.__new__(cls)
+    except TypeError:
+        raise UnsupportedValueError("is a dataclass that extends a built-in type; store its fields in a dict") from None
+    # The raw storage, not the fields: what a property shows is computed, and would be lost or stored twice.
+    fields = dict(getattr(value, "__dict__", {}))
+    for name, slot in _slots(cls).items():
+        try:
+            fields[name] = slot.__get__(value, cls)
+        except AttributeError:
+            continue  # a slot that was never assigned
+    return {"class": _reference_to(cls), "fields": fields}
+
+
+def _build_dataclass(parts: Parts) -> Any:
+    cls = _resolve(parts["class"], "dataclass", is_dataclass)
+    slots = _slots(cls)
+    value = object.__new__(cls)
+    attributes = getattr(value, "__dict__", None)
+    fields = {**_defaults(cls, parts), **_fields(parts)}
+    for name, content in fields.items():
+        # Not setattr: it would run property setters and refuse frozen classes.
+        if name in slots:
+            slots[name].__set__(value, content)
+        elif attributes is not None:
+            attributes[name] = content
+        else:
+            raise StateDecodingError(f"dataclass {parts['class']!r} has no field {name!r} any more")
+    return value
+
+
+def _defaults(cls: Any, parts: Parts) -> Parts:
+    """Values of the fields that the class gained since the checkpoint was written."""
+    defaults = {}
+    for field in dataclasses.fields(cls):
+        if field.name in parts["fields"] or isinstance(vars(cls).get(field.name), property) or not field.init:
+            continue
+        if field.default is dataclasses.MISSING:
+            raise StateDecodingError(
+                f"dataclass {parts['class']!r} has a field {field.name!r} that the checkpoint lacks; give it a default"
+            )
+        defaults[field.name] = field.default
+    return defaults
+
+
+ENUM = Converter("enum", _enum_parts, _build_enum)
+FLAG = Converter("flag", _flag_parts, _build_flag)
+NAMEDTUPLE = Converter("namedtuple", _namedtuple_parts, _build_namedtuple)
+DATACLASS = Converter("dataclass", _dataclass_parts, _build_dataclass)
+
+
+def find_class_converter(cls: type) -> Converter | None:
+    """Returns the converter for instances of an enum, named tuple or dataclass, and None for any other class."""
+    if issubclass(cls, enum.Enum):
+        return FLAG if issubclass(cls, enum.Flag) else ENUM
+    if is_namedtuple(cls):
+        return NAMEDTUPLE
+    if is_dataclass(cls):
+        return DATACLASS
+    return None

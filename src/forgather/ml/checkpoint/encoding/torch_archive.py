@@ -1,0 +1,186 @@
+"""Zip archives of `torch.save`, read strictly: records are stored uncompressed, lie one after another and share no bytes.
+
+torch's own reader inflates compressed records and follows whichever of two directories it finds first. This one is
+used in its place for every file of a checkpoint; `torch.load` still reads what we write.
+"""
+
+import struct
+from dataclasses import dataclass
+
+from forgather.ml.checkpoint.encoding.state_budget import MemoryBudget
+from forgather.ml.checkpoint.errors import StateDecodingError
+from forgather.ml.checkpoint.files.hashed_io import HashingReader
+
+_END = struct.Struct("<IHHHHIIH")
+_END_MARK = 0x06054B50
+_LOCATOR = struct.Struct("<IIQI")
+_LOCATOR_MARK = 0x07064B50
+_END_64 = struct.Struct("<IQHHIIQQQQ")
+_END_64_MARK = 0x06064B50
+_ENTRY = struct.Struct("<IHHHHHHIIIHHHHHII")
+_ENTRY_MARK = 0x02014B50
+_LOCAL = struct.Struct("<IHHHHHIIIHH")
+_LOCAL_MARK = 0x04034B50
+_EXTRA_64 = 1
+_IN_EXTRA = 0xFFFFFFFF
+_ENCRYPTED = 1
+# The objects that stand for a directory entry here.
+_ENTRY_BYTES = 400
+
+
+@dataclass(frozen=True)
+class _Record:
+    """A record's place: its local header, its size, and where the next thing in the file begins."""
+
+    name: bytes
+    header: int
+    size: int
+    limit: int
+
+
+class TorchArchive:
+    """The records of an archive by name, without the name of the archive in front."""
+
+    def __init__(self, reader: HashingReader, budget: MemoryBudget) -> None:
+        self._reader = reader
+        self._budget = budget
+        start, size, count = self._find_directory()
+        entries = self._read_entries(start, size, count)
+        self._root = _root_of(entries)
+        self._records = _with_limits(entries, start)
+        if self._read_small("byteorder", b"little") != b"little":
+            raise StateDecodingError("it was written on a machine with another byte order")
+
+    def size_of(self, name: str) -> int:
+        """The size of a record, in bytes."""
+        return self._record(name).size
+
+    def read_into(self, name: str, out: memoryview) -> None:
+        """Fill `out`, which has the record's size, with its content."""
+        record = self._record(name)
+        self._seek_content(record)
+        if self._reader.readinto(out) != record.size:
+            raise StateDecodingError(f"record {name!r} ends too soon")
+
+    def read(self, name: str) -> bytearray:
+        """The content of a record."""
+        self._budget.spend(self.size_of(name))
+        content = bytearray(self.size_of(name))
+        self.read_into(name, memoryview(content))
+        return content
+
+    def _read_small(self, name: str, default: bytes) -> bytes:
+        full_name = self._root + name.encode()
+        return bytes(self.read(name)) if full_name in self._records else default
+
+    def _record(self, name: str) -> _Record:
+        record = self._records.get(self._root + name.encode())
+        if record is None:
+            raise StateDecodingError(f"record {name[:100]!r} is missing")
+        return record
+
+    def _seek_content(self, record: _Record) -> None:
+        fields = _LOCAL.unpack(self._bytes_at(record.header, _LOCAL.size))
+        mark, flags, method, name_size, extra_size = fields[0], fields[2], fields[3], fields[9], fields[10]
+        start = record.header + _LOCAL.size
+        if mark != _LOCAL_MARK or method or flags & _ENCRYPTED or self._bytes_at(start, name_size) != record.name:
+            raise StateDecodingError(f"record {record.name!r} is not where the directory says, or is compressed")
+        start += name_size + extra_size
+        if start + record.size > record.limit:
+            raise StateDecodingError(f"record {record.name!r} overlaps what follows it")
+        self._reader.seek(start)
+
+    def _find_directory(self) -> tuple[int, int, int]:
+        """Offset, size and number of entries of the one directory, which ends where the end records begin."""
+        end = self._reader.size - _END.size
+        mark, disk, first_disk, _, count, size, start, comment = _END.unpack(self._bytes_at(end, _END.size))
+        if mark != _END_MARK or disk or first_disk or comment:
+            raise StateDecodingError(
+                "it is not an archive of torch.save (files from before torch 1.6 are converted by "
+                "torch.save(torch.load(path, weights_only=True), path))"
+            )
+        locator = end - _LOCATOR.size
+        if locator >= 0:
+            mark, _, end_64, _ = _LOCATOR.unpack(self._bytes_at(locator, _LOCATOR.size))
+            if mark == _LOCATOR_MARK:
+                end = locator - _END_64.size
+                if end != end_64:
+                    raise StateDecodingError("its end records do not follow each other")
+                fields = _END_64.unpack(self._bytes_at(end, _END_64.size))
+                mark, count, size, start = fields[0], fields[7], fields[8], fields[9]
+                if mark != _END_64_MARK:
+                    raise StateDecodingError("its end records do not follow each other")
+        if start + size != end:
+            raise StateDecodingError("its directory does not lie right before its end")
+        return start, size, count
+
+    def _read_entries(self, start: int, size: int, count: int) -> dict[bytes, tuple[int, int]]:
+        self._budget.spend(size)
+        data = self._bytes_at(start, size)
+        entries: dict[bytes, tuple[int, int]] = {}
+        position = 0
+        for _ in range(count):
+            self._budget.spend(_ENTRY_BYTES)
+            name, place, position = _entry_at(data, position)
+            if name in entries:
+                raise StateDecodingError(f"record {name!r} is there twice")
+            entries[name] = place
+        if position != size:
+            raise StateDecodingError("its directory has other entries than it counts")
+        return entries
+
+    def _bytes_at(self, offset: int, count: int) -> bytes:
+        if not 0 <= offset <= offset + count <= self._reader.size:
+            raise StateDecodingError("it is not an archive of torch.save, or is cut short")
+        self._reader.seek(offset)
+        out = bytearray(count)
+        if self._reader.readinto(memoryview(out)) != count:
+            raise StateDecodingError("it ends too soon")
+        return bytes(out)
+
+
+def _entry_at(data: bytes, position: int) -> tuple[bytes, tuple[int, int], int]:
+    """Name, (offset of the local header, size) and the position of the next entry."""
+    if position + _ENTRY.size > len(data):
+        raise StateDecodingError("its directory is cut short")
+    fields = _ENTRY.unpack_from(data, position)
+    mark, flags, method, stored, size = fields[0], fields[3], fields[4], fields[8], fields[9]
+    name_size, extra_size, comment_size, header = fields[10], fields[11], fields[12], fields[16]
+    start = position + _ENTRY.size
+    name, extra = data[start : start + name_size], data[start + name_size : start + name_size + extra_size]
+    end = start + name_size + extra_size + comment_size
+    if mark != _ENTRY_MARK or end > len(data):
+        raise StateDecodingError("its directory is malformed")
+    size, stored, header = _with_extra(extra, [size, stored, header])
+    if method or flags & _ENCRYPTED or stored != size:
+        raise StateDecodingError(f"record {name!r} is compressed or encrypted, which no checkpoint's is")
+    return name, (header, size), end
+
+
+def _with_extra(extra: bytes, values: list[int]) -> list[int]:
+    """Sizes and offsets that do not fit 32 bits stand in the extra field, in this order."""
+    position = 0
+    while position + 4 <= len(extra) and _IN_EXTRA in values:
+        kind, size = struct.unpack_from("<HH", extra, position)
+        field = extra[position + 4 : position + 4 + size]
+        if kind == _EXTRA_64:
+            numbers = iter(struct.unpack_from(f"<{len(field) // 8}Q", field))
+            return [next(numbers, value) if value == _IN_EXTRA else value for value in values]
+        position += 4 + size
+    return values
+
+
+def _root_of(entries: dict[bytes, tuple[int, int]]) -> bytes:
+    roots = [name[: -len(b"data.pkl")] for name in entries if name.endswith(b"/data.pkl") and name.count(b"/") == 1]
+    if len(roots) != 1:
+        raise StateDecodingError("it is not an archive of torch.save: it has no data.pkl")
+    return roots[0]
+
+
+def _with_limits(entries: dict[bytes, tuple[int, int]], directory: int) -> dict[bytes, _Record]:
+    """Records with the offset that each must not reach: the next local header, or the directory."""
+    ordered = sorted(entries.items(), key=lambda item: item[1][0])
+    limits = [place[0] for _, place in ordered[1:]] + [directory]
+    return {
+        name: _Record(name, header, size, limit) for (name, (header, size)), limit in zip(ordered, limits, strict=True)
+    }

@@ -1,0 +1,388 @@
+"""Checkpoint files as streams of bytes that are hashed on their way to and from the disk.
+
+Large files bypass the page cache (O_DIRECT, where the file system has it): a checkpoint is written once and read
+rarely, and filling fresh cache pages costs more time than the disk itself. A second thread talks to the disk
+while the caller copies and hashes, through a few buffers that are reused from file to file.
+"""
+
+import contextlib
+import errno
+import fcntl
+import io
+import mmap
+import os
+import queue
+import threading
+from collections.abc import Generator, Iterator
+from typing import Protocol
+
+import torch
+import xxhash
+
+from forgather.ml.checkpoint.errors import CheckpointCorruptError
+from forgather.ml.checkpoint.files.regular_files import open_regular
+
+CHECKSUM_ALGORITHM = "xxh3_128"
+BUFFER_BYTES = 8 * 2**20
+_NUM_BUFFERS = 3
+_BLOCK_BYTES = 4096
+# A read this small that is not next in line is a look at a directory of the file, not part of the stream.
+_SMALL_READ_BYTES = 64 * 1024
+
+
+class Hasher(Protocol):
+    """What `xxhash` objects offer of their interface here."""
+
+    def update(self, data: memoryview) -> None: ...
+    def hexdigest(self) -> str: ...
+
+
+def new_hasher() -> Hasher:
+    """A fresh stream hash of the algorithm that checkpoints use."""
+    return xxhash.xxh3_128()
+
+
+class _BufferPool:
+    """Page-aligned buffers that outlive a file: touching fresh memory is slower than the disk."""
+
+    def __init__(self) -> None:
+        self._free: list[memoryview] = []
+        self._lock = threading.Lock()
+
+    @contextlib.contextmanager
+    def lend(self, count: int) -> Iterator[list[memoryview]]:
+        with self._lock:
+            buffers = [self._free.pop() for _ in range(min(count, len(self._free)))]
+        buffers += [_new_buffer() for _ in range(count - len(buffers))]
+        try:
+            yield buffers
+        finally:
+            with self._lock:
+                self._free += buffers
+
+
+def _new_buffer() -> memoryview:
+    # Private, because `mmap` shares memory with forked processes by default: two that save would mix up their bytes.
+    return memoryview(mmap.mmap(-1, BUFFER_BYTES, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS))
+
+
+_pool = _BufferPool()
+
+
+class HashingWriter:
+    """A new file that is hashed as it is written, and durable when it is closed.
+
+    Use as a context manager: leaving it with an exception gives the file up without waiting for the disk.
+    """
+
+    def __init__(self, path: str) -> None:
+        self.path = path
+        self.size = 0
+        self.checksum = ""
+        self._hasher = new_hasher()
+        self._descriptor = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o666)
+        self._resources = contextlib.ExitStack()
+        self._buffers = self._resources.enter_context(_pool.lend(_NUM_BUFFERS))
+        self._free: queue.SimpleQueue[memoryview] = queue.SimpleQueue()
+        self._full: queue.SimpleQueue[tuple[memoryview, int] | None] = queue.SimpleQueue()
+        for buffer in self._buffers[1:]:
+            self._free.put(buffer)
+        self._current, self._filled = self._buffers[0], 0
+        self._thread: threading.Thread | None = None
+        self._error: Exception | None = None
+        self._offset = 0
+        self._direct = False
+
+    def __enter__(self) -> "HashingWriter":
+        return self
+
+    def __exit__(self, exc_type: type | None, *_: object) -> None:
+        try:
+            if exc_type is None:
+                self._finish()
+            else:
+                self._stop_thread()
+        finally:
+            self._resources.close()
+            os.close(self._descriptor)
+
+    def write(self, data: memoryview | bytes, also: Hasher | None = None) -> int:
+        """Append `data`; `also` is a second hash that sees these bytes alone."""
+        view = memoryview(data).cast("B")
+        position = 0
+        while position < len(view):
+            count = min(len(view) - position, BUFFER_BYTES - self._filled)
+            chunk = self._current[self._filled : self._filled + count]
+            chunk[:] = view[position : position + count]
+            self._hasher.update(chunk)
+            if also is not None:
+                also.update(chunk)
+            self._filled += count
+            position += count
+            if self._filled == BUFFER_BYTES:
+                self._hand_over()
+        self.size += len(view)
+        return len(view)
+
+    def flush(self) -> None:
+        """Nothing to do before the end; `torch.save` asks for it."""
+
+    def _hand_over(self) -> None:
+        if self._thread is None:
+            # Small files never come here: they are written in one piece when they are closed.
+            self._direct = _set_direct(self._descriptor, True)
+            thread = threading.Thread(target=self._write_buffers, name="checkpoint-writer", daemon=True)
+            thread.start()
+            self._thread = thread
+        self._full.put((self._current, self._filled))
+        self._current, self._filled = self._free.get(), 0
+        if self._error is not None:
+            raise self._error
+
+    def _write_buffers(self) -> None:
+        while (item := self._full.get()) is not None:
+            buffer, count = item
+            if self._error is None:
+                try:
+                    self._write_at_end(buffer[:count])
+                except Exception as error:  # noqa: BLE001 - or the caller would wait for this buffer for ever
+                    # Kept for the caller's thread, which raises it at its next write or at the end.
+                    self._error = error
+            self._free.put(buffer)
+
+    def _write_at_end(self, data: memoryview) -> None:
+        while len(data):
+            try:
+                written = os.pwrite(self._descriptor, data, self._offset)
+            except OSError as error:
+                if error.errno != errno.EINVAL or not self._direct:
+                    raise
+                # A short write or an odd block size broke the alignment: go on through the page cache.
+                self._direct = not _set_direct(self._descriptor, False)
+                continue
+            self._offset += written
+            data = data[written:]
+
+    def _stop_thread(self) -> None:
+        if self._thread is not None:
+            self._full.put(None)
+            self._thread.join()
+
+    def _finish(self) -> None:
+        self._stop_thread()
+        if self._error is not None:
+            raise self._error
+        if self._direct and self._filled:
+            # Direct writes come in whole blocks; what is too much is cut off again.
+            padded = -(-self._filled // _BLOCK_BYTES) * _BLOCK_BYTES
+            self._write_at_end(self._current[:padded])
+            os.ftruncate(self._descriptor, self.size)
+        else:
+            self._write_at_end(self._current[: self._filled])
+        os.fsync(self._descriptor)
+        self.checksum = self._hasher.hexdigest()
+
+
+def _set_direct(descriptor: int, on: bool) -> bool:
+    """Switch direct I/O of an open file; False where the file system has none."""
+    direct = getattr(os, "O_DIRECT", 0)
+    if not direct:
+        return False
+    flags = fcntl.fcntl(descriptor, fcntl.F_GETFL)
+    try:
+        fcntl.fcntl(descriptor, fcntl.F_SETFL, flags | direct if on else flags & ~direct)
+    except OSError:
+        return False
+    return True
+
+
+class HashingReader(io.RawIOBase):
+    """A file that is hashed as it is read from front to back; small looks elsewhere are not part of the stream.
+
+    `torch.load` reads a file's directory first and its tensors in order afterwards, so one pass over the bytes
+    both fills the tensors and verifies the file: `finish` hashes what nobody asked for and gives the checksum.
+    """
+
+    def __init__(self, path: str, *, follow: bool = False) -> None:
+        super().__init__()
+        self._path = path
+        self._descriptor = open_regular(path, follow=follow)
+        self.size = os.fstat(self._descriptor).st_size
+        self._position = 0
+        self._hasher = new_hasher()
+        self._resources = contextlib.ExitStack()
+        self._chunks = self._resources.enter_context(contextlib.closing(_read_ahead(self._descriptor, self.size)))
+        self._chunk = memoryview(b"")
+        self._hashed = 0
+        self.error: Exception | None = None
+        """What went wrong with reading; the callers of `readinto` in C++ replace it by an error of their own."""
+
+    def readable(self) -> bool:
+        return True
+
+    def seekable(self) -> bool:
+        return True
+
+    def seek(self, offset: int, whence: int = os.SEEK_SET) -> int:
+        base = {os.SEEK_SET: 0, os.SEEK_CUR: self._position, os.SEEK_END: self.size}[whence]
+        if base + offset < 0:
+            # Damaged files make their readers ask for this; it is no error of the disk.
+            raise ValueError(f"negative position {base + offset}")
+        self._position = base + offset
+        return self._position
+
+    def tell(self) -> int:
+        return self._position
+
+    def readinto(self, buffer: memoryview) -> int:  # type: ignore[override]
+        count = max(0, min(len(buffer), self.size - self._position))
+        out = memoryview(buffer).cast("B")[:count]
+        distance = self._position - self._hashed
+        if distance < 0 or (count < _SMALL_READ_BYTES and distance > _SMALL_READ_BYTES):
+            try:
+                read_exactly(self._descriptor, out, self._position)
+            except (OSError, EOFError) as error:
+                raise self._failed(error) from error
+        else:
+            self._consume(distance, None)
+            self._consume(count, out)
+        self._position += count
+        return count
+
+    def finish(self) -> str:
+        """The checksum of the whole file."""
+        self._consume(self.size - self._hashed, None)
+        return self._hasher.hexdigest()
+
+    def close(self) -> None:
+        if not self.closed:
+            self._resources.close()
+            os.close(self._descriptor)
+        super().close()
+
+    def _consume(self, count: int, out: memoryview | None) -> None:
+        while count > 0:
+            if not len(self._chunk):
+                self._chunk = self._next_chunk()
+            taken = self._chunk[:count]
+            self._hasher.update(taken)
+            if out is not None:
+                _copy(taken, out[: len(taken)])
+                out = out[len(taken) :]
+            self._chunk = self._chunk[len(taken) :]
+            self._hashed += len(taken)
+            count -= len(taken)
+
+    def _next_chunk(self) -> memoryview:
+        if self.error is not None:
+            # There are no more chunks after an error, and the reason is always the same.
+            raise self.error
+        try:
+            return next(self._chunks)
+        except Exception as error:  # noqa: BLE001 - whatever it was, it is raised below
+            failure = self._failed(error)
+        raise failure
+
+    def _failed(self, error: Exception) -> Exception:
+        """The error with the file's name, which reads do not know."""
+        if isinstance(error, EOFError):
+            self.error = CheckpointCorruptError(f"{self._path} is damaged: {error}")
+        elif isinstance(error, OSError):
+            self.error = OSError(error.errno, error.strerror or str(error), self._path)
+        else:
+            self.error = error
+        return self.error
+
+
+def _copy(source: memoryview, target: memoryview) -> None:
+    """Like a slice assignment, but by several threads and without the interpreter's lock, so that reading goes on."""
+    torch.frombuffer(target, dtype=torch.uint8).copy_(torch.frombuffer(source, dtype=torch.uint8))
+
+
+def read_exactly(descriptor: int, out: memoryview, offset: int) -> None:
+    """Fill `out` from `offset`, or raise `EOFError` where the file ends too soon."""
+    while len(out):
+        count = os.preadv(descriptor, [out], offset)
+        if count == 0:
+            raise EOFError(f"the file ends at byte {offset}, {len(out)} bytes early")
+        offset += count
+        out = out[count:]
+
+
+def _read_ahead(descriptor: int, size: int) -> Generator[memoryview, None, None]:
+    """The file's bytes in order, each chunk valid until the next one is taken; the next are read meanwhile."""
+    free: queue.SimpleQueue[memoryview] = queue.SimpleQueue()
+    full: queue.SimpleQueue[tuple[memoryview, int] | Exception] = queue.SimpleQueue()
+    stopped = threading.Event()
+
+    def read_chunks() -> None:
+        try:
+            with contextlib.closing(_ChunkSource(descriptor)) as source:
+                for offset in range(0, size, BUFFER_BYTES):
+                    buffer, count = free.get(), min(BUFFER_BYTES, size - offset)
+                    if stopped.is_set():
+                        return
+                    source.read(buffer, count, offset)
+                    full.put((buffer, count))
+        except Exception as error:  # noqa: BLE001 - or the caller would wait for this chunk for ever
+            full.put(error)
+
+    with _pool.lend(_NUM_BUFFERS if size > BUFFER_BYTES else 1) as buffers:
+        thread = threading.Thread(target=read_chunks, name="checkpoint-reader", daemon=True)
+        for buffer in buffers:
+            free.put(buffer)
+        thread.start()
+        try:
+            for _ in range(0, size, BUFFER_BYTES):
+                item = full.get()
+                if isinstance(item, Exception):
+                    raise item
+                yield item[0][: item[1]]
+                free.put(item[0])
+        finally:
+            stopped.set()
+            free.put(buffers[0])
+            thread.join()
+
+
+class _ChunkSource:
+    """Reads from the page cache what is there, and the rest past it."""
+
+    def __init__(self, descriptor: int) -> None:
+        self._descriptor = descriptor
+        self._direct: int | None = None
+        with contextlib.suppress(OSError):
+            # A second opening, because the first must stay able to read at any offset.
+            self._direct = os.open(
+                f"/proc/self/fd/{descriptor}", os.O_RDONLY | os.O_CLOEXEC | getattr(os, "O_DIRECT", 0)
+            )
+
+    def read(self, buffer: memoryview, count: int, offset: int) -> None:
+        if self._direct is None or self._read_cached(buffer[:count], offset):
+            read_exactly(self._descriptor, buffer[:count], offset)
+            return
+        done = 0
+        while done < count:
+            # Whole blocks only, also behind the end of the file, where the system stops by itself.
+            end = -(-count // _BLOCK_BYTES) * _BLOCK_BYTES
+            try:
+                read = os.preadv(self._direct, [buffer[done:end]], offset + done)
+            except OSError as error:
+                if error.errno != errno.EINVAL:
+                    raise
+                read = 0
+            if read == 0:
+                read_exactly(self._descriptor, buffer[done:count], offset + done)
+                return
+            done += read
+
+    def _read_cached(self, out: memoryview, offset: int) -> bool:
+        """Whether the first block is in memory: a chunk is hardly ever there by half."""
+        try:
+            return os.preadv(self._descriptor, [out[:_BLOCK_BYTES]], offset, os.RWF_NOWAIT) > 0
+        except (OSError, AttributeError):
+            return False
+
+    def close(self) -> None:
+        if self._direct is not None:
+            os.close(self._direct)

@@ -1,0 +1,100 @@
+"""State files (`.pt`): plain containers and tensors, written by `torch.save`, read by an unpickler of data alone."""
+
+import contextlib
+import threading
+from collections.abc import Iterator
+from typing import Any
+
+import torch
+
+from forgather.ml.checkpoint.encoding.codec import decode_state
+from forgather.ml.checkpoint.encoding.plain_pickle import PlainUnpickler
+from forgather.ml.checkpoint.encoding.state_budget import MemoryBudget
+from forgather.ml.checkpoint.encoding.torch_archive import TorchArchive
+from forgather.ml.checkpoint.errors import CheckpointError, CheckpointLoadError, StateDecodingError
+from forgather.ml.checkpoint.files.hashed_io import HashingReader, HashingWriter
+from forgather.ml.checkpoint.files.regular_files import path_inside
+from forgather.ml.checkpoint.manifest import FileRecord
+from forgather.ml.checkpoint.weights.safetensors_io import check_checksum, check_size
+
+_crc_lock = threading.Lock()
+
+
+@contextlib.contextmanager
+def _without_crc() -> Iterator[None]:
+    """Our checksum is stronger and ten times faster than the archive's own, which loading does not check anyway."""
+    with _crc_lock:
+        before = torch.serialization.get_crc32_options()
+        torch.serialization.set_crc32_options(False)
+        try:
+            yield
+        finally:
+            torch.serialization.set_crc32_options(before)
+
+
+def write_state(writer: HashingWriter, encoded: Any) -> None:
+    """Stream an encoded state out."""
+    with _without_crc():
+        torch.save(encoded, writer)  # type: ignore[arg-type]
+
+
+def read_state(path: str, record: FileRecord | None = None, *, follow: bool = False) -> Any:
+    """Read a state file in one pass, into memory of its own; with a record, verified before it is returned."""
+    encoded, budget = _read_encoded(path, record, follow)
+    try:
+        return decode_state(encoded, budget, consume=True)
+    except CheckpointError as error:
+        raise type(error)(f"{path} was refused: {error}") from error
+
+
+def read_weight_names(path: str) -> dict[str, torch.Tensor]:
+    """The tensors of a weight file (`.bin`) on the meta device, without reading their content."""
+    encoded, _ = _read_encoded(path, None, follow=True, with_data=False)
+    return checked_weights(path, encoded)
+
+
+def checked_weights(path: str, state: Any) -> dict[str, torch.Tensor]:
+    """The content of a weight file, or `CheckpointLoadError` when it is anything but tensors by name."""
+    names_fit = isinstance(state, dict) and all(type(name) is str for name in state)
+    if not names_fit or not all(isinstance(tensor, torch.Tensor) for tensor in state.values()):
+        raise CheckpointLoadError(f"{path} is not a file of weights: it should hold tensors by name, and nothing else.")
+    for name, tensor in state.items():
+        if tensor.layout is torch.strided and tensor.nbytes > tensor.untyped_storage().nbytes():
+            # Copied, a tensor that repeats its memory would become any amount of it.
+            raise CheckpointLoadError(f"{path}: tensor {name[:100]!r} repeats its memory, which no weights do.")
+    return state
+
+
+def _read_encoded(
+    path: str, record: FileRecord | None, follow: bool, with_data: bool = True
+) -> tuple[Any, MemoryBudget]:
+    check_size(path, record)
+    with HashingReader(path, follow=follow) as reader:
+        budget = MemoryBudget(reader.size)
+        refusal: StateDecodingError | None = None
+        encoded = None
+        try:
+            encoded = PlainUnpickler(TorchArchive(reader, budget), budget, with_data).load()
+        except StateDecodingError as error:
+            refusal = error
+        if record is not None:
+            # Damage comes first: what was refused may be what a flipped bit made of a sound file.
+            check_checksum(path, "the file", record.checksum, reader.finish())
+    if refusal is not None:
+        raise type(refusal)(
+            f"{path} was refused: it is not a state file, or it could run code or exhaust the memory ({refusal})"
+        ) from refusal
+    return encoded, budget
+
+
+def file_checksum(path: str) -> str:
+    """The checksum of a whole file."""
+    with HashingReader(path) as reader:
+        return reader.finish()
+
+
+def verify_file(directory: str, record: FileRecord) -> None:
+    """Raise `CheckpointCorruptError` unless the file holds the bytes that were written."""
+    path = path_inside(directory, record.path)
+    check_size(path, record)
+    check_checksum(path, "the file", record.checksum, file_checksum(path))

@@ -1,0 +1,90 @@
+"""Ownership of checkpoint directories: ours, another program's, or unknown; only our own are ever replaced or deleted.
+
+The store asks before it replaces, deletes or cleans, and the manager at a start.
+"""
+
+import enum
+import os
+import re
+
+from forgather.ml.checkpoint.encoding import strict_json
+from forgather.ml.checkpoint.errors import CheckpointError, CheckpointVersionError
+from forgather.ml.checkpoint.files.regular_files import is_real_directory, read_small_file
+from forgather.ml.checkpoint.manifest import MANIFEST_NAME, read_manifest
+from forgather.ml.checkpoint.metadata import METADATA_NAME
+from forgather.ml.checkpoint.weights.export import WEIGHT_FILE
+
+SET_ASIDE = re.compile(r".+\.set-aside-[0-9a-f]{12}$")
+_STATE_FILE = re.compile(r"[A-Za-z0-9][\w.-]*_state(_(rank|node)_\d+|_group_[\w.-]+_\d+)?\.pt$")
+
+
+class Owner(enum.Enum):
+    """Whose a directory is, in words for a message."""
+
+    OURS = "a checkpoint of ours"
+    UNVERSIONED = "a checkpoint in our file layout, but without a format version and checksums"
+    TRANSFORMERS = "a checkpoint of transformers.Trainer"
+    ACCELERATE = "a checkpoint of accelerate.save_state"
+    TORCH_DCP = "a checkpoint of torch.distributed.checkpoint"
+    DEEPSPEED = "a checkpoint of DeepSpeed"
+    HUGGING_FACE = "a directory of Hugging Face weights"
+    UNKNOWN = "not recognisably a checkpoint of ours"
+
+    @property
+    def is_other_program(self) -> bool:
+        return self not in (Owner.OURS, Owner.UNKNOWN)
+
+    @property
+    def has_training_state(self) -> bool:
+        """Whether somebody else's training could be continued from it."""
+        return self.is_other_program and self is not Owner.HUGGING_FACE
+
+
+def owner_of(path: str) -> Owner:
+    """Whose directory this is; a valid manifest of ours decides first. Damaged ones of ours are UNKNOWN."""
+    try:
+        names = sorted(os.listdir(path))
+    except OSError:
+        return Owner.UNKNOWN
+    if MANIFEST_NAME in names:
+        return _owner_by_manifest(path)
+    if METADATA_NAME in names or any(map(_STATE_FILE.match, names)):
+        # Files of ours without a manifest: a checkpoint that was damaged.
+        return Owner.UNKNOWN
+    return _other_program(set(names))
+
+
+def is_ours(path: str) -> bool:
+    """Whether a path is a real directory with a valid manifest of ours, so that we may replace or delete it."""
+    return is_real_directory(path) and owner_of(path) is Owner.OURS
+
+
+def _owner_by_manifest(path: str) -> Owner:
+    try:
+        read_manifest(path)
+    except CheckpointVersionError:
+        return Owner.OURS
+    except (CheckpointError, FileNotFoundError):
+        return Owner.UNVERSIONED if _is_unversioned(os.path.join(path, MANIFEST_NAME)) else Owner.UNKNOWN
+    return Owner.OURS
+
+
+def _is_unversioned(manifest_path: str) -> bool:
+    try:
+        data = strict_json.loads(read_small_file(manifest_path), manifest_path)
+    except (CheckpointError, OSError):
+        return False
+    fields = {"checkpoint_path", "world_size", "timestamp", "components"}
+    return isinstance(data, dict) and fields <= set(data) and not {"format_version", "manifest_checksum"} & set(data)
+
+
+def _other_program(names: set[str]) -> Owner:
+    if "trainer_state.json" in names:
+        return Owner.TRANSFORMERS
+    if ".metadata" in names and any(name.endswith(".distcp") for name in names):
+        return Owner.TORCH_DCP
+    if "zero_to_fp32.py" in names or any(re.match(r"global_step\d+$", name) for name in names):
+        return Owner.DEEPSPEED
+    if any(re.match(r"(random_states_\d+\.pkl|optimizer(_\d+)?\.bin|scheduler(_\d+)?\.bin)$", name) for name in names):
+        return Owner.ACCELERATE
+    return Owner.HUGGING_FACE if any(map(WEIGHT_FILE.match, names)) else Owner.UNKNOWN

@@ -1,0 +1,264 @@
+"""The state of every random generator that training draws from."""
+
+import contextlib
+import hashlib
+import logging
+import random
+import struct
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any
+
+import numpy as np
+import torch
+
+from forgather.ml.checkpoint.errors import CheckpointLoadError
+from forgather.ml.checkpoint.state.tensor_checks import (
+    Where,
+    check_mapping,
+    check_tensor,
+    described,
+    is_number,
+    one_number,
+    whole_number,
+)
+
+logger = logging.getLogger(__name__)
+
+_RNG = Where("the random state in the checkpoint", "rng")
+_WORDS = 624
+"""Words of the Mersenne Twister, which Python, NumPy and torch's CPU generator all use."""
+
+_TORCH_HEADER = struct.Struct("@QiiQ")
+"""How the state of torch's CPU generator begins: seed, numbers left before new words are made, seeded, next word."""
+
+
+class RNGState:
+    """The generators of Python, NumPy and torch (CPU and every visible accelerator device) as one stateful component.
+
+    `seed` is the training seed, from which a rank that the checkpoint does not know derives its own.
+    """
+
+    def __init__(self, seed: int | None = None) -> None:
+        self._seed = seed
+        self._loaded: dict[str, Any] | None = None
+
+    @property
+    def has_loaded(self) -> bool:
+        """Whether a state was loaded, so that `restore` can apply it again."""
+        return self._loaded is not None
+
+    def state_dict(self) -> dict[str, Any]:
+        return {
+            "python": random.getstate(),
+            "numpy": np.random.get_state(),
+            "torch": torch.get_rng_state(),
+            "accelerator": _accelerator_states(),
+        }
+
+    def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
+        self.check_state_dict(state_dict)
+        self._loaded = _copied(state_dict)
+        self.restore()
+
+    def check_state_dict(self, state_dict: Mapping[str, Any]) -> None:
+        """Raise `CheckpointLoadError` unless every generator can take its state; none is touched.
+
+        NumPy believes any position in its words, torch some that are wrong: they would read beyond them.
+        """
+        missing = {"python", "numpy", "torch"} - check_mapping(state_dict, _RNG).keys()
+        if missing:
+            raise CheckpointLoadError(
+                f"the random state in the checkpoint lacks {sorted(missing)}; it was not written by RNGState. "
+                'Start with fresh random numbers by listing "rng" in skip_checkpoint_components.'
+            )
+        check_python_state(state_dict["python"], _RNG.at("python"))
+        _check_numpy(state_dict["numpy"], _RNG.at("numpy"))
+        check_torch_state(state_dict["torch"], _RNG.at("torch"))
+        _check_accelerator(state_dict.get("accelerator"), _RNG.at("accelerator"))
+
+    def restore(self) -> None:
+        """Applies the loaded state again, for after work that drew random numbers (building the data iterators)."""
+        if self._loaded is None:
+            raise RuntimeError("no random state was loaded, so there is none to restore; call load_state_dict first")
+        random.setstate(self._loaded["python"])
+        np.random.set_state(self._loaded["numpy"])
+        torch.set_rng_state(self._loaded["torch"])
+        _set_accelerator_states(self._loaded.get("accelerator"))
+
+    def init_new_rank(self, rank: int, step: int) -> None:
+        """Seeds all generators of a rank that has no state in the checkpoint, the same way in every run."""
+        seed = _derived_seed(self._seed, rank, step)
+        random.seed(seed)
+        np.random.seed(seed % 2**32)
+        torch.manual_seed(seed)  # every accelerator device included
+        self._loaded = _copied(self.state_dict())
+        logger.info(
+            "Rank %d has no random state in the checkpoint: its generators are seeded with %d, derived from seed %s, "
+            "rank %d and step %d.",
+            rank,
+            seed,
+            self._seed,
+            rank,
+            step,
+        )
+
+
+@contextlib.contextmanager
+def undisturbed_random_numbers() -> Iterator[None]:
+    """What is drawn inside does not show outside: an evaluation or a save must not change training."""
+    state = RNGState()
+    before = state.state_dict()
+    try:
+        yield
+    finally:
+        state.load_state_dict(before)
+
+
+def _derived_seed(seed: int | None, rank: int, step: int) -> int:
+    digest = hashlib.sha256(f"{seed} {rank} {step}".encode()).digest()
+    # torch takes seeds of up to 64 bits, and keeps the sign bit
+    return int.from_bytes(digest[:8], "little") >> 1
+
+
+def check_python_state(state: object, where: Where) -> None:
+    """Refuse a state that `random.setstate` would take too long over, or draw nothing from."""
+    version, internal, gauss_next = _fields(state, 3, where)
+    whole_number(version, where.at("version"), least=3, most=3)
+    *words, position = _fields(internal, _WORDS + 1, where.at("words"))
+    _check_words(words, where.at("words"))
+    whole_number(position, where.at("position"), least=0, most=_WORDS)
+    if gauss_next is not None:
+        _check_normal(gauss_next, where.at("gauss_next"))
+
+
+def _check_numpy(state: object, where: Where) -> None:
+    name, words, position, has_gauss, gauss = _fields(state, 5, where)
+    if not isinstance(name, str) or name != "MT19937":
+        raise where.refusal(f"is of the generator {described(name)}", "'MT19937'")
+    if isinstance(words, np.ndarray):
+        if words.dtype != np.uint32 or words.ndim != 1:
+            raise where.at("words").refusal(f"has dtype {words.dtype} and shape {words.shape}", "a row of uint32")
+        words = words.tolist()
+    _check_words(_fields(words, _WORDS, where.at("words")), where.at("words"))
+    whole_number(position, where.at("position"), least=0, most=_WORDS)
+    whole_number(has_gauss, where.at("has_gauss"), least=0, most=1)
+    _check_normal(gauss, where.at("cached_gaussian"))
+
+
+def _fields(value: object, count: int, where: Where) -> Sequence[Any]:
+    if not isinstance(value, list | tuple):
+        raise where.refusal(f"is {described(value)}", f"a sequence of {count}")
+    if len(value) != count:
+        raise where.refusal(f"has {len(value)} entries", f"{count}")
+    return value
+
+
+def _check_words(words: Sequence[Any], where: Where) -> None:
+    for word in words:
+        whole_number(word, where, least=0, most=2**32 - 1)
+    # Of the first word the generator uses one bit; from zeros alone it makes zeros for ever, and normal numbers never.
+    if not any(words[1:]) and words[0] < 2**31:
+        raise where.refusal("has nothing but zeros", "the words of a seeded generator")
+
+
+def _check_normal(value: object, where: Where) -> None:
+    if not is_number(value):
+        raise where.refusal(f"is {described(value)}", "a number")
+    one_number(value, where)
+
+
+def check_torch_state(state: object, where: Where) -> None:
+    """Refuse a CPU generator's state that torch would draw from beyond its words; torch checks each number by itself."""
+    length = len(torch.get_rng_state())
+    state = check_tensor(state, where, shape=(length,))
+    _check_bytes(state, "cpu", where)
+    _, left, _, following = _TORCH_HEADER.unpack(bytes(state[: _TORCH_HEADER.size].tolist()))
+    words = state.view(torch.uint8)[_TORCH_HEADER.size : _TORCH_HEADER.size + 4 * _WORDS]
+    if not words.any():
+        raise where.refusal("has nothing but zeros", "the words of a seeded generator")
+    if left + following > _WORDS + 1:
+        raise where.refusal(
+            f"is at word {following} with {left} left to draw", f"no more than {_WORDS + 1} of both together"
+        )
+
+
+def _check_bytes(state: object, device: str, where: Where) -> None:
+    """Check that the state is one that a generator of the device takes, by a generator that nobody draws from."""
+    found = check_tensor(state, where)
+    if found.dtype is not torch.uint8 or found.ndim != 1 or found.device.type != "cpu":
+        raise where.refusal(
+            f"has dtype {found.dtype} and shape {tuple(found.shape)} on {found.device}", "a row of uint8 on the CPU"
+        )
+    if device:
+        try:
+            torch.Generator(device).set_state(_cpu_copy(found))
+        except RuntimeError as error:
+            raise where.refusal(f"is refused by torch ({str(error).splitlines()[0]})", "a generator's state") from error
+
+
+def _check_accelerator(stored: object, where: Where) -> None:
+    if stored is None:
+        return
+    fields = check_mapping(stored, where)
+    kind, states = fields.get("type"), fields.get("states")
+    if not isinstance(kind, str):
+        raise where.at("type").refusal(f"is {described(kind)}", "the name of a kind of device")
+    if not isinstance(states, list | tuple):
+        raise where.at("states").refusal(f"is {described(states)}", "a list")
+    accelerator = torch.accelerator.current_accelerator(check_available=True)
+    is_same = accelerator is not None and accelerator.type == kind
+    for number, state in enumerate(states):
+        _check_bytes(state, kind if is_same else "", where.at(f"states[{number}]"))
+
+
+def _copied(state_dict: Mapping[str, Any]) -> dict[str, Any]:
+    """The state with its tensors in memory of our own: theirs may be mapped to a file that rotation deletes."""
+    copied = dict(state_dict)
+    # the standard library insists on tuples, which some containers do not keep
+    version, internal, gauss_next = copied["python"]
+    copied["python"] = (version, tuple(internal), gauss_next)
+    name, words, *rest = copied["numpy"]
+    copied["numpy"] = (name, np.array(words, np.uint32), *rest)
+    copied["torch"] = _cpu_copy(copied["torch"])
+    accelerator = copied.get("accelerator")
+    if accelerator is not None:
+        copied["accelerator"] = {**accelerator, "states": [_cpu_copy(state) for state in accelerator["states"]]}
+    return copied
+
+
+def _cpu_copy(state: torch.Tensor) -> torch.Tensor:
+    return state.detach().to("cpu", copy=True)
+
+
+def _accelerator_states() -> dict[str, Any] | None:
+    accelerator = torch.accelerator.current_accelerator(check_available=True)
+    if accelerator is None:
+        return None
+    module = torch.get_device_module(accelerator)
+    states = [module.get_rng_state(*_index(accelerator, n)) for n in range(torch.accelerator.device_count())]
+    return {"type": accelerator.type, "states": states}
+
+
+def _set_accelerator_states(stored: Mapping[str, Any] | None) -> None:
+    if stored is None:
+        return
+    states = stored["states"]
+    accelerator = torch.accelerator.current_accelerator(check_available=True)
+    is_same = accelerator is not None and accelerator.type == stored["type"]
+    num_devices = torch.accelerator.device_count() if is_same else 0
+    if num_devices < len(states):
+        logger.warning(
+            "The checkpoint holds the random states of %d %s device(s), but this process sees %d of them: those are "
+            "restored, the others are lost, and random numbers drawn on a device may differ from the saved run's.",
+            len(states),
+            stored["type"],
+            num_devices,
+        )
+    for number, state in enumerate(states[:num_devices]):
+        assert accelerator is not None
+        torch.get_device_module(accelerator).set_rng_state(state, *_index(accelerator, number))
+
+
+def _index(accelerator: torch.device, number: int) -> tuple[int, ...]:
+    # Apple's GPU is always alone, and its functions take no device
+    return () if accelerator.type == "mps" else (number,)

@@ -1,0 +1,133 @@
+"""The tensors of a model by name: which of them are one tensor, and which weight file holds each."""
+
+from collections.abc import Collection, Mapping, Sequence
+from typing import Any, TypedDict
+
+import torch
+from torch import Tensor, nn
+
+from forgather.ml.checkpoint.encoding import strict_json
+from forgather.ml.checkpoint.weights.safetensors_io import SHARING_KEY, SharingMetadataT
+
+DEFAULT_MAX_SHARD_SIZE = 2**32
+
+
+class ShardIndex(TypedDict):
+    """Which file holds which tensor, as in Hugging Face's index files."""
+
+    metadata: dict[str, Any]
+    weight_map: dict[str, str]
+
+
+def get_all_fqns(module: nn.Module) -> list[str]:
+    """Every name in the module's state, tied names included."""
+    return list(module.state_dict(keep_vars=True))
+
+
+def id_to_fqn(module: nn.Module) -> dict[int, list[str]]:
+    """The names of each parameter and buffer object of the state, by `id`."""
+    names: dict[int, list[str]] = {}
+    for name, tensor in module.state_dict(keep_vars=True).items():
+        names.setdefault(id(tensor), []).append(name)
+    return names
+
+
+def create_sharing_metadata(model: nn.Module) -> SharingMetadataT:
+    """The groups of names of a model that stand for one tensor."""
+    return sharing_of(model.state_dict(keep_vars=True))
+
+
+def sharing_of(tensors: Mapping[str, Any]) -> SharingMetadataT:
+    """The groups of names in a state that stand for one tensor, in the order of the state."""
+    groups: dict[object, list[str]] = {}
+    for name, tensor in tensors.items():
+        if isinstance(tensor, Tensor):
+            groups.setdefault(tensor_identity(tensor), []).append(name)
+    return [names for names in groups.values() if len(names) > 1]
+
+
+def tensor_identity(tensor: Tensor) -> object:
+    """Equal for tensors that are the same memory seen the same way; those without any have only their object."""
+    if tensor.is_meta or tensor.layout is not torch.strided or tensor.is_nested:
+        return id(tensor)
+    if tensor.numel() == 0 or tensor.data_ptr() == 0:
+        return id(tensor)
+    # A conjugated or negated view is the same memory, but other values.
+    seen_as = (tensor.dtype, tuple(tensor.shape), tensor.stride(), tensor.is_conj(), tensor.is_neg())
+    return (tensor.device, tensor.data_ptr(), seen_as)
+
+
+def retie_parameters(module: nn.Module, sharing_metadata: SharingMetadataT) -> None:
+    """Make every group of names one tensor again; names that the module does not have are passed over."""
+    tensors: dict[str, Tensor] = dict(module.named_parameters(remove_duplicate=False))
+    tensors.update(module.named_buffers(remove_duplicate=False))
+    for group in sharing_metadata:
+        present = [name for name in group if name in tensors]
+        for name in present[1:]:
+            owner_name, _, attribute = name.rpartition(".")
+            setattr(module.get_submodule(owner_name), attribute, tensors[present[0]])
+
+
+def stored_names(names: Collection[str], sharing: SharingMetadataT) -> dict[str, str]:
+    """Under which name each of `names` is stored: its own, or for tied ones the first of its group."""
+    present = set(names)
+    aliases = {}
+    for group in sharing:
+        members = [name for name in group if name in present]
+        aliases.update(dict.fromkeys(members, members[0]))
+    return {name: aliases.get(name, name) for name in names}
+
+
+def index_name(safetensors: bool) -> str:
+    return "model.safetensors.index.json" if safetensors else "pytorch_model.bin.index.json"
+
+
+def shard_name(number: int, count: int, safetensors: bool) -> str:
+    """The name of one of `count` weight files, numbered from 1."""
+    stem, ending = ("model", "safetensors") if safetensors else ("pytorch_model", "bin")
+    return f"{stem}.{ending}" if count == 1 else f"{stem}-{number:05d}-of-{count:05d}.{ending}"
+
+
+def make_shard_index(
+    state_dicts: Sequence[Mapping[str, Tensor]] | Mapping[str, Tensor],
+    metadata: Mapping[str, Any] | None = None,
+    safetensors: bool = False,
+    max_shard_size: int = DEFAULT_MAX_SHARD_SIZE,
+    param_sharing_metadata: SharingMetadataT | None = None,
+) -> ShardIndex:
+    """Divide tensors (meta ones will do) into files of at most `max_shard_size` bytes.
+
+    Each state is written by a writer of its own (a pipeline stage), so a file never mixes two of them; a name that
+    several states have belongs to the first. A tensor that is larger than a shard has a file to itself.
+    """
+    if isinstance(state_dicts, Mapping):
+        state_dicts = [state_dicts]
+    all_names = [name for state in state_dicts for name in state]
+    canonical = stored_names(all_names, param_sharing_metadata or [])
+    shards: list[list[str]] = []
+    seen: set[str] = set()
+    total_size = 0
+    for state in state_dicts:
+        room = 0
+        for name, tensor in state.items():
+            if name in seen or canonical[name] != name:
+                continue
+            seen.add(name)
+            size = tensor.numel() * tensor.element_size()
+            if size > room or room == 0:
+                shards.append([])
+                room = max_shard_size
+            shards[-1].append(name)
+            room = max(0, room - size)
+            total_size += size
+    file_names = [shard_name(number, len(shards), safetensors) for number in range(1, len(shards) + 1)]
+    index_metadata: dict[str, Any] = {"total_size": total_size, **(metadata or {})}
+    if param_sharing_metadata:
+        index_metadata[SHARING_KEY] = param_sharing_metadata
+    weight_map = {name: file for file, names in zip(file_names, shards, strict=True) for name in names}
+    return ShardIndex(metadata=index_metadata, weight_map=weight_map)
+
+
+def index_bytes(index: ShardIndex) -> bytes:
+    """The text of an index file."""
+    return strict_json.dumps(index, "The index of the weights", sort_keys=True)

@@ -1,0 +1,248 @@
+"""Where the weights of a directory are, and reading them by name."""
+
+import contextlib
+import os
+from collections.abc import Collection, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from forgather.ml.checkpoint.encoding import strict_json
+from forgather.ml.checkpoint.errors import CheckpointCorruptError, CheckpointLoadError
+from forgather.ml.checkpoint.files.regular_files import path_inside, read_small_file
+from forgather.ml.checkpoint.files.state_files import checked_weights, read_state, read_weight_names, verify_file
+from forgather.ml.checkpoint.manifest import MANIFEST_NAME, FileRecord, check_relative_path, read_manifest
+from forgather.ml.checkpoint.weights.index import ShardIndex, index_name, shard_name, tensor_identity
+from forgather.ml.checkpoint.weights.safetensors_io import (
+    SHARING_KEY,
+    SharingMetadataT,
+    check_fit,
+    checked_sharing,
+    expect_type,
+    load_safetensors,
+    read_header,
+)
+
+_Records = dict[str, FileRecord]
+
+
+@dataclass(frozen=True)
+class WeightLocation:
+    """Where the weights of a directory are, and how to verify them."""
+
+    directory: str
+    weight_map: dict[str, str]
+    sharing: SharingMetadataT
+    records: dict[str, FileRecord] = field(default_factory=dict)
+
+    def stored_name(self, name: str) -> str | None:
+        """The name under which the directory has the tensor, None when it does not have it."""
+        if name in self.weight_map:
+            return name
+        members = (member for group in self.sharing if name in group for member in group)
+        return next((member for member in members if member in self.weight_map), None)
+
+    def path_and_record(self, file: str) -> tuple[str, FileRecord | None]:
+        """A weight file, and what the manifest says of it where there is one."""
+        path = path_inside(self.directory, file)
+        record = self.records.get(file)
+        if record is None and not os.path.exists(path):
+            raise CheckpointLoadError(f"{path} is missing: the index of the weights refers to it.")
+        return path, record
+
+
+def locate_weights(model_dir: str, sharing: SharingMetadataT | None = None) -> WeightLocation:
+    """Find the weight files of a directory; those of a checkpoint are the ones that its manifest lists, with checksums."""
+    records = _records_of(model_dir)
+    for safetensors in (True, False):
+        name = index_name(safetensors)
+        if _is_part(model_dir, name, records):
+            return _location(model_dir, _read_index(model_dir, name, records), sharing, records)
+    name = shard_name(1, 1, True)
+    if _is_part(model_dir, name, records):
+        header = read_header(os.path.join(model_dir, name), (records or {}).get(name))
+        return WeightLocation(model_dir, dict.fromkeys(header.tensors, name), sharing or header.sharing, records or {})
+    name = shard_name(1, 1, False)
+    if _is_part(model_dir, name, records):
+        names = _names_in_bin(model_dir, name, records)
+        return WeightLocation(model_dir, dict.fromkeys(names, name), sharing or [], records or {})
+    where = "" if records is None else f" among the files that its {MANIFEST_NAME} lists"
+    raise CheckpointLoadError(
+        f"There are no weight files in {model_dir}{where} (model*.safetensors or pytorch_model*.bin)."
+    )
+
+
+def location_of_index(model_dir: str, index: ShardIndex) -> WeightLocation:
+    """The files of a given index; in a checkpoint they are verified like others."""
+    records = _records_of(model_dir)
+    try:
+        _check_index(index, records)
+    except ValueError as error:
+        raise CheckpointLoadError(f"The shard index cannot be used for {model_dir}: {error}") from error
+    return _location(model_dir, index, None, records)
+
+
+def _location(
+    model_dir: str, index: ShardIndex, sharing: SharingMetadataT | None, records: _Records | None
+) -> WeightLocation:
+    stored = index.get("metadata", {}).get(SHARING_KEY, [])
+    return WeightLocation(model_dir, dict(index["weight_map"]), sharing or stored, records or {})
+
+
+def _records_of(model_dir: str) -> _Records | None:
+    """None for a directory that is no checkpoint, whose files nobody vouches for."""
+    if not os.path.exists(os.path.join(model_dir, MANIFEST_NAME)):
+        return None
+    return {record.path: record for record in read_manifest(model_dir).files}
+
+
+def _is_part(model_dir: str, name: str, records: _Records | None) -> bool:
+    """A file that lies in a checkpoint without being listed there was put in by somebody else, unverified."""
+    return os.path.exists(os.path.join(model_dir, name)) if records is None else name in records
+
+
+def _names_in_bin(model_dir: str, name: str, records: _Records | None) -> Collection[str]:
+    """From the manifest where there is one, so that the file is read only once."""
+    path, record = os.path.join(model_dir, name), (records or {}).get(name)
+    if record is not None and record.tensors:
+        return record.tensors
+    if record is not None:
+        verify_file(model_dir, record)
+    return read_weight_names(path)
+
+
+def _read_index(model_dir: str, name: str, records: _Records | None) -> ShardIndex:
+    path, record = os.path.join(model_dir, name), (records or {}).get(name)
+    if record is not None:
+        verify_file(model_dir, record)
+    text = read_small_file(path, follow=records is None)
+    try:
+        index: ShardIndex = strict_json.loads(text, path)
+        _check_index(index, records)
+    except (ValueError, CheckpointCorruptError) as error:
+        failure = CheckpointLoadError if records is None else CheckpointCorruptError
+        raise failure(f"{path} is not an index of weights: {error}") from error
+    return index
+
+
+def _check_index(index: Any, records: _Records | None) -> None:
+    """Raise `ValueError` unless an index is one, and refers to files of its own directory (or checkpoint) only."""
+    metadata = expect_type(expect_type(index, dict, "the index").get("metadata", {}), dict, "metadata")
+    checked_sharing(metadata.get(SHARING_KEY, []))
+    weight_map = expect_type(index.get("weight_map"), dict, "weight_map")
+    for name, file in weight_map.items():
+        try:
+            check_relative_path(file)
+        except ValueError as error:
+            raise ValueError(f"the file of tensor {name!r} has a path that {error}") from error
+        if records is not None and file not in records:
+            raise ValueError(
+                f"{file} (tensor {name!r}) is not part of the checkpoint: {MANIFEST_NAME} does not list it"
+            )
+
+
+def read_weights(location: WeightLocation, targets: Mapping[str, Tensor]) -> None:
+    """Fill `targets` in place, by name; tensors that nobody asks for are not read."""
+    by_file: dict[str, dict[str, list[Tensor]]] = {}
+    for name, target in targets.items():
+        stored = location.stored_name(name)
+        if stored is None:
+            raise CheckpointLoadError(f"{location.directory} holds no tensor {name!r}.")
+        by_file.setdefault(location.weight_map[stored], {}).setdefault(stored, []).append(target)
+    _check_shapes(location, by_file)
+    for file, wanted in sorted(by_file.items()):
+        path, record = location.path_and_record(file)
+        first = {name: tensors[0] for name, tensors in wanted.items()}
+        if file.endswith(".safetensors"):
+            load_safetensors(path, first, record)
+        else:
+            _load_bin(path, first, record)
+        for tensors in wanted.values():
+            for other in tensors[1:]:
+                # Tied tensors of the model are one memory already; separate copies get the same values.
+                if tensor_identity(other) != tensor_identity(tensors[0]):
+                    other.detach().copy_(tensors[0].detach())
+
+
+def _check_shapes(location: WeightLocation, by_file: Mapping[str, Mapping[str, Sequence[Tensor]]]) -> None:
+    """All of them before the first tensor is filled: a model that does not fit is left as it was."""
+    for file, wanted in sorted(by_file.items()):
+        path, record = location.path_and_record(file)
+        if file.endswith(".safetensors"):
+            entries = read_header(path, record).tensors
+            for name, tensors in wanted.items():
+                for tensor in tensors:
+                    entry = _found(path, entries, name)
+                    check_fit(path, name, entry.shape, entry.dtype, tensor)
+
+
+def _found(path: str, content: Mapping[str, Any], name: str) -> Any:
+    if name not in content:
+        raise CheckpointLoadError(f"{path} has no tensor {name!r}, although the index says so.")
+    return content[name]
+
+
+def _load_bin(path: str, targets: Mapping[str, Tensor], record: FileRecord | None) -> None:
+    state = checked_weights(path, read_state(path, record, follow=record is None))
+    for name, target in targets.items():
+        stored = _found(path, state, name)
+        check_fit(path, name, tuple(stored.shape), stored.dtype, target)
+    with torch.no_grad():
+        for name, target in targets.items():
+            with _naming_tensor(path, name):
+                # Not into a detached one: a sparse tensor would keep its old content.
+                target.copy_(state[name])
+
+
+@contextlib.contextmanager
+def _naming_tensor(path: str, name: str) -> Iterator[None]:
+    """Give errors of torch, such as for a dtype that it cannot copy, the names of the file and the tensor."""
+    try:
+        yield
+    except CheckpointLoadError:
+        raise
+    except RuntimeError as error:
+        raise CheckpointLoadError(f"{path}: tensor {name[:100]!r} cannot be loaded: {error}") from error
+
+
+def read_tensors(location: WeightLocation, names: Collection[str], device: torch.device | str) -> dict[str, Tensor]:
+    """New tensors on `device` with the named weights."""
+    missing = [name for name in names if location.stored_name(name) is None]
+    if missing:
+        raise CheckpointLoadError(f"{location.directory} holds no tensors named {abbreviate(missing)}.")
+    by_file: dict[str, list[str]] = {}
+    for name in names:
+        by_file.setdefault(location.weight_map[location.stored_name(name) or name], []).append(name)
+    tensors: dict[str, Tensor] = {}
+    for file, wanted in sorted(by_file.items()):
+        tensors.update(_tensors_of_file(location, file, wanted, device))
+    return {name: tensors[name] for name in names}
+
+
+def _tensors_of_file(
+    location: WeightLocation, file: str, names: Sequence[str], device: torch.device | str
+) -> dict[str, Tensor]:
+    path, record = location.path_and_record(file)
+    stored = {name: location.stored_name(name) or name for name in names}
+    if not file.endswith(".safetensors"):
+        state = checked_weights(path, read_state(path, record, follow=record is None))
+        copies = {}
+        for name in names:
+            with _naming_tensor(path, name):
+                copies[name] = _found(path, state, stored[name]).to(device, copy=True)
+        return copies
+    entries = read_header(path, record).tensors
+    tensors = {}
+    for name in names:
+        entry = _found(path, entries, stored[name])
+        tensors[name] = torch.empty(entry.shape, dtype=entry.dtype, device=device)
+    read_weights(location, tensors)
+    return tensors
+
+
+def abbreviate(names: Sequence[str], limit: int = 10) -> str:
+    """The first of many names, for a message."""
+    shown = ", ".join(names[:limit])
+    return shown if len(names) <= limit else f"{shown} and {len(names) - limit} more"

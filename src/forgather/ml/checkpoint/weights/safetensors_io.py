@@ -1,0 +1,331 @@
+"""Weight files: safetensors written as a stream, and read tensor by tensor into memory that exists already."""
+
+import json
+import math
+import os
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from forgather.ml.checkpoint.encoding import strict_json
+from forgather.ml.checkpoint.encoding.digest import iter_chunks
+from forgather.ml.checkpoint.errors import CheckpointCorruptError, CheckpointLoadError
+from forgather.ml.checkpoint.files.hashed_io import (
+    BUFFER_BYTES,
+    Hasher,
+    HashingReader,
+    HashingWriter,
+    new_hasher,
+    read_exactly,
+)
+from forgather.ml.checkpoint.files.regular_files import open_regular
+from forgather.ml.checkpoint.manifest import FileRecord
+
+# The file's own header is verified like a tensor when only some of its tensors are read.
+HEADER_ENTRY = "__header__"
+SHARING_KEY = "param_sharing"
+"""Under this key of its metadata a file, or an index, keeps the groups of names that are one tensor."""
+SharingMetadataT = list[list[str]]
+"""Groups of names that are one tensor; the first name of a group is the one it is stored under."""
+
+_LENGTH_BYTES = 8
+_HEADER_ALIGNMENT = 64
+_LARGEST_HEADER = 100 * 2**20
+_LARGEST_SIZE = 2**63 - 1
+
+_DTYPE_NAMES = {
+    torch.float64: "F64",
+    torch.float32: "F32",
+    torch.float16: "F16",
+    torch.bfloat16: "BF16",
+    torch.float8_e4m3fn: "F8_E4M3",
+    torch.float8_e5m2: "F8_E5M2",
+    torch.float8_e8m0fnu: "F8_E8M0",
+    torch.complex64: "C64",
+    torch.int64: "I64",
+    torch.int32: "I32",
+    torch.int16: "I16",
+    torch.int8: "I8",
+    torch.uint64: "U64",
+    torch.uint32: "U32",
+    torch.uint16: "U16",
+    torch.uint8: "U8",
+    torch.bool: "BOOL",
+}
+_DTYPES = {name: dtype for dtype, name in _DTYPE_NAMES.items()}
+
+
+def tensor_bytes(tensor: Tensor) -> memoryview:
+    """The memory of a contiguous CPU tensor."""
+    return memoryview(tensor.detach().reshape(-1).view(torch.uint8).numpy()).cast("B")  # type: ignore[arg-type]
+
+
+def byte_chunks(tensor: Tensor) -> Iterator[memoryview]:
+    """A tensor's content in logical order; what is not in one piece in memory is copied there a piece at a time."""
+    if tensor.numel() == 0:
+        return
+    if _is_in_one_piece(tensor):
+        yield tensor_bytes(tensor)
+        return
+    for piece in iter_chunks(tensor.detach()):
+        yield tensor_bytes(piece.cpu().resolve_conj().resolve_neg().contiguous())
+
+
+def _is_in_one_piece(tensor: Tensor) -> bool:
+    """Whether the memory of a tensor holds its values, in order; a conjugated view, for one, has others."""
+    return tensor.device.type == "cpu" and tensor.is_contiguous() and not (tensor.is_conj() or tensor.is_neg())
+
+
+def write_safetensors(
+    writer: HashingWriter, tensors: Mapping[str, Tensor], metadata: Mapping[str, str] | None = None
+) -> dict[str, str]:
+    """Stream a safetensors file out; returns the checksum of each tensor, and of the header."""
+    # Large elements first keeps every tensor aligned without holes, which the format forbids.
+    names = sorted(tensors, key=lambda name: (-tensors[name].element_size(), name))
+    header: dict[str, Any] = {"__metadata__": {"format": "pt", **(metadata or {})}}
+    offset = 0
+    for name in names:
+        tensor = tensors[name]
+        _refuse_without_memory(name, tensor)
+        end = offset + tensor.numel() * tensor.element_size()
+        header[name] = {
+            "dtype": _dtype_name(name, tensor.dtype),
+            "shape": list(tensor.shape),
+            "data_offsets": [offset, end],
+        }
+        offset = end
+    text = json.dumps(header, separators=(",", ":")).encode()
+    text += b" " * (-(len(text) + _LENGTH_BYTES) % _HEADER_ALIGNMENT)
+    digests = {HEADER_ENTRY: _write_hashed(writer, [len(text).to_bytes(_LENGTH_BYTES, "little") + text])}
+    for name in names:
+        digests[name] = _write_hashed(writer, byte_chunks(tensors[name]))
+    return digests
+
+
+def _refuse_without_memory(name: str, tensor: Tensor) -> None:
+    """The format holds the elements of dense tensors, one after the other."""
+    if tensor.is_meta:
+        raise ValueError(f"Tensor {name!r} is on the meta device and has no values to save.")
+    if tensor.layout is not torch.strided or tensor.is_nested:
+        kind = "a nested tensor" if tensor.is_nested else f"sparse ({tensor.layout})"
+        raise ValueError(
+            f"Tensor {name!r} is {kind}, which the safetensors format cannot hold; make it dense, or set "
+            "save_safetensors=False to write pytorch_model.bin files."
+        )
+
+
+def _dtype_name(name: str, dtype: torch.dtype) -> str:
+    if dtype not in _DTYPE_NAMES:
+        raise ValueError(
+            f"Tensor {name!r} has dtype {dtype}, which the safetensors format cannot hold; "
+            "set save_safetensors=False to write pytorch_model.bin files."
+        )
+    return _DTYPE_NAMES[dtype]
+
+
+def _write_hashed(writer: HashingWriter, chunks: Iterable[memoryview | bytes]) -> str:
+    hasher = new_hasher()
+    for chunk in chunks:
+        writer.write(chunk, also=hasher)
+    return hasher.hexdigest()
+
+
+@dataclass(frozen=True)
+class TensorEntry:
+    """Where a tensor stands in a safetensors file."""
+
+    dtype: torch.dtype
+    shape: tuple[int, ...]
+    start: int
+    end: int
+
+
+@dataclass(frozen=True)
+class SafetensorsHeader:
+    """The directory of a safetensors file; offsets count from the beginning of the file."""
+
+    tensors: dict[str, TensorEntry]
+    sharing: SharingMetadataT
+
+
+def read_header(path: str, record: FileRecord | None = None) -> SafetensorsHeader:
+    """The directory of a safetensors file, verified with a record, and its claims checked against the file's size."""
+    check_size(path, record)
+    with open(open_regular(path, follow=record is None), "rb") as file:
+        size = os.fstat(file.fileno()).st_size
+        length = file.read(_LENGTH_BYTES)
+        num_bytes = int.from_bytes(length, "little")
+        if len(length) < _LENGTH_BYTES or num_bytes > min(size - _LENGTH_BYTES, _LARGEST_HEADER):
+            raise CheckpointCorruptError(f"{path} is damaged: it is not a safetensors file, or is cut short")
+        text = file.read(num_bytes)
+    base = _LENGTH_BYTES + num_bytes
+    if record is not None:
+        # Before anything in it is believed: a flipped bit in a name would look like a model that does not fit.
+        hasher = new_hasher()
+        hasher.update(memoryview(length + text))
+        check_checksum(path, "its header", record.tensors.get(HEADER_ENTRY, "none"), hasher.hexdigest())
+    try:
+        header = expect_type(strict_json.loads(text, path, size), dict, "the header")
+        metadata = expect_type(header.pop("__metadata__", {}), dict, "__metadata__")
+        sharing_text = expect_type(metadata.get(SHARING_KEY, "[]"), str, SHARING_KEY)
+        sharing = checked_sharing(strict_json.loads(sharing_text.encode(), path, size))
+        tensors = {name: _entry(name, info, base, size) for name, info in header.items()}
+        _require_full_cover(tensors, base, size)
+    except (ValueError, KeyError, TypeError) as error:
+        reason = f"{type(error).__name__}: {error}"
+        raise CheckpointCorruptError(f"{path} is damaged: its header cannot be read ({reason})") from error
+    return SafetensorsHeader(tensors, sharing)
+
+
+def _require_full_cover(tensors: Mapping[str, TensorEntry], base: int, size: int) -> None:
+    """Tensors follow one another to the end of the file, as the format demands.
+
+    Those that share bytes could fill any amount of memory, and a gap is a sign of a header of another length.
+    """
+    end = base
+    for name, entry in sorted(tensors.items(), key=lambda item: (item[1].start, item[1].end)):
+        if entry.start != end:
+            raise ValueError(f"tensor {name!r} {'overlaps another' if entry.start < end else 'comes after a gap'}")
+        end = entry.end
+    if end != size:
+        raise ValueError(f"{size - end} bytes after the last tensor belong to none")
+
+
+def _entry(name: str, info: Any, base: int, size: int) -> TensorEntry:
+    dtype, shape = _DTYPES[info["dtype"]], [_count(number) for number in info["shape"]]
+    start, end = (base + _count(number) for number in info["data_offsets"])
+    if math.prod(max(1, length) for length in shape) * dtype.itemsize > _LARGEST_SIZE:
+        raise ValueError(f"tensor {name!r} has the impossible shape {shape}")
+    if not base <= start <= end <= size or end - start != math.prod(shape) * dtype.itemsize:
+        raise ValueError(f"tensor {name!r} lies outside the file, or has another size than its shape")
+    return TensorEntry(dtype, tuple(shape), start, end)
+
+
+def _count(number: Any) -> int:
+    if type(number) is not int or number < 0:
+        raise ValueError(f"{number!r} is neither a length nor a position")
+    return number
+
+
+def expect_type(value: Any, kind: type, what: str) -> Any:
+    """`value`, or a `ValueError` when the text that it came from says something of another kind."""
+    if not isinstance(value, kind):
+        raise ValueError(f"{what} should be a {kind.__name__}, but is a {type(value).__name__}")
+    return value
+
+
+def checked_sharing(groups: Any) -> SharingMetadataT:
+    """Groups of names as a file has them, or a `ValueError`."""
+    for group in expect_type(groups, list, SHARING_KEY):
+        for name in expect_type(group, list, f"a group of {SHARING_KEY}"):
+            expect_type(name, str, f"a name of {SHARING_KEY}")
+    sharing: SharingMetadataT = groups
+    return sharing
+
+
+def load_safetensors(path: str, targets: Mapping[str, Tensor], record: FileRecord | None = None) -> None:
+    """Read the named tensors of a file into `targets`, in place.
+
+    With a record, what is read is verified: by the checksum of the file when all of it is read, else by those
+    of its header and of each tensor.
+    """
+    header = read_header(path, record)
+    load = _load_whole if targets.keys() >= header.tensors.keys() else _load_some
+    try:
+        load(path, header, targets, record)
+    except EOFError as error:
+        raise CheckpointCorruptError(f"{path} is damaged: {error}") from error
+
+
+def check_size(path: str, record: FileRecord | None) -> None:
+    """Raise `CheckpointCorruptError` when the file is missing or has another size than was written."""
+    if record is None:
+        return
+    try:
+        size = os.stat(path).st_size
+    except FileNotFoundError:
+        raise CheckpointCorruptError(
+            f"{path} is missing (expected {record.size} bytes, component {record.component!r})"
+        ) from None
+    if size != record.size:
+        raise CheckpointCorruptError(
+            f"{path} is damaged: expected {record.size} bytes, found {size} (component {record.component!r})"
+        )
+
+
+def check_checksum(path: str, what: str, expected: str, found: str) -> None:
+    """Raise `CheckpointCorruptError` when what was read is not what was written."""
+    if found != expected:
+        raise CheckpointCorruptError(f"{path} is damaged: {what} has checksum {found}, expected {expected}")
+
+
+def _load_whole(path: str, header: SafetensorsHeader, targets: Mapping[str, Tensor], record: FileRecord | None) -> None:
+    with HashingReader(path, follow=record is None) as reader:
+
+        def read(out: memoryview) -> None:
+            if reader.readinto(out) != len(out):
+                raise CheckpointCorruptError(f"{path} is damaged: it ends too soon")
+
+        for name, entry in sorted(header.tensors.items(), key=lambda item: item[1].start):
+            reader.seek(entry.start)
+            _fill(path, name, entry, targets[name], read)
+        if record is not None:
+            check_checksum(path, "the file", record.checksum, reader.finish())
+
+
+def _load_some(path: str, header: SafetensorsHeader, targets: Mapping[str, Tensor], record: FileRecord | None) -> None:
+    descriptor = open_regular(path, follow=record is None)
+    try:
+        for name, target in targets.items():
+            entry, hasher = header.tensors[name], new_hasher()
+
+            def read(out: memoryview, entry: TensorEntry = entry, hasher: Hasher = hasher) -> None:
+                for start in range(0, len(out), BUFFER_BYTES):
+                    chunk = out[start : start + BUFFER_BYTES]
+                    read_exactly(descriptor, chunk, entry.start + start)
+                    hasher.update(chunk)
+
+            _fill(path, name, entry, target, read)
+            if record is not None:
+                check_checksum(path, f"tensor {name!r}", record.tensors.get(name, "none"), hasher.hexdigest())
+    finally:
+        os.close(descriptor)
+
+
+def _fill(path: str, name: str, entry: TensorEntry, target: Tensor, read: Callable[[memoryview], None]) -> None:
+    check_fit(path, name, entry.shape, entry.dtype, target)
+    if target.numel() == 0:
+        return
+    target = target.detach()
+    if target.dtype == entry.dtype and _is_in_one_piece(target):
+        read(tensor_bytes(target))
+        return
+    staged = torch.empty(entry.shape, dtype=entry.dtype, pin_memory=target.device.type == "cuda")
+    read(tensor_bytes(staged))
+    target.copy_(staged)
+
+
+def check_fit(path: str, name: str, shape: tuple[int, ...], dtype: torch.dtype, target: Tensor) -> None:
+    """Raise when a stored tensor has another shape, or another kind of numbers, than the one it is meant for."""
+    if _kind_of(dtype) != _kind_of(target.dtype):
+        raise CheckpointLoadError(
+            f"{path}: tensor {name!r} has dtype {dtype} in the checkpoint, but {target.dtype} in the model, and the one "
+            "does not stand for the other. Build the model that was trained, or choose another checkpoint."
+        )
+    if tuple(target.shape) != tuple(shape):
+        raise CheckpointLoadError(
+            f"{path}: tensor {name!r} has shape {tuple(shape)} in the checkpoint, but {tuple(target.shape)} in the "
+            "model. The model must be built from the configuration that the checkpoint was trained with."
+        )
+
+
+def _kind_of(dtype: torch.dtype) -> str:
+    """Floats of any width convert into each other, and integers too; a float never becomes an integer or a bool."""
+    if dtype.is_floating_point:
+        return "float"
+    if dtype.is_complex:
+        return "complex"
+    return "bool" if dtype is torch.bool else "integer"

@@ -1,0 +1,169 @@
+"""Quantised models on disk: safetensors files from which nothing is unpickled.
+
+A quantised weight `layer.weight` is stored as its parts, `layer._weight_qdata`, `layer._weight_scale` and so on; the
+metadata of the file tell, as JSON, of which kind it is. transformers reads and writes the same files, so that
+`from_pretrained` loads a directory of one of its models.
+"""
+
+import contextlib
+import json
+import os
+import stat
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import TYPE_CHECKING, Any
+
+from torch import Tensor, nn
+
+from forgather.ml.checkpoint.errors import CheckpointLoadError
+from forgather.ml.checkpoint.files.hashed_io import HashingWriter
+from forgather.ml.checkpoint.weights.module_weights import (
+    create_sharing_metadata,
+    locate_weights,
+    read_tensors,
+    retie_parameters,
+    shard_name,
+    stored_names,
+)
+from forgather.ml.checkpoint.weights.safetensors_io import write_safetensors
+from forgather.ml.no_init_weights import no_init_weights
+
+if TYPE_CHECKING:
+    from torchao.core.config import AOBaseConfig  # type: ignore[import-untyped]
+
+_NAMES_KEY = "tensor_names"
+
+
+def save_quantized(folder: str, model: nn.Module, config: "AOBaseConfig", full_precision: Sequence[str]) -> None:
+    """Write a model that was quantised by `config`; `full_precision` names the linear layers that were not."""
+    from transformers import PreTrainedModel, TorchAoConfig
+    from transformers.quantizers.quantizer_torchao import TorchAoHfQuantizer
+
+    if not isinstance(model, PreTrainedModel):
+        return _save_parts(folder, model)
+    description = TorchAoConfig(config, modules_to_not_convert=list(full_precision))
+    holder: Any = model
+    holder.config.quantization_config = description
+    holder.hf_quantizer = TorchAoHfQuantizer(description, pre_quantized=True)
+    with _without_progress_bars():
+        holder.save_pretrained(folder)
+    _make_readable(folder)
+    return None
+
+
+def _make_readable(folder: str) -> None:
+    """Give all files the mode that this process gives to new ones: safetensors lets only its user read what it writes."""
+    mode = stat.S_IMODE(os.stat(os.path.join(folder, "config.json")).st_mode)
+    for entry in os.scandir(folder):
+        if entry.is_file():
+            os.chmod(entry.path, mode)
+
+
+def load_quantized(path: str, model_init: Callable[[], nn.Module] | None = None) -> nn.Module:
+    """The model of a directory: one of transformers, or the one that `model_init` builds, filled."""
+    if model_init is not None:
+        return _filled(path, model_init)
+    from transformers import AutoConfig
+
+    if not os.path.exists(os.path.join(path, "config.json")):
+        raise CheckpointLoadError(
+            f"{path} is not a directory of transformers: it has no config.json. Give model_init, a function that builds the "
+            "model."
+        )
+    config = AutoConfig.from_pretrained(path, local_files_only=True)
+    with _without_progress_bars():
+        model: nn.Module = architecture_of(config, path).from_pretrained(path, local_files_only=True)
+    return model
+
+
+def architecture_of(config: Any, path: str) -> Any:
+    """The class of transformers that a configuration names."""
+    import transformers
+
+    names = config.architectures or []
+    found = getattr(transformers, names[0], None) if names else None
+    if not isinstance(found, type) or not issubclass(found, transformers.PreTrainedModel):
+        raise CheckpointLoadError(
+            f"The model in {path} is a {names[0] if names else 'model without a name'}, a class that transformers does not "
+            "have. Give model_init, a function that builds it."
+        )
+    return found
+
+
+def _save_parts(folder: str, model: nn.Module) -> None:
+    from torchao.prototype.safetensors.safetensors_support import flatten_tensor_state_dict  # type: ignore[import-untyped]
+
+    sharing = create_sharing_metadata(model)
+    state = model.state_dict()
+    stored_as = stored_names(list(state), sharing)
+    stored = {name: tensor for name, tensor in state.items() if stored_as[name] == name}
+    quantized = {name: tensor for name, tensor in stored.items() if type(tensor) is not Tensor}
+    parts, metadata = flatten_tensor_state_dict(quantized)
+    plain = {name: tensor for name, tensor in stored.items() if name not in quantized}
+    with HashingWriter(os.path.join(folder, shard_name(1, 1, True))) as writer:
+        write_safetensors(writer, {**plain, **parts}, metadata)
+
+
+def _filled(path: str, model_init: Callable[[], nn.Module]) -> nn.Module:
+    """A model whose parameters are replaced by those of the files; tied ones are one again."""
+    from transformers import PreTrainedModel
+
+    with no_init_weights():
+        model = model_init()
+    if isinstance(model, PreTrainedModel) and os.path.exists(os.path.join(path, "config.json")):
+        # transformers stores some models under other names than their own.
+        with _without_progress_bars():
+            filled: nn.Module = type(model).from_pretrained(path, local_files_only=True)
+        return filled
+    sharing = create_sharing_metadata(model)
+    state = _read_state(path)
+    incompatible = model.load_state_dict(state, strict=False, assign=True)
+    tied = {name for group in sharing if any(member in state for member in group) for name in group}
+    missing = [name for name in incompatible.missing_keys if name not in tied]
+    if missing or incompatible.unexpected_keys:
+        raise CheckpointLoadError(
+            f"The weights in {path} are not those of this model: missing {missing[:5]}, unexpected "
+            f"{incompatible.unexpected_keys[:5]}. Build the model that was finalised."
+        )
+    retie_parameters(model, [sorted(group, key=lambda name: name not in state) for group in sharing])
+    return model
+
+
+def _read_state(path: str) -> dict[str, Tensor]:
+    from torchao.prototype.safetensors.safetensors_support import unflatten_tensor_state_dict
+
+    location = locate_weights(path)
+    tensors = read_tensors(location, list(location.weight_map), "cpu")
+    metadata = _metadata_of(path, set(location.weight_map.values()))
+    names = [name for name in json.loads(metadata.get(_NAMES_KEY, "[]")) if name not in tensors]
+    if not names:
+        return tensors
+    kinds = {_NAMES_KEY: json.dumps(names), **{name: metadata[name] for name in names}}
+    prefixes = tuple("{}._{}_".format(*name.rsplit(".", 1)) for name in names)
+    parts = {name: tensor for name, tensor in tensors.items() if name.startswith(prefixes)}
+    quantized, leftover = unflatten_tensor_state_dict(parts, kinds)
+    plain = {name: tensor for name, tensor in tensors.items() if name not in parts}
+    return {**plain, **quantized, **leftover}
+
+
+def _metadata_of(path: str, files: set[str]) -> Mapping[str, str]:
+    from safetensors import safe_open
+
+    metadata: dict[str, str] = {}
+    for file in sorted(one for one in files if one.endswith(".safetensors")):
+        with safe_open(os.path.join(path, file), framework="pt") as opened:
+            metadata |= opened.metadata() or {}
+    return metadata
+
+
+@contextlib.contextmanager
+def _without_progress_bars() -> Iterator[None]:
+    """What transformers shows while it reads and writes is not for the reports of a program."""
+    from transformers.utils import logging
+
+    was_enabled = logging.is_progress_bar_enabled()
+    logging.disable_progress_bar()
+    try:
+        yield
+    finally:
+        if was_enabled:
+            logging.enable_progress_bar()

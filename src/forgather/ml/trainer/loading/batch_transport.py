@@ -1,0 +1,197 @@
+"""How packed batches get from the rank that reads to the others: over sockets on one machine, else over gloo."""
+
+import contextlib
+import itertools
+import socket
+from collections import deque
+from collections.abc import Iterator, Sequence
+from typing import Protocol
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.distributed import ProcessGroup, Work
+
+from forgather.ml.distributed.agreement import DistributedError
+from forgather.ml.distributed.rank_links import RankLinks, left_error, read_exactly, telling_timeouts
+from forgather.ml.trainer.loading.batch_messages import LENGTH_BYTES, Pieces, length_of, packed
+
+_FIRST_CAPACITY = 2**12
+_DURING = "loading a batch"
+_MOST_PIECES = 512
+
+
+class Sender(Protocol):
+    """Sends messages to the ranks that are to have them."""
+
+    def send(self, messages: Sequence[Pieces | None]) -> None:
+        """One message for the ranks of each part; None where there is nobody but this rank."""
+
+    def flush(self) -> None:
+        """Wait until all are sent."""
+
+
+class Receiver(Protocol):
+    """Receives buffers from the rank that reads."""
+
+    def receive(self) -> Tensor: ...
+
+    def expect_more(self) -> None:
+        """Another one will follow: it may be received while this rank trains."""
+
+
+def make_sender(links: RankLinks, parts: list[list[int]]) -> Sender:
+    """`parts` are the ranks that get the same buffer."""
+    others = [[rank for rank in ranks if rank != dist.get_rank()] for ranks in parts]
+    if links.sockets is None:
+        return _GroupSender(links.group, others)
+    sockets = links.sockets
+    return _SocketSender([[sockets[dist.get_group_rank(links.group, rank)] for rank in ranks] for ranks in others])
+
+
+def make_receiver(links: RankLinks, source: int, device: torch.device) -> Receiver:
+    """`device` is where the batches go: copies from pinned memory do not hold up the training."""
+    pins_memory = device.type == "cuda"
+    if links.sockets is None:
+        return _GroupReceiver(links.group, source, pins_memory)
+    return _SocketReceiver(links.sockets[dist.get_group_rank(links.group, source)], pins_memory)
+
+
+class _SocketSender:
+    def __init__(self, connections: list[list[socket.socket]]) -> None:
+        self._connections = connections
+
+    def send(self, messages: Sequence[Pieces | None]) -> None:
+        for message, connections in zip(messages, self._connections, strict=True):
+            for connection in connections:
+                assert message is not None
+                with _contact():
+                    _send_pieces(connection, message)
+
+    def flush(self) -> None:
+        """Nothing: what is sent is in the hands of the system."""
+
+
+class _SocketReceiver:
+    def __init__(self, connection: socket.socket, pins_memory: bool) -> None:
+        self._connection = connection
+        self._pins_memory = pins_memory
+
+    def receive(self) -> Tensor:
+        with _contact():
+            beginning = read_exactly(self._connection, LENGTH_BYTES)
+            buffer = _buffer(int.from_bytes(beginning, "little"), self._pins_memory)
+            view = _bytes_of(buffer)
+            view[:LENGTH_BYTES] = beginning
+            position = LENGTH_BYTES
+            while position < len(view):
+                with telling_timeouts():
+                    num_bytes = self._connection.recv_into(view[position:], 0, socket.MSG_WAITALL)
+                if num_bytes == 0:
+                    raise left_error()
+                position += num_bytes
+        return buffer
+
+    def expect_more(self) -> None:
+        """Nothing: the system receives it."""
+
+
+class _GroupSender:
+    def __init__(self, group: ProcessGroup, others: list[list[int]]) -> None:
+        self._group = group
+        self._others = others
+        self._capacities = dict.fromkeys(itertools.chain(*self._others), _FIRST_CAPACITY)
+        # The buffers must live until they are sent.
+        self._under_way: deque[list[tuple[Work, Tensor]]] = deque()
+
+    def send(self, messages: Sequence[Pieces | None]) -> None:
+        while len(self._under_way) > 2:
+            self._wait_for_oldest()
+        works: list[tuple[Work, Tensor]] = []
+        for message, ranks in zip(messages, self._others, strict=True):
+            if message is not None:
+                buffer = packed(message)
+                works.extend((work, buffer) for rank in ranks for work in self._send_to(rank, buffer))
+        self._under_way.append(works)
+
+    def flush(self) -> None:
+        while self._under_way:
+            self._wait_for_oldest()
+
+    def _send_to(self, rank: int, buffer: Tensor) -> Iterator[Work]:
+        """As one message, unless it is longer than any before: then the rest follows."""
+        capacity = self._capacities[rank]
+        parts = [buffer] if len(buffer) <= capacity else [buffer[:capacity], buffer[capacity:]]
+        self._capacities[rank] = max(capacity, len(buffer))
+        for part in parts:
+            with _contact():
+                work = dist.isend(part, dst=rank, group=self._group)
+            assert work is not None, "both ranks are members of the group"
+            yield work
+
+    def _wait_for_oldest(self) -> None:
+        for work, _ in self._under_way.popleft():
+            with _contact():
+                work.wait()
+
+
+class _GroupReceiver:
+    def __init__(self, group: ProcessGroup, source: int, pins_memory: bool) -> None:
+        self._group = group
+        self._source = source
+        self._pins_memory = pins_memory
+        self._capacity = _FIRST_CAPACITY
+        self._posted: tuple[Work, Tensor] | None = None
+
+    def receive(self) -> Tensor:
+        work, buffer = self._posted or self._post(_buffer(self._capacity, self._pins_memory))
+        self._posted = None
+        with _contact():
+            work.wait()
+        length = length_of(buffer)
+        if length > len(buffer):
+            buffer = self._receive_whole(buffer, length)
+        self._capacity = max(self._capacity, length)
+        return buffer
+
+    def expect_more(self) -> None:
+        self._posted = self._post(_buffer(self._capacity, self._pins_memory))
+
+    def _receive_whole(self, beginning: Tensor, length: int) -> Tensor:
+        whole = _buffer(length, self._pins_memory)
+        whole[: len(beginning)].copy_(beginning)
+        work, _ = self._post(whole[len(beginning) :])
+        with _contact():
+            work.wait()
+        return whole
+
+    def _post(self, buffer: Tensor) -> tuple[Work, Tensor]:
+        with _contact():
+            work = dist.irecv(buffer, src=self._source, group=self._group)
+        assert work is not None, "both ranks are members of the group"
+        return work, buffer
+
+
+def _buffer(length: int, pins_memory: bool) -> Tensor:
+    return torch.empty(length, dtype=torch.uint8, device="cpu", pin_memory=pins_memory)
+
+
+def _send_pieces(connection: socket.socket, pieces: Pieces) -> None:
+    """All in one go, as far as the system takes them; it takes so many pieces at a time."""
+    num_sent = connection.sendmsg(pieces[:_MOST_PIECES])
+    for piece in pieces:
+        if num_sent < len(piece):
+            connection.sendall(memoryview(piece)[num_sent:])
+        num_sent = max(num_sent - len(piece), 0)
+
+
+def _bytes_of(buffer: Tensor) -> memoryview:
+    return memoryview(buffer.numpy())  # type: ignore[arg-type]
+
+
+@contextlib.contextmanager
+def _contact() -> Iterator[None]:
+    try:
+        yield
+    except (RuntimeError, OSError) as lost:
+        raise DistributedError(_DURING, None, type(lost).__name__, str(lost)) from lost

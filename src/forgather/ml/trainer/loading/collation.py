@@ -1,0 +1,124 @@
+"""From samples to a batch, for those who give the trainer no collator of their own."""
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+from torch.utils.data import default_collate
+
+from forgather.ml.trainer.loading.data_errors import place_of
+
+_LABEL_NAMES = ("labels", "label", "label_ids")
+"""The first of them that a sample has becomes the batch's "labels", as in `transformers`."""
+
+
+def collate_samples(samples: Sequence[Any]) -> Any:
+    """Stack samples that are mappings of tensors, arrays, numbers and lists of numbers, key by key.
+
+    Texts, lists of texts and None are left out: a model can do nothing with them. Samples that are no mappings are left
+    to torch's `default_collate`.
+    """
+    if not all(isinstance(sample, Mapping) for sample in samples):
+        return _collated_without_names(samples)
+    batch = {}
+    for name, source in _sources(samples[0]).items():
+        values = [_value(sample, source) for sample in samples]
+        if not any(_is_left_out(value) for value in values):
+            batch[name] = _stacked(source, values)
+        elif not all(_is_left_out(value) for value in values):
+            raise ValueError(
+                f"{source!r} is a number or tensor in some samples, and text or None in others: fill in the missing ones, "
+                "remove the column, or pass a data_collator that knows what to do."
+            )
+    if not batch:
+        raise ValueError(
+            f"Samples with the keys {list(samples[0])} have nothing that a model could take: all of it is text or None. "
+            "Tokenize the dataset first, or pass a data_collator that does."
+        )
+    return batch
+
+
+def _collated_without_names(samples: Sequence[Any]) -> Any:
+    for position, sample in enumerate(samples):
+        place = place_of(samples, position)
+        if sample is None:
+            raise ValueError(
+                f"{place[0].upper()}{place[1:]} is None: the dataset returned nothing for it, as a function does that ends "
+                "without return. Return a dict, take the sample out of the dataset, or pass a data_collator that leaves "
+                "None out."
+            )
+        if isinstance(sample, Mapping) != isinstance(samples[0], Mapping):
+            raise ValueError(
+                f"{place[0].upper()}{place[1:]} is a {type(sample).__name__}, and {place_of(samples, 0)} is a "
+                f"{type(samples[0]).__name__}: give all samples as dicts with the same keys, or pass a data_collator that "
+                "knows what to do."
+            )
+    return default_collate(list(samples))
+
+
+def require_mapping(batch: Any) -> None:
+    """Explains a batch that is no mapping of names to tensors."""
+    if batch is None or (isinstance(batch, Mapping) and not batch):
+        found = "None" if batch is None else "an empty mapping"
+        raise ValueError(
+            f"A batch is {found}: the data_collator, or the loader, gave nothing to train on. Let it return a mapping such "
+            "as {'input_ids': ..., 'labels': ...}, whose keys are arguments of the model; a function without return gives "
+            "None."
+        )
+    if not isinstance(batch, Mapping):
+        raise ValueError(
+            f"A batch is a {type(batch).__name__}, but it must be a mapping such as {{'input_ids': ..., 'labels': ...}}, "
+            "whose keys are arguments of the model. Let the samples of the dataset be dicts, or pass a data_collator "
+            "that makes a dict of them."
+        )
+
+
+def _sources(sample: Mapping[str, Any]) -> dict[str, str]:
+    """The names in the batch, each with its name in the samples."""
+    names = {name: name for name in sample if name not in _LABEL_NAMES}
+    label = next((name for name in _LABEL_NAMES if sample.get(name) is not None), None)
+    return names if label is None else {**names, "labels": label}
+
+
+def _value(sample: Mapping[str, Any], name: str) -> Any:
+    if name not in sample:
+        raise ValueError(
+            f"A sample has the keys {list(sample)}, but others of its batch have {name!r} too: give all samples the same "
+            "keys, or pass a data_collator that knows what to do."
+        )
+    return sample[name]
+
+
+def _is_left_out(value: Any) -> bool:
+    if isinstance(value, (list, tuple)):
+        return len(value) > 0 and all(_is_left_out(part) for part in value)
+    return value is None or isinstance(value, (str, bytes))
+
+
+def _stacked(name: str, values: list[Any]) -> Any:
+    if isinstance(values[0], Mapping):
+        return default_collate(values)
+    tensors = [_tensor(name, value) for value in values]
+    shapes = [tuple(tensor.shape) for tensor in tensors]
+    if len(set(shapes)) > 1:
+        sizes = sorted({shape[0] if len(shape) == 1 else shape for shape in shapes}, key=str)
+        shown = ", ".join(str(size) for size in sizes[:8]) + (", ..." if len(sizes) > 8 else "")
+        raise ValueError(
+            f"The samples of a batch have different lengths of {name!r}: {shown}. Pad or cut them to one length when "
+            "tokenizing, or pass a data_collator that pads, such as transformers' DataCollatorWithPadding."
+        )
+    return torch.stack(tensors)
+
+
+def _tensor(name: str, value: Any) -> Tensor:
+    try:
+        if isinstance(value, (list, tuple)) and any(isinstance(part, (Tensor, np.ndarray)) for part in value):
+            return torch.stack([torch.as_tensor(part) for part in value])
+        return torch.as_tensor(value)
+    except (TypeError, ValueError, RuntimeError) as error:
+        raise ValueError(
+            f"{name!r} of a sample, a {type(value).__name__}, cannot become a tensor: {error}. Remove the column, or pass "
+            "a data_collator that knows what to do with it."
+        ) from error

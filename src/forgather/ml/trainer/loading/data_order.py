@@ -1,0 +1,435 @@
+"""The order of training data, the position in it, and random numbers that follow from the position alone.
+
+The order of an epoch depends on (seed, epoch) and nothing else, so a position is three numbers, and to restore it is to
+set them. What a dataset draws inside a worker process depends on the position too, never on how long the worker lived.
+"""
+
+import contextlib
+import copy
+import hashlib
+import logging
+import random
+from collections.abc import Callable, Iterator, Mapping
+from typing import Any, NamedTuple
+
+import numpy as np
+import torch
+from torch.utils.data import IterableDataset, Sampler, get_worker_info
+
+from forgather.ml.checkpoint.errors import CheckpointLoadError
+from forgather.ml.checkpoint.state.rng import RNGState
+from forgather.ml.checkpoint.state.state_schema import (
+    Schema,
+    Violation,
+    anything,
+    checked,
+    count,
+    flag,
+    integer,
+    require_mapping,
+)
+from forgather.ml.trainer.loading.data_errors import read_samples, stream_error
+
+logger = logging.getLogger(__name__)
+
+SKIP_REMEDY = 'or start the data from its beginning with skip_checkpoint_components=["dataset"]'
+
+
+def stable_seed(*parts: int) -> int:
+    """A seed of 63 bits that is the same for the same numbers in every process and on every machine."""
+    digest = hashlib.sha256(" ".join(str(part) for part in parts).encode()).digest()
+    return int.from_bytes(digest[:8], "little") >> 1
+
+
+def seed_generators(seed: int) -> None:
+    """Seeds the global generators of Python, NumPy and torch on the CPU.
+
+    Accelerators are left out: workers do not use them, and torch would queue a call for each seed.
+    """
+    random.seed(seed)
+    np.random.seed(seed % 2**32)
+    torch.default_generator.manual_seed(seed)
+
+
+_GENERATORS = Schema(dict.fromkeys(("python", "numpy", "torch"), anything))
+
+
+def host_generators() -> dict[str, Any]:
+    """The state of the generators that data is drawn with, in the form of `RNGState`."""
+    return {"python": random.getstate(), "numpy": np.random.get_state(), "torch": torch.get_rng_state()}
+
+
+def generator_states(value: Any) -> None:
+    """Checks states that `host_generators` gave; a wrong one would let a generator read outside of its words."""
+    _GENERATORS(value)
+    try:
+        RNGState().check_state_dict(_GENERATORS.known(value))
+    except CheckpointLoadError as error:
+        # What follows tells how to do without the component "rng", which is another one.
+        reason = str(error).partition(". ")[0]
+        raise Violation(f"the states of the generators of Python, NumPy and torch ({reason})", value) from None
+
+
+def known_generators(states: Mapping[str, Any] | None) -> dict[str, Any] | None:
+    """The states of those generators that data is drawn with, and of no others."""
+    return None if states is None else _GENERATORS.known(states)
+
+
+@contextlib.contextmanager
+def generators_apart(start: Mapping[str, Any] | None = None) -> Iterator[None]:
+    """Work that only a resumed run does: it draws from `start`, if given, and leaves the generators as they were."""
+    present = host_generators()
+    try:
+        if start is not None:
+            RNGState().load_state_dict(start)
+        yield
+    finally:
+        RNGState().load_state_dict(present)
+
+
+@contextlib.contextmanager
+def draws_random_numbers() -> Iterator[Callable[[], bool]]:
+    """Watches the generators; what it gives tells, once the block is over, whether anything was drawn in it."""
+    before = _fingerprint()
+    found: list[bool] = []
+    yield lambda: found[0]
+    found.append(_fingerprint() != before)
+
+
+def _fingerprint() -> tuple[Any, ...]:
+    states = host_generators()
+    numpy_state = states["numpy"]
+    return states["python"], numpy_state[1].tobytes(), numpy_state[2:], states["torch"].numpy().tobytes()
+
+
+def agreed_seed(configured: int, stored: int) -> int:
+    """The seed to go on with after loading: the checkpoint's, since its position means nothing in another order."""
+    if configured != stored:
+        logger.info(
+            "The data order continues with the checkpoint's seed %d, not with the configured %d.", stored, configured
+        )
+    return stored
+
+
+def require_keys(state: Mapping[str, Any], keys: tuple[str, ...], kind: str) -> None:
+    """Refuses a position that was saved for another kind of training data."""
+    checked(require_mapping, state, "dataset")
+    missing = [key for key in keys if key not in state]
+    if missing:
+        raise ValueError(
+            f"The data position in the checkpoint cannot be used for {kind}: it lacks {missing} and has "
+            f"{sorted(map(str, state))}, so it was saved with another kind of training data. Train on that kind again, "
+            f"{SKIP_REMEDY}."
+        )
+
+
+_ORDER = Schema({"seed": integer, "epoch": count, "index": count, "num_samples": count})
+DRAWS = Schema({"num_drawn": count, "ended": flag, "iterator": anything})
+"""Where the samples of a stream are; the state of the iterator is that of the user's dataset."""
+
+
+class DataOrder:
+    """The order of the samples of a map-style dataset and the position in it.
+
+    `index` is the place, in the order of the epoch, of the next sample to hand out. It counts samples, not batches, so
+    it means the same with another batch size.
+    """
+
+    def __init__(self, num_samples: int, *, seed: int, shuffle: bool) -> None:
+        self.num_samples = num_samples
+        self.seed = seed
+        self.shuffle = shuffle
+        self.epoch = 0
+        self.index = 0
+        self._permutation: torch.Tensor | None = None
+
+    def start_epoch(self, epoch: int, num_samples: int) -> None:
+        self._move(self.seed, epoch, 0, num_samples)
+
+    def samples(self, start: int, stop: int) -> list[int]:
+        """The numbers of the samples at these places of the epoch."""
+        if not self.shuffle:
+            return list(range(start, stop))
+        if self._permutation is None:
+            generator = torch.Generator().manual_seed(stable_seed(self.seed, self.epoch))
+            self._permutation = torch.randperm(self.num_samples, generator=generator, device="cpu")
+        return self._permutation[start:stop].tolist()
+
+    def state_dict(self) -> dict[str, Any]:
+        return {"seed": self.seed, "epoch": self.epoch, "index": self.index, "num_samples": self.num_samples}
+
+    def check_state_dict(self, state: Any) -> None:
+        """Raises a `CheckpointLoadError` for a position that is none, or lies outside of its own samples."""
+        checked(_is_within, state, "dataset")
+
+    def load_state_dict(self, state: Mapping[str, Any], num_samples: int) -> None:
+        """Moves to a saved position, adopting its seed; `num_samples` is what the dataset has now."""
+        self.check_state_dict(state)
+        self.check_length(state, num_samples)
+        self._move(agreed_seed(self.seed, state["seed"]), state["epoch"], state["index"], num_samples)
+
+    def check_length(self, state: Mapping[str, Any], num_samples: int) -> None:
+        """Raises if the dataset, which has `num_samples` now, had others when the position was saved."""
+        if num_samples != state["num_samples"]:
+            raise ValueError(
+                f"The training dataset has {num_samples} samples, but had {state['num_samples']} when the checkpoint was "
+                f"saved: its position {state['index']} means other data now. Use the same dataset, {SKIP_REMEDY}."
+            )
+
+    def _move(self, seed: int, epoch: int, index: int, num_samples: int) -> None:
+        self.seed, self.epoch, self.index, self.num_samples = seed, epoch, index, num_samples
+        self._permutation = None
+
+
+def _is_within(state: Any) -> None:
+    _ORDER(state)
+    if state["index"] > state["num_samples"]:
+        raise Violation(f"at most the number of samples, {state['num_samples']}", state["index"], ["index"])
+
+
+class BatchRequest(list[int]):
+    """The numbers of the samples of one batch, with what a worker needs to know of its position."""
+
+    __slots__ = ("epoch", "seed")
+
+    def __init__(self, indices: list[int], epoch: int, seed: int) -> None:
+        super().__init__(indices)
+        self.epoch = epoch
+        self.seed = seed
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return BatchRequest, (list(self), self.epoch, self.seed)
+
+
+class Part(NamedTuple):
+    """The share of one rank in every round of batches; the batches of a round go to the ranks in turn."""
+
+    number: int = 0
+    num_parts: int = 1
+
+
+WHOLE = Part()
+
+
+class PositionedBatches(Sampler[list[int]]):
+    """Batches of an order, from its position to the end of the epoch, or of them those of one part.
+
+    It runs ahead with the loader's prefetching and does not move the position: whoever consumes a batch does. A part
+    that has nothing left in the last round asks for the round's first batch instead (`is_empty` tells), which has the
+    right shapes to be emptied; with `fills_up=False` it ends there.
+    """
+
+    def __init__(
+        self,
+        order: DataOrder,
+        batch_size: int,
+        drop_last: bool,
+        seeds_workers: bool = True,
+        part: Part = WHOLE,
+        fills_up: bool = True,
+    ) -> None:
+        self.order = order
+        self.batch_size = batch_size
+        self.drop_last = drop_last
+        self.part = part
+        self._seeds_workers = seeds_workers
+        self._fills_up = fills_up
+
+    def __iter__(self) -> Iterator[list[int]]:
+        order, start = self.order, self.order.index
+        while (stop := self.end_of_round(start)) > start:
+            if self._fills_up or not self.is_empty(start):
+                first, last = self._own_batch(start)
+                seed = stable_seed(order.seed, order.epoch, first) if self._seeds_workers else 0
+                yield BatchRequest(order.samples(first, last), order.epoch, seed)
+            start = stop
+
+    def __len__(self) -> int:
+        """Batches of the whole epoch, wherever the position is."""
+        per_round = self.batch_size * self.part.num_parts
+        whole, rest = divmod(self.order.num_samples, per_round)
+        if rest == 0 or (self.drop_last and self._fills_up):
+            return whole
+        return whole + (self._fills_up or not self.is_empty(whole * per_round))
+
+    def end_of_round(self, start: int) -> int:
+        """Where the round ends that begins at `start`; `start` itself when there is none."""
+        end = self.order.num_samples
+        stop = min(start + self.batch_size * self.part.num_parts, end)
+        if not self.drop_last:
+            return stop
+        if self._fills_up:
+            return stop if stop == start + self.batch_size * self.part.num_parts else start
+        return start + (stop - start) // self.batch_size * self.batch_size
+
+    def is_empty(self, start: int) -> bool:
+        """Whether this part has nothing in the round that begins at `start`."""
+        first = start + self.part.number * self.batch_size
+        return first + (self.batch_size - 1 if self.drop_last else 0) >= self.order.num_samples
+
+    def _own_batch(self, start: int) -> tuple[int, int]:
+        first = start if self.is_empty(start) else start + self.part.number * self.batch_size
+        return first, min(first + self.batch_size, self.order.num_samples)
+
+
+class _EpochAware:
+    """Tells a dataset the epoch, once per change and process."""
+
+    def __init__(self, dataset: Any, forward_epoch: bool) -> None:
+        self.dataset = dataset
+        self._forward_epoch = forward_epoch
+        self._told_epoch: int | None = None
+
+    @property
+    def hears_epochs(self) -> bool:
+        """Whether the dataset may be another one in each epoch."""
+        return self._forward_epoch and hasattr(self.dataset, "set_epoch")
+
+    @property
+    def told_epoch(self) -> int | None:
+        return self._told_epoch
+
+    def tell_epoch(self, epoch: int) -> None:
+        if epoch != self._told_epoch and self.hears_epochs:
+            self.dataset.set_epoch(epoch)
+        self._told_epoch = epoch
+
+
+class SeededSamples(_EpochAware):
+    """A map-style dataset whose samples, and their collation, draw the same random numbers in whatever worker.
+
+    Before each batch a worker learns its epoch and is seeded from its position. In the main process the global
+    generators are used as they are: they belong to the training, which checkpoints them.
+    """
+
+    def __len__(self) -> int:
+        return len(self.dataset)
+
+    def __getitem__(self, index: int) -> Any:
+        return self.dataset[index]
+
+    def __getitems__(self, indices: list[int]) -> Any:
+        if isinstance(indices, BatchRequest) and get_worker_info() is not None:
+            self.tell_epoch(indices.epoch)
+            seed_generators(indices.seed)
+        return read_samples(self.dataset, list(indices))
+
+
+def is_stateful(item: Any) -> bool:
+    return hasattr(item, "state_dict") and hasattr(item, "load_state_dict")
+
+
+def check_position(loader: Any, state: Any) -> None:
+    """Let a loader check a state without taking it; the user's own loaders need not be able to."""
+    if hasattr(loader, "check_state_dict"):
+        loader.check_state_dict(state)
+
+
+def goes_on(loader: Any) -> bool:
+    """Whether a second iterator goes on where the first was left, as those of the trainer's own loaders do."""
+    own_word: bool | None = getattr(loader, "goes_on", None)
+    return hasattr(loader, "num_batches") and is_stateful(loader) if own_word is None else own_word
+
+
+def kept_state(loader: Any) -> Any:
+    """The state of a loader, to be kept while it goes on; some hand out their live state, so it is copied if need be."""
+    state = loader.state_dict()
+    is_plain = isinstance(state, dict) and all(isinstance(value, int) for value in state.values())
+    return state if is_plain else copy.deepcopy(state)
+
+
+def seeded_stream(
+    dataset: Any, *, seed: int, batch_size: int, forward_epoch: bool, in_workers: bool, is_read_again: bool = False
+) -> "SeededStream":
+    """A stream that has state methods exactly if the dataset has, which tells the loader whether to use them.
+
+    `is_read_again` leaves them out: the state would not bring back the position.
+    """
+    kind = StatefulStream if is_stateful(dataset) and not is_read_again else SeededStream
+    return kind(dataset, seed, batch_size, forward_epoch, in_workers)
+
+
+class SeededStream(_EpochAware, IterableDataset[Any]):
+    """An iterable dataset whose samples, and their collation, draw the same random numbers after a resume.
+
+    The epoch lies in shared memory, since nothing else reaches the copy in a worker that outlives an epoch.
+    """
+
+    def __init__(self, dataset: Any, seed: int, batch_size: int, forward_epoch: bool, in_workers: bool) -> None:
+        super().__init__(dataset, forward_epoch)
+        self.seed = seed
+        self._batch_size = batch_size
+        self._epoch = torch.zeros((), dtype=torch.int64, device="cpu")
+        if in_workers:
+            self._epoch.share_memory_()
+
+    def __len__(self) -> int:
+        return len(self.dataset)
+
+    def set_epoch(self, epoch: int) -> None:
+        self._epoch.fill_(epoch)
+        self.tell_epoch(epoch)
+
+    def __iter__(self) -> "_Draws":
+        epoch = int(self._epoch)
+        self.tell_epoch(epoch)
+        worker = get_worker_info()
+        place = None if worker is None else (self.seed, epoch, worker.id)
+        if place is not None:
+            seed_generators(stable_seed(*place))
+        iterator = iter(self.dataset)
+        kind = _StatefulDraws if is_stateful(self) or is_stateful(iterator) else _Draws
+        return kind(iterator, self._batch_size, place)
+
+
+class StatefulStream(SeededStream):
+    """A stream over a dataset with a state of its own."""
+
+    def state_dict(self) -> Any:
+        # a dataset may hand out its live state, which goes on changing while the position waits for its batch
+        return copy.deepcopy(self.dataset.state_dict())
+
+    def load_state_dict(self, state: Any) -> None:
+        self.dataset.load_state_dict(state)
+
+
+class _Draws(Iterator[Any]):
+    """The samples of a stream; in a worker (`place` is given) the generators are seeded before each batch."""
+
+    def __init__(self, iterator: Iterator[Any], batch_size: int, place: tuple[int, ...] | None) -> None:
+        self._iterator = iterator
+        self._batch_size = batch_size
+        self._place = place
+        self._num_drawn = 0
+        self._batch_origin = 0
+        self._ended = False
+
+    def __next__(self) -> Any:
+        if self._ended:
+            raise StopIteration
+        if self._place is not None and (self._num_drawn - self._batch_origin) % self._batch_size == 0:
+            seed_generators(stable_seed(*self._place, self._num_drawn))
+        try:
+            sample = next(self._iterator)
+        except StopIteration:
+            self._ended = True
+            raise
+        except Exception as error:
+            raise stream_error(self._iterator, self._num_drawn, error) from error
+        self._num_drawn += 1
+        return sample
+
+
+class _StatefulDraws(_Draws):
+    """Remembers the end as well: a dataset whose state begins anew at its end would otherwise repeat the epoch."""
+
+    def state_dict(self) -> dict[str, Any]:
+        inner = copy.deepcopy(self._iterator.state_dict()) if is_stateful(self._iterator) else None  # type: ignore[attr-defined]
+        return {"num_drawn": self._num_drawn, "ended": self._ended, "iterator": inner}
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        DRAWS.check(state, "dataset.iterator")
+        self._num_drawn = self._batch_origin = state["num_drawn"]
+        self._ended = state["ended"]
+        if state["iterator"] is not None:
+            self._iterator.load_state_dict(state["iterator"])  # type: ignore[attr-defined]

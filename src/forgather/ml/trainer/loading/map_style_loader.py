@@ -1,0 +1,108 @@
+"""Batches of a dataset with numbered samples, in a global order."""
+
+from collections.abc import Iterator, Mapping
+from typing import Any, cast
+
+from torch.utils.data import DataLoader, Dataset
+
+from forgather.ml.trainer.loading.data_order import (
+    WHOLE,
+    DataOrder,
+    Part,
+    PositionedBatches,
+    SeededSamples,
+    require_keys,
+    stable_seed,
+)
+from forgather.ml.trainer.loading.empty_batch import emptied
+from forgather.ml.trainer.loading.epoch_loader import EpochLoader, check_length
+
+
+class OrderedLoader(EpochLoader):
+    """A map-style dataset in a global order."""
+
+    def __init__(
+        self,
+        samples: SeededSamples,
+        order: DataOrder,
+        batch_size: int,
+        drop_last: bool,
+        options: dict[str, Any],
+        part: Part = WHOLE,
+    ) -> None:
+        self._samples = samples
+        self._order = order
+        self._batches = PositionedBatches(order, batch_size, drop_last, options["num_workers"] > 0, part)
+        super().__init__(DataLoader(as_dataset(samples), batch_sampler=self._batches, **options))
+        self._start_epoch(0)
+
+    @property
+    def dataset(self) -> Any:
+        return self._samples.dataset
+
+    @property
+    def batch_size(self) -> int | None:
+        return self._batches.batch_size
+
+    @property
+    def num_batches(self) -> int | None:
+        return len(self._batches)
+
+    def state_dict(self) -> dict[str, Any]:
+        return self._order.state_dict()
+
+    def check_state_dict(self, state: Any) -> None:
+        require_keys(state, ("seed", "epoch", "index", "num_samples"), "a dataset with numbered samples")
+        self._order.check_state_dict(state)
+        if not self._samples.hears_epochs:
+            self._order.check_length(state, len(self._samples))
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        self.check_state_dict(state)
+        self._check_length_in_epoch(state)
+        self._pause()
+        self._order.load_state_dict(state, len(self._samples))
+        self._epoch, self._finished = self._order.epoch, False
+
+    def _check_length_in_epoch(self, state: Mapping[str, Any]) -> None:
+        """Moves the dataset, which may have another length in each epoch, and back if it does not fit."""
+        present = self._samples.told_epoch
+        self._samples.tell_epoch(state["epoch"])
+        try:
+            self._order.check_length(state, len(self._samples))
+        except ValueError:
+            if present is not None:
+                self._samples.tell_epoch(present)
+            raise
+
+    def _start_epoch(self, epoch: int) -> None:
+        self._samples.tell_epoch(epoch)
+        num_samples = len(self._samples)
+        per_round = self._batches.batch_size * self._batches.part.num_parts
+        check_length(self.dataset, num_samples, per_round, self._batches.drop_last)
+        self._order.start_epoch(epoch, num_samples)
+
+    def _open(self) -> Iterator[Any]:
+        if self._batches.end_of_round(self._order.index) == self._order.index:
+            return iter(())  # no workers for an epoch that is over
+        if self._loader.num_workers == 0 and not self._loader.pin_memory:
+            return self._read_here()
+        self._loader.generator.manual_seed(stable_seed(self._order.seed, self._order.epoch))
+        return iter(self._loader)
+
+    def _read_here(self) -> Iterator[Any]:
+        """What torch's loader does without workers, less its bookkeeping, which costs as much as reading small batches."""
+        collate = self._loader.collate_fn
+        for request in self._batches:
+            yield collate(self._samples.__getitems__(request))
+
+    def _counted(self, batch: Any) -> Any:
+        start = self._order.index
+        self._order.index = self._batches.end_of_round(start)
+        # Alone there is no round without a batch.
+        return emptied(batch) if self._batches.part.num_parts > 1 and self._batches.is_empty(start) else batch
+
+
+def as_dataset(samples: SeededSamples) -> Dataset[Any]:
+    # torch only asks for the methods; its base class would bring in a __getitem__ that fails
+    return cast(Dataset[Any], samples)

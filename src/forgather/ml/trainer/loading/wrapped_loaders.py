@@ -1,0 +1,390 @@
+"""Batches of streams and of ready loaders, which have a position of their own or can be read again up to one."""
+
+import contextlib
+import itertools
+import logging
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+import torch
+from torch.utils.data import DataLoader
+
+from forgather.ml.checkpoint.state.state_schema import (
+    Schema,
+    anything,
+    count,
+    flag,
+    integer,
+    list_of,
+    mapping_of,
+    optional,
+    positive,
+    text,
+)
+from forgather.ml.trainer.loading.data_order import (
+    DRAWS,
+    SKIP_REMEDY,
+    WHOLE,
+    Part,
+    SeededStream,
+    agreed_seed,
+    generator_states,
+    generators_apart,
+    host_generators,
+    is_stateful,
+    known_generators,
+    require_keys,
+    stable_seed,
+)
+from forgather.ml.trainer.loading.epoch_loader import EpochLoader, check_length, name_of
+from forgather.ml.trainer.loading.stream_batches import StreamBatches
+
+logger = logging.getLogger(__name__)
+
+_POSITION = {
+    "epoch": count,
+    "finished": flag,
+    "generators": optional(generator_states),
+    "part": list_of(count, length=2),
+}
+# Positions of before there were parts are those of all the data.
+_ADDED = ("part",)
+_COUNTING = Schema({**_POSITION, "num_batches_done": count}, _ADDED)
+_STATEFUL = Schema({**_POSITION, "loader": anything}, _ADDED)
+
+# The state of a stream in one process; some counts were kept by torchdata, which earlier versions read streams with.
+_OF_PROCESS: dict[str, Any] = {
+    "dataset_state": anything,
+    "fetcher_state": optional(Schema({"dataset_iter_state": optional(DRAWS)}, ["dataset_iter_state"])),
+    "_num_yielded": count,
+    "_sampler_iter_yielded": count,
+}
+_PROCESS = Schema(_OF_PROCESS, _OF_PROCESS)
+_OF_WORKERS = {"_worker_snapshots": mapping_of(text, _PROCESS), "_last_yielded_worker_id": count}
+_SNAPSHOT = Schema(_OF_WORKERS, _OF_WORKERS)
+_OF_STREAM = {**_OF_PROCESS, "_snapshot": _SNAPSHOT, "_steps_since_snapshot": count, "_iterator_finished": flag}
+_STREAM = Schema(
+    {
+        **_POSITION,
+        "loader": optional(Schema(_OF_STREAM, _OF_STREAM)),
+        "seed": integer,
+        "num_batches_read": count,
+        "batch_size": positive,
+        "num_workers": count,
+    },
+    _ADDED,
+)
+
+
+class WrappingLoader(EpochLoader):
+    """A loader that knows its own position, or at least can be read again up to one."""
+
+    def __init__(self, loader: Any, forward_epoch: bool, part: Part = WHOLE) -> None:
+        super().__init__(loader)
+        self._forward_epoch = forward_epoch
+        self._part = part
+        # batches of this epoch that were handed out
+        self._num_done = 0
+        # the global generators when the epoch began, for a loader that has to be read again from there
+        self._generators_at_start: dict[str, Any] | None = None
+        self._tell_epoch(0)
+        check_length(loader if self.dataset is None else self.dataset, self.num_batches)
+
+    @property
+    def batch_size(self) -> int | None:
+        return getattr(self._loader, "batch_size", None)
+
+    @property
+    def num_batches(self) -> int | None:
+        return _length_of(self._loader)
+
+    def _tell_epoch(self, epoch: int) -> None:
+        if self._forward_epoch:
+            for listener in _epoch_listeners(self._loader):
+                listener.set_epoch(epoch)
+
+    def _start_epoch(self, epoch: int) -> None:
+        self._generators_at_start = None
+        self._num_done = 0
+        self._tell_epoch(epoch)
+
+    def _counted(self, batch: Any) -> Any:
+        self._num_done += 1
+        return batch
+
+    def _position(self) -> dict[str, Any]:
+        generators = None if self._finished else self._generators_at_start
+        return {"epoch": self._epoch, "finished": self._finished, "generators": generators, "part": list(self._part)}
+
+    def _check_part(self, state: Mapping[str, Any]) -> None:
+        part = tuple(state.get("part", WHOLE))
+        if part != self._part:
+            was, now = (f"part {number} of {num_parts}" for number, num_parts in (part, self._part))
+            raise ValueError(
+                f"The data position in the checkpoint is that of {was} of the data, and this rank reads {now}. Only a dataset "
+                "with numbered samples can be divided anew. Use as many ranks as before and the same dispatch_batches, "
+                f"{SKIP_REMEDY}."
+            )
+
+    def _move(self, state: Mapping[str, Any]) -> None:
+        self._end_workers()
+        self._epoch, self._finished = state["epoch"], state["finished"]
+        self._generators_at_start = known_generators(state["generators"])
+        self._tell_epoch(self._epoch)
+
+
+class CountingLoader(WrappingLoader):
+    """A ready loader without a state: its position is a number of batches."""
+
+    def state_dict(self) -> dict[str, Any]:
+        return {**self._position(), "num_batches_done": self._num_done}
+
+    def check_state_dict(self, state: Any) -> None:
+        require_keys(state, ("epoch", "finished", "generators", "num_batches_done"), "a loader without a state")
+        _COUNTING.check(state, "dataset")
+        self._check_part(state)
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        self.check_state_dict(state)
+        self._move(state)
+        self._num_done = state["num_batches_done"]
+
+    def _open(self) -> Iterator[Any]:
+        if self._num_done == 0:
+            self._generators_at_start = host_generators()
+            return iter(self._loader)
+        logger.warning(
+            "%s has no state_dict, so that its position can only be found by reading the %d batches before it again. "
+            "Give the trainer the dataset, or a torchdata StatefulDataLoader, to resume without reading.",
+            name_of(self._loader),
+            self._num_done,
+        )
+        return _read_again(self._loader, self._num_done, self._generators_at_start)
+
+
+class StatefulLoader(WrappingLoader):
+    """A loader with `state_dict` and `load_state_dict`, such as torchdata's."""
+
+    def __init__(self, loader: Any, forward_epoch: bool, part: Part = WHOLE) -> None:
+        super().__init__(loader, forward_epoch, part)
+        # the position while no iterator has it; None at the beginning of an epoch
+        self._idle_state: Any = None
+        # what the loader has yet to take; once the next epoch began, the state at the end of the one before
+        self._state_to_load: Any = None
+
+    def state_dict(self) -> dict[str, Any]:
+        # asked of a loader that has not begun, torchdata would start the workers
+        loader_state = self._idle_state if self._iterator is None else self._loader.state_dict()
+        return {**self._position(), "loader": loader_state}
+
+    def check_state_dict(self, state: Any) -> None:
+        require_keys(state, ("epoch", "finished", "generators", "loader"), "a loader with a state")
+        _STATEFUL.check(state, "dataset")
+        self._check_part(state)
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        self.check_state_dict(state)
+        self._move(state)
+        self._idle_state = self._state_to_load = state["loader"]
+
+    def _start_epoch(self, epoch: int) -> None:
+        super()._start_epoch(epoch)
+        self._idle_state = None
+        if not self._finished:
+            self._state_to_load = None
+
+    def _finish(self) -> None:
+        self._idle_state = self._loader.state_dict()
+        super()._finish()
+
+    def _keep_position(self) -> None:
+        if self._iterator is not None:
+            self._idle_state = self._state_to_load = self._loader.state_dict()
+
+    def _open(self) -> Iterator[Any]:
+        if self._idle_state is None:
+            self._generators_at_start = host_generators()
+        iterator = iter(self._loader) if self._state_to_load is None else self._open_restored()
+        self._state_to_load = None
+        return iterator
+
+    def _open_restored(self) -> Iterator[Any]:
+        self._loader.load_state_dict(self._state_to_load)
+        if self._idle_state is None:
+            return self._open_after_the_end()
+        with generators_apart(self._generators_at_start), _explaining_an_early_end():
+            return iter(self._loader)
+
+    def _open_after_the_end(self) -> Iterator[Any]:
+        """An epoch whose predecessor was finished before the checkpoint was saved."""
+        with generators_apart():
+            iterator = iter(self._loader)
+        if isinstance(self._loader, DataLoader) and self._loader.generator is None:
+            # the seed of the workers, which torch draws once at the beginning of an epoch
+            torch.empty((), dtype=torch.int64, device="cpu").random_()
+        first = list(itertools.islice(iterator, 1))
+        if not first:
+            # some loaders and samplers go through the empty rest of the old epoch first
+            with generators_apart():
+                iterator = iter(self._loader)
+        return itertools.chain(first, iterator)
+
+
+class StreamLoader(StatefulLoader):
+    """An iterable dataset in batches.
+
+    When an epoch is cut short in the main process, a dataset that keeps its position goes on from there in the next.
+    """
+
+    def __init__(
+        self, stream: SeededStream, batch_size: int, drop_last: bool, options: dict[str, Any], part: Part
+    ) -> None:
+        self._stream = stream
+        self._has_warned = False
+        check_length(stream.dataset, _length_of(stream), batch_size, drop_last)
+        super().__init__(StreamBatches(stream, batch_size, drop_last, options), True, part)
+
+    @property
+    def dataset(self) -> Any:
+        return self._stream.dataset
+
+    @property
+    def num_batches(self) -> int | None:
+        num_samples = _length_of(self._stream)
+        if num_samples is None:
+            return None
+        whole, rest = divmod(num_samples, self._loader.batch_size)
+        return whole + (rest > 0 and not self._loader.drop_last)
+
+    def state_dict(self) -> dict[str, Any]:
+        settings = {"batch_size": self._loader.batch_size, "num_workers": self._loader.num_workers}
+        return {**super().state_dict(), "seed": self._stream.seed, "num_batches_read": self._num_done, **settings}
+
+    def check_state_dict(self, state: Any) -> None:
+        keys = ("loader", "seed", "num_batches_read", "batch_size", "num_workers")
+        require_keys(state, keys, "an iterable dataset")
+        super().check_state_dict(state)
+        _STREAM.check(state, "dataset")
+        if _goes_on_within_epoch(state):
+            self._check_settings(self._without_lost_state(state))
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        self.check_state_dict(state)
+        state = self._without_lost_state(state)
+        super().load_state_dict(state)
+        self._warn_of_reading_again(state)
+        self._stream.seed = agreed_seed(self._stream.seed, state["seed"])
+        self._num_done = state["num_batches_read"]
+
+    def _without_lost_state(self, state: Mapping[str, Any]) -> Mapping[str, Any]:
+        """Older checkpoints have the state of a dataset that loses samples by it; the number of batches brings it back."""
+        is_lost = state["loader"] is not None and _holds_dataset_state(state["loader"]) and self._is_read_again
+        return {**state, "loader": None if state["finished"] else {}} if is_lost else state
+
+    @property
+    def _is_read_again(self) -> bool:
+        return is_stateful(self.dataset) and not is_stateful(self._stream)
+
+    def _open(self) -> Iterator[Any]:
+        self._loader.generator.manual_seed(stable_seed(self._stream.seed, self._epoch))
+        return super()._open()
+
+    def _open_restored(self) -> Iterator[Any]:
+        if self._idle_state is None or _holds_dataset_state(self._state_to_load):
+            return super()._open_restored()
+        return _read_again(self._loader, self._num_done, self._generators_at_start)
+
+    def _end_workers(self) -> None:
+        super()._end_workers()
+        self._loader.close()
+
+    def _pause(self) -> None:
+        if self._finished:
+            super()._pause()
+        else:
+            # in the middle of an epoch, a worker's copy of a dataset with state would go on from where it was left
+            self._end_workers()
+
+    def _finish(self) -> None:
+        super()._finish()
+        if not _holds_dataset_state(self._idle_state):
+            # nothing in it reaches into the next epoch
+            self._idle_state = None
+
+    def _check_settings(self, state: Mapping[str, Any]) -> None:
+        reads_again = not _holds_dataset_state(state["loader"])
+        # each worker has a position of its own; without state, positions are counted in batches
+        fixed = {"num_workers": "dataloader_num_workers", "batch_size": "per_device_train_batch_size"}
+        for name, argument in list(fixed.items())[: 1 + reads_again]:
+            present = getattr(self._loader, name)
+            if present != state[name]:
+                raise ValueError(
+                    f"The position of {name_of(self.dataset)} in the checkpoint was saved with {argument}={state[name]} "
+                    f"and cannot be used with {present}. Set it back, {SKIP_REMEDY}."
+                )
+
+    def _warn_of_reading_again(self, state: Mapping[str, Any]) -> None:
+        reads_again = _goes_on_within_epoch(state) and not _holds_dataset_state(state["loader"])
+        if reads_again and not self._has_warned:
+            self._has_warned = True
+            reason, remedy = "has no state_dict and load_state_dict", "Give it these methods to resume at once."
+            if self._is_read_again:
+                reason = "has a shuffle buffer, which its state does not contain"
+                remedy = "Without the buffer it resumes at once."
+            logger.warning(
+                "%s %s: resuming reads through its data up to the position. %s", name_of(self.dataset), reason, remedy
+            )
+
+
+def _goes_on_within_epoch(state: Mapping[str, Any]) -> bool:
+    return not state["finished"] and state["loader"] is not None
+
+
+def _length_of(sized: Any) -> int | None:
+    try:
+        return len(sized)
+    except (TypeError, NotImplementedError):
+        return None
+
+
+def _epoch_listeners(loader: Any) -> list[Any]:
+    """The loader, its dataset and its samplers, as far as they want to know the epoch."""
+    batch_sampler = getattr(loader, "batch_sampler", None)
+    candidates = [
+        loader,
+        getattr(loader, "dataset", None),
+        getattr(loader, "sampler", None),
+        batch_sampler,
+        getattr(batch_sampler, "sampler", None),
+    ]
+    return list({id(one): one for one in candidates if hasattr(one, "set_epoch")}.values())
+
+
+def _read_again(loader: Any, num_batches: int, generators: Mapping[str, Any] | None) -> Iterator[Any]:
+    """An iterator behind so many batches, read as they were the first time."""
+    with generators_apart(generators), _explaining_an_early_end(num_batches):
+        iterator = iter(loader)
+        for _ in range(num_batches):
+            next(iterator)
+    return iterator
+
+
+def _holds_dataset_state(loader_state: Mapping[str, Any]) -> bool:
+    """Whether the dataset or its iterator has a state, in the main process or in any worker."""
+    workers = loader_state.get("_snapshot", {}).get("_worker_snapshots", {"main process": loader_state})
+    return any(
+        worker.get("dataset_state") is not None or (worker.get("fetcher_state") or {}).get("dataset_iter_state")
+        for worker in workers.values()
+    )
+
+
+@contextlib.contextmanager
+def _explaining_an_early_end(num_batches: int | None = None) -> Iterator[None]:
+    try:
+        yield
+    except StopIteration:
+        count = "" if num_batches is None else f", which is {num_batches} batches into the epoch"
+        raise ValueError(
+            f"The training data ended before the position in the checkpoint{count}: there is less of it now than when "
+            f"the checkpoint was saved. Use the same data, {SKIP_REMEDY}."
+        ) from None

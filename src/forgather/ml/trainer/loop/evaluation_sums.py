@@ -1,0 +1,126 @@
+"""The evaluation loss: a mean over all target tokens of the set, whatever the batch size."""
+
+import itertools
+import math
+import time
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from forgather.ml.trainer.loading.empty_batch import EmptyBatch
+
+
+class EvaluationInterrupted(Exception):
+    """A stop request came in the middle of an evaluation."""
+
+
+@dataclass
+class EvaluationSums:
+    """What an evaluation collects, batch by batch, without waiting for the device.
+
+    The sums are made at the end and on the CPU: not every device has numbers of double precision.
+    """
+
+    num_batches: int = 0
+    num_samples: int = 0
+    _loss_sum_before: float = 0.0
+    _targets_before: int = 0
+    _losses: list[Tensor] = field(default_factory=list)
+    _counts: list[int | Tensor] = field(default_factory=list)
+
+    def add(self, mean_loss: Tensor, targets: int | Tensor, num_samples: int) -> None:
+        self._losses.append(mean_loss.detach())
+        self._counts.append(targets)
+        self.num_batches += 1
+        self.num_samples += num_samples
+
+    @classmethod
+    def of(cls, loss_sum: float, targets: int, num_batches: int, num_samples: int) -> "EvaluationSums":
+        """Sums that were made elsewhere, such as over all ranks."""
+        return cls(num_batches, num_samples, loss_sum, targets)
+
+    @property
+    def loss_sum(self) -> float:
+        if not self._losses:
+            return self._loss_sum_before
+        losses = torch.stack(self._losses).cpu().double().tolist()
+        products = (loss * count for loss, count in zip(losses, as_integers(self._counts), strict=True))
+        return self._loss_sum_before + float(sum(products))
+
+    @property
+    def targets(self) -> int:
+        return self._targets_before + sum(as_integers(self._counts))
+
+    @property
+    def mean(self) -> float:
+        """NaN without any target: a zero would be the best loss that there can be."""
+        targets = self.targets
+        return self.loss_sum / targets if targets else math.nan
+
+
+def as_integers(counts: list[int | Tensor]) -> list[int]:
+    """Counts of which some may be on a device, which is waited for once only."""
+    on_device = [count for count in counts if isinstance(count, Tensor)]
+    if not on_device:
+        return [int(count) for count in counts]
+    values = iter(torch.stack([count.to(on_device[-1].device) for count in on_device]).tolist())
+    return [int(next(values)) if isinstance(count, Tensor) else int(count) for count in counts]
+
+
+def evaluation_metrics(sums: EvaluationSums, started: float) -> dict[str, Any]:
+    """The result of an evaluation under the names that callbacks and `transformers` users know."""
+    runtime = time.perf_counter() - started
+    return {
+        "eval_loss": sums.mean,
+        "eval_tokens": sums.targets,
+        "eval_runtime": runtime,
+        "eval_samples_per_second": sums.num_samples / runtime if runtime > 0 else 0.0,
+    }
+
+
+def first_batches(loader: Iterable[Any], limit: int) -> Iterable[Any]:
+    """The batches of a loader, at most `limit` of them; a negative limit is none."""
+    return loader if limit < 0 else itertools.islice(loader, limit)
+
+
+def no_batches_error(settings: Mapping[str, Any], num_samples: int | None, where: str = "") -> RuntimeError:
+    """Explains an evaluation that saw nothing, by the settings that led to it."""
+    table = "\n".join(f"  {name:<30} {value!r}" for name, value in settings.items())
+    size = "unknown" if num_samples is None else str(num_samples)
+    return RuntimeError(
+        f"The evaluation had no batch at all{where}: there is nothing to compute a loss from.\n\n"
+        f"  {'samples in the dataset':<30} {size}\n{table}\n\n"
+        "Why: the dataset is empty, or smaller than a batch while dataloader_drop_last=True drops what is left.\n"
+        "What to change: give more samples, lower per_device_eval_batch_size, or set dataloader_drop_last=False."
+    )
+
+
+def samples_in(batch: Mapping[str, Any]) -> int:
+    """The number of rows of a batch, by its first tensor or list; none of one that only stands in for a batch.
+
+    At least one: a batch that does not tell is not nothing.
+    """
+    if isinstance(batch, EmptyBatch):
+        return 0
+    rows = next((len(value) for value in batch.values() if isinstance(value, Tensor) and value.ndim > 0), None)
+    return _samples_without_tensors(batch) if rows is None else rows
+
+
+def _samples_without_tensors(batch: Mapping[str, Any]) -> int:
+    for value in batch.values():
+        if isinstance(value, Mapping):
+            return samples_in(value)
+        if isinstance(value, (list, tuple)):
+            return len(value)
+    return 1
+
+
+def checked_by(interrupted: Callable[[], bool], batches: Iterable[Any]) -> Iterable[Any]:
+    """The batches, until a stop request comes."""
+    for batch in batches:
+        if interrupted():
+            raise EvaluationInterrupted
+        yield batch

@@ -1,0 +1,270 @@
+"""Token ids beyond the vocabulary and labels out of range: which key of the batch, which value, what is allowed.
+
+Nothing is looked at while all is well, but the first batch for an accelerator, as long as it is on the CPU. When a step
+raises, the frames of the traceback hold the embedding or the loss that was called, and what it was called with.
+"""
+
+import logging
+from collections.abc import Iterator, Mapping, Sequence
+from types import FrameType, TracebackType
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor, nn
+
+from forgather.ml.distributed import DistributedError
+from forgather.ml.trainer.step_loss.token_weighting import IGNORE_INDEX
+
+logger = logging.getLogger(__name__)
+
+_LOSS_FRAMES = {
+    "cross_entropy": ("input", "target"),
+    "nll_loss": ("input", "target"),
+    "cross_entropy_in_place": ("scores", "targets"),
+}
+"""Functions that compute a loss over classes, with the names of their scores and labels."""
+_WORDS = ("out of range", "out of bounds", "device-side assert")
+_TOKENIZER_REMEDY = (
+    "The tokenizer and the model do not belong together: tokenize with the tokenizer of this model, or give the model more "
+    "rows, such as with model.resize_token_embeddings(len(tokenizer)) or a larger vocab_size in its config."
+)
+
+_TOKEN_KEYS = ("input_ids", "decoder_input_ids", "labels")
+
+Batches = Sequence[Mapping[str, Any]]
+
+
+class explaining_indices:
+    """Context manager around a step: an index that is out of range becomes an error that names the batch key and the remedy."""
+
+    __slots__ = ("_batches", "_model")
+
+    def __init__(self, model: nn.Module, batches: Batches, looks_first: bool = False) -> None:
+        """`looks_first` looks at the batches before the step, for one on an accelerator."""
+        self._model = model
+        self._batches = batches
+        if looks_first:
+            _warn_of_large_ids(model, batches)
+
+    def __enter__(self) -> None:
+        pass
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, _: TracebackType | None) -> None:
+        if not isinstance(error, (IndexError, RuntimeError, ValueError)) or isinstance(error, DistributedError):
+            return
+        better = _better_error(error, self._model, self._batches)
+        if better is not None:
+            raise better from error
+
+
+def _warn_of_large_ids(model: nn.Module, batches: Batches) -> None:
+    """On an accelerator a wrong id ends in an assert that names nothing. Only a warning: a model may map its ids first."""
+    found = next(_suspects(model, batches), None)
+    if found is not None:
+        logger.warning("%s", found)
+
+
+def _better_error(error: Exception, model: nn.Module, batches: Batches) -> Exception | None:
+    is_about_index = any(word in str(error) for word in _WORDS)
+    if "device-side assert" not in str(error):
+        frames = list(_frames(error.__traceback__))
+        for frame in reversed(frames):
+            better = _error_of_frame(frame, is_about_index, model, batches)
+            if better is not None:
+                return better
+        found = next(_suspects(model, batches), None) if is_about_index else None
+        return None if found is None else IndexError(found)
+    found = next(_suspects(model, batches), None)
+    return RuntimeError(found or _assert_message(str(error)))
+
+
+def _frames(traceback: TracebackType | None) -> Iterator[FrameType]:
+    while traceback is not None:
+        yield traceback.tb_frame
+        traceback = traceback.tb_next
+
+
+def _error_of_frame(frame: FrameType, is_about_index: bool, model: nn.Module, batches: Batches) -> Exception | None:
+    name, values = frame.f_code.co_name, frame.f_locals
+    if name == "embedding" and isinstance(values.get("weight"), Tensor) and isinstance(values.get("input"), Tensor):
+        call = _Lookup(values["input"], values["weight"], model, batches)
+        if call.ids.is_floating_point():
+            return TypeError(call.float_message())
+        return IndexError(call.range_message()) if is_about_index else None
+    if name in _LOSS_FRAMES:
+        scores, labels = (values.get(one) for one in _LOSS_FRAMES[name])
+        if isinstance(scores, Tensor) and isinstance(labels, Tensor) and scores.ndim > 0:
+            return _label_error(scores, labels, values.get("ignore_index", IGNORE_INDEX), is_about_index, batches)
+    return None
+
+
+class _Lookup(NamedTuple):
+    """An embedding that was asked for rows."""
+
+    ids: Tensor
+    weight: Tensor
+    model: nn.Module
+    batches: Batches
+
+    def range_message(self) -> str:
+        num_rows = self.weight.shape[0]
+        wrong = _worst(self.ids, num_rows)
+        if wrong is None:
+            wrong = int(self.ids.max())
+        key = _key_of_ids(self.ids, self.batches)
+        if key is None:
+            return self._computed_message(wrong, num_rows)
+        rows = _rows(self._embedding(), num_rows, key)
+        if wrong < 0:
+            return (
+                f"{key!r} of a batch holds the id {wrong}, but {rows}. Negative numbers such as {IGNORE_INDEX} are for "
+                "'labels' only: pad the ids with the tokenizer's pad_token_id."
+            )
+        return f"{key!r} of a batch holds the id {wrong}, its largest, but {rows}. {_remedy_for(key)}"
+
+    def _computed_message(self, wrong: int, num_rows: int) -> str:
+        shapes = _shapes(self.batches)
+        return (
+            f"The model asked {self._embedding()}, which has {num_rows} rows, for row {wrong}, a number that it has "
+            f"computed: it is in no key of the batch ({shapes}). Most often it is a position, and the sequences are longer "
+            f"than the model allows: cut them when tokenizing (truncation=True, max_length={num_rows}), or "
+            "build the model for longer ones."
+        )
+
+    def float_message(self) -> str:
+        key = next((name for name, value in _tensors(self.batches) if value.dtype == self.ids.dtype), None)
+        which = f"{key!r} of a batch has" if key is not None else "The ids given to it have"
+        return (
+            f"{which} dtype {self.ids.dtype}, but {self._embedding()} looks up rows by whole numbers. Give the ids as "
+            "integers, such as with torch.tensor(ids, dtype=torch.long)."
+        )
+
+    def _embedding(self) -> str:
+        """The name of the embedding in the model, where it can be found."""
+        for name, parameter in self.model.named_parameters():
+            if parameter is self.weight:
+                return f"the embedding {name.removesuffix('.weight')!r}"
+        return "an embedding of the model"
+
+
+def _label_error(
+    scores: Tensor, labels: Tensor, ignored: int, is_about_index: bool, batches: Batches
+) -> Exception | None:
+    num_classes = scores.shape[1] if scores.ndim > 1 else scores.shape[0]
+    num_scores = scores.numel() // num_classes
+    if not is_about_index and scores.ndim == 2 and labels.ndim == 1 and num_scores != labels.shape[0]:
+        return ValueError(
+            f"The loss was given {num_scores} predictions of {num_classes} classes each, and {labels.shape[0]} labels "
+            f"({_shapes(batches)}): there must be one label for each prediction. Give 'labels' the shape of the model's logits "
+            "without the classes, or pass a compute_loss_func that knows how they belong together."
+        )
+    wrong = _worst(labels, num_classes, ignored) if is_about_index else None
+    if wrong is None:
+        return None
+    return IndexError(_label_message(wrong, num_classes, ignored, _key_of_label(wrong, batches)))
+
+
+def _label_message(wrong: int, num_classes: int, ignored: int, key: str | None) -> str:
+    which = f"{key!r} of a batch" if key is not None else "What the loss compares with"
+    allowed = f"allowed are 0 to {num_classes - 1}, and {ignored} for positions that do not count"
+    remedy = f"Put {ignored} where there is no label, such as in padding."
+    if wrong >= num_classes:
+        remedy = (
+            "If they are numbers of classes, build the model with as many (num_labels); if they are token ids, tokenize with "
+            "the tokenizer of this model."
+        )
+    return f"{which} holds the label {wrong}, but the logits have {num_classes} classes: {allowed}. {remedy}"
+
+
+def _worst(ids: Tensor, num_rows: int, ignored: int | None = None) -> int | None:
+    """The value farthest outside of 0 to `num_rows` - 1; None if there is none, or the device cannot tell any more."""
+    try:
+        known = ids if ignored is None else ids[ids != ignored]
+        if known.numel() == 0 or known.is_floating_point():
+            return None
+        least, most = int(known.min()), int(known.max())
+    except RuntimeError:
+        return None
+    if most >= num_rows:
+        return most
+    return least if least < 0 else None
+
+
+def _key_of_ids(ids: Tensor, batches: Batches) -> str | None:
+    """The key of the batch that the ids are, or that they are some rows of."""
+    host = ids.detach().cpu()
+    return next((name for name, value in _tensors(batches) if _has_rows(value.cpu(), host)), None)
+
+
+def _has_rows(value: Tensor, rows: Tensor) -> bool:
+    if value.shape[1:] != rows.shape[1:] or value.ndim == 0 or value.is_floating_point():
+        return value.numel() == rows.numel() and torch.equal(value.flatten().to(rows.dtype), rows.flatten())
+    starts = range(len(value) - len(rows) + 1)
+    return any(torch.equal(value[start : start + len(rows)].to(rows.dtype), rows) for start in starts)
+
+
+def _key_of_label(wrong: int, batches: Batches) -> str | None:
+    """The key of the batch that holds the label: a loss changes the shape of its labels."""
+    names = [name for name, value in _tensors(batches) if bool((value == wrong).any())]
+    return "labels" if "labels" in names else next(iter(names), None)
+
+
+def _tensors(batches: Batches) -> Iterator[tuple[str, Tensor]]:
+    return ((name, value) for batch in batches for name, value in batch.items() if isinstance(value, Tensor))
+
+
+def _shapes(batches: Batches) -> str:
+    shapes = {name: list(value.shape) for name, value in _tensors(batches[-1:])}
+    return ", ".join(f"{name!r} of shape {shape}" for name, shape in shapes.items())
+
+
+def _suspects(model: nn.Module, batches: Batches) -> Iterator[str]:
+    """Ids on the CPU that the input embedding has no row for, and labels that are no token of it."""
+    embedding = _input_embedding(model)
+    if embedding is None:
+        return
+    num_rows = embedding.num_embeddings
+    shapes = [value.shape for name, value in _tensors(batches) if name == "input_ids"]
+    for name, value in _tensors(batches):
+        # Labels of another shape than the ids are those of another task, and no tokens.
+        if value.device.type != "cpu" or name not in ("input_ids", "labels") or value.shape not in shapes:
+            continue
+        wrong = _worst(value, num_rows, IGNORE_INDEX if name == "labels" else None)
+        if wrong is not None:
+            yield (
+                f"{name!r} of a batch holds the id {wrong}, but "
+                f"{_rows(f'the input embedding of {type(model).__name__}', num_rows, name)}. {_remedy_for(name)}"
+            )
+
+
+def _input_embedding(model: nn.Module) -> nn.Embedding | None:
+    """The embedding of token ids: the one that a Hugging Face model names, else the only one there is."""
+    try:
+        ask: Any = getattr(model, "get_input_embeddings", None)
+        named = None if ask is None else ask()
+    except (NotImplementedError, AttributeError):
+        named = None
+    if isinstance(named, nn.Embedding):
+        return named
+    embeddings = [module for module in model.modules() if isinstance(module, nn.Embedding)]
+    return embeddings[0] if len(embeddings) == 1 else None
+
+
+def _rows(embedding: str, num_rows: int, key: str) -> str:
+    vocabulary = "a vocabulary of " if key in _TOKEN_KEYS else ""
+    return f"{embedding} has {vocabulary}{num_rows} rows, for ids from 0 to {num_rows - 1}"
+
+
+def _remedy_for(key: str) -> str:
+    if key in _TOKEN_KEYS:
+        return _TOKENIZER_REMEDY
+    return f"Let the values of {key!r} stay below the number of rows, or build the model with more of them."
+
+
+def _assert_message(text: str) -> str:
+    return (
+        f"A kernel of the device has failed an assertion, in this step or one shortly before it: {text.splitlines()[0]} Most "
+        "often an index was out of range: a token id beyond the vocabulary, a label that is no class, or a position beyond "
+        "the model's maximum. Run again with use_cpu=True, which names the batch key and the value, or with the environment "
+        "variable CUDA_LAUNCH_BLOCKING=1, which shows the line."
+    )

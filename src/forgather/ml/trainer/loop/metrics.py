@@ -1,0 +1,219 @@
+"""The numbers of a run: collected without waiting for the device, read when they are logged."""
+
+import math
+import time
+from array import array
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from forgather.ml.checkpoint.state.state_schema import Schema, amount, count, number, real_vector
+from forgather.ml.trainer.loop.evaluation_sums import as_integers
+
+Number = int | Tensor
+
+_STEPS_UNTIL_SETTLED = 1000
+"""So many steps are kept one by one; more would be tensors without end in a run that logs rarely or never."""
+
+
+Reduce = Callable[[Tensor], Tensor]
+"""Sums losses (the first row), tokens and samples of steps over all data-parallel ranks."""
+
+
+_TOTALS = Schema({"loss_sum": number, "targets": amount, "tokens": count, "samples": count})
+_SUMS = Schema({**_TOTALS.fields, "num_steps": count, "norms": real_vector})
+
+
+class IntervalMetrics:
+    """Loss, norm and token counts since the last log; part of the checkpoint, so that a resumed run logs the same.
+
+    A step is noted with the numbers of this rank, and settled, before a log or a save, with those of all ranks. Steps are
+    reduced over ranks one by one, and summed only then: the sums are the same however often they were settled. With
+    `leaves_out_steps` a step without finite gradients was left out, and its loss is not part of the mean.
+    """
+
+    def __init__(self, leaves_out_steps: bool = False) -> None:
+        self._leaves_out_steps = leaves_out_steps
+        self._losses: list[Tensor] = []
+        self._targets: list[Number] = []
+        self._norms: list[Tensor] = []
+        self._tokens: list[Number] = []
+        self._samples: list[int] = []
+        self._settled = SettledSums()
+
+    def add(self, loss: Tensor, targets: Number, grad_norm: Tensor | None, tokens: Number, samples: int) -> None:
+        """Note a step: its loss on this rank, its targets on all ranks, the tokens and samples of this rank."""
+        self._losses.append(loss)
+        self._targets.append(targets)
+        self._tokens.append(tokens)
+        self._samples.append(samples)
+        if grad_norm is not None:
+            self._norms.append(grad_norm)
+
+    @property
+    def num_steps(self) -> int:
+        return self._settled.num_steps + len(self._losses)
+
+    @property
+    def num_settled_norms(self) -> int:
+        return len(self._settled.norms)
+
+    @property
+    def wants_settling(self) -> bool:
+        """Whether there are so many steps that keeping their tensors would cost memory without end."""
+        return len(self._losses) >= _STEPS_UNTIL_SETTLED
+
+    def settle(self, reduce: Reduce, reduce_norms: Callable[[list[float]], list[float]] = list) -> "SettledSums":
+        """The sums over all ranks of all steps so far; waits for the device, and for the other ranks."""
+        if self._losses:
+            targets = as_integers(self._targets)
+            products = [loss * count for loss, count in zip(_as_floats(self._losses), targets, strict=True)]
+            own = torch.tensor([products, as_integers(self._tokens), self._samples], dtype=torch.float64, device="cpu")
+            losses, tokens, samples = reduce(own).tolist()
+            norms = reduce_norms(_as_floats(self._norms))
+            if self._leaves_out_steps and len(norms) == len(losses):
+                are_finite = [math.isfinite(norm) for norm in norms]
+                losses, targets = _chosen(losses, are_finite), _chosen(targets, are_finite)
+            self._settled.add(losses, targets, norms, tokens, samples)
+            self._losses, self._targets, self._norms, self._tokens, self._samples = [], [], [], [], []
+        return self._settled
+
+    def reset(self) -> None:
+        self.__init__(self._leaves_out_steps)  # type: ignore[misc]
+
+    def state_dict(self) -> dict[str, Any]:
+        if self._losses:
+            raise RuntimeError("The metrics of the last steps must be settled between ranks before they are saved.")
+        return self._settled.state_dict()
+
+    def check_state_dict(self, state: Any) -> None:
+        """Raise a `CheckpointLoadError` for what no `state_dict` gives."""
+        self._settled.check_state_dict(state)
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        self.check_state_dict(state)
+        self.reset()
+        self._settled.load_state_dict(state)
+
+
+class SettledSums:
+    """Sums over the steps of an interval and all ranks."""
+
+    def __init__(self) -> None:
+        self.loss_sum = 0.0
+        self.targets = 0.0
+        self.tokens = 0
+        self.samples = 0
+        self.num_steps = 0
+        self.norms = array("d")
+
+    def add(
+        self, losses: list[float], targets: list[int], norms: list[float], tokens: list[float], samples: list[float]
+    ) -> None:
+        # One by one, so that it does not matter which steps came together.
+        for loss in losses:
+            self.loss_sum += loss
+        self.targets += sum(targets)
+        self.tokens += int(sum(tokens))
+        self.samples += int(sum(samples))
+        self.num_steps += len(tokens)
+        self.norms.extend(norms)
+
+    def state_dict(self) -> dict[str, Any]:
+        return {**vars(self), "norms": torch.tensor(self.norms.tolist(), dtype=torch.float64)}
+
+    def check_state_dict(self, state: Any) -> None:
+        _SUMS.check(state, "trainer.interval")
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        self.check_state_dict(state)
+        vars(self).update({**_SUMS.known(state), "norms": array("d", state["norms"].tolist())})
+
+
+class RunTotals:
+    """Sums over the whole run, exact at every checkpoint."""
+
+    def __init__(self) -> None:
+        self.loss_sum = 0.0
+        self.targets = 0.0
+        self.tokens = 0
+        self.samples = 0
+
+    def add(self, loss_sum: float, targets: float, tokens: int, samples: int) -> None:
+        self.loss_sum += loss_sum
+        self.targets += targets
+        self.tokens += tokens
+        self.samples += samples
+
+    @property
+    def loss(self) -> float:
+        return self.loss_sum / self.targets if self.targets else 0.0
+
+    def state_dict(self) -> dict[str, Any]:
+        return dict(vars(self))
+
+    def check_state_dict(self, state: Any) -> None:
+        _TOTALS.check(state, "trainer.totals")
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        self.check_state_dict(state)
+        vars(self).update(_TOTALS.known(state))
+
+
+class SpeedMeter:
+    """The time of this process's timed steps; steps that compile and warm up, evaluations and saves do not count."""
+
+    def __init__(self, first_step: int) -> None:
+        self._first_step = first_step
+        self._started = time.perf_counter()
+        self._steps_seen = 0
+        self._paused = 0.0
+        self._timed_since: float | None = None
+        self.num_steps = 0
+        self.tokens = 0
+        self.samples = 0
+
+    def step(self, tokens: Number, samples: int) -> None:
+        """Note a finished step; the clock starts once the warm-up steps are done."""
+        self._steps_seen += 1
+        if self._timed_since is None:
+            if self._steps_seen >= self._first_step:
+                self._timed_since, self._paused = time.perf_counter(), 0.0
+            return
+        self.num_steps += 1
+        self.tokens += tokens if isinstance(tokens, int) else 0
+        self.samples += samples
+
+    def pause(self, seconds: float) -> None:
+        self._paused += seconds
+
+    @property
+    def seconds(self) -> float:
+        return 0.0 if self._timed_since is None else time.perf_counter() - self._timed_since - self._paused
+
+    @property
+    def runtime(self) -> float:
+        return time.perf_counter() - self._started
+
+    def rate(self, amount: float) -> float:
+        return amount / self.seconds if self.seconds > 0 else 0.0
+
+
+def _as_floats(numbers: list[Tensor]) -> list[float]:
+    """Scalars as numbers of double precision, for which the device is waited for once."""
+    # Those of before a resume are on the CPU still.
+    device = numbers[-1].device if numbers else None
+    if device is None or device.type == "cpu":
+        return [float(number) for number in numbers]
+    return torch.stack([number.detach().to(device) for number in numbers]).cpu().double().tolist()
+
+
+def _chosen(values: list[Any], are_chosen: list[bool]) -> list[Any]:
+    return [value for value, is_chosen in zip(values, are_chosen, strict=True) if is_chosen]
+
+
+def root_mean_square(values: Sequence[float]) -> float | None:
+    """None without values; infinities and NaN stay visible."""
+    return math.sqrt(sum(value * value for value in values) / len(values)) if values else None

@@ -1,0 +1,176 @@
+"""Scheduler states checked against the running scheduler's own: torch sets whatever a state names as an attribute."""
+
+import functools
+from collections import Counter
+from collections.abc import Mapping
+from typing import Any
+
+from torch import Tensor
+from torch.optim.lr_scheduler import LRScheduler
+
+from forgather.ml.checkpoint.errors import CheckpointLoadError
+from forgather.ml.checkpoint.state.state_schema import (
+    Check,
+    Schema,
+    Violation,
+    anything,
+    at,
+    count,
+    every,
+    flag,
+    list_like,
+    list_of,
+    mapping_of,
+    number,
+    optional,
+    plain,
+    position,
+    rate,
+    require_mapping,
+    text,
+    that,
+)
+
+_COUNTERS = frozenset({"last_epoch", "_step_count", "num_bad_epochs", "cooldown_counter"})
+# Lists with one number for each group.
+_RATES = frozenset({"base_lrs", "_last_lr", "min_lrs", "max_lrs", "base_momentums", "max_momentums"})
+_PARTS = frozenset({"_schedulers", "_schedule_phases"})
+_FUNCTIONS = frozenset({"lr_lambdas", "_scale_fn_custom"})
+# Without these torch stops in the middle of loading.
+_NEEDED = _FUNCTIONS | {"_schedulers"}
+# What torch's schedulers call their modes: any other word fails, or is taken for something else, once it is used.
+_WORDS = (
+    ("min", "max"),
+    ("rel", "abs"),
+    ("cos", "linear"),
+    ("cycle", "iterations"),
+    ("triangular", "triangular2", "exp_range"),
+    ("initial_lr", "max_lr", "min_lr"),
+    ("base_momentum", "max_momentum"),
+)
+
+
+def unwrapped(scheduler: Any) -> Any:
+    """The scheduler whose state it is: Accelerate wraps one, and passes its state on."""
+    inner = getattr(scheduler, "scheduler", None)
+    return inner if isinstance(inner, LRScheduler) and not isinstance(scheduler, LRScheduler) else scheduler
+
+
+def group_lists(scheduler: Any, state: Any) -> None:
+    """Check what tells for how many groups a state is made."""
+    require_mapping(state)
+    if isinstance(scheduler, LRScheduler):
+        lists = {"base_lrs": list_of(anything), "_last_lr": list_of(anything)}
+        Schema({**lists, "lr_lambdas": list_of(optional(require_mapping))}, may_lack=(*lists, "lr_lambdas"))(state)
+
+
+def like_scheduler(scheduler: Any, state: Mapping[str, Any], any_groups: bool = False) -> None:
+    """Check that a state has no keys that the scheduler has not, and the same kind of value at each.
+
+    `any_groups` leaves the number of rates open, for schedules whose rates are computed anew. A scheduler that is not
+    torch's is the user's: its state is to be data, and nothing more is known of it.
+    """
+    if not isinstance(scheduler, LRScheduler):
+        every(require_mapping, plain)(state)
+        return
+    own = scheduler.state_dict()
+    if not type(scheduler).__module__.startswith("torch."):
+        # A class of the user's may gain attributes while it is used; what would hide a method of it is no such thing.
+        _require_dict(state)
+        more = {
+            name: value for name, value in state.items() if name not in own and not hasattr(type(scheduler), str(name))
+        }
+        plain(more)
+        state = {name: value for name, value in state.items() if name not in more}
+    _like_state(state, own, any_groups)
+
+
+def _like_state(state: Any, own: Mapping[str, Any], any_groups: bool = False) -> None:
+    _require_dict(state)
+    for name in state:
+        if name not in own:
+            raise UnknownKeyViolation("left out, since this kind of scheduler has no such setting", state[name], [name])
+    for name, value in own.items():
+        if name not in state and name in _NEEDED:
+            raise Violation(f"a dict that has the key {name!r}", state)
+        if name in state:
+            at(name, _check_for(name, value, any_groups), state[name])
+
+
+class UnknownKeyViolation(Violation):
+    """A key of another kind of scheduler."""
+
+
+def mismatch(violation: Violation, root: str, kind: str) -> CheckpointLoadError:
+    """The error for the state of another kind of scheduler: older checkpoints have it too."""
+    return CheckpointLoadError.misfit(
+        f"{violation.message(root)}. This run's scheduler is {kind}; the checkpoint seems to be of another one. Nothing of it "
+        'was loaded. Use the same kind as before, or start a new schedule with skip_checkpoint_components=["scheduler"].'
+    )
+
+
+def _check_for(name: str, own: Any, any_groups: bool) -> Check:
+    if name in _COUNTERS:
+        return position
+    if name == "lr_lambdas":
+        return list_like([_function_state(item) for item in own])
+    if name == "_scale_fn_custom":
+        return _function_state(own)
+    if type(own) is list and name in _RATES and not any_groups:
+        return list_of(rate, len(own))
+    if type(own) is list and name == "_milestones":
+        return list_of(count, len(own))
+    if name in _PARTS and type(own) is list and all(type(item) is dict for item in own):
+        return list_like([functools.partial(_like_state, own=item) for item in own])
+    return _like(own)
+
+
+def _like(own: Any) -> Check:
+    """A check for values of the kind that the running scheduler has; a user's own may have any, in any number."""
+    if type(own) is bool:
+        return flag
+    if type(own) in (int, float):
+        return number
+    if type(own) is Tensor:
+        return rate
+    if type(own) is str:
+        return _like_word(own)
+    if type(own) is Counter:
+        return every(that("a Counter", lambda value: type(value) is Counter), mapping_of(count, count))
+    if isinstance(own, Mapping):
+        return every(require_mapping, plain)
+    if type(own) in (list, tuple):
+        is_numbers = own and all(type(item) in (int, float, Tensor) for item in own)
+        return list_of(rate if is_numbers else plain)
+    # Nothing is known of what it may become.
+    return plain
+
+
+def _like_word(own: str) -> Check:
+    words = next((words for words in _WORDS if own in words), None)
+    if words is None:
+        return text
+    return that(f"one of {', '.join(words)}", lambda value: type(value) is str and value in words)
+
+
+def _function_state(own: Mapping[str, Any] | None) -> Check:
+    """The attributes of a function object, which is the user's; a plain function has none."""
+
+    def check(value: Any) -> None:
+        if value is None or (isinstance(value, Mapping) and len(value) == 0):
+            return
+        if not own:
+            raise Violation("None, since the function has no attributes", value)
+        mapping_of(text, plain)(value)
+        for name in value:
+            if name in own:
+                at(name, _like(own[name]), value[name])
+
+    return check
+
+
+def _require_dict(state: Any) -> None:
+    if type(state) is not dict:
+        raise Violation("a dict", state)
+    for name in state:
+        at(name, text, name)

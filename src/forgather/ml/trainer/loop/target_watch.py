@@ -1,0 +1,73 @@
+"""Looks whether there is anything to train on: steps without a target change nothing, and look like steps."""
+
+import logging
+from collections.abc import Iterable, Mapping
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from forgather.ml.trainer.loading.empty_batch import EmptyBatch
+from forgather.ml.trainer.step_loss.loss_traits import IGNORE_INDEX
+
+logger = logging.getLogger(__name__)
+
+_NUM_FIRST_STEPS = 3
+
+_REMEDY = (
+    "Labels are counted by the loss: a causal one has no target in the first position of a sequence, and none in labels of "
+    "one position. Check the labels that the data collator makes; pass compute_loss_func, a function of (logits, labels), if "
+    "the loss is another one, and let it have a method num_targets(labels) if its targets are not the labels other than "
+    f"{IGNORE_INDEX}."
+)
+
+
+class TargetWatch:
+    """Warns once of steps that train on nothing. Counts that are on a device are looked at only where it is waited for."""
+
+    def __init__(self) -> None:
+        self._num_steps = 0
+        self._has_seen_targets = False
+        self._has_warned = False
+
+    def note(self, batches: Iterable[Mapping[str, Any]], targets: int | Tensor) -> None:
+        """A step is done, with so many targets over all micro-batches and ranks."""
+        self._num_steps += 1
+        if self._has_warned or not isinstance(targets, int):
+            return
+        self._has_seen_targets = self._has_seen_targets or targets > 0
+        if targets > 0:
+            return
+        shapes = [tuple(labels.shape) for labels in map(_labels_of, batches) if labels is not None]
+        if shapes:
+            self._warn(
+                f"Step {self._num_steps} of this process had labels other than {IGNORE_INDEX} (of shape {shapes[0]}), but the "
+                "loss counts none of them as a target"
+            )
+        elif not self._has_seen_targets and self._num_steps == _NUM_FIRST_STEPS:
+            self._warn(f"The first {_NUM_FIRST_STEPS} steps had no target at all")
+
+    def note_interval(self, num_steps: int, targets: float) -> None:
+        """The device was waited for, and so many targets were in the steps since the last log."""
+        if num_steps and targets == 0 and not self._has_seen_targets and not self._has_warned:
+            self._warn(f"The first {num_steps} steps had no target at all")
+        self._has_seen_targets = self._has_seen_targets or targets > 0
+
+    def _warn(self, found: str) -> None:
+        self._has_warned = True
+        logger.warning("%s: their loss is 0, their gradients are 0, and nothing is learned. %s", found, _REMEDY)
+
+
+def warn_of_no_targets(num_batches: int) -> None:
+    """An evaluation had batches, but no loss."""
+    logger.warning(
+        "The evaluation had %d batches but no target at all, so that eval_loss is NaN. %s", num_batches, _REMEDY
+    )
+
+
+def _labels_of(batch: Mapping[str, Any]) -> Tensor | None:
+    """The labels of a batch, if some of them say something; those on a device are not looked at."""
+    labels = batch.get("labels")
+    if isinstance(batch, EmptyBatch) or not isinstance(labels, Tensor) or labels.device.type != "cpu":
+        return None
+    return labels if labels.numel() and bool(torch.any(labels != IGNORE_INDEX)) else None

@@ -1,0 +1,355 @@
+"""Stages of Hugging Face's decoder-only models, run by the models' own code.
+
+A stage is the model with some of its layers. Its forward pass is that of the model's class, which makes masks, positions
+and rotary embeddings as always; the first stage gives it token ids, the others hidden states as `inputs_embeds`, and what
+must happen only once (embedding, final norm, head) is left out where it does not belong.
+"""
+
+import copy
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from forgather.ml.trainer.pipeline.splitters.stage_building import twin_of
+from forgather.ml.trainer.step_loss.token_weighting import parameters_of
+
+_FIRST_STAGE_ONLY = ("token_type_ids",)
+"""Keywords that transformers adds to the embedding."""
+
+
+_CACHED_KINDS = {"full_attention", "sliding_attention", "chunked_attention"}
+
+
+class UnknownModel(ValueError):
+    """A model whose parts could not be found."""
+
+
+@dataclass(frozen=True)
+class Anatomy:
+    """Where the parts of a model are: `path` leads from the model to the module that has the layers."""
+
+    model: Any
+    path: tuple[str, ...]
+    layers_name: str
+    num_layers: int
+    output_names: frozenset[str] = frozenset()
+    """The parts beside the layers that are used after them."""
+
+    @property
+    def hidden_size(self) -> int:
+        return int(self.model.config.get_text_config().hidden_size)
+
+
+def find_anatomy(model: Any, num_layers: int | None = None) -> Anatomy:
+    """Find the layers of a model and check that its code does nothing between embedding and head but run them."""
+    name = type(model).__name__
+    if not (hasattr(model, "config") and hasattr(model, "base_model") and hasattr(model, "get_input_embeddings")):
+        raise UnknownModel(f"{name} is no model of transformers")
+    if getattr(model.config, "is_encoder_decoder", False):
+        raise UnknownModel(f"{name} has an encoder and a decoder")
+    if model.base_model is model or model.get_output_embeddings() is None:
+        raise UnknownModel(f"{name} has no language-model head")
+    wanted: Any = num_layers or getattr(model.config.get_text_config(), "num_hidden_layers", None)
+    lists = [
+        path for path, module in model.named_modules() if isinstance(module, nn.ModuleList) and len(module) == wanted
+    ]
+    if len(lists) != 1:
+        found = ", ".join(lists) if lists else "none"
+        raise UnknownModel(f"{name} should have one list of {wanted} layers, but these were found: {found}")
+    *path, layers_name = lists[0].split(".")
+    anatomy = Anatomy(model, tuple(path), layers_name, int(wanted))
+    anatomy = replace(anatomy, output_names=_names_used_after_layers(anatomy))
+    _check_by_trial(anatomy)
+    return anatomy
+
+
+def _names_used_after_layers(anatomy: Anatomy) -> frozenset[str]:
+    """Run the model without layers and with stand-ins for the rest, and see what is called before and after the layers:
+    the order in which a class declares its parts tells nothing.
+    """
+    part = _part_of(anatomy, range(0), is_first=True, is_last=True)
+    owner = part.get_submodule(".".join(anatomy.path))
+    called: list[str] = []
+    embedding = anatomy.model.get_input_embeddings()
+    trained = {name for name, child in owner.named_children() if any(True for _ in child.parameters())}
+    for name, child in list(owner.named_children()):
+        if name == anatomy.layers_name:
+            owner._modules[name] = _NotedList(name, called)
+        else:
+            stand_in = _Embedded(anatomy.hidden_size) if child is embedding else _without_input_part(child, embedding)
+            assert stand_in is not None
+            has_buffers = any(True for _ in stand_in.buffers())
+            owner._modules[name] = _Noted(name, called, _Unused() if has_buffers else stand_in)
+    _run_without_values(part, torch.zeros((1, 3), dtype=torch.int64, device="cpu"))
+    unused = trained - set(called)
+    if unused or anatomy.layers_name not in called:
+        raise UnknownModel(f"{type(part).__name__} does not use its part {min(unused, default=anatomy.layers_name)!r}")
+    return frozenset(called[called.index(anatomy.layers_name) + 1 :])
+
+
+def _run_without_values(part: Any, inputs: Tensor) -> Tensor:
+    name = "inputs_embeds" if inputs.is_floating_point() else part.main_input_name
+    try:
+        with torch.no_grad(), torch.device("cpu"):
+            result: Tensor = part.base_model(**{name: inputs}, use_cache=False)[0]
+    except Exception as error:
+        raise UnknownModel(f"{type(part).__name__} cannot be run in parts ({type(error).__name__}: {error})") from error
+    return result
+
+
+class _Noted(nn.Module):
+    """Notes when it is called."""
+
+    def __init__(self, name: str, called: list[str], stand_in: nn.Module) -> None:
+        super().__init__()
+        self._name, self._called, self._stand_in = name, called, stand_in
+
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        self._called.append(self._name)
+        return self._stand_in(*args, **kwargs)
+
+
+class _NotedList(nn.ModuleList):
+    """An empty list that notes when it is gone through."""
+
+    def __init__(self, name: str, called: list[str]) -> None:
+        super().__init__()
+        self._name, self._called = name, called
+
+    def __iter__(self) -> Iterator[nn.Module]:
+        self._called.append(self._name)
+        return iter(())
+
+    def __getitem__(self, index: Any) -> Any:
+        self._called.append(self._name)
+        return nn.ModuleList()
+
+
+class _Embedded(nn.Module):
+    """Hidden states, of no meaning, for any token ids."""
+
+    def __init__(self, width: int) -> None:
+        super().__init__()
+        self._width = width
+
+    def forward(self, token_ids: Tensor) -> Tensor:
+        return torch.ones((*token_ids.shape, self._width), device="cpu")
+
+
+class _Nothing(nn.Module):
+    """Adds nothing: in place of an embedding of positions where these were added before."""
+
+    def forward(self, *_: Any, **__: Any) -> Tensor:
+        return torch.zeros(())
+
+
+class _Unused(nn.Module):
+    """In place of a part whose results nobody uses."""
+
+    def forward(self, *_: Any, **__: Any) -> tuple[None, None]:
+        return None, None
+
+
+class _LayerRange(nn.ModuleList):
+    """Some layers of a list under their numbers in the whole of it; positions count from the first that is here."""
+
+    def __getitem__(self, index: Any) -> Any:
+        layers = list(self._modules.values())
+        return nn.ModuleList(layers[index]) if isinstance(index, slice) else layers[index]
+
+
+class HuggingFaceStage(nn.Module):
+    """A consecutive part of a causal language model, under the names of the whole."""
+
+    can_return_hidden_states = True
+    _part: Any
+    _entry: Any
+    _anatomy: Anatomy
+
+    def __init__(self, anatomy: Anatomy, layers: range, stage_index: int, num_stages: int) -> None:
+        super().__init__()
+        self.is_first = stage_index == 0
+        self.is_last = stage_index == num_stages - 1
+        self._first_layer = layers.start
+        part = _part_of(anatomy, layers, self.is_first, self.is_last)
+        # Another face of the same tables: names are those of the model, without one for this wrapper.
+        self._modules, self._parameters, self._buffers = part._modules, part._parameters, part._buffers
+        self._non_persistent_buffers_set = part._non_persistent_buffers_set
+        vars(self)["_part"] = part
+        vars(self)["_entry"] = part if self.is_last else part.base_model
+        kinds = getattr(anatomy.model.config, "layer_types", None) or ()
+        self.can_cache = "past_key_values" in parameters_of(part.base_model.forward) and set(kinds) <= _CACHED_KINDS
+        """Whether its layers keep nothing but keys and values."""
+        vars(self)["_anatomy"] = anatomy
+        self._main_input = part.main_input_name if self.is_first else "inputs_embeds"
+        self._hidden_size = anatomy.hidden_size
+        self._dtype = anatomy.model.get_input_embeddings().weight.dtype
+
+    def forward(self, inputs: Tensor, return_hidden_states: bool = False, **keywords: Any) -> Tensor:
+        """What the next stage gets; of the last stage the logits, or what the head would make them of."""
+        if not self.is_first:
+            keywords = {name: value for name, value in keywords.items() if name not in _FIRST_STAGE_ONLY}
+        keywords.setdefault("use_cache", False)
+        # It is no module of this one, and would miss a mode that was set module by module.
+        self._part.training = self.training
+        entry = self._part.base_model if return_hidden_states else self._entry
+        outputs = entry(**{self._main_input: inputs}, **keywords)
+        result: Tensor = outputs.logits if self.is_last and not return_hidden_states else outputs[0]
+        return result
+
+    def get_output_embeddings(self) -> Any:
+        return self._part.get_output_embeddings() if self.is_last else None
+
+    @property
+    def head_is_all(self) -> bool:
+        """Whether nothing but the head stands between hidden states and logits."""
+        return _head_is_all(self._anatomy)
+
+    def train(self, mode: bool = True) -> "HuggingFaceStage":
+        self._part.train(mode)
+        self.training = mode
+        return self
+
+    def gradient_checkpointing_enable(self, *args: Any, **kwargs: Any) -> None:
+        self._part.gradient_checkpointing_enable(*args, **kwargs)
+
+    def make_cache(self) -> Any:
+        """Keys and values of this stage's layers."""
+        from transformers import DynamicCache
+
+        first_layer = self._first_layer
+
+        class StageCache(DynamicCache):
+            """Layers know their number in the whole model; this cache begins with the first one of the stage."""
+
+            def update(
+                self, key_states: Tensor, value_states: Tensor, layer_idx: int, *args: Any, **kwargs: Any
+            ) -> tuple[Tensor, Tensor]:
+                return super().update(key_states, value_states, layer_idx - first_layer, *args, **kwargs)
+
+        return StageCache(config=self._part.base_model.config)
+
+    def boundary(self, main_input: Tensor) -> tuple[torch.Size, torch.dtype] | None:
+        """Shape and type of the hidden states between stages for a micro-batch of token ids; None if they are others."""
+        if main_input.ndim != 2 or main_input.is_floating_point():
+            return None
+        return torch.Size((*main_input.shape, self._hidden_size)), self._dtype
+
+
+def _part_of(anatomy: Anatomy, layers: range, is_first: bool, is_last: bool) -> Any:
+    """The model with these layers, and of the rest only what the first or the last stage needs."""
+    part = twin = twin_of(anatomy.model)
+    config = _config_of_part(anatomy.model.config, layers)
+    vars(twin)["config"] = config
+    for name in anatomy.path:
+        _leave_out_siblings(twin, name, is_last)
+        child = twin_of(twin._modules[name])  # type: ignore[arg-type]
+        vars(child)["config"] = config
+        twin._modules[name] = child
+        twin = child
+    _prune_owner(twin, anatomy, layers, is_first, is_last)
+    return part
+
+
+def _config_of_part(config: Any, layers: range) -> Any:
+    """The configuration that the model's code sees, which asks it for the layers by their position."""
+    config = copy.copy(config)
+    try:
+        config.num_hidden_layers = len(layers)
+        if getattr(config, "layer_types", None) is not None:
+            config.layer_types = [config.layer_types[number] for number in layers]
+    except AttributeError as error:
+        raise UnknownModel(f"{type(config).__name__} does not tell what kind each layer is of ({error})") from error
+    return config
+
+
+def _leave_out_siblings(module: nn.Module, name: str, is_last: bool) -> None:
+    """What stands beside the layers' module, such as the head, belongs to the last stage."""
+    for sibling in module._modules:
+        if sibling != name and not is_last:
+            module._modules[sibling] = None
+
+
+def _prune_owner(owner: nn.Module, anatomy: Anatomy, layers: range, is_first: bool, is_last: bool) -> None:
+    embedding = anatomy.model.get_input_embeddings()
+    for name, module in owner._modules.items():
+        if name == anatomy.layers_name:
+            owner._modules[name] = _layers_of(module, layers)  # type: ignore[arg-type]
+        elif module is None:
+            continue
+        elif name in anatomy.output_names:
+            if not is_last:
+                owner._modules[name] = nn.Identity()
+        elif not is_first:
+            owner._modules[name] = _without_input_part(module, embedding)
+
+
+def _without_input_part(module: nn.Module, embedding: nn.Module) -> nn.Module | None:
+    """What stands for a part of the input side in stages that get hidden states."""
+    if module is embedding:
+        return None
+    if isinstance(module, nn.Embedding):
+        return _Nothing()
+    if isinstance(module, nn.Dropout) or any(True for _ in module.parameters()):
+        return nn.Identity()
+    return module
+
+
+def _layers_of(all_layers: nn.ModuleList, layers: range) -> nn.ModuleList:
+    some = _LayerRange()
+    for number in layers:
+        some.add_module(str(number), all_layers[number])
+    return some
+
+
+def _check_by_trial(anatomy: Anatomy) -> None:
+    """A middle stage without layers must return what it gets: whatever else happened would happen once per stage."""
+    name = type(anatomy.model).__name__
+    part = _part_of(anatomy, range(0), is_first=False, is_last=False)
+    owner = part.get_submodule(".".join(anatomy.path))
+    for child in list(owner._modules):
+        if owner._modules[child] is not None and any(True for _ in owner._modules[child].buffers()):
+            owner._modules[child] = _Unused()
+    hidden = _some_hidden_states(anatomy)
+    result = _run_without_values(part, hidden)
+    if result.shape != hidden.shape or not torch.equal(result, hidden):
+        raise UnknownModel(f"{name} does more to hidden states than its layers and its final norm do")
+
+
+def _head_is_all(anatomy: Anatomy) -> bool:
+    """Run a last stage without layers, with a head that doubles what it gets, and see whether that is the result."""
+    part = _part_of(anatomy, range(0), is_first=False, is_last=True)
+    owner = part.get_submodule(".".join(anatomy.path))
+    for name, child in list(owner.named_children()):
+        if name in anatomy.output_names:
+            owner._modules[name] = nn.Identity()
+        elif any(True for _ in child.buffers()):
+            owner._modules[name] = _Unused()
+    head = part.get_output_embeddings()
+    names = [name for name, child in part.named_children() if child is head]
+    if len(names) != 1:
+        return False
+    part._modules[names[0]] = _Doubled()
+    hidden = _some_hidden_states(anatomy)
+    with torch.no_grad(), torch.device("cpu"):
+        logits = part(inputs_embeds=hidden, use_cache=False).logits
+    return logits.shape == hidden.shape and torch.equal(logits, 2 * hidden)
+
+
+class _Doubled(nn.Module):
+    """A head whose logits can be told."""
+
+    def forward(self, hidden: Tensor) -> Tensor:
+        return 2 * hidden
+
+
+def _some_hidden_states(anatomy: Anatomy) -> Tensor:
+    return torch.arange(3.0 * anatomy.hidden_size, device="cpu").view(1, 3, -1) + 1.0
+
+
+def hugging_face_stages(anatomy: Anatomy, ranges: Sequence[range]) -> list[nn.Module]:
+    """The stages with these layers, still on the device of the model."""
+    return [HuggingFaceStage(anatomy, layers, index, len(ranges)) for index, layers in enumerate(ranges)]

@@ -1,0 +1,27 @@
+"""The recipes that replace a model's linear layers: float8 training, and training for a later quantisation."""
+
+import logging
+
+from torch import nn
+
+from forgather.ml.quantization.float8 import convert_to_fp8
+from forgather.ml.quantization.layer_report import output_head
+from forgather.ml.quantization.qat import prepare_qat, prepared_for
+from forgather.ml.trainer.arguments.training_arguments import TrainingArguments
+
+logger = logging.getLogger(__name__)
+
+
+def apply_layer_recipe(model: nn.Module, args: TrainingArguments) -> None:
+    """Replace the layers as the arguments say; the head stays, since losses and embeddings may share it."""
+    keep = output_head(model)
+    if args.fp8_recipe is not None:
+        convert_to_fp8(model, args.fp8_recipe, args.fp8_dim_alignment, keep)
+    if args.qat_recipe is not None:
+        prepare_qat(model, args.qat_recipe, keep)
+    elif (recipe := prepared_for(model)) is not None:
+        logger.warning(
+            "The model is trained as if it were quantised by %r, for which an earlier trainer has prepared its layers, though "
+            "qat_recipe is None now. Build it anew to train it as it is.",
+            recipe,
+        )

@@ -1,0 +1,189 @@
+"""An exponential moving average of the weights: what training oscillates around, and often the better model."""
+
+import logging
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from forgather.ml.checkpoint.errors import CheckpointLoadError
+from forgather.ml.checkpoint.state.tensor_checks import (
+    OwnStorage,
+    Where,
+    check_mapping,
+    check_sharing,
+    check_tensor,
+    described,
+    owned,
+)
+
+logger = logging.getLogger(__name__)
+
+_COPIED_AT_ONCE = 2**24
+"""Elements of weights of few bits that have a copy in float32 at a time."""
+
+
+class WeightAverage:
+    """Averages of trainable parameters by name; each update makes them decay x average + (1 - decay) x parameter.
+
+    They are kept in float32 at least, since the small steps of an average would be lost in fewer bits. A parameter with
+    several names (tied) is kept under the first. Buffers are not averaged.
+    """
+
+    def __init__(self, named_parameters: Iterable[tuple[str, nn.Parameter]], decay: float) -> None:
+        self.decay = decay
+        self.is_begun = False
+        self.is_in_model = False
+        self._parameters: dict[str, nn.Parameter] = {}
+        seen: set[nn.Parameter] = set()
+        for name, parameter in named_parameters:
+            if parameter.requires_grad and parameter not in seen:
+                seen.add(parameter)
+                self._parameters[name] = parameter
+        self._averages: dict[str, Tensor] = {}
+        self._portions = _portions(self._parameters)
+
+    def begin(self) -> None:
+        """Start from the weights as they are, unless a state was loaded."""
+        if not self.is_begun:
+            self._averages = {name: _precise(one).clone() for name, one in self._parameters.items()}
+        self.is_begun = True
+
+    def forget(self) -> None:
+        """Let `begin` start anew, unless a state is loaded before."""
+        self.is_begun = False
+
+    @torch.no_grad()
+    def update(self) -> None:
+        """Take the present weights in."""
+        for names in self._portions:
+            values = [_precise(self._parameters[name]) for name in names]
+            torch._foreach_lerp_([self._averages[name] for name in names], values, 1.0 - self.decay)
+
+    @contextmanager
+    def in_model(self) -> Iterator[None]:
+        """In this context the parameters have the averaged values; within another such context nothing changes."""
+        if self.is_in_model:
+            yield
+            return
+        kept = {
+            name: parameter.detach().clone() for name, parameter in self._parameters.items() if _is_short(parameter)
+        }
+        self._exchange(kept)
+        self.is_in_model = True
+        try:
+            yield
+        finally:
+            self._exchange(kept, back=True)
+            self.is_in_model = False
+
+    @torch.no_grad()
+    def _exchange(self, kept: Mapping[str, Tensor], back: bool = False) -> None:
+        for name, parameter in self._parameters.items():
+            average = self._averages[name]
+            if name in kept:
+                parameter.copy_(kept[name] if back else average)
+                continue
+            # One tensor of memory at a time, instead of a second model.
+            value = parameter.clone()
+            parameter.copy_(average)
+            average.copy_(value)
+
+    # --- state by name, which moves between topologies like that of an optimizer
+
+    def state_dict(self) -> dict[str, Any]:
+        return {"averages": dict(self._averages)}
+
+    def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
+        self.check_state_dict(state_dict)
+        saved = state_dict["averages"]
+        missing = self.missing_names(state_dict)
+        if missing:
+            logger.warning(
+                "The checkpoint has no average of %s: it starts from the present weights.", ", ".join(missing)
+            )
+        self._averages = {
+            name: _like(owned(saved[name]), parameter) if name in saved else _precise(parameter).clone()
+            for name, parameter in self._parameters.items()
+        }
+        self.is_begun = True
+
+    def check_state_dict(self, state_dict: Mapping[str, Any]) -> None:
+        """Raise `CheckpointLoadError` unless `load_state_dict` can use the state; nothing is changed."""
+        saved, own = _saved_averages(state_dict), OwnStorage()
+        for name, parameter in self._parameters.items():
+            if name in saved:
+                where = Where(f"the average of {name!r}", "ema")
+                _check_average(saved[name], parameter, name, where)
+                own.add(saved[name], where)
+        own.check()
+
+    def missing_names(self, state_dict: Mapping[str, Any]) -> list[str]:
+        """The parameters here that a state does not know: another stage's state may."""
+        saved = _saved_averages(state_dict)
+        return [name for name in self._parameters if name not in saved]
+
+    def add_tied_names(self, state_dict: dict[str, Any], sharing: Sequence[Sequence[str]]) -> None:
+        """Let parameters that were tied to others when saved find the average under those others' names."""
+        missing, saved = self.missing_names(state_dict), state_dict["averages"]
+        check_sharing(sharing, Where("the parameters of the checkpoint", "ema"))
+        for name in missing:
+            others = [other for group in sharing if name in group for other in group if other in saved]
+            if others:
+                saved[name] = saved[others[0]].clone()
+
+    @staticmethod
+    def merge_state_dicts(parts: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
+        """Join what several ranks have; of a name in several parts (replicas) the first one counts."""
+        merged: dict[str, Any] = {}
+        for part in parts:
+            merged = {**_saved_averages(part), **merged}
+        return {"averages": merged}
+
+
+def _saved_averages(state_dict: object) -> Mapping[str, Tensor]:
+    """The averages of a loaded state, which are tensors by name, of whatever shape."""
+    where = Where("the saved averages of the weights", "ema")
+    averages = check_mapping(check_mapping(state_dict, where).get("averages"), where.at("averages"))
+    for name, average in averages.items():
+        if not isinstance(average, Tensor):
+            raise where.at(name).refusal(f"is {described(average)}", "a tensor")
+    return averages
+
+
+def _check_average(average: Tensor, parameter: Tensor, name: str, where: Where) -> None:
+    if average.shape != parameter.shape:
+        raise CheckpointLoadError(
+            f"The averaged weights of {name!r} have the shape {tuple(average.shape)}, but it is "
+            f"{tuple(parameter.shape)} now. Restore the model's configuration, or start the average anew by "
+            'skip_checkpoint_components=["ema"].'
+        )
+    check_tensor(average, where, kind="complex" if parameter.is_complex() else "floating", like=parameter)
+
+
+def _portions(parameters: Mapping[str, Tensor]) -> list[list[str]]:
+    """Names that are updated together: all, but for those that are copied in order to be, of which some at a time."""
+    portions: list[list[str]] = [[name for name, one in parameters.items() if not _is_short(one)]]
+    room = 0
+    for name, one in parameters.items():
+        if _is_short(one):
+            if one.numel() > room:
+                portions.append([])
+                room = _COPIED_AT_ONCE
+            portions[-1].append(name)
+            room -= one.numel()
+    return [names for names in portions if names]
+
+
+def _is_short(parameter: Tensor) -> bool:
+    return torch.promote_types(parameter.dtype, torch.float32) != parameter.dtype
+
+
+def _precise(parameter: Tensor) -> Tensor:
+    return parameter.detach().to(torch.promote_types(parameter.dtype, torch.float32))
+
+
+def _like(average: Tensor, parameter: Tensor) -> Tensor:
+    return average.to(device=parameter.device, dtype=torch.promote_types(parameter.dtype, torch.float32))

@@ -1,0 +1,247 @@
+"""Checks of what the constructor of a trainer is given: keywords, model, model_init, collator, loss and optimizer."""
+
+import functools
+import inspect
+from collections.abc import Callable, Iterable, Mapping
+from typing import Any, ParamSpec
+
+from torch import nn
+
+from forgather.ml.trainer.arguments.field_values import hint_for
+from forgather.ml.trainer.arguments.training_arguments import MinimalTrainingArguments
+
+P = ParamSpec("P")
+
+_BATCH_METRICS = (
+    "compute them in a callback: on_prediction_step gets the logits and labels of each evaluation batch, and what "
+    "on_evaluate adds to its metrics is logged"
+)
+_OTHER_NAMES = {
+    "tokenizer": "it is called processing_class",
+    "compute_metrics": _BATCH_METRICS,
+    "preprocess_logits_for_metrics": _BATCH_METRICS,
+    "optimizers": "give the two of them as optimizer and lr_scheduler",
+    "compute_loss": "it is called compute_loss_func",
+    "dataset": "it is called train_dataset",
+    "collate_fn": "it is called data_collator",
+    "config": "it is called args",
+    "peft_config": "models with adapters of PEFT cannot be trained by this version; merge them into the model first",
+}
+"""Keywords of the trainers of `transformers` and `trl` that are found elsewhere here."""
+
+
+def explains_calls(init: Callable[P, None]) -> Callable[P, None]:
+    """Decorator of a trainer's constructor: calls that it cannot take raise a TypeError that says how to write them."""
+
+    @functools.wraps(init)
+    def checked(*given: P.args, **named: P.kwargs) -> None:
+        trainer, *by_position = given
+        owner = type(trainer)
+        if by_position:
+            raise TypeError(_by_position_message(owner.__name__, by_position))
+        accepted = _accepted_names(owner, checked)
+        unknown = next((name for name in named if accepted and name not in accepted), None)
+        if unknown is not None:
+            known = [*dict.fromkeys([*_accepted_names(owner), *accepted])]
+            hint = f": {_OTHER_NAMES[unknown]}." if unknown in _OTHER_NAMES else hint_for(unknown, known)
+            raise TypeError(f"{owner.__name__} has no argument {unknown!r}{hint}{_for_arguments(owner, unknown)}")
+        if "args" not in named:
+            raise TypeError(
+                f"{owner.__name__} needs args: an arguments object such as TrainingArguments(output_dir=...), or a dict of "
+                "its fields, such as args={'output_dir': ...}."
+            )
+        init(*given, **named)
+
+    return checked
+
+
+def _accepted_names(cls: type, first: Any = None) -> list[str]:
+    """The keywords of all constructors of a class, from the one that is `first` on; none if one takes any."""
+    names: list[str] = []
+    is_reached, takes_any = first is None, False
+    for base in cls.__mro__:
+        init = vars(base).get("__init__")
+        is_reached = is_reached or init is first
+        if init is None or not is_reached or base is object:
+            continue
+        parameters = list(inspect.signature(init).parameters.values())[1:]
+        names += [one.name for one in parameters if one.kind in (one.POSITIONAL_OR_KEYWORD, one.KEYWORD_ONLY)]
+        takes_any = any(one.kind is one.VAR_KEYWORD for one in parameters)
+        if not takes_any:
+            break
+    return [] if takes_any else names
+
+
+def _for_arguments(owner: Any, name: str) -> str:
+    fields = getattr(owner.arguments_class, "__dataclass_fields__", {})
+    return f" It is a field of the arguments: args={{{name!r}: ...}}." if name in fields else ""
+
+
+def _by_position_message(owner: str, values: list[Any]) -> str:
+    names = []
+    for value in values:
+        is_arguments = isinstance(value, (MinimalTrainingArguments, Mapping)) or "Arguments" in type(value).__name__
+        names.append("args" if is_arguments else "model" if isinstance(value, nn.Module) else "...")
+    example = ", ".join(dict.fromkeys(f"{name}=..." if name != "..." else name for name in names))
+    return (
+        f"{owner} takes its arguments by name, but was given {len(values)} by position (the Trainer of transformers takes "
+        f"model, args in this order, and BaseTrainer args, model). Write {owner}({example})."
+    )
+
+
+def check_given(
+    owner: str,
+    args: Any,
+    model: Any,
+    model_init: Any,
+    data_collator: Any,
+    compute_loss_func: Any,
+    callbacks: Any,
+) -> None:
+    """Raise `ValueError` for an object that is of no use where it was given."""
+    if isinstance(args, nn.Module):
+        was_swapped = isinstance(model, (MinimalTrainingArguments, Mapping))
+        problem = "args and model have changed places" if was_swapped else f"args={type(args).__name__}(...) is a model"
+        raise ValueError(
+            f"{problem}: write {owner}(args=..., model=...). By position BaseTrainer takes args first; the Trainer of "
+            "transformers takes model first."
+        )
+    if model is None and model_init is None:
+        raise ValueError(f"{owner} needs a model, or model_init: a function without arguments that builds one.")
+    if model is not None and not isinstance(model, nn.Module):
+        raise ValueError(_no_model_message(model))
+    if model_init is not None:
+        _check_model_init(model_init)
+    for name, function in (("data_collator", data_collator), ("compute_loss_func", compute_loss_func)):
+        if function is not None:
+            _check_function(name, function)
+    if callbacks is not None and (isinstance(callbacks, str) or not isinstance(callbacks, Iterable)):
+        raise ValueError(
+            f"callbacks={_shown(callbacks)} cannot be used: give a list of callbacks, such as callbacks=[{_shown(callbacks)}]."
+        )
+
+
+def checked_model(model: Any, builder: Any) -> nn.Module:
+    """What `model_init` returned, if it is a model."""
+    if isinstance(model, nn.Module):
+        return model
+    name = getattr(builder, "__qualname__", type(builder).__qualname__)
+    reason = "a function without return gives None" if model is None else "only an nn.Module can be trained"
+    raise ValueError(
+        f"model_init ({name}) returned {_shown(model)} and not a model: {reason}. Let it return the model that it builds."
+    )
+
+
+def check_optimizer(name: str, optimizer: Any) -> Any:
+    """The optimizer itself, or `ValueError` if it is none; `name` is the argument that it came from."""
+    if isinstance(optimizer, type):
+        raise ValueError(
+            f"{name}={optimizer.__qualname__} is a class, not an optimizer: pass optimizer_cls_and_kwargs="
+            f"({optimizer.__qualname__}, {{'lr': ...}}), or an optimizer made of the model's parameters."
+        )
+    if not hasattr(optimizer, "param_groups"):
+        raise ValueError(
+            f"{_source(name, optimizer)} is not an optimizer: it needs param_groups and step(), as those of torch.optim "
+            "have. Pass an optimizer, optimizer_cls_and_kwargs=(torch.optim.SGD, {'lr': ...}), or optimizer_factory, a "
+            "function of the named parameters that returns one."
+        )
+    return optimizer
+
+
+def check_scheduler(name: str, scheduler: Any) -> Any:
+    """The schedule itself, or `ValueError` if it is none."""
+    if isinstance(scheduler, type) or not hasattr(scheduler, "step"):
+        raise ValueError(
+            f"{_source(name, scheduler)} is not a learning-rate schedule: it needs step(), as those of "
+            "torch.optim.lr_scheduler have. Pass lr_scheduler_factory, a function of the optimizer that returns a schedule, "
+            "or set lr_scheduler_type and leave this out."
+        )
+    return scheduler
+
+
+def check_optimization(optimizer: Any, scheduler: Any, class_and_options: Any) -> None:
+    """Raise `ValueError` for an optimizer, a schedule, or a class and its options that are none."""
+    if optimizer is not None:
+        check_optimizer("optimizer", optimizer)
+    if scheduler is not None:
+        check_scheduler("lr_scheduler", scheduler)
+    if class_and_options is None:
+        return
+    is_pair = isinstance(class_and_options, (tuple, list)) and len(class_and_options) == 2
+    if not is_pair or not callable(class_and_options[0]) or not isinstance(class_and_options[1], Mapping):
+        raise ValueError(
+            f"optimizer_cls_and_kwargs={_shown(class_and_options)} cannot be used: give a class and a dict of its options, "
+            "such as (torch.optim.SGD, {'lr': 0.1})."
+        )
+
+
+def _no_model_message(model: Any) -> str:
+    if isinstance(model, type):
+        name = model.__qualname__
+        return (
+            f"model={name} is a class, not a model. Give an object of it, model={name}(...), or let the trainer build one, "
+            f"model_init={name}."
+        )
+    if isinstance(model, str):
+        return (
+            f"model={model!r} is a text, not a model. Load what it names, such as with "
+            f"AutoModelForCausalLM.from_pretrained({model!r}), and give the result."
+        )
+    if isinstance(model, MinimalTrainingArguments):
+        return f"model={type(model).__name__}(...) is an arguments object, not a model: give it as args."
+    if isinstance(model, Mapping):
+        return (
+            f"model is a mapping with the keys {list(model)[:3]}, such as a state_dict, and not a model. Build the model, load "
+            "it with model.load_state_dict(...), and give the model."
+        )
+    if callable(model):
+        return f"model={_shown(model)} is a function, not a model: give it as model_init, and the trainer will call it."
+    return (
+        f"model={_shown(model)} cannot be trained: its type is {type(model).__name__}. Give an nn.Module, or model_init, a "
+        "function without arguments that builds one."
+    )
+
+
+def _check_model_init(model_init: Any) -> None:
+    if isinstance(model_init, nn.Module):
+        raise ValueError(
+            f"model_init={type(model_init).__qualname__}(...) is a ready model: give it as model. model_init is a function "
+            "without arguments that builds one."
+        )
+    if not callable(model_init):
+        raise ValueError(
+            f"model_init={_shown(model_init)} cannot be used: it has to be a function without arguments that builds the model."
+        )
+    try:
+        inspect.signature(model_init).bind()
+    except TypeError as error:
+        raise ValueError(
+            f"model_init={_shown(model_init)} is called without arguments, which it does not allow: {error}. Bind them, such "
+            "as with model_init=lambda: build(config) or functools.partial."
+        ) from None
+    except ValueError:
+        # Some callables written in C do not tell what they take.
+        return
+
+
+def _check_function(name: str, function: Any) -> None:
+    if isinstance(function, type) and any("__call__" in vars(base) for base in function.__mro__):
+        raise ValueError(
+            f"{name}={function.__qualname__} is a class, and its objects are what can be called: give one of them, "
+            f"{name}={function.__qualname__}(...)."
+        )
+    if not callable(function):
+        expected = "(list of samples) -> batch" if name == "data_collator" else "(logits, labels) -> loss"
+        raise ValueError(f"{name}={_shown(function)} cannot be used: it has to be a function, {expected}.")
+
+
+def _source(name: str, value: Any) -> str:
+    return f"What {name} returned, {_shown(value)}," if name.endswith("factory") else f"{name}={_shown(value)}"
+
+
+def _shown(value: Any) -> str:
+    """A value in a message: short ones as they are, functions and objects by name."""
+    if value is None or isinstance(value, (str, int, float, bool)):
+        return repr(value)
+    name = getattr(value, "__qualname__", None)
+    return str(name) if name is not None else f"{type(value).__qualname__}(...)"

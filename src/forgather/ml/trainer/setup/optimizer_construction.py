@@ -1,0 +1,170 @@
+"""The optimizer and its schedule, from whatever the user gave: objects, factories, a class, or nothing."""
+
+import logging
+import re
+from collections.abc import Collection, Iterable, Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from forgather.ml.optim.opt_utils import make_grouped_optimizer, optimizer_of_nothing, warn_of_unknown_options
+from forgather.ml.trainer.arguments.training_arguments import MinimalTrainingArguments
+from forgather.ml.trainer.setup.given_objects import check_optimizer, check_scheduler
+from forgather.ml.trainer.trainer_types import LRSchedulerFactoryT, LRSchedulerT, OptimizerFactoryT, OptimizerT
+
+logger = logging.getLogger(__name__)
+
+_NORM_CLASS = re.compile(r"Norm(\d+d)?(Gated|Fp32)?$")
+# The names that transformers leaves out, except that "bias" must end one: a layer may be called "unbiased".
+_UNDECAYED_NAME = re.compile(r"bias(\.weight)?$|layernorm|rmsnorm|(?:^|\.)norm(?:$|\.)|_norm(?:$|\.)")
+
+
+def optimizer_factory(
+    args: MinimalTrainingArguments,
+    factory: OptimizerFactoryT | None,
+    class_and_kwargs: tuple[type, dict[str, Any]] | None,
+) -> OptimizerFactoryT:
+    """What makes an optimizer of named parameters: the user's factory, class and options, or AdamW."""
+    if factory is not None:
+        return factory
+    if class_and_kwargs is not None:
+        cls, options = class_and_kwargs
+        return lambda parameters: cls(parameters, **options)
+    return lambda parameters: adamw(args, parameters)
+
+
+def adamw(args: MinimalTrainingArguments, parameters: Iterable[Any]) -> torch.optim.AdamW:
+    """AdamW in its fused implementation, which torch has for every device that a trainer runs on."""
+    parameters = list(parameters)
+    return torch.optim.AdamW(
+        parameters,
+        lr=args.learning_rate,
+        betas=(args.adam_beta1, args.adam_beta2),
+        eps=args.adam_epsilon,
+        weight_decay=args.weight_decay,
+        fused=_fused_is_available(parameters),
+    )
+
+
+def _fused_is_available(parameters: list[Any]) -> bool:
+    # A group instead of a parameter is that of a rank without any, which does as the others do.
+    parameters = [entry for entry in parameters if not isinstance(entry, Mapping)]
+    tensors = [entry[1] if isinstance(entry, tuple) else entry for entry in parameters]
+    return all(
+        isinstance(tensor, torch.Tensor)
+        and tensor.is_floating_point()
+        and tensor.device.type in ("cpu", "cuda", "xpu", "mps")
+        for tensor in tensors
+    )
+
+
+def build_optimizer(
+    named_parameters: Iterable[tuple[str, nn.Parameter]],
+    factory: OptimizerFactoryT,
+    groups: Mapping[str, Any] | None,
+    debug_groups: bool,
+    names_elsewhere: Sequence[str] = (),
+) -> OptimizerT:
+    """An optimizer over the trainable parameters, by name, in groups when those are given.
+
+    `names_elsewhere` are those of trainable parameters that other ranks have.
+    """
+    named = [(name, parameter) for name, parameter in named_parameters if parameter.requires_grad]
+    if not named and not names_elsewhere:
+        raise ValueError("The model has no parameter that requires a gradient: there is nothing to train.")
+    if groups is None:
+        return check_optimizer("optimizer_factory", factory(named) if named else optimizer_of_nothing(factory))
+    optimizer = make_grouped_optimizer(named, groups, factory, debug_groups, names_elsewhere)
+    warn_of_unknown_options(optimizer, groups)
+    return optimizer
+
+
+def undecayed_names(model: nn.Module) -> set[str]:
+    """Trainable parameters that weight decay leaves out: biases, those of norms, and whatever has less than two dimensions."""
+    return {
+        name
+        for prefix, module in model.named_modules()
+        for name, parameter in module.named_parameters(prefix, recurse=False)
+        if parameter.requires_grad
+        and (parameter.ndim < 2 or _NORM_CLASS.search(type(module).__name__) or _UNDECAYED_NAME.search(name.lower()))
+    }
+
+
+def group_weight_decay(
+    optimizer: OptimizerT,
+    named_parameters: Iterable[tuple[str, nn.Parameter]],
+    undecayed: Collection[str],
+    has_decayed: bool,
+    wanted: str,
+    stored: str | None,
+) -> str:
+    """Move parameters without weight decay into a group of their own; returns which `weight_decay_groups` holds now.
+
+    Ranks with parts of a model make the same groups: `undecayed` and `has_decayed` are about the whole of it. Of an
+    optimizer that has groups already, or no weight decay, nothing is changed. `stored` is what the checkpoint has, which
+    a resumed run keeps, so that state, schedule and updates are those of an uninterrupted one.
+    """
+    if len(optimizer.param_groups) != 1 or "weight_decay" not in optimizer.param_groups[0] or not undecayed:
+        return "all"
+    decay = optimizer.param_groups[0]["weight_decay"]
+    if stored is not None and stored != wanted and decay:
+        logger.info(
+            "The parameter groups stay those of the checkpoint, with weight decay on %s: weight_decay_groups=%r counts for new "
+            "runs.",
+            *("all parameters" if stored == "all" else "all parameters but biases and norms", wanted),
+        )
+    if (stored or wanted) == "all" or not (decay or stored):
+        return "all"
+    if not has_decayed:
+        optimizer.param_groups[0]["weight_decay"] = 0.0
+        logger.warning(
+            "weight_decay=%s has no effect: the model has only biases, norms and other parameters of less than two dimensions. "
+            "Set weight_decay_groups='all' to decay them.",
+            decay,
+        )
+        return "auto"
+    _split_off(optimizer, {parameter for name, parameter in named_parameters if name in undecayed})
+    return "auto"
+
+
+def _split_off(optimizer: OptimizerT, undecayed: Collection[Tensor]) -> None:
+    """Move these parameters into a second group without weight decay; either may be empty on a rank of a pipeline."""
+    group = optimizer.param_groups[0]
+    has_names = "param_names" in group
+    members = list(zip(group["params"], group.get("param_names", group["params"]), strict=True))
+    kept, moved = ([one for one in members if (one[0] in undecayed) == is_moved] for is_moved in (False, True))
+    options = {key: value.clone() if isinstance(value, Tensor) else value for key, value in group.items()}
+    options |= {"params": [(name, parameter) if has_names else parameter for parameter, name in moved]}
+    options |= {"weight_decay": 0.0}
+    options.pop("param_names", None)
+    if has_names:
+        group["param_names"] = [name for _, name in kept]
+        # Torch takes names from the members, and refuses groups of which only some have names.
+        options |= {} if moved else {"param_names": []}
+    group["params"] = [parameter for parameter, _ in kept]
+    optimizer.add_param_group(options)
+
+
+def build_scheduler(
+    args: MinimalTrainingArguments, optimizer: OptimizerT, factory: LRSchedulerFactoryT | None, num_steps: int
+) -> LRSchedulerT:
+    """The learning-rate schedule: the user's, or the one named by `lr_scheduler_type`."""
+    if factory is not None:
+        return check_scheduler("lr_scheduler_factory", factory(optimizer))
+    # Imported here: most of transformers is of no use to a run that brings its own schedule.
+    from transformers.optimization import get_scheduler
+
+    try:
+        return get_scheduler(
+            args.lr_scheduler_type,
+            optimizer,
+            num_warmup_steps=args.warmup_steps,
+            num_training_steps=num_steps,
+            scheduler_specific_kwargs=args.lr_scheduler_kwargs,
+        )
+    except (TypeError, ValueError) as error:
+        raise ValueError(
+            f"lr_scheduler_type={args.lr_scheduler_type!r} cannot be made with lr_scheduler_kwargs="
+            f"{args.lr_scheduler_kwargs!r} and warmup_steps={args.warmup_steps}: {error}"
+        ) from error

@@ -1,0 +1,193 @@
+"""Requirements on the ranks of a job: a trainer made for several, and the same settings on all of them.
+
+Settings are compared by a digest, gathered when training or evaluation begins; only if digests differ, ranks exchange
+the settings themselves.
+"""
+
+import dataclasses
+import enum
+import hashlib
+import json
+import os
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import torch.distributed as dist
+
+from forgather.ml.distributed import DistributedEnvInterface, Peers, get_world_size
+from forgather.ml.distributed.launch_variables import check_launch_variables
+from forgather.ml.trainer.loading.builders import kind_of
+
+MAY_DIFFER = {
+    "device": "every rank has a device of its own",
+    "logging_dir": "may be on a disk of the node, and has the time and the host in its name",
+    "run_name": "a label; only the ranks that report to a service use it",
+    "dataloader_num_workers": "how a rank reads is its own affair; with dispatch_batches only rank 0 reads",
+    "dataloader_pin_memory": "as dataloader_num_workers",
+    "dataloader_persistent_workers": "as dataloader_num_workers",
+    "dataloader_prefetch_factor": "as dataloader_num_workers",
+    "gc_threshold": "when a rank empties the cache of its own device",
+    "detect_anomaly": "a check of one rank's own backward pass, for debugging",
+    "debug_optimizer_groups": "log messages of one rank",
+    "debug_pipeline": "log messages of one rank",
+    "debug_split_model": "log messages of one rank",
+    "debug_model_params": "log messages of one rank",
+    "debug_model_init": "log messages of one rank",
+}
+"""Arguments that need not be the same on all ranks, with the reason.
+
+Not compared either: fields that a user's subclass of the arguments adds, whose meaning is unknown here; callbacks, which
+may be on some ranks only; lengths of datasets, of which ranks agree on the shortest while they make their loaders.
+"""
+
+_MOST_LINES = 20
+
+
+_HOOKS_OF_STRATEGIES = ("_init_distributed", "_wrap")
+
+
+def require_strategy_for_ranks(trainer_class: type, given: DistributedEnvInterface | None) -> None:
+    """Raise `ValueError` where each of several processes would train a model of its own."""
+    if given is None:
+        check_launch_variables()
+    num_ranks, source = (get_world_size(), "WORLD_SIZE") if given is None else (given.world_size, "distributed_env")
+    if num_ranks == 1 and dist.is_available() and dist.is_initialized():
+        # Checkpoints are coordinated between all ranks of torch.distributed, whatever the environment says.
+        num_ranks, source = dist.get_world_size(), "torch.distributed"
+    if num_ranks == 1 or _handles_ranks(trainer_class):
+        return
+    raise ValueError(
+        f"{trainer_class.__name__} trains on one device, but this process is one of {num_ranks} ({source} says so): each would "
+        "train a model of its own on the same data, and write to the same output directory. Use a trainer that divides the "
+        "work between ranks: DDPTrainer or AccelTrainer if the model fits on one device, PipelineTrainer or HybridTrainer if "
+        "it does not. Or start one process, without torchrun. If this process is to train alone, such as one that a rank has "
+        "started, unset RANK and WORLD_SIZE, or pass distributed_env=StaticDistributedEnvironment(). A subclass that "
+        "synchronises the models of its ranks itself says so with handles_ranks = True."
+    )
+
+
+def _handles_ranks(trainer_class: type) -> bool:
+    """By its own word, or by an override of a hook in which users set up ranks and wrap models."""
+    hooks = (getattr(trainer_class, name) for name in _HOOKS_OF_STRATEGIES)
+    overrides = any(not hook.__module__.startswith("forgather.") for hook in hooks)
+    return bool(getattr(trainer_class, "handles_ranks", False)) or overrides
+
+
+def common_settings(trainer: Any, dispatches: bool) -> dict[str, str]:
+    """What decides the collectives of a trainer, as text by name; `dispatches` says whether rank 0 reads for all."""
+    resume = trainer._asked_to_resume
+    settings = {
+        **argument_settings(trainer.args),
+        "class of the trainer": type(trainer).__qualname__,
+        "prepared for": "evaluation" if resume is None else "training",
+        "resume_from_checkpoint": "None" if resume is None else resume_setting(resume),
+        "optimizer_groups": described(list(trainer._optimizer_groups or ())),
+    }
+    objects = {
+        "train_dataset": trainer.train_dataset,
+        "eval_dataset": trainer.eval_dataset,
+        "compute_loss_func": trainer.compute_loss_func,
+        "fused_loss_factory": trainer._fused_loss_factory,
+    }
+    settings.update({name: "None" if value is None else "given" for name, value in objects.items()})
+    if not dispatches and trainer.train_dataset is not None:
+        # Ranks compare their first batches if each has a stream of its own.
+        settings["kind of train_dataset"] = _kind(trainer.train_dataset)
+    return settings
+
+
+def _kind(dataset: Any) -> str:
+    try:
+        return kind_of(dataset)
+    except ValueError:
+        # The loader says what is wrong, on all ranks.
+        return "unknown"
+
+
+def argument_settings(args: Any) -> dict[str, str]:
+    """The arguments that all ranks must have alike, as text by name; those of a group as `group.name`."""
+    settings: dict[str, str] = {}
+    own_names = {
+        field.name
+        for cls in type(args).__mro__
+        if dataclasses.is_dataclass(cls) and cls.__module__.startswith("forgather.")
+        for field in dataclasses.fields(cls)
+    }
+    # What train() was asked to resume overrides the argument, and is compared in its place.
+    for name in sorted(own_names - MAY_DIFFER.keys() - {"resume_from_checkpoint"}):
+        value = getattr(args, name)
+        if dataclasses.is_dataclass(value):
+            fields = (field.name for field in dataclasses.fields(value))
+            settings.update({f"{name}.{inner}": described(getattr(value, inner)) for inner in fields})
+        else:
+            settings[name] = described(value)
+    if getattr(args, "save_on_each_node", False):
+        # Nodes have storage of their own, maybe under another path.
+        settings.pop("output_dir", None)
+    return settings
+
+
+def resume_setting(resume: bool | str) -> str:
+    """What is resumed, without the folder: it may be mounted under another path on another node."""
+    return described(resume) if isinstance(resume, bool) else os.path.basename(os.path.normpath(resume))
+
+
+def described(value: Any) -> str:
+    """Text that is the same on all ranks exactly if the value is; an object counts by its type, since its text may have
+    an address in it.
+    """
+    if value is None or isinstance(value, (bool, int, float, str, enum.Enum)):
+        return repr(value)
+    if isinstance(value, Mapping):
+        return "{" + ", ".join(f"{key}: {described(inner)}" for key, inner in sorted(value.items(), key=str)) + "}"
+    if isinstance(value, (list, tuple)):
+        # Conversion makes lists of some tuples.
+        return "[" + ", ".join(map(described, value)) + "]"
+    if isinstance(value, (set, frozenset)):
+        return "{" + ", ".join(sorted(map(described, value))) + "}"
+    named = value if hasattr(value, "__qualname__") else type(value)
+    return f"{named.__module__}.{named.__qualname__}"
+
+
+def require_equal_settings(peers: Peers, settings: Mapping[str, str]) -> None:
+    """Raise the same `ValueError` on all ranks if their settings differ; collective."""
+    during = "comparing the settings of all ranks"
+    digest = hashlib.sha256(json.dumps(settings, sort_keys=True).encode()).hexdigest()
+    if len(set(peers.gather(digest, during))) == 1:
+        return
+    of_ranks = peers.gather(dict(settings), during)
+    # The first rank to leave takes its connections with it: nobody leaves before all have the settings.
+    peers.gather(None, during)
+    raise ValueError(_report(of_ranks))
+
+
+def _report(of_ranks: Sequence[Mapping[str, str]]) -> str:
+    names = sorted({name for settings in of_ranks for name in settings})
+    lines = []
+    for name in names:
+        ranks_by_value: dict[str, list[int]] = {}
+        for rank, settings in enumerate(of_ranks):
+            ranks_by_value.setdefault(settings.get(name, "(no such setting)"), []).append(rank)
+        if len(ranks_by_value) > 1:
+            lines.append(f"  {name}: " + "; ".join(f"{value} on {_ranks(on)}" for value, on in ranks_by_value.items()))
+    shown = lines[:_MOST_LINES]
+    if len(lines) > len(shown):
+        shown.append(f"  and {len(lines) - len(shown)} more")
+    return (
+        f"The {len(of_ranks)} ranks of this job have different settings, so they would take different paths and wait for each "
+        "other for ever:\n" + "\n".join(shown) + "\n"
+        "Give every rank the same settings: make them from one configuration, and let none depend on the rank, the host or the "
+        f"time. Only these arguments may differ: {', '.join(MAY_DIFFER)}."
+    )
+
+
+def _ranks(ranks: Sequence[int]) -> str:
+    """Such as "rank 3" or "ranks 0, 2-7"."""
+    spans: list[list[int]] = []
+    for rank in ranks:
+        if spans and spans[-1][1] == rank - 1:
+            spans[-1][1] = rank
+        else:
+            spans.append([rank, rank])
+    text = ", ".join(str(first) if first == last else f"{first}-{last}" for first, last in spans)
+    return f"rank{'s' if len(ranks) > 1 else ''} {text}"

@@ -1,0 +1,26 @@
+"""Random numbers: one seed for the job, a stream of its own for every rank, the same initial model everywhere."""
+
+import random
+
+import numpy as np
+import torch
+
+from forgather.ml.checkpoint.state.rng import undisturbed_random_numbers
+
+__all__ = ["choose_seed", "seed_everything", "seed_of_rank", "undisturbed_random_numbers"]
+
+
+def choose_seed(seed: int) -> int:
+    """The seed itself, or for a negative one a new one."""
+    return seed if seed >= 0 else random.SystemRandom().getrandbits(31)
+
+
+def seed_everything(seed: int) -> None:
+    random.seed(seed)
+    np.random.seed(seed % 2**32)
+    torch.manual_seed(seed)
+
+
+def seed_of_rank(seed: int, rank: int) -> int:
+    """Rank 0 goes on with the seed of the model; other ranks' streams are unrelated to it and to each other."""
+    return seed if rank == 0 else int(np.random.SeedSequence((seed, rank)).generate_state(1, np.uint32)[0])

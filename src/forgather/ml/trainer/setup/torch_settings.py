@@ -1,0 +1,66 @@
+"""Settings of torch that hold while a trainer runs, and are given back afterwards."""
+
+import contextlib
+from collections.abc import Iterator
+from typing import Any
+
+import torch
+
+from forgather.ml.trainer.arguments.training_arguments import TrainingArguments
+
+_MODES_WITH_CUDA_GRAPHS = ("reduce-overhead", "max-autotune")
+
+
+@contextlib.contextmanager
+def torch_settings(args: TrainingArguments) -> Iterator[None]:
+    """What computes attention."""
+    if args.sdpa_backend is None:
+        yield
+        return
+    with _attention_by(args.sdpa_backend, args.sdpa_set_priority):
+        yield
+
+
+@contextlib.contextmanager
+def activation_budget(budget: float | None) -> Iterator[None]:
+    """How much the compiler lets the backward pass recompute; None leaves that to it."""
+    if budget is None:
+        yield
+        return
+    from torch._functorch import config
+
+    # A graph that was compiled for another budget would serve a model of the same class here, and the other way round.
+    torch.compiler.reset()
+    try:
+        # Read when a graph is compiled, which is at its first use.
+        with config.patch(activation_memory_budget=budget):
+            yield
+    finally:
+        torch.compiler.reset()
+
+
+def cuda_graphs_problem(mode: str | None, device_type: str, num_batches: int, is_pipeline: bool) -> str | None:
+    """Why a mode of the compiler that replays CUDA graphs cannot be used, None when it can, or replays none."""
+    if device_type != "cuda" or mode not in _MODES_WITH_CUDA_GRAPHS:
+        return None
+    if is_pipeline:
+        return "a pipeline has the activations of several micro-batches at once, and a graph has room for those of one"
+    if num_batches > 1:
+        return (
+            f"gradient_accumulation_steps={num_batches} adds up gradients over several passes, and a graph writes those of "
+            "the next pass over them"
+        )
+    return None
+
+
+def _attention_by(names: str | list[str], set_priority: bool) -> Any:
+    from torch.nn.attention import SDPBackend, sdpa_kernel
+
+    backends = {
+        "math": SDPBackend.MATH,
+        "flash": SDPBackend.FLASH_ATTENTION,
+        "efficient": SDPBackend.EFFICIENT_ATTENTION,
+        "cudnn": SDPBackend.CUDNN_ATTENTION,
+    }
+    chosen = [names] if isinstance(names, str) else names
+    return sdpa_kernel([backends[name] for name in chosen], set_priority=set_priority)

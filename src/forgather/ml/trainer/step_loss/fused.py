@@ -1,0 +1,215 @@
+"""Models that stop before their head, so that a fused loss can compute from hidden states what logits would take memory for."""
+
+import contextlib
+import logging
+from collections.abc import Iterator, Mapping, MutableMapping, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from forgather.ml.trainer.setup.seeding import undisturbed_random_numbers
+from forgather.ml.trainer.setup.trainer_utils import set_train
+from forgather.ml.trainer.step_loss.own_loss import compared, reason_for_own_loss
+from forgather.ml.trainer.step_loss.token_weighting import logits_of, parameters_of
+from forgather.ml.trainer.trainer_types import FusedLossFactoryT, LossFunctionT
+
+logger = logging.getLogger(__name__)
+
+
+class HiddenStatesModel(nn.Module):
+    """A model whose forward pass gives hidden states instead of logits.
+
+    One with the attribute `can_return_hidden_states` is asked for them by `return_hidden_states=True`; of a causal model of
+    Hugging Face the base model is run.
+    """
+
+    def __init__(self, model: nn.Module) -> None:
+        super().__init__()
+        self.model = model
+        self._asks = bool(getattr(model, "can_return_hidden_states", False))
+        self._avoids_cache = not self._asks and "use_cache" in parameters_of(model.forward)
+
+    def forward(self, *args: Any, **inputs: Any) -> Tensor:
+        if self._asks:
+            return _hidden_states_of(self.model(*args, **inputs, return_hidden_states=True))
+        if self._avoids_cache:
+            inputs.setdefault("use_cache", False)
+        hidden: Tensor = self.model.base_model(*args, **inputs)[0]  # type: ignore[operator]
+        return hidden
+
+
+def output_embeddings_of(model: Any) -> nn.Module:
+    """The head that makes logits of hidden states; refuses models that a fused loss would be wrong for."""
+    name = type(model).__name__
+    head = model.get_output_embeddings() if hasattr(model, "get_output_embeddings") else None
+    if not isinstance(head, nn.Module):
+        raise _refusal(name, "has no head that get_output_embeddings() returns")
+    if not getattr(model, "can_return_hidden_states", False):
+        if getattr(model, "base_model", model) is model:
+            raise _refusal(name, "has no base_model that gives hidden states")
+        reason = reason_for_own_loss(model)
+        if reason is not None:
+            raise _refusal(name, f"needs a loss of its own: {reason}")
+        head_is_all = _head_is_all(model, head)
+    else:
+        head_is_all = getattr(model, "head_is_all", True)
+    if not head_is_all:
+        raise _refusal(
+            name, "does more between hidden states and logits than its head does, such as scaling or capping"
+        )
+    _refuse_other_loss(model, head)
+    return head
+
+
+def _refuse_other_loss(model: Any, head: nn.Module) -> None:
+    """Run the model on a few tokens with labels, and refuse it if its own loss is not the causal one.
+
+    Its logits are replaced by random numbers on the way, since weights may not have been loaded yet.
+    """
+    device: Any = getattr(head.weight, "device", None)
+    if device is None or device.type == "meta":
+        return
+    tokens = torch.zeros((2, 4), dtype=torch.int64, device=device)
+    labels = torch.tensor([[0, 1, 1, 0], [1, 1, 0, 1]], device=device)
+    inputs = {getattr(model, "main_input_name", "input_ids"): tokens}
+    with undisturbed_random_numbers(), _hooked([head], lambda _, __, output: _random_like(output)):
+        comparison = compared(model, inputs, labels)
+    if comparison.differs and comparison.causal is not None:
+        raise ValueError(
+            f"fused_loss_factory cannot be used with {type(model).__name__}, which computes a loss of its own from labels: "
+            f"{comparison}, on random logits. A fused loss would take its place. Leave fused_loss_factory out, and the model's "
+            "own is used, or pass compute_loss_func, a function of (logits, labels), in place of it."
+        )
+
+
+def make_fused_loss(factory: FusedLossFactoryT, head: nn.Module) -> LossFunctionT:
+    """The loss that a factory makes for a head."""
+    loss_fn = factory(head)
+    if not callable(loss_fn):
+        raise ValueError(
+            f"fused_loss_factory returned {loss_fn!r} for the output embeddings, but has to return a loss function of hidden "
+            "states and labels, such as LinearCrossEntropyLoss(output_embeddings)."
+        )
+    return loss_fn
+
+
+def unfused(loss_fn: Any, schedule: str) -> LossFunctionT:
+    """The same loss of logits, for a schedule under which fused ones cannot be used."""
+    reason = f"schedule={schedule!r} computes gradients of inputs and of weights apart, and a fused loss computes both at once"
+    if not hasattr(loss_fn, "unfused"):
+        raise ValueError(
+            f"fused_loss_factory cannot be used here: {reason}, and {type(loss_fn).__name__} has no method unfused() that "
+            "gives the same loss of logits. Use another schedule, such as 1f1b, or leave fused_loss_factory out."
+        )
+    logger.warning("The loss is computed from logits, not fused with the head: %s.", reason)
+    plain: LossFunctionT = loss_fn.unfused()
+    return plain
+
+
+def _head_is_all(model: Any, head: nn.Module) -> bool:
+    """Run the model on two tokens and look whether the head gets what the base model gives, and gives the logits.
+
+    Both are replaced by random numbers on the way, which can be told from everything else: weights may not have been
+    loaded yet, and zeros look the same however they are scaled. They are large, so that a cap shows, and without
+    gradients, so that a scale or a bias that is trained shows, whatever its value now.
+    """
+    device: Any = head.weight.device
+    tokens = {model.main_input_name: torch.zeros((1, 2), dtype=torch.int64, device=device)}
+    given: dict[str, Tensor] = {}
+
+    def replace_hidden(_: nn.Module, __: Any, outputs: Any) -> Any:
+        given["hidden"] = _random_like(_first_of(outputs))
+        return _with_first(outputs, given["hidden"].clone())
+
+    def replace_logits(_: nn.Module, inputs: tuple[Any, ...], output: Tensor) -> Tensor:
+        given["taken"], given["made"] = inputs[0], _random_like(output)
+        return given["made"].clone()
+
+    try:
+        with undisturbed_random_numbers(), set_train(model, False):
+            sources = _modules_that_give_hidden_states(model, tokens)
+            with torch.enable_grad(), _hooked(sources, replace_hidden), _hooked([head], replace_logits):
+                logits = logits_of(model(**tokens))
+    except Exception as error:
+        raise _refusal(type(model).__name__, f"cannot be tried on two tokens alone ({error})") from error
+    if logits is None or given.keys() != {"hidden", "taken", "made"}:
+        return False
+    if given["taken"].requires_grad or logits.requires_grad:
+        return False
+    return _are_equal(given["hidden"], given["taken"]) and _are_equal(given["made"].to(logits.dtype), logits)
+
+
+def _modules_that_give_hidden_states(model: Any, tokens: Mapping[str, Tensor]) -> list[nn.Module]:
+    """The base model and its parts that return the same tensor: some models call a part of their base model."""
+    results: list[tuple[nn.Module, Any]] = []
+
+    def note(module: nn.Module, _: Any, outputs: Any) -> None:
+        results.append((module, _first_of(outputs)))
+
+    modules = [one for one in model.base_model.modules() if not isinstance(one, torch.jit.ScriptModule)]
+    with torch.no_grad(), _hooked(modules, note):
+        hidden = HiddenStatesModel(model)(**tokens)
+    return [module for module, result in results if result is hidden]
+
+
+@contextlib.contextmanager
+def _hooked(modules: Sequence[nn.Module], hook: Any) -> Iterator[None]:
+    hooks = [module.register_forward_hook(hook) for module in modules]
+    try:
+        yield
+    finally:
+        for one in hooks:
+            one.remove()
+
+
+def _first_of(outputs: Any) -> Any:
+    if isinstance(outputs, Mapping):
+        outputs = tuple(outputs.values())
+    return next(iter(outputs), None) if isinstance(outputs, (tuple, list)) else outputs
+
+
+def _with_first(outputs: Any, first: Tensor) -> Any:
+    if isinstance(outputs, Tensor):
+        return first
+    if isinstance(outputs, MutableMapping):
+        outputs[next(iter(outputs))] = first
+        return outputs
+    if hasattr(outputs, "_fields"):
+        return outputs._replace(**{outputs._fields[0]: first})
+    return (first, *outputs[1:])
+
+
+def _random_like(tensor: Tensor) -> Tensor:
+    return (1000 * torch.randn_like(tensor)).detach()
+
+
+def _are_equal(one: Tensor, other: Tensor) -> bool:
+    return one.shape == other.shape and one.dtype == other.dtype and torch.equal(one, other)
+
+
+def _hidden_states_of(outputs: Any) -> Tensor:
+    if isinstance(outputs, Tensor):
+        return outputs
+    for name in ("hidden_states", "last_hidden_state", "logits"):
+        value = outputs.get(name) if isinstance(outputs, Mapping) else getattr(outputs, name, None)
+        if isinstance(value, Tensor):
+            return value
+    first: Tensor = outputs[0]
+    return first
+
+
+def fused_loss_refusal(setting: str) -> ValueError:
+    """Why a wrapper that looks for parameters without gradients cannot be used with a fused loss."""
+    return ValueError(
+        f"fused_loss_factory cannot be combined with {setting}: the head is used after the model's forward pass, at the end "
+        "of which DDP would take it for unused. Leave one of the two out."
+    )
+
+
+def _refusal(name: str, reason: str) -> ValueError:
+    return ValueError(
+        f"fused_loss_factory cannot be used with {name}, which {reason}. Leave it out, or let the model have the attribute "
+        "can_return_hidden_states=True, take return_hidden_states=True in forward, and return its head from "
+        "get_output_embeddings()."
+    )

@@ -1,0 +1,193 @@
+"""What a loss makes of its labels, found out by trying it: which of them are targets, and what its mean is over."""
+
+import contextlib
+import logging
+import math
+from collections.abc import Callable, Iterator
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor, nn
+
+from forgather.ml.checkpoint.state.rng import undisturbed_random_numbers
+
+logger = logging.getLogger(__name__)
+
+IGNORE_INDEX = -100
+
+Rows = list[int] | None
+LossOf = Callable[[Rows, Tensor], Tensor | None]
+"""The loss of some rows of a batch (None: all of them) with other labels; None where there is none."""
+
+UNITS = ("targets", "labels", "rows")
+
+_CLOSE = 1e-3
+_MASKABLE = (torch.int8, torch.int16, torch.int32, torch.int64)
+
+
+class Traits(NamedTuple):
+    """How the losses of micro-batches are to be weighed."""
+
+    first_counts: bool = True
+    """Whether the first position of a sequence is a target; causal losses shift, and then it is none."""
+    unit: str = "targets"
+    """What the mean is over: labels other than -100, all labels, or samples."""
+    is_sum: bool = False
+    """Whether the loss is a sum over its unit, and no mean."""
+
+    def num_targets(self, labels: Tensor) -> int | Tensor:
+        """The number of targets among labels; a tensor only where labels live on a device already."""
+        if labels.ndim == 0:
+            return 1
+        if self.unit == "rows" or labels.is_floating_point() or labels.is_complex():
+            return len(labels)
+        if self.unit == "labels":
+            return labels.numel()
+        number = (labels if self.first_counts or labels.ndim < 2 else labels[:, 1:]) != IGNORE_INDEX
+        return int(number.sum()) if number.device.type == "cpu" else number.sum()
+
+    @property
+    def code(self) -> int:
+        """All of it in one number, for messages between ranks."""
+        return int(self.first_counts) + 2 * int(self.is_sum) + 4 * UNITS.index(self.unit)
+
+    @classmethod
+    def of_code(cls, code: int) -> "Traits":
+        return cls(bool(code & 1), UNITS[code >> 2], bool(code & 2))
+
+
+def find_traits(loss_of: LossOf, labels: Tensor, expected: Traits | None = None, normalises: bool = False) -> Traits:
+    """Try a loss with other labels than those of a batch, and with parts of the batch.
+
+    Values are not compared with each other where they may be the same by chance, as all are with a head of zeros: a loss
+    over nothing is zero or no number. `expected` is what cannot be found out; `normalises` is for a loss that divides by
+    a number that it is given.
+    """
+    expected = expected or Traits()
+    if labels.ndim == 0 or labels.numel() == 0:
+        return expected
+    with undisturbed_random_numbers(), torch.no_grad():
+        traits = _positions(loss_of, labels, expected) if labels.dtype in _MASKABLE else Traits()
+        return traits if normalises else _divisor(loss_of, labels, traits)
+
+
+def _positions(loss_of: LossOf, labels: Tensor, expected: Traits) -> Traits:
+    """Which positions count: by labels of which some are ignored."""
+    # Any class will do; that of zero is what losses make of negative ones that they clamp.
+    valid = torch.zeros_like(labels)
+    ignored = torch.full_like(labels, IGNORE_INDEX)
+    has_positions = labels.ndim > 1
+    of_all, of_nothing = _value(loss_of, None, valid), _value(loss_of, None, ignored)
+    if of_all is None:
+        return expected
+    if math.isnan(of_all):
+        # A mean over nothing, though there are labels: of one position, which a causal loss has no target in.
+        return Traits(first_counts=False) if has_positions and labels.shape[1] == 1 else expected
+    if of_nothing is not None and _are_same(of_all, of_nothing):
+        return Traits(unit="labels")
+    if not has_positions or labels.shape[1] == 1:
+        return Traits()
+    first, rest = ignored.clone(), valid.clone()
+    first[:, 0], rest[:, 0] = valid[:, 0], IGNORE_INDEX
+    of_first, of_rest = _value(loss_of, None, first), _value(loss_of, None, rest)
+    if of_first is None and of_rest is None:
+        logger.warning(
+            "The loss cannot be computed of labels that are %d, so all labels are counted as its targets. If it ignores "
+            "others, such as -1, steps of several micro-batches or ranks are weighed wrongly: let compute_loss_func have a "
+            "method num_targets(labels), or use %d for labels that are no targets.",
+            IGNORE_INDEX,
+            IGNORE_INDEX,
+        )
+        return Traits(unit="labels")
+    return Traits(_is_finite(of_first) and not (of_nothing is not None and _are_same(of_first, of_nothing)))
+
+
+def _divisor(loss_of: LossOf, labels: Tensor, traits: Traits) -> Traits:
+    """What the loss is divided by: of two samples, by those of each."""
+    if labels.dtype not in _MASKABLE or traits.unit == "labels":
+        return _compared(loss_of, labels, traits, labels)
+    masked = labels.clamp(min=0)
+    if labels.ndim > 1 and labels.shape[1] > 2:
+        # Other numbers of targets, so that a mean over targets is another than one over samples.
+        masked[0, :-1] = IGNORE_INDEX
+        return _compared(loss_of, labels, traits, masked)
+    masked[0] = IGNORE_INDEX
+    found = _compared(loss_of, labels, traits, masked)
+    return found if found.unit == "rows" else _compared(loss_of, labels, traits, labels.clamp(min=0))
+
+
+def _compared(loss_of: LossOf, labels: Tensor, traits: Traits, tried: Tensor) -> Traits:
+    """What the loss of two samples is, of which `tried` has the labels, in terms of those of each."""
+    rows = [0, min(1, len(labels) - 1)]
+    both = torch.stack([tried[0], labels.clamp(min=0)[rows[1]] if labels.dtype in _MASKABLE else labels[rows[1]]])
+    numbers = [int(traits.num_targets(part)) for part in (both[:1], both[1:])]
+    parts = [_value(loss_of, rows[:1], both[:1]), _value(loss_of, rows[1:], both[1:])]
+    # A loss over nothing adds nothing.
+    one, other = (
+        0.0 if number == 0 and not _is_finite(part) else part for part, number in zip(parts, numbers, strict=True)
+    )
+    together = _value(loss_of, rows, both)
+    if one is None or other is None or together is None or not all(map(math.isfinite, (one, other, together))):
+        return traits
+    scale = _CLOSE * max(abs(one), abs(other), abs(together))
+    over_targets = (one * numbers[0] + other * numbers[1]) / max(sum(numbers), 1)
+    if scale == 0.0 or abs(together - over_targets) <= scale:
+        return traits
+    if abs(together - (one + other) / 2) <= scale:
+        return traits._replace(unit="rows")
+    return traits._replace(is_sum=abs(together - (one + other)) <= scale)
+
+
+def _value(loss_of: LossOf, rows: Rows, labels: Tensor) -> float | None:
+    """The loss as a number; None if it cannot be computed."""
+    try:
+        loss = loss_of(rows, labels)
+        return float(loss) if isinstance(loss, Tensor) and loss.numel() == 1 else None
+    except Exception as error:  # noqa: BLE001 - of labels that nobody gave; those of the batch are computed next
+        logger.debug("The loss could not be tried: %s", error)
+        return None
+
+
+def _is_finite(value: float | None) -> bool:
+    return value is not None and math.isfinite(value)
+
+
+def _are_same(one: float | None, other: float | None) -> bool:
+    return one == other or (one is not None and other is not None and math.isnan(one) and math.isnan(other))
+
+
+def rows_of(batch: Any, rows: Rows, num_rows: int) -> Any:
+    """Some rows of all tensors of a batch that have so many."""
+    if rows is None:
+        return batch
+    return {
+        name: value[rows] if isinstance(value, Tensor) and value.ndim > 0 and len(value) == num_rows else value
+        for name, value in batch.items()
+    }
+
+
+@contextlib.contextmanager
+def looking_only(model: nn.Module) -> Iterator[None]:
+    """Run a model without a trace: no gradients, random numbers, changed buffers, compiled code or cached casts."""
+    buffers = list(_buffers_of(model.modules()))
+    copies = [buffer.clone() for _, _, buffer in buffers]
+    with undisturbed_random_numbers(), torch.no_grad(), torch.compiler.set_stance("force_eager"):
+        try:
+            yield
+        finally:
+            for (module, name, buffer), copy in zip(buffers, copies, strict=True):
+                module._buffers[name] = buffer
+                if not torch.equal(buffer, copy):
+                    buffer.copy_(copy)
+            # Casts of weights that were made without gradients would be used by the forward pass with them.
+            torch.clear_autocast_cache()
+
+
+def _buffers_of(modules: Iterator[nn.Module]) -> Iterator[tuple[nn.Module, str, Tensor]]:
+    for module in modules:
+        # Those of compiled scripts cannot be set.
+        if isinstance(module, torch.jit.ScriptModule):
+            continue
+        for name, buffer in module._buffers.items():
+            if buffer is not None and not buffer.is_meta:
+                yield module, name, buffer

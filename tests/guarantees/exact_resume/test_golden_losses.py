@@ -1,0 +1,102 @@
+"""The losses of a fixed tiny run, which no change of the code may alter by a single bit without somebody deciding so.
+
+They are in `golden_losses.json`, as hexadecimal floats. After a change that is meant to alter them, write them anew with
+
+    python -m tests.guarantees.exact_resume.test_golden_losses
+
+and commit the file together with the change that explains the difference. The run has a process of its own, on one thread
+and with the plainest instructions, because what sums round to depends on both. Another version of torch may still round
+differently: the file says for which it was written.
+"""
+
+import json
+import platform
+import sys
+import tempfile
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from tests.support.launch import RankProcess
+from tests.support.train_job import Scenario, build_trainer
+
+MODULE = "tests.guarantees.exact_resume.test_golden_losses"
+RUN_SECONDS = 120.0
+GOLDEN_PATH = Path(__file__).with_name("golden_losses.json")
+# The same arithmetic on every processor: of torch's own kernels, of matrix products, and of low precision.
+PLAIN_INSTRUCTIONS = {
+    "ATEN_CPU_CAPABILITY": "default",
+    "MKL_CBWR": "COMPATIBLE",
+    "ONEDNN_MAX_CPU_ISA": "SSE41",
+    "OMP_NUM_THREADS": "1",
+    "MKL_NUM_THREADS": "1",
+}
+SETTINGS: dict[str, Any] = {
+    "logging_steps": 1,
+    "eval_steps": 2,
+    "num_train_epochs": 3,
+    "save_strategy": "no",
+    # As when the golden values were written.
+    "weight_decay_groups": "all",
+}
+
+
+class StepLosses:
+    """A callback that notes the loss and the gradients' norm of every step as they are, before anything averages them."""
+
+    def __init__(self) -> None:
+        self.losses: list[str] = []
+        self.norms: list[str] = []
+
+    def on_train_metrics(self, loss: torch.Tensor, grad_norm: torch.Tensor, **_: Any) -> None:
+        self.losses.append(float(loss).hex())
+        self.norms.append(float(grad_norm).hex())
+
+
+def losses_of_the_fixed_run() -> dict[str, Any]:
+    """Train in this process."""
+    torch.set_num_threads(1)
+    steps = StepLosses()
+    with tempfile.TemporaryDirectory() as directory:
+        trainer = build_trainer(Scenario("golden", SETTINGS), directory, [steps])
+        trainer.train()
+    history = trainer.state.log_history
+    return {
+        "written_for": {"torch": torch.__version__, "machine": platform.machine()},
+        "loss": steps.losses,
+        "grad_norm": steps.norms,
+        "logged_loss": [record["loss"].hex() for record in history if "loss" in record],
+        "learning_rate": [record["learning_rate"].hex() for record in history if "learning_rate" in record],
+        "eval_loss": [record["eval_loss"].hex() for record in history if "eval_loss" in record],
+    }
+
+
+def write_losses(path: Path) -> None:
+    """Train in a process with plain instructions, which torch chooses when it is imported, and write what came out."""
+    process = RankProcess(0, [sys.executable, "-m", MODULE, str(path)], PLAIN_INSTRUCTIONS)
+    code = process.wait(RUN_SECONDS)
+    assert code == 0, process.output
+
+
+def test_losses_are_the_golden_ones(tmp_path: Path) -> None:
+    write_losses(tmp_path / "losses.json")
+    present, golden = (json.loads(path.read_text()) for path in (tmp_path / "losses.json", GOLDEN_PATH))
+    for name in ("loss", "grad_norm", "logged_loss", "learning_rate", "eval_loss"):
+        assert present[name] == golden[name], (
+            f"{name} differs; the golden values were written for {golden['written_for']}, this is {present['written_for']}"
+        )
+
+
+def test_golden_run_has_every_step() -> None:
+    golden = json.loads(GOLDEN_PATH.read_text())
+    assert len(golden["loss"]) == len(golden["grad_norm"]) == len(golden["logged_loss"]) == 15
+    assert len(golden["eval_loss"]) == 7
+    assert len(set(golden["loss"])) == 15, "a loss that repeats does not come from training"
+
+
+if __name__ == "__main__":
+    if len(sys.argv) > 1:
+        Path(sys.argv[1]).write_text(json.dumps(losses_of_the_fixed_run(), indent=2) + "\n")
+    else:
+        write_losses(GOLDEN_PATH)

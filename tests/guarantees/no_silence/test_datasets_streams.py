@@ -1,0 +1,103 @@
+"""Streams of the package `datasets` are resumed exactly, also with a shuffle buffer, which their own state leaves out."""
+
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+from torch.utils.data import DataLoader
+from torchdata.stateful_dataloader import StatefulDataLoader
+
+from forgather.ml.trainer.loading.builders import ResumableLoader
+from tests.support.loading import WORKERS, as_list, between_epochs, interrupted, run, stored, straight, train_loader
+
+datasets = pytest.importorskip("datasets", reason="needs the package datasets")
+
+
+def numbers(parts: list[int]) -> Iterator[dict[str, int]]:
+    for part in parts:
+        for number in range(7):
+            yield {"number": 100 * part + number}
+
+
+def stream(kind: str, seed: int | None = 3) -> Any:
+    made = datasets.IterableDataset.from_generator(numbers, gen_kwargs={"parts": [0, 1]})
+    if kind == "plain":
+        return made
+    if kind == "shuffled, then mapped":
+        return made.shuffle(seed=seed, buffer_size=5).map(lambda sample: sample).take(11)
+    if kind == "interleaved":
+        return datasets.interleave_datasets([made.shuffle(seed=seed, buffer_size=5), made])
+    return made.shuffle(seed=seed, buffer_size=5)
+
+
+def samples(batch: list[dict[str, int]]) -> list[int]:
+    return [sample["number"] for sample in batch]
+
+
+def loader_of(kind: str, **options: Any) -> ResumableLoader:
+    return train_loader(stream(kind), collate_fn=samples, **options)
+
+
+@pytest.mark.parametrize("kind", ["plain", "shuffled", "shuffled, then mapped", "interleaved"])
+def test_a_stream_is_resumed_exactly(kind: str, caplog: pytest.LogCaptureFixture) -> None:
+    def build() -> ResumableLoader:
+        return loader_of(kind)
+
+    expected = straight(build)
+    epochs = [[number for at, batch in expected for number in batch if at == epoch] for epoch in (0, 1)]
+    assert kind == "plain" or epochs[0] != epochs[1], "each epoch has an order of its own"
+    for position in (1, 3, 6):
+        assert interrupted(build, position) == expected
+    assert between_epochs(build) == expected
+    said = [record.getMessage() for record in caplog.records if "reads through its data" in record.getMessage()]
+    assert bool(said) == (kind != "plain")
+    assert all("has a shuffle buffer, which its state does not contain" in one for one in said)
+
+
+def test_workers_are_resumed_exactly() -> None:
+    def build() -> ResumableLoader:
+        return loader_of("shuffled", **WORKERS[1])
+
+    assert interrupted(build, 3) == straight(build)
+
+
+@pytest.mark.parametrize("position", [3, 5], ids=["within the epoch", "at its end"])
+def test_positions_that_were_saved_with_the_state_of_the_dataset_are_resumed(position: int) -> None:
+    """As of before such streams were read again."""
+    expected = straight(lambda: loader_of("shuffled"))
+    loader = loader_of("shuffled")
+    batches = run(loader)
+    before = [next(batches) for _ in range(position)]
+    if position == 5:
+        assert list(loader) == []
+    state = stored(loader.state_dict())
+    loader.close()
+    of_dataset = {
+        "dataset_state": {"examples_iterable": {}, "epoch": 0},
+        "fetcher_state": None,
+        "_num_yielded": position,
+    }
+    resumed = loader_of("shuffled")
+    resumed.load_state_dict({**state, "loader": {**(state["loader"] or {}), **of_dataset}})
+    assert before + list(run(resumed, first_epoch=0 if position == 3 else 1)) == expected
+
+
+def test_an_order_without_a_seed_is_said_at_construction(caplog: pytest.LogCaptureFixture) -> None:
+    for seed in (3, 0, 2**63):
+        train_loader(stream("shuffled", seed), collate_fn=samples)
+    assert caplog.text == ""
+    for dataset in (stream("shuffled", None), DataLoader(stream("interleaved", None), batch_size=2)):
+        caplog.clear()
+        train_loader(dataset, collate_fn=samples)
+        assert (
+            "shuffled without a seed" in caplog.text and "Give shuffle() or interleave_datasets() a seed" in caplog.text
+        )
+
+
+def test_a_ready_loader_that_loses_samples_is_said_at_construction(caplog: pytest.LogCaptureFixture) -> None:
+    for ready in (DataLoader(stream("shuffled"), batch_size=2), StatefulDataLoader(stream("plain"), batch_size=2)):
+        train_loader(ready, collate_fn=as_list)
+    assert caplog.text == ""
+    train_loader(StatefulDataLoader(stream("shuffled"), batch_size=2))
+    assert "StatefulDataLoader keeps the state of a stream with a shuffle buffer" in caplog.text
+    assert "Give the trainer the dataset itself" in caplog.text

@@ -1,0 +1,289 @@
+"""Compiled models train and evaluate like eager ones, and are compiled once for each, whatever the size of the batch."""
+
+import functools
+import shutil
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch._dynamo import config as dynamo_config
+from torch._dynamo import register_backend
+from torch._dynamo.exc import Unsupported
+from torch._dynamo.utils import counters
+from torch.autograd.graph import saved_tensors_hooks
+
+from forgather.ml.trainer.pipeline import PipelineTrainer
+from forgather.ml.trainer.setup.torch_settings import cuda_graphs_problem
+from forgather.ml.trainer.trainer import Trainer
+from tests.support.data_parallel import run
+from tests.support.pipelines import trainer_of
+from tests.support.ranks import run_on_ranks
+from tests.support.tiny_models import VOCAB_SIZE, TokenModel, quiet_trainer, token_samples
+
+SETTINGS: dict[str, Any] = {
+    "per_device_train_batch_size": 4,
+    "per_device_eval_batch_size": 4,
+    "logging_strategy": "steps",
+    "logging_steps": 1,
+    "eval_strategy": "steps",
+    "eval_steps": 5,
+    "learning_rate": 0.05,
+}
+
+
+class Layer(nn.Module):
+    """Attention over one head."""
+
+    def __init__(self, width: int) -> None:
+        super().__init__()
+        self.norm = nn.RMSNorm(width)
+        self.qkv = nn.Linear(width, 3 * width, bias=False)
+        self.out = nn.Linear(width, width, bias=False)
+
+    def forward(self, hidden: Tensor) -> Tensor:
+        query, key, value = self.qkv(self.norm(hidden)).unsqueeze(1).chunk(3, -1)
+        mixed = F.scaled_dot_product_attention(query, key, value, is_causal=True)
+        return hidden + self.out(mixed.squeeze(1))  # type: ignore[no-any-return]
+
+
+class Decoder(nn.Module):
+    """Has as few kernels as possible, since the C++ compiler takes a second for each, and can be split into stages."""
+
+    def __init__(self, num_layers: int = 1, width: int = 16) -> None:
+        super().__init__()
+        self.input_encoder = nn.Embedding(VOCAB_SIZE, width)
+        self.layer_stack = nn.ModuleList(Layer(width) for _ in range(num_layers))
+        self.output_decoder = nn.Linear(width, VOCAB_SIZE, bias=False)
+
+    def forward(self, input_ids: Tensor) -> Tensor:
+        hidden = self.input_encoder(input_ids)
+        for layer in self.layer_stack:
+            hidden = layer(hidden)
+        logits: Tensor = self.output_decoder(hidden)
+        return logits
+
+
+class Losses(NamedTuple):
+    """Of a run of this process, and how many graphs it took."""
+
+    training: list[float]
+    evaluation: list[float]
+    num_graphs: int
+
+
+def losses_of(trainer: Trainer) -> Losses:
+    torch.compiler.reset()
+    counters.clear()
+    training = run(trainer).losses
+    assert not counters["graph_break"]
+    evaluation = [record["eval_loss"] for record in trainer.state.log_history if "eval_loss" in record]
+    return Losses(training, evaluation, counters["stats"]["unique_graphs"])
+
+
+def trained(trainer_class: type[Trainer], output_dir: Path, model_init: Any, **settings: Any) -> Losses:
+    """Of nine whole batches and one of two, with evaluations of a whole batch and one of three."""
+    options = {"eval_dataset": token_samples(7, seed=9)}
+    return losses_of(
+        trainer_of(
+            trainer_class, output_dir, model_init, token_samples(38), trainer_options=options, **SETTINGS, **settings
+        )
+    )
+
+
+def assert_same_losses(compiled: Losses, eager: Losses) -> None:
+    assert len(compiled.training) == 10 and len(compiled.evaluation) == 2
+    assert compiled.training == pytest.approx(eager.training, rel=1e-4)
+    assert compiled.evaluation == pytest.approx(eager.evaluation, rel=1e-4)
+
+
+@pytest.mark.skipif(shutil.which("g++") is None, reason="inductor needs a C++ compiler")
+def test_inductor_trains_and_evaluates_like_eager_and_compiles_once_for_each(tmp_path: Path) -> None:
+    eager = trained(Trainer, tmp_path, Decoder)
+    compiled = trained(Trainer, tmp_path, Decoder, torch_compile=True)
+    assert_same_losses(compiled, eager)
+    assert eager.num_graphs == 0
+    assert compiled.num_graphs == 2, "one with gradients, one without, and none for incomplete batches"
+
+
+two_layers = functools.partial(Decoder, 2)
+
+
+def job(output_dir: str) -> Losses:
+    """On ranks: a pipeline whose stages are compiled."""
+    settings = {"schedule": "1f1b", "n_microbatches": 2, "torch_compile": True, "torch_compile_backend": "aot_eager"}
+    return trained(PipelineTrainer, Path(output_dir), two_layers, **settings)
+
+
+def test_stages_of_a_pipeline_train_and_evaluate_like_eager_and_compile_once_for_each(tmp_path: Path) -> None:
+    eager = trained(Trainer, tmp_path / "one", two_layers)
+    for compiled in run_on_ranks(job, 2, str(tmp_path / "ranks")):
+        assert_same_losses(compiled, eager)
+        assert compiled.num_graphs == 2
+
+
+class Restless(TokenModel):
+    """Compiled again at every step, as for a number that the compiler takes for a constant."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.name = "step"
+
+    def forward(self, input_ids: Tensor) -> Tensor:
+        return super().forward(input_ids) * len(self.name)
+
+
+class Renames:
+    """A callback that changes what the model was compiled for."""
+
+    def on_step_begin(self, model: Restless, **_: Any) -> None:
+        model.name += "s"
+
+
+def test_the_compiler_gives_up_at_the_limit_that_was_set_and_training_goes_on(tmp_path: Path) -> None:
+    settings = {**SETTINGS, "eval_strategy": "no", "torch_compile": True, "torch_compile_backend": "eager"}
+    with dynamo_config.patch(recompile_limit=dynamo_config.recompile_limit):
+        compiled = losses_of(
+            quiet_trainer(tmp_path, Restless(), token_samples(38), Renames(), dynamo_recompile_limit=2, **settings)
+        )
+    assert compiled.num_graphs == 2
+    assert len(compiled.training) == 10
+
+
+class Interrupted(TokenModel):
+    """Cannot be compiled in one piece."""
+
+    def forward(self, input_ids: Tensor) -> Tensor:
+        torch._dynamo.graph_break()
+        return super().forward(input_ids)
+
+
+noted_modes: list[str | None] = []
+
+
+@register_backend(name="noting")
+def noting(module: Any, inputs: Any, mode: str | None = None) -> Any:
+    """A backend of one's own, which may have modes of its own."""
+    noted_modes.append(mode)
+    return module
+
+
+def test_mode_and_full_graph_reach_the_compiler(tmp_path: Path) -> None:
+    noted_modes.clear()
+    settings: dict[str, Any] = {
+        "torch_compile": True,
+        "torch_compile_backend": "noting",
+        "torch_compile_mode": "thorough",
+        "max_steps": 1,
+    }
+    torch.compiler.reset()
+    quiet_trainer(tmp_path, Interrupted(), token_samples(1), **settings).train()
+    assert set(noted_modes) == {"thorough"}
+    torch.compiler.reset()
+    whole = quiet_trainer(tmp_path, Interrupted(), token_samples(1), torch_compile_full_graph=True, **settings)
+    with pytest.raises(Unsupported):
+        whole.train()
+
+
+class Replaying(TokenModel):
+    """Returns its loss in the same memory each time, as CUDA graphs do."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.register_buffer("memory", torch.zeros(()), persistent=False)
+
+    def forward(self, input_ids: Tensor, labels: Tensor) -> dict[str, Tensor]:
+        loss = F.cross_entropy(super().forward(input_ids).flatten(0, 1), labels.flatten())
+        if torch.is_grad_enabled():
+            return {"loss": loss}
+        self.memory.copy_(loss)
+        return {"loss": self.memory}
+
+
+def test_losses_survive_the_next_run_of_a_graph(tmp_path: Path) -> None:
+    tokens = torch.randint(0, VOCAB_SIZE, (6, 8), generator=torch.Generator().manual_seed(0))
+    samples = [{"input_ids": row, "labels": row} for row in tokens]
+    trainer = quiet_trainer(tmp_path, Replaying(), None, trainer_options={"eval_dataset": samples})
+    found = trainer.evaluate()["eval_loss"]
+    one_by_one = [quiet_trainer(tmp_path, Replaying(), None).evaluate([sample])["eval_loss"] for sample in samples]
+    assert len(set(one_by_one)) > 1
+    assert found == pytest.approx(sum(one_by_one) / len(one_by_one), rel=1e-6)
+
+
+@pytest.mark.parametrize(
+    ("settings", "message"),
+    [
+        (
+            {"torch_compile_mode": "reduce-overhead", "gradient_accumulation_steps": 2},
+            r"'reduce-overhead' replays CUDA graphs, which cannot be used here: gradient_accumulation_steps=2 .*'default'",
+        ),
+        ({"torch_compile_mode": "fast"}, r"torch_compile_mode='fast' cannot be used: choose one of None, 'default'"),
+    ],
+)
+def test_modes_that_cannot_work_are_refused(settings: dict[str, Any], message: str, tmp_path: Path) -> None:
+    on_gpu = {"use_cpu": False, "device": "cuda", "torch_compile": True}
+    with pytest.raises(ValueError, match=message):
+        quiet_trainer(tmp_path, TokenModel(), token_samples(2), **on_gpu, **settings)
+    if "gradient_accumulation_steps" in settings:
+        quiet_trainer(tmp_path, TokenModel(), token_samples(2), torch_compile=True, **settings)
+
+
+def test_modes_with_cuda_graphs_are_refused_in_pipelines() -> None:
+    assert "a pipeline has the activations of several micro-batches at once" in str(
+        cuda_graphs_problem("max-autotune", "cuda", 1, is_pipeline=True)
+    )
+    assert cuda_graphs_problem("max-autotune", "cuda", 1, is_pipeline=False) is None
+    assert cuda_graphs_problem("max-autotune-no-cudagraphs", "cuda", 2, is_pipeline=True) is None
+
+
+class Kept:
+    """A callback that measures what a step keeps for its backward pass."""
+
+    def __init__(self) -> None:
+        self._sizes: dict[int, int] = {}
+        self._hooks = saved_tensors_hooks(self._note, lambda tensor: tensor)
+
+    @property
+    def num_bytes(self) -> int:
+        return sum(self._sizes.values())
+
+    def _note(self, tensor: Tensor) -> Tensor:
+        storage = tensor.untyped_storage()
+        self._sizes[storage._cdata] = storage.nbytes()
+        return tensor
+
+    def on_forward_backward_begin(self, **_: Any) -> None:
+        self._hooks.__enter__()
+
+    def on_forward_backward_end(self, **_: Any) -> None:
+        self._hooks.__exit__()
+
+
+def test_a_budget_for_activations_is_kept_to_by_recomputing(tmp_path: Path) -> None:
+    tokens = torch.randint(0, VOCAB_SIZE, (4, 256), generator=torch.Generator().manual_seed(0))
+    samples = [{"input_ids": row, "labels": row} for row in tokens]
+    kept, losses = [], []
+    # One after another in one process: what was compiled for one budget must not serve the next.
+    for number, budget in enumerate((None, 0.1, None)):
+        torch.manual_seed(0)
+        callback = Kept()
+        trainer = quiet_trainer(
+            tmp_path / str(number),
+            Decoder(3, 32),
+            samples,
+            callback,
+            activation_memory_budget=budget,
+            max_steps=1,
+            per_device_train_batch_size=4,
+            logging_strategy="steps",
+            torch_compile=True,
+            torch_compile_backend="aot_eager",
+            torch_compile_dynamic=False,
+        )
+        losses.append(run(trainer).losses)
+        kept.append(callback.num_bytes)
+    assert losses[1] == pytest.approx(losses[0], rel=1e-6)
+    assert kept[1] < 0.4 * kept[0]
+    assert kept[2] == kept[0]

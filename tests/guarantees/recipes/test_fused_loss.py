@@ -1,0 +1,470 @@
+"""A loss that is fused with the head trains like the plain one, with every trainer, without any logits."""
+
+import functools
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from accelerate import Accelerator, DistributedDataParallelKwargs
+from torch import Tensor, nn
+from transformers import (
+    AutoModelForCausalLM,
+    CohereConfig,
+    Gemma2Config,
+    GPTNeoXConfig,
+    GPTNeoXForCausalLM,
+    LlamaForCausalLM,
+    OPTConfig,
+    Qwen2Config,
+)
+
+from forgather.ml.loss import CausalLoss, LinearCrossEntropyLoss, RescaleLoss
+from forgather.ml.trainer.accelerate import AccelTrainer
+from forgather.ml.trainer.ddp import DDPTrainer
+from forgather.ml.trainer.hybrid import HybridTrainer
+from forgather.ml.trainer.pipeline import PipelineTrainer
+from forgather.ml.trainer.step_loss.fused import unfused as unfused_loss
+from forgather.ml.trainer.trainer import Trainer
+from tests.support.data_parallel import Result, assert_same_training, ddp_trainer, run
+from tests.support.pipelines import llama, tied_gpt2, trainer_of, whole_result
+from tests.support.ranks import run_on_ranks
+from tests.support.tiny_models import (
+    IGNORED,
+    VOCAB_SIZE,
+    Recorder,
+    TokenModel,
+    quiet_trainer,
+    tiny_llama,
+    token_samples,
+    weights,
+)
+
+SETTINGS: dict[str, Any] = {
+    "max_steps": 3,
+    "per_device_train_batch_size": 8,
+    "per_device_eval_batch_size": 8,
+    "gradient_accumulation_steps": 2,
+    "logging_strategy": "steps",
+    "logging_steps": 1,
+    "momentum": 0.9,
+}
+FUSED = {"fused_loss_factory": LinearCrossEntropyLoss}
+OPT = OPTConfig(
+    vocab_size=VOCAB_SIZE,
+    hidden_size=16,
+    word_embed_proj_dim=8,
+    ffn_dim=16,
+    num_hidden_layers=2,
+    num_attention_heads=2,
+    max_position_embeddings=32,
+    dropout=0.0,
+)
+# Five of them, in a vocabulary of 32.
+IN_CHUNKS = functools.partial(LinearCrossEntropyLoss, chunk_size=7)
+MODELS = {"llama": functools.partial(llama, 4), "gpt2": functools.partial(tied_gpt2, 4)}
+
+
+class Bias(nn.Module):
+    """A model of one's own that gives hidden states when it is asked to; its head has a bias."""
+
+    can_return_hidden_states = True
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.embedding = nn.Embedding(VOCAB_SIZE, 8)
+        self.head = nn.Linear(8, VOCAB_SIZE)
+
+    def forward(self, input_ids: Tensor, return_hidden_states: bool = False) -> Tensor:
+        hidden = torch.tanh(self.embedding(input_ids))
+        result: Tensor = hidden if return_hidden_states else self.head(hidden)
+        return result
+
+    def get_output_embeddings(self) -> nn.Module:
+        return self.head
+
+
+def plain_fused_loss(head: Any) -> Any:
+    """A user's own, which says nothing about its targets."""
+
+    def loss(hidden: Tensor, labels: Tensor) -> Tensor:
+        return CausalLoss()(head(hidden), labels)
+
+    return loss
+
+
+def losses(output_dir: Path, model: nn.Module, fused: bool, **settings: Any) -> tuple[Result, dict[str, Any]]:
+    options = (
+        {**FUSED, "eval_dataset": token_samples(9, seed=5)} if fused else {"eval_dataset": token_samples(9, seed=5)}
+    )
+    trainer = quiet_trainer(output_dir, model, token_samples(30), trainer_options=options, **{**SETTINGS, **settings})
+    return run(trainer), trainer.evaluate()
+
+
+@pytest.mark.parametrize("build", [tiny_llama, tied_gpt2, Bias])
+def test_same_training_and_evaluation_as_unfused(build: Any, tmp_path: Path) -> None:
+    results = []
+    for fused in (False, True):
+        torch.manual_seed(0)
+        results.append(losses(tmp_path / str(fused), build(), fused))
+    assert_same_training(results[0][0], results[1][0], 1e-5)
+    assert results[1][1]["eval_loss"] == pytest.approx(results[0][1]["eval_loss"], rel=1e-6)
+
+
+def test_logits_are_never_made_in_training_nor_evaluation(tmp_path: Path) -> None:
+    model = tiny_llama()
+    calls = []
+    model.lm_head.register_forward_hook(lambda *_: calls.append(1))
+    trainer = quiet_trainer(
+        tmp_path, model, token_samples(8), trainer_options={**FUSED, "eval_dataset": token_samples(4)}, max_steps=2
+    )
+    trainer.train()
+    num_by_the_trial = len(calls)
+    trainer.evaluate()
+    assert num_by_the_trial == len(calls) == 2, "of a few tokens, to see what head and model do"
+
+
+def test_no_cache_of_keys_and_values_is_made_in_training(tmp_path: Path) -> None:
+    model = tiny_llama()
+    asked: list[Any] = []
+    model.model.register_forward_pre_hook(
+        lambda _, __, keywords: asked.append(keywords.get("use_cache")), with_kwargs=True
+    )
+    quiet_trainer(tmp_path, model, token_samples(2), trainer_options=FUSED, max_steps=1).train()
+    assert asked[-1] is False
+
+
+def test_callbacks_that_want_logits_get_them(tmp_path: Path) -> None:
+    seen: list[Tensor] = []
+    recorder = Recorder(on_prediction_step=lambda logits, **_: seen.append(logits))
+    options = {**FUSED, "eval_dataset": token_samples(4)}
+    model = tiny_llama()
+    trainer = quiet_trainer(tmp_path, model, None, recorder, trainer_options=options)
+    trainer.evaluate()
+    samples = torch.stack([sample["input_ids"] for sample in token_samples(4)])
+    torch.testing.assert_close(torch.cat(seen), model(samples).logits.detach())
+
+
+@pytest.mark.parametrize("mixed_precision", ["bf16"])
+def test_mixed_precision_trains_alike(mixed_precision: str, tmp_path: Path) -> None:
+    results = [losses(tmp_path / str(fused), tiny_llama(), fused, mixed_precision=mixed_precision) for fused in (0, 1)]
+    assert results[1][0].losses == pytest.approx(results[0][0].losses, rel=2e-3)
+
+
+def test_a_rescaled_loss_is_not_rescaled_in_an_evaluation(tmp_path: Path) -> None:
+    options = {"fused_loss_factory": lambda head: RescaleLoss(LinearCrossEntropyLoss(head), 3.0)}
+    options["eval_dataset"] = token_samples(4)  # type: ignore[assignment]
+    trainer = quiet_trainer(tmp_path, tiny_llama(), None, trainer_options=options)
+    reference = quiet_trainer(tmp_path, tiny_llama(), None, trainer_options={"eval_dataset": token_samples(4)})
+    assert trainer.evaluate()["eval_loss"] == pytest.approx(reference.evaluate()["eval_loss"], rel=1e-6)
+
+
+# --- other trainers
+
+
+def parallel_run(
+    output_dir: Path, kind: type[Trainer], model: str, factory: Any, settings: dict[str, Any]
+) -> tuple[Result, float]:
+    options: dict[str, Any] = {"eval_dataset": token_samples(9, seed=5)}
+    if factory is not None:
+        options["fused_loss_factory"] = factory
+    merged = {**SETTINGS, **settings}
+    trainer = trainer_of(kind, output_dir, MODELS[model], token_samples(30), trainer_options=options, **merged)
+    result = run(trainer) if kind is Trainer else whole_result(trainer)
+    return result, trainer.evaluate()["eval_loss"]
+
+
+@pytest.fixture(scope="module")
+def unfused(tmp_path_factory: pytest.TempPathFactory) -> dict[tuple[str, int], tuple[Result, float]]:
+    """One device with the plain loss, by model and accumulation."""
+    return {
+        (model, accumulation): parallel_run(
+            tmp_path_factory.mktemp("unfused"), Trainer, model, None, {"gradient_accumulation_steps": accumulation}
+        )
+        for model, accumulation in (("llama", 2), ("gpt2", 2), ("llama", 1))
+    }
+
+
+def assert_same_on_ranks(output_dir: Path, num_ranks: int, expected: tuple[Result, float], *how: Any) -> None:
+    for result, evaluation in run_on_ranks(parallel_run, num_ranks, output_dir, *how):
+        assert_same_training(expected[0], result, 1e-5)
+        assert evaluation == pytest.approx(expected[1], rel=1e-5)
+
+
+DDP = {"per_device_train_batch_size": 4}
+
+
+@pytest.mark.parametrize(
+    ("kind", "model", "factory", "settings"),
+    [
+        (DDPTrainer, "llama", IN_CHUNKS, DDP),
+        (DDPTrainer, "gpt2", plain_fused_loss, DDP),
+        (PipelineTrainer, "llama", LinearCrossEntropyLoss, {"schedule": "1f1b"}),
+        (PipelineTrainer, "gpt2", plain_fused_loss, {"schedule": "gpipe"}),
+        (PipelineTrainer, "llama", IN_CHUNKS, {"schedule": "interleaved1f1b"}),
+        (PipelineTrainer, "llama", LinearCrossEntropyLoss, {"schedule": "loopedbfs"}),
+        (PipelineTrainer, "gpt2", LinearCrossEntropyLoss, {"schedule": "zbv"}),
+        (PipelineTrainer, "llama", LinearCrossEntropyLoss, {"schedule": "interleavedzerobubble"}),
+        (PipelineTrainer, "llama", LinearCrossEntropyLoss, {"schedule": "dualpipev"}),
+    ],
+)
+def test_other_trainers_train_alike(
+    kind: Any, model: str, factory: Any, settings: dict[str, Any], unfused: dict[Any, Any], tmp_path: Path
+) -> None:
+    assert_same_on_ranks(tmp_path, 2, unfused[model, 2], kind, model, factory, settings)
+
+
+def on_ranks_of_which_one_has_no_targets(output_dir: Path) -> Result:
+    samples = token_samples(8)
+    for sample in samples[2:4] + samples[6:8]:
+        sample["labels"][:] = IGNORED
+    settings = {**SETTINGS, "max_steps": 2, "per_device_train_batch_size": 2, "gradient_accumulation_steps": 1}
+    options = {"fused_loss_factory": plain_fused_loss}
+    return run(ddp_trainer(output_dir, tiny_llama(), samples, trainer_options=options, **settings))
+
+
+def test_ranks_train_on_when_one_of_them_has_no_targets(tmp_path: Path) -> None:
+    # A rank that had no gradient for the head would let the other wait for ever.
+    first, second = run_on_ranks(on_ranks_of_which_one_has_no_targets, 2, tmp_path, timeout=40)
+    assert_same_training(first, second)
+    assert len(first.losses) == 2
+
+
+def test_a_schedule_that_splits_the_backward_pass_gets_the_same_loss_of_logits_with_a_warning(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    plain = unfused_loss(LinearCrossEntropyLoss(nn.Linear(4, VOCAB_SIZE), ignore_index=0), "zbv")
+    assert isinstance(plain, CausalLoss) and plain.ignore_index == 0
+    assert "computed from logits, not fused with the head: schedule='zbv'" in caplog.text
+
+
+def test_a_hybrid_trains_alike(unfused: dict[Any, Any], tmp_path: Path) -> None:
+    settings = {"schedule": "1f1b", "pp_size": 2, "per_device_train_batch_size": 4, "gradient_accumulation_steps": 1}
+    assert_same_on_ranks(tmp_path, 4, unfused["llama", 1], HybridTrainer, "llama", plain_fused_loss, settings)
+
+
+def bf16_hybrid(output_dir: Path) -> list[float]:
+    """Of a model whose hidden states are bf16, with a last step that one of the pipelines has no batch for."""
+    trainer = trainer_of(
+        HybridTrainer,
+        output_dir,
+        opt,
+        token_samples(12),
+        trainer_options={"fused_loss_factory": plain_fused_loss},
+        mixed_precision="bf16",
+        pp_size=2,
+        n_microbatches=2,
+        per_device_train_batch_size=4,
+        logging_strategy="steps",
+        logging_steps=1,
+    )
+    return run(trainer).losses
+
+
+def opt() -> nn.Module:
+    return AutoModelForCausalLM.from_config(OPT)
+
+
+def test_a_pipeline_without_a_batch_waits_for_nobody_in_vain(tmp_path: Path) -> None:
+    assert all(len(losses) == 2 for losses in run_on_ranks(bf16_hybrid, 4, tmp_path))
+
+
+def accelerated(output_dir: Path, fused: bool) -> Result:
+    options: dict[str, Any] = {"accelerator": Accelerator(cpu=True), **(FUSED if fused else {})}
+    settings = {**SETTINGS, **DDP, "ema_decay": 0.9}
+    trainer = quiet_trainer(
+        output_dir,
+        tiny_llama(),
+        token_samples(30),
+        trainer_class=AccelTrainer,
+        trainer_options=options,
+        **settings,
+    )
+    result = run(trainer)
+    with trainer.averaged_weights():
+        return result._replace(weights=weights(trainer.unwrapped_model()))
+
+
+def test_an_accelerator_trains_alike_and_averages_its_weights(tmp_path: Path) -> None:
+    assert_same_training(*(accelerated(tmp_path / str(fused), fused) for fused in (False, True)), tolerance=1e-5)
+
+
+# --- refused
+
+
+class NeedsMore(GPTNeoXForCausalLM):
+    """Cannot be run on token ids alone."""
+
+    def forward(self, input_ids: Tensor, attention_mask: Tensor, **options: Any) -> Any:
+        return super().forward(input_ids, attention_mask=attention_mask.bool(), **options)
+
+
+def test_models_that_cannot_be_tried_are_refused(tmp_path: Path) -> None:
+    config = GPTNeoXConfig(
+        vocab_size=VOCAB_SIZE, hidden_size=16, intermediate_size=16, num_hidden_layers=1, num_attention_heads=2
+    )
+    with pytest.raises(ValueError, match=r"NeedsMore, which cannot be tried on two tokens alone .*attention_mask"):
+        build_only(tmp_path, NeedsMore(config), **FUSED)
+
+
+def test_a_factory_that_makes_no_loss_is_refused(tmp_path: Path) -> None:
+    with pytest.raises(ValueError, match=r"fused_loss_factory returned None for the output embeddings"):
+        build_only(tmp_path, tiny_llama(), fused_loss_factory=lambda head: None)
+
+
+def test_a_model_that_runs_in_few_bits_only_is_tried_in_them(tmp_path: Path) -> None:
+    def require_few_bits(*_: Any) -> None:
+        if not torch.is_autocast_enabled("cpu"):
+            raise ValueError("only few bits")
+
+    model = tiny_llama()
+    # As flash attention does.
+    model.model.layers[0].register_forward_pre_hook(require_few_bits)
+    result, _ = losses(tmp_path, model, True, mixed_precision="bf16")
+    assert len(result.losses) > 0
+
+
+def gemma2() -> nn.Module:
+    config = Gemma2Config(
+        vocab_size=VOCAB_SIZE,
+        hidden_size=16,
+        intermediate_size=16,
+        num_hidden_layers=2,
+        num_attention_heads=2,
+        num_key_value_heads=1,
+        head_dim=8,
+        max_position_embeddings=32,
+    )
+    return AutoModelForCausalLM.from_config(config)
+
+
+def cohere() -> nn.Module:
+    config = CohereConfig(
+        vocab_size=VOCAB_SIZE, hidden_size=16, intermediate_size=16, num_hidden_layers=2, num_attention_heads=2
+    )
+    return AutoModelForCausalLM.from_config(config)
+
+
+def build_only(output_dir: Path, model: nn.Module, **options: Any) -> None:
+    trainer = quiet_trainer(output_dir, model, None, trainer_options={"eval_dataset": token_samples(4), **options})
+    trainer.evaluate()
+
+
+@pytest.mark.parametrize("build", [gemma2, cohere])
+def test_models_that_change_logits_are_refused(build: Any, tmp_path: Path) -> None:
+    with pytest.raises(
+        ValueError, match=r"fused_loss_factory cannot be used with .*, which does more between hidden states"
+    ):
+        build_only(tmp_path, build(), **FUSED)
+
+
+class ChangedLogits(LlamaForCausalLM):
+    """Does something to the logits that the head has made."""
+
+    def __init__(self, change: str) -> None:
+        super().__init__(tiny_llama().config)
+        self.change = change
+        # What is trained beside the head changes nothing at first.
+        self.bias = nn.Parameter(torch.zeros(VOCAB_SIZE))
+
+    def forward(self, *args: Any, **keywords: Any) -> Any:
+        outputs = super().forward(*args, **keywords)
+        logits = outputs.logits
+        changes = {"scale": logits.float() * 4, "bias": logits + self.bias, "cap": logits.clamp(-50, 50)}
+        outputs.logits = changes[self.change]
+        return outputs
+
+
+def scaled_hidden_states() -> nn.Module:
+    model = tiny_llama()
+    model.lm_head.register_forward_pre_hook(lambda _, inputs: (inputs[0] / 4,))
+    return model
+
+
+@pytest.mark.parametrize(
+    "build",
+    [*(functools.partial(ChangedLogits, change) for change in ("scale", "bias", "cap")), scaled_hidden_states],
+    ids=["scale", "bias", "cap", "scaled hidden states"],
+)
+def test_models_that_scale_are_told_though_their_weights_are_yet_to_be_loaded(build: Any, tmp_path: Path) -> None:
+    model = build()
+    for parameter in model.parameters():
+        parameter.detach().zero_()
+    options = {"eval_dataset": token_samples(4), **FUSED}
+    with pytest.raises(ValueError, match="does more between hidden states and logits than its head does"):
+        quiet_trainer(tmp_path, model, None, trainer_options=options, mixed_precision="bf16").evaluate()
+
+
+def test_models_without_a_head_are_refused(tmp_path: Path) -> None:
+    with pytest.raises(ValueError, match=r"TokenModel, which has no head.*can_return_hidden_states=True"):
+        build_only(tmp_path, TokenModel(), **FUSED)
+
+
+def test_two_losses_are_refused(tmp_path: Path) -> None:
+    with pytest.raises(ValueError, match=r"fused_loss_factory .* and compute_loss_func .*exclude each other"):
+        build_only(tmp_path, tiny_llama(), compute_loss_func=CausalLoss(), **FUSED)
+
+
+def test_wrappers_that_look_for_unused_parameters_are_refused(tmp_path: Path) -> None:
+    keywords = {"model": tiny_llama(), "train_dataset": token_samples(4), **FUSED}
+    with pytest.raises(ValueError, match=r"fused_loss_factory cannot be combined with ddp.find_unused_parameters=True"):
+        DDPTrainer(args={"output_dir": str(tmp_path), "ddp": {"find_unused_parameters": True}}, **keywords)
+    accelerator = Accelerator(cpu=True, kwargs_handlers=[DistributedDataParallelKwargs(find_unused_parameters=True)])
+    with pytest.raises(ValueError, match=r"cannot be combined with DistributedDataParallelKwargs.*Leave one"):
+        AccelTrainer(args={"output_dir": str(tmp_path)}, accelerator=accelerator, **keywords)
+
+
+@pytest.mark.parametrize(
+    "config",
+    [
+        OPT,
+        GPTNeoXConfig(
+            vocab_size=VOCAB_SIZE, hidden_size=16, intermediate_size=16, num_hidden_layers=1, num_attention_heads=2
+        ),
+        Qwen2Config(
+            vocab_size=VOCAB_SIZE,
+            hidden_size=16,
+            intermediate_size=16,
+            num_hidden_layers=1,
+            num_attention_heads=2,
+            num_key_value_heads=1,
+            tie_word_embeddings=True,
+        ),
+    ],
+    ids=lambda config: config.model_type,
+)
+def test_causal_models_are_adapted_without_help(config: Any, tmp_path: Path) -> None:
+    torch.manual_seed(0)
+    model = AutoModelForCausalLM.from_config(config)
+    evaluations = [
+        quiet_trainer(tmp_path, model, None, trainer_options={"eval_dataset": token_samples(8), **options}).evaluate()
+        for options in ({}, FUSED)
+    ]
+    assert evaluations[1]["eval_loss"] == pytest.approx(evaluations[0]["eval_loss"], rel=1e-6)
+
+
+def refused_in_pipeline(output_dir: Path, schedule: str, build: Any, factory: Any) -> None:
+    trainer_of(
+        PipelineTrainer,
+        output_dir,
+        build,
+        token_samples(8),
+        trainer_options={"fused_loss_factory": factory},
+        schedule=schedule,
+        per_device_train_batch_size=4,
+    ).train()
+
+
+@pytest.mark.parametrize(
+    ("schedule", "build", "factory", "message"),
+    [
+        ("1f1b", gemma2, LinearCrossEntropyLoss, "does more between hidden states and logits"),
+        ("zbv", llama, plain_fused_loss, r"schedule='zbv' computes .* has no method unfused\(\)"),
+    ],
+)
+def test_pipelines_refuse_what_they_cannot(
+    schedule: str, build: Any, factory: Any, message: str, tmp_path: Path
+) -> None:
+    with pytest.raises(AssertionError, match=message):
+        run_on_ranks(refused_in_pipeline, 2, tmp_path, schedule, build, factory)

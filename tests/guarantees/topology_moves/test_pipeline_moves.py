@@ -1,0 +1,230 @@
+"""A run that goes from one kind of ranks to the next and ends like one that stayed on one device."""
+
+import functools
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from forgather.ml.trainer.ddp.ddp_trainer import DDPTrainer
+from forgather.ml.trainer.hybrid import HybridTrainer
+from forgather.ml.trainer.loading.empty_batch import EmptyBatch
+from forgather.ml.trainer.pipeline import PipelineTrainer
+from forgather.ml.trainer.step_loss.model_loss import Window
+from forgather.ml.trainer.trainer import Trainer
+from tests.support.pipelines import llama, tied_gpt2, trainer_of
+from tests.support.ranks import run_on_ranks
+from tests.support.tiny_models import IGNORED
+
+# Batches of 8, the last of an epoch with 4: five steps an epoch, whose ends are in the midst of a leg and at the end of one.
+NUM_SAMPLES = 36
+STEPS_PER_LEG = 2
+TOLERANCE = 1e-6
+
+
+class Noting(Trainer):
+    """Notes the numbers of the samples of each batch; one that only keeps ranks in step has none."""
+
+    def __init__(self, **options: Any) -> None:
+        super().__init__(**options)
+        self.samples: list[list[int]] = []
+
+    def _forward_backward_step(self, window: Window, number: int) -> Tensor:
+        batch = window.batches[number]
+        is_empty = isinstance(batch, EmptyBatch)
+        self.samples.append([] if is_empty else (batch["input_ids"][:, :2] @ torch.tensor([32, 1])).tolist())
+        return super()._forward_backward_step(window, number)
+
+
+class NotingDDP(Noting, DDPTrainer):
+    pass
+
+
+class NotingPipeline(Noting, PipelineTrainer):
+    pass
+
+
+class NotingHybrid(Noting, HybridTrainer):
+    pass
+
+
+class Leg(NamedTuple):
+    """A part of the way on one kind of ranks."""
+
+    trainer_class: type[Noting]
+    settings: dict[str, Any]
+    num_ranks: int
+    readers: tuple[int, ...]
+    """Ranks that together see every sample once, in their order within a step."""
+
+
+SINGLE = Leg(Noting, {"per_device_train_batch_size": 8}, 1, (0,))
+PIPELINE = Leg(NotingPipeline, {"per_device_train_batch_size": 8, "schedule": "1f1b"}, 2, (0,))
+HYBRID = Leg(NotingHybrid, {"per_device_train_batch_size": 4, "pp_size": 2, "n_microbatches": 2}, 4, (0, 2))
+ROUTES: dict[str, list[Leg]] = {
+    "all kinds": [
+        SINGLE,
+        PIPELINE,
+        HYBRID,
+        Leg(NotingDDP, {"per_device_train_batch_size": 4}, 2, (0, 1)),
+        Leg(NotingPipeline, {"per_device_train_batch_size": 8}, 4, (3,)),
+        SINGLE,
+    ],
+    # The same ranks as before, on which the model is divided in another way.
+    "layouts": [
+        PIPELINE,
+        Leg(NotingPipeline, {"per_device_train_batch_size": 8, "schedule": "zbv"}, 2, (1,)),
+        PIPELINE,
+        HYBRID,
+        Leg(NotingHybrid, {"per_device_train_batch_size": 8, "pp_size": 4}, 4, (0,)),
+        HYBRID,
+    ],
+}
+MODELS: dict[str, Callable[[], nn.Module]] = {
+    "llama": functools.partial(llama, 4),
+    "tied gpt2": functools.partial(tied_gpt2, 4),
+}
+# A large epsilon: where gradients are noise, Adam would make steps of the noise's sign.
+OPTIMIZERS: dict[str, tuple[type, dict[str, Any]]] = {
+    "adamw": (torch.optim.AdamW, {"lr": 3e-3, "eps": 1e-3, "weight_decay": 0.1}),
+    "momentum": (torch.optim.SGD, {"lr": 0.1, "momentum": 0.9}),
+}
+KINDS = [
+    *(("all kinds", model, optimizer) for model in MODELS for optimizer in OPTIMIZERS),
+    *(("layouts", model, "adamw") for model in MODELS),
+]
+KindT = tuple[str, str, str]
+"""Route, model, optimizer."""
+Order = list[list[int]]
+
+
+class State(NamedTuple):
+    """What a checkpoint holds."""
+
+    weights: dict[str, Tensor]
+    moments: dict[str, Tensor]
+
+
+class Numbered:
+    """Samples whose first two tokens are their number, with different numbers of targets."""
+
+    def __len__(self) -> int:
+        return NUM_SAMPLES
+
+    def __getitem__(self, index: int) -> dict[str, Tensor]:
+        tokens = torch.tensor([*divmod(index, 32), *((torch.arange(6) * (index + 3)) % 31).tolist()])
+        labels = tokens.clone()
+        labels[: index % 5] = IGNORED
+        return {"input_ids": tokens, "labels": labels}
+
+
+def train(leg: Leg, kind: KindT, output_dir: Path, resume: Path | None, max_steps: int) -> tuple[Order, Noting]:
+    trainer = trainer_of(
+        leg.trainer_class,
+        output_dir,
+        MODELS[kind[1]],
+        Numbered(),
+        trainer_options={"optimizer_cls_and_kwargs": OPTIMIZERS[kind[2]]},
+        **{
+            "shuffle": True,
+            "max_steps": max_steps,
+            "max_grad_norm": 1.0,
+            "lr_scheduler_type": "constant_with_warmup",
+            "warmup_steps": 7,
+            "save_strategy": "steps",
+            "resume_from_checkpoint": False if resume is None else str(resume),
+            **leg.settings,
+        },
+    )
+    assert isinstance(trainer, Noting)
+    trainer.train()
+    return trainer.samples, trainer
+
+
+def checkpoint_of(directory: Path, number: int, kind: KindT) -> Path:
+    return output_of(directory, number, kind) / "checkpoints" / f"checkpoint-{(number + 1) * STEPS_PER_LEG}"
+
+
+def output_of(directory: Path, number: int, kind: KindT) -> Path:
+    return directory / f"leg {number}" / " ".join(kind)
+
+
+def run_leg(number: int, kind: KindT, directory: Path) -> Order:
+    """One leg; returns the samples that this rank saw."""
+    resume = checkpoint_of(directory, number - 1, kind) if number else None
+    return train(
+        ROUTES[kind[0]][number], kind, output_of(directory, number, kind), resume, (number + 1) * STEPS_PER_LEG
+    )[0]
+
+
+def in_order(leg: Leg, ranks: list[Order]) -> list[int]:
+    """The samples of a leg as one device would have seen them."""
+    seen = [ranks[rank] for rank in leg.readers]
+    return [number for batches in zip(*seen, strict=True) for batch in batches for number in batch]
+
+
+def loaded(checkpoint: Path, kind: KindT, output_dir: Path) -> State:
+    """What a single device finds in a checkpoint."""
+    step = int(checkpoint.name.removeprefix("checkpoint-"))
+    _, trainer = train(SINGLE, kind, output_dir, checkpoint, step)
+    assert trainer.state.global_step == step and trainer.samples == []
+    return state_of(trainer)
+
+
+def state_of(trainer: Trainer) -> State:
+    model = trainer.unwrapped_model()
+    names = {parameter: name for name, parameter in model.named_parameters()}
+    moments = {
+        f"{names[parameter]}.{key}": value.detach().clone()
+        for parameter, state in trainer.optimizer.state.items()
+        for key, value in state.items()
+        if isinstance(value, Tensor)
+    }
+    return State({name: tensor.detach().clone() for name, tensor in model.state_dict().items()}, moments)
+
+
+class Journey:
+    """A run that moved and one that stayed."""
+
+    def __init__(self, kind: KindT, directory: Path) -> None:
+        self.kind = kind
+        legs = ROUTES[kind[0]]
+        self.last_checkpoint = checkpoint_of(directory, len(legs) - 1, kind)
+        self.order: list[int] = []
+        for number, leg in enumerate(legs):
+            if leg.num_ranks == 1:
+                ranks = [run_leg(number, kind, directory)]
+            else:
+                ranks = run_on_ranks(run_leg, leg.num_ranks, number, kind, directory)
+            self.order += in_order(leg, ranks)
+        samples, trainer = train(SINGLE, kind, directory / "stayed", None, len(legs) * STEPS_PER_LEG)
+        self.expected_order = in_order(SINGLE, [samples])
+        self.expected = state_of(trainer)
+
+
+@pytest.fixture(scope="module", params=KINDS, ids=" ".join)
+def journey(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Journey:
+    return Journey(request.param, tmp_path_factory.mktemp("journey"))
+
+
+def assert_close(found: dict[str, Tensor], expected: dict[str, Tensor]) -> None:
+    assert found.keys() == expected.keys() and found
+    for name, tensor in expected.items():
+        difference = float((found[name].double() - tensor.double()).norm() / tensor.double().norm())
+        assert difference <= TOLERANCE, f"{name}: {difference:.2e}"
+
+
+def test_moved_run_ends_with_the_weights_and_moments_of_one_that_stayed(journey: Journey, tmp_path: Path) -> None:
+    found = loaded(journey.last_checkpoint, journey.kind, tmp_path)
+    assert_close(found.weights, journey.expected.weights)
+    assert_close(found.moments, journey.expected.moments)
+
+
+def test_no_sample_is_repeated_or_skipped_on_the_way(journey: Journey) -> None:
+    assert journey.order == journey.expected_order
+    first, second = journey.order[:NUM_SAMPLES], journey.order[NUM_SAMPLES : 2 * NUM_SAMPLES]
+    assert sorted(first) == sorted(second) == list(range(NUM_SAMPLES)) and first != second
+    assert len(journey.order) == 2 * NUM_SAMPLES + 2 * 8, "and a third epoch has begun"

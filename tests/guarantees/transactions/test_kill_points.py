@@ -1,0 +1,173 @@
+"""SIGKILL of any rank at any file operation of a save: the next start finds the newest complete checkpoint."""
+
+import json
+import os
+import signal
+import sys
+import tempfile
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from forgather.ml.checkpoint import store
+from forgather.ml.distributed import Peers
+from tests.support.faults.job import Job, debris
+from tests.support.launch import CapturedProcess
+from tests.support.ranks import outcomes_on_ranks
+
+KILLED = -signal.SIGKILL
+RAISED = 3
+ALL_KINDS = {"create", "open", "pwrite", "ftruncate", "fsync", "mkdir", "rename", "replace", "unlink", "rmdir"}
+# One rank makes a directory, and its entry durable; the others find it made.
+RACED = ("mkdir checkpoints/.tmp", "fsync checkpoints #")
+ERRORS = ("CheckpointSaveError", "CheckpointError", "CheckpointLoadError", "DistributedError")
+
+
+@pytest.fixture
+def fast_directory() -> Iterator[Path]:
+    """In memory where there is such a place: a kill does not ask what is on disk, and each save waits for it often."""
+    base = "/dev/shm" if os.access("/dev/shm", os.W_OK) else None
+    with tempfile.TemporaryDirectory(dir=base, prefix="kill_points_") as directory:
+        yield Path(directory)
+
+
+def kill_everywhere(world_size: int, replacement: str, directory: Path, every: int = 1) -> dict[str, Any]:
+    """The report of the script that kills the job at each of its file operations, or at every nth."""
+    report_path = directory / "report.json"
+    command = [sys.executable, "-m", "tests.support.faults.kill_points", str(world_size), replacement]
+    process = CapturedProcess([*command, str(directory), str(report_path), str(every)], {}, None, "kill points")
+    assert process.wait(timeout=300) == 0, process.output
+    report: dict[str, Any] = json.loads(report_path.read_text())
+    return report
+
+
+def kinds_of(report: dict[str, Any], rank: int) -> set[str]:
+    points = [outcome["point"] for outcome in report["outcomes"]]
+    return {point["operation"].split()[0] for point in points if point["rank"] == rank}
+
+
+def check_outcome(outcome: dict[str, Any], digests: dict[str, list[str]]) -> list[str]:
+    """What is wrong after one kill."""
+    wrong = []
+    for rank, facts in enumerate(outcome["restart"]):
+        if "error" in facts:
+            return [facts["error"]]
+        wrong += facts["problems"] + facts["problems_of_next_save"]
+        wrong += [f"left over: {name}" for name in facts["debris"] + facts["debris_of_next_save"]]
+        content = next((name for name, values in digests.items() if values[rank] == facts["digest"]), "unknown content")
+        if content not in acceptable(outcome) or not content.startswith(f"step {facts['step']}"):
+            wrong.append(f"rank {rank} resumed {content} under step {facts['step']}, not {acceptable(outcome)}")
+    return wrong + check_survivors(outcome)
+
+
+def acceptable(outcome: dict[str, Any]) -> list[str]:
+    """A save that returned counts; one that had not may count or not, but what is visible does."""
+    if "step 3 again" in outcome["saved"]:
+        return ["step 3 again"]
+    if "step 3" in outcome["saved"]:
+        return ["step 3", "step 3 again"]
+    return ["step 3"] if "checkpoint-3" in outcome["visible"] else ["step 2"]
+
+
+def check_survivors(outcome: dict[str, Any]) -> list[str]:
+    codes, killed = outcome["exit_codes"], outcome["point"]["rank"]
+    survivors = [code for rank, code in enumerate(codes) if rank != killed]
+    wrong = []
+    if codes[killed] != KILLED or any(code != RAISED for code in survivors):
+        wrong.append(f"exit codes {codes}")
+    if survivors and not outcome["survivor_error"].startswith(ERRORS):
+        wrong.append(f"the survivor said {outcome['survivor_error']!r}")
+    if outcome["survivor_seconds"] > 10:
+        wrong.append(f"the survivor took {outcome['survivor_seconds']} seconds")
+    return wrong
+
+
+def check_report(report: dict[str, Any]) -> None:
+    problems = []
+    for outcome in report["outcomes"]:
+        if not any(outcome["exit_codes"]) and outcome["point"]["operation"].startswith(RACED):
+            continue  # the other rank made the directory each time
+        problems += [f"{outcome['point']}: {problem}" for problem in check_outcome(outcome, report["digests"])]
+    assert not problems, "\n".join(problems)
+
+
+def test_kill_of_a_single_process_at_every_file_operation(fast_directory: Path) -> None:
+    report = kill_everywhere(1, "exchange", fast_directory)
+    assert kinds_of(report, 0) >= ALL_KINDS | {"exchange"}
+    assert len(report["outcomes"]) > 100
+    check_report(report)
+
+
+def test_kill_of_either_of_two_ranks_at_file_operations(fast_directory: Path) -> None:
+    """At one of four, to save time; `make kill-points` tries all of them."""
+    every = int(os.environ.get("EVERY_KILL_POINT", "4"))
+    report = kill_everywhere(2, "exchange", fast_directory, every)
+    # The two race to make the temporary directory, so that the first kind may be missing on one of them.
+    assert kinds_of(report, 0) >= ALL_KINDS - {"mkdir"} | {"exchange"}
+    num_reached = sum(any(outcome["exit_codes"]) for outcome in report["outcomes"])
+    assert num_reached >= len(report["outcomes"]) - 4
+    assert kinds_of(report, 1) >= {"create", "pwrite", "fsync"}
+    assert len(report["outcomes"]) > 120 / every
+    check_report(report)
+
+
+def test_kill_during_a_replacement_without_atomic_exchange(fast_directory: Path) -> None:
+    report = kill_everywhere(2, "renames", fast_directory)
+    points = [(outcome["point"]["operation"], outcome["point"]["when"]) for outcome in report["outcomes"]]
+    assert ("rename checkpoints/checkpoint-3 #1", "before") in points, "the checkpoint that is replaced is moved away"
+    gaps = [outcome for outcome in report["outcomes"] if "checkpoint-3" not in outcome["visible"]]
+    assert len(gaps) >= 2, "after the first rename and before the second, no name leads to the step"
+    check_report(report)
+
+
+def wait_for_file(path: Path) -> None:
+    for _ in range(500):
+        if path.exists():
+            return
+        time.sleep(0.01)
+
+
+def save_while_a_bystander_dies(output_dir: str) -> None:
+    """Rank 1 dies while rank 0 replaces a checkpoint; rank 2 notices first, and what it would remove is half removed."""
+    job = Job(output_dir)
+    job.train()
+    job.save()
+    job.train(count=False)
+    victim = Peers.world().gather(os.getpid())[1]
+    noticed, committed = Path(output_dir) / "rank 2 has noticed", Path(output_dir) / "rank 0 is done"
+
+    def fsync(descriptor: int, real: Callable[[int], None] = os.fsync) -> None:
+        real(descriptor)
+        if os.readlink(f"/proc/self/fd/{descriptor}").endswith("checkpoint_manifest.json"):
+            os.kill(victim, signal.SIGKILL)
+            wait_for_file(noticed)
+
+    def unlink(path: str, *, dir_fd: int | None = None, real: Callable[..., None] = os.unlink) -> None:
+        real(path, dir_fd=dir_fd)
+        noticed.touch()
+        wait_for_file(committed)
+
+    patch = pytest.MonkeyPatch()
+    if job.rank == 0:
+        patch.setattr(os, "fsync", fsync)
+    if job.rank == 2:
+        patch.setattr(os, "unlink", unlink)
+    try:
+        job.save()
+    finally:
+        patch.undo()
+        (committed if job.rank == 0 else noticed).touch()
+
+
+def test_a_rank_that_lost_contact_leaves_a_commit_under_way_alone(tmp_path: Path) -> None:
+    outcomes = outcomes_on_ranks(save_while_a_bystander_dies, 3, str(tmp_path))
+    assert [outcome.error_type for outcome in outcomes] == ["CheckpointSaveError", "RankDied", "CheckpointSaveError"]
+    store.recover(str(tmp_path / "checkpoints"))
+    assert [one.path for one in store.find_checkpoints(str(tmp_path / "checkpoints"))] == [
+        str(tmp_path / "checkpoints" / "checkpoint-1")
+    ]
+    assert store.verify_checkpoint(str(tmp_path / "checkpoints" / "checkpoint-1")) == []
+    assert debris(tmp_path) == []

@@ -1,0 +1,157 @@
+"""A save that cannot be finished fails on every rank, says why, and leaves everything else as it was."""
+
+import json
+import os
+import re
+import sys
+import tempfile
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from forgather.ml.checkpoint import store
+from tests.support.faults.job import debris
+from tests.support.launch import CapturedProcess
+
+Facts = list[dict[str, Any]]
+RANKS = (0, 1)
+# "[Errno 28] ..." and the space that was needed and left.
+SPACE = re.compile(r"needs [\d,]+ bytes, [\d,]+ are available")
+
+
+class Report:
+    """What the scenarios of `tests.support.faults.save_failures` led to."""
+
+    def __init__(self, directory: Path) -> None:
+        self._directory = directory
+        command = [
+            sys.executable,
+            "-m",
+            "tests.support.faults.save_failures",
+            str(directory),
+            str(directory / "report.json"),
+        ]
+        process = CapturedProcess(command, {}, None, "save failures")
+        assert process.wait(timeout=120) == 0, process.output
+        self._facts: dict[str, Facts] = json.loads((directory / "report.json").read_text())
+
+    def facts(self, scenario: str, troubled: int) -> Facts:
+        return self._facts[f"{scenario} on rank {troubled}"]
+
+    def output_dir(self, scenario: str, troubled: int) -> Path:
+        return self._directory / f"{scenario} on rank {troubled}" / "output"
+
+
+@pytest.fixture(scope="module")
+def report() -> Iterator[Report]:
+    """In a place that a user without rights can reach, unlike the directories of pytest."""
+    with tempfile.TemporaryDirectory(prefix="save_failures_") as directory:
+        os.chmod(directory, 0o755)
+        yield Report(Path(directory))
+
+
+def check_failed_save(report: Report, scenario: str, troubled: int, cause: str) -> None:
+    """Every rank named rank and cause in time, and the previous checkpoint is all there is."""
+    for facts in report.facts(scenario, troubled):
+        assert facts["error"] == "CheckpointSaveError"
+        assert f"rank {troubled} failed" in facts["message"]
+        assert re.search(cause, facts["message"]), facts["message"]
+        assert facts["seconds"] < 10
+        assert facts["debris"] == []
+    check_previous(report.output_dir(scenario, troubled))
+
+
+def check_previous(output_dir: Path) -> None:
+    root = output_dir / "checkpoints"
+    assert [found.path for found in store.find_checkpoints(str(root))] == [str(root / "checkpoint-1")]
+    assert store.verify_checkpoint(str(root / "checkpoint-1")) == []
+    assert debris(output_dir) == []
+
+
+@pytest.mark.parametrize("troubled", RANKS)
+def test_a_full_disk_is_noticed_before_anything_is_written(report: Report, troubled: int) -> None:
+    if not report.facts("full_disk", troubled)[troubled]["mounted"]:
+        pytest.skip("this user cannot mount a small disk; a write that fails half-way is tested below")
+    check_failed_save(report, "full_disk", troubled, "during preparing the checkpoint directory.*Not enough space")
+    for facts in report.facts("full_disk", troubled):
+        assert SPACE.search(facts["message"]), facts["message"]
+        assert "524,288 are available" in facts["message"]
+
+
+@pytest.mark.parametrize("troubled", RANKS)
+def test_a_disk_that_fills_up_during_the_save(report: Report, troubled: int) -> None:
+    if not report.facts("disk_fills_up", troubled)[troubled]["mounted"]:
+        pytest.skip("this user cannot mount a small disk; a write that fails half-way is tested below")
+    check_failed_save(report, "disk_fills_up", troubled, r"No space left on device: \S.*_state.*\.pt")
+    for facts in report.facts("disk_fills_up", troubled):
+        assert SPACE.search(facts["message"]), facts["message"]
+
+
+@pytest.mark.parametrize("troubled", RANKS)
+def test_a_write_that_fails_half_way(report: Report, troubled: int) -> None:
+    check_failed_save(report, "file_too_large", troubled, r"File too large: \S.*_state.*\.pt")
+
+
+@pytest.mark.parametrize("troubled", RANKS)
+def test_a_disk_that_is_read_only_for_one_rank(report: Report, troubled: int) -> None:
+    if not report.facts("read_only_disk", troubled)[troubled]["mounted"]:
+        pytest.skip("this user cannot mount a directory read-only")
+    check_failed_save(report, "read_only_disk", troubled, "Read-only file system: .*checkpoint-2")
+
+
+@pytest.mark.parametrize("troubled", RANKS)
+def test_a_rank_without_permission(report: Report, troubled: int) -> None:
+    if not report.facts("no_permission", troubled)[troubled]["changed_user"]:
+        pytest.skip("only root can become a user without rights")
+    check_failed_save(report, "no_permission", troubled, "Permission denied: .*checkpoint-2")
+
+
+@pytest.mark.parametrize("troubled", RANKS)
+def test_a_rank_that_cannot_give_its_state(report: Report, troubled: int) -> None:
+    check_failed_save(report, "state_that_cannot_be_had", troubled, "during collecting state: AttributeError")
+
+
+@pytest.mark.parametrize("troubled", RANKS)
+def test_with_warnings_only_training_goes_on_and_the_next_save_succeeds(report: Report, troubled: int) -> None:
+    for facts in report.facts("warned_only", troubled):
+        assert facts["error"] is None
+        assert facts["value"] == ""
+        assert facts["num_save_errors"] == 1
+        assert sorted(facts["names"]) == ["checkpoint-1", "checkpoint-3"]
+        assert store.verify_checkpoint(facts["next"]) == []
+        assert facts["debris"] == []
+
+
+def test_an_output_directory_without_write_permission_is_refused_at_the_start(report: Report) -> None:
+    facts_by_rank = report.facts("unwritable_output_dir", 0)
+    assert facts_by_rank[0]["is_possible"]
+    for facts in facts_by_rank:
+        assert facts["error"] == "CheckpointError"
+        assert "rank 0 failed during taking the output directory" in facts["message"]
+        assert "Permission denied" in facts["message"]
+        assert "choose another output_dir" in facts["message"]
+        assert facts["seconds"] < 10
+
+
+def test_a_second_job_in_the_same_output_directory_is_refused_on_all_its_ranks(report: Report) -> None:
+    for facts in report.facts("directory_in_use", 0):
+        assert facts["error"] == "OutputDirLockedError"
+        assert f"process {facts['holder']} on host {facts['host']}" in facts["message"]
+        assert facts["seconds"] < 10
+        assert facts["after"] is None, "the directory is free once the holder is dead"
+
+
+def test_a_file_in_place_of_a_checkpoint_is_left_alone_and_named(report: Report) -> None:
+    for facts in report.facts("file_in_place_of_a_checkpoint", 0):
+        assert facts["error"] == "CheckpointSaveError"
+        assert re.search("checkpoint-2 exists and is not a directory", facts["message"])
+        assert "bytes" not in facts["message"].splitlines()[0], "space has nothing to do with it"
+        for attempt in (facts["load"], facts["resolve"]):
+            assert attempt["error"] == "CheckpointNotFoundError"
+            assert "a file, not a checkpoint directory" in attempt["message"]
+        assert facts["newest"].endswith("checkpoint-1")
+        assert facts["debris"] == []
+    path = report.output_dir("file_in_place_of_a_checkpoint", 0) / "checkpoints" / "checkpoint-2"
+    assert path.read_text() == "not a checkpoint"

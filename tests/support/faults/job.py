@@ -1,0 +1,183 @@
+"""A training job small enough to be started hundreds of times, with components of every pattern."""
+
+import hashlib
+import json
+import os
+import tempfile
+from collections.abc import Iterator, Mapping
+from types import SimpleNamespace
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed import ProcessGroup
+
+from forgather.ml.checkpoint.components import SharingPattern, StateComponent
+from forgather.ml.checkpoint.manager import CheckpointConfig, CheckpointManager, RNGState
+from forgather.ml.checkpoint.weights.module_weights import create_sharing_metadata, make_shard_index
+from forgather.ml.distributed import StaticDistributedEnvironment
+from tests.support.warm_up import get_ready_to_fork
+
+VOCABULARY, WIDTH = 96, 32
+MAX_SHARD_BYTES = 16 * 1024
+
+
+class TinyConfig:
+    """As much of a Hugging Face configuration as a checkpoint asks for."""
+
+    def save_pretrained(self, folder: str) -> None:
+        with open(os.path.join(folder, "config.json"), "w") as file:
+            json.dump({"model_type": "tiny", "width": WIDTH}, file)
+
+
+class TinyModel(nn.Module):
+    """Tied embeddings and one layer, in weight files of more than one shard."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.config = TinyConfig()
+        self.embed = nn.Embedding(VOCABULARY, WIDTH)
+        self.layer = nn.Linear(WIDTH, WIDTH)
+        self.head = nn.Linear(WIDTH, VOCABULARY, bias=False)
+        self.head.weight = self.embed.weight
+
+    def forward(self, tokens: Tensor) -> Tensor:
+        logits: Tensor = self.head(torch.tanh(self.layer(self.embed(tokens))))
+        return logits
+
+
+class Tally:
+    """State that counts what happened to it."""
+
+    def __init__(self) -> None:
+        self.count = 0
+        self.drawn = torch.zeros(3)
+
+    def add(self, count: int) -> None:
+        self.count += count
+        self.drawn += torch.rand(3)
+
+    def state_dict(self) -> dict[str, Any]:
+        return {"count": self.count, "drawn": self.drawn.clone()}
+
+    def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
+        self.count = state_dict["count"]
+        self.drawn = state_dict["drawn"].clone()
+
+
+class Progress:
+    """The trainer's own state."""
+
+    def __init__(self, state: SimpleNamespace) -> None:
+        self._state = state
+
+    def state_dict(self) -> dict[str, Any]:
+        return {"global_step": self._state.global_step}
+
+    def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
+        self._state.global_step = state_dict["global_step"]
+
+
+class Job:
+    """One rank of the job. Every rank computes the same model; the tallies and random numbers are each rank's own."""
+
+    def __init__(
+        self, output_dir: str | os.PathLike[str], limit: int | None = None, seed: int = 0, **options: Any
+    ) -> None:
+        self.rank, world_size = (dist.get_rank(), dist.get_world_size()) if dist.is_initialized() else (0, 1)
+        torch.manual_seed(seed)
+        self.state = SimpleNamespace(global_step=0)
+        self.model = TinyModel()
+        self.optimizer = torch.optim.AdamW(self.model.parameters(), lr=0.05)
+        torch.manual_seed(seed + self.rank)
+        self.tallies = {key: Tally() for key in ("node", "group", "dataset", "notes")}
+        self.tallies["node"].count, self.tallies["group"].count = 1, 2
+        safetensors = options.pop("save_safetensors", True)
+        self.manager = CheckpointManager(
+            CheckpointConfig(output_dir=os.fspath(output_dir), save_total_limit=limit, save_safetensors=safetensors),
+            StaticDistributedEnvironment(
+                rank=self.rank, local_rank=self.rank, world_size=world_size, local_world_size=world_size
+            ),
+            self,
+            self.model,
+            shard_index=make_shard_index(
+                [self.model.state_dict()],
+                safetensors=safetensors,
+                max_shard_size=options.pop("max_shard_size", MAX_SHARD_BYTES),
+                param_sharing_metadata=create_sharing_metadata(self.model),
+            ),
+            **options,
+        )
+
+    def get_state_components(self) -> list[StateComponent]:
+        pattern = SharingPattern
+        return [
+            StateComponent("model", self.model, pattern.REPLICATED, validate_replication=True),
+            StateComponent("optimizer", self.optimizer, pattern.REPLICATED, validate_replication=True),
+            StateComponent("trainer", Progress(self.state), pattern.GLOBAL),
+            StateComponent("node", self.tallies["node"], pattern.PER_NODE),
+            StateComponent("group", self.tallies["group"], pattern.PER_GROUP, "everyone"),
+            StateComponent("dataset", self.tallies["dataset"], pattern.PER_RANK),
+            StateComponent("notes", self.tallies["notes"], pattern.PER_RANK, required=False),
+            StateComponent("rng", RNGState(), pattern.PER_RANK),
+        ]
+
+    def get_process_groups(self) -> dict[str, ProcessGroup | None]:
+        return {"everyone": dist.group.WORLD if dist.is_initialized() else None}
+
+    def train(self, num_steps: int = 1, count: bool = True) -> None:
+        """Train on data that only the step determines; without `count` the step keeps its number."""
+        for _ in range(num_steps):
+            data = torch.Generator().manual_seed(self.state.global_step)
+            tokens = torch.randint(VOCABULARY, (16,), generator=data)
+            loss = nn.functional.cross_entropy(self.model(tokens), tokens.roll(1))
+            self.optimizer.zero_grad()
+            loss.backward()
+            self.optimizer.step()
+            self.state.global_step += int(count)
+            for key in ("dataset", "notes"):
+                self.tallies[key].add(self.rank + 1)
+
+    def save(self) -> str:
+        return self.manager.save_checkpoint()
+
+    def digest(self) -> str:
+        """A hash of everything that this rank must get back."""
+        hasher = hashlib.sha256()
+        for name, value in self._content():
+            hasher.update(name.encode())
+            hasher.update(value.detach().numpy().tobytes() if isinstance(value, Tensor) else repr(value).encode())
+        return hasher.hexdigest()
+
+    def weights_digest(self) -> str:
+        hasher = hashlib.sha256()
+        for value in self.model.state_dict().values():
+            hasher.update(value.numpy().tobytes())
+        return hasher.hexdigest()
+
+    def _content(self) -> Iterator[tuple[str, Any]]:
+        yield from self.model.state_dict().items()
+        for number, state in sorted(self.optimizer.state_dict()["state"].items()):
+            yield from ((f"optimizer.{number}.{name}", value) for name, value in sorted(state.items()))
+        for key, tally in self.tallies.items():
+            yield from ((f"{key}.{name}", value) for name, value in tally.state_dict().items())
+        yield "global_step", self.state.global_step
+        yield "rng", torch.get_rng_state()
+
+
+def debris(output_dir: str | os.PathLike[str]) -> list[str]:
+    """Names with a dot in front anywhere below the output directory, but for the lock file."""
+    names = [name for _, folders, files in os.walk(output_dir) for name in (*folders, *files)]
+    return sorted(name for name in names if name.startswith(".") and name != ".forgather.lock")
+
+
+def warm_up() -> None:
+    """The first use of everything, in a process from which jobs are to be forked: paid for once and not in each of them."""
+    with tempfile.TemporaryDirectory() as directory:
+        job = Job(directory)
+        job.train()
+        job.save()
+        job.manager.load_checkpoint()
+        job.manager.close()
+    get_ready_to_fork()

@@ -1,0 +1,178 @@
+"""Configuration files and overrides: what they make, and what is said of mistakes in them."""
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+
+from forgather.cli.commands.train import read_configuration
+from forgather.cli.config.parser import to_dict
+from forgather.cli.errors import UsageError
+from tests.unit.cli.program import call
+
+BASE = """\
+model:
+  model_type: llama
+  config: {hidden_size: 64}
+
+args:
+  max_steps: 10
+"""
+
+
+@pytest.fixture(autouse=True)
+def in_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+
+
+def read(text: str, *words: str) -> Any:
+    Path("run.yaml").write_text(text)
+    return read_configuration(["run.yaml", *words])[0]
+
+
+def refusal(text: str, *words: str) -> str:
+    with pytest.raises(UsageError) as caught:
+        read(text, *words)
+    return str(caught.value)
+
+
+def test_a_wrong_type_names_line_key_value_and_type() -> None:
+    assert refusal(BASE.replace("max_steps: 10", "max_steps: ten")) == (
+        "run.yaml, line 6: args.max_steps='ten' has type str, expected int."
+    )
+    assert refusal("args:\n  # a comment\n  max_grad_norm: [1]\n") == (
+        "run.yaml, line 3: args.max_grad_norm=[1] has type list, expected float or None."
+    )
+    assert (
+        refusal("data:\n  files: a.txt\n") == "run.yaml, line 2: data.files='a.txt' has type str, expected list of str."
+    )
+
+
+def test_a_wrong_type_on_the_command_line_says_so() -> None:
+    assert refusal(BASE, "--args.max_steps", "1.5") == (
+        "on the command line: args.max_steps=1.5 has type float, expected int."
+    )
+
+
+@pytest.mark.parametrize(
+    ("text", "line", "key", "nearest"),
+    [
+        ("args:\n  max_step: 5\n", 2, "args.max_step", "args.max_steps"),
+        ("args:\n  seed: 1\nmodl:\n  model_type: llama\n", 3, "modl", "model"),
+        ("model:\n  model_typ: llama\n", 2, "model.model_typ", "model.model_type"),
+        ("model:\n  max_steps: 5\n", 2, "model.max_steps", "args.max_steps"),
+    ],
+)
+def test_an_unknown_key_names_its_line_and_the_nearest(text: str, line: int, key: str, nearest: str) -> None:
+    message = refusal(text)
+    assert message.startswith(f"run.yaml, line {line}: there is no key {key!r}. Did you mean {nearest!r}?")
+
+
+def test_an_unknown_option_offers_the_nearest() -> None:
+    assert "no key '--args.max_setps'. Did you mean '--args.max_steps'?" in refusal(BASE, "--args.max_setps", "5")
+
+
+def test_a_value_that_is_not_allowed_names_its_line() -> None:
+    message = refusal("args:\n  seed: 1\n  eval_strategy: sometimes\n")
+    assert message.startswith("run.yaml, line 3: args.eval_strategy='sometimes'") and "'steps'" in message
+
+
+def test_mistakes_in_yaml_itself_name_their_line() -> None:
+    assert refusal("args:\n  max_steps: [1\n").startswith("run.yaml, line 3: this is not YAML")
+    assert refusal("args:\n  seed: 1\n  seed: 2\n") == (
+        "run.yaml, line 3: 'seed' was given before, in line 2; remove one of the two."
+    )
+    assert refusal("args: 5\n") == "run.yaml, line 1: args=5 has type int, expected a mapping of its keys."
+
+
+def test_the_command_line_overrides_the_file() -> None:
+    configuration = read(
+        BASE,
+        *(
+            "--args.max_steps",
+            "-1",
+            "--args.learning_rate=1e-2",
+            "--args.output_dir",
+            "2024",
+            "--args.shuffle",
+            "false",
+        ),
+        *(
+            "--model.config.hidden_size",
+            "32",
+            "--model.config.rope_parameters.rope_theta",
+            "1e4",
+            "--data.files",
+            "a.txt",
+        ),
+        *("--args.logging_first_step", "--optimizer.class_path", "torch.optim.SGD", "--optimizer.init_args.lr", "1e-1"),
+        *("--callbacks+", "{class_path: JsonLogger}", "--callbacks+", "{class_path: PlotCallback}"),
+    )
+    args = configuration.args
+    assert (args.max_steps, args.learning_rate, args.output_dir) == (-1, 0.01, "2024")
+    assert (args.shuffle, args.logging_first_step) == (False, True)
+    assert configuration.model.config == {"hidden_size": 32, "rope_parameters": {"rope_theta": 10000.0}}
+    assert configuration.data.files == ["a.txt"]
+    assert configuration.optimizer.init_args == {"lr": 0.1}
+    assert [entry["class_path"] for entry in configuration.callbacks] == ["JsonLogger", "PlotCallback"]
+
+
+def test_values_of_any_type_stay_what_they_are() -> None:
+    text = "model:\n  class_path: a.b\n  init_args: {revision: '1', rate: 1e-3, flag: yes}\n"
+    assert read(text).model.init_args == {"revision": "1", "rate": 0.001, "flag": True}
+
+
+def test_the_printed_configuration_reads_back_to_the_same(capsys: pytest.CaptureFixture[str]) -> None:
+    Path("run.yaml").write_text(BASE)
+    first = call(capsys, "train", "run.yaml", "--args.seed", "7", "--model.init_args.name", "'1e3'", "--print_config")
+    assert first.code == 0
+    assert yaml.safe_load(first.output)["args"]["seed"] == 7
+    Path("printed.yaml").write_text(first.output)
+    assert call(capsys, "train", "printed.yaml", "--print_config").output == first.output
+
+
+def test_the_demo_is_the_configuration_when_none_is_given() -> None:
+    configuration, is_demo = read_configuration(["--args.max_steps", "7"])
+    assert is_demo
+    assert configuration.args.max_steps == 7 and configuration.args.output_dir == "demo_output"
+    assert to_dict(configuration)["model"]["model_type"] == "llama"
+
+
+def test_a_file_that_is_not_there_and_two_files_are_refused() -> None:
+    with pytest.raises(UsageError, match=r"'nowhere\.yaml' cannot be read: No such file"):
+        read_configuration(["nowhere.yaml"])
+    with pytest.raises(UsageError, match="One configuration file at a time"):
+        read_configuration(["a.yaml", "b.yaml"])
+
+
+def test_the_arguments_are_those_of_the_trainer(capsys: pytest.CaptureFixture[str]) -> None:
+    text = BASE + "  dispatch_batches: false\n  ddp:\n    bucket_cap_mb: 5\ntrainer: {kind: ddp}\n"
+    configuration = read(text, "--args.post_local_sgd.enabled", "--args.ddp.static_graph", "true")
+    args = configuration.args
+    assert (args.dispatch_batches, args.ddp.bucket_cap_mb, args.ddp.static_graph) == (False, 5, True)
+    assert args.post_local_sgd.enabled and args.post_local_sgd.period == 4
+    assert to_dict(configuration)["args"]["ddp"]["bucket_cap_mb"] == 5
+    Path("run.yaml").write_text(text)
+    printed = call(capsys, "train", "run.yaml", "--print_config").output
+    Path("printed.yaml").write_text(printed)
+    assert call(capsys, "train", "printed.yaml", "--print_config").output == printed
+
+
+def test_arguments_inside_arguments_are_checked_like_others() -> None:
+    text = "trainer: {kind: ddp}\nargs:\n  ddp:\n    bucket_cap_mb: much\n"
+    assert refusal(text).startswith("run.yaml, line 4: args.ddp.bucket_cap_mb='much' has type str, expected ")
+    assert "there is no key 'args.ddp.bucket_cap'. Did you mean 'args.ddp.bucket_cap_mb'?" in refusal(
+        text.replace("bucket_cap_mb: much", "bucket_cap: 5")
+    )
+    message = refusal("trainer: {kind: ddp}\nargs:\n  post_local_sgd:\n    period: 0\n")
+    assert message.startswith("run.yaml, line 4: args.post_local_sgd.period=0 cannot be used")
+    assert refusal("trainer: {kind: ddp}\nargs:\n  ddp: 5\n") == (
+        "run.yaml, line 3: args.ddp=5 has type int, expected a mapping of its keys."
+    )
+
+
+def test_an_argument_of_another_trainer_names_it() -> None:
+    message = refusal("args: {dispatch_batches: true}\n")
+    assert "It belongs to --trainer ddp or hybrid, but trainer.kind is 'single'." in message
+    assert "It belongs to --trainer ddp" in refusal(BASE, "--args.ddp.bucket_cap_mb", "5")

@@ -1,0 +1,59 @@
+"""Of several processes that failed, the one that is to blame is shown."""
+
+import json
+import signal
+from pathlib import Path
+
+from torch.distributed.elastic.multiprocessing.errors import ProcessFailure
+
+from forgather.cli.launch.root_cause import find_root_cause
+
+LOST = "DistributedError: contact with the other ranks was lost during a step: RuntimeError: Connection closed by peer"
+
+
+def failure(
+    folder: Path, rank: int, exitcode: int = 1, message: str | None = None, timestamp: int = 10
+) -> ProcessFailure:
+    file = folder / f"{rank}.json"
+    if message is not None:
+        extra = {"py_callstack": f"Traceback\n{message}", "timestamp": str(timestamp)}
+        file.write_text(json.dumps({"message": {"message": message, "extraInfo": extra}}))
+    return ProcessFailure(local_rank=rank, pid=1000 + rank, exitcode=exitcode, error_file=str(file))
+
+
+def test_a_killed_process_is_the_cause_and_lost_contact_the_consequence(tmp_path: Path) -> None:
+    failures = {0: failure(tmp_path, 0, message=LOST), 1: failure(tmp_path, 1, exitcode=-signal.SIGKILL)}
+    cause = find_root_cause(failures)
+    assert cause.sentence().startswith("rank 1 was ended by SIGKILL.") and "memory" in cause.sentence()
+
+
+def test_the_first_error_of_its_own_is_the_cause(tmp_path: Path) -> None:
+    failures = {
+        0: failure(tmp_path, 0, exitcode=-signal.SIGTERM),
+        1: failure(tmp_path, 1, message=LOST, timestamp=11),
+        2: failure(tmp_path, 2, message="KeyError: 'b'", timestamp=13),
+        3: failure(tmp_path, 3, message="ValueError: bad\nbatch", timestamp=12),
+    }
+    cause = find_root_cause(failures)
+    assert cause.sentence() == "rank 3 failed: ValueError: bad."
+    assert cause.traceback == "Traceback\nValueError: bad\nbatch"
+
+
+def test_an_error_that_ranks_agreed_on_is_told_as_that_of_the_rank_that_it_comes_from(tmp_path: Path) -> None:
+    agreed = (
+        "CheckpointSaveError: rank 2 failed during saving: OSError: full\n\nTraceback of rank 2:\nline\nOSError: full"
+    )
+    cause = find_root_cause({rank: failure(tmp_path, rank, message=agreed) for rank in range(3)})
+    assert cause.sentence() == "rank 2 failed during saving: OSError: full."
+    assert cause.traceback == "line\nOSError: full"
+
+
+def test_a_mistake_of_the_user_is_told_as_such(tmp_path: Path) -> None:
+    cause = find_root_cause({0: failure(tmp_path, 0, exitcode=2, message="UsageError: model.x is wrong.")})
+    assert cause.usage_error == "model.x is wrong."
+
+
+def test_a_process_that_said_nothing_is_told_by_its_exit_code(tmp_path: Path) -> None:
+    assert find_root_cause({1: failure(tmp_path, 1, exitcode=7)}).sentence() == (
+        "rank 1 ended with exit code 7 and left no word why."
+    )

@@ -1,0 +1,139 @@
+"""`forgather train` in several processes: started by itself or by torchrun, stopped, failing, called wrongly."""
+
+import os
+import re
+import signal
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from forgather.cli.launch.options import take_launch_options
+from tests.support.launch import CapturedProcess, kill_leftovers
+from tests.unit.cli.program import call, write_tiny_run
+
+PROGRAM = ("-m", "forgather.cli.main", "train", "tiny.yaml")
+SECONDS = 90
+FAILING = """\
+import os
+from forgather.ml.trainer.trainer_types import TrainerCallback
+
+class FailsOnRank1(TrainerCallback):
+    def on_step_end(self, args, state, control, **kwargs):
+        if os.environ["RANK"] == "1" and state.global_step == 3:
+            raise ValueError("the disk of rank 1 is full")
+"""
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Of one run, which the tests here begin, resume and stop, since each start takes seconds."""
+    path = tmp_path_factory.mktemp("launch")
+    write_tiny_run(path)
+    (path / "failing.py").write_text(FAILING)
+    return path
+
+
+@pytest.fixture(autouse=True)
+def nothing_left() -> Iterator[None]:
+    yield
+    kill_leftovers()
+
+
+def start(folder: Path, *words: str) -> CapturedProcess:
+    return CapturedProcess([sys.executable, *words], {"COLUMNS": "200"}, folder, name="forgather")
+
+
+def finish(process: CapturedProcess, code: int = 0) -> str:
+    assert process.wait(SECONDS) == code, process.output
+    return process.output
+
+
+def test_nproc_starts_the_processes_and_only_one_of_them_speaks(folder: Path) -> None:
+    output = finish(start(folder, *PROGRAM, "--trainer", "ddp", "--nproc", "2"))
+    assert "2 processes" in output
+    for line in ("data  ", "step 1/5", "step 5/5", "eval 5/5", "saved  ", "Loss: "):
+        assert output.count(line) == 1, output
+    assert (folder / "out/config.yaml").read_text().count("kind: ddp") == 1
+    assert (folder / "out/checkpoints/checkpoint-5/config.yaml").exists()
+    assert [path.name[:7] for path in (folder / "out/tokens").iterdir()] == ["tokens-"]
+
+
+def test_torchrun_runs_the_same_command_and_the_checkpoint_fits_another_trainer(folder: Path) -> None:
+    launcher = ("-m", "torch.distributed.run", "--nproc-per-node", "2", "--local-addr", "127.0.0.1")
+    output = finish(start(folder, *launcher, *PROGRAM, "--trainer", "accelerate", "--args.max_steps", "7"))
+    assert output.count("resumed at step 5") == 1 and output.count("step 7/7") == 1
+    assert (folder / "out/checkpoints/checkpoint-7").is_dir()
+
+
+def test_a_request_to_stop_reaches_the_workers_which_save_and_the_exit_code_is_0(folder: Path) -> None:
+    words = ("--trainer", "ddp", "--nproc=2", "--args.max_steps", "100000", "--args.eval_strategy", "no")
+    process = start(folder, *PROGRAM, *words, "--args.save_steps", "100000", "--args.output_dir", "stopped")
+    process.wait_for_output("/100000 ", SECONDS)
+    os.kill(process.pid, signal.SIGTERM)
+    output = finish(process)
+    assert output.count("SIGTERM received") == 1 and "Traceback" not in output
+    step = re.search(r"Run the same command again to go on from step (\d+)", output)
+    assert step is not None and (folder / f"stopped/checkpoints/checkpoint-{step[1]}").is_dir()
+
+
+def test_a_worker_that_fails_is_named_with_its_traceback_and_restarts_go_on(folder: Path) -> None:
+    words = ("--trainer", "ddp", "--nproc", "2", "--max-restarts", "1", "--args.output_dir", "failed")
+    process = start(folder, *PROGRAM, *words, "--callbacks+", "{class_path: failing.FailsOnRank1}")
+    output = finish(process, code=1)
+    assert output.count('raise ValueError("the disk of rank 1 is full")') == 2, "once for each attempt"
+    sentence = r"forgather: rank 1 failed.*: ValueError: the disk of rank 1 is full\."
+    assert re.search(rf"{sentence} Starting again, 1 of 1 times\.\n", output)
+    assert re.search(rf"{sentence}\n$", output)
+    assert output.count("start      from the beginning") == 1 and output.count("resumed at step 2") == 1
+
+
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        (["--nproc", "2"], "--trainer single trains in one process, but the job has 2"),
+        (["--nproc", "2"], "Add --trainer ddp or --trainer accelerate"),
+        (["--nproc", "two"], "--nproc two: expected a whole number of 1 or more"),
+        (["--nproc", "0"], "--nproc 0: expected a whole number of 1 or more"),
+        (["--nproc"], "--nproc needs a value behind it"),
+        (["--nproc", "2", "--nproc", "3"], "--nproc was given twice"),
+        (["--npro", "2"], "Did you mean '--nproc'?"),
+        (["-d", "0,a"], "-d 0,a: give the numbers of different devices"),
+        (["-d", "0,1", "--nproc", "3"], "--nproc 3 and -d 0,1 contradict each other"),
+        (["--nnodes", "2"], "--nnodes 2 also needs --node-rank and --rdzv-endpoint"),
+        (["--nnodes", "2", "--node-rank", "2", "--rdzv-endpoint", "a:1"], "with --nnodes 2 the nodes are 0 to 1"),
+        (["--nnodes", "2", "--node-rank", "1", "--rdzv-endpoint", "a"], "expected HOST:PORT"),
+        (["--rdzv-endpoint", "a:1"], "--rdzv-endpoint is for several nodes"),
+    ],
+)
+def test_wrong_launch_options_say_what_to_change(
+    folder: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], words: list[str], message: str
+) -> None:
+    monkeypatch.chdir(folder)
+    answer = call(capsys, "train", "tiny.yaml", *words)
+    assert answer.code == 2 and message in " ".join(answer.errors.split())
+
+
+@pytest.mark.filterwarnings("ignore:Unable to enable fault handler")
+def test_options_that_contradict_torchrun_are_refused(
+    folder: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.chdir(folder)
+    for name, value in {"RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": "2", "LOCAL_WORLD_SIZE": "2"}.items():
+        monkeypatch.setenv(name, value)
+    answer = call(capsys, "train", "tiny.yaml", "--trainer", "ddp", "--nproc", "3")
+    assert answer.code == 2
+    assert "--nproc 3 asks for 3 process(es) on a node, but torchrun or another launcher has started 2" in " ".join(
+        answer.errors.split()
+    )
+    answer = call(capsys, "train", "tiny.yaml")
+    assert answer.code == 2 and "--trainer single trains in one process, but the job has 2" in answer.errors
+
+
+def test_launch_options_are_taken_from_among_the_others() -> None:
+    words = ["my.yaml", "-d", "0,3", "--args.seed", "1", "--node_rank=1", "--nnodes", "2", "--rdzv-endpoint", "a:1"]
+    options, others = take_launch_options(words)
+    assert others == ["my.yaml", "--args.seed", "1"]
+    assert (options.num_processes_per_node, options.devices, options.world_size) == (2, "0,3", 4)
+    assert options.needs_launcher and not take_launch_options(["--nproc", "1"])[0].needs_launcher

@@ -1,0 +1,51 @@
+"""The program before any work is done: help, commands, errors."""
+
+from pathlib import Path
+
+import pytest
+
+from tests.unit.cli.program import call, spawn
+
+_REPORT_IMPORTS = (
+    "from forgather.cli.main import main; code = main(); "
+    "heavy = [name for name in ('torch', 'transformers', 'jsonargparse', 'numpy') if name in sys.modules]; "
+    "sys.exit(f'imported {heavy}' if heavy else code)"
+)
+
+
+@pytest.mark.parametrize("words", [["--help"], ["train", "--help"], ["--version"]])
+def test_help_imports_nothing_that_takes_time(tmp_path: Path, words: list[str]) -> None:
+    answer = spawn(tmp_path, *words, program=_REPORT_IMPORTS)
+    assert (answer.code, answer.errors) == (0, "")
+    assert "forgather" in answer.output
+
+
+def test_help_lists_the_keys_of_all_sections_with_defaults(capsys: pytest.CaptureFixture[str]) -> None:
+    text = " ".join(call(capsys, "train", "--help").output.split())
+    for expected in ("--model.model_type", "--data.sequence_length", "--args.max_steps", "--callbacks"):
+        assert expected in text
+    assert "overrides num_train_epochs; epochs repeat as needed. (int, default -1)" in text
+
+
+def test_an_unknown_command_offers_the_nearest(capsys: pytest.CaptureFixture[str]) -> None:
+    answer = call(capsys, "trian")
+    assert answer.code == 2
+    assert "There is no command 'trian'. Did you mean 'train'?" in answer.errors
+
+
+def test_no_command_shows_the_commands(capsys: pytest.CaptureFixture[str]) -> None:
+    answer = call(capsys)
+    assert answer.code == 2
+    assert "train a model" in answer.output
+
+
+def test_an_error_of_the_work_is_a_message_and_with_debug_a_traceback(
+    capsys: pytest.CaptureFixture[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "run.yaml").write_text("model: {model_type: llama}\ndata: {files: [nothing.txt]}\n")
+    answer = call(capsys, "train", "run.yaml")
+    assert answer.code == 1
+    assert "No file matches 'nothing.txt'" in answer.errors and "Traceback" not in answer.errors
+    with pytest.raises(FileNotFoundError):
+        call(capsys, "train", "run.yaml", "--debug")

@@ -1,0 +1,55 @@
+"""`forgather train --nnodes`: nodes say whom they wait for, and signals end the waiting."""
+
+import os
+import signal
+from collections.abc import Iterator
+from pathlib import Path
+
+import psutil
+import pytest
+
+from tests.support.launch import CapturedProcess, free_port, kill_leftovers
+from tests.unit.cli.program import write_tiny_run
+from tests.unit.cli.test_launch import PROGRAM, finish, start
+
+SECONDS = 90
+
+
+@pytest.fixture(autouse=True)
+def nothing_left() -> Iterator[None]:
+    yield
+    kill_leftovers()
+
+
+@pytest.fixture
+def folder(tmp_path: Path) -> Path:
+    write_tiny_run(tmp_path)
+    return tmp_path
+
+
+def start_node(folder: Path, node_rank: int, endpoint: str, *words: str) -> CapturedProcess:
+    options = ("--trainer", "ddp", "--nproc", "1", "--nnodes", "2", "--node-rank", str(node_rank))
+    return start(folder, *PROGRAM, *options, "--rdzv-endpoint", endpoint, *words)
+
+
+@pytest.mark.parametrize(("number", "words"), [(signal.SIGINT, ()), (signal.SIGTERM, ("--max-restarts", "1"))])
+def test_a_node_alone_says_whom_it_waits_for_and_a_signal_ends_it(
+    folder: Path, number: signal.Signals, words: tuple[str, ...]
+) -> None:
+    endpoint = f"localhost:{free_port()}"
+    process = start_node(folder, 0, endpoint, *words)
+    process.wait_for_output(f"waiting for 1 more node at {endpoint} (", SECONDS)
+    family = psutil.Process(process.pid).children(recursive=True)
+    os.kill(process.pid, number)
+    assert "forgather: interrupted" in finish(process, code=130)
+    assert not [one for one in family if one.is_running()]
+    assert not (folder / "out").exists()
+
+
+def test_nodes_that_have_met_train_together(folder: Path) -> None:
+    endpoint = f"localhost:{free_port()}"
+    second = start_node(folder, 1, endpoint)
+    second.wait_for_output(f"waiting for node 0 at {endpoint} (", SECONDS)
+    first = start_node(folder, 0, endpoint)
+    output = finish(first) + finish(second)
+    assert "2 processes" in output and "step 5/5" in output

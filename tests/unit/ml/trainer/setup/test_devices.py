@@ -1,0 +1,103 @@
+"""Modes, memory and activation checkpointing."""
+
+import pytest
+import torch
+from torch import nn
+
+from forgather.ml.distributed import StaticDistributedEnvironment
+from forgather.ml.trainer.setup.trainer_utils import (
+    choose_device,
+    enable_hf_activation_checkpointing,
+    maybe_cleanup_memory,
+    set_train,
+)
+
+
+def modes(model: nn.Module) -> list[bool]:
+    return [module.training for module in model.modules()]
+
+
+def test_parts_frozen_by_the_user_stay_frozen_after_an_evaluation() -> None:
+    model = nn.Sequential(nn.Dropout(), nn.Sequential(nn.Dropout(), nn.Linear(2, 2)))
+    model[1].eval()
+    before = modes(model)
+    with set_train(model, False):
+        assert not any(modes(model))
+    assert modes(model) == before == [True, True, False, False, False]
+
+
+def test_the_mode_is_restored_after_an_error() -> None:
+    model = nn.Linear(2, 2).eval()
+    with pytest.raises(KeyError), set_train(model, True):
+        assert model.training
+        raise KeyError
+    assert not model.training
+
+
+@pytest.fixture
+def emptied(monkeypatch: pytest.MonkeyPatch) -> list[bool]:
+    """A device of 100 bytes of which 70 are reserved and 30 used; the list grows when its cache is emptied."""
+    calls: list[bool] = []
+    monkeypatch.setattr(torch.accelerator, "is_available", lambda: True)
+    monkeypatch.setattr(torch.accelerator, "get_memory_info", lambda: (30, 100))
+    monkeypatch.setattr(torch.accelerator, "memory_reserved", lambda: 70)
+    monkeypatch.setattr(torch.accelerator, "memory_allocated", lambda: 30)
+    monkeypatch.setattr(torch.accelerator, "empty_cache", lambda: calls.append(True))
+    return calls
+
+
+@pytest.mark.parametrize(("threshold", "pays"), [(0.0, True), (0.39, True), (0.4, False), (1.0, False)])
+def test_the_cache_is_emptied_when_enough_of_it_is_unused(emptied: list[bool], threshold: float, pays: bool) -> None:
+    maybe_cleanup_memory(threshold)
+    assert bool(emptied) == pays
+
+
+@pytest.mark.skipif(torch.accelerator.is_available(), reason="about machines without an accelerator")
+def test_there_is_nothing_to_clean_up_on_cpu() -> None:
+    maybe_cleanup_memory(0.0)
+
+
+def test_hugging_face_models_get_checkpoints_that_are_not_reentrant() -> None:
+    from transformers import LlamaConfig, LlamaForCausalLM
+
+    config = LlamaConfig(vocab_size=8, hidden_size=8, intermediate_size=8, num_hidden_layers=1, num_attention_heads=1)
+    model = LlamaForCausalLM(config)
+    enable_hf_activation_checkpointing(0, model)
+    assert model.is_gradient_checkpointing
+    assert model.model.layers[0]._gradient_checkpointing_func.keywords["use_reentrant"] is False
+
+
+def test_other_models_are_told_what_to_pass() -> None:
+    with pytest.raises(ValueError, match=r"Linear \(rank 3\).*enable_activation_checkpoint_fn"):
+        enable_hf_activation_checkpointing(3, nn.Linear(2, 2))
+
+
+@pytest.mark.parametrize(
+    ("asked", "kind", "device"),
+    [
+        (None, "cuda", "cuda:5"),
+        ("cuda", "cuda", "cuda:5"),
+        ("cuda:5", "cuda", "cuda:5"),
+        ("xpu", "xpu", "xpu:2"),
+        ("cuda:1", "cpu", "cpu"),
+    ],
+)
+def test_the_device_is_that_of_the_environment(asked: str | None, kind: str, device: str) -> None:
+    env = StaticDistributedEnvironment(local_rank=2, local_world_size=4, device="cuda:5", device_type="cuda")
+    assert choose_device(asked, kind, env) == torch.device(device)
+
+
+def test_a_process_alone_may_choose_any_device() -> None:
+    alone = StaticDistributedEnvironment()
+    assert choose_device(None, "cuda", alone) == torch.device("cuda:0")
+    assert choose_device("cuda:1", "cuda", alone) == torch.device("cuda:1")
+    unnumbered = StaticDistributedEnvironment(local_rank=1, local_world_size=2, device="cuda", device_type="cuda")
+    assert (
+        choose_device(None, "cuda", unnumbered) == choose_device("cuda:1", "cuda", unnumbered) == torch.device("cuda:1")
+    )
+
+
+def test_one_device_for_several_processes_is_refused() -> None:
+    env = StaticDistributedEnvironment(local_rank=2, local_world_size=4, device="cuda:2", device_type="cuda")
+    with pytest.raises(ValueError, match=r"device='cuda:0' cannot be used by local rank 2, whose device is cuda:2"):
+        choose_device("cuda:0", "cuda", env)
