@@ -50,3 +50,27 @@ def count_parameters(model: nn.Module) -> ModelParameterStats:
 def flops_per_token(stats: ModelParameterStats) -> int:
     """What training on one token takes: a multiply and an add per weight forward, and twice that backward."""
     return 6 * stats.non_embedding
+
+
+class ModelWrapper(nn.Module):
+    """A module that runs another one, `wrapped`, without owning parameters; `unwrap_model` takes it off."""
+
+    wrapped: nn.Module
+
+
+def unwrap_model(model: nn.Module) -> nn.Module:
+    """The model inside DDP, torch.compile and wrappers of ours: the one with the FQNs that checkpoints hold."""
+    while True:
+        if isinstance(model, nn.parallel.DistributedDataParallel | nn.DataParallel):
+            model = model.module
+        elif isinstance(model, ModelWrapper):
+            model = model.wrapped
+        elif isinstance(inner := getattr(model, "_orig_mod", None), nn.Module):
+            model = inner
+        else:
+            return model
+
+
+def without_ddp(model: nn.Module) -> nn.Module:
+    """The module that DDP wraps, compiled or not; another module as it is."""
+    return model.module if isinstance(model, nn.parallel.DistributedDataParallel) else model

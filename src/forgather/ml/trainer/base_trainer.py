@@ -1,14 +1,30 @@
-"""What every trainer is: arguments, model, data, callbacks, and a state that is declared."""
+"""BaseTrainer: what every trainer has, and what people subclass for a trainer with a loop of its own.
 
+A subclass writes three methods, `_prepare`, `_train_loop` and `_eval_loop`. Events, callbacks, declared state, exact
+checkpoints, resuming and exporting are here. `Trainer` is the subclass with our own loop.
+"""
+
+import contextlib
 import logging
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterable, Mapping
-from typing import Any, ClassVar
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from typing import Any, ClassVar, Generic, TypeVar, get_args
 
 from torch import nn
 from torch.distributed import ProcessGroup
 
 from forgather.ml.checkpoint.components import SharingPattern, StateComponent, select_components
+from forgather.ml.checkpoint.coordinator import CheckpointCoordinator
+from forgather.ml.checkpoint.errors import CheckpointSaveError
+from forgather.ml.checkpoint.manager import CheckpointConfig, CheckpointManager
+from forgather.ml.checkpoint.state.rng import RNGState
+from forgather.ml.distributed import (
+    DistributedEnvInterface,
+    DistributedEnvironment,
+    StaticDistributedEnvironment,
+    get_world_size,
+)
+from forgather.ml.distributed.launch_variables import check_launch_variables
 from forgather.ml.trainer.arguments.training_arguments import (
     BaseTrainingArguments,
     MinimalTrainingArguments,
@@ -16,33 +32,92 @@ from forgather.ml.trainer.arguments.training_arguments import (
     arguments_from,
 )
 from forgather.ml.trainer.callbacks.handler import CallbackHandler
-from forgather.ml.trainer.setup.given_objects import check_given
+from forgather.ml.trainer.loop.scheduler_state import SchedulerState
+from forgather.ml.trainer.setup.declared_state import GLOBAL, PER_RANK, Shared, Unbuilt, declare, is_left_out
+from forgather.ml.trainer.setup.given_objects import check_given, merged_signature
+from forgather.ml.trainer.setup.hook_checks import check_hooks
 from forgather.ml.trainer.setup.model_construction import checked_builder, refuse_adapters
+from forgather.ml.trainer.setup.requirements import Given
+from forgather.ml.trainer.step_loss.model_outputs import (
+    logits_from_outputs,
+    loss_and_logits_from_outputs,
+    loss_from_outputs,
+)
 from forgather.ml.trainer.trainer_types import (
     BaseDataset,
     DataCollatorT,
     LossFunctionT,
+    LRSchedulerT,
+    OptimizerT,
+    TrainerCallback,
     TrainerControl,
+    TrainerState,
     TrainOutput,
 )
+from forgather.ml.utils import unwrap_model
 
-__all__ = ["BaseTrainer", "BaseTrainingArguments"]
+__all__ = [
+    "BaseTrainer",
+    "BaseTrainingArguments",
+    "logits_from_outputs",
+    "loss_and_logits_from_outputs",
+    "loss_from_outputs",
+]
 
 logger = logging.getLogger(__name__)
 
+TArgs = TypeVar("TArgs", bound=MinimalTrainingArguments)
 
-class BaseTrainer(ABC):
+_ONCE_PER_RUN = ("on_init_end", "on_train_begin", "on_train_end")
+
+
+class BaseTrainer(ABC, Generic[TArgs]):
     """The interface of all trainers, and the parts of it that do not depend on how one trains.
 
-    A subclass says how to train and evaluate, and declares its state; `Trainer` is the one to start from unless the
-    loop itself is to be different. The caller's arguments object is never changed: the trainer works on a copy.
+    `class MyTrainer(BaseTrainer[MyArgs])` makes an `args` dict a `MyArgs`. The caller's arguments object is never changed:
+    the trainer works on a copy.
+
+    Args:
+        args: the arguments, or a dict of their fields.
+        model: the model to train; or give `model_init`.
+        data_collator: makes a batch (a dict of tensors) from a list of samples.
+        train_dataset: map-style dataset, iterable dataset, or a loader that yields batches.
+        eval_dataset: as `train_dataset`, for evaluations.
+        processing_class: tokenizer or processor; it is saved beside the weights.
+        model_init: function without arguments that builds the model.
+        callbacks: callbacks, in the order in which they are told of events.
+        default_callbacks: also use `default_callbacks()`: progress, run summary, speed, JSON log.
+        compute_loss_func: loss function of (logits, labels).
+        loss_fn: another name of `compute_loss_func`.
+        optimizer: a ready optimizer.
+        lr_scheduler: a ready learning-rate schedule; one that is a `TrainerCallback` is registered as a callback.
+        distributed_env: the place of this process in the job; by default read from the environment.
     """
 
     arguments_class: ClassVar[type[MinimalTrainingArguments]] = TrainingArguments
+    state_sharing: ClassVar[Mapping[str, Shared]] = {
+        "model": GLOBAL,
+        "optimizer": GLOBAL,
+        "scheduler": GLOBAL,
+        "trainer": GLOBAL,
+        "dataset": GLOBAL,
+        "rng": PER_RANK,
+    }
+    """The components of this trainer and how ranks share them; each strategy states its own table."""
+
+    def __init_subclass__(cls, **kwargs: Any) -> None:
+        super().__init_subclass__(**kwargs)
+        for base in vars(cls).get("__orig_bases__", ()):
+            for argument in get_args(base):
+                is_arguments = isinstance(argument, type) and issubclass(argument, MinimalTrainingArguments)
+                if is_arguments and "arguments_class" not in vars(cls):
+                    cls.arguments_class = argument
+        if "__init__" in vars(cls):
+            cls.__signature__ = merged_signature(cls)  # type: ignore[attr-defined]
 
     def __init__(
         self,
-        args: MinimalTrainingArguments | Mapping[str, Any],
+        args: TArgs | Mapping[str, Any],
         model: nn.Module | None = None,
         *,
         data_collator: DataCollatorT | None = None,
@@ -53,49 +128,283 @@ class BaseTrainer(ABC):
         callbacks: Iterable[Any] | None = None,
         default_callbacks: bool = True,
         compute_loss_func: LossFunctionT | None = None,
+        loss_fn: LossFunctionT | None = None,
+        optimizer: OptimizerT | None = None,
+        lr_scheduler: LRSchedulerT | None = None,
+        distributed_env: DistributedEnvInterface | None = None,
     ) -> None:
-        check_given(type(self).__name__, args, model, model_init, data_collator, compute_loss_func, callbacks)
+        if loss_fn is not None and compute_loss_func is not None:
+            raise ValueError("loss_fn is another name of compute_loss_func: give one of the two.")
+        loss_fn = compute_loss_func if loss_fn is None else loss_fn
+        check_given(type(self).__name__, args, model, model_init, data_collator, loss_fn, callbacks)
+        check_hooks(type(self))
         if model is not None:
             refuse_adapters(model)
-        self.args: Any = arguments_from(self.arguments_class, args)
-        if isinstance(self.args, BaseTrainingArguments):
-            self.args = self.args.under_both_names()
-        self.model = model
+        self.args: TArgs = self._own_arguments(args)
+        self.model: Any = model
         # Here rather than where it is called: every strategy builds the model in a place of its own.
         self.model_init = None if model_init is None else checked_builder(model_init)
         self.data_collator = data_collator
         self.train_dataset = train_dataset
         self.eval_dataset = eval_dataset
         self.processing_class = processing_class
-        self.compute_loss_func = compute_loss_func
+        self.loss_fn: Any = loss_fn
+        self.optimizer: Any = optimizer
+        self.lr_scheduler: Any = lr_scheduler
+        self.distributed_env = distributed_env
         self.control = TrainerControl()
         self.state: Any = None
-        defaults = self._default_callbacks() if default_callbacks else ()
+        self.checkpoint_manager: Any = None
+        self.train_dataloader: Any = None
+        self.eval_dataloader: Any = None
+        self.amp_context: Any = None
+        self.rng = RNGState()
+        self.do_train: bool | None = None
+        self.do_eval: bool | None = None
+        self._given = Given(optimizer, lr_scheduler, None, loss_fn)
+        self._env: DistributedEnvInterface | None = None
+        self._resume_setting: bool | str = getattr(self.args, "resume_from_checkpoint", False)
+        self._loaded_path: str | None = None
+        self._has_loaded = False
+        self._is_prepared = False
+        self._is_preparing = False
+        self._fired: set[str] = set()
+        defaults = self.default_callbacks() if default_callbacks else ()
         self._callback_handler = CallbackHandler(() if callbacks is None else callbacks, defaults)
+        if isinstance(lr_scheduler, TrainerCallback):
+            self.add_callback(lr_scheduler)
+
+    def _own_arguments(self, args: Any) -> Any:
+        own = arguments_from(self.arguments_class, args)
+        return own.under_both_names() if isinstance(own, BaseTrainingArguments) else own
+
+    # --- to be written by a subclass
 
     @abstractmethod
+    def _prepare(self, train_dataset: BaseDataset | None, eval_dataset: BaseDataset | None) -> None:
+        """Build what training and evaluation need; `train_dataset` is None if only an evaluation follows."""
+
+    @abstractmethod
+    def _train_loop(self) -> TrainOutput:
+        """Train to the end, from where `state` is."""
+
+    @abstractmethod
+    def _eval_loop(self) -> dict[str, float]:
+        """Evaluate on `eval_dataloader` or `eval_dataset`, and return the metrics, such as `eval_loss`."""
+
+    # --- the place of this process
+
+    @property
+    def dist(self) -> DistributedEnvInterface:
+        """The place of this process in the job; made when it is first asked for, which may initialise torch.distributed."""
+        if self._env is None:
+            self._env = self._find_environment()
+        return self._env
+
+    @dist.setter
+    def dist(self, env: DistributedEnvInterface) -> None:
+        self._env = env
+
+    def _find_environment(self) -> DistributedEnvInterface:
+        if self.distributed_env is not None:
+            return self.distributed_env
+        check_launch_variables()
+        use_cpu = bool(getattr(self.args, "use_cpu", False))
+        return (
+            DistributedEnvironment(no_accelerator=use_cpu) if get_world_size() > 1 else StaticDistributedEnvironment()
+        )
+
+    # --- training and evaluation
+
     def train(self, **kwargs: Any) -> TrainOutput:
-        """Train to the end, or from where a checkpoint left off."""
+        """Train, from the checkpoint that `resume_from_checkpoint` names, or from the start.
 
-    @abstractmethod
+        `resume_from_checkpoint` may be given here too, and then overrides the argument.
+        """
+        resume = kwargs.pop("resume_from_checkpoint", None)
+        if kwargs:
+            raise TypeError(f"train() got unknown arguments: {', '.join(kwargs)}; it takes resume_from_checkpoint.")
+        self.do_train, self.do_eval = True, self.eval_dataset is not None
+        with self._run_context():
+            self._prepare_to_train(self._default_resume() if resume is None else resume)
+            self._enter_training(resume is True)
+            self._dispatch_event("on_train_begin")
+            output = self._train_loop()
+            self._dispatch_event("on_train_end")
+        return output
+
     def evaluate(self, eval_dataset: BaseDataset | None = None) -> dict[str, Any]:
-        """The evaluation loss, and what comes with it."""
+        """The evaluation metrics of the present weights."""
+        dataset = self.eval_dataset if eval_dataset is None else eval_dataset
+        self._prepare_to_evaluate(dataset)
+        if eval_dataset is not None:
+            self.eval_dataset = eval_dataset
+        count = self._callback_handler.count("on_evaluate")
+        metrics = self._eval_loop()
+        if self._callback_handler.count("on_evaluate") == count:
+            self._dispatch_event("on_evaluate", metrics=metrics)
+        return metrics
 
-    @abstractmethod
-    def save_checkpoint(self, path: str | None = None) -> str:
-        """Save everything a resume needs, and return where."""
+    def _run_context(self) -> contextlib.AbstractContextManager[object]:
+        """Everything that holds from before preparation to the end of training."""
+        return contextlib.nullcontext()
 
-    @abstractmethod
-    def load_checkpoint(self, path: str | None = None) -> str | None:
-        """Load what `save_checkpoint` saved, and return from where."""
+    def _enter_training(self, was_asked_to_resume: bool) -> None:
+        """Called once preparation is done, before on_train_begin."""
 
-    @abstractmethod
+    def _default_resume(self) -> bool | str:
+        """What `train` resumes from unless it is told: a checkpoint that was loaded by hand, else as the arguments say."""
+        loaded, self._loaded_path = self._loaded_path, None
+        return loaded or self._resume_setting
+
+    def _prepare_to_train(self, resume: bool | str) -> None:
+        """`_prepare`, then what a subclass left to the base: state, manager, restoring, on_init_end."""
+        if hasattr(self.args, "resume_from_checkpoint"):
+            self.args.resume_from_checkpoint = resume
+        self._has_loaded = False
+        with self._preparation():
+            self._prepare(self.train_dataset, self.eval_dataset)
+            self._complete_state()
+            if self.checkpoint_manager is None:
+                self.checkpoint_manager = self._make_manager()
+            if not self._has_loaded:
+                self._restore(
+                    self.args.resume_from_checkpoint if hasattr(self.args, "resume_from_checkpoint") else False
+                )
+        self._dispatch_event("on_init_end")
+
+    def _prepare_to_evaluate(self, eval_dataset: BaseDataset | None) -> None:
+        """Prepare an unprepared trainer for an evaluation alone; its weights stay as they were given."""
+        if self._is_prepared:
+            return
+        self.do_eval = True
+        with self._preparation():
+            self._prepare(None, eval_dataset)
+            self._complete_state()
+            if self.checkpoint_manager is None:
+                self.checkpoint_manager = self._make_manager(read_only=True)
+        self._dispatch_event("on_init_end")
+
+    @contextlib.contextmanager
+    def _preparation(self) -> Iterator[None]:
+        self._fired.clear()
+        self._is_preparing = True
+        try:
+            yield
+            self._is_prepared = True
+        finally:
+            self._is_preparing = False
+
+    def _complete_state(self) -> None:
+        if self.state is None:
+            self.state = self._make_state()
+
+    def _make_state(self) -> TrainerState:
+        args = self.args
+        return TrainerState(
+            logging_steps=args.logging_steps,
+            eval_steps=args.eval_steps,
+            train_batch_size=args.per_device_train_batch_size,
+            max_steps=args.max_steps,
+            num_train_epochs=args.num_train_epochs,
+            max_eval_steps=getattr(args, "max_eval_steps", -1),
+            save_steps=args.save_steps,
+            is_local_process_zero=self.dist.local_rank == 0,
+            is_world_process_zero=self.dist.rank == 0,
+        )
+
+    # --- checkpoints
+
+    def save_checkpoint(self, checkpoint_path: str | None = None) -> str:
+        """Save everything a resume needs, by default as the checkpoint of the present step; returns its path."""
+        if self.checkpoint_manager is None or self.checkpoint_manager.is_read_only:
+            self._prepare_to_train(False)
+        self._require_whole_state()
+        count = self._callback_handler.count("on_save")
+        path = self._save_now(checkpoint_path)
+        if path and self._callback_handler.count("on_save") == count:
+            self._dispatch_event("on_save", checkpoint_path=path)
+        return path
+
+    def load_checkpoint(self, checkpoint_path: str | None = None) -> str | None:
+        """Load a checkpoint, by default the newest complete one; returns its path. `train` continues from there."""
+        manager = self.checkpoint_manager
+        if not self._is_preparing and (manager is None or manager.is_read_only):
+            self._prepare_to_load(True if checkpoint_path is None else checkpoint_path)
+        elif manager is None:
+            self._complete_state()
+            self.checkpoint_manager = self._make_manager()
+        self._loaded_path = self._load_state(checkpoint_path)
+        self._has_loaded = True
+        return self._loaded_path
+
     def save_model(self, output_dir: str | None = None) -> None:
-        """Write the model alone, as a Hugging Face directory."""
+        """Write the model alone, as a Hugging Face directory, by default into the output directory."""
+        self._prepare_to_evaluate(self.eval_dataset)
+        self._model_exporter().export_model(output_dir or self.args.output_dir, overwrite=True)
 
-    @abstractmethod
+    def _save_now(self, checkpoint_path: str | None) -> str:
+        step = None if checkpoint_path else self.state.global_step
+        saved: str = self.checkpoint_manager.save_checkpoint(checkpoint_path, step)
+        return saved
+
+    def _prepare_to_load(self, wanted: bool | str) -> None:
+        self._prepare_to_train(False)
+
+    def _load_state(self, path: str | None) -> str | None:
+        loaded: str | None = self.checkpoint_manager.load_checkpoint(path)
+        return loaded
+
+    def _restore(self, resume: bool | str) -> None:
+        """Load what is to be resumed; a damaged checkpoint gives way to an older one only if none was named."""
+        path = self.checkpoint_manager.resolve_checkpoint_path(resume)
+        if path is None:
+            self.checkpoint_manager.begin_fresh_run()
+            return
+        logger.info("Resumed from %s", self._load_state(None if resume is True else str(resume)))
+
+    def _make_manager(self, **options: Any) -> CheckpointManager:
+        """A manager of the declared state, for the output directory of the arguments."""
+        return CheckpointManager(
+            self._checkpoint_config(),
+            self.dist,
+            self,
+            model_preprocessor=self.processing_class,
+            callbacks=self.callbacks,
+            **self._model_to_save(),
+            **options,
+        )
+
+    def _checkpoint_config(self) -> CheckpointConfig:
+        return CheckpointConfig(
+            output_dir=self.args.output_dir,
+            save_total_limit=self.args.save_total_limit,
+            save_on_each_node=self.args.save_on_each_node,
+            save_safetensors=self.args.save_safetensors,
+        )
+
+    def _model_to_save(self) -> dict[str, Any]:
+        """The model as coordinator and manager take it; more than one argument where ranks have parts of it."""
+        return {"model": self.unwrapped_model()}
+
+    def _model_exporter(self) -> CheckpointCoordinator:
+        model = [component for component in self.get_state_components() if component.key == "model"]
+        return CheckpointCoordinator(
+            model,
+            self.get_process_groups(),
+            self.dist,
+            self.args.output_dir,
+            self.args.save_safetensors,
+            model_preprocessor=self.processing_class,
+            **self._model_to_save(),
+        )
+
+    # --- declared state
+
     def get_state_components(self) -> list[StateComponent]:
-        """Everything that can be checkpointed, and how ranks share it."""
+        """Everything that can be checkpointed, and how ranks share it: the rows of `state_sharing`."""
+        pattern = self._get_dataset_sharing_pattern()
+        return declare(self.state_sharing, self._statefuls(), pattern, self._dataset_group())
 
     def get_process_groups(self) -> dict[str, ProcessGroup]:
         """The families of groups that PER_GROUP components name."""
@@ -106,15 +415,81 @@ class BaseTrainer(ABC):
         return select_components(self.get_state_components(), getattr(self.args, "checkpoint_components", None))
 
     def _get_dataset_sharing_pattern(self) -> SharingPattern:
+        """How ranks share the position in the data, decided from how batches are loaded."""
         return SharingPattern.GLOBAL
 
+    def _dataset_group(self) -> str | None:
+        """The family of groups that share a data stream, if the dataset is PER_GROUP."""
+        return None
+
+    def _statefuls(self) -> dict[str, object]:
+        """The object behind each component; a placeholder where preparation has yet to build it."""
+        built = {name: value for name, value in self._built_statefuls().items() if not is_left_out(name, self.args)}
+        if self._is_prepared or self._is_preparing:
+            return built
+        return {name: Unbuilt(name) if value is None else value for name, value in built.items()}
+
+    def _built_statefuls(self) -> dict[str, object]:
+        """By component; None for one that does not exist (yet)."""
+        loader = self.train_dataloader
+        has_schedule = self.lr_scheduler is not None and self.optimizer is not None
+        return {
+            "model": self.unwrapped_model() if self.model is not None else None,
+            "optimizer": self.optimizer,
+            "scheduler": SchedulerState(self.lr_scheduler, self.optimizer) if has_schedule else None,
+            "trainer": self,
+            "dataset": loader if hasattr(loader, "state_dict") and hasattr(loader, "load_state_dict") else None,
+            "rng": self.rng,
+        }
+
+    def state_dict(self) -> dict[str, Any]:
+        """The component "trainer". Overrides add keys to what `super().state_dict()` returns."""
+        state = {"state": self.state.state_dict()}
+        if hasattr(self.amp_context, "state_dict"):
+            state["amp"] = self.amp_context.state_dict()
+        return state
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        """Restore what `state_dict` returned; overrides call `super().load_state_dict(state_dict)`."""
+        self.state.load_state_dict(state_dict["state"])
+        if hasattr(self.amp_context, "load_state_dict") and "amp" in state_dict:
+            self.amp_context.load_state_dict(state_dict["amp"])
+
+    def import_progress(self, global_step: int, epoch: float) -> None:
+        """Take over step and epoch from a checkpoint of another program."""
+        self.state.global_step, self.state.epoch = global_step, epoch
+        self.state.raw_epoch = int(epoch)
+
+    def _own_state_keys(self) -> set[str]:
+        """The keys that the component "trainer" must have."""
+        return set(BaseTrainer.state_dict(self))
+
+    def _require_whole_state(self) -> None:
+        """Refuse to save a `state_dict` override that dropped keys of the base: a resume would not be exact."""
+        if type(self).state_dict.__module__.startswith("forgather."):
+            return
+        state = self.state_dict()
+        missing = sorted(self._own_state_keys() - set(state if isinstance(state, Mapping) else ()))
+        if missing:
+            raise CheckpointSaveError(
+                f"{type(self).__name__}.state_dict() lacks the keys {', '.join(missing)}, without which a resume is not exact. "
+                "Start from the base: state = super().state_dict(), and add keys of your own to it."
+            )
+
     def unwrapped_model(self) -> nn.Module:
-        """The model itself, without what a strategy or compiler wrapped around it."""
+        """The model itself, without the wrappers of DDP, torch.compile and fused losses: what is checkpointed."""
         if self.model is None:
             raise RuntimeError("The model is not built yet: it is when training or evaluation begins.")
-        return self.model
+        return unwrap_model(self.model)
 
     # --- callbacks
+
+    @classmethod
+    def default_callbacks(cls) -> list[Any]:
+        """The callbacks that a trainer uses beside those it is given."""
+        from forgather.ml.trainer.callbacks import default_callbacks
+
+        return default_callbacks()
 
     @property
     def callbacks(self) -> list[Any]:
@@ -137,15 +512,38 @@ class BaseTrainer(ABC):
             logs["epoch"] = self.state.epoch
         record = {**logs, "step": self.state.global_step}
         self.state.log_history.append(record)
-        self._dispatch("on_log", logs=logs)
+        self._dispatch_event("on_log", logs=logs)
         # Numbers that callbacks added; the history is checkpointed, and need not be able to hold anything else.
         added = {name: value for name, value in logs.items() if type(value) in (bool, int, float)}
         record.update({**added, **record})
 
-    def _dispatch(self, event: str, **details: Any) -> None:
-        self._callback_handler.dispatch(event, self.control, **details)
+    def _dispatch_event(self, event: str, readers: bool | None = None, **extra: Any) -> None:
+        """Tell callbacks of an event; on_init_end, on_train_begin and on_train_end reach them once per run."""
+        if event in _ONCE_PER_RUN:
+            if event in self._fired:
+                return
+            self._fired.add(event)
+        handler = self._callback_handler
+        if handler.listens(event):
+            handler.context = self._event_context()
+        handler.dispatch(event, self.control, readers, **extra)
 
-    def _default_callbacks(self) -> list[Any]:
-        from forgather.ml.trainer.callbacks import default_callbacks
+    def _event_context(self) -> dict[str, Any]:
+        """What every handler is told."""
+        return {
+            "args": self.args,
+            "state": self.state,
+            "control": self.control,
+            "model": self.unwrapped_model() if self.model is not None else None,
+            "processing_class": self.processing_class,
+            "optimizer": self.optimizer,
+            "lr_scheduler": self.lr_scheduler,
+            "train_dataloader": self.train_dataloader,
+            "eval_dataloader": self.eval_dataloader,
+            "trainer": self,
+        }
 
-        return default_callbacks()
+    @property
+    def _stop_requested_by(self) -> tuple[str, str, str] | None:
+        """Callback, event and flag of the last request to stop."""
+        return self._callback_handler.stop_requested_by

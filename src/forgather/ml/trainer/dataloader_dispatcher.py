@@ -25,7 +25,7 @@ from forgather.ml.trainer.loading.data_order import (
     kept_state,
 )
 from forgather.ml.trainer.loading.empty_batch import emptied
-from forgather.ml.trainer.setup.trainer_utils import moved
+from forgather.ml.trainer.setup.devices import moved
 
 _DURING = "loading a batch"
 _SHORT_BYTES = 2**16
@@ -141,6 +141,9 @@ class DataloaderDispatcher:
     def goes_on(self) -> bool:
         """Whether a second pass goes on where the first was left."""
         return self._goes_on
+
+    def __bool__(self) -> bool:
+        return True
 
     def __len__(self) -> int:
         if self.num_batches is None:

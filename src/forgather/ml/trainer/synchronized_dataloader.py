@@ -19,7 +19,7 @@ from forgather.ml.trainer.loading.data_order import (
     is_stateful,
     kept_state,
 )
-from forgather.ml.trainer.setup.trainer_utils import moved
+from forgather.ml.trainer.setup.devices import moved
 
 _DURING = "loading a batch"
 _STEPS_BETWEEN_LOOKS = 64
@@ -166,6 +166,9 @@ class SynchronizedDataLoader:
 
     def __len__(self) -> int:
         return len(self._dataloader)
+
+    def __bool__(self) -> bool:
+        return True
 
     def __getattr__(self, name: str) -> Any:
         if name.startswith("_"):

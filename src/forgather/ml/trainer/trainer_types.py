@@ -1,4 +1,4 @@
-"""The words that trainers, callbacks and users share."""
+"""Types that trainers, callbacks and users share: state, control, callback, and aliases."""
 
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
@@ -43,6 +43,19 @@ class IntervalStrategy(Enum):
         raise ValueError(f"{value!r} is not an interval strategy; choose one of {choices}.")
 
 
+_RESUMED_FIELDS = (
+    "epoch",
+    "global_step",
+    "raw_epoch",
+    "epoch_start_step",
+    "epoch_train_steps",
+    "log_history",
+    "best_metric",
+    "num_input_tokens_seen",
+    "total_flos",
+)
+
+
 @dataclass(kw_only=True)
 class TrainerState:
     """Where training is; callbacks read it, and Hugging Face callbacks find the names they know."""
@@ -70,6 +83,15 @@ class TrainerState:
     stateful_callbacks: list[Any] = field(default_factory=list)
     epoch_start_step: int = 0
     raw_epoch: int = 0
+
+    def state_dict(self) -> dict[str, Any]:
+        """What a resume needs; settings come from the arguments, and paths are stored elsewhere."""
+        return {name: getattr(self, name) for name in _RESUMED_FIELDS if hasattr(self, name)}
+
+    def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
+        for name in _RESUMED_FIELDS:
+            if name in state_dict:
+                setattr(self, name, state_dict[name])
 
 
 @dataclass(slots=True)

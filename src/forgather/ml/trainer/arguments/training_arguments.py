@@ -105,6 +105,11 @@ class MinimalTrainingArguments(NamedArguments):
     save_safetensors: bool = True
     save_on_each_node: bool = False
     overwrite_output_dir: bool = False
+    save_optimizer_state: bool = True
+    """False leaves the optimizer out of checkpoints; the next three do the same for their components."""
+    save_scheduler_state: bool = True
+    save_dataset_state: bool = True
+    save_rng_state: bool = True
     resume_from_checkpoint: bool | str = True
     """True: the newest complete checkpoint, if there is one; a path: that one; False: start fresh."""
     load_best_model_at_end: bool = False

@@ -39,6 +39,13 @@ _SPLITS = ("train", "test", "validation", "valid", "dev", "eval")
 CollateFn = Callable[[list[Any]], Any]
 
 
+class EvalDataLoader(DataLoader[Any]):
+    """A DataLoader that is true in a boolean context, however many batches it has."""
+
+    def __bool__(self) -> bool:
+        return True
+
+
 class ResumableLoader(Protocol):
     """Batches of one epoch at a time, from a position that can be saved and restored."""
 
@@ -140,9 +147,22 @@ def build_eval_loader(
     if kind == "map":
         order = DataOrder(len(dataset), seed=0, shuffle=False)
         batches = PositionedBatches(order, batch_size, drop_last, part=part, fills_up=False)
-        return DataLoader(as_dataset(SeededSamples(dataset, False)), batch_sampler=batches, **options)
+        return EvalDataLoader(as_dataset(SeededSamples(dataset, False)), batch_sampler=batches, **options)
     stream = seeded_stream(dataset, seed=0, batch_size=batch_size, forward_epoch=False, in_workers=num_workers > 0)
-    return DataLoader(stream, batch_size=batch_size, drop_last=drop_last, **options)
+    return EvalDataLoader(stream, batch_size=batch_size, drop_last=drop_last, **options)
+
+
+def is_resumable(loader: object) -> bool:
+    """Whether a loader is one of ours, or behaves like one."""
+    needed = ("num_batches", "set_epoch", "state_dict", "load_state_dict", "close")
+    return all(hasattr(loader, name) for name in needed)
+
+
+def adapted_loader(loader: Iterable[Any], set_dataset_epoch: bool) -> ResumableLoader:
+    """A loader with a position, around any iterable of batches; one with a state of its own keeps it."""
+    if is_stateful(loader):
+        return StatefulLoader(_ready_loader(loader), set_dataset_epoch, WHOLE)
+    return CountingLoader(_ready_loader(loader), set_dataset_epoch, WHOLE)
 
 
 def kind_of(dataset: Any) -> str:

@@ -23,6 +23,9 @@ class EpochLoader:
         """What the caller gave, if it is not a loader without one."""
         return getattr(self._loader, "dataset", None)
 
+    def __bool__(self) -> bool:
+        return True
+
     def set_epoch(self, epoch: int) -> None:
         if epoch == self._epoch:
             return

@@ -3,7 +3,7 @@
 import itertools
 import math
 import time
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -11,6 +11,9 @@ import torch
 from torch import Tensor
 
 from forgather.ml.trainer.loading.empty_batch import EmptyBatch
+
+SAMPLES_IN_DATASET = "samples in the dataset"
+_AS_TEXT = (SAMPLES_IN_DATASET,)
 
 
 class EvaluationInterrupted(Exception):
@@ -86,16 +89,17 @@ def first_batches(loader: Iterable[Any], limit: int) -> Iterable[Any]:
     return loader if limit < 0 else itertools.islice(loader, limit)
 
 
-def no_batches_error(settings: Mapping[str, Any], num_samples: int | None, where: str = "") -> RuntimeError:
-    """Explains an evaluation that saw nothing, by the settings that led to it."""
-    table = "\n".join(f"  {name:<30} {value!r}" for name, value in settings.items())
-    size = "unknown" if num_samples is None else str(num_samples)
-    return RuntimeError(
-        f"The evaluation had no batch at all{where}: there is nothing to compute a loss from.\n\n"
-        f"  {'samples in the dataset':<30} {size}\n{table}\n\n"
+def no_batches_explanation() -> str:
+    return (
         "Why: the dataset is empty, or smaller than a batch while dataloader_drop_last=True drops what is left.\n"
         "What to change: give more samples, lower per_device_eval_batch_size, or set dataloader_drop_last=False."
     )
+
+
+def no_batches_diagnostic(header: str, settings: Mapping[str, Any], explanation: str) -> str:
+    """Explains an evaluation that saw nothing, with a table of the settings that led to it."""
+    table = "\n".join(f"  {name:<30} {value if name in _AS_TEXT else repr(value)}" for name, value in settings.items())
+    return f"{header}\n\n{table}\n\n{explanation}"
 
 
 def samples_in(batch: Mapping[str, Any]) -> int:
@@ -116,11 +120,3 @@ def _samples_without_tensors(batch: Mapping[str, Any]) -> int:
         if isinstance(value, (list, tuple)):
             return len(value)
     return 1
-
-
-def checked_by(interrupted: Callable[[], bool], batches: Iterable[Any]) -> Iterable[Any]:
-    """The batches, until a stop request comes."""
-    for batch in batches:
-        if interrupted():
-            raise EvaluationInterrupted
-        yield batch

@@ -39,12 +39,10 @@ class explaining_indices:
 
     __slots__ = ("_batches", "_model")
 
-    def __init__(self, model: nn.Module, batches: Batches, looks_first: bool = False) -> None:
-        """`looks_first` looks at the batches before the step, for one on an accelerator."""
+    def __init__(self, model: nn.Module, batches: Batches) -> None:
+        """`batches` may be filled in while the step runs."""
         self._model = model
         self._batches = batches
-        if looks_first:
-            _warn_of_large_ids(model, batches)
 
     def __enter__(self) -> None:
         pass
@@ -57,7 +55,7 @@ class explaining_indices:
             raise better from error
 
 
-def _warn_of_large_ids(model: nn.Module, batches: Batches) -> None:
+def warn_of_large_ids(model: nn.Module, batches: Batches) -> None:
     """On an accelerator a wrong id ends in an assert that names nothing. Only a warning: a model may map its ids first."""
     found = next(_suspects(model, batches), None)
     if found is not None:

@@ -53,6 +53,11 @@ class IntervalMetrics:
             self._norms.append(grad_norm)
 
     @property
+    def logs(self) -> tuple[list[Tensor], list[Tensor], list[Number]]:
+        """Losses, norms and tokens of this rank's steps since they were last settled between ranks."""
+        return self._losses, self._norms, self._tokens
+
+    @property
     def num_steps(self) -> int:
         return self._settled.num_steps + len(self._losses)
 

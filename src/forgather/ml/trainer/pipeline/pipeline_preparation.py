@@ -24,10 +24,10 @@ from forgather.ml.trainer.pipeline.splitters.causal_lm import create_causal_lm_s
 from forgather.ml.trainer.pipeline.splitters.example_batch import example_batch, sample_batch
 from forgather.ml.trainer.pipeline.tied_weights import TiedWeight, tied_weights
 from forgather.ml.trainer.recipes.layers import apply_layer_recipe
+from forgather.ml.trainer.setup.devices import moved
 from forgather.ml.trainer.setup.given_objects import explains_calls
 from forgather.ml.trainer.setup.rank_settings import described
 from forgather.ml.trainer.setup.seeding import seed_everything, seed_of_rank, undisturbed_random_numbers
-from forgather.ml.trainer.setup.trainer_utils import moved
 from forgather.ml.trainer.step_loss.own_loss import compared, reason_for_own_loss
 from forgather.ml.utils import ModelParameterStats
 

@@ -27,9 +27,9 @@ from forgather.ml.trainer.pipeline.pipeline_preparation import StagedTrainer
 from forgather.ml.trainer.pipeline.schedules.runner import ScheduleRunner, micro_batches
 from forgather.ml.trainer.pipeline.schedules.trained_stage import TrainedStage
 from forgather.ml.trainer.pipeline.tied_weights import add_gradients, compare_copies, total_norm
+from forgather.ml.trainer.setup.model_modes import set_train
 from forgather.ml.trainer.setup.seeding import undisturbed_random_numbers
 from forgather.ml.trainer.setup.torch_settings import torch_settings
-from forgather.ml.trainer.setup.trainer_utils import set_train
 from forgather.ml.trainer.step_loss.fused import HiddenStatesModel, make_fused_loss, output_embeddings_of, unfused
 from forgather.ml.trainer.step_loss.loss_traits import Traits
 from forgather.ml.trainer.step_loss.model_loss import ModelLoss, Window

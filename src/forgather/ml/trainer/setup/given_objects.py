@@ -72,6 +72,20 @@ def _accepted_names(cls: type, first: Any = None) -> list[str]:
     return [] if takes_any else names
 
 
+def merged_signature(cls: type) -> inspect.Signature:
+    """The signature of a class with the parameters that its constructor passes on to its bases in **kwargs."""
+    merged: dict[str, inspect.Parameter] = {}
+    constructors = [vars(base)["__init__"] for base in cls.__mro__ if "__init__" in vars(base) and base is not object]
+    for number, init in enumerate(constructors):
+        parameters = list(inspect.signature(init).parameters.values())[1:]
+        for one in parameters:
+            if one.kind is not one.VAR_KEYWORD and one.name not in merged:
+                merged[one.name] = one if number == 0 else one.replace(kind=one.KEYWORD_ONLY)
+        if not any(one.kind is one.VAR_KEYWORD for one in parameters):
+            break
+    return inspect.Signature(sorted(merged.values(), key=lambda one: one.kind))
+
+
 def _for_arguments(owner: Any, name: str) -> str:
     fields = getattr(owner.arguments_class, "__dataclass_fields__", {})
     return f" It is a field of the arguments: args={{{name!r}: ...}}." if name in fields else ""

@@ -24,8 +24,12 @@ def build_model(
     construct_on: str,
     dtype: str | None,
     will_be_loaded: bool,
+    fill_buffers: Callable[[nn.Module], None] | None = None,
 ) -> nn.Module:
-    """Call `model_init` and put the model on its device; weights that a checkpoint replaces are not initialised."""
+    """Call `model_init` and put the model on its device; weights that a checkpoint replaces are not initialised.
+
+    `fill_buffers` computes the non-persistent buffers of a model that was built on the meta device.
+    """
     if construct_on == "meta" and not will_be_loaded:
         logger.warning(
             "construct_model_on='meta' needs a checkpoint to fill the model from, and there is none: building it as usual."
@@ -36,7 +40,7 @@ def build_model(
         if will_be_loaded:
             context.enter_context(no_init_weights())
         if construct_on == "meta":
-            return _materialised(model_init, device)
+            return _materialised(model_init, device, fill_buffers)
         if construct_on == "device":
             context.enter_context(device)
         return model_init().to(device)
@@ -99,18 +103,23 @@ def _adapter_in(module: nn.Module) -> str | None:
     return None
 
 
-def _materialised(model_init: Callable[[], nn.Module], device: torch.device) -> nn.Module:
+def _materialised(
+    model_init: Callable[[], nn.Module], device: torch.device, fill_buffers: Callable[[nn.Module], None] | None
+) -> nn.Module:
     with torch.device("meta"):
         model = model_init()
     sharing = create_sharing_metadata(model)
     model.to_empty(device=device)
     # `to_empty` gives every name memory of its own; tied ones must be one tensor again before they are loaded.
     retie_parameters(model, sharing)
-    _compute_missing_buffers(model, model_init, device)
+    if fill_buffers is None:
+        compute_missing_buffers(model, model_init, device)
+    else:
+        fill_buffers(model)
     return model
 
 
-def _compute_missing_buffers(model: nn.Module, model_init: Callable[[], nn.Module], device: torch.device) -> None:
+def compute_missing_buffers(model: nn.Module, model_init: Callable[[], nn.Module], device: torch.device) -> None:
     """Buffers that no checkpoint holds (rotary frequencies, masks) get the values that construction gives them."""
     stored = set(model.state_dict())
     missing = [name for name, _ in model.named_buffers() if name not in stored]

@@ -73,26 +73,29 @@ def _handles_ranks(trainer_class: type) -> bool:
     return bool(getattr(trainer_class, "handles_ranks", False)) or overrides
 
 
-def common_settings(trainer: Any, dispatches: bool) -> dict[str, str]:
-    """What decides the collectives of a trainer, as text by name; `dispatches` says whether rank 0 reads for all."""
-    resume = trainer._asked_to_resume
+def common_settings(
+    trainer_class: type,
+    args: Any,
+    resume: bool | str | None,
+    optimizer_groups: Mapping[str, Any] | None,
+    objects: Mapping[str, object],
+    stream: object,
+) -> dict[str, str]:
+    """What decides the collectives of a trainer, as text by name.
+
+    `resume` is None for an evaluation alone. Of `objects` it counts whether they were given. `stream` is the training data
+    if every rank reads its own: then ranks compare their first batches.
+    """
     settings = {
-        **argument_settings(trainer.args),
-        "class of the trainer": type(trainer).__qualname__,
+        **argument_settings(args),
+        "class of the trainer": trainer_class.__qualname__,
         "prepared for": "evaluation" if resume is None else "training",
         "resume_from_checkpoint": "None" if resume is None else resume_setting(resume),
-        "optimizer_groups": described(list(trainer._optimizer_groups or ())),
-    }
-    objects = {
-        "train_dataset": trainer.train_dataset,
-        "eval_dataset": trainer.eval_dataset,
-        "compute_loss_func": trainer.compute_loss_func,
-        "fused_loss_factory": trainer._fused_loss_factory,
+        "optimizer_groups": described(list(optimizer_groups or ())),
     }
     settings.update({name: "None" if value is None else "given" for name, value in objects.items()})
-    if not dispatches and trainer.train_dataset is not None:
-        # Ranks compare their first batches if each has a stream of its own.
-        settings["kind of train_dataset"] = _kind(trainer.train_dataset)
+    if stream is not None:
+        settings["kind of train_dataset"] = _kind(stream)
     return settings
 
 

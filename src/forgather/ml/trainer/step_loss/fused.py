@@ -8,35 +8,38 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from forgather.ml.trainer.setup.model_modes import set_train
 from forgather.ml.trainer.setup.seeding import undisturbed_random_numbers
-from forgather.ml.trainer.setup.trainer_utils import set_train
+from forgather.ml.trainer.step_loss.model_outputs import logits_of
 from forgather.ml.trainer.step_loss.own_loss import compared, reason_for_own_loss
-from forgather.ml.trainer.step_loss.token_weighting import logits_of, parameters_of
+from forgather.ml.trainer.step_loss.token_weighting import parameters_of
 from forgather.ml.trainer.trainer_types import FusedLossFactoryT, LossFunctionT
+from forgather.ml.utils import ModelWrapper
 
 logger = logging.getLogger(__name__)
 
 
-class HiddenStatesModel(nn.Module):
-    """A model whose forward pass gives hidden states instead of logits.
+class HiddenStatesModel(ModelWrapper):
+    """Wraps a model so that `return_hidden_states=True` gives hidden states in place of logits.
 
-    One with the attribute `can_return_hidden_states` is asked for them by `return_hidden_states=True`; of a causal model of
-    Hugging Face the base model is run.
+    A model with the attribute `can_return_hidden_states` is asked for them; of a causal model of Hugging Face the base
+    model is run. Without the keyword the model runs as it is.
     """
 
     def __init__(self, model: nn.Module) -> None:
         super().__init__()
-        self.model = model
+        self.wrapped = model
         self._asks = bool(getattr(model, "can_return_hidden_states", False))
         self._avoids_cache = not self._asks and "use_cache" in parameters_of(model.forward)
 
-    def forward(self, *args: Any, **inputs: Any) -> Tensor:
+    def forward(self, *args: Any, return_hidden_states: bool = False, **inputs: Any) -> Any:
+        if not return_hidden_states:
+            return self.wrapped(*args, **inputs)
         if self._asks:
-            return _hidden_states_of(self.model(*args, **inputs, return_hidden_states=True))
+            return _hidden_states_of(self.wrapped(*args, **inputs, return_hidden_states=True))
         if self._avoids_cache:
             inputs.setdefault("use_cache", False)
-        hidden: Tensor = self.model.base_model(*args, **inputs)[0]  # type: ignore[operator]
-        return hidden
+        return self.wrapped.base_model(*args, **inputs)[0]  # type: ignore[operator]
 
 
 def output_embeddings_of(model: Any) -> nn.Module:

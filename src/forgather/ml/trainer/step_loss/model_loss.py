@@ -3,7 +3,6 @@
 import logging
 import math
 from collections.abc import Mapping
-from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
 import torch
@@ -12,22 +11,22 @@ from torch import Tensor, nn
 from forgather.ml.checkpoint.errors import CheckpointLoadError
 from forgather.ml.checkpoint.state.state_schema import Schema, flag, optional, that
 from forgather.ml.loss import CausalLoss
-from forgather.ml.trainer.loading.collation import require_mapping
 from forgather.ml.trainer.loading.empty_batch import EmptyBatch
 from forgather.ml.trainer.loop.evaluation_sums import samples_in
-from forgather.ml.trainer.setup.trainer_utils import set_train
+from forgather.ml.trainer.setup.model_modes import set_train
 from forgather.ml.trainer.step_loss.loss_traits import UNITS, Rows, Traits, find_traits, looking_only, rows_of
+from forgather.ml.trainer.step_loss.model_outputs import logits_of, own_loss_of
 from forgather.ml.trainer.step_loss.own_loss import (
     Comparison,
     compared,
     declares_shift,
     reason_for_own_loss,
-    unwrapped,
 )
-from forgather.ml.trainer.step_loss.token_weighting import StepLoss, logits_of, own_loss_of, zero_without_targets
+from forgather.ml.trainer.step_loss.token_weighting import StepLoss, zero_without_targets
 from forgather.ml.trainer.trainer_types import LossFunctionT
+from forgather.ml.utils import unwrap_model
 
-__all__ = ["Finding", "Forward", "ModelLoss", "Window", "reason_for_own_loss"]
+__all__ = ["Finding", "Forward", "ModelLoss", "reason_for_own_loss"]
 
 logger = logging.getLogger(__name__)
 
@@ -43,22 +42,6 @@ LOSS_STATE = optional(
         }
     )
 )
-
-
-@dataclass
-class Window:
-    """The micro-batches of one step; its targets are counted before the first backward pass."""
-
-    batches: list[Mapping[str, Any]]
-    counts: list[Count] = field(default_factory=list)
-    total: Count | None = None
-    """Targets of the whole step, over all micro-batches and data-parallel ranks."""
-    num_shares: int = 0
-    """Micro-batches of the whole step, on all data-parallel ranks; stand-ins do not count."""
-
-    def __post_init__(self) -> None:
-        for batch in self.batches:
-            require_mapping(batch)
 
 
 class Forward(NamedTuple):
@@ -125,6 +108,20 @@ class ModelLoss:
         return self._step_loss.logits(forward.logits)
 
     @property
+    def uses_own(self) -> bool:
+        """Whether the loss is the one that the model computes from its labels."""
+        return self._uses_own_loss
+
+    @property
+    def has_head(self) -> bool:
+        """Whether the model gives hidden states, so that logits cost a pass through the head."""
+        return self._head is not None
+
+    @property
+    def token_weighted(self) -> bool:
+        return self._token_weighted
+
+    @property
     def can_count(self) -> bool:
         """Whether targets can be counted before the model has been seen at work."""
         return self._uses_own_loss or (self._step_loss is not None and self._step_loss.is_resolved)
@@ -147,7 +144,7 @@ class ModelLoss:
 
         Nothing is decided by it: ranks must `adopt` the same.
         """
-        inner = unwrapped(model)
+        inner = unwrap_model(model)
         if self._step_loss is not None:
             return self._look_at_function(model, inputs, labels, is_stand_in)
         reason = reason_for_own_loss(inner) or ("there are no labels for another" if labels is None else None)
@@ -183,7 +180,7 @@ class ModelLoss:
         if self._step_loss.is_resolved or not isinstance(labels, Tensor):
             return Finding(is_stand_in=is_stand_in)
         with looking_only(model), set_train(model, False):
-            logits = logits_of(model(**inputs))
+            logits = logits_of(model(**self._with_keywords(inputs)))
         if logits is None:
             return Finding(is_stand_in=is_stand_in)
         return Finding(None, self._step_loss.found(logits, labels), is_stand_in=is_stand_in)
@@ -270,7 +267,7 @@ class ModelLoss:
             self.adopt(self.look(model, inputs, labels, is_empty))
         if self._uses_own_loss:
             return self._own_forward(model, inputs, labels, is_empty)
-        outputs = model(**inputs)
+        outputs = model(**self._with_keywords(inputs))
         logits = logits_of(outputs)
         if self._step_loss is None:
             if logits is None or logits.ndim != 3:
@@ -281,10 +278,19 @@ class ModelLoss:
             raise _no_loss_error(model, "returned no logits for the loss function")
         if labels is None:
             raise _no_loss_error(model, "got a batch without 'labels', which the loss function needs")
+        self.resolve(logits, labels)
+        return Forward(logits, None)
+
+    def resolve(self, logits: Tensor, labels: Tensor) -> None:
+        """Find out from logits and labels what the loss function counts, unless that is known."""
+        if self._step_loss is None:
+            self._use_causal("since it was called with logits and labels")
         assert self._step_loss is not None
         if not self._step_loss.is_resolved:
             self._step_loss.resolve(logits, labels)
-        return Forward(logits, None)
+
+    def _with_keywords(self, inputs: Mapping[str, Any]) -> Mapping[str, Any]:
+        return inputs if self._head is None else {**inputs, "return_hidden_states": True}
 
     def share(self, forward: Forward, labels: Tensor | None, count: Count, total: Count, num_shares: int) -> Tensor:
         """The part of the step's loss that this micro-batch makes; `num_shares` counts the micro-batches of the step."""
@@ -314,7 +320,9 @@ class ModelLoss:
     def _refuse_without_loss(self, model: nn.Module) -> None:
         if not self._passes_labels:
             raise _no_loss_error(model, "takes no labels, and returned neither logits of rank 3 nor a 'loss'")
-        self._use_own(Traits(first_counts=not declares_shift(unwrapped(model))), "since there are no logits of rank 3")
+        self._use_own(
+            Traits(first_counts=not declares_shift(unwrap_model(model))), "since there are no logits of rank 3"
+        )
 
     def _own_forward(self, model: nn.Module, inputs: Mapping[str, Any], labels: Any, is_empty: bool) -> Forward:
         if not self._passes_labels:

@@ -9,9 +9,11 @@ import torch
 from torch import Tensor, nn
 
 from forgather.ml.loss import CausalLoss
-from forgather.ml.trainer.setup.trainer_utils import set_train
+from forgather.ml.trainer.setup.model_modes import set_train
 from forgather.ml.trainer.step_loss.loss_traits import IGNORE_INDEX, looking_only
-from forgather.ml.trainer.step_loss.token_weighting import logits_of, own_loss_of, parameters_of
+from forgather.ml.trainer.step_loss.model_outputs import logits_of, own_loss_of
+from forgather.ml.trainer.step_loss.token_weighting import parameters_of
+from forgather.ml.utils import unwrap_model
 
 TOLERANCE = 1e-4
 """Losses that differ by no more than this share of them are the same."""
@@ -137,7 +139,7 @@ def takes_labels(model: nn.Module) -> bool:
 
 def reason_for_own_loss(model: nn.Module) -> str | None:
     """Why the causal loss would be wrong for a model, though its logits may look like those of a causal one."""
-    inner = unwrapped(model)
+    inner = unwrap_model(model)
     config = getattr(inner, "config", None)
     loss_type = getattr(inner, "loss_type", None)
     if loss_type is not None and loss_type != "ForCausalLM":
@@ -155,15 +157,3 @@ def declares_shift(model: nn.Module) -> bool:
     """Whether a model's own loss is one over next tokens; encoder-decoder models shift what they read instead."""
     is_encoder_decoder = getattr(getattr(model, "config", None), "is_encoder_decoder", False)
     return getattr(model, "loss_type", None) in _SHIFTED_LOSS_TYPES and not is_encoder_decoder
-
-
-def unwrapped(model: nn.Module) -> nn.Module:
-    """The user's model inside of torch's wrappers: compiled modules, DistributedDataParallel and their kind."""
-    while True:
-        inner = getattr(model, "_orig_mod", None)
-        # A user's own model may have a part of that name, and is no wrapper for it.
-        if inner is None and type(model).__module__.startswith("torch."):
-            inner = getattr(model, "module", None)
-        if not isinstance(inner, nn.Module):
-            return model
-        model = inner

@@ -2,7 +2,7 @@
 
 import inspect
 import logging
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from typing import Any
 
 import torch
@@ -11,29 +11,9 @@ from torch import Tensor, nn
 from forgather.ml.trainer.step_loss.loss_traits import IGNORE_INDEX, Rows, Traits, find_traits
 from forgather.ml.trainer.trainer_types import LossFunctionT
 
-__all__ = ["IGNORE_INDEX", "StepLoss", "logits_of", "own_loss_of", "parameters_of", "zero_without_targets"]
+__all__ = ["IGNORE_INDEX", "StepLoss", "parameters_of", "zero_without_targets"]
 
 logger = logging.getLogger(__name__)
-
-
-def logits_of(outputs: Any) -> Tensor | None:
-    """The logits among a model's outputs: an attribute, a key, the first of a tuple, or the tensor itself."""
-    if isinstance(outputs, Tensor):
-        return outputs
-    if isinstance(outputs, Mapping):
-        return outputs.get("logits")
-    if isinstance(outputs, Sequence):
-        return next((value for value in outputs if isinstance(value, Tensor) and value.ndim > 0), None)
-    return getattr(outputs, "logits", None)
-
-
-def own_loss_of(outputs: Any) -> Tensor | None:
-    """The loss that a model computed by itself: an attribute, a key, or the first of a tuple, if that is a scalar."""
-    if isinstance(outputs, Sequence):
-        loss = outputs[0] if outputs else None
-        return loss if isinstance(loss, Tensor) and loss.ndim == 0 else None
-    loss = outputs.get("loss") if isinstance(outputs, Mapping) else getattr(outputs, "loss", None)
-    return loss if isinstance(loss, Tensor) else None
 
 
 class StepLoss:

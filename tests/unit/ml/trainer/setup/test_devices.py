@@ -5,12 +5,8 @@ import torch
 from torch import nn
 
 from forgather.ml.distributed import StaticDistributedEnvironment
-from forgather.ml.trainer.setup.trainer_utils import (
-    choose_device,
-    enable_hf_activation_checkpointing,
-    maybe_cleanup_memory,
-    set_train,
-)
+from forgather.ml.trainer.setup.devices import choose_device, maybe_cleanup_memory
+from forgather.ml.trainer.setup.model_modes import enable_hf_activation_checkpointing, set_train
 
 
 def modes(model: nn.Module) -> list[bool]:

@@ -9,7 +9,8 @@ from torch.nn import functional
 
 from forgather.ml.loss import CausalLoss, RescaleLoss
 from forgather.ml.trainer.step_loss.model_loss import Forward, ModelLoss
-from forgather.ml.trainer.step_loss.token_weighting import StepLoss, logits_of, own_loss_of
+from forgather.ml.trainer.step_loss.model_outputs import logits_of, own_loss_of
+from forgather.ml.trainer.step_loss.token_weighting import StepLoss
 
 LOGITS = torch.randn(2, 4, 5, generator=torch.Generator().manual_seed(0))
 LABELS = torch.tensor([[1, 2, 3, 4], [-100, -100, 0, -100]])

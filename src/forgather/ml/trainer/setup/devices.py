@@ -1,31 +1,16 @@
-"""What trainers do to models and devices besides training them."""
+"""Devices: choosing one for a process, moving batches to it, emptying its cache."""
 
 import gc
 import os
-from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Mapping
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from forgather.ml.distributed.environment import DistributedEnvInterface
+from forgather.ml.trainer.arguments.training_arguments import MinimalTrainingArguments
 from forgather.ml.trainer.loading.empty_batch import EmptyBatch
-
-
-@contextmanager
-def set_train(model: nn.Module, mode: bool) -> Iterator[None]:
-    """Put the model in train or eval mode, and give every submodule its own mode back afterwards.
-
-    Users freeze parts of a model with `eval()`; setting one mode for all on the way out would thaw them.
-    """
-    previous = [(module, module.training) for module in model.modules()]
-    model.train(mode)
-    try:
-        yield
-    finally:
-        for module, training in previous:
-            module.training = training
 
 
 def require_device(asked: str | torch.device | None) -> None:
@@ -105,13 +90,10 @@ def maybe_cleanup_memory(threshold: float) -> None:
         torch.accelerator.empty_cache()
 
 
-def enable_hf_activation_checkpointing(rank: int, module: nn.Module) -> None:
-    """Turn on activation checkpointing of a Hugging Face model, in the variant that works with DDP and compilation."""
-    enable = getattr(module, "gradient_checkpointing_enable", None)
-    if enable is None:
-        raise ValueError(
-            f"Activation checkpointing was asked for, but {type(module).__name__} (rank {rank}) has no method "
-            "gradient_checkpointing_enable, which Hugging Face models have. Pass the trainer an "
-            "enable_activation_checkpoint_fn that knows this model, or set gradient_checkpointing=False."
-        )
-    enable(gradient_checkpointing_kwargs={"use_reentrant": False})
+def device_type(args: MinimalTrainingArguments) -> str:
+    """The kind of device that a trainer with these arguments will use."""
+    if args.use_cpu:
+        return "cpu"
+    if args.device is not None:
+        return torch.device(args.device).type
+    return str(torch.accelerator.current_accelerator()) if torch.accelerator.is_available() else "cpu"

@@ -1,0 +1,72 @@
+"""Cadence: at which steps a run logs, evaluates and saves, and when it ends.
+
+Every answer is a function of the arguments and of `TrainerState.global_step`, never of when the process started.
+"""
+
+from forgather.ml.trainer.arguments.training_arguments import TrainingArguments
+from forgather.ml.trainer.periodic_function import PeriodicFunction
+from forgather.ml.trainer.setup.step_plan import StepPlan
+from forgather.ml.trainer.trainer_types import TrainerControl, TrainerState
+
+
+class Cadence:
+    """Says what is due at the present step."""
+
+    def __init__(
+        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, plan: StepPlan, evaluates: bool
+    ) -> None:
+        """`evaluates`: there is an evaluation dataset."""
+        self._args = args
+        self._state = state
+        self._control = control
+        self._plan = plan
+        self._evaluates_on_save = bool(args.eval_on_save and evaluates)
+        self.log = _periodic(args.logging_strategy, args.logging_steps)
+        self.evaluate = _periodic(args.eval_strategy, args.eval_steps, args.eval_delay)
+        self.save = _periodic(args.save_strategy, args.save_steps)
+
+    def log_is_due(self, periodic: PeriodicFunction) -> bool:
+        return self.is_due(periodic) or (self._args.logging_first_step and self._state.global_step == 1)
+
+    def is_due(self, periodic: PeriodicFunction) -> bool:
+        """By the step, or because there is no later one; strategies by epochs are due at their ends."""
+        return periodic.due(self._state.global_step) or (periodic.is_by_steps and self.is_last_step)
+
+    @property
+    def save_was_due(self) -> bool:
+        at_epoch_end = self._state.global_step == self._state.epoch_start_step
+        return self.is_due(self.save) or (self._args.save_strategy == "epoch" and at_epoch_end)
+
+    def evaluation_is_due(self, evaluated_step: int) -> bool:
+        """Whether the present step still needs an evaluation: a checkpoint saved by hand may come before it."""
+        step = self._state.global_step
+        if step in (0, evaluated_step):
+            return False
+        return self.evaluate.due(step) or (self._evaluates_on_save and self.is_due(self.save))
+
+    @property
+    def has_more_epochs(self) -> bool:
+        if self.is_last_step:
+            return False
+        without_limit = self._args.max_steps >= 0 or self._args.num_train_epochs < 0
+        return without_limit or self._state.raw_epoch < self._args.num_train_epochs
+
+    @property
+    def is_last_step(self) -> bool:
+        if self._control.should_training_stop or self._control.should_abort_without_save:
+            return True
+        return self._plan.has_limit and self._state.global_step >= self._plan.num_steps
+
+    @property
+    def leaves_epoch(self) -> bool:
+        return self._control.should_epoch_stop or self.is_last_step
+
+    @property
+    def epoch_is_complete(self) -> bool:
+        steps_done = self._state.global_step - self._state.epoch_start_step
+        return self._control.should_epoch_stop or steps_done >= self._state.epoch_train_steps  # type: ignore[attr-defined]
+
+
+def _periodic(strategy: str, period: int, first_step: int = 0) -> PeriodicFunction:
+    """The steps at which something is due; strategies by epochs act where an epoch ends."""
+    return PeriodicFunction(0, strategy if strategy == "steps" else "no", period, 1, first_step)

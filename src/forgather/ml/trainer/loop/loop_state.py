@@ -1,0 +1,181 @@
+"""LoopState: everything the loop of a trainer knows; the content of the component "trainer".
+
+`Trainer.state_dict` and `load_state_dict` delegate to it. Reporter, evaluator and saver share one LoopState.
+"""
+
+import os
+from dataclasses import dataclass, field
+from typing import Any
+
+from forgather.ml.checkpoint.state.state_schema import (
+    Schema,
+    amount,
+    anything,
+    count,
+    every,
+    flag,
+    integer,
+    list_of,
+    mapping_of,
+    number,
+    optional,
+    position,
+    positive,
+    relative_name,
+    require_mapping,
+    text,
+)
+from forgather.ml.checkpoint.store import CHECKPOINTS_FOLDER
+from forgather.ml.trainer.amp import AMPContext
+from forgather.ml.trainer.loop.cadence import Cadence
+from forgather.ml.trainer.loop.metrics import IntervalMetrics, RunTotals
+from forgather.ml.trainer.loop.nonfinite import GradientWatch, LateFlag
+from forgather.ml.trainer.step_loss.model_loss import LOSS_STATE, ModelLoss
+from forgather.ml.trainer.trainer_types import TrainerControl, TrainerState
+
+# The rest of a record is what the user's metrics and callbacks put there.
+_RECORD = every(mapping_of(text, anything), Schema({"step": count}, may_lack=["step"]))
+_STATE = Schema(
+    {
+        "epoch": amount,
+        "global_step": count,
+        "raw_epoch": count,
+        # Before the first step, if an epoch has more steps since the checkpoint that it was begun with.
+        "epoch_start_step": integer,
+        "epoch_train_steps": positive,
+        "log_history": list_of(_RECORD),
+        "best_metric": optional(number),
+        "num_input_tokens_seen": count,
+        "total_flos": amount,
+    },
+    may_lack=["epoch_train_steps"],
+)
+# What a checkpoint from before a key was saved stands for: the value at the beginning of a run.
+_SINCE_ADDED = {
+    "best_saved_metric": None,
+    "should_epoch_stop": False,
+    "should_training_stop": False,
+    "is_scheduled": None,
+    "eval_metrics": None,
+    "nonfinite_in_a_row": 0,
+}
+_PROGRESS = Schema(
+    {
+        "state": _STATE,
+        "best_model_checkpoint": optional(relative_name),
+        "interval": require_mapping,
+        "totals": require_mapping,
+        "amp": require_mapping,
+        "best_saved_metric": optional(number),
+        "should_epoch_stop": flag,
+        "nonfinite_in_a_row": count,
+        "should_training_stop": flag,
+        "evaluated_step": position,
+        "eval_metrics": optional(mapping_of(text, anything)),
+        "evaluation_is_pending": flag,
+        "is_scheduled": flag,
+        "loss": LOSS_STATE,
+    },
+    may_lack=[*_SINCE_ADDED, "loss"],
+)
+
+
+@dataclass
+class LoopState:
+    """Counters, requests, sums since the last log, and what was evaluated and saved last."""
+
+    output_dir: str
+    state: TrainerState
+    control: TrainerControl
+    cadence: Cadence
+    amp: AMPContext
+    loss: ModelLoss
+    watch: GradientWatch
+    interval: IntervalMetrics
+    totals: RunTotals = field(default_factory=RunTotals)
+    evaluated_step: int = -1
+    eval_metrics: dict[str, Any] | None = None
+    evaluation_is_pending: bool = False
+    best_saved_metric: float | None = None
+    saved_step: int = -1
+    saved_path: str = ""
+    scheduled_step: int = -1
+    """The last step with a save that settings or a callback asked for; other saves follow stop requests."""
+    is_leaving: bool = False
+    resumed_in_epoch: bool = False
+    left_out: LateFlag | None = None
+    """Whether GradScaler left out the last step, while that is not known on the host."""
+
+    def state_dict(self) -> dict[str, Any]:
+        best, step = self.state.best_model_checkpoint, self.state.global_step
+        return {
+            "state": self.state.state_dict(),
+            # A name, because an output directory may be moved.
+            "best_model_checkpoint": None if best is None else os.path.basename(os.path.normpath(best)),
+            "interval": self.interval.state_dict(),
+            "totals": self.totals.state_dict(),
+            "amp": self.amp.state_dict(),
+            "best_saved_metric": self.best_saved_metric,
+            # Callbacks may ask with whatever a comparison gave them.
+            "should_epoch_stop": bool(self.control.should_epoch_stop),
+            "nonfinite_in_a_row": self.watch.in_a_row,
+            # Only of a run that leaves before it could follow the request; one that has ended may be resumed to train on.
+            "should_training_stop": bool(self.control.should_training_stop and self.is_leaving),
+            "evaluated_step": self.evaluated_step,
+            # Those of this step, which a later save of the same step needs.
+            "eval_metrics": self.eval_metrics if self.evaluated_step == step else None,
+            "evaluation_is_pending": self.evaluation_is_pending or self.cadence.evaluation_is_due(self.evaluated_step),
+            "is_scheduled": self.scheduled_step == step,
+            "loss": self.loss.state_dict(),
+        }
+
+    def check_state_dict(self, state: Any) -> None:
+        """Raise a `CheckpointLoadError` for a state that `load_state_dict` could not use; keys unknown here are ignored."""
+        _PROGRESS.check(state, "trainer")
+        self.interval.check_state_dict(state["interval"])
+        self.totals.check_state_dict(state["totals"])
+        self.amp.check_state_dict(state["amp"])
+        self.loss.check_state_dict(state.get("loss"))
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        self.check_state_dict(state)
+        state = {**_SINCE_ADDED, **state}
+        self.state.load_state_dict(state["state"])
+        best = state["best_model_checkpoint"]
+        folder = os.path.join(self.output_dir, CHECKPOINTS_FOLDER)
+        self.state.best_model_checkpoint = None if best is None else os.path.join(folder, best)
+        self.best_saved_metric = state["best_saved_metric"]
+        self.interval.load_state_dict(state["interval"])
+        self.totals.load_state_dict(state["totals"])
+        self.amp.load_state_dict(state["amp"])
+        self.control.should_epoch_stop = state["should_epoch_stop"]
+        self.watch.resume(state["nonfinite_in_a_row"])
+        self.control.should_training_stop = state["should_training_stop"]
+        self.evaluated_step, self.eval_metrics = state["evaluated_step"], state["eval_metrics"]
+        self.evaluation_is_pending = state["evaluation_is_pending"]
+        self._resume_saves(state["is_scheduled"])
+        self.resumed_in_epoch = True
+        if "loss" in state:
+            self.loss.load_state_dict(state["loss"])
+        else:
+            self.loss.keep_old_rule()
+
+    def _resume_saves(self, is_scheduled: bool | None) -> None:
+        step = self.state.global_step
+        if is_scheduled is None:
+            # A checkpoint of an earlier version: with a pending evaluation, the settings decide whether it was.
+            is_scheduled = not self.evaluation_is_pending
+        self.scheduled_step = step if is_scheduled else -1
+        # With a request to stop, the last save is made again, without the request.
+        self.saved_step = -1 if self.control.should_training_stop else step
+
+    def import_progress(self, global_step: int, epoch: float) -> None:
+        """Take over the position of a run of another program; its epoch begins again at its first batch."""
+        self.state.global_step = self.state.epoch_start_step = global_step
+        self.state.raw_epoch = int(epoch)
+        self.state.epoch = float(self.state.raw_epoch)
+        self.resumed_in_epoch = True
+
+    def forget_best(self) -> None:
+        """Choose the best from now on, after a checkpoint of another run: this run does not have that run's best one."""
+        self.state.best_model_checkpoint = self.state.best_metric = self.best_saved_metric = None

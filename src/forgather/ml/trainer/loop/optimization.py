@@ -1,0 +1,54 @@
+"""Optimization: what belongs to an optimizer and its schedule: state by FQN, gradient norm, clipping."""
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from forgather.ml.checkpoint.state.optimizer_state import OptimizerState
+from forgather.ml.trainer.loop.gradients import GradientNorm
+from forgather.ml.trainer.loop.scheduler_state import SchedulerState
+from forgather.ml.trainer.trainer_types import LRSchedulerT, OptimizerT
+
+NormFunction = Callable[[float], Tensor]
+
+
+class Optimization:
+    """Derived from an optimizer when it is made, and from a schedule whenever that is made."""
+
+    def __init__(
+        self, optimizer: OptimizerT, named: Sequence[tuple[str, nn.Parameter]], knows_configuration: bool
+    ) -> None:
+        """`knows_configuration`: the options of the groups are still those that the user asked for."""
+        self.made_for = optimizer
+        self.state = OptimizerState(optimizer, named, knows_configuration=knows_configuration)
+        self.names = {parameter: name for name, parameter in named}
+        self.parameters: list[Tensor] = [one for group in optimizer.param_groups for one in group["params"]]
+        self.norm: NormFunction = GradientNorm(self.parameters)
+        self.scheduler_state: SchedulerState | None = None
+
+    def follow(self, lr_scheduler: LRSchedulerT, optimizer: OptimizerT) -> None:
+        """Checkpoint this schedule from now on."""
+        self.scheduler_state = SchedulerState(lr_scheduler, optimizer)
+
+    def clip(self, max_grad_norm: float | None, norm: Tensor) -> None:
+        if max_grad_norm:
+            torch.nn.utils.clip_grads_with_norm_(self.parameters, max_grad_norm, norm)
+
+    @property
+    def trace(self) -> Any:
+        """What the last norm was made of, if that was kept."""
+        return getattr(self.norm, "trace", None)
+
+
+def require_parameters_of(model: nn.Module, optimizer: OptimizerT, owner: str) -> None:
+    """Raise if `_wrap` left an optimizer with parameters that the model does not have: nothing would be trained."""
+    own = {id(parameter) for parameter in model.parameters()}
+    strangers = sum(id(one) not in own for group in optimizer.param_groups for one in group["params"])
+    if strangers:
+        raise ValueError(
+            f"{strangers} parameters of the optimizer are not those of self.model after {owner}._wrap(), so that their updates "
+            "would change nothing. A wrapper that replaces parameters, such as fully_shard, belongs into _prepare_model, which "
+            "runs before the optimizer is made; or make a new optimizer in _wrap."
+        )

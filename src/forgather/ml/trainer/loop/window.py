@@ -1,0 +1,157 @@
+"""Windows: the micro-batches of one optimizer step, fetched and counted before the first backward pass.
+
+`StepBatches` is the `data_iterator` of `Trainer._train_step`: the first `next()` of a step fetches the whole window.
+"""
+
+import logging
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+from torch import Tensor
+
+from forgather.ml.trainer.loading.collation import require_mapping
+from forgather.ml.trainer.loading.empty_batch import EmptyBatch
+
+logger = logging.getLogger(__name__)
+
+Batch = Mapping[str, Any]
+Count = int | Tensor
+Prepared = tuple[dict[str, Any], Any]
+"""Inputs of the model and labels of one micro-batch."""
+
+
+@dataclass
+class Window:
+    """The micro-batches of one step, and how many targets they have."""
+
+    batches: list[Batch]
+    counts: list[Count] = field(default_factory=list)
+    """Targets of each micro-batch on this rank."""
+    total: Count | None = None
+    """Targets of the whole step, over all micro-batches and data-parallel ranks; None while that is not known."""
+    num_shares: int = 0
+    """Micro-batches of the whole step, on all data-parallel ranks; stand-ins do not count."""
+    prepared: list[Prepared] = field(default_factory=list)
+    """What an override of `_prepare_batch` returned, if there is one."""
+    number: int = -1
+    """The micro-batch that was handed out last."""
+
+    def __post_init__(self) -> None:
+        for batch in self.batches:
+            require_mapping(batch)
+
+    def __len__(self) -> int:
+        return len(self.batches)
+
+    @property
+    def labelled(self) -> list[tuple[Batch, Any]]:
+        """Each micro-batch with the labels that its targets are counted on."""
+        if self.prepared:
+            return [(batch, labels) for batch, (_, labels) in zip(self.batches, self.prepared, strict=True)]
+        return [(batch, batch.get("labels")) for batch in self.batches]
+
+    @property
+    def count(self) -> Count:
+        """Targets of the present micro-batch."""
+        return self.counts[self.number]
+
+    @property
+    def is_stand_in(self) -> bool:
+        """Whether the present micro-batch only stands in for one, and weighs nothing."""
+        return isinstance(self.batches[self.number], EmptyBatch)
+
+    @property
+    def is_last(self) -> bool:
+        return self.number + 1 == len(self.batches)
+
+    @property
+    def has_begun(self) -> bool:
+        return self.number >= 0
+
+
+class StepBatches(Iterator[Batch]):
+    """Iterator over micro-batches that fetches them window by window, one window per step."""
+
+    def __init__(self, batches: Iterator[Batch], size: int, drop_last: bool, fetched: Callable[[Window], None]) -> None:
+        """`fetched` is called with each window before its first micro-batch is handed out."""
+        self._batches = batches
+        self._size = size
+        self._drop_last = drop_last
+        self._fetched = fetched
+        self._has_warned = False
+        self.current: list[Batch] = []
+        """The micro-batches of the present window, for messages about them."""
+        self.window: Window | None = None
+        """The window of the present step; None until its first micro-batch is asked for."""
+
+    def begin_step(self) -> None:
+        """Let the next `next()` fetch a new window."""
+        window = self.window
+        if window is not None and not window.is_last and not self._has_warned:
+            self._has_warned = True
+            logger.warning(
+                "_train_step took %d of the %d micro-batches of a step; the others are not trained on. Call next() on the "
+                "data iterator until _should_sync_gradients() is True.",
+                *(window.number + 1, len(window)),
+            )
+        self.window = None
+
+    def __next__(self) -> Batch:
+        if self.window is None:
+            window = self._fetch()
+            self.current[:] = window.batches
+            self._fetched(window)
+            self.window = window
+        elif self.window.is_last:
+            return self._beyond(self.window)
+        self.window.number += 1
+        return self.window.batches[self.window.number]
+
+    def _fetch(self) -> Window:
+        batches: list[Batch] = []
+        for batch in self._batches:
+            batches.append(batch)
+            if len(batches) == self._size:
+                return Window(batches)
+        if not batches or self._drop_last:
+            raise StopIteration
+        return Window(batches)
+
+    def _beyond(self, window: Window) -> Batch:
+        """A short window is the end of the epoch; beyond a whole one, the step is wrong."""
+        if len(window) < self._size:
+            raise StopIteration
+        raise RuntimeError(
+            f"_train_step asked for micro-batch {len(window) + 1} of a step, but gradient_accumulation_steps={self._size} "
+            f"makes a step of {self._size}. Stop at the micro-batch for which _should_sync_gradients() is True."
+        )
+
+
+def prepared_once(
+    prepare: Callable[[Batch], Prepared], window: Callable[[], Window | None]
+) -> Callable[[Batch], Prepared]:
+    """An override of `_prepare_batch` that runs once per micro-batch, when the window is fetched; the step gets the result."""
+
+    def once(batch: Batch) -> Prepared:
+        present = window()
+        if present is not None and present.has_begun and batch is present.batches[present.number]:
+            return present.prepared[present.number]
+        return prepare(batch)
+
+    return once
+
+
+def checked_result(window: Window | None, result: Any, owner: str) -> tuple[Tensor, Tensor | None, int | Tensor]:
+    """What `_train_step` returned, if it is a step."""
+    if window is None:
+        raise RuntimeError(
+            f"{owner}._train_step returned without taking a micro-batch, so that training would never end. Take the batches "
+            "of a step from the data iterator: batch = next(data_iterator)."
+        )
+    if not isinstance(result, tuple) or len(result) != 3 or not isinstance(result[0], Tensor):
+        raise TypeError(
+            f"{owner}._train_step returned {type(result).__name__}, but has to return (loss, grad_norm, tokens): a tensor, a "
+            "tensor or None, and a number."
+        )
+    return result

@@ -1,0 +1,305 @@
+"""Team of ranks: sums, gathers and agreements between the processes of a trainer.
+
+`RankTeam` talks to the other ranks over a gloo group of its own. `SoloTeam` is the null object for one process, so that
+trainers never ask whether they are parallel. Every rank calls each method, or none does.
+"""
+
+import contextlib
+import logging
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager
+from typing import Any, TypeVar
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.distributed import DeviceMesh, ProcessGroup
+
+from forgather.ml.distributed import DistributedEnvInterface, DistributedError, Peers
+from forgather.ml.distributed.environment import get_requested_timeout
+from forgather.ml.distributed.number_exchange import NumberExchange, number_exchange
+from forgather.ml.distributed.rank_links import RankLinks
+from forgather.ml.trainer.callbacks.handler import asks_for_something, asks_in_steps
+from forgather.ml.trainer.dataloader_dispatcher import DataloaderDispatcher
+from forgather.ml.trainer.loading.builders import kind_of
+from forgather.ml.trainer.loading.data_order import WHOLE
+from forgather.ml.trainer.loading.empty_batch import EmptyBatch
+from forgather.ml.trainer.loop.evaluation_sums import EvaluationInterrupted, first_batches
+from forgather.ml.trainer.loop.nonfinite import GradientWatch
+from forgather.ml.trainer.ranks.batch_notes import Feed, LossOf, RankFeed, SoloFeed, signal_of, stop_flags
+from forgather.ml.trainer.ranks.parallel_loading import BuildLoader, DataLayout, ParallelLoading
+from forgather.ml.trainer.setup.rank_settings import require_equal_settings
+from forgather.ml.trainer.synchronized_dataloader import NOTHING, Rounds, SynchronizedDataLoader
+from forgather.ml.trainer.trainer_types import TrainerControl
+
+logger = logging.getLogger(__name__)
+
+T = TypeVar("T")
+Received = Callable[[], str | None]
+
+_REQUESTS = tuple(TrainerControl.__dataclass_fields__)
+
+
+class SoloTeam:
+    """One process: sums are what they are, and nothing has to be agreed on."""
+
+    rank = 0
+    size = 1
+    is_open = True
+    where = ""
+    """Added to messages that count something."""
+    settles_loss_first = False
+    """Whether ranks must know the loss before their first forward pass."""
+
+    def sum(self, numbers: Tensor) -> Tensor:
+        """Each of these numbers, summed over all ranks; on the CPU."""
+        return numbers
+
+    def count(self, is_so: bool) -> int:
+        """The number of ranks for which it is so."""
+        return int(is_so)
+
+    def gather(self, value: T) -> list[T]:
+        return [value]
+
+    def broadcast(self, value: T) -> T:
+        return value
+
+    def agreement(self, during: str) -> AbstractContextManager[None]:
+        """Errors of one rank become errors of all; no collectives in the body."""
+        return contextlib.nullcontext()
+
+    def require_equal_settings(self, settings: Callable[[], Mapping[str, str]]) -> None:
+        """Raise on all ranks if their settings differ."""
+
+    def mesh(self, device_type: str, shape: Sequence[int], names: Sequence[str]) -> DeviceMesh | None:
+        return None
+
+    def settle(self, control: TrainerControl, callbacks: Iterable[object], occasion: str = "epoch") -> None:
+        """Make what callbacks have asked for the same on every rank.
+
+        The occasions "step" and "log" (a log, an evaluation, a save) are frequent, and most callbacks ask for nothing then.
+        """
+
+    def feed(
+        self, loss: LossOf, watch: GradientWatch, received: Received, layout: DataLayout, counts_early: bool
+    ) -> Feed:
+        return SoloFeed(loss, watch, received)
+
+    def train_loader(self, build: BuildLoader, dataset: object, layout: DataLayout, drop_last: bool, feed: Feed) -> Any:
+        return build(WHOLE)
+
+    def eval_loader(self, build: BuildLoader, dataset: object, layout: DataLayout) -> Any:
+        return build(WHOLE)
+
+    def evaluate_rounds(
+        self,
+        loader: Iterable[Any],
+        limit: int,
+        first: Callable[[Any], None],
+        work: Callable[[Any], None],
+        received: Received,
+        interrupted: Callable[[str], None],
+        waits_for_errors: bool = True,
+    ) -> None:
+        """Call `work` on every batch, `limit` at most; `first` sees the first one before that.
+
+        A stop request raises `EvaluationInterrupted`, after `interrupted` was told the signal's name. With
+        `waits_for_errors=False` an error of `work` leaves at once: the ranks of a pipeline wait for each other inside it.
+        """
+        is_first = True
+        for batch in first_batches(loader, limit):
+            signal_name = received()
+            if signal_name is not None:
+                interrupted(signal_name)
+                raise EvaluationInterrupted
+            if is_first:
+                first(batch)
+            is_first = False
+            work(batch)
+
+    def compares_batches(self, dataset: object, layout: DataLayout) -> bool:
+        """Whether ranks should compare their first batches: each may have been given the same stream."""
+        return False
+
+    def open(self) -> None:
+        """Connect the ranks, or connect them again after an error has closed their links."""
+
+    def close_loader(self, loader: Any, in_order: bool) -> None:
+        """`in_order` is False after an error, of which other ranks may not know."""
+        loader.close()
+
+
+class RankTeam(SoloTeam):
+    """The ranks of a job, which do everything at the same step."""
+
+    settles_loss_first = True
+
+    def __init__(self, env: DistributedEnvInterface, group: ProcessGroup) -> None:
+        self.rank, self.size = env.rank, env.world_size
+        self.where = f" across all {env.world_size} ranks"
+        self._group = group
+        self.peers = Peers(group)
+        self._exchange: NumberExchange | None = None
+        # When some callback may ask for something; the first time they settle, ranks learn of each other's.
+        self._occasions = {"epoch", "log", "step"}
+        self._loading = ParallelLoading(self.peers, self.agreement)
+
+    @property
+    def is_open(self) -> bool:  # type: ignore[override]
+        return self._exchange is not None
+
+    def open(self) -> None:
+        if self._exchange is None:
+            self._exchange = number_exchange(RankLinks.connect(self._group))
+        self._occasions = {"epoch", "log", "step"}
+
+    def sum(self, numbers: Tensor) -> Tensor:
+        assert self._exchange is not None
+        with _contact("adding up numbers of all ranks"):
+            sums = self._exchange.finish(self._exchange.start(numbers.flatten().tolist()))
+        return torch.tensor(sums, dtype=numbers.dtype, device="cpu").view(numbers.shape)
+
+    def count(self, is_so: bool) -> int:
+        return int(self.sum(torch.tensor([int(is_so)], dtype=torch.int64)))
+
+    def gather(self, value: T) -> list[T]:
+        return self.peers.gather(value)
+
+    def broadcast(self, value: T) -> T:
+        return self.peers.broadcast(value)
+
+    def agreement(self, during: str) -> AbstractContextManager[None]:
+        return self.peers.agreement(during)
+
+    def require_equal_settings(self, settings: Callable[[], Mapping[str, str]]) -> None:
+        require_equal_settings(self.peers, settings())
+
+    def mesh(self, device_type: str, shape: Sequence[int], names: Sequence[str]) -> DeviceMesh | None:
+        return dist.device_mesh.init_device_mesh(device_type, tuple(shape), mesh_dim_names=tuple(names))
+
+    def settle(self, control: TrainerControl, callbacks: Iterable[object], occasion: str = "epoch") -> None:
+        if occasion not in self._occasions:
+            return
+        asked = [bool(getattr(control, name)) for name in _REQUESTS]
+        callbacks = list(callbacks)
+        may_ask = [any(map(asks, callbacks)) for asks in (asks_in_steps, asks_for_something)]
+        *agreed, asks_at_steps, asks_at_logs = self.sum(torch.tensor([*asked, *may_ask], dtype=torch.int64)).tolist()
+        frequent = {"step": asks_at_steps, "log": asks_at_logs}
+        self._occasions = {"epoch", *(name for name, number in frequent.items() if number)}
+        for name, was_asked, number in zip(_REQUESTS, asked, agreed, strict=True):
+            if number and not was_asked:
+                logger.info("%s was asked for on another rank", name)
+            setattr(control, name, number > 0)
+
+    # --- batches
+
+    def feed(
+        self, loss: LossOf, watch: GradientWatch, received: Received, layout: DataLayout, counts_early: bool
+    ) -> Feed:
+        return RankFeed(loss, watch, received, self.sum, layout.speaks, counts_early)
+
+    def train_loader(self, build: BuildLoader, dataset: object, layout: DataLayout, drop_last: bool, feed: Feed) -> Any:
+        assert isinstance(feed, RankFeed)
+        loader = self._loading.loader(build, dataset, layout, for_training=True, drop_last=drop_last)
+        lengths = self.gather(loader.num_batches)
+        synchronized = SynchronizedDataLoader(
+            loader,
+            "cpu",
+            self._group,
+            notes=feed.about,
+            num_batches=None if None in lengths else min(lengths),
+            exchange=self._exchange,
+        )
+        feed.follow(synchronized)
+        return synchronized
+
+    def compares_batches(self, dataset: object, layout: DataLayout) -> bool:
+        return not layout.splits_streams and (dataset is None or kind_of(dataset) != "map")
+
+    def eval_loader(self, build: BuildLoader, dataset: object, layout: DataLayout) -> Any:
+        return self._loading.loader(build, dataset, layout, for_training=False, drop_last=False)
+
+    def evaluate_rounds(
+        self,
+        loader: Iterable[Any],
+        limit: int,
+        first: Callable[[Any], None],
+        work: Callable[[Any], None],
+        received: Received,
+        interrupted: Callable[[str], None],
+        waits_for_errors: bool = True,
+    ) -> None:
+        """Every rank goes through its own batches; all take part, the idle ones too, until no rank has any."""
+        rounds = Rounds(_begun_late(loader, limit), self._group, lambda _: stop_flags(received()), self._exchange)
+        rounds.fetch()
+        is_first = True
+        while (found := rounds.finish()).num_items > 0:
+            if is_first:
+                first(None if found.item is NOTHING else found.item)
+            is_first = False
+            signal_name = signal_of(tuple(found.noted))
+            if signal_name is not None:
+                interrupted(signal_name)
+                _leave(loader)
+                raise EvaluationInterrupted
+            rounds.fetch()
+            if found.item is not NOTHING and not isinstance(found.item, EmptyBatch):
+                self._work_in_round(work, found.item, rounds, waits_for_errors)
+        _leave(loader)
+        self.peers.agree(rounds.error, "evaluating a batch")
+
+    def _work_in_round(self, work: Callable[[Any], None], batch: Any, rounds: Rounds, waits_for_errors: bool) -> None:
+        if not waits_for_errors:
+            work(batch)
+            return
+        try:
+            work(batch)
+        except Exception as error:  # noqa: BLE001 - raised on every rank at the end of a round
+            rounds.fail(error, "evaluating a batch")
+
+    def close_loader(self, loader: Any, in_order: bool) -> None:
+        if in_order or not isinstance(loader, SynchronizedDataLoader):
+            loader.close()
+            return
+        # The rank that failed is gone, and the others may be waiting for it.
+        loader.abandon()
+        self._loading.close()
+        self._exchange = None
+
+
+Team = SoloTeam
+
+
+def make_team(env: DistributedEnvInterface, present: Team | None, owner: str) -> Team:
+    """The team of this process: the present one if it still fits, else a new one; collective."""
+    if env.world_size == 1:
+        return present if type(present) is SoloTeam else SoloTeam()
+    if isinstance(present, RankTeam) and (present.rank, present.size) == (env.rank, env.world_size):
+        return present
+    if not (dist.is_available() and dist.is_initialized()):
+        raise RuntimeError(
+            f"{owner} was given an environment of {env.world_size} ranks, but torch.distributed is not "
+            "initialised. Start the job with torchrun (or forgather train --nproc) and leave distributed_env out, or "
+            "pass a forgather.ml.distributed.DistributedEnvironment, which initialises it."
+        )
+    # A group of its own: its small messages travel while gradients do.
+    return RankTeam(env, dist.new_group(backend="gloo", timeout=get_requested_timeout()))
+
+
+def _begun_late(loader: Iterable[Any], limit: int) -> Iterator[Any]:
+    """A generator, which begins with the first round: what fails then fails on all ranks."""
+    yield from first_batches(loader, limit)
+
+
+def _leave(loader: Iterable[Any]) -> None:
+    if isinstance(loader, DataloaderDispatcher):
+        loader.close()
+
+
+@contextlib.contextmanager
+def _contact(during: str) -> Iterator[None]:
+    try:
+        yield
+    except (RuntimeError, OSError) as lost:
+        raise DistributedError(during, None, type(lost).__name__, str(lost)) from lost

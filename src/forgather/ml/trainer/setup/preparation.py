@@ -1,0 +1,142 @@
+"""Preparation: building blocks of `Trainer._prepare`, each a function of arguments and given objects."""
+
+import contextlib
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import nn
+
+from forgather.ml.checkpoint.manager import CheckpointManager
+from forgather.ml.distributed import DistributedEnvInterface
+from forgather.ml.trainer.arguments.training_arguments import TrainingArguments
+from forgather.ml.trainer.loading.builders import build_eval_loader, build_train_loader
+from forgather.ml.trainer.loading.data_order import Part
+from forgather.ml.trainer.ranks.parallel_loading import BuildLoader
+from forgather.ml.trainer.setup.devices import choose_device, device_type, require_device
+from forgather.ml.trainer.setup.optimizer_construction import (
+    build_optimizer,
+    group_weight_decay,
+    optimizer_factory,
+    undecayed_names,
+)
+from forgather.ml.trainer.setup.requirements import Given
+from forgather.ml.trainer.setup.torch_settings import activation_budget, torch_settings
+from forgather.ml.trainer.trainer_types import BaseDataset, DataCollatorT, OptimizerFactoryT, OptimizerT
+
+
+@contextlib.contextmanager
+def run_settings(args: TrainingArguments) -> Iterator[contextlib.ExitStack]:
+    """Settings of torch for one run; the stack takes contexts that are entered once preparation is done."""
+    with contextlib.ExitStack() as stack:
+        stack.enter_context(torch_settings(args))
+        stack.enter_context(activation_budget(args.activation_memory_budget))
+        yield stack
+
+
+def find_device(args: TrainingArguments, env: DistributedEnvInterface) -> torch.device:
+    """The device of this process, by arguments and environment."""
+    if not args.use_cpu:
+        require_device(args.device)
+    return choose_device(args.device, device_type(args), env)
+
+
+def use_device(device: torch.device) -> None:
+    if device.index is not None and torch.accelerator.device_count() > 1:
+        # Statistics, and kernels of other packages, take the current device for the one that is meant.
+        torch.accelerator.set_device_index(device.index)
+
+
+def use_precision(args: TrainingArguments) -> None:
+    """Settings of torch that hold for the whole process."""
+    if args.float32_matmul_precision is not None:
+        torch.set_float32_matmul_precision(args.float32_matmul_precision)
+    if args.dynamo_recompile_limit is not None:
+        from torch._dynamo import config as dynamo_config
+
+        dynamo_config.recompile_limit = args.dynamo_recompile_limit
+
+
+def loader_builder(
+    args: TrainingArguments,
+    dataset: BaseDataset,
+    batch_size: int,
+    collator: DataCollatorT | None,
+    device: torch.device,
+    seed: int | None,
+) -> BuildLoader:
+    """Builds the loader of one part of a dataset; with a `seed` for training, without one for evaluation."""
+    options: dict[str, Any] = {
+        "batch_size": batch_size,
+        "collate_fn": collator,
+        "drop_last": args.dataloader_drop_last,
+        "num_workers": args.dataloader_num_workers,
+        "pin_memory": args.dataloader_pin_memory and device.type == "cuda",
+        "persistent_workers": args.dataloader_persistent_workers and args.dataloader_num_workers > 0,
+        "prefetch_factor": args.dataloader_prefetch_factor,
+    }
+
+    def build(part: Part) -> Any:
+        if seed is None:
+            return build_eval_loader(dataset, part=part, **options)
+        return build_train_loader(
+            dataset,
+            seed=seed,
+            shuffle=args.shuffle,
+            set_dataset_epoch=args.set_dataset_epoch,
+            part=part,
+            **options,
+        )
+
+    return build
+
+
+def compile_options(args: TrainingArguments) -> dict[str, Any]:
+    return {
+        "backend": args.torch_compile_backend or "inductor",
+        "mode": args.torch_compile_mode,
+        "dynamic": args.torch_compile_dynamic,
+        "fullgraph": args.torch_compile_full_graph,
+    }
+
+
+def make_optimizer(
+    args: TrainingArguments,
+    given: Given,
+    factory: OptimizerFactoryT | None,
+    groups: Mapping[str, Any] | None,
+    named: Sequence[tuple[str, nn.Parameter]],
+    names_elsewhere: Sequence[str],
+) -> OptimizerT:
+    """The optimizer that was given, or one by factory, class or arguments."""
+    if given.optimizer is not None:
+        return given.optimizer
+    make = optimizer_factory(args, factory, given.optimizer_cls_and_kwargs)
+    return build_optimizer(named, make, groups, args.debug_optimizer_groups, names_elsewhere)
+
+
+def decay_groups(
+    args: TrainingArguments,
+    optimizer: OptimizerT,
+    whole_model: nn.Module,
+    named: Sequence[tuple[str, nn.Parameter]],
+    names_elsewhere: Sequence[str],
+    stored: Callable[[], str | None],
+) -> str:
+    """Split off parameters without weight decay; `stored` tells what the checkpoint to be resumed has."""
+    undecayed = undecayed_names(whole_model)
+    trainable = [name for name, parameter in named if parameter.requires_grad]
+    has_decayed = any(name not in undecayed for name in (*trainable, *names_elsewhere))
+    return group_weight_decay(optimizer, named, undecayed, has_decayed, args.weight_decay_groups, stored())
+
+
+def loads_component(args: TrainingArguments, key: str) -> bool:
+    """Whether a resume takes this component from the checkpoint."""
+    chosen = args.checkpoint_components
+    return (chosen is None or key in chosen) and key not in args.skip_checkpoint_components
+
+
+def stored_decay_groups(args: TrainingArguments, claim: CheckpointManager | None, path: str | None) -> str | None:
+    if path is None or claim is None or not (loads_component(args, "optimizer") or loads_component(args, "scheduler")):
+        return None
+    return claim.stored_weight_decay_groups(path)

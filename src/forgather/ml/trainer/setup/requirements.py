@@ -1,0 +1,114 @@
+"""Requirements on the arguments and objects of a trainer: combinations that are refused at construction."""
+
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from forgather.ml.checkpoint.components import require_known_components
+from forgather.ml.optim.opt_utils import check_group_map
+from forgather.ml.optim.step_in_backward import refuse_several_optimizers
+from forgather.ml.quantization.float8 import require_fp8
+from forgather.ml.quantization.qat import require_qat
+from forgather.ml.trainer.arguments.training_arguments import TrainingArguments
+from forgather.ml.trainer.setup.given_objects import check_optimization
+from forgather.ml.trainer.setup.torch_settings import cuda_graphs_problem
+from forgather.ml.trainer.trainer_types import LRSchedulerT, OptimizerT
+
+
+@dataclass(frozen=True)
+class Given:
+    """What the caller gave for optimization and loss; the trainer's own attributes change in preparation."""
+
+    optimizer: OptimizerT | None = None
+    lr_scheduler: LRSchedulerT | None = None
+    optimizer_cls_and_kwargs: tuple[type, dict[str, Any]] | None = None
+    loss_fn: Any = None
+
+
+def require_functions(functions: Mapping[str, object], groups: Mapping[str, Any] | None, given: Given) -> None:
+    """Refuse factories that cannot be called, and optimizers that are none."""
+    for name, function in functions.items():
+        if function is not None and not callable(function):
+            raise ValueError(f"{name}={function!r} cannot be used: it has to be a function.")
+    if groups is not None:
+        check_group_map(groups)
+    check_optimization(given.optimizer, given.lr_scheduler, given.optimizer_cls_and_kwargs)
+
+
+def require_builder(args: TrainingArguments, has_builder: bool) -> None:
+    for name, default in (("default_dtype", None), ("construct_model_on", "default")):
+        if not has_builder and getattr(args, name) != default:
+            raise ValueError(
+                f"{name}={getattr(args, name)!r} says how to build the model, but it was given ready: pass "
+                "model_init, a function that builds it, instead of model."
+            )
+
+
+def require_eval_dataset(args: TrainingArguments, has_dataset: bool) -> None:
+    asked = {"eval_strategy": args.eval_strategy != "no", "eval_on_save": args.eval_on_save}
+    for name, needs_dataset in asked.items():
+        if needs_dataset and not has_dataset:
+            raise ValueError(
+                f"{name}={getattr(args, name)!r} asks for evaluations, but there is no eval_dataset. Give one to the "
+                "trainer, or turn the evaluations off."
+            )
+
+
+def require_components(args: TrainingArguments, known: tuple[str, ...] | None) -> None:
+    """Refuse unknown names in the settings of checkpoints; `known` is None where the user declares the components."""
+    if "ema" in (args.checkpoint_components or ()) and args.ema_decay is None:
+        raise ValueError(
+            "checkpoint_components names 'ema', the averaged weights, but ema_decay=None keeps none. Set ema_decay, or "
+            "leave 'ema' out."
+        )
+    if known is None:
+        return
+    for setting in ("checkpoint_components", "skip_checkpoint_components"):
+        require_known_components(known, getattr(args, setting) or (), setting)
+
+
+def require_recipes(
+    args: TrainingArguments,
+    given: Given,
+    groups: Mapping[str, Any] | None,
+    has_fused_loss: bool,
+    device_type: str,
+    is_pipeline: bool,
+) -> None:
+    """Refuse recipes that cannot work with what the trainer was given, or on the device that it will use."""
+    if args.async_save:
+        raise ValueError("async_save=True is not available in this version of forgather: leave it False.")
+    if has_fused_loss and given.loss_fn is not None:
+        raise ValueError(
+            "fused_loss_factory makes the loss function, and compute_loss_func is one: they exclude each other. Leave one "
+            "of the two out."
+        )
+    if args.fuse_optim_with_backward:
+        refuse_several_optimizers(given.optimizer, groups)
+    if args.fp8_recipe is not None:
+        require_fp8(args.fp8_recipe, device_type)
+    if args.qat_recipe is not None:
+        require_qat(args.qat_recipe, device_type)
+    if args.torch_compile:
+        _refuse_cuda_graphs(args, device_type, is_pipeline)
+
+
+def _refuse_cuda_graphs(args: TrainingArguments, device_type: str, is_pipeline: bool) -> None:
+    mode = args.torch_compile_mode
+    problem = cuda_graphs_problem(mode, device_type, args.gradient_accumulation_steps, is_pipeline)
+    if problem is not None:
+        raise ValueError(
+            f"torch_compile_mode={mode!r} replays CUDA graphs, which cannot be used here: {problem}. Use "
+            "torch_compile_mode='default' or 'max-autotune-no-cudagraphs'."
+        )
+
+
+def require_supplier_of_best(args: TrainingArguments, callbacks: Iterable[object]) -> None:
+    chosen = args.checkpoint_components
+    can_supply = any(hasattr(callback, "on_load_model_weights") for callback in callbacks)
+    if args.load_best_model_at_end and chosen is not None and "model" not in chosen and not can_supply:
+        raise ValueError(
+            f"load_best_model_at_end=True needs the weights of the best checkpoint, but checkpoint_components={chosen} "
+            "saves none, and no callback implements on_load_model_weights to supply them. Add 'model', or the callback, "
+            "or set load_best_model_at_end=False."
+        )

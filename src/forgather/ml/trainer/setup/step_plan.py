@@ -1,0 +1,112 @@
+"""StepPlan: the arithmetic of steps, epochs and batches of a run."""
+
+import logging
+import math
+from typing import Any, Protocol
+
+from torch.utils.data import DataLoader
+
+from forgather.ml.trainer.arguments.training_arguments import MinimalTrainingArguments
+from forgather.ml.trainer.loading.epoch_loader import name_of
+from forgather.ml.trainer.trainer_types import TrainerState
+
+logger = logging.getLogger(__name__)
+
+NO_STEP_LIMIT = 2**62
+_SCHEDULES_WITHOUT_END = ("constant", "constant_with_warmup", "inverse_sqrt")
+
+
+class _SizedLoader(Protocol):
+    @property
+    def num_batches(self) -> int | None: ...
+
+
+class StepPlan:
+    """How many steps an epoch and the whole run have, as far as that is known."""
+
+    def __init__(self, args: MinimalTrainingArguments, loader: _SizedLoader | None) -> None:
+        self._args = args
+        self.num_batches = None if loader is None else loader.num_batches
+        """Batches of an epoch; None if the loader has no length."""
+        self.steps_per_epoch = max(self._steps_per_epoch(), 1) if loader is not None else 1
+        self.num_steps = self._planned_steps() if loader is not None else 0
+
+    @property
+    def has_limit(self) -> bool:
+        """Without a length an epoch ends when its data do, not at the number of steps that was assumed for it."""
+        return self._args.max_steps >= 0 or self.num_batches is not None
+
+    @property
+    def schedule_steps(self) -> int:
+        """The steps over which a learning-rate schedule runs."""
+        return min(self.num_steps, NO_STEP_LIMIT)
+
+    def replan(self, state: TrainerState, position: dict[str, Any], samples_per_batch: int) -> bool:
+        """Count the rest of a resumed run in steps of another size; True if the run's length may have changed."""
+        num_left = self.steps_per_epoch
+        if position.get("num_samples"):
+            num_left = self.steps_of((position["num_samples"] - position["index"]) / samples_per_batch)
+        state.epoch_train_steps = self.steps_per_epoch  # type: ignore[attr-defined]
+        state.epoch_start_step = state.global_step + num_left - self.steps_per_epoch
+        if self._args.max_steps >= 0 or self._args.num_train_epochs < 0:
+            return False
+        epochs_left = self._args.num_train_epochs - state.raw_epoch
+        state.max_steps = self.num_steps = state.epoch_start_step + math.ceil(epochs_left * self.steps_per_epoch)
+        return True
+
+    def steps_of(self, num_batches: float) -> int:
+        """The steps that a number of batches makes; a fraction is an incomplete batch."""
+        accumulation = self._args.gradient_accumulation_steps
+        if self._args.dataloader_drop_last:
+            return math.floor(num_batches) // accumulation
+        return math.ceil(math.ceil(num_batches) / accumulation)
+
+    def _steps_per_epoch(self) -> int:
+        """Optimizer steps in a whole epoch; an assumption for loaders without a length."""
+        if self.num_batches is None:
+            return int(self._args.epoch_train_steps)
+        return max(self.steps_of(self.num_batches), 1)
+
+    def _planned_steps(self) -> int:
+        if self._args.max_steps >= 0:
+            return int(self._args.max_steps)
+        if self._args.num_train_epochs < 0:
+            return NO_STEP_LIMIT
+        return math.ceil(self._args.num_train_epochs * self.steps_per_epoch)
+
+
+def batch_size_of(dataset: object, default: int) -> int:
+    """Samples of a batch: a ready loader has its own number."""
+    if isinstance(dataset, DataLoader):
+        for owner in (dataset, dataset.batch_sampler):
+            size = getattr(owner, "batch_size", None)
+            if isinstance(size, int):
+                return size
+    return default
+
+
+def warn_of_unknown_end(args: MinimalTrainingArguments, loader: _SizedLoader, has_schedule_by_name: bool) -> None:
+    """Say that the number of steps is a guess, or unlimited: a schedule that falls over it would not fall."""
+    if args.max_steps >= 0:
+        return
+    falls = has_schedule_by_name and args.lr_scheduler_type not in _SCHEDULES_WITHOUT_END
+    assumed = MinimalTrainingArguments.epoch_train_steps
+    if args.num_train_epochs < 0:
+        if falls:
+            logger.warning(
+                "num_train_epochs=%s and max_steps=-1 set no end to training, so the learning rate of lr_scheduler_type=%r "
+                "never falls. Set max_steps, or lr_scheduler_type='constant'.",
+                *(args.num_train_epochs, args.lr_scheduler_type),
+            )
+    elif loader.num_batches is None and args.epoch_train_steps == assumed:
+        dataset = getattr(loader, "dataset", None)
+        schedule = (
+            f"the learning rate of lr_scheduler_type={args.lr_scheduler_type!r} falls over that many, and hardly "
+        )
+        logger.warning(
+            "The training data (%s) have no length, so an epoch is taken to have epoch_train_steps=%d steps%s. Set "
+            "max_steps to the number of steps to train, or epoch_train_steps to those of an epoch.",
+            name_of(loader if dataset is None else dataset),
+            assumed,
+            f": {schedule}at all if the data end sooner" if falls else "",
+        )
