@@ -1,12 +1,17 @@
-"""Calls the handlers of callbacks, and costs next to nothing for events that nobody listens to."""
+"""Dispatch of events to callbacks: order, handler calls, stop requests.
+
+An event without listeners costs one look-up.
+"""
 
 import difflib
 import inspect
 import logging
-from collections.abc import Callable, Iterable
+from collections import Counter
+from collections.abc import Iterable
 from operator import attrgetter
 from typing import Any
 
+from forgather.ml.trainer.callbacks.handler_signatures import EVENTS, HandlerT, adapted, check_handler
 from forgather.ml.trainer.trainer_types import TrainerCallback, TrainerControl
 
 logger = logging.getLogger(__name__)
@@ -14,62 +19,45 @@ logger = logging.getLogger(__name__)
 _STOP_FLAGS = ("should_training_stop", "should_epoch_stop", "should_abort_without_save")
 _stop_flags = attrgetter(*_STOP_FLAGS)
 
-
 _METRIC_EVENTS = ("on_log", "on_evaluate")
-"""Events with metrics, to which callbacks may add: those that set `reads_final_metrics` are told last."""
-EVENTS = (
-    "on_init_end",
-    "on_train_begin",
-    "on_train_end",
-    "on_epoch_begin",
-    "on_epoch_end",
-    "on_step_begin",
-    "on_step_end",
-    "on_forward_backward_begin",
-    "on_forward_backward_end",
-    "on_pre_optimizer_step",
-    "on_optimizer_step",
-    "on_train_metrics",
-    "on_log_step",
-    "on_log",
-    "on_prediction_step",
-    "on_evaluate",
-    "on_save",
-    "on_load_model_weights",
-)
+"""Events with metrics, to which callbacks may add: callbacks that set `reads_final_metrics` are told last."""
 _EVENTS_OF_TRANSFORMERS = ("on_substep_end", "on_predict", "on_push_begin")
 
 
 class CallbackHandler:
-    """The callbacks of a trainer, `defaults` first; `context` holds the keywords that every handler gets.
+    """The callbacks of a trainer, in the order in which they are told of an event.
 
-    A callback of the class of a default one, or of a subclass, takes its place.
+    `defaults` come first, then `callbacks` in their order, then what `add` adds: what a default callback puts into a log
+    record is there when the user's own callbacks see it. A callback of the class of a default one, or of a subclass,
+    replaces it and keeps its own place in the order. `context` holds args, state and the keywords that every handler gets.
     """
 
     def __init__(self, callbacks: Iterable[Any], defaults: Iterable[Any] = ()) -> None:
-        self.callbacks: list[Any] = list(defaults)
+        self.callbacks: list[Any] = [_checked(default) for default in defaults]
         self.context: dict[str, Any] = {}
+        self.stop_requested_by: tuple[str, str, str] | None = None
+        """The latest stop request: the callback's name, the event, and the flag that it set."""
         self._defaults = list(self.callbacks)
-        self._handlers: dict[Any, list[tuple[str, Callable[..., Any]]]] = {}
+        self._handlers: dict[str | tuple[str, bool], list[tuple[str, HandlerT]]] = {}
+        self._counts: Counter[str] = Counter()
         for callback in callbacks:
             self.add(callback)
 
     def add(self, callback: Any) -> None:
-        """Add a callback, or let it replace the default one of its class; a class is instantiated."""
-        callback = _instance(callback) if isinstance(callback, type) else callback
-        _require_handlers(callback)
+        """Append a callback, and drop the default one that it replaces; a class is instantiated."""
+        callback = _checked(callback)
         self._handlers.clear()
-        for position, present in enumerate(self.callbacks):
-            if isinstance(callback, type(present)) and any(present is default for default in self._defaults):
-                self.callbacks[position] = callback
-                return
+        replaced = next((one for one in self._defaults if isinstance(callback, type(one))), None)
+        if replaced is not None:
+            self.pop(replaced)
         self.callbacks.append(callback)
 
     def pop(self, callback: Any) -> Any | None:
-        """Remove and return a callback, given itself or its class; None when there is no such one."""
+        """Remove and return a callback, given itself or its class; None when there is none."""
         for position, present in enumerate(self.callbacks):
             if present is callback or (isinstance(callback, type) and isinstance(present, callback)):
                 self._handlers.clear()
+                self._defaults = [default for default in self._defaults if default is not present]
                 return self.callbacks.pop(position)
         return None
 
@@ -77,26 +65,42 @@ class CallbackHandler:
         """Whether any callback has a handler for the event."""
         return bool(self._of(event))
 
+    def count(self, event: str) -> int:
+        """How often the event was dispatched, with or without listeners; a dispatch in two parts counts once."""
+        return self._counts[event]
+
     def dispatch(self, event: str, control: TrainerControl, readers: bool | None = None, **details: Any) -> None:
         """Call every handler of the event; what one returns counts as its wishes.
 
-        `readers` limits this to callbacks that read final metrics (True), or to the others (False).
+        `readers` limits this to callbacks that read final metrics (True), or to the others (False, which comes first).
         """
+        if readers is not True:
+            self._counts[event] += 1
         handlers = self._handlers.get(event if readers is None else (event, readers))
         if handlers is None:
             handlers = self._of(event, readers)
+        if not handlers:
+            return
+        rest = {**self.context, **details}
+        args, state = rest.pop("args", None), rest.pop("state", None)
+        rest.pop("control", None)
         for name, handler in handlers:
             before = _stop_flags(control)
-            returned = handler(**self.context, **details)
+            returned = handler(args, state, control, **rest)
             if returned is not None and returned is not control:
                 _adopt(control, returned)
             after = _stop_flags(control)
             if after != before:
-                for flag, is_set, was_set in zip(_STOP_FLAGS, after, before, strict=True):
-                    if is_set and not was_set:
-                        logger.info("%s asked for %s in %s", name, flag, event)
+                self._note_stop(name, event, before, after)
 
-    def _of(self, event: str, readers: bool | None = None) -> list[tuple[str, Callable[..., Any]]]:
+    def _note_stop(self, name: str, event: str, before: tuple[bool, ...], after: tuple[bool, ...]) -> None:
+        flags = [flag for flag, old, new in zip(_STOP_FLAGS, before, after, strict=True) if new and not old]
+        for flag in flags:
+            logger.info("%s asked for %s in %s", name, flag, event)
+        if flags:
+            self.stop_requested_by = name, event, flags[0]
+
+    def _of(self, event: str, readers: bool | None = None) -> list[tuple[str, HandlerT]]:
         key = event if readers is None else (event, readers)
         if key not in self._handlers:
             listening = [callback for callback in self.callbacks if hasattr(callback, event)]
@@ -109,6 +113,12 @@ class CallbackHandler:
                 if readers is None or _reads_final_metrics(callback) == readers
             ]
         return self._handlers[key]
+
+
+def _checked(callback: Any) -> Any:
+    callback = _instance(callback) if isinstance(callback, type) else callback
+    _require_handlers(callback)
+    return callback
 
 
 def _instance(kind: type) -> Any:
@@ -126,7 +136,7 @@ def _instance(kind: type) -> Any:
 
 
 def _require_handlers(callback: Any) -> None:
-    """Refuse what can never be called; warn of a handler with a name that is almost an event's."""
+    """Refuse a callback that cannot be called; warn of a handler with a name that is almost an event's."""
     names = [name for name in dir(callback) if name.startswith("on_")]
     # A class may make its handlers when they are asked for.
     is_heard = names or isinstance(callback, TrainerCallback) or hasattr(callback, "on_step_end")
@@ -137,8 +147,11 @@ def _require_handlers(callback: Any) -> None:
             "Give an object with methods named after events, such as on_step_end, on_log or on_evaluate (a "
             "TrainerCallback of forgather or transformers, or any other class)."
         )
+    for event in EVENTS:
+        if hasattr(callback, event):
+            check_handler(callback, event)
     for name in names:
-        nearest = difflib.get_close_matches(name, EVENTS, n=1, cutoff=0.85)
+        nearest = difflib.get_close_matches(name, list(EVENTS), n=1, cutoff=0.85)
         if nearest and name not in EVENTS and name not in _EVENTS_OF_TRANSFORMERS:
             logger.warning(
                 "%s.%s is not called by the trainer: no event has this name. Did you mean %s?",
@@ -148,15 +161,16 @@ def _require_handlers(callback: Any) -> None:
             )
 
 
-def _handler(callback: Any, event: str) -> Callable[..., Any]:
-    handler: Callable[..., Any] = getattr(callback, event)
+def _handler(callback: Any, event: str) -> HandlerT:
+    handler = adapted(getattr(callback, event))
     if event != "on_evaluate" or not _is_from_transformers(callback):
         return handler
+    log = adapted(callback.on_log)
 
-    def log_and_evaluate(metrics: dict[str, Any], **context: Any) -> Any:
+    def log_and_evaluate(args: Any, state: Any, control: Any, metrics: dict[str, Any], **rest: Any) -> Any:
         # The trainer of transformers logs evaluations as well: loggers written for it look nowhere else.
-        callback.on_log(logs={**metrics, "epoch": context["state"].epoch}, **context)
-        return handler(metrics=metrics, **context)
+        log(args, state, control, logs={**metrics, "epoch": state.epoch}, **rest)
+        return handler(args, state, control, metrics=metrics, **rest)
 
     return log_and_evaluate
 

@@ -7,10 +7,11 @@ import torch
 from rich.text import Text
 from torch import nn
 
+from forgather.ml.trainer.arguments.training_arguments import TrainingArguments
 from forgather.ml.trainer.callbacks.console import get_console
 from forgather.ml.trainer.setup.seeding import undisturbed_random_numbers
 from forgather.ml.trainer.setup.trainer_utils import set_train
-from forgather.ml.trainer.trainer_types import TrainerCallback, TrainerState
+from forgather.ml.trainer.trainer_types import TrainerCallback, TrainerControl, TrainerState
 
 
 class TextgenCallback(TrainerCallback):
@@ -39,17 +40,27 @@ class TextgenCallback(TrainerCallback):
         self._options = {"max_new_tokens": max_new_tokens, "do_sample": do_sample, **generation_kwargs}
         self._seed = seed
 
-    def on_train_begin(self, model: nn.Module, processing_class: Any, trainer: Any, **kwargs: Any) -> None:
+    def on_train_begin(
+        self,
+        args: TrainingArguments,
+        state: TrainerState,
+        control: TrainerControl,
+        model: nn.Module,
+        processing_class: Any,
+        trainer: object,
+        **kwargs: object,
+    ) -> None:
         _find_generate(_unwrapped(model, trainer), processing_class, trainer)
 
     def on_evaluate(
         self,
-        args: Any,
+        args: TrainingArguments,
         state: TrainerState,
+        control: TrainerControl,
         model: nn.Module,
         processing_class: Any,
-        trainer: Any,
-        **kwargs: Any,
+        trainer: object,
+        **kwargs: object,
     ) -> None:
         # On every rank, since a model that is spread over ranks needs them all; the seed makes them do the same.
         texts = self.generate(model, processing_class, trainer)
@@ -60,7 +71,7 @@ class TextgenCallback(TrainerCallback):
             for number, (prompt, text) in enumerate(zip(self._prompts, texts, strict=True)):
                 writer.add_text(args, state, f"samples/{number}", _as_markdown(prompt, text))
 
-    def generate(self, model: nn.Module, tokenizer: Any, trainer: Any) -> list[str]:
+    def generate(self, model: nn.Module, tokenizer: Any, trainer: object) -> list[str]:
         """The continuation of each prompt, without the prompt."""
         unwrapped = _unwrapped(model, trainer)
         generate = _find_generate(unwrapped, tokenizer, trainer)
@@ -75,7 +86,7 @@ class TextgenCallback(TrainerCallback):
         return texts
 
 
-def _find_generate(model: nn.Module, tokenizer: Any, trainer: Any) -> Callable[..., torch.Tensor]:
+def _find_generate(model: nn.Module, tokenizer: Any, trainer: object) -> Callable[..., torch.Tensor]:
     if tokenizer is None:
         raise ValueError("TextgenCallback needs a tokenizer: give the trainer one as processing_class.")
     generate: Callable[..., torch.Tensor] | None = getattr(trainer, "pipeline_generate", None)
@@ -88,7 +99,7 @@ def _find_generate(model: nn.Module, tokenizer: Any, trainer: Any) -> Callable[.
     return generate
 
 
-def _unwrapped(model: nn.Module, trainer: Any) -> Any:
+def _unwrapped(model: nn.Module, trainer: object) -> Any:
     return trainer.unwrapped_model() if hasattr(trainer, "unwrapped_model") else model
 
 
@@ -111,7 +122,7 @@ def _padding(tokenizer: Any) -> dict[str, int]:
     return {}
 
 
-def _text_writers(trainer: Any) -> list[Any]:
+def _text_writers(trainer: object) -> list[Any]:
     """The callbacks of the trainer that record texts."""
     return [callback for callback in getattr(trainer, "callbacks", []) if hasattr(callback, "add_text")]
 
