@@ -6,12 +6,13 @@ An event without listeners costs one look-up.
 import difflib
 import inspect
 import logging
-from collections import Counter
-from collections.abc import Iterable
+from collections import defaultdict
+from collections.abc import Iterable, Mapping
 from operator import attrgetter
+from types import MappingProxyType
 from typing import Any
 
-from forgather.ml.trainer.callbacks.handler_signatures import EVENTS, HandlerT, adapted, check_handler
+from forgather.ml.trainer.callbacks.handler_signatures import EVENTS, POSITIONAL, HandlerT, adapted, check_handler
 from forgather.ml.trainer.trainer_types import TrainerCallback, TrainerControl
 
 logger = logging.getLogger(__name__)
@@ -29,19 +30,31 @@ class CallbackHandler:
 
     `defaults` come first, then `callbacks` in their order, then what `add` adds: what a default callback puts into a log
     record is there when the user's own callbacks see it. A callback of the class of a default one, or of a subclass,
-    replaces it and keeps its own place in the order. `context` holds args, state and the keywords that every handler gets.
+    replaces it and keeps its own place in the order.
     """
 
     def __init__(self, callbacks: Iterable[Any], defaults: Iterable[Any] = ()) -> None:
         self.callbacks: list[Any] = [_checked(default) for default in defaults]
-        self.context: dict[str, Any] = {}
+        self.context = {}
         self.stop_requested_by: tuple[str, str, str] | None = None
         """The latest stop request: the callback's name, the event, and the flag that it set."""
         self._defaults = list(self.callbacks)
         self._handlers: dict[str | tuple[str, bool], list[tuple[str, HandlerT]]] = {}
-        self._counts: Counter[str] = Counter()
+        self._counts: defaultdict[str, int] = defaultdict(int)
         for callback in callbacks:
             self.add(callback)
+
+    @property
+    def context(self) -> Mapping[str, Any]:
+        """What every handler gets: args, state, and the keywords. It is assigned as a whole."""
+        return MappingProxyType(self._context)
+
+    @context.setter
+    def context(self, context: Mapping[str, Any]) -> None:
+        self._context = dict(context)
+        self._args, self._state = context.get("args"), context.get("state")
+        # Split once, and not at every event.
+        self._keywords = {name: value for name, value in context.items() if name not in POSITIONAL}
 
     def add(self, callback: Any) -> None:
         """Append a callback, and drop the default one that it replaces; a class is instantiated."""
@@ -67,7 +80,7 @@ class CallbackHandler:
 
     def count(self, event: str) -> int:
         """How often the event was dispatched, with or without listeners; a dispatch in two parts counts once."""
-        return self._counts[event]
+        return self._counts.get(event, 0)
 
     def dispatch(self, event: str, control: TrainerControl, readers: bool | None = None, **details: Any) -> None:
         """Call every handler of the event; what one returns counts as its wishes.
@@ -81,12 +94,11 @@ class CallbackHandler:
             handlers = self._of(event, readers)
         if not handlers:
             return
-        rest = {**self.context, **details}
-        args, state = rest.pop("args", None), rest.pop("state", None)
-        rest.pop("control", None)
+        args, state = self._args, self._state
+        keywords = {**self._keywords, **details} if details else self._keywords
         for name, handler in handlers:
             before = _stop_flags(control)
-            returned = handler(args, state, control, **rest)
+            returned = handler(args, state, control, **keywords)
             if returned is not None and returned is not control:
                 _adopt(control, returned)
             after = _stop_flags(control)
@@ -151,8 +163,9 @@ def _require_handlers(callback: Any) -> None:
         if hasattr(callback, event):
             check_handler(callback, event)
     for name in names:
-        nearest = difflib.get_close_matches(name, list(EVENTS), n=1, cutoff=0.85)
-        if nearest and name not in EVENTS and name not in _EVENTS_OF_TRANSFORMERS:
+        if name in EVENTS or name in _EVENTS_OF_TRANSFORMERS:
+            continue
+        if nearest := difflib.get_close_matches(name, list(EVENTS), n=1, cutoff=0.85):
             logger.warning(
                 "%s.%s is not called by the trainer: no event has this name. Did you mean %s?",
                 type(callback).__qualname__,

@@ -67,7 +67,7 @@ def test_a_handler_gets_the_keywords_that_it_names() -> None:
 def test_a_handler_with_kwargs_gets_all_keywords() -> None:
     callback, control = TakesAll(), TrainerControl()
     handler = handler_of(callback)
-    handler.context["control"] = "is passed as the third argument"
+    handler.context = {**handler.context, "control": "is passed as the third argument"}
     handler.dispatch("on_log", control, logs={}, extra=1)
     handler.dispatch("on_save", control, model="another model")
     rest = {"model": "the model", "trainer": "the trainer"}
