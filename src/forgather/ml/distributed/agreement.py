@@ -89,7 +89,8 @@ class Peers:
         parcel = [_pack(value, during) if self.rank == source else None]
         with _contact(during):
             dist.broadcast_object_list(parcel, group=self._group, group_src=source)
-        return _unpack(parcel[0])
+        received: T = _unpack(parcel[0])
+        return received
 
     def agree(self, error: BaseException | None, during: str) -> None:
         """Raise the same `DistributedError` on every rank when any rank passes an error.

@@ -55,7 +55,8 @@ class StepInBackward:
             return torch.zeros(())
         values = torch.stack([norm.to(norms[-1].device, non_blocking=True) for norm in norms])
         self.trace = GradientTrace(updated, values)
-        return torch.linalg.vector_norm(values)
+        norm: Tensor = torch.linalg.vector_norm(values)
+        return norm
 
     def _step(self, number: int, index: int, parameter: Tensor) -> None:
         assert parameter.grad is not None

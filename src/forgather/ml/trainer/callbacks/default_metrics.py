@@ -119,7 +119,7 @@ class DefaultMetrics(TrainerCallback):
 
     def _get_flops_per_token(self, logs: dict[str, Any], model: nn.Module) -> float:
         if logs.get("total_flos") and logs.get("total_tokens"):
-            return logs["total_flos"] / logs["total_tokens"]
+            return float(logs["total_flos"] / logs["total_tokens"])
         if self._flops_per_token is None:
             self._flops_per_token = float(flops_per_token(count_parameters(model)))
         return self._flops_per_token

@@ -2,6 +2,7 @@
 
 import logging
 import os
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -91,4 +92,5 @@ class ProfilerCallback(TrainerCallback):
 
 
 def _activities() -> list[ProfilerActivity]:
-    return sorted(torch.profiler.supported_activities(), key=lambda activity: activity.name)
+    find: Callable[[], set[ProfilerActivity]] = torch.profiler.supported_activities
+    return sorted(find(), key=lambda activity: activity.name)

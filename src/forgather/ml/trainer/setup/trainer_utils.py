@@ -105,8 +105,13 @@ def maybe_cleanup_memory(threshold: float) -> None:
         torch.accelerator.empty_cache()
 
 
-def enable_hf_activation_checkpointing(rank: int, module: nn.Module) -> None:
-    """Turn on activation checkpointing of a Hugging Face model, in the variant that works with DDP and compilation."""
+def enable_hf_activation_checkpointing(
+    rank: int, module: nn.Module, gradient_checkpointing_kwargs: Mapping[str, Any] | None = None
+) -> None:
+    """Turn on activation checkpointing of a Hugging Face model, in the variant that works with DDP and compilation.
+
+    `gradient_checkpointing_kwargs` go to torch's `checkpoint`; without a word of theirs, `use_reentrant` is False.
+    """
     enable = getattr(module, "gradient_checkpointing_enable", None)
     if enable is None:
         raise ValueError(
@@ -114,4 +119,4 @@ def enable_hf_activation_checkpointing(rank: int, module: nn.Module) -> None:
             "gradient_checkpointing_enable, which Hugging Face models have. Pass the trainer an "
             "enable_activation_checkpoint_fn that knows this model, or set gradient_checkpointing=False."
         )
-    enable(gradient_checkpointing_kwargs={"use_reentrant": False})
+    enable(gradient_checkpointing_kwargs={"use_reentrant": False, **(gradient_checkpointing_kwargs or {})})
