@@ -94,7 +94,7 @@ class DefaultMetrics(TrainerCallback):
     def state_dict(self) -> dict[str, Any]:
         return {"last_log_step": self._last_log_step}
 
-    def check_state_dict(self, state_dict: Any) -> None:
+    def check_state_dict(self, state_dict: object) -> None:
         check_callback_state(self, _STATE, state_dict)
 
     def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:

@@ -5,6 +5,8 @@ import math
 from collections.abc import Mapping
 from typing import Any
 
+from torch import Tensor
+
 from forgather.ml.checkpoint.state.state_schema import Schema, count, number, optional
 from forgather.ml.trainer.arguments.training_arguments import TrainingArguments
 from forgather.ml.trainer.callbacks.state_checks import check_callback_state
@@ -36,7 +38,7 @@ class DivergenceDetector(TrainerCallback):
         self._best = math.inf
         self._best_step = 0
         self._num_above = 0
-        self._last_loss: Any = None
+        self._last_loss: Tensor | float | None = None
 
     def on_train_begin(
         self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: object
@@ -45,7 +47,12 @@ class DivergenceDetector(TrainerCallback):
             self.load_state_dict({"smoothed": None, "best": None, "best_step": 0, "num_above": 0})
 
     def on_train_metrics(
-        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, loss: Any, **kwargs: object
+        self,
+        args: TrainingArguments,
+        state: TrainerState,
+        control: TrainerControl,
+        loss: Tensor | float,
+        **kwargs: object,
     ) -> None:
         self._last_loss = loss
 
@@ -83,7 +90,7 @@ class DivergenceDetector(TrainerCallback):
             "num_above": self._num_above,
         }
 
-    def check_state_dict(self, state_dict: Any) -> None:
+    def check_state_dict(self, state_dict: object) -> None:
         check_callback_state(self, _STATE, state_dict)
 
     def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:

@@ -77,7 +77,7 @@ class EarlyStopping(TrainerCallback):
             "num_without_improvement": self._num_without_improvement,
         }
 
-    def check_state_dict(self, state_dict: Any) -> None:
+    def check_state_dict(self, state_dict: object) -> None:
         check_callback_state(self, _STATE, state_dict)
 
     def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:

@@ -13,7 +13,7 @@ from types import MappingProxyType
 from typing import Any
 
 from forgather.ml.trainer.callbacks.handler_signatures import EVENTS, POSITIONAL, HandlerT, adapted, check_handler
-from forgather.ml.trainer.trainer_types import TrainerCallback, TrainerControl
+from forgather.ml.trainer.trainer_types import TrainerCallback, TrainerControl, TrainerState
 
 logger = logging.getLogger(__name__)
 
@@ -56,7 +56,7 @@ class CallbackHandler:
         # Split once, and not at every event.
         self._keywords = {name: value for name, value in context.items() if name not in POSITIONAL}
 
-    def add(self, callback: Any) -> None:
+    def add(self, callback: object) -> None:
         """Append a callback, and drop the default one that it replaces; a class is instantiated."""
         callback = _checked(callback)
         self._handlers.clear()
@@ -65,7 +65,7 @@ class CallbackHandler:
             self.pop(replaced)
         self.callbacks.append(callback)
 
-    def pop(self, callback: Any) -> Any | None:
+    def pop(self, callback: object) -> Any | None:
         """Remove and return a callback, given itself or its class; None when there is none."""
         for position, present in enumerate(self.callbacks):
             if present is callback or (isinstance(callback, type) and isinstance(present, callback)):
@@ -82,7 +82,7 @@ class CallbackHandler:
         """How often the event was dispatched, with or without listeners; a dispatch in two parts counts once."""
         return self._counts.get(event, 0)
 
-    def dispatch(self, event: str, control: TrainerControl, readers: bool | None = None, **details: Any) -> None:
+    def dispatch(self, event: str, control: TrainerControl, readers: bool | None = None, **details: object) -> None:
         """Call every handler of the event; what one returns counts as its wishes.
 
         `readers` limits this to callbacks that read final metrics (True), or to the others (False, which comes first).
@@ -127,13 +127,13 @@ class CallbackHandler:
         return self._handlers[key]
 
 
-def _checked(callback: Any) -> Any:
+def _checked(callback: object) -> object:
     callback = _instance(callback) if isinstance(callback, type) else callback
     _require_handlers(callback)
     return callback
 
 
-def _instance(kind: type) -> Any:
+def _instance(kind: type) -> object:
     try:
         inspect.signature(kind).bind()
     except TypeError as error:
@@ -147,7 +147,7 @@ def _instance(kind: type) -> Any:
     return kind()
 
 
-def _require_handlers(callback: Any) -> None:
+def _require_handlers(callback: object) -> None:
     """Refuse a callback that cannot be called; warn of a handler with a name that is almost an event's."""
     names = [name for name in dir(callback) if name.startswith("on_")]
     # A class may make its handlers when they are asked for.
@@ -174,13 +174,15 @@ def _require_handlers(callback: Any) -> None:
             )
 
 
-def _handler(callback: Any, event: str) -> HandlerT:
+def _handler(callback: object, event: str) -> HandlerT:
     handler = adapted(getattr(callback, event))
     if event != "on_evaluate" or not _is_from_transformers(callback):
         return handler
-    log = adapted(callback.on_log)
+    log = adapted(getattr(callback, "on_log"))  # noqa: B009
 
-    def log_and_evaluate(args: Any, state: Any, control: Any, metrics: dict[str, Any], **rest: Any) -> Any:
+    def log_and_evaluate(
+        args: object, state: TrainerState, control: TrainerControl, metrics: dict[str, Any], **rest: object
+    ) -> object:
         # The trainer of transformers logs evaluations as well: loggers written for it look nowhere else.
         log(args, state, control, logs={**metrics, "epoch": state.epoch}, **rest)
         return handler(args, state, control, metrics=metrics, **rest)
@@ -188,13 +190,13 @@ def _handler(callback: Any, event: str) -> HandlerT:
     return log_and_evaluate
 
 
-def _reads_final_metrics(callback: Any) -> bool:
+def _reads_final_metrics(callback: object) -> bool:
     """Whether a callback shows, stores or judges metrics; the classes of transformers (loggers, early stopping) do."""
     own_word: bool | None = getattr(callback, "reads_final_metrics", None)
     return type(callback).__module__.startswith("transformers.") if own_word is None else bool(own_word)
 
 
-def _is_from_transformers(callback: Any) -> bool:
+def _is_from_transformers(callback: object) -> bool:
     """Told by the names of its base classes, since importing transformers to ask takes seconds."""
     names = {(base.__module__, base.__name__) for base in type(callback).__mro__}
     return ("transformers.trainer_callback", "TrainerCallback") in names
@@ -211,12 +213,12 @@ _STEP_EVENTS = (
 )
 
 
-def asks_for_something(callback: Any) -> bool:
+def asks_for_something(callback: object) -> bool:
     """Whether a callback may ever ask for a stop, a save and so on. Those that do not say `changes_control = False`."""
     return bool(getattr(callback, "changes_control", True))
 
 
-def asks_in_steps(callback: Any) -> bool:
+def asks_in_steps(callback: object) -> bool:
     """Whether it may ask at any step, and not only when it is told of a log, an evaluation or a save."""
     handlers = (getattr(type(callback), event, None) or getattr(callback, event, None) for event in _STEP_EVENTS)
     # The base class of transformers has empty handlers for all events.
@@ -226,7 +228,7 @@ def asks_in_steps(callback: Any) -> bool:
     return has_own and asks_for_something(callback)
 
 
-def _adopt(control: TrainerControl, wishes: Any) -> None:
+def _adopt(control: TrainerControl, wishes: object) -> None:
     for flag in TrainerControl.__dataclass_fields__:
         if getattr(wishes, flag, False):
             setattr(control, flag, True)

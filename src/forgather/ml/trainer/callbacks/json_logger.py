@@ -127,7 +127,7 @@ class JsonLogger(TrainerCallback):
                 )
 
 
-def to_json(value: Any) -> Any:
+def to_json(value: object) -> Any:
     """The value in JSON's own types: tensors and arrays as numbers or lists, NaN and infinities as None."""
     if isinstance(value, float):
         return value if math.isfinite(value) else None

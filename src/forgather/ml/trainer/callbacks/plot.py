@@ -120,7 +120,7 @@ class PlotCallback(TrainerCallback):
             name: {"steps": list(curve.steps), "values": list(curve.values)} for name, curve in self._curves.items()
         }
 
-    def check_state_dict(self, state_dict: Any) -> None:
+    def check_state_dict(self, state_dict: object) -> None:
         check_callback_state(self, _STATE, state_dict)
 
     def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:

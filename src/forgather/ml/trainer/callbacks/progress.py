@@ -80,7 +80,7 @@ class ProgressCallback(TrainerCallback):
         args: TrainingArguments,
         state: TrainerState,
         control: TrainerControl,
-        eval_dataloader: Any = None,
+        eval_dataloader: object = None,
         **kwargs: object,
     ) -> None:
         if not state.is_world_process_zero:
@@ -120,7 +120,7 @@ class ProgressCallback(TrainerCallback):
         self._pace = None
         self._console.print(summary_text(state, self._summary), soft_wrap=True)
 
-    def _begin_evaluation(self, state: TrainerState, eval_dataloader: Any) -> None:
+    def _begin_evaluation(self, state: TrainerState, eval_dataloader: object) -> None:
         self._num_eval_total = planned_eval_batches(state, eval_dataloader)
         if self._bars is None and can_draw(self._console):
             self._bars = ProgressBars(self._console, self._refresh_seconds)
@@ -213,7 +213,7 @@ def record_fields(logs: Mapping[str, Any]) -> list[Field]:
     return fields
 
 
-def _was_added(name: str, value: Any) -> bool:
+def _was_added(name: str, value: object) -> bool:
     """Whether a callback added this number for people to see; names with a slash are series for files."""
     return name not in _USUAL_NAMES and "/" not in name and type(value) in (int, float)
 

@@ -81,7 +81,7 @@ class TBLogger(TrainerCallback):
     def state_dict(self) -> dict[str, Any]:
         return {"directory": self._directory}
 
-    def check_state_dict(self, state_dict: Any) -> None:
+    def check_state_dict(self, state_dict: object) -> None:
         check_callback_state(self, _STATE, state_dict)
 
     def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
