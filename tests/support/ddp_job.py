@@ -48,7 +48,7 @@ class Dying:
     def __init__(self, marker: Path) -> None:
         self._marker = marker
 
-    def on_step_end(self, state: Any, **_: Any) -> None:
+    def on_step_end(self, args: Any, state: Any, control: Any, **_: Any) -> None:
         if state.global_step == FAILING_STEP and not self._marker.exists():
             self._marker.touch()
             os.kill(os.getpid(), signal.SIGKILL)

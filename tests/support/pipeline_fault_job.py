@@ -78,7 +78,7 @@ class Arming:
         self._failure = failure
         self._step = step
 
-    def on_step_end(self, state: Any, **_: Any) -> None:
+    def on_step_end(self, args: Any, state: Any, control: Any, **_: Any) -> None:
         if state.global_step == self._step:
             self._failure.arm()
 

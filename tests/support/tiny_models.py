@@ -99,12 +99,14 @@ class Recorder:
             raise AttributeError(name)
         return partial(self._note, name)
 
-    def _note(self, event: str, **details: Any) -> Any:
+    def _note(self, event: str, args: Any, state: Any, control: Any, **details: Any) -> Any:
         own: dict[str, Any] = {
             name: details[name] for name in ("logs", "metrics", "loss", "tokens", "grad_norm") if name in details
         }
-        self.events.append((event, details["state"].global_step, own))
-        return self._also[event](**details) if event in self._also else None
+        self.events.append((event, state.global_step, own))
+        if event not in self._also:
+            return None
+        return self._also[event](args=args, state=state, control=control, **details)
 
     @property
     def names(self) -> list[str]:

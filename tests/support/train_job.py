@@ -184,7 +184,7 @@ class Stopper:
         else:
             setattr(self, stop.event, self._at_event)
 
-    def on_train_begin(self, state: Any, **_: Any) -> None:
+    def on_train_begin(self, args: Any, state: Any, control: Any, **_: Any) -> None:
         self._state = state
 
     def _at_event(self, state: Any, **_: Any) -> None:
@@ -236,13 +236,13 @@ class Notes:
     def __init__(self, path: str) -> None:
         self._descriptor = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o666)
 
-    def on_train_begin(self, state: Any, **_: Any) -> None:
+    def on_train_begin(self, args: Any, state: Any, control: Any, **_: Any) -> None:
         self._add("began", state.global_step)
 
-    def on_save(self, state: Any, **_: Any) -> None:
+    def on_save(self, args: Any, state: Any, control: Any, **_: Any) -> None:
         self._add("saved", state.global_step)
 
-    def on_evaluate(self, state: Any, **_: Any) -> None:
+    def on_evaluate(self, args: Any, state: Any, control: Any, **_: Any) -> None:
         self._add("evaluated", state.global_step)
 
     def _add(self, kind: str, step: int) -> None:

@@ -49,7 +49,9 @@ class StepLosses:
         self.losses: list[str] = []
         self.norms: list[str] = []
 
-    def on_train_metrics(self, loss: torch.Tensor, grad_norm: torch.Tensor, **_: Any) -> None:
+    def on_train_metrics(
+        self, args: Any, state: Any, control: Any, loss: torch.Tensor, grad_norm: torch.Tensor, **_: Any
+    ) -> None:
         self.losses.append(float(loss).hex())
         self.norms.append(float(grad_norm).hex())
 

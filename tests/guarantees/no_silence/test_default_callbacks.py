@@ -52,8 +52,8 @@ def kinds(trainer: Trainer) -> list[type]:
         ({}, DEFAULTS),
         ({"callbacks": []}, DEFAULTS),
         ({"callbacks": [Mine()]}, [*DEFAULTS, Mine]),
-        ({"callbacks": [Mine, JsonLogger()]}, [*DEFAULTS, Mine]),
-        ({"callbacks": [OwnProgress, ProgressCallback]}, [OwnProgress, *DEFAULTS[1:], ProgressCallback]),
+        ({"callbacks": [Mine, JsonLogger()]}, [*DEFAULTS[:3], Mine, JsonLogger]),
+        ({"callbacks": [OwnProgress, ProgressCallback]}, [*DEFAULTS[1:], OwnProgress, ProgressCallback]),
         ({"default_callbacks": False}, []),
         ({"callbacks": [Mine(), DefaultMetrics()], "default_callbacks": False}, [Mine, DefaultMetrics]),
     ],
@@ -94,11 +94,11 @@ def test_a_callback_that_is_added_later_replaces_a_default_one_too(tmp_path: Pat
 class AddsMetrics:
     """Adds a number to every log and evaluation; the one of evaluations never improves."""
 
-    def on_log(self, logs: dict[str, Any], **_: Any) -> None:
+    def on_log(self, args: Any, state: Any, control: Any, logs: dict[str, Any], **_: Any) -> None:
         logs["tok_per_sec"] = 123.0
         logs["temperature"] = 0.75
 
-    def on_evaluate(self, metrics: dict[str, Any], **_: Any) -> None:
+    def on_evaluate(self, args: Any, state: Any, control: Any, metrics: dict[str, Any], **_: Any) -> None:
         metrics["eval_score"] = 0.5
 
 
@@ -188,7 +188,7 @@ class KillsAfterEvaluation:
 
     reads_final_metrics = True
 
-    def on_evaluate(self, **_: Any) -> None:
+    def on_evaluate(self, args: Any, state: Any, control: Any, **_: Any) -> None:
         raise Killed
 
 
@@ -234,7 +234,7 @@ def test_data_without_length_are_warned_of_once(tmp_path: Path, caplog: pytest.L
 
 def test_a_schedule_without_an_end_is_warned_of(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     class Stops:
-        def on_step_end(self, control: Any, **_: Any) -> None:
+        def on_step_end(self, args: Any, state: Any, control: Any, **_: Any) -> None:
             control.should_training_stop = True
 
     for schedule in ("cosine", "constant"):

@@ -147,7 +147,7 @@ def test_ignore_trains_on_but_keeps_the_sound_checkpoints(tmp_path: Path, caplog
 
 def test_weights_that_are_not_finite_are_not_saved(tmp_path: Path) -> None:
     class Breaking(Recorder):
-        def on_step_end(self, state: Any, model: nn.Module, **kwargs: Any) -> None:
+        def on_step_end(self, args: Any, state: Any, control: Any, model: nn.Module, **kwargs: Any) -> None:
             if state.global_step == 4:
                 with torch.no_grad():
                     next(model.parameters()).view(-1)[0] = math.inf

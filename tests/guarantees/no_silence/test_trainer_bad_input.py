@@ -143,7 +143,7 @@ def test_evaluate_without_a_dataset(tmp_path: Path) -> None:
 
 def test_a_callback_asks_for_an_evaluation_without_a_dataset(tmp_path: Path) -> None:
     class Asks:
-        def on_step_end(self, control: Any, **_: Any) -> None:
+        def on_step_end(self, args: Any, state: Any, control: Any, **_: Any) -> None:
             control.should_evaluate = True
 
     with pytest.raises(ValueError, match="needs an eval_dataset"):
@@ -175,7 +175,7 @@ def test_no_model(tmp_path: Path) -> None:
 
 def test_an_error_in_a_step_leaves_the_checkpoints(earlier_run: Path) -> None:
     class Fails:
-        def on_step_end(self, **_: Any) -> None:
+        def on_step_end(self, args: Any, state: Any, control: Any, **_: Any) -> None:
             raise OSError("the disk of the callback is full")
 
     trainer = quiet_trainer(earlier_run, ScalarModel(), scalars(1, 2, 3), Fails(), max_steps=9, **SAVING)
@@ -279,7 +279,7 @@ class Rates:
     def __init__(self) -> None:
         self.noted: list[float] = []
 
-    def on_step_begin(self, optimizer: Any, **_: Any) -> None:
+    def on_step_begin(self, args: Any, state: Any, control: Any, optimizer: Any, **_: Any) -> None:
         self.noted.append(optimizer.param_groups[0]["lr"])
 
 

@@ -67,7 +67,7 @@ class PeakUntilReady:
         self._before = _memory("VmRSS")
         self.growth = 0
 
-    def on_init_end(self, **_: Any) -> None:
+    def on_init_end(self, args: Any, state: Any, control: Any, **_: Any) -> None:
         self.growth = _memory("VmHWM") - self._before
 
 

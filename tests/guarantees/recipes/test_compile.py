@@ -138,7 +138,7 @@ class Restless(TokenModel):
 class Renames:
     """A callback that changes what the model was compiled for."""
 
-    def on_step_begin(self, model: Restless, **_: Any) -> None:
+    def on_step_begin(self, args: Any, state: Any, control: Any, model: Restless, **_: Any) -> None:
         model.name += "s"
 
 
@@ -254,10 +254,10 @@ class Kept:
         self._sizes[storage._cdata] = storage.nbytes()
         return tensor
 
-    def on_forward_backward_begin(self, **_: Any) -> None:
+    def on_forward_backward_begin(self, args: Any, state: Any, control: Any, **_: Any) -> None:
         self._hooks.__enter__()
 
-    def on_forward_backward_end(self, **_: Any) -> None:
+    def on_forward_backward_end(self, args: Any, state: Any, control: Any, **_: Any) -> None:
         self._hooks.__exit__()
 
 

@@ -39,7 +39,7 @@ class Shelf:
         self._stop_at = stop_at
         self.supplied: list[str] = []
 
-    def on_save(self, model: nn.Module, checkpoint_path: str, **_: Any) -> None:
+    def on_save(self, args: Any, state: Any, control: Any, model: nn.Module, checkpoint_path: str, **_: Any) -> None:
         if not dist.is_initialized() or dist.get_rank() == 0:
             self._directory.mkdir(exist_ok=True)
             torch.save(model.state_dict(), self._place_of(checkpoint_path))
@@ -48,7 +48,7 @@ class Shelf:
         model.load_state_dict(torch.load(self._place_of(checkpoint_path)))
         self.supplied.append(Path(checkpoint_path).name)
 
-    def on_step_end(self, state: Any, control: Any, **_: Any) -> None:
+    def on_step_end(self, args: Any, state: Any, control: Any, **_: Any) -> None:
         control.should_training_stop = control.should_training_stop or state.global_step == self._stop_at
 
     def _place_of(self, checkpoint_path: str) -> Path:
@@ -198,7 +198,7 @@ class ShelfOfStages(Shelf):
         super().__init__(directory, stop_at)
         self._directory = directory.with_name(f"{directory.name}{dist.get_rank()}")
 
-    def on_save(self, model: nn.Module, checkpoint_path: str, **_: Any) -> None:
+    def on_save(self, args: Any, state: Any, control: Any, model: nn.Module, checkpoint_path: str, **_: Any) -> None:
         self._directory.mkdir(exist_ok=True)
         torch.save(model.state_dict(), self._place_of(checkpoint_path))
 

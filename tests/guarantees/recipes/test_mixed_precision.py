@@ -142,7 +142,7 @@ class StopsAt:
     def __init__(self, step: int) -> None:
         self._step = step
 
-    def on_step_end(self, state: Any, control: Any, **_: Any) -> None:
+    def on_step_end(self, args: Any, state: Any, control: Any, **_: Any) -> None:
         control.should_training_stop = control.should_training_stop or state.global_step == self._step
 
 
@@ -153,7 +153,7 @@ class NotesWeights:
         self.after: list[dict[str, Tensor]] = []
         self.rates: list[float] = []
 
-    def on_step_end(self, model: Any, optimizer: Any, **_: Any) -> None:
+    def on_step_end(self, args: Any, state: Any, control: Any, model: Any, optimizer: Any, **_: Any) -> None:
         self.after.append(weights(model))
         self.rates.append(optimizer.param_groups[0]["lr"])
 

@@ -142,7 +142,7 @@ def test_after_training_a_backward_pass_leaves_the_weights_alone(tmp_path: Path)
 class Fails:
     """A callback that ends training by an error."""
 
-    def on_step_end(self, **_: Any) -> None:
+    def on_step_end(self, args: Any, state: Any, control: Any, **_: Any) -> None:
         raise ZeroDivisionError
 
 

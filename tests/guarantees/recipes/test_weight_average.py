@@ -51,7 +51,7 @@ class Weights:
     def __init__(self) -> None:
         self.of_steps: list[dict[str, Tensor]] = []
 
-    def on_optimizer_step(self, model: nn.Module, **_: Any) -> None:
+    def on_optimizer_step(self, args: Any, state: Any, control: Any, model: nn.Module, **_: Any) -> None:
         self.of_steps.append(weights(model))
 
 
@@ -368,7 +368,7 @@ def test_averages_move_between_trainers(tmp_path: Path) -> None:
 class SpoilsItsModel:
     """A callback that gives the model of one rank a parameter which no checkpoint has, after the last save."""
 
-    def on_save(self, model: nn.Module, state: Any, **_: Any) -> None:
+    def on_save(self, args: Any, state: Any, control: Any, model: nn.Module, **_: Any) -> None:
         if dist.get_rank() == 1 and state.global_step == SETTINGS["max_steps"]:
             model.register_parameter("unknown", nn.Parameter(torch.zeros(1)))
 

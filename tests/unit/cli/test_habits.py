@@ -33,7 +33,7 @@ def ready_loader():
     return {"train": torch.utils.data.DataLoader(samples, batch_size=10)}
 
 class Speaks:
-    def on_train_begin(self, **kwargs):
+    def on_train_begin(self, args, state, control, **kwargs):
         print("module beside the configuration")
 """
 

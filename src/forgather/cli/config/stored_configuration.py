@@ -9,7 +9,8 @@ from forgather.cli.config.schema import Configuration
 from forgather.cli.work.job import Job
 from forgather.cli.work.summary import show_row
 from forgather.ml.checkpoint.files.durable import make_directories, replace_file
-from forgather.ml.trainer.trainer_types import TrainerCallback, TrainerState
+from forgather.ml.trainer.arguments.training_arguments import TrainingArguments
+from forgather.ml.trainer.trainer_types import TrainerCallback, TrainerControl, TrainerState
 
 CONFIG_NAME = "config.yaml"
 
@@ -27,7 +28,9 @@ class StoredConfiguration(TrainerCallback):
         self._text = yaml_reader.dump(parser.to_dict(configuration))
         self._job = job
 
-    def on_train_begin(self, state: TrainerState, **kwargs: Any) -> None:
+    def on_train_begin(
+        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: object
+    ) -> None:
         if self._job.is_main and state.global_step > 0:
             self._show_changes()
         self._job.one_per_node(self._store, "storing the configuration")

@@ -4,7 +4,7 @@ from collections.abc import Iterator
 from typing import Any
 
 
-def sync_dataset_state_from_dataloader(loader: Any) -> None:
+def sync_dataset_state_from_dataloader(loader: object) -> None:
     """Let the dataset of this process learn what its copies in the loader's workers found out about its length.
 
     A dataset that estimates its length while it is read takes part by two methods:
@@ -23,7 +23,7 @@ def sync_dataset_state_from_dataloader(loader: Any) -> None:
         sync(state)
 
 
-def _worker_dataset_states(loader: Any) -> Iterator[Any]:
+def _worker_dataset_states(loader: object) -> Iterator[Any]:
     # Of the loader itself, `state_dict` would start workers to have something to ask.
     state_dict = getattr(getattr(loader, "_iterator", None), "state_dict", None)
     if state_dict is None or not getattr(loader, "num_workers", 0):

@@ -89,7 +89,9 @@ class Peers:
         parcel = [_pack(value, during) if self.rank == source else None]
         with _contact(during):
             dist.broadcast_object_list(parcel, group=self._group, group_src=source)
-        return _unpack(parcel[0])
+        assert parcel[0] is not None, "the source sent its value"
+        received: T = _unpack(parcel[0])
+        return received
 
     def agree(self, error: BaseException | None, during: str) -> None:
         """Raise the same `DistributedError` on every rank when any rank passes an error.
@@ -183,7 +185,7 @@ def _pack(value: object, during: str) -> bytes | DistributedError:
         return DistributedError.describing(error, during, _global_rank())
 
 
-def _unpack(parcel: Any) -> Any:
+def _unpack(parcel: bytes | DistributedError) -> Any:
     if isinstance(parcel, DistributedError):
         raise parcel
     return pickle.loads(parcel)

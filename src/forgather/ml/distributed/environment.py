@@ -9,7 +9,9 @@ from typing import Any, Protocol, TypeVar, runtime_checkable
 
 import torch
 import torch.distributed as dist
+from torch._C._distributed_c10d import HashStore
 from torch.distributed.constants import default_pg_timeout
+from torch.distributed.rendezvous import rendezvous
 
 from forgather.ml.distributed.launch_variables import check_place, read_int
 from forgather.ml.distributed.rendezvous import fresh_store, restarts_share_a_store
@@ -184,10 +186,10 @@ class DistributedEnvironment:
     def _init_process_group(self, backend: str, timeout: timedelta | None) -> None:
         if self.world_size == 1:
             # A process alone needs no network; a port would only collide with that of another job on the machine.
-            dist.init_process_group(backend, store=dist.HashStore(), rank=0, world_size=1, timeout=timeout)
+            dist.init_process_group(backend, store=HashStore(), rank=0, world_size=1, timeout=timeout)
         elif restarts_share_a_store():
             limit = timeout or default_pg_timeout
-            store, rank, world_size = next(dist.rendezvous("env://", self.rank, self.world_size, timeout=limit))
+            store, rank, world_size = next(rendezvous("env://", self.rank, self.world_size, timeout=limit))
             store.set_timeout(limit)
             store = fresh_store(store, rank, world_size, limit)
             dist.init_process_group(backend, store=store, rank=rank, world_size=world_size, timeout=timeout)

@@ -7,7 +7,7 @@ from functools import partial
 import torch.distributed as dist
 from torch.distributed import ProcessGroup
 
-from forgather.ml.distributed.environment import get_local_rank, get_requested_timeout
+from forgather.ml.distributed.environment import get_local_rank, get_requested_timeout, get_world_size
 
 
 @dataclass
@@ -54,18 +54,32 @@ def reset_process_groups() -> None:
     _control_groups = None
 
 
-def null_barrier() -> None:
-    """The barrier of a process that is alone."""
+def null_barrier(*args: object) -> None:
+    """The barrier of a process that is alone; arguments are ignored."""
 
 
-def get_barrier_fn(group: ProcessGroup | None = None) -> Callable[[], None]:
-    """A function that waits for all ranks of `group` (default: all ranks), or does nothing in a process alone."""
-    if not _is_initialized() or dist.get_world_size(group) == 1:
+def get_barrier_fn(group: ProcessGroup | None = None) -> Callable[..., None]:
+    """A barrier function for all ranks of `group` (default: all ranks); it does nothing in a process alone.
+
+    Raises `RuntimeError` when the environment variable WORLD_SIZE tells of other ranks, and torch.distributed is not
+    initialised: a barrier that does nothing would let the ranks run apart.
+    """
+    if not _is_initialized():
+        _require_single_process()
         return null_barrier
-    return partial(_barrier, group)
+    return null_barrier if dist.get_world_size(group) == 1 else partial(_barrier, group)
 
 
-def _barrier(group: ProcessGroup | None) -> None:
+def _require_single_process() -> None:
+    if (world_size := get_world_size()) > 1:
+        raise RuntimeError(
+            f"A barrier was asked for in a job of {world_size} ranks (environment variable WORLD_SIZE), but torch.distributed "
+            "is not initialised, so that the ranks cannot wait for each other. Make a DistributedEnvironment() first (or call "
+            "torch.distributed.init_process_group), or unset WORLD_SIZE to run this process alone."
+        )
+
+
+def _barrier(group: ProcessGroup | None, *args: object) -> None:
     dist.barrier(group=group)
 
 
@@ -85,7 +99,8 @@ def _groups_of_this_world() -> _ControlGroups | None:
 
 
 def _new_gloo_group(ranks: list[int] | None) -> ProcessGroup:
-    return dist.new_group(ranks, backend="gloo", timeout=get_requested_timeout())
+    group: ProcessGroup = dist.new_group(ranks, backend="gloo", timeout=get_requested_timeout())
+    return group
 
 
 def _new_node_group() -> ProcessGroup:

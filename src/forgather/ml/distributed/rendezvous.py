@@ -10,7 +10,7 @@ import time
 import uuid
 from datetime import timedelta
 
-import torch.distributed as dist
+from torch._C._distributed_c10d import PrefixStore, Store
 
 _FOLDER = "forgather/attempt"
 _POLL_SECONDS = 0.02
@@ -21,7 +21,7 @@ def restarts_share_a_store() -> bool:
     return "TORCHELASTIC_RUN_ID" in os.environ
 
 
-def fresh_store(store: dist.Store, rank: int, world_size: int, timeout: timedelta) -> dist.Store:
+def fresh_store(store: Store, rank: int, world_size: int, timeout: timedelta) -> Store:
     """A part of the store that the ranks of this attempt alone use; collective.
 
     Numbers of restarts would not do, since the nodes of a job count them differently. Instead each rank leaves a mark
@@ -32,18 +32,18 @@ def fresh_store(store: dist.Store, rank: int, world_size: int, timeout: timedelt
     mark = uuid.uuid4().hex
     store.set(f"{_FOLDER}/mark/{rank}", mark)
     if rank == 0:
-        return dist.PrefixStore(_gather_marks(store, world_size, deadline), store)
+        return PrefixStore(_gather_marks(store, world_size, deadline), store)
     while True:
         _check(deadline, world_size)
         if store.check([f"{_FOLDER}/roster"]):
             roster = json.loads(store.get(f"{_FOLDER}/roster"))
             if roster["marks"][rank : rank + 1] == [mark]:
                 store.set(f"{roster['name']}/seen/{rank}", "")
-                return dist.PrefixStore(roster["name"], store)
+                return PrefixStore(roster["name"], store)
         time.sleep(_POLL_SECONDS)
 
 
-def _gather_marks(store: dist.Store, world_size: int, deadline: float) -> str:
+def _gather_marks(store: Store, world_size: int, deadline: float) -> str:
     """Name a part of the store, until every rank has seen it."""
     name = f"{_FOLDER}/{uuid.uuid4().hex}"
     keys = [f"{_FOLDER}/mark/{rank}" for rank in range(world_size)]

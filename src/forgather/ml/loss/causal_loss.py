@@ -1,5 +1,8 @@
 """Cross entropy of the next token."""
 
+from collections.abc import Callable
+from functools import cache
+
 import numpy as np
 import torch
 from torch import Tensor
@@ -12,11 +15,13 @@ class NextTokenLoss:
     """What all losses of the next token share: which labels are targets, how many there are, and the mean over them.
 
     Labels are `[..., sequence]`, each the target of the position before it; labels of `ignore_index` are no targets.
-    Without any target the loss is 0, and so are the gradients.
+    Without any target the loss is 0, and so are the gradients. With `compile=True` the cross entropy runs through
+    `torch.compile`.
     """
 
-    def __init__(self, ignore_index: int = -100) -> None:
+    def __init__(self, ignore_index: int = -100, *, compile: bool = False) -> None:
         self.ignore_index = ignore_index
+        self.compile = compile
 
     def __call__(self, outputs: Tensor, labels: Tensor) -> Tensor:
         count = self.num_targets(labels)
@@ -34,11 +39,12 @@ class NextTokenLoss:
     def num_targets(self, labels: Tensor) -> int | Tensor:
         """How many targets the mean is over; a tensor where the labels are on a device."""
         if labels.device.type != "cpu":
-            return (labels[..., 1:] != self.ignore_index).sum()
+            number: Tensor = (labels[..., 1:] != self.ignore_index).sum()
+            return number
         if labels.ndim == 2 and labels.numel() <= _FEW:
             # Right after a step the code of numpy and torch is not in the caches: it would take longer to fetch than this.
             targets = (row[1:] for row in labels.tolist())
-            return sum(len(row) - row.count(self.ignore_index) for row in targets)
+            return sum(len(row) - int(row.count(self.ignore_index)) for row in targets)
         return int(np.count_nonzero(labels.numpy()[..., 1:] != self.ignore_index))
 
     def targets(self, labels: Tensor, device: torch.device) -> Tensor:
@@ -51,16 +57,23 @@ class CausalLoss(NextTokenLoss):
     """The mean cross entropy of each position's logits with the label of the next position.
 
     Logits are `[..., sequence, vocabulary]` and labels `[..., sequence]`; labels of `ignore_index` are no targets. Without
-    any target the loss is 0, and so are the gradients.
+    any target the loss is 0, and so are the gradients. With `compile=True` the cross entropy runs through `torch.compile`.
     """
 
     def sum_over_targets(self, logits: Tensor, labels: Tensor, reduction: str = "sum") -> Tensor:
-        return functional.cross_entropy(
-            logits.to(at_least_float32(logits.dtype)).flatten(0, -2),
-            self.targets(labels, logits.device),
-            ignore_index=self.ignore_index,
-            reduction=reduction,
-        )
+        cross_entropy = _compiled_cross_entropy() if self.compile else _cross_entropy
+        return cross_entropy(logits, self.targets(labels, logits.device), self.ignore_index, reduction)
+
+
+def _cross_entropy(logits: Tensor, targets: Tensor, ignore_index: int, reduction: str) -> Tensor:
+    scores = logits.to(at_least_float32(logits.dtype)).flatten(0, -2)
+    return functional.cross_entropy(scores, targets, ignore_index=ignore_index, reduction=reduction)
+
+
+@cache
+def _compiled_cross_entropy() -> Callable[[Tensor, Tensor, int, str], Tensor]:
+    # One for all losses, and no attribute of a loss, which is copied and sent to other processes.
+    return torch.compile(_cross_entropy)
 
 
 def at_least_float32(dtype: torch.dtype) -> torch.dtype:

@@ -14,8 +14,10 @@ from torch.nn import functional
 from forgather.ml.loss.causal_loss import CausalLoss, at_least_float32
 from forgather.ml.loss.chunked_causal_loss import (
     LossInParts,
+    PartLossT,
     Rows,
     cross_entropy_in_place,
+    part_loss,
     parts_of,
     refuse_second_derivative,
 )
@@ -35,13 +37,20 @@ class LinearCrossEntropyLoss(LossInParts):
 
     `chunk_size` is for "pytorch", which holds as many logits at a time as `chunk_size` entries of the vocabulary have for
     all tokens: of `num_tokens * chunk_size // vocabulary` tokens (at least one), with the whole vocabulary for each. They
-    are in float32. The gradients are computed along with the loss, so that no logits are computed twice.
+    are in float32. The gradients are computed along with the loss, so that no logits are computed twice. `compile=True` is
+    for "pytorch" too: the cross entropy of a chunk runs through `torch.compile`.
     """
 
     def __init__(
-        self, output_embeddings: nn.Module, impl: str = "auto", chunk_size: int = 4096, ignore_index: int = -100
+        self,
+        output_embeddings: nn.Module,
+        impl: str = "auto",
+        chunk_size: int = 4096,
+        ignore_index: int = -100,
+        *,
+        compile: bool = False,
     ) -> None:
-        super().__init__(chunk_size, ignore_index)
+        super().__init__(chunk_size, ignore_index, compile=compile)
         _require_linear(output_embeddings)
         _require_available(impl)
         self.output_embeddings = output_embeddings
@@ -59,7 +68,7 @@ class LinearCrossEntropyLoss(LossInParts):
 
     def unfused(self) -> CausalLoss:
         """The same loss of logits, for those who cannot use this one."""
-        return CausalLoss(self.ignore_index)
+        return CausalLoss(self.ignore_index, compile=self.compile)
 
     @property
     def _weight(self) -> Tensor:
@@ -76,9 +85,10 @@ class LinearCrossEntropyLoss(LossInParts):
         if implementation != "pytorch":
             return _with_package(implementation, hidden_states, weight, bias, targets, self.ignore_index)
         parts = parts_of(targets, self.ignore_index, self._tokens_at_a_time(len(targets), len(weight)))
-        arguments = (hidden_states, weight, bias, targets, parts, self.ignore_index)
+        arguments = (hidden_states, weight, bias, targets, parts, self.ignore_index, part_loss(self.compile))
         if torch.is_grad_enabled():
-            return _LinearCrossEntropy.apply(*arguments)
+            apply: Callable[..., Tensor] = _LinearCrossEntropy.apply
+            return apply(*arguments)
         return linear_cross_entropy(*arguments)[0]
 
     def _tokens_at_a_time(self, num_tokens: int, vocabulary: int) -> int:
@@ -95,9 +105,12 @@ class _LinearCrossEntropy(torch.autograd.Function):
         targets: Tensor,
         parts: Iterable[Rows],
         ignore_index: int,
+        of_part: PartLossT = cross_entropy_in_place,
     ) -> Tensor:
         needed = ctx.needs_input_grad[:3]
-        total, gradients = linear_cross_entropy(hidden_states, weight, bias, targets, parts, ignore_index, needed)
+        total, gradients = linear_cross_entropy(
+            hidden_states, weight, bias, targets, parts, ignore_index, of_part, needed
+        )
         ctx.save_for_backward(gradients.hidden_states, gradients.weight, gradients.bias)
         ctx.dtype = weight.dtype
         return total
@@ -109,7 +122,7 @@ class _LinearCrossEntropy(torch.autograd.Function):
         # saved ones have changed. Sums are rounded to the dtype of the weight after that: before, float16 may overflow.
         hidden_states, weight, bias = (None if one is None else one.mul_(grad_output) for one in ctx.saved_tensors)
         weight, bias = (None if one is None else one.to(ctx.dtype) for one in (weight, bias))
-        return hidden_states, weight, bias, None, None, None
+        return hidden_states, weight, bias, None, None, None, None
 
 
 class _Gradients:
@@ -140,6 +153,7 @@ def linear_cross_entropy(
     targets: Tensor,
     parts: Iterable[Rows],
     ignore_index: int,
+    of_part: PartLossT,
     needed: tuple[bool, ...] = (False, False, False),
 ) -> tuple[Tensor, _Gradients]:
     """The summed cross entropy of `[tokens, hidden]`, and the `needed` gradients of hidden states, weight and bias."""
@@ -151,7 +165,7 @@ def linear_cross_entropy(
         for rows in parts:
             part = hidden_states[rows]
             scores = functional.linear(part, weight, bias).to(dtype)
-            total += cross_entropy_in_place(scores, targets[rows], ignore_index, gradients.needed)
+            total += of_part(scores, targets[rows], ignore_index, gradients.needed)
             if gradients.needed:
                 gradients.add(rows, scores, part, weight)
             # Else this part would still be there when the next one is made.
@@ -183,7 +197,7 @@ def _add_product(total: Tensor, left: Tensor, right: Tensor) -> None:
         total.addmm_(left, right)
         return
     # The product has a dtype of its own: some rows at a time, so that it takes no memory to speak of.
-    for sums, rows in zip(total.split(_ROWS_OF_PRODUCT), left.split(_ROWS_OF_PRODUCT), strict=True):
+    for sums, rows in zip(torch.split(total, _ROWS_OF_PRODUCT), torch.split(left, _ROWS_OF_PRODUCT), strict=True):
         sums += rows @ right
 
 
@@ -210,7 +224,8 @@ def _liger(hidden_states: Tensor, weight: Tensor, bias: Tensor | None, targets: 
     # Else chunks of the weight's gradient are added up in its own dtype; old versions have no parameter of that name.
     precise = {"accum_dtype": torch.float32} if "accum_dtype" in inspect.signature(kind).parameters else {}
     loss = kind(ignore_index=ignore_index, reduction="sum", **precise)
-    return loss(weight, hidden_states, targets, bias)
+    total: Tensor = loss(weight, hidden_states, targets, bias)
+    return total
 
 
 @cache
@@ -220,7 +235,8 @@ def _is_installed(package: str) -> bool:
 
 @cache
 def _cce_function() -> Callable[..., Tensor]:
-    return import_module("cut_cross_entropy").linear_cross_entropy
+    function: Callable[..., Tensor] = import_module("cut_cross_entropy").linear_cross_entropy
+    return function
 
 
 def _why_not(name: str, hidden_states: Tensor, has_bias: bool) -> str | None:

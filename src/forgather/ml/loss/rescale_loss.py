@@ -1,4 +1,4 @@
-"""A loss times a constant."""
+"""Rescaling of a loss function's mean."""
 
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -8,9 +8,12 @@ from torch import Tensor
 
 
 class RescaleLoss:
-    """Multiplies what a loss function returns by `scale_factor`, such as one over the accumulated micro-batches."""
+    """A loss function that multiplies the mean of another one by `scale_factor`.
 
-    def __init__(self, unwrapped_loss_fn: Callable[..., Tensor], scale_factor: float) -> None:
+    A subclass that weighs each micro-batch overrides `rescale`, which gets the labels; calling the loss goes through it.
+    """
+
+    def __init__(self, unwrapped_loss_fn: Callable[..., Tensor], scale_factor: float = 1.0) -> None:
         self.unwrapped_loss_fn = unwrapped_loss_fn
         self.scale_factor = scale_factor
         # `inspect.signature` follows this, so that whoever asks what the loss takes learns what the inner one does.
@@ -18,12 +21,22 @@ class RescaleLoss:
         self._rescaling = True
 
     def __call__(self, *args: Any, **kwargs: Any) -> Tensor:
-        loss = self.unwrapped_loss_fn(*args, **kwargs)
-        return loss * self.scale_factor if self._rescaling else loss
+        mean = self.unwrapped_loss_fn(*args, **kwargs)
+        labels: Tensor | None = kwargs.get("labels", args[1] if len(args) > 1 else None)
+        return self.rescale(mean, labels)
+
+    @property
+    def is_rescaling(self) -> bool:
+        """False inside `no_rescale`."""
+        return self._rescaling
+
+    def rescale(self, mean: Tensor, labels: Tensor | None = None) -> Tensor:
+        """The rescaled loss of a micro-batch, for a mean that was computed otherwise; the mean itself in `no_rescale`."""
+        return mean * self.scale_factor if self._rescaling else mean
 
     @contextmanager
     def no_rescale(self) -> Iterator[None]:
-        """Return the loss as it is meanwhile, as evaluation needs it."""
+        """Return the plain mean in this context, as evaluation needs it."""
         previous, self._rescaling = self._rescaling, False
         try:
             yield

@@ -19,6 +19,6 @@ class GradientTrace:
         """The parameters whose gradients were not finite; waits for the device."""
         are_finite = torch.isfinite(self.values).cpu()
         if len(are_finite) != len(self.parameters):
-            parts = are_finite.split([parameter.numel() for parameter in self.parameters])
+            parts = torch.split(are_finite, [parameter.numel() for parameter in self.parameters])
             are_finite = torch.stack([part.all() for part in parts])
         return [one for one, is_finite in zip(self.parameters, are_finite.tolist(), strict=True) if not is_finite]

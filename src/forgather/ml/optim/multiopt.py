@@ -36,7 +36,7 @@ class Multiopt(Optimizer):
         return self._groups
 
     @property
-    def state(self) -> MutableMapping[Any, Any]:  # type: ignore[override]
+    def state(self) -> MutableMapping[Tensor, Any]:  # type: ignore[override]
         """What all optimizers remember, by parameter; what is written to it reaches the parameter's optimizer."""
         return _StateOfAll(self.optimizers)
 
@@ -74,31 +74,31 @@ class Multiopt(Optimizer):
             optimizer.load_state_dict(state)
 
 
-class _StateOfAll(MutableMapping[Any, Any]):
+class _StateOfAll(MutableMapping[Tensor, Any]):
     """A view of several optimizers' state; a `ChainMap` would put whatever is looked up or set into the first one."""
 
     def __init__(self, optimizers: Sequence[Optimizer]) -> None:
         self._optimizers = optimizers
 
-    def __getitem__(self, key: Any) -> Any:
+    def __getitem__(self, key: Tensor) -> Any:
         return self._owner(key)[key]
 
-    def __setitem__(self, key: Any, value: Any) -> None:
+    def __setitem__(self, key: Tensor, value: object) -> None:
         self._owner(key)[key] = value
 
-    def __delitem__(self, key: Any) -> None:
+    def __delitem__(self, key: Tensor) -> None:
         del self._owner(key)[key]
 
     def __contains__(self, key: object) -> bool:
         return any(key in optimizer.state for optimizer in self._optimizers)
 
-    def __iter__(self) -> Iterator[Any]:
+    def __iter__(self) -> Iterator[Tensor]:
         return (key for optimizer in self._optimizers for key in optimizer.state)
 
     def __len__(self) -> int:
         return sum(len(optimizer.state) for optimizer in self._optimizers)
 
-    def _owner(self, key: Any) -> MutableMapping[Any, Any]:
+    def _owner(self, key: Tensor) -> MutableMapping[Tensor, Any]:
         for optimizer in self._optimizers:
             if key in optimizer.state or any(key is parameter for parameter in _parameters(optimizer)):
                 return optimizer.state

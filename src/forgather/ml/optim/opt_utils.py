@@ -54,7 +54,7 @@ class _Group:
 
 def build_parameter_groups(
     named_parameters: Iterable[tuple[str, Tensor]],
-    group_map: OptimGroupMap,
+    groups: OptimGroupMap,
     debug: bool = False,
     names_elsewhere: Iterable[str] = (),
 ) -> list[dict[str, Any]]:
@@ -64,24 +64,29 @@ def build_parameter_groups(
     model then have the same groups, and so the same schedule. Factories are not looked at: one optimizer is to take all
     the groups.
     """
-    return [group.to_torch() for group in _filled_groups(named_parameters, group_map, debug, names_elsewhere)]
+    return [group.to_torch() for group in _filled_groups(named_parameters, groups, debug, names_elsewhere)]
 
 
 def build_optimizer_buckets(
     named_parameters: Iterable[tuple[str, Tensor]],
-    group_map: OptimGroupMap,
-    default_factory: OptimizerFactory,
+    groups: OptimGroupMap,
+    default_factory: OptimizerFactory | None = None,
     debug: bool = False,
     names_elsewhere: Iterable[str] = (),
 ) -> list[tuple[OptimizerFactory, list[dict[str, Any]]]]:
-    """The groups of `build_parameter_groups`, by the factory that makes their optimizer."""
+    """The groups of `build_parameter_groups`, by the factory that makes their optimizer.
+
+    `default_factory` is for groups without a factory, and may be left out where every group has one.
+    """
     buckets: list[tuple[OptimizerFactory, list[dict[str, Any]]]] = []
-    for group in _filled_groups(named_parameters, group_map, debug, names_elsewhere):
+    for group in _filled_groups(named_parameters, groups, debug, names_elsewhere):
         factory = group.factory or default_factory
+        if factory is None:
+            raise _no_factory(group)
         # Not a dict: factories need not be hashable.
-        for known, groups in buckets:
+        for known, members in buckets:
             if known == factory:
-                groups.append(group.to_torch())
+                members.append(group.to_torch())
                 break
         else:
             buckets.append((factory, [group.to_torch()]))
@@ -90,18 +95,30 @@ def build_optimizer_buckets(
 
 def make_grouped_optimizer(
     named_parameters: Iterable[tuple[str, Tensor]],
-    group_map: OptimGroupMap,
-    default_factory: OptimizerFactory,
+    optimizer_groups: OptimGroupMap | None = None,
+    optimizer_factory: OptimizerFactory | None = None,
     debug: bool = False,
     names_elsewhere: Iterable[str] = (),
 ) -> Optimizer:
-    """One optimizer for all groups, which is a `Multiopt` when they have several factories."""
-    buckets = build_optimizer_buckets(named_parameters, group_map, default_factory, debug, names_elsewhere)
+    """One optimizer for all groups: a `Multiopt` when the groups have several factories.
+
+    `optimizer_factory` makes the optimizer of groups without a factory. `optimizer_groups=None` is one group of everything.
+    """
+    buckets = build_optimizer_buckets(
+        named_parameters, optimizer_groups or {}, optimizer_factory, debug, names_elsewhere
+    )
     optimizers = [
         factory(groups) if any(group["params"] for group in groups) else optimizer_of_nothing(factory, groups)
         for factory, groups in buckets
     ]
     return optimizers[0] if len(optimizers) == 1 else Multiopt(optimizers)
+
+
+def _no_factory(group: _Group) -> ValueError:
+    return ValueError(
+        f"Optimizer group {group.name!r} has no factory, and no default factory was given to make its optimizer. Give "
+        "optimizer_factory (default_factory of build_optimizer_buckets), or add a factory to the group."
+    )
 
 
 def optimizer_of_nothing(factory: Callable[[list[Any]], Optimizer], groups: Sequence[dict[str, Any]] = ()) -> Optimizer:

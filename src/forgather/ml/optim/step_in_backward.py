@@ -6,6 +6,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.optim import Optimizer
 from torch.utils.hooks import RemovableHandle
 
 from forgather.ml.optim.gradient_trace import GradientTrace
@@ -19,7 +20,7 @@ class StepInBackward:
     while it is entered as a context. Calling it gives the norm of the gradients since the last call.
     """
 
-    def __init__(self, optimizer: Any) -> None:
+    def __init__(self, optimizer: Optimizer) -> None:
         refuse_several_optimizers(optimizer, None)
         self._optimizer = optimizer
         self._norms: list[Tensor] = []
@@ -55,7 +56,8 @@ class StepInBackward:
             return torch.zeros(())
         values = torch.stack([norm.to(norms[-1].device, non_blocking=True) for norm in norms])
         self.trace = GradientTrace(updated, values)
-        return torch.linalg.vector_norm(values)
+        norm: Tensor = torch.linalg.vector_norm(values)
+        return norm
 
     def _step(self, number: int, index: int, parameter: Tensor) -> None:
         assert parameter.grad is not None
@@ -93,7 +95,7 @@ class StepInBackward:
             )
 
 
-def refuse_several_optimizers(optimizer: Any, groups: Mapping[str, Any] | None) -> None:
+def refuse_several_optimizers(optimizer: object, groups: Mapping[str, Any] | None) -> None:
     """Refuse an optimizer made of several, and groups of parameters with optimizers of their own."""
     own = [name for name, group in (groups or {}).items() if isinstance(group, Mapping) and group.get("factory")]
     if own or getattr(optimizer, "optimizers", None) is not None:
@@ -112,15 +114,15 @@ def _reduced_to(group: dict[str, Any], index: int) -> dict[str, Any]:
     return alone
 
 
-def _is_a_number(value: Any) -> bool:
+def _is_a_number(value: object) -> bool:
     return isinstance(value, (int, float, Tensor))
 
 
-def _copied(value: Any) -> Any:
+def _copied(value: object) -> object:
     return value.detach().clone() if isinstance(value, Tensor) else value
 
 
-def _is_equal(one: Any, other: Any) -> bool:
+def _is_equal(one: object, other: object) -> bool:
     if isinstance(one, Tensor) and isinstance(other, Tensor):
         return torch.equal(one, other)
     return bool(one == other)

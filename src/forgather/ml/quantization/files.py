@@ -161,9 +161,11 @@ def _without_progress_bars() -> Iterator[None]:
     from transformers.utils import logging
 
     was_enabled = logging.is_progress_bar_enabled()
-    logging.disable_progress_bar()
+    enable: Callable[[], None] = logging.enable_progress_bar
+    disable: Callable[[], None] = logging.disable_progress_bar
+    disable()
     try:
         yield
     finally:
         if was_enabled:
-            logging.enable_progress_bar()
+            enable()

@@ -43,6 +43,11 @@ class AMPContext:
         """Whether the last step was left out, once that is known on the host; None where no step ever is."""
 
     @property
+    def enabled(self) -> bool:
+        """Whether forward passes run in mixed precision."""
+        return self._dtype is not None
+
+    @property
     def has_loss_scale(self) -> bool:
         return self._scaler is not None
 

@@ -1,4 +1,4 @@
-"""When something that happens again and again is due."""
+"""Intervals of logging, evaluation and saving."""
 
 from forgather.ml.trainer.trainer_types import IntervalStrategy
 
@@ -30,6 +30,12 @@ class PeriodicFunction:
         if self.strategy is not IntervalStrategy.NO and self._period < 1:
             name = "epoch_period" if self.strategy is IntervalStrategy.EPOCH else "period"
             raise ValueError(f"{name}={self._period!r} cannot be used: it must be 1 step or more.")
+
+    @property
+    def rel_step(self) -> int:
+        """Steps since the last multiple of the period, where it is 0; for "no", steps since the beginning."""
+        steps = self.global_step - self._origin
+        return steps if self._is_never else steps % self._period
 
     def step(self) -> bool:
         """Advance by one step, and say whether the thing is due now."""

@@ -110,9 +110,10 @@ class TrainerControl:
 class TrainerCallback:
     """Marks a class as a callback; handlers are found by their names, so any object may be one.
 
-    A handler is a method named after an event (`on_step_end`, `on_log`, ...). It gets the keywords args, state, control,
-    model, processing_class, optimizer, lr_scheduler, train_dataloader, eval_dataloader, trainer and those of the event,
-    and may return a control or None.
+    A handler is a method named after an event (`on_step_end`, `on_log`, ...). It is called as
+    `handler(args, state, control, **rest)`: three arguments by position, and by keyword model, processing_class, optimizer,
+    lr_scheduler, train_dataloader, eval_dataloader, trainer and the keywords of the event. A handler without `**kwargs` gets
+    the keywords that it names. It may return a control or None.
     """
 
     changes_control = True

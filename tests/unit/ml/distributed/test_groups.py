@@ -129,6 +129,7 @@ def test_a_process_alone_has_no_groups_and_a_free_barrier() -> None:
     assert get_local_process_group() is None
     assert get_barrier_fn() is null_barrier
     null_barrier()
+    null_barrier(None, 1)
     with main_process_first():
         pass
 
@@ -159,9 +160,38 @@ def test_log_lines_carry_the_rank_and_only_rank_0_logs_information() -> None:
     assert "[rank 1] INFO:forgather.test_groups.child: loaded\n" in run_on_ranks(log_lines, 2, True)[1]
 
 
-def test_a_log_format_and_filter_of_ones_own(capsys: pytest.CaptureFixture[str]) -> None:
+def lines_of_chosen_ranks() -> str:
+    lines = io.StringIO()
+    with redirect_stderr(lines):
+        logger = prefix_logger_rank(
+            logging.getLogger("forgather.test_groups.chosen"),
+            filter=lambda rank: rank == 1,
+            format="%(rank)s|%(message)s",
+        )
+        logger.setLevel(logging.INFO)
+        logger.info("keep %s", "this")
+        logger.error("and that")
+    return lines.getvalue()
+
+
+def test_a_log_format_and_a_rule_of_ones_own(capsys: pytest.CaptureFixture[str]) -> None:
     logger = logging.getLogger("forgather.test_groups.own")
-    prefix_logger_rank(logger, filter=lambda record: "keep" in record.getMessage(), format="%(rank)s|%(message)s")
+    assert prefix_logger_rank(logger, filter=lambda rank: rank == 0, format="%(rank)s|%(message)s") is logger
     logger.error("keep %s", "this")
+    prefix_logger_rank(logger, filter=lambda rank: rank > 0)
     logger.error("drop that")
     assert capsys.readouterr().err == "0|keep this\n"
+    assert run_on_ranks(lines_of_chosen_ranks, 2) == ["", "1|keep this\n1|and that\n"]
+
+
+def test_a_filter_of_records_is_no_rule_for_ranks() -> None:
+    with pytest.raises(TypeError, match=r"gets the rank.*addFilter"):
+        prefix_logger_rank(logging.getLogger("forgather.test_groups.own"), filter=logging.Filter())  # type: ignore[arg-type]
+
+
+def test_a_barrier_needs_the_other_ranks(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("WORLD_SIZE", "2")
+    with pytest.raises(RuntimeError, match=r"job of 2 ranks.*not initialised.*DistributedEnvironment"):
+        get_barrier_fn()
+    monkeypatch.setenv("WORLD_SIZE", "1")
+    assert get_barrier_fn() is null_barrier

@@ -49,3 +49,26 @@ def test_it_takes_what_the_inner_loss_takes() -> None:
 
 def test_it_can_be_copied() -> None:
     assert value(copy.deepcopy(RescaleLoss(plain, 0.25))) == 0.5
+
+
+def test_a_mean_that_was_computed_otherwise_is_rescaled_too() -> None:
+    loss, mean = RescaleLoss(plain, 0.25), torch.tensor(2.0)
+    assert loss.rescale(mean).item() == loss.rescale(mean, torch.tensor([1])).item() == 0.5
+    with loss.no_rescale():
+        assert not loss.is_rescaling
+        assert loss.rescale(mean) is mean
+    assert loss.is_rescaling
+    assert value(RescaleLoss(plain)) == 2.0
+
+
+class ByLabels(RescaleLoss):
+    def rescale(self, mean: Tensor, labels: Tensor | None = None) -> Tensor:
+        assert labels is not None
+        return mean * len(labels) if self.is_rescaling else mean
+
+
+def test_a_subclass_that_overrides_rescale_weighs_every_call() -> None:
+    loss, logits, labels = ByLabels(plain), torch.tensor([3.0, 5.0]), torch.tensor([1.0, 1.0])
+    assert loss(logits, labels).item() == loss(logits, labels=labels).item() == 12.0
+    with loss.no_rescale():
+        assert loss(logits, labels).item() == 6.0

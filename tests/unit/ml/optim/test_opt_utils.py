@@ -202,3 +202,29 @@ def test_several_factories_make_a_multiopt() -> None:
 def test_maps_that_cannot_be_meant_are_refused(group_map: OptimGroupMap, message: str) -> None:
     with pytest.raises(ValueError, match=message):
         check_group_map(group_map)
+
+
+def test_the_documented_keywords() -> None:
+    groups: OptimGroupMap = {"norm": {"regex": "norm", "config": {"lr": 0.5}}}
+    named = list(make_model().named_parameters())
+    optimizer = make_grouped_optimizer(named, optimizer_groups=groups, optimizer_factory=make_adamw)
+    assert optimizer.param_groups[0]["lr"] == 0.5
+    ((factory, made),) = build_optimizer_buckets(named, groups, default_factory=make_adamw, debug=True)
+    assert factory is make_adamw and len(made) == 2
+    assert len(build_parameter_groups(named, groups=groups, debug=False)) == 2
+    assert len(make_grouped_optimizer(named, optimizer_factory=make_adamw).param_groups) == 1
+
+
+def test_a_group_needs_a_factory() -> None:
+    named = list(make_model().named_parameters())
+    every: OptimGroupMap = {"all": {"factory": make_sgd}}
+    assert isinstance(make_grouped_optimizer(named, every), SGD)
+    with pytest.raises(ValueError, match=r"group '\(rest\)' has no factory.*optimizer_factory"):
+        make_grouped_optimizer(named, {"embed": {"regex": "embed", "factory": make_sgd}})
+
+
+def test_the_package_has_the_optimizer_of_several() -> None:
+    from forgather.ml import optim
+    from forgather.ml.optim.multiopt import Multiopt
+
+    assert optim.Multiopt is Multiopt

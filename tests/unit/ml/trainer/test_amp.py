@@ -28,6 +28,7 @@ def make_step(amp: AMPContext, gradient: float = 1.0) -> Tensor:
 )
 def test_autocast_computes_in_the_chosen_precision(mixed_precision: str | None, dtype: torch.dtype) -> None:
     amp = AMPContext(mixed_precision, "cpu")
+    assert amp.enabled == (dtype != torch.float32)
     with amp.autocast():
         assert nn.Linear(4, 4)(torch.ones(2, 4)).dtype == dtype
 

@@ -60,3 +60,15 @@ def test_wrong_settings_are_refused_only_where_they_are_used() -> None:
         PeriodicFunction(0, "sometimes", 1, 1)
     PeriodicFunction(0, "steps", 5, 0)
     PeriodicFunction(0, "no", 0, 0)
+
+
+def test_the_relative_step_counts_from_the_last_multiple_of_the_period() -> None:
+    periodic = PeriodicFunction(6, "steps", 4, 100)
+    assert periodic.rel_step == 2
+    assert [(periodic.step(), periodic.rel_step) for _ in range(3)] == [(False, 3), (True, 0), (False, 1)]
+    by_epoch = PeriodicFunction(7, "epoch", 1, 5)
+    by_epoch.reset()
+    assert by_epoch.rel_step == 0
+    by_epoch.step()
+    assert by_epoch.rel_step == 1
+    assert PeriodicFunction(3, "no", 0, 0).rel_step == 3

@@ -117,7 +117,7 @@ def test_the_output_directory_is_held_while_training_and_free_afterwards(tmp_pat
 class Worse:
     """Makes every evaluation worse than those before."""
 
-    def on_evaluate(self, metrics: dict[str, Any], state: Any, **_: Any) -> None:
+    def on_evaluate(self, args: Any, state: Any, control: Any, metrics: dict[str, Any], **_: Any) -> None:
         metrics["eval_score"] = -state.global_step
 
 

@@ -22,6 +22,10 @@ if TYPE_CHECKING:
     from forgather.ml.trainer.callbacks.textgen import TextgenCallback as TextgenCallback
     from forgather.ml.trainer.trainer_types import TrainerCallback
 
+    # At run time this is the module of the same name, which can be called.
+    def default_callbacks() -> list[TrainerCallback]: ...
+
+
 _MODULES = {
     "DefaultMetrics": "default_metrics",
     "DivergenceDetector": "divergence",
@@ -41,17 +45,9 @@ _MODULES = {
 __all__ = ["default_callbacks", *_MODULES]
 
 
-def default_callbacks() -> "list[TrainerCallback]":
-    """What a trainer uses beside the callbacks that it is given: progress, a summary of the run, speed, and a JSON log."""
-    from forgather.ml.trainer.callbacks.default_metrics import DefaultMetrics
-    from forgather.ml.trainer.callbacks.info import InfoCallback
-    from forgather.ml.trainer.callbacks.json_logger import JsonLogger
-    from forgather.ml.trainer.callbacks.progress import ProgressCallback
-
-    return [ProgressCallback(), InfoCallback(), DefaultMetrics(), JsonLogger(evaluations_alone=False)]
-
-
 def __getattr__(name: str) -> Any:
+    if name == "default_callbacks":
+        return importlib.import_module(f"{__name__}.default_callbacks")
     if name not in _MODULES:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
     return getattr(importlib.import_module(f"{__name__}.{_MODULES[name]}"), name)

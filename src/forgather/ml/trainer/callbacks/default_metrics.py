@@ -7,8 +7,9 @@ from typing import Any
 from torch import nn
 
 from forgather.ml.checkpoint.state.state_schema import Schema, count, optional
+from forgather.ml.trainer.arguments.training_arguments import TrainingArguments
 from forgather.ml.trainer.callbacks.state_checks import check_callback_state
-from forgather.ml.trainer.trainer_types import TrainerCallback, TrainerState
+from forgather.ml.trainer.trainer_types import TrainerCallback, TrainerControl, TrainerState
 from forgather.ml.utils import count_parameters, flops_per_token
 
 _STATE = Schema({"last_log_step": optional(count)})
@@ -38,18 +39,24 @@ class DefaultMetrics(TrainerCallback):
         self._num_timed_steps = 0
         self._is_paused = False
 
-    def on_train_begin(self, args: Any, state: TrainerState, **kwargs: Any) -> None:
+    def on_train_begin(
+        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: object
+    ) -> None:
         self._steps_to_skip = getattr(args, "speed_metrics_start_step", 0)
         if self._last_log_step is None or self._last_log_step > state.global_step:
             self._last_log_step = state.global_step
         self._start_interval(time.perf_counter())
 
-    def on_step_begin(self, **kwargs: Any) -> None:
+    def on_step_begin(
+        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: object
+    ) -> None:
         if self._is_paused:
             self._is_paused = False
             self._mark = time.perf_counter()
 
-    def on_step_end(self, **kwargs: Any) -> None:
+    def on_step_end(
+        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: object
+    ) -> None:
         now = time.perf_counter()
         if self._steps_to_skip > 0:
             self._steps_to_skip -= 1
@@ -58,14 +65,24 @@ class DefaultMetrics(TrainerCallback):
             self._seconds += now - self._mark
         self._mark = now
 
-    def on_evaluate(self, **kwargs: Any) -> None:
+    def on_evaluate(
+        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: object
+    ) -> None:
         # until the next step begins: callbacks that are told after this one may generate samples
         self._is_paused = True
 
-    def on_save(self, **kwargs: Any) -> None:
+    def on_save(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: object) -> None:
         self._is_paused = True
 
-    def on_log_step(self, state: TrainerState, logs: dict[str, Any], model: nn.Module, **kwargs: Any) -> None:
+    def on_log_step(
+        self,
+        args: TrainingArguments,
+        state: TrainerState,
+        control: TrainerControl,
+        logs: dict[str, Any],
+        model: nn.Module,
+        **kwargs: object,
+    ) -> None:
         now = time.perf_counter()
         if self._num_timed_steps:
             # reading the loss has waited for the device to finish the steps that were only queued until now
@@ -77,7 +94,7 @@ class DefaultMetrics(TrainerCallback):
     def state_dict(self) -> dict[str, Any]:
         return {"last_log_step": self._last_log_step}
 
-    def check_state_dict(self, state_dict: Any) -> None:
+    def check_state_dict(self, state_dict: object) -> None:
         check_callback_state(self, _STATE, state_dict)
 
     def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
@@ -102,7 +119,7 @@ class DefaultMetrics(TrainerCallback):
 
     def _get_flops_per_token(self, logs: dict[str, Any], model: nn.Module) -> float:
         if logs.get("total_flos") and logs.get("total_tokens"):
-            return logs["total_flos"] / logs["total_tokens"]
+            return float(logs["total_flos"] / logs["total_tokens"])
         if self._flops_per_token is None:
             self._flops_per_token = float(flops_per_token(count_parameters(model)))
         return self._flops_per_token

@@ -5,7 +5,10 @@ import math
 from collections.abc import Mapping
 from typing import Any
 
+from torch import Tensor
+
 from forgather.ml.checkpoint.state.state_schema import Schema, count, number, optional
+from forgather.ml.trainer.arguments.training_arguments import TrainingArguments
 from forgather.ml.trainer.callbacks.state_checks import check_callback_state
 from forgather.ml.trainer.trainer_types import TrainerCallback, TrainerControl, TrainerState
 
@@ -35,16 +38,27 @@ class DivergenceDetector(TrainerCallback):
         self._best = math.inf
         self._best_step = 0
         self._num_above = 0
-        self._last_loss: Any = None
+        self._last_loss: Tensor | float | None = None
 
-    def on_train_begin(self, state: TrainerState, **kwargs: Any) -> None:
+    def on_train_begin(
+        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: object
+    ) -> None:
         if state.global_step == 0:
             self.load_state_dict({"smoothed": None, "best": None, "best_step": 0, "num_above": 0})
 
-    def on_train_metrics(self, loss: Any, **kwargs: Any) -> None:
+    def on_train_metrics(
+        self,
+        args: TrainingArguments,
+        state: TrainerState,
+        control: TrainerControl,
+        loss: Tensor | float,
+        **kwargs: object,
+    ) -> None:
         self._last_loss = loss
 
-    def on_step_end(self, args: Any, state: TrainerState, control: TrainerControl, **kwargs: Any) -> None:
+    def on_step_end(
+        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: object
+    ) -> None:
         """Look before a save, which waits for the device anyway: weights that are no numbers must not replace good ones."""
         by_steps = args.save_strategy == "steps" and state.global_step % args.save_steps == 0
         by_epoch = args.save_strategy == "epoch" and state.epoch >= state.raw_epoch + 1
@@ -53,7 +67,14 @@ class DivergenceDetector(TrainerCallback):
         if (by_steps or by_epoch) and not math.isfinite(float(self._last_loss)):
             self._act(f"the loss is {float(self._last_loss)}", False, state, control)
 
-    def on_log(self, state: TrainerState, control: TrainerControl, logs: Mapping[str, Any], **kwargs: Any) -> None:
+    def on_log(
+        self,
+        args: TrainingArguments,
+        state: TrainerState,
+        control: TrainerControl,
+        logs: Mapping[str, Any],
+        **kwargs: object,
+    ) -> None:
         if "loss" not in logs or control.should_abort_without_save:
             return
         loss = float(logs["loss"])
@@ -69,7 +90,7 @@ class DivergenceDetector(TrainerCallback):
             "num_above": self._num_above,
         }
 
-    def check_state_dict(self, state_dict: Any) -> None:
+    def check_state_dict(self, state_dict: object) -> None:
         check_callback_state(self, _STATE, state_dict)
 
     def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:

@@ -6,6 +6,7 @@ from typing import Any
 
 from forgather.ml.checkpoint.retention import default_greater_is_better
 from forgather.ml.checkpoint.state.state_schema import Schema, count, number, optional
+from forgather.ml.trainer.arguments.training_arguments import TrainingArguments
 from forgather.ml.trainer.callbacks.state_checks import check_callback_state
 from forgather.ml.trainer.trainer_types import TrainerCallback, TrainerControl, TrainerState
 
@@ -43,12 +44,19 @@ class EarlyStopping(TrainerCallback):
         self._num_without_improvement = 0
         self._has_warned = False
 
-    def on_train_begin(self, state: TrainerState, **kwargs: Any) -> None:
+    def on_train_begin(
+        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: object
+    ) -> None:
         if state.global_step == 0:
             self.load_state_dict({"best": None, "best_step": 0, "num_without_improvement": 0})
 
     def on_evaluate(
-        self, state: TrainerState, control: TrainerControl, metrics: Mapping[str, Any], **kwargs: Any
+        self,
+        args: TrainingArguments,
+        state: TrainerState,
+        control: TrainerControl,
+        metrics: Mapping[str, Any],
+        **kwargs: object,
     ) -> None:
         value = metrics.get(self._metric, metrics.get(f"eval_{self._metric}"))
         if value is None:
@@ -69,7 +77,7 @@ class EarlyStopping(TrainerCallback):
             "num_without_improvement": self._num_without_improvement,
         }
 
-    def check_state_dict(self, state_dict: Any) -> None:
+    def check_state_dict(self, state_dict: object) -> None:
         check_callback_state(self, _STATE, state_dict)
 
     def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:

@@ -8,10 +8,11 @@ import torch
 from rich.text import Text
 from torch import nn
 
+from forgather.ml.trainer.arguments.training_arguments import TrainingArguments
 from forgather.ml.trainer.callbacks.console import get_console
 from forgather.ml.trainer.callbacks.formatting import format_count
 from forgather.ml.trainer.callbacks.run_length import planned_steps
-from forgather.ml.trainer.trainer_types import TrainerCallback, TrainerState
+from forgather.ml.trainer.trainer_types import TrainerCallback, TrainerControl, TrainerState
 from forgather.ml.utils import count_parameters
 
 _RECIPES = (
@@ -32,7 +33,15 @@ class InfoCallback(TrainerCallback):
 
     changes_control = False
 
-    def on_train_begin(self, args: Any, state: TrainerState, model: nn.Module, trainer: Any, **kwargs: Any) -> None:
+    def on_train_begin(
+        self,
+        args: TrainingArguments,
+        state: TrainerState,
+        control: TrainerControl,
+        model: nn.Module,
+        trainer: object,
+        **kwargs: object,
+    ) -> None:
         if not state.is_world_process_zero:
             return
         whole_model = trainer.unwrapped_model() if hasattr(trainer, "unwrapped_model") else model
@@ -67,14 +76,14 @@ def describe_model(model: nn.Module, pipeline: Any = None) -> str:
     return f"{name}, {format_count(stats.total)} parameters{details}{stages}"
 
 
-def describe_precision(args: Any, model: nn.Module) -> str:
+def describe_precision(args: TrainingArguments, model: nn.Module) -> str:
     dtypes = sorted({str(parameter.dtype).removeprefix("torch.") for parameter in model.parameters()})
     text = f"parameters in {' and '.join(dtypes) or 'no dtype'}"
     mixed = getattr(args, "mixed_precision", None)
     return text if mixed in (None, "no") else f"{text}, computed in {mixed}"
 
 
-def describe_recipes(args: Any) -> str:
+def describe_recipes(args: TrainingArguments) -> str:
     """Those that are in use; nothing without any."""
     values = {name: getattr(args, name, None) for name in _RECIPES}
     return ", ".join(
@@ -89,7 +98,7 @@ def describe_devices(state: TrainerState, model: nn.Module) -> str:
     return f"{names}, {num_processes} process{'es' if num_processes > 1 else ''}"
 
 
-def describe_batch(args: Any, state: TrainerState, trainer: Any) -> str:
+def describe_batch(args: TrainingArguments, state: TrainerState, trainer: object) -> str:
     per_device = state.train_batch_size
     accumulation = args.gradient_accumulation_steps
     num_ranks = num_data_parallel_ranks(state, trainer)
@@ -97,7 +106,7 @@ def describe_batch(args: Any, state: TrainerState, trainer: Any) -> str:
     return f"{per_device} per device x {accumulation} accumulated x {num_ranks} data-parallel = {total} per step"
 
 
-def describe_steps(state: TrainerState, args: Any = None, trainer: Any = None) -> str:
+def describe_steps(state: TrainerState, args: TrainingArguments | None = None, trainer: object = None) -> str:
     """The number of steps, and of epochs: those asked for, or as many as max_steps comes to where that is known."""
     total = planned_steps(state)
     if total is None:
@@ -118,7 +127,7 @@ def describe_start(state: TrainerState) -> str:
     return f"resumed at step {state.global_step:,} (epoch {state.epoch:.2f}){seen}"
 
 
-def num_data_parallel_ranks(state: TrainerState, trainer: Any) -> int:
+def num_data_parallel_ranks(state: TrainerState, trainer: object) -> int:
     """How many ranks train on different data; stages of a pipeline do not count."""
     if hasattr(trainer, "_num_data_parallel_ranks"):
         return int(trainer._num_data_parallel_ranks())

@@ -9,8 +9,9 @@ from collections.abc import Callable, Mapping
 from typing import Any
 
 from forgather.ml.checkpoint.files.durable import make_directories, replace_file
+from forgather.ml.trainer.arguments.training_arguments import TrainingArguments
 from forgather.ml.trainer.callbacks.repeated_records import RepeatedRecords
-from forgather.ml.trainer.trainer_types import TrainerCallback, TrainerState
+from forgather.ml.trainer.trainer_types import TrainerCallback, TrainerControl, TrainerState
 
 logger = logging.getLogger(__name__)
 
@@ -41,7 +42,9 @@ class JsonLogger(TrainerCallback):
         self._inherited: list[dict[str, Any]] = []
         """Records of the step of the checkpoint: what follows the checkpoint in the same step comes again."""
 
-    def on_train_begin(self, args: Any, state: TrainerState, **kwargs: Any) -> None:
+    def on_train_begin(
+        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: object
+    ) -> None:
         if not state.is_world_process_zero:
             return
         # at step 0, what this process wrote itself (an evaluation before training) belongs to the run
@@ -52,13 +55,27 @@ class JsonLogger(TrainerCallback):
             self._guarded(lambda record=record: self._append(args, record))  # type: ignore[misc]
         self._waiting = []
 
-    def on_log(self, args: Any, state: TrainerState, logs: Mapping[str, Any], **kwargs: Any) -> None:
+    def on_log(
+        self,
+        args: TrainingArguments,
+        state: TrainerState,
+        control: TrainerControl,
+        logs: Mapping[str, Any],
+        **kwargs: object,
+    ) -> None:
         self._write(args, state, logs)
 
-    def on_evaluate(self, args: Any, state: TrainerState, metrics: Mapping[str, Any], **kwargs: Any) -> None:
+    def on_evaluate(
+        self,
+        args: TrainingArguments,
+        state: TrainerState,
+        control: TrainerControl,
+        metrics: Mapping[str, Any],
+        **kwargs: object,
+    ) -> None:
         self._write(args, state, metrics)
 
-    def _path(self, args: Any) -> str:
+    def _path(self, args: TrainingArguments) -> str:
         return os.path.join(args.output_dir, self._file_name)
 
     def _begin(self, path: str, step: int, is_fresh: bool) -> None:
@@ -72,7 +89,7 @@ class JsonLogger(TrainerCallback):
         kept = keep_records(path, lambda record: record.get("step", 0) <= step)
         self._inherited = [record for record in kept if record.get("step") == step]
 
-    def _write(self, args: Any, state: TrainerState, values: Mapping[str, Any]) -> None:
+    def _write(self, args: TrainingArguments, state: TrainerState, values: Mapping[str, Any]) -> None:
         if not state.is_world_process_zero or self._records.is_repeated(state.global_step, values):
             return
         record = to_json({"step": state.global_step, "time": round(time.time(), 3), **values})
@@ -81,7 +98,7 @@ class JsonLogger(TrainerCallback):
         else:
             self._waiting.append(record)
 
-    def _append(self, args: Any, record: dict[str, Any]) -> None:
+    def _append(self, args: TrainingArguments, record: dict[str, Any]) -> None:
         if not self._has_written:
             make_directories(args.output_dir)
             self._has_written = True
@@ -110,7 +127,7 @@ class JsonLogger(TrainerCallback):
                 )
 
 
-def to_json(value: Any) -> Any:
+def to_json(value: object) -> Any:
     """The value in JSON's own types: tensors and arrays as numbers or lists, NaN and infinities as None."""
     if isinstance(value, float):
         return value if math.isfinite(value) else None

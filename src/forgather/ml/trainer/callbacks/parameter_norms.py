@@ -8,7 +8,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from forgather.ml.trainer.trainer_types import TrainerCallback, TrainerState
+from forgather.ml.trainer.arguments.training_arguments import TrainingArguments
+from forgather.ml.trainer.trainer_types import TrainerCallback, TrainerControl, TrainerState
 
 logger = logging.getLogger(__name__)
 
@@ -28,11 +29,15 @@ class GradLogger(TrainerCallback):
         self._names: list[str] = []
         self._norms: Tensor | None = None
 
-    def on_train_begin(self, args: Any, **kwargs: Any) -> None:
+    def on_train_begin(
+        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: object
+    ) -> None:
         if getattr(args, "fuse_optim_with_backward", False):
             logger.warning("GradLogger logs nothing: fuse_optim_with_backward=True leaves no gradients to look at.")
 
-    def on_pre_optimizer_step(self, args: Any, state: TrainerState, model: nn.Module, **kwargs: Any) -> None:
+    def on_pre_optimizer_step(
+        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, model: nn.Module, **kwargs: object
+    ) -> None:
         if not is_logged_next(args, state):
             return
         parameters = matching_parameters(model, self._pattern)
@@ -41,7 +46,14 @@ class GradLogger(TrainerCallback):
         # stays on the device until the record is made, when the trainer waits for it anyway
         self._norms = norms_of(list(gradients.values()))
 
-    def on_log_step(self, logs: dict[str, Any], **kwargs: Any) -> None:
+    def on_log_step(
+        self,
+        args: TrainingArguments,
+        state: TrainerState,
+        control: TrainerControl,
+        logs: dict[str, Any],
+        **kwargs: object,
+    ) -> None:
         if self._norms is not None:
             logs.update(named_values("grad_norm", self._names, self._norms))
         self._norms = None
@@ -55,14 +67,22 @@ class WeightNormLogger(TrainerCallback):
     def __init__(self, pattern: str | None = None) -> None:
         self._pattern = pattern
 
-    def on_log_step(self, model: nn.Module, logs: dict[str, Any], **kwargs: Any) -> None:
+    def on_log_step(
+        self,
+        args: TrainingArguments,
+        state: TrainerState,
+        control: TrainerControl,
+        model: nn.Module,
+        logs: dict[str, Any],
+        **kwargs: object,
+    ) -> None:
         parameters = matching_parameters(model, self._pattern)
         norms = norms_of([parameter.detach() for parameter in parameters.values()])
         if norms is not None:
             logs.update(named_values("weight_norm", list(parameters), norms))
 
 
-def is_logged_next(args: Any, state: TrainerState) -> bool:
+def is_logged_next(args: TrainingArguments, state: TrainerState) -> bool:
     """Whether the step that is being computed will be logged."""
     step = state.global_step + 1
     if getattr(args, "logging_strategy", "steps") != "steps":

@@ -6,7 +6,8 @@ from typing import Any
 
 import torch
 
-from forgather.ml.trainer.trainer_types import TrainerCallback
+from forgather.ml.trainer.arguments.training_arguments import TrainingArguments
+from forgather.ml.trainer.trainer_types import TrainerCallback, TrainerControl, TrainerState
 
 _GIB = 1024**3
 
@@ -19,7 +20,14 @@ class PeakMemory(TrainerCallback):
 
     changes_control = False
 
-    def on_log_step(self, logs: dict[str, Any], **kwargs: Any) -> None:
+    def on_log_step(
+        self,
+        args: TrainingArguments,
+        state: TrainerState,
+        control: TrainerControl,
+        logs: dict[str, Any],
+        **kwargs: object,
+    ) -> None:
         logs["peak_memory_gib"] = peak_memory_bytes() / _GIB
 
 

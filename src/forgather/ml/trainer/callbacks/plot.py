@@ -10,9 +10,10 @@ from typing import TYPE_CHECKING, Any
 
 from forgather.ml.checkpoint.files.durable import make_directories, replace_file
 from forgather.ml.checkpoint.state.state_schema import Schema, Violation, count, list_of, number
+from forgather.ml.trainer.arguments.training_arguments import TrainingArguments
 from forgather.ml.trainer.callbacks.formatting import format_count
 from forgather.ml.trainer.callbacks.state_checks import check_callback_state
-from forgather.ml.trainer.trainer_types import TrainerCallback, TrainerState
+from forgather.ml.trainer.trainer_types import TrainerCallback, TrainerControl, TrainerState
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -72,7 +73,9 @@ class PlotCallback(TrainerCallback):
         self._next_drawing = 0.0
         self._curves: dict[str, Curve] = {}
 
-    def on_train_begin(self, state: TrainerState, **kwargs: Any) -> None:
+    def on_train_begin(
+        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: object
+    ) -> None:
         if not self._curves:
             for record in state.log_history:
                 self._add(record.get("step", 0), {name: _number(record.get(name)) for name in _NAMES})
@@ -83,16 +86,32 @@ class PlotCallback(TrainerCallback):
             draw_png(self._curves)
             self._next_drawing = time.monotonic() + self._min_seconds
 
-    def on_log(self, args: Any, state: TrainerState, logs: Mapping[str, Any], **kwargs: Any) -> None:
+    def on_log(
+        self,
+        args: TrainingArguments,
+        state: TrainerState,
+        control: TrainerControl,
+        logs: Mapping[str, Any],
+        **kwargs: object,
+    ) -> None:
         if "loss" in logs:
             self._add(state.global_step, {name: value for name, value in logs.items() if name != "eval_loss"})
         if state.is_world_process_zero and time.monotonic() >= self._next_drawing:
             self._draw(args)
 
-    def on_evaluate(self, state: TrainerState, metrics: Mapping[str, Any], **kwargs: Any) -> None:
+    def on_evaluate(
+        self,
+        args: TrainingArguments,
+        state: TrainerState,
+        control: TrainerControl,
+        metrics: Mapping[str, Any],
+        **kwargs: object,
+    ) -> None:
         self._add(state.global_step, {"eval_loss": metrics.get("eval_loss")})
 
-    def on_train_end(self, args: Any, state: TrainerState, **kwargs: Any) -> None:
+    def on_train_end(
+        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: object
+    ) -> None:
         if state.is_world_process_zero:
             self._draw(args)
 
@@ -101,7 +120,7 @@ class PlotCallback(TrainerCallback):
             name: {"steps": list(curve.steps), "values": list(curve.values)} for name, curve in self._curves.items()
         }
 
-    def check_state_dict(self, state_dict: Any) -> None:
+    def check_state_dict(self, state_dict: object) -> None:
         check_callback_state(self, _STATE, state_dict)
 
     def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
@@ -116,7 +135,7 @@ class PlotCallback(TrainerCallback):
             if record.get(name) is not None:
                 self._curves.setdefault(name, Curve()).add(step, float(record[name]))
 
-    def _draw(self, args: Any) -> None:
+    def _draw(self, args: TrainingArguments) -> None:
         started = time.monotonic()
         make_directories(args.output_dir)
         replace_file(os.path.join(args.output_dir, self._file_name), draw_png(self._curves))

@@ -2,13 +2,15 @@
 
 import logging
 import os
+from collections.abc import Callable
 from typing import Any
 
 import torch
 from torch.profiler import ProfilerActivity
 
 from forgather.ml.distributed import get_rank
-from forgather.ml.trainer.trainer_types import TrainerCallback, TrainerState
+from forgather.ml.trainer.arguments.training_arguments import TrainingArguments
+from forgather.ml.trainer.trainer_types import TrainerCallback, TrainerControl, TrainerState
 
 logger = logging.getLogger(__name__)
 
@@ -50,7 +52,9 @@ class ProfilerCallback(TrainerCallback):
         self._profiler: torch.profiler.profile | None = None
         self._step = 0
 
-    def on_train_begin(self, args: Any, state: TrainerState, **kwargs: Any) -> None:
+    def on_train_begin(
+        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: object
+    ) -> None:
         if not (state.is_world_process_zero or self._all_ranks):
             return
         directory = os.path.join(args.output_dir, "profile")
@@ -66,7 +70,9 @@ class ProfilerCallback(TrainerCallback):
         )
         self._profiler.start()
 
-    def on_step_end(self, state: TrainerState, **kwargs: Any) -> None:
+    def on_step_end(
+        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: object
+    ) -> None:
         if self._profiler is None:
             return
         self._step = state.global_step
@@ -74,7 +80,9 @@ class ProfilerCallback(TrainerCallback):
         if self._profiler.step_num >= self._num_steps:
             self._stop()
 
-    def on_train_end(self, **kwargs: Any) -> None:
+    def on_train_end(
+        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: object
+    ) -> None:
         self._stop()
 
     def _stop(self) -> None:
@@ -84,4 +92,5 @@ class ProfilerCallback(TrainerCallback):
 
 
 def _activities() -> list[ProfilerActivity]:
-    return sorted(torch.profiler.supported_activities(), key=lambda activity: activity.name)
+    find: Callable[[], set[ProfilerActivity]] = torch.profiler.supported_activities
+    return sorted(find(), key=lambda activity: activity.name)

@@ -7,11 +7,12 @@ from typing import Any
 from rich.console import Console
 from rich.text import Text
 
+from forgather.ml.trainer.arguments.training_arguments import TrainingArguments
 from forgather.ml.trainer.callbacks.console import get_console
 from forgather.ml.trainer.callbacks.formatting import format_count, format_duration
 from forgather.ml.trainer.callbacks.progress_bars import ProgressBars, can_draw
 from forgather.ml.trainer.callbacks.run_length import planned_eval_batches, planned_steps
-from forgather.ml.trainer.trainer_types import TrainerCallback, TrainerState
+from forgather.ml.trainer.trainer_types import TrainerCallback, TrainerControl, TrainerState
 
 Field = tuple[str, str]
 """A label and a value."""
@@ -36,7 +37,9 @@ class ProgressCallback(TrainerCallback):
         self._num_eval_total: int | None = None
         self._summary: Mapping[str, Any] = {}
 
-    def on_train_begin(self, state: TrainerState, **kwargs: Any) -> None:
+    def on_train_begin(
+        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: object
+    ) -> None:
         if not state.is_world_process_zero:
             return
         self._pace = _Pace()
@@ -47,7 +50,9 @@ class ProgressCallback(TrainerCallback):
             self._bars = ProgressBars(self._console, self._refresh_seconds)
             self._bars.start_training(state.global_step, planned_steps(state))
 
-    def on_step_end(self, state: TrainerState, **kwargs: Any) -> None:
+    def on_step_end(
+        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: object
+    ) -> None:
         if self._pace is None:
             return
         if self._pace.first_step is None:
@@ -55,7 +60,14 @@ class ProgressCallback(TrainerCallback):
         if self._bars is not None and self._bars.is_due():
             self._show_step(state)
 
-    def on_log(self, state: TrainerState, logs: Mapping[str, Any], **kwargs: Any) -> None:
+    def on_log(
+        self,
+        args: TrainingArguments,
+        state: TrainerState,
+        control: TrainerControl,
+        logs: Mapping[str, Any],
+        **kwargs: object,
+    ) -> None:
         if not state.is_world_process_zero:
             return
         if "train_runtime" in logs:
@@ -63,7 +75,14 @@ class ProgressCallback(TrainerCallback):
         elif "loss" in logs:
             self._show_record(state, logs)
 
-    def on_prediction_step(self, state: TrainerState, eval_dataloader: Any = None, **kwargs: Any) -> None:
+    def on_prediction_step(
+        self,
+        args: TrainingArguments,
+        state: TrainerState,
+        control: TrainerControl,
+        eval_dataloader: object = None,
+        **kwargs: object,
+    ) -> None:
         if not state.is_world_process_zero:
             return
         if self._num_eval_batches == 0:
@@ -72,7 +91,14 @@ class ProgressCallback(TrainerCallback):
         if self._bars is not None and self._bars.is_due():
             self._bars.show_evaluation(self._num_eval_batches, self._num_eval_total)
 
-    def on_evaluate(self, state: TrainerState, metrics: Mapping[str, Any], **kwargs: Any) -> None:
+    def on_evaluate(
+        self,
+        args: TrainingArguments,
+        state: TrainerState,
+        control: TrainerControl,
+        metrics: Mapping[str, Any],
+        **kwargs: object,
+    ) -> None:
         if not state.is_world_process_zero:
             return
         self._num_eval_batches = 0
@@ -82,7 +108,9 @@ class ProgressCallback(TrainerCallback):
         if self._bars is not None and not self._bars.is_training:
             self._stop_bars()
 
-    def on_train_end(self, state: TrainerState, **kwargs: Any) -> None:
+    def on_train_end(
+        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: object
+    ) -> None:
         if not state.is_world_process_zero:
             return
         if self._bars is not None:
@@ -92,7 +120,7 @@ class ProgressCallback(TrainerCallback):
         self._pace = None
         self._console.print(summary_text(state, self._summary), soft_wrap=True)
 
-    def _begin_evaluation(self, state: TrainerState, eval_dataloader: Any) -> None:
+    def _begin_evaluation(self, state: TrainerState, eval_dataloader: object) -> None:
         self._num_eval_total = planned_eval_batches(state, eval_dataloader)
         if self._bars is None and can_draw(self._console):
             self._bars = ProgressBars(self._console, self._refresh_seconds)
@@ -185,7 +213,7 @@ def record_fields(logs: Mapping[str, Any]) -> list[Field]:
     return fields
 
 
-def _was_added(name: str, value: Any) -> bool:
+def _was_added(name: str, value: object) -> bool:
     """Whether a callback added this number for people to see; names with a slash are series for files."""
     return name not in _USUAL_NAMES and "/" not in name and type(value) in (int, float)
 

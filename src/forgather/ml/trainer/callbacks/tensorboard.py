@@ -8,9 +8,10 @@ from collections.abc import Iterator, Mapping
 from typing import TYPE_CHECKING, Any
 
 from forgather.ml.checkpoint.state.state_schema import Schema, every, optional, relative_path, that
+from forgather.ml.trainer.arguments.training_arguments import TrainingArguments
 from forgather.ml.trainer.callbacks.repeated_records import RepeatedRecords
 from forgather.ml.trainer.callbacks.state_checks import check_callback_state
-from forgather.ml.trainer.trainer_types import TrainerCallback, TrainerState
+from forgather.ml.trainer.trainer_types import TrainerCallback, TrainerControl, TrainerState
 
 if TYPE_CHECKING:
     from torch.utils.tensorboard import SummaryWriter
@@ -35,7 +36,9 @@ class TBLogger(TrainerCallback):
         self._writer: SummaryWriter | None = None
         self._records = RepeatedRecords()
 
-    def on_train_begin(self, args: Any, state: TrainerState, **kwargs: Any) -> None:
+    def on_train_begin(
+        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: object
+    ) -> None:
         if not state.is_world_process_zero:
             return
         writer = self._open(args, state)
@@ -43,18 +46,34 @@ class TBLogger(TrainerCallback):
             settings = json.dumps(args.to_dict(), indent=2, default=str)
             writer.add_text("arguments", f"```json\n{settings}\n```", 0)
 
-    def on_log(self, args: Any, state: TrainerState, logs: Mapping[str, Any], **kwargs: Any) -> None:
+    def on_log(
+        self,
+        args: TrainingArguments,
+        state: TrainerState,
+        control: TrainerControl,
+        logs: Mapping[str, Any],
+        **kwargs: object,
+    ) -> None:
         self._write(args, state, logs)
 
-    def on_evaluate(self, args: Any, state: TrainerState, metrics: Mapping[str, Any], **kwargs: Any) -> None:
+    def on_evaluate(
+        self,
+        args: TrainingArguments,
+        state: TrainerState,
+        control: TrainerControl,
+        metrics: Mapping[str, Any],
+        **kwargs: object,
+    ) -> None:
         self._write(args, state, metrics)
 
-    def on_train_end(self, **kwargs: Any) -> None:
+    def on_train_end(
+        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: object
+    ) -> None:
         if self._writer is not None:
             self._writer.close()
             self._writer = None
 
-    def add_text(self, args: Any, state: TrainerState, tag: str, text: str) -> None:
+    def add_text(self, args: TrainingArguments, state: TrainerState, tag: str, text: str) -> None:
         """Record a text for the present step; other callbacks use it."""
         if state.is_world_process_zero:
             self._open(args, state).add_text(tag, text, state.global_step)
@@ -62,14 +81,14 @@ class TBLogger(TrainerCallback):
     def state_dict(self) -> dict[str, Any]:
         return {"directory": self._directory}
 
-    def check_state_dict(self, state_dict: Any) -> None:
+    def check_state_dict(self, state_dict: object) -> None:
         check_callback_state(self, _STATE, state_dict)
 
     def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
         self.check_state_dict(state_dict)
         self._directory = state_dict["directory"]
 
-    def _open(self, args: Any, state: TrainerState) -> "SummaryWriter":
+    def _open(self, args: TrainingArguments, state: TrainerState) -> "SummaryWriter":
         if self._writer is None:
             # TensorBoard takes long to import, and the other ranks do not need it
             from torch.utils.tensorboard import SummaryWriter
@@ -79,7 +98,7 @@ class TBLogger(TrainerCallback):
             self._writer = SummaryWriter(path, purge_step=state.global_step + 1 if is_continued else None)
         return self._writer
 
-    def _choose_directory(self, args: Any) -> str:
+    def _choose_directory(self, args: TrainingArguments) -> str:
         """A directory of the user's own, or one for this run, kept relative to the output directory that may be moved."""
         given = args.logging_dir
         runs = os.path.join(args.output_dir, _RUNS)
@@ -91,7 +110,7 @@ class TBLogger(TrainerCallback):
             self._directory = os.path.relpath(path, args.output_dir)
         return os.path.join(args.output_dir, self._directory)
 
-    def _write(self, args: Any, state: TrainerState, values: Mapping[str, Any]) -> None:
+    def _write(self, args: TrainingArguments, state: TrainerState, values: Mapping[str, Any]) -> None:
         if not state.is_world_process_zero or self._records.is_repeated(state.global_step, values):
             return
         writer = self._open(args, state)

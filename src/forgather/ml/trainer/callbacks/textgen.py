@@ -1,16 +1,25 @@
 """Samples of what a model writes, as training goes on."""
 
-from collections.abc import Callable, Sequence
-from typing import Any
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, Protocol
 
 import torch
 from rich.text import Text
-from torch import nn
+from torch import Tensor, nn
 
+from forgather.ml.trainer.arguments.training_arguments import TrainingArguments
 from forgather.ml.trainer.callbacks.console import get_console
 from forgather.ml.trainer.setup.model_modes import set_train
 from forgather.ml.trainer.setup.seeding import undisturbed_random_numbers
-from forgather.ml.trainer.trainer_types import TrainerCallback, TrainerState
+from forgather.ml.trainer.trainer_types import TrainerCallback, TrainerControl, TrainerState
+
+
+class TokenizerT(Protocol):
+    """What a `processing_class` needs for samples."""
+
+    def __call__(self, text: str, *, return_tensors: str) -> Mapping[str, Tensor]: ...
+
+    def decode(self, token_ids: Tensor, *, skip_special_tokens: bool) -> str: ...
 
 
 class TextgenCallback(TrainerCallback):
@@ -39,17 +48,27 @@ class TextgenCallback(TrainerCallback):
         self._options = {"max_new_tokens": max_new_tokens, "do_sample": do_sample, **generation_kwargs}
         self._seed = seed
 
-    def on_train_begin(self, model: nn.Module, processing_class: Any, trainer: Any, **kwargs: Any) -> None:
+    def on_train_begin(
+        self,
+        args: TrainingArguments,
+        state: TrainerState,
+        control: TrainerControl,
+        model: nn.Module,
+        processing_class: TokenizerT | None,
+        trainer: object,
+        **kwargs: object,
+    ) -> None:
         _find_generate(_unwrapped(model, trainer), processing_class, trainer)
 
     def on_evaluate(
         self,
-        args: Any,
+        args: TrainingArguments,
         state: TrainerState,
+        control: TrainerControl,
         model: nn.Module,
-        processing_class: Any,
-        trainer: Any,
-        **kwargs: Any,
+        processing_class: TokenizerT | None,
+        trainer: object,
+        **kwargs: object,
     ) -> None:
         # On every rank, since a model that is spread over ranks needs them all; the seed makes them do the same.
         texts = self.generate(model, processing_class, trainer)
@@ -60,10 +79,11 @@ class TextgenCallback(TrainerCallback):
             for number, (prompt, text) in enumerate(zip(self._prompts, texts, strict=True)):
                 writer.add_text(args, state, f"samples/{number}", _as_markdown(prompt, text))
 
-    def generate(self, model: nn.Module, tokenizer: Any, trainer: Any) -> list[str]:
+    def generate(self, model: nn.Module, tokenizer: TokenizerT | None, trainer: object) -> list[str]:
         """The continuation of each prompt, without the prompt."""
         unwrapped = _unwrapped(model, trainer)
         generate = _find_generate(unwrapped, tokenizer, trainer)
+        assert tokenizer is not None
         texts = []
         with undisturbed_random_numbers(), set_train(unwrapped, False), torch.no_grad():
             for prompt in self._prompts:
@@ -75,10 +95,10 @@ class TextgenCallback(TrainerCallback):
         return texts
 
 
-def _find_generate(model: nn.Module, tokenizer: Any, trainer: Any) -> Callable[..., torch.Tensor]:
+def _find_generate(model: nn.Module, tokenizer: TokenizerT | None, trainer: object) -> Callable[..., Tensor]:
     if tokenizer is None:
         raise ValueError("TextgenCallback needs a tokenizer: give the trainer one as processing_class.")
-    generate: Callable[..., torch.Tensor] | None = getattr(trainer, "pipeline_generate", None)
+    generate: Callable[..., Tensor] | None = getattr(trainer, "pipeline_generate", None)
     generate = generate or getattr(model, "generate", None)
     if generate is None:
         raise ValueError(
@@ -88,8 +108,9 @@ def _find_generate(model: nn.Module, tokenizer: Any, trainer: Any) -> Callable[.
     return generate
 
 
-def _unwrapped(model: nn.Module, trainer: Any) -> Any:
-    return trainer.unwrapped_model() if hasattr(trainer, "unwrapped_model") else model
+def _unwrapped(model: nn.Module, trainer: object) -> nn.Module:
+    unwrap: Callable[[], nn.Module] | None = getattr(trainer, "unwrapped_model", None)
+    return model if unwrap is None else unwrap()
 
 
 def _device_of(model: nn.Module) -> torch.device:
@@ -97,13 +118,13 @@ def _device_of(model: nn.Module) -> torch.device:
     return torch.device("cpu") if parameter is None else parameter.device
 
 
-def _encode(tokenizer: Any, prompt: str, device: torch.device) -> dict[str, torch.Tensor]:
+def _encode(tokenizer: TokenizerT, prompt: str, device: torch.device) -> dict[str, Tensor]:
     encoded = tokenizer(prompt, return_tensors="pt")
     # some tokenizers give more than generate accepts, such as token_type_ids
     return {name: encoded[name].to(device) for name in ("input_ids", "attention_mask") if name in encoded}
 
 
-def _padding(tokenizer: Any) -> dict[str, int]:
+def _padding(tokenizer: TokenizerT) -> dict[str, int]:
     """Without a padding token generate warns for every prompt, though single prompts need none."""
     for name in ("pad_token_id", "eos_token_id"):
         if isinstance(getattr(tokenizer, name, None), int):
@@ -111,7 +132,7 @@ def _padding(tokenizer: Any) -> dict[str, int]:
     return {}
 
 
-def _text_writers(trainer: Any) -> list[Any]:
+def _text_writers(trainer: object) -> list[Any]:
     """The callbacks of the trainer that record texts."""
     return [callback for callback in getattr(trainer, "callbacks", []) if hasattr(callback, "add_text")]
 

@@ -32,4 +32,4 @@ def enable_hf_activation_checkpointing(
             "gradient_checkpointing_enable, which Hugging Face models have. Pass the trainer an "
             "enable_activation_checkpoint_fn that knows this model, or set gradient_checkpointing=False."
         )
-    enable(gradient_checkpointing_kwargs=dict(gradient_checkpointing_kwargs or {"use_reentrant": False}))
+    enable(gradient_checkpointing_kwargs={"use_reentrant": False, **(gradient_checkpointing_kwargs or {})})

@@ -10,7 +10,7 @@ from forgather.ml.trainer.trainer_types import TrainerControl, TrainerState
 
 
 class Run:
-    """Sends events with the keywords that every handler gets; `attributes` go to the state."""
+    """Sends events with the arguments that every handler gets; `attributes` go to the state."""
 
     def __init__(self, output_dir: Path, *callbacks: Any, model: nn.Module | None = None, **attributes: Any) -> None:
         self.callbacks = callbacks
@@ -32,9 +32,6 @@ class Run:
 
     def send(self, event: str, **details: Any) -> None:
         keywords = {
-            "args": self.args,
-            "state": self.state,
-            "control": self.control,
             "model": self.model,
             "processing_class": self.processing_class,
             "optimizer": None,
@@ -46,7 +43,7 @@ class Run:
         }
         for callback in self.callbacks:
             if hasattr(callback, event):
-                getattr(callback, event)(**keywords)
+                getattr(callback, event)(self.args, self.state, self.control, **keywords)
 
     def step(self) -> None:
         self.send("on_step_begin")

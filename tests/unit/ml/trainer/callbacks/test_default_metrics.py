@@ -18,14 +18,14 @@ class Work:
 
     seconds = 0.0
 
-    def on_pre_optimizer_step(self, **kwargs: Any) -> None:
+    def on_pre_optimizer_step(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
         time.sleep(self.seconds)
 
 
 class Sampler:
     """Takes its time after an evaluation, as callbacks that generate text do."""
 
-    def on_evaluate(self, **kwargs: Any) -> None:
+    def on_evaluate(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
         time.sleep(0.3)
 
 

@@ -1,6 +1,7 @@
 """Which events callbacks get, in which order and with what, and what their answers do."""
 
 import logging
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -84,7 +85,11 @@ def test_handlers_get_the_documented_keywords(tmp_path: Path) -> None:
         def __getattr__(self, name: str) -> Any:
             if not name.startswith("on_") or name == "on_load_model_weights":
                 raise AttributeError(name)
-            return lambda **keywords: given.setdefault(name, keywords) and None
+            return partial(self._note, name)
+
+        def _note(self, event: str, args: Any, state: Any, control: Any, /, **keywords: Any) -> None:
+            assert not keywords.keys() & {"args", "state", "control"}
+            given.setdefault(event, {"args": args, "state": state, "control": control, **keywords})
 
     tokenizer = object()
     trainer = quiet_trainer(
@@ -132,14 +137,14 @@ def test_the_metrics_of_a_step_are_tensors(tmp_path: Path) -> None:
 
 
 class StopsByReturn(TrainerCallback):
-    def on_step_end(self, state: Any, **_: Any) -> TrainerControl | None:
+    def on_step_end(self, args: Any, state: Any, control: Any, **_: Any) -> TrainerControl | None:
         return TrainerControl(should_training_stop=True) if state.global_step == 2 else None
 
 
 class StopsInPlace:
     name = "the second"
 
-    def on_log(self, control: TrainerControl, **_: Any) -> None:
+    def on_log(self, args: Any, state: Any, control: TrainerControl, **_: Any) -> None:
         control.should_training_stop = True
 
 

@@ -100,7 +100,7 @@ def test_an_epoch_that_was_to_end_ends_after_a_resume(tmp_path: Path) -> None:
         pass
 
     class Interrupted(Recorder):
-        def on_save(self, state: Any, **_: Any) -> None:
+        def on_save(self, args: Any, state: Any, control: Any, **_: Any) -> None:
             if state.global_step == 3:
                 raise Killed
 

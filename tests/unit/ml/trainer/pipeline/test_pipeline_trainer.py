@@ -169,7 +169,7 @@ def frozen_half() -> nn.Module:
 
 
 class EvaluatesFirst(TrainerCallback):
-    def on_train_begin(self, trainer: Any, **kwargs: Any) -> None:
+    def on_train_begin(self, args: Any, state: Any, control: Any, trainer: Any, **kwargs: Any) -> None:
         trainer.evaluate()
 
 
@@ -179,12 +179,16 @@ class AddsMetric(TrainerCallback):
     def __init__(self) -> None:
         self.num_predicted = 0
 
-    def on_prediction_step(self, logits: Tensor | None, labels: Tensor | None, **kwargs: Any) -> None:
+    def on_prediction_step(
+        self, args: Any, state: Any, control: Any, logits: Tensor | None, labels: Tensor | None, **kwargs: Any
+    ) -> None:
         if logits is not None and labels is not None:
             assert logits.shape[:2] == labels.shape
             self.num_predicted += logits.argmax(-1).numel()
 
-    def on_evaluate(self, metrics: dict[str, Any], trainer: Any, **kwargs: Any) -> None:
+    def on_evaluate(
+        self, args: Any, state: Any, control: Any, metrics: dict[str, Any], trainer: Any, **kwargs: Any
+    ) -> None:
         if trainer.pipeline.has_last:
             metrics["eval_predicted"] = self.num_predicted
 
@@ -284,7 +288,7 @@ def norms(output_dir: str) -> list[list[float]]:
 
 
 class NotesNorms(TrainerCallback):
-    def on_pre_optimizer_step(self, trainer: Any, **kwargs: Any) -> None:
+    def on_pre_optimizer_step(self, args: Any, state: Any, control: Any, trainer: Any, **kwargs: Any) -> None:
         kinds = (1.0, 2.0, 3.0, math.inf)
         own = [trainer._gradient_norm(kind) for kind in kinds]
         self.norms = [float(norm) for norm in own]

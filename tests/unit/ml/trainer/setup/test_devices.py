@@ -63,6 +63,18 @@ def test_hugging_face_models_get_checkpoints_that_are_not_reentrant() -> None:
     assert model.model.layers[0]._gradient_checkpointing_func.keywords["use_reentrant"] is False
 
 
+def test_the_caller_may_choose_how_activations_are_checkpointed() -> None:
+    class Model(nn.Linear):
+        def gradient_checkpointing_enable(self, gradient_checkpointing_kwargs: dict[str, object]) -> None:
+            self.chosen = gradient_checkpointing_kwargs
+
+    model = Model(2, 2)
+    enable_hf_activation_checkpointing(0, model, gradient_checkpointing_kwargs={"preserve_rng_state": False})
+    assert model.chosen == {"use_reentrant": False, "preserve_rng_state": False}
+    enable_hf_activation_checkpointing(0, model, {"use_reentrant": True})
+    assert model.chosen == {"use_reentrant": True}
+
+
 def test_other_models_are_told_what_to_pass() -> None:
     with pytest.raises(ValueError, match=r"Linear \(rank 3\).*enable_activation_checkpoint_fn"):
         enable_hf_activation_checkpointing(3, nn.Linear(2, 2))
