@@ -1166,7 +1166,7 @@ class Trainer(BaseTrainer[TArgs]):
 
     def _evaluation_settings(self) -> dict[str, Any]:
         names = ("per_device_eval_batch_size", "dataloader_drop_last", "max_eval_steps")
-        return {name: getattr(self.args, name) for name in names}
+        return {**{name: getattr(self.args, name) for name in names}, **self.team.settings}
 
     def _dispatch_eval_batches(self) -> bool:
         """Whether rank 0 reads the evaluation batches for all."""

@@ -1,133 +1,161 @@
-"""Data parallelism by torch's DistributedDataParallel."""
+"""DDPTrainer: data parallelism by torch's DistributedDataParallel."""
 
 import contextlib
 import logging
 from collections.abc import Mapping
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 from torch import Tensor
-from torch.distributed import ProcessGroup
+from torch.distributed import DeviceMesh, ProcessGroup
 from torch.nn.parallel import DistributedDataParallel
 
-from forgather.ml.checkpoint.components import SharingPattern, StateComponent
-from forgather.ml.trainer.data_parallel import DataParallelTrainer
+from forgather.ml.trainer.base_trainer import TArgs
 from forgather.ml.trainer.ddp.ddp_arguments import DDPArguments, DDPTrainingArguments, PostLocalSGDArguments
 from forgather.ml.trainer.ddp.post_local_sgd import PostLocalSGD
 from forgather.ml.trainer.ddp.unused_parameters import explained, refuse_unused
+from forgather.ml.trainer.loading.data_order import Part
+from forgather.ml.trainer.ranks.parallel_loading import DataLayout
+from forgather.ml.trainer.ranks.replicated_model import ReplicatedModel
+from forgather.ml.trainer.ranks.team import RankTeam
+from forgather.ml.trainer.setup.declared_state import BY_LOADING, COMPARED, PER_RANK, REPLICATED, Shared
 from forgather.ml.trainer.step_loss.fused import fused_loss_refusal
-from forgather.ml.trainer.step_loss.model_loss import Window
+from forgather.ml.trainer.trainer import Trainer
 
 __all__ = ["DDPArguments", "DDPTrainer", "DDPTrainingArguments", "PostLocalSGDArguments"]
 
 logger = logging.getLogger(__name__)
 
 
-class DDPTrainer(DataParallelTrainer):
+class DDPTrainer(Trainer[TArgs]):
     """Every rank has the whole model; gradients are averaged over ranks while they are computed.
 
     Ranks with batch b train exactly like one device with as many times b on the same order of the data.
     """
 
     arguments_class = DDPTrainingArguments
-    _component_keys = (*DataParallelTrainer._component_keys, "post_local_sgd")
-    _local_sgd: PostLocalSGD | None = None
+    handles_ranks = True
+    state_sharing: ClassVar[Mapping[str, Shared]] = {
+        "model": COMPARED,
+        "optimizer": COMPARED,
+        "scheduler": REPLICATED,
+        "ema": COMPARED,
+        "trainer": REPLICATED,
+        "dataset": BY_LOADING,
+        "rng": PER_RANK,
+        "post_local_sgd": REPLICATED,
+    }
+    mesh: DeviceMesh | None = None
+    ddp_group: ProcessGroup | None = None
+    post_local_sgd_state: PostLocalSGD | None = None
     _has_reduced = False
+
+    def _refuse(self) -> None:
+        super()._refuse()
+        if self.use_fused_loss and self.args.ddp.find_unused_parameters:
+            raise fused_loss_refusal("ddp.find_unused_parameters=True")
+
+    # --- ranks and batches
+
+    def _init_distributed(self) -> None:
+        super()._init_distributed()
+        if self.mesh is None:
+            self.mesh = self.team.mesh(self.dist.device_type, (self.dist.world_size,), ("data_parallel",))
+        self.ddp_group = None if self.mesh is None else self.mesh.get_group()
+
+    def get_process_groups(self) -> dict[str, ProcessGroup]:
+        return {} if self.ddp_group is None else {"ddp_group": self.ddp_group}
 
     def _dispatches(self, for_training: bool) -> bool:
         choice = self.args.dispatch_batches if for_training else self.args.dispatch_eval_batches
         return bool(self.args.dispatch_batches if choice is None else choice)
 
-    @property
-    def _ddp_group(self) -> ProcessGroup:
-        assert self._mesh is not None
-        return self._mesh.get_group()
+    def _data_layout(self, for_training: bool) -> DataLayout:
+        part = Part(self.team.rank, self.team.size)
+        if self.mesh is None or not self._dispatches(for_training):
+            return DataLayout(part)
+        return DataLayout(part, readers=[range(self.team.size)], reads_whole=True, mesh=self.mesh, axis=0)
 
-    def get_process_groups(self) -> dict[str, ProcessGroup]:
-        return {"ddp_group": self._ddp_group} if self._is_parallel else {}
+    # --- the model
 
-    # --- preparation
-
-    def _refuse_recipes(self) -> None:
-        super()._refuse_recipes()
-        if self._fused_loss_factory is not None and self.args.ddp.find_unused_parameters:
-            raise fused_loss_refusal("ddp.find_unused_parameters=True")
+    def _prepare_model(self) -> None:
+        super()._prepare_model()
+        self._replicas = ReplicatedModel(self.unwrapped_model(), self.team)
+        self._replicas.require_same()
 
     def _wrap(self) -> None:
-        super()._wrap()
         trains = any(parameter.requires_grad for parameter in self.unwrapped_model().parameters())
-        if not self._is_parallel or not trains:
+        if self.ddp_group is None or not trains:
             return
         options = dict(vars(self.args.ddp))
-        self._forward_model = DistributedDataParallel(
-            self._local_model,
+        self.model = DistributedDataParallel(
+            self.model,
             device_ids=None if self.device.type == "cpu" else [self.device],
-            process_group=self._ddp_group,
+            process_group=self.ddp_group,
             # The name that torch has for it now.
             forward_sync_buffers=options.pop("broadcast_buffers"),
             **options,
         )
         if self.args.post_local_sgd.enabled and self.optimizer is not None:
-            self._local_sgd = PostLocalSGD(self.args.post_local_sgd, self._ddp_group, self._peers, self.env)
-            self.optimizer = self._local_sgd.attach(self._forward_model, self.optimizer)
+            assert isinstance(self.team, RankTeam)
+            self.post_local_sgd_state = PostLocalSGD(
+                self.args.post_local_sgd, self.ddp_group, self.team.peers, self.dist
+            )
+            self.optimizer = self.post_local_sgd_state.attach(self.model, self.optimizer)
 
     # --- the step
 
-    def _forward_backward_step(self, window: Window, number: int) -> Tensor:
-        self._is_last_micro_batch = number + 1 == len(window.batches)
-        if not isinstance(self._forward_model, DistributedDataParallel):
-            return super()._forward_backward_step(window, number)
-        if self._should_sync_gradients():
-            return self._reduced_step(window, number)
-        with self._forward_model.no_sync():
-            return super()._forward_backward_step(window, number)
+    def _forward_backward_step(self, input_dict: dict[str, Any], labels: Any) -> Tensor:
+        reduces = self._should_sync_gradients()
+        delayed = contextlib.nullcontext() if reduces or not self._is_wrapped else self.model.no_sync()
+        with delayed, self._replicas.forward():
+            try:
+                return super()._forward_backward_step(input_dict, labels)
+            except RuntimeError as error:
+                better = explained(error, self.unwrapped_model()) if reduces and self._is_wrapped else None
+                if better is None:
+                    raise
+                raise better from error
 
-    def _reduced_step(self, window: Window, number: int) -> Tensor:
-        try:
-            return super()._forward_backward_step(window, number)
-        except RuntimeError as error:
-            better = explained(error, self.unwrapped_model())
-            if better is None:
-                raise
-            raise better from error
-
-    def _run_backward(self, loss: Tensor) -> None:
-        super()._run_backward(loss)
-        is_reduced = isinstance(self._forward_model, DistributedDataParallel) and self._should_sync_gradients()
-        if self._has_reduced or not is_reduced:
+    def _backward(self, loss: Tensor) -> None:
+        super()._backward(loss)
+        if self._has_reduced or not (self._is_wrapped and self._should_sync_gradients()):
             return
         # Before any talk with other ranks: one that has gradients for all still waits for those of this one.
         if not (self.args.ddp.find_unused_parameters or self.args.ddp.static_graph):
             refuse_unused(self.unwrapped_model())
         self._has_reduced = True
 
-    def _should_sync_gradients(self) -> bool:
-        return self._is_last_micro_batch
+    @property
+    def _is_wrapped(self) -> bool:
+        return isinstance(self.model, DistributedDataParallel)
 
     def _distributed_norms(self, norms: list[float]) -> list[float]:
-        if self._local_sgd is None or not norms:
+        if self.post_local_sgd_state is None or not norms:
             return norms
         # Each rank has gradients of its own between two averages.
-        squares = self._sum(torch.tensor(norms, dtype=torch.float64).square())
-        return (squares / self.env.world_size).sqrt().tolist()
+        squares = self.team.sum(torch.tensor(norms, dtype=torch.float64).square())
+        return (squares / self.team.size).sqrt().tolist()
 
-    # --- state and evaluation
+    # --- evaluation and state
+
+    def _before_evaluation(self) -> None:
+        if getattr(self.model, "forward_sync_buffers", False):
+            self._replicas.share_buffers()
 
     def _common_weights(self) -> contextlib.AbstractContextManager[None]:
-        return super()._common_weights() if self._local_sgd is None else self._local_sgd.averaged_weights()
+        local = self.post_local_sgd_state
+        return super()._common_weights() if local is None else local.averaged_weights()
 
     def _before_save(self) -> None:
         super()._before_save()
-        if self._local_sgd is not None:
-            self._local_sgd.average_replicas()
+        self._replicas.share_buffers()
+        if self.post_local_sgd_state is not None:
+            self.post_local_sgd_state.average_replicas()
 
-    def get_state_components(self) -> list[StateComponent]:
-        components = super().get_state_components()
-        if self._local_sgd is not None:
-            components.append(
-                StateComponent("post_local_sgd", self._local_sgd, SharingPattern.REPLICATED, required=False)
-            )
-        return components
+    def _built_statefuls(self) -> dict[str, object]:
+        statefuls = super()._built_statefuls()
+        return {**statefuls, "post_local_sgd": self.post_local_sgd_state} if self.args.post_local_sgd.enabled else statefuls
 
     def _evaluation_settings(self) -> dict[str, Any]:
         names = ("dispatch_batches", "dispatch_eval_batches")

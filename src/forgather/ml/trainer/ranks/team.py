@@ -48,6 +48,8 @@ class SoloTeam:
     is_open = True
     where = ""
     """Added to messages that count something."""
+    settings: Mapping[str, object] = {}
+    """Added to the settings that messages list."""
     settles_loss_first = False
     """Whether ranks must know the loss before their first forward pass."""
 
@@ -138,6 +140,7 @@ class RankTeam(SoloTeam):
     def __init__(self, env: DistributedEnvInterface, group: ProcessGroup) -> None:
         self.rank, self.size = env.rank, env.world_size
         self.where = f" across all {env.world_size} ranks"
+        self.settings = {"world_size": env.world_size}
         self._group = group
         self.peers = Peers(group)
         self._exchange: NumberExchange | None = None

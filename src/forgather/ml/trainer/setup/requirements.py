@@ -7,8 +7,6 @@ from typing import Any
 from forgather.ml.checkpoint.components import require_known_components
 from forgather.ml.optim.opt_utils import check_group_map
 from forgather.ml.optim.step_in_backward import refuse_several_optimizers
-from forgather.ml.quantization.float8 import require_fp8
-from forgather.ml.quantization.qat import require_qat
 from forgather.ml.trainer.arguments.training_arguments import TrainingArguments
 from forgather.ml.trainer.setup.given_objects import check_optimization
 from forgather.ml.trainer.setup.torch_settings import cuda_graphs_problem
@@ -86,8 +84,12 @@ def require_recipes(
     if args.fuse_optim_with_backward:
         refuse_several_optimizers(given.optimizer, groups)
     if args.fp8_recipe is not None:
+        from forgather.ml.quantization.float8 import require_fp8
+
         require_fp8(args.fp8_recipe, device_type)
     if args.qat_recipe is not None:
+        from forgather.ml.quantization.qat import require_qat
+
         require_qat(args.qat_recipe, device_type)
     if args.torch_compile:
         _refuse_cuda_graphs(args, device_type, is_pipeline)
