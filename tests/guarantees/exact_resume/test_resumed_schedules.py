@@ -17,7 +17,7 @@ from transformers import get_scheduler
 from forgather.ml.checkpoint.encoding.codec import decode_state, encode_state
 from forgather.ml.checkpoint.errors import CheckpointLoadError
 from forgather.ml.checkpoint.state.optimizer_state import OptimizerState
-from forgather.ml.trainer.loop.progress import SchedulerState, kept_rates
+from forgather.ml.trainer.loop.scheduler_state import SchedulerState, kept_rates
 
 NUM_STEPS, INTERRUPTED = 10, 4
 

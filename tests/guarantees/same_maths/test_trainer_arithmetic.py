@@ -11,7 +11,6 @@ from torch import Tensor
 from torch.nn import functional
 
 from forgather.ml.loss import RescaleLoss
-from forgather.ml.trainer.evaluating import Prediction
 from forgather.ml.trainer.loop.evaluation_sums import EvaluationSums
 from forgather.ml.trainer.loop.metrics import IntervalMetrics
 from forgather.ml.trainer.trainer import Trainer
@@ -332,7 +331,7 @@ def test_logits_that_nobody_wants_are_let_go(tmp_path: Path) -> None:
     trainer = quiet_trainer(tmp_path, TokenModel(), None)
     trainer.evaluate(token_samples(1))
     sample = {name: value[None] for name, value in token_samples(1)[0].items()}
-    assert Prediction(*trainer._prediction_step(sample)).logits is None
+    assert trainer._prediction_step(*trainer._prepare_batch(sample))["logits"] is None
 
 
 def test_tensors_inside_of_lists_and_dicts_are_moved(tmp_path: Path) -> None:

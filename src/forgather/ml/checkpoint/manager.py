@@ -103,6 +103,7 @@ class CheckpointManager:
         if on_save_error not in ("raise", "warn"):
             raise ValueError(f"on_save_error={on_save_error!r} is not one of 'raise', 'warn'.")
         self.config = config
+        self.is_read_only = read_only
         self.num_save_errors = 0
         self._env = dist
         self._provider = stateful_provider
