@@ -8,12 +8,12 @@ from tests.unit.cli.program import call, spawn
 
 _REPORT_IMPORTS = (
     "from forgather.cli.main import main; code = main(); "
-    "heavy = [name for name in ('torch', 'transformers', 'jsonargparse', 'numpy') if name in sys.modules]; "
+    "heavy = [name for name in ('torch', 'transformers', 'jsonargparse', 'numpy', 'rich') if name in sys.modules]; "
     "sys.exit(f'imported {heavy}' if heavy else code)"
 )
 
 
-@pytest.mark.parametrize("words", [["--help"], ["train", "--help"], ["--version"]])
+@pytest.mark.parametrize("words", [["--help"], ["train", "--help"], ["finalize", "--help"], ["--version"]])
 def test_help_imports_nothing_that_takes_time(tmp_path: Path, words: list[str]) -> None:
     answer = spawn(tmp_path, *words, program=_REPORT_IMPORTS)
     assert (answer.code, answer.errors) == (0, "")

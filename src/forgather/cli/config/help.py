@@ -2,7 +2,6 @@
 
 import ast
 import functools
-import importlib.util
 import shutil
 import textwrap
 from collections.abc import Iterator, Sequence
@@ -10,6 +9,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
+import forgather
 from forgather.cli.config.schema import SECTIONS
 from forgather.cli.config.trainer_kinds import DEFAULT_KIND, TRAINERS
 
@@ -196,9 +196,14 @@ def _classes_in(module: str) -> dict[str, ast.ClassDef]:
 
 @functools.cache
 def _tree_of(module: str) -> ast.Module:
-    spec = importlib.util.find_spec(module)
-    assert spec is not None and spec.origin is not None
-    return ast.parse(Path(spec.origin).read_text(encoding="utf-8"))
+    return ast.parse(_source_path(module).read_text(encoding="utf-8"))
+
+
+def _source_path(module: str) -> Path:
+    """The file of a module of ours; `importlib.util.find_spec` would import the packages around it, and torch with them."""
+    _, *names = module.split(".")
+    path = Path(forgather.__file__).parent.joinpath(*names)
+    return path / "__init__.py" if path.is_dir() else path.with_suffix(".py")
 
 
 def _fields(cls: ast.ClassDef) -> list[FieldHelp]:

@@ -4,9 +4,10 @@ import logging
 from collections.abc import Callable, Mapping
 from typing import Any
 
+from forgather._suggestions import did_you_mean
 from forgather.cli.config import class_paths
 from forgather.cli.config.schema import ModelSection
-from forgather.cli.errors import UsageError, nearest_hint
+from forgather.cli.errors import UsageError
 
 logger = logging.getLogger(__name__)
 
@@ -131,7 +132,7 @@ def _config_class(section: ModelSection) -> Any:
 
     assert section.model_type is not None
     if section.model_type not in CONFIG_MAPPING:
-        hint = nearest_hint(section.model_type, CONFIG_MAPPING.keys())
+        hint = did_you_mean(section.model_type, CONFIG_MAPPING.keys())
         raise UsageError(f"model.model_type={section.model_type!r}: transformers has no such type.{hint}")
     return CONFIG_MAPPING[section.model_type]
 
@@ -139,4 +140,4 @@ def _config_class(section: ModelSection) -> Any:
 def _check_names(config_name: str, known: Mapping[str, Any], values: Mapping[str, Any]) -> None:
     for name in values:
         if name not in known and name not in _NO_FIELDS:
-            raise UsageError(f"model.config: {config_name} has no value {name!r}.{nearest_hint(name, known)}")
+            raise UsageError(f"model.config: {config_name} has no value {name!r}.{did_you_mean(name, known)}")

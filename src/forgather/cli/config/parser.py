@@ -7,13 +7,14 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from forgather._suggestions import nearest_name, suggest
 from forgather.cli.config import yaml_reader
 from forgather.cli.config.field_types import fitting, is_list, is_mapping, name_of, options_of
 from forgather.cli.config.help import kinds_with_argument
 from forgather.cli.config.other_names import other_name_hint
 from forgather.cli.config.schema import PLAIN_KEYS, SECTIONS, Configuration
 from forgather.cli.config.trainer_kinds import DEFAULT_KIND, load_arguments
-from forgather.cli.errors import UsageError, nearest_hint
+from forgather.cli.errors import UsageError
 from forgather.cli.launch.options import LAUNCH_OPTION_NAMES
 from forgather.ml.trainer.arguments.training_arguments import TrainingArguments
 
@@ -173,11 +174,11 @@ class ConfigurationParser:
     def _unknown_key(self, key: str, origin: str, prefix: str = "") -> UsageError:
         section, _, name = key.partition(".")
         known = [*self._hints, *self._sections, *(LAUNCH_OPTION_NAMES if prefix else ())]
-        hint = nearest_hint(prefix + key, [prefix + one for one in known])
+        nearest = _nearest_key(prefix + key, [prefix + one for one in known])
         if section in self._sections and name:
             own = [one for one in self._hints if one.startswith(f"{section}.")]
-            hint = nearest_hint(prefix + key, [prefix + one for one in own]) or hint
-        hint = self._trainer_hint(key) or other_name_hint(key, prefix) or hint
+            nearest = _nearest_key(prefix + key, [prefix + one for one in own]) or nearest
+        hint = self._trainer_hint(key) or other_name_hint(key, prefix) or suggest(nearest)
         return UsageError(f"{origin}: there is no key {prefix + key!r}.{hint} forgather train --help lists all keys.")
 
     def _trainer_hint(self, key: str) -> str:
@@ -193,6 +194,17 @@ class ConfigurationParser:
         raise UsageError(
             f"{setting.origin}: {setting.key}={value!r} has type {type(value).__name__}, expected {expected}."
         )
+
+
+def _nearest_key(key: str, known: Sequence[str]) -> str | None:
+    """The known key that was probably meant: one with the same last part comes before one with a similar spelling.
+
+    A key in the wrong section, or without a section, has the right last part.
+    """
+    name = key.lstrip("-").replace("-", "_").rpartition(".")[2]
+    same_names = [one for one in known if one.endswith(f".{name}")]
+    nearest = nearest_name(key, known)
+    return same_names[0] if same_names and nearest not in same_names else nearest
 
 
 def to_dict(configuration: Configuration) -> dict[str, Any]:

@@ -1,12 +1,12 @@
 """Calls the handlers of callbacks, and costs next to nothing for events that nobody listens to."""
 
-import difflib
 import inspect
 import logging
 from collections.abc import Callable, Iterable
 from operator import attrgetter
 from typing import Any
 
+from forgather._suggestions import nearest_name
 from forgather.ml.trainer.trainer_types import TrainerCallback, TrainerControl
 
 logger = logging.getLogger(__name__)
@@ -138,13 +138,13 @@ def _require_handlers(callback: Any) -> None:
             "TrainerCallback of forgather or transformers, or any other class)."
         )
     for name in names:
-        nearest = difflib.get_close_matches(name, EVENTS, n=1, cutoff=0.85)
+        nearest = nearest_name(name, EVENTS, cutoff=0.85)
         if nearest and name not in EVENTS and name not in _EVENTS_OF_TRANSFORMERS:
             logger.warning(
                 "%s.%s is not called by the trainer: no event has this name. Did you mean %s?",
                 type(callback).__qualname__,
                 name,
-                nearest[0],
+                nearest,
             )
 
 
