@@ -172,7 +172,7 @@ def describe_data(datasets: Datasets) -> str | None:
 
 
 def _sequences(dataset: PackedTokens) -> str:
-    from forgather.ml.trainer.callbacks.formatting import format_count
+    from forgather.ml.trainer.callbacks.display import format_count
 
     num_documents = len(dataset.document_starts)
     return f"{format_count(len(dataset.tokens))} tokens of {num_documents:,} document{'s' * (num_documents != 1)}"

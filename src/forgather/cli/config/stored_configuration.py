@@ -7,8 +7,8 @@ from typing import Any
 from forgather.cli.config import parser, yaml_reader
 from forgather.cli.config.schema import Configuration
 from forgather.cli.work.job import Job
-from forgather.cli.work.summary import show_row
 from forgather.ml.checkpoint.files.durable import make_directories, replace_file
+from forgather.ml.trainer.callbacks.display import show_row
 from forgather.ml.trainer.trainer_types import TrainerCallback, TrainerState
 
 CONFIG_NAME = "config.yaml"

@@ -10,9 +10,10 @@ from forgather.cli.config.stored_configuration import StoredConfiguration
 from forgather.cli.config.trainer_kinds import find_kind, load_trainer, make_own_keywords
 from forgather.cli.process_setup import show_own_messages
 from forgather.cli.work.job import Job
-from forgather.cli.work.summary import say_already_finished, say_finished, say_stopped, show_row
+from forgather.cli.work.summary import say_already_finished, say_finished, say_stopped
 from forgather.ml.checkpoint import store
 from forgather.ml.checkpoint.output_lock import OutputDirLock
+from forgather.ml.trainer.callbacks.display import show_row
 from forgather.ml.trainer.loop.signals import Preempted
 from forgather.ml.trainer.trainer import Trainer
 

@@ -7,7 +7,7 @@ import torch
 from rich.text import Text
 from torch import nn
 
-from forgather.ml.trainer.callbacks.console import get_console
+from forgather.ml.trainer.callbacks.display import get_console
 from forgather.ml.trainer.setup.seeding import undisturbed_random_numbers
 from forgather.ml.trainer.setup.trainer_utils import set_train
 from forgather.ml.trainer.trainer_types import TrainerCallback, TrainerState

@@ -2,7 +2,7 @@
 
 import pytest
 
-from forgather.ml.trainer.callbacks.formatting import format_count, format_duration
+from forgather.ml.trainer.callbacks.display import format_count, format_duration
 
 
 @pytest.mark.parametrize(
