@@ -3,8 +3,9 @@
 Nobody who trains without TensorBoard or plots waits for them to be imported.
 """
 
-import importlib
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
+
+from forgather._lazy import lazily, listing
 
 if TYPE_CHECKING:
     from forgather.ml.trainer.callbacks.default_metrics import DefaultMetrics as DefaultMetrics
@@ -51,11 +52,5 @@ def default_callbacks() -> "list[TrainerCallback]":
     return [ProgressCallback(), InfoCallback(), DefaultMetrics(), JsonLogger(evaluations_alone=False)]
 
 
-def __getattr__(name: str) -> Any:
-    if name not in _MODULES:
-        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-    return getattr(importlib.import_module(f"{__name__}.{_MODULES[name]}"), name)
-
-
-def __dir__() -> list[str]:
-    return sorted(__all__)
+__getattr__ = lazily(__name__, _MODULES)
+__dir__ = listing(__name__, _MODULES)
