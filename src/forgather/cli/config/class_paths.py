@@ -50,7 +50,9 @@ def partial(section: FactorySection, key: str) -> Callable[..., Any] | None:
     return functools.partial(function, **section.init_args)
 
 
-def check_keywords(function: Any, keywords: Mapping[str, Any], key: str, num_positional: int) -> None:
+def check_keywords(
+    function: Callable[..., object], keywords: Mapping[str, object], key: str, num_positional: int
+) -> None:
     """Refuse keywords that a callable does not take, and notice those that it lacks, before anything is built."""
     try:
         signature = inspect.signature(function)
@@ -78,5 +80,5 @@ def require_directory(path: str, key: str) -> str:
     return os.path.expanduser(path)
 
 
-def _name(function: Any) -> str:
+def _name(function: object) -> str:
     return str(getattr(function, "__qualname__", function))

@@ -7,7 +7,6 @@ import textwrap
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any
 
 import forgather
 from forgather.cli.config.schema import SECTIONS
@@ -123,13 +122,13 @@ def _all_fields(module: str, class_name: str) -> Iterator[FieldHelp]:
             yield field
 
 
-def choices_of(module: str, class_name: str) -> dict[str, tuple[Any, ...]]:
+def choices_of(module: str, class_name: str) -> dict[str, tuple[object, ...]]:
     """The values that fields of a class may have, as its checks (`self._choose(name, values)`) say."""
     place = _find_class(module, class_name)
     if place is None:
         return {}
     home, cls = place
-    choices: dict[str, tuple[Any, ...]] = {}
+    choices: dict[str, tuple[object, ...]] = {}
     for base in cls.bases:
         if isinstance(base, ast.Name):
             choices |= choices_of(home, base.id)
@@ -146,13 +145,13 @@ def _calls(node: ast.AST, method: str) -> bool:
     return isinstance(call, ast.Call) and isinstance(call.func, ast.Attribute) and call.func.attr == method
 
 
-def _values(node: ast.expr, module: str) -> tuple[Any, ...]:
+def _values(node: ast.expr, module: str) -> tuple[object, ...]:
     """The values of a list in the source: constants, and lists that have a name in a module of ours."""
     if isinstance(node, ast.Name):
         return _values_of_name(node.id, module)
     if not isinstance(node, (ast.List, ast.Tuple)):
         return ()
-    values: list[Any] = []
+    values: list[object] = []
     for one in node.elts:
         if isinstance(one, ast.Starred):
             values += _values(one.value, module)
@@ -161,7 +160,7 @@ def _values(node: ast.expr, module: str) -> tuple[Any, ...]:
     return tuple(values)
 
 
-def _values_of_name(name: str, module: str) -> tuple[Any, ...]:
+def _values_of_name(name: str, module: str) -> tuple[object, ...]:
     for node in _tree_of(module).body:
         if isinstance(node, (ast.Assign, ast.AnnAssign)) and node.value is not None:
             targets = node.targets if isinstance(node, ast.Assign) else [node.target]
@@ -172,7 +171,7 @@ def _values_of_name(name: str, module: str) -> tuple[Any, ...]:
     return ()
 
 
-def _listed(values: Sequence[Any]) -> str:
+def _listed(values: Sequence[object]) -> str:
     """Values in words: a, b or c; that nothing may be given shows in the type."""
     names = [str(value) for value in values if value is not None]
     return f"{', '.join(names[:-1])} or {names[-1]}" if len(names) > 1 else "".join(names)

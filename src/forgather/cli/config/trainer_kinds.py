@@ -103,7 +103,7 @@ def check_num_processes(kind: str, num_processes: int) -> None:
     )
 
 
-def make_own_keywords(kind: str, args: Any) -> dict[str, Any]:
+def make_own_keywords(kind: str, args: "TrainingArguments") -> dict[str, Any]:
     """What the constructor of a trainer needs beside what all of them take."""
     if kind != "accelerate":
         return {}

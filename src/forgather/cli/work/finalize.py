@@ -16,9 +16,9 @@ from torch import nn
 from forgather.cli.config import builders, data_builders, model_builders
 from forgather.cli.config.parser import ConfigurationParser, trainer_kind
 from forgather.cli.config.schema import Configuration
-from forgather.cli.config.stored_configuration import CONFIG_NAME
 from forgather.cli.errors import UsageError
 from forgather.cli.process_setup import show_own_messages
+from forgather.cli.work.stored_configuration import CONFIG_NAME
 from forgather.ml.checkpoint.errors import CheckpointNotFoundError
 from forgather.ml.checkpoint.store import CHECKPOINTS_FOLDER
 from forgather.ml.finalize import FinalizeReport, ModelInitT, check_output, resolve_checkpoint
@@ -93,7 +93,7 @@ def read_configuration(checkpoint: str, path: str | None = None) -> Configuratio
 
 def _refuse_code(configuration: Configuration, checkpoint: str, without_evaluation: bool) -> None:
     """Refuse what the configuration inside a checkpoint would import and call: a checkpoint is data, never code."""
-    named: dict[str, Any] = {"model.class_path": configuration.model.class_path}
+    named: dict[str, object] = {"model.class_path": configuration.model.class_path}
     if not without_evaluation:
         named |= {
             "tokenizer.class_path": configuration.tokenizer.class_path,

@@ -1,4 +1,4 @@
-"""What is said at the end of a run: what came out, where it is, and how to go on."""
+"""The summary at the end of a run: results, where they are, and which commands to try next."""
 
 import os
 import shlex

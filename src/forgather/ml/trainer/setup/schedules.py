@@ -33,7 +33,7 @@ def make_schedule(
         optimizer,
         num_warmup_steps=num_warmup_steps,
         num_training_steps=num_steps,
-        scheduler_specific_kwargs=options,
+        scheduler_specific_kwargs=None if options is None else dict(options),
     )
     return schedule
 

@@ -1,4 +1,4 @@
-"""The configuration of a run on disk: stored when training begins, and compared with when it is resumed."""
+"""Stores the configuration of a run (config.yaml), and lists what changed when the run is resumed."""
 
 import os
 from collections.abc import Iterator, Mapping
@@ -49,7 +49,7 @@ class StoredConfiguration(TrainerCallback):
             label = ""
 
 
-def describe_changes(stored: Any, configuration: Configuration) -> list[str]:
+def describe_changes(stored: object, configuration: Configuration) -> list[str]:
     """The settings that differ from stored ones, a line for each; what was not stored counts as its default."""
     if not isinstance(stored, Mapping):
         return []
@@ -64,11 +64,11 @@ def describe_changes(stored: Any, configuration: Configuration) -> list[str]:
     ]
 
 
-def _flat(data: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
+def _flat(data: Mapping[str, object], prefix: str = "") -> dict[str, object]:
     return dict(_leaves(data, prefix))
 
 
-def _leaves(data: Mapping[str, Any], prefix: str) -> Iterator[tuple[str, Any]]:
+def _leaves(data: Mapping[str, object], prefix: str) -> Iterator[tuple[str, object]]:
     for name, value in data.items():
         if isinstance(value, Mapping) and value:
             yield from _leaves(value, f"{prefix}{name}.")
@@ -77,11 +77,11 @@ def _leaves(data: Mapping[str, Any], prefix: str) -> Iterator[tuple[str, Any]]:
             yield f"{prefix}{name}", None if isinstance(value, Mapping) else value
 
 
-def _shown(value: Any) -> str:
+def _shown(value: object) -> str:
     return "none" if value is None else str(value)
 
 
-def _read(path: str) -> Any:
+def _read(path: str) -> object:
     try:
         with open(path, encoding="utf-8") as file:
             return yaml_reader.load_value(file.read())
