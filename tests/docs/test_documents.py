@@ -28,6 +28,7 @@ def run_program(document: str, folder: str) -> int:
     [
         ("checkpointing", 1, 5),
         ("custom-trainers", 2, 6),
+        ("installation", 1, 1),
         ("trainer", 1, 1),
         ("distributed", 2, 1),
         ("pipeline", 2, 3),
