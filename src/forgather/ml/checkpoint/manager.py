@@ -148,8 +148,9 @@ class CheckpointManager:
 
         One that is not sound, because its weights are not finite, never takes the place of one that is.
         """
-        if checkpoint_path is None and checkpoint_id is None:
-            checkpoint_id = store.name_beside_others(self._current_step(), self._names_of_others)
+        if checkpoint_path is None:
+            checkpoint_id = self._current_step() if checkpoint_id is None else checkpoint_id
+            checkpoint_id = store.name_beside_others(checkpoint_id, self._names_of_others)
         try:
             path = self._save(checkpoint_path, checkpoint_id, is_sound)
         except CheckpointSaveError as error:

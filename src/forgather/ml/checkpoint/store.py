@@ -310,7 +310,8 @@ def find_checkpoints(root: str) -> list[FoundCheckpoint]:
             # Not damage: an older checkpoint in its place would lose what the newer forgather has trained.
             raise
         except (CheckpointError, OSError) as error:
-            logger.warning("Passing over %s: %s", path, error)
+            if recognise(path) is None:
+                logger.warning("Passing over %s: %s", path, error)
     return sorted(found, key=lambda checkpoint: (checkpoint.manifest.written_at, checkpoint.manifest.step or 0))
 
 

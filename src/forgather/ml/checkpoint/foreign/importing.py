@@ -13,7 +13,7 @@ from forgather.ml.checkpoint import store
 from forgather.ml.checkpoint.all_ranks import on_every_rank
 from forgather.ml.checkpoint.components import StateComponent, select_components
 from forgather.ml.checkpoint.errors import CheckpointError, CheckpointLoadError
-from forgather.ml.checkpoint.foreign.moments import moments_by_name, possible_orders
+from forgather.ml.checkpoint.foreign.moments import moments_by_name, possible_orders, require_same_kind
 from forgather.ml.checkpoint.foreign.ownership import Owner, recognise
 from forgather.ml.checkpoint.foreign.report import ImportReport, LeftOut
 from forgather.ml.checkpoint.foreign.schedules import fitting_schedule
@@ -181,10 +181,12 @@ class _Import:
     def _moments(self, stateful: Any, state: Any, found: ForeignState, sharing: SharingMetadataT) -> dict[str, Any]:
         if not isinstance(stateful, OptimizerState):
             raise CheckpointLoadError(f"{type(stateful).__name__} does not know its parameters by name")
-        present = [list(group["params"]) for group in stateful.state_dict()["param_groups"]]
+        groups = stateful.state_dict()["param_groups"]
+        present = [list(group["params"]) for group in groups]
         modules = self._parts if found.is_per_rank else self._whole
         shapes = {name: tuple(one.shape) for module in modules for name, one in module.named_parameters()}
         named = moments_by_name(state, possible_orders(self._owner, modules, present), shapes)
+        require_same_kind(named["param_groups"], groups)
         stateful.add_tied_names(named, sharing)
         if missing := stateful.missing_names(named):
             raise CheckpointLoadError(f"it has no parameter {missing[0]!r}")

@@ -19,6 +19,9 @@ Groups = list[list[str]]
 """The names of the parameters of each group."""
 Shapes = Mapping[str, tuple[int, ...]]
 
+# Entries of a group that say nothing of the kind of optimizer.
+_NO_KIND = frozenset({"params", "param_names", "initial_lr"})
+
 # transformers.Trainer exempts parameters with these in their name, and all of nn.LayerNorm, from weight decay.
 _UNDECAYED = re.compile(r"bias|layernorm|rmsnorm|(?:^|\.)norm(?:$|\.)|_norm(?:$|\.)")
 
@@ -64,6 +67,17 @@ def moments_by_name(state: Any, orders: Sequence[Groups], shapes: Shapes) -> dic
         except CheckpointLoadError as error:
             reasons.append(str(error))
     raise CheckpointLoadError(f"its parameter groups do not fit the model: {'; or '.join(dict.fromkeys(reasons))}")
+
+
+def require_same_kind(saved: Iterable[Mapping[str, Any]], present: Iterable[Mapping[str, Any]]) -> None:
+    """Raise `CheckpointLoadError` if both optimizers have options that the other lacks: their state means other things."""
+    theirs = {option for group in saved for option in group} - _NO_KIND
+    ours = {option for group in present for option in group} - _NO_KIND
+    if theirs - ours and ours - theirs:
+        raise CheckpointLoadError(
+            f"it belongs to another kind of optimizer: only that one has {sorted(map(str, theirs - ours))}, only this run's "
+            f"has {sorted(ours - theirs)}"
+        )
 
 
 def _stated_names(group: Mapping[str, Any]) -> list[str] | None:

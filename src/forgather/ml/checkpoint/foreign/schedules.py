@@ -12,6 +12,7 @@ from torch.optim.lr_scheduler import LRScheduler
 from forgather.ml.checkpoint.errors import CheckpointLoadError
 
 _NUMBERS = (int, float)
+_GROUP_LISTS = ("base_lrs", "_last_lr")
 
 
 def fitting_schedule(state: Any, stateful: Any) -> dict[str, Any]:
@@ -30,11 +31,16 @@ def fitting_schedule(state: Any, stateful: Any) -> dict[str, Any]:
 
 
 def _with_own_functions(state: dict[str, Any], own: Mapping[str, Any]) -> dict[str, Any]:
-    """Functions without a state of their own are saved as None or {}, whichever the class of the function gives."""
+    """Adapt the state of a closed form (LambdaLR) by functions without a state, which are saved as None or {}.
+
+    Of other parameter groups than those of this run it says only how many steps were taken.
+    """
     functions, mine = state.get("lr_lambdas"), own.get("lr_lambdas")
-    if isinstance(functions, list) and isinstance(mine, list) and not any(functions):
-        return {**state, "lr_lambdas": mine if len(mine) == len(functions) else functions}
-    return state
+    if not isinstance(functions, list) or not isinstance(mine, list) or any(functions) or any(mine):
+        return state
+    if len(functions) == len(mine):
+        return {**state, "lr_lambdas": mine}
+    return {name: value for name, value in state.items() if name not in _GROUP_LISTS} | {"lr_lambdas": mine}
 
 
 def _check_like(state: Mapping[str, Any], own: Mapping[str, Any], kind: str) -> None:
