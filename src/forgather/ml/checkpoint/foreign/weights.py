@@ -9,7 +9,6 @@ from torch import nn
 from forgather.ml.checkpoint.errors import CheckpointLoadError
 from forgather.ml.checkpoint.files.regular_files import is_real_directory, open_regular
 from forgather.ml.checkpoint.foreign.dcp_metadata import METADATA_FILE
-from forgather.ml.checkpoint.foreign.dcp_weights import load_dcp_weights
 from forgather.ml.checkpoint.foreign.ownership import Owner
 from forgather.ml.checkpoint.weights.export import WEIGHT_FILE
 from forgather.ml.checkpoint.weights.module_weights import load_into_modules, locate_weights
@@ -30,6 +29,9 @@ def load_foreign_weights(
     """Read the weights of the modules of this rank; the names and shapes of all of them are checked first."""
     folder = _dcp_folder(path, owner)
     if folder is not None:
+        # Imported here: torch.distributed.checkpoint takes long to import, and few runs need it.
+        from forgather.ml.checkpoint.foreign.dcp_weights import load_dcp_weights
+
         load_dcp_weights(folder, modules, all_names, sharing)
         return
     if owner is Owner.DEEPSPEED and not any(map(WEIGHT_FILE.match, os.listdir(path))):
