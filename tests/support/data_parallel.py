@@ -51,7 +51,7 @@ def run(trainer: Trainer) -> Result:
     return Result(
         [record.get("loss", math.nan) for record in logs],
         [record["grad_norm"] for record in logs],
-        weights(trainer.model),
+        weights(trainer.unwrapped_model()),
         {"step": output.global_step, **output.metrics},
     )
 

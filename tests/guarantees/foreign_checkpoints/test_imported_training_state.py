@@ -48,7 +48,11 @@ def trained(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Moments, An
     folder = tmp_path_factory.mktemp("transformers")
     trainer = train_with_transformers(folder, tiny_llama(1), lr_scheduler_type="constant")
     assert trainer.model is not None
-    return folder / "checkpoint-4", moments_of(trainer.model, trainer.optimizer), trainer.model.state_dict()
+    return (
+        folder / "checkpoint-4",
+        moments_of(trainer.unwrapped_model(), trainer.optimizer),
+        trainer.unwrapped_model().state_dict(),
+    )
 
 
 def test_a_run_of_transformers_continues(trained: tuple[Path, Moments, Any], tmp_path: Path) -> None:

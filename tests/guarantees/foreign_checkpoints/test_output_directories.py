@@ -109,7 +109,7 @@ def test_moments_reach_the_optimizer_of_a_trainer(tmp_path: Path) -> None:
     trainer = trainer_in(tmp_path / "run")
     trainer.load_checkpoint(str(tmp_path / "theirs"))
     assert trainer.model is not None
-    moments = moments_of(trainer.model, trainer.optimizer)
+    moments = moments_of(trainer.unwrapped_model(), trainer.optimizer)
     assert moments.keys() == {"embedding.weight", "head.weight"}
     assert all(torch.equal(one["step"], torch.tensor(1.0)) for one in moments.values())
 
@@ -131,8 +131,11 @@ def test_a_run_of_transformers_goes_on_in_a_trainer(tmp_path: Path) -> None:
         trainer.load_checkpoint(str(path))
     assert trainer.model is not None and theirs.model is not None
     expected = weights(theirs.model)
-    assert all(torch.equal(tensor, expected[name]) for name, tensor in trainer.model.state_dict().items())
-    moments, theirs_moments = moments_of(trainer.model, trainer.optimizer), moments_of(theirs.model, theirs.optimizer)
+    assert all(torch.equal(tensor, expected[name]) for name, tensor in trainer.unwrapped_model().state_dict().items())
+    moments, theirs_moments = (
+        moments_of(trainer.unwrapped_model(), trainer.optimizer),
+        moments_of(theirs.model, theirs.optimizer),
+    )
     assert moments.keys() == theirs_moments.keys()
     for name, one in theirs_moments.items():
         assert all(torch.equal(moments[name][key], value) for key, value in one.items())

@@ -239,7 +239,7 @@ def test_totals_are_exact_however_it_is_logged(tmp_path: Path, logging: str) -> 
     assert trainer.state.num_input_tokens_seen == 120
     # The learning rate is 0, so that the mean over the run is the evaluation loss of its data.
     assert metrics["train_loss"] == pytest.approx(trainer.evaluate(token_samples(10))["eval_loss"], rel=1e-6)
-    per_token = 6 * trainer.model.head.weight.numel()  # type: ignore[union-attr,operator]
+    per_token = 6 * trainer.unwrapped_model().head.weight.numel()  # type: ignore[union-attr,operator]
     assert metrics["total_flops"] == 120 * per_token
 
 
