@@ -15,7 +15,6 @@ from transformers import GPT2Config, GPT2LMHeadModel
 from forgather.ml.trainer.hybrid import HybridTrainer
 from forgather.ml.trainer.loading.empty_batch import EmptyBatch
 from forgather.ml.trainer.pipeline import PipelineTrainer
-from forgather.ml.trainer.step_loss.model_loss import Window
 from forgather.ml.trainer.trainer import Trainer
 from tests.support.tiny_models import tiny_llama
 from tests.support.train_job import NUM_SAMPLES, USUAL_SETTINGS, Samples, Scenario, facts_of, main, sample
@@ -50,11 +49,11 @@ class Noting(Trainer):
         super().__init__(**options)
         self.samples: dict[int, list[int]] = {}
 
-    def _forward_backward_step(self, window: Window, number: int) -> Tensor:
-        batch = window.batches[number]
+    def _forward_backward_step(self, input_dict: dict[str, Any], labels: Any) -> Tensor:
+        batch = self.window.batches[self.window.number]
         numbers = [] if isinstance(batch, EmptyBatch) else batch["input_ids"][:, 0].tolist()
         self.samples.setdefault(self.state.global_step + 1, []).extend(numbers)
-        return super()._forward_backward_step(window, number)
+        return super()._forward_backward_step(input_dict, labels)
 
 
 class NotingPipeline(Noting, PipelineTrainer):

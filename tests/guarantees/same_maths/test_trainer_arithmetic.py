@@ -7,11 +7,11 @@ from typing import Any
 
 import pytest
 import torch
+from forgather.ml.trainer.evaluating import Prediction
 from torch import Tensor
 from torch.nn import functional
 
 from forgather.ml.loss import RescaleLoss
-from forgather.ml.trainer.evaluating import Prediction
 from forgather.ml.trainer.loop.evaluation_sums import EvaluationSums
 from forgather.ml.trainer.loop.metrics import IntervalMetrics
 from forgather.ml.trainer.trainer import Trainer

@@ -737,7 +737,7 @@ class Trainer(BaseTrainer[TArgs]):
     def _initialize_non_persistent_buffers(self, model: nn.Module) -> None:
         """Compute buffers that no checkpoint holds, of a model that was built on the meta device."""
         assert self.model_init is not None
-        compute_missing_buffers(model, self.model_init, self.device)
+        compute_missing_buffers(model, self.model_init)
 
     def _wrap_loss_fn(self) -> None:
         """Make `loss_fn` the loss that weighs micro-batches by their targets."""

@@ -36,6 +36,9 @@ class Evaluator:
     waits_for_errors = True
     """Whether a failing rank finishes its round; the ranks of a pipeline wait for each other inside of it."""
 
+    shares_loss = False
+    """Whether evaluations before the first step may find out training's loss; the stages of a pipeline agree on it."""
+
     def __init__(
         self,
         team: Team,
@@ -68,7 +71,7 @@ class Evaluator:
         of the loss, and would begin the first step in another way than ranks that had one.
         """
         trained = self._trained_loss
-        self.loss = trained if trained.can_count else trained.unresolved()
+        self.loss = trained if trained.can_count or self.shares_loss else trained.unresolved()
         self._started = time.perf_counter()
         self.is_running = True
         try:

@@ -8,14 +8,14 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from forgather.ml.trainer.loop.progress import TrainerProgress
+from forgather.ml.trainer.reporting import TrainerState
 
 from forgather.ml.checkpoint.encoding.codec import decode_state, encode_state
 from forgather.ml.checkpoint.errors import CheckpointLoadError
 from forgather.ml.trainer.amp import AMPContext
 from forgather.ml.trainer.loop.metrics import IntervalMetrics, RunTotals
 from forgather.ml.trainer.loop.nonfinite import GradientWatch
-from forgather.ml.trainer.loop.progress import TrainerProgress
-from forgather.ml.trainer.reporting import TrainerState
 from forgather.ml.trainer.step_loss.model_loss import ModelLoss
 from forgather.ml.trainer.trainer_types import TrainerControl
 from tests.support.wrong_values import AMOUNT, COUNT, FLAG, INTEGER, NUMBER, assert_refuses, replaced, with_none
