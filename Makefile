@@ -10,7 +10,7 @@ PIP_FLAGS := --quiet --disable-pip-version-check
 
 export TOKENIZERS_PARALLELISM := false
 
-.PHONY: setup test test-torch fuzz kill-points demo demo-checkpoints lint bench docs lock clean
+.PHONY: setup test test-torch fuzz kill-points demo demo-checkpoints lint house bench docs lock clean
 
 setup: $(STAMP)
 
@@ -66,6 +66,10 @@ lint: $(STAMP)
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
 	$(BIN)/mypy
+
+# Folders, class chains, shared attributes, calls of a step and a save, sizes: each with its aim.
+house: $(STAMP)
+	$(BIN)/python tools/house.py
 
 bench: $(STAMP)
 	$(BIN)/python benchmarks/checkpoint.py

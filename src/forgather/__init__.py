@@ -1,3 +1,100 @@
-"""Forgather: one training loop and one checkpoint system for every kind of parallelism."""
+"""Forgather: one training loop and one checkpoint system for every kind of parallelism.
+
+The public names below are imported when they are first used: `import forgather` alone imports neither torch nor any
+other library. Everything else is in `forgather.ml` (training, distribution, checkpoints), `forgather.data` (text to
+tokens) and `forgather.cli` (the program).
+"""
+
+from typing import TYPE_CHECKING
+
+from forgather._lazy import lazily, listing
+
+if TYPE_CHECKING:
+    from forgather.ml.distributed import DistributedEnvironment, DistributedError, main_process_first
+    from forgather.ml.trainer import (
+        AccelTrainer,
+        AccelTrainingArguments,
+        BaseTrainer,
+        BaseTrainingArguments,
+        DDPTrainer,
+        DDPTrainingArguments,
+        HybridTrainer,
+        HybridTrainingArguments,
+        IntervalStrategy,
+        MinimalTrainingArguments,
+        NonFiniteError,
+        PipelineTrainer,
+        PipelineTrainingArguments,
+        Trainer,
+        TrainerCallback,
+        TrainerControl,
+        TrainerState,
+        TrainingArguments,
+        TrainOutput,
+    )
+    from forgather.ml.trainer.checkpoint_coordinator import (
+        CheckpointCoordinator,
+        CheckpointError,
+        CheckpointLoadError,
+        CheckpointSaveError,
+    )
+    from forgather.ml.trainer.checkpoint_manager import CheckpointConfig, CheckpointManager, RNGState
+    from forgather.ml.trainer.checkpoint_types import SharingPattern, StateComponent
+    from forgather.ml.trainer.pipeline import ModelSplitter
 
 __version__ = "0.1.0"
+
+__all__ = [
+    "AccelTrainer",
+    "AccelTrainingArguments",
+    "BaseTrainer",
+    "BaseTrainingArguments",
+    "CheckpointConfig",
+    "CheckpointCoordinator",
+    "CheckpointError",
+    "CheckpointLoadError",
+    "CheckpointManager",
+    "CheckpointSaveError",
+    "DDPTrainer",
+    "DDPTrainingArguments",
+    "DistributedEnvironment",
+    "DistributedError",
+    "HybridTrainer",
+    "HybridTrainingArguments",
+    "IntervalStrategy",
+    "MinimalTrainingArguments",
+    "ModelSplitter",
+    "NonFiniteError",
+    "PipelineTrainer",
+    "PipelineTrainingArguments",
+    "RNGState",
+    "SharingPattern",
+    "StateComponent",
+    "TrainOutput",
+    "Trainer",
+    "TrainerCallback",
+    "TrainerControl",
+    "TrainerState",
+    "TrainingArguments",
+    "main_process_first",
+]
+
+_OTHER_HOMES = {
+    "CheckpointConfig": "ml.trainer.checkpoint_manager",
+    "CheckpointCoordinator": "ml.trainer.checkpoint_coordinator",
+    "CheckpointError": "ml.trainer.checkpoint_coordinator",
+    "CheckpointLoadError": "ml.trainer.checkpoint_coordinator",
+    "CheckpointManager": "ml.trainer.checkpoint_manager",
+    "CheckpointSaveError": "ml.trainer.checkpoint_coordinator",
+    "DistributedEnvironment": "ml.distributed",
+    "DistributedError": "ml.distributed",
+    "ModelSplitter": "ml.trainer.pipeline",
+    "RNGState": "ml.trainer.checkpoint_manager",
+    "main_process_first": "ml.distributed",
+}
+_HOMES = dict.fromkeys(__all__, "ml.trainer") | _OTHER_HOMES
+
+if not TYPE_CHECKING:
+    # Out of sight of type checkers, which would take every name for one that exists.
+    __getattr__ = lazily(__name__, _HOMES)
+    __dir__ = listing(__name__, _HOMES)

@@ -28,10 +28,12 @@ def run_program(document: str, folder: str) -> int:
     [
         ("checkpointing", 1, 5),
         ("custom-trainers", 2, 6),
+        ("installation", 1, 1),
         ("trainer", 1, 1),
         ("distributed", 2, 1),
         ("pipeline", 2, 3),
         ("recipes", 1, 1),
+        ("importing", 1, 1),
     ],
 )
 def test_the_examples_of_a_document_run(tmp_path: Path, name: str, num_ranks: int, num_blocks: int) -> None:

@@ -37,7 +37,7 @@ class Failing:
     def __init__(self, event: str) -> None:
         setattr(self, event, self._fail)
 
-    def _fail(self, state: Any, **_: Any) -> None:
+    def _fail(self, args: Any, state: Any, control: Any, **_: Any) -> None:
         if state.global_step == FAILING_STEP:
             raise ValueError("this is the root cause")
 

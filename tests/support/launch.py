@@ -227,7 +227,9 @@ def rendezvous_options(node_rank: int, port: int, elastic: bool) -> list[str]:
 
 def _clean_environment() -> dict[str, str]:
     inherited = {name: value for name, value in os.environ.items() if not name.startswith(INHERITED_VARIABLES)}
-    return {**inherited, **worker_variables(), "PYTHONPATH": str(REPOSITORY), "PYTHONUNBUFFERED": "1"}
+    # With src, so that processes run this tree, and not another one that is installed.
+    path = os.pathsep.join([str(REPOSITORY), str(REPOSITORY / "src")])
+    return {**inherited, **worker_variables(), "PYTHONPATH": path, "PYTHONUNBUFFERED": "1"}
 
 
 def _describe_hang(processes: Sequence[CapturedProcess], timeout: float) -> str:

@@ -187,7 +187,7 @@ class Stopper:
     def on_train_begin(self, args: Any, state: Any, control: Any, **_: Any) -> None:
         self._state = state
 
-    def _at_event(self, state: Any, **_: Any) -> None:
+    def _at_event(self, args: Any, state: Any, control: Any, **_: Any) -> None:
         self._state = state
         self._pass()
 
@@ -337,7 +337,7 @@ def facts_of(trainer: Trainer) -> dict[str, Any]:
             "numpy": exact([kind, torch.tensor(keys.astype(np.int64)), *rest]),
             "torch": exact(torch.get_rng_state()),
         },
-        "loss scale": exact(trainer.amp.state_dict()),
+        "loss scale": exact(trainer.amp_context.state_dict()),
         "counters": exact([state.global_step, state.epoch, state.raw_epoch, state.num_input_tokens_seen]),
         "best": exact([state.best_metric, os.path.basename(state.best_model_checkpoint or "")]),
         "log": logged(state.log_history),

@@ -9,7 +9,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from importlib import import_module
 
-from forgather.cli.errors import UsageError, complain, nearest_hint
+from forgather._suggestions import did_you_mean
+from forgather.cli.errors import UsageError, complain
 from forgather.cli.launch.options import is_worker, was_started_by_us
 
 
@@ -75,7 +76,7 @@ def _run(words: list[str]) -> int:
     command = COMMANDS.get(words[0])
     if command is None:
         raise UsageError(
-            f"There is no command {words[0]!r}.{nearest_hint(words[0], COMMANDS)} forgather --help lists the commands."
+            f"There is no command {words[0]!r}.{did_you_mean(words[0], COMMANDS)} forgather --help lists the commands."
         )
     exit_code: int = import_module(command.module).run(words[1:])
     return exit_code

@@ -1,4 +1,4 @@
-"""Good manners: libraries speak only when something is wrong, our own messages appear, processors are shared."""
+"""Process-wide set-up: log levels of libraries, our log format, OpenMP wait policy."""
 
 import logging
 import os

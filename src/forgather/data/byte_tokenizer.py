@@ -1,7 +1,6 @@
 """A tokenizer that needs no training and no download: one token per byte, and one for the end of a document."""
 
 import functools
-from typing import Any
 
 import numpy as np
 from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers
@@ -30,7 +29,7 @@ def byte_tokenizer() -> PreTrainedTokenizerFast:
     return tokenizer
 
 
-def is_byte_tokenizer(tokenizer: Any) -> bool:
+def is_byte_tokenizer(tokenizer: object) -> bool:
     """Whether tokens are bytes, so that encoding is a copy."""
     return bool(getattr(tokenizer, _MARK, False))
 

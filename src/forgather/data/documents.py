@@ -15,7 +15,8 @@ import zlib
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
-from typing import IO, Any
+from types import ModuleType
+from typing import IO, cast
 
 _JSON_LINES = (".jsonl", ".ndjson")
 _COMPRESSIONS = (".gz", ".bz2", ".xz", ".zst")
@@ -117,15 +118,16 @@ def _open(path: str) -> Iterator[IO[bytes]]:
         raise ValueError(f"{path} cannot be decompressed as its ending {suffix} says: {error}.") from None
 
 
-def _opened(path: str, suffix: str) -> Any:
+def _opened(path: str, suffix: str) -> IO[bytes]:
     if suffix == ".gz":
-        return gzip.open(path)
+        return cast(IO[bytes], gzip.open(path))
     if suffix == ".bz2":
         return bz2.open(path)
     if suffix == ".xz":
         return lzma.open(path)
     if suffix == ".zst":
-        return _require("zstandard", path).open(path)
+        file: IO[bytes] = _require("zstandard", path).open(path)
+        return file
     return open(path, "rb")
 
 
@@ -140,7 +142,7 @@ def _read_parquet(path: str, text_field: str) -> Iterator[str]:
                     yield str(text)
 
 
-def _text_of(row: Any, text_field: str, where: str) -> str:
+def _text_of(row: object, text_field: str, where: str) -> str:
     if not isinstance(row, dict) or not isinstance(row.get(text_field), str):
         raise _no_text_error(where, text_field, list(row) if isinstance(row, dict) else [])
     return str(row[text_field])
@@ -153,7 +155,7 @@ def _no_text_error(where: str, text_field: str, fields: Sequence[str]) -> ValueE
     )
 
 
-def _require(module: str, path: str) -> Any:
+def _require(module: str, path: str) -> ModuleType:
     package = module.partition(".")[0]
     try:
         return importlib.import_module(module)

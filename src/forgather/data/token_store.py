@@ -7,18 +7,37 @@ import math
 import os
 import shutil
 import tempfile
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, BinaryIO
+from typing import Any, BinaryIO, Protocol
 
 import numpy as np
+from numpy.typing import ArrayLike
 
 from forgather.data.byte_tokenizer import encode_bytes, is_byte_tokenizer
 
 SPLITS = ("train", "eval")
 _FORMAT = 1
 _DOCUMENTS_AT_ONCE = 64
+
+
+class TextTokenizer(Protocol):
+    """The part of a Hugging Face tokenizer that makes tokens of text."""
+
+    @property
+    def eos_token_id(self) -> int | None:
+        """The token that ends a document."""
+
+    @property
+    def pad_token_id(self) -> int | None:
+        """The token that fills up sequences."""
+
+    def __len__(self) -> int:
+        """The size of the vocabulary."""
+
+    def __call__(self, text: list[str], **options: bool) -> Mapping[str, list[list[int]]]:
+        """The token ids of each text, under the key "input_ids"."""
 
 
 @dataclass(frozen=True)
@@ -50,7 +69,7 @@ class EvaluationShare:
         return int.from_bytes(digest[:8], "little") < self.fraction * 2**64
 
 
-def tokenize(documents: Iterable[str], tokenizer: Any, share: EvaluationShare) -> dict[str, TokenArray]:
+def tokenize(documents: Iterable[str], tokenizer: TextTokenizer, share: EvaluationShare) -> dict[str, TokenArray]:
     """The tokens of both splits, in memory."""
     parts: dict[str, list[np.ndarray]] = {split: [] for split in SPLITS}
     for split, tokens in _tokenized(documents, tokenizer, share):
@@ -59,7 +78,7 @@ def tokenize(documents: Iterable[str], tokenizer: Any, share: EvaluationShare) -
 
 
 def tokenize_to_files(
-    documents: Iterable[str], tokenizer: Any, share: EvaluationShare, folder: str, sources: Sequence[str]
+    documents: Iterable[str], tokenizer: TextTokenizer, share: EvaluationShare, folder: str, sources: Sequence[str]
 ) -> dict[str, TokenArray]:
     """The same in files below `folder`, memory-mapped; found again as long as sources, tokenizer and share are the same."""
     key = store_key(tokenizer, share, sources)
@@ -97,7 +116,7 @@ def _cut(tokens: np.ndarray, begin: int, end: int) -> np.ndarray:
     return np.memmap(tokens.filename, dtype=tokens.dtype, mode="r", offset=offset, shape=(end - begin,))
 
 
-def store_key(tokenizer: Any, share: EvaluationShare, sources: Sequence[str]) -> str:
+def store_key(tokenizer: TextTokenizer, share: EvaluationShare, sources: Sequence[str]) -> str:
     """Changes with anything that the tokens depend on."""
     identity = [_FORMAT, _tokenizer_identity(tokenizer), share.fraction, share.seed, *sources]
     return hashlib.sha256(json.dumps(identity).encode()).hexdigest()[:16]
@@ -109,12 +128,14 @@ def file_identity(path: str) -> str:
     return f"{os.path.abspath(path)} {status.st_size} {status.st_mtime_ns}"
 
 
-def token_dtype(tokenizer: Any) -> np.dtype[Any]:
+def token_dtype(tokenizer: TextTokenizer) -> np.dtype[Any]:
     """The smallest type that holds all token ids."""
     return np.dtype(np.uint16 if len(tokenizer) <= 2**16 else np.uint32)
 
 
-def _tokenized(documents: Iterable[str], tokenizer: Any, share: EvaluationShare) -> Iterator[tuple[str, np.ndarray]]:
+def _tokenized(
+    documents: Iterable[str], tokenizer: TextTokenizer, share: EvaluationShare
+) -> Iterator[tuple[str, np.ndarray]]:
     """Split and tokens of each document that is not empty."""
     numbered = enumerate(documents)
     while chunk := list(itertools.islice(numbered, _DOCUMENTS_AT_ONCE)):
@@ -124,10 +145,10 @@ def _tokenized(documents: Iterable[str], tokenizer: Any, share: EvaluationShare)
                 yield ("eval" if share.takes(number) else "train"), tokens
 
 
-def _encode(tokenizer: Any, texts: list[str]) -> list[np.ndarray]:
+def _encode(tokenizer: TextTokenizer, texts: list[str]) -> list[np.ndarray]:
     """The tokens of each text, with the token that ends a document if the tokenizer has one."""
     if is_byte_tokenizer(tokenizer):
-        encoded: list[Any] = [encode_bytes(text) for text in texts]
+        encoded: Sequence[ArrayLike] = [encode_bytes(text) for text in texts]
     else:
         # Documents are longer than what models take at once, which tokenizers would warn of; they are cut later.
         encoded = tokenizer(texts, add_special_tokens=False, return_attention_mask=False, verbose=False)["input_ids"]
@@ -145,7 +166,7 @@ def _starts(lengths: Sequence[int]) -> np.ndarray:
     return np.cumsum([0, *lengths[:-1]], dtype=np.int64) if lengths else np.zeros(0, dtype=np.int64)
 
 
-def _write_store(documents: Iterable[str], tokenizer: Any, share: EvaluationShare, path: Path) -> None:
+def _write_store(documents: Iterable[str], tokenizer: TextTokenizer, share: EvaluationShare, path: Path) -> None:
     """Write beside the final place and move there: a run that is killed leaves nothing that looks complete."""
     temporary = Path(tempfile.mkdtemp(prefix=".tmp-tokens-", dir=path.parent))
     try:
@@ -182,7 +203,7 @@ def _mapped(path: Path, split: str, dtype: np.dtype[Any]) -> TokenArray:
     return TokenArray(np.memmap(path / f"{split}.bin", dtype=dtype, mode="r"), starts)
 
 
-def _tokenizer_identity(tokenizer: Any) -> str:
+def _tokenizer_identity(tokenizer: TextTokenizer) -> str:
     backend = getattr(tokenizer, "backend_tokenizer", None)
     if backend is not None:
         return hashlib.sha256(backend.to_str().encode()).hexdigest()

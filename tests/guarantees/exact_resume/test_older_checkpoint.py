@@ -47,6 +47,7 @@ def test_a_checkpoint_of_an_earlier_version_resumes_exactly(tmp_path: Path) -> N
     assert [record["loss"] for record in trainer.state.log_history if "loss" in record] == end["losses"]
     assert trainer.model is not None
     digests = {
-        name: hashlib.sha256(value.numpy().tobytes()).hexdigest() for name, value in trainer.model.state_dict().items()
+        name: hashlib.sha256(value.numpy().tobytes()).hexdigest()
+        for name, value in trainer.unwrapped_model().state_dict().items()
     }
     assert digests == end["weights"]

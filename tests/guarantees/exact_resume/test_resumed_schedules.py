@@ -10,7 +10,6 @@ from typing import Any
 
 import pytest
 import torch
-from forgather.ml.trainer.loop.progress import SchedulerState, kept_rates
 from torch import nn
 from torch.optim import lr_scheduler as schedules
 from transformers import get_scheduler
@@ -18,6 +17,7 @@ from transformers import get_scheduler
 from forgather.ml.checkpoint.encoding.codec import decode_state, encode_state
 from forgather.ml.checkpoint.errors import CheckpointLoadError
 from forgather.ml.checkpoint.state.optimizer_state import OptimizerState
+from forgather.ml.trainer.loop.scheduler_state import SchedulerState, kept_rates
 
 NUM_STEPS, INTERRUPTED = 10, 4
 

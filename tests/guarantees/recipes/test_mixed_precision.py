@@ -116,7 +116,9 @@ class End(NamedTuple):
 def end_of(trainer: Trainer) -> End:
     result = run(trainer)
     optimizer = trainer.optimizer.state_dict()
-    return End(result.weights, optimizer["state"], optimizer["param_groups"], trainer.amp.state_dict(), result.losses)
+    return End(
+        result.weights, optimizer["state"], optimizer["param_groups"], trainer.amp_context.state_dict(), result.losses
+    )
 
 
 def assert_identical(one: End, other: End) -> None:
@@ -229,7 +231,7 @@ def job_with_overflow(output_dir: str) -> RankEnd:
         trainer_options={"compute_loss_func": noting_loss},
     )
     trainer.train()
-    return RankEnd(notes.after, trainer.amp.state_dict()["scale"], losses)
+    return RankEnd(notes.after, trainer.amp_context.state_dict()["scale"], losses)
 
 
 def test_ranks_leave_out_a_step_together_when_one_of_them_overflows(tmp_path: Path) -> None:

@@ -164,7 +164,7 @@ def test_training_that_is_refused_among_averages_changes_nothing(tmp_path: Path)
     options = {"model_init": tiny_llama}
     trainer = trainer_for(tmp_path, None, save_strategy="no", max_steps=2, trainer_options=options)
     trainer.train()
-    model, before = trainer.model, weights(trainer.unwrapped_model())
+    model, before = trainer.unwrapped_model(), weights(trainer.unwrapped_model())
     with (
         trainer.averaged_weights(),
         pytest.raises(ValueError, match=r"Training cannot begin inside averaged_weights\(\)"),

@@ -7,7 +7,6 @@ from typing import Any
 
 import pytest
 import torch
-from forgather.ml.trainer.evaluating import Prediction
 from torch import Tensor
 from torch.nn import functional
 
@@ -240,7 +239,7 @@ def test_totals_are_exact_however_it_is_logged(tmp_path: Path, logging: str) -> 
     assert trainer.state.num_input_tokens_seen == 120
     # The learning rate is 0, so that the mean over the run is the evaluation loss of its data.
     assert metrics["train_loss"] == pytest.approx(trainer.evaluate(token_samples(10))["eval_loss"], rel=1e-6)
-    per_token = 6 * trainer.model.head.weight.numel()  # type: ignore[union-attr,operator]
+    per_token = 6 * trainer.unwrapped_model().head.weight.numel()  # type: ignore[union-attr,operator]
     assert metrics["total_flops"] == 120 * per_token
 
 
@@ -332,7 +331,7 @@ def test_logits_that_nobody_wants_are_let_go(tmp_path: Path) -> None:
     trainer = quiet_trainer(tmp_path, TokenModel(), None)
     trainer.evaluate(token_samples(1))
     sample = {name: value[None] for name, value in token_samples(1)[0].items()}
-    assert Prediction(*trainer._prediction_step(sample)).logits is None
+    assert trainer._prediction_step(*trainer._prepare_batch(sample))["logits"] is None
 
 
 def test_tensors_inside_of_lists_and_dicts_are_moved(tmp_path: Path) -> None:

@@ -10,7 +10,6 @@ from torch import Tensor
 from forgather.ml.checkpoint.errors import CheckpointLoadError
 from forgather.ml.trainer.ddp.ddp_trainer import DDPTrainer
 from forgather.ml.trainer.loading.empty_batch import EmptyBatch
-from forgather.ml.trainer.step_loss.model_loss import Window
 from forgather.ml.trainer.trainer import Trainer
 from tests.support.data_parallel import ddp_trainer, environment
 from tests.support.ranks import run_on_ranks
@@ -39,13 +38,13 @@ class Noting(Trainer):
         super().__init__(**options)
         self.samples: list[list[int]] = []
 
-    def _forward_backward_step(self, window: Window, number: int) -> Tensor:
-        batch = window.batches[number]
+    def _forward_backward_step(self, input_dict: dict[str, Any], labels: Any) -> Tensor:
+        batch = self.window.batches[self.window.number]
         ids = (
             [] if isinstance(batch, EmptyBatch) else (batch["input_ids"] @ torch.tensor([VOCAB_SIZE, 1, 0, 0])).tolist()
         )
         self.samples.append(ids)
-        return super()._forward_backward_step(window, number)
+        return super()._forward_backward_step(input_dict, labels)
 
 
 class NotingDDP(Noting, DDPTrainer):

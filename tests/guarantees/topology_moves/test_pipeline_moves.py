@@ -13,7 +13,6 @@ from forgather.ml.trainer.ddp.ddp_trainer import DDPTrainer
 from forgather.ml.trainer.hybrid import HybridTrainer
 from forgather.ml.trainer.loading.empty_batch import EmptyBatch
 from forgather.ml.trainer.pipeline import PipelineTrainer
-from forgather.ml.trainer.step_loss.model_loss import Window
 from forgather.ml.trainer.trainer import Trainer
 from tests.support.pipelines import llama, tied_gpt2, trainer_of
 from tests.support.ranks import run_on_ranks
@@ -32,11 +31,11 @@ class Noting(Trainer):
         super().__init__(**options)
         self.samples: list[list[int]] = []
 
-    def _forward_backward_step(self, window: Window, number: int) -> Tensor:
-        batch = window.batches[number]
+    def _forward_backward_step(self, input_dict: dict[str, Any], labels: Any) -> Tensor:
+        batch = self.window.batches[self.window.number]
         is_empty = isinstance(batch, EmptyBatch)
         self.samples.append([] if is_empty else (batch["input_ids"][:, :2] @ torch.tensor([32, 1])).tolist())
-        return super()._forward_backward_step(window, number)
+        return super()._forward_backward_step(input_dict, labels)
 
 
 class NotingDDP(Noting, DDPTrainer):

@@ -1,6 +1,6 @@
 """A trainer with a component and a step of its own needs about forty lines, and resumes exactly."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -10,8 +10,6 @@ from torch import Tensor, nn
 
 from forgather.ml.checkpoint.components import SharingPattern, StateComponent
 from forgather.ml.checkpoint.errors import CheckpointLoadError
-from forgather.ml.trainer.loop.evaluation_sums import EvaluationSums
-from forgather.ml.trainer.step_loss.model_loss import Window
 from forgather.ml.trainer.trainer import Trainer
 from tests.support.tiny_models import Recorder, TokenModel, quiet_trainer, token_samples, weights
 
@@ -49,14 +47,15 @@ class AveragingTrainer(Trainer):
         super()._wrap()
         self.average = WeightAverage(self.unwrapped_model(), decay=0.5)
 
-    def _train_step(self, window: Window) -> None:
-        super()._train_step(window)
+    def _train_step(self, data_iterator: Iterator[Any]) -> tuple[Tensor, Tensor | None, int | Tensor]:
+        result = super()._train_step(data_iterator)
         self.average.update(self.unwrapped_model())
+        return result
 
-    def _eval_loop(self, dataloader: Any) -> EvaluationSums:
+    def _eval_loop(self) -> dict[str, Any]:
         self.average.swap(self.unwrapped_model())
         try:
-            return super()._eval_loop(dataloader)
+            return super()._eval_loop()
         finally:
             self.average.swap(self.unwrapped_model())
 
@@ -121,7 +120,6 @@ PREPARATION = [
     "_init_device",
     "_init_dataloaders",
     "_prepare_model",
-    "_compile_model",
     "_init_optimizer",
     "_wrap",
     "_init_checkpoint_manager",
@@ -143,7 +141,7 @@ OF_A_RUN = [
     "_get_dataset_sharing_pattern",
     "unwrapped_model",
 ]
-FOR_STRATEGIES = ["_should_sync_gradients", "_is_pipeline_parallel", "_is_model_parallel"]
+FOR_STRATEGIES = ["_compile_model", "_should_sync_gradients", "_is_pipeline_parallel", "_is_model_parallel"]
 
 
 def test_every_hook_is_called(tmp_path: Path) -> None:

@@ -4,20 +4,37 @@ from pathlib import Path
 
 import pytest
 
+from forgather import cli
+from forgather.cli.main import COMMANDS
 from tests.unit.cli.program import call, spawn
 
 _REPORT_IMPORTS = (
     "from forgather.cli.main import main; code = main(); "
-    "heavy = [name for name in ('torch', 'transformers', 'jsonargparse', 'numpy') if name in sys.modules]; "
+    "heavy = [name for name in ('torch', 'transformers', 'jsonargparse', 'numpy', 'rich') if name in sys.modules]; "
     "sys.exit(f'imported {heavy}' if heavy else code)"
 )
 
 
-@pytest.mark.parametrize("words", [["--help"], ["train", "--help"], ["--version"]])
+@pytest.mark.parametrize("words", [["--help"], ["train", "--help"], ["finalize", "--help"], ["--version"]])
 def test_help_imports_nothing_that_takes_time(tmp_path: Path, words: list[str]) -> None:
     answer = spawn(tmp_path, *words, program=_REPORT_IMPORTS)
     assert (answer.code, answer.errors) == (0, "")
     assert "forgather" in answer.output
+
+
+def test_importing_the_commands_imports_nothing_that_takes_time(tmp_path: Path) -> None:
+    names = [f"forgather.cli.commands.{name}" for name in _module_names("commands")]
+    assert {command.module for command in COMMANDS.values()} == set(names)
+    names += ["forgather.cli.config.help", "forgather.cli.config.schema", "forgather.cli.launch.options"]
+    program = f"import importlib; [importlib.import_module(name) for name in {names}]; " + _REPORT_IMPORTS.replace(
+        "code = main()", "code = 0"
+    )
+    answer = spawn(tmp_path, program=program)
+    assert (answer.code, answer.errors) == (0, "")
+
+
+def _module_names(folder: str) -> list[str]:
+    return [path.stem for path in (Path(cli.__file__).parent / folder).glob("*.py") if path.stem != "__init__"]
 
 
 def test_help_lists_the_keys_of_all_sections_with_defaults(capsys: pytest.CaptureFixture[str]) -> None:

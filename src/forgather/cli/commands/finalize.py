@@ -4,7 +4,8 @@ import argparse
 from collections.abc import Sequence
 from typing import NoReturn
 
-from forgather.cli.errors import UsageError, nearest_hint
+from forgather._suggestions import did_you_mean
+from forgather.cli.errors import UsageError
 from forgather.cli.process_setup import make_current_directory_importable, share_processors, silence_libraries
 from forgather.ml.quantization import QAT_RECIPES
 
@@ -30,7 +31,7 @@ def run(words: Sequence[str]) -> int:
     options = parser.parse_args(list(words))
     if options.quantize is not None and options.quantize not in QAT_RECIPES:
         raise UsageError(
-            f"--quantize {options.quantize}: there is no such recipe.{nearest_hint(options.quantize, QAT_RECIPES)} There are "
+            f"--quantize {options.quantize}: there is no such recipe.{did_you_mean(options.quantize, QAT_RECIPES)} There are "
             f"{', '.join(QAT_RECIPES)}."
         )
     silence_libraries()

@@ -98,7 +98,7 @@ def _introduce_demo() -> None:
     """Said before the libraries are imported, which takes some seconds."""
     from rich.text import Text
 
-    from forgather.ml.trainer.callbacks.console import get_console
+    from forgather.ml.trainer.callbacks.display import get_console
 
     title = Text("forgather demo", style="bold")
     text = Text("a small Llama learns the source of Python's standard library, byte by byte")

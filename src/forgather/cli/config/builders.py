@@ -8,17 +8,19 @@ from forgather.cli.config.schema import Configuration, FactorySection, Tokenizer
 from forgather.cli.config.trainer_kinds import TRAINERS, find_kind
 from forgather.cli.errors import UsageError
 from forgather.data.byte_tokenizer import byte_tokenizer
+from forgather.data.token_store import TextTokenizer
 from forgather.ml.trainer.step_loss.token_weighting import parameters_of
 
 _CALLBACKS_MODULE = "forgather.ml.trainer.callbacks"
 
 
-def build_tokenizer(section: TokenizerSection) -> Any:
+def build_tokenizer(section: TokenizerSection) -> TextTokenizer:
     """The tokenizer of the configuration; without one, one token per byte."""
     if section.path is not None and section.class_path is not None:
         raise UsageError("tokenizer.path and tokenizer.class_path exclude each other: remove one of the two.")
     if section.class_path is not None:
-        return class_paths.call(section.class_path, section.init_args, "tokenizer")
+        tokenizer: TextTokenizer = class_paths.call(section.class_path, section.init_args, "tokenizer")
+        return tokenizer
     if section.path is None:
         if section.init_args:
             raise UsageError(
@@ -87,7 +89,7 @@ def build_optimizer_groups(groups: Mapping[str, Any] | None) -> dict[str, Any] |
     return built
 
 
-def _factory_section(value: Any, key: str) -> FactorySection:
+def _factory_section(value: object, key: str) -> FactorySection:
     if not isinstance(value, Mapping) or "class_path" not in value or set(value) - {"class_path", "init_args"}:
         raise UsageError(f"{key}={value!r}: expected class_path, and init_args if it has any.")
     return FactorySection(**value)

@@ -7,8 +7,9 @@ from collections.abc import Callable, Mapping
 from importlib import import_module
 from typing import Any
 
+from forgather._suggestions import did_you_mean
 from forgather.cli.config.schema import FactorySection
-from forgather.cli.errors import UsageError, nearest_hint
+from forgather.cli.errors import UsageError
 
 
 def find_object(path: str, key: str, home: str | None = None) -> Any:
@@ -27,7 +28,7 @@ def find_object(path: str, key: str, home: str | None = None) -> Any:
     try:
         return getattr(module, name)
     except AttributeError:
-        hint = nearest_hint(name, [known for known in dir(module) if not known.startswith("_")])
+        hint = did_you_mean(name, [known for known in dir(module) if not known.startswith("_")])
         raise UsageError(f"{key}={path!r}: {module_name} has no {name!r}.{hint}") from None
 
 
@@ -49,7 +50,9 @@ def partial(section: FactorySection, key: str) -> Callable[..., Any] | None:
     return functools.partial(function, **section.init_args)
 
 
-def check_keywords(function: Any, keywords: Mapping[str, Any], key: str, num_positional: int) -> None:
+def check_keywords(
+    function: Callable[..., object], keywords: Mapping[str, object], key: str, num_positional: int
+) -> None:
     """Refuse keywords that a callable does not take, and notice those that it lacks, before anything is built."""
     try:
         signature = inspect.signature(function)
@@ -60,7 +63,7 @@ def check_keywords(function: Any, keywords: Mapping[str, Any], key: str, num_pos
     for name in keywords:
         if name not in signature.parameters and not takes_any:
             raise UsageError(
-                f"{key}.init_args: {_name(function)} takes no {name!r}.{nearest_hint(name, signature.parameters)}"
+                f"{key}.init_args: {_name(function)} takes no {name!r}.{did_you_mean(name, signature.parameters)}"
             )
     try:
         signature.bind(*[None] * num_positional, **keywords)
@@ -77,5 +80,5 @@ def require_directory(path: str, key: str) -> str:
     return os.path.expanduser(path)
 
 
-def _name(function: Any) -> str:
+def _name(function: object) -> str:
     return str(getattr(function, "__qualname__", function))

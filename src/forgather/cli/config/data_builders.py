@@ -13,6 +13,7 @@ from forgather.data.documents import find_files, is_compressed, read_documents, 
 from forgather.data.packed import PackedTokens
 from forgather.data.token_store import (
     EvaluationShare,
+    TextTokenizer,
     TokenArray,
     file_identity,
     split_by_tokens,
@@ -32,7 +33,7 @@ class Datasets:
     eval: Any | None
 
 
-def build_datasets(section: DataSection, tokenizer: Any, args: TrainingArguments) -> Datasets:
+def build_datasets(section: DataSection, tokenizer: TextTokenizer, args: TrainingArguments) -> Datasets:
     """Datasets of packed sequences, or those that the callable of the section returns."""
     wants_evaluation = args.eval_strategy != "no" or args.eval_on_save
     ways = {"files": bool(section.files), "dataset": section.dataset is not None, "class_path": section.class_path}
@@ -97,7 +98,7 @@ def _share(section: DataSection, fraction: float | None = None) -> EvaluationSha
     return EvaluationShare(section.eval_fraction if fraction is None else fraction, section.seed)
 
 
-def _from_files(section: DataSection, tokenizer: Any, folder: str) -> dict[str, TokenArray]:
+def _from_files(section: DataSection, tokenizer: TextTokenizer, folder: str) -> dict[str, TokenArray]:
     def tokens_of(files: list[str], share: EvaluationShare) -> dict[str, TokenArray]:
         sources = [section.text_field, *map(_identity, files)]
         return tokenize_to_files(read_documents(files, section.text_field), tokenizer, share, folder, sources)
@@ -128,7 +129,7 @@ def _warn_of_shared(files: list[str], eval_files: list[str]) -> None:
         )
 
 
-def _from_saved_dataset(section: DataSection, path: str, tokenizer: Any) -> dict[str, TokenArray]:
+def _from_saved_dataset(section: DataSection, path: str, tokenizer: TextTokenizer) -> dict[str, TokenArray]:
     def tokens_of(split: str, share: EvaluationShare) -> dict[str, TokenArray]:
         return tokenize(read_saved_dataset(path, section.text_field, split), tokenizer, share)
 
@@ -140,7 +141,7 @@ def _from_saved_dataset(section: DataSection, path: str, tokenizer: Any) -> dict
     return {"train": tokens_of("train", everything)["train"], "eval": evaluation["train"]}
 
 
-def _packed(tokens: Mapping[str, TokenArray], section: DataSection, tokenizer: Any) -> Datasets:
+def _packed(tokens: Mapping[str, TokenArray], section: DataSection, tokenizer: TextTokenizer) -> Datasets:
     padding = tokenizer.pad_token_id if tokenizer.pad_token_id is not None else tokenizer.eos_token_id or 0
 
     def packed(split: str) -> PackedTokens:
@@ -172,7 +173,7 @@ def describe_data(datasets: Datasets) -> str | None:
 
 
 def _sequences(dataset: PackedTokens) -> str:
-    from forgather.ml.trainer.callbacks.formatting import format_count
+    from forgather.ml.trainer.callbacks.display import format_count
 
     num_documents = len(dataset.document_starts)
     return f"{format_count(len(dataset.tokens))} tokens of {num_documents:,} document{'s' * (num_documents != 1)}"

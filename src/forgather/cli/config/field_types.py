@@ -9,7 +9,7 @@ from typing import Any
 from jsonargparse import ArgumentError, ArgumentParser
 
 
-def fitting(hint: Any, value: Any) -> Any:
+def fitting(hint: object, value: object) -> object:
     """The value in the type of the field; `ValueError` when it cannot be one."""
     parser = ArgumentParser(exit_on_error=False)
     parser.add_argument("--value", type=hint)
@@ -22,32 +22,32 @@ def fitting(hint: Any, value: Any) -> Any:
     return value if has_free_values(hint) else fitted
 
 
-def has_free_values(hint: Any) -> bool:
+def has_free_values(hint: object) -> bool:
     """Whether values of any type may be inside."""
     if hint is Any or typing.is_typeddict(hint):
         return True
     return any(has_free_values(inner) for inner in typing.get_args(hint))
 
 
-def is_list(hint: Any) -> bool:
+def is_list(hint: object) -> bool:
     return any((typing.get_origin(option) or option) in (list, Sequence) for option in options_of(hint))
 
 
-def is_mapping(hint: Any) -> bool:
+def is_mapping(hint: object) -> bool:
     return any((typing.get_origin(option) or option) is dict for option in options_of(hint))
 
 
-def options_of(hint: Any) -> tuple[Any, ...]:
+def options_of(hint: object) -> tuple[object, ...]:
     """The alternatives of a union, or the type alone."""
     return typing.get_args(hint) if isinstance(hint, types.UnionType) else (hint,)
 
 
-def name_of(hint: Any) -> str:
+def name_of(hint: object) -> str:
     """A type in words: int, float or None, list of str."""
     return " or ".join(_name_of_one(option) for option in options_of(hint))
 
 
-def _name_of_one(hint: Any) -> str:
+def _name_of_one(hint: object) -> str:
     if hint is types.NoneType:
         return "None"
     if typing.is_typeddict(hint):

@@ -2,14 +2,13 @@
 
 import ast
 import functools
-import importlib.util
 import shutil
 import textwrap
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any
 
+import forgather
 from forgather.cli.config.schema import SECTIONS
 from forgather.cli.config.trainer_kinds import DEFAULT_KIND, TRAINERS
 
@@ -123,13 +122,13 @@ def _all_fields(module: str, class_name: str) -> Iterator[FieldHelp]:
             yield field
 
 
-def choices_of(module: str, class_name: str) -> dict[str, tuple[Any, ...]]:
+def choices_of(module: str, class_name: str) -> dict[str, tuple[object, ...]]:
     """The values that fields of a class may have, as its checks (`self._choose(name, values)`) say."""
     place = _find_class(module, class_name)
     if place is None:
         return {}
     home, cls = place
-    choices: dict[str, tuple[Any, ...]] = {}
+    choices: dict[str, tuple[object, ...]] = {}
     for base in cls.bases:
         if isinstance(base, ast.Name):
             choices |= choices_of(home, base.id)
@@ -146,13 +145,13 @@ def _calls(node: ast.AST, method: str) -> bool:
     return isinstance(call, ast.Call) and isinstance(call.func, ast.Attribute) and call.func.attr == method
 
 
-def _values(node: ast.expr, module: str) -> tuple[Any, ...]:
+def _values(node: ast.expr, module: str) -> tuple[object, ...]:
     """The values of a list in the source: constants, and lists that have a name in a module of ours."""
     if isinstance(node, ast.Name):
         return _values_of_name(node.id, module)
     if not isinstance(node, (ast.List, ast.Tuple)):
         return ()
-    values: list[Any] = []
+    values: list[object] = []
     for one in node.elts:
         if isinstance(one, ast.Starred):
             values += _values(one.value, module)
@@ -161,7 +160,7 @@ def _values(node: ast.expr, module: str) -> tuple[Any, ...]:
     return tuple(values)
 
 
-def _values_of_name(name: str, module: str) -> tuple[Any, ...]:
+def _values_of_name(name: str, module: str) -> tuple[object, ...]:
     for node in _tree_of(module).body:
         if isinstance(node, (ast.Assign, ast.AnnAssign)) and node.value is not None:
             targets = node.targets if isinstance(node, ast.Assign) else [node.target]
@@ -172,7 +171,7 @@ def _values_of_name(name: str, module: str) -> tuple[Any, ...]:
     return ()
 
 
-def _listed(values: Sequence[Any]) -> str:
+def _listed(values: Sequence[object]) -> str:
     """Values in words: a, b or c; that nothing may be given shows in the type."""
     names = [str(value) for value in values if value is not None]
     return f"{', '.join(names[:-1])} or {names[-1]}" if len(names) > 1 else "".join(names)
@@ -196,9 +195,14 @@ def _classes_in(module: str) -> dict[str, ast.ClassDef]:
 
 @functools.cache
 def _tree_of(module: str) -> ast.Module:
-    spec = importlib.util.find_spec(module)
-    assert spec is not None and spec.origin is not None
-    return ast.parse(Path(spec.origin).read_text(encoding="utf-8"))
+    return ast.parse(_source_path(module).read_text(encoding="utf-8"))
+
+
+def _source_path(module: str) -> Path:
+    """The file of a module of ours; `importlib.util.find_spec` would import the packages around it, and torch with them."""
+    _, *names = module.split(".")
+    path = Path(forgather.__file__).parent.joinpath(*names)
+    return path / "__init__.py" if path.is_dir() else path.with_suffix(".py")
 
 
 def _fields(cls: ast.ClassDef) -> list[FieldHelp]:

@@ -2,11 +2,18 @@
 
 import logging
 from collections.abc import Callable, Mapping
-from typing import Any
+from typing import TYPE_CHECKING, Any, cast
 
+from torch import nn
+
+from forgather._suggestions import did_you_mean
 from forgather.cli.config import class_paths
 from forgather.cli.config.schema import ModelSection
-from forgather.cli.errors import UsageError, nearest_hint
+from forgather.cli.errors import UsageError
+from forgather.data.token_store import TextTokenizer
+
+if TYPE_CHECKING:
+    from transformers import PretrainedConfig
 
 logger = logging.getLogger(__name__)
 
@@ -15,7 +22,7 @@ _NO_FIELDS = ("attn_implementation", "dtype")
 """What configurations take, although they do not list it."""
 
 
-def model_builder(section: ModelSection, tokenizer: Any) -> Callable[[], Any]:
+def model_builder(section: ModelSection, tokenizer: TextTokenizer | None) -> Callable[[], nn.Module]:
     """A function that builds the model; what is wrong with the section shows now, not when it is called."""
     ways = ("model_type", "config_class", "pretrained", "class_path")
     given = [name for name in ways if getattr(section, name) is not None]
@@ -50,7 +57,7 @@ def _refuse_unused(section: ModelSection, way: str) -> None:
             )
 
 
-def _pretrained_builder(section: ModelSection, auto_class: Any, path: str) -> Callable[[], Any]:
+def _pretrained_builder(section: ModelSection, auto_class: Any, path: str) -> Callable[[], nn.Module]:
     """Loads a model with the values of `model.config` in place of those that were stored with it."""
     options = dict(section.init_args)
     if section.config:
@@ -63,10 +70,11 @@ def _pretrained_builder(section: ModelSection, auto_class: Any, path: str) -> Ca
         )
     can_report = str(getattr(auto_class, "__module__", "")).startswith("transformers.")
 
-    def build() -> Any:
+    def build() -> nn.Module:
         try:
             if not can_report:
-                return auto_class.from_pretrained(path, local_files_only=True, **options)
+                loaded: nn.Module = auto_class.from_pretrained(path, local_files_only=True, **options)
+                return loaded
             model, info = auto_class.from_pretrained(path, local_files_only=True, output_loading_info=True, **options)
         except (RuntimeError, ValueError) as error:
             if not section.config:
@@ -76,15 +84,15 @@ def _pretrained_builder(section: ModelSection, auto_class: Any, path: str) -> Ca
                 f"the place of values that were stored with the weights. Leave out what changes their shapes. {error}"
             ) from error
         _check_loaded(info, section)
-        return model
+        return cast(nn.Module, model)
 
     return build
 
 
-def _changed_config(values: Mapping[str, Any], path: str) -> Any:
+def _changed_config(values: Mapping[str, object], path: str) -> "PretrainedConfig":
     from transformers import AutoConfig
 
-    config = AutoConfig.from_pretrained(path, local_files_only=True)
+    config: PretrainedConfig = AutoConfig.from_pretrained(path, local_files_only=True)
     _check_names(type(config).__name__, config.to_dict(), values)
     for name, value in values.items():
         setattr(config, name, value)
@@ -114,29 +122,33 @@ def _some(names: list[str]) -> str:
     return f"{shown} and {more} more" if more > 0 else shown or "none"
 
 
-def _model_config(section: ModelSection, tokenizer: Any) -> Any:
+def _model_config(section: ModelSection, tokenizer: TextTokenizer | None) -> "PretrainedConfig":
     """The Hugging Face configuration; a value that it does not know, and would only carry along, is refused."""
     cls = _config_class(section)
     _check_names(cls.__name__, cls().to_dict(), section.config)
+    assert tokenizer is not None
     values: dict[str, Any] = {"vocab_size": len(tokenizer)}
     for name in ("bos_token_id", "eos_token_id", "pad_token_id"):
         values[name] = getattr(tokenizer, name, None)
     return cls(**(values | section.config))
 
 
-def _config_class(section: ModelSection) -> Any:
+def _config_class(section: ModelSection) -> "type[PretrainedConfig]":
     if section.config_class is not None:
-        return class_paths.find_object(section.config_class, "model.config_class", "transformers")
+        config_class: type[PretrainedConfig] = class_paths.find_object(
+            section.config_class, "model.config_class", "transformers"
+        )
+        return config_class
     from transformers import CONFIG_MAPPING
 
     assert section.model_type is not None
     if section.model_type not in CONFIG_MAPPING:
-        hint = nearest_hint(section.model_type, CONFIG_MAPPING.keys())
+        hint = did_you_mean(section.model_type, CONFIG_MAPPING.keys())
         raise UsageError(f"model.model_type={section.model_type!r}: transformers has no such type.{hint}")
     return CONFIG_MAPPING[section.model_type]
 
 
-def _check_names(config_name: str, known: Mapping[str, Any], values: Mapping[str, Any]) -> None:
+def _check_names(config_name: str, known: Mapping[str, object], values: Mapping[str, object]) -> None:
     for name in values:
         if name not in known and name not in _NO_FIELDS:
-            raise UsageError(f"model.config: {config_name} has no value {name!r}.{nearest_hint(name, known)}")
+            raise UsageError(f"model.config: {config_name} has no value {name!r}.{did_you_mean(name, known)}")

@@ -2,6 +2,8 @@
 
 import re
 
+from forgather._suggestions import suggest
+
 _KEYS = {
     "args.learning_rate": ("lr", "max_lr", "peak_lr"),
     "args.per_device_train_batch_size": (
@@ -75,4 +77,4 @@ def other_name_hint(name: str, prefix: str = "") -> str:
     if plain in _SENTENCES:
         return " " + re.sub(r"<([\w.]+)>", rf"{prefix}\1", _SENTENCES[plain])
     key = next((key for key, names in _KEYS.items() if plain in names), None)
-    return "" if key is None or key == name else f" Did you mean '{prefix}{key}'?"
+    return "" if key is None or key == name else suggest(prefix + key)

@@ -7,13 +7,14 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from forgather._suggestions import nearest_name, suggest
 from forgather.cli.config import yaml_reader
 from forgather.cli.config.field_types import fitting, is_list, is_mapping, name_of, options_of
 from forgather.cli.config.help import kinds_with_argument
 from forgather.cli.config.other_names import other_name_hint
 from forgather.cli.config.schema import PLAIN_KEYS, SECTIONS, Configuration
 from forgather.cli.config.trainer_kinds import DEFAULT_KIND, load_arguments
-from forgather.cli.errors import UsageError, nearest_hint
+from forgather.cli.errors import UsageError
 from forgather.cli.launch.options import LAUNCH_OPTION_NAMES
 from forgather.ml.trainer.arguments.training_arguments import TrainingArguments
 
@@ -27,7 +28,7 @@ class Setting:
     """A value for a key such as "args.max_steps", and where it was given."""
 
     key: str
-    value: Any
+    value: object
     origin: str
 
 
@@ -69,7 +70,7 @@ class ConfigurationParser:
         elif entry.value is not None:
             self._refuse(Setting(key, entry.value, origin), "a mapping of its keys")
 
-    def _value_in_file(self, entry: yaml_reader.Entry, key: str) -> Any:
+    def _value_in_file(self, entry: yaml_reader.Entry, key: str) -> object:
         """The value; of a field for text that which is written, since YAML reads a plain `no` or `on` as a truth value."""
         value = entry.value
         hint = self._hints.get(key)
@@ -87,7 +88,8 @@ class ConfigurationParser:
             raise self._unknown_key(option.key, _ON_COMMAND_LINE, prefix="--")
         if field == option.key:
             return self._set(Setting(field, self._value_of(option), _ON_COMMAND_LINE))
-        value = {} if self._present(field) is None else dict(self._present(field))
+        present = self._present(field)
+        value = dict(present) if isinstance(present, Mapping) else {}
         _put(value, option.key[len(field) + 1 :].split("."), yaml_reader.load_value(self._text_of(option)))
         return self._set(Setting(field, value, _ON_COMMAND_LINE))
 
@@ -108,7 +110,7 @@ class ConfigurationParser:
     def configuration(self) -> Configuration:
         """What all settings and defaults together say."""
         sections = {name: self._section(name) for name in self._sections if "." not in name}
-        plain = {key: setting.value for key, setting in self._settings.items() if key in PLAIN_KEYS}
+        plain: dict[str, Any] = {key: setting.value for key, setting in self._settings.items() if key in PLAIN_KEYS}
         return Configuration(**sections, **plain)
 
     def _section(self, name: str) -> Any:
@@ -144,9 +146,11 @@ class ConfigurationParser:
             lists = [f"--{known}+" for known, hint in self._hints.items() if is_list(hint)]
             raise UsageError(f"--{option.key}: only lists can be added to: {', '.join(lists)}.")
         value = yaml_reader.load_value(self._text_of(option))
-        self._set(Setting(key, [*(self._present(key) or []), value], _ON_COMMAND_LINE))
+        present = self._present(key)
+        values = [*present, value] if isinstance(present, (list, tuple)) else [value]
+        self._set(Setting(key, values, _ON_COMMAND_LINE))
 
-    def _value_of(self, option: Option) -> Any:
+    def _value_of(self, option: Option) -> object:
         """The text as YAML, if that fits the field, else as it is: `--args.output_dir 2024` is a text."""
         hint = self._hints[option.key]
         if option.text is None and bool in options_of(hint):
@@ -161,7 +165,7 @@ class ConfigurationParser:
             raise UsageError(f"--{option.key} needs a value behind it.")
         return option.text
 
-    def _present(self, key: str) -> Any:
+    def _present(self, key: str) -> object:
         setting = self._settings.get(key)
         return None if setting is None else setting.value
 
@@ -173,11 +177,11 @@ class ConfigurationParser:
     def _unknown_key(self, key: str, origin: str, prefix: str = "") -> UsageError:
         section, _, name = key.partition(".")
         known = [*self._hints, *self._sections, *(LAUNCH_OPTION_NAMES if prefix else ())]
-        hint = nearest_hint(prefix + key, [prefix + one for one in known])
+        nearest = _nearest_key(prefix + key, [prefix + one for one in known])
         if section in self._sections and name:
             own = [one for one in self._hints if one.startswith(f"{section}.")]
-            hint = nearest_hint(prefix + key, [prefix + one for one in own]) or hint
-        hint = self._trainer_hint(key) or other_name_hint(key, prefix) or hint
+            nearest = _nearest_key(prefix + key, [prefix + one for one in own]) or nearest
+        hint = self._trainer_hint(key) or other_name_hint(key, prefix) or suggest(nearest)
         return UsageError(f"{origin}: there is no key {prefix + key!r}.{hint} forgather train --help lists all keys.")
 
     def _trainer_hint(self, key: str) -> str:
@@ -195,10 +199,20 @@ class ConfigurationParser:
         )
 
 
+def _nearest_key(key: str, known: Sequence[str]) -> str | None:
+    """The known key that was probably meant: one with the same last part comes before one with a similar spelling.
+
+    A key in the wrong section, or without a section, has the right last part.
+    """
+    name = key.lstrip("-").replace("-", "_").rpartition(".")[2]
+    same_names = [one for one in known if one.endswith(f".{name}")]
+    nearest = nearest_name(key, known)
+    return same_names[0] if same_names and nearest not in same_names else nearest
+
+
 def to_dict(configuration: Configuration) -> dict[str, Any]:
     """The configuration as plain data, in the order of its sections."""
-    plain: dict[str, Any] = _plain(dataclasses.asdict(configuration))
-    return plain
+    return {name: _plain(value) for name, value in dataclasses.asdict(configuration).items()}
 
 
 def trainer_kind(path: str, options: Sequence[Option]) -> str:
@@ -206,7 +220,7 @@ def trainer_kind(path: str, options: Sequence[Option]) -> str:
 
     A file that cannot be used as it is is left to the parser to complain of.
     """
-    kinds: list[Any] = [option.text for option in options if option.key == "trainer.kind"]
+    kinds: list[object] = [option.text for option in options if option.key == "trainer.kind"]
     kinds += [_kind_in(yaml_reader.load_value(option.text or "")) for option in options if option.key == "trainer"]
     chosen = [kind for kind in kinds if isinstance(kind, str)]
     if chosen:
@@ -219,7 +233,7 @@ def trainer_kind(path: str, options: Sequence[Option]) -> str:
     return kind if isinstance(kind, str) else DEFAULT_KIND
 
 
-def _kind_in(section: Any) -> Any:
+def _kind_in(section: object) -> object:
     return section.get("kind") if isinstance(section, Mapping) else None
 
 
@@ -257,9 +271,9 @@ def _with_inner_sections(sections: Mapping[str, type]) -> dict[str, type]:
     return found
 
 
-def _hints_of(sections: Mapping[str, type]) -> dict[str, Any]:
+def _hints_of(sections: Mapping[str, type]) -> dict[str, object]:
     """The types of all fields that are not sections themselves."""
-    hints: dict[str, Any] = {}
+    hints: dict[str, object] = {}
     for section, cls in sections.items():
         types_of_fields = typing.get_type_hints(cls)
         for field in dataclasses.fields(cls):
@@ -283,7 +297,7 @@ def _last(key: str) -> str:
     return key.rpartition(".")[2]
 
 
-def _fits(hint: Any, value: Any) -> bool:
+def _fits(hint: object, value: object) -> bool:
     try:
         fitting(hint, value)
     except ValueError:
@@ -291,7 +305,7 @@ def _fits(hint: Any, value: Any) -> bool:
     return True
 
 
-def _put(target: dict[str, Any], path: Iterable[str], value: Any) -> None:
+def _put(target: dict[str, Any], path: Iterable[str], value: object) -> None:
     """Set a value inside nested mappings, without changing those that others hold."""
     first, *rest = path
     if rest:
@@ -302,7 +316,7 @@ def _put(target: dict[str, Any], path: Iterable[str], value: Any) -> None:
         target[first] = value
 
 
-def _plain(value: Any) -> Any:
+def _plain(value: object) -> object:
     if isinstance(value, Mapping):
         return {key: _plain(inner) for key, inner in value.items()}
     return [_plain(inner) for inner in value] if isinstance(value, (list, tuple)) else value

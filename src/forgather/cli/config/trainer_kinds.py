@@ -5,7 +5,8 @@ from importlib import import_module
 from importlib.util import find_spec
 from typing import TYPE_CHECKING, Any
 
-from forgather.cli.errors import UsageError, nearest_hint
+from forgather._suggestions import did_you_mean
+from forgather.cli.errors import UsageError
 
 if TYPE_CHECKING:
     from forgather.ml.trainer.arguments.training_arguments import TrainingArguments
@@ -71,7 +72,7 @@ def find_kind(kind: str) -> TrainerKind:
     available = f"this version has: {', '.join(TRAINERS)}"
     if kind in _PLANNED_TRAINERS:
         raise UsageError(f"trainer.kind={kind!r} is not available yet; {available}.")
-    hint = nearest_hint(kind, [*TRAINERS, *_PLANNED_TRAINERS])
+    hint = did_you_mean(kind, [*TRAINERS, *_PLANNED_TRAINERS])
     raise UsageError(f"trainer.kind={kind!r}: there is no such trainer; {available}.{hint}")
 
 
@@ -102,7 +103,7 @@ def check_num_processes(kind: str, num_processes: int) -> None:
     )
 
 
-def make_own_keywords(kind: str, args: Any) -> dict[str, Any]:
+def make_own_keywords(kind: str, args: "TrainingArguments") -> dict[str, Any]:
     """What the constructor of a trainer needs beside what all of them take."""
     if kind != "accelerate":
         return {}

@@ -2,7 +2,6 @@
 
 import re
 from collections.abc import Iterator
-from typing import Any
 
 import yaml
 
@@ -26,7 +25,7 @@ for _class in (_Loader, _Dumper):
 class Entry:
     """A key of a mapping with its value and its line, counted from 1."""
 
-    def __init__(self, key: str, node: Any, line: int) -> None:
+    def __init__(self, key: str, node: yaml.Node, line: int) -> None:
         self.key = key
         self.line = line
         self._node = node
@@ -36,7 +35,7 @@ class Entry:
         return isinstance(self._node, yaml.MappingNode)
 
     @property
-    def value(self) -> Any:
+    def value(self) -> object:
         loader = _Loader("")
         try:
             return loader.construct_document(self._node)
@@ -76,7 +75,7 @@ def read_value(text: str, key: str, name: str) -> Entry:
     return entry
 
 
-def load_value(text: str) -> Any:
+def load_value(text: str) -> object:
     """The value that a text on the command line stands for; what is no YAML is the text itself."""
     try:
         return yaml.load(text, Loader=_Loader)
@@ -84,12 +83,12 @@ def load_value(text: str) -> Any:
         return text
 
 
-def dump(data: Any) -> str:
+def dump(data: object) -> str:
     """As YAML that `read_entries` reads back to the same values."""
-    return yaml.dump(data, Dumper=_Dumper, sort_keys=False, allow_unicode=True, width=100)
+    return str(yaml.dump(data, Dumper=_Dumper, sort_keys=False, allow_unicode=True, width=100))
 
 
-def _entries(node: Any, name: str) -> Iterator[Entry]:
+def _entries(node: yaml.Node, name: str) -> Iterator[Entry]:
     if not isinstance(node, yaml.MappingNode):
         raise UsageError(f"{name}, line {node.start_mark.line + 1}: expected keys and values, not {node.value!r}.")
     seen: dict[str, int] = {}

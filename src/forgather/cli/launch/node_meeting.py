@@ -10,7 +10,7 @@ import time
 from abc import abstractmethod
 from collections.abc import Callable
 from datetime import timedelta
-from typing import Any
+from typing import Any, TypeVar
 
 from torch.distributed import DistError, PrefixStore, Store, TCPStore
 from torch.distributed.elastic.rendezvous import (
@@ -21,6 +21,8 @@ from torch.distributed.elastic.rendezvous import (
     RendezvousStoreInfo,
 )
 from torch.distributed.elastic.rendezvous.registry import get_rendezvous_handler
+
+T = TypeVar("T")
 
 FIRST_LINE_SECONDS = 2.0
 LINE_SECONDS = 10.0
@@ -52,7 +54,7 @@ class NodeMeeting(RendezvousHandler):
     def get_run_id(self) -> str:
         return _RUN_ID
 
-    def _retried(self, connect: Callable[[], Any], failure: type[Exception], deadline: float) -> Any:
+    def _retried(self, connect: Callable[[], T], failure: type[Exception], deadline: float) -> T:
         """Connect to node 0, trying again until the deadline: it may start later than this node."""
         while True:
             try:

@@ -16,20 +16,19 @@ from torch import nn
 from forgather.cli.config import builders, data_builders, model_builders
 from forgather.cli.config.parser import ConfigurationParser, trainer_kind
 from forgather.cli.config.schema import Configuration
-from forgather.cli.config.stored_configuration import CONFIG_NAME
 from forgather.cli.errors import UsageError
 from forgather.cli.process_setup import show_own_messages
+from forgather.cli.work.stored_configuration import CONFIG_NAME
 from forgather.ml.checkpoint.errors import CheckpointNotFoundError
 from forgather.ml.checkpoint.store import CHECKPOINTS_FOLDER
 from forgather.ml.finalize import FinalizeReport, ModelInitT, check_output, resolve_checkpoint
 from forgather.ml.finalize import finalize as finalize_checkpoint
 from forgather.ml.trainer.arguments.training_arguments import TrainingArguments, arguments_from
-from forgather.ml.trainer.callbacks.console import get_console
+from forgather.ml.trainer.callbacks.display import LABEL_WIDTH, get_console, show_row
 from forgather.ml.trainer.trainer import Trainer
 
 logger = logging.getLogger(__name__)
 
-_LABEL_WIDTH = 10
 _OWN_DOCUMENTS = "forgather.data.standard_library.standard_library_documents"
 _NOT_FOR_EVALUATION = {
     "qat_recipe": None,
@@ -94,7 +93,7 @@ def read_configuration(checkpoint: str, path: str | None = None) -> Configuratio
 
 def _refuse_code(configuration: Configuration, checkpoint: str, without_evaluation: bool) -> None:
     """Refuse what the configuration inside a checkpoint would import and call: a checkpoint is data, never code."""
-    named: dict[str, Any] = {"model.class_path": configuration.model.class_path}
+    named: dict[str, object] = {"model.class_path": configuration.model.class_path}
     if not without_evaluation:
         named |= {
             "tokenizer.class_path": configuration.tokenizer.class_path,
@@ -215,12 +214,12 @@ def _compare_recipes(configuration: Configuration, recipe: str | None) -> None:
 def _show(report: FinalizeReport, reason: str | None) -> None:
     """What it was made of, sizes and losses as a table, and where it is."""
     console = get_console()
-    _row("checkpoint", report.checkpoint + (", averaged weights" if report.averaged else ""))
+    show_row("checkpoint", report.checkpoint + (", averaged weights" if report.averaged else ""))
     if report.layers is not None:
-        _row("recipe", f"{report.recipe}, {len(report.layers.converted)} of {report.layers.total} linear layers")
+        show_row("recipe", f"{report.recipe}, {len(report.layers.converted)} of {report.layers.total} linear layers")
     has_losses = report.loss_after is not None
     table = Table(box=None, pad_edge=False)
-    table.add_column("", min_width=_LABEL_WIDTH, style="bold")
+    table.add_column("", min_width=LABEL_WIDTH, style="bold")
     for name in ("weights", "loss") if has_losses else ("weights",):
         table.add_column(name, justify="right")
     rows = {"before": (report.bytes_before, report.loss_before), "after": (report.bytes_after, report.loss_after)}
@@ -229,12 +228,7 @@ def _show(report: FinalizeReport, reason: str | None) -> None:
     console.print(table)
     if reason is not None:
         console.print(Text(f"The losses were not measured: {reason}."), soft_wrap=True)
-    _row("saved", report.output)
-
-
-def _row(label: str, text: str) -> None:
-    console = get_console()
-    console.print(Text(f"{label:<{_LABEL_WIDTH}} ", style="bold") + Text(text, style="default"), soft_wrap=True)
+    show_row("saved", report.output)
 
 
 def _size(num_bytes: int) -> str:

@@ -1,4 +1,4 @@
-"""The processes of a run and what they do together; a process alone is a job of one, without a process group."""
+"""The job: the ranks of a run and what they do together; one process alone is a job without a process group."""
 
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager

@@ -1,4 +1,4 @@
-"""What is said at the end of a run: what came out, where it is, and how to go on."""
+"""The summary at the end of a run: results, where they are, and which commands to try next."""
 
 import os
 import shlex
@@ -11,11 +11,9 @@ from rich.text import Text
 
 from forgather.cli.config.schema import Configuration
 from forgather.cli.launch.options import LAUNCHER_VARIABLE
-from forgather.ml.trainer.callbacks.console import get_console
+from forgather.ml.trainer.callbacks.display import get_console, show_row
 from forgather.ml.trainer.loop.signals import Preempted
 from forgather.ml.trainer.trainer import Trainer
-
-_LABEL_WIDTH = 10
 
 
 def say_finished(trainer: Trainer, demo_words: Sequence[str] | None) -> None:
@@ -111,11 +109,3 @@ def _course_of_evaluation(history: list[dict[str, Any]]) -> str | None:
     if first_step == last_step:
         return f"{last:.4f} at step {last_step}"
     return f"{first:.4f} at step {first_step}, {last:.4f} at step {last_step}"
-
-
-def show_row(label: str, text: str | None) -> None:
-    """A line of the summary: what it is about, and what there is to say."""
-    if text is not None:
-        get_console().print(
-            Text(f"{label:<{_LABEL_WIDTH}} ", style="bold") + Text(text, style="default"), soft_wrap=True
-        )

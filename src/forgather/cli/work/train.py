@@ -1,18 +1,20 @@
-"""A run from its configuration to its last words."""
+"""Runs training from a parsed configuration and prints the final summary."""
 
 import os
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 from forgather.cli.config import builders, class_paths, data_builders, model_builders
 from forgather.cli.config.schema import Configuration
-from forgather.cli.config.stored_configuration import StoredConfiguration
 from forgather.cli.config.trainer_kinds import find_kind, load_trainer, make_own_keywords
 from forgather.cli.process_setup import show_own_messages
 from forgather.cli.work.job import Job
-from forgather.cli.work.summary import say_already_finished, say_finished, say_stopped, show_row
+from forgather.cli.work.stored_configuration import StoredConfiguration
+from forgather.cli.work.summary import say_already_finished, say_finished, say_stopped
 from forgather.ml.checkpoint import store
 from forgather.ml.checkpoint.output_lock import OutputDirLock
+from forgather.ml.trainer.arguments.training_arguments import TrainingArguments
+from forgather.ml.trainer.callbacks.display import show_row
 from forgather.ml.trainer.loop.signals import Preempted
 from forgather.ml.trainer.trainer import Trainer
 
@@ -55,7 +57,7 @@ def build_trainer(configuration: Configuration, trainer_class: type[Trainer], jo
     """The trainer with everything that it needs."""
     parts = job.one_per_node_first(lambda: _build_parts(configuration, trainer_class, job), "building the run")
     if job.is_main:
-        _say_data(parts["train_dataset"], parts["eval_dataset"])
+        _say_data(parts)
     keywords = make_own_keywords(configuration.trainer.kind, configuration.args)
     if job.environment is not None:
         keywords["distributed_env"] = job.environment
@@ -83,7 +85,7 @@ def _build_parts(configuration: Configuration, trainer_class: type[Trainer], job
     return {**parts, "train_dataset": datasets.train, "eval_dataset": datasets.eval, "processing_class": tokenizer}
 
 
-def _step_of_finished_run(args: Any) -> int | None:
+def _step_of_finished_run(args: TrainingArguments) -> int | None:
     """The step of the newest checkpoint, if it is where training would end and is to be resumed from."""
     if args.max_steps < 0 or args.resume_from_checkpoint is not True:
         return None
@@ -92,5 +94,6 @@ def _step_of_finished_run(args: Any) -> int | None:
     return step if step is not None and step >= args.max_steps else None
 
 
-def _say_data(train_dataset: Any, eval_dataset: Any) -> None:
-    show_row("data", data_builders.describe_data(data_builders.Datasets(train_dataset, eval_dataset)))
+def _say_data(parts: Mapping[str, Any]) -> None:
+    datasets = data_builders.Datasets(parts["train_dataset"], parts["eval_dataset"])
+    show_row("data", data_builders.describe_data(datasets))

@@ -1,6 +1,5 @@
 """How a trainer declares its state: named components, and how ranks share each of them."""
 
-import difflib
 import re
 import warnings
 from collections.abc import Collection, Sequence
@@ -8,6 +7,7 @@ from dataclasses import dataclass, field
 from enum import Enum
 from typing import Any, Protocol, runtime_checkable
 
+from forgather._suggestions import did_you_mean
 from forgather.ml.checkpoint.encoding.digest import compute_state_hash
 from forgather.ml.checkpoint.manifest import CheckpointManifest, ComponentManifest
 from forgather.ml.checkpoint.replicas import ValidationLevel
@@ -128,9 +128,10 @@ def require_known_components(known: Sequence[str], keys: Collection[str], settin
     """Raise `ValueError` for a key that no component has."""
     for key in keys:
         if key not in known:
-            nearest = difflib.get_close_matches(str(key), known, n=1)
-            hint = f" Did you mean {nearest[0]!r}?" if nearest else ""
-            raise ValueError(f"{setting} names the unknown component {key!r}; there are: {', '.join(known)}.{hint}")
+            raise ValueError(
+                f"{setting} names the unknown component {key!r}; there are: {', '.join(known)}."
+                f"{did_you_mean(str(key), known)}"
+            )
 
 
 def declared_components(provider: Any, model: Any, purpose: str = "save") -> list[StateComponent]:

@@ -28,6 +28,7 @@ from forgather.ml.checkpoint.errors import (
     StateDecodingError,
     StateEncodingError,
 )
+from forgather.ml.checkpoint.foreign.importing import foreign_owner, import_checkpoint
 from forgather.ml.checkpoint.manifest import CheckpointManifest, FileRecord, utc_now
 from forgather.ml.checkpoint.rank_layout import RankLayout
 from forgather.ml.checkpoint.reader import CheckpointReader
@@ -136,11 +137,24 @@ class CheckpointCoordinator:
         """Load all components; without a path, from the newest complete checkpoint of the output directory.
 
         `strict=False` lets the model have tensors that the checkpoint lacks, and the reverse. Components in `skip` keep
-        the state they have.
+        the state they have. A directory that another program wrote is imported; one message lists what is not taken over.
         """
         peers, layout = self._world()
         if checkpoint_path is None:
             checkpoint_path = self._newest_checkpoint(peers)
+        owner = foreign_owner(checkpoint_path, peers)
+        if owner is not None:
+            import_checkpoint(
+                checkpoint_path,
+                owner,
+                self._components,
+                self._model_parts,
+                peers,
+                model=self._model,
+                strict=strict,
+                skip=skip,
+            )
+            return
         reader = CheckpointReader(checkpoint_path, self._components, self._model_parts, layout, peers)
         reader.load(strict, skip)
 

@@ -22,6 +22,8 @@ from forgather.ml.checkpoint.errors import (
     naming,
     release_locals,
 )
+from forgather.ml.checkpoint.foreign.importing import foreign_owner, require_loadable
+from forgather.ml.checkpoint.foreign.ownership import recognise
 from forgather.ml.checkpoint.manifest import CheckpointManifest, FileRecord
 from forgather.ml.checkpoint.metadata import METADATA_NAME, CheckpointMetadata
 from forgather.ml.checkpoint.output_lock import OutputDirLock
@@ -103,6 +105,7 @@ class CheckpointManager:
         if on_save_error not in ("raise", "warn"):
             raise ValueError(f"on_save_error={on_save_error!r} is not one of 'raise', 'warn'.")
         self.config = config
+        self.is_read_only = read_only
         self.num_save_errors = 0
         self._env = dist
         self._provider = stateful_provider
@@ -124,9 +127,11 @@ class CheckpointManager:
         self._peers = Peers.world()
         self._lock = OutputDirLock(config.output_dir)
         self._lock_is_held = False
+        self._names_of_others: frozenset[str] = frozenset()
         if not read_only:
             try:
-                self._everywhere(self._take_directory, "taking the output directory", CheckpointError)
+                taken = self._everywhere(self._take_directory, "taking the output directory", CheckpointError)
+                self._names_of_others = frozenset().union(*taken)
             except BaseException:
                 self.close()
                 raise
@@ -144,8 +149,9 @@ class CheckpointManager:
 
         One that is not sound, because its weights are not finite, never takes the place of one that is.
         """
-        if checkpoint_path is None and checkpoint_id is None:
-            checkpoint_id = self._current_step()
+        if checkpoint_path is None:
+            checkpoint_id = self._current_step() if checkpoint_id is None else checkpoint_id
+            checkpoint_id = store.name_beside_others(checkpoint_id, self._names_of_others)
         try:
             path = self._save(checkpoint_path, checkpoint_id, is_sound)
         except CheckpointSaveError as error:
@@ -202,16 +208,16 @@ class CheckpointManager:
 
     def resolve_checkpoint_path(self, path: str | bool | None = None) -> str | None:
         """What to resume from. None or True: the newest complete checkpoint, or None; a path: that one, which must be
-        complete; False: nothing.
+        complete, or a directory of another program that can be imported; False: nothing.
         """
         if path is False:
             return None
         if isinstance(path, (str, os.PathLike)):
-            self._everywhere(lambda: store.open_checkpoint(str(path)), f"opening {path}", CheckpointLoadError)
+            self._everywhere(lambda: require_loadable(str(path)), f"opening {path}", CheckpointLoadError)
             return str(path)
         candidates = self._candidates()
         if not candidates:
-            self._everywhere(self._refuse_checkpoints_of_others, "looking for checkpoints", CheckpointLoadError)
+            self._refuse_others()
         return candidates[-1] if candidates else None
 
     def load_checkpoint(self, checkpoint_path: str | None = None) -> str | None:
@@ -231,6 +237,8 @@ class CheckpointManager:
 
     def _load_newest(self) -> str | None:
         candidates = self._candidates()
+        if not candidates:
+            self._refuse_others()
         first_error: CheckpointLoadError | None = None
         for position, path in reversed(list(enumerate(candidates))):
             try:
@@ -254,17 +262,22 @@ class CheckpointManager:
                 return path
         return None
 
-    def _refuse_checkpoints_of_others(self) -> None:
-        if not self._leads_storage:
-            return
-        others = store.checkpoints_of_others(self.config.output_dir)
-        if others:
-            path, owner = others[-1]
-            raise CheckpointLoadError(
-                f"The output directory {self.config.output_dir!r} has no checkpoint of ours to resume from, but {path} is "
-                f"{owner.value}. Choose another output_dir, or start afresh beside it with resume_from_checkpoint=False; it "
-                "is never replaced or deleted."
-            )
+    def _refuse_others(self) -> None:
+        """Stop where only other programs have trained; collective."""
+
+        def refuse() -> None:
+            if not self._leads_storage:
+                return
+            others = store.checkpoints_of_others(self.config.output_dir, self._own_folder)
+            if others:
+                path, owner = others[-1]
+                raise CheckpointLoadError(
+                    f"The output directory {self.config.output_dir!r} has no checkpoint of ours to resume from, but {path} "
+                    f"is {owner.value}. Import it with resume_from_checkpoint={path!r}, choose another output_dir, or start "
+                    "afresh beside it with resume_from_checkpoint=False; it is never replaced or deleted."
+                )
+
+        self._everywhere(refuse, "looking for checkpoints", CheckpointLoadError)
 
     def is_own(self, path: str) -> bool:
         """Whether a checkpoint is one of those in the output directory."""
@@ -329,8 +342,13 @@ class CheckpointManager:
             self._damaged.discard(os.path.abspath(path))
             store.set_aside(path, store.new_attempt())
 
-    def stored_weight_decay_groups(self, path: str) -> str:
-        """How the optimizer of a checkpoint groups its parameters; of a damaged one, the nearest older one tells."""
+    def stored_weight_decay_groups(self, path: str) -> str | None:
+        """How the optimizer of a checkpoint groups its parameters; of a damaged one, the nearest older one tells.
+
+        None for a checkpoint of another program: the settings of this run decide.
+        """
+        if recognise(path) is not None:
+            return None
         try:
             return CheckpointMetadata.read(path).weight_decay_groups
         except (CheckpointError, OSError):
@@ -363,6 +381,10 @@ class CheckpointManager:
 
     def _load(self, path: str) -> None:
         coordinator = self._coordinator("load")
+        if foreign_owner(path, self._peers) is not None:
+            # It has no metadata of ours: no best checkpoints, no callbacks, no suppliers of weights.
+            coordinator.load_checkpoint(path, skip=set(self._skip) - ({MODEL_KEY} - set(coordinator.component_keys)))
+            return
         # Before anything is changed: there may be nobody to supply the weights.
         skips_model = MODEL_KEY in self._skip
         supplied = not skips_model and any(
@@ -454,15 +476,17 @@ class CheckpointManager:
         record = FileRecord(METADATA_NAME, 0, "", self._peers.rank, METADATA_COMPONENT)
         store.amend_file(path, record, metadata.to_bytes())
 
-    def _take_directory(self) -> None:
+    def _take_directory(self) -> frozenset[str]:
+        """Lock and clean the directory; returns the names that other programs' checkpoints have there."""
         if not self._leads_storage:
-            return
+            return frozenset()
         self._lock.acquire()
         self._lock_is_held = True
-        store.refuse_occupied_names(self._own_folder)
+        taken = store.names_taken_by_others(self._own_folder)
         remove_unfinished_exports(self.config.output_dir)
         for line in store.recover(self._own_folder):
             logger.info("Recovery: %s", line)
+        return taken
 
     @property
     def _leads_storage(self) -> bool:

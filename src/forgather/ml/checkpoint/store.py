@@ -20,7 +20,7 @@ import re
 import shutil
 import stat
 import uuid
-from collections.abc import Iterable, Iterator
+from collections.abc import Collection, Iterable, Iterator
 from dataclasses import dataclass, field, replace
 from datetime import UTC, datetime, timedelta
 
@@ -33,7 +33,7 @@ from forgather.ml.checkpoint.errors import (
 from forgather.ml.checkpoint.files import durable
 from forgather.ml.checkpoint.files.hashed_io import HashingWriter, new_hasher
 from forgather.ml.checkpoint.files.regular_files import is_real_directory, path_inside
-from forgather.ml.checkpoint.foreign.ownership import SET_ASIDE, Owner, is_ours, owner_of
+from forgather.ml.checkpoint.foreign.ownership import SET_ASIDE, Owner, is_ours, owner_of, recognise
 from forgather.ml.checkpoint.manifest import MANIFEST_NAME, CheckpointManifest, FileRecord, read_manifest
 from forgather.ml.checkpoint.verification import problems_with_file, problems_with_weights
 
@@ -265,19 +265,26 @@ def refuse_occupied(path: str) -> None:
         raise FileExistsError(f"{path} is {owner.value}, which is never replaced or deleted. {remedy}")
 
 
-def refuse_occupied_names(root: str) -> None:
-    """Raise when a name that a save may need is taken by a symbolic link or another program's checkpoint."""
-    for name in sorted(os.listdir(root)) if os.path.isdir(root) else []:
-        path = os.path.join(root, name)
-        if step_of(path) is not None and (os.path.islink(path) or os.path.isdir(path)):
+def names_taken_by_others(root: str) -> frozenset[str]:
+    """Names that a save may need and that another program's checkpoint has; a symbolic link there is an error."""
+    names = sorted(os.listdir(root)) if os.path.isdir(root) else []
+    paths = [os.path.join(root, name) for name in names if step_of(os.path.join(root, name)) is not None]
+    for path in paths:
+        if os.path.islink(path):
             refuse_occupied(path)
+    return frozenset(os.path.basename(path) for path in paths if os.path.isdir(path) and recognise(path) is not None)
 
 
-def checkpoints_of_others(folder: str) -> list[tuple[str, Owner]]:
-    """Directories in which another program keeps training state, with whose they are."""
-    names = sorted(os.listdir(folder)) if os.path.isdir(folder) else []
-    paths = [os.path.join(folder, name) for name in names if not name.startswith(".")]
-    owners = [(path, owner_of(path)) for path in paths if os.path.isdir(path)]
+def name_beside_others(checkpoint_id: str | int, taken: Collection[str]) -> str | int:
+    """An id for a save whose name may be taken by another program's checkpoint, which is never replaced."""
+    return f"{checkpoint_id}-forgather" if f"checkpoint-{checkpoint_id}" in taken else checkpoint_id
+
+
+def checkpoints_of_others(*folders: str) -> list[tuple[str, Owner]]:
+    """Directories in which another program keeps training state, with whose they are; the latest step comes last."""
+    listed = [os.path.join(folder, name) for folder in folders if os.path.isdir(folder) for name in os.listdir(folder)]
+    paths = [path for path in listed if os.path.isdir(path) and not os.path.basename(path).startswith(".")]
+    owners = [(path, owner_of(path)) for path in sorted(paths, key=lambda path: (step_of(path) or -1, path))]
     return [(path, owner) for path, owner in owners if owner.has_training_state]
 
 
@@ -303,7 +310,8 @@ def find_checkpoints(root: str) -> list[FoundCheckpoint]:
             # Not damage: an older checkpoint in its place would lose what the newer forgather has trained.
             raise
         except (CheckpointError, OSError) as error:
-            logger.warning("Passing over %s: %s", path, error)
+            if recognise(path) is None:
+                logger.warning("Passing over %s: %s", path, error)
     return sorted(found, key=lambda checkpoint: (checkpoint.manifest.written_at, checkpoint.manifest.step or 0))
 
 

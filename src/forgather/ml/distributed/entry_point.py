@@ -6,7 +6,6 @@ from collections.abc import Callable
 from typing import ParamSpec, TypeVar
 
 import torch.distributed as dist
-from torch.distributed.elastic.multiprocessing.errors import record
 
 from forgather.ml.distributed.agreement import DistributedError
 
@@ -34,6 +33,8 @@ def record_entry_point(fn: Callable[P, R]) -> Callable[P, R | None]:
     that only lost contact with another waits a moment first: torchrun reports whoever fails first, and ends the others.
     Returns None where `fn` calls `sys.exit(0)`.
     """
+    # Imported here: a run in one process has no use for torch's elastic agent.
+    from torch.distributed.elastic.multiprocessing.errors import record
 
     @functools.wraps(fn)
     def run(*args: P.args, **kwargs: P.kwargs) -> R:

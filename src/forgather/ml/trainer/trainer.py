@@ -631,6 +631,10 @@ class Trainer(BaseTrainer[TArgs]):
     def device(self) -> torch.device:
         return torch.device(self.args.device or "cpu")
 
+    @device.setter
+    def device(self, device: torch.device) -> None:
+        self.args.device = str(device)
+
     def _make_amp_context(self) -> AMPContext:
         return AMPContext(self.args.mixed_precision, self.device.type)
 
@@ -1125,8 +1129,9 @@ class Trainer(BaseTrainer[TArgs]):
 
     @property
     def _shows_predictions(self) -> bool:
-        """Whether a callback wants to see logits."""
-        return self._callback_handler.listens("on_prediction_step") and not self.evaluator.is_second_look
+        """Whether a callback, or a user's hook, wants to see logits."""
+        listens = self._callback_handler.listens("on_prediction_step") and not self.evaluator.is_second_look
+        return listens or is_overridden(self, "_prediction_step")
 
     def _announce_evaluation(self, metrics: dict[str, Any], count: int) -> dict[str, Any]:
         """Tell callbacks, and return the metrics with those that they added; their readers are told these, on all ranks."""

@@ -6,10 +6,10 @@ used in its place for every file of a checkpoint; `torch.load` still reads what 
 
 import struct
 from dataclasses import dataclass
+from typing import Protocol
 
 from forgather.ml.checkpoint.encoding.state_budget import MemoryBudget
 from forgather.ml.checkpoint.errors import StateDecodingError
-from forgather.ml.checkpoint.files.hashed_io import HashingReader
 
 _END = struct.Struct("<IHHHHIIH")
 _END_MARK = 0x06054B50
@@ -28,6 +28,16 @@ _ENCRYPTED = 1
 _ENTRY_BYTES = 400
 
 
+class ArchiveSource(Protocol):
+    """The bytes of an archive: a whole file, or a stretch of one."""
+
+    size: int
+
+    def seek(self, offset: int, /) -> int: ...
+
+    def readinto(self, buffer: memoryview, /) -> int: ...
+
+
 @dataclass(frozen=True)
 class _Record:
     """A record's place: its local header, its size, and where the next thing in the file begins."""
@@ -41,7 +51,7 @@ class _Record:
 class TorchArchive:
     """The records of an archive by name, without the name of the archive in front."""
 
-    def __init__(self, reader: HashingReader, budget: MemoryBudget) -> None:
+    def __init__(self, reader: ArchiveSource, budget: MemoryBudget) -> None:
         self._reader = reader
         self._budget = budget
         start, size, count = self._find_directory()

@@ -54,6 +54,12 @@ def owner_of(path: str) -> Owner:
     return _other_program(set(names))
 
 
+def recognise(path: str) -> Owner | None:
+    """The owner of a directory of another program; None for ours, for damaged ones of ours, and for unknown ones."""
+    owner = owner_of(path)
+    return owner if owner.is_other_program else None
+
+
 def is_ours(path: str) -> bool:
     """Whether a path is a real directory with a valid manifest of ours, so that we may replace or delete it."""
     return is_real_directory(path) and owner_of(path) is Owner.OURS

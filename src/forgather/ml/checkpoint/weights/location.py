@@ -53,9 +53,14 @@ class WeightLocation:
         return path, record
 
 
-def locate_weights(model_dir: str, sharing: SharingMetadataT | None = None) -> WeightLocation:
-    """Find the weight files of a directory; those of a checkpoint are the ones that its manifest lists, with checksums."""
-    records = _records_of(model_dir)
+def locate_weights(
+    model_dir: str, sharing: SharingMetadataT | None = None, *, is_foreign: bool = False
+) -> WeightLocation:
+    """Find the weight files of a directory; those of a checkpoint are the ones that its manifest lists, with checksums.
+
+    `is_foreign` ignores the manifest: that of another program has no checksums.
+    """
+    records = None if is_foreign else _records_of(model_dir)
     for safetensors in (True, False):
         name = index_name(safetensors)
         if _is_part(model_dir, name, records):

@@ -1,7 +1,6 @@
 """What is given for an argument, made into the type of its field; and hints for names that do not exist."""
 
 import dataclasses
-import difflib
 import enum
 import inspect
 import json
@@ -10,6 +9,8 @@ import types
 import typing
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any, TypeVar
+
+from forgather._suggestions import did_you_mean
 
 if typing.TYPE_CHECKING:
     Names = Sequence[str]
@@ -194,5 +195,4 @@ def hint_for(name: str, known_names: list[str]) -> str:
     """The end of a sentence about a name that is not among those known."""
     if name in _OTHER_NAMES:
         return f": {_OTHER_NAMES[name]}."
-    nearest = difflib.get_close_matches(name, known_names, n=1)
-    return f". Did you mean {nearest[0]!r}?" if nearest else "."
+    return f".{did_you_mean(name, known_names)}"

@@ -4,7 +4,9 @@ Nobody who trains without TensorBoard or plots waits for them to be imported.
 """
 
 import importlib
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
+
+from forgather._lazy import lazily, listing
 
 if TYPE_CHECKING:
     from forgather.ml.trainer.callbacks.default_metrics import DefaultMetrics as DefaultMetrics
@@ -45,13 +47,13 @@ _MODULES = {
 __all__ = ["default_callbacks", *_MODULES]
 
 
-def __getattr__(name: str) -> Any:
+_find = lazily(__name__, _MODULES)
+
+
+def __getattr__(name: str) -> object:
     if name == "default_callbacks":
         return importlib.import_module(f"{__name__}.default_callbacks")
-    if name not in _MODULES:
-        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-    return getattr(importlib.import_module(f"{__name__}.{_MODULES[name]}"), name)
+    return _find(name)
 
 
-def __dir__() -> list[str]:
-    return sorted(__all__)
+__dir__ = listing(__name__, {**_MODULES, "default_callbacks": "default_callbacks"})

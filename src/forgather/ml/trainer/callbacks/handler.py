@@ -3,7 +3,6 @@
 An event without listeners costs one look-up.
 """
 
-import difflib
 import inspect
 import logging
 from collections import defaultdict
@@ -12,6 +11,7 @@ from operator import attrgetter
 from types import MappingProxyType
 from typing import Any
 
+from forgather._suggestions import nearest_name
 from forgather.ml.trainer.callbacks.handler_signatures import EVENTS, POSITIONAL, HandlerT, adapted, check_handler
 from forgather.ml.trainer.trainer_types import TrainerCallback, TrainerControl, TrainerState
 
@@ -165,12 +165,12 @@ def _require_handlers(callback: object) -> None:
     for name in names:
         if name in EVENTS or name in _EVENTS_OF_TRANSFORMERS:
             continue
-        if nearest := difflib.get_close_matches(name, list(EVENTS), n=1, cutoff=0.85):
+        if nearest := nearest_name(name, EVENTS, cutoff=0.85):
             logger.warning(
                 "%s.%s is not called by the trainer: no event has this name. Did you mean %s?",
                 type(callback).__qualname__,
                 name,
-                nearest[0],
+                nearest,
             )
 
 

@@ -5,13 +5,10 @@ from collections.abc import Iterator
 from typing import Any
 
 import torch
-from rich.text import Text
 from torch import nn
 
 from forgather.ml.trainer.arguments.training_arguments import TrainingArguments
-from forgather.ml.trainer.callbacks.console import get_console
-from forgather.ml.trainer.callbacks.formatting import format_count
-from forgather.ml.trainer.callbacks.run_length import planned_steps
+from forgather.ml.trainer.callbacks.display import format_count, planned_steps, show_row
 from forgather.ml.trainer.trainer_types import TrainerCallback, TrainerControl, TrainerState
 from forgather.ml.utils import count_parameters
 
@@ -25,7 +22,6 @@ _RECIPES = (
     "qat_recipe",
     "ema_decay",
 )
-_LABEL_WIDTH = 10
 
 
 class InfoCallback(TrainerCallback):
@@ -55,11 +51,8 @@ class InfoCallback(TrainerCallback):
             "start": describe_start(state),
             "output": os.path.abspath(args.output_dir),
         }
-        console = get_console()
         for label, text in rows.items():
-            if not text:
-                continue
-            console.print(Text(f"{label:<{_LABEL_WIDTH}} ", style="bold") + Text(text, style="default"), soft_wrap=True)
+            show_row(label, text)
 
 
 def describe_model(model: nn.Module, pipeline: Any = None) -> str:

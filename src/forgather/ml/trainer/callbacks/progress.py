@@ -2,17 +2,24 @@
 
 import time
 from collections.abc import Mapping
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from rich.console import Console
 from rich.text import Text
 
 from forgather.ml.trainer.arguments.training_arguments import TrainingArguments
-from forgather.ml.trainer.callbacks.console import get_console
-from forgather.ml.trainer.callbacks.formatting import format_count, format_duration
-from forgather.ml.trainer.callbacks.progress_bars import ProgressBars, can_draw
-from forgather.ml.trainer.callbacks.run_length import planned_eval_batches, planned_steps
+from forgather.ml.trainer.callbacks.display import (
+    can_draw,
+    format_count,
+    format_duration,
+    get_console,
+    planned_eval_batches,
+    planned_steps,
+)
 from forgather.ml.trainer.trainer_types import TrainerCallback, TrainerControl, TrainerState
+
+if TYPE_CHECKING:
+    from forgather.ml.trainer.callbacks.progress_bars import ProgressBars
 
 Field = tuple[str, str]
 """A label and a value."""
@@ -47,7 +54,7 @@ class ProgressCallback(TrainerCallback):
         self._num_eval_batches = 0
         if can_draw(self._console):
             self._stop_bars()
-            self._bars = ProgressBars(self._console, self._refresh_seconds)
+            self._bars = self._new_bars()
             self._bars.start_training(state.global_step, planned_steps(state))
 
     def on_step_end(
@@ -123,9 +130,15 @@ class ProgressCallback(TrainerCallback):
     def _begin_evaluation(self, state: TrainerState, eval_dataloader: object) -> None:
         self._num_eval_total = planned_eval_batches(state, eval_dataloader)
         if self._bars is None and can_draw(self._console):
-            self._bars = ProgressBars(self._console, self._refresh_seconds)
+            self._bars = self._new_bars()
         if self._bars is not None:
             self._bars.start_evaluation(self._num_eval_total)
+
+    def _new_bars(self) -> "ProgressBars":
+        # Imported here: runs that write to files have no use for rich's progress bars.
+        from forgather.ml.trainer.callbacks.progress_bars import ProgressBars
+
+        return ProgressBars(self._console, self._refresh_seconds)
 
     def _show_step(self, state: TrainerState) -> None:
         assert self._bars is not None

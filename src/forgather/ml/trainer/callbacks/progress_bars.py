@@ -1,6 +1,5 @@
 """Bars for training and evaluation on a terminal."""
 
-import importlib.util
 import logging
 import sys
 import time
@@ -13,20 +12,10 @@ from rich.progress import BarColumn, Progress, ProgressColumn, Task, TaskID, Tex
 from rich.table import Column
 from rich.text import Text
 
-from forgather.ml.trainer.callbacks.formatting import format_duration
+from forgather.ml.trainer.callbacks.display import format_duration
 
 # Description, a short bar, times, and the gaps between columns.
 _OTHER_COLUMNS_WIDTH = 37
-
-
-def can_draw(console: Console) -> bool:
-    """Whether bars can be redrawn in place; elsewhere (files, pipes, logs of CI) lines are written.
-
-    CI systems ask for colours with FORCE_COLOR, which makes rich believe in a terminal: the file itself is asked.
-    """
-    if console.is_jupyter:
-        return importlib.util.find_spec("ipywidgets") is not None
-    return console.is_terminal and not console.is_dumb_terminal and console.file.isatty()
 
 
 class _MetricsColumn(ProgressColumn):

@@ -8,7 +8,7 @@ from rich.text import Text
 from torch import Tensor, nn
 
 from forgather.ml.trainer.arguments.training_arguments import TrainingArguments
-from forgather.ml.trainer.callbacks.console import get_console
+from forgather.ml.trainer.callbacks.display import get_console
 from forgather.ml.trainer.setup.model_modes import set_train
 from forgather.ml.trainer.setup.seeding import undisturbed_random_numbers
 from forgather.ml.trainer.trainer_types import TrainerCallback, TrainerControl, TrainerState

@@ -155,7 +155,11 @@ class DDPTrainer(Trainer[TArgs]):
 
     def _built_statefuls(self) -> dict[str, object]:
         statefuls = super()._built_statefuls()
-        return {**statefuls, "post_local_sgd": self.post_local_sgd_state} if self.args.post_local_sgd.enabled else statefuls
+        return (
+            {**statefuls, "post_local_sgd": self.post_local_sgd_state}
+            if self.args.post_local_sgd.enabled
+            else statefuls
+        )
 
     def _evaluation_settings(self) -> dict[str, Any]:
         names = ("dispatch_batches", "dispatch_eval_batches")

@@ -129,12 +129,12 @@ class Evaluator:
         return EvaluationSums.of(float(loss_sum), targets, num_batches, num_samples)
 
     def predict_with(self, model: nn.Module, inputs: dict[str, Any], labels: Tensor | None, shows: bool) -> Prediction:
-        """Mean loss of one batch; logits only if they are there anyway or a callback wants them."""
+        """Mean loss of one batch; `shows`: with its logits and labels, which somebody wants to see."""
         forward = self.loss.forward(model, inputs, labels)
         count = self.loss.count(labels, {"labels": labels} if labels is not None else inputs)
         loss = self.loss.mean(forward, labels, count)
-        logits = self.loss.logits(forward) if shows or not self.loss.has_head else None
-        return {"loss": loss, "logits": logits, "labels": labels}
+        logits = self.loss.logits(forward) if shows else None
+        return {"loss": loss, "logits": logits, "labels": labels if shows else None}
 
 
 def _plain_means(loss_fn: Any, loss: ModelLoss) -> AbstractContextManager[None]:

@@ -11,6 +11,7 @@ from torch import Tensor, nn
 from forgather.ml.optim.opt_utils import make_grouped_optimizer, optimizer_of_nothing, warn_of_unknown_options
 from forgather.ml.trainer.arguments.training_arguments import MinimalTrainingArguments
 from forgather.ml.trainer.setup.given_objects import check_optimizer, check_scheduler
+from forgather.ml.trainer.setup.schedules import make_schedule
 from forgather.ml.trainer.trainer_types import LRSchedulerFactoryT, LRSchedulerT, OptimizerFactoryT, OptimizerT
 
 logger = logging.getLogger(__name__)
@@ -152,17 +153,8 @@ def build_scheduler(
     """The learning-rate schedule: the user's, or the one named by `lr_scheduler_type`."""
     if factory is not None:
         return check_scheduler("lr_scheduler_factory", factory(optimizer))
-    # Imported here: most of transformers is of no use to a run that brings its own schedule.
-    from transformers.optimization import get_scheduler
-
     try:
-        return get_scheduler(
-            args.lr_scheduler_type,
-            optimizer,
-            num_warmup_steps=args.warmup_steps,
-            num_training_steps=num_steps,
-            scheduler_specific_kwargs=args.lr_scheduler_kwargs,
-        )
+        return make_schedule(args.lr_scheduler_type, optimizer, args.warmup_steps, num_steps, args.lr_scheduler_kwargs)
     except (TypeError, ValueError) as error:
         raise ValueError(
             f"lr_scheduler_type={args.lr_scheduler_type!r} cannot be made with lr_scheduler_kwargs="

@@ -113,11 +113,6 @@ class ModelLoss:
         return self._uses_own_loss
 
     @property
-    def has_head(self) -> bool:
-        """Whether the model gives hidden states, so that logits cost a pass through the head."""
-        return self._head is not None
-
-    @property
     def token_weighted(self) -> bool:
         return self._token_weighted
 

@@ -84,7 +84,7 @@ def plain_trainer(output_dir: Path, model: nn.Module | None = None, *callbacks: 
 
 
 def moments(trainer: Trainer) -> dict[str, Tensor]:
-    state = trainer.optimizer_state.state_dict()["state"]
+    state = trainer.optimization.state.state_dict()["state"]
     return {name: entry["momentum_buffer"].clone() for name, entry in state.items()}
 
 
@@ -144,7 +144,7 @@ def _train_case(output_dir: Path, case: str) -> tuple[Result, float, list[float]
     )
     result = run(trainer)
     assert accelerator.gradient_accumulation_steps == num_steps
-    assert isinstance(trainer._forward_model, DistributedDataParallel)
+    assert isinstance(trainer.model, DistributedDataParallel)
     assert isinstance(trainer.optimizer, AcceleratedOptimizer) and isinstance(
         trainer.lr_scheduler, AcceleratedScheduler
     )
@@ -163,7 +163,7 @@ def _count_reductions(output_dir: Path) -> list[bool]:
     backward = trainer.accelerator.backward
 
     def watched(loss: Tensor) -> None:
-        seen.append(trainer._forward_model.require_backward_grad_sync)
+        seen.append(trainer.model.require_backward_grad_sync)
         assert trainer._should_sync_gradients() == seen[-1]
         backward(loss)
 
@@ -233,7 +233,7 @@ def test_bf16_on_ranks(tmp_path: Path) -> None:
 def _train_in_bf16(output_dir: Path) -> Result:
     dtypes: set[torch.dtype] = set()
     trainer = accel_trainer(output_dir, TokenModel(), accelerator=new_accelerator(mixed_precision="bf16"))
-    trainer.model.head.register_forward_hook(lambda _, __, output: dtypes.add(output.dtype))  # type: ignore[union-attr]
+    trainer.unwrapped_model().head.register_forward_hook(lambda _, __, output: dtypes.add(output.dtype))  # type: ignore[union-attr]
     result = run(trainer)
     assert dtypes == {torch.bfloat16}
     return result

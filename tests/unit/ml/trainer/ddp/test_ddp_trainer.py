@@ -428,7 +428,8 @@ def test_one_rank_is_the_plain_trainer(tmp_path: Path) -> None:
     trainer.train()
     plain.train()
     assert trainer.get_process_groups() == {}
-    assert {one.sharing_pattern for one in trainer.get_state_components()[:-1]} == {SharingPattern.GLOBAL}
+    patterns = {one.sharing_pattern for one in trainer.get_state_components()[:-1]}
+    assert patterns == {SharingPattern.GLOBAL, SharingPattern.REPLICATED}
     for name, tensor in weights(plain.unwrapped_model()).items():
         assert torch.equal(tensor, weights(trainer.unwrapped_model())[name])
 

@@ -28,7 +28,7 @@ def evaluated(output_dir: Path) -> dict[str, float]:
     data, options = token_samples(32), {"eval_dataset": token_samples(5, seed=9)}
     plain = ddp_trainer(output_dir / "plain", TokenModel(), data, trainer_options=options, **SETTINGS)
     plain.train()
-    own = weights(plain.model)
+    own = weights(plain.unwrapped_model())
     parts: list[Any] = [None] * dist.get_world_size()
     dist.all_gather_object(parts, own)
     assert any(not torch.equal(parts[0][name], parts[1][name]) for name in own), "they have gone their own ways"
@@ -72,7 +72,7 @@ def exported(output_dir: Path) -> dict[str, Any]:
     trainer = ddp_trainer(output_dir, tiny_llama(), token_samples(32), **SETTINGS)
     trainer.train()
     trainer.save_model(str(output_dir / "model"))
-    return weights(trainer.model)
+    return weights(trainer.unwrapped_model())
 
 
 def test_the_average_is_exported(tmp_path: Path) -> None:

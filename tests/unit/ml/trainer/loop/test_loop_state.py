@@ -2,27 +2,27 @@
 
 import math
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
 import pytest
 import torch
-from forgather.ml.trainer.loop.progress import TrainerProgress
-from forgather.ml.trainer.reporting import TrainerState
 
 from forgather.ml.checkpoint.encoding.codec import decode_state, encode_state
 from forgather.ml.checkpoint.errors import CheckpointLoadError
 from forgather.ml.trainer.amp import AMPContext
-from forgather.ml.trainer.loop.metrics import IntervalMetrics, RunTotals
+from forgather.ml.trainer.loop.cadence import Cadence
+from forgather.ml.trainer.loop.loop_state import LoopState
+from forgather.ml.trainer.loop.metrics import IntervalMetrics
 from forgather.ml.trainer.loop.nonfinite import GradientWatch
+from forgather.ml.trainer.setup.step_plan import StepPlan
 from forgather.ml.trainer.step_loss.model_loss import ModelLoss
+from forgather.ml.trainer.trainer import TrainerState, TrainingArguments
 from forgather.ml.trainer.trainer_types import TrainerControl
 from tests.support.wrong_values import AMOUNT, COUNT, FLAG, INTEGER, NUMBER, assert_refuses, replaced, with_none
 
 
-def trainer(output_dir: Path) -> Any:
-    """What `TrainerProgress` needs of one."""
+def loop_state(output_dir: Path) -> LoopState:
     state = TrainerState(
         logging_steps=1,
         eval_steps=1,
@@ -32,54 +32,46 @@ def trainer(output_dir: Path) -> Any:
         max_eval_steps=1,
         epoch_train_steps=5,
     )
-    return SimpleNamespace(
+    args, control = TrainingArguments(output_dir=str(output_dir)), TrainerControl()
+    return LoopState(
+        output_dir=str(output_dir),
         state=state,
-        args=SimpleNamespace(output_dir=str(output_dir)),
-        control=TrainerControl(),
+        control=control,
+        cadence=Cadence(args, state, control, StepPlan(args, None), evaluates=False),
         amp=AMPContext(None),
-        model_loss=ModelLoss(None, token_weighted=True),
-        _interval=IntervalMetrics(),
-        _watch=GradientWatch("skip", has_loss_scale=False),
-        _totals=RunTotals(),
-        _best_saved_metric=None,
-        _evaluated_step=-1,
-        _eval_metrics=None,
-        _evaluation_is_pending=False,
-        _evaluation_is_due=lambda: False,
-        _saved_step=-1,
-        _scheduled_step=-1,
-        _is_leaving=False,
-        _resumed_in_epoch=False,
+        loss=ModelLoss(None, token_weighted=True),
+        watch=GradientWatch("skip", has_loss_scale=False),
+        interval=IntervalMetrics(),
     )
 
 
-def advanced(output_dir: Path) -> Any:
-    one = trainer(output_dir)
+def advanced(output_dir: Path) -> LoopState:
+    one = loop_state(output_dir)
     one.state.epoch, one.state.global_step, one.state.epoch_start_step, one.state.epoch_train_steps = 1.4, 7, -3, 8
     one.state.raw_epoch, one.state.best_metric = 1, math.inf
     one.state.num_input_tokens_seen, one.state.total_flos = 900, 2**80
     one.state.best_model_checkpoint = str(output_dir / "checkpoints" / "checkpoint-3")
     one.state.log_history = [{"loss": 2.5, "own": torch.ones(2), "step": 3}, {"note": "by hand"}]
-    one._best_saved_metric, one._evaluated_step, one._evaluation_is_pending = 0.5, 3, True
+    one.best_saved_metric, one.evaluated_step, one.evaluation_is_pending = 0.5, 3, True
     one.control.should_epoch_stop = np.bool_(True)
-    one._interval.add(torch.tensor(1.0), 3, torch.tensor(0.5), 4, 2)
-    one._interval.settle(lambda sums: sums)
-    one._watch.judge([math.nan, math.nan], 7)
-    one._totals.add(3.5, 30.0, 40, 4)
-    one.model_loss.load_state_dict({"own": True, "first_counts": False, "unit": "rows", "is_sum": True})
+    one.interval.add(torch.tensor(1.0), 3, torch.tensor(0.5), 4, 2)
+    one.interval.settle(lambda sums: sums)
+    one.watch.judge([math.nan, math.nan], 7)
+    one.totals.add(3.5, 30.0, 40, 4)
+    one.loss.load_state_dict({"own": True, "first_counts": False, "unit": "rows", "is_sum": True})
     return one
 
 
-def saved(one: Any) -> dict[str, Any]:
-    return decode_state(encode_state(TrainerProgress(one).state_dict()))
+def saved(one: LoopState) -> dict[str, Any]:
+    return decode_state(encode_state(one.state_dict()))
 
 
 def test_a_state_comes_back_as_it_was(tmp_path: Path) -> None:
-    before, after = advanced(tmp_path), trainer(tmp_path)
-    TrainerProgress(after).load_state_dict(saved(before))
+    before, after = advanced(tmp_path), loop_state(tmp_path)
+    after.load_state_dict(saved(before))
     assert repr(saved(after)) == repr(saved(before))
     assert after.state.best_model_checkpoint == before.state.best_model_checkpoint
-    assert after.control.should_epoch_stop is True and after._saved_step == 7
+    assert after.control.should_epoch_stop is True and after.saved_step == 7
 
 
 ACCEPTED: dict[str, Any] = {
@@ -122,37 +114,35 @@ ACCEPTED: dict[str, Any] = {
 
 @pytest.mark.parametrize("path", ACCEPTED)
 def test_a_wrong_value_is_refused_by_name_and_changes_nothing(tmp_path: Path, path: str) -> None:
-    assert_refuses(TrainerProgress(trainer(tmp_path)), saved(advanced(tmp_path)), "trainer", {path: ACCEPTED[path]})
+    assert_refuses(loop_state(tmp_path), saved(advanced(tmp_path)), "trainer", {path: ACCEPTED[path]})
 
 
 def test_epochs_have_at_least_one_step(tmp_path: Path) -> None:
     with pytest.raises(CheckpointLoadError, match=r"trainer\.state\.epoch_train_steps.*1 or more"):
-        TrainerProgress(trainer(tmp_path)).check_state_dict(
-            replaced(saved(advanced(tmp_path)), "state.epoch_train_steps", 0)
-        )
+        loop_state(tmp_path).check_state_dict(replaced(saved(advanced(tmp_path)), "state.epoch_train_steps", 0))
 
 
 @pytest.mark.parametrize("name", ["../../x", "/etc/passwd", "..", ".hidden", "a/b", ""])
 def test_the_best_checkpoint_is_one_of_this_run(tmp_path: Path, name: str) -> None:
     with pytest.raises(CheckpointLoadError, match=r"trainer\.best_model_checkpoint.*plain file name"):
-        TrainerProgress(trainer(tmp_path)).load_state_dict({**saved(advanced(tmp_path)), "best_model_checkpoint": name})
+        loop_state(tmp_path).load_state_dict({**saved(advanced(tmp_path)), "best_model_checkpoint": name})
 
 
 def test_keys_that_are_not_known_set_nothing(tmp_path: Path) -> None:
-    state, one = saved(advanced(tmp_path)), trainer(tmp_path)
+    state, one = saved(advanced(tmp_path)), loop_state(tmp_path)
     for part in (state, state["state"], state["interval"], state["totals"]):
         part.update(max_steps=1, add=1, is_world_process_zero=False, __class__="x")
-    TrainerProgress(one).load_state_dict(state)
+    one.load_state_dict(state)
     assert one.state.max_steps == 9 and one.state.is_world_process_zero is True
-    assert callable(one._totals.add) and callable(one._interval._settled.add)
+    assert callable(one.totals.add) and callable(one.interval._settled.add)
 
 
 def test_a_checkpoint_from_before_keys_were_added_is_taken(tmp_path: Path) -> None:
-    state, one = saved(advanced(tmp_path)), trainer(tmp_path)
-    one._best_saved_metric, one.control.should_epoch_stop = 9.0, True
+    state, one = saved(advanced(tmp_path)), loop_state(tmp_path)
+    one.best_saved_metric, one.control.should_epoch_stop = 9.0, True
     del state["best_saved_metric"], state["should_epoch_stop"], state["state"]["epoch_train_steps"], state["loss"]
-    TrainerProgress(one).load_state_dict(state)
-    assert one._best_saved_metric is None and one.control.should_epoch_stop is False
+    one.load_state_dict(state)
+    assert one.best_saved_metric is None and one.control.should_epoch_stop is False
     assert one.state.epoch_train_steps == 5 and one.state.global_step == 7
 
 
@@ -162,4 +152,4 @@ def test_keys_that_always_were_there_are_needed(tmp_path: Path, path: str) -> No
     *outer, last = path.split(".")
     del (state[outer[0]] if outer else state)[last]
     with pytest.raises(CheckpointLoadError, match=f"the key '{last}'"):
-        TrainerProgress(trainer(tmp_path)).load_state_dict(state)
+        loop_state(tmp_path).load_state_dict(state)

@@ -186,7 +186,7 @@ def test_a_compiled_model_trains_and_is_checkpointed_under_its_own_names(tmp_pat
     torch.compiler.reset()
     compiled = trainer_for(tmp_path, TokenModel, **compile_settings)
     compiled.train()
-    assert isinstance(compiled._forward_model, torch._dynamo.OptimizedModule)
+    assert isinstance(compiled.model, torch._dynamo.OptimizedModule)
     assert saved_steps(tmp_path) == [2]
     with safe_open(tmp_path / "checkpoints" / "checkpoint-2" / "model.safetensors", "pt") as file:
         assert set(file.keys()) == {"embedding.weight", "head.weight"}

@@ -1,6 +1,5 @@
 """The schedules of torch.distributed.pipelining: their names, what they need, and which layouts they can run."""
 
-import difflib
 import functools
 import inspect
 from collections.abc import Callable, Iterator, Sequence
@@ -17,6 +16,8 @@ from torch.distributed.pipelining import (
     ScheduleZBVZeroBubble,
 )
 from torch.distributed.pipelining.schedules import PipelineScheduleMulti, PipelineScheduleSingle
+
+from forgather._suggestions import nearest_name, suggest
 
 
 @dataclass(frozen=True)
@@ -168,9 +169,9 @@ def _find_by_name(name: str) -> type:
     classes = {_plain(one.__name__): one for one in SCHEDULES} | {SCHEDULES[one].name: one for one in SCHEDULES}
     if (plain := _plain(name)) in classes:
         return classes[plain]
-    nearest = difflib.get_close_matches(plain, classes, n=1, cutoff=0.0)
-    suggestion = SCHEDULES[classes[nearest[0]]].name if nearest else "gpipe"
+    nearest = nearest_name(plain, classes, cutoff=0.0)
+    suggestion = SCHEDULES[classes[nearest]].name if nearest else "gpipe"
     raise ValueError(
-        f"schedule={name!r} is not a known pipeline schedule. Did you mean {suggestion!r}? The names are {_names()}; a "
+        f"schedule={name!r} is not a known pipeline schedule.{suggest(suggestion)} The names are {_names()}; a "
         "class that derives from a schedule of torch.distributed.pipelining is taken as well."
     )

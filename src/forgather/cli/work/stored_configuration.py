@@ -1,15 +1,14 @@
-"""The configuration of a run on disk: stored when training begins, and compared with when it is resumed."""
+"""Stores the configuration of a run (config.yaml), and lists what changed when the run is resumed."""
 
 import os
 from collections.abc import Iterator, Mapping
-from typing import Any
 
 from forgather.cli.config import parser, yaml_reader
 from forgather.cli.config.schema import Configuration
 from forgather.cli.work.job import Job
-from forgather.cli.work.summary import show_row
 from forgather.ml.checkpoint.files.durable import make_directories, replace_file
 from forgather.ml.trainer.arguments.training_arguments import TrainingArguments
+from forgather.ml.trainer.callbacks.display import show_row
 from forgather.ml.trainer.trainer_types import TrainerCallback, TrainerControl, TrainerState
 
 CONFIG_NAME = "config.yaml"
@@ -52,7 +51,7 @@ class StoredConfiguration(TrainerCallback):
             label = ""
 
 
-def describe_changes(stored: Any, configuration: Configuration) -> list[str]:
+def describe_changes(stored: object, configuration: Configuration) -> list[str]:
     """The settings that differ from stored ones, a line for each; what was not stored counts as its default."""
     if not isinstance(stored, Mapping):
         return []
@@ -67,11 +66,11 @@ def describe_changes(stored: Any, configuration: Configuration) -> list[str]:
     ]
 
 
-def _flat(data: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
+def _flat(data: Mapping[str, object], prefix: str = "") -> dict[str, object]:
     return dict(_leaves(data, prefix))
 
 
-def _leaves(data: Mapping[str, Any], prefix: str) -> Iterator[tuple[str, Any]]:
+def _leaves(data: Mapping[str, object], prefix: str) -> Iterator[tuple[str, object]]:
     for name, value in data.items():
         if isinstance(value, Mapping) and value:
             yield from _leaves(value, f"{prefix}{name}.")
@@ -80,11 +79,11 @@ def _leaves(data: Mapping[str, Any], prefix: str) -> Iterator[tuple[str, Any]]:
             yield f"{prefix}{name}", None if isinstance(value, Mapping) else value
 
 
-def _shown(value: Any) -> str:
+def _shown(value: object) -> str:
     return "none" if value is None else str(value)
 
 
-def _read(path: str) -> Any:
+def _read(path: str) -> object:
     try:
         with open(path, encoding="utf-8") as file:
             return yaml_reader.load_value(file.read())

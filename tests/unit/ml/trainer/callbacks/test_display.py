@@ -2,7 +2,7 @@
 
 import pytest
 
-from forgather.ml.trainer.callbacks.formatting import format_count, format_duration
+from forgather.ml.trainer.callbacks.display import LABEL_WIDTH, format_count, format_duration, show_row
 
 
 @pytest.mark.parametrize(
@@ -27,3 +27,10 @@ def test_counts_have_three_digits(value: float, text: str) -> None:
 )
 def test_durations_grow_with_what_they_need(seconds: float, text: str) -> None:
     assert format_duration(seconds) == text
+
+
+def test_rows_have_texts_in_one_column_and_none_is_printed_without_a_text(capsys: pytest.CaptureFixture[str]) -> None:
+    for label, text in {"model": "tiny", "start": None, "recipes": "", "": "second line"}.items():
+        show_row(label, text)
+    lines = capsys.readouterr().out.splitlines()
+    assert lines == ["model      tiny", f"{'':<{LABEL_WIDTH}} second line"]

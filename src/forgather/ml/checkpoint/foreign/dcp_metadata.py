@@ -1,0 +1,182 @@
+"""The `.metadata` file of torch.distributed.checkpoint, read without unpickling it.
+
+torch reads this file by `pickle.load`, which runs whatever the file asks for. Here it becomes neutral records, and
+only tensors that are described completely become entries: dtype, shape, and the chunks that tile the tensor.
+"""
+
+import math
+import os
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+
+from forgather.ml.checkpoint.errors import StateDecodingError
+from forgather.ml.checkpoint.files.regular_files import read_small_file
+from forgather.ml.checkpoint.foreign.pickled_records import PickledGlobal, PickledRecord, read_records
+from forgather.ml.checkpoint.manifest import check_relative_path
+
+METADATA_FILE = ".metadata"
+
+_CLASSES = "torch.distributed.checkpoint.metadata."
+_STORAGE_INFO = "torch.distributed.checkpoint.filesystem._StorageInfo"
+_MOST_DIMENSIONS = 64
+_LARGEST = 2**62
+_DTYPES = {str(value): value for value in vars(torch).values() if isinstance(value, torch.dtype)}
+
+Shape = tuple[int, ...]
+
+
+@dataclass(frozen=True)
+class StoredBytes:
+    """A stretch of a `.distcp` file that holds one chunk, written by `torch.save`."""
+
+    file: str
+    offset: int
+    length: int
+
+
+@dataclass(frozen=True)
+class Chunk:
+    """A box of a tensor, and where its values are stored."""
+
+    offsets: Shape
+    sizes: Shape
+    stored: StoredBytes
+
+
+@dataclass(frozen=True)
+class DcpTensor:
+    """A tensor of the checkpoint; its chunks cover it completely."""
+
+    dtype: torch.dtype
+    shape: Shape
+    chunks: tuple[Chunk, ...]
+
+
+@dataclass
+class DcpDirectory:
+    """What `.metadata` says of a directory; tensors are checked when they are asked for."""
+
+    path: str
+    entries: dict[str, PickledRecord]
+    stored: dict[tuple[str, Shape], PickledRecord] = field(repr=False)
+
+    @classmethod
+    def open(cls, path: str) -> "DcpDirectory":
+        file = os.path.join(path, METADATA_FILE)
+        try:
+            root = _state_of(read_records(read_small_file(file)), "Metadata")
+            entries = _dict(root.get("state_dict_metadata"), "state_dict_metadata")
+            stored = _dict(root.get("storage_data"), "storage_data")
+            tensors = {name: one for name, one in entries.items() if _is(one, "TensorStorageMetadata")}
+            return cls(path, tensors, dict(_by_place(stored.items())))
+        except StateDecodingError as error:
+            raise StateDecodingError(
+                f"{file} was refused: it describes something other than tensors, or could run code ({error})"
+            ) from error
+
+    def tensor(self, name: str) -> DcpTensor:
+        """The description of a tensor, or `StateDecodingError` if it makes no sense."""
+        try:
+            return self._tensor(name)
+        except StateDecodingError as error:
+            file = os.path.join(self.path, METADATA_FILE)
+            raise StateDecodingError(f"{file}: tensor {name[:200]!r} is not described correctly: {error}") from error
+
+    def _tensor(self, name: str) -> DcpTensor:
+        state = _state_of(self.entries[name], "TensorStorageMetadata")
+        shape = _shape(state.get("size"))
+        boxes = [_state_of(one, "ChunkStorageMetadata") for one in _list(state.get("chunks"), "chunks")]
+        places = [(_shape(box.get("offsets")), _shape(box.get("sizes"))) for box in boxes]
+        filled = [(offsets, sizes) for offsets, sizes in places if math.prod(sizes)]
+        _require_tiling(shape, filled)
+        chunks = tuple(Chunk(offsets, sizes, self._bytes_of(name, offsets)) for offsets, sizes in filled)
+        return DcpTensor(_dtype(state.get("properties")), shape, chunks)
+
+    def _bytes_of(self, name: str, offsets: Shape) -> StoredBytes:
+        record = self.stored.get((name, offsets))
+        if record is None:
+            raise StateDecodingError(f"no file has its chunk at {list(offsets)}")
+        state = _state_of(record, _STORAGE_INFO)
+        if state.get("transform_descriptors"):
+            raise StateDecodingError("it is compressed; save the checkpoint again without stream extensions")
+        try:
+            check_relative_path(state.get("relative_path"))
+        except ValueError as error:
+            raise StateDecodingError(f"its file has a path that {error}") from error
+        return StoredBytes(state["relative_path"], _count(state.get("offset")), _count(state.get("length")))
+
+
+def _by_place(items: Iterable[tuple[Any, Any]]) -> Iterable[tuple[tuple[str, Shape], PickledRecord]]:
+    """Storage records by FQN and chunk offsets; objects other than tensors have no offsets and are passed over."""
+    for key, record in items:
+        index = _state_of(key, "MetadataIndex")
+        if index.get("offset") is not None:
+            if type(index.get("fqn")) is not str or type(record) is not PickledRecord:
+                raise StateDecodingError("storage_data has a malformed entry")
+            yield (index["fqn"], _shape(index["offset"])), record
+
+
+def _require_tiling(shape: Shape, boxes: Sequence[tuple[Shape, Shape]]) -> None:
+    """Raise unless the boxes are the cells of a grid over the tensor: no element is missing or stored twice."""
+    if math.prod(shape) == 0:
+        return
+    if any(len(offsets) != len(shape) or len(sizes) != len(shape) for offsets, sizes in boxes):
+        raise StateDecodingError("its chunks have another number of dimensions")
+    cells = 1
+    for axis, length in enumerate(shape):
+        spans = sorted({(offsets[axis], offsets[axis] + sizes[axis]) for offsets, sizes in boxes})
+        starts, ends = [start for start, _ in spans], [end for _, end in spans]
+        if [*starts, length] != [0, *ends]:
+            raise StateDecodingError(f"its chunks do not cover axis {axis} of shape {list(shape)} exactly once")
+        cells *= len(spans)
+    if cells != len(boxes) or len({offsets for offsets, _ in boxes}) != cells:
+        raise StateDecodingError(f"its {len(boxes)} chunks do not cover shape {list(shape)} exactly once")
+
+
+def _is(value: Any, class_name: str) -> bool:
+    return type(value) is PickledRecord and value.name in (class_name, _CLASSES + class_name)
+
+
+def _state_of(value: Any, class_name: str) -> dict[str, Any]:
+    if not _is(value, class_name):
+        found = value.name if type(value) is PickledRecord else f"a {type(value).__name__}"
+        raise StateDecodingError(f"it has {found[:200]} where {class_name} belongs")
+    return _dict(value.state, f"the state of {class_name}")
+
+
+def _dict(value: Any, what: str) -> dict[Any, Any]:
+    if type(value) is not dict:
+        raise StateDecodingError(f"{what} is a {type(value).__name__}, not a dict")
+    return value
+
+
+def _list(value: Any, what: str) -> list[Any]:
+    if type(value) is not list:
+        raise StateDecodingError(f"{what} is a {type(value).__name__}, not a list")
+    return value
+
+
+def _shape(value: Any) -> Shape:
+    """The numbers of a pickled `torch.Size`."""
+    if type(value) is PickledRecord and value.name == "torch.Size" and len(value.arguments) == 1:
+        (value,) = value.arguments
+    if type(value) is PickledRecord or type(value) is not tuple or len(value) > _MOST_DIMENSIONS:
+        raise StateDecodingError("a shape is malformed")
+    return tuple(_count(length) for length in value)
+
+
+def _count(value: Any) -> int:
+    if type(value) is not int or not 0 <= value <= _LARGEST:
+        raise StateDecodingError("a length or position is no number from 0 on")
+    return value
+
+
+def _dtype(properties: Any) -> torch.dtype:
+    if _is(properties, "TensorProperties") and type(properties.state) is tuple and properties.state:
+        first = properties.state[0]
+        if type(first) is PickledGlobal and first.name in _DTYPES:
+            return _DTYPES[first.name]
+    raise StateDecodingError("its dtype is unknown")

@@ -1,0 +1,193 @@
+"""Weights from a directory of torch.distributed.checkpoint (DCP), by FQN, into the modules of this rank.
+
+torch's load planner decides which chunk fills which part of a tensor, so sharded tensors are resharded as torch does
+it. The bytes of a chunk are read by our own strict reader of `torch.save` archives.
+"""
+
+import os
+from collections.abc import Collection, Iterable, Mapping, Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor, nn
+from torch.distributed.checkpoint.default_planner import DefaultLoadPlanner
+from torch.distributed.checkpoint.metadata import (
+    ChunkStorageMetadata,
+    Metadata,
+    TensorProperties,
+    TensorStorageMetadata,
+)
+
+from forgather.ml.checkpoint.encoding.plain_pickle import PlainUnpickler
+from forgather.ml.checkpoint.encoding.state_budget import MemoryBudget
+from forgather.ml.checkpoint.encoding.torch_archive import TorchArchive
+from forgather.ml.checkpoint.errors import CheckpointLoadError, StateDecodingError
+from forgather.ml.checkpoint.files.hashed_io import read_exactly
+from forgather.ml.checkpoint.files.regular_files import open_regular, path_inside
+from forgather.ml.checkpoint.foreign.dcp_metadata import DcpDirectory, DcpTensor, Shape, StoredBytes
+from forgather.ml.checkpoint.weights.index import create_sharing_metadata
+from forgather.ml.checkpoint.weights.location import abbreviate
+from forgather.ml.checkpoint.weights.safetensors_io import SharingMetadataT, check_fit
+
+# Prefixes that decide when the names of the model occur under several: none at all, or the usual key of the model.
+_USUAL_PREFIXES = ("", "model.")
+
+
+def load_dcp_weights(
+    path: str, modules: Sequence[nn.Module], all_names: Collection[str], sharing: SharingMetadataT
+) -> int:
+    """Fill the modules, and return how many of the checkpoint's tensors are not the model's.
+
+    `all_names` are the FQNs of the whole model, of which the modules may be a part; `sharing` lists names of one tensor.
+    Everything is checked against the metadata before the first tensor changes.
+    """
+    directory = DcpDirectory.open(path)
+    groups = [*sharing, *(group for module in modules for group in create_sharing_metadata(module))]
+    names = _Names(path, directory.entries, all_names, groups)
+    states = [_targets(module, names) for module in modules]
+    tensors = {stored: directory.tensor(stored) for state in states for stored in state}
+    _check_targets(path, states, tensors)
+    for module, state in zip(modules, states, strict=True):
+        _fill(directory, {stored: next(iter(targets.values())) for stored, targets in state.items()}, tensors)
+        # Hooks of a module may hand out copies, and tied names may be separate copies here: give all back by name.
+        module.load_state_dict(
+            {name: next(iter(targets.values())) for targets in state.values() for name in targets}, strict=False
+        )
+    return names.num_others
+
+
+class _Names:
+    """Finds the tensor of the checkpoint for each name of the model, below one common prefix."""
+
+    def __init__(
+        self, path: str, stored: Collection[str], all_names: Collection[str], sharing: SharingMetadataT
+    ) -> None:
+        self._stored = set(stored)
+        self._aliases = {name: group for group in sharing for name in group}
+        self._prefix = self._common_prefix(path, all_names)
+        used = {self.stored_name(name) for name in all_names}
+        others = [name for name in stored if name not in used]
+        self.num_others = len(others)
+        self._refuse_unexpected(path, others, all_names)
+
+    def stored_name(self, name: str, prefix: str | None = None) -> str | None:
+        prefix = self._prefix if prefix is None else prefix
+        candidates = (name, *self._aliases.get(name, ()))
+        return next((prefix + one for one in candidates if prefix + one in self._stored), None)
+
+    def _common_prefix(self, path: str, all_names: Collection[str]) -> str:
+        first = next(iter(all_names))
+        ends = (first, *self._aliases.get(first, ()))
+        prefixes = {stored[: -len(end)] for stored in self._stored for end in ends if stored.endswith(end)}
+        whole = [one for one in prefixes if one == "" or one.endswith(".")]
+        fitting = [one for one in whole if all(self.stored_name(name, one) is not None for name in all_names)]
+        usual = [one for one in _USUAL_PREFIXES if one in fitting]
+        if usual or len(fitting) == 1:
+            return (usual or fitting)[0]
+        if fitting:
+            raise CheckpointLoadError(
+                f"{path} has the model's tensors under several prefixes ({abbreviate(sorted(fitting))}), and which one is "
+                "meant is unclear. Save the wanted one alone, under the key 'model', and import that."
+            )
+        raise self._missing(path, all_names, min(whole, key=len, default=""))
+
+    def _missing(self, path: str, all_names: Collection[str], prefix: str) -> CheckpointLoadError:
+        missing = [name for name in all_names if self.stored_name(name, prefix) is None]
+        return CheckpointLoadError.misfit(
+            f"The weights in {path} do not fit the model: {len(missing)} tensors of the model are not in the checkpoint: "
+            f"{abbreviate(missing)}. In the checkpoint: {abbreviate(sorted(self._stored), 3)}. Build the model that was "
+            "trained."
+        )
+
+    def _refuse_unexpected(self, path: str, others: Iterable[str], all_names: Collection[str]) -> None:
+        """Tensors below the model's prefix (without one: below its own top-level names) belong to another model."""
+        below = {self._prefix} if self._prefix else {f"{name.partition('.')[0]}." for name in all_names}
+        unexpected = [name for name in others if name.startswith(tuple(below))]
+        if unexpected:
+            raise CheckpointLoadError.misfit(
+                f"The weights in {path} do not fit the model: {len(unexpected)} tensors of the checkpoint are not in the "
+                f"model: {abbreviate(unexpected)}. Build the model that was trained."
+            )
+
+
+def _targets(module: nn.Module, names: _Names) -> dict[str, dict[str, Tensor]]:
+    """The tensors of a module, by the name that the checkpoint has and then by their own; tied ones lie together."""
+    targets: dict[str, dict[str, Tensor]] = {}
+    for name, tensor in module.state_dict(keep_vars=True).items():
+        stored = names.stored_name(name)
+        if isinstance(tensor, Tensor) and stored is not None:
+            targets.setdefault(stored, {})[name] = tensor
+    return targets
+
+
+def _check_targets(
+    path: str, states: Sequence[Mapping[str, Mapping[str, Tensor]]], tensors: Mapping[str, DcpTensor]
+) -> None:
+    every = [(stored, name, one) for state in states for stored, group in state.items() for name, one in group.items()]
+    for stored, name, target in every:
+        if target.is_meta:
+            raise CheckpointLoadError(
+                f"Tensor {name!r} of the model is on the meta device, which has no memory to load into. Call "
+                "model.to_empty(device=...) first."
+            )
+        check_fit(path, stored, tensors[stored].shape, tensors[stored].dtype, target)
+
+
+def _fill(directory: DcpDirectory, targets: Mapping[str, Tensor], tensors: Mapping[str, DcpTensor]) -> None:
+    planner = DefaultLoadPlanner(flatten_state_dict=False, flatten_sharded_tensors=False)
+    metadata = Metadata({name: _as_torch_metadata(tensors[name]) for name in targets})
+    planner.set_up_planner({name: target.detach() for name, target in targets.items()}, metadata, is_coordinator=True)
+    stored = {(name, chunk.offsets): chunk for name in targets for chunk in tensors[name].chunks}
+    for item in planner.create_local_plan().items:
+        name, offset = item.storage_index.fqn, tuple(item.storage_index.offset or ())
+        chunk = stored[name, offset]
+        content = _read_chunk(directory.path, chunk.stored, tensors[name].dtype, chunk.sizes)
+        for axis, (start, length) in enumerate(zip(item.storage_offsets, item.lengths, strict=True)):
+            content = content.narrow(axis, start, length)
+        target = planner.resolve_tensor(item)
+        target.detach().copy_(content)
+        planner.commit_tensor(item, target)
+
+
+def _as_torch_metadata(tensor: DcpTensor) -> TensorStorageMetadata:
+    chunks = [ChunkStorageMetadata(torch.Size(one.offsets), torch.Size(one.sizes)) for one in tensor.chunks]
+    return TensorStorageMetadata(TensorProperties(dtype=tensor.dtype), torch.Size(tensor.shape), chunks)
+
+
+@dataclass
+class _Stretch:
+    """A stretch of an open file, as the source of an archive."""
+
+    descriptor: int
+    start: int
+    size: int
+    _position: int = 0
+
+    def seek(self, offset: int, /) -> int:
+        self._position = offset
+        return offset
+
+    def readinto(self, buffer: memoryview, /) -> int:
+        count = max(0, min(len(buffer), self.size - self._position))
+        read_exactly(self.descriptor, buffer[:count], self.start + self._position)
+        self._position += count
+        return count
+
+
+def _read_chunk(directory: str, stored: StoredBytes, dtype: torch.dtype, sizes: Shape) -> Tensor:
+    path = path_inside(directory, stored.file)
+    descriptor = open_regular(path)
+    try:
+        if stored.offset + stored.length > os.fstat(descriptor).st_size:
+            raise StateDecodingError("it is shorter than .metadata says")
+        budget = MemoryBudget(stored.length)
+        content = PlainUnpickler(
+            TorchArchive(_Stretch(descriptor, stored.offset, stored.length), budget), budget
+        ).load()
+        if not isinstance(content, Tensor) or content.dtype != dtype or tuple(content.shape) != sizes:
+            raise StateDecodingError("it holds something other than the tensor that .metadata describes")
+    except (StateDecodingError, EOFError) as error:
+        raise StateDecodingError(f"{path} was refused at byte {stored.offset:,}: {error}") from error
+    finally:
+        os.close(descriptor)
+    return content

@@ -1,0 +1,228 @@
+"""Import of a checkpoint that another program wrote: weights always, optimizer, schedule and step where that is safe.
+
+`import_checkpoint` stands in for the reader of our own checkpoints. Nothing in the foreign directory is changed.
+"""
+
+import logging
+from collections.abc import Callable, Collection, Sequence
+from typing import Any, Protocol, TypeVar, runtime_checkable
+
+from torch import nn
+
+from forgather.ml.checkpoint import store
+from forgather.ml.checkpoint.all_ranks import on_every_rank
+from forgather.ml.checkpoint.components import StateComponent, select_components
+from forgather.ml.checkpoint.errors import CheckpointError, CheckpointLoadError
+from forgather.ml.checkpoint.foreign.moments import moments_by_name, possible_orders, require_same_kind
+from forgather.ml.checkpoint.foreign.ownership import Owner, recognise
+from forgather.ml.checkpoint.foreign.report import ImportReport, LeftOut
+from forgather.ml.checkpoint.foreign.schedules import fitting_schedule
+from forgather.ml.checkpoint.foreign.training_state import ForeignState, Progress, attempt, read_training_state
+from forgather.ml.checkpoint.foreign.weights import load_foreign_weights
+from forgather.ml.checkpoint.state.optimizer_state import OptimizerState
+from forgather.ml.checkpoint.weights.index import create_sharing_metadata, get_all_fqns
+from forgather.ml.checkpoint.weights.safetensors_io import SharingMetadataT
+from forgather.ml.distributed import Peers
+
+logger = logging.getLogger(__name__)
+
+T = TypeVar("T")
+
+MODEL, OPTIMIZER, SCHEDULER, TRAINER, DATASET = "model", "optimizer", "scheduler", "trainer", "dataset"
+_REASONS = {
+    "rng": "random numbers are drawn from this run's own seed",
+    "ema": "the average begins with the imported weights",
+}
+
+
+@runtime_checkable
+class ImportsProgress(Protocol):
+    """A stateful of the component "trainer" that can go on from the progress of another program."""
+
+    def import_progress(self, global_step: int, epoch: float) -> None:
+        """Go on after `global_step` steps and `epoch` epochs (with a fraction); data starts at that epoch's beginning."""
+
+
+def foreign_owner(path: str, peers: Peers) -> Owner | None:
+    """Whose directory this is, the same on every rank; None for ours and for unknown ones. Collective."""
+    owners = on_every_rank(peers, lambda: recognise(path), f"looking at {path}", CheckpointLoadError)
+    if len(set(owners)) > 1:
+        raise CheckpointLoadError.misfit(
+            f"Ranks see different things at {path}. All ranks must see one directory, or copies of the same one."
+        )
+    return owners[0]
+
+
+def require_loadable(path: str) -> None:
+    """Raise unless a path is a complete checkpoint of ours, or a directory that can be imported."""
+    if recognise(path) is None:
+        store.open_checkpoint(path)
+
+
+def import_checkpoint(
+    path: str,
+    owner: Owner,
+    components: Sequence[StateComponent],
+    model_parts: Sequence[nn.Module],
+    peers: Peers,
+    *,
+    model: nn.Module | None = None,
+    strict: bool = True,
+    skip: Collection[str] = (),
+) -> ImportReport:
+    """Take over what can be taken over, log what cannot in one message, and return both. Collective.
+
+    `model` is the whole model, possibly on the meta device, where `model_parts` are only a part of it. Components in
+    `skip` keep the state they have. State that does not fit on one rank is left out on all; weights that do not fit are
+    an error on all.
+    """
+    job = _Import(path, owner, components, model_parts, peers, model)
+    try:
+        report = job.run(strict, skip)
+    except CheckpointError as error:
+        if path in str(error):
+            raise
+        named = type(error)(f"{error}\nThe directory is {path}, {owner.value}.")
+        named.is_misfit, named.contact_lost = error.is_misfit, error.contact_lost
+        raise named from error
+    if peers.rank == 0:
+        logger.log(logging.WARNING if report.left_out else logging.INFO, "%s", report.message)
+    return report
+
+
+class _Import:
+    """One import, on every rank alike.
+
+    Phases, each of which all ranks finish before the next begins: state files are read and checked, and ranks agree on
+    what is taken over; weights are read into the model; components take their states, the schedule after the optimizer.
+    """
+
+    def __init__(
+        self,
+        path: str,
+        owner: Owner,
+        components: Sequence[StateComponent],
+        model_parts: Sequence[nn.Module],
+        peers: Peers,
+        model: nn.Module | None,
+    ) -> None:
+        self._path = path
+        self._owner = owner
+        self._components = components
+        self._parts = model_parts
+        self._whole = [model] if model is not None else list(model_parts)
+        self._peers = peers
+        self._states: dict[str, Any] = {}
+
+    def run(self, strict: bool, skip: Collection[str]) -> ImportReport:
+        skipped = select_components(self._components, skip, "skip_checkpoint_components") if skip else []
+        wanted = {one.key: one for one in self._components if one not in skipped}
+        names = self._everywhere(
+            lambda: [name for part in self._parts for name in get_all_fqns(part)], "naming tensors"
+        )
+        all_names = list(dict.fromkeys(name for part in names for name in part))
+        sharing = self._sharing()
+        left_out, others = self._read(wanted, sharing)
+        has_weights = MODEL in wanted and bool(all_names)
+        if has_weights:
+            self._everywhere(
+                lambda: load_foreign_weights(self._path, self._owner, self._parts, all_names, sharing, strict),
+                f"loading weights from {self._path}",
+            )
+        taken = [key for key in (OPTIMIZER, SCHEDULER, TRAINER) if key in wanted and key not in left_out]
+        for key in taken:
+            self._everywhere(lambda one=wanted[key]: self._apply(one), f"importing {key!r}")  # type: ignore[misc]
+        asked = {one.key: "skip_checkpoint_components names it" for one in skipped}
+        return ImportReport(
+            path=self._path,
+            owner=self._owner,
+            taken=(*([f"{MODEL} ({len(all_names)} tensors)"] if has_weights else []), *map(self._described, taken)),
+            left_out={**asked, **left_out, **others},
+        )
+
+    def _everywhere(self, work: Callable[[], T], during: str) -> list[T]:
+        return on_every_rank(self._peers, work, during, CheckpointLoadError)
+
+    def _sharing(self) -> SharingMetadataT:
+        return [group for module in self._whole for group in create_sharing_metadata(module)]
+
+    def _read(
+        self, wanted: dict[str, StateComponent], sharing: SharingMetadataT
+    ) -> tuple[dict[str, str], dict[str, str]]:
+        """Read and check the state on every rank; returns what is left out, and what else the directory holds."""
+
+        def read() -> tuple[dict[str, str], dict[str, str], Progress | LeftOut]:
+            found = read_training_state(self._path, self._owner, self._peers.rank, self._peers.size)
+            usable = {key: self._usable(one, found, sharing) for key, one in wanted.items() if key != MODEL}
+            self._states = {key: state for key, state in usable.items() if not isinstance(state, LeftOut)}
+            reasons = {key: state.reason for key, state in usable.items() if isinstance(state, LeftOut)}
+            return reasons, found.others, found.progress
+
+        told = self._everywhere(read, f"reading the state in {self._path}")
+        left_out = {key: reason for reasons, _, _ in reversed(told) for key, reason in reasons.items()}
+        if MODEL not in wanted:
+            left_out[MODEL] = "it is not among the components that are loaded"
+        _, others, progress = told[0]
+        others = {**others, DATASET: _position(progress)} if DATASET in left_out else others
+        return {key: others.get(key, reason) for key, reason in left_out.items()}, others
+
+    def _usable(self, component: StateComponent, found: ForeignState, sharing: SharingMetadataT) -> Any | LeftOut:
+        """What the component will be given, checked already; or why it gets nothing."""
+        if component.key == OPTIMIZER:
+            return _attempt_with(
+                found.optimizer, lambda state: self._moments(component.stateful, state, found, sharing)
+            )
+        if component.key == SCHEDULER:
+            return _attempt_with(found.scheduler, lambda state: fitting_schedule(state, component.stateful))
+        if component.key == TRAINER:
+            return _attempt_with(found.progress, lambda progress: _importable(progress, component.stateful))
+        return LeftOut(_REASONS.get(component.key, "it starts fresh: no part of the directory stands for it"))
+
+    def _moments(self, stateful: Any, state: Any, found: ForeignState, sharing: SharingMetadataT) -> dict[str, Any]:
+        if not isinstance(stateful, OptimizerState):
+            raise CheckpointLoadError(f"{type(stateful).__name__} does not know its parameters by name")
+        groups = stateful.state_dict()["param_groups"]
+        present = [list(group["params"]) for group in groups]
+        modules = self._parts if found.is_per_rank else self._whole
+        shapes = {name: tuple(one.shape) for module in modules for name, one in module.named_parameters()}
+        named = moments_by_name(state, possible_orders(self._owner, modules, present), shapes)
+        require_same_kind(named["param_groups"], groups)
+        stateful.add_tied_names(named, sharing)
+        if missing := stateful.missing_names(named):
+            raise CheckpointLoadError(f"it has no parameter {missing[0]!r}")
+        stateful.check_state_dict(named)
+        return named
+
+    def _apply(self, component: StateComponent) -> None:
+        state = self._states[component.key]
+        if component.key == TRAINER:
+            component.stateful.import_progress(state.global_step, state.epoch or 0.0)
+        else:
+            component.stateful.load_state_dict(state)
+
+    def _described(self, key: str) -> str:
+        return f"step {self._states[key].global_step}" if key == TRAINER else key
+
+
+def _attempt_with(found: Any | LeftOut, use: Callable[[Any], Any]) -> Any | LeftOut:
+    return found if isinstance(found, LeftOut) else attempt(lambda: use(found))
+
+
+def _importable(progress: Progress, stateful: object) -> Progress:
+    if not isinstance(stateful, ImportsProgress):
+        raise CheckpointLoadError(
+            f"step {progress.global_step} was reached there; {type(stateful).__name__} has no import_progress(global_step, "
+            "epoch), so steps count from its own state"
+        )
+    return progress
+
+
+def _position(progress: Progress | LeftOut) -> str:
+    """What is known of the position in the data: only where an epoch ended is it the beginning of the next."""
+    if isinstance(progress, LeftOut) or progress.epoch is None:
+        return "the position in the data is not known: it starts at the beginning"
+    if progress.epoch.is_integer():
+        return f"{progress.epoch:g} epochs were complete: the next one starts at its beginning, in this run's own order"
+    return (
+        f"the position within the epoch ({progress.epoch:g} epochs were trained) is not known: the epoch starts again"
+    )

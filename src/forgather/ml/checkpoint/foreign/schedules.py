@@ -1,0 +1,61 @@
+"""Learning rate schedules of other programs: the state of a torch scheduler, checked before it is used.
+
+torch sets whatever a state names as an attribute of the scheduler. A state must therefore have only the keys that the
+running scheduler has, with values of the same kind.
+"""
+
+from collections.abc import Mapping
+from typing import Any
+
+from torch.optim.lr_scheduler import LRScheduler
+
+from forgather.ml.checkpoint.errors import CheckpointLoadError
+
+_NUMBERS = (int, float)
+_GROUP_LISTS = ("base_lrs", "_last_lr")
+
+
+def fitting_schedule(state: Any, stateful: Any) -> dict[str, Any]:
+    """The state in the form that `stateful` takes, or `CheckpointLoadError`; nothing is changed."""
+    if not isinstance(state, dict):
+        raise CheckpointLoadError(f"it is a {type(state).__name__}, and the state of a scheduler is a dict")
+    own: dict[str, Any] = stateful.state_dict()
+    fitting = _with_own_functions(state, own)
+    if hasattr(stateful, "check_state_dict"):
+        stateful.check_state_dict(fitting)
+    elif isinstance(stateful, LRScheduler):
+        _check_like(fitting, own, type(stateful).__name__)
+    else:
+        raise CheckpointLoadError(f"{type(stateful).__name__} cannot check a state that it did not write")
+    return fitting
+
+
+def _with_own_functions(state: dict[str, Any], own: Mapping[str, Any]) -> dict[str, Any]:
+    """Adapt the state of a closed form (LambdaLR) by functions without a state, which are saved as None or {}.
+
+    Of other parameter groups than those of this run it says only how many steps were taken.
+    """
+    functions, mine = state.get("lr_lambdas"), own.get("lr_lambdas")
+    if not isinstance(functions, list) or not isinstance(mine, list) or any(functions) or any(mine):
+        return state
+    if len(functions) == len(mine):
+        return {**state, "lr_lambdas": mine}
+    return {name: value for name, value in state.items() if name not in _GROUP_LISTS} | {"lr_lambdas": mine}
+
+
+def _check_like(state: Mapping[str, Any], own: Mapping[str, Any], kind: str) -> None:
+    unknown = sorted(str(name)[:100] for name in state if name not in own)
+    if unknown:
+        raise CheckpointLoadError(f"{unknown[0]!r} belongs to another kind of scheduler than {kind}")
+    for name, value in state.items():
+        if not _is_like(value, own[name]):
+            raise CheckpointLoadError(f"{name!r} has another kind of value than in {kind}")
+
+
+def _is_like(value: Any, own: Any) -> bool:
+    if isinstance(own, list | tuple):
+        same_length = type(value) is type(own) and len(value) == len(own)
+        return same_length and all(_is_like(one, mine) for one, mine in zip(value, own, strict=True))
+    if type(own) in _NUMBERS:
+        return type(value) in _NUMBERS
+    return type(value) is type(own) and (not isinstance(own, dict) or set(value) <= set(own))

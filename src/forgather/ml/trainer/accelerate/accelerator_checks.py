@@ -1,0 +1,112 @@
+"""Checks of an Accelerator: what AccelTrainer can use, and what of it belongs to the trainer."""
+
+import logging
+from typing import Any
+
+try:
+    from accelerate import Accelerator  # type: ignore[import-untyped]
+    from accelerate.optimizer import AcceleratedOptimizer  # type: ignore[import-untyped]
+    from accelerate.scheduler import AcceleratedScheduler  # type: ignore[import-untyped]
+except ModuleNotFoundError as missing:
+    raise ModuleNotFoundError(
+        "AccelTrainer needs the package accelerate, which is not installed: pip install accelerate."
+    ) from missing
+
+from forgather.ml.distributed import (
+    DistributedEnvInterface,
+    StaticDistributedEnvironment,
+    get_local_world_size,
+    get_world_size,
+)
+from forgather.ml.trainer.arguments.training_arguments import TrainingArguments
+
+__all__ = ["AcceleratedOptimizer", "AcceleratedScheduler", "Accelerator"]
+
+logger = logging.getLogger(__name__)
+
+
+def check_against_arguments(accelerator: Accelerator, args: TrainingArguments) -> None:
+    """Refuse arguments that contradict the accelerator, which decides on device and precision."""
+    device = accelerator.device
+    contradictions = {
+        "mixed_precision": args.mixed_precision not in (None, accelerator.mixed_precision),
+        "use_cpu": args.use_cpu and device.type != "cpu",
+        "device": args.device is not None and str(args.device) not in (str(device), device.type),
+    }
+    for name, is_contradicted in contradictions.items():
+        if is_contradicted:
+            raise ValueError(
+                f"{name}={getattr(args, name)!r} is not what the accelerator was made with: it decides, and it has "
+                f"mixed_precision={accelerator.mixed_precision!r} on device {device}. Leave {name} out of the arguments, "
+                "or make the Accelerator with the same choice (mixed_precision=..., cpu=True)."
+            )
+
+
+def require_usable(accelerator: Accelerator) -> None:
+    """Refuse what is no accelerator, and those that do not leave each process a whole model."""
+    if not isinstance(accelerator, Accelerator):
+        raise ValueError(
+            f"accelerator must be an accelerate.Accelerator, but is {accelerator!r}: pass accelerator=Accelerator()."
+        )
+    kind = str(accelerator.distributed_type.value)
+    if kind != "NO" and not kind.startswith("MULTI_"):
+        raise ValueError(
+            f"AccelTrainer cannot use an accelerator that was set up for {kind}: it trains, counts and checkpoints whole "
+            f"copies of the model, in one process or with DDP, and {kind} handles model and gradients in its own way. Make "
+            "the Accelerator without that plugin, and leave it out of the configuration of `accelerate launch` (its "
+            "variables ACCELERATE_USE_...)."
+        )
+    sizes = accelerator.parallelism_config
+    if sizes is not None and sizes.total_size != sizes.dp_replicate_size:
+        raise ValueError(
+            f"AccelTrainer cannot use the accelerator's {sizes}: every process must have the whole model. Leave "
+            "parallelism_config out."
+        )
+    if accelerator.mixed_precision == "fp8":
+        raise ValueError(
+            "AccelTrainer cannot use an accelerator with mixed_precision='fp8', which replaces layers of the model, so that "
+            "its checkpoints would fit no other trainer. Use 'bf16', 'fp16' or 'no'."
+        )
+    if accelerator.mixed_precision != "no" and not accelerator.native_amp:
+        logger.warning(
+            "The accelerator has mixed_precision=%r, but does nothing for it on %s: training is in full precision.",
+            accelerator.mixed_precision,
+            accelerator.device,
+        )
+
+
+def environment_of(accelerator: Accelerator, given: DistributedEnvInterface | None) -> DistributedEnvInterface:
+    """The accelerator's place in the job, or the given one if it is the same place."""
+    rank, world_size = accelerator.process_index, accelerator.num_processes
+    if given is not None:
+        if (given.rank, given.world_size) != (rank, world_size):
+            raise ValueError(
+                f"distributed_env says rank {given.rank} of {given.world_size}, but the accelerator rank {rank} of "
+                f"{world_size}. Leave distributed_env out: the accelerator knows."
+            )
+        return given
+    if world_size == 1 < get_world_size():
+        raise ValueError(
+            f"This process is one of {get_world_size()} (WORLD_SIZE), but the accelerator was set up for one: each would "
+            "train alone and write to the same output directory. Where there is no GPU, make it with Accelerator(cpu=True)."
+        )
+    return StaticDistributedEnvironment(
+        rank=rank,
+        local_rank=accelerator.local_process_index,
+        world_size=world_size,
+        local_world_size=get_local_world_size() if world_size > 1 else 1,
+        device=str(accelerator.device),
+        device_type=accelerator.device.type,
+    )
+
+
+def taken_apart(accelerator: Accelerator, trainer_kwargs: dict[str, Any]) -> dict[str, Any]:
+    """What the user has prepared already is prepared by the trainer: its state is that of the objects inside."""
+    plain = dict(trainer_kwargs)
+    if plain.get("model") is not None:
+        plain["model"] = accelerator.unwrap_model(plain["model"])
+    if isinstance(plain.get("optimizer"), AcceleratedOptimizer):
+        plain["optimizer"] = plain["optimizer"].optimizer
+    if isinstance(plain.get("lr_scheduler"), AcceleratedScheduler):
+        plain["lr_scheduler"] = plain["lr_scheduler"].scheduler
+    return plain

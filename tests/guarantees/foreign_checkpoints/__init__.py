@@ -1,0 +1,1 @@
+"""Guarantee: checkpoints of other programs are recognised, imported and never harmed."""
