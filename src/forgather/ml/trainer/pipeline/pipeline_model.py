@@ -5,13 +5,19 @@ import logging
 import os
 import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from typing import Any
+from typing import Any, Generic, TypeVar
 
 import torch
 from torch import Tensor, nn
 from torch.distributed import ProcessGroup
 
-from forgather.ml.checkpoint.weights.module_weights import ShardIndex, create_sharing_metadata, make_shard_index
+from forgather.ml.checkpoint.weights.module_weights import (
+    ShardIndex,
+    create_sharing_metadata,
+    load_into_modules,
+    locate_weights,
+    make_shard_index,
+)
 from forgather.ml.construct import torch_dtype
 from forgather.ml.trainer.pipeline.forward_only import Meta
 from forgather.ml.trainer.pipeline.model_splitter import Split, Stage
@@ -29,6 +35,8 @@ from forgather.ml.trainer.setup.model_construction import build_model, compute_m
 from forgather.ml.utils import count_parameters, default_dtype
 
 logger = logging.getLogger(__name__)
+
+T = TypeVar("T")
 
 
 class PipelineModel:
@@ -105,6 +113,16 @@ class PipelineModel:
         canonical = canonical_names(self.sharing)
         return [(canonical.get(name, name), parameter) for name, parameter in self.part.named_parameters()]
 
+    def names_elsewhere(self) -> list[str]:
+        """The trainable parameters of the model that only other ranks have."""
+        here = {name for name, _ in self.named_parameters()}
+        whole = self.whole.named_parameters()
+        return [name for name, parameter in whole if parameter.requires_grad and name not in here]
+
+    def load_weights(self, path: str) -> None:
+        """Load this rank's part from a checkpoint or an exported model."""
+        load_into_modules(locate_weights(path), [self.part], True, self.whole.state_dict(keep_vars=True).keys())
+
     def boundary(self, main_input: Tensor) -> Meta | None:
         """What passes between stages for a micro-batch, if every stage knows without having to run."""
         known = [getattr(module, "boundary", lambda _: None)(main_input) for module in self.modules]
@@ -160,6 +178,17 @@ class PipelineModel:
     def log_parameters(self) -> None:
         for name, parameter in self.part.named_parameters():
             logger.info("%s %s %s", name, tuple(parameter.shape), parameter.dtype)
+
+
+class StageFact(Generic[T]):
+    """Attribute of a trainer that is read from its `pipeline`; None before that is built."""
+
+    def __init__(self, read: Callable[[PipelineModel], T]) -> None:
+        self._read = read
+
+    def __get__(self, trainer: object, owner: type) -> T | None:
+        pipeline = getattr(trainer, "pipeline", None)
+        return None if pipeline is None else self._read(pipeline)
 
 
 def _holds_tensors(module: nn.Module) -> bool:

@@ -13,9 +13,11 @@ from forgather.ml.trainer.amp import AMPContext
 from forgather.ml.trainer.loop.scheduler_state import fits_any_groups
 from forgather.ml.trainer.pipeline.pipeline_arguments import PipelineTrainingArguments
 from forgather.ml.trainer.pipeline.schedules import ScheduleChoice, check_layout
+from forgather.ml.trainer.pipeline.splitters.example_batch import sample_batch
 from forgather.ml.trainer.setup.devices import moved
+from forgather.ml.trainer.setup.seeding import undisturbed_random_numbers
 from forgather.ml.trainer.step_loss.own_loss import compared, reason_for_own_loss
-from forgather.ml.trainer.trainer_types import LRSchedulerT, OptimizerT
+from forgather.ml.trainer.trainer_types import BaseDataset, DataCollatorT, LRSchedulerT, OptimizerT
 
 logger = logging.getLogger(__name__)
 
@@ -94,26 +96,35 @@ def require_whole_model(owner: str, model: object, whole: nn.Module) -> None:
 # --- losses
 
 
-def refuse_own_loss(model: nn.Module) -> None:
-    """Refuse a model that is known to need a loss of its own."""
-    reason = reason_for_own_loss(model)
-    if reason is not None:
-        raise _own_loss_refusal(model, reason)
+class OwnLossCheck:
+    """Refuses models that compute another loss than the causal one, where no loss function was given."""
 
+    def __init__(self, dataset: BaseDataset | None, collate: DataCollatorT | None, amp: AMPContext) -> None:
+        self._dataset = dataset
+        self._collate = collate
+        self._amp = amp
 
-def refuse_differing_loss(source: nn.Module, sample: Mapping[str, Any], amp: AMPContext) -> None:
-    """Refuse a model with a loss that differs from the causal one on a sample batch; `source` has all weights."""
-    device = next((parameter.device for parameter in source.parameters()), torch.device("cpu"))
-    inputs = dict(moved(sample, device))
-    labels = inputs.pop("labels", None)
-    if not isinstance(labels, Tensor):
-        return
-    with amp.autocast():
-        comparison = compared(source, inputs, labels)
-    if comparison.problem:
-        logger.info("Whether the model has a loss of its own could not be found out: %s", comparison.problem)
-    if comparison.differs and comparison.causal is not None:
-        raise _own_loss_refusal(source, f"the loss that it computes from labels is another: {comparison}")
+    def look_at_whole(self, model: nn.Module) -> None:
+        """Refuse a model that is known to need a loss of its own; it needs no values."""
+        reason = reason_for_own_loss(model)
+        if reason is not None:
+            raise _own_loss_refusal(model, reason)
+
+    def look_at_source(self, source: nn.Module) -> None:
+        """Refuse a model with values if its loss differs from the causal one on two samples."""
+        with undisturbed_random_numbers():
+            sample = sample_batch(source, self._dataset, self._collate, 2)
+        device = next((parameter.device for parameter in source.parameters()), torch.device("cpu"))
+        inputs = dict(moved(sample, device))
+        labels = inputs.pop("labels", None)
+        if not isinstance(labels, Tensor):
+            return
+        with self._amp.autocast():
+            comparison = compared(source, inputs, labels)
+        if comparison.problem:
+            logger.info("Whether the model has a loss of its own could not be found out: %s", comparison.problem)
+        if comparison.differs and comparison.causal is not None:
+            raise _own_loss_refusal(source, f"the loss that it computes from labels is another: {comparison}")
 
 
 def _own_loss_refusal(model: nn.Module, reason: str) -> ValueError:

@@ -1,9 +1,7 @@
 """PipelineTrainer: pipeline parallelism by torch.distributed.pipelining; every rank has some stages of the model."""
 
-import contextlib
 import functools
-import logging
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any, ClassVar, TypeVar
 
 import torch
@@ -14,46 +12,38 @@ from torch.distributed.pipelining import ScheduleGPipe
 from torch.distributed.pipelining.schedules import _PipelineSchedule
 
 from forgather.ml.checkpoint.components import SharingPattern
-from forgather.ml.checkpoint.weights.module_weights import (
-    ShardIndex,
-    SharingMetadataT,
-    load_into_modules,
-    locate_weights,
-)
 from forgather.ml.loss import CausalLoss
 from forgather.ml.trainer.loop.evaluation_sums import samples_in
-from forgather.ml.trainer.loop.gradients import GradientNorm
 from forgather.ml.trainer.pipeline import pipeline_requirements as requirements
 from forgather.ml.trainer.pipeline.generation import GenerationOptions, generate
-from forgather.ml.trainer.pipeline.micro_batch_loss import MicroBatchLoss
-from forgather.ml.trainer.pipeline.model_splitter import AttentionMaskCreator, ModelSplitter, Split
+from forgather.ml.trainer.pipeline.model_splitter import ModelSplitter, Split
 from forgather.ml.trainer.pipeline.pipeline_arguments import PipelineTrainingArguments
 from forgather.ml.trainer.pipeline.pipeline_model import (
     PipelineModel,
+    StageFact,
     fill_missing_buffers,
     model_without_memory,
     whole_model,
 )
 from forgather.ml.trainer.pipeline.pipeline_ranks import PipelineRanks
-from forgather.ml.trainer.pipeline.schedules import ScheduleChoice, check_layout
+from forgather.ml.trainer.pipeline.pipeline_requirements import OwnLossCheck
+from forgather.ml.trainer.pipeline.schedules import ScheduleChoice
 from forgather.ml.trainer.pipeline.schedules.trained_stage import StageReducer
 from forgather.ml.trainer.pipeline.splitters.causal_lm import create_causal_lm_splitter
-from forgather.ml.trainer.pipeline.splitters.example_batch import Example, example_batch, sample_batch
+from forgather.ml.trainer.pipeline.splitters.example_batch import Example, example_batch
+from forgather.ml.trainer.pipeline.stage_loss import StageLoss
 from forgather.ml.trainer.pipeline.stage_runner import StageRunner
 from forgather.ml.trainer.pipeline.stage_setup import StageSetup
-from forgather.ml.trainer.pipeline.tied_weights import TiedWeights, norm_of_group
+from forgather.ml.trainer.pipeline.tied_weights import norm_of_group
 from forgather.ml.trainer.ranks.parallel_loading import DataLayout
 from forgather.ml.trainer.recipes.layers import apply_layer_recipe
 from forgather.ml.trainer.setup import preparation
 from forgather.ml.trainer.setup.declared_state import GLOBAL, PER_RANK, REPLICATED, Shared
 from forgather.ml.trainer.setup.given_objects import explains_calls
 from forgather.ml.trainer.setup.hook_checks import is_overridden
-from forgather.ml.trainer.setup.model_modes import set_train
 from forgather.ml.trainer.setup.rank_settings import described
-from forgather.ml.trainer.setup.seeding import undisturbed_random_numbers
 from forgather.ml.trainer.setup.torch_settings import torch_settings
 from forgather.ml.trainer.step_loss.fused import HiddenStatesModel, make_fused_loss, output_embeddings_of, unfused
-from forgather.ml.trainer.step_loss.loss_traits import Traits
 from forgather.ml.trainer.step_loss.model_loss import ModelLoss
 from forgather.ml.trainer.step_loss.token_weighting import StepLoss
 from forgather.ml.trainer.step_loss.training_loss import TrainingLoss
@@ -95,17 +85,18 @@ class PipelineTrainer(Trainer[TPipelineArgs]):
     }
     mesh: DeviceMesh | None = None
     pp_group: ProcessGroup | None = None
-    n_pipeline_stages: int | None = None
-    pipeline_modules: list[nn.Module] | None = None
-    sharing_metadata: SharingMetadataT | None = None
-    shard_index: ShardIndex | None = None
-    stage_indices: tuple[int, ...] | None = None
-    pp_has_first_stage: bool | None = None
-    pp_has_last_stage: bool | None = None
-    pp_last_stage_rank: int | None = None
-    """The place of the last stage's rank in its pipeline."""
-    attention_mask_creator: AttentionMaskCreator | None = None
     pipeline: PipelineModel
+    """The stages; set by `_prepare_model`, like everything that is read from it here."""
+    n_pipeline_stages = StageFact(lambda pipeline: pipeline.num_stages)
+    pipeline_modules = StageFact(lambda pipeline: list(pipeline.own.values()))
+    sharing_metadata = StageFact(lambda pipeline: pipeline.sharing)
+    shard_index = StageFact(lambda pipeline: pipeline.shard_index)
+    stage_indices = StageFact(lambda pipeline: tuple(pipeline.own))
+    pp_has_first_stage = StageFact(lambda pipeline: pipeline.has_first)
+    pp_has_last_stage = StageFact(lambda pipeline: pipeline.has_last)
+    pp_last_stage_rank = StageFact(lambda pipeline: pipeline.stage_ranks[-1])
+    """The rank in `pp_group` that has the last stage."""
+    attention_mask_creator = StageFact(lambda pipeline: pipeline.make_mask)
     _ranks: PipelineRanks | None = None
     _runner: StageRunner | None = None
 
@@ -132,13 +123,8 @@ class PipelineTrainer(Trainer[TPipelineArgs]):
     def _init_distributed(self) -> None:
         super()._init_distributed()
         self._init_mesh()
-        if self.args.debug_pipeline:
-            logging.getLogger("torch.distributed.pipelining").setLevel(logging.DEBUG)
-        if self._schedule.traits.splits_backward:
-            # What a compiled part of a stage would reuse for its gradients is needed twice.
-            torch._functorch.config.donated_buffer = False
-        stages_per_rank = self._schedule.stages_per_rank(self.args.stages_per_rank)
-        check_layout(self._schedule.schedule_class, self.ranks.size, stages_per_rank, self.args.n_microbatches)
+        args = self.args
+        self._schedule.prepare(self.ranks.size, args.stages_per_rank, args.n_microbatches, args.debug_pipeline)
 
     def _init_mesh(self) -> None:
         """Set `mesh` and the process groups."""
@@ -197,28 +183,18 @@ class PipelineTrainer(Trainer[TPipelineArgs]):
         self.pipeline.running = dict(self.pipeline.own)
 
     def _build_pipeline(self) -> None:
-        setup = StageSetup(self.args, self._split, self._schedule, self.team, self.ranks, self.device)
-        self.pipeline = setup.divide(self._whole_without_memory)
+        dataset = self._sampled_dataset
+        gives_loss = self._given.loss_fn is not None
+        check = None if gives_loss else OwnLossCheck(dataset, self.data_collator, self.amp_context)
+        setup = StageSetup(self.args, self._split, self._schedule, self.team, self.ranks, self.device, check)
+        self.pipeline = setup.divide(self._construct_model)
         if self._loads_weights:
             setup.prepare_to_load(self.pipeline, self._initialize_non_persistent_buffers)
         else:
-            on_device = self.args.construct_model_on == "device"
-            device = self.device if on_device else torch.device("cpu")
-            setup.fill(self.pipeline, lambda: self._construct_model(device), self._check_loss_of)
+            setup.fill(self.pipeline, self._construct_model)
         self.model = self.pipeline.whole
-        self._tied: TiedWeights = setup.tie(self.pipeline)
+        self._tied = setup.tie(self.pipeline)
         setup.apply_recipes(self.pipeline, self._apply_recipes)
-        self._describe_stages()
-
-    def _describe_stages(self) -> None:
-        pipeline = self.pipeline
-        self.n_pipeline_stages = pipeline.num_stages
-        self.pipeline_modules = list(pipeline.own.values())
-        self.sharing_metadata, self.shard_index = pipeline.sharing, pipeline.shard_index
-        self.stage_indices = tuple(pipeline.own)
-        self.pp_has_first_stage, self.pp_has_last_stage = pipeline.has_first, pipeline.has_last
-        self.pp_last_stage_rank = pipeline.stage_ranks[-1]
-        self.attention_mask_creator = pipeline.make_mask
 
     def _construct_model(self, device: torch.device) -> nn.Module:
         """The whole model: on the meta device on every rank, and with its values on rank 0."""
@@ -227,27 +203,19 @@ class PipelineTrainer(Trainer[TPipelineArgs]):
             return model_without_memory(self.model_init, self.args.default_dtype)
         return whole_model(self.model_init, device, self.args.construct_model_on, self.args.default_dtype)
 
-    def _whole_without_memory(self) -> nn.Module:
-        whole = self._construct_model(torch.device("meta"))
-        if self._given.loss_fn is None:
-            requirements.refuse_own_loss(whole)
-        # Where the hook `_get_example` finds it.
-        self.model = whole
-        return whole
-
     def _get_example(self, dataloader: Any) -> Example:
         """Positional and keyword arguments of a micro-batch on the meta device, for splitters that run the model.
 
         Made from samples of the dataset: a batch that is taken from the loader now would be missing in training.
         """
-        num_rows = max(self._micro_batch_size, 1)
-        return example_batch(self.model, self._sampled_dataset, self.data_collator, num_rows)
+        return example_batch(self.model, self._sampled_dataset, self.data_collator, self.args.micro_batch_size)
 
     @property
     def _sampled_dataset(self) -> Any:
         return self.eval_dataset if self.train_dataset is None else self.train_dataset
 
     def _split(self, model: nn.Module, stage_indices: Sequence[tuple[int, ...]]) -> Split:
+        self.model = model
         loader = self.eval_dataloader if self.train_dataloader is None else self.train_dataloader
         return self._split_model(model, self._get_example(loader), stage_indices)
 
@@ -262,12 +230,6 @@ class PipelineTrainer(Trainer[TPipelineArgs]):
         assert self.model_init is not None
         fill_missing_buffers(model, self.model_init, self.args.default_dtype)
 
-    def _check_loss_of(self, source: nn.Module) -> None:
-        if self._given.loss_fn is None:
-            with undisturbed_random_numbers():
-                sample = sample_batch(source, self._sampled_dataset, self.data_collator, 2)
-            requirements.refuse_differing_loss(source, sample, self.amp_context)
-
     def _apply_recipes(self, module: nn.Module) -> None:
         apply_layer_recipe(module, self.args)
         if self.args.gradient_checkpointing and self.enable_activation_checkpoint_fn is not None:
@@ -281,9 +243,11 @@ class PipelineTrainer(Trainer[TPipelineArgs]):
             loss_fn = self._maybe_get_fused_loss_fn(pipeline.modules[last], self._given.loss_fn or CausalLoss())
             if self._head is not None and pipeline.has_last:
                 pipeline.running[last] = HiddenStatesModel(pipeline.running[last])
-            self._stage_loss = StepLoss(loss_fn, head=self._head)
+            step_loss = StepLoss(loss_fn, head=self._head)
+            last_rank = pipeline.stage_ranks[-1]
+            self._stage_loss = StageLoss(step_loss, self.amp_context, self.device, self.ranks.group, last_rank)
             is_default = self._given.loss_fn is None and self.fused_loss_factory is None
-            self.step_loss = ModelLoss(loss_fn, True, self._stage_loss, self._head, is_default)
+            self.step_loss = ModelLoss(loss_fn, True, step_loss, self._head, is_default)
             self.loss_fn = TrainingLoss(self.step_loss, lambda window: self.feed.count(window), self._num_averaged)
 
     def _maybe_get_fused_loss_fn(self, module: nn.Module, default_loss_fn: Any) -> Any:
@@ -303,8 +267,9 @@ class PipelineTrainer(Trainer[TPipelineArgs]):
     def _compile_model(self) -> None:
         """Compile each stage by itself."""
         options = preparation.compile_options(self.args)
-        running = self.pipeline.running
-        self.pipeline.running = {index: torch.compile(module, **options) for index, module in running.items()}
+        for index, module in self.pipeline.running.items():
+            compiled: Any = torch.compile(module, **options)
+            self.pipeline.running[index] = compiled
 
     def unwrapped_model(self) -> nn.Module:
         """The part of the model that this rank has, under the names of the whole model: what is checkpointed."""
@@ -320,9 +285,7 @@ class PipelineTrainer(Trainer[TPipelineArgs]):
         return self.pipeline.named_parameters()
 
     def _names_elsewhere(self) -> list[str]:
-        here = {name for name, _ in self._named_parameters()}
-        whole = self.pipeline.whole.named_parameters()
-        return [name for name, parameter in whole if parameter.requires_grad and name not in here]
+        return self.pipeline.names_elsewhere()
 
     def _compute_flops_per_token(self) -> float:
         return flops_per_token(self.pipeline.parameter_stats)
@@ -332,9 +295,7 @@ class PipelineTrainer(Trainer[TPipelineArgs]):
         assert self.optimization is not None
         if self.recipes.step_in_backward is None:
             # A weight with copies on several ranks counts once.
-            copies = self._tied.counted_elsewhere()
-            counted = [one for one in self.optimization.parameters if id(one) not in copies]
-            self.optimization.norm = GradientNorm(counted)
+            self.optimization.norm = self._tied.norm(self.optimization.parameters)
         listens = self._callback_handler.listens("on_train_metrics")
         told = self.team.gather((listens, requirements.learning_rates(self.optimizer)))
         # Callbacks may be on some ranks only, and all must know.
@@ -347,14 +308,13 @@ class PipelineTrainer(Trainer[TPipelineArgs]):
         self.evaluator.has_losses = self.pipeline.has_last
         self.evaluator.waits_for_errors = False
         self.evaluator.shares_loss = True
-        returns = self.ranks.return_group() if self._schedule.traits.is_multistage else None
         self._runner = StageRunner(
             self.pipeline,
             self._schedule,
-            (self.ranks.group, returns),
+            self.ranks,
             self.args.n_microbatches,
             self.amp_context,
-            self._forward_context,
+            self.recipes,
             self._make_reducer(),
         )
 
@@ -383,7 +343,7 @@ class PipelineTrainer(Trainer[TPipelineArgs]):
     def _forward_backward_step(self, input_dict: dict[str, Any], labels: Any) -> Tensor:
         """Run torch's schedule on one batch; returns its share of the step's loss, or zero off the last stage."""
         requirements.require_labels(input_dict, labels)
-        self._resolve_loss(input_dict, labels, self._micro_batch_size)
+        self._resolve_loss(input_dict, labels, self.args.micro_batch_size)
         window = self.window
         assert window is not None
         if window.total is None:
@@ -391,42 +351,18 @@ class PipelineTrainer(Trainer[TPipelineArgs]):
         assert window.total is not None
         # Unless tokens weigh the same, batches do; the micro-batches of one are weighed by their targets all the same.
         total = window.total if self.args.token_weighted_loss else window.count * window.num_shares
-        loss = MicroBatchLoss(self._stage_loss, total, window.is_stand_in, self.amp_context)
         self.loss_fn.was_used = True
-        return self.runner.step(self.pipeline.batch(input_dict, labels, self.args.per_device_train_batch_size), loss)
-
-    @contextlib.contextmanager
-    def _forward_context(self) -> Iterator[None]:
-        """Context of the forward passes of stages in training."""
-        with self.amp_context.autocast(), self.recipes.activations(self.pipeline.part):
-            yield
+        batch = self.pipeline.batch(input_dict, labels, self.args.per_device_train_batch_size)
+        return self.runner.step(batch, self._stage_loss.of_batch(total, window.is_stand_in))
 
     def _agree_on_loss(self, loss: ModelLoss, batch: Mapping[str, Any] | None) -> None:
         """Nothing: the last stage finds out, and tells the others."""
 
     def _resolve_loss(self, input_dict: dict[str, Any], labels: Tensor, size: int) -> None:
-        """Let every rank know which labels the loss counts; the last stage finds out, from the first micro-batch."""
-        if self._stage_loss.is_resolved:
-            return
-        batch = self.pipeline.batch(input_dict, labels, size)
-        first = batch.micro_batches(batch.num_rows // size)[0]
-        own_labels = first.labels
-        assert own_labels is not None
-        self.runner.look(first, lambda _, logits: self._stage_loss.resolve(logits, own_labels))
-        # Among the ranks of this pipeline only: others may have no batch now, and will find out the same.
-        answer = torch.tensor([(self._stage_loss.traits or Traits()).code], device=self.device)
-        dist.broadcast(answer, group=self.ranks.group, group_src=self.pipeline.stage_ranks[-1])
-        self._stage_loss.adopt(Traits.of_code(int(answer.item())))
-
-    @property
-    def _micro_batch_size(self) -> int:
-        return self.args.per_device_train_batch_size // self.args.n_microbatches
-
-    @property
-    def _eval_micro_batch_size(self) -> int:
-        if self.pipeline.has_fixed_shapes:
-            return self._micro_batch_size
-        return -(-self.args.per_device_eval_batch_size // self.args.n_microbatches)
+        """Find out which labels the loss counts, from the first micro-batch."""
+        if not self._stage_loss.is_resolved:
+            batch = self.pipeline.batch(input_dict, labels, size)
+            self._stage_loss.resolve(batch.micro_batches(batch.num_rows // size)[0], self.runner.look)
 
     def _count_batch_tokens(self, input_dict: dict[str, Any], labels: Any) -> int | Tensor:
         return super()._count_batch_tokens(input_dict, labels) if self.pipeline.has_first else 0
@@ -469,30 +405,18 @@ class PipelineTrainer(Trainer[TPipelineArgs]):
     def _prediction_step(self, input_dict: dict[str, Any], labels: Any) -> dict[str, Any]:
         """The mean loss of a batch, logits and labels where the last stage is; elsewhere zero, None and None."""
         requirements.require_labels(input_dict, labels)
-        size = self._eval_micro_batch_size
+        has_fixed_shapes = self.pipeline.has_fixed_shapes
+        size = self.args.micro_batch_size if has_fixed_shapes else self.args.eval_micro_batch_size
         self._resolve_loss(input_dict, labels, size)
         batch = self.pipeline.batch(input_dict, labels, size)
-        parts = batch.micro_batches(batch.num_rows // size)
-        count = self._stage_loss.count(labels)
-        loss = MicroBatchLoss(self._stage_loss, count, False, self.amp_context)
+        micro_batches = batch.micro_batches(batch.num_rows // size)
         wants_logits = self._shows_predictions or is_overridden(self, "_prediction_step")
-        shares: list[Tensor] = []
-        all_logits: list[Tensor] = []
-
-        def consume(number: int, logits: Tensor) -> None:
-            part = parts[number].labels
-            assert part is not None
-            shares.append(loss(logits, part))
-            if wants_logits:
-                all_logits.append(self._stage_loss.logits(logits))
-
-        self.runner.forward(parts, consume)
-        if not self.pipeline.has_last:
-            return {"loss": torch.zeros(()), "logits": None, "labels": None}
+        mean, logits = self._stage_loss.mean(micro_batches, labels, self.runner.forward, wants_logits)
+        if batch.labels is None or not self.pipeline.has_last:
+            return {"loss": mean, "logits": None, "labels": None}
         num_rows = samples_in(input_dict)
-        logits = torch.cat(all_logits)[:num_rows] if all_logits else None
-        mean = self._stage_loss.mean(torch.stack(shares).sum(), count)
-        return {"loss": mean, "logits": logits, "labels": None if batch.labels is None else batch.labels[:num_rows]}
+        logits = None if logits is None else logits[:num_rows]
+        return {"loss": mean, "logits": logits, "labels": batch.labels[:num_rows]}
 
     def _shared_metrics(self, metrics: dict[str, Any]) -> dict[str, Any]:
         """Metrics of rank 0, and of the last stage, where alone callbacks see logits."""
@@ -519,26 +443,13 @@ class PipelineTrainer(Trainer[TPipelineArgs]):
         Without `eos_token_id` and `pad_token_id` those of the model's generation config are used.
         """
         self._prepare_to_evaluate(self.eval_dataset)
-        defaults = getattr(self.pipeline.whole, "generation_config", None)
         options = GenerationOptions(
-            max_new_tokens,
-            getattr(defaults, "eos_token_id", None) if eos_token_id is None else eos_token_id,
-            getattr(defaults, "pad_token_id", None) if pad_token_id is None else pad_token_id,
-            do_sample,
-            temperature,
-            top_k,
-            repetition_penalty,
-            use_cache,
-        )
+            max_new_tokens, eos_token_id, pad_token_id, do_sample, temperature, top_k, repetition_penalty, use_cache
+        ).with_tokens_of(self.pipeline.whole)
         mask = None if attention_mask is None else attention_mask.to(self.device)
         share = functools.partial(self._share_tokens, len(input_ids))
         stages, can_cache = self.pipeline.own, self.pipeline.all_can_cache
-        with (
-            torch_settings(self.args),
-            set_train(self._forward_modules(), False),
-            torch.no_grad(),
-            self.amp_context.autocast(),
-        ):
+        with torch_settings(self.args), self.runner.generation():
             run = self.runner.generate
             return generate(run, stages, share, input_ids.to(self.device), options, mask, can_cache=can_cache)
 
@@ -561,5 +472,4 @@ class PipelineTrainer(Trainer[TPipelineArgs]):
         self._tied.compare()
 
     def _load_weights_of(self, checkpoint_path: str) -> None:
-        names = self.pipeline.whole.state_dict(keep_vars=True).keys()
-        load_into_modules(locate_weights(checkpoint_path), [self.pipeline.part], True, names)
+        self.pipeline.load_weights(checkpoint_path)

@@ -1,53 +1,48 @@
 """StageRunner: runs this rank's stages, in training steps of torch's schedule and in forward passes alone."""
 
 import contextlib
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.distributed import ProcessGroup
 from torch.distributed.pipelining import PipelineStage
 
 from forgather.ml.trainer.amp import AMPContext
 from forgather.ml.trainer.pipeline.forward_only import Consume, ForwardOnly, Meta, Metas
-from forgather.ml.trainer.pipeline.micro_batch_loss import MicroBatchLoss, apply_loss
 from forgather.ml.trainer.pipeline.pipeline_batches import PipelineBatch
 from forgather.ml.trainer.pipeline.pipeline_model import PipelineModel
+from forgather.ml.trainer.pipeline.pipeline_ranks import PipelineRanks
 from forgather.ml.trainer.pipeline.schedules import ScheduleChoice
 from forgather.ml.trainer.pipeline.schedules.runner import ScheduleRunner
 from forgather.ml.trainer.pipeline.schedules.trained_stage import StageReducer, TrainedStage
+from forgather.ml.trainer.pipeline.stage_loss import MicroBatchLoss, apply_loss
+from forgather.ml.trainer.recipes import Recipes
 from forgather.ml.trainer.setup.model_modes import set_train
 from forgather.ml.trainer.setup.seeding import undisturbed_random_numbers
 
-Context = Callable[[], AbstractContextManager[object]]
-
 
 class StageRunner:
-    """All ranks of a pipeline call its methods together.
-
-    `groups` are those of `ForwardOnly`. Forward passes of training run in `forward_context`. The `reducer` is told when
-    gradients of a stage are computed.
-    """
+    """All ranks of a pipeline call its methods together. The `reducer` is told when gradients of a stage are computed."""
 
     def __init__(
         self,
         pipeline: PipelineModel,
         schedule: ScheduleChoice,
-        groups: tuple[ProcessGroup, ProcessGroup | None],
+        ranks: PipelineRanks,
         n_microbatches: int,
         amp: AMPContext,
-        forward_context: Context,
+        recipes: Recipes,
         reducer: StageReducer | None,
     ) -> None:
         self._pipeline = pipeline
         self._splits_backward = schedule.traits.splits_backward
         self._amp = amp
-        self._forward_context = forward_context
+        self._recipes = recipes
         self._reducer = reducer
         for stage in pipeline.stages:
             stage.submod = pipeline.running[stage.stage_index]
+        groups = (ranks.group, ranks.return_group() if schedule.traits.is_multistage else None)
         options = (pipeline.stage_ranks, groups, pipeline.device, pipeline.boundary)
         self._forward_only = ForwardOnly(pipeline.running, *options)
         self._generating = ForwardOnly(pipeline.own, *options)
@@ -91,6 +86,18 @@ class StageRunner:
         results: list[Tensor] = []
         self._generating.run([inputs], [keywords], lambda _, logits: results.append(logits[:, -1:]), stage_keywords)
         return results[0] if results else None
+
+    @contextlib.contextmanager
+    def generation(self) -> Iterator[None]:
+        """Context of `generate`."""
+        with set_train(self._pipeline.own_modules, False), torch.no_grad(), self._amp.autocast():
+            yield
+
+    @contextlib.contextmanager
+    def _forward_context(self) -> Iterator[None]:
+        """Context of the forward passes of stages in training."""
+        with self._amp.autocast(), self._recipes.activations(self._pipeline.part):
+            yield
 
     def _make_stage(self, like: PipelineStage, inputs: tuple[Tensor, ...], outputs: tuple[Tensor, ...]) -> TrainedStage:
         stage = TrainedStage(

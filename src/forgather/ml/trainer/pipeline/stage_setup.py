@@ -11,7 +11,7 @@ from forgather.ml.trainer.pipeline.model_splitter import Split
 from forgather.ml.trainer.pipeline.pipeline_arguments import PipelineTrainingArguments
 from forgather.ml.trainer.pipeline.pipeline_model import PipelineModel
 from forgather.ml.trainer.pipeline.pipeline_ranks import PipelineRanks
-from forgather.ml.trainer.pipeline.pipeline_requirements import require_untied_weights
+from forgather.ml.trainer.pipeline.pipeline_requirements import OwnLossCheck, require_untied_weights
 from forgather.ml.trainer.pipeline.pipeline_utils import pipeline_stage_indices, tensors_of
 from forgather.ml.trainer.pipeline.schedules import ScheduleChoice
 from forgather.ml.trainer.pipeline.tied_weights import TiedWeights, tied_weights
@@ -22,8 +22,8 @@ logger = logging.getLogger(__name__)
 
 Splitter = Callable[[nn.Module, Sequence[tuple[int, ...]]], Split]
 """Divides a model into stages, given the stages of each rank."""
-Source = Callable[[], nn.Module]
-"""Builds the whole model, with its values."""
+Construct = Callable[[torch.device], nn.Module]
+"""Builds the whole model on a device: without memory on the meta device, with its values elsewhere."""
 
 
 class StageSetup:
@@ -37,6 +37,7 @@ class StageSetup:
         team: Team,
         ranks: PipelineRanks,
         device: torch.device,
+        loss_check: OwnLossCheck | None,
     ) -> None:
         self._args = args
         self._splitter = splitter
@@ -44,16 +45,20 @@ class StageSetup:
         self._team = team
         self._ranks = ranks
         self._device = device
+        self._loss_check = loss_check
 
-    def divide(self, build_whole: Source) -> PipelineModel:
-        """The stages of this rank with memory, but without values; `build_whole` builds on the meta device."""
+    def divide(self, construct: Construct) -> PipelineModel:
+        """The stages of this rank with memory, but without values."""
         ranks = self._ranks
         num_stages = ranks.size * self._schedule.stages_per_rank(self._args.stages_per_rank)
         with undisturbed_random_numbers(), self._team.agreement("dividing the model into stages"):
             indices = pipeline_stage_indices(ranks.size, num_stages, self._schedule.traits.stage_type)
+            whole = construct(torch.device("meta"))
+            if self._loss_check is not None:
+                self._loss_check.look_at_whole(whole)
             pipeline = PipelineModel(
-                build_whole(),
-                lambda whole: self._splitter(whole, indices),
+                whole,
+                lambda model: self._splitter(model, indices),
                 indices,
                 self._device,
                 ranks.rank,
@@ -68,14 +73,16 @@ class StageSetup:
         with undisturbed_random_numbers(), self._team.agreement("computing buffers"):
             fill_buffers(pipeline.part)
 
-    def fill(self, pipeline: PipelineModel, build_source: Source, check: Callable[[nn.Module], None]) -> None:
+    def fill(self, pipeline: PipelineModel, construct: Construct) -> None:
         """Give all stages the values of the whole model, which rank 0 alone builds and checks."""
         source: nn.Module | None = None
         with self._team.agreement("building the model"):
             if self._team.rank == 0:
-                source = build_source()
+                on_device = self._args.construct_model_on == "device"
+                source = construct(self._device if on_device else torch.device("cpu"))
                 pipeline.check_source(source)
-                check(source)
+                if self._loss_check is not None:
+                    self._loss_check.look_at_source(source)
         if self._args.debug_model_init:
             logger.info("rank 0 sends %d tensors to their ranks", sum(map(len, pipeline.names_of_ranks)))
         if self._ranks.replica == 0:

@@ -12,6 +12,7 @@ from forgather.ml.checkpoint.encoding.digest import tensor_digest
 from forgather.ml.checkpoint.errors import ReplicationError
 from forgather.ml.checkpoint.weights.safetensors_io import SharingMetadataT
 from forgather.ml.distributed.environment import get_requested_timeout
+from forgather.ml.trainer.loop.gradients import GradientNorm
 
 Gather = Callable[[Any], list[Any]]
 
@@ -67,9 +68,10 @@ class TiedWeights:
         self.are_anywhere = any(gather(bool(weights)))
         """Whether any rank has such copies."""
 
-    def counted_elsewhere(self) -> set[int]:
-        """Ids of parameters that a sum over all ranks takes from another rank."""
-        return {id(weight.parameter) for weight in self._weights if not weight.counts_here}
+    def norm(self, parameters: Sequence[Tensor]) -> GradientNorm:
+        """The gradient norm of parameters, without those that a sum over all ranks takes from another rank."""
+        copies = {id(weight.parameter) for weight in self._weights if not weight.counts_here}
+        return GradientNorm([one for one in parameters if id(one) not in copies])
 
     def add_gradients(self) -> None:
         """Give every copy the sum of the gradients of all copies, so that they stay one."""

@@ -2,10 +2,12 @@
 
 import functools
 import inspect
+import logging
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal
 
+import torch
 from torch.distributed.pipelining import (
     Schedule1F1B,
     ScheduleDualPipeV,
@@ -57,6 +59,15 @@ class ScheduleChoice:
         is_bound = isinstance(given, functools.partial)
         schedule_class = find_schedule(given.func if is_bound else given)
         return cls(given if is_bound else schedule_class, schedule_class, traits_of(schedule_class))
+
+    def prepare(self, pp_size: int, stages_per_rank: int, n_microbatches: int, debug: bool) -> None:
+        """Settings of torch for this schedule; refuses layouts that it cannot run."""
+        if debug:
+            logging.getLogger("torch.distributed.pipelining").setLevel(logging.DEBUG)
+        if self.traits.splits_backward:
+            # What a compiled part of a stage would reuse for its gradients is needed twice.
+            torch._functorch.config.donated_buffer = False
+        check_layout(self.schedule_class, pp_size, self.stages_per_rank(stages_per_rank), n_microbatches)
 
     def stages_per_rank(self, asked: int) -> int:
         """A schedule that needs several stages per rank gets them without being asked."""

@@ -10,9 +10,9 @@ from torch.distributed.pipelining import PipelineStage
 from torch.distributed.pipelining.microbatch import TensorChunkSpec, _Replicate
 
 from forgather.ml.trainer.pipeline.forward_only import Meta, Metas, Signature
-from forgather.ml.trainer.pipeline.micro_batch_loss import MicroBatchLoss
 from forgather.ml.trainer.pipeline.model_splitter import Stage
 from forgather.ml.trainer.pipeline.pipeline_batches import PipelineBatch, has_rows
+from forgather.ml.trainer.pipeline.stage_loss import MicroBatchLoss
 
 _SHAPES_KEPT = 4
 """Schedules that are kept with their receive buffers, for batches that come in a few shapes."""
