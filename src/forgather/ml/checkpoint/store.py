@@ -35,7 +35,7 @@ from forgather.ml.checkpoint.files.hashed_io import HashingWriter, new_hasher
 from forgather.ml.checkpoint.files.regular_files import is_real_directory, path_inside
 from forgather.ml.checkpoint.foreign.ownership import SET_ASIDE, Owner, is_ours, owner_of
 from forgather.ml.checkpoint.manifest import MANIFEST_NAME, CheckpointManifest, FileRecord, read_manifest
-from forgather.ml.checkpoint.verification import problems_with_file, problems_with_weights
+from forgather.ml.checkpoint.files.verification import problems_with_file, problems_with_weights
 
 logger = logging.getLogger(__name__)
 

@@ -11,8 +11,7 @@ from typing import Any
 
 from forgather.ml.checkpoint.components import SharingPattern, StateComponent
 from forgather.ml.checkpoint.coordinator import CheckpointCoordinator
-from forgather.ml.checkpoint.model_selection import is_better, note_best_metric
-from forgather.ml.checkpoint.retention import metric_value
+from forgather.ml.checkpoint.retention import is_better, metric_value, note_best_metric
 from forgather.ml.checkpoint.store import CHECKPOINTS_FOLDER, checkpoint_path
 from forgather.ml.checkpoint.weights.module_weights import load_checkpoint as load_weights
 from forgather.ml.trainer.loop.nonfinite import nonfinite_weights, weights_error
