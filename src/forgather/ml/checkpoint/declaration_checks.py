@@ -4,7 +4,6 @@ import functools
 import logging
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any
 
 from torch import Tensor
 
@@ -15,7 +14,7 @@ from forgather.ml.checkpoint.rank_layout import Ranks
 from forgather.ml.checkpoint.sharing import ComponentSharing, Owner
 from forgather.ml.checkpoint.weights.hf_files import CONFIG_FILES
 from forgather.ml.checkpoint.weights.location import abbreviate
-from forgather.ml.checkpoint.weights.module_weights import SharingMetadataT
+from forgather.ml.checkpoint.weights.safetensors_io import SharingMetadataT
 from forgather.ml.distributed import Peers
 
 logger = logging.getLogger(__name__)
@@ -38,18 +37,18 @@ def declaration_of(component: StateComponent) -> Declaration:
     return component.key, component.sharing_pattern.value, component.process_group_name
 
 
-def tensor_names(state: Any) -> list[str]:
+def tensor_names(state: object) -> list[str]:
     """The paths of the tensors in a state; their contents are not looked at."""
     return [path for path, leaf in leaves_by_path(state).items() if isinstance(leaf, Tensor)]
 
 
-def names_digest(state: Any) -> str:
+def names_digest(state: object) -> str:
     return combine_digests(dict.fromkeys(tensor_names(state), ""))
 
 
 def check_names(
     sharings: Sequence[ComponentSharing],
-    states: Mapping[str, Any],
+    states: Mapping[str, object],
     digests: Sequence[Mapping[Declaration, str]],
     peers: Peers,
 ) -> None:
@@ -75,7 +74,7 @@ def _check_declarations(digests: Sequence[Mapping[Declaration, str]]) -> None:
             key, pattern, family = declared
             raise CheckpointSaveError(
                 f"Component {key!r} is declared {_pattern_text(pattern, family)} by some ranks, but not by "
-                f"{_ranks_text(without)}. get_state_components() must declare a component that ranks share in the same way "
+                f"{ranks_text(without)}. get_state_components() must declare a component that ranks share in the same way "
                 "on all of them."
             )
 
@@ -86,10 +85,10 @@ def _describe_difference(component: StateComponent, owner: Owner, names: Sequenc
         for name in names[rank]:
             holders.setdefault(name, []).append(rank)
     partial = {name: ranks for name, ranks in holders.items() if len(ranks) < len(owner.ranks)}
-    shown = [f"{name} only on {_ranks_text(ranks)}" for name, ranks in _first_of_each(partial)]
+    shown = [f"{name} only on {ranks_text(ranks)}" for name, ranks in _first_of_each(partial)]
     pattern = _pattern_text(component.sharing_pattern.value, component.process_group_name)
     return (
-        f"Component {component.key!r} is declared {pattern}: {_ranks_text(owner.ranks)} have copies of the same tensors. But "
+        f"Component {component.key!r} is declared {pattern}: {ranks_text(owner.ranks)} have copies of the same tensors. But "
         f"{len(partial)} tensors are not on all of them: {'; '.join(shown)}. One copy is written, so the others would be "
         "lost. Declare it PER_RANK when each rank has tensors of its own, or PER_GROUP over the process groups whose ranks "
         "have the same ones (for the stages of a pipeline: those of data parallelism)."
@@ -147,7 +146,7 @@ def _check_writers(plans: Sequence[WeightPlan], storage: Ranks) -> None:
     for file, ranks in writers.items():
         if len(ranks) > 1:
             raise CheckpointSaveError(
-                f"The shard index of component 'model' puts tensors of different ranks into {file}: {_ranks_text(ranks)} "
+                f"The shard index of component 'model' puts tensors of different ranks into {file}: {ranks_text(ranks)} "
                 "would all write it. Give make_shard_index one state dict for each part of the model."
             )
 
@@ -175,7 +174,7 @@ def _check_index(plans: Sequence[WeightPlan], storage: Ranks) -> None:
         raise CheckpointSaveError(
             f"The shard index of component 'model' lists {len(unwritten)} tensors that nobody writes: {file} is to have "
             f"{abbreviate([one for one, place in unwritten if place == file], _NUM_SHOWN)}, but none of "
-            f"{_ranks_text(storage)} writes {what}. The checkpoint could not be loaded. Make the index from the model as it "
+            f"{ranks_text(storage)} writes {what}. The checkpoint could not be loaded. Make the index from the model as it "
             "is now, or pass none."
         )
     for (name, file), rank in written.items():
@@ -236,5 +235,5 @@ def _pattern_text(pattern: str, family: str | None) -> str:
     return pattern.upper() if family is None else f"{pattern.upper()} over {family!r}"
 
 
-def _ranks_text(ranks: Sequence[int]) -> str:
+def ranks_text(ranks: Sequence[int]) -> str:
     return f"{'rank' if len(ranks) == 1 else 'ranks'} {', '.join(map(str, ranks))}"

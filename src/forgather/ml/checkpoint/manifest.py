@@ -216,6 +216,23 @@ def read_manifest(checkpoint_path: str) -> CheckpointManifest:
     return known[1]
 
 
+def has_versioned_manifest(checkpoint_path: str) -> bool:
+    """Whether a directory has a manifest of ours, sound or damaged.
+
+    A manifest with neither format version nor checksum belongs to another program with the same file layout.
+    """
+    path = os.path.join(checkpoint_path, MANIFEST_NAME)
+    if not os.path.lexists(path):
+        return False
+    try:
+        data = strict_json.loads(read_small_file(path), path)
+    except (CheckpointError, OSError):
+        return True
+    described_by_us = {"format_version", "manifest_checksum"}
+    required = {"checkpoint_path", "world_size", "timestamp", "components"}
+    return type(data) is not dict or bool(described_by_us & set(data)) or not required <= set(data)
+
+
 def _keep(path: str, known: tuple[_Identity, CheckpointManifest | CheckpointError]) -> None:
     _read[path] = known
     while len(_read) > _MOST_KEPT:

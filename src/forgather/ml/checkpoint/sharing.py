@@ -13,6 +13,11 @@ class Owner:
     number: int | None
     ranks: Ranks
 
+    @property
+    def ranks_of_file(self) -> list[int]:
+        """As the manifest lists them: nothing stands for all ranks."""
+        return [] if self.number is None else list(self.ranks)
+
 
 @dataclass(frozen=True)
 class ComponentSharing:
@@ -56,6 +61,11 @@ class ComponentSharing:
     def writer(self, owner: Owner, storage: Ranks) -> int:
         """The rank that writes this copy into that directory: one that has it, else the directory's leader."""
         return next((rank for rank in storage if rank in self.holders(owner)), storage[0])
+
+    def written_here(self) -> list[Owner]:
+        """The copies that this rank writes."""
+        storage = self.layout.storage
+        return [owner for owner in self.owners_in(storage) if self.writer(owner, storage) == self.layout.rank]
 
     def is_relayed(self, owner: Owner) -> bool:
         """Whether some directory needs this copy but none of its ranks holds it."""
