@@ -163,14 +163,14 @@ def probe_storage(peers: Peers, output_dir: str, attempt: str) -> StorageScope:
             with contextlib.suppress(FileNotFoundError):
                 os.remove(path)
     if not all(seen) and any(seen[1:]):
-        raise CheckpointError(_describe_mixed_storage(output_dir, seen))
+        raise CheckpointError(_describe_mixed_storage(seen))
     return "job" if all(seen) else "rank"
 
 
-def _describe_mixed_storage(output_dir: str, seen: Sequence[bool]) -> str:
+def _describe_mixed_storage(seen: Sequence[bool]) -> str:
     sharing = [rank for rank, sees in enumerate(seen) if sees]
     return (
-        f"save_on_all_ranks=True needs an output_dir that all ranks share, or one of its own for each rank. But ranks "
-        f"{', '.join(map(str, sharing))} share {output_dir!r} and the others do not see it. Where the ranks of a node share "
-        "storage, set save_on_each_node=True and save_on_all_ranks=False."
+        "save_on_all_ranks=True needs an output_dir that all ranks share, or one of its own for each rank. But ranks "
+        f"{', '.join(map(str, sharing))} share the one of rank 0, and the others do not see it. Where the ranks of a node "
+        "share storage, set save_on_each_node=True and save_on_all_ranks=False."
     )
