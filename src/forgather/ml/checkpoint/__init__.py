@@ -48,7 +48,7 @@ if TYPE_CHECKING:
 _HOMES = {
     "AnyOf": "retention",
     "BestN": "retention",
-    "CheckpointConfig": "manager",
+    "CheckpointConfig": "storage",
     "CheckpointCoordinator": "coordinator",
     "CheckpointCorruptError": "errors",
     "CheckpointError": "errors",

@@ -154,6 +154,32 @@ def require_known_components(known: Sequence[str], keys: Collection[str], settin
             raise ValueError(f"{setting} names the unknown component {key!r}; there are: {', '.join(known)}.{hint}")
 
 
+def check_declaration(components: Sequence[StateComponent], groups: Mapping[str, ProcessGroup]) -> None:
+    """Raise `ValueError` for two components with one key, or a process group that does not exist."""
+    _refuse_duplicates(components)
+    _refuse_unknown_families(components, groups)
+
+
+def _refuse_duplicates(components: Sequence[StateComponent]) -> None:
+    seen: set[str] = set()
+    for component in components:
+        if component.key in seen:
+            raise ValueError(
+                f"Duplicate component key {component.key!r}: each component needs a name of its own, since it names files."
+            )
+        seen.add(component.key)
+
+
+def _refuse_unknown_families(components: Sequence[StateComponent], groups: Mapping[str, ProcessGroup]) -> None:
+    for component in components:
+        name = component.process_group_name
+        if component.sharing_pattern is SharingPattern.PER_GROUP and name not in groups:
+            raise ValueError(
+                f"Component {component.key!r} is PER_GROUP over the unknown process group {name!r}; "
+                f"get_process_groups() has: {', '.join(groups) or 'none'}."
+            )
+
+
 def usable_components(components: Sequence[StateComponent]) -> list[StateComponent]:
     """The components whose object has state; an optional one without is left out, a required one is a `ValueError`."""
     usable = []

@@ -21,6 +21,7 @@ from forgather.ml.checkpoint.components import (
     MODEL_KEY,
     SharingPattern,
     StateComponent,
+    check_declaration,
     is_list_of_modules,
     usable_components,
 )
@@ -40,6 +41,7 @@ from forgather.ml.checkpoint.rank_layout import RankLayout, StorageScope
 from forgather.ml.checkpoint.reader import CheckpointReader
 from forgather.ml.checkpoint.snapshot import Snapshot, SnapshotTaker, describe_components
 from forgather.ml.checkpoint.state.optimizer_state import OptimizerState
+from forgather.ml.checkpoint.state.rng import RNGState
 from forgather.ml.checkpoint.weights.export import ModelExport
 from forgather.ml.checkpoint.weights.index import ShardIndex
 from forgather.ml.distributed import DistributedEnvInterface, Peers
@@ -104,8 +106,7 @@ class CheckpointCoordinator:
 
     def declare(self, state_components: Sequence[StateComponent], process_groups: Mapping[str, ProcessGroup]) -> None:
         """Replace the declaration of state; the next save or load uses it. Not collective."""
-        _refuse_duplicates(state_components)
-        _refuse_unknown_families(state_components, process_groups)
+        check_declaration(state_components, process_groups)
         self._process_groups = process_groups
         usable = usable_components(state_components)
         self._left_out = {one.key for one in state_components} - {one.key for one in usable}
@@ -135,6 +136,11 @@ class CheckpointCoordinator:
     def component_keys(self) -> list[str]:
         """The keys that a save writes and a load reads."""
         return [component.key for component in self._components]
+
+    @property
+    def random_state(self) -> RNGState | None:
+        """The `RNGState` among the components, whichever key it has."""
+        return next((one.stateful for one in self._components if isinstance(one.stateful, RNGState)), None)
 
     def save_checkpoint(
         self,
@@ -404,26 +410,6 @@ def _describe_mesh(mesh: DeviceMesh | None) -> dict[str, list[int] | list[str]] 
     if mesh is None:
         return None
     return {"shape": list(mesh.shape), "axis_names": list(mesh.mesh_dim_names or ())}
-
-
-def _refuse_duplicates(components: Sequence[StateComponent]) -> None:
-    seen: set[str] = set()
-    for component in components:
-        if component.key in seen:
-            raise ValueError(
-                f"Duplicate component key {component.key!r}: each component needs a name of its own, since it names files."
-            )
-        seen.add(component.key)
-
-
-def _refuse_unknown_families(components: Sequence[StateComponent], groups: Mapping[str, ProcessGroup]) -> None:
-    for component in components:
-        name = component.process_group_name
-        if component.sharing_pattern is SharingPattern.PER_GROUP and name not in groups:
-            raise ValueError(
-                f"Component {component.key!r} is PER_GROUP over the unknown process group {name!r}; "
-                f"get_process_groups() has: {', '.join(groups) or 'none'}."
-            )
 
 
 def _require_process_group(env: DistributedEnvInterface) -> None:

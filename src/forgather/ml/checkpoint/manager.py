@@ -4,7 +4,6 @@ import contextlib
 import logging
 import os
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
-from dataclasses import dataclass
 from typing import TypeVar
 
 from torch import nn
@@ -30,12 +29,10 @@ from forgather.ml.checkpoint.errors import (
 )
 from forgather.ml.checkpoint.files.eval_metrics import EVAL_METRICS_NAME, metrics_bytes
 from forgather.ml.checkpoint.metadata import METADATA_NAME, CheckpointMetadata
-from forgather.ml.checkpoint.output_lock import OutputDirLock
-from forgather.ml.checkpoint.rank_layout import StorageScope, probe_storage
 from forgather.ml.checkpoint.retention import LatestN, RetentionPolicy
 from forgather.ml.checkpoint.rotation import CheckpointRotation, soundness_note, stored_weight_decay_groups
 from forgather.ml.checkpoint.state.rng import RNGState
-from forgather.ml.checkpoint.weights.export import remove_unfinished_exports
+from forgather.ml.checkpoint.storage import CheckpointConfig, OutputDirectory
 from forgather.ml.checkpoint.weights.external import WeightSuppliers
 from forgather.ml.checkpoint.weights.index import ShardIndex
 from forgather.ml.distributed import DistributedEnvInterface, Peers
@@ -45,25 +42,6 @@ __all__ = ["CheckpointConfig", "CheckpointManager", "RNGState"]
 logger = logging.getLogger(__name__)
 
 T = TypeVar("T")
-
-
-@dataclass(kw_only=True)
-class CheckpointConfig:
-    """Where checkpoints go and how many are kept."""
-
-    output_dir: str
-    save_total_limit: int | None
-    """The newest so many are kept, beside the best; None or 0 keeps all."""
-    save_on_each_node: bool = False
-    """Each node has storage of its own, and keeps there what its ranks need."""
-    save_safetensors: bool = True
-    save_on_local_rank: int = 0
-    """With save_on_each_node: the local rank that commits a node's checkpoints."""
-    save_on_all_ranks: bool = False
-    """Every rank writes its own part: into one directory where ranks share storage, else each rank into its own.
-
-    A probe file that rank 0 writes and all ranks look for tells which.
-    """
 
 
 class CheckpointManager:
@@ -97,8 +75,8 @@ class CheckpointManager:
         if on_save_error not in ("raise", "warn"):
             raise ValueError(f"on_save_error={on_save_error!r} is not one of 'raise', 'warn'.")
         self.config = config
+        self.is_read_only = read_only
         self.num_save_errors = 0
-        self._env = dist
         self.trainer = stateful_provider
         self._provider = stateful_provider
         self._model = model
@@ -109,11 +87,8 @@ class CheckpointManager:
         self._raise_save_errors = on_save_error == "raise"
         self._eval_metrics: Mapping[str, object] | None = None
         self._peers = Peers.world()
-        self._storage_scope = self._find_storage_scope(read_only)
-        policy = retention or LatestN(config.save_total_limit)
-        self._rotation = CheckpointRotation(
-            self._own_folder, policy, self._peers, self._leads_storage, self._storage_scope == "job"
-        )
+        self._directory = OutputDirectory(config, dist, self._peers, read_only)
+        self._rotation = CheckpointRotation(self._directory, retention or LatestN(config.save_total_limit), self._peers)
         self._suppliers = WeightSuppliers(callbacks, model, model_parts)
         # Without components yet: the provider declares them at every save and load.
         self._coordinator = CheckpointCoordinator(
@@ -128,13 +103,12 @@ class CheckpointManager:
             model_preprocessor=model_preprocessor,
             mesh=mesh,
             trainer_class=type(stateful_provider).__name__,
-            storage_scope=self._storage_scope,
+            storage_scope=self._directory.scope,
             save_on_local_rank=config.save_on_local_rank,
         )
-        self._lock = OutputDirLock(config.output_dir)
         if not read_only:
             try:
-                self._everywhere(self._take_directory, "taking the output directory", CheckpointError)
+                self._everywhere(self._directory.take, "taking the output directory", CheckpointError)
             except BaseException:
                 self.close()
                 raise
@@ -281,7 +255,7 @@ class CheckpointManager:
         return None
 
     def _refuse_checkpoints_of_others(self) -> None:
-        if not self._leads_storage:
+        if not self._directory.is_led_here:
             return
         others = store.checkpoints_of_others(self.config.output_dir)
         if others:
@@ -292,17 +266,18 @@ class CheckpointManager:
                 "is never replaced or deleted."
             )
 
+    @property
+    def random_state(self) -> RNGState | None:
+        """The random state that the last load applied; `restore()` applies it again, once data iterators are built."""
+        return self._coordinator.random_state
+
     def is_own(self, path: str) -> bool:
         """Whether a checkpoint is one of those in the output directory."""
         return self._rotation.contains(path)
 
-    @property
-    def _own_folder(self) -> str:
-        return os.path.join(self.config.output_dir, store.CHECKPOINTS_FOLDER)
-
     def close(self) -> None:
         """Give the output directory back."""
-        self._lock.release()
+        self._directory.give_back()
 
     # --- inside
 
@@ -310,7 +285,7 @@ class CheckpointManager:
         extra_files: dict[str, bytes] = {}
 
         def collect() -> dict[str, object]:
-            self._lock.require_held()
+            self._directory.require_held()
             if self._eval_metrics is not None:
                 extra_files[EVAL_METRICS_NAME] = metrics_bytes(self._eval_metrics)
             for callback in self._callbacks:
@@ -378,34 +353,10 @@ class CheckpointManager:
             metadata = CheckpointMetadata.read(path)
             if self.is_own(path):
                 # The best of another run would keep this run's own off the list for ever.
-                self._rotation.best = metadata.best_below(os.path.abspath(self._own_folder))
+                self._rotation.best = metadata.best_below(os.path.abspath(self._directory.checkpoints))
             metadata.restore_callbacks(self._callbacks, self._peers.rank)
 
         self._everywhere(finish, f"restoring callbacks from {path}", CheckpointLoadError)
-
-    def _take_directory(self) -> None:
-        if not self._leads_storage:
-            return
-        self._lock.acquire()
-        store.refuse_occupied_names(self._own_folder)
-        remove_unfinished_exports(self.config.output_dir)
-        for line in store.recover(self._own_folder):
-            logger.info("Recovery: %s", line)
-
-    def _find_storage_scope(self, read_only: bool) -> StorageScope:
-        """Collective, when every rank is to write: who shares the output directory."""
-        if not self.config.save_on_all_ranks:
-            return "node" if self.config.save_on_each_node else "job"
-        if read_only:
-            # A reader writes no probe; it finds the checkpoints of shared storage by its own path just as well.
-            return "rank"
-        return probe_storage(self._peers, self.config.output_dir, self._peers.broadcast(store.new_attempt()))
-
-    @property
-    def _leads_storage(self) -> bool:
-        if self._storage_scope == "node":
-            return self._env.local_rank == self.config.save_on_local_rank
-        return self._storage_scope == "rank" or self._peers.rank == 0
 
     def _declared(self, purpose: str) -> CheckpointCoordinator:
         """Collective: the coordinator with what the provider declares now, once that has worked on every rank."""

@@ -62,7 +62,7 @@ class FileRecord:
         return cls(**_known(cls, data))
 
 
-def check_relative_path(path: Any) -> None:
+def check_relative_path(path: object) -> None:
     """Raise `ValueError` for a path that could lead out of the directory it is relative to, or has two spellings."""
     if not isinstance(path, str):
         raise ValueError(f"is not text: {path!r}")
@@ -257,7 +257,7 @@ def _known(cls: type, data: Mapping[str, Any]) -> dict[str, Any]:
     return {name: value for name, value in data.items() if name in names}
 
 
-def _check_time(value: Any) -> None:
+def _check_time(value: object) -> None:
     try:
         is_time = type(value) is str and _FIRST_YEAR <= _parse_time(value).year < _LAST_YEAR
     except (ValueError, OverflowError):
@@ -266,7 +266,7 @@ def _check_time(value: Any) -> None:
         raise Violation(f"an ISO time between the years {_FIRST_YEAR} and {_LAST_YEAR}", value)
 
 
-def _check_path(value: Any) -> None:
+def _check_path(value: object) -> None:
     try:
         check_relative_path(value)
     except ValueError as error:

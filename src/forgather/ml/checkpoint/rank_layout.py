@@ -1,7 +1,5 @@
 """Which ranks share what: groups, nodes and storage, as every rank of the job sees them."""
 
-import contextlib
-import os
 import socket
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -12,15 +10,12 @@ from torch.distributed import ProcessGroup
 
 from forgather.ml.checkpoint.all_ranks import on_every_rank
 from forgather.ml.checkpoint.errors import CheckpointError
-from forgather.ml.checkpoint.files.durable import make_directories
 from forgather.ml.distributed import DistributedEnvInterface, Peers
 
 Ranks = tuple[int, ...]
 
 StorageScope = Literal["job", "node", "rank"]
 """Who sees one output directory: all ranks, the ranks of a node, or each rank alone."""
-
-_PROBE = ".storage-probe-"
 
 
 @dataclass(frozen=True)
@@ -139,38 +134,6 @@ def _storages(
     return tuple(storages)
 
 
-def probe_storage(peers: Peers, output_dir: str, attempt: str) -> StorageScope:
-    """Find out whether ranks share a directory, by a file that rank 0 writes and all look for; collective.
-
-    "job" when all ranks see the file, "rank" when only rank 0 does.
-    """
-    if peers.size == 1:
-        return "job"
-    # A name of its own for each attempt: no cache of a network file system can know that it does not exist.
-    path = os.path.join(output_dir, f"{_PROBE}{attempt}")
-
-    def write() -> None:
-        make_directories(os.path.abspath(output_dir))
-        if peers.rank == 0:
-            with open(path, "x"):
-                pass
-
-    try:
-        on_every_rank(peers, write, "writing the storage probe", CheckpointError)
-        seen = on_every_rank(peers, lambda: os.path.exists(path), "looking for the storage probe", CheckpointError)
-    finally:
-        if peers.rank == 0:
-            with contextlib.suppress(FileNotFoundError):
-                os.remove(path)
-    if not all(seen) and any(seen[1:]):
-        raise CheckpointError(_describe_mixed_storage(seen))
-    return "job" if all(seen) else "rank"
-
-
-def _describe_mixed_storage(seen: Sequence[bool]) -> str:
-    sharing = [rank for rank, sees in enumerate(seen) if sees]
-    return (
-        "save_on_all_ranks=True needs an output_dir that all ranks share, or one of its own for each rank. But ranks "
-        f"{', '.join(map(str, sharing))} share the one of rank 0, and the others do not see it. Where the ranks of a node "
-        "share storage, set save_on_each_node=True and save_on_all_ranks=False."
-    )
+def ranks_text(ranks: Sequence[int]) -> str:
+    """Ranks in a message: "rank 0", "ranks 0, 1"."""
+    return f"{'rank' if len(ranks) == 1 else 'ranks'} {', '.join(map(str, ranks))}"

@@ -18,6 +18,7 @@ from forgather.ml.checkpoint.retention import (
     checkpoints_to_delete,
 )
 from forgather.ml.checkpoint.snapshot import METADATA_COMPONENT
+from forgather.ml.checkpoint.storage import OutputDirectory
 from forgather.ml.distributed import Peers
 
 logger = logging.getLogger(__name__)
@@ -33,15 +34,13 @@ class CheckpointRotation:
     `policy` decides what is kept. The best checkpoints, at most `preserve_n_best`, are kept in any case.
     """
 
-    def __init__(
-        self, folder: str, policy: RetentionPolicy, peers: Peers, leads_storage: bool, is_shared: bool
-    ) -> None:
+    def __init__(self, directory: OutputDirectory, policy: RetentionPolicy, peers: Peers) -> None:
         self.best = BestCheckpoints()
-        self._folder = folder
+        self._folder = directory.checkpoints
         self._policy = policy
         self._peers = peers
-        self._leads_storage = leads_storage
-        self._is_shared = is_shared
+        self._leads_storage = directory.is_led_here
+        self._is_shared = directory.is_shared
         self._preserve_n_best = 1
         self._is_fresh_run = False
         self._damaged: set[str] = set()

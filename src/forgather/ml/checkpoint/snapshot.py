@@ -10,27 +10,21 @@ from torch.distributed import ProcessGroup
 
 from forgather.ml.checkpoint.all_ranks import on_every_rank
 from forgather.ml.checkpoint.components import MODEL_KEY, SharingPattern, StateComponent
-from forgather.ml.checkpoint.declaration_checks import (
-    Declaration,
-    WeightPlan,
-    check_coverage,
-    check_names,
-    declaration_of,
-    has_copies,
-    names_digest,
-    ranks_text,
-    refuse_incomplete_export,
-    without_misleading_files,
-    written_files,
-)
 from forgather.ml.checkpoint.encoding.codec import encode_state
 from forgather.ml.checkpoint.encoding.digest import combine_digests, compute_state_hash, state_digests
 from forgather.ml.checkpoint.errors import CheckpointSaveError, ReplicationError
 from forgather.ml.checkpoint.files.planned_file import PlannedFile, RawContent, StateContent
 from forgather.ml.checkpoint.manifest import ComponentManifest, FileRecord
-from forgather.ml.checkpoint.rank_layout import RankLayout
+from forgather.ml.checkpoint.rank_layout import RankLayout, ranks_text
 from forgather.ml.checkpoint.replicas import ValidationLevel, format_divergence, validate_replication
-from forgather.ml.checkpoint.sharing import ComponentSharing
+from forgather.ml.checkpoint.sharing import (
+    ComponentSharing,
+    Declaration,
+    check_names,
+    declaration_of,
+    has_copies,
+    names_digest,
+)
 from forgather.ml.checkpoint.weights.hf_files import describe_model
 from forgather.ml.checkpoint.weights.index import ShardIndex, index_bytes, index_file_name, shard_name
 from forgather.ml.checkpoint.weights.plan import (
@@ -38,6 +32,13 @@ from forgather.ml.checkpoint.weights.plan import (
     PlannedWeights,
     WeightPlanner,
     union_of_weights,
+)
+from forgather.ml.checkpoint.weights.plan_checks import (
+    WeightPlan,
+    check_coverage,
+    refuse_incomplete_export,
+    without_misleading_files,
+    written_files,
 )
 from forgather.ml.distributed import Peers
 

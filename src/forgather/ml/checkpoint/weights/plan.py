@@ -7,7 +7,6 @@ import torch
 from torch import Tensor, nn
 
 from forgather.ml.checkpoint.components import MODEL_KEY
-from forgather.ml.checkpoint.declaration_checks import WeightPlan
 from forgather.ml.checkpoint.errors import CheckpointSaveError
 from forgather.ml.checkpoint.files.planned_file import PlannedFile, WeightsContent
 from forgather.ml.checkpoint.rank_layout import Ranks
@@ -21,6 +20,7 @@ from forgather.ml.checkpoint.weights.index import (
     sharing_of,
     tensor_identity,
 )
+from forgather.ml.checkpoint.weights.plan_checks import WeightPlan
 
 _Shapes = dict[str, tuple[tuple[int, ...], torch.dtype]]
 
