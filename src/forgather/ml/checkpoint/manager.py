@@ -107,11 +107,14 @@ class CheckpointManager:
             save_on_local_rank=config.save_on_local_rank,
         )
         if not read_only:
-            try:
-                self._everywhere(self._directory.take, "taking the output directory", CheckpointError)
-            except BaseException:
-                self.close()
-                raise
+            self._take_directory()
+
+    def _take_directory(self) -> None:
+        try:
+            self._everywhere(self._directory.take, "taking the output directory", CheckpointError)
+        except BaseException:
+            self.close()
+            raise
 
     @property
     def coordinator(self) -> CheckpointCoordinator:

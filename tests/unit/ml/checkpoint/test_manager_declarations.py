@@ -295,6 +295,10 @@ def test_random_state_is_applied_last_whatever_its_key_and_object(make: Make, ke
     expected = torch.rand(3), random.random()
     manager.load_checkpoint()
     assert torch.equal(torch.rand(3), expected[0]) and random.random() == expected[1]
+    # Whoever builds data iterators after the load applies it again.
+    assert manager.random_state is not None
+    manager.random_state.restore()
+    assert torch.equal(torch.rand(3), expected[0]) and random.random() == expected[1]
 
 
 class TestOptimizers:
