@@ -181,7 +181,7 @@ def _refuse_unknown_families(components: Sequence[StateComponent], groups: Mappi
 
 
 def usable_components(components: Sequence[StateComponent]) -> list[StateComponent]:
-    """The components whose object has state; an optional one without is left out, a required one is a `ValueError`."""
+    """Leave out optional components without state; a required one without state is a `ValueError`."""
     usable = []
     for component in components:
         problem = _problem_with(component)

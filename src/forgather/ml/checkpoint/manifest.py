@@ -225,12 +225,23 @@ def has_versioned_manifest(checkpoint_path: str) -> bool:
     if not os.path.lexists(path):
         return False
     try:
+        # Kept since it was read last; what follows is for manifests that are damaged or not ours.
+        read_manifest(checkpoint_path)
+        return True
+    except FileNotFoundError:
+        return False
+    except CheckpointError:
+        return not _is_unversioned(path)
+
+
+def _is_unversioned(path: str) -> bool:
+    try:
         data = strict_json.loads(read_small_file(path), path)
     except (CheckpointError, OSError):
-        return True
+        return False
     described_by_us = {"format_version", "manifest_checksum"}
     required = {"checkpoint_path", "world_size", "timestamp", "components"}
-    return type(data) is not dict or bool(described_by_us & set(data)) or not required <= set(data)
+    return type(data) is dict and required <= set(data) and not described_by_us & set(data)
 
 
 def _keep(path: str, known: tuple[_Identity, CheckpointManifest | CheckpointError]) -> None:

@@ -15,7 +15,7 @@ from forgather.ml.checkpoint.rank_layout import RankLayout, Ranks, ranks_text
 from forgather.ml.distributed import Peers
 
 Declaration = tuple[str, str, str | None]
-"""Key, pattern and family of a component whose copies are to have the same tensors."""
+"""Key, pattern and family of a component with copies, which must have the same tensors."""
 
 _NUM_SHOWN = 3
 

@@ -123,7 +123,7 @@ def _weight_files(path: str) -> list[str]:
 
 
 def save_checkpoint_metrics(checkpoint_path: str, metrics: dict[str, float]) -> str:
-    """Put evaluation metrics into a checkpoint, whose directory is made if need be; returns the path of the file."""
+    """Write evaluation metrics into a checkpoint directory, made if need be; returns the path of the file."""
     data = metrics_bytes(metrics)
     path = os.path.join(checkpoint_path, EVAL_METRICS_NAME)
     if has_versioned_manifest(checkpoint_path):

@@ -1,4 +1,4 @@
-"""External weights: checkpoints saved without `model`, whose weights a callback supplies (`on_load_model_weights`)."""
+"""External weights: a callback (`on_load_model_weights`) supplies them for checkpoints saved without `model`."""
 
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
