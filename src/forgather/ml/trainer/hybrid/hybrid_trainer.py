@@ -89,9 +89,9 @@ class HybridTrainer(PipelineTrainer[THybridArgs]):
         with self._replicas.forward():
             return super()._forward_backward_step(input_dict, labels)
 
-    def _finish_gradients(self) -> None:
+    def _reduce_gradients(self) -> None:
         self._reducer.finish()
-        super()._finish_gradients()
+        super()._reduce_gradients()
 
     # --- generation
 

@@ -26,7 +26,6 @@ from forgather.ml.trainer.pipeline.pipeline_model import (
     whole_model,
 )
 from forgather.ml.trainer.pipeline.pipeline_ranks import PipelineRanks
-from forgather.ml.trainer.pipeline.pipeline_requirements import OwnLossCheck
 from forgather.ml.trainer.pipeline.schedules import ScheduleChoice
 from forgather.ml.trainer.pipeline.schedules.trained_stage import StageReducer
 from forgather.ml.trainer.pipeline.splitters.causal_lm import create_causal_lm_splitter
@@ -36,7 +35,6 @@ from forgather.ml.trainer.pipeline.stage_runner import StageRunner
 from forgather.ml.trainer.pipeline.stage_setup import StageSetup
 from forgather.ml.trainer.pipeline.tied_weights import norm_of_group
 from forgather.ml.trainer.ranks.parallel_loading import DataLayout
-from forgather.ml.trainer.recipes.layers import apply_layer_recipe
 from forgather.ml.trainer.setup import preparation
 from forgather.ml.trainer.setup.declared_state import GLOBAL, PER_RANK, REPLICATED, Shared
 from forgather.ml.trainer.setup.given_objects import explains_calls
@@ -183,18 +181,18 @@ class PipelineTrainer(Trainer[TPipelineArgs]):
         self.pipeline.running = dict(self.pipeline.own)
 
     def _build_pipeline(self) -> None:
-        dataset = self._sampled_dataset
-        gives_loss = self._given.loss_fn is not None
-        check = None if gives_loss else OwnLossCheck(dataset, self.data_collator, self.amp_context)
+        check = requirements.OwnLossCheck(self._sampled_dataset, self.data_collator, self.amp_context)
+        if self._given.loss_fn is not None:
+            check = None
         setup = StageSetup(self.args, self._split, self._schedule, self.team, self.ranks, self.device, check)
         self.pipeline = setup.divide(self._construct_model)
         if self._loads_weights:
             setup.prepare_to_load(self.pipeline, self._initialize_non_persistent_buffers)
         else:
             setup.fill(self.pipeline, self._construct_model)
-        self.model = self.pipeline.whole
         self._tied = setup.tie(self.pipeline)
-        setup.apply_recipes(self.pipeline, self._apply_recipes)
+        setup.apply_recipes(self.pipeline, self.enable_activation_checkpoint_fn)
+        self.model = self.pipeline.whole
 
     def _construct_model(self, device: torch.device) -> nn.Module:
         """The whole model: on the meta device on every rank, and with its values on rank 0."""
@@ -215,9 +213,14 @@ class PipelineTrainer(Trainer[TPipelineArgs]):
         return self.eval_dataset if self.train_dataset is None else self.train_dataset
 
     def _split(self, model: nn.Module, stage_indices: Sequence[tuple[int, ...]]) -> Split:
-        self.model = model
         loader = self.eval_dataloader if self.train_dataloader is None else self.train_dataloader
-        return self._split_model(model, self._get_example(loader), stage_indices)
+        # Only for the hook: the model is ready when its stages are.
+        self.model = model
+        try:
+            example = self._get_example(loader)
+        finally:
+            self.model = None
+        return self._split_model(model, example, stage_indices)
 
     def _split_model(self, model: nn.Module, example: Example, stage_indices: Sequence[tuple[int, ...]]) -> Split:
         """Divide the model into stages; `stage_indices[r]` are the stages of rank r of the pipeline."""
@@ -230,11 +233,6 @@ class PipelineTrainer(Trainer[TPipelineArgs]):
         assert self.model_init is not None
         fill_missing_buffers(model, self.model_init, self.args.default_dtype)
 
-    def _apply_recipes(self, module: nn.Module) -> None:
-        apply_layer_recipe(module, self.args)
-        if self.args.gradient_checkpointing and self.enable_activation_checkpoint_fn is not None:
-            self.enable_activation_checkpoint_fn(self.dist.rank, module)
-
     def _wrap_loss_fn(self) -> None:
         pipeline, last = self.pipeline, self.pipeline.num_stages - 1
         with self.team.agreement("making the loss"):
@@ -242,7 +240,7 @@ class PipelineTrainer(Trainer[TPipelineArgs]):
             # On every rank, since counting targets takes the loss; only one has the values of the head.
             loss_fn = self._maybe_get_fused_loss_fn(pipeline.modules[last], self._given.loss_fn or CausalLoss())
             if self._head is not None and pipeline.has_last:
-                pipeline.running[last] = HiddenStatesModel(pipeline.running[last])
+                pipeline.running[last] = HiddenStatesModel(pipeline.running[last], always=True)
             step_loss = StepLoss(loss_fn, head=self._head)
             last_rank = pipeline.stage_ranks[-1]
             self._stage_loss = StageLoss(step_loss, self.amp_context, self.device, self.ranks.group, last_rank)
@@ -308,15 +306,9 @@ class PipelineTrainer(Trainer[TPipelineArgs]):
         self.evaluator.has_losses = self.pipeline.has_last
         self.evaluator.waits_for_errors = False
         self.evaluator.shares_loss = True
-        self._runner = StageRunner(
-            self.pipeline,
-            self._schedule,
-            self.ranks,
-            self.args.n_microbatches,
-            self.amp_context,
-            self.recipes,
-            self._make_reducer(),
-        )
+        amp, recipes, reducer = self.amp_context, self.recipes, self._make_reducer()
+        number = self.args.n_microbatches
+        self._runner = StageRunner(self.pipeline, self._schedule, self.ranks, number, amp, recipes, reducer)
 
     def _make_reducer(self) -> StageReducer | None:
         """Reduces gradients of stages while others compute, where several pipelines have copies of them."""
@@ -353,7 +345,10 @@ class PipelineTrainer(Trainer[TPipelineArgs]):
         total = window.total if self.args.token_weighted_loss else window.count * window.num_shares
         self.loss_fn.was_used = True
         batch = self.pipeline.batch(input_dict, labels, self.args.per_device_train_batch_size)
-        return self.runner.step(batch, self._stage_loss.of_batch(total, window.is_stand_in))
+        loss = self.runner.step(batch, self._stage_loss.of_batch(total, window.is_stand_in))
+        if self._should_sync_gradients():
+            self._reduce_gradients()
+        return loss
 
     def _agree_on_loss(self, loss: ModelLoss, batch: Mapping[str, Any] | None) -> None:
         """Nothing: the last stage finds out, and tells the others."""
@@ -367,7 +362,8 @@ class PipelineTrainer(Trainer[TPipelineArgs]):
     def _count_batch_tokens(self, input_dict: dict[str, Any], labels: Any) -> int | Tensor:
         return super()._count_batch_tokens(input_dict, labels) if self.pipeline.has_first else 0
 
-    def _finish_gradients(self) -> None:
+    def _reduce_gradients(self) -> None:
+        """All gradients of a window are computed: add up those of copies of one weight."""
         self._tied.add_gradients()
 
     def _clip_grad_norm(self, max_grad_norm: float | None, norm_type: float = 2.0) -> Tensor | None:
@@ -464,8 +460,8 @@ class PipelineTrainer(Trainer[TPipelineArgs]):
         return SharingPattern.GLOBAL
 
     def _model_to_save(self) -> dict[str, Any]:
-        pipeline = self.pipeline
-        return {"model": pipeline.whole, "model_parts": [pipeline.part], "shard_index": pipeline.shard_index}
+        parts = {"model_parts": [self.pipeline.part], "shard_index": self.pipeline.shard_index}
+        return {"model": self.pipeline.whole, "mesh": self.mesh, **parts}
 
     def _before_save(self) -> None:
         super()._before_save()
