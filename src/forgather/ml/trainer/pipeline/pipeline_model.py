@@ -57,7 +57,7 @@ class PipelineModel:
         """`split` divides the whole model into stages."""
         self.whole = whole
         self.device = device
-        self._group = group
+        self.group = group
         self.stage_indices = stage_indices
         # Before any part of it has memory: then tied names are no longer one tensor.
         self.sharing = create_sharing_metadata(whole)
@@ -130,7 +130,7 @@ class PipelineModel:
 
     def fill_from(self, source: nn.Module | None) -> None:
         """Take the values of the whole model, which the first rank of the pipeline gives; collective."""
-        stream_values(source, list(self.own.values()), self.names_of_ranks, self._group)
+        stream_values(source, list(self.own.values()), self.names_of_ranks, self.group)
 
     def check_source(self, source: nn.Module) -> None:
         """Refuse a whole model that is not the one which was divided: its values would not fit where they are sent."""
@@ -158,6 +158,17 @@ class PipelineModel:
         if labels is not None and self.has_last:
             labels = moved(labels, self.device)
         return PipelineBatch(main, dict(moved(keywords, self.device)), labels)
+
+    def micro_batches(self, inputs: Mapping[str, Any], labels: Tensor | None, size: int) -> list[PipelineBatch]:
+        """A batch in micro-batches of `size` rows."""
+        batch = self.batch(inputs, labels, size)
+        return batch.micro_batches(batch.num_rows // size)
+
+    def compile(self, options: Mapping[str, Any]) -> None:
+        """Compile each stage by itself."""
+        for index, module in self.running.items():
+            compiled: Any = torch.compile(module, **options)
+            self.running[index] = compiled
 
     def _shard_index(self) -> ShardIndex:
         states = [

@@ -9,7 +9,6 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed import DeviceMesh, ProcessGroup
 from torch.distributed.pipelining import ScheduleGPipe
-from torch.distributed.pipelining.schedules import _PipelineSchedule
 
 from forgather.ml.checkpoint.components import SharingPattern
 from forgather.ml.loss import CausalLoss
@@ -26,7 +25,7 @@ from forgather.ml.trainer.pipeline.pipeline_model import (
     whole_model,
 )
 from forgather.ml.trainer.pipeline.pipeline_ranks import PipelineRanks
-from forgather.ml.trainer.pipeline.schedules import ScheduleChoice
+from forgather.ml.trainer.pipeline.schedules import PipelineSchedulerT, ScheduleChoice
 from forgather.ml.trainer.pipeline.schedules.trained_stage import StageReducer
 from forgather.ml.trainer.pipeline.splitters.causal_lm import create_causal_lm_splitter
 from forgather.ml.trainer.pipeline.splitters.example_batch import Example, example_batch
@@ -41,7 +40,7 @@ from forgather.ml.trainer.setup.given_objects import explains_calls
 from forgather.ml.trainer.setup.hook_checks import is_overridden
 from forgather.ml.trainer.setup.rank_settings import described
 from forgather.ml.trainer.setup.torch_settings import torch_settings
-from forgather.ml.trainer.step_loss.fused import HiddenStatesModel, make_fused_loss, output_embeddings_of, unfused
+from forgather.ml.trainer.step_loss.fused import HiddenStatesModel, unfused
 from forgather.ml.trainer.step_loss.model_loss import ModelLoss
 from forgather.ml.trainer.step_loss.token_weighting import StepLoss
 from forgather.ml.trainer.step_loss.training_loss import TrainingLoss
@@ -51,8 +50,6 @@ from forgather.ml.utils import flops_per_token
 __all__ = ["PipelineSchedulerT", "PipelineTrainer", "PipelineTrainingArguments"]
 
 TPipelineArgs = TypeVar("TPipelineArgs", bound=PipelineTrainingArguments)
-PipelineSchedulerT = _PipelineSchedule
-"""A schedule of torch.distributed.pipelining."""
 
 
 class PipelineTrainer(Trainer[TPipelineArgs]):
@@ -95,8 +92,8 @@ class PipelineTrainer(Trainer[TPipelineArgs]):
     pp_last_stage_rank = StageFact(lambda pipeline: pipeline.stage_ranks[-1])
     """The rank in `pp_group` that has the last stage."""
     attention_mask_creator = StageFact(lambda pipeline: pipeline.make_mask)
+    runner: StageRunner
     _ranks: PipelineRanks | None = None
-    _runner: StageRunner | None = None
 
     @explains_calls
     def __init__(
@@ -175,15 +172,15 @@ class PipelineTrainer(Trainer[TPipelineArgs]):
         """Build, divide and fill the model unless that was done; a fresh start begins with a fresh one."""
         if self.model is None or self._starts_over:
             # Two models at once might be one too many.
-            self.model = self._runner = None
-            vars(self).pop("pipeline", None)
+            self.model = None
+            for name in ("pipeline", "runner"):
+                vars(self).pop(name, None)
             self._build_pipeline()
         self.pipeline.running = dict(self.pipeline.own)
 
     def _build_pipeline(self) -> None:
-        check = requirements.OwnLossCheck(self._sampled_dataset, self.data_collator, self.amp_context)
-        if self._given.loss_fn is not None:
-            check = None
+        given, collator = self._given.loss_fn, self.data_collator
+        check = requirements.OwnLossCheck(given, self._sampled_dataset, collator, self.amp_context)
         setup = StageSetup(self.args, self._split, self._schedule, self.team, self.ranks, self.device, check)
         self.pipeline = setup.divide(self._construct_model)
         if self._loads_weights:
@@ -242,21 +239,17 @@ class PipelineTrainer(Trainer[TPipelineArgs]):
             if self._head is not None and pipeline.has_last:
                 pipeline.running[last] = HiddenStatesModel(pipeline.running[last], always=True)
             step_loss = StepLoss(loss_fn, head=self._head)
-            last_rank = pipeline.stage_ranks[-1]
-            self._stage_loss = StageLoss(step_loss, self.amp_context, self.device, self.ranks.group, last_rank)
+            self._stage_loss = StageLoss(step_loss, self.amp_context, pipeline)
             is_default = self._given.loss_fn is None and self.fused_loss_factory is None
             self.step_loss = ModelLoss(loss_fn, True, step_loss, self._head, is_default)
             self.loss_fn = TrainingLoss(self.step_loss, lambda window: self.feed.count(window), self._num_averaged)
 
     def _maybe_get_fused_loss_fn(self, module: nn.Module, default_loss_fn: Any) -> Any:
-        if self.fused_loss_factory is None:
-            return default_loss_fn
-        head = output_embeddings_of(module)
-        loss_fn = make_fused_loss(self.fused_loss_factory, head)
-        if self._schedule.traits.splits_backward:
-            return unfused(loss_fn, self._schedule.traits.name)
-        self._head = head
-        return loss_fn
+        loss_fn = super()._maybe_get_fused_loss_fn(module, default_loss_fn)
+        if self.fused_loss_factory is None or not self._schedule.traits.splits_backward:
+            return loss_fn
+        self._head = None
+        return unfused(loss_fn, self._schedule.traits.name)
 
     @property
     def _num_averaged(self) -> int:
@@ -264,10 +257,7 @@ class PipelineTrainer(Trainer[TPipelineArgs]):
 
     def _compile_model(self) -> None:
         """Compile each stage by itself."""
-        options = preparation.compile_options(self.args)
-        for index, module in self.pipeline.running.items():
-            compiled: Any = torch.compile(module, **options)
-            self.pipeline.running[index] = compiled
+        self.pipeline.compile(preparation.compile_options(self.args))
 
     def unwrapped_model(self) -> nn.Module:
         """The part of the model that this rank has, under the names of the whole model: what is checkpointed."""
@@ -308,7 +298,7 @@ class PipelineTrainer(Trainer[TPipelineArgs]):
         self.evaluator.shares_loss = True
         amp, recipes, reducer = self.amp_context, self.recipes, self._make_reducer()
         number = self.args.n_microbatches
-        self._runner = StageRunner(self.pipeline, self._schedule, self.ranks, number, amp, recipes, reducer)
+        self.runner = StageRunner(self.pipeline, self._schedule, self.ranks, number, amp, recipes, reducer)
 
     def _make_reducer(self) -> StageReducer | None:
         """Reduces gradients of stages while others compute, where several pipelines have copies of them."""
@@ -317,13 +307,7 @@ class PipelineTrainer(Trainer[TPipelineArgs]):
     @property
     def scheduler(self) -> PipelineSchedulerT | None:
         """torch's schedule object; None before preparation."""
-        return None if self._runner is None else self._runner.schedule
-
-    @property
-    def runner(self) -> StageRunner:
-        if self._runner is None:
-            raise RuntimeError("The stages are not built yet: they are when training or evaluation begins.")
-        return self._runner
+        return self.runner.schedule if hasattr(self, "runner") else None
 
     # --- the step
 
@@ -356,8 +340,8 @@ class PipelineTrainer(Trainer[TPipelineArgs]):
     def _resolve_loss(self, input_dict: dict[str, Any], labels: Tensor, size: int) -> None:
         """Find out which labels the loss counts, from the first micro-batch."""
         if not self._stage_loss.is_resolved:
-            batch = self.pipeline.batch(input_dict, labels, size)
-            self._stage_loss.resolve(batch.micro_batches(batch.num_rows // size)[0], self.runner.look)
+            first, *_ = self.pipeline.micro_batches(input_dict, labels, size)
+            self._stage_loss.resolve(first, self.runner.look)
 
     def _count_batch_tokens(self, input_dict: dict[str, Any], labels: Any) -> int | Tensor:
         return super()._count_batch_tokens(input_dict, labels) if self.pipeline.has_first else 0
@@ -404,15 +388,13 @@ class PipelineTrainer(Trainer[TPipelineArgs]):
         has_fixed_shapes = self.pipeline.has_fixed_shapes
         size = self.args.micro_batch_size if has_fixed_shapes else self.args.eval_micro_batch_size
         self._resolve_loss(input_dict, labels, size)
-        batch = self.pipeline.batch(input_dict, labels, size)
-        micro_batches = batch.micro_batches(batch.num_rows // size)
+        micro_batches = self.pipeline.micro_batches(input_dict, labels, size)
         wants_logits = self._shows_predictions or is_overridden(self, "_prediction_step")
         mean, logits = self._stage_loss.mean(micro_batches, labels, self.runner.forward, wants_logits)
-        if batch.labels is None or not self.pipeline.has_last:
+        if not self.pipeline.has_last:
             return {"loss": mean, "logits": None, "labels": None}
-        num_rows = samples_in(input_dict)
-        logits = None if logits is None else logits[:num_rows]
-        return {"loss": mean, "logits": logits, "labels": batch.labels[:num_rows]}
+        logits = None if logits is None else logits[: samples_in(input_dict)]
+        return {"loss": mean, "logits": logits, "labels": labels.to(self.device)}
 
     def _shared_metrics(self, metrics: dict[str, Any]) -> dict[str, Any]:
         """Metrics of rank 0, and of the last stage, where alone callbacks see logits."""

@@ -39,7 +39,7 @@ class StageSetup:
         team: Team,
         ranks: PipelineRanks,
         device: torch.device,
-        loss_check: OwnLossCheck | None,
+        loss_check: OwnLossCheck,
     ) -> None:
         self._args = args
         self._splitter = splitter
@@ -56,8 +56,7 @@ class StageSetup:
         with undisturbed_random_numbers(), self._team.agreement("dividing the model into stages"):
             indices = pipeline_stage_indices(ranks.size, num_stages, self._schedule.traits.stage_type)
             whole = construct(torch.device("meta"))
-            if self._loss_check is not None:
-                self._loss_check.look_at_whole(whole)
+            self._loss_check.look_at_whole(whole)
             pipeline = PipelineModel(
                 whole,
                 lambda model: self._splitter(model, indices),
@@ -83,8 +82,7 @@ class StageSetup:
                 on_device = self._args.construct_model_on == "device"
                 source = construct(self._device if on_device else torch.device("cpu"))
                 pipeline.check_source(source)
-                if self._loss_check is not None:
-                    self._loss_check.look_at_source(source)
+                self._loss_check.look_at_source(source)
         if self._args.debug_model_init:
             logger.info("rank 0 sends %d tensors to their ranks", sum(map(len, pipeline.names_of_ranks)))
         if self._ranks.replica == 0:
