@@ -19,9 +19,8 @@ from forgather.ml.checkpoint.weights.module_weights import (
     make_shard_index,
 )
 from forgather.ml.construct import torch_dtype
-from forgather.ml.trainer.pipeline.forward_only import Meta
 from forgather.ml.trainer.pipeline.model_splitter import Split, Stage
-from forgather.ml.trainer.pipeline.pipeline_batches import PipelineBatch, padded_batch
+from forgather.ml.trainer.pipeline.pipeline_batches import Meta, PipelineBatch, padded_batch
 from forgather.ml.trainer.pipeline.pipeline_utils import (
     assert_no_duplicate_fqns,
     require_all_fqns,
@@ -59,6 +58,7 @@ class PipelineModel:
         self.device = device
         self.group = group
         self.stage_indices = stage_indices
+        self._main_input = main_input_of(whole)
         # Before any part of it has memory: then tied names are no longer one tensor.
         self.sharing = create_sharing_metadata(whole)
         self.parameter_stats = count_parameters(whole)
@@ -147,7 +147,7 @@ class PipelineModel:
 
     def batch(self, inputs: Mapping[str, Any], labels: Tensor | None, num_rows: int) -> PipelineBatch:
         """A batch with a multiple of `num_rows` rows, of which this rank has on its device what its stages read."""
-        main_input = main_input_of(self.whole)
+        main_input = self._main_input
         main, keywords, labels = padded_batch(inputs, labels, main_input, num_rows)
         if self.make_mask is not None:
             mask = self.make_mask(**{main_input: main, **keywords})

@@ -2,7 +2,6 @@
 
 import logging
 from collections.abc import Mapping, Sequence
-from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -137,14 +136,6 @@ def _own_loss_refusal(model: nn.Module, reason: str) -> ValueError:
         f"{type(model).__name__} needs a loss of its own, since {reason}, but in a pipeline the loss is computed from the "
         "logits of the last stage. Pass compute_loss_func, a function of (logits, labels), or train on one device."
     )
-
-
-def require_labels(inputs: Mapping[str, Any], labels: object) -> None:
-    """On every rank, before any of them waits for another."""
-    if not isinstance(labels, Tensor):
-        raise ValueError(
-            f"There is no loss to train on or to evaluate: the batch has no 'labels'; it has: {', '.join(map(str, inputs))}."
-        )
 
 
 # --- optimizers

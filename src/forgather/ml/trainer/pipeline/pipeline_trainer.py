@@ -17,6 +17,7 @@ from forgather.ml.trainer.pipeline import pipeline_requirements as requirements
 from forgather.ml.trainer.pipeline.generation import GenerationOptions, generate
 from forgather.ml.trainer.pipeline.model_splitter import ModelSplitter, Split
 from forgather.ml.trainer.pipeline.pipeline_arguments import PipelineTrainingArguments
+from forgather.ml.trainer.pipeline.pipeline_batches import require_labels
 from forgather.ml.trainer.pipeline.pipeline_model import (
     PipelineModel,
     StageFact,
@@ -286,8 +287,9 @@ class PipelineTrainer(Trainer[TPipelineArgs]):
             self.optimization.norm = self._tied.norm(self.optimization.parameters)
         listens = self._callback_handler.listens("on_train_metrics")
         told = self.team.gather((listens, requirements.learning_rates(self.optimizer)))
-        # Callbacks may be on some ranks only, and all must know.
-        self._shows_norms = any(listens for listens, _ in told)
+        # Callbacks that are told of the norm of every step may be on some ranks only, and all ranks must know.
+        is_told = any(listens for listens, _ in told)
+        self._needs_whole_norm = is_told or self._skips_updates or is_overridden(self, "_all_reduce_norm")
         requirements.require_same_rates([rates for _, rates in told], self.lr_scheduler)
 
     def _prepare_loop(self) -> None:
@@ -318,8 +320,9 @@ class PipelineTrainer(Trainer[TPipelineArgs]):
 
     def _forward_backward_step(self, input_dict: dict[str, Any], labels: Any) -> Tensor:
         """Run torch's schedule on one batch; returns its share of the step's loss, or zero off the last stage."""
-        requirements.require_labels(input_dict, labels)
-        self._resolve_loss(input_dict, labels, self.args.micro_batch_size)
+        require_labels(input_dict, labels)
+        if not self._stage_loss.is_resolved:
+            self._resolve_loss(input_dict, labels, self.args.micro_batch_size)
         window = self.window
         assert window is not None
         if window.total is None:
@@ -339,9 +342,8 @@ class PipelineTrainer(Trainer[TPipelineArgs]):
 
     def _resolve_loss(self, input_dict: dict[str, Any], labels: Tensor, size: int) -> None:
         """Find out which labels the loss counts, from the first micro-batch."""
-        if not self._stage_loss.is_resolved:
-            first, *_ = self.pipeline.micro_batches(input_dict, labels, size)
-            self._stage_loss.resolve(first, self.runner.look)
+        first, *_ = self.pipeline.micro_batches(input_dict, labels, size)
+        self._stage_loss.resolve(first, self.runner.look)
 
     def _count_batch_tokens(self, input_dict: dict[str, Any], labels: Any) -> int | Tensor:
         return super()._count_batch_tokens(input_dict, labels) if self.pipeline.has_first else 0
@@ -361,11 +363,6 @@ class PipelineTrainer(Trainer[TPipelineArgs]):
         # compute; the norms of stages are put together when they are logged.
         return norm
 
-    @property
-    def _needs_whole_norm(self) -> bool:
-        """Whether a callback is told of the norm of every step, or all stages skip an update for it."""
-        return self._shows_norms or self._skips_updates or is_overridden(self, "_all_reduce_norm")
-
     def _all_reduce_norm(self, total_norm: Tensor, norm_type: float) -> Tensor:
         """The norm of the gradients of all stages, from the norm of this rank's."""
         if self.device.type != "cpu" or norm_type == float("inf"):
@@ -384,10 +381,11 @@ class PipelineTrainer(Trainer[TPipelineArgs]):
 
     def _prediction_step(self, input_dict: dict[str, Any], labels: Any) -> dict[str, Any]:
         """The mean loss of a batch, logits and labels where the last stage is; elsewhere zero, None and None."""
-        requirements.require_labels(input_dict, labels)
+        require_labels(input_dict, labels)
         has_fixed_shapes = self.pipeline.has_fixed_shapes
         size = self.args.micro_batch_size if has_fixed_shapes else self.args.eval_micro_batch_size
-        self._resolve_loss(input_dict, labels, size)
+        if not self._stage_loss.is_resolved:
+            self._resolve_loss(input_dict, labels, size)
         micro_batches = self.pipeline.micro_batches(input_dict, labels, size)
         wants_logits = self._shows_predictions or is_overridden(self, "_prediction_step")
         mean, logits = self._stage_loss.mean(micro_batches, labels, self.runner.forward, wants_logits)
