@@ -171,7 +171,7 @@ class PipelineTrainer(Trainer[TPipelineArgs]):
 
     def _prepare_model(self) -> None:
         """Build, divide and fill the model unless that was done; a fresh start begins with a fresh one."""
-        if self.model is None or self._starts_over:
+        if self.model is None or self.starts_over:
             # Two models at once might be one too many.
             self.model = None
             for name in ("pipeline", "runner"):
@@ -180,11 +180,11 @@ class PipelineTrainer(Trainer[TPipelineArgs]):
         self.pipeline.running = dict(self.pipeline.own)
 
     def _build_pipeline(self) -> None:
-        given, collator = self._given.loss_fn, self.data_collator
+        given, collator = self.given.loss_fn, self.data_collator
         check = requirements.OwnLossCheck(given, self._sampled_dataset, collator, self.amp_context)
         setup = StageSetup(self.args, self._split, self._schedule, self.team, self.ranks, self.device, check)
         self.pipeline = setup.divide(self._construct_model)
-        if self._loads_weights:
+        if self.loads_weights:
             setup.prepare_to_load(self.pipeline, self._initialize_non_persistent_buffers)
         else:
             setup.fill(self.pipeline, self._construct_model)
@@ -234,23 +234,23 @@ class PipelineTrainer(Trainer[TPipelineArgs]):
     def _wrap_loss_fn(self) -> None:
         pipeline, last = self.pipeline, self.pipeline.num_stages - 1
         with self.team.agreement("making the loss"):
-            self._head = None
             # On every rank, since counting targets takes the loss; only one has the values of the head.
-            loss_fn = self._maybe_get_fused_loss_fn(pipeline.modules[last], self._given.loss_fn or CausalLoss())
-            if self._head is not None and pipeline.has_last:
+            loss_fn = self._maybe_get_fused_loss_fn(pipeline.modules[last], self.given.loss_fn or CausalLoss())
+            is_fused = self.fused_loss_factory is not None and not self._schedule.traits.splits_backward
+            head = self.fused_head if is_fused else None
+            if is_fused and pipeline.has_last:
                 pipeline.running[last] = HiddenStatesModel(pipeline.running[last], always=True)
-            step_loss = StepLoss(loss_fn, head=self._head)
+            step_loss = StepLoss(loss_fn, head=head)
             self._stage_loss = StageLoss(step_loss, self.amp_context, pipeline)
-            is_default = self._given.loss_fn is None and self.fused_loss_factory is None
-            self.step_loss = ModelLoss(loss_fn, True, step_loss, self._head, is_default)
-            self.loss_fn = TrainingLoss(self.step_loss, lambda window: self.feed.count(window), self._num_averaged)
+            is_default = self.given.loss_fn is None and self.fused_loss_factory is None
+            self.step_loss = ModelLoss(loss_fn, True, step_loss, head, is_default)
+            self.loss_fn = TrainingLoss(self.step_loss, self.feed.count, self._num_averaged)
 
     def _maybe_get_fused_loss_fn(self, module: nn.Module, default_loss_fn: Any) -> Any:
         loss_fn = super()._maybe_get_fused_loss_fn(module, default_loss_fn)
-        if self.fused_loss_factory is None or not self._schedule.traits.splits_backward:
-            return loss_fn
-        self._head = None
-        return unfused(loss_fn, self._schedule.traits.name)
+        traits = self._schedule.traits
+        is_split = self.fused_loss_factory is not None and traits.splits_backward
+        return unfused(loss_fn, traits.name) if is_split else loss_fn
 
     @property
     def _num_averaged(self) -> int:
@@ -282,14 +282,14 @@ class PipelineTrainer(Trainer[TPipelineArgs]):
     def _follow_optimizer(self) -> None:
         super()._follow_optimizer()
         assert self.optimization is not None
-        if self.recipes.step_in_backward is None:
+        if self._tied.are_anywhere:
             # A weight with copies on several ranks counts once.
             self.optimization.norm = self._tied.norm(self.optimization.parameters)
         listens = self._callback_handler.listens("on_train_metrics")
         told = self.team.gather((listens, requirements.learning_rates(self.optimizer)))
         # Callbacks that are told of the norm of every step may be on some ranks only, and all ranks must know.
         is_told = any(listens for listens, _ in told)
-        self._needs_whole_norm = is_told or self._skips_updates or is_overridden(self, "_all_reduce_norm")
+        self._needs_whole_norm = is_told or self.skips_updates or is_overridden(self, "_all_reduce_norm")
         requirements.require_same_rates([rates for _, rates in told], self.lr_scheduler)
 
     def _prepare_loop(self) -> None:
@@ -298,11 +298,11 @@ class PipelineTrainer(Trainer[TPipelineArgs]):
         self.evaluator.has_losses = self.pipeline.has_last
         self.evaluator.waits_for_errors = False
         self.evaluator.shares_loss = True
-        amp, recipes, reducer = self.amp_context, self.recipes, self._make_reducer()
+        amp, recipes, reducer = self.amp_context, self.recipes, self._make_reducer(self.pipeline)
         number = self.args.n_microbatches
         self.runner = StageRunner(self.pipeline, self._schedule, self.ranks, number, amp, recipes, reducer)
 
-    def _make_reducer(self) -> StageReducer | None:
+    def _make_reducer(self, pipeline: PipelineModel) -> StageReducer | None:
         """Reduces gradients of stages while others compute, where several pipelines have copies of them."""
         return None
 
@@ -350,7 +350,8 @@ class PipelineTrainer(Trainer[TPipelineArgs]):
 
     def _reduce_gradients(self) -> None:
         """All gradients of a window are computed: add up those of copies of one weight."""
-        self._tied.add_gradients()
+        if self._tied.are_anywhere:
+            self._tied.add_gradients()
 
     def _clip_grad_norm(self, max_grad_norm: float | None, norm_type: float = 2.0) -> Tensor | None:
         assert self.optimization is not None
@@ -387,7 +388,7 @@ class PipelineTrainer(Trainer[TPipelineArgs]):
         if not self._stage_loss.is_resolved:
             self._resolve_loss(input_dict, labels, size)
         micro_batches = self.pipeline.micro_batches(input_dict, labels, size)
-        wants_logits = self._shows_predictions or is_overridden(self, "_prediction_step")
+        wants_logits = self.evaluator.shows_predictions or is_overridden(self, "_prediction_step")
         mean, logits = self._stage_loss.mean(micro_batches, labels, self.runner.forward, wants_logits)
         if not self.pipeline.has_last:
             return {"loss": mean, "logits": None, "labels": None}

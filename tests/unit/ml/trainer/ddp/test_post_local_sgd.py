@@ -43,7 +43,7 @@ def evaluated(output_dir: Path) -> dict[str, float]:
         **SETTINGS,
     )
     often.train()
-    assert all(torch.equal(tensor, own[name]) for name, tensor in weights(often.model).items()), (
+    assert all(torch.equal(tensor, own[name]) for name, tensor in weights(often.unwrapped_model()).items()), (
         "evaluations change nothing"
     )
     loss = often.evaluate()["eval_loss"]
