@@ -17,7 +17,7 @@ from forgather.ml.checkpoint.components import SharingPattern, StateComponent, s
 from forgather.ml.checkpoint.coordinator import CheckpointCoordinator
 from forgather.ml.checkpoint.errors import CheckpointSaveError
 from forgather.ml.checkpoint.manager import CheckpointConfig, CheckpointManager
-from forgather.ml.checkpoint.state.rng import RNGState
+from forgather.ml.checkpoint.state.rng import RNGState, undisturbed_random_numbers
 from forgather.ml.distributed import (
     DistributedEnvInterface,
     DistributedEnvironment,
@@ -169,6 +169,8 @@ class BaseTrainer(ABC, Generic[TArgs]):
         self._is_prepared = False
         self._is_preparing = False
         self._fired: set[str] = set()
+        self._prepared_for: BaseDataset | None = None
+        self._made_by_base: list[object] = []
         defaults = self.default_callbacks() if default_callbacks else ()
         self._callback_handler = CallbackHandler(() if callbacks is None else callbacks, defaults)
         if isinstance(lr_scheduler, TrainerCallback):
@@ -237,17 +239,40 @@ class BaseTrainer(ABC, Generic[TArgs]):
         """The evaluation metrics of the present weights."""
         dataset = self.eval_dataset if eval_dataset is None else eval_dataset
         self._prepare_to_evaluate(dataset)
-        if eval_dataset is not None:
-            self.eval_dataset = eval_dataset
         count = self._callback_handler.count("on_evaluate")
-        metrics = self._eval_loop()
+        with self._evaluating_on(dataset):
+            metrics = self._eval_loop()
         if self._callback_handler.count("on_evaluate") == count:
             self._dispatch_event("on_evaluate", metrics=metrics)
         return metrics
 
-    def _run_context(self) -> contextlib.AbstractContextManager[object]:
+    @contextlib.contextmanager
+    def _evaluating_on(self, dataset: BaseDataset | None) -> Iterator[None]:
+        """`eval_dataset` and `eval_dataloader` for one evaluation; `_prepare` makes the loader of another dataset."""
+        own_dataset, own_loader = self.eval_dataset, self.eval_dataloader
+        if dataset is not self._prepared_for:
+            # Whatever else `_prepare` makes is dropped: training continues with the objects that it has.
+            kept = dict(vars(self))
+            with undisturbed_random_numbers():
+                self._prepare(None, dataset)
+            loader = self.eval_dataloader
+            vars(self).clear()
+            vars(self).update(kept, eval_dataloader=loader)
+        self.eval_dataset = dataset
+        try:
+            yield
+        finally:
+            self.eval_dataset, self.eval_dataloader = own_dataset, own_loader
+
+    @contextlib.contextmanager
+    def _run_context(self) -> Iterator[None]:
         """Everything that holds from before preparation to the end of training."""
-        return contextlib.nullcontext()
+        try:
+            yield
+        finally:
+            # The output directory is free for other processes once training has ended.
+            if self.checkpoint_manager is not None:
+                self.checkpoint_manager.close()
 
     def _enter_training(self, was_asked_to_resume: bool) -> None:
         """Called once preparation is done, before on_train_begin."""
@@ -264,9 +289,9 @@ class BaseTrainer(ABC, Generic[TArgs]):
         self._has_loaded = False
         with self._preparation():
             self._prepare(self.train_dataset, self.eval_dataset)
+            self._prepared_for = self.eval_dataset
             self._complete_state()
-            if self.checkpoint_manager is None:
-                self.checkpoint_manager = self._make_manager()
+            self._complete_manager()
             if not self._has_loaded:
                 self._restore(
                     self.args.resume_from_checkpoint if hasattr(self.args, "resume_from_checkpoint") else False
@@ -280,14 +305,16 @@ class BaseTrainer(ABC, Generic[TArgs]):
         self.do_eval = True
         with self._preparation():
             self._prepare(None, eval_dataset)
+            self._prepared_for = eval_dataset
             self._complete_state()
-            if self.checkpoint_manager is None:
-                self.checkpoint_manager = self._make_manager(read_only=True)
+            self._complete_manager(read_only=True)
         self._dispatch_event("on_init_end")
 
     @contextlib.contextmanager
     def _preparation(self) -> Iterator[None]:
-        self._fired.clear()
+        if "on_train_begin" in self._fired:
+            self._fired.clear()
+        self._forget_made()
         self._is_preparing = True
         try:
             yield
@@ -298,6 +325,21 @@ class BaseTrainer(ABC, Generic[TArgs]):
     def _complete_state(self) -> None:
         if self.state is None:
             self.state = self._make_state()
+            self._made_by_base.append(self.state)
+
+    def _complete_manager(self, **options: Any) -> None:
+        if self.checkpoint_manager is None:
+            self.checkpoint_manager = self._make_manager(**options)
+            self._made_by_base.append(self.checkpoint_manager)
+
+    def _forget_made(self) -> None:
+        """Let go of the state and the manager that an earlier preparation made: both describe its objects."""
+        if any(self.checkpoint_manager is one for one in self._made_by_base):
+            self.checkpoint_manager.close()
+            self.checkpoint_manager = None
+        if any(self.state is one for one in self._made_by_base):
+            self.state = None
+        self._made_by_base.clear()
 
     def _make_state(self) -> TrainerState:
         args = self.args
@@ -333,7 +375,7 @@ class BaseTrainer(ABC, Generic[TArgs]):
             self._prepare_to_load(True if checkpoint_path is None else checkpoint_path)
         elif manager is None:
             self._complete_state()
-            self.checkpoint_manager = self._make_manager()
+            self._complete_manager()
         self._loaded_path = self._load_state(checkpoint_path)
         self._has_loaded = True
         return self._loaded_path
