@@ -369,3 +369,22 @@ def test_train_needs_no_manager_of_its_own(tmp_path: Path) -> None:
             return TrainOutput(0, {})
 
     assert small_trainer(tmp_path, trainer_class=Nothing).train() == TrainOutput(0, {})
+
+
+def test_preparation_before_a_run_is_announced_once(tmp_path: Path, straight: Any) -> None:
+    recorder = Recorder()
+    trainer = small_trainer(tmp_path, recorder, max_steps=4, eval_dataset=SAMPLES)
+    trainer.evaluate()
+    trainer.load_checkpoint(str(Path(straight.args.output_dir) / "checkpoints" / "checkpoint-3"))
+    trainer.train()
+    assert recorder.names.count("on_init_end") == 1
+    assert recorder.steps("on_step_end") == [4]
+
+
+def test_another_evaluation_set_is_used_once(tmp_path: Path) -> None:
+    trainer = small_trainer(tmp_path, eval_dataset=SAMPLES[:2], max_steps=1)
+    trainer.train()
+    optimizer, own = trainer.optimizer, trainer.evaluate()
+    assert trainer.evaluate(SAMPLES[2:9]) != own
+    assert trainer.evaluate() == own
+    assert trainer.optimizer is optimizer and trainer.train_dataloader is not None
