@@ -21,7 +21,7 @@ def say_finished(trainer: Trainer, demo_words: Sequence[str] | None) -> None:
     output_dir = trainer.args.output_dir
     get_console().print()
     show_row("eval loss", _course_of_evaluation(trainer.state.log_history))
-    show_row("saved", trainer._saved_path or output_dir)
+    show_row("saved", trainer.loop.saved_path or output_dir)
     for label, name in (("plot", "training.png"), ("log", "trainer_logs.jsonl")):
         path = os.path.join(output_dir, name)
         show_row(label, path if os.path.exists(path) else None)

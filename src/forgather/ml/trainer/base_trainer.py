@@ -161,7 +161,7 @@ class BaseTrainer(ABC, Generic[TArgs]):
         self.rng = RNGState()
         self.do_train: bool | None = None
         self.do_eval: bool | None = None
-        self._given = Given(optimizer, lr_scheduler, None, loss_fn)
+        self.given = Given(optimizer, lr_scheduler, None, loss_fn)
         self._env: DistributedEnvInterface | None = None
         self._resume_setting: bool | str = getattr(self.args, "resume_from_checkpoint", False)
         self._loaded_path: str | None = None
@@ -239,10 +239,10 @@ class BaseTrainer(ABC, Generic[TArgs]):
         """The evaluation metrics of the present weights."""
         dataset = self.eval_dataset if eval_dataset is None else eval_dataset
         self._prepare_to_evaluate(dataset)
-        count = self._callback_handler.count("on_evaluate")
+        count = self.num_dispatched("on_evaluate")
         with self._evaluating_on(dataset):
             metrics = self._eval_loop()
-        if self._callback_handler.count("on_evaluate") == count:
+        if self.num_dispatched("on_evaluate") == count:
             self._dispatch_event("on_evaluate", metrics=metrics)
         return metrics
 
@@ -362,9 +362,9 @@ class BaseTrainer(ABC, Generic[TArgs]):
         if self.checkpoint_manager is None or self.checkpoint_manager.is_read_only:
             self._prepare_to_train(False)
         self._require_whole_state()
-        count = self._callback_handler.count("on_save")
+        count = self.num_dispatched("on_save")
         path = self._save_now(checkpoint_path)
-        if path and self._callback_handler.count("on_save") == count:
+        if path and self.num_dispatched("on_save") == count:
             self._dispatch_event("on_save", checkpoint_path=path)
         return path
 
@@ -403,12 +403,15 @@ class BaseTrainer(ABC, Generic[TArgs]):
         if path is None:
             self.checkpoint_manager.begin_fresh_run()
             return
-        logger.info("Resumed from %s", self._load_state(None if resume is True else str(resume)))
+        self._load_to_resume(None if resume is True else str(resume))
+
+    def _load_to_resume(self, path: str | None) -> None:
+        logger.info("Resumed from %s", self._load_state(path))
 
     def _make_manager(self, **options: Any) -> CheckpointManager:
         """A manager of the declared state, for the output directory of the arguments."""
         return CheckpointManager(
-            self._checkpoint_config(),
+            self.checkpoint_config(),
             self.dist,
             self,
             model_preprocessor=self.processing_class,
@@ -417,7 +420,7 @@ class BaseTrainer(ABC, Generic[TArgs]):
             **options,
         )
 
-    def _checkpoint_config(self) -> CheckpointConfig:
+    def checkpoint_config(self) -> CheckpointConfig:
         return CheckpointConfig(
             output_dir=self.args.output_dir,
             save_total_limit=self.args.save_total_limit,
@@ -569,6 +572,14 @@ class BaseTrainer(ABC, Generic[TArgs]):
         if handler.listens(event):
             handler.context = self._event_context()
         handler.dispatch(event, self.control, readers, **extra)
+
+    def num_dispatched(self, event: str) -> int:
+        """How often an event was dispatched."""
+        return self._callback_handler.count(event)
+
+    def is_listened_to(self, event: str) -> bool:
+        """Whether a callback has a handler for the event."""
+        return self._callback_handler.listens(event)
 
     def _event_context(self) -> dict[str, Any]:
         """What every handler is told."""

@@ -50,8 +50,8 @@ class DDPTrainer(Trainer[TArgs]):
     post_local_sgd_state: PostLocalSGD | None = None
     _has_reduced = False
 
-    def _refuse(self) -> None:
-        super()._refuse()
+    def __init__(self, *, args: TArgs | Mapping[str, Any], **trainer_kwargs: Any) -> None:
+        super().__init__(args=args, **trainer_kwargs)
         if self.use_fused_loss and self.args.ddp.find_unused_parameters:
             raise fused_loss_refusal("ddp.find_unused_parameters=True")
 

@@ -169,6 +169,19 @@ class LoopState:
         # With a request to stop, the last save is made again, without the request.
         self.saved_step = -1 if self.control.should_training_stop else step
 
+    def begin_next_epoch(self, accumulation: int) -> None:
+        state = self.state
+        if state.global_step == state.epoch_start_step and not self.resumed_in_epoch:
+            raise RuntimeError(
+                f"Epoch {state.raw_epoch} of the training data had no batch at all, so training cannot go on. Check the "
+                "dataset, per_device_train_batch_size and dataloader_drop_last, which drops incomplete batches and windows of "
+                f"fewer than gradient_accumulation_steps={accumulation} batches."
+            )
+        self.resumed_in_epoch = False
+        state.raw_epoch += 1
+        state.epoch = float(state.raw_epoch)
+        state.epoch_start_step = state.global_step
+
     def import_progress(self, global_step: int, epoch: float) -> None:
         """Take over the position of a run of another program; its epoch begins again at its first batch."""
         self.state.global_step = self.state.epoch_start_step = global_step

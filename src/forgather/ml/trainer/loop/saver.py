@@ -1,13 +1,16 @@
 """Saver: when a checkpoint is saved in training, which one is the best, and loading the best at the end."""
 
+import contextlib
 import logging
 import os
 import time
-from collections.abc import Callable, Mapping
-from typing import Any
+from collections.abc import Mapping
+from dataclasses import replace
+from typing import TYPE_CHECKING, Any
 
 from torch import Tensor
 
+from forgather.ml.checkpoint.errors import CheckpointError
 from forgather.ml.checkpoint.manager import CheckpointManager
 from forgather.ml.checkpoint.model_selection import is_better, note_best_metric
 from forgather.ml.checkpoint.retention import metric_value
@@ -15,7 +18,9 @@ from forgather.ml.checkpoint.store import CHECKPOINTS_FOLDER, checkpoint_path
 from forgather.ml.trainer.arguments.training_arguments import TrainingArguments
 from forgather.ml.trainer.loop.loop_state import LoopState
 from forgather.ml.trainer.loop.nonfinite import GradientFinding, nonfinite_weights, weights_error
-from forgather.ml.trainer.ranks.team import Team
+
+if TYPE_CHECKING:
+    from forgather.ml.trainer.trainer import Trainer
 
 logger = logging.getLogger(__name__)
 
@@ -23,25 +28,41 @@ logger = logging.getLogger(__name__)
 class Saver:
     """Saves the present step once, with the evaluation that ran for it."""
 
-    def __init__(self, args: TrainingArguments, loop: LoopState, team: Team, manager: CheckpointManager) -> None:
-        self._args = args
-        self._loop = loop
-        self._team = team
-        self.manager = manager
+    def __init__(self, trainer: "Trainer[Any]") -> None:
+        self._trainer = trainer
+        self._args: TrainingArguments = trainer.args
+        self._loop: LoopState = trainer.loop
+        self.manager: CheckpointManager = trainer.checkpoint_manager
         self._is_sound = True
         self._has_warned_of_weights = False
 
-    def is_saved(self, is_scheduled: bool) -> bool:
-        """Whether the present step has its checkpoint; a scheduled save replaces one that a stop request caused."""
-        loop, step = self._loop, self._loop.state.global_step
-        return loop.saved_step == step and not (is_scheduled and loop.scheduled_step != step)
+    def save_in_training(self, is_scheduled: bool = True) -> str:
+        """Save the present step once, with the evaluation that belongs to it; returns the path, "" without a save.
 
-    def save(self, is_scheduled: bool, prepare: Callable[[], None]) -> str:
-        """Save the present step and enter it among the best; "" after an error that only warns. Collective.
-
-        A save that only a stop request caused (`is_scheduled=False`) cannot become the best: an uninterrupted run has no
-        such checkpoint. `prepare` makes the state of all ranks fit to be saved.
+        A save that only a stop request caused (`is_scheduled=False`) does not evaluate and cannot become the best: an
+        uninterrupted run has no such checkpoint. A scheduled save of the same step, after a resume, replaces it.
         """
+        trainer, loop = self._trainer, self._loop
+        trainer.control.should_save = False
+        if trainer.control.should_abort_without_save:
+            return ""
+        step = loop.state.global_step
+        if loop.saved_step == step and not (is_scheduled and loop.scheduled_step != step):
+            return loop.saved_path
+        if is_scheduled and self._args.eval_on_save and trainer.eval_dataset is not None:
+            trainer.evaluator.evaluate_in_training()
+            # This save is what a callback may have asked for on that occasion.
+            trainer.control.should_save = False
+        started = time.perf_counter()
+        path = self._save(is_scheduled)
+        if path:
+            trainer._dispatch_event("on_save", checkpoint_path=path)
+            trainer.settle_requests("log")
+        trainer.reporter.speed.pause(time.perf_counter() - started)
+        return path
+
+    def _save(self, is_scheduled: bool) -> str:
+        """Save the present step and enter it among the best; "" after an error that only warns. Collective."""
         loop, step = self._loop, self._loop.state.global_step
         metrics = loop.eval_metrics if loop.evaluated_step == step else None
         rated = metrics if is_scheduled and loop.scheduled_step != step else None
@@ -50,7 +71,7 @@ class Saver:
         self._note_best_saved(rated)
         loop.scheduled_step = step if is_scheduled else loop.scheduled_step
         self.manager.set_eval_metrics(metrics)
-        prepare()
+        self._trainer._before_save()
         path = self.manager.save_checkpoint(checkpoint_id=step, is_sound=self._is_sound)
         if not path:
             loop.best_saved_metric, loop.state.best_model_checkpoint, loop.scheduled_step = before
@@ -61,22 +82,22 @@ class Saver:
 
     def save_by_hand(self, path: str | None) -> str:
         """Save now, under a path or as the checkpoint of the present step; collective."""
+        self._trainer._before_save()
         if path is None:
             # A later save of this step may know more: its evaluation may be about to run.
             self._loop.saved_step = -1
         step = None if path else self._loop.state.global_step
         return self.manager.save_checkpoint(path, step, is_sound=self._is_sound)
 
-    def look_at_weights(
-        self, parameters: list[Tensor], findings: Callable[[list[Tensor]], list[GradientFinding]]
-    ) -> None:
+    def look_at_weights(self, parameters: list[Tensor], names: Mapping[Tensor, str]) -> None:
         """Find out whether the weights are finite; only with nonfinite_grad="ignore" are others saved. Collective."""
-        found = nonfinite_weights(parameters)
-        self._is_sound = self._team.count(bool(found)) == 0
+        team, found = self._trainer.team, nonfinite_weights(parameters)
+        self._is_sound = team.count(bool(found)) == 0
         if self._is_sound:
             return
         step, action = self._loop.state.global_step, self._args.nonfinite_grad
-        error = weights_error(step, action, findings(found))
+        own = replace(self.finding(), parameters=[names[one] for one in found if one in names])
+        error = weights_error(step, action, team.gather(own))
         if action != "ignore":
             raise error
         if not self._has_warned_of_weights:
@@ -85,6 +106,14 @@ class Saver:
                 "Checkpoints are saved from step %d on with weights that are not finite (nonfinite_grad='ignore'): %s",
                 *(step, ", ".join(error.parameters)),
             )
+
+    def finding(self) -> GradientFinding:
+        """What this rank can say about an error: its number, and the newest checkpoint with finite weights."""
+        checkpoint = None
+        # Other ranks wait for this one, and the error that is being raised matters more.
+        with contextlib.suppress(OSError, CheckpointError):
+            checkpoint = self.manager.newest_sound_checkpoint()
+        return GradientFinding(self._trainer.team.rank, checkpoint=checkpoint)
 
     # --- the best
 
@@ -110,6 +139,20 @@ class Saver:
             path, metrics, args.best_model_metric, args.best_model_greater_is_better, args.preserve_n_best
         )
 
+    def load_best(self) -> None:
+        """Load the weights of the best checkpoint, if there is one, and the average that belongs to them; collective."""
+        best, trainer = self._loop.state.best_model_checkpoint, self._trainer
+        if best is None:
+            return
+        if not self.manager.load_external_weights(best):
+            with trainer.team.agreement("loading the best model"):
+                trainer._load_weights_of(best)
+        trainer.recipes.forget_average()
+        if trainer.recipes.average is not None:
+            self.manager.load_component(best, "ema")
+        trainer.recipes.begin_average()
+        logger.info("Loaded the best weights, of %s", best)
+
     def list_resumed_best(self) -> None:
         """Enter a resumed checkpoint that is the best into the list: the process may have died between save and entry."""
         best, metrics = self._loop.state.best_model_checkpoint, self._loop.eval_metrics
@@ -119,15 +162,6 @@ class Saver:
         listed = [os.path.basename(path) for path, _ in self.manager.best_checkpoints]
         if name == f"checkpoint-{self._loop.state.global_step}" and name not in listed:
             self._preserve_best(best, metrics)
-
-
-def timed(pause: Callable[[float], None], work: Callable[[], str]) -> str:
-    """The result of work that does not count as training time."""
-    started = time.perf_counter()
-    try:
-        return work()
-    finally:
-        pause(time.perf_counter() - started)
 
 
 def warn_of_nothing_to_resume(output_dir: str) -> None:

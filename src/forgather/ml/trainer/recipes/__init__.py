@@ -49,9 +49,9 @@ class Recipes:
             self._with_layers = model
             apply_layer_recipe(model, self._args)
 
-    def activations(self, model: nn.Module) -> AbstractContextManager[object]:
+    def activations(self, model: Callable[[], nn.Module]) -> AbstractContextManager[object]:
         """Context of the model's forward passes in training, but not of the loss: its gradients are needed at once."""
-        return OffloadedActivations(model.parameters()) if self.offloads else _NO_CONTEXT
+        return OffloadedActivations(model().parameters()) if self.offloads else _NO_CONTEXT
 
     def attach(
         self, optimizer: OptimizerT, named: Sequence[tuple[str, nn.Parameter]]

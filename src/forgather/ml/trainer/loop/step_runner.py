@@ -1,0 +1,166 @@
+"""StepRunner: runs one step through the hook `Trainer._train_step`, and keeps the books around it.
+
+It fetches the window, lets ranks agree on the loss, counts targets before the first backward pass, and notes what the
+step returned. The invariant: every rank begins and ends the same steps.
+"""
+
+import logging
+from collections.abc import Iterator, Mapping
+from typing import TYPE_CHECKING, Any
+
+from torch import Tensor
+
+from forgather.ml.trainer.loading.empty_batch import EmptyBatch
+from forgather.ml.trainer.loop.evaluation_sums import samples_in
+from forgather.ml.trainer.loop.gradients import clear_gradients
+from forgather.ml.trainer.loop.index_errors import explaining_indices, warn_of_large_ids
+from forgather.ml.trainer.loop.window import StepBatches, Window, checked_result
+from forgather.ml.trainer.ranks.parallel_loading import warn_of_equal_batches
+from forgather.ml.trainer.setup.hook_checks import is_overridden
+from forgather.ml.trainer.step_loss.model_loss import Finding, ModelLoss
+from forgather.ml.trainer.step_loss.training_loss import TrainingLoss
+from forgather.ml.utils import without_ddp
+
+if TYPE_CHECKING:
+    from forgather.ml.trainer.trainer import Trainer
+
+logger = logging.getLogger(__name__)
+
+
+class StepRunner:
+    """The steps of a trainer, one window of micro-batches each."""
+
+    def __init__(self, trainer: "Trainer[Any]") -> None:
+        self._trainer = trainer
+        self._prepares_early = is_overridden(trainer, "_prepare_batch")
+        own_hooks = ("_forward_backward_step", "_prediction_step")
+        self._computes_own_loss = any(is_overridden(trainer, name) for name in own_hooks)
+        self._has_warned = False
+        self._num_averages = 0
+        self.compares_batches = False
+        """Whether ranks still have to compare their first batches."""
+        self.window: Window | None = None
+        """The window of the present step; None outside of steps."""
+
+    def batches(self) -> StepBatches:
+        """The rest of the epoch as the data iterator of `_train_step`."""
+        args = self._trainer.args
+        return StepBatches(
+            self._rest_of_epoch(), args.gradient_accumulation_steps, args.dataloader_drop_last, self._begin
+        )
+
+    def run(self, steps: StepBatches) -> bool:
+        """One step; False at the end of the epoch."""
+        trainer = self._trainer
+        steps.begin_step()
+        try:
+            with explaining_indices(trainer.unwrapped_model(), steps.current):
+                result = trainer._train_step(steps)
+        except StopIteration:
+            self._drop_unfinished(steps.window)
+            return False
+        finally:
+            self._leave()
+        self._note(steps.window, result)
+        return True
+
+    def _rest_of_epoch(self) -> Iterator[Mapping[str, Any]]:
+        trainer = self._trainer
+        trainer.feed.begin_pass()
+        iterator = iter(trainer.train_dataloader)
+        if trainer.loop.resumed_in_epoch and trainer.rng.has_loaded:
+            # Last of all: callbacks and iterators may have drawn numbers that the straight run drew long ago.
+            trainer.rng.restore()
+        for batch in iterator:
+            trainer.feed.taken(batch)
+            if self.compares_batches:
+                self.compares_batches = False
+                warn_of_equal_batches(batch, trainer.layout, trainer.team.gather)
+            yield batch
+
+    def _begin(self, window: Window) -> None:
+        """A window was fetched: count its targets, before the first backward pass needs their number."""
+        trainer = self._trainer
+        if trainer.state.global_step == 0 and trainer.device.type != "cpu":
+            warn_of_large_ids(trainer.unwrapped_model(), window.batches)
+        if self._prepares_early:
+            window.prepared = [trainer._prepare_batch(batch) for batch in window.batches]
+        self.window = window
+        self._num_averages = trainer.recipes.num_updates
+        trainer._dispatch_event("on_step_begin")
+        loss = trainer.step_loss
+        if not loss.can_count:
+            trainer._agree_on_loss(loss, window.batches[0])
+        if loss.can_count:
+            trainer.feed.count(window)
+        if isinstance(trainer.loss_fn, TrainingLoss):
+            trainer.loss_fn.begin_step(window)
+
+    def _leave(self) -> None:
+        self.window = None
+        if isinstance(self._trainer.loss_fn, TrainingLoss):
+            self._trainer.loss_fn.end_step()
+
+    def _note(self, window: Window | None, result: tuple[Tensor, Tensor | None, int | Tensor]) -> None:
+        trainer = self._trainer
+        loss, grad_norm, tokens = checked_result(window, result, type(trainer).__name__)
+        assert window is not None
+        if window.total is None:
+            trainer.feed.count(window)
+        self._warn_of_unweighed(window)
+        if trainer.recipes.num_updates == self._num_averages:
+            # A _train_step of the user's own steps the optimizer, and knows nothing of the average.
+            trainer.recipes.update_average()
+        samples = sum(map(samples_in, window.batches)) if trainer.layout.speaks else 0
+        trainer.reporter.note_step(window, loss, grad_norm, tokens, samples)
+        trace = None if trainer.optimization is None else trainer.optimization.trace
+        trainer.loop.watch.note(trainer.state.global_step, grad_norm, loss, trace)
+        trainer._dispatch_event("on_train_metrics", loss=loss, grad_norm=grad_norm, tokens=tokens)
+
+    def _drop_unfinished(self, window: Window | None) -> None:
+        """StopIteration left `_train_step` in the middle of a window: its gradients must not enter the next step."""
+        if window is not None and window.has_begun:
+            clear_gradients(self._trainer.optimizer)
+            logger.warning(
+                "_train_step ended with StopIteration after %d micro-batches of a step of %d, the last of its epoch: their "
+                "gradients are dropped. Stop at the micro-batch for which _should_sync_gradients() is True.",
+                *(window.number + 1, len(window)),
+            )
+
+    def _warn_of_unweighed(self, window: Window) -> None:
+        loss_fn = self._trainer.loss_fn
+        is_weighed = not isinstance(loss_fn, TrainingLoss) or loss_fn.was_used
+        if is_weighed or self._has_warned or max(len(window), window.num_shares) < 2:
+            return
+        self._has_warned = True
+        logger.warning(
+            "%s computes the loss of a micro-batch without self.loss_fn, so that micro-batches and ranks are not weighed by "
+            "their targets, and the loss of a step is a sum and no mean. Use self.loss_fn(logits, labels), or "
+            "self.loss_fn.rescale(mean, labels) for a loss that was computed otherwise.",
+            type(self._trainer).__name__,
+        )
+
+    # --- which loss it is
+
+    def agree_on_loss(self, loss: ModelLoss, batch: Mapping[str, Any] | None) -> None:
+        """Let all ranks choose the same loss, by the first batches of those that have any; collective."""
+        team = self._trainer.team
+        if not team.settles_loss_first and not self._computes_own_loss:
+            return
+        findings = [one for one in team.gather(self._look(loss, batch)) if one is not None]
+        if findings:
+            # The lowest rank of those that have a batch; a loss that is the model's own shows in one batch.
+            loss.adopt(min(findings, key=lambda one: (one.is_stand_in, one.uses_own is not True)))
+
+    def _look(self, loss: ModelLoss, batch: Mapping[str, Any] | None) -> Finding | None:
+        """What this rank learns of the loss from its first batch."""
+        if batch is None:
+            return None
+        trainer = self._trainer
+        try:
+            inputs, labels = trainer._prepare_batch(batch)
+            with trainer.amp_context.autocast():
+                return loss.look(without_ddp(trainer.model), inputs, labels, isinstance(batch, EmptyBatch))
+        except Exception as error:  # noqa: BLE001 - the pass that follows fails in the same way, where all ranks learn of it
+            logger.debug("The loss could not be looked at: %s", error)
+            return None

@@ -1,0 +1,285 @@
+"""Phases of `Trainer._prepare`: each calls the hooks of its part, and builds what follows from their results."""
+
+import logging
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import nn
+
+from forgather.ml.checkpoint.components import select_components
+from forgather.ml.checkpoint.manager import CheckpointManager
+from forgather.ml.checkpoint.state.rng import RNGState
+from forgather.ml.trainer.loading.builders import adapted_loader, is_resumable
+from forgather.ml.trainer.loop.cadence import Cadence
+from forgather.ml.trainer.loop.evaluator import Evaluator
+from forgather.ml.trainer.loop.loop_state import LoopState
+from forgather.ml.trainer.loop.metrics import IntervalMetrics, SpeedMeter
+from forgather.ml.trainer.loop.nonfinite import GradientFinding, GradientWatch
+from forgather.ml.trainer.loop.optimization import Optimization, require_parameters_of
+from forgather.ml.trainer.loop.reporter import Reporter
+from forgather.ml.trainer.loop.saver import Saver
+from forgather.ml.trainer.loop.scheduler_state import kept_rates
+from forgather.ml.trainer.loop.step_runner import StepRunner
+from forgather.ml.trainer.ranks.team import make_team
+from forgather.ml.trainer.setup import preparation, requirements
+from forgather.ml.trainer.setup.hook_checks import is_overridden
+from forgather.ml.trainer.setup.model_construction import build_model, refuse_quantized
+from forgather.ml.trainer.setup.rank_settings import common_settings, require_strategy_for_ranks
+from forgather.ml.trainer.setup.seeding import choose_seed, seed_everything
+from forgather.ml.trainer.setup.step_plan import StepPlan, warn_of_unknown_end
+from forgather.ml.trainer.step_loss.fused import HiddenStatesModel, make_fused_loss, output_embeddings_of
+from forgather.ml.trainer.step_loss.model_loss import ModelLoss
+from forgather.ml.trainer.step_loss.training_loss import TrainingLoss
+from forgather.ml.trainer.trainer_types import BaseDataset, TrainerControl
+
+if TYPE_CHECKING:
+    from forgather.ml.trainer.trainer import Trainer as AnyTrainer
+
+    Trainer = AnyTrainer[Any]
+
+logger = logging.getLogger(__name__)
+
+
+def refuse(trainer: "Trainer") -> None:
+    """Refuse what cannot work, before anything is built."""
+    args = trainer.args
+    functions = {
+        "optimizer_factory": trainer.optimizer_factory,
+        "lr_scheduler_factory": trainer.lr_scheduler_factory,
+        "enable_activation_checkpoint_fn": trainer.enable_activation_checkpoint_fn,
+        "fused_loss_factory": trainer.fused_loss_factory,
+    }
+    requirements.require_builder(args, trainer.model_init is not None)
+    requirements.require_eval_dataset(args, trainer.eval_dataset is not None)
+    requirements.require_functions(functions, trainer.optimizer_groups, trainer.given)
+    declares = is_overridden(trainer, "get_state_components")
+    requirements.require_components(args, None if declares else tuple(trainer.state_sharing))
+    requirements.require_recipes(
+        args,
+        trainer.given,
+        trainer.optimizer_groups,
+        trainer.use_fused_loss,
+        trainer._device_type(),
+        trainer._is_pipeline_parallel(),
+    )
+
+
+def prepare_ranks(trainer: "Trainer") -> None:
+    require_strategy_for_ranks(type(trainer), trainer.distributed_env)
+    trainer.team = make_team(trainer.dist, trainer.team, type(trainer).__name__)
+    trainer.team.require_equal_settings(trainer._common_settings)
+    trainer.team.open()
+    trainer.num_processes, trainer.is_local_process_zero, trainer.is_world_process_zero = 1, True, True
+    trainer._init_distributed()
+
+
+def settings_of(trainer: "Trainer") -> dict[str, str]:
+    """What all ranks must have alike, as text: it decides which collectives they reach."""
+    objects = {
+        "train_dataset": trainer.train_dataset,
+        "eval_dataset": trainer.eval_dataset,
+        "compute_loss_func": trainer.given.loss_fn,
+        "fused_loss_factory": trainer.fused_loss_factory,
+    }
+    stream = None if trainer._dispatches(for_training=True) else trainer.train_dataset
+    return common_settings(type(trainer), trainer.args, trainer.wanted, trainer.optimizer_groups, objects, stream)
+
+
+def prepare_device(trainer: "Trainer") -> None:
+    """Device, precision and seeds; the same seed for the model on every rank."""
+    with trainer.team.agreement("choosing the device"):
+        trainer._init_device()
+    preparation.use_device(trainer.device)
+    preparation.use_precision(trainer.args)
+    trainer.amp_context = trainer._make_amp_context()
+    trainer.recipes.use_device(trainer.device)
+    trainer.seed = trainer.team.broadcast(choose_seed(trainer.args.seed))
+    trainer.rng = RNGState(trainer.seed)
+    seed_everything(trainer.seed)
+
+
+def prepare_data(trainer: "Trainer", train_dataset: BaseDataset | None, eval_dataset: BaseDataset | None) -> None:
+    """Loaders of this rank, and the plan of steps that follows from their length."""
+    trains = trainer.wanted is not None
+    trainer.layout = trainer._data_layout(for_training=True)
+    trainer.control = TrainerControl()
+    trainer.watch = GradientWatch(trainer.args.nonfinite_grad, trainer.amp_context.has_loss_scale)
+    early = not is_overridden(trainer, "_prepare_batch")
+    trainer.feed = trainer.team.feed(
+        lambda: trainer.step_loss, trainer.watch, trainer.received_signal, trainer.layout, early
+    )
+    trainer.train_dataloader = trainer.eval_dataloader = None
+    trainer._init_dataloaders(train_dataset if trains else None, eval_dataset)
+    if trains and trainer.train_dataloader is None:
+        raise ValueError("train() needs a train_dataset; only evaluate() works without one.")
+    _adapt_train_loader(trainer)
+    trainer._update_training_steps()
+
+
+def _adapt_train_loader(trainer: "Trainer") -> None:
+    """Give a loader that a user's hook made the position, length and agreement of our own."""
+    loader = trainer.train_dataloader
+    own = is_overridden(trainer, "_init_dataloaders") or is_overridden(trainer, "_get_dataloader")
+    if own and loader is not None and not is_resumable(loader):
+        adapted = adapted_loader(loader, trainer.args.set_dataset_epoch)
+        drop_last = trainer.args.dataloader_drop_last
+        trainer.train_dataloader = trainer.team.train_loader(
+            lambda _: adapted, None, trainer.layout, drop_last, trainer.feed
+        )
+
+
+def plan_steps(trainer: "Trainer") -> StepPlan:
+    plan = StepPlan(trainer.args, trainer.train_dataloader)
+    if trainer.train_dataloader is not None and trainer.team.rank == 0:
+        by_name = trainer.given.lr_scheduler is None and trainer.lr_scheduler_factory is None
+        warn_of_unknown_end(trainer.args, trainer.train_dataloader, by_name)
+    return plan
+
+
+def build(trainer: "Trainer", loads_weights: bool) -> nn.Module:
+    assert trainer.model_init is not None
+    return build_model(
+        trainer.model_init,
+        trainer.device,
+        trainer.args.construct_model_on,
+        trainer.args.default_dtype,
+        loads_weights,
+        trainer._initialize_non_persistent_buffers,
+    )
+
+
+def wrap_loss(trainer: "Trainer") -> None:
+    """Make `step_loss` and `loss_fn`; a fused loss also wraps the model, so that it gives hidden states."""
+    model = trainer.unwrapped_model()
+    loss_fn = trainer._maybe_get_fused_loss_fn(model, trainer.given.loss_fn)
+    head = None
+    if trainer.use_fused_loss:
+        head = output_embeddings_of(model) if trainer.fused_loss_factory is None else trainer.fused_head
+        trainer.model = HiddenStatesModel(model)
+    trainer.step_loss = ModelLoss(loss_fn, trainer.args.token_weighted_loss, head=head)
+    count = trainer.feed.count
+    trainer.loss_fn = TrainingLoss(trainer.step_loss, count, trainer._num_averaged)
+
+
+def fused_loss(trainer: "Trainer", module: nn.Module, default_loss_fn: Any) -> Any:
+    if trainer.fused_loss_factory is None:
+        return default_loss_fn
+    with trainer.amp_context.autocast():
+        # As it will run: some attention works in few bits only.
+        trainer.fused_head = output_embeddings_of(module)
+    return make_fused_loss(trainer.fused_loss_factory, trainer.fused_head)
+
+
+def init_optimizer(trainer: "Trainer") -> None:
+    """Make the optimizer, its groups and its schedule, and note the options as the user set them."""
+    refuse_quantized(trainer.unwrapped_model())
+    args, given = trainer.args, trainer.given
+    named, elsewhere = trainer._named_parameters(), trainer._names_elsewhere()
+    groups = trainer.optimizer_groups
+    trainer.optimizer = preparation.make_optimizer(args, given, trainer.optimizer_factory, groups, named, elsewhere)
+    trainer.weight_decay_groups = "all"
+    if given.optimizer is None and groups is None:
+        trainer.weight_decay_groups = preparation.decay_groups(
+            args,
+            trainer.optimizer,
+            trainer._whole_model(),
+            named,
+            elsewhere,
+            lambda: preparation.stored_decay_groups(args, trainer.claim, trainer.resume_path),
+        )
+    trainer.optimization = Optimization(trainer.optimizer, named, knows_configuration=True)
+    trainer.lr_scheduler = given.lr_scheduler
+    if trainer.lr_scheduler is None:
+        trainer._init_scheduler()
+
+
+def follow_optimizer(trainer: "Trainer") -> None:
+    """Derive what belongs to the optimizer and schedule that the hook has set."""
+    named, own = trainer._named_parameters(), trainer.optimization
+    if own is None or own.made_for is not trainer.optimizer:
+        own = trainer.optimization = Optimization(trainer.optimizer, named, knows_configuration=False)
+    if own.scheduler_state is None and trainer.lr_scheduler is not None:
+        own.follow(trainer.lr_scheduler, trainer.optimizer)
+    own.norm = trainer.recipes.attach(trainer.optimizer, named) or own.norm
+
+
+def prepare_loop(trainer: "Trainer") -> None:
+    """State and collaborators of the loop."""
+    args, amp = trainer.args, trainer.amp_context
+    trainer.state = trainer._init_state()
+    leaves_out = amp.has_loss_scale or trainer.skips_updates
+    cadence = Cadence(args, trainer.state, trainer.control, trainer.plan, trainer.eval_dataset is not None)
+    trainer.loop = LoopState(
+        args.output_dir,
+        trainer.state,
+        trainer.control,
+        cadence,
+        amp,
+        trainer.step_loss,
+        trainer.watch,
+        IntervalMetrics(leaves_out),
+    )
+    trainer._flops_per_token = trainer._compute_flops_per_token()
+    trainer.reporter = Reporter(
+        trainer.loop,
+        SpeedMeter(args.speed_metrics_start_step),
+        trainer._flops_per_token,
+        leaves_out,
+        trainer.reduced_sums,
+        trainer._distributed_norms,
+        lambda step: findings_of_step(trainer, step),
+    )
+    trainer.evaluator = Evaluator(trainer)
+    trainer.evaluator.dataset = None if trainer.eval_dataloader is None else trainer.eval_dataset
+    trainer.steps = StepRunner(trainer)
+    trainer.steps.compares_batches = trainer.team.compares_batches(trainer.train_dataset, trainer.layout)
+
+
+def findings_of_step(trainer: "Trainer", step: int) -> list[GradientFinding]:
+    """What all ranks know of a step without finite gradients; each of them raises the same error. Collective."""
+    assert trainer.optimization is not None
+    return trainer.team.gather(trainer.watch.finding(step, trainer.optimization.names, trainer.saver.finding()))
+
+
+def prepare_checkpoints(trainer: "Trainer") -> None:
+    require_parameters_of(trainer._forward_modules(), trainer.optimizer, type(trainer).__name__)
+    trainer.checkpoint_manager = trainer._init_checkpoint_manager()
+    trainer.saver = Saver(trainer)
+    # Now rather than at the first save: an unknown name must not end a run that has trained for hours.
+    components = trainer.get_state_components()
+    select_components(components, trainer.args.checkpoint_components)
+    select_components(components, skipped_components(trainer), "skip_checkpoint_components")
+    # Callbacks may be on some ranks only.
+    with trainer.team.agreement("looking for who supplies the best weights"):
+        requirements.require_supplier_of_best(trainer.args, trainer.callbacks)
+
+
+def skipped_components(trainer: "Trainer") -> list[str]:
+    """Without an average there is none to skip, and a setting that says so may stay."""
+    has_average = trainer.recipes.average is not None
+    return [key for key in trainer.args.skip_checkpoint_components if key != "ema" or has_average]
+
+
+def claim_output_dir(trainer: "Trainer") -> CheckpointManager:
+    """Take the output directory before anything is built; a claim of an earlier preparation is given back."""
+    if trainer.claim is not None:
+        trainer.claim.close()
+    return CheckpointManager(trainer.checkpoint_config(), trainer.dist, None, None)
+
+
+def replan(trainer: "Trainer") -> None:
+    """Steps have another size than those of the checkpoint: count the rest of training in the new ones."""
+    samples = trainer.args.per_device_train_batch_size * trainer.layout.part.num_parts
+    may_differ = trainer.plan.replan(trainer.state, trainer.train_dataloader.state_dict(), samples)
+    trainer.max_steps = trainer.plan.num_steps
+    if may_differ and trainer.given.lr_scheduler is None:
+        progress = trainer.lr_scheduler.state_dict()
+        # A new schedule sets the groups to its beginning.
+        with kept_rates(trainer.optimizer):
+            trainer._init_scheduler()
+        assert trainer.optimization is not None and trainer.optimization.scheduler_state is not None
+        trainer.optimization.scheduler_state.load_state_dict(progress)
+
+
+def own_peak_memory(device: torch.device) -> int:
+    return 0 if device.type == "cpu" else torch.accelerator.max_memory_allocated(device)
