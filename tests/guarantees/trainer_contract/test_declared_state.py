@@ -36,9 +36,9 @@ def straight(tmp_path_factory: pytest.TempPathFactory) -> Any:
 
 def interrupted(output_dir: Path, trainer_class: type, **settings: Any) -> Any:
     """A run that stops at step 3 and is resumed by another trainer, from other random numbers."""
+    first = small_trainer(output_dir, trainer_class=trainer_class, max_steps=3, **settings)
     torch.manual_seed(1)
-    small_trainer(output_dir, trainer_class=trainer_class, max_steps=3, **settings).train()
-    torch.manual_seed(7)
+    first.train()
     resumed = small_trainer(output_dir, trainer_class=trainer_class, **settings)
     assert resumed.train().global_step == NUM_STEPS
     return resumed
@@ -318,9 +318,10 @@ def test_dictionaries_of_statefuls_are_served(tmp_path: Path, straight: Any) -> 
         trainer.extra = Remembering(value)
         return trainer
 
+    first = make(5, 3)
     torch.manual_seed(1)
     with pytest.warns(DeprecationWarning, match="get_statefuls_for_save"):
-        make(5, 3).train()
+        first.train()
     resumed = make(0, NUM_STEPS)
     with warnings.catch_warnings():
         warnings.simplefilter("ignore", DeprecationWarning)

@@ -33,7 +33,16 @@ from forgather.ml.trainer.arguments.training_arguments import (
 )
 from forgather.ml.trainer.callbacks.handler import CallbackHandler
 from forgather.ml.trainer.loop.scheduler_state import SchedulerState
-from forgather.ml.trainer.setup.declared_state import GLOBAL, PER_RANK, Shared, Unbuilt, declare, is_left_out
+from forgather.ml.trainer.setup.declared_state import (
+    GLOBAL,
+    PER_RANK,
+    Shared,
+    Unbuilt,
+    declare,
+    is_left_out,
+    warn_of_left_out,
+    with_dictionaries,
+)
 from forgather.ml.trainer.setup.given_objects import check_given, merged_signature
 from forgather.ml.trainer.setup.hook_checks import check_hooks
 from forgather.ml.trainer.setup.model_construction import checked_builder, refuse_adapters
@@ -104,6 +113,10 @@ class BaseTrainer(ABC, Generic[TArgs]):
         "rng": PER_RANK,
     }
     """The components of this trainer and how ranks share them; each strategy states its own table."""
+    gradient_accumulation_step: int | None = None
+    """The number of the present micro-batch within its step, from 1."""
+    model_splitter: Any = None
+    pipe_schedule_factory: Any = None
 
     def __init_subclass__(cls, **kwargs: Any) -> None:
         super().__init_subclass__(**kwargs)
@@ -161,6 +174,12 @@ class BaseTrainer(ABC, Generic[TArgs]):
         self.rng = RNGState()
         self.do_train: bool | None = None
         self.do_eval: bool | None = None
+        self.max_steps: int | None = None
+        self.epoch_train_steps: int | None = None
+        self.num_processes: int | None = None
+        self.is_local_process_zero: bool | None = None
+        self.is_world_process_zero: bool | None = None
+        self._flops_per_token: float | None = None
         self.given = Given(optimizer, lr_scheduler, None, loss_fn)
         self._env: DistributedEnvInterface | None = None
         self._resume_setting: bool | str = getattr(self.args, "resume_from_checkpoint", False)
@@ -171,6 +190,7 @@ class BaseTrainer(ABC, Generic[TArgs]):
         self._fired: set[str] = set()
         self._prepared_for: BaseDataset | None = None
         self._made_by_base: list[object] = []
+        self._has_warned_of_left_out = False
         defaults = self.default_callbacks() if default_callbacks else ()
         self._callback_handler = CallbackHandler(() if callbacks is None else callbacks, defaults)
         if isinstance(lr_scheduler, TrainerCallback):
@@ -292,6 +312,7 @@ class BaseTrainer(ABC, Generic[TArgs]):
             self._prepared_for = self.eval_dataset
             self._complete_state()
             self._complete_manager()
+            self._warn_of_left_out()
             if not self._has_loaded:
                 self._restore(
                     self.args.resume_from_checkpoint if hasattr(self.args, "resume_from_checkpoint") else False
@@ -361,7 +382,6 @@ class BaseTrainer(ABC, Generic[TArgs]):
         """Save everything a resume needs, by default as the checkpoint of the present step; returns its path."""
         if self.checkpoint_manager is None or self.checkpoint_manager.is_read_only:
             self._prepare_to_train(False)
-        self._require_whole_state()
         count = self.num_dispatched("on_save")
         path = self._save_now(checkpoint_path)
         if path and self.num_dispatched("on_save") == count:
@@ -386,6 +406,7 @@ class BaseTrainer(ABC, Generic[TArgs]):
         self._model_exporter().export_model(output_dir or self.args.output_dir, overwrite=True)
 
     def _save_now(self, checkpoint_path: str | None) -> str:
+        self._require_whole_state()
         step = None if checkpoint_path else self.state.global_step
         saved: str = self.checkpoint_manager.save_checkpoint(checkpoint_path, step)
         return saved
@@ -449,7 +470,8 @@ class BaseTrainer(ABC, Generic[TArgs]):
     def get_state_components(self) -> list[StateComponent]:
         """Everything that can be checkpointed, and how ranks share it: the rows of `state_sharing`."""
         pattern = self._get_dataset_sharing_pattern()
-        return declare(self.state_sharing, self._statefuls(), pattern, self._dataset_group())
+        components = declare(self.state_sharing, self._statefuls(), pattern, self._dataset_group())
+        return with_dictionaries(self, components, self._is_prepared or self._is_preparing)
 
     def get_process_groups(self) -> dict[str, ProcessGroup]:
         """The families of groups that PER_GROUP components name."""
@@ -520,6 +542,15 @@ class BaseTrainer(ABC, Generic[TArgs]):
                 f"{type(self).__name__}.state_dict() lacks the keys {', '.join(missing)}, without which a resume is not exact. "
                 "Start from the base: state = super().state_dict(), and add keys of your own to it."
             )
+
+    def _warn_of_left_out(self) -> None:
+        """Say once what a `get_state_components` written by hand leaves out for ever."""
+        if self._has_warned_of_left_out or type(self).get_state_components.__module__.startswith("forgather."):
+            return
+        self._has_warned_of_left_out = True
+        usual = [component.key for component in BaseTrainer.get_state_components(self)]
+        declared = [component.key for component in self.get_state_components()]
+        warn_of_left_out(type(self).__name__, usual, declared)
 
     def unwrapped_model(self) -> nn.Module:
         """The model itself, without the wrappers of DDP, torch.compile and fused losses: what is checkpointed."""
