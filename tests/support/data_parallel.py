@@ -46,7 +46,6 @@ def run(trainer: Trainer) -> Result:
     recorder.changes_control = False  # type: ignore[attr-defined]
     trainer.add_callback(recorder)
     output = trainer.train()
-    assert trainer.model is not None
     logs = [record for _, record in recorder.logs]
     return Result(
         [record.get("loss", math.nan) for record in logs],

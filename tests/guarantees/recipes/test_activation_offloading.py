@@ -12,8 +12,8 @@ from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensorMode
 from transformers import GPT2Config, GPT2LMHeadModel
 
+from forgather.ml.trainer.recipes import Recipes
 from forgather.ml.trainer.recipes.activation_offloading import OffloadedActivations
-from forgather.ml.trainer.trainer import Trainer
 from tests.support.data_parallel import run
 from tests.support.tiny_models import TokenModel, quiet_trainer, tiny_llama, token_samples
 
@@ -101,9 +101,9 @@ def test_gradients_are_the_same() -> None:
 def test_the_loss_keeps_its_gradients_where_they_are_needed_next(tmp_path: Path) -> None:
     inside: list[str] = []
 
-    class Watched(Trainer):
+    class Watched(Recipes):
         @contextmanager
-        def _activation_context(self) -> Iterator[None]:
+        def activations(self, model: Any) -> Iterator[None]:
             inside.append("begin")
             yield
             inside.append("end")
@@ -118,8 +118,8 @@ def test_the_loss_keeps_its_gradients_where_they_are_needed_next(tmp_path: Path)
         return torch.nn.functional.cross_entropy(logits.flatten(0, 1), labels.flatten())
 
     options = {"loss_fn": loss}
-    quiet_trainer(
-        tmp_path, Model(), token_samples(2), trainer_class=Watched, max_steps=2, trainer_options=options
-    ).train()
+    trainer = quiet_trainer(tmp_path, Model(), token_samples(2), max_steps=2, trainer_options=options)
+    trainer.recipes = Watched(trainer.args)
+    trainer.train()
     # In the first step the loss is tried as well.
     assert inside[-4:] == ["begin", "model", "end", "loss"]

@@ -168,7 +168,7 @@ def test_a_step_that_overflows_is_left_out_and_the_dropped_scale_is_logged(
     tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     notes, recorder = NotesWeights(), Recorder()
-    with caplog.at_level(logging.INFO, "forgather.ml.trainer.amp"):
+    with caplog.at_level(logging.INFO, "forgather.ml.trainer.amp_context"):
         trainer = spiking_trainer(tmp_path, with_spike(batch=2), notes, recorder)
         trainer.train()
     unchanged = [same(one, other) for one, other in zip(notes.after, notes.after[1:], strict=False)]

@@ -8,7 +8,7 @@ import contextlib
 import time
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
-from typing import Any, ClassVar
+from typing import Any, ClassVar, TypeVar
 
 import torch
 from torch import Tensor, nn
@@ -18,7 +18,7 @@ from forgather.ml.checkpoint.manager import CheckpointManager
 from forgather.ml.checkpoint.weights.module_weights import load_checkpoint as load_weights
 from forgather.ml.trainer.amp import AMPContext
 from forgather.ml.trainer.arguments.training_arguments import MinimalTrainingArguments, TrainingArguments
-from forgather.ml.trainer.base_trainer import BaseTrainer, TArgs
+from forgather.ml.trainer.base_trainer import BaseTrainer
 from forgather.ml.trainer.loading.data_order import Part
 from forgather.ml.trainer.loop import evaluation_sums as evaluation
 from forgather.ml.trainer.loop.evaluator import Evaluator, Prediction
@@ -73,6 +73,7 @@ __all__ = [
     "set_train",
 ]
 
+TTrainingArgs = TypeVar("TTrainingArgs", bound=TrainingArguments)
 StepResult = tuple[Tensor, Tensor | None, int | Tensor]
 """Loss, gradient norm and tokens of a step, on this rank."""
 
@@ -86,7 +87,7 @@ class TrainerState(BaseTrainerState):
     """Optimizer steps per epoch."""
 
 
-class Trainer(BaseTrainer[TArgs]):
+class Trainer(BaseTrainer[TTrainingArgs]):
     """Trains on one device; the base of all strategies. Takes its arguments by name, beside those of `BaseTrainer`:
 
     Args:
@@ -130,7 +131,7 @@ class Trainer(BaseTrainer[TArgs]):
     def __init__(
         self,
         *,
-        args: TArgs | Mapping[str, Any],
+        args: TTrainingArgs | Mapping[str, Any],
         optimizer_factory: OptimizerFactoryT | None = None,
         optimizer_cls_and_kwargs: tuple[type, dict[str, Any]] | None = None,
         lr_scheduler_factory: LRSchedulerFactoryT | None = None,
@@ -180,11 +181,15 @@ class Trainer(BaseTrainer[TArgs]):
             self._compile_model()
         if self.wanted is not None:
             self._init_optimizer()
-            phases.follow_optimizer(self)
+            self._follow_optimizer()
         self._wrap()
-        phases.prepare_loop(self)
+        self._prepare_loop()
         if self.wanted is not None:
             phases.prepare_checkpoints(self)
+
+    def _prepare_loop(self) -> None:
+        """Make the state and the collaborators of the loop."""
+        phases.prepare_loop(self)
 
     def _train_loop(self) -> TrainOutput:
         started, first_step, cadence = time.time(), self.state.global_step, self.loop.cadence
@@ -342,7 +347,7 @@ class Trainer(BaseTrainer[TArgs]):
     def _initialize_non_persistent_buffers(self, model: nn.Module) -> None:
         """Compute buffers that no checkpoint holds, of a model that was built on the meta device."""
         assert self.model_init is not None
-        compute_missing_buffers(model, self.model_init, self.device)
+        compute_missing_buffers(model, self.model_init)
 
     def _wrap_loss_fn(self) -> None:
         """Make `loss_fn` a RescaleLoss that weighs micro-batches by their targets."""
@@ -361,6 +366,10 @@ class Trainer(BaseTrainer[TArgs]):
         """Make `optimizer` and `lr_scheduler`."""
         with self.team.agreement("making the optimizer"):
             phases.init_optimizer(self)
+
+    def _follow_optimizer(self) -> None:
+        """Derive what belongs to the optimizer and schedule that `_init_optimizer` has set."""
+        phases.follow_optimizer(self)
 
     def _init_scheduler(self) -> None:
         args, factory = self.args, self.lr_scheduler_factory

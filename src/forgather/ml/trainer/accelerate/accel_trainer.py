@@ -18,14 +18,13 @@ from forgather.ml.trainer.accelerate.accelerator_checks import (
 )
 from forgather.ml.trainer.amp import AMPContext
 from forgather.ml.trainer.arguments.training_arguments import TrainingArguments
-from forgather.ml.trainer.base_trainer import TArgs
 from forgather.ml.trainer.loading.data_order import Part
 from forgather.ml.trainer.ranks.parallel_loading import DataLayout
 from forgather.ml.trainer.ranks.replicated_model import ReplicatedModel
 from forgather.ml.trainer.setup.declared_state import BY_LOADING, COMPARED, PER_RANK, REPLICATED, Shared
 from forgather.ml.trainer.setup.given_objects import explains_calls
 from forgather.ml.trainer.step_loss.fused import fused_loss_refusal
-from forgather.ml.trainer.trainer import Trainer
+from forgather.ml.trainer.trainer import Trainer, TTrainingArgs
 from forgather.ml.trainer.trainer_types import OptimizerT
 
 __all__ = ["AccelTrainer", "AccelTrainingArguments"]
@@ -46,7 +45,7 @@ class AccelTrainingArguments(TrainingArguments):
             )
 
 
-class AccelTrainer(Trainer[TArgs]):
+class AccelTrainer(Trainer[TTrainingArgs]):
     """Every process has the whole model, which the accelerator has prepared; it also steps, clips and reduces.
 
     Rank, number of processes, device and precision are the accelerator's; accumulation is that of the arguments. Loaders
@@ -71,7 +70,9 @@ class AccelTrainer(Trainer[TArgs]):
     }
 
     @explains_calls
-    def __init__(self, *, args: TArgs | Mapping[str, Any], accelerator: Accelerator, **trainer_kwargs: Any) -> None:
+    def __init__(
+        self, *, args: TTrainingArgs | Mapping[str, Any], accelerator: Accelerator, **trainer_kwargs: Any
+    ) -> None:
         require_usable(accelerator)
         self.accelerator = accelerator
         self._prepared = [trainer_kwargs.get("optimizer"), trainer_kwargs.get("lr_scheduler")]

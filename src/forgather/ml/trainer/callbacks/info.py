@@ -122,7 +122,7 @@ def describe_start(state: TrainerState) -> str:
 
 def num_data_parallel_ranks(state: TrainerState, trainer: object) -> int:
     """How many ranks train on different data; stages of a pipeline do not count."""
-    if hasattr(trainer, "_num_data_parallel_ranks"):
+    if hasattr(trainer, "num_data_parallel_ranks"):
         return int(trainer.num_data_parallel_ranks)
     return getattr(state, "num_processes", 1)
 

@@ -3,14 +3,13 @@
 import contextlib
 import logging
 from collections.abc import Mapping
-from typing import Any, ClassVar
+from typing import Any, ClassVar, TypeVar
 
 import torch
 from torch import Tensor
 from torch.distributed import DeviceMesh, ProcessGroup
 from torch.nn.parallel import DistributedDataParallel
 
-from forgather.ml.trainer.base_trainer import TArgs
 from forgather.ml.trainer.ddp.ddp_arguments import DDPArguments, DDPTrainingArguments, PostLocalSGDArguments
 from forgather.ml.trainer.ddp.post_local_sgd import PostLocalSGD
 from forgather.ml.trainer.ddp.unused_parameters import explained, refuse_unused
@@ -26,8 +25,10 @@ __all__ = ["DDPArguments", "DDPTrainer", "DDPTrainingArguments", "PostLocalSGDAr
 
 logger = logging.getLogger(__name__)
 
+TDDPArgs = TypeVar("TDDPArgs", bound=DDPTrainingArguments)
 
-class DDPTrainer(Trainer[TArgs]):
+
+class DDPTrainer(Trainer[TDDPArgs]):
     """Every rank has the whole model; gradients are averaged over ranks while they are computed.
 
     Ranks with batch b train exactly like one device with as many times b on the same order of the data.
@@ -50,7 +51,7 @@ class DDPTrainer(Trainer[TArgs]):
     post_local_sgd_state: PostLocalSGD | None = None
     _has_reduced = False
 
-    def __init__(self, *, args: TArgs | Mapping[str, Any], **trainer_kwargs: Any) -> None:
+    def __init__(self, *, args: TDDPArgs | Mapping[str, Any], **trainer_kwargs: Any) -> None:
         super().__init__(args=args, **trainer_kwargs)
         if self.use_fused_loss and self.args.ddp.find_unused_parameters:
             raise fused_loss_refusal("ddp.find_unused_parameters=True")

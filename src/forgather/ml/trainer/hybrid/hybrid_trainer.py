@@ -1,125 +1,95 @@
-"""Several pipelines with copies of one model: data parallelism between them, pipeline parallelism within."""
+"""HybridTrainer: several pipelines with copies of one model; data parallelism between them, pipeline parallelism within."""
 
-import dataclasses
-from typing import Any
+from collections.abc import Mapping
+from typing import Any, ClassVar, TypeVar
 
 import torch.distributed as dist
-from torch import Tensor, nn
-from torch.distributed import DeviceMesh, ProcessGroup
-from torch.distributed.pipelining import PipelineStage
+from torch import Tensor
+from torch.distributed import ProcessGroup
 
-from forgather.ml.checkpoint.components import SharingPattern, StateComponent
+from forgather.ml.checkpoint.components import SharingPattern
 from forgather.ml.trainer.hybrid.gradient_reduction import GradientReducer
 from forgather.ml.trainer.hybrid.hybrid_arguments import HybridTrainingArguments
 from forgather.ml.trainer.loading.data_order import Part
+from forgather.ml.trainer.pipeline.pipeline_ranks import PipelineRanks
 from forgather.ml.trainer.pipeline.pipeline_trainer import PipelineTrainer
-from forgather.ml.trainer.pipeline.pipeline_utils import tensors_of
-from forgather.ml.trainer.pipeline.schedules.trained_stage import TrainedStage
-from forgather.ml.trainer.ranks.mutable_buffers import ChangingBuffers
-from forgather.ml.trainer.step_loss.model_loss import Window
+from forgather.ml.trainer.ranks.parallel_loading import DataLayout
+from forgather.ml.trainer.ranks.replicated_model import ReplicatedModel
+from forgather.ml.trainer.setup.declared_state import BY_LOADING, PER_RANK, REPLICATED, Shared
 
 __all__ = ["HybridTrainer", "HybridTrainingArguments"]
 
+THybridArgs = TypeVar("THybridArgs", bound=HybridTrainingArguments)
 
-class HybridTrainer(PipelineTrainer):
+_COPIED_STAGES = Shared(SharingPattern.PER_GROUP, "dp_group", compared=True)
+"""Ranks at the same place of their pipelines have copies, which are compared at every save."""
+
+
+class HybridTrainer(PipelineTrainer[THybridArgs]):
     """`dp_size` pipelines of `pp_size` ranks; ranks at the same place of their pipelines have copies of the same stages.
 
     Pipelines with batch b train exactly like one device with as many times b on the same order of the data.
     """
 
     arguments_class = HybridTrainingArguments
-    _reducer: GradientReducer | None = None
-    _changing_buffers: ChangingBuffers
+    state_sharing: ClassVar[Mapping[str, Shared]] = {
+        "model": _COPIED_STAGES,
+        "optimizer": _COPIED_STAGES,
+        "scheduler": REPLICATED,
+        "ema": _COPIED_STAGES,
+        "trainer": REPLICATED,
+        "dataset": BY_LOADING,
+        "rng": PER_RANK,
+    }
+    dp_process_group: ProcessGroup | None = None
+    pp_process_group: ProcessGroup | None = None
 
-    # --- ranks
+    # --- ranks and batches
 
-    def _make_mesh(self) -> DeviceMesh:
-        return dist.device_mesh.init_device_mesh(
-            self.env.device_type,
-            self.args.sizes(self.env.world_size),
-            mesh_dim_names=("data_parallel", "pipeline_parallel"),
-        )
+    def _init_mesh(self) -> None:
+        if self.mesh is None:
+            shape, names = self.args.sizes(self.dist.world_size), ("data_parallel", "pipeline_parallel")
+            self.mesh = self.team.mesh(self.dist.device_type, shape, names)
+        assert self.mesh is not None
+        self.dp_process_group = self.mesh.get_group("data_parallel")
+        self.pp_group = self.pp_process_group = self.mesh.get_group("pipeline_parallel")
 
-    @property
-    def _pp_size(self) -> int:
-        return int(self.args.sizes(self.env.world_size)[1])
-
-    @property
-    def _dp_group(self) -> ProcessGroup:
-        assert self._mesh is not None
-        return self._mesh.get_group("data_parallel")
-
-    @property
-    def _dp_rank(self) -> int:
-        return dist.get_rank(self._dp_group)
-
-    @property
-    def _pipelines(self) -> list[list[int]]:
-        assert self._mesh is not None
-        pipelines: list[list[int]] = self._mesh.mesh.tolist()
-        return pipelines
+    def _find_ranks(self) -> PipelineRanks:
+        assert self.mesh is not None and self.pp_group is not None
+        return PipelineRanks(self.pp_group, self.mesh.mesh.tolist(), self.dp_process_group)
 
     def get_process_groups(self) -> dict[str, ProcessGroup]:
-        return {"dp_group": self._dp_group, "pp_group": self._pp_group}
-
-    # --- data
+        groups = super().get_process_groups()
+        return groups if self.dp_process_group is None else {"dp_group": self.dp_process_group, **groups}
 
     def _dispatches(self, for_training: bool) -> bool:
         return bool(self.args.dispatch_batches)
 
-    @property
-    def _reads_for_others(self) -> bool:
-        return True
-
-    def _dispatcher_mesh(self, for_training: bool) -> tuple[DeviceMesh, int | None]:
-        assert self._mesh is not None
+    def _data_layout(self, for_training: bool) -> DataLayout:
+        assert self.mesh is not None
+        ranks = self.ranks
+        part, speaks = Part(ranks.replica, len(ranks.pipelines)), ranks.rank == 0
         if self._dispatches(for_training):
-            return self._mesh, 0
-        return self._mesh["pipeline_parallel"], None
-
-    def _readers(self, for_training: bool) -> list[list[int]]:
-        return super()._readers(for_training) if self._dispatches(for_training) else self._pipelines
-
-    @property
-    def _data_part(self) -> Part:
-        return Part(self._dp_rank, dist.get_world_size(self._dp_group))
+            everyone = range(self.dist.world_size)
+            return DataLayout(part, speaks, readers=[everyone], reads_whole=True, mesh=self.mesh, axis=0)
+        return DataLayout(part, speaks, readers=ranks.pipelines, mesh=self.mesh["pipeline_parallel"])
 
     # --- the model
 
-    def _give_values(self, source: nn.Module | None) -> None:
-        if self._dp_rank == 0:
-            super()._give_values(source)
-        tensors = {id(tensor): tensor for tensor in tensors_of(self.pipeline.part).values()}
-        works = [
-            dist.broadcast(tensor.detach(), group=self._dp_group, group_src=0, async_op=True)
-            for tensor in tensors.values()
-        ]
-        for work in works:
-            assert work is not None
-            work.wait()
-
-    def _compile_model(self) -> None:
-        super()._compile_model()
-        self._reducer = GradientReducer(self.pipeline.own, self._dp_group)
-        self._changing_buffers = ChangingBuffers(self.pipeline.part, self._peers, self._dp_group)
-
-    def _make_stage(self, like: PipelineStage, inputs: tuple[Tensor, ...], outputs: tuple[Tensor, ...]) -> TrainedStage:
-        stage = super()._make_stage(like, inputs, outputs)
-        stage.reducer = self._reducer
-        return stage
+    def _make_reducer(self) -> GradientReducer:
+        assert self.dp_process_group is not None
+        self._reducer = GradientReducer(self.pipeline.own, self.dp_process_group)
+        self._replicas = ReplicatedModel(self.pipeline.part, self.team, self.dp_process_group)
+        return self._reducer
 
     # --- the step
 
-    def _forward_backward_step(self, window: Window, number: int) -> Tensor:
-        assert self._reducer is not None
-        self._reducer.is_active = number + 1 == len(window.batches)
-        if self._changing_buffers.are_known:
-            return super()._forward_backward_step(window, number)
-        with self._changing_buffers.found_out():
-            return super()._forward_backward_step(window, number)
+    def _forward_backward_step(self, input_dict: dict[str, Any], labels: Any) -> Tensor:
+        self._reducer.is_active = self._should_sync_gradients()
+        with self._replicas.forward():
+            return super()._forward_backward_step(input_dict, labels)
 
     def _finish_gradients(self) -> None:
-        assert self._reducer is not None
         self._reducer.finish()
         super()._finish_gradients()
 
@@ -127,32 +97,21 @@ class HybridTrainer(PipelineTrainer):
 
     def _share_tokens(self, num_rows: int, tokens: Tensor | None) -> Tensor:
         shared = super()._share_tokens(num_rows, tokens)
-        # Each pipeline has drawn its own, and all are to say the same.
-        dist.broadcast(shared, group=self._dp_group, group_src=0)
+        # Every pipeline sampled its own tokens; broadcast those of the first.
+        dist.broadcast(shared, group=self.ranks.replicas, group_src=0)
         return shared
 
-    # --- state
+    # --- evaluation and state
+
+    def _before_evaluation(self) -> None:
+        self._replicas.share_buffers()
 
     def _before_save(self) -> None:
         super()._before_save()
-        self._changing_buffers.share()
-
-    def _evaluate_on(self, dataset: Any) -> dict[str, Any]:
-        self._changing_buffers.share()
-        return super()._evaluate_on(dataset)
-
-    def _as_part(self, component: StateComponent) -> StateComponent:
-        return dataclasses.replace(
-            component,
-            sharing_pattern=SharingPattern.PER_GROUP,
-            process_group_name="dp_group",
-            validate_replication=True,
-        )
-
-    def _dataset_component(self) -> StateComponent:
-        pattern = self._get_dataset_sharing_pattern()
-        family = "pp_group" if pattern is SharingPattern.PER_GROUP else None
-        return StateComponent("dataset", self.train_dataloader, pattern, family, required=False)
+        self._replicas.share_buffers()
 
     def _get_dataset_sharing_pattern(self) -> SharingPattern:
         return SharingPattern.GLOBAL if self._dispatches(for_training=True) else SharingPattern.PER_GROUP
+
+    def _dataset_group(self) -> str | None:
+        return "pp_group"

@@ -5,7 +5,7 @@ Evaluation leaves no trace in training: random numbers, modes of modules and the
 
 import contextlib
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sized
 from contextlib import AbstractContextManager
 from typing import TYPE_CHECKING, Any
 
@@ -49,6 +49,8 @@ class Evaluator:
         """Whether the losses of this rank's batches come out on this rank; False off the last stage of a pipeline."""
         self.waits_for_errors = True
         """Whether a failing rank finishes its round; the ranks of a pipeline wait for each other inside of it."""
+        self.shares_loss = False
+        """Whether evaluations before the first step may find out training's loss; the stages of a pipeline agree on it."""
         self.is_running = False
         self.is_second_look = False
         """Whether the batches are gone through again, for averaged weights; callbacks are not told."""
@@ -136,7 +138,7 @@ class Evaluator:
         of the loss, and would begin the first step in another way than ranks that had one.
         """
         trainer, trained = self._trainer, self._trainer.step_loss
-        self.loss = trained if trained.can_count else trained.unresolved()
+        self.loss = trained if trained.can_count or self.shares_loss else trained.unresolved()
         self._started = time.perf_counter()
         self.is_running = True
         try:
@@ -183,7 +185,7 @@ class Evaluator:
         header = f"The evaluation had no batch at all{self._trainer.team.where}"
         if self.is_second_look:
             header += " when it was read again for eval_ema=True, which takes a dataset that can be read twice"
-        size = str(len(self.dataset)) if hasattr(self.dataset, "__len__") else "unknown"
+        size = str(len(self.dataset)) if isinstance(self.dataset, Sized) else "unknown"
         return f"{header}: there is nothing to compute a loss from.", {SAMPLES_IN_DATASET: size, **settings}
 
     def _evaluate_batch(self, batch: Batch, sums: EvaluationSums) -> None:

@@ -23,7 +23,7 @@ class Optimization:
         """`knows_configuration`: the options of the groups are still those that the user asked for."""
         self.made_for = optimizer
         self.state = OptimizerState(optimizer, named, knows_configuration=knows_configuration)
-        self.names = {parameter: name for name, parameter in named}
+        self.names: dict[Tensor, str] = {parameter: name for name, parameter in named}
         self.parameters: list[Tensor] = [one for group in optimizer.param_groups for one in group["params"]]
         self.norm: NormFunction = GradientNorm(self.parameters)
         self.scheduler_state: SchedulerState | None = None

@@ -7,7 +7,7 @@ Only the rank with the last stage has logits; it chooses, and it alone draws ran
 import logging
 import math
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -46,6 +46,16 @@ class GenerationOptions:
             _check_count("eos_token_id", token, "for a model without such a token, pass None")
         if self.pad_token_id is not None:
             _check_count("pad_token_id", self.pad_token_id, "for a tokenizer without padding, pass None")
+
+    def with_tokens_of(self, model: nn.Module) -> "GenerationOptions":
+        """The tokens of the model's generation config, where none are given."""
+        defaults = getattr(model, "generation_config", None)
+        eos, pad = (getattr(defaults, name, None) for name in ("eos_token_id", "pad_token_id"))
+        return replace(
+            self,
+            eos_token_id=eos if self.eos_token_id is None else self.eos_token_id,
+            pad_token_id=pad if self.pad_token_id is None else self.pad_token_id,
+        )
 
     @property
     def eos_tokens(self) -> tuple[int, ...]:

@@ -50,3 +50,13 @@ class PipelineTrainingArguments(TrainingArguments):
                 f"fuse_optim_with_backward=True cannot be combined with n_microbatches={self.n_microbatches}: a parameter "
                 "would be updated after the first one, while others are under way. Set n_microbatches=1, or turn it off."
             )
+
+    @property
+    def micro_batch_size(self) -> int:
+        """Rows of a micro-batch in training."""
+        return self.per_device_train_batch_size // self.n_microbatches
+
+    @property
+    def eval_micro_batch_size(self) -> int:
+        """Rows of a micro-batch in evaluations, of which the last batch may have fewer micro-batches."""
+        return -(-self.per_device_eval_batch_size // self.n_microbatches)

@@ -1,4 +1,4 @@
-"""Batches as a pipeline needs them: a number of rows that can be divided, the main input apart from the rest."""
+"""Batches as a pipeline needs them: padded rows, the main input apart from the rest, and micro-batches."""
 
 from collections.abc import Mapping
 from typing import Any, NamedTuple
@@ -6,43 +6,63 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from forgather.ml.trainer.loading.collation import require_mapping
-from forgather.ml.trainer.pipeline.schedules.runner import has_rows
-from forgather.ml.trainer.step_loss.token_weighting import IGNORE_INDEX
+from forgather.ml.trainer.step_loss.loss_traits import IGNORE_INDEX
 
 _TAKEN_NAMES = {"target", "losses", "return_outputs", "loss_kwargs"}
 
 
 class PipelineBatch(NamedTuple):
-    """A batch in its parts."""
+    """A batch, or a micro-batch of one: the main input, all other inputs by name, and the labels."""
 
     inputs: Tensor
     keywords: dict[str, Any]
     labels: Tensor | None
 
+    @property
+    def num_rows(self) -> int:
+        return self.inputs.shape[0]
 
-def taken_apart(batch: Mapping[str, Any], main_input: str, num_rows: int) -> PipelineBatch:
+    def micro_batches(self, number: int) -> list["PipelineBatch"]:
+        """Equal micro-batches; a value without a row for each sample is in all of them."""
+        size = self.num_rows // number
+        return [self._rows(slice(place * size, (place + 1) * size)) for place in range(number)]
+
+    def _rows(self, rows: slice) -> "PipelineBatch":
+        keywords = {
+            name: value[rows] if has_rows(value, self.num_rows) else value for name, value in self.keywords.items()
+        }
+        labels = self.labels
+        if labels is not None and has_rows(labels, self.num_rows):
+            labels = labels[rows]
+        return PipelineBatch(self.inputs[rows], keywords, labels)
+
+
+def has_rows(value: Any, num_rows: int) -> bool:
+    return isinstance(value, Tensor) and value.ndim > 0 and value.shape[0] == num_rows
+
+
+def padded_batch(inputs: Mapping[str, Any], labels: Tensor | None, main_input: str, num_rows: int) -> PipelineBatch:
     """The parts of a batch, padded to `num_rows` rows or a multiple of them with rows that have no labels."""
-    require_mapping(batch)
-    parts = dict(batch)
-    inputs, labels = parts.pop(main_input, None), parts.pop("labels", None)
-    if not isinstance(inputs, Tensor) or inputs.ndim == 0:
+    keywords = dict(inputs)
+    main = keywords.pop(main_input, None)
+    if not isinstance(main, Tensor) or main.ndim == 0:
+        names = [*inputs, *(() if labels is None else ("labels",))]
         raise ValueError(
             f"The batch has no tensor {main_input!r}, the model's main input, which goes through the stages of a pipeline; it "
-            f"has: {', '.join(map(str, batch))}."
+            f"has: {', '.join(map(str, names))}."
         )
-    taken = sorted(set(parts) & _TAKEN_NAMES)
+    taken = sorted(set(keywords) & _TAKEN_NAMES)
     if taken:
         raise ValueError(
             f"The batch has a column {taken[0]!r}, a name that schedules of pipelines use for something else. Rename it, or "
             "let the data collator leave it out."
         )
-    rows = inputs.shape[0]
+    rows = main.shape[0]
     missing = -rows % num_rows
     if missing == 0:
-        return PipelineBatch(inputs, parts, labels)
-    parts = {name: _padded(value, missing) if has_rows(value, rows) else value for name, value in parts.items()}
-    return PipelineBatch(_padded(inputs, missing), parts, None if labels is None else _without_labels(labels, missing))
+        return PipelineBatch(main, keywords, labels)
+    keywords = {name: _padded(value, missing) if has_rows(value, rows) else value for name, value in keywords.items()}
+    return PipelineBatch(_padded(main, missing), keywords, None if labels is None else _without_labels(labels, missing))
 
 
 def _padded(tensor: Tensor, missing: int) -> Tensor:

@@ -5,28 +5,38 @@ import logging
 import os
 import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from typing import Any
+from typing import Any, Generic, TypeVar
 
 import torch
 from torch import Tensor, nn
 from torch.distributed import ProcessGroup
 
-from forgather.ml.checkpoint.weights.module_weights import ShardIndex, create_sharing_metadata, make_shard_index
+from forgather.ml.checkpoint.weights.module_weights import (
+    ShardIndex,
+    create_sharing_metadata,
+    load_into_modules,
+    locate_weights,
+    make_shard_index,
+)
 from forgather.ml.construct import torch_dtype
 from forgather.ml.trainer.pipeline.forward_only import Meta
-from forgather.ml.trainer.pipeline.model_splitter import ModelSplitter, Stage
+from forgather.ml.trainer.pipeline.model_splitter import Split, Stage
+from forgather.ml.trainer.pipeline.pipeline_batches import PipelineBatch, padded_batch
 from forgather.ml.trainer.pipeline.pipeline_utils import (
     assert_no_duplicate_fqns,
-    missing_buffers,
     require_all_fqns,
     tensors_of,
 )
+from forgather.ml.trainer.pipeline.splitters.example_batch import main_input_of
 from forgather.ml.trainer.pipeline.splitters.stage_building import RankModel, materialise, stream_values
 from forgather.ml.trainer.pipeline.tied_weights import canonical_names
-from forgather.ml.trainer.setup.model_construction import build_model, with_real_buffers
+from forgather.ml.trainer.setup.devices import moved
+from forgather.ml.trainer.setup.model_construction import build_model, compute_missing_buffers
 from forgather.ml.utils import count_parameters, default_dtype
 
 logger = logging.getLogger(__name__)
+
+T = TypeVar("T")
 
 
 class PipelineModel:
@@ -38,13 +48,13 @@ class PipelineModel:
     def __init__(
         self,
         whole: nn.Module,
-        splitter: ModelSplitter,
-        example: tuple[Tensor, Mapping[str, Any]],
+        split: Callable[[nn.Module], Split],
         stage_indices: Sequence[tuple[int, ...]],
         device: torch.device,
         rank: int,
         group: ProcessGroup,
     ) -> None:
+        """`split` divides the whole model into stages."""
         self.whole = whole
         self.device = device
         self._group = group
@@ -52,9 +62,7 @@ class PipelineModel:
         # Before any part of it has memory: then tied names are no longer one tensor.
         self.sharing = create_sharing_metadata(whole)
         self.parameter_stats = count_parameters(whole)
-        self.modules, _, stages, self.make_mask = splitter(
-            whole, (example[0],), example[1], stage_indices, True, device=device, rank=rank, pp_group=group
-        )
+        self.modules, _, stages, self.make_mask = split(whole)
         assert_no_duplicate_fqns(self.modules)
         require_all_fqns(whole, self.modules, self.sharing)
         self.stages: list[Stage] = sorted(stages, key=lambda stage: stage.stage_index)
@@ -65,6 +73,17 @@ class PipelineModel:
         self.shard_index = self._shard_index()
         materialise(self.own.values(), device)
         self.part = RankModel(list(self.own.values()), whole)
+        self.running: dict[int, nn.Module] = dict(self.own)
+        """Modules that compute this rank's stages: compiled, or without the head; `own` is generated with and saved."""
+
+    @property
+    def own_modules(self) -> nn.ModuleList:
+        return nn.ModuleList(self.own.values())
+
+    @property
+    def has_fixed_shapes(self) -> bool:
+        """Whether stages were traced, and run batches of one shape only."""
+        return any(getattr(stage, "fixed_shapes", False) for stage in self.stages)
 
     @property
     def num_stages(self) -> int:
@@ -94,6 +113,16 @@ class PipelineModel:
         canonical = canonical_names(self.sharing)
         return [(canonical.get(name, name), parameter) for name, parameter in self.part.named_parameters()]
 
+    def names_elsewhere(self) -> list[str]:
+        """The trainable parameters of the model that only other ranks have."""
+        here = {name for name, _ in self.named_parameters()}
+        whole = self.whole.named_parameters()
+        return [name for name, parameter in whole if parameter.requires_grad and name not in here]
+
+    def load_weights(self, path: str) -> None:
+        """Load this rank's part from a checkpoint or an exported model."""
+        load_into_modules(locate_weights(path), [self.part], True, self.whole.state_dict(keep_vars=True).keys())
+
     def boundary(self, main_input: Tensor) -> Meta | None:
         """What passes between stages for a micro-batch, if every stage knows without having to run."""
         known = [getattr(module, "boundary", lambda _: None)(main_input) for module in self.modules]
@@ -116,16 +145,19 @@ class PipelineModel:
                     "default_dtype rather than converting the model inside of it."
                 )
 
-    def fill_missing_buffers(self, model_init: Callable[[], nn.Module], dtype: str | None) -> None:
-        """Compute those that no checkpoint holds, such as rotary frequencies."""
-        wanted = {name for module in self.own.values() for name in missing_buffers(module)}
-        if not wanted:
-            return
-        with pretrained_without_weights(), default_dtype(None if dtype is None else torch_dtype(dtype)):
-            values = dict(with_real_buffers(model_init).named_buffers())
-        for name, tensor in tensors_of(self.part).items():
-            if name in wanted:
-                tensor.copy_(values[name])
+    def batch(self, inputs: Mapping[str, Any], labels: Tensor | None, num_rows: int) -> PipelineBatch:
+        """A batch with a multiple of `num_rows` rows, of which this rank has on its device what its stages read."""
+        main_input = main_input_of(self.whole)
+        main, keywords, labels = padded_batch(inputs, labels, main_input, num_rows)
+        if self.make_mask is not None:
+            mask = self.make_mask(**{main_input: main, **keywords})
+            keywords = {**keywords, "attention_mask": mask} if mask is not None else keywords
+        # The first stage reads the inputs and the last one the labels; of the inputs all others need the shape.
+        if self.has_first:
+            main = moved(main, self.device)
+        if labels is not None and self.has_last:
+            labels = moved(labels, self.device)
+        return PipelineBatch(main, dict(moved(keywords, self.device)), labels)
 
     def _shard_index(self) -> ShardIndex:
         states = [
@@ -148,6 +180,17 @@ class PipelineModel:
             logger.info("%s %s %s", name, tuple(parameter.shape), parameter.dtype)
 
 
+class StageFact(Generic[T]):
+    """Attribute of a trainer that is read from its `pipeline`; None before that is built."""
+
+    def __init__(self, read: Callable[[PipelineModel], T]) -> None:
+        self._read = read
+
+    def __get__(self, trainer: object, owner: type) -> T | None:
+        pipeline = getattr(trainer, "pipeline", None)
+        return None if pipeline is None else self._read(pipeline)
+
+
 def _holds_tensors(module: nn.Module) -> bool:
     return bool(module._parameters or module._buffers)
 
@@ -167,6 +210,12 @@ def model_without_memory(model_init: Callable[[], nn.Module], dtype: str | None)
             "model_init, from a configuration (weights are loaded from checkpoints), and leave devices to the trainer."
         )
     return model
+
+
+def fill_missing_buffers(module: nn.Module, model_init: Callable[[], nn.Module], dtype: str | None) -> None:
+    """Compute the buffers of a part of the model that no checkpoint holds, such as rotary frequencies."""
+    with pretrained_without_weights(), default_dtype(None if dtype is None else torch_dtype(dtype)):
+        compute_missing_buffers(module, model_init)
 
 
 @contextlib.contextmanager

@@ -1,320 +1,427 @@
-"""Pipeline parallelism: every rank has some layers of the model, and batches pass through all of them in parts."""
+"""PipelineTrainer: pipeline parallelism by torch.distributed.pipelining; every rank has some stages of the model."""
 
-import contextlib
-import dataclasses
 import functools
-from collections.abc import Iterator, Mapping
-from typing import Any
+from collections.abc import Mapping, Sequence
+from typing import Any, ClassVar, TypeVar
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
-from torch.distributed.pipelining import PipelineStage
+from torch.distributed import DeviceMesh, ProcessGroup
+from torch.distributed.pipelining import ScheduleGPipe
+from torch.distributed.pipelining.schedules import _PipelineSchedule
 
-from forgather.ml.checkpoint.components import SharingPattern, StateComponent
-from forgather.ml.checkpoint.weights.module_weights import load_into_modules, locate_weights
+from forgather.ml.checkpoint.components import SharingPattern
 from forgather.ml.loss import CausalLoss
-from forgather.ml.trainer.loading.collation import require_mapping
-from forgather.ml.trainer.loading.empty_batch import EmptyBatch
-from forgather.ml.trainer.loop.evaluation_sums import EvaluationSums, samples_in
-from forgather.ml.trainer.loop.gradients import GradientNorm
-from forgather.ml.trainer.loop.progress import fits_any_groups
-from forgather.ml.trainer.pipeline.forward_only import ForwardOnly, Meta, Metas
+from forgather.ml.trainer.loop.evaluation_sums import samples_in
+from forgather.ml.trainer.pipeline import pipeline_requirements as requirements
 from forgather.ml.trainer.pipeline.generation import GenerationOptions, generate
-from forgather.ml.trainer.pipeline.model_splitter import Stage
+from forgather.ml.trainer.pipeline.model_splitter import ModelSplitter, Split
 from forgather.ml.trainer.pipeline.pipeline_arguments import PipelineTrainingArguments
-from forgather.ml.trainer.pipeline.pipeline_preparation import StagedTrainer
-from forgather.ml.trainer.pipeline.schedules.runner import ScheduleRunner, micro_batches
-from forgather.ml.trainer.pipeline.schedules.trained_stage import TrainedStage
-from forgather.ml.trainer.pipeline.tied_weights import add_gradients, compare_copies, total_norm
-from forgather.ml.trainer.setup.model_modes import set_train
-from forgather.ml.trainer.setup.seeding import undisturbed_random_numbers
+from forgather.ml.trainer.pipeline.pipeline_model import (
+    PipelineModel,
+    StageFact,
+    fill_missing_buffers,
+    model_without_memory,
+    whole_model,
+)
+from forgather.ml.trainer.pipeline.pipeline_ranks import PipelineRanks
+from forgather.ml.trainer.pipeline.pipeline_requirements import OwnLossCheck
+from forgather.ml.trainer.pipeline.schedules import ScheduleChoice
+from forgather.ml.trainer.pipeline.schedules.trained_stage import StageReducer
+from forgather.ml.trainer.pipeline.splitters.causal_lm import create_causal_lm_splitter
+from forgather.ml.trainer.pipeline.splitters.example_batch import Example, example_batch
+from forgather.ml.trainer.pipeline.stage_loss import StageLoss
+from forgather.ml.trainer.pipeline.stage_runner import StageRunner
+from forgather.ml.trainer.pipeline.stage_setup import StageSetup
+from forgather.ml.trainer.pipeline.tied_weights import norm_of_group
+from forgather.ml.trainer.ranks.parallel_loading import DataLayout
+from forgather.ml.trainer.recipes.layers import apply_layer_recipe
+from forgather.ml.trainer.setup import preparation
+from forgather.ml.trainer.setup.declared_state import GLOBAL, PER_RANK, REPLICATED, Shared
+from forgather.ml.trainer.setup.given_objects import explains_calls
+from forgather.ml.trainer.setup.hook_checks import is_overridden
+from forgather.ml.trainer.setup.rank_settings import described
 from forgather.ml.trainer.setup.torch_settings import torch_settings
 from forgather.ml.trainer.step_loss.fused import HiddenStatesModel, make_fused_loss, output_embeddings_of, unfused
-from forgather.ml.trainer.step_loss.loss_traits import Traits
-from forgather.ml.trainer.step_loss.model_loss import ModelLoss, Window
+from forgather.ml.trainer.step_loss.model_loss import ModelLoss
 from forgather.ml.trainer.step_loss.token_weighting import StepLoss
-from forgather.ml.trainer.synchronized_dataloader import Rounds
+from forgather.ml.trainer.step_loss.training_loss import TrainingLoss
+from forgather.ml.trainer.trainer import Trainer
+from forgather.ml.utils import flops_per_token
 
-__all__ = ["PipelineTrainer", "PipelineTrainingArguments"]
+__all__ = ["PipelineSchedulerT", "PipelineTrainer", "PipelineTrainingArguments"]
 
-_SEVERAL = 2
-"""A micro-batch is never the whole step."""
+TPipelineArgs = TypeVar("TPipelineArgs", bound=PipelineTrainingArguments)
+PipelineSchedulerT = _PipelineSchedule
+"""A schedule of torch.distributed.pipelining."""
 
 
-class PipelineTrainer(StagedTrainer):
-    """Ranks with consecutive parts of one model, which all train on the same batches.
+class PipelineTrainer(Trainer[TPipelineArgs]):
+    """Ranks with consecutive stages of one model, which all train on the same batches.
 
     A pipeline trains exactly like one device with the same batches. The model comes as `model_init`, since no rank is to
-    hold all of it; `pipe_schedule_factory` is a schedule of torch.distributed.pipelining, or its name.
+    hold all of it: `self.model` is the whole model on the meta device, and `unwrapped_model()` the part of this rank.
+
+    Args:
+        model_splitter: divides the model into stages; by default for causal language models.
+        pipe_schedule_factory: a schedule of torch.distributed.pipelining, or its name.
     """
 
-    _loss_total: int | Tensor = 1
-    """What the losses of the present batch are divided by."""
-    _shows_norms = False
-    """Whether a callback of some rank is told of the norm of every step."""
-    _is_stand_in = False
-    """Whether the present batch only stands in for one, and weighs nothing."""
+    arguments_class = PipelineTrainingArguments
+    handles_ranks = True
+    uncalled_hooks: ClassVar[Mapping[str, str]] = {
+        "_backward": "torch's schedule runs the backward passes of all micro-batches. Pass compute_loss_func to change the "
+        "loss, or override _clip_grad_norm to change gradients."
+    }
+    state_sharing: ClassVar[Mapping[str, Shared]] = {
+        "model": PER_RANK,
+        "optimizer": PER_RANK,
+        "scheduler": REPLICATED,
+        "ema": PER_RANK,
+        "trainer": REPLICATED,
+        "dataset": GLOBAL,
+        "rng": PER_RANK,
+    }
+    mesh: DeviceMesh | None = None
+    pp_group: ProcessGroup | None = None
+    pipeline: PipelineModel
+    """The stages; set by `_prepare_model`, like everything that is read from it here."""
+    n_pipeline_stages = StageFact(lambda pipeline: pipeline.num_stages)
+    pipeline_modules = StageFact(lambda pipeline: list(pipeline.own.values()))
+    sharing_metadata = StageFact(lambda pipeline: pipeline.sharing)
+    shard_index = StageFact(lambda pipeline: pipeline.shard_index)
+    stage_indices = StageFact(lambda pipeline: tuple(pipeline.own))
+    pp_has_first_stage = StageFact(lambda pipeline: pipeline.has_first)
+    pp_has_last_stage = StageFact(lambda pipeline: pipeline.has_last)
+    pp_last_stage_rank = StageFact(lambda pipeline: pipeline.stage_ranks[-1])
+    """The rank in `pp_group` that has the last stage."""
+    attention_mask_creator = StageFact(lambda pipeline: pipeline.make_mask)
+    _ranks: PipelineRanks | None = None
+    _runner: StageRunner | None = None
 
-    # --- what runs the stages
+    @explains_calls
+    def __init__(
+        self,
+        *,
+        args: TPipelineArgs | Mapping[str, Any],
+        model_splitter: ModelSplitter | None = None,
+        pipe_schedule_factory: Any = ScheduleGPipe,
+        **trainer_kwargs: Any,
+    ) -> None:
+        super().__init__(args=args, **trainer_kwargs)
+        self.model_splitter = model_splitter or create_causal_lm_splitter()
+        self.pipe_schedule_factory = pipe_schedule_factory
+        self._schedule = ScheduleChoice.of(pipe_schedule_factory)
+        ready = {"model": self.model, "optimizer": self.optimizer, "scheduler": self.lr_scheduler}
+        requirements.require_builders(type(self).__name__, ready)
+        requirements.require_schedule(self.args, self._schedule)
+        requirements.require_two_ranks(type(self).__name__, self.distributed_env)
+
+    # --- ranks and batches
+
+    def _init_distributed(self) -> None:
+        super()._init_distributed()
+        self._init_mesh()
+        args = self.args
+        self._schedule.prepare(self.ranks.size, args.stages_per_rank, args.n_microbatches, args.debug_pipeline)
+
+    def _init_mesh(self) -> None:
+        """Set `mesh` and the process groups."""
+        if self.mesh is None:
+            shape, names = (self.dist.world_size,), ("pipeline_parallel",)
+            self.mesh = self.team.mesh(self.dist.device_type, shape, names)
+        assert self.mesh is not None
+        self.pp_group = self.mesh.get_group("pipeline_parallel")
+
+    @property
+    def ranks(self) -> PipelineRanks:
+        """The place of this rank in its pipeline."""
+        if self._ranks is None:
+            self._ranks = self._find_ranks()
+        return self._ranks
+
+    def _find_ranks(self) -> PipelineRanks:
+        assert self.pp_group is not None
+        return PipelineRanks(self.pp_group, [range(self.dist.world_size)])
+
+    def get_process_groups(self) -> dict[str, ProcessGroup]:
+        return {} if self.pp_group is None else {"pp_group": self.pp_group}
+
+    def _common_settings(self) -> dict[str, str]:
+        generating = [type(one).__qualname__ for one in self.callbacks if getattr(one, "needs_all_ranks", False)]
+        return {
+            **super()._common_settings(),
+            "schedule": self._schedule.traits.name,
+            "model_splitter": described(self.model_splitter),
+            # Stages send each other what such a callback generates.
+            "callbacks that need all ranks": described(generating),
+        }
+
+    def _is_pipeline_parallel(self) -> bool:
+        return True
+
+    def _is_model_parallel(self) -> bool:
+        return True
+
+    def _dispatches(self, for_training: bool) -> bool:
+        return True
+
+    def _data_layout(self, for_training: bool) -> DataLayout:
+        everyone = range(self.dist.world_size)
+        return DataLayout(speaks=self.ranks.rank == 0, readers=[everyone], reads_whole=True, mesh=self.mesh)
+
+    # --- the model
+
+    def _prepare_model(self) -> None:
+        """Build, divide and fill the model unless that was done; a fresh start begins with a fresh one."""
+        if self.model is None or self.starts_over:
+            # Two models at once might be one too many.
+            self.model = self._runner = None
+            vars(self).pop("pipeline", None)
+            self._build_pipeline()
+        self.pipeline.running = dict(self.pipeline.own)
+
+    def _build_pipeline(self) -> None:
+        dataset = self._sampled_dataset
+        gives_loss = self.given.loss_fn is not None
+        check = None if gives_loss else OwnLossCheck(dataset, self.data_collator, self.amp_context)
+        setup = StageSetup(self.args, self._split, self._schedule, self.team, self.ranks, self.device, check)
+        self.pipeline = setup.divide(self._construct_model)
+        if self.loads_weights:
+            setup.prepare_to_load(self.pipeline, self._initialize_non_persistent_buffers)
+        else:
+            setup.fill(self.pipeline, self._construct_model)
+        self.model = self.pipeline.whole
+        self._tied = setup.tie(self.pipeline)
+        setup.apply_recipes(self.pipeline, self._apply_recipes)
+
+    def _construct_model(self, device: torch.device) -> nn.Module:
+        """The whole model: on the meta device on every rank, and with its values on rank 0."""
+        assert self.model_init is not None
+        if device.type == "meta":
+            return model_without_memory(self.model_init, self.args.default_dtype)
+        return whole_model(self.model_init, device, self.args.construct_model_on, self.args.default_dtype)
+
+    def _get_example(self, dataloader: Any) -> Example:
+        """Positional and keyword arguments of a micro-batch on the meta device, for splitters that run the model.
+
+        Made from samples of the dataset: a batch that is taken from the loader now would be missing in training.
+        """
+        return example_batch(self.model, self._sampled_dataset, self.data_collator, self.args.micro_batch_size)
+
+    @property
+    def _sampled_dataset(self) -> Any:
+        return self.eval_dataset if self.train_dataset is None else self.train_dataset
+
+    def _split(self, model: nn.Module, stage_indices: Sequence[tuple[int, ...]]) -> Split:
+        self.model = model
+        loader = self.eval_dataloader if self.train_dataloader is None else self.train_dataloader
+        return self._split_model(model, self._get_example(loader), stage_indices)
+
+    def _split_model(self, model: nn.Module, example: Example, stage_indices: Sequence[tuple[int, ...]]) -> Split:
+        """Divide the model into stages; `stage_indices[r]` are the stages of rank r of the pipeline."""
+        ranks = self.ranks
+        return self.model_splitter(
+            model, *example, stage_indices, True, device=self.device, rank=ranks.rank, pp_group=ranks.group
+        )
+
+    def _initialize_non_persistent_buffers(self, model: nn.Module) -> None:
+        assert self.model_init is not None
+        fill_missing_buffers(model, self.model_init, self.args.default_dtype)
+
+    def _apply_recipes(self, module: nn.Module) -> None:
+        apply_layer_recipe(module, self.args)
+        if self.args.gradient_checkpointing and self.enable_activation_checkpoint_fn is not None:
+            self.enable_activation_checkpoint_fn(self.dist.rank, module)
+
+    def _wrap_loss_fn(self) -> None:
+        pipeline, last = self.pipeline, self.pipeline.num_stages - 1
+        with self.team.agreement("making the loss"):
+            self._head: nn.Module | None = None
+            # On every rank, since counting targets takes the loss; only one has the values of the head.
+            loss_fn = self._maybe_get_fused_loss_fn(pipeline.modules[last], self.given.loss_fn or CausalLoss())
+            if self._head is not None and pipeline.has_last:
+                pipeline.running[last] = HiddenStatesModel(pipeline.running[last])
+            step_loss = StepLoss(loss_fn, head=self._head)
+            last_rank = pipeline.stage_ranks[-1]
+            self._stage_loss = StageLoss(step_loss, self.amp_context, self.device, self.ranks.group, last_rank)
+            is_default = self.given.loss_fn is None and self.fused_loss_factory is None
+            self.step_loss = ModelLoss(loss_fn, True, step_loss, self._head, is_default)
+            self.loss_fn = TrainingLoss(self.step_loss, lambda window: self.feed.count(window), self._num_averaged)
+
+    def _maybe_get_fused_loss_fn(self, module: nn.Module, default_loss_fn: Any) -> Any:
+        if self.fused_loss_factory is None:
+            return default_loss_fn
+        head = output_embeddings_of(module)
+        loss_fn = make_fused_loss(self.fused_loss_factory, head)
+        if self._schedule.traits.splits_backward:
+            return unfused(loss_fn, self._schedule.traits.name)
+        self._head = head
+        return loss_fn
+
+    @property
+    def _num_averaged(self) -> int:
+        return 1
 
     def _compile_model(self) -> None:
-        """Compile each stage by itself, and make what runs them."""
-        pipeline, args = self.pipeline, self.args
-        self._forward_model = nn.ModuleList(pipeline.own.values())
-        # What a stage computes with; the modules themselves are what is generated with and checkpointed.
-        with self._agreement("making the loss"):
-            running, loss_fn, head = self._with_fused_loss(dict(pipeline.own))
-        running = {index: self._compiled(module) for index, module in running.items()}
-        for stage in pipeline.stages:
-            stage.submod = running[stage.stage_index]
-        groups = (self._pp_group, self._return_group())
-        options = (pipeline.stage_ranks, groups, self.device, pipeline.boundary)
-        self._forward_only = ForwardOnly(running, *options)
-        self._generating = ForwardOnly(pipeline.own, *options)
-        self._loss_function = loss_fn
-        self._stage_loss = StepLoss(loss_fn, head=head)
-        # What the last stage finds out about the loss, counting knows at once.
-        is_default = self.compute_loss_func is None and self._fused_loss_factory is None
-        self.model_loss = ModelLoss(loss_fn, True, self._stage_loss, head, is_default)
-        self._runner = ScheduleRunner(
-            pipeline.stages, self._make_schedule, self._make_stage, self._metas_between, args.n_microbatches
+        """Compile each stage by itself."""
+        options = preparation.compile_options(self.args)
+        for index, module in self.pipeline.running.items():
+            compiled: Any = torch.compile(module, **options)
+            self.pipeline.running[index] = compiled
+
+    def unwrapped_model(self) -> nn.Module:
+        """The part of the model that this rank has, under the names of the whole model: what is checkpointed."""
+        return super().unwrapped_model() if self.model is None else self.pipeline.part
+
+    def _forward_modules(self) -> nn.Module:
+        return self.pipeline.own_modules
+
+    def _whole_model(self) -> nn.Module:
+        return self.pipeline.whole
+
+    def _named_parameters(self) -> list[tuple[str, nn.Parameter]]:
+        return self.pipeline.named_parameters()
+
+    def _names_elsewhere(self) -> list[str]:
+        return self.pipeline.names_elsewhere()
+
+    def _compute_flops_per_token(self) -> float:
+        return flops_per_token(self.pipeline.parameter_stats)
+
+    def _follow_optimizer(self) -> None:
+        super()._follow_optimizer()
+        assert self.optimization is not None
+        if self.recipes.step_in_backward is None:
+            # A weight with copies on several ranks counts once.
+            self.optimization.norm = self._tied.norm(self.optimization.parameters)
+        listens = self._callback_handler.listens("on_train_metrics")
+        told = self.team.gather((listens, requirements.learning_rates(self.optimizer)))
+        # Callbacks may be on some ranks only, and all must know.
+        self._shows_norms = any(listens for listens, _ in told)
+        requirements.require_same_rates([rates for _, rates in told], self.lr_scheduler)
+
+    def _prepare_loop(self) -> None:
+        requirements.require_whole_model(type(self).__name__, self.model, self.pipeline.whole)
+        super()._prepare_loop()
+        self.evaluator.has_losses = self.pipeline.has_last
+        self.evaluator.waits_for_errors = False
+        self.evaluator.shares_loss = True
+        self._runner = StageRunner(
+            self.pipeline,
+            self._schedule,
+            self.ranks,
+            self.args.n_microbatches,
+            self.amp_context,
+            self.recipes,
+            self._make_reducer(),
         )
 
-    def _with_fused_loss(self, modules: dict[int, Any]) -> tuple[dict[int, Any], Any, nn.Module | None]:
-        """What runs, with the loss and, if that is a fused one, the head that it takes the place of."""
-        if self._fused_loss_factory is None:
-            return modules, self.compute_loss_func or CausalLoss(), None
-        last = self.pipeline.num_stages - 1
-        # On every rank, since counting targets takes the loss; but for one it is that of a head without values.
-        head = output_embeddings_of(self.pipeline.modules[last])
-        loss_fn = make_fused_loss(self._fused_loss_factory, head)
-        if self._traits.splits_backward:
-            return modules, unfused(loss_fn, self._traits.name), None
-        if last in modules:
-            modules[last] = HiddenStatesModel(modules[last])
-        return modules, loss_fn, head
+    def _make_reducer(self) -> StageReducer | None:
+        """Reduces gradients of stages while others compute, where several pipelines have copies of them."""
+        return None
 
-    def _compiled(self, module: Any) -> Any:
-        if not self.args.torch_compile:
-            return module
-        return torch.compile(module, **self._compile_options())
+    @property
+    def scheduler(self) -> PipelineSchedulerT | None:
+        """torch's schedule object; None before preparation."""
+        return None if self._runner is None else self._runner.schedule
 
-    def _make_schedule(self, stages: list[Stage]) -> Any:
-        return self._schedule_factory(
-            stages if self._traits.is_multistage else stages[0],
-            n_microbatches=self.args.n_microbatches,
-            loss_fn=self._loss_of_micro_batch,
-            scale_grads=False,
-        )
-
-    def _make_stage(self, like: PipelineStage, inputs: tuple[Tensor, ...], outputs: tuple[Tensor, ...]) -> TrainedStage:
-        stage = TrainedStage(
-            like.submod, like.stage_index, like.num_stages, like.device, inputs, outputs, group=like.group
-        )
-        stage.splits_backward = self._traits.splits_backward
-        stage.context = self._forward_context
-        stage.expected = None if stage.is_last else tuple(map(Meta.of, outputs))
-        return stage
-
-    def _metas_between(self, inputs: Tensor, keywords: Mapping[str, Any]) -> dict[int, Metas]:
-        with self._looking_only(), self.amp.autocast():
-            return self._forward_only.metas_between(inputs, keywords)
+    @property
+    def runner(self) -> StageRunner:
+        if self._runner is None:
+            raise RuntimeError("The stages are not built yet: they are when training or evaluation begins.")
+        return self._runner
 
     # --- the step
 
-    def _accumulate_gradients(self, window: Window) -> Tensor:
-        for batch in window.batches:
-            _require_labels(batch)
-        self._resolve_loss(window.batches[0], self._micro_batch_size)
-        loss = super()._accumulate_gradients(window)
-        self._finish_gradients()
-        return loss
+    def _prepare_batch(self, batch: Mapping[str, Any]) -> tuple[dict[str, Any], Any]:
+        """Inputs and labels where they are: a rank moves only what its stages read to its device."""
+        inputs = dict(batch)
+        return inputs, inputs.pop("labels", None)
+
+    def _forward_backward_step(self, input_dict: dict[str, Any], labels: Any) -> Tensor:
+        """Run torch's schedule on one batch; returns its share of the step's loss, or zero off the last stage."""
+        requirements.require_labels(input_dict, labels)
+        self._resolve_loss(input_dict, labels, self.args.micro_batch_size)
+        window = self.window
+        assert window is not None
+        if window.total is None:
+            self.feed.count(window)
+        assert window.total is not None
+        # Unless tokens weigh the same, batches do; the micro-batches of one are weighed by their targets all the same.
+        total = window.total if self.args.token_weighted_loss else window.count * window.num_shares
+        self.loss_fn.was_used = True
+        batch = self.pipeline.batch(input_dict, labels, self.args.per_device_train_batch_size)
+        return self.runner.step(batch, self._stage_loss.of_batch(total, window.is_stand_in))
+
+    def _agree_on_loss(self, loss: ModelLoss, batch: Mapping[str, Any] | None) -> None:
+        """Nothing: the last stage finds out, and tells the others."""
+
+    def _resolve_loss(self, input_dict: dict[str, Any], labels: Tensor, size: int) -> None:
+        """Find out which labels the loss counts, from the first micro-batch."""
+        if not self._stage_loss.is_resolved:
+            batch = self.pipeline.batch(input_dict, labels, size)
+            self._stage_loss.resolve(batch.micro_batches(batch.num_rows // size)[0], self.runner.look)
+
+    def _count_batch_tokens(self, input_dict: dict[str, Any], labels: Any) -> int | Tensor:
+        return super()._count_batch_tokens(input_dict, labels) if self.pipeline.has_first else 0
 
     def _finish_gradients(self) -> None:
-        """Bring together what ranks have computed of the gradients of one weight."""
-        add_gradients(self._tied)
-
-    def _forward_backward_step(self, window: Window, number: int) -> Tensor:
-        assert window.total is not None
-        self._is_stand_in = isinstance(window.batches[number], EmptyBatch)
-        if self.args.token_weighted_loss:
-            self._loss_total = window.total
-        else:
-            # Batches weigh the same; the micro-batches of one are weighed by their targets.
-            self._loss_total = window.counts[number] * window.num_shares
-        inputs, keywords, labels = self._taken_apart(window.batches[number], int(self.args.per_device_train_batch_size))
-        # Stages of ours enter it for their forward passes alone; traced ones are torch's.
-        with self._forward_context() if self._has_fixed_shapes else contextlib.nullcontext():
-            losses = self._runner.step(inputs, keywords, labels)
-        return torch.stack([loss.detach() for loss in losses]).sum() if losses else torch.zeros((), device=self.device)
-
-    def _forward_context(self) -> contextlib.AbstractContextManager[Any]:
-        """What the forward passes of stages run in."""
-        return self._offloading() if self._offloads_activations else self.amp.autocast()
-
-    @contextlib.contextmanager
-    def _offloading(self) -> Iterator[None]:
-        with self.amp.autocast(), self._activation_context():
-            yield
-
-    def _loss_of_micro_batch(self, logits: Tensor, labels: Tensor) -> Tensor:
-        """The share of a micro-batch in the loss of the step."""
-        with self.amp.autocast():
-            if self._is_stand_in:
-                return self._stage_loss.nothing(logits)
-            count = self._stage_loss.count(labels) if self._stage_loss.needs_counts else 0
-            return self._stage_loss.share(logits, labels, count, self._loss_total, _SEVERAL)
-
-    def _resolve_loss(self, batch: Mapping[str, Any], size: int) -> None:
-        """Let every rank know which labels the loss counts; the last stage finds out, from the first micro-batch."""
-        if self._stage_loss.is_resolved:
-            return
-        inputs, keywords, labels = self._taken_apart(batch, size)
-        number = inputs.shape[0] // size
-        parts = micro_batches({"": inputs, "labels": labels, **keywords}, inputs.shape[0], number)[:1]
-        own_labels = [part.pop("labels") for part in parts]
-
-        def resolve(_: int, logits: Tensor) -> None:
-            self._stage_loss.resolve(logits, own_labels[0])
-
-        with self._looking_only(), self.amp.autocast():
-            self._forward_only.run([part.pop("") for part in parts], parts, resolve)
-        # Among the ranks of this pipeline only: others may have no batch now, and will find out the same.
-        answer = torch.tensor([(self._stage_loss.traits or Traits()).code], device=self.device)
-        dist.broadcast(answer, group=self._pp_group, group_src=self.pipeline.stage_ranks[-1])
-        self._stage_loss.adopt(Traits.of_code(int(answer.item())))
-
-    def _looking_only(self) -> Any:
-        """Run stages without any trace: no gradients, no random numbers, no statistics."""
-        return _looking_only(self._forward_model)
-
-    @property
-    def _has_fixed_shapes(self) -> bool:
-        return any(getattr(stage, "fixed_shapes", False) for stage in self.pipeline.stages)
-
-    @property
-    def _micro_batch_size(self) -> int:
-        return int(self.args.per_device_train_batch_size) // int(self.args.n_microbatches)
-
-    @property
-    def _eval_micro_batch_size(self) -> int:
-        if self._has_fixed_shapes:
-            return self._micro_batch_size
-        return -(-int(self.args.per_device_eval_batch_size) // int(self.args.n_microbatches))
+        self._tied.add_gradients()
 
     def _clip_grad_norm(self, max_grad_norm: float | None, norm_type: float = 2.0) -> Tensor | None:
+        assert self.optimization is not None
         # Without any gradients torch makes a zero on the CPU, which would go over another network than those of other ranks.
-        own = self._gradient_norm(norm_type).to(self.device)
-        if not max_grad_norm and not self._needs_whole_norm:
-            # Nobody needs the whole norm now. To wait for it would keep a rank that is done from stepping while others
-            # compute; the parts are put together when they are logged.
-            return own
-        norm = self._norm_of_all_stages(own, norm_type)
-        if max_grad_norm:
-            torch.nn.utils.clip_grads_with_norm_(self._parameters, max_grad_norm, norm)
+        norm = self.optimization.norm(norm_type).to(self.device)
+        if max_grad_norm or self._needs_whole_norm:
+            norm = self._all_reduce_norm(norm, norm_type)
+            self.optimization.clip(max_grad_norm, norm)
+        # Else no rank needs the whole norm now. To wait for it would keep a rank that is done from stepping while others
+        # compute; the norms of stages are put together when they are logged.
         return norm
 
     @property
     def _needs_whole_norm(self) -> bool:
         """Whether a callback is told of the norm of every step, or all stages skip an update for it."""
-        return self._shows_norms or self._skips_updates
+        return self._shows_norms or self.skips_updates or is_overridden(self, "_all_reduce_norm")
+
+    def _all_reduce_norm(self, total_norm: Tensor, norm_type: float) -> Tensor:
+        """The norm of the gradients of all stages, from the norm of this rank's."""
+        if self.device.type != "cpu" or norm_type == float("inf"):
+            return norm_of_group(total_norm, norm_type, self.ranks.group)
+        # A number that is on the CPU already goes the quickest way, which leads over all pipelines.
+        power = self.team.sum(total_norm.double().pow(norm_type)) / self.num_data_parallel_ranks
+        return power.pow(1.0 / norm_type).to(total_norm.dtype)
 
     def _distributed_norms(self, norms: list[float]) -> list[float]:
         if self.args.max_grad_norm or self._needs_whole_norm or not norms:
             return norms
-        squares = self._sum(torch.tensor(norms, dtype=torch.float64).square()) / self._num_data_parallel_ranks()
+        squares = self.team.sum(torch.tensor(norms, dtype=torch.float64).square()) / self.num_data_parallel_ranks
         return squares.sqrt().tolist()
-
-    def _norm_of_all_stages(self, own: Tensor, norm_type: float) -> Tensor:
-        if self.device.type != "cpu" or norm_type == float("inf"):
-            return total_norm(own, norm_type, self._pp_group)
-        # A number that is on the CPU already goes the quickest way, which leads over all pipelines.
-        power = self._sum(own.double().pow(norm_type)) / self._num_data_parallel_ranks()
-        return power.pow(1.0 / norm_type).to(own.dtype)
-
-    def _whole_model(self) -> nn.Module:
-        return self.pipeline.whole
-
-    def _names_elsewhere(self) -> list[str]:
-        here = {name for name, _ in self._named_parameters()}
-        whole = self.pipeline.whole.named_parameters()
-        return [name for name, parameter in whole if parameter.requires_grad and name not in here]
-
-    def _init_optimizer(self) -> None:
-        super()._init_optimizer()
-        # A weight with copies on several ranks counts once.
-        copies = {id(weight.parameter) for weight in self._tied if not weight.counts_here}
-        if self._step_in_backward is None:
-            self._gradient_norm = GradientNorm([one for one in self._parameters if id(one) not in copies])
-        listens = self._callback_handler.listens("on_train_metrics")
-        rates = [_number(group.get("initial_lr", group["lr"])) for group in self.optimizer.param_groups]
-        told = self._peers.gather((listens, rates))
-        # Callbacks may be on some ranks only, and all must know.
-        self._shows_norms = any(listens for listens, _ in told)
-        self._require_same_rates([rates for _, rates in told])
-
-    def _require_same_rates(self, rates: list[list[float | None]]) -> None:
-        """A schedule is saved once for all ranks, and must fit the groups of each."""
-        if any(one != rates[0] for one in rates) and not fits_any_groups(self.lr_scheduler):
-            listing = "; ".join(f"rank {rank}: {own}" for rank, own in enumerate(rates))
-            raise ValueError(
-                f"The optimizers of the stages have parameter groups with different learning rates ({listing}), and "
-                f"{type(self.lr_scheduler).__name__} has one state for all of them, which would not fit them after a resume. "
-                "Make the groups by optimizer_groups, which all ranks then have, or use a schedule by lr_scheduler_type."
-            )
 
     # --- evaluation
 
-    def _loss_for_evaluation(self) -> ModelLoss:
-        return self.model_loss
-
-    def _agree_on_loss(self, batch: Mapping[str, Any] | None) -> None:
-        """Nothing: the last stage finds out, and tells the others."""
+    def _prediction_step(self, input_dict: dict[str, Any], labels: Any) -> dict[str, Any]:
+        """The mean loss of a batch, logits and labels where the last stage is; elsewhere zero, None and None."""
+        requirements.require_labels(input_dict, labels)
+        has_fixed_shapes = self.pipeline.has_fixed_shapes
+        size = self.args.micro_batch_size if has_fixed_shapes else self.args.eval_micro_batch_size
+        self._resolve_loss(input_dict, labels, size)
+        batch = self.pipeline.batch(input_dict, labels, size)
+        micro_batches = batch.micro_batches(batch.num_rows // size)
+        wants_logits = self.evaluator.shows_predictions or is_overridden(self, "_prediction_step")
+        mean, logits = self._stage_loss.mean(micro_batches, labels, self.runner.forward, wants_logits)
+        if batch.labels is None or not self.pipeline.has_last:
+            return {"loss": mean, "logits": None, "labels": None}
+        num_rows = samples_in(input_dict)
+        logits = None if logits is None else logits[:num_rows]
+        return {"loss": mean, "logits": logits, "labels": batch.labels[:num_rows]}
 
     def _shared_metrics(self, metrics: dict[str, Any]) -> dict[str, Any]:
-        """Those of rank 0, and of the last stage, where alone callbacks see logits."""
-        told = self._peers.gather(metrics)
-        return {**told[self._pipelines[0][self.pipeline.stage_ranks[-1]]], **told[0]}
-
-    def _evaluate_in_round(self, batch: Mapping[str, Any], sums: EvaluationSums, rounds: Rounds) -> None:
-        # An error is not kept until the end of the round: the other stages wait for this one now.
-        self._evaluate_batch(batch, sums)
-
-    @property
-    def _has_predictions(self) -> bool:
-        return self.pipeline.has_last
-
-    def _prediction_step(self, batch: Mapping[str, Any]) -> tuple[Any, ...]:
-        """As on one device where the last stage is; other ranks have no loss, and say zero."""
-        _require_labels(batch)
-        size = self._eval_micro_batch_size
-        num_rows = -(-samples_in(batch) // size) * size
-        self._resolve_loss(batch, size)
-        inputs, keywords, labels = self._taken_apart(batch, num_rows)
-        num_parts = num_rows // size
-        assert labels is not None
-        count = self.model_loss.count(batch.get("labels"), batch)
-        parts = micro_batches({"": inputs, **keywords}, inputs.shape[0], num_parts)
-        label_parts = micro_batches({"labels": labels}, inputs.shape[0], num_parts)
-        shares: list[Tensor] = []
-        all_logits: list[Tensor] = []
-        wants_logits = self._shows_predictions
-
-        def consume(number: int, logits: Tensor) -> None:
-            part = label_parts[number]["labels"]
-            shares.append(self._stage_loss.share(logits, part, self._stage_loss.count(part), count, _SEVERAL))
-            if wants_logits:
-                all_logits.append(self._stage_loss.logits(logits))
-
-        with self.amp.autocast():
-            self._forward_only.run([part.pop("") for part in parts], parts, consume)
-        if not self.pipeline.has_last:
-            return torch.zeros(()), 0
-        rows = samples_in(batch)
-        logits = torch.cat(all_logits)[:rows] if all_logits else None
-        mean = self._stage_loss.mean(torch.stack(shares).sum(), count)
-        return mean, count, logits, labels[:rows] if wants_logits else None
+        """Metrics of rank 0, and of the last stage, where alone callbacks see logits."""
+        told = self.team.gather(metrics)
+        return {**told[self.ranks.pipelines[0][self.pipeline.stage_ranks[-1]]], **told[0]}
 
     # --- generation
 
@@ -335,95 +442,34 @@ class PipelineTrainer(StagedTrainer):
 
         Without `eos_token_id` and `pad_token_id` those of the model's generation config are used.
         """
-        self._prepare_evaluation()
-        defaults = getattr(self.pipeline.whole, "generation_config", None)
+        self._prepare_to_evaluate(self.eval_dataset)
         options = GenerationOptions(
-            max_new_tokens,
-            getattr(defaults, "eos_token_id", None) if eos_token_id is None else eos_token_id,
-            getattr(defaults, "pad_token_id", None) if pad_token_id is None else pad_token_id,
-            do_sample,
-            temperature,
-            top_k,
-            repetition_penalty,
-            use_cache,
-        )
+            max_new_tokens, eos_token_id, pad_token_id, do_sample, temperature, top_k, repetition_penalty, use_cache
+        ).with_tokens_of(self.pipeline.whole)
         mask = None if attention_mask is None else attention_mask.to(self.device)
-        with (
-            torch_settings(self.args),
-            set_train(self._forward_model, False),
-            torch.no_grad(),
-            self.amp.autocast(),
-        ):
-            return generate(
-                self._run_stages,
-                self.pipeline.own,
-                functools.partial(self._share_tokens, len(input_ids)),
-                input_ids.to(self.device),
-                options,
-                mask,
-                can_cache=self.pipeline.all_can_cache,
-            )
-
-    def _run_stages(
-        self, inputs: Tensor, keywords: Mapping[str, Any], stage_keywords: Mapping[int, Mapping[str, Any]]
-    ) -> Tensor | None:
-        results: list[Tensor] = []
-        self._generating.run([inputs], [keywords], lambda _, logits: results.append(logits[:, -1:]), stage_keywords)
-        return results[0] if results else None
+        share = functools.partial(self._share_tokens, len(input_ids))
+        stages, can_cache = self.pipeline.own, self.pipeline.all_can_cache
+        with torch_settings(self.args), self.runner.generation():
+            run = self.runner.generate
+            return generate(run, stages, share, input_ids.to(self.device), options, mask, can_cache=can_cache)
 
     def _share_tokens(self, num_rows: int, tokens: Tensor | None) -> Tensor:
         shared = torch.empty(num_rows, dtype=torch.int64, device=self.device) if tokens is None else tokens.contiguous()
-        dist.broadcast(shared, group=self._pp_group, group_src=self.pipeline.stage_ranks[-1])
+        dist.broadcast(shared, group=self.ranks.group, group_src=self.pipeline.stage_ranks[-1])
         return shared
 
     # --- state
-
-    def _model_component(self) -> StateComponent:
-        return self._as_part(super()._model_component())
-
-    def get_state_components(self) -> list[StateComponent]:
-        components = super().get_state_components()
-        return [self._as_part(one) if one.key in ("optimizer", "ema") else one for one in components]
-
-    def _as_part(self, component: StateComponent) -> StateComponent:
-        return dataclasses.replace(component, sharing_pattern=SharingPattern.PER_RANK)
 
     def _get_dataset_sharing_pattern(self) -> SharingPattern:
         return SharingPattern.GLOBAL
 
     def _model_to_save(self) -> dict[str, Any]:
-        return {
-            **super()._model_to_save(),
-            "model": self.pipeline.whole,
-            "model_parts": [self.pipeline.part],
-            "shard_index": self.pipeline.shard_index,
-        }
+        pipeline = self.pipeline
+        return {"model": pipeline.whole, "model_parts": [pipeline.part], "shard_index": pipeline.shard_index}
 
     def _before_save(self) -> None:
         super()._before_save()
-        if self._has_tied:
-            compare_copies(self._tied, self._peers)
+        self._tied.compare()
 
     def _load_weights_of(self, checkpoint_path: str) -> None:
-        names = self.pipeline.whole.state_dict(keep_vars=True).keys()
-        load_into_modules(locate_weights(checkpoint_path), [self.pipeline.part], True, names)
-
-
-def _require_labels(batch: Mapping[str, Any]) -> None:
-    """On every rank, before any of them waits for another."""
-    require_mapping(batch)
-    if not isinstance(batch.get("labels"), Tensor):
-        raise ValueError(
-            f"There is no loss to train on or to evaluate: the batch has no 'labels'; it has: {', '.join(map(str, batch))}."
-        )
-
-
-def _number(rate: Any) -> float | None:
-    # Some optimizers find their own.
-    return None if rate is None else float(rate)
-
-
-@contextlib.contextmanager
-def _looking_only(model: nn.Module) -> Iterator[None]:
-    with undisturbed_random_numbers(), set_train(model, False), torch.no_grad():
-        yield
+        self.pipeline.load_weights(checkpoint_path)

@@ -35,12 +35,6 @@ def tensors_of(module: nn.Module) -> dict[str, Tensor]:
     return tensors
 
 
-def missing_buffers(module: nn.Module) -> list[str]:
-    """Buffers that are not part of the state, so that no checkpoint brings them."""
-    stored = set(module.state_dict(keep_vars=True))
-    return [name for name, _ in module.named_buffers(remove_duplicate=False) if name not in stored]
-
-
 def assert_no_duplicate_fqns(modules: Iterable[nn.Module]) -> None:
     """Refuse stages of which two hold the same name: their copies would drift apart, and one would be lost in a save."""
     seen: dict[str, int] = {}

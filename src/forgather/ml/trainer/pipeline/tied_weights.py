@@ -1,7 +1,7 @@
 """Weights that are one tensor in the whole model and have copies on several ranks of a pipeline."""
 
-from collections.abc import Mapping, Sequence
-from typing import NamedTuple
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
@@ -11,8 +11,10 @@ from torch.distributed import ProcessGroup
 from forgather.ml.checkpoint.encoding.digest import tensor_digest
 from forgather.ml.checkpoint.errors import ReplicationError
 from forgather.ml.checkpoint.weights.safetensors_io import SharingMetadataT
-from forgather.ml.distributed import Peers
 from forgather.ml.distributed.environment import get_requested_timeout
+from forgather.ml.trainer.loop.gradients import GradientNorm
+
+Gather = Callable[[Any], list[Any]]
 
 
 class TiedWeight(NamedTuple):
@@ -56,35 +58,51 @@ def tied_weights(
     return found
 
 
-def add_gradients(weights: Sequence[TiedWeight]) -> None:
-    """Give every copy the sum of the gradients of all copies, so that they stay one."""
-    works = []
-    for weight in weights:
-        if weight.parameter.requires_grad:
-            if weight.parameter.grad is None:
-                weight.parameter.grad = torch.zeros_like(weight.parameter)
-            works.append(dist.all_reduce(weight.parameter.grad, group=weight.group, async_op=True))
-    for work in works:
-        assert work is not None
-        work.wait()
+class TiedWeights:
+    """The copies of this rank, and what keeps all copies of a weight the same."""
+
+    def __init__(self, weights: Sequence[TiedWeight], gather: Gather) -> None:
+        """Collective: `gather` brings a value of every rank to all ranks."""
+        self._weights = weights
+        self._gather = gather
+        self.are_anywhere = any(gather(bool(weights)))
+        """Whether any rank has such copies."""
+
+    def norm(self, parameters: Sequence[Tensor]) -> GradientNorm:
+        """The gradient norm of parameters, without those that a sum over all ranks takes from another rank."""
+        copies = {id(weight.parameter) for weight in self._weights if not weight.counts_here}
+        return GradientNorm([one for one in parameters if id(one) not in copies])
+
+    def add_gradients(self) -> None:
+        """Give every copy the sum of the gradients of all copies, so that they stay one."""
+        works = []
+        for weight in self._weights:
+            if weight.parameter.requires_grad:
+                if weight.parameter.grad is None:
+                    weight.parameter.grad = torch.zeros_like(weight.parameter)
+                works.append(dist.all_reduce(weight.parameter.grad, group=weight.group, async_op=True))
+        for work in works:
+            assert work is not None
+            work.wait()
+
+    def compare(self) -> None:
+        """Raise on every rank when the copies of a weight are no longer the same; collective."""
+        if not self.are_anywhere:
+            return
+        told = self._gather({weight.name: tensor_digest(weight.parameter.detach()) for weight in self._weights})
+        for name in sorted({name for own in told for name in own}):
+            ranks: dict[str, list[int]] = {}
+            for rank, own in enumerate(told):
+                if name in own:
+                    ranks.setdefault(own[name], []).append(rank)
+            if len(ranks) > 1:
+                raise ReplicationError(
+                    f"Replication validation failed for component 'model': the copies of the tied weight {name!r} differ "
+                    f"between the ranks {' and '.join(map(str, ranks.values()))}."
+                )
 
 
-def compare_copies(weights: Sequence[TiedWeight], peers: Peers) -> None:
-    """Raise on every rank when the copies of a weight are no longer the same."""
-    told = peers.gather({weight.name: tensor_digest(weight.parameter.detach()) for weight in weights})
-    for name in sorted({name for own in told for name in own}):
-        ranks: dict[str, list[int]] = {}
-        for rank, own in enumerate(told):
-            if name in own:
-                ranks.setdefault(own[name], []).append(rank)
-        if len(ranks) > 1:
-            raise ReplicationError(
-                f"Replication validation failed for component 'model': the copies of the tied weight {name!r} differ "
-                f"between the ranks {' and '.join(map(str, ranks.values()))}."
-            )
-
-
-def total_norm(own: Tensor, norm_type: float, group: ProcessGroup) -> Tensor:
+def norm_of_group(own: Tensor, norm_type: float, group: ProcessGroup) -> Tensor:
     """The norm over all ranks of a group, from the norm of what each of them has."""
     # Gathered and added here, in the order of ranks: pipelines that are copies of each other must find the same bits.
     norms = own.new_empty(group.size(), dtype=torch.float32)

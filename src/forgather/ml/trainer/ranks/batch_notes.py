@@ -43,7 +43,10 @@ class BatchNotes(NamedTuple):
     @classmethod
     def of(cls, numbers: list[int]) -> "BatchNotes":
         """Notes from the sums of an exchange; none were made before the first batch."""
-        return cls(*numbers[:4], tuple(numbers[4:])) if numbers else cls()
+        if not numbers:
+            return cls()
+        targets, batches, unknown, bad_gradients, *stops = numbers
+        return cls(targets, batches, unknown, bad_gradients, tuple(stops))
 
 
 def stop_flags(received: str | None) -> tuple[int, ...]:

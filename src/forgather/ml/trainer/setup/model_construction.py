@@ -7,7 +7,7 @@ import sys
 from collections.abc import Callable
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 from forgather.ml.checkpoint.weights.module_weights import create_sharing_metadata, retie_parameters
 from forgather.ml.construct import torch_dtype
@@ -113,25 +113,30 @@ def _materialised(
     # `to_empty` gives every name memory of its own; tied ones must be one tensor again before they are loaded.
     retie_parameters(model, sharing)
     if fill_buffers is None:
-        compute_missing_buffers(model, model_init, device)
+        compute_missing_buffers(model, model_init)
     else:
         fill_buffers(model)
     return model
 
 
-def compute_missing_buffers(model: nn.Module, model_init: Callable[[], nn.Module], device: torch.device) -> None:
-    """Buffers that no checkpoint holds (rotary frequencies, masks) get the values that construction gives them."""
-    stored = set(model.state_dict())
-    missing = [name for name, _ in model.named_buffers() if name not in stored]
+def missing_buffers(module: nn.Module) -> dict[str, Tensor]:
+    """Buffers that are not part of the state, so that no checkpoint brings them: rotary frequencies, masks."""
+    stored = set(module.state_dict(keep_vars=True))
+    return {name: buffer for name, buffer in module.named_buffers(remove_duplicate=False) if name not in stored}
+
+
+def compute_missing_buffers(model: nn.Module, model_init: Callable[[], nn.Module]) -> None:
+    """Give the buffers that no checkpoint holds the values that construction gives them.
+
+    `model` may be a part of what `model_init` builds, under the same names.
+    """
+    missing = missing_buffers(model)
     if not missing:
         return
     # Only buffers are wanted: parameters of this copy stay without memory.
-    reference = with_real_buffers(model_init)
-    buffers = dict(reference.named_buffers())
-    for name in missing:
-        owner_name, _, attribute = name.rpartition(".")
-        owner = model.get_submodule(owner_name)
-        owner._buffers[attribute] = buffers[name].to(device)
+    values = dict(with_real_buffers(model_init).named_buffers(remove_duplicate=False))
+    for name, buffer in missing.items():
+        buffer.copy_(values[name])
 
 
 def with_real_buffers(model_init: Callable[[], nn.Module]) -> nn.Module:

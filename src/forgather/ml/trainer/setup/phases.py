@@ -24,7 +24,7 @@ from forgather.ml.trainer.ranks.team import make_team
 from forgather.ml.trainer.setup import preparation, requirements
 from forgather.ml.trainer.setup.hook_checks import is_overridden
 from forgather.ml.trainer.setup.model_construction import build_model, refuse_quantized
-from forgather.ml.trainer.setup.rank_settings import common_settings, require_strategy_for_ranks
+from forgather.ml.trainer.setup.rank_settings import common_settings, handles_ranks, require_strategy_for_ranks
 from forgather.ml.trainer.setup.seeding import choose_seed, seed_everything
 from forgather.ml.trainer.setup.step_plan import StepPlan, warn_of_unknown_end
 from forgather.ml.trainer.step_loss.fused import HiddenStatesModel, make_fused_loss, output_embeddings_of
@@ -65,8 +65,11 @@ def refuse(trainer: "Trainer") -> None:
 
 
 def prepare_ranks(trainer: "Trainer") -> None:
-    require_strategy_for_ranks(type(trainer), trainer.distributed_env)
-    trainer.team = make_team(trainer.dist, trainer.team, type(trainer).__name__)
+    if trainer.wanted is not None:
+        require_strategy_for_ranks(type(trainer), trainer.distributed_env)
+    if handles_ranks(type(trainer)):
+        # Others evaluate alone, each rank for itself.
+        trainer.team = make_team(trainer.dist, trainer.team, type(trainer).__name__)
     trainer.team.require_equal_settings(trainer._common_settings)
     trainer.team.open()
     trainer.num_processes, trainer.is_local_process_zero, trainer.is_world_process_zero = 1, True, True

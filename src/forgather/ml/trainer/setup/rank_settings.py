@@ -54,7 +54,7 @@ def require_strategy_for_ranks(trainer_class: type, given: DistributedEnvInterfa
     if num_ranks == 1 and dist.is_available() and dist.is_initialized():
         # Checkpoints are coordinated between all ranks of torch.distributed, whatever the environment says.
         num_ranks, source = dist.get_world_size(), "torch.distributed"
-    if num_ranks == 1 or _handles_ranks(trainer_class):
+    if num_ranks == 1 or handles_ranks(trainer_class):
         return
     raise ValueError(
         f"{trainer_class.__name__} trains on one device, but this process is one of {num_ranks} ({source} says so): each would "
@@ -66,7 +66,7 @@ def require_strategy_for_ranks(trainer_class: type, given: DistributedEnvInterfa
     )
 
 
-def _handles_ranks(trainer_class: type) -> bool:
+def handles_ranks(trainer_class: type) -> bool:
     """By its own word, or by an override of a hook in which users set up ranks and wrap models."""
     hooks = (getattr(trainer_class, name) for name in _HOOKS_OF_STRATEGIES)
     overrides = any(not hook.__module__.startswith("forgather.") for hook in hooks)

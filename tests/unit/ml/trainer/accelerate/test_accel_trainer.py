@@ -185,7 +185,8 @@ def test_one_process_trains_like_trainer(precision: str, tmp_path: Path) -> None
     assert_identical(with_accelerator.weights, without.weights)
     assert "forward" not in vars(trainer.unwrapped_model()), "autocast is not left in the user's model"
     assert {one.sharing_pattern for one in trainer.get_state_components() if one.key != "rng"} == {
-        SharingPattern.GLOBAL
+        SharingPattern.GLOBAL,
+        SharingPattern.REPLICATED,
     }
 
 

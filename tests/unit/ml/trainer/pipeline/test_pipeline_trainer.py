@@ -14,7 +14,7 @@ from forgather.ml.checkpoint.errors import ReplicationError
 from forgather.ml.trainer.callbacks import EarlyStopping
 from forgather.ml.trainer.hybrid import HybridTrainer
 from forgather.ml.trainer.pipeline import PipelineTrainer, create_automatic_splitter
-from forgather.ml.trainer.pipeline.tied_weights import total_norm
+from forgather.ml.trainer.pipeline.tied_weights import norm_of_group
 from forgather.ml.trainer.trainer import Trainer
 from forgather.ml.trainer.trainer_types import TrainerCallback
 from tests.support.data_parallel import Result, assert_same_training, run
@@ -290,12 +290,12 @@ def norms(output_dir: str) -> list[list[float]]:
 class NotesNorms(TrainerCallback):
     def on_pre_optimizer_step(self, args: Any, state: Any, control: Any, trainer: Any, **kwargs: Any) -> None:
         kinds = (1.0, 2.0, 3.0, math.inf)
-        own = [trainer._gradient_norm(kind) for kind in kinds]
+        own = [trainer.optimization.norm(kind) for kind in kinds]
         self.norms = [float(norm) for norm in own]
         if isinstance(trainer, PipelineTrainer):
             both = list(zip(own, kinds, strict=True))
-            self.norms = [float(trainer._norm_of_all_stages(norm, kind)) for norm, kind in both]
-            self.norms += [float(total_norm(norm, kind, trainer._pp_group)) for norm, kind in both]
+            self.norms = [float(trainer._all_reduce_norm(norm, kind)) for norm, kind in both]
+            self.norms += [float(norm_of_group(norm, kind, trainer.pp_group)) for norm, kind in both]
 
 
 def test_norms_of_every_kind_are_those_of_one_device(tmp_path: Path) -> None:

@@ -6,11 +6,11 @@ from torch import nn
 
 from forgather.ml.trainer.pipeline.pipeline_utils import (
     assert_no_duplicate_fqns,
-    missing_buffers,
     pipeline_stage_indices,
     require_all_fqns,
     tensors_of,
 )
+from forgather.ml.trainer.setup.model_construction import missing_buffers
 
 
 class Part(nn.Module):
@@ -150,15 +150,15 @@ def test_of_names_that_are_one_tensor_none_is_too_few() -> None:
 
 
 def test_missing_buffers_are_those_that_no_checkpoint_brings() -> None:
-    assert missing_buffers(Part("a", "b")) == ["a.computed", "b.computed"]
-    assert missing_buffers(nn.BatchNorm1d(2)) == []
+    assert list(missing_buffers(Part("a", "b"))) == ["a.computed", "b.computed"]
+    assert missing_buffers(nn.BatchNorm1d(2)) == {}
 
 
 def test_missing_buffers_come_under_each_of_their_names() -> None:
     """A stage may have only the second one."""
     part = Part("a", "b")
     part.b._buffers["computed"] = part.a.computed
-    assert missing_buffers(part) == ["a.computed", "b.computed"]
+    assert list(missing_buffers(part)) == ["a.computed", "b.computed"]
 
 
 def test_all_tensors_come_by_name_and_tied_ones_by_each() -> None:

@@ -1,10 +1,13 @@
 """The schedules of torch.distributed.pipelining: their names, what they need, and which layouts they can run."""
 
+import functools
 import inspect
-from collections.abc import Iterator
+import logging
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
-from typing import Literal
+from typing import Any, Literal
 
+import torch
 from torch.distributed.pipelining import (
     Schedule1F1B,
     ScheduleDualPipeV,
@@ -41,6 +44,43 @@ SCHEDULES: dict[type, ScheduleTraits] = {
     ScheduleZBVZeroBubble: ScheduleTraits("zbv", True, "v", True, 2),
     ScheduleDualPipeV: ScheduleTraits("dualpipev", True, "v", True, 2),
 }
+
+
+@dataclass(frozen=True)
+class ScheduleChoice:
+    """A schedule as the user gave it: a name, a class, or a class with some options bound by functools.partial."""
+
+    factory: Callable[..., Any]
+    schedule_class: type
+    traits: ScheduleTraits
+
+    @classmethod
+    def of(cls, given: Any) -> "ScheduleChoice":
+        is_bound = isinstance(given, functools.partial)
+        schedule_class = find_schedule(given.func if is_bound else given)
+        return cls(given if is_bound else schedule_class, schedule_class, traits_of(schedule_class))
+
+    def prepare(self, pp_size: int, stages_per_rank: int, n_microbatches: int, debug: bool) -> None:
+        """Settings of torch for this schedule; refuses layouts that it cannot run."""
+        if debug:
+            logging.getLogger("torch.distributed.pipelining").setLevel(logging.DEBUG)
+        if self.traits.splits_backward:
+            # What a compiled part of a stage would reuse for its gradients is needed twice.
+            torch._functorch.config.donated_buffer = False
+        check_layout(self.schedule_class, pp_size, self.stages_per_rank(stages_per_rank), n_microbatches)
+
+    def stages_per_rank(self, asked: int) -> int:
+        """A schedule that needs several stages per rank gets them without being asked."""
+        return max(asked, self.traits.default_stages_per_rank)
+
+    def make(self, stages: Sequence[Any], n_microbatches: int, loss_fn: Callable[..., Any]) -> Any:
+        """A schedule object of torch for these stages of one rank."""
+        return self.factory(
+            list(stages) if self.traits.is_multistage else stages[0],
+            n_microbatches=n_microbatches,
+            loss_fn=loss_fn,
+            scale_grads=False,
+        )
 
 
 def find_schedule(schedule: str | type) -> type:

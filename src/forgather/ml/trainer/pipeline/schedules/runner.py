@@ -11,28 +11,14 @@ from torch.distributed.pipelining.microbatch import TensorChunkSpec, _Replicate
 
 from forgather.ml.trainer.pipeline.forward_only import Meta, Metas, Signature
 from forgather.ml.trainer.pipeline.model_splitter import Stage
+from forgather.ml.trainer.pipeline.pipeline_batches import PipelineBatch, has_rows
+from forgather.ml.trainer.pipeline.stage_loss import MicroBatchLoss
 
 _SHAPES_KEPT = 4
 """Schedules that are kept with their receive buffers, for batches that come in a few shapes."""
 
 MakeStage = Callable[[PipelineStage, tuple[Tensor, ...], tuple[Tensor, ...]], PipelineStage]
 """A stage like another, for inputs and outputs that look like these."""
-
-
-def micro_batches(batch: Mapping[str, Any], num_rows: int, number: int) -> list[dict[str, Any]]:
-    """A batch in so many equal parts; what has no row for each sample is in all of them."""
-    size = num_rows // number
-    return [
-        {
-            name: value[place * size : (place + 1) * size] if has_rows(value, num_rows) else value
-            for name, value in batch.items()
-        }
-        for place in range(number)
-    ]
-
-
-def has_rows(value: Any, num_rows: int) -> bool:
-    return isinstance(value, Tensor) and value.ndim > 0 and value.shape[0] == num_rows
 
 
 class ScheduleRunner:
@@ -57,41 +43,46 @@ class ScheduleRunner:
         self._n_microbatches = n_microbatches
         self._schedules: OrderedDict[Signature, Any] = OrderedDict()
 
-    def step(self, inputs: Tensor, keywords: Mapping[str, Any], labels: Tensor | None) -> list[Tensor]:
+    @property
+    def schedule(self) -> Any:
+        """The schedule that ran last; before the first batch, one for stages that do not know their shapes yet."""
+        return next(reversed(self._schedules.values())) if self._schedules else self._make_schedule(self._stages)
+
+    def step(self, batch: PipelineBatch, loss: MicroBatchLoss) -> list[Tensor]:
         """Run a batch; returns the losses of its micro-batches where the last stage is, else nothing.
 
         Every rank gives the whole batch; labels are needed where the last stage is.
         """
-        num_rows = inputs.shape[0]
-        schedule = self._schedule_for(inputs, keywords, num_rows)
+        schedule = self._schedule_for(batch)
         # Set for each batch, since which tensors have rows is a matter of the batch.
         schedule._kwargs_chunk_spec = {
-            name: TensorChunkSpec(0) if has_rows(value, num_rows) else _Replicate for name, value in keywords.items()
+            name: TensorChunkSpec(0) if has_rows(value, batch.num_rows) else _Replicate
+            for name, value in batch.keywords.items()
         }
         is_first = any(stage.is_first for stage in self._stages)
         losses: list[Tensor] = []
         schedule.step(
-            *((inputs,) if is_first else ()),
-            target=labels if any(stage.is_last for stage in self._stages) else None,
+            *((batch.inputs,) if is_first else ()),
+            target=batch.labels if any(stage.is_last for stage in self._stages) else None,
             losses=losses,
             return_outputs=False,
-            **keywords,
+            loss_kwargs={"loss": loss},
+            **batch.keywords,
         )
         return losses
 
-    def _schedule_for(self, inputs: Tensor, keywords: Mapping[str, Any], num_rows: int) -> Any:
-        signature = Signature.of(inputs, keywords)
+    def _schedule_for(self, batch: PipelineBatch) -> Any:
+        signature = Signature.of(batch.inputs, batch.keywords)
         if signature in self._schedules:
             self._schedules.move_to_end(signature)
             return self._schedules[signature]
-        part = micro_batches({"": inputs, **keywords}, num_rows, self._n_microbatches)[0]
-        first = part.pop("")
         if any(getattr(stage, "fixed_shapes", False) for stage in self._stages):
             self._refuse_other_shapes(signature)
             stages = self._stages
         else:
-            metas = self._metas_between(first, part)
-            stages = [self._shaped(stage, Meta.of(first), metas) for stage in self._stages]
+            first = batch.micro_batches(self._n_microbatches)[0]
+            metas = self._metas_between(first.inputs, first.keywords)
+            stages = [self._shaped(stage, Meta.of(first.inputs), metas) for stage in self._stages]
         self._schedules[signature] = self._make_schedule(stages)
         while len(self._schedules) > _SHAPES_KEPT:
             self._schedules.popitem(last=False)

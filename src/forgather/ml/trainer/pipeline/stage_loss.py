@@ -1,0 +1,105 @@
+"""MicroBatchLoss, the loss callback of torch's schedule; StageLoss, which makes one for each batch.
+
+Only the last stage sees logits. It finds out which labels the loss counts, and tells the other stages of its pipeline.
+"""
+
+from collections.abc import Callable, Sequence
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.distributed import ProcessGroup
+
+from forgather.ml.trainer.amp import AMPContext
+from forgather.ml.trainer.pipeline.forward_only import Consume
+from forgather.ml.trainer.pipeline.pipeline_batches import PipelineBatch
+from forgather.ml.trainer.step_loss.loss_traits import Traits
+from forgather.ml.trainer.step_loss.token_weighting import StepLoss
+
+Look = Callable[[PipelineBatch, Consume], None]
+"""A forward pass of one micro-batch, without a trace."""
+Forward = Callable[[Sequence[PipelineBatch], Consume], None]
+"""A forward pass of micro-batches."""
+
+
+class MicroBatchLoss:
+    """The share of a micro-batch in the loss of a step, or in the mean of an evaluation batch.
+
+    `total` is the number of targets that losses are divided by. A batch with `is_stand_in` weighs nothing.
+    """
+
+    def __init__(self, step_loss: StepLoss, total: int | Tensor, is_stand_in: bool, amp: AMPContext) -> None:
+        self._step_loss = step_loss
+        self._total = total
+        self._is_stand_in = is_stand_in
+        self._amp = amp
+
+    def __call__(self, logits: Tensor, labels: Tensor) -> Tensor:
+        with self._amp.autocast():
+            if self._is_stand_in:
+                return self._step_loss.nothing(logits)
+            count = self._step_loss.count(labels) if self._step_loss.needs_counts else 0
+            # Micro-batches are weighed by their targets, so that their number does not matter.
+            return self._step_loss.share(logits, labels, count, self._total, 1)
+
+
+def apply_loss(logits: Tensor, labels: Tensor, loss: MicroBatchLoss) -> Tensor:
+    """The loss function that a schedule is made with; each step passes the loss of its batch."""
+    return loss(logits, labels)
+
+
+class StageLoss:
+    """The loss of a pipeline; `last_rank` is the rank of `group` that has the last stage."""
+
+    def __init__(
+        self, step_loss: StepLoss, amp: AMPContext, device: torch.device, group: ProcessGroup, last_rank: int
+    ) -> None:
+        self._step_loss = step_loss
+        self._amp = amp
+        self._device = device
+        self._group = group
+        self._last_rank = last_rank
+
+    def of_batch(self, total: int | Tensor, is_stand_in: bool = False) -> MicroBatchLoss:
+        return MicroBatchLoss(self._step_loss, total, is_stand_in, self._amp)
+
+    @property
+    def is_resolved(self) -> bool:
+        """Whether targets can be counted without having seen logits."""
+        return self._step_loss.is_resolved
+
+    def resolve(self, micro_batch: PipelineBatch, look: Look) -> None:
+        """Let every rank of the pipeline know which labels the loss counts; collective among them.
+
+        Other pipelines may have no batch now, and will find out the same.
+        """
+        labels = micro_batch.labels
+        assert labels is not None
+        look(micro_batch, lambda _, logits: self._step_loss.resolve(logits, labels))
+        answer = torch.tensor([(self._step_loss.traits or Traits()).code], device=self._device)
+        dist.broadcast(answer, group=self._group, group_src=self._last_rank)
+        self._step_loss.adopt(Traits.of_code(int(answer.item())))
+
+    def mean(
+        self, micro_batches: Sequence[PipelineBatch], labels: Tensor, forward: Forward, wants_logits: bool
+    ) -> tuple[Tensor, Tensor | None]:
+        """The mean over the targets of a batch, and its logits if they are wanted; zero and None off the last stage.
+
+        `labels` are those of the whole batch.
+        """
+        count = self._step_loss.count(labels)
+        loss = self.of_batch(count)
+        shares: list[Tensor] = []
+        found: list[Tensor] = []
+
+        def consume(number: int, logits: Tensor) -> None:
+            own_labels = micro_batches[number].labels
+            assert own_labels is not None
+            shares.append(loss(logits, own_labels))
+            if wants_logits:
+                found.append(self._step_loss.logits(logits))
+
+        forward(micro_batches, consume)
+        if not shares:
+            return torch.zeros(()), None
+        return self._step_loss.mean(torch.stack(shares).sum(), count), torch.cat(found) if found else None

@@ -1,0 +1,120 @@
+"""StageRunner: runs this rank's stages, in training steps of torch's schedule and in forward passes alone."""
+
+import contextlib
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.distributed.pipelining import PipelineStage
+
+from forgather.ml.trainer.amp import AMPContext
+from forgather.ml.trainer.pipeline.forward_only import Consume, ForwardOnly, Meta, Metas
+from forgather.ml.trainer.pipeline.pipeline_batches import PipelineBatch
+from forgather.ml.trainer.pipeline.pipeline_model import PipelineModel
+from forgather.ml.trainer.pipeline.pipeline_ranks import PipelineRanks
+from forgather.ml.trainer.pipeline.schedules import ScheduleChoice
+from forgather.ml.trainer.pipeline.schedules.runner import ScheduleRunner
+from forgather.ml.trainer.pipeline.schedules.trained_stage import StageReducer, TrainedStage
+from forgather.ml.trainer.pipeline.stage_loss import MicroBatchLoss, apply_loss
+from forgather.ml.trainer.recipes import Recipes
+from forgather.ml.trainer.setup.model_modes import set_train
+from forgather.ml.trainer.setup.seeding import undisturbed_random_numbers
+
+
+class StageRunner:
+    """All ranks of a pipeline call its methods together. The `reducer` is told when gradients of a stage are computed."""
+
+    def __init__(
+        self,
+        pipeline: PipelineModel,
+        schedule: ScheduleChoice,
+        ranks: PipelineRanks,
+        n_microbatches: int,
+        amp: AMPContext,
+        recipes: Recipes,
+        reducer: StageReducer | None,
+    ) -> None:
+        self._pipeline = pipeline
+        self._splits_backward = schedule.traits.splits_backward
+        self._amp = amp
+        self._recipes = recipes
+        self._reducer = reducer
+        for stage in pipeline.stages:
+            stage.submod = pipeline.running[stage.stage_index]
+        groups = (ranks.group, ranks.return_group() if schedule.traits.is_multistage else None)
+        options = (pipeline.stage_ranks, groups, pipeline.device, pipeline.boundary)
+        self._forward_only = ForwardOnly(pipeline.running, *options)
+        self._generating = ForwardOnly(pipeline.own, *options)
+        self._schedules = ScheduleRunner(
+            pipeline.stages,
+            lambda stages: schedule.make(stages, n_microbatches, apply_loss),
+            self._make_stage,
+            self._metas_between,
+            n_microbatches,
+        )
+
+    @property
+    def schedule(self) -> Any:
+        """torch's schedule object for batches of the last shape."""
+        return self._schedules.schedule
+
+    def step(self, batch: PipelineBatch, loss: MicroBatchLoss) -> Tensor:
+        """Forward and backward of a batch; the sum of its losses where the last stage is, else zero."""
+        # Stages of ours enter the context for their forward passes alone; traced ones are torch's.
+        with self._forward_context() if self._pipeline.has_fixed_shapes else contextlib.nullcontext():
+            losses = self._schedules.step(batch, loss)
+        if not losses:
+            return torch.zeros((), device=self._pipeline.device)
+        return torch.stack([one.detach() for one in losses]).sum()
+
+    def forward(self, micro_batches: Sequence[PipelineBatch], consume: Consume) -> None:
+        """`consume` gets the number and the logits of each micro-batch where the last stage is."""
+        inputs = [one.inputs for one in micro_batches]
+        with self._amp.autocast():
+            self._forward_only.run(inputs, [one.keywords for one in micro_batches], consume)
+
+    def look(self, micro_batch: PipelineBatch, consume: Consume) -> None:
+        """A forward pass without a trace: no gradients, no random numbers, no statistics."""
+        with _without_trace(self._pipeline.own_modules):
+            self.forward([micro_batch], consume)
+
+    def generate(
+        self, inputs: Tensor, keywords: Mapping[str, Any], stage_keywords: Mapping[int, Mapping[str, Any]]
+    ) -> Tensor | None:
+        """The logits of the last position where the last stage is; without compiled modules, for inputs of any length."""
+        results: list[Tensor] = []
+        self._generating.run([inputs], [keywords], lambda _, logits: results.append(logits[:, -1:]), stage_keywords)
+        return results[0] if results else None
+
+    @contextlib.contextmanager
+    def generation(self) -> Iterator[None]:
+        """Context of `generate`."""
+        with set_train(self._pipeline.own_modules, False), torch.no_grad(), self._amp.autocast():
+            yield
+
+    @contextlib.contextmanager
+    def _forward_context(self) -> Iterator[None]:
+        """Context of the forward passes of stages in training."""
+        with self._amp.autocast(), self._recipes.activations(self._pipeline.part):
+            yield
+
+    def _make_stage(self, like: PipelineStage, inputs: tuple[Tensor, ...], outputs: tuple[Tensor, ...]) -> TrainedStage:
+        stage = TrainedStage(
+            like.submod, like.stage_index, like.num_stages, like.device, inputs, outputs, group=like.group
+        )
+        stage.splits_backward = self._splits_backward
+        stage.context = self._forward_context
+        stage.reducer = self._reducer
+        stage.expected = None if stage.is_last else tuple(map(Meta.of, outputs))
+        return stage
+
+    def _metas_between(self, inputs: Tensor, keywords: Mapping[str, Any]) -> dict[int, Metas]:
+        with _without_trace(self._pipeline.own_modules), self._amp.autocast():
+            return self._forward_only.metas_between(inputs, keywords)
+
+
+@contextlib.contextmanager
+def _without_trace(modules: nn.Module) -> Iterator[None]:
+    with undisturbed_random_numbers(), set_train(modules, False), torch.no_grad():
+        yield

@@ -1,0 +1,118 @@
+"""StageSetup: builds the model on the meta device, splits it into stages, and fills this rank's stages with values."""
+
+import logging
+from collections.abc import Callable, Sequence
+
+import torch
+import torch.distributed as dist
+from torch import nn
+
+from forgather.ml.trainer.pipeline.model_splitter import Split
+from forgather.ml.trainer.pipeline.pipeline_arguments import PipelineTrainingArguments
+from forgather.ml.trainer.pipeline.pipeline_model import PipelineModel
+from forgather.ml.trainer.pipeline.pipeline_ranks import PipelineRanks
+from forgather.ml.trainer.pipeline.pipeline_requirements import OwnLossCheck, require_untied_weights
+from forgather.ml.trainer.pipeline.pipeline_utils import pipeline_stage_indices, tensors_of
+from forgather.ml.trainer.pipeline.schedules import ScheduleChoice
+from forgather.ml.trainer.pipeline.tied_weights import TiedWeights, tied_weights
+from forgather.ml.trainer.ranks.team import Team
+from forgather.ml.trainer.setup.seeding import undisturbed_random_numbers
+
+logger = logging.getLogger(__name__)
+
+Splitter = Callable[[nn.Module, Sequence[tuple[int, ...]]], Split]
+"""Divides a model into stages, given the stages of each rank."""
+Construct = Callable[[torch.device], nn.Module]
+"""Builds the whole model on a device: without memory on the meta device, with its values elsewhere."""
+
+
+class StageSetup:
+    """Makes the `PipelineModel` of a rank. All ranks call each method together."""
+
+    def __init__(
+        self,
+        args: PipelineTrainingArguments,
+        splitter: Splitter,
+        schedule: ScheduleChoice,
+        team: Team,
+        ranks: PipelineRanks,
+        device: torch.device,
+        loss_check: OwnLossCheck | None,
+    ) -> None:
+        self._args = args
+        self._splitter = splitter
+        self._schedule = schedule
+        self._team = team
+        self._ranks = ranks
+        self._device = device
+        self._loss_check = loss_check
+
+    def divide(self, construct: Construct) -> PipelineModel:
+        """The stages of this rank with memory, but without values."""
+        ranks = self._ranks
+        num_stages = ranks.size * self._schedule.stages_per_rank(self._args.stages_per_rank)
+        with undisturbed_random_numbers(), self._team.agreement("dividing the model into stages"):
+            indices = pipeline_stage_indices(ranks.size, num_stages, self._schedule.traits.stage_type)
+            whole = construct(torch.device("meta"))
+            if self._loss_check is not None:
+                self._loss_check.look_at_whole(whole)
+            pipeline = PipelineModel(
+                whole,
+                lambda model: self._splitter(model, indices),
+                indices,
+                self._device,
+                ranks.rank,
+                ranks.group,
+            )
+        if self._args.debug_split_model:
+            pipeline.log_stages()
+        return pipeline
+
+    def prepare_to_load(self, pipeline: PipelineModel, fill_buffers: Callable[[nn.Module], None]) -> None:
+        """Values come from a checkpoint; compute the buffers that it does not hold."""
+        with undisturbed_random_numbers(), self._team.agreement("computing buffers"):
+            fill_buffers(pipeline.part)
+
+    def fill(self, pipeline: PipelineModel, construct: Construct) -> None:
+        """Give all stages the values of the whole model, which rank 0 alone builds and checks."""
+        source: nn.Module | None = None
+        with self._team.agreement("building the model"):
+            if self._team.rank == 0:
+                on_device = self._args.construct_model_on == "device"
+                source = construct(self._device if on_device else torch.device("cpu"))
+                pipeline.check_source(source)
+                if self._loss_check is not None:
+                    self._loss_check.look_at_source(source)
+        if self._args.debug_model_init:
+            logger.info("rank 0 sends %d tensors to their ranks", sum(map(len, pipeline.names_of_ranks)))
+        if self._ranks.replica == 0:
+            pipeline.fill_from(source)
+        self._copy_to_replicas(pipeline)
+
+    def tie(self, pipeline: PipelineModel) -> TiedWeights:
+        """Connect the ranks that have copies of one weight."""
+        own = dict(pipeline.part.named_parameters(remove_duplicate=False))
+        weights = tied_weights(pipeline.sharing, pipeline.names_of_ranks, own, self._ranks.pipelines)
+        tied = TiedWeights(weights, self._team.gather)
+        if tied.are_anywhere:
+            require_untied_weights(self._args)
+        return tied
+
+    def apply_recipes(self, pipeline: PipelineModel, apply: Callable[[nn.Module], None]) -> None:
+        with self._team.agreement("applying recipes to stages"):
+            for module in pipeline.own.values():
+                apply(module)
+        if self._args.debug_model_params:
+            pipeline.log_parameters()
+
+    def _copy_to_replicas(self, pipeline: PipelineModel) -> None:
+        if self._ranks.replicas is None:
+            return
+        tensors = {id(tensor): tensor for tensor in tensors_of(pipeline.part).values()}
+        works = [
+            dist.broadcast(tensor.detach(), group=self._ranks.replicas, group_src=0, async_op=True)
+            for tensor in tensors.values()
+        ]
+        for work in works:
+            assert work is not None
+            work.wait()
