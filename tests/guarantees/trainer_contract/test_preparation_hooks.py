@@ -214,19 +214,19 @@ def test_a_loader_of_ones_own_resumes_exactly(name: str, by: Any, tmp_path: Path
     assert all(torch.equal(expected.weights[key], value) for key, value in resumed.weights.items())
 
 
-def test_the_position_of_a_stateful_loader_is_in_the_checkpoint(tmp_path: Path) -> None:
-    own = init_loaders(Stateful)
-    build(tmp_path, own, max_steps=2, save_strategy="steps", save_steps=2).train()
-    loaders: list[Stateful] = []
+def test_a_stateful_loader_is_not_read_again(tmp_path: Path) -> None:
+    read: list[int] = []
 
-    def make() -> Stateful:
-        loaders.append(Stateful())
-        return loaders[-1]
+    class Reading(Stateful):
+        def __iter__(self) -> Iterator[Any]:
+            for batch in super().__iter__():
+                read.append(self.position)
+                yield batch
 
-    trainer = build(tmp_path, init_loaders(make), max_steps=2)
-    trainer.load_checkpoint()
-    trainer.train()
-    assert {one.position for one in loaders} >= {4}
+    saving = {"save_strategy": "steps", "save_steps": 2}
+    build(tmp_path, init_loaders(Stateful), max_steps=2, **saving).train()
+    build(tmp_path, init_loaders(Reading), max_steps=3, **saving).train()
+    assert read == [5, 6]
 
 
 def test_the_evaluation_loader_of_a_hook_is_used(tmp_path: Path) -> None:
@@ -297,17 +297,59 @@ def test_a_loss_of_the_hook_is_used(tmp_path: Path, expected: Result) -> None:
         def _wrap_loss_fn(self) -> None:
             self.loss_fn = RescaleLoss(lambda logits, labels: torch.nan_to_num(causal_mean(logits, labels)), 0.5)
 
-    class Changing(Trainer):
-        def _wrap_loss_fn(self) -> None:
-            self.loss_fn = causal_mean
-            super()._wrap_loss_fn()
-
-    _, changed = train(tmp_path / "changed", Changing)
-    assert_same_training(changed, expected)
     trainer, result = train(tmp_path / "own", Own)
     assert isinstance(trainer.loss_fn, RescaleLoss) and trainer.loss_fn.scale_factor == 0.5
     means = [causal_mean(TokenModel()(one["input_ids"]), one["labels"]) for one in batches()[:2]]
     assert result.losses[0] == pytest.approx(0.5 * torch.nan_to_num(torch.stack(means)).sum().item())
+
+
+def doubled(logits: Tensor, labels: Tensor) -> Tensor:
+    return 2 * causal_mean(logits, labels)
+
+
+class LossInHook(Trainer):
+    def _wrap_loss_fn(self) -> None:
+        self.loss_fn = doubled
+        super()._wrap_loss_fn()
+
+
+class LossAlone(Trainer):
+    def _wrap_loss_fn(self) -> None:
+        self.loss_fn = doubled
+
+
+class LossInConstructor(Trainer):
+    def __init__(self, **options: Any) -> None:
+        super().__init__(**options)
+        self.loss_fn = doubled
+
+
+class LossWithModel(Trainer):
+    def _prepare_model(self) -> None:
+        super()._prepare_model()
+        self.loss_fn = doubled
+
+
+@pytest.mark.parametrize("trainer_class", [LossInHook, LossAlone, LossInConstructor, LossWithModel])
+def test_a_loss_that_a_subclass_sets_is_weighed(trainer_class: Any, tmp_path: Path, expected: Result) -> None:
+    trainer = build(tmp_path, trainer_class, num_train_epochs=1, trainer_options={"model_init": TokenModel})
+    for _ in range(2):
+        result = run(trainer)
+        assert isinstance(trainer.loss_fn, RescaleLoss)
+        assert result.losses[0] == pytest.approx(2 * expected.losses[0])
+
+
+def test_an_optimizer_that_a_subclass_sets_is_used(tmp_path: Path, expected: Result) -> None:
+    class InConstructor(Trainer):
+        def __init__(self, **options: Any) -> None:
+            super().__init__(**{**options, "optimizer_cls_and_kwargs": None})
+            self.optimizer = torch.optim.SGD(self.model.parameters(), lr=0.1, momentum=0.9)
+            self.lr_scheduler = LambdaLR(self.optimizer, lambda step: 1.0)
+
+    trainer = build(tmp_path, InConstructor, num_train_epochs=2, lr_scheduler_type="linear")
+    optimizer = trainer.optimizer
+    assert_same_training(run(trainer), expected)
+    assert trainer.optimizer is optimizer
 
 
 def test_a_fused_loss_of_the_hook_is_used(tmp_path: Path, expected: Result) -> None:

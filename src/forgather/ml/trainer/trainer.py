@@ -177,12 +177,13 @@ class Trainer(BaseTrainer[TTrainingArgs]):
         self._prepare_model()
         seed_everything(seed_of_rank(self.seed, self.team.rank))
         self._wrap_loss_fn()
+        phases.follow_loss(self)
         if self.args.torch_compile:
             self._compile_model()
         if self.wanted is not None:
             self._init_optimizer()
             self._follow_optimizer()
-        self._wrap()
+        phases.wrap(self)
         self._prepare_loop()
         if self.wanted is not None:
             phases.prepare_checkpoints(self)
