@@ -17,7 +17,7 @@ from forgather.ml.checkpoint.components import SharingPattern, StateComponent, s
 from forgather.ml.checkpoint.coordinator import CheckpointCoordinator
 from forgather.ml.checkpoint.errors import CheckpointSaveError
 from forgather.ml.checkpoint.manager import CheckpointConfig, CheckpointManager
-from forgather.ml.checkpoint.state.rng import RNGState
+from forgather.ml.checkpoint.state.rng import RNGState, undisturbed_random_numbers
 from forgather.ml.distributed import (
     DistributedEnvInterface,
     DistributedEnvironment,
@@ -33,7 +33,16 @@ from forgather.ml.trainer.arguments.training_arguments import (
 )
 from forgather.ml.trainer.callbacks.handler import CallbackHandler
 from forgather.ml.trainer.loop.scheduler_state import SchedulerState
-from forgather.ml.trainer.setup.declared_state import GLOBAL, PER_RANK, Shared, Unbuilt, declare, is_left_out
+from forgather.ml.trainer.setup.declared_state import (
+    GLOBAL,
+    PER_RANK,
+    Shared,
+    Unbuilt,
+    declare,
+    is_left_out,
+    warn_of_left_out,
+    with_dictionaries,
+)
 from forgather.ml.trainer.setup.given_objects import check_given, merged_signature
 from forgather.ml.trainer.setup.hook_checks import check_hooks
 from forgather.ml.trainer.setup.model_construction import checked_builder, refuse_adapters
@@ -104,6 +113,10 @@ class BaseTrainer(ABC, Generic[TArgs]):
         "rng": PER_RANK,
     }
     """The components of this trainer and how ranks share them; each strategy states its own table."""
+    gradient_accumulation_step: int | None = None
+    """The number of the present micro-batch within its step, from 1."""
+    model_splitter: Any = None
+    pipe_schedule_factory: Any = None
 
     def __init_subclass__(cls, **kwargs: Any) -> None:
         super().__init_subclass__(**kwargs)
@@ -161,6 +174,12 @@ class BaseTrainer(ABC, Generic[TArgs]):
         self.rng = RNGState()
         self.do_train: bool | None = None
         self.do_eval: bool | None = None
+        self.max_steps: int | None = None
+        self.epoch_train_steps: int | None = None
+        self.num_processes: int | None = None
+        self.is_local_process_zero: bool | None = None
+        self.is_world_process_zero: bool | None = None
+        self._flops_per_token: float | None = None
         self.given = Given(optimizer, lr_scheduler, None, loss_fn)
         self._env: DistributedEnvInterface | None = None
         self._resume_setting: bool | str = getattr(self.args, "resume_from_checkpoint", False)
@@ -169,6 +188,9 @@ class BaseTrainer(ABC, Generic[TArgs]):
         self._is_prepared = False
         self._is_preparing = False
         self._fired: set[str] = set()
+        self._prepared_for: BaseDataset | None = None
+        self._made_by_base: list[object] = []
+        self._has_warned_of_left_out = False
         defaults = self.default_callbacks() if default_callbacks else ()
         self._callback_handler = CallbackHandler(() if callbacks is None else callbacks, defaults)
         if isinstance(lr_scheduler, TrainerCallback):
@@ -237,17 +259,40 @@ class BaseTrainer(ABC, Generic[TArgs]):
         """The evaluation metrics of the present weights."""
         dataset = self.eval_dataset if eval_dataset is None else eval_dataset
         self._prepare_to_evaluate(dataset)
-        if eval_dataset is not None:
-            self.eval_dataset = eval_dataset
         count = self.num_dispatched("on_evaluate")
-        metrics = self._eval_loop()
+        with self._evaluating_on(dataset):
+            metrics = self._eval_loop()
         if self.num_dispatched("on_evaluate") == count:
             self._dispatch_event("on_evaluate", metrics=metrics)
         return metrics
 
-    def _run_context(self) -> contextlib.AbstractContextManager[object]:
+    @contextlib.contextmanager
+    def _evaluating_on(self, dataset: BaseDataset | None) -> Iterator[None]:
+        """`eval_dataset` and `eval_dataloader` for one evaluation; `_prepare` makes the loader of another dataset."""
+        own_dataset, own_loader = self.eval_dataset, self.eval_dataloader
+        if dataset is not self._prepared_for:
+            # Whatever else `_prepare` makes is dropped: training continues with the objects that it has.
+            kept = dict(vars(self))
+            with undisturbed_random_numbers():
+                self._prepare(None, dataset)
+            loader = self.eval_dataloader
+            vars(self).clear()
+            vars(self).update(kept, eval_dataloader=loader)
+        self.eval_dataset = dataset
+        try:
+            yield
+        finally:
+            self.eval_dataset, self.eval_dataloader = own_dataset, own_loader
+
+    @contextlib.contextmanager
+    def _run_context(self) -> Iterator[None]:
         """Everything that holds from before preparation to the end of training."""
-        return contextlib.nullcontext()
+        try:
+            yield
+        finally:
+            # The output directory is free for other processes once training has ended.
+            if self.checkpoint_manager is not None:
+                self.checkpoint_manager.close()
 
     def _enter_training(self, was_asked_to_resume: bool) -> None:
         """Called once preparation is done, before on_train_begin."""
@@ -264,9 +309,10 @@ class BaseTrainer(ABC, Generic[TArgs]):
         self._has_loaded = False
         with self._preparation():
             self._prepare(self.train_dataset, self.eval_dataset)
+            self._prepared_for = self.eval_dataset
             self._complete_state()
-            if self.checkpoint_manager is None:
-                self.checkpoint_manager = self._make_manager()
+            self._complete_manager()
+            self._warn_of_left_out()
             if not self._has_loaded:
                 self._restore(
                     self.args.resume_from_checkpoint if hasattr(self.args, "resume_from_checkpoint") else False
@@ -280,14 +326,16 @@ class BaseTrainer(ABC, Generic[TArgs]):
         self.do_eval = True
         with self._preparation():
             self._prepare(None, eval_dataset)
+            self._prepared_for = eval_dataset
             self._complete_state()
-            if self.checkpoint_manager is None:
-                self.checkpoint_manager = self._make_manager(read_only=True)
+            self._complete_manager(read_only=True)
         self._dispatch_event("on_init_end")
 
     @contextlib.contextmanager
     def _preparation(self) -> Iterator[None]:
-        self._fired.clear()
+        if "on_train_begin" in self._fired:
+            self._fired.clear()
+        self._forget_made()
         self._callback_handler.stop_requested_by = None
         self._is_preparing = True
         try:
@@ -299,6 +347,21 @@ class BaseTrainer(ABC, Generic[TArgs]):
     def _complete_state(self) -> None:
         if self.state is None:
             self.state = self._make_state()
+            self._made_by_base.append(self.state)
+
+    def _complete_manager(self, **options: Any) -> None:
+        if self.checkpoint_manager is None:
+            self.checkpoint_manager = self._make_manager(**options)
+            self._made_by_base.append(self.checkpoint_manager)
+
+    def _forget_made(self) -> None:
+        """Let go of the state and the manager that an earlier preparation made: both describe its objects."""
+        if any(self.checkpoint_manager is one for one in self._made_by_base):
+            self.checkpoint_manager.close()
+            self.checkpoint_manager = None
+        if any(self.state is one for one in self._made_by_base):
+            self.state = None
+        self._made_by_base.clear()
 
     def _make_state(self) -> TrainerState:
         args = self.args
@@ -320,7 +383,6 @@ class BaseTrainer(ABC, Generic[TArgs]):
         """Save everything a resume needs, by default as the checkpoint of the present step; returns its path."""
         if self.checkpoint_manager is None or self.checkpoint_manager.is_read_only:
             self._prepare_to_train(False)
-        self._require_whole_state()
         count = self.num_dispatched("on_save")
         path = self._save_now(checkpoint_path)
         if path and self.num_dispatched("on_save") == count:
@@ -334,7 +396,7 @@ class BaseTrainer(ABC, Generic[TArgs]):
             self._prepare_to_load(True if checkpoint_path is None else checkpoint_path)
         elif manager is None:
             self._complete_state()
-            self.checkpoint_manager = self._make_manager()
+            self._complete_manager()
         self._loaded_path = self._load_state(checkpoint_path)
         self._has_loaded = True
         return self._loaded_path
@@ -345,6 +407,7 @@ class BaseTrainer(ABC, Generic[TArgs]):
         self._model_exporter().export_model(output_dir or self.args.output_dir, overwrite=True)
 
     def _save_now(self, checkpoint_path: str | None) -> str:
+        self._require_whole_state()
         step = None if checkpoint_path else self.state.global_step
         saved: str = self.checkpoint_manager.save_checkpoint(checkpoint_path, step)
         return saved
@@ -408,7 +471,8 @@ class BaseTrainer(ABC, Generic[TArgs]):
     def get_state_components(self) -> list[StateComponent]:
         """Everything that can be checkpointed, and how ranks share it: the rows of `state_sharing`."""
         pattern = self._get_dataset_sharing_pattern()
-        return declare(self.state_sharing, self._statefuls(), pattern, self._dataset_group())
+        components = declare(self.state_sharing, self._statefuls(), pattern, self._dataset_group())
+        return with_dictionaries(self, components, self._is_prepared or self._is_preparing)
 
     def get_process_groups(self) -> dict[str, ProcessGroup]:
         """The families of groups that PER_GROUP components name."""
@@ -479,6 +543,15 @@ class BaseTrainer(ABC, Generic[TArgs]):
                 f"{type(self).__name__}.state_dict() lacks the keys {', '.join(missing)}, without which a resume is not exact. "
                 "Start from the base: state = super().state_dict(), and add keys of your own to it."
             )
+
+    def _warn_of_left_out(self) -> None:
+        """Say once what a `get_state_components` written by hand leaves out for ever."""
+        if self._has_warned_of_left_out or type(self).get_state_components.__module__.startswith("forgather."):
+            return
+        self._has_warned_of_left_out = True
+        usual = [component.key for component in BaseTrainer.get_state_components(self)]
+        declared = [component.key for component in self.get_state_components()]
+        warn_of_left_out(type(self).__name__, usual, declared)
 
     def unwrapped_model(self) -> nn.Module:
         """The model itself, without the wrappers of DDP, torch.compile and fused losses: what is checkpointed."""

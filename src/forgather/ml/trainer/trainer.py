@@ -146,12 +146,6 @@ class Trainer(BaseTrainer[TTrainingArgs]):
         self.enable_activation_checkpoint_fn = enable_activation_checkpoint_fn
         self.fused_loss_factory, self.use_fused_loss = fused_loss_factory, fused_loss_factory is not None
         self.optimizer_groups = optimizer_groups
-        self.max_steps: int | None = None
-        self.epoch_train_steps: int | None = None
-        self.num_processes: int | None = None
-        self.is_local_process_zero: bool | None = None
-        self.is_world_process_zero: bool | None = None
-        self._flops_per_token: float | None = None
         self.team: Team = SoloTeam()
         self.recipes = Recipes(self.args)
         self.plan = StepPlan(self.args, None)
@@ -183,12 +177,13 @@ class Trainer(BaseTrainer[TTrainingArgs]):
         self._prepare_model()
         seed_everything(seed_of_rank(self.seed, self.team.rank))
         self._wrap_loss_fn()
+        phases.follow_loss(self)
         if self.args.torch_compile:
             self._compile_model()
         if self.wanted is not None:
             self._init_optimizer()
             self._follow_optimizer()
-        self._wrap()
+        phases.wrap(self)
         self._prepare_loop()
         if self.wanted is not None:
             phases.prepare_checkpoints(self)
@@ -613,8 +608,8 @@ class Trainer(BaseTrainer[TTrainingArgs]):
             "A checkpoint cannot be saved inside averaged_weights(): it would have the average in place of the weights. "
             "Leave the context first; save_model() exports the average."
         )
-        self._require_whole_state()
         self.reporter.settle(self.lr_scheduler)
+        self._require_whole_state()
         assert self.optimization is not None
         self.saver.look_at_weights(self.optimization.parameters, self.optimization.names)
 
@@ -761,7 +756,7 @@ class Trainer(BaseTrainer[TTrainingArgs]):
         return None if steps is None else steps.window
 
     @property
-    def gradient_accumulation_step(self) -> int | None:
+    def gradient_accumulation_step(self) -> int | None:  # type: ignore[override]
         """The number of the present micro-batch within its step, from 1; None outside of steps."""
         return None if self.window is None else self.window.number + 1
 

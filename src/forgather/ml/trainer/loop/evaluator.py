@@ -195,7 +195,8 @@ class Evaluator:
             input_dict, labels = trainer._prepare_batch(batch)
             prediction = trainer._prediction_step(input_dict, labels)
         # Only now: the first forward pass may be what tells which labels count.
-        targets = self.loss.count(batch.get("labels"), batch) if self.has_losses else 0
+        counted = labels if is_overridden(trainer, "_prepare_batch") else batch.get("labels")
+        targets = self.loss.count(counted, batch) if self.has_losses else 0
         if self.has_losses:
             sums.add(prediction["loss"], targets, samples_in(batch))
         if not self.is_second_look:

@@ -135,9 +135,11 @@ def prepared_once(
 
     def once(batch: Batch) -> Prepared:
         present = window()
-        if present is not None and present.has_begun and batch is present.batches[present.number]:
-            return present.prepared[present.number]
-        return prepare(batch)
+        if present is None:
+            return prepare(batch)
+        # Before the first micro-batch is handed out, ranks look at it to agree on the loss.
+        number = max(present.number, 0)
+        return present.prepared[number] if batch is present.batches[number] else prepare(batch)
 
     return once
 

@@ -1,10 +1,21 @@
 """Declared state: builds the StateComponents of a trainer from the table that its strategy states."""
 
-from collections.abc import Mapping
+import logging
+import warnings
+from collections.abc import Collection, Mapping
+from dataclasses import replace
 from typing import Any, NamedTuple
 
 from forgather.ml.checkpoint.components import SharingPattern, StateComponent
 
+logger = logging.getLogger(__name__)
+
+_LOST = {
+    "trainer": "step, epoch, log history and GradScaler do not come back: a resumed run counts from global_step 0",
+    "ema": "the averaged weights (ema_decay) do not come back: a resumed run starts its average at the weights it loads",
+    "post_local_sgd": "the schedule of post-local SGD does not come back: a resumed run begins with its warm-up",
+}
+"""What a resume lacks without a component."""
 _SETTINGS = {
     "optimizer": "save_optimizer_state",
     "scheduler": "save_scheduler_state",
@@ -80,3 +91,51 @@ def declare(
 def is_left_out(key: str, args: object) -> bool:
     """Whether an argument such as save_optimizer_state=False leaves a component out."""
     return key in _SETTINGS and not getattr(args, _SETTINGS[key], True)
+
+
+def warn_of_left_out(owner: str, usual: Collection[str], declared: Collection[str]) -> None:
+    """Warn of components that a `get_state_components` written by hand does not have."""
+    for key in usual:
+        if key in _LOST and key not in declared:
+            logger.warning(
+                "%s.get_state_components() leaves out the component %r: %s. Add it to the list, or start the list from "
+                "super().get_state_components().",
+                *(owner, key, _LOST[key]),
+            )
+
+
+class _Dictionaries:
+    """Stateful of one key of `get_statefuls_for_save` and `get_statefuls_for_load`, with different objects there."""
+
+    def __init__(self, saved: Any, loaded: Any) -> None:
+        self._saved, self._loaded = saved, loaded
+
+    def state_dict(self) -> Any:
+        return self._saved.state_dict()
+
+    def load_state_dict(self, state_dict: Any) -> None:
+        self._loaded.load_state_dict(state_dict)
+
+
+def with_dictionaries(trainer: object, components: list[StateComponent], is_built: bool) -> list[StateComponent]:
+    """The components, and those that a subclass declares by `get_statefuls_for_save` and `get_statefuls_for_load`."""
+    methods = [getattr(trainer, f"get_statefuls_for_{purpose}", None) for purpose in ("save", "load")]
+    found = [method for method in methods if method is not None]
+    if not found:
+        return components
+    warnings.warn(
+        f"{type(trainer).__name__} declares state by {found[0].__name__}(); it is taken as GLOBAL. Override "
+        "get_state_components() and give each component its SharingPattern instead.",
+        DeprecationWarning,
+        stacklevel=3,
+    )
+    saved, loaded = found[0](), found[-1]()
+    by_key = {component.key: component for component in components}
+    for key in {**saved, **loaded}:
+        one, other = saved.get(key, loaded.get(key)), loaded.get(key, saved.get(key))
+        stateful = one if one is other else _Dictionaries(one, other)
+        if stateful is None and not is_built:
+            stateful = Unbuilt(key)
+        declared = by_key.get(key) or StateComponent(key, stateful, SharingPattern.GLOBAL)
+        by_key[key] = replace(declared, stateful=stateful)
+    return list(by_key.values())

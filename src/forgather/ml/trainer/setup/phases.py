@@ -1,6 +1,7 @@
 """Phases of `Trainer._prepare`: each calls the hooks of its part, and builds what follows from their results."""
 
 import logging
+from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -9,6 +10,7 @@ from torch import nn
 from forgather.ml.checkpoint.components import select_components
 from forgather.ml.checkpoint.manager import CheckpointManager
 from forgather.ml.checkpoint.state.rng import RNGState
+from forgather.ml.loss.rescale_loss import RescaleLoss
 from forgather.ml.trainer.loading.builders import adapted_loader, is_resumable
 from forgather.ml.trainer.loop.cadence import Cadence
 from forgather.ml.trainer.loop.evaluator import Evaluator
@@ -25,6 +27,7 @@ from forgather.ml.trainer.setup import preparation, requirements
 from forgather.ml.trainer.setup.hook_checks import is_overridden
 from forgather.ml.trainer.setup.model_construction import build_model, refuse_quantized
 from forgather.ml.trainer.setup.rank_settings import common_settings, handles_ranks, require_strategy_for_ranks
+from forgather.ml.trainer.setup.schedules import make_schedule
 from forgather.ml.trainer.setup.seeding import choose_seed, seed_everything
 from forgather.ml.trainer.setup.step_plan import StepPlan, warn_of_unknown_end
 from forgather.ml.trainer.step_loss.fused import HiddenStatesModel, make_fused_loss, output_embeddings_of
@@ -122,7 +125,7 @@ def prepare_data(trainer: "Trainer", train_dataset: BaseDataset | None, eval_dat
 def _adapt_train_loader(trainer: "Trainer") -> None:
     """Give a loader that a user's hook made the position, length and agreement of our own."""
     loader = trainer.train_dataloader
-    own = is_overridden(trainer, "_init_dataloaders") or is_overridden(trainer, "_get_dataloader")
+    own = any(is_overridden(trainer, name) for name in ("_init_dataloaders", "_get_dataloader", "_wrap"))
     if own and loader is not None and not is_resumable(loader):
         adapted = adapted_loader(loader, trainer.args.set_dataset_epoch)
         drop_last = trainer.args.dataloader_drop_last
@@ -154,6 +157,9 @@ def build(trainer: "Trainer", loads_weights: bool) -> nn.Module:
 def wrap_loss(trainer: "Trainer") -> None:
     """Make `step_loss` and `loss_fn`; a fused loss also wraps the model, so that it gives hidden states."""
     model = trainer.unwrapped_model()
+    if not isinstance(trainer.loss_fn, TrainingLoss):
+        # A subclass may have set it in its constructor, or in a hook before this one.
+        trainer.given = replace(trainer.given, loss_fn=trainer.loss_fn)
     loss_fn = trainer._maybe_get_fused_loss_fn(model, trainer.given.loss_fn)
     head = None
     if trainer.use_fused_loss:
@@ -162,6 +168,16 @@ def wrap_loss(trainer: "Trainer") -> None:
     trainer.step_loss = ModelLoss(loss_fn, trainer.args.token_weighted_loss, head=head)
     count = trainer.feed.count
     trainer.loss_fn = TrainingLoss(trainer.step_loss, count, trainer._num_averaged)
+
+
+def follow_loss(trainer: "Trainer") -> None:
+    """Derive what belongs to the loss that an override of `_wrap_loss_fn` has set without the default."""
+    loss_fn = trainer.loss_fn
+    if isinstance(loss_fn, TrainingLoss):
+        return
+    trainer.step_loss = ModelLoss(loss_fn, trainer.args.token_weighted_loss)
+    if not isinstance(loss_fn, RescaleLoss):
+        trainer.loss_fn = TrainingLoss(trainer.step_loss, trainer.feed.count, trainer._num_averaged)
 
 
 def fused_loss(trainer: "Trainer", module: nn.Module, default_loss_fn: Any) -> Any:
@@ -176,6 +192,9 @@ def fused_loss(trainer: "Trainer", module: nn.Module, default_loss_fn: Any) -> A
 def init_optimizer(trainer: "Trainer") -> None:
     """Make the optimizer, its groups and its schedule, and note the options as the user set them."""
     refuse_quantized(trainer.unwrapped_model())
+    if trainer.optimization is None:
+        # A subclass may have set them in its constructor.
+        trainer.given = replace(trainer.given, optimizer=trainer.optimizer, lr_scheduler=trainer.lr_scheduler)
     args, given = trainer.args, trainer.given
     named, elsewhere = trainer._named_parameters(), trainer._names_elsewhere()
     groups = trainer.optimizer_groups
@@ -197,19 +216,44 @@ def init_optimizer(trainer: "Trainer") -> None:
 
 
 def follow_optimizer(trainer: "Trainer") -> None:
-    """Derive what belongs to the optimizer and schedule that the hook has set."""
+    """Derive what belongs to the optimizer and schedule that the hook has set; without a schedule, rates are constant."""
     named, own = trainer._named_parameters(), trainer.optimization
     if own is None or own.made_for is not trainer.optimizer:
         own = trainer.optimization = Optimization(trainer.optimizer, named, knows_configuration=False)
-    if own.scheduler_state is None and trainer.lr_scheduler is not None:
+    if trainer.lr_scheduler is None:
+        trainer.lr_scheduler = make_schedule("constant", trainer.optimizer, 0, 0, None)
+    if own.scheduler_state is None:
         own.follow(trainer.lr_scheduler, trainer.optimizer)
     own.norm = trainer.recipes.attach(trainer.optimizer, named) or own.norm
+
+
+def wrap(trainer: "Trainer") -> None:
+    """Call `_wrap`, and follow an optimizer, a schedule or a loader that an override has put in place of ours."""
+    optimizer, schedule, loader = trainer.optimizer, trainer.lr_scheduler, trainer.train_dataloader
+    trainer._wrap()
+    if not is_overridden(trainer, "_wrap"):
+        return
+    if trainer.train_dataloader is not loader:
+        _adapt_train_loader(trainer)
+        trainer._update_training_steps()
+    if trainer.wanted is None or optimizer is None:
+        return
+    # A wrapper has the groups, and so the state, of the optimizer that it wraps.
+    if trainer.optimizer.param_groups is not optimizer.param_groups:
+        trainer.lr_scheduler = None if trainer.lr_scheduler is schedule else trainer.lr_scheduler
+        trainer._follow_optimizer()
+    elif trainer.lr_scheduler is not schedule and trainer.optimization is not None:
+        trainer.optimization.follow(trainer.lr_scheduler, trainer.optimizer)
 
 
 def prepare_loop(trainer: "Trainer") -> None:
     """State and collaborators of the loop."""
     args, amp = trainer.args, trainer.amp_context
     trainer.state = trainer._init_state()
+    for name, value in (("epoch_train_steps", trainer.plan.steps_per_epoch), ("num_processes", trainer.num_processes)):
+        if not hasattr(trainer.state, name):
+            # A state of the base class, which counts steps without knowing of batches.
+            setattr(trainer.state, name, value)
     leaves_out = amp.has_loss_scale or trainer.skips_updates
     cadence = Cadence(args, trainer.state, trainer.control, trainer.plan, trainer.eval_dataset is not None)
     trainer.loop = LoopState(
@@ -275,7 +319,8 @@ def replan(trainer: "Trainer") -> None:
     samples = trainer.args.per_device_train_batch_size * trainer.layout.part.num_parts
     may_differ = trainer.plan.replan(trainer.state, trainer.train_dataloader.state_dict(), samples)
     trainer.max_steps = trainer.plan.num_steps
-    if may_differ and trainer.given.lr_scheduler is None:
+    is_ours = trainer.given.lr_scheduler is None and not is_overridden(trainer, "_init_optimizer")
+    if may_differ and is_ours and not is_overridden(trainer, "_wrap"):
         progress = trainer.lr_scheduler.state_dict()
         # A new schedule sets the groups to its beginning.
         with kept_rates(trainer.optimizer):

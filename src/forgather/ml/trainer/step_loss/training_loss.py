@@ -26,11 +26,12 @@ class TrainingLoss(RescaleLoss):
         self._count = count
         self._window: Window | None = None
         self.was_used = False
-        """Whether the present micro-batch was weighed."""
+        """Whether a micro-batch of the present step was weighed."""
 
     def begin_step(self, window: Window) -> None:
         """Weigh micro-batches by this window from now on."""
         self._window = window
+        self.was_used = False
 
     def end_step(self) -> None:
         self._window = None

@@ -1,0 +1,335 @@
+"""Declared state: components of a trainer, its own state_dict, and arguments that leave components out."""
+
+import logging
+import warnings
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+from forgather.ml.checkpoint.components import SharingPattern, StateComponent
+from forgather.ml.checkpoint.errors import CheckpointSaveError
+from forgather.ml.checkpoint.state.rng import RNGState
+from forgather.ml.trainer.ddp.ddp_trainer import DDPTrainer
+from forgather.ml.trainer.trainer import Trainer
+from tests.guarantees.trainer_contract.small_trainer import (
+    NUM_STEPS,
+    SmallTrainer,
+    same_weights,
+    small_trainer,
+)
+from tests.support.tiny_models import TokenModel, quiet_trainer, token_samples, weights
+
+KEYS = ("model", "optimizer", "scheduler", "trainer", "dataset", "rng")
+GLOBAL = SharingPattern.GLOBAL
+
+
+@pytest.fixture(scope="module")
+def straight(tmp_path_factory: pytest.TempPathFactory) -> Any:
+    trainer = small_trainer(tmp_path_factory.mktemp("straight"))
+    torch.manual_seed(1)
+    trainer.train()
+    return trainer
+
+
+def interrupted(output_dir: Path, trainer_class: type, **settings: Any) -> Any:
+    """A run that stops at step 3 and is resumed by another trainer, from other random numbers."""
+    first = small_trainer(output_dir, trainer_class=trainer_class, max_steps=3, **settings)
+    torch.manual_seed(1)
+    first.train()
+    resumed = small_trainer(output_dir, trainer_class=trainer_class, **settings)
+    assert resumed.train().global_step == NUM_STEPS
+    return resumed
+
+
+# --- right after construction
+
+
+@pytest.mark.parametrize("trainer_class", [SmallTrainer, Trainer, DDPTrainer])
+def test_components_are_listed_right_after_construction(trainer_class: Any, tmp_path: Path) -> None:
+    build = small_trainer if trainer_class is SmallTrainer else quiet_trainer
+    given = () if trainer_class is SmallTrainer else (TokenModel(), token_samples(2))
+    trainer = build(tmp_path, *given, trainer_class=trainer_class)
+    components = {one.key: one for one in trainer.get_state_components()}
+    assert tuple(components) == KEYS
+    assert components["model"].required and components["model"].stateful is trainer.model
+    assert components["trainer"].stateful is trainer
+    assert components["rng"].sharing_pattern is SharingPattern.PER_RANK
+    if trainer_class is not DDPTrainer:
+        assert {components[key].sharing_pattern for key in KEYS[:-1]} == {GLOBAL}
+    for key in ("optimizer", "scheduler", "dataset"):
+        for use in (lambda one: one.state_dict(), lambda one: one.load_state_dict({})):
+            with pytest.raises(RuntimeError, match=f"'{key}' is not built yet"):
+                use(components[key].stateful)
+
+
+def test_a_model_that_is_yet_to_be_built_is_a_placeholder(tmp_path: Path) -> None:
+    trainer = quiet_trainer(tmp_path, None, token_samples(2), trainer_options={"model_init": TokenModel})
+    (model,) = (one for one in trainer.get_state_components() if one.key == "model")
+    with pytest.raises(RuntimeError, match="'model' is not built yet"):
+        model.stateful.state_dict()
+
+
+def test_what_a_trainer_does_not_have_is_not_declared(straight: Any) -> None:
+    class WithoutSchedule(SmallTrainer):
+        def _prepare(self, train_dataset: Any, eval_dataset: Any) -> None:
+            super()._prepare(train_dataset, eval_dataset)
+            self.lr_scheduler, self.train_dataloader = None, [1]
+
+    trainer = small_trainer(Path(straight.args.output_dir), trainer_class=WithoutSchedule)
+    trainer.load_checkpoint()
+    assert [one.key for one in trainer.get_state_components()] == ["model", "optimizer", "trainer", "rng"]
+
+
+# --- arguments
+
+
+@pytest.mark.parametrize("key", ["optimizer", "scheduler", "dataset", "rng"])
+def test_an_argument_leaves_a_component_out(key: str, tmp_path: Path) -> None:
+    setting = {f"save_{key}_state": False}
+    small = small_trainer(tmp_path / "small", max_steps=1, **setting)
+    small.train()
+    trainer = quiet_trainer(tmp_path, TokenModel(), token_samples(2), max_steps=1, **setting)
+    trainer.train()
+    for one in (small, trainer):
+        assert [component.key for component in one.get_state_components()] == [name for name in KEYS if name != key]
+        path = Path(one.save_checkpoint())
+        assert not list(path.glob(f"{key}_state*"))
+
+
+def test_a_resume_without_the_optimizer_starts_it_afresh(tmp_path: Path, straight: Any) -> None:
+    resumed = interrupted(tmp_path, SmallTrainer, save_optimizer_state=False)
+    assert not same_weights(resumed.model, straight.model)
+
+
+# --- state_dict of the trainer
+
+
+class Counting(SmallTrainer):
+    """Has a number of its own in the component "trainer"."""
+
+    num_seen = 0
+
+    def state_dict(self) -> dict[str, Any]:
+        return {**super().state_dict(), "num_seen": self.num_seen}
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        super().load_state_dict(state_dict)
+        self.num_seen = state_dict["num_seen"]
+
+    def _loss(self, batch: Any) -> torch.Tensor:
+        self.num_seen += 1
+        return super()._loss(batch)
+
+
+class CountingTrainer(Trainer):
+    num_seen = 0
+
+    def state_dict(self) -> dict[str, Any]:
+        return {**super().state_dict(), "num_seen": self.num_seen}
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        super().load_state_dict(state_dict)
+        self.num_seen = state_dict["num_seen"]
+
+    def _count_batch_tokens(self, input_dict: dict[str, Any], labels: Any) -> int:
+        self.num_seen += 1
+        return 1
+
+
+def test_what_a_state_dict_adds_comes_back(tmp_path: Path, straight: Any) -> None:
+    resumed = interrupted(tmp_path, Counting)
+    assert resumed.num_seen == NUM_STEPS
+    assert same_weights(resumed.model, straight.model)
+
+
+def test_what_a_state_dict_adds_comes_back_in_a_trainer(tmp_path: Path) -> None:
+    def train(max_steps: int) -> Any:
+        settings: dict[str, Any] = {"save_strategy": "steps", "save_steps": 2, "trainer_class": CountingTrainer}
+        trainer = quiet_trainer(tmp_path, TokenModel(), token_samples(8), max_steps=max_steps, **settings)
+        trainer.train()
+        return trainer
+
+    assert train(2).num_seen == 2
+    assert train(5).num_seen == 5
+
+
+@pytest.mark.parametrize("base", [SmallTrainer, Trainer])
+def test_a_state_dict_without_super_is_an_error_at_save(base: Any, tmp_path: Path) -> None:
+    own = type("Forgetting", (base,), {"state_dict": lambda self: {"mine": 1}})
+    if base is SmallTrainer:
+        trainer = small_trainer(tmp_path, trainer_class=own)
+    else:
+        trainer = quiet_trainer(tmp_path, TokenModel(), token_samples(2), trainer_class=own)
+    with pytest.raises(CheckpointSaveError, match=r"Forgetting\.state_dict\(\) lacks the keys .*super\(\)\.state_dict"):
+        trainer.save_checkpoint()
+    assert not list(tmp_path.rglob("checkpoint-*"))
+
+
+def test_trainer_state_has_both_methods(straight: Any) -> None:
+    state = straight.state.state_dict()
+    assert state["global_step"] == NUM_STEPS
+    other = small_trainer(Path(straight.args.output_dir), max_steps=99)
+    other.save_checkpoint(str(Path(straight.args.output_dir) / "of_step_0"))
+    other.state.load_state_dict(state)
+    assert other.state.global_step == NUM_STEPS and other.state.max_steps == 99
+
+
+# --- hand-written declarations
+
+
+class Drawing:
+    """Draws random numbers while it takes its state."""
+
+    def state_dict(self) -> dict[str, Any]:
+        return {}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        torch.rand(3)
+
+
+class ByHand(SmallTrainer):
+    """Declares everything itself, with random numbers under another key, in front of a component that draws some."""
+
+    def get_state_components(self) -> list[StateComponent]:
+        return [
+            StateComponent("generators", RNGState(), SharingPattern.PER_RANK),
+            StateComponent("model", self.model, GLOBAL),
+            StateComponent("drawing", Drawing(), GLOBAL),
+            StateComponent("optimizer", self.optimizer, GLOBAL),
+            StateComponent("scheduler", self.lr_scheduler, GLOBAL),
+            StateComponent("position", self.train_dataloader, GLOBAL),
+            StateComponent("nothing", None, GLOBAL, required=False),
+            StateComponent("trainer", self, GLOBAL),
+        ]
+
+
+class InParts(SmallTrainer):
+    """The model is a list of modules."""
+
+    def get_state_components(self) -> list[StateComponent]:
+        others = [one for one in super().get_state_components() if one.key != "model"]
+        embedding, _, head = self.model.layers
+        return [StateComponent("model", [Named("embedding", embedding), Named("head", head)], GLOBAL), *others]
+
+
+class Named(nn.Module):
+    def __init__(self, name: str, module: nn.Module) -> None:
+        super().__init__()
+        self.add_module(name, module)
+
+
+def test_components_written_by_hand_resume_exactly(tmp_path: Path, straight: Any) -> None:
+    resumed = interrupted(tmp_path, ByHand)
+    assert resumed.state.log_history == straight.state.log_history
+    assert same_weights(resumed.model, straight.model)
+
+
+def test_a_raw_optimizer_is_stored_by_name(tmp_path: Path) -> None:
+    trainer = small_trainer(tmp_path, trainer_class=ByHand, max_steps=3)
+    trainer.train()
+    stored = (tmp_path / "checkpoints" / "checkpoint-3" / "optimizer_state.pt").read_bytes()
+    assert b"layers.2.weight" in stored
+
+
+def test_a_list_of_modules_is_a_model(tmp_path: Path, straight: Any) -> None:
+    resumed = interrupted(tmp_path, InParts)
+    assert same_weights(resumed.model, straight.model)
+
+
+def test_a_required_component_without_object_is_an_error(tmp_path: Path) -> None:
+    class Lacking(SmallTrainer):
+        def get_state_components(self) -> list[StateComponent]:
+            return [*super().get_state_components(), StateComponent("lacking", None, GLOBAL)]
+
+    with pytest.raises((CheckpointSaveError, ValueError), match="lacking"):
+        small_trainer(tmp_path, trainer_class=Lacking).save_checkpoint()
+
+
+def test_components_are_asked_for_at_every_save_and_load(tmp_path: Path) -> None:
+    asked: list[int] = []
+
+    class Asked(SmallTrainer):
+        def get_state_components(self) -> list[StateComponent]:
+            asked.append(self.state.global_step)
+            return super().get_state_components()
+
+    small_trainer(tmp_path, trainer_class=Asked, max_steps=6).train()
+    assert {3, 6} <= set(asked)
+    asked.clear()
+    small_trainer(tmp_path, trainer_class=Asked, max_steps=7).train()
+    assert asked != []
+
+
+@pytest.mark.parametrize(("key", "lost"), [("trainer", "global_step"), ("ema", "average")])
+def test_a_component_that_is_left_out_is_warned_of_once(
+    key: str, lost: str, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    class LeavingOut(Trainer):
+        def get_state_components(self) -> list[StateComponent]:
+            return [one for one in super().get_state_components() if one.key != key]
+
+    settings: dict[str, Any] = {"save_strategy": "steps", "save_steps": 1, "ema_decay": 0.9}
+    trainer = quiet_trainer(tmp_path, TokenModel(), token_samples(3), trainer_class=LeavingOut, **settings)
+    with caplog.at_level(logging.WARNING):
+        trainer.train()
+    (message,) = (record.getMessage() for record in caplog.records if "get_state_components" in record.getMessage())
+    assert key in message and lost in message
+
+
+def test_settings_that_leave_a_component_out_are_no_warning(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    with caplog.at_level(logging.WARNING):
+        quiet_trainer(tmp_path, TokenModel(), token_samples(1), save_strategy="steps").train()
+        small_trainer(tmp_path / "small", trainer_class=ByHand, max_steps=1).train()
+    assert not [record for record in caplog.records if "get_state_components" in record.getMessage()]
+
+
+# --- the older interface
+
+
+class Older(SmallTrainer):
+    """Has only the dictionaries."""
+
+    extra: Any = None
+
+    def get_statefuls_for_save(self) -> dict[str, Any]:
+        return {"extra": self.extra}
+
+    def get_statefuls_for_load(self) -> dict[str, Any]:
+        return {"extra": self.extra}
+
+
+class Remembering:
+    def __init__(self, value: int) -> None:
+        self.value = value
+
+    def state_dict(self) -> dict[str, Any]:
+        return {"value": self.value}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        self.value = state["value"]
+
+
+def test_dictionaries_of_statefuls_are_served(tmp_path: Path, straight: Any) -> None:
+    def make(value: int, max_steps: int) -> Any:
+        trainer = small_trainer(tmp_path, trainer_class=Older, max_steps=max_steps)
+        trainer.extra = Remembering(value)
+        return trainer
+
+    first = make(5, 3)
+    torch.manual_seed(1)
+    with pytest.warns(DeprecationWarning, match="get_statefuls_for_save"):
+        first.train()
+    resumed = make(0, NUM_STEPS)
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", DeprecationWarning)
+        resumed.train()
+    assert resumed.extra.value == 5
+    assert same_weights(resumed.model, straight.model)
+
+
+def test_weights_of_a_component_are_those_of_the_unwrapped_model(straight: Any) -> None:
+    (model,) = (one.stateful for one in straight.get_state_components() if one.key == "model")
+    assert weights(model).keys() == weights(straight.unwrapped_model()).keys()
