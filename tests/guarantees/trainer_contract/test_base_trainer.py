@@ -181,8 +181,7 @@ class Announcing(SmallTrainer):
         return metrics
 
     def save_checkpoint(self, checkpoint_path: str | None = None) -> str:
-        path = super().save_checkpoint(checkpoint_path)
-        return path
+        return super().save_checkpoint(checkpoint_path)
 
 
 def test_an_event_that_an_override_dispatched_does_not_fire_again(tmp_path: Path) -> None:

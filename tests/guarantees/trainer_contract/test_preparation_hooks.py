@@ -455,7 +455,7 @@ def test_loaders_that_wrap_replaces_are_used(tmp_path: Path, expected: Result) -
             self.train_dataloader = batches()
             self.eval_dataloader = batches()[:1]
 
-    trainer, result = train(tmp_path, NewLoaders)
+    _, result = train(tmp_path, NewLoaders)
     assert_same_training(result, expected)
 
 

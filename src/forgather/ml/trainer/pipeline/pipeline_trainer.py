@@ -223,9 +223,10 @@ class PipelineTrainer(Trainer[TPipelineArgs]):
     def _split_model(self, model: nn.Module, example: Example, stage_indices: Sequence[tuple[int, ...]]) -> Split:
         """Divide the model into stages; `stage_indices[r]` are the stages of rank r of the pipeline."""
         ranks = self.ranks
-        return self.model_splitter(
+        split: Split = self.model_splitter(
             model, *example, stage_indices, True, device=self.device, rank=ranks.rank, pp_group=ranks.group
         )
+        return split
 
     def _initialize_non_persistent_buffers(self, model: nn.Module) -> None:
         assert self.model_init is not None
@@ -285,7 +286,7 @@ class PipelineTrainer(Trainer[TPipelineArgs]):
         if self._tied.are_anywhere:
             # A weight with copies on several ranks counts once.
             self.optimization.norm = self._tied.norm(self.optimization.parameters)
-        listens = self._callback_handler.listens("on_train_metrics")
+        listens = self.is_listened_to("on_train_metrics")
         told = self.team.gather((listens, requirements.learning_rates(self.optimizer)))
         # Callbacks that are told of the norm of every step may be on some ranks only, and all ranks must know.
         is_told = any(listens for listens, _ in told)
