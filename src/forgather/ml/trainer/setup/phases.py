@@ -77,6 +77,7 @@ def prepare_ranks(trainer: "Trainer") -> None:
     trainer.team.open()
     trainer.num_processes, trainer.is_local_process_zero, trainer.is_world_process_zero = 1, True, True
     trainer._init_distributed()
+    trainer._follow_ranks()
 
 
 def settings_of(trainer: "Trainer") -> dict[str, str]:
