@@ -335,6 +335,7 @@ class BaseTrainer(ABC, Generic[TArgs]):
     def _preparation(self) -> Iterator[None]:
         if "on_train_begin" in self._fired:
             self._fired.clear()
+        self._callback_handler.stop_requested_by = None
         self._forget_made()
         self._is_preparing = True
         try:
