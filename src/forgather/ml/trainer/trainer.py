@@ -31,7 +31,7 @@ from forgather.ml.trainer.loop.reporter import Reporter
 from forgather.ml.trainer.loop.saver import Saver, warn_of_nothing_to_resume
 from forgather.ml.trainer.loop.signals import Preempted, StopSignals
 from forgather.ml.trainer.loop.step_runner import StepRunner
-from forgather.ml.trainer.loop.window import Window, prepared_once
+from forgather.ml.trainer.loop.window import Window, prepared_once, surrounded
 from forgather.ml.trainer.periodic_function import PeriodicFunction
 from forgather.ml.trainer.ranks.batch_notes import Feed
 from forgather.ml.trainer.ranks.parallel_loading import DataLayout
@@ -161,6 +161,8 @@ class Trainer(BaseTrainer[TTrainingArgs]):
         phases.refuse(self)
         if is_overridden(self, "_prepare_batch"):
             vars(self)["_prepare_batch"] = prepared_once(self._prepare_batch, lambda: self.window)
+        if is_overridden(self, "_forward_backward_step"):
+            vars(self)["_forward_backward_step"] = surrounded(self._forward_backward_step, self._around_micro_batch)
 
     # --- the order of things
 
@@ -175,6 +177,7 @@ class Trainer(BaseTrainer[TTrainingArgs]):
             self._resolve_checkpoint()
         phases.prepare_data(self, train_dataset, eval_dataset)
         self._prepare_model()
+        self._follow_model()
         seed_everything(seed_of_rank(self.seed, self.team.rank))
         self._wrap_loss_fn()
         phases.follow_loss(self)
@@ -296,6 +299,9 @@ class Trainer(BaseTrainer[TTrainingArgs]):
         self.num_processes = env.world_size
         self.is_local_process_zero, self.is_world_process_zero = env.local_rank == 0, env.rank == 0
 
+    def _follow_ranks(self) -> None:
+        """Make the mesh and the groups of a strategy, unless `_init_distributed` has."""
+
     def _init_device(self) -> None:
         """Choose the device of this process: `args.device`."""
         self.args.device = str(preparation.find_device(self.args, self.dist))
@@ -344,6 +350,9 @@ class Trainer(BaseTrainer[TTrainingArgs]):
             self.recipes.apply_layers(self.model)
             if self.args.gradient_checkpointing and self.enable_activation_checkpoint_fn is not None:
                 self.enable_activation_checkpoint_fn(self.team.rank, self.model)
+
+    def _follow_model(self) -> None:
+        """Derive what a strategy needs of the model that `_prepare_model` has set."""
 
     def _initialize_non_persistent_buffers(self, model: nn.Module) -> None:
         """Compute buffers that no checkpoint holds, of a model that was built on the meta device."""
@@ -422,6 +431,10 @@ class Trainer(BaseTrainer[TTrainingArgs]):
         loss = self._forward_step(input_dict, labels)
         self._backward(loss)
         return loss.detach()
+
+    def _around_micro_batch(self) -> contextlib.AbstractContextManager[None]:
+        """The context of `_forward_backward_step`, also of an override: strategies delay the reduction of gradients."""
+        return contextlib.nullcontext()
 
     def _forward_step(self, input_dict: dict[str, Any], labels: Any) -> Tensor:
         """The weighed loss; the logits are let go before the backward pass, which needs the memory."""

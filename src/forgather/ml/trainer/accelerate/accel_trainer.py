@@ -2,7 +2,7 @@
 
 import contextlib
 import logging
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any, ClassVar
 
@@ -107,8 +107,7 @@ class AccelTrainer(Trainer[TTrainingArgs]):
             self.accelerator.scaler.load_state_dict(self._initial_loss_scale)
         return AcceleratorPrecision(self.accelerator)
 
-    def _prepare_model(self) -> None:
-        super()._prepare_model()
+    def _follow_model(self) -> None:
         self._replicas = ReplicatedModel(self.unwrapped_model(), self.team)
         self._replicas.require_same()
 
@@ -160,12 +159,17 @@ class AccelTrainer(Trainer[TTrainingArgs]):
     # --- the step
 
     def _forward_backward_step(self, input_dict: dict[str, Any], labels: Any) -> Tensor:
+        with self._around_micro_batch():
+            return super()._forward_backward_step(input_dict, labels)
+
+    @contextlib.contextmanager
+    def _around_micro_batch(self) -> Iterator[None]:
         reduces = self._should_sync_gradients()
         # The prepared optimizer goes by this: it does nothing in the middle of an accumulation.
         self.accelerator.sync_gradients = reduces
         delayed = contextlib.nullcontext() if reduces else self.accelerator.no_sync(self.model)
         with delayed, self._replicas.forward():
-            return super()._forward_backward_step(input_dict, labels)
+            yield
 
     def _backward(self, loss: Tensor) -> None:
         accelerator = self.accelerator

@@ -2,7 +2,7 @@
 
 import contextlib
 import logging
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from typing import Any, ClassVar, TypeVar
 
 import torch
@@ -60,9 +60,13 @@ class DDPTrainer(Trainer[TDDPArgs]):
 
     def _init_distributed(self) -> None:
         super()._init_distributed()
+        self._follow_ranks()
+
+    def _follow_ranks(self) -> None:
         if self.mesh is None:
             self.mesh = self.team.mesh(self.dist.device_type, (self.dist.world_size,), ("data_parallel",))
-        self.ddp_group = None if self.mesh is None else self.mesh.get_group()
+        if self.ddp_group is None and self.mesh is not None:
+            self.ddp_group = self.mesh.get_group()
 
     def get_process_groups(self) -> dict[str, ProcessGroup]:
         return {} if self.ddp_group is None else {"ddp_group": self.ddp_group}
@@ -79,8 +83,7 @@ class DDPTrainer(Trainer[TDDPArgs]):
 
     # --- the model
 
-    def _prepare_model(self) -> None:
-        super()._prepare_model()
+    def _follow_model(self) -> None:
         self._replicas = ReplicatedModel(self.unwrapped_model(), self.team)
         self._replicas.require_same()
 
@@ -107,11 +110,16 @@ class DDPTrainer(Trainer[TDDPArgs]):
     # --- the step
 
     def _forward_backward_step(self, input_dict: dict[str, Any], labels: Any) -> Tensor:
+        with self._around_micro_batch():
+            return super()._forward_backward_step(input_dict, labels)
+
+    @contextlib.contextmanager
+    def _around_micro_batch(self) -> Iterator[None]:
         reduces = self._should_sync_gradients()
         delayed = contextlib.nullcontext() if reduces or not self._is_wrapped else self.model.no_sync()
         with delayed, self._replicas.forward():
             try:
-                return super()._forward_backward_step(input_dict, labels)
+                yield
             except RuntimeError as error:
                 better = explained(error, self.unwrapped_model()) if reduces and self._is_wrapped else None
                 if better is None:

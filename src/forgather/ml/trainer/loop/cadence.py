@@ -48,7 +48,7 @@ class Cadence:
     def has_more_epochs(self) -> bool:
         if self.is_last_step:
             return False
-        without_limit = self._args.max_steps >= 0 or self._args.num_train_epochs < 0
+        without_limit = self._plan.counts_steps or self._args.num_train_epochs < 0
         return without_limit or self._state.raw_epoch < self._args.num_train_epochs
 
     @property

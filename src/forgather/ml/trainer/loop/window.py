@@ -5,6 +5,7 @@
 
 import logging
 from collections.abc import Callable, Iterator, Mapping
+from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -142,6 +143,18 @@ def prepared_once(
         return present.prepared[number] if batch is present.batches[number] else prepare(batch)
 
     return once
+
+
+def surrounded(
+    step: Callable[[dict[str, Any], Any], Tensor], context: Callable[[], AbstractContextManager[None]]
+) -> Callable[[dict[str, Any], Any], Tensor]:
+    """An override of `_forward_backward_step` in the context that the strategy gives its own."""
+
+    def inside(input_dict: dict[str, Any], labels: Any) -> Tensor:
+        with context():
+            return step(input_dict, labels)
+
+    return inside
 
 
 def checked_result(window: Window | None, result: Any, owner: str) -> tuple[Tensor, Tensor | None, int | Tensor]:

@@ -77,6 +77,7 @@ def prepare_ranks(trainer: "Trainer") -> None:
     trainer.team.open()
     trainer.num_processes, trainer.is_local_process_zero, trainer.is_world_process_zero = 1, True, True
     trainer._init_distributed()
+    trainer._follow_ranks()
 
 
 def settings_of(trainer: "Trainer") -> dict[str, str]:
@@ -119,7 +120,15 @@ def prepare_data(trainer: "Trainer", train_dataset: BaseDataset | None, eval_dat
     if trains and trainer.train_dataloader is None:
         raise ValueError("train() needs a train_dataset; only evaluate() works without one.")
     _adapt_train_loader(trainer)
+    _count_steps(trainer)
+
+
+def _count_steps(trainer: "Trainer") -> None:
+    """Call `_update_training_steps`; numbers that an override sets decide when epochs and training end."""
+    trainer.plan = StepPlan(trainer.args, trainer.train_dataloader)
     trainer._update_training_steps()
+    if is_overridden(trainer, "_update_training_steps"):
+        trainer.plan.follow(trainer.max_steps, trainer.epoch_train_steps)
 
 
 def _adapt_train_loader(trainer: "Trainer") -> None:
@@ -235,7 +244,7 @@ def wrap(trainer: "Trainer") -> None:
         return
     if trainer.train_dataloader is not loader:
         _adapt_train_loader(trainer)
-        trainer._update_training_steps()
+        _count_steps(trainer)
     if trainer.wanted is None or optimizer is None:
         return
     # A wrapper has the groups, and so the state, of the optimizer that it wraps.

@@ -30,11 +30,20 @@ class StepPlan:
         """Batches of an epoch; None if the loader has no length."""
         self.steps_per_epoch = max(self._steps_per_epoch(), 1) if loader is not None else 1
         self.num_steps = self._planned_steps() if loader is not None else 0
+        self.counts_steps = args.max_steps >= 0
+        """Whether a number of steps was asked for, for which epochs repeat as needed."""
+
+    def follow(self, num_steps: int | None, num_batches: int | None) -> None:
+        """Use the numbers that an override of `_update_training_steps` has set."""
+        if num_batches is not None and num_batches != self.num_batches:
+            self.num_batches, self.steps_per_epoch = num_batches, max(self.steps_of(num_batches), 1)
+        if num_steps is not None and num_steps != self.num_steps:
+            self.num_steps, self.counts_steps = num_steps, True
 
     @property
     def has_limit(self) -> bool:
         """Without a length an epoch ends when its data do, not at the number of steps that was assumed for it."""
-        return self._args.max_steps >= 0 or self.num_batches is not None
+        return self.counts_steps or self.num_batches is not None
 
     @property
     def schedule_steps(self) -> int:
@@ -48,7 +57,7 @@ class StepPlan:
             num_left = self.steps_of((position["num_samples"] - position["index"]) / samples_per_batch)
         state.epoch_train_steps = self.steps_per_epoch  # type: ignore[attr-defined]
         state.epoch_start_step = state.global_step + num_left - self.steps_per_epoch
-        if self._args.max_steps >= 0 or self._args.num_train_epochs < 0:
+        if self.counts_steps or self._args.num_train_epochs < 0:
             return False
         epochs_left = self._args.num_train_epochs - state.raw_epoch
         state.max_steps = self.num_steps = state.epoch_start_step + math.ceil(epochs_left * self.steps_per_epoch)
