@@ -26,7 +26,7 @@ def run_program(document: str, folder: str) -> int:
 @pytest.mark.parametrize(
     ("name", "num_ranks", "num_blocks"),
     [
-        ("checkpointing", 1, 5),
+        ("checkpointing", 1, 6),
         ("custom-trainers", 2, 6),
         ("installation", 1, 1),
         ("trainer", 1, 1),

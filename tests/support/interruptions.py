@@ -18,7 +18,7 @@ import torch
 from torch import nn
 
 from forgather.ml.checkpoint import store
-from forgather.ml.checkpoint.weights.module_weights import load_checkpoint_metrics
+from forgather.ml.checkpoint.files.eval_metrics import load_checkpoint_metrics
 from forgather.ml.trainer.loop.signals import Preempted
 from forgather.ml.trainer.trainer import Trainer
 

@@ -1,69 +1,10 @@
-"""Weight files of a model: shards, index, sharing metadata, saving and loading by FQN."""
+"""Weight files of a model: shards, index, sharing metadata; saving and loading by FQN; checkpoint directories."""
 
-from forgather.ml.checkpoint.weights.module_weights import (
-    DEFAULT_MAX_SHARD_SIZE,
-    EVAL_METRICS_NAME,
-    ShardIndex,
-    SharingMetadataT,
-    WeightLocation,
-    create_sharing_metadata,
-    find_latest_checkpoint,
-    get_all_fqns,
-    id_to_fqn,
-    index_bytes,
-    index_name,
-    load_checkpoint,
-    load_checkpoint_metrics,
-    load_into_modules,
-    load_sharded_checkpoint,
-    locate_weights,
-    make_shard_index,
-    maybe_delete_oldest_checkpoint,
-    metrics_bytes,
-    next_checkpoint_path,
-    read_tensors,
-    read_weights,
-    retie_parameters,
-    save_checkpoint,
-    save_checkpoint_metrics,
-    save_sharded_checkpoint,
-    shard_name,
-    sharing_of,
-    stored_names,
-    validate_checkpoint,
-    write_weights,
-)
+from forgather.ml.checkpoint.files import eval_metrics
+from forgather.ml.checkpoint.files.eval_metrics import *  # noqa: F403
+from forgather.ml.checkpoint.weights import directories, index, module_weights
+from forgather.ml.checkpoint.weights.directories import *  # noqa: F403
+from forgather.ml.checkpoint.weights.index import *  # noqa: F403
+from forgather.ml.checkpoint.weights.module_weights import *  # noqa: F403
 
-__all__ = [
-    "DEFAULT_MAX_SHARD_SIZE",
-    "EVAL_METRICS_NAME",
-    "ShardIndex",
-    "SharingMetadataT",
-    "WeightLocation",
-    "create_sharing_metadata",
-    "find_latest_checkpoint",
-    "get_all_fqns",
-    "id_to_fqn",
-    "index_bytes",
-    "index_name",
-    "load_checkpoint",
-    "load_checkpoint_metrics",
-    "load_into_modules",
-    "load_sharded_checkpoint",
-    "locate_weights",
-    "make_shard_index",
-    "maybe_delete_oldest_checkpoint",
-    "metrics_bytes",
-    "next_checkpoint_path",
-    "read_tensors",
-    "read_weights",
-    "retie_parameters",
-    "save_checkpoint",
-    "save_checkpoint_metrics",
-    "save_sharded_checkpoint",
-    "shard_name",
-    "sharing_of",
-    "stored_names",
-    "validate_checkpoint",
-    "write_weights",
-]
+__all__ = sorted({*eval_metrics.__all__, *directories.__all__, *index.__all__, *module_weights.__all__})

@@ -76,11 +76,11 @@ def find_kind(kind: str) -> TrainerKind:
     raise UsageError(f"trainer.kind={kind!r}: there is no such trainer; {available}.{hint}")
 
 
-def load_trainer(kind: str) -> "type[Trainer]":
+def load_trainer(kind: str) -> "type[Trainer[Any]]":
     """The class of a trainer."""
     found = find_kind(kind)
     _require_accelerate(kind)
-    trainer_class: type[Trainer] = getattr(import_module(found.module), found.class_name)
+    trainer_class: type[Trainer[Any]] = getattr(import_module(found.module), found.class_name)
     return trainer_class
 
 

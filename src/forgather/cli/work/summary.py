@@ -16,7 +16,7 @@ from forgather.ml.trainer.loop.signals import Preempted
 from forgather.ml.trainer.trainer import Trainer
 
 
-def say_finished(trainer: Trainer, demo_words: Sequence[str] | None) -> None:
+def say_finished(trainer: Trainer[Any], demo_words: Sequence[str] | None) -> None:
     """The results, and after the demo, which was called with `demo_words`, what to try next."""
     output_dir = trainer.args.output_dir
     get_console().print()

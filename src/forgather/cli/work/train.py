@@ -39,7 +39,7 @@ def train(configuration: Configuration, demo_words: Sequence[str] | None = None)
 
 
 def _train(
-    configuration: Configuration, trainer_class: type[Trainer], job: Job, demo_words: Sequence[str] | None
+    configuration: Configuration, trainer_class: type[Trainer[Any]], job: Job, demo_words: Sequence[str] | None
 ) -> int:
     trainer = build_trainer(configuration, trainer_class, job)
     try:
@@ -53,7 +53,7 @@ def _train(
     return 0
 
 
-def build_trainer(configuration: Configuration, trainer_class: type[Trainer], job: Job) -> Trainer:
+def build_trainer(configuration: Configuration, trainer_class: type[Trainer[Any]], job: Job) -> Trainer[Any]:
     """The trainer with everything that it needs."""
     parts = job.one_per_node_first(lambda: _build_parts(configuration, trainer_class, job), "building the run")
     if job.is_main:
@@ -64,7 +64,7 @@ def build_trainer(configuration: Configuration, trainer_class: type[Trainer], jo
     return trainer_class(args=configuration.args, **parts, **keywords, **configuration.trainer.init_args)
 
 
-def _build_parts(configuration: Configuration, trainer_class: type[Trainer], job: Job) -> dict[str, Any]:
+def _build_parts(configuration: Configuration, trainer_class: type[Trainer[Any]], job: Job) -> dict[str, Any]:
     """The keywords of the trainer; talks to no other rank."""
     keywords = dict.fromkeys(("args", *find_kind(configuration.trainer.kind).own_keywords))
     class_paths.check_keywords(trainer_class, {**keywords, **configuration.trainer.init_args}, "trainer", 0)

@@ -1,11 +1,15 @@
-"""How a trainer declares its state: named components, and how ranks share each of them."""
+"""State components: named pieces of training state, and how ranks share each of them."""
 
+import logging
 import re
 import warnings
-from collections.abc import Collection, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 from enum import Enum
-from typing import Any, Protocol, runtime_checkable
+from typing import Any, Protocol, TypeGuard, runtime_checkable
+
+from torch import nn
+from torch.distributed import ProcessGroup
 
 from forgather._suggestions import did_you_mean
 from forgather.ml.checkpoint.encoding.digest import compute_state_hash
@@ -17,12 +21,21 @@ __all__ = [
     "ComponentManifest",
     "SharingPattern",
     "StateComponent",
+    "StateDict",
     "Stateful",
     "compute_state_hash",
     "declared_components",
     "declared_process_groups",
     "select_components",
 ]
+
+
+logger = logging.getLogger(__name__)
+
+MODEL_KEY = "model"
+
+StateDict = dict[str, Any]
+"""What `state_dict()` returns: plain containers, numbers, text and tensors, nested in any way."""
 
 
 class SharingPattern(Enum):
@@ -50,9 +63,9 @@ class Stateful(Protocol):
     names. And `init_new_rank(rank, step)` starts a rank that the checkpoint has no state for.
     """
 
-    def state_dict(self) -> dict[str, Any]: ...
+    def state_dict(self) -> StateDict: ...
 
-    def load_state_dict(self, state_dict: dict[str, Any]) -> Any: ...
+    def load_state_dict(self, state_dict: StateDict) -> object: ...
 
 
 # Keys and families become parts of file names.
@@ -66,7 +79,9 @@ class StateComponent:
     """One named piece of training state."""
 
     key: str
-    stateful: Any
+    stateful: Stateful | Sequence[nn.Module] | None
+    """The object with the state. For "model" also a list of modules, such as a rank's pipeline stages. None leaves an
+    optional component out."""
     sharing_pattern: SharingPattern
     process_group_name: str | None = None
     """PER_GROUP: the family of groups **whose members hold identical copies**."""
@@ -75,7 +90,13 @@ class StateComponent:
     validate_replication: bool = False
     """Compare the copies at every save."""
     validation_level: str = "tensor"
-    metadata: dict[str, Any] = field(default_factory=dict)
+    metadata: dict[str, object] = field(default_factory=dict)
+
+    @property
+    def state_holder(self) -> Stateful:
+        """The stateful, of a component that `usable_components` has kept."""
+        assert isinstance(self.stateful, Stateful), f"component {self.key!r} has no state"
+        return self.stateful
 
     def __post_init__(self) -> None:
         _check_file_name_part("The component key", self.key)
@@ -104,7 +125,7 @@ class StateComponent:
             )
 
 
-def _check_file_name_part(what: str, name: Any) -> None:
+def _check_file_name_part(what: str, name: object) -> None:
     if not isinstance(name, str) or not _FILE_NAME_PART.fullmatch(name):
         raise ValueError(
             f"{what} {name!r} cannot be used: it becomes part of file names, so it must begin with a letter or digit and "
@@ -134,29 +155,120 @@ def require_known_components(known: Sequence[str], keys: Collection[str], settin
             )
 
 
-def declared_components(provider: Any, model: Any, purpose: str = "save") -> list[StateComponent]:
-    """What a trainer declares, by `get_active_state_components`, `get_state_components`, or the older dictionaries."""
+def check_declaration(components: Sequence[StateComponent], groups: Mapping[str, ProcessGroup]) -> None:
+    """Raise `ValueError` for two components with one key, or a process group that does not exist."""
+    _refuse_duplicates(components)
+    _refuse_unknown_families(components, groups)
+
+
+def _refuse_duplicates(components: Sequence[StateComponent]) -> None:
+    seen: set[str] = set()
+    for component in components:
+        if component.key in seen:
+            raise ValueError(
+                f"Duplicate component key {component.key!r}: each component needs a name of its own, since it names files."
+            )
+        seen.add(component.key)
+
+
+def _refuse_unknown_families(components: Sequence[StateComponent], groups: Mapping[str, ProcessGroup]) -> None:
+    for component in components:
+        name = component.process_group_name
+        if component.sharing_pattern is SharingPattern.PER_GROUP and name not in groups:
+            raise ValueError(
+                f"Component {component.key!r} is PER_GROUP over the unknown process group {name!r}; "
+                f"get_process_groups() has: {', '.join(groups) or 'none'}."
+            )
+
+
+def usable_components(components: Sequence[StateComponent]) -> list[StateComponent]:
+    """Leave out optional components without state; a required one without state is a `ValueError`."""
+    usable = []
+    for component in components:
+        problem = _problem_with(component)
+        if problem and component.required:
+            raise ValueError(
+                f"The required component {component.key!r} can be neither saved nor loaded: {problem}. Give it an object with "
+                "state_dict() and load_state_dict(), leave it out of get_state_components(), or declare it with "
+                "required=False."
+            )
+        if problem:
+            logger.debug("Component %r is left out: %s.", component.key, problem)
+        else:
+            usable.append(component)
+    return usable
+
+
+def _problem_with(component: StateComponent) -> str:
+    stateful = component.stateful
+    if stateful is None:
+        return "its stateful is None"
+    if component.key == MODEL_KEY and is_list_of_modules(stateful):
+        return ""
+    lacking = [name for name in ("state_dict", "load_state_dict") if not callable(getattr(stateful, name, None))]
+    return f"its stateful is of type {type(stateful).__name__}, without {' and '.join(lacking)}" if lacking else ""
+
+
+def is_list_of_modules(stateful: object) -> TypeGuard[Sequence[nn.Module]]:
+    """Whether a component `model` is given as several modules, such as the stages that a rank has."""
+    return isinstance(stateful, list | tuple) and all(isinstance(one, nn.Module) for one in stateful)
+
+
+def declared_components(
+    provider: object,
+    model: nn.Module | Sequence[nn.Module] | None,
+    purpose: str = "save",
+    model_pattern: SharingPattern = SharingPattern.GLOBAL,
+) -> list[StateComponent]:
+    """What a provider declares, by `get_active_state_components`, `get_state_components`, or the older dictionaries.
+
+    A `model` that the provider does not declare is added with `model_pattern`, unless the provider left it out of its
+    active components on purpose.
+    """
+    components = _newer_declaration(provider)
+    if components is None:
+        components = _older_declaration(provider, purpose)
+    if model is None or any(component.key == MODEL_KEY for component in components) or _leaves_out_model(provider):
+        return components
+    return [StateComponent(MODEL_KEY, model, model_pattern), *components]
+
+
+def _newer_declaration(provider: object) -> list[StateComponent] | None:
     for method in ("get_active_state_components", "get_state_components"):
         declared = getattr(provider, method)() if hasattr(provider, method) else None
         if declared is not None:
             return list(declared)
-    older = getattr(provider, f"get_statefuls_for_{purpose}", None)
-    if older is None:
+    return None
+
+
+def _leaves_out_model(provider: object) -> bool:
+    """Whether the model is declared, but not active (`checkpoint_components`)."""
+    if not (hasattr(provider, "get_active_state_components") and hasattr(provider, "get_state_components")):
+        return False
+    return any(component.key == MODEL_KEY for component in provider.get_state_components() or ())
+
+
+def _older_declaration(provider: object, purpose: str) -> list[StateComponent]:
+    """`get_statefuls_for_save` and `get_statefuls_for_load`; a provider may have only one of them."""
+    methods = sorted(("get_statefuls_for_save", "get_statefuls_for_load"), key=lambda name: not name.endswith(purpose))
+    method = next((name for name in methods if hasattr(provider, name)), None)
+    if method is None:
         raise ValueError(
             f"{type(provider).__name__} declares no state: implement get_state_components() -> list[StateComponent]."
         )
     warnings.warn(
-        f"{type(provider).__name__} declares its state by get_statefuls_for_{purpose}(); all of it is taken as GLOBAL. "
+        f"{type(provider).__name__} declares its state by {method}(); all of it is taken as GLOBAL. "
         "Implement get_state_components() and give each component its SharingPattern instead.",
         DeprecationWarning,
-        stacklevel=3,
+        stacklevel=4,
     )
-    components = [StateComponent(key, stateful, SharingPattern.GLOBAL) for key, stateful in older().items()]
-    if model is not None and all(component.key != "model" for component in components):
-        components.insert(0, StateComponent("model", model, SharingPattern.GLOBAL))
-    return components
+    statefuls: Mapping[str, Stateful | None] = getattr(provider, method)()
+    return [
+        StateComponent(key, stateful, SharingPattern.GLOBAL, required=stateful is not None)
+        for key, stateful in statefuls.items()
+    ]
 
 
-def declared_process_groups(provider: Any) -> dict[str, Any]:
-    """The families of groups that a trainer's PER_GROUP components name."""
+def declared_process_groups(provider: object) -> dict[str, ProcessGroup]:
+    """The families of groups that a provider's PER_GROUP components name."""
     return dict(provider.get_process_groups()) if hasattr(provider, "get_process_groups") else {}

@@ -7,16 +7,24 @@ the training thread. `write_snapshot` is the transaction: it only touches what t
 import logging
 import os
 from collections.abc import Callable, Collection, Mapping, Sequence
-from typing import Any
+from dataclasses import replace
 
 import torch
 from torch import nn
-from torch.distributed import DeviceMesh, ProcessGroup
+from torch.distributed import ProcessGroup
+from torch.distributed.device_mesh import DeviceMesh
 
 import forgather
 from forgather.ml.checkpoint import store
 from forgather.ml.checkpoint.all_ranks import on_every_rank
-from forgather.ml.checkpoint.components import SharingPattern, StateComponent
+from forgather.ml.checkpoint.components import (
+    MODEL_KEY,
+    SharingPattern,
+    StateComponent,
+    check_declaration,
+    is_list_of_modules,
+    usable_components,
+)
 from forgather.ml.checkpoint.errors import (
     CheckpointCorruptError,
     CheckpointError,
@@ -30,12 +38,13 @@ from forgather.ml.checkpoint.errors import (
 )
 from forgather.ml.checkpoint.foreign.importing import foreign_owner, import_checkpoint
 from forgather.ml.checkpoint.manifest import CheckpointManifest, FileRecord, utc_now
-from forgather.ml.checkpoint.rank_layout import RankLayout
+from forgather.ml.checkpoint.rank_layout import RankLayout, StorageScope
 from forgather.ml.checkpoint.reader import CheckpointReader
-from forgather.ml.checkpoint.snapshot import MODEL_KEY, Snapshot, SnapshotTaker, describe_components
+from forgather.ml.checkpoint.snapshot import Snapshot, SnapshotTaker, describe_components
 from forgather.ml.checkpoint.state.optimizer_state import OptimizerState
+from forgather.ml.checkpoint.state.rng import RNGState
 from forgather.ml.checkpoint.weights.export import ModelExport
-from forgather.ml.checkpoint.weights.module_weights import ShardIndex
+from forgather.ml.checkpoint.weights.index import ShardIndex
 from forgather.ml.distributed import DistributedEnvInterface, Peers
 
 __all__ = [
@@ -75,18 +84,15 @@ class CheckpointCoordinator:
         model_parts: Sequence[nn.Module] | None = None,
         shard_index: ShardIndex | None = None,
         *,
-        model_preprocessor: Any = None,
+        model_preprocessor: object = None,
         mesh: DeviceMesh | None = None,
         trainer_class: str | None = None,
-        storage_scope: str = "job",
+        storage_scope: StorageScope = "job",
         save_on_local_rank: int = 0,
     ) -> None:
-        _refuse_duplicates(state_components)
-        _refuse_unknown_families(state_components, process_groups)
         _require_process_group(dist)
         self._env = dist
         self._output_dir = output_dir
-        self._process_groups = process_groups
         self._mesh = mesh
         self._trainer_class = trainer_class
         self._storage_scope = storage_scope
@@ -94,18 +100,48 @@ class CheckpointCoordinator:
         self._save_safetensors = save_safetensors
         self._shard_index = shard_index
         self._model = None if model is None else unwrapped(model)
+        self._given_parts = None if model_parts is None else [unwrapped(part) for part in model_parts]
         self._model_preprocessor = model_preprocessor
-        self._model_parts = _model_parts(state_components, model, model_parts)
-        self._components = [_adapt_optimizer(component, self._model_parts) for component in state_components]
-        if not _has_weights(state_components, model_parts):
-            # The parts have named the optimizer's parameters; what is declared as the model is state like any other.
-            self._model_parts = []
         self._layout: RankLayout | None = None
-        self._peers: Peers | None = None
+        self.declare(state_components, process_groups)
+
+    def declare(self, state_components: Sequence[StateComponent], process_groups: Mapping[str, ProcessGroup]) -> None:
+        """Replace the declaration of state; the next save or load uses it. Not collective."""
+        check_declaration(state_components, process_groups)
+        self._process_groups = process_groups
+        usable = usable_components(state_components)
+        self._left_out = {one.key for one in state_components} - {one.key for one in usable}
+        parts = self._parts_of(usable)
+        self._components = [_adapt_optimizer(component, parts) for component in usable]
+        # What is declared as the model may be no module: then it is state like any other.
+        self._model_parts = parts if self._has_weights(usable) else None
+
+    def _parts_of(self, components: Sequence[StateComponent]) -> list[nn.Module]:
+        """The modules that this rank has of the model: those given, those declared, else the model itself."""
+        if self._given_parts is not None:
+            return self._given_parts
+        declared = next((one.stateful for one in components if one.key == MODEL_KEY), None)
+        if is_list_of_modules(declared):
+            return [unwrapped(part) for part in declared]
+        model = declared if isinstance(declared, nn.Module) else self._model
+        return [] if model is None else [unwrapped(model)]
+
+    def _has_weights(self, components: Sequence[StateComponent]) -> bool:
+        """Whether the component `model` is a module or several, or stands for parts of one."""
+        if self._given_parts is not None:
+            return True
+        declared = next((one.stateful for one in components if one.key == MODEL_KEY), self._model)
+        return isinstance(declared, nn.Module) or is_list_of_modules(declared)
 
     @property
     def component_keys(self) -> list[str]:
+        """The keys that a save writes and a load reads."""
         return [component.key for component in self._components]
+
+    @property
+    def random_state(self) -> RNGState | None:
+        """The `RNGState` among the components, whichever key it has."""
+        return next((one.stateful for one in self._components if isinstance(one.stateful, RNGState)), None)
 
     def save_checkpoint(
         self,
@@ -115,7 +151,7 @@ class CheckpointCoordinator:
         *,
         step: int | None = None,
         extra_files: Mapping[str, bytes] | None = None,
-        metadata: Mapping[str, Any] | None = None,
+        metadata: Mapping[str, object] | None = None,
         before_commit: Callable[[str], None] | None = None,
     ) -> str:
         """Save all components as one transaction, and return the checkpoint's path.
@@ -139,20 +175,16 @@ class CheckpointCoordinator:
         `strict=False` lets the model have tensors that the checkpoint lacks, and the reverse. Components in `skip` keep
         the state they have. A directory that another program wrote is imported; one message lists what is not taken over.
         """
-        peers, layout = self._world()
+        peers = Peers.world()
+        layout = self._discover(peers)
         if checkpoint_path is None:
             checkpoint_path = self._newest_checkpoint(peers)
+        skip = [key for key in skip if key not in self._left_out]
         owner = foreign_owner(checkpoint_path, peers)
         if owner is not None:
+            parts = self._model_parts or []
             import_checkpoint(
-                checkpoint_path,
-                owner,
-                self._components,
-                self._model_parts,
-                peers,
-                model=self._model,
-                strict=strict,
-                skip=skip,
+                checkpoint_path, owner, self._components, parts, peers, model=self._model, strict=strict, skip=skip
             )
             return
         reader = CheckpointReader(checkpoint_path, self._components, self._model_parts, layout, peers)
@@ -160,12 +192,10 @@ class CheckpointCoordinator:
 
     def export_model(self, output_dir: str, overwrite: bool = False) -> None:
         """Write the model alone into a directory that may hold other things; collective."""
-        peers, layout = self._world()
-        if self._model is None:
-            raise ValueError("There is no model to export: the coordinator was made without one.")
-        declared = [one for one in self._components if one.key == MODEL_KEY]
-        component = declared or [StateComponent(MODEL_KEY, self._model, SharingPattern.GLOBAL)]
-        snapshot = self._snapshot_taker(component).take(False, {}, is_export=True)
+        peers = Peers.world()
+        layout = self._discover(peers)
+        component = self._component_to_export()
+        snapshot = self._snapshot_taker([component], layout, peers).take(False, {}, is_export=True)
         export = ModelExport(os.path.abspath(output_dir), peers.broadcast(store.new_attempt()))
 
         def write() -> None:
@@ -188,12 +218,20 @@ class CheckpointCoordinator:
                 export.clean_up()
             raise
 
+    def _component_to_export(self) -> StateComponent:
+        declared = next((one for one in self._components if one.key == MODEL_KEY), None)
+        if declared is not None:
+            return declared
+        if self._model is None:
+            raise ValueError("There is no model to export: the coordinator was made without one.")
+        return StateComponent(MODEL_KEY, self._model, SharingPattern.GLOBAL)
+
     def take_snapshot(self, validate: bool = False, extra_files: Mapping[str, bytes] | None = None) -> Snapshot:
         """Collect the state of this rank and plan its files with the other ranks; collective."""
-        return self._snapshot_taker(self._components).take(validate, extra_files or {})
+        peers = Peers.world()
+        return self._snapshot_taker(self._components, self._discover(peers), peers).take(validate, extra_files or {})
 
-    def _snapshot_taker(self, components: Sequence[StateComponent]) -> SnapshotTaker:
-        peers, layout = self._world()
+    def _snapshot_taker(self, components: Sequence[StateComponent], layout: RankLayout, peers: Peers) -> SnapshotTaker:
         return SnapshotTaker(
             components=components,
             model=self._model,
@@ -211,13 +249,16 @@ class CheckpointCoordinator:
         snapshot: Snapshot,
         path: str,
         step: int | None = None,
-        metadata: Mapping[str, Any] | None = None,
+        metadata: Mapping[str, object] | None = None,
         peers: Peers | None = None,
         before_commit: Callable[[str], None] | None = None,
     ) -> None:
-        """Write a snapshot as one transaction; collective over `peers`, by default the ranks of the job."""
-        world, layout = self._world()
-        peers = peers or world
+        """Write a snapshot as one transaction; collective over `peers`, by default the ranks of the job.
+
+        The groups and storages of ranks are those that `take_snapshot` found.
+        """
+        peers = peers or Peers.world()
+        layout = self._layout or self._discover(peers)
         transaction = store.Transaction(os.path.abspath(path), peers.broadcast(store.new_attempt()))
         sizes = on_every_rank(peers, lambda: snapshot.num_bytes, "sizing the checkpoint", CheckpointSaveError)
         needed = sum(sizes[member] for member in layout.storage)
@@ -237,7 +278,7 @@ class CheckpointCoordinator:
             records = [record for records in written for record in records]
             on_every_rank(
                 peers,
-                lambda: self._commit(transaction, snapshot, records, step, metadata, before_commit),
+                lambda: self._commit(layout, transaction, snapshot, records, step, metadata, before_commit),
                 "committing the checkpoint",
                 CheckpointSaveError,
             )
@@ -250,14 +291,14 @@ class CheckpointCoordinator:
 
     def _commit(
         self,
+        layout: RankLayout,
         transaction: store.Transaction,
         snapshot: Snapshot,
         records: Sequence[FileRecord],
         step: int | None,
-        metadata: Mapping[str, Any] | None,
+        metadata: Mapping[str, object] | None,
         before_commit: Callable[[str], None] | None,
     ) -> None:
-        layout = self._world()[1]
         if not layout.leads_storage:
             return
         if before_commit is not None:
@@ -270,7 +311,7 @@ class CheckpointCoordinator:
                 checkpoint_path=transaction.final_path,
                 world_size=layout.world_size,
                 timestamp=utc_now(),
-                components=describe_components(self._components, snapshot, here, layout),
+                components=describe_components(snapshot, here, layout),
                 forgather_version=forgather.__version__,
                 pytorch_version=torch.__version__,
                 metadata=dict(metadata or {}),
@@ -279,13 +320,13 @@ class CheckpointCoordinator:
                 mesh=_describe_mesh(self._mesh),
                 num_nodes=len(layout.nodes),
                 attempt=transaction.attempt,
-                weights=self._where_weights_are(),
+                weights=self._where_weights_are(snapshot),
                 files=sorted(here, key=lambda record: record.path),
             )
         )
 
-    def _where_weights_are(self) -> str:
-        if any(component.key == MODEL_KEY for component in self._components):
+    def _where_weights_are(self, snapshot: Snapshot) -> str:
+        if any(component.key == MODEL_KEY for component in snapshot.components):
             return "included"
         return "none" if self._model is None else "external"
 
@@ -307,14 +348,12 @@ class CheckpointCoordinator:
         paths = on_every_rank(peers, find, "looking for a checkpoint", CheckpointLoadError)
         return paths[0] if self._storage_scope == "job" else paths[peers.rank]
 
-    def _world(self) -> tuple[Peers, RankLayout]:
-        """Found out on first use, because it takes the other ranks to know."""
-        if self._peers is None or self._layout is None:
-            self._peers = Peers.world()
-            self._layout = RankLayout.discover(
-                self._peers, self._env, self._process_groups, self._storage_scope, self._save_on_local_rank
-            )
-        return self._peers, self._layout
+    def _discover(self, peers: Peers) -> RankLayout:
+        """Collective: which ranks share groups, nodes and storage. Asked at every save and load, like the components."""
+        self._layout = RankLayout.discover(
+            peers, self._env, self._process_groups, self._storage_scope, self._save_on_local_rank
+        )
+        return self._layout
 
 
 def unwrapped(module: nn.Module) -> nn.Module:
@@ -328,32 +367,12 @@ def unwrapped(module: nn.Module) -> nn.Module:
             return module
 
 
-def _model_parts(
-    components: Sequence[StateComponent], model: nn.Module | None, parts: Sequence[nn.Module] | None
-) -> list[nn.Module]:
-    if parts is not None:
-        return [unwrapped(part) for part in parts]
-    if model is None:
-        model = next(
-            (one.stateful for one in components if one.key == "model" and isinstance(one.stateful, nn.Module)), None
-        )
-    return [] if model is None else [unwrapped(model)]
-
-
-def _has_weights(components: Sequence[StateComponent], parts: Sequence[nn.Module] | None) -> bool:
-    """Whether the component `model` is a module, or stands for the parts of one."""
-    declared = [component.stateful for component in components if component.key == MODEL_KEY]
-    return not declared or parts is not None or isinstance(declared[0], nn.Module)
-
-
 def _adapt_optimizer(component: StateComponent, parts: Sequence[nn.Module]) -> StateComponent:
     """A bare torch optimizer knows its parameters by position only; give it their names."""
     if not parts or not isinstance(component.stateful, torch.optim.Optimizer):
         return component
     named = [pair for part in parts for pair in part.named_parameters()]
-    return StateComponent(
-        **{**vars(component), "stateful": OptimizerState(component.stateful, named, knows_configuration=False)}
-    )
+    return replace(component, stateful=OptimizerState(component.stateful, named, knows_configuration=False))
 
 
 def _roll_back(transaction: store.Transaction) -> None:
@@ -396,30 +415,10 @@ def _refuse_shared_storage(transaction: store.Transaction, layout: RankLayout) -
         )
 
 
-def _describe_mesh(mesh: DeviceMesh | None) -> dict[str, Any] | None:
+def _describe_mesh(mesh: DeviceMesh | None) -> dict[str, list[int] | list[str]] | None:
     if mesh is None:
         return None
     return {"shape": list(mesh.shape), "axis_names": list(mesh.mesh_dim_names or ())}
-
-
-def _refuse_duplicates(components: Sequence[StateComponent]) -> None:
-    seen: set[str] = set()
-    for component in components:
-        if component.key in seen:
-            raise ValueError(
-                f"Duplicate component key {component.key!r}: each component needs a name of its own, since it names files."
-            )
-        seen.add(component.key)
-
-
-def _refuse_unknown_families(components: Sequence[StateComponent], groups: Mapping[str, ProcessGroup]) -> None:
-    for component in components:
-        name = component.process_group_name
-        if component.sharing_pattern is SharingPattern.PER_GROUP and name not in groups:
-            raise ValueError(
-                f"Component {component.key!r} is PER_GROUP over the unknown process group {name!r}; "
-                f"get_process_groups() has: {', '.join(groups) or 'none'}."
-            )
 
 
 def _require_process_group(env: DistributedEnvInterface) -> None:

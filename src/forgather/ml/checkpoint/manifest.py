@@ -62,7 +62,7 @@ class FileRecord:
         return cls(**_known(cls, data))
 
 
-def check_relative_path(path: Any) -> None:
+def check_relative_path(path: object) -> None:
     """Raise `ValueError` for a path that could lead out of the directory it is relative to, or has two spellings."""
     if not isinstance(path, str):
         raise ValueError(f"is not text: {path!r}")
@@ -216,6 +216,34 @@ def read_manifest(checkpoint_path: str) -> CheckpointManifest:
     return known[1]
 
 
+def has_versioned_manifest(checkpoint_path: str) -> bool:
+    """Whether a directory has a manifest of ours, sound or damaged.
+
+    A manifest with neither format version nor checksum belongs to another program with the same file layout.
+    """
+    path = os.path.join(checkpoint_path, MANIFEST_NAME)
+    if not os.path.lexists(path):
+        return False
+    try:
+        # Kept since it was read last; what follows is for manifests that are damaged or not ours.
+        read_manifest(checkpoint_path)
+        return True
+    except FileNotFoundError:
+        return False
+    except CheckpointError:
+        return not _is_unversioned(path)
+
+
+def _is_unversioned(path: str) -> bool:
+    try:
+        data = strict_json.loads(read_small_file(path), path)
+    except (CheckpointError, OSError):
+        return False
+    described_by_us = {"format_version", "manifest_checksum"}
+    required = {"checkpoint_path", "world_size", "timestamp", "components"}
+    return type(data) is dict and required <= set(data) and not described_by_us & set(data)
+
+
 def _keep(path: str, known: tuple[_Identity, CheckpointManifest | CheckpointError]) -> None:
     _read[path] = known
     while len(_read) > _MOST_KEPT:
@@ -240,7 +268,7 @@ def _known(cls: type, data: Mapping[str, Any]) -> dict[str, Any]:
     return {name: value for name, value in data.items() if name in names}
 
 
-def _check_time(value: Any) -> None:
+def _check_time(value: object) -> None:
     try:
         is_time = type(value) is str and _FIRST_YEAR <= _parse_time(value).year < _LAST_YEAR
     except (ValueError, OverflowError):
@@ -249,7 +277,7 @@ def _check_time(value: Any) -> None:
         raise Violation(f"an ISO time between the years {_FIRST_YEAR} and {_LAST_YEAR}", value)
 
 
-def _check_path(value: Any) -> None:
+def _check_path(value: object) -> None:
     try:
         check_relative_path(value)
     except ValueError as error:

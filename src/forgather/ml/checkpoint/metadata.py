@@ -140,21 +140,21 @@ def _stateful(callbacks: Iterable[Any]) -> list[tuple[str, Any]]:
     return list(named.items())
 
 
-def _has_own_state(callback: Any) -> bool:
+def _has_own_state(callback: object) -> bool:
     return hasattr(callback, "state_dict") and hasattr(callback, "load_state_dict")
 
 
-def _is_exportable(callback: Any) -> bool:
+def _is_exportable(callback: object) -> bool:
     """Whether it keeps its state as callbacks of transformers do (`ExportableState`)."""
     return callable(getattr(callback, "state", None)) and hasattr(callback, "from_state")
 
 
-def _state_of(callback: Any) -> Any:
+def _state_of(callback: Any) -> object:
     # Of an exportable state the attributes only: its "args" are settings, and the user's present ones count.
     return callback.state_dict() if _has_own_state(callback) else callback.state()["attributes"]
 
 
-def _check_state(name: str, callback: Any, state: Any) -> None:
+def _check_state(name: str, callback: Any, state: object) -> None:
     if _checks_what_it_loads(callback):
         callback.check_state_dict(state)
     elif not _has_own_state(callback):
@@ -163,7 +163,7 @@ def _check_state(name: str, callback: Any, state: Any) -> None:
         checked(lambda value: _check_attributes(value, known), state, f"callbacks.{name}", remedy)
 
 
-def _checks_what_it_loads(callback: Any) -> bool:
+def _checks_what_it_loads(callback: object) -> bool:
     """Whether the check belongs to the `load_state_dict` that there is: a subclass may keep a state of its own."""
     owner = next((cls for cls in type(callback).__mro__ if "load_state_dict" in vars(cls)), None)
     return owner is not None and "check_state_dict" in vars(owner)
@@ -186,7 +186,7 @@ def _give_back(callback: Any, state: Any) -> None:
         setattr(callback, name, value)
 
 
-def _storable(name: str, state: Any) -> Any:
+def _storable(name: str, state: object) -> object:
     encoded = strict_json.with_tagged_floats(encode_state(state, name))
     try:
         stored = json.loads(json.dumps(encoded))
@@ -203,7 +203,7 @@ def _storable(name: str, state: Any) -> Any:
     return stored
 
 
-def _first_misfit(value: Any, path: str) -> str | None:
+def _first_misfit(value: object, path: str) -> str | None:
     """What JSON cannot hold, with the path to it."""
     if isinstance(value, dict):
         for key in value:

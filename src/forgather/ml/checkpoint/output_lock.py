@@ -97,6 +97,14 @@ class OutputDirLock:
         path = os.path.join(self._output_dir, LOCK_FILE_NAME)
         return bool(self._keys) and self._keys[-1][0] == os.getpid() and not _is_still_at(path, self._keys[-1])
 
+    def require_held(self) -> None:
+        """Raise `OSError` when the lock was taken and is lost."""
+        if self.is_lost:
+            raise OSError(
+                f"the output directory {self._output_dir!r}, or its lock file, was removed or renamed while this job was "
+                "running, so another job may use it now. Restore it and start again, or choose another output_dir."
+            )
+
     def __enter__(self) -> "OutputDirLock":
         self.acquire()
         return self

@@ -3,7 +3,7 @@
 import socket
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Literal
 
 import torch.distributed
 from torch.distributed import ProcessGroup
@@ -13,6 +13,18 @@ from forgather.ml.checkpoint.errors import CheckpointError
 from forgather.ml.distributed import DistributedEnvInterface, Peers
 
 Ranks = tuple[int, ...]
+
+StorageScope = Literal["job", "node", "rank"]
+"""Who sees one output directory: all ranks, the ranks of a node, or each rank alone."""
+
+
+@dataclass(frozen=True)
+class _Place:
+    """What a rank tells the others about where it is."""
+
+    local_rank: int
+    host: str
+    groups: dict[str, Ranks]
 
 
 @dataclass(frozen=True)
@@ -49,7 +61,7 @@ class RankLayout:
         peers: Peers,
         env: DistributedEnvInterface,
         process_groups: Mapping[str, ProcessGroup | None],
-        storage_scope: str = "job",
+        storage_scope: StorageScope = "job",
         leader_local_rank: int = 0,
     ) -> "RankLayout":
         """Collective: every rank tells where it is.
@@ -57,24 +69,21 @@ class RankLayout:
         `storage_scope`: "job" when all ranks see one directory, "node" or "rank" when each of those has its own.
         """
 
-        def describe() -> dict[str, Any]:
-            return {
-                "local_rank": env.local_rank,
-                "host": socket.gethostname(),
-                "groups": {name: _members(group, peers.rank) for name, group in process_groups.items()},
-            }
+        def describe() -> _Place:
+            groups = {name: _members(group, peers.rank) for name, group in process_groups.items()}
+            return _Place(env.local_rank, socket.gethostname(), groups)
 
-        told = on_every_rank(peers, describe, "finding out how ranks are grouped", CheckpointError)
-        nodes = _nodes([entry["local_rank"] for entry in told])
+        places = on_every_rank(peers, describe, "finding out how ranks are grouped", CheckpointError)
+        local_ranks = [place.local_rank for place in places]
+        nodes = _nodes(local_ranks)
         # Of all ranks, not only of this one: a family that one rank lacks is an error everywhere.
-        names = sorted({name for entry in told for name in entry["groups"]})
-        families = {name: _partition(name, [entry["groups"].get(name) for entry in told]) for name in names}
+        names = sorted({name for place in places for name in place.groups})
         return cls(
             rank=peers.rank,
             nodes=nodes,
-            families=families,
-            storages=_storages(storage_scope, nodes, [entry["local_rank"] for entry in told], leader_local_rank),
-            hosts=tuple(entry["host"] for entry in told),
+            families={name: _partition(name, [place.groups.get(name) for place in places]) for name in names},
+            storages=_storages(storage_scope, nodes, local_ranks, leader_local_rank),
+            hosts=tuple(place.host for place in places),
         )
 
 
@@ -94,7 +103,7 @@ def _nodes(local_ranks: Sequence[int]) -> tuple[Ranks, ...]:
     return tuple(tuple(ranks) for ranks in nodes)
 
 
-def _partition(family: str, memberships: Sequence[Any]) -> tuple[Ranks, ...]:
+def _partition(family: str, memberships: Sequence[Ranks | None]) -> tuple[Ranks, ...]:
     groups = sorted({ranks for ranks in memberships if ranks is not None})
     for rank, ranks in enumerate(memberships):
         if ranks is None or rank not in ranks or any(memberships[member] != ranks for member in ranks):
@@ -106,7 +115,7 @@ def _partition(family: str, memberships: Sequence[Any]) -> tuple[Ranks, ...]:
 
 
 def _storages(
-    scope: str, nodes: Sequence[Ranks], local_ranks: Sequence[int], leader_local_rank: int
+    scope: StorageScope, nodes: Sequence[Ranks], local_ranks: Sequence[int], leader_local_rank: int
 ) -> tuple[Ranks, ...]:
     everyone = [rank for ranks in nodes for rank in ranks]
     if scope == "rank":
@@ -123,3 +132,8 @@ def _storages(
             )
         storages.append((leader, *(rank for rank in ranks if rank != leader)))
     return tuple(storages)
+
+
+def ranks_text(ranks: Sequence[int]) -> str:
+    """Ranks in a message: "rank 0", "ranks 0, 1"."""
+    return f"{'rank' if len(ranks) == 1 else 'ranks'} {', '.join(map(str, ranks))}"

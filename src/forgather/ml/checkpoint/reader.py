@@ -1,29 +1,45 @@
 """Loading a checkpoint: which files this rank reads, also when the job has another shape than the one that saved."""
 
 import contextlib
+import functools
 import logging
 import os
 from collections.abc import Callable, Collection, Sequence
-from typing import Any
+from dataclasses import dataclass
+from typing import TypeVar
 
 from torch import nn
 
 from forgather.ml.checkpoint import store
 from forgather.ml.checkpoint.all_ranks import on_every_rank
-from forgather.ml.checkpoint.components import StateComponent, select_components
+from forgather.ml.checkpoint.components import MODEL_KEY, StateComponent, StateDict, select_components
 from forgather.ml.checkpoint.errors import CheckpointError, CheckpointLoadError, naming
+from forgather.ml.checkpoint.files.eval_metrics import EVAL_METRICS_NAME
 from forgather.ml.checkpoint.files.state_files import read_state, verify_file
 from forgather.ml.checkpoint.manifest import CheckpointManifest, ComponentManifest, FileRecord
 from forgather.ml.checkpoint.rank_layout import RankLayout
 from forgather.ml.checkpoint.sharing import ComponentSharing
-from forgather.ml.checkpoint.snapshot import METADATA_COMPONENT, MODEL_KEY
+from forgather.ml.checkpoint.snapshot import METADATA_COMPONENT
+from forgather.ml.checkpoint.state.rng import RNGState
 from forgather.ml.checkpoint.weights.module_weights import get_all_fqns, load_into_modules, locate_weights
 from forgather.ml.distributed import Peers
 
 logger = logging.getLogger(__name__)
 
+T = TypeVar("T")
+
 RNG_KEY = "rng"
 _READ_BY_COMPONENTS = (".pt", ".safetensors", ".bin")
+
+
+class _NewRank:
+    """Stands for the state of a rank that did not exist when the checkpoint was saved."""
+
+    def __init__(self, step: int) -> None:
+        self.step = step
+
+
+_States = dict[str, StateDict | _NewRank]
 
 
 class CheckpointReader:
@@ -38,13 +54,13 @@ class CheckpointReader:
         self,
         path: str,
         components: Sequence[StateComponent],
-        model_parts: Sequence[nn.Module],
+        model_parts: Sequence[nn.Module] | None,
         layout: RankLayout,
         peers: Peers,
     ) -> None:
         self._path = path
-        # Whatever a component draws while it takes its state, the random state has the last word.
-        self._components = sorted(components, key=lambda component: component.key == RNG_KEY)
+        # Other components may draw random numbers while they take their state.
+        self._components = sorted(components, key=_is_random_state)
         self._model_parts = model_parts
         self._layout = layout
         self._peers = peers
@@ -67,26 +83,34 @@ class CheckpointReader:
         wanted = [component for component in self._components if component not in skipped]
         manifest = self._open()
         # Asked of all ranks at once, so that all of them take the same way.
-        names = self._everywhere(
-            lambda: [name for part in self._model_parts for name in get_all_fqns(part)], "naming the model's tensors"
-        )
-        weights = [one for one in wanted if one.key == MODEL_KEY and any(names)]
-        states: dict[str, Any] = {}
+        plans = self._everywhere(lambda: self._plan(wanted), "planning what to load")
+        states: _States = {}
 
         def read_states() -> None:
             self._verify_small_files(manifest)
             for component in wanted:
-                if component not in weights:
+                if not self._is_weights(component):
                     self._read_component(component, manifest, states)
 
         self._everywhere(read_states, f"reading the state in {self._path}")
-        if weights:
-            self._load_weights(weights[0], manifest, strict, {name for part in names for name in part})
-        for component in wanted:
-            if component not in weights:
-                self._everywhere(lambda one=component: self._apply(one, states), f"restoring {component.key!r}")  # type: ignore[misc]
+        if any(plan.has_weights for plan in plans):
+            self._load_weights(wanted, manifest, strict, {name for plan in plans for name in plan.names})
+        for key in _in_order([plan.keys for plan in plans]):
+            self._everywhere(functools.partial(self._apply, key, wanted, states), f"restoring {key!r}")
 
-    def _everywhere(self, work: Callable[[], Any], during: str) -> list[Any]:
+    def _plan(self, wanted: Sequence[StateComponent]) -> "_LoadPlan":
+        weights = [component for component in wanted if self._is_weights(component)]
+        names = [name for part in self._model_parts or () for name in get_all_fqns(part)] if weights else []
+        return _LoadPlan(
+            has_weights=bool(weights),
+            names=names,
+            keys=[(component.key, _is_random_state(component)) for component in wanted if component not in weights],
+        )
+
+    def _is_weights(self, component: StateComponent) -> bool:
+        return component.key == MODEL_KEY and self._model_parts is not None
+
+    def _everywhere(self, work: Callable[[], T], during: str) -> list[T]:
         return on_every_rank(self._peers, work, during, CheckpointLoadError)
 
     def _open(self) -> CheckpointManifest:
@@ -113,22 +137,31 @@ class CheckpointReader:
             return
         for record in manifest.files:
             present = os.path.lexists(os.path.join(self._path, record.path))
-            if not record.path.endswith(_READ_BY_COMPONENTS) and (present or record.component != METADATA_COMPONENT):
+            is_read_later = not record.path.endswith(_READ_BY_COMPONENTS) and record.path != EVAL_METRICS_NAME
+            if is_read_later and (present or record.component != METADATA_COMPONENT):
                 verify_file(self._path, record)
 
     def _load_weights(
-        self, component: StateComponent, manifest: CheckpointManifest, strict: bool, all_names: Collection[str]
+        self,
+        wanted: Sequence[StateComponent],
+        manifest: CheckpointManifest,
+        strict: bool,
+        all_names: Collection[str],
     ) -> None:
         def load() -> None:
+            component = next((one for one in wanted if self._is_weights(one)), None)
+            if component is None or self._model_parts is None:
+                return
             saved = manifest.components.get(MODEL_KEY)
             if saved is None:
-                raise _missing_component(component, self._path, "was saved without it")
+                self._absent(component, "was saved without it")
+                return
             location = locate_weights(self._path, saved.metadata.get("param_sharing"))
             load_into_modules(location, self._model_parts, strict, all_names)
 
         self._everywhere(load, f"loading weights from {self._path}")
 
-    def _read_component(self, component: StateComponent, manifest: CheckpointManifest, states: dict[str, Any]) -> None:
+    def _read_component(self, component: StateComponent, manifest: CheckpointManifest, states: _States) -> None:
         saved = manifest.components.get(component.key)
         if saved is None:
             self._absent(component, "was saved without it")
@@ -151,10 +184,12 @@ class CheckpointReader:
         with self._naming(records):
             states[component.key] = self._joined(component, parts, manifest)
 
-    def _joined(self, component: StateComponent, parts: Sequence[Any], manifest: CheckpointManifest) -> Any:
+    def _joined(self, component: StateComponent, parts: Sequence[StateDict], manifest: CheckpointManifest) -> StateDict:
         """The one state that several files make, checked by the component before anything is applied."""
-        stateful = component.stateful
-        state = parts[0] if len(parts) == 1 else stateful.merge_state_dicts(parts)
+        stateful = component.state_holder
+        state = parts[0]
+        if len(parts) > 1 and hasattr(stateful, "merge_state_dicts"):
+            state = stateful.merge_state_dicts(parts)
         if hasattr(stateful, "add_tied_names") and MODEL_KEY in manifest.components:
             stateful.add_tied_names(state, manifest.components[MODEL_KEY].metadata.get("param_sharing", []))
         if hasattr(stateful, "check_state_dict"):
@@ -164,7 +199,7 @@ class CheckpointReader:
     def _naming(self, records: Sequence[FileRecord]) -> contextlib.AbstractContextManager[None]:
         return naming(*(os.path.join(self._path, record.path) for record in records))
 
-    def _read_files(self, component: StateComponent, records: Sequence[FileRecord]) -> list[Any] | None:
+    def _read_files(self, component: StateComponent, records: Sequence[FileRecord]) -> list[StateDict] | None:
         """None, once that was reported, when one of them is not there."""
         for record in records:
             if not os.path.exists(os.path.join(self._path, record.path)):
@@ -219,21 +254,39 @@ class CheckpointReader:
             f"pattern {component.sharing_pattern.value}: {reason}. {remedy}"
         )
 
-    def _apply(self, component: StateComponent, states: dict[str, Any]) -> None:
-        if component.key not in states:
+    def _apply(self, key: str, wanted: Sequence[StateComponent], states: _States) -> None:
+        if key not in states:
             return
-        state = states.pop(component.key)
-        if isinstance(state, _NewRank):
-            component.stateful.init_new_rank(self._layout.rank, state.step)
-        else:
-            component.stateful.load_state_dict(state)
+        stateful = next(component.state_holder for component in wanted if component.key == key)
+        state = states.pop(key)
+        if not isinstance(state, _NewRank):
+            stateful.load_state_dict(state)
+        elif hasattr(stateful, "init_new_rank"):
+            stateful.init_new_rank(self._layout.rank, state.step)
 
 
-class _NewRank:
-    """Stands for the state of a rank that did not exist when the checkpoint was saved."""
+@dataclass(frozen=True)
+class _LoadPlan:
+    """What a rank is going to load, as it tells the others."""
 
-    def __init__(self, step: int) -> None:
-        self.step = step
+    has_weights: bool
+    names: list[str]
+    """The model's tensors on that rank."""
+    keys: list[tuple[str, bool]]
+    """The other components, each with whether it is the random state."""
+
+
+def _is_random_state(component: StateComponent) -> bool:
+    return component.key == RNG_KEY or isinstance(component.stateful, RNGState)
+
+
+def _in_order(by_rank: Sequence[Sequence[tuple[str, bool]]]) -> list[str]:
+    """The keys of all ranks, random states last: each is one agreement, which every rank has to reach."""
+    keys: dict[str, bool] = {}
+    for declared in by_rank:
+        for key, is_random_state in declared:
+            keys[key] = keys.get(key, False) or is_random_state
+    return sorted(keys, key=lambda key: keys[key])
 
 
 def _missing_component(component: StateComponent, path: str, reason: str) -> CheckpointLoadError:
@@ -243,5 +296,6 @@ def _missing_component(component: StateComponent, path: str, reason: str) -> Che
     )
 
 
-def _has_missing_names(component: StateComponent, state: Any) -> bool:
-    return hasattr(component.stateful, "missing_names") and bool(component.stateful.missing_names(state))
+def _has_missing_names(component: StateComponent, state: StateDict) -> bool:
+    stateful = component.state_holder
+    return hasattr(stateful, "missing_names") and bool(stateful.missing_names(state))

@@ -4,7 +4,6 @@ from collections import defaultdict
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from enum import Enum
-from typing import Any
 
 import numpy as np
 import torch
@@ -71,7 +70,7 @@ class Divergence:
 
 
 def validate_replication(
-    state_dict: Any,
+    state_dict: object,
     validation_level: ValidationLevel | str = ValidationLevel.TENSOR,
     group: dist.ProcessGroup | None = None,
     rtol: float = 1e-5,
@@ -237,7 +236,7 @@ def _measured_text(
 
 
 def _measure_differences(
-    state_dict: Any, sources: Mapping[str, int], peers: Peers, tolerance: Tolerance
+    state_dict: object, sources: Mapping[str, int], peers: Peers, tolerance: Tolerance
 ) -> list[dict[str, Difference]]:
     """Returns, for each rank, how far its tensors are from those of the source (a rank in the group) of each path."""
     leaves = leaves_by_path(state_dict)
@@ -249,7 +248,7 @@ def _measure_differences(
     return peers.gather(measured)
 
 
-def _difference_from(source: int, leaf: Any, peers: Peers, tolerance: Tolerance) -> Difference | None:
+def _difference_from(source: int, leaf: object, peers: Peers, tolerance: Tolerance) -> Difference | None:
     """Compares this rank's tensor with the source's, chunk by chunk; None where they cannot be compared.
 
     Every rank takes part in every broadcast, also one that has no such tensor or cannot read it.
@@ -265,13 +264,13 @@ def _difference_from(source: int, leaf: Any, peers: Peers, tolerance: Tolerance)
     return difference
 
 
-def _readable_chunks(leaf: Any) -> list[torch.Tensor]:
+def _readable_chunks(leaf: object) -> list[torch.Tensor]:
     if not isinstance(leaf, torch.Tensor) or leaf.is_meta or leaf.is_quantized or dense_components(leaf) is not None:
         return []
     return list(iter_chunks(leaf.detach()))
 
 
-def _kind_of(leaf: Any) -> tuple[str, tuple[int, ...]] | None:
+def _kind_of(leaf: object) -> tuple[str, tuple[int, ...]] | None:
     return (str(leaf.dtype), tuple(leaf.shape)) if isinstance(leaf, torch.Tensor) else None
 
 

@@ -134,6 +134,30 @@ def metric_value(metrics: Mapping[str, float], metric_key: str) -> float:
     return float(metrics[key])
 
 
+class HasBestMetric(Protocol):
+    """State that remembers the best value of a metric, such as a trainer's."""
+
+    best_metric: float | None
+
+
+def note_best_metric(
+    state: HasBestMetric, metrics: Mapping[str, float], metric_key: str, greater_is_better: bool | None
+) -> bool:
+    """Enter an evaluation into the state; True when it is the best so far."""
+    value = metric_value(metrics, metric_key)
+    is_best = is_better(value, state.best_metric, metric_key, greater_is_better)
+    if is_best:
+        state.best_metric = value
+    return is_best
+
+
+def is_better(value: float, best: float | None, metric_key: str, greater_is_better: bool | None) -> bool:
+    """Whether a value of a metric is better than the best before; NaN never is."""
+    if greater_is_better is None:
+        greater_is_better = default_greater_is_better(metric_key)
+    return value == value and (best is None or (value > best if greater_is_better else value < best))
+
+
 class BestCheckpoints(_Composable):
     """The ledger of the best checkpoints so far; as a policy it keeps those it lists.
 

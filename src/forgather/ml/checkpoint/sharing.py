@@ -1,9 +1,23 @@
-"""What a sharing pattern means on a given layout of ranks: who owns, holds, writes and names each copy."""
+"""Sharing patterns on a given layout of ranks: who owns, holds, writes and names each copy.
 
+Whether ranks hold what a pattern says is checked at every save: copies must have the same tensor names.
+"""
+
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
+from torch import Tensor
+
 from forgather.ml.checkpoint.components import SharingPattern, StateComponent
-from forgather.ml.checkpoint.rank_layout import RankLayout, Ranks
+from forgather.ml.checkpoint.encoding.digest import combine_digests, leaves_by_path
+from forgather.ml.checkpoint.errors import CheckpointSaveError
+from forgather.ml.checkpoint.rank_layout import RankLayout, Ranks, ranks_text
+from forgather.ml.distributed import Peers
+
+Declaration = tuple[str, str, str | None]
+"""Key, pattern and family of a component with copies, which must have the same tensors."""
+
+_NUM_SHOWN = 3
 
 
 @dataclass(frozen=True)
@@ -12,6 +26,11 @@ class Owner:
 
     number: int | None
     ranks: Ranks
+
+    @property
+    def ranks_of_file(self) -> list[int]:
+        """As the manifest lists them: nothing stands for all ranks."""
+        return [] if self.number is None else list(self.ranks)
 
 
 @dataclass(frozen=True)
@@ -57,6 +76,11 @@ class ComponentSharing:
         """The rank that writes this copy into that directory: one that has it, else the directory's leader."""
         return next((rank for rank in storage if rank in self.holders(owner)), storage[0])
 
+    def written_here(self) -> list[Owner]:
+        """The copies that this rank writes."""
+        storage = self.layout.storage
+        return [owner for owner in self.owners_in(storage) if self.writer(owner, storage) == self.layout.rank]
+
     def is_relayed(self, owner: Owner) -> bool:
         """Whether some directory needs this copy but none of its ranks holds it."""
         storages = [storage for storage in self.layout.storages if set(owner.ranks) & set(storage)]
@@ -71,3 +95,82 @@ class ComponentSharing:
         if pattern is SharingPattern.PER_NODE:
             return f"{key}_state_node_{owner.number}.pt"
         return f"{key}_state.pt"
+
+
+def has_copies(component: StateComponent) -> bool:
+    """Whether a pattern says of several ranks that each of them has the same."""
+    return component.sharing_pattern in (SharingPattern.REPLICATED, SharingPattern.PER_GROUP)
+
+
+def declaration_of(component: StateComponent) -> Declaration:
+    return component.key, component.sharing_pattern.value, component.process_group_name
+
+
+def tensor_names(state: object) -> list[str]:
+    """The paths of the tensors in a state; their contents are not looked at."""
+    return [path for path, leaf in leaves_by_path(state).items() if isinstance(leaf, Tensor)]
+
+
+def names_digest(state: object) -> str:
+    return combine_digests(dict.fromkeys(tensor_names(state), ""))
+
+
+def check_names(
+    sharings: Sequence[ComponentSharing],
+    states: Mapping[str, object],
+    digests: Sequence[Mapping[Declaration, str]],
+    peers: Peers,
+) -> None:
+    """Raise on every rank when copies of a component differ in the names of their tensors.
+
+    `digests` are those of all ranks, so that all of them come to the same decision. Only when there is a difference
+    are the names themselves exchanged.
+    """
+    _check_declarations(digests)
+    for sharing in sharings:
+        declared = declaration_of(sharing.component)
+        for owner in sharing.owners:
+            if len({digests[rank][declared] for rank in owner.ranks}) > 1:
+                names = peers.gather(tensor_names(states[sharing.component.key]), "comparing the names of tensors")
+                raise CheckpointSaveError(_describe_difference(sharing.component, owner, names))
+
+
+def _check_declarations(digests: Sequence[Mapping[Declaration, str]]) -> None:
+    """A component that only some ranks declare, or that they declare differently, has no copies to compare."""
+    for declared in sorted({one for held in digests for one in held}, key=repr):
+        without = [rank for rank, held in enumerate(digests) if declared not in held]
+        if without:
+            key, pattern, family = declared
+            raise CheckpointSaveError(
+                f"Component {key!r} is declared {_pattern_text(pattern, family)} by some ranks, but not by "
+                f"{ranks_text(without)}. get_state_components() must declare a component that ranks share in the same way "
+                "on all of them."
+            )
+
+
+def _describe_difference(component: StateComponent, owner: Owner, names: Sequence[Sequence[str]]) -> str:
+    holders: dict[str, list[int]] = {}
+    for rank in owner.ranks:
+        for name in names[rank]:
+            holders.setdefault(name, []).append(rank)
+    partial = {name: ranks for name, ranks in holders.items() if len(ranks) < len(owner.ranks)}
+    shown = [f"{name} only on {ranks_text(ranks)}" for name, ranks in _first_of_each(partial)]
+    pattern = _pattern_text(component.sharing_pattern.value, component.process_group_name)
+    return (
+        f"Component {component.key!r} is declared {pattern}: {ranks_text(owner.ranks)} have copies of the same tensors. But "
+        f"{len(partial)} tensors are not on all of them: {'; '.join(shown)}. One copy is written, so the others would be "
+        "lost. Declare it PER_RANK when each rank has tensors of its own, or PER_GROUP over the process groups whose ranks "
+        "have the same ones (for the stages of a pipeline: those of data parallelism)."
+    )
+
+
+def _first_of_each(partial: Mapping[str, list[int]]) -> list[tuple[str, list[int]]]:
+    """One tensor for every set of ranks, then others, so that a reader sees who has what."""
+    first = {tuple(ranks): name for name, ranks in reversed(list(partial.items()))}
+    chosen = set(first.values())
+    ordered = sorted(partial.items(), key=lambda item: item[0] not in chosen)
+    return ordered[: max(_NUM_SHOWN, min(len(chosen), 2 * _NUM_SHOWN))]
+
+
+def _pattern_text(pattern: str, family: str | None) -> str:
+    return pattern.upper() if family is None else f"{pattern.upper()} over {family!r}"

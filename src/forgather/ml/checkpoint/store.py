@@ -31,11 +31,12 @@ from forgather.ml.checkpoint.errors import (
     CheckpointVersionError,
 )
 from forgather.ml.checkpoint.files import durable
+from forgather.ml.checkpoint.files.eval_metrics import EVAL_METRICS_NAME
 from forgather.ml.checkpoint.files.hashed_io import HashingWriter, new_hasher
 from forgather.ml.checkpoint.files.regular_files import is_real_directory, path_inside
+from forgather.ml.checkpoint.files.verification import problems_with_file, problems_with_weights
 from forgather.ml.checkpoint.foreign.ownership import SET_ASIDE, Owner, is_ours, owner_of, recognise
 from forgather.ml.checkpoint.manifest import MANIFEST_NAME, CheckpointManifest, FileRecord, read_manifest
-from forgather.ml.checkpoint.verification import problems_with_file, problems_with_weights
 
 logger = logging.getLogger(__name__)
 
@@ -196,7 +197,7 @@ def open_checkpoint(path: str) -> FoundCheckpoint:
         size = _size_of(path, record)
         if optional and size is None:
             missing.append(record.path)
-        elif size != record.size:
+        elif size != record.size and record.path != EVAL_METRICS_NAME:
             raise CheckpointCorruptError(
                 f"{path} is not complete: {record.path} (component {record.component!r}) should have {record.size} bytes, "
                 f"but {'is missing' if size is None else f'has {size}'}."

@@ -5,7 +5,7 @@ The names below are imported when they are first used, so that a program pays on
 
 from typing import TYPE_CHECKING
 
-from forgather._lazy import lazily
+from forgather._lazy import lazily, listing
 
 if TYPE_CHECKING:
     from forgather.ml.checkpoint.components import SharingPattern, StateComponent
@@ -24,6 +24,12 @@ if TYPE_CHECKING:
     )
 
 _HOMES = {
+    "DataloaderDispatcher": "dataloader_dispatcher",
+    "ComponentManifest": "checkpoint_types",
+    "CheckpointManifest": "checkpoint_types",
+    "CheckpointConfig": "checkpoint_manager",
+    "CheckpointManager": "checkpoint_manager",
+    "CheckpointCoordinator": "checkpoint_coordinator",
     "AccelTrainer": "accelerate.accel_trainer",
     "AccelTrainingArguments": "accelerate.accel_trainer",
     "BaseTrainer": "base_trainer",
@@ -52,8 +58,14 @@ __all__ = [
     "AccelTrainingArguments",
     "BaseTrainer",
     "BaseTrainingArguments",
+    "CheckpointConfig",
+    "CheckpointCoordinator",
+    "CheckpointManager",
+    "CheckpointManifest",
+    "ComponentManifest",
     "DDPTrainer",
     "DDPTrainingArguments",
+    "DataloaderDispatcher",
     "HybridTrainer",
     "HybridTrainingArguments",
     "IntervalStrategy",
@@ -73,3 +85,4 @@ __all__ = [
 
 
 __getattr__ = lazily(__name__, _HOMES)
+__dir__ = listing(__name__, _HOMES)

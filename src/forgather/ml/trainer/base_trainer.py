@@ -288,6 +288,7 @@ class BaseTrainer(ABC, Generic[TArgs]):
     @contextlib.contextmanager
     def _preparation(self) -> Iterator[None]:
         self._fired.clear()
+        self._callback_handler.stop_requested_by = None
         self._is_preparing = True
         try:
             yield

@@ -3,12 +3,15 @@
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
 from enum import Enum
-from typing import Any, NamedTuple, Protocol, runtime_checkable
+from typing import TYPE_CHECKING, Any, NamedTuple, Protocol, runtime_checkable
 
 from torch import Tensor, nn
 from torch.distributed import ProcessGroup
 
 from forgather.ml.checkpoint.components import StateComponent
+
+if TYPE_CHECKING:
+    from forgather.ml.trainer.arguments.training_arguments import MinimalTrainingArguments as MinimalTrainingArguments
 
 BaseDataset = Any
 """A map-style dataset, an iterable one, or a loader that yields batches by itself."""
@@ -146,3 +149,12 @@ class StatefulProvider(Protocol):
     def get_state_components(self) -> list[StateComponent]: ...
 
     def get_process_groups(self) -> dict[str, ProcessGroup]: ...
+
+
+def __getattr__(name: str) -> Any:
+    # Arguments use types of this module, so that they are imported when they are asked for.
+    if name != "MinimalTrainingArguments":
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    from forgather.ml.trainer.arguments.training_arguments import MinimalTrainingArguments
+
+    return MinimalTrainingArguments

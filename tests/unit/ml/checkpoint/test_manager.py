@@ -20,14 +20,11 @@ from forgather.ml.checkpoint.errors import (
     CheckpointSaveError,
     OutputDirLockedError,
 )
+from forgather.ml.checkpoint.files.eval_metrics import load_checkpoint_metrics
 from forgather.ml.checkpoint.manager import CheckpointConfig, CheckpointManager, RNGState
 from forgather.ml.checkpoint.manifest import read_manifest
 from forgather.ml.checkpoint.retention import EveryNSteps, LatestN
-from forgather.ml.checkpoint.weights.module_weights import (
-    find_latest_checkpoint,
-    load_checkpoint_metrics,
-    validate_checkpoint,
-)
+from forgather.ml.checkpoint.weights.directories import find_latest_checkpoint, validate_checkpoint
 from forgather.ml.distributed import StaticDistributedEnvironment
 from tests.support.ranks import run_on_ranks
 

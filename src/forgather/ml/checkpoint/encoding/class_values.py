@@ -44,7 +44,7 @@ def _reference_to(cls: type) -> str:
     return name
 
 
-def _resolve(reference: Any, kind: str, fits: Callable[[type], bool]) -> Any:
+def _resolve(reference: object, kind: str, fits: Callable[[type], bool]) -> Any:
     cls = registered_class(reference)
     if not fits(cls):
         raise StateDecodingError(
@@ -70,7 +70,7 @@ def _enum_parts(member: enum.Enum) -> Parts:
 
 def _build_enum(parts: Parts) -> enum.Enum:
     cls = _resolve(parts["class"], "enum", lambda found: issubclass(found, enum.Enum))
-    member = cls.__members__.get(parts["name"]) if type(parts["name"]) is str else None
+    member: enum.Enum | None = cls.__members__.get(parts["name"]) if type(parts["name"]) is str else None
     if member is None:
         raise StateDecodingError(f"enum {parts['class']!r} has no member {parts['name']!r} any more")
     return member
@@ -85,9 +85,9 @@ def _build_flag(parts: Parts) -> enum.Flag:
     value = parts["value"]
     if type(value) is not int:
         raise StateDecodingError("a flag enum has a value that is no integer")
-    known = vars(cls)["_value2member_map_"].get(value)
+    known: enum.Flag | None = vars(cls)["_value2member_map_"].get(value)
     # The library's own way to combine members: calling the class could run a `_missing_` of the user's.
-    member = known if known is not None else enum.Flag._missing_.__func__(cls, value)  # type: ignore[attr-defined]
+    member: enum.Flag = known if known is not None else enum.Flag._missing_.__func__(cls, value)  # type: ignore[attr-defined]
     if type(member) is not cls:
         raise StateDecodingError(f"flag enum {parts['class']!r} has no combination {value!r} any more")
     return member
@@ -99,7 +99,7 @@ def _namedtuple_parts(value: Any) -> Parts:
     return {"class": _reference_to(type(value)), "fields": dict(zip(value._fields, tuple(value), strict=True))}
 
 
-def _build_namedtuple(parts: Parts) -> Any:
+def _build_namedtuple(parts: Parts) -> object:
     cls = _resolve(parts["class"], "named tuple", is_namedtuple)
     fields = _fields(parts)
     if set(fields) != set(cls._fields):
@@ -118,7 +118,7 @@ def _slots(cls: type) -> dict[str, Any]:
     }
 
 
-def _dataclass_parts(value: Any) -> Parts:
+def _dataclass_parts(value: object) -> Parts:
     cls = type(value)
     try:
         object.__new__(cls)
@@ -134,7 +134,7 @@ def _dataclass_parts(value: Any) -> Parts:
     return {"class": _reference_to(cls), "fields": fields}
 
 
-def _build_dataclass(parts: Parts) -> Any:
+def _build_dataclass(parts: Parts) -> object:
     cls = _resolve(parts["class"], "dataclass", is_dataclass)
     slots = _slots(cls)
     value = object.__new__(cls)

@@ -44,7 +44,7 @@ _LONGEST_KEY = 200
 _MIN_USED_FRACTION = 0.9
 
 
-def encode_state(state: Any, root: str = "") -> Any:
+def encode_state(state: object, root: str = "") -> object:
     """Returns the state in plain containers, sharing the memory of its tensors and arrays.
 
     Tensors are detached but not copied, except views of a storage that is not all part of the state, or that the state
@@ -57,7 +57,7 @@ def encode_state(state: Any, root: str = "") -> Any:
     return encoded
 
 
-def decode_state(plain: Any, budget: MemoryBudget | None = None, consume: bool = False) -> Any:
+def decode_state(plain: object, budget: MemoryBudget | None = None, consume: bool = False) -> object:
     """Returns the state that `encode_state` was given, running no code that the encoded form names.
 
     Whatever no `encode_state` writes is a `StateDecodingError`; so is content that takes more memory than `budget` has.
@@ -139,7 +139,7 @@ class _Encoder:
             Counter: lambda value: self._tagged_mapping("Counter", value),
         }
 
-    def encode(self, value: Any) -> Any:
+    def encode(self, value: Any) -> object:
         kind = type(value)
         if kind in _ATOMS:
             return value
@@ -163,7 +163,7 @@ class _Encoder:
             kind = "nested" if tensor.is_nested else "quantised"
             raise self._refusal(tensor, f"is a {kind} tensor", "Store the plain tensors that it is made of.")
 
-    def _nested(self, value: Any, build: Callable[[Any], Any]) -> Any:
+    def _nested(self, value: object, build: Callable[[Any], Any]) -> object:
         if id(value) in self._open:
             raise self._refusal(value, "contains itself", "Store a state without cycles.")
         if len(self._open) >= _MAX_DEPTH:
@@ -173,7 +173,7 @@ class _Encoder:
         self._open.remove(id(value))
         return built
 
-    def _child(self, key: Any, value: Any) -> Any:
+    def _child(self, key: object, value: object) -> object:
         self._path.append(key)
         encoded = self.encode(value)
         self._path.pop()
@@ -205,18 +205,18 @@ class _Encoder:
         name = getattr(factory, "__name__", None)
         return self._tagged_mapping("defaultdict", value, factory=name)
 
-    def _tagged_mapping(self, kind: str, value: Mapping[Any, Any], **parts: Any) -> Parts:
+    def _tagged_mapping(self, kind: str, value: Mapping[Any, Any], **parts: object) -> Parts:
         items = [(self._child(key, key), self._child(key, item)) for key, item in value.items()]
         return {TAG: "mapping", "kind": kind, "items": items, **parts}
 
-    def _convert(self, converter: Converter, value: Any) -> Parts:
+    def _convert(self, converter: Converter, value: object) -> Parts:
         try:
             parts = converter.to_parts(value)
         except UnsupportedValueError as error:
             raise self._refusal(value, str(error), "") from None
         return {TAG: converter.tag, **{name: self.encode(part) for name, part in parts.items()}}
 
-    def _refusal(self, value: Any, reason: str, advice: str) -> StateEncodingError:
+    def _refusal(self, value: object, reason: str, advice: str) -> StateEncodingError:
         kind = type(value)
         text = f"cannot store {_dotted(self._path)}: the value of type {kind.__module__}.{kind.__qualname__} {reason}"
         return StateEncodingError(f"{text}. {advice}".rstrip(". ") + ".")
@@ -232,7 +232,7 @@ def _dotted(path: list[Any]) -> str:
     return ".".join((part if isinstance(part, str) else repr(part))[:_LONGEST_KEY] for part in path) or "the state"
 
 
-def _explain(value: Any) -> tuple[str, str]:
+def _explain(value: object) -> tuple[str, str]:
     """Why a value cannot be stored, and what to store instead."""
     reason = "is not data that a checkpoint can hold without running code when it is loaded"
     if isinstance(value, torch.Tensor):
@@ -257,7 +257,7 @@ class _Decoder:
         self._budget = budget
         self._consume = consume
 
-    def decode(self, plain: Any) -> Any:
+    def decode(self, plain: Any) -> object:
         kind = type(plain)
         if kind is dict:
             return self._tagged(plain) if TAG in plain else self._values(plain)
@@ -273,7 +273,7 @@ class _Decoder:
             raise StateDecodingError(f"{_dotted(self._path)} is a {kind.__name__}, which no checkpoint holds")
         return plain
 
-    def _child(self, key: Any, plain: Any) -> Any:
+    def _child(self, key: object, plain: object) -> object:
         if type(plain) in _ATOMS:
             return plain
         self._path.append(key)
@@ -295,7 +295,7 @@ class _Decoder:
             self._budget.give_back(max(0, before - getsizeof(plain)))
         return decoded
 
-    def _tagged(self, plain: Parts) -> Any:
+    def _tagged(self, plain: Parts) -> object:
         tag = plain[TAG]
         build = _BUILDERS.get(tag) if isinstance(tag, str) else None
         if build is None or len(plain) > _MOST_PARTS:
@@ -324,7 +324,7 @@ def _memory_of_part(part: Any) -> int:
     return SHELL_BYTES * len(part) if type(part) in (list, tuple) else 0
 
 
-def _build_mapping(parts: Parts) -> Any:
+def _build_mapping(parts: Parts) -> object:
     kind, items = parts["kind"], parts["items"]
     if type(items) is not list or not all(type(item) in (tuple, list) and len(item) == 2 for item in items):
         raise StateDecodingError("its items are not a list of pairs")

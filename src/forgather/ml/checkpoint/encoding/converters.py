@@ -5,7 +5,7 @@ import datetime
 import math
 import pathlib
 import random
-from collections.abc import Callable
+from collections.abc import Callable, Set
 from typing import Any
 
 import numpy as np
@@ -65,7 +65,7 @@ def _build_array(parts: Parts) -> np.ndarray:
     return array.T if parts["order"] == "F" else array
 
 
-def _flat_bytes(data: Any) -> np.ndarray:
+def _flat_bytes(data: object) -> np.ndarray:
     """The bytes of a tensor that holds each of them once: a repeated one would become any amount of memory."""
     if not isinstance(data, torch.Tensor) or data.dtype != torch.uint8 or data.layout is not torch.strided:
         raise StateDecodingError("its bytes are not a tensor of bytes")
@@ -81,7 +81,7 @@ def _shape(shape: Any) -> tuple[int, ...]:
     return lengths
 
 
-def _exactly(value: Any, kind: type | tuple[type, ...], what: str) -> Any:
+def _exactly(value: object, kind: type | tuple[type, ...], what: str) -> Any:
     """`value` if its type is one of these: a value that iterates or converts itself could take for ever."""
     kinds = kind if isinstance(kind, tuple) else (kind,)
     if type(value) not in kinds:
@@ -108,7 +108,7 @@ def _distinct(parts: Parts) -> list[Any]:
     return items
 
 
-def _array_dtype(name: Any) -> np.dtype:
+def _array_dtype(name: object) -> np.dtype:
     if type(name) is not str or len(name) > _LONGEST_DTYPE:
         raise StateDecodingError("the dtype of a NumPy value is malformed")
     dtype = np.dtype(name)
@@ -126,7 +126,7 @@ def _numpy_scalar_parts(value: Any) -> Parts:
     return {"dtype": value.dtype.str, "value": bytes(value) if isinstance(value, np.bytes_) else value.tobytes()}
 
 
-def _build_numpy_scalar(parts: Parts) -> Any:
+def _build_numpy_scalar(parts: Parts) -> object:
     dtype = _array_dtype(parts["dtype"])
     if dtype.kind in "US":
         return dtype.type(_exactly(parts["value"], str if dtype.kind == "U" else bytes, "a NumPy text"))
@@ -173,7 +173,7 @@ def _words_of(state: dict[str, Any]) -> list[Any]:
     return list(inner.values()) if isinstance(inner, dict) else [inner]
 
 
-def _is_like(value: Any, expected: Any) -> bool:
+def _is_like(value: object, expected: object) -> bool:
     """Whether a generator's state has the entries, types and array shapes that a new generator's has."""
     if isinstance(expected, dict):
         # RandomState adds the entries of its Gaussian numbers.
@@ -194,7 +194,7 @@ def _path_parts(path: pathlib.PurePath) -> Parts:
     return {"kind": "Path" if isinstance(path, pathlib.Path) else type(path).__name__, "path": str(path)}
 
 
-def _ordered(items: set | frozenset) -> list:
+def _ordered(items: Set[object]) -> list[object]:
     # The order of a set differs from process to process: files and digests of equal sets must not.
     return sorted(items, key=lambda item: (type(item).__qualname__, repr(item)))
 
@@ -255,7 +255,8 @@ def _build_deque(parts: Parts) -> collections.deque[Any]:
 
 
 def _build_path(parts: Parts) -> pathlib.PurePath:
-    return _PATH_CLASSES[parts["kind"]](_exactly(parts["path"], str, "a path"))
+    path: pathlib.PurePath = _PATH_CLASSES[parts["kind"]](_exactly(parts["path"], str, "a path"))
+    return path
 
 
 def _build_complex(parts: Parts) -> complex:

@@ -23,7 +23,7 @@ _NUMPY_DTYPES = frozenset(
 _MEMORY_ADDRESS = re.compile(r" at 0x[0-9a-fA-F]+")
 
 
-def iter_leaves(state: Any, path: str = "") -> Iterator[tuple[str, Any]]:
+def iter_leaves(state: object, path: str = "") -> Iterator[tuple[str, Any]]:
     """Yields (dotted path, value) for everything in nested dicts, lists and tuples; an empty container is a leaf."""
     items: Iterable[tuple[Any, Any]]
     if isinstance(state, Mapping):
@@ -41,7 +41,7 @@ def iter_leaves(state: Any, path: str = "") -> Iterator[tuple[str, Any]]:
         yield from iter_leaves(value, f"{prefix}{key}")
 
 
-def leaves_by_path(state: Any) -> dict[str, Any]:
+def leaves_by_path(state: object) -> dict[str, Any]:
     """Returns the leaves of a state by dotted path; those that would share a path get "#2", "#3", ... appended.
 
     {"a.b": 1} and {"a": {"b": 1}} have the same path, and so have the keys 1 and "1": none may hide the other.
@@ -62,7 +62,7 @@ def iter_chunks(tensor: torch.Tensor) -> Iterator[torch.Tensor]:
         yield tensor
         return
     row_bytes = tensor.nbytes // tensor.shape[0]
-    parts = tensor.unbind(0) if row_bytes > _STAGING_BYTES else tensor.split(_STAGING_BYTES // row_bytes)
+    parts = tensor.unbind(0) if row_bytes > _STAGING_BYTES else torch.split(tensor, _STAGING_BYTES // row_bytes)
     for part in parts:
         yield from iter_chunks(part)
 
@@ -75,13 +75,13 @@ def tensor_digest(tensor: torch.Tensor) -> str:
     return _TensorHasher().digest(tensor)
 
 
-def state_digests(state: Any) -> dict[str, str]:
+def state_digests(state: object) -> dict[str, str]:
     """Returns by dotted path a text that is equal for equal content: kind, dtype and shape, then value or digest."""
     hasher = _TensorHasher()
     return {path: _describe(leaf, hasher.digest) for path, leaf in leaves_by_path(state).items()}
 
 
-def compute_state_hash(state_dict: Any) -> str:
+def compute_state_hash(state_dict: object) -> str:
     """Returns a SHA-256 (64 hex characters) of structure, dtypes, shapes and a sample of each tensor's values.
 
     Cheap, so that it can be taken often: a change outside the sampled elements goes unnoticed. The order of the keys
@@ -218,7 +218,7 @@ def _array_digest(array: np.ndarray) -> str:
     return xxhash.xxh3_128_hexdigest(content)
 
 
-def _object_text(leaf: Any) -> str:
+def _object_text(leaf: object) -> str:
     """The content of an object as a checkpoint would store it, or what it says of itself when it cannot be stored."""
     try:
         encoded = encode_state(leaf)
@@ -227,7 +227,7 @@ def _object_text(leaf: Any) -> str:
     return combine_digests(state_digests(encoded))
 
 
-def _stable_repr(value: Any) -> str:
+def _stable_repr(value: object) -> str:
     return _MEMORY_ADDRESS.sub("", repr(value))
 
 

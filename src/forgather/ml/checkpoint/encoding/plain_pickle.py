@@ -71,7 +71,7 @@ class PlainUnpickler:
         self._data = b""
         self._position = 0
 
-    def load(self) -> Any:
+    def load(self) -> object:
         """Return the object that the archive's pickle describes."""
         self._data = bytes(self._archive.read("data.pkl"))
         self._budget.allow_objects(len(self._data))
@@ -82,7 +82,7 @@ class PlainUnpickler:
         except (AttributeError, IndexError, KeyError, TypeError, ValueError, OverflowError, RuntimeError) as error:
             raise StateDecodingError(f"its pickle is malformed ({type(error).__name__}: {error})") from error
 
-    def _run(self) -> Any:
+    def _run(self) -> object:
         handlers = self._handlers()
         while (opcode := self._take(1)) != _STOP:
             handler = handlers.get(opcode)
@@ -138,7 +138,7 @@ class PlainUnpickler:
     def _unsigned(self, count: int) -> int:
         return int.from_bytes(self._take(count), "little")
 
-    def _push(self, value: Any, memory: int) -> None:
+    def _push(self, value: object, memory: int) -> None:
         self._budget.spend(memory)
         self._stack.append(value)
         if len(self._stack) > self._highest:
@@ -271,7 +271,7 @@ class PlainUnpickler:
     def _read_storage(self, key: str) -> torch.UntypedStorage:
         size = self._archive.size_of(f"data/{key}")
         if not self._with_data:
-            return torch.UntypedStorage(size, device="meta")
+            return torch.empty(size, dtype=torch.uint8, device="meta").untyped_storage()
         self._budget.spend(size)
         content = torch.empty(size, dtype=torch.uint8, device="cpu")
         if size:
@@ -279,7 +279,7 @@ class PlainUnpickler:
         return content.untyped_storage()
 
 
-def _sized(value: Any) -> int:
+def _sized(value: object) -> int:
     if type(value) is not int or not 0 <= value <= _LARGEST_SIZE:
         raise StateDecodingError(f"a {type(value).__name__} out of range is neither a size nor a position")
     return value
@@ -292,25 +292,33 @@ def _sizes(values: Any) -> tuple[int, ...]:
 
 
 def _tensor_v2(
-    storage: Any, offset: Any, size: Any, stride: Any, _requires_grad: Any, _hooks: Any, metadata: Any = None
+    storage: Any,
+    offset: object,
+    size: object,
+    stride: object,
+    _requires_grad: object,
+    _hooks: object,
+    metadata: object = None,
 ) -> torch.Tensor:
     return _tensor(storage, offset, size, stride, storage.dtype, metadata)
 
 
 def _tensor_v3(
-    storage: Any,
-    offset: Any,
-    size: Any,
-    stride: Any,
-    _requires_grad: Any,
-    _hooks: Any,
-    dtype: Any,
-    metadata: Any = None,
+    storage: object,
+    offset: object,
+    size: object,
+    stride: object,
+    _requires_grad: object,
+    _hooks: object,
+    dtype: object,
+    metadata: object = None,
 ) -> torch.Tensor:
     return _tensor(storage, offset, size, stride, dtype, metadata)
 
 
-def _tensor(storage: Any, offset: Any, size: Any, stride: Any, dtype: Any, metadata: Any) -> torch.Tensor:
+def _tensor(
+    storage: object, offset: Any, size: object, stride: object, dtype: object, metadata: object
+) -> torch.Tensor:
     shape, strides = _sizes(size), _sizes(stride)
     if type(storage) is not _Storage or type(dtype) is not torch.dtype or len(shape) != len(strides):
         raise StateDecodingError("a tensor is malformed")
@@ -324,21 +332,22 @@ def _tensor(storage: Any, offset: Any, size: Any, stride: Any, dtype: Any, metad
     return _seen_as(tensor, metadata)
 
 
-def _seen_as(tensor: torch.Tensor, metadata: Any) -> torch.Tensor:
+def _seen_as(tensor: torch.Tensor, metadata: object) -> torch.Tensor:
     """Conjugated and negated views, whose memory holds other values than they show."""
     if metadata is None:
         return tensor
     if type(metadata) is not dict or not set(metadata) <= {"conj", "neg"} or set(metadata.values()) - {True}:
         raise StateDecodingError("a tensor has unknown metadata")
-    torch._utils.set_tensor_metadata(tensor, metadata)
+    set_metadata: Callable[[torch.Tensor, dict[str, bool]], None] = torch._utils.set_tensor_metadata
+    set_metadata(tensor, metadata)
     return tensor
 
 
-def _meta_tensor(dtype: Any, size: Any, stride: Any, _requires_grad: Any) -> torch.Tensor:
+def _meta_tensor(dtype: Any, size: object, stride: object, _requires_grad: object) -> torch.Tensor:
     return torch.empty_strided(_sizes(size), _sizes(stride), dtype=dtype, device="meta")
 
 
-def _sparse_tensor(layout: Any, data: Any) -> torch.Tensor:
+def _sparse_tensor(layout: object, data: object) -> torch.Tensor:
     """A sparse tensor whose indices were checked: torch trusts them when it computes."""
     if type(data) is not tuple or not _MOST_SPARSE_PARTS[0] <= len(data) <= _MOST_SPARSE_PARTS[1]:
         raise StateDecodingError("a sparse tensor is malformed")
@@ -355,7 +364,7 @@ def _sparse_tensor(layout: Any, data: Any) -> torch.Tensor:
     return tensor
 
 
-def _bytes(text: Any, encoding: Any) -> bytes:
+def _bytes(text: object, encoding: object) -> bytes:
     """How protocol 2 writes bytes; other encodings could take very long."""
     if type(text) is not str or encoding not in ("latin1", "latin-1"):
         raise StateDecodingError("its pickle encodes text in an unexpected way")
@@ -366,7 +375,7 @@ def _device(kind: Any, index: Any = None) -> torch.device:
     return torch.device(kind) if index is None else torch.device(kind, index)
 
 
-def _ordered_dict(*arguments: Any) -> OrderedDict[Any, Any]:
+def _ordered_dict(*arguments: object) -> OrderedDict[Any, Any]:
     if arguments:
         raise StateDecodingError("its pickle makes an OrderedDict of something")
     return OrderedDict()

@@ -39,7 +39,7 @@ def loads(data: bytes, path: str, file_bytes: int | None = None) -> Any:
         raise CheckpointCorruptError(f"{path} is damaged: it is not readable as JSON ({reason})") from error
 
 
-def dumps(data: Any, what: str, sort_keys: bool = False) -> bytes:
+def dumps(data: object, what: str, sort_keys: bool = False) -> bytes:
     """JSON text that `loads` takes back: padded with spaces where its memory would be over the budget of its size."""
     text = (json.dumps(with_tagged_floats(data), indent=2, sort_keys=sort_keys, allow_nan=False) + "\n").encode()
     missing = _memory_of(text) - budget_of(len(text))
@@ -54,7 +54,7 @@ def dumps(data: Any, what: str, sort_keys: bool = False) -> bytes:
     return text
 
 
-def with_tagged_floats(value: Any) -> Any:
+def with_tagged_floats(value: object) -> object:
     """The same with floats that are not finite as JSON can hold them, and tuples as lists."""
     if isinstance(value, float):
         return value if math.isfinite(value) else {_FLOAT_TAG: str(float(value))}
@@ -71,7 +71,7 @@ def _memory_of(data: bytes) -> int:
     )
 
 
-def _without_duplicates(pairs: list[tuple[str, Any]]) -> Any:
+def _without_duplicates(pairs: list[tuple[str, Any]]) -> object:
     if len(pairs) == 1 and pairs[0][0] == _FLOAT_TAG and isinstance(pairs[0][1], str) and pairs[0][1] in _NOT_FINITE:
         return _NOT_FINITE[pairs[0][1]]
     content = dict(pairs)

@@ -4,9 +4,9 @@ Contents refer to live tensors; a save that goes on in the background gives them
 """
 
 import os
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
-from typing import Any, Protocol
+from typing import Protocol
 
 from torch import Tensor
 
@@ -15,7 +15,8 @@ from forgather.ml.checkpoint.files import durable
 from forgather.ml.checkpoint.files.hashed_io import HashingWriter
 from forgather.ml.checkpoint.files.state_files import write_state
 from forgather.ml.checkpoint.manifest import FileRecord
-from forgather.ml.checkpoint.weights.module_weights import SharingMetadataT, write_weights
+from forgather.ml.checkpoint.weights.module_weights import write_weights
+from forgather.ml.checkpoint.weights.safetensors_io import SharingMetadataT
 
 
 class Content(Protocol):
@@ -33,7 +34,7 @@ class Content(Protocol):
 class StateContent:
     """A component's encoded state."""
 
-    encoded: Any
+    encoded: object
 
     @property
     def num_bytes(self) -> int:
@@ -108,5 +109,5 @@ class PlannedFile:
         )
 
 
-def _tensor_bytes(leaves: Any) -> int:
+def _tensor_bytes(leaves: Iterable[object]) -> int:
     return sum(leaf.numel() * leaf.element_size() for leaf in leaves if isinstance(leaf, Tensor))

@@ -32,7 +32,7 @@ def _without_crc() -> Iterator[None]:
             torch.serialization.set_crc32_options(before)
 
 
-def write_state(writer: HashingWriter, encoded: Any) -> None:
+def write_state(writer: HashingWriter, encoded: object) -> None:
     """Stream an encoded state out."""
     with _without_crc():
         torch.save(encoded, writer)  # type: ignore[arg-type]
@@ -58,11 +58,12 @@ def checked_weights(path: str, state: Any) -> dict[str, torch.Tensor]:
     names_fit = isinstance(state, dict) and all(type(name) is str for name in state)
     if not names_fit or not all(isinstance(tensor, torch.Tensor) for tensor in state.values()):
         raise CheckpointLoadError(f"{path} is not a file of weights: it should hold tensors by name, and nothing else.")
-    for name, tensor in state.items():
+    weights: dict[str, torch.Tensor] = state
+    for name, tensor in weights.items():
         if tensor.layout is torch.strided and tensor.nbytes > tensor.untyped_storage().nbytes():
             # Copied, a tensor that repeats its memory would become any amount of it.
             raise CheckpointLoadError(f"{path}: tensor {name[:100]!r} repeats its memory, which no weights do.")
-    return state
+    return weights
 
 
 def _read_encoded(

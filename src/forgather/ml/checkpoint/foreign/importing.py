@@ -194,11 +194,11 @@ class _Import:
         return named
 
     def _apply(self, component: StateComponent) -> None:
-        state = self._states[component.key]
-        if component.key == TRAINER:
-            component.stateful.import_progress(state.global_step, state.epoch or 0.0)
+        state, stateful = self._states[component.key], component.state_holder
+        if component.key == TRAINER and hasattr(stateful, "import_progress"):
+            stateful.import_progress(state.global_step, state.epoch or 0.0)
         else:
-            component.stateful.load_state_dict(state)
+            stateful.load_state_dict(state)
 
     def _described(self, key: str) -> str:
         return f"step {self._states[key].global_step}" if key == TRAINER else key

@@ -75,7 +75,7 @@ _TORCH_KEYS: dict[type, StateKeys] = {
 }
 
 
-def torch_keys(optimizer: Any) -> StateKeys | None:
+def torch_keys(optimizer: object) -> StateKeys | None:
     """The keys of an optimizer that is, derives from or wraps one of torch; None for another, whose shapes are its own."""
     for one in _unwrapped(optimizer):
         for ancestor in type(one).__mro__:
@@ -84,18 +84,18 @@ def torch_keys(optimizer: Any) -> StateKeys | None:
     return None
 
 
-def is_fused(optimizer: Any, options: Mapping[str, Any], key: object) -> bool:
+def is_fused(optimizer: object, options: Mapping[str, Any], key: object) -> bool:
     """Whether a state is read by a fused kernel of torch, which takes dtype and order of the parameter for granted."""
     keys = torch_keys(optimizer) if options.get("fused") else None
     return keys is not None and key in keys.elementwise
 
 
-def is_of_torch(optimizer: Any) -> bool:
+def is_of_torch(optimizer: object) -> bool:
     """Whether the optimizer is one of torch itself: a class derived from it may do without some of its state."""
     return type(optimizer) in _TORCH_KEYS or type(optimizer) is optim.AdamW
 
 
-def with_number_tensors(saved: Mapping[str, Any], optimizer: Any) -> Mapping[str, Any]:
+def with_number_tensors(saved: Mapping[str, Any], optimizer: object) -> Mapping[str, Any]:
     """A state whose counts are tensors, which torch insists on; they were plain numbers in older versions."""
     if not is_of_torch(optimizer) or isinstance(optimizer, optim.SparseAdam):
         return saved
@@ -107,7 +107,7 @@ def with_number_tensors(saved: Mapping[str, Any], optimizer: Any) -> Mapping[str
     }
 
 
-def _unwrapped(optimizer: Any) -> Iterator[Any]:
+def _unwrapped(optimizer: object) -> Iterator[Any]:
     """The optimizer, and those inside it under the names that torch's and Accelerate's wrappers use."""
     for _ in range(10):
         yield optimizer
@@ -290,7 +290,7 @@ class StateChecks:
         self._of_parameter: set[tuple[int, int]] = set()
 
     def check(
-        self, name: str, saved: Mapping[str, Any], parameter: Tensor, optimizer: Any, existing: Mapping[str, Any]
+        self, name: str, saved: Mapping[str, Any], parameter: Tensor, optimizer: object, existing: Mapping[str, Any]
     ) -> None:
         """Check what would become the state of a parameter; `existing` is what the optimizer has of it now."""
         where = Where(f"optimizer state of {name!r}", "optimizer")

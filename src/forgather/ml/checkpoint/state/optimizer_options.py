@@ -121,7 +121,7 @@ def _groups_agree(option: str, sources: Sequence[SavedGroup]) -> bool:
     )
 
 
-def _origin_value(option: str, source: SavedGroup) -> Any:
+def _origin_value(option: str, source: SavedGroup) -> object:
     return source.configured.get(option, source.options[option])
 
 
@@ -138,7 +138,7 @@ def _log_kept_option(option: str, group: Group, sources: Sequence[SavedGroup]) -
     )
 
 
-def _adapted(value: Any, current: Any) -> Any:
+def _adapted(value: Any, current: object) -> object:
     """Give a restored option the form it has now: compiled optimizers hold on to a learning rate that is a tensor."""
     if isinstance(current, Tensor):
         with torch.no_grad():
@@ -150,7 +150,7 @@ def _adapted(value: Any, current: Any) -> Any:
     return value
 
 
-def detached(value: Any) -> Any:
+def detached(value: object) -> object:
     """The same value in containers of our own, its tensors sharing memory but without a graph."""
     if isinstance(value, Tensor):
         return value.detach()
@@ -159,7 +159,7 @@ def detached(value: Any) -> Any:
     return type(value)(map(detached, value)) if isinstance(value, list | tuple) else value
 
 
-def _plain(value: Any) -> Any:
+def _plain(value: object) -> Any:
     """A form that compares and prints alike whether it holds tensors or numbers, tuples or lists."""
     if isinstance(value, Tensor):
         return value.tolist()
@@ -173,7 +173,7 @@ def comparable(*options: Mapping[str, Any] | None) -> str:
     return repr([None if one is None else sorted(_plain(one).items()) for one in options])
 
 
-def equal(one: Any, other: Any) -> bool:
+def equal(one: object, other: object) -> bool:
     return bool(_plain(one) == _plain(other))
 
 

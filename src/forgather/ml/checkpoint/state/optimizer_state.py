@@ -324,7 +324,7 @@ def _load_group_state(group: Group, state_dict: Mapping[str, Any]) -> None:
             group.state[parameter] = _placed(saved, existing, None, convert)
 
 
-def _placed(value: Any, existing: Any, key: Any, convert: Callable[[Tensor, Any], Tensor]) -> Any:
+def _placed(value: object, existing: Any, key: object, convert: Callable[[Tensor, Any], Tensor]) -> object:
     """Put a loaded value into the tensor that the optimizer has for it, or let the value take its place."""
     if isinstance(value, Tensor):
         fits = isinstance(existing, Tensor) and existing.shape == value.shape
@@ -335,7 +335,7 @@ def _placed(value: Any, existing: Any, key: Any, convert: Callable[[Tensor, Any]
     return type(value)(_placed(v, None, None, convert) for v in value) if isinstance(value, list | tuple) else value
 
 
-def _converted(value: Tensor, key: Any, parameter: Tensor, group: Group, saved_dtype: str | None) -> Tensor:
+def _converted(value: Tensor, key: object, parameter: Tensor, group: Group, saved_dtype: str | None) -> Tensor:
     """Follow torch's policy for loaded state, without its loss of state kept in a dtype of the optimizer's choice.
 
     Torch gives all state the parameter's dtype. Here integers stay integers, and floating state follows the parameter

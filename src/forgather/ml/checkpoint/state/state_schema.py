@@ -33,13 +33,13 @@ _MAX_SHOWN = 60
 class Violation(Exception):
     """A value that is not what a schema expects; `path` grows from the inside out."""
 
-    def __init__(self, expected: str, value: Any, path: Iterable[Any] = ()) -> None:
+    def __init__(self, expected: str, value: object, path: Iterable[Any] = ()) -> None:
         super().__init__(expected)
         self.expected = expected
         self.found = described(value)
         self.path = list(path)
 
-    def below(self, key: Any) -> "Violation":
+    def below(self, key: object) -> "Violation":
         self.path.insert(0, key)
         return self
 
@@ -76,7 +76,7 @@ def refusal(violation: Violation, root: str, remedy: str | None = None) -> Check
     )
 
 
-def checked(check: Check, value: Any, root: str, remedy: str | None = None) -> None:
+def checked(check: Check, value: object, root: str, remedy: str | None = None) -> None:
     """Check a value that lies at the path `root`; a violation is a `CheckpointLoadError` which names it."""
     try:
         check(value)
@@ -90,38 +90,38 @@ def checked(check: Check, value: Any, root: str, remedy: str | None = None) -> N
 def that(expected: str, holds: Callable[[Any], bool]) -> Check:
     """A check from a predicate, and what it expects in words."""
 
-    def check(value: Any) -> None:
+    def check(value: object) -> None:
         if not holds(value):
             raise Violation(expected, value)
 
     return check
 
 
-def _is_count(value: Any) -> bool:
+def _is_count(value: object) -> bool:
     return type(value) is int and 0 <= value <= _MAX_COUNT
 
 
-def _is_number(value: Any) -> bool:
+def _is_number(value: object) -> bool:
     return type(value) is float or (type(value) is int and value.bit_length() <= 64)
 
 
-def _is_amount(value: Any) -> bool:
+def _is_amount(value: object) -> bool:
     if type(value) is int:
         return value >= 0 and value.bit_length() <= _MAX_AMOUNT_BITS
     return type(value) is float and 0 <= value < math.inf
 
 
-def _is_plain_name(value: Any) -> bool:
+def _is_plain_name(value: object) -> bool:
     return type(value) is str and value != "" and value[0] != "." and not any(sign in value for sign in "/\\\0")
 
 
-def _is_inner_path(value: Any) -> bool:
+def _is_inner_path(value: object) -> bool:
     if type(value) is not str or "\0" in value or "\\" in value:
         return False
     return all(name not in ("", os.curdir, os.pardir) for name in value.split("/"))
 
 
-def _is_real_tensor(value: Any) -> bool:
+def _is_real_tensor(value: object) -> bool:
     """Whether a tensor has numbers, and memory for each of them: an expanded one would become a list without end."""
     return (
         type(value) is Tensor
@@ -154,7 +154,7 @@ relative_name = that("a plain file name, without folders and without a dot in fr
 relative_path = that("a relative path that stays inside the run", _is_inner_path)
 
 
-def plain(value: Any, depth: int = 0) -> None:
+def plain(value: object, depth: int = 0) -> None:
     """Data: containers, numbers, text, tensors and values of registered classes, but nothing that could be called."""
     if callable(value):
         raise Violation("data, which cannot be called", value)
@@ -172,7 +172,7 @@ def plain(value: Any, depth: int = 0) -> None:
 # --- containers
 
 
-def at(key: Any, check: Check, value: Any) -> None:
+def at(key: object, check: Check, value: object) -> None:
     """Check a value that lies under `key`."""
     try:
         check(value)
@@ -180,7 +180,7 @@ def at(key: Any, check: Check, value: Any) -> None:
         raise violation.below(key) from None
 
 
-def require_mapping(value: Any) -> None:
+def require_mapping(value: object) -> None:
     """Check that a value is a dict, whatever it has."""
     if not isinstance(value, Mapping):
         raise Violation("a dict", value)
@@ -189,7 +189,7 @@ def require_mapping(value: Any) -> None:
 def optional(check: Check) -> Check:
     """None, or what `check` expects."""
 
-    def check_if_any(value: Any) -> None:
+    def check_if_any(value: object) -> None:
         if value is None:
             return
         try:
@@ -242,7 +242,7 @@ def mapping_of(key_check: Check, check: Check) -> Check:
 def every(*checks: Check) -> Check:
     """All of several checks, in their order."""
 
-    def check_all(value: Any) -> None:
+    def check_all(value: object) -> None:
         for check in checks:
             check(value)
 
@@ -267,7 +267,7 @@ class Schema:
             elif name not in self._may_lack:
                 raise Violation(f"a dict that has the key {name!r}", state)
 
-    def check(self, state: Any, root: str, remedy: str | None = None) -> None:
+    def check(self, state: object, root: str, remedy: str | None = None) -> None:
         """Raise a `CheckpointLoadError` that names the first key, below `root`, with a wrong value."""
         checked(self, state, root, remedy)
 
@@ -276,5 +276,5 @@ class Schema:
         return {name: state[name] for name in self.fields if name in state}
 
 
-def _shown_key(key: Any) -> str:
+def _shown_key(key: object) -> str:
     return key[:_MAX_SHOWN] if type(key) is str else described(key)

@@ -174,11 +174,11 @@ def is_number(value: object) -> bool:
 
 def whole_number(value: object, where: Where, least: int, most: int | None = None) -> int:
     """The integer that a loaded value is, which lies between the limits."""
-    fits = isinstance(value, Integral) and not isinstance(value, bool)
-    if not fits or int(value) < least or (most is not None and int(value) > most):  # type: ignore[call-overload]
+    number = int(value) if isinstance(value, Integral) and not isinstance(value, bool) else None
+    if number is None or number < least or (most is not None and number > most):
         limit = f"from {least} to {most}" if most is not None else f"of at least {least}"
         raise where.refusal(f"is {described(value)}", f"an integer {limit}")
-    return int(value)  # type: ignore[call-overload]
+    return number
 
 
 def check_mapping(value: object, where: Where) -> Mapping[str, Any]:

@@ -43,7 +43,7 @@ class ExpectedWeights:
         return [name for name in self.names if name not in supplied]
 
 
-def describe_model(model: nn.Module, preprocessor: Any = None) -> dict[str, bytes]:
+def describe_model(model: nn.Module, preprocessor: object = None) -> dict[str, bytes]:
     """Name and content of each such file; nothing for a model that is not from transformers."""
     with tempfile.TemporaryDirectory() as folder:
         config: Any = getattr(model, "config", None)
@@ -82,7 +82,7 @@ def _is_pretrained(model_class: type) -> bool:
     return transformers is not None and issubclass(model_class, transformers.PreTrainedModel)
 
 
-def _class_that_reads(config: Any) -> Any:
+def _class_that_reads(config: Any) -> object:
     """The class that `from_pretrained` builds of a configuration, whoever it belongs to; None for one of somebody's own."""
     import transformers
     from transformers.models.auto.configuration_auto import CONFIG_MAPPING

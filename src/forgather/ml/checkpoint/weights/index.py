@@ -1,5 +1,6 @@
 """The tensors of a model by name: which of them are one tensor, and which weight file holds each."""
 
+import os
 from collections.abc import Collection, Mapping, Sequence
 from typing import Any, TypedDict
 
@@ -9,7 +10,31 @@ from torch import Tensor, nn
 from forgather.ml.checkpoint.encoding import strict_json
 from forgather.ml.checkpoint.weights.safetensors_io import SHARING_KEY, SharingMetadataT
 
+__all__ = [
+    "DEFAULT_MAX_SHARD_SIZE",
+    "SAFE_WEIGHTS_INDEX_NAME",
+    "SAFE_WEIGHTS_NAME",
+    "WEIGHTS_INDEX_NAME",
+    "WEIGHTS_NAME",
+    "ShardIndex",
+    "SharingMetadataT",
+    "create_sharing_metadata",
+    "get_all_fqns",
+    "id_to_fqn",
+    "index_bytes",
+    "index_file_name",
+    "make_shard_index",
+    "retie_parameters",
+    "shard_name",
+    "sharing_of",
+    "stored_names",
+]
+
 DEFAULT_MAX_SHARD_SIZE = 2**32
+WEIGHTS_NAME = "pytorch_model.bin"
+WEIGHTS_INDEX_NAME = "pytorch_model.bin.index.json"
+SAFE_WEIGHTS_NAME = "model.safetensors"
+SAFE_WEIGHTS_INDEX_NAME = "model.safetensors.index.json"
 
 
 class ShardIndex(TypedDict):
@@ -78,14 +103,26 @@ def stored_names(names: Collection[str], sharing: SharingMetadataT) -> dict[str,
     return {name: aliases.get(name, name) for name in names}
 
 
-def index_name(safetensors: bool) -> str:
-    return "model.safetensors.index.json" if safetensors else "pytorch_model.bin.index.json"
+def index_file_name(safetensors: bool) -> str:
+    """The name of the index file of sharded weights."""
+    return SAFE_WEIGHTS_INDEX_NAME if safetensors else WEIGHTS_INDEX_NAME
 
 
 def shard_name(number: int, count: int, safetensors: bool) -> str:
     """The name of one of `count` weight files, numbered from 1."""
-    stem, ending = ("model", "safetensors") if safetensors else ("pytorch_model", "bin")
-    return f"{stem}.{ending}" if count == 1 else f"{stem}-{number:05d}-of-{count:05d}.{ending}"
+    single = SAFE_WEIGHTS_NAME if safetensors else WEIGHTS_NAME
+    stem, ending = os.path.splitext(single)
+    return single if count == 1 else f"{stem}-{number:05d}-of-{count:05d}{ending}"
+
+
+def in_format(index: ShardIndex, safetensors: bool) -> ShardIndex:
+    """The index with files of the format asked for, whichever it was made for: readers trust the names."""
+    files = sorted(set(index["weight_map"].values()))
+    if all(file.endswith(".safetensors") == safetensors for file in files):
+        return index
+    renamed = {file: shard_name(number, len(files), safetensors) for number, file in enumerate(files, start=1)}
+    weight_map = {name: renamed[file] for name, file in index["weight_map"].items()}
+    return ShardIndex(metadata=index["metadata"], weight_map=weight_map)
 
 
 def make_shard_index(

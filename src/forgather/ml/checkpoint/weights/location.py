@@ -13,8 +13,14 @@ from forgather.ml.checkpoint.encoding import strict_json
 from forgather.ml.checkpoint.errors import CheckpointCorruptError, CheckpointLoadError
 from forgather.ml.checkpoint.files.regular_files import path_inside, read_small_file
 from forgather.ml.checkpoint.files.state_files import checked_weights, read_state, read_weight_names, verify_file
-from forgather.ml.checkpoint.manifest import MANIFEST_NAME, FileRecord, check_relative_path, read_manifest
-from forgather.ml.checkpoint.weights.index import ShardIndex, index_name, shard_name, tensor_identity
+from forgather.ml.checkpoint.manifest import (
+    MANIFEST_NAME,
+    FileRecord,
+    check_relative_path,
+    has_versioned_manifest,
+    read_manifest,
+)
+from forgather.ml.checkpoint.weights.index import ShardIndex, index_file_name, shard_name, tensor_identity
 from forgather.ml.checkpoint.weights.safetensors_io import (
     SHARING_KEY,
     SharingMetadataT,
@@ -54,39 +60,58 @@ class WeightLocation:
 
 
 def locate_weights(
-    model_dir: str, sharing: SharingMetadataT | None = None, *, is_foreign: bool = False
+    model_dir: str,
+    sharing: SharingMetadataT | None = None,
+    safetensors: bool | None = None,
+    *,
+    is_foreign: bool = False,
 ) -> WeightLocation:
     """Find the weight files of a directory; those of a checkpoint are the ones that its manifest lists, with checksums.
 
-    `is_foreign` ignores the manifest: that of another program has no checksums.
+    `safetensors` asks for one of the two formats; None takes safetensors first. `is_foreign` ignores the manifest: that
+    of another program has no checksums.
     """
     records = None if is_foreign else _records_of(model_dir)
-    for safetensors in (True, False):
-        name = index_name(safetensors)
+    formats = (True, False) if safetensors is None else (safetensors,)
+    for name in map(index_file_name, formats):
         if _is_part(model_dir, name, records):
             return _location(model_dir, _read_index(model_dir, name, records), sharing, records)
-    name = shard_name(1, 1, True)
-    if _is_part(model_dir, name, records):
-        header = read_header(os.path.join(model_dir, name), (records or {}).get(name))
-        return WeightLocation(model_dir, dict.fromkeys(header.tensors, name), sharing or header.sharing, records or {})
-    name = shard_name(1, 1, False)
-    if _is_part(model_dir, name, records):
-        names = _names_in_bin(model_dir, name, records)
-        return WeightLocation(model_dir, dict.fromkeys(names, name), sharing or [], records or {})
+    for is_safetensors in formats:
+        if _is_part(model_dir, shard_name(1, 1, is_safetensors), records):
+            return _single_file(model_dir, is_safetensors, sharing, records)
     where = "" if records is None else f" among the files that its {MANIFEST_NAME} lists"
+    kinds = {True: "model*.safetensors", False: "pytorch_model*.bin"}
     raise CheckpointLoadError(
-        f"There are no weight files in {model_dir}{where} (model*.safetensors or pytorch_model*.bin)."
+        f"There are no weight files in {model_dir}{where} ({' or '.join(kinds[one] for one in formats)})."
     )
 
 
-def location_of_index(model_dir: str, index: ShardIndex) -> WeightLocation:
-    """The files of a given index; in a checkpoint they are verified like others."""
+def _single_file(
+    model_dir: str, safetensors: bool, sharing: SharingMetadataT | None, records: _Records | None
+) -> WeightLocation:
+    name = shard_name(1, 1, safetensors)
+    if not safetensors:
+        names = _names_in_bin(model_dir, name, records)
+        return WeightLocation(model_dir, dict.fromkeys(names, name), sharing or [], records or {})
+    header = read_header(os.path.join(model_dir, name), (records or {}).get(name))
+    return WeightLocation(model_dir, dict.fromkeys(header.tensors, name), sharing or header.sharing, records or {})
+
+
+def load_shard_index(model_dir: str, index_name: str | None = None) -> ShardIndex:
+    """Read the index of sharded weights; `model_dir` may also be the path of the index file itself.
+
+    Without a name, the safetensors index is looked for first. In a checkpoint of ours the file is verified.
+    """
+    if index_name is None and os.path.isfile(model_dir):
+        model_dir, index_name = os.path.split(os.path.abspath(model_dir))
     records = _records_of(model_dir)
-    try:
-        _check_index(index, records)
-    except ValueError as error:
-        raise CheckpointLoadError(f"The shard index cannot be used for {model_dir}: {error}") from error
-    return _location(model_dir, index, None, records)
+    names = [index_file_name(True), index_file_name(False)] if index_name is None else [index_name]
+    for name in names:
+        if _is_part(model_dir, name, records):
+            return _read_index(model_dir, name, records)
+    raise CheckpointLoadError(
+        f"There is no index of weights in {model_dir} ({' or '.join(names)}). A model in a single file has none."
+    )
 
 
 def _location(
@@ -98,7 +123,7 @@ def _location(
 
 def _records_of(model_dir: str) -> _Records | None:
     """None for a directory that is no checkpoint, whose files nobody vouches for."""
-    if not os.path.exists(os.path.join(model_dir, MANIFEST_NAME)):
+    if not has_versioned_manifest(model_dir):
         return None
     return {record.path: record for record in read_manifest(model_dir).files}
 

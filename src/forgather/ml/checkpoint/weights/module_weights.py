@@ -1,4 +1,4 @@
-"""Weight files of a model: sharing of parameters, shards and their index, saving and loading by name.
+"""Weights of modules: saving and loading by FQN, in shards or one file.
 
 The files are those of Hugging Face: `model.safetensors`, or shards with `model.safetensors.index.json`
 (`pytorch_model*.bin` without safetensors), with parameters that share memory stored once.
@@ -16,23 +16,20 @@ import torch
 from torch import Tensor, nn
 
 from forgather.ml.checkpoint import store
-from forgather.ml.checkpoint.encoding import strict_json
 from forgather.ml.checkpoint.encoding.codec import encode_state
-from forgather.ml.checkpoint.errors import CheckpointCorruptError, CheckpointError, CheckpointLoadError
-from forgather.ml.checkpoint.files.durable import fsync_directory, replace_file
+from forgather.ml.checkpoint.errors import CheckpointLoadError
+from forgather.ml.checkpoint.files.durable import fsync_directory, make_directories, replace_file
 from forgather.ml.checkpoint.files.hashed_io import HashingWriter
-from forgather.ml.checkpoint.files.regular_files import read_small_file
 from forgather.ml.checkpoint.files.state_files import write_state
-from forgather.ml.checkpoint.manifest import MANIFEST_NAME, FileRecord, check_relative_path
+from forgather.ml.checkpoint.manifest import check_relative_path
 from forgather.ml.checkpoint.weights.export import ModelExport
 from forgather.ml.checkpoint.weights.index import (
     DEFAULT_MAX_SHARD_SIZE,
     ShardIndex,
     create_sharing_metadata,
     get_all_fqns,
-    id_to_fqn,
     index_bytes,
-    index_name,
+    index_file_name,
     make_shard_index,
     retie_parameters,
     shard_name,
@@ -42,50 +39,36 @@ from forgather.ml.checkpoint.weights.index import (
 from forgather.ml.checkpoint.weights.location import (
     WeightLocation,
     abbreviate,
+    load_shard_index,
     locate_weights,
-    location_of_index,
     read_tensors,
     read_weights,
 )
 from forgather.ml.checkpoint.weights.safetensors_io import SHARING_KEY, SharingMetadataT, write_safetensors
 
 __all__ = [
-    "DEFAULT_MAX_SHARD_SIZE",
-    "EVAL_METRICS_NAME",
     "ShardIndex",
-    "SharingMetadataT",
     "WeightLocation",
     "create_sharing_metadata",
-    "find_latest_checkpoint",
     "get_all_fqns",
-    "id_to_fqn",
-    "index_bytes",
-    "index_name",
     "load_checkpoint",
-    "load_checkpoint_metrics",
     "load_into_modules",
+    "load_shard_index",
     "load_sharded_checkpoint",
     "locate_weights",
     "make_shard_index",
-    "maybe_delete_oldest_checkpoint",
-    "metrics_bytes",
-    "next_checkpoint_path",
     "read_tensors",
     "read_weights",
     "retie_parameters",
     "save_checkpoint",
-    "save_checkpoint_metrics",
+    "save_shard_index",
     "save_sharded_checkpoint",
     "shard_name",
-    "sharing_of",
     "stored_names",
-    "validate_checkpoint",
     "write_weights",
 ]
 
 logger = logging.getLogger(__name__)
-
-EVAL_METRICS_NAME = "eval_metrics.json"
 
 
 def write_weights(writer: HashingWriter, tensors: Mapping[str, Tensor], sharing: SharingMetadataT) -> dict[str, str]:
@@ -98,9 +81,18 @@ def write_weights(writer: HashingWriter, tensors: Mapping[str, Tensor], sharing:
     return dict.fromkeys(tensors, "")
 
 
-def save_sharded_checkpoint(output_dir: str, shard_index: ShardIndex, module: nn.Module) -> list[str]:
-    """Write those files of the index whose tensors the module has; returns their names."""
-    state = module.state_dict()
+def save_sharded_checkpoint(
+    output_dir: str,
+    shard_index: ShardIndex,
+    module: nn.Module | Mapping[str, Tensor],
+    safetensors: bool | None = None,
+) -> list[str]:
+    """Write the files of the index for which the module (or state dict) has tensors; returns their names.
+
+    The file names in the index decide the format. `safetensors` only states what is expected of them.
+    """
+    _refuse_other_format(shard_index, safetensors)
+    state = _state_of(module)
     sharing = shard_index["metadata"].get(SHARING_KEY, [])
     files: dict[str, dict[str, Tensor]] = {}
     for name, file in shard_index["weight_map"].items():
@@ -108,36 +100,68 @@ def save_sharded_checkpoint(output_dir: str, shard_index: ShardIndex, module: nn
             files.setdefault(file, {})[name] = state[name]
     for file, tensors in files.items():
         check_relative_path(file)
-        directory, name = os.path.split(os.path.join(output_dir, file))
-        temporary = os.path.join(directory, f".{store.new_attempt()}-{name}")
-        try:
-            with HashingWriter(temporary) as writer:
-                write_weights(writer, tensors, sharing)
-            os.replace(temporary, os.path.join(directory, name))
-        except BaseException:
-            with contextlib.suppress(FileNotFoundError):
-                os.remove(temporary)
-            raise
-        fsync_directory(directory or os.curdir)
+        _write_file(os.path.join(output_dir, file), tensors, sharing)
     return sorted(files)
+
+
+def _state_of(module: nn.Module | Mapping[str, Tensor]) -> Mapping[str, Tensor]:
+    return module.state_dict() if isinstance(module, nn.Module) else module
+
+
+def _refuse_other_format(index: ShardIndex, safetensors: bool | None) -> None:
+    wrong = [file for file in index["weight_map"].values() if file.endswith(".safetensors") != safetensors]
+    if safetensors is not None and wrong:
+        raise ValueError(
+            f"save_sharded_checkpoint(safetensors={safetensors}) was given an index with the file {wrong[0]}, and readers "
+            f"trust the name. Make the index with make_shard_index(..., safetensors={safetensors})."
+        )
+
+
+def _write_file(path: str, tensors: Mapping[str, Tensor], sharing: SharingMetadataT) -> None:
+    """Write a weight file beside its final name and rename it, so that a failure leaves what was there."""
+    directory, name = os.path.split(path)
+    make_directories(os.path.abspath(directory))
+    temporary = os.path.join(directory, f".{store.new_attempt()}-{name}")
+    try:
+        with HashingWriter(temporary) as writer:
+            write_weights(writer, tensors, sharing)
+        os.replace(temporary, path)
+    except BaseException:
+        with contextlib.suppress(FileNotFoundError):
+            os.remove(temporary)
+        raise
+    fsync_directory(directory or os.curdir)
+
+
+def save_shard_index(shard_index: ShardIndex, output_dir: str, index_name: str | None = None) -> str:
+    """Write an index file, by default under the name that belongs to its format; returns the path."""
+    if index_name is None:
+        files = shard_index["weight_map"].values()
+        index_name = index_file_name(all(file.endswith(".safetensors") for file in files))
+    make_directories(os.path.abspath(output_dir))
+    path = os.path.join(output_dir, index_name)
+    replace_file(path, index_bytes(shard_index))
+    return path
 
 
 def save_checkpoint(
     output_dir: str,
-    module: nn.Module,
+    module: nn.Module | Mapping[str, Tensor],
     metadata: Mapping[str, Any] | None = None,
     safetensors: bool = True,
     max_shard_size: int = DEFAULT_MAX_SHARD_SIZE,
 ) -> ShardIndex:
-    """Write a whole model's weight files into a directory, in place of those that are there."""
-    sharing = create_sharing_metadata(module)
-    index = make_shard_index([module.state_dict()], metadata, safetensors, max_shard_size, sharing)
+    """Write a whole model's (or state dict's) weight files into a directory, in place of those that are there."""
+    state = _state_of(module)
+    # A state dict has detached tensors, but tied ones still are one memory.
+    sharing = create_sharing_metadata(module) if isinstance(module, nn.Module) else sharing_of(state)
+    index = make_shard_index([state], metadata, safetensors, max_shard_size, sharing)
     export = ModelExport(os.path.abspath(output_dir), store.new_attempt())
     try:
         export.begin(overwrite=True)
-        files = save_sharded_checkpoint(export.temporary_path, index, module)
+        files = save_sharded_checkpoint(export.temporary_path, index, state)
         if len(files) > 1:
-            replace_file(os.path.join(export.temporary_path, index_name(safetensors)), index_bytes(index))
+            save_shard_index(index, export.temporary_path, index_file_name(safetensors))
         export.install()
     finally:
         export.clean_up()
@@ -239,80 +263,20 @@ def load_checkpoint(
 
 def load_sharded_checkpoint(
     model_dir: str,
-    shard_index: ShardIndex,
-    module: nn.Module,
+    module: nn.Module | None = None,
     device: torch.device | str = "cpu",
     strict: bool = True,
     assign: bool = False,
-) -> None:
-    """Load a module, whole or a stage, from the files of a given index."""
-    location = location_of_index(model_dir, shard_index)
-    load_into_modules(location, [module], strict, all_names=location.weight_map, device=device, assign=assign)
+    keys: Collection[str] | None = None,
+    safetensors: bool | None = None,
+) -> dict[str, Tensor] | None:
+    """Load a module, whole or one pipeline stage, from the files of the directory's index; without one, return the dict.
 
-
-def next_checkpoint_path(model_dir: str, id: str | int) -> str:
-    """Where a model's checkpoint of that id goes."""
-    return store.checkpoint_path(model_dir, id)
-
-
-def find_latest_checkpoint(model_dir: str) -> str | None:
-    """The newest complete checkpoint below `<model_dir>/checkpoints`, None when there is none."""
-    found = store.find_checkpoints(os.path.join(model_dir, store.CHECKPOINTS_FOLDER))
-    return found[-1].path if found else None
-
-
-def validate_checkpoint(path: str) -> bool:
-    """Whether a directory is a complete checkpoint; the log says what is wrong with one that is not."""
-    try:
-        store.open_checkpoint(path)
-    except CheckpointError as error:
-        logger.warning("%s", error)
-        return False
-    return True
-
-
-def save_checkpoint_metrics(checkpoint_path: str, metrics: Mapping[str, Any]) -> str:
-    """Put evaluation metrics into a checkpoint; returns the path of the file."""
-    data = metrics_bytes(metrics)
-    path = os.path.join(checkpoint_path, EVAL_METRICS_NAME)
-    if os.path.exists(os.path.join(checkpoint_path, MANIFEST_NAME)):
-        store.amend_file(checkpoint_path, FileRecord(EVAL_METRICS_NAME, 0, "", 0, "metadata"), data)
-    else:
-        replace_file(path, data)
-    return path
-
-
-def metrics_bytes(metrics: Mapping[str, Any]) -> bytes:
-    """The text of a metrics file; tensors and NumPy scalars become numbers."""
-    plain = {key: value.item() if hasattr(value, "item") else value for key, value in metrics.items()}
-    return strict_json.dumps(plain, EVAL_METRICS_NAME)
-
-
-def load_checkpoint_metrics(checkpoint_path: str) -> dict[str, Any] | None:
-    """The evaluation metrics of a checkpoint, None when no evaluation ran for it."""
-    path = os.path.join(checkpoint_path, EVAL_METRICS_NAME)
-    try:
-        loaded = strict_json.loads(read_small_file(path), path)
-    except FileNotFoundError:
-        return None
-    if type(loaded) is not dict:
-        raise CheckpointCorruptError(f"{path} is damaged: it should hold metrics by name")
-    metrics: dict[str, Any] = loaded
-    return metrics
-
-
-def maybe_delete_oldest_checkpoint(
-    model_dir: str, max_checkpoints: int | None, preserved: Collection[str] = ()
-) -> list[str]:
-    """Delete the oldest checkpoints beyond `max_checkpoints` (None or 0: no limit); returns their paths.
-
-    `preserved` paths are kept whatever their age, and do not count.
+    Tensors that only other stages have are not unexpected here. `safetensors` chooses the format when a directory has both.
     """
-    if not max_checkpoints or max_checkpoints < 0:
-        return []
-    kept = {os.path.abspath(path) for path in preserved}
-    found = store.find_checkpoints(os.path.join(model_dir, store.CHECKPOINTS_FOLDER))
-    surplus = [one.path for one in found[:-max_checkpoints] if os.path.abspath(one.path) not in kept]
-    for path in surplus:
-        store.delete_checkpoint(path)
-    return surplus
+    location = locate_weights(model_dir, safetensors=safetensors)
+    if module is None:
+        return read_tensors(location, list(location.weight_map) if keys is None else list(keys), device)
+    names = location.weight_map
+    load_into_modules(location, [module], strict, all_names=names, device=device, assign=assign, keys=keys)
+    return None

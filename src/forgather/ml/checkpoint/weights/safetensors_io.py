@@ -204,13 +204,13 @@ def _entry(name: str, info: Any, base: int, size: int) -> TensorEntry:
     return TensorEntry(dtype, tuple(shape), start, end)
 
 
-def _count(number: Any) -> int:
+def _count(number: object) -> int:
     if type(number) is not int or number < 0:
         raise ValueError(f"{number!r} is neither a length nor a position")
     return number
 
 
-def expect_type(value: Any, kind: type, what: str) -> Any:
+def expect_type(value: object, kind: type, what: str) -> Any:
     """`value`, or a `ValueError` when the text that it came from says something of another kind."""
     if not isinstance(value, kind):
         raise ValueError(f"{what} should be a {kind.__name__}, but is a {type(value).__name__}")

@@ -8,7 +8,7 @@ from torch import nn
 
 from forgather.ml.checkpoint.state.state_schema import Schema, count, optional
 from forgather.ml.trainer.arguments.training_arguments import TrainingArguments
-from forgather.ml.trainer.callbacks.state_checks import check_callback_state
+from forgather.ml.trainer.callbacks.support.state_checks import check_callback_state
 from forgather.ml.trainer.trainer_types import TrainerCallback, TrainerControl, TrainerState
 from forgather.ml.utils import count_parameters, flops_per_token
 

@@ -7,7 +7,7 @@ from typing import Any
 from forgather.ml.checkpoint.retention import default_greater_is_better
 from forgather.ml.checkpoint.state.state_schema import Schema, count, number, optional
 from forgather.ml.trainer.arguments.training_arguments import TrainingArguments
-from forgather.ml.trainer.callbacks.state_checks import check_callback_state
+from forgather.ml.trainer.callbacks.support.state_checks import check_callback_state
 from forgather.ml.trainer.trainer_types import TrainerCallback, TrainerControl, TrainerState
 
 logger = logging.getLogger(__name__)

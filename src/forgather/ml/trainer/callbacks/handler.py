@@ -12,7 +12,13 @@ from types import MappingProxyType
 from typing import Any
 
 from forgather._suggestions import nearest_name
-from forgather.ml.trainer.callbacks.handler_signatures import EVENTS, POSITIONAL, HandlerT, adapted, check_handler
+from forgather.ml.trainer.callbacks.support.handler_signatures import (
+    EVENTS,
+    POSITIONAL,
+    HandlerT,
+    adapted,
+    check_handler,
+)
 from forgather.ml.trainer.trainer_types import TrainerCallback, TrainerControl, TrainerState
 
 logger = logging.getLogger(__name__)

@@ -10,7 +10,7 @@ from typing import Any
 
 from forgather.ml.checkpoint.files.durable import make_directories, replace_file
 from forgather.ml.trainer.arguments.training_arguments import TrainingArguments
-from forgather.ml.trainer.callbacks.repeated_records import RepeatedRecords
+from forgather.ml.trainer.callbacks.support.repeated_records import RepeatedRecords
 from forgather.ml.trainer.trainer_types import TrainerCallback, TrainerControl, TrainerState
 
 logger = logging.getLogger(__name__)

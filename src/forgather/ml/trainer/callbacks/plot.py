@@ -12,7 +12,7 @@ from forgather.ml.checkpoint.files.durable import make_directories, replace_file
 from forgather.ml.checkpoint.state.state_schema import Schema, Violation, count, list_of, number
 from forgather.ml.trainer.arguments.training_arguments import TrainingArguments
 from forgather.ml.trainer.callbacks.display import format_count
-from forgather.ml.trainer.callbacks.state_checks import check_callback_state
+from forgather.ml.trainer.callbacks.support.state_checks import check_callback_state
 from forgather.ml.trainer.trainer_types import TrainerCallback, TrainerControl, TrainerState
 
 if TYPE_CHECKING:

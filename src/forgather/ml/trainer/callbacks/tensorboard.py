@@ -9,8 +9,8 @@ from typing import TYPE_CHECKING, Any
 
 from forgather.ml.checkpoint.state.state_schema import Schema, every, optional, relative_path, that
 from forgather.ml.trainer.arguments.training_arguments import TrainingArguments
-from forgather.ml.trainer.callbacks.repeated_records import RepeatedRecords
-from forgather.ml.trainer.callbacks.state_checks import check_callback_state
+from forgather.ml.trainer.callbacks.support.repeated_records import RepeatedRecords
+from forgather.ml.trainer.callbacks.support.state_checks import check_callback_state
 from forgather.ml.trainer.trainer_types import TrainerCallback, TrainerControl, TrainerState
 
 if TYPE_CHECKING:

@@ -107,4 +107,5 @@ def _node_group(peers: Peers, env: DistributedEnvInterface) -> ProcessGroup:
     # Every rank takes part in making every group, its own or not: torch requires it.
     for first in sorted(set(first_ranks)):
         groups[first] = dist.new_group([rank for rank, one in enumerate(first_ranks) if one == first])
-    return groups[env.rank - env.local_rank]
+    own: ProcessGroup = groups[env.rank - env.local_rank]
+    return own

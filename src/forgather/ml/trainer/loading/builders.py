@@ -141,7 +141,8 @@ def build_eval_loader(
     """
     kind = kind_of(dataset)
     if kind == "loader":
-        return _ready_loader(dataset)
+        ready: Iterable[Any] = _ready_loader(dataset)
+        return ready
     _check_batch_size(batch_size)
     options = _loader_options(collate_fn, num_workers, pin_memory, persistent_workers, prefetch_factor)
     if kind == "map":

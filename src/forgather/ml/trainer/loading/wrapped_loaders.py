@@ -254,7 +254,8 @@ class StreamLoader(StatefulLoader):
         if num_samples is None:
             return None
         whole, rest = divmod(num_samples, self._loader.batch_size)
-        return whole + (rest > 0 and not self._loader.drop_last)
+        has_rest = rest > 0 and not self._loader.drop_last
+        return int(whole) + 1 if has_rest else int(whole)
 
     def state_dict(self) -> dict[str, Any]:
         settings = {"batch_size": self._loader.batch_size, "num_workers": self._loader.num_workers}
@@ -366,7 +367,8 @@ def _read_again(loader: Any, num_batches: int, generators: Mapping[str, Any] | N
         iterator = iter(loader)
         for _ in range(num_batches):
             next(iterator)
-    return iterator
+    begun: Iterator[Any] = iterator
+    return begun
 
 
 def _holds_dataset_state(loader_state: Mapping[str, Any]) -> bool:

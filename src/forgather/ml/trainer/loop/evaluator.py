@@ -20,12 +20,12 @@ from forgather.ml.trainer.loop.evaluation_sums import (
     evaluation_metrics,
     samples_in,
 )
-from forgather.ml.trainer.loop.index_errors import explaining_indices
 from forgather.ml.trainer.loop.target_watch import warn_of_no_targets
 from forgather.ml.trainer.setup.devices import maybe_cleanup_memory
 from forgather.ml.trainer.setup.hook_checks import is_overridden
 from forgather.ml.trainer.setup.model_modes import set_train
 from forgather.ml.trainer.setup.seeding import undisturbed_random_numbers
+from forgather.ml.trainer.step_loss.index_errors import explaining_indices
 from forgather.ml.trainer.step_loss.model_loss import ModelLoss
 from forgather.ml.trainer.step_loss.training_loss import TrainingLoss
 from forgather.ml.trainer.trainer_types import BaseDataset

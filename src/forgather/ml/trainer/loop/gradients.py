@@ -40,7 +40,8 @@ class GradientNorm:
         if len(gradients) < len(parameters):
             parameters = [parameter for parameter in parameters if parameter.grad is not None]
         self.trace = GradientTrace(parameters, values)
-        return torch.linalg.vector_norm(values, norm_type)
+        norm: Tensor = torch.linalg.vector_norm(values, norm_type)
+        return norm
 
 
 def clear_gradients(optimizer: Any) -> None:

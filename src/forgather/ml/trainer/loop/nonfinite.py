@@ -233,7 +233,8 @@ def nonfinite_weights(parameters: Sequence[Tensor]) -> list[Tensor]:
 def _largest(tensor: Tensor) -> Tensor:
     if tensor.numel() == 0:
         return torch.zeros((), dtype=torch.float32, device=tensor.device)
-    return torch.linalg.vector_norm(tensor, math.inf).float()
+    norm: Tensor = torch.linalg.vector_norm(tensor, math.inf)
+    return norm.float()
 
 
 def _checkpoint_of(findings: Sequence[GradientFinding]) -> str | None:

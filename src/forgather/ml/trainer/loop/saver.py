@@ -12,8 +12,7 @@ from torch import Tensor
 
 from forgather.ml.checkpoint.errors import CheckpointError
 from forgather.ml.checkpoint.manager import CheckpointManager
-from forgather.ml.checkpoint.model_selection import is_better, note_best_metric
-from forgather.ml.checkpoint.retention import metric_value
+from forgather.ml.checkpoint.retention import is_better, metric_value, note_best_metric
 from forgather.ml.checkpoint.store import CHECKPOINTS_FOLDER, checkpoint_path
 from forgather.ml.trainer.arguments.training_arguments import TrainingArguments
 from forgather.ml.trainer.loop.loop_state import LoopState

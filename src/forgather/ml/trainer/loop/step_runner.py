@@ -13,10 +13,10 @@ from torch import Tensor
 from forgather.ml.trainer.loading.empty_batch import EmptyBatch
 from forgather.ml.trainer.loop.evaluation_sums import samples_in
 from forgather.ml.trainer.loop.gradients import clear_gradients
-from forgather.ml.trainer.loop.index_errors import explaining_indices, warn_of_large_ids
 from forgather.ml.trainer.loop.window import StepBatches, Window, checked_result
 from forgather.ml.trainer.ranks.parallel_loading import warn_of_equal_batches
 from forgather.ml.trainer.setup.hook_checks import is_overridden
+from forgather.ml.trainer.step_loss.index_errors import explaining_indices, warn_of_large_ids
 from forgather.ml.trainer.step_loss.model_loss import Finding, ModelLoss
 from forgather.ml.trainer.step_loss.training_loss import TrainingLoss
 from forgather.ml.utils import without_ddp

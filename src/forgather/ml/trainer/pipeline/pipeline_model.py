@@ -248,9 +248,10 @@ def pretrained_without_weights() -> Iterator[None]:
         model: Any = cls._from_config(config, dtype=dtype, **attention)
         if os.path.exists(os.path.join(str(path), "generation_config.json")):
             model.generation_config = type(model.generation_config).from_pretrained(path)
-        return model
+        built: nn.Module = model
+        return built
 
-    model_class.from_pretrained = classmethod(from_configuration)
+    model_class.from_pretrained = classmethod(from_configuration)  # type: ignore[arg-type]
     try:
         yield
     finally:

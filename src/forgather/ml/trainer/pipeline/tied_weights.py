@@ -107,4 +107,5 @@ def norm_of_group(own: Tensor, norm_type: float, group: ProcessGroup) -> Tensor:
     # Gathered and added here, in the order of ranks: pipelines that are copies of each other must find the same bits.
     norms = own.new_empty(group.size(), dtype=torch.float32)
     dist.all_gather_into_tensor(norms, own.float().reshape(1), group=group)
-    return torch.linalg.vector_norm(norms, norm_type)
+    norm: Tensor = torch.linalg.vector_norm(norms, norm_type)
+    return norm

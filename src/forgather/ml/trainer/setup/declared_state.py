@@ -53,7 +53,7 @@ class Unbuilt:
 
 def declare(
     table: Mapping[str, Shared],
-    statefuls: Mapping[str, object],
+    statefuls: Mapping[str, Any],
     dataset_pattern: SharingPattern,
     dataset_group: str | None = None,
 ) -> list[StateComponent]:

@@ -98,9 +98,11 @@ class StepLoss:
         """The part of the step's loss that this micro-batch makes; the shares of a step add up to its loss."""
         if self._sum_over_targets is not None:
             if num_micro_batches == 1 and isinstance(total, int) and count == total > 0:
-                return self._sum_over_targets(logits, labels, "mean")
+                mean: Tensor = self._sum_over_targets(logits, labels, "mean")
+                return mean
             divisor = _at_least_one(total) if self._token_weighted else _at_least_one(count) * num_micro_batches
-            return self._sum_over_targets(logits, labels) / divisor
+            total_loss: Tensor = self._sum_over_targets(logits, labels)
+            return total_loss / divisor
         if isinstance(count, int) and count == 0:
             # A mean over nothing is NaN, and so would be its gradients.
             return self.nothing(logits)

@@ -16,22 +16,19 @@ from forgather.ml.checkpoint.errors import CheckpointCorruptError, CheckpointLoa
 from forgather.ml.checkpoint.files import hashed_io, state_files
 from forgather.ml.checkpoint.files.planned_file import Content, PlannedFile, RawContent, WeightsContent
 from forgather.ml.checkpoint.manifest import CheckpointManifest, ComponentManifest, read_manifest, utc_now
-from forgather.ml.checkpoint.weights.module_weights import (
+from forgather.ml.checkpoint.weights.index import (
     create_sharing_metadata,
-    find_latest_checkpoint,
     get_all_fqns,
     id_to_fqn,
-    load_checkpoint,
-    load_checkpoint_metrics,
-    load_sharded_checkpoint,
     make_shard_index,
-    maybe_delete_oldest_checkpoint,
-    next_checkpoint_path,
     retie_parameters,
+)
+from forgather.ml.checkpoint.weights.module_weights import (
+    load_checkpoint,
+    load_shard_index,
+    load_sharded_checkpoint,
     save_checkpoint,
-    save_checkpoint_metrics,
     save_sharded_checkpoint,
-    validate_checkpoint,
 )
 
 DTYPES = [
@@ -191,7 +188,7 @@ def test_two_stages_write_one_model(tmp_path: Path) -> None:
     load_checkpoint(str(tmp_path), other)
     assert_same(whole, other)
     part = nn.ModuleDict({"1": nn.Linear(4, 5)})
-    load_sharded_checkpoint(str(tmp_path), index, part)
+    load_sharded_checkpoint(str(tmp_path), part)
     assert torch.equal(part["1"].weight, whole[1].weight)
 
 
@@ -250,19 +247,6 @@ def test_names_of_tensors() -> None:
     assert "head.weight" in get_all_fqns(model) and "scratch" not in get_all_fqns(model)
 
 
-def test_checkpoint_directories(tmp_path: Path) -> None:
-    assert next_checkpoint_path(str(tmp_path), 5) == str(tmp_path / "checkpoints" / "checkpoint-5")
-    assert find_latest_checkpoint(str(tmp_path)) is None
-    assert maybe_delete_oldest_checkpoint(str(tmp_path), 1) == []
-    assert not validate_checkpoint(str(tmp_path))
-
-
-def test_metrics_are_kept_beside_the_weights(tmp_path: Path) -> None:
-    assert load_checkpoint_metrics(str(tmp_path)) is None
-    save_checkpoint_metrics(str(tmp_path), {"eval_loss": torch.tensor(0.5), "epoch": 1})
-    assert load_checkpoint_metrics(str(tmp_path)) == {"eval_loss": 0.5, "epoch": 1}
-
-
 def commit(path: Path, contents: dict[str, Content]) -> None:
     """A checkpoint of these files."""
     transaction = store.Transaction(str(path), store.new_attempt())
@@ -318,8 +302,10 @@ def test_an_index_does_not_lead_out_of_its_checkpoint(tmp_path: Path, file: Any)
         load_checkpoint(str(tmp_path / "sealed"), nn.Linear(2, 2))
     with pytest.raises(CheckpointLoadError, match=r"is not an index of weights|stray\.safetensors is missing"):
         load_checkpoint(str(tmp_path / "plain"), nn.Linear(2, 2))
-    with pytest.raises(CheckpointLoadError, match="shard index cannot be used"):
-        load_sharded_checkpoint(str(tmp_path / "sealed"), json.loads(index), nn.Linear(2, 2))
+    with pytest.raises(CheckpointCorruptError, match="is not an index of weights"):
+        load_sharded_checkpoint(str(tmp_path / "sealed"), nn.Linear(2, 2))
+    with pytest.raises(CheckpointCorruptError, match="is not an index of weights"):
+        load_shard_index(str(tmp_path / "sealed"))
 
 
 @pytest.mark.parametrize(

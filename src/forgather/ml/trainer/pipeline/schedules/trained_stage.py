@@ -34,7 +34,7 @@ class TrainedStage(PipelineStage):
 
     def forward_maybe_with_nosync(self, *args: Any, **kwargs: Any) -> Any:
         with self.context():
-            output = super().forward_maybe_with_nosync(*args, **kwargs)
+            output = super().forward_maybe_with_nosync(*args, **kwargs)  # type: ignore[no-untyped-call]
         if self.expected is not None:
             _require(self.stage_index, output, self.expected)
         if not self.splits_backward:

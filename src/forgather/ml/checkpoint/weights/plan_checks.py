@@ -1,110 +1,19 @@
-"""Declarations, checked at every save before anything is written: what they promise must be what ranks have and write."""
+"""Checks of the planned weight files, before anything is written: the index lists what ranks write, and nothing else."""
 
 import functools
 import logging
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any
 
-from torch import Tensor
-
-from forgather.ml.checkpoint.components import SharingPattern, StateComponent
-from forgather.ml.checkpoint.encoding.digest import combine_digests, leaves_by_path
 from forgather.ml.checkpoint.errors import CheckpointSaveError
-from forgather.ml.checkpoint.rank_layout import Ranks
-from forgather.ml.checkpoint.sharing import ComponentSharing, Owner
+from forgather.ml.checkpoint.rank_layout import Ranks, ranks_text
 from forgather.ml.checkpoint.weights.hf_files import CONFIG_FILES
 from forgather.ml.checkpoint.weights.location import abbreviate
-from forgather.ml.checkpoint.weights.module_weights import SharingMetadataT
-from forgather.ml.distributed import Peers
+from forgather.ml.checkpoint.weights.safetensors_io import SharingMetadataT
 
 logger = logging.getLogger(__name__)
 
-Declaration = tuple[str, str, str | None]
-"""Key, pattern and family of a component whose copies are to have the same tensors."""
-
 _NUM_SHOWN = 3
-
-
-# --- the names of copies
-
-
-def has_copies(component: StateComponent) -> bool:
-    """Whether a pattern says of several ranks that each of them has the same."""
-    return component.sharing_pattern in (SharingPattern.REPLICATED, SharingPattern.PER_GROUP)
-
-
-def declaration_of(component: StateComponent) -> Declaration:
-    return component.key, component.sharing_pattern.value, component.process_group_name
-
-
-def tensor_names(state: Any) -> list[str]:
-    """The paths of the tensors in a state; their contents are not looked at."""
-    return [path for path, leaf in leaves_by_path(state).items() if isinstance(leaf, Tensor)]
-
-
-def names_digest(state: Any) -> str:
-    return combine_digests(dict.fromkeys(tensor_names(state), ""))
-
-
-def check_names(
-    sharings: Sequence[ComponentSharing],
-    states: Mapping[str, Any],
-    digests: Sequence[Mapping[Declaration, str]],
-    peers: Peers,
-) -> None:
-    """Raise on every rank when copies of a component differ in the names of their tensors.
-
-    `digests` are those of all ranks, so that all of them come to the same decision. Only when there is a difference
-    are the names themselves exchanged.
-    """
-    _check_declarations(digests)
-    for sharing in sharings:
-        declared = declaration_of(sharing.component)
-        for owner in sharing.owners:
-            if len({digests[rank][declared] for rank in owner.ranks}) > 1:
-                names = peers.gather(tensor_names(states[sharing.component.key]), "comparing the names of tensors")
-                raise CheckpointSaveError(_describe_difference(sharing.component, owner, names))
-
-
-def _check_declarations(digests: Sequence[Mapping[Declaration, str]]) -> None:
-    """A component that only some ranks declare, or that they declare differently, has no copies to compare."""
-    for declared in sorted({one for held in digests for one in held}, key=repr):
-        without = [rank for rank, held in enumerate(digests) if declared not in held]
-        if without:
-            key, pattern, family = declared
-            raise CheckpointSaveError(
-                f"Component {key!r} is declared {_pattern_text(pattern, family)} by some ranks, but not by "
-                f"{_ranks_text(without)}. get_state_components() must declare a component that ranks share in the same way "
-                "on all of them."
-            )
-
-
-def _describe_difference(component: StateComponent, owner: Owner, names: Sequence[Sequence[str]]) -> str:
-    holders: dict[str, list[int]] = {}
-    for rank in owner.ranks:
-        for name in names[rank]:
-            holders.setdefault(name, []).append(rank)
-    partial = {name: ranks for name, ranks in holders.items() if len(ranks) < len(owner.ranks)}
-    shown = [f"{name} only on {_ranks_text(ranks)}" for name, ranks in _first_of_each(partial)]
-    pattern = _pattern_text(component.sharing_pattern.value, component.process_group_name)
-    return (
-        f"Component {component.key!r} is declared {pattern}: {_ranks_text(owner.ranks)} have copies of the same tensors. But "
-        f"{len(partial)} tensors are not on all of them: {'; '.join(shown)}. One copy is written, so the others would be "
-        "lost. Declare it PER_RANK when each rank has tensors of its own, or PER_GROUP over the process groups whose ranks "
-        "have the same ones (for the stages of a pipeline: those of data parallelism)."
-    )
-
-
-def _first_of_each(partial: Mapping[str, list[int]]) -> list[tuple[str, list[int]]]:
-    """One tensor for every set of ranks, then others, so that a reader sees who has what."""
-    first = {tuple(ranks): name for name, ranks in reversed(list(partial.items()))}
-    chosen = set(first.values())
-    ordered = sorted(partial.items(), key=lambda item: item[0] not in chosen)
-    return ordered[: max(_NUM_SHOWN, min(len(chosen), 2 * _NUM_SHOWN))]
-
-
-# --- the files of the weights
 
 
 @dataclass(frozen=True)
@@ -147,7 +56,7 @@ def _check_writers(plans: Sequence[WeightPlan], storage: Ranks) -> None:
     for file, ranks in writers.items():
         if len(ranks) > 1:
             raise CheckpointSaveError(
-                f"The shard index of component 'model' puts tensors of different ranks into {file}: {_ranks_text(ranks)} "
+                f"The shard index of component 'model' puts tensors of different ranks into {file}: {ranks_text(ranks)} "
                 "would all write it. Give make_shard_index one state dict for each part of the model."
             )
 
@@ -175,7 +84,7 @@ def _check_index(plans: Sequence[WeightPlan], storage: Ranks) -> None:
         raise CheckpointSaveError(
             f"The shard index of component 'model' lists {len(unwritten)} tensors that nobody writes: {file} is to have "
             f"{abbreviate([one for one, place in unwritten if place == file], _NUM_SHOWN)}, but none of "
-            f"{_ranks_text(storage)} writes {what}. The checkpoint could not be loaded. Make the index from the model as it "
+            f"{ranks_text(storage)} writes {what}. The checkpoint could not be loaded. Make the index from the model as it "
             "is now, or pass none."
         )
     for (name, file), rank in written.items():
@@ -227,14 +136,3 @@ def _describe_missing(plan: WeightPlan) -> str:
 @functools.lru_cache(maxsize=64)
 def _warn_once(message: str) -> None:
     logger.warning("%s", message)
-
-
-# --- words
-
-
-def _pattern_text(pattern: str, family: str | None) -> str:
-    return pattern.upper() if family is None else f"{pattern.upper()} over {family!r}"
-
-
-def _ranks_text(ranks: Sequence[int]) -> str:
-    return f"{'rank' if len(ranks) == 1 else 'ranks'} {', '.join(map(str, ranks))}"

@@ -4,6 +4,7 @@ import os
 
 from forgather.ml.checkpoint.encoding import strict_json
 from forgather.ml.checkpoint.errors import CheckpointCorruptError, CheckpointError, UnregisteredClassError
+from forgather.ml.checkpoint.files.eval_metrics import EVAL_METRICS_NAME, load_checkpoint_metrics
 from forgather.ml.checkpoint.files.regular_files import path_inside, read_small_file
 from forgather.ml.checkpoint.files.state_files import checked_weights, read_state, verify_file
 from forgather.ml.checkpoint.manifest import CheckpointManifest, FileRecord
@@ -18,6 +19,8 @@ def problems_with_file(directory: str, record: FileRecord) -> list[str]:
         file_path = path_inside(directory, record.path)
         if record.path.endswith(".pt"):
             read_state(file_path, record)
+        elif record.path == EVAL_METRICS_NAME:
+            load_checkpoint_metrics(directory)
         elif record.path.endswith(".bin"):
             _check_names(file_path, record, set(checked_weights(file_path, read_state(file_path, record))))
         else:

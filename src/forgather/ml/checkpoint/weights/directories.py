@@ -1,0 +1,187 @@
+"""Checkpoint and model directories: names, completeness, the newest one, deletion, `from_pretrained` symlinks.
+
+A directory with a manifest of ours is judged by that manifest. Any other directory is valid when it has weights: an
+export, a Hugging Face model, or a checkpoint of another program.
+"""
+
+import logging
+import os
+from collections.abc import Collection
+from typing import TypedDict
+
+from forgather.ml.checkpoint import store
+from forgather.ml.checkpoint.errors import CheckpointError, CheckpointLoadError
+from forgather.ml.checkpoint.files.durable import fsync_directory, make_directories, replace_file
+from forgather.ml.checkpoint.files.eval_metrics import EVAL_METRICS_NAME, load_checkpoint_metrics, metrics_bytes
+from forgather.ml.checkpoint.files.regular_files import path_inside
+from forgather.ml.checkpoint.manifest import FileRecord, has_versioned_manifest, read_manifest
+from forgather.ml.checkpoint.weights.export import WEIGHT_FILE
+from forgather.ml.checkpoint.weights.location import locate_weights
+
+__all__ = [
+    "CheckpointSummary",
+    "create_pretrained_symlinks",
+    "find_latest_checkpoint",
+    "get_checkpoint_metadata",
+    "maybe_delete_oldest_checkpoint",
+    "next_checkpoint_path",
+    "save_checkpoint_metrics",
+    "validate_checkpoint",
+]
+
+logger = logging.getLogger(__name__)
+
+
+class CheckpointSummary(TypedDict):
+    """What `get_checkpoint_metadata` tells about a directory."""
+
+    path: str
+    step: int | None
+    timestamp: float
+    """Seconds since 1970 at which the checkpoint was committed, or the directory last changed."""
+    is_complete: bool
+    has_manifest: bool
+    """Whether a manifest of ours lists the files; else only the weights can be loaded."""
+    world_size: int | None
+    components: list[str]
+    weight_files: list[str]
+    metrics: dict[str, float] | None
+
+
+def next_checkpoint_path(model_dir: str, id: str | int) -> str:
+    """Where a model's checkpoint of that id goes."""
+    return store.checkpoint_path(model_dir, id)
+
+
+def find_latest_checkpoint(model_dir: str) -> str | None:
+    """The newest valid checkpoint in `<model_dir>/checkpoints`, None when there is none.
+
+    Directories named `checkpoint-<step>` without a manifest of ours count when they have weights.
+    """
+    root = os.path.join(model_dir, store.CHECKPOINTS_FOLDER)
+    found = [(one.manifest.written_at.timestamp(), one.path) for one in store.find_checkpoints(root)]
+    found += [(os.path.getmtime(path), path) for path in _directories_without_manifest(root)]
+    return max(found)[1] if found else None
+
+
+def _directories_without_manifest(root: str) -> list[str]:
+    names = sorted(os.listdir(root)) if os.path.isdir(root) else []
+    paths = [os.path.join(root, name) for name in names]
+    named = [path for path in paths if store.step_of(path) is not None and os.path.isdir(path)]
+    return [path for path in named if not has_versioned_manifest(path) and not _problem_with_weights(path)]
+
+
+def validate_checkpoint(path: str) -> bool:
+    """Whether a directory is a complete checkpoint, or has complete weights; the log says what is wrong otherwise."""
+    problem = _problem_with(path)
+    if problem:
+        logger.warning("%s", problem)
+    return not problem
+
+
+def _problem_with(path: str) -> str:
+    if not os.path.isdir(path) or has_versioned_manifest(path):
+        try:
+            store.open_checkpoint(path)
+        except CheckpointError as error:
+            return str(error)
+        return ""
+    return _problem_with_weights(path)
+
+
+def _problem_with_weights(path: str) -> str:
+    try:
+        location = locate_weights(path)
+        for file in sorted(set(location.weight_map.values())):
+            location.path_and_record(file)
+    except (CheckpointError, OSError) as error:
+        return str(error)
+    return ""
+
+
+def get_checkpoint_metadata(checkpoint_path: str) -> CheckpointSummary:
+    """Step, time, components, weight files and metrics of a checkpoint or model directory."""
+    if not os.path.isdir(checkpoint_path):
+        raise CheckpointLoadError(f"There is no checkpoint at {checkpoint_path}: no such directory.")
+    manifest = read_manifest(checkpoint_path) if has_versioned_manifest(checkpoint_path) else None
+    step = store.step_of(checkpoint_path)
+    return CheckpointSummary(
+        path=checkpoint_path,
+        step=step if manifest is None or manifest.step is None else manifest.step,
+        timestamp=os.path.getmtime(checkpoint_path) if manifest is None else manifest.written_at.timestamp(),
+        is_complete=not _problem_with(checkpoint_path),
+        has_manifest=manifest is not None,
+        world_size=None if manifest is None else manifest.world_size,
+        components=[] if manifest is None else sorted(manifest.components),
+        weight_files=_weight_files(checkpoint_path),
+        metrics=load_checkpoint_metrics(checkpoint_path),
+    )
+
+
+def _weight_files(path: str) -> list[str]:
+    return sorted(name for name in os.listdir(path) if WEIGHT_FILE.match(name))
+
+
+def save_checkpoint_metrics(checkpoint_path: str, metrics: dict[str, float]) -> str:
+    """Write evaluation metrics into a checkpoint directory, made if need be; returns the path of the file."""
+    data = metrics_bytes(metrics)
+    path = os.path.join(checkpoint_path, EVAL_METRICS_NAME)
+    if has_versioned_manifest(checkpoint_path):
+        store.amend_file(checkpoint_path, FileRecord(EVAL_METRICS_NAME, 0, "", 0, "metadata"), data)
+    else:
+        make_directories(os.path.abspath(checkpoint_path))
+        replace_file(path, data)
+    return path
+
+
+def maybe_delete_oldest_checkpoint(
+    model_dir: str,
+    max_checkpoints: int | None,
+    preserved_checkpoints: Collection[str] = (),
+    best_checkpoint: str | None = None,
+) -> list[str]:
+    """Delete the oldest checkpoints beyond `max_checkpoints` (None or 0: no limit); returns their paths.
+
+    `preserved_checkpoints` and `best_checkpoint` are kept whatever their age, and do not count. Only complete checkpoints
+    with a manifest of ours are deleted.
+    """
+    if not max_checkpoints or max_checkpoints < 0:
+        return []
+    preserved = [*preserved_checkpoints, *([] if best_checkpoint is None else [best_checkpoint])]
+    kept = {os.path.realpath(path) for path in preserved}
+    found = store.find_checkpoints(os.path.join(model_dir, store.CHECKPOINTS_FOLDER))
+    candidates = [one.path for one in found if os.path.realpath(one.path) not in kept]
+    surplus = candidates[:-max_checkpoints]
+    for path in surplus:
+        store.delete_checkpoint(path)
+    return surplus
+
+
+def create_pretrained_symlinks(model_dir: str, path: str | None = None) -> list[str]:
+    """Link the weight files of a checkpoint (default: the newest) into `model_dir`, so that `from_pretrained` finds them.
+
+    Links are relative. Links of an earlier call are replaced; a real weight file is never replaced. Returns the links.
+    """
+    source = path or find_latest_checkpoint(model_dir)
+    if source is None:
+        raise CheckpointLoadError(f"There is no checkpoint in {model_dir} to link to. Save one, or pass its path.")
+    problem = _problem_with_weights(source)
+    if problem:
+        raise CheckpointLoadError(f"The weights of {source} cannot be linked: {problem}")
+    _refuse_real_files(model_dir)
+    names = _weight_files(source)
+    for name in _weight_files(model_dir):
+        os.remove(os.path.join(model_dir, name))
+    for name in names:
+        os.symlink(os.path.relpath(path_inside(source, name), model_dir), os.path.join(model_dir, name))
+    fsync_directory(model_dir)
+    return [os.path.join(model_dir, name) for name in names]
+
+
+def _refuse_real_files(model_dir: str) -> None:
+    real = [name for name in _weight_files(model_dir) if not os.path.islink(os.path.join(model_dir, name))]
+    if real:
+        raise FileExistsError(
+            f"{model_dir} has weight files of its own ({', '.join(real)}), which symlinks never replace. Remove them, or "
+            "choose another directory."
+        )

@@ -1,0 +1,149 @@
+"""Plan of the weight files of one save: which rank writes which shard with which tensors."""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor, nn
+
+from forgather.ml.checkpoint.components import MODEL_KEY
+from forgather.ml.checkpoint.errors import CheckpointSaveError
+from forgather.ml.checkpoint.files.planned_file import PlannedFile, WeightsContent
+from forgather.ml.checkpoint.rank_layout import Ranks
+from forgather.ml.checkpoint.sharing import ComponentSharing, Owner
+from forgather.ml.checkpoint.weights.hf_files import expected_weights
+from forgather.ml.checkpoint.weights.index import (
+    ShardIndex,
+    SharingMetadataT,
+    in_format,
+    make_shard_index,
+    sharing_of,
+    tensor_identity,
+)
+from forgather.ml.checkpoint.weights.plan_checks import WeightPlan
+
+_Shapes = dict[str, tuple[tuple[int, ...], torch.dtype]]
+
+
+@dataclass(frozen=True)
+class HeldWeights:
+    """Name, shape and dtype of the weights that a rank has, and the groups of tied names; no tensors."""
+
+    shapes: _Shapes
+    tied: SharingMetadataT
+
+    @classmethod
+    def describing(cls, weights: Mapping[str, Tensor]) -> "HeldWeights":
+        shapes = {name: (tuple(tensor.shape), tensor.dtype) for name, tensor in weights.items()}
+        return cls(shapes, sharing_of(weights))
+
+
+@dataclass(frozen=True)
+class PlannedWeights:
+    """The weight files of this rank, with the tensors of each, and the index of its directory."""
+
+    files: list[PlannedFile]
+    names: list[tuple[str, list[str]]]
+    index: ShardIndex
+    tied: SharingMetadataT
+
+    def told_to_others(self, model: nn.Module | None) -> WeightPlan:
+        """What the other ranks need to know; `model` is passed by the rank that leads a directory."""
+        if model is None:
+            return WeightPlan(self.names)
+        weight_map = self.index["weight_map"]
+        expected = expected_weights(model)
+        if expected is None:
+            return WeightPlan(self.names, weight_map, self.tied)
+        return WeightPlan(self.names, weight_map, self.tied, expected.class_name, expected.missing_from(weight_map))
+
+
+@dataclass(frozen=True)
+class WeightPlanner:
+    """Divides the weights into files, from what all ranks hold; every rank comes to the same index."""
+
+    sharing: ComponentSharing
+    held: Sequence[HeldWeights]
+    """Of every rank of the job."""
+    shard_index: ShardIndex | None
+    safetensors: bool
+
+    def plan(self, weights: Mapping[str, Tensor]) -> PlannedWeights:
+        """The files that this rank writes."""
+        owners = self.sharing.owners_in(self.sharing.layout.storage)
+        shapes = [self._shapes_of(owner) for owner in owners]
+        index, tied = self._index_and_ties(shapes, is_whole=len(owners) == len(self.sharing.owners))
+        files: list[PlannedFile] = []
+        names_of_files: list[tuple[str, list[str]]] = []
+        for owner in self.sharing.written_here():
+            number = owners.index(owner)
+            for file, names in _files_of(index, shapes[number], shapes[:number]).items():
+                names_of_files.append((file, names))
+                content = WeightsContent({name: weights[name] for name in names}, tied)
+                files.append(PlannedFile(file, MODEL_KEY, content, owner.number, owner.ranks_of_file))
+        return PlannedWeights(files, names_of_files, index, tied)
+
+    def names_in(self, storage: Ranks) -> list[str]:
+        """The tensors of the model that a directory should have."""
+        return [name for owner in self.sharing.owners_in(storage) for name in self._shapes_of(owner)]
+
+    def _shapes_of(self, owner: Owner) -> _Shapes:
+        return self.held[self.sharing.holders(owner)[0]].shapes
+
+    def _index_and_ties(self, shapes: Sequence[_Shapes], is_whole: bool) -> tuple[ShardIndex, SharingMetadataT]:
+        tied = _union([held.tied for held in self.held])
+        index = None if self.shard_index is None else in_format(self.shard_index, self.safetensors)
+        if index is not None:
+            tied = index["metadata"].get("param_sharing", tied)
+        if index is None or not is_whole:
+            # A directory that has only some stages must not refer to tensors which are stored in another node's.
+            on_meta = [_on_meta(held) for held in shapes]
+            index = make_shard_index(on_meta, safetensors=self.safetensors, param_sharing_metadata=tied)
+        return index, tied
+
+
+def union_of_weights(parts: Sequence[nn.Module]) -> dict[str, Tensor]:
+    """The tensors of several modules by FQN; a name with different tensors in two of them is an error."""
+    weights: dict[str, Tensor] = {}
+    for part in parts:
+        for name, tensor in part.state_dict().items():
+            if not isinstance(tensor, Tensor):
+                raise CheckpointSaveError(
+                    f"model.{name} is a {type(tensor).__name__}, but weight files hold tensors only. Declare this state as a "
+                    "component of its own."
+                )
+            if not _is_same(weights.setdefault(name, tensor), tensor):
+                raise CheckpointSaveError(
+                    f"Component 'model': two of its {len(parts)} modules have a tensor named {name}, with different "
+                    "content. Weights are stored by FQN, so one of them would be lost. Give the modules the names that the "
+                    "whole model has."
+                )
+    return weights
+
+
+def _is_same(first: Tensor, second: Tensor) -> bool:
+    if first is second or tensor_identity(first) == tensor_identity(second):
+        return True
+    if (first.shape, first.dtype) != (second.shape, second.dtype) or first.is_meta != second.is_meta:
+        return False
+    return first.is_meta or torch.equal(first, second.to(first.device))
+
+
+def _on_meta(shapes: _Shapes) -> dict[str, Tensor]:
+    return {name: torch.empty(shape, dtype=dtype, device="meta") for name, (shape, dtype) in shapes.items()}
+
+
+def _union(groups_by_rank: Sequence[SharingMetadataT]) -> SharingMetadataT:
+    union: SharingMetadataT = []
+    for groups in groups_by_rank:
+        union += [group for group in groups if group not in union]
+    return union
+
+
+def _files_of(index: ShardIndex, held: _Shapes, earlier: Sequence[_Shapes]) -> dict[str, list[str]]:
+    """The files of an owner, with their tensors; a name that an earlier owner has is written there."""
+    files: dict[str, list[str]] = {}
+    for name in held:
+        if name in index["weight_map"] and not any(name in shapes for shapes in earlier):
+            files.setdefault(index["weight_map"][name], []).append(name)
+    return files

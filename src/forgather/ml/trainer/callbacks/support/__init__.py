@@ -1,0 +1,1 @@
+"""Helpers of callbacks: handler signatures, checks of their state, records that are logged twice."""
