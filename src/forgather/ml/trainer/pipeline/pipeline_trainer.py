@@ -249,9 +249,8 @@ class PipelineTrainer(Trainer[TPipelineArgs]):
 
     def _maybe_get_fused_loss_fn(self, module: nn.Module, default_loss_fn: Any) -> Any:
         loss_fn = super()._maybe_get_fused_loss_fn(module, default_loss_fn)
-        traits = self._schedule.traits
-        is_split = self.fused_loss_factory is not None and traits.splits_backward
-        return unfused(loss_fn, traits.name) if is_split else loss_fn
+        is_split = self.fused_loss_factory is not None and self._schedule.traits.splits_backward
+        return unfused(loss_fn, self._schedule.traits.name) if is_split else loss_fn
 
     @property
     def _num_averaged(self) -> int:
@@ -384,8 +383,7 @@ class PipelineTrainer(Trainer[TPipelineArgs]):
     def _prediction_step(self, input_dict: dict[str, Any], labels: Any) -> dict[str, Any]:
         """The mean loss of a batch, logits and labels where the last stage is; elsewhere zero, None and None."""
         require_labels(input_dict, labels)
-        has_fixed_shapes = self.pipeline.has_fixed_shapes
-        size = self.args.micro_batch_size if has_fixed_shapes else self.args.eval_micro_batch_size
+        size = self.args.micro_batch_size if self.pipeline.has_fixed_shapes else self.args.eval_micro_batch_size
         if not self._stage_loss.is_resolved:
             self._resolve_loss(input_dict, labels, size)
         micro_batches = self.pipeline.micro_batches(input_dict, labels, size)
