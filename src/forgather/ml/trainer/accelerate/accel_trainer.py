@@ -7,7 +7,6 @@ from dataclasses import dataclass
 from typing import Any, ClassVar
 
 from torch import Tensor, nn
-from torch.distributed import DeviceMesh
 
 from forgather.ml.trainer.accelerate.accelerator_checks import (
     AcceleratedOptimizer,
