@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from typing import Any, ClassVar
 
 from torch import Tensor, nn
+from torch.distributed import DeviceMesh
 
 from forgather.ml.trainer.accelerate.accelerator_checks import (
     AcceleratedOptimizer,
@@ -68,6 +69,8 @@ class AccelTrainer(Trainer[TTrainingArgs]):
         "dataset": BY_LOADING,
         "rng": PER_RANK,
     }
+
+    mesh: DeviceMesh | None = None
 
     @explains_calls
     def __init__(
