@@ -536,11 +536,13 @@ class BaseTrainer(ABC, Generic[TArgs]):
 
     def _dispatch_event(self, event: str, readers: bool | None = None, **extra: Any) -> None:
         """Tell callbacks of an event; on_init_end, on_train_begin and on_train_end reach them once per run."""
+        handler = self._callback_handler
+        if event in handler.silent:
+            return
         if event in _ONCE_PER_RUN:
             if event in self._fired:
                 return
             self._fired.add(event)
-        handler = self._callback_handler
         if handler.listens(event):
             handler.context = self._event_context()
         handler.dispatch(event, self.control, readers, **extra)

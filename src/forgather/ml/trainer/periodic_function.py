@@ -47,6 +47,13 @@ class PeriodicFunction:
             return False
         return (global_step - self._origin) % self._period == 0
 
+    def next_due(self, global_step: int) -> int | None:
+        """The first step after this one at which the thing is due; None if it never is."""
+        if self._is_never:
+            return None
+        earliest = max(global_step + 1, self.first_step, self._origin + 1)
+        return earliest + (self._origin - earliest) % self._period
+
     def reset(self, epoch_start_step: int | None = None) -> None:
         """Forget the part of an epoch that was counted: an epoch begins at the present step, or at the given one.
 

@@ -31,7 +31,7 @@ from forgather.ml.trainer.loop.reporter import Reporter
 from forgather.ml.trainer.loop.saver import Saver, warn_of_nothing_to_resume
 from forgather.ml.trainer.loop.signals import Preempted, StopSignals
 from forgather.ml.trainer.loop.step_runner import StepRunner
-from forgather.ml.trainer.loop.window import Window, prepared_once, surrounded
+from forgather.ml.trainer.loop.window import Window, prepared_once, samples_in, surrounded
 from forgather.ml.trainer.periodic_function import PeriodicFunction
 from forgather.ml.trainer.ranks.batch_notes import Feed
 from forgather.ml.trainer.ranks.parallel_loading import DataLayout
@@ -74,6 +74,7 @@ __all__ = [
 ]
 
 TTrainingArgs = TypeVar("TTrainingArgs", bound=TrainingArguments)
+_NO_CONTEXT: contextlib.AbstractContextManager[object] = contextlib.nullcontext()
 StepResult = tuple[Tensor, Tensor | None, int | Tensor]
 """Loss, gradient norm and tokens of a step, on this rank."""
 
@@ -157,6 +158,9 @@ class Trainer(BaseTrainer[TTrainingArgs]):
         self.resume_path: str | None = None
         self._to_be_loaded: bool | str = False
         self._falls_back = self._has_trained = self._loads_for_training = False
+        hooks = ("_maybe_log_save_evaluate", "_setup_periodic_functions")
+        self._decides_at_every_step = any(is_overridden(self, name) for name in hooks)
+        self.on_cpu = True
         self._signals: StopSignals | None = None
         phases.refuse(self)
         if is_overridden(self, "_prepare_batch"):
@@ -212,21 +216,29 @@ class Trainer(BaseTrainer[TTrainingArgs]):
         self._dispatch_event("on_epoch_begin")
         self.settle_requests()
         batches = self.steps.batches()
-        while not self.loop.cadence.leaves_epoch and self.steps.run(batches):
+        while not self._leaves_epoch() and self.steps.run(batches):
             self._after_step()
         self._end_epoch()
+
+    def _leaves_epoch(self) -> bool:
+        control = self.control
+        asked = control.should_epoch_stop or control.should_training_stop or control.should_abort_without_save
+        return asked or (self.state.global_step >= self.plan.num_steps and self.plan.has_limit)
 
     def _train_step(self, data_iterator: Iterator[Mapping[str, Any]]) -> StepResult:
         """One optimizer update from a window of micro-batches."""
         loss: Tensor | None = None
         tokens: int | Tensor = 0
-        while loss is None or (self.window is not None and not self.window.is_last):
+        window_is_done = False
+        while not window_is_done:
             input_dict, labels = self._prepare_batch(next(data_iterator))
             self._dispatch_event("on_forward_backward_begin")
             share = self._forward_backward_step(input_dict, labels)
             self._dispatch_event("on_forward_backward_end")
             tokens = tokens + self._count_batch_tokens(input_dict, labels)
             loss = share if loss is None else loss + share
+            window_is_done = self.steps.window is None or self.steps.window.is_last
+        assert loss is not None
         return loss, self._update_parameters(), tokens
 
     def _update_parameters(self) -> Tensor | None:
@@ -240,12 +252,14 @@ class Trainer(BaseTrainer[TTrainingArgs]):
         self.amp_context.unscale_(self.optimizer)
         grad_norm = self._clip_grad_norm(self.args.max_grad_norm)
         self._dispatch_event("on_pre_optimizer_step")
-        self.reporter.settle_schedule(self.lr_scheduler)
+        if self.loop.left_out is not None:
+            self.reporter.settle_schedule(self.lr_scheduler)
         if self.skips_updates and grad_norm is not None:
             step_if_finite(self.optimizer, grad_norm)
         elif self.recipes.step_in_backward is None:
             self.amp_context.optimizer_step(self.optimizer)
-        self.recipes.update_average()
+        if self.recipes.average is not None:
+            self.recipes.update_average()
         self._dispatch_event("on_optimizer_step")
         self._advance_schedule()
         clear_gradients(self.optimizer)
@@ -256,7 +270,7 @@ class Trainer(BaseTrainer[TTrainingArgs]):
         self.loop.left_out = self.amp_context.left_out
         if self.loop.left_out is None:
             self.lr_scheduler.step()
-        elif self.device.type == "cpu":
+        elif self.on_cpu:
             self.reporter.settle_schedule(self.lr_scheduler)
 
     def _after_step(self) -> None:
@@ -266,8 +280,18 @@ class Trainer(BaseTrainer[TTrainingArgs]):
         self._dispatch_event("on_step_end")
         self.settle_requests("step")
         cadence = self.loop.cadence
-        self._maybe_log_save_evaluate(*self.loop.interval.logs, cadence.log, cadence.evaluate, cadence.save)
-        heed_stop_request(self)
+        if self._is_busy() or self.state.global_step >= cadence.quiet_until:
+            self._maybe_log_save_evaluate(*self.loop.interval.logs, cadence.log, cadence.evaluate, cadence.save)
+            if not self._decides_at_every_step:
+                cadence.look_ahead()
+        if self.feed.stop_signal is not None:
+            heed_stop_request(self)
+
+    def _is_busy(self) -> bool:
+        """Whether a callback asks for something, or a user's hook decides at every step."""
+        control = self.control
+        asked = control.should_log or control.should_evaluate or control.should_save
+        return asked or control.should_training_stop or control.should_abort_without_save or self._decides_at_every_step
 
     def _end_epoch(self) -> None:
         """What happens once per epoch; a step limit in the middle of one leaves the epoch unfinished."""
@@ -423,7 +447,7 @@ class Trainer(BaseTrainer[TTrainingArgs]):
 
     def _prepare_batch(self, batch: Mapping[str, Any]) -> tuple[dict[str, Any], Any]:
         """The inputs of the model and the labels, on the device."""
-        inputs = dict(moved(batch, self.device))
+        inputs = dict(batch) if self.on_cpu else dict(moved(batch, self.device))
         return inputs, inputs.pop("labels", None)
 
     def _forward_backward_step(self, input_dict: dict[str, Any], labels: Any) -> Tensor:
@@ -440,7 +464,7 @@ class Trainer(BaseTrainer[TTrainingArgs]):
         """The weighed loss; the logits are let go before the backward pass, which needs the memory."""
         is_stand_in = self.window is not None and self.window.is_stand_in
         with self.amp_context.autocast():
-            with self.recipes.activations(self.unwrapped_model):
+            with self.recipes.activations(self.unwrapped_model) if self.recipes.offloads else _NO_CONTEXT:
                 forward = self.step_loss.forward(self.model, input_dict, labels, is_stand_in)
             if isinstance(self.loss_fn, TrainingLoss):
                 return self.loss_fn.of(forward, labels)
@@ -469,7 +493,7 @@ class Trainer(BaseTrainer[TTrainingArgs]):
         if self.window is not None and self.window.is_stand_in:
             return 0
         tokens = next((one for one in (input_dict.get("input_ids"), labels) if isinstance(one, Tensor)), None)
-        return evaluation.samples_in(input_dict) if tokens is None else int(tokens.numel())
+        return samples_in(input_dict) if tokens is None else int(tokens.numel())
 
     def _agree_on_loss(self, loss: ModelLoss, batch: Mapping[str, Any] | None) -> None:
         """Let all ranks choose the same loss, before one of them computes it."""
@@ -746,7 +770,8 @@ class Trainer(BaseTrainer[TTrainingArgs]):
 
     def settle_requests(self, occasion: str = "epoch") -> None:
         """Make what callbacks have asked for the same on every rank; collective."""
-        self.team.settle(self.control, self.callbacks, occasion)
+        if occasion in self.team.occasions:
+            self.team.settle(self.control, self.callbacks, occasion)
 
     def received_signal(self) -> str | None:
         """The stop signal that this process has received."""
@@ -761,6 +786,7 @@ class Trainer(BaseTrainer[TTrainingArgs]):
     @device.setter
     def device(self, device: torch.device) -> None:
         self.args.device = str(device)
+        self.on_cpu = device.type == "cpu"
 
     @property
     def window(self) -> Window | None:

@@ -26,6 +26,7 @@ logger = logging.getLogger(__name__)
 _STOP_FLAGS = ("should_training_stop", "should_epoch_stop", "should_abort_without_save")
 _stop_flags = attrgetter(*_STOP_FLAGS)
 
+_COUNTED_EVENTS = ("on_evaluate", "on_save")
 _METRIC_EVENTS = ("on_log", "on_evaluate")
 """Events with metrics, to which callbacks may add: callbacks that set `reads_final_metrics` are told last."""
 _EVENTS_OF_TRANSFORMERS = ("on_substep_end", "on_predict", "on_push_begin")
@@ -47,6 +48,8 @@ class CallbackHandler:
         self._defaults = list(self.callbacks)
         self._handlers: dict[str | tuple[str, bool], list[tuple[str, HandlerT]]] = {}
         self._counts: defaultdict[str, int] = defaultdict(int)
+        self.silent: set[str] = set()
+        """Events that were found to have no listener, and that nobody counts."""
         for callback in callbacks:
             self.add(callback)
 
@@ -66,6 +69,7 @@ class CallbackHandler:
         """Append a callback, and drop the default one that it replaces; a class is instantiated."""
         callback = _checked(callback)
         self._handlers.clear()
+        self.silent.clear()
         replaced = next((one for one in self._defaults if isinstance(callback, type(one))), None)
         if replaced is not None:
             self.pop(replaced)
@@ -76,6 +80,7 @@ class CallbackHandler:
         for position, present in enumerate(self.callbacks):
             if present is callback or (isinstance(callback, type) and isinstance(present, callback)):
                 self._handlers.clear()
+                self.silent.clear()
                 self._defaults = [default for default in self._defaults if default is not present]
                 return self.callbacks.pop(position)
         return None
@@ -99,6 +104,8 @@ class CallbackHandler:
         if handlers is None:
             handlers = self._of(event, readers)
         if not handlers:
+            if event not in _COUNTED_EVENTS:
+                self.silent.add(event)
             return
         args, state = self._args, self._state
         keywords = {**self._keywords, **details} if details else self._keywords

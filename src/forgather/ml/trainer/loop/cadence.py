@@ -5,7 +5,7 @@ Every answer is a function of the arguments and of `TrainerState.global_step`, n
 
 from forgather.ml.trainer.arguments.training_arguments import TrainingArguments
 from forgather.ml.trainer.periodic_function import PeriodicFunction
-from forgather.ml.trainer.setup.step_plan import StepPlan
+from forgather.ml.trainer.setup.step_plan import NO_STEP_LIMIT, StepPlan
 from forgather.ml.trainer.trainer_types import TrainerControl, TrainerState
 
 
@@ -24,6 +24,18 @@ class Cadence:
         self.log = _periodic(args.logging_strategy, args.logging_steps)
         self.evaluate = _periodic(args.eval_strategy, args.eval_steps, args.eval_delay)
         self.save = _periodic(args.save_strategy, args.save_steps)
+        self.quiet_until = 0
+        """Before this step nothing is due, unless a callback asks for it."""
+
+    def look_ahead(self) -> None:
+        """Find the next step at which something is due, so that the steps before need not ask."""
+        step = self._state.global_step
+        nexts = [periodic.next_due(step) for periodic in (self.log, self.evaluate, self.save)]
+        if self._plan.has_limit:
+            nexts.append(self._plan.num_steps)
+        if self._args.logging_first_step and step < 1:
+            nexts.append(1)
+        self.quiet_until = min((one for one in nexts if one is not None), default=NO_STEP_LIMIT)
 
     def log_is_due(self, periodic: PeriodicFunction) -> bool:
         return self.is_due(periodic) or (self._args.logging_first_step and self._state.global_step == 1)

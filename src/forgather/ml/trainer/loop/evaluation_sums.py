@@ -10,8 +10,6 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from forgather.ml.trainer.loading.empty_batch import EmptyBatch
-
 SAMPLES_IN_DATASET = "samples in the dataset"
 _AS_TEXT = (SAMPLES_IN_DATASET,)
 
@@ -100,23 +98,3 @@ def no_batches_diagnostic(header: str, settings: Mapping[str, Any], explanation:
     """Explains an evaluation that saw nothing, with a table of the settings that led to it."""
     table = "\n".join(f"  {name:<30} {value if name in _AS_TEXT else repr(value)}" for name, value in settings.items())
     return f"{header}\n\n{table}\n\n{explanation}"
-
-
-def samples_in(batch: Mapping[str, Any]) -> int:
-    """The number of rows of a batch, by its first tensor or list; none of one that only stands in for a batch.
-
-    At least one: a batch that does not tell is not nothing.
-    """
-    if isinstance(batch, EmptyBatch):
-        return 0
-    rows = next((len(value) for value in batch.values() if isinstance(value, Tensor) and value.ndim > 0), None)
-    return _samples_without_tensors(batch) if rows is None else rows
-
-
-def _samples_without_tensors(batch: Mapping[str, Any]) -> int:
-    for value in batch.values():
-        if isinstance(value, Mapping):
-            return samples_in(value)
-        if isinstance(value, (list, tuple)):
-            return len(value)
-    return 1

@@ -18,9 +18,9 @@ from forgather.ml.trainer.loop.evaluation_sums import (
     EvaluationInterrupted,
     EvaluationSums,
     evaluation_metrics,
-    samples_in,
 )
 from forgather.ml.trainer.loop.target_watch import warn_of_no_targets
+from forgather.ml.trainer.loop.window import samples_in
 from forgather.ml.trainer.setup.devices import maybe_cleanup_memory
 from forgather.ml.trainer.setup.hook_checks import is_overridden
 from forgather.ml.trainer.setup.model_modes import set_train

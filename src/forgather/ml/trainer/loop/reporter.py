@@ -46,6 +46,7 @@ class Reporter:
         self._reduce_norms = reduce_norms
         self._findings = findings
         self._targets = TargetWatch()
+        self._num_steps = 0
 
     def note_step(
         self, window: Window, loss: Tensor, grad_norm: Tensor | None, tokens: int | Tensor, samples: int
@@ -53,7 +54,9 @@ class Reporter:
         """A step is done: move the counters, without waiting for the device."""
         loop, state = self._loop, self._loop.state
         assert window.total is not None
-        self._targets.note(window.batches, window.total)
+        self._num_steps += 1
+        if not (self._targets.has_seen_targets and isinstance(window.total, int) and window.total > 0):
+            self._targets.note(window.batches, window.total, self._num_steps)
         loop.interval.add(loss, window.total, grad_norm, tokens, samples)
         self.speed.step(tokens, samples)
         state.global_step += 1

@@ -11,12 +11,11 @@ from typing import TYPE_CHECKING, Any
 from torch import Tensor
 
 from forgather.ml.trainer.loading.empty_batch import EmptyBatch
-from forgather.ml.trainer.loop.evaluation_sums import samples_in
 from forgather.ml.trainer.loop.gradients import clear_gradients
-from forgather.ml.trainer.loop.window import StepBatches, Window, checked_result
+from forgather.ml.trainer.loop.window import StepBatches, Window, checked_result, samples_in
 from forgather.ml.trainer.ranks.parallel_loading import warn_of_equal_batches
 from forgather.ml.trainer.setup.hook_checks import is_overridden
-from forgather.ml.trainer.step_loss.index_errors import explaining_indices, warn_of_large_ids
+from forgather.ml.trainer.step_loss.index_errors import better_error, warn_of_large_ids
 from forgather.ml.trainer.step_loss.model_loss import Finding, ModelLoss
 from forgather.ml.trainer.step_loss.training_loss import TrainingLoss
 from forgather.ml.utils import without_ddp
@@ -54,11 +53,15 @@ class StepRunner:
         trainer = self._trainer
         steps.begin_step()
         try:
-            with explaining_indices(trainer.unwrapped_model(), steps.current):
-                result = trainer._train_step(steps)
+            result = trainer._train_step(steps)
         except StopIteration:
             self._drop_unfinished(steps.window)
             return False
+        except Exception as error:
+            better = better_error(error, trainer.unwrapped_model, steps.current)
+            if better is None:
+                raise
+            raise better from error
         finally:
             self._leave()
         self._note(steps.window, result)
@@ -108,7 +111,7 @@ class StepRunner:
         if window.total is None:
             trainer.feed.count(window)
         self._warn_of_unweighed(window)
-        if trainer.recipes.num_updates == self._num_averages:
+        if trainer.recipes.average is not None and trainer.recipes.num_updates == self._num_averages:
             # A _train_step of the user's own steps the optimizer, and knows nothing of the average.
             trainer.recipes.update_average()
         samples = sum(map(samples_in, window.batches)) if trainer.layout.speaks else 0

@@ -26,32 +26,30 @@ class TargetWatch:
     """Warns once of steps that train on nothing. Counts that are on a device are looked at only where it is waited for."""
 
     def __init__(self) -> None:
-        self._num_steps = 0
-        self._has_seen_targets = False
+        self.has_seen_targets = False
         self._has_warned = False
 
-    def note(self, batches: Iterable[Mapping[str, Any]], targets: int | Tensor) -> None:
-        """A step is done, with so many targets over all micro-batches and ranks."""
-        self._num_steps += 1
+    def note(self, batches: Iterable[Mapping[str, Any]], targets: int | Tensor, number: int) -> None:
+        """The step with this number in the process is done, with so many targets over all micro-batches and ranks."""
         if self._has_warned or not isinstance(targets, int):
             return
-        self._has_seen_targets = self._has_seen_targets or targets > 0
+        self.has_seen_targets = self.has_seen_targets or targets > 0
         if targets > 0:
             return
         shapes = [tuple(labels.shape) for labels in map(_labels_of, batches) if labels is not None]
         if shapes:
             self._warn(
-                f"Step {self._num_steps} of this process had labels other than {IGNORE_INDEX} (of shape {shapes[0]}), but the "
+                f"Step {number} of this process had labels other than {IGNORE_INDEX} (of shape {shapes[0]}), but the "
                 "loss counts none of them as a target"
             )
-        elif not self._has_seen_targets and self._num_steps == _NUM_FIRST_STEPS:
+        elif not self.has_seen_targets and number == _NUM_FIRST_STEPS:
             self._warn(f"The first {_NUM_FIRST_STEPS} steps had no target at all")
 
     def note_interval(self, num_steps: int, targets: float) -> None:
         """The device was waited for, and so many targets were in the steps since the last log."""
-        if num_steps and targets == 0 and not self._has_seen_targets and not self._has_warned:
+        if num_steps and targets == 0 and not self.has_seen_targets and not self._has_warned:
             self._warn(f"The first {num_steps} steps had no target at all")
-        self._has_seen_targets = self._has_seen_targets or targets > 0
+        self.has_seen_targets = self.has_seen_targets or targets > 0
 
     def _warn(self, found: str) -> None:
         self._has_warned = True

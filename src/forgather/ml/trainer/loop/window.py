@@ -170,3 +170,23 @@ def checked_result(window: Window | None, result: Any, owner: str) -> tuple[Tens
             "tensor or None, and a number."
         )
     return result
+
+
+def samples_in(batch: Mapping[str, Any]) -> int:
+    """The number of rows of a batch, by its first tensor or list; none of one that only stands in for a batch.
+
+    At least one: a batch that does not tell is not nothing.
+    """
+    if isinstance(batch, EmptyBatch):
+        return 0
+    rows = next((len(value) for value in batch.values() if isinstance(value, Tensor) and value.ndim > 0), None)
+    return _samples_without_tensors(batch) if rows is None else rows
+
+
+def _samples_without_tensors(batch: Mapping[str, Any]) -> int:
+    for value in batch.values():
+        if isinstance(value, Mapping):
+            return samples_in(value)
+        if isinstance(value, (list, tuple)):
+            return len(value)
+    return 1

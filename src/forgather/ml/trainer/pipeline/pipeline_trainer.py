@@ -12,7 +12,7 @@ from torch.distributed.pipelining import ScheduleGPipe
 
 from forgather.ml.checkpoint.components import SharingPattern
 from forgather.ml.loss import CausalLoss
-from forgather.ml.trainer.loop.evaluation_sums import samples_in
+from forgather.ml.trainer.loop.window import samples_in
 from forgather.ml.trainer.pipeline import pipeline_requirements as requirements
 from forgather.ml.trainer.pipeline.generation import GenerationOptions, generate
 from forgather.ml.trainer.pipeline.model_splitter import ModelSplitter, Split

@@ -21,8 +21,6 @@ from forgather.ml.trainer.synchronized_dataloader import NOTHING, SynchronizedDa
 
 Batch = Mapping[str, Any]
 Sum = Callable[[Tensor], Tensor]
-LossOf = Callable[[], ModelLoss]
-"""The loss of training, which is made after the loaders."""
 
 
 class BatchNotes(NamedTuple):
@@ -60,8 +58,10 @@ def signal_of(flags: tuple[int, ...]) -> str | None:
 class SoloFeed:
     """Training batches of one process: targets are counted when a window is fetched."""
 
-    def __init__(self, loss: LossOf, watch: GradientWatch, received: Callable[[], str | None]) -> None:
-        self._loss = loss
+    loss: ModelLoss
+    """The loss of training, which is made after the loaders."""
+
+    def __init__(self, watch: GradientWatch, received: Callable[[], str | None]) -> None:
         self._watch = watch
         self._received = received
 
@@ -73,7 +73,7 @@ class SoloFeed:
 
     def count(self, window: Window) -> None:
         """Fill in the numbers of targets of a window."""
-        window.counts = [self._loss().count(labels, batch) for batch, labels in window.labelled]
+        window.counts = [self.loss.count(labels, batch) for batch, labels in window.labelled]
         window.total = sum(window.counts)
         window.num_shares = len(window.batches)
 
@@ -98,9 +98,10 @@ class RankFeed:
     until the batch is in a window.
     """
 
+    loss: ModelLoss
+
     def __init__(
         self,
-        loss: LossOf,
         watch: GradientWatch,
         received: Callable[[], str | None],
         total: Sum,
@@ -110,8 +111,7 @@ class RankFeed:
         """`speaks`: of the ranks that train on the same batches, this one counts them. `counts_early` is False where the
         labels of a batch are known only when its window is fetched.
         """
-        self._solo = SoloFeed(loss, watch, received)
-        self._loss = loss
+        self._solo = SoloFeed(watch, received)
         self._watch = watch
         self._received = received
         self._sum = total
@@ -138,8 +138,8 @@ class RankFeed:
             self._own_counts.append(0)
             return BatchNotes()
         require_mapping(batch)
-        knows = self._loss().can_count and self._counts_early
-        count: int | Tensor = self._loss().count(batch.get("labels"), batch) if knows else -1
+        knows = self.loss.can_count and self._counts_early
+        count: int | Tensor = self.loss.count(batch.get("labels"), batch) if knows else -1
         self._own_counts.append(count)
         is_unknown = isinstance(count, Tensor) or count < 0
         return BatchNotes(0 if is_unknown else int(count), 1, int(is_unknown))
@@ -163,6 +163,7 @@ class RankFeed:
     def _count_now(self, window: Window) -> None:
         """For the first steps, before the loss is known, and for labels that are on a device already."""
         num_shares = window.num_shares
+        self._solo.loss = self.loss
         self._solo.count(window)
         assert window.total is not None
         own = int(window.total) if self._speaks else 0

@@ -6,7 +6,7 @@ trainers never ask whether they are parallel. Every rank calls each method, or n
 
 import contextlib
 import logging
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager
 from typing import Any, TypeVar
 
@@ -26,7 +26,7 @@ from forgather.ml.trainer.loading.data_order import WHOLE
 from forgather.ml.trainer.loading.empty_batch import EmptyBatch
 from forgather.ml.trainer.loop.evaluation_sums import EvaluationInterrupted, first_batches
 from forgather.ml.trainer.loop.nonfinite import GradientWatch
-from forgather.ml.trainer.ranks.batch_notes import Feed, LossOf, RankFeed, SoloFeed, signal_of, stop_flags
+from forgather.ml.trainer.ranks.batch_notes import Feed, RankFeed, SoloFeed, signal_of, stop_flags
 from forgather.ml.trainer.ranks.parallel_loading import BuildLoader, DataLayout, ParallelLoading
 from forgather.ml.trainer.setup.rank_settings import require_equal_settings
 from forgather.ml.trainer.synchronized_dataloader import NOTHING, Rounds, SynchronizedDataLoader
@@ -50,6 +50,8 @@ class SoloTeam:
     """Added to messages that count something."""
     settings: Mapping[str, object] = {}
     """Added to the settings that messages list."""
+    occasions: Collection[str] = ()
+    """When callbacks may ask for something that ranks must settle: "epoch", "log", "step"."""
     settles_loss_first = False
     """Whether ranks must know the loss before their first forward pass."""
 
@@ -83,10 +85,8 @@ class SoloTeam:
         The occasions "step" and "log" (a log, an evaluation, a save) are frequent, and most callbacks ask for nothing then.
         """
 
-    def feed(
-        self, loss: LossOf, watch: GradientWatch, received: Received, layout: DataLayout, counts_early: bool
-    ) -> Feed:
-        return SoloFeed(loss, watch, received)
+    def feed(self, watch: GradientWatch, received: Received, layout: DataLayout, counts_early: bool) -> Feed:
+        return SoloFeed(watch, received)
 
     def train_loader(self, build: BuildLoader, dataset: object, layout: DataLayout, drop_last: bool, feed: Feed) -> Any:
         return build(WHOLE)
@@ -145,7 +145,7 @@ class RankTeam(SoloTeam):
         self.peers = Peers(group)
         self._exchange: NumberExchange | None = None
         # When some callback may ask for something; the first time they settle, ranks learn of each other's.
-        self._occasions = {"epoch", "log", "step"}
+        self.occasions = {"epoch", "log", "step"}
         self._loading = ParallelLoading(self.peers, self.agreement)
 
     @property
@@ -155,7 +155,7 @@ class RankTeam(SoloTeam):
     def open(self) -> None:
         if self._exchange is None:
             self._exchange = number_exchange(RankLinks.connect(self._group))
-        self._occasions = {"epoch", "log", "step"}
+        self.occasions = {"epoch", "log", "step"}
 
     def sum(self, numbers: Tensor) -> Tensor:
         assert self._exchange is not None
@@ -182,14 +182,14 @@ class RankTeam(SoloTeam):
         return dist.device_mesh.init_device_mesh(device_type, tuple(shape), mesh_dim_names=tuple(names))
 
     def settle(self, control: TrainerControl, callbacks: Iterable[object], occasion: str = "epoch") -> None:
-        if occasion not in self._occasions:
+        if occasion not in self.occasions:
             return
         asked = [bool(getattr(control, name)) for name in _REQUESTS]
         callbacks = list(callbacks)
         may_ask = [any(map(asks, callbacks)) for asks in (asks_in_steps, asks_for_something)]
         *agreed, asks_at_steps, asks_at_logs = self.sum(torch.tensor([*asked, *may_ask], dtype=torch.int64)).tolist()
         frequent = {"step": asks_at_steps, "log": asks_at_logs}
-        self._occasions = {"epoch", *(name for name, number in frequent.items() if number)}
+        self.occasions = {"epoch", *(name for name, number in frequent.items() if number)}
         for name, was_asked, number in zip(_REQUESTS, asked, agreed, strict=True):
             if number and not was_asked:
                 logger.info("%s was asked for on another rank", name)
@@ -197,10 +197,8 @@ class RankTeam(SoloTeam):
 
     # --- batches
 
-    def feed(
-        self, loss: LossOf, watch: GradientWatch, received: Received, layout: DataLayout, counts_early: bool
-    ) -> Feed:
-        return RankFeed(loss, watch, received, self.sum, layout.speaks, counts_early)
+    def feed(self, watch: GradientWatch, received: Received, layout: DataLayout, counts_early: bool) -> Feed:
+        return RankFeed(watch, received, self.sum, layout.speaks, counts_early)
 
     def train_loader(self, build: BuildLoader, dataset: object, layout: DataLayout, drop_last: bool, feed: Feed) -> Any:
         assert isinstance(feed, RankFeed)

@@ -96,6 +96,7 @@ def prepare_device(trainer: "Trainer") -> None:
     """Device, precision and seeds; the same seed for the model on every rank."""
     with trainer.team.agreement("choosing the device"):
         trainer._init_device()
+    trainer.on_cpu = trainer.device.type == "cpu"
     preparation.use_device(trainer.device)
     preparation.use_precision(trainer.args)
     trainer.amp_context = trainer._make_amp_context()
@@ -112,9 +113,7 @@ def prepare_data(trainer: "Trainer", train_dataset: BaseDataset | None, eval_dat
     trainer.control = TrainerControl()
     trainer.watch = GradientWatch(trainer.args.nonfinite_grad, trainer.amp_context.has_loss_scale)
     early = not is_overridden(trainer, "_prepare_batch")
-    trainer.feed = trainer.team.feed(
-        lambda: trainer.step_loss, trainer.watch, trainer.received_signal, trainer.layout, early
-    )
+    trainer.feed = trainer.team.feed(trainer.watch, trainer.received_signal, trainer.layout, early)
     trainer.train_dataloader = trainer.eval_dataloader = None
     trainer._init_dataloaders(train_dataset if trains else None, eval_dataset)
     if trains and trainer.train_dataloader is None:
@@ -258,6 +257,7 @@ def wrap(trainer: "Trainer") -> None:
 def prepare_loop(trainer: "Trainer") -> None:
     """State and collaborators of the loop."""
     args, amp = trainer.args, trainer.amp_context
+    trainer.feed.loss = trainer.step_loss
     trainer.state = trainer._init_state()
     for name, value in (("epoch_train_steps", trainer.plan.steps_per_epoch), ("num_processes", trainer.num_processes)):
         if not hasattr(trainer.state, name):

@@ -5,7 +5,7 @@ raises, the frames of the traceback hold the embedding or the loss that was call
 """
 
 import logging
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from types import FrameType, TracebackType
 from typing import Any, NamedTuple
 
@@ -32,6 +32,13 @@ _TOKENIZER_REMEDY = (
 _TOKEN_KEYS = ("input_ids", "decoder_input_ids", "labels")
 
 Batches = Sequence[Mapping[str, Any]]
+
+
+def better_error(error: Exception, model: Callable[[], nn.Module], batches: Batches) -> Exception | None:
+    """The error of a step as one that names the batch key and the remedy, if an index was out of range; else None."""
+    if not isinstance(error, (IndexError, RuntimeError, ValueError)) or isinstance(error, DistributedError):
+        return None
+    return _better_error(error, model(), batches)
 
 
 class explaining_indices:

@@ -12,7 +12,7 @@ from forgather.ml.checkpoint.errors import CheckpointLoadError
 from forgather.ml.checkpoint.state.state_schema import Schema, flag, optional, that
 from forgather.ml.loss import CausalLoss
 from forgather.ml.trainer.loading.empty_batch import EmptyBatch
-from forgather.ml.trainer.loop.evaluation_sums import samples_in
+from forgather.ml.trainer.loop.window import samples_in
 from forgather.ml.trainer.setup.model_modes import set_train
 from forgather.ml.trainer.step_loss.loss_traits import UNITS, Rows, Traits, find_traits, looking_only, rows_of
 from forgather.ml.trainer.step_loss.model_outputs import logits_of, own_loss_of
