@@ -153,7 +153,7 @@ def _modules_that_give_hidden_states(model: Any, tokens: Mapping[str, Tensor]) -
 
     modules = [one for one in model.base_model.modules() if not isinstance(one, torch.jit.ScriptModule)]
     with torch.no_grad(), _hooked(modules, note):
-        hidden = HiddenStatesModel(model)(**tokens)
+        hidden = HiddenStatesModel(model)(**tokens, return_hidden_states=True)
     return [module for module, result in results if result is hidden]
 
 
