@@ -75,7 +75,9 @@ def test_three_methods_are_abstract() -> None:
     [(BaseTrainer, SmallArguments), (Trainer, OwnArguments), (DDPTrainer, OwnDDPArguments), (DDPTrainer, OwnArguments)],
 )
 def test_a_dict_becomes_the_type_parameter(base: Any, arguments: Any, tmp_path: Path) -> None:
-    methods = {name: vars(SmallTrainer)[name] for name in BaseTrainer.__abstractmethods__} if base is BaseTrainer else {}
+    methods = (
+        {name: vars(SmallTrainer)[name] for name in BaseTrainer.__abstractmethods__} if base is BaseTrainer else {}
+    )
     parametrised = base[arguments]
     own = type("Own", (base,), {"__orig_bases__": (parametrised,), **methods})
     trainer = own(args={"output_dir": str(tmp_path), "use_cpu": True}, model=nn.Linear(1, 1), default_callbacks=False)
