@@ -181,7 +181,8 @@ class Announcing(SmallTrainer):
         return metrics
 
     def save_checkpoint(self, checkpoint_path: str | None = None) -> str:
-        path = super().save_checkpoint(checkpoint_path)
+        path = str(self.checkpoint_manager.save_checkpoint(checkpoint_path))
+        self._dispatch_event("on_save", checkpoint_path=path)
         return path
 
 

@@ -330,7 +330,7 @@ def test_the_message_for_an_empty_evaluation_can_be_replaced(tmp_path: Path) -> 
         def _format_zero_eval_batches_diagnostic(self, header: str, settings: Any, explanation: str) -> str:
             return f"{header[:14]} | {sorted(settings)[-1]} | {bool(explanation)}"
 
-    with pytest.raises(RuntimeError, match="^nothing to evaluate$"):
+    with pytest.raises(RuntimeError, match=r"^nothing to evaluate$"):
         build(tmp_path, Short).evaluate([])
     with pytest.raises(RuntimeError, match=r"^The evaluation \| .* \| True$"):
         build(tmp_path, Formatting).evaluate([])

@@ -19,8 +19,8 @@ from tests.guarantees.trainer_contract.step_hooks import (
     Printed,
     Rescaled,
     RescaledOwnLoss,
-    Unweighed,
     UntilSync,
+    Unweighed,
     causal_mean,
     with_hooks,
 )
@@ -74,6 +74,12 @@ def test_the_mean_of_means_is_kept_too(hook: type, tmp_path: Path) -> None:
 
 def zero_safe(logits: Tensor, labels: Tensor) -> Tensor:
     return torch.nan_to_num(causal_mean(logits, labels))
+
+
+@pytest.mark.parametrize("hook", [Printed, Rescaled])
+def test_a_micro_batch_without_targets_weighs_nothing(hook: type, tmp_path: Path) -> None:
+    expected = train(tmp_path / "expected", per_device_train_batch_size=1)
+    assert_same_training(train(tmp_path / "own", with_hooks(Trainer, hook), per_device_train_batch_size=1), expected)
 
 
 # --- windows
