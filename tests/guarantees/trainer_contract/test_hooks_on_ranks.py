@@ -300,6 +300,25 @@ def test_an_evaluation_of_ones_own_is_reduced_once(tmp_path: Path) -> None:
     assert first["in_training"] == [first["own"]]
 
 
+def evaluate_apart(output_dir: str) -> list[Any]:
+    class Apart(DDPTrainer):
+        def _dispatch_eval_batches(self) -> bool:
+            return False
+
+    found: list[Any] = []
+    for trainer_class in (DDPTrainer, Apart):
+        trainer = build(output_dir, trainer_class, trainer_options={"eval_dataset": SAMPLES})
+        metrics = trainer.evaluate()
+        found.append((type(trainer.eval_dataloader).__name__, metrics["eval_loss"], metrics["eval_tokens"]))
+    return found
+
+
+def test_the_hook_decides_who_reads_evaluation_batches(tmp_path: Path) -> None:
+    for dispatched, apart in run_on_ranks(evaluate_apart, 2, str(tmp_path)):
+        assert dispatched[0] != apart[0]
+        assert dispatched[1:] == pytest.approx(apart[1:])
+
+
 def own_manager(output_dir: str) -> bool:
     class Own(DDPTrainer):
         def _init_checkpoint_manager(self) -> CheckpointManager:
