@@ -50,8 +50,8 @@ def trained(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Moments, An
     assert trainer.model is not None
     return (
         folder / "checkpoint-4",
-        moments_of(trainer.unwrapped_model(), trainer.optimizer),
-        trainer.unwrapped_model().state_dict(),
+        moments_of(trainer.model, trainer.optimizer),
+        trainer.model.state_dict(),
     )
 
 

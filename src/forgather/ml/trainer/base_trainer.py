@@ -14,17 +14,11 @@ from torch import nn
 from torch.distributed import ProcessGroup
 
 from forgather.ml.checkpoint.components import SharingPattern, StateComponent, select_components
-from forgather.ml.checkpoint.coordinator import CheckpointCoordinator
-from forgather.ml.checkpoint.errors import CheckpointSaveError
 from forgather.ml.checkpoint.manager import CheckpointConfig, CheckpointManager
 from forgather.ml.checkpoint.state.rng import RNGState, undisturbed_random_numbers
 from forgather.ml.distributed import (
     DistributedEnvInterface,
-    DistributedEnvironment,
-    StaticDistributedEnvironment,
-    get_world_size,
 )
-from forgather.ml.distributed.launch_variables import check_launch_variables
 from forgather.ml.trainer.arguments.training_arguments import (
     BaseTrainingArguments,
     MinimalTrainingArguments,
@@ -33,6 +27,7 @@ from forgather.ml.trainer.arguments.training_arguments import (
 )
 from forgather.ml.trainer.callbacks.handler import CallbackHandler
 from forgather.ml.trainer.loop.scheduler_state import SchedulerState
+from forgather.ml.trainer.setup import base_parts
 from forgather.ml.trainer.setup.declared_state import (
     GLOBAL,
     PER_RANK,
@@ -44,7 +39,7 @@ from forgather.ml.trainer.setup.declared_state import (
     with_dictionaries,
 )
 from forgather.ml.trainer.setup.given_objects import check_given, merged_signature
-from forgather.ml.trainer.setup.hook_checks import check_hooks
+from forgather.ml.trainer.setup.hook_checks import check_hooks, is_overridden
 from forgather.ml.trainer.setup.model_construction import checked_builder, refuse_adapters
 from forgather.ml.trainer.setup.requirements import Given
 from forgather.ml.trainer.step_loss.model_outputs import (
@@ -60,7 +55,6 @@ from forgather.ml.trainer.trainer_types import (
     OptimizerT,
     TrainerCallback,
     TrainerControl,
-    TrainerState,
     TrainOutput,
 )
 from forgather.ml.utils import unwrap_model
@@ -220,21 +214,12 @@ class BaseTrainer(ABC, Generic[TArgs]):
     def dist(self) -> DistributedEnvInterface:
         """The place of this process in the job; made when it is first asked for, which may initialise torch.distributed."""
         if self._env is None:
-            self._env = self._find_environment()
+            self._env = base_parts.find_environment(self.distributed_env, self.args)
         return self._env
 
     @dist.setter
     def dist(self, env: DistributedEnvInterface) -> None:
         self._env = env
-
-    def _find_environment(self) -> DistributedEnvInterface:
-        if self.distributed_env is not None:
-            return self.distributed_env
-        check_launch_variables()
-        use_cpu = bool(getattr(self.args, "use_cpu", False))
-        return (
-            DistributedEnvironment(no_accelerator=use_cpu) if get_world_size() > 1 else StaticDistributedEnvironment()
-        )
 
     # --- training and evaluation
 
@@ -335,8 +320,8 @@ class BaseTrainer(ABC, Generic[TArgs]):
     def _preparation(self) -> Iterator[None]:
         if "on_train_begin" in self._fired:
             self._fired.clear()
-        self._callback_handler.stop_requested_by = None
         self._forget_made()
+        self._callback_handler.stop_requested_by = None
         self._is_preparing = True
         try:
             yield
@@ -346,7 +331,7 @@ class BaseTrainer(ABC, Generic[TArgs]):
 
     def _complete_state(self) -> None:
         if self.state is None:
-            self.state = self._make_state()
+            self.state = base_parts.new_state(self.args, self.dist)
             self._made_by_base.append(self.state)
 
     def _complete_manager(self, **options: Any) -> None:
@@ -362,20 +347,6 @@ class BaseTrainer(ABC, Generic[TArgs]):
         if any(self.state is one for one in self._made_by_base):
             self.state = None
         self._made_by_base.clear()
-
-    def _make_state(self) -> TrainerState:
-        args = self.args
-        return TrainerState(
-            logging_steps=args.logging_steps,
-            eval_steps=args.eval_steps,
-            train_batch_size=args.per_device_train_batch_size,
-            max_steps=args.max_steps,
-            num_train_epochs=args.num_train_epochs,
-            max_eval_steps=getattr(args, "max_eval_steps", -1),
-            save_steps=args.save_steps,
-            is_local_process_zero=self.dist.local_rank == 0,
-            is_world_process_zero=self.dist.rank == 0,
-        )
 
     # --- checkpoints
 
@@ -404,7 +375,8 @@ class BaseTrainer(ABC, Generic[TArgs]):
     def save_model(self, output_dir: str | None = None) -> None:
         """Write the model alone, as a Hugging Face directory, by default into the output directory."""
         self._prepare_to_evaluate(self.eval_dataset)
-        self._model_exporter().export_model(output_dir or self.args.output_dir, overwrite=True)
+        exporter = base_parts.model_exporter(self, self._model_to_save())
+        exporter.export_model(output_dir or self.args.output_dir, overwrite=True)
 
     def _save_now(self, checkpoint_path: str | None) -> str:
         self._require_whole_state()
@@ -432,39 +404,14 @@ class BaseTrainer(ABC, Generic[TArgs]):
 
     def _make_manager(self, **options: Any) -> CheckpointManager:
         """A manager of the declared state, for the output directory of the arguments."""
-        return CheckpointManager(
-            self.checkpoint_config(),
-            self.dist,
-            self,
-            model_preprocessor=self.processing_class,
-            callbacks=self.callbacks,
-            **self._model_to_save(),
-            **options,
-        )
+        return base_parts.make_manager(self, self._model_to_save(), options)
 
     def checkpoint_config(self) -> CheckpointConfig:
-        return CheckpointConfig(
-            output_dir=self.args.output_dir,
-            save_total_limit=self.args.save_total_limit,
-            save_on_each_node=self.args.save_on_each_node,
-            save_safetensors=self.args.save_safetensors,
-        )
+        return base_parts.checkpoint_config(self.args)
 
     def _model_to_save(self) -> dict[str, Any]:
         """The model as coordinator and manager take it; more than one argument where ranks have parts of it."""
         return {"model": self.unwrapped_model()}
-
-    def _model_exporter(self) -> CheckpointCoordinator:
-        model = [component for component in self.get_state_components() if component.key == "model"]
-        return CheckpointCoordinator(
-            model,
-            self.get_process_groups(),
-            self.dist,
-            self.args.output_dir,
-            self.args.save_safetensors,
-            model_preprocessor=self.processing_class,
-            **self._model_to_save(),
-        )
 
     # --- declared state
 
@@ -533,20 +480,13 @@ class BaseTrainer(ABC, Generic[TArgs]):
         return set(BaseTrainer.state_dict(self))
 
     def _require_whole_state(self) -> None:
-        """Refuse to save a `state_dict` override that dropped keys of the base: a resume would not be exact."""
-        if type(self).state_dict.__module__.startswith("forgather."):
-            return
-        state = self.state_dict()
-        missing = sorted(self._own_state_keys() - set(state if isinstance(state, Mapping) else ()))
-        if missing:
-            raise CheckpointSaveError(
-                f"{type(self).__name__}.state_dict() lacks the keys {', '.join(missing)}, without which a resume is not exact. "
-                "Start from the base: state = super().state_dict(), and add keys of your own to it."
-            )
+        """Refuse to save a `state_dict` override that dropped keys of the base."""
+        if is_overridden(self, "state_dict"):
+            base_parts.require_keys(type(self).__name__, self.state_dict(), self._own_state_keys())
 
     def _warn_of_left_out(self) -> None:
         """Say once what a `get_state_components` written by hand leaves out for ever."""
-        if self._has_warned_of_left_out or type(self).get_state_components.__module__.startswith("forgather."):
+        if self._has_warned_of_left_out or not is_overridden(self, "get_state_components"):
             return
         self._has_warned_of_left_out = True
         usual = [component.key for component in BaseTrainer.get_state_components(self)]

@@ -151,8 +151,8 @@ class StatefulProvider(Protocol):
     def get_process_groups(self) -> dict[str, ProcessGroup]: ...
 
 
-def __getattr__(name: str) -> Any:
-    # Arguments use types of this module, so that they are imported when they are asked for.
+def __getattr__(name: str) -> object:
+    """`MinimalTrainingArguments`, imported on first use: the module of the arguments imports this one."""
     if name != "MinimalTrainingArguments":
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
     from forgather.ml.trainer.arguments.training_arguments import MinimalTrainingArguments

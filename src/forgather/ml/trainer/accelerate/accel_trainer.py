@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from typing import Any, ClassVar
 
 from torch import Tensor, nn
+from torch.distributed import DeviceMesh
 
 from forgather.ml.trainer.accelerate.accelerator_checks import (
     AcceleratedOptimizer,
@@ -69,6 +70,8 @@ class AccelTrainer(Trainer[TTrainingArgs]):
         "rng": PER_RANK,
     }
 
+    mesh: DeviceMesh | None = None
+
     @explains_calls
     def __init__(
         self, *, args: TTrainingArgs | Mapping[str, Any], accelerator: Accelerator, **trainer_kwargs: Any
@@ -85,6 +88,11 @@ class AccelTrainer(Trainer[TTrainingArgs]):
         self._initial_loss_scale = None if accelerator.scaler is None else accelerator.scaler.state_dict()
 
     # --- preparation
+
+    def _init_distributed(self) -> None:
+        super()._init_distributed()
+        if self.mesh is None:
+            self.mesh = self.team.mesh(self.dist.device_type, (self.dist.world_size,), ("data_parallel",))
 
     def _data_layout(self, for_training: bool) -> DataLayout:
         return DataLayout(Part(self.team.rank, self.team.size), remedy="A map-style dataset is split by the trainer.")
@@ -188,6 +196,9 @@ class AccelTrainer(Trainer[TTrainingArgs]):
     def _before_evaluation(self) -> None:
         if getattr(self.model, "forward_sync_buffers", False):
             self._replicas.share_buffers()
+
+    def _model_to_save(self) -> dict[str, Any]:
+        return {**super()._model_to_save(), "mesh": self.mesh}
 
     def _before_save(self) -> None:
         super()._before_save()

@@ -165,6 +165,9 @@ class DDPTrainer(Trainer[TDDPArgs]):
         if self.post_local_sgd_state is not None:
             self.post_local_sgd_state.average_replicas()
 
+    def _model_to_save(self) -> dict[str, Any]:
+        return {**super()._model_to_save(), "mesh": self.mesh}
+
     def _built_statefuls(self) -> dict[str, object]:
         statefuls = super()._built_statefuls()
         return (

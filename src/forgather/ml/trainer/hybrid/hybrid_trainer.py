@@ -11,6 +11,7 @@ from forgather.ml.checkpoint.components import SharingPattern
 from forgather.ml.trainer.hybrid.gradient_reduction import GradientReducer
 from forgather.ml.trainer.hybrid.hybrid_arguments import HybridTrainingArguments
 from forgather.ml.trainer.loading.data_order import Part
+from forgather.ml.trainer.pipeline.pipeline_model import PipelineModel
 from forgather.ml.trainer.pipeline.pipeline_ranks import PipelineRanks
 from forgather.ml.trainer.pipeline.pipeline_trainer import PipelineTrainer
 from forgather.ml.trainer.ranks.parallel_loading import DataLayout
@@ -79,10 +80,10 @@ class HybridTrainer(PipelineTrainer[THybridArgs]):
 
     # --- the model
 
-    def _make_reducer(self) -> GradientReducer:
+    def _make_reducer(self, pipeline: PipelineModel) -> GradientReducer:
         assert self.dp_process_group is not None
-        self._reducer = GradientReducer(self.pipeline.own, self.dp_process_group)
-        self._replicas = ReplicatedModel(self.pipeline.part, self.team, self.dp_process_group)
+        self._reducer = GradientReducer(pipeline.own, self.dp_process_group)
+        self._replicas = ReplicatedModel(pipeline.part, self.team, self.dp_process_group)
         return self._reducer
 
     # --- the step
@@ -92,9 +93,9 @@ class HybridTrainer(PipelineTrainer[THybridArgs]):
         with self._replicas.forward():
             return super()._forward_backward_step(input_dict, labels)
 
-    def _finish_gradients(self) -> None:
+    def _reduce_gradients(self) -> None:
         self._reducer.finish()
-        super()._finish_gradients()
+        super()._reduce_gradients()
 
     # --- generation
 

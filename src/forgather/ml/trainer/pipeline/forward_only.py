@@ -6,12 +6,14 @@ stage tells the next one, in a message ahead of the first micro-batch, what its 
 
 from collections import deque
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed import ProcessGroup
+
+from forgather.ml.trainer.pipeline.pipeline_batches import Meta, Metas, Signature
 
 Outputs = tuple[Tensor, ...]
 Consume = Callable[[int, Any], None]
@@ -32,32 +34,6 @@ _MOST_DIMENSIONS = 8
 _MOST_TENSORS = 8
 _SHAPES_KNOWN = 4096
 _HEADER_LENGTH = 1 + _MOST_TENSORS * (2 + _MOST_DIMENSIONS)
-
-
-class Meta(NamedTuple):
-    """What a tensor looks like."""
-
-    shape: torch.Size
-    dtype: torch.dtype
-
-    @classmethod
-    def of(cls, tensor: Tensor) -> "Meta":
-        return cls(tensor.shape, tensor.dtype)
-
-
-Metas = tuple[Meta, ...]
-
-
-class Signature(NamedTuple):
-    """What decides about the shapes between stages: the tensors of a micro-batch."""
-
-    inputs: Meta
-    keywords: tuple[tuple[str, Meta], ...]
-
-    @classmethod
-    def of(cls, inputs: Tensor, keywords: Mapping[str, Any]) -> "Signature":
-        tensors = {name: value for name, value in keywords.items() if isinstance(value, Tensor)}
-        return cls(Meta.of(inputs), tuple((name, Meta.of(tensors[name])) for name in sorted(tensors)))
 
 
 class ForwardOnly:

@@ -11,6 +11,32 @@ from forgather.ml.trainer.step_loss.loss_traits import IGNORE_INDEX
 _TAKEN_NAMES = {"target", "losses", "return_outputs", "loss_kwargs"}
 
 
+class Meta(NamedTuple):
+    """What a tensor looks like."""
+
+    shape: torch.Size
+    dtype: torch.dtype
+
+    @classmethod
+    def of(cls, tensor: Tensor) -> "Meta":
+        return cls(tensor.shape, tensor.dtype)
+
+
+Metas = tuple[Meta, ...]
+
+
+class Signature(NamedTuple):
+    """What decides about the shapes between stages: the tensors of a micro-batch."""
+
+    inputs: Meta
+    keywords: tuple[tuple[str, Meta], ...]
+
+    @classmethod
+    def of(cls, inputs: Tensor, keywords: Mapping[str, Any]) -> "Signature":
+        tensors = {name: value for name, value in keywords.items() if isinstance(value, Tensor)}
+        return cls(Meta.of(inputs), tuple((name, Meta.of(tensors[name])) for name in sorted(tensors)))
+
+
 class PipelineBatch(NamedTuple):
     """A batch, or a micro-batch of one: the main input, all other inputs by name, and the labels."""
 
@@ -21,6 +47,10 @@ class PipelineBatch(NamedTuple):
     @property
     def num_rows(self) -> int:
         return self.inputs.shape[0]
+
+    @property
+    def signature(self) -> Signature:
+        return Signature.of(self.inputs, self.keywords)
 
     def micro_batches(self, number: int) -> list["PipelineBatch"]:
         """Equal micro-batches; a value without a row for each sample is in all of them."""
@@ -39,6 +69,14 @@ class PipelineBatch(NamedTuple):
 
 def has_rows(value: Any, num_rows: int) -> bool:
     return isinstance(value, Tensor) and value.ndim > 0 and value.shape[0] == num_rows
+
+
+def require_labels(inputs: Mapping[str, Any], labels: object) -> None:
+    """Raise for a batch without labels: on every rank, before any of them waits for another."""
+    if not isinstance(labels, Tensor):
+        raise ValueError(
+            f"There is no loss to train on or to evaluate: the batch has no 'labels'; it has: {', '.join(map(str, inputs))}."
+        )
 
 
 def padded_batch(inputs: Mapping[str, Any], labels: Tensor | None, main_input: str, num_rows: int) -> PipelineBatch:

@@ -19,9 +19,8 @@ from forgather.ml.checkpoint.weights.module_weights import (
     make_shard_index,
 )
 from forgather.ml.construct import torch_dtype
-from forgather.ml.trainer.pipeline.forward_only import Meta
 from forgather.ml.trainer.pipeline.model_splitter import Split, Stage
-from forgather.ml.trainer.pipeline.pipeline_batches import PipelineBatch, padded_batch
+from forgather.ml.trainer.pipeline.pipeline_batches import Meta, PipelineBatch, padded_batch
 from forgather.ml.trainer.pipeline.pipeline_utils import (
     assert_no_duplicate_fqns,
     require_all_fqns,
@@ -57,8 +56,9 @@ class PipelineModel:
         """`split` divides the whole model into stages."""
         self.whole = whole
         self.device = device
-        self._group = group
+        self.group = group
         self.stage_indices = stage_indices
+        self._main_input = main_input_of(whole)
         # Before any part of it has memory: then tied names are no longer one tensor.
         self.sharing = create_sharing_metadata(whole)
         self.parameter_stats = count_parameters(whole)
@@ -130,7 +130,7 @@ class PipelineModel:
 
     def fill_from(self, source: nn.Module | None) -> None:
         """Take the values of the whole model, which the first rank of the pipeline gives; collective."""
-        stream_values(source, list(self.own.values()), self.names_of_ranks, self._group)
+        stream_values(source, list(self.own.values()), self.names_of_ranks, self.group)
 
     def check_source(self, source: nn.Module) -> None:
         """Refuse a whole model that is not the one which was divided: its values would not fit where they are sent."""
@@ -147,7 +147,7 @@ class PipelineModel:
 
     def batch(self, inputs: Mapping[str, Any], labels: Tensor | None, num_rows: int) -> PipelineBatch:
         """A batch with a multiple of `num_rows` rows, of which this rank has on its device what its stages read."""
-        main_input = main_input_of(self.whole)
+        main_input = self._main_input
         main, keywords, labels = padded_batch(inputs, labels, main_input, num_rows)
         if self.make_mask is not None:
             mask = self.make_mask(**{main_input: main, **keywords})
@@ -158,6 +158,17 @@ class PipelineModel:
         if labels is not None and self.has_last:
             labels = moved(labels, self.device)
         return PipelineBatch(main, dict(moved(keywords, self.device)), labels)
+
+    def micro_batches(self, inputs: Mapping[str, Any], labels: Tensor | None, size: int) -> list[PipelineBatch]:
+        """A batch in micro-batches of `size` rows."""
+        batch = self.batch(inputs, labels, size)
+        return batch.micro_batches(batch.num_rows // size)
+
+    def compile(self, options: Mapping[str, Any]) -> None:
+        """Compile each stage by itself."""
+        for index, module in self.running.items():
+            compiled: Any = torch.compile(module, **options)
+            self.running[index] = compiled
 
     def _shard_index(self) -> ShardIndex:
         states = [

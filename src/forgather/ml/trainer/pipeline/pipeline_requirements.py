@@ -2,7 +2,6 @@
 
 import logging
 from collections.abc import Mapping, Sequence
-from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -99,19 +98,24 @@ def require_whole_model(owner: str, model: object, whole: nn.Module) -> None:
 class OwnLossCheck:
     """Refuses models that compute another loss than the causal one, where no loss function was given."""
 
-    def __init__(self, dataset: BaseDataset | None, collate: DataCollatorT | None, amp: AMPContext) -> None:
+    def __init__(
+        self, given_loss: object, dataset: BaseDataset | None, collate: DataCollatorT | None, amp: AMPContext
+    ) -> None:
+        self._is_needed = given_loss is None
         self._dataset = dataset
         self._collate = collate
         self._amp = amp
 
     def look_at_whole(self, model: nn.Module) -> None:
         """Refuse a model that is known to need a loss of its own; it needs no values."""
-        reason = reason_for_own_loss(model)
+        reason = reason_for_own_loss(model) if self._is_needed else None
         if reason is not None:
             raise _own_loss_refusal(model, reason)
 
     def look_at_source(self, source: nn.Module) -> None:
         """Refuse a model with values if its loss differs from the causal one on two samples."""
+        if not self._is_needed:
+            return
         with undisturbed_random_numbers():
             sample = sample_batch(source, self._dataset, self._collate, 2)
         device = next((parameter.device for parameter in source.parameters()), torch.device("cpu"))
@@ -132,14 +136,6 @@ def _own_loss_refusal(model: nn.Module, reason: str) -> ValueError:
         f"{type(model).__name__} needs a loss of its own, since {reason}, but in a pipeline the loss is computed from the "
         "logits of the last stage. Pass compute_loss_func, a function of (logits, labels), or train on one device."
     )
-
-
-def require_labels(inputs: Mapping[str, Any], labels: object) -> None:
-    """On every rank, before any of them waits for another."""
-    if not isinstance(labels, Tensor):
-        raise ValueError(
-            f"There is no loss to train on or to evaluate: the batch has no 'labels'; it has: {', '.join(map(str, inputs))}."
-        )
 
 
 # --- optimizers

@@ -9,7 +9,6 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed import DeviceMesh, ProcessGroup
 from torch.distributed.pipelining import ScheduleGPipe
-from torch.distributed.pipelining.schedules import _PipelineSchedule
 
 from forgather.ml.checkpoint.components import SharingPattern
 from forgather.ml.loss import CausalLoss
@@ -18,6 +17,7 @@ from forgather.ml.trainer.pipeline import pipeline_requirements as requirements
 from forgather.ml.trainer.pipeline.generation import GenerationOptions, generate
 from forgather.ml.trainer.pipeline.model_splitter import ModelSplitter, Split
 from forgather.ml.trainer.pipeline.pipeline_arguments import PipelineTrainingArguments
+from forgather.ml.trainer.pipeline.pipeline_batches import require_labels
 from forgather.ml.trainer.pipeline.pipeline_model import (
     PipelineModel,
     StageFact,
@@ -26,8 +26,7 @@ from forgather.ml.trainer.pipeline.pipeline_model import (
     whole_model,
 )
 from forgather.ml.trainer.pipeline.pipeline_ranks import PipelineRanks
-from forgather.ml.trainer.pipeline.pipeline_requirements import OwnLossCheck
-from forgather.ml.trainer.pipeline.schedules import ScheduleChoice
+from forgather.ml.trainer.pipeline.schedules import PipelineSchedulerT, ScheduleChoice
 from forgather.ml.trainer.pipeline.schedules.trained_stage import StageReducer
 from forgather.ml.trainer.pipeline.splitters.causal_lm import create_causal_lm_splitter
 from forgather.ml.trainer.pipeline.splitters.example_batch import Example, example_batch
@@ -36,14 +35,13 @@ from forgather.ml.trainer.pipeline.stage_runner import StageRunner
 from forgather.ml.trainer.pipeline.stage_setup import StageSetup
 from forgather.ml.trainer.pipeline.tied_weights import norm_of_group
 from forgather.ml.trainer.ranks.parallel_loading import DataLayout
-from forgather.ml.trainer.recipes.layers import apply_layer_recipe
 from forgather.ml.trainer.setup import preparation
 from forgather.ml.trainer.setup.declared_state import GLOBAL, PER_RANK, REPLICATED, Shared
 from forgather.ml.trainer.setup.given_objects import explains_calls
 from forgather.ml.trainer.setup.hook_checks import is_overridden
 from forgather.ml.trainer.setup.rank_settings import described
 from forgather.ml.trainer.setup.torch_settings import torch_settings
-from forgather.ml.trainer.step_loss.fused import HiddenStatesModel, make_fused_loss, output_embeddings_of, unfused
+from forgather.ml.trainer.step_loss.fused import HiddenStatesModel, unfused
 from forgather.ml.trainer.step_loss.model_loss import ModelLoss
 from forgather.ml.trainer.step_loss.token_weighting import StepLoss
 from forgather.ml.trainer.step_loss.training_loss import TrainingLoss
@@ -53,8 +51,6 @@ from forgather.ml.utils import flops_per_token
 __all__ = ["PipelineSchedulerT", "PipelineTrainer", "PipelineTrainingArguments"]
 
 TPipelineArgs = TypeVar("TPipelineArgs", bound=PipelineTrainingArguments)
-PipelineSchedulerT = _PipelineSchedule
-"""A schedule of torch.distributed.pipelining."""
 
 
 class PipelineTrainer(Trainer[TPipelineArgs]):
@@ -97,8 +93,8 @@ class PipelineTrainer(Trainer[TPipelineArgs]):
     pp_last_stage_rank = StageFact(lambda pipeline: pipeline.stage_ranks[-1])
     """The rank in `pp_group` that has the last stage."""
     attention_mask_creator = StageFact(lambda pipeline: pipeline.make_mask)
+    runner: StageRunner
     _ranks: PipelineRanks | None = None
-    _runner: StageRunner | None = None
 
     @explains_calls
     def __init__(
@@ -177,24 +173,24 @@ class PipelineTrainer(Trainer[TPipelineArgs]):
         """Build, divide and fill the model unless that was done; a fresh start begins with a fresh one."""
         if self.model is None or self.starts_over:
             # Two models at once might be one too many.
-            self.model = self._runner = None
-            vars(self).pop("pipeline", None)
+            self.model = None
+            for name in ("pipeline", "runner"):
+                vars(self).pop(name, None)
             self._build_pipeline()
         self.pipeline.running = dict(self.pipeline.own)
 
     def _build_pipeline(self) -> None:
-        dataset = self._sampled_dataset
-        gives_loss = self.given.loss_fn is not None
-        check = None if gives_loss else OwnLossCheck(dataset, self.data_collator, self.amp_context)
+        given, collator = self.given.loss_fn, self.data_collator
+        check = requirements.OwnLossCheck(given, self._sampled_dataset, collator, self.amp_context)
         setup = StageSetup(self.args, self._split, self._schedule, self.team, self.ranks, self.device, check)
         self.pipeline = setup.divide(self._construct_model)
         if self.loads_weights:
             setup.prepare_to_load(self.pipeline, self._initialize_non_persistent_buffers)
         else:
             setup.fill(self.pipeline, self._construct_model)
-        self.model = self.pipeline.whole
         self._tied = setup.tie(self.pipeline)
-        setup.apply_recipes(self.pipeline, self._apply_recipes)
+        setup.apply_recipes(self.pipeline, self.enable_activation_checkpoint_fn)
+        self.model = self.pipeline.whole
 
     def _construct_model(self, device: torch.device) -> nn.Module:
         """The whole model: on the meta device on every rank, and with its values on rank 0."""
@@ -215,50 +211,46 @@ class PipelineTrainer(Trainer[TPipelineArgs]):
         return self.eval_dataset if self.train_dataset is None else self.train_dataset
 
     def _split(self, model: nn.Module, stage_indices: Sequence[tuple[int, ...]]) -> Split:
-        self.model = model
         loader = self.eval_dataloader if self.train_dataloader is None else self.train_dataloader
-        return self._split_model(model, self._get_example(loader), stage_indices)
+        # Only for the hook: the model is ready when its stages are.
+        self.model = model
+        try:
+            example = self._get_example(loader)
+        finally:
+            self.model = None
+        return self._split_model(model, example, stage_indices)
 
     def _split_model(self, model: nn.Module, example: Example, stage_indices: Sequence[tuple[int, ...]]) -> Split:
         """Divide the model into stages; `stage_indices[r]` are the stages of rank r of the pipeline."""
         ranks = self.ranks
-        return self.model_splitter(
+        split: Split = self.model_splitter(
             model, *example, stage_indices, True, device=self.device, rank=ranks.rank, pp_group=ranks.group
         )
+        return split
 
     def _initialize_non_persistent_buffers(self, model: nn.Module) -> None:
         assert self.model_init is not None
         fill_missing_buffers(model, self.model_init, self.args.default_dtype)
 
-    def _apply_recipes(self, module: nn.Module) -> None:
-        apply_layer_recipe(module, self.args)
-        if self.args.gradient_checkpointing and self.enable_activation_checkpoint_fn is not None:
-            self.enable_activation_checkpoint_fn(self.dist.rank, module)
-
     def _wrap_loss_fn(self) -> None:
         pipeline, last = self.pipeline, self.pipeline.num_stages - 1
         with self.team.agreement("making the loss"):
-            self._head: nn.Module | None = None
             # On every rank, since counting targets takes the loss; only one has the values of the head.
             loss_fn = self._maybe_get_fused_loss_fn(pipeline.modules[last], self.given.loss_fn or CausalLoss())
-            if self._head is not None and pipeline.has_last:
-                pipeline.running[last] = HiddenStatesModel(pipeline.running[last])
-            step_loss = StepLoss(loss_fn, head=self._head)
-            last_rank = pipeline.stage_ranks[-1]
-            self._stage_loss = StageLoss(step_loss, self.amp_context, self.device, self.ranks.group, last_rank)
+            is_fused = self.fused_loss_factory is not None and not self._schedule.traits.splits_backward
+            head = self.fused_head if is_fused else None
+            if is_fused and pipeline.has_last:
+                pipeline.running[last] = HiddenStatesModel(pipeline.running[last], always=True)
+            step_loss = StepLoss(loss_fn, head=head)
+            self._stage_loss = StageLoss(step_loss, self.amp_context, pipeline)
             is_default = self.given.loss_fn is None and self.fused_loss_factory is None
-            self.step_loss = ModelLoss(loss_fn, True, step_loss, self._head, is_default)
-            self.loss_fn = TrainingLoss(self.step_loss, lambda window: self.feed.count(window), self._num_averaged)
+            self.step_loss = ModelLoss(loss_fn, True, step_loss, head, is_default)
+            self.loss_fn = TrainingLoss(self.step_loss, self.feed.count, self._num_averaged)
 
     def _maybe_get_fused_loss_fn(self, module: nn.Module, default_loss_fn: Any) -> Any:
-        if self.fused_loss_factory is None:
-            return default_loss_fn
-        head = output_embeddings_of(module)
-        loss_fn = make_fused_loss(self.fused_loss_factory, head)
-        if self._schedule.traits.splits_backward:
-            return unfused(loss_fn, self._schedule.traits.name)
-        self._head = head
-        return loss_fn
+        loss_fn = super()._maybe_get_fused_loss_fn(module, default_loss_fn)
+        is_split = self.fused_loss_factory is not None and self._schedule.traits.splits_backward
+        return unfused(loss_fn, self._schedule.traits.name) if is_split else loss_fn
 
     @property
     def _num_averaged(self) -> int:
@@ -266,10 +258,7 @@ class PipelineTrainer(Trainer[TPipelineArgs]):
 
     def _compile_model(self) -> None:
         """Compile each stage by itself."""
-        options = preparation.compile_options(self.args)
-        for index, module in self.pipeline.running.items():
-            compiled: Any = torch.compile(module, **options)
-            self.pipeline.running[index] = compiled
+        self.pipeline.compile(preparation.compile_options(self.args))
 
     def unwrapped_model(self) -> nn.Module:
         """The part of the model that this rank has, under the names of the whole model: what is checkpointed."""
@@ -293,13 +282,14 @@ class PipelineTrainer(Trainer[TPipelineArgs]):
     def _follow_optimizer(self) -> None:
         super()._follow_optimizer()
         assert self.optimization is not None
-        if self.recipes.step_in_backward is None:
+        if self._tied.are_anywhere:
             # A weight with copies on several ranks counts once.
             self.optimization.norm = self._tied.norm(self.optimization.parameters)
-        listens = self._callback_handler.listens("on_train_metrics")
+        listens = self.is_listened_to("on_train_metrics")
         told = self.team.gather((listens, requirements.learning_rates(self.optimizer)))
-        # Callbacks may be on some ranks only, and all must know.
-        self._shows_norms = any(listens for listens, _ in told)
+        # Callbacks that are told of the norm of every step may be on some ranks only, and all ranks must know.
+        is_told = any(listens for listens, _ in told)
+        self._needs_whole_norm = is_told or self.skips_updates or is_overridden(self, "_all_reduce_norm")
         requirements.require_same_rates([rates for _, rates in told], self.lr_scheduler)
 
     def _prepare_loop(self) -> None:
@@ -308,30 +298,18 @@ class PipelineTrainer(Trainer[TPipelineArgs]):
         self.evaluator.has_losses = self.pipeline.has_last
         self.evaluator.waits_for_errors = False
         self.evaluator.shares_loss = True
-        self._runner = StageRunner(
-            self.pipeline,
-            self._schedule,
-            self.ranks,
-            self.args.n_microbatches,
-            self.amp_context,
-            self.recipes,
-            self._make_reducer(),
-        )
+        amp, recipes, reducer = self.amp_context, self.recipes, self._make_reducer(self.pipeline)
+        number = self.args.n_microbatches
+        self.runner = StageRunner(self.pipeline, self._schedule, self.ranks, number, amp, recipes, reducer)
 
-    def _make_reducer(self) -> StageReducer | None:
+    def _make_reducer(self, pipeline: PipelineModel) -> StageReducer | None:
         """Reduces gradients of stages while others compute, where several pipelines have copies of them."""
         return None
 
     @property
     def scheduler(self) -> PipelineSchedulerT | None:
         """torch's schedule object; None before preparation."""
-        return None if self._runner is None else self._runner.schedule
-
-    @property
-    def runner(self) -> StageRunner:
-        if self._runner is None:
-            raise RuntimeError("The stages are not built yet: they are when training or evaluation begins.")
-        return self._runner
+        return self.runner.schedule if hasattr(self, "runner") else None
 
     # --- the step
 
@@ -342,8 +320,9 @@ class PipelineTrainer(Trainer[TPipelineArgs]):
 
     def _forward_backward_step(self, input_dict: dict[str, Any], labels: Any) -> Tensor:
         """Run torch's schedule on one batch; returns its share of the step's loss, or zero off the last stage."""
-        requirements.require_labels(input_dict, labels)
-        self._resolve_loss(input_dict, labels, self.args.micro_batch_size)
+        require_labels(input_dict, labels)
+        if not self._stage_loss.is_resolved:
+            self._resolve_loss(input_dict, labels, self.args.micro_batch_size)
         window = self.window
         assert window is not None
         if window.total is None:
@@ -353,22 +332,26 @@ class PipelineTrainer(Trainer[TPipelineArgs]):
         total = window.total if self.args.token_weighted_loss else window.count * window.num_shares
         self.loss_fn.was_used = True
         batch = self.pipeline.batch(input_dict, labels, self.args.per_device_train_batch_size)
-        return self.runner.step(batch, self._stage_loss.of_batch(total, window.is_stand_in))
+        loss = self.runner.step(batch, self._stage_loss.of_batch(total, window.is_stand_in))
+        if self._should_sync_gradients():
+            self._reduce_gradients()
+        return loss
 
     def _agree_on_loss(self, loss: ModelLoss, batch: Mapping[str, Any] | None) -> None:
         """Nothing: the last stage finds out, and tells the others."""
 
     def _resolve_loss(self, input_dict: dict[str, Any], labels: Tensor, size: int) -> None:
         """Find out which labels the loss counts, from the first micro-batch."""
-        if not self._stage_loss.is_resolved:
-            batch = self.pipeline.batch(input_dict, labels, size)
-            self._stage_loss.resolve(batch.micro_batches(batch.num_rows // size)[0], self.runner.look)
+        first, *_ = self.pipeline.micro_batches(input_dict, labels, size)
+        self._stage_loss.resolve(first, self.runner.look)
 
     def _count_batch_tokens(self, input_dict: dict[str, Any], labels: Any) -> int | Tensor:
         return super()._count_batch_tokens(input_dict, labels) if self.pipeline.has_first else 0
 
-    def _finish_gradients(self) -> None:
-        self._tied.add_gradients()
+    def _reduce_gradients(self) -> None:
+        """All gradients of a window are computed: add up those of copies of one weight."""
+        if self._tied.are_anywhere:
+            self._tied.add_gradients()
 
     def _clip_grad_norm(self, max_grad_norm: float | None, norm_type: float = 2.0) -> Tensor | None:
         assert self.optimization is not None
@@ -380,11 +363,6 @@ class PipelineTrainer(Trainer[TPipelineArgs]):
         # Else no rank needs the whole norm now. To wait for it would keep a rank that is done from stepping while others
         # compute; the norms of stages are put together when they are logged.
         return norm
-
-    @property
-    def _needs_whole_norm(self) -> bool:
-        """Whether a callback is told of the norm of every step, or all stages skip an update for it."""
-        return self._shows_norms or self.skips_updates or is_overridden(self, "_all_reduce_norm")
 
     def _all_reduce_norm(self, total_norm: Tensor, norm_type: float) -> Tensor:
         """The norm of the gradients of all stages, from the norm of this rank's."""
@@ -404,19 +382,17 @@ class PipelineTrainer(Trainer[TPipelineArgs]):
 
     def _prediction_step(self, input_dict: dict[str, Any], labels: Any) -> dict[str, Any]:
         """The mean loss of a batch, logits and labels where the last stage is; elsewhere zero, None and None."""
-        requirements.require_labels(input_dict, labels)
-        has_fixed_shapes = self.pipeline.has_fixed_shapes
-        size = self.args.micro_batch_size if has_fixed_shapes else self.args.eval_micro_batch_size
-        self._resolve_loss(input_dict, labels, size)
-        batch = self.pipeline.batch(input_dict, labels, size)
-        micro_batches = batch.micro_batches(batch.num_rows // size)
+        require_labels(input_dict, labels)
+        size = self.args.micro_batch_size if self.pipeline.has_fixed_shapes else self.args.eval_micro_batch_size
+        if not self._stage_loss.is_resolved:
+            self._resolve_loss(input_dict, labels, size)
+        micro_batches = self.pipeline.micro_batches(input_dict, labels, size)
         wants_logits = self.evaluator.shows_predictions or is_overridden(self, "_prediction_step")
         mean, logits = self._stage_loss.mean(micro_batches, labels, self.runner.forward, wants_logits)
-        if batch.labels is None or not self.pipeline.has_last:
+        if not self.pipeline.has_last:
             return {"loss": mean, "logits": None, "labels": None}
-        num_rows = samples_in(input_dict)
-        logits = None if logits is None else logits[:num_rows]
-        return {"loss": mean, "logits": logits, "labels": batch.labels[:num_rows]}
+        logits = None if logits is None else logits[: samples_in(input_dict)]
+        return {"loss": mean, "logits": logits, "labels": labels.to(self.device)}
 
     def _shared_metrics(self, metrics: dict[str, Any]) -> dict[str, Any]:
         """Metrics of rank 0, and of the last stage, where alone callbacks see logits."""
@@ -464,8 +440,8 @@ class PipelineTrainer(Trainer[TPipelineArgs]):
         return SharingPattern.GLOBAL
 
     def _model_to_save(self) -> dict[str, Any]:
-        pipeline = self.pipeline
-        return {"model": pipeline.whole, "model_parts": [pipeline.part], "shard_index": pipeline.shard_index}
+        parts = {"model_parts": [self.pipeline.part], "shard_index": self.pipeline.shard_index}
+        return {"model": self.pipeline.whole, "mesh": self.mesh, **parts}
 
     def _before_save(self) -> None:
         super()._before_save()

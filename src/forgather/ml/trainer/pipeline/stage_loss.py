@@ -8,11 +8,11 @@ from collections.abc import Callable, Sequence
 import torch
 import torch.distributed as dist
 from torch import Tensor
-from torch.distributed import ProcessGroup
 
 from forgather.ml.trainer.amp import AMPContext
 from forgather.ml.trainer.pipeline.forward_only import Consume
 from forgather.ml.trainer.pipeline.pipeline_batches import PipelineBatch
+from forgather.ml.trainer.pipeline.pipeline_model import PipelineModel
 from forgather.ml.trainer.step_loss.loss_traits import Traits
 from forgather.ml.trainer.step_loss.token_weighting import StepLoss
 
@@ -49,16 +49,12 @@ def apply_loss(logits: Tensor, labels: Tensor, loss: MicroBatchLoss) -> Tensor:
 
 
 class StageLoss:
-    """The loss of a pipeline; `last_rank` is the rank of `group` that has the last stage."""
+    """The loss of a pipeline."""
 
-    def __init__(
-        self, step_loss: StepLoss, amp: AMPContext, device: torch.device, group: ProcessGroup, last_rank: int
-    ) -> None:
+    def __init__(self, step_loss: StepLoss, amp: AMPContext, pipeline: PipelineModel) -> None:
         self._step_loss = step_loss
         self._amp = amp
-        self._device = device
-        self._group = group
-        self._last_rank = last_rank
+        self._pipeline = pipeline
 
     def of_batch(self, total: int | Tensor, is_stand_in: bool = False) -> MicroBatchLoss:
         return MicroBatchLoss(self._step_loss, total, is_stand_in, self._amp)
@@ -76,8 +72,9 @@ class StageLoss:
         labels = micro_batch.labels
         assert labels is not None
         look(micro_batch, lambda _, logits: self._step_loss.resolve(logits, labels))
-        answer = torch.tensor([(self._step_loss.traits or Traits()).code], device=self._device)
-        dist.broadcast(answer, group=self._group, group_src=self._last_rank)
+        pipeline = self._pipeline
+        answer = torch.tensor([(self._step_loss.traits or Traits()).code], device=pipeline.device)
+        dist.broadcast(answer, group=pipeline.group, group_src=pipeline.stage_ranks[-1])
         self._step_loss.adopt(Traits.of_code(int(answer.item())))
 
     def mean(

@@ -1,7 +1,8 @@
 """StageRunner: runs this rank's stages, in training steps of torch's schedule and in forward passes alone."""
 
 import contextlib
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager
 from typing import Any
 
 import torch
@@ -9,8 +10,8 @@ from torch import Tensor, nn
 from torch.distributed.pipelining import PipelineStage
 
 from forgather.ml.trainer.amp import AMPContext
-from forgather.ml.trainer.pipeline.forward_only import Consume, ForwardOnly, Meta, Metas
-from forgather.ml.trainer.pipeline.pipeline_batches import PipelineBatch
+from forgather.ml.trainer.pipeline.forward_only import Consume, ForwardOnly
+from forgather.ml.trainer.pipeline.pipeline_batches import Meta, Metas, PipelineBatch
 from forgather.ml.trainer.pipeline.pipeline_model import PipelineModel
 from forgather.ml.trainer.pipeline.pipeline_ranks import PipelineRanks
 from forgather.ml.trainer.pipeline.schedules import ScheduleChoice
@@ -20,6 +21,8 @@ from forgather.ml.trainer.pipeline.stage_loss import MicroBatchLoss, apply_loss
 from forgather.ml.trainer.recipes import Recipes
 from forgather.ml.trainer.setup.model_modes import set_train
 from forgather.ml.trainer.setup.seeding import undisturbed_random_numbers
+
+Context = Callable[[], AbstractContextManager[object]]
 
 
 class StageRunner:
@@ -40,6 +43,8 @@ class StageRunner:
         self._amp = amp
         self._recipes = recipes
         self._reducer = reducer
+        self._has_fixed_shapes = pipeline.has_fixed_shapes
+        self._forward_context: Context = self._offloading if recipes.offloads else amp.autocast
         for stage in pipeline.stages:
             stage.submod = pipeline.running[stage.stage_index]
         groups = (ranks.group, ranks.return_group() if schedule.traits.is_multistage else None)
@@ -62,7 +67,7 @@ class StageRunner:
     def step(self, batch: PipelineBatch, loss: MicroBatchLoss) -> Tensor:
         """Forward and backward of a batch; the sum of its losses where the last stage is, else zero."""
         # Stages of ours enter the context for their forward passes alone; traced ones are torch's.
-        with self._forward_context() if self._pipeline.has_fixed_shapes else contextlib.nullcontext():
+        with self._forward_context() if self._has_fixed_shapes else contextlib.nullcontext():
             losses = self._schedules.step(batch, loss)
         if not losses:
             return torch.zeros((), device=self._pipeline.device)
@@ -94,8 +99,8 @@ class StageRunner:
             yield
 
     @contextlib.contextmanager
-    def _forward_context(self) -> Iterator[None]:
-        """Context of the forward passes of stages in training."""
+    def _offloading(self) -> Iterator[None]:
+        """Context of the forward passes of stages in training, if activations are offloaded."""
         with self._amp.autocast(), self._recipes.activations(self._pipeline.part):
             yield
 

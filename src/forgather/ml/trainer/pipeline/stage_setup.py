@@ -16,7 +16,9 @@ from forgather.ml.trainer.pipeline.pipeline_utils import pipeline_stage_indices,
 from forgather.ml.trainer.pipeline.schedules import ScheduleChoice
 from forgather.ml.trainer.pipeline.tied_weights import TiedWeights, tied_weights
 from forgather.ml.trainer.ranks.team import Team
+from forgather.ml.trainer.recipes.layers import apply_layer_recipe
 from forgather.ml.trainer.setup.seeding import undisturbed_random_numbers
+from forgather.ml.trainer.trainer_types import EnableCheckpointFnT
 
 logger = logging.getLogger(__name__)
 
@@ -37,7 +39,7 @@ class StageSetup:
         team: Team,
         ranks: PipelineRanks,
         device: torch.device,
-        loss_check: OwnLossCheck | None,
+        loss_check: OwnLossCheck,
     ) -> None:
         self._args = args
         self._splitter = splitter
@@ -54,8 +56,7 @@ class StageSetup:
         with undisturbed_random_numbers(), self._team.agreement("dividing the model into stages"):
             indices = pipeline_stage_indices(ranks.size, num_stages, self._schedule.traits.stage_type)
             whole = construct(torch.device("meta"))
-            if self._loss_check is not None:
-                self._loss_check.look_at_whole(whole)
+            self._loss_check.look_at_whole(whole)
             pipeline = PipelineModel(
                 whole,
                 lambda model: self._splitter(model, indices),
@@ -81,8 +82,7 @@ class StageSetup:
                 on_device = self._args.construct_model_on == "device"
                 source = construct(self._device if on_device else torch.device("cpu"))
                 pipeline.check_source(source)
-                if self._loss_check is not None:
-                    self._loss_check.look_at_source(source)
+                self._loss_check.look_at_source(source)
         if self._args.debug_model_init:
             logger.info("rank 0 sends %d tensors to their ranks", sum(map(len, pipeline.names_of_ranks)))
         if self._ranks.replica == 0:
@@ -98,10 +98,12 @@ class StageSetup:
             require_untied_weights(self._args)
         return tied
 
-    def apply_recipes(self, pipeline: PipelineModel, apply: Callable[[nn.Module], None]) -> None:
+    def apply_recipes(self, pipeline: PipelineModel, checkpoint_activations: EnableCheckpointFnT | None) -> None:
         with self._team.agreement("applying recipes to stages"):
             for module in pipeline.own.values():
-                apply(module)
+                apply_layer_recipe(module, self._args)
+                if self._args.gradient_checkpointing and checkpoint_activations is not None:
+                    checkpoint_activations(self._team.rank, module)
         if self._args.debug_model_params:
             pipeline.log_parameters()
 

@@ -23,17 +23,18 @@ class HiddenStatesModel(ModelWrapper):
     """Wraps a model so that `return_hidden_states=True` gives hidden states in place of logits.
 
     A model with the attribute `can_return_hidden_states` is asked for them; of a causal model of Hugging Face the base
-    model is run. Without the keyword the model runs as it is.
+    model is run. Without the keyword the model runs as it is, unless `always` is set.
     """
 
-    def __init__(self, model: nn.Module) -> None:
+    def __init__(self, model: nn.Module, always: bool = False) -> None:
         super().__init__()
         self.wrapped = model
+        self._always = always
         self._asks = bool(getattr(model, "can_return_hidden_states", False))
         self._avoids_cache = not self._asks and "use_cache" in parameters_of(model.forward)
 
     def forward(self, *args: Any, return_hidden_states: bool = False, **inputs: Any) -> Any:
-        if not return_hidden_states:
+        if not (return_hidden_states or self._always):
             return self.wrapped(*args, **inputs)
         if self._asks:
             return _hidden_states_of(self.wrapped(*args, **inputs, return_hidden_states=True))

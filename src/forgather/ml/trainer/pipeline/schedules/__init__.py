@@ -17,9 +17,12 @@ from torch.distributed.pipelining import (
     ScheduleLoopedBFS,
     ScheduleZBVZeroBubble,
 )
-from torch.distributed.pipelining.schedules import PipelineScheduleMulti, PipelineScheduleSingle
+from torch.distributed.pipelining.schedules import PipelineScheduleMulti, PipelineScheduleSingle, _PipelineSchedule
 
 from forgather._suggestions import nearest_name, suggest
+
+PipelineSchedulerT = _PipelineSchedule
+"""A schedule object of torch.distributed.pipelining."""
 
 
 @dataclass(frozen=True)

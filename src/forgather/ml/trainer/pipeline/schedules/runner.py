@@ -9,9 +9,8 @@ from torch import Tensor
 from torch.distributed.pipelining import PipelineStage
 from torch.distributed.pipelining.microbatch import TensorChunkSpec, _Replicate
 
-from forgather.ml.trainer.pipeline.forward_only import Meta, Metas, Signature
 from forgather.ml.trainer.pipeline.model_splitter import Stage
-from forgather.ml.trainer.pipeline.pipeline_batches import PipelineBatch, has_rows
+from forgather.ml.trainer.pipeline.pipeline_batches import Meta, Metas, PipelineBatch, Signature, has_rows
 from forgather.ml.trainer.pipeline.stage_loss import MicroBatchLoss
 
 _SHAPES_KEPT = 4
@@ -72,7 +71,7 @@ class ScheduleRunner:
         return losses
 
     def _schedule_for(self, batch: PipelineBatch) -> Any:
-        signature = Signature.of(batch.inputs, batch.keywords)
+        signature = batch.signature
         if signature in self._schedules:
             self._schedules.move_to_end(signature)
             return self._schedules[signature]

@@ -7,7 +7,7 @@ from typing import Any, Protocol
 from torch import Tensor
 from torch.distributed.pipelining import PipelineStage
 
-from forgather.ml.trainer.pipeline.forward_only import Meta, Metas
+from forgather.ml.trainer.pipeline.pipeline_batches import Meta, Metas
 
 
 class StageReducer(Protocol):
