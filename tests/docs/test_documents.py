@@ -27,7 +27,7 @@ def run_program(document: str, folder: str) -> int:
     ("name", "num_ranks", "num_blocks"),
     [
         ("checkpointing", 1, 6),
-        ("custom-trainers", 2, 6),
+        ("custom-trainers", 2, 4),
         ("installation", 1, 1),
         ("trainer", 1, 1),
         ("distributed", 2, 1),

@@ -181,7 +181,9 @@ class Announcing(SmallTrainer):
         return metrics
 
     def save_checkpoint(self, checkpoint_path: str | None = None) -> str:
-        return super().save_checkpoint(checkpoint_path)
+        path = str(self.checkpoint_manager.save_checkpoint(checkpoint_path))
+        self._dispatch_event("on_save", checkpoint_path=path)
+        return path
 
 
 def test_an_event_that_an_override_dispatched_does_not_fire_again(tmp_path: Path) -> None:

@@ -16,6 +16,7 @@ from forgather.ml.trainer.ddp.ddp_trainer import DDPTrainer
 from forgather.ml.trainer.trainer import Trainer
 from tests.guarantees.trainer_contract.small_trainer import (
     NUM_STEPS,
+    DropoutModel,
     SmallTrainer,
     same_weights,
     small_trainer,
@@ -333,3 +334,46 @@ def test_dictionaries_of_statefuls_are_served(tmp_path: Path, straight: Any) -> 
 def test_weights_of_a_component_are_those_of_the_unwrapped_model(straight: Any) -> None:
     (model,) = (one.stateful for one in straight.get_state_components() if one.key == "model")
     assert weights(model).keys() == weights(straight.unwrapped_model()).keys()
+
+
+# --- declarations by hand on Trainer
+
+
+class TrainerByHand(Trainer):
+    """Random numbers are under another key, and in front of everything else."""
+
+    def get_state_components(self) -> list[StateComponent]:
+        return [
+            StateComponent("generators", RNGState(), SharingPattern.PER_RANK),
+            StateComponent("drawing", Drawing(), GLOBAL),
+            StateComponent("model", self.model, GLOBAL),
+            StateComponent("optimizer", self.optimizer, GLOBAL),
+            StateComponent("scheduler", self.lr_scheduler, GLOBAL),
+            StateComponent("dataset", self.train_dataloader, GLOBAL, required=False),
+            StateComponent("trainer", self, GLOBAL),
+        ]
+
+
+def test_components_written_by_hand_resume_exactly_in_a_trainer(tmp_path: Path) -> None:
+    def run(name: str, max_steps: int, trainer_class: Any) -> Any:
+        settings: dict[str, Any] = {"momentum": 0.9, "shuffle": True, "save_strategy": "steps", "save_steps": 3}
+        samples = token_samples(10)
+        trainer = quiet_trainer(
+            tmp_path / name, DropoutModel(), samples, trainer_class=trainer_class, max_steps=max_steps, **settings
+        )
+        trainer.train()
+        return trainer
+
+    straight = run("straight", 12, Trainer)
+    run("by_hand", 3, TrainerByHand)
+    assert same_weights(run("by_hand", 12, TrainerByHand).model, straight.model)
+
+
+def test_the_state_of_the_grad_scaler_is_in_the_trainer(tmp_path: Path) -> None:
+    trainer = quiet_trainer(tmp_path, TokenModel(), token_samples(2), mixed_precision="fp16", max_steps=1)
+    trainer.train()
+    trainer.amp_context.load_state_dict({**trainer.amp_context.state_dict(), "scale": 8.0})
+    path = trainer.save_checkpoint()
+    other = quiet_trainer(tmp_path / "other", TokenModel(), token_samples(2), mixed_precision="fp16")
+    other.load_checkpoint(path)
+    assert other.amp_context.state_dict()["scale"] == 8.0

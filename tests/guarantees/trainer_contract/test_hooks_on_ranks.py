@@ -1,5 +1,6 @@
 """Hooks on two ranks: overrides without super() train like one device, and their ranks stay equal."""
 
+import logging
 from pathlib import Path
 from typing import Any
 
@@ -9,6 +10,7 @@ import torch.distributed as dist
 from torch.nn.parallel import DistributedDataParallel
 from torch.optim.lr_scheduler import LambdaLR
 
+from forgather.ml.checkpoint.components import StateComponent
 from forgather.ml.checkpoint.manager import CheckpointConfig, CheckpointManager
 from forgather.ml.trainer.ddp.ddp_trainer import DDPTrainer
 from forgather.ml.trainer.trainer import Trainer
@@ -300,6 +302,25 @@ def test_an_evaluation_of_ones_own_is_reduced_once(tmp_path: Path) -> None:
     assert first["in_training"] == [first["own"]]
 
 
+def evaluate_apart(output_dir: str) -> list[Any]:
+    class Apart(DDPTrainer):
+        def _dispatch_eval_batches(self) -> bool:
+            return False
+
+    found: list[Any] = []
+    for trainer_class in (DDPTrainer, Apart):
+        trainer = build(output_dir, trainer_class, trainer_options={"eval_dataset": SAMPLES})
+        metrics = trainer.evaluate()
+        found.append((type(trainer.eval_dataloader).__name__, metrics["eval_loss"], metrics["eval_tokens"]))
+    return found
+
+
+def test_the_hook_decides_who_reads_evaluation_batches(tmp_path: Path) -> None:
+    for dispatched, apart in run_on_ranks(evaluate_apart, 2, str(tmp_path)):
+        assert dispatched[0] != apart[0]
+        assert dispatched[1:] == pytest.approx(apart[1:])
+
+
 def own_manager(output_dir: str) -> bool:
     class Own(DDPTrainer):
         def _init_checkpoint_manager(self) -> CheckpointManager:
@@ -314,6 +335,35 @@ def own_manager(output_dir: str) -> bool:
 def test_the_manager_of_the_hook_is_used(tmp_path: Path) -> None:
     assert run_on_ranks(own_manager, 2, str(tmp_path)) == [True, True]
     assert saved_steps(tmp_path / "elsewhere") == [1, 2]
+
+
+class Listening(logging.Handler):
+    def __init__(self) -> None:
+        super().__init__()
+        self.messages: list[str] = []
+
+    def emit(self, record: logging.LogRecord) -> None:
+        self.messages.append(record.getMessage())
+
+
+def leave_out(output_dir: str) -> list[str]:
+    class LeavingOut(DDPTrainer):
+        def get_state_components(self) -> list[StateComponent]:
+            return [one for one in super().get_state_components() if one.key != "post_local_sgd"]
+
+    listening = Listening()
+    logging.getLogger("forgather").addHandler(listening)
+    try:
+        local = {"enabled": True, "start_step": 1, "period": 2}
+        build(output_dir, LeavingOut, max_steps=2, save_strategy="steps", save_steps=1, post_local_sgd=local).train()
+    finally:
+        logging.getLogger("forgather").removeHandler(listening)
+    return [message for message in listening.messages if "leaves out" in message]
+
+
+def test_post_local_sgd_that_is_left_out_is_warned_of(tmp_path: Path) -> None:
+    for messages in run_on_ranks(leave_out, 2, str(tmp_path)):
+        assert len(messages) == 1 and "post_local_sgd" in messages[0] and "does not come back" in messages[0]
 
 
 def train_apart(output_dir: str) -> str:

@@ -285,6 +285,24 @@ def test_a_prediction_of_ones_own_is_used_everywhere(tmp_path: Path) -> None:
     assert own == pytest.approx(plain.evaluate()["eval_loss"])
 
 
+def test_a_prediction_may_be_a_number_without_logits(tmp_path: Path) -> None:
+    class Number(Trainer):
+        def _prediction_step(self, input_dict: dict[str, Any], labels: Tensor) -> dict[str, Any]:
+            return {"loss": 2.0}
+
+    assert build(tmp_path, Number).evaluate()["eval_loss"] == 2.0
+
+
+def test_a_norm_may_be_a_number_or_none(tmp_path: Path) -> None:
+    class Number(Trainer):
+        def _clip_grad_norm(self, max_grad_norm: Any, norm_type: float = 2.0) -> Any:
+            return 1.25 if self.state.global_step < 2 else None
+
+    recorder = Recorder()
+    build(tmp_path, Number, recorder, logging_steps=1).train()
+    assert [record.get("grad_norm") for _, record in recorder.logs][:2] == [1.25, 1.25]
+
+
 def test_a_prediction_with_super_has_logits_and_labels(tmp_path: Path) -> None:
     shapes: list[Any] = []
 

@@ -1,6 +1,5 @@
 """Hooks of preparation on one device: what an override sets or returns is what is used."""
 
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -8,24 +7,16 @@ import pytest
 import torch
 from torch import Tensor, nn
 from torch.optim.lr_scheduler import LambdaLR
-from torch.utils.data import DataLoader
 
 from forgather.ml.checkpoint.manager import CheckpointConfig, CheckpointManager
 from forgather.ml.loss import RescaleLoss
 from forgather.ml.trainer.trainer import Trainer
 from forgather.ml.trainer.trainer_types import TrainerState
+from tests.guarantees.trainer_contract.prepared import batches, build, train
 from tests.guarantees.trainer_contract.step_hooks import causal_mean
 from tests.support.data_parallel import Result, assert_same_training, run
-from tests.support.tiny_models import Recorder, TokenModel, quiet_trainer, saved_steps, token_samples, weights
+from tests.support.tiny_models import Recorder, TokenModel, saved_steps, weights
 
-SAMPLES = token_samples(12)
-SETTINGS: dict[str, Any] = {
-    "momentum": 0.9,
-    "per_device_train_batch_size": 2,
-    "gradient_accumulation_steps": 2,
-    "logging_strategy": "steps",
-    "logging_steps": 1,
-}
 HOOKS = (
     "_init_distributed",
     "_init_device",
@@ -46,23 +37,9 @@ HOOKS = (
 )
 
 
-def batches() -> list[dict[str, Tensor]]:
-    pairs = zip(SAMPLES[::2], SAMPLES[1::2], strict=True)
-    return [{name: torch.stack([one[name], two[name]]) for name in one} for one, two in pairs]
-
-
-def build(output_dir: Path, trainer_class: Any = Trainer, **settings: Any) -> Any:
-    return quiet_trainer(output_dir, TokenModel(), SAMPLES, trainer_class=trainer_class, **{**SETTINGS, **settings})
-
-
 @pytest.fixture(scope="module")
 def expected(tmp_path_factory: pytest.TempPathFactory) -> Result:
     return run(build(tmp_path_factory.mktemp("expected"), num_train_epochs=2))
-
-
-def train(output_dir: Path, trainer_class: Any, **settings: Any) -> tuple[Any, Result]:
-    trainer = build(output_dir, trainer_class, num_train_epochs=2, **settings)
-    return trainer, run(trainer)
 
 
 def test_hooks_are_called_in_the_order_of_the_contract(tmp_path: Path, expected: Result) -> None:
@@ -135,122 +112,6 @@ def test_an_override_decides_what_is_resumed(tmp_path: Path) -> None:
         trainer.add_callback(recorder)
         trainer.train()
         assert recorder.steps("on_step_end") == steps
-
-
-# --- loaders
-
-
-class Stateful:
-    """A loader with a position of its own."""
-
-    def __init__(self) -> None:
-        self.position = 0
-
-    def __iter__(self) -> Iterator[Any]:
-        while self.position < 6:
-            self.position += 1
-            yield batches()[self.position - 1]
-        self.position = 0
-
-    def __len__(self) -> int:
-        return 6
-
-    def state_dict(self) -> dict[str, Any]:
-        return {"position": self.position}
-
-    def load_state_dict(self, state: dict[str, Any]) -> None:
-        self.position = state["position"]
-
-
-class Plain:
-    """An iterable without length."""
-
-    def __iter__(self) -> Iterator[Any]:
-        return iter(batches())
-
-
-LOADERS = {
-    "list": batches,
-    "iterable": Plain,
-    "stateful": Stateful,
-    "torch": lambda: DataLoader(SAMPLES, batch_size=2),  # type: ignore[arg-type]
-}
-
-
-def init_loaders(make: Any) -> Any:
-    class Own(Trainer):
-        def _init_dataloaders(self, train_dataset: Any, eval_dataset: Any) -> None:
-            if train_dataset is not None:
-                self.train_dataloader = make()
-            self.eval_dataloader = make()
-
-    return Own
-
-
-def get_loader(make: Any) -> Any:
-    class Own(Trainer):
-        def _get_dataloader(self, dataset: Any, batch_size: int) -> Any:
-            return make()
-
-    return Own
-
-
-@pytest.mark.parametrize("name", LOADERS)
-@pytest.mark.parametrize("by", [init_loaders, get_loader])
-def test_any_iterable_of_dicts_is_a_loader(name: str, by: Any, tmp_path: Path, expected: Result) -> None:
-    own, limit = by(LOADERS[name]), {"max_steps": 6} if name == "iterable" else {}
-    trainer, result = train(tmp_path, own, **limit)
-    assert_same_training(result, expected)
-    assert bool(trainer.train_dataloader)
-
-
-@pytest.mark.parametrize("name", LOADERS)
-@pytest.mark.parametrize("by", [init_loaders, get_loader])
-def test_a_loader_of_ones_own_resumes_exactly(name: str, by: Any, tmp_path: Path, expected: Result) -> None:
-    own, saving = by(LOADERS[name]), {"save_strategy": "steps", "save_steps": 2}
-    build(tmp_path, own, max_steps=2, **saving).train()
-    resumed = run(build(tmp_path, own, max_steps=6, **saving))
-    assert resumed.losses == expected.losses[2:]
-    assert all(torch.equal(expected.weights[key], value) for key, value in resumed.weights.items())
-
-
-def test_a_stateful_loader_is_not_read_again(tmp_path: Path) -> None:
-    read: list[int] = []
-
-    class Reading(Stateful):
-        def __iter__(self) -> Iterator[Any]:
-            for batch in super().__iter__():
-                read.append(self.position)
-                yield batch
-
-    saving = {"save_strategy": "steps", "save_steps": 2}
-    build(tmp_path, init_loaders(Stateful), max_steps=2, **saving).train()
-    build(tmp_path, init_loaders(Reading), max_steps=3, **saving).train()
-    assert read == [5, 6]
-
-
-def test_the_evaluation_loader_of_a_hook_is_used(tmp_path: Path) -> None:
-    read: list[int] = []
-
-    class Noted:
-        def __iter__(self) -> Iterator[Any]:
-            for batch in batches()[:2]:
-                read.append(len(batch["labels"]))
-                yield batch
-
-    class Own(Trainer):
-        def _init_dataloaders(self, train_dataset: Any, eval_dataset: Any) -> None:
-            super()._init_dataloaders(train_dataset, None)
-            self.eval_dataloader = Noted()
-
-    options = {"eval_dataset": SAMPLES}
-    trainer = build(tmp_path, Own, trainer_options=options, eval_strategy="steps", eval_steps=2, max_steps=2)
-    trainer.train()
-    assert read == [2, 2]
-    trainer.evaluate()
-    assert read == [2, 2] * 2
-    trainer.evaluate(SAMPLES[:4])
-    assert read == [2, 2] * 2
 
 
 # --- model

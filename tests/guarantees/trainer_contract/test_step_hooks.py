@@ -76,6 +76,12 @@ def zero_safe(logits: Tensor, labels: Tensor) -> Tensor:
     return torch.nan_to_num(causal_mean(logits, labels))
 
 
+@pytest.mark.parametrize("hook", [Printed, Rescaled])
+def test_a_micro_batch_without_targets_weighs_nothing(hook: type, tmp_path: Path) -> None:
+    expected = train(tmp_path / "expected", per_device_train_batch_size=1)
+    assert_same_training(train(tmp_path / "own", with_hooks(Trainer, hook), per_device_train_batch_size=1), expected)
+
+
 # --- windows
 
 

@@ -72,7 +72,10 @@ class DDPTrainer(Trainer[TDDPArgs]):
         return {} if self.ddp_group is None else {"ddp_group": self.ddp_group}
 
     def _dispatches(self, for_training: bool) -> bool:
-        choice = self.args.dispatch_batches if for_training else self.args.dispatch_eval_batches
+        return bool(self.args.dispatch_batches) if for_training else self._dispatch_eval_batches()
+
+    def _dispatch_eval_batches(self) -> bool:
+        choice = self.args.dispatch_eval_batches
         return bool(self.args.dispatch_batches if choice is None else choice)
 
     def _data_layout(self, for_training: bool) -> DataLayout:

@@ -64,6 +64,9 @@ class HybridTrainer(PipelineTrainer[THybridArgs]):
         return groups if self.dp_process_group is None else {"dp_group": self.dp_process_group, **groups}
 
     def _dispatches(self, for_training: bool) -> bool:
+        return bool(self.args.dispatch_batches) if for_training else self._dispatch_eval_batches()
+
+    def _dispatch_eval_batches(self) -> bool:
         return bool(self.args.dispatch_batches)
 
     def _data_layout(self, for_training: bool) -> DataLayout:

@@ -32,8 +32,8 @@ class EvaluationSums:
     _losses: list[Tensor] = field(default_factory=list)
     _counts: list[int | Tensor] = field(default_factory=list)
 
-    def add(self, mean_loss: Tensor, targets: int | Tensor, num_samples: int) -> None:
-        self._losses.append(mean_loss.detach())
+    def add(self, mean_loss: Tensor | float, targets: int | Tensor, num_samples: int) -> None:
+        self._losses.append(torch.as_tensor(mean_loss).detach())
         self._counts.append(targets)
         self.num_batches += 1
         self.num_samples += num_samples

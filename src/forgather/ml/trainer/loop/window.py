@@ -9,6 +9,7 @@ from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
 from typing import Any
 
+import torch
 from torch import Tensor
 
 from forgather.ml.trainer.loading.collation import require_mapping
@@ -169,7 +170,8 @@ def checked_result(window: Window | None, result: Any, owner: str) -> tuple[Tens
             f"{owner}._train_step returned {type(result).__name__}, but has to return (loss, grad_norm, tokens): a tensor, a "
             "tensor or None, and a number."
         )
-    return result
+    loss, grad_norm, tokens = result
+    return loss, grad_norm if grad_norm is None else torch.as_tensor(grad_norm), tokens
 
 
 def samples_in(batch: Mapping[str, Any]) -> int:

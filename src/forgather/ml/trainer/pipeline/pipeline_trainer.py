@@ -106,7 +106,7 @@ class PipelineTrainer(Trainer[TPipelineArgs]):
         **trainer_kwargs: Any,
     ) -> None:
         super().__init__(args=args, **trainer_kwargs)
-        self.model_splitter = model_splitter or create_causal_lm_splitter()
+        self.model_splitter: ModelSplitter = model_splitter or create_causal_lm_splitter()
         self.pipe_schedule_factory = pipe_schedule_factory
         self._schedule = ScheduleChoice.of(pipe_schedule_factory)
         ready = {"model": self.model, "optimizer": self.optimizer, "scheduler": self.lr_scheduler}

@@ -78,6 +78,9 @@ class TrainingLoss(RescaleLoss):
         if isinstance(count, int) and count == 0:
             # A mean over nothing is NaN, and so would be its gradients.
             return torch.nan_to_num(mean) * 0.0
+        if isinstance(count, Tensor):
+            # On a device: to look at the number would mean to wait for it.
+            mean = torch.where(count > 0, mean, torch.zeros_like(mean))
         if not self._loss.token_weighted:
             return self._averaged(mean / max(window.num_shares, 1))
         return self._averaged(mean * (count / (max(total, 1) if isinstance(total, int) else total.clamp(min=1))))
