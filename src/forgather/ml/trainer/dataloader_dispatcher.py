@@ -44,9 +44,9 @@ class _Kind(Enum):
 
 class _Message(NamedTuple):
     kind: _Kind
-    content: Any
+    content: object
     """The batch, or the fields of an error."""
-    position: Any
+    position: object
     """The state of the loader behind this batch."""
 
 
@@ -67,7 +67,7 @@ class _Facts(NamedTuple):
     """What every rank knows of the loader."""
 
     num_batches: int | None
-    position: Any
+    position: object
     goes_on: bool
 
 
@@ -87,7 +87,7 @@ class DataloaderDispatcher:
 
     def __init__(
         self,
-        dataloader: Any,
+        dataloader: object,
         mesh: DeviceMesh,
         device: torch.device | str,
         dp_mesh_dim: int | None = 0,
@@ -118,7 +118,7 @@ class DataloaderDispatcher:
         self._pass_is_open = False
         self._read_ahead = False
         self._loader_is_ahead = False
-        self._position: Any = None
+        self._position: object = None
         self._num_batches: int | None = None
         self._goes_on = False
         self._exchange_facts()
@@ -163,7 +163,7 @@ class DataloaderDispatcher:
         """The position behind the last batch that the loop got; it does not depend on the number of ranks."""
         return self._position
 
-    def check_state_dict(self, state: Any) -> None:
+    def check_state_dict(self, state: object) -> None:
         """Raise for a position that the loader cannot use; the rank that reads knows."""
         if self._reads:
             check_position(self._dataloader, state)

@@ -35,7 +35,7 @@ Notes = Callable[[Any], Sequence[int]]
 class Round(NamedTuple):
     """An item of this rank, and what is true of the round on all ranks."""
 
-    item: Any
+    item: object
     num_items: int
     has_failed: bool
     has_drawn: bool
@@ -75,7 +75,7 @@ class Rounds:
 
     def fetch(self, *, watched: bool = False) -> None:
         """Take the next item; `watched` finds out whether that draws random numbers on any rank."""
-        item: Any = NOTHING
+        item: object = NOTHING
         noted: Sequence[int] = ()
         has_drawn = False
         try:
@@ -116,7 +116,7 @@ class Rounds:
             item = next(self._iterator, NOTHING)
         return item, has_drawn()
 
-    def _note(self, item: Any) -> Sequence[int]:
+    def _note(self, item: object) -> Sequence[int]:
         return () if self._notes is None else self._notes(item)
 
     def _lost(self, lost: Exception) -> DistributedError:
@@ -137,7 +137,7 @@ class SynchronizedDataLoader:
 
     def __init__(
         self,
-        dataloader: Any,
+        dataloader: object,
         device: torch.device | str,
         process_group: ProcessGroup | None = None,
         enabled: bool = True,
@@ -155,7 +155,7 @@ class SynchronizedDataLoader:
         self._size = dist.get_world_size(self._group) if self._is_enabled else 1
         self._notes = notes
         self._rounds: Rounds | None = None
-        self._position: Any = None
+        self._position: object = None
         self._is_ahead = False
         """Whether the loader is further than `_position`, which is behind the last batch that was handed out."""
         self._must_go_back = False
@@ -185,7 +185,7 @@ class SynchronizedDataLoader:
         """The loader's position behind the last batch that was handed out."""
         return self._position if self._is_ahead else self._dataloader.state_dict()
 
-    def check_state_dict(self, state: Any) -> None:
+    def check_state_dict(self, state: object) -> None:
         check_position(self._dataloader, state)
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:

@@ -46,10 +46,10 @@ class _Known:
     def __init__(self) -> None:
         self._descriptions: dict[Any, Any] = {}
 
-    def get(self, key: Any) -> Any:
+    def get(self, key: object) -> Any:
         return self._descriptions.get(key)
 
-    def add(self, key: Any, description: Any) -> None:
+    def add(self, key: object, description: object) -> None:
         if len(self._descriptions) >= _MOST_KNOWN:
             self._descriptions.clear()
         self._descriptions[key] = description
@@ -58,7 +58,7 @@ class _Known:
 _written, _read = _Known(), _Known()
 
 
-def encode(content: Any, note: Any = None) -> Pieces:
+def encode(content: object, note: object = None) -> Pieces:
     """A value, such as a batch, and a small note beside it as the bytes of a message."""
     tensors, description = _describe(content)
     header = pickle.dumps((note, description), protocol=pickle.HIGHEST_PROTOCOL)
@@ -120,7 +120,7 @@ def _describe(content: Any) -> tuple[list[Tensor], bytes]:
     return tensors, description
 
 
-def _key_of(content: Any) -> Any:
+def _key_of(content: object) -> Any:
     """What tells the description of a plain dict of tensors from others; None for anything else."""
     if type(content) is not dict:
         return None
@@ -179,7 +179,7 @@ def _like(container: Any, parts: Any) -> Any:
     return kind(*parts) if _is_named_tuple(container) else kind(parts)
 
 
-def _is_named_tuple(value: Any) -> bool:
+def _is_named_tuple(value: object) -> bool:
     return isinstance(value, tuple) and hasattr(value, "_fields")
 
 

@@ -65,7 +65,7 @@ class ResumableLoader(Protocol):
     def state_dict(self) -> dict[str, Any]:
         """The position behind the last batch that was handed out, whatever workers have prefetched."""
 
-    def check_state_dict(self, state: Any) -> None:
+    def check_state_dict(self, state: object) -> None:
         """Raises for a position that `load_state_dict` could not use, and changes nothing."""
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None: ...
@@ -75,7 +75,7 @@ class ResumableLoader(Protocol):
 
 
 def build_train_loader(
-    dataset: Any,
+    dataset: object,
     *,
     batch_size: int,
     collate_fn: CollateFn | None = None,
@@ -166,7 +166,7 @@ def adapted_loader(loader: Iterable[Any], set_dataset_epoch: bool) -> ResumableL
     return CountingLoader(_ready_loader(loader), set_dataset_epoch, WHOLE)
 
 
-def kind_of(dataset: Any) -> str:
+def kind_of(dataset: object) -> str:
     """One of "iterable", "loader" and "map"."""
     # Hugging Face's iterable datasets need not be torch's
     if isinstance(dataset, IterableDataset) or any(
@@ -193,7 +193,7 @@ def _ready_loader(loader: Any) -> Any:
     return SinglePass(loader) if is_single_pass else loader
 
 
-def _problem_with(dataset: Any) -> str | None:
+def _problem_with(dataset: object) -> str | None:
     """Why an object that looks like a dataset or a loader is none, and what to give instead."""
     if isinstance(dataset, Mapping):
         return _problem_with_mapping(dataset)

@@ -58,7 +58,7 @@ def _collated_without_names(samples: Sequence[Any]) -> Any:
     return default_collate(list(samples))
 
 
-def require_mapping(batch: Any) -> None:
+def require_mapping(batch: object) -> None:
     """Explains a batch that is no mapping of names to tensors."""
     if batch is None or (isinstance(batch, Mapping) and not batch):
         found = "None" if batch is None else "an empty mapping"
@@ -91,7 +91,7 @@ def _value(sample: Mapping[str, Any], name: str) -> Any:
     return sample[name]
 
 
-def _is_left_out(value: Any) -> bool:
+def _is_left_out(value: object) -> bool:
     if isinstance(value, (list, tuple)):
         return len(value) > 0 and all(_is_left_out(part) for part in value)
     return value is None or isinstance(value, (str, bytes))
@@ -112,7 +112,7 @@ def _stacked(name: str, values: list[Any]) -> Any:
     return torch.stack(tensors)
 
 
-def _tensor(name: str, value: Any) -> Tensor:
+def _tensor(name: str, value: object) -> Tensor:
     try:
         if isinstance(value, (list, tuple)) and any(isinstance(part, (Tensor, np.ndarray)) for part in value):
             return torch.stack([torch.as_tensor(part) for part in value])

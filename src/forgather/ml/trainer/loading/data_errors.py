@@ -23,7 +23,7 @@ class DataError(ValueError):
 class ReadSamples(list[Any]):
     """The samples of one batch, with their numbers in the dataset for error messages."""
 
-    def __init__(self, samples: list[Any], indices: Sequence[int], dataset: Any) -> None:
+    def __init__(self, samples: list[Any], indices: Sequence[int], dataset: object) -> None:
         super().__init__(samples)
         self.indices = indices
         self.dataset = dataset
@@ -71,7 +71,7 @@ def read_samples(dataset: Any, indices: list[int]) -> Any:
     return ReadSamples(samples, indices, dataset)
 
 
-def stream_error(iterator: Any, number: int, error: Exception) -> DataError:
+def stream_error(iterator: object, number: int, error: Exception) -> DataError:
     """The error for a stream that raised in place of its sample with this number."""
     if isinstance(error.__cause__, StopIteration):
         remedy = _stop_iteration("the dataset's __iter__")
@@ -98,7 +98,7 @@ def _read_one(dataset: Any, index: int) -> None:
         raise DataError(_sample_message(dataset, [index], error)) from error
 
 
-def _sample_message(dataset: Any, indices: list[int], error: Exception) -> str:
+def _sample_message(dataset: object, indices: list[int], error: Exception) -> str:
     name = _name_of(dataset)
     which = f"Sample {indices[0]}" if len(indices) == 1 else f"One of the samples {_listed(indices)}"
     happened = f"{which} of the dataset {name} ({_length(dataset)}{_worker()}) raised {_described(error)}."
@@ -112,7 +112,7 @@ def _sample_message(dataset: Any, indices: list[int], error: Exception) -> str:
     )
 
 
-def _collator_message(collate_fn: Any, samples: Any, error: Exception) -> str:
+def _collator_message(collate_fn: object, samples: object, error: Exception) -> str:
     size = f"{len(samples)} samples" if isinstance(samples, Sequence) else f"a {type(samples).__name__}"
     numbers, shown = "", "..."
     if isinstance(samples, ReadSamples):
@@ -126,7 +126,7 @@ def _collator_message(collate_fn: Any, samples: Any, error: Exception) -> str:
     )
 
 
-def _kinds(samples: Any) -> str:
+def _kinds(samples: object) -> str:
     """What the samples are, in a few words: the collator often expected something else."""
     if not isinstance(samples, Sequence) or not samples:
         return f"a {type(samples).__name__}"
@@ -136,7 +136,7 @@ def _kinds(samples: Any) -> str:
     return f"{text} ({', '.join(missing[:_NUM_SHOWN])})" if missing else text
 
 
-def _kind(sample: Any) -> str:
+def _kind(sample: object) -> str:
     if sample is None:
         return "None"
     if isinstance(sample, Mapping):
@@ -170,10 +170,10 @@ def _length(dataset: Any) -> str:
     return f"{len(dataset)} samples"
 
 
-def _stream_name(iterator: Any) -> str:
+def _stream_name(iterator: object) -> str:
     # A generator knows the function that made it, such as Lines.__iter__.
     return str(getattr(iterator, "__qualname__", None) or type(iterator).__qualname__)
 
 
-def _name_of(item: Any) -> str:
+def _name_of(item: object) -> str:
     return str(getattr(item, "__qualname__", None) or type(item).__qualname__)

@@ -158,7 +158,7 @@ class DataOrder:
     def state_dict(self) -> dict[str, Any]:
         return {"seed": self.seed, "epoch": self.epoch, "index": self.index, "num_samples": self.num_samples}
 
-    def check_state_dict(self, state: Any) -> None:
+    def check_state_dict(self, state: object) -> None:
         """Raises a `CheckpointLoadError` for a position that is none, or lies outside of its own samples."""
         checked(_is_within, state, "dataset")
 
@@ -275,7 +275,7 @@ class PositionedBatches(Sampler[list[int]]):
 class _EpochAware:
     """Tells a dataset the epoch, once per change and process."""
 
-    def __init__(self, dataset: Any, forward_epoch: bool) -> None:
+    def __init__(self, dataset: object, forward_epoch: bool) -> None:
         self.dataset = dataset
         self._forward_epoch = forward_epoch
         self._told_epoch: int | None = None
@@ -315,17 +315,17 @@ class SeededSamples(_EpochAware):
         return read_samples(self.dataset, list(indices))
 
 
-def is_stateful(item: Any) -> bool:
+def is_stateful(item: object) -> bool:
     return hasattr(item, "state_dict") and hasattr(item, "load_state_dict")
 
 
-def check_position(loader: Any, state: Any) -> None:
+def check_position(loader: object, state: object) -> None:
     """Let a loader check a state without taking it; the user's own loaders need not be able to."""
     if hasattr(loader, "check_state_dict"):
         loader.check_state_dict(state)
 
 
-def goes_on(loader: Any) -> bool:
+def goes_on(loader: object) -> bool:
     """Whether a second iterator goes on where the first was left, as those of the trainer's own loaders do."""
     own_word: bool | None = getattr(loader, "goes_on", None)
     return hasattr(loader, "num_batches") and is_stateful(loader) if own_word is None else own_word
@@ -339,7 +339,7 @@ def kept_state(loader: Any) -> Any:
 
 
 def seeded_stream(
-    dataset: Any, *, seed: int, batch_size: int, forward_epoch: bool, in_workers: bool, is_read_again: bool = False
+    dataset: object, *, seed: int, batch_size: int, forward_epoch: bool, in_workers: bool, is_read_again: bool = False
 ) -> "SeededStream":
     """A stream that has state methods exactly if the dataset has, which tells the loader whether to use them.
 
@@ -355,7 +355,7 @@ class SeededStream(_EpochAware, IterableDataset[Any]):
     The epoch lies in shared memory, since nothing else reaches the copy in a worker that outlives an epoch.
     """
 
-    def __init__(self, dataset: Any, seed: int, batch_size: int, forward_epoch: bool, in_workers: bool) -> None:
+    def __init__(self, dataset: object, seed: int, batch_size: int, forward_epoch: bool, in_workers: bool) -> None:
         super().__init__(dataset, forward_epoch)
         self.seed = seed
         self._batch_size = batch_size

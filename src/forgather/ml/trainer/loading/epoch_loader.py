@@ -12,7 +12,7 @@ ITERABLE_REMEDY = "a torch.utils.data.IterableDataset with an __iter__ that make
 class EpochLoader:
     """Hands out the batches of an epoch over any number of iterators, which all continue the same pass."""
 
-    def __init__(self, loader: Any) -> None:
+    def __init__(self, loader: object) -> None:
         self._loader = loader
         self._iterator: Iterator[Any] | None = None
         self._epoch = 0
@@ -81,7 +81,7 @@ class EpochLoader:
         """Moves to the beginning of an epoch."""
         raise NotImplementedError
 
-    def _counted(self, batch: Any) -> Any:
+    def _counted(self, batch: object) -> Any:
         """Moves the position behind the batch, which is about to be handed out."""
         return batch
 
@@ -119,7 +119,7 @@ class SinglePass(Iterator[Any]):
         return item
 
 
-def _is_sample(item: Any) -> bool:
+def _is_sample(item: object) -> bool:
     """Whether a mapping is a sample rather than a batch, as far as that shows: its tensors have no dimension for samples."""
     if not isinstance(item, Mapping):
         return False
@@ -136,7 +136,7 @@ def _shapes(item: Mapping[str, Any]) -> str:
     return ", ".join(shown[:4])
 
 
-def check_length(dataset: Any, length: int | None, batch_size: int = 1, drop_last: bool = False) -> None:
+def check_length(dataset: object, length: int | None, batch_size: int = 1, drop_last: bool = False) -> None:
     if length == 0:
         raise ValueError(
             f"The training dataset ({name_of(dataset)}) is empty. Check that its path and split are right, and that no "
@@ -150,11 +150,11 @@ def check_length(dataset: Any, length: int | None, batch_size: int = 1, drop_las
         )
 
 
-def name_of(item: Any) -> str:
+def name_of(item: object) -> str:
     return type(item).__qualname__
 
 
-def _shut_down(iterator: Any) -> None:
+def _shut_down(iterator: object) -> None:
     """Ends the workers of an iterator of torch or torchdata, or closes a generator."""
     # torch does this when the iterator is collected, which a traceback or a cycle may put off for ever
     end = getattr(iterator, "_shutdown_workers", None) or getattr(iterator, "close", None)

@@ -112,7 +112,7 @@ class _Opaque:
 class _Batches(IterableDataset[Any]):
     """The batches of a stream in one process; in a worker each with a note."""
 
-    def __init__(self, stream: SeededStream, batch_size: int, drop_last: bool, collate_fn: Any) -> None:
+    def __init__(self, stream: SeededStream, batch_size: int, drop_last: bool, collate_fn: object) -> None:
         self.start: _Start | None = None
         self._stream = stream
         self._batch_size, self._drop_last = batch_size, drop_last
@@ -171,7 +171,7 @@ class _Batches(IterableDataset[Any]):
 class _Pass(Iterator[Any]):
     """An epoch of a stream, or the rest of one."""
 
-    def __init__(self, batches: _Batches, iterator: Any, num_workers: int, start: _Start | None) -> None:
+    def __init__(self, batches: _Batches, iterator: object, num_workers: int, start: _Start | None) -> None:
         self._batches = batches
         self._iterator = iterator
         self._num_workers = num_workers
@@ -208,7 +208,7 @@ class _Pass(Iterator[Any]):
             self._iterator._shutdown_workers()
 
 
-def _unchanged(batch: Any) -> Any:
+def _unchanged(batch: object) -> Any:
     return batch
 
 

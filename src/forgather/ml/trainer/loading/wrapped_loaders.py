@@ -79,7 +79,7 @@ _STREAM = Schema(
 class WrappingLoader(EpochLoader):
     """A loader that knows its own position, or at least can be read again up to one."""
 
-    def __init__(self, loader: Any, forward_epoch: bool, part: Part = WHOLE) -> None:
+    def __init__(self, loader: object, forward_epoch: bool, part: Part = WHOLE) -> None:
         super().__init__(loader)
         self._forward_epoch = forward_epoch
         self._part = part
@@ -108,7 +108,7 @@ class WrappingLoader(EpochLoader):
         self._num_done = 0
         self._tell_epoch(epoch)
 
-    def _counted(self, batch: Any) -> Any:
+    def _counted(self, batch: object) -> Any:
         self._num_done += 1
         return batch
 
@@ -165,12 +165,12 @@ class CountingLoader(WrappingLoader):
 class StatefulLoader(WrappingLoader):
     """A loader with `state_dict` and `load_state_dict`, such as torchdata's."""
 
-    def __init__(self, loader: Any, forward_epoch: bool, part: Part = WHOLE) -> None:
+    def __init__(self, loader: object, forward_epoch: bool, part: Part = WHOLE) -> None:
         super().__init__(loader, forward_epoch, part)
         # the position while no iterator has it; None at the beginning of an epoch
-        self._idle_state: Any = None
+        self._idle_state: object = None
         # what the loader has yet to take; once the next epoch began, the state at the end of the one before
-        self._state_to_load: Any = None
+        self._state_to_load: object = None
 
     def state_dict(self) -> dict[str, Any]:
         # asked of a loader that has not begun, torchdata would start the workers
@@ -348,7 +348,7 @@ def _length_of(sized: Any) -> int | None:
         return None
 
 
-def _epoch_listeners(loader: Any) -> list[Any]:
+def _epoch_listeners(loader: object) -> list[Any]:
     """The loader, its dataset and its samplers, as far as they want to know the epoch."""
     batch_sampler = getattr(loader, "batch_sampler", None)
     candidates = [

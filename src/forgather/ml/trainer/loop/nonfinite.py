@@ -164,7 +164,7 @@ def step_if_finite(optimizer: Any, norm: Tensor) -> None:
             del one.found_inf
 
 
-def elementary_optimizers(optimizer: Any) -> Iterator[Any]:
+def elementary_optimizers(optimizer: object) -> Iterator[Any]:
     """The optimizers that an optimizer is made of, or that wrappers such as Accelerate's have inside."""
     parts = getattr(optimizer, "optimizers", None)
     if parts is not None:

@@ -50,13 +50,13 @@ _WORDS = (
 )
 
 
-def unwrapped(scheduler: Any) -> Any:
+def unwrapped(scheduler: object) -> Any:
     """The scheduler whose state it is: Accelerate wraps one, and passes its state on."""
     inner = getattr(scheduler, "scheduler", None)
     return inner if isinstance(inner, LRScheduler) and not isinstance(scheduler, LRScheduler) else scheduler
 
 
-def group_lists(scheduler: Any, state: Any) -> None:
+def group_lists(scheduler: object, state: object) -> None:
     """Check what tells for how many groups a state is made."""
     require_mapping(state)
     if isinstance(scheduler, LRScheduler):
@@ -64,7 +64,7 @@ def group_lists(scheduler: Any, state: Any) -> None:
         Schema({**lists, "lr_lambdas": list_of(optional(require_mapping))}, may_lack=(*lists, "lr_lambdas"))(state)
 
 
-def like_scheduler(scheduler: Any, state: Mapping[str, Any], any_groups: bool = False) -> None:
+def like_scheduler(scheduler: object, state: Mapping[str, Any], any_groups: bool = False) -> None:
     """Check that a state has no keys that the scheduler has not, and the same kind of value at each.
 
     `any_groups` leaves the number of rates open, for schedules whose rates are computed anew. A scheduler that is not
@@ -169,7 +169,7 @@ def _function_state(own: Mapping[str, Any] | None) -> Check:
     return check
 
 
-def _require_dict(state: Any) -> None:
+def _require_dict(state: object) -> None:
     if type(state) is not dict:
         raise Violation("a dict", state)
     for name in state:

@@ -142,7 +142,7 @@ def prepared_once(
     return once
 
 
-def checked_result(window: Window | None, result: Any, owner: str) -> tuple[Tensor, Tensor | None, int | Tensor]:
+def checked_result(window: Window | None, result: object, owner: str) -> tuple[Tensor, Tensor | None, int | Tensor]:
     """What `_train_step` returned, if it is a step."""
     if window is None:
         raise RuntimeError(

@@ -125,7 +125,7 @@ class RankFeed:
     def follow(self, loader: SynchronizedDataLoader) -> None:
         self._loader = loader
 
-    def about(self, item: Any) -> list[int]:
+    def about(self, item: object) -> list[int]:
         """The notes of this rank about a batch that was just fetched, or about `NOTHING`."""
         own = self._about_batch(item) if item is not NOTHING else BatchNotes()
         if not self._speaks:

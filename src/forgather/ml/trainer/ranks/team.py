@@ -252,7 +252,7 @@ class RankTeam(SoloTeam):
         _leave(loader)
         self.peers.agree(rounds.error, "evaluating a batch")
 
-    def _work_in_round(self, work: Callable[[Any], None], batch: Any, rounds: Rounds, waits_for_errors: bool) -> None:
+    def _work_in_round(self, work: Callable[[Any], None], batch: object, rounds: Rounds, waits_for_errors: bool) -> None:
         if not waits_for_errors:
             work(batch)
             return

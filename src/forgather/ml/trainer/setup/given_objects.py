@@ -55,7 +55,7 @@ def explains_calls(init: Callable[P, None]) -> Callable[P, None]:
     return checked
 
 
-def _accepted_names(cls: type, first: Any = None) -> list[str]:
+def _accepted_names(cls: type, first: object = None) -> list[str]:
     """The keywords of all constructors of a class, from the one that is `first` on; none if one takes any."""
     names: list[str] = []
     is_reached, takes_any = first is None, False
@@ -105,12 +105,12 @@ def _by_position_message(owner: str, values: list[Any]) -> str:
 
 def check_given(
     owner: str,
-    args: Any,
-    model: Any,
-    model_init: Any,
-    data_collator: Any,
-    compute_loss_func: Any,
-    callbacks: Any,
+    args: object,
+    model: object,
+    model_init: object,
+    data_collator: object,
+    compute_loss_func: object,
+    callbacks: object,
 ) -> None:
     """Raise `ValueError` for an object that is of no use where it was given."""
     if isinstance(args, nn.Module):
@@ -135,7 +135,7 @@ def check_given(
         )
 
 
-def checked_model(model: Any, builder: Any) -> nn.Module:
+def checked_model(model: object, builder: object) -> nn.Module:
     """What `model_init` returned, if it is a model."""
     if isinstance(model, nn.Module):
         return model
@@ -146,7 +146,7 @@ def checked_model(model: Any, builder: Any) -> nn.Module:
     )
 
 
-def check_optimizer(name: str, optimizer: Any) -> Any:
+def check_optimizer(name: str, optimizer: object) -> Any:
     """The optimizer itself, or `ValueError` if it is none; `name` is the argument that it came from."""
     if isinstance(optimizer, type):
         raise ValueError(
@@ -162,7 +162,7 @@ def check_optimizer(name: str, optimizer: Any) -> Any:
     return optimizer
 
 
-def check_scheduler(name: str, scheduler: Any) -> Any:
+def check_scheduler(name: str, scheduler: object) -> Any:
     """The schedule itself, or `ValueError` if it is none."""
     if isinstance(scheduler, type) or not hasattr(scheduler, "step"):
         raise ValueError(
@@ -189,7 +189,7 @@ def check_optimization(optimizer: Any, scheduler: Any, class_and_options: Any) -
         )
 
 
-def _no_model_message(model: Any) -> str:
+def _no_model_message(model: object) -> str:
     if isinstance(model, type):
         name = model.__qualname__
         return (
@@ -216,7 +216,7 @@ def _no_model_message(model: Any) -> str:
     )
 
 
-def _check_model_init(model_init: Any) -> None:
+def _check_model_init(model_init: object) -> None:
     if isinstance(model_init, nn.Module):
         raise ValueError(
             f"model_init={type(model_init).__qualname__}(...) is a ready model: give it as model. model_init is a function "
@@ -238,7 +238,7 @@ def _check_model_init(model_init: Any) -> None:
         return
 
 
-def _check_function(name: str, function: Any) -> None:
+def _check_function(name: str, function: object) -> None:
     if isinstance(function, type) and any("__call__" in vars(base) for base in function.__mro__):
         raise ValueError(
             f"{name}={function.__qualname__} is a class, and its objects are what can be called: give one of them, "
@@ -249,11 +249,11 @@ def _check_function(name: str, function: Any) -> None:
         raise ValueError(f"{name}={_shown(function)} cannot be used: it has to be a function, {expected}.")
 
 
-def _source(name: str, value: Any) -> str:
+def _source(name: str, value: object) -> str:
     return f"What {name} returned, {_shown(value)}," if name.endswith("factory") else f"{name}={_shown(value)}"
 
 
-def _shown(value: Any) -> str:
+def _shown(value: object) -> str:
     """A value in a message: short ones as they are, functions and objects by name."""
     if value is None or isinstance(value, (str, int, float, bool)):
         return repr(value)

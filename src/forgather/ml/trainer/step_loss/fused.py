@@ -32,7 +32,7 @@ class HiddenStatesModel(ModelWrapper):
         self._asks = bool(getattr(model, "can_return_hidden_states", False))
         self._avoids_cache = not self._asks and "use_cache" in parameters_of(model.forward)
 
-    def forward(self, *args: Any, return_hidden_states: bool = False, **inputs: Any) -> Any:
+    def forward(self, *args: object, return_hidden_states: bool = False, **inputs: object) -> Any:
         if not return_hidden_states:
             return self.wrapped(*args, **inputs)
         if self._asks:
@@ -97,7 +97,7 @@ def make_fused_loss(factory: FusedLossFactoryT, head: nn.Module) -> LossFunction
     return loss_fn
 
 
-def unfused(loss_fn: Any, schedule: str) -> LossFunctionT:
+def unfused(loss_fn: object, schedule: str) -> LossFunctionT:
     """The same loss of logits, for a schedule under which fused ones cannot be used."""
     reason = f"schedule={schedule!r} computes gradients of inputs and of weights apart, and a fused loss computes both at once"
     if not hasattr(loss_fn, "unfused"):
@@ -166,7 +166,7 @@ def _hooked(modules: Sequence[nn.Module], hook: Any) -> Iterator[None]:
             one.remove()
 
 
-def _first_of(outputs: Any) -> Any:
+def _first_of(outputs: object) -> Any:
     if isinstance(outputs, Mapping):
         outputs = tuple(outputs.values())
     return next(iter(outputs), None) if isinstance(outputs, (tuple, list)) else outputs

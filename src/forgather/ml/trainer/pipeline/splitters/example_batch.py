@@ -14,7 +14,7 @@ Example = tuple[tuple[Tensor, ...], dict[str, Any]]
 """Positional and keyword arguments of a micro-batch, on the meta device."""
 
 
-def example_batch(model: nn.Module, dataset: Any, collate: Any, num_rows: int) -> Example:
+def example_batch(model: nn.Module, dataset: object, collate: object, num_rows: int) -> Example:
     """The main input and the other tensors of a micro-batch, on the meta device.
 
     Taken from the dataset if that can be asked for single samples; a stream is not begun for it, and token ids of some
