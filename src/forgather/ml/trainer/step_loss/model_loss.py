@@ -170,7 +170,9 @@ class ModelLoss:
         elif finding.uses_own is False:
             self._use_causal(finding.reason)
 
-    def _look_at_function(self, model: nn.Module, inputs: Mapping[str, Any], labels: object, is_stand_in: bool) -> Finding:
+    def _look_at_function(
+        self, model: nn.Module, inputs: Mapping[str, Any], labels: object, is_stand_in: bool
+    ) -> Finding:
         assert self._step_loss is not None
         if self._step_loss.is_resolved or not isinstance(labels, Tensor):
             return Finding(is_stand_in=is_stand_in)

@@ -1,7 +1,6 @@
 """Model outputs: finding logits and loss in what a forward pass returned (ModelOutput, dict, tuple or tensor)."""
 
 from collections.abc import Mapping, Sequence
-from typing import Any
 
 from torch import Tensor
 

@@ -31,7 +31,7 @@ class UnknownModel(ValueError):
 class Anatomy:
     """Where the parts of a model are: `path` leads from the model to the module that has the layers."""
 
-    model: object
+    model: Any
     path: tuple[str, ...]
     layers_name: str
     num_layers: int
@@ -165,8 +165,8 @@ class HuggingFaceStage(nn.Module):
     """A consecutive part of a causal language model, under the names of the whole."""
 
     can_return_hidden_states = True
-    _part: object
-    _entry: object
+    _part: Any
+    _entry: Any
     _anatomy: Anatomy
 
     def __init__(self, anatomy: Anatomy, layers: range, stage_index: int, num_stages: int) -> None:
