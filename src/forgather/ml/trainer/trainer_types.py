@@ -13,6 +13,9 @@ from forgather.ml.checkpoint.components import StateComponent
 if TYPE_CHECKING:
     from forgather.ml.trainer.arguments.training_arguments import MinimalTrainingArguments as MinimalTrainingArguments
 
+NO_STEP_LIMIT = 2**62
+"""`TrainerState.max_steps` of a run without a limit."""
+
 BaseDataset = Any
 """A map-style dataset, an iterable one, or a loader that yields batches by itself."""
 

@@ -168,7 +168,8 @@ def elementary_optimizers(optimizer: object) -> Iterator[Any]:
     """The optimizers that an optimizer is made of, or that wrappers such as Accelerate's have inside."""
     parts = getattr(optimizer, "optimizers", None)
     if parts is not None:
-        for part in parts.values() if isinstance(parts, Mapping) else parts:
+        values = parts.values() if isinstance(parts, Mapping) else parts
+        for part in values:
             yield from elementary_optimizers(part)
     elif isinstance(inner := getattr(optimizer, "optimizer", None), torch.optim.Optimizer):
         yield from elementary_optimizers(inner)

@@ -85,8 +85,9 @@ def like_scheduler(scheduler: object, state: Mapping[str, Any], any_groups: bool
     _like_state(state, own, any_groups)
 
 
-def _like_state(state: Any, own: Mapping[str, Any], any_groups: bool = False) -> None:
+def _like_state(state: object, own: Mapping[str, Any], any_groups: bool = False) -> None:
     _require_dict(state)
+    assert isinstance(state, dict)
     for name in state:
         if name not in own:
             raise UnknownKeyViolation("left out, since this kind of scheduler has no such setting", state[name], [name])
