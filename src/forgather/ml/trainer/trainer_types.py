@@ -7,6 +7,8 @@ from typing import TYPE_CHECKING, Any, NamedTuple, Protocol, runtime_checkable
 
 from torch import Tensor, nn
 from torch.distributed import ProcessGroup
+from torch.optim import Optimizer
+from torch.optim.lr_scheduler import LRScheduler
 
 from forgather.ml.checkpoint.components import StateComponent
 
@@ -19,8 +21,10 @@ NO_STEP_LIMIT = 2**62
 BaseDataset = Any
 """A map-style dataset, an iterable one, or a loader that yields batches by itself."""
 
-OptimizerT = Any
-LRSchedulerT = Any
+OptimizerT = Optimizer
+"""An optimizer; wrappers such as Accelerate's, and objects with its methods, serve as well."""
+LRSchedulerT = LRScheduler
+"""A learning-rate schedule; wrappers such as Accelerate's, and objects with its methods, serve as well."""
 DataCollatorT = Callable[[list[Any]], Mapping[str, Any]]
 LossFunctionT = Callable[[Tensor, Tensor], Tensor]
 OptimizerFactoryT = Callable[[Iterable[Any]], OptimizerT]

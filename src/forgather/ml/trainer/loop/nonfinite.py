@@ -144,7 +144,7 @@ class GradientWatch:
         return replace(own, loss=loss, parameters=[names[one] for one in parameters if one in names])
 
 
-def step_if_finite(optimizer: Any, norm: Tensor) -> None:
+def step_if_finite(optimizer: torch.optim.Optimizer, norm: Tensor) -> None:
     """Step, unless the norm is not finite.
 
     Fused optimizers of torch look at the device's own flag. Others cannot, so the host waits for the norm.

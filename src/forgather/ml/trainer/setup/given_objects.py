@@ -3,12 +3,13 @@
 import functools
 import inspect
 from collections.abc import Callable, Iterable, Mapping
-from typing import Any, ParamSpec
+from typing import Any, ParamSpec, TypeGuard
 
 from torch import nn
 
 from forgather.ml.trainer.arguments.field_values import hint_for
 from forgather.ml.trainer.arguments.training_arguments import MinimalTrainingArguments
+from forgather.ml.trainer.trainer_types import LRSchedulerT, OptimizerT
 
 P = ParamSpec("P")
 
@@ -146,14 +147,22 @@ def checked_model(model: object, builder: object) -> nn.Module:
     )
 
 
-def check_optimizer(name: str, optimizer: object) -> Any:
+def _is_optimizer(value: object) -> TypeGuard[OptimizerT]:
+    return hasattr(value, "param_groups")
+
+
+def _is_scheduler(value: object) -> TypeGuard[LRSchedulerT]:
+    return not isinstance(value, type) and hasattr(value, "step")
+
+
+def check_optimizer(name: str, optimizer: object) -> OptimizerT:
     """The optimizer itself, or `ValueError` if it is none; `name` is the argument that it came from."""
     if isinstance(optimizer, type):
         raise ValueError(
             f"{name}={optimizer.__qualname__} is a class, not an optimizer: pass optimizer_cls_and_kwargs="
             f"({optimizer.__qualname__}, {{'lr': ...}}), or an optimizer made of the model's parameters."
         )
-    if not hasattr(optimizer, "param_groups"):
+    if not _is_optimizer(optimizer):
         raise ValueError(
             f"{_source(name, optimizer)} is not an optimizer: it needs param_groups and step(), as those of torch.optim "
             "have. Pass an optimizer, optimizer_cls_and_kwargs=(torch.optim.SGD, {'lr': ...}), or optimizer_factory, a "
@@ -162,9 +171,9 @@ def check_optimizer(name: str, optimizer: object) -> Any:
     return optimizer
 
 
-def check_scheduler(name: str, scheduler: object) -> Any:
+def check_scheduler(name: str, scheduler: object) -> LRSchedulerT:
     """The schedule itself, or `ValueError` if it is none."""
-    if isinstance(scheduler, type) or not hasattr(scheduler, "step"):
+    if not _is_scheduler(scheduler):
         raise ValueError(
             f"{_source(name, scheduler)} is not a learning-rate schedule: it needs step(), as those of "
             "torch.optim.lr_scheduler have. Pass lr_scheduler_factory, a function of the optimizer that returns a schedule, "
@@ -173,7 +182,7 @@ def check_scheduler(name: str, scheduler: object) -> Any:
     return scheduler
 
 
-def check_optimization(optimizer: Any, scheduler: Any, class_and_options: Any) -> None:
+def check_optimization(optimizer: object, scheduler: object, class_and_options: object) -> None:
     """Raise `ValueError` for an optimizer, a schedule, or a class and its options that are none."""
     if optimizer is not None:
         check_optimizer("optimizer", optimizer)
@@ -181,12 +190,17 @@ def check_optimization(optimizer: Any, scheduler: Any, class_and_options: Any) -
         check_scheduler("lr_scheduler", scheduler)
     if class_and_options is None:
         return
-    is_pair = isinstance(class_and_options, (tuple, list)) and len(class_and_options) == 2
-    if not is_pair or not callable(class_and_options[0]) or not isinstance(class_and_options[1], Mapping):
+    if not _is_class_with_options(class_and_options):
         raise ValueError(
             f"optimizer_cls_and_kwargs={_shown(class_and_options)} cannot be used: give a class and a dict of its options, "
             "such as (torch.optim.SGD, {'lr': 0.1})."
         )
+
+
+def _is_class_with_options(given: object) -> bool:
+    if not isinstance(given, (tuple, list)) or len(given) != 2:
+        return False
+    return callable(given[0]) and isinstance(given[1], Mapping)
 
 
 def _no_model_message(model: object) -> str:
