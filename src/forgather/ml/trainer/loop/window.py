@@ -4,18 +4,18 @@
 """
 
 import logging
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
 from torch import Tensor
 
 from forgather.ml.trainer.loading.collation import require_mapping
-from forgather.ml.trainer.loading.data_types import Batch
 from forgather.ml.trainer.loading.empty_batch import EmptyBatch
 
 logger = logging.getLogger(__name__)
 
+Batch = Mapping[str, Any]
 Count = int | Tensor
 Prepared = tuple[dict[str, Any], Any]
 """Inputs of the model and labels of one micro-batch."""
@@ -142,7 +142,7 @@ def prepared_once(
     return once
 
 
-def checked_result(window: Window | None, result: object, owner: str) -> tuple[Tensor, Tensor | None, int | Tensor]:
+def checked_result(window: Window | None, result: Any, owner: str) -> tuple[Tensor, Tensor | None, int | Tensor]:
     """What `_train_step` returned, if it is a step."""
     if window is None:
         raise RuntimeError(

@@ -32,7 +32,7 @@ class HiddenStatesModel(ModelWrapper):
         self._asks = bool(getattr(model, "can_return_hidden_states", False))
         self._avoids_cache = not self._asks and "use_cache" in parameters_of(model.forward)
 
-    def forward(self, *args: object, return_hidden_states: bool = False, **inputs: object) -> Any:
+    def forward(self, *args: Any, return_hidden_states: bool = False, **inputs: Any) -> Any:
         if not return_hidden_states:
             return self.wrapped(*args, **inputs)
         if self._asks:
