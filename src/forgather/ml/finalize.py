@@ -296,7 +296,8 @@ def _install(output: str, write: Callable[[str], None]) -> None:
 def _remove_unfinished(parent: str, name: str) -> None:
     """Delete what was left of an earlier attempt that was killed."""
     unfinished = re.compile(rf"\.tmp-{re.escape(name)}-[0-9a-f]{{12}}")
-    for entry in sorted(os.listdir(parent)) if os.path.isdir(parent) else ():
+    entries = sorted(os.listdir(parent)) if os.path.isdir(parent) else []
+    for entry in entries:
         if unfinished.fullmatch(entry):
             durable.remove_or_warn(os.path.join(parent, entry))
 

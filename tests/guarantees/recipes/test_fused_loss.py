@@ -6,17 +6,11 @@ from typing import Any
 
 import pytest
 import torch
-from accelerate import Accelerator, DistributedDataParallelKwargs
+from accelerate import Accelerator
 from torch import Tensor, nn
 from transformers import (
     AutoModelForCausalLM,
-    CohereConfig,
-    Gemma2Config,
-    GPTNeoXConfig,
-    GPTNeoXForCausalLM,
-    LlamaForCausalLM,
     OPTConfig,
-    Qwen2Config,
 )
 
 from forgather.ml.loss import CausalLoss, LinearCrossEntropyLoss, RescaleLoss
@@ -33,7 +27,6 @@ from tests.support.tiny_models import (
     IGNORED,
     VOCAB_SIZE,
     Recorder,
-    TokenModel,
     quiet_trainer,
     tiny_llama,
     token_samples,
@@ -288,183 +281,3 @@ def accelerated(output_dir: Path, fused: bool) -> Result:
 
 def test_an_accelerator_trains_alike_and_averages_its_weights(tmp_path: Path) -> None:
     assert_same_training(*(accelerated(tmp_path / str(fused), fused) for fused in (False, True)), tolerance=1e-5)
-
-
-# --- refused
-
-
-class NeedsMore(GPTNeoXForCausalLM):
-    """Cannot be run on token ids alone."""
-
-    def forward(self, input_ids: Tensor, attention_mask: Tensor, **options: Any) -> Any:
-        return super().forward(input_ids, attention_mask=attention_mask.bool(), **options)
-
-
-def test_models_that_cannot_be_tried_are_refused(tmp_path: Path) -> None:
-    config = GPTNeoXConfig(
-        vocab_size=VOCAB_SIZE, hidden_size=16, intermediate_size=16, num_hidden_layers=1, num_attention_heads=2
-    )
-    with pytest.raises(ValueError, match=r"NeedsMore, which cannot be tried on two tokens alone .*attention_mask"):
-        build_only(tmp_path, NeedsMore(config), **FUSED)
-
-
-def test_a_factory_that_makes_no_loss_is_refused(tmp_path: Path) -> None:
-    with pytest.raises(ValueError, match=r"fused_loss_factory returned None for the output embeddings"):
-        build_only(tmp_path, tiny_llama(), fused_loss_factory=lambda head: None)
-
-
-def test_a_model_that_runs_in_few_bits_only_is_tried_in_them(tmp_path: Path) -> None:
-    def require_few_bits(*_: Any) -> None:
-        if not torch.is_autocast_enabled("cpu"):
-            raise ValueError("only few bits")
-
-    model = tiny_llama()
-    # As flash attention does.
-    model.model.layers[0].register_forward_pre_hook(require_few_bits)
-    result, _ = losses(tmp_path, model, True, mixed_precision="bf16")
-    assert len(result.losses) > 0
-
-
-def gemma2() -> nn.Module:
-    config = Gemma2Config(
-        vocab_size=VOCAB_SIZE,
-        hidden_size=16,
-        intermediate_size=16,
-        num_hidden_layers=2,
-        num_attention_heads=2,
-        num_key_value_heads=1,
-        head_dim=8,
-        max_position_embeddings=32,
-    )
-    return AutoModelForCausalLM.from_config(config)
-
-
-def cohere() -> nn.Module:
-    config = CohereConfig(
-        vocab_size=VOCAB_SIZE, hidden_size=16, intermediate_size=16, num_hidden_layers=2, num_attention_heads=2
-    )
-    return AutoModelForCausalLM.from_config(config)
-
-
-def build_only(output_dir: Path, model: nn.Module, **options: Any) -> None:
-    trainer = quiet_trainer(output_dir, model, None, trainer_options={"eval_dataset": token_samples(4), **options})
-    trainer.evaluate()
-
-
-@pytest.mark.parametrize("build", [gemma2, cohere])
-def test_models_that_change_logits_are_refused(build: Any, tmp_path: Path) -> None:
-    with pytest.raises(
-        ValueError, match=r"fused_loss_factory cannot be used with .*, which does more between hidden states"
-    ):
-        build_only(tmp_path, build(), **FUSED)
-
-
-class ChangedLogits(LlamaForCausalLM):
-    """Does something to the logits that the head has made."""
-
-    def __init__(self, change: str) -> None:
-        super().__init__(tiny_llama().config)
-        self.change = change
-        # What is trained beside the head changes nothing at first.
-        self.bias = nn.Parameter(torch.zeros(VOCAB_SIZE))
-
-    def forward(self, *args: Any, **keywords: Any) -> Any:
-        outputs = super().forward(*args, **keywords)
-        logits = outputs.logits
-        changes = {"scale": logits.float() * 4, "bias": logits + self.bias, "cap": logits.clamp(-50, 50)}
-        outputs.logits = changes[self.change]
-        return outputs
-
-
-def scaled_hidden_states() -> nn.Module:
-    model = tiny_llama()
-    model.lm_head.register_forward_pre_hook(lambda _, inputs: (inputs[0] / 4,))
-    return model
-
-
-@pytest.mark.parametrize(
-    "build",
-    [*(functools.partial(ChangedLogits, change) for change in ("scale", "bias", "cap")), scaled_hidden_states],
-    ids=["scale", "bias", "cap", "scaled hidden states"],
-)
-def test_models_that_scale_are_told_though_their_weights_are_yet_to_be_loaded(build: Any, tmp_path: Path) -> None:
-    model = build()
-    for parameter in model.parameters():
-        parameter.detach().zero_()
-    options = {"eval_dataset": token_samples(4), **FUSED}
-    with pytest.raises(ValueError, match="does more between hidden states and logits than its head does"):
-        quiet_trainer(tmp_path, model, None, trainer_options=options, mixed_precision="bf16").evaluate()
-
-
-def test_models_without_a_head_are_refused(tmp_path: Path) -> None:
-    with pytest.raises(ValueError, match=r"TokenModel, which has no head.*can_return_hidden_states=True"):
-        build_only(tmp_path, TokenModel(), **FUSED)
-
-
-def test_two_losses_are_refused(tmp_path: Path) -> None:
-    with pytest.raises(ValueError, match=r"fused_loss_factory .* and compute_loss_func .*exclude each other"):
-        build_only(tmp_path, tiny_llama(), compute_loss_func=CausalLoss(), **FUSED)
-
-
-def test_wrappers_that_look_for_unused_parameters_are_refused(tmp_path: Path) -> None:
-    keywords = {"model": tiny_llama(), "train_dataset": token_samples(4), **FUSED}
-    with pytest.raises(ValueError, match=r"fused_loss_factory cannot be combined with ddp.find_unused_parameters=True"):
-        DDPTrainer(args={"output_dir": str(tmp_path), "ddp": {"find_unused_parameters": True}}, **keywords)
-    accelerator = Accelerator(cpu=True, kwargs_handlers=[DistributedDataParallelKwargs(find_unused_parameters=True)])
-    with pytest.raises(ValueError, match=r"cannot be combined with DistributedDataParallelKwargs.*Leave one"):
-        AccelTrainer(args={"output_dir": str(tmp_path)}, accelerator=accelerator, **keywords)
-
-
-@pytest.mark.parametrize(
-    "config",
-    [
-        OPT,
-        GPTNeoXConfig(
-            vocab_size=VOCAB_SIZE, hidden_size=16, intermediate_size=16, num_hidden_layers=1, num_attention_heads=2
-        ),
-        Qwen2Config(
-            vocab_size=VOCAB_SIZE,
-            hidden_size=16,
-            intermediate_size=16,
-            num_hidden_layers=1,
-            num_attention_heads=2,
-            num_key_value_heads=1,
-            tie_word_embeddings=True,
-        ),
-    ],
-    ids=lambda config: config.model_type,
-)
-def test_causal_models_are_adapted_without_help(config: Any, tmp_path: Path) -> None:
-    torch.manual_seed(0)
-    model = AutoModelForCausalLM.from_config(config)
-    evaluations = [
-        quiet_trainer(tmp_path, model, None, trainer_options={"eval_dataset": token_samples(8), **options}).evaluate()
-        for options in ({}, FUSED)
-    ]
-    assert evaluations[1]["eval_loss"] == pytest.approx(evaluations[0]["eval_loss"], rel=1e-6)
-
-
-def refused_in_pipeline(output_dir: Path, schedule: str, build: Any, factory: Any) -> None:
-    trainer_of(
-        PipelineTrainer,
-        output_dir,
-        build,
-        token_samples(8),
-        trainer_options={"fused_loss_factory": factory},
-        schedule=schedule,
-        per_device_train_batch_size=4,
-    ).train()
-
-
-@pytest.mark.parametrize(
-    ("schedule", "build", "factory", "message"),
-    [
-        ("1f1b", gemma2, LinearCrossEntropyLoss, "does more between hidden states and logits"),
-        ("zbv", llama, plain_fused_loss, r"schedule='zbv' computes .* has no method unfused\(\)"),
-    ],
-)
-def test_pipelines_refuse_what_they_cannot(
-    schedule: str, build: Any, factory: Any, message: str, tmp_path: Path
-) -> None:
-    with pytest.raises(AssertionError, match=message):
-        run_on_ranks(refused_in_pipeline, 2, tmp_path, schedule, build, factory)

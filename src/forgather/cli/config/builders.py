@@ -68,7 +68,7 @@ def build_loss(section: FactorySection) -> dict[str, Any]:
     """
     if section.class_path is None:
         return {"compute_loss_func": class_paths.partial(section, "loss")}
-    function: Any = class_paths.find_object(section.class_path, "loss.class_path")
+    function: object = class_paths.find_object(section.class_path, "loss.class_path")
     if next(iter(parameters_of(function)), None) == "output_embeddings":
         return {"fused_loss_factory": class_paths.partial(section, "loss")}
     if isinstance(function, type):

@@ -29,7 +29,7 @@ logger = logging.getLogger(__name__)
 class Datasets:
     """What to train and evaluate on."""
 
-    train: Any
+    train: object
     eval: Any | None
 
 

@@ -220,7 +220,8 @@ def _show(report: FinalizeReport, reason: str | None) -> None:
     has_losses = report.loss_after is not None
     table = Table(box=None, pad_edge=False)
     table.add_column("", min_width=LABEL_WIDTH, style="bold")
-    for name in ("weights", "loss") if has_losses else ("weights",):
+    names = ("weights", "loss") if has_losses else ("weights",)
+    for name in names:
         table.add_column(name, justify="right")
     rows = {"before": (report.bytes_before, report.loss_before), "after": (report.bytes_after, report.loss_after)}
     for label, (num_bytes, loss) in rows.items():

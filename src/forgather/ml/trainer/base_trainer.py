@@ -107,6 +107,15 @@ class BaseTrainer(ABC, Generic[TArgs]):
         "rng": PER_RANK,
     }
     """The components of this trainer and how ranks share them; each strategy states its own table."""
+    # Set in preparation.
+    do_train: bool | None = None
+    do_eval: bool | None = None
+    max_steps: int | None = None
+    epoch_train_steps: int | None = None
+    num_processes: int | None = None
+    is_local_process_zero: bool | None = None
+    is_world_process_zero: bool | None = None
+    _flops_per_token: float | None = None
     gradient_accumulation_step: int | None = None
     """The number of the present micro-batch within its step, from 1."""
     model_splitter: Any = None
@@ -166,14 +175,6 @@ class BaseTrainer(ABC, Generic[TArgs]):
         self.eval_dataloader: Any = None
         self.amp_context: Any = None
         self.rng = RNGState()
-        self.do_train: bool | None = None
-        self.do_eval: bool | None = None
-        self.max_steps: int | None = None
-        self.epoch_train_steps: int | None = None
-        self.num_processes: int | None = None
-        self.is_local_process_zero: bool | None = None
-        self.is_world_process_zero: bool | None = None
-        self._flops_per_token: float | None = None
         self.given = Given(optimizer, lr_scheduler, None, loss_fn)
         self._env: DistributedEnvInterface | None = None
         self._resume_setting: bool | str = getattr(self.args, "resume_from_checkpoint", False)

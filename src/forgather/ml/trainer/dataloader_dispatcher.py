@@ -1,11 +1,9 @@
 """One rank reads for all: every batch goes to the rank, or the group of ranks, that trains on it."""
 
 import itertools
-import queue
 import threading
 import time
-from collections.abc import Iterator, Mapping
-from enum import Enum
+from collections.abc import Iterable, Iterator, Mapping
 from typing import Any, NamedTuple
 
 import torch
@@ -15,59 +13,28 @@ from torch.distributed import DeviceMesh
 from forgather.ml.distributed.agreement import DistributedError, Peers
 from forgather.ml.distributed.environment import get_requested_timeout
 from forgather.ml.distributed.rank_links import RankLinks
-from forgather.ml.trainer.loading.batch_messages import Pieces, decode, encode
-from forgather.ml.trainer.loading.batch_transport import Sender, make_receiver, make_sender
+from forgather.ml.trainer.loading.batch_messages import decode, encode
+from forgather.ml.trainer.loading.batch_transport import make_receiver, make_sender
 from forgather.ml.trainer.loading.data_order import (
     check_position,
-    draws_random_numbers,
     goes_on,
     is_stateful,
     kept_state,
 )
 from forgather.ml.trainer.loading.empty_batch import emptied
+from forgather.ml.trainer.loading.epoch_loader import length_of
+from forgather.ml.trainer.loading.random_numbers import draws_random_numbers
+from forgather.ml.trainer.loading.round_readers import Kind, Message, QuickReader, Round, ThreadedReader
 from forgather.ml.trainer.setup.devices import moved
 
 _DURING = "loading a batch"
-_SHORT_BYTES = 2**16
-
-
-class _Kind(Enum):
-    """What a message says."""
-
-    BATCH = "batch"
-    END = "end"
-    """The pass is over: there is no more data."""
-    LEFT = "left"
-    """The pass is over: the loop was left early."""
-    ERROR = "error"
-
-
-class _Message(NamedTuple):
-    kind: _Kind
-    content: Any
-    """The batch, or the fields of an error."""
-    position: Any
-    """The state of the loader behind this batch."""
-
-
-class _Round(NamedTuple):
-    """What every data-parallel rank is told next."""
-
-    own: _Message
-    """For the rank that reads."""
-    packed: list[Pieces | None]
-    """For each part of the mesh, where it has ranks that do not read."""
-
-    @property
-    def is_last(self) -> bool:
-        return self.own.kind is not _Kind.BATCH
 
 
 class _Facts(NamedTuple):
     """What every rank knows of the loader."""
 
     num_batches: int | None
-    position: Any
+    position: Mapping[str, Any] | None
     goes_on: bool
 
 
@@ -87,7 +54,7 @@ class DataloaderDispatcher:
 
     def __init__(
         self,
-        dataloader: Any,
+        dataloader: Iterable[Any] | None,
         mesh: DeviceMesh,
         device: torch.device | str,
         dp_mesh_dim: int | None = 0,
@@ -114,11 +81,11 @@ class DataloaderDispatcher:
         self._sender = make_sender(self._links, self._parts) if self._reads else None
         self._receiver = None if self._reads else make_receiver(self._links, self._source, self._device)
         self._peers = Peers(self._links.group)
-        self._reader: _QuickReader | _ThreadedReader | None = None
+        self._reader: QuickReader | ThreadedReader | None = None
         self._pass_is_open = False
         self._read_ahead = False
         self._loader_is_ahead = False
-        self._position: Any = None
+        self._position: Mapping[str, Any] | None = None
         self._num_batches: int | None = None
         self._goes_on = False
         self._exchange_facts()
@@ -126,7 +93,7 @@ class DataloaderDispatcher:
     # --- what it knows
 
     @property
-    def dataloader(self) -> Any:
+    def dataloader(self) -> Iterable[Any] | None:
         return self._dataloader
 
     @property
@@ -135,7 +102,8 @@ class DataloaderDispatcher:
         if self._num_batches is None:
             return None
         whole, rest = divmod(self._num_batches, len(self._parts))
-        return whole + (rest > 0 and not self._drop_last)
+        has_rest = rest > 0 and not self._drop_last
+        return whole + 1 if has_rest else whole
 
     @property
     def goes_on(self) -> bool:
@@ -159,11 +127,11 @@ class DataloaderDispatcher:
 
     # --- position
 
-    def state_dict(self) -> Any:
+    def state_dict(self) -> Mapping[str, Any] | None:
         """The position behind the last batch that the loop got; it does not depend on the number of ranks."""
         return self._position
 
-    def check_state_dict(self, state: Any) -> None:
+    def check_state_dict(self, state: object) -> None:
         """Raise for a position that the loader cannot use; the rank that reads knows."""
         if self._reads:
             check_position(self._dataloader, state)
@@ -187,10 +155,11 @@ class DataloaderDispatcher:
         self._pass_is_open, self._read_ahead = True, False
         rounds = self._read() if self._reads else self._receive()
         for message in rounds:
-            if message.kind is _Kind.ERROR:
+            if message.kind is Kind.ERROR:
+                assert isinstance(message.content, tuple), "the fields of an error"
                 raise DistributedError(*message.content)
             self._position = message.position
-            if message.kind is _Kind.END:
+            if message.kind is Kind.END:
                 return
             yield moved(message.content, self._device)
 
@@ -212,12 +181,12 @@ class DataloaderDispatcher:
                 target=self._close_after, args=(self._reader,), name="batch-reader-end", daemon=True
             ).start()
 
-    def _close_after(self, reader: "_QuickReader | _ThreadedReader") -> None:
+    def _close_after(self, reader: "QuickReader | ThreadedReader") -> None:
         reader.end()
         self._close_loader()
 
     def _close_loader(self) -> None:
-        if hasattr(self._dataloader, "close"):
+        if self._dataloader is not None and hasattr(self._dataloader, "close"):
             self._dataloader.close()
 
     def _leave(self) -> None:
@@ -226,13 +195,13 @@ class DataloaderDispatcher:
             return
         self._pass_is_open = False
         if not self._reads:
-            while self._received().kind is _Kind.BATCH:
+            while self._received().kind is Kind.BATCH:
                 pass
             return
         has_ended = self._end_reader()
         assert self._sender is not None
         if not has_ended:
-            self._sender.send(self._same_for_all(_Message(_Kind.LEFT, None, None)).packed)
+            self._sender.send(self._same_for_all(Message(Kind.LEFT, None, None)).packed)
         self._sender.flush()
         self._loader_is_ahead = self._read_ahead
 
@@ -245,25 +214,26 @@ class DataloaderDispatcher:
         """Batches that were read and not handed out are yet to come for a loader that goes on where it was left."""
         if self._loader_is_ahead and self._goes_on:
             self._close_loader()
+            assert is_stateful(self._dataloader) and self._position is not None, "it goes on from a state"
             self._dataloader.load_state_dict(self._position)
         self._loader_is_ahead = False
 
-    def _receive(self) -> Iterator[_Message]:
+    def _receive(self) -> Iterator[Message]:
         while True:
             message = self._received()
-            if message.kind is not _Kind.BATCH:
+            if message.kind is not Kind.BATCH:
                 self._pass_is_open = False
             yield message
 
-    def _received(self) -> _Message:
+    def _received(self) -> Message:
         assert self._receiver is not None
         content, (kind, position) = decode(self._receiver.receive())
-        message = _Message(_Kind(kind), content, position)
-        if message.kind is _Kind.BATCH:
+        message = Message(Kind(kind), content, position)
+        if message.kind is Kind.BATCH:
             self._receiver.expect_more()
         return message
 
-    def _read(self) -> Iterator[_Message]:
+    def _read(self) -> Iterator[Message]:
         """This rank's part of each round, which is sent to the others as soon as it is read."""
         assert self._sender is not None
         rounds = self._rounds()
@@ -279,29 +249,38 @@ class DataloaderDispatcher:
         self._sender.send(second.packed)
         self._read_ahead = self._prefetch > 0 and not second.is_last and not has_drawn()
         if self._read_ahead:
-            reader = _ThreadedReader(rounds, self._sender, self._prefetch) if is_slow else None
-            self._reader = reader or _QuickReader(rounds, self._sender)
+            reader = ThreadedReader(rounds, self._sender, self._prefetch) if is_slow else None
+            self._reader = reader or QuickReader(rounds, self._sender)
         yield self._taken(second)
-        for one in rounds if self._reader is None else self._reader:
-            if not self._read_ahead:
-                self._sender.send(one.packed)
+        yield from self._read_rest(rounds)
+
+    def _read_rest(self, rounds: Iterator[Round]) -> Iterator[Message]:
+        assert self._sender is not None
+        if self._reader is not None:
+            # It sends what it reads.
+            for one in self._reader:
+                yield self._taken(one)
+            return
+        for one in rounds:
+            self._sender.send(one.packed)
             yield self._taken(one)
 
-    def _taken(self, one: _Round) -> _Message:
+    def _taken(self, one: Round) -> Message:
         """This rank's part of a round."""
         if one.is_last:
             assert self._sender is not None
             self._pass_is_open = False
             self._end_reader()
             # An error may come after the first batches of a round.
-            self._loader_is_ahead = one.own.kind is _Kind.ERROR
+            self._loader_is_ahead = one.own.kind is Kind.ERROR
             self._sender.flush()
         return one.own
 
-    def _rounds(self) -> Iterator[_Round]:
+    def _rounds(self) -> Iterator[Round]:
         size = len(self._parts)
         try:
             self._go_back()
+            assert self._dataloader is not None, "this rank reads"
             iterator = iter(self._dataloader)
             while batches := list(itertools.islice(iterator, size)):
                 if len(batches) < size:
@@ -309,23 +288,23 @@ class DataloaderDispatcher:
                         break
                     batches += [emptied(batches[0])] * (size - len(batches))
                 position = self._loader_position()
-                yield self._packed([_Message(_Kind.BATCH, batch, position) for batch in batches])
-            last = self._same_for_all(_Message(_Kind.END, None, self._loader_position()))
+                yield self._packed([Message(Kind.BATCH, batch, position) for batch in batches])
+            last = self._same_for_all(Message(Kind.END, None, self._loader_position()))
         except Exception as error:  # noqa: BLE001 - sent to every rank, this one included, and raised there
             report = DistributedError.describing(error, _DURING, dist.get_rank())
-            last = self._same_for_all(_Message(_Kind.ERROR, report.args, None))
+            last = self._same_for_all(Message(Kind.ERROR, report.args, None))
         yield last
 
-    def _packed(self, messages: list[_Message]) -> _Round:
+    def _packed(self, messages: list[Message]) -> Round:
         """All of them before any is sent: what cannot be packed is an error that all ranks can still be told of."""
-        has_others = [len(ranks) > (number == 0) for number, ranks in enumerate(self._parts)]
+        has_others = [number > 0 or len(ranks) > 1 for number, ranks in enumerate(self._parts)]
         packed = [
             encode(one.content, (one.kind.value, one.position)) if needed else None
             for one, needed in zip(messages, has_others, strict=True)
         ]
-        return _Round(messages[0], packed)
+        return Round(messages[0], packed)
 
-    def _same_for_all(self, message: _Message) -> _Round:
+    def _same_for_all(self, message: Message) -> Round:
         return self._packed([message] * len(self._parts))
 
     # --- facts
@@ -334,103 +313,18 @@ class DataloaderDispatcher:
         """Start an epoch, if given, and tell all ranks what has become of the loader."""
         facts: _Facts | None = None
         with self._peers.agreement("preparing a pass over the data"):
-            if epoch is not None and hasattr(self._dataloader, "set_epoch"):
+            if epoch is not None and self._dataloader is not None and hasattr(self._dataloader, "set_epoch"):
                 self._go_back()
                 self._dataloader.set_epoch(epoch)
             if self._reads:
                 position = self._position if self._loader_is_ahead else self._loader_position()
-                facts = _Facts(_length_of(self._dataloader), position, goes_on(self._dataloader))
+                facts = _Facts(_num_batches_of(self._dataloader), position, goes_on(self._dataloader))
         facts = self._peers.broadcast(facts, dist.get_group_rank(self._links.group, self._source))
         assert facts is not None, "the reading rank has some"
         self._num_batches, self._position, self._goes_on = facts
 
-    def _loader_position(self) -> Any:
+    def _loader_position(self) -> dict[str, Any] | None:
         return kept_state(self._dataloader) if is_stateful(self._dataloader) else None
-
-
-class _QuickReader(Iterator[_Round]):
-    """Reads and sends one round ahead of the loop that takes them, so that nobody waits for it."""
-
-    def __init__(self, rounds: Iterator[_Round], sender: Sender) -> None:
-        self._rounds = rounds
-        self._sender = sender
-        self._has_sent_last = False
-        self._next, self._is_sent = self._read()
-
-    def __next__(self) -> _Round:
-        one = self._next
-        if not self._is_sent:
-            self._send(one)
-        if not one.is_last:
-            self._next, self._is_sent = self._read()
-        return one
-
-    def request_end(self) -> None:
-        """Nothing: it reads only when it is asked."""
-
-    def end(self) -> bool:
-        """Returns whether the last message of the pass was sent."""
-        return self._has_sent_last
-
-    def _read(self) -> tuple[_Round, bool]:
-        one = next(self._rounds)
-        # A long one does not fit into the buffers of the system: it is sent when the others are there to receive it.
-        is_short = all(sum(map(len, pieces)) <= _SHORT_BYTES for pieces in one.packed if pieces is not None)
-        if is_short:
-            self._send(one)
-        return one, is_short
-
-    def _send(self, one: _Round) -> None:
-        self._sender.send(one.packed)
-        self._has_sent_last = one.is_last
-
-
-class _ThreadedReader(Iterator[_Round]):
-    """A thread that reads rounds and sends them, at most so many ahead of the loop that takes them."""
-
-    def __init__(self, rounds: Iterator[_Round], sender: Sender, depth: int) -> None:
-        self._rounds = rounds
-        self._sender = sender
-        self._ready: queue.SimpleQueue[_Round | BaseException] = queue.SimpleQueue()
-        self._free_places = threading.Semaphore(depth)
-        self._is_to_end = False
-        self._has_sent_last = False
-        self._thread = threading.Thread(target=self._work, name="batch-reader", daemon=True)
-        self._thread.start()
-
-    def __next__(self) -> _Round:
-        one = self._ready.get()
-        if isinstance(one, BaseException):
-            raise one
-        self._free_places.release()
-        return one
-
-    def request_end(self) -> None:
-        self._is_to_end = True
-        self._free_places.release()
-
-    def end(self) -> bool:
-        """Stop; returns whether the last message of the pass was sent."""
-        self.request_end()
-        self._thread.join()
-        return self._has_sent_last
-
-    def _work(self) -> None:
-        try:
-            while not self._has_sent_last and self._waits_for_place():
-                one = next(self._rounds)
-                if self._is_to_end and not one.is_last:
-                    return
-                self._sender.send(one.packed)
-                self._has_sent_last = one.is_last
-                self._ready.put(one)
-        except BaseException as error:  # noqa: BLE001 - raised where the loop takes the next round
-            self._ready.put(error)
-
-    def _waits_for_place(self) -> bool:
-        """Whether there is one, and not the end."""
-        self._free_places.acquire()
-        return not self._is_to_end
 
 
 def _data_parallel_parts(mesh: DeviceMesh, dp_mesh_dim: int | None) -> list[list[int]]:
@@ -447,11 +341,8 @@ def _data_parallel_parts(mesh: DeviceMesh, dp_mesh_dim: int | None) -> list[list
     return [part.flatten().tolist() for part in mesh.mesh.unbind(dp_mesh_dim)]
 
 
-def _length_of(dataloader: Any) -> int | None:
+def _num_batches_of(dataloader: object) -> int | None:
     if hasattr(dataloader, "num_batches"):
         num_batches: int | None = dataloader.num_batches
         return num_batches
-    try:
-        return len(dataloader)
-    except (TypeError, NotImplementedError):
-        return None
+    return length_of(dataloader)

@@ -2,7 +2,7 @@
 
 import contextlib
 import itertools
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence, Sized
 from typing import Any, NamedTuple
 
 import torch
@@ -14,11 +14,12 @@ from forgather.ml.distributed.groups import get_global_process_group
 from forgather.ml.distributed.number_exchange import GroupExchange, NumberExchange
 from forgather.ml.trainer.loading.data_order import (
     check_position,
-    draws_random_numbers,
     goes_on,
     is_stateful,
     kept_state,
 )
+from forgather.ml.trainer.loading.data_types import HasState
+from forgather.ml.trainer.loading.random_numbers import draws_random_numbers
 from forgather.ml.trainer.setup.devices import moved
 
 _DURING = "loading a batch"
@@ -35,7 +36,7 @@ Notes = Callable[[Any], Sequence[int]]
 class Round(NamedTuple):
     """An item of this rank, and what is true of the round on all ranks."""
 
-    item: Any
+    item: object
     num_items: int
     has_failed: bool
     has_drawn: bool
@@ -75,7 +76,7 @@ class Rounds:
 
     def fetch(self, *, watched: bool = False) -> None:
         """Take the next item; `watched` finds out whether that draws random numbers on any rank."""
-        item: Any = NOTHING
+        item: object = NOTHING
         noted: Sequence[int] = ()
         has_drawn = False
         try:
@@ -116,7 +117,7 @@ class Rounds:
             item = next(self._iterator, NOTHING)
         return item, has_drawn()
 
-    def _note(self, item: Any) -> Sequence[int]:
+    def _note(self, item: object) -> Sequence[int]:
         return () if self._notes is None else self._notes(item)
 
     def _lost(self, lost: Exception) -> DistributedError:
@@ -137,7 +138,7 @@ class SynchronizedDataLoader:
 
     def __init__(
         self,
-        dataloader: Any,
+        dataloader: Iterable[Any],
         device: torch.device | str,
         process_group: ProcessGroup | None = None,
         enabled: bool = True,
@@ -155,7 +156,7 @@ class SynchronizedDataLoader:
         self._size = dist.get_world_size(self._group) if self._is_enabled else 1
         self._notes = notes
         self._rounds: Rounds | None = None
-        self._position: Any = None
+        self._position: Mapping[str, Any] | None = None
         self._is_ahead = False
         """Whether the loader is further than `_position`, which is behind the last batch that was handed out."""
         self._must_go_back = False
@@ -165,6 +166,8 @@ class SynchronizedDataLoader:
     # --- what it knows
 
     def __len__(self) -> int:
+        if not isinstance(self._dataloader, Sized):
+            raise TypeError(f"The length of {type(self._dataloader).__name__} is unknown: it has no __len__.")
         return len(self._dataloader)
 
     def __bool__(self) -> bool:
@@ -181,18 +184,26 @@ class SynchronizedDataLoader:
 
     # --- position
 
-    def state_dict(self) -> Any:
+    def state_dict(self) -> Mapping[str, Any] | None:
         """The loader's position behind the last batch that was handed out."""
-        return self._position if self._is_ahead else self._dataloader.state_dict()
+        return self._position if self._is_ahead else self._stateful().state_dict()
 
-    def check_state_dict(self, state: Any) -> None:
+    def check_state_dict(self, state: object) -> None:
         check_position(self._dataloader, state)
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         self.check_state_dict(state)
         self._leave()
-        self._dataloader.load_state_dict(state)
+        self._stateful().load_state_dict(state)
         self._is_ahead = self._must_go_back = False
+
+    def _stateful(self) -> HasState:
+        if not is_stateful(self._dataloader):
+            raise AttributeError(
+                f"{type(self._dataloader).__name__} has no state_dict and load_state_dict, so no position can be saved "
+                "or restored. Give it both methods, or give the trainer the dataset instead of a loader."
+            )
+        return self._dataloader
 
     def set_epoch(self, epoch: int) -> None:
         self._leave()
@@ -272,7 +283,8 @@ class SynchronizedDataLoader:
         if self._must_go_back and goes_on(self._dataloader):
             if hasattr(self._dataloader, "close"):
                 self._dataloader.close()
-            self._dataloader.load_state_dict(self._position)
+            assert self._position is not None, "a pass was left"
+            self._stateful().load_state_dict(self._position)
         self._must_go_back = False
 
     def _agreement(self, during: str) -> contextlib.AbstractContextManager[None]:

@@ -7,17 +7,24 @@ from typing import TYPE_CHECKING, Any, NamedTuple, Protocol, runtime_checkable
 
 from torch import Tensor, nn
 from torch.distributed import ProcessGroup
+from torch.optim import Optimizer
+from torch.optim.lr_scheduler import LRScheduler
 
 from forgather.ml.checkpoint.components import StateComponent
 
 if TYPE_CHECKING:
     from forgather.ml.trainer.arguments.training_arguments import MinimalTrainingArguments as MinimalTrainingArguments
 
+NO_STEP_LIMIT = 2**62
+"""`TrainerState.max_steps` of a run without a limit."""
+
 BaseDataset = Any
 """A map-style dataset, an iterable one, or a loader that yields batches by itself."""
 
-OptimizerT = Any
-LRSchedulerT = Any
+OptimizerT = Optimizer
+"""An optimizer; wrappers such as Accelerate's, and objects with its methods, serve as well."""
+LRSchedulerT = LRScheduler
+"""A learning-rate schedule; wrappers such as Accelerate's, and objects with its methods, serve as well."""
 DataCollatorT = Callable[[list[Any]], Mapping[str, Any]]
 LossFunctionT = Callable[[Tensor, Tensor], Tensor]
 OptimizerFactoryT = Callable[[Iterable[Any]], OptimizerT]

@@ -16,7 +16,8 @@ from torch.utils.data import IterableDataset
 from forgather.ml.checkpoint.errors import CheckpointLoadError
 from forgather.ml.checkpoint.state.rng import RNGState
 from forgather.ml.trainer.dataloader_dispatcher import DataloaderDispatcher
-from forgather.ml.trainer.loading.data_order import host_generators, seed_generators
+from forgather.ml.trainer.loading.random_numbers import host_generators
+from forgather.ml.trainer.setup.seeding import seed_host_generators
 from forgather.ml.trainer.synchronized_dataloader import SynchronizedDataLoader
 from tests.support.dispatching import (
     BATCH_SIZE,
@@ -412,7 +413,7 @@ def _draw(kind: str) -> dict[str, Any]:
 
     def resumed_after(num_rounds: int) -> list[Any]:
         loader, other = (dispatched(train_loader(Noisy(DRAWS[kind])), drop_last=True) for _ in range(2))
-        seed_generators(0)
+        seed_host_generators(0)
         noise = noise_of(loader, num_rounds)
         generators = host_generators()
         loader.close()
@@ -420,7 +421,7 @@ def _draw(kind: str) -> dict[str, Any]:
         RNGState().load_state_dict(generators)
         return noise + noise_of(other)
 
-    seed_generators(0)
+    seed_host_generators(0)
     straight = noise_of(dispatched(train_loader(Noisy(DRAWS[kind])), drop_last=True))
     resumed = [resumed_after(num_rounds) for num_rounds in (1, 4)]
     return {"straight": straight, "resumed": resumed, "ahead": set(rounds_ahead)}

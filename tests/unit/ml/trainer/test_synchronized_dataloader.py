@@ -13,7 +13,9 @@ from forgather.ml.checkpoint.errors import CheckpointLoadError
 from forgather.ml.checkpoint.state.rng import RNGState
 from forgather.ml.distributed import DistributedError
 from forgather.ml.trainer.loading.builders import build_train_loader
-from forgather.ml.trainer.loading.data_order import Part, host_generators, seed_generators
+from forgather.ml.trainer.loading.data_order import Part
+from forgather.ml.trainer.loading.random_numbers import host_generators
+from forgather.ml.trainer.setup.seeding import seed_host_generators
 from forgather.ml.trainer.synchronized_dataloader import NOTHING, Rounds, SynchronizedDataLoader
 from tests.support.ranks import run_on_ranks
 
@@ -319,9 +321,9 @@ def _draw() -> list[Any]:
                 break
         return noise
 
-    seed_generators(dist.get_rank())
+    seed_host_generators(dist.get_rank())
     straight = noise_of(SynchronizedDataLoader(own_part(Numbers(draws=True)), "cpu"))
-    seed_generators(dist.get_rank())
+    seed_host_generators(dist.get_rank())
     loader = SynchronizedDataLoader(own_part(Numbers(draws=True)), "cpu")
     resumed = noise_of(loader, 4)
     position, generators = loader.state_dict(), host_generators()

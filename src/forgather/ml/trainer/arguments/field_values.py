@@ -64,7 +64,7 @@ _OTHER_NAMES = {
 class NamedArguments:
     """Base of arguments classes: a call that no constructor takes is an error with the right name, or the nearest."""
 
-    def __new__(cls: type[NamedT], *values: Any, **named: Any) -> NamedT:
+    def __new__(cls: type[NamedT], *values: object, **named: object) -> NamedT:
         if values or not named.keys() <= cls.__dict__.get("__dataclass_fields__", {}).keys():
             _check_call(cls, values, named)
         return super().__new__(cls)
@@ -107,7 +107,7 @@ def _type_hints(cls: type) -> dict[str, Any]:
         return {field.name: Any if isinstance(field.type, str) else field.type for field in dataclasses.fields(cls)}
 
 
-def converted(name: str, value: Any, hint: Any) -> Any:
+def converted(name: str, value: object, hint: object) -> Any:
     """Turn text and numbers into the type of the field, and dicts into nested dataclasses."""
     options = _options(hint)
     if any(_is_a(value, option) for option in options):
@@ -130,7 +130,7 @@ def converted(name: str, value: Any, hint: Any) -> Any:
     raise ValueError(f"{name}={value!r} has type {type(value).__name__}, expected {expected}.")
 
 
-def _options(hint: Any) -> tuple[Any, ...]:
+def _options(hint: object) -> tuple[Any, ...]:
     """The alternatives that a hint allows: `str | None` and `Optional[str]` are the same two."""
     origin = typing.get_origin(hint)
     if origin is typing.Annotated:
@@ -140,7 +140,7 @@ def _options(hint: Any) -> tuple[Any, ...]:
     return (hint,)
 
 
-def _in_words(option: Any) -> str:
+def _in_words(option: object) -> str:
     if option is type(None):
         return "None"
     if typing.get_origin(option) is typing.Literal:
@@ -159,7 +159,7 @@ def _group_from(name: str, values: Mapping[str, Any], cls: type) -> Any:
         raise ValueError(f"{name}: {error}") from None
 
 
-def _is_a(value: Any, option: Any) -> bool:
+def _is_a(value: object, option: object) -> bool:
     if typing.get_origin(option) is typing.Literal:
         return any(value == choice and type(value) is type(choice) for choice in typing.get_args(option))
     origin = typing.get_origin(option) or option

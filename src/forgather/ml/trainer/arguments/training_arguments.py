@@ -14,6 +14,15 @@ import torch
 from forgather.ml.checkpoint.retention import default_greater_is_better
 from forgather.ml.construct import torch_dtype
 from forgather.ml.quantization import FP8_RECIPES, QAT_RECIPES
+from forgather.ml.trainer.arguments.checks import SDPA_BACKENDS as SDPA_BACKENDS
+from forgather.ml.trainer.arguments.checks import (
+    check_activation_budget,
+    check_attention,
+    check_average,
+    check_best_model,
+    refuse_fused_combinations,
+)
+from forgather.ml.trainer.arguments.checks import refuse_short_weights as refuse_short_weights
 from forgather.ml.trainer.arguments.field_values import (
     NamedArguments,
     Names,
@@ -25,8 +34,6 @@ from forgather.ml.trainer.arguments.field_values import (
 )
 from forgather.ml.trainer.loop.nonfinite import ACTIONS
 from forgather.ml.trainer.trainer_types import IntervalStrategy
-
-SDPA_BACKENDS = ("math", "flash", "efficient", "cudnn")
 
 ArgumentsT = TypeVar("ArgumentsT", bound="MinimalTrainingArguments")
 BaseArgumentsT = TypeVar("BaseArgumentsT", bound="BaseTrainingArguments")
@@ -282,8 +289,8 @@ class BaseTrainingArguments(MinimalTrainingArguments):
                 "max_eval_steps=0 cannot be used: an evaluation needs a batch. Give a number of batches, -1 for all of "
                 "them, or turn evaluations off by eval_strategy='no'."
             )
-        self._check_best_model()
-        self._check_attention()
+        check_best_model(self)
+        check_attention(self)
         if self.fp8_recipe is not None and self.qat_recipe is not None:
             raise ValueError(
                 f"fp8_recipe={self.fp8_recipe!r} and qat_recipe={self.qat_recipe!r} exclude each other: both replace the "
@@ -292,38 +299,6 @@ class BaseTrainingArguments(MinimalTrainingArguments):
         self._choose("fp8_recipe", [None, *FP8_RECIPES])
         self._choose("qat_recipe", [None, *QAT_RECIPES])
         self._require("fp8_dim_alignment", 1)
-
-    def _check_best_model(self) -> None:
-        """The best model is one that was evaluated and saved."""
-        for name in ("load_best_model_at_end", "preserve_best_model"):
-            if not getattr(self, name):
-                continue
-            if self.eval_strategy == "no" and not self.eval_on_save:
-                raise ValueError(
-                    f"{name}=True cannot be combined with eval_strategy='no': without evaluations no model is the best. "
-                    "Set eval_strategy to 'steps' or 'epoch', or eval_on_save=True."
-                )
-            if self.save_strategy == "no":
-                raise ValueError(
-                    f"{name}=True cannot be combined with save_strategy='no': the best model is one of the checkpoints. "
-                    "Set save_strategy to 'steps' or 'epoch'."
-                )
-
-    def _check_attention(self) -> None:
-        backends = [self.sdpa_backend] if isinstance(self.sdpa_backend, str) else self.sdpa_backend
-        for name in backends or ():
-            if name not in SDPA_BACKENDS:
-                allowed = ", ".join(map(repr, SDPA_BACKENDS))
-                raise ValueError(f"sdpa_backend={self.sdpa_backend!r} cannot be used: choose from {allowed}.")
-        if backends is not None and not backends:
-            raise ValueError(
-                "sdpa_backend=[] leaves nothing that could compute attention: name one, or set it to None."
-            )
-        if self.sdpa_set_priority and len(backends or ()) < 2:
-            raise ValueError(
-                f"sdpa_set_priority=True needs a list of backends in the order to try them, but sdpa_backend is "
-                f"{self.sdpa_backend!r}. Give at least two, or leave sdpa_set_priority False."
-            )
 
     def _follow_aliases(self) -> None:
         """The names of `transformers` for the same two settings, unless ours were set; both must not contradict."""
@@ -388,69 +363,9 @@ class TrainingArguments(BaseTrainingArguments):
         self._choose("on_save_error", ["raise", "warn"])
         self._choose("nonfinite_grad", ACTIONS)
         self._require("gc_threshold", 0)
-        self._refuse_fused_combinations()
-        self._check_activation_budget()
-        self._check_average()
-
-    def _check_activation_budget(self) -> None:
-        budget = self.activation_memory_budget
-        if budget is None:
-            return
-        if not 0 <= budget <= 1:
-            raise ValueError(
-                f"activation_memory_budget={budget} cannot be used: it is the share of activations that are kept, from 0 to 1."
-            )
-        if not self.torch_compile:
-            raise ValueError(
-                f"activation_memory_budget={budget} needs torch_compile=True: the compiler's partitioner is what keeps to "
-                "the budget."
-            )
-
-    def _check_average(self) -> None:
-        if self.ema_decay is not None and not 0 <= self.ema_decay < 1:
-            raise ValueError(f"ema_decay={self.ema_decay!r} cannot be used: it must be at least 0 and less than 1.")
-        if self.eval_ema and self.ema_decay is None:
-            raise ValueError(
-                "eval_ema=True evaluates averaged weights, but ema_decay=None keeps no average. Set ema_decay, such as "
-                "0.999, or eval_ema=False."
-            )
-        if not self.eval_ema and self.best_model_metric.removeprefix("eval_") == "ema_loss":
-            raise ValueError(
-                f"metric_for_best_model={self.best_model_metric!r} is the loss of averaged weights, which are not evaluated. "
-                "Set eval_ema=True (with ema_decay), or another metric."
-            )
-
-    def _refuse_fused_combinations(self) -> None:
-        if not self.fuse_optim_with_backward:
-            return
-        reasons = {
-            "max_grad_norm": (bool(self.max_grad_norm), "parameters are updated before the whole norm is known"),
-            "gradient_accumulation_steps": (
-                self.gradient_accumulation_steps > 1,
-                "a gradient is used up as soon as it is computed",
-            ),
-            "mixed_precision": (self.mixed_precision == "fp16", "the scaler must see all gradients before an update"),
-            "nonfinite_grad": (
-                self.nonfinite_grad == "skip",
-                "parameters are updated before it is known whether all gradients are finite",
-            ),
-        }
-        for name, (refused, reason) in reasons.items():
-            if refused:
-                raise ValueError(
-                    f"fuse_optim_with_backward=True cannot be combined with {name}={getattr(self, name)!r}: {reason}. "
-                    f"Turn one of the two off."
-                )
-
-
-def refuse_short_weights(dtype: torch.dtype, where: str) -> None:
-    """Raise `ValueError` for weights that mixed_precision="fp16" cannot train."""
-    if dtype == torch.float16:
-        raise ValueError(
-            f"mixed_precision='fp16' cannot be combined with weights in float16 ({where}): their gradients would be in "
-            "float16, and cannot be unscaled without a loss. Keep the weights in float32, which is what mixed precision is "
-            "for, or train them without mixed_precision."
-        )
+        refuse_fused_combinations(self)
+        check_activation_budget(self)
+        check_average(self)
 
 
 def arguments_from(cls: type[ArgumentsT], given: "ArgumentsT | Mapping[str, Any]") -> ArgumentsT:

@@ -10,13 +10,11 @@ import rich
 from rich.console import Console
 from rich.text import Text
 
-from forgather.ml.trainer.trainer_types import TrainerState
+from forgather.ml.trainer.trainer_types import NO_STEP_LIMIT, TrainerState
 
 LABEL_WIDTH = 10
 """Columns for the label of a row; the texts begin behind it."""
 _UNITS = ((1e12, "T"), (1e9, "B"), (1e6, "M"), (1e3, "k"))
-# Trainers put numbers beyond any real run where there is no limit.
-_NO_LIMIT = 2**60
 
 
 def get_console() -> Console:
@@ -64,12 +62,12 @@ def format_duration(seconds: float) -> str:
 
 def planned_steps(state: TrainerState) -> int | None:
     """The step at which training ends; None without a limit."""
-    return state.max_steps if 0 < state.max_steps < _NO_LIMIT else None
+    return state.max_steps if 0 < state.max_steps < NO_STEP_LIMIT else None
 
 
 def planned_eval_batches(state: TrainerState, eval_dataloader: Any) -> int | None:
     """The number of batches of an evaluation; None for a loader without length or limit."""
-    limit = state.max_eval_steps if 0 < state.max_eval_steps < _NO_LIMIT else None
+    limit = state.max_eval_steps if 0 < state.max_eval_steps < NO_STEP_LIMIT else None
     try:
         length = len(eval_dataloader)
     except TypeError:

@@ -17,6 +17,7 @@ from torch.nn.parallel import DistributedDataParallel
 from forgather.ml.checkpoint.state.tensor_checks import Where, check_mapping, whole_number
 from forgather.ml.distributed import DistributedEnvInterface, Peers
 from forgather.ml.trainer.ddp.ddp_arguments import PostLocalSGDArguments
+from forgather.ml.trainer.trainer_types import OptimizerT
 
 
 class PostLocalSGD:
@@ -28,11 +29,11 @@ class PostLocalSGD:
         self._group = group
         node_group = _node_group(peers, env) if args.post_local_gradient_allreduce else None
         self._hook_state = PostLocalSGDState(group, node_group, args.start_step, args.post_local_gradient_allreduce)
-        self._optimizers: list[Any] = []
+        self._optimizers: list[OptimizerT] = []
         self._step_of_average: int | None = None
         self._averager = PeriodicModelAverager(args.period, args.start_step, group)
 
-    def attach(self, model: DistributedDataParallel, optimizer: Any) -> Any:
+    def attach(self, model: DistributedDataParallel, optimizer: OptimizerT) -> PostLocalSGDOptimizer:
         """The optimizer that also averages, to be stepped in place of the given one."""
         model.register_comm_hook(self._hook_state, post_localSGD_hook)
         self._optimizers = getattr(optimizer, "optimizers", [optimizer])
@@ -86,11 +87,11 @@ class PostLocalSGD:
             whole_number(check_mapping(state, where).get(name), where.at(name), least=0)
 
 
-def _parameters(optimizer: Any) -> Iterator[Tensor]:
+def _parameters(optimizer: OptimizerT) -> Iterator[Tensor]:
     return (parameter for group in optimizer.param_groups for parameter in group["params"])
 
 
-def _replicated_tensors(optimizer: Any) -> Iterator[Tensor]:
+def _replicated_tensors(optimizer: OptimizerT) -> Iterator[Tensor]:
     for parameter in _parameters(optimizer):
         yield parameter
         # Counters are whole numbers that are the same everywhere, whatever their dtype.

@@ -8,8 +8,8 @@ tensors   their bytes, each at a multiple of 64
 """
 
 import pickle
-from collections.abc import Mapping, Sequence
-from typing import Any, NamedTuple
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, NamedTuple, TypeGuard
 
 import torch
 from torch import Tensor
@@ -46,10 +46,10 @@ class _Known:
     def __init__(self) -> None:
         self._descriptions: dict[Any, Any] = {}
 
-    def get(self, key: Any) -> Any:
+    def get(self, key: object) -> Any:
         return self._descriptions.get(key)
 
-    def add(self, key: Any, description: Any) -> None:
+    def add(self, key: object, description: object) -> None:
         if len(self._descriptions) >= _MOST_KNOWN:
             self._descriptions.clear()
         self._descriptions[key] = description
@@ -58,7 +58,7 @@ class _Known:
 _written, _read = _Known(), _Known()
 
 
-def encode(content: Any, note: Any = None) -> Pieces:
+def encode(content: object, note: object = None) -> Pieces:
     """A value, such as a batch, and a small note beside it as the bytes of a message."""
     tensors, description = _describe(content)
     header = pickle.dumps((note, description), protocol=pickle.HIGHEST_PROTOCOL)
@@ -120,7 +120,7 @@ def _describe(content: Any) -> tuple[list[Tensor], bytes]:
     return tensors, description
 
 
-def _key_of(content: Any) -> Any:
+def _key_of(content: object) -> Any:
     """What tells the description of a plain dict of tensors from others; None for anything else."""
     if type(content) is not dict:
         return None
@@ -145,7 +145,7 @@ def _view(message: Tensor, first: int, layout: _Layout) -> Tensor:
     return message[start : start + layout.num_bytes].view(layout.dtype).view(layout.shape)
 
 
-def _without_tensors(value: Any, tensors: list[Tensor]) -> Any:
+def _without_tensors(value: object, tensors: list[Tensor]) -> object:
     if isinstance(value, Tensor):
         if value.layout is not torch.strided:
             raise TypeError(
@@ -155,31 +155,38 @@ def _without_tensors(value: Any, tensors: list[Tensor]) -> Any:
         tensors.append(value.detach().cpu().contiguous())
         return _Place(len(tensors) - 1)
     if isinstance(value, Mapping):
-        return _like(value, {name: _without_tensors(part, tensors) for name, part in value.items()})
-    if type(value) in (list, tuple) or _is_named_tuple(value):
-        return _like(value, [_without_tensors(part, tensors) for part in value])
+        return _mapping_like(value, {name: _without_tensors(part, tensors) for name, part in value.items()})
+    if _is_sequence(value):
+        return _sequence_like(value, [_without_tensors(part, tensors) for part in value])
     return value
 
 
-def _with_tensors(value: Any, tensors: list[Tensor]) -> Any:
+def _with_tensors(value: object, tensors: list[Tensor]) -> object:
     if isinstance(value, _Place):
         return tensors[value.number]
     if isinstance(value, dict):
-        return _like(value, {name: _with_tensors(part, tensors) for name, part in value.items()})
-    if type(value) in (list, tuple) or _is_named_tuple(value):
-        return _like(value, [_with_tensors(part, tensors) for part in value])
+        return _mapping_like(value, {name: _with_tensors(part, tensors) for name, part in value.items()})
+    if _is_sequence(value):
+        return _sequence_like(value, [_with_tensors(part, tensors) for part in value])
     return value
 
 
-def _like(container: Any, parts: Any) -> Any:
-    """The parts in a container like that one; of mappings only those are kept that mean something to a trainer."""
-    if isinstance(container, Mapping):
-        return EmptyBatch(parts) if isinstance(container, EmptyBatch) else parts
-    kind = type(container)
+def _mapping_like(container: object, parts: dict[str, object]) -> dict[str, object]:
+    """The parts as an `EmptyBatch` if the container is one; other kinds of mappings mean nothing to a trainer."""
+    return EmptyBatch(parts) if isinstance(container, EmptyBatch) else parts
+
+
+def _sequence_like(container: list[Any] | tuple[Any, ...], parts: list[object]) -> object:
+    """The parts in a container of the same type: list, tuple or named tuple."""
+    kind: Callable[..., object] = type(container)
     return kind(*parts) if _is_named_tuple(container) else kind(parts)
 
 
-def _is_named_tuple(value: Any) -> bool:
+def _is_sequence(value: object) -> TypeGuard[list[Any] | tuple[Any, ...]]:
+    return type(value) in (list, tuple) or _is_named_tuple(value)
+
+
+def _is_named_tuple(value: object) -> bool:
     return isinstance(value, tuple) and hasattr(value, "_fields")
 
 

@@ -9,8 +9,8 @@ import functools
 import gc
 import inspect
 import os
-from collections.abc import Callable, Iterable, Iterator, Mapping
-from typing import Any, Protocol
+from collections.abc import Iterable, Iterator, Mapping
+from typing import Any, Protocol, TypeGuard
 
 import numpy as np
 import torch
@@ -28,6 +28,7 @@ from forgather.ml.trainer.loading.data_order import (
     seeded_stream,
     stable_seed,
 )
+from forgather.ml.trainer.loading.data_types import CollateFn, MapDataset, StatefulBatches
 from forgather.ml.trainer.loading.epoch_loader import ITERABLE_REMEDY, SinglePass, name_of
 from forgather.ml.trainer.loading.map_style_loader import OrderedLoader, as_dataset
 from forgather.ml.trainer.loading.stream_state import loses_samples, warn_of_lost_samples, warn_of_random_order
@@ -35,8 +36,6 @@ from forgather.ml.trainer.loading.wrapped_loaders import CountingLoader, Statefu
 from forgather.ml.trainer.loop.signals import leave_signals_to_parent
 
 _SPLITS = ("train", "test", "validation", "valid", "dev", "eval")
-
-CollateFn = Callable[[list[Any]], Any]
 
 
 class EvalDataLoader(DataLoader[Any]):
@@ -65,7 +64,7 @@ class ResumableLoader(Protocol):
     def state_dict(self) -> dict[str, Any]:
         """The position behind the last batch that was handed out, whatever workers have prefetched."""
 
-    def check_state_dict(self, state: Any) -> None:
+    def check_state_dict(self, state: object) -> None:
         """Raises for a position that `load_state_dict` could not use, and changes nothing."""
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None: ...
@@ -75,7 +74,7 @@ class ResumableLoader(Protocol):
 
 
 def build_train_loader(
-    dataset: Any,
+    dataset: object,
     *,
     batch_size: int,
     collate_fn: CollateFn | None = None,
@@ -96,19 +95,18 @@ def build_train_loader(
     Only map-style datasets are shuffled here: an iterable one has an order of its own, and a ready loader is used as it
     is, whatever the other arguments say.
     """
-    kind = kind_of(dataset)
-    if kind == "loader":
+    if _is_loader(dataset):
         warn_of_random_order(getattr(dataset, "dataset", None))
-        if not is_stateful(dataset):
-            return CountingLoader(_ready_loader(dataset), set_dataset_epoch, part)
-        warn_of_lost_samples(dataset)
-        return StatefulLoader(_ready_loader(dataset), set_dataset_epoch, part)
+        if is_stateful(dataset):
+            warn_of_lost_samples(dataset)
+        return adapted_loader(dataset, set_dataset_epoch, part)
     _check_batch_size(batch_size)
     options = _loader_options(collate_fn, num_workers, pin_memory, persistent_workers, prefetch_factor)
-    if kind == "map":
+    if is_map_style(dataset):
         samples = SeededSamples(dataset, set_dataset_epoch)
         order = DataOrder(0, seed=seed, shuffle=shuffle)
         return OrderedLoader(samples, order, batch_size, drop_last, options, part)
+    assert _is_stream(dataset), "there are three kinds"
     own_seed = seed if part.number == 0 else stable_seed(seed, part.number)
     warn_of_random_order(dataset)
     stream = seeded_stream(
@@ -123,7 +121,7 @@ def build_train_loader(
 
 
 def build_eval_loader(
-    dataset: Any,
+    dataset: object,
     *,
     batch_size: int,
     collate_fn: CollateFn | None = None,
@@ -139,16 +137,15 @@ def build_eval_loader(
     Iterating leaves the global generators alone, so that an evaluation does not change the training. An empty dataset
     is accepted: it may be one rank's share. A ready loader is returned as it is, a generator as one that explains itself.
     """
-    kind = kind_of(dataset)
-    if kind == "loader":
-        ready: Iterable[Any] = _ready_loader(dataset)
-        return ready
+    if _is_loader(dataset):
+        return _ready_loader(dataset)
     _check_batch_size(batch_size)
     options = _loader_options(collate_fn, num_workers, pin_memory, persistent_workers, prefetch_factor)
-    if kind == "map":
+    if is_map_style(dataset):
         order = DataOrder(len(dataset), seed=0, shuffle=False)
         batches = PositionedBatches(order, batch_size, drop_last, part=part, fills_up=False)
         return EvalDataLoader(as_dataset(SeededSamples(dataset, False)), batch_sampler=batches, **options)
+    assert _is_stream(dataset), "there are three kinds"
     stream = seeded_stream(dataset, seed=0, batch_size=batch_size, forward_epoch=False, in_workers=num_workers > 0)
     return EvalDataLoader(stream, batch_size=batch_size, drop_last=drop_last, **options)
 
@@ -159,14 +156,14 @@ def is_resumable(loader: object) -> bool:
     return all(hasattr(loader, name) for name in needed)
 
 
-def adapted_loader(loader: Iterable[Any], set_dataset_epoch: bool) -> ResumableLoader:
+def adapted_loader(loader: Iterable[Any], set_dataset_epoch: bool, part: Part = WHOLE) -> ResumableLoader:
     """A loader with a position, around any iterable of batches; one with a state of its own keeps it."""
-    if is_stateful(loader):
-        return StatefulLoader(_ready_loader(loader), set_dataset_epoch, WHOLE)
-    return CountingLoader(_ready_loader(loader), set_dataset_epoch, WHOLE)
+    if _keeps_state(loader):
+        return StatefulLoader(loader, set_dataset_epoch, part)
+    return CountingLoader(_ready_loader(loader), set_dataset_epoch, part)
 
 
-def kind_of(dataset: Any) -> str:
+def kind_of(dataset: object) -> str:
     """One of "iterable", "loader" and "map"."""
     # Hugging Face's iterable datasets need not be torch's
     if isinstance(dataset, IterableDataset) or any(
@@ -188,12 +185,29 @@ def kind_of(dataset: Any) -> str:
     )
 
 
-def _ready_loader(loader: Any) -> Any:
-    is_single_pass = isinstance(loader, Iterator) and type(loader).__module__ in ("builtins", "itertools")
-    return SinglePass(loader) if is_single_pass else loader
+def is_map_style(dataset: object) -> TypeGuard[MapDataset]:
+    return kind_of(dataset) == "map"
 
 
-def _problem_with(dataset: Any) -> str | None:
+def _is_stream(dataset: object) -> TypeGuard[Iterable[Any]]:
+    return kind_of(dataset) == "iterable"
+
+
+def _is_loader(dataset: object) -> TypeGuard[Iterable[Any]]:
+    return kind_of(dataset) == "loader"
+
+
+def _keeps_state(loader: Iterable[Any]) -> TypeGuard[StatefulBatches]:
+    return is_stateful(loader)
+
+
+def _ready_loader(loader: Iterable[Any]) -> Iterable[Any]:
+    if isinstance(loader, Iterator) and type(loader).__module__ in ("builtins", "itertools"):
+        return SinglePass(loader)
+    return loader
+
+
+def _problem_with(dataset: object) -> str | None:
     """Why an object that looks like a dataset or a loader is none, and what to give instead."""
     if isinstance(dataset, Mapping):
         return _problem_with_mapping(dataset)

@@ -9,12 +9,13 @@ from torch import Tensor
 from torch.utils.data import default_collate
 
 from forgather.ml.trainer.loading.data_errors import place_of
+from forgather.ml.trainer.loading.data_types import Batch
 
 _LABEL_NAMES = ("labels", "label", "label_ids")
 """The first of them that a sample has becomes the batch's "labels", as in `transformers`."""
 
 
-def collate_samples(samples: Sequence[Any]) -> Any:
+def collate_samples(samples: Sequence[Any]) -> object:
     """Stack samples that are mappings of tensors, arrays, numbers and lists of numbers, key by key.
 
     Texts, lists of texts and None are left out: a model can do nothing with them. Samples that are no mappings are left
@@ -40,7 +41,7 @@ def collate_samples(samples: Sequence[Any]) -> Any:
     return batch
 
 
-def _collated_without_names(samples: Sequence[Any]) -> Any:
+def _collated_without_names(samples: Sequence[Any]) -> object:
     for position, sample in enumerate(samples):
         place = place_of(samples, position)
         if sample is None:
@@ -58,8 +59,8 @@ def _collated_without_names(samples: Sequence[Any]) -> Any:
     return default_collate(list(samples))
 
 
-def require_mapping(batch: Any) -> None:
-    """Explains a batch that is no mapping of names to tensors."""
+def require_mapping(batch: object) -> Batch:
+    """Returns the batch; an error explains a batch that is no mapping of names to tensors."""
     if batch is None or (isinstance(batch, Mapping) and not batch):
         found = "None" if batch is None else "an empty mapping"
         raise ValueError(
@@ -73,6 +74,7 @@ def require_mapping(batch: Any) -> None:
             "whose keys are arguments of the model. Let the samples of the dataset be dicts, or pass a data_collator "
             "that makes a dict of them."
         )
+    return batch
 
 
 def _sources(sample: Mapping[str, Any]) -> dict[str, str]:
@@ -82,7 +84,7 @@ def _sources(sample: Mapping[str, Any]) -> dict[str, str]:
     return names if label is None else {**names, "labels": label}
 
 
-def _value(sample: Mapping[str, Any], name: str) -> Any:
+def _value(sample: Mapping[str, Any], name: str) -> object:
     if name not in sample:
         raise ValueError(
             f"A sample has the keys {list(sample)}, but others of its batch have {name!r} too: give all samples the same "
@@ -91,13 +93,13 @@ def _value(sample: Mapping[str, Any], name: str) -> Any:
     return sample[name]
 
 
-def _is_left_out(value: Any) -> bool:
+def _is_left_out(value: object) -> bool:
     if isinstance(value, (list, tuple)):
         return len(value) > 0 and all(_is_left_out(part) for part in value)
     return value is None or isinstance(value, (str, bytes))
 
 
-def _stacked(name: str, values: list[Any]) -> Any:
+def _stacked(name: str, values: list[Any]) -> object:
     if isinstance(values[0], Mapping):
         return default_collate(values)
     tensors = [_tensor(name, value) for value in values]
@@ -112,7 +114,7 @@ def _stacked(name: str, values: list[Any]) -> Any:
     return torch.stack(tensors)
 
 
-def _tensor(name: str, value: Any) -> Tensor:
+def _tensor(name: str, value: object) -> Tensor:
     try:
         if isinstance(value, (list, tuple)) and any(isinstance(part, (Tensor, np.ndarray)) for part in value):
             return torch.stack([torch.as_tensor(part) for part in value])

@@ -1,9 +1,11 @@
 """Errors of datasets and collators that name the sample, the DataLoader worker and the remedy."""
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 from torch.utils.data import get_worker_info
+
+from forgather.ml.trainer.loading.data_types import CollateFn, MapDataset
 
 _NUM_SHOWN = 8
 
@@ -23,7 +25,7 @@ class DataError(ValueError):
 class ReadSamples(list[Any]):
     """The samples of one batch, with their numbers in the dataset for error messages."""
 
-    def __init__(self, samples: list[Any], indices: Sequence[int], dataset: Any) -> None:
+    def __init__(self, samples: list[Any], indices: Sequence[int], dataset: object) -> None:
         super().__init__(samples)
         self.indices = indices
         self.dataset = dataset
@@ -32,11 +34,11 @@ class ReadSamples(list[Any]):
 class ExplainingCollator:
     """Calls a collator, and says which samples it was given when it raises."""
 
-    def __init__(self, collate_fn: Callable[[list[Any]], Any], is_own: bool) -> None:
+    def __init__(self, collate_fn: CollateFn, is_own: bool) -> None:
         self.collate_fn = collate_fn
         self._is_own = is_own
 
-    def __call__(self, samples: Any) -> Any:
+    def __call__(self, samples: list[Any]) -> object:
         try:
             if self._is_own:
                 return self.collate_fn(samples)
@@ -50,19 +52,19 @@ class ExplainingCollator:
             raise DataError(str(error)) from error
 
 
-def read_samples(dataset: Any, indices: list[int]) -> Any:
+def read_samples(dataset: MapDataset, indices: list[int]) -> object:
     """The samples with these numbers; an error names the one that failed."""
     fetch_many = getattr(dataset, "__getitems__", None)
     if fetch_many is not None:
         try:
-            samples = fetch_many(indices)
+            fetched = fetch_many(indices)
         except Exception as error:
             # Alone each of them shows whether it is the one.
             for index in indices:
                 _read_one(dataset, index)
             raise DataError(_sample_message(dataset, indices, error)) from error
-        return ReadSamples(samples, indices, dataset) if isinstance(samples, list) else samples
-    samples = []
+        return ReadSamples(fetched, indices, dataset) if isinstance(fetched, list) else fetched
+    samples: list[object] = []
     try:
         for index in indices:
             samples.append(dataset[index])
@@ -71,7 +73,7 @@ def read_samples(dataset: Any, indices: list[int]) -> Any:
     return ReadSamples(samples, indices, dataset)
 
 
-def stream_error(iterator: Any, number: int, error: Exception) -> DataError:
+def stream_error(iterator: object, number: int, error: Exception) -> DataError:
     """The error for a stream that raised in place of its sample with this number."""
     if isinstance(error.__cause__, StopIteration):
         remedy = _stop_iteration("the dataset's __iter__")
@@ -84,21 +86,21 @@ def stream_error(iterator: Any, number: int, error: Exception) -> DataError:
     )
 
 
-def place_of(samples: Any, position: int) -> str:
+def place_of(samples: Sequence[object], position: int) -> str:
     """How to name one sample of a batch: by its number in the dataset, where that is known."""
     if isinstance(samples, ReadSamples):
         return f"sample {samples.indices[position]} of the dataset ({_name_of(samples.dataset)})"
     return f"sample {position} of a batch of {len(samples)}"
 
 
-def _read_one(dataset: Any, index: int) -> None:
+def _read_one(dataset: MapDataset, index: int) -> None:
     try:
         dataset[index]
     except Exception as error:
         raise DataError(_sample_message(dataset, [index], error)) from error
 
 
-def _sample_message(dataset: Any, indices: list[int], error: Exception) -> str:
+def _sample_message(dataset: MapDataset, indices: list[int], error: Exception) -> str:
     name = _name_of(dataset)
     which = f"Sample {indices[0]}" if len(indices) == 1 else f"One of the samples {_listed(indices)}"
     happened = f"{which} of the dataset {name} ({_length(dataset)}{_worker()}) raised {_described(error)}."
@@ -112,7 +114,7 @@ def _sample_message(dataset: Any, indices: list[int], error: Exception) -> str:
     )
 
 
-def _collator_message(collate_fn: Any, samples: Any, error: Exception) -> str:
+def _collator_message(collate_fn: object, samples: object, error: Exception) -> str:
     size = f"{len(samples)} samples" if isinstance(samples, Sequence) else f"a {type(samples).__name__}"
     numbers, shown = "", "..."
     if isinstance(samples, ReadSamples):
@@ -126,7 +128,7 @@ def _collator_message(collate_fn: Any, samples: Any, error: Exception) -> str:
     )
 
 
-def _kinds(samples: Any) -> str:
+def _kinds(samples: object) -> str:
     """What the samples are, in a few words: the collator often expected something else."""
     if not isinstance(samples, Sequence) or not samples:
         return f"a {type(samples).__name__}"
@@ -136,7 +138,7 @@ def _kinds(samples: Any) -> str:
     return f"{text} ({', '.join(missing[:_NUM_SHOWN])})" if missing else text
 
 
-def _kind(sample: Any) -> str:
+def _kind(sample: object) -> str:
     if sample is None:
         return "None"
     if isinstance(sample, Mapping):
@@ -166,14 +168,14 @@ def _listed(indices: Sequence[int]) -> str:
     return shown + (", ..." if len(indices) > _NUM_SHOWN else "")
 
 
-def _length(dataset: Any) -> str:
+def _length(dataset: MapDataset) -> str:
     return f"{len(dataset)} samples"
 
 
-def _stream_name(iterator: Any) -> str:
+def _stream_name(iterator: object) -> str:
     # A generator knows the function that made it, such as Lines.__iter__.
     return str(getattr(iterator, "__qualname__", None) or type(iterator).__qualname__)
 
 
-def _name_of(item: Any) -> str:
+def _name_of(item: object) -> str:
     return str(getattr(item, "__qualname__", None) or type(item).__qualname__)

@@ -4,20 +4,15 @@ The order of an epoch depends on (seed, epoch) and nothing else, so a position i
 set them. What a dataset draws inside a worker process depends on the position too, never on how long the worker lived.
 """
 
-import contextlib
 import copy
 import hashlib
 import logging
-import random
-from collections.abc import Callable, Iterator, Mapping
-from typing import Any, NamedTuple
+from collections.abc import Iterable, Iterator, Mapping, Sized
+from typing import Any, Generic, NamedTuple, TypeGuard, TypeVar
 
-import numpy as np
 import torch
 from torch.utils.data import IterableDataset, Sampler, get_worker_info
 
-from forgather.ml.checkpoint.errors import CheckpointLoadError
-from forgather.ml.checkpoint.state.rng import RNGState
 from forgather.ml.checkpoint.state.state_schema import (
     Schema,
     Violation,
@@ -29,6 +24,8 @@ from forgather.ml.checkpoint.state.state_schema import (
     require_mapping,
 )
 from forgather.ml.trainer.loading.data_errors import read_samples, stream_error
+from forgather.ml.trainer.loading.data_types import HasState, MapDataset
+from forgather.ml.trainer.setup.seeding import seed_host_generators
 
 logger = logging.getLogger(__name__)
 
@@ -41,67 +38,6 @@ def stable_seed(*parts: int) -> int:
     return int.from_bytes(digest[:8], "little") >> 1
 
 
-def seed_generators(seed: int) -> None:
-    """Seeds the global generators of Python, NumPy and torch on the CPU.
-
-    Accelerators are left out: workers do not use them, and torch would queue a call for each seed.
-    """
-    random.seed(seed)
-    np.random.seed(seed % 2**32)
-    torch.default_generator.manual_seed(seed)
-
-
-_GENERATORS = Schema(dict.fromkeys(("python", "numpy", "torch"), anything))
-
-
-def host_generators() -> dict[str, Any]:
-    """The state of the generators that data is drawn with, in the form of `RNGState`."""
-    return {"python": random.getstate(), "numpy": np.random.get_state(), "torch": torch.get_rng_state()}
-
-
-def generator_states(value: Any) -> None:
-    """Checks states that `host_generators` gave; a wrong one would let a generator read outside of its words."""
-    _GENERATORS(value)
-    try:
-        RNGState().check_state_dict(_GENERATORS.known(value))
-    except CheckpointLoadError as error:
-        # What follows tells how to do without the component "rng", which is another one.
-        reason = str(error).partition(". ")[0]
-        raise Violation(f"the states of the generators of Python, NumPy and torch ({reason})", value) from None
-
-
-def known_generators(states: Mapping[str, Any] | None) -> dict[str, Any] | None:
-    """The states of those generators that data is drawn with, and of no others."""
-    return None if states is None else _GENERATORS.known(states)
-
-
-@contextlib.contextmanager
-def generators_apart(start: Mapping[str, Any] | None = None) -> Iterator[None]:
-    """Work that only a resumed run does: it draws from `start`, if given, and leaves the generators as they were."""
-    present = host_generators()
-    try:
-        if start is not None:
-            RNGState().load_state_dict(start)
-        yield
-    finally:
-        RNGState().load_state_dict(present)
-
-
-@contextlib.contextmanager
-def draws_random_numbers() -> Iterator[Callable[[], bool]]:
-    """Watches the generators; what it gives tells, once the block is over, whether anything was drawn in it."""
-    before = _fingerprint()
-    found: list[bool] = []
-    yield lambda: found[0]
-    found.append(_fingerprint() != before)
-
-
-def _fingerprint() -> tuple[Any, ...]:
-    states = host_generators()
-    numpy_state = states["numpy"]
-    return states["python"], numpy_state[1].tobytes(), numpy_state[2:], states["torch"].numpy().tobytes()
-
-
 def agreed_seed(configured: int, stored: int) -> int:
     """The seed to go on with after loading: the checkpoint's, since its position means nothing in another order."""
     if configured != stored:
@@ -111,9 +47,10 @@ def agreed_seed(configured: int, stored: int) -> int:
     return stored
 
 
-def require_keys(state: Mapping[str, Any], keys: tuple[str, ...], kind: str) -> None:
-    """Refuses a position that was saved for another kind of training data."""
+def require_keys(state: object, keys: tuple[str, ...], kind: str) -> Mapping[str, Any]:
+    """Returns a position with these keys; refuses one that was saved for another kind of training data."""
     checked(require_mapping, state, "dataset")
+    assert isinstance(state, Mapping), "it was checked"
     missing = [key for key in keys if key not in state]
     if missing:
         raise ValueError(
@@ -121,6 +58,7 @@ def require_keys(state: Mapping[str, Any], keys: tuple[str, ...], kind: str) -> 
             f"{sorted(map(str, state))}, so it was saved with another kind of training data. Train on that kind again, "
             f"{SKIP_REMEDY}."
         )
+    return state
 
 
 _ORDER = Schema({"seed": integer, "epoch": count, "index": count, "num_samples": count})
@@ -158,7 +96,7 @@ class DataOrder:
     def state_dict(self) -> dict[str, Any]:
         return {"seed": self.seed, "epoch": self.epoch, "index": self.index, "num_samples": self.num_samples}
 
-    def check_state_dict(self, state: Any) -> None:
+    def check_state_dict(self, state: object) -> None:
         """Raises a `CheckpointLoadError` for a position that is none, or lies outside of its own samples."""
         checked(_is_within, state, "dataset")
 
@@ -181,8 +119,9 @@ class DataOrder:
         self._permutation = None
 
 
-def _is_within(state: Any) -> None:
+def _is_within(state: object) -> None:
     _ORDER(state)
+    assert isinstance(state, Mapping), "the schema has checked it"
     if state["index"] > state["num_samples"]:
         raise Violation(f"at most the number of samples, {state['num_samples']}", state["index"], ["index"])
 
@@ -250,7 +189,8 @@ class PositionedBatches(Sampler[list[int]]):
         whole, rest = divmod(self.order.num_samples, per_round)
         if rest == 0 or (self.drop_last and self._fills_up):
             return whole
-        return whole + (self._fills_up or not self.is_empty(whole * per_round))
+        has_part_of_rest = self._fills_up or not self.is_empty(whole * per_round)
+        return whole + 1 if has_part_of_rest else whole
 
     def end_of_round(self, start: int) -> int:
         """Where the round ends that begins at `start`; `start` itself when there is none."""
@@ -272,10 +212,13 @@ class PositionedBatches(Sampler[list[int]]):
         return first, min(first + self.batch_size, self.order.num_samples)
 
 
-class _EpochAware:
+DatasetT = TypeVar("DatasetT")
+
+
+class _EpochAware(Generic[DatasetT]):
     """Tells a dataset the epoch, once per change and process."""
 
-    def __init__(self, dataset: Any, forward_epoch: bool) -> None:
+    def __init__(self, dataset: DatasetT, forward_epoch: bool) -> None:
         self.dataset = dataset
         self._forward_epoch = forward_epoch
         self._told_epoch: int | None = None
@@ -290,12 +233,12 @@ class _EpochAware:
         return self._told_epoch
 
     def tell_epoch(self, epoch: int) -> None:
-        if epoch != self._told_epoch and self.hears_epochs:
+        if epoch != self._told_epoch and self._forward_epoch and hasattr(self.dataset, "set_epoch"):
             self.dataset.set_epoch(epoch)
         self._told_epoch = epoch
 
 
-class SeededSamples(_EpochAware):
+class SeededSamples(_EpochAware[MapDataset]):
     """A map-style dataset whose samples, and their collation, draw the same random numbers in whatever worker.
 
     Before each batch a worker learns its epoch and is seeded from its position. In the main process the global
@@ -305,33 +248,33 @@ class SeededSamples(_EpochAware):
     def __len__(self) -> int:
         return len(self.dataset)
 
-    def __getitem__(self, index: int) -> Any:
+    def __getitem__(self, index: int) -> object:
         return self.dataset[index]
 
-    def __getitems__(self, indices: list[int]) -> Any:
+    def __getitems__(self, indices: list[int]) -> object:
         if isinstance(indices, BatchRequest) and get_worker_info() is not None:
             self.tell_epoch(indices.epoch)
-            seed_generators(indices.seed)
+            seed_host_generators(indices.seed)
         return read_samples(self.dataset, list(indices))
 
 
-def is_stateful(item: Any) -> bool:
+def is_stateful(item: object) -> TypeGuard[HasState]:
     return hasattr(item, "state_dict") and hasattr(item, "load_state_dict")
 
 
-def check_position(loader: Any, state: Any) -> None:
+def check_position(loader: object, state: object) -> None:
     """Let a loader check a state without taking it; the user's own loaders need not be able to."""
     if hasattr(loader, "check_state_dict"):
         loader.check_state_dict(state)
 
 
-def goes_on(loader: Any) -> bool:
+def goes_on(loader: object) -> TypeGuard[HasState]:
     """Whether a second iterator goes on where the first was left, as those of the trainer's own loaders do."""
     own_word: bool | None = getattr(loader, "goes_on", None)
     return hasattr(loader, "num_batches") and is_stateful(loader) if own_word is None else own_word
 
 
-def kept_state(loader: Any) -> Any:
+def kept_state(loader: HasState) -> dict[str, Any]:
     """The state of a loader, to be kept while it goes on; some hand out their live state, so it is copied if need be."""
     state = loader.state_dict()
     is_plain = isinstance(state, dict) and all(isinstance(value, int) for value in state.values())
@@ -339,7 +282,13 @@ def kept_state(loader: Any) -> Any:
 
 
 def seeded_stream(
-    dataset: Any, *, seed: int, batch_size: int, forward_epoch: bool, in_workers: bool, is_read_again: bool = False
+    dataset: Iterable[Any],
+    *,
+    seed: int,
+    batch_size: int,
+    forward_epoch: bool,
+    in_workers: bool,
+    is_read_again: bool = False,
 ) -> "SeededStream":
     """A stream that has state methods exactly if the dataset has, which tells the loader whether to use them.
 
@@ -349,13 +298,15 @@ def seeded_stream(
     return kind(dataset, seed, batch_size, forward_epoch, in_workers)
 
 
-class SeededStream(_EpochAware, IterableDataset[Any]):
+class SeededStream(_EpochAware[Iterable[Any]], IterableDataset[Any]):
     """An iterable dataset whose samples, and their collation, draw the same random numbers after a resume.
 
     The epoch lies in shared memory, since nothing else reaches the copy in a worker that outlives an epoch.
     """
 
-    def __init__(self, dataset: Any, seed: int, batch_size: int, forward_epoch: bool, in_workers: bool) -> None:
+    def __init__(
+        self, dataset: Iterable[Any], seed: int, batch_size: int, forward_epoch: bool, in_workers: bool
+    ) -> None:
         super().__init__(dataset, forward_epoch)
         self.seed = seed
         self._batch_size = batch_size
@@ -364,6 +315,8 @@ class SeededStream(_EpochAware, IterableDataset[Any]):
             self._epoch.share_memory_()
 
     def __len__(self) -> int:
+        if not isinstance(self.dataset, Sized):
+            raise TypeError(f"The length of {type(self.dataset).__name__} is unknown: it has no __len__.")
         return len(self.dataset)
 
     def set_epoch(self, epoch: int) -> None:
@@ -376,7 +329,7 @@ class SeededStream(_EpochAware, IterableDataset[Any]):
         worker = get_worker_info()
         place = None if worker is None else (self.seed, epoch, worker.id)
         if place is not None:
-            seed_generators(stable_seed(*place))
+            seed_host_generators(stable_seed(*place))
         iterator = iter(self.dataset)
         kind = _StatefulDraws if is_stateful(self) or is_stateful(iterator) else _Draws
         return kind(iterator, self._batch_size, place)
@@ -385,11 +338,13 @@ class SeededStream(_EpochAware, IterableDataset[Any]):
 class StatefulStream(SeededStream):
     """A stream over a dataset with a state of its own."""
 
-    def state_dict(self) -> Any:
+    def state_dict(self) -> dict[str, Any]:
+        assert is_stateful(self.dataset), "seeded_stream has asked"
         # a dataset may hand out its live state, which goes on changing while the position waits for its batch
         return copy.deepcopy(self.dataset.state_dict())
 
-    def load_state_dict(self, state: Any) -> None:
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        assert is_stateful(self.dataset), "seeded_stream has asked"
         self.dataset.load_state_dict(state)
 
 
@@ -404,11 +359,11 @@ class _Draws(Iterator[Any]):
         self._batch_origin = 0
         self._ended = False
 
-    def __next__(self) -> Any:
+    def __next__(self) -> object:
         if self._ended:
             raise StopIteration
         if self._place is not None and (self._num_drawn - self._batch_origin) % self._batch_size == 0:
-            seed_generators(stable_seed(*self._place, self._num_drawn))
+            seed_host_generators(stable_seed(*self._place, self._num_drawn))
         try:
             sample = next(self._iterator)
         except StopIteration:
@@ -424,7 +379,7 @@ class _StatefulDraws(_Draws):
     """Remembers the end as well: a dataset whose state begins anew at its end would otherwise repeat the epoch."""
 
     def state_dict(self) -> dict[str, Any]:
-        inner = copy.deepcopy(self._iterator.state_dict()) if is_stateful(self._iterator) else None  # type: ignore[attr-defined]
+        inner = copy.deepcopy(self._iterator.state_dict()) if is_stateful(self._iterator) else None
         return {"num_drawn": self._num_drawn, "ended": self._ended, "iterator": inner}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
@@ -432,4 +387,9 @@ class _StatefulDraws(_Draws):
         self._num_drawn = self._batch_origin = state["num_drawn"]
         self._ended = state["ended"]
         if state["iterator"] is not None:
-            self._iterator.load_state_dict(state["iterator"])  # type: ignore[attr-defined]
+            if not is_stateful(self._iterator):
+                raise AttributeError(
+                    f"The checkpoint has a state of the dataset's iterator, and {type(self._iterator).__name__} has no "
+                    f"load_state_dict to take it. Use the same dataset as before, {SKIP_REMEDY}."
+                )
+            self._iterator.load_state_dict(state["iterator"])

@@ -1,25 +1,31 @@
 """What the loaders of all kinds of data have in common: one pass over an epoch, which any iterator goes on with."""
 
-from collections.abc import Iterator, Mapping
-from typing import Any
+from collections.abc import Iterable, Iterator, Mapping, Sized
+from typing import Any, Generic, TypeVar
 
 from torch import Tensor
 from torch.utils.data import DataLoader
 
+from forgather.ml.trainer.loading.data_types import Batch
+
 ITERABLE_REMEDY = "a torch.utils.data.IterableDataset with an __iter__ that makes a new generator each time."
 
 
-class EpochLoader:
+LoaderT = TypeVar("LoaderT", bound=Iterable[Any])
+"""The loader that an `EpochLoader` wraps."""
+
+
+class EpochLoader(Generic[LoaderT]):
     """Hands out the batches of an epoch over any number of iterators, which all continue the same pass."""
 
-    def __init__(self, loader: Any) -> None:
+    def __init__(self, loader: LoaderT) -> None:
         self._loader = loader
         self._iterator: Iterator[Any] | None = None
         self._epoch = 0
         self._finished = False
 
     @property
-    def dataset(self) -> Any:
+    def dataset(self) -> object:
         """What the caller gave, if it is not a loader without one."""
         return getattr(self._loader, "dataset", None)
 
@@ -55,10 +61,10 @@ class EpochLoader:
     def _end_workers(self) -> None:
         # a loader that is its own iterator is not ours to end
         if self._iterator is not self._loader:
-            _shut_down(self._iterator)
+            shut_down(self._iterator)
         self._iterator = None
         if isinstance(self._loader, DataLoader):
-            _shut_down(self._loader._iterator)
+            shut_down(self._loader._iterator)
             # torch would wait for ever for the workers of this iterator
             self._loader._iterator = None
 
@@ -81,7 +87,7 @@ class EpochLoader:
         """Moves to the beginning of an epoch."""
         raise NotImplementedError
 
-    def _counted(self, batch: Any) -> Any:
+    def _counted(self, batch: Batch) -> Batch:
         """Moves the position behind the batch, which is about to be handed out."""
         return batch
 
@@ -97,7 +103,7 @@ class SinglePass(Iterator[Any]):
         self._num_read = 0
         self._has_ended = False
 
-    def __next__(self) -> Any:
+    def __next__(self) -> object:
         if self._has_ended:
             raise ValueError(
                 f"The {name_of(self._items)} that was given as dataset has been read to its end, {self._num_read} batches, and "
@@ -119,7 +125,7 @@ class SinglePass(Iterator[Any]):
         return item
 
 
-def _is_sample(item: Any) -> bool:
+def _is_sample(item: object) -> bool:
     """Whether a mapping is a sample rather than a batch, as far as that shows: its tensors have no dimension for samples."""
     if not isinstance(item, Mapping):
         return False
@@ -136,7 +142,18 @@ def _shapes(item: Mapping[str, Any]) -> str:
     return ", ".join(shown[:4])
 
 
-def check_length(dataset: Any, length: int | None, batch_size: int = 1, drop_last: bool = False) -> None:
+def length_of(loader: object) -> int | None:
+    """The length of a loader or dataset; None when it is unknown."""
+    if not isinstance(loader, Sized):
+        return None
+    try:
+        return len(loader)
+    except (TypeError, NotImplementedError):
+        # torch's DataLoader has a __len__ that fails for streams.
+        return None
+
+
+def check_length(dataset: object, length: int | None, batch_size: int = 1, drop_last: bool = False) -> None:
     if length == 0:
         raise ValueError(
             f"The training dataset ({name_of(dataset)}) is empty. Check that its path and split are right, and that no "
@@ -150,11 +167,11 @@ def check_length(dataset: Any, length: int | None, batch_size: int = 1, drop_las
         )
 
 
-def name_of(item: Any) -> str:
+def name_of(item: object) -> str:
     return type(item).__qualname__
 
 
-def _shut_down(iterator: Any) -> None:
+def shut_down(iterator: object) -> None:
     """Ends the workers of an iterator of torch or torchdata, or closes a generator."""
     # torch does this when the iterator is collected, which a traceback or a cycle may put off for ever
     end = getattr(iterator, "_shutdown_workers", None) or getattr(iterator, "close", None)

@@ -1,6 +1,6 @@
 """Batches of a dataset with numbered samples, in a global order."""
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any, cast
 
 from torch.utils.data import DataLoader, Dataset
@@ -14,11 +14,12 @@ from forgather.ml.trainer.loading.data_order import (
     require_keys,
     stable_seed,
 )
+from forgather.ml.trainer.loading.data_types import Batch, MapDataset
 from forgather.ml.trainer.loading.empty_batch import emptied
 from forgather.ml.trainer.loading.epoch_loader import EpochLoader, check_length
 
 
-class OrderedLoader(EpochLoader):
+class OrderedLoader(EpochLoader[DataLoader[Any]]):
     """A map-style dataset in a global order."""
 
     def __init__(
@@ -31,13 +32,14 @@ class OrderedLoader(EpochLoader):
         part: Part = WHOLE,
     ) -> None:
         self._samples = samples
+        self._collate: Callable[[object], object] = options["collate_fn"]
         self._order = order
         self._batches = PositionedBatches(order, batch_size, drop_last, options["num_workers"] > 0, part)
         super().__init__(DataLoader(as_dataset(samples), batch_sampler=self._batches, **options))
         self._start_epoch(0)
 
     @property
-    def dataset(self) -> Any:
+    def dataset(self) -> MapDataset:
         return self._samples.dataset
 
     @property
@@ -51,11 +53,11 @@ class OrderedLoader(EpochLoader):
     def state_dict(self) -> dict[str, Any]:
         return self._order.state_dict()
 
-    def check_state_dict(self, state: Any) -> None:
-        require_keys(state, ("seed", "epoch", "index", "num_samples"), "a dataset with numbered samples")
-        self._order.check_state_dict(state)
+    def check_state_dict(self, state: object) -> None:
+        position = require_keys(state, ("seed", "epoch", "index", "num_samples"), "a dataset with numbered samples")
+        self._order.check_state_dict(position)
         if not self._samples.hears_epochs:
-            self._order.check_length(state, len(self._samples))
+            self._order.check_length(position, len(self._samples))
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         self.check_state_dict(state)
@@ -92,11 +94,10 @@ class OrderedLoader(EpochLoader):
 
     def _read_here(self) -> Iterator[Any]:
         """What torch's loader does without workers, less its bookkeeping, which costs as much as reading small batches."""
-        collate = self._loader.collate_fn
         for request in self._batches:
-            yield collate(self._samples.__getitems__(request))
+            yield self._collate(self._samples.__getitems__(request))
 
-    def _counted(self, batch: Any) -> Any:
+    def _counted(self, batch: Batch) -> Batch:
         start = self._order.index
         self._order.index = self._batches.end_of_round(start)
         # Alone there is no round without a batch.

@@ -7,9 +7,12 @@ import itertools
 from collections.abc import Iterator, Mapping
 from typing import Any, NamedTuple
 
+import torch
 from torch.utils.data import DataLoader, IterableDataset, get_worker_info
 
 from forgather.ml.trainer.loading.data_order import SeededStream, is_stateful
+from forgather.ml.trainer.loading.data_types import CollateFn
+from forgather.ml.trainer.loading.epoch_loader import shut_down
 
 
 class StreamBatches:
@@ -38,8 +41,9 @@ class StreamBatches:
         return self._loader.persistent_workers
 
     @property
-    def generator(self) -> Any:
-        return self._loader.generator
+    def generator(self) -> torch.Generator:
+        generator: torch.Generator = self._loader.generator
+        return generator
 
     def state_dict(self) -> dict[str, Any]:
         """The position of the iterator that was begun last."""
@@ -64,10 +68,10 @@ class StreamBatches:
 
     def close(self) -> None:
         """End all workers."""
-        iterator: Any = self._loader._iterator
+        iterator = self._loader._iterator
         self._loader._iterator = None
         if iterator is not None:
-            iterator._shutdown_workers()
+            shut_down(iterator)
 
 
 class _Start(NamedTuple):
@@ -112,7 +116,7 @@ class _Opaque:
 class _Batches(IterableDataset[Any]):
     """The batches of a stream in one process; in a worker each with a note."""
 
-    def __init__(self, stream: SeededStream, batch_size: int, drop_last: bool, collate_fn: Any) -> None:
+    def __init__(self, stream: SeededStream, batch_size: int, drop_last: bool, collate_fn: CollateFn) -> None:
         self.start: _Start | None = None
         self._stream = stream
         self._batch_size, self._drop_last = batch_size, drop_last
@@ -126,8 +130,8 @@ class _Batches(IterableDataset[Any]):
         return self._in_order() if worker is None else self._with_notes(worker.id, start)
 
     def state_dict(self) -> dict[str, Any]:
-        of_iterator = self._samples.state_dict() if is_stateful(self._samples) else None  # type: ignore[attr-defined]
-        of_dataset = self._stream.state_dict() if is_stateful(self._stream) else None  # type: ignore[attr-defined]
+        of_iterator = self._samples.state_dict() if is_stateful(self._samples) else None
+        of_dataset = self._stream.state_dict() if is_stateful(self._stream) else None
         return {"fetcher_state": {"dataset_iter_state": of_iterator}, "dataset_state": of_dataset}
 
     def _begin(self, start: _Start | None, number: int) -> Iterator[Any]:
@@ -135,11 +139,11 @@ class _Batches(IterableDataset[Any]):
             return iter(self._stream)
         state = start.states[number]
         if (of_dataset := state.get("dataset_state")) is not None and is_stateful(self._stream):
-            self._stream.load_state_dict(of_dataset)  # type: ignore[attr-defined]
+            self._stream.load_state_dict(of_dataset)
         samples = iter(self._stream)
         of_iterator = (state.get("fetcher_state") or {}).get("dataset_iter_state")
         if of_iterator is not None and is_stateful(samples):
-            samples.load_state_dict(of_iterator)  # type: ignore[attr-defined]
+            samples.load_state_dict(of_iterator)
         # The state of the dataset may reach from one epoch into the next; that of an iterator does not.
         return iter(self._stream) if start.finished else samples
 
@@ -171,7 +175,7 @@ class _Batches(IterableDataset[Any]):
 class _Pass(Iterator[Any]):
     """An epoch of a stream, or the rest of one."""
 
-    def __init__(self, batches: _Batches, iterator: Any, num_workers: int, start: _Start | None) -> None:
+    def __init__(self, batches: _Batches, iterator: Iterator[Any], num_workers: int, start: _Start | None) -> None:
         self._batches = batches
         self._iterator = iterator
         self._num_workers = num_workers
@@ -180,14 +184,14 @@ class _Pass(Iterator[Any]):
         self._states, self._last_worker = dict(begin.states), begin.last_worker
         self._finished = False
 
-    def __next__(self) -> Any:
+    def __next__(self) -> object:
         try:
             return next(self._iterator) if self._num_workers == 0 else self._next_of_workers()
         except StopIteration:
             self._finished = True
             raise
 
-    def _next_of_workers(self) -> Any:
+    def _next_of_workers(self) -> object:
         while True:
             batch, opaque = next(self._iterator)
             number, state, has_batch = opaque.note
@@ -205,10 +209,10 @@ class _Pass(Iterator[Any]):
 
     def close(self) -> None:
         if self._num_workers > 0:
-            self._iterator._shutdown_workers()
+            shut_down(self._iterator)
 
 
-def _unchanged(batch: Any) -> Any:
+def _unchanged(batch: object) -> object:
     return batch
 
 

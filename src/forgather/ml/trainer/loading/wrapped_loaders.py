@@ -3,8 +3,8 @@
 import contextlib
 import itertools
 import logging
-from collections.abc import Iterator, Mapping
-from typing import Any
+from collections.abc import Iterable, Iterator, Mapping
+from typing import Any, TypeVar
 
 import torch
 from torch.utils.data import DataLoader
@@ -28,15 +28,18 @@ from forgather.ml.trainer.loading.data_order import (
     Part,
     SeededStream,
     agreed_seed,
-    generator_states,
-    generators_apart,
-    host_generators,
     is_stateful,
-    known_generators,
     require_keys,
     stable_seed,
 )
-from forgather.ml.trainer.loading.epoch_loader import EpochLoader, check_length, name_of
+from forgather.ml.trainer.loading.data_types import Batch, StatefulBatches
+from forgather.ml.trainer.loading.epoch_loader import EpochLoader, LoaderT, check_length, length_of, name_of
+from forgather.ml.trainer.loading.random_numbers import (
+    generator_states,
+    generators_apart,
+    host_generators,
+    known_generators,
+)
 from forgather.ml.trainer.loading.stream_batches import StreamBatches
 
 logger = logging.getLogger(__name__)
@@ -76,10 +79,10 @@ _STREAM = Schema(
 )
 
 
-class WrappingLoader(EpochLoader):
+class WrappingLoader(EpochLoader[LoaderT]):
     """A loader that knows its own position, or at least can be read again up to one."""
 
-    def __init__(self, loader: Any, forward_epoch: bool, part: Part = WHOLE) -> None:
+    def __init__(self, loader: LoaderT, forward_epoch: bool, part: Part = WHOLE) -> None:
         super().__init__(loader)
         self._forward_epoch = forward_epoch
         self._part = part
@@ -96,7 +99,7 @@ class WrappingLoader(EpochLoader):
 
     @property
     def num_batches(self) -> int | None:
-        return _length_of(self._loader)
+        return length_of(self._loader)
 
     def _tell_epoch(self, epoch: int) -> None:
         if self._forward_epoch:
@@ -108,7 +111,7 @@ class WrappingLoader(EpochLoader):
         self._num_done = 0
         self._tell_epoch(epoch)
 
-    def _counted(self, batch: Any) -> Any:
+    def _counted(self, batch: Batch) -> Batch:
         self._num_done += 1
         return batch
 
@@ -133,16 +136,17 @@ class WrappingLoader(EpochLoader):
         self._tell_epoch(self._epoch)
 
 
-class CountingLoader(WrappingLoader):
+class CountingLoader(WrappingLoader[Iterable[Any]]):
     """A ready loader without a state: its position is a number of batches."""
 
     def state_dict(self) -> dict[str, Any]:
         return {**self._position(), "num_batches_done": self._num_done}
 
-    def check_state_dict(self, state: Any) -> None:
-        require_keys(state, ("epoch", "finished", "generators", "num_batches_done"), "a loader without a state")
-        _COUNTING.check(state, "dataset")
-        self._check_part(state)
+    def check_state_dict(self, state: object) -> None:
+        keys = ("epoch", "finished", "generators", "num_batches_done")
+        position = require_keys(state, keys, "a loader without a state")
+        _COUNTING.check(position, "dataset")
+        self._check_part(position)
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         self.check_state_dict(state)
@@ -162,25 +166,28 @@ class CountingLoader(WrappingLoader):
         return _read_again(self._loader, self._num_done, self._generators_at_start)
 
 
-class StatefulLoader(WrappingLoader):
+StatefulT = TypeVar("StatefulT", bound=StatefulBatches)
+
+
+class StatefulLoader(WrappingLoader[StatefulT]):
     """A loader with `state_dict` and `load_state_dict`, such as torchdata's."""
 
-    def __init__(self, loader: Any, forward_epoch: bool, part: Part = WHOLE) -> None:
+    def __init__(self, loader: StatefulT, forward_epoch: bool, part: Part = WHOLE) -> None:
         super().__init__(loader, forward_epoch, part)
         # the position while no iterator has it; None at the beginning of an epoch
-        self._idle_state: Any = None
+        self._idle_state: Mapping[str, Any] | None = None
         # what the loader has yet to take; once the next epoch began, the state at the end of the one before
-        self._state_to_load: Any = None
+        self._state_to_load: Mapping[str, Any] | None = None
 
     def state_dict(self) -> dict[str, Any]:
         # asked of a loader that has not begun, torchdata would start the workers
         loader_state = self._idle_state if self._iterator is None else self._loader.state_dict()
         return {**self._position(), "loader": loader_state}
 
-    def check_state_dict(self, state: Any) -> None:
-        require_keys(state, ("epoch", "finished", "generators", "loader"), "a loader with a state")
-        _STATEFUL.check(state, "dataset")
-        self._check_part(state)
+    def check_state_dict(self, state: object) -> None:
+        position = require_keys(state, ("epoch", "finished", "generators", "loader"), "a loader with a state")
+        _STATEFUL.check(position, "dataset")
+        self._check_part(position)
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         self.check_state_dict(state)
@@ -209,6 +216,7 @@ class StatefulLoader(WrappingLoader):
         return iterator
 
     def _open_restored(self) -> Iterator[Any]:
+        assert self._state_to_load is not None
         self._loader.load_state_dict(self._state_to_load)
         if self._idle_state is None:
             return self._open_after_the_end()
@@ -230,7 +238,7 @@ class StatefulLoader(WrappingLoader):
         return itertools.chain(first, iterator)
 
 
-class StreamLoader(StatefulLoader):
+class StreamLoader(StatefulLoader[StreamBatches]):
     """An iterable dataset in batches.
 
     When an epoch is cut short in the main process, a dataset that keeps its position goes on from there in the next.
@@ -241,16 +249,16 @@ class StreamLoader(StatefulLoader):
     ) -> None:
         self._stream = stream
         self._has_warned = False
-        check_length(stream.dataset, _length_of(stream), batch_size, drop_last)
+        check_length(stream.dataset, length_of(stream), batch_size, drop_last)
         super().__init__(StreamBatches(stream, batch_size, drop_last, options), True, part)
 
     @property
-    def dataset(self) -> Any:
+    def dataset(self) -> Iterable[Any]:
         return self._stream.dataset
 
     @property
     def num_batches(self) -> int | None:
-        num_samples = _length_of(self._stream)
+        num_samples = length_of(self._stream)
         if num_samples is None:
             return None
         whole, rest = divmod(num_samples, self._loader.batch_size)
@@ -261,13 +269,13 @@ class StreamLoader(StatefulLoader):
         settings = {"batch_size": self._loader.batch_size, "num_workers": self._loader.num_workers}
         return {**super().state_dict(), "seed": self._stream.seed, "num_batches_read": self._num_done, **settings}
 
-    def check_state_dict(self, state: Any) -> None:
+    def check_state_dict(self, state: object) -> None:
         keys = ("loader", "seed", "num_batches_read", "batch_size", "num_workers")
-        require_keys(state, keys, "an iterable dataset")
-        super().check_state_dict(state)
-        _STREAM.check(state, "dataset")
-        if _goes_on_within_epoch(state):
-            self._check_settings(self._without_lost_state(state))
+        position = require_keys(state, keys, "an iterable dataset")
+        super().check_state_dict(position)
+        _STREAM.check(position, "dataset")
+        if _goes_on_within_epoch(position):
+            self._check_settings(self._without_lost_state(position))
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         self.check_state_dict(state)
@@ -291,6 +299,7 @@ class StreamLoader(StatefulLoader):
         return super()._open()
 
     def _open_restored(self) -> Iterator[Any]:
+        assert self._state_to_load is not None
         if self._idle_state is None or _holds_dataset_state(self._state_to_load):
             return super()._open_restored()
         return _read_again(self._loader, self._num_done, self._generators_at_start)
@@ -308,15 +317,17 @@ class StreamLoader(StatefulLoader):
 
     def _finish(self) -> None:
         super()._finish()
-        if not _holds_dataset_state(self._idle_state):
+        if self._idle_state is not None and not _holds_dataset_state(self._idle_state):
             # nothing in it reaches into the next epoch
             self._idle_state = None
 
     def _check_settings(self, state: Mapping[str, Any]) -> None:
         reads_again = not _holds_dataset_state(state["loader"])
         # each worker has a position of its own; without state, positions are counted in batches
-        fixed = {"num_workers": "dataloader_num_workers", "batch_size": "per_device_train_batch_size"}
-        for name, argument in list(fixed.items())[: 1 + reads_again]:
+        fixed = {"num_workers": "dataloader_num_workers"}
+        if reads_again:
+            fixed["batch_size"] = "per_device_train_batch_size"
+        for name, argument in fixed.items():
             present = getattr(self._loader, name)
             if present != state[name]:
                 raise ValueError(
@@ -341,14 +352,7 @@ def _goes_on_within_epoch(state: Mapping[str, Any]) -> bool:
     return not state["finished"] and state["loader"] is not None
 
 
-def _length_of(sized: Any) -> int | None:
-    try:
-        return len(sized)
-    except (TypeError, NotImplementedError):
-        return None
-
-
-def _epoch_listeners(loader: Any) -> list[Any]:
+def _epoch_listeners(loader: object) -> list[Any]:
     """The loader, its dataset and its samplers, as far as they want to know the epoch."""
     batch_sampler = getattr(loader, "batch_sampler", None)
     candidates = [
@@ -361,14 +365,13 @@ def _epoch_listeners(loader: Any) -> list[Any]:
     return list({id(one): one for one in candidates if hasattr(one, "set_epoch")}.values())
 
 
-def _read_again(loader: Any, num_batches: int, generators: Mapping[str, Any] | None) -> Iterator[Any]:
+def _read_again(loader: Iterable[Any], num_batches: int, generators: Mapping[str, Any] | None) -> Iterator[Any]:
     """An iterator behind so many batches, read as they were the first time."""
     with generators_apart(generators), _explaining_an_early_end(num_batches):
         iterator = iter(loader)
         for _ in range(num_batches):
             next(iterator)
-    begun: Iterator[Any] = iterator
-    return begun
+    return iterator
 
 
 def _holds_dataset_state(loader_state: Mapping[str, Any]) -> bool:

@@ -5,8 +5,8 @@ Every answer is a function of the arguments and of `TrainerState.global_step`, n
 
 from forgather.ml.trainer.arguments.training_arguments import TrainingArguments
 from forgather.ml.trainer.periodic_function import PeriodicFunction
-from forgather.ml.trainer.setup.step_plan import NO_STEP_LIMIT, StepPlan
-from forgather.ml.trainer.trainer_types import TrainerControl, TrainerState
+from forgather.ml.trainer.setup.step_plan import StepPlan
+from forgather.ml.trainer.trainer_types import NO_STEP_LIMIT, TrainerControl, TrainerState
 
 
 class Cadence:

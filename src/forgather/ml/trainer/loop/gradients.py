@@ -1,7 +1,6 @@
 """What a step does to all gradients at once, at the least cost: with small models it is a part of the step that shows."""
 
 from collections.abc import Sequence
-from typing import Any
 
 import torch
 from torch import Tensor
@@ -44,7 +43,7 @@ class GradientNorm:
         return norm
 
 
-def clear_gradients(optimizer: Any) -> None:
+def clear_gradients(optimizer: torch.optim.Optimizer) -> None:
     """The optimizer's `zero_grad`; torch's own is done by hand, since most of its time goes into being profiled."""
     if type(optimizer).zero_grad is not torch.optim.Optimizer.zero_grad:
         optimizer.zero_grad()

@@ -4,6 +4,7 @@
 """
 
 import os
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -129,9 +130,10 @@ class LoopState:
             "loss": self.loss.state_dict(),
         }
 
-    def check_state_dict(self, state: Any) -> None:
+    def check_state_dict(self, state: object) -> None:
         """Raise a `CheckpointLoadError` for a state that `load_state_dict` could not use; keys unknown here are ignored."""
         _PROGRESS.check(state, "trainer")
+        assert isinstance(state, Mapping)
         self.interval.check_state_dict(state["interval"])
         self.totals.check_state_dict(state["totals"])
         self.amp.check_state_dict(state["amp"])

@@ -93,7 +93,7 @@ class IntervalMetrics:
             raise RuntimeError("The metrics of the last steps must be settled between ranks before they are saved.")
         return self._settled.state_dict()
 
-    def check_state_dict(self, state: Any) -> None:
+    def check_state_dict(self, state: object) -> None:
         """Raise a `CheckpointLoadError` for what no `state_dict` gives."""
         self._settled.check_state_dict(state)
 
@@ -129,7 +129,7 @@ class SettledSums:
     def state_dict(self) -> dict[str, Any]:
         return {**vars(self), "norms": torch.tensor(self.norms.tolist(), dtype=torch.float64)}
 
-    def check_state_dict(self, state: Any) -> None:
+    def check_state_dict(self, state: object) -> None:
         _SUMS.check(state, "trainer.interval")
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
@@ -159,7 +159,7 @@ class RunTotals:
     def state_dict(self) -> dict[str, Any]:
         return dict(vars(self))
 
-    def check_state_dict(self, state: Any) -> None:
+    def check_state_dict(self, state: object) -> None:
         _TOTALS.check(state, "trainer.totals")
 
     def load_state_dict(self, state: dict[str, Any]) -> None:

@@ -144,7 +144,7 @@ class GradientWatch:
         return replace(own, loss=loss, parameters=[names[one] for one in parameters if one in names])
 
 
-def step_if_finite(optimizer: Any, norm: Tensor) -> None:
+def step_if_finite(optimizer: torch.optim.Optimizer, norm: Tensor) -> None:
     """Step, unless the norm is not finite.
 
     Fused optimizers of torch look at the device's own flag. Others cannot, so the host waits for the norm.
@@ -164,11 +164,12 @@ def step_if_finite(optimizer: Any, norm: Tensor) -> None:
             del one.found_inf
 
 
-def elementary_optimizers(optimizer: Any) -> Iterator[Any]:
+def elementary_optimizers(optimizer: object) -> Iterator[Any]:
     """The optimizers that an optimizer is made of, or that wrappers such as Accelerate's have inside."""
     parts = getattr(optimizer, "optimizers", None)
     if parts is not None:
-        for part in parts.values() if isinstance(parts, Mapping) else parts:
+        values = parts.values() if isinstance(parts, Mapping) else parts
+        for part in values:
             yield from elementary_optimizers(part)
     elif isinstance(inner := getattr(optimizer, "optimizer", None), torch.optim.Optimizer):
         yield from elementary_optimizers(inner)

@@ -1,12 +1,12 @@
 """Optimization: what belongs to an optimizer and its schedule: state by FQN, gradient norm, clipping."""
 
 from collections.abc import Callable, Sequence
-from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 from forgather.ml.checkpoint.state.optimizer_state import OptimizerState
+from forgather.ml.optim.gradient_trace import GradientTrace
 from forgather.ml.trainer.loop.gradients import GradientNorm
 from forgather.ml.trainer.loop.scheduler_state import SchedulerState
 from forgather.ml.trainer.trainer_types import LRSchedulerT, OptimizerT
@@ -37,7 +37,7 @@ class Optimization:
             torch.nn.utils.clip_grads_with_norm_(self.parameters, max_grad_norm, norm)
 
     @property
-    def trace(self) -> Any:
+    def trace(self) -> GradientTrace | None:
         """What the last norm was made of, if that was kept."""
         return getattr(self.norm, "trace", None)
 

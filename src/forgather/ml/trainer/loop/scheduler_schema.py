@@ -50,13 +50,13 @@ _WORDS = (
 )
 
 
-def unwrapped(scheduler: Any) -> Any:
+def unwrapped(scheduler: object) -> Any:
     """The scheduler whose state it is: Accelerate wraps one, and passes its state on."""
     inner = getattr(scheduler, "scheduler", None)
     return inner if isinstance(inner, LRScheduler) and not isinstance(scheduler, LRScheduler) else scheduler
 
 
-def group_lists(scheduler: Any, state: Any) -> None:
+def group_lists(scheduler: object, state: object) -> None:
     """Check what tells for how many groups a state is made."""
     require_mapping(state)
     if isinstance(scheduler, LRScheduler):
@@ -64,7 +64,7 @@ def group_lists(scheduler: Any, state: Any) -> None:
         Schema({**lists, "lr_lambdas": list_of(optional(require_mapping))}, may_lack=(*lists, "lr_lambdas"))(state)
 
 
-def like_scheduler(scheduler: Any, state: Mapping[str, Any], any_groups: bool = False) -> None:
+def like_scheduler(scheduler: object, state: Mapping[str, Any], any_groups: bool = False) -> None:
     """Check that a state has no keys that the scheduler has not, and the same kind of value at each.
 
     `any_groups` leaves the number of rates open, for schedules whose rates are computed anew. A scheduler that is not
@@ -85,8 +85,9 @@ def like_scheduler(scheduler: Any, state: Mapping[str, Any], any_groups: bool = 
     _like_state(state, own, any_groups)
 
 
-def _like_state(state: Any, own: Mapping[str, Any], any_groups: bool = False) -> None:
+def _like_state(state: object, own: Mapping[str, Any], any_groups: bool = False) -> None:
     _require_dict(state)
+    assert isinstance(state, dict)
     for name in state:
         if name not in own:
             raise UnknownKeyViolation("left out, since this kind of scheduler has no such setting", state[name], [name])
@@ -109,12 +110,12 @@ def mismatch(violation: Violation, root: str, kind: str) -> CheckpointLoadError:
     )
 
 
-def _check_for(name: str, own: Any, any_groups: bool) -> Check:
+def _check_for(name: str, own: object, any_groups: bool) -> Check:
     if name in _COUNTERS:
         return position
-    if name == "lr_lambdas":
+    if name == "lr_lambdas" and isinstance(own, list):
         return list_like([_function_state(item) for item in own])
-    if name == "_scale_fn_custom":
+    if name == "_scale_fn_custom" and (own is None or isinstance(own, Mapping)):
         return _function_state(own)
     if type(own) is list and name in _RATES and not any_groups:
         return list_of(rate, len(own))
@@ -125,7 +126,7 @@ def _check_for(name: str, own: Any, any_groups: bool) -> Check:
     return _like(own)
 
 
-def _like(own: Any) -> Check:
+def _like(own: object) -> Check:
     """A check for values of the kind that the running scheduler has; a user's own may have any, in any number."""
     if type(own) is bool:
         return flag
@@ -139,7 +140,7 @@ def _like(own: Any) -> Check:
         return every(that("a Counter", lambda value: type(value) is Counter), mapping_of(count, count))
     if isinstance(own, Mapping):
         return every(require_mapping, plain)
-    if type(own) in (list, tuple):
+    if type(own) is list or type(own) is tuple:
         is_numbers = own and all(type(item) in (int, float, Tensor) for item in own)
         return list_of(rate if is_numbers else plain)
     # Nothing is known of what it may become.
@@ -156,12 +157,13 @@ def _like_word(own: str) -> Check:
 def _function_state(own: Mapping[str, Any] | None) -> Check:
     """The attributes of a function object, which is the user's; a plain function has none."""
 
-    def check(value: Any) -> None:
+    def check(value: object) -> None:
         if value is None or (isinstance(value, Mapping) and len(value) == 0):
             return
         if not own:
             raise Violation("None, since the function has no attributes", value)
         mapping_of(text, plain)(value)
+        assert isinstance(value, Mapping)
         for name in value:
             if name in own:
                 at(name, _like(own[name]), value[name])
@@ -169,7 +171,7 @@ def _function_state(own: Mapping[str, Any] | None) -> Check:
     return check
 
 
-def _require_dict(state: Any) -> None:
+def _require_dict(state: object) -> None:
     if type(state) is not dict:
         raise Violation("a dict", state)
     for name in state:

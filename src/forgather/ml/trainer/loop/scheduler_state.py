@@ -108,7 +108,7 @@ def kept_rates(optimizer: OptimizerT) -> Iterator[None]:
                 _set_rate(group, value, name)
 
 
-def _set_rate(group: dict[str, Any], value: Any, name: str = "lr") -> None:
+def _set_rate(group: dict[str, Any], value: object, name: str = "lr") -> None:
     if isinstance(group[name], Tensor):
         # Compiled optimizers hold on to it.
         group[name].copy_(torch.as_tensor(value))
@@ -116,11 +116,11 @@ def _set_rate(group: dict[str, Any], value: Any, name: str = "lr") -> None:
         group[name] = value
 
 
-def _last_rates(scheduler: Any) -> list[Any]:
+def _last_rates(scheduler: object) -> list[Any]:
     return list(getattr(scheduler, "_last_lr", ()))
 
 
-def _parts(scheduler: Any) -> Iterator[Any]:
+def _parts(scheduler: object) -> Iterator[Any]:
     """The schedules that a schedule is made of; itself, if it is not made of others."""
     nested = getattr(scheduler, "_schedulers", None)
     if nested is None:

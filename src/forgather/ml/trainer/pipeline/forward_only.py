@@ -98,7 +98,7 @@ class ForwardOnly:
         if any(index not in metas for index in self._needed()):
             last: dict[int, Metas] = {}
 
-            def note(_: int, output: Any) -> None:
+            def note(_: int, output: object) -> None:
                 last[self.num_stages - 1] = tuple(map(Meta.of, _as_tuple(output)))
 
             self.run([inputs], [keywords], note)
@@ -174,7 +174,7 @@ class ForwardOnly:
         return group
 
 
-def _as_tuple(outputs: Any) -> Outputs:
+def _as_tuple(outputs: object) -> Outputs:
     return outputs if isinstance(outputs, tuple) else (outputs,)
 
 

@@ -5,13 +5,14 @@ The all-reduce runs while the step before computes (`synchronized_dataloader`), 
 """
 
 from collections import deque
-from collections.abc import Callable, Mapping
-from typing import Any, NamedTuple
+from collections.abc import Callable
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
 from forgather.ml.trainer.loading.collation import require_mapping
+from forgather.ml.trainer.loading.data_types import Batch
 from forgather.ml.trainer.loading.empty_batch import EmptyBatch
 from forgather.ml.trainer.loop.nonfinite import GradientWatch
 from forgather.ml.trainer.loop.signals import STOP_SIGNAL_NAMES
@@ -19,7 +20,6 @@ from forgather.ml.trainer.loop.window import Window
 from forgather.ml.trainer.step_loss.model_loss import ModelLoss
 from forgather.ml.trainer.synchronized_dataloader import NOTHING, SynchronizedDataLoader
 
-Batch = Mapping[str, Any]
 Sum = Callable[[Tensor], Tensor]
 
 
@@ -125,7 +125,7 @@ class RankFeed:
     def follow(self, loader: SynchronizedDataLoader) -> None:
         self._loader = loader
 
-    def about(self, item: Any) -> list[int]:
+    def about(self, item: object) -> list[int]:
         """The notes of this rank about a batch that was just fetched, or about `NOTHING`."""
         own = self._about_batch(item) if item is not NOTHING else BatchNotes()
         if not self._speaks:
@@ -133,11 +133,11 @@ class RankFeed:
         flags = stop_flags(self._received())
         return own._replace(bad_gradients=int(self._watch.has_news), stop_signals=flags).flat()
 
-    def _about_batch(self, batch: Any) -> BatchNotes:
-        if isinstance(batch, EmptyBatch):
+    def _about_batch(self, item: object) -> BatchNotes:
+        if isinstance(item, EmptyBatch):
             self._own_counts.append(0)
             return BatchNotes()
-        require_mapping(batch)
+        batch = require_mapping(item)
         knows = self.loss.can_count and self._counts_early
         count: int | Tensor = self.loss.count(batch.get("labels"), batch) if knows else -1
         self._own_counts.append(count)

@@ -1,10 +1,10 @@
 """Parallel loading: which batches each rank reads, or is sent by the rank that reads for it."""
 
 import logging
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, TypeVar
 
 import torch.distributed as dist
 from torch import Tensor
@@ -15,13 +15,14 @@ from forgather.ml.distributed import Peers
 from forgather.ml.distributed.environment import get_requested_timeout
 from forgather.ml.distributed.rank_links import RankLinks
 from forgather.ml.trainer.dataloader_dispatcher import DataloaderDispatcher
-from forgather.ml.trainer.loading.builders import kind_of
+from forgather.ml.trainer.loading.builders import is_map_style
 from forgather.ml.trainer.loading.data_order import WHOLE, Part
 
 logger = logging.getLogger(__name__)
 
 BuildLoader = Callable[[Part], Any]
-"""Builds the loader of one part of the data."""
+"""Builds the loader of one part of the data, for training (`ResumableLoader`) or for evaluation."""
+LoaderT = TypeVar("LoaderT", bound=Iterable[Any])
 Agreement = Callable[[str], AbstractContextManager[None]]
 
 
@@ -57,8 +58,8 @@ class ParallelLoading:
         self._links: dict[bool, RankLinks] = {}
 
     def loader(
-        self, build: BuildLoader, dataset: object, layout: DataLayout, for_training: bool, drop_last: bool
-    ) -> Any:
+        self, build: Callable[[Part], LoaderT], dataset: object, layout: DataLayout, for_training: bool, drop_last: bool
+    ) -> LoaderT | DataloaderDispatcher:
         part = WHOLE if layout.splits_streams else self._own_part(dataset, layout.part)
         kind = "training" if for_training else "evaluation"
         with self._agreement(f"making the loader of the {kind} data"):
@@ -74,10 +75,10 @@ class ParallelLoading:
             links.close()
         self._links.clear()
 
-    def _own_part(self, dataset: Any, part: Part) -> Part:
+    def _own_part(self, dataset: object, part: Part) -> Part:
         """This rank's part of a map-style dataset; other datasets of a rank are a part of the data already."""
         with self._agreement("asking the dataset for its length"):
-            length = len(dataset) if dataset is not None and kind_of(dataset) == "map" else None
+            length = len(dataset) if dataset is not None and is_map_style(dataset) else None
         lengths = self._peers.gather(length)
         if None not in lengths and len(set(lengths)) > 1:
             logger.info("The ranks were given datasets of %s samples, which are taken for the parts of one.", lengths)

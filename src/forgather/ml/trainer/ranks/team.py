@@ -21,13 +21,13 @@ from forgather.ml.distributed.number_exchange import NumberExchange, number_exch
 from forgather.ml.distributed.rank_links import RankLinks
 from forgather.ml.trainer.callbacks.handler import asks_for_something, asks_in_steps
 from forgather.ml.trainer.dataloader_dispatcher import DataloaderDispatcher
-from forgather.ml.trainer.loading.builders import kind_of
-from forgather.ml.trainer.loading.data_order import WHOLE
+from forgather.ml.trainer.loading.builders import ResumableLoader, kind_of
+from forgather.ml.trainer.loading.data_order import WHOLE, Part
 from forgather.ml.trainer.loading.empty_batch import EmptyBatch
 from forgather.ml.trainer.loop.evaluation_sums import EvaluationInterrupted, first_batches
 from forgather.ml.trainer.loop.nonfinite import GradientWatch
 from forgather.ml.trainer.ranks.batch_notes import Feed, RankFeed, SoloFeed, signal_of, stop_flags
-from forgather.ml.trainer.ranks.parallel_loading import BuildLoader, DataLayout, ParallelLoading
+from forgather.ml.trainer.ranks.parallel_loading import DataLayout, ParallelLoading
 from forgather.ml.trainer.setup.rank_settings import require_equal_settings
 from forgather.ml.trainer.synchronized_dataloader import NOTHING, Rounds, SynchronizedDataLoader
 from forgather.ml.trainer.trainer_types import TrainerControl
@@ -36,6 +36,9 @@ logger = logging.getLogger(__name__)
 
 T = TypeVar("T")
 Received = Callable[[], str | None]
+TrainLoader = ResumableLoader | SynchronizedDataLoader
+BuildTrainLoader = Callable[[Part], ResumableLoader]
+BuildEvalLoader = Callable[[Part], Iterable[Any]]
 
 _REQUESTS = tuple(TrainerControl.__dataclass_fields__)
 
@@ -88,10 +91,12 @@ class SoloTeam:
     def feed(self, watch: GradientWatch, received: Received, layout: DataLayout, counts_early: bool) -> Feed:
         return SoloFeed(watch, received)
 
-    def train_loader(self, build: BuildLoader, dataset: object, layout: DataLayout, drop_last: bool, feed: Feed) -> Any:
+    def train_loader(
+        self, build: BuildTrainLoader, dataset: object, layout: DataLayout, drop_last: bool, feed: Feed
+    ) -> TrainLoader:
         return build(WHOLE)
 
-    def eval_loader(self, build: BuildLoader, dataset: object, layout: DataLayout) -> Any:
+    def eval_loader(self, build: BuildEvalLoader, dataset: object, layout: DataLayout) -> Iterable[Any]:
         return build(WHOLE)
 
     def evaluate_rounds(
@@ -127,7 +132,7 @@ class SoloTeam:
     def open(self) -> None:
         """Connect the ranks, or connect them again after an error has closed their links."""
 
-    def close_loader(self, loader: Any, in_order: bool) -> None:
+    def close_loader(self, loader: TrainLoader, in_order: bool) -> None:
         """`in_order` is False after an error, of which other ranks may not know."""
         loader.close()
 
@@ -200,16 +205,19 @@ class RankTeam(SoloTeam):
     def feed(self, watch: GradientWatch, received: Received, layout: DataLayout, counts_early: bool) -> Feed:
         return RankFeed(watch, received, self.sum, layout.speaks, counts_early)
 
-    def train_loader(self, build: BuildLoader, dataset: object, layout: DataLayout, drop_last: bool, feed: Feed) -> Any:
+    def train_loader(
+        self, build: BuildTrainLoader, dataset: object, layout: DataLayout, drop_last: bool, feed: Feed
+    ) -> TrainLoader:
         assert isinstance(feed, RankFeed)
         loader = self._loading.loader(build, dataset, layout, for_training=True, drop_last=drop_last)
         lengths = self.gather(loader.num_batches)
+        known = [length for length in lengths if length is not None]
         synchronized = SynchronizedDataLoader(
             loader,
             "cpu",
             self._group,
             notes=feed.about,
-            num_batches=None if None in lengths else min(lengths),
+            num_batches=min(known) if len(known) == len(lengths) else None,
             exchange=self._exchange,
         )
         feed.follow(synchronized)
@@ -218,7 +226,7 @@ class RankTeam(SoloTeam):
     def compares_batches(self, dataset: object, layout: DataLayout) -> bool:
         return not layout.splits_streams and (dataset is None or kind_of(dataset) != "map")
 
-    def eval_loader(self, build: BuildLoader, dataset: object, layout: DataLayout) -> Any:
+    def eval_loader(self, build: BuildEvalLoader, dataset: object, layout: DataLayout) -> Iterable[Any]:
         return self._loading.loader(build, dataset, layout, for_training=False, drop_last=False)
 
     def evaluate_rounds(
@@ -250,7 +258,9 @@ class RankTeam(SoloTeam):
         _leave(loader)
         self.peers.agree(rounds.error, "evaluating a batch")
 
-    def _work_in_round(self, work: Callable[[Any], None], batch: Any, rounds: Rounds, waits_for_errors: bool) -> None:
+    def _work_in_round(
+        self, work: Callable[[Any], None], batch: object, rounds: Rounds, waits_for_errors: bool
+    ) -> None:
         if not waits_for_errors:
             work(batch)
             return
@@ -259,7 +269,7 @@ class RankTeam(SoloTeam):
         except Exception as error:  # noqa: BLE001 - raised on every rank at the end of a round
             rounds.fail(error, "evaluating a batch")
 
-    def close_loader(self, loader: Any, in_order: bool) -> None:
+    def close_loader(self, loader: TrainLoader, in_order: bool) -> None:
         if in_order or not isinstance(loader, SynchronizedDataLoader):
             loader.close()
             return

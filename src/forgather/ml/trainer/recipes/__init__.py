@@ -13,7 +13,8 @@ import torch
 from torch import Tensor, nn
 
 from forgather.ml.optim.step_in_backward import StepInBackward
-from forgather.ml.trainer.arguments.training_arguments import TrainingArguments, refuse_short_weights
+from forgather.ml.trainer.arguments.checks import refuse_short_weights
+from forgather.ml.trainer.arguments.training_arguments import TrainingArguments
 from forgather.ml.trainer.recipes.activation_offloading import OffloadedActivations
 from forgather.ml.trainer.recipes.layers import apply_layer_recipe
 from forgather.ml.trainer.recipes.weight_average import WeightAverage

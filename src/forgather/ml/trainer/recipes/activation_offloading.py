@@ -1,7 +1,6 @@
 """Activations that wait for the backward pass in the memory of the CPU."""
 
 from collections.abc import Iterable
-from typing import Any
 
 import torch
 from torch import Tensor
@@ -21,7 +20,7 @@ class OffloadedActivations(torch.autograd.graph.saved_tensors_hooks):
         self._kept = {parameter.untyped_storage()._cdata for parameter in parameters}
         super().__init__(self._pack, _unpack)
 
-    def _pack(self, tensor: Tensor) -> Any:
+    def _pack(self, tensor: Tensor) -> "Tensor | _Offloaded":
         return tensor if self._stays(tensor) else _Offloaded(tensor)
 
     def _stays(self, tensor: Tensor) -> bool:
@@ -50,5 +49,5 @@ class _Offloaded:
         return back.copy_(copy, non_blocking=True).expand(self._shape)
 
 
-def _unpack(packed: Any) -> Tensor:
+def _unpack(packed: "Tensor | _Offloaded") -> Tensor:
     return packed.restored() if isinstance(packed, _Offloaded) else packed

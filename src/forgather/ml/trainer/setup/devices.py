@@ -60,7 +60,7 @@ def choose_device(asked: str | torch.device | None, kind: str, env: DistributedE
     return torch.device(asked)
 
 
-def moved(value: Any, device: torch.device) -> Any:
+def moved(value: object, device: torch.device) -> Any:
     """A batch, or a part of one, on the device, however deep in dicts, lists and tuples its tensors are."""
     if device.type == "cpu":
         return value

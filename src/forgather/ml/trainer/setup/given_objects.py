@@ -3,12 +3,13 @@
 import functools
 import inspect
 from collections.abc import Callable, Iterable, Mapping
-from typing import Any, ParamSpec
+from typing import Any, ParamSpec, TypeGuard
 
 from torch import nn
 
 from forgather.ml.trainer.arguments.field_values import hint_for
 from forgather.ml.trainer.arguments.training_arguments import MinimalTrainingArguments
+from forgather.ml.trainer.trainer_types import LRSchedulerT, OptimizerT
 
 P = ParamSpec("P")
 
@@ -55,7 +56,7 @@ def explains_calls(init: Callable[P, None]) -> Callable[P, None]:
     return checked
 
 
-def _accepted_names(cls: type, first: Any = None) -> list[str]:
+def _accepted_names(cls: type, first: object = None) -> list[str]:
     """The keywords of all constructors of a class, from the one that is `first` on; none if one takes any."""
     names: list[str] = []
     is_reached, takes_any = first is None, False
@@ -105,12 +106,12 @@ def _by_position_message(owner: str, values: list[Any]) -> str:
 
 def check_given(
     owner: str,
-    args: Any,
-    model: Any,
-    model_init: Any,
-    data_collator: Any,
-    compute_loss_func: Any,
-    callbacks: Any,
+    args: object,
+    model: object,
+    model_init: object,
+    data_collator: object,
+    compute_loss_func: object,
+    callbacks: object,
 ) -> None:
     """Raise `ValueError` for an object that is of no use where it was given."""
     if isinstance(args, nn.Module):
@@ -135,7 +136,7 @@ def check_given(
         )
 
 
-def checked_model(model: Any, builder: Any) -> nn.Module:
+def checked_model(model: object, builder: object) -> nn.Module:
     """What `model_init` returned, if it is a model."""
     if isinstance(model, nn.Module):
         return model
@@ -146,14 +147,22 @@ def checked_model(model: Any, builder: Any) -> nn.Module:
     )
 
 
-def check_optimizer(name: str, optimizer: Any) -> Any:
+def _is_optimizer(value: object) -> TypeGuard[OptimizerT]:
+    return hasattr(value, "param_groups")
+
+
+def _is_scheduler(value: object) -> TypeGuard[LRSchedulerT]:
+    return not isinstance(value, type) and hasattr(value, "step")
+
+
+def check_optimizer(name: str, optimizer: object) -> OptimizerT:
     """The optimizer itself, or `ValueError` if it is none; `name` is the argument that it came from."""
     if isinstance(optimizer, type):
         raise ValueError(
             f"{name}={optimizer.__qualname__} is a class, not an optimizer: pass optimizer_cls_and_kwargs="
             f"({optimizer.__qualname__}, {{'lr': ...}}), or an optimizer made of the model's parameters."
         )
-    if not hasattr(optimizer, "param_groups"):
+    if not _is_optimizer(optimizer):
         raise ValueError(
             f"{_source(name, optimizer)} is not an optimizer: it needs param_groups and step(), as those of torch.optim "
             "have. Pass an optimizer, optimizer_cls_and_kwargs=(torch.optim.SGD, {'lr': ...}), or optimizer_factory, a "
@@ -162,9 +171,9 @@ def check_optimizer(name: str, optimizer: Any) -> Any:
     return optimizer
 
 
-def check_scheduler(name: str, scheduler: Any) -> Any:
+def check_scheduler(name: str, scheduler: object) -> LRSchedulerT:
     """The schedule itself, or `ValueError` if it is none."""
-    if isinstance(scheduler, type) or not hasattr(scheduler, "step"):
+    if not _is_scheduler(scheduler):
         raise ValueError(
             f"{_source(name, scheduler)} is not a learning-rate schedule: it needs step(), as those of "
             "torch.optim.lr_scheduler have. Pass lr_scheduler_factory, a function of the optimizer that returns a schedule, "
@@ -173,7 +182,7 @@ def check_scheduler(name: str, scheduler: Any) -> Any:
     return scheduler
 
 
-def check_optimization(optimizer: Any, scheduler: Any, class_and_options: Any) -> None:
+def check_optimization(optimizer: object, scheduler: object, class_and_options: object) -> None:
     """Raise `ValueError` for an optimizer, a schedule, or a class and its options that are none."""
     if optimizer is not None:
         check_optimizer("optimizer", optimizer)
@@ -181,15 +190,20 @@ def check_optimization(optimizer: Any, scheduler: Any, class_and_options: Any) -
         check_scheduler("lr_scheduler", scheduler)
     if class_and_options is None:
         return
-    is_pair = isinstance(class_and_options, (tuple, list)) and len(class_and_options) == 2
-    if not is_pair or not callable(class_and_options[0]) or not isinstance(class_and_options[1], Mapping):
+    if not _is_class_with_options(class_and_options):
         raise ValueError(
             f"optimizer_cls_and_kwargs={_shown(class_and_options)} cannot be used: give a class and a dict of its options, "
             "such as (torch.optim.SGD, {'lr': 0.1})."
         )
 
 
-def _no_model_message(model: Any) -> str:
+def _is_class_with_options(given: object) -> bool:
+    if not isinstance(given, (tuple, list)) or len(given) != 2:
+        return False
+    return callable(given[0]) and isinstance(given[1], Mapping)
+
+
+def _no_model_message(model: object) -> str:
     if isinstance(model, type):
         name = model.__qualname__
         return (
@@ -216,7 +230,7 @@ def _no_model_message(model: Any) -> str:
     )
 
 
-def _check_model_init(model_init: Any) -> None:
+def _check_model_init(model_init: object) -> None:
     if isinstance(model_init, nn.Module):
         raise ValueError(
             f"model_init={type(model_init).__qualname__}(...) is a ready model: give it as model. model_init is a function "
@@ -238,7 +252,7 @@ def _check_model_init(model_init: Any) -> None:
         return
 
 
-def _check_function(name: str, function: Any) -> None:
+def _check_function(name: str, function: object) -> None:
     if isinstance(function, type) and any("__call__" in vars(base) for base in function.__mro__):
         raise ValueError(
             f"{name}={function.__qualname__} is a class, and its objects are what can be called: give one of them, "
@@ -249,11 +263,11 @@ def _check_function(name: str, function: Any) -> None:
         raise ValueError(f"{name}={_shown(function)} cannot be used: it has to be a function, {expected}.")
 
 
-def _source(name: str, value: Any) -> str:
+def _source(name: str, value: object) -> str:
     return f"What {name} returned, {_shown(value)}," if name.endswith("factory") else f"{name}={_shown(value)}"
 
 
-def _shown(value: Any) -> str:
+def _shown(value: object) -> str:
     """A value in a message: short ones as they are, functions and objects by name."""
     if value is None or isinstance(value, (str, int, float, bool)):
         return repr(value)

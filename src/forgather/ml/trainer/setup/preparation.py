@@ -1,7 +1,7 @@
 """Preparation: building blocks of `Trainer._prepare`, each a function of arguments and given objects."""
 
 import contextlib
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -76,7 +76,7 @@ def loader_builder(
         "prefetch_factor": args.dataloader_prefetch_factor,
     }
 
-    def build(part: Part) -> Any:
+    def build(part: Part) -> Iterable[Any]:
         if seed is None:
             return build_eval_loader(dataset, part=part, **options)
         return build_train_loader(

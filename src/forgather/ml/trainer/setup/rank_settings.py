@@ -75,7 +75,7 @@ def handles_ranks(trainer_class: type) -> bool:
 
 def common_settings(
     trainer_class: type,
-    args: Any,
+    args: object,
     resume: bool | str | None,
     optimizer_groups: Mapping[str, Any] | None,
     objects: Mapping[str, object],
@@ -99,7 +99,7 @@ def common_settings(
     return settings
 
 
-def _kind(dataset: Any) -> str:
+def _kind(dataset: object) -> str:
     try:
         return kind_of(dataset)
     except ValueError:
@@ -107,7 +107,7 @@ def _kind(dataset: Any) -> str:
         return "unknown"
 
 
-def argument_settings(args: Any) -> dict[str, str]:
+def argument_settings(args: object) -> dict[str, str]:
     """The arguments that all ranks must have alike, as text by name; those of a group as `group.name`."""
     settings: dict[str, str] = {}
     own_names = {
@@ -135,7 +135,7 @@ def resume_setting(resume: bool | str) -> str:
     return described(resume) if isinstance(resume, bool) else os.path.basename(os.path.normpath(resume))
 
 
-def described(value: Any) -> str:
+def described(value: object) -> str:
     """Text that is the same on all ranks exactly if the value is; an object counts by its type, since its text may have
     an address in it.
     """

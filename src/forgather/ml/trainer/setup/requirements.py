@@ -20,7 +20,7 @@ class Given:
     optimizer: OptimizerT | None = None
     lr_scheduler: LRSchedulerT | None = None
     optimizer_cls_and_kwargs: tuple[type, dict[str, Any]] | None = None
-    loss_fn: Any = None
+    loss_fn: object = None
 
 
 def require_functions(functions: Mapping[str, object], groups: Mapping[str, Any] | None, given: Given) -> None:

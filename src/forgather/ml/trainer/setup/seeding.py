@@ -7,7 +7,7 @@ import torch
 
 from forgather.ml.checkpoint.state.rng import undisturbed_random_numbers
 
-__all__ = ["choose_seed", "seed_everything", "seed_of_rank", "undisturbed_random_numbers"]
+__all__ = ["choose_seed", "seed_everything", "seed_host_generators", "seed_of_rank", "undisturbed_random_numbers"]
 
 
 def choose_seed(seed: int) -> int:
@@ -16,9 +16,19 @@ def choose_seed(seed: int) -> int:
 
 
 def seed_everything(seed: int) -> None:
+    """Seed the global generators of Python, NumPy and torch, on the CPU and on accelerators."""
+    seed_host_generators(seed)
+    torch.manual_seed(seed)
+
+
+def seed_host_generators(seed: int) -> None:
+    """Seed the global generators of Python, NumPy and torch on the CPU.
+
+    Accelerators are left out: DataLoader workers do not use them, and torch would queue a call for each seed.
+    """
     random.seed(seed)
     np.random.seed(seed % 2**32)
-    torch.manual_seed(seed)
+    torch.default_generator.manual_seed(seed)
 
 
 def seed_of_rank(seed: int, rank: int) -> int:

@@ -8,11 +8,10 @@ from torch.utils.data import DataLoader
 
 from forgather.ml.trainer.arguments.training_arguments import MinimalTrainingArguments
 from forgather.ml.trainer.loading.epoch_loader import name_of
-from forgather.ml.trainer.trainer_types import TrainerState
+from forgather.ml.trainer.trainer_types import NO_STEP_LIMIT, TrainerState
 
 logger = logging.getLogger(__name__)
 
-NO_STEP_LIMIT = 2**62
 _SCHEDULES_WITHOUT_END = ("constant", "constant_with_warmup", "inverse_sqrt")
 
 

@@ -2,7 +2,6 @@
 
 import contextlib
 from collections.abc import Iterator
-from typing import Any
 
 import torch
 
@@ -53,7 +52,7 @@ def cuda_graphs_problem(mode: str | None, device_type: str, num_batches: int, is
     return None
 
 
-def _attention_by(names: str | list[str], set_priority: bool) -> Any:
+def _attention_by(names: str | list[str], set_priority: bool) -> contextlib.AbstractContextManager[object]:
     from torch.nn.attention import SDPBackend, sdpa_kernel
 
     backends = {

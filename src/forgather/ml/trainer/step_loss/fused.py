@@ -2,7 +2,7 @@
 
 import contextlib
 import logging
-from collections.abc import Iterator, Mapping, MutableMapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, MutableMapping, Sequence
 from typing import Any
 
 import torch
@@ -43,10 +43,11 @@ class HiddenStatesModel(ModelWrapper):
         return self.wrapped.base_model(*args, **inputs)[0]  # type: ignore[operator]
 
 
-def output_embeddings_of(model: Any) -> nn.Module:
+def output_embeddings_of(model: nn.Module) -> nn.Module:
     """The head that makes logits of hidden states; refuses models that a fused loss would be wrong for."""
     name = type(model).__name__
-    head = model.get_output_embeddings() if hasattr(model, "get_output_embeddings") else None
+    ask = getattr(model, "get_output_embeddings", None)
+    head = None if ask is None else ask()
     if not isinstance(head, nn.Module):
         raise _refusal(name, "has no head that get_output_embeddings() returns")
     if not getattr(model, "can_return_hidden_states", False):
@@ -66,13 +67,13 @@ def output_embeddings_of(model: Any) -> nn.Module:
     return head
 
 
-def _refuse_other_loss(model: Any, head: nn.Module) -> None:
+def _refuse_other_loss(model: nn.Module, head: nn.Module) -> None:
     """Run the model on a few tokens with labels, and refuse it if its own loss is not the causal one.
 
     Its logits are replaced by random numbers on the way, since weights may not have been loaded yet.
     """
-    device: Any = getattr(head.weight, "device", None)
-    if device is None or device.type == "meta":
+    device = getattr(head.weight, "device", None)
+    if not isinstance(device, torch.device) or device.type == "meta":
         return
     tokens = torch.zeros((2, 4), dtype=torch.int64, device=device)
     labels = torch.tensor([[0, 1, 1, 0], [1, 1, 0, 1]], device=device)
@@ -98,7 +99,7 @@ def make_fused_loss(factory: FusedLossFactoryT, head: nn.Module) -> LossFunction
     return loss_fn
 
 
-def unfused(loss_fn: Any, schedule: str) -> LossFunctionT:
+def unfused(loss_fn: object, schedule: str) -> LossFunctionT:
     """The same loss of logits, for a schedule under which fused ones cannot be used."""
     reason = f"schedule={schedule!r} computes gradients of inputs and of weights apart, and a fused loss computes both at once"
     if not hasattr(loss_fn, "unfused"):
@@ -122,7 +123,7 @@ def _head_is_all(model: Any, head: nn.Module) -> bool:
     tokens = {model.main_input_name: torch.zeros((1, 2), dtype=torch.int64, device=device)}
     given: dict[str, Tensor] = {}
 
-    def replace_hidden(_: nn.Module, __: Any, outputs: Any) -> Any:
+    def replace_hidden(_: nn.Module, __: object, outputs: object) -> object:
         given["hidden"] = _random_like(_first_of(outputs))
         return _with_first(outputs, given["hidden"].clone())
 
@@ -148,7 +149,7 @@ def _modules_that_give_hidden_states(model: Any, tokens: Mapping[str, Tensor]) -
     """The base model and its parts that return the same tensor: some models call a part of their base model."""
     results: list[tuple[nn.Module, Any]] = []
 
-    def note(module: nn.Module, _: Any, outputs: Any) -> None:
+    def note(module: nn.Module, _: object, outputs: object) -> None:
         results.append((module, _first_of(outputs)))
 
     modules = [one for one in model.base_model.modules() if not isinstance(one, torch.jit.ScriptModule)]
@@ -158,7 +159,7 @@ def _modules_that_give_hidden_states(model: Any, tokens: Mapping[str, Tensor]) -
 
 
 @contextlib.contextmanager
-def _hooked(modules: Sequence[nn.Module], hook: Any) -> Iterator[None]:
+def _hooked(modules: Sequence[nn.Module], hook: Callable[..., object]) -> Iterator[None]:
     hooks = [module.register_forward_hook(hook) for module in modules]
     try:
         yield
@@ -167,20 +168,22 @@ def _hooked(modules: Sequence[nn.Module], hook: Any) -> Iterator[None]:
             one.remove()
 
 
-def _first_of(outputs: Any) -> Any:
+def _first_of(outputs: object) -> Any:
     if isinstance(outputs, Mapping):
         outputs = tuple(outputs.values())
     return next(iter(outputs), None) if isinstance(outputs, (tuple, list)) else outputs
 
 
-def _with_first(outputs: Any, first: Tensor) -> Any:
+def _with_first(outputs: object, first: Tensor) -> object:
     if isinstance(outputs, Tensor):
         return first
     if isinstance(outputs, MutableMapping):
         outputs[next(iter(outputs))] = first
         return outputs
-    if hasattr(outputs, "_fields"):
-        return outputs._replace(**{outputs._fields[0]: first})
+    if hasattr(outputs, "_replace") and hasattr(outputs, "_fields"):
+        replaced: object = outputs._replace(**{outputs._fields[0]: first})
+        return replaced
+    assert isinstance(outputs, (tuple, list)), "the first of it was found"
     return (first, *outputs[1:])
 
 

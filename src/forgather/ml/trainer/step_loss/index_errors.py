@@ -245,7 +245,7 @@ def _suspects(model: nn.Module, batches: Batches) -> Iterator[str]:
 def _input_embedding(model: nn.Module) -> nn.Embedding | None:
     """The embedding of token ids: the one that a Hugging Face model names, else the only one there is."""
     try:
-        ask: Any = getattr(model, "get_input_embeddings", None)
+        ask = getattr(model, "get_input_embeddings", None)
         named = None if ask is None else ask()
     except (NotImplementedError, AttributeError):
         named = None

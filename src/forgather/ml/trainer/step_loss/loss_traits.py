@@ -3,7 +3,7 @@
 import contextlib
 import logging
 import math
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any, NamedTuple
 
 import torch
@@ -156,7 +156,7 @@ def _are_same(one: float | None, other: float | None) -> bool:
     return one == other or (one is not None and other is not None and math.isnan(one) and math.isnan(other))
 
 
-def rows_of(batch: Any, rows: Rows, num_rows: int) -> Any:
+def rows_of(batch: Mapping[str, Any], rows: Rows, num_rows: int) -> Mapping[str, Any]:
     """Some rows of all tensors of a batch that have so many."""
     if rows is None:
         return batch

@@ -170,7 +170,9 @@ class ModelLoss:
         elif finding.uses_own is False:
             self._use_causal(finding.reason)
 
-    def _look_at_function(self, model: nn.Module, inputs: Mapping[str, Any], labels: Any, is_stand_in: bool) -> Finding:
+    def _look_at_function(
+        self, model: nn.Module, inputs: Mapping[str, Any], labels: object, is_stand_in: bool
+    ) -> Finding:
         assert self._step_loss is not None
         if self._step_loss.is_resolved or not isinstance(labels, Tensor):
             return Finding(is_stand_in=is_stand_in)
@@ -319,7 +321,7 @@ class ModelLoss:
             Traits(first_counts=not declares_shift(unwrap_model(model))), "since there are no logits of rank 3"
         )
 
-    def _own_forward(self, model: nn.Module, inputs: Mapping[str, Any], labels: Any, is_empty: bool) -> Forward:
+    def _own_forward(self, model: nn.Module, inputs: Mapping[str, Any], labels: object, is_empty: bool) -> Forward:
         if not self._passes_labels:
             labels = None
         if is_empty and isinstance(labels, Tensor) and not labels.is_floating_point():

@@ -1,12 +1,11 @@
 """Model outputs: finding logits and loss in what a forward pass returned (ModelOutput, dict, tuple or tensor)."""
 
 from collections.abc import Mapping, Sequence
-from typing import Any
 
 from torch import Tensor
 
 
-def logits_of(outputs: Any) -> Tensor | None:
+def logits_of(outputs: object) -> Tensor | None:
     """The logits among a model's outputs: an attribute, a key, the first of a tuple, or the tensor itself."""
     if isinstance(outputs, Tensor):
         return outputs
@@ -17,7 +16,7 @@ def logits_of(outputs: Any) -> Tensor | None:
     return getattr(outputs, "logits", None)
 
 
-def own_loss_of(outputs: Any) -> Tensor | None:
+def own_loss_of(outputs: object) -> Tensor | None:
     """The loss that a model computed by itself: an attribute, a key, or the first of a tuple, if that is a scalar."""
     if isinstance(outputs, Sequence):
         loss = outputs[0] if outputs else None
@@ -26,7 +25,7 @@ def own_loss_of(outputs: Any) -> Tensor | None:
     return loss if isinstance(loss, Tensor) else None
 
 
-def logits_from_outputs(outputs: Any) -> Tensor:
+def logits_from_outputs(outputs: object) -> Tensor:
     """The logits of a forward pass; an error where there are none."""
     logits = logits_of(outputs)
     if logits is None:
@@ -37,7 +36,7 @@ def logits_from_outputs(outputs: Any) -> Tensor:
     return logits
 
 
-def loss_from_outputs(outputs: Any) -> Tensor:
+def loss_from_outputs(outputs: object) -> Tensor:
     """The loss that the model computed by itself; an error where there is none."""
     loss = own_loss_of(outputs)
     if loss is None:
@@ -48,5 +47,5 @@ def loss_from_outputs(outputs: Any) -> Tensor:
     return loss
 
 
-def loss_and_logits_from_outputs(outputs: Any) -> tuple[Tensor, Tensor]:
+def loss_and_logits_from_outputs(outputs: object) -> tuple[Tensor, Tensor]:
     return loss_from_outputs(outputs), logits_from_outputs(outputs)

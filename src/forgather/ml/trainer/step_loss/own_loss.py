@@ -106,7 +106,7 @@ def _varied(model: nn.Module) -> dict[str, Tensor]:
     }
 
 
-def _comparison(model: nn.Module, inputs: Mapping[str, Any], labels: Tensor, outputs: Any) -> Comparison:
+def _comparison(model: nn.Module, inputs: Mapping[str, Any], labels: Tensor, outputs: object) -> Comparison:
     own, logits = own_loss_of(outputs), logits_of(outputs)
     if own is None or own.numel() != 1:
         return Comparison()
@@ -120,7 +120,7 @@ def _comparison(model: nn.Module, inputs: Mapping[str, Any], labels: Tensor, out
     return Comparison(None if own is None else float(own), _causal_loss(logits, labels), tolerance)
 
 
-def _causal_loss(logits: Tensor | None, labels: Any) -> float | None:
+def _causal_loss(logits: Tensor | None, labels: object) -> float | None:
     if logits is None or logits.ndim != 3 or not isinstance(labels, Tensor):
         return None
     if labels.is_floating_point() or labels.is_complex() or logits.shape[:-1] != labels.shape:

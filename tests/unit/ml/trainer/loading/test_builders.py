@@ -14,7 +14,8 @@ from torchdata.stateful_dataloader import StatefulDataLoader
 from forgather.ml.checkpoint.state.rng import RNGState
 from forgather.ml.trainer.loading.builders import ResumableLoader, build_eval_loader, build_train_loader
 from forgather.ml.trainer.loading.data_errors import DataError
-from forgather.ml.trainer.loading.data_order import host_generators, seed_generators
+from forgather.ml.trainer.loading.random_numbers import host_generators
+from forgather.ml.trainer.setup.seeding import seed_host_generators
 from tests.support.loading import (
     NUM_EPOCHS,
     WORKER_IDS,
@@ -199,9 +200,9 @@ def test_workers_draw_the_same_random_numbers_after_a_resume(dataset: Any, optio
 
 
 def test_in_the_main_process_datasets_draw_from_the_global_generators() -> None:
-    seed_generators(3)
+    seed_host_generators(3)
     batch = next(iter(train_loader(Noisy(4), shuffle=False)))
-    seed_generators(3)
+    seed_host_generators(3)
     assert batch == [Noisy(4)[index] for index in range(3)]
 
 
@@ -241,17 +242,17 @@ READY = {
 def test_resume_continues_the_global_generators_of_the_main_process(name: str, position: Any) -> None:
     """As the trainer does it: the generators of the checkpoint are restored, whatever was drawn since."""
     between = position == "between epochs"
-    seed_generators(5)
+    seed_host_generators(5)
     loader = train_loader(READY[name]())
     list(run(loader, num_epochs=1) if between else itertools.islice(run(loader), position))
     state, generators = stored(loader.state_dict()), host_generators()
     next_epoch = 1 if between else (position - 1) // 4
     expected = list(run(loader, first_epoch=next_epoch)), generator_states()
 
-    seed_generators(5)
+    seed_host_generators(5)
     # a loader may take its own seed from the global generator when it is made
     resumed = train_loader(READY[name]())
-    seed_generators(6)
+    seed_host_generators(6)
     resumed.load_state_dict(state)
     RNGState().load_state_dict(generators)
     assert (list(run(resumed, first_epoch=next_epoch)), generator_states()) == expected

@@ -19,15 +19,17 @@ from forgather.ml.trainer.loading.data_order import (
     Part,
     PositionedBatches,
     SeededSamples,
+    is_stateful,
+    seeded_stream,
+    stable_seed,
+)
+from forgather.ml.trainer.loading.random_numbers import (
     draws_random_numbers,
     generator_states,
     generators_apart,
     host_generators,
-    is_stateful,
-    seed_generators,
-    seeded_stream,
-    stable_seed,
 )
+from forgather.ml.trainer.setup.seeding import seed_host_generators
 from tests.support.wrong_values import COUNT, INTEGER, WRONG, assert_refused
 
 
@@ -116,9 +118,9 @@ def test_requests_survive_the_way_to_a_worker() -> None:
 
 def test_in_the_main_process_the_generators_are_left_alone() -> None:
     samples = SeededSamples([10, 20, 30], forward_epoch=True)
-    seed_generators(0)
+    seed_host_generators(0)
     expected = draws()
-    seed_generators(0)
+    seed_host_generators(0)
     assert samples.__getitems__(BatchRequest([2, 0], epoch=0, seed=1)) == [30, 10]
     assert draws() == expected
 
@@ -133,9 +135,9 @@ def test_many_samples_are_fetched_at_once_where_the_dataset_can() -> None:
 
 
 def test_work_apart_leaves_the_generators_as_they_were() -> None:
-    seed_generators(1)
+    seed_host_generators(1)
     expected = draws()
-    seed_generators(1)
+    seed_host_generators(1)
     with pytest.raises(KeyError), generators_apart():
         draws()
         raise KeyError
@@ -290,9 +292,9 @@ def test_other_generators_and_no_draws_are_not_noticed() -> None:
 
 
 def test_watching_draws_nothing_itself() -> None:
-    seed_generators(1)
+    seed_host_generators(1)
     expected = draws()
-    seed_generators(1)
+    seed_host_generators(1)
     with draws_random_numbers():
         pass
     assert draws() == expected

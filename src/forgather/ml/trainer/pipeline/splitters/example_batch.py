@@ -6,15 +6,16 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from forgather.ml.trainer.loading.builders import kind_of
+from forgather.ml.trainer.loading.builders import is_map_style
 from forgather.ml.trainer.loading.collation import collate_samples, require_mapping
+from forgather.ml.trainer.loading.data_types import CollateFn
 from forgather.ml.trainer.pipeline.pipeline_batches import padded_batch
 
 Example = tuple[tuple[Tensor, ...], dict[str, Any]]
 """Positional and keyword arguments of a micro-batch, on the meta device."""
 
 
-def example_batch(model: nn.Module, dataset: Any, collate: Any, num_rows: int) -> Example:
+def example_batch(model: nn.Module, dataset: object, collate: CollateFn | None, num_rows: int) -> Example:
     """The main input and the other tensors of a micro-batch, on the meta device.
 
     Taken from the dataset if that can be asked for single samples; a stream is not begun for it, and token ids of some
@@ -26,15 +27,14 @@ def example_batch(model: nn.Module, dataset: Any, collate: Any, num_rows: int) -
     return (inputs.to("meta"),), _on_meta(keywords)
 
 
-def sample_batch(model: nn.Module, dataset: Any, collate: Any, num_rows: int) -> Mapping[str, Any]:
+def sample_batch(model: nn.Module, dataset: object, collate: CollateFn | None, num_rows: int) -> Mapping[str, Any]:
     """So many samples of the dataset, or tokens and labels that stand in for them."""
-    if dataset is None or kind_of(dataset) != "map" or len(dataset) == 0:
+    if dataset is None or not is_map_style(dataset) or len(dataset) == 0:
         tokens = torch.tensor([0, 1, 1, 0, 1, 0, 0, 1], dtype=torch.int64, device="cpu").expand(num_rows, -1)
         return {main_input_of(model): tokens, "labels": tokens}
     samples = [dataset[number % len(dataset)] for number in range(num_rows)]
-    batch = (collate or collate_samples)(samples)
-    require_mapping(batch)
-    return dict(batch)
+    batch = collate_samples(samples) if collate is None else collate(samples)
+    return dict(require_mapping(batch))
 
 
 def main_input_of(model: nn.Module) -> str:

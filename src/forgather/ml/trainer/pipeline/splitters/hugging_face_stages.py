@@ -107,7 +107,7 @@ class _Noted(nn.Module):
         super().__init__()
         self._name, self._called, self._stand_in = name, called, stand_in
 
-    def forward(self, *args: Any, **kwargs: Any) -> Any:
+    def forward(self, *args: object, **kwargs: object) -> Any:
         self._called.append(self._name)
         return self._stand_in(*args, **kwargs)
 
@@ -123,7 +123,7 @@ class _NotedList(nn.ModuleList):
         self._called.append(self._name)
         return iter(())
 
-    def __getitem__(self, index: Any) -> Any:
+    def __getitem__(self, index: object) -> Any:
         self._called.append(self._name)
         return nn.ModuleList()
 
@@ -142,14 +142,14 @@ class _Embedded(nn.Module):
 class _Nothing(nn.Module):
     """Adds nothing: in place of an embedding of positions where these were added before."""
 
-    def forward(self, *_: Any, **__: Any) -> Tensor:
+    def forward(self, *_: object, **__: object) -> Tensor:
         return torch.zeros(())
 
 
 class _Unused(nn.Module):
     """In place of a part whose results nobody uses."""
 
-    def forward(self, *_: Any, **__: Any) -> tuple[None, None]:
+    def forward(self, *_: object, **__: object) -> tuple[None, None]:
         return None, None
 
 

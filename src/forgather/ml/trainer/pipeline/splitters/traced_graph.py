@@ -271,7 +271,7 @@ class StageGraphBuilder:
             self._copies[node] = self._constant(node, operator.attrgetter(target)(self._trace.root))
         return self._copies[node]
 
-    def _constant(self, node: fx.Node, value: Any) -> fx.Node:
+    def _constant(self, node: fx.Node, value: object) -> fx.Node:
         if not isinstance(value, Tensor):
             self._submodules[str(node.target)] = value
             return self._graph.get_attr(str(node.target))

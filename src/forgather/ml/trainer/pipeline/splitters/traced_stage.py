@@ -112,7 +112,7 @@ class TracedStage(nn.Module):
                 "move the split points to where both modes compute the same values"
             )
 
-    def _shape_error(self, what: str, expected: Any, got: Any) -> ValueError:
+    def _shape_error(self, what: str, expected: object, got: object) -> ValueError:
         return ValueError(
             f"{self._description} was traced for micro-batches in which {what} have the shapes {expected}, and got {got}; "
             "a traced stage works for these alone. Give all batches the same size and length (pad sequences to a fixed "
@@ -166,7 +166,7 @@ def _ready_to_send(tensor: Tensor, dtype: torch.dtype) -> Tensor:
 def _replace_meta_device(function: fx.GraphModule, device: torch.device) -> None:
     """Let tensors that the code creates be created where it runs; tracing wrote its own device into the graph."""
 
-    def replaced(value: Any) -> Any:
+    def replaced(value: object) -> Any:
         return device if isinstance(value, torch.device) and value.type == "meta" else value
 
     for module in function.modules():
