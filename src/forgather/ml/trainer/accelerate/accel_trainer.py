@@ -89,8 +89,7 @@ class AccelTrainer(Trainer[TTrainingArgs]):
 
     # --- preparation
 
-    def _init_distributed(self) -> None:
-        super()._init_distributed()
+    def _follow_ranks(self) -> None:
         if self.mesh is None:
             self.mesh = self.team.mesh(self.dist.device_type, (self.dist.world_size,), ("data_parallel",))
 

@@ -119,6 +119,9 @@ class PipelineTrainer(Trainer[TPipelineArgs]):
     def _init_distributed(self) -> None:
         super()._init_distributed()
         self._init_mesh()
+
+    def _follow_ranks(self) -> None:
+        self._init_mesh()
         args = self.args
         self._schedule.prepare(self.ranks.size, args.stages_per_rank, args.n_microbatches, args.debug_pipeline)
 
