@@ -144,7 +144,7 @@ class Evaluator:
         try:
             with (
                 _plain_means(trainer.loss_fn, self.loss),
-                _plain_means(trainer.given.loss_fn, self.loss),
+                _plain_means(trained.given_loss, self.loss),
                 undisturbed_random_numbers(),
                 set_train(trainer._forward_modules(), False),
                 torch.no_grad(),

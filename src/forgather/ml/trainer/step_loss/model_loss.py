@@ -108,6 +108,11 @@ class ModelLoss:
         return self._step_loss.logits(forward.logits)
 
     @property
+    def given_loss(self) -> LossFunctionT | None:
+        """The loss function that was given, or made by a factory; None if the model decides."""
+        return self._given_loss
+
+    @property
     def uses_own(self) -> bool:
         """Whether the loss is the one that the model computes from its labels."""
         return self._uses_own_loss

@@ -164,7 +164,7 @@ def test_unknown_components_are_refused(tmp_path: Path, name: str) -> None:
 def test_the_components_that_are_known_beforehand_are_those_there_are(tmp_path: Path) -> None:
     trainer = quiet_trainer(tmp_path, ScalarModel(), scalars(1), ema_decay=0.5)
     trainer.train()
-    assert [component.key for component in trainer.get_state_components()] == list(trainer._component_keys)
+    assert [component.key for component in trainer.get_state_components()] == list(trainer.state_sharing)
 
 
 def test_unknown_keys_are_refused_with_the_nearest_name() -> None:
