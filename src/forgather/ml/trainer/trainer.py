@@ -121,7 +121,6 @@ class Trainer(BaseTrainer[TTrainingArgs]):
     step_loss: ModelLoss
     watch: GradientWatch
     loop: LoopState
-    steps: StepRunner
     reporter: Reporter
     evaluator: Evaluator
     saver: Saver
@@ -151,6 +150,7 @@ class Trainer(BaseTrainer[TTrainingArgs]):
         self.recipes = Recipes(self.args)
         self.plan = StepPlan(self.args, None)
         self.optimization: Optimization | None = None
+        self.steps = StepRunner(self)
         self.weight_decay_groups = "all"
         self.claim: CheckpointManager | None = None
         self.wanted: bool | str | None = None
@@ -161,6 +161,8 @@ class Trainer(BaseTrainer[TTrainingArgs]):
         hooks = ("_maybe_log_save_evaluate", "_setup_periodic_functions")
         self._decides_at_every_step = any(is_overridden(self, name) for name in hooks)
         self.on_cpu = True
+        self.skips_updates = False
+        """Whether a step without finite gradients is left out (nonfinite_grad="skip")."""
         self._signals: StopSignals | None = None
         phases.refuse(self)
         if is_overridden(self, "_prepare_batch"):
@@ -248,7 +250,6 @@ class Trainer(BaseTrainer[TTrainingArgs]):
                 f"{type(self).__name__}._should_sync_gradients() is False for the last micro-batch of a step, so that ranks "
                 "would update their models by gradients of their own. Return True there, or do not override it."
             )
-        self._finish_gradients()
         self.amp_context.unscale_(self.optimizer)
         grad_norm = self._clip_grad_norm(self.args.max_grad_norm)
         self._dispatch_event("on_pre_optimizer_step")
@@ -462,7 +463,8 @@ class Trainer(BaseTrainer[TTrainingArgs]):
 
     def _forward_step(self, input_dict: dict[str, Any], labels: Any) -> Tensor:
         """The weighed loss; the logits are let go before the backward pass, which needs the memory."""
-        is_stand_in = self.window is not None and self.window.is_stand_in
+        window = self.steps.window
+        is_stand_in = window is not None and window.is_stand_in
         with self.amp_context.autocast():
             with self.recipes.activations(self.unwrapped_model) if self.recipes.offloads else _NO_CONTEXT:
                 forward = self.step_loss.forward(self.model, input_dict, labels, is_stand_in)
@@ -476,10 +478,8 @@ class Trainer(BaseTrainer[TTrainingArgs]):
 
     def _should_sync_gradients(self) -> bool:
         """Whether gradients of the present micro-batch are to be reduced: True for the last one of a window."""
-        return self.window is None or self.window.is_last
-
-    def _finish_gradients(self) -> None:
-        """All gradients of a window are computed; pipelines add up those of tied weights here."""
+        window = self.steps.window
+        return window is None or window.is_last
 
     def _clip_grad_norm(self, max_grad_norm: float | None, norm_type: float = 2.0) -> Tensor | None:
         """The norm of all gradients, which are scaled down to `max_grad_norm` if it is given and exceeded."""
@@ -490,7 +490,8 @@ class Trainer(BaseTrainer[TTrainingArgs]):
 
     def _count_batch_tokens(self, input_dict: dict[str, Any], labels: Any) -> int | Tensor:
         """The number of tokens the model processes for a batch; padding counts, since it costs the same."""
-        if self.window is not None and self.window.is_stand_in:
+        window = self.steps.window
+        if window is not None and window.is_stand_in:
             return 0
         tokens = next((one for one in (input_dict.get("input_ids"), labels) if isinstance(one, Tensor)), None)
         return samples_in(input_dict) if tokens is None else int(tokens.numel())
@@ -791,8 +792,7 @@ class Trainer(BaseTrainer[TTrainingArgs]):
     @property
     def window(self) -> Window | None:
         """The micro-batches of the present step; None outside of steps."""
-        steps = vars(self).get("steps")
-        return None if steps is None else steps.window
+        return self.steps.window
 
     @property
     def gradient_accumulation_step(self) -> int | None:  # type: ignore[override]
@@ -803,10 +803,6 @@ class Trainer(BaseTrainer[TTrainingArgs]):
     def num_data_parallel_ranks(self) -> int:
         """How many ranks share the batches of a step."""
         return self.layout.part.num_parts
-
-    @property
-    def skips_updates(self) -> bool:
-        return self.args.nonfinite_grad == "skip" and not self.amp_context.has_loss_scale
 
     @property
     def starts_over(self) -> bool:

@@ -54,6 +54,11 @@ class Window:
         return [(batch, batch.get("labels")) for batch in self.batches]
 
     @property
+    def labels(self) -> Any:
+        """The labels of the present micro-batch that its targets are counted on."""
+        return self.prepared[self.number][1] if self.prepared else self.batches[self.number].get("labels")
+
+    @property
     def count(self) -> Count:
         """Targets of the present micro-batch."""
         return self.counts[self.number]

@@ -100,6 +100,7 @@ def prepare_device(trainer: "Trainer") -> None:
     preparation.use_device(trainer.device)
     preparation.use_precision(trainer.args)
     trainer.amp_context = trainer._make_amp_context()
+    trainer.skips_updates = trainer.args.nonfinite_grad == "skip" and not trainer.amp_context.has_loss_scale
     trainer.recipes.use_device(trainer.device)
     trainer.seed = trainer.team.broadcast(choose_seed(trainer.args.seed))
     trainer.rng = RNGState(trainer.seed)

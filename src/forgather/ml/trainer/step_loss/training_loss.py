@@ -97,7 +97,7 @@ class TrainingLoss(RescaleLoss):
             # The first step of a process: only now is it known which positions count.
             self._count(window)
         assert window.total is not None
-        expected = window.labelled[window.number][1]
+        expected = window.labels
         is_part = (
             isinstance(labels, Tensor)
             and isinstance(expected, Tensor)
