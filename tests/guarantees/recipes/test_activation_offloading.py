@@ -102,6 +102,9 @@ def test_the_loss_keeps_its_gradients_where_they_are_needed_next(tmp_path: Path)
     inside: list[str] = []
 
     class Watched(Recipes):
+        def use_device(self, device: torch.device) -> None:
+            self.offloads = True
+
         @contextmanager
         def activations(self, model: Any) -> Iterator[None]:
             inside.append("begin")

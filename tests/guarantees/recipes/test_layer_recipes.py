@@ -67,8 +67,9 @@ def test_quantisation_is_felt_and_the_loss_falls(recipe: str, tmp_path: Path) ->
 def test_other_trainers_train_alike(kind: type[Trainer], settings: dict[str, Any], tmp_path: Path) -> None:
     expected = qat_run(tmp_path / "single", Trainer, "int4-weight-only", {})
     for result in run_on_ranks(qat_run, 2, tmp_path / "parallel", kind, "int4-weight-only", settings):
-        assert result.losses[:3] == pytest.approx(expected.losses[:3], rel=1e-6)
-        # A weight that lies between two quantised values may be rounded to the other one after a while.
+        assert result.losses[:2] == pytest.approx(expected.losses[:2], rel=1e-6)
+        # A weight that lies between two quantised values may be rounded to the other one; after which step depends on
+        # the rounding of the processor's matrix products.
         assert result.losses == pytest.approx(expected.losses, rel=1e-3)
 
 

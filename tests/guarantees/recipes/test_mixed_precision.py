@@ -168,7 +168,7 @@ def test_a_step_that_overflows_is_left_out_and_the_dropped_scale_is_logged(
     tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     notes, recorder = NotesWeights(), Recorder()
-    with caplog.at_level(logging.INFO, "forgather.ml.trainer.amp_context"):
+    with caplog.at_level(logging.INFO, "forgather.ml.trainer.amp"):
         trainer = spiking_trainer(tmp_path, with_spike(batch=2), notes, recorder)
         trainer.train()
     unchanged = [same(one, other) for one, other in zip(notes.after, notes.after[1:], strict=False)]
@@ -195,7 +195,7 @@ def test_the_dropped_scale_survives_a_resume(tmp_path: Path) -> None:
     saving: dict[str, Any] = {"max_steps": 8, "save_strategy": "steps", "save_steps": 4}
     first = spiking_trainer(tmp_path / "run", data, StopsAt(4), **saving)
     first.train()
-    assert first.amp.state_dict()["scale"] == FIRST_SCALE / 2
+    assert first.amp_context.state_dict()["scale"] == FIRST_SCALE / 2
     resumed = end_of(spiking_trainer(tmp_path / "run", data, **saving))
     assert resumed.loss_scale["scale"] == FIRST_SCALE / 2
     assert_identical(straight, resumed)

@@ -59,8 +59,7 @@ def test_a_resumed_run_says_where_it_goes_on(tmp_path: Path, capsys: pytest.Capt
 
 def test_stages_of_a_pipeline_do_not_multiply_the_batch(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     class PipelineTrainer:
-        def num_data_parallel_ranks(self) -> int:
-            return 1
+        num_data_parallel_ranks = 1
 
     run = Run(tmp_path, InfoCallback())
     run.state.num_processes = 4  # type: ignore[attr-defined]
