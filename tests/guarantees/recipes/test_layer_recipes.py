@@ -70,7 +70,7 @@ def test_other_trainers_train_alike(kind: type[Trainer], settings: dict[str, Any
         assert result.losses[:2] == pytest.approx(expected.losses[:2], rel=1e-6)
         # A weight that lies between two quantised values may be rounded to the other one; after which step depends on
         # the rounding of the processor's matrix products.
-        assert result.losses == pytest.approx(expected.losses, rel=1e-3)
+        assert result.losses == pytest.approx(expected.losses, rel=3e-3)
 
 
 def test_a_second_run_does_not_replace_layers_again(tmp_path: Path) -> None:
