@@ -183,6 +183,7 @@ class BaseTrainer(ABC, Generic[TArgs]):
         self._is_prepared = False
         self._is_preparing = False
         self._fired: set[str] = set()
+        self._told: tuple[int, ...] = ()
         self._prepared_for: BaseDataset | None = None
         self._made_by_base: list[object] = []
         self._has_warned_of_left_out = False
@@ -321,6 +322,7 @@ class BaseTrainer(ABC, Generic[TArgs]):
     def _preparation(self) -> Iterator[None]:
         if "on_train_begin" in self._fired:
             self._fired.clear()
+        self._told = ()
         self._forget_made()
         self._callback_handler.stop_requested_by = None
         self._is_preparing = True
@@ -544,8 +546,18 @@ class BaseTrainer(ABC, Generic[TArgs]):
             if event in self._fired:
                 return
             self._fired.add(event)
-        if handler.listens(event):
-            handler.context = self._event_context()
+        told = (
+            id(self.state),
+            id(self.control),
+            id(self.model),
+            id(self.optimizer),
+            id(self.lr_scheduler),
+            id(self.train_dataloader),
+            id(self.eval_dataloader),
+        )
+        if told != self._told:
+            # The handler keeps the objects, so that no other one can get their ids.
+            handler.context, self._told = self._event_context(), told
         handler.dispatch(event, self.control, readers, **extra)
 
     def num_dispatched(self, event: str) -> int:

@@ -493,8 +493,10 @@ class Trainer(BaseTrainer[TTrainingArgs]):
         window = self.steps.window
         if window is not None and window.is_stand_in:
             return 0
-        tokens = next((one for one in (input_dict.get("input_ids"), labels) if isinstance(one, Tensor)), None)
-        return samples_in(input_dict) if tokens is None else int(tokens.numel())
+        for tokens in (input_dict.get("input_ids"), labels):
+            if isinstance(tokens, Tensor):
+                return tokens.numel()
+        return samples_in(input_dict)
 
     def _agree_on_loss(self, loss: ModelLoss, batch: Mapping[str, Any] | None) -> None:
         """Let all ranks choose the same loss, before one of them computes it."""

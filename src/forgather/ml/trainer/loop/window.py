@@ -176,7 +176,9 @@ def checked_result(window: Window | None, result: Any, owner: str) -> tuple[Tens
             "tensor or None, and a number."
         )
     loss, grad_norm, tokens = result
-    return loss, grad_norm if grad_norm is None else torch.as_tensor(grad_norm), tokens
+    if grad_norm is not None and not isinstance(grad_norm, Tensor):
+        grad_norm = torch.as_tensor(grad_norm)
+    return loss, grad_norm, tokens
 
 
 def samples_in(batch: Mapping[str, Any]) -> int:
