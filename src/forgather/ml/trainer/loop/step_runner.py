@@ -110,7 +110,8 @@ class StepRunner:
         assert window is not None
         if window.total is None:
             trainer.feed.count(window)
-        self._warn_of_unweighed(window)
+        if not getattr(trainer.loss_fn, "was_used", False):
+            self._warn_of_unweighed(window)
         if trainer.recipes.average is not None and trainer.recipes.num_updates == self._num_averages:
             # A _train_step of the user's own steps the optimizer, and knows nothing of the average.
             trainer.recipes.update_average()

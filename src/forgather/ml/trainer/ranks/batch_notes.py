@@ -73,7 +73,11 @@ class SoloFeed:
 
     def count(self, window: Window) -> None:
         """Fill in the numbers of targets of a window."""
-        window.counts = [self.loss.count(labels, batch) for batch, labels in window.labelled]
+        count = self.loss.count
+        if window.prepared:
+            window.counts = [count(labels, batch) for batch, labels in window.labelled]
+        else:
+            window.counts = [count(batch.get("labels"), batch) for batch in window.batches]
         window.total = sum(window.counts)
         window.num_shares = len(window.batches)
 

@@ -269,7 +269,7 @@ class ModelLoss:
             self.adopt(self.look(model, inputs, labels, is_empty))
         if self._uses_own_loss:
             return self._own_forward(model, inputs, labels, is_empty)
-        outputs = model(**self._with_keywords(inputs))
+        outputs = model(**inputs) if self._head is None else model(**inputs, return_hidden_states=True)
         logits = logits_of(outputs)
         if self._step_loss is None:
             if logits is None or logits.ndim != 3:
@@ -280,7 +280,9 @@ class ModelLoss:
             raise _no_loss_error(model, "returned no logits for the loss function")
         if labels is None:
             raise _no_loss_error(model, "got a batch without 'labels', which the loss function needs")
-        self.resolve(logits, labels)
+        assert self._step_loss is not None
+        if not self._step_loss.is_resolved:
+            self.resolve(logits, labels)
         return Forward(logits, None)
 
     def resolve(self, logits: Tensor, labels: Tensor) -> None:

@@ -58,11 +58,12 @@ class TrainingLoss(RescaleLoss):
 
     def of(self, forward: Forward, labels: Tensor | None) -> Tensor:
         """The loss of a forward pass: the micro-batch's share of the step inside a step, else the mean."""
-        window = self._step_window
-        if window is None:
+        window = self._window
+        if window is None or not self._rescaling or window.number < 0:
             return self._loss.mean(forward, labels, self._loss.count(labels, {"labels": labels}))
         count, total = self._counted(window, labels)
-        return self._averaged(self._loss.share(forward, labels, count, total, window.num_shares))
+        share = self._loss.share(forward, labels, count, total, window.num_shares)
+        return share if self.scale_factor == 1 else share * self.scale_factor
 
     def plain(self, logits: Tensor, labels: Tensor) -> Tensor:
         """The mean over the targets of a batch."""
