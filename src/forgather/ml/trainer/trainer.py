@@ -152,6 +152,8 @@ class Trainer(BaseTrainer[TTrainingArgs]):
         self.optimization: Optimization | None = None
         self.steps = StepRunner(self)
         self.weight_decay_groups = "all"
+        self.evaluated_dataset: BaseDataset | None = None
+        """The dataset of `eval_dataloader`."""
         self.claim: CheckpointManager | None = None
         self.wanted: bool | str | None = None
         """What preparation is asked to resume; None if only an evaluation follows."""
@@ -351,6 +353,7 @@ class Trainer(BaseTrainer[TTrainingArgs]):
         """Make `eval_dataloader` the loader of this dataset."""
         self._loads_for_training = False
         self.eval_dataloader = self._get_dataloader(dataset, self.args.per_device_eval_batch_size)
+        self.evaluated_dataset = dataset
 
     def _get_dataloader(self, dataset: BaseDataset, batch_size: int) -> Any:
         """A loader of the batches of this rank."""

@@ -115,7 +115,7 @@ def prepare_data(trainer: "Trainer", train_dataset: BaseDataset | None, eval_dat
     trainer.watch = GradientWatch(trainer.args.nonfinite_grad, trainer.amp_context.has_loss_scale)
     early = not is_overridden(trainer, "_prepare_batch")
     trainer.feed = trainer.team.feed(trainer.watch, trainer.received_signal, trainer.layout, early)
-    trainer.train_dataloader = trainer.eval_dataloader = None
+    trainer.train_dataloader = trainer.eval_dataloader = trainer.evaluated_dataset = None
     trainer._init_dataloaders(train_dataset if trains else None, eval_dataset)
     if trains and trainer.train_dataloader is None:
         raise ValueError("train() needs a train_dataset; only evaluate() works without one.")
@@ -287,7 +287,10 @@ def prepare_loop(trainer: "Trainer") -> None:
         lambda step: findings_of_step(trainer, step),
     )
     trainer.evaluator = Evaluator(trainer)
-    trainer.evaluator.dataset = None if trainer.eval_dataloader is None else trainer.eval_dataset
+    if trainer.eval_dataloader is not None:
+        # A user's hook makes the loader of `eval_dataset`.
+        is_ours = trainer.evaluated_dataset is not None
+        trainer.evaluator.dataset = trainer.evaluated_dataset if is_ours else trainer.eval_dataset
     trainer.steps = StepRunner(trainer)
     trainer.steps.compares_batches = trainer.team.compares_batches(trainer.train_dataset, trainer.layout)
 
