@@ -38,7 +38,7 @@ from forgather.ml.trainer.setup.declared_state import (
     warn_of_left_out,
     with_dictionaries,
 )
-from forgather.ml.trainer.setup.given_objects import check_given, merged_signature
+from forgather.ml.trainer.setup.given_objects import check_given, merged_documentation, merged_signature
 from forgather.ml.trainer.setup.hook_checks import check_hooks, is_overridden
 from forgather.ml.trainer.setup.model_construction import checked_builder, refuse_adapters
 from forgather.ml.trainer.setup.requirements import Given
@@ -130,6 +130,8 @@ class BaseTrainer(ABC, Generic[TArgs]):
                     cls.arguments_class = argument
         if "__init__" in vars(cls):
             cls.__signature__ = merged_signature(cls)  # type: ignore[attr-defined]
+        if cls.__module__.startswith("forgather.") and cls.__doc__:
+            cls.__doc__ = merged_documentation(cls)
 
     def __init__(
         self,

@@ -89,7 +89,7 @@ class TrainerState(BaseTrainerState):
 
 
 class Trainer(BaseTrainer[TTrainingArgs]):
-    """Trains on one device; the base of all strategies. Takes its arguments by name, beside those of `BaseTrainer`:
+    """Trains on one device; the base of all strategies. Takes its arguments by name.
 
     Args:
         optimizer_factory: makes the optimizer from named parameters, or from parameter groups with `optimizer_groups`.

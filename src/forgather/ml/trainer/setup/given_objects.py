@@ -87,6 +87,17 @@ def merged_signature(cls: type) -> inspect.Signature:
     return inspect.Signature(sorted(merged.values(), key=lambda one: one.kind))
 
 
+def merged_documentation(cls: type) -> str:
+    """The docstring of a trainer class, with the parameters that its bases document."""
+    own = cls.__doc__ or ""
+    documented = next((base.__doc__ for base in cls.__mro__[1:] if "Args:\n" in (base.__doc__ or "")), None)
+    if documented is None:
+        return own
+    inherited = documented.split("Args:\n", 1)[1].rstrip()
+    head = own.rstrip() if "Args:\n" in own else f"{own.rstrip()}\n\n    Args:"
+    return f"{head}\n{inherited}\n    "
+
+
 def _for_arguments(owner: Any, name: str) -> str:
     fields = getattr(owner.arguments_class, "__dataclass_fields__", {})
     return f" It is a field of the arguments: args={{{name!r}: ...}}." if name in fields else ""
