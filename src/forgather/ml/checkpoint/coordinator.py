@@ -46,6 +46,7 @@ from forgather.ml.checkpoint.state.rng import RNGState
 from forgather.ml.checkpoint.weights.export import ModelExport
 from forgather.ml.checkpoint.weights.index import ShardIndex
 from forgather.ml.distributed import DistributedEnvInterface, Peers
+from forgather.ml.utils import unwrap_model
 
 __all__ = [
     "CheckpointCoordinator",
@@ -99,8 +100,8 @@ class CheckpointCoordinator:
         self._save_on_local_rank = save_on_local_rank
         self._save_safetensors = save_safetensors
         self._shard_index = shard_index
-        self._model = None if model is None else unwrapped(model)
-        self._given_parts = None if model_parts is None else [unwrapped(part) for part in model_parts]
+        self._model = None if model is None else unwrap_model(model)
+        self._given_parts = None if model_parts is None else [unwrap_model(part) for part in model_parts]
         self._model_preprocessor = model_preprocessor
         self._layout: RankLayout | None = None
         self.declare(state_components, process_groups)
@@ -122,9 +123,9 @@ class CheckpointCoordinator:
             return self._given_parts
         declared = next((one.stateful for one in components if one.key == MODEL_KEY), None)
         if is_list_of_modules(declared):
-            return [unwrapped(part) for part in declared]
+            return [unwrap_model(part) for part in declared]
         model = declared if isinstance(declared, nn.Module) else self._model
-        return [] if model is None else [unwrapped(model)]
+        return [] if model is None else [unwrap_model(model)]
 
     def _has_weights(self, components: Sequence[StateComponent]) -> bool:
         """Whether the component `model` is a module or several, or stands for parts of one."""
@@ -354,17 +355,6 @@ class CheckpointCoordinator:
             peers, self._env, self._process_groups, self._storage_scope, self._save_on_local_rank
         )
         return self._layout
-
-
-def unwrapped(module: nn.Module) -> nn.Module:
-    """The module inside wrappers that change its names: DDP and torch.compile."""
-    while True:
-        if isinstance(module, nn.parallel.DistributedDataParallel):
-            module = module.module
-        elif hasattr(module, "_orig_mod"):
-            module = module._orig_mod  # type: ignore[assignment]
-        else:
-            return module
 
 
 def _adapt_optimizer(component: StateComponent, parts: Sequence[nn.Module]) -> StateComponent:

@@ -1,0 +1,1 @@
+"""Encoding of state: a codec to plain containers and tensors, digests, and readers that never run code."""

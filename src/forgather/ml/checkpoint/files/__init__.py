@@ -1,0 +1,1 @@
+"""Files of a checkpoint: planned, hashed while they are written, fsynced, verified when they are read."""
