@@ -10,7 +10,6 @@ from accelerate import Accelerator
 from torch import Tensor, nn
 from transformers import (
     AutoModelForCausalLM,
-    OPTConfig,
 )
 
 from forgather.ml.loss import CausalLoss, LinearCrossEntropyLoss, RescaleLoss
@@ -20,6 +19,7 @@ from forgather.ml.trainer.hybrid import HybridTrainer
 from forgather.ml.trainer.pipeline import PipelineTrainer
 from forgather.ml.trainer.step_loss.fused import unfused as unfused_loss
 from forgather.ml.trainer.trainer import Trainer
+from tests.guarantees.recipes.fused_losses import FUSED, OPT, SETTINGS, losses, plain_fused_loss
 from tests.support.data_parallel import Result, assert_same_training, ddp_trainer, run
 from tests.support.pipelines import llama, tied_gpt2, trainer_of, whole_result
 from tests.support.ranks import run_on_ranks
@@ -33,26 +33,6 @@ from tests.support.tiny_models import (
     weights,
 )
 
-SETTINGS: dict[str, Any] = {
-    "max_steps": 3,
-    "per_device_train_batch_size": 8,
-    "per_device_eval_batch_size": 8,
-    "gradient_accumulation_steps": 2,
-    "logging_strategy": "steps",
-    "logging_steps": 1,
-    "momentum": 0.9,
-}
-FUSED = {"fused_loss_factory": LinearCrossEntropyLoss}
-OPT = OPTConfig(
-    vocab_size=VOCAB_SIZE,
-    hidden_size=16,
-    word_embed_proj_dim=8,
-    ffn_dim=16,
-    num_hidden_layers=2,
-    num_attention_heads=2,
-    max_position_embeddings=32,
-    dropout=0.0,
-)
 # Five of them, in a vocabulary of 32.
 IN_CHUNKS = functools.partial(LinearCrossEntropyLoss, chunk_size=7)
 MODELS = {"llama": functools.partial(llama, 4), "gpt2": functools.partial(tied_gpt2, 4)}
@@ -76,23 +56,6 @@ class Bias(nn.Module):
 
     def get_output_embeddings(self) -> nn.Module:
         return self.head
-
-
-def plain_fused_loss(head: Any) -> Any:
-    """A user's own, which says nothing about its targets."""
-
-    def loss(hidden: Tensor, labels: Tensor) -> Tensor:
-        return CausalLoss()(head(hidden), labels)
-
-    return loss
-
-
-def losses(output_dir: Path, model: nn.Module, fused: bool, **settings: Any) -> tuple[Result, dict[str, Any]]:
-    options = (
-        {**FUSED, "eval_dataset": token_samples(9, seed=5)} if fused else {"eval_dataset": token_samples(9, seed=5)}
-    )
-    trainer = quiet_trainer(output_dir, model, token_samples(30), trainer_options=options, **{**SETTINGS, **settings})
-    return run(trainer), trainer.evaluate()
 
 
 @pytest.mark.parametrize("build", [tiny_llama, tied_gpt2, Bias])

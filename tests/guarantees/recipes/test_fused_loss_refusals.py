@@ -15,7 +15,6 @@ from transformers import (
     GPTNeoXConfig,
     GPTNeoXForCausalLM,
     LlamaForCausalLM,
-    OPTConfig,
     Qwen2Config,
 )
 
@@ -23,7 +22,7 @@ from forgather.ml.loss import CausalLoss, LinearCrossEntropyLoss
 from forgather.ml.trainer.accelerate import AccelTrainer
 from forgather.ml.trainer.ddp import DDPTrainer
 from forgather.ml.trainer.pipeline import PipelineTrainer
-from tests.support.data_parallel import Result, run
+from tests.guarantees.recipes.fused_losses import FUSED, OPT, losses, plain_fused_loss
 from tests.support.pipelines import llama, trainer_of
 from tests.support.ranks import run_on_ranks
 from tests.support.tiny_models import (
@@ -33,45 +32,6 @@ from tests.support.tiny_models import (
     tiny_llama,
     token_samples,
 )
-
-SETTINGS: dict[str, Any] = {
-    "max_steps": 3,
-    "per_device_train_batch_size": 8,
-    "per_device_eval_batch_size": 8,
-    "gradient_accumulation_steps": 2,
-    "logging_strategy": "steps",
-    "logging_steps": 1,
-    "momentum": 0.9,
-}
-FUSED = {"fused_loss_factory": LinearCrossEntropyLoss}
-OPT = OPTConfig(
-    vocab_size=VOCAB_SIZE,
-    hidden_size=16,
-    word_embed_proj_dim=8,
-    ffn_dim=16,
-    num_hidden_layers=2,
-    num_attention_heads=2,
-    max_position_embeddings=32,
-    dropout=0.0,
-)
-
-
-def plain_fused_loss(head: Any) -> Any:
-    """A user's own, which says nothing about its targets."""
-
-    def loss(hidden: Tensor, labels: Tensor) -> Tensor:
-        return CausalLoss()(head(hidden), labels)
-
-    return loss
-
-
-def losses(output_dir: Path, model: nn.Module, fused: bool, **settings: Any) -> tuple[Result, dict[str, Any]]:
-    options = (
-        {**FUSED, "eval_dataset": token_samples(9, seed=5)} if fused else {"eval_dataset": token_samples(9, seed=5)}
-    )
-    trainer = quiet_trainer(output_dir, model, token_samples(30), trainer_options=options, **{**SETTINGS, **settings})
-    return run(trainer), trainer.evaluate()
-
 
 # --- refused
 
