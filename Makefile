@@ -10,7 +10,7 @@ PIP_FLAGS := --quiet --disable-pip-version-check
 
 export TOKENIZERS_PARALLELISM := false
 
-.PHONY: setup test test-torch fuzz kill-points demo demo-checkpoints lint house bench docs lock clean
+.PHONY: setup test test-torch fuzz kill-points demo demo-checkpoints lint house prose bench docs lock clean
 
 setup: $(STAMP)
 
@@ -70,6 +70,10 @@ lint: $(STAMP)
 # Folders, class chains, shared attributes, calls of a step and a save, sizes: each with its aim.
 house: $(STAMP)
 	$(BIN)/python tools/house.py
+
+# Markers of translated English, long sentences, clause headings, module docstrings, comments: each with its aim.
+prose: $(STAMP)
+	$(BIN)/python tools/prose.py
 
 bench: $(STAMP)
 	$(BIN)/python benchmarks/checkpoint.py

@@ -20,7 +20,18 @@ from collections import Counter
 from collections.abc import Iterable, Sequence
 from pathlib import Path
 
-from prose_rules import CLAUSE, LONG, MARKER, MAX_PAGE_LINE, RULES, SPELLING, TERM, WEIGHTS, Fault, faults_of, markers_in
+from prose_rules import (
+    CLAUSE,
+    LONG,
+    MAX_PAGE_LINE,
+    RULES,
+    SPELLING,
+    TERM,
+    WEIGHTS,
+    Fault,
+    faults_of,
+    markers_in,
+)
 from prose_text import COMMENT, DOCSTRING, Passage, Source, read_tree, words
 
 AREAS = {
@@ -122,7 +133,9 @@ def _print_worst(faults: Iterable[Fault], number: int) -> None:
 
 def _print_long_lines(root: Path, areas: dict[str, list[str]]) -> None:
     """Print the lines of documentation pages that are too long; tables and code blocks count too."""
-    pages = [source.file for paths in areas.values() for source in read_tree(root, paths) if source.file.endswith(".md")]
+    pages = [
+        source.file for paths in areas.values() for source in read_tree(root, paths) if source.file.endswith(".md")
+    ]
     for page in pages:
         lines = (root / page).read_text(encoding="utf-8").splitlines()
         numbers = [number for number, line in enumerate(lines, start=1) if len(line) > MAX_PAGE_LINE]
@@ -150,7 +163,9 @@ def print_sample(root: Path, before: str, number: int, seed: int) -> None:
         new[source.file] = list(source.passages)
     drawn = random.Random(seed).sample([(passage, each) for passage in old for each in passage.sentences()], number)
     for passage, sentence in drawn:
-        print(f"{passage.file} ({passage.kind})\n  before: {sentence}\n  after:  {_successor(passage, sentence, new)}\n")
+        print(
+            f"{passage.file} ({passage.kind})\n  before: {sentence}\n  after:  {_successor(passage, sentence, new)}\n"
+        )
 
 
 def _extract(root: Path, revision: str, folder: str) -> None:

@@ -65,31 +65,32 @@ MARKERS = (
 _MARKER = re.compile(r"\b(?:" + "|".join(MARKERS) + r")\b", re.IGNORECASE)
 
 # Words that people search for. A module docstring has at least one of them.
-TERMS = """
-    accelerate accumulation activation adam adamw agent agreement all-gather all-reduce allocator amp argparse argument
-    arguments ast atomic attention autocast autograd averaging backend backward barrier batch batches batching benchmark
-    bf16 bfloat16 bitwise broadcast buffer buffers callback callbacks checkpoint checkpoints checksum checksums class
-    cli clip clipping clock codec collate collation collator collective collectives command compile compiler
-    config configuration console coordinator cross-entropy cuda dataclass dataloader dataset datasets dcp ddp
-    deadlock decoding decoder default deserialisation device devices digest digests dispatch dispatcher distributed docstring dropout
-    dtype dtypes ema embedding encoder encoding entropy environment epoch error errors evaluation event events exception
-    exceptions exit export facade file files filesystem fixture flush fork forward fp16 fp32 fp8 fqn fqns fsdp fsdp2 fsync
-    fused generation generator generators gloo gpu gradient gradients graph graphs groups hash hashes hook hooks hugging
-    import imports index int4 int8 interpolation iterable json jsonl kernel kill label labels latency launcher layer
-    layers layout learning-rate lock log logger logging logits loop loss losses manifest mask memory merge mesh message
-    messages meta-device metadata metric metrics micro-batch micro-batches microbatch mixed-precision model models module
-    modules moments mutex nccl nan optimiser optimizer optimizers option options offload offloading oom overhead package
-    packing padding parameter parameters parser parsing path paths permutation pickle pickles pipeline pipelines plateau
-    port position-ids prefetch preemption process processes profile profiler profiling progress protocol qat
-    quantisation quantization queue random rank ranks registry rename rendezvous replica replicas reproducibility resume
+_TERM_LIST = """
+    accelerate accumulation activation adam adamw agent agreement all-gather all-reduce allocator amp argparse
+    argument arguments ast atomic attention autocast autograd averaging backend backward barrier batch batches
+    batching benchmark bf16 bfloat16 bit-exact bitwise broadcast buffer buffers callback callbacks checkpoint
+    checkpoints checksum checksums cli clip clipping clock codec collate collation collator collective collectives
+    command compile compiler config configuration console coordinator cross-entropy ctrl-c cuda dataclass dataloader
+    dataset datasets dcp ddp deadlock decoder decoding deserialisation device devices digest digests dispatch
+    dispatcher distributed docstring dropout dtype dtypes ema embedding encoder encoding entropy environment epoch
+    evaluation event events exception exceptions export facade filesystem finalize fixture flush fork forward fp16
+    fp32 fp8 fqn fqns fsdp fsdp2 fsync fused generation generator generators gloo gpu gradient gradients graph
+    graphs hash hashes hook hooks hsdp hugging index int4 int8 interpolation interrupt iterable json jsonl kernel
+    label labels latency launcher layer layers layout lazy learning-rate lock log logger logging logits loop loss
+    losses main-process manifest mask memory merge mesh meta-device metadata metric metrics micro-batch
+    micro-batches microbatch mixed-precision moments mutex nan nccl null-object offload offloading oom optimizer
+    optimizers overhead packing padding parameter parameters parser parsing permutation pickle pickles pipeline
+    pipelines planner plateau port position-ids preemption prefetch prefetching profile profiler profiling protocol
+    qat quantisation queue rank ranks read-ahead registry rename rendezvous replica replicas reproducibility resume
     retention rng rotation safetensors sampler samplers sampling schedule scheduler schedulers schedules schema seed
-    seeding seeds serialisation shape shapes shard sharded sharding shards shutdown sigkill signal signals sigterm
-    snapshot socket stage stages state-dict state_dict store stream streams subprocess symlink synchronisation tensor
-    tensorboard tensors test tests thread threads throughput timeline timeout timeouts timestamp token tokens
-    tokenizer tokeniser topology torch torchrun traceback trainer trainers transaction transformers type types unwrap
-    validation vocabulary warm-up warmup warning warnings watchdog weight weights worker workers yaml zero-bubble
-""".split()
-_TERMS = frozenset(TERMS)
+    seeding seeds serialisation shape shapes shard sharded sharding shards shuffle shuffling shutdown sigkill signal
+    signals sigterm snapshot socket stage stages state-dict state_dict store stream streams subprocess subset
+    symlink synchronisation tensor tensorboard tensors thread threads throughput tied timeline timeout timeouts
+    timestamp token token-weighted tokenizer tokens topology torch torchrun traceback trainer trainers transaction
+    transformers unpickling unwrap validation vocab vocabulary warm-up warmup warning warnings watchdog weight
+    weights worker workers yaml zero-bubble
+"""
+TERMS = frozenset(_TERM_LIST.split())
 
 # -ize where British English writes -ise, without the names of things in torch and transformers (optimizer, tokenizer).
 _AMERICAN = re.compile(
@@ -102,7 +103,9 @@ _AMERICAN = re.compile(
     re.IGNORECASE,
 )
 
-_CLAUSE_START = re.compile(r"^(?:what|when|where|who|why|how|if|whether|which|whose|that|while|because|and|but)\b", re.I)
+_CLAUSE_START = re.compile(
+    r"^(?:what|when|where|who|why|how|if|whether|which|whose|that|while|because|and|but)\b", re.I
+)
 _CLAUSE_VERB = re.compile(
     r"\b(?:is|are|was|were|has|have|had|does|do|did|can|cannot|could|must|may|might|should|would|will|goes|comes|"
     r"takes|makes|gives|gets|keeps|knows|says|tells|becomes|happens|ends|begins|needs|costs|runs|stays|remains|looks|"
@@ -168,7 +171,7 @@ def is_clause(heading: str) -> bool:
 
 
 def has_term(text: str) -> bool:
-    return any(word.lower() in _TERMS or word.removesuffix("'s").lower() in _TERMS for word in words(text))
+    return any(word.lower() in TERMS or word.removesuffix("'s").lower() in TERMS for word in words(text))
 
 
 def _has_capital_and_stop(text: str) -> bool:

@@ -12,15 +12,22 @@ import tokenize
 from collections.abc import Iterable, Iterator
 from pathlib import Path
 
-DOCSTRING, COMMENT, MESSAGE, TEST_NAME, PAGE, HEADING = "docstring", "comment", "message", "test name", "page", "heading"
+DOCSTRING, COMMENT, MESSAGE, TEST_NAME, PAGE, HEADING = (
+    "docstring",
+    "comment",
+    "message",
+    "test name",
+    "page",
+    "heading",
+)
 KINDS = (DOCSTRING, COMMENT, MESSAGE, TEST_NAME, PAGE, HEADING)
 
-# Comments for tools (type checkers, linters, formatters), and rulers that divide a file.
-_DIRECTIVE = re.compile(r"#\s*(type:|noqa|pragma|fmt:|ruff:|mypy:|!|-{2,}\s*$|={2,})")
+# Comments for tools (type checkers, linters, formatters), and rulers that divide a file ("--- writing").
+_DIRECTIVE = re.compile(r"#\s*(type:|noqa|pragma|fmt:|ruff:|mypy:|!|-{2,}|={2,})")
 _FENCE = re.compile(r"^\s*(```|~~~)")
 _SENTENCE_END = re.compile(r"(?<=[.!?])[\"')\]]*\s+(?=[\"'(\[`*]*[A-Z0-9`\"'{])")
 _ABBREVIATION = re.compile(r"(?:\b(?:e\.g|i\.e|etc|vs|cf|approx|incl|No|Fig)|\b[A-Z])\.$")
-_WORD = re.compile(r"[A-Za-z][A-Za-z'’-]*")
+_WORD = re.compile(r"[A-Za-z][A-Za-z'-]*")
 _PLACEHOLDER = "CODE"
 # A shorter text is a name or a fragment of a larger message.
 _MIN_MESSAGE_WORDS = 4
@@ -124,7 +131,11 @@ def _is_verbal(node: _Owner) -> bool:
     """Return whether this is a function that somebody calls: no property, test, fixture or class."""
     if not isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef) or node.name.startswith("test_"):
         return False
-    names = {part.attr if isinstance(part, ast.Attribute) else getattr(part, "id", "") for each in node.decorator_list for part in ast.walk(each)}
+    names = {
+        part.attr if isinstance(part, ast.Attribute) else getattr(part, "id", "")
+        for each in node.decorator_list
+        for part in ast.walk(each)
+    }
     return not names & {"property", "cached_property", "fixture", "setter"}
 
 
@@ -171,13 +182,13 @@ def _comment_passages(text: str, name: str, comments: list[tuple[int, bool, str]
         previous = line if is_alone else -1
     places = _places(ast.parse(text))
     for line, lines in blocks:
-        # Rulers such as "--- writing" name a section, they are no sentence.
-        if not lines[0].startswith("---"):
-            yield Passage(COMMENT, name, line, _place_of(line, places), "\n".join(lines))
+        yield Passage(COMMENT, name, line, _place_of(line, places), "\n".join(lines))
 
 
 def _places(tree: ast.Module) -> list[tuple[int, int, str]]:
-    return [(node.lineno, node.end_lineno or 0, owner) for owner, node in _owners(tree) if not isinstance(node, ast.Module)]
+    return [
+        (node.lineno, node.end_lineno or 0, owner) for owner, node in _owners(tree) if not isinstance(node, ast.Module)
+    ]
 
 
 def _place_of(line: int, places: list[tuple[int, int, str]]) -> str:

@@ -43,5 +43,7 @@ def test_the_examples_of_a_document_run(tmp_path: Path, name: str, num_ranks: in
 
 @pytest.mark.parametrize("document", [REPOSITORY / "README.md", *sorted(DOCS.glob("*.md"))], ids=lambda path: path.name)
 def test_links_lead_somewhere(document: Path) -> None:
-    for target in re.findall(r"\]\(([^)#]+)(?:#[^)]*)?\)", document.read_text()):
+    text = document.read_text()
+    inline = re.findall(r"\]\(([^)#]+)(?:#[^)]*)?\)", text)
+    for target in [*inline, *re.findall(r"^\[[^\]]+\]:\s*(\S+)", text, flags=re.MULTILINE)]:
         assert target.startswith("http") or (document.parent / target).exists(), target
