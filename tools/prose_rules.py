@@ -108,7 +108,7 @@ _CLAUSE_START = re.compile(
 )
 _CLAUSE_VERB = re.compile(
     r"\b(?:is|are|was|were|has|have|had|does|do|did|can|cannot|could|must|may|might|should|would|will|goes|comes|"
-    r"takes|makes|gives|gets|keeps|knows|says|tells|becomes|happens|ends|begins|needs|costs|runs|stays|remains|looks|"
+    r"takes|makes|gives|gets|keeps|knows|says|tells|becomes|happens|begins|stays|remains|"
     r"holds|waits)\b",
     re.IGNORECASE,
 )
