@@ -42,7 +42,7 @@ def _reference_to(cls: type) -> str:
     name = registered_name(cls)
     if name is None:
         raise UnsupportedValueError(
-            "is of a class that is not registered, and a checkpoint rebuilds no other; add "
+            "is of an unregistered class, and only registered classes can be restored; add "
             f"{remedy_for(cls.__module__, cls.__qualname__)}, or store its fields in a dict"
         )
     return name
@@ -53,7 +53,7 @@ def _resolve(reference: object, kind: str, fits: Callable[[type], bool]) -> Any:
     # The program may have turned the class into another kind since the save, for example a dataclass into an enum.
     if not fits(cls):
         raise StateDecodingError(
-            f"the checkpoint says that {reference!r} is a {kind}, but here it is not; "
+            f"{reference!r} is a {kind} in the checkpoint, but not in this program; "
             "load with the version of the code that wrote the checkpoint"
         )
     return cls
@@ -70,7 +70,7 @@ def _enum_parts(member: enum.Enum) -> Parts:
     cls = type(member)
     # A pseudo-member made by `_missing_` has no name to look it up by when loading.
     if cls.__members__.get(member._name_) is not member:
-        raise UnsupportedValueError("is not one of the members of its enum; store its value instead")
+        raise UnsupportedValueError("is not a member of its enum; store its value instead")
     return {"class": _reference_to(cls), "name": member._name_}
 
 
@@ -92,7 +92,7 @@ def _build_flag(parts: Parts) -> enum.Flag:
     cls = _resolve(parts["class"], "flag enum", lambda found: issubclass(found, enum.Flag))
     value = parts["value"]
     if type(value) is not int:
-        raise StateDecodingError("a flag enum has a value that is no integer")
+        raise StateDecodingError("the value of a flag enum is not an integer")
     known: enum.Flag | None = vars(cls)["_value2member_map_"].get(value)
     # The standard library's own `_missing_` combines members. Calling the class could run an override of it.
     member: enum.Flag = known if known is not None else enum.Flag._missing_.__func__(cls, value)  # type: ignore[attr-defined]

@@ -213,7 +213,7 @@ class _Encoder:
         factory = value.default_factory
         if factory is not None and factory not in _FACTORIES.values():
             raise self._refusal(
-                value, f"makes its defaults with {factory!r}", f"Use a dict, or one of {', '.join(_FACTORIES)}."
+                value, f"has the default factory {factory!r}", f"Use a dict, or one of {', '.join(_FACTORIES)}."
             )
         name = getattr(factory, "__name__", None)
         return self._tagged_mapping("defaultdict", value, factory=name)
@@ -247,7 +247,7 @@ def _dotted(path: list[Any]) -> str:
 
 def _explain(value: object) -> tuple[str, str]:
     """Return the reason why a value cannot be stored, and an alternative."""
-    reason = "is not data that a checkpoint can hold without running code when it is loaded"
+    reason = "cannot be restored from a checkpoint without running code"
     if isinstance(value, torch.Tensor):
         return "is a tensor subclass", "Store the plain tensors that it is made of."
     if isinstance(value, torch.nn.Module):
@@ -285,7 +285,7 @@ class _Decoder:
             vars(decoded).update(self._values(vars(plain)))
             return self._copied(plain, decoded)
         if kind not in _DECODED_ATOMS:
-            raise StateDecodingError(f"{_dotted(self._path)} is a {kind.__name__}, which no checkpoint holds")
+            raise StateDecodingError(f"{_dotted(self._path)} is a {kind.__name__}, which a checkpoint never contains")
         return plain
 
     def _child(self, key: object, plain: object) -> object:
@@ -317,7 +317,7 @@ class _Decoder:
         if build is None or len(plain) > _MOST_PARTS:
             kind = repr(tag[:100]) if isinstance(tag, str) else f"a {type(tag).__name__}"
             raise StateDecodingError(
-                f"{_dotted(self._path)} is stored as {kind}, which this version of forgather does not know"
+                f"{_dotted(self._path)} is stored as {kind}, which this version of forgather cannot read"
             )
         parts = {name: self._child(name, part) for name, part in plain.items() if name != TAG}
         self._budget.spend(SHELL_BYTES + sum(map(_memory_of_part, parts.values())))

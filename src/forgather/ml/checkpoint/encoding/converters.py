@@ -61,7 +61,7 @@ def _build_array(parts: Parts) -> np.ndarray:
     dtype = _array_dtype(parts["dtype"])
     if not dtype.itemsize:
         # NumPy allocates at least one character for each zero-length text, which the budget does not cover.
-        raise StateDecodingError("a NumPy array has elements without a size")
+        raise StateDecodingError("a NumPy array has elements of size zero")
     shape = _shape(parts["shape"])[:: -1 if parts["order"] == "F" else 1]
     data = _flat_bytes(parts["data"])
     if len(data) != math.prod(shape) * dtype.itemsize:
@@ -77,9 +77,9 @@ def _flat_bytes(data: object) -> np.ndarray:
     """Return the bytes of a contiguous 1-D uint8 tensor."""
     # An expanded tensor repeats its bytes: copying it could take any amount of memory.
     if not isinstance(data, torch.Tensor) or data.dtype != torch.uint8 or data.layout is not torch.strided:
-        raise StateDecodingError("its bytes are not a tensor of bytes")
+        raise StateDecodingError("its bytes are not a uint8 tensor")
     if data.is_meta or data.ndim != 1 or not data.is_contiguous():
-        raise StateDecodingError("its bytes do not lie one after another")
+        raise StateDecodingError("its bytes are not contiguous")
     return data.cpu().numpy()
 
 
@@ -101,9 +101,9 @@ def _exactly(value: object, kind: type | tuple[type, ...], what: str) -> Any:
 
 def _numbers(values: Any, most: int) -> tuple[int, ...]:
     """Return at most `most` integers as a tuple; state that was stored as JSON has a list here."""
-    _exactly(values, (tuple, list), "what should be a tuple of numbers")
+    _exactly(values, (tuple, list), "a field for integers")
     if len(values) > most or not all(type(value) is int for value in values):
-        raise StateDecodingError("what should be a few integers is something else")
+        raise StateDecodingError("a field for integers has too many values, or values of other types")
     return tuple(values)
 
 
@@ -124,7 +124,7 @@ def _array_dtype(name: object) -> np.dtype:
         raise StateDecodingError("the dtype of a NumPy value is malformed")
     dtype = np.dtype(name)
     if dtype.kind not in _ARRAY_KINDS:
-        raise StateDecodingError(f"a NumPy value has the dtype {name!r}, which a checkpoint never holds")
+        raise StateDecodingError(f"a NumPy value has the dtype {name!r}, which a checkpoint never contains")
     return dtype
 
 
@@ -250,7 +250,7 @@ def _build_torch_generator(parts: Parts) -> torch.Generator:
         except CheckpointLoadError as error:
             raise StateDecodingError("the state of a torch generator is malformed") from error
     elif len(_flat_bytes(state)) != generator.get_state().numel():
-        raise StateDecodingError("the state of a torch generator has another length than this torch's")
+        raise StateDecodingError("the state of a torch generator has a different length than in this version of torch")
     generator.set_state(state.cpu())
     return generator
 
@@ -264,7 +264,7 @@ def _raw_bytes(parts: Parts) -> bytes:
 
 
 def _build_deque(parts: Parts) -> collections.deque[Any]:
-    _exactly(parts["maxlen"], (type(None), int), "the longest length of a deque")
+    _exactly(parts["maxlen"], (type(None), int), "the maxlen of a deque")
     return collections.deque(_items(parts), parts["maxlen"])
 
 

@@ -88,7 +88,7 @@ class PlainUnpickler:
         while (opcode := self._take(1)) != _STOP:
             handler = handlers.get(opcode)
             if handler is None:
-                raise StateDecodingError(f"its pickle uses the opcode {opcode!r}, which no checkpoint's does")
+                raise StateDecodingError(f"its pickle uses the opcode {opcode!r}, which checkpoints never use")
             handler()
         (result,) = self._stack
         return result
@@ -133,7 +133,7 @@ class PlainUnpickler:
     def _take(self, count: int) -> bytes:
         taken = self._data[self._position : self._position + count]
         if len(taken) != count:
-            raise StateDecodingError("its pickle is cut short")
+            raise StateDecodingError("its pickle is truncated")
         self._position += count
         return taken
 
@@ -151,7 +151,7 @@ class PlainUnpickler:
     def _pop(self, count: int) -> list[Any]:
         items = self._stack[-count:]
         if len(items) < count or any(item is _MARK for item in items):
-            raise StateDecodingError("its pickle lacks items")
+            raise StateDecodingError("its pickle has too few items on its stack")
         del self._stack[-count:]
         return items
 
@@ -170,7 +170,7 @@ class PlainUnpickler:
         """Add the top of the stack to the memo."""
         # Picklers number memo entries in sequence, so a list is enough. A dict with arbitrary keys would cost more.
         if number != len(self._memo):
-            raise StateDecodingError("its pickle does not number its objects in order")
+            raise StateDecodingError("its pickle numbers its memo entries out of order")
         self._budget.spend(POINTER_BYTES)
         self._memo.append(self._stack[-1])
 
@@ -179,14 +179,14 @@ class PlainUnpickler:
         value = self._memo[number]
         # Containers that refer to each other repeatedly would grow exponentially when the decoder copies them.
         if type(value) in _CONTAINERS:
-            raise StateDecodingError("its pickle refers to one container from several places")
+            raise StateDecodingError("its pickle refers to one container more than once")
         self._push(value, 0)
 
     # --- atoms
 
     def _protocol(self) -> None:
         if self._unsigned(1) != _PROTOCOL:
-            raise StateDecodingError("its pickle has another protocol than torch.save writes")
+            raise StateDecodingError("its pickle does not use the protocol of torch.save")
 
     def _text(self) -> None:
         size = self._unsigned(4)
@@ -211,7 +211,9 @@ class PlainUnpickler:
         elif f"{module}.{name}" in _CONSTRUCTORS or (module == "torch" and name in _STORAGE_DTYPES):
             self._push(_Constructor(f"{module}.{name}"), 4 * SCALAR_BYTES)
         else:
-            raise StateDecodingError(f"its pickle refers to {module}.{name}, and a checkpoint holds data, never code")
+            raise StateDecodingError(
+                f"its pickle refers to {module}.{name}, but a checkpoint contains data, never code"
+            )
 
     # --- containers
 
@@ -251,7 +253,7 @@ class PlainUnpickler:
         arguments, function = self._stack.pop(), self._stack.pop()
         build = _CONSTRUCTORS.get(function) if type(function) is _Constructor else None
         if build is None or type(arguments) is not tuple:
-            raise StateDecodingError("its pickle calls what is not a constructor of data")
+            raise StateDecodingError("its pickle calls something other than a constructor of plain data")
         made = build(*arguments)
         if isinstance(made, torch.Tensor) and made.layout is torch.strided and not made.is_meta:
             # An expanded tensor repeats its memory. A later copy of it takes its full size, so charge that now.
@@ -273,7 +275,7 @@ class PlainUnpickler:
             self._storages[key] = self._read_storage(key)
         # On every reference: each persistent id states its own size for the same storage.
         if _sized(count) * dtype.itemsize != self._storages[key].nbytes():
-            raise StateDecodingError(f"storage {key[:100]!r} has another size than its pickle says")
+            raise StateDecodingError(f"storage {key[:100]!r} has a different size than in its pickle")
         self._push(_Storage(self._storages[key], dtype), TENSOR_BYTES)
 
     def _read_storage(self, key: str) -> torch.UntypedStorage:
@@ -290,7 +292,7 @@ class PlainUnpickler:
 
 def _sized(value: object) -> int:
     if type(value) is not int or not 0 <= value <= _LARGEST_SIZE:
-        raise StateDecodingError(f"a {type(value).__name__} out of range is neither a size nor a position")
+        raise StateDecodingError(f"a size or position is out of range or not an integer ({type(value).__name__})")
     return value
 
 
@@ -387,7 +389,7 @@ def _device(kind: Any, index: Any = None) -> torch.device:
 
 def _ordered_dict(*arguments: object) -> OrderedDict[Any, Any]:
     if arguments:
-        raise StateDecodingError("its pickle makes an OrderedDict of something")
+        raise StateDecodingError("its pickle passes arguments to OrderedDict")
     return OrderedDict()
 
 

@@ -67,6 +67,6 @@ class MemoryBudget:
         self._left -= num_bytes
         if self._left < 0:
             raise StateDecodingError(
-                f"its {self._file_bytes:,} bytes would take more memory than any state that was saved in so many: it "
-                "repeats or inflates its content"
+                f"decoding its {self._file_bytes:,} bytes would take more memory than any saved state of this size: its "
+                "content is repeated or inflated"
             )

@@ -37,7 +37,7 @@ def loads(data: bytes, path: str, file_bytes: int | None = None) -> Any:
         return json.loads(data, object_pairs_hook=_without_duplicates)
     except (ValueError, RecursionError) as error:
         reason = "it is nested too deeply" if isinstance(error, RecursionError) else str(error)
-        raise CheckpointCorruptError(f"{path} is damaged: it is not readable as JSON ({reason})") from error
+        raise CheckpointCorruptError(f"{path} is damaged: it is not valid JSON ({reason})") from error
 
 
 def dumps(data: object, what: str, sort_keys: bool = False) -> bytes:
@@ -49,8 +49,8 @@ def dumps(data: object, what: str, sort_keys: bool = False) -> bytes:
         text += b" " * -(-missing // (FACTOR - 2))
     if len(text) > SMALL_FILE_BYTES:
         raise CheckpointSaveError(
-            f"{what} would have {len(text):,} bytes, and at most {SMALL_FILE_BYTES:,} are read back. Keep large state in a "
-            "component of its own."
+            f"{what} would have {len(text):,} bytes, but at most {SMALL_FILE_BYTES:,} can be read back. Move large state "
+            "into a separate component."
         )
     return text
 

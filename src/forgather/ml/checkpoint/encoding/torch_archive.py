@@ -59,7 +59,7 @@ class TorchArchive:
         self._root = _root_of(entries)
         self._records = _with_limits(entries, start)
         if self._read_small("byteorder", b"little") != b"little":
-            raise StateDecodingError("it was written on a machine with another byte order")
+            raise StateDecodingError("it was written on a machine with a different byte order")
 
     def size_of(self, name: str) -> int:
         """Return the size of a record in bytes."""
@@ -70,7 +70,7 @@ class TorchArchive:
         record = self._record(name)
         self._seek_content(record)
         if self._reader.readinto(out) != record.size:
-            raise StateDecodingError(f"record {name!r} ends too soon")
+            raise StateDecodingError(f"record {name!r} is truncated")
 
     def read(self, name: str) -> bytearray:
         """Return the content of a record."""
@@ -96,11 +96,13 @@ class TorchArchive:
         mark, flags, method, name_size, extra_size = fields[0], fields[2], fields[3], fields[9], fields[10]
         start = record.header + _LOCAL.size
         if mark != _LOCAL_MARK or method or flags & _ENCRYPTED or self._bytes_at(start, name_size) != record.name:
-            raise StateDecodingError(f"record {record.name!r} is not where the directory says, or is compressed")
+            raise StateDecodingError(
+                f"record {record.name!r} is not where its directory entry points, or is compressed"
+            )
         start += name_size + extra_size
         # Overlapping records would let a small file expand to any size.
         if start + record.size > record.limit:
-            raise StateDecodingError(f"record {record.name!r} overlaps what follows it")
+            raise StateDecodingError(f"record {record.name!r} overlaps the next record")
         self._reader.seek(start)
 
     def _find_directory(self) -> tuple[int, int, int]:
@@ -110,7 +112,7 @@ class TorchArchive:
         mark, disk, first_disk, _, count, size, start, comment = _END.unpack(self._bytes_at(end, _END.size))
         if mark != _END_MARK or disk or first_disk or comment:
             raise StateDecodingError(
-                "it is not an archive of torch.save (files from before torch 1.6 are converted by "
+                "it is not an archive of torch.save (convert files from before torch 1.6 with "
                 "torch.save(torch.load(path, weights_only=True), path))"
             )
         locator = end - _LOCATOR.size
@@ -120,13 +122,13 @@ class TorchArchive:
             if mark == _LOCATOR_MARK:
                 end = locator - _END_64.size
                 if end != end_64:
-                    raise StateDecodingError("its end records do not follow each other")
+                    raise StateDecodingError("its end records are not adjacent")
                 fields = _END_64.unpack(self._bytes_at(end, _END_64.size))
                 mark, count, size, start = fields[0], fields[7], fields[8], fields[9]
                 if mark != _END_64_MARK:
-                    raise StateDecodingError("its end records do not follow each other")
+                    raise StateDecodingError("its end records are not adjacent")
         if start + size != end:
-            raise StateDecodingError("its directory does not lie right before its end")
+            raise StateDecodingError("its directory does not end where its end records begin")
         return start, size, count
 
     def _read_entries(self, start: int, size: int, count: int) -> dict[bytes, tuple[int, int]]:
@@ -138,26 +140,26 @@ class TorchArchive:
             self._budget.spend(_ENTRY_BYTES)
             name, place, position = _entry_at(data, position)
             if name in entries:
-                raise StateDecodingError(f"record {name!r} is there twice")
+                raise StateDecodingError(f"record {name!r} occurs twice")
             entries[name] = place
         if position != size:
-            raise StateDecodingError("its directory has other entries than it counts")
+            raise StateDecodingError("the size of its directory does not match its number of entries")
         return entries
 
     def _bytes_at(self, offset: int, count: int) -> bytes:
         if not 0 <= offset <= offset + count <= self._reader.size:
-            raise StateDecodingError("it is not an archive of torch.save, or is cut short")
+            raise StateDecodingError("it is not an archive of torch.save, or is truncated")
         self._reader.seek(offset)
         out = bytearray(count)
         if self._reader.readinto(memoryview(out)) != count:
-            raise StateDecodingError("it ends too soon")
+            raise StateDecodingError("it is truncated")
         return bytes(out)
 
 
 def _entry_at(data: bytes, position: int) -> tuple[bytes, tuple[int, int], int]:
     """Return name, (offset of the local header, size) and the position of the next entry."""
     if position + _ENTRY.size > len(data):
-        raise StateDecodingError("its directory is cut short")
+        raise StateDecodingError("its directory is truncated")
     fields = _ENTRY.unpack_from(data, position)
     mark, flags, method, stored, size = fields[0], fields[3], fields[4], fields[8], fields[9]
     name_size, extra_size, comment_size, header = fields[10], fields[11], fields[12], fields[16]
@@ -168,7 +170,7 @@ def _entry_at(data: bytes, position: int) -> tuple[bytes, tuple[int, int], int]:
         raise StateDecodingError("its directory is malformed")
     size, stored, header = _with_extra(extra, [size, stored, header])
     if method or flags & _ENCRYPTED or stored != size:
-        raise StateDecodingError(f"record {name!r} is compressed or encrypted, which no checkpoint's is")
+        raise StateDecodingError(f"record {name!r} is compressed or encrypted, which records of a checkpoint never are")
     return name, (header, size), end
 
 

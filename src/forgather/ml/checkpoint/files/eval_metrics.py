@@ -29,6 +29,6 @@ def load_checkpoint_metrics(checkpoint_path: str) -> dict[str, float] | None:
     except FileNotFoundError:
         return None
     if type(loaded) is not dict:
-        raise CheckpointCorruptError(f"{path} is damaged: it should hold metrics by name")
+        raise CheckpointCorruptError(f"{path} is damaged: it must be a JSON object of metrics by name")
     metrics: dict[str, float] = loaded
     return metrics

@@ -48,11 +48,11 @@ def open_regular(path: str, *, follow: bool = False) -> int:
 
 def _require_regular(path: str, status: os.stat_result) -> None:
     if not stat.S_ISREG(status.st_mode):
-        raise _irregular(path, _KINDS.get(stat.S_IFMT(status.st_mode), "no regular file"))
+        raise _irregular(path, _KINDS.get(stat.S_IFMT(status.st_mode), "not a regular file"))
 
 
 def _irregular(path: str, kind: str) -> CheckpointCorruptError:
-    return CheckpointCorruptError(f"{path} is damaged: it is {kind}, and a file of a checkpoint is a regular file")
+    return CheckpointCorruptError(f"{path} is damaged: it is {kind}, but files of a checkpoint must be regular files")
 
 
 def read_small_file(path: str, limit: int = SMALL_FILE_BYTES, *, follow: bool = False) -> bytes:
@@ -61,7 +61,7 @@ def read_small_file(path: str, limit: int = SMALL_FILE_BYTES, *, follow: bool = 
         # Not by fstat: the file may grow while it is read.
         data = file.read(limit + 1)
     if len(data) > limit:
-        raise CheckpointCorruptError(f"{path} is damaged: it has more than {limit:,} bytes, which no such file needs")
+        raise CheckpointCorruptError(f"{path} is damaged: it has more than {limit:,} bytes, the limit for such files")
     return data
 
 
@@ -80,5 +80,5 @@ def path_inside(directory: str, relative_path: str) -> str:
     for name in os.path.dirname(relative_path).split(os.sep):
         folder = os.path.join(folder, name)
         if name and os.path.lexists(folder) and not is_real_directory(folder):
-            raise CheckpointCorruptError(f"{folder} is damaged: a folder of a checkpoint is a real directory")
+            raise CheckpointCorruptError(f"{folder} is damaged: folders of a checkpoint must be real directories")
     return os.path.join(directory, relative_path)

@@ -51,7 +51,7 @@ def read_state(path: str, record: FileRecord | None = None, *, follow: bool = Fa
         # Emptying the encoded containers keeps the peak memory near one copy of the state.
         return decode_state(encoded, budget, consume=True)
     except CheckpointError as error:
-        raise type(error)(f"{path} was refused: {error}") from error
+        raise type(error)(f"{path} was rejected: {error}") from error
 
 
 def read_weight_names(path: str) -> dict[str, torch.Tensor]:
@@ -64,12 +64,12 @@ def checked_weights(path: str, state: Any) -> dict[str, torch.Tensor]:
     """Return the tensors of a weight file by name; raise `CheckpointLoadError` if it has any other content."""
     names_fit = isinstance(state, dict) and all(type(name) is str for name in state)
     if not names_fit or not all(isinstance(tensor, torch.Tensor) for tensor in state.values()):
-        raise CheckpointLoadError(f"{path} is not a file of weights: it should hold tensors by name, and nothing else.")
+        raise CheckpointLoadError(f"{path} is not a weight file: it must contain only tensors by name.")
     weights: dict[str, torch.Tensor] = state
     for name, tensor in weights.items():
         if tensor.layout is torch.strided and tensor.nbytes > tensor.untyped_storage().nbytes():
             # Copying an expanded tensor could take any amount of memory.
-            raise CheckpointLoadError(f"{path}: tensor {name[:100]!r} repeats its memory, which no weights do.")
+            raise CheckpointLoadError(f"{path}: tensor {name[:100]!r} repeats its memory, which weights never do.")
     return weights
 
 
@@ -90,7 +90,7 @@ def _read_encoded(
             check_checksum(path, "the file", record.checksum, reader.finish())
     if refusal is not None:
         raise type(refusal)(
-            f"{path} was refused: it is not a state file, or it could run code or exhaust the memory ({refusal})"
+            f"{path} was rejected: it is not a state file, or it could run code or exhaust memory ({refusal})"
         ) from refusal
     return encoded, budget
 

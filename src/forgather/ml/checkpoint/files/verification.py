@@ -51,7 +51,7 @@ def _check_names(path: str, record: FileRecord, found: set[str]) -> None:
     listed = set(record.tensors) - {HEADER_ENTRY}
     if listed and listed != found:
         raise CheckpointCorruptError(
-            f"{path} is damaged: it has other tensors than its manifest lists; only in one of the two: "
+            f"{path} is damaged: its tensors differ from its manifest; only in one of the two: "
             f"{', '.join(sorted(listed ^ found)[:10])}"
         )
 

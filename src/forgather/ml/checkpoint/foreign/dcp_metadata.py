@@ -76,7 +76,7 @@ class DcpDirectory:
             return cls(path, tensors, dict(_by_place(stored.items())))
         except StateDecodingError as error:
             raise StateDecodingError(
-                f"{file} was refused: it describes something other than tensors, or could run code ({error})"
+                f"{file} was rejected: it describes something other than tensors, or could run code ({error})"
             ) from error
 
     def tensor(self, name: str) -> DcpTensor:
@@ -85,7 +85,7 @@ class DcpDirectory:
             return self._tensor(name)
         except StateDecodingError as error:
             file = os.path.join(self.path, METADATA_FILE)
-            raise StateDecodingError(f"{file}: tensor {name[:200]!r} is not described correctly: {error}") from error
+            raise StateDecodingError(f"{file}: tensor {name[:200]!r} has an invalid description: {error}") from error
 
     def _tensor(self, name: str) -> DcpTensor:
         state = _state_of(self.entries[name], "TensorStorageMetadata")
@@ -129,7 +129,7 @@ def _require_tiling(shape: Shape, boxes: Sequence[tuple[Shape, Shape]]) -> None:
         return
     # A missing element would keep its initial value without an error.
     if any(len(offsets) != len(shape) or len(sizes) != len(shape) for offsets, sizes in boxes):
-        raise StateDecodingError("its chunks have another number of dimensions")
+        raise StateDecodingError("its chunks have a different number of dimensions")
     cells = 1
     for axis, length in enumerate(shape):
         # The spans of each axis must be consecutive. Then the number of boxes decides whether every cell is there.
@@ -150,7 +150,7 @@ def _is(value: Any, class_name: str) -> bool:
 def _state_of(value: Any, class_name: str) -> dict[str, Any]:
     if not _is(value, class_name):
         found = value.name if type(value) is PickledRecord else f"a {type(value).__name__}"
-        raise StateDecodingError(f"it has {found[:200]} where {class_name} belongs")
+        raise StateDecodingError(f"it has {found[:200]} instead of {class_name}")
     return _dict(value.state, f"the state of {class_name}")
 
 
@@ -177,7 +177,7 @@ def _shape(value: Any) -> Shape:
 
 def _count(value: Any) -> int:
     if type(value) is not int or not 0 <= value <= _LARGEST:
-        raise StateDecodingError("a length or position is no number from 0 on")
+        raise StateDecodingError("a length or position is not a non-negative integer")
     return value
 
 

@@ -90,8 +90,8 @@ class _Names:
             return (usual or fitting)[0]
         if fitting:
             raise CheckpointLoadError(
-                f"{path} has the model's tensors under several prefixes ({abbreviate(sorted(fitting))}), and which one is "
-                "meant is unclear. Save the wanted one alone, under the key 'model', and import that."
+                f"{path} has the model's tensors under several prefixes ({abbreviate(sorted(fitting))}), so the choice is "
+                "ambiguous. Save only the wanted model, under the key 'model', and import that checkpoint."
             )
         raise self._missing(path, all_names, min(whole, key=len, default=""))
 
@@ -190,7 +190,7 @@ def _read_chunk(directory: str, stored: StoredBytes, dtype: torch.dtype, sizes: 
     descriptor = open_regular(path)
     try:
         if stored.offset + stored.length > os.fstat(descriptor).st_size:
-            raise StateDecodingError("it is shorter than .metadata says")
+            raise StateDecodingError("it is shorter than .metadata states")
         # Each chunk is an archive and has a budget for its own size, not for the size of the file.
         budget = MemoryBudget(stored.length)
         content = PlainUnpickler(
@@ -199,7 +199,7 @@ def _read_chunk(directory: str, stored: StoredBytes, dtype: torch.dtype, sizes: 
         if not isinstance(content, Tensor) or content.dtype != dtype or tuple(content.shape) != sizes:
             raise StateDecodingError("it holds something other than the tensor that .metadata describes")
     except (StateDecodingError, EOFError) as error:
-        raise StateDecodingError(f"{path} was refused at byte {stored.offset:,}: {error}") from error
+        raise StateDecodingError(f"{path} was rejected at byte {stored.offset:,}: {error}") from error
     finally:
         os.close(descriptor)
     return content

@@ -31,8 +31,8 @@ T = TypeVar("T")
 
 MODEL, OPTIMIZER, SCHEDULER, TRAINER, DATASET = "model", "optimizer", "scheduler", "trainer", "dataset"
 _REASONS = {
-    "rng": "random numbers are drawn from this run's own seed",
-    "ema": "the average begins with the imported weights",
+    "rng": "random state starts from this run's seed",
+    "ema": "the average starts from the imported weights",
 }
 
 
@@ -50,7 +50,7 @@ def foreign_owner(path: str, peers: Peers) -> Owner | None:
     owners = on_every_rank(peers, lambda: recognise(path), f"looking at {path}", CheckpointLoadError)
     if len(set(owners)) > 1:
         raise CheckpointLoadError.misfit(
-            f"Ranks see different things at {path}. All ranks must see one directory, or copies of the same one."
+            f"Ranks see different content at {path}. All ranks must see the same directory, or copies of it."
         )
     return owners[0]
 
@@ -137,7 +137,7 @@ class _Import:
         taken = [key for key in (OPTIMIZER, SCHEDULER, TRAINER) if key in wanted and key not in left_out]
         for key in taken:
             self._everywhere(lambda one=wanted[key]: self._apply(one), f"importing {key!r}")  # type: ignore[misc]
-        asked = {one.key: "skip_checkpoint_components names it" for one in skipped}
+        asked = {one.key: "it is listed in skip_checkpoint_components" for one in skipped}
         return ImportReport(
             path=self._path,
             owner=self._owner,
@@ -183,11 +183,11 @@ class _Import:
             return _attempt_with(found.scheduler, lambda state: fitting_schedule(state, component.stateful))
         if component.key == TRAINER:
             return _attempt_with(found.progress, lambda progress: _importable(progress, component.stateful))
-        return LeftOut(_REASONS.get(component.key, "it starts fresh: no part of the directory stands for it"))
+        return LeftOut(_REASONS.get(component.key, "it starts fresh: the directory has no state for it"))
 
     def _moments(self, stateful: Any, state: Any, found: ForeignState, sharing: SharingMetadataT) -> dict[str, Any]:
         if not isinstance(stateful, OptimizerState):
-            raise CheckpointLoadError(f"{type(stateful).__name__} does not know its parameters by name")
+            raise CheckpointLoadError(f"{type(stateful).__name__} does not identify its parameters by name")
         groups = stateful.state_dict()["param_groups"]
         present = [list(group["params"]) for group in groups]
         # Indices of a file per rank count only the parameters of that rank.
@@ -221,8 +221,8 @@ def _attempt_with(found: Any | LeftOut, use: Callable[[Any], Any]) -> Any | Left
 def _importable(progress: Progress, stateful: object) -> Progress:
     if not isinstance(stateful, ImportsProgress):
         raise CheckpointLoadError(
-            f"step {progress.global_step} was reached there; {type(stateful).__name__} has no import_progress(global_step, "
-            "epoch), so steps count from its own state"
+            f"the checkpoint is at step {progress.global_step}, but {type(stateful).__name__} has no "
+            "import_progress(global_step, epoch), so steps count from its current state"
         )
     return progress
 
@@ -230,9 +230,7 @@ def _importable(progress: Progress, stateful: object) -> Progress:
 def _position(progress: Progress | LeftOut) -> str:
     """Return a description of the position in the data: known only at the end of an epoch."""
     if isinstance(progress, LeftOut) or progress.epoch is None:
-        return "the position in the data is not known: it starts at the beginning"
+        return "the position in the data is unknown: the data starts at the beginning"
     if progress.epoch.is_integer():
         return f"{progress.epoch:g} epochs were complete: the next one starts at its beginning, in this run's own order"
-    return (
-        f"the position within the epoch ({progress.epoch:g} epochs were trained) is not known: the epoch starts again"
-    )
+    return f"the position within the epoch ({progress.epoch:g} epochs were trained) is unknown: the epoch starts again"

@@ -80,8 +80,8 @@ def require_same_kind(saved: Iterable[Mapping[str, Any]], present: Iterable[Mapp
     ours = {option for group in present for option in group} - _NO_KIND
     if theirs - ours and ours - theirs:
         raise CheckpointLoadError(
-            f"it belongs to another kind of optimizer: only that one has {sorted(map(str, theirs - ours))}, only this run's "
-            f"has {sorted(ours - theirs)}"
+            "it belongs to a different kind of optimizer: only the saved optimizer has "
+            f"{sorted(map(str, theirs - ours))}, only this run's has {sorted(ours - theirs)}"
         )
 
 
@@ -97,17 +97,17 @@ def _check_parts(state: Any) -> None:
     parts = state if isinstance(state, dict) else {}
     groups, moments = parts.get("param_groups"), parts.get("state")
     if not isinstance(moments, dict) or not isinstance(groups, list) or not groups:
-        raise CheckpointLoadError("it is no state of a torch optimizer: it lacks state or param_groups")
+        raise CheckpointLoadError("it is not the state of a torch optimizer: it lacks state or param_groups")
     if not all(isinstance(group, dict) and isinstance(group.get("params"), list) for group in groups):
-        raise CheckpointLoadError("it is no state of a torch optimizer: a parameter group lists no params")
+        raise CheckpointLoadError("it is not the state of a torch optimizer: a parameter group lists no params")
     if not all(type(index) in (int, str) for group in groups for index in group["params"]):
-        raise CheckpointLoadError("it is no state of a torch optimizer: its parameters are neither numbered nor named")
+        raise CheckpointLoadError("it is not the state of a torch optimizer: its parameters have no numbers or names")
 
 
 def _renamed(state: Mapping[str, Any], order: Groups, shapes: Shapes) -> dict[str, Any]:
     sizes, wanted = [len(group["params"]) for group in state["param_groups"]], [len(names) for names in order]
     if sizes != wanted:
-        raise CheckpointLoadError(f"it has groups of {sizes} parameters, and the model makes groups of {wanted}")
+        raise CheckpointLoadError(f"it has groups of {sizes} parameters, but the model has groups of {wanted}")
     pairs = zip(state["param_groups"], order, strict=True)
     names = {
         index: name for group, group_names in pairs for index, name in zip(group["params"], group_names, strict=True)
@@ -124,8 +124,7 @@ def _renamed(state: Mapping[str, Any], order: Groups, shapes: Shapes) -> dict[st
     for name, one in moments.items():
         for shape in saved_shapes(None, one) - {shapes.get(name)}:
             raise CheckpointLoadError(
-                f"the moments in the place of {name!r} have shape {list(shape)}, and the parameter has "
-                f"{list(shapes.get(name, ()))}"
+                f"the moments for {name!r} have shape {list(shape)}, but the parameter has {list(shapes.get(name, ()))}"
             )
     return renamed
 

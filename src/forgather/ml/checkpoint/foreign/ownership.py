@@ -22,14 +22,14 @@ _STATE_FILE = re.compile(r"[A-Za-z0-9][\w.-]*_state(_(rank|node)_\d+|_group_[\w.
 class Owner(enum.Enum):
     """Program that wrote a directory; the value is its description for messages."""
 
-    OURS = "a checkpoint of ours"
-    UNVERSIONED = "a checkpoint in our file layout, but without a format version and checksums"
+    OURS = "a Forgather checkpoint"
+    UNVERSIONED = "a checkpoint in Forgather's file layout, but without a format version and checksums"
     TRANSFORMERS = "a checkpoint of transformers.Trainer"
     ACCELERATE = "a checkpoint of accelerate.save_state"
     TORCH_DCP = "a checkpoint of torch.distributed.checkpoint"
     DEEPSPEED = "a checkpoint of DeepSpeed"
     HUGGING_FACE = "a directory of Hugging Face weights"
-    UNKNOWN = "not recognisably a checkpoint of ours"
+    UNKNOWN = "not recognised as a Forgather checkpoint"
 
     @property
     def is_other_program(self) -> bool:

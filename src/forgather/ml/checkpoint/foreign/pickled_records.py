@@ -105,7 +105,7 @@ class _Machine:
     def _pop(self, count: int) -> list[Any]:
         items = self.stack[-count:]
         if len(items) < count or any(item is _MARK for item in items):
-            raise StateDecodingError("its pickle lacks items")
+            raise StateDecodingError("its pickle has too few items on its stack")
         del self.stack[-count:]
         return items
 
@@ -149,7 +149,7 @@ class _Machine:
         value = self._memo[number]
         # A container that is referred to repeatedly could multiply the work of a reader.
         if type(value) in (list, dict):
-            raise StateDecodingError("its pickle refers to one container from several places")
+            raise StateDecodingError("its pickle refers to one container more than once")
         self._push(value, POINTER_BYTES)
 
     def _stack_global(self) -> None:

@@ -31,6 +31,6 @@ class ImportReport:
         """Log message that lists imported and skipped state."""
         lines = [f"Imported {self.path}, {self.owner.value}: {', '.join(self.taken) or 'nothing'}."]
         if self.left_out:
-            lines.append("Not taken over:")
+            lines.append("Not imported:")
             lines.extend(f"  - {what}: {reason}" for what, reason in self.left_out.items())
         return "\n".join(lines)

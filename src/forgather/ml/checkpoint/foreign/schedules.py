@@ -18,7 +18,7 @@ _GROUP_LISTS = ("base_lrs", "_last_lr")
 def fitting_schedule(state: Any, stateful: Any) -> dict[str, Any]:
     """Return the state in the form that `stateful` accepts, or raise `CheckpointLoadError`; change nothing."""
     if not isinstance(state, dict):
-        raise CheckpointLoadError(f"it is a {type(state).__name__}, and the state of a scheduler is a dict")
+        raise CheckpointLoadError(f"it is a {type(state).__name__}, but the state of a scheduler must be a dict")
     own: dict[str, Any] = stateful.state_dict()
     fitting = _with_own_functions(state, own)
     if hasattr(stateful, "check_state_dict"):
@@ -26,7 +26,9 @@ def fitting_schedule(state: Any, stateful: Any) -> dict[str, Any]:
     elif isinstance(stateful, LRScheduler):
         _check_like(fitting, own, type(stateful).__name__)
     else:
-        raise CheckpointLoadError(f"{type(stateful).__name__} cannot check a state that it did not write")
+        raise CheckpointLoadError(
+            f"{type(stateful).__name__} cannot check a state of another program (no check_state_dict)"
+        )
     return fitting
 
 
@@ -48,10 +50,10 @@ def _with_own_functions(state: dict[str, Any], own: Mapping[str, Any]) -> dict[s
 def _check_like(state: Mapping[str, Any], own: Mapping[str, Any], kind: str) -> None:
     unknown = sorted(str(name)[:100] for name in state if name not in own)
     if unknown:
-        raise CheckpointLoadError(f"{unknown[0]!r} belongs to another kind of scheduler than {kind}")
+        raise CheckpointLoadError(f"{unknown[0]!r} belongs to a different kind of scheduler than {kind}")
     for name, value in state.items():
         if not _is_like(value, own[name]):
-            raise CheckpointLoadError(f"{name!r} has another kind of value than in {kind}")
+            raise CheckpointLoadError(f"{name!r} has a different type of value than in {kind}")
 
 
 def _is_like(value: Any, own: Any) -> bool:

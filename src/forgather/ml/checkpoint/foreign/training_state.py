@@ -54,7 +54,7 @@ def read_training_state(path: str, owner: Owner, rank: int, world_size: int) -> 
         return _of_transformers(path)
     if owner is Owner.UNVERSIONED:
         return _of_unversioned(path, rank, world_size)
-    reason = LeftOut(f"only weights are taken from {owner.value}")
+    reason = LeftOut(f"only weights are imported from {owner.value}")
     return ForeignState(reason, reason, reason)
 
 
@@ -77,9 +77,9 @@ def _of_transformers(path: str) -> ForeignState:
     others = {} if isinstance(state, LeftOut) else _other_entries(state)
     names = sorted(os.listdir(path))
     if random_files := [name for name in names if re.match(r"rng_state(_\d+)?\.pth$", name)]:
-        others["rng"] = f"{', '.join(random_files)[:200]}: random numbers are drawn from this run's own seed"
+        others["rng"] = f"{', '.join(random_files)[:200]}: random state starts from this run's seed"
     if "scaler.pt" in names:
-        others["scaler.pt"] = "the loss scale of mixed precision is found again within a few steps"
+        others["scaler.pt"] = "the loss scale of mixed precision adapts again within a few steps"
     return ForeignState(
         optimizer=attempt(lambda: read_state(os.path.join(path, "optimizer.pt"))),
         scheduler=attempt(lambda: read_state(os.path.join(path, "scheduler.pt"))),
@@ -91,9 +91,9 @@ def _of_transformers(path: str) -> ForeignState:
 def _other_entries(state: Mapping[str, Any]) -> dict[str, str]:
     others = {}
     if state.get("best_model_checkpoint") is not None or state.get("best_metric") is not None:
-        others["best checkpoint"] = "the best is chosen again among the checkpoints of this run"
+        others["best checkpoint"] = "the best is chosen among the checkpoints of this run"
     if state.get("log_history"):
-        others["log history"] = "the history of this run begins now"
+        others["log history"] = "this run starts a new history"
     callbacks = state.get("stateful_callbacks")
     names = sorted(set(callbacks) - {"TrainerControl"}) if isinstance(callbacks, dict) else []
     if names:
@@ -135,10 +135,10 @@ def _file_of(path: str, key: str, rank: int | None) -> str | LeftOut:
         if name in names:
             return name
     if not names:
-        return LeftOut("the directory has no state of it")
+        return LeftOut("the directory has no state for it")
     return LeftOut(
-        f"{', '.join(names)[:200]} belong to single ranks of a job with another number or grouping of ranks; import with "
-        "the ranks that saved it to keep it"
+        f"{', '.join(names)[:200]} belong to single ranks of a job with a different number or grouping of ranks; import "
+        "with the same ranks to keep it"
     )
 
 
@@ -150,10 +150,10 @@ def _key_of(name: str) -> str | None:
 def _other_files(path: str) -> dict[str, str]:
     keys = {_key_of(name) for name in os.listdir(path)} - {None, "model", "optimizer", "scheduler", "trainer"}
     reasons = {
-        "rng": "random numbers are drawn from this run's own seed",
-        "dataset": "a position is only known to the loader that saved it",
+        "rng": "random state starts from this run's seed",
+        "dataset": "only the loader that saved a position can restore it",
     }
-    return {key: reasons.get(key, "its meaning is not known here") for key in sorted(map(str, keys))}
+    return {key: reasons.get(key, "it is of an unknown kind") for key in sorted(map(str, keys))}
 
 
 def _step_in_name(path: str, trainer: Any | LeftOut) -> Progress | None:
@@ -168,7 +168,7 @@ def _step_in_name(path: str, trainer: Any | LeftOut) -> Progress | None:
 def _json_object(path: str) -> dict[str, Any]:
     data = strict_json.loads(read_small_file(path), path)
     if type(data) is not dict:
-        raise CheckpointLoadError(f"{path} holds no JSON object")
+        raise CheckpointLoadError(f"{path} does not contain a JSON object")
     return data
 
 
@@ -185,7 +185,7 @@ def _progress(state: Any, path: str) -> Progress:
 
 def _step(value: Any, path: str) -> int:
     if type(value) is not int or not 0 <= value <= _LARGEST_STEP:
-        raise CheckpointLoadError(f"the global_step in {path} is no number of steps")
+        raise CheckpointLoadError(f"the global_step in {path} is not a valid number of steps")
     return value
 
 

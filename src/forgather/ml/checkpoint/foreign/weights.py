@@ -40,8 +40,8 @@ def load_foreign_weights(
         return
     if owner is Owner.DEEPSPEED and not any(map(WEIGHT_FILE.match, os.listdir(path))):
         raise CheckpointLoadError(
-            f"The weights in {path} are divided into DeepSpeed's own files, which are pickles. Run the zero_to_fp32.py that "
-            "lies in it (with --safe_serialization) and import its output."
+            f"The weights in {path} are in DeepSpeed's own files, which are pickles. Run zero_to_fp32.py from that "
+            "directory with --safe_serialization, and import its output."
         )
     location = locate_weights(path, is_foreign=True)
     location = replace(location, sharing=[*location.sharing, *sharing])
