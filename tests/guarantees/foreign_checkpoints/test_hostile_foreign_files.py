@@ -87,7 +87,7 @@ def test_a_pickle_that_runs_code_is_left_out_by_name(
     assert not marker.exists()
     (message,) = [line for line in lines if line.startswith("Imported")]
     if name in ("optimizer.pt", "scheduler.pt"):
-        assert f"  - {name.removesuffix('.pt')}: {theirs / name} was refused" in message
+        assert f"  - {name.removesuffix('.pt')}: {theirs / name} was rejected" in message
         assert (job.moments() == {}) == (name == "optimizer.pt")
         assert (job.scheduler.last_epoch == 0) == (name == "scheduler.pt")
 
@@ -115,7 +115,7 @@ def test_code_in_our_own_layout_does_not_run(name: str, tmp_path: Path) -> None:
     with captured_logs() as lines:
         ImportingJob(tmp_path / "run", TokenModel()).load(theirs)
     assert not marker.exists()
-    assert any(f"{theirs / name} was refused" in line for line in lines)
+    assert any(f"{theirs / name} was rejected" in line for line in lines)
 
 
 def test_attributes_of_a_scheduler_are_not_set_by_a_file(of_transformers: Path, tmp_path: Path) -> None:
@@ -127,7 +127,7 @@ def test_attributes_of_a_scheduler_are_not_set_by_a_file(of_transformers: Path, 
     with captured_logs() as lines:
         job.load(theirs)
     assert job.scheduler.optimizer is job.optimizer and callable(job.scheduler.step)
-    assert any("'optimizer' belongs to another kind of scheduler" in line for line in lines)
+    assert any("'optimizer' belongs to a different kind of scheduler" in line for line in lines)
 
 
 # --- weights: an error that names the file
@@ -140,7 +140,7 @@ def test_weights_that_run_code_are_an_error(write: Callable[[Path], bytes], tmp_
     (theirs / "pytorch_model.bin").write_bytes(write(marker))
     job = ImportingJob(tmp_path / "run", TokenModel())
     before = weights(job.model)
-    with pytest.raises(CheckpointError, match=r"pytorch_model\.bin was refused"):
+    with pytest.raises(CheckpointError, match=r"pytorch_model\.bin was rejected"):
         job.load(theirs)
     assert not marker.exists()
     assert all(torch.equal(tensor, before[name]) for name, tensor in job.model.state_dict().items())
@@ -190,14 +190,14 @@ def test_metadata_of_dcp_that_runs_code_is_refused(tmp_path: Path) -> None:
     metadata = dcp_directory(theirs)
     for bomb in (Bomb(marker), [metadata, Bomb(marker)]):
         rewrite(theirs, bomb)
-        refused(theirs, tmp_path, r"\.metadata was refused: .*(system|a list)")
+        refused(theirs, tmp_path, r"\.metadata was rejected: .*(system|a list)")
     metadata.state_dict_metadata["model.head.weight"] = Bomb(marker)  # type: ignore[assignment]
     rewrite(theirs, metadata)
     refused(theirs, tmp_path, "tensors of the model are not in the checkpoint: head.weight")
     metadata = dcp_directory(tmp_path / "again")
     metadata.state_dict_metadata["model.head.weight"].properties = Bomb(marker)  # type: ignore[union-attr]
     rewrite(tmp_path / "again", metadata)
-    refused(tmp_path / "again", tmp_path, "'model.head.weight' is not described correctly: its dtype is unknown")
+    refused(tmp_path / "again", tmp_path, "'model.head.weight' has an invalid description: its dtype is unknown")
     assert not marker.exists()
 
 
@@ -206,17 +206,17 @@ def test_opcodes_that_change_classes_are_refused(tmp_path: Path) -> None:
     dcp_directory(theirs)
     # BUILD on a class would set attributes of it.
     (theirs / ".metadata").write_bytes(b"\x80\x04cbuiltins\nobject\n}\x8c\x01a\x8c\x01bsb.")
-    refused(theirs, tmp_path, r"\.metadata was refused.*sets the state of a PickledGlobal")
+    refused(theirs, tmp_path, r"\.metadata was rejected.*sets the state of a PickledGlobal")
     for data in (b"", b"\x80\x04.", b"(" * 100, b"\x80\x04\x8c\xffabc", b"\x80\x02(lp0\n(i__builtin__\neval\n."):
         (theirs / ".metadata").write_bytes(data)
-        refused(theirs, tmp_path, r"\.metadata was refused")
+        refused(theirs, tmp_path, r"\.metadata was rejected")
 
 
 def test_metadata_that_takes_much_memory_is_refused(tmp_path: Path) -> None:
     theirs = tmp_path / "theirs"
     dcp_directory(theirs)
     (theirs / ".metadata").write_bytes(b"\x80\x04(" + b"}" * 3_000_000 + b"t.")
-    refused(theirs, tmp_path, r"\.metadata was refused.*memory")
+    refused(theirs, tmp_path, r"\.metadata was rejected.*memory")
 
 
 def change_of(name: str, metadata: Metadata) -> None:
@@ -261,8 +261,8 @@ def change_of(name: str, metadata: Metadata) -> None:
         ("outside", "its file has a path that"),
         ("absolute", "its file has a path that"),
         ("compressed", "it is compressed"),
-        ("past the end", r"distcp was refused at byte 1,000,000,000: it is shorter"),
-        ("other bytes", r"distcp was refused at byte"),
+        ("past the end", r"distcp was rejected at byte 1,000,000,000: it is shorter"),
+        ("other bytes", r"distcp was rejected at byte"),
         ("other tensor", "has shape"),
     ],
 )
@@ -294,5 +294,5 @@ def test_a_chunk_of_dcp_that_runs_code_is_refused(tmp_path: Path) -> None:
         stored.offset, stored.length = 0, len(bomb)
     (theirs / "__0_0.distcp").write_bytes(bomb)
     rewrite(theirs, metadata)
-    refused(theirs, tmp_path, r"__0_0\.distcp was refused at byte 0: .*never code")
+    refused(theirs, tmp_path, r"__0_0\.distcp was rejected at byte 0: .*never code")
     assert not marker.exists()

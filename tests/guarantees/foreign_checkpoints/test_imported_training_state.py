@@ -160,7 +160,7 @@ def test_a_schedule_of_another_kind_is_left_out_and_listed(trained: tuple[Path, 
     job.scheduler = StepLR(job.optimizer, step_size=1)
     with captured_logs() as lines:
         job.load(trained[0])
-    assert "  - scheduler: 'lr_lambdas' belongs to another kind of scheduler than StepLR" in report_of(lines)
+    assert "  - scheduler: 'lr_lambdas' belongs to a different kind of scheduler than StepLR" in report_of(lines)
     assert job.scheduler.last_epoch == 0
 
 
@@ -172,14 +172,16 @@ def test_a_trainer_that_cannot_import_progress_keeps_its_own(
     with captured_logs() as lines:
         job.load(trained[0])
     assert job.trainer.state == {"step": 0}
-    assert "  - trainer: step 4 was reached there; Box has no import_progress(global_step, epoch)" in report_of(lines)
+    assert "  - trainer: the checkpoint is at step 4, but Box has no import_progress(global_step, epoch)" in report_of(
+        lines
+    )
 
 
 def test_components_that_are_skipped_keep_their_state(trained: tuple[Path, Moments, Any], tmp_path: Path) -> None:
     job = ImportingJob(tmp_path, tiny_llama(2))
     with captured_logs() as lines:
         job.coordinator().load_checkpoint(str(trained[0]), skip=["optimizer"])
-    assert job.moments() == {} and "  - optimizer: skip_checkpoint_components names it" in report_of(lines)
+    assert job.moments() == {} and "  - optimizer: it is listed in skip_checkpoint_components" in report_of(lines)
 
 
 def test_only_weights_come_from_accelerate(tmp_path: Path) -> None:
@@ -190,7 +192,7 @@ def test_only_weights_come_from_accelerate(tmp_path: Path) -> None:
     assert job.moments() == {} and job.trainer.progress is None
     message = report_of(lines)
     for key in ("optimizer", "scheduler", "trainer"):
-        assert f"  - {key}: only weights are taken from a checkpoint of accelerate.save_state" in message
+        assert f"  - {key}: only weights are imported from a checkpoint of accelerate.save_state" in message
 
 
 # --- our layout without a version
@@ -231,7 +233,7 @@ def test_a_checkpoint_without_a_version_continues(num_groups: int, tmp_path: Pat
         assert job.scheduler.last_epoch == NUM_STEPS
         assert job.optimizer.param_groups[0]["lr"] == theirs.optimizer.param_groups[0]["lr"]
     else:
-        assert "  - scheduler: 'base_lrs' has another kind of value" in message
+        assert "  - scheduler: 'base_lrs' has a different type of value" in message
 
 
 def test_names_in_the_file_decide_over_any_order(tmp_path: Path) -> None:
@@ -253,8 +255,8 @@ def test_the_step_comes_from_the_name_where_the_trainer_state_has_none(tmp_path:
         job.load(tmp_path / "checkpoint-70")
     assert job.trainer.progress == (70, 0.0)
     message = report_of(lines)
-    assert "  - dataset: a position is only known to the loader that saved it" in message
-    assert "  - optimizer: the directory has no state of it" in message
+    assert "  - dataset: only the loader that saved a position can restore it" in message
+    assert "  - optimizer: the directory has no state for it" in message
 
 
 def import_moments(folder: str, output_dir: str) -> tuple[Moments, tuple[int, float] | None, list[str]]:

@@ -107,7 +107,7 @@ def test_weights_are_imported(write: Callable[[Path, Any], Path], owner: Owner, 
     expected = weights(theirs)
     assert all(torch.equal(tensor, expected[name]) for name, tensor in job.model.state_dict().items())
     (message,) = [line for line in lines if line.startswith("Imported")]
-    assert message.startswith(f"Imported {path}, {owner.value}: model (") and "Not taken over:\n  - " in message
+    assert message.startswith(f"Imported {path}, {owner.value}: model (") and "Not imported:\n  - " in message
     assert content_of(path) == before
 
 

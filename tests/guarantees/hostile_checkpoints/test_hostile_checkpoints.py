@@ -359,5 +359,5 @@ def test_an_unsealed_change_is_damage_before_anything_else(tmp_path: Path) -> No
     with pytest.raises(CheckpointError, match=r"trainer_state\.pt is damaged: the file has checksum"):
         trainer_in(tmp_path / "run").train(resume_from_checkpoint=str(newest))
     seal(newest, "trainer_state.pt")
-    with pytest.raises(CheckpointError, match=r"trainer_state\.pt was refused"):
+    with pytest.raises(CheckpointError, match=r"trainer_state\.pt was rejected"):
         trainer_in(tmp_path / "run").train(resume_from_checkpoint=str(newest))

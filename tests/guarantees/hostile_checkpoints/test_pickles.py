@@ -128,8 +128,8 @@ def test_a_bomb_is_refused(
     seal(newest, name)
     record = next(one for one in CheckpointManifest.load(str(newest / MANIFEST_NAME)).files if one.path == name)
     verify_file(str(newest), record)  # the attacker's checkpoint is consistent
-    assert [f"{name} was refused" in problem for problem in store.verify_checkpoint(str(newest))] == [True]
-    with pytest.raises(CheckpointError, match=f"{name} was refused") as refusal:
+    assert [f"{name} was rejected" in problem for problem in store.verify_checkpoint(str(newest))] == [True]
+    with pytest.raises(CheckpointError, match=f"{name} was rejected") as refusal:
         resume(output_dir, newest, weights)
     assert "likely succeed" not in str(refusal.value), "torch's advice to execute the file"
     assert resume(output_dir, None, weights).endswith("checkpoint-1")
@@ -154,8 +154,8 @@ def test_a_bomb_outside_of_a_checkpoint_is_refused(make: Callable[[Path], bytes]
     """The helpers that read any directory of weights have no manifest to go by."""
     marker = tmp_path / "marker"
     (tmp_path / "pytorch_model.bin").write_bytes(make(marker))
-    with pytest.raises(CheckpointError, match="refused"):
+    with pytest.raises(CheckpointError, match="rejected"):
         load_checkpoint(str(tmp_path))
-    with pytest.raises(CheckpointError, match="refused"):
+    with pytest.raises(CheckpointError, match="rejected"):
         read_state(str(tmp_path / "pytorch_model.bin"))
     assert not marker.exists()

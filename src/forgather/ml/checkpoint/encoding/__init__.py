@@ -1,1 +1,4 @@
-"""Encoding of state: a codec to plain containers and tensors, digests, and readers that never run code."""
+"""State encoding: a codec to plain containers and tensors, digests, and readers that never run code.
+
+`snapshot` encodes and hashes state here. `files` and `foreign` read files through these readers.
+"""

@@ -1,7 +1,8 @@
-"""Codec of state files: any supported state to and from plain containers, so that no checkpoint is unpickled as code.
+"""Codec of state files: encodes any supported state as plain containers and tensors, and decodes it again.
 
-Plain containers, numbers, text and tensors stay what they are. Any other supported value becomes a dict that carries
-its kind under the key "__forgather__" (see `codec_types`); a user's dict with that key is stored as a tagged one.
+Plain containers, numbers, text and tensors stay unchanged. Any other supported value becomes a tagged dict, with its
+kind under the key "__forgather__" (see `converters`). A user's dict that has this key is stored as a tagged dict too.
+Decoding never unpickles code. `snapshot` encodes every component, `state_files` decodes.
 """
 
 import io
@@ -21,6 +22,7 @@ T = TypeVar("T")
 
 TAG = "__forgather__"
 
+# Integers, bytes and tensors are missing here: the encoder has to check their size or their storage first.
 _ATOMS = frozenset({str, float, bool, type(None), torch.Size, torch.dtype, torch.device, torch.layout})
 _DECODED_ATOMS = _ATOMS | {int, bytes, torch.Tensor}
 _PLAIN_KEYS = frozenset({str, float, bool, type(None)})
@@ -28,28 +30,29 @@ _FACTORIES = {
     kind.__name__: kind for kind in (bool, bytes, complex, dict, float, frozenset, int, list, set, str, tuple)
 }
 
-# torch reads integers of at most 255 bytes, and writes bytes as text of up to twice their length.
+# torch.load reads integers of at most 255 bytes. torch.save writes bytes as text of up to twice their length.
 _MAX_PLAIN_INT_BITS = 1024
 _MAX_PLAIN_BYTES = 1024
 
-# Encoding, torch.save and decoding recurse, each several frames a level; this stays well inside Python's own limit.
+# Encoding, torch.save and decoding recurse with several frames per level. This stays well below Python's recursion
+# limit. A tagged mapping takes three levels in the encoded form: its parts, the list of items, and the pair.
 _MAX_DEPTH = 64
 _MAX_ENCODED_DEPTH = 3 * _MAX_DEPTH
 
-# Tagged values have a handful of named parts.
+# Tagged values have only a few named parts.
 _MOST_PARTS = 16
 _LONGEST_KEY = 200
 
-# A storage is written whole. Copying the views is worth it when they leave more than a tenth of it unused.
+# torch.save writes the full storage behind a view. Copying the views pays off when more than a tenth is unused.
 _MIN_USED_FRACTION = 0.9
 
 
 def encode_state(state: object, root: str = "") -> object:
-    """Returns the state in plain containers, sharing the memory of its tensors and arrays.
+    """Return the state in plain containers that share memory with its tensors and arrays.
 
-    Tensors are detached but not copied, except views of a storage that is not all part of the state, or that the state
-    also holds with another dtype. Raises `StateEncodingError` for a value that cannot be stored, naming its dotted
-    path (which starts with `root`).
+    Tensors are detached but not copied. Exceptions: views that use too little of their storage, and tensors that
+    share a storage with another dtype. Raises `StateEncodingError` for a value that cannot be stored; the message has
+    its dotted path, which starts with `root`.
     """
     encoder = _Encoder(root)
     encoded = encoder.encode(state)
@@ -58,16 +61,16 @@ def encode_state(state: object, root: str = "") -> object:
 
 
 def decode_state(plain: object, budget: MemoryBudget | None = None, consume: bool = False) -> object:
-    """Returns the state that `encode_state` was given, running no code that the encoded form names.
+    """Return the state that was passed to `encode_state`, without running code that the encoded form names.
 
-    Whatever no `encode_state` writes is a `StateDecodingError`; so is content that takes more memory than `budget` has.
-    `consume` empties the containers of `plain` as it goes, so that they and their copies are never all there at once.
+    Raises `StateDecodingError` for content that `encode_state` never writes, or that exceeds the memory `budget`.
+    `consume=True` empties the containers of `plain` while decoding, so that two full copies never exist at once.
     """
     return _Decoder(budget or MemoryBudget(), consume).decode(plain)
 
 
 class _TensorAliases:
-    """Detached tensors, none of which keeps a storage that is much larger than what the state shows of it."""
+    """Detached aliases of tensors, without storages that are much larger than the stored views."""
 
     def __init__(self) -> None:
         self._dtypes: dict[int, torch.dtype] = {}
@@ -75,12 +78,12 @@ class _TensorAliases:
         self._views: dict[int, list[torch.Tensor]] = defaultdict(list)
 
     def alias(self, tensor: torch.Tensor) -> torch.Tensor:
-        # detach also drops hooks and Python attributes, which torch.save would pickle
+        # detach() also drops hooks and Python attributes, which torch.save would pickle.
         alias = tensor.detach()
         if alias.layout is torch.strided and not alias.is_nested:
             storage = alias.untyped_storage()
             if self._dtypes.setdefault(storage.data_ptr(), alias.dtype) is not alias.dtype and storage.data_ptr():
-                # torch.save refuses a storage that is seen through two dtypes
+                # torch.save raises for two tensors that view the same data with different dtypes.
                 return alias.clone()
             if storage.nbytes() == alias.nbytes:
                 self._whole_storages.add(storage._cdata)
@@ -91,12 +94,15 @@ class _TensorAliases:
     def release_unused_storage(self) -> None:
         for storage_id, views in self._views.items():
             if storage_id in self._whole_storages:
+                # The full storage is written anyway, so its views cost nothing.
                 continue
+            # Equal views (tied weights) get one copy, so that they still share memory after loading.
             distinct = {_view_key(view): view for view in views}
             used = sum(_footprint(view) * view.itemsize for view in distinct.values())
             if used < _MIN_USED_FRACTION * views[0].untyped_storage().nbytes():
                 copies = {key: _compact_copy(view) for key, view in distinct.items()}
                 for view in views:
+                    # In place, because the encoded containers hold these view objects already.
                     view.data = copies[_view_key(view)]
 
 
@@ -105,14 +111,14 @@ def _view_key(view: torch.Tensor) -> tuple[Any, ...]:
 
 
 def _span(view: torch.Tensor) -> int:
-    """The number of elements from the first to the last one of a view, the ones it skips included."""
+    """Return the number of elements from the first to the last element of a view, including skipped elements."""
     if view.numel() == 0:
         return 0
     return 1 + sum((size - 1) * stride for size, stride in zip(view.shape, view.stride(), strict=True))
 
 
 def _footprint(view: torch.Tensor) -> int:
-    # an expanded tensor has more elements than memory, a strided one less elements than its span
+    # An expanded tensor has more elements than memory. A strided tensor has fewer elements than its span.
     return min(view.numel(), _span(view))
 
 
@@ -120,11 +126,15 @@ def _compact_copy(view: torch.Tensor) -> torch.Tensor:
     span = _span(view)
     if span >= view.numel():
         return view.clone()
+    # An expanded tensor stays expanded: clone() would write out every repetition.
     return view.as_strided((span,), (1,)).clone().as_strided(view.shape, view.stride(), 0)
 
 
 class _Encoder:
-    """One pass over one state; the path of the value at hand is a stack, so that only an error pays for its text."""
+    """Single-use encoder of one state.
+
+    The path of the current value is kept as a stack. Only an error formats it as text.
+    """
 
     def __init__(self, root: str) -> None:
         self.tensors = _TensorAliases()
@@ -149,6 +159,7 @@ class _Encoder:
         if kind is int:
             return value if value.bit_length() <= _MAX_PLAIN_INT_BITS else self._convert(INT, value)
         if kind is bytes:
+            # Pickle protocol 2 writes empty bytes as a call of the global `bytes`, which readers of plain data reject.
             return value if 0 < len(value) <= _MAX_PLAIN_BYTES else self._convert(BYTES, value)
         container = self._containers.get(kind)
         if container is not None:
@@ -164,6 +175,7 @@ class _Encoder:
             raise self._refusal(tensor, f"is a {kind} tensor", "Store the plain tensors that it is made of.")
 
     def _nested(self, value: object, build: Callable[[Any], Any]) -> object:
+        # Only the containers that enclose the current value are open, so a shared container is not taken for a cycle.
         if id(value) in self._open:
             raise self._refusal(value, "contains itself", "Store a state without cycles.")
         if len(self._open) >= _MAX_DEPTH:
@@ -183,12 +195,13 @@ class _Encoder:
         return [item if type(item) in _ATOMS else self._child(index, item) for index, item in enumerate(value)]
 
     def _dict(self, value: dict[Any, Any]) -> dict[Any, Any]:
+        # As a list of pairs, because a pickled dict may only have plain keys, and TAG would look like a tagged value.
         if TAG in value or not _has_plain_keys(value):
             return self._tagged_mapping("dict", value)
         return {key: self._child(key, item) for key, item in value.items()}
 
     def _ordered_dict(self, value: OrderedDict[Any, Any]) -> dict[Any, Any]:
-        # a module's state dict carries the versions of its layers in the attribute `_metadata`
+        # The state_dict of a module has the versions of its layers in the attribute `_metadata`.
         attributes = {name: self._child(name, item) for name, item in vars(value).items()}
         if not _has_plain_keys(value):
             return self._tagged_mapping("OrderedDict", value, attributes=attributes)
@@ -200,7 +213,7 @@ class _Encoder:
         factory = value.default_factory
         if factory is not None and factory not in _FACTORIES.values():
             raise self._refusal(
-                value, f"makes its defaults with {factory!r}", f"Use a dict, or one of {', '.join(_FACTORIES)}."
+                value, f"has the default factory {factory!r}", f"Use a dict, or one of {', '.join(_FACTORIES)}."
             )
         name = getattr(factory, "__name__", None)
         return self._tagged_mapping("defaultdict", value, factory=name)
@@ -233,14 +246,15 @@ def _dotted(path: list[Any]) -> str:
 
 
 def _explain(value: object) -> tuple[str, str]:
-    """Why a value cannot be stored, and what to store instead."""
-    reason = "is not data that a checkpoint can hold without running code when it is loaded"
+    """Return the reason why a value cannot be stored, and an alternative."""
+    reason = "cannot be restored from a checkpoint without running code"
     if isinstance(value, torch.Tensor):
         return "is a tensor subclass", "Store the plain tensors that it is made of."
     if isinstance(value, torch.nn.Module):
         return reason, "Store its state_dict()."
     if isinstance(value, io.IOBase):
         return reason, "Store the path of the file and the position in it."
+    # Subclasses of built-in types are rejected rather than silently reduced to the base type.
     for base in (dict, list, tuple, str, int, float, bytes, set, frozenset):
         if isinstance(value, base):
             return f"would come back as a plain {base.__name__}", f"Convert it first, with {base.__name__}(value)."
@@ -250,7 +264,7 @@ def _explain(value: object) -> tuple[str, str]:
 
 
 class _Decoder:
-    """One pass over one encoded state."""
+    """Single-use decoder of one encoded state."""
 
     def __init__(self, budget: MemoryBudget, consume: bool) -> None:
         self._path: list[Any] = []
@@ -266,11 +280,12 @@ class _Decoder:
         if kind is list or kind is tuple:
             return self._copied(plain, kind([self._child(index, item) for index, item in enumerate(plain)]))
         if kind is OrderedDict:
+            # Attributes hold `_metadata` of a module's state_dict; see the encoder.
             decoded = OrderedDict((key, self._child(key, item)) for key, item in plain.items())
             vars(decoded).update(self._values(vars(plain)))
             return self._copied(plain, decoded)
         if kind not in _DECODED_ATOMS:
-            raise StateDecodingError(f"{_dotted(self._path)} is a {kind.__name__}, which no checkpoint holds")
+            raise StateDecodingError(f"{_dotted(self._path)} is a {kind.__name__}, which a checkpoint never contains")
         return plain
 
     def _child(self, key: object, plain: object) -> object:
@@ -287,7 +302,8 @@ class _Decoder:
         return self._copied(plain, {key: self._child(key, item) for key, item in plain.items()})
 
     def _copied(self, plain: Any, decoded: T) -> T:
-        """Spent at each visit, because a pickle can refer to one container from many places."""
+        """Charge the budget for a decoded container, and empty the encoded container if it is consumed."""
+        # On every visit, because a pickle can refer to one tuple from many positions. Each visit makes a new copy.
         self._budget.spend(getsizeof(decoded))
         if self._consume and type(plain) is not tuple:
             before = getsizeof(plain)
@@ -301,13 +317,14 @@ class _Decoder:
         if build is None or len(plain) > _MOST_PARTS:
             kind = repr(tag[:100]) if isinstance(tag, str) else f"a {type(tag).__name__}"
             raise StateDecodingError(
-                f"{_dotted(self._path)} is stored as {kind}, which this version of forgather does not know"
+                f"{_dotted(self._path)} is stored as {kind}, which this version of forgather cannot read"
             )
         parts = {name: self._child(name, part) for name, part in plain.items() if name != TAG}
         self._budget.spend(SHELL_BYTES + sum(map(_memory_of_part, parts.values())))
         try:
             return build(parts)
         except StateDecodingError as error:
+            # Keep the subclass: `verification` ignores UnregisteredClassError only.
             raise type(error)(f"cannot read {_dotted(self._path)}: {error}") from None
         except (ArithmeticError, AttributeError, LookupError, RuntimeError, TypeError, ValueError) as error:
             raise StateDecodingError(
@@ -316,10 +333,11 @@ class _Decoder:
 
 
 def _memory_of_part(part: Any) -> int:
-    """What a value that is made of this part copies of it."""
+    """Return the bytes that a value built from this part copies."""
     if isinstance(part, torch.Tensor):
         return part.numel() * part.element_size()
     if type(part) in (str, bytes):
+        # Python stores a character in up to four bytes.
         return 4 * len(part)
     return SHELL_BYTES * len(part) if type(part) in (list, tuple) else 0
 

@@ -1,4 +1,8 @@
-"""How the values that `torch.load(weights_only=True)` does not read are taken apart and rebuilt, by type."""
+"""Converters by type for values that `torch.load(weights_only=True)` cannot read: NumPy, dates, paths, generators, ...
+
+Each converter splits a value into plain parts and checks the parts before it rebuilds the value. The content of a
+file is untrusted. The codec looks converters up with `find_converter` (to encode) and `CONVERTERS` (to decode).
+"""
 
 import collections
 import datetime
@@ -26,8 +30,10 @@ from forgather.ml.checkpoint.errors import CheckpointLoadError, StateDecodingErr
 from forgather.ml.checkpoint.state.rng import check_python_state, check_torch_state
 from forgather.ml.checkpoint.state.tensor_checks import Where
 
+# Not "O" (objects, which would be pickled) and not "V" (structured dtypes).
 _ARRAY_KINDS = frozenset("biufcmMSU")
 _MAX_DIMENSIONS = 64
+# np.dtype() parses any text, so its length is limited.
 _LONGEST_DTYPE = 32
 _LARGEST_POSITIONS = {"MT19937": 624, "Philox": 4}
 _BIT_GENERATORS: dict[str, Callable[[], np.random.BitGenerator]] = {
@@ -41,36 +47,39 @@ def _array_parts(array: np.ndarray) -> Parts:
         raise UnsupportedValueError(
             f"has the dtype {array.dtype}; store an array of numbers, dates or fixed-length text, or a list"
         )
+    # An array in Fortran order is stored transposed, so that its memory order survives.
     order = "F" if array.flags.f_contiguous and not array.flags.c_contiguous else "C"
     flat = np.ascontiguousarray(array.T if order == "F" else array).reshape(-1)
     flat = flat.view(np.uint8) if flat.nbytes else np.empty(0, np.uint8)
     if not flat.flags.writeable:
-        flat = flat.copy()  # torch does not share memory it must not write to
+        # torch.from_numpy warns about read-only memory, because tensors are always writable.
+        flat = flat.copy()
     return {"dtype": array.dtype.str, "shape": array.shape, "order": order, "data": torch.from_numpy(flat)}
 
 
 def _build_array(parts: Parts) -> np.ndarray:
     dtype = _array_dtype(parts["dtype"])
     if not dtype.itemsize:
-        # NumPy gives texts of no length one byte each, which no file has paid for.
-        raise StateDecodingError("a NumPy array has elements without a size")
+        # NumPy allocates at least one character for each zero-length text, which the budget does not cover.
+        raise StateDecodingError("a NumPy array has elements of size zero")
     shape = _shape(parts["shape"])[:: -1 if parts["order"] == "F" else 1]
     data = _flat_bytes(parts["data"])
     if len(data) != math.prod(shape) * dtype.itemsize:
         raise StateDecodingError(f"a NumPy array of shape {shape} and dtype {dtype} has the wrong number of bytes")
     array = np.empty(shape, dtype)
     if array.nbytes:
-        # A copy: the tensor may be mapped to a checkpoint file that rotation deletes.
+        # A copy, so that the array owns its memory and does not share the storage of the decoded tensor.
         array.reshape(-1).view(np.uint8)[:] = data
     return array.T if parts["order"] == "F" else array
 
 
 def _flat_bytes(data: object) -> np.ndarray:
-    """The bytes of a tensor that holds each of them once: a repeated one would become any amount of memory."""
+    """Return the bytes of a contiguous 1-D uint8 tensor."""
+    # An expanded tensor repeats its bytes: copying it could take any amount of memory.
     if not isinstance(data, torch.Tensor) or data.dtype != torch.uint8 or data.layout is not torch.strided:
-        raise StateDecodingError("its bytes are not a tensor of bytes")
+        raise StateDecodingError("its bytes are not a uint8 tensor")
     if data.is_meta or data.ndim != 1 or not data.is_contiguous():
-        raise StateDecodingError("its bytes do not lie one after another")
+        raise StateDecodingError("its bytes are not contiguous")
     return data.cpu().numpy()
 
 
@@ -82,7 +91,8 @@ def _shape(shape: Any) -> tuple[int, ...]:
 
 
 def _exactly(value: object, kind: type | tuple[type, ...], what: str) -> Any:
-    """`value` if its type is one of these: a value that iterates or converts itself could take for ever."""
+    """Return `value` if its type is one of `kind`, else raise `StateDecodingError`."""
+    # Exact types, because builders iterate and convert their arguments: a huge range or a tensor could take for ever.
     kinds = kind if isinstance(kind, tuple) else (kind,)
     if type(value) not in kinds:
         raise StateDecodingError(f"{what} is a {type(value).__name__}, not a {kinds[0].__name__}")
@@ -90,10 +100,10 @@ def _exactly(value: object, kind: type | tuple[type, ...], what: str) -> Any:
 
 
 def _numbers(values: Any, most: int) -> tuple[int, ...]:
-    """A short tuple of integers; JSON gives it back as a list."""
-    _exactly(values, (tuple, list), "what should be a tuple of numbers")
+    """Return at most `most` integers as a tuple; state that was stored as JSON has a list here."""
+    _exactly(values, (tuple, list), "a field for integers")
     if len(values) > most or not all(type(value) is int for value in values):
-        raise StateDecodingError("what should be a few integers is something else")
+        raise StateDecodingError("a field for integers has too many values, or values of other types")
     return tuple(values)
 
 
@@ -104,6 +114,7 @@ def _items(parts: Parts) -> list[Any]:
 
 def _distinct(parts: Parts) -> list[Any]:
     items = _items(parts)
+    # Equal hashes would make building the set take quadratic time.
     count_hashes(items)
     return items
 
@@ -113,14 +124,14 @@ def _array_dtype(name: object) -> np.dtype:
         raise StateDecodingError("the dtype of a NumPy value is malformed")
     dtype = np.dtype(name)
     if dtype.kind not in _ARRAY_KINDS:
-        raise StateDecodingError(f"a NumPy value has the dtype {name!r}, which a checkpoint never holds")
+        raise StateDecodingError(f"a NumPy value has the dtype {name!r}, which a checkpoint never contains")
     return dtype
 
 
 def _numpy_scalar_parts(value: Any) -> Parts:
     if value.dtype.kind not in _ARRAY_KINDS:
         raise UnsupportedValueError(f"has the dtype {value.dtype}; store its fields as plain values")
-    # Not as an array element for text: NumPy drops trailing zeros when it reads those back, and in str(value).
+    # Text is not stored as an array element: NumPy drops trailing zeros when it reads one back, and in str(value).
     if isinstance(value, np.str_):
         return {"dtype": value.dtype.str, "value": str.__str__(value)}
     return {"dtype": value.dtype.str, "value": bytes(value) if isinstance(value, np.bytes_) else value.tobytes()}
@@ -153,7 +164,8 @@ def _build_random_state(parts: Parts) -> np.random.RandomState:
 
 
 def _bit_generator_for(state: Any) -> np.random.BitGenerator:
-    """A new bit generator for a state that it can take: NumPy reads past the end of its buffer for a bad position."""
+    """Return a new bit generator that can load `state`, or raise `StateDecodingError`."""
+    # NumPy does not check the position: a bad one makes it read past the end of its buffer.
     _exactly(state, dict, "the state of a NumPy generator")
     bit_generator = _BIT_GENERATORS[state["bit_generator"]]()
     expected = bit_generator.state
@@ -163,7 +175,7 @@ def _bit_generator_for(state: Any) -> np.random.BitGenerator:
     if not all(type(position) is int and 0 <= position <= largest for position in positions):
         raise StateDecodingError("the position of a NumPy generator in its buffer is out of range")
     if not _is_like(state, expected) or not any(map(np.any, _words_of(state))):
-        # From zeros alone a generator makes zeros for ever, and normal numbers never.
+        # From an all-zero state a generator only returns zeros, and drawing normal numbers never ends.
         raise StateDecodingError("the state of a NumPy generator is malformed")
     return bit_generator
 
@@ -174,9 +186,9 @@ def _words_of(state: dict[str, Any]) -> list[Any]:
 
 
 def _is_like(value: object, expected: object) -> bool:
-    """Whether a generator's state has the entries, types and array shapes that a new generator's has."""
+    """Return whether a state has the entries, types and array shapes of a new generator's state."""
     if isinstance(expected, dict):
-        # RandomState adds the entries of its Gaussian numbers.
+        # Extra entries are fine: RandomState adds the entries of its Gaussian numbers.
         return type(value) is dict and all(key in value and _is_like(value[key], expected[key]) for key in expected)
     if isinstance(expected, np.ndarray):
         return isinstance(value, np.ndarray) and value.shape == expected.shape and value.dtype == expected.dtype
@@ -191,11 +203,12 @@ _PATH_CLASSES = {
 
 
 def _path_parts(path: pathlib.PurePath) -> Parts:
+    # A concrete path is stored as "Path", so that it becomes the class of the system that loads it.
     return {"kind": "Path" if isinstance(path, pathlib.Path) else type(path).__name__, "path": str(path)}
 
 
 def _ordered(items: Set[object]) -> list[object]:
-    # The order of a set differs from process to process: files and digests of equal sets must not.
+    # The iteration order of a set differs between processes. Files and digests of equal sets must not differ.
     return sorted(items, key=lambda item: (type(item).__qualname__, repr(item)))
 
 
@@ -228,6 +241,7 @@ def _build_random(parts: Parts) -> random.Random:
 
 
 def _build_torch_generator(parts: Parts) -> torch.Generator:
+    # set_state() does not check everything: a bad position would read beyond the state. See `check_torch_state`.
     generator = torch.Generator(device=_exactly(parts["device"], torch.device, "the device of a generator"))
     state = parts["state"]
     if generator.device.type == "cpu":
@@ -236,7 +250,7 @@ def _build_torch_generator(parts: Parts) -> torch.Generator:
         except CheckpointLoadError as error:
             raise StateDecodingError("the state of a torch generator is malformed") from error
     elif len(_flat_bytes(state)) != generator.get_state().numel():
-        raise StateDecodingError("the state of a torch generator has another length than this torch's")
+        raise StateDecodingError("the state of a torch generator has a different length than in this version of torch")
     generator.set_state(state.cpu())
     return generator
 
@@ -250,7 +264,7 @@ def _raw_bytes(parts: Parts) -> bytes:
 
 
 def _build_deque(parts: Parts) -> collections.deque[Any]:
-    _exactly(parts["maxlen"], (type(None), int), "the longest length of a deque")
+    _exactly(parts["maxlen"], (type(None), int), "the maxlen of a deque")
     return collections.deque(_items(parts), parts["maxlen"])
 
 
@@ -334,13 +348,15 @@ CONVERTERS: dict[str, Converter] = {
 
 
 def find_converter(value: Any) -> Converter | None:
-    """Returns the converter for a value, or None when values of its type cannot be stored."""
+    """Return the converter for a value, or None if values of its type cannot be stored."""
     kind = type(value)
     converter = _BY_TYPE.get(kind)
     if converter is not None:
         return converter
     if issubclass(kind, np.generic):
+        # A subclass of a NumPy scalar type would come back as the base type.
         return _NUMPY_SCALAR if kind is value.dtype.type else None
     if issubclass(kind, torch.nn.Module):
+        # A module may be a dataclass too, but its fields are not its state_dict().
         return None
     return find_class_converter(kind)

@@ -1,4 +1,8 @@
-"""Digests of state: whole-content ones that prove two copies equal, and a cheap fingerprint from a sample."""
+"""Digests of state: full-content hashes that prove two copies equal, and a cheap hash of sampled values.
+
+Digests do not depend on device, strides or the order of dict keys. `replicas` compares them between ranks. `snapshot`
+and `sharing` combine them into one hash.
+"""
 
 import hashlib
 import re
@@ -15,19 +19,22 @@ from forgather.ml.checkpoint.errors import StateEncodingError
 
 _STAGING_BYTES = 16 * 2**20
 _NUM_SAMPLES = 64
+# Longer texts are cut and get a hash instead, because ranks exchange these descriptions.
 _MAX_REPR_LENGTH = 80
 _INTEGERS_BY_SIZE = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 _NUMPY_DTYPES = frozenset(
     {torch.float32, torch.float64, torch.float16, torch.int64, torch.int32, torch.uint8, torch.bool}
 )
+# Default reprs contain the memory address, which differs between ranks.
 _MEMORY_ADDRESS = re.compile(r" at 0x[0-9a-fA-F]+")
 
 
 def iter_leaves(state: object, path: str = "") -> Iterator[tuple[str, Any]]:
-    """Yields (dotted path, value) for everything in nested dicts, lists and tuples; an empty container is a leaf."""
+    """Yield (dotted path, value) for each leaf of nested dicts, lists and tuples; an empty container is a leaf."""
     items: Iterable[tuple[Any, Any]]
     if isinstance(state, Mapping):
         items = state.items()
+    # torch.Size is a tuple, but it is one value.
     elif isinstance(state, list | tuple) and not isinstance(state, torch.Size):
         items = enumerate(state)
     else:
@@ -42,9 +49,9 @@ def iter_leaves(state: object, path: str = "") -> Iterator[tuple[str, Any]]:
 
 
 def leaves_by_path(state: object) -> dict[str, Any]:
-    """Returns the leaves of a state by dotted path; those that would share a path get "#2", "#3", ... appended.
+    """Return the leaves of a state by dotted path; repeated paths get "#2", "#3", ... appended.
 
-    {"a.b": 1} and {"a": {"b": 1}} have the same path, and so have the keys 1 and "1": none may hide the other.
+    {"a.b": 1} and {"a": {"b": 1}} have the same path, and so do the keys 1 and "1". No leaf may hide another.
     """
     leaves: dict[str, Any] = {}
     for path, leaf in iter_leaves(state):
@@ -57,7 +64,7 @@ def leaves_by_path(state: object) -> dict[str, Any]:
 
 
 def iter_chunks(tensor: torch.Tensor) -> Iterator[torch.Tensor]:
-    """Yields views of at most 16 MB that make up a dense tensor in logical order."""
+    """Yield views of at most 16 MiB that cover a dense tensor in logical order."""
     if tensor.nbytes <= _STAGING_BYTES:
         yield tensor
         return
@@ -68,36 +75,37 @@ def iter_chunks(tensor: torch.Tensor) -> Iterator[torch.Tensor]:
 
 
 def tensor_digest(tensor: torch.Tensor) -> str:
-    """Returns the xxh3_128 of a tensor's bytes in logical order, whatever its strides and device, without a full copy.
+    """Return the xxh3_128 hash of a tensor's bytes in logical order, without a full copy.
 
-    Dtype and shape are not part of it. A tensor without content (on the meta device) has a digest of its own.
+    Strides, device, dtype and shape do not change the hash. Tensors on the meta device have no content and share one
+    fixed hash.
     """
     return _TensorHasher().digest(tensor)
 
 
 def state_digests(state: object) -> dict[str, str]:
-    """Returns by dotted path a text that is equal for equal content: kind, dtype and shape, then value or digest."""
+    """Return a text per dotted path that is equal for equal content: kind, dtype and shape, then value or digest."""
     hasher = _TensorHasher()
     return {path: _describe(leaf, hasher.digest) for path, leaf in leaves_by_path(state).items()}
 
 
 def compute_state_hash(state_dict: object) -> str:
-    """Returns a SHA-256 (64 hex characters) of structure, dtypes, shapes and a sample of each tensor's values.
+    """Return a SHA-256 hash (64 hex characters) of structure, dtypes, shapes and a sample of each tensor's values.
 
-    Cheap, so that it can be taken often: a change outside the sampled elements goes unnoticed. The order of the keys
-    of a dict does not matter.
+    The hash is cheap, but does not detect a change outside the sampled elements. The order of dict keys does not
+    matter.
     """
     leaves = leaves_by_path(state_dict)
     return combine_digests({path: _describe(leaf, _sample_digest) for path, leaf in leaves.items()})
 
 
 def combine_digests(digests: Mapping[str, str]) -> str:
-    """Returns one SHA-256 for the digests of a whole state, independent of their order."""
+    """Return one SHA-256 hash for the digests of a state, independent of their order."""
     return hashlib.sha256(repr(sorted(digests.items())).encode("utf-8", "backslashreplace")).hexdigest()
 
 
 class _TensorHasher:
-    """Hashes tensors one after the other through one staging buffer, which is made when first needed."""
+    """Hasher of tensors with one reused staging buffer, which is allocated on first use."""
 
     def __init__(self) -> None:
         self._staging: torch.Tensor | None = None
@@ -106,6 +114,7 @@ class _TensorHasher:
         if tensor.requires_grad or type(tensor) is not torch.Tensor:
             tensor = tensor.detach()
         if _is_plain(tensor):
+            # One call for the usual case. It returns the same digest as the streaming hash below.
             return xxhash.xxh3_128_hexdigest(_byte_view(tensor))
         state = xxhash.xxh3_128()
         self._update(state, tensor)
@@ -121,10 +130,12 @@ class _TensorHasher:
         elif _is_plain(tensor):
             state.update(_byte_view(tensor))
         else:
+            # Tensors on an accelerator or with strides pass through CPU memory in chunks, to bound the copy.
             for chunk in iter_chunks(tensor):
                 state.update(_byte_view(self._stage(chunk)))
 
     def _stage(self, tensor: torch.Tensor) -> torch.Tensor:
+        # The buffer has the size of the largest chunk so far: many states have only small tensors.
         if self._staging is None or self._staging.numel() < tensor.nbytes:
             self._staging = torch.empty(tensor.nbytes, dtype=torch.uint8)
         staged = self._staging[: tensor.nbytes].view(tensor.dtype).view(tensor.shape)
@@ -132,7 +143,8 @@ class _TensorHasher:
 
 
 def _is_plain(tensor: torch.Tensor) -> bool:
-    """Whether the bytes of a tensor lie in memory in logical order, ready to be read."""
+    """Return whether the bytes of a tensor lie in CPU memory in logical order."""
+    # Conjugated and negated views are lazy: their memory holds other values than the tensor shows.
     return (
         type(tensor) is torch.Tensor
         and tensor.is_cpu
@@ -144,15 +156,16 @@ def _is_plain(tensor: torch.Tensor) -> bool:
 
 
 def _byte_view(tensor: torch.Tensor) -> Any:
-    # the shorter way where NumPy has the dtype: with many small tensors this call costs as much as the hash
+    # The shorter path where NumPy has the dtype: for many small tensors this call costs as much as the hash.
     if tensor.dtype in _NUMPY_DTYPES:
         return tensor.numpy()
     return tensor.view(-1).view(torch.uint8).numpy()
 
 
 def dense_components(tensor: torch.Tensor) -> list[torch.Tensor] | None:
-    """Returns the dense tensors that hold the content of a sparse, nested or wrapping tensor; None for a dense one."""
+    """Return the dense tensors that hold the content of a sparse, nested or wrapper tensor; None for a dense tensor."""
     if tensor.layout is torch.sparse_coo:
+        # Equal sparse tensors can have their entries in any order, and repeated. Coalescing sorts and sums them.
         coalesced = tensor.coalesce()
         return [coalesced.indices(), coalesced.values()]
     if tensor.layout in (torch.sparse_csr, torch.sparse_bsr):
@@ -170,7 +183,7 @@ def dense_components(tensor: torch.Tensor) -> list[torch.Tensor] | None:
 
 
 def _sample_digest(tensor: torch.Tensor) -> str:
-    """A digest of evenly spaced elements, the first and the last among them."""
+    """Return a digest of evenly spaced elements, including the first and the last."""
     tensor = tensor.detach()
     components = dense_components(tensor)
     if components is not None:
@@ -182,12 +195,13 @@ def _sample_digest(tensor: torch.Tensor) -> str:
 
 def _sample(tensor: torch.Tensor) -> torch.Tensor:
     if not (tensor.is_conj() or tensor.is_neg() or tensor.is_quantized):
-        # as integers, because not every dtype (float8) can be indexed
+        # View as integers, because some dtypes (float8) do not support indexing.
         tensor = tensor.view(_INTEGERS_BY_SIZE.get(tensor.itemsize, tensor.dtype))
     positions = _sample_positions(tensor.numel()).to(tensor.device)
     if tensor.is_contiguous():
         sample = tensor.view(-1)[positions]
     else:
+        # Flattening a strided tensor would copy all of it.
         sample = tensor[torch.unravel_index(positions, tensor.shape)]
     return sample.cpu().resolve_conj().resolve_neg()
 
@@ -219,7 +233,7 @@ def _array_digest(array: np.ndarray) -> str:
 
 
 def _object_text(leaf: object) -> str:
-    """The content of an object as a checkpoint would store it, or what it says of itself when it cannot be stored."""
+    """Return the digest of an object's encoded state, or its repr if it cannot be encoded."""
     try:
         encoded = encode_state(leaf)
     except StateEncodingError:

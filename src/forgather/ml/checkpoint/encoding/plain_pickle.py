@@ -1,8 +1,8 @@
-"""Unpickler of plain data: the few pickle opcodes and constructors that `torch.save` uses for containers and tensors.
+"""Restricted unpickler: only the pickle opcodes and constructors that `torch.save` uses for containers and tensors.
 
-It replaces `torch.load`, whose list of allowed constructors includes some that allocate as much memory as a file asks
-for (`bytearray`, `torch.Tensor`, storages). Objects spend from the file's memory budget; tensors stay inside their
-storages, and storages are read from the archive.
+It replaces `torch.load(weights_only=True)`, which allows constructors that allocate as much memory as a file requests
+(`bytearray`, `torch.Tensor`, storages). Here every object is charged to the file's memory budget, and a tensor cannot
+reach beyond its storage. `state_files` and `dcp_weights` read with it.
 """
 
 import struct
@@ -45,11 +45,11 @@ _LAYOUTS: dict[str, torch.layout] = {
 
 
 class _Constructor(str):
-    """The name of a global that the pickle may call or refer to."""
+    """Name of a global that the pickle may call or refer to."""
 
 
 class _Storage:
-    """A storage of the archive, and the dtype in which its persistent id counts elements."""
+    """Storage of the archive, with the dtype of its persistent id (the unit of its element count)."""
 
     def __init__(self, content: torch.UntypedStorage, dtype: torch.dtype) -> None:
         self.content = content
@@ -57,7 +57,7 @@ class _Storage:
 
 
 class PlainUnpickler:
-    """Rebuilds what one archive holds; `with_data=False` gives tensors on the meta device."""
+    """Unpickler of one archive; `with_data=False` builds tensors on the meta device without reading their content."""
 
     def __init__(self, archive: TorchArchive, budget: MemoryBudget, with_data: bool = True) -> None:
         self._archive = archive
@@ -72,13 +72,14 @@ class PlainUnpickler:
         self._position = 0
 
     def load(self) -> object:
-        """Return the object that the archive's pickle describes."""
+        """Return the object that the archive's pickle describes; raise `StateDecodingError` if it is malformed."""
         self._data = bytes(self._archive.read("data.pkl"))
         self._budget.allow_objects(len(self._data))
         try:
             return self._run()
         except CheckpointError:
             raise
+        # The handlers trust the stack, so a malformed pickle can fail in any of these ways.
         except (AttributeError, IndexError, KeyError, TypeError, ValueError, OverflowError, RuntimeError) as error:
             raise StateDecodingError(f"its pickle is malformed ({type(error).__name__}: {error})") from error
 
@@ -87,13 +88,14 @@ class PlainUnpickler:
         while (opcode := self._take(1)) != _STOP:
             handler = handlers.get(opcode)
             if handler is None:
-                raise StateDecodingError(f"its pickle uses the opcode {opcode!r}, which no checkpoint's does")
+                raise StateDecodingError(f"its pickle uses the opcode {opcode!r}, which checkpoints never use")
             handler()
         (result,) = self._stack
         return result
 
     def _handlers(self) -> dict[bytes, Callable[[], None]]:
-        """The handler of each opcode that is allowed; the letters are those of the pickle protocol."""
+        """Return the handler of each allowed opcode, by its byte in the pickle protocol (see `pickletools`)."""
+        # Small integers, constants and the empty tuple are singletons of CPython and cost nothing.
         push, unsigned, take, pop = self._push, self._unsigned, self._take, self._stack.pop
         return {
             b"\x80": self._protocol,
@@ -131,7 +133,7 @@ class PlainUnpickler:
     def _take(self, count: int) -> bytes:
         taken = self._data[self._position : self._position + count]
         if len(taken) != count:
-            raise StateDecodingError("its pickle is cut short")
+            raise StateDecodingError("its pickle is truncated")
         self._position += count
         return taken
 
@@ -141,6 +143,7 @@ class PlainUnpickler:
     def _push(self, value: object, memory: int) -> None:
         self._budget.spend(memory)
         self._stack.append(value)
+        # The list of the stack itself is charged only when it reaches a new peak.
         if len(self._stack) > self._highest:
             self._highest = len(self._stack)
             self._budget.spend(POINTER_BYTES)
@@ -148,12 +151,12 @@ class PlainUnpickler:
     def _pop(self, count: int) -> list[Any]:
         items = self._stack[-count:]
         if len(items) < count or any(item is _MARK for item in items):
-            raise StateDecodingError("its pickle lacks items")
+            raise StateDecodingError("its pickle has too few items on its stack")
         del self._stack[-count:]
         return items
 
     def _pop_to_mark(self) -> list[Any]:
-        # From the top, where the mark is: a search from below would make nested marks quadratic.
+        # Search from the top: from the bottom, nested marks would take quadratic time.
         number = len(self._stack) - 1
         while self._stack[number] is not _MARK:
             number -= 1
@@ -164,27 +167,30 @@ class PlainUnpickler:
         return items
 
     def _remember(self, number: int) -> None:
-        """Pickles number what they may refer to in order, which takes a list and not a dict."""
+        """Add the top of the stack to the memo."""
+        # Picklers number memo entries in sequence, so a list is enough. A dict with arbitrary keys would cost more.
         if number != len(self._memo):
-            raise StateDecodingError("its pickle does not number its objects in order")
+            raise StateDecodingError("its pickle numbers its memo entries out of order")
         self._budget.spend(POINTER_BYTES)
         self._memo.append(self._stack[-1])
 
     def _refer_to(self, number: int) -> None:
-        """Push what was numbered; a container that lies in two places could be in any number of them."""
+        """Push a memo entry."""
         value = self._memo[number]
+        # Containers that refer to each other repeatedly would grow exponentially when the decoder copies them.
         if type(value) in _CONTAINERS:
-            raise StateDecodingError("its pickle refers to one container from several places")
+            raise StateDecodingError("its pickle refers to one container more than once")
         self._push(value, 0)
 
     # --- atoms
 
     def _protocol(self) -> None:
         if self._unsigned(1) != _PROTOCOL:
-            raise StateDecodingError("its pickle has another protocol than torch.save writes")
+            raise StateDecodingError("its pickle does not use the protocol of torch.save")
 
     def _text(self) -> None:
         size = self._unsigned(4)
+        # Pickle writes lone surrogates (undecodable bytes of file names) with this error handler.
         text = str(self._take(size), "utf-8", "surrogatepass")
         self._push(text, getsizeof(text))
 
@@ -193,6 +199,7 @@ class PlainUnpickler:
         self._push(int.from_bytes(self._take(size), "little", signed=True), SCALAR_BYTES + size)
 
     def _global(self) -> None:
+        # A global is two lines of text: module and name.
         end = self._data.find(b"\n", self._data.find(b"\n", self._position) + 1)
         lines = self._data[self._position : end].decode("ascii").split("\n") if end > 0 else []
         if len(lines) != 2 or end - self._position > 200:
@@ -204,7 +211,9 @@ class PlainUnpickler:
         elif f"{module}.{name}" in _CONSTRUCTORS or (module == "torch" and name in _STORAGE_DTYPES):
             self._push(_Constructor(f"{module}.{name}"), 4 * SCALAR_BYTES)
         else:
-            raise StateDecodingError(f"its pickle refers to {module}.{name}, and a checkpoint holds data, never code")
+            raise StateDecodingError(
+                f"its pickle refers to {module}.{name}, but a checkpoint contains data, never code"
+            )
 
     # --- containers
 
@@ -227,14 +236,14 @@ class PlainUnpickler:
         if not all(key is None or type(key) in (str, int, float, bool) for key in keys):
             raise StateDecodingError("its pickle has a dict with keys other than text and numbers")
         if not all(type(key) is str for key in keys):
-            # Python randomises the hashes of text alone; those of numbers can be made to collide.
+            # Python randomises the hashes of text only. Hashes of numbers can be made to collide.
             count_hashes(keys, self._hash_counts.setdefault(id(target), Counter()))
         before = getsizeof(target)
         target.update(zip(keys, items[1::2], strict=True))
         self._budget.spend(getsizeof(target) - before)
 
     def _build(self) -> None:
-        """Attributes of an OrderedDict: the state dict of a module keeps the versions of its layers there."""
+        """Set attributes of an OrderedDict: the state_dict of a module has the versions of its layers there."""
         attributes, target = self._stack.pop(), self._stack[-1]
         if type(target) is not OrderedDict or type(attributes) is not dict or set(attributes) - {"_metadata"}:
             raise StateDecodingError("its pickle sets attributes of an object")
@@ -244,10 +253,10 @@ class PlainUnpickler:
         arguments, function = self._stack.pop(), self._stack.pop()
         build = _CONSTRUCTORS.get(function) if type(function) is _Constructor else None
         if build is None or type(arguments) is not tuple:
-            raise StateDecodingError("its pickle calls what is not a constructor of data")
+            raise StateDecodingError("its pickle calls something other than a constructor of plain data")
         made = build(*arguments)
         if isinstance(made, torch.Tensor) and made.layout is torch.strided and not made.is_meta:
-            # A tensor that repeats its memory, which becomes as large as it looks when somebody copies it.
+            # An expanded tensor repeats its memory. A later copy of it takes its full size, so charge that now.
             self._budget.spend(max(0, made.nbytes - made.untyped_storage().nbytes()))
         self._push(made, len(made) if type(made) is bytes else TENSOR_BYTES)
 
@@ -264,11 +273,13 @@ class PlainUnpickler:
         dtype = torch.uint8 if storage_type == _UNTYPED else _STORAGE_DTYPES[name]
         if key not in self._storages:
             self._storages[key] = self._read_storage(key)
+        # On every reference: each persistent id states its own size for the same storage.
         if _sized(count) * dtype.itemsize != self._storages[key].nbytes():
-            raise StateDecodingError(f"storage {key[:100]!r} has another size than its pickle says")
+            raise StateDecodingError(f"storage {key[:100]!r} has a different size than in its pickle")
         self._push(_Storage(self._storages[key], dtype), TENSOR_BYTES)
 
     def _read_storage(self, key: str) -> torch.UntypedStorage:
+        # The size comes from the archive's directory, which is bounded by the file, and not from the pickle.
         size = self._archive.size_of(f"data/{key}")
         if not self._with_data:
             return torch.empty(size, dtype=torch.uint8, device="meta").untyped_storage()
@@ -281,7 +292,7 @@ class PlainUnpickler:
 
 def _sized(value: object) -> int:
     if type(value) is not int or not 0 <= value <= _LARGEST_SIZE:
-        raise StateDecodingError(f"a {type(value).__name__} out of range is neither a size nor a position")
+        raise StateDecodingError(f"a size or position is out of range or not an integer ({type(value).__name__})")
     return value
 
 
@@ -322,7 +333,7 @@ def _tensor(
     shape, strides = _sizes(size), _sizes(stride)
     if type(storage) is not _Storage or type(dtype) is not torch.dtype or len(shape) != len(strides):
         raise StateDecodingError("a tensor is malformed")
-    # torch would enlarge the storage to what the shape asks for.
+    # Check the bounds here, because torch would resize the storage to fit the shape.
     last = sum((length - 1) * step for length, step in zip(shape, strides, strict=True))
     needed = 0 if 0 in shape else (_sized(offset) + last + 1) * dtype.itemsize
     if needed > storage.content.nbytes() or _sized(offset) * dtype.itemsize > storage.content.nbytes():
@@ -333,7 +344,7 @@ def _tensor(
 
 
 def _seen_as(tensor: torch.Tensor, metadata: object) -> torch.Tensor:
-    """Conjugated and negated views, whose memory holds other values than they show."""
+    """Restore the conjugate and negative bits of a lazy view."""
     if metadata is None:
         return tensor
     if type(metadata) is not dict or not set(metadata) <= {"conj", "neg"} or set(metadata.values()) - {True}:
@@ -348,7 +359,7 @@ def _meta_tensor(dtype: Any, size: object, stride: object, _requires_grad: objec
 
 
 def _sparse_tensor(layout: object, data: object) -> torch.Tensor:
-    """A sparse tensor whose indices were checked: torch trusts them when it computes."""
+    """Build a sparse tensor with `check_invariants=True`, because torch operations trust the indices."""
     if type(data) is not tuple or not _MOST_SPARSE_PARTS[0] <= len(data) <= _MOST_SPARSE_PARTS[1]:
         raise StateDecodingError("a sparse tensor is malformed")
     parts: list[Any]
@@ -365,7 +376,8 @@ def _sparse_tensor(layout: object, data: object) -> torch.Tensor:
 
 
 def _bytes(text: object, encoding: object) -> bytes:
-    """How protocol 2 writes bytes; other encodings could take very long."""
+    """Return bytes from the text form of pickle protocol 2."""
+    # Only this codec: others could run very long (bz2, idna).
     if type(text) is not str or encoding not in ("latin1", "latin-1"):
         raise StateDecodingError("its pickle encodes text in an unexpected way")
     return text.encode("latin-1")
@@ -377,11 +389,13 @@ def _device(kind: Any, index: Any = None) -> torch.device:
 
 def _ordered_dict(*arguments: object) -> OrderedDict[Any, Any]:
     if arguments:
-        raise StateDecodingError("its pickle makes an OrderedDict of something")
+        raise StateDecodingError("its pickle passes arguments to OrderedDict")
     return OrderedDict()
 
 
 _UNTYPED = "torch.storage.UntypedStorage"
+# Parameters come back as plain tensors. `UntypedStorage` is listed because a persistent id may name it. A call of it
+# builds nothing, unlike in torch, where it allocates.
 _CONSTRUCTORS: dict[str, Callable[..., Any]] = {
     "collections.OrderedDict": _ordered_dict,
     "torch._utils._rebuild_tensor_v2": _tensor_v2,

@@ -1,8 +1,8 @@
-"""Memory budget of decoding: what a file of n bytes may become, whatever it says.
+"""Memory budget of decoding: limits how much memory an untrusted file of n bytes can make its reader allocate.
 
-Tensors, texts and bytes: at most 4 n + 64 MiB. Python objects have a price of their own, since a list of a million numbers
-takes more memory than its file: at most 24 bytes for each byte of the pickle that describes them, which no state that
-was saved exceeds. Readers of state files, JSON and codec values spend from one budget before they allocate.
+Decoding may take 4 n + 64 MiB, plus 24 bytes for each byte of a pickle, because Python objects are larger than
+their pickled form. No saved state exceeds these limits. The archive reader, the unpicklers and the decoder charge one
+`MemoryBudget` per file. `strict_json` compares an estimate with `budget_of`.
 """
 
 from collections import Counter
@@ -14,27 +14,30 @@ FACTOR = 4
 OBJECT_FACTOR = 24
 FREE_BYTES = 64 * 2**20
 READER_BYTES = 32 * 2**20
-"""What of it the buffers of a `HashingReader` and its thread take."""
+"""Part of `FREE_BYTES` that the buffers of a `HashingReader` and its thread take."""
 
 POINTER_BYTES = 9
-"""A reference in a list that grows."""
+"""Bytes of one reference in a growing list."""
 SCALAR_BYTES = 32
 SHELL_BYTES = 72
-"""A list or dict without its entries."""
+"""Bytes of a list or dict without its entries."""
 TENSOR_BYTES = 512
-"""A tensor and its storage as Python objects, without the content."""
+"""Bytes of the Python objects of a tensor and its storage, without the content."""
 
-# Sets and dicts take quadratic time when many keys have one hash.
+# Sets and dicts take quadratic time when many keys have the same hash.
 _MOST_COLLISIONS = 64
 
 
 def budget_of(num_bytes: int) -> int:
-    """The memory that decoding a file of `num_bytes` may take."""
+    """Return the bytes of memory that decoding a file of `num_bytes` may take."""
     return FACTOR * num_bytes + FREE_BYTES
 
 
 def count_hashes(keys: Iterable[Hashable], counts: Counter[int] | None = None) -> None:
-    """Raise `StateDecodingError` for keys that collide in a dict or set; `counts` has those that are there already."""
+    """Raise `StateDecodingError` if too many keys of a dict or set have the same hash.
+
+    `counts` has the hashes of keys that the container already holds, and is updated.
+    """
     counts = Counter() if counts is None else counts
     for key in keys:
         hashed = hash(key)
@@ -44,25 +47,26 @@ def count_hashes(keys: Iterable[Hashable], counts: Counter[int] | None = None) -
 
 
 class MemoryBudget:
-    """Bytes that decoding one file may still allocate."""
+    """Number of bytes that decoding one file may still allocate."""
 
+    # The default is practically unlimited, for callers of `decode_state` that pass no budget.
     def __init__(self, file_bytes: int = 2**60) -> None:
         self._file_bytes = file_bytes
         self._left = budget_of(file_bytes) - READER_BYTES
 
     def allow_objects(self, pickle_bytes: int) -> None:
-        """Add what the objects of a pickle may take."""
+        """Add the allowance for the Python objects of a pickle."""
         self._left += OBJECT_FACTOR * pickle_bytes
 
     def give_back(self, num_bytes: int) -> None:
-        """Return what was spent on something that is gone."""
+        """Return bytes to the budget after an object was freed."""
         self._left += num_bytes
 
     def spend(self, num_bytes: int) -> None:
-        """Take from the budget, or raise `StateDecodingError` when the content is too large for its file."""
+        """Take bytes from the budget; raise `StateDecodingError` if the content is too large for its file."""
         self._left -= num_bytes
         if self._left < 0:
             raise StateDecodingError(
-                f"its {self._file_bytes:,} bytes would take more memory than any state that was saved in so many: it "
-                "repeats or inflates its content"
+                f"decoding its {self._file_bytes:,} bytes would take more memory than any saved state of this size: its "
+                "content is repeated or inflated"
             )

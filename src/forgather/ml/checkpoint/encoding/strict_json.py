@@ -1,7 +1,7 @@
-"""Strict JSON for manifests, metadata and weight indices: duplicate keys, deep nesting and memory bombs are damage.
+"""Strict JSON for manifests, metadata and weight indices: rejects duplicate keys, deep nesting and memory bombs.
 
-NaN and the infinities, which JSON does not have, are written as `{"__float__": "nan"}`; files of before, which have them
-as bare words, are read too.
+JSON has no NaN or infinity: they are written as `{"__float__": "nan"}`. Older files have them as bare words and are
+still read. Every JSON file of a checkpoint goes through `loads` and `dumps`.
 """
 
 import json
@@ -16,17 +16,18 @@ from forgather.ml.checkpoint.files.regular_files import SMALL_FILE_BYTES
 _FLOAT_TAG = "__float__"
 _NOT_FINITE = {"nan": math.nan, "inf": math.inf, "-inf": -math.inf}
 
-# What CPython takes for an empty list or dict, for one more value, and for its key in a dict.
+# Memory of CPython for an empty list or dict, for one more value, and for its key in a dict.
 _CONTAINER_BYTES = 64
 _VALUE_BYTES = 40
 _KEY_BYTES = 80
 
 
 def loads(data: bytes, path: str, file_bytes: int | None = None) -> Any:
-    """Parse JSON text of the file `path`; whatever is wrong with it is a `CheckpointCorruptError` naming the file.
+    """Parse JSON text of the file `path`; raise `CheckpointCorruptError` with the path if anything is wrong.
 
-    The memory it takes is within the budget of the file, which has `file_bytes` if the text is only a part of it.
+    The result must fit the memory budget of the file. Pass `file_bytes` if the text is only a part of the file.
     """
+    # Before parsing, because json.loads cannot be stopped when it takes too much memory.
     estimate, budget = _memory_of(data), budget_of(len(data) if file_bytes is None else file_bytes)
     if estimate > budget:
         raise CheckpointCorruptError(
@@ -36,26 +37,26 @@ def loads(data: bytes, path: str, file_bytes: int | None = None) -> Any:
         return json.loads(data, object_pairs_hook=_without_duplicates)
     except (ValueError, RecursionError) as error:
         reason = "it is nested too deeply" if isinstance(error, RecursionError) else str(error)
-        raise CheckpointCorruptError(f"{path} is damaged: it is not readable as JSON ({reason})") from error
+        raise CheckpointCorruptError(f"{path} is damaged: it is not valid JSON ({reason})") from error
 
 
 def dumps(data: object, what: str, sort_keys: bool = False) -> bytes:
-    """JSON text that `loads` takes back: padded with spaces where its memory would be over the budget of its size."""
+    """Return JSON text that `loads` accepts, padded with spaces if it would exceed the memory budget of its size."""
     text = (json.dumps(with_tagged_floats(data), indent=2, sort_keys=sort_keys, allow_nan=False) + "\n").encode()
     missing = _memory_of(text) - budget_of(len(text))
     if missing > 0:
-        # A space takes two bytes of the estimate and adds four to the budget.
+        # Each space adds two bytes to the estimate and FACTOR (four) bytes to the budget.
         text += b" " * -(-missing // (FACTOR - 2))
     if len(text) > SMALL_FILE_BYTES:
         raise CheckpointSaveError(
-            f"{what} would have {len(text):,} bytes, and at most {SMALL_FILE_BYTES:,} are read back. Keep large state in a "
-            "component of its own."
+            f"{what} would have {len(text):,} bytes, but at most {SMALL_FILE_BYTES:,} can be read back. Move large state "
+            "into a separate component."
         )
     return text
 
 
 def with_tagged_floats(value: object) -> object:
-    """The same with floats that are not finite as JSON can hold them, and tuples as lists."""
+    """Return a copy with non-finite floats as tagged dicts and tuples as lists."""
     if isinstance(value, float):
         return value if math.isfinite(value) else {_FLOAT_TAG: str(float(value))}
     if isinstance(value, dict):
@@ -64,7 +65,7 @@ def with_tagged_floats(value: object) -> object:
 
 
 def _memory_of(data: bytes) -> int:
-    """Estimate the memory of the parsed text from its punctuation, which takes no time, before anything is parsed."""
+    """Estimate the memory of the parsed text by counting its punctuation, which is cheap."""
     containers = data.count(b"[") + data.count(b"{")
     return (
         2 * len(data) + _CONTAINER_BYTES * containers + _VALUE_BYTES * data.count(b",") + _KEY_BYTES * data.count(b":")

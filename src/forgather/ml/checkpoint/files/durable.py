@@ -1,4 +1,7 @@
-"""File-system operations that are on disk when they return."""
+"""Durable file-system operations: fsync, atomic rename and exchange, safe removal.
+
+A change is on disk when its function returns. `store`, `manifest` and `weights` use these functions instead of `os`.
+"""
 
 import contextlib
 import ctypes
@@ -14,14 +17,14 @@ logger = logging.getLogger(__name__)
 
 _RENAME_EXCHANGE = 2
 _AT_FDCWD = -100
-# The names that `replace_file` gives to files it has not finished.
+# Names of the temporary files of `replace_file`, for the clean-up after a kill.
 _UNFINISHED = re.compile(r"\.(checkpoint_manifest|checkpoint_metadata|eval_metrics)\.json-[0-9a-f]{8}$")
-# What the system answers when it, or this file system, has no atomic exchange.
+# Errors of renameat2 when the kernel or the file system does not support RENAME_EXCHANGE.
 _EXCHANGE_UNSUPPORTED = {errno.ENOSYS, errno.EINVAL, errno.ENOTSUP, errno.EOPNOTSUPP}
 
 
 def fsync_directory(path: str) -> None:
-    """Make the entries of a directory durable."""
+    """Fsync a directory, so that its entries (new files, renames) survive a power loss."""
     descriptor = os.open(path, os.O_RDONLY | os.O_DIRECTORY)
     try:
         os.fsync(descriptor)
@@ -30,13 +33,14 @@ def fsync_directory(path: str) -> None:
 
 
 def fsync_tree(path: str) -> None:
-    """Make the entries of a directory and of all directories below it durable."""
+    """Fsync a directory and all directories below it."""
+    # Bottom-up, so that a durable entry never points to a directory that is not.
     for directory, _, _ in os.walk(path, topdown=False):
         fsync_directory(directory)
 
 
 def make_directories(path: str) -> None:
-    """`os.makedirs(exist_ok=True)` whose new entries are durable."""
+    """Create a directory and its missing parents like `os.makedirs(exist_ok=True)`, with fsync of each new entry."""
     missing = []
     current = os.path.abspath(path)
     while not os.path.isdir(current):
@@ -48,7 +52,8 @@ def make_directories(path: str) -> None:
 
 
 def make_parents_below(root: str, relative_path: str) -> None:
-    """Make the directories of a file inside `root`, but not `root` itself: it may be gone because others gave it up."""
+    """Create the parent directories of a file inside `root`, but never `root` itself."""
+    # Another rank may have rolled the save back and removed `root`. Creating it again would leave debris.
     current = root
     for name in os.path.dirname(relative_path).split(os.sep):
         if name:
@@ -60,12 +65,14 @@ def _make_directory(path: str) -> None:
     try:
         os.mkdir(path)
     except FileExistsError:
+        # Other ranks create the same directories at the same time.
         if not os.path.isdir(path):
             raise
 
 
 def exchange(first: str, second: str) -> bool:
-    """Swap two directory entries in one atomic operation; False where the system has none."""
+    """Swap two directory entries atomically (RENAME_EXCHANGE); return False if the system does not support it."""
+    # Python has no wrapper for renameat2, so call it through ctypes.
     libc = ctypes.CDLL(None, use_errno=True)
     if not hasattr(libc, "renameat2"):
         return False
@@ -74,11 +81,12 @@ def exchange(first: str, second: str) -> bool:
     code = ctypes.get_errno()
     if code in _EXCHANGE_UNSUPPORTED:
         return False
+    # A call through ctypes only sets errno and raises nothing.
     raise OSError(code, os.strerror(code), second)
 
 
 def remove_tree(path: str) -> None:
-    """Delete a directory; entries that others delete at the same time do not count as errors."""
+    """Delete a directory tree; ignore entries that another process deletes at the same time."""
 
     def ignore_missing(_function: object, _path: str, error_info: tuple[type, BaseException, object]) -> None:
         if not isinstance(error_info[1], FileNotFoundError):
@@ -88,7 +96,8 @@ def remove_tree(path: str) -> None:
 
 
 def remove_or_warn(path: str) -> bool:
-    """Remove what is in nobody's way: failing at that must not fail a save that is done, or a start."""
+    """Remove a leftover file or directory, and return whether it was removed; log a warning on failure."""
+    # Leftovers only take space: failing to remove one must not fail a finished save or a start.
     try:
         if os.path.isdir(path) and not os.path.islink(path):
             remove_tree(path)
@@ -103,13 +112,15 @@ def remove_or_warn(path: str) -> bool:
 
 
 def replace_file(path: str, data: bytes) -> None:
-    """Put `data` at `path` so that readers see the old content or the new, never a part."""
+    """Write `data` to `path` with an atomic rename, so that readers see the old or the new content."""
+    # In the same directory, because a rename is atomic only within one file system.
     directory, name = os.path.split(os.path.abspath(path))
     temporary = os.path.join(directory, f".{name}-{uuid.uuid4().hex[:8]}")
     try:
         with open(temporary, "wb") as file:
             file.write(data)
             file.flush()
+            # Before the rename: else a power loss could leave the new name with an empty file.
             os.fsync(file.fileno())
         os.replace(temporary, path)
     except BaseException:
@@ -120,14 +131,14 @@ def replace_file(path: str, data: bytes) -> None:
 
 
 def remove_unfinished_replacements(directory: str) -> list[str]:
-    """Delete what a `replace_file` that was killed left in a directory; returns the paths."""
+    """Delete temporary files that a killed `replace_file` left in a directory; return their paths."""
     paths = [os.path.join(directory, name) for name in sorted(os.listdir(directory)) if _UNFINISHED.match(name)]
-    # `replace_file` makes no directories: one of such a name is somebody else's.
+    # `replace_file` creates no directories, so a directory with such a name is not Forgather's.
     return [path for path in paths if not os.path.isdir(path) and remove_or_warn(path)]
 
 
 def files_below(path: str) -> Iterator[str]:
-    """Relative paths of all files in a directory tree."""
+    """Yield the relative paths of all files in a directory tree."""
     for directory, _, names in os.walk(path):
         for name in names:
             yield os.path.relpath(os.path.join(directory, name), path)

@@ -1,8 +1,8 @@
-"""Checkpoint files as streams of bytes that are hashed on their way to and from the disk.
+"""Hashing file streams: checkpoint files get their checksum in the same pass that writes or reads them.
 
-Large files bypass the page cache (O_DIRECT, where the file system has it): a checkpoint is written once and read
-rarely, and filling fresh cache pages costs more time than the disk itself. A second thread talks to the disk
-while the caller copies and hashes, through a few buffers that are reused from file to file.
+Large files bypass the page cache with O_DIRECT where the file system supports it. A checkpoint is written once and
+rarely read, and filling new cache pages takes longer than the disk itself. A second thread does the disk I/O while
+the caller copies and hashes. `planned_file` and `store` write here; `state_files` and `safetensors_io` read.
 """
 
 import contextlib
@@ -24,26 +24,28 @@ from forgather.ml.checkpoint.files.regular_files import open_regular
 
 CHECKSUM_ALGORITHM = "xxh3_128"
 BUFFER_BYTES = 8 * 2**20
+# One buffer for the caller, one for the disk thread, one between them.
 _NUM_BUFFERS = 3
+# Alignment that O_DIRECT requires of offsets, lengths and memory.
 _BLOCK_BYTES = 4096
-# A read this small that is not next in line is a look at a directory of the file, not part of the stream.
+# A smaller read far ahead of the stream is a look at a directory of the file, not part of the stream.
 _SMALL_READ_BYTES = 64 * 1024
 
 
 class Hasher(Protocol):
-    """What `xxhash` objects offer of their interface here."""
+    """Streaming hash: the methods of `xxhash` objects that are used here."""
 
     def update(self, data: memoryview) -> None: ...
     def hexdigest(self) -> str: ...
 
 
 def new_hasher() -> Hasher:
-    """A fresh stream hash of the algorithm that checkpoints use."""
+    """Return a new streaming hash of the checksum algorithm of checkpoints."""
     return xxhash.xxh3_128()
 
 
 class _BufferPool:
-    """Page-aligned buffers that outlive a file: touching fresh memory is slower than the disk."""
+    """Pool of page-aligned buffers that are reused for the next file: touching new memory is slower than the disk."""
 
     def __init__(self) -> None:
         self._free: list[memoryview] = []
@@ -62,7 +64,8 @@ class _BufferPool:
 
 
 def _new_buffer() -> memoryview:
-    # Private, because `mmap` shares memory with forked processes by default: two that save would mix up their bytes.
+    # MAP_PRIVATE, because `mmap` shares memory with forked processes by default. Two processes that save at the same
+    # time would mix up their bytes.
     return memoryview(mmap.mmap(-1, BUFFER_BYTES, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS))
 
 
@@ -70,9 +73,9 @@ _pool = _BufferPool()
 
 
 class HashingWriter:
-    """A new file that is hashed as it is written, and durable when it is closed.
+    """New file that is hashed while it is written, and fsynced when it is closed.
 
-    Use as a context manager: leaving it with an exception gives the file up without waiting for the disk.
+    Use as a context manager. After an exception inside the block the file is closed without fsync or checksum.
     """
 
     def __init__(self, path: str) -> None:
@@ -80,6 +83,7 @@ class HashingWriter:
         self.size = 0
         self.checksum = ""
         self._hasher = new_hasher()
+        # O_EXCL: a checkpoint file is never overwritten, and no symlink is followed.
         self._descriptor = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o666)
         self._resources = contextlib.ExitStack()
         self._buffers = self._resources.enter_context(_pool.lend(_NUM_BUFFERS))
@@ -103,17 +107,19 @@ class HashingWriter:
             else:
                 self._stop_thread()
         finally:
+            # The thread has ended, so no buffer is in use when it returns to the pool.
             self._resources.close()
             os.close(self._descriptor)
 
     def write(self, data: memoryview | bytes, also: Hasher | None = None) -> int:
-        """Append `data`; `also` is a second hash that sees these bytes alone."""
+        """Append `data`; `also` is a second hash for only these bytes (the checksum of one tensor)."""
         view = memoryview(data).cast("B")
         position = 0
         while position < len(view):
             count = min(len(view) - position, BUFFER_BYTES - self._filled)
             chunk = self._current[self._filled : self._filled + count]
             chunk[:] = view[position : position + count]
+            # Hash the copy, so that the checksum always matches the bytes that are written.
             self._hasher.update(chunk)
             if also is not None:
                 also.update(chunk)
@@ -125,16 +131,17 @@ class HashingWriter:
         return len(view)
 
     def flush(self) -> None:
-        """Nothing to do before the end; `torch.save` asks for it."""
+        """Do nothing; `torch.save` requires this method."""
 
     def _hand_over(self) -> None:
         if self._thread is None:
-            # Small files never come here: they are written in one piece when they are closed.
+            # Files that fit one buffer never come here: `_finish` writes them at once, without a thread.
             self._direct = _set_direct(self._descriptor, True)
             thread = threading.Thread(target=self._write_buffers, name="checkpoint-writer", daemon=True)
             thread.start()
             self._thread = thread
         self._full.put((self._current, self._filled))
+        # Waits for the disk if all buffers are full.
         self._current, self._filled = self._free.get(), 0
         if self._error is not None:
             raise self._error
@@ -146,7 +153,7 @@ class HashingWriter:
                 try:
                     self._write_at_end(buffer[:count])
                 except Exception as error:  # noqa: BLE001 - or the caller would wait for this buffer for ever
-                    # Kept for the caller's thread, which raises it at its next write or at the end.
+                    # The caller's thread raises it at its next write or at the end.
                     self._error = error
             self._free.put(buffer)
 
@@ -157,7 +164,7 @@ class HashingWriter:
             except OSError as error:
                 if error.errno != errno.EINVAL or not self._direct:
                     raise
-                # A short write or an odd block size broke the alignment: go on through the page cache.
+                # A short write or an unusual block size broke the alignment. Continue through the page cache.
                 self._direct = not _set_direct(self._descriptor, False)
                 continue
             self._offset += written
@@ -173,7 +180,7 @@ class HashingWriter:
         if self._error is not None:
             raise self._error
         if self._direct and self._filled:
-            # Direct writes come in whole blocks; what is too much is cut off again.
+            # Direct I/O writes full blocks only, so pad the last block and truncate the file afterwards.
             padded = -(-self._filled // _BLOCK_BYTES) * _BLOCK_BYTES
             self._write_at_end(self._current[:padded])
             os.ftruncate(self._descriptor, self.size)
@@ -184,7 +191,7 @@ class HashingWriter:
 
 
 def _set_direct(descriptor: int, on: bool) -> bool:
-    """Switch direct I/O of an open file; False where the file system has none."""
+    """Switch direct I/O (O_DIRECT) of an open file; return False if the file system does not support it."""
     direct = getattr(os, "O_DIRECT", 0)
     if not direct:
         return False
@@ -197,10 +204,11 @@ def _set_direct(descriptor: int, on: bool) -> bool:
 
 
 class HashingReader(io.RawIOBase):
-    """A file that is hashed as it is read from front to back; small looks elsewhere are not part of the stream.
+    """File that is hashed while it is read from front to back; small reads elsewhere are not part of the stream.
 
-    `torch.load` reads a file's directory first and its tensors in order afterwards, so one pass over the bytes
-    both fills the tensors and verifies the file: `finish` hashes what nobody asked for and gives the checksum.
+    Readers of archives look at the directory at the end first and read the tensors in order afterwards. One pass
+    over the bytes therefore both fills the tensors and verifies the file. `finish` hashes the remaining bytes and
+    returns the checksum.
     """
 
     def __init__(self, path: str, *, follow: bool = False) -> None:
@@ -215,7 +223,7 @@ class HashingReader(io.RawIOBase):
         self._chunk = memoryview(b"")
         self._hashed = 0
         self.error: Exception | None = None
-        """What went wrong with reading; the callers of `readinto` in C++ replace it by an error of their own."""
+        """First read error; later reads raise it again."""
 
     def readable(self) -> bool:
         return True
@@ -226,7 +234,7 @@ class HashingReader(io.RawIOBase):
     def seek(self, offset: int, whence: int = os.SEEK_SET) -> int:
         base = {os.SEEK_SET: 0, os.SEEK_CUR: self._position, os.SEEK_END: self.size}[whence]
         if base + offset < 0:
-            # Damaged files make their readers ask for this; it is no error of the disk.
+            # A damaged file can lead its reader here, so this is not an OSError of the disk.
             raise ValueError(f"negative position {base + offset}")
         self._position = base + offset
         return self._position
@@ -238,6 +246,8 @@ class HashingReader(io.RawIOBase):
         count = max(0, min(len(buffer), self.size - self._position))
         out = memoryview(buffer).cast("B")[:count]
         distance = self._position - self._hashed
+        # Reads behind the stream, and small reads far ahead of it, use pread and leave the stream where it is. Any
+        # other read advances the stream: the skipped bytes are hashed, but not returned.
         if distance < 0 or (count < _SMALL_READ_BYTES and distance > _SMALL_READ_BYTES):
             try:
                 read_exactly(self._descriptor, out, self._position)
@@ -250,7 +260,7 @@ class HashingReader(io.RawIOBase):
         return count
 
     def finish(self) -> str:
-        """The checksum of the whole file."""
+        """Read the rest of the file and return the checksum of all its bytes."""
         self._consume(self.size - self._hashed, None)
         return self._hasher.hexdigest()
 
@@ -275,7 +285,7 @@ class HashingReader(io.RawIOBase):
 
     def _next_chunk(self) -> memoryview:
         if self.error is not None:
-            # There are no more chunks after an error, and the reason is always the same.
+            # The generator has ended with the first error and would only raise StopIteration now.
             raise self.error
         try:
             return next(self._chunks)
@@ -284,7 +294,7 @@ class HashingReader(io.RawIOBase):
         raise failure
 
     def _failed(self, error: Exception) -> Exception:
-        """The error with the file's name, which reads do not know."""
+        """Record the error and return it with the path of the file, which reads by descriptor do not have."""
         if isinstance(error, EOFError):
             self.error = CheckpointCorruptError(f"{self._path} is damaged: {error}")
         elif isinstance(error, OSError):
@@ -295,13 +305,15 @@ class HashingReader(io.RawIOBase):
 
 
 def _copy(source: memoryview, target: memoryview) -> None:
-    """Like a slice assignment, but by several threads and without the interpreter's lock, so that reading goes on."""
+    """Copy bytes with torch, which uses several threads and releases the GIL."""
+    # A slice assignment would hold the GIL and stop the read-ahead thread.
     torch.frombuffer(target, dtype=torch.uint8).copy_(torch.frombuffer(source, dtype=torch.uint8))
 
 
 def read_exactly(descriptor: int, out: memoryview, offset: int) -> None:
-    """Fill `out` from `offset`, or raise `EOFError` where the file ends too soon."""
+    """Fill `out` from `offset`; raise `EOFError` if the file ends too early."""
     while len(out):
+        # A single call reads at most 2 GiB and may return less.
         count = os.preadv(descriptor, [out], offset)
         if count == 0:
             raise EOFError(f"the file ends at byte {offset}, {len(out)} bytes early")
@@ -310,7 +322,7 @@ def read_exactly(descriptor: int, out: memoryview, offset: int) -> None:
 
 
 def _read_ahead(descriptor: int, size: int) -> Generator[memoryview, None, None]:
-    """The file's bytes in order, each chunk valid until the next one is taken; the next are read meanwhile."""
+    """Yield the file's bytes in order, with read-ahead in a thread; a chunk is valid until the next is taken."""
     free: queue.SimpleQueue[memoryview] = queue.SimpleQueue()
     full: queue.SimpleQueue[tuple[memoryview, int] | Exception] = queue.SimpleQueue()
     stopped = threading.Event()
@@ -340,19 +352,21 @@ def _read_ahead(descriptor: int, size: int) -> Generator[memoryview, None, None]
                 yield item[0][: item[1]]
                 free.put(item[0])
         finally:
+            # The thread may wait for a free buffer: wake it. Buffers return to the pool only after it has ended.
             stopped.set()
             free.put(buffers[0])
             thread.join()
 
 
 class _ChunkSource:
-    """Reads from the page cache what is there, and the rest past it."""
+    """Reader that takes a chunk from the page cache if it is there, else reads it with O_DIRECT."""
 
     def __init__(self, descriptor: int) -> None:
         self._descriptor = descriptor
         self._direct: int | None = None
         with contextlib.suppress(OSError):
-            # A second opening, because the first must stay able to read at any offset.
+            # A second descriptor, because O_DIRECT allows only aligned offsets and the first must read at any offset.
+            # The path in /proc opens the same file, even if its name was replaced meanwhile.
             self._direct = os.open(
                 f"/proc/self/fd/{descriptor}", os.O_RDONLY | os.O_CLOEXEC | getattr(os, "O_DIRECT", 0)
             )
@@ -363,7 +377,7 @@ class _ChunkSource:
             return
         done = 0
         while done < count:
-            # Whole blocks only, also behind the end of the file, where the system stops by itself.
+            # Full blocks only. The last block may reach beyond the end of the file, where the read stops.
             end = -(-count // _BLOCK_BYTES) * _BLOCK_BYTES
             try:
                 read = os.preadv(self._direct, [buffer[done:end]], offset + done)
@@ -372,12 +386,14 @@ class _ChunkSource:
                     raise
                 read = 0
             if read == 0:
+                # The end of the file, or a position that is not aligned: finish through the page cache.
                 read_exactly(self._descriptor, buffer[done:count], offset + done)
                 return
             done += read
 
     def _read_cached(self, out: memoryview, offset: int) -> bool:
-        """Whether the first block is in memory: a chunk is hardly ever there by half."""
+        """Return whether the first block of a chunk is in the page cache."""
+        # One block is enough: a chunk is rarely cached in part. RWF_NOWAIT fails instead of waiting for the disk.
         try:
             return os.preadv(self._descriptor, [out[:_BLOCK_BYTES]], offset, os.RWF_NOWAIT) > 0
         except (OSError, AttributeError):

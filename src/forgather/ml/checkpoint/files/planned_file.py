@@ -1,6 +1,7 @@
-"""What goes into one file of a checkpoint, held until it is written.
+"""Planned checkpoint files: path, component and content, collected before anything is written.
 
-Contents refer to live tensors; a save that goes on in the background gives them copies before it starts.
+Contents refer to the live tensors without a copy, so the tensors must not change until the file is written.
+`snapshot` and `weights/plan` make the plans. Each rank writes its own.
 """
 
 import os
@@ -20,19 +21,22 @@ from forgather.ml.checkpoint.weights.safetensors_io import SharingMetadataT
 
 
 class Content(Protocol):
-    """Something that can be streamed into a file."""
+    """Content that can be streamed into a file."""
 
     @property
     def num_bytes(self) -> int: ...
 
     def write(self, writer: HashingWriter) -> dict[str, str]:
-        """Stream it out; returns the names of single tensors, with checksums where the format lets them be read singly."""
+        """Write the content, and return tensor names with checksums.
+
+        Only weight files return names. A checksum is empty if the format does not allow reading single tensors.
+        """
         ...
 
 
 @dataclass(frozen=True)
 class StateContent:
-    """A component's encoded state."""
+    """Encoded state of a component."""
 
     encoded: object
 
@@ -47,7 +51,7 @@ class StateContent:
 
 @dataclass(frozen=True)
 class WeightsContent:
-    """Some tensors of the model."""
+    """Tensors of the model for one weight file (shard)."""
 
     tensors: Mapping[str, Tensor]
     sharing: SharingMetadataT
@@ -62,7 +66,7 @@ class WeightsContent:
 
 @dataclass(frozen=True)
 class RawContent:
-    """Bytes as they are: configurations, metadata."""
+    """Bytes that are written unchanged: configuration, metadata."""
 
     data: bytes
 
@@ -77,7 +81,7 @@ class RawContent:
 
 @dataclass(frozen=True)
 class PlannedFile:
-    """A file that this rank is going to write, and whose state it is."""
+    """File that this rank will write, with the component and the ranks that own its content."""
 
     path: str
     component: str
@@ -86,7 +90,7 @@ class PlannedFile:
     owner_ranks: list[int] = field(default_factory=list)
 
     def write(self, directory: str, rank: int) -> FileRecord:
-        """Write the file, durably, and say what was written."""
+        """Write and fsync the file, and return its manifest record."""
         path = os.path.join(directory, self.path)
         try:
             durable.make_parents_below(directory, self.path)
@@ -95,7 +99,7 @@ class PlannedFile:
         except OSError as error:
             if error.filename is not None:
                 raise
-            # Writes know only a number of the open file.
+            # An error of a write has no path, because writes use the file descriptor.
             raise OSError(error.errno, error.strerror or str(error), path) from error
         return FileRecord(
             path=self.path,

@@ -1,4 +1,8 @@
-"""State files (`.pt`): plain containers and tensors, written by `torch.save`, read by an unpickler of data alone."""
+"""State files (`.pt`): written by `torch.save`, read by a restricted unpickler that never runs code.
+
+A file is read once: the pass that fills the tensors also computes the checksum. `reader` loads components here,
+`weights` reads `.bin` files, and `verification` checks files without a job.
+"""
 
 import contextlib
 import threading
@@ -17,12 +21,14 @@ from forgather.ml.checkpoint.files.regular_files import path_inside
 from forgather.ml.checkpoint.manifest import FileRecord
 from forgather.ml.checkpoint.weights.safetensors_io import check_checksum, check_size
 
+# The CRC option of torch.save is global to the process.
 _crc_lock = threading.Lock()
 
 
 @contextlib.contextmanager
 def _without_crc() -> Iterator[None]:
-    """Our checksum is stronger and ten times faster than the archive's own, which loading does not check anyway."""
+    """Switch off the CRC-32 of `torch.save` inside the block."""
+    # xxh3 is stronger and about ten times as fast, and loading does not check the CRC anyway.
     with _crc_lock:
         before = torch.serialization.get_crc32_options()
         torch.serialization.set_crc32_options(False)
@@ -33,36 +39,37 @@ def _without_crc() -> Iterator[None]:
 
 
 def write_state(writer: HashingWriter, encoded: object) -> None:
-    """Stream an encoded state out."""
+    """Write an encoded state with `torch.save`."""
     with _without_crc():
         torch.save(encoded, writer)  # type: ignore[arg-type]
 
 
 def read_state(path: str, record: FileRecord | None = None, *, follow: bool = False) -> Any:
-    """Read a state file in one pass, into memory of its own; with a record, verified before it is returned."""
+    """Read a state file in one pass into new memory; with a record, verify its checksum before decoding."""
     encoded, budget = _read_encoded(path, record, follow)
     try:
+        # Emptying the encoded containers keeps the peak memory near one copy of the state.
         return decode_state(encoded, budget, consume=True)
     except CheckpointError as error:
-        raise type(error)(f"{path} was refused: {error}") from error
+        raise type(error)(f"{path} was rejected: {error}") from error
 
 
 def read_weight_names(path: str) -> dict[str, torch.Tensor]:
-    """The tensors of a weight file (`.bin`) on the meta device, without reading their content."""
+    """Return the tensors of a weight file (`.bin`) on the meta device, without reading their content."""
     encoded, _ = _read_encoded(path, None, follow=True, with_data=False)
     return checked_weights(path, encoded)
 
 
 def checked_weights(path: str, state: Any) -> dict[str, torch.Tensor]:
-    """The content of a weight file, or `CheckpointLoadError` when it is anything but tensors by name."""
+    """Return the tensors of a weight file by name; raise `CheckpointLoadError` if it has any other content."""
     names_fit = isinstance(state, dict) and all(type(name) is str for name in state)
     if not names_fit or not all(isinstance(tensor, torch.Tensor) for tensor in state.values()):
-        raise CheckpointLoadError(f"{path} is not a file of weights: it should hold tensors by name, and nothing else.")
+        raise CheckpointLoadError(f"{path} is not a weight file: it must contain only tensors by name.")
     weights: dict[str, torch.Tensor] = state
     for name, tensor in weights.items():
         if tensor.layout is torch.strided and tensor.nbytes > tensor.untyped_storage().nbytes():
-            # Copied, a tensor that repeats its memory would become any amount of it.
-            raise CheckpointLoadError(f"{path}: tensor {name[:100]!r} repeats its memory, which no weights do.")
+            # Copying an expanded tensor could take any amount of memory.
+            raise CheckpointLoadError(f"{path}: tensor {name[:100]!r} repeats its memory, which weights never do.")
     return weights
 
 
@@ -79,23 +86,23 @@ def _read_encoded(
         except StateDecodingError as error:
             refusal = error
         if record is not None:
-            # Damage comes first: what was refused may be what a flipped bit made of a sound file.
+            # Report damage first: a flipped bit in a good file can look like a malicious pickle.
             check_checksum(path, "the file", record.checksum, reader.finish())
     if refusal is not None:
         raise type(refusal)(
-            f"{path} was refused: it is not a state file, or it could run code or exhaust the memory ({refusal})"
+            f"{path} was rejected: it is not a state file, or it could run code or exhaust memory ({refusal})"
         ) from refusal
     return encoded, budget
 
 
 def file_checksum(path: str) -> str:
-    """The checksum of a whole file."""
+    """Return the checksum of a file."""
     with HashingReader(path) as reader:
         return reader.finish()
 
 
 def verify_file(directory: str, record: FileRecord) -> None:
-    """Raise `CheckpointCorruptError` unless the file holds the bytes that were written."""
+    """Raise `CheckpointCorruptError` unless the file has the size and checksum of its record."""
     path = path_inside(directory, record.path)
     check_size(path, record)
     check_checksum(path, "the file", record.checksum, file_checksum(path))

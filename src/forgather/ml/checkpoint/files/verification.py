@@ -1,4 +1,7 @@
-"""Verification of checkpoint files without a job: checksums, and whether each file can be read as what it is."""
+"""Verification of checkpoint files without a training job: sizes, checksums, and whether each file parses.
+
+`store` calls it for every file of a manifest and returns the problems as text.
+"""
 
 import os
 
@@ -14,12 +17,13 @@ from forgather.ml.checkpoint.weights.safetensors_io import HEADER_ENTRY, read_he
 
 
 def problems_with_file(directory: str, record: FileRecord) -> list[str]:
-    """What is wrong with one file: its size, its checksum, or its content as a file of its kind."""
+    """Return the problems of one file: wrong size, wrong checksum, or content that does not match its file type."""
     try:
         file_path = path_inside(directory, record.path)
         if record.path.endswith(".pt"):
             read_state(file_path, record)
         elif record.path == EVAL_METRICS_NAME:
+            # No checksum: users edit this file.
             load_checkpoint_metrics(directory)
         elif record.path.endswith(".bin"):
             _check_names(file_path, record, set(checked_weights(file_path, read_state(file_path, record))))
@@ -27,7 +31,7 @@ def problems_with_file(directory: str, record: FileRecord) -> list[str]:
             verify_file(directory, record)
             _check_format(directory, file_path, record)
     except UnregisteredClassError:
-        # The program that trains knows its classes; whoever verifies need not.
+        # Only the training program registers its classes. Verification runs without them.
         return []
     except (CheckpointError, OSError) as error:
         return [str(error)]
@@ -47,13 +51,13 @@ def _check_names(path: str, record: FileRecord, found: set[str]) -> None:
     listed = set(record.tensors) - {HEADER_ENTRY}
     if listed and listed != found:
         raise CheckpointCorruptError(
-            f"{path} is damaged: it has other tensors than its manifest lists; only in one of the two: "
+            f"{path} is damaged: its tensors differ from its manifest; only in one of the two: "
             f"{', '.join(sorted(listed ^ found)[:10])}"
         )
 
 
 def problems_with_weights(path: str, manifest: CheckpointManifest) -> list[str]:
-    """The index and the weight files name the same tensors."""
+    """Return the problems of the weight index: it must list the same tensors as the weight files."""
     files = [record for record in manifest.files if record.path.endswith((".safetensors", ".bin"))]
     if not files:
         return []

@@ -1,10 +1,12 @@
-"""Checkpoints of other programs: whose directory it is (`recognise`), and what can be taken over from it.
+"""Import of checkpoints of other programs: transformers, accelerate, DeepSpeed, torch DCP, Hugging Face weights.
 
-- `ownership`: recognition by the files in a directory. Only a directory with a valid manifest of ours is ever replaced.
-- `importing`: `import_checkpoint`, which the coordinator calls in place of its reader of our own checkpoints.
-- `weights`, `dcp_weights`: weights by FQN, from weight files or from a directory of torch.distributed.checkpoint.
-- `training_state`, `moments`, `schedules`: optimizer, schedule and step, as far as their files hold plain data.
+Forgather never replaces, deletes or changes such a directory, and runs no code from its files.
 """
+
+# - `ownership` recognises the program by the files in a directory. The store asks it before it replaces anything.
+# - `importing` has `import_checkpoint`. The coordinator calls it instead of `CheckpointReader`.
+# - `weights` and `dcp_weights` load weights by FQN, from weight files or from torch.distributed.checkpoint.
+# - `training_state`, `moments` and `schedules` load optimizer, schedule and step if their files hold plain data.
 
 from forgather.ml.checkpoint.foreign.ownership import Owner, recognise
 

@@ -1,7 +1,7 @@
-"""The `.metadata` file of torch.distributed.checkpoint, read without unpickling it.
+"""Reader of the `.metadata` file of torch.distributed.checkpoint (DCP) that does not unpickle it.
 
-torch reads this file by `pickle.load`, which runs whatever the file asks for. Here it becomes neutral records, and
-only tensors that are described completely become entries: dtype, shape, and the chunks that tile the tensor.
+torch reads this file with `pickle.load`, which can run any code. Here it becomes neutral records first. A tensor is
+returned only if its description is complete: dtype, shape, and chunks that tile it exactly. `dcp_weights` reads here.
 """
 
 import math
@@ -23,6 +23,7 @@ _CLASSES = "torch.distributed.checkpoint.metadata."
 _STORAGE_INFO = "torch.distributed.checkpoint.filesystem._StorageInfo"
 _MOST_DIMENSIONS = 64
 _LARGEST = 2**62
+# A lookup table, so that the name of a dtype in the file is never resolved as an attribute.
 _DTYPES = {str(value): value for value in vars(torch).values() if isinstance(value, torch.dtype)}
 
 Shape = tuple[int, ...]
@@ -30,7 +31,7 @@ Shape = tuple[int, ...]
 
 @dataclass(frozen=True)
 class StoredBytes:
-    """A stretch of a `.distcp` file that holds one chunk, written by `torch.save`."""
+    """Byte range of a `.distcp` file with one chunk, written by `torch.save`."""
 
     file: str
     offset: int
@@ -39,7 +40,7 @@ class StoredBytes:
 
 @dataclass(frozen=True)
 class Chunk:
-    """A box of a tensor, and where its values are stored."""
+    """Box of a tensor (offsets and sizes per axis), and the location of its values."""
 
     offsets: Shape
     sizes: Shape
@@ -48,7 +49,7 @@ class Chunk:
 
 @dataclass(frozen=True)
 class DcpTensor:
-    """A tensor of the checkpoint; its chunks cover it completely."""
+    """Tensor of the checkpoint; its chunks cover it exactly once."""
 
     dtype: torch.dtype
     shape: Shape
@@ -57,7 +58,7 @@ class DcpTensor:
 
 @dataclass
 class DcpDirectory:
-    """What `.metadata` says of a directory; tensors are checked when they are asked for."""
+    """Content of `.metadata`; a tensor's description is checked when it is requested."""
 
     path: str
     entries: dict[str, PickledRecord]
@@ -70,26 +71,28 @@ class DcpDirectory:
             root = _state_of(read_records(read_small_file(file)), "Metadata")
             entries = _dict(root.get("state_dict_metadata"), "state_dict_metadata")
             stored = _dict(root.get("storage_data"), "storage_data")
+            # Objects other than tensors (BytesStorageMetadata) are pickles, so they are never read.
             tensors = {name: one for name, one in entries.items() if _is(one, "TensorStorageMetadata")}
             return cls(path, tensors, dict(_by_place(stored.items())))
         except StateDecodingError as error:
             raise StateDecodingError(
-                f"{file} was refused: it describes something other than tensors, or could run code ({error})"
+                f"{file} was rejected: it describes something other than tensors, or could run code ({error})"
             ) from error
 
     def tensor(self, name: str) -> DcpTensor:
-        """The description of a tensor, or `StateDecodingError` if it makes no sense."""
+        """Return the description of a tensor; raise `StateDecodingError` if it is invalid."""
         try:
             return self._tensor(name)
         except StateDecodingError as error:
             file = os.path.join(self.path, METADATA_FILE)
-            raise StateDecodingError(f"{file}: tensor {name[:200]!r} is not described correctly: {error}") from error
+            raise StateDecodingError(f"{file}: tensor {name[:200]!r} has an invalid description: {error}") from error
 
     def _tensor(self, name: str) -> DcpTensor:
         state = _state_of(self.entries[name], "TensorStorageMetadata")
         shape = _shape(state.get("size"))
         boxes = [_state_of(one, "ChunkStorageMetadata") for one in _list(state.get("chunks"), "chunks")]
         places = [(_shape(box.get("offsets")), _shape(box.get("sizes"))) for box in boxes]
+        # A rank without rows of a sharded tensor may have written an empty chunk.
         filled = [(offsets, sizes) for offsets, sizes in places if math.prod(sizes)]
         _require_tiling(shape, filled)
         chunks = tuple(Chunk(offsets, sizes, self._bytes_of(name, offsets)) for offsets, sizes in filled)
@@ -102,6 +105,7 @@ class DcpDirectory:
         state = _state_of(record, _STORAGE_INFO)
         if state.get("transform_descriptors"):
             raise StateDecodingError("it is compressed; save the checkpoint again without stream extensions")
+        # The file is untrusted: its path must not lead out of the directory.
         try:
             check_relative_path(state.get("relative_path"))
         except ValueError as error:
@@ -110,7 +114,7 @@ class DcpDirectory:
 
 
 def _by_place(items: Iterable[tuple[Any, Any]]) -> Iterable[tuple[tuple[str, Shape], PickledRecord]]:
-    """Storage records by FQN and chunk offsets; objects other than tensors have no offsets and are passed over."""
+    """Yield storage records by FQN and chunk offsets; skip objects other than tensors, which have no offsets."""
     for key, record in items:
         index = _state_of(key, "MetadataIndex")
         if index.get("offset") is not None:
@@ -120,13 +124,15 @@ def _by_place(items: Iterable[tuple[Any, Any]]) -> Iterable[tuple[tuple[str, Sha
 
 
 def _require_tiling(shape: Shape, boxes: Sequence[tuple[Shape, Shape]]) -> None:
-    """Raise unless the boxes are the cells of a grid over the tensor: no element is missing or stored twice."""
+    """Raise `StateDecodingError` unless the boxes form a grid over the tensor: no gaps, no overlaps."""
     if math.prod(shape) == 0:
         return
+    # A missing element would keep its initial value without an error.
     if any(len(offsets) != len(shape) or len(sizes) != len(shape) for offsets, sizes in boxes):
-        raise StateDecodingError("its chunks have another number of dimensions")
+        raise StateDecodingError("its chunks have a different number of dimensions")
     cells = 1
     for axis, length in enumerate(shape):
+        # The spans of each axis must be consecutive. Then the number of boxes decides whether every cell is there.
         spans = sorted({(offsets[axis], offsets[axis] + sizes[axis]) for offsets, sizes in boxes})
         starts, ends = [start for start, _ in spans], [end for _, end in spans]
         if [*starts, length] != [0, *ends]:
@@ -137,13 +143,14 @@ def _require_tiling(shape: Shape, boxes: Sequence[tuple[Shape, Shape]]) -> None:
 
 
 def _is(value: Any, class_name: str) -> bool:
+    # `class_name` is short for a class of the metadata module, or a full name.
     return type(value) is PickledRecord and value.name in (class_name, _CLASSES + class_name)
 
 
 def _state_of(value: Any, class_name: str) -> dict[str, Any]:
     if not _is(value, class_name):
         found = value.name if type(value) is PickledRecord else f"a {type(value).__name__}"
-        raise StateDecodingError(f"it has {found[:200]} where {class_name} belongs")
+        raise StateDecodingError(f"it has {found[:200]} instead of {class_name}")
     return _dict(value.state, f"the state of {class_name}")
 
 
@@ -160,7 +167,7 @@ def _list(value: Any, what: str) -> list[Any]:
 
 
 def _shape(value: Any) -> Shape:
-    """The numbers of a pickled `torch.Size`."""
+    """Return the lengths of a pickled `torch.Size`."""
     if type(value) is PickledRecord and value.name == "torch.Size" and len(value.arguments) == 1:
         (value,) = value.arguments
     if type(value) is PickledRecord or type(value) is not tuple or len(value) > _MOST_DIMENSIONS:
@@ -170,11 +177,12 @@ def _shape(value: Any) -> Shape:
 
 def _count(value: Any) -> int:
     if type(value) is not int or not 0 <= value <= _LARGEST:
-        raise StateDecodingError("a length or position is no number from 0 on")
+        raise StateDecodingError("a length or position is not a non-negative integer")
     return value
 
 
 def _dtype(properties: Any) -> torch.dtype:
+    # `TensorProperties.__getstate__` returns a tuple that starts with the dtype.
     if _is(properties, "TensorProperties") and type(properties.state) is tuple and properties.state:
         first = properties.state[0]
         if type(first) is PickledGlobal and first.name in _DTYPES:

@@ -1,7 +1,8 @@
-"""Weights from a directory of torch.distributed.checkpoint (DCP), by FQN, into the modules of this rank.
+"""Import of weights from torch.distributed.checkpoint (DCP) by FQN, into the modules of this rank.
 
-torch's load planner decides which chunk fills which part of a tensor, so sharded tensors are resharded as torch does
-it. The bytes of a chunk are read by our own strict reader of `torch.save` archives.
+torch's load planner maps chunks to slices of each tensor, so sharded tensors are resharded exactly as in torch.
+Forgather's strict reader of `torch.save` archives reads the bytes of each chunk. Nothing here is collective.
+`foreign/weights.py` calls it.
 """
 
 import os
@@ -29,17 +30,18 @@ from forgather.ml.checkpoint.weights.index import create_sharing_metadata
 from forgather.ml.checkpoint.weights.location import abbreviate
 from forgather.ml.checkpoint.weights.safetensors_io import SharingMetadataT, check_fit
 
-# Prefixes that decide when the names of the model occur under several: none at all, or the usual key of the model.
+# Preferred prefixes if the names of the model occur under several (for example with an EMA copy): no prefix, or the
+# usual key of the model.
 _USUAL_PREFIXES = ("", "model.")
 
 
 def load_dcp_weights(
     path: str, modules: Sequence[nn.Module], all_names: Collection[str], sharing: SharingMetadataT
 ) -> int:
-    """Fill the modules, and return how many of the checkpoint's tensors are not the model's.
+    """Load weights into the modules, and return the number of tensors in the checkpoint that the model does not have.
 
-    `all_names` are the FQNs of the whole model, of which the modules may be a part; `sharing` lists names of one tensor.
-    Everything is checked against the metadata before the first tensor changes.
+    `all_names` are the FQNs of the full model; the modules may be some of its stages. `sharing` lists groups of names
+    of one tensor (tied weights). All tensors are checked against the metadata before the first tensor changes.
     """
     directory = DcpDirectory.open(path)
     groups = [*sharing, *(group for module in modules for group in create_sharing_metadata(module))]
@@ -49,7 +51,7 @@ def load_dcp_weights(
     _check_targets(path, states, tensors)
     for module, state in zip(modules, states, strict=True):
         _fill(directory, {stored: next(iter(targets.values())) for stored, targets in state.items()}, tensors)
-        # Hooks of a module may hand out copies, and tied names may be separate copies here: give all back by name.
+        # state_dict() hooks may return copies, and tied names may be separate tensors here. Load all of them by name.
         module.load_state_dict(
             {name: next(iter(targets.values())) for targets in state.values() for name in targets}, strict=False
         )
@@ -57,7 +59,7 @@ def load_dcp_weights(
 
 
 class _Names:
-    """Finds the tensor of the checkpoint for each name of the model, below one common prefix."""
+    """Mapping from names of the model to tensors of the checkpoint, below one common prefix."""
 
     def __init__(
         self, path: str, stored: Collection[str], all_names: Collection[str], sharing: SharingMetadataT
@@ -72,10 +74,12 @@ class _Names:
 
     def stored_name(self, name: str, prefix: str | None = None) -> str | None:
         prefix = self._prefix if prefix is None else prefix
+        # A tied tensor may be stored under any of its names.
         candidates = (name, *self._aliases.get(name, ()))
         return next((prefix + one for one in candidates if prefix + one in self._stored), None)
 
     def _common_prefix(self, path: str, all_names: Collection[str]) -> str:
+        # Every prefix that fits all names also fits the first name, so only its occurrences are candidates.
         first = next(iter(all_names))
         ends = (first, *self._aliases.get(first, ()))
         prefixes = {stored[: -len(end)] for stored in self._stored for end in ends if stored.endswith(end)}
@@ -86,8 +90,8 @@ class _Names:
             return (usual or fitting)[0]
         if fitting:
             raise CheckpointLoadError(
-                f"{path} has the model's tensors under several prefixes ({abbreviate(sorted(fitting))}), and which one is "
-                "meant is unclear. Save the wanted one alone, under the key 'model', and import that."
+                f"{path} has the model's tensors under several prefixes ({abbreviate(sorted(fitting))}), so the choice is "
+                "ambiguous. Save only the wanted model, under the key 'model', and import that checkpoint."
             )
         raise self._missing(path, all_names, min(whole, key=len, default=""))
 
@@ -100,7 +104,8 @@ class _Names:
         )
 
     def _refuse_unexpected(self, path: str, others: Iterable[str], all_names: Collection[str]) -> None:
-        """Tensors below the model's prefix (without one: below its own top-level names) belong to another model."""
+        """Raise `CheckpointLoadError` for unexpected tensors below the model's prefix: they belong to another model."""
+        # Without a prefix the directory may hold optimizer state beside the model, so compare top-level names only.
         below = {self._prefix} if self._prefix else {f"{name.partition('.')[0]}." for name in all_names}
         unexpected = [name for name in others if name.startswith(tuple(below))]
         if unexpected:
@@ -111,7 +116,10 @@ class _Names:
 
 
 def _targets(module: nn.Module, names: _Names) -> dict[str, dict[str, Tensor]]:
-    """The tensors of a module, by the name that the checkpoint has and then by their own; tied ones lie together."""
+    """Return the tensors of a module by their name in the checkpoint, then by their own name.
+
+    Tied tensors have the same name in the checkpoint and are grouped under it.
+    """
     targets: dict[str, dict[str, Tensor]] = {}
     for name, tensor in module.state_dict(keep_vars=True).items():
         stored = names.stored_name(name)
@@ -123,6 +131,7 @@ def _targets(module: nn.Module, names: _Names) -> dict[str, dict[str, Tensor]]:
 def _check_targets(
     path: str, states: Sequence[Mapping[str, Mapping[str, Tensor]]], tensors: Mapping[str, DcpTensor]
 ) -> None:
+    # All modules before the first is filled: an error must not leave a model with half of its weights loaded.
     every = [(stored, name, one) for state in states for stored, group in state.items() for name, one in group.items()]
     for stored, name, target in every:
         if target.is_meta:
@@ -134,6 +143,8 @@ def _check_targets(
 
 
 def _fill(directory: DcpDirectory, targets: Mapping[str, Tensor], tensors: Mapping[str, DcpTensor]) -> None:
+    # Only the local plan is used, which needs no collective: each pipeline rank loads its own tensors. The planner does
+    # no I/O, so no file is unpickled by torch.
     planner = DefaultLoadPlanner(flatten_state_dict=False, flatten_sharded_tensors=False)
     metadata = Metadata({name: _as_torch_metadata(tensors[name]) for name in targets})
     planner.set_up_planner({name: target.detach() for name, target in targets.items()}, metadata, is_coordinator=True)
@@ -156,7 +167,7 @@ def _as_torch_metadata(tensor: DcpTensor) -> TensorStorageMetadata:
 
 @dataclass
 class _Stretch:
-    """A stretch of an open file, as the source of an archive."""
+    """Byte range of an open file, as the source of an archive."""
 
     descriptor: int
     start: int
@@ -179,7 +190,8 @@ def _read_chunk(directory: str, stored: StoredBytes, dtype: torch.dtype, sizes: 
     descriptor = open_regular(path)
     try:
         if stored.offset + stored.length > os.fstat(descriptor).st_size:
-            raise StateDecodingError("it is shorter than .metadata says")
+            raise StateDecodingError("it is shorter than .metadata states")
+        # Each chunk is an archive and has a budget for its own size, not for the size of the file.
         budget = MemoryBudget(stored.length)
         content = PlainUnpickler(
             TorchArchive(_Stretch(descriptor, stored.offset, stored.length), budget), budget
@@ -187,7 +199,7 @@ def _read_chunk(directory: str, stored: StoredBytes, dtype: torch.dtype, sizes: 
         if not isinstance(content, Tensor) or content.dtype != dtype or tuple(content.shape) != sizes:
             raise StateDecodingError("it holds something other than the tensor that .metadata describes")
     except (StateDecodingError, EOFError) as error:
-        raise StateDecodingError(f"{path} was refused at byte {stored.offset:,}: {error}") from error
+        raise StateDecodingError(f"{path} was rejected at byte {stored.offset:,}: {error}") from error
     finally:
         os.close(descriptor)
     return content

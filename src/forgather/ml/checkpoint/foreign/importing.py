@@ -1,6 +1,7 @@
-"""Import of a checkpoint that another program wrote: weights always, optimizer, schedule and step where that is safe.
+"""Import of a checkpoint of another program: weights always; optimizer, schedule and step if their files are safe.
 
-`import_checkpoint` stands in for the reader of our own checkpoints. Nothing in the foreign directory is changed.
+The coordinator calls `import_checkpoint` instead of `CheckpointReader`. All ranks import the same components, or all
+raise the same error. The foreign directory is never changed.
 """
 
 import logging
@@ -30,31 +31,32 @@ T = TypeVar("T")
 
 MODEL, OPTIMIZER, SCHEDULER, TRAINER, DATASET = "model", "optimizer", "scheduler", "trainer", "dataset"
 _REASONS = {
-    "rng": "random numbers are drawn from this run's own seed",
-    "ema": "the average begins with the imported weights",
+    "rng": "random state starts from this run's seed",
+    "ema": "the average starts from the imported weights",
 }
 
 
 @runtime_checkable
 class ImportsProgress(Protocol):
-    """A stateful of the component "trainer" that can go on from the progress of another program."""
+    """Stateful of the component "trainer" that can resume from the progress of another program."""
 
     def import_progress(self, global_step: int, epoch: float) -> None:
-        """Go on after `global_step` steps and `epoch` epochs (with a fraction); data starts at that epoch's beginning."""
+        """Resume after `global_step` steps and `epoch` (fractional) epochs, at the first batch of the current epoch."""
 
 
 def foreign_owner(path: str, peers: Peers) -> Owner | None:
-    """Whose directory this is, the same on every rank; None for ours and for unknown ones. Collective."""
+    """Return the program that wrote a directory, or None for Forgather's and unknown directories. Collective."""
+    # Every rank checks its own view of the file system. Ranks that disagree would reach different collectives and hang.
     owners = on_every_rank(peers, lambda: recognise(path), f"looking at {path}", CheckpointLoadError)
     if len(set(owners)) > 1:
         raise CheckpointLoadError.misfit(
-            f"Ranks see different things at {path}. All ranks must see one directory, or copies of the same one."
+            f"Ranks see different content at {path}. All ranks must see the same directory, or copies of it."
         )
     return owners[0]
 
 
 def require_loadable(path: str) -> None:
-    """Raise unless a path is a complete checkpoint of ours, or a directory that can be imported."""
+    """Raise `CheckpointError` unless a path is a complete Forgather checkpoint or a directory that can be imported."""
     if recognise(path) is None:
         store.open_checkpoint(path)
 
@@ -70,11 +72,11 @@ def import_checkpoint(
     strict: bool = True,
     skip: Collection[str] = (),
 ) -> ImportReport:
-    """Take over what can be taken over, log what cannot in one message, and return both. Collective.
+    """Import all components that can be imported, log one message with the rest, and return both. Collective.
 
-    `model` is the whole model, possibly on the meta device, where `model_parts` are only a part of it. Components in
-    `skip` keep the state they have. State that does not fit on one rank is left out on all; weights that do not fit are
-    an error on all.
+    `model` is the full model, possibly on the meta device; `model_parts` are the stages of this rank. Components in
+    `skip` keep their state. State that does not fit on one rank is skipped on all ranks. Weights that do not fit raise
+    `CheckpointLoadError` on all ranks.
     """
     job = _Import(path, owner, components, model_parts, peers, model)
     try:
@@ -82,6 +84,7 @@ def import_checkpoint(
     except CheckpointError as error:
         if path in str(error):
             raise
+        # Keep the flags: the manager reads them to decide whether an older checkpoint could help.
         named = type(error)(f"{error}\nThe directory is {path}, {owner.value}.")
         named.is_misfit, named.contact_lost = error.is_misfit, error.contact_lost
         raise named from error
@@ -91,10 +94,10 @@ def import_checkpoint(
 
 
 class _Import:
-    """One import, on every rank alike.
+    """One import, with the same phases on every rank.
 
-    Phases, each of which all ranks finish before the next begins: state files are read and checked, and ranks agree on
-    what is taken over; weights are read into the model; components take their states, the schedule after the optimizer.
+    First all ranks read and check the state files, and agree on the components to import. Then they load the weights.
+    Last, components load their state, the schedule after the optimizer. All ranks finish a phase before the next begins.
     """
 
     def __init__(
@@ -117,12 +120,14 @@ class _Import:
     def run(self, strict: bool, skip: Collection[str]) -> ImportReport:
         skipped = select_components(self._components, skip, "skip_checkpoint_components") if skip else []
         wanted = {one.key: one for one in self._components if one not in skipped}
+        # A pipeline rank has only the names of some stages. The weights are checked against the names of all ranks.
         names = self._everywhere(
             lambda: [name for part in self._parts for name in get_all_fqns(part)], "naming tensors"
         )
         all_names = list(dict.fromkeys(name for part in names for name in part))
         sharing = self._sharing()
         left_out, others = self._read(wanted, sharing)
+        # The conditions below are equal on all ranks, so that all reach the same collectives.
         has_weights = MODEL in wanted and bool(all_names)
         if has_weights:
             self._everywhere(
@@ -132,7 +137,7 @@ class _Import:
         taken = [key for key in (OPTIMIZER, SCHEDULER, TRAINER) if key in wanted and key not in left_out]
         for key in taken:
             self._everywhere(lambda one=wanted[key]: self._apply(one), f"importing {key!r}")  # type: ignore[misc]
-        asked = {one.key: "skip_checkpoint_components names it" for one in skipped}
+        asked = {one.key: "it is listed in skip_checkpoint_components" for one in skipped}
         return ImportReport(
             path=self._path,
             owner=self._owner,
@@ -149,7 +154,7 @@ class _Import:
     def _read(
         self, wanted: dict[str, StateComponent], sharing: SharingMetadataT
     ) -> tuple[dict[str, str], dict[str, str]]:
-        """Read and check the state on every rank; returns what is left out, and what else the directory holds."""
+        """Read and check the state on every rank; return skipped components and further content, each with reasons."""
 
         def read() -> tuple[dict[str, str], dict[str, str], Progress | LeftOut]:
             found = read_training_state(self._path, self._owner, self._peers.rank, self._peers.size)
@@ -159,15 +164,17 @@ class _Import:
             return reasons, found.others, found.progress
 
         told = self._everywhere(read, f"reading the state in {self._path}")
+        # A component that any rank skips is skipped everywhere. The reason of the lowest rank wins.
         left_out = {key: reason for reasons, _, _ in reversed(told) for key, reason in reasons.items()}
         if MODEL not in wanted:
+            # Weights never become a LeftOut in `read`: they load, or they fail the import.
             left_out[MODEL] = "it is not among the components that are loaded"
         _, others, progress = told[0]
         others = {**others, DATASET: _position(progress)} if DATASET in left_out else others
         return {key: others.get(key, reason) for key, reason in left_out.items()}, others
 
     def _usable(self, component: StateComponent, found: ForeignState, sharing: SharingMetadataT) -> Any | LeftOut:
-        """What the component will be given, checked already; or why it gets nothing."""
+        """Return the checked state for a component, or the reason why it gets none."""
         if component.key == OPTIMIZER:
             return _attempt_with(
                 found.optimizer, lambda state: self._moments(component.stateful, state, found, sharing)
@@ -176,17 +183,19 @@ class _Import:
             return _attempt_with(found.scheduler, lambda state: fitting_schedule(state, component.stateful))
         if component.key == TRAINER:
             return _attempt_with(found.progress, lambda progress: _importable(progress, component.stateful))
-        return LeftOut(_REASONS.get(component.key, "it starts fresh: no part of the directory stands for it"))
+        return LeftOut(_REASONS.get(component.key, "it starts fresh: the directory has no state for it"))
 
     def _moments(self, stateful: Any, state: Any, found: ForeignState, sharing: SharingMetadataT) -> dict[str, Any]:
         if not isinstance(stateful, OptimizerState):
-            raise CheckpointLoadError(f"{type(stateful).__name__} does not know its parameters by name")
+            raise CheckpointLoadError(f"{type(stateful).__name__} does not identify its parameters by name")
         groups = stateful.state_dict()["param_groups"]
         present = [list(group["params"]) for group in groups]
+        # Indices of a file per rank count only the parameters of that rank.
         modules = self._parts if found.is_per_rank else self._whole
         shapes = {name: tuple(one.shape) for module in modules for name, one in module.named_parameters()}
         named = moments_by_name(state, possible_orders(self._owner, modules, present), shapes)
         require_same_kind(named["param_groups"], groups)
+        # The other program has a tied parameter under one name only, and a stage may have it under another name.
         stateful.add_tied_names(named, sharing)
         if missing := stateful.missing_names(named):
             raise CheckpointLoadError(f"it has no parameter {missing[0]!r}")
@@ -196,6 +205,7 @@ class _Import:
     def _apply(self, component: StateComponent) -> None:
         state, stateful = self._states[component.key], component.state_holder
         if component.key == TRAINER and hasattr(stateful, "import_progress"):
+            # A step from the name of the directory comes without an epoch.
             stateful.import_progress(state.global_step, state.epoch or 0.0)
         else:
             stateful.load_state_dict(state)
@@ -211,18 +221,16 @@ def _attempt_with(found: Any | LeftOut, use: Callable[[Any], Any]) -> Any | Left
 def _importable(progress: Progress, stateful: object) -> Progress:
     if not isinstance(stateful, ImportsProgress):
         raise CheckpointLoadError(
-            f"step {progress.global_step} was reached there; {type(stateful).__name__} has no import_progress(global_step, "
-            "epoch), so steps count from its own state"
+            f"the checkpoint is at step {progress.global_step}, but {type(stateful).__name__} has no "
+            "import_progress(global_step, epoch), so steps count from its current state"
         )
     return progress
 
 
 def _position(progress: Progress | LeftOut) -> str:
-    """What is known of the position in the data: only where an epoch ended is it the beginning of the next."""
+    """Return a description of the position in the data: known only at the end of an epoch."""
     if isinstance(progress, LeftOut) or progress.epoch is None:
-        return "the position in the data is not known: it starts at the beginning"
+        return "the position in the data is unknown: the data starts at the beginning"
     if progress.epoch.is_integer():
         return f"{progress.epoch:g} epochs were complete: the next one starts at its beginning, in this run's own order"
-    return (
-        f"the position within the epoch ({progress.epoch:g} epochs were trained) is not known: the epoch starts again"
-    )
+    return f"the position within the epoch ({progress.epoch:g} epochs were trained) is unknown: the epoch starts again"

@@ -1,7 +1,7 @@
-"""Optimizer state of other programs: index-keyed moments become moments by FQN.
+"""Optimizer state of other programs: converts moments by index to moments by FQN.
 
-torch numbers parameters in the order of the parameter groups. Which names these are follows from how the other program
-made its groups, so an order counts only if the groups have the same sizes and all moments the shapes of their parameters.
+torch numbers parameters in the order of the parameter groups, so the names depend on how the other program built its
+groups. An order is accepted only if all group sizes and all moment shapes match. `importing` calls this module.
 """
 
 import re
@@ -16,20 +16,21 @@ from forgather.ml.checkpoint.state.optimizer_checks import check_structure, save
 from forgather.ml.checkpoint.state.optimizer_options import configured_options, options_of
 
 Groups = list[list[str]]
-"""The names of the parameters of each group."""
+"""Names of the parameters of each group."""
 Shapes = Mapping[str, tuple[int, ...]]
 
-# Entries of a group that say nothing of the kind of optimizer.
+# Entries of a group that do not depend on the kind of optimizer.
 _NO_KIND = frozenset({"params", "param_names", "initial_lr"})
 
-# transformers.Trainer exempts parameters with these in their name, and all of nn.LayerNorm, from weight decay.
+# transformers.Trainer applies no weight decay to parameters with these names, nor to parameters of nn.LayerNorm.
 _UNDECAYED = re.compile(r"bias|layernorm|rmsnorm|(?:^|\.)norm(?:$|\.)|_norm(?:$|\.)")
 
 
 def possible_orders(owner: Owner, modules: Sequence[nn.Module], present: Groups) -> list[Groups]:
-    """The groups that the other program may have made, the most likely first; `present` are those of this run."""
+    """Return the groupings that the other program may have used, most likely first; `present` is this run's grouping."""
     named = [pair for module in modules for pair in module.named_parameters()]
     trainable = [name for name, parameter in named if parameter.requires_grad]
+    # Some programs pass only trainable parameters to the optimizer, others pass model.parameters().
     single = [[trainable], [[name for name, _ in named]]]
     if owner is Owner.TRANSFORMERS:
         return [_decay_groups(modules, trainable), *single]
@@ -37,7 +38,8 @@ def possible_orders(owner: Owner, modules: Sequence[nn.Module], present: Groups)
 
 
 def _decay_groups(modules: Sequence[nn.Module], names: Iterable[str]) -> Groups:
-    """The two groups of transformers.Trainer: with weight decay, and without."""
+    """Return the two groups of transformers.Trainer: with and without weight decay."""
+    # Duplicates included, because a tied parameter may be listed under its name in another module.
     undecayed = {
         f"{prefix}.{name}" if prefix else name
         for module in modules
@@ -52,15 +54,17 @@ def _decay_groups(modules: Sequence[nn.Module], names: Iterable[str]) -> Groups:
 
 
 def moments_by_name(state: Any, orders: Sequence[Groups], shapes: Shapes) -> dict[str, Any]:
-    """The state by parameter name, or `CheckpointLoadError` if it fits none of the orders."""
+    """Return the state by parameter name; raise `CheckpointLoadError` if it fits none of the orders."""
     _check_parts(state)
     groups = state["param_groups"]
     named = [_stated_names(group) for group in groups]
+    # Names in the file are certain, so no order has to be guessed.
     if all(names is not None for names in named):
         return _renamed(state, [names or [] for names in named], shapes)
     if not all(type(index) is int for group in groups for index in group["params"]):
         raise CheckpointLoadError("its parameters are neither numbered nor named")
     reasons = []
+    # The first order that fits wins, so `orders` has the most likely first.
     for order in orders:
         try:
             return _renamed(state, order, shapes)
@@ -70,18 +74,19 @@ def moments_by_name(state: Any, orders: Sequence[Groups], shapes: Shapes) -> dic
 
 
 def require_same_kind(saved: Iterable[Mapping[str, Any]], present: Iterable[Mapping[str, Any]]) -> None:
-    """Raise `CheckpointLoadError` if both optimizers have options that the other lacks: their state means other things."""
+    """Raise `CheckpointLoadError` if the two optimizers are of different kinds, judged by their options."""
+    # Only if both have options that the other lacks: between torch versions one side of the same kind has more.
     theirs = {option for group in saved for option in group} - _NO_KIND
     ours = {option for group in present for option in group} - _NO_KIND
     if theirs - ours and ours - theirs:
         raise CheckpointLoadError(
-            f"it belongs to another kind of optimizer: only that one has {sorted(map(str, theirs - ours))}, only this run's "
-            f"has {sorted(ours - theirs)}"
+            "it belongs to a different kind of optimizer: only the saved optimizer has "
+            f"{sorted(map(str, theirs - ours))}, only this run's has {sorted(ours - theirs)}"
         )
 
 
 def _stated_names(group: Mapping[str, Any]) -> list[str] | None:
-    """The names that the file itself has for a group: as `param_names` of torch, or as its keys."""
+    """Return the parameter names that the file has for a group, from torch's `param_names` or from `params`."""
     for names in (group.get("param_names"), group["params"]):
         if isinstance(names, list) and all(type(name) is str for name in names) and len(names) == len(group["params"]):
             return names
@@ -92,17 +97,17 @@ def _check_parts(state: Any) -> None:
     parts = state if isinstance(state, dict) else {}
     groups, moments = parts.get("param_groups"), parts.get("state")
     if not isinstance(moments, dict) or not isinstance(groups, list) or not groups:
-        raise CheckpointLoadError("it is no state of a torch optimizer: it lacks state or param_groups")
+        raise CheckpointLoadError("it is not the state of a torch optimizer: it lacks state or param_groups")
     if not all(isinstance(group, dict) and isinstance(group.get("params"), list) for group in groups):
-        raise CheckpointLoadError("it is no state of a torch optimizer: a parameter group lists no params")
+        raise CheckpointLoadError("it is not the state of a torch optimizer: a parameter group lists no params")
     if not all(type(index) in (int, str) for group in groups for index in group["params"]):
-        raise CheckpointLoadError("it is no state of a torch optimizer: its parameters are neither numbered nor named")
+        raise CheckpointLoadError("it is not the state of a torch optimizer: its parameters have no numbers or names")
 
 
 def _renamed(state: Mapping[str, Any], order: Groups, shapes: Shapes) -> dict[str, Any]:
     sizes, wanted = [len(group["params"]) for group in state["param_groups"]], [len(names) for names in order]
     if sizes != wanted:
-        raise CheckpointLoadError(f"it has groups of {sizes} parameters, and the model makes groups of {wanted}")
+        raise CheckpointLoadError(f"it has groups of {sizes} parameters, but the model has groups of {wanted}")
     pairs = zip(state["param_groups"], order, strict=True)
     names = {
         index: name for group, group_names in pairs for index, name in zip(group["params"], group_names, strict=True)
@@ -115,15 +120,17 @@ def _renamed(state: Mapping[str, Any], order: Groups, shapes: Shapes) -> dict[st
         "initial_options": [_configured(one) for one in options],
     }
     check_structure(renamed)
+    # Groups of equal sizes can still have another order. A moment with the wrong shape reveals most of them.
     for name, one in moments.items():
         for shape in saved_shapes(None, one) - {shapes.get(name)}:
             raise CheckpointLoadError(
-                f"the moments in the place of {name!r} have shape {list(shape)}, and the parameter has "
-                f"{list(shapes.get(name, ()))}"
+                f"the moments for {name!r} have shape {list(shape)}, but the parameter has {list(shapes.get(name, ()))}"
             )
     return renamed
 
 
 def _configured(options: Mapping[str, Any]) -> dict[str, Any] | None:
-    """What the user configured there, known where a schedule left the first learning rate; a change made now wins."""
+    """Return the options that the other run was configured with, or None if they are unknown."""
+    # A schedule records the configured learning rate as `initial_lr`. Options that this run configures differently win
+    # over the checkpoint, which needs the configured values for the comparison.
     return configured_options(options) if "initial_lr" in options else None

@@ -1,6 +1,7 @@
-"""Ownership of checkpoint directories: ours, another program's, or unknown; only our own are ever replaced or deleted.
+"""Ownership of checkpoint directories: Forgather, another program, or unknown.
 
-The store asks before it replaces, deletes or cleans, and the manager at a start.
+Only Forgather's own checkpoints are ever replaced or deleted. The store checks before it replaces, deletes or cleans
+up. Loading checks to choose between its own reader and an import.
 """
 
 import enum
@@ -19,16 +20,16 @@ _STATE_FILE = re.compile(r"[A-Za-z0-9][\w.-]*_state(_(rank|node)_\d+|_group_[\w.
 
 
 class Owner(enum.Enum):
-    """Whose a directory is, in words for a message."""
+    """Program that wrote a directory; the value is its description for messages."""
 
-    OURS = "a checkpoint of ours"
-    UNVERSIONED = "a checkpoint in our file layout, but without a format version and checksums"
+    OURS = "a Forgather checkpoint"
+    UNVERSIONED = "a checkpoint in Forgather's file layout, but without a format version and checksums"
     TRANSFORMERS = "a checkpoint of transformers.Trainer"
     ACCELERATE = "a checkpoint of accelerate.save_state"
     TORCH_DCP = "a checkpoint of torch.distributed.checkpoint"
     DEEPSPEED = "a checkpoint of DeepSpeed"
     HUGGING_FACE = "a directory of Hugging Face weights"
-    UNKNOWN = "not recognisably a checkpoint of ours"
+    UNKNOWN = "not recognised as a Forgather checkpoint"
 
     @property
     def is_other_program(self) -> bool:
@@ -36,12 +37,12 @@ class Owner(enum.Enum):
 
     @property
     def has_training_state(self) -> bool:
-        """Whether somebody else's training could be continued from it."""
+        """Whether another program can resume training from it."""
         return self.is_other_program and self is not Owner.HUGGING_FACE
 
 
 def owner_of(path: str) -> Owner:
-    """Whose directory this is; a valid manifest of ours decides first. Damaged ones of ours are UNKNOWN."""
+    """Return the owner of a directory; a valid Forgather manifest decides first. Damaged checkpoints are UNKNOWN."""
     try:
         names = sorted(os.listdir(path))
     except OSError:
@@ -49,19 +50,20 @@ def owner_of(path: str) -> Owner:
     if MANIFEST_NAME in names:
         return _owner_by_manifest(path)
     if METADATA_NAME in names or any(map(_STATE_FILE.match, names)):
-        # Files of ours without a manifest: a checkpoint that was damaged.
+        # Forgather's files without a manifest: a damaged checkpoint. It may hold weights too, so check this before
+        # the other programs.
         return Owner.UNKNOWN
     return _other_program(set(names))
 
 
 def recognise(path: str) -> Owner | None:
-    """The owner of a directory of another program; None for ours, for damaged ones of ours, and for unknown ones."""
+    """Return the owner if it is another program; None for Forgather's (intact or damaged) and unknown directories."""
     owner = owner_of(path)
     return owner if owner.is_other_program else None
 
 
 def is_ours(path: str) -> bool:
-    """Whether a path is a real directory with a valid manifest of ours, so that we may replace or delete it."""
+    """Return whether a path is a real directory with a valid Forgather manifest, which may be replaced or deleted."""
     return is_real_directory(path) and owner_of(path) is Owner.OURS
 
 
@@ -69,6 +71,7 @@ def _owner_by_manifest(path: str) -> Owner:
     try:
         read_manifest(path)
     except CheckpointVersionError:
+        # Written by a newer version of Forgather.
         return Owner.OURS
     except (CheckpointError, FileNotFoundError):
         return Owner.UNVERSIONED if _is_unversioned(os.path.join(path, MANIFEST_NAME)) else Owner.UNKNOWN
@@ -85,6 +88,7 @@ def _is_unversioned(manifest_path: str) -> bool:
 
 
 def _other_program(names: set[str]) -> Owner:
+    # The most specific file names first: directories of every program may contain weight files.
     if "trainer_state.json" in names:
         return Owner.TRANSFORMERS
     if ".metadata" in names and any(name.endswith(".distcp") for name in names):

@@ -1,8 +1,8 @@
-"""Restricted unpickler that builds neutral records: no class is looked up, no constructor and no `__setstate__` runs.
+"""Restricted unpickler that builds neutral records: no class lookup, no constructor, no `__setstate__`.
 
-A pickle names classes and gives them arguments and state. Here each such object becomes a `PickledRecord`, so that a
-reader can check it before it makes anything of it. Protocols 2 to 5 are read, with the opcodes that dataclasses,
-tuples, lists and dicts need.
+A pickle names classes and passes arguments and state to them. Here each object becomes a `PickledRecord`, which the
+reader checks before it uses the content. Protocols 2 to 5 are supported, with the opcodes for dataclasses, tuples,
+lists and dicts. `dcp_metadata` reads with it.
 """
 
 import pickletools
@@ -15,34 +15,36 @@ from forgather.ml.checkpoint.encoding.state_budget import POINTER_BYTES, SCALAR_
 from forgather.ml.checkpoint.errors import StateDecodingError
 
 _MARK = object()
+# Memory of the Python objects for a record and for a memo entry.
 _RECORD_BYTES = 160
 _MEMO_BYTES = 100
 
 
 @dataclass(frozen=True)
 class PickledGlobal:
-    """The name of a class or function: "module.qualified.name"."""
+    """Name of a class or function: "module.qualified.name"."""
 
     name: str
 
 
 @dataclass(eq=False)
 class PickledRecord:
-    """An object as its pickle describes it."""
+    """Object as its pickle describes it."""
 
     name: str
-    """The class or function that the pickle calls."""
+    """Class or function that the pickle calls."""
     arguments: tuple[Any, ...]
     state: Any = None
     has_state: bool = field(default=False, repr=False)
 
 
 def read_records(data: bytes) -> Any:
-    """Return what a pickle describes; `StateDecodingError` for anything that plain records do not need."""
+    """Return the content of a pickle as records; raise `StateDecodingError` for any other opcode or malformed data."""
     machine = _Machine(MemoryBudget(len(data)))
     machine.budget.allow_objects(len(data))
     handlers = machine.handlers()
     try:
+        # `genops` only splits the bytes into opcodes and arguments. It builds no object.
         for opcode, argument, _ in pickletools.genops(data):
             if opcode.name == "STOP":
                 break
@@ -58,7 +60,7 @@ def read_records(data: bytes) -> Any:
 
 
 class _Machine:
-    """The stack and memo of one pickle."""
+    """Stack and memo of one pickle."""
 
     def __init__(self, budget: MemoryBudget) -> None:
         self.budget = budget
@@ -66,13 +68,14 @@ class _Machine:
         self._memo: dict[int, Any] = {}
 
     def handlers(self) -> dict[str, Callable[[Any], None]]:
-        """The handler of each opcode that is allowed."""
+        """Return the handler of each allowed opcode."""
         constants = {"NONE": None, "NEWTRUE": True, "NEWFALSE": False, "EMPTY_TUPLE": (), "MARK": _MARK}
         pushed = {name: lambda _, value=value: self._push(value, POINTER_BYTES) for name, value in constants.items()}
         numbers = ("BININT", "BININT1", "BININT2", "LONG1", "BINFLOAT")
         texts = ("SHORT_BINUNICODE", "BINUNICODE", "BINUNICODE8")
         return {
             **pushed,
+            # Protocol number and frame size: no content.
             **dict.fromkeys(("PROTO", "FRAME"), lambda _: None),
             **dict.fromkeys(numbers, lambda number: self._push(number, SCALAR_BYTES)),
             **dict.fromkeys(texts, lambda text: self._push(text, getsizeof(text))),
@@ -102,7 +105,7 @@ class _Machine:
     def _pop(self, count: int) -> list[Any]:
         items = self.stack[-count:]
         if len(items) < count or any(item is _MARK for item in items):
-            raise StateDecodingError("its pickle lacks items")
+            raise StateDecodingError("its pickle has too few items on its stack")
         del self.stack[-count:]
         return items
 
@@ -130,7 +133,7 @@ class _Machine:
         target, keys = self.stack[-1], items[::2]
         if type(target) is not dict or len(items) % 2:
             raise StateDecodingError(f"its pickle sets items of a {type(target).__name__}")
-        # Hashes of text are randomised, and records are told apart by identity: neither can be made to collide.
+        # Python randomises hashes of text, and records hash by identity. Neither can be made to collide.
         if not all(type(key) in (str, PickledRecord) for key in keys):
             raise StateDecodingError("its pickle has a dict with keys other than text and records")
         before = getsizeof(target)
@@ -142,10 +145,11 @@ class _Machine:
         self._memo[number] = self.stack[-1]
 
     def _refer_to(self, number: int) -> None:
-        """Push a memoised object; a container in several places could multiply the work of a reader."""
+        """Push a memo entry."""
         value = self._memo[number]
+        # A container that is referred to repeatedly could multiply the work of a reader.
         if type(value) in (list, dict):
-            raise StateDecodingError("its pickle refers to one container from several places")
+            raise StateDecodingError("its pickle refers to one container more than once")
         self._push(value, POINTER_BYTES)
 
     def _stack_global(self) -> None:
@@ -163,6 +167,7 @@ class _Machine:
     def _build(self) -> None:
         (state,) = self._pop(1)
         target = self.stack[-1]
+        # A pickler sets the state of an object once. A second state would replace the first unseen.
         if type(target) is not PickledRecord or target.has_state:
             raise StateDecodingError(f"its pickle sets the state of a {type(target).__name__}")
         target.state, target.has_state = state, True

@@ -1,4 +1,7 @@
-"""Report of an import: what was taken over from a foreign directory, and what was not."""
+"""Report of an import: which state was imported from a foreign checkpoint, and which was skipped and why.
+
+`import_checkpoint` returns it and logs its message once, on rank 0.
+"""
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
@@ -8,26 +11,26 @@ from forgather.ml.checkpoint.foreign.ownership import Owner
 
 @dataclass(frozen=True)
 class LeftOut:
-    """Stands for a part of the state that is not taken over."""
+    """Placeholder for state that is not imported."""
 
     reason: str
 
 
 @dataclass(frozen=True)
 class ImportReport:
-    """The same on every rank."""
+    """Result of an import, equal on every rank."""
 
     path: str
     owner: Owner
     taken: tuple[str, ...]
     left_out: Mapping[str, str] = field(default_factory=dict)
-    """What was not taken over -> why."""
+    """Skipped component or content -> reason."""
 
     @property
     def message(self) -> str:
-        """One message that lists everything."""
+        """Log message that lists imported and skipped state."""
         lines = [f"Imported {self.path}, {self.owner.value}: {', '.join(self.taken) or 'nothing'}."]
         if self.left_out:
-            lines.append("Not taken over:")
+            lines.append("Not imported:")
             lines.extend(f"  - {what}: {reason}" for what, reason in self.left_out.items())
         return "\n".join(lines)

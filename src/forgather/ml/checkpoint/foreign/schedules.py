@@ -1,7 +1,7 @@
-"""Learning rate schedules of other programs: the state of a torch scheduler, checked before it is used.
+"""Learning-rate schedules of other programs: checks the state of a torch scheduler before it is loaded.
 
-torch sets whatever a state names as an attribute of the scheduler. A state must therefore have only the keys that the
-running scheduler has, with values of the same kind.
+torch sets every key of a state as an attribute of the scheduler. A state may therefore have only keys of the running
+scheduler, with values of the same type. `importing` calls this module.
 """
 
 from collections.abc import Mapping
@@ -16,9 +16,9 @@ _GROUP_LISTS = ("base_lrs", "_last_lr")
 
 
 def fitting_schedule(state: Any, stateful: Any) -> dict[str, Any]:
-    """The state in the form that `stateful` takes, or `CheckpointLoadError`; nothing is changed."""
+    """Return the state in the form that `stateful` accepts, or raise `CheckpointLoadError`; change nothing."""
     if not isinstance(state, dict):
-        raise CheckpointLoadError(f"it is a {type(state).__name__}, and the state of a scheduler is a dict")
+        raise CheckpointLoadError(f"it is a {type(state).__name__}, but the state of a scheduler must be a dict")
     own: dict[str, Any] = stateful.state_dict()
     fitting = _with_own_functions(state, own)
     if hasattr(stateful, "check_state_dict"):
@@ -26,30 +26,34 @@ def fitting_schedule(state: Any, stateful: Any) -> dict[str, Any]:
     elif isinstance(stateful, LRScheduler):
         _check_like(fitting, own, type(stateful).__name__)
     else:
-        raise CheckpointLoadError(f"{type(stateful).__name__} cannot check a state that it did not write")
+        raise CheckpointLoadError(
+            f"{type(stateful).__name__} cannot check a state of another program (no check_state_dict)"
+        )
     return fitting
 
 
 def _with_own_functions(state: dict[str, Any], own: Mapping[str, Any]) -> dict[str, Any]:
-    """Adapt the state of a closed form (LambdaLR) by functions without a state, which are saved as None or {}.
+    """Replace the functions in the state of a LambdaLR by this run's functions, if all of them are stateless.
 
-    Of other parameter groups than those of this run it says only how many steps were taken.
+    Functions without state are saved as None or {}. If the number of parameter groups differs, only the step count is
+    kept: the learning rates of the groups are dropped.
     """
     functions, mine = state.get("lr_lambdas"), own.get("lr_lambdas")
     if not isinstance(functions, list) or not isinstance(mine, list) or any(functions) or any(mine):
         return state
     if len(functions) == len(mine):
         return {**state, "lr_lambdas": mine}
+    # A LambdaLR computes the learning rate from the step alone, so the step is enough to resume it.
     return {name: value for name, value in state.items() if name not in _GROUP_LISTS} | {"lr_lambdas": mine}
 
 
 def _check_like(state: Mapping[str, Any], own: Mapping[str, Any], kind: str) -> None:
     unknown = sorted(str(name)[:100] for name in state if name not in own)
     if unknown:
-        raise CheckpointLoadError(f"{unknown[0]!r} belongs to another kind of scheduler than {kind}")
+        raise CheckpointLoadError(f"{unknown[0]!r} belongs to a different kind of scheduler than {kind}")
     for name, value in state.items():
         if not _is_like(value, own[name]):
-            raise CheckpointLoadError(f"{name!r} has another kind of value than in {kind}")
+            raise CheckpointLoadError(f"{name!r} has a different type of value than in {kind}")
 
 
 def _is_like(value: Any, own: Any) -> bool:
@@ -57,5 +61,6 @@ def _is_like(value: Any, own: Any) -> bool:
         same_length = type(value) is type(own) and len(value) == len(own)
         return same_length and all(_is_like(one, mine) for one, mine in zip(value, own, strict=True))
     if type(own) in _NUMBERS:
+        # An integer and a float are interchangeable, for example learning rates of 1 and 0.1.
         return type(value) in _NUMBERS
     return type(value) is type(own) and (not isinstance(own, dict) or set(value) <= set(own))

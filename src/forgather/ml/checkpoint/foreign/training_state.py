@@ -1,6 +1,7 @@
-"""Training state of a foreign directory: the files of optimizer, schedule and step, read as plain data only.
+"""Training state of a foreign checkpoint: reads the files of optimizer, schedule and step as plain data.
 
-A file that could run code is refused by its name. What is refused, missing or of no use here becomes a `LeftOut`.
+A missing, unsafe or unusable file does not fail the import. It becomes a `LeftOut` with the reason and the path.
+`importing` calls `read_training_state` on every rank.
 """
 
 import math
@@ -20,6 +21,7 @@ from forgather.ml.checkpoint.manifest import MANIFEST_NAME
 
 T = TypeVar("T")
 
+# Up to here a float holds every integer exactly. A larger step or epoch is damage.
 _LARGEST_STEP = 2**53
 _STEP_IN_NAME = re.compile(r"checkpoint-([0-9]{1,15})$")
 _STATE_FILE = re.compile(r"([A-Za-z0-9][\w.-]*?)_state(_(rank|node)_\d+|_group_[\w.-]+_\d+)?\.pt$")
@@ -27,7 +29,7 @@ _STATE_FILE = re.compile(r"([A-Za-z0-9][\w.-]*?)_state(_(rank|node)_\d+|_group_[
 
 @dataclass(frozen=True)
 class Progress:
-    """How far the training was; the epoch is None where the directory does not say."""
+    """Training progress; the epoch is None if the directory does not record it."""
 
     global_step: int
     epoch: float | None
@@ -35,29 +37,29 @@ class Progress:
 
 @dataclass(frozen=True)
 class ForeignState:
-    """What a directory holds besides weights; states are as the other program wrote them."""
+    """Content of a directory besides weights, in the form that the other program wrote."""
 
     optimizer: Any | LeftOut
     scheduler: Any | LeftOut
     progress: Progress | LeftOut
     others: dict[str, str] = field(default_factory=dict)
-    """Further state of the directory that is never taken over -> why."""
+    """Further state that is never imported -> reason."""
     is_per_rank: bool = False
-    """Whether the optimizer's indices count the parameters of this rank alone."""
+    """Whether the optimizer's indices count only the parameters of this rank."""
 
 
 def read_training_state(path: str, owner: Owner, rank: int, world_size: int) -> ForeignState:
-    """Read what an import can use; never raises for a file of state that is missing or unsafe."""
+    """Return the state that can be imported; a missing or unsafe state file does not raise."""
     if owner is Owner.TRANSFORMERS:
         return _of_transformers(path)
     if owner is Owner.UNVERSIONED:
         return _of_unversioned(path, rank, world_size)
-    reason = LeftOut(f"only weights are taken from {owner.value}")
+    reason = LeftOut(f"only weights are imported from {owner.value}")
     return ForeignState(reason, reason, reason)
 
 
 def attempt(read: Callable[[], T]) -> T | LeftOut:
-    """The result of reading or checking something, or the reason why it is left out."""
+    """Return the result of `read`, or a `LeftOut` with the reason if it fails."""
     try:
         return read()
     except FileNotFoundError as error:
@@ -75,9 +77,9 @@ def _of_transformers(path: str) -> ForeignState:
     others = {} if isinstance(state, LeftOut) else _other_entries(state)
     names = sorted(os.listdir(path))
     if random_files := [name for name in names if re.match(r"rng_state(_\d+)?\.pth$", name)]:
-        others["rng"] = f"{', '.join(random_files)[:200]}: random numbers are drawn from this run's own seed"
+        others["rng"] = f"{', '.join(random_files)[:200]}: random state starts from this run's seed"
     if "scaler.pt" in names:
-        others["scaler.pt"] = "the loss scale of mixed precision is found again within a few steps"
+        others["scaler.pt"] = "the loss scale of mixed precision adapts again within a few steps"
     return ForeignState(
         optimizer=attempt(lambda: read_state(os.path.join(path, "optimizer.pt"))),
         scheduler=attempt(lambda: read_state(os.path.join(path, "scheduler.pt"))),
@@ -89,9 +91,9 @@ def _of_transformers(path: str) -> ForeignState:
 def _other_entries(state: Mapping[str, Any]) -> dict[str, str]:
     others = {}
     if state.get("best_model_checkpoint") is not None or state.get("best_metric") is not None:
-        others["best checkpoint"] = "the best is chosen again among the checkpoints of this run"
+        others["best checkpoint"] = "the best is chosen among the checkpoints of this run"
     if state.get("log_history"):
-        others["log history"] = "the history of this run begins now"
+        others["log history"] = "this run starts a new history"
     callbacks = state.get("stateful_callbacks")
     names = sorted(set(callbacks) - {"TrainerControl"}) if isinstance(callbacks, dict) else []
     if names:
@@ -104,6 +106,7 @@ def _other_entries(state: Mapping[str, Any]) -> dict[str, str]:
 
 def _of_unversioned(path: str, rank: int, world_size: int) -> ForeignState:
     saved_by = attempt(lambda: _json_object(os.path.join(path, MANIFEST_NAME)).get("world_size"))
+    # Files per rank belong to the same ranks only if the number of ranks is unchanged.
     has_own_files = saved_by == world_size
 
     def read(key: str) -> Any | LeftOut:
@@ -112,6 +115,7 @@ def _of_unversioned(path: str, rank: int, world_size: int) -> ForeignState:
             return name
         return attempt(lambda: read_state(os.path.join(path, name)))
 
+    # An unreadable trainer state still leaves the step in the name of the directory, but no epoch.
     trainer = read("trainer")
     named = _step_in_name(path, trainer)
     optimizer_file = _file_of(path, "optimizer", rank)
@@ -125,16 +129,16 @@ def _of_unversioned(path: str, rank: int, world_size: int) -> ForeignState:
 
 
 def _file_of(path: str, key: str, rank: int | None) -> str | LeftOut:
-    """The file with a component's state: the one that ranks share, or that of this rank in a job of the same size."""
+    """Return the state file of a component: the shared file, or the file of `rank`."""
     names = [name for name in sorted(os.listdir(path)) if _key_of(name) == key]
     for name in (f"{key}_state.pt", f"{key}_state_rank_{rank}.pt"):
         if name in names:
             return name
     if not names:
-        return LeftOut("the directory has no state of it")
+        return LeftOut("the directory has no state for it")
     return LeftOut(
-        f"{', '.join(names)[:200]} belong to single ranks of a job with another number or grouping of ranks; import with "
-        "the ranks that saved it to keep it"
+        f"{', '.join(names)[:200]} belong to single ranks of a job with a different number or grouping of ranks; import "
+        "with the same ranks to keep it"
     )
 
 
@@ -146,14 +150,14 @@ def _key_of(name: str) -> str | None:
 def _other_files(path: str) -> dict[str, str]:
     keys = {_key_of(name) for name in os.listdir(path)} - {None, "model", "optimizer", "scheduler", "trainer"}
     reasons = {
-        "rng": "random numbers are drawn from this run's own seed",
-        "dataset": "a position is only known to the loader that saved it",
+        "rng": "random state starts from this run's seed",
+        "dataset": "only the loader that saved a position can restore it",
     }
-    return {key: reasons.get(key, "its meaning is not known here") for key in sorted(map(str, keys))}
+    return {key: reasons.get(key, "it is of an unknown kind") for key in sorted(map(str, keys))}
 
 
 def _step_in_name(path: str, trainer: Any | LeftOut) -> Progress | None:
-    """The step in the name of the directory, for a directory without a readable state of the trainer."""
+    """Return the step in the directory name, if the trainer's state is not readable."""
     match = _STEP_IN_NAME.fullmatch(os.path.basename(os.path.abspath(path)))
     return Progress(int(match.group(1)), None) if isinstance(trainer, LeftOut) and match else None
 
@@ -164,12 +168,12 @@ def _step_in_name(path: str, trainer: Any | LeftOut) -> Progress | None:
 def _json_object(path: str) -> dict[str, Any]:
     data = strict_json.loads(read_small_file(path), path)
     if type(data) is not dict:
-        raise CheckpointLoadError(f"{path} holds no JSON object")
+        raise CheckpointLoadError(f"{path} does not contain a JSON object")
     return data
 
 
 def _progress(state: Any, path: str) -> Progress:
-    """Find the step and the epoch in a trainer's state, or in a dict one level below."""
+    """Return the step and the epoch in a trainer's state, or in a dict one level below."""
     if isinstance(state, LeftOut):
         raise CheckpointLoadError(state.reason)
     levels = [state, *(state.values() if isinstance(state, dict) else ())]
@@ -181,7 +185,7 @@ def _progress(state: Any, path: str) -> Progress:
 
 def _step(value: Any, path: str) -> int:
     if type(value) is not int or not 0 <= value <= _LARGEST_STEP:
-        raise CheckpointLoadError(f"the global_step in {path} is no number of steps")
+        raise CheckpointLoadError(f"the global_step in {path} is not a valid number of steps")
     return value
 
 

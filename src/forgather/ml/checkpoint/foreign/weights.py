@@ -1,4 +1,8 @@
-"""Weights of a foreign directory: weight files at its top, or sharded by torch DCP there or one level below."""
+"""Import of weights from a foreign checkpoint: from weight files, or from shards of torch DCP.
+
+Names and shapes of all tensors are checked before the first tensor changes. `importing` calls `load_foreign_weights`
+on every rank.
+"""
 
 import os
 from collections.abc import Collection, Sequence
@@ -14,7 +18,7 @@ from forgather.ml.checkpoint.weights.export import WEIGHT_FILE
 from forgather.ml.checkpoint.weights.module_weights import load_into_modules, locate_weights
 from forgather.ml.checkpoint.weights.safetensors_io import SharingMetadataT
 
-# Where accelerate, and transformers through it, put the sharded weights of an FSDP model.
+# Folder where accelerate, and transformers through it, write the sharded weights of an FSDP model.
 _FSDP_FOLDER = "pytorch_model_fsdp_0"
 
 
@@ -26,23 +30,23 @@ def load_foreign_weights(
     sharing: SharingMetadataT,
     strict: bool,
 ) -> None:
-    """Read the weights of the modules of this rank; the names and shapes of all of them are checked first."""
+    """Load the weights of this rank's modules, after a check of all names and shapes."""
     folder = _dcp_folder(path, owner)
     if folder is not None:
-        # Imported here: torch.distributed.checkpoint takes long to import, and few runs need it.
+        # Import on demand: torch.distributed.checkpoint is slow to import, and few runs need it.
         from forgather.ml.checkpoint.foreign.dcp_weights import load_dcp_weights
 
         load_dcp_weights(folder, modules, all_names, sharing)
         return
     if owner is Owner.DEEPSPEED and not any(map(WEIGHT_FILE.match, os.listdir(path))):
         raise CheckpointLoadError(
-            f"The weights in {path} are divided into DeepSpeed's own files, which are pickles. Run the zero_to_fp32.py that "
-            "lies in it (with --safe_serialization) and import its output."
+            f"The weights in {path} are in DeepSpeed's own files, which are pickles. Run zero_to_fp32.py from that "
+            "directory with --safe_serialization, and import its output."
         )
     location = locate_weights(path, is_foreign=True)
     location = replace(location, sharing=[*location.sharing, *sharing])
     if owner is not Owner.HUGGING_FACE:
-        # Only the cache of Hugging Face consists of symbolic links; elsewhere one leads out of the checkpoint.
+        # Only the cache of Hugging Face consists of symlinks. Elsewhere a symlink leads out of the checkpoint.
         for file in sorted(set(location.weight_map.values())):
             os.close(open_regular(location.path_and_record(file)[0]))
     load_into_modules(location, modules, strict, all_names)

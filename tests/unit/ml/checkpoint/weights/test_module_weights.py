@@ -470,5 +470,5 @@ def test_a_bin_file_of_a_checkpoint_is_read_once(
 def test_a_bin_file_of_something_else_is_refused(tmp_path: Path) -> None:
     for content in ([torch.zeros(2)], {"weight": 3}):
         torch.save(content, tmp_path / "pytorch_model.bin")
-        with pytest.raises(CheckpointLoadError, match="not a file of weights"):
+        with pytest.raises(CheckpointLoadError, match="not a weight file"):
             load_checkpoint(str(tmp_path), nn.Linear(2, 2))
