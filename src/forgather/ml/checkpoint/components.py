@@ -108,15 +108,14 @@ class StateComponent:
         _check_file_name_part("The component key", self.key)
         if self.key in _RESERVED_KEYS:
             raise ValueError(
-                f"The component key {self.key!r} is reserved: the manifest lists files that belong to no component under it. "
-                "Choose another."
+                f"The component key {self.key!r} is reserved for files that belong to no component. Choose another key."
             )
         if self.process_group_name is not None:
             _check_file_name_part(f"Component {self.key!r}: process_group_name", self.process_group_name)
         if self.sharing_pattern is SharingPattern.PER_GROUP and not self.process_group_name:
             raise ValueError(
-                f"Component {self.key!r}: a PER_GROUP component must specify process_group_name, the family of "
-                "groups whose members hold identical copies of it (a key of get_process_groups())."
+                f"Component {self.key!r}: a PER_GROUP component must specify process_group_name, a key of "
+                "get_process_groups(). The members of each group hold identical copies."
             )
         if self.validate_replication and self.sharing_pattern not in _VALIDATED_PATTERNS:
             raise ValueError(
@@ -135,8 +134,8 @@ class StateComponent:
 def _check_file_name_part(what: str, name: object) -> None:
     if not isinstance(name, str) or not _FILE_NAME_PART.fullmatch(name):
         raise ValueError(
-            f"{what} {name!r} cannot be used: it becomes part of file names, so it must begin with a letter or digit and "
-            "hold only letters, digits, '_', '-' and '.'."
+            f"{what} {name!r} cannot be used: it becomes part of file names. It must start with a letter or digit and "
+            "contain only letters, digits, '_', '-' and '.'."
         )
 
 
@@ -158,7 +157,7 @@ def require_known_components(known: Sequence[str], keys: Collection[str], settin
     for key in keys:
         if key not in known:
             raise ValueError(
-                f"{setting} names the unknown component {key!r}; there are: {', '.join(known)}."
+                f"{setting} names the unknown component {key!r}. Known components: {', '.join(known)}."
                 f"{did_you_mean(str(key), known)}"
             )
 
@@ -174,7 +173,7 @@ def _refuse_duplicates(components: Sequence[StateComponent]) -> None:
     for component in components:
         if component.key in seen:
             raise ValueError(
-                f"Duplicate component key {component.key!r}: each component needs a name of its own, since it names files."
+                f"Duplicate component key {component.key!r}: keys must be unique, because they become file names."
             )
         seen.add(component.key)
 
@@ -196,13 +195,13 @@ def usable_components(components: Sequence[StateComponent]) -> list[StateCompone
         problem = _problem_with(component)
         if problem and component.required:
             raise ValueError(
-                f"The required component {component.key!r} can be neither saved nor loaded: {problem}. Give it an object with "
-                "state_dict() and load_state_dict(), leave it out of get_state_components(), or declare it with "
-                "required=False."
+                f"The required component {component.key!r} cannot be saved or loaded: {problem}. Pass an object with "
+                "state_dict() and load_state_dict(), remove the component from get_state_components(), or declare it "
+                "with required=False."
             )
         # Only at debug level: a provider may list components that this run does not use.
         if problem:
-            logger.debug("Component %r is left out: %s.", component.key, problem)
+            logger.debug("Component %r is skipped: %s.", component.key, problem)
         else:
             usable.append(component)
     return usable
@@ -276,8 +275,8 @@ def _older_declaration(provider: object, purpose: str) -> list[StateComponent]:
             f"{type(provider).__name__} declares no state: implement get_state_components() -> list[StateComponent]."
         )
     warnings.warn(
-        f"{type(provider).__name__} declares its state by {method}(); all of it is taken as GLOBAL. "
-        "Implement get_state_components() and give each component its SharingPattern instead.",
+        f"{type(provider).__name__} declares its state with the deprecated {method}(), so all of it is GLOBAL. "
+        "Implement get_state_components() with a SharingPattern for each component instead.",
         DeprecationWarning,
         stacklevel=4,
     )

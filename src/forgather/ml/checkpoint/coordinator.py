@@ -230,7 +230,7 @@ class CheckpointCoordinator:
         if declared is not None:
             return declared
         if self._model is None:
-            raise ValueError("There is no model to export: the coordinator was made without one.")
+            raise ValueError("There is no model to export: the coordinator was constructed without a model.")
         return StateComponent(MODEL_KEY, self._model, SharingPattern.GLOBAL)
 
     def take_snapshot(self, validate: bool = False, extra_files: Mapping[str, bytes] | None = None) -> Snapshot:
@@ -347,7 +347,7 @@ class CheckpointCoordinator:
         if path is not None:
             return path
         if checkpoint_id is None:
-            raise ValueError("save_checkpoint needs a checkpoint_path, or a checkpoint_id (the step) to name it by.")
+            raise ValueError("save_checkpoint needs a checkpoint_path or a checkpoint_id (the step).")
         return store.checkpoint_path(self._output_dir, checkpoint_id)
 
     def _newest_checkpoint(self, peers: Peers) -> str:
@@ -386,7 +386,7 @@ def _roll_back(transaction: store.Transaction) -> None:
     except OSError as error:
         # Only warn, so that the caller raises the error that made the save fail.
         logger.warning(
-            "%s could not be removed (%s); it does no harm and is removed at the next start.",
+            "%s could not be removed (%s). It is harmless, and the next start removes it.",
             transaction.temporary_path,
             error,
         )
@@ -416,9 +416,9 @@ def _refuse_shared_storage(transaction: store.Transaction, layout: RankLayout) -
     marks = [name for name in os.listdir(transaction.temporary_path) if name.startswith(_LEADER_MARK)]
     if len(marks) > 1:
         raise OSError(
-            f"{os.path.dirname(transaction.final_path)} is seen by several nodes or ranks that should each have storage "
-            "of their own (save_on_each_node or save_on_all_ranks). Turn that off for shared storage, or give each "
-            "its own output_dir."
+            f"{os.path.dirname(transaction.final_path)} is shared by several nodes or ranks, but save_on_each_node and "
+            "save_on_all_ranks need separate storage for each of them. Turn these settings off for shared storage, or "
+            "give each node or rank its own output_dir."
         )
 
 
@@ -433,6 +433,6 @@ def _require_process_group(env: DistributedEnvInterface) -> None:
     initialised = torch.distributed.is_available() and torch.distributed.is_initialized()
     if env.world_size > 1 and not initialised:
         raise RuntimeError(
-            f"The environment says world_size={env.world_size}, but torch.distributed is not initialised, so ranks cannot "
-            "coordinate a checkpoint. Construct a DistributedEnvironment (or call init_process_group) first."
+            f"The environment has world_size={env.world_size}, but torch.distributed is not initialised, so ranks "
+            "cannot coordinate a checkpoint. Construct a DistributedEnvironment or call init_process_group first."
         )

@@ -163,7 +163,7 @@ class CheckpointManager:
             if self._raise_save_errors:
                 raise
             self.num_save_errors += 1
-            logger.error("Training goes on without this checkpoint (on_save_error='warn'): %s", error)
+            logger.error("Training continues without this checkpoint (on_save_error='warn'): %s", error)
             return ""
         # After the commit, so that older checkpoints are deleted only when the new one is on disk.
         self._rotation.remove_surplus()
@@ -194,7 +194,7 @@ class CheckpointManager:
                 self._rotation.preserve_n_best = preserve_n_best
             is_best = self._rotation.rank_checkpoint(checkpoint_path, metrics, metric_key, greater_is_better)
         # Written before the surplus is deleted: after a kill, a resume still finds the complete ranking.
-        during = "noting the best checkpoints"
+        during = "recording the best checkpoints"
         self._everywhere(lambda: self._rotation.write_best(checkpoint_path), during, CheckpointSaveError)
         self._rotation.remove_surplus()
         return is_best
@@ -289,9 +289,9 @@ class CheckpointManager:
             if others:
                 path, owner = others[-1]
                 raise CheckpointLoadError(
-                    f"The output directory {self.config.output_dir!r} has no checkpoint of ours to resume from, but {path} "
-                    f"is {owner.value}. Import it with resume_from_checkpoint={path!r}, choose another output_dir, or start "
-                    "afresh beside it with resume_from_checkpoint=False; it is never replaced or deleted."
+                    f"The output directory {self.config.output_dir!r} has no Forgather checkpoint to resume from, but "
+                    f"{path} is {owner.value}. Import it with resume_from_checkpoint={path!r}, choose another output_dir, "
+                    "or start afresh beside it with resume_from_checkpoint=False. It is never replaced or deleted."
                 )
 
         self._everywhere(refuse, "looking for checkpoints", CheckpointLoadError)
@@ -424,8 +424,7 @@ class CheckpointManager:
         step = self._step_or_none()
         if step is None:
             raise ValueError(
-                "save_checkpoint needs a checkpoint_path or a checkpoint_id, because the trainer has no state.global_step "
-                "to name the checkpoint by."
+                "save_checkpoint needs a checkpoint_path or a checkpoint_id, because the trainer has no state.global_step."
             )
         return step
 

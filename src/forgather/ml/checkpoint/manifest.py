@@ -75,11 +75,11 @@ def check_relative_path(path: object) -> None:
         raise ValueError(f"is not text: {path!r}")
     # JSON can contain lone surrogates, which UTF-8 cannot encode.
     if len(path) > _LONGEST_PATH or any("\ud800" <= sign <= "\udfff" for sign in path):
-        raise ValueError(f"is no name of a file: {path[:100]!r}")
+        raise ValueError(f"is not a file name: {path[:100]!r}")
     if not path or os.path.isabs(path) or "\0" in path or os.pardir in path.split(os.sep):
         raise ValueError(f"leads out of the directory: {path!r}")
     if os.path.normpath(path) != path or path == os.curdir:
-        raise ValueError(f"is not in its plain form: {path!r}")
+        raise ValueError(f"is not normalised: {path!r}")
 
 
 @dataclass
@@ -402,7 +402,7 @@ def _verify_content(data: Mapping[str, Any], path: str) -> None:
         or type(seal.get("covers")) is not list
         or not all(type(k) is str for k in seal["covers"])
     ):
-        raise CheckpointCorruptError(f"{path} is damaged: it carries no checksum of itself")
+        raise CheckpointCorruptError(f"{path} is damaged: it contains no valid manifest_checksum")
     found = _content_checksum(data, seal["covers"])
     if found != seal.get("value"):
         raise CheckpointCorruptError(f"{path} is damaged: its checksum is {found}, expected {seal.get('value')}")

@@ -204,14 +204,14 @@ def _storable(name: str, state: object) -> object:
         stored = json.loads(json.dumps(encoded))
     except TypeError as error:
         raise CheckpointSaveError(
-            f"The state of callback {name!r} cannot be written as JSON: {_first_misfit(encoded, name)} ({error}). Keep "
-            "numbers, text, lists and dicts in a callback's state; large or binary state belongs in a component of its own."
+            f"The state of callback {name!r} cannot be written as JSON: {_first_misfit(encoded, name)} ({error}). Use "
+            "only numbers, text, lists and dicts. Put large or binary state into a separate component."
         ) from error
     # JSON turns keys such as 1 and True into text without an error.
     if stored != encoded:
         raise CheckpointSaveError(
-            f"The state of callback {name!r} would change when written as JSON: {_first_misfit(encoded, name)}. Use text as "
-            "the keys of its dicts."
+            f"The state of callback {name!r} would change when written as JSON: {_first_misfit(encoded, name)}. Use "
+            "only text for dict keys."
         )
     return stored
 

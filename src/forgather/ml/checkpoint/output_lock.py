@@ -159,7 +159,7 @@ def _require_lock_file(descriptor: int, path: str) -> None:
     status = os.fstat(descriptor)
     is_plain = stat.S_ISREG(status.st_mode) and status.st_nlink <= 1 and status.st_size <= _MOST_HOLDER_BYTES
     if not is_plain or not _is_holder(os.pread(descriptor, _MOST_HOLDER_BYTES, 0)):
-        raise OSError(errno.EEXIST, f"{path} exists and is not a lock file of ours, so it is left alone")
+        raise OSError(errno.EEXIST, f"{path} exists but is not a Forgather lock file, so it is not overwritten")
 
 
 def _is_holder(content: bytes) -> bool:
@@ -231,8 +231,8 @@ def _refusal(output_dir: str, holder: dict[str, Any]) -> str:
     host, pid, since = (holder.get(name, "unknown") for name in ("host", "pid", "since"))
     return (
         f"The output directory {output_dir!r} is in use by another running job: process {pid} on host {host}, since "
-        f"{since}. Two jobs would delete and overwrite each other's checkpoints. Wait for that job, stop it, or give "
-        "this one another output_dir. The lock goes away by itself when that process ends."
+        f"{since}. Two jobs would delete and overwrite each other's checkpoints. Wait for that job, stop it, or choose "
+        "another output_dir. The lock is released when that process ends."
     )
 
 
@@ -240,7 +240,7 @@ def _explained(error: OSError, output_dir: str) -> OSError:
     """Return an error with the same errno that names the directory and a remedy."""
     return OSError(
         error.errno,
-        f"Cannot lock the output directory {output_dir!r} ({error.strerror}): checkpoints go there, so it has to be a "
-        f"directory in which this user may create and write files (also {LOCK_FILE_NAME}), on a file system with "
-        "POSIX locks. Fix its permissions or choose another output_dir.",
+        f"Cannot lock the output directory {output_dir!r} ({error.strerror}). It must be a directory where this user "
+        f"may create and write files (including {LOCK_FILE_NAME}), on a file system with POSIX locks. Fix its "
+        "permissions or choose another output_dir.",
     )

@@ -80,7 +80,7 @@ class RankLayout:
             groups = {name: _members(group, peers.rank) for name, group in process_groups.items()}
             return _Place(env.local_rank, socket.gethostname(), groups)
 
-        places = on_every_rank(peers, describe, "finding out how ranks are grouped", CheckpointError)
+        places = on_every_rank(peers, describe, "gathering the layout of ranks", CheckpointError)
         local_ranks = [place.local_rank for place in places]
         nodes = _nodes(local_ranks)
         # Families of all ranks, so that a family missing on one rank raises the same error everywhere.
@@ -118,7 +118,7 @@ def _partition(family: str, memberships: Sequence[Ranks | None]) -> tuple[Ranks,
     for rank, ranks in enumerate(memberships):
         if ranks is None or rank not in ranks or any(memberships[member] != ranks for member in ranks):
             raise ValueError(
-                f"The process groups named {family!r} do not divide the ranks: rank {rank} says its group is {ranks}. "
+                f"The process groups named {family!r} do not partition the ranks: rank {rank} passes the group {ranks}. "
                 "Every rank must pass the group of that family that contains it."
             )
     return tuple(groups)
@@ -137,8 +137,8 @@ def _storages(
         leader = next((rank for rank in ranks if local_ranks[rank] == leader_local_rank), None)
         if leader is None:
             raise ValueError(
-                f"save_on_local_rank={leader_local_rank}, but the node of ranks {list(ranks)} has local ranks 0 to "
-                f"{len(ranks) - 1} only."
+                f"save_on_local_rank={leader_local_rank}, but the node of ranks {list(ranks)} has only local ranks 0 to "
+                f"{len(ranks) - 1}."
             )
         storages.append((leader, *(rank for rank in ranks if rank != leader)))
     return tuple(storages)

@@ -90,7 +90,7 @@ class CheckpointReader:
     def _load(self, strict: bool, skip: Collection[str]) -> None:
         skipped = select_components(self._components, skip, "skip_checkpoint_components") if skip else []
         if skipped:
-            logger.info("Not loaded from %s, as asked: %s", self._path, ", ".join(one.key for one in skipped))
+            logger.info("Not loaded from %s, as requested: %s", self._path, ", ".join(one.key for one in skipped))
         wanted = [component for component in self._components if component not in skipped]
         manifest = self._open()
         # Ranks may declare different components. The agreements below must be reached by every rank, so their number
@@ -135,8 +135,8 @@ class CheckpointReader:
         attempts = set(self._everywhere(open_here, f"opening the checkpoint {self._path}"))
         if len(attempts) > 1:
             raise CheckpointLoadError.misfit(
-                f"Ranks see different checkpoints at {self._path} (saves {sorted(map(str, attempts))}). With storage of its "
-                "own each node must have the checkpoint of the same save; else all ranks must see one directory."
+                f"Ranks see different checkpoints at {self._path} (saves {sorted(map(str, attempts))}). All ranks must "
+                "share one directory, or every node must have its copy of the same save."
             )
         own = found[0]
         for name in own.missing_optional:
@@ -256,20 +256,22 @@ class CheckpointReader:
         if hasattr(component.stateful, "init_new_rank"):
             return own
         if covered != set(range(manifest.world_size)):
-            raise self._misfit(component, saved, manifest, "this node's copy of the checkpoint holds only a part of it")
+            raise self._misfit(
+                component, saved, manifest, "this node's copy of the checkpoint contains only part of it"
+            )
         if hasattr(component.stateful, "merge_state_dicts"):
             return records
         # A single file can serve a single copy. Copies that should differ must not all start from the same state.
         if len(records) == 1 and len(now) == 1:
             return records
-        raise self._misfit(component, saved, manifest, "its state cannot be divided anew")
+        raise self._misfit(component, saved, manifest, "its state cannot be redistributed")
 
     def _misfit(
         self, component: StateComponent, saved: ComponentManifest, manifest: CheckpointManifest, reason: str
     ) -> CheckpointLoadError:
         remedy = (
-            'To give up the position in the data, set skip_checkpoint_components=["dataset"]; to be able to change the '
-            "number of ranks in future, save one global position, by dispatch_batches=True of a trainer that has it."
+            'Set skip_checkpoint_components=["dataset"] to give up the position in the data. To change the number of '
+            "ranks in future, save one global position: set dispatch_batches=True, on a trainer that supports it."
             if component.key == "dataset"
             else f"Resume with the number of ranks that saved it, or set skip_checkpoint_components=[{component.key!r}] to "
             "start it fresh."
@@ -323,7 +325,7 @@ def _in_order(by_rank: Sequence[Sequence[tuple[str, bool]]]) -> list[str]:
 def _missing_component(component: StateComponent, path: str, reason: str) -> CheckpointLoadError:
     return CheckpointLoadError.misfit(
         f"The required component {component.key!r} cannot be loaded: {path} {reason}. Choose another checkpoint, or set "
-        f"skip_checkpoint_components=[{component.key!r}] to keep its present state."
+        f"skip_checkpoint_components=[{component.key!r}] to keep its current state."
     )
 
 

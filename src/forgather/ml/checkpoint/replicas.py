@@ -148,8 +148,8 @@ def format_divergence(key: str, lines: Sequence[str], limit: int = 20) -> str:
     places = "1 place" if len(lines) == 1 else f"{len(lines)} places"
     headline = f"Replication validation failed: the copies of component {key!r} differ between ranks in {places}:"
     advice = (
-        "Its ranks no longer train the same state, so a checkpoint of one copy would lose the others. Find what "
-        "updates it on some ranks only, or declare the component PER_RANK if its copies are meant to differ."
+        "The ranks no longer train the same state, and saving one copy would lose the others. Find the code that updates "
+        "it on some ranks only, or declare the component PER_RANK if its copies should differ."
     )
     return "\n".join([headline, *shown, advice])
 
@@ -164,7 +164,7 @@ def _majority(texts: Mapping[int, str | None]) -> list[int]:
 def _fingerprint_line(fingerprints: Mapping[int, str]) -> str:
     majority = _majority(fingerprints)
     others = [rank for rank in fingerprints if rank not in majority]
-    return f"fingerprint: {_sentence(others, majority, '')}; validation level 'tensor' names the tensors"
+    return f"fingerprint: {_sentence(others, majority, '')}; use validation level 'tensor' to see the tensors"
 
 
 def _array_kind(text: str | None) -> str | None:

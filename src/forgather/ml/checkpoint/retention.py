@@ -221,8 +221,8 @@ class BestCheckpoints(_Composable):
             return
         # Values of different metrics do not compare: an accuracy among losses might never be displaced.
         logger.warning(
-            "The best checkpoints are now chosen by %r instead of %r; values of the two do not compare, so %d entries "
-            "are dropped and the ranking starts over.",
+            "The best checkpoints are now chosen by %r instead of %r. Their values are not comparable, so %d entries are "
+            "dropped and the ranking starts over.",
             metric_key,
             before,
             len(self.entries),
@@ -239,8 +239,8 @@ def _find_key(metrics: Mapping[str, float], metric_key: str) -> str | None:
 def _unknown_metric(metric_key: str, available: Iterable[str]) -> ValueError:
     there_are = ", ".join(sorted(available)) or "none"
     return ValueError(
-        f"No metric {metric_key!r} (nor {_EVAL_PREFIX + metric_key!r}) to choose the best checkpoint by. "
-        f"Metrics there are: {there_are}. Name one of them, or make the evaluation return {metric_key!r}."
+        f"No metric {metric_key!r} (or {_EVAL_PREFIX + metric_key!r}) to choose the best checkpoint by. "
+        f"Available metrics: {there_are}. Choose one of them, or make the evaluation return {metric_key!r}."
     )
 
 

@@ -94,7 +94,7 @@ class CheckpointRotation:
             moved_to = store.move_older_run(self._folder)
             if moved_to is not None:
                 logger.warning(
-                    "This run started afresh (resume_from_checkpoint=False): the checkpoints of an older run are now in %s.",
+                    "This run started afresh (resume_from_checkpoint=False). Checkpoints of the older run were moved to %s.",
                     moved_to,
                 )
         # `commit` sets aside incomplete directories. A complete one may also be damaged, which only the load has shown.

@@ -150,8 +150,7 @@ def _check_declarations(digests: Sequence[Mapping[Declaration, str]]) -> None:
             key, pattern, family = declared
             raise CheckpointSaveError(
                 f"Component {key!r} is declared {_pattern_text(pattern, family)} by some ranks, but not by "
-                f"{ranks_text(without)}. get_state_components() must declare a component that ranks share in the same way "
-                "on all of them."
+                f"{ranks_text(without)}. get_state_components() must declare shared components identically on all ranks."
             )
 
 
@@ -164,10 +163,10 @@ def _describe_difference(component: StateComponent, owner: Owner, names: Sequenc
     shown = [f"{name} only on {ranks_text(ranks)}" for name, ranks in _first_of_each(partial)]
     pattern = _pattern_text(component.sharing_pattern.value, component.process_group_name)
     return (
-        f"Component {component.key!r} is declared {pattern}: {ranks_text(owner.ranks)} have copies of the same tensors. But "
-        f"{len(partial)} tensors are not on all of them: {'; '.join(shown)}. One copy is written, so the others would be "
-        "lost. Declare it PER_RANK when each rank has tensors of its own, or PER_GROUP over the process groups whose ranks "
-        "have the same ones (for the stages of a pipeline: those of data parallelism)."
+        f"Component {component.key!r} is declared {pattern}: {ranks_text(owner.ranks)} must have the same tensors. But "
+        f"{len(partial)} tensors are not on all of them: {'; '.join(shown)}. Only one copy is written, so the other tensors "
+        "would be lost. Declare it PER_RANK if ranks have different tensors, or PER_GROUP over the process groups that "
+        "share tensors (for pipeline stages: the data-parallel groups)."
     )
 
 

@@ -337,7 +337,7 @@ def _refuse_partial_declaration(has_weights: Sequence[bool]) -> None:
     if without:
         raise CheckpointSaveError(
             f"Component 'model' is declared by some ranks, but not by {ranks_text(without)}. Every rank must declare it: "
-            "PER_RANK where each has a part, REPLICATED where each has all of it, GLOBAL where rank 0 alone has it."
+            "PER_RANK if each rank has a part, REPLICATED if each has the full model, GLOBAL if only rank 0 has it."
         )
 
 

@@ -136,7 +136,7 @@ def probe_storage(peers: Peers, output_dir: str, attempt: str) -> StorageScope:
 def _describe_mixed_storage(seen: Sequence[bool]) -> str:
     sharing = ranks_text([rank for rank, sees in enumerate(seen) if sees])
     return (
-        "save_on_all_ranks=True needs an output_dir that all ranks share, or one of its own for each rank. But "
-        f"{sharing} share the one of rank 0, and the others do not see it. Where the ranks of a node "
-        "share storage, set save_on_each_node=True and save_on_all_ranks=False."
+        "save_on_all_ranks=True needs an output_dir that all ranks share, or a separate one for each rank. But only "
+        f"{sharing} share the output_dir of rank 0. If the ranks of a node share storage, set save_on_each_node=True and "
+        "save_on_all_ranks=False."
     )

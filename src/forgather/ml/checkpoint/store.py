@@ -211,8 +211,8 @@ def open_checkpoint(path: str) -> FoundCheckpoint:
         raise CheckpointNotFoundError(f"There is no checkpoint at {path}: {kind}.")
     if not os.path.lexists(os.path.join(path, MANIFEST_NAME)):
         raise CheckpointCorruptError(
-            f"{path} is not a complete checkpoint: {MANIFEST_NAME} is missing (a save that was interrupted, or a "
-            "directory of another kind)."
+            f"{path} is not a complete checkpoint: {MANIFEST_NAME} is missing (an interrupted save, or a directory of "
+            "another kind)."
         )
     manifest = read_manifest(path)
     missing = []
@@ -243,7 +243,7 @@ def _size_of(path: str, record: FileRecord) -> int | None:
     except OSError as error:
         raise CheckpointCorruptError(f"{file_path} cannot be read: {error.strerror}") from error
     if not stat.S_ISREG(status.st_mode):
-        raise CheckpointCorruptError(f"{file_path} is damaged: it is no regular file")
+        raise CheckpointCorruptError(f"{file_path} is damaged: it is not a regular file")
     return status.st_size
 
 
@@ -255,7 +255,7 @@ def set_aside(path: str, attempt: str) -> None:
     os.rename(path, aside)
     durable.fsync_directory(os.path.dirname(os.path.abspath(path)))
     logger.warning(
-        "%s was damaged or not a checkpoint of ours; it is kept as %s, which is never resumed, counted or deleted.",
+        "%s was damaged or not a Forgather checkpoint. It is kept as %s, which is never resumed, counted or deleted.",
         path,
         aside,
     )
@@ -343,7 +343,7 @@ def find_checkpoints(root: str) -> list[FoundCheckpoint]:
         except (CheckpointError, OSError) as error:
             # A checkpoint of another program is not damaged, so it gets no warning.
             if recognise(path) is None:
-                logger.warning("Passing over %s: %s", path, error)
+                logger.warning("Skipping %s: %s", path, error)
     return sorted(found, key=lambda checkpoint: (checkpoint.manifest.written_at, checkpoint.manifest.step or 0))
 
 
@@ -383,7 +383,7 @@ def verify_checkpoint(path: str) -> list[str]:
 def delete_checkpoint(path: str) -> None:
     """Delete one of Forgather's checkpoints. An atomic rename comes first, so that no reader sees half of it."""
     if not is_ours(path):
-        raise CheckpointError(f"{path} was not deleted: it is no real directory with a manifest of ours.")
+        raise CheckpointError(f"{path} was not deleted: it is not a real directory with a Forgather manifest.")
     trash = _sibling(path, "trash", new_attempt())
     os.rename(path, trash)
     # Otherwise a power failure could undo the rename, and files would be missing under the checkpoint's name.
@@ -409,7 +409,7 @@ def recover(root: str) -> list[str]:
             # It may be gone or incomplete if a surviving rank rolled the save back. Then the old one is restored.
             os.rename(successor if is_complete(successor) else path, final)
             durable.fsync_directory(root)
-            done.append(f"completed {final}, whose replacement was interrupted")
+            done.append(f"completed the interrupted replacement of {final}")
         # False if the old checkpoint has just been restored.
         if os.path.isdir(path) and durable.remove_or_warn(path):
             done.append(f"removed {path}, left by an interrupted save or deletion")
