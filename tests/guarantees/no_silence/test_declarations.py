@@ -69,7 +69,7 @@ def test_stages_declared_over_the_wrong_family_are_refused(
     tmp_path: Path, with_index: bool, key: str, tensor: str
 ) -> None:
     message = the_same(run_on_ranks(save_over_the_wrong_family, 4, str(tmp_path), with_index, key))
-    assert f"Component {key!r} is declared PER_GROUP over 'pp_group': ranks 0, 1 have copies" in message
+    assert f"Component {key!r} is declared PER_GROUP over 'pp_group': ranks 0, 1 must have the same tensors" in message
     assert "only on rank 0" in message and "only on rank 1" in message
     assert tensor.split(".")[-1] in message and "PER_RANK" in message
     assert entries(tmp_path / "checkpoints") == [], "nothing was written"

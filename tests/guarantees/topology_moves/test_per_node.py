@@ -216,7 +216,7 @@ def test_nodes_that_share_a_directory_by_mistake_are_refused(results: Results, d
     assert len(outcomes) == 1, "the same error everywhere"
     error_type, message = outcomes.pop()
     assert error_type == "CheckpointSaveError"
-    assert "seen by several nodes" in message and "save_on_each_node" in message
+    assert "shared by several nodes" in message and "save_on_each_node" in message
     assert entries(directory / "mistake" / "checkpoints") == [], "nothing is left"
 
 

@@ -1,11 +1,9 @@
-"""Checkpoints: declare state, save it as one atomic transaction, load, verify and retain it. No trainer is needed.
+"""Public API for checkpoints: declare state, save it in one atomic transaction, load, verify and retain it.
 
-Declare components (`StateComponent` with a `SharingPattern`) in an object with `get_state_components()`, hand that
-object to a `CheckpointManager`, and call `save_checkpoint` and `load_checkpoint` on every rank. `examples/own_loop.py`
-is a complete training loop in under 40 lines. `CheckpointCoordinator` is the part below the manager: it saves and loads
-given components, without retention, lock or resume. `forgather.ml.sharded_checkpoint` has helpers for weight files.
-
-Names are imported when they are first used, so that `import forgather.ml.checkpoint` costs nothing.
+It works without a trainer: return `StateComponent`s from `get_state_components()`, pass that object to a
+`CheckpointManager`, and call `save_checkpoint` and `load_checkpoint` on every rank (see `examples/own_loop.py`).
+`CheckpointCoordinator` is the layer below the manager, without retention, lock or resume.
+`forgather.ml.sharded_checkpoint` has helpers for weight files.
 """
 
 from typing import TYPE_CHECKING
@@ -45,6 +43,7 @@ if TYPE_CHECKING:
         verify_checkpoint,
     )
 
+# Each name is imported on first use, so that `import forgather.ml.checkpoint` does not import torch.
 _HOMES = {
     "AnyOf": "retention",
     "BestN": "retention",

@@ -1,4 +1,8 @@
-"""Work that each rank does for itself and that counts only when all of them succeeded."""
+"""Error agreement between ranks: local work that counts only if it succeeds on all ranks.
+
+After `on_every_rank`, either every rank continues or every rank raises the same checkpoint error, so no rank waits in a
+collective that another rank never reaches. The save and load paths run each of their steps through it.
+"""
 
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -19,33 +23,39 @@ class _Outcome(Generic[T]):
 
 
 def on_every_rank(peers: Peers, work: Callable[[], T], during: str, failure: type[CheckpointError]) -> list[T]:
-    """Run `work` here, and return the results of all ranks; `work` must contain no collectives.
+    """Run `work` on this rank and return the results of all ranks, by rank. Collective.
 
-    When it fails anywhere, every rank raises the same error about the first failing rank: `failure`, or the failing
-    rank's own class when that is a checkpoint error already (a damaged file is one on every rank).
+    `work` must contain no collectives: a rank that fails would skip them while the others wait. If `work` fails on any
+    rank, every rank raises the same error about the first failing rank. Its class is `failure`, or the original class
+    if that is a `CheckpointError`, so that a damaged file raises `CheckpointCorruptError` on every rank.
     """
     own_error: BaseException | None = None
     outcome: _Outcome[T]
     try:
         outcome = _Outcome(work())
-    except BaseException as error:  # noqa: BLE001 - raised again below, on every rank
+    except BaseException as error:  # noqa: BLE001 - Raised again below, on every rank.
+        # Even an interrupt must reach the gather below, or the other ranks hang in it until they time out.
         own_error = error
+        # Send the class and a text report: an arbitrary exception may not survive pickling.
         known = type(error) if isinstance(error, CheckpointError) else None
         report = DistributedError.describing(error, during, peers.rank)
         outcome = _Outcome(None, report, known, getattr(error, "is_misfit", False))
     try:
         outcomes = peers.gather(outcome, during)
     except DistributedError as lost:
+        # The state of the other ranks is unknown. The flag keeps this rank from deleting files that they still write.
         lost_error = failure(str(lost))
         lost_error.contact_lost = True
         raise lost_error from (own_error or lost)
     if own_error is not None and not isinstance(own_error, Exception):
-        # An interrupt keeps its meaning; the others have been told.
+        # Keep the type of KeyboardInterrupt and SystemExit. The other ranks raise `failure` from the gathered report.
         raise own_error
     if own_error is not None and peers.size == 1:
+        # A report that names rank 0 would only add noise in a single-process job.
         if isinstance(own_error, CheckpointError):
             raise own_error
         raise failure(f"{during} failed: {type(own_error).__name__}: {own_error}") from own_error
+    # Outcomes are in rank order, so every rank picks the same failure.
     for result in outcomes:
         if result.report is not None:
             shared_error = (result.error_class or failure)(str(result.report))

@@ -1,7 +1,8 @@
-"""Saves and loads declared state across ranks: who writes and reads what follows from the sharing patterns alone.
+"""Checkpoint coordinator: saves and loads declared state across ranks, and exports the model.
 
-A save has two halves. `take_snapshot` collects this rank's state and agrees with the others on the files; it needs
-the training thread. `write_snapshot` is the transaction: it only touches what the snapshot holds.
+The sharing patterns alone determine the ranks that write and read each file. A save has two halves: `take_snapshot`
+collects state and plans files with the other ranks, on the training thread; `write_snapshot` is the transaction and
+uses only the snapshot. `CheckpointManager` calls it.
 """
 
 import logging
@@ -63,15 +64,16 @@ __all__ = [
 
 logger = logging.getLogger(__name__)
 
+# Files that show whether storages which should be separate are the same directory. Removed before the commit.
 _LEADER_MARK = ".leader-"
 
 
 class CheckpointCoordinator:
-    """Every rank constructs one with its own components, and every rank calls its methods.
+    """Saves and loads components on all ranks together. Every rank constructs one and calls its methods.
 
-    `model` is the whole model or a stand-in that knows its configuration; `model_parts` are the parts of it that this
-    rank has, when that is not all. `storage_scope` is "job" when all ranks see one output directory, "node" or "rank"
-    when each of those has a directory of its own.
+    `model` is the full model, or a stand-in with its configuration. `model_parts` are the modules of this rank if it
+    does not hold the full model, such as pipeline stages. `storage_scope` is "job" if all ranks share one output
+    directory, "node" or "rank" if each node or rank has a separate directory.
     """
 
     def __init__(
@@ -100,6 +102,7 @@ class CheckpointCoordinator:
         self._save_on_local_rank = save_on_local_rank
         self._save_safetensors = save_safetensors
         self._shard_index = shard_index
+        # Checkpoints store the FQNs of the plain model. DDP and torch.compile add prefixes.
         self._model = None if model is None else unwrap_model(model)
         self._given_parts = None if model_parts is None else [unwrap_model(part) for part in model_parts]
         self._model_preprocessor = model_preprocessor
@@ -107,18 +110,18 @@ class CheckpointCoordinator:
         self.declare(state_components, process_groups)
 
     def declare(self, state_components: Sequence[StateComponent], process_groups: Mapping[str, ProcessGroup]) -> None:
-        """Replace the declaration of state; the next save or load uses it. Not collective."""
+        """Replace the declared components; the next save or load uses them. Not collective."""
         check_declaration(state_components, process_groups)
         self._process_groups = process_groups
         usable = usable_components(state_components)
         self._left_out = {one.key for one in state_components} - {one.key for one in usable}
         parts = self._parts_of(usable)
         self._components = [_adapt_optimizer(component, parts) for component in usable]
-        # What is declared as the model may be no module: then it is state like any other.
+        # The component "model" may hold an object that is not a module. Its state is then saved as a plain state file.
         self._model_parts = parts if self._has_weights(usable) else None
 
     def _parts_of(self, components: Sequence[StateComponent]) -> list[nn.Module]:
-        """The modules that this rank has of the model: those given, those declared, else the model itself."""
+        """Return this rank's modules: `model_parts` if passed, else the declared modules, else the model."""
         if self._given_parts is not None:
             return self._given_parts
         declared = next((one.stateful for one in components if one.key == MODEL_KEY), None)
@@ -128,7 +131,7 @@ class CheckpointCoordinator:
         return [] if model is None else [unwrap_model(model)]
 
     def _has_weights(self, components: Sequence[StateComponent]) -> bool:
-        """Whether the component `model` is a module or several, or stands for parts of one."""
+        """Return whether the component "model" consists of modules, so that it is saved as weight files."""
         if self._given_parts is not None:
             return True
         declared = next((one.stateful for one in components if one.key == MODEL_KEY), self._model)
@@ -136,12 +139,12 @@ class CheckpointCoordinator:
 
     @property
     def component_keys(self) -> list[str]:
-        """The keys that a save writes and a load reads."""
+        """Keys of the components that a save writes and a load reads."""
         return [component.key for component in self._components]
 
     @property
     def random_state(self) -> RNGState | None:
-        """The `RNGState` among the components, whichever key it has."""
+        """The `RNGState` among the components, under any key."""
         return next((one.stateful for one in self._components if isinstance(one.stateful, RNGState)), None)
 
     def save_checkpoint(
@@ -155,13 +158,14 @@ class CheckpointCoordinator:
         metadata: Mapping[str, object] | None = None,
         before_commit: Callable[[str], None] | None = None,
     ) -> str:
-        """Save all components as one transaction, and return the checkpoint's path.
+        """Save all components in one transaction and return the path of the checkpoint. Collective.
 
-        Components that declare `validate_replication` are always compared; `validate` compares every component that
-        has copies. `extra_files` are small files to put beside the state; `step` is for paths that do not name one;
-        `before_commit` gets the path on the rank that is about to commit.
+        `validate=True` compares the copies of every component that has copies; components that declare
+        `validate_replication` are always compared. `extra_files` are small files to add. `step` is recorded if the
+        path does not contain one. `before_commit` is called with the path, on the committing rank, before the commit.
         """
         path = self._target_path(checkpoint_path, checkpoint_id)
+        # The step in the name takes precedence, so that the name and the manifest agree.
         named_step = store.step_of(path)
         step = step if named_step is None else named_step
         snapshot = self.take_snapshot(validate, extra_files)
@@ -171,15 +175,16 @@ class CheckpointCoordinator:
     def load_checkpoint(
         self, checkpoint_path: str | None = None, strict: bool = True, *, skip: Collection[str] = ()
     ) -> None:
-        """Load all components; without a path, from the newest complete checkpoint of the output directory.
+        """Load all components, by default from the newest complete checkpoint of the output directory. Collective.
 
-        `strict=False` lets the model have tensors that the checkpoint lacks, and the reverse. Components in `skip` keep
-        the state they have. A directory that another program wrote is imported; one message lists what is not taken over.
+        `strict=False` allows tensors that are only in the model or only in the checkpoint. Components in `skip` keep
+        their current state. A checkpoint of another program is imported, and one message lists the state that is not.
         """
         peers = Peers.world()
         layout = self._discover(peers)
         if checkpoint_path is None:
             checkpoint_path = self._newest_checkpoint(peers)
+        # Optional components without state are not loaded anyway. Their keys must not be reported as unknown.
         skip = [key for key in skip if key not in self._left_out]
         owner = foreign_owner(checkpoint_path, peers)
         if owner is not None:
@@ -192,13 +197,14 @@ class CheckpointCoordinator:
         reader.load(strict, skip)
 
     def export_model(self, output_dir: str, overwrite: bool = False) -> None:
-        """Write the model alone into a directory that may hold other things; collective."""
+        """Write only the model, into a directory that may contain other files. Collective."""
         peers = Peers.world()
         layout = self._discover(peers)
         component = self._component_to_export()
         snapshot = self._snapshot_taker([component], layout, peers).take(False, {}, is_export=True)
         export = ModelExport(os.path.abspath(output_dir), peers.broadcast(store.new_attempt()))
 
+        # Two agreements, because files are installed only after all ranks have written theirs.
         def write() -> None:
             export.begin(overwrite)
             for file in snapshot.files:
@@ -214,7 +220,7 @@ class CheckpointCoordinator:
             on_every_rank(peers, install, f"installing the model in {output_dir}", CheckpointSaveError)
             export.clean_up()
         except CheckpointError as error:
-            # As in a save: a rank that lost the others must not touch what the installing one works on.
+            # As in `write_snapshot`: without contact, the leader may still be installing these files.
             if layout.leads_storage or not error.contact_lost:
                 export.clean_up()
             raise
@@ -224,11 +230,11 @@ class CheckpointCoordinator:
         if declared is not None:
             return declared
         if self._model is None:
-            raise ValueError("There is no model to export: the coordinator was made without one.")
+            raise ValueError("There is no model to export: the coordinator was constructed without a model.")
         return StateComponent(MODEL_KEY, self._model, SharingPattern.GLOBAL)
 
     def take_snapshot(self, validate: bool = False, extra_files: Mapping[str, bytes] | None = None) -> Snapshot:
-        """Collect the state of this rank and plan its files with the other ranks; collective."""
+        """Collect the state of this rank and plan its files with the other ranks. Collective."""
         peers = Peers.world()
         return self._snapshot_taker(self._components, self._discover(peers), peers).take(validate, extra_files or {})
 
@@ -254,15 +260,19 @@ class CheckpointCoordinator:
         peers: Peers | None = None,
         before_commit: Callable[[str], None] | None = None,
     ) -> None:
-        """Write a snapshot as one transaction; collective over `peers`, by default the ranks of the job.
+        """Write a snapshot in one transaction. Collective over `peers`, by default all ranks of the job.
 
-        The groups and storages of ranks are those that `take_snapshot` found.
+        Groups and storages are the ones `take_snapshot` discovered.
         """
         peers = peers or Peers.world()
         layout = self._layout or self._discover(peers)
+        # The attempt is broadcast because it is part of the temporary directory's name, which all ranks write into.
         transaction = store.Transaction(os.path.abspath(path), peers.broadcast(store.new_attempt()))
         sizes = on_every_rank(peers, lambda: snapshot.num_bytes, "sizing the checkpoint", CheckpointSaveError)
+        # Ranks that share a disk also share its free space.
         needed = sum(sizes[member] for member in layout.storage)
+        # Each agreement is also a barrier: no rank writes before the directories exist, and no rank commits before
+        # every file of every rank is on disk.
         try:
             on_every_rank(
                 peers,
@@ -284,8 +294,8 @@ class CheckpointCoordinator:
                 CheckpointSaveError,
             )
         except BaseException as error:
-            # A rank that lost the others cannot know that the one which commits has stopped, and would empty the
-            # directory that is being renamed. That one comes here itself when it is done.
+            # Without contact, this rank does not know whether the leader is still committing, and might empty the
+            # directory that is being renamed. The leader knows, and rolls back after it has stopped.
             if layout.leads_storage or not getattr(error, "contact_lost", False):
                 _roll_back(transaction)
             raise
@@ -304,8 +314,10 @@ class CheckpointCoordinator:
             return
         if before_commit is not None:
             before_commit(transaction.final_path)
+        # The mark is in no manifest and must not become part of the checkpoint.
         if len(layout.storages) > 1:
             os.remove(transaction.path_of(f"{_LEADER_MARK}{layout.rank}"))
+        # With separate storages, each manifest lists only the files in its own directory.
         here = [record for record in records if record.writer_rank in layout.storage]
         transaction.commit(
             CheckpointManifest(
@@ -335,7 +347,7 @@ class CheckpointCoordinator:
         if path is not None:
             return path
         if checkpoint_id is None:
-            raise ValueError("save_checkpoint needs a checkpoint_path, or a checkpoint_id (the step) to name it by.")
+            raise ValueError("save_checkpoint needs a checkpoint_path or a checkpoint_id (the step).")
         return store.checkpoint_path(self._output_dir, checkpoint_id)
 
     def _newest_checkpoint(self, peers: Peers) -> str:
@@ -346,11 +358,13 @@ class CheckpointCoordinator:
                 raise CheckpointLoadError(f"There is no complete checkpoint in {root}.")
             return found[-1].path if found else ""
 
+        # In shared storage rank 0 chooses for all ranks. With separate storages each rank uses its own path, and the
+        # reader checks that all of them are the same save.
         paths = on_every_rank(peers, find, "looking for a checkpoint", CheckpointLoadError)
         return paths[0] if self._storage_scope == "job" else paths[peers.rank]
 
     def _discover(self, peers: Peers) -> RankLayout:
-        """Collective: which ranks share groups, nodes and storage. Asked at every save and load, like the components."""
+        """Return the layout of ranks over groups, nodes and storages. Collective, at every save and load."""
         self._layout = RankLayout.discover(
             peers, self._env, self._process_groups, self._storage_scope, self._save_on_local_rank
         )
@@ -358,9 +372,10 @@ class CheckpointCoordinator:
 
 
 def _adapt_optimizer(component: StateComponent, parts: Sequence[nn.Module]) -> StateComponent:
-    """A bare torch optimizer knows its parameters by position only; give it their names."""
+    """Wrap a plain torch optimizer, which identifies parameters by position, so that its state is keyed by FQN."""
     if not parts or not isinstance(component.stateful, torch.optim.Optimizer):
         return component
+    # Training may have changed the options of the optimizer by now, so they follow the checkpoint at a load.
     named = [pair for part in parts for pair in part.named_parameters()]
     return replace(component, stateful=OptimizerState(component.stateful, named, knows_configuration=False))
 
@@ -369,8 +384,9 @@ def _roll_back(transaction: store.Transaction) -> None:
     try:
         transaction.roll_back()
     except OSError as error:
+        # Only warn, so that the caller raises the error that made the save fail.
         logger.warning(
-            "%s could not be removed (%s); it does no harm and is removed at the next start.",
+            "%s could not be removed (%s). It is harmless, and the next start removes it.",
             transaction.temporary_path,
             error,
         )
@@ -379,6 +395,7 @@ def _roll_back(transaction: store.Transaction) -> None:
 def _begin(transaction: store.Transaction, needed_bytes: int, layout: RankLayout) -> None:
     with transaction.accounting_for(needed_bytes):
         transaction.begin(needed_bytes)
+    # `_refuse_shared_storage` looks for these marks after the next agreement, when all leaders have written theirs.
     if len(layout.storages) > 1 and layout.leads_storage:
         with open(transaction.path_of(f"{_LEADER_MARK}{layout.rank}"), "x"):
             pass
@@ -393,15 +410,15 @@ def _write_files(
 
 
 def _refuse_shared_storage(transaction: store.Transaction, layout: RankLayout) -> None:
-    """Directories that are meant to be each node's own must not be one: the last to commit would replace the others."""
+    """Raise `OSError` if storages that should be separate are one directory: the last commit would win."""
     if len(layout.storages) == 1:
         return
     marks = [name for name in os.listdir(transaction.temporary_path) if name.startswith(_LEADER_MARK)]
     if len(marks) > 1:
         raise OSError(
-            f"{os.path.dirname(transaction.final_path)} is seen by several nodes or ranks that should each have storage "
-            "of their own (save_on_each_node or save_on_all_ranks). Turn that off for shared storage, or give each "
-            "its own output_dir."
+            f"{os.path.dirname(transaction.final_path)} is shared by several nodes or ranks, but save_on_each_node and "
+            "save_on_all_ranks need separate storage for each of them. Turn these settings off for shared storage, or "
+            "give each node or rank its own output_dir."
         )
 
 
@@ -412,9 +429,10 @@ def _describe_mesh(mesh: DeviceMesh | None) -> dict[str, list[int] | list[str]] 
 
 
 def _require_process_group(env: DistributedEnvInterface) -> None:
+    # Without a process group, every rank would act as the only rank, and all of them would write the same files.
     initialised = torch.distributed.is_available() and torch.distributed.is_initialized()
     if env.world_size > 1 and not initialised:
         raise RuntimeError(
-            f"The environment says world_size={env.world_size}, but torch.distributed is not initialised, so ranks cannot "
-            "coordinate a checkpoint. Construct a DistributedEnvironment (or call init_process_group) first."
+            f"The environment has world_size={env.world_size}, but torch.distributed is not initialised, so ranks "
+            "cannot coordinate a checkpoint. Construct a DistributedEnvironment or call init_process_group first."
         )

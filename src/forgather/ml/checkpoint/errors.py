@@ -1,4 +1,8 @@
-"""What can go wrong with a checkpoint, by name."""
+"""Exceptions of the checkpoint system, and helpers that name files in errors and free the memory that errors hold.
+
+All modules of `forgather.ml.checkpoint` raise them. `is_misfit` separates a wrong job from a damaged checkpoint: only
+damage makes auto-resume fall back to an older checkpoint.
+"""
 
 import contextlib
 import traceback
@@ -6,66 +10,71 @@ from collections.abc import Iterator
 
 
 class CheckpointError(RuntimeError):
-    """Any failure of the checkpoint system."""
+    """Base class of the errors of the checkpoint system."""
 
     contact_lost = False
-    """Whether the ranks lost each other, so that others may still be at work on what failed here."""
+    """Whether communication between ranks failed. Other ranks may still be writing, so their files must stay."""
 
     is_misfit = False
-    """Whether the checkpoint is intact but does not fit this job: auto-resume stops instead of taking an older one."""
+    """Whether the checkpoint is intact but does not fit this job. Auto-resume then stops instead of taking an older
+    checkpoint."""
 
 
 class CheckpointSaveError(CheckpointError):
-    """A save was given up: nothing was committed, earlier checkpoints are untouched."""
+    """Failed save: nothing was committed, earlier checkpoints are untouched."""
 
 
 class CheckpointLoadError(CheckpointError):
-    """A checkpoint exists but cannot be applied to this job."""
+    """Checkpoint that exists but cannot be applied to this job."""
 
     @classmethod
     def misfit(cls, message: str) -> "CheckpointLoadError":
-        """The error for an intact checkpoint that does not fit this job."""
+        """Return the error for an intact checkpoint that does not fit this job."""
         error = cls(message)
         error.is_misfit = True
         return error
 
 
 class CheckpointCorruptError(CheckpointLoadError):
-    """A file of the checkpoint is missing or does not hold the bytes that were written."""
+    """Checkpoint file that is missing or differs from the bytes that were written."""
 
 
 class CheckpointNotFoundError(CheckpointLoadError):
-    """There is no checkpoint at the path."""
+    """Path without a checkpoint."""
 
 
 class CheckpointVersionError(CheckpointLoadError):
-    """The checkpoint was written by a newer format than this version reads."""
+    """Checkpoint in a newer format than this version reads."""
 
 
 class ReplicationError(CheckpointError):
-    """State that is declared identical across ranks is not."""
+    """State that is declared identical across ranks but differs between them."""
 
 
 class OutputDirLockedError(CheckpointError):
-    """Another running job owns the output directory."""
+    """Output directory that another running job has locked."""
 
 
 class StateEncodingError(TypeError):
-    """A state holds a value that cannot be stored without pickling code."""
+    """State with a value that cannot be stored without pickling code."""
 
 
 class StateDecodingError(CheckpointLoadError):
-    """A state file holds something that no save of ours writes; nothing of it was used."""
+    """State file with content that Forgather never writes; none of it was used."""
 
 
 class UnregisteredClassError(StateDecodingError):
-    """A stored value belongs to a class that `register_state_class` has not been told about in this process."""
+    """Stored value of a class that was not registered with `register_state_class` in this process."""
 
+    # The file is intact. The user has to register the class; an older checkpoint would only lose training.
     is_misfit = True
 
 
 def release_locals(error: BaseException | None) -> None:
-    """Let go of what the frames of an error hold: whoever keeps the error would keep all that was read."""
+    """Clear the local variables in the traceback of an error and of its causes.
+
+    The frames refer to everything that was read, so keeping the error would keep those tensors in memory.
+    """
     while error is not None:
         traceback.clear_frames(error.__traceback__)
         error = error.__cause__ or error.__context__
@@ -73,7 +82,7 @@ def release_locals(error: BaseException | None) -> None:
 
 @contextlib.contextmanager
 def naming(*paths: str) -> Iterator[None]:
-    """Put the names of files in front of checkpoint errors about their content."""
+    """Prefix checkpoint errors with the paths of the files, unless the message names one of them already."""
     try:
         yield
     except CheckpointError as error:

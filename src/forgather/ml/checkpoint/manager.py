@@ -1,4 +1,8 @@
-"""CheckpointManager: when and where to save, what to keep, and what to resume from."""
+"""CheckpointManager: saves, retention, best checkpoints and resume for one output directory.
+
+Methods are collective: every rank saves and loads the same checkpoint, or all ranks raise the same error. Trainers use
+it; so can any training loop that declares its state.
+"""
 
 import contextlib
 import logging
@@ -46,13 +50,13 @@ T = TypeVar("T")
 
 
 class CheckpointManager:
-    """Every rank has one, constructed and used by all ranks together.
+    """Saves, retains, finds and loads the checkpoints of one output directory.
 
-    It takes the output directory for this job until `close` (or the end of the process); `read_only` leaves it to
-    others. `stateful_provider` declares its components at every save and load; a `model` that it does not declare is
-    saved and loaded too, unless `checkpoint_components` leaves it out. `trainer` (by default the provider) tells the step.
-    `retention` replaces the rule of `save_total_limit`; the best checkpoints are kept in any case.
-    `on_save_error="warn"` lets training go on after a failed save, which is counted in `num_save_errors`.
+    All ranks construct one and call its methods together. It locks the output directory until `close` or the end of the
+    process; `read_only=True` takes no lock. `stateful_provider` declares components at every save and load. A `model`
+    that it does not declare is saved and loaded too, unless `checkpoint_components` excludes it. Attribute `trainer`
+    (initially the provider) supplies the step. `retention` replaces `save_total_limit`; the best checkpoints are always
+    kept. With `on_save_error="warn"`, training continues after a failed save, and `num_save_errors` counts it.
     """
 
     def __init__(
@@ -91,7 +95,7 @@ class CheckpointManager:
         self._directory = OutputDirectory(config, dist, self._peers, read_only)
         self._rotation = CheckpointRotation(self._directory, retention or LatestN(config.save_total_limit), self._peers)
         self._suppliers = WeightSuppliers(callbacks, model, model_parts)
-        # Without components yet: the provider declares them at every save and load.
+        # No components yet: `_declare` asks the provider for them at every save and load.
         self._coordinator = CheckpointCoordinator(
             [],
             {},
@@ -114,19 +118,21 @@ class CheckpointManager:
     def _take_directory(self) -> None:
         try:
             taken = self._everywhere(self._directory.take, "taking the output directory", CheckpointError)
+            # The names of all storages together, because all ranks must choose the same name for a checkpoint.
             self._names_of_others = frozenset().union(*taken)
         except BaseException:
+            # This rank may hold the lock while another rank failed.
             self.close()
             raise
 
     @property
     def coordinator(self) -> CheckpointCoordinator:
-        """The coordinator, with the components that the provider declares now."""
+        """Coordinator with the components that the provider declares now."""
         return self._declare("save")
 
     @property
     def preserve_n_best(self) -> int:
-        """How many of the best checkpoints are kept beside the newest."""
+        """Number of best checkpoints to keep besides the newest."""
         return self._rotation.preserve_n_best
 
     @preserve_n_best.setter
@@ -142,9 +148,9 @@ class CheckpointManager:
         *,
         is_sound: bool = True,
     ) -> str:
-        """Save, then remove what need not be kept; returns the checkpoint's path, "" after an error that only warns.
+        """Save a checkpoint, then delete the surplus ones. Return its path, or "" after an error that only warns.
 
-        One that is not sound, because its weights are not finite, never takes the place of one that is.
+        Pass `is_sound=False` if the weights are not finite. Such a checkpoint never displaces a sound one.
         """
         if checkpoint_path is None:
             checkpoint_id = self._current_step() if checkpoint_id is None else checkpoint_id
@@ -152,20 +158,23 @@ class CheckpointManager:
         try:
             path = self._save(checkpoint_path, checkpoint_id, is_sound)
         except CheckpointSaveError as error:
+            # All ranks raise the same error, so all of them continue here. Other classes, such as ReplicationError,
+            # always raise.
             if self._raise_save_errors:
                 raise
             self.num_save_errors += 1
-            logger.error("Training goes on without this checkpoint (on_save_error='warn'): %s", error)
+            logger.error("Training continues without this checkpoint (on_save_error='warn'): %s", error)
             return ""
+        # After the commit, so that older checkpoints are deleted only when the new one is on disk.
         self._rotation.remove_surplus()
         return path
 
     def set_eval_metrics(self, metrics: Mapping[str, object] | None) -> None:
-        """Metrics to put into the next checkpoint; the evaluation that ran for it calls this."""
+        """Set the evaluation metrics that the next checkpoint contains."""
         self._eval_metrics = metrics
 
     def save_model(self, output_dir: str | None = None, overwrite_output_dir: bool = False) -> None:
-        """Write the model alone, as a Hugging Face directory, by default into the output directory itself."""
+        """Write only the model, as a Hugging Face directory. The default is the output directory."""
         self._declared("save").export_model(output_dir or self.config.output_dir, overwrite_output_dir)
 
     def update_best_checkpoints(
@@ -176,40 +185,43 @@ class CheckpointManager:
         greater_is_better: bool | None = None,
         preserve_n_best: int | None = None,
     ) -> bool:
-        """Enter a checkpoint into the list of the best; True when it is one of them. Surplus ones are removed.
+        """Rank a checkpoint among the best, and delete the surplus ones. Return whether it is one of the best.
 
-        `preserve_n_best` also sets the attribute of that name; None leaves it as it is.
+        `preserve_n_best` also sets the attribute of that name; None leaves it unchanged.
         """
         with self._agreement("ranking the checkpoints"):
             if preserve_n_best is not None:
                 self._rotation.preserve_n_best = preserve_n_best
             is_best = self._rotation.rank_checkpoint(checkpoint_path, metrics, metric_key, greater_is_better)
-        during = "noting the best checkpoints"
+        # Written before the surplus is deleted: after a kill, a resume still finds the complete ranking.
+        during = "recording the best checkpoints"
         self._everywhere(lambda: self._rotation.write_best(checkpoint_path), during, CheckpointSaveError)
         self._rotation.remove_surplus()
         return is_best
 
     @property
     def best_checkpoints(self) -> list[tuple[str, float]]:
-        """Path and metric of the best checkpoints, best first."""
+        """Paths and metrics of the best checkpoints, best first."""
         return list(self._rotation.best.entries)
 
     def get_best_checkpoints_summary(self, metric_key: str = "loss") -> str:
         return self._rotation.best.summary(metric_key)
 
     def newest_sound_checkpoint(self) -> str | None:
-        """The newest checkpoint with finite weights, on ranks that lead a storage; others know of none."""
+        """Return the newest checkpoint with finite weights. None on ranks that do not lead a storage."""
         return self._rotation.newest_sound()
 
     # --- resuming
 
     def begin_fresh_run(self) -> None:
-        """Note that nothing is resumed: the first save moves the checkpoints of the older run out of retention's way."""
+        """Start a run without resume. Its first save moves the checkpoints of the older run to a separate folder."""
         self._rotation.begin_fresh_run()
 
     def resolve_checkpoint_path(self, path: str | bool | None = None) -> str | None:
-        """What to resume from. None or True: the newest complete checkpoint, or None; a path: that one, which must be
-        complete, or a directory of another program that can be imported; False: nothing.
+        """Return the path to resume from, or None.
+
+        None or True: the newest complete checkpoint, if any. A path: this path, which must be a complete checkpoint or
+        an importable checkpoint of another program. False: None.
         """
         if path is False:
             return None
@@ -222,10 +234,10 @@ class CheckpointManager:
         return candidates[-1] if candidates else None
 
     def load_checkpoint(self, checkpoint_path: str | None = None) -> str | None:
-        """Load, and return what was loaded: the path given, or the newest checkpoint that is intact; None without any.
+        """Load a checkpoint and return its path; None if there is no checkpoint.
 
-        Without a path, a checkpoint that cannot be read or applied is passed over with a warning in favour of the next
-        older one. When none can, the error is the newest one's.
+        Without a path, the newest intact checkpoint is loaded. A damaged checkpoint is skipped with a warning, and the
+        next older one is tried. If all fail, the error of the newest checkpoint is raised.
         """
         if checkpoint_path is not None:
             loaded: str | None = checkpoint_path
@@ -248,11 +260,12 @@ class CheckpointManager:
                 raise
             except CheckpointLoadError as error:
                 if error.contact_lost or error.is_misfit:
-                    # The job is wrong, not the checkpoint: an older one would lose what was trained since.
+                    # The job is at fault, not the checkpoint. Falling back would only lose training.
                     raise
-                # Before the next one is read: the memory of a start is that of one checkpoint.
+                # Free the tensors of this checkpoint before the next one is read.
                 release_locals(error)
                 first_error = first_error or error
+                # No older checkpoint is left. The error of the newest one explains the most.
                 if position == 0:
                     raise first_error from None
                 self._rotation.note_damaged(path)
@@ -264,7 +277,10 @@ class CheckpointManager:
         return None
 
     def _refuse_others(self) -> None:
-        """Stop where only other programs have trained; collective."""
+        """Raise if the output directory has checkpoints of other programs only. Collective.
+
+        The user has to choose between an import and a fresh start beside them.
+        """
 
         def refuse() -> None:
             if not self._directory.is_led_here:
@@ -273,24 +289,24 @@ class CheckpointManager:
             if others:
                 path, owner = others[-1]
                 raise CheckpointLoadError(
-                    f"The output directory {self.config.output_dir!r} has no checkpoint of ours to resume from, but {path} "
-                    f"is {owner.value}. Import it with resume_from_checkpoint={path!r}, choose another output_dir, or start "
-                    "afresh beside it with resume_from_checkpoint=False; it is never replaced or deleted."
+                    f"The output directory {self.config.output_dir!r} has no Forgather checkpoint to resume from, but "
+                    f"{path} is {owner.value}. Import it with resume_from_checkpoint={path!r}, choose another output_dir, "
+                    "or start afresh beside it with resume_from_checkpoint=False. It is never replaced or deleted."
                 )
 
         self._everywhere(refuse, "looking for checkpoints", CheckpointLoadError)
 
     @property
     def random_state(self) -> RNGState | None:
-        """The random state that the last load applied; `restore()` applies it again, once data iterators are built."""
+        """Random state that the last load applied. `restore()` applies it again after data iterators are built."""
         return self._coordinator.random_state
 
     def is_own(self, path: str) -> bool:
-        """Whether a checkpoint is one of those in the output directory."""
+        """Return whether a checkpoint is in this output directory."""
         return self._rotation.contains(path)
 
     def close(self) -> None:
-        """Give the output directory back."""
+        """Release the lock of the output directory."""
         self._directory.give_back()
 
     # --- inside
@@ -299,6 +315,7 @@ class CheckpointManager:
         extra_files: dict[str, bytes] = {}
 
         def collect() -> dict[str, object]:
+            # If the lock is lost, another job may use the directory, and the two would delete each other's checkpoints.
             self._directory.require_held()
             if self._eval_metrics is not None:
                 extra_files[EVAL_METRICS_NAME] = metrics_bytes(self._eval_metrics)
@@ -323,20 +340,20 @@ class CheckpointManager:
         return saved
 
     def stored_weight_decay_groups(self, path: str) -> str | None:
-        """How the optimizer of a checkpoint groups its parameters; of a damaged one, the nearest older one tells."""
+        """Return the weight-decay grouping of a checkpoint's optimizer; see `rotation.stored_weight_decay_groups`."""
         return stored_weight_decay_groups(path)
 
     def load_external_weights(self, path: str) -> bool:
-        """Have callbacks supply the weights of a checkpoint that was saved without any; False if it has them.
+        """Have callbacks supply the weights if the checkpoint was saved without them. Collective.
 
-        Collective.
+        Return False if the checkpoint contains the weights.
         """
         loads_model = MODEL_KEY in self._declared("load").component_keys
         during = f"loading the weights that belong to {path}"
         return any(self._everywhere(lambda: self._suppliers.supply(path, loads_model), during, CheckpointLoadError))
 
     def load_component(self, path: str, key: str) -> None:
-        """Load one component alone, if it is among those that are loaded at all; collective."""
+        """Load only the component `key`, unless it is not declared or is skipped. Collective."""
         coordinator = self._declared("load")
         if key in coordinator.component_keys and key not in self._skip:
             coordinator.load_checkpoint(path, skip=set(coordinator.component_keys) - {key})
@@ -345,19 +362,21 @@ class CheckpointManager:
         coordinator = self._declared("load")
         loads_model = MODEL_KEY in coordinator.component_keys
         if foreign_owner(path, self._peers) is not None:
-            # It has no metadata of ours: no best checkpoints, no callbacks, no suppliers of weights.
+            # A checkpoint of another program has no Forgather metadata: no best checkpoints, no callback state.
             coordinator.load_checkpoint(path, skip=set(self._skip) - (set() if loads_model else {MODEL_KEY}))
             return
 
         def needs_supplier() -> bool:
             return MODEL_KEY not in self._skip and self._suppliers.needed_for(path, loads_model) != []
 
-        # Before anything is changed: there may be no callback that supplies the weights.
+        # This raises if no callback can supply the weights, so it must run before any state is changed.
         supplied = any(self._everywhere(needs_supplier, f"opening {path}", CheckpointLoadError))
         skip = {*self._skip, MODEL_KEY} if supplied else set(self._skip)
+        # The reader rejects keys in `skip` that are not declared.
         if not loads_model:
             skip.discard(MODEL_KEY)
 
+        # Callbacks are restored last, but their state is checked before components change.
         def check_metadata() -> None:
             with naming(os.path.join(path, METADATA_NAME)):
                 CheckpointMetadata.read(path).check_callbacks(self._callbacks, self._peers.rank)
@@ -370,14 +389,14 @@ class CheckpointManager:
                 self._suppliers.supply(path, loads_model)
             metadata = CheckpointMetadata.read(path)
             if self.is_own(path):
-                # The best of another run would keep this run's own off the list for ever.
+                # Only for checkpoints of this directory: the best values of another run might never be beaten here.
                 self._rotation.best = metadata.best_below(os.path.abspath(self._directory.checkpoints))
             metadata.restore_callbacks(self._callbacks, self._peers.rank)
 
         self._everywhere(finish, f"restoring callbacks from {path}", CheckpointLoadError)
 
     def _declared(self, purpose: str) -> CheckpointCoordinator:
-        """Collective: the coordinator with what the provider declares now, once that has worked on every rank."""
+        """Return the coordinator with the components that the provider declares now. Collective."""
         with self._agreement("declaring the state"):
             return self._declare(purpose)
 
@@ -390,7 +409,10 @@ class CheckpointManager:
 
     @property
     def _model_pattern(self) -> SharingPattern:
-        """How ranks share a model that the provider does not declare; copies are compared by name at a save."""
+        """Sharing pattern of a model that the provider does not declare.
+
+        A save compares the tensor names of all ranks, so a wrong guess of REPLICATED raises instead of losing tensors.
+        """
         if self._model_parts is not None:
             return SharingPattern.PER_RANK
         return SharingPattern.GLOBAL if self._peers.size == 1 else SharingPattern.REPLICATED
@@ -402,13 +424,12 @@ class CheckpointManager:
         step = self._step_or_none()
         if step is None:
             raise ValueError(
-                "save_checkpoint needs a checkpoint_path or a checkpoint_id, because the trainer has no state.global_step "
-                "to name the checkpoint by."
+                "save_checkpoint needs a checkpoint_path or a checkpoint_id, because the trainer has no state.global_step."
             )
         return step
 
     def _agreement(self, during: str) -> contextlib.AbstractContextManager[None]:
-        """For what goes wrong on all ranks or on none, as a rule: alone, the error stays what it is."""
+        """Return a context that raises on all ranks if one fails. On a single rank, errors pass unchanged."""
         return contextlib.nullcontext() if self._peers.size == 1 else self._peers.agreement(during)
 
     def _everywhere(self, work: Callable[[], T], during: str, failure: type[CheckpointError]) -> list[T]:

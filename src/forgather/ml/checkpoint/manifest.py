@@ -1,4 +1,8 @@
-"""What a checkpoint says about itself: `checkpoint_manifest.json`."""
+"""Checkpoint manifest (`checkpoint_manifest.json`): files with sizes and checksums, components, and the job that saved.
+
+The manifest carries a checksum of its content and is written last, so a directory with a valid manifest was written
+completely. The coordinator builds it and the store writes it; readers call `read_manifest`.
+"""
 
 import json
 import os
@@ -42,7 +46,7 @@ EXACTNESS_CONTRACT = {
 
 @dataclass(frozen=True)
 class FileRecord:
-    """One file of a checkpoint, as it was written."""
+    """Record of one checkpoint file, as it was written."""
 
     path: str
     size: int
@@ -50,12 +54,12 @@ class FileRecord:
     writer_rank: int
     component: str
     tensors: dict[str, str] = field(default_factory=dict)
-    """Weight files only: the checksum of each tensor, so that a reader of some tensors can verify just those; "" in
-    `.bin` files, which are read and verified whole."""
+    """Weight files only: checksum of each tensor, so that a reader can verify only the tensors it loads. The checksum
+    is "" in `.bin` files, which are always read and verified in full."""
     owner: int | None = None
-    """The rank, group or node whose state this is, for patterns that have several files; else None."""
+    """Number of the rank, group or node that has this state, for patterns with several files; otherwise None."""
     owner_ranks: list[int] = field(default_factory=list)
-    """The ranks that share this file's state; empty means all."""
+    """Ranks that share this file's state. Empty means all ranks."""
 
     @classmethod
     def from_dict(cls, data: Mapping[str, Any]) -> "FileRecord":
@@ -63,20 +67,24 @@ class FileRecord:
 
 
 def check_relative_path(path: object) -> None:
-    """Raise `ValueError` for a path that could lead out of the directory it is relative to, or has two spellings."""
+    """Raise `ValueError` for a path that could leave its directory (path traversal) or is not normalised.
+
+    A normalised path has one spelling, so that duplicates can be found by comparing text.
+    """
     if not isinstance(path, str):
         raise ValueError(f"is not text: {path!r}")
+    # JSON can contain lone surrogates, which UTF-8 cannot encode.
     if len(path) > _LONGEST_PATH or any("\ud800" <= sign <= "\udfff" for sign in path):
-        raise ValueError(f"is no name of a file: {path[:100]!r}")
+        raise ValueError(f"is not a file name: {path[:100]!r}")
     if not path or os.path.isabs(path) or "\0" in path or os.pardir in path.split(os.sep):
         raise ValueError(f"leads out of the directory: {path!r}")
     if os.path.normpath(path) != path or path == os.curdir:
-        raise ValueError(f"is not in its plain form: {path!r}")
+        raise ValueError(f"is not normalised: {path!r}")
 
 
 @dataclass
 class ComponentManifest:
-    """One component of a checkpoint: how it was shared, and by whom it was written."""
+    """Entry for one component: its sharing pattern, the ranks that wrote it, and its size."""
 
     key: str
     sharing_pattern: str
@@ -96,13 +104,13 @@ class ComponentManifest:
         return cls(**_known(cls, data))
 
     def __post_init__(self) -> None:
-        # The enumeration and its value are the same word here: JSON knows only the latter.
+        # Accept a `SharingPattern` member too. JSON stores its value.
         self.sharing_pattern = getattr(self.sharing_pattern, "value", self.sharing_pattern)
 
 
 @dataclass
 class CheckpointManifest:
-    """The whole checkpoint: which files it is made of, which job wrote them, and what they must hash to."""
+    """Manifest of one checkpoint: its components, its files with their checksums, and the job that wrote them."""
 
     checkpoint_path: str
     world_size: int
@@ -116,13 +124,13 @@ class CheckpointManifest:
     step: int | None = None
     trainer_class: str | None = None
     mesh: dict[str, Any] | None = None
-    """`{"shape": [...], "axis_names": [...]}` of the device mesh, None without one."""
+    """`{"shape": [...], "axis_names": [...]}` of the device mesh, or None."""
     num_nodes: int = 1
     checksum_algorithm: str = CHECKSUM_ALGORITHM
     attempt: str | None = None
-    """Names the save that wrote this checkpoint; the same in every node's copy of it."""
+    """Id of the save that wrote this checkpoint. Equal in the copies of all nodes."""
     weights: str = "included"
-    """"external" when the model's weights are kept elsewhere, "none" when there is no model."""
+    """"external" if the model's weights are stored elsewhere, "none" if there is no model."""
     exactness: dict[str, str] = field(default_factory=lambda: dict(EXACTNESS_CONTRACT))
     files: list[FileRecord] = field(default_factory=list)
 
@@ -132,6 +140,7 @@ class CheckpointManifest:
 
     def to_dict(self) -> dict[str, Any]:
         data = asdict(self)
+        # The fields of most files are empty. `from_dict` restores these defaults.
         for record in data["files"]:
             for name in ("tensors", "owner", "owner_ranks"):
                 if record[name] in ({}, None, []):
@@ -140,7 +149,11 @@ class CheckpointManifest:
 
     @classmethod
     def from_dict(cls, data: Mapping[str, Any]) -> "CheckpointManifest":
-        """Unknown keys are ignored; a newer format version is refused, and so is anything a save of ours never writes."""
+        """Return the manifest for parsed JSON; unknown keys are ignored.
+
+        Raise `CheckpointVersionError` for a newer format, `CheckpointCorruptError` for content that no save writes.
+        """
+        # Before the schema: a newer format may violate it, and must not be reported as damage.
         _refuse_newer(data)
         try:
             _MANIFEST(data)
@@ -156,14 +169,15 @@ class CheckpointManifest:
         replace_file(path, self.to_bytes())
 
     def to_bytes(self) -> bytes:
-        """JSON text that carries a checksum of its own content."""
+        """Return JSON text that contains a checksum of its content."""
         data = self.to_dict()
+        # The covered keys are listed, so that another version can add keys without invalidating the checksum.
         data["manifest_checksum"] = {"covers": sorted(data), "value": _content_checksum(data, sorted(data))}
         return strict_json.dumps(data, MANIFEST_NAME)
 
     @classmethod
     def load(cls, path: str, sealed: bool = False) -> "CheckpointManifest":
-        """Read from a file, verified by the checksum it carries; with `sealed`, it must carry one."""
+        """Read a manifest and verify the checksum it contains. With `sealed`, raise if it contains none."""
         data = strict_json.loads(read_small_file(path), path)
         if type(data) is not dict:
             raise CheckpointCorruptError(f"{path} is damaged: it holds {described(data)} instead of a JSON object")
@@ -184,30 +198,34 @@ class CheckpointManifest:
 
 
 def _parse_time(timestamp: str) -> datetime:
+    # Python cannot compare naive and aware times, so a time without offset is taken as UTC.
     time = datetime.fromisoformat(timestamp)
     return time if time.tzinfo is not None else time.replace(tzinfo=UTC)
 
 
-# What was read, under the file's path and the identity of its content: a start looks at each checkpoint several times.
+# Cache of manifests and of read errors, by path and file identity: a start reads each manifest several times.
 _Identity = tuple[int, int, int, int, int]
 _read: dict[str, tuple[_Identity, CheckpointManifest | CheckpointError]] = {}
 _MOST_KEPT = 4096
+# Longer than one timer tick of the kernel, which is the resolution of file times.
 _CLOCK_TICK_NS = 20_000_000
 
 
 def read_manifest(checkpoint_path: str) -> CheckpointManifest:
-    """The manifest of a checkpoint directory, which nobody may change; read once as long as the file stays the same."""
+    """Return the manifest of a checkpoint directory, from a cache while the file is unchanged. Do not modify it."""
     path = os.path.join(os.path.abspath(checkpoint_path), MANIFEST_NAME)
     try:
+        # The ctime changes even if a program restores the mtime of a modified file.
         status = os.lstat(path)
         identity = (status.st_dev, status.st_ino, status.st_size, status.st_mtime_ns, status.st_ctime_ns)
         known = _read.get(path)
         if known is None or known[0] != identity:
             known = (identity, _read_sealed(path))
             if time.time_ns() - max(status.st_mtime_ns, status.st_ctime_ns) > _CLOCK_TICK_NS:
-                # One that has just been written could change again without another time of change.
+                # A file written just now could be rewritten in the same tick and keep its mtime, so do not cache it.
                 _keep(path, known)
     except FileNotFoundError:
+        # Not damage: rotation may have deleted the checkpoint since it was listed.
         raise
     except OSError as error:
         raise CheckpointCorruptError(f"{path} cannot be read: {error.strerror or error}") from error
@@ -217,7 +235,7 @@ def read_manifest(checkpoint_path: str) -> CheckpointManifest:
 
 
 def has_versioned_manifest(checkpoint_path: str) -> bool:
-    """Whether a directory has a manifest of ours, sound or damaged.
+    """Return whether a directory has a manifest written by Forgather, intact or damaged.
 
     A manifest with neither format version nor checksum belongs to another program with the same file layout.
     """
@@ -225,7 +243,7 @@ def has_versioned_manifest(checkpoint_path: str) -> bool:
     if not os.path.lexists(path):
         return False
     try:
-        # Kept since it was read last; what follows is for manifests that are damaged or not ours.
+        # Intact manifests are usually cached. The handlers below are for damaged manifests and other programs.
         read_manifest(checkpoint_path)
         return True
     except FileNotFoundError:
@@ -245,6 +263,7 @@ def _is_unversioned(path: str) -> bool:
 
 
 def _keep(path: str, known: tuple[_Identity, CheckpointManifest | CheckpointError]) -> None:
+    # Dictionaries keep insertion order, so the first entry is the oldest.
     _read[path] = known
     while len(_read) > _MOST_KEPT:
         del _read[next(iter(_read))]
@@ -254,12 +273,12 @@ def _read_sealed(path: str) -> CheckpointManifest | CheckpointError:
     try:
         return CheckpointManifest.load(path, sealed=True)
     except CheckpointError as error:
-        # Without its traceback, which would keep the text of the file alive.
+        # The cache keeps this error. Its traceback would keep the text of the file in memory.
         return error.with_traceback(None)
 
 
 def utc_now() -> str:
-    """ISO time with its UTC offset."""
+    """Return the current time in ISO format with its UTC offset."""
     return datetime.now(UTC).isoformat()
 
 
@@ -290,8 +309,9 @@ def _refuse_duplicate_paths(files: Any) -> None:
         raise Violation("a list of files that each occur once", files).below("files")
 
 
-# Clocks may be wrong; a time at the end of the calendar would leave no later one for the next save.
+# Clocks may be wrong, but every save needs a later time than the newest checkpoint, so the last years are not accepted.
 _FIRST_YEAR, _LAST_YEAR = 1970, 9000
+# A damaged world size must not make a reader build a range of billions of ranks.
 _MOST_RANKS = 2**20
 
 _ranks = list_of(count)
@@ -355,6 +375,7 @@ _MANIFEST = Schema(
 
 
 def _refuse_newer(data: Mapping[str, Any]) -> None:
+    # `type(...) is int`, because JSON `true` is an `int` for isinstance.
     version = data.get("format_version", FORMAT_VERSION)
     if type(version) is int and version > FORMAT_VERSION:
         raise CheckpointVersionError(
@@ -365,19 +386,23 @@ def _refuse_newer(data: Mapping[str, Any]) -> None:
 
 
 def _content_checksum(data: Mapping[str, Any], covers: list[str]) -> str:
+    # Canonical form: the checksum must not depend on key order or white space in the file.
     content = json.dumps({key: data[key] for key in covers if key in data}, sort_keys=True, separators=(",", ":"))
     return str(xxhash.xxh3_128_hexdigest(content.encode()))
 
 
 def _verify_content(data: Mapping[str, Any], path: str) -> None:
-    """Only the keys that were there at the time of writing count: ones that were added later are not damage."""
+    """Raise `CheckpointCorruptError` unless the manifest's checksum matches.
+
+    The checksum covers the keys that existed at the time of writing. Keys added later are not damage.
+    """
     seal = data.get("manifest_checksum")
     if (
         type(seal) is not dict
         or type(seal.get("covers")) is not list
         or not all(type(k) is str for k in seal["covers"])
     ):
-        raise CheckpointCorruptError(f"{path} is damaged: it carries no checksum of itself")
+        raise CheckpointCorruptError(f"{path} is damaged: it contains no valid manifest_checksum")
     found = _content_checksum(data, seal["covers"])
     if found != seal.get("value"):
         raise CheckpointCorruptError(f"{path} is damaged: its checksum is {found}, expected {seal.get('value')}")

@@ -1,4 +1,8 @@
-"""`checkpoint_metadata.json`: the best checkpoints and the state of callbacks, as of one checkpoint."""
+"""Checkpoint metadata (`checkpoint_metadata.json`): list of best checkpoints and state of callbacks.
+
+Stored as JSON and checked against a schema on reading, so that a damaged file raises before any callback is changed.
+`CheckpointManager` writes and restores it; rotation updates the list of best checkpoints.
+"""
 
 import json
 import os
@@ -42,15 +46,15 @@ _METADATA = Schema(_FIELDS, may_lack=["weight_decay_groups"])
 
 @dataclass(frozen=True)
 class CheckpointMetadata:
-    """What a checkpoint knows beside its components."""
+    """Contents of the metadata file of one checkpoint."""
 
     best_checkpoints: list[tuple[str, float]] = field(default_factory=list)
-    """Directory names, not paths: an output directory may be moved."""
+    """Directory names, not paths, because an output directory may be moved."""
     best_metric_key: str | None = None
     callbacks: dict[str, dict[str, Any]] = field(default_factory=dict)
-    """Callback name -> rank (as text) -> state, for the ranks where it has any."""
+    """Callback name -> rank (as text) -> state, for the ranks that have state."""
     weight_decay_groups: str = "all"
-    """How parameters were grouped; before this was recorded, one group had all of them."""
+    """Parameter grouping of the optimizer. Older files lack the field: they had one group with all parameters."""
 
     @classmethod
     def of(
@@ -64,12 +68,12 @@ class CheckpointMetadata:
 
     @classmethod
     def states_of(cls, callbacks: Iterable[Any]) -> dict[str, Any]:
-        """The states of those callbacks that have any, in the form that is stored."""
+        """Return the states of all callbacks that have state, encoded as JSON values."""
         return {name: _storable(name, _state_of(callback)) for name, callback in _stateful(callbacks)}
 
     @classmethod
     def read(cls, checkpoint_path: str) -> "CheckpointMetadata":
-        """That of a checkpoint, empty if it has none; whatever is odd about it is a `CheckpointCorruptError`."""
+        """Read the metadata of a checkpoint; empty without the file. Raise `CheckpointCorruptError` if invalid."""
         path = os.path.join(checkpoint_path, METADATA_NAME)
         try:
             data = strict_json.loads(read_small_file(path), path)
@@ -87,7 +91,7 @@ class CheckpointMetadata:
         return replace(self, best_checkpoints=entries, best_metric_key=best.metric_key)
 
     def best_below(self, root: str) -> BestCheckpoints:
-        """The list of the best, of those that still exist in a directory of checkpoints."""
+        """Return the best checkpoints that still exist in the directory `root`."""
         best = BestCheckpoints(
             [(os.path.join(root, name), value) for name, value in self.best_checkpoints], self.best_metric_key
         )
@@ -95,22 +99,24 @@ class CheckpointMetadata:
         return best
 
     def check_callbacks(self, callbacks: Iterable[Any], rank: int) -> None:
-        """Raise a `CheckpointLoadError` if a callback cannot use its state; none of them gets anything."""
+        """Raise `CheckpointLoadError` if a callback cannot use its state. No callback is changed."""
         self._states_for(callbacks, rank)
 
     def restore_callbacks(self, callbacks: Iterable[Any], rank: int) -> None:
-        """Give every callback its state, or none of them any if one cannot use it."""
+        """Load the state of every callback. If one state does not fit, raise before any callback is changed."""
         for callback, state in self._states_for(callbacks, rank):
             _give_back(callback, state)
 
     def _states_for(self, callbacks: Iterable[Any], rank: int) -> list[tuple[Any, Any]]:
+        # A list instead of a generator: all states are checked before the first one is applied.
         found = []
         for name, callback in _stateful(callbacks):
             by_rank = self.callbacks.get(name, {})
             if str(rank) not in by_rank:
+                # The callback is new, or the rank did not exist in the saving job.
                 continue
             state = decode_state(by_rank[str(rank)])
-            # Callbacks of users may say that they have no state.
+            # The `state_dict()` of a user's callback may return None for no state.
             if state is not None or _checks_what_it_loads(callback):
                 _check_state(name, callback, state)
                 found.append((callback, state))
@@ -127,7 +133,7 @@ class CheckpointMetadata:
 
 
 def _stateful(callbacks: Iterable[Any]) -> list[tuple[str, Any]]:
-    """Callbacks with state, under their names; the second of a name is told apart by a number."""
+    """Return the callbacks with state and their names. Further callbacks of the same name get a suffix such as "#2"."""
     named: dict[str, Any] = {}
     for callback in callbacks:
         if _has_own_state(callback) or _is_exportable(callback):
@@ -145,12 +151,12 @@ def _has_own_state(callback: object) -> bool:
 
 
 def _is_exportable(callback: object) -> bool:
-    """Whether it keeps its state as callbacks of transformers do (`ExportableState`)."""
+    """Return whether a callback has the state interface of transformers (`ExportableState`)."""
     return callable(getattr(callback, "state", None)) and hasattr(callback, "from_state")
 
 
 def _state_of(callback: Any) -> object:
-    # Of an exportable state the attributes only: its "args" are settings, and the user's present ones count.
+    # An exportable state has "args" and "attributes". The args are settings, and the user's current settings apply.
     return callback.state_dict() if _has_own_state(callback) else callback.state()["attributes"]
 
 
@@ -164,21 +170,26 @@ def _check_state(name: str, callback: Any, state: object) -> None:
 
 
 def _checks_what_it_loads(callback: object) -> bool:
-    """Whether the check belongs to the `load_state_dict` that there is: a subclass may keep a state of its own."""
+    """Return whether the class that defines `load_state_dict` also defines `check_state_dict`.
+
+    A subclass that overrides only `load_state_dict` has another state format, which an inherited check would reject.
+    """
     owner = next((cls for cls in type(callback).__mro__ if "load_state_dict" in vars(cls)), None)
     return owner is not None and "check_state_dict" in vars(owner)
 
 
 def _check_attributes(state: Any, known: Mapping[str, Any]) -> None:
-    """Every key becomes an attribute: only what the callback itself exports may be set."""
+    """Raise `Violation` for keys that the callback does not export: each key is passed to `setattr`."""
     require_mapping(state)
     for key in state:
         if key not in known:
+            # Otherwise a damaged or crafted file could overwrite any method of the callback.
             raise Violation(f"left out, since the callback exports only {sorted(known)}", state[key], [key])
     plain(state)
 
 
 def _give_back(callback: Any, state: Any) -> None:
+    # `from_state` of transformers would construct a new callback; here the existing one takes the attributes.
     if _has_own_state(callback):
         callback.load_state_dict(state)
         return
@@ -187,24 +198,26 @@ def _give_back(callback: Any, state: Any) -> None:
 
 
 def _storable(name: str, state: object) -> object:
+    # JSON has no NaN and no infinity, so these floats are tagged.
     encoded = strict_json.with_tagged_floats(encode_state(state, name))
     try:
         stored = json.loads(json.dumps(encoded))
     except TypeError as error:
         raise CheckpointSaveError(
-            f"The state of callback {name!r} cannot be written as JSON: {_first_misfit(encoded, name)} ({error}). Keep "
-            "numbers, text, lists and dicts in a callback's state; large or binary state belongs in a component of its own."
+            f"The state of callback {name!r} cannot be written as JSON: {_first_misfit(encoded, name)} ({error}). Use "
+            "only numbers, text, lists and dicts. Put large or binary state into a separate component."
         ) from error
+    # JSON turns keys such as 1 and True into text without an error.
     if stored != encoded:
         raise CheckpointSaveError(
-            f"The state of callback {name!r} would change when written as JSON: {_first_misfit(encoded, name)}. Use text as "
-            "the keys of its dicts."
+            f"The state of callback {name!r} would change when written as JSON: {_first_misfit(encoded, name)}. Use "
+            "only text for dict keys."
         )
     return stored
 
 
 def _first_misfit(value: object, path: str) -> str | None:
-    """What JSON cannot hold, with the path to it."""
+    """Return the first value or key that JSON cannot hold, with its path; None if there is no such value."""
     if isinstance(value, dict):
         for key in value:
             if type(key) is not str:

@@ -1,4 +1,8 @@
-"""Loading a checkpoint: which files this rank reads, also when the job has another shape than the one that saved."""
+"""Checkpoint reader: loads weights and component state on every rank, also on another topology than the saving job.
+
+All state is read and verified before anything is applied, so an unreadable checkpoint changes nothing. The coordinator
+constructs one reader per load, on all ranks.
+"""
 
 import contextlib
 import functools
@@ -29,11 +33,12 @@ logger = logging.getLogger(__name__)
 T = TypeVar("T")
 
 RNG_KEY = "rng"
+# Files with these suffixes are verified when components and weights are read.
 _READ_BY_COMPONENTS = (".pt", ".safetensors", ".bin")
 
 
 class _NewRank:
-    """Stands for the state of a rank that did not exist when the checkpoint was saved."""
+    """Placeholder for the state of a rank that did not exist when the checkpoint was saved."""
 
     def __init__(self, step: int) -> None:
         self.step = step
@@ -43,11 +48,16 @@ _States = dict[str, StateDict | _NewRank]
 
 
 class CheckpointReader:
-    """One load of one checkpoint, on every rank alike.
+    """Collective load of one checkpoint.
 
-    Phases, each of which all ranks finish before the next begins: the checkpoint is complete and the same everywhere;
-    every state file is read and verified; the weights are read into the model; components take their states, random
-    numbers last. So nothing is changed by a checkpoint whose state is unreadable, or does not fit this job's ranks.
+    All ranks finish each phase before the next begins:
+
+    1. Open the checkpoint: it must be complete and the same save on every rank.
+    2. Read and verify every state file.
+    3. Read the weights into the model.
+    4. Apply the states to the components, random state last.
+
+    A checkpoint with unreadable state, or with state that does not fit this job's ranks, fails before phase 3.
     """
 
     def __init__(
@@ -59,30 +69,32 @@ class CheckpointReader:
         peers: Peers,
     ) -> None:
         self._path = path
-        # Other components may draw random numbers while they take their state.
+        # Random state comes last, because other components may draw random numbers in `load_state_dict`.
         self._components = sorted(components, key=_is_random_state)
         self._model_parts = model_parts
         self._layout = layout
         self._peers = peers
 
     def load(self, strict: bool, skip: Collection[str]) -> None:
-        """Collective. Every error names the checkpoint."""
+        """Load all components except `skip`. Collective. Every error names the checkpoint."""
         try:
             self._load(strict, skip)
         except CheckpointError as error:
             if self._path in str(error):
                 raise
             named = type(error)(f"{error}\nThe checkpoint is {self._path}.")
+            # The manager decides by these flags whether to fall back to an older checkpoint.
             named.is_misfit, named.contact_lost = error.is_misfit, error.contact_lost
             raise named from error
 
     def _load(self, strict: bool, skip: Collection[str]) -> None:
         skipped = select_components(self._components, skip, "skip_checkpoint_components") if skip else []
         if skipped:
-            logger.info("Not loaded from %s, as asked: %s", self._path, ", ".join(one.key for one in skipped))
+            logger.info("Not loaded from %s, as requested: %s", self._path, ", ".join(one.key for one in skipped))
         wanted = [component for component in self._components if component not in skipped]
         manifest = self._open()
-        # Asked of all ranks at once, so that all of them take the same way.
+        # Ranks may declare different components. The agreements below must be reached by every rank, so their number
+        # and order follow from the plans of all ranks.
         plans = self._everywhere(lambda: self._plan(wanted), "planning what to load")
         states: _States = {}
 
@@ -123,8 +135,8 @@ class CheckpointReader:
         attempts = set(self._everywhere(open_here, f"opening the checkpoint {self._path}"))
         if len(attempts) > 1:
             raise CheckpointLoadError.misfit(
-                f"Ranks see different checkpoints at {self._path} (saves {sorted(map(str, attempts))}). With storage of its "
-                "own each node must have the checkpoint of the same save; else all ranks must see one directory."
+                f"Ranks see different checkpoints at {self._path} (saves {sorted(map(str, attempts))}). All ranks must "
+                "share one directory, or every node must have its copy of the same save."
             )
         own = found[0]
         for name in own.missing_optional:
@@ -132,9 +144,13 @@ class CheckpointReader:
         return own.manifest
 
     def _verify_small_files(self, manifest: CheckpointManifest) -> None:
-        """Configurations and metadata are read by others, later: one rank looks at them now."""
+        """Verify the checksums of configuration and metadata files, on one rank per storage.
+
+        No component reads them. Other code reads them later, without a checksum.
+        """
         if not self._layout.leads_storage:
             return
+        # Damaged or missing metrics must not prevent a resume.
         for record in manifest.files:
             present = os.path.lexists(os.path.join(self._path, record.path))
             is_read_later = not record.path.endswith(_READ_BY_COMPONENTS) and record.path != EVAL_METRICS_NAME
@@ -156,6 +172,7 @@ class CheckpointReader:
             if saved is None:
                 self._absent(component, "was saved without it")
                 return
+            # A tensor is unexpected only if no rank has it: this rank's stages are a subset of the model.
             location = locate_weights(self._path, saved.metadata.get("param_sharing"))
             load_into_modules(location, self._model_parts, strict, all_names)
 
@@ -170,12 +187,13 @@ class CheckpointReader:
         own = {record.path for record in records}
         others = [one for one in manifest.component_files(component.key) if one.path not in own]
         parts = self._read_files(component, records)
+        # Even with the same world size, this rank's file may lack parameters: the stages may be divided differently.
         with self._naming(records):
             is_divided = bool(parts and others and _has_missing_names(component, parts[0]))
         if parts and is_divided:
-            # The same ranks as before, but the model is divided among them in another way.
             more = self._read_files(component, others)
             parts = None if more is None else parts + more
+        # None: a file of an optional component is missing, as already reported. Empty: this rank is new.
         if parts is None:
             return
         if not parts:
@@ -185,13 +203,15 @@ class CheckpointReader:
             states[component.key] = self._joined(component, parts, manifest)
 
     def _joined(self, component: StateComponent, parts: Sequence[StateDict], manifest: CheckpointManifest) -> StateDict:
-        """The one state that several files make, checked by the component before anything is applied."""
+        """Merge the states of several files and let the component check the result, before anything is applied."""
         stateful = component.state_holder
         state = parts[0]
         if len(parts) > 1 and hasattr(stateful, "merge_state_dicts"):
             state = stateful.merge_state_dicts(parts)
+        # A tied parameter may be saved under another name of its group.
         if hasattr(stateful, "add_tied_names") and MODEL_KEY in manifest.components:
             stateful.add_tied_names(state, manifest.components[MODEL_KEY].metadata.get("param_sharing", []))
+        # After the merge, because only the merged state has to fit.
         if hasattr(stateful, "check_state_dict"):
             stateful.check_state_dict(state)
         return state
@@ -200,7 +220,7 @@ class CheckpointReader:
         return naming(*(os.path.join(self._path, record.path) for record in records))
 
     def _read_files(self, component: StateComponent, records: Sequence[FileRecord]) -> list[StateDict] | None:
-        """None, once that was reported, when one of them is not there."""
+        """Return the states in the files. Return None with a warning, or raise if required, when a file is missing."""
         for record in records:
             if not os.path.exists(os.path.join(self._path, record.path)):
                 self._absent(component, f"has no file {record.path}")
@@ -215,35 +235,43 @@ class CheckpointReader:
     def _records(
         self, component: StateComponent, saved: ComponentManifest, manifest: CheckpointManifest
     ) -> list[FileRecord]:
-        """The files from which this rank's state is made; none for a rank that is new to a state which each rank has."""
+        """Return the files that make up this rank's state; none if the rank is new and the state is per rank.
+
+        Raise a misfit error if the state cannot be moved to the topology of this job.
+        """
         records = manifest.component_files(component.key)
+        # GLOBAL and REPLICATED state: one file for all ranks, on any topology.
         if len(records) == 1 and records[0].owner is None:
             return records
         rank = self._layout.rank
         then = sorted(tuple(record.owner_ranks) for record in records)
         now = sorted(owner.ranks for owner in ComponentSharing(component, self._layout).owners)
         own = [record for record in records if rank in record.owner_ranks]
-        # A node's own copy of a checkpoint lists only what its ranks need.
+        # With separate storage per node, the manifest lists only the files that this node's ranks need.
         if own and (then == now or (set(then) < set(now) and manifest.world_size == self._layout.world_size)):
             return own
+        # From here on the topology has changed. Per-rank state such as random state keeps the files of ranks that still
+        # exist; state keyed by FQN is merged from all files.
         covered = {member for record in records for member in record.owner_ranks}
         if hasattr(component.stateful, "init_new_rank"):
             return own
         if covered != set(range(manifest.world_size)):
-            raise self._misfit(component, saved, manifest, "this node's copy of the checkpoint holds only a part of it")
+            raise self._misfit(
+                component, saved, manifest, "this node's copy of the checkpoint contains only part of it"
+            )
         if hasattr(component.stateful, "merge_state_dicts"):
             return records
-        # One state does for one copy; copies that are meant to differ cannot all begin with it.
+        # A single file can serve a single copy. Copies that should differ must not all start from the same state.
         if len(records) == 1 and len(now) == 1:
             return records
-        raise self._misfit(component, saved, manifest, "its state cannot be divided anew")
+        raise self._misfit(component, saved, manifest, "its state cannot be redistributed")
 
     def _misfit(
         self, component: StateComponent, saved: ComponentManifest, manifest: CheckpointManifest, reason: str
     ) -> CheckpointLoadError:
         remedy = (
-            'To give up the position in the data, set skip_checkpoint_components=["dataset"]; to be able to change the '
-            "number of ranks in future, save one global position, by dispatch_batches=True of a trainer that has it."
+            'Set skip_checkpoint_components=["dataset"] to give up the position in the data. To change the number of '
+            "ranks in future, save one global position: set dispatch_batches=True, on a trainer that supports it."
             if component.key == "dataset"
             else f"Resume with the number of ranks that saved it, or set skip_checkpoint_components=[{component.key!r}] to "
             "start it fresh."
@@ -255,9 +283,11 @@ class CheckpointReader:
         )
 
     def _apply(self, key: str, wanted: Sequence[StateComponent], states: _States) -> None:
+        # This rank does not have the component, or it is optional and missing in the checkpoint.
         if key not in states:
             return
         stateful = next(component.state_holder for component in wanted if component.key == key)
+        # `pop` frees each state once it is applied.
         state = states.pop(key)
         if not isinstance(state, _NewRank):
             stateful.load_state_dict(state)
@@ -267,13 +297,13 @@ class CheckpointReader:
 
 @dataclass(frozen=True)
 class _LoadPlan:
-    """What a rank is going to load, as it tells the others."""
+    """Components that one rank will load, as sent to the other ranks."""
 
     has_weights: bool
     names: list[str]
-    """The model's tensors on that rank."""
+    """Names of the model's tensors on that rank."""
     keys: list[tuple[str, bool]]
-    """The other components, each with whether it is the random state."""
+    """Keys of the other components, with a flag for random state."""
 
 
 def _is_random_state(component: StateComponent) -> bool:
@@ -281,7 +311,10 @@ def _is_random_state(component: StateComponent) -> bool:
 
 
 def _in_order(by_rank: Sequence[Sequence[tuple[str, bool]]]) -> list[str]:
-    """The keys of all ranks, random states last: each is one agreement, which every rank has to reach."""
+    """Return the keys of all ranks, random states last.
+
+    Each key is one agreement. All ranks must reach it, including ranks without this component.
+    """
     keys: dict[str, bool] = {}
     for declared in by_rank:
         for key, is_random_state in declared:
@@ -292,7 +325,7 @@ def _in_order(by_rank: Sequence[Sequence[tuple[str, bool]]]) -> list[str]:
 def _missing_component(component: StateComponent, path: str, reason: str) -> CheckpointLoadError:
     return CheckpointLoadError.misfit(
         f"The required component {component.key!r} cannot be loaded: {path} {reason}. Choose another checkpoint, or set "
-        f"skip_checkpoint_components=[{component.key!r}] to keep its present state."
+        f"skip_checkpoint_components=[{component.key!r}] to keep its current state."
     )
 
 

@@ -1,4 +1,8 @@
-"""Checks that state which is declared identical across ranks is identical, and says where it is not."""
+"""Replication validation: checks that replicated state is identical on all ranks, and reports the differing tensors.
+
+Ranks first compare one digest each. Only if these differ do they exchange digests per tensor, so identical replicas
+cost one small all-gather. Snapshots call it for components that ask for validation.
+"""
 
 from collections import defaultdict
 from collections.abc import Mapping, Sequence
@@ -21,27 +25,27 @@ from forgather.ml.distributed import Peers
 
 
 class ValidationLevel(Enum):
-    """How closely replicas are compared."""
+    """Level of detail of the comparison between replicas."""
 
     NONE = "none"
-    """Not at all."""
+    """No comparison."""
 
     QUICK = "quick"
     """One fingerprint per rank: structure, dtypes, a sample of the values."""
 
     TENSOR = "tensor"
-    """The whole content of every tensor, and every other leaf."""
+    """Full content of every tensor, and every other leaf."""
 
     FULL = "full"
-    """Like TENSOR, and measures the largest absolute difference of the tensors that differ."""
+    """Like TENSOR, and measures the largest absolute difference of differing tensors."""
 
 
 @dataclass(frozen=True)
 class Divergence:
-    """A path at which the ranks do not all hold the same.
+    """Path in the state with different values on different ranks.
 
-    `texts` has the digest text of every rank, None where the path is missing. `majority` are the ranks of the largest
-    group that agrees; among equally large ones, of the group with the lowest rank.
+    `texts` maps each rank to its digest text, None if the path is missing there. `majority` is the largest set of ranks
+    that agree; of equally large sets, the set with the lowest rank.
     """
 
     path: str
@@ -54,7 +58,7 @@ class Divergence:
 
     @property
     def comparable_ranks(self) -> list[int]:
-        """The ranks whose tensor differs from the majority's in content only."""
+        """Ranks with a tensor of the majority's dtype and shape but different content."""
         if self.reference is None or not self.reference.startswith("tensor "):
             return []
         kind = _array_kind(self.reference)
@@ -76,10 +80,10 @@ def validate_replication(
     rtol: float = 1e-5,
     atol: float = 1e-8,
 ) -> tuple[bool, list[str]]:
-    """Returns whether all ranks of the group hold the same state, and a line for each path at which they do not.
+    """Return whether all ranks of the group hold the same state, and one line per differing path.
 
-    Collective over the group; every rank gets the same answer. Any differing bit is a difference: `rtol` and `atol`
-    only say, at level FULL, whether it is within tolerance. A rank that cannot digest its state makes every rank raise.
+    Collective over the group; every rank gets the same result. Any differing bit is a difference. At level FULL, `rtol`
+    and `atol` only decide whether a line reports it as within tolerance. If a rank cannot digest its state, all raise.
     """
     level = as_validation_level(validation_level)
     peers = Peers(group)
@@ -87,19 +91,21 @@ def validate_replication(
         return True, []
     digests: dict[str, str] = {}
     fingerprint = ""
+    # A state may contain a leaf that cannot be digested on one rank only. Without agreement the others would hang.
     with peers.agreement("computing the digests of replicated state"):
         if level is ValidationLevel.QUICK:
             fingerprint = compute_state_hash(state_dict)
         else:
             digests = state_digests(state_dict)
             fingerprint = combine_digests(digests)
+    # Messages use global ranks, while broadcasts number their source within the group.
     ranks = dist.get_process_group_ranks(group if group is not None else dist.group.WORLD)
     fingerprints = dict(zip(ranks, peers.gather(fingerprint), strict=True))
     if len(set(fingerprints.values())) == 1:
         return True, []
     if level is ValidationLevel.QUICK:
         return False, [_fingerprint_line(fingerprints)]
-    # Everybody saw the same fingerprints, so that everybody takes part in this second exchange or nobody does.
+    # All ranks gathered the same fingerprints, so either all of them reach this second exchange or none does.
     divergences = find_divergences(dict(zip(ranks, peers.gather(digests), strict=True)))
     if level is ValidationLevel.TENSOR:
         return False, [str(divergence) for divergence in divergences]
@@ -110,7 +116,7 @@ def validate_replication(
 
 
 def as_validation_level(level: ValidationLevel | str) -> ValidationLevel:
-    """Returns the level that a member or its name stands for."""
+    """Return the level for a member or its value. Raise `ValueError` for other values."""
     try:
         return ValidationLevel(level)
     except ValueError:
@@ -119,12 +125,12 @@ def as_validation_level(level: ValidationLevel | str) -> ValidationLevel:
 
 
 def compare_replicas(digests_by_rank: Mapping[int, Mapping[str, str]]) -> list[str]:
-    """Returns a line for each path at which the digests (of `state_digests`, by global rank) are not all equal."""
+    """Return one line per path with different digests. The digests come from `state_digests`, by global rank."""
     return [str(divergence) for divergence in find_divergences(digests_by_rank)]
 
 
 def find_divergences(digests_by_rank: Mapping[int, Mapping[str, str]]) -> list[Divergence]:
-    """Returns the paths at which the ranks differ, in the order of the state."""
+    """Return the paths with different digests on different ranks, in the order of the state."""
     paths = dict.fromkeys(path for digests in digests_by_rank.values() for path in digests)
     divergences = []
     for path in paths:
@@ -135,15 +141,15 @@ def find_divergences(digests_by_rank: Mapping[int, Mapping[str, str]]) -> list[D
 
 
 def format_divergence(key: str, lines: Sequence[str], limit: int = 20) -> str:
-    """Returns the message of a failed validation of the component `key`, with at most `limit` of its lines."""
+    """Return the error message of a failed validation of component `key`, with at most `limit` lines."""
     shown = [f"  {line}" for line in lines[:limit]]
     if len(lines) > limit:
         shown.append(f"  ... and {len(lines) - limit} more")
     places = "1 place" if len(lines) == 1 else f"{len(lines)} places"
     headline = f"Replication validation failed: the copies of component {key!r} differ between ranks in {places}:"
     advice = (
-        "Its ranks no longer train the same state, so a checkpoint of one copy would lose the others. Find what "
-        "updates it on some ranks only, or declare the component PER_RANK if its copies are meant to differ."
+        "The ranks no longer train the same state, and saving one copy would lose the others. Find the code that updates "
+        "it on some ranks only, or declare the component PER_RANK if its copies should differ."
     )
     return "\n".join([headline, *shown, advice])
 
@@ -158,11 +164,11 @@ def _majority(texts: Mapping[int, str | None]) -> list[int]:
 def _fingerprint_line(fingerprints: Mapping[int, str]) -> str:
     majority = _majority(fingerprints)
     others = [rank for rank in fingerprints if rank not in majority]
-    return f"fingerprint: {_sentence(others, majority, '')}; validation level 'tensor' names the tensors"
+    return f"fingerprint: {_sentence(others, majority, '')}; use validation level 'tensor' to see the tensors"
 
 
 def _array_kind(text: str | None) -> str | None:
-    """The dtype and shape in the digest text of a tensor or array; None for any other leaf."""
+    """Return the dtype and shape in the digest text of a tensor or array; None for other leaves."""
     if text is None or not text.startswith(("tensor ", "ndarray ")):
         return None
     return f"{text.rpartition(']')[0]}]"
@@ -173,7 +179,7 @@ _EXTRA = "extra"
 
 
 def _remark(text: str | None, reference: str | None) -> str:
-    """What to say about a rank's digest text beyond that it is not the majority's."""
+    """Return the remark about a rank that differs from the majority; "" if only the content differs."""
     if text is None:
         return _MISSING
     if reference is None:
@@ -199,7 +205,7 @@ def _name(ranks: Sequence[int]) -> str:
 
 @dataclass(frozen=True)
 class Tolerance:
-    """How far floating-point values may be apart: by `atol` + `rtol` times the reference."""
+    """Tolerance for differences: `atol` + `rtol` times the magnitude of the reference."""
 
     rtol: float
     atol: float
@@ -210,13 +216,13 @@ class Tolerance:
 
 @dataclass
 class Difference:
-    """How far one rank's tensor is from the reference."""
+    """Largest absolute difference between one rank's tensor and the reference."""
 
     largest: float = 0.0
     is_within_tolerance: bool = True
 
     def include(self, largest: float, is_within_tolerance: bool) -> None:
-        # `max` would drop a NaN that comes second
+        # `max(a, nan)` returns `a`, which would hide the NaN.
         self.largest = largest if largest != largest else max(largest, self.largest)
         self.is_within_tolerance &= is_within_tolerance
 
@@ -226,6 +232,7 @@ def _measured_text(
 ) -> str:
     total = Difference()
     found = [measured[rank].get(divergence.path) for rank in divergence.comparable_ranks]
+    # A part of the differences would understate the largest one.
     if not found or None in found:
         return ""
     for difference in found:
@@ -238,7 +245,10 @@ def _measured_text(
 def _measure_differences(
     state_dict: object, sources: Mapping[str, int], peers: Peers, tolerance: Tolerance
 ) -> list[dict[str, Difference]]:
-    """Returns, for each rank, how far its tensors are from those of the source (a rank in the group) of each path."""
+    """Return for each rank the differences of its tensors from the source's, by path. Collective.
+
+    `sources` maps each path to the reference rank, numbered within the group.
+    """
     leaves = leaves_by_path(state_dict)
     measured: dict[str, Difference] = {}
     for path, source in sources.items():
@@ -249,9 +259,9 @@ def _measure_differences(
 
 
 def _difference_from(source: int, leaf: object, peers: Peers, tolerance: Tolerance) -> Difference | None:
-    """Compares this rank's tensor with the source's, chunk by chunk; None where they cannot be compared.
+    """Compare this rank's tensor with the source's, chunk by chunk. Return None if they cannot be compared.
 
-    Every rank takes part in every broadcast, also one that has no such tensor or cannot read it.
+    Every rank takes part in every broadcast, even a rank without this tensor. Chunks bound the extra memory.
     """
     chunks = _readable_chunks(leaf)
     kind, num_chunks = peers.broadcast((_kind_of(leaf), len(chunks)), source)
@@ -265,6 +275,7 @@ def _difference_from(source: int, leaf: object, peers: Peers, tolerance: Toleran
 
 
 def _readable_chunks(leaf: object) -> list[torch.Tensor]:
+    # Meta, quantised and sparse tensors have no plain bytes to broadcast.
     if not isinstance(leaf, torch.Tensor) or leaf.is_meta or leaf.is_quantized or dense_components(leaf) is not None:
         return []
     return list(iter_chunks(leaf.detach()))
@@ -275,11 +286,12 @@ def _kind_of(leaf: object) -> tuple[str, tuple[int, ...]] | None:
 
 
 def _flat(chunk: torch.Tensor) -> torch.Tensor:
+    # Conjugation and negation are lazy in torch: the raw bytes do not show them until they are resolved.
     return chunk.cpu().resolve_conj().resolve_neg().contiguous().view(-1)
 
 
 def _content(chunk: torch.Tensor) -> bytes:
-    # Bytes, because a pickled view would take its whole storage along.
+    # Bytes, because pickling a view would include its full storage.
     return _flat(chunk).view(torch.uint8).numpy().tobytes()
 
 
@@ -287,24 +299,26 @@ def _include_chunk(
     difference: Difference, chunk: torch.Tensor, content: bytes, tolerance: Tolerance
 ) -> Difference | None:
     own = _flat(chunk)
+    # A tensor without elements: `frombuffer` rejects an empty buffer.
     if not content:
         return difference
     reference = torch.frombuffer(bytearray(content), dtype=torch.uint8).view(own.dtype)
     try:
         difference.include(*_compare(own, reference, tolerance))
     except (NotImplementedError, RuntimeError, TypeError):
-        # A dtype that torch cannot convert: the divergence is reported all the same, only without its size.
+        # Torch cannot convert this dtype. The divergence is still reported, without its size.
         return None
     return difference
 
 
 def _compare(own: torch.Tensor, reference: torch.Tensor, tolerance: Tolerance) -> tuple[float, bool]:
-    """The largest absolute difference of two flat tensors of one dtype, and whether all are within tolerance."""
+    """Return the largest absolute difference of two flat tensors of one dtype, and whether all are within tolerance."""
+    # In float64, because a difference in float16 could overflow or round to zero.
     if own.is_floating_point() or own.is_complex():
         wide = torch.complex128 if own.is_complex() else torch.float64
         magnitude = reference.to(wide).abs()
         distance = (own.to(wide) - reference.to(wide)).abs()
-        # Infinities and NaNs of the same bits are equal, though their difference is NaN.
+        # The difference of equal infinities or NaNs is NaN, so compare their bits.
         distance[_same_bits(own, reference)] = 0.0
     else:
         magnitude = reference.to(torch.float64).abs()
@@ -319,7 +333,8 @@ def _same_bits(own: torch.Tensor, reference: torch.Tensor) -> torch.Tensor:
 
 
 def _integer_distance(own: np.ndarray, reference: np.ndarray) -> torch.Tensor:
-    # Subtracted as unsigned integers: as floats, large neighbours would come out equal.
+    # Subtract as unsigned integers: in float64, adjacent values above 2**53 would come out equal. For int64 the signed
+    # difference can overflow; its unsigned reading is right.
     wide = np.int64 if own.dtype.kind == "i" else np.uint64
     first, second = own.astype(wide), reference.astype(wide)
     high, low = np.maximum(first, second), np.minimum(first, second)

@@ -1,4 +1,8 @@
-"""Which checkpoints are kept: policies that compose, and the ledger of the best ones."""
+"""Retention policies for checkpoints, combined with `|`, and the ranking of the best checkpoints.
+
+The newest checkpoint is never deleted, and a checkpoint with NaN weights never displaces a sound one. Nothing here
+touches the disk except `drop_missing`; `rotation.py` deletes, and trainers use the metric helpers.
+"""
 
 import logging
 import math
@@ -15,26 +19,26 @@ _EVAL_PREFIX = "eval_"
 
 @dataclass(frozen=True)
 class CheckpointInfo:
-    """What a policy may know about one complete checkpoint."""
+    """Description of one complete checkpoint for policies."""
 
     path: str
     step: int | None
     timestamp: datetime
     metrics: Mapping[str, float] = field(default_factory=dict)
     is_sound: bool = True
-    """Whether its weights are finite."""
+    """Whether the weights are finite."""
 
 
 class RetentionPolicy(Protocol):
-    """Chooses the checkpoints worth keeping; any object with this one method will do."""
+    """Interface of policies: any object with a method `keep`."""
 
     def keep(self, checkpoints: Sequence[CheckpointInfo]) -> set[str]:
-        """Return the paths to keep; `checkpoints` are ordered from oldest to newest."""
+        """Return the paths to keep. `checkpoints` is sorted from oldest to newest."""
         ...
 
 
 class _Composable:
-    """Gives a policy the `|` operator: what either side keeps is kept."""
+    """Mixin for the `|` operator: a checkpoint is kept if either policy keeps it."""
 
     def keep(self, checkpoints: Sequence[CheckpointInfo]) -> set[str]:
         raise NotImplementedError
@@ -48,7 +52,7 @@ class _Composable:
 
 @dataclass(frozen=True)
 class LatestN(_Composable):
-    """Keeps the newest `n`; None, zero or less is no limit and keeps everything."""
+    """Policy that keeps the newest `n` checkpoints. None, zero or less keeps all."""
 
     n: int | None
 
@@ -59,9 +63,9 @@ class LatestN(_Composable):
 
 @dataclass(frozen=True)
 class BestN(_Composable):
-    """Keeps the `n` best by a metric that the checkpoints carry.
+    """Policy that keeps the `n` best checkpoints by a metric stored in them.
 
-    Checkpoints without metrics are no candidates. `greater_is_better=None`: the metric's name tells the direction.
+    Checkpoints without metrics are ignored. `greater_is_better=None` derives the direction from the metric's name.
     """
 
     n: int
@@ -72,7 +76,7 @@ class BestN(_Composable):
         measured = [info for info in checkpoints if info.metrics]
         candidates = [info for info in measured if _find_key(info.metrics, self.metric) is not None]
         if measured and not candidates:
-            # A misspelled metric must not turn into "none of them is worth keeping".
+            # A misspelled metric must not lead to the deletion of all checkpoints.
             raise _unknown_metric(self.metric, {key for info in measured for key in info.metrics})
         values = [(info.path, metric_value(info.metrics, self.metric)) for info in candidates]
         return {path for path, _ in _ranked(values, self.metric, self.greater_is_better)[: max(self.n, 0)]}
@@ -80,7 +84,7 @@ class BestN(_Composable):
 
 @dataclass(frozen=True)
 class EveryNSteps(_Composable):
-    """Keeps the checkpoints whose step is a multiple of `n`."""
+    """Policy that keeps the checkpoints with a step that is a multiple of `n`."""
 
     n: int
 
@@ -94,11 +98,12 @@ class EveryNSteps(_Composable):
 
 @dataclass(frozen=True)
 class AnyOf(_Composable):
-    """Keeps what at least one of its policies keeps."""
+    """Policy that keeps the checkpoints that at least one of its policies keeps."""
 
     policies: Iterable[RetentionPolicy]
 
     def __post_init__(self) -> None:
+        # The policy is asked repeatedly, and an iterator could be consumed only once.
         object.__setattr__(self, "policies", tuple(self.policies))
 
     def keep(self, checkpoints: Sequence[CheckpointInfo]) -> set[str]:
@@ -106,23 +111,24 @@ class AnyOf(_Composable):
 
 
 def checkpoints_to_delete(checkpoints: Sequence[CheckpointInfo], policy: RetentionPolicy) -> list[CheckpointInfo]:
-    """Return what `policy` does not keep, oldest first.
+    """Return the checkpoints to delete, oldest first.
 
-    `checkpoints` are the complete ones, oldest to newest. The newest is never returned, whatever the policy says: it is
-    the one a resume needs. What the policy keeps of the sound ones alone is kept too, so that a checkpoint with NaN in its
-    weights takes the place of none of them.
+    `checkpoints` are the complete checkpoints, oldest to newest. The newest is never returned, because a resume needs
+    it.
     """
     if not checkpoints:
         return []
     sound = [info for info in checkpoints if info.is_sound]
     kept = policy.keep(checkpoints) | {checkpoints[-1].path}
+    # Ask again with the sound checkpoints only. Otherwise LatestN(1) would delete the last sound checkpoint as soon as
+    # a checkpoint with NaN weights follows.
     if 0 < len(sound) < len(checkpoints):
         kept |= policy.keep(sound)
     return [info for info in checkpoints if info.path not in kept]
 
 
 def default_greater_is_better(metric_key: str) -> bool:
-    """Return the direction a metric's name implies: losses and perplexities should fall, all others should rise."""
+    """Return the direction that a metric's name implies: losses and perplexities should fall, all others rise."""
     return not metric_key.endswith(("loss", "perplexity"))
 
 
@@ -135,7 +141,7 @@ def metric_value(metrics: Mapping[str, float], metric_key: str) -> float:
 
 
 class HasBestMetric(Protocol):
-    """State that remembers the best value of a metric, such as a trainer's."""
+    """State with the best value of a metric, such as the trainer state."""
 
     best_metric: float | None
 
@@ -143,7 +149,7 @@ class HasBestMetric(Protocol):
 def note_best_metric(
     state: HasBestMetric, metrics: Mapping[str, float], metric_key: str, greater_is_better: bool | None
 ) -> bool:
-    """Enter an evaluation into the state; True when it is the best so far."""
+    """Record the best metric in the state. Return whether this evaluation is the best so far."""
     value = metric_value(metrics, metric_key)
     is_best = is_better(value, state.best_metric, metric_key, greater_is_better)
     if is_best:
@@ -152,16 +158,17 @@ def note_best_metric(
 
 
 def is_better(value: float, best: float | None, metric_key: str, greater_is_better: bool | None) -> bool:
-    """Whether a value of a metric is better than the best before; NaN never is."""
+    """Return whether a metric value is better than the previous best. NaN never is."""
     if greater_is_better is None:
         greater_is_better = default_greater_is_better(metric_key)
+    # NaN is not equal to itself.
     return value == value and (best is None or (value > best if greater_is_better else value < best))
 
 
 class BestCheckpoints(_Composable):
-    """The ledger of the best checkpoints so far; as a policy it keeps those it lists.
+    """Ranking of the best checkpoints so far. Used as a policy, it keeps the listed checkpoints.
 
-    `entries` is best first; handed back to the constructor (with its `metric_key`) it continues an earlier ledger.
+    `entries` is sorted best first. Pass it to the constructor with its `metric_key` to continue an earlier ranking.
     """
 
     def __init__(self, entries: Iterable[tuple[str, float]] = (), metric_key: str | None = None) -> None:
@@ -176,10 +183,10 @@ class BestCheckpoints(_Composable):
         greater_is_better: bool | None,
         preserve_n_best: int,
     ) -> bool:
-        """Enter a checkpoint and return whether it is among the best `preserve_n_best`.
+        """Rank a checkpoint and return whether it is among the best `preserve_n_best`.
 
-        A path that is listed already gets the new value; NaN takes it off the list. Of equals, the earlier one stays
-        ahead. `greater_is_better=None` derives the direction from the metric's name.
+        A listed path gets the new value; NaN removes it. On ties the earlier checkpoint ranks first.
+        `greater_is_better=None` derives the direction from the metric's name.
         """
         value = metric_value(metrics, metric_key)
         self._start_over_for_another_metric(metric_key)
@@ -188,18 +195,19 @@ class BestCheckpoints(_Composable):
         return any(_same_path(path, listed) for listed, _ in self.entries)
 
     def drop_missing(self, exists: Callable[[str], bool] = os.path.isdir) -> list[str]:
-        """Forget the checkpoints that are no longer there, and return their paths."""
+        """Remove checkpoints that no longer exist from the ranking, and return their paths."""
         missing = [path for path, _ in self.entries if not exists(path)]
         gone = set(missing)
         self.entries = [entry for entry in self.entries if entry[0] not in gone]
         return missing
 
     def keep(self, checkpoints: Sequence[CheckpointInfo]) -> set[str]:
+        # Users may rank relative paths, while `checkpoints` has the paths of the folder.
         listed = {os.path.abspath(path) for path, _ in self.entries}
         return {info.path for info in checkpoints if os.path.abspath(info.path) in listed}
 
     def summary(self, metric_key: str = "loss") -> str:
-        """Describe the ledger for people, best first."""
+        """Return the ranking as text, best first."""
         if not self.entries:
             return f"No best checkpoints by {metric_key} yet."
         ranks = enumerate(self.entries, start=1)
@@ -208,12 +216,13 @@ class BestCheckpoints(_Composable):
 
     def _start_over_for_another_metric(self, metric_key: str) -> None:
         before, self.metric_key = self.metric_key, metric_key
+        # "eval_loss" and "loss" name the same metric; `metric_value` accepts both.
         if before is None or before.removeprefix(_EVAL_PREFIX) == metric_key.removeprefix(_EVAL_PREFIX):
             return
-        # An accuracy ranked among losses would hold its place for ever.
+        # Values of different metrics do not compare: an accuracy among losses might never be displaced.
         logger.warning(
-            "The best checkpoints are now chosen by %r instead of %r; values of the two do not compare, so %d entries "
-            "are dropped and the ranking starts over.",
+            "The best checkpoints are now chosen by %r instead of %r. Their values are not comparable, so %d entries are "
+            "dropped and the ranking starts over.",
             metric_key,
             before,
             len(self.entries),
@@ -222,6 +231,7 @@ class BestCheckpoints(_Composable):
 
 
 def _find_key(metrics: Mapping[str, float], metric_key: str) -> str | None:
+    # Settings may name "loss" while evaluations report "eval_loss", or the reverse.
     names = (metric_key, _EVAL_PREFIX + metric_key, metric_key.removeprefix(_EVAL_PREFIX))
     return next((name for name in names if name in metrics), None)
 
@@ -229,15 +239,15 @@ def _find_key(metrics: Mapping[str, float], metric_key: str) -> str | None:
 def _unknown_metric(metric_key: str, available: Iterable[str]) -> ValueError:
     there_are = ", ".join(sorted(available)) or "none"
     return ValueError(
-        f"No metric {metric_key!r} (nor {_EVAL_PREFIX + metric_key!r}) to choose the best checkpoint by. "
-        f"Metrics there are: {there_are}. Name one of them, or make the evaluation return {metric_key!r}."
+        f"No metric {metric_key!r} (or {_EVAL_PREFIX + metric_key!r}) to choose the best checkpoint by. "
+        f"Available metrics: {there_are}. Choose one of them, or make the evaluation return {metric_key!r}."
     )
 
 
 def _ranked(
     entries: Iterable[tuple[str, float]], metric_key: str, greater_is_better: bool | None
 ) -> list[tuple[str, float]]:
-    """Sort best first; stable, so that of equals the earlier stays ahead. NaN compares with nothing and is left out."""
+    """Return the entries sorted best first, without NaN values. The sort is stable: on ties the earlier entry wins."""
     if greater_is_better is None:
         greater_is_better = default_greater_is_better(metric_key)
     sign = -1.0 if greater_is_better else 1.0
@@ -246,6 +256,7 @@ def _ranked(
 
 
 def _replaced(entries: Sequence[tuple[str, float]], path: str, value: float) -> list[tuple[str, float]]:
+    # Replace in place, so that a checkpoint which is evaluated again keeps its position among ties.
     if any(_same_path(path, listed) for listed, _ in entries):
         return [(listed, value if _same_path(path, listed) else old) for listed, old in entries]
     return [*entries, (path, value)]

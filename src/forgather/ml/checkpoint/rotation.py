@@ -1,4 +1,7 @@
-"""Rotation of the checkpoints in one folder: ranks the best, deletes what retention does not keep, moves older runs."""
+"""Rotation of the checkpoints in one folder: ranking of the best, deletion by retention policy, moving of older runs.
+
+Only the leader of a storage changes files. `CheckpointManager` calls it after each save and at a resume.
+"""
 
 import contextlib
 import logging
@@ -24,15 +27,16 @@ from forgather.ml.distributed import Peers
 
 logger = logging.getLogger(__name__)
 
-# A metric beyond what a float holds is no metric.
+# Excludes NaN, infinity and integers beyond the float range, which could not be ranked as floats.
 _LARGEST = 1e308
+# Key in the manifest's metadata, present only if False.
 _IS_FINITE = "weights_are_finite"
 
 
 class CheckpointRotation:
-    """The checkpoints of one folder; only the rank that leads its storage changes anything there.
+    """Checkpoints of one folder. Only the rank that leads its storage changes them.
 
-    `policy` decides what is kept. The best checkpoints, at most `preserve_n_best`, are kept in any case.
+    `policy` selects the checkpoints to keep. The best ones, at most `preserve_n_best`, are always kept.
     """
 
     def __init__(self, directory: OutputDirectory, policy: RetentionPolicy, peers: Peers) -> None:
@@ -47,12 +51,14 @@ class CheckpointRotation:
         self._damaged: set[str] = set()
 
     def contains(self, path: str) -> bool:
-        """Whether a checkpoint is one of this folder."""
+        """Return whether a checkpoint is in this folder."""
+        # `realpath`, because users may pass the same folder through a symlink.
         return os.path.dirname(os.path.realpath(path)) == os.path.realpath(self._folder)
 
     def candidates(self) -> list[str]:
-        """Complete checkpoints, oldest first, the same ones on every rank: rank 0 decides. Collective."""
+        """Return the complete checkpoints, oldest first, the same on every rank. Collective."""
 
+        # Rank 0 lists a shared folder for all ranks, so that their lists cannot differ.
         def find() -> list[tuple[str, str]]:
             found = [] if self._is_shared and self._peers.rank != 0 else store.find_checkpoints(self._folder)
             return [(str(one.manifest.attempt), one.path) for one in found]
@@ -60,42 +66,50 @@ class CheckpointRotation:
         told = on_every_rank(self._peers, find, "looking for checkpoints", CheckpointLoadError)
         if self._is_shared:
             return [path for _, path in told[0]]
-        # With storage of its own, each node must have the checkpoint; it may lie under another path there.
+        # With separate storages, every rank must have the same save (attempt). Its path may differ between nodes.
         own = dict(told[self._peers.rank])
         return [own[attempt] for attempt, _ in told[0] if all(attempt in dict(one) for one in told)]
 
     def begin_fresh_run(self) -> None:
-        """Note that nothing is resumed: the first save moves the checkpoints of an older run out of retention's way."""
+        """Start a run without resume. Its first save moves the checkpoints of an older run to a separate folder.
+
+        Otherwise retention would count them, and delete checkpoints of either run.
+        """
         self._is_fresh_run = True
 
     def continue_run(self) -> None:
-        """Note that a checkpoint was loaded or saved: the ones that are there belong to this run."""
+        """Record that a checkpoint was loaded or saved: all checkpoints in the folder now belong to this run."""
         self._is_fresh_run = False
 
     def note_damaged(self, path: str) -> None:
-        """Remember a checkpoint that could not be loaded; a save under its name sets it aside."""
+        """Record a checkpoint that could not be loaded. A save under its name sets it aside."""
         self._damaged.add(os.path.abspath(path))
 
     def clear_the_way(self, path: str) -> None:
-        """Just before a commit, on the rank that commits: older runs and damaged checkpoints are kept, but elsewhere."""
+        """Move an older run and a damaged checkpoint out of the way of a commit. Called on the committing rank.
+
+        This happens just before the commit, so that a save that fails while writing moves nothing.
+        """
         if self._is_fresh_run and self.contains(path):
             moved_to = store.move_older_run(self._folder)
             if moved_to is not None:
                 logger.warning(
-                    "This run started afresh (resume_from_checkpoint=False): the checkpoints of an older run are now in %s.",
+                    "This run started afresh (resume_from_checkpoint=False). Checkpoints of the older run were moved to %s.",
                     moved_to,
                 )
+        # `commit` sets aside incomplete directories. A complete one may also be damaged, which only the load has shown.
         if os.path.abspath(path) in self._damaged:
             self._damaged.discard(os.path.abspath(path))
             store.set_aside(path, store.new_attempt())
 
     @property
     def preserve_n_best(self) -> int:
-        """How many of the best checkpoints are kept."""
+        """Number of best checkpoints to keep."""
         return self._preserve_n_best
 
     @preserve_n_best.setter
     def preserve_n_best(self, number: int) -> None:
+        # `type(...) is int` excludes bool.
         if type(number) is not int or number < 0:
             raise ValueError(
                 f"preserve_n_best={number!r} is not a number of checkpoints: it must be an integer, 0 or more."
@@ -106,29 +120,30 @@ class CheckpointRotation:
     def rank_checkpoint(
         self, path: str, metrics: Mapping[str, float], metric_key: str, greater_is_better: bool | None
     ) -> bool:
-        """Enter a checkpoint into the list of the best; True when it is one of them."""
+        """Rank a checkpoint among the best. Return whether it is one of them."""
         return self.best.update(path, metrics, metric_key, greater_is_better, self._preserve_n_best)
 
     def write_best(self, path: str) -> None:
-        """Put the list into the checkpoint itself, so that a resume from it knows of this checkpoint."""
+        """Write the ranking into the checkpoint, so that a resume from it restores the ranking including itself."""
         if self._leads_storage and os.path.isdir(path):
+            # `amend_file` fills in size and checksum.
             metadata = CheckpointMetadata.read(path).with_best(self.best)
             record = FileRecord(METADATA_NAME, 0, "", self._peers.rank, METADATA_COMPONENT)
             store.amend_file(path, record, metadata.to_bytes())
 
     def remove_surplus(self) -> None:
-        """Delete the checkpoints that neither the policy nor the list of the best keeps."""
+        """Delete the checkpoints that neither the policy nor the ranking of the best keeps."""
         if not self._leads_storage:
             return
         try:
             for surplus in checkpoints_to_delete(self._known(), self.best | self._policy):
                 store.delete_checkpoint(surplus.path)
         except (OSError, ValueError, CheckpointError) as error:
-            # The checkpoint of this save is there, and the other ranks have gone on: one rank must not fail now.
+            # The new checkpoint is saved, and no agreement follows: an error on this rank alone would hang the others.
             logger.warning("Old checkpoints could not be removed: %s", error)
 
     def newest_sound(self) -> str | None:
-        """The newest checkpoint with finite weights; None on ranks that do not lead a storage."""
+        """Return the newest checkpoint with finite weights. None on ranks that do not lead a storage."""
         if not self._leads_storage:
             return None
         found = store.find_checkpoints(self._folder)
@@ -144,16 +159,17 @@ class CheckpointRotation:
 
 
 def stored_weight_decay_groups(path: str) -> str | None:
-    """How the optimizer of a checkpoint groups its parameters; of a damaged one, the nearest older one tells.
+    """Return the weight-decay grouping of a checkpoint's optimizer, "all" or "auto".
 
-    None for a checkpoint of another program: the settings of this run decide.
+    None for a checkpoint of another program: the settings of this run apply. If the checkpoint is damaged, return the
+    grouping of the newest readable checkpoint in its folder.
     """
     if recognise(path) is not None:
         return None
     try:
         return CheckpointMetadata.read(path).weight_decay_groups
     except (CheckpointError, OSError):
-        # Loading it will say what is wrong; the run goes on from an older one then.
+        # The load that follows reports the damage and falls back to an older checkpoint.
         pass
     for other in reversed(store.find_checkpoints(os.path.dirname(os.path.abspath(path)))):
         with contextlib.suppress(CheckpointError, OSError):
@@ -162,7 +178,7 @@ def stored_weight_decay_groups(path: str) -> str | None:
 
 
 def soundness_note(is_sound: bool) -> dict[str, object]:
-    """What the manifest of a checkpoint says when its weights are not finite."""
+    """Return the manifest metadata that marks a checkpoint with weights that are not finite; {} for a sound one."""
     return {} if is_sound else {_IS_FINITE: False}
 
 
@@ -171,7 +187,7 @@ def _is_sound(manifest: CheckpointManifest) -> bool:
 
 
 def _metrics_of(path: str) -> dict[str, float]:
-    """What retention policies see; a damaged file of metrics must not stop training."""
+    """Return the metrics for retention policies. A damaged metrics file only warns, because training must continue."""
     try:
         metrics = load_checkpoint_metrics(path) or {}
         return {name: value for name, value in metrics.items() if type(value) in (int, float) and abs(value) < _LARGEST}

@@ -1,6 +1,7 @@
-"""Sharing patterns on a given layout of ranks: who owns, holds, writes and names each copy.
+"""Sharing patterns applied to a layout of ranks: the ranks that own, hold and write each copy, and its file name.
 
-Whether ranks hold what a pattern says is checked at every save: copies must have the same tensor names.
+Every save checks that copies of a component have the same tensor names on all ranks, because only one copy is written.
+Snapshots, the weight planner and the reader use it.
 """
 
 from collections.abc import Mapping, Sequence
@@ -15,27 +16,28 @@ from forgather.ml.checkpoint.rank_layout import RankLayout, Ranks, ranks_text
 from forgather.ml.distributed import Peers
 
 Declaration = tuple[str, str, str | None]
-"""Key, pattern and family of a component with copies, which must have the same tensors."""
+"""Key, pattern and group family of a component with copies."""
 
 _NUM_SHOWN = 3
 
 
 @dataclass(frozen=True)
 class Owner:
-    """The ranks that share one copy of a component; `number` tells the copies of a component apart."""
+    """Ranks that share one copy of a component. `number` distinguishes its copies; None if there is only one."""
 
     number: int | None
     ranks: Ranks
 
     @property
     def ranks_of_file(self) -> list[int]:
-        """As the manifest lists them: nothing stands for all ranks."""
+        """Ranks as listed in the manifest: an empty list means all ranks."""
+        # Not the list of all ranks, because a GLOBAL or REPLICATED file also serves jobs with another world size.
         return [] if self.number is None else list(self.ranks)
 
 
 @dataclass(frozen=True)
 class ComponentSharing:
-    """A component on the ranks of this job."""
+    """Sharing of one component between the ranks of this job."""
 
     component: StateComponent
     layout: RankLayout
@@ -55,38 +57,42 @@ class ComponentSharing:
 
     @property
     def own(self) -> Owner:
-        """The copy of this rank."""
+        """Copy of this rank."""
         return next(owner for owner in self.owners if self.layout.rank in owner.ranks)
 
     @property
     def is_held_here(self) -> bool:
-        """Whether this rank's object has the state, and is not only given it on loading."""
+        """Whether this rank's object supplies the state at a save. Other ranks only receive it at a load."""
         return self.layout.rank in self.holders(self.own)
 
     def holders(self, owner: Owner) -> Ranks:
+        """Return the ranks that can supply this copy at a save."""
+        # With these patterns only the first rank has to hold current state, so other ranks are not asked for it.
         if self.component.sharing_pattern in (SharingPattern.GLOBAL, SharingPattern.PER_NODE):
             return owner.ranks[:1]
         return owner.ranks
 
     def owners_in(self, storage: Ranks) -> list[Owner]:
-        """The copies that the ranks of a checkpoint directory will want to read from it."""
+        """Return the copies that a checkpoint directory needs, because its ranks will read them."""
         return [owner for owner in self.owners if set(owner.ranks) & set(storage)]
 
     def writer(self, owner: Owner, storage: Ranks) -> int:
-        """The rank that writes this copy into that directory: one that has it, else the directory's leader."""
+        """Return the rank that writes this copy into a directory: the first holder there, or else its leader."""
         return next((rank for rank in storage if rank in self.holders(owner)), storage[0])
 
     def written_here(self) -> list[Owner]:
-        """The copies that this rank writes."""
+        """Return the copies that this rank writes."""
         storage = self.layout.storage
         return [owner for owner in self.owners_in(storage) if self.writer(owner, storage) == self.layout.rank]
 
     def is_relayed(self, owner: Owner) -> bool:
-        """Whether some directory needs this copy but none of its ranks holds it."""
+        """Return whether a directory needs this copy although none of its ranks holds it."""
+        # Computed from the layout alone, so that all ranks agree without communication.
         storages = [storage for storage in self.layout.storages if set(owner.ranks) & set(storage)]
         return any(not set(self.holders(owner)) & set(storage) for storage in storages)
 
     def file_name(self, owner: Owner) -> str:
+        # Part of the checkpoint format: `foreign/ownership.py` recognises these names too.
         key, pattern = self.component.key, self.component.sharing_pattern
         if pattern is SharingPattern.PER_RANK:
             return f"{key}_state_rank_{owner.number}.pt"
@@ -98,7 +104,7 @@ class ComponentSharing:
 
 
 def has_copies(component: StateComponent) -> bool:
-    """Whether a pattern says of several ranks that each of them has the same."""
+    """Return whether the pattern declares identical copies on several ranks."""
     return component.sharing_pattern in (SharingPattern.REPLICATED, SharingPattern.PER_GROUP)
 
 
@@ -107,7 +113,7 @@ def declaration_of(component: StateComponent) -> Declaration:
 
 
 def tensor_names(state: object) -> list[str]:
-    """The paths of the tensors in a state; their contents are not looked at."""
+    """Return the paths of the tensors in a state. Their contents are not read."""
     return [path for path, leaf in leaves_by_path(state).items() if isinstance(leaf, Tensor)]
 
 
@@ -121,11 +127,11 @@ def check_names(
     digests: Sequence[Mapping[Declaration, str]],
     peers: Peers,
 ) -> None:
-    """Raise on every rank when copies of a component differ in the names of their tensors.
+    """Raise on every rank if copies of a component have different tensor names.
 
-    `digests` are those of all ranks, so that all of them come to the same decision. Only when there is a difference
-    are the names themselves exchanged.
+    `digests` are the gathered digests of all ranks. The names themselves are exchanged only if digests differ.
     """
+    # Every rank sees the same digests and so takes the same branch: either all ranks reach the gather below or none.
     _check_declarations(digests)
     for sharing in sharings:
         declared = declaration_of(sharing.component)
@@ -136,15 +142,15 @@ def check_names(
 
 
 def _check_declarations(digests: Sequence[Mapping[Declaration, str]]) -> None:
-    """A component that only some ranks declare, or that they declare differently, has no copies to compare."""
+    """Raise `CheckpointSaveError` if ranks declare a shared component differently, or only some ranks declare it."""
+    # Sorted by `repr`, because None and text do not compare; in this order all ranks report the same component.
     for declared in sorted({one for held in digests for one in held}, key=repr):
         without = [rank for rank, held in enumerate(digests) if declared not in held]
         if without:
             key, pattern, family = declared
             raise CheckpointSaveError(
                 f"Component {key!r} is declared {_pattern_text(pattern, family)} by some ranks, but not by "
-                f"{ranks_text(without)}. get_state_components() must declare a component that ranks share in the same way "
-                "on all of them."
+                f"{ranks_text(without)}. get_state_components() must declare shared components identically on all ranks."
             )
 
 
@@ -157,15 +163,15 @@ def _describe_difference(component: StateComponent, owner: Owner, names: Sequenc
     shown = [f"{name} only on {ranks_text(ranks)}" for name, ranks in _first_of_each(partial)]
     pattern = _pattern_text(component.sharing_pattern.value, component.process_group_name)
     return (
-        f"Component {component.key!r} is declared {pattern}: {ranks_text(owner.ranks)} have copies of the same tensors. But "
-        f"{len(partial)} tensors are not on all of them: {'; '.join(shown)}. One copy is written, so the others would be "
-        "lost. Declare it PER_RANK when each rank has tensors of its own, or PER_GROUP over the process groups whose ranks "
-        "have the same ones (for the stages of a pipeline: those of data parallelism)."
+        f"Component {component.key!r} is declared {pattern}: {ranks_text(owner.ranks)} must have the same tensors. But "
+        f"{len(partial)} tensors are not on all of them: {'; '.join(shown)}. Only one copy is written, so the other tensors "
+        "would be lost. Declare it PER_RANK if ranks have different tensors, or PER_GROUP over the process groups that "
+        "share tensors (for pipeline stages: the data-parallel groups)."
     )
 
 
 def _first_of_each(partial: Mapping[str, list[int]]) -> list[tuple[str, list[int]]]:
-    """One tensor for every set of ranks, then others, so that a reader sees who has what."""
+    """Return a few examples: first one tensor for each distinct set of ranks, then further tensors."""
     first = {tuple(ranks): name for name, ranks in reversed(list(partial.items()))}
     chosen = set(first.values())
     ordered = sorted(partial.items(), key=lambda item: item[0] not in chosen)

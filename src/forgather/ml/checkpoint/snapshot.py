@@ -1,4 +1,8 @@
-"""The first half of a save: this rank's state, compared with its replicas, and the files it will become."""
+"""Snapshot: the first half of a save. Collects this rank's state, validates replicas and plans the files to write.
+
+Nothing is written here. If a rank cannot supply its state, or replicas diverge, all ranks raise before any file exists.
+The coordinator takes a snapshot and then writes it.
+"""
 
 import logging
 from collections.abc import Callable, Mapping, Sequence
@@ -47,20 +51,20 @@ __all__ = ["METADATA_COMPONENT", "MODEL_KEY", "Snapshot", "SnapshotTaker", "desc
 logger = logging.getLogger(__name__)
 
 METADATA_COMPONENT = "metadata"
-"""The files beside the state that belong to no component: metrics, callbacks' state."""
+"""Manifest key of files that belong to no component: metrics, state of callbacks."""
 
 T = TypeVar("T")
 
 _States = dict[str, object]
-"""Encoded state by component key; of the model, its tensors by name."""
+"""Encoded state by component key. The state of the model is its tensors by name."""
 
 _Notes = dict[str, dict[str, object]]
-"""By component key, what the manifest says of a component beside its files."""
+"""Additional manifest metadata by component key."""
 
 
 @dataclass(frozen=True)
 class DeclaredComponent:
-    """A component as a rank declares it, without the object."""
+    """Declaration of a component without its object, as sent to other ranks."""
 
     key: str
     pattern: SharingPattern
@@ -71,14 +75,14 @@ class DeclaredComponent:
 
 @dataclass(frozen=True)
 class Snapshot:
-    """What this rank writes; and what the manifest will say of components beside their files."""
+    """Files that this rank will write, and metadata of the components for the manifest."""
 
     files: list[PlannedFile]
     notes: _Notes = field(default_factory=dict)
     weight_names: dict[str, list[str]] = field(default_factory=dict)
-    """The tensors of each weight file in this rank's directory, whichever rank writes it."""
+    """Tensor names of each weight file in this rank's directory, written by any rank."""
     components: list[DeclaredComponent] = field(default_factory=list)
-    """Of all ranks: a rank may have a component that others lack."""
+    """Components of all ranks. A rank may have a component that other ranks lack."""
 
     @property
     def num_bytes(self) -> int:
@@ -87,7 +91,7 @@ class Snapshot:
 
 @dataclass(frozen=True)
 class _Report:
-    """What a rank tells the others about its state."""
+    """Description of one rank's state, as sent to the other ranks."""
 
     components: list[DeclaredComponent]
     names: dict[Declaration, str]
@@ -98,12 +102,12 @@ class _Report:
 
 @dataclass(frozen=True)
 class SnapshotTaker:
-    """Collects state on every rank and plans who writes which file."""
+    """Collects state on every rank and plans the files that each rank writes."""
 
     components: Sequence[StateComponent]
     model: nn.Module | None
     model_parts: Sequence[nn.Module] | None
-    """The modules behind the component `model`; None when that component is no module."""
+    """Modules of the component `model`; None if that component is not a module."""
     model_preprocessor: object
     shard_index: ShardIndex | None
     safetensors: bool
@@ -112,22 +116,25 @@ class SnapshotTaker:
     peers: Peers
 
     def take(self, validate: bool, extra_files: Mapping[str, bytes], is_export: bool = False) -> Snapshot:
-        """Collective. Raises before anything is written when a rank cannot give its state, or it is not as declared.
+        """Take the snapshot. Collective. Raise if a rank cannot supply its state or contradicts its declaration.
 
-        What is exported must be a model that `from_pretrained` loads; a checkpoint need not be.
+        `is_export=True` requires a model that `from_pretrained` can load; a checkpoint does not require that.
         """
         states: _States = {}
         raw_files: dict[str, bytes] = {}
         compared = self._compared(validate)
 
+        # State stays on this rank, in the enclosing scope. `collect` returns only a small report to gather.
         def collect() -> _Report:
             for component in self.components:
                 if self._sharing(component).is_held_here:
                     states[component.key] = self._state_of(component)
+            # One rank per directory writes the configuration files.
             if self.layout.leads_storage and self._has_weights:
                 raw_files.update(self._describe_model())
             return self._report(states, compared)
 
+        # Every rank gets all reports, so every decision below is the same on all ranks and needs no further vote.
         reports = self._everywhere(collect, "collecting state")
         named = [self._sharing(component) for component in self._components_with_copies]
         check_names(named, states, [report.names for report in reports], self.peers)
@@ -147,8 +154,8 @@ class SnapshotTaker:
 
     @property
     def _described(self) -> nn.Module | None:
-        """The model that configuration files are about."""
-        # By identity: a module may define its own truth value.
+        """Model that the configuration files describe."""
+        # `is not None`, because a module may define its own truth value.
         return next((module for module in (self.model, *(self.model_parts or ())) if module is not None), None)
 
     def _describe_model(self) -> dict[str, bytes]:
@@ -156,7 +163,7 @@ class SnapshotTaker:
 
     @property
     def _components_with_copies(self) -> list[StateComponent]:
-        """Copies need at least two ranks."""
+        """Components with copies to compare; none in a job with one rank."""
         return [one for one in self.components if has_copies(one)] if self.layout.world_size > 1 else []
 
     @property
@@ -164,7 +171,7 @@ class SnapshotTaker:
         return any(self._is_weights(component) for component in self.components)
 
     def _is_weights(self, component: StateComponent) -> bool:
-        """Modules are written as weight files; anything else under the same key is state like other state."""
+        """Return whether a component is written as weight files. "model" may also be an object with plain state."""
         return component.key == MODEL_KEY and self.model_parts is not None
 
     def _sharing(self, component: StateComponent) -> ComponentSharing:
@@ -180,6 +187,7 @@ class SnapshotTaker:
 
     def _report(self, states: _States, compared: Sequence[StateComponent]) -> _Report:
         weights = _weights_in(states) if self._has_weights else {}
+        # Name digests are cheap and taken for all copies. Content digests read every byte, so only on request.
         return _Report(
             components=[_declared(component) for component in self.components],
             names={declaration_of(one): names_digest(states[one.key]) for one in self._components_with_copies},
@@ -189,7 +197,7 @@ class SnapshotTaker:
         )
 
     def _compared(self, validate: bool) -> list[StateComponent]:
-        """The components whose copies are compared in this save."""
+        """Return the components with copies to compare in this save."""
         return [
             component
             for component in self._components_with_copies
@@ -197,17 +205,18 @@ class SnapshotTaker:
         ]
 
     def _compare(self, compared: Sequence[StateComponent], states: _States, reports: Sequence[_Report]) -> _Notes:
-        """Raise on every rank when a required component differs between its replicas; note it for an optional one.
+        """Raise `ReplicationError` on every rank if replicas of a required component differ.
 
-        Equal replicas cost the one digest per component that is in the reports already. Every rank sees all
-        reports, so all of them look closer at the same components.
+        For an optional component, log an error and return a note for the manifest.
         """
         notes: _Notes = {}
+        # The reports already contain one digest per component, so equal replicas need no further communication.
         for component in compared:
             owners = self._sharing(component).owners
             if all(len({reports[rank].digests[component.key] for rank in owner.ranks}) == 1 for owner in owners):
                 notes[component.key] = {"replication": "verified"}
                 continue
+            # Collective. All ranks see the same reports, so all of them get here for the same components.
             lines = self._divergence(component, states[component.key])
             message = format_divergence(component.key, lines)
             if component.required:
@@ -217,19 +226,25 @@ class SnapshotTaker:
         return notes
 
     def _divergence(self, component: StateComponent, state: object) -> list[str]:
+        # PER_GROUP copies are compared within their group; REPLICATED ones (no group name) across the world.
         group = self.process_groups.get(component.process_group_name or "")
         _, lines = validate_replication(state, ValidationLevel(component.validation_level), group)
+        # Each group compared its own copies. Gather, so that every rank raises with the lines of all groups.
         told = self.peers.gather(lines)
         return [line for owner in self._sharing(component).owners for line in told[owner.ranks[0]]]
 
     def _relay(self, states: _States) -> None:
-        """Give copies to directories none of whose ranks holds them; only where storage is not shared."""
+        """Send copies to directories that need them but have no rank that holds them. Only with separate storages.
+
+        For example, GLOBAL state lives on rank 0, but with storage per node every node needs a copy of it.
+        """
         relayed = [
             (component, owner)
             for component in self.components
             for owner in self._sharing(component).owners
             if self._sharing(component).is_relayed(owner)
         ]
+        # The layout is the same on all ranks, and so is this decision: the gather below is collective.
         if not relayed:
             return
         mine = {
@@ -238,6 +253,7 @@ class SnapshotTaker:
             if self._sharing(component).holders(owner)[0] == self.layout.rank
         }
         for parcel in self.peers.gather(mine):
+            # `setdefault` below keeps this rank's own state if it has any.
             for (key, number), state in parcel.items():
                 owner_here = self._sharing(next(one for one in self.components if one.key == key)).own
                 if owner_here.number == number:
@@ -259,7 +275,7 @@ class SnapshotTaker:
     def _plan_weights(
         self, states: _States, reports: Sequence[_Report], raw_files: Mapping[str, bytes], is_export: bool
     ) -> tuple[list[PlannedFile], dict[str, object], dict[str, list[str]]]:
-        """Collective. This rank's files of the model, the notes for the manifest, and the tensors of each weight file."""
+        """Return this rank's model files, metadata for the manifest, and the tensors per weight file. Collective."""
         _refuse_partial_declaration([report.has_weights for report in reports])
         planner = WeightPlanner(
             self._sharing(next(one for one in self.components if one.key == MODEL_KEY)),
@@ -267,6 +283,7 @@ class SnapshotTaker:
             self.shard_index,
             self.safetensors,
         )
+        # As in `take`: the plan holds tensors, so only its description is gathered.
         planned: list[PlannedWeights] = []
 
         def plan() -> WeightPlan:
@@ -281,6 +298,7 @@ class SnapshotTaker:
         files = list(planned[0].files)
         if self.layout.leads_storage:
             raw = without_misleading_files(raw_files, plans[self.layout.rank])
+            # As in transformers, a single weight file under its default name needs no index.
             weight_files = set(planned[0].index["weight_map"].values())
             if weight_files - {shard_name(1, 1, self.safetensors)}:
                 raw[index_file_name(self.safetensors)] = index_bytes(planned[0].index)
@@ -290,7 +308,7 @@ class SnapshotTaker:
 
 
 def _weights_in(states: _States) -> Mapping[str, Tensor]:
-    """The model's tensors, on the ranks that hold it."""
+    """Return the model's tensors; empty on ranks that do not hold it."""
     return cast(Mapping[str, Tensor], states.get(MODEL_KEY, {}))
 
 
@@ -305,7 +323,7 @@ def _declared(component: StateComponent) -> DeclaredComponent:
 
 
 def _union(by_rank: Sequence[Sequence[DeclaredComponent]]) -> list[DeclaredComponent]:
-    """Every component once, as the lowest rank that has it declares it."""
+    """Return every component once, as declared by its lowest rank."""
     union: dict[str, DeclaredComponent] = {}
     for declared in by_rank:
         for component in declared:
@@ -314,21 +332,23 @@ def _union(by_rank: Sequence[Sequence[DeclaredComponent]]) -> list[DeclaredCompo
 
 
 def _refuse_partial_declaration(has_weights: Sequence[bool]) -> None:
+    # The plan of weight files covers all ranks, so each of them must declare the component.
     without = [rank for rank, has in enumerate(has_weights) if not has]
     if without:
         raise CheckpointSaveError(
             f"Component 'model' is declared by some ranks, but not by {ranks_text(without)}. Every rank must declare it: "
-            "PER_RANK where each has a part, REPLICATED where each has all of it, GLOBAL where rank 0 alone has it."
+            "PER_RANK if each rank has a part, REPLICATED if each has the full model, GLOBAL if only rank 0 has it."
         )
 
 
 def describe_components(
     snapshot: Snapshot, records: Sequence[FileRecord], layout: RankLayout
 ) -> dict[str, ComponentManifest]:
-    """The manifest's entries, from the declarations and what was written."""
+    """Return the manifest's component entries, from the declarations and the written files."""
     described = {}
     for component in snapshot.components:
         files = [record for record in records if record.component == component.key]
+        # `ranks` are the writers. A component with several files has no single checksum; each file record has its own.
         pattern = component.pattern
         described[component.key] = ComponentManifest(
             key=component.key,

@@ -1,4 +1,8 @@
-"""Storage of checkpoints: where they go, which ranks see one output directory, and who owns it while the job runs."""
+"""Output directory of checkpoints: configuration, lock, recovery at start, and the ranks that share it.
+
+Only the leader of a directory (`is_led_here`) locks it, commits to it and deletes from it. `CheckpointManager`
+constructs an `OutputDirectory` on all ranks together.
+"""
 
 import contextlib
 import logging
@@ -22,33 +26,35 @@ _PROBE = ".storage-probe-"
 
 @dataclass(kw_only=True)
 class CheckpointConfig:
-    """Where checkpoints go and how many are kept."""
+    """Output directory, number of checkpoints to keep, and storage layout."""
 
     output_dir: str
     save_total_limit: int | None
-    """The newest so many are kept, beside the best; None or 0 keeps all."""
+    """Number of newest checkpoints to keep, besides the best ones. None or 0 keeps all."""
     save_on_each_node: bool = False
-    """Each node has storage of its own, and keeps there what its ranks need."""
+    """Each node has separate storage and saves there the state that its ranks need."""
     save_safetensors: bool = True
     save_on_local_rank: int = 0
-    """With save_on_each_node: the local rank that commits a node's checkpoints."""
+    """With save_on_each_node: local rank that commits a node's checkpoints."""
     save_on_all_ranks: bool = False
-    """Every rank writes its own part: into one directory where ranks share storage, else each rank into its own.
+    """Each rank may have separate storage and saves there the state that it needs.
 
-    A probe file that rank 0 writes and all ranks look for tells which.
+    A probe file shows whether all ranks share output_dir. If so, they write one checkpoint together.
     """
 
 
 class OutputDirectory:
-    """The output directory as this rank sees it; constructed by all ranks together.
+    """Output directory as this rank sees it. Construction is collective.
 
-    `scope` tells which ranks share it, and `is_led_here` whether this rank is the one that commits, deletes and locks.
+    `scope` ("job", "node" or "rank") describes the ranks that share it. `is_led_here` is True on the leader, the rank
+    that locks, commits and deletes.
     """
 
     def __init__(self, config: CheckpointConfig, env: DistributedEnvInterface, peers: Peers, read_only: bool) -> None:
         self.path = config.output_dir
         self.checkpoints = os.path.join(config.output_dir, store.CHECKPOINTS_FOLDER)
         self.scope = _find_scope(config, peers, read_only)
+        # Must agree with the leaders that `RankLayout` chooses for the same scope.
         self.is_led_here = {
             "job": peers.rank == 0,
             "node": env.local_rank == config.save_on_local_rank,
@@ -62,13 +68,15 @@ class OutputDirectory:
         return self.scope == "job"
 
     def take(self) -> frozenset[str]:
-        """Lock the directory for this job and finish what a killed job left, on the rank that leads it.
+        """Lock the directory and recover from a killed job, on the leader. Other ranks do nothing.
 
-        Returns the names that checkpoints of other programs have there.
+        Return the checkpoint names that other programs use there.
         """
         if not self.is_led_here:
             return frozenset()
+        # The lock comes first: recovery deletes the temporary files of every save, also of a running job.
         self._lock.acquire()
+        # This raises for symlinks under checkpoint names, so it comes before recovery deletes anything.
         taken = store.names_taken_by_others(self.checkpoints)
         remove_unfinished_exports(self.path)
         for line in store.recover(self.checkpoints):
@@ -76,32 +84,32 @@ class OutputDirectory:
         return taken
 
     def require_held(self) -> None:
-        """Raise `OSError` when the directory was taken and is lost."""
+        """Raise `OSError` if this job locked the directory and has lost the lock."""
         self._lock.require_held()
 
     def give_back(self) -> None:
-        """Let other jobs have the directory."""
+        """Release the lock."""
         self._lock.release()
 
 
 def _find_scope(config: CheckpointConfig, peers: Peers, read_only: bool) -> StorageScope:
-    """Collective, when every rank is to write."""
+    """Return the storage scope. Collective if `save_on_all_ranks` is set and the manager is not read-only."""
     if not config.save_on_all_ranks:
         return "node" if config.save_on_each_node else "job"
     if read_only:
-        # A reader writes no probe; it finds the checkpoints of shared storage by its own path just as well.
+        # A reader must not write a probe. Scope "rank" also finds the checkpoints of shared storage.
         return "rank"
     return probe_storage(peers, config.output_dir, peers.broadcast(store.new_attempt()))
 
 
 def probe_storage(peers: Peers, output_dir: str, attempt: str) -> StorageScope:
-    """Find out whether ranks share a directory, by a file that rank 0 writes and all look for; collective.
+    """Return "job" if all ranks share `output_dir`, "rank" if each rank has its own. Collective.
 
-    "job" when all ranks see the file, "rank" when only rank 0 does.
+    Rank 0 writes a probe file and every rank looks for it. Raise `CheckpointError` if only some ranks see it.
     """
     if peers.size == 1:
         return "job"
-    # A name of its own for each attempt: no cache of a network file system can know that it does not exist.
+    # A new name for each attempt, because network file systems cache the absence of a name.
     path = os.path.join(output_dir, f"{_PROBE}{attempt}")
 
     def write() -> None:
@@ -112,11 +120,14 @@ def probe_storage(peers: Peers, output_dir: str, attempt: str) -> StorageScope:
 
     try:
         on_every_rank(peers, write, "writing the storage probe", CheckpointError)
+        # The agreement above is the barrier: no rank looks before rank 0 has written.
         seen = on_every_rank(peers, lambda: os.path.exists(path), "looking for the storage probe", CheckpointError)
     finally:
+        # The file may not exist, because writing it can fail.
         if peers.rank == 0:
             with contextlib.suppress(FileNotFoundError):
                 os.remove(path)
+    # Some ranks share the directory of rank 0 and some do not. Neither scope would be right for all of them.
     if not all(seen) and any(seen[1:]):
         raise CheckpointError(_describe_mixed_storage(seen))
     return "job" if all(seen) else "rank"
@@ -125,7 +136,7 @@ def probe_storage(peers: Peers, output_dir: str, attempt: str) -> StorageScope:
 def _describe_mixed_storage(seen: Sequence[bool]) -> str:
     sharing = ranks_text([rank for rank, sees in enumerate(seen) if sees])
     return (
-        "save_on_all_ranks=True needs an output_dir that all ranks share, or one of its own for each rank. But "
-        f"{sharing} share the one of rank 0, and the others do not see it. Where the ranks of a node "
-        "share storage, set save_on_each_node=True and save_on_all_ranks=False."
+        "save_on_all_ranks=True needs an output_dir that all ranks share, or a separate one for each rank. But only "
+        f"{sharing} share the output_dir of rank 0. If the ranks of a node share storage, set save_on_each_node=True and "
+        "save_on_all_ranks=False."
     )

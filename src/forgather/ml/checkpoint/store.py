@@ -1,14 +1,8 @@
-"""The transaction that makes files a checkpoint, and the rules by which one is found again.
+"""Checkpoint store: the commit by atomic rename, discovery of complete checkpoints, deletion, and crash recovery.
 
-A checkpoint comes into being by one rename of a directory that is already complete and on disk, and ends by one
-rename to a name that nobody takes for a checkpoint. Names with a dot in front belong to this file:
-
-    .tmp-<name>-<attempt>     files of a save in progress; after an exchange, the checkpoint it replaced
-    .old-<name>-<attempt>     a checkpoint that is being replaced, where the system cannot exchange two names
-    .trash-<name>-<attempt>   a checkpoint that is being deleted
-
-A directory that a save finds under its name, and that is damaged or not recognisably ours, is renamed to
-`<name>.set-aside-<attempt>`; such names are never resumed, counted or deleted.
+One rename of a directory that is already complete and fsynced creates a checkpoint. One rename to a dot name deletes
+it. So a kill or a power failure never leaves half a checkpoint under a checkpoint's name. The coordinator commits
+through `Transaction`; the manager and rotation find, recover and delete checkpoints.
 """
 
 import contextlib
@@ -41,14 +35,23 @@ from forgather.ml.checkpoint.manifest import MANIFEST_NAME, CheckpointManifest, 
 logger = logging.getLogger(__name__)
 
 CHECKPOINTS_FOLDER = "checkpoints"
+# Names next to the checkpoints that are reserved for this module. Discovery ignores them; `recover` cleans them up.
+#
+#     .tmp-<name>-<attempt>     Files of a save in progress. After an exchange, the replaced checkpoint.
+#     .old-<name>-<attempt>     A checkpoint being replaced, if the file system cannot exchange two names.
+#     .trash-<name>-<attempt>   A checkpoint being deleted.
+#
+# `<name>.set-aside-<attempt>` is a damaged or unknown directory that a save found under the name it needed. It is never
+# resumed, counted or deleted.
 _OURS = re.compile(r"\.(?P<kind>tmp|old|trash)-(?P<name>.+)-(?P<attempt>[0-9a-f]{12})$")
+# 18 digits always fit into a signed 64-bit integer.
 _STEP = re.compile(r"checkpoint-([0-9]{1,18})")
-# Room for directory entries, headers and the manifest, which are not counted tensor by tensor.
+# Room for directory entries, file headers and the manifest: `needed_bytes` counts only the contents of files.
 _SPACE_MARGIN = 2**20
 
 
 def checkpoint_path(output_dir: str, checkpoint_id: str | int) -> str:
-    """Where the checkpoint of a step (or of another name) lies."""
+    """Return the path of the checkpoint for a step (or another name)."""
     name = str(checkpoint_id)
     if not name or os.sep in name or name != os.path.basename(name) or name.startswith(".") or "\0" in name:
         raise ValueError(
@@ -60,19 +63,19 @@ def checkpoint_path(output_dir: str, checkpoint_id: str | int) -> str:
 
 
 def step_of(path: str) -> int | None:
-    """The step in a checkpoint's name, None for other names."""
+    """Return the step in a checkpoint's directory name, or None for other names."""
     match = _STEP.fullmatch(os.path.basename(os.path.normpath(path)))
     return int(match.group(1)) if match else None
 
 
 def new_attempt() -> str:
-    """A name for one attempt to save, unique among all jobs."""
+    """Return a unique id for one attempt to save."""
     return uuid.uuid4().hex[:12]
 
 
 @dataclass(frozen=True)
 class Transaction:
-    """One attempt to write a checkpoint; every rank holds an equal one, one rank per directory begins and commits it."""
+    """One attempt to write a checkpoint. All ranks hold equal transactions; one rank per directory commits."""
 
     final_path: str
     attempt: str
@@ -82,10 +85,12 @@ class Transaction:
         return _sibling(self.final_path, "tmp", self.attempt)
 
     def begin(self, needed_bytes: int) -> None:
-        """Make the temporary directory, after a look at the space; ranks on other machines may do the same."""
+        """Check the free space and create the temporary directory. Every rank may call this for the same directory."""
+        # Fail before gigabytes are written. `commit` checks again.
         refuse_occupied(self.final_path)
         parent = os.path.dirname(self.final_path)
         durable.make_directories(parent)
+        # An early check saves a long write that cannot succeed. Other jobs may still fill the disk meanwhile.
         if needed_bytes + _SPACE_MARGIN > shutil.disk_usage(parent).free:
             raise OSError(
                 errno.ENOSPC, "Not enough space: free some, lower save_total_limit, or choose another output_dir"
@@ -94,12 +99,12 @@ class Transaction:
 
     @contextlib.contextmanager
     def accounting_for(self, needed_bytes: int) -> Iterator[None]:
-        """Tell of the space with every error of the file system, since that is what it mostly is about."""
+        """Add the required and the available space to errors of the file system: a full disk is the usual cause."""
         try:
             yield
         except OSError as error:
             if error.errno is None:
-                # Not of the file system but of ours, and explained already.
+                # Raised by Forgather, not by the system: the message already explains the cause.
                 raise
             parent = os.path.dirname(self.final_path)
             free = f"{shutil.disk_usage(parent).free:,}" if os.path.isdir(parent) else "an unknown number"
@@ -111,39 +116,53 @@ class Transaction:
         return os.path.join(self.temporary_path, name)
 
     def commit(self, manifest: CheckpointManifest) -> None:
-        """Make the files a checkpoint, on disk when this returns. One rank per directory does it."""
+        """Write the manifest and rename the directory to its final name. On disk when this returns.
+
+        Called by one rank per directory, after all ranks have written their files.
+        """
         self._check_visible(manifest.files)
         manifest = replace(manifest, timestamp=self._later_than_all(manifest.timestamp))
         with HashingWriter(self.path_of(MANIFEST_NAME)) as writer:
             writer.write(manifest.to_bytes())
+        # The entries must be on disk before the rename. Otherwise a power failure could keep the rename and lose files.
         durable.fsync_tree(self.temporary_path)
         parent = os.path.dirname(self.final_path)
+        # Another program may have created something here since `begin`.
         refuse_occupied(self.final_path)
         if os.path.lexists(self.final_path) and not is_complete(self.final_path):
             set_aside(self.final_path, self.attempt)
         if not os.path.lexists(self.final_path):
+            # A kill before the rename leaves a `.tmp-` directory, which `recover` deletes.
             os.rename(self.temporary_path, self.final_path)
             durable.fsync_directory(parent)
         elif durable.exchange(self.temporary_path, self.final_path):
+            # The final name always held a complete checkpoint: first the old one, now the new one. The old one is now
+            # called `.tmp-`. The fsync must come before its removal: a power failure that undoes the exchange after
+            # the removal would lose both.
             durable.fsync_directory(parent)
             durable.remove_or_warn(self.temporary_path)
         else:
             self._replace_in_two_steps(parent)
 
     def roll_back(self) -> None:
-        """Remove what this attempt wrote. Any rank may, once all have stopped writing."""
+        """Remove the files of this attempt. Any rank may call this once all ranks have stopped writing."""
+        # Several ranks may do this at the same time; `remove_tree` ignores entries that are already gone.
         if os.path.isdir(self.temporary_path):
             durable.remove_tree(self.temporary_path)
 
     def _replace_in_two_steps(self, parent: str) -> None:
-        """Between the renames the new checkpoint is complete under a name that `recover` knows."""
+        """Replace a checkpoint by two renames, where the file system has no atomic exchange."""
         old = _sibling(self.final_path, "old", self.attempt)
         os.rename(self.final_path, old)
+        # Crash window: the final name does not exist. The old checkpoint is complete as `.old-`, the new one as `.tmp-`
+        # with the same attempt, so that `recover` can pair them and finish the second rename.
         os.rename(self.temporary_path, self.final_path)
+        # Both renames must be on disk before the old checkpoint is deleted.
         durable.fsync_directory(parent)
         durable.remove_or_warn(old)
 
     def _check_visible(self, records: Iterable[FileRecord]) -> None:
+        """Raise `OSError` unless the committing rank sees the files of all ranks with their sizes."""
         for record in records:
             path = self.path_of(record.path)
             size = os.path.getsize(path) if os.path.exists(path) else None
@@ -155,7 +174,10 @@ class Transaction:
                 )
 
     def _later_than_all(self, timestamp: str) -> str:
-        """A clock that was set back must not make the newest checkpoint look old."""
+        """Return `timestamp`, or a time just after the newest checkpoint if the clock was set back.
+
+        Resume and retention order checkpoints by this time, so the new checkpoint must be the latest.
+        """
         latest = datetime.fromisoformat(timestamp)
         for path in _candidates(os.path.dirname(self.final_path)):
             with contextlib.suppress(CheckpointError, OSError):
@@ -164,39 +186,44 @@ class Transaction:
 
 
 def _sibling(path: str, kind: str, attempt: str) -> str:
+    # In the same directory, because a rename is atomic only within one file system.
     parent, name = os.path.split(os.path.abspath(path))
     return os.path.join(parent, f".{kind}-{name}-{attempt}")
 
 
 @dataclass(frozen=True)
 class FoundCheckpoint:
-    """A complete checkpoint on disk."""
+    """Complete checkpoint on disk."""
 
     path: str
     manifest: CheckpointManifest
     missing_optional: list[str] = field(default_factory=list)
-    """Files of optional components that the user removed to start those parts fresh."""
+    """Missing files of optional components, which start fresh, and missing metadata files."""
 
 
 def open_checkpoint(path: str) -> FoundCheckpoint:
-    """The complete checkpoint at `path`; `CheckpointCorruptError` (or another `CheckpointError`) says why there is none."""
+    """Return the complete checkpoint at `path`. Raise `CheckpointCorruptError` or another `CheckpointError` if not.
+
+    Only names and sizes of files are checked here; readers verify checksums.
+    """
     if not os.path.isdir(path):
         kind = "a file, not a checkpoint directory" if os.path.lexists(path) else "no such directory"
         raise CheckpointNotFoundError(f"There is no checkpoint at {path}: {kind}.")
     if not os.path.lexists(os.path.join(path, MANIFEST_NAME)):
         raise CheckpointCorruptError(
-            f"{path} is not a complete checkpoint: {MANIFEST_NAME} is missing (a save that was interrupted, or a "
-            "directory of another kind)."
+            f"{path} is not a complete checkpoint: {MANIFEST_NAME} is missing (an interrupted save, or a directory of "
+            "another kind)."
         )
     manifest = read_manifest(path)
     missing = []
     for record in manifest.files:
         component = manifest.components.get(record.component)
-        # Metadata files belong to no component: a checkpoint without its metrics still resumes.
+        # Metadata files belong to no component. A checkpoint can be resumed without its metrics.
         optional = component is None or not component.required
         size = _size_of(path, record)
         if optional and size is None:
             missing.append(record.path)
+        # Nor does a damaged metrics file make the checkpoint incomplete: no load reads it.
         elif size != record.size and record.path != EVAL_METRICS_NAME:
             raise CheckpointCorruptError(
                 f"{path} is not complete: {record.path} (component {record.component!r}) should have {record.size} bytes, "
@@ -206,40 +233,42 @@ def open_checkpoint(path: str) -> FoundCheckpoint:
 
 
 def _size_of(path: str, record: FileRecord) -> int | None:
-    """The size of a regular file, None where there is nothing; anything else is damage."""
+    """Return the size of a regular file, or None if it is missing. Raise `CheckpointCorruptError` for anything else."""
     file_path = path_inside(path, record.path)
     try:
+        # `lstat`, because a symlink must not lead a reader out of the checkpoint.
         status = os.lstat(file_path)
     except (FileNotFoundError, NotADirectoryError):
         return None
     except OSError as error:
         raise CheckpointCorruptError(f"{file_path} cannot be read: {error.strerror}") from error
     if not stat.S_ISREG(status.st_mode):
-        raise CheckpointCorruptError(f"{file_path} is damaged: it is no regular file")
+        raise CheckpointCorruptError(f"{file_path} is damaged: it is not a regular file")
     return status.st_size
 
 
 def set_aside(path: str, attempt: str) -> None:
-    """Rename a directory that is damaged or not recognisably ours out of a save's way: somebody may still want it."""
+    """Rename a damaged or unknown directory that occupies the name of a save. It is kept: a user may need its files."""
     if not os.path.lexists(path):
         return
     aside = f"{path}.set-aside-{attempt}"
     os.rename(path, aside)
     durable.fsync_directory(os.path.dirname(os.path.abspath(path)))
     logger.warning(
-        "%s was damaged or not a checkpoint of ours; it is kept as %s, which is never resumed, counted or deleted.",
+        "%s was damaged or not a Forgather checkpoint. It is kept as %s, which is never resumed, counted or deleted.",
         path,
         aside,
     )
 
 
 def move_older_run(root: str) -> str | None:
-    """Move the checkpoints of ours in a directory into a folder `before-<UTC time>` there, and return its path."""
+    """Move Forgather's checkpoints in `root` into a new folder `before-<UTC time>`. Return its path, or None."""
     older = [path for path in _candidates(root) if is_ours(path)]
     if not older:
         return None
     folder = _unused(os.path.join(root, f"before-{datetime.now(UTC):%Y%m%dT%H%M%SZ}"))
     os.mkdir(folder)
+    # Not atomic as a whole, but after a kill every checkpoint is complete in one of the two folders.
     for path in older:
         os.rename(path, os.path.join(folder, os.path.basename(path)))
     durable.fsync_directory(folder)
@@ -248,12 +277,13 @@ def move_older_run(root: str) -> str | None:
 
 
 def _unused(path: str) -> str:
+    # Two moves may happen within the same second.
     names = (path if number == 1 else f"{path}-{number}" for number in itertools.count(1))
     return next(name for name in names if not os.path.lexists(name))
 
 
 def refuse_occupied(path: str) -> None:
-    """Raise when something lies at a checkpoint's path that must neither be replaced nor renamed."""
+    """Raise if `path` is a symlink, a file or a checkpoint of another program: a save must not replace or rename it."""
     if not os.path.lexists(path):
         return
     remedy = "Move it elsewhere, or choose another output_dir or path."
@@ -267,7 +297,7 @@ def refuse_occupied(path: str) -> None:
 
 
 def names_taken_by_others(root: str) -> frozenset[str]:
-    """Names that a save may need and that another program's checkpoint has; a symbolic link there is an error."""
+    """Return the checkpoint names in `root` that belong to other programs. Raise if a checkpoint name is a symlink."""
     names = sorted(os.listdir(root)) if os.path.isdir(root) else []
     paths = [os.path.join(root, name) for name in names if step_of(os.path.join(root, name)) is not None]
     for path in paths:
@@ -277,12 +307,12 @@ def names_taken_by_others(root: str) -> frozenset[str]:
 
 
 def name_beside_others(checkpoint_id: str | int, taken: Collection[str]) -> str | int:
-    """An id for a save whose name may be taken by another program's checkpoint, which is never replaced."""
+    """Return `checkpoint_id`, with a suffix if a checkpoint of another program has the name: it is never replaced."""
     return f"{checkpoint_id}-forgather" if f"checkpoint-{checkpoint_id}" in taken else checkpoint_id
 
 
 def checkpoints_of_others(*folders: str) -> list[tuple[str, Owner]]:
-    """Directories in which another program keeps training state, with whose they are; the latest step comes last."""
+    """Return directories with training state of other programs, with their owners. The latest step comes last."""
     listed = [os.path.join(folder, name) for folder in folders if os.path.isdir(folder) for name in os.listdir(folder)]
     paths = [path for path in listed if os.path.isdir(path) and not os.path.basename(path).startswith(".")]
     owners = [(path, owner_of(path)) for path in sorted(paths, key=lambda path: (step_of(path) or -1, path))]
@@ -290,7 +320,7 @@ def checkpoints_of_others(*folders: str) -> list[tuple[str, Owner]]:
 
 
 def is_complete(path: str) -> bool:
-    """Whether a directory holds a complete checkpoint."""
+    """Return whether a directory holds a complete checkpoint."""
     try:
         open_checkpoint(path)
     except CheckpointError:
@@ -299,25 +329,29 @@ def is_complete(path: str) -> bool:
 
 
 def find_checkpoints(root: str) -> list[FoundCheckpoint]:
-    """The complete checkpoints in a directory, oldest first by the time they were committed."""
+    """Return the complete checkpoints in a directory, oldest first by commit time."""
     found = []
     for path in _candidates(root):
         try:
             found.append(open_checkpoint(path))
         except (CheckpointNotFoundError, FileNotFoundError):
-            # Another job's rotation removed it since it was listed.
+            # Another job's rotation deleted it after `_candidates` listed it.
             continue
         except CheckpointVersionError:
-            # Not damage: an older checkpoint in its place would lose what the newer forgather has trained.
+            # Not damage. Falling back to an older checkpoint would lose the training of the newer version.
             raise
         except (CheckpointError, OSError) as error:
+            # A checkpoint of another program is not damaged, so it gets no warning.
             if recognise(path) is None:
-                logger.warning("Passing over %s: %s", path, error)
+                logger.warning("Skipping %s: %s", path, error)
     return sorted(found, key=lambda checkpoint: (checkpoint.manifest.written_at, checkpoint.manifest.step or 0))
 
 
 def _candidates(root: str) -> list[str]:
-    """Real directories with a manifest, or at least the name of a checkpoint: a lost manifest is worth a warning."""
+    """Return directories (no symlinks) that have a manifest or a checkpoint's name.
+
+    The name alone is enough, so that `find_checkpoints` warns about a checkpoint without its manifest.
+    """
     names = sorted(os.listdir(root)) if os.path.isdir(root) else []
     paths = [os.path.join(root, name) for name in names if not name.startswith(".") and not SET_ASIDE.match(name)]
     return [
@@ -328,13 +362,13 @@ def _candidates(root: str) -> list[str]:
 
 
 def verify_checkpoint(path: str) -> list[str]:
-    """Read every file of a checkpoint against its checksum and its format; returns what is wrong, one line for each."""
+    """Read every file of a checkpoint and check its checksum and format. Return one line per problem."""
     try:
         found = open_checkpoint(path)
         manifest, missing = found.manifest, found.missing_optional
     except CheckpointCorruptError as error:
         try:
-            # Of a checkpoint that lacks a file, each file is looked at all the same.
+            # If a file is missing or has another size, check every file so that all problems are reported.
             manifest, missing = read_manifest(path), []
         except (CheckpointError, OSError):
             return [str(error)]
@@ -342,39 +376,44 @@ def verify_checkpoint(path: str) -> list[str]:
         return [str(error)]
     present = [record for record in manifest.files if record.path not in missing]
     problems = [problem for record in present for problem in problems_with_file(path, record)]
+    # The check across weight files makes sense only if each file is intact.
     return problems or problems_with_weights(path, manifest)
 
 
 def delete_checkpoint(path: str) -> None:
-    """Delete a checkpoint of ours so that no instant shows half of it."""
+    """Delete one of Forgather's checkpoints. An atomic rename comes first, so that no reader sees half of it."""
     if not is_ours(path):
-        raise CheckpointError(f"{path} was not deleted: it is no real directory with a manifest of ours.")
+        raise CheckpointError(f"{path} was not deleted: it is not a real directory with a Forgather manifest.")
     trash = _sibling(path, "trash", new_attempt())
     os.rename(path, trash)
+    # Otherwise a power failure could undo the rename, and files would be missing under the checkpoint's name.
     durable.fsync_directory(os.path.dirname(trash))
     durable.remove_tree(trash)
 
 
 def recover(root: str) -> list[str]:
-    """Finish or undo what a job that died left behind; the caller must be the only one at work here.
+    """Finish or undo the saves and deletions of a killed job. Return one line per action.
 
-    Returns a line for each thing done.
+    The caller must hold the lock of the output directory: a `.tmp-` of a running save would be deleted.
     """
     done = []
+    # In sorted order `.old-` comes before `.tmp-`, so the successor below has not been deleted yet.
     for entry in sorted(os.listdir(root)) if os.path.isdir(root) else []:
         match = _OURS.match(entry)
         if match is None or not is_real_directory(os.path.join(root, entry)):
             continue
         path, final = os.path.join(root, entry), os.path.join(root, match["name"])
         if match["kind"] == "old" and not os.path.lexists(final):
-            # The job died between the two renames of a replacement, when the new checkpoint was already complete.
+            # The job was killed between the two renames of a replacement, when the new checkpoint was complete.
             successor = _sibling(final, "tmp", match["attempt"])
-            # Complete, unless a surviving rank had begun to remove it.
+            # It may be gone or incomplete if a surviving rank rolled the save back. Then the old one is restored.
             os.rename(successor if is_complete(successor) else path, final)
             durable.fsync_directory(root)
-            done.append(f"completed {final}, whose replacement was interrupted")
+            done.append(f"completed the interrupted replacement of {final}")
+        # False if the old checkpoint has just been restored.
         if os.path.isdir(path) and durable.remove_or_warn(path):
             done.append(f"removed {path}, left by an interrupted save or deletion")
+    # A kill during `amend_file` leaves a temporary file inside a committed checkpoint.
     for checkpoint in filter(is_ours, _candidates(root)):
         for path in durable.remove_unfinished_replacements(checkpoint):
             done.append(f"removed {path}, left by an interrupted change of a file")
@@ -382,9 +421,10 @@ def recover(root: str) -> list[str]:
 
 
 def amend_file(path: str, record: FileRecord, data: bytes) -> FileRecord:
-    """Replace a small file of a committed checkpoint so that it verifies at every instant.
+    """Replace a small file of a committed checkpoint so that the checkpoint verifies at every instant.
 
-    The manifest first forgets the file, then the file changes, then the manifest knows the new content.
+    Three atomic renames: a manifest without the file, the new file, a manifest with the new checksum. After a crash in
+    between, the manifest does not list the file, so its content cannot contradict a checksum.
     """
     hasher = new_hasher()
     hasher.update(memoryview(data))

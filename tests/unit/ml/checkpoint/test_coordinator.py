@@ -229,7 +229,7 @@ def save_by_own_groups(output_dir: str) -> Outcome:
 def test_groups_that_do_not_divide_the_ranks_are_refused_everywhere(tmp_path: Path) -> None:
     outcomes = run_on_ranks(save_by_own_groups, 3, str(tmp_path))
     assert {error_type for error_type, _ in outcomes} == {"ValueError"}
-    assert all("do not divide the ranks" in message for _, message in outcomes)
+    assert all("do not partition the ranks" in message for _, message in outcomes)
 
 
 def save_with_one_failing(output_dir: str, failing_rank: int) -> tuple[Outcome, float, Any]:
@@ -425,7 +425,7 @@ def test_an_id_that_is_not_a_plain_name_is_refused(tmp_path: Path, checkpoint_id
 
 
 def test_a_save_needs_a_name(tmp_path: Path) -> None:
-    with pytest.raises(ValueError, match="needs a checkpoint_path, or a checkpoint_id"):
+    with pytest.raises(ValueError, match="needs a checkpoint_path or a checkpoint_id"):
         single(tmp_path).save_checkpoint()
 
 

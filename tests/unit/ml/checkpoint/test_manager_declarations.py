@@ -200,7 +200,7 @@ class TestObjectsWithoutState:
         with caplog.at_level(logging.DEBUG, logger="forgather"):
             path = make(Provider(*components)).save_checkpoint(checkpoint_id=1)
         assert list(read_manifest(path).components) == ["box"]
-        assert "'dataset' is left out" in caplog.text
+        assert "'dataset' is skipped" in caplog.text
         # They may be named in settings all the same.
         make(Provider(*components), skip_checkpoint_components=["dataset"]).load_checkpoint()
 
