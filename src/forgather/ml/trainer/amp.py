@@ -111,13 +111,13 @@ class AMPContext:
         if self._scaler is None:
             if state_dict:
                 logger.warning(
-                    "The checkpoint has the loss scale of an fp16 run, which mixed_precision=%r does not use: ignored.",
+                    "The checkpoint has the loss scale of an fp16 run. mixed_precision=%r ignores it.",
                     self._mixed_precision,
                 )
             return
         if not state_dict:
             logger.warning(
-                "The checkpoint has no loss scale, since it was not trained in fp16: it starts at %g.",
+                "The checkpoint has no loss scale, because it was not trained in fp16. The loss scale starts at %g.",
                 self._scaler.get_scale(),
             )
             return

@@ -154,7 +154,7 @@ class BaseTrainer(ABC, Generic[TArgs]):
         distributed_env: DistributedEnvInterface | None = None,
     ) -> None:
         if loss_fn is not None and compute_loss_func is not None:
-            raise ValueError("loss_fn is another name of compute_loss_func: give one of the two.")
+            raise ValueError("loss_fn is an alias of compute_loss_func: pass only one of them.")
         loss_fn = compute_loss_func if loss_fn is None else loss_fn
         check_given(type(self).__name__, args, model, model_init, data_collator, loss_fn, callbacks)
         check_hooks(type(self))
@@ -236,7 +236,9 @@ class BaseTrainer(ABC, Generic[TArgs]):
         """
         resume = kwargs.pop("resume_from_checkpoint", None)
         if kwargs:
-            raise TypeError(f"train() got unknown arguments: {', '.join(kwargs)}; it takes resume_from_checkpoint.")
+            raise TypeError(
+                f"train() got unknown arguments: {', '.join(kwargs)}. It takes only resume_from_checkpoint."
+            )
         self.do_train, self.do_eval = True, self.eval_dataset is not None
         with self._run_context():
             self._prepare_to_train(self._default_resume() if resume is None else resume)
@@ -516,7 +518,7 @@ class BaseTrainer(ABC, Generic[TArgs]):
     def unwrapped_model(self) -> nn.Module:
         """Return the model without the wrappers of DDP, torch.compile and fused losses, as it is checkpointed."""
         if self.model is None:
-            raise RuntimeError("The model is not built yet: it is when training or evaluation begins.")
+            raise RuntimeError("The model is not built yet. train() and evaluate() build it.")
         return unwrap_model(self.model)
 
     # --- callbacks

@@ -124,7 +124,7 @@ class DataloaderDispatcher:
     def __len__(self) -> int:
         if self.num_batches is None:
             raise TypeError(
-                f"The length of {type(self._dataloader).__name__} is unknown, and so is that of its dispatcher."
+                f"The length of {type(self._dataloader).__name__} is unknown, so its dispatcher has no length either."
             )
         return self.num_batches
 
@@ -227,7 +227,7 @@ class DataloaderDispatcher:
         if self._loader_is_ahead and self._goes_on:
             # The workers are ahead as well, so they have to be stopped before the position is set.
             self._close_loader()
-            assert is_stateful(self._dataloader) and self._position is not None, "it goes on from a state"
+            assert is_stateful(self._dataloader) and self._position is not None, "it resumes from a state"
             self._dataloader.load_state_dict(self._position)
         self._loader_is_ahead = False
 
@@ -352,9 +352,9 @@ def _data_parallel_parts(mesh: DeviceMesh, dp_mesh_dim: int | None) -> list[list
     allowed = {1: (0, None), 2: (0, 1)}
     if dp_mesh_dim not in allowed.get(mesh.ndim, ()):
         raise ValueError(
-            f"A mesh of {mesh.ndim} dimension(s) with dp_mesh_dim={dp_mesh_dim!r} cannot be dispatched to: give a mesh of "
-            "one dimension with dp_mesh_dim 0 (each rank a batch of its own) or None (all ranks the same batch), or of two "
-            "dimensions with dp_mesh_dim 0 or 1, the data-parallel one."
+            f"A mesh of {mesh.ndim} dimension(s) cannot be used with dp_mesh_dim={dp_mesh_dim!r}. For a 1-D mesh, set "
+            "dp_mesh_dim to 0 (a different batch for each rank) or None (the same batch for all ranks). For a 2-D mesh, "
+            "set it to the data-parallel dimension, 0 or 1."
         )
     if dp_mesh_dim is None:
         return [mesh.mesh.tolist()]

@@ -210,8 +210,8 @@ class SynchronizedDataLoader:
     def _stateful(self) -> HasState:
         if not is_stateful(self._dataloader):
             raise AttributeError(
-                f"{type(self._dataloader).__name__} has no state_dict and load_state_dict, so no position can be saved "
-                "or restored. Give it both methods, or give the trainer the dataset instead of a loader."
+                f"{type(self._dataloader).__name__} has no state_dict and load_state_dict, so its position cannot be saved "
+                "or restored. Add both methods, or pass the dataset to the trainer instead of a loader."
             )
         return self._dataloader
 

@@ -105,7 +105,7 @@ class Trainer(BaseTrainer[TTrainingArgs]):
     """Whether multiple processes may train with this class. A subclass that synchronises the model itself sets True."""
     # An override of a hook that is never called would silently do nothing, so the constructor rejects it.
     uncalled_hooks: ClassVar[Mapping[str, str]] = dict.fromkeys(
-        PIPELINE_HOOKS, "only PipelineTrainer and HybridTrainer divide a model into stages. Derive from one of them."
+        PIPELINE_HOOKS, "only PipelineTrainer and HybridTrainer split a model into stages. Subclass one of them."
     )
     state_sharing: ClassVar[Mapping[str, Shared]] = {
         "model": GLOBAL,
@@ -184,7 +184,7 @@ class Trainer(BaseTrainer[TTrainingArgs]):
     def _prepare(self, train_dataset: BaseDataset | None, eval_dataset: BaseDataset | None) -> None:
         """Run all set-up before the first training step, or before an evaluation without training."""
         self.recipes.refuse_averages_in_model(
-            "Training cannot begin inside averaged_weights(): leave the context first."
+            "Training cannot start inside averaged_weights(). Leave the context first."
         )
         phases.prepare_ranks(self)
         phases.prepare_device(self)
@@ -262,8 +262,8 @@ class Trainer(BaseTrainer[TTrainingArgs]):
         """Clip the gradients of a full window, step the optimizer, clear the gradients, and return their norm."""
         if not self._should_sync_gradients():
             raise RuntimeError(
-                f"{type(self).__name__}._should_sync_gradients() is False for the last micro-batch of a step, so that ranks "
-                "would update their models by gradients of their own. Return True there, or do not override it."
+                f"{type(self).__name__}._should_sync_gradients() is False for the last micro-batch of a step. Ranks would "
+                "update their models with different gradients. Return True there, or do not override it."
             )
         # Clipping compares the true norm with max_grad_norm, so the loss scale has to be removed first.
         self.amp_context.unscale_(self.optimizer)
@@ -685,8 +685,8 @@ class Trainer(BaseTrainer[TTrainingArgs]):
     def _before_save(self) -> None:
         """Synchronise state that must be identical on all ranks."""
         self.recipes.refuse_averages_in_model(
-            "A checkpoint cannot be saved inside averaged_weights(): it would have the average in place of the weights. "
-            "Leave the context first; save_model() exports the average."
+            "A checkpoint cannot be saved inside averaged_weights(): it would contain the EMA instead of the weights. "
+            "Leave the context first. save_model() exports the EMA."
         )
         # A checkpoint stores counters summed over all ranks, and no pending scheduler step.
         self.reporter.settle(self.lr_scheduler)

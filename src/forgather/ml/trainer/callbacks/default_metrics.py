@@ -30,8 +30,8 @@ class DefaultMetrics(TrainerCallback):
     def __init__(self, peak_flops: float | None = None) -> None:
         if peak_flops is not None and peak_flops <= 0:
             raise ValueError(
-                f"peak_flops={peak_flops} cannot be used: give the FLOP/s that one device can do, such as 312e12 for an "
-                "A100 in bfloat16, or None to leave mfu out."
+                f"peak_flops={peak_flops} cannot be used. Set it to the peak FLOP/s of one device, such as 312e12 for an "
+                "A100 in bfloat16, or to None to omit mfu."
             )
         self._peak_flops = peak_flops
         self._flops_per_token: float | None = None

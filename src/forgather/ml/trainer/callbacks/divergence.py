@@ -140,7 +140,7 @@ def _check(action: str, threshold: float, patience: int, smoothing: float) -> No
     if action not in ("stop", "abort"):
         raise ValueError(f"action={action!r} cannot be used: choose 'stop' (with a checkpoint) or 'abort' (without).")
     if threshold < 0:
-        raise ValueError(f"threshold={threshold} cannot be used: it is a share of the best loss, 0 or more.")
+        raise ValueError(f"threshold={threshold} cannot be used: it is a fraction of the best loss, 0 or more.")
     if patience < 1:
         raise ValueError(f"patience={patience} cannot be used: it is a number of log records, 1 or more.")
     if not 0 <= smoothing < 1:

@@ -37,7 +37,7 @@ class EarlyStopping(TrainerCallback):
         if patience < 1:
             raise ValueError(f"patience={patience} cannot be used: it is a number of evaluations, 1 or more.")
         if threshold < 0:
-            raise ValueError(f"threshold={threshold} cannot be used: it is the least improvement, 0 or more.")
+            raise ValueError(f"threshold={threshold} cannot be used: it is the minimum improvement, 0 or more.")
         self._patience = patience
         self._threshold = threshold
         self._metric = metric
@@ -103,11 +103,12 @@ class EarlyStopping(TrainerCallback):
         if not state.is_world_process_zero:
             return
         best = (
-            "there was none before" if self._best is None else f"the best is {self._best:.4g} at step {self._best_step}"
+            "there is no best value"
+            if self._best is None
+            else f"the best is {self._best:.4g} at step {self._best_step}"
         )
         logger.info(
-            "Early stopping at step %d: %s is %.4g, %s, and the last %d evaluation(s) brought no improvement of more "
-            "than %g.",
+            "Early stopping at step %d: %s is %.4g, %s. The last %d evaluation(s) did not improve it by more than %g.",
             state.global_step,
             self._metric,
             value,
@@ -121,8 +122,8 @@ class EarlyStopping(TrainerCallback):
             return
         self._has_warned = True
         logger.warning(
-            "EarlyStopping waits for the metric %r, but the evaluation gives %s: it will not stop training. Set "
-            "metric to one of them.",
+            "EarlyStopping cannot stop training: its metric %r is missing from the evaluation, which returns %s. Set "
+            "metric to one of these.",
             self._metric,
             ", ".join(sorted(metrics)) or "none",
         )

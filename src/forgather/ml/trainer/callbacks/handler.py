@@ -126,7 +126,7 @@ class CallbackHandler:
     def _note_stop(self, name: str, event: str, before: tuple[bool, ...], after: tuple[bool, ...]) -> None:
         flags = [flag for flag, old, new in zip(_STOP_FLAGS, before, after, strict=True) if new and not old]
         for flag in flags:
-            logger.info("%s asked for %s in %s", name, flag, event)
+            logger.info("%s requested %s in %s", name, flag, event)
         if flags:
             self.stop_requested_by = name, event, flags[0]
 
@@ -156,8 +156,8 @@ def _instance(kind: type) -> object:
         inspect.signature(kind).bind()
     except TypeError as error:
         raise ValueError(
-            f"The callback {kind.__qualname__} was given as a class, and cannot be made without arguments: {error}. Give an "
-            f"object of it, {kind.__qualname__}(...)."
+            f"The callback class {kind.__qualname__} cannot be instantiated without arguments: {error}. Pass an instance, "
+            f"{kind.__qualname__}(...)."
         ) from None
     except ValueError:
         # Some classes written in C have no signature to inspect.
@@ -173,9 +173,9 @@ def _require_handlers(callback: object) -> None:
     if not is_heard and type(callback).__module__ == "builtins":
         name = getattr(callback, "__qualname__", None) or repr(callback)
         raise ValueError(
-            f"{name} cannot be used as a callback: its type is {type(callback).__name__}, which has no handler to call. "
-            "Give an object with methods named after events, such as on_step_end, on_log or on_evaluate (a "
-            "TrainerCallback of forgather or transformers, or any other class)."
+            f"{name} cannot be used as a callback: its type, {type(callback).__name__}, has no event handlers. Pass an "
+            "object with methods named after events, such as on_step_end, on_log or on_evaluate: a "
+            "TrainerCallback of forgather or transformers, or any other class."
         )
     for event in EVENTS:
         if hasattr(callback, event):

@@ -128,8 +128,8 @@ class JsonLogger(TrainerCallback):
             if not self._has_warned:
                 self._has_warned = True
                 logger.warning(
-                    "The log file cannot be written (%s); training goes on, and records are missing from %s. Make room, or "
-                    "choose an output_dir that can be written to.",
+                    "The log file cannot be written (%s). Training continues, but records are missing from %s. Free disk "
+                    "space, or choose a writable output_dir.",
                     *(error, self._file_name),
                 )
 

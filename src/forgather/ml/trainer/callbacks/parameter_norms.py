@@ -36,7 +36,9 @@ class GradLogger(TrainerCallback):
         self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: object
     ) -> None:
         if getattr(args, "fuse_optim_with_backward", False):
-            logger.warning("GradLogger logs nothing: fuse_optim_with_backward=True leaves no gradients to look at.")
+            logger.warning(
+                "GradLogger logs nothing: fuse_optim_with_backward=True frees gradients in the backward pass."
+            )
 
     def on_pre_optimizer_step(
         self, args: TrainingArguments, state: TrainerState, control: TrainerControl, model: nn.Module, **kwargs: object

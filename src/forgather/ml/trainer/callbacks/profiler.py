@@ -41,8 +41,8 @@ class ProfilerCallback(TrainerCallback):
     ) -> None:
         if min(wait, warmup) < 0 or min(active, repeat) < 1:
             raise ValueError(
-                f"wait={wait}, warmup={warmup}, active={active}, repeat={repeat} cannot be used: wait and warmup are 0 or "
-                "more, active and repeat 1 or more."
+                f"wait={wait}, warmup={warmup}, active={active}, repeat={repeat} cannot be used: wait and warmup must be at "
+                "least 0, active and repeat at least 1."
             )
         self._schedule = torch.profiler.schedule(wait=wait, warmup=warmup, active=active, repeat=repeat)
         self._num_steps = (wait + warmup + active) * repeat

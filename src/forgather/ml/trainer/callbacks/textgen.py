@@ -47,7 +47,7 @@ class TextgenCallback(TrainerCallback):
     ) -> None:
         self._prompts = [prompts] if isinstance(prompts, str) else list(prompts)
         if not self._prompts:
-            raise ValueError("TextgenCallback has no prompts: give it at least one text that the model shall continue.")
+            raise ValueError("TextgenCallback has no prompts. Pass at least one text for the model to continue.")
         self._options = {"max_new_tokens": max_new_tokens, "do_sample": do_sample, **generation_kwargs}
         self._seed = seed
 
@@ -101,13 +101,13 @@ class TextgenCallback(TrainerCallback):
 
 def _find_generate(model: nn.Module, tokenizer: TokenizerT | None, trainer: object) -> Callable[..., Tensor]:
     if tokenizer is None:
-        raise ValueError("TextgenCallback needs a tokenizer: give the trainer one as processing_class.")
+        raise ValueError("TextgenCallback needs a tokenizer. Pass it to the trainer as processing_class.")
     generate: Callable[..., Tensor] | None = getattr(trainer, "pipeline_generate", None)
     generate = generate or getattr(model, "generate", None)
     if generate is None:
         raise ValueError(
             f"TextgenCallback cannot generate: {type(model).__name__} has no method generate. Use a model with "
-            "transformers' GenerationMixin, or leave the callback out."
+            "transformers' GenerationMixin, or remove the callback."
         )
     return generate
 

@@ -49,7 +49,7 @@ def check_handler(callback: object, event: str) -> None:
     handler = getattr(callback, event)
     where = f"{type(callback).__qualname__}.{event}"
     if not callable(handler):
-        raise TypeError(f"{where} is {handler!r}, which cannot be called. {_remedy(event)}")
+        raise TypeError(f"{where} is {handler!r}, which is not callable. {_remedy(event)}")
     signature = _signature_of(handler)
     if signature is None:
         return
@@ -88,21 +88,21 @@ def _problem(signature: Signature, event: str) -> str | None:
     positional = _positional(signature)
     if len(positional) < len(POSITIONAL) and not _has(signature, Parameter.VAR_POSITIONAL):
         return (
-            f"it takes {len(positional)} argument(s) by position, and gets {len(POSITIONAL)} ({', '.join(POSITIONAL)})"
+            f"it takes {len(positional)} positional argument(s), but gets {len(POSITIONAL)} ({', '.join(POSITIONAL)})"
         )
     for parameter, passed in zip(positional, POSITIONAL, strict=False):
         # Python would raise only at the first call: "got multiple values for argument".
         if parameter.name in given:
-            return f"{passed} is passed in the place of {parameter.name!r}, which comes by keyword"
+            return f"{passed} is passed as {parameter.name!r}, a keyword argument of the event"
     missing = [one.name for one in _after_the_positional(signature) if _is_missing(one, given)]
-    return f"{event} does not pass {', '.join(missing)} (by keyword it passes {', '.join(given)})" if missing else None
+    return f"{event} does not pass {', '.join(missing)} (its keywords are {', '.join(given)})" if missing else None
 
 
 def _weights_problem(signature: Signature) -> str | None:
     try:
         signature.bind(**dict.fromkeys(EVENTS[WEIGHTS_EVENT]))
     except TypeError as error:
-        return f"all its arguments come by keyword ({', '.join(EVENTS[WEIGHTS_EVENT])}): {error}"
+        return f"all its arguments are keyword arguments ({', '.join(EVENTS[WEIGHTS_EVENT])}): {error}"
     return None
 
 
@@ -117,7 +117,7 @@ def _warn_of_swapped_names(where: str, signature: Signature) -> None:
     for parameter, passed in zip(_positional(signature), POSITIONAL, strict=False):
         if parameter.name in POSITIONAL and parameter.name != passed:
             logger.warning(
-                "%s%s gets %s under the name %r: handlers get args, state, control by position, in this order.",
+                "%s%s gets %s as its parameter %r. Handlers get args, state and control by position, in this order.",
                 *(where, signature, passed, parameter.name),
             )
 
