@@ -47,7 +47,7 @@ def test_training_ends_at_the_step_of_the_nan_and_says_so(
     assert output.global_step == NUM_GOOD + 1
     (error,) = [record.getMessage() for record in caplog.records if record.levelno == logging.ERROR]
     assert f"Divergence at step {NUM_GOOD + 1}: the loss is nan" in error and outcome in error
-    assert "DivergenceDetector asked for should_training_stop in on_step_end" in caplog.messages
+    assert "DivergenceDetector requested should_training_stop in on_step_end" in caplog.messages
 
 
 @pytest.mark.parametrize("action", ["stop", "abort"])

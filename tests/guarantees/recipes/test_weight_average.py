@@ -155,7 +155,7 @@ def test_averaged_weights_inside_of_averaged_weights_are_the_same(tmp_path: Path
         assert all(torch.equal(tensor, expected[name]) for name, tensor in averages(trainer).items())
         with pytest.raises(ValueError, match=r"cannot be saved inside averaged_weights\(\).*save_model\(\) exports"):
             trainer.save_checkpoint()
-        with pytest.raises(ValueError, match=r"cannot begin inside averaged_weights\(\)"):
+        with pytest.raises(ValueError, match=r"cannot start inside averaged_weights\(\)"):
             trainer.train()
     assert all(torch.equal(tensor, raw[name]) for name, tensor in weights(trainer.unwrapped_model()).items())
 
@@ -167,7 +167,7 @@ def test_training_that_is_refused_among_averages_changes_nothing(tmp_path: Path)
     model, before = trainer.unwrapped_model(), weights(trainer.unwrapped_model())
     with (
         trainer.averaged_weights(),
-        pytest.raises(ValueError, match=r"Training cannot begin inside averaged_weights\(\)"),
+        pytest.raises(ValueError, match=r"Training cannot start inside averaged_weights\(\)"),
     ):
         trainer.train()
     assert trainer.model is model

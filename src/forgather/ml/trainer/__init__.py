@@ -1,6 +1,6 @@
-"""Trainers, and the checkpoint coordinator and manager that serve them.
+"""Trainers, and the checkpoint coordinator and manager that they use.
 
-The names below are imported when they are first used, so that a program pays only for what it needs.
+The names below are imported lazily, on first use, so that a program does not import the strategies it does not use.
 """
 
 from typing import TYPE_CHECKING

@@ -1,4 +1,8 @@
-"""Mixed precision: autocast, and the loss scale that float16 needs."""
+"""Mixed precision (AMP): autocast, and the GradScaler loss scale for float16.
+
+`Trainer` uses one `AMPContext` for the forward pass, gradient clipping and the optimizer step. The loss scale is
+checkpointed with the component "trainer", so that a resumed run continues with it.
+"""
 
 import logging
 import math
@@ -20,13 +24,13 @@ _DTYPES: dict[str, torch.dtype] = {"bf16": torch.bfloat16, "fp16": torch.float16
 
 _SCALE = Where("the saved loss scale", "trainer")
 _MOST_STEPS = 2**31 - 1
-"""What the scaler's counter, an int32 on the device, can hold."""
+"""Maximum of the scaler's growth counter, an int32 on the device."""
 
 
 class AMPContext:
-    """Runs forward passes in the chosen precision, and steps optimizers through a loss scale where it takes one.
+    """Autocast context for forward passes, with a GradScaler around optimizer steps for float16.
 
-    `mixed_precision` is None or "no" (all methods do the plain thing), "bf16" or "fp16".
+    `mixed_precision` is None or "no" (no autocast, no scaling), "bf16" or "fp16".
     """
 
     def __init__(self, mixed_precision: str | None, device_type: str = "cuda", initial_scale: float = 2.0**16) -> None:
@@ -40,7 +44,7 @@ class AMPContext:
         self._known_scale = float(initial_scale)
         self._one: Tensor | None = None
         self.left_out: LateFlag | None = None
-        """Whether the last step was left out, once that is known on the host; None where no step ever is."""
+        """Whether GradScaler skipped the last step, as a flag on the device. None without a loss scale."""
 
     @property
     def enabled(self) -> bool:
@@ -60,33 +64,36 @@ class AMPContext:
         return loss if self._scaler is None else self._scaler.scale(loss)
 
     def unscale_(self, optimizer: OptimizerT) -> None:
-        """Give the gradients their true size, as clipping needs; at most once per step."""
+        """Divide the gradients by the loss scale, for clipping. Call it at most once per step."""
         if self._scaler is not None:
             self._scaler.unscale_(optimizer)
 
     def optimizer_step(self, optimizer: OptimizerT) -> None:
-        """Step, unless float16 gradients overflowed: then the step is left out and the loss scale drops."""
+        """Step the optimizer. If float16 gradients overflowed, skip the step and lower the loss scale."""
         if self._scaler is None:
             optimizer.step()
             return
         before = self._scale_on_device(self._scaler)
         self._scaler.step(optimizer)
         self._scaler.update()
-        # The scale drops when, and only when, a step was left out. To compare it here would mean to wait.
+        # GradScaler does not report a skipped step, but lowers the scale exactly then. Both scales stay on the device:
+        # reading them here would make the host wait for the step.
         self.left_out = LateFlag(self._scale_on_device(self._scaler) < before)
         if self._device_type == "cpu":
+            # On the CPU the scale is known without waiting.
             self.log_scale_drop()
 
     def _scale_on_device(self, scaler: torch.amp.GradScaler) -> Tensor:
+        # `get_scale` returns a Python float, which waits for the device. Scaling the number 1 gives a tensor.
         if self._one is None:
             self._one = torch.ones((), device=self._device_type)
         scaled: Tensor = scaler.scale(self._one)
         return scaled
 
     def log_scale_drop(self) -> None:
-        """Log whether the loss scale is lower than when last looked at.
+        """Log a drop of the loss scale since the last call.
 
-        On accelerators this waits for the device, so `optimizer_step` leaves it to the caller's log step.
+        On accelerators this waits for the device, so `optimizer_step` does not call it. `Reporter` does when it logs.
         """
         if self._scaler is None:
             return
@@ -99,18 +106,18 @@ class AMPContext:
         return {} if self._scaler is None else self._scaler.state_dict()
 
     def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
-        """Restore the loss scale; a state of another precision is left alone, with a warning."""
+        """Restore the loss scale. Ignore the state of another precision, with a warning."""
         self.check_state_dict(state_dict)
         if self._scaler is None:
             if state_dict:
                 logger.warning(
-                    "The checkpoint has the loss scale of an fp16 run, which mixed_precision=%r does not use: ignored.",
+                    "The checkpoint has the loss scale of an fp16 run. mixed_precision=%r ignores it.",
                     self._mixed_precision,
                 )
             return
         if not state_dict:
             logger.warning(
-                "The checkpoint has no loss scale, since it was not trained in fp16: it starts at %g.",
+                "The checkpoint has no loss scale, because it was not trained in fp16. The loss scale starts at %g.",
                 self._scaler.get_scale(),
             )
             return
@@ -119,13 +126,14 @@ class AMPContext:
         self._known_scale = state["scale"]
 
     def check_state_dict(self, state_dict: Mapping[str, Any]) -> None:
-        """Raise `CheckpointLoadError` unless the state is empty or a loss scale that can be used; nothing is changed."""
+        """Raise `CheckpointLoadError` unless the state is empty or a valid loss scale. Change nothing."""
         if check_mapping(state_dict, _SCALE):
             _scaler_state(state_dict)
 
 
 def _scaler_state(state_dict: Mapping[str, Any]) -> dict[str, Any]:
-    """The entries of a state of torch's scaler as plain numbers, each in the range that the scaler works with."""
+    """Return the entries of a GradScaler state as plain numbers, each checked against its valid range."""
+    # GradScaler loads any value unchecked. A scale of 0 or NaN would spoil every later gradient.
     factors = {
         "scale": (0.0, torch.finfo(torch.float32).max),
         "growth_factor": (1.0, math.inf),
@@ -151,5 +159,5 @@ def _number_between(value: object, where: Where, above: float, below: float) -> 
 
 def _grad_scaler(device_type: str, initial_scale: float) -> torch.amp.GradScaler | None:
     scaler = torch.amp.GradScaler(device_type, init_scale=initial_scale)
-    # Without its device torch warns and turns the scaler off; its scale of 1 would then look like a drop.
+    # If the device is missing, torch warns and disables the scaler. Its scale of 1 would then look like a drop.
     return scaler if scaler.is_enabled() else None

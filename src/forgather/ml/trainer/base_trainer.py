@@ -1,7 +1,7 @@
-"""BaseTrainer: what every trainer has, and what people subclass for a trainer with a loop of its own.
+"""BaseTrainer: base class of all trainers. Subclass it to write a custom training loop.
 
-A subclass writes three methods, `_prepare`, `_train_loop` and `_eval_loop`. Events, callbacks, declared state, exact
-checkpoints, resuming and exporting are here. `Trainer` is the subclass with our own loop.
+A subclass implements `_prepare`, `_train_loop` and `_eval_loop`. The base provides callbacks and events, declared state,
+exact checkpoints, resume and export. `Trainer` is the subclass with Forgather's own loop.
 """
 
 import contextlib
@@ -75,26 +75,26 @@ _ONCE_PER_RUN = ("on_init_end", "on_train_begin", "on_train_end")
 
 
 class BaseTrainer(ABC, Generic[TArgs]):
-    """The interface of all trainers, and the parts of it that do not depend on how one trains.
+    """Interface of all trainers, and the implementation that does not depend on the training loop.
 
-    `class MyTrainer(BaseTrainer[MyArgs])` makes an `args` dict a `MyArgs`. The caller's arguments object is never changed:
-    the trainer works on a copy.
+    `class MyTrainer(BaseTrainer[MyArgs])` converts a dict passed as `args` to `MyArgs`. The trainer works on a copy of
+    the arguments and never changes the caller's object.
 
     Args:
-        args: the arguments, or a dict of their fields.
-        model: the model to train; or give `model_init`.
-        data_collator: makes a batch (a dict of tensors) from a list of samples.
-        train_dataset: map-style dataset, iterable dataset, or a loader that yields batches.
-        eval_dataset: as `train_dataset`, for evaluations.
-        processing_class: tokenizer or processor; it is saved beside the weights.
+        args: arguments object, or a dict of its fields.
+        model: model to train. Alternatively, pass `model_init`.
+        data_collator: function that collates a list of samples into a batch (a dict of tensors).
+        train_dataset: map-style dataset, iterable dataset, or dataloader that yields batches.
+        eval_dataset: same as `train_dataset`, for evaluation.
+        processing_class: tokenizer or processor; saved next to the weights.
         model_init: function without arguments that builds the model.
-        callbacks: callbacks, in the order in which they are told of events.
-        default_callbacks: also use `default_callbacks()`: progress, run summary, speed, JSON log.
+        callbacks: callbacks, in the order of their calls.
+        default_callbacks: whether to add `default_callbacks()`: progress, run summary, speed, JSON log.
         compute_loss_func: loss function of (logits, labels).
-        loss_fn: another name of `compute_loss_func`.
-        optimizer: a ready optimizer.
-        lr_scheduler: a ready learning-rate schedule; one that is a `TrainerCallback` is registered as a callback.
-        distributed_env: the place of this process in the job; by default read from the environment.
+        loss_fn: alias of `compute_loss_func`.
+        optimizer: optimizer instance.
+        lr_scheduler: learning-rate scheduler instance. If it is a `TrainerCallback`, it is also added as a callback.
+        distributed_env: rank and world size of this process. Default: read from the environment.
     """
 
     arguments_class: ClassVar[type[MinimalTrainingArguments]] = TrainingArguments
@@ -106,8 +106,8 @@ class BaseTrainer(ABC, Generic[TArgs]):
         "dataset": GLOBAL,
         "rng": PER_RANK,
     }
-    """The components of this trainer and how ranks share them; each strategy states its own table."""
-    # Set in preparation.
+    """State components of this trainer and their sharing patterns. Each strategy declares its full table."""
+    # Set by `train`, `evaluate` and `_prepare`.
     do_train: bool | None = None
     do_eval: bool | None = None
     max_steps: int | None = None
@@ -117,12 +117,13 @@ class BaseTrainer(ABC, Generic[TArgs]):
     is_world_process_zero: bool | None = None
     _flops_per_token: float | None = None
     gradient_accumulation_step: int | None = None
-    """The number of the present micro-batch within its step, from 1."""
+    """Index of the current micro-batch within its step, from 1."""
     model_splitter: Any = None
     pipe_schedule_factory: Any = None
 
     def __init_subclass__(cls, **kwargs: Any) -> None:
         super().__init_subclass__(**kwargs)
+        # Type arguments such as BaseTrainer[MyArgs] are erased from the MRO and survive only in __orig_bases__.
         for base in vars(cls).get("__orig_bases__", ()):
             for argument in get_args(base):
                 is_arguments = isinstance(argument, type) and issubclass(argument, MinimalTrainingArguments)
@@ -130,6 +131,7 @@ class BaseTrainer(ABC, Generic[TArgs]):
                     cls.arguments_class = argument
         if "__init__" in vars(cls):
             cls.__signature__ = merged_signature(cls)  # type: ignore[attr-defined]
+        # Docstrings of users' classes are not changed.
         if cls.__module__.startswith("forgather.") and cls.__doc__:
             cls.__doc__ = merged_documentation(cls)
 
@@ -152,7 +154,7 @@ class BaseTrainer(ABC, Generic[TArgs]):
         distributed_env: DistributedEnvInterface | None = None,
     ) -> None:
         if loss_fn is not None and compute_loss_func is not None:
-            raise ValueError("loss_fn is another name of compute_loss_func: give one of the two.")
+            raise ValueError("loss_fn is an alias of compute_loss_func: pass only one of them.")
         loss_fn = compute_loss_func if loss_fn is None else loss_fn
         check_given(type(self).__name__, args, model, model_init, data_collator, loss_fn, callbacks)
         check_hooks(type(self))
@@ -160,7 +162,7 @@ class BaseTrainer(ABC, Generic[TArgs]):
             refuse_adapters(model)
         self.args: TArgs = self._own_arguments(args)
         self.model: Any = model
-        # Here rather than where it is called: every strategy builds the model in a place of its own.
+        # Wrapped here and not at the call, because each strategy calls it from different code.
         self.model_init = None if model_init is None else checked_builder(model_init)
         self.data_collator = data_collator
         self.train_dataset = train_dataset
@@ -198,25 +200,25 @@ class BaseTrainer(ABC, Generic[TArgs]):
         own = arguments_from(self.arguments_class, args)
         return own.under_both_names() if isinstance(own, BaseTrainingArguments) else own
 
-    # --- to be written by a subclass
+    # --- abstract methods
 
     @abstractmethod
     def _prepare(self, train_dataset: BaseDataset | None, eval_dataset: BaseDataset | None) -> None:
-        """Build what training and evaluation need; `train_dataset` is None if only an evaluation follows."""
+        """Build model, optimizer, dataloaders and so on. `train_dataset` is None if only an evaluation follows."""
 
     @abstractmethod
     def _train_loop(self) -> TrainOutput:
-        """Train to the end, from where `state` is."""
+        """Train from the position in `state` to the end."""
 
     @abstractmethod
     def _eval_loop(self) -> dict[str, float]:
-        """Evaluate on `eval_dataloader` or `eval_dataset`, and return the metrics, such as `eval_loss`."""
+        """Evaluate on `eval_dataloader` or `eval_dataset`, and return metrics such as `eval_loss`."""
 
-    # --- the place of this process
+    # --- distributed environment
 
     @property
     def dist(self) -> DistributedEnvInterface:
-        """The place of this process in the job; made when it is first asked for, which may initialise torch.distributed."""
+        """Distributed environment of this process. The first access may initialise torch.distributed."""
         if self._env is None:
             self._env = base_parts.find_environment(self.distributed_env, self.args)
         return self._env
@@ -228,13 +230,15 @@ class BaseTrainer(ABC, Generic[TArgs]):
     # --- training and evaluation
 
     def train(self, **kwargs: Any) -> TrainOutput:
-        """Train, from the checkpoint that `resume_from_checkpoint` names, or from the start.
+        """Train from the checkpoint in `resume_from_checkpoint`, or from the start.
 
-        `resume_from_checkpoint` may be given here too, and then overrides the argument.
+        `resume_from_checkpoint` may be passed here too. It then overrides the value in the arguments.
         """
         resume = kwargs.pop("resume_from_checkpoint", None)
         if kwargs:
-            raise TypeError(f"train() got unknown arguments: {', '.join(kwargs)}; it takes resume_from_checkpoint.")
+            raise TypeError(
+                f"train() got unknown arguments: {', '.join(kwargs)}. It takes only resume_from_checkpoint."
+            )
         self.do_train, self.do_eval = True, self.eval_dataset is not None
         with self._run_context():
             self._prepare_to_train(self._default_resume() if resume is None else resume)
@@ -245,22 +249,24 @@ class BaseTrainer(ABC, Generic[TArgs]):
         return output
 
     def evaluate(self, eval_dataset: BaseDataset | None = None) -> dict[str, Any]:
-        """The evaluation metrics of the present weights."""
+        """Return the evaluation metrics of the current weights."""
         dataset = self.eval_dataset if eval_dataset is None else eval_dataset
         self._prepare_to_evaluate(dataset)
         count = self.num_dispatched("on_evaluate")
         with self._evaluating_on(dataset):
             metrics = self._eval_loop()
+        # A custom `_eval_loop` may have dispatched the event itself.
         if self.num_dispatched("on_evaluate") == count:
             self._dispatch_event("on_evaluate", metrics=metrics)
         return metrics
 
     @contextlib.contextmanager
     def _evaluating_on(self, dataset: BaseDataset | None) -> Iterator[None]:
-        """`eval_dataset` and `eval_dataloader` for one evaluation; `_prepare` makes the loader of another dataset."""
+        """Set `eval_dataset` and `eval_dataloader` for one evaluation. A new dataset needs another `_prepare` call."""
         own_dataset, own_loader = self.eval_dataset, self.eval_dataloader
         if dataset is not self._prepared_for:
-            # Whatever else `_prepare` makes is dropped: training continues with the objects that it has.
+            # Keep only the new dataloader. All other objects that `_prepare` builds are dropped, so that training
+            # continues with its own model, optimizer and state.
             kept = dict(vars(self))
             with undisturbed_random_numbers():
                 self._prepare(None, dataset)
@@ -275,26 +281,28 @@ class BaseTrainer(ABC, Generic[TArgs]):
 
     @contextlib.contextmanager
     def _run_context(self) -> Iterator[None]:
-        """Everything that holds from before preparation to the end of training."""
+        """Context of `train`, from before set-up to the end of training."""
         try:
             yield
         finally:
-            # The output directory is free for other processes once training has ended.
+            # Release the lock of the output directory, so that another process can use it.
             if self.checkpoint_manager is not None:
                 self.checkpoint_manager.close()
 
     def _enter_training(self, was_asked_to_resume: bool) -> None:
-        """Called once preparation is done, before on_train_begin."""
+        """Run between set-up and `on_train_begin`."""
 
     def _default_resume(self) -> bool | str:
-        """What `train` resumes from unless it is told: a checkpoint that was loaded by hand, else as the arguments say."""
+        """Return the default of `train`: a checkpoint loaded by `load_checkpoint`, else the value in the arguments."""
+        # Used once: a later `train` follows the arguments again.
         loaded, self._loaded_path = self._loaded_path, None
         return loaded or self._resume_setting
 
     def _prepare_to_train(self, resume: bool | str) -> None:
-        """`_prepare`, then what a subclass left to the base: state, manager, restoring, on_init_end."""
+        """Call `_prepare`, then add what the subclass did not do: state, manager, restore, `on_init_end`."""
         if hasattr(self.args, "resume_from_checkpoint"):
             self.args.resume_from_checkpoint = resume
+        # Reset before `_prepare`, which may load a checkpoint.
         self._has_loaded = False
         with self._preparation():
             self._prepare(self.train_dataset, self.eval_dataset)
@@ -302,6 +310,7 @@ class BaseTrainer(ABC, Generic[TArgs]):
             self._complete_state()
             self._complete_manager()
             self._warn_of_left_out()
+            # A custom `_prepare` may have called `load_checkpoint` itself.
             if not self._has_loaded:
                 self._restore(
                     self.args.resume_from_checkpoint if hasattr(self.args, "resume_from_checkpoint") else False
@@ -309,7 +318,7 @@ class BaseTrainer(ABC, Generic[TArgs]):
         self._dispatch_event("on_init_end")
 
     def _prepare_to_evaluate(self, eval_dataset: BaseDataset | None) -> None:
-        """Prepare an unprepared trainer for an evaluation alone; its weights stay as they were given."""
+        """Prepare a new trainer for evaluation only. The weights are not loaded from a checkpoint."""
         if self._is_prepared:
             return
         self.do_eval = True
@@ -317,11 +326,14 @@ class BaseTrainer(ABC, Generic[TArgs]):
             self._prepare(None, eval_dataset)
             self._prepared_for = eval_dataset
             self._complete_state()
+            # An evaluation must not lock the output directory: a training process may be using it.
             self._complete_manager(read_only=True)
         self._dispatch_event("on_init_end")
 
     @contextlib.contextmanager
     def _preparation(self) -> Iterator[None]:
+        # The once-per-run events may fire again, but only if a run has begun since: `evaluate` followed by `train`
+        # is one run, with one on_init_end.
         if "on_train_begin" in self._fired:
             self._fired.clear()
         self._told = ()
@@ -345,7 +357,8 @@ class BaseTrainer(ABC, Generic[TArgs]):
             self._made_by_base.append(self.checkpoint_manager)
 
     def _forget_made(self) -> None:
-        """Let go of the state and the manager that an earlier preparation made: both describe its objects."""
+        """Drop the state and the manager of an earlier set-up. Both refer to its objects."""
+        # Objects that a subclass set are its own: only those built by the base are dropped.
         if any(self.checkpoint_manager is one for one in self._made_by_base):
             self.checkpoint_manager.close()
             self.checkpoint_manager = None
@@ -356,7 +369,8 @@ class BaseTrainer(ABC, Generic[TArgs]):
     # --- checkpoints
 
     def save_checkpoint(self, checkpoint_path: str | None = None) -> str:
-        """Save everything a resume needs, by default as the checkpoint of the present step; returns its path."""
+        """Save all state that a resume needs, and return the path. The default is the current step's checkpoint."""
+        # A read-only manager belongs to an evaluation, which builds neither optimizer nor training loader.
         if self.checkpoint_manager is None or self.checkpoint_manager.is_read_only:
             self._prepare_to_train(False)
         count = self.num_dispatched("on_save")
@@ -366,11 +380,12 @@ class BaseTrainer(ABC, Generic[TArgs]):
         return path
 
     def load_checkpoint(self, checkpoint_path: str | None = None) -> str | None:
-        """Load a checkpoint, by default the newest complete one; returns its path. `train` continues from there."""
+        """Load a checkpoint, by default the newest complete one, and return its path. `train` resumes from it."""
         manager = self.checkpoint_manager
         if not self._is_preparing and (manager is None or manager.is_read_only):
             self._prepare_to_load(True if checkpoint_path is None else checkpoint_path)
         elif manager is None:
+            # Called from a custom `_prepare`, before the base has added state and manager.
             self._complete_state()
             self._complete_manager()
         self._loaded_path = self._load_state(checkpoint_path)
@@ -378,7 +393,7 @@ class BaseTrainer(ABC, Generic[TArgs]):
         return self._loaded_path
 
     def save_model(self, output_dir: str | None = None) -> None:
-        """Write the model alone, as a Hugging Face directory, by default into the output directory."""
+        """Write only the model, as a Hugging Face directory. The default is the output directory."""
         self._prepare_to_evaluate(self.eval_dataset)
         exporter = base_parts.model_exporter(self, self._model_to_save())
         exporter.export_model(output_dir or self.args.output_dir, overwrite=True)
@@ -397,7 +412,7 @@ class BaseTrainer(ABC, Generic[TArgs]):
         return loaded
 
     def _restore(self, resume: bool | str) -> None:
-        """Load what is to be resumed; a damaged checkpoint gives way to an older one only if none was named."""
+        """Load the requested checkpoint. A damaged one is skipped for an older one only if no path was named."""
         path = self.checkpoint_manager.resolve_checkpoint_path(resume)
         if path is None:
             self.checkpoint_manager.begin_fresh_run()
@@ -408,49 +423,50 @@ class BaseTrainer(ABC, Generic[TArgs]):
         logger.info("Resumed from %s", self._load_state(path))
 
     def _make_manager(self, **options: Any) -> CheckpointManager:
-        """A manager of the declared state, for the output directory of the arguments."""
+        """Return a checkpoint manager of the declared state, for `args.output_dir`."""
         return base_parts.make_manager(self, self._model_to_save(), options)
 
     def checkpoint_config(self) -> CheckpointConfig:
         return base_parts.checkpoint_config(self.args)
 
     def _model_to_save(self) -> dict[str, Any]:
-        """The model as coordinator and manager take it; more than one argument where ranks have parts of it."""
+        """Return the model arguments of coordinator and manager. Pipelines pass stages and more arguments."""
         return {"model": self.unwrapped_model()}
 
     # --- declared state
 
     def get_state_components(self) -> list[StateComponent]:
-        """Everything that can be checkpointed, and how ranks share it: the rows of `state_sharing`."""
+        """Return all state components with their sharing patterns: the rows of `state_sharing`."""
         pattern = self._get_dataset_sharing_pattern()
         components = declare(self.state_sharing, self._statefuls(), pattern, self._dataset_group())
         return with_dictionaries(self, components, self._is_prepared or self._is_preparing)
 
     def get_process_groups(self) -> dict[str, ProcessGroup]:
-        """The families of groups that PER_GROUP components name."""
+        """Return the process groups that PER_GROUP components refer to, by name."""
         return {}
 
     def get_active_state_components(self) -> list[StateComponent]:
-        """The components that `args.checkpoint_components` names, or all."""
+        """Return the components listed in `args.checkpoint_components`, or all."""
         return select_components(self.get_state_components(), getattr(self.args, "checkpoint_components", None))
 
     def _get_dataset_sharing_pattern(self) -> SharingPattern:
-        """How ranks share the position in the data, decided from how batches are loaded."""
+        """Return the sharing pattern of the data position. It follows from how batches are loaded."""
         return SharingPattern.GLOBAL
 
     def _dataset_group(self) -> str | None:
-        """The family of groups that share a data stream, if the dataset is PER_GROUP."""
+        """Return the name of the process groups that share a data stream, if the dataset is PER_GROUP."""
         return None
 
     def _statefuls(self) -> dict[str, object]:
-        """The object behind each component; a placeholder where preparation has yet to build it."""
+        """Return the stateful object of each component, or a placeholder before set-up has built it."""
         built = {name: value for name, value in self._built_statefuls().items() if not is_left_out(name, self.args)}
         if self._is_prepared or self._is_preparing:
             return built
         return {name: Unbuilt(name) if value is None else value for name, value in built.items()}
 
     def _built_statefuls(self) -> dict[str, object]:
-        """By component; None for one that does not exist (yet)."""
+        """Return the stateful object of each component; None if it does not exist (yet)."""
+        # A custom `_prepare` may set any iterable as dataloader, also one without a position to save.
         loader = self.train_dataloader
         has_schedule = self.lr_scheduler is not None and self.optimizer is not None
         return {
@@ -463,34 +479,35 @@ class BaseTrainer(ABC, Generic[TArgs]):
         }
 
     def state_dict(self) -> dict[str, Any]:
-        """The component "trainer". Overrides add keys to what `super().state_dict()` returns."""
+        """Return the state of the component "trainer". Overrides add keys to `super().state_dict()`."""
         state = {"state": self.state.state_dict()}
         if hasattr(self.amp_context, "state_dict"):
             state["amp"] = self.amp_context.state_dict()
         return state
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Restore what `state_dict` returned; overrides call `super().load_state_dict(state_dict)`."""
+        """Restore the state from `state_dict`. Overrides call `super().load_state_dict(state_dict)`."""
         self.state.load_state_dict(state_dict["state"])
         if hasattr(self.amp_context, "load_state_dict") and "amp" in state_dict:
             self.amp_context.load_state_dict(state_dict["amp"])
 
     def import_progress(self, global_step: int, epoch: float) -> None:
-        """Take over step and epoch from a checkpoint of another program."""
+        """Set step and epoch from an imported checkpoint of another program."""
         self.state.global_step, self.state.epoch = global_step, epoch
         self.state.raw_epoch = int(epoch)
 
     def _own_state_keys(self) -> set[str]:
-        """The keys that the component "trainer" must have."""
+        """Return the keys that the component "trainer" must contain."""
+        # Not self.state_dict(): that is the override under test.
         return set(BaseTrainer.state_dict(self))
 
     def _require_whole_state(self) -> None:
-        """Refuse to save a `state_dict` override that dropped keys of the base."""
+        """Raise CheckpointSaveError if an override of `state_dict` dropped keys of the base."""
         if is_overridden(self, "state_dict"):
             base_parts.require_keys(type(self).__name__, self.state_dict(), self._own_state_keys())
 
     def _warn_of_left_out(self) -> None:
-        """Say once what a `get_state_components` written by hand leaves out for ever."""
+        """Warn once about components that an override of `get_state_components` omits."""
         if self._has_warned_of_left_out or not is_overridden(self, "get_state_components"):
             return
         self._has_warned_of_left_out = True
@@ -499,16 +516,17 @@ class BaseTrainer(ABC, Generic[TArgs]):
         warn_of_left_out(type(self).__name__, usual, declared)
 
     def unwrapped_model(self) -> nn.Module:
-        """The model itself, without the wrappers of DDP, torch.compile and fused losses: what is checkpointed."""
+        """Return the model without the wrappers of DDP, torch.compile and fused losses, as it is checkpointed."""
         if self.model is None:
-            raise RuntimeError("The model is not built yet: it is when training or evaluation begins.")
+            raise RuntimeError("The model is not built yet. train() and evaluate() build it.")
         return unwrap_model(self.model)
 
     # --- callbacks
 
     @classmethod
     def default_callbacks(cls) -> list[Any]:
-        """The callbacks that a trainer uses beside those it is given."""
+        """Return new default callbacks, which a trainer adds to the user's callbacks."""
+        # Imported late: the default callbacks import rich, which a trainer without them does not need.
         from forgather.ml.trainer.callbacks import default_callbacks
 
         return default_callbacks()
@@ -518,36 +536,38 @@ class BaseTrainer(ABC, Generic[TArgs]):
         return self._callback_handler.callbacks
 
     def add_callback(self, callback: Any) -> None:
-        """Add a callback, or an instance of a callback class."""
+        """Add a callback. A class is instantiated."""
         self._callback_handler.add(callback)
 
     def pop_callback(self, callback: Any) -> Any | None:
-        """Remove a callback, given itself or its class, and return it."""
+        """Remove a callback by instance or class, and return it."""
         return self._callback_handler.pop(callback)
 
     def remove_callback(self, callback: Any) -> None:
         self._callback_handler.pop(callback)
 
     def log(self, logs: dict[str, Any]) -> None:
-        """Add a record to the history and tell the callbacks."""
+        """Append a record to the log history and dispatch `on_log`."""
         if "epoch" not in logs:
             logs["epoch"] = self.state.epoch
         record = {**logs, "step": self.state.global_step}
         self.state.log_history.append(record)
         self._dispatch_event("on_log", logs=logs)
-        # Numbers that callbacks added; the history is checkpointed, and need not be able to hold anything else.
+        # Copy plain numbers that callbacks added. The history is checkpointed, so other types must not enter it.
         added = {name: value for name, value in logs.items() if type(value) in (bool, int, float)}
         record.update({**added, **record})
 
     def _dispatch_event(self, event: str, readers: bool | None = None, **extra: Any) -> None:
-        """Tell callbacks of an event; on_init_end, on_train_begin and on_train_end reach them once per run."""
+        """Dispatch an event to the callbacks. on_init_end, on_train_begin and on_train_end fire once per run."""
         handler = self._callback_handler
+        # Most events of a step have no handler. This is their full cost.
         if event in handler.silent:
             return
         if event in _ONCE_PER_RUN:
             if event in self._fired:
                 return
             self._fired.add(event)
+        # Building the context costs more than the seven ids, and most events see the same objects as the last.
         told = (
             id(self.state),
             id(self.control),
@@ -558,20 +578,20 @@ class BaseTrainer(ABC, Generic[TArgs]):
             id(self.eval_dataloader),
         )
         if told != self._told:
-            # The handler keeps the objects, so that no other one can get their ids.
+            # The handler keeps references, so these ids cannot be reused for other objects.
             handler.context, self._told = self._event_context(), told
         handler.dispatch(event, self.control, readers, **extra)
 
     def num_dispatched(self, event: str) -> int:
-        """How often an event was dispatched."""
+        """Return how often an event was dispatched."""
         return self._callback_handler.count(event)
 
     def is_listened_to(self, event: str) -> bool:
-        """Whether a callback has a handler for the event."""
+        """Return whether any callback handles the event."""
         return self._callback_handler.listens(event)
 
     def _event_context(self) -> dict[str, Any]:
-        """What every handler is told."""
+        """Return the arguments that every handler receives."""
         return {
             "args": self.args,
             "state": self.state,
@@ -587,5 +607,5 @@ class BaseTrainer(ABC, Generic[TArgs]):
 
     @property
     def _stop_requested_by(self) -> tuple[str, str, str] | None:
-        """Callback, event and flag of the last request to stop."""
+        """Callback name, event and flag of the last stop request."""
         return self._callback_handler.stop_requested_by

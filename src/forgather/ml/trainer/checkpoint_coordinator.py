@@ -1,4 +1,7 @@
-"""CheckpointCoordinator: saves and loads declared state across ranks."""
+"""CheckpointCoordinator: saves and loads declared state across ranks.
+
+Facade of `forgather.ml.checkpoint.coordinator`.
+"""
 
 from forgather.ml.checkpoint.coordinator import (
     CheckpointCoordinator,

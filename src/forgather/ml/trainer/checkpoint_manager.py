@@ -1,4 +1,7 @@
-"""CheckpointManager: when and where to save, what to keep, what to resume from."""
+"""CheckpointManager: checkpoint paths, saving, retention, and choice of the checkpoint to resume from.
+
+Facade of `forgather.ml.checkpoint.manager`.
+"""
 
 from forgather.ml.checkpoint.manager import (
     CheckpointConfig,

@@ -1,4 +1,7 @@
-"""State components, sharing patterns and manifests: how a trainer declares its state."""
+"""Types of declared checkpoint state: state components, sharing patterns and manifests.
+
+Facade of `forgather.ml.checkpoint.components`.
+"""
 
 from forgather.ml.checkpoint.components import (
     CheckpointManifest,

@@ -1,4 +1,7 @@
-"""Replica validation: compares state that ranks should hold alike."""
+"""Replica validation: compares state that must be identical on several ranks.
+
+Facade of `forgather.ml.checkpoint.replicas`.
+"""
 
 from forgather.ml.checkpoint.replicas import (
     Difference,

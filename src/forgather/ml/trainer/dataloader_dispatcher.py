@@ -1,4 +1,8 @@
-"""One rank reads for all: every batch goes to the rank, or the group of ranks, that trains on it."""
+"""DataloaderDispatcher: one rank iterates over the dataloader and sends each batch to the ranks that train on it.
+
+Invariants: all ranks see the same number of rounds and the same end or error, and the saved position is behind the last
+batch that the loop received, however far the reader has prefetched. `ParallelLoading` builds the dispatcher.
+"""
 
 import itertools
 import threading
@@ -31,7 +35,7 @@ _DURING = "loading a batch"
 
 
 class _Facts(NamedTuple):
-    """What every rank knows of the loader."""
+    """Properties of the dataloader that the reading rank broadcasts."""
 
     num_batches: int | None
     position: Mapping[str, Any] | None
@@ -39,17 +43,19 @@ class _Facts(NamedTuple):
 
 
 class DataloaderDispatcher:
-    """The first rank of the mesh iterates over `dataloader`; the others receive from it and need none.
+    """Dataloader that the first rank of the mesh reads for all. Other ranks may pass None as `dataloader`.
 
-    A mesh of one dimension with `dp_mesh_dim=0` gives each rank a batch of its own, with None all ranks the same. Of two
-    dimensions `dp_mesh_dim` is the data-parallel one, and the ranks along the other get the same batch. When fewer
-    batches than ranks are left, the ranks without one get an `EmptyBatch`, or, with `drop_last`, the rest is dropped.
+    On a one-dimensional mesh, `dp_mesh_dim=0` sends each rank a different batch, and None sends all ranks the same
+    batch. On a two-dimensional mesh, `dp_mesh_dim` is the data-parallel dimension. The ranks along the other dimension
+    get the same batch. If fewer batches than data-parallel ranks are left, the other ranks get an `EmptyBatch`. With
+    `drop_last` these batches are dropped.
 
-    Batches are read, packed and sent ahead in a background thread, `prefetch` rounds at most. If a round is read in less
-    than `slow_seconds`, a thread would cost more than it saves, and one round is read ahead without it. If reading draws
-    random numbers in this process nothing is: those must be drawn at the same point of training in every run. `links`
-    connect the ranks of the mesh, and nothing else uses them meanwhile; without any it makes its own. All methods but
-    `state_dict`, `load_state_dict` outside a pass, and `abandon` are for all ranks together.
+    A background thread prefetches: it reads, packs and sends at most `prefetch` rounds ahead. A round that takes less
+    than `slow_seconds` does not pay for a thread: then one round is read ahead in the calling thread. If reading draws
+    random numbers in this process, nothing is read ahead, because they must be drawn at the same point of every run.
+
+    `links` connect the ranks of the mesh. Nothing else may use them during a pass. By default, new links are created.
+    Most methods are collectives. The exceptions are `state_dict`, `abandon`, and `load_state_dict` outside a pass.
     """
 
     def __init__(
@@ -73,7 +79,8 @@ class DataloaderDispatcher:
         self._source = int(mesh.mesh.flatten()[0])
         self._reads = dist.get_rank() == self._source
         ranks = mesh.mesh.flatten().tolist()
-        # By its members alone only where there are others: such groups need ranks that have made equally many before.
+        # With use_local_synchronization only the members create the group. Torch names such a group after the number
+        # of groups that each member has created, which may differ. It is used only if the mesh is not the full job.
         is_alone = len(ranks) < dist.get_world_size()
         self._links = links or RankLinks.connect(
             dist.new_group(ranks, backend="gloo", timeout=get_requested_timeout(), use_local_synchronization=is_alone)
@@ -90,7 +97,7 @@ class DataloaderDispatcher:
         self._goes_on = False
         self._exchange_facts()
 
-    # --- what it knows
+    # --- properties
 
     @property
     def dataloader(self) -> Iterable[Any] | None:
@@ -98,7 +105,7 @@ class DataloaderDispatcher:
 
     @property
     def num_batches(self) -> int | None:
-        """Steps of a pass; None when unknown."""
+        """Number of rounds in a pass; None if unknown."""
         if self._num_batches is None:
             return None
         whole, rest = divmod(self._num_batches, len(self._parts))
@@ -107,20 +114,22 @@ class DataloaderDispatcher:
 
     @property
     def goes_on(self) -> bool:
-        """Whether a second pass goes on where the first was left."""
+        """Whether a second iterator resumes where the first was left."""
         return self._goes_on
 
     def __bool__(self) -> bool:
+        # Without this, `if loader` would call `__len__`, which raises if the length is unknown.
         return True
 
     def __len__(self) -> int:
         if self.num_batches is None:
             raise TypeError(
-                f"The length of {type(self._dataloader).__name__} is unknown, and so is that of its dispatcher."
+                f"The length of {type(self._dataloader).__name__} is unknown, so its dispatcher has no length either."
             )
         return self.num_batches
 
     def __getattr__(self, name: str) -> Any:
+        # Private names are not delegated: a look-up of `_dataloader` before `__init__` sets it would recurse without end.
         if name.startswith("_"):
             raise AttributeError(f"{type(self).__name__!r} object has no attribute {name!r}")
         return getattr(self._dataloader, name)
@@ -128,16 +137,16 @@ class DataloaderDispatcher:
     # --- position
 
     def state_dict(self) -> Mapping[str, Any] | None:
-        """The position behind the last batch that the loop got; it does not depend on the number of ranks."""
+        """Return the position behind the last batch that the loop received. It is independent of the number of ranks."""
         return self._position
 
     def check_state_dict(self, state: object) -> None:
-        """Raise for a position that the loader cannot use; the rank that reads knows."""
+        """Raise if the dataloader cannot use the position. Only the reading rank can check it."""
         if self._reads:
             check_position(self._dataloader, state)
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Move to a position; the ranks that do not read remember it only."""
+        """Move to a position. Ranks that do not read only store it."""
         self.check_state_dict(state)
         self._leave()
         if self._reads and is_stateful(self._dataloader):
@@ -148,7 +157,7 @@ class DataloaderDispatcher:
         self._leave()
         self._exchange_facts(epoch)
 
-    # --- a pass
+    # --- iteration
 
     def __iter__(self) -> Iterator[Any]:
         self._leave()
@@ -158,25 +167,26 @@ class DataloaderDispatcher:
             if message.kind is Kind.ERROR:
                 assert isinstance(message.content, tuple), "the fields of an error"
                 raise DistributedError(*message.content)
+            # Each message carries the position, so that `state_dict` works on every rank without a collective.
             self._position = message.position
             if message.kind is Kind.END:
                 return
             yield moved(message.content, self._device)
 
     def close(self) -> None:
-        """End the pass on all ranks, and the loader."""
+        """End the pass on all ranks, and close the dataloader; collective."""
         self._leave()
         self._close_loader()
 
     def abandon(self) -> None:
-        """End without the other ranks, of which some may be gone."""
+        """Close without the other ranks, after an error. Some of them may have exited."""
         self._pass_is_open = False
         self._links.close()
         if self._reader is None:
             self._close_loader()
         else:
             self._reader.request_end()
-            # It may be reading, or waiting for a rank that is gone.
+            # The reader may be blocked in a read, or in a send to a rank that has exited. Joining it here could hang.
             threading.Thread(
                 target=self._close_after, args=(self._reader,), name="batch-reader-end", daemon=True
             ).start()
@@ -190,31 +200,34 @@ class DataloaderDispatcher:
             self._dataloader.close()
 
     def _leave(self) -> None:
-        """Finish a pass that the loop has left: whatever was sent ahead is received and thrown away."""
+        """Finish a pass that the loop has left early. Batches sent ahead are received and discarded; collective."""
         if not self._pass_is_open:
             return
         self._pass_is_open = False
         if not self._reads:
+            # Drain up to the final message. Otherwise the next pass would receive batches of this one.
             while self._received().kind is Kind.BATCH:
                 pass
             return
         has_ended = self._end_reader()
         assert self._sender is not None
         if not has_ended:
+            # The other ranks receive until they see the end of the pass (see above).
             self._sender.send(self._same_for_all(Message(Kind.LEFT, None, None)).packed)
         self._sender.flush()
         self._loader_is_ahead = self._read_ahead
 
     def _end_reader(self) -> bool:
-        """Wait for the thread, if there is one; returns whether it has sent the last message of the pass."""
+        """Join the reader, if any, and return whether it has sent the last message of the pass."""
         reader, self._reader = self._reader, None
         return reader is not None and reader.end()
 
     def _go_back(self) -> None:
-        """Batches that were read and not handed out are yet to come for a loader that goes on where it was left."""
+        """Rewind a dataloader that resumes where it was left: its prefetched batches were never handed out."""
         if self._loader_is_ahead and self._goes_on:
+            # The workers are ahead as well, so they have to be stopped before the position is set.
             self._close_loader()
-            assert is_stateful(self._dataloader) and self._position is not None, "it goes on from a state"
+            assert is_stateful(self._dataloader) and self._position is not None, "it resumes from a state"
             self._dataloader.load_state_dict(self._position)
         self._loader_is_ahead = False
 
@@ -230,15 +243,19 @@ class DataloaderDispatcher:
         content, (kind, position) = decode(self._receiver.receive())
         message = Message(Kind(kind), content, position)
         if message.kind is Kind.BATCH:
+            # Post the next receive now, so that it runs while this rank trains.
             self._receiver.expect_more()
         return message
 
     def _read(self) -> Iterator[Message]:
-        """This rank's part of each round, which is sent to the others as soon as it is read."""
+        """Yield this rank's message of each round, after sending the round to the other ranks."""
         assert self._sender is not None
         rounds = self._rounds()
-        # Two of them here and not in the thread, which must not start processes; the first comes with what a loader
-        # draws when a pass begins, the second shows whether reading draws random numbers.
+        # Reading ahead moves random draws of the dataset before draws of the step, such as dropout. The generators that
+        # a checkpoint stores would then be ahead of its data position, and a resumed run would draw other numbers. So
+        # prefetch starts only once a round has been read without a draw. The first round cannot show that: a DataLoader
+        # draws its base seed when a pass begins. Both rounds are read in this thread, because the first starts the
+        # worker processes, which must not happen in a background thread.
         first = next(rounds)
         self._sender.send(first.packed)
         yield self._taken(first)
@@ -257,7 +274,7 @@ class DataloaderDispatcher:
     def _read_rest(self, rounds: Iterator[Round]) -> Iterator[Message]:
         assert self._sender is not None
         if self._reader is not None:
-            # It sends what it reads.
+            # The reader has already sent these rounds.
             for one in self._reader:
                 yield self._taken(one)
             return
@@ -266,12 +283,12 @@ class DataloaderDispatcher:
             yield self._taken(one)
 
     def _taken(self, one: Round) -> Message:
-        """This rank's part of a round."""
+        """Return this rank's message of a round, and close the pass after the last round."""
         if one.is_last:
             assert self._sender is not None
             self._pass_is_open = False
             self._end_reader()
-            # An error may come after the first batches of a round.
+            # An error may have struck after some batches of the round were read.
             self._loader_is_ahead = one.own.kind is Kind.ERROR
             self._sender.flush()
         return one.own
@@ -283,6 +300,7 @@ class DataloaderDispatcher:
             assert self._dataloader is not None, "this rank reads"
             iterator = iter(self._dataloader)
             while batches := list(itertools.islice(iterator, size)):
+                # Pad the last round: every rank must take part in its collectives, with or without a batch.
                 if len(batches) < size:
                     if self._drop_last:
                         break
@@ -296,7 +314,8 @@ class DataloaderDispatcher:
         yield last
 
     def _packed(self, messages: list[Message]) -> Round:
-        """All of them before any is sent: what cannot be packed is an error that all ranks can still be told of."""
+        """Pack the messages of a round for the ranks that do not read."""
+        # All are packed before any is sent. If one fails, the error message can still be sent to every rank instead.
         has_others = [number > 0 or len(ranks) > 1 for number, ranks in enumerate(self._parts)]
         packed = [
             encode(one.content, (one.kind.value, one.position)) if needed else None
@@ -307,16 +326,17 @@ class DataloaderDispatcher:
     def _same_for_all(self, message: Message) -> Round:
         return self._packed([message] * len(self._parts))
 
-    # --- facts
+    # --- dataloader properties
 
     def _exchange_facts(self, epoch: int | None = None) -> None:
-        """Start an epoch, if given, and tell all ranks what has become of the loader."""
+        """Start `epoch`, if given, and broadcast length and position of the dataloader; collective."""
         facts: _Facts | None = None
         with self._peers.agreement("preparing a pass over the data"):
             if epoch is not None and self._dataloader is not None and hasattr(self._dataloader, "set_epoch"):
                 self._go_back()
                 self._dataloader.set_epoch(epoch)
             if self._reads:
+                # After a prefetch, the dataloader's own position is ahead of the last batch handed out.
                 position = self._position if self._loader_is_ahead else self._loader_position()
                 facts = _Facts(_num_batches_of(self._dataloader), position, goes_on(self._dataloader))
         facts = self._peers.broadcast(facts, dist.get_group_rank(self._links.group, self._source))
@@ -328,13 +348,13 @@ class DataloaderDispatcher:
 
 
 def _data_parallel_parts(mesh: DeviceMesh, dp_mesh_dim: int | None) -> list[list[int]]:
-    """The ranks that get the same batch, for each batch of a round; the first rank of the mesh is in the first."""
+    """Return, for each batch of a round, the ranks that receive it. The first group has the first rank of the mesh."""
     allowed = {1: (0, None), 2: (0, 1)}
     if dp_mesh_dim not in allowed.get(mesh.ndim, ()):
         raise ValueError(
-            f"A mesh of {mesh.ndim} dimension(s) with dp_mesh_dim={dp_mesh_dim!r} cannot be dispatched to: give a mesh of "
-            "one dimension with dp_mesh_dim 0 (each rank a batch of its own) or None (all ranks the same batch), or of two "
-            "dimensions with dp_mesh_dim 0 or 1, the data-parallel one."
+            f"A mesh of {mesh.ndim} dimension(s) cannot be used with dp_mesh_dim={dp_mesh_dim!r}. For a 1-D mesh, set "
+            "dp_mesh_dim to 0 (a different batch for each rank) or None (the same batch for all ranks). For a 2-D mesh, "
+            "set it to the data-parallel dimension, 0 or 1."
         )
     if dp_mesh_dim is None:
         return [mesh.mesh.tolist()]

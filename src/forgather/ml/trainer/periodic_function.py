@@ -1,14 +1,18 @@
-"""Intervals of logging, evaluation and saving."""
+"""PeriodicFunction: due steps of logging, evaluation and saving.
+
+Invariant: the schedule depends only on the global step, so a resumed run keeps it. `Cadence` creates the instances.
+Overrides of `Trainer._setup_periodic_functions` may replace them.
+"""
 
 from forgather.ml.trainer.trainer_types import IntervalStrategy
 
 
 class PeriodicFunction:
-    """Says at which steps to log, evaluate or save.
+    """Schedule of a recurring action such as logging, evaluation or saving.
 
-    The answer depends on the global step alone, not on the step at which the process started: with a period of 4, a
-    run that is resumed at 6 goes on with 8, 12, 16. `period` and `epoch_period` (an epoch's length) count optimizer
-    steps; only the one that `strategy` names is used. Nothing is due before `first_step`.
+    The schedule depends only on the global step, not on the step of the process start. With a period of 4, a run that
+    resumes at step 6 continues with 8, 12, 16. `period` and `epoch_period` (the length of an epoch) count optimizer
+    steps. `strategy` selects which of the two is used. Nothing is due before `first_step`.
     """
 
     def __init__(
@@ -22,7 +26,7 @@ class PeriodicFunction:
         self.global_step = global_step
         self.strategy = IntervalStrategy(strategy)
         self.first_step = first_step
-        # Asked at every step, where even the look-up of an enum member shows.
+        # Precomputed: `due` runs at every step, where even the look-up of an enum member is measurable.
         self.is_by_steps = self.strategy is IntervalStrategy.STEPS
         self._is_never = self.strategy is IntervalStrategy.NO
         self._period = epoch_period if self.strategy is IntervalStrategy.EPOCH else period
@@ -33,12 +37,12 @@ class PeriodicFunction:
 
     @property
     def rel_step(self) -> int:
-        """Steps since the last multiple of the period, where it is 0; for "no", steps since the beginning."""
+        """Steps since the last multiple of the period. For "no", steps since the start."""
         steps = self.global_step - self._origin
         return steps if self._is_never else steps % self._period
 
     def step(self) -> bool:
-        """Advance by one step, and say whether the thing is due now."""
+        """Advance by one step, and return whether the action is due."""
         self.global_step += 1
         return self.due(self.global_step)
 
@@ -48,16 +52,17 @@ class PeriodicFunction:
         return (global_step - self._origin) % self._period == 0
 
     def next_due(self, global_step: int) -> int | None:
-        """The first step after this one at which the thing is due; None if it never is."""
+        """Return the first due step after `global_step`; None if the action is never due."""
         if self._is_never:
             return None
         earliest = max(global_step + 1, self.first_step, self._origin + 1)
+        # Python's modulo of a negative number is not negative: this rounds up to a multiple of the period.
         return earliest + (self._origin - earliest) % self._period
 
     def reset(self, epoch_start_step: int | None = None) -> None:
-        """Forget the part of an epoch that was counted: an epoch begins at the present step, or at the given one.
+        """Start a new epoch at the current step, or at `epoch_start_step`.
 
-        Epochs that end early need this. The cadence of "steps" belongs to the global step, so it does not change.
+        Call it when an epoch ends early. The strategy "steps" counts global steps and does not change.
         """
         if self.strategy is IntervalStrategy.EPOCH:
             self._origin = self.global_step if epoch_start_step is None else epoch_start_step

@@ -1,4 +1,9 @@
-"""Every rank reads its own batches, and all of them stop, or fail, together."""
+"""SynchronizedDataLoader: each rank reads its own batches, and all ranks stop or fail in the same round.
+
+Invariant: every rank hands out the same number of batches, even if lengths are unknown or unequal. One small all-reduce
+per batch carries this agreement and the batch metadata. It overlaps with the previous step. `RankTeam` wraps training
+loaders in it and evaluates in `Rounds`.
+"""
 
 import contextlib
 import itertools
@@ -24,32 +29,32 @@ from forgather.ml.trainer.setup.devices import moved
 
 _DURING = "loading a batch"
 _STEPS_BETWEEN_LOOKS = 64
-"""So often reading is watched for random numbers; all the time would cost as much as the rest."""
+"""Batches between two checks whether reading draws random numbers. A check per batch would double the loader's cost."""
 
 NOTHING = object()
-"""In place of an item: this rank has run out."""
+"""Placeholder item of a rank that has no more data."""
 
 Notes = Callable[[Any], Sequence[int]]
-"""Numbers about an item (or `NOTHING`) that are summed over all ranks in the same message."""
+"""Function that returns the metadata of an item (or `NOTHING`): integers to sum over all ranks in the same message."""
 
 
 class Round(NamedTuple):
-    """An item of this rank, and what is true of the round on all ranks."""
+    """Item of this rank, with the result of the exchange, which is equal on all ranks."""
 
     item: object
     num_items: int
     has_failed: bool
     has_drawn: bool
-    """Whether reading it drew random numbers, if that was watched."""
+    """Whether reading drew random numbers on any rank. False if the fetch was not watched."""
     noted: list[int]
 
 
 class Rounds:
-    """The items of an iterator, fetched in rounds: for each, the ranks tell each other who has one and who failed.
+    """Items of an iterator, fetched in rounds. In each round the ranks count items and failures by an all-reduce.
 
-    `fetch` takes the next item and starts that exchange; `finish` completes it. Between the two the exchange goes on in
-    the background. All ranks call both in the same order. An error, in fetching or reported by `fail`, is raised on all
-    ranks by `finish` as the same `DistributedError`.
+    `fetch` takes the next item and starts the all-reduce. `finish` completes it. In between, it runs in the background.
+    All ranks call both in the same order. An error in `fetch`, or reported by `fail`, is raised by `finish` on all
+    ranks as the same `DistributedError`.
     """
 
     def __init__(
@@ -64,21 +69,22 @@ class Rounds:
         self._exchange = GroupExchange(group) if exchange is None else exchange
         self._notes = notes
         self.error: Exception | None = None
-        """What went wrong on this rank and was not raised yet."""
+        """Error of this rank that `finish` has not raised yet."""
         self._during = _DURING
         self._under_way: tuple[Any, int] | None = None
         self._result: Round | None = None
 
     def fail(self, error: Exception, during: str) -> None:
-        """Let the next exchange tell the other ranks of an error, after which this rank has no more items."""
+        """Report an error to the other ranks in the next exchange. This rank then has no more items."""
         if self.error is None:
             self.error, self._during = error, during
 
     def fetch(self, *, watched: bool = False) -> None:
-        """Take the next item; `watched` finds out whether that draws random numbers on any rank."""
+        """Take the next item and start the exchange. `watched` also checks for draws of random numbers on any rank."""
         item: object = NOTHING
         noted: Sequence[int] = ()
         has_drawn = False
+        # An error is sent as a flag and not raised here: the other ranks would wait for this rank's message.
         try:
             if self.error is None:
                 item, has_drawn = self._next_watched() if watched else (next(self._iterator, NOTHING), False)
@@ -94,14 +100,15 @@ class Rounds:
         self._under_way, self._result = (item, ticket), None
 
     def finish(self) -> Round:
-        """The item and what the ranks told of theirs; the same again until the next `fetch`."""
+        """Complete the exchange and return the round. Return the same round until the next `fetch`."""
         result = self.complete()
         if result.has_failed:
+            # The error text is exchanged only now, in a second collective. All ranks have seen the flag and get here.
             Peers(self._group).agree(self.error, self._during)
         return result
 
     def complete(self) -> Round:
-        """What `finish` gives, whether or not a rank has failed: for who does not need the item."""
+        """Complete the exchange like `finish`, but do not raise if a rank has failed."""
         if self._result is None:
             assert self._under_way is not None, "fetch comes first"
             item, ticket = self._under_way
@@ -125,15 +132,15 @@ class Rounds:
 
 
 class SynchronizedDataLoader:
-    """The batches of `dataloader` for as long as every rank of the group has one.
+    """Dataloader wrapper that yields batches as long as every rank of the group has one.
 
-    Before each batch the ranks agree, in one small reduction that was started a batch ahead, whether all have one: the
-    first to run out ends the pass for all, and an error on one is an error on all. Lengths need not be known, and may be
-    wrong. Alone, without torch.distributed, or with `enabled=False`, batches are passed through. Where reading draws
-    random numbers in this process nothing is read ahead, since they must be drawn at the same point in every run.
+    Before each batch, an all-reduce that was started one batch ahead tells whether all ranks have a batch. The first
+    rank without data ends the pass on all ranks. An error on one rank is raised on all. Lengths may be unknown or wrong.
+    On a single rank, without torch.distributed, or with `enabled=False`, batches are passed through. If reading draws
+    random numbers in this process, nothing is read ahead, because they must be drawn at the same point of every run.
 
-    `notes` gives numbers about each batch, which are summed over all ranks in the same message; `num_batches` is the
-    length that ranks have agreed on, if they have; `exchange` carries the messages, by default the group.
+    `notes` returns integers about each batch, which are summed over all ranks in the same message. `num_batches` is the
+    length that the ranks agreed on, if any. `exchange` carries the messages; the default is the process group.
     """
 
     def __init__(
@@ -158,12 +165,12 @@ class SynchronizedDataLoader:
         self._rounds: Rounds | None = None
         self._position: Mapping[str, Any] | None = None
         self._is_ahead = False
-        """Whether the loader is further than `_position`, which is behind the last batch that was handed out."""
+        """Whether the dataloader is ahead of `_position`, the position behind the last batch handed out."""
         self._must_go_back = False
         self.noted: list[int] = []
-        """The sums of the notes about the batch that was handed out last."""
+        """Summed metadata of the last batch handed out."""
 
-    # --- what it knows
+    # --- properties
 
     def __len__(self) -> int:
         if not isinstance(self._dataloader, Sized):
@@ -171,21 +178,24 @@ class SynchronizedDataLoader:
         return len(self._dataloader)
 
     def __bool__(self) -> bool:
+        # Without this, `if loader` would call `__len__`, which raises if the length is unknown.
         return True
 
     def __getattr__(self, name: str) -> Any:
+        # Attributes of the wrapped loader are available here. Private names are not, because a look-up of `_dataloader`
+        # before `__init__` has set it would recurse without end.
         if name.startswith("_"):
             raise AttributeError(f"{type(self).__name__!r} object has no attribute {name!r}")
         return getattr(self._dataloader, name)
 
     def latest_notes(self) -> list[int]:
-        """The sums of the notes that are the newest on all ranks, which may be about the batch to come."""
+        """Return the newest summed metadata, which may belong to the next batch. Equal on all ranks."""
         return self.noted if self._rounds is None else self._rounds.complete().noted
 
     # --- position
 
     def state_dict(self) -> Mapping[str, Any] | None:
-        """The loader's position behind the last batch that was handed out."""
+        """Return the dataloader's position behind the last batch handed out."""
         return self._position if self._is_ahead else self._stateful().state_dict()
 
     def check_state_dict(self, state: object) -> None:
@@ -200,21 +210,22 @@ class SynchronizedDataLoader:
     def _stateful(self) -> HasState:
         if not is_stateful(self._dataloader):
             raise AttributeError(
-                f"{type(self._dataloader).__name__} has no state_dict and load_state_dict, so no position can be saved "
-                "or restored. Give it both methods, or give the trainer the dataset instead of a loader."
+                f"{type(self._dataloader).__name__} has no state_dict and load_state_dict, so its position cannot be saved "
+                "or restored. Add both methods, or pass the dataset to the trainer instead of a loader."
             )
         return self._dataloader
 
     def set_epoch(self, epoch: int) -> None:
         self._leave()
-        # Only a dispatcher has collectives of its own in there, which end alike on all ranks.
+        # An agreement must not contain collectives that can fail on one rank. Only a dispatcher has collectives in
+        # `set_epoch`, and these raise on all ranks or on none.
         with self._agreement("starting an epoch of the data"):
             if hasattr(self._dataloader, "set_epoch"):
                 self._go_back()
                 self._dataloader.set_epoch(epoch)
                 self._is_ahead = False
 
-    # --- a pass
+    # --- iteration
 
     def __iter__(self) -> Iterator[Any]:
         if not self._is_enabled:
@@ -223,16 +234,22 @@ class SynchronizedDataLoader:
             return
         self._leave()
         self._rounds = rounds = Rounds(self._batches(), self._group, self._notes, self._exchange)
+        # Reading ahead moves random draws of the dataset before draws of the step, such as dropout. The generators that a
+        # checkpoint stores would then be ahead of its data position, and a resumed run would draw other numbers. So a
+        # batch is fetched ahead only while watched fetches draw nothing. `has_drawn` is summed over ranks in the
+        # exchange, so all ranks change the order of their collectives at the same batch.
         draws = False
         self._fetch(rounds, watched=True)
         for number in itertools.count(1):
             batch, num_items, _, has_drawn, self.noted = rounds.finish()
             if num_items < self._size:
+                # A rank that still has a batch has read one too many. Its saved position stays before that batch.
                 self._rounds, self._is_ahead = None, self._is_ahead and batch is not NOTHING
                 return
-            # The first batch comes with what a loader draws when a pass begins.
+            # The first fetch proves nothing: a DataLoader draws its base seed when a pass begins.
             draws |= has_drawn and number > 1
             reads_ahead = number > 1 and not draws and number % _STEPS_BETWEEN_LOOKS > 0
+            # From here on this batch counts as handed out. `_fetch` takes the position before it reads the next one.
             self._is_ahead = False
             if reads_ahead:
                 self._fetch(rounds)
@@ -241,14 +258,15 @@ class SynchronizedDataLoader:
                 self._fetch(rounds, watched=True)
 
     def _batches(self) -> Iterator[Any]:
-        """Those of the loader, begun where an error is one of all ranks."""
+        """Yield the batches of the dataloader."""
+        # Inside the generator, so that an error here is caught by `Rounds.fetch` and raised on all ranks.
         self._go_back()
-        # Not `yield from`, with which leaving early would close an iterator that is the user's.
+        # Not `yield from`: closing this generator early would also close the user's iterator.
         for batch in self._dataloader:  # noqa: UP028
             yield batch
 
     def _fetch(self, rounds: Rounds, watched: bool = False) -> None:
-        """Read a batch that is yet to be handed out, if it ever is."""
+        """Read a batch before it is handed out, and keep the position from before the read for checkpoints."""
         if not self._is_ahead and is_stateful(self._dataloader):
             try:
                 self._position, self._is_ahead = kept_state(self._dataloader), True
@@ -257,13 +275,13 @@ class SynchronizedDataLoader:
         rounds.fetch(watched=watched)
 
     def close(self) -> None:
-        """End the pass, on all ranks together."""
+        """End the pass and close the dataloader; collective."""
         self._leave()
         if hasattr(self._dataloader, "close"):
             self._dataloader.close()
 
     def abandon(self) -> None:
-        """End without the other ranks, of which some may be gone."""
+        """Close without the other ranks, after an error. Some of them may have exited."""
         self._rounds = None
         if self._exchange is not None:
             self._exchange.close()
@@ -272,15 +290,17 @@ class SynchronizedDataLoader:
             end()
 
     def _leave(self) -> None:
-        """Finish the exchange of a pass that the loop has left; what it tells is about a batch that nobody asked for."""
+        """Finish the pending exchange of a pass that the loop has left, and ignore its result; collective."""
         if self._rounds is not None:
+            # Every started all-reduce has to be finished, or its numbers would be read as the answer to the next one.
             self._rounds.complete()
             self._must_go_back = self._is_ahead
         self._rounds = None
 
     def _go_back(self) -> None:
-        """To where a pass was left, for a loader that goes on from there."""
+        """Rewind a dataloader that resumes where it was left, if a batch was read but never handed out."""
         if self._must_go_back and goes_on(self._dataloader):
+            # Workers have prefetched even further. Stop them before the position is set.
             if hasattr(self._dataloader, "close"):
                 self._dataloader.close()
             assert self._position is not None, "a pass was left"

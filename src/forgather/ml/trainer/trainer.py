@@ -1,7 +1,8 @@
-"""The loop that all trainers share, on one device.
+"""Trainer: the training loop for one device, and the base class of all parallel strategies.
 
 Read `_prepare` and `_train_loop` first, then `_train_epoch`, `_train_step` and `_after_step`. The hooks that users and
-strategies override follow in the order of a run. Everything that is not the loop lives in files named after it.
+strategies override follow in the order of a run. Other work is delegated to collaborators in subpackages.
+Invariant: hooks that contain collectives run at the same step on every rank.
 """
 
 import contextlib
@@ -76,12 +77,12 @@ __all__ = [
 TTrainingArgs = TypeVar("TTrainingArgs", bound=TrainingArguments)
 _NO_CONTEXT: contextlib.AbstractContextManager[object] = contextlib.nullcontext()
 StepResult = tuple[Tensor, Tensor | None, int | Tensor]
-"""Loss, gradient norm and tokens of a step, on this rank."""
+"""Loss, gradient norm and number of tokens of one step, on this rank."""
 
 
 @dataclass(kw_only=True)
 class TrainerState(BaseTrainerState):
-    """Adds what the arithmetic of batches needs."""
+    """Trainer state with the number of processes and the length of an epoch."""
 
     num_processes: int = 1
     epoch_train_steps: int = 0
@@ -89,21 +90,22 @@ class TrainerState(BaseTrainerState):
 
 
 class Trainer(BaseTrainer[TTrainingArgs]):
-    """Trains on one device; the base of all strategies. Takes its arguments by name.
+    """Trainer for one device, and base class of all strategies. All arguments are keyword-only.
 
     Args:
-        optimizer_factory: makes the optimizer from named parameters, or from parameter groups with `optimizer_groups`.
-        optimizer_cls_and_kwargs: class and options of the optimizer, in place of a factory; the default is AdamW.
-        lr_scheduler_factory: makes the schedule from the optimizer; the default follows `lr_scheduler_type`.
-        enable_activation_checkpoint_fn: called as fn(rank, module) with `gradient_checkpointing=True`; None switches it off.
-        fused_loss_factory: makes a loss of hidden states and labels from the output embeddings, fused with the head.
+        optimizer_factory: builds the optimizer from named parameters, or from parameter groups with `optimizer_groups`.
+        optimizer_cls_and_kwargs: optimizer class and its options, instead of a factory. Default: AdamW.
+        lr_scheduler_factory: builds the learning-rate scheduler from the optimizer. Default: see `lr_scheduler_type`.
+        enable_activation_checkpoint_fn: called as fn(rank, module) if `gradient_checkpointing=True`. None disables it.
+        fused_loss_factory: builds a fused loss of (hidden states, labels) from the output embeddings.
         optimizer_groups: parameter groups by regular expression, such as {"norms": {"regex": ..., "config": {...}}}.
     """
 
     handles_ranks: ClassVar[bool] = False
-    """Whether several processes may train with it: a subclass that synchronises their models itself sets it to True."""
+    """Whether multiple processes may train with this class. A subclass that synchronises the model itself sets True."""
+    # An override of a hook that is never called would silently do nothing, so the constructor rejects it.
     uncalled_hooks: ClassVar[Mapping[str, str]] = dict.fromkeys(
-        PIPELINE_HOOKS, "only PipelineTrainer and HybridTrainer divide a model into stages. Derive from one of them."
+        PIPELINE_HOOKS, "only PipelineTrainer and HybridTrainer split a model into stages. Subclass one of them."
     )
     state_sharing: ClassVar[Mapping[str, Shared]] = {
         "model": GLOBAL,
@@ -111,11 +113,12 @@ class Trainer(BaseTrainer[TTrainingArgs]):
         "scheduler": GLOBAL,
         "ema": GLOBAL,
         "trainer": GLOBAL,
+        # GLOBAL if one process reads for all ranks, else PER_RANK (see `_get_dataset_sharing_pattern`).
         "dataset": BY_LOADING,
         "rng": PER_RANK,
     }
 
-    # Collaborators, made in preparation.
+    # Collaborators. `_prepare` builds them, because they depend on the model, the data and the ranks.
     layout: DataLayout
     feed: Feed
     step_loss: ModelLoss
@@ -153,39 +156,45 @@ class Trainer(BaseTrainer[TTrainingArgs]):
         self.steps = StepRunner(self)
         self.weight_decay_groups = "all"
         self.evaluated_dataset: BaseDataset | None = None
-        """The dataset of `eval_dataloader`."""
+        """Dataset of `eval_dataloader`."""
         self.claim: CheckpointManager | None = None
         self.wanted: bool | str | None = None
-        """What preparation is asked to resume; None if only an evaluation follows."""
+        """Requested value of `resume_from_checkpoint`; None if only an evaluation follows."""
         self.resume_path: str | None = None
         self._to_be_loaded: bool | str = False
         self._falls_back = self._has_trained = self._loads_for_training = False
+        # Overrides of these hooks may act at any step, so `_after_step` must not skip quiet steps.
         hooks = ("_maybe_log_save_evaluate", "_setup_periodic_functions")
         self._decides_at_every_step = any(is_overridden(self, name) for name in hooks)
         self.on_cpu = True
         self.skips_updates = False
-        """Whether a step without finite gradients is left out (nonfinite_grad="skip")."""
+        """Whether updates with non-finite gradients are skipped (nonfinite_grad="skip")."""
         self._signals: StopSignals | None = None
         phases.refuse(self)
+        # Targets are counted on the labels that `_prepare_batch` returns, before the first forward pass. An override
+        # may draw random numbers, so it must not run a second time when the step reaches the same micro-batch.
         if is_overridden(self, "_prepare_batch"):
             vars(self)["_prepare_batch"] = prepared_once(self._prepare_batch, lambda: self.window)
+        # An override must not have to know that a strategy delays the gradient all-reduce (`no_sync`).
         if is_overridden(self, "_forward_backward_step"):
             vars(self)["_forward_backward_step"] = surrounded(self._forward_backward_step, self._around_micro_batch)
 
-    # --- the order of things
+    # --- order of a run
 
     def _prepare(self, train_dataset: BaseDataset | None, eval_dataset: BaseDataset | None) -> None:
-        """Everything up to the first step of training; without training, up to an evaluation."""
+        """Run all set-up before the first training step, or before an evaluation without training."""
         self.recipes.refuse_averages_in_model(
-            "Training cannot begin inside averaged_weights(): leave the context first."
+            "Training cannot start inside averaged_weights(). Leave the context first."
         )
         phases.prepare_ranks(self)
         phases.prepare_device(self)
         if self.wanted is not None:
+            # Before the model is built: a model that a checkpoint will fill needs no initialised weights.
             self._resolve_checkpoint()
         phases.prepare_data(self, train_dataset, eval_dataset)
         self._prepare_model()
         self._follow_model()
+        # All ranks build the model with the same seed. From here on, each rank needs its own dropout masks.
         seed_everything(seed_of_rank(self.seed, self.team.rank))
         self._wrap_loss_fn()
         phases.follow_loss(self)
@@ -197,19 +206,22 @@ class Trainer(BaseTrainer[TTrainingArgs]):
         phases.wrap(self)
         self._prepare_loop()
         if self.wanted is not None:
+            # Last: the checkpoint manager reads the declared state, which now refers to the final objects.
             phases.prepare_checkpoints(self)
 
     def _prepare_loop(self) -> None:
-        """Make the state and the collaborators of the loop."""
+        """Build the trainer state and the collaborators of the loop."""
         phases.prepare_loop(self)
 
     def _train_loop(self) -> TrainOutput:
         started, first_step, cadence = time.time(), self.state.global_step, self.loop.cadence
+        # A handler of on_train_begin may have made a request, possibly on one rank only.
         self.settle_requests()
         cadence.log, cadence.evaluate, cadence.save = self._setup_periodic_functions()
+        # A preempted run saves without the evaluation that was due at its last step.
         finish_interrupted_step(self)
         if cadence.is_last_step and self.state.global_step > self.state.epoch_start_step:
-            # A checkpoint of the last step may be older than the evaluation that belongs to the end of its epoch.
+            # The checkpoint of the last step may have been saved before the evaluation at the end of its epoch.
             self._end_epoch()
         while cadence.has_more_epochs:
             self._train_epoch()
@@ -220,6 +232,7 @@ class Trainer(BaseTrainer[TTrainingArgs]):
         self._dispatch_event("on_epoch_begin")
         self.settle_requests()
         batches = self.steps.batches()
+        # Checked before the first step too: a resumed run may already be at its end.
         while not self._leaves_epoch() and self.steps.run(batches):
             self._after_step()
         self._end_epoch()
@@ -230,7 +243,7 @@ class Trainer(BaseTrainer[TTrainingArgs]):
         return asked or (self.state.global_step >= self.plan.num_steps and self.plan.has_limit)
 
     def _train_step(self, data_iterator: Iterator[Mapping[str, Any]]) -> StepResult:
-        """One optimizer update from a window of micro-batches."""
+        """Run one optimizer step on a window of micro-batches (gradient accumulation)."""
         loss: Tensor | None = None
         tokens: int | Tensor = 0
         window_is_done = False
@@ -246,30 +259,36 @@ class Trainer(BaseTrainer[TTrainingArgs]):
         return loss, self._update_parameters(), tokens
 
     def _update_parameters(self) -> Tensor | None:
-        """Clip, step and clear the gradients of a whole window; returns their norm."""
+        """Clip the gradients of a full window, step the optimizer, clear the gradients, and return their norm."""
         if not self._should_sync_gradients():
             raise RuntimeError(
-                f"{type(self).__name__}._should_sync_gradients() is False for the last micro-batch of a step, so that ranks "
-                "would update their models by gradients of their own. Return True there, or do not override it."
+                f"{type(self).__name__}._should_sync_gradients() is False for the last micro-batch of a step. Ranks would "
+                "update their models with different gradients. Return True there, or do not override it."
             )
+        # Clipping compares the true norm with max_grad_norm, so the loss scale has to be removed first.
         self.amp_context.unscale_(self.optimizer)
         grad_norm = self._clip_grad_norm(self.args.max_grad_norm)
         self._dispatch_event("on_pre_optimizer_step")
         if self.loop.left_out is not None:
+            # The scheduler step of the previous update is still pending (see `_advance_schedule`).
             self.reporter.settle_schedule(self.lr_scheduler)
         if self.skips_updates and grad_norm is not None:
             step_if_finite(self.optimizer, grad_norm)
         elif self.recipes.step_in_backward is None:
+            # With fuse_optim_with_backward the update has already happened, during the backward pass.
             self.amp_context.optimizer_step(self.optimizer)
         if self.recipes.average is not None:
             self.recipes.update_average()
+        # As in transformers, handlers of this event still see the gradients.
         self._dispatch_event("on_optimizer_step")
         self._advance_schedule()
         clear_gradients(self.optimizer)
         return grad_norm
 
     def _advance_schedule(self) -> None:
-        """A step of the schedule, unless GradScaler has left out the optimizer's."""
+        """Step the learning-rate scheduler, unless GradScaler skipped the optimizer step."""
+        # On an accelerator the host does not yet know whether GradScaler skipped the step, and reading the flag now
+        # would block. The scheduler step is therefore postponed to the next update, log or checkpoint.
         self.loop.left_out = self.amp_context.left_out
         if self.loop.left_out is None:
             self.lr_scheduler.step()
@@ -277,12 +296,15 @@ class Trainer(BaseTrainer[TTrainingArgs]):
             self.reporter.settle_schedule(self.lr_scheduler)
 
     def _after_step(self) -> None:
-        """Log, evaluate and save where that is due; the cadence depends on the global step alone."""
+        """Log, evaluate and save if due. The cadence depends only on the global step, so a resume does not shift it."""
+        # `settle` is a collective. Both conditions are equal on all ranks: the first comes from the batch metadata
+        # that the ranks exchange, the second counts steps.
         if self.feed.gradients_look_bad or self.loop.interval.wants_settling:
             self.reporter.settle(self.lr_scheduler)
         self._dispatch_event("on_step_end")
         self.settle_requests("step")
         cadence = self.loop.cadence
+        # Most steps have nothing due. One comparison is cheaper than three periodic functions at every step.
         if self._is_busy() or self.state.global_step >= cadence.quiet_until:
             self._maybe_log_save_evaluate(*self.loop.interval.logs, cadence.log, cadence.evaluate, cadence.save)
             if not self._decides_at_every_step:
@@ -291,13 +313,14 @@ class Trainer(BaseTrainer[TTrainingArgs]):
             heed_stop_request(self)
 
     def _is_busy(self) -> bool:
-        """Whether a callback asks for something, or a user's hook decides at every step."""
+        """Return whether a callback has a pending request, or an overridden hook must run at every step."""
         control = self.control
         asked = control.should_log or control.should_evaluate or control.should_save
         return asked or control.should_training_stop or control.should_abort_without_save or self._decides_at_every_step
 
     def _end_epoch(self) -> None:
-        """What happens once per epoch; a step limit in the middle of one leaves the epoch unfinished."""
+        """Run the actions of an epoch's end. A step limit inside an epoch leaves that epoch unfinished."""
+        # If training ends inside an epoch, the epoch number stays, so that a resume can finish the epoch.
         if not self.loop.cadence.is_last_step or self.loop.cadence.epoch_is_complete:
             self.loop.begin_next_epoch(self.args.gradient_accumulation_steps)
         self.control.should_epoch_stop = False
@@ -309,7 +332,7 @@ class Trainer(BaseTrainer[TTrainingArgs]):
             self.saver.save_in_training()
         self._dispatch_event("on_epoch_end")
         self.settle_requests()
-        # What callbacks asked for at the end of the epoch is done now, and not only after the next step.
+        # Serve requests from on_epoch_end now. The next step may never come, or belongs to the next epoch.
         if self.control.should_log:
             self._log_interval()
         if self.control.should_evaluate:
@@ -318,23 +341,24 @@ class Trainer(BaseTrainer[TTrainingArgs]):
             self.saver.save_in_training()
         heed_stop_request(self)
 
-    # --- hooks of preparation, in its order
+    # --- set-up hooks, in call order
 
     def _init_distributed(self) -> None:
-        """Find this process's place in the job; strategies also make their mesh and groups here."""
+        """Set world size and main-process flags from `dist`. Strategies also build their mesh and groups here."""
         env = self.dist
         self.num_processes = env.world_size
         self.is_local_process_zero, self.is_world_process_zero = env.local_rank == 0, env.rank == 0
 
     def _follow_ranks(self) -> None:
-        """Make the mesh and the groups of a strategy, unless `_init_distributed` has."""
+        """Build the mesh and process groups of a strategy, unless `_init_distributed` did so."""
 
     def _init_device(self) -> None:
-        """Choose the device of this process: `args.device`."""
+        """Choose the device of this process and store it in `args.device`."""
         self.args.device = str(preparation.find_device(self.args, self.dist))
 
     def _resolve_checkpoint(self) -> None:
-        """Take the output directory, and make `args.resume_from_checkpoint` a path or False."""
+        """Lock the output directory, and resolve `args.resume_from_checkpoint` to a path or False."""
+        # True means "the newest": a damaged checkpoint is then skipped for an older one. A named path is not.
         self._falls_back = self.args.resume_from_checkpoint is True
         self.claim = phases.claim_output_dir(self)
         path = self.claim.resolve_checkpoint_path(self.args.resume_from_checkpoint)
@@ -342,7 +366,7 @@ class Trainer(BaseTrainer[TTrainingArgs]):
         self.resume_path = path or self.claim.resolve_checkpoint_path(self._to_be_loaded)
 
     def _init_dataloaders(self, train_dataset: BaseDataset | None, eval_dataset: BaseDataset | None) -> None:
-        """Set `train_dataloader` and `eval_dataloader`; any iterable of dicts is accepted."""
+        """Set `train_dataloader` and `eval_dataloader`. Overrides may set any iterable of dicts."""
         if train_dataset is not None:
             self._loads_for_training = True
             self.train_dataloader = self._get_dataloader(train_dataset, self.args.per_device_train_batch_size)
@@ -350,13 +374,14 @@ class Trainer(BaseTrainer[TTrainingArgs]):
             self.load_for_evaluation(eval_dataset)
 
     def load_for_evaluation(self, dataset: BaseDataset) -> None:
-        """Make `eval_dataloader` the loader of this dataset."""
+        """Set `eval_dataloader` to a loader of this dataset."""
+        # An attribute, because the signature of the hook `_get_dataloader` has no room for the purpose.
         self._loads_for_training = False
         self.eval_dataloader = self._get_dataloader(dataset, self.args.per_device_eval_batch_size)
         self.evaluated_dataset = dataset
 
     def _get_dataloader(self, dataset: BaseDataset, batch_size: int) -> Any:
-        """A loader of the batches of this rank."""
+        """Return a dataloader of this rank's batches."""
         seed = self.seed if self._loads_for_training else None
         build = preparation.loader_builder(self.args, dataset, batch_size, self.data_collator, self.device, seed)
         if not self._loads_for_training:
@@ -364,49 +389,52 @@ class Trainer(BaseTrainer[TTrainingArgs]):
         return self.team.train_loader(build, dataset, self.layout, self.args.dataloader_drop_last, self.feed)
 
     def _update_training_steps(self) -> None:
-        """Set `max_steps` and `epoch_train_steps` (batches per epoch) from the arguments and the length of the data."""
+        """Set `max_steps` and `epoch_train_steps` (batches per epoch) from the arguments and the dataloader length."""
         self.plan = phases.plan_steps(self)
         self.max_steps, self.epoch_train_steps = self.plan.num_steps, self.plan.num_batches
 
     def _prepare_model(self) -> None:
-        """Build the model unless it was given, and put it on the device; a fresh start begins with a fresh one."""
+        """Build the model, or move the given model to the device. A fresh run after training rebuilds it."""
+        # User code may fail on one rank only. An agreement raises its error on all ranks, which would otherwise wait
+        # for the failed rank in the next collective. The same holds for the loss and the optimizer.
         with self.team.agreement("building the model"):
             if self.model is None or (self.starts_over and self.model_init is not None):
                 self.model = phases.build(self, self.loads_weights)
             else:
+                # A second `train` finds the model still wrapped for the first.
                 self.model = self.unwrapped_model().to(self.device)
             self.recipes.apply_layers(self.model)
             if self.args.gradient_checkpointing and self.enable_activation_checkpoint_fn is not None:
                 self.enable_activation_checkpoint_fn(self.team.rank, self.model)
 
     def _follow_model(self) -> None:
-        """Derive what a strategy needs of the model that `_prepare_model` has set."""
+        """Derive the objects of a strategy from the model that `_prepare_model` has set."""
 
     def _initialize_non_persistent_buffers(self, model: nn.Module) -> None:
-        """Compute buffers that no checkpoint holds, of a model that was built on the meta device."""
+        """Compute the non-persistent buffers of a model built on the meta device; no checkpoint contains them."""
         assert self.model_init is not None
         compute_missing_buffers(model, self.model_init)
 
     def _wrap_loss_fn(self) -> None:
-        """Make `loss_fn` a RescaleLoss that weighs micro-batches by their targets."""
+        """Wrap `loss_fn` in a RescaleLoss that weights micro-batches by their number of targets."""
         with self.team.agreement("making the loss"):
             phases.wrap_loss(self)
 
     def _maybe_get_fused_loss_fn(self, module: nn.Module, default_loss_fn: Any) -> Any:
-        """The loss that is fused with the head of `module`, if `fused_loss_factory` makes one; else the default."""
+        """Return the loss that `fused_loss_factory` fuses with the head of `module`, or `default_loss_fn`."""
         return phases.fused_loss(self, module, default_loss_fn)
 
     def _compile_model(self) -> None:
-        """Compile the model for the forward pass; what is checkpointed stays the model itself."""
+        """Compile the model for the forward pass. Checkpoints still contain the uncompiled model."""
         self.model = torch.compile(self.model, **preparation.compile_options(self.args))
 
     def _init_optimizer(self) -> None:
-        """Make `optimizer` and `lr_scheduler`."""
+        """Build `optimizer` and `lr_scheduler`."""
         with self.team.agreement("making the optimizer"):
             phases.init_optimizer(self)
 
     def _follow_optimizer(self) -> None:
-        """Derive what belongs to the optimizer and schedule that `_init_optimizer` has set."""
+        """Derive checkpoint state, gradient norm and EMA from the optimizer and scheduler of `_init_optimizer`."""
         phases.follow_optimizer(self)
 
     def _init_scheduler(self) -> None:
@@ -416,10 +444,10 @@ class Trainer(BaseTrainer[TTrainingArgs]):
         self.optimization.follow(self.lr_scheduler, self.optimizer)
 
     def _wrap(self) -> None:
-        """Wrap `model` for a strategy; what it leaves in `self.model` runs forward. One device needs nothing."""
+        """Wrap `model` for a strategy. `self.model` then runs the forward pass. One device needs no wrapper."""
 
     def _init_state(self) -> BaseTrainerState:
-        """Counters at zero; a checkpoint sets them to where training was."""
+        """Return a state with all counters at zero. Loading a checkpoint sets them."""
         args = self.args
         return TrainerState(
             logging_steps=args.logging_steps,
@@ -436,43 +464,47 @@ class Trainer(BaseTrainer[TTrainingArgs]):
         )
 
     def _init_checkpoint_manager(self) -> CheckpointManager:
-        """Make the manager for the state as it is declared now."""
+        """Return a checkpoint manager for the currently declared state."""
         if self.checkpoint_manager is not None:
+            # The old manager holds the lock of the output directory.
             self.checkpoint_manager.close()
         skipped = phases.skipped_components(self)
         return self._make_manager(skip_checkpoint_components=skipped, on_save_error=self.args.on_save_error)
 
     def _setup_periodic_functions(self) -> tuple[PeriodicFunction, PeriodicFunction, PeriodicFunction]:
-        """When to log, to evaluate and to save."""
+        """Return the periodic functions of logging, evaluation and saving."""
         cadence = self.loop.cadence
         return cadence.log, cadence.evaluate, cadence.save
 
-    # --- hooks of the step
+    # --- step hooks
 
     def _prepare_batch(self, batch: Mapping[str, Any]) -> tuple[dict[str, Any], Any]:
-        """The inputs of the model and the labels, on the device."""
+        """Return model inputs and labels of a micro-batch, on the device."""
         inputs = dict(batch) if self.on_cpu else dict(moved(batch, self.device))
         return inputs, inputs.pop("labels", None)
 
     def _forward_backward_step(self, input_dict: dict[str, Any], labels: Any) -> Tensor:
-        """Forward and backward of one micro-batch; returns its share of the step's loss, detached."""
+        """Run forward and backward of one micro-batch. Return its contribution to the step's loss, detached."""
         loss = self._forward_step(input_dict, labels)
         self._backward(loss)
         return loss.detach()
 
     def _around_micro_batch(self) -> contextlib.AbstractContextManager[None]:
-        """The context of `_forward_backward_step`, also of an override: strategies delay the reduction of gradients."""
+        """Return the context for `_forward_backward_step`, including overrides. DDP delays the all-reduce here."""
         return contextlib.nullcontext()
 
     def _forward_step(self, input_dict: dict[str, Any], labels: Any) -> Tensor:
-        """The weighed loss; the logits are let go before the backward pass, which needs the memory."""
+        """Return the weighted loss."""
+        # A separate method: the logits go out of scope at its end, which frees them before the backward pass.
         window = self.steps.window
         is_stand_in = window is not None and window.is_stand_in
         with self.amp_context.autocast():
+            # Offloading excludes the loss: its activations are needed first in the backward pass.
             with self.recipes.activations(self.unwrapped_model) if self.recipes.offloads else _NO_CONTEXT:
                 forward = self.step_loss.forward(self.model, input_dict, labels, is_stand_in)
             if isinstance(self.loss_fn, TrainingLoss):
                 return self.loss_fn.of(forward, labels)
+            # An override of `_wrap_loss_fn` has set its own RescaleLoss.
             loss: Tensor = self.loss_fn(forward.logits, labels)
             return loss
 
@@ -480,19 +512,20 @@ class Trainer(BaseTrainer[TTrainingArgs]):
         self.amp_context.scale_loss(loss).backward()
 
     def _should_sync_gradients(self) -> bool:
-        """Whether gradients of the present micro-batch are to be reduced: True for the last one of a window."""
+        """Return whether to all-reduce gradients after the current micro-batch: True for the last of a window."""
         window = self.steps.window
         return window is None or window.is_last
 
     def _clip_grad_norm(self, max_grad_norm: float | None, norm_type: float = 2.0) -> Tensor | None:
-        """The norm of all gradients, which are scaled down to `max_grad_norm` if it is given and exceeded."""
+        """Return the norm of all gradients, and clip them to `max_grad_norm` if it is set."""
         assert self.optimization is not None
+        # Computed even without clipping: the norm is logged and checked for NaN and infinity.
         norm = self.optimization.norm(norm_type)
         self.optimization.clip(max_grad_norm, norm)
         return norm
 
     def _count_batch_tokens(self, input_dict: dict[str, Any], labels: Any) -> int | Tensor:
-        """The number of tokens the model processes for a batch; padding counts, since it costs the same."""
+        """Return the number of tokens that the model processes. Padding counts, because it costs the same compute."""
         window = self.steps.window
         if window is not None and window.is_stand_in:
             return 0
@@ -502,10 +535,10 @@ class Trainer(BaseTrainer[TTrainingArgs]):
         return samples_in(input_dict)
 
     def _agree_on_loss(self, loss: ModelLoss, batch: Mapping[str, Any] | None) -> None:
-        """Let all ranks choose the same loss, before one of them computes it."""
+        """Make all ranks choose the same loss before any rank computes it; collective."""
         self.steps.agree_on_loss(loss, batch)
 
-    # --- hooks of logs
+    # --- logging hooks
 
     def _maybe_log_save_evaluate(
         self,
@@ -516,7 +549,7 @@ class Trainer(BaseTrainer[TTrainingArgs]):
         periodic_eval: PeriodicFunction,
         periodic_save: PeriodicFunction,
     ) -> None:
-        """Log, evaluate and save after a step, where that is due or a callback has asked for it."""
+        """Log, evaluate and save after a step if due or requested by a callback."""
         cadence = self.loop.cadence
         if self.control.should_log or cadence.log_is_due(periodic_log):
             self._log_interval()
@@ -526,29 +559,31 @@ class Trainer(BaseTrainer[TTrainingArgs]):
             self.saver.save_in_training()
 
     def _log_interval(self) -> None:
-        """Log what happened since the last log; here, and only here, the device is waited for."""
+        """Log the steps since the last log. This waits for the device, and is a collective."""
         self.control.should_log = False
         interval = self.loop.interval
         if interval.num_steps == 0:
             return
         self._log_step(*interval.logs)
         if interval.num_steps:
-            # An override has logged in its own way.
+            # An override of `_log_step` did not build the standard record, which would have closed the interval.
             self.reporter.close_interval(self.lr_scheduler)
         self.settle_requests("log")
 
     def _log_step(self, loss_log: list[Tensor], total_norm_log: list[Tensor], tokens_log: list[int | Tensor]) -> None:
-        """Log the steps since the last log; the lists have this rank's values since ranks last settled them."""
+        """Log the steps since the last log. The lists hold this rank's values since ranks last summed them."""
         logs = self.reporter.interval_record(self.lr_scheduler)
+        # On the CPU the value is 0, so the gather over all ranks is skipped.
         if self.device.type != "cpu" or is_overridden(self, "_distributed_peak_mem"):
             logs["peak_mem_allocated"] = self._distributed_peak_mem(phases.own_peak_memory(self.device))
         self._dispatch_event("on_log_step", logs=logs)
         self.log(logs)
 
     def _finalize_training(self, start_time: float, speed_metrics_steps: int) -> TrainOutput:
-        """Log and save the last steps, load the best model, and log the record of the whole run."""
+        """Log and save the last steps, load the best model, and log the final record of the run."""
         if self.args.logging_strategy != "no":
             self._log_interval()
+        # Save first: the last checkpoint must contain the last weights, not the best weights.
         if self.args.save_strategy != "no":
             self.saver.save_in_training()
         if self.args.load_best_model_at_end:
@@ -558,7 +593,7 @@ class Trainer(BaseTrainer[TTrainingArgs]):
         return TrainOutput(self.state.global_step, metrics)
 
     def _end_train_loop(self, start_time: float, train_steps: int) -> dict[str, Any]:
-        """The final record; rates count the timed steps of this process only."""
+        """Return the final record. Rates count only the timed steps of this process."""
         batch_size = self._calculate_effective_batch_size()
         return self.reporter.final_record(self.lr_scheduler, batch_size, self._distributed_tokens)
 
@@ -570,34 +605,35 @@ class Trainer(BaseTrainer[TTrainingArgs]):
         return flops_per_token(count_parameters(self._whole_model()))
 
     def reduced_sums(self, sums: Tensor) -> Tensor:
-        """Losses (the first row), tokens and samples of steps, over all data-parallel ranks."""
+        """Reduce per-step losses (first row), tokens and samples over all data-parallel ranks."""
         return torch.stack([self._distributed_loss(sums[0]), *self._distributed_tokens(sums[1:])])
 
     def _distributed_loss(self, loss: Tensor) -> Tensor:
-        """Mean of losses over data-parallel ranks; inside an evaluation the loss of this rank."""
+        """Return the mean of losses over data-parallel ranks. During an evaluation, return this rank's loss."""
         if self.evaluator.is_running:
+            # Overrides of `_prediction_step` call this per batch. The evaluation loop reduces once, at its end.
             return loss
         total = self.team.sum(loss)
         return total if self._num_averaged == 1 else total / self._num_averaged
 
     def _distributed_tokens(self, tokens: Tensor) -> Tensor:
-        """Counts, each summed over all data-parallel ranks."""
+        """Sum each count over all data-parallel ranks."""
         return self.team.sum(tokens)
 
     def _distributed_norms(self, norms: list[float]) -> list[float]:
-        """Norms of gradients, which are the same on every rank unless a strategy lets ranks step on their own."""
+        """Combine gradient norms of the ranks. They are equal unless a strategy lets ranks update independently."""
         return norms
 
     def _distributed_peak_mem(self, local_peak: int) -> list[int]:
-        """Peak memory of each rank's accelerator."""
+        """Gather the peak memory of each rank's accelerator."""
         return self.team.gather(local_peak)
 
     # --- evaluation
 
     def evaluate(self, eval_dataset: BaseDataset | None = None, *, use_ema: bool = False) -> dict[str, Any]:
-        """The token-weighted loss over the evaluation set, and how long it took.
+        """Return the token-weighted loss over the evaluation set, other metrics, and the run time.
 
-        `use_ema` evaluates the averaged weights (`ema_decay`) in place of the present ones.
+        `use_ema` evaluates the EMA weights (`ema_decay`) instead of the current weights.
         """
         dataset = self.eval_dataset if eval_dataset is None else eval_dataset
         with torch_settings(self.args):
@@ -605,27 +641,28 @@ class Trainer(BaseTrainer[TTrainingArgs]):
             return self.evaluator.evaluate(dataset, use_ema)
 
     def _eval_loop(self) -> dict[str, Any]:
-        """Add up the losses of the evaluation batches, `max_eval_steps` of them at most."""
+        """Sum the losses of at most `max_eval_steps` evaluation batches, and return the metrics."""
         sums = self.evaluator.run()
         if sums.num_batches == 0:
             raise RuntimeError(self._zero_eval_batches_message())
         return self.evaluator.metrics(sums)
 
     def _prediction_step(self, input_dict: dict[str, Any], labels: Any) -> Prediction:
-        """The mean loss of a batch on this rank, with logits and labels for callbacks."""
+        """Return the mean loss of a batch on this rank, with logits and labels for callbacks."""
         with self.amp_context.autocast():
-            # Without DDP, which exchanges buffers at each forward pass: ranks may have different numbers of batches.
+            # Bypass DDP: it broadcasts buffers at each forward pass, and ranks may have unequal numbers of batches.
             return self.evaluator.predict(without_ddp(self.model), input_dict, labels)
 
     def _shared_metrics(self, metrics: dict[str, Any]) -> dict[str, Any]:
-        """The same on every rank, also those that callbacks have added, since the best model is chosen by them."""
+        """Broadcast the metrics of rank 0, including entries added by callbacks; collective."""
+        # The best model is chosen by these metrics. If they differed, ranks would keep different checkpoints.
         return self.team.broadcast(metrics)
 
     def _before_evaluation(self) -> None:
         """Synchronise state that an evaluation reads."""
 
     def _common_weights(self) -> contextlib.AbstractContextManager[None]:
-        """In this context replicas have the same weights, also where a strategy lets them differ between steps."""
+        """Return a context with equal weights on all replicas, for strategies that let them differ between steps."""
         return contextlib.nullcontext()
 
     def _zero_eval_batches_message(self) -> str:
@@ -640,7 +677,7 @@ class Trainer(BaseTrainer[TTrainingArgs]):
         return {**{name: getattr(self.args, name) for name in names}, **self.team.settings}
 
     def _dispatch_eval_batches(self) -> bool:
-        """Whether rank 0 reads the evaluation batches for all."""
+        """Return whether rank 0 reads the evaluation batches for all ranks."""
         return self._dispatches(for_training=False)
 
     # --- checkpoints
@@ -648,29 +685,30 @@ class Trainer(BaseTrainer[TTrainingArgs]):
     def _before_save(self) -> None:
         """Synchronise state that must be identical on all ranks."""
         self.recipes.refuse_averages_in_model(
-            "A checkpoint cannot be saved inside averaged_weights(): it would have the average in place of the weights. "
-            "Leave the context first; save_model() exports the average."
+            "A checkpoint cannot be saved inside averaged_weights(): it would contain the EMA instead of the weights. "
+            "Leave the context first. save_model() exports the EMA."
         )
+        # A checkpoint stores counters summed over all ranks, and no pending scheduler step.
         self.reporter.settle(self.lr_scheduler)
         self._require_whole_state()
         assert self.optimization is not None
         self.saver.look_at_weights(self.optimization.parameters, self.optimization.names)
 
     def save_model(self, output_dir: str | None = None, *, use_ema: bool = False) -> None:
-        """Write the model alone, as a Hugging Face directory, by default into the output directory.
+        """Write only the model, as a Hugging Face directory. The default is the output directory.
 
-        `use_ema` writes the averaged weights (`ema_decay`) in place of the present ones.
+        `use_ema` writes the EMA weights (`ema_decay`) instead of the current weights.
         """
         self._prepare_to_evaluate(self.eval_dataset)
         with self.averaged_weights() if use_ema else self._common_weights():
             super().save_model(output_dir)
 
     def averaged_weights(self) -> contextlib.AbstractContextManager[None]:
-        """In this context the model has the averaged weights, which `ema_decay` keeps; on all ranks at once."""
+        """Return a context that swaps the EMA weights (`ema_decay`) into the model. All ranks must enter it."""
         return self.recipes.averaged_weights()
 
     def load_best_model(self) -> None:
-        """Load the weights of the best checkpoint, if there is one, and the average that belongs to them."""
+        """Load weights and EMA of the best checkpoint, if any."""
         self.saver.load_best()
 
     def _load_weights_of(self, checkpoint_path: str) -> None:
@@ -682,19 +720,23 @@ class Trainer(BaseTrainer[TTrainingArgs]):
     def _restore(self, resume: bool | str) -> None:
         if resume is False:
             self.recipes.begin_average()
+            # Retention must not delete checkpoints of an older run in this directory. The first save moves them away.
             self.checkpoint_manager.begin_fresh_run()
         else:
             self._load_to_resume(None if self._falls_back else str(resume))
+            # Another batch size or number of ranks: the steps of the checkpoint have another size.
             if self.state.epoch_train_steps != self.plan.steps_per_epoch:
                 phases.replan(self)
-        # Gradients that a model brings along, or an interrupted step left, must not enter the first step.
+        # Gradients of a given model, or of an interrupted step, must not enter the first step.
         self.optimizer.zero_grad()
 
     def _load_state(self, path: str | None) -> str | None:
         self.recipes.forget_average()
         loaded = super()._load_state(path)
         if loaded is not None and not self.checkpoint_manager.is_own(loaded):
+            # The best checkpoint of another run is not in this output directory.
             self.loop.forget_best()
+        # A checkpoint without EMA leaves none: the average then starts at the loaded weights.
         self.recipes.begin_average()
         return loaded
 
@@ -707,6 +749,7 @@ class Trainer(BaseTrainer[TTrainingArgs]):
 
     def _get_dataset_sharing_pattern(self) -> SharingPattern:
         layout = self._data_layout(for_training=True)
+        # A rank that reads the full stream is at the same position as all others. Else each has its own.
         reads_whole = layout.splits_streams or layout.part.num_parts == 1
         return SharingPattern.GLOBAL if reads_whole else SharingPattern.PER_RANK
 
@@ -714,7 +757,7 @@ class Trainer(BaseTrainer[TTrainingArgs]):
         return self.loop.state_dict()
 
     def check_state_dict(self, state_dict: Any) -> None:
-        """Raise a `CheckpointLoadError` for a state that `load_state_dict` could not use."""
+        """Raise `CheckpointLoadError` for a state that `load_state_dict` cannot use."""
         self.loop.check_state_dict(state_dict)
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
@@ -726,7 +769,7 @@ class Trainer(BaseTrainer[TTrainingArgs]):
     def _own_state_keys(self) -> set[str]:
         return set(self.loop.state_dict())
 
-    # --- a run
+    # --- run context
 
     @contextlib.contextmanager
     def _run_context(self) -> Iterator[None]:
@@ -745,11 +788,13 @@ class Trainer(BaseTrainer[TTrainingArgs]):
         self._run.enter_context(set_train(self._forward_modules(), True))
 
     def _close_after(self, error_type: type[BaseException] | None, *_: object) -> None:
-        """End workers and give the output directory back, however training ended."""
+        """Stop dataloader workers and release the output directory, after success or failure."""
         self._signals = None
         if self.train_dataloader is not None:
+            # Closing in order is a collective. After an error on this rank, the other ranks may never reach it.
             in_order = error_type is None or issubclass(error_type, Preempted)
             self.team.close_loader(self.train_dataloader, in_order)
+        # Until the manager exists, `claim` holds the lock of the output directory.
         for manager in (self.claim, self.checkpoint_manager):
             if manager is not None:
                 manager.close()
@@ -760,14 +805,14 @@ class Trainer(BaseTrainer[TTrainingArgs]):
 
     def _prepare_to_evaluate(self, eval_dataset: BaseDataset | None) -> None:
         if self._is_prepared and not self.team.is_open:
-            # Closed by an error that the caller has survived.
+            # An error closed the links between ranks, and the caller caught it.
             phases.prepare_ranks(self)
             self.evaluator.dataset = None
         self.wanted = self.wanted if self._is_prepared else None
         super()._prepare_to_evaluate(eval_dataset)
 
     def _prepare_to_load(self, wanted: bool | str) -> None:
-        # The checkpoint that is about to be loaded decides on the groups of the optimizer too.
+        # The optimizer's parameter groups depend on the checkpoint, so set-up must know the path before loading.
         self._to_be_loaded = wanted
         try:
             self._prepare_to_train(False)
@@ -775,15 +820,16 @@ class Trainer(BaseTrainer[TTrainingArgs]):
             self._to_be_loaded = False
 
     def settle_requests(self, occasion: str = "epoch") -> None:
-        """Make what callbacks have asked for the same on every rank; collective."""
+        """Combine the callback requests of all ranks in `control`; collective."""
+        # The occasions are equal on all ranks. Without callbacks that make requests, this costs no message.
         if occasion in self.team.occasions:
             self.team.settle(self.control, self.callbacks, occasion)
 
     def received_signal(self) -> str | None:
-        """The stop signal that this process has received."""
+        """Return the name of the stop signal that this process received, or None."""
         return None if self._signals is None else self._signals.received
 
-    # --- properties and what strategies say of themselves
+    # --- properties, and hooks that describe a strategy
 
     @property
     def device(self) -> torch.device:
@@ -796,69 +842,72 @@ class Trainer(BaseTrainer[TTrainingArgs]):
 
     @property
     def window(self) -> Window | None:
-        """The micro-batches of the present step; None outside of steps."""
+        """Micro-batches of the current step; None outside a step."""
         return self.steps.window
 
     @property
     def gradient_accumulation_step(self) -> int | None:  # type: ignore[override]
-        """The number of the present micro-batch within its step, from 1; None outside of steps."""
+        """Index of the current micro-batch within its step, from 1; None outside a step."""
         return None if self.window is None else self.window.number + 1
 
     @property
     def num_data_parallel_ranks(self) -> int:
-        """How many ranks share the batches of a step."""
+        """Number of data-parallel ranks, which train on different batches of a step."""
         return self.layout.part.num_parts
 
     @property
     def starts_over(self) -> bool:
-        """Whether a trainer that has trained begins a fresh run."""
+        """Whether a trainer that has already trained starts a fresh run."""
         return self._has_trained and self.wanted is not None and self.args.resume_from_checkpoint is False
 
     @property
     def loads_weights(self) -> bool:
-        """Whether a checkpoint will fill the model."""
+        """Whether a checkpoint will overwrite the initial weights."""
         resumes = self.wanted is not None and self.args.resume_from_checkpoint is not False
         return resumes and preparation.loads_component(self.args, "model")
 
     @property
     def _num_averaged(self) -> int:
-        """The number of ranks that gradients are averaged over: shares of a step's loss are to be added."""
+        """Number of ranks over which the strategy averages gradients.
+
+        The loss is multiplied by it, because the ranks' contributions to a step's loss must be summed, not averaged.
+        """
         return self.team.size
 
     def _make_amp_context(self) -> AMPContext:
         return AMPContext(self.args.mixed_precision, self.device.type)
 
     def _device_type(self) -> str:
-        """The kind of device that `_init_device` will choose."""
+        """Return the device type that `_init_device` will choose."""
         return device_type(self.args)
 
     def _common_settings(self) -> dict[str, str]:
-        """What all ranks must have alike, as text: it decides which collectives they reach."""
+        """Return the settings that must be equal on all ranks, as text. They decide which collectives run."""
         return phases.settings_of(self)
 
     def _dispatches(self, for_training: bool) -> bool:
-        """Whether rank 0 reads the batches for all."""
+        """Return whether rank 0 reads the batches for all ranks."""
         return False
 
     def _data_layout(self, for_training: bool) -> DataLayout:
-        """How the batches of a step are divided between ranks."""
+        """Return how the batches of a step are divided between ranks."""
         return DataLayout(Part(self.team.rank, self.team.size))
 
     def _forward_modules(self) -> nn.Module:
-        """The module that runs forward passes on this rank."""
+        """Return the module that runs forward passes on this rank."""
         model: nn.Module = self.model
         return model
 
     def _named_parameters(self) -> list[tuple[str, nn.Parameter]]:
-        """What the optimizer is given: the parameters of this rank, under the names of the whole model."""
+        """Return the parameters of this rank for the optimizer, under their FQNs in the full model."""
         return list(self.unwrapped_model().named_parameters())
 
     def _names_elsewhere(self) -> list[str]:
-        """The trainable parameters of the model that only other ranks have."""
+        """Return the FQNs of trainable parameters that only other ranks hold."""
         return []
 
     def _whole_model(self) -> nn.Module:
-        """The model with all its modules; other ranks may have the values of some."""
+        """Return the full model. Some of its weights may exist only on other ranks."""
         return self.unwrapped_model()
 
     def _is_pipeline_parallel(self) -> bool:
@@ -869,6 +918,6 @@ class Trainer(BaseTrainer[TTrainingArgs]):
 
 
 def optimizer_hook(optimizer: torch.optim.Optimizer, parameter: Tensor) -> None:
-    """Step an optimizer of one parameter as soon as its gradient is accumulated, and let go of the gradient."""
+    """Step a one-parameter optimizer as soon as the gradient is accumulated, then free the gradient."""
     optimizer.step()
     optimizer.zero_grad()

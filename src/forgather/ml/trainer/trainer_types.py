@@ -1,4 +1,7 @@
-"""Types that trainers, callbacks and users share: state, control, callback, and aliases."""
+"""Shared types of trainers, callbacks and users: trainer state, control, callback base class, type aliases.
+
+The module imports no other module of the trainer package, so that all of them can import it.
+"""
 
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
@@ -16,15 +19,15 @@ if TYPE_CHECKING:
     from forgather.ml.trainer.arguments.training_arguments import MinimalTrainingArguments as MinimalTrainingArguments
 
 NO_STEP_LIMIT = 2**62
-"""`TrainerState.max_steps` of a run without a limit."""
+"""Value of `TrainerState.max_steps` for a run without a step limit."""
 
 BaseDataset = Any
-"""A map-style dataset, an iterable one, or a loader that yields batches by itself."""
+"""Map-style dataset, iterable dataset, or dataloader that yields batches."""
 
 OptimizerT = Optimizer
-"""An optimizer; wrappers such as Accelerate's, and objects with its methods, serve as well."""
+"""Optimizer. Wrappers such as Accelerate's, and objects with the same methods, are accepted too."""
 LRSchedulerT = LRScheduler
-"""A learning-rate schedule; wrappers such as Accelerate's, and objects with its methods, serve as well."""
+"""Learning-rate scheduler. Wrappers such as Accelerate's, and objects with the same methods, are accepted too."""
 DataCollatorT = Callable[[list[Any]], Mapping[str, Any]]
 LossFunctionT = Callable[[Tensor, Tensor], Tensor]
 OptimizerFactoryT = Callable[[Iterable[Any]], OptimizerT]
@@ -34,14 +37,14 @@ EnableCheckpointFnT = Callable[[int, nn.Module], None]
 
 
 class TrainOutput(NamedTuple):
-    """What `train` returns; `metrics` has `train_loss`."""
+    """Return value of `train`. `metrics` contains `train_loss`."""
 
     global_step: int
     metrics: dict[str, Any]
 
 
 class IntervalStrategy(Enum):
-    """When something happens that happens again and again."""
+    """How often a recurring action (logging, evaluation, saving) runs."""
 
     NO = "no"
     STEPS = "steps"
@@ -53,6 +56,7 @@ class IntervalStrategy(Enum):
         raise ValueError(f"{value!r} is not an interval strategy; choose one of {choices}.")
 
 
+# Settings come from the arguments of the resumed run. Paths would be wrong after a move of the output directory.
 _RESUMED_FIELDS = (
     "epoch",
     "global_step",
@@ -68,7 +72,7 @@ _RESUMED_FIELDS = (
 
 @dataclass(kw_only=True)
 class TrainerState:
-    """Where training is; callbacks read it, and Hugging Face callbacks find the names they know."""
+    """Progress of training, for callbacks. Field names follow Hugging Face, so that its callbacks work."""
 
     logging_steps: int
     eval_steps: int
@@ -77,7 +81,7 @@ class TrainerState:
     num_train_epochs: float
     max_eval_steps: int
     epoch: float = 0.0
-    """Continuous: whole epochs done, plus the share of the present one's steps."""
+    """Completed epochs, plus the completed fraction of the current epoch."""
     global_step: int = 0
     is_local_process_zero: bool = True
     is_world_process_zero: bool = True
@@ -95,7 +99,7 @@ class TrainerState:
     raw_epoch: int = 0
 
     def state_dict(self) -> dict[str, Any]:
-        """What a resume needs; settings come from the arguments, and paths are stored elsewhere."""
+        """Return the fields that a resume needs, without settings and paths."""
         return {name: getattr(self, name) for name in _RESUMED_FIELDS if hasattr(self, name)}
 
     def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
@@ -106,11 +110,11 @@ class TrainerState:
 
 @dataclass(slots=True)
 class TrainerControl:
-    """What callbacks ask the loop to do next."""
+    """Requests of callbacks to the training loop."""
 
     should_training_stop: bool = False
     should_epoch_stop: bool = False
-    """Ends the present epoch only."""
+    """Ends only the current epoch."""
     should_save: bool = False
     should_evaluate: bool = False
     should_log: bool = False
@@ -118,18 +122,18 @@ class TrainerControl:
 
 
 class TrainerCallback:
-    """Marks a class as a callback; handlers are found by their names, so any object may be one.
+    """Base class of callbacks. It is optional: handlers are found by name, so any object may be a callback.
 
     A handler is a method named after an event (`on_step_end`, `on_log`, ...). It is called as
-    `handler(args, state, control, **rest)`: three arguments by position, and by keyword model, processing_class, optimizer,
-    lr_scheduler, train_dataloader, eval_dataloader, trainer and the keywords of the event. A handler without `**kwargs` gets
-    the keywords that it names. It may return a control or None.
+    `handler(args, state, control, **rest)`. The first three arguments are positional. The keywords are model,
+    processing_class, optimizer, lr_scheduler, train_dataloader, eval_dataloader, trainer, and the keywords of the event.
+    A handler without `**kwargs` receives only the keywords that it declares. It may return a control or None.
     """
 
     changes_control = True
-    """False: no handler ever asks for anything, so that ranks need not settle at every step what was asked for."""
+    """Whether handlers may set flags of `control`. False spares the ranks an all-reduce of the flags at every step."""
     reads_final_metrics = False
-    """True: told of logs and evaluations last, so that it sees the metrics that other callbacks add."""
+    """Whether logs and evaluations are dispatched here last, after other callbacks have added their metrics."""
 
     @property
     def name(self) -> str:
@@ -138,7 +142,7 @@ class TrainerCallback:
 
 @runtime_checkable
 class CheckpointInterface(Protocol):
-    """What a trainer needs of a checkpoint manager."""
+    """Checkpoint manager methods that a trainer calls."""
 
     def save_checkpoint(self, checkpoint_path: str | None = None, checkpoint_id: str | int | None = None) -> str: ...
 
@@ -151,7 +155,7 @@ class CheckpointInterface(Protocol):
 
 @runtime_checkable
 class StatefulProvider(Protocol):
-    """What a checkpoint manager needs of a trainer."""
+    """Trainer methods that a checkpoint manager calls."""
 
     def get_state_components(self) -> list[StateComponent]: ...
 
@@ -159,7 +163,7 @@ class StatefulProvider(Protocol):
 
 
 def __getattr__(name: str) -> object:
-    """`MinimalTrainingArguments`, imported on first use: the module of the arguments imports this one."""
+    """Import `MinimalTrainingArguments` on first use. Its module imports this one, so an import above would be a cycle."""
     if name != "MinimalTrainingArguments":
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
     from forgather.ml.trainer.arguments.training_arguments import MinimalTrainingArguments

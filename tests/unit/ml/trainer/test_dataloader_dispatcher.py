@@ -194,7 +194,7 @@ def test_meshes_of_two_dimensions_share_batches_along_the_other_axis() -> None:
 def _refused_meshes() -> list[str]:
     refused = []
     for shape, dp_mesh_dim in (((1,), 1), ((1, 1), None), ((1, 1), 2), ((1, 1), -1), ((1, 1, 1), 0)):
-        with pytest.raises(ValueError, match="give a mesh of one dimension") as error:
+        with pytest.raises(ValueError, match="For a 1-D mesh, set dp_mesh_dim") as error:
             DataloaderDispatcher([], mesh(*shape), "cpu", dp_mesh_dim)
         refused.append(str(error.value))
     return refused
@@ -202,7 +202,10 @@ def _refused_meshes() -> list[str]:
 
 def test_other_meshes_are_refused() -> None:
     messages = run_on_ranks(_refused_meshes, 1)[0]
-    assert messages[0].startswith("A mesh of 1 dimension(s) with dp_mesh_dim=1 ") and "of 3 dim" in messages[4]
+    assert (
+        messages[0].startswith("A mesh of 1 dimension(s) cannot be used with dp_mesh_dim=1.")
+        and "of 3 dim" in messages[4]
+    )
 
 
 def _facts() -> dict[str, Any]:

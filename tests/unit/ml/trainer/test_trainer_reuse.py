@@ -179,7 +179,7 @@ def test_a_dict_of_arguments_stays_as_it_was(tmp_path: Path) -> None:
 
 
 def test_train_refuses_what_it_does_not_know(tmp_path: Path) -> None:
-    with pytest.raises(TypeError, match="unknown arguments: resume; it takes resume_from_checkpoint"):
+    with pytest.raises(TypeError, match=r"unknown arguments: resume\. It takes only resume_from_checkpoint"):
         quiet_trainer(tmp_path, ScalarModel(), scalars(1)).train(resume=True)
 
 

@@ -1,6 +1,6 @@
-"""Callbacks that come with the trainers; each is imported when it is first asked for.
+"""Callbacks that ship with the trainers.
 
-Nobody who trains without TensorBoard or plots waits for them to be imported.
+Each is imported on first use, so that training without TensorBoard or plots does not pay for these imports.
 """
 
 import importlib
@@ -24,7 +24,7 @@ if TYPE_CHECKING:
     from forgather.ml.trainer.callbacks.textgen import TextgenCallback as TextgenCallback
     from forgather.ml.trainer.trainer_types import TrainerCallback
 
-    # At run time this is the module of the same name, which can be called.
+    # At run time this is the callable module of the same name.
     def default_callbacks() -> list[TrainerCallback]: ...
 
 

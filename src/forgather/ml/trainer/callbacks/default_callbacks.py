@@ -1,7 +1,6 @@
-"""Default callbacks: what a trainer uses beside the callbacks that it is given.
+"""Default callbacks of a trainer, used in addition to the user's callbacks.
 
-The module is also the function: `default_callbacks()` makes the list. A package cannot have a submodule and a function
-under one name, since importing the submodule replaces the function.
+The module itself is callable: `default_callbacks()` returns the list. `BaseTrainer.default_callbacks` calls it.
 """
 
 import sys
@@ -16,9 +15,11 @@ from forgather.ml.trainer.trainer_types import TrainerCallback
 __all__ = ["DefaultMetrics", "InfoCallback", "JsonLogger", "ProgressCallback"]
 
 
+# A package cannot have a submodule and a function of the same name: importing the submodule replaces the function.
+# Both `callbacks.default_callbacks()` and `callbacks.default_callbacks.InfoCallback` must work, so the module is callable.
 class _DefaultCallbacks(ModuleType):
     def __call__(self) -> list[TrainerCallback]:
-        """New default callbacks: progress, a summary of the run, speed metrics, and a JSON log."""
+        """Return new default callbacks: progress, run summary, speed metrics and JSON log."""
         return [ProgressCallback(), InfoCallback(), DefaultMetrics(), JsonLogger(evaluations_alone=False)]
 
 

@@ -1,4 +1,7 @@
-"""Throughput and model FLOPs utilisation."""
+"""DefaultMetrics callback: throughput in tokens per second, and model FLOPs utilisation (MFU).
+
+Only training steps are timed: evaluation, saving and warm-up do not count. It is one of the default callbacks.
+"""
 
 import time
 from collections.abc import Mapping
@@ -16,10 +19,10 @@ _STATE = Schema({"last_log_step": optional(count)})
 
 
 class DefaultMetrics(TrainerCallback):
-    """Adds `tok_per_sec` to each log record, and `mfu` when the peak of the hardware is known.
+    """Callback that adds `tok_per_sec` to each log record, and `mfu` if `peak_flops` is set.
 
-    `peak_flops` is what one device can do in a second at the precision of training. Time spent in evaluation and saving
-    is not counted, and neither are the first `args.speed_metrics_start_step` steps of a run, which compile and warm up.
+    `peak_flops` is the peak FLOP/s of one device at the precision of training. Time in evaluation and saving does not
+    count. The first `args.speed_metrics_start_step` steps of a run, which compile and warm up, do not count either.
     """
 
     changes_control = False
@@ -27,8 +30,8 @@ class DefaultMetrics(TrainerCallback):
     def __init__(self, peak_flops: float | None = None) -> None:
         if peak_flops is not None and peak_flops <= 0:
             raise ValueError(
-                f"peak_flops={peak_flops} cannot be used: give the FLOP/s that one device can do, such as 312e12 for an "
-                "A100 in bfloat16, or None to leave mfu out."
+                f"peak_flops={peak_flops} cannot be used. Set it to the peak FLOP/s of one device, such as 312e12 for an "
+                "A100 in bfloat16, or to None to omit mfu."
             )
         self._peak_flops = peak_flops
         self._flops_per_token: float | None = None
@@ -43,6 +46,7 @@ class DefaultMetrics(TrainerCallback):
         self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: object
     ) -> None:
         self._steps_to_skip = getattr(args, "speed_metrics_start_step", 0)
+        # A loaded step continues an open log interval. A later step belongs to an earlier run with this callback.
         if self._last_log_step is None or self._last_log_step > state.global_step:
             self._last_log_step = state.global_step
         self._start_interval(time.perf_counter())
@@ -68,7 +72,7 @@ class DefaultMetrics(TrainerCallback):
     def on_evaluate(
         self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: object
     ) -> None:
-        # until the next step begins: callbacks that are told after this one may generate samples
+        # Paused until the next step begins, because later callbacks may spend time on this event, such as on samples.
         self._is_paused = True
 
     def on_save(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: object) -> None:
@@ -85,7 +89,7 @@ class DefaultMetrics(TrainerCallback):
     ) -> None:
         now = time.perf_counter()
         if self._num_timed_steps:
-            # reading the loss has waited for the device to finish the steps that were only queued until now
+            # Steps only queue kernels. Reading the loss for this record has waited for them, so that wait counts too.
             self._seconds += 0.0 if self._is_paused else now - self._mark
             self._add_speed(state, logs, model)
         self._last_log_step = state.global_step
@@ -109,7 +113,7 @@ class DefaultMetrics(TrainerCallback):
     def _add_speed(self, state: TrainerState, logs: dict[str, Any], model: nn.Module) -> None:
         if self._seconds <= 0 or "tokens" not in logs:
             return
-        # The tokens are those of the whole interval, which may have begun in steps that warmed up or before a resume.
+        # `tokens` covers the full log interval. It may include warm-up steps, or steps from before a resume.
         num_steps = max(state.global_step - (self._last_log_step or 0), self._num_timed_steps)
         timed_tokens = logs["tokens"] * self._num_timed_steps / num_steps
         logs["tok_per_sec"] = timed_tokens / self._seconds
@@ -118,6 +122,7 @@ class DefaultMetrics(TrainerCallback):
             logs["mfu"] = logs["tok_per_sec"] * self._get_flops_per_token(logs, model) / peak
 
     def _get_flops_per_token(self, logs: dict[str, Any], model: nn.Module) -> float:
+        # The trainer's totals are right in a pipeline too, where `model` is only this rank's stage.
         if logs.get("total_flos") and logs.get("total_tokens"):
             return float(logs["total_flos"] / logs["total_tokens"])
         if self._flops_per_token is None:

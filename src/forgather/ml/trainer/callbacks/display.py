@@ -1,6 +1,6 @@
-"""Display helpers for people who watch a run: the shared console, labelled rows, numbers and times, length of the run.
+"""Console display helpers: shared rich console, labelled rows, formats of numbers and durations, planned steps.
 
-The callbacks and the commands of `forgather` print through here, so that all lines of a run look alike.
+The callbacks and the commands of `forgather` print with these functions, for a uniform output.
 """
 
 import importlib.util
@@ -13,43 +13,41 @@ from rich.text import Text
 from forgather.ml.trainer.trainer_types import NO_STEP_LIMIT, TrainerState
 
 LABEL_WIDTH = 10
-"""Columns for the label of a row; the texts begin behind it."""
+"""Width of the label column of a row."""
 _UNITS = ((1e12, "T"), (1e9, "B"), (1e6, "M"), (1e3, "k"))
 
 
 def get_console() -> Console:
-    """The console that all callbacks share: only through the same one do texts appear above a progress bar."""
+    """Return the console that all callbacks share. Rich prints text above a progress bar only on the same console."""
     return rich.get_console()
 
 
 def can_draw(console: Console) -> bool:
-    """Whether bars can be redrawn in place; elsewhere (files, pipes, logs of CI) lines are written.
-
-    CI systems ask for colours with FORCE_COLOR, which makes rich believe in a terminal: the file itself is asked.
-    """
+    """Return whether progress bars can be redrawn in place. Files, pipes and CI logs get plain lines."""
     if console.is_jupyter:
         return importlib.util.find_spec("ipywidgets") is not None
+    # CI systems set FORCE_COLOR, which makes rich report a terminal. Only the file knows the truth.
     return console.is_terminal and not console.is_dumb_terminal and console.file.isatty()
 
 
 def show_row(label: str, text: str | None) -> None:
-    """Print a label and its text on one line; nothing without a text."""
+    """Print a label and its text on one line. Print nothing if the text is empty."""
     if text:
         line = Text(f"{label:<{LABEL_WIDTH}} ", style="bold") + Text(text, style="default")
         get_console().print(line, soft_wrap=True)
 
 
 def format_count(value: float) -> str:
-    """Three digits and a unit: 950, 12.3k, 1.24B."""
+    """Format a count with three digits and a unit: 950, 12.3k, 1.24B."""
     for factor, unit in _UNITS:
-        # 999,950 would round to "1000k"
+        # Without the margin, 999,950 would round to "1000k".
         if value >= factor * 0.9995:
             return f"{value / factor:#.3g}".rstrip(".") + unit
     return f"{value:.0f}" if value >= 10 or value == int(value) else f"{value:.1f}"
 
 
 def format_duration(seconds: float) -> str:
-    """Minutes and seconds, with hours and days once there are some: 0:42, 1:02:03, 2d 03:04:05."""
+    """Format a duration, with hours and days only if needed: 0:42, 1:02:03, 2d 03:04:05."""
     minutes, second = divmod(round(seconds), 60)
     hours, minute = divmod(minutes, 60)
     days, hour = divmod(hours, 24)
@@ -61,12 +59,12 @@ def format_duration(seconds: float) -> str:
 
 
 def planned_steps(state: TrainerState) -> int | None:
-    """The step at which training ends; None without a limit."""
+    """Return the last step of training; None without a limit."""
     return state.max_steps if 0 < state.max_steps < NO_STEP_LIMIT else None
 
 
 def planned_eval_batches(state: TrainerState, eval_dataloader: Any) -> int | None:
-    """The number of batches of an evaluation; None for a loader without length or limit."""
+    """Return the number of batches of an evaluation; None for a dataloader without length or limit."""
     limit = state.max_eval_steps if 0 < state.max_eval_steps < NO_STEP_LIMIT else None
     try:
         length = len(eval_dataloader)

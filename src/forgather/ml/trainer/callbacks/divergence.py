@@ -1,4 +1,7 @@
-"""Stopping a run whose loss has gone wrong."""
+"""DivergenceDetector callback: stops training when the loss is NaN, infinite, or rises and stays high.
+
+Invariant: weights that belong to a non-finite loss are never saved over good checkpoints.
+"""
 
 import logging
 import math
@@ -18,12 +21,13 @@ _STATE = Schema({"smoothed": optional(number), "best": optional(number), "best_s
 
 
 class DivergenceDetector(TrainerCallback):
-    """Ends training when the loss is NaN or infinite, or when its smoothed value stays above its best.
+    """Callback that stops training if the loss is NaN or infinite, or if the smoothed loss stays above its best.
 
-    `threshold` is the rise above the best that is allowed, as a share of it; `patience` the number of log records in a
-    row that must be above; `smoothing` the weight of the past in the moving average (0: none). `action="stop"` ends as
-    after the last step, with a checkpoint; "abort" without one, so that a resume begins at a checkpoint from before. When
-    the loss is no number neither saves: the weights are none either, and a resume would begin with them.
+    `threshold` is the allowed rise above the best, as a fraction of the best. `patience` is the number of consecutive
+    log records above this limit. `smoothing` is the weight of the past in the moving average (0: no smoothing).
+
+    `action="stop"` ends like the last step, with a checkpoint. "abort" ends without one, so that a resume starts from
+    an older checkpoint. With a non-finite loss neither action saves: a resume would start from non-finite weights.
     """
 
     reads_final_metrics = True
@@ -43,6 +47,7 @@ class DivergenceDetector(TrainerCallback):
     def on_train_begin(
         self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: object
     ) -> None:
+        # The same callback may serve a second run. A resumed run keeps the state of its checkpoint.
         if state.global_step == 0:
             self.load_state_dict({"smoothed": None, "best": None, "best_step": 0, "num_above": 0})
 
@@ -54,12 +59,15 @@ class DivergenceDetector(TrainerCallback):
         loss: Tensor | float,
         **kwargs: object,
     ) -> None:
+        # Not converted to a float, which would wait for the device at every step.
         self._last_loss = loss
 
     def on_step_end(
         self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: object
     ) -> None:
-        """Look before a save, which waits for the device anyway: weights that are no numbers must not replace good ones."""
+        """Check the loss of a step that will be saved."""
+        # Log records may come too late: a checkpoint with NaN weights could already have rotated out a good one.
+        # Reading the loss waits for the device, but so does the save.
         by_steps = args.save_strategy == "steps" and state.global_step % args.save_steps == 0
         by_epoch = args.save_strategy == "epoch" and state.epoch >= state.raw_epoch + 1
         if control.should_abort_without_save or self._last_loss is None:
@@ -102,7 +110,7 @@ class DivergenceDetector(TrainerCallback):
 
     def _find_reason(self, loss: float, step: int) -> str | None:
         if not math.isfinite(loss):
-            # left out of the average, which it would spoil for a run that is resumed from here
+            # Do not add it to the moving average, which is checkpointed: a resumed run could never recover from NaN.
             return f"the loss is {loss}"
         past = loss if self._smoothed is None else self._smoothed
         smoothed = self._smoothing * past + (1 - self._smoothing) * loss
@@ -132,7 +140,7 @@ def _check(action: str, threshold: float, patience: int, smoothing: float) -> No
     if action not in ("stop", "abort"):
         raise ValueError(f"action={action!r} cannot be used: choose 'stop' (with a checkpoint) or 'abort' (without).")
     if threshold < 0:
-        raise ValueError(f"threshold={threshold} cannot be used: it is a share of the best loss, 0 or more.")
+        raise ValueError(f"threshold={threshold} cannot be used: it is a fraction of the best loss, 0 or more.")
     if patience < 1:
         raise ValueError(f"patience={patience} cannot be used: it is a number of log records, 1 or more.")
     if not 0 <= smoothing < 1:

@@ -1,4 +1,7 @@
-"""Stopping a run that no longer gets better."""
+"""EarlyStopping callback: stops training when an evaluation metric no longer improves.
+
+The count of evaluations without improvement is checkpointed, so that a resumed run stops at the same step.
+"""
 
 import logging
 from collections.abc import Mapping
@@ -16,10 +19,10 @@ _STATE = Schema({"best": optional(number), "best_step": count, "num_without_impr
 
 
 class EarlyStopping(TrainerCallback):
-    """Ends training after `patience` evaluations in a row without an improvement of more than `threshold`.
+    """Callback that stops training after `patience` consecutive evaluations without an improvement over `threshold`.
 
-    `metric` is a key of the evaluation's metrics, with or without its "eval_". `greater_is_better=None` means that less
-    is better for names that end in "loss" or "perplexity", more for all others.
+    `metric` is a key of the evaluation metrics, with or without the prefix "eval_". With `greater_is_better=None`,
+    lower is better for names that end in "loss" or "perplexity". For all other names, higher is better.
     """
 
     reads_final_metrics = True
@@ -34,7 +37,7 @@ class EarlyStopping(TrainerCallback):
         if patience < 1:
             raise ValueError(f"patience={patience} cannot be used: it is a number of evaluations, 1 or more.")
         if threshold < 0:
-            raise ValueError(f"threshold={threshold} cannot be used: it is the least improvement, 0 or more.")
+            raise ValueError(f"threshold={threshold} cannot be used: it is the minimum improvement, 0 or more.")
         self._patience = patience
         self._threshold = threshold
         self._metric = metric
@@ -47,6 +50,7 @@ class EarlyStopping(TrainerCallback):
     def on_train_begin(
         self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: object
     ) -> None:
+        # The same callback may serve a second run. A resumed run keeps the state of its checkpoint.
         if state.global_step == 0:
             self.load_state_dict({"best": None, "best_step": 0, "num_without_improvement": 0})
 
@@ -87,7 +91,7 @@ class EarlyStopping(TrainerCallback):
         self._num_without_improvement = state_dict["num_without_improvement"]
 
     def _is_improvement(self, value: float) -> bool:
-        if value != value:  # NaN is never an improvement, not even as the first value
+        if value != value:  # NaN is never an improvement, not even as the first value.
             return False
         if self._best is None:
             return True
@@ -99,11 +103,12 @@ class EarlyStopping(TrainerCallback):
         if not state.is_world_process_zero:
             return
         best = (
-            "there was none before" if self._best is None else f"the best is {self._best:.4g} at step {self._best_step}"
+            "there is no best value"
+            if self._best is None
+            else f"the best is {self._best:.4g} at step {self._best_step}"
         )
         logger.info(
-            "Early stopping at step %d: %s is %.4g, %s, and the last %d evaluation(s) brought no improvement of more "
-            "than %g.",
+            "Early stopping at step %d: %s is %.4g, %s. The last %d evaluation(s) did not improve it by more than %g.",
             state.global_step,
             self._metric,
             value,
@@ -117,8 +122,8 @@ class EarlyStopping(TrainerCallback):
             return
         self._has_warned = True
         logger.warning(
-            "EarlyStopping waits for the metric %r, but the evaluation gives %s: it will not stop training. Set "
-            "metric to one of them.",
+            "EarlyStopping cannot stop training: its metric %r is missing from the evaluation, which returns %s. Set "
+            "metric to one of these.",
             self._metric,
             ", ".join(sorted(metrics)) or "none",
         )

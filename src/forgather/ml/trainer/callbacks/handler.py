@@ -1,6 +1,7 @@
-"""Dispatch of events to callbacks: order, handler calls, stop requests.
+"""CallbackHandler: dispatches trainer events to callbacks, in a fixed order, and records stop requests.
 
-An event without listeners costs one look-up.
+Invariant: callbacks with `reads_final_metrics` get metrics only after the other callbacks have added theirs. An event
+without handlers costs one look-up. `BaseTrainer` owns the handler.
 """
 
 import inspect
@@ -26,48 +27,51 @@ logger = logging.getLogger(__name__)
 _STOP_FLAGS = ("should_training_stop", "should_epoch_stop", "should_abort_without_save")
 _stop_flags = attrgetter(*_STOP_FLAGS)
 
+# BaseTrainer compares these counts to see whether a custom loop has dispatched the event itself.
 _COUNTED_EVENTS = ("on_evaluate", "on_save")
 _METRIC_EVENTS = ("on_log", "on_evaluate")
-"""Events with metrics, to which callbacks may add: callbacks that set `reads_final_metrics` are told last."""
+"""Events with metrics that callbacks may extend. Callbacks with `reads_final_metrics` are called last."""
+# The trainer never dispatches these events of transformers. They are known here so that they do not look like typos.
 _EVENTS_OF_TRANSFORMERS = ("on_substep_end", "on_predict", "on_push_begin")
 
 
 class CallbackHandler:
-    """The callbacks of a trainer, in the order in which they are told of an event.
+    """Callbacks of a trainer, in the order of their calls.
 
-    `defaults` come first, then `callbacks` in their order, then what `add` adds: what a default callback puts into a log
-    record is there when the user's own callbacks see it. A callback of the class of a default one, or of a subclass,
-    replaces it and keeps its own place in the order.
+    `defaults` come first, then `callbacks`, then callbacks passed to `add`. So the user's callbacks see the entries that
+    default callbacks add to a log record. A callback that is an instance of a default callback's class replaces that
+    default, and keeps its own position in the order.
     """
 
     def __init__(self, callbacks: Iterable[Any], defaults: Iterable[Any] = ()) -> None:
         self.callbacks: list[Any] = [_checked(default) for default in defaults]
         self.context = {}
         self.stop_requested_by: tuple[str, str, str] | None = None
-        """The latest stop request: the callback's name, the event, and the flag that it set."""
+        """Last stop request: name of the callback, event, and flag."""
         self._defaults = list(self.callbacks)
         self._handlers: dict[str | tuple[str, bool], list[tuple[str, HandlerT]]] = {}
         self._counts: defaultdict[str, int] = defaultdict(int)
         self.silent: set[str] = set()
-        """Events that were found to have no listener, and that nobody counts."""
+        """Events without handlers, which the trainer can skip. Events that are counted are never in this set."""
         for callback in callbacks:
             self.add(callback)
 
     @property
     def context(self) -> Mapping[str, Any]:
-        """What every handler gets: args, state, and the keywords. It is assigned as a whole."""
+        """Arguments of every handler: args, state and the keywords. Read-only; assign a new mapping to change it."""
         return MappingProxyType(self._context)
 
     @context.setter
     def context(self, context: Mapping[str, Any]) -> None:
         self._context = dict(context)
         self._args, self._state = context.get("args"), context.get("state")
-        # Split once, and not at every event.
+        # Split here, once, because `dispatch` runs several times per step.
         self._keywords = {name: value for name, value in context.items() if name not in POSITIONAL}
 
     def add(self, callback: object) -> None:
-        """Append a callback, and drop the default one that it replaces; a class is instantiated."""
+        """Append a callback, and remove the default callback that it replaces. A class is instantiated."""
         callback = _checked(callback)
+        # Both caches depend on the list of callbacks.
         self._handlers.clear()
         self.silent.clear()
         replaced = next((one for one in self._defaults if isinstance(callback, type(one))), None)
@@ -76,7 +80,7 @@ class CallbackHandler:
         self.callbacks.append(callback)
 
     def pop(self, callback: object) -> Any | None:
-        """Remove and return a callback, given itself or its class; None when there is none."""
+        """Remove and return a callback, by instance or class; None if it is not registered."""
         for position, present in enumerate(self.callbacks):
             if present is callback or (isinstance(callback, type) and isinstance(present, callback)):
                 self._handlers.clear()
@@ -86,17 +90,17 @@ class CallbackHandler:
         return None
 
     def listens(self, event: str) -> bool:
-        """Whether any callback has a handler for the event."""
+        """Return whether any callback handles the event."""
         return bool(self._of(event))
 
     def count(self, event: str) -> int:
-        """How often the event was dispatched, with or without listeners; a dispatch in two parts counts once."""
+        """Return how often the event was dispatched, with or without handlers. A dispatch in two parts counts once."""
         return self._counts.get(event, 0)
 
     def dispatch(self, event: str, control: TrainerControl, readers: bool | None = None, **details: object) -> None:
-        """Call every handler of the event; what one returns counts as its wishes.
+        """Call every handler of the event, and merge returned controls into `control`.
 
-        `readers` limits this to callbacks that read final metrics (True), or to the others (False, which comes first).
+        `readers` limits the call to callbacks with `reads_final_metrics` (True), or to the others (False, called first).
         """
         if readers is not True:
             self._counts[event] += 1
@@ -110,6 +114,7 @@ class CallbackHandler:
         args, state = self._args, self._state
         keywords = {**self._keywords, **details} if details else self._keywords
         for name, handler in handlers:
+            # Compared around each handler, so that `stop_requested_by` names the callback that set the flag.
             before = _stop_flags(control)
             returned = handler(args, state, control, **keywords)
             if returned is not None and returned is not control:
@@ -121,7 +126,7 @@ class CallbackHandler:
     def _note_stop(self, name: str, event: str, before: tuple[bool, ...], after: tuple[bool, ...]) -> None:
         flags = [flag for flag, old, new in zip(_STOP_FLAGS, before, after, strict=True) if new and not old]
         for flag in flags:
-            logger.info("%s asked for %s in %s", name, flag, event)
+            logger.info("%s requested %s in %s", name, flag, event)
         if flags:
             self.stop_requested_by = name, event, flags[0]
 
@@ -130,7 +135,7 @@ class CallbackHandler:
         if key not in self._handlers:
             listening = [callback for callback in self.callbacks if hasattr(callback, event)]
             if event in _METRIC_EVENTS:
-                # A stable sort: within each kind, the order of the list.
+                # The sort is stable, so callbacks of each kind keep their order.
                 listening.sort(key=_reads_final_metrics)
             self._handlers[key] = [
                 (str(getattr(callback, "name", type(callback).__name__)), _handler(callback, event))
@@ -151,26 +156,26 @@ def _instance(kind: type) -> object:
         inspect.signature(kind).bind()
     except TypeError as error:
         raise ValueError(
-            f"The callback {kind.__qualname__} was given as a class, and cannot be made without arguments: {error}. Give an "
-            f"object of it, {kind.__qualname__}(...)."
+            f"The callback class {kind.__qualname__} cannot be instantiated without arguments: {error}. Pass an instance, "
+            f"{kind.__qualname__}(...)."
         ) from None
     except ValueError:
-        # Some classes written in C do not tell what they take.
+        # Some classes written in C have no signature to inspect.
         pass
     return kind()
 
 
 def _require_handlers(callback: object) -> None:
-    """Refuse a callback that cannot be called; warn of a handler with a name that is almost an event's."""
+    """Raise ValueError for an object without handlers, and warn about handler names that resemble an event."""
     names = [name for name in dir(callback) if name.startswith("on_")]
-    # A class may make its handlers when they are asked for.
+    # A class may create its handlers in `__getattr__`, where `dir` does not list them.
     is_heard = names or isinstance(callback, TrainerCallback) or hasattr(callback, "on_step_end")
     if not is_heard and type(callback).__module__ == "builtins":
         name = getattr(callback, "__qualname__", None) or repr(callback)
         raise ValueError(
-            f"{name} cannot be used as a callback: its type is {type(callback).__name__}, which has no handler to call. "
-            "Give an object with methods named after events, such as on_step_end, on_log or on_evaluate (a "
-            "TrainerCallback of forgather or transformers, or any other class)."
+            f"{name} cannot be used as a callback: its type, {type(callback).__name__}, has no event handlers. Pass an "
+            "object with methods named after events, such as on_step_end, on_log or on_evaluate: a "
+            "TrainerCallback of forgather or transformers, or any other class."
         )
     for event in EVENTS:
         if hasattr(callback, event):
@@ -196,7 +201,7 @@ def _handler(callback: object, event: str) -> HandlerT:
     def log_and_evaluate(
         args: object, state: TrainerState, control: TrainerControl, metrics: dict[str, Any], **rest: object
     ) -> object:
-        # The trainer of transformers logs evaluations as well: loggers written for it look nowhere else.
+        # The Trainer of transformers also logs evaluations. Loggers written for it handle only on_log.
         log(args, state, control, logs={**metrics, "epoch": state.epoch}, **rest)
         return handler(args, state, control, metrics=metrics, **rest)
 
@@ -204,13 +209,15 @@ def _handler(callback: object, event: str) -> HandlerT:
 
 
 def _reads_final_metrics(callback: object) -> bool:
-    """Whether a callback shows, stores or judges metrics; the classes of transformers (loggers, early stopping) do."""
+    """Return whether a callback reads final metrics."""
+    # Callbacks of transformers lack the attribute. They are mostly loggers and early stopping, which read metrics.
     own_word: bool | None = getattr(callback, "reads_final_metrics", None)
     return type(callback).__module__.startswith("transformers.") if own_word is None else bool(own_word)
 
 
 def _is_from_transformers(callback: object) -> bool:
-    """Told by the names of its base classes, since importing transformers to ask takes seconds."""
+    """Return whether a callback is a subclass of the TrainerCallback of transformers."""
+    # Compared by name, because importing transformers for isinstance takes seconds.
     names = {(base.__module__, base.__name__) for base in type(callback).__mro__}
     return ("transformers.trainer_callback", "TrainerCallback") in names
 
@@ -227,14 +234,14 @@ _STEP_EVENTS = (
 
 
 def asks_for_something(callback: object) -> bool:
-    """Whether a callback may ever ask for a stop, a save and so on. Those that do not say `changes_control = False`."""
+    """Return whether a callback may ever request a stop, save and so on. `changes_control = False` rules that out."""
     return bool(getattr(callback, "changes_control", True))
 
 
 def asks_in_steps(callback: object) -> bool:
-    """Whether it may ask at any step, and not only when it is told of a log, an evaluation or a save."""
+    """Return whether a callback may make requests at any step, not only at a log, an evaluation or a save."""
     handlers = (getattr(type(callback), event, None) or getattr(callback, event, None) for event in _STEP_EVENTS)
-    # The base class of transformers has empty handlers for all events.
+    # The base class in transformers has empty handlers for all events, which do not count.
     has_own = any(
         one is not None and getattr(one, "__qualname__", "").split(".")[0] != "TrainerCallback" for one in handlers
     )
@@ -242,6 +249,7 @@ def asks_in_steps(callback: object) -> bool:
 
 
 def _adopt(control: TrainerControl, wishes: object) -> None:
+    # Requests only add up: a handler that returns a fresh control must not cancel a request of another callback.
     for flag in TrainerControl.__dataclass_fields__:
         if getattr(wishes, flag, False):
             setattr(control, flag, True)

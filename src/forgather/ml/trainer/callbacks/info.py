@@ -1,4 +1,7 @@
-"""A summary of the run, before it starts."""
+"""InfoCallback: prints a summary of model, precision, devices, batch size and steps when training starts.
+
+Rank 0 prints. It is one of the default callbacks.
+"""
 
 import os
 from collections.abc import Iterator
@@ -25,7 +28,7 @@ _RECIPES = (
 
 
 class InfoCallback(TrainerCallback):
-    """Prints what will be trained, how large a batch is and how it comes about, on what, and where the results go."""
+    """Callback that prints model, precision, recipes, devices, batch size, steps, start and output directory."""
 
     changes_control = False
 
@@ -56,7 +59,7 @@ class InfoCallback(TrainerCallback):
 
 
 def describe_model(model: nn.Module, pipeline: Any = None) -> str:
-    """Name and size; of a pipeline, those of the model that its ranks have together."""
+    """Return name and size of the model. For a pipeline, describe the full model."""
     stats = count_parameters(model) if pipeline is None else pipeline.parameter_stats
     name = type(model if pipeline is None else pipeline.whole).__name__
     parts = []
@@ -77,7 +80,7 @@ def describe_precision(args: TrainingArguments, model: nn.Module) -> str:
 
 
 def describe_recipes(args: TrainingArguments) -> str:
-    """Those that are in use; nothing without any."""
+    """Return the recipes in use, or an empty text."""
     values = {name: getattr(args, name, None) for name in _RECIPES}
     return ", ".join(
         name if value is True else f"{name}={value}" for name, value in values.items() if value not in (None, False)
@@ -100,7 +103,7 @@ def describe_batch(args: TrainingArguments, state: TrainerState, trainer: object
 
 
 def describe_steps(state: TrainerState, args: TrainingArguments | None = None, trainer: object = None) -> str:
-    """The number of steps, and of epochs: those asked for, or as many as max_steps comes to where that is known."""
+    """Return the number of steps and epochs. With max_steps, compute the epochs if the dataloader length is known."""
     total = planned_steps(state)
     if total is None:
         return "no limit"
@@ -121,7 +124,7 @@ def describe_start(state: TrainerState) -> str:
 
 
 def num_data_parallel_ranks(state: TrainerState, trainer: object) -> int:
-    """How many ranks train on different data; stages of a pipeline do not count."""
+    """Return the number of ranks that train on different data. Stages of one pipeline count as one."""
     if hasattr(trainer, "num_data_parallel_ranks"):
         return int(trainer.num_data_parallel_ranks)
     return getattr(state, "num_processes", 1)

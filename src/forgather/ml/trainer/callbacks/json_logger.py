@@ -1,4 +1,7 @@
-"""The log of a run as a file of JSON lines."""
+"""JsonLogger callback: appends log and evaluation records to a JSON Lines file.
+
+Invariant: after a resume, the file has each record once, as in an uninterrupted run. It is one of the default callbacks.
+"""
 
 import json
 import logging
@@ -19,14 +22,14 @@ FILE_NAME = "trainer_logs.jsonl"
 
 
 class JsonLogger(TrainerCallback):
-    """Appends each log and evaluation record as one line to `<output_dir>/trainer_logs.jsonl`.
+    """Callback that appends each log and evaluation record as one line to `<output_dir>/trainer_logs.jsonl`.
 
-    Each record has `step` and `time` (seconds since 1970). NaN and the infinities, which JSON does not have, become null,
-    so that every reader accepts the file and sees columns of numbers. A resumed run continues the file: records of
-    steps after the checkpoint, which come again, are dropped first. A run that starts fresh begins a new file, and keeps
-    the one of the run before as `trainer_logs.previous.jsonl`. `evaluations_alone=False` waits with evaluations before
-    training until training begins, so that `evaluate()` alone leaves no file. A file that cannot be written is warned of
-    once, and training goes on.
+    Each record has `step` and `time` (seconds since 1970). NaN and infinities become null, because JSON has no such
+    numbers. A resumed run continues the file, and first drops the records of steps after the checkpoint, which will be
+    repeated. A fresh run starts a new file and renames the old file to `trainer_logs.previous.jsonl`.
+
+    With `evaluations_alone=False`, evaluations before training are written when training begins. Then `evaluate()`
+    without `train()` creates no file. If the file cannot be written, the callback warns once and training continues.
     """
 
     changes_control = False
@@ -40,14 +43,14 @@ class JsonLogger(TrainerCallback):
         self._writes_now = evaluations_alone
         self._waiting: list[dict[str, Any]] = []
         self._inherited: list[dict[str, Any]] = []
-        """Records of the step of the checkpoint: what follows the checkpoint in the same step comes again."""
+        """Records at the step of the checkpoint. Those logged after the save will be logged again by the resumed run."""
 
     def on_train_begin(
         self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: object
     ) -> None:
         if not state.is_world_process_zero:
             return
-        # at step 0, what this process wrote itself (an evaluation before training) belongs to the run
+        # At step 0, a file that this process has written (an evaluation before training) belongs to this run.
         is_fresh = state.global_step == 0 and not self._has_written
         self._guarded(lambda: self._begin(self._path(args), state.global_step, is_fresh))
         self._writes_now = True
@@ -83,6 +86,7 @@ class JsonLogger(TrainerCallback):
         if not os.path.isfile(path):
             return
         if is_fresh:
+            # One old file is kept, because a run started in the wrong directory must not destroy a log.
             base, extension = os.path.splitext(path)
             os.replace(path, f"{base}.previous{extension}")
             return
@@ -103,32 +107,35 @@ class JsonLogger(TrainerCallback):
             make_directories(args.output_dir)
             self._has_written = True
         self._drop_inherited(self._path(args), record)
-        # Opened for each line: closing it shows the line to other machines that share the file system.
+        # Opened for each line: on network file systems, other machines see the line only after close.
         with open(self._path(args), "a", encoding="utf-8") as file:
             file.write(json.dumps(record, allow_nan=False) + "\n")
 
     def _drop_inherited(self, path: str, record: dict[str, Any]) -> None:
+        # The killed process may have logged this record after its last save. Log and evaluation records of one step
+        # differ in their keys, so equal keys mean that the resumed run repeats the record.
         again = [one for one in self._inherited if one["step"] == record["step"] and one.keys() == record.keys()]
         if again:
             self._inherited = [one for one in self._inherited if one not in again]
             keep_records(path, lambda one: one not in again)
 
     def _guarded(self, write: Callable[[], None]) -> None:
-        """A full disk, or a directory that only others may write to, must not end training."""
+        """Run `write`, and turn an OSError into one warning."""
+        # A full disk or missing write permission must not end training.
         try:
             write()
         except OSError as error:
             if not self._has_warned:
                 self._has_warned = True
                 logger.warning(
-                    "The log file cannot be written (%s); training goes on, and records are missing from %s. Make room, or "
-                    "choose an output_dir that can be written to.",
+                    "The log file cannot be written (%s). Training continues, but records are missing from %s. Free disk "
+                    "space, or choose a writable output_dir.",
                     *(error, self._file_name),
                 )
 
 
 def to_json(value: object) -> Any:
-    """The value in JSON's own types: tensors and arrays as numbers or lists, NaN and infinities as None."""
+    """Convert a value to JSON types: tensors and arrays to numbers or lists, NaN and infinities to None."""
     if isinstance(value, float):
         return value if math.isfinite(value) else None
     if value is None or isinstance(value, (bool, int, str)):
@@ -143,7 +150,10 @@ def to_json(value: object) -> Any:
 
 
 def keep_records(path: str, wanted: Callable[[dict[str, Any]], bool]) -> list[dict[str, Any]]:
-    """Remove the other records, and a line that a killed process did not finish, in one replacement; returns the rest."""
+    """Rewrite the file with the wanted records only, by an atomic rename, and return these records.
+
+    A line that a killed process left incomplete is removed too.
+    """
     with open(path, "rb") as file:
         lines = file.readlines()
     records = [(line, _parsed(line)) for line in lines]
@@ -154,6 +164,7 @@ def keep_records(path: str, wanted: Callable[[dict[str, Any]], bool]) -> list[di
 
 
 def _parsed(line: bytes) -> dict[str, Any] | None:
+    # A kill in the middle of a write leaves a line without its newline. It may still be valid JSON, such as "1".
     if not line.endswith(b"\n"):
         return None
     try:

@@ -1,4 +1,7 @@
-"""Norms of single gradients and weights."""
+"""GradLogger and WeightNormLogger callbacks: gradient and weight norms of single parameters in log records.
+
+Both read the device only when a record is logged, so that other steps never wait for it.
+"""
 
 import logging
 import re
@@ -15,11 +18,11 @@ logger = logging.getLogger(__name__)
 
 
 class GradLogger(TrainerCallback):
-    """Adds `grad_norm/<parameter>` to each log record: the norms in the step that is logged, as the optimizer sees them.
+    """Callback that adds `grad_norm/<parameter>` to each log record, for the gradients of the logged step.
 
-    `pattern` is a regular expression searched in the parameters' names; None means all. With `logging_strategy="epoch"`
-    nothing is added, since nobody knows before a step that it will be logged; nor with `fuse_optim_with_backward`, which
-    leaves no gradients.
+    The norms are taken after clipping. `pattern` is a regular expression searched in the parameter names; None means
+    all. With `logging_strategy="epoch"` nothing is added, because a step cannot tell whether it will be logged. With
+    `fuse_optim_with_backward` nothing is added either, because no gradients remain after the backward pass.
     """
 
     changes_control = False
@@ -33,7 +36,9 @@ class GradLogger(TrainerCallback):
         self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: object
     ) -> None:
         if getattr(args, "fuse_optim_with_backward", False):
-            logger.warning("GradLogger logs nothing: fuse_optim_with_backward=True leaves no gradients to look at.")
+            logger.warning(
+                "GradLogger logs nothing: fuse_optim_with_backward=True frees gradients in the backward pass."
+            )
 
     def on_pre_optimizer_step(
         self, args: TrainingArguments, state: TrainerState, control: TrainerControl, model: nn.Module, **kwargs: object
@@ -43,7 +48,7 @@ class GradLogger(TrainerCallback):
         parameters = matching_parameters(model, self._pattern)
         gradients = {name: parameter.grad for name, parameter in parameters.items() if parameter.grad is not None}
         self._names = list(gradients)
-        # stays on the device until the record is made, when the trainer waits for it anyway
+        # Stays on the device until the record is built, when the trainer waits for the device anyway.
         self._norms = norms_of(list(gradients.values()))
 
     def on_log_step(
@@ -60,7 +65,10 @@ class GradLogger(TrainerCallback):
 
 
 class WeightNormLogger(TrainerCallback):
-    """Adds `weight_norm/<parameter>` to each log record; `pattern` is searched in the names, None means all."""
+    """Callback that adds `weight_norm/<parameter>` to each log record.
+
+    `pattern` is a regular expression searched in the parameter names; None means all.
+    """
 
     changes_control = False
 
@@ -83,7 +91,7 @@ class WeightNormLogger(TrainerCallback):
 
 
 def is_logged_next(args: TrainingArguments, state: TrainerState) -> bool:
-    """Whether the step that is being computed will be logged."""
+    """Return whether the current step will be logged."""
     step = state.global_step + 1
     if getattr(args, "logging_strategy", "steps") != "steps":
         return False
@@ -92,7 +100,7 @@ def is_logged_next(args: TrainingArguments, state: TrainerState) -> bool:
 
 
 def matching_parameters(model: nn.Module, pattern: str | None) -> dict[str, nn.Parameter]:
-    """The named parameters in whose names the regular expression is found."""
+    """Return the parameters with names that match the regular expression."""
     parameters = dict(model.named_parameters())
     if pattern is None:
         return parameters
@@ -102,10 +110,11 @@ def matching_parameters(model: nn.Module, pattern: str | None) -> dict[str, nn.P
 
 @torch.no_grad()
 def norms_of(tensors: Sequence[Tensor]) -> Tensor | None:
-    """The Euclidean norms as one tensor, so that reading them waits for the device once; None without tensors.
+    """Return the Euclidean norms as one tensor; None without tensors.
 
-    Of sharded tensors the whole norm: all their ranks have to call this.
+    Norms of sharded tensors (DTensor) cover all shards. All ranks with shards must call this; collective.
     """
+    # One tensor, so that reading the norms waits for the device only once.
     if not tensors:
         return None
     norms = [torch.linalg.vector_norm(tensor, dtype=torch.float32) for tensor in tensors]
@@ -114,5 +123,5 @@ def norms_of(tensors: Sequence[Tensor]) -> Tensor | None:
 
 
 def named_values(prefix: str, names: Sequence[str], values: Tensor) -> Mapping[str, float]:
-    """Log entries `<prefix>/<name>`."""
+    """Return log entries `<prefix>/<name>`."""
     return {f"{prefix}/{name}": value for name, value in zip(names, values.tolist(), strict=True)}

@@ -1,4 +1,7 @@
-"""The most memory that training has needed."""
+"""PeakMemory callback: peak memory of the accelerator, or of the process, in each log record.
+
+The peak counts from the start of the process. The callback never resets the counters of torch.
+"""
 
 import resource
 import sys
@@ -13,9 +16,9 @@ _GIB = 1024**3
 
 
 class PeakMemory(TrainerCallback):
-    """Adds `peak_memory_gib` to each log record: of this rank's accelerator, or of the process when there is none.
+    """Callback that adds `peak_memory_gib` to each log record: this rank's accelerator, or the process on CPU.
 
-    It is the peak since the process started: resetting it here would falsify what others measure.
+    The value is the peak since the process started. A reset here would falsify the measurements of other code.
     """
 
     changes_control = False
@@ -32,9 +35,9 @@ class PeakMemory(TrainerCallback):
 
 
 def peak_memory_bytes() -> int:
-    """Peak of the memory allocated on the current accelerator; without one, of the resident memory of the process."""
+    """Return the peak of allocated accelerator memory; without an accelerator, the peak resident set size."""
     if torch.accelerator.is_available():
         return torch.accelerator.max_memory_allocated()
     peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
-    # Linux counts in KiB, macOS in bytes
+    # Linux reports KiB, macOS reports bytes.
     return peak if sys.platform == "darwin" else peak * 1024

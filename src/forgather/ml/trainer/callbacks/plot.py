@@ -1,4 +1,7 @@
-"""The course of a run as a picture."""
+"""PlotCallback: draws loss, evaluation loss, learning rate and throughput to a PNG file.
+
+Rank 0 draws with matplotlib. The curves are checkpointed, so that the plot of a resumed run covers the full run.
+"""
 
 import bisect
 import io
@@ -40,7 +43,7 @@ _STATE = Schema(dict.fromkeys(_NAMES, _curve), may_lack=_NAMES)
 
 
 class Curve:
-    """Values by step. A long curve keeps every second of its points, so that it stays cheap to draw and to store."""
+    """Values by step. A curve that reaches its maximum length keeps every second point, which bounds its cost."""
 
     def __init__(self) -> None:
         self.steps: list[int] = []
@@ -58,10 +61,10 @@ class Curve:
 
 
 class PlotCallback(TrainerCallback):
-    """Draws loss, evaluation loss, learning rate and throughput to `<output_dir>/training.png`.
+    """Callback that draws loss, evaluation loss, learning rate and throughput to `<output_dir>/training.png`.
 
-    The picture is drawn at log records, at most every `min_seconds` seconds and in at most two percent of the time, and at
-    the end. It replaces the one before in one operation, so that viewers never see half of one.
+    It draws at log records, at most every `min_seconds` seconds, and at the end. Drawing takes at most two percent of
+    the time. The file is replaced by an atomic rename, so that viewers never see an incomplete image.
     """
 
     changes_control = False
@@ -77,12 +80,14 @@ class PlotCallback(TrainerCallback):
         self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: object
     ) -> None:
         if not self._curves:
+            # A run that was started without this callback: its log history still has the values.
             for record in state.log_history:
                 self._add(record.get("step", 0), {name: _number(record.get(name)) for name in _NAMES})
+        # Steps after the checkpoint are repeated. Their points would make the curve run backwards.
         for curve in self._curves.values():
             curve.drop_after(state.global_step)
         if state.is_world_process_zero:
-            # the first drawing imports matplotlib and searches fonts: a second or two, now rather than between two steps
+            # The first drawing imports matplotlib and searches fonts. Spend that second now, not between two steps.
             draw_png(self._curves)
             self._next_drawing = time.monotonic() + self._min_seconds
 
@@ -140,11 +145,13 @@ class PlotCallback(TrainerCallback):
         make_directories(args.output_dir)
         replace_file(os.path.join(args.output_dir, self._file_name), draw_png(self._curves))
         now = time.monotonic()
+        # A pause of 50 times the drawing time limits drawing to two percent of the run.
         self._next_drawing = now + max(self._min_seconds, 50 * (now - started))
 
 
 def _number(value: Any) -> float | None:
-    """A value of a record from a checkpoint, in which users log what they like."""
+    """Convert a value of a checkpointed record to a number; None if that is impossible."""
+    # Users may log any type under these names.
     try:
         return None if value is None else float(value)
     except (OverflowError, RuntimeError, TypeError, ValueError):
@@ -152,7 +159,8 @@ def _number(value: Any) -> float | None:
 
 
 def draw_png(curves: Mapping[str, Curve]) -> bytes:
-    """The picture of a run, made without pyplot, whose global state belongs to the user."""
+    """Draw the curves and return the PNG file."""
+    # No pyplot: its global state (current figure, backend) belongs to the user.
     from matplotlib.backends.backend_agg import FigureCanvasAgg
     from matplotlib.figure import Figure
 
@@ -194,7 +202,7 @@ def _draw_single(axes: "Axes", title: str, curve: Curve | None, color: str) -> N
 
 
 def _marker(curve: Curve) -> str:
-    """A single point makes no line, and would not be seen."""
+    """Return a marker for a curve of a single point, which would be invisible as a line."""
     return "o" if len(curve.steps) == 1 else ""
 
 
@@ -209,15 +217,14 @@ def _style(axes: "Axes", title: str) -> None:
 
 
 def smooth(values: Sequence[float]) -> list[float]:
-    """Mean of the values on both sides, which lags behind on neither; fewer near the ends, where one side is short.
-
-    Curves of a few points stay as they are.
-    """
+    """Return a centred moving average. Its width shrinks near the ends. Short curves are not smoothed."""
+    # Centred, because an exponential average would lag behind the curve.
     num_values = len(values)
     width = round(_SMOOTHED_SHARE * num_values)
     smoothed = []
     for position in range(num_values):
         reach = min(width, position, num_values - 1 - position)
+        # One NaN must not erase all of its neighbours.
         near = [value for value in values[position - reach : position + reach + 1] if math.isfinite(value)]
         smoothed.append(sum(near) / len(near) if near else math.nan)
     return smoothed

@@ -1,4 +1,7 @@
-"""Traces of torch's profiler."""
+"""ProfilerCallback: writes traces of torch.profiler for a few training steps.
+
+After the last cycle the profiler is stopped, so that the rest of the run has no overhead.
+"""
 
 import logging
 import os
@@ -16,11 +19,11 @@ logger = logging.getLogger(__name__)
 
 
 class ProfilerCallback(TrainerCallback):
-    """Writes traces of a few training steps to `<output_dir>/profile`, for chrome://tracing or Perfetto.
+    """Callback that writes traces of a few training steps to `<output_dir>/profile`, for chrome://tracing or Perfetto.
 
-    Of each cycle, `wait` steps are left alone, `warmup` steps are traced and thrown away, `active` steps are kept; after
-    `repeat` cycles the profiler is switched off, and the rest of the run is as fast as without it. Rank 0 writes a
-    trace, or every rank its own with `all_ranks`.
+    In each cycle, `wait` steps are not traced, `warmup` steps are traced and discarded, and `active` steps are kept.
+    After `repeat` cycles the profiler stops, and the rest of the run has no overhead. Rank 0 writes a trace. With
+    `all_ranks`, every rank writes its own.
     """
 
     changes_control = False
@@ -38,8 +41,8 @@ class ProfilerCallback(TrainerCallback):
     ) -> None:
         if min(wait, warmup) < 0 or min(active, repeat) < 1:
             raise ValueError(
-                f"wait={wait}, warmup={warmup}, active={active}, repeat={repeat} cannot be used: wait and warmup are 0 or "
-                "more, active and repeat 1 or more."
+                f"wait={wait}, warmup={warmup}, active={active}, repeat={repeat} cannot be used: wait and warmup must be at "
+                "least 0, active and repeat at least 1."
             )
         self._schedule = torch.profiler.schedule(wait=wait, warmup=warmup, active=active, repeat=repeat)
         self._num_steps = (wait + warmup + active) * repeat

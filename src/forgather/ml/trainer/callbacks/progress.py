@@ -1,4 +1,7 @@
-"""What is seen of a run while it goes on."""
+"""ProgressCallback: progress bars on a terminal, and one line per log record and evaluation.
+
+In files and pipes only the lines are written. Rank 0 writes. It is one of the default callbacks.
+"""
 
 import time
 from collections.abc import Mapping
@@ -22,14 +25,14 @@ if TYPE_CHECKING:
     from forgather.ml.trainer.callbacks.progress_bars import ProgressBars
 
 Field = tuple[str, str]
-"""A label and a value."""
+"""Label and value of a column."""
 
 
 class ProgressCallback(TrainerCallback):
-    """Bars on a terminal, with a line above them for each log record; only the lines in files and pipes. Rank 0 writes.
+    """Callback that shows progress bars on a terminal, with a line above them for each log record.
 
-    Everything is written to `console`, by default the one that `rich.print` uses too. `refresh_seconds` is the shortest
-    time between two drawings of the bars.
+    In files and pipes only the lines are written. Rank 0 writes to `console`, by default the console of `rich.print`.
+    `refresh_seconds` is the minimum time between two redraws of the bars.
     """
 
     changes_control = False
@@ -53,6 +56,7 @@ class ProgressCallback(TrainerCallback):
         self._summary = {}
         self._num_eval_batches = 0
         if can_draw(self._console):
+            # Bars of an earlier run may be left, if an exception ended it without on_train_end.
             self._stop_bars()
             self._bars = self._new_bars()
             self._bars.start_training(state.global_step, planned_steps(state))
@@ -78,6 +82,7 @@ class ProgressCallback(TrainerCallback):
         if not state.is_world_process_zero:
             return
         if "train_runtime" in logs:
+            # The final record. on_train_end prints it, below the bars.
             self._summary = dict(logs)
         elif "loss" in logs:
             self._show_record(state, logs)
@@ -121,7 +126,8 @@ class ProgressCallback(TrainerCallback):
         if not state.is_world_process_zero:
             return
         if self._bars is not None:
-            self._bars.end_evaluation()  # one that a stop request interrupted
+            # A stop request may have interrupted an evaluation, without on_evaluate.
+            self._bars.end_evaluation()
             self._show_step(state)
         self._stop_bars()
         self._pace = None
@@ -135,7 +141,7 @@ class ProgressCallback(TrainerCallback):
             self._bars.start_evaluation(self._num_eval_total)
 
     def _new_bars(self) -> "ProgressBars":
-        # Imported here: runs that write to files have no use for rich's progress bars.
+        # Imported late: runs that write to files do not need rich.progress.
         from forgather.ml.trainer.callbacks.progress_bars import ProgressBars
 
         return ProgressBars(self._console, self._refresh_seconds)
@@ -147,7 +153,7 @@ class ProgressCallback(TrainerCallback):
     def _show_record(self, state: TrainerState, logs: Mapping[str, Any]) -> None:
         fields = record_fields(logs)
         if self._bars is not None:
-            # what a glance asks for first survives on a narrow terminal
+            # On a narrow terminal the last metrics are cut off, so the most important come first.
             ordered = sorted(fields, key=lambda field: _BAR_ORDER.get(field[0], len(_BAR_ORDER)))
             metrics = tuple(_join(field) for field in ordered if field[0] in _BAR_ORDER)
             self._bars.set_metrics(state.global_step, planned_steps(state), metrics)
@@ -158,7 +164,7 @@ class ProgressCallback(TrainerCallback):
 
     def _print_line(self, kind: str, state: TrainerState, fields: list[Field]) -> None:
         if self._bars is None and not self._console.is_terminal:
-            # Nobody sees colours in a file, and laying them out would cost more than a small model's step.
+            # A file needs no colours, and rich's layout of a line takes longer than a step of a small model.
             _write_plain(self._console, kind, state, fields)
             return
         line = Text(f"{kind} ", style="bold cyan" if kind == "eval" else "bold")
@@ -186,7 +192,7 @@ class ProgressCallback(TrainerCallback):
 
 
 class _Pace:
-    """Seconds per step in this run, pauses for evaluation included; the first step, which compiles, is left out."""
+    """Mean seconds per step of this process, including evaluations. The first step, which compiles, does not count."""
 
     def __init__(self) -> None:
         self.first_step: int | None = None
@@ -210,7 +216,7 @@ _BAR_ORDER = {"loss": 0, "tok/s": 1, "lr": 2}
 
 
 def record_fields(logs: Mapping[str, Any]) -> list[Field]:
-    """The columns of a line for a log record: what it has, in a fixed order and of fixed width."""
+    """Return the columns of a log record, in a fixed order and with fixed widths."""
     fields: list[Field] = [("loss", _number(logs["loss"]))]
     if logs.get("grad_norm") is not None:
         fields.append(("grad", f"{float(logs['grad_norm']):<7.3g}"))
@@ -227,12 +233,13 @@ def record_fields(logs: Mapping[str, Any]) -> list[Field]:
 
 
 def _was_added(name: str, value: object) -> bool:
-    """Whether a callback added this number for people to see; names with a slash are series for files."""
+    """Return whether a callback added this number for display. Names with a slash are only for log files."""
+    # `type` instead of isinstance, because bool is a subclass of int.
     return name not in _USUAL_NAMES and "/" not in name and type(value) in (int, float)
 
 
 def evaluation_fields(metrics: Mapping[str, Any]) -> list[Field]:
-    """The columns of a line for an evaluation: the loss, then the other metrics; the speed is left to the log files."""
+    """Return the columns of an evaluation: loss, other metrics and run time. Rates are only in the log files."""
     fields = []
     for name, value in metrics.items():
         if name.endswith(("_runtime", "_per_second", "_tokens")) or name == "epoch":
@@ -245,7 +252,7 @@ def evaluation_fields(metrics: Mapping[str, Any]) -> list[Field]:
 
 
 def summary_text(state: TrainerState, record: Mapping[str, Any]) -> Text:
-    """One line that ends a run; without a final record it was interrupted."""
+    """Return the last line of a run. A run without a final record was interrupted."""
     if not record:
         return Text("stopped ", style="bold yellow") + Text(f"at step {state.global_step}", style="bold")
     text = Text("done ", style="bold green") + Text(f"{state.global_step} steps", style="bold")
@@ -280,7 +287,7 @@ def _join(field: Field) -> str:
 
 
 def _number(value: Any) -> str:
-    """Four decimals, as losses are compared, or an exponent where that would show nothing."""
+    """Format a number with four decimals, or with an exponent if it is very small or large."""
     number = float(value)
     text = f"{number:.4f}" if number == 0 or 1e-3 <= abs(number) < 1e4 else f"{number:.3e}"
     return f"{text:<7}"

@@ -1,4 +1,7 @@
-"""Bars for training and evaluation on a terminal."""
+"""Progress bars of training and evaluation on a terminal, drawn with rich. `ProgressCallback` owns them.
+
+Invariant: no background thread draws, because a forked dataloader worker would inherit a locked console.
+"""
 
 import logging
 import sys
@@ -14,12 +17,12 @@ from rich.text import Text
 
 from forgather.ml.trainer.callbacks.display import format_duration
 
-# Description, a short bar, times, and the gaps between columns.
+# Width of the description, a short bar, the times, and the gaps between columns.
 _OTHER_COLUMNS_WIDTH = 37
 
 
 class _MetricsColumn(ProgressColumn):
-    """The first of the task's metrics that leave room for the bar and the times."""
+    """Column with as many of the task's metrics as fit beside the bar and the times."""
 
     def __init__(self, console: Console) -> None:
         super().__init__(Column(no_wrap=True))
@@ -37,7 +40,7 @@ class _MetricsColumn(ProgressColumn):
 
 
 class _TimeColumn(ProgressColumn):
-    """Time passed and time left."""
+    """Column with elapsed and remaining time."""
 
     def render(self, task: Task) -> Text:
         text = Text(format_duration(task.elapsed or 0), style="progress.elapsed")
@@ -48,10 +51,11 @@ class _TimeColumn(ProgressColumn):
 
 
 class ProgressBars:
-    """A bar for training, one for evaluation below it, and everything that is printed above them.
+    """Training bar, with an evaluation bar below it. All printed text appears above them.
 
-    Nothing is drawn by a thread: one that holds the console's lock while a data loader forks its workers would leave
-    them with a lock that is never released. Callers draw by `refresh_if_due`, which costs nothing until it is time.
+    No thread draws the bars. If a thread held the console's lock while a dataloader forks its workers, the workers
+    would inherit a lock that is never released. Callers check `is_due` and then call `show_training` or
+    `show_evaluation`.
     """
 
     def __init__(self, console: Console, refresh_seconds: float) -> None:
@@ -68,11 +72,11 @@ class ProgressBars:
             auto_refresh=False,
             expand=True,
             redirect_stdout=True,
-            # errors that go to a file while the bar is on a terminal stay there
+            # If stderr is a file, errors must stay in it.
             redirect_stderr=sys.stderr.isatty(),
         )
         self._redirected: list[tuple[logging.StreamHandler[Any], IO[str]]] = []
-        # An exception in training reaches no event that would end the bars, and the cursor would stay hidden.
+        # After an exception in training no event stops the bars, and the cursor would stay hidden.
         self._finalizer = weakref.finalize(self, _stop, self._progress, self._redirected)
         self._train_task: TaskID | None = None
         self._eval_task: TaskID | None = None
@@ -114,12 +118,12 @@ class ProgressBars:
         self._show(self._eval_task, num_batches, total, None)
 
     def set_metrics(self, step: int, total: int | None, metrics: tuple[str, ...]) -> None:
-        """What the training bar says at the next drawing, which printing a line brings too; most important first."""
+        """Set the metrics of the training bar, most important first. The next redraw or printed line shows them."""
         if self._train_task is not None:
             self._progress.update(self._train_task, completed=step, count=_count(step, total), metrics=metrics)
 
     def stop(self) -> None:
-        """Draw the bars a last time and give the terminal back."""
+        """Draw the bars for the last time, and restore the terminal."""
         self._finalizer()
 
     def _show(self, task: TaskID | None, completed: int, total: int | None, seconds_left: float | None) -> None:
@@ -130,10 +134,12 @@ class ProgressBars:
         self._progress.update(task, completed=completed, total=total, count=count, seconds_left=seconds_left)
         self._progress.refresh()
         now = time.monotonic()
-        # on a slow terminal drawing may take longer than a step: it gets at most one percent of the time
+        # On a slow terminal a redraw may take longer than a step. This limits drawing to one percent of the time.
         self._next_refresh = now + max(self._refresh_seconds, 100 * (now - started))
 
     def _start(self) -> None:
+        # Rich replaces sys.stdout and sys.stderr. Log handlers still hold the original streams, and their lines would
+        # overwrite the bars, so they are redirected until the bars stop.
         originals = {id(sys.stdout): "stdout", id(sys.stderr): "stderr"}
         self._progress.start()
         for handler in _stream_handlers():
@@ -151,7 +157,7 @@ def _stop(progress: Progress, redirected: list[tuple[logging.StreamHandler[Any],
 
 
 def _stream_handlers() -> Iterator[logging.StreamHandler[Any]]:
-    """Log handlers of all loggers: they keep the stream they were made with, and would write into the bars."""
+    """Yield the stream handlers of all loggers, each once. File handlers are no concern of the terminal."""
     loggers = [logging.getLogger(), *logging.Logger.manager.loggerDict.values()]
     handlers = {id(handler): handler for logger in loggers for handler in getattr(logger, "handlers", [])}
     for handler in handlers.values():

@@ -1,4 +1,7 @@
-"""The log of a run for TensorBoard."""
+"""TBLogger callback: writes log and evaluation records, and texts, for TensorBoard.
+
+Rank 0 writes. The directory is checkpointed, so that a resumed run continues the same curves.
+"""
 
 import json
 import os
@@ -22,10 +25,10 @@ _STATE = Schema({"directory": optional(every(relative_path, _in_runs))})
 
 
 class TBLogger(TrainerCallback):
-    """Writes log and evaluation records to `args.logging_dir`, or to `<output_dir>/runs/<time>_<host>`.
+    """Callback that writes log and evaluation records to `args.logging_dir`, or `<output_dir>/runs/<time>_<host>`.
 
-    A resumed run goes on in the directory of the run that it continues, and tells TensorBoard to forget what came after
-    the checkpoint, since those steps come again.
+    A resumed run continues in the same directory. It makes TensorBoard purge the records after the checkpoint, because
+    those steps are repeated.
     """
 
     changes_control = False
@@ -74,7 +77,7 @@ class TBLogger(TrainerCallback):
             self._writer = None
 
     def add_text(self, args: TrainingArguments, state: TrainerState, tag: str, text: str) -> None:
-        """Record a text for the present step; other callbacks use it."""
+        """Write a text for the current step. Other callbacks call this."""
         if state.is_world_process_zero:
             self._open(args, state).add_text(tag, text, state.global_step)
 
@@ -90,23 +93,25 @@ class TBLogger(TrainerCallback):
 
     def _open(self, args: TrainingArguments, state: TrainerState) -> "SummaryWriter":
         if self._writer is None:
-            # TensorBoard takes long to import, and the other ranks do not need it
+            # Imported late: TensorBoard is slow to import, and the other ranks do not need it.
             from torch.utils.tensorboard import SummaryWriter
 
             path = self._choose_directory(args)
+            # SummaryWriter drops all events from purge_step on. Events of the checkpoint's own step stay.
             is_continued = state.global_step > 0 and os.path.isdir(path)
             self._writer = SummaryWriter(path, purge_step=state.global_step + 1 if is_continued else None)
         return self._writer
 
     def _choose_directory(self, args: TrainingArguments) -> str:
-        """A directory of the user's own, or one for this run, kept relative to the output directory that may be moved."""
+        """Return the user's directory, or the directory of this run below `<output_dir>/runs`."""
         given = args.logging_dir
         runs = os.path.join(args.output_dir, _RUNS)
-        # a name that was made up for this process in `runs` does not take a resumed run away from its directory
+        # A name below `runs` may contain the start time of this process. A resumed run must keep the stored directory.
         if given is not None and not os.path.abspath(given).startswith(os.path.abspath(runs) + os.sep):
             return str(given)
         if self._directory is None:
             path = given or os.path.join(runs, f"{time.strftime('%Y-%m-%dT%H-%M-%S')}_{socket.gethostname()}")
+            # Relative, because the output directory may be moved before a resume.
             self._directory = os.path.relpath(path, args.output_dir)
         return os.path.join(args.output_dir, self._directory)
 
@@ -120,7 +125,7 @@ class TBLogger(TrainerCallback):
 
 
 def _scalars(values: Mapping[str, Any]) -> Iterator[tuple[str, float]]:
-    """The numbers of a record under TensorBoard's tags: eval/loss, train/loss, train/peak_mem_allocated/0."""
+    """Yield the numbers of a record with TensorBoard tags: eval/loss, train/loss, train/peak_mem_allocated/0."""
     for name, value in values.items():
         group, _, rest = name.partition("_")
         tag = f"{group}/{rest}" if group in ("eval", "train") and rest else f"train/{name}"

@@ -1,4 +1,7 @@
-"""Samples of what a model writes, as training goes on."""
+"""TextgenCallback: text generation from fixed prompts after each evaluation.
+
+Invariant: training is not affected. Random generators and module modes are restored.
+"""
 
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Protocol
@@ -15,7 +18,7 @@ from forgather.ml.trainer.trainer_types import TrainerCallback, TrainerControl, 
 
 
 class TokenizerT(Protocol):
-    """What a `processing_class` needs for samples."""
+    """Tokenizer methods that text generation needs of a `processing_class`."""
 
     def __call__(self, text: str, *, return_tensors: str) -> Mapping[str, Tensor]: ...
 
@@ -23,16 +26,16 @@ class TokenizerT(Protocol):
 
 
 class TextgenCallback(TrainerCallback):
-    """After each evaluation, lets the model continue the prompts, and shows the texts on the console and in TensorBoard.
+    """Callback that generates a continuation of each prompt after each evaluation, for the console and TensorBoard.
 
-    Training is not disturbed: random generators and the modes of all modules are as before. The numbers drawn for a
-    sample depend on `seed` only, so that texts of different steps can be compared. `generation_kwargs` go to
-    `model.generate`. A trainer that has `pipeline_generate(input_ids, **generation_kwargs)` is asked instead.
+    Training is not affected: random generators and module modes are restored. Sampling depends only on `seed`, so that
+    texts of different steps can be compared. `generation_kwargs` are passed to `model.generate`. If the trainer has
+    `pipeline_generate(input_ids, **generation_kwargs)`, that is called instead.
     """
 
     changes_control = False
     needs_all_ranks = True
-    """In a pipeline, every rank has it or none."""
+    """In a pipeline, either all ranks have this callback or none, because generation needs every stage."""
 
     def __init__(
         self,
@@ -44,7 +47,7 @@ class TextgenCallback(TrainerCallback):
     ) -> None:
         self._prompts = [prompts] if isinstance(prompts, str) else list(prompts)
         if not self._prompts:
-            raise ValueError("TextgenCallback has no prompts: give it at least one text that the model shall continue.")
+            raise ValueError("TextgenCallback has no prompts. Pass at least one text for the model to continue.")
         self._options = {"max_new_tokens": max_new_tokens, "do_sample": do_sample, **generation_kwargs}
         self._seed = seed
 
@@ -58,6 +61,7 @@ class TextgenCallback(TrainerCallback):
         trainer: object,
         **kwargs: object,
     ) -> None:
+        # Raise now if generation is impossible, not hours later at the first evaluation.
         _find_generate(_unwrapped(model, trainer), processing_class, trainer)
 
     def on_evaluate(
@@ -70,7 +74,7 @@ class TextgenCallback(TrainerCallback):
         trainer: object,
         **kwargs: object,
     ) -> None:
-        # On every rank, since a model that is spread over ranks needs them all; the seed makes them do the same.
+        # Runs on every rank, because a sharded model needs them all. The seed makes all ranks sample the same tokens.
         texts = self.generate(model, processing_class, trainer)
         if not state.is_world_process_zero:
             return
@@ -80,7 +84,7 @@ class TextgenCallback(TrainerCallback):
                 writer.add_text(args, state, f"samples/{number}", _as_markdown(prompt, text))
 
     def generate(self, model: nn.Module, tokenizer: TokenizerT | None, trainer: object) -> list[str]:
-        """The continuation of each prompt, without the prompt."""
+        """Return the continuation of each prompt, without the prompt."""
         unwrapped = _unwrapped(model, trainer)
         generate = _find_generate(unwrapped, tokenizer, trainer)
         assert tokenizer is not None
@@ -97,13 +101,13 @@ class TextgenCallback(TrainerCallback):
 
 def _find_generate(model: nn.Module, tokenizer: TokenizerT | None, trainer: object) -> Callable[..., Tensor]:
     if tokenizer is None:
-        raise ValueError("TextgenCallback needs a tokenizer: give the trainer one as processing_class.")
+        raise ValueError("TextgenCallback needs a tokenizer. Pass it to the trainer as processing_class.")
     generate: Callable[..., Tensor] | None = getattr(trainer, "pipeline_generate", None)
     generate = generate or getattr(model, "generate", None)
     if generate is None:
         raise ValueError(
             f"TextgenCallback cannot generate: {type(model).__name__} has no method generate. Use a model with "
-            "transformers' GenerationMixin, or leave the callback out."
+            "transformers' GenerationMixin, or remove the callback."
         )
     return generate
 
@@ -120,12 +124,13 @@ def _device_of(model: nn.Module) -> torch.device:
 
 def _encode(tokenizer: TokenizerT, prompt: str, device: torch.device) -> dict[str, Tensor]:
     encoded = tokenizer(prompt, return_tensors="pt")
-    # some tokenizers give more than generate accepts, such as token_type_ids
+    # Some tokenizers return entries that generate rejects, such as token_type_ids.
     return {name: encoded[name].to(device) for name in ("input_ids", "attention_mask") if name in encoded}
 
 
 def _padding(tokenizer: TokenizerT) -> dict[str, int]:
-    """Without a padding token generate warns for every prompt, though single prompts need none."""
+    """Return a pad_token_id for generate, if the tokenizer has one or an end-of-sequence token."""
+    # Without it, generate warns for every prompt, although a single prompt needs no padding.
     for name in ("pad_token_id", "eos_token_id"):
         if isinstance(getattr(tokenizer, name, None), int):
             return {"pad_token_id": getattr(tokenizer, name)}
@@ -133,7 +138,7 @@ def _padding(tokenizer: TokenizerT) -> dict[str, int]:
 
 
 def _text_writers(trainer: object) -> list[Any]:
-    """The callbacks of the trainer that record texts."""
+    """Return the trainer's callbacks that can write texts, such as TBLogger."""
     return [callback for callback in getattr(trainer, "callbacks", []) if hasattr(callback, "add_text")]
 
 

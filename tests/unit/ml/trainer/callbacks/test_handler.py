@@ -204,17 +204,21 @@ class WeightsWithoutParts:
 @pytest.mark.parametrize(
     ("callback", "problem", "remedy"),
     [
-        (TooFew, r"TooFew\.on_step_end.*takes 1 argument", "def on_step_end(self, args, state, control, **kwargs)"),
-        (KeywordsOnly, "takes 0 argument", "def on_train_begin(self, args, state, control, **kwargs)"),
-        (ControlByKeyword, "takes 2 argument", "def on_step_end(self, args, state, control, **kwargs)"),
+        (
+            TooFew,
+            r"TooFew\.on_step_end.*takes 1 positional argument",
+            "def on_step_end(self, args, state, control, **kwargs)",
+        ),
+        (KeywordsOnly, "takes 0 positional argument", "def on_train_begin(self, args, state, control, **kwargs)"),
+        (ControlByKeyword, "takes 2 positional argument", "def on_step_end(self, args, state, control, **kwargs)"),
         (NeedsMore, "on_log does not pass metrics", "def on_log(self, args, state, control, logs, **kwargs)"),
         (PositionalModel, "does not pass model", "def on_log(self, args, state, control, logs, **kwargs)"),
         (
             InThePlaceOfControl,
-            "control is passed in the place of 'metrics'",
+            "control is passed as 'metrics'",
             "def on_evaluate(self, args, state, control, metrics, **kwargs)",
         ),
-        (NotCallable, "is None, which cannot be called", "def on_log(self, args, state, control, logs, **kwargs)"),
+        (NotCallable, "is None, which is not callable", "def on_log(self, args, state, control, logs, **kwargs)"),
         (WeightsByPosition, "missing a required", "def on_load_model_weights(self, model, checkpoint_path, **kwargs)"),
         (WeightsWithoutParts, "model_parts", "def on_load_model_weights(self, model, checkpoint_path, **kwargs)"),
     ],
@@ -238,7 +242,7 @@ def test_swapped_names_are_warned_of(caplog: pytest.LogCaptureFixture) -> None:
 
     with caplog.at_level(logging.WARNING):
         CallbackHandler([Swapped()])
-    assert "gets args under the name 'state'" in caplog.text
+    assert "gets args as its parameter 'state'" in caplog.text
 
 
 def test_handlers_that_do_not_tell_what_they_take_are_called(caplog: pytest.LogCaptureFixture) -> None:

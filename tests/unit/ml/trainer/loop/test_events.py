@@ -151,8 +151,8 @@ class StopsInPlace:
 @pytest.mark.parametrize(
     ("callback", "said", "last_step"),
     [
-        (StopsByReturn(), "StopsByReturn asked for should_training_stop in on_step_end", 2),
-        (StopsInPlace(), "the second asked for should_training_stop in on_log", 3),
+        (StopsByReturn(), "StopsByReturn requested should_training_stop in on_step_end", 2),
+        (StopsInPlace(), "the second requested should_training_stop in on_log", 3),
     ],
 )
 def test_a_stop_request_counts_and_is_logged(
@@ -162,7 +162,7 @@ def test_a_stop_request_counts_and_is_logged(
     with caplog.at_level(logging.INFO, logger="forgather"):
         output = quiet_trainer(tmp_path, ScalarModel(), scalars(*range(9)), callback, **settings).train()
     assert output.global_step == last_step
-    assert [record.getMessage() for record in caplog.records if "asked for" in record.getMessage()] == [said]
+    assert [record.getMessage() for record in caplog.records if "requested" in record.getMessage()] == [said]
 
 
 @pytest.mark.parametrize(

@@ -1,1 +1,4 @@
-"""Helpers of callbacks: handler signatures, checks of their state, records that are logged twice."""
+"""Helpers of callbacks: handler signatures, checks of callback state, detection of repeated records.
+
+For the modules of `forgather.ml.trainer.callbacks` only.
+"""

@@ -1,7 +1,7 @@
-"""Handler signatures: what each event passes, and whether a handler can take it.
+"""Handler signatures of callbacks: the arguments of each event, and checks that a handler accepts them.
 
-The trainer calls `handler(args, state, control, **rest)`: three arguments by position, under whatever names the author
-chose, and the rest by keyword. A handler without `**kwargs` gets only the keywords that it names.
+The trainer calls `handler(args, state, control, **rest)`. The first three are positional, so their names are free. A
+handler without `**kwargs` gets only the keywords that it declares. `CallbackHandler` checks and adapts handlers here.
 """
 
 import inspect
@@ -16,9 +16,9 @@ HandlerT = Callable[..., Any]
 
 POSITIONAL = ("args", "state", "control")
 KEYWORDS = ("model", "processing_class", "optimizer", "lr_scheduler", "train_dataloader", "eval_dataloader", "trainer")
-"""What every event passes by keyword."""
+"""Keyword arguments of every event."""
 WEIGHTS_EVENT = "on_load_model_weights"
-"""Dispatched by the checkpoint manager, which may have no trainer: everything goes by keyword."""
+"""Event of the checkpoint manager, which may have no trainer. All its arguments are keywords."""
 EVENTS: Mapping[str, tuple[str, ...]] = {
     "on_init_end": (),
     "on_train_begin": (),
@@ -39,17 +39,17 @@ EVENTS: Mapping[str, tuple[str, ...]] = {
     "on_save": ("checkpoint_path",),
     WEIGHTS_EVENT: ("model", "model_parts", "checkpoint_path"),
 }
-"""The events, and the keywords that each adds to `KEYWORDS`."""
+"""Events, with the keywords that each adds to `KEYWORDS`."""
 _BY_POSITION = (Parameter.POSITIONAL_ONLY, Parameter.POSITIONAL_OR_KEYWORD)
 _BY_KEYWORD = (Parameter.POSITIONAL_OR_KEYWORD, Parameter.KEYWORD_ONLY)
 
 
 def check_handler(callback: object, event: str) -> None:
-    """Raise `TypeError` for a handler that cannot take the call of its event."""
+    """Raise `TypeError` if a handler does not accept the arguments of its event."""
     handler = getattr(callback, event)
     where = f"{type(callback).__qualname__}.{event}"
     if not callable(handler):
-        raise TypeError(f"{where} is {handler!r}, which cannot be called. {_remedy(event)}")
+        raise TypeError(f"{where} is {handler!r}, which is not callable. {_remedy(event)}")
     signature = _signature_of(handler)
     if signature is None:
         return
@@ -61,7 +61,7 @@ def check_handler(callback: object, event: str) -> None:
 
 
 def adapted(handler: HandlerT) -> HandlerT:
-    """A function that takes every keyword of the event and passes on the ones that the handler names."""
+    """Return a function that accepts every keyword of the event and passes on only the handler's own keywords."""
     signature = _signature_of(handler)
     if signature is None or _has(signature, Parameter.VAR_KEYWORD):
         return handler
@@ -78,35 +78,36 @@ def _signature_of(handler: HandlerT) -> Signature | None:
     try:
         return inspect.signature(handler)
     except (TypeError, ValueError):
-        # Functions written in C may not tell what they take.
+        # Functions written in C may have no signature to inspect.
         return None
 
 
 def _problem(signature: Signature, event: str) -> str | None:
-    """Why `handler(args, state, control, **rest)` does not fit the signature; None when it does."""
+    """Return why the signature rejects `handler(args, state, control, **rest)`; None if it accepts the call."""
     given = (*KEYWORDS, *EVENTS[event])
     positional = _positional(signature)
     if len(positional) < len(POSITIONAL) and not _has(signature, Parameter.VAR_POSITIONAL):
         return (
-            f"it takes {len(positional)} argument(s) by position, and gets {len(POSITIONAL)} ({', '.join(POSITIONAL)})"
+            f"it takes {len(positional)} positional argument(s), but gets {len(POSITIONAL)} ({', '.join(POSITIONAL)})"
         )
     for parameter, passed in zip(positional, POSITIONAL, strict=False):
+        # Python would raise only at the first call: "got multiple values for argument".
         if parameter.name in given:
-            return f"{passed} is passed in the place of {parameter.name!r}, which comes by keyword"
+            return f"{passed} is passed as {parameter.name!r}, a keyword argument of the event"
     missing = [one.name for one in _after_the_positional(signature) if _is_missing(one, given)]
-    return f"{event} does not pass {', '.join(missing)} (by keyword it passes {', '.join(given)})" if missing else None
+    return f"{event} does not pass {', '.join(missing)} (its keywords are {', '.join(given)})" if missing else None
 
 
 def _weights_problem(signature: Signature) -> str | None:
     try:
         signature.bind(**dict.fromkeys(EVENTS[WEIGHTS_EVENT]))
     except TypeError as error:
-        return f"all its arguments come by keyword ({', '.join(EVENTS[WEIGHTS_EVENT])}): {error}"
+        return f"all its arguments are keyword arguments ({', '.join(EVENTS[WEIGHTS_EVENT])}): {error}"
     return None
 
 
 def _is_missing(parameter: Parameter, given: tuple[str, ...]) -> bool:
-    """Whether a parameter needs a value that the event does not pass, or passes by keyword only."""
+    """Return whether a required parameter gets no value, or is positional-only and comes as a keyword."""
     if parameter.kind not in (*_BY_POSITION, Parameter.KEYWORD_ONLY) or parameter.default is not Parameter.empty:
         return False
     return parameter.kind is Parameter.POSITIONAL_ONLY or parameter.name not in given
@@ -116,7 +117,7 @@ def _warn_of_swapped_names(where: str, signature: Signature) -> None:
     for parameter, passed in zip(_positional(signature), POSITIONAL, strict=False):
         if parameter.name in POSITIONAL and parameter.name != passed:
             logger.warning(
-                "%s%s gets %s under the name %r: handlers get args, state, control by position, in this order.",
+                "%s%s gets %s as its parameter %r. Handlers get args, state and control by position, in this order.",
                 *(where, signature, passed, parameter.name),
             )
 
@@ -126,7 +127,7 @@ def _positional(signature: Signature) -> list[Parameter]:
 
 
 def _after_the_positional(signature: Signature) -> list[Parameter]:
-    """The parameters that args, state and control do not fill."""
+    """Return the parameters that args, state and control do not fill."""
     filled = _positional(signature)[: len(POSITIONAL)]
     return [parameter for parameter in signature.parameters.values() if parameter not in filled]
 
