@@ -1,4 +1,8 @@
-"""Check of the environment variables that launchers set: RANK, WORLD_SIZE, LOCAL_RANK, LOCAL_WORLD_SIZE."""
+"""Validation of the environment variables of launchers: RANK, WORLD_SIZE, LOCAL_RANK, LOCAL_WORLD_SIZE.
+
+Inconsistent values raise `ValueError` before any collective, where the job would hang. `DistributedEnvironment` and the
+set-up of the trainers call the checks.
+"""
 
 import os
 
@@ -6,7 +10,7 @@ _NAMES = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE")
 
 
 def read_int(variable: str, default: int) -> int:
-    """A variable as a whole number; `default` where it is not set."""
+    """Return an environment variable as an integer, or `default` if it is not set."""
     text = os.environ.get(variable)
     if text is None:
         return default
@@ -19,7 +23,7 @@ def read_int(variable: str, default: int) -> int:
 
 
 def check_launch_variables() -> None:
-    """Raise `ValueError` for variables that no launcher sets together: the job would hang, or train apart."""
+    """Raise `ValueError` for contradictory variables: the job would hang, or its processes would train separately."""
     world_size = read_int("WORLD_SIZE", 1)
     check_place(read_int("RANK", 0), world_size, read_int("LOCAL_RANK", 0), read_int("LOCAL_WORLD_SIZE", 1))
     if world_size > 1 and "RANK" not in os.environ:
@@ -27,7 +31,7 @@ def check_launch_variables() -> None:
 
 
 def check_place(rank: int, world_size: int, local_rank: int, local_world_size: int) -> None:
-    """Raise `ValueError` for the place of a process that cannot exist."""
+    """Raise `ValueError` if a rank is outside its world size, or a node larger than the job."""
     for name, place, size in (("rank", rank, world_size), ("local rank", local_rank, local_world_size)):
         if size < 1:
             raise _error(f"{name} {place} of {size} process(es) cannot be: a job has at least one")

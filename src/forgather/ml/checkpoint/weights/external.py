@@ -1,4 +1,7 @@
-"""External weights: a callback (`on_load_model_weights`) supplies them for checkpoints saved without `model`."""
+"""External weights: a callback (`on_load_model_weights`) supplies them for checkpoints saved without `model`.
+
+The checkpoint manager calls it when it loads such a checkpoint, or when the `model` component is not loaded.
+"""
 
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
@@ -11,14 +14,18 @@ from forgather.ml.checkpoint.errors import CheckpointLoadError
 
 @dataclass(frozen=True)
 class WeightSuppliers:
-    """The callbacks of a job that can supply weights, and the model that gets them."""
+    """Callbacks of a job that can supply weights, and the model that receives them."""
 
     callbacks: Iterable[object]
     model: nn.Module | None
     model_parts: Sequence[nn.Module] | None
 
     def needed_for(self, path: str, loads_model: bool) -> list[Callable[..., object]]:
-        """The callbacks that supply the weights of a checkpoint; none where it has them and `loads_model` says so."""
+        """Return the callbacks that supply the weights; an empty list if they are loaded from the checkpoint.
+
+        Raises `CheckpointLoadError` if weights must be supplied and no callback implements `on_load_model_weights`.
+        """
+        # Without a model nothing is loaded, so there is nothing to supply either.
         is_left_out = self.model is not None and not loads_model
         if not is_left_out and store.open_checkpoint(path).manifest.weights != "external":
             return []
@@ -32,7 +39,7 @@ class WeightSuppliers:
         return suppliers
 
     def supply(self, path: str, loads_model: bool) -> bool:
-        """Have the callbacks supply the weights; False when the checkpoint has them itself."""
+        """Call the callbacks that supply the weights; return False if the checkpoint itself has them."""
         suppliers = self.needed_for(path, loads_model)
         for supplier in suppliers:
             supplier(checkpoint_path=path, model=self.model, model_parts=self.model_parts)

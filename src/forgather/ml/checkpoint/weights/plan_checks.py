@@ -1,4 +1,8 @@
-"""Checks of the planned weight files, before anything is written: the index lists what ranks write, and nothing else."""
+"""Checks of the planned weight files before anything is written.
+
+The shard index must list exactly the tensors that ranks will write, and `from_pretrained` must find all its weights in
+an export. All ranks check the same gathered plans, so they raise the same error. Snapshots call these checks.
+"""
 
 import functools
 import logging
@@ -18,7 +22,7 @@ _NUM_SHOWN = 3
 
 @dataclass(frozen=True)
 class WeightPlan:
-    """What a rank is going to write of the model; the leader of a directory also tells what will be said of it."""
+    """Model files that a rank will write; the leader of a directory also sends its index and expected tensors."""
 
     files: Sequence[tuple[str, Sequence[str]]]
     """Each file with its tensors."""
@@ -33,10 +37,11 @@ class WeightPlan:
 
 
 def check_coverage(plans: Sequence[WeightPlan], storages: Sequence[Ranks], held: Sequence[Iterable[str]]) -> None:
-    """Raise on every rank unless the files that are going to be written are those of the index, tensor by tensor.
+    """Raise on every rank unless the planned files match the shard index, tensor by tensor.
 
-    `plans` are those of all ranks; `held` are the tensors that the model has in each of the storages.
+    `plans` are the plans of all ranks. `held` are the tensor names of the model in each storage.
     """
+    # A storage is a set of ranks that write to the same directory. Each directory has its own index.
     for storage, names in zip(storages, held, strict=True):
         _check_writers(plans, storage)
         _check_places(plans[storage[0]], names)
@@ -44,11 +49,12 @@ def check_coverage(plans: Sequence[WeightPlan], storages: Sequence[Ranks], held:
 
 
 def written_files(plans: Sequence[WeightPlan], storage: Ranks) -> dict[str, list[str]]:
-    """The tensors of each weight file of a directory, whoever writes it."""
+    """Return the tensor names of each weight file of a directory, over all its ranks."""
     return {file: list(names) for rank in storage for file, names in plans[rank].files}
 
 
 def _check_writers(plans: Sequence[WeightPlan], storage: Ranks) -> None:
+    # Two ranks with the same file name would overwrite each other's shard.
     writers: dict[str, list[int]] = {}
     for rank in storage:
         for file, _ in plans[rank].files:
@@ -63,6 +69,7 @@ def _check_writers(plans: Sequence[WeightPlan], storage: Ranks) -> None:
 
 def _check_places(leader: WeightPlan, held: Iterable[str]) -> None:
     stored = set(leader.weight_map)
+    # A tied name has no entry, but is covered if another name of its group is stored.
     covered = stored.union(*(group for group in leader.tied if stored & set(group)))
     lost = [name for name in held if name not in covered]
     if lost:
@@ -73,7 +80,7 @@ def _check_places(leader: WeightPlan, held: Iterable[str]) -> None:
 
 
 def _check_index(plans: Sequence[WeightPlan], storage: Ranks) -> None:
-    """An index and what is written say the same, unless it is of another model, or ranks were given different ones."""
+    """Raise if the index and the planned files differ: an index of another model, or different indices on ranks."""
     weight_map = plans[storage[0]].weight_map
     written = {(name, file): rank for rank in storage for file, names in plans[rank].files for name in names}
     files = {file for _, file in written}
@@ -99,7 +106,7 @@ def _check_index(plans: Sequence[WeightPlan], storage: Ranks) -> None:
 
 
 def refuse_incomplete_export(plans: Sequence[WeightPlan], storages: Sequence[Ranks]) -> None:
-    """Raise on every rank when `from_pretrained` would fill a part of the exported model with fresh weights."""
+    """Raise on every rank if `from_pretrained` would initialise tensors of the exported model with random weights."""
     on_nodes = (
         " Directories of single nodes or ranks have their own stages only: export to storage that all ranks share."
     )
@@ -114,7 +121,8 @@ def refuse_incomplete_export(plans: Sequence[WeightPlan], storages: Sequence[Ran
 
 
 def without_misleading_files(raw_files: Mapping[str, bytes], plan: WeightPlan) -> dict[str, bytes]:
-    """The files that describe the model, but for a configuration of which `from_pretrained` would make fresh weights."""
+    """Return the files that describe the model, without its configuration if `from_pretrained` would misread it."""
+    # Without config.json `from_pretrained` fails. With it, missing tensors would silently get random weights.
     if not plan.missing:
         return dict(raw_files)
     _warn_once(
@@ -133,6 +141,7 @@ def _describe_missing(plan: WeightPlan) -> str:
     )
 
 
+# The cache makes each message appear once, and not at every save.
 @functools.lru_cache(maxsize=64)
 def _warn_once(message: str) -> None:
     logger.warning("%s", message)
