@@ -48,7 +48,7 @@ class DistributedError(RuntimeError):
         if self.rank is None:
             return (
                 f"contact with the other ranks was lost during {self.during}: {self.error_type}: {self.message}\n"
-                "A rank has died, has left, or takes another path through the program; its own output says why."
+                "A rank has died, exited, or run different code. Its own output shows the cause."
             )
         headline = f"rank {self.rank} failed during {self.during}: {self.error_type}: {self.message}"
         if not self.traceback_text:
@@ -70,8 +70,8 @@ class Peers:
         # Torch returns rank -1 for a process outside the group. Its collectives would return at once, without a result.
         if self.rank < 0:
             raise ValueError(
-                f"rank {dist.get_rank()} is not a member of the process group it was asked to act in; "
-                "give every rank the group that contains it"
+                f"rank {dist.get_rank()} is not a member of the process group passed to it. "
+                "Pass each rank a group that contains it."
             )
 
     @classmethod

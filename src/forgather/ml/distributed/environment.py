@@ -226,8 +226,8 @@ def _pick_device(
     num_devices = torch.accelerator.device_count()
     if local_rank >= num_devices:
         raise ValueError(
-            f"local rank {local_rank} has no {accelerator.type} device: this node has {num_devices}; start at most "
-            "that many processes per node, give a device_map, or set no_accelerator=True"
+            f"local rank {local_rank} has no {accelerator.type} device: this node has {num_devices}. Start at most "
+            "that many processes per node, pass a device_map, or set no_accelerator=True."
         )
     return torch.device(accelerator.type, local_rank)
 
@@ -235,7 +235,7 @@ def _pick_device(
 def _mapped_device(local_rank: int, device_map: Mapping[int, str | torch.device]) -> torch.device:
     if local_rank not in device_map:
         raise ValueError(
-            f"device_map names devices for local ranks {sorted(device_map)}, but this is local rank {local_rank}; "
-            "add it to the map, or leave device_map out to use one accelerator per process"
+            f"device_map has devices for local ranks {sorted(device_map)}, but this is local rank {local_rank}. "
+            "Add it to the map, or omit device_map to use one accelerator per process."
         )
     return torch.device(device_map[local_rank])

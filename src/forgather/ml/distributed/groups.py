@@ -77,9 +77,9 @@ def get_barrier_fn(group: ProcessGroup | None = None) -> Callable[..., None]:
 def _require_single_process() -> None:
     if (world_size := get_world_size()) > 1:
         raise RuntimeError(
-            f"A barrier was asked for in a job of {world_size} ranks (environment variable WORLD_SIZE), but torch.distributed "
-            "is not initialised, so that the ranks cannot wait for each other. Make a DistributedEnvironment() first (or call "
-            "torch.distributed.init_process_group), or unset WORLD_SIZE to run this process alone."
+            f"A barrier of {world_size} ranks (environment variable WORLD_SIZE) needs torch.distributed, which is not "
+            "initialised. Create a DistributedEnvironment() first (or call torch.distributed.init_process_group), or unset "
+            "WORLD_SIZE to run a single process."
         )
 
 

@@ -18,7 +18,7 @@ from forgather.ml.distributed.agreement import control_device
 from forgather.ml.distributed.rank_links import RankLinks, read_exactly
 
 _MOST_BYTES = 2**15
-"""Every rank writes before it reads: more might not fit into the buffers of the sockets."""
+"""Largest socket message. Every rank writes before it reads, so a message must fit into the socket buffers."""
 
 Numbers = Sequence[int] | Sequence[float]
 
@@ -86,7 +86,7 @@ class SocketExchange:
         self._place = dist.get_rank(links.group)
         self._by_group = by_group
         self._own: deque[Numbers | int] = deque()
-        """What is under way: the numbers of this rank, or a ticket of the group."""
+        """Sums in progress: the numbers of this rank, or a ticket of the group exchange."""
         self._sums: dict[int, list[int] | list[float]] = {}
         self._num_started = 0
         self._num_finished = 0

@@ -19,7 +19,7 @@ from forgather.ml.distributed.agreement import Peers
 from forgather.ml.distributed.environment import get_requested_timeout
 
 _MOST_RANKS = 16
-"""More would need too many connections, and too many messages where each rank writes to each other."""
+"""Limit for sockets: the number of connections and messages grows with the square of the number of ranks."""
 _DEFAULT_TIMEOUT = timedelta(minutes=30)
 _CONNECT_SECONDS = 30.0
 _RANK = struct.Struct("q")
@@ -72,7 +72,7 @@ def telling_timeouts() -> Iterator[None]:
     except BlockingIOError:
         # A blocking socket raises this only when SO_RCVTIMEO has expired.
         seconds = _timeout().total_seconds()
-        raise TimeoutError(f"another rank sent nothing for {seconds:g} seconds, the time limit of this job") from None
+        raise TimeoutError(f"no message from another rank for {seconds:g} seconds, the timeout of this job") from None
 
 
 def left_error() -> ConnectionError:

@@ -47,8 +47,8 @@ def prefix_logger_rank(
     """
     if filter is not None and not callable(filter):
         raise TypeError(
-            f"filter={filter!r} cannot be used: give a function that gets the rank and says whether this rank logs, such as "
-            "lambda rank: rank == 0. Filters of records belong to the logger: logger.addFilter(...)."
+            f"filter={filter!r} cannot be used. Pass a function that returns whether a rank logs, such as "
+            "lambda rank: rank == 0. To filter records, call logger.addFilter(...)."
         )
     rule = _every_rank if filter is None and show_all_ranks else filter
     for handler in [handler for handler in logger.handlers if isinstance(handler, _RankHandler)]:

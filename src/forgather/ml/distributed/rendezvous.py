@@ -67,6 +67,6 @@ def _gather_marks(store: Store, world_size: int, deadline: float) -> str:
 def _check(deadline: float, world_size: int) -> None:
     if time.monotonic() > deadline:
         raise RuntimeError(
-            f"The {world_size} ranks of this job did not all start in time. Look at the output of the others; on several nodes "
-            "check that all were started, with the same rendezvous endpoint."
+            f"Not all {world_size} ranks of this job started in time. See the output of the other ranks. With more than one "
+            "node, check that all nodes were started with the same rendezvous endpoint."
         )

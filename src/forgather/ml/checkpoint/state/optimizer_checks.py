@@ -52,7 +52,7 @@ class StateKeys:
     elementwise: frozenset[str] = frozenset()
     numbers: frozenset[str] = frozenset()
     optional: frozenset[str] = frozenset()
-    """Those of `elementwise` that only some options need, or that may be None."""
+    """Keys in `elementwise` that only some options need, or that may be None."""
 
     @property
     def required(self) -> frozenset[str]:
@@ -135,7 +135,7 @@ def check_structure(state_dict: object) -> None:
     parts = check_mapping(state_dict, _OPTIMIZER)
     if "state" not in parts or "param_groups" not in parts:
         raise CheckpointLoadError(
-            f"Not an optimizer state: it holds {sorted(map(described, parts))} instead of state and param_groups."
+            f"Not an optimizer state: it has {sorted(map(described, parts))} instead of state and param_groups."
         )
     _check_groups(parts["param_groups"], parts.get("initial_options"))
     for name, state in check_mapping(parts["state"], _OPTIMIZER.at("state")).items():
@@ -200,9 +200,9 @@ def _check_names(names: object, where: Where) -> None:
     # Indices depend on the order of the parameters, so they cannot be matched with names.
     if listed and all(type(name) is int for name in listed):
         raise CheckpointLoadError(
-            "The saved optimizer state has none of this optimizer's parameters: it numbers them instead of naming them, as "
-            "torch's own state dicts do. Save the optimizer by OptimizerState, or skip the optimizer component to start it "
-            "fresh."
+            "The saved optimizer state has none of this optimizer's parameters: it has parameter indices instead of names, "
+            "like state dicts of torch. Save the optimizer with OptimizerState, or skip the optimizer component to start "
+            "it fresh."
         )
     for name in listed:
         if not isinstance(name, str):
@@ -306,7 +306,7 @@ class StateChecks:
     ) -> None:
         """Check the saved state of a parameter; `existing` is its current state in the optimizer."""
         where = Where(f"optimizer state of {name!r}", "optimizer")
-        # Entries of one parameter may share memory, entries of different parameters may not.
+        # A tensor may appear twice only in the state of one parameter.
         self._of_parameter.clear()
         keys = torch_keys(optimizer) or StateKeys()
         if is_of_torch(optimizer):
@@ -330,14 +330,14 @@ class StateChecks:
         shape = _state_shape(key, parameter, is_factored=_FACTORS.split()[0] in keys.elementwise)
         tensor = check_tensor(value, where, shape=shape, kind=kind, like=parameter)
         if tensor.is_floating_point() and tensor.dtype not in _MOMENT_DTYPES:
-            raise where.refusal(f"has dtype {tensor.dtype}", "one in which optimizers compute")
+            raise where.refusal(f"has dtype {tensor.dtype}", "a dtype that optimizers can compute in")
         self._own.add(tensor, where)
 
     def _check_number(self, key: object, value: object, where: Where, is_of_torch: bool) -> None:
         one_number(value, where, at_least=0.0 if key == "step" else -math.inf)
         if isinstance(value, Tensor):
             if is_of_torch and key == "step" and value.ndim:
-                raise where.refusal(f"has shape {tuple(value.shape)}", "a number without dimensions")
+                raise where.refusal(f"has shape {tuple(value.shape)}", "a scalar without dimensions")
             self._own.add(value, where)
 
     def _check_foreign(self, key: object, value: object, parameter: Tensor, existing: object, where: Where) -> None:

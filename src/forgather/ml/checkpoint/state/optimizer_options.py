@@ -43,7 +43,7 @@ class Group:
     parameters: dict[str, Tensor]
     optimizer: OptimizerLike
     is_known: bool
-    """Whether `configured` is what the user asked for, or only what was found."""
+    """Whether `configured` is the user's configuration; otherwise it is only a copy of the current options."""
 
     @property
     def optimizer_name(self) -> str:
@@ -137,7 +137,7 @@ def _origin_value(option: str, source: SavedGroup) -> object:
 def _log_kept_option(option: str, group: Group, sources: Sequence[SavedGroup]) -> None:
     if not _groups_agree(option, sources):
         logger.warning(
-            "Optimizer option %r of %s stays %s: the checkpoint has these parameters in %d groups that differ in it.",
+            "Optimizer option %r of %s stays %s: the checkpoint has these parameters in %d groups with different values.",
             *(option, group, group.options.get(option), len(sources)),
         )
         return

@@ -108,7 +108,9 @@ class OptimizerState:
             load_group_options(group, sources_of(group, saved_groups))
         known = _known_names(state_dict, saved_groups)
         if fresh := [name for group in groups for name in group.parameters if name not in known]:
-            logger.warning("The checkpoint lacks parameters whose optimizer state starts fresh: %s", listed(fresh))
+            logger.warning(
+                "Parameters without optimizer state in the checkpoint, which starts fresh: %s", listed(fresh)
+            )
 
     def check_state_dict(self, state_dict: Mapping[str, Any]) -> None:
         """Raise `CheckpointLoadError` unless `load_state_dict` can use the state; nothing is changed.
@@ -187,15 +189,15 @@ class OptimizerState:
                 groups.append(Group(options, configured, optimizer.state, parameters, optimizer, known))
         counts = Counter(name for group in groups for name in group.parameters)
         if shared := [name for name, count in counts.items() if count > 1]:
-            raise ValueError(f"Updated by several optimizers, so which state is theirs is unclear: {listed(shared)}")
+            raise ValueError(f"Parameters in more than one optimizer cannot be stored by name: {listed(shared)}")
         return groups
 
     def _name(self, parameter: Tensor, group_index: int, index: int) -> str:
         if parameter not in self._names:
             raise ValueError(
                 f"Parameter {index} of optimizer group {group_index}, of shape {tuple(parameter.shape)}, has no name: "
-                "it is not among the named_parameters. Its state is stored by name, so pass the named parameters of "
-                "every module that this optimizer updates."
+                "it is not in named_parameters. State is stored by name, so pass the named parameters of every module "
+                "that this optimizer updates."
             )
         return self._names[parameter]
 
@@ -203,8 +205,8 @@ class OptimizerState:
         for optimizer in self._optimizers:
             if others := [key for key in optimizer.state if not isinstance(key, Tensor)]:
                 raise ValueError(
-                    f"{type(optimizer).__name__} keeps state under {others[0]!r}, which is no parameter. Such state "
-                    "cannot be matched by parameter name; keep it per parameter, or as an option of the param group."
+                    f"{type(optimizer).__name__} keeps state under {others[0]!r}, which is not a parameter, so it cannot "
+                    "be stored by name. Keep it per parameter, or as an option of the param group."
                 )
 
 
@@ -218,15 +220,15 @@ def _elementary_optimizers(optimizer: OptimizerLike) -> Iterator[OptimizerLike]:
     name = type(optimizer).__name__
     if isinstance(optimizer, torch.optim.LBFGS):
         raise ValueError(
-            f"{name} cannot be stored by parameter name: it keeps one flat history for all parameters in their order, "
-            "under the first of them. Use a per-parameter optimizer, or leave the optimizer out of the checkpoint."
+            f"{name} cannot be stored by parameter name: it keeps one flat history for all parameters under the first "
+            "parameter. Use a per-parameter optimizer, or omit the optimizer from the checkpoint."
         )
     if isinstance(optimizer.state, ChainMap) or optimizer.state is not optimizer.state:
         # Writes to such a view would be lost, or would reach the wrong optimizer behind it. A property that builds a
         # new dict for each access is such a view.
         raise ValueError(
-            f"The state of {name} is a view of several optimizers, which cannot be written to. Let it list these "
-            "optimizers in an attribute `optimizers`."
+            f"The state of {name} is a view of several optimizers and cannot be written to. List these optimizers in an "
+            "attribute `optimizers`."
         )
     yield optimizer
 
@@ -238,7 +240,7 @@ def _names_by_parameter(named_parameters: Iterable[tuple[str, Tensor]]) -> dict[
         if by_name.setdefault(name, parameter) is not parameter:
             raise ValueError(
                 f"Two different parameters are both named {name!r}, of shapes {tuple(by_name[name].shape)} and "
-                f"{tuple(parameter.shape)}. Stage modules have to keep the names of the whole model."
+                f"{tuple(parameter.shape)}. Stage modules must keep the names of the full model."
             )
         # The first name of a tied parameter is its stored name.
         names.setdefault(parameter, name)
@@ -297,8 +299,8 @@ def _require_overlap(groups: Sequence[Group], known: set[str]) -> None:
     if mine and known.isdisjoint(mine):
         raise CheckpointLoadError(
             f"The saved optimizer state has none of this optimizer's parameters. Here: {listed(mine, limit=3)}. In "
-            f"the checkpoint: {listed(sorted(map(str, known)), limit=3)}. It belongs to another model, or the names "
-            "got a prefix; skip the optimizer component to start it fresh."
+            f"the checkpoint: {listed(sorted(map(str, known)), limit=3)}. It belongs to another model, or a prefix of "
+            "the names has changed. Skip the optimizer component to start it fresh."
         )
 
 
@@ -322,9 +324,9 @@ def _require_same_kind(group: Group, name: str, saved_class: str, sources: Seque
     for source in sources:
         if name in source.names and ours - set(source.configured) and set(source.configured) - ours:
             raise CheckpointLoadError(
-                f"The saved optimizer state of {name!r} was written by {saved_class}, and {group.optimizer_name} has "
-                f"other options ({sorted(ours ^ set(source.configured))} are not in both), so it cannot use that "
-                f"state. Go back to {saved_class}, or skip the optimizer component to start fresh."
+                f"The saved optimizer state of {name!r} was written by {saved_class}. {group.optimizer_name} has "
+                f"different options ({sorted(ours ^ set(source.configured))} are not in both) and cannot use that "
+                f"state. Use {saved_class} again, or skip the optimizer component to start fresh."
             )
 
 

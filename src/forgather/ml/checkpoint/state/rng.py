@@ -30,10 +30,10 @@ logger = logging.getLogger(__name__)
 
 _RNG = Where("the random state in the checkpoint", "rng")
 _WORDS = 624
-"""Words of the Mersenne Twister, which Python, NumPy and torch's CPU generator all use."""
+"""Number of state words of the Mersenne Twister, the generator of Python, NumPy and the CPU generator of torch."""
 
 _TORCH_HEADER = struct.Struct("@QiiQ")
-"""How the state of torch's CPU generator begins: seed, numbers left before new words are made, seeded, next word."""
+"""Header of a CPU generator state of torch: seed, words left before regeneration, seeded flag, index of next word."""
 
 
 class RNGState:
@@ -73,7 +73,7 @@ class RNGState:
         if missing:
             raise CheckpointLoadError(
                 f"the random state in the checkpoint lacks {sorted(missing)}; it was not written by RNGState. "
-                'Start with fresh random numbers by listing "rng" in skip_checkpoint_components.'
+                'Add "rng" to skip_checkpoint_components to start with a fresh random state.'
             )
         check_python_state(state_dict["python"], _RNG.at("python"))
         _check_numpy(state_dict["numpy"], _RNG.at("numpy"))
@@ -83,7 +83,7 @@ class RNGState:
     def restore(self) -> None:
         """Apply the loaded state again, after work that drew random numbers (building the data iterators)."""
         if self._loaded is None:
-            raise RuntimeError("no random state was loaded, so there is none to restore; call load_state_dict first")
+            raise RuntimeError("no random state was loaded; call load_state_dict before restore")
         random.setstate(self._loaded["python"])
         np.random.set_state(self._loaded["numpy"])
         torch.set_rng_state(self._loaded["torch"])
@@ -99,7 +99,7 @@ class RNGState:
         # `restore` must work for a new rank as well.
         self._loaded = _copied(self.state_dict())
         logger.info(
-            "Rank %d has no random state in the checkpoint: its generators are seeded with %d, derived from seed %s, "
+            "Rank %d has no random state in the checkpoint. Its generators are seeded with %d, derived from seed %s, "
             "rank %d and step %d.",
             rank,
             seed,
@@ -166,7 +166,7 @@ def _check_words(words: Sequence[Any], where: Where) -> None:
     # The generator uses only the highest bit of the first word. From a state of zeros it returns zeros for ever, and
     # drawing a normal number would never end.
     if not any(words[1:]) and words[0] < 2**31:
-        raise where.refusal("has nothing but zeros", "the words of a seeded generator")
+        raise where.refusal("contains only zeros", "the words of a seeded generator")
 
 
 def _check_normal(value: object, where: Where) -> None:
@@ -185,7 +185,7 @@ def check_torch_state(state: object, where: Where) -> None:
     _, left, _, following = _TORCH_HEADER.unpack(bytes(state[: _TORCH_HEADER.size].tolist()))
     words = state.view(torch.uint8)[_TORCH_HEADER.size : _TORCH_HEADER.size + 4 * _WORDS]
     if not words.any():
-        raise where.refusal("has nothing but zeros", "the words of a seeded generator")
+        raise where.refusal("contains only zeros", "the words of a seeded generator")
     if left + following > _WORDS + 1:
         raise where.refusal(
             f"is at word {following} with {left} left to draw", f"no more than {_WORDS + 1} of both together"
@@ -204,7 +204,7 @@ def _check_bytes(state: object, device: str, where: Where) -> None:
         try:
             torch.Generator(device).set_state(_cpu_copy(found))
         except RuntimeError as error:
-            raise where.refusal(f"is refused by torch ({str(error).splitlines()[0]})", "a generator's state") from error
+            raise where.refusal(f"is rejected by torch ({str(error).splitlines()[0]})", "a generator state") from error
 
 
 def _check_accelerator(stored: object, where: Where) -> None:
@@ -260,8 +260,8 @@ def _set_accelerator_states(stored: Mapping[str, Any] | None) -> None:
     num_devices = torch.accelerator.device_count() if is_same else 0
     if num_devices < len(states):
         logger.warning(
-            "The checkpoint holds the random states of %d %s device(s), but this process sees %d of them: those are "
-            "restored, the others are lost, and random numbers drawn on a device may differ from the saved run's.",
+            "The checkpoint has random states of %d %s device(s), but this process sees %d. The states of missing devices "
+            "are not restored, so random numbers on a device may differ from the saved run.",
             len(states),
             stored["type"],
             num_devices,

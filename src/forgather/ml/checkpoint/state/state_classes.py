@@ -35,18 +35,18 @@ def register_state_class(cls: T | None = None, *, name: str | None = None) -> T 
         return lambda decorated: register_state_class(decorated, name=name)
     if not isinstance(cls, type) or not (issubclass(cls, enum.Enum) or is_namedtuple(cls) or is_dataclass(cls)):
         raise TypeError(
-            f"register_state_class({cls!r}) cannot work: a checkpoint holds instances of enums, named tuples and "
-            "dataclasses only. Store other objects by their state_dict()."
+            f"register_state_class({cls!r}) cannot work: only enums, named tuples and dataclasses can be registered. "
+            "Store other objects by their state_dict()."
         )
     reference = default_name(cls) if name is None else name
     if not isinstance(reference, str) or not reference:
-        raise ValueError(f"register_state_class(name={name!r}) cannot work: a name is text that is not empty.")
+        raise ValueError(f"register_state_class(name={name!r}) cannot work: a name must be a non-empty string.")
     # Compared by name, so that a reloaded module can register its new class object again.
     other = _classes.get(reference)
     if other is not None and default_name(other) != default_name(cls):
         raise ValueError(
             f"Two classes cannot both be registered as {reference!r}: {default_name(other)} and {default_name(cls)}. "
-            "Give one of them another name=."
+            "Pass a different name= for one of them."
         )
     _classes[reference] = cls
     # A class registered under several names is read under each of them and written under the last.
@@ -82,11 +82,11 @@ def remedy_for(module: str, qualname: str) -> str:
 def _unregistered(reference: object) -> str:
     # The reference comes from the file, and the message suggests to run it as code: print plausible names only.
     if not isinstance(reference, str) or not _REFERENCE.fullmatch(reference) or len(reference) > 200:
-        return "it holds a value of a class with a malformed name"
+        return "it contains a value of a class with an invalid name"
     module, _, qualname = reference.partition(":")
     return (
-        f"it holds a value of the class {qualname} of module {module}, which is not registered in this process. If it is "
-        f"plain data of your own program, add before loading: {remedy_for(module, qualname)}"
+        f"it contains a value of the class {qualname} of module {module}, which is not registered in this process. If this "
+        f"is plain data of your own program, add before loading: {remedy_for(module, qualname)}"
     )
 
 

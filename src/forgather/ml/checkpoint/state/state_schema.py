@@ -141,7 +141,7 @@ def _is_rate(value: Any) -> bool:
 
 
 anything: Check = lambda value: None  # noqa: E731
-"""For the states of the user's own objects."""
+"""Check that accepts any value, for the states of user-defined objects."""
 count = that("an integer of 0 or more", _is_count)
 positive = that("an integer of 1 or more", lambda value: _is_count(value) and value > 0)
 integer = that("an integer of at most 64 bits", lambda value: type(value) is int and value.bit_length() <= 64)

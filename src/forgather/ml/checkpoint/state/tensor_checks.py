@@ -18,7 +18,7 @@ from torch import Tensor
 from forgather.ml.checkpoint.errors import CheckpointLoadError
 
 Kind = Literal["floating", "complex", "real", "any"]
-"""The dtypes that a tensor may have; `real` also admits integers."""
+"""Accepted dtypes of a tensor; `real` also accepts integers."""
 
 
 # Keys come from a file and may have any length.
@@ -40,8 +40,8 @@ class Where:
     def refusal(self, found: str, expected: str, advice: str = "") -> CheckpointLoadError:
         """Return the error to raise, with the value found, the expected value, and advice."""
         return CheckpointLoadError(
-            f"{self.text} {found}, expected {expected}. The checkpoint is damaged or was made for something else. "
-            f'{advice}skip_checkpoint_components=["{self.component}"] starts it fresh, or choose another checkpoint.'
+            f"{self.text} {found}, expected {expected}. The checkpoint is damaged or belongs to another configuration. "
+            f'{advice}Set skip_checkpoint_components=["{self.component}"] to start it fresh, or choose another checkpoint.'
         )
 
 
@@ -64,7 +64,7 @@ class OwnStorage:
         ordered = sorted(self._extents, key=lambda extent: extent[:3])
         for (device, _, end, one), (other_device, start, _, other) in itertools.pairwise(ordered):
             if device == other_device and start < end:
-                raise other.refusal(f"shares its memory with {one.text}", "a tensor with storage of its own")
+                raise other.refusal(f"shares its memory with {one.text}", "a tensor with separate storage")
 
 
 def owned(value: Tensor) -> Tensor:
@@ -108,7 +108,7 @@ def check_tensor(
 
 
 def check_is_dense(value: Tensor, where: Where) -> None:
-    """Raise `CheckpointLoadError` for sparse, nested, quantised, lazy and meta tensors, and for out-of-bounds strides."""
+    """Raise `CheckpointLoadError` for sparse, nested, quantised, lazy or meta tensors, and out-of-bounds strides."""
     if value.layout is not torch.strided or value.is_nested:
         raise where.refusal(f"is a tensor of layout {'nested' if value.is_nested else value.layout}", "a dense tensor")
     if value.is_quantized or value.is_meta or value.is_conj() or value.is_neg():

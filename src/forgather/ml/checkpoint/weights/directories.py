@@ -39,10 +39,10 @@ class CheckpointSummary(TypedDict):
     path: str
     step: int | None
     timestamp: float
-    """Seconds since 1970 at which the checkpoint was committed, or the directory last changed."""
+    """Unix time of the commit of the checkpoint, or of the last change of the directory."""
     is_complete: bool
     has_manifest: bool
-    """Whether a manifest of ours lists the files; else only the weights can be loaded."""
+    """Whether a Forgather manifest lists the files; otherwise only the weights can be loaded."""
     world_size: int | None
     components: list[str]
     weight_files: list[str]
@@ -191,6 +191,6 @@ def _refuse_real_files(model_dir: str) -> None:
     real = [name for name in _weight_files(model_dir) if not os.path.islink(os.path.join(model_dir, name))]
     if real:
         raise FileExistsError(
-            f"{model_dir} has weight files of its own ({', '.join(real)}), which symlinks never replace. Remove them, or "
-            "choose another directory."
+            f"{model_dir} has real weight files ({', '.join(real)}), which symlinks never replace. Remove them, or choose "
+            "another directory."
         )

@@ -38,8 +38,8 @@ class ModelExport:
         existing = self._weight_files()
         if existing and not overwrite:
             raise FileExistsError(
-                f"{self.output_dir} already holds a model ({existing[0]}); pass overwrite_output_dir=True to replace it, or "
-                "choose another directory."
+                f"{self.output_dir} already contains a model ({existing[0]}). Pass overwrite_output_dir=True to replace it, "
+                "or choose another directory."
             )
         durable.make_directories(self.temporary_path)
 
@@ -53,8 +53,8 @@ class ModelExport:
             if lost:
                 raise CheckpointSaveError(
                     f"{file} was written without {len(lost)} of its tensors, such as {lost[0]}: the storage of "
-                    f"{self.output_dir} lost them, or another process works in {self.temporary_path}. The model that was "
-                    "there before is untouched; export again."
+                    f"{self.output_dir} lost them, or another process writes to {self.temporary_path}. An existing model is "
+                    "unchanged. Export again."
                 )
 
     def install(self) -> None:

@@ -25,16 +25,15 @@ class WeightSuppliers:
 
         Raises `CheckpointLoadError` if weights must be supplied and no callback implements `on_load_model_weights`.
         """
-        # Without a model nothing is loaded, so there is nothing to supply either.
         is_left_out = self.model is not None and not loads_model
         if not is_left_out and store.open_checkpoint(path).manifest.weights != "external":
             return []
         suppliers = [one.on_load_model_weights for one in self.callbacks if hasattr(one, "on_load_model_weights")]
         if not suppliers:
             raise CheckpointLoadError(
-                f"The model's weights are not loaded from {path} (checkpoint_components, now or when it was saved, is without "
-                "'model'), and no callback implements on_load_model_weights to supply them. Add the callback that does, or "
-                "set skip_checkpoint_components=['model'] to keep the weights the model has."
+                f"The model's weights are not loaded from {path} (checkpoint_components lacks 'model', now or when it was "
+                "saved), and no callback implements on_load_model_weights. Add such a callback, or set "
+                "skip_checkpoint_components=['model'] to keep the current weights."
             )
         return suppliers
 

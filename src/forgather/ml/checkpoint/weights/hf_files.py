@@ -26,7 +26,7 @@ from forgather.ml.no_init_weights import no_init_weights
 logger = logging.getLogger(__name__)
 
 CONFIG_FILES = ("config.json", "generation_config.json")
-"""The files from which `from_pretrained` knows what to build."""
+"""Configuration files that `from_pretrained` reads to choose and build the class."""
 
 
 @dataclass(frozen=True)

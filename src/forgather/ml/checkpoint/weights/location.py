@@ -191,7 +191,7 @@ def read_weights(location: WeightLocation, targets: Mapping[str, Tensor]) -> Non
     for name, target in targets.items():
         stored = location.stored_name(name)
         if stored is None:
-            raise CheckpointLoadError(f"{location.directory} holds no tensor {name!r}.")
+            raise CheckpointLoadError(f"{location.directory} has no tensor {name!r}.")
         by_file.setdefault(location.weight_map[stored], {}).setdefault(stored, []).append(target)
     _check_shapes(location, by_file)
     for file, wanted in sorted(by_file.items()):
@@ -223,7 +223,7 @@ def _check_shapes(location: WeightLocation, by_file: Mapping[str, Mapping[str, S
 
 def _found(path: str, content: Mapping[str, Any], name: str) -> Any:
     if name not in content:
-        raise CheckpointLoadError(f"{path} has no tensor {name!r}, although the index says so.")
+        raise CheckpointLoadError(f"{path} has no tensor {name!r}, although the index lists it there.")
     return content[name]
 
 
@@ -254,7 +254,7 @@ def read_tensors(location: WeightLocation, names: Collection[str], device: torch
     """Return new tensors on `device` with the named weights."""
     missing = [name for name in names if location.stored_name(name) is None]
     if missing:
-        raise CheckpointLoadError(f"{location.directory} holds no tensors named {abbreviate(missing)}.")
+        raise CheckpointLoadError(f"{location.directory} has no tensors named {abbreviate(missing)}.")
     by_file: dict[str, list[str]] = {}
     for name in names:
         by_file.setdefault(location.weight_map[location.stored_name(name) or name], []).append(name)

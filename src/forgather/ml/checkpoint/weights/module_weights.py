@@ -114,8 +114,8 @@ def _refuse_other_format(index: ShardIndex, safetensors: bool | None) -> None:
     wrong = [file for file in index["weight_map"].values() if file.endswith(".safetensors") != safetensors]
     if safetensors is not None and wrong:
         raise ValueError(
-            f"save_sharded_checkpoint(safetensors={safetensors}) was given an index with the file {wrong[0]}, and readers "
-            f"trust the name. Make the index with make_shard_index(..., safetensors={safetensors})."
+            f"save_sharded_checkpoint(safetensors={safetensors}) cannot use an index with the file {wrong[0]}: readers "
+            f"choose the format by name. Create the index with make_shard_index(..., safetensors={safetensors})."
         )
 
 
@@ -224,9 +224,8 @@ def _tensors_to_load(module: nn.Module, location: WeightLocation, keys: Collecti
 def _refuse_meta(names: Sequence[str]) -> None:
     if names:
         raise CheckpointLoadError(
-            f"{len(names)} tensors of the model are on the meta device, which has no memory to load into: "
-            f"{abbreviate(names)}. Load with assign=True to give the model new tensors, or call "
-            "model.to_empty(device=...) first."
+            f"{len(names)} tensors of the model are on the meta device and have no memory to load into: "
+            f"{abbreviate(names)}. Load with assign=True to create new tensors, or call model.to_empty(device=...) first."
         )
 
 

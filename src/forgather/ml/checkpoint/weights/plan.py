@@ -70,7 +70,7 @@ class WeightPlanner:
 
     sharing: ComponentSharing
     held: Sequence[HeldWeights]
-    """Of every rank of the job."""
+    """Metadata of every rank of the job, by rank."""
     shard_index: ShardIndex | None
     safetensors: bool
 
@@ -100,7 +100,7 @@ class WeightPlanner:
 
     def _index_and_ties(self, shapes: Sequence[_Shapes], is_whole: bool) -> tuple[ShardIndex, SharingMetadataT]:
         tied = _union([held.tied for held in self.held])
-        # The user's index counts only if the directory holds the full model.
+        # The index of the user is used only if the directory holds the full model, its ties always.
         index = None if self.shard_index is None else in_format(self.shard_index, self.safetensors)
         if index is not None:
             tied = index["metadata"].get("param_sharing", tied)
@@ -118,15 +118,15 @@ def union_of_weights(parts: Sequence[nn.Module]) -> dict[str, Tensor]:
         for name, tensor in part.state_dict().items():
             if not isinstance(tensor, Tensor):
                 raise CheckpointSaveError(
-                    f"model.{name} is a {type(tensor).__name__}, but weight files hold tensors only. Declare this state as a "
-                    "component of its own."
+                    f"model.{name} is a {type(tensor).__name__}, but weight files contain only tensors. Declare this state "
+                    "as a separate component."
                 )
             # Two stages of one rank may both hold a tied tensor. Equal copies are stored once.
             if not _is_same(weights.setdefault(name, tensor), tensor):
                 raise CheckpointSaveError(
                     f"Component 'model': two of its {len(parts)} modules have a tensor named {name}, with different "
-                    "content. Weights are stored by FQN, so one of them would be lost. Give the modules the names that the "
-                    "whole model has."
+                    "content. Weights are stored by FQN, so one of them would be lost. Use the names of the full model in "
+                    "all modules."
                 )
     return weights
 

@@ -25,15 +25,15 @@ class WeightPlan:
     """Model files that a rank will write; the leader of a directory also sends its index and expected tensors."""
 
     files: Sequence[tuple[str, Sequence[str]]]
-    """Each file with its tensors."""
+    """Files with their tensor names."""
     weight_map: Mapping[str, str] = field(default_factory=dict)
-    """The leader's: which file is to have which tensor."""
+    """Leader only: the planned file of each tensor."""
     tied: SharingMetadataT = field(default_factory=list)
-    """The leader's: names that are one tensor, of which one is stored."""
+    """Leader only: groups of tied names, each stored under one name."""
     expected_by: str = ""
-    """The leader's: the class that `from_pretrained` will build."""
+    """Leader only: name of the class that `from_pretrained` will build."""
     missing: Sequence[str] = ()
-    """The leader's: what that class will look for in vain."""
+    """Leader only: tensors that this class expects and the files will lack."""
 
 
 def check_coverage(plans: Sequence[WeightPlan], storages: Sequence[Ranks], held: Sequence[Iterable[str]]) -> None:
@@ -63,7 +63,7 @@ def _check_writers(plans: Sequence[WeightPlan], storage: Ranks) -> None:
         if len(ranks) > 1:
             raise CheckpointSaveError(
                 f"The shard index of component 'model' puts tensors of different ranks into {file}: {ranks_text(ranks)} "
-                "would all write it. Give make_shard_index one state dict for each part of the model."
+                "would all write it. Pass make_shard_index one state dict for each part of the model."
             )
 
 
@@ -75,7 +75,7 @@ def _check_places(leader: WeightPlan, held: Iterable[str]) -> None:
     if lost:
         raise CheckpointSaveError(
             f"The shard index has no file for {len(lost)} tensors of component 'model': {abbreviate(lost, _NUM_SHOWN)}. "
-            "Make the index from the model as it is now, or pass none."
+            "Create the index from the current model, or pass none."
         )
 
 
@@ -89,16 +89,16 @@ def _check_index(plans: Sequence[WeightPlan], storage: Ranks) -> None:
         name, file = unwritten[0]
         what = f"tensor {name} in it" if file in files else f"that file, nor tensor {name} in it"
         raise CheckpointSaveError(
-            f"The shard index of component 'model' lists {len(unwritten)} tensors that nobody writes: {file} is to have "
+            f"The shard index of component 'model' lists {len(unwritten)} tensors that no rank writes: {file} should have "
             f"{abbreviate([one for one, place in unwritten if place == file], _NUM_SHOWN)}, but none of "
-            f"{ranks_text(storage)} writes {what}. The checkpoint could not be loaded. Make the index from the model as it "
-            "is now, or pass none."
+            f"{ranks_text(storage)} writes {what}. The checkpoint could not be loaded. Create the index from the current "
+            "model, or pass none."
         )
     for (name, file), rank in written.items():
         if weight_map.get(name) != file:
             raise CheckpointSaveError(
                 f"Component 'model': rank {rank} would write tensor {name} into {file}, where the shard index of rank "
-                f"{storage[0]} does not have it. Give all ranks the same shard_index, or none."
+                f"{storage[0]} does not have it. Pass all ranks the same shard_index, or none."
             )
 
 
@@ -108,14 +108,14 @@ def _check_index(plans: Sequence[WeightPlan], storage: Ranks) -> None:
 def refuse_incomplete_export(plans: Sequence[WeightPlan], storages: Sequence[Ranks]) -> None:
     """Raise on every rank if `from_pretrained` would initialise tensors of the exported model with random weights."""
     on_nodes = (
-        " Directories of single nodes or ranks have their own stages only: export to storage that all ranks share."
+        " Directories of single nodes or ranks contain only their own stages: export to storage that all ranks share."
     )
     for plan in plans:
         if plan.missing:
             raise CheckpointSaveError(
-                f"The model cannot be exported: {_describe_missing(plan)} Train the model of transformers itself rather than "
-                "a module around it or a part of it, or give the module a configuration of its own; tensors that were tied "
-                f"by hand need a configuration that says so, such as config.tie_word_embeddings=True."
+                f"The model cannot be exported: {_describe_missing(plan)} Train the transformers model itself and not a "
+                "wrapper or a submodule of it, or define a separate configuration for the module. Tensors that were tied "
+                f"by hand need a configuration that ties them, such as config.tie_word_embeddings=True."
                 f"{on_nodes if len(storages) > 1 else ''}"
             )
 
@@ -126,8 +126,8 @@ def without_misleading_files(raw_files: Mapping[str, bytes], plan: WeightPlan) -
     if not plan.missing:
         return dict(raw_files)
     _warn_once(
-        f"{' and '.join(CONFIG_FILES)} are left out of checkpoints: {_describe_missing(plan)} Training and resuming are not "
-        "affected, but from_pretrained does not accept such a checkpoint, and save_model() refuses."
+        f"{' and '.join(CONFIG_FILES)} are omitted from checkpoints: {_describe_missing(plan)} Training and resuming are not "
+        "affected, but from_pretrained and save_model() will fail."
     )
     return {name: data for name, data in raw_files.items() if name not in CONFIG_FILES}
 
@@ -135,9 +135,9 @@ def without_misleading_files(raw_files: Mapping[str, bytes], plan: WeightPlan) -
 def _describe_missing(plan: WeightPlan) -> str:
     written = list(plan.weight_map)
     return (
-        f"the model's configuration is that of {plan.expected_by}, and from_pretrained would make fresh weights for "
-        f"{len(plan.missing)} tensors of that class which are not among those written: "
-        f"{abbreviate(plan.missing, _NUM_SHOWN)}. Written are {abbreviate(written, _NUM_SHOWN) or 'none'}."
+        f"the model has a configuration of {plan.expected_by}, and from_pretrained would create random weights for "
+        f"{len(plan.missing)} tensors of that class that are not saved: "
+        f"{abbreviate(plan.missing, _NUM_SHOWN)}. Saved tensors: {abbreviate(written, _NUM_SHOWN) or 'none'}."
     )
 
 

@@ -31,9 +31,9 @@ from forgather.ml.checkpoint.manifest import FileRecord
 # Key of the header checksum in a manifest record. Reading only some tensors verifies the header like a tensor.
 HEADER_ENTRY = "__header__"
 SHARING_KEY = "param_sharing"
-"""Under this key of its metadata a file, or an index, keeps the groups of names that are one tensor."""
+"""Metadata key of a file or an index for the groups of tied names."""
 SharingMetadataT = list[list[str]]
-"""Groups of names that are one tensor; the first name of a group is the one it is stored under."""
+"""Groups of tied names; a tensor is stored under the first name of its group."""
 
 # A forged header length must not allocate more than `_LARGEST_HEADER` bytes. Sizes in torch are signed 64-bit integers.
 _LENGTH_BYTES = 8
@@ -118,7 +118,7 @@ def _refuse_without_memory(name: str, tensor: Tensor) -> None:
     if tensor.layout is not torch.strided or tensor.is_nested:
         kind = "a nested tensor" if tensor.is_nested else f"sparse ({tensor.layout})"
         raise ValueError(
-            f"Tensor {name!r} is {kind}, which the safetensors format cannot hold; make it dense, or set "
+            f"Tensor {name!r} is {kind}, which the safetensors format cannot store. Make it dense, or set "
             "save_safetensors=False to write pytorch_model.bin files."
         )
 
@@ -126,8 +126,8 @@ def _refuse_without_memory(name: str, tensor: Tensor) -> None:
 def _dtype_name(name: str, dtype: torch.dtype) -> str:
     if dtype not in _DTYPE_NAMES:
         raise ValueError(
-            f"Tensor {name!r} has dtype {dtype}, which the safetensors format cannot hold; "
-            "set save_safetensors=False to write pytorch_model.bin files."
+            f"Tensor {name!r} has dtype {dtype}, which the safetensors format cannot store. "
+            "Set save_safetensors=False to write pytorch_model.bin files."
         )
     return _DTYPE_NAMES[dtype]
 
@@ -166,7 +166,7 @@ def read_header(path: str, record: FileRecord | None = None) -> SafetensorsHeade
         length = file.read(_LENGTH_BYTES)
         num_bytes = int.from_bytes(length, "little")
         if len(length) < _LENGTH_BYTES or num_bytes > min(size - _LENGTH_BYTES, _LARGEST_HEADER):
-            raise CheckpointCorruptError(f"{path} is damaged: it is not a safetensors file, or is cut short")
+            raise CheckpointCorruptError(f"{path} is damaged: it is not a safetensors file, or is truncated")
         text = file.read(num_bytes)
     base = _LENGTH_BYTES + num_bytes
     if record is not None:
@@ -197,7 +197,7 @@ def _require_full_cover(tensors: Mapping[str, TensorEntry], base: int, size: int
             raise ValueError(f"tensor {name!r} {'overlaps another' if entry.start < end else 'comes after a gap'}")
         end = entry.end
     if end != size:
-        raise ValueError(f"{size - end} bytes after the last tensor belong to none")
+        raise ValueError(f"{size - end} bytes after the last tensor belong to no tensor")
 
 
 def _entry(name: str, info: Any, base: int, size: int) -> TensorEntry:
@@ -207,13 +207,13 @@ def _entry(name: str, info: Any, base: int, size: int) -> TensorEntry:
     if math.prod(max(1, length) for length in shape) * dtype.itemsize > _LARGEST_SIZE:
         raise ValueError(f"tensor {name!r} has the impossible shape {shape}")
     if not base <= start <= end <= size or end - start != math.prod(shape) * dtype.itemsize:
-        raise ValueError(f"tensor {name!r} lies outside the file, or has another size than its shape")
+        raise ValueError(f"tensor {name!r} is outside the file, or its size does not match its shape")
     return TensorEntry(dtype, tuple(shape), start, end)
 
 
 def _count(number: object) -> int:
     if type(number) is not int or number < 0:
-        raise ValueError(f"{number!r} is neither a length nor a position")
+        raise ValueError(f"{number!r} is not a valid length or offset")
     return number
 
 
@@ -275,7 +275,7 @@ def _load_whole(path: str, header: SafetensorsHeader, targets: Mapping[str, Tens
 
         def read(out: memoryview) -> None:
             if reader.readinto(out) != len(out):
-                raise CheckpointCorruptError(f"{path} is damaged: it ends too soon")
+                raise CheckpointCorruptError(f"{path} is damaged: it is truncated")
 
         # In file order, so that the same pass over the bytes fills the tensors and computes the checksum.
         for name, entry in sorted(header.tensors.items(), key=lambda item: item[1].start):
@@ -323,13 +323,13 @@ def check_fit(path: str, name: str, shape: tuple[int, ...], dtype: torch.dtype, 
     """Raise `CheckpointLoadError` if the shape or the kind of dtype of a stored tensor differs from the target."""
     if _kind_of(dtype) != _kind_of(target.dtype):
         raise CheckpointLoadError(
-            f"{path}: tensor {name!r} has dtype {dtype} in the checkpoint, but {target.dtype} in the model, and the one "
-            "does not stand for the other. Build the model that was trained, or choose another checkpoint."
+            f"{path}: tensor {name!r} has dtype {dtype} in the checkpoint, but {target.dtype} in the model, and these "
+            "cannot be converted. Build the model that was trained, or choose another checkpoint."
         )
     if tuple(target.shape) != tuple(shape):
         raise CheckpointLoadError(
             f"{path}: tensor {name!r} has shape {tuple(shape)} in the checkpoint, but {tuple(target.shape)} in the "
-            "model. The model must be built from the configuration that the checkpoint was trained with."
+            "model. Build the model from the configuration of the checkpoint."
         )
 
 
