@@ -154,11 +154,11 @@ def save_with_index(output_dir: str, case: str) -> Outcome:
 @pytest.mark.parametrize(
     ("case", "texts"),
     [
-        ("tensor", ["lists 1 tensors that nobody writes", "none of ranks 0, 1 writes tensor 4.weight"]),
-        ("file", ["model-00003-of-00003.safetensors is to have 4.weight", "writes that file"]),
+        ("tensor", ["lists 1 tensors that no rank writes", "none of ranks 0, 1 writes tensor 4.weight"]),
+        ("file", ["model-00003-of-00003.safetensors should have 4.weight", "writes that file"]),
         ("file of two", ["puts tensors of different ranks into model-00001-of-00002.safetensors", "ranks 0, 1"]),
-        ("other ranks", ["nobody writes", "model-00002-of-00002.safetensors", "ranks 0, 1"]),
-        ("lost", ["nobody writes", "2.bias", "ranks 0, 1"]),
+        ("other ranks", ["no rank writes", "model-00002-of-00002.safetensors", "ranks 0, 1"]),
+        ("lost", ["no rank writes", "2.bias", "ranks 0, 1"]),
     ],
 )
 def test_an_index_that_does_not_say_what_is_written_is_refused(tmp_path: Path, case: str, texts: list[str]) -> None:
@@ -175,7 +175,7 @@ def test_one_rank_too_refuses_an_index_with_more_than_the_model(tmp_path: Path, 
     index = make_shard_index([model.state_dict()], safetensors=True)
     index["weight_map"]["scale"] = file
     coordinator = make_coordinator(str(tmp_path), [StateComponent("model", model, GLOBAL)], shard_index=index)
-    with pytest.raises(CheckpointSaveError, match=r"lists 1 tensors that nobody writes.*scale"):
+    with pytest.raises(CheckpointSaveError, match=r"lists 1 tensors that no rank writes.*scale"):
         coordinator.save_checkpoint(checkpoint_id=1)
     assert entries(tmp_path / "checkpoints") == []
 
@@ -238,7 +238,9 @@ def test_a_tensor_that_no_rank_has_stops_an_export_and_takes_the_configuration_f
 ) -> None:
     results = run_on_ranks(save_and_export_parts, 2, str(tmp_path), True)
     message = the_same([outcome for _, outcome, _ in results])
-    assert "LlamaForCausalLM" in message and "fresh weights for 1 tensors" in message and "model.norm.weight" in message
+    assert (
+        "LlamaForCausalLM" in message and "random weights for 1 tensors" in message and "model.norm.weight" in message
+    )
     assert entries(tmp_path / "exported") == []
     path = results[0][0]
     assert not {"config.json", "generation_config.json"} & file_names(path)

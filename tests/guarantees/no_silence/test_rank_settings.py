@@ -255,10 +255,10 @@ def test_variables_of_a_launcher_decide_unless_a_process_says_that_it_is_alone(
         ({"RANK": "2", "WORLD_SIZE": "2"}, "rank 2 does not exist among 2 process(es)"),
         ({"RANK": "-1", "WORLD_SIZE": "2"}, "rank -1 does not exist among 2 process(es)"),
         ({"RANK": "1"}, "rank 1 does not exist among 1 process(es)"),
-        ({"WORLD_SIZE": "2"}, "one of 2, but nothing says which: all of them would be rank 0"),
-        ({"WORLD_SIZE": "0"}, "rank 0 of 0 process(es) cannot be"),
-        ({"WORLD_SIZE": "two"}, "environment variable WORLD_SIZE is 'two', but must be a whole number"),
-        ({"RANK": "1.0", "WORLD_SIZE": "2"}, "environment variable RANK is '1.0', but must be a whole number"),
+        ({"WORLD_SIZE": "2"}, "one of 2, but RANK is not set: all of them would be rank 0"),
+        ({"WORLD_SIZE": "0"}, "rank 0 of 0 process(es) is impossible"),
+        ({"WORLD_SIZE": "two"}, "environment variable WORLD_SIZE is 'two', but must be an integer"),
+        ({"RANK": "1.0", "WORLD_SIZE": "2"}, "environment variable RANK is '1.0', but must be an integer"),
         ({"RANK": "1", "WORLD_SIZE": "2", "LOCAL_RANK": "1", "LOCAL_WORLD_SIZE": "1"}, "local rank 1 does not exist"),
         ({"RANK": "0", "WORLD_SIZE": "2", "LOCAL_WORLD_SIZE": "4"}, "a node cannot have 4 processes of a job of 2"),
     ],
@@ -276,6 +276,6 @@ def test_contradictory_variables_are_refused(
     trainer = quiet_trainer(tmp_path / "run", TokenModel(), token_samples(4), trainer_class=trainer_class)
     with pytest.raises(ValueError, match=re.escape(message)) as caught:
         trainer.train()
-    if "whole number" not in message:
+    if "an integer" not in message:
         found = ", ".join(f"{name}={value}" for name, value in variables.items() if name == "RANK")
         assert found in str(caught.value) and "torchrun" in str(caught.value)

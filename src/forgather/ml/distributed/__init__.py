@@ -1,24 +1,6 @@
-"""Distributed processes: environment, process groups, agreement of ranks, small messages.
+"""Distributed processes: environment, process groups, error agreement, small messages between ranks.
 
-Which object is for what:
-
-- `DistributedEnvironment`: rank, device and process group of this process; makes `init_process_group` calls.
-  `StaticDistributedEnvironment` and `from_env` only describe, and initialise nothing. `get_rank`, `get_world_size`,
-  `get_local_rank`, `get_local_world_size` read the launcher's environment variables.
-- `get_global_process_group`, `get_local_process_group`: gloo groups for control messages, over all ranks or the ranks of
-  this node. `reset_process_groups` forgets them. `get_barrier_fn` makes a barrier for a group.
-- `Peers`: the ranks of a group that act together. `gather` and `broadcast` exchange picklable objects; `agree` and
-  `agreement` raise one rank's error on every rank as a `DistributedError`. The functions `agree` and `agreement` do this
-  for one call, without keeping a `Peers`.
-- `main_process_first`: a context that local rank 0 runs before the other ranks of its node (downloads, caches).
-- `RankLinks`: the connections for small, frequent messages: a gloo group, and Unix sockets between ranks of one machine.
-- `NumberExchange` (made by `number_exchange.number_exchange(links)`): asynchronous sums of a few numbers over `RankLinks`,
-  such as the token count of a step. Objects go by `Peers`, tensors by collectives of torch.
-- `record_entry_point`: decorates a script's main function, so that torchrun reports the rank that failed first.
-- `prefix_logger_rank`: log lines with the rank in front, for chosen ranks.
-
-Used inside: `launch_variables` checks the environment variables, `rendezvous` keeps restarted jobs apart, `shutdown` leaves
-the process group when Python exits.
+Public facade of the package. The comment below the imports lists the purpose of each object.
 """
 
 from forgather.ml.distributed.agreement import DistributedError, Peers, agree, agreement
@@ -45,6 +27,26 @@ from forgather.ml.distributed.main_process_first import main_process_first
 from forgather.ml.distributed.number_exchange import NumberExchange
 from forgather.ml.distributed.rank_links import RankLinks
 from forgather.ml.distributed.rank_logging import prefix_logger_rank
+
+# - `DistributedEnvironment`: rank, device and process group of this process. It calls `init_process_group`.
+#   `StaticDistributedEnvironment` and `from_env` describe an environment and initialise nothing. `get_rank`,
+#   `get_world_size`, `get_local_rank` and `get_local_world_size` read the environment variables of the launcher.
+# - `get_global_process_group`, `get_local_process_group`: gloo groups for control messages, over all ranks or the ranks
+#   of this node. `reset_process_groups` clears the cache of these groups. `get_barrier_fn` returns a barrier of a
+#   group.
+# - `Peers`: ranks of a group that act together. `gather` and `broadcast` exchange picklable objects. `agree` and
+#   `agreement` raise an error of one rank on every rank as a `DistributedError`. The functions of the same names do
+#   this without a `Peers` object.
+# - `main_process_first`: context manager. Local rank 0 runs its body before the other ranks of the node (downloads,
+#   caches).
+# - `RankLinks`: connections for small, frequent messages. A gloo group, and Unix sockets between ranks of one machine.
+# - `NumberExchange`: asynchronous sums of a few numbers, such as the token count of a step. `number_exchange(links)`
+#   creates it. Use `Peers` for objects and the collectives of torch for tensors.
+# - `record_entry_point`: decorator of a script's main function, so that torchrun reports the rank that failed first.
+# - `prefix_logger_rank`: log lines with a rank prefix, for selected ranks.
+#
+# Internal modules: `launch_variables` checks the environment variables, `rendezvous` isolates restarted jobs in a
+# shared store, and `shutdown` destroys the process group when Python exits.
 
 __all__ = [
     "DistributedEnvInterface",

@@ -1,4 +1,9 @@
-"""How ranks tell each other that something failed, so that all of them raise the same error."""
+"""Error agreement between ranks: an error on one rank is raised on every rank of the group.
+
+`Peers` exchanges small Python objects over gloo. Its `agree` and `agreement` raise the same `DistributedError` on all
+ranks, so that no rank waits in a collective for a rank that has failed. Trainers, data loaders and checkpoints use it
+around work that may fail on one rank only.
+"""
 
 import pickle
 import traceback
@@ -16,13 +21,14 @@ T = TypeVar("T")
 
 
 class DistributedError(RuntimeError):
-    """What went wrong on the first failing rank, as every rank reports it.
+    """Error of the lowest failing rank, raised on every rank.
 
-    `rank` is the global rank of the process that failed, or None when the ranks lost contact and it is unknown who did.
+    `rank` is the global rank of the failed process. It is None when the ranks lost contact and the failed rank is
+    unknown.
     """
 
     def __init__(self, during: str, rank: int | None, error_type: str, message: str, traceback_text: str = "") -> None:
-        # All fields are `args`, which is what pickle hands back to the constructor.
+        # Pickle passes `args` back to the constructor, so `args` must hold all fields.
         super().__init__(during, rank, error_type, message, traceback_text)
         self.during = during
         self.rank = rank
@@ -32,7 +38,7 @@ class DistributedError(RuntimeError):
 
     @classmethod
     def describing(cls, error: BaseException, during: str, rank: int | None) -> "DistributedError":
-        """The report about `error`; one that is already a report keeps naming its own origin."""
+        """Return a report about `error`; a `DistributedError` is returned unchanged and keeps its original rank."""
         if isinstance(error, DistributedError):
             return error
         text = "".join(traceback.format_exception(error))
@@ -42,7 +48,7 @@ class DistributedError(RuntimeError):
         if self.rank is None:
             return (
                 f"contact with the other ranks was lost during {self.during}: {self.error_type}: {self.message}\n"
-                "A rank has died, has left, or takes another path through the program; its own output says why."
+                "A rank has died, exited, or run different code. Its own output shows the cause."
             )
         headline = f"rank {self.rank} failed during {self.during}: {self.error_type}: {self.message}"
         if not self.traceback_text:
@@ -51,29 +57,30 @@ class DistributedError(RuntimeError):
 
 
 class Peers:
-    """The ranks that act together, and how they exchange small Python objects (over gloo).
+    """Ranks of a process group that act together and exchange small Python objects over gloo.
 
     Every method is collective: all ranks of the group call it, in the same order. `rank` and `size` count inside the
-    group. Without a group this means all ranks, or this process alone where torch.distributed is not initialised.
+    group. The default group contains all ranks, or only this process if torch.distributed is not initialised.
     """
 
     def __init__(self, group: ProcessGroup | None = None) -> None:
         self._group = get_global_process_group() if group is None else group
         self.rank = 0 if self._group is None else dist.get_rank(self._group)
         self.size = 1 if self._group is None else dist.get_world_size(self._group)
+        # Torch returns rank -1 for a process outside the group. Its collectives would return at once, without a result.
         if self.rank < 0:
             raise ValueError(
-                f"rank {dist.get_rank()} is not a member of the process group it was asked to act in; "
-                "give every rank the group that contains it"
+                f"rank {dist.get_rank()} is not a member of the process group passed to it. "
+                "Pass each rank a group that contains it."
             )
 
     @classmethod
     def world(cls) -> "Peers":
-        """All ranks of the job."""
+        """Return the peers of all ranks of the job."""
         return cls()
 
     def gather(self, value: T, during: str = "gathering a value from every rank") -> list[T]:
-        """The values of all ranks, in rank order, on every rank; `during` is for the message when contact is lost."""
+        """Return the values of all ranks in rank order; the error message names `during` if contact is lost."""
         if self.size == 1:
             return [value]
         parcels: list[Any] = [None] * self.size
@@ -82,7 +89,7 @@ class Peers:
         return [_unpack(parcel) for parcel in parcels]
 
     def broadcast(self, value: T, source: int = 0) -> T:
-        """The value of `source` (a rank inside the group), on every rank."""
+        """Return the value of rank `source` (counted inside the group) on every rank."""
         if self.size == 1:
             return value
         during = f"broadcasting a value from rank {source} of the group"
@@ -96,9 +103,9 @@ class Peers:
     def agree(self, error: BaseException | None, during: str) -> None:
         """Raise the same `DistributedError` on every rank when any rank passes an error.
 
-        It tells of the lowest failing rank; a rank that failed chains its own error as the cause. While all is well
-        this costs one reduction of a single integer. A rank that has died is noticed by its neighbours in that
-        reduction at once, and by the others as soon as those leave: let the error end the process.
+        The error describes the lowest failing rank. A failing rank chains its own error as the cause. Without a failure
+        the cost is one all-reduce of a single integer. If a rank has died, its neighbours in the all-reduce fail at
+        once, and the other ranks fail when those neighbours disconnect. So let the error end the process.
         """
         failed_rank = self._lowest_failing_rank(error, during)
         if failed_rank == self.size:
@@ -113,10 +120,11 @@ class Peers:
 
     @contextmanager
     def agreement(self, during: str) -> Iterator[None]:
-        """Run the body, then `agree` on whether it succeeded everywhere.
+        """Run the body, then `agree` on whether it succeeded on every rank.
 
-        The body must contain no collectives: a rank that fails half-way leaves the body and reaches the agreement while
-        the others still wait in the body's collective, and the two would be taken for one another.
+        The body must contain no collectives. A rank that fails half-way would reach the all-reduce of the agreement
+        while the other ranks wait in a collective of the body, and the two collectives would be matched with each
+        other.
         """
         failure: Exception | None = None
         try:
@@ -124,14 +132,15 @@ class Peers:
         except Exception as error:  # noqa: BLE001 - raised again, on every rank, by the agreement below
             failure = error
         except BaseException as stop:
-            # An interrupt or exit keeps its meaning here; the other ranks only need to know that this one is leaving.
+            # KeyboardInterrupt and SystemExit are re-raised unchanged on this rank. The other ranks must learn that
+            # this rank is leaving, or they would wait for it.
             with suppress(DistributedError):
                 self.agree(stop, during)
             raise
         self.agree(failure, during)
 
     def _lowest_failing_rank(self, error: BaseException | None, during: str) -> int:
-        """The rank inside the group, or `size` when all are fine."""
+        """Return the lowest failing rank inside the group, or `size` if no rank failed."""
         candidate = self.size if error is None else self.rank
         if self.size == 1:
             return candidate
@@ -143,11 +152,12 @@ class Peers:
     def _share_report(
         self, report: DistributedError | None, failed_rank: int, error: BaseException | None, during: str
     ) -> DistributedError:
-        """The report of `failed_rank`, once every rank holds it."""
+        """Return the report of `failed_rank` after every rank has received it."""
         with _contact(during, error):
             fields = [None if report is None else report.args]
             dist.broadcast_object_list(fields, group=self._group, group_src=failed_rank)
-        # The first rank to leave takes its connections with it: nobody leaves before all have the report.
+        # A rank that exits closes its connections and could interrupt a broadcast in progress. The barrier keeps every
+        # rank here until all ranks have the report.
         with suppress(RuntimeError):
             dist.barrier(group=self._group)
         assert fields[0] is not None, "the failing rank sent its report"
@@ -155,30 +165,31 @@ class Peers:
 
 
 def agree(error: BaseException | None, during: str, group: ProcessGroup | None = None) -> None:
-    """`Peers.agree` among the ranks of `group`, by default all ranks."""
+    """Call `Peers.agree` among the ranks of `group` (default: all ranks)."""
     Peers(group).agree(error, during)
 
 
 @contextmanager
 def agreement(during: str, group: ProcessGroup | None = None) -> Iterator[None]:
-    """`Peers.agreement` among the ranks of `group`, by default all ranks; no collectives in the body."""
+    """Run the body under `Peers.agreement` of `group` (default: all ranks); the body must contain no collectives."""
     with Peers(group).agreement(during):
         yield
 
 
 @contextmanager
 def _contact(during: str, own_error: BaseException | None = None) -> Iterator[None]:
-    """Turn the backend's complaint about a dead or silent peer into a `DistributedError`."""
+    """Convert a backend error about a dead or silent peer into a `DistributedError`."""
     try:
         yield
     except RuntimeError as lost:
         report = DistributedError(during, None, type(lost).__name__, str(lost))
-        # A rank with a failure of its own shows that one: it is closer to the root cause than the broken connection.
+        # An error of this rank is closer to the root cause than the broken connection, so it is chained instead.
         raise report from (lost if own_error is None else own_error)
 
 
 def _pack(value: object, during: str) -> bytes | DistributedError:
-    """`value` in transport form, or why it has none: failing here alone would leave the others waiting."""
+    """Return the pickled `value`, or a `DistributedError` if it cannot be pickled."""
+    # Raising here would leave the other ranks waiting in the collective. The receivers raise the error instead.
     try:
         return pickle.dumps(value)
     except Exception as error:  # noqa: BLE001 - any object may refuse in its own way; raised on every rank by _unpack
@@ -196,7 +207,7 @@ def _global_rank() -> int:
 
 
 def control_device(group: ProcessGroup | None) -> torch.device:
-    """The device whose tensors the group can carry: the CPU where possible."""
-    # The configuration reads like "cpu:gloo,cuda:nccl".
+    """Return a device that the backend of the group supports, the CPU if possible."""
+    # The backend configuration has the form "cpu:gloo,cuda:nccl".
     device_types = [pair.split(":")[0] for pair in dist.get_backend_config(group).split(",")]
     return torch.device("cpu" if "cpu" in device_types else device_types[0])

@@ -1,4 +1,8 @@
-"""The outermost function of a training script."""
+"""Entry point of a training script: reports the root cause of a failed job to torchrun.
+
+Scripts decorate their main function with `record_entry_point`. A rank that only lost contact with another rank fails
+later than the rank that caused it.
+"""
 
 import functools
 import time
@@ -13,6 +17,7 @@ P = ParamSpec("P")
 R = TypeVar("R")
 
 _SECONDS_FOR_THE_CAUSE = 3.0
+# Lower-case parts of the messages of gloo, NCCL and TCPStore. These backends raise plain RuntimeErrors for a lost peer.
 _SIGNS_OF_LOST_CONTACT = (
     *("connection closed by", "connection reset by peer", "broken pipe", "gloo/transport", "connectfullmesh failed"),
     *(
@@ -29,11 +34,11 @@ _SIGNS_OF_LOST_CONTACT = (
 def record_entry_point(fn: Callable[P, R]) -> Callable[P, R | None]:
     """Decorate a script's main function so that torchrun prints the root cause of a failed job.
 
-    The exception is written to the file that torchrun names and raised again; without torchrun nothing changes. A rank
-    that only lost contact with another waits a moment first: torchrun reports whoever fails first, and ends the others.
-    Returns None where `fn` calls `sys.exit(0)`.
+    The exception is written to the error file of torchrun and raised again. Without torchrun nothing changes. A rank
+    that only lost contact with another rank waits 3 seconds before it raises. torchrun reports the rank that fails
+    first and ends the others. Returns None if `fn` calls `sys.exit(0)`.
     """
-    # Imported here: a run in one process has no use for torch's elastic agent.
+    # Imported here, because a single-process run does not need the elastic agent of torch.
     from torch.distributed.elastic.multiprocessing.errors import record
 
     @functools.wraps(fn)
@@ -49,7 +54,7 @@ def record_entry_point(fn: Callable[P, R]) -> Callable[P, R | None]:
 
 
 def lost_contact(error: BaseException) -> bool:
-    """Whether an error is what a rank sees of another's end, and not a cause itself."""
+    """Return whether an error only reports a lost connection to another rank and is not itself the cause."""
     if isinstance(error, DistributedError):
         return error.rank is None and not _has_cause_of_its_own(error)
     if isinstance(error, dist.DistError | ConnectionError | TimeoutError):
@@ -59,5 +64,5 @@ def lost_contact(error: BaseException) -> bool:
 
 
 def _has_cause_of_its_own(error: DistributedError) -> bool:
-    """Whether the rank that lost contact was failing already."""
+    """Return whether the rank had already failed when it lost contact."""
     return error.__cause__ is not None and not lost_contact(error.__cause__)

@@ -1,4 +1,8 @@
-"""Where this process stands in the job: its rank, its node, its device, and the process group it joins."""
+"""Distributed environment: rank, local rank, device and process group of this process.
+
+Environment variables of the launcher take precedence over arguments, so that a script runs unchanged under torchrun and
+on its own. Trainers and the command line create a `DistributedEnvironment`; the `get_*` functions only read variables.
+"""
 
 import logging
 import os
@@ -28,12 +32,13 @@ _VARIABLES = {
     "master_port": "MASTER_PORT",
 }
 
+# Global, because the control groups of `groups.py` are created later and must have the same timeout.
 _requested_timeout: timedelta | None = None
 
 
 @runtime_checkable
 class DistributedEnvInterface(Protocol):
-    """What the rest of the library needs to know about the place of this process in the job."""
+    """Protocol of a distributed environment: the attributes that the rest of the library reads."""
 
     rank: int
     local_rank: int
@@ -50,7 +55,7 @@ EnvironmentT = TypeVar("EnvironmentT", bound=DistributedEnvInterface)
 
 @dataclass(kw_only=True)
 class StaticDistributedEnvironment:
-    """An environment that is exactly what it is told to be; it initialises nothing."""
+    """Environment with fixed fields; it initialises nothing."""
 
     rank: int = 0
     local_rank: int = 0
@@ -63,29 +68,29 @@ class StaticDistributedEnvironment:
 
 
 def get_rank() -> int:
-    """This process's rank in the job, by the environment variable RANK."""
+    """Return the rank of this process in the job, from the environment variable RANK (default 0)."""
     return read_int("RANK", 0)
 
 
 def get_local_rank() -> int:
-    """This process's rank on its node, by the environment variable LOCAL_RANK."""
+    """Return the rank of this process on its node, from the environment variable LOCAL_RANK (default 0)."""
     return read_int("LOCAL_RANK", 0)
 
 
 def get_world_size() -> int:
-    """The number of processes of the job, by the environment variable WORLD_SIZE."""
+    """Return the number of processes in the job, from the environment variable WORLD_SIZE (default 1)."""
     return read_int("WORLD_SIZE", 1)
 
 
 def get_local_world_size() -> int:
-    """The number of processes on this node, by the environment variable LOCAL_WORLD_SIZE."""
+    """Return the number of processes on this node, from the environment variable LOCAL_WORLD_SIZE (default 1)."""
     return read_int("LOCAL_WORLD_SIZE", 1)
 
 
 def init_from_env(obj: EnvironmentT) -> EnvironmentT:
-    """Let environment variables overrule the fields of `obj`, and export the fields that no variable gives.
+    """Overwrite the fields of `obj` with environment variables, and export fields that have no variable.
 
-    Returns `obj`, so that libraries that read the variables and code that reads the object see the same place.
+    Libraries that read the variables and code that reads the object then see the same values. Returns `obj`.
     """
     for field, variable in _VARIABLES.items():
         if variable not in os.environ:
@@ -98,28 +103,26 @@ def init_from_env(obj: EnvironmentT) -> EnvironmentT:
 
 
 def from_env(**fields: Any) -> StaticDistributedEnvironment:
-    """A static environment by the environment variables, with `fields` where a variable is missing."""
+    """Return a static environment from the environment variables, with `fields` as defaults for missing variables."""
     return init_from_env(StaticDistributedEnvironment(**fields))
 
 
 def get_requested_timeout() -> timedelta | None:
-    """The time limit of collectives that the environment was given, for groups made later; None is torch's default."""
+    """Return the timeout passed to the environment, for groups created later; None means the default of torch."""
     return _requested_timeout
 
 
 class DistributedEnvironment:
-    """The environment of a job: picks this process's device and joins the process group.
+    """Environment of a job: selects the device of this process and initialises the process group.
 
-    Environment variables win over the arguments, so it serves under torchrun and alone. A process group that exists
-    already is joined as it is.
+    Environment variables take precedence over the arguments, so it works with and without torchrun. An existing process
+    group is used unchanged.
 
     Args:
-        backend: for `init_process_group`; by default gloo for the CPU plus what torch recommends for the accelerator.
-        log_level: level of this package's logger.
-        device_map: device by local rank; by default accelerator number `local_rank`.
-        always: initialise the process group even for a single process.
-        no_accelerator: use the CPU even where an accelerator is present.
-        timeout: time limit of collectives, in seconds or as a timedelta.
+        backend: backend for `init_process_group`; default: gloo for the CPU plus the default backend of the
+        accelerator. log_level: log level of this package. device_map: device by local rank; default: accelerator number
+        `local_rank`. always: initialise the process group even for a single process. no_accelerator: use the CPU even
+        if an accelerator is present. timeout: timeout of collectives, in seconds or as a timedelta.
     """
 
     rank: int
@@ -171,7 +174,7 @@ class DistributedEnvironment:
         self.device = str(device)
         self.device_type = device.type
         if device.type != "cpu" and device.index is not None:
-            # Collectives and allocations that name no index would otherwise all land on accelerator 0.
+            # Collectives and allocations without a device index would otherwise all use accelerator 0.
             torch.accelerator.set_device_index(device.index)
 
     def _join_process_group(self, backend: str | None, timeout: timedelta | None) -> None:
@@ -179,15 +182,18 @@ class DistributedEnvironment:
         _requested_timeout = timeout
         if not dist.is_initialized():
             self._init_process_group(backend or _default_backend(self.device_type), timeout)
+            # Only for a group created here. The creator of an existing group decides when to destroy it.
             leave_at_exit()
         self.rank = dist.get_rank()
         self.world_size = dist.get_world_size()
 
     def _init_process_group(self, backend: str, timeout: timedelta | None) -> None:
         if self.world_size == 1:
-            # A process alone needs no network; a port would only collide with that of another job on the machine.
+            # A single process needs no network. A TCP port could collide with another job on the same machine.
             dist.init_process_group(backend, store=HashStore(), rank=0, world_size=1, timeout=timeout)
         elif restarts_share_a_store():
+            # The launcher torchrun may pass the store of a failed attempt to the restarted workers (see
+            # `rendezvous.py`).
             limit = timeout or default_pg_timeout
             store, rank, world_size = next(rendezvous("env://", self.rank, self.world_size, timeout=limit))
             store.set_timeout(limit)
@@ -204,6 +210,7 @@ def _as_timedelta(timeout: float | timedelta | None) -> timedelta | None:
 
 
 def _default_backend(device_type: str) -> str:
+    # NCCL cannot transfer CPU tensors, so control messages need gloo beside it.
     accelerator_backend = dist.get_default_backend_for_device(device_type)
     return "gloo" if accelerator_backend == "gloo" else f"cpu:gloo,{device_type}:{accelerator_backend}"
 
@@ -219,8 +226,8 @@ def _pick_device(
     num_devices = torch.accelerator.device_count()
     if local_rank >= num_devices:
         raise ValueError(
-            f"local rank {local_rank} has no {accelerator.type} device: this node has {num_devices}; start at most "
-            "that many processes per node, give a device_map, or set no_accelerator=True"
+            f"local rank {local_rank} has no {accelerator.type} device: this node has {num_devices}. Start at most "
+            "that many processes per node, pass a device_map, or set no_accelerator=True."
         )
     return torch.device(accelerator.type, local_rank)
 
@@ -228,7 +235,7 @@ def _pick_device(
 def _mapped_device(local_rank: int, device_map: Mapping[int, str | torch.device]) -> torch.device:
     if local_rank not in device_map:
         raise ValueError(
-            f"device_map names devices for local ranks {sorted(device_map)}, but this is local rank {local_rank}; "
-            "add it to the map, or leave device_map out to use one accelerator per process"
+            f"device_map has devices for local ranks {sorted(device_map)}, but this is local rank {local_rank}. "
+            "Add it to the map, or omit device_map to use one accelerator per process."
         )
     return torch.device(device_map[local_rank])

@@ -1,4 +1,8 @@
-"""Process groups for control messages, and barriers."""
+"""Process groups (gloo) for control messages, and barriers.
+
+The groups are created on first use and cached until torch.distributed is initialised again. `Peers` and
+`main_process_first` use them.
+"""
 
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -12,7 +16,7 @@ from forgather.ml.distributed.environment import get_local_rank, get_requested_t
 
 @dataclass
 class _ControlGroups:
-    """The groups made for one initialisation of torch.distributed (identified by its WORLD group)."""
+    """Control groups of one initialisation of torch.distributed, identified by its WORLD group."""
 
     world: ProcessGroup
     everyone: ProcessGroup | None = None
@@ -23,9 +27,9 @@ _control_groups: _ControlGroups | None = None
 
 
 def get_global_process_group() -> ProcessGroup | None:
-    """A gloo group over all ranks, or None where torch.distributed is not initialised.
+    """Return a gloo group over all ranks, or None if torch.distributed is not initialised.
 
-    Collective on the first call. A WORLD that runs on gloo is returned itself, sparing a second set of connections.
+    Collective on the first call. If WORLD itself uses gloo, it is returned, which saves a second set of connections.
     """
     groups = _groups_of_this_world()
     if groups is None:
@@ -36,7 +40,7 @@ def get_global_process_group() -> ProcessGroup | None:
 
 
 def get_local_process_group() -> ProcessGroup | None:
-    """A gloo group over the ranks of this node, or None where torch.distributed is not initialised.
+    """Return a gloo group over the ranks of this node, or None if torch.distributed is not initialised.
 
     Collective over all ranks on the first call.
     """
@@ -49,20 +53,20 @@ def get_local_process_group() -> ProcessGroup | None:
 
 
 def reset_process_groups() -> None:
-    """Forget the groups above; call it on every rank after destroying or replacing them."""
+    """Clear the cached control groups; call it on every rank after destroying or replacing them."""
     global _control_groups
     _control_groups = None
 
 
 def null_barrier(*args: object) -> None:
-    """The barrier of a process that is alone; arguments are ignored."""
+    """Do nothing: the barrier of a single process. Arguments are ignored."""
 
 
 def get_barrier_fn(group: ProcessGroup | None = None) -> Callable[..., None]:
-    """A barrier function for all ranks of `group` (default: all ranks); it does nothing in a process alone.
+    """Return a barrier function of `group` (default: all ranks); it does nothing for a group of one process.
 
-    Raises `RuntimeError` when the environment variable WORLD_SIZE tells of other ranks, and torch.distributed is not
-    initialised: a barrier that does nothing would let the ranks run apart.
+    Raises `RuntimeError` if the environment variable WORLD_SIZE is above 1 and torch.distributed is not initialised. A
+    barrier without effect would let the ranks drift apart.
     """
     if not _is_initialized():
         _require_single_process()
@@ -73,9 +77,9 @@ def get_barrier_fn(group: ProcessGroup | None = None) -> Callable[..., None]:
 def _require_single_process() -> None:
     if (world_size := get_world_size()) > 1:
         raise RuntimeError(
-            f"A barrier was asked for in a job of {world_size} ranks (environment variable WORLD_SIZE), but torch.distributed "
-            "is not initialised, so that the ranks cannot wait for each other. Make a DistributedEnvironment() first (or call "
-            "torch.distributed.init_process_group), or unset WORLD_SIZE to run this process alone."
+            f"A barrier of {world_size} ranks (environment variable WORLD_SIZE) needs torch.distributed, which is not "
+            "initialised. Create a DistributedEnvironment() first (or call torch.distributed.init_process_group), or unset "
+            "WORLD_SIZE to run a single process."
         )
 
 
@@ -88,7 +92,8 @@ def _is_initialized() -> bool:
 
 
 def _groups_of_this_world() -> _ControlGroups | None:
-    """The cache, emptied when torch.distributed was initialised anew: groups do not outlive their WORLD."""
+    """Return the cached groups of the current WORLD, or None if torch.distributed is not initialised."""
+    # Groups of an earlier initialisation are dropped, because they do not outlive their WORLD.
     global _control_groups
     world = dist.group.WORLD if _is_initialized() else None
     if world is None:
@@ -104,11 +109,11 @@ def _new_gloo_group(ranks: list[int] | None) -> ProcessGroup:
 
 
 def _new_node_group() -> ProcessGroup:
-    # The ranks of a node are consecutive, so its first rank identifies it; this also holds for nodes of unequal size.
+    # The ranks of a node are consecutive, so the first rank identifies the node, also for nodes of unequal size.
     first_ranks = [0] * dist.get_world_size()
     dist.all_gather_object(first_ranks, dist.get_rank() - get_local_rank(), group=get_global_process_group())
     own: ProcessGroup | None = None
-    # Every rank takes part in making every group, its own or not: torch requires it.
+    # Torch requires every rank to call `new_group` for every group, also for groups without this rank.
     for first_rank in sorted(set(first_ranks)):
         ranks = [rank for rank, first in enumerate(first_ranks) if first == first_rank]
         group = _new_gloo_group(ranks)

@@ -1,4 +1,8 @@
-"""Sums of a few numbers over all ranks, started early and finished when they are needed."""
+"""Asynchronous all-reduce of a few numbers: started early, finished when the sums are needed.
+
+Sums are bit-identical on all ranks. Trainers exchange token and batch counts this way, over Unix sockets on one machine
+and over a gloo group otherwise.
+"""
 
 import struct
 from collections import deque
@@ -14,35 +18,36 @@ from forgather.ml.distributed.agreement import control_device
 from forgather.ml.distributed.rank_links import RankLinks, read_exactly
 
 _MOST_BYTES = 2**15
-"""Every rank writes before it reads: more might not fit into the buffers of the sockets."""
+"""Largest socket message. Every rank writes before it reads, so a message must fit into the socket buffers."""
 
 Numbers = Sequence[int] | Sequence[float]
 
 
 class NumberExchange(Protocol):
-    """All ranks start the same sums in the same order, and several may be under way.
+    """Asynchronous sums over all ranks.
 
-    A rank that is gone shows as a RuntimeError or an OSError of either method.
+    All ranks start the same sums in the same order. Several sums may be in progress at a time. `start` and `finish`
+    raise RuntimeError or OSError if another rank has left.
     """
 
     def start(self, numbers: Numbers) -> int:
-        """Send this rank's numbers, all of them of one type; returns a ticket for the sums."""
+        """Send the numbers of this rank, all of the same type; return a ticket for `finish`."""
 
     def finish(self, ticket: int) -> list[int] | list[float]:
-        """The sums over all ranks, the same bits on each; once for each ticket."""
+        """Return the sums over all ranks, bit-identical on each; call it once per ticket."""
 
     def close(self) -> None:
-        """Leave; the other ranks notice when they wait for this one."""
+        """Close the connections; other ranks notice when they next wait for this rank."""
 
 
 def number_exchange(links: RankLinks) -> NumberExchange:
-    """The fastest that the links allow."""
+    """Return the fastest exchange that the links allow: sockets if there are any, else the process group."""
     by_group = GroupExchange(links.group)
     return by_group if links.sockets is None else SocketExchange(links, by_group)
 
 
 class GroupExchange:
-    """By reductions of a process group."""
+    """Number exchange by asynchronous all-reduces of a process group."""
 
     def __init__(self, group: ProcessGroup | None) -> None:
         self._group = group
@@ -51,6 +56,7 @@ class GroupExchange:
         self._num_started = 0
 
     def start(self, numbers: Numbers) -> int:
+        # Token counts may exceed the range of int32 and the precision of float32.
         dtype = torch.float64 if isinstance(numbers[0], float) else torch.int64
         sums = torch.tensor(numbers, dtype=dtype, device=self._device)
         work = dist.all_reduce(sums, group=self._group, async_op=True)
@@ -69,17 +75,18 @@ class GroupExchange:
 
 
 class SocketExchange:
-    """By a message to each of the other ranks; what is too long for that goes by the group."""
+    """Number exchange by one socket message to each other rank; long messages use the process group."""
 
     def __init__(self, links: RankLinks, by_group: GroupExchange) -> None:
         assert links.sockets is not None
         self._links = links
         self._sockets = list(links.sockets.values())
-        # In the order of ranks, in which everybody adds.
+        # Position of this rank's numbers in rank order. Every rank adds in that order, so that floating-point sums are
+        # bit-identical.
         self._place = dist.get_rank(links.group)
         self._by_group = by_group
         self._own: deque[Numbers | int] = deque()
-        """What is under way: the numbers of this rank, or a ticket of the group."""
+        """Sums in progress: the numbers of this rank, or a ticket of the group exchange."""
         self._sums: dict[int, list[int] | list[float]] = {}
         self._num_started = 0
         self._num_finished = 0
@@ -96,6 +103,7 @@ class SocketExchange:
         return self._num_started
 
     def finish(self, ticket: int) -> list[int] | list[float]:
+        # Messages carry no ticket and arrive in the order of `start` calls, so earlier sums must be read first.
         while self._num_finished < ticket:
             self._num_finished += 1
             own = self._own.popleft()

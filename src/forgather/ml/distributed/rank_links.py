@@ -1,7 +1,8 @@
-"""What connects ranks for small and urgent messages: a gloo group, and on one machine sockets.
+"""Links between ranks for small, latency-critical messages: a gloo group, and Unix sockets on one machine.
 
-A message over a socket lies in the other's buffer until it is looked at, and nobody is woken up for it, as the threads
-of a gloo group are: for small messages that costs a tenth. A rank that is gone is noticed at once by whoever waits for it.
+A socket message stays in the receive buffer until it is read, and wakes no thread. Gloo wakes its worker threads, so
+that sockets take about a tenth of the time for small messages. A waiting rank notices a closed connection at once.
+Number exchange and batch dispatch use these links.
 """
 
 import contextlib
@@ -18,14 +19,14 @@ from forgather.ml.distributed.agreement import Peers
 from forgather.ml.distributed.environment import get_requested_timeout
 
 _MOST_RANKS = 16
-"""More would need too many connections, and too many messages where each rank writes to each other."""
+"""Limit for sockets: the number of connections and messages grows with the square of the number of ranks."""
 _DEFAULT_TIMEOUT = timedelta(minutes=30)
 _CONNECT_SECONDS = 30.0
 _RANK = struct.Struct("q")
 
 
 class RankLinks:
-    """The links of this rank; `sockets` are by rank inside the group, or None where the group has to do."""
+    """Links of this rank: a gloo group, and `sockets` by rank inside the group (None if only the group can be used)."""
 
     def __init__(self, group: ProcessGroup, sockets: dict[int, socket.socket] | None = None) -> None:
         self.group = group
@@ -33,25 +34,28 @@ class RankLinks:
 
     @classmethod
     def connect(cls, group: ProcessGroup) -> "RankLinks":
-        """Connect the ranks of a gloo group as well as can be; collective."""
+        """Connect the ranks of a gloo group, by sockets where possible; collective."""
         peers = Peers(group)
+        # Both conditions have the same result on every rank, so all ranks make the same choice.
         if peers.size > _MOST_RANKS or len(set(peers.gather(_machine()))) > 1:
             return cls(group)
         return cls(group, _connect_sockets(peers))
 
     def close(self) -> None:
-        """Leave; the other ranks notice when they wait for this one."""
+        """Close the sockets; other ranks notice when they next wait for this rank."""
         for connection in (self.sockets or {}).values():
             with contextlib.suppress(OSError):
-                # Also where a worker process has inherited it.
+                # A worker process may have inherited the descriptor. `close` alone would leave the connection open
+                # then.
                 connection.shutdown(socket.SHUT_RDWR)
             connection.close()
 
 
 def read_exactly(connection: socket.socket, num_bytes: int) -> bytes:
-    """So many bytes; ConnectionError when the other rank has left."""
+    """Read `num_bytes` bytes; raise ConnectionError if the other rank has left."""
     with telling_timeouts():
         message = connection.recv(num_bytes, socket.MSG_WAITALL)
+        # MSG_WAITALL may still return fewer bytes, for example after a signal.
         while len(message) < num_bytes:
             rest = connection.recv(num_bytes - len(message), socket.MSG_WAITALL)
             if not rest:
@@ -62,12 +66,13 @@ def read_exactly(connection: socket.socket, num_bytes: int) -> bytes:
 
 @contextlib.contextmanager
 def telling_timeouts() -> Iterator[None]:
-    """Say what the system means by a resource that is temporarily unavailable."""
+    """Convert the EAGAIN error of an expired socket timeout into a TimeoutError that names the limit."""
     try:
         yield
     except BlockingIOError:
+        # A blocking socket raises this only when SO_RCVTIMEO has expired.
         seconds = _timeout().total_seconds()
-        raise TimeoutError(f"another rank sent nothing for {seconds:g} seconds, the time limit of this job") from None
+        raise TimeoutError(f"no message from another rank for {seconds:g} seconds, the timeout of this job") from None
 
 
 def left_error() -> ConnectionError:
@@ -75,20 +80,26 @@ def left_error() -> ConnectionError:
 
 
 def _connect_sockets(peers: Peers) -> dict[int, socket.socket] | None:
-    """A socket for each of the others, through files that only this user can open; None where ranks cannot see them."""
+    """Connect a Unix socket to each other rank; return None on every rank if any rank cannot connect.
+
+    The socket files are in a temporary directory that only this user can open.
+    """
+    # Every rank reaches both gathers, also after an error, so that all ranks fall back to the gloo group together.
     with contextlib.ExitStack() as stack:
         try:
             listener, path = stack.enter_context(_listener())
         except OSError:
-            # No folder for temporary files, or one whose name is longer than those of sockets may be.
+            # No temporary directory, or a path above the length limit of Unix sockets (about 100 bytes).
             path = ""
         paths = peers.gather(path)
         if not all(paths):
             return None
+        # Each rank connects to all lower ranks, then accepts all higher ranks. The listen backlog holds the pending
+        # connections, so no rank has to accept while it connects.
         try:
             sockets = {rank: _reach(paths[rank], peers.rank) for rank in range(peers.rank)}
         except OSError:
-            # Ranks may be on one machine, and yet in containers of their own.
+            # Ranks on one machine may run in separate containers, without a common file system.
             sockets = None
         if not all(peers.gather(sockets is not None)):
             return None
@@ -124,8 +135,8 @@ def _reach(path: str, own_rank: int) -> socket.socket:
 
 
 def _limit_waiting(connection: socket.socket) -> None:
-    # By the kernel rather than by Python, which would ask it twice for every message. A message may wait to be taken for
-    # as long as an evaluation takes, so that only receiving has a limit.
+    # SO_RCVTIMEO is a timeout of the kernel. A timeout of Python would cost a second system call per message. Sending
+    # has no timeout, because a message may stay unread for as long as an evaluation takes.
     connection.setblocking(True)
     timeout = _timeout()
     limit = struct.pack("ll", int(timeout.total_seconds()), timeout.microseconds)
@@ -137,6 +148,7 @@ def _timeout() -> timedelta:
 
 
 def _machine() -> str:
+    # Host names are not unique across machines, and boot IDs are equal in all containers of a machine: combine them.
     with contextlib.suppress(OSError), open("/proc/sys/kernel/random/boot_id") as file:
         return f"{socket.gethostname()} {file.read().strip()}"
     return socket.gethostname()

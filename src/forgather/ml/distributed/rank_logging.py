@@ -1,4 +1,7 @@
-"""Logging with a rank prefix, and a rule for which ranks log."""
+"""Logging with a rank prefix, restricted to selected ranks.
+
+Scripts call `prefix_logger_rank` on their logger. By default rank 0 logs everything, other ranks warnings and errors.
+"""
 
 import logging
 from collections.abc import Callable
@@ -11,7 +14,7 @@ RankRuleT = Callable[[int], bool]
 
 
 class _RankHandler(logging.StreamHandler[TextIO]):
-    """Writes the records of ranks that log to stderr, and makes `%(rank)s` available to the format."""
+    """Handler that writes records of selected ranks to stderr, and makes `%(rank)s` available to the format."""
 
     def __init__(self, format: str, rule: RankRuleT | None) -> None:
         super().__init__()
@@ -19,7 +22,7 @@ class _RankHandler(logging.StreamHandler[TextIO]):
         self._rule = rule
 
     def filter(self, record: logging.LogRecord) -> bool:
-        # Asked for with every record: loggers are often set up before the environment gives the rank.
+        # Read for every record, because loggers are often set up before the environment variables are.
         rank = get_rank()
         record.rank = rank
         if self._rule is None:
@@ -35,17 +38,17 @@ def prefix_logger_rank(
     format: str | None = None,
     show_all_ranks: bool = False,
 ) -> logging.Logger:
-    """Prefix what `logger` and its children log with the rank; returns the logger.
+    """Prefix the log lines of `logger` and its children with the rank; return the logger.
 
-    `filter` gets the rank and says whether this rank logs. Without one, rank 0 logs everything and the others only
-    warnings and errors; `show_all_ranks=True` lets every rank log everything. `format` is a logging format that may use
-    `%(rank)s`. The lines go to stderr and no longer to the handlers of the logger's parents, where they would appear a
-    second time without the prefix. A repeated call replaces the earlier one.
+    `filter` is called with the rank and returns whether this rank logs. By default rank 0 logs everything and the other
+    ranks log warnings and errors only; with `show_all_ranks=True` every rank logs everything. `format` is a logging
+    format that may use `%(rank)s`. Lines go to stderr and no longer to the handlers of parent loggers, where they would
+    appear again without the prefix. A repeated call replaces the earlier configuration.
     """
     if filter is not None and not callable(filter):
         raise TypeError(
-            f"filter={filter!r} cannot be used: give a function that gets the rank and says whether this rank logs, such as "
-            "lambda rank: rank == 0. Filters of records belong to the logger: logger.addFilter(...)."
+            f"filter={filter!r} cannot be used. Pass a function that returns whether a rank logs, such as "
+            "lambda rank: rank == 0. To filter records, call logger.addFilter(...)."
         )
     rule = _every_rank if filter is None and show_all_ranks else filter
     for handler in [handler for handler in logger.handlers if isinstance(handler, _RankHandler)]:

@@ -1,7 +1,8 @@
-"""A store that no earlier attempt of the job has written to.
+"""Rendezvous of restarted jobs: a key prefix in the torchrun store that no earlier attempt has used.
 
-torchrun restarts the workers of a failed job, but may give them the same store: the addresses that the dead have left
-there would be taken for those of the living.
+torchrun restarts the workers of a failed job and may pass them the same store. It still contains the addresses of the
+dead workers, and new workers would try to connect to them. `DistributedEnvironment` calls `fresh_store` before
+`init_process_group`.
 """
 
 import json
@@ -17,16 +18,16 @@ _POLL_SECONDS = 0.02
 
 
 def restarts_share_a_store() -> bool:
-    """Whether this process was started by torch's elastic launcher."""
+    """Return whether the elastic launcher of torch (torchrun) started this process."""
     return "TORCHELASTIC_RUN_ID" in os.environ
 
 
 def fresh_store(store: Store, rank: int, world_size: int, timeout: timedelta) -> Store:
-    """A part of the store that the ranks of this attempt alone use; collective.
+    """Return a `PrefixStore` that only the ranks of this attempt use; collective.
 
-    Numbers of restarts would not do, since the nodes of a job count them differently. Instead each rank leaves a mark
-    of its own, and rank 0 names a part of the store together with the marks it has seen. A rank takes that name if its
-    own mark is among them, because only a rank 0 that is alive can know it.
+    Restart counters are not usable as a prefix, because the nodes of a job count restarts differently. Instead each
+    rank writes a random mark. Rank 0 publishes a roster: a prefix, and the marks of all ranks. A rank accepts the
+    prefix if the roster contains its mark, because only a live rank 0 can have read it.
     """
     deadline = time.monotonic() + timeout.total_seconds()
     mark = uuid.uuid4().hex
@@ -37,6 +38,7 @@ def fresh_store(store: Store, rank: int, world_size: int, timeout: timedelta) ->
         _check(deadline, world_size)
         if store.check([f"{_FOLDER}/roster"]):
             roster = json.loads(store.get(f"{_FOLDER}/roster"))
+            # A roster of an earlier attempt may be from a smaller job, so this index may not exist in it.
             if roster["marks"][rank : rank + 1] == [mark]:
                 store.set(f"{roster['name']}/seen/{rank}", "")
                 return PrefixStore(roster["name"], store)
@@ -44,7 +46,7 @@ def fresh_store(store: Store, rank: int, world_size: int, timeout: timedelta) ->
 
 
 def _gather_marks(store: Store, world_size: int, deadline: float) -> str:
-    """Name a part of the store, until every rank has seen it."""
+    """Publish the roster until every rank has seen it; return the prefix."""
     name = f"{_FOLDER}/{uuid.uuid4().hex}"
     keys = [f"{_FOLDER}/mark/{rank}" for rank in range(world_size)]
     seen = [f"{name}/seen/{rank}" for rank in range(1, world_size)]
@@ -53,6 +55,7 @@ def _gather_marks(store: Store, world_size: int, deadline: float) -> str:
         _check(deadline, world_size)
         if store.check(keys):
             marks = [store.get(key).decode() for key in keys]
+            # The first marks read may be from dead workers. Publish again whenever a new worker overwrites its mark.
             if marks != published:
                 store.set(f"{_FOLDER}/roster", json.dumps({"name": name, "marks": marks}))
                 published = marks
@@ -64,6 +67,6 @@ def _gather_marks(store: Store, world_size: int, deadline: float) -> str:
 def _check(deadline: float, world_size: int) -> None:
     if time.monotonic() > deadline:
         raise RuntimeError(
-            f"The {world_size} ranks of this job did not all start in time. Look at the output of the others; on several nodes "
-            "check that all were started, with the same rendezvous endpoint."
+            f"Not all {world_size} ranks of this job started in time. See the output of the other ranks. With more than one "
+            "node, check that all nodes were started with the same rendezvous endpoint."
         )

@@ -1,4 +1,8 @@
-"""Leaving a job whose work is done."""
+"""Shutdown of the process group at the end of a successful job.
+
+`DistributedEnvironment` registers it with atexit; the command line calls it when a job is done. A failed process does
+not wait for other ranks.
+"""
 
 import atexit
 import gc
@@ -12,28 +16,31 @@ _SECONDS_TO_SETTLE = 0.02
 
 
 def leave_process_group() -> None:
-    """Give up all groups while Python still runs.
+    """Destroy all process groups while the interpreter is still running.
 
-    Threads of a group that let go of a tensor while the interpreter is ending would abort the process, and so make a
-    failure of a job that has succeeded.
+    A group's thread that releases a tensor during interpreter shutdown would abort the process, and the successful job
+    would be reported as failed.
     """
-    # Here, since groups know the environment, which knows this module.
+    # Imported here, because `groups` imports `environment`, which imports this module.
     from forgather.ml.distributed.groups import reset_process_groups
 
     reset_process_groups()
-    # Trainers are in cycles with their callbacks, and would keep groups until the end.
+    # Trainers form reference cycles with their callbacks, which would keep groups alive until the interpreter ends.
     gc.collect()
     dist.destroy_process_group()
-    # What is still referred to has threads; they get the interpreter's lock now.
+    # Groups that are still referenced have running threads. The sleep gives them the GIL to release their tensors.
     time.sleep(_SECONDS_TO_SETTLE)
 
 
 def leave_at_exit() -> None:
-    """Let this process leave its groups when it ends, unless it ends by an error: others may be waiting for it then."""
+    """Register `leave_process_group` with atexit, for a process that ends without an error."""
+    # The process ID excludes forked workers, which inherit the atexit handlers.
     atexit.register(_leave, os.getpid())
 
 
 def _leave(process_id: int) -> None:
+    # Python sets `sys.last_type` for an uncaught exception. Destroying groups could then wait for ranks that never
+    # come.
     has_failed = getattr(sys, "last_type", None) is not None
     if os.getpid() == process_id and not has_failed and dist.is_available() and dist.is_initialized():
         leave_process_group()

@@ -185,13 +185,13 @@ def test_a_log_format_and_a_rule_of_ones_own(capsys: pytest.CaptureFixture[str])
 
 
 def test_a_filter_of_records_is_no_rule_for_ranks() -> None:
-    with pytest.raises(TypeError, match=r"gets the rank.*addFilter"):
+    with pytest.raises(TypeError, match=r"returns whether a rank logs.*addFilter"):
         prefix_logger_rank(logging.getLogger("forgather.test_groups.own"), filter=logging.Filter())  # type: ignore[arg-type]
 
 
 def test_a_barrier_needs_the_other_ranks(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("WORLD_SIZE", "2")
-    with pytest.raises(RuntimeError, match=r"job of 2 ranks.*not initialised.*DistributedEnvironment"):
+    with pytest.raises(RuntimeError, match=r"barrier of 2 ranks.*not initialised.*DistributedEnvironment"):
         get_barrier_fn()
     monkeypatch.setenv("WORLD_SIZE", "1")
     assert get_barrier_fn() is null_barrier

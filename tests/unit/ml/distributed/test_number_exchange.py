@@ -100,4 +100,4 @@ def _wait_in_vain() -> str:
 
 
 def test_silence_of_a_living_rank_is_called_that() -> None:
-    assert "another rank sent nothing for 1 seconds" in run_on_ranks(_wait_in_vain, 2)[0]
+    assert "no message from another rank for 1 seconds" in run_on_ranks(_wait_in_vain, 2)[0]

@@ -1,1 +1,4 @@
-"""State components: optimizer state by FQN, RNG state, schemas and tensor checks of what a checkpoint holds."""
+"""State components: optimizer state by FQN, RNG state, and validation of loaded values by schemas and tensor checks.
+
+Built-in components check a loaded state completely before they apply any of it.
+"""

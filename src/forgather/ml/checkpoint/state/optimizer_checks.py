@@ -1,4 +1,9 @@
-"""Checks of a saved optimizer state: its structure, its options, and each tensor that an optimizer would adopt."""
+"""Validation of a saved optimizer state: structure, options of the param groups, and state tensors.
+
+All checks run before `OptimizerState.load_state_dict` changes anything. The state of optimizers of torch is checked key
+by key; for other optimizers only the memory layout and the current state are known. `foreign/moments.py` also calls
+these checks.
+"""
 
 import math
 from collections.abc import Iterator, Mapping, Sequence
@@ -22,15 +27,17 @@ from forgather.ml.checkpoint.state.tensor_checks import (
     whole_number,
 )
 
-# State that has one element per element of the parameter in optimizers of unknown make; consulted only when the
-# parameter's shape is not recorded.
+# State keys of unknown optimizers with one element per element of the parameter. Used only if the shape of the
+# parameter is not recorded.
 _ELEMENTWISE_STATE = frozenset(
     {"exp_avg", "exp_avg_sq", "max_exp_avg_sq", "momentum_buffer", "square_avg", "grad_avg", "variance", "sum", "ax"}
 )
 
 _OPTIMIZER = Where("the saved optimizer state", "optimizer")
 
+# Other floating dtypes (float8) are storage formats. Optimizers cannot compute in them.
 _MOMENT_DTYPES = frozenset({torch.float16, torch.bfloat16, torch.float32, torch.float64})
+# Options that need a buffer which torch creates only together with a new state: a loaded state must contain it.
 _BUFFERS_OF_OPTIONS: dict[str, tuple[tuple[str, ...], str]] = {
     "amsgrad": (("Adam", "AdamW"), "max_exp_avg_sq"),
     "centered": (("RMSprop",), "grad_avg"),
@@ -40,12 +47,12 @@ _BUFFERS_OF_OPTIONS: dict[str, tuple[tuple[str, ...], str]] = {
 
 @dataclass(frozen=True)
 class StateKeys:
-    """Keys of the state that an optimizer of torch keeps of a parameter: one value per element, or one number."""
+    """State keys of a torch optimizer for one parameter: elementwise tensors, and single numbers."""
 
     elementwise: frozenset[str] = frozenset()
     numbers: frozenset[str] = frozenset()
     optional: frozenset[str] = frozenset()
-    """Those of `elementwise` that only some options need, or that may be None."""
+    """Keys in `elementwise` that only some options need, or that may be None."""
 
     @property
     def required(self) -> frozenset[str]:
@@ -59,7 +66,7 @@ def _keys(elementwise: str, numbers: str = "step", optional: str = "") -> StateK
 
 _FACTORS = "row_var col_var variance"
 _TORCH_KEYS: dict[type, StateKeys] = {
-    optim.Adam: _keys("exp_avg exp_avg_sq", optional="max_exp_avg_sq"),  # AdamW derives from it
+    optim.Adam: _keys("exp_avg exp_avg_sq", optional="max_exp_avg_sq"),  # Also AdamW, a subclass.
     optim.NAdam: _keys("exp_avg exp_avg_sq", "step mu_product"),
     optim.RAdam: _keys("exp_avg exp_avg_sq"),
     optim.Adamax: _keys("exp_avg exp_inf"),
@@ -76,7 +83,7 @@ _TORCH_KEYS: dict[type, StateKeys] = {
 
 
 def torch_keys(optimizer: object) -> StateKeys | None:
-    """The keys of an optimizer that is, derives from or wraps one of torch; None for another, whose shapes are its own."""
+    """Return the state keys of an optimizer that is, derives from or wraps a torch optimizer; None for others."""
     for one in _unwrapped(optimizer):
         for ancestor in type(one).__mro__:
             if ancestor in _TORCH_KEYS:
@@ -85,21 +92,23 @@ def torch_keys(optimizer: object) -> StateKeys | None:
 
 
 def is_fused(optimizer: object, options: Mapping[str, Any], key: object) -> bool:
-    """Whether a state is read by a fused kernel of torch, which takes dtype and order of the parameter for granted."""
+    """Return whether a fused kernel of torch reads this state and assumes the dtype and layout of the parameter."""
     keys = torch_keys(optimizer) if options.get("fused") else None
     return keys is not None and key in keys.elementwise
 
 
 def is_of_torch(optimizer: object) -> bool:
-    """Whether the optimizer is one of torch itself: a class derived from it may do without some of its state."""
+    """Return whether the optimizer is exactly a class of torch; a subclass may omit some of the state."""
     return type(optimizer) in _TORCH_KEYS or type(optimizer) is optim.AdamW
 
 
 def with_number_tensors(saved: Mapping[str, Any], optimizer: object) -> Mapping[str, Any]:
-    """A state whose counts are tensors, which torch insists on; they were plain numbers in older versions."""
+    """Return the state with its counts as tensors, which torch requires; older versions saved plain numbers."""
+    # SparseAdam still counts its steps in a plain int.
     if not is_of_torch(optimizer) or isinstance(optimizer, optim.SparseAdam):
         return saved
     keys = _TORCH_KEYS[optim.Adam if type(optimizer) is optim.AdamW else type(optimizer)]
+    # The dtype that torch itself uses for step counts: float64 if that is the default dtype, else float32.
     dtype = torch.promote_types(torch.get_default_dtype(), torch.float32)
     return {
         key: torch.tensor(float(value), dtype=dtype) if key in keys.numbers and is_number(value) else value
@@ -108,7 +117,8 @@ def with_number_tensors(saved: Mapping[str, Any], optimizer: object) -> Mapping[
 
 
 def _unwrapped(optimizer: object) -> Iterator[Any]:
-    """The optimizer, and those inside it under the names that torch's and Accelerate's wrappers use."""
+    """Yield the optimizer and the optimizers that it wraps, by the attribute names of torch and Accelerate."""
+    # The limit ends the loop for a wrapper that refers to itself.
     for _ in range(10):
         yield optimizer
         inner = getattr(optimizer, "optim", None) or getattr(optimizer, "optimizer", None)
@@ -121,11 +131,11 @@ def _unwrapped(optimizer: object) -> Iterator[Any]:
 
 
 def check_structure(state_dict: object) -> None:
-    """Raise `CheckpointLoadError` unless a loaded value has the parts of an optimizer state, of the right types."""
+    """Raise `CheckpointLoadError` unless a loaded value has the structure and types of an optimizer state."""
     parts = check_mapping(state_dict, _OPTIMIZER)
     if "state" not in parts or "param_groups" not in parts:
         raise CheckpointLoadError(
-            f"Not an optimizer state: it holds {sorted(map(described, parts))} instead of state and param_groups."
+            f"Not an optimizer state: it has {sorted(map(described, parts))} instead of state and param_groups."
         )
     _check_groups(parts["param_groups"], parts.get("initial_options"))
     for name, state in check_mapping(parts["state"], _OPTIMIZER.at("state")).items():
@@ -136,11 +146,12 @@ def check_structure(state_dict: object) -> None:
 
 
 def _check_completeness(parts: Mapping[str, Any]) -> None:
-    """Refuse states that no group has the parameter of, and states that lack a part or have one more than was saved."""
+    """Reject states of parameters outside the param_groups, and states with keys other than the recorded keys."""
     names = {name for group in parts["param_groups"] for name in group["params"]}
     for name in parts["state"]:
         if name not in names:
             raise _OPTIMIZER.at("state").refusal(f"has the entry {described(name)}", "parameters of its param_groups")
+    # States of other programs may have no records, so these comparisons are skipped for them.
     records = parts.get("parameters", {})
     if records and (missing := sorted(names - records.keys())):
         raise _OPTIMIZER.at("parameters").refusal(f"lacks {missing[0]!r}", "every parameter of its param_groups")
@@ -152,7 +163,7 @@ def _check_completeness(parts: Mapping[str, Any]) -> None:
 
 
 def state_keys(state: Mapping[Any, Any] | None) -> list[str]:
-    """The keys of what an optimizer keeps of a parameter, as `parameters` records them."""
+    """Return the sorted state keys of a parameter, in the form recorded under `parameters`."""
     return sorted(map(str, state or ()))
 
 
@@ -186,11 +197,12 @@ def _listed(value: object, where: Where) -> Sequence[Any]:
 
 def _check_names(names: object, where: Where) -> None:
     listed = _listed(names, where)
+    # Indices depend on the order of the parameters, so they cannot be matched with names.
     if listed and all(type(name) is int for name in listed):
         raise CheckpointLoadError(
-            "The saved optimizer state has none of this optimizer's parameters: it numbers them instead of naming them, as "
-            "torch's own state dicts do. Save the optimizer by OptimizerState, or skip the optimizer component to start it "
-            "fresh."
+            "The saved optimizer state has none of this optimizer's parameters: it has parameter indices instead of names, "
+            "like state dicts of torch. Save the optimizer with OptimizerState, or skip the optimizer component to start "
+            "it fresh."
         )
     for name in listed:
         if not isinstance(name, str):
@@ -203,7 +215,7 @@ def _check_options(options: Mapping[str, Any], where: Where) -> None:
 
 
 def _check_plain(value: object, where: Where) -> None:
-    """Refuse options of types that no optimizer has; a user's own class is judged by the group that it is for."""
+    """Reject options of types that no optimizer has; `check_option` checks user-defined classes against the group."""
     if isinstance(value, Tensor):
         check_tensor(value, where, any_order=True)
     elif isinstance(value, Mapping):
@@ -218,7 +230,7 @@ def _check_plain(value: object, where: Where) -> None:
 
 
 def _check_sequence(value: Sequence[Any], where: Where) -> None:
-    # Others are built from their fields, not from an iterable, so that they cannot be made anew.
+    # Loading rebuilds sequences as `type(value)(items)`. Named tuples take their fields as separate arguments instead.
     if type(value) not in (list, tuple, torch.Size):
         raise where.refusal(f"is {described(value)}", "a list or tuple")
 
@@ -239,7 +251,7 @@ def _check_record(record: object, where: Where) -> None:
 
 
 def check_option(option: str, value: object, current: object, group: object) -> None:
-    """Check that a saved option can take the place of the running group's: a number for a number, and so on."""
+    """Check that a saved option can replace the current option of the group: a number for a number, and so on."""
     where = Where(f"optimizer option of {group}", "optimizer").at(option)
     if isinstance(current, Tensor):
         _check_tensor_option(value, current, where)
@@ -283,7 +295,7 @@ def _require(fits: bool, value: object, expected: str, where: Where) -> None:
 
 
 class StateChecks:
-    """Checks of the states of an optimizer's parameters; `finish` also compares the memory of all of them."""
+    """Checks of all parameter states of an optimizer; `finish` checks that their tensors share no memory."""
 
     def __init__(self) -> None:
         self._own = OwnStorage()
@@ -292,8 +304,9 @@ class StateChecks:
     def check(
         self, name: str, saved: Mapping[str, Any], parameter: Tensor, optimizer: object, existing: Mapping[str, Any]
     ) -> None:
-        """Check what would become the state of a parameter; `existing` is what the optimizer has of it now."""
+        """Check the saved state of a parameter; `existing` is its current state in the optimizer."""
         where = Where(f"optimizer state of {name!r}", "optimizer")
+        # A tensor may appear twice only in the state of one parameter.
         self._of_parameter.clear()
         keys = torch_keys(optimizer) or StateKeys()
         if is_of_torch(optimizer):
@@ -317,24 +330,24 @@ class StateChecks:
         shape = _state_shape(key, parameter, is_factored=_FACTORS.split()[0] in keys.elementwise)
         tensor = check_tensor(value, where, shape=shape, kind=kind, like=parameter)
         if tensor.is_floating_point() and tensor.dtype not in _MOMENT_DTYPES:
-            raise where.refusal(f"has dtype {tensor.dtype}", "one in which optimizers compute")
+            raise where.refusal(f"has dtype {tensor.dtype}", "a dtype that optimizers can compute in")
         self._own.add(tensor, where)
 
     def _check_number(self, key: object, value: object, where: Where, is_of_torch: bool) -> None:
         one_number(value, where, at_least=0.0 if key == "step" else -math.inf)
         if isinstance(value, Tensor):
             if is_of_torch and key == "step" and value.ndim:
-                raise where.refusal(f"has shape {tuple(value.shape)}", "a number without dimensions")
+                raise where.refusal(f"has shape {tuple(value.shape)}", "a scalar without dimensions")
             self._own.add(value, where)
 
     def _check_foreign(self, key: object, value: object, parameter: Tensor, existing: object, where: Where) -> None:
-        """Check a state whose shape only the optimizer knows: memory, and what it has in that place already."""
+        """Check a state entry of unknown meaning: its memory layout, and its shape against the current entry."""
         if isinstance(value, Tensor):
             shape = existing.shape if isinstance(existing, Tensor) and existing.numel() else None
             tensor = check_tensor(value, where, shape=shape, like=parameter, any_order=True)
             extent = (tensor.data_ptr(), tensor.nbytes)
             if extent not in self._of_parameter:
-                # Two entries of one parameter may be one tensor, if the optimizer has made them so.
+                # Two entries of the same parameter may be the same tensor, if the optimizer has stored it twice.
                 self._of_parameter.add(extent)
                 self._own.add(tensor, where)
         if key == "step" and (is_number(value) or (isinstance(value, Tensor) and value.numel() == 1)):
@@ -350,7 +363,7 @@ class StateChecks:
 
 
 def check_buffers_of_options(state_dict: Mapping[str, Any]) -> None:
-    """Refuse options of torch's optimizers whose buffers the state lacks: the first step would look for them."""
+    """Reject options of torch optimizers that need a buffer missing from the state: the first step would fail."""
     records = state_dict.get("parameters", {})
     for group in state_dict["param_groups"]:
         for option, (classes, buffer) in _BUFFERS_OF_OPTIONS.items():
@@ -367,17 +380,18 @@ def check_buffers_of_options(state_dict: Mapping[str, Any]) -> None:
 def _required(keys: StateKeys, parameter: Tensor) -> frozenset[str]:
     if "row_var" not in keys.elementwise:
         return keys.required
+    # Adafactor factors the second moment of tensors with two or more dimensions only.
     return keys.required | ({"row_var", "col_var"} if parameter.ndim > 1 else {"variance"})
 
 
 def _require_keys(saved: Mapping[str, Any], required: frozenset[str], where: Where) -> None:
-    # An empty state is one of a parameter that had no gradient yet.
+    # The state of a parameter without a gradient so far is empty.
     if saved and (missing := sorted(required - saved.keys())):
         raise where.refusal(f"has {sorted(saved)}", f"{', '.join(missing)} as well")
 
 
 def _state_shape(key: str, parameter: Tensor, is_factored: bool) -> tuple[int, ...]:
-    """The shape of a state; Adafactor averages rows and columns over one of the last two dimensions."""
+    """Return the expected shape of a state; Adafactor averages over one of the last two dimensions."""
     shape = list(parameter.shape)
     if is_factored and key in ("row_var", "col_var") and len(shape) > 1:
         shape[-1 if key == "row_var" else -2] = 1
@@ -385,10 +399,10 @@ def _state_shape(key: str, parameter: Tensor, is_factored: bool) -> tuple[int, .
 
 
 def saved_shapes(record: Mapping[str, Any] | None, state: Mapping[str, Any]) -> set[tuple[int, ...]]:
-    """The shape that a parameter had when its state was saved, or what the state tells about it.
+    """Return the shapes that a parameter may have had when its state was saved; an empty set fits every shape.
 
-    Optimizers shape their state as they like (factored, quantised, low rank), so only the recorded shape is proof;
-    without a record, state known to be elementwise stands in for it. No state fits every shape.
+    Optimizers choose the shapes of their state (factored, quantised, low rank), so only the recorded shape is reliable.
+    Without a record, the shapes of elementwise state are used.
     """
     if record is not None:
         return {tuple(record["shape"])} if state else set()

@@ -1,4 +1,8 @@
-"""Options of an optimizer's groups by parameter name: which of them follow a checkpoint, and which stay the user's."""
+"""Options of optimizer param groups: which options a checkpoint restores, and which keep the user's value.
+
+An option is restored unless the user has changed it since the checkpoint was saved. So a scheduler's changes survive,
+and a new learning rate in the configuration takes effect. `OptimizerState` calls this module.
+"""
 
 import copy
 import logging
@@ -11,15 +15,16 @@ from torch import Tensor
 
 logger = logging.getLogger(__name__)
 
-# Entries of a group that are no options: the parameters, and torch's own list of their names.
+# Entries of a group that are not options: the parameters, and the parameter names that torch may add.
 _NOT_OPTIONS = frozenset({"params", "param_names"})
 
-# How this machine computes the update, not what the update is.
+# Options that select an implementation and do not change the update. Their values depend on the machine, so they are
+# not restored.
 _MACHINE_OPTIONS = frozenset({"foreach", "fused", "capturable"})
 
 
 class OptimizerLike(Protocol):
-    """What is needed of an optimizer; one made of several also lists them as `optimizers`."""
+    """Protocol of an optimizer; an optimizer composed of other optimizers also lists them as `optimizers`."""
 
     @property
     def state(self) -> MutableMapping[Any, Any]: ...
@@ -30,7 +35,7 @@ class OptimizerLike(Protocol):
 
 @dataclass(frozen=True)
 class Group:
-    """A group of the running optimizer; `options` and `state` are the optimizer's own."""
+    """Param group of the current optimizer; `options` and `state` are the optimizer's objects, not copies."""
 
     options: dict[str, Any]
     configured: dict[str, Any]
@@ -38,7 +43,7 @@ class Group:
     parameters: dict[str, Tensor]
     optimizer: OptimizerLike
     is_known: bool
-    """Whether `configured` is what the user asked for, or only what was found."""
+    """Whether `configured` is the user's configuration; otherwise it is only a copy of the current options."""
 
     @property
     def optimizer_name(self) -> str:
@@ -50,7 +55,7 @@ class Group:
 
 @dataclass(frozen=True)
 class SavedGroup:
-    """A group of the checkpoint: its options when saved, as configured, and the names of its parameters."""
+    """Param group of the checkpoint: its options when saved, its configured options, and its parameter names."""
 
     options: dict[str, Any]
     configured: dict[str, Any]
@@ -63,16 +68,17 @@ def options_of(group: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def configured_options(group: Mapping[str, Any]) -> dict[str, Any]:
-    """The options as the user set them; a scheduler that is attached already left the user's rate in `initial_lr`."""
-    # Copies, because schedulers change a learning rate that is a tensor in place.
+    """Return a copy of the options as the user configured them."""
+    # A deep copy, because schedulers update a tensor learning rate in place.
     configured = copy.deepcopy(options_of(group))
+    # An attached scheduler has already changed `lr` and keeps the configured value in `initial_lr`.
     if "initial_lr" in configured:
         configured["lr"] = configured.pop("initial_lr")
     return configured
 
 
 def sources_of(group: Group, saved_groups: Sequence[SavedGroup]) -> list[SavedGroup]:
-    """The groups of the checkpoint that the group's parameters were in."""
+    """Return the saved groups that contain parameters of this group."""
     return [saved for saved in saved_groups if not saved.names.isdisjoint(group.parameters)]
 
 
@@ -86,16 +92,17 @@ def load_group_options(group: Group, sources: Sequence[SavedGroup]) -> None:
 
 
 def restored_options(group: Group, sources: Sequence[SavedGroup]) -> list[str]:
-    """The options that follow the checkpoint."""
+    """Return the names of the options that are restored from the checkpoint."""
     restored = [option for option in _common_options(group, sources) if _is_restored(option, group, sources)]
     if "lr" in restored and all("initial_lr" in source.options for source in sources):
-        # The two belong together: a scheduler built later would take the decayed rate for the configured one.
+        # `initial_lr` follows `lr`: a scheduler built later would take the decayed `lr` as the configured one.
         restored.append("initial_lr")
     return restored
 
 
 def _common_options(group: Group, sources: Sequence[SavedGroup]) -> list[str]:
-    """The options both sides have, and those that came up while training (absent from what was configured)."""
+    """Return the options of both sides, and options that were added during training (absent from the configuration)."""
+    # A group without saved parameters is new and keeps its options.
     if not sources:
         return []
     common = set.intersection(*(set(source.options) for source in sources))
@@ -104,15 +111,17 @@ def _common_options(group: Group, sources: Sequence[SavedGroup]) -> list[str]:
 
 
 def _is_restored(option: str, group: Group, sources: Sequence[SavedGroup]) -> bool:
-    """Whether an option follows the checkpoint: its groups agree on it, and the user has not changed it since."""
+    """Return whether an option is restored: the saved groups agree on it, and the user has not changed it."""
     if not _groups_agree(option, sources):
         return False
     origin = _origin_value(option, sources[0])
+    # Without the configured options of both runs, a user's change cannot be detected. The checkpoint wins then.
     are_known = group.is_known and all(source.is_known for source in sources)
     return not are_known or equal(group.configured.get(option, origin), origin)
 
 
 def _groups_agree(option: str, sources: Sequence[SavedGroup]) -> bool:
+    # There is more than one source if the parameters were in other groups when they were saved.
     first = sources[0]
     return all(
         equal(source.options[option], first.options[option])
@@ -128,10 +137,11 @@ def _origin_value(option: str, source: SavedGroup) -> object:
 def _log_kept_option(option: str, group: Group, sources: Sequence[SavedGroup]) -> None:
     if not _groups_agree(option, sources):
         logger.warning(
-            "Optimizer option %r of %s stays %s: the checkpoint has these parameters in %d groups that differ in it.",
+            "Optimizer option %r of %s stays %s: the checkpoint has these parameters in %d groups with different values.",
             *(option, group, group.options.get(option), len(sources)),
         )
         return
+    # Only information, because the user has changed the configuration on purpose.
     logger.info(
         "Optimizer option %r of %s was configured as %s for the checkpoint and as %s now; the new value is used.",
         *(option, group, _plain(_origin_value(option, sources[0])), _plain(group.configured.get(option))),
@@ -139,19 +149,21 @@ def _log_kept_option(option: str, group: Group, sources: Sequence[SavedGroup]) -
 
 
 def _adapted(value: Any, current: object) -> object:
-    """Give a restored option the form it has now: compiled optimizers hold on to a learning rate that is a tensor."""
+    """Return a restored option in the type of the current option."""
     if isinstance(current, Tensor):
+        # Compiled optimizers keep a reference to a tensor learning rate, so it is updated in place.
         with torch.no_grad():
             return current.copy_(torch.as_tensor(value).reshape(current.shape))
     if isinstance(current, list | tuple):
         return type(current)(_adapted(one, mine) for one, mine in zip(value, current, strict=True))
+    # The saved run may have used a tensor learning rate, and this run a number.
     if isinstance(value, Tensor):
         return value.detach().clone() if current is None else value.item()
     return value
 
 
 def detached(value: object) -> object:
-    """The same value in containers of our own, its tensors sharing memory but without a graph."""
+    """Return the value in new containers with detached tensors, which share memory with the originals."""
     if isinstance(value, Tensor):
         return value.detach()
     if isinstance(value, Mapping):
@@ -160,7 +172,7 @@ def detached(value: object) -> object:
 
 
 def _plain(value: object) -> Any:
-    """A form that compares and prints alike whether it holds tensors or numbers, tuples or lists."""
+    """Convert tensors to numbers and tuples to lists, so that equal options compare and print equally."""
     if isinstance(value, Tensor):
         return value.tolist()
     if isinstance(value, Mapping):
@@ -169,7 +181,7 @@ def _plain(value: object) -> Any:
 
 
 def comparable(*options: Mapping[str, Any] | None) -> str:
-    """A text that is the same for equal options, whatever their order."""
+    """Return a string that is equal for equal options in any order."""
     return repr([None if one is None else sorted(_plain(one).items()) for one in options])
 
 

@@ -1,13 +1,7 @@
-"""Optimizer state by parameter name, so that it survives another order, grouping or split of the parameters.
+"""Optimizer state by FQN (parameter name), independent of the order, grouping and sharding of the parameters.
 
-What a state dict holds:
-
-- `state`: name -> what the optimizer remembers about that parameter;
-- `param_groups`: the groups' options as they are now, `params` being names;
-- `initial_options`: the options of the same groups as the user configured them, to tell a user's change (which wins)
-  from what a scheduler did (which is restored);
-- `parameters`: name -> shape and dtype of the parameter, the class of its optimizer and the keys of its state, to judge
-  whether a state fits and is complete.
+Nothing is changed unless the full state fits. The checkpoint coordinator and the trainers wrap optimizers in
+`OptimizerState`, which describes the format.
 """
 
 import copy
@@ -51,11 +45,21 @@ logger = logging.getLogger(__name__)
 
 
 class OptimizerState:
-    """Saves and restores a torch optimizer by parameter name.
+    """Stateful wrapper that saves and restores a torch optimizer by parameter name.
 
-    `named_parameters` covers the whole model, or chains those of several stages; a parameter with several names (tied)
-    is stored under the first. Construct it when the optimizer is built: the options found now count as the user's.
-    Later, when training may have changed them, say `knows_configuration=False`: options then follow the checkpoint.
+    `named_parameters` covers the full model, or chains the parameters of several stages. A tied parameter with several
+    names is stored under the first. Create the wrapper together with the optimizer, because the current options count
+    as the user's configuration. If training may have changed them already, pass `knows_configuration=False`: all
+    options then follow the checkpoint.
+
+    The state dict has four entries:
+
+    - `state`: name -> state of that parameter;
+    - `param_groups`: current options of the groups, with names in `params`;
+    - `initial_options`: options of the same groups as the user configured them. They distinguish a change by the user
+      (which wins) from a change by a scheduler (which is restored);
+    - `parameters`: name -> shape and dtype of the parameter, class of its optimizer, and keys of its state. They show
+      whether a state fits and is complete.
     """
 
     def __init__(
@@ -71,7 +75,7 @@ class OptimizerState:
         self._groups()
 
     def state_dict(self) -> dict[str, Any]:
-        """Return the state by name; its tensors are the optimizer's own, not copies."""
+        """Return the state by parameter name; its tensors are not copies."""
         groups = self._groups()
         self._refuse_state_of_no_parameter()
         named = [(name, parameter, group) for group in groups for name, parameter in group.parameters.items()]
@@ -91,11 +95,12 @@ class OptimizerState:
         }
 
     def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
-        """Restore by name; the tensors of `state_dict` may become the optimizer's own, so hand over ones you own.
+        """Restore the state by name; the optimizer may keep tensors of `state_dict`, so do not reuse them.
 
-        Parameters the checkpoint does not know start fresh, its other names are ignored. Nothing is changed when the
-        state does not fit.
+        Parameters without a saved state start fresh. Saved names that the optimizer does not have are ignored. Nothing
+        is changed if the state does not fit.
         """
+        # All groups are checked before the first is changed, so that an error leaves the optimizer as it was.
         self.check_state_dict(state_dict)
         groups, saved_groups = self._groups(), _saved_groups(state_dict)
         for group in groups:
@@ -103,13 +108,15 @@ class OptimizerState:
             load_group_options(group, sources_of(group, saved_groups))
         known = _known_names(state_dict, saved_groups)
         if fresh := [name for group in groups for name in group.parameters if name not in known]:
-            logger.warning("The checkpoint lacks parameters whose optimizer state starts fresh: %s", listed(fresh))
+            logger.warning(
+                "Parameters without optimizer state in the checkpoint, which starts fresh: %s", listed(fresh)
+            )
 
     def check_state_dict(self, state_dict: Mapping[str, Any]) -> None:
         """Raise `CheckpointLoadError` unless `load_state_dict` can use the state; nothing is changed.
 
-        A tensor must have the shape, dtype and memory layout that the optimizer would give it, and share memory with no
-        other one: what a fused kernel reads out of bounds ends the process or is trained on.
+        Each tensor must have a shape, dtype and memory layout that the optimizer accepts, and share no memory with
+        another tensor. A fused kernel would read a wrong tensor out of bounds.
         """
         check_structure(state_dict)
         check_buffers_of_options(state_dict)
@@ -123,20 +130,21 @@ class OptimizerState:
                 saved, existing = state_dict["state"].get(name, {}), group.state.get(parameter) or {}
                 checks.check(name, saved, parameter, group.optimizer, existing)
             for option in restored_options(group, sources):
+                # A new group has no `initial_lr` until a scheduler is attached; it is checked like `lr`.
                 current = group.options.get(option, group.options.get("lr") if option == "initial_lr" else None)
                 check_option(option, sources[0].options[option], current, group)
         checks.finish()
 
     def missing_names(self, state_dict: Mapping[str, Any]) -> list[str]:
-        """The parameters of this optimizer that a state does not know: another stage's state may."""
+        """Return the parameters of this optimizer that a state lacks; the state of another stage may have them."""
         check_structure(state_dict)
         known = _known_names(state_dict, _saved_groups(state_dict))
         return [name for group in self._groups() for name in group.parameters if name not in known]
 
     def add_tied_names(self, state_dict: dict[str, Any], sharing: Sequence[Sequence[str]]) -> None:
-        """Let parameters here that were tied to others when saved (`sharing`: groups of names) find those others' state.
+        """Copy saved states to missing names that were tied to a saved name (`sharing`: groups of tied names).
 
-        A tied parameter is stored under its first name alone, and a stage may have it under another.
+        A tied parameter is stored under its first name only, and a stage may have it under another name.
         """
         missing = self.missing_names(state_dict)
         check_sharing(sharing, Where("the parameters of the checkpoint", "optimizer"))
@@ -148,7 +156,7 @@ class OptimizerState:
 
     @staticmethod
     def merge_state_dicts(parts: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
-        """Join the states of several ranks or stages; of a name in several parts (replicas) the first one counts."""
+        """Merge the states of several ranks or stages; for a name in several parts (replicas) the first part wins."""
         merged: dict[str, Any] = {"state": {}, "param_groups": [], "initial_options": [], "parameters": {}}
         placed: set[str] = set()
         by_options: dict[str, Any] = {}
@@ -156,6 +164,8 @@ class OptimizerState:
             check_structure(part)
             merged["state"] |= {name: state for name, state in part["state"].items() if name not in merged["state"]}
             merged["parameters"] = part.get("parameters", {}) | merged["parameters"]
+            # Stages of one model usually have equal groups. Groups with equal options are joined, as in a single
+            # process.
             for saved, group in zip(_saved_groups(part), part["param_groups"], strict=True):
                 names = [name for name in group["params"] if name not in placed]
                 placed.update(names)
@@ -164,7 +174,8 @@ class OptimizerState:
         return merged
 
     def _groups(self) -> list[Group]:
-        """The optimizer's groups as they are now; the options of parameters not seen before are noted as the user's."""
+        """Return the current groups; record the options of new parameters as configured by the user."""
+        # Rebuilt at each save and load, so that param groups added during training are included.
         groups: list[Group] = []
         for optimizer in self._optimizers:
             for index, options in enumerate(optimizer.param_groups):
@@ -178,15 +189,15 @@ class OptimizerState:
                 groups.append(Group(options, configured, optimizer.state, parameters, optimizer, known))
         counts = Counter(name for group in groups for name in group.parameters)
         if shared := [name for name, count in counts.items() if count > 1]:
-            raise ValueError(f"Updated by several optimizers, so which state is theirs is unclear: {listed(shared)}")
+            raise ValueError(f"Parameters in more than one optimizer cannot be stored by name: {listed(shared)}")
         return groups
 
     def _name(self, parameter: Tensor, group_index: int, index: int) -> str:
         if parameter not in self._names:
             raise ValueError(
                 f"Parameter {index} of optimizer group {group_index}, of shape {tuple(parameter.shape)}, has no name: "
-                "it is not among the named_parameters. Its state is stored by name, so pass the named parameters of "
-                "every module that this optimizer updates."
+                "it is not in named_parameters. State is stored by name, so pass the named parameters of every module "
+                "that this optimizer updates."
             )
         return self._names[parameter]
 
@@ -194,13 +205,13 @@ class OptimizerState:
         for optimizer in self._optimizers:
             if others := [key for key in optimizer.state if not isinstance(key, Tensor)]:
                 raise ValueError(
-                    f"{type(optimizer).__name__} keeps state under {others[0]!r}, which is no parameter. Such state "
-                    "cannot be matched by parameter name; keep it per parameter, or as an option of the param group."
+                    f"{type(optimizer).__name__} keeps state under {others[0]!r}, which is not a parameter, so it cannot "
+                    "be stored by name. Keep it per parameter, or as an option of the param group."
                 )
 
 
 def _elementary_optimizers(optimizer: OptimizerLike) -> Iterator[OptimizerLike]:
-    """Take an optimizer made of several apart, and refuse what cannot be stored by name."""
+    """Yield the optimizers that a composed optimizer consists of; reject optimizers that cannot be stored by name."""
     parts = getattr(optimizer, "optimizers", None)
     if parts is not None:
         for part in parts.values() if isinstance(parts, Mapping) else parts:
@@ -209,14 +220,15 @@ def _elementary_optimizers(optimizer: OptimizerLike) -> Iterator[OptimizerLike]:
     name = type(optimizer).__name__
     if isinstance(optimizer, torch.optim.LBFGS):
         raise ValueError(
-            f"{name} cannot be stored by parameter name: it keeps one flat history for all parameters in their order, "
-            "under the first of them. Use a per-parameter optimizer, or leave the optimizer out of the checkpoint."
+            f"{name} cannot be stored by parameter name: it keeps one flat history for all parameters under the first "
+            "parameter. Use a per-parameter optimizer, or omit the optimizer from the checkpoint."
         )
     if isinstance(optimizer.state, ChainMap) or optimizer.state is not optimizer.state:
-        # Writes to such a view would be lost, or reach the wrong one of the optimizers behind it.
+        # Writes to such a view would be lost, or would reach the wrong optimizer behind it. A property that builds a
+        # new dict for each access is such a view.
         raise ValueError(
-            f"The state of {name} is a view of several optimizers, which cannot be written to. Let it list these "
-            "optimizers in an attribute `optimizers`."
+            f"The state of {name} is a view of several optimizers and cannot be written to. List these optimizers in an "
+            "attribute `optimizers`."
         )
     yield optimizer
 
@@ -228,8 +240,9 @@ def _names_by_parameter(named_parameters: Iterable[tuple[str, Tensor]]) -> dict[
         if by_name.setdefault(name, parameter) is not parameter:
             raise ValueError(
                 f"Two different parameters are both named {name!r}, of shapes {tuple(by_name[name].shape)} and "
-                f"{tuple(parameter.shape)}. Stage modules have to keep the names of the whole model."
+                f"{tuple(parameter.shape)}. Stage modules must keep the names of the full model."
             )
+        # The first name of a tied parameter is its stored name.
         names.setdefault(parameter, name)
     return names
 
@@ -249,11 +262,13 @@ def _saved_groups(state_dict: Mapping[str, Any]) -> list[SavedGroup]:
 
 
 def _known_names(state_dict: Mapping[str, Any], saved_groups: Sequence[SavedGroup]) -> set[str]:
+    # A parameter without a gradient so far has no state, but it is in a group.
     return set(state_dict["state"]).union(*(saved.names for saved in saved_groups))
 
 
 def _add_name(state_dict: dict[str, Any], name: str, other: str) -> None:
-    """Give `name` a copy of what is saved of the parameter `other`."""
+    """Copy the saved entries of the parameter `other` to `name`."""
+    # A deep copy, because no two parameters may share the memory of a state (`StateChecks.finish`).
     for entries in (state_dict["state"], state_dict.get("parameters", {})):
         if other in entries:
             entries[name] = copy.deepcopy(entries[other])
@@ -263,7 +278,7 @@ def _add_name(state_dict: dict[str, Any], name: str, other: str) -> None:
 
 
 def _join_group(merged: dict[str, Any], by_options: dict[str, Any], saved: SavedGroup, names: list[str]) -> None:
-    """Add the names to the group with the same options; `by_options` finds it without comparing all of them."""
+    """Add the names to the merged group with the same options; `by_options` is an index of the groups by options."""
     key = comparable(saved.options, _origin(saved))
     if key in by_options:
         by_options[key]["params"].extend(names)
@@ -278,17 +293,19 @@ def _origin(saved: SavedGroup) -> dict[str, Any] | None:
 
 
 def _require_overlap(groups: Sequence[Group], known: set[str]) -> None:
+    # A partial overlap is normal, for example after layers were added. No overlap at all is a wrong model or a prefix
+    # in the names.
     mine = [name for group in groups for name in group.parameters]
     if mine and known.isdisjoint(mine):
         raise CheckpointLoadError(
             f"The saved optimizer state has none of this optimizer's parameters. Here: {listed(mine, limit=3)}. In "
-            f"the checkpoint: {listed(sorted(map(str, known)), limit=3)}. It belongs to another model, or the names "
-            "got a prefix; skip the optimizer component to start it fresh."
+            f"the checkpoint: {listed(sorted(map(str, known)), limit=3)}. It belongs to another model, or a prefix of "
+            "the names has changed. Skip the optimizer component to start it fresh."
         )
 
 
 def _require_fit(group: Group, sources: Sequence[SavedGroup], state_dict: Mapping[str, Any]) -> None:
-    """Raise unless the saved state belongs to parameters and an optimizer like this group's."""
+    """Raise unless the saved state matches the shapes and the optimizer class of this group."""
     for name, parameter in group.parameters.items():
         record = state_dict.get("parameters", {}).get(name)
         for shape in saved_shapes(record, state_dict["state"].get(name, {})) - {tuple(parameter.shape)}:
@@ -302,20 +319,21 @@ def _require_fit(group: Group, sources: Sequence[SavedGroup], state_dict: Mappin
 
 
 def _require_same_kind(group: Group, name: str, saved_class: str, sources: Sequence[SavedGroup]) -> None:
-    """Accept another class (a wrapper, a drop-in) unless each side has options that the other lacks."""
+    """Raise if each of two optimizer classes has options that the other lacks; accept wrappers and drop-in classes."""
     ours = set(group.configured)
     for source in sources:
         if name in source.names and ours - set(source.configured) and set(source.configured) - ours:
             raise CheckpointLoadError(
-                f"The saved optimizer state of {name!r} was written by {saved_class}, and {group.optimizer_name} has "
-                f"other options ({sorted(ours ^ set(source.configured))} are not in both), so it cannot use that "
-                f"state. Go back to {saved_class}, or skip the optimizer component to start fresh."
+                f"The saved optimizer state of {name!r} was written by {saved_class}. {group.optimizer_name} has "
+                f"different options ({sorted(ours ^ set(source.configured))} are not in both) and cannot use that "
+                f"state. Use {saved_class} again, or skip the optimizer component to start fresh."
             )
 
 
 @torch.no_grad()
 def _load_group_state(group: Group, state_dict: Mapping[str, Any]) -> None:
     for name, parameter in group.parameters.items():
+        # Removed first, so that a parameter without a saved state starts fresh.
         existing = group.state.pop(parameter, None)
         if saved := state_dict["state"].get(name):
             saved_dtype = state_dict.get("parameters", {}).get(name, {}).get("dtype")
@@ -325,8 +343,9 @@ def _load_group_state(group: Group, state_dict: Mapping[str, Any]) -> None:
 
 
 def _placed(value: object, existing: Any, key: object, convert: Callable[[Tensor, Any], Tensor]) -> object:
-    """Put a loaded value into the tensor that the optimizer has for it, or let the value take its place."""
+    """Copy a loaded value into the existing tensor of the optimizer, or return the converted value."""
     if isinstance(value, Tensor):
+        # An existing tensor already has the dtype, device and layout that the optimizer wants.
         fits = isinstance(existing, Tensor) and existing.shape == value.shape
         return existing.copy_(value) if fits else convert(value, key)
     if isinstance(value, Mapping):
@@ -336,14 +355,16 @@ def _placed(value: object, existing: Any, key: object, convert: Callable[[Tensor
 
 
 def _converted(value: Tensor, key: object, parameter: Tensor, group: Group, saved_dtype: str | None) -> Tensor:
-    """Follow torch's policy for loaded state, without its loss of state kept in a dtype of the optimizer's choice.
+    """Convert a loaded state tensor to the device of the parameter, and to its dtype where that loses no precision.
 
-    Torch gives all state the parameter's dtype. Here integers stay integers, and floating state follows the parameter
-    only if it had its dtype when saved: float32 moments of a bfloat16 parameter have to come back bit for bit. Fused
-    kernels read moments as if they had the parameter's dtype and order, so there those are what they get.
+    Torch casts all state to the dtype of a floating-point parameter. Here integer state stays integer. Floating state
+    follows the parameter if both had the same dtype when saved, or if it is not wider and the optimizer is of torch. So
+    float32 moments of a bfloat16 parameter come back bit for bit. Fused kernels assume the dtype and layout of the
+    parameter, so their moments are converted to both.
     """
     value = owned(value)
     if key == "step":
+        # As in torch: fused and capturable optimizers read the step on the device, other optimizers on the CPU.
         if group.options.get("fused") or group.options.get("capturable"):
             return value.to(dtype=torch.float32, device=parameter.device)
         return value.cpu() if value.dtype in (torch.float32, torch.float64) else value.cpu().to(torch.float32)

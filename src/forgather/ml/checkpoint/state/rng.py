@@ -1,4 +1,8 @@
-"""The state of every random generator that training draws from."""
+"""RNG state of Python, NumPy and torch (CPU and accelerators) as a checkpoint component.
+
+A resumed run draws the same random numbers as an uninterrupted one. Trainers declare `RNGState` as the component "rng".
+`undisturbed_random_numbers` isolates evaluations and saves from training.
+"""
 
 import contextlib
 import hashlib
@@ -26,16 +30,16 @@ logger = logging.getLogger(__name__)
 
 _RNG = Where("the random state in the checkpoint", "rng")
 _WORDS = 624
-"""Words of the Mersenne Twister, which Python, NumPy and torch's CPU generator all use."""
+"""Number of state words of the Mersenne Twister, the generator of Python, NumPy and the CPU generator of torch."""
 
 _TORCH_HEADER = struct.Struct("@QiiQ")
-"""How the state of torch's CPU generator begins: seed, numbers left before new words are made, seeded, next word."""
+"""Header of a CPU generator state of torch: seed, words left before regeneration, seeded flag, index of next word."""
 
 
 class RNGState:
-    """The generators of Python, NumPy and torch (CPU and every visible accelerator device) as one stateful component.
+    """Random generators of Python, NumPy and torch (CPU and all visible accelerators) as one stateful component.
 
-    `seed` is the training seed, from which a rank that the checkpoint does not know derives its own.
+    `seed` is the training seed. A rank without a state in the checkpoint derives its own seed from it.
     """
 
     def __init__(self, seed: int | None = None) -> None:
@@ -61,15 +65,15 @@ class RNGState:
         self.restore()
 
     def check_state_dict(self, state_dict: Mapping[str, Any]) -> None:
-        """Raise `CheckpointLoadError` unless every generator can take its state; none is touched.
+        """Raise `CheckpointLoadError` unless every generator accepts its state; no generator is changed.
 
-        NumPy believes any position in its words, torch some that are wrong: they would read beyond them.
+        NumPy accepts any position in its words, and torch some invalid positions. Both would read out of bounds.
         """
         missing = {"python", "numpy", "torch"} - check_mapping(state_dict, _RNG).keys()
         if missing:
             raise CheckpointLoadError(
                 f"the random state in the checkpoint lacks {sorted(missing)}; it was not written by RNGState. "
-                'Start with fresh random numbers by listing "rng" in skip_checkpoint_components.'
+                'Add "rng" to skip_checkpoint_components to start with a fresh random state.'
             )
         check_python_state(state_dict["python"], _RNG.at("python"))
         _check_numpy(state_dict["numpy"], _RNG.at("numpy"))
@@ -77,23 +81,25 @@ class RNGState:
         _check_accelerator(state_dict.get("accelerator"), _RNG.at("accelerator"))
 
     def restore(self) -> None:
-        """Applies the loaded state again, for after work that drew random numbers (building the data iterators)."""
+        """Apply the loaded state again, after work that drew random numbers (building the data iterators)."""
         if self._loaded is None:
-            raise RuntimeError("no random state was loaded, so there is none to restore; call load_state_dict first")
+            raise RuntimeError("no random state was loaded; call load_state_dict before restore")
         random.setstate(self._loaded["python"])
         np.random.set_state(self._loaded["numpy"])
         torch.set_rng_state(self._loaded["torch"])
         _set_accelerator_states(self._loaded.get("accelerator"))
 
     def init_new_rank(self, rank: int, step: int) -> None:
-        """Seeds all generators of a rank that has no state in the checkpoint, the same way in every run."""
+        """Seed all generators of a rank that has no state in the checkpoint, in the same way in every run."""
         seed = _derived_seed(self._seed, rank, step)
         random.seed(seed)
+        # NumPy accepts seeds of up to 32 bits.
         np.random.seed(seed % 2**32)
-        torch.manual_seed(seed)  # every accelerator device included
+        torch.manual_seed(seed)  # Seeds every accelerator device too.
+        # `restore` must work for a new rank as well.
         self._loaded = _copied(self.state_dict())
         logger.info(
-            "Rank %d has no random state in the checkpoint: its generators are seeded with %d, derived from seed %s, "
+            "Rank %d has no random state in the checkpoint. Its generators are seeded with %d, derived from seed %s, "
             "rank %d and step %d.",
             rank,
             seed,
@@ -105,7 +111,7 @@ class RNGState:
 
 @contextlib.contextmanager
 def undisturbed_random_numbers() -> Iterator[None]:
-    """What is drawn inside does not show outside: an evaluation or a save must not change training."""
+    """Restore the RNG state after the body, so that an evaluation or a save does not change training."""
     state = RNGState()
     before = state.state_dict()
     try:
@@ -115,13 +121,14 @@ def undisturbed_random_numbers() -> Iterator[None]:
 
 
 def _derived_seed(seed: int | None, rank: int, step: int) -> int:
+    # A digest instead of a sum, because different ranks and steps could have equal sums.
     digest = hashlib.sha256(f"{seed} {rank} {step}".encode()).digest()
-    # torch takes seeds of up to 64 bits, and keeps the sign bit
+    # 63 bits, so that the seed fits a signed 64-bit integer of torch.
     return int.from_bytes(digest[:8], "little") >> 1
 
 
 def check_python_state(state: object, where: Where) -> None:
-    """Refuse a state that `random.setstate` would take too long over, or draw nothing from."""
+    """Raise `CheckpointLoadError` for a state that `random.setstate` cannot use or would process for too long."""
     version, internal, gauss_next = _fields(state, 3, where)
     whole_number(version, where.at("version"), least=3, most=3)
     *words, position = _fields(internal, _WORDS + 1, where.at("words"))
@@ -156,9 +163,10 @@ def _fields(value: object, count: int, where: Where) -> Sequence[Any]:
 def _check_words(words: Sequence[Any], where: Where) -> None:
     for word in words:
         whole_number(word, where, least=0, most=2**32 - 1)
-    # Of the first word the generator uses one bit; from zeros alone it makes zeros for ever, and normal numbers never.
+    # The generator uses only the highest bit of the first word. From a state of zeros it returns zeros for ever, and
+    # drawing a normal number would never end.
     if not any(words[1:]) and words[0] < 2**31:
-        raise where.refusal("has nothing but zeros", "the words of a seeded generator")
+        raise where.refusal("contains only zeros", "the words of a seeded generator")
 
 
 def _check_normal(value: object, where: Where) -> None:
@@ -168,14 +176,16 @@ def _check_normal(value: object, where: Where) -> None:
 
 
 def check_torch_state(state: object, where: Where) -> None:
-    """Refuse a CPU generator's state that torch would draw from beyond its words; torch checks each number by itself."""
+    """Raise `CheckpointLoadError` for a CPU generator state with an invalid position, which torch would accept."""
+    # Torch checks each field of the header separately, but not the sum of `left` and `following`. With a larger sum it
+    # would read beyond its words.
     length = len(torch.get_rng_state())
     state = check_tensor(state, where, shape=(length,))
     _check_bytes(state, "cpu", where)
     _, left, _, following = _TORCH_HEADER.unpack(bytes(state[: _TORCH_HEADER.size].tolist()))
     words = state.view(torch.uint8)[_TORCH_HEADER.size : _TORCH_HEADER.size + 4 * _WORDS]
     if not words.any():
-        raise where.refusal("has nothing but zeros", "the words of a seeded generator")
+        raise where.refusal("contains only zeros", "the words of a seeded generator")
     if left + following > _WORDS + 1:
         raise where.refusal(
             f"is at word {following} with {left} left to draw", f"no more than {_WORDS + 1} of both together"
@@ -183,17 +193,18 @@ def check_torch_state(state: object, where: Where) -> None:
 
 
 def _check_bytes(state: object, device: str, where: Where) -> None:
-    """Check that the state is one that a generator of the device takes, by a generator that nobody draws from."""
+    """Raise unless a generator of the device accepts the state; an empty `device` skips that test."""
     found = check_tensor(state, where)
     if found.dtype is not torch.uint8 or found.ndim != 1 or found.device.type != "cpu":
         raise where.refusal(
             f"has dtype {found.dtype} and shape {tuple(found.shape)} on {found.device}", "a row of uint8 on the CPU"
         )
     if device:
+        # A temporary generator, so that the generators in use keep their state.
         try:
             torch.Generator(device).set_state(_cpu_copy(found))
         except RuntimeError as error:
-            raise where.refusal(f"is refused by torch ({str(error).splitlines()[0]})", "a generator's state") from error
+            raise where.refusal(f"is rejected by torch ({str(error).splitlines()[0]})", "a generator state") from error
 
 
 def _check_accelerator(stored: object, where: Where) -> None:
@@ -206,15 +217,16 @@ def _check_accelerator(stored: object, where: Where) -> None:
     if not isinstance(states, list | tuple):
         raise where.at("states").refusal(f"is {described(states)}", "a list")
     accelerator = torch.accelerator.current_accelerator(check_available=True)
+    # States of another kind of device cannot be tried here. They are not restored either.
     is_same = accelerator is not None and accelerator.type == kind
     for number, state in enumerate(states):
         _check_bytes(state, kind if is_same else "", where.at(f"states[{number}]"))
 
 
 def _copied(state_dict: Mapping[str, Any]) -> dict[str, Any]:
-    """The state with its tensors in memory of our own: theirs may be mapped to a file that rotation deletes."""
+    """Return a copy of the state with its own tensors: loaded tensors may be mapped to a file that rotation deletes."""
     copied = dict(state_dict)
-    # the standard library insists on tuples, which some containers do not keep
+    # `random.setstate` requires tuples, and some file formats turn them into lists.
     version, internal, gauss_next = copied["python"]
     copied["python"] = (version, tuple(internal), gauss_next)
     name, words, *rest = copied["numpy"]
@@ -248,8 +260,8 @@ def _set_accelerator_states(stored: Mapping[str, Any] | None) -> None:
     num_devices = torch.accelerator.device_count() if is_same else 0
     if num_devices < len(states):
         logger.warning(
-            "The checkpoint holds the random states of %d %s device(s), but this process sees %d of them: those are "
-            "restored, the others are lost, and random numbers drawn on a device may differ from the saved run's.",
+            "The checkpoint has random states of %d %s device(s), but this process sees %d. The states of missing devices "
+            "are not restored, so random numbers on a device may differ from the saved run.",
             len(states),
             stored["type"],
             num_devices,
@@ -260,5 +272,5 @@ def _set_accelerator_states(stored: Mapping[str, Any] | None) -> None:
 
 
 def _index(accelerator: torch.device, number: int) -> tuple[int, ...]:
-    # Apple's GPU is always alone, and its functions take no device
+    # There is only one MPS device, and the functions of torch.mps take no index.
     return () if accelerator.type == "mps" else (number,)

@@ -1,13 +1,8 @@
-"""Schemas for the states of built-in components: what a value must be before anything of a checkpoint is applied.
+"""Schemas for the states of built-in components: type and range checks before a checkpoint is applied.
 
-A check is a function of a value that raises `Violation`, and knows nothing of where the value lies; the containers around
-it add the path. `Schema.check` turns a violation into a `CheckpointLoadError` that names the key, for example
-
-    COUNTERS = Schema({"step": count, "best": optional(number)}, may_lack=["best"])
-    COUNTERS.check(state, "trainer")
-
-Types are compared exactly: a bool is no int, and a subclass may behave in any way. Keys that a schema does not know are
-ignored, because newer versions may save more; `Schema.known` leaves them out of what is applied.
+A check is a function that raises `Violation` for a wrong value. Containers add the key to the path of the violation,
+and `Schema.check` converts it into a `CheckpointLoadError` that names the full path. The trainer, its callbacks, the
+data loaders and the manifest define their schemas with it.
 """
 
 import math
@@ -22,16 +17,17 @@ from forgather.ml.checkpoint.errors import CheckpointLoadError
 
 Check = Callable[[Any], None]
 
-# torch and NumPy keep integers in 64 bits.
+# Torch and NumPy store integers in 64 bits.
 _MAX_COUNT = 2**63 - 1
-# Larger ones do not fit a float, with which they are added up.
+# Amounts are added to floats, and larger integers do not fit a float.
 _MAX_AMOUNT_BITS = 1000
+# Limit of the recursion in `plain`, because a file may nest containers deeper than the stack of Python allows.
 _MAX_DEPTH = 64
 _MAX_SHOWN = 60
 
 
 class Violation(Exception):
-    """A value that is not what a schema expects; `path` grows from the inside out."""
+    """Value that violates a schema; `path` grows from the inside out."""
 
     def __init__(self, expected: str, value: object, path: Iterable[Any] = ()) -> None:
         super().__init__(expected)
@@ -49,7 +45,9 @@ class Violation(Exception):
 
 
 def described(value: Any) -> str:
-    """What a value is, in a few words: its content may be long, and its `repr` is not ours to run."""
+    """Return a short description of a value for a message."""
+    # The content may be long, and the `repr` of an unknown class could run arbitrary code. So only exact built-in types
+    # are printed.
     kind = type(value)
     if kind is str:
         return f"the text {value[:_MAX_SHOWN]!r}" + (
@@ -67,7 +65,7 @@ def described(value: Any) -> str:
 
 
 def refusal(violation: Violation, root: str, remedy: str | None = None) -> CheckpointLoadError:
-    """The error for a violation in the component `root`, or in what `remedy` tells how to do without."""
+    """Return the error for a violation in the component `root`; `remedy` replaces the advice to skip the component."""
     component = root.partition(".")[0]
     if remedy is None:
         remedy = f'or start this part fresh with skip_checkpoint_components=["{component}"]'
@@ -77,10 +75,11 @@ def refusal(violation: Violation, root: str, remedy: str | None = None) -> Check
 
 
 def checked(check: Check, value: object, root: str, remedy: str | None = None) -> None:
-    """Check a value that lies at the path `root`; a violation is a `CheckpointLoadError` which names it."""
+    """Check a value at the path `root`; raise a `CheckpointLoadError` that names the path of a violation."""
     try:
         check(value)
     except Violation as violation:
+        # The traceback of the violation only shows the nesting of the checks, which the path already names.
         raise refusal(violation, root, remedy) from None
 
 
@@ -88,13 +87,16 @@ def checked(check: Check, value: object, root: str, remedy: str | None = None) -
 
 
 def that(expected: str, holds: Callable[[Any], bool]) -> Check:
-    """A check from a predicate, and what it expects in words."""
+    """Return a check from a predicate and a description of the expected value."""
 
     def check(value: object) -> None:
         if not holds(value):
             raise Violation(expected, value)
 
     return check
+
+
+# Types are compared exactly: a bool is not accepted as an int, and a subclass could override any operator.
 
 
 def _is_count(value: object) -> bool:
@@ -116,13 +118,15 @@ def _is_plain_name(value: object) -> bool:
 
 
 def _is_inner_path(value: object) -> bool:
+    # Rejects absolute paths too: their first part is empty.
     if type(value) is not str or "\0" in value or "\\" in value:
         return False
     return all(name not in ("", os.curdir, os.pardir) for name in value.split("/"))
 
 
 def _is_real_tensor(value: object) -> bool:
-    """Whether a tensor has numbers, and memory for each of them: an expanded one would become a list without end."""
+    """Return whether a value is a dense, contiguous tensor of real numbers."""
+    # An expanded tensor needs almost no memory in the file, but `tolist` would create every element.
     return (
         type(value) is Tensor
         and value.layout is torch.strided
@@ -137,7 +141,7 @@ def _is_rate(value: Any) -> bool:
 
 
 anything: Check = lambda value: None  # noqa: E731
-"""For the states of the user's own objects."""
+"""Check that accepts any value, for the states of user-defined objects."""
 count = that("an integer of 0 or more", _is_count)
 positive = that("an integer of 1 or more", lambda value: _is_count(value) and value > 0)
 integer = that("an integer of at most 64 bits", lambda value: type(value) is int and value.bit_length() <= 64)
@@ -155,7 +159,7 @@ relative_path = that("a relative path that stays inside the run", _is_inner_path
 
 
 def plain(value: object, depth: int = 0) -> None:
-    """Data: containers, numbers, text, tensors and values of registered classes, but nothing that could be called."""
+    """Check that a value is data: containers, numbers, text, tensors, registered classes; no callables."""
     if callable(value):
         raise Violation("data, which cannot be called", value)
     if depth > _MAX_DEPTH:
@@ -173,7 +177,7 @@ def plain(value: object, depth: int = 0) -> None:
 
 
 def at(key: object, check: Check, value: object) -> None:
-    """Check a value that lies under `key`."""
+    """Check a value under `key`; a violation gets the key in its path."""
     try:
         check(value)
     except Violation as violation:
@@ -181,13 +185,13 @@ def at(key: object, check: Check, value: object) -> None:
 
 
 def require_mapping(value: object) -> None:
-    """Check that a value is a dict, whatever it has."""
+    """Check that a value is a dict; its content is not checked."""
     if not isinstance(value, Mapping):
         raise Violation("a dict", value)
 
 
 def optional(check: Check) -> Check:
-    """None, or what `check` expects."""
+    """Return a check that accepts None, or a value that passes `check`."""
 
     def check_if_any(value: object) -> None:
         if value is None:
@@ -195,6 +199,7 @@ def optional(check: Check) -> Check:
         try:
             check(value)
         except Violation as violation:
+            # A violation deeper inside is about an entry, and None would not be valid there.
             if not violation.path:
                 violation.expected += ", or None"
             raise
@@ -203,7 +208,7 @@ def optional(check: Check) -> Check:
 
 
 def list_of(check: Check, length: int | None = None) -> Check:
-    """A list, or a tuple, of values that pass `check`; with a `length`, of exactly as many."""
+    """Return a check for a list or tuple of values that pass `check`, with exactly `length` values if it is set."""
     expected = "a list" if length is None else f"a list of {length}"
 
     def check_list(value: Any) -> None:
@@ -216,7 +221,7 @@ def list_of(check: Check, length: int | None = None) -> Check:
 
 
 def list_like(checks: Sequence[Check]) -> Check:
-    """A list, or a tuple, with one value for each of the checks."""
+    """Return a check for a list or tuple with one value for each of the checks."""
     whole = list_of(anything, len(checks))
 
     def check_list(value: Any) -> None:
@@ -228,7 +233,7 @@ def list_like(checks: Sequence[Check]) -> Check:
 
 
 def mapping_of(key_check: Check, check: Check) -> Check:
-    """A dict whose keys pass `key_check` and whose values pass `check`."""
+    """Return a check for a dict: keys must pass `key_check`, and values must pass `check`."""
 
     def check_mapping(value: Any) -> None:
         require_mapping(value)
@@ -240,7 +245,7 @@ def mapping_of(key_check: Check, check: Check) -> Check:
 
 
 def every(*checks: Check) -> Check:
-    """All of several checks, in their order."""
+    """Return a check that applies all checks in order."""
 
     def check_all(value: object) -> None:
         for check in checks:
@@ -250,9 +255,15 @@ def every(*checks: Check) -> Check:
 
 
 class Schema:
-    """A dict with known keys; it is a check itself, so that schemas nest.
+    """Check for a dict with known keys; schemas are checks too, so that they nest.
 
-    A key is required unless `may_lack` has it: older versions did not save it.
+    For example::
+
+        COUNTERS = Schema({"step": count, "best": optional(number)}, may_lack=["best"])
+        COUNTERS.check(state, "trainer")
+
+    A key is required unless `may_lack` contains it, for keys that older versions did not save. Unknown keys are
+    ignored, because newer versions may save more. `known` removes them before a state is applied.
     """
 
     def __init__(self, fields: Mapping[str, Check], may_lack: Iterable[str] = ()) -> None:
@@ -268,11 +279,11 @@ class Schema:
                 raise Violation(f"a dict that has the key {name!r}", state)
 
     def check(self, state: object, root: str, remedy: str | None = None) -> None:
-        """Raise a `CheckpointLoadError` that names the first key, below `root`, with a wrong value."""
+        """Raise a `CheckpointLoadError` that names the first key below `root` with a wrong value."""
         checked(self, state, root, remedy)
 
     def known(self, state: Mapping[str, Any]) -> dict[str, Any]:
-        """The part of a state that this schema knows, and that may therefore be applied."""
+        """Return the entries of a state with known keys, which may be applied."""
         return {name: state[name] for name in self.fields if name in state}
 
 

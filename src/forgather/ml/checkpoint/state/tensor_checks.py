@@ -1,7 +1,8 @@
-"""Checks of what a checkpoint holds, before any of it is used: checksums prove who wrote a file, not that it is sane.
+"""Checks of loaded tensors and numbers: shape, dtype, strides and storage, before a component uses them.
 
-A tensor of a file can have any shape, strides and storage. Fused kernels read moments by address, without a look at
-their size or dtype, so a wrong one is read out of bounds; an expanded or shared one is updated several times over.
+A checksum proves that a file is unchanged, not that its content is valid. Fused kernels read moments by address without
+checking size or dtype, so a wrong tensor is read out of bounds. An expanded or shared tensor would be updated several
+times per step. Optimizer state, RNG state, EMA weights and the gradient scaler use these checks.
 """
 
 import itertools
@@ -17,54 +18,58 @@ from torch import Tensor
 from forgather.ml.checkpoint.errors import CheckpointLoadError
 
 Kind = Literal["floating", "complex", "real", "any"]
-"""The dtypes that a tensor may have; `real` also admits integers."""
+"""Accepted dtypes of a tensor; `real` also accepts integers."""
 
 
+# Keys come from a file and may have any length.
 _LONGEST_KEY = 200
 
 
 @dataclass(frozen=True)
 class Where:
-    """Place of a value in a checkpoint, in words that begin a sentence, and the component that a user can skip."""
+    """Location of a value in a checkpoint for error messages, and the component that a user can skip."""
 
     text: str
     component: str
 
     def at(self, key: object) -> "Where":
-        """The place of an entry of this value."""
+        """Return the location of an entry of this value."""
         name = str(key)[:_LONGEST_KEY]
         return replace(self, text=f"{self.text}: {name}" if ": " not in self.text else f"{self.text}.{name}")
 
     def refusal(self, found: str, expected: str, advice: str = "") -> CheckpointLoadError:
-        """The error to raise: what was found, what was expected, and what to do."""
+        """Return the error to raise, with the value found, the expected value, and advice."""
         return CheckpointLoadError(
-            f"{self.text} {found}, expected {expected}. The checkpoint is damaged or was made for something else. "
-            f'{advice}skip_checkpoint_components=["{self.component}"] starts it fresh, or choose another checkpoint.'
+            f"{self.text} {found}, expected {expected}. The checkpoint is damaged or belongs to another configuration. "
+            f'{advice}Set skip_checkpoint_components=["{self.component}"] to start it fresh, or choose another checkpoint.'
         )
 
 
 class OwnStorage:
-    """Memory of the tensors of a state, of which no two may share a byte: an update of one would change the other."""
+    """Memory ranges of the tensors of a state, to detect overlaps: an update of one tensor would change the other."""
 
     def __init__(self) -> None:
         self._extents: list[tuple[str, int, int, Where]] = []
 
     def add(self, value: Tensor, where: Where) -> None:
-        """Note a tensor that `check_tensor` found to lie densely in its storage."""
+        """Record a tensor that `check_tensor` has found to be dense."""
+        # Empty tensors own no memory, and their addresses may be equal.
         if value.numel():
             start = value.data_ptr()
             self._extents.append((str(value.device), start, start + value.nbytes, where))
 
     def check(self) -> None:
-        """Raise `CheckpointLoadError` when two of the noted tensors overlap."""
+        """Raise `CheckpointLoadError` if two recorded tensors overlap."""
+        # After sorting by address, two overlapping ranges imply an overlap of neighbours.
         ordered = sorted(self._extents, key=lambda extent: extent[:3])
         for (device, _, end, one), (other_device, start, _, other) in itertools.pairwise(ordered):
             if device == other_device and start < end:
-                raise other.refusal(f"shares its memory with {one.text}", "a tensor with storage of its own")
+                raise other.refusal(f"shares its memory with {one.text}", "a tensor with separate storage")
 
 
 def owned(value: Tensor) -> Tensor:
-    """The tensor itself if it is alone in its storage and has no graph, else a copy that is."""
+    """Return the tensor itself if it fills its storage and has no graph, else a copy or a detached tensor."""
+    # A slice would keep the full storage in memory.
     if value.untyped_storage().nbytes() != value.nbytes:
         return value.detach().clone()
     return value.detach() if value.requires_grad or type(value) is not Tensor else value
@@ -79,11 +84,13 @@ def check_tensor(
     like: Tensor | None = None,
     any_order: bool = False,
 ) -> Tensor:
-    """Check the shape, dtype and memory layout of a loaded tensor, without reading its contents.
+    """Check the shape, dtype and memory layout of a loaded tensor without reading its content; return the tensor.
 
-    The layout must be contiguous, channels_last, or that of `like` (the parameter). `any_order` admits dimensions in
-    every order, as linear algebra returns matrices; gaps and repeated elements are refused all the same.
+    The layout must be contiguous, channels_last, or equal to the layout of `like` (the parameter). `any_order` accepts
+    dimensions in any order, as linear algebra functions return matrices. Gaps and repeated elements are always
+    rejected.
     """
+    # Exact types: a subclass could override any of the operations below.
     if type(value) is not Tensor and type(value) is not torch.nn.Parameter:
         raise where.refusal(f"is {described(value)}", "a plain tensor")
     assert isinstance(value, Tensor)
@@ -101,7 +108,7 @@ def check_tensor(
 
 
 def check_is_dense(value: Tensor, where: Where) -> None:
-    """Refuse sparse, nested, quantized and lazy tensors, and such as reach beyond their storage."""
+    """Raise `CheckpointLoadError` for sparse, nested, quantised, lazy or meta tensors, and out-of-bounds strides."""
     if value.layout is not torch.strided or value.is_nested:
         raise where.refusal(f"is a tensor of layout {'nested' if value.is_nested else value.layout}", "a dense tensor")
     if value.is_quantized or value.is_meta or value.is_conj() or value.is_neg():
@@ -109,6 +116,7 @@ def check_is_dense(value: Tensor, where: Where) -> None:
             "quantized" if value.is_quantized else "without data" if value.is_meta else "lazily conjugated or negated"
         )
         raise where.refusal(f"is a tensor that is {state}", "a dense tensor")
+    # Sizes, strides and offset come from the file. Reading beyond the storage would be an out-of-bounds access.
     last = sum((size - 1) * stride for size, stride in zip(value.shape, value.stride(), strict=True))
     end = (value.storage_offset() + last + 1) * value.itemsize
     if value.numel() and end > value.untyped_storage().nbytes():
@@ -126,6 +134,7 @@ def _has_kind(value: Tensor, kind: Kind) -> bool:
 def _has_plain_order(value: Tensor, like: Tensor | None) -> bool:
     if value.is_contiguous():
         return True
+    # Convolution weights may be in channels_last, and their moments follow.
     channels_last = {4: torch.channels_last, 5: torch.channels_last_3d}.get(value.ndim)
     if channels_last is not None and value.is_contiguous(memory_format=channels_last):
         return True
@@ -133,14 +142,15 @@ def _has_plain_order(value: Tensor, like: Tensor | None) -> bool:
 
 
 def same_strides(one: Tensor, other: Tensor) -> bool:
-    """Whether two tensors of one shape have their elements in the same order in memory."""
+    """Return whether two tensors have the same shape and the same order of elements in memory."""
+    # The stride of a dimension of size 1 has no effect and is arbitrary.
     return one.shape == other.shape and all(
         size <= 1 or mine == theirs for size, mine, theirs in zip(one.shape, one.stride(), other.stride(), strict=True)
     )
 
 
 def _fills_its_extent(value: Tensor) -> bool:
-    """Whether each element has a place of its own, with none left over in between."""
+    """Return whether the elements fill a memory range without gaps or repetitions."""
     expected = 1
     for stride, size in sorted(zip(value.stride(), value.shape, strict=True)):
         if size > 1 and stride != expected:
@@ -150,7 +160,7 @@ def _fills_its_extent(value: Tensor) -> bool:
 
 
 def one_number(value: object, where: Where, at_least: float = -math.inf) -> float:
-    """The finite number that a plain number or a tensor with one element stands for."""
+    """Return the finite number in a plain number or a tensor with one element; raise if it is below `at_least`."""
     if isinstance(value, Tensor):
         check_tensor(value, where, kind="real", any_order=True)
         if value.numel() != 1:
@@ -166,14 +176,16 @@ def one_number(value: object, where: Where, at_least: float = -math.inf) -> floa
 
 
 def is_number(value: object) -> bool:
-    """Whether a value is a real number, which a truth value is not, nor an integer beyond every float."""
+    """Return whether a value is a real number that fits a float; a bool is not."""
+    # `float()` raises OverflowError for larger integers.
     if isinstance(value, Integral) and abs(int(value)) > 2**1000:
         return False
     return isinstance(value, Real) and not isinstance(value, bool)
 
 
 def whole_number(value: object, where: Where, least: int, most: int | None = None) -> int:
-    """The integer that a loaded value is, which lies between the limits."""
+    """Return a loaded value as an integer; raise unless it is an integer within the limits."""
+    # In Python a bool is an Integral too.
     number = int(value) if isinstance(value, Integral) and not isinstance(value, bool) else None
     if number is None or number < least or (most is not None and number > most):
         limit = f"from {least} to {most}" if most is not None else f"of at least {least}"
@@ -182,7 +194,7 @@ def whole_number(value: object, where: Where, least: int, most: int | None = Non
 
 
 def check_mapping(value: object, where: Where) -> Mapping[str, Any]:
-    """Check that a loaded value is a dict with names as keys."""
+    """Check that a loaded value is a dict with names as keys; return it."""
     if not isinstance(value, dict):
         raise where.refusal(f"is {described(value)}", "a dict")
     for key in value:
@@ -192,7 +204,7 @@ def check_mapping(value: object, where: Where) -> Mapping[str, Any]:
 
 
 def check_sharing(sharing: object, where: Where) -> Sequence[Sequence[str]]:
-    """Check that a record of tied parameters is a list of groups of names."""
+    """Check that a record of tied parameters is a list of groups of names; return it."""
     if not _is_list(sharing) or not all(_is_list(group) for group in _items(sharing)):
         raise where.refusal(f"have the record of tied names {described(sharing)}", "a list of lists of names")
     for name in (name for group in _items(sharing) for name in _items(group)):
@@ -210,7 +222,7 @@ def _items(value: Any) -> Iterator[Any]:
 
 
 def described(value: object) -> str:
-    """A value in few words, for a message: what a file holds may be long."""
+    """Return a short description of a value for a message; content from a file may be long."""
     if isinstance(value, Tensor):
         return f"a tensor of shape {tuple(value.shape)}"
     if value is None or isinstance(value, bool | float | str):

@@ -1,1 +1,4 @@
-"""Weights as Hugging Face files: safetensors shards, their index, tied parameters, and export."""
+"""Model weights in Hugging Face files: safetensors shards, their index, tied parameters, and export.
+
+Checkpoints, exports and `forgather.ml.sharded_checkpoint` write and read weights through these modules.
+"""

@@ -1,7 +1,8 @@
-"""Checkpoint and model directories: names, completeness, the newest one, deletion, `from_pretrained` symlinks.
+"""Checkpoint and model directories: names, validation, the newest checkpoint, deletion, `from_pretrained` symlinks.
 
-A directory with a manifest of ours is judged by that manifest. Any other directory is valid when it has weights: an
-export, a Hugging Face model, or a checkpoint of another program.
+The manifest decides whether a Forgather checkpoint is complete. A directory without one is valid if it has weights: an
+export, a Hugging Face model, or a checkpoint of another program. `forgather.ml.sharded_checkpoint` exports these
+functions.
 """
 
 import logging
@@ -33,15 +34,15 @@ logger = logging.getLogger(__name__)
 
 
 class CheckpointSummary(TypedDict):
-    """What `get_checkpoint_metadata` tells about a directory."""
+    """Description of a checkpoint directory, returned by `get_checkpoint_metadata`."""
 
     path: str
     step: int | None
     timestamp: float
-    """Seconds since 1970 at which the checkpoint was committed, or the directory last changed."""
+    """Unix time of the commit of the checkpoint, or of the last change of the directory."""
     is_complete: bool
     has_manifest: bool
-    """Whether a manifest of ours lists the files; else only the weights can be loaded."""
+    """Whether a Forgather manifest lists the files; otherwise only the weights can be loaded."""
     world_size: int | None
     components: list[str]
     weight_files: list[str]
@@ -49,15 +50,16 @@ class CheckpointSummary(TypedDict):
 
 
 def next_checkpoint_path(model_dir: str, id: str | int) -> str:
-    """Where a model's checkpoint of that id goes."""
+    """Return the path for a model's checkpoint with the given id."""
     return store.checkpoint_path(model_dir, id)
 
 
 def find_latest_checkpoint(model_dir: str) -> str | None:
-    """The newest valid checkpoint in `<model_dir>/checkpoints`, None when there is none.
+    """Return the newest valid checkpoint in `<model_dir>/checkpoints`, or None.
 
-    Directories named `checkpoint-<step>` without a manifest of ours count when they have weights.
+    Directories named `checkpoint-<step>` without a Forgather manifest count if they have weights.
     """
+    # By time of writing and not by step: a run that was restarted from an earlier step writes lower steps later.
     root = os.path.join(model_dir, store.CHECKPOINTS_FOLDER)
     found = [(one.manifest.written_at.timestamp(), one.path) for one in store.find_checkpoints(root)]
     found += [(os.path.getmtime(path), path) for path in _directories_without_manifest(root)]
@@ -72,7 +74,7 @@ def _directories_without_manifest(root: str) -> list[str]:
 
 
 def validate_checkpoint(path: str) -> bool:
-    """Whether a directory is a complete checkpoint, or has complete weights; the log says what is wrong otherwise."""
+    """Return whether a directory is a complete checkpoint or has complete weights; log a warning if not."""
     problem = _problem_with(path)
     if problem:
         logger.warning("%s", problem)
@@ -80,6 +82,7 @@ def validate_checkpoint(path: str) -> bool:
 
 
 def _problem_with(path: str) -> str:
+    # A missing directory goes this way too: `open_checkpoint` has the message for it.
     if not os.path.isdir(path) or has_versioned_manifest(path):
         try:
             store.open_checkpoint(path)
@@ -100,9 +103,10 @@ def _problem_with_weights(path: str) -> str:
 
 
 def get_checkpoint_metadata(checkpoint_path: str) -> CheckpointSummary:
-    """Step, time, components, weight files and metrics of a checkpoint or model directory."""
+    """Return step, time, components, weight files and metrics of a checkpoint or model directory."""
     if not os.path.isdir(checkpoint_path):
         raise CheckpointLoadError(f"There is no checkpoint at {checkpoint_path}: no such directory.")
+    # Another program may use the same file name for its manifest, so the content decides.
     manifest = read_manifest(checkpoint_path) if has_versioned_manifest(checkpoint_path) else None
     step = store.step_of(checkpoint_path)
     return CheckpointSummary(
@@ -123,9 +127,10 @@ def _weight_files(path: str) -> list[str]:
 
 
 def save_checkpoint_metrics(checkpoint_path: str, metrics: dict[str, float]) -> str:
-    """Write evaluation metrics into a checkpoint directory, made if need be; returns the path of the file."""
+    """Write evaluation metrics into a checkpoint directory, created if missing; return the path of the file."""
     data = metrics_bytes(metrics)
     path = os.path.join(checkpoint_path, EVAL_METRICS_NAME)
+    # The manifest lists every file with its checksum, so it must be updated together with the file.
     if has_versioned_manifest(checkpoint_path):
         store.amend_file(checkpoint_path, FileRecord(EVAL_METRICS_NAME, 0, "", 0, "metadata"), data)
     else:
@@ -140,14 +145,15 @@ def maybe_delete_oldest_checkpoint(
     preserved_checkpoints: Collection[str] = (),
     best_checkpoint: str | None = None,
 ) -> list[str]:
-    """Delete the oldest checkpoints beyond `max_checkpoints` (None or 0: no limit); returns their paths.
+    """Delete the oldest checkpoints beyond `max_checkpoints` (None or 0: no limit); return their paths.
 
-    `preserved_checkpoints` and `best_checkpoint` are kept whatever their age, and do not count. Only complete checkpoints
-    with a manifest of ours are deleted.
+    `preserved_checkpoints` and `best_checkpoint` are always kept and do not count. Only complete checkpoints with a
+    Forgather manifest are deleted.
     """
     if not max_checkpoints or max_checkpoints < 0:
         return []
     preserved = [*preserved_checkpoints, *([] if best_checkpoint is None else [best_checkpoint])]
+    # Resolved, because the caller may pass relative paths or symlinks.
     kept = {os.path.realpath(path) for path in preserved}
     found = store.find_checkpoints(os.path.join(model_dir, store.CHECKPOINTS_FOLDER))
     candidates = [one.path for one in found if os.path.realpath(one.path) not in kept]
@@ -158,9 +164,10 @@ def maybe_delete_oldest_checkpoint(
 
 
 def create_pretrained_symlinks(model_dir: str, path: str | None = None) -> list[str]:
-    """Link the weight files of a checkpoint (default: the newest) into `model_dir`, so that `from_pretrained` finds them.
+    """Link the weight files of a checkpoint (default: the newest) into `model_dir` for `from_pretrained`.
 
-    Links are relative. Links of an earlier call are replaced; a real weight file is never replaced. Returns the links.
+    The symlinks are relative. They replace symlinks of an earlier call, but never a real weight file. Returns the
+    symlinks.
     """
     source = path or find_latest_checkpoint(model_dir)
     if source is None:
@@ -170,8 +177,10 @@ def create_pretrained_symlinks(model_dir: str, path: str | None = None) -> list[
         raise CheckpointLoadError(f"The weights of {source} cannot be linked: {problem}")
     _refuse_real_files(model_dir)
     names = _weight_files(source)
+    # Remove all old symlinks first: `from_pretrained` must not combine an old index with new shards.
     for name in _weight_files(model_dir):
         os.remove(os.path.join(model_dir, name))
+    # Relative, so that the links remain valid when the model directory is moved with its checkpoints.
     for name in names:
         os.symlink(os.path.relpath(path_inside(source, name), model_dir), os.path.join(model_dir, name))
     fsync_directory(model_dir)
@@ -182,6 +191,6 @@ def _refuse_real_files(model_dir: str) -> None:
     real = [name for name in _weight_files(model_dir) if not os.path.islink(os.path.join(model_dir, name))]
     if real:
         raise FileExistsError(
-            f"{model_dir} has weight files of its own ({', '.join(real)}), which symlinks never replace. Remove them, or "
-            "choose another directory."
+            f"{model_dir} has real weight files ({', '.join(real)}), which symlinks never replace. Remove them, or choose "
+            "another directory."
         )

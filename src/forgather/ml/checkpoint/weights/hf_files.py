@@ -1,6 +1,7 @@
-"""The files that make a directory of weights a Hugging Face model: configuration, generation defaults, tokenizer.
+"""Hugging Face files beside the weights (configuration, generation defaults, tokenizer), and expected tensor names.
 
-And the tensors that `from_pretrained` will look for there: those it does not find are filled with fresh weights.
+`from_pretrained` initialises missing tensors with random weights. `expected_weights` lists the names that it will look
+for, so that a save can detect this. Snapshots and weight plans call this module.
 """
 
 import copy
@@ -25,26 +26,27 @@ from forgather.ml.no_init_weights import no_init_weights
 logger = logging.getLogger(__name__)
 
 CONFIG_FILES = ("config.json", "generation_config.json")
-"""The files from which `from_pretrained` knows what to build."""
+"""Configuration files that `from_pretrained` reads to choose and build the class."""
 
 
 @dataclass(frozen=True)
 class ExpectedWeights:
-    """The tensors that a class of transformers looks for; of names that it ties, one is enough."""
+    """Tensor names that a class of transformers looks for; for a group of tied names, any one name is enough."""
 
     class_name: str
     names: tuple[str, ...]
     tied: tuple[frozenset[str], ...]
 
     def missing_from(self, stored: Collection[str]) -> list[str]:
-        """The tensors that `from_pretrained` would fill with fresh weights."""
+        """Return the tensors that `from_pretrained` would initialise with random weights."""
         present = set(stored)
         supplied = present.union(*(group for group in self.tied if group & present))
         return [name for name in self.names if name not in supplied]
 
 
 def describe_model(model: nn.Module, preprocessor: object = None) -> dict[str, bytes]:
-    """Name and content of each such file; nothing for a model that is not from transformers."""
+    """Return name and content of each Hugging Face file; an empty dict for a model that is not from transformers."""
+    # `save_pretrained` only writes to a directory, so the files are read back from a temporary directory.
     with tempfile.TemporaryDirectory() as folder:
         config: Any = getattr(model, "config", None)
         if hasattr(config, "save_pretrained"):
@@ -58,22 +60,24 @@ def describe_model(model: nn.Module, preprocessor: object = None) -> dict[str, b
 
 
 def expected_weights(model: nn.Module) -> ExpectedWeights | None:
-    """What `from_pretrained` will look for in a directory of this model; None where that cannot be known.
+    """Return the tensors that `from_pretrained` will look for in a directory of this model; None if unknown.
 
-    The class is built once without memory, from the configuration as it will be read; later calls remember it.
+    The model class is built once on the meta device, from the configuration as it will be read. The result is cached.
     """
+    # Looked up instead of imported: without transformers in memory the model cannot be from it.
     config: Any = getattr(model, "config", None)
     transformers = sys.modules.get("transformers.configuration_utils")
     if transformers is None or not isinstance(config, transformers.PretrainedConfig):
         return None
     if getattr(config, "quantization_config", None) is not None:
-        # The quantiser decides under which names it looks for the parts of a weight.
+        # The quantiser chooses the tensor names of a quantised weight.
         return None
     reader: Any = type(model)
     config_class: Any = type(config)
     if not _is_pretrained(reader):
         reader = _class_that_reads(config)
         config_class = None if reader is None else reader.config_class
+    # As text, because the cache needs a hashable key, and `from_pretrained` reads the configuration from text as well.
     return None if reader is None else _expected_by(reader, config_class, config.to_json_string())
 
 
@@ -83,7 +87,7 @@ def _is_pretrained(model_class: type) -> bool:
 
 
 def _class_that_reads(config: Any) -> object:
-    """The class that `from_pretrained` builds of a configuration, whoever it belongs to; None for one of somebody's own."""
+    """Return the class that `from_pretrained` builds for a configuration; None for an unknown model type."""
     import transformers
     from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 
@@ -101,9 +105,11 @@ def _class_that_reads(config: Any) -> object:
     return None
 
 
+# Cached, because every save needs the names and building a large model costs time, even on the meta device.
 @functools.lru_cache(maxsize=16)
 def _expected_by(model_class: Any, config_class: Any, config_text: str) -> ExpectedWeights | None:
     try:
+        # Constructors draw random numbers, which must not change training.
         config = config_class.from_dict(json.loads(config_text))
         with undisturbed_random_numbers(), no_init_weights(), torch.device("meta"):
             reference = model_class(config)
@@ -111,15 +117,18 @@ def _expected_by(model_class: Any, config_class: Any, config_text: str) -> Expec
         logger.debug("The names that %s expects are unknown: %s: %s", model_class, type(error).__name__, error)
         return None
     tied = [frozenset(group) for group in create_sharing_metadata(reference)]
+    # Pairs of names that transformers ties. On the meta device they may still be separate tensors.
     pairs = getattr(reference, "all_tied_weights_keys", None) or {}
     tied += [frozenset(pair) for pair in pairs.items()]
+    # Missing tensors with these names are no problem: the class recomputes them.
     optional = [re.compile(pattern) for pattern in reference._keys_to_ignore_on_load_missing or ()]
     names = [name for name in reference.state_dict() if not any(one.search(name) for one in optional)]
     return ExpectedWeights(model_class.__name__, tuple(names), tuple(tied))
 
 
 def _complete(config: Any, model: nn.Module) -> Any:
-    """A copy of the configuration with what `from_pretrained` needs to know about the model itself."""
+    """Return a copy of the configuration with the class name and dtype of the model, for `from_pretrained`."""
+    # A copy, because the configuration belongs to the user's model.
     config = copy.deepcopy(config)
     config.architectures = [type(model).__name__]
     dtype = next((parameter.dtype for parameter in model.parameters() if parameter.is_floating_point()), None)

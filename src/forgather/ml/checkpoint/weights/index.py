@@ -1,4 +1,8 @@
-"""The tensors of a model by name: which of them are one tensor, and which weight file holds each."""
+"""Shard index of a model: tied tensors, and the weight file of each tensor, by FQN.
+
+The format is the index file of Hugging Face. Tied tensors are stored once, under the first name of their group. Saving,
+loading and exporting of weights share these functions.
+"""
 
 import os
 from collections.abc import Collection, Mapping, Sequence
@@ -30,6 +34,7 @@ __all__ = [
     "stored_names",
 ]
 
+# 4 GiB.
 DEFAULT_MAX_SHARD_SIZE = 2**32
 WEIGHTS_NAME = "pytorch_model.bin"
 WEIGHTS_INDEX_NAME = "pytorch_model.bin.index.json"
@@ -38,19 +43,19 @@ SAFE_WEIGHTS_INDEX_NAME = "model.safetensors.index.json"
 
 
 class ShardIndex(TypedDict):
-    """Which file holds which tensor, as in Hugging Face's index files."""
+    """Index of sharded weights in the format of Hugging Face: the file of each tensor, and metadata."""
 
     metadata: dict[str, Any]
     weight_map: dict[str, str]
 
 
 def get_all_fqns(module: nn.Module) -> list[str]:
-    """Every name in the module's state, tied names included."""
+    """Return all names in the module's state_dict, including tied names."""
     return list(module.state_dict(keep_vars=True))
 
 
 def id_to_fqn(module: nn.Module) -> dict[int, list[str]]:
-    """The names of each parameter and buffer object of the state, by `id`."""
+    """Return the names of each parameter and buffer in the state_dict, by the `id` of the tensor."""
     names: dict[int, list[str]] = {}
     for name, tensor in module.state_dict(keep_vars=True).items():
         names.setdefault(id(tensor), []).append(name)
@@ -58,12 +63,14 @@ def id_to_fqn(module: nn.Module) -> dict[int, list[str]]:
 
 
 def create_sharing_metadata(model: nn.Module) -> SharingMetadataT:
-    """The groups of names of a model that stand for one tensor."""
+    """Return the groups of tied names of a model; each group refers to the same tensor."""
+    # Without `keep_vars` the state_dict has new tensor objects, and tied tensors on the meta device would go
+    # undetected.
     return sharing_of(model.state_dict(keep_vars=True))
 
 
 def sharing_of(tensors: Mapping[str, Any]) -> SharingMetadataT:
-    """The groups of names in a state that stand for one tensor, in the order of the state."""
+    """Return the groups of tied names in a state_dict, in its order."""
     groups: dict[object, list[str]] = {}
     for name, tensor in tensors.items():
         if isinstance(tensor, Tensor):
@@ -72,18 +79,20 @@ def sharing_of(tensors: Mapping[str, Any]) -> SharingMetadataT:
 
 
 def tensor_identity(tensor: Tensor) -> object:
-    """Equal for tensors that are the same memory seen the same way; those without any have only their object."""
+    """Return a key that is equal for tensors with the same memory, shape, strides and dtype."""
+    # Tensors without a data pointer (meta, sparse, nested, empty) are identified by the object.
     if tensor.is_meta or tensor.layout is not torch.strided or tensor.is_nested:
         return id(tensor)
     if tensor.numel() == 0 or tensor.data_ptr() == 0:
         return id(tensor)
-    # A conjugated or negated view is the same memory, but other values.
+    # A conjugated or negated view has the same memory, but different values.
     seen_as = (tensor.dtype, tuple(tensor.shape), tensor.stride(), tensor.is_conj(), tensor.is_neg())
     return (tensor.device, tensor.data_ptr(), seen_as)
 
 
 def retie_parameters(module: nn.Module, sharing_metadata: SharingMetadataT) -> None:
-    """Make every group of names one tensor again; names that the module does not have are passed over."""
+    """Tie each group of names to the same tensor again; names that the module does not have are skipped."""
+    # By default `named_parameters` returns a tied parameter under its first name only.
     tensors: dict[str, Tensor] = dict(module.named_parameters(remove_duplicate=False))
     tensors.update(module.named_buffers(remove_duplicate=False))
     for group in sharing_metadata:
@@ -94,7 +103,7 @@ def retie_parameters(module: nn.Module, sharing_metadata: SharingMetadataT) -> N
 
 
 def stored_names(names: Collection[str], sharing: SharingMetadataT) -> dict[str, str]:
-    """Under which name each of `names` is stored: its own, or for tied ones the first of its group."""
+    """Return the stored name of each name: itself, or the first present name of its tied group."""
     present = set(names)
     aliases = {}
     for group in sharing:
@@ -104,19 +113,20 @@ def stored_names(names: Collection[str], sharing: SharingMetadataT) -> dict[str,
 
 
 def index_file_name(safetensors: bool) -> str:
-    """The name of the index file of sharded weights."""
+    """Return the name of the index file of sharded weights."""
     return SAFE_WEIGHTS_INDEX_NAME if safetensors else WEIGHTS_INDEX_NAME
 
 
 def shard_name(number: int, count: int, safetensors: bool) -> str:
-    """The name of one of `count` weight files, numbered from 1."""
+    """Return the name of shard `number` of `count` weight files, counted from 1."""
     single = SAFE_WEIGHTS_NAME if safetensors else WEIGHTS_NAME
     stem, ending = os.path.splitext(single)
     return single if count == 1 else f"{stem}-{number:05d}-of-{count:05d}{ending}"
 
 
 def in_format(index: ShardIndex, safetensors: bool) -> ShardIndex:
-    """The index with files of the format asked for, whichever it was made for: readers trust the names."""
+    """Return the index with file names of the requested format."""
+    # Readers choose the format by the file name, so an index made for the other format must be renamed.
     files = sorted(set(index["weight_map"].values()))
     if all(file.endswith(".safetensors") == safetensors for file in files):
         return index
@@ -132,14 +142,15 @@ def make_shard_index(
     max_shard_size: int = DEFAULT_MAX_SHARD_SIZE,
     param_sharing_metadata: SharingMetadataT | None = None,
 ) -> ShardIndex:
-    """Divide tensors (meta ones will do) into files of at most `max_shard_size` bytes.
+    """Return an index that divides tensors (meta tensors suffice) into shards of at most `max_shard_size` bytes.
 
-    Each state is written by a writer of its own (a pipeline stage), so a file never mixes two of them; a name that
-    several states have belongs to the first. A tensor that is larger than a shard has a file to itself.
+    Each state_dict has a separate writer (a pipeline stage), so a file never contains tensors of two state_dicts. A
+    name in several state_dicts belongs to the first. A tensor larger than `max_shard_size` gets its own file.
     """
     if isinstance(state_dicts, Mapping):
         state_dicts = [state_dicts]
     all_names = [name for state in state_dicts for name in state]
+    # Over all states, because tied names may be in different stages (input and output embeddings).
     canonical = stored_names(all_names, param_sharing_metadata or [])
     shards: list[list[str]] = []
     seen: set[str] = set()
@@ -151,6 +162,7 @@ def make_shard_index(
                 continue
             seen.add(name)
             size = tensor.numel() * tensor.element_size()
+            # `room` is 0 at the start of each state_dict, which opens a new file for each writer.
             if size > room or room == 0:
                 shards.append([])
                 room = max_shard_size
@@ -166,5 +178,5 @@ def make_shard_index(
 
 
 def index_bytes(index: ShardIndex) -> bytes:
-    """The text of an index file."""
+    """Return the content of an index file."""
     return strict_json.dumps(index, "The index of the weights", sort_keys=True)

@@ -1,4 +1,9 @@
-"""Where the weights of a directory are, and reading them by name."""
+"""Location of weight files in a directory, and loading of tensors by FQN.
+
+In a Forgather checkpoint only files listed in the manifest are read, and their checksums are verified. Other
+directories (exports, Hugging Face models) are read without checksums. Checkpoint loading, validation and imports call
+this module.
+"""
 
 import contextlib
 import os
@@ -36,7 +41,7 @@ _Records = dict[str, FileRecord]
 
 @dataclass(frozen=True)
 class WeightLocation:
-    """Where the weights of a directory are, and how to verify them."""
+    """Weight files of a directory, and the manifest records to verify them."""
 
     directory: str
     weight_map: dict[str, str]
@@ -44,16 +49,17 @@ class WeightLocation:
     records: dict[str, FileRecord] = field(default_factory=dict)
 
     def stored_name(self, name: str) -> str | None:
-        """The name under which the directory has the tensor, None when it does not have it."""
+        """Return the stored name of a tensor (a tied name if need be), or None if the directory lacks it."""
         if name in self.weight_map:
             return name
         members = (member for group in self.sharing if name in group for member in group)
         return next((member for member in members if member in self.weight_map), None)
 
     def path_and_record(self, file: str) -> tuple[str, FileRecord | None]:
-        """A weight file, and what the manifest says of it where there is one."""
+        """Return the path of a weight file, and its manifest record if there is one."""
         path = path_inside(self.directory, file)
         record = self.records.get(file)
+        # For a file with a record, reading reports that it is missing, together with its expected size.
         if record is None and not os.path.exists(path):
             raise CheckpointLoadError(f"{path} is missing: the index of the weights refers to it.")
         return path, record
@@ -66,9 +72,9 @@ def locate_weights(
     *,
     is_foreign: bool = False,
 ) -> WeightLocation:
-    """Find the weight files of a directory; those of a checkpoint are the ones that its manifest lists, with checksums.
+    """Return the location of the weight files of a directory; in a checkpoint, only of files in the manifest.
 
-    `safetensors` asks for one of the two formats; None takes safetensors first. `is_foreign` ignores the manifest: that
+    `safetensors` selects the format; None prefers safetensors. `is_foreign` ignores the manifest, because the manifest
     of another program has no checksums.
     """
     records = None if is_foreign else _records_of(model_dir)
@@ -98,9 +104,9 @@ def _single_file(
 
 
 def load_shard_index(model_dir: str, index_name: str | None = None) -> ShardIndex:
-    """Read the index of sharded weights; `model_dir` may also be the path of the index file itself.
+    """Read the index of sharded weights; `model_dir` may also be the path of the index file.
 
-    Without a name, the safetensors index is looked for first. In a checkpoint of ours the file is verified.
+    Without a name, the safetensors index is preferred. In a Forgather checkpoint the checksum of the file is verified.
     """
     if index_name is None and os.path.isfile(model_dir):
         model_dir, index_name = os.path.split(os.path.abspath(model_dir))
@@ -117,24 +123,27 @@ def load_shard_index(model_dir: str, index_name: str | None = None) -> ShardInde
 def _location(
     model_dir: str, index: ShardIndex, sharing: SharingMetadataT | None, records: _Records | None
 ) -> WeightLocation:
+    # The caller's ties (from the manifest) take precedence over the ties in the index.
     stored = index.get("metadata", {}).get(SHARING_KEY, [])
     return WeightLocation(model_dir, dict(index["weight_map"]), sharing or stored, records or {})
 
 
 def _records_of(model_dir: str) -> _Records | None:
-    """None for a directory that is no checkpoint, whose files nobody vouches for."""
+    """Return the manifest records by path, or None for a directory without a Forgather manifest."""
     if not has_versioned_manifest(model_dir):
         return None
     return {record.path: record for record in read_manifest(model_dir).files}
 
 
 def _is_part(model_dir: str, name: str, records: _Records | None) -> bool:
-    """A file that lies in a checkpoint without being listed there was put in by somebody else, unverified."""
+    """Return whether a file belongs to the directory: by the manifest, or by its existence without a manifest."""
+    # A file in a checkpoint that the manifest does not list has no checksum and may have been added by anyone.
     return os.path.exists(os.path.join(model_dir, name)) if records is None else name in records
 
 
 def _names_in_bin(model_dir: str, name: str, records: _Records | None) -> Collection[str]:
-    """From the manifest where there is one, so that the file is read only once."""
+    """Return the tensor names in a `.bin` file."""
+    # The manifest has the names too. Using them avoids reading the file twice.
     path, record = os.path.join(model_dir, name), (records or {}).get(name)
     if record is not None and record.tensors:
         return record.tensors
@@ -152,13 +161,15 @@ def _read_index(model_dir: str, name: str, records: _Records | None) -> ShardInd
         index: ShardIndex = strict_json.loads(text, path)
         _check_index(index, records)
     except (ValueError, CheckpointCorruptError) as error:
+        # With a verified checksum an invalid index means damage. Without one it may be any file.
         failure = CheckpointLoadError if records is None else CheckpointCorruptError
         raise failure(f"{path} is not an index of weights: {error}") from error
     return index
 
 
 def _check_index(index: Any, records: _Records | None) -> None:
-    """Raise `ValueError` unless an index is one, and refers to files of its own directory (or checkpoint) only."""
+    """Raise `ValueError` unless an index is valid and refers only to files in its directory (or checkpoint)."""
+    # The file may be from an untrusted source: a path such as "../../x" must not be opened.
     metadata = expect_type(expect_type(index, dict, "the index").get("metadata", {}), dict, "metadata")
     checked_sharing(metadata.get(SHARING_KEY, []))
     weight_map = expect_type(index.get("weight_map"), dict, "weight_map")
@@ -174,12 +185,13 @@ def _check_index(index: Any, records: _Records | None) -> None:
 
 
 def read_weights(location: WeightLocation, targets: Mapping[str, Tensor]) -> None:
-    """Fill `targets` in place, by name; tensors that nobody asks for are not read."""
+    """Load weights into `targets` in place, by name; other tensors are not read."""
+    # Grouped by file, so that each file is opened once, and tied names by stored tensor, so that it is read once.
     by_file: dict[str, dict[str, list[Tensor]]] = {}
     for name, target in targets.items():
         stored = location.stored_name(name)
         if stored is None:
-            raise CheckpointLoadError(f"{location.directory} holds no tensor {name!r}.")
+            raise CheckpointLoadError(f"{location.directory} has no tensor {name!r}.")
         by_file.setdefault(location.weight_map[stored], {}).setdefault(stored, []).append(target)
     _check_shapes(location, by_file)
     for file, wanted in sorted(by_file.items()):
@@ -191,15 +203,16 @@ def read_weights(location: WeightLocation, targets: Mapping[str, Tensor]) -> Non
             _load_bin(path, first, record)
         for tensors in wanted.values():
             for other in tensors[1:]:
-                # Tied tensors of the model are one memory already; separate copies get the same values.
+                # Tied targets share memory and are already filled. Separate copies get the same values.
                 if tensor_identity(other) != tensor_identity(tensors[0]):
                     other.detach().copy_(tensors[0].detach())
 
 
 def _check_shapes(location: WeightLocation, by_file: Mapping[str, Mapping[str, Sequence[Tensor]]]) -> None:
-    """All of them before the first tensor is filled: a model that does not fit is left as it was."""
+    """Raise unless all stored shapes and dtypes fit the targets; checked before the first target is changed."""
     for file, wanted in sorted(by_file.items()):
         path, record = location.path_and_record(file)
+        # The shapes in a .bin file are known only after it is read, so `_load_bin` checks them per file.
         if file.endswith(".safetensors"):
             entries = read_header(path, record).tensors
             for name, tensors in wanted.items():
@@ -210,7 +223,7 @@ def _check_shapes(location: WeightLocation, by_file: Mapping[str, Mapping[str, S
 
 def _found(path: str, content: Mapping[str, Any], name: str) -> Any:
     if name not in content:
-        raise CheckpointLoadError(f"{path} has no tensor {name!r}, although the index says so.")
+        raise CheckpointLoadError(f"{path} has no tensor {name!r}, although the index lists it there.")
     return content[name]
 
 
@@ -222,13 +235,13 @@ def _load_bin(path: str, targets: Mapping[str, Tensor], record: FileRecord | Non
     with torch.no_grad():
         for name, target in targets.items():
             with _naming_tensor(path, name):
-                # Not into a detached one: a sparse tensor would keep its old content.
+                # `target.detach().copy_` would leave the content of a sparse tensor unchanged.
                 target.copy_(state[name])
 
 
 @contextlib.contextmanager
 def _naming_tensor(path: str, name: str) -> Iterator[None]:
-    """Give errors of torch, such as for a dtype that it cannot copy, the names of the file and the tensor."""
+    """Convert errors of torch, such as an unsupported dtype, into errors that name the file and the tensor."""
     try:
         yield
     except CheckpointLoadError:
@@ -238,10 +251,10 @@ def _naming_tensor(path: str, name: str) -> Iterator[None]:
 
 
 def read_tensors(location: WeightLocation, names: Collection[str], device: torch.device | str) -> dict[str, Tensor]:
-    """New tensors on `device` with the named weights."""
+    """Return new tensors on `device` with the named weights."""
     missing = [name for name in names if location.stored_name(name) is None]
     if missing:
-        raise CheckpointLoadError(f"{location.directory} holds no tensors named {abbreviate(missing)}.")
+        raise CheckpointLoadError(f"{location.directory} has no tensors named {abbreviate(missing)}.")
     by_file: dict[str, list[str]] = {}
     for name in names:
         by_file.setdefault(location.weight_map[location.stored_name(name) or name], []).append(name)
@@ -273,6 +286,6 @@ def _tensors_of_file(
 
 
 def abbreviate(names: Sequence[str], limit: int = 10) -> str:
-    """The first of many names, for a message."""
+    """Return the first `limit` names and the number of further names, for a message."""
     shown = ", ".join(names[:limit])
     return shown if len(names) <= limit else f"{shown} and {len(names) - limit} more"

@@ -1,7 +1,8 @@
-"""Weights of modules: saving and loading by FQN, in shards or one file.
+"""Module weights: saving and loading by FQN, in shards or in one file.
 
-The files are those of Hugging Face: `model.safetensors`, or shards with `model.safetensors.index.json`
-(`pytorch_model*.bin` without safetensors), with parameters that share memory stored once.
+The format is Hugging Face's: `model.safetensors`, or shards with `model.safetensors.index.json` (`pytorch_model*.bin`
+without safetensors). Tied parameters are stored once. Checkpoint files, trainers, `forgather.ml.finalize` and
+`forgather.ml.sharded_checkpoint` use these functions.
 """
 
 import contextlib
@@ -72,11 +73,11 @@ logger = logging.getLogger(__name__)
 
 
 def write_weights(writer: HashingWriter, tensors: Mapping[str, Tensor], sharing: SharingMetadataT) -> dict[str, str]:
-    """Write one weight file, in the format of its name; returns the names in it, with checksums where the format has any."""
+    """Write one weight file in the format of its name; return its tensor names with checksums (empty for `.bin`)."""
     if writer.path.endswith(".safetensors"):
-        # A value of the header must be a string, and readers that do not know the key pass over it.
+        # Metadata values of a safetensors header must be strings. Other readers ignore an unknown key.
         return write_safetensors(writer, tensors, {SHARING_KEY: json.dumps(sharing)} if sharing else None)
-    # Encoded, because the memory behind a view is written whole, however little of it the view shows.
+    # Encoded, because torch writes the full storage behind a view.
     write_state(writer, encode_state({name: tensor.detach() for name, tensor in tensors.items()}, "model"))
     return dict.fromkeys(tensors, "")
 
@@ -87,9 +88,9 @@ def save_sharded_checkpoint(
     module: nn.Module | Mapping[str, Tensor],
     safetensors: bool | None = None,
 ) -> list[str]:
-    """Write the files of the index for which the module (or state dict) has tensors; returns their names.
+    """Write the files of the index for which the module (or state_dict) has tensors; return their names.
 
-    The file names in the index decide the format. `safetensors` only states what is expected of them.
+    The file names in the index decide the format. `safetensors` only checks them: a mismatch raises `ValueError`.
     """
     _refuse_other_format(shard_index, safetensors)
     state = _state_of(module)
@@ -99,6 +100,7 @@ def save_sharded_checkpoint(
         if name in state:
             files.setdefault(file, {})[name] = state[name]
     for file, tensors in files.items():
+        # The index may be from a file, and its paths must not leave the directory.
         check_relative_path(file)
         _write_file(os.path.join(output_dir, file), tensors, sharing)
     return sorted(files)
@@ -112,13 +114,13 @@ def _refuse_other_format(index: ShardIndex, safetensors: bool | None) -> None:
     wrong = [file for file in index["weight_map"].values() if file.endswith(".safetensors") != safetensors]
     if safetensors is not None and wrong:
         raise ValueError(
-            f"save_sharded_checkpoint(safetensors={safetensors}) was given an index with the file {wrong[0]}, and readers "
-            f"trust the name. Make the index with make_shard_index(..., safetensors={safetensors})."
+            f"save_sharded_checkpoint(safetensors={safetensors}) cannot use an index with the file {wrong[0]}: readers "
+            f"choose the format by name. Create the index with make_shard_index(..., safetensors={safetensors})."
         )
 
 
 def _write_file(path: str, tensors: Mapping[str, Tensor], sharing: SharingMetadataT) -> None:
-    """Write a weight file beside its final name and rename it, so that a failure leaves what was there."""
+    """Write a weight file to a temporary name and rename it, so that a failure leaves an existing file unchanged."""
     directory, name = os.path.split(path)
     make_directories(os.path.abspath(directory))
     temporary = os.path.join(directory, f".{store.new_attempt()}-{name}")
@@ -130,11 +132,12 @@ def _write_file(path: str, tensors: Mapping[str, Tensor], sharing: SharingMetada
         with contextlib.suppress(FileNotFoundError):
             os.remove(temporary)
         raise
+    # A rename survives a crash only after the fsync of its directory.
     fsync_directory(directory or os.curdir)
 
 
 def save_shard_index(shard_index: ShardIndex, output_dir: str, index_name: str | None = None) -> str:
-    """Write an index file, by default under the name that belongs to its format; returns the path."""
+    """Write an index file, by default under the standard name of its format; return the path."""
     if index_name is None:
         files = shard_index["weight_map"].values()
         index_name = index_file_name(all(file.endswith(".safetensors") for file in files))
@@ -151,15 +154,16 @@ def save_checkpoint(
     safetensors: bool = True,
     max_shard_size: int = DEFAULT_MAX_SHARD_SIZE,
 ) -> ShardIndex:
-    """Write a whole model's (or state dict's) weight files into a directory, in place of those that are there."""
+    """Write the weight files of a full model (or state_dict) into a directory, replacing existing ones."""
     state = _state_of(module)
-    # A state dict has detached tensors, but tied ones still are one memory.
+    # The tensors of a state_dict are detached, but tied tensors still share memory.
     sharing = create_sharing_metadata(module) if isinstance(module, nn.Module) else sharing_of(state)
     index = make_shard_index([state], metadata, safetensors, max_shard_size, sharing)
     export = ModelExport(os.path.abspath(output_dir), store.new_attempt())
     try:
         export.begin(overwrite=True)
         files = save_sharded_checkpoint(export.temporary_path, index, state)
+        # As in Hugging Face directories, a single file has no index.
         if len(files) > 1:
             save_shard_index(index, export.temporary_path, index_file_name(safetensors))
         export.install()
@@ -177,21 +181,25 @@ def load_into_modules(
     assign: bool = False,
     keys: Collection[str] | None = None,
 ) -> None:
-    """Load modules by name: the model, or the stages of it that this rank has.
+    """Load weights into modules by name: the full model, or the stages of this rank.
 
-    `all_names` are the names of the whole model when the modules are a part of it; they decide what is unexpected.
-    With `assign` (for modules on the meta device) new tensors take the place of the module's own.
+    If the modules are a subset of the model, `all_names` are the names of the full model, and any other stored name is
+    unexpected. With `assign` (for modules on the meta device) new tensors replace the tensors of the module. `keys`
+    restricts loading to these names.
     """
-    # A model that ties its own tensors needs no one to tell it: plain Hugging Face directories do not.
+    # Plain Hugging Face directories do not record ties, so the ties of the model itself are used too.
     tied = [group for module in modules for group in create_sharing_metadata(module)]
     location = replace(location, sharing=[*location.sharing, *tied])
     names = [name for module in modules for name in get_all_fqns(module)]
     expected = [name for name in names if keys is None or name in keys]
+    # With `keys` the caller wants a subset, so other names are only worth a warning.
     _check_names(location, expected, names if all_names is None else all_names, strict and keys is None)
     states = [_tensors_to_load(module, location, keys) for module in modules]
+    # Checked for all modules before the first is changed.
     if not assign:
         _refuse_meta([name for tensors in states for name, tensor in tensors.items() if tensor.is_meta])
     for module, tensors in zip(modules, states, strict=True):
+        # Recorded before loading: `load_state_dict(assign=True)` sets separate tensors and breaks the ties.
         sharing = create_sharing_metadata(module)
         if assign:
             tensors = {
@@ -200,6 +208,7 @@ def load_into_modules(
             }
         read_weights(location, tensors)
         if assign or not _is_live(module, tensors):
+            # Not strict, because the names are already checked.
             module.load_state_dict(tensors, strict=False, assign=assign)
             retie_parameters(module, sharing)
 
@@ -215,14 +224,14 @@ def _tensors_to_load(module: nn.Module, location: WeightLocation, keys: Collecti
 def _refuse_meta(names: Sequence[str]) -> None:
     if names:
         raise CheckpointLoadError(
-            f"{len(names)} tensors of the model are on the meta device, which has no memory to load into: "
-            f"{abbreviate(names)}. Load with assign=True to give the model new tensors, or call "
-            "model.to_empty(device=...) first."
+            f"{len(names)} tensors of the model are on the meta device and have no memory to load into: "
+            f"{abbreviate(names)}. Load with assign=True to create new tensors, or call model.to_empty(device=...) first."
         )
 
 
 def _is_live(module: nn.Module, tensors: Mapping[str, Tensor]) -> bool:
-    """Whether filling these tensors changed the module itself; hooks of a module may hand out copies."""
+    """Return whether the tensors are the module's own; state_dict hooks of a module may return copies."""
+    # A module with such hooks must load the filled copies through `load_state_dict`.
     own = {id(tensor) for tensor in [*module.parameters(), *module.buffers()]}
     return all(id(tensor) in own for tensor in tensors.values())
 
@@ -252,7 +261,7 @@ def load_checkpoint(
     assign: bool = False,
     keys: Collection[str] | None = None,
 ) -> dict[str, Tensor] | None:
-    """Load the weights of a directory into a module, or without one, return them as tensors on `device`."""
+    """Load the weights of a directory into `module`, or return them as tensors on `device` if there is no module."""
     location = locate_weights(model_dir)
     if module is not None:
         load_into_modules(location, [module], strict, device=device, assign=assign, keys=keys)
@@ -270,13 +279,15 @@ def load_sharded_checkpoint(
     keys: Collection[str] | None = None,
     safetensors: bool | None = None,
 ) -> dict[str, Tensor] | None:
-    """Load a module, whole or one pipeline stage, from the files of the directory's index; without one, return the dict.
+    """Load a full model or one pipeline stage from a directory; return the tensors if there is no module.
 
-    Tensors that only other stages have are not unexpected here. `safetensors` chooses the format when a directory has both.
+    Stored tensors of other stages are not reported as unexpected. `safetensors` selects the format of a directory that
+    has both.
     """
     location = locate_weights(model_dir, safetensors=safetensors)
     if module is None:
         return read_tensors(location, list(location.weight_map) if keys is None else list(keys), device)
+    # The module may be a stage. All stored names count as names of the full model, so none is unexpected.
     names = location.weight_map
     load_into_modules(location, [module], strict, all_names=names, device=device, assign=assign, keys=keys)
     return None

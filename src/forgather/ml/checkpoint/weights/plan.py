@@ -1,4 +1,8 @@
-"""Plan of the weight files of one save: which rank writes which shard with which tensors."""
+"""Plan of the weight files of one save: which rank writes which shard with which tensors.
+
+Every rank computes the shard index of its directory from the gathered metadata of all ranks. Snapshots create the plan,
+and `plan_checks.py` compares the plans of all ranks before anything is written.
+"""
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -27,7 +31,7 @@ _Shapes = dict[str, tuple[tuple[int, ...], torch.dtype]]
 
 @dataclass(frozen=True)
 class HeldWeights:
-    """Name, shape and dtype of the weights that a rank has, and the groups of tied names; no tensors."""
+    """Metadata of the weights of a rank: name, shape and dtype, and groups of tied names; no tensors."""
 
     shapes: _Shapes
     tied: SharingMetadataT
@@ -40,7 +44,7 @@ class HeldWeights:
 
 @dataclass(frozen=True)
 class PlannedWeights:
-    """The weight files of this rank, with the tensors of each, and the index of its directory."""
+    """Weight files of this rank with their tensors, and the shard index of its directory."""
 
     files: list[PlannedFile]
     names: list[tuple[str, list[str]]]
@@ -48,9 +52,11 @@ class PlannedWeights:
     tied: SharingMetadataT
 
     def told_to_others(self, model: nn.Module | None) -> WeightPlan:
-        """What the other ranks need to know; `model` is passed by the rank that leads a directory."""
+        """Return the plan to send to the other ranks; only the rank that leads a directory passes `model`."""
         if model is None:
             return WeightPlan(self.names)
+        # The leader alone adds the index and the expected names. They are the same on all ranks of a directory, and
+        # large.
         weight_map = self.index["weight_map"]
         expected = expected_weights(model)
         if expected is None:
@@ -60,21 +66,22 @@ class PlannedWeights:
 
 @dataclass(frozen=True)
 class WeightPlanner:
-    """Divides the weights into files, from what all ranks hold; every rank comes to the same index."""
+    """Planner that divides the weights of all ranks into files; every rank of a directory computes the same index."""
 
     sharing: ComponentSharing
     held: Sequence[HeldWeights]
-    """Of every rank of the job."""
+    """Metadata of every rank of the job, by rank."""
     shard_index: ShardIndex | None
     safetensors: bool
 
     def plan(self, weights: Mapping[str, Tensor]) -> PlannedWeights:
-        """The files that this rank writes."""
+        """Return the files that this rank writes."""
         owners = self.sharing.owners_in(self.sharing.layout.storage)
         shapes = [self._shapes_of(owner) for owner in owners]
         index, tied = self._index_and_ties(shapes, is_whole=len(owners) == len(self.sharing.owners))
         files: list[PlannedFile] = []
         names_of_files: list[tuple[str, list[str]]] = []
+        # A tensor that two owners hold is written once, by the first of them.
         for owner in self.sharing.written_here():
             number = owners.index(owner)
             for file, names in _files_of(index, shapes[number], shapes[:number]).items():
@@ -84,39 +91,42 @@ class WeightPlanner:
         return PlannedWeights(files, names_of_files, index, tied)
 
     def names_in(self, storage: Ranks) -> list[str]:
-        """The tensors of the model that a directory should have."""
+        """Return the tensor names of the model that a directory must contain."""
         return [name for owner in self.sharing.owners_in(storage) for name in self._shapes_of(owner)]
 
     def _shapes_of(self, owner: Owner) -> _Shapes:
+        # All holders of a copy have the same tensors, so the first holder stands for all.
         return self.held[self.sharing.holders(owner)[0]].shapes
 
     def _index_and_ties(self, shapes: Sequence[_Shapes], is_whole: bool) -> tuple[ShardIndex, SharingMetadataT]:
         tied = _union([held.tied for held in self.held])
+        # The index of the user is used only if the directory holds the full model, its ties always.
         index = None if self.shard_index is None else in_format(self.shard_index, self.safetensors)
         if index is not None:
             tied = index["metadata"].get("param_sharing", tied)
         if index is None or not is_whole:
-            # A directory that has only some stages must not refer to tensors which are stored in another node's.
+            # A directory with only some of the stages must not refer to tensors in the directory of another node.
             on_meta = [_on_meta(held) for held in shapes]
             index = make_shard_index(on_meta, safetensors=self.safetensors, param_sharing_metadata=tied)
         return index, tied
 
 
 def union_of_weights(parts: Sequence[nn.Module]) -> dict[str, Tensor]:
-    """The tensors of several modules by FQN; a name with different tensors in two of them is an error."""
+    """Return the tensors of all modules by FQN; raise if two modules have different tensors of the same name."""
     weights: dict[str, Tensor] = {}
     for part in parts:
         for name, tensor in part.state_dict().items():
             if not isinstance(tensor, Tensor):
                 raise CheckpointSaveError(
-                    f"model.{name} is a {type(tensor).__name__}, but weight files hold tensors only. Declare this state as a "
-                    "component of its own."
+                    f"model.{name} is a {type(tensor).__name__}, but weight files contain only tensors. Declare this state "
+                    "as a separate component."
                 )
+            # Two stages of one rank may both hold a tied tensor. Equal copies are stored once.
             if not _is_same(weights.setdefault(name, tensor), tensor):
                 raise CheckpointSaveError(
                     f"Component 'model': two of its {len(parts)} modules have a tensor named {name}, with different "
-                    "content. Weights are stored by FQN, so one of them would be lost. Give the modules the names that the "
-                    "whole model has."
+                    "content. Weights are stored by FQN, so one of them would be lost. Use the names of the full model in "
+                    "all modules."
                 )
     return weights
 
@@ -130,6 +140,7 @@ def _is_same(first: Tensor, second: Tensor) -> bool:
 
 
 def _on_meta(shapes: _Shapes) -> dict[str, Tensor]:
+    # Tensors of other ranks are known by shape and dtype only. The index needs no more than their sizes.
     return {name: torch.empty(shape, dtype=dtype, device="meta") for name, (shape, dtype) in shapes.items()}
 
 
@@ -141,7 +152,7 @@ def _union(groups_by_rank: Sequence[SharingMetadataT]) -> SharingMetadataT:
 
 
 def _files_of(index: ShardIndex, held: _Shapes, earlier: Sequence[_Shapes]) -> dict[str, list[str]]:
-    """The files of an owner, with their tensors; a name that an earlier owner has is written there."""
+    """Return the files of an owner with their tensor names; names of an earlier owner are written by that owner."""
     files: dict[str, list[str]] = {}
     for name in held:
         if name in index["weight_map"] and not any(name in shapes for shapes in earlier):

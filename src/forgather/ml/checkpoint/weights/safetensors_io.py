@@ -1,4 +1,8 @@
-"""Weight files: safetensors written as a stream, and read tensor by tensor into memory that exists already."""
+"""Safetensors files: streamed writing with checksums, and reading of tensors into existing memory.
+
+A file's header is validated before any tensor is read: it may be damaged or malicious. Weights, quantised models and
+imported checkpoints are read and written here.
+"""
 
 import json
 import math
@@ -24,13 +28,14 @@ from forgather.ml.checkpoint.files.hashed_io import (
 from forgather.ml.checkpoint.files.regular_files import open_regular
 from forgather.ml.checkpoint.manifest import FileRecord
 
-# The file's own header is verified like a tensor when only some of its tensors are read.
+# Key of the header checksum in a manifest record. Reading only some tensors verifies the header like a tensor.
 HEADER_ENTRY = "__header__"
 SHARING_KEY = "param_sharing"
-"""Under this key of its metadata a file, or an index, keeps the groups of names that are one tensor."""
+"""Metadata key of a file or an index for the groups of tied names."""
 SharingMetadataT = list[list[str]]
-"""Groups of names that are one tensor; the first name of a group is the one it is stored under."""
+"""Groups of tied names; a tensor is stored under the first name of its group."""
 
+# A forged header length must not allocate more than `_LARGEST_HEADER` bytes. Sizes in torch are signed 64-bit integers.
 _LENGTH_BYTES = 8
 _HEADER_ALIGNMENT = 64
 _LARGEST_HEADER = 100 * 2**20
@@ -59,12 +64,12 @@ _DTYPES = {name: dtype for dtype, name in _DTYPE_NAMES.items()}
 
 
 def tensor_bytes(tensor: Tensor) -> memoryview:
-    """The memory of a contiguous CPU tensor."""
+    """Return the memory of a contiguous CPU tensor."""
     return memoryview(tensor.detach().reshape(-1).view(torch.uint8).numpy()).cast("B")  # type: ignore[arg-type]
 
 
 def byte_chunks(tensor: Tensor) -> Iterator[memoryview]:
-    """A tensor's content in logical order; what is not in one piece in memory is copied there a piece at a time."""
+    """Yield the content of a tensor in logical order; a non-contiguous or device tensor is copied in chunks."""
     if tensor.numel() == 0:
         return
     if _is_in_one_piece(tensor):
@@ -75,15 +80,15 @@ def byte_chunks(tensor: Tensor) -> Iterator[memoryview]:
 
 
 def _is_in_one_piece(tensor: Tensor) -> bool:
-    """Whether the memory of a tensor holds its values, in order; a conjugated view, for one, has others."""
+    """Return whether the memory of a tensor is its content in order: contiguous, on the CPU, no lazy conjugation."""
     return tensor.device.type == "cpu" and tensor.is_contiguous() and not (tensor.is_conj() or tensor.is_neg())
 
 
 def write_safetensors(
     writer: HashingWriter, tensors: Mapping[str, Tensor], metadata: Mapping[str, str] | None = None
 ) -> dict[str, str]:
-    """Stream a safetensors file out; returns the checksum of each tensor, and of the header."""
-    # Large elements first keeps every tensor aligned without holes, which the format forbids.
+    """Write a safetensors file as a stream; return the checksum of each tensor and of the header."""
+    # The format forbids gaps. Sorting by element size, largest first, keeps every tensor aligned without padding.
     names = sorted(tensors, key=lambda name: (-tensors[name].element_size(), name))
     header: dict[str, Any] = {"__metadata__": {"format": "pt", **(metadata or {})}}
     offset = 0
@@ -98,6 +103,7 @@ def write_safetensors(
         }
         offset = end
     text = json.dumps(header, separators=(",", ":")).encode()
+    # The padding aligns the first tensor. The format allows spaces at the end of the header.
     text += b" " * (-(len(text) + _LENGTH_BYTES) % _HEADER_ALIGNMENT)
     digests = {HEADER_ENTRY: _write_hashed(writer, [len(text).to_bytes(_LENGTH_BYTES, "little") + text])}
     for name in names:
@@ -106,13 +112,13 @@ def write_safetensors(
 
 
 def _refuse_without_memory(name: str, tensor: Tensor) -> None:
-    """The format holds the elements of dense tensors, one after the other."""
+    """Raise `ValueError` for tensors that the format cannot store: meta, sparse and nested tensors."""
     if tensor.is_meta:
         raise ValueError(f"Tensor {name!r} is on the meta device and has no values to save.")
     if tensor.layout is not torch.strided or tensor.is_nested:
         kind = "a nested tensor" if tensor.is_nested else f"sparse ({tensor.layout})"
         raise ValueError(
-            f"Tensor {name!r} is {kind}, which the safetensors format cannot hold; make it dense, or set "
+            f"Tensor {name!r} is {kind}, which the safetensors format cannot store. Make it dense, or set "
             "save_safetensors=False to write pytorch_model.bin files."
         )
 
@@ -120,8 +126,8 @@ def _refuse_without_memory(name: str, tensor: Tensor) -> None:
 def _dtype_name(name: str, dtype: torch.dtype) -> str:
     if dtype not in _DTYPE_NAMES:
         raise ValueError(
-            f"Tensor {name!r} has dtype {dtype}, which the safetensors format cannot hold; "
-            "set save_safetensors=False to write pytorch_model.bin files."
+            f"Tensor {name!r} has dtype {dtype}, which the safetensors format cannot store. "
+            "Set save_safetensors=False to write pytorch_model.bin files."
         )
     return _DTYPE_NAMES[dtype]
 
@@ -135,7 +141,7 @@ def _write_hashed(writer: HashingWriter, chunks: Iterable[memoryview | bytes]) -
 
 @dataclass(frozen=True)
 class TensorEntry:
-    """Where a tensor stands in a safetensors file."""
+    """Header entry of a tensor in a safetensors file."""
 
     dtype: torch.dtype
     shape: tuple[int, ...]
@@ -145,25 +151,26 @@ class TensorEntry:
 
 @dataclass(frozen=True)
 class SafetensorsHeader:
-    """The directory of a safetensors file; offsets count from the beginning of the file."""
+    """Parsed header of a safetensors file; offsets count from the beginning of the file."""
 
     tensors: dict[str, TensorEntry]
     sharing: SharingMetadataT
 
 
 def read_header(path: str, record: FileRecord | None = None) -> SafetensorsHeader:
-    """The directory of a safetensors file, verified with a record, and its claims checked against the file's size."""
+    """Return the header of a safetensors file, checked against the file size and the checksum of `record`."""
     check_size(path, record)
+    # Symlinks are followed only outside checkpoints, for example in the Hugging Face cache.
     with open(open_regular(path, follow=record is None), "rb") as file:
         size = os.fstat(file.fileno()).st_size
         length = file.read(_LENGTH_BYTES)
         num_bytes = int.from_bytes(length, "little")
         if len(length) < _LENGTH_BYTES or num_bytes > min(size - _LENGTH_BYTES, _LARGEST_HEADER):
-            raise CheckpointCorruptError(f"{path} is damaged: it is not a safetensors file, or is cut short")
+            raise CheckpointCorruptError(f"{path} is damaged: it is not a safetensors file, or is truncated")
         text = file.read(num_bytes)
     base = _LENGTH_BYTES + num_bytes
     if record is not None:
-        # Before anything in it is believed: a flipped bit in a name would look like a model that does not fit.
+        # Verified before the header is parsed: a flipped bit in a name would look like a model that does not fit.
         hasher = new_hasher()
         hasher.update(memoryview(length + text))
         check_checksum(path, "its header", record.tensors.get(HEADER_ENTRY, "none"), hasher.hexdigest())
@@ -181,44 +188,44 @@ def read_header(path: str, record: FileRecord | None = None) -> SafetensorsHeade
 
 
 def _require_full_cover(tensors: Mapping[str, TensorEntry], base: int, size: int) -> None:
-    """Tensors follow one another to the end of the file, as the format demands.
-
-    Those that share bytes could fill any amount of memory, and a gap is a sign of a header of another length.
-    """
+    """Raise `ValueError` unless the tensors cover the file without gaps or overlaps, as the format requires."""
+    # Overlapping tensors could make a small file fill any amount of memory. A gap indicates a header of the wrong
+    # length.
     end = base
     for name, entry in sorted(tensors.items(), key=lambda item: (item[1].start, item[1].end)):
         if entry.start != end:
             raise ValueError(f"tensor {name!r} {'overlaps another' if entry.start < end else 'comes after a gap'}")
         end = entry.end
     if end != size:
-        raise ValueError(f"{size - end} bytes after the last tensor belong to none")
+        raise ValueError(f"{size - end} bytes after the last tensor belong to no tensor")
 
 
 def _entry(name: str, info: Any, base: int, size: int) -> TensorEntry:
     dtype, shape = _DTYPES[info["dtype"]], [_count(number) for number in info["shape"]]
     start, end = (base + _count(number) for number in info["data_offsets"])
+    # A dimension of 0 makes the product 0. `max(1, ...)` keeps it from hiding other dimensions that are too large.
     if math.prod(max(1, length) for length in shape) * dtype.itemsize > _LARGEST_SIZE:
         raise ValueError(f"tensor {name!r} has the impossible shape {shape}")
     if not base <= start <= end <= size or end - start != math.prod(shape) * dtype.itemsize:
-        raise ValueError(f"tensor {name!r} lies outside the file, or has another size than its shape")
+        raise ValueError(f"tensor {name!r} is outside the file, or its size does not match its shape")
     return TensorEntry(dtype, tuple(shape), start, end)
 
 
 def _count(number: object) -> int:
     if type(number) is not int or number < 0:
-        raise ValueError(f"{number!r} is neither a length nor a position")
+        raise ValueError(f"{number!r} is not a valid length or offset")
     return number
 
 
 def expect_type(value: object, kind: type, what: str) -> Any:
-    """`value`, or a `ValueError` when the text that it came from says something of another kind."""
+    """Return `value`, or raise `ValueError` if it is not of type `kind`."""
     if not isinstance(value, kind):
         raise ValueError(f"{what} should be a {kind.__name__}, but is a {type(value).__name__}")
     return value
 
 
 def checked_sharing(groups: Any) -> SharingMetadataT:
-    """Groups of names as a file has them, or a `ValueError`."""
+    """Return groups of tied names from a file, or raise `ValueError` if they have another type."""
     for group in expect_type(groups, list, SHARING_KEY):
         for name in expect_type(group, list, f"a group of {SHARING_KEY}"):
             expect_type(name, str, f"a name of {SHARING_KEY}")
@@ -229,10 +236,11 @@ def checked_sharing(groups: Any) -> SharingMetadataT:
 def load_safetensors(path: str, targets: Mapping[str, Tensor], record: FileRecord | None = None) -> None:
     """Read the named tensors of a file into `targets`, in place.
 
-    With a record, what is read is verified: by the checksum of the file when all of it is read, else by those
-    of its header and of each tensor.
+    With a record, the data is verified: by the checksum of the file if all tensors are read, else by the checksums of
+    the header and of each tensor.
     """
     header = read_header(path, record)
+    # Reading a full file needs one checksum. The manifest also has a checksum per tensor for partial reads (stages).
     load = _load_whole if targets.keys() >= header.tensors.keys() else _load_some
     try:
         load(path, header, targets, record)
@@ -241,7 +249,7 @@ def load_safetensors(path: str, targets: Mapping[str, Tensor], record: FileRecor
 
 
 def check_size(path: str, record: FileRecord | None) -> None:
-    """Raise `CheckpointCorruptError` when the file is missing or has another size than was written."""
+    """Raise `CheckpointCorruptError` if the file is missing or its size differs from the record."""
     if record is None:
         return
     try:
@@ -257,7 +265,7 @@ def check_size(path: str, record: FileRecord | None) -> None:
 
 
 def check_checksum(path: str, what: str, expected: str, found: str) -> None:
-    """Raise `CheckpointCorruptError` when what was read is not what was written."""
+    """Raise `CheckpointCorruptError` if the checksum of the data read differs from the recorded checksum."""
     if found != expected:
         raise CheckpointCorruptError(f"{path} is damaged: {what} has checksum {found}, expected {expected}")
 
@@ -267,8 +275,9 @@ def _load_whole(path: str, header: SafetensorsHeader, targets: Mapping[str, Tens
 
         def read(out: memoryview) -> None:
             if reader.readinto(out) != len(out):
-                raise CheckpointCorruptError(f"{path} is damaged: it ends too soon")
+                raise CheckpointCorruptError(f"{path} is damaged: it is truncated")
 
+        # In file order, so that the same pass over the bytes fills the tensors and computes the checksum.
         for name, entry in sorted(header.tensors.items(), key=lambda item: item[1].start):
             reader.seek(entry.start)
             _fill(path, name, entry, targets[name], read)
@@ -300,30 +309,33 @@ def _fill(path: str, name: str, entry: TensorEntry, target: Tensor, read: Callab
     if target.numel() == 0:
         return
     target = target.detach()
+    # Reading directly into the target avoids a second copy of the weights in memory.
     if target.dtype == entry.dtype and _is_in_one_piece(target):
         read(tensor_bytes(target))
         return
+    # Other devices, dtypes and layouts need a staging buffer. Pinned memory makes the copy to a GPU faster.
     staged = torch.empty(entry.shape, dtype=entry.dtype, pin_memory=target.device.type == "cuda")
     read(tensor_bytes(staged))
     target.copy_(staged)
 
 
 def check_fit(path: str, name: str, shape: tuple[int, ...], dtype: torch.dtype, target: Tensor) -> None:
-    """Raise when a stored tensor has another shape, or another kind of numbers, than the one it is meant for."""
+    """Raise `CheckpointLoadError` if the shape or the kind of dtype of a stored tensor differs from the target."""
     if _kind_of(dtype) != _kind_of(target.dtype):
         raise CheckpointLoadError(
-            f"{path}: tensor {name!r} has dtype {dtype} in the checkpoint, but {target.dtype} in the model, and the one "
-            "does not stand for the other. Build the model that was trained, or choose another checkpoint."
+            f"{path}: tensor {name!r} has dtype {dtype} in the checkpoint, but {target.dtype} in the model, and these "
+            "cannot be converted. Build the model that was trained, or choose another checkpoint."
         )
     if tuple(target.shape) != tuple(shape):
         raise CheckpointLoadError(
             f"{path}: tensor {name!r} has shape {tuple(shape)} in the checkpoint, but {tuple(target.shape)} in the "
-            "model. The model must be built from the configuration that the checkpoint was trained with."
+            "model. Build the model from the configuration of the checkpoint."
         )
 
 
 def _kind_of(dtype: torch.dtype) -> str:
-    """Floats of any width convert into each other, and integers too; a float never becomes an integer or a bool."""
+    """Return the kind of a dtype; loading converts between dtypes of the same kind only."""
+    # Converting between floats of different widths is harmless. A float as an integer or a bool would be a wrong model.
     if dtype.is_floating_point:
         return "float"
     if dtype.is_complex:

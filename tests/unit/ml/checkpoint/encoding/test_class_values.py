@@ -187,13 +187,13 @@ def test_a_class_that_is_defined_again_takes_the_place_of_the_first() -> None:
 
 @pytest.mark.parametrize("cls", [dict, int, torch.nn.Linear, type("Plain", (), {}), "text", len])
 def test_only_enums_named_tuples_and_dataclasses_can_be_registered(cls: Any) -> None:
-    with pytest.raises(TypeError, match="enums, named tuples and dataclasses only"):
+    with pytest.raises(TypeError, match="only enums, named tuples and dataclasses can be registered"):
         register_state_class(cls)
 
 
 @pytest.mark.parametrize("name", ["", 5])
 def test_a_name_is_text(name: Any) -> None:
-    with pytest.raises(ValueError, match="a name is text"):
+    with pytest.raises(ValueError, match="a name must be a non-empty string"):
         register_state_class(Unknown, name=name)
 
 

@@ -33,7 +33,7 @@ def test_the_message_says_what_was_found_expected_and_what_to_do() -> None:
     with pytest.raises(CheckpointLoadError) as caught:
         check_tensor(torch.zeros(3), WHERE.at("exp_avg"), shape=(64, 16))
     assert str(caught.value).startswith("optimizer state of 'layer.weight': exp_avg has shape (3,), expected (64, 16).")
-    assert 'skip_checkpoint_components=["optimizer"] starts it fresh, or choose another checkpoint.' in str(
+    assert 'Set skip_checkpoint_components=["optimizer"] to start it fresh, or choose another checkpoint.' in str(
         caught.value
     )
 
