@@ -1,4 +1,7 @@
-"""From samples to a batch, for those who give the trainer no collator of their own."""
+"""Default collator: stacks samples to a batch if the trainer got no `data_collator`.
+
+Its errors name the column or the sample, and a remedy. `builders` passes it to the DataLoader.
+"""
 
 from collections.abc import Mapping, Sequence
 from typing import Any
@@ -12,14 +15,14 @@ from forgather.ml.trainer.loading.data_errors import place_of
 from forgather.ml.trainer.loading.data_types import Batch
 
 _LABEL_NAMES = ("labels", "label", "label_ids")
-"""The first of them that a sample has becomes the batch's "labels", as in `transformers`."""
+"""Columns for labels; the first of them in a sample becomes "labels" of the batch, as in `transformers`."""
 
 
 def collate_samples(samples: Sequence[Any]) -> object:
-    """Stack samples that are mappings of tensors, arrays, numbers and lists of numbers, key by key.
+    """Stack samples key by key; samples are mappings of tensors, arrays, numbers and lists of numbers.
 
-    Texts, lists of texts and None are left out: a model can do nothing with them. Samples that are no mappings are left
-    to torch's `default_collate`.
+    Strings, lists of strings and None are omitted, because a model cannot use them. Samples that are not mappings are
+    passed to torch's `default_collate`.
     """
     if not all(isinstance(sample, Mapping) for sample in samples):
         return _collated_without_names(samples)
@@ -60,7 +63,7 @@ def _collated_without_names(samples: Sequence[Any]) -> object:
 
 
 def require_mapping(batch: object) -> Batch:
-    """Returns the batch; an error explains a batch that is no mapping of names to tensors."""
+    """Return the batch; raise ValueError if it is not a mapping of names to tensors."""
     if batch is None or (isinstance(batch, Mapping) and not batch):
         found = "None" if batch is None else "an empty mapping"
         raise ValueError(
@@ -78,7 +81,7 @@ def require_mapping(batch: object) -> Batch:
 
 
 def _sources(sample: Mapping[str, Any]) -> dict[str, str]:
-    """The names in the batch, each with its name in the samples."""
+    """Return the names in the batch, each with its name in the samples."""
     names = {name: name for name in sample if name not in _LABEL_NAMES}
     label = next((name for name in _LABEL_NAMES if sample.get(name) is not None), None)
     return names if label is None else {**names, "labels": label}

@@ -1,4 +1,7 @@
-"""Errors of datasets and collators that name the sample, the DataLoader worker and the remedy."""
+"""Errors of datasets and collators that name the sample, the DataLoader worker and the remedy.
+
+Each `DataError` has the error of the dataset or the collator as its cause. The loaders and their workers call this module.
+"""
 
 from collections.abc import Mapping, Sequence
 from typing import Any
@@ -11,10 +14,11 @@ _NUM_SHOWN = 8
 
 
 class DataError(ValueError):
-    """A dataset or a collator failed; the message names the sample and the worker, `__cause__` is its own error."""
+    """Failure of a dataset or a collator; the message names the sample and the worker, `__cause__` is the error."""
 
     def __init__(self, message: str) -> None:
-        # torch raises the errors of its workers again, with a formatted traceback as the only argument.
+        # A DataLoader re-raises an error of a worker with a formatted traceback as the only argument. Put the message
+        # first.
         if message.startswith(f"Caught {type(self).__name__} in "):
             marker = f"{type(self).__module__}.{type(self).__qualname__}: "
             details, _, own = message.rpartition(marker)
@@ -23,7 +27,7 @@ class DataError(ValueError):
 
 
 class ReadSamples(list[Any]):
-    """The samples of one batch, with their numbers in the dataset for error messages."""
+    """Samples of one batch, with their indices in the dataset for error messages."""
 
     def __init__(self, samples: list[Any], indices: Sequence[int], dataset: object) -> None:
         super().__init__(samples)
@@ -32,7 +36,7 @@ class ReadSamples(list[Any]):
 
 
 class ExplainingCollator:
-    """Calls a collator, and says which samples it was given when it raises."""
+    """Collator wrapper that adds the samples to the message if the collator raises."""
 
     def __init__(self, collate_fn: CollateFn, is_own: bool) -> None:
         self.collate_fn = collate_fn
@@ -42,24 +46,26 @@ class ExplainingCollator:
         try:
             if self._is_own:
                 return self.collate_fn(samples)
+            # The user's collator gets a plain list: it may test the exact type.
             return self.collate_fn(list(samples) if isinstance(samples, ReadSamples) else samples)
         except Exception as error:
             if not self._is_own:
                 raise DataError(_collator_message(self.collate_fn, samples, error)) from error
             if get_worker_info() is None:
                 raise
-            # It says itself what is wrong, which torch would put behind the traceback of the worker.
+            # The default collator already explains the error. As a DataError its message comes before the traceback of
+            # the worker.
             raise DataError(str(error)) from error
 
 
 def read_samples(dataset: MapDataset, indices: list[int]) -> object:
-    """The samples with these numbers; an error names the one that failed."""
+    """Return the samples with these indices; raise DataError with the index of the sample that failed."""
     fetch_many = getattr(dataset, "__getitems__", None)
     if fetch_many is not None:
         try:
             fetched = fetch_many(indices)
         except Exception as error:
-            # Alone each of them shows whether it is the one.
+            # Read the samples one by one to find the faulty sample.
             for index in indices:
                 _read_one(dataset, index)
             raise DataError(_sample_message(dataset, indices, error)) from error
@@ -74,7 +80,8 @@ def read_samples(dataset: MapDataset, indices: list[int]) -> object:
 
 
 def stream_error(iterator: object, number: int, error: Exception) -> DataError:
-    """The error for a stream that raised in place of its sample with this number."""
+    """Return the error for a stream that raised instead of yielding this sample, counted from 0."""
+    # Python turns a StopIteration inside a generator into a RuntimeError with the StopIteration as its cause.
     if isinstance(error.__cause__, StopIteration):
         remedy = _stop_iteration("the dataset's __iter__")
         raised = "StopIteration"
@@ -87,7 +94,7 @@ def stream_error(iterator: object, number: int, error: Exception) -> DataError:
 
 
 def place_of(samples: Sequence[object], position: int) -> str:
-    """How to name one sample of a batch: by its number in the dataset, where that is known."""
+    """Return a description of one sample of a batch, with its index in the dataset if that is known."""
     if isinstance(samples, ReadSamples):
         return f"sample {samples.indices[position]} of the dataset ({_name_of(samples.dataset)})"
     return f"sample {position} of a batch of {len(samples)}"
@@ -129,7 +136,8 @@ def _collator_message(collate_fn: object, samples: object, error: Exception) -> 
 
 
 def _kinds(samples: object) -> str:
-    """What the samples are, in a few words: the collator often expected something else."""
+    """Return a short description of the types of the samples."""
+    # The most common cause is a collator that expects another type of sample.
     if not isinstance(samples, Sequence) or not samples:
         return f"a {type(samples).__name__}"
     kinds = list(dict.fromkeys(_kind(sample) for sample in samples))
@@ -173,7 +181,7 @@ def _length(dataset: MapDataset) -> str:
 
 
 def _stream_name(iterator: object) -> str:
-    # A generator knows the function that made it, such as Lines.__iter__.
+    # The qualified name of a generator names its function, such as Lines.__iter__.
     return str(getattr(iterator, "__qualname__", None) or type(iterator).__qualname__)
 
 

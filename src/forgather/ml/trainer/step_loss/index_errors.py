@@ -1,7 +1,7 @@
-"""Token ids beyond the vocabulary and labels out of range: which key of the batch, which value, what is allowed.
+"""Errors for token ids and labels out of range that name the batch key, the value and the allowed range.
 
-Nothing is looked at while all is well, but the first batch for an accelerator, as long as it is on the CPU. When a step
-raises, the frames of the traceback hold the embedding or the loss that was called, and what it was called with.
+Successful steps cost nothing: `better_error` inspects the frames of the traceback after a step has raised. Only the
+batches of the first step on an accelerator are checked beforehand. `StepRunner` and the evaluator call this module.
 """
 
 import logging
@@ -22,7 +22,7 @@ _LOSS_FRAMES = {
     "nll_loss": ("input", "target"),
     "cross_entropy_in_place": ("scores", "targets"),
 }
-"""Functions that compute a loss over classes, with the names of their scores and labels."""
+"""Loss functions over classes, with the names of their arguments for scores and labels."""
 _WORDS = ("out of range", "out of bounds", "device-side assert")
 _TOKENIZER_REMEDY = (
     "The tokenizer and the model do not belong together: tokenize with the tokenizer of this model, or give the model more "
@@ -35,19 +35,19 @@ Batches = Sequence[Mapping[str, Any]]
 
 
 def better_error(error: Exception, model: Callable[[], nn.Module], batches: Batches) -> Exception | None:
-    """The error of a step as one that names the batch key and the remedy, if an index was out of range; else None."""
+    """Return an error that names the batch key and the remedy if an index was out of range; otherwise None."""
     if not isinstance(error, (IndexError, RuntimeError, ValueError)) or isinstance(error, DistributedError):
         return None
     return _better_error(error, model(), batches)
 
 
 class explaining_indices:
-    """Context manager around a step: an index that is out of range becomes an error that names the batch key and the remedy."""
+    """Context manager that replaces an index error by an error with the batch key and the remedy."""
 
     __slots__ = ("_batches", "_model")
 
     def __init__(self, model: nn.Module, batches: Batches) -> None:
-        """`batches` may be filled in while the step runs."""
+        """Keep references: the caller may fill `batches` while the step runs."""
         self._model = model
         self._batches = batches
 
@@ -63,7 +63,9 @@ class explaining_indices:
 
 
 def warn_of_large_ids(model: nn.Module, batches: Batches) -> None:
-    """On an accelerator a wrong id ends in an assert that names nothing. Only a warning: a model may map its ids first."""
+    """Warn about token ids and labels of a CPU batch that exceed the vocabulary."""
+    # On an accelerator such an id ends in a device-side assert without any name. This is only a warning, because a model
+    # may map its ids before the embedding.
     found = next(_suspects(model, batches), None)
     if found is not None:
         logger.warning("%s", found)
@@ -72,6 +74,7 @@ def warn_of_large_ids(model: nn.Module, batches: Batches) -> None:
 def _better_error(error: Exception, model: nn.Module, batches: Batches) -> Exception | None:
     is_about_index = any(word in str(error) for word in _WORDS)
     if "device-side assert" not in str(error):
+        # Innermost frame first: it holds the tensors of the failed call as local variables.
         frames = list(_frames(error.__traceback__))
         for frame in reversed(frames):
             better = _error_of_frame(frame, is_about_index, model, batches)
@@ -79,6 +82,8 @@ def _better_error(error: Exception, model: nn.Module, batches: Batches) -> Excep
                 return better
         found = next(_suspects(model, batches), None) if is_about_index else None
         return None if found is None else IndexError(found)
+    # After a device-side assert every read from the device fails, and the traceback may point to a later call. Only the
+    # batches on the CPU can still be checked.
     found = next(_suspects(model, batches), None)
     return RuntimeError(found or _assert_message(str(error)))
 
@@ -104,7 +109,7 @@ def _error_of_frame(frame: FrameType, is_about_index: bool, model: nn.Module, ba
 
 
 class _Lookup(NamedTuple):
-    """An embedding that was asked for rows."""
+    """Failed embedding lookup: the ids, the weight, and the model and batches to name them by."""
 
     ids: Tensor
     weight: Tensor
@@ -145,7 +150,7 @@ class _Lookup(NamedTuple):
         )
 
     def _embedding(self) -> str:
-        """The name of the embedding in the model, where it can be found."""
+        """Return the name of the embedding in the model, or a general phrase if it is not found."""
         for name, parameter in self.model.named_parameters():
             if parameter is self.weight:
                 return f"the embedding {name.removesuffix('.weight')!r}"
@@ -182,13 +187,14 @@ def _label_message(wrong: int, num_classes: int, ignored: int, key: str | None) 
 
 
 def _worst(ids: Tensor, num_rows: int, ignored: int | None = None) -> int | None:
-    """The value farthest outside of 0 to `num_rows` - 1; None if there is none, or the device cannot tell any more."""
+    """Return a value outside of 0 to `num_rows` - 1, the largest first; None if all are valid or cannot be read."""
     try:
         known = ids if ignored is None else ids[ids != ignored]
         if known.numel() == 0 or known.is_floating_point():
             return None
         least, most = int(known.min()), int(known.max())
     except RuntimeError:
+        # The device can no longer be read after a failed assertion.
         return None
     if most >= num_rows:
         return most
@@ -196,12 +202,13 @@ def _worst(ids: Tensor, num_rows: int, ignored: int | None = None) -> int | None
 
 
 def _key_of_ids(ids: Tensor, batches: Batches) -> str | None:
-    """The key of the batch that the ids are, or that they are some rows of."""
+    """Return the batch key that holds these ids, completely or as a range of its rows."""
     host = ids.detach().cpu()
     return next((name for name, value in _tensors(batches) if _has_rows(value.cpu(), host)), None)
 
 
 def _has_rows(value: Tensor, rows: Tensor) -> bool:
+    # A model may have reshaped the ids, and a pipeline runs on a slice of the rows.
     if value.shape[1:] != rows.shape[1:] or value.ndim == 0 or value.is_floating_point():
         return value.numel() == rows.numel() and torch.equal(value.flatten().to(rows.dtype), rows.flatten())
     starts = range(len(value) - len(rows) + 1)
@@ -209,7 +216,8 @@ def _has_rows(value: Tensor, rows: Tensor) -> bool:
 
 
 def _key_of_label(wrong: int, batches: Batches) -> str | None:
-    """The key of the batch that holds the label: a loss changes the shape of its labels."""
+    """Return the batch key that holds this label, "labels" first."""
+    # Compare single values: losses shift and flatten their labels, so shapes do not match.
     names = [name for name, value in _tensors(batches) if bool((value == wrong).any())]
     return "labels" if "labels" in names else next(iter(names), None)
 
@@ -224,14 +232,14 @@ def _shapes(batches: Batches) -> str:
 
 
 def _suspects(model: nn.Module, batches: Batches) -> Iterator[str]:
-    """Ids on the CPU that the input embedding has no row for, and labels that are no token of it."""
+    """Yield a message for each CPU tensor of token ids or labels with a value beyond the input embedding."""
     embedding = _input_embedding(model)
     if embedding is None:
         return
     num_rows = embedding.num_embeddings
     shapes = [value.shape for name, value in _tensors(batches) if name == "input_ids"]
     for name, value in _tensors(batches):
-        # Labels of another shape than the ids are those of another task, and no tokens.
+        # Labels with another shape than the ids are not tokens, for example the classes of a classification task.
         if value.device.type != "cpu" or name not in ("input_ids", "labels") or value.shape not in shapes:
             continue
         wrong = _worst(value, num_rows, IGNORE_INDEX if name == "labels" else None)
@@ -243,7 +251,7 @@ def _suspects(model: nn.Module, batches: Batches) -> Iterator[str]:
 
 
 def _input_embedding(model: nn.Module) -> nn.Embedding | None:
-    """The embedding of token ids: the one that a Hugging Face model names, else the only one there is."""
+    """Return the token embedding: from `get_input_embeddings()`, else the only `nn.Embedding`, else None."""
     try:
         ask = getattr(model, "get_input_embeddings", None)
         named = None if ask is None else ask()
