@@ -158,7 +158,7 @@ def _without_tensors(value: object, tensors: list[Tensor]) -> object:
         if value.layout is not torch.strided:
             raise TypeError(
                 f"A batch with a tensor of layout {value.layout} cannot be sent to other ranks: make it dense, or set "
-                "dispatch_batches=False, with which every rank reads its own batches."
+                "dispatch_batches=False, so that every rank reads its own batches."
             )
         tensors.append(value.detach().cpu().contiguous())
         return _Place(len(tensors) - 1)

@@ -187,8 +187,8 @@ def kind_of(dataset: object) -> str:
     if hasattr(dataset, "__iter__") and not isinstance(dataset, Dataset):
         return "loader"
     raise ValueError(
-        f"{name_of(dataset)} cannot be used as a dataset: it needs __len__ and __getitem__ (samples by number), __iter__ "
-        "as a torch IterableDataset (a stream of samples), or __iter__ alone (a loader of ready batches)."
+        f"{name_of(dataset)} cannot be used as a dataset: it needs __len__ and __getitem__ (samples by index), __iter__ "
+        "as a torch IterableDataset (a stream of samples), or only __iter__ (a loader of batches)."
     )
 
 
@@ -221,14 +221,14 @@ def _problem_with(dataset: object) -> str | None:
         return _problem_with_mapping(dataset)
     if isinstance(dataset, (str, bytes)):
         return (
-            f"The text {dataset!r} is not a dataset. Load what it names first, such as with "
-            f"datasets.load_dataset({dataset!r}, split='train'), and give the result."
+            f"The string {dataset!r} is not a dataset. Load the dataset first, such as with "
+            f"datasets.load_dataset({dataset!r}, split='train'), and pass the result."
         )
     if isinstance(dataset, type):
-        return f"The class {dataset.__qualname__} is not a dataset: give an object of it, {dataset.__qualname__}(...)."
+        return f"The class {dataset.__qualname__} is not a dataset: pass an instance, {dataset.__qualname__}(...)."
     if inspect.isroutine(dataset):
         name = dataset.__qualname__
-        return f"The function {name} is not a dataset. Give what it returns; if that is a generator, give {ITERABLE_REMEDY}"
+        return f"The function {name} is not a dataset. Pass its result; instead of a generator, pass {ITERABLE_REMEDY}"
     return None
 
 
@@ -237,11 +237,11 @@ def _problem_with_mapping(dataset: Mapping[Any, Any]) -> str:
     is_of_columns = all(isinstance(value, (torch.Tensor, np.ndarray, list, tuple)) for value in values)
     if values and is_of_columns and not set(_SPLITS) & set(keys):
         return (
-            f"A {name_of(dataset)} of columns, {keys}, is not a dataset: samples are asked for by number. Make one of it "
-            "with datasets.Dataset.from_dict(...), or give a list with one dict for each sample."
+            f"A {name_of(dataset)} of columns, {keys}, is not a dataset: samples are read by index. Convert it with "
+            "datasets.Dataset.from_dict(...), or pass a list with one dict for each sample."
         )
     return (
-        f"{name_of(dataset)} is a mapping with the keys {keys}, not a dataset: choose one of its entries, such as "
+        f"{name_of(dataset)} is a mapping with the keys {keys}, not a dataset. Pass one of its entries, such as "
         'dataset["train"].'
     )
 

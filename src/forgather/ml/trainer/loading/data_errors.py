@@ -86,7 +86,7 @@ def stream_error(iterator: object, number: int, error: Exception) -> DataError:
         remedy = _stop_iteration("the dataset's __iter__")
         raised = "StopIteration"
     else:
-        remedy = "Iterate over the dataset alone to see it again; repair the sample, or let the dataset leave it out."
+        remedy = "Iterate over the dataset outside of training to reproduce it. Repair the sample, or skip it in the dataset."
         raised = _described(error)
     return DataError(
         f"Reading sample {number} of a stream ({_stream_name(iterator)}; counted from 0{_worker()}) raised {raised}. {remedy}"
@@ -114,10 +114,10 @@ def _sample_message(dataset: MapDataset, indices: list[int], error: Exception) -
     if isinstance(error, StopIteration):
         return f"{happened} {_stop_iteration('its __getitem__')}"
     if isinstance(error, IndexError):
-        happened += " The numbers asked for are below its __len__: check that __len__ is not more than it has."
+        happened += " The index is below its __len__: check that __len__ is not larger than the number of samples."
     return (
-        f"{happened} Read it alone, dataset[{indices[0]}], to see the error again. Repair the sample, or leave it out, "
-        "such as with torch.utils.data.Subset."
+        f"{happened} Read it with dataset[{indices[0]}] to reproduce the error. Repair the sample, or skip it, such as with "
+        "torch.utils.data.Subset."
     )
 
 
@@ -130,8 +130,8 @@ def _collator_message(collate_fn: object, samples: object, error: Exception) -> 
     call = f"data_collator([dataset[i] for i in {shown}])"
     return (
         f"The data_collator ({_name_of(collate_fn)}) raised {_described(error)} for a batch of {size}{numbers}{_worker()}. "
-        f"It was given {_kinds(samples)}. Call it by hand, {call}, to see the error again; change the collator, or the "
-        "samples, so that they fit each other."
+        f"It got {_kinds(samples)}. Call {call} to reproduce the error. Change the collator or the samples, so that they fit "
+        "each other."
     )
 
 
@@ -161,8 +161,8 @@ def _described(error: Exception) -> str:
 
 def _stop_iteration(where: str) -> str:
     return (
-        f"It comes from a next(...) without a default in {where}, and would have ended the epoch as if there were no more "
-        "data. Give next() a default, or catch StopIteration there."
+        f"It comes from a next(...) without a default in {where}, and would have ended the epoch silently. Pass a default to "
+        "next(), or catch StopIteration there."
     )
 
 

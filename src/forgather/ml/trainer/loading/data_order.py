@@ -58,7 +58,7 @@ def require_keys(state: object, keys: tuple[str, ...], kind: str) -> Mapping[str
     if missing:
         raise ValueError(
             f"The data position in the checkpoint cannot be used for {kind}: it lacks {missing} and has "
-            f"{sorted(map(str, state))}, so it was saved with another kind of training data. Train on that kind again, "
+            f"{sorted(map(str, state))}, so it was saved for another kind of dataset. Use that kind again, "
             f"{SKIP_REMEDY}."
         )
     return state
@@ -115,7 +115,7 @@ class DataOrder:
         if num_samples != state["num_samples"]:
             raise ValueError(
                 f"The training dataset has {num_samples} samples, but had {state['num_samples']} when the checkpoint was "
-                f"saved: its position {state['index']} means other data now. Use the same dataset, {SKIP_REMEDY}."
+                f"saved: position {state['index']} is other data now. Use the same dataset, {SKIP_REMEDY}."
             )
 
     def _move(self, seed: int, epoch: int, index: int, num_samples: int) -> None:
@@ -259,8 +259,8 @@ class SeededSamples(_EpochAware[MapDataset]):
         return self.dataset[index]
 
     def __getitems__(self, indices: list[int]) -> object:
-        # torch reads a batch by one call of __getitems__, so this seeds once per batch. The collator runs next in the
-        # same process and continues with the same generators.
+        # A DataLoader reads a batch by one call of __getitems__, so this seeds once per batch. The collator runs next in
+        # the same process and continues with the same generators.
         if isinstance(indices, BatchRequest) and get_worker_info() is not None:
             self.tell_epoch(indices.epoch)
             seed_host_generators(indices.seed)
@@ -403,7 +403,7 @@ class _StatefulDraws(_Draws):
         if state["iterator"] is not None:
             if not is_stateful(self._iterator):
                 raise AttributeError(
-                    f"The checkpoint has a state of the dataset's iterator, and {type(self._iterator).__name__} has no "
-                    f"load_state_dict to take it. Use the same dataset as before, {SKIP_REMEDY}."
+                    f"The checkpoint has a state of the dataset's iterator, but {type(self._iterator).__name__} has no "
+                    f"load_state_dict. Use the same dataset as before, {SKIP_REMEDY}."
                 )
             self._iterator.load_state_dict(state["iterator"])

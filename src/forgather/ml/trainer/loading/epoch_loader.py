@@ -12,7 +12,7 @@ from torch.utils.data import DataLoader
 
 from forgather.ml.trainer.loading.data_types import Batch
 
-ITERABLE_REMEDY = "a torch.utils.data.IterableDataset with an __iter__ that makes a new generator each time."
+ITERABLE_REMEDY = "a torch.utils.data.IterableDataset with an __iter__ that returns a new generator each time."
 
 
 LoaderT = TypeVar("LoaderT", bound=Iterable[Any])
@@ -111,9 +111,9 @@ class SinglePass(Iterator[Any]):
     def __next__(self) -> object:
         if self._has_ended:
             raise ValueError(
-                f"The {name_of(self._items)} that was given as dataset has been read to its end, {self._num_read} batches, and "
-                "is asked for more, by another epoch or another evaluation. It can be read only once. Give an object with an "
-                "__iter__ that makes a new generator each time it is called."
+                f"The {name_of(self._items)} that was passed as dataset ended after {self._num_read} batches, but another "
+                "epoch or evaluation needs more. It can be read only once. Pass an object with an __iter__ that returns a "
+                "new generator on every call."
             )
         try:
             item = next(self._items)
@@ -122,9 +122,9 @@ class SinglePass(Iterator[Any]):
             raise
         if self._num_read == 0 and _is_sample(item):
             raise ValueError(
-                f"A {name_of(self._items)} was given as dataset, and yields single samples: its first item is a "
-                f"{name_of(item)} with {_shapes(item)}. Its items are taken for ready batches, since a generator can be read "
-                f"only once, which allows no shuffling and no second epoch. Give a list of the samples, or {ITERABLE_REMEDY}"
+                f"A {name_of(self._items)} was passed as dataset and yields single samples: its first item is a "
+                f"{name_of(item)} with {_shapes(item)}. The items of a generator must be batches, since it can be read only "
+                f"once: no shuffling, no second epoch. Pass a list of the samples, or {ITERABLE_REMEDY}"
             )
         self._num_read += 1
         return item
@@ -162,14 +162,14 @@ def length_of(loader: object) -> int | None:
 def check_length(dataset: object, length: int | None, batch_size: int = 1, drop_last: bool = False) -> None:
     if length == 0:
         raise ValueError(
-            f"The training dataset ({name_of(dataset)}) is empty. Check that its path and split are right, and that no "
-            "filter, limit or sharding removed all of its samples."
+            f"The training dataset ({name_of(dataset)}) is empty. Check its path and split, and that no filter, limit or "
+            "sharding removed all samples."
         )
     if drop_last and length is not None and length < batch_size:
         raise ValueError(
             f"The training dataset ({name_of(dataset)}) has {length} samples, fewer than one batch of {batch_size}, and "
-            "dataloader_drop_last=True drops incomplete batches, so that nothing is left. Use a smaller batch or more "
-            "data, or keep the last batch."
+            "dataloader_drop_last=True drops incomplete batches, so nothing is left. Use a smaller batch or more data, or set "
+            "dataloader_drop_last=False."
         )
 
 

@@ -58,7 +58,7 @@ class OrderedLoader(EpochLoader[DataLoader[Any]]):
         return self._order.state_dict()
 
     def check_state_dict(self, state: object) -> None:
-        position = require_keys(state, ("seed", "epoch", "index", "num_samples"), "a dataset with numbered samples")
+        position = require_keys(state, ("seed", "epoch", "index", "num_samples"), "a map-style dataset")
         self._order.check_state_dict(position)
         # A dataset with set_epoch may have another length in the saved epoch; `load_state_dict` checks it there.
         if not self._samples.hears_epochs:

@@ -50,7 +50,7 @@ class StreamBatches:
     def state_dict(self) -> dict[str, Any]:
         """Return the position of the newest iterator."""
         if self._pass is None:
-            raise RuntimeError("A stream has a position only once it is iterated.")
+            raise RuntimeError("A stream has no position before it is iterated.")
         return self._pass.state_dict()
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:

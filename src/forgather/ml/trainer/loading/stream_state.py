@@ -25,8 +25,9 @@ def warn_of_random_order(dataset: object) -> None:
     generators = (getattr(node, "generator", None) for node in _nodes(dataset))
     if get_rank() == 0 and any(_has_no_seed(generator) for generator in generators):
         logger.warning(
-            "The training data (%s of the package datasets) are shuffled without a seed, so each process reads them in another "
-            "order: a resumed run would repeat samples and leave out others. Give shuffle() or interleave_datasets() a seed.",
+            "The training data (%s of the package datasets) are shuffled without a seed, so the order differs in each "
+            "process: a resumed run would repeat some samples and skip others. Pass a seed to shuffle() or "
+            "interleave_datasets().",
             type(dataset).__name__,
         )
 
@@ -35,9 +36,9 @@ def warn_of_lost_samples(loader: object) -> None:
     """Warn about a stateful loader with a state that omits the shuffle buffer of its stream."""
     if get_rank() == 0 and loses_samples(getattr(loader, "dataset", None)):
         logger.warning(
-            "%s keeps the state of a stream with a shuffle buffer, which does not contain the buffered samples: a resumed run "
-            "would repeat samples and leave out others. Give the trainer the dataset itself, which is then read again up to "
-            "the position, or a torch DataLoader.",
+            "%s saves the state of a stream with a shuffle buffer, which does not contain the buffered samples: a resumed run "
+            "would repeat some samples and skip others. Pass the dataset itself to the trainer, which then reads it again up "
+            "to the position, or a torch DataLoader.",
             type(loader).__name__,
         )
 

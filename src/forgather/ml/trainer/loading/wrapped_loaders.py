@@ -129,8 +129,8 @@ class WrappingLoader(EpochLoader[LoaderT]):
         if part != self._part:
             was, now = (f"part {number} of {num_parts}" for number, num_parts in (part, self._part))
             raise ValueError(
-                f"The data position in the checkpoint is that of {was} of the data, and this rank reads {now}. Only a dataset "
-                "with numbered samples can be divided anew. Use as many ranks as before and the same dispatch_batches, "
+                f"The data position in the checkpoint is for {was} of the data, but this rank reads {now}. Only a map-style "
+                "dataset can be resharded. Use the same number of ranks and the same dispatch_batches as before, "
                 f"{SKIP_REMEDY}."
             )
 
@@ -164,8 +164,8 @@ class CountingLoader(WrappingLoader[Iterable[Any]]):
             self._generators_at_start = host_generators()
             return iter(self._loader)
         logger.warning(
-            "%s has no state_dict, so that its position can only be found by reading the %d batches before it again. "
-            "Give the trainer the dataset, or a torchdata StatefulDataLoader, to resume without reading.",
+            "%s has no state_dict, so resuming reads the first %d batches again. Pass the dataset or a torchdata "
+            "StatefulDataLoader to the trainer to resume without reading.",
             name_of(self._loader),
             self._num_done,
         )
@@ -351,12 +351,12 @@ class StreamLoader(StatefulLoader[StreamBatches]):
         reads_again = _goes_on_within_epoch(state) and not _holds_dataset_state(state["loader"])
         if reads_again and not self._has_warned:
             self._has_warned = True
-            reason, remedy = "has no state_dict and load_state_dict", "Give it these methods to resume at once."
+            reason, remedy = "has no state_dict and load_state_dict", "Add these methods to resume immediately."
             if self._is_read_again:
                 reason = "has a shuffle buffer, which its state does not contain"
-                remedy = "Without the buffer it resumes at once."
+                remedy = "Without the buffer it resumes immediately."
             logger.warning(
-                "%s %s: resuming reads through its data up to the position. %s", name_of(self.dataset), reason, remedy
+                "%s %s: resuming reads its data again up to the position. %s", name_of(self.dataset), reason, remedy
             )
 
 
@@ -404,6 +404,6 @@ def _explaining_an_early_end(num_batches: int | None = None) -> Iterator[None]:
     except StopIteration:
         count = "" if num_batches is None else f", which is {num_batches} batches into the epoch"
         raise ValueError(
-            f"The training data ended before the position in the checkpoint{count}: there is less of it now than when "
+            f"The training data ended before the position in the checkpoint{count}: there is less data now than when "
             f"the checkpoint was saved. Use the same data, {SKIP_REMEDY}."
         ) from None

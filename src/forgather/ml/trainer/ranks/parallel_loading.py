@@ -86,7 +86,7 @@ class ParallelLoading:
         lengths = self._peers.gather(length)
         # Different lengths mean that the caller has sharded the data already. Sharding it again would skip samples.
         if None not in lengths and len(set(lengths)) > 1:
-            logger.info("The ranks were given datasets of %s samples, which are taken for the parts of one.", lengths)
+            logger.info("The ranks have datasets of %s samples, which are used as shards of one dataset.", lengths)
             return WHOLE
         return part
 
@@ -118,9 +118,9 @@ def warn_of_equal_batches(batch: Mapping[str, Any], layout: DataLayout, gather: 
         first = digests.index(digest)
         if digest and first < rank:
             logger.warning(
-                "Ranks %d and %d got the same first batch. An iterable dataset or a ready loader that every rank reads "
-                "for itself is not split by the trainer: every rank must be given data of its own (Hugging Face "
-                "datasets have split_dataset_by_node). %s",
+                "Ranks %d and %d got the same first batch. The trainer does not shard an iterable dataset or a loader that "
+                "every rank reads separately. Pass different data on every rank (Hugging Face datasets have "
+                "split_dataset_by_node). %s",
                 *(first, rank, layout.remedy),
             )
             return

@@ -27,8 +27,8 @@ def require_same_model(model: nn.Module, peers: Peers) -> None:
     more = f"; and {len(differing) - _NUM_SHOWN} more" if len(differing) > _NUM_SHOWN else ""
     raise ValueError(
         f"The ranks have different models, which cannot train together: {'; '.join(lines)}{more}. Build the same model on "
-        "every rank: let neither its config, its vocabulary nor what is frozen depend on the rank, and check that all nodes "
-        "read the same files and versions."
+        "every rank: its config, vocabulary and frozen parameters must not depend on the rank. Check that all nodes read the "
+        "same files and versions."
     )
 
 

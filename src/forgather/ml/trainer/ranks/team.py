@@ -203,7 +203,7 @@ class RankTeam(SoloTeam):
         for name, was_asked, number in zip(_REQUESTS, asked, agreed, strict=True):
             # One request on any rank is a request for all.
             if number and not was_asked:
-                logger.info("%s was asked for on another rank", name)
+                logger.info("%s was requested on another rank", name)
             setattr(control, name, number > 0)
 
     # --- batches
@@ -299,9 +299,9 @@ def make_team(env: DistributedEnvInterface, present: Team | None, owner: str) ->
         return present
     if not (dist.is_available() and dist.is_initialized()):
         raise RuntimeError(
-            f"{owner} was given an environment of {env.world_size} ranks, but torch.distributed is not "
-            "initialised. Start the job with torchrun (or forgather train --nproc) and leave distributed_env out, or "
-            "pass a forgather.ml.distributed.DistributedEnvironment, which initialises it."
+            f"{owner} got an environment of {env.world_size} ranks, but torch.distributed is not initialised. Start the job "
+            "with torchrun (or forgather train --nproc) and omit distributed_env, or pass a "
+            "forgather.ml.distributed.DistributedEnvironment, which initialises it."
         )
     # A separate group, so that its small messages run concurrently with the gradient all-reduce.
     return RankTeam(env, dist.new_group(backend="gloo", timeout=get_requested_timeout()))

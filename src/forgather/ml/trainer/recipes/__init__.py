@@ -93,8 +93,8 @@ class Recipes:
         if self.average is None or not self.average.is_begun:
             reason = "has not trained yet, nor loaded a checkpoint" if decay is not None else "keeps none"
             raise ValueError(
-                f"The averaged weights were asked for, but this trainer {reason} (ema_decay={decay}). Set "
-                "ema_decay, such as 0.999, and call train() or load_checkpoint() first."
+                f"The averaged weights were requested, but this trainer {reason} (ema_decay={decay}). Set ema_decay, such as "
+                "0.999, and call train() or load_checkpoint() first."
             )
         with self.average.in_model():
             yield

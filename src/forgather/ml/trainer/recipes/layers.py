@@ -25,7 +25,7 @@ def apply_layer_recipe(model: nn.Module, args: TrainingArguments) -> None:
         prepare_qat(model, args.qat_recipe, keep)
     elif (recipe := prepared_for(model)) is not None:
         logger.warning(
-            "The model is trained as if it were quantised by %r, for which an earlier trainer has prepared its layers, though "
-            "qat_recipe is None now. Build it anew to train it as it is.",
+            "The model trains with fake quantisation for %r, because an earlier trainer has replaced its layers, although "
+            "qat_recipe is None now. Build the model again to train it without quantisation.",
             recipe,
         )

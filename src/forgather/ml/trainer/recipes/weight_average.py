@@ -108,7 +108,7 @@ class WeightAverage:
         missing = self.missing_names(state_dict)
         if missing:
             logger.warning(
-                "The checkpoint has no average of %s: it starts from the present weights.", ", ".join(missing)
+                "The checkpoint has no average of %s: it starts from the current weights.", ", ".join(missing)
             )
         self._averages = {
             name: _like(owned(saved[name]), parameter) if name in saved else _precise(parameter).clone()
@@ -164,7 +164,7 @@ def _check_average(average: Tensor, parameter: Tensor, name: str, where: Where) 
     if average.shape != parameter.shape:
         raise CheckpointLoadError(
             f"The averaged weights of {name!r} have the shape {tuple(average.shape)}, but it is "
-            f"{tuple(parameter.shape)} now. Restore the model's configuration, or start the average anew by "
+            f"{tuple(parameter.shape)} now. Restore the model's configuration, or restart the average with "
             'skip_checkpoint_components=["ema"].'
         )
     check_tensor(average, where, kind="complex" if parameter.is_complex() else "floating", like=parameter)

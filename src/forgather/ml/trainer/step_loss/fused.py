@@ -54,21 +54,19 @@ def output_embeddings_of(model: nn.Module) -> nn.Module:
     ask = getattr(model, "get_output_embeddings", None)
     head = None if ask is None else ask()
     if not isinstance(head, nn.Module):
-        raise _refusal(name, "has no head that get_output_embeddings() returns")
+        raise _refusal(name, "returns no head from get_output_embeddings()")
     if not getattr(model, "can_return_hidden_states", False):
         if getattr(model, "base_model", model) is model:
-            raise _refusal(name, "has no base_model that gives hidden states")
+            raise _refusal(name, "has no base_model that returns hidden states")
         reason = reason_for_own_loss(model)
         if reason is not None:
-            raise _refusal(name, f"needs a loss of its own: {reason}")
+            raise _refusal(name, f"needs its own loss: {reason}")
         head_is_all = _head_is_all(model, head)
     else:
         # A model that returns its own hidden states states this itself, so no trial run is needed.
         head_is_all = getattr(model, "head_is_all", True)
     if not head_is_all:
-        raise _refusal(
-            name, "does more between hidden states and logits than its head does, such as scaling or capping"
-        )
+        raise _refusal(name, "applies more than its head between hidden states and logits, such as scaling or capping")
     _refuse_other_loss(model, head)
     return head
 
@@ -89,9 +87,9 @@ def _refuse_other_loss(model: nn.Module, head: nn.Module) -> None:
         comparison = compared(model, inputs, labels)
     if comparison.differs and comparison.causal is not None:
         raise ValueError(
-            f"fused_loss_factory cannot be used with {type(model).__name__}, which computes a loss of its own from labels: "
-            f"{comparison}, on random logits. A fused loss would take its place. Leave fused_loss_factory out, and the model's "
-            "own is used, or pass compute_loss_func, a function of (logits, labels), in place of it."
+            f"fused_loss_factory cannot be used with {type(model).__name__}, which computes its own loss from labels: "
+            f"{comparison}, on random logits. A fused loss would replace it. Omit fused_loss_factory to use the model's own "
+            "loss, or pass compute_loss_func, a function of (logits, labels), instead."
         )
 
 
@@ -100,7 +98,7 @@ def make_fused_loss(factory: FusedLossFactoryT, head: nn.Module) -> LossFunction
     loss_fn = factory(head)
     if not callable(loss_fn):
         raise ValueError(
-            f"fused_loss_factory returned {loss_fn!r} for the output embeddings, but has to return a loss function of hidden "
+            f"fused_loss_factory returned {loss_fn!r} for the output embeddings, but must return a loss function of hidden "
             "states and labels, such as LinearCrossEntropyLoss(output_embeddings)."
         )
     return loss_fn
@@ -108,11 +106,13 @@ def make_fused_loss(factory: FusedLossFactoryT, head: nn.Module) -> LossFunction
 
 def unfused(loss_fn: object, schedule: str) -> LossFunctionT:
     """Return the equivalent loss of logits, for a pipeline schedule that cannot use a fused loss."""
-    reason = f"schedule={schedule!r} computes gradients of inputs and of weights apart, and a fused loss computes both at once"
+    reason = (
+        f"schedule={schedule!r} computes gradients of inputs and weights separately, a fused loss computes both at once"
+    )
     if not hasattr(loss_fn, "unfused"):
         raise ValueError(
             f"fused_loss_factory cannot be used here: {reason}, and {type(loss_fn).__name__} has no method unfused() that "
-            "gives the same loss of logits. Use another schedule, such as 1f1b, or leave fused_loss_factory out."
+            "returns the same loss of logits. Use another schedule, such as 1f1b, or omit fused_loss_factory."
         )
     logger.warning("The loss is computed from logits, not fused with the head: %s.", reason)
     plain: LossFunctionT = loss_fn.unfused()
@@ -146,7 +146,7 @@ def _head_is_all(model: Any, head: nn.Module) -> bool:
             with torch.enable_grad(), _hooked(sources, replace_hidden), _hooked([head], replace_logits):
                 logits = logits_of(model(**tokens))
     except Exception as error:
-        raise _refusal(type(model).__name__, f"cannot be tried on two tokens alone ({error})") from error
+        raise _refusal(type(model).__name__, f"failed in a trial run on two tokens ({error})") from error
     if logits is None or given.keys() != {"hidden", "taken", "made"}:
         return False
     if given["taken"].requires_grad or logits.requires_grad:
@@ -220,14 +220,14 @@ def _hidden_states_of(outputs: Any) -> Tensor:
 def fused_loss_refusal(setting: str) -> ValueError:
     """Return the error for a DDP wrapper that searches for unused parameters, which excludes a fused loss."""
     return ValueError(
-        f"fused_loss_factory cannot be combined with {setting}: the head is used after the model's forward pass, at the end "
-        "of which DDP would take it for unused. Leave one of the two out."
+        f"fused_loss_factory cannot be combined with {setting}: the loss uses the head after the forward pass, so DDP would "
+        "treat the head as unused. Omit one of the two."
     )
 
 
 def _refusal(name: str, reason: str) -> ValueError:
     return ValueError(
-        f"fused_loss_factory cannot be used with {name}, which {reason}. Leave it out, or let the model have the attribute "
-        "can_return_hidden_states=True, take return_hidden_states=True in forward, and return its head from "
+        f"fused_loss_factory cannot be used with {name}, which {reason}. Omit it, or give the model the attribute "
+        "can_return_hidden_states=True, accept return_hidden_states=True in forward, and return the head from "
         "get_output_embeddings()."
     )

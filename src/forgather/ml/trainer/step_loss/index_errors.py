@@ -25,8 +25,8 @@ _LOSS_FRAMES = {
 """Loss functions over classes, with the names of their arguments for scores and labels."""
 _WORDS = ("out of range", "out of bounds", "device-side assert")
 _TOKENIZER_REMEDY = (
-    "The tokenizer and the model do not belong together: tokenize with the tokenizer of this model, or give the model more "
-    "rows, such as with model.resize_token_embeddings(len(tokenizer)) or a larger vocab_size in its config."
+    "The tokenizer does not fit the model. Use the tokenizer of this model, or enlarge the embedding: call "
+    "model.resize_token_embeddings(len(tokenizer)), or set a larger vocab_size in the config."
 )
 
 _TOKEN_KEYS = ("input_ids", "decoder_input_ids", "labels")
@@ -127,26 +127,26 @@ class _Lookup(NamedTuple):
         rows = _rows(self._embedding(), num_rows, key)
         if wrong < 0:
             return (
-                f"{key!r} of a batch holds the id {wrong}, but {rows}. Negative numbers such as {IGNORE_INDEX} are for "
-                "'labels' only: pad the ids with the tokenizer's pad_token_id."
+                f"{key!r} of a batch holds the id {wrong}, but {rows}. Negative values such as {IGNORE_INDEX} are allowed "
+                "in 'labels' only. Pad the ids with the tokenizer's pad_token_id."
             )
         return f"{key!r} of a batch holds the id {wrong}, its largest, but {rows}. {_remedy_for(key)}"
 
     def _computed_message(self, wrong: int, num_rows: int) -> str:
         shapes = _shapes(self.batches)
         return (
-            f"The model asked {self._embedding()}, which has {num_rows} rows, for row {wrong}, a number that it has "
-            f"computed: it is in no key of the batch ({shapes}). Most often it is a position, and the sequences are longer "
-            f"than the model allows: cut them when tokenizing (truncation=True, max_length={num_rows}), or "
-            "build the model for longer ones."
+            f"The model requested row {wrong} of {self._embedding()}, which has {num_rows} rows. The model computed this "
+            f"index: it is in no key of the batch ({shapes}). Usually it is a position, and the sequences are longer than "
+            f"the model allows. Truncate them in the tokenizer (truncation=True, max_length={num_rows}), or build the "
+            "model for longer sequences."
         )
 
     def float_message(self) -> str:
         key = next((name for name, value in _tensors(self.batches) if value.dtype == self.ids.dtype), None)
-        which = f"{key!r} of a batch has" if key is not None else "The ids given to it have"
+        which = f"{key!r} of a batch has" if key is not None else "The token ids have"
         return (
-            f"{which} dtype {self.ids.dtype}, but {self._embedding()} looks up rows by whole numbers. Give the ids as "
-            "integers, such as with torch.tensor(ids, dtype=torch.long)."
+            f"{which} dtype {self.ids.dtype}, but {self._embedding()} needs integer ids. Convert them, such as with "
+            "torch.tensor(ids, dtype=torch.long)."
         )
 
     def _embedding(self) -> str:
@@ -164,9 +164,9 @@ def _label_error(
     num_scores = scores.numel() // num_classes
     if not is_about_index and scores.ndim == 2 and labels.ndim == 1 and num_scores != labels.shape[0]:
         return ValueError(
-            f"The loss was given {num_scores} predictions of {num_classes} classes each, and {labels.shape[0]} labels "
+            f"The loss got {num_scores} predictions of {num_classes} classes each, but {labels.shape[0]} labels "
             f"({_shapes(batches)}): there must be one label for each prediction. Give 'labels' the shape of the model's logits "
-            "without the classes, or pass a compute_loss_func that knows how they belong together."
+            "without the class dimension, or pass a compute_loss_func that matches them."
         )
     wrong = _worst(labels, num_classes, ignored) if is_about_index else None
     if wrong is None:
@@ -175,13 +175,13 @@ def _label_error(
 
 
 def _label_message(wrong: int, num_classes: int, ignored: int, key: str | None) -> str:
-    which = f"{key!r} of a batch" if key is not None else "What the loss compares with"
-    allowed = f"allowed are 0 to {num_classes - 1}, and {ignored} for positions that do not count"
-    remedy = f"Put {ignored} where there is no label, such as in padding."
+    which = f"{key!r} of a batch" if key is not None else "The target of the loss"
+    allowed = f"allowed are 0 to {num_classes - 1}, and {ignored} for ignored positions"
+    remedy = f"Use {ignored} for positions without a label, such as padding."
     if wrong >= num_classes:
         remedy = (
-            "If they are numbers of classes, build the model with as many (num_labels); if they are token ids, tokenize with "
-            "the tokenizer of this model."
+            "For class labels, build the model with enough classes (num_labels). For token ids, use the tokenizer of this "
+            "model."
         )
     return f"{which} holds the label {wrong}, but the logits have {num_classes} classes: {allowed}. {remedy}"
 
@@ -271,13 +271,13 @@ def _rows(embedding: str, num_rows: int, key: str) -> str:
 def _remedy_for(key: str) -> str:
     if key in _TOKEN_KEYS:
         return _TOKENIZER_REMEDY
-    return f"Let the values of {key!r} stay below the number of rows, or build the model with more of them."
+    return f"Keep the values of {key!r} below the number of rows, or build the model with more rows."
 
 
 def _assert_message(text: str) -> str:
     return (
-        f"A kernel of the device has failed an assertion, in this step or one shortly before it: {text.splitlines()[0]} Most "
-        "often an index was out of range: a token id beyond the vocabulary, a label that is no class, or a position beyond "
-        "the model's maximum. Run again with use_cpu=True, which names the batch key and the value, or with the environment "
-        "variable CUDA_LAUNCH_BLOCKING=1, which shows the line."
+        f"A device kernel failed an assertion, in this step or shortly before it: {text.splitlines()[0]}. Usually an index was "
+        "out of range: a token id beyond the vocabulary, a label beyond the classes, or a position beyond the model's maximum. "
+        "Run again with use_cpu=True to see the batch key and the value, or with the environment variable "
+        "CUDA_LAUNCH_BLOCKING=1 to see the line."
     )

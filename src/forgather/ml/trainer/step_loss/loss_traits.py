@@ -98,9 +98,9 @@ def _positions(loss_of: LossOf, labels: Tensor, expected: Traits) -> Traits:
     of_first, of_rest = _value(loss_of, None, first), _value(loss_of, None, rest)
     if of_first is None and of_rest is None:
         logger.warning(
-            "The loss cannot be computed of labels that are %d, so all labels are counted as its targets. If it ignores "
-            "others, such as -1, steps of several micro-batches or ranks are weighed wrongly: let compute_loss_func have a "
-            "method num_targets(labels), or use %d for labels that are no targets.",
+            "The loss cannot be computed for labels of %d, so all labels count as targets. If it ignores another value, such "
+            "as -1, micro-batches and ranks get wrong weights: add a method num_targets(labels) to compute_loss_func, or use "
+            "%d for ignored labels.",
             IGNORE_INDEX,
             IGNORE_INDEX,
         )

@@ -158,7 +158,7 @@ class ModelLoss:
         inner = unwrap_model(model)
         if self._step_loss is not None:
             return self._look_at_function(model, inputs, labels, is_stand_in)
-        reason = reason_for_own_loss(inner) or ("there are no labels for another" if labels is None else None)
+        reason = reason_for_own_loss(inner) or ("the batch has no labels" if labels is None else None)
         if reason is not None:
             return self._own_finding(inner, inputs, labels, f"since {reason}", is_stand_in)
         comparison = compared(inner, inputs, labels)
@@ -254,9 +254,9 @@ class ModelLoss:
         """Raise `CheckpointLoadError` if the run cannot continue with the loss of the checkpoint."""
         if self._is_default and state is not None and state["own"]:
             raise CheckpointLoadError.misfit(
-                "The run of this checkpoint trains on the loss that the model computes itself, but in a pipeline the loss is "
-                "computed from the logits of the last stage. Pass compute_loss_func, a function of (logits, labels), or go on "
-                "with Trainer or DDPTrainer."
+                "The run of this checkpoint trains on the model's own loss, but a pipeline computes the loss from the logits "
+                "of the last stage. Pass compute_loss_func, a function of (logits, labels), or continue with Trainer or "
+                "DDPTrainer."
             )
 
     def load_state_dict(self, state: dict[str, Any] | None) -> None:
@@ -353,7 +353,7 @@ class ModelLoss:
         outputs = model(**inputs) if labels is None else model(**inputs, labels=labels)
         loss = own_loss_of(outputs)
         if loss is None:
-            reason = "got a batch without 'labels'" if labels is None else "computes no loss of its own from labels"
+            reason = "got a batch without 'labels'" if labels is None else "computes no loss from labels"
             raise _no_loss_error(model, f"{reason}, and returned no 'loss'")
         return Forward(logits_of(outputs), loss)
 
@@ -369,9 +369,9 @@ def _nothing(own_loss: Tensor, logits: Tensor | None) -> Tensor:
 
 def _kept_loss(model: nn.Module, comparison: Comparison) -> str:
     return (
-        f"This run goes on with shifted causal cross entropy, with which an earlier version began it, but it is not the loss "
-        f"that {type(model).__name__} computes itself: {comparison}. To train on the model's own, begin a new run from these "
-        "weights: load them in model_init, with another output_dir."
+        f"This run continues with shifted causal cross entropy, as started by an earlier version, but it is not the own loss "
+        f"of {type(model).__name__}: {comparison}. To train on the model's own loss, start a new run from these weights: load "
+        "them in model_init, with another output_dir."
     )
 
 
@@ -384,13 +384,13 @@ def _unasked(model: nn.Module, comparison: Comparison) -> str:
     if not problem:
         return ""
     return (
-        f"Whether {type(model).__name__} has a loss of its own could not be found out on the first batch ({problem}), so that "
-        "it is not used where its logits have three dimensions. Pass compute_loss_func to choose the loss."
+        f"The own loss of {type(model).__name__} could not be computed on the first batch ({problem}), so it is not used if "
+        "the logits have three dimensions. Pass compute_loss_func to choose the loss."
     )
 
 
 def _no_loss_error(model: nn.Module, reason: str) -> ValueError:
     return ValueError(
         f"There is no loss to train on: {type(model).__name__} {reason}. Put 'labels' into the batches and return logits "
-        "(pass compute_loss_func unless they are those of a causal language model), or let the model return a loss."
+        "(with compute_loss_func, unless it is a causal language model), or let the model return a loss."
     )

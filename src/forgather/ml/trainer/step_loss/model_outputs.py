@@ -35,7 +35,7 @@ def logits_from_outputs(outputs: object) -> Tensor:
     if logits is None:
         raise ValueError(
             f"The model returned no logits: its output is {type(outputs).__name__}. Let forward return a tensor, a tuple that "
-            "begins with it, or an object with the attribute or key 'logits'."
+            "starts with a tensor, or an object with the attribute or key 'logits'."
         )
     return logits
 
@@ -46,7 +46,7 @@ def loss_from_outputs(outputs: object) -> Tensor:
     if loss is None:
         raise ValueError(
             f"The model returned no loss: its output is {type(outputs).__name__}. Call it with labels, or let forward return "
-            "a tuple that begins with a scalar loss, or an object with the attribute or key 'loss'."
+            "a tuple that starts with a scalar loss, or an object with the attribute or key 'loss'."
         )
     return loss
 

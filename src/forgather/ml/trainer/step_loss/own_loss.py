@@ -56,9 +56,9 @@ class Comparison(NamedTuple):
 
     def __str__(self) -> str:
         if self.causal is None:
-            return "it computes one from the labels, and there are no logits of rank 3 that fit them"
+            return "it computes a loss from the labels, and returns no logits of rank 3 that fit them"
         if self.counts_first:
-            return "the first label of a sequence is a target of it, and none of shifted causal cross entropy"
+            return "it counts the first label of a sequence, unlike shifted causal cross entropy"
         return f"it differs from shifted causal cross entropy ({self.own:.6g} instead of {self.causal:.6g})"
 
 

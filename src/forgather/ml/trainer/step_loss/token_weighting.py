@@ -62,9 +62,9 @@ class StepLoss:
         """Use these traits, which this rank or another rank has found."""
         if self._traits is None and traits.is_sum:
             logger.warning(
-                "The loss function returns a sum over its targets, and no mean. So the loss of a step is the sum over all its "
+                "The loss function returns a sum over its targets, not a mean. The loss of a step is then the sum over all "
                 "micro-batches and ranks, which grows with the batch; an evaluation reports the mean. To train on the mean, "
-                "return one, or take num_items_in_batch and divide the sum by it."
+                "return a mean, or accept num_items_in_batch and divide the sum by it."
             )
         self._traits = traits
 

@@ -49,9 +49,9 @@ class TrainingLoss(RescaleLoss):
     def __call__(self, logits: Tensor, labels: Tensor, **_: Any) -> Tensor:
         if self._loss.uses_own:
             raise RuntimeError(
-                "This run trains on the loss that the model computes itself, so that there is no loss function of (logits, "
-                "labels). Call the model with labels and weigh its loss: self.loss_fn.rescale(outputs.loss, labels). Or pass "
-                "compute_loss_func to the trainer."
+                "This run trains on the model's own loss, so there is no loss function of (logits, labels). Call the model "
+                "with labels and rescale its loss: self.loss_fn.rescale(outputs.loss, labels). Or pass compute_loss_func to "
+                "the trainer."
             )
         self._loss.resolve(logits, labels)
         return self.of(Forward(logits, None), labels)
