@@ -49,7 +49,7 @@ def test_a_stream_is_resumed_exactly(kind: str, caplog: pytest.LogCaptureFixture
     for position in (1, 3, 6):
         assert interrupted(build, position) == expected
     assert between_epochs(build) == expected
-    said = [record.getMessage() for record in caplog.records if "reads through its data" in record.getMessage()]
+    said = [record.getMessage() for record in caplog.records if "reads its data again" in record.getMessage()]
     assert bool(said) == (kind != "plain")
     assert all("has a shuffle buffer, which its state does not contain" in one for one in said)
 
@@ -90,7 +90,8 @@ def test_an_order_without_a_seed_is_said_at_construction(caplog: pytest.LogCaptu
         caplog.clear()
         train_loader(dataset, collate_fn=samples)
         assert (
-            "shuffled without a seed" in caplog.text and "Give shuffle() or interleave_datasets() a seed" in caplog.text
+            "shuffled without a seed" in caplog.text
+            and "Pass a seed to shuffle() or interleave_datasets()" in caplog.text
         )
 
 
@@ -99,5 +100,5 @@ def test_a_ready_loader_that_loses_samples_is_said_at_construction(caplog: pytes
         train_loader(ready, collate_fn=as_list)
     assert caplog.text == ""
     train_loader(StatefulDataLoader(stream("shuffled"), batch_size=2))
-    assert "StatefulDataLoader keeps the state of a stream with a shuffle buffer" in caplog.text
-    assert "Give the trainer the dataset itself" in caplog.text
+    assert "StatefulDataLoader saves the state of a stream with a shuffle buffer" in caplog.text
+    assert "Pass the dataset itself to the trainer" in caplog.text

@@ -131,12 +131,12 @@ def test_hf_argument_parser() -> None:
 @pytest.mark.parametrize(
     ("dataset", "words"),
     [
-        (lambda: (one for one in token_samples(2)), "A generator was given.*single samples.*IterableDataset"),
+        (lambda: (one for one in token_samples(2)), "A generator was passed.*single samples.*IterableDataset"),
         (lambda: token_samples, "The function token_samples is not a dataset"),
-        (lambda: "wikitext", r"The text 'wikitext'.*load_dataset\('wikitext'"),
+        (lambda: "wikitext", r"The string 'wikitext'.*load_dataset\('wikitext'"),
         (lambda: Failing, r"The class Failing is not a dataset.*Failing\(\.\.\.\)"),
         (lambda: {"input_ids": torch.zeros(2, 3)}, "dict of columns.*Dataset.from_dict"),
-        (lambda: [token_samples(1)[0], None], "Sample 1 of the dataset .* is None.*data_collator that leaves None out"),
+        (lambda: [token_samples(1)[0], None], "Sample 1 of the dataset .* is None.*data_collator that skips None"),
         (lambda: [token_samples(1)[0], 7], "Sample 1 of the dataset .* is a int.*all samples as dicts"),
     ],
 )
@@ -148,7 +148,7 @@ def test_datasets_that_are_none(tmp_path: Path, dataset: Any, words: str) -> Non
 
 def test_a_generator_that_is_read_twice(tmp_path: Path) -> None:
     batches = ({"value": torch.ones(2)} for _ in range(2))
-    with pytest.raises(ValueError, match=r"read to its end, 2 batches, .*only once"):
+    with pytest.raises(ValueError, match=r"ended after 2 batches, .*only once"):
         quiet_trainer(tmp_path, ScalarModel(), batches, max_steps=5).train()
 
 
@@ -214,8 +214,8 @@ class Positions(TokenModel):
         ),
         (TokenModel, "input_ids", -1, "'input_ids' .* id -1.*pad_token_id"),
         (TokenModel, "labels", 40, "'labels' .* label 40, .*32 classes: allowed are 0 to 31, and -100.*num_labels"),
-        (TokenModel, "labels", -1, "'labels' .* label -1.*Put -100"),
-        (Positions, "labels", 1, "asked the embedding 'embedding', which has 32 rows, for row 39.*max_length=32"),
+        (TokenModel, "labels", -1, "'labels' .* label -1.*Use -100"),
+        (Positions, "labels", 1, "requested row 39 of the embedding 'embedding', which has 32 rows.*max_length=32"),
     ],
 )
 def test_ids_and_labels_out_of_range(tmp_path: Path, model: Any, key: str, value: int, words: str) -> None:

@@ -146,12 +146,12 @@ def test_an_older_checkpoint_goes_on_with_the_causal_loss(tmp_path: Path, caplog
     )
     run(tmp_path / "old", 4)
     assert_equal(run(tmp_path / "old", 6), straight)
-    assert caplog.text.count("This run goes on with shifted causal cross entropy") == 1
+    assert caplog.text.count("This run continues with shifted causal cross entropy") == 1
 
 
 def test_a_fused_loss_refuses_a_model_with_another(tmp_path: Path) -> None:
     options = {"fused_loss_factory": LinearCrossEntropyLoss}
-    with pytest.raises(ValueError, match=r"LlamaForCausalLM, which computes a loss of its own.*compute_loss_func"):
+    with pytest.raises(ValueError, match=r"LlamaForCausalLM, which computes its own loss.*compute_loss_func"):
         quiet_trainer(tmp_path, smoothed_llama(), token_samples(4), trainer_options=options).train()
 
 

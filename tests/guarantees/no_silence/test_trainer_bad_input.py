@@ -79,7 +79,7 @@ class Silent(nn.Module):
 @pytest.mark.parametrize(
     ("model", "with_labels", "words"),
     [
-        (Silent(), True, ["Silent computes no loss of its own from labels", "compute_loss_func"]),
+        (Silent(), True, ["Silent computes no loss from labels", "compute_loss_func"]),
         (Silent(), False, ["Silent got a batch without 'labels'", "Put 'labels' into the batches"]),
         (TokenModel(), False, ["TokenModel got a batch without 'labels'"]),
     ],
@@ -208,7 +208,7 @@ def test_batches_that_are_no_mappings(tmp_path: Path, loss: Any) -> None:
     options: dict[str, Any] = {"compute_loss_func": loss}
     trainer = quiet_trainer(tmp_path, TokenModel(), pairs, trainer_options=options)
     for run in (trainer.train, lambda: trainer.evaluate(pairs)):
-        with pytest.raises(ValueError, match=r"A batch is a list, but it must be a mapping.*pass a data_collator"):
+        with pytest.raises(ValueError, match=r"A batch is a list, but must be a mapping.*pass a data_collator"):
             run()
 
 

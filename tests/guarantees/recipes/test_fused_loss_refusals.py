@@ -47,7 +47,7 @@ def test_models_that_cannot_be_tried_are_refused(tmp_path: Path) -> None:
     config = GPTNeoXConfig(
         vocab_size=VOCAB_SIZE, hidden_size=16, intermediate_size=16, num_hidden_layers=1, num_attention_heads=2
     )
-    with pytest.raises(ValueError, match=r"NeedsMore, which cannot be tried on two tokens alone .*attention_mask"):
+    with pytest.raises(ValueError, match=r"NeedsMore, which failed in a trial run on two tokens .*attention_mask"):
         build_only(tmp_path, NeedsMore(config), **FUSED)
 
 
@@ -97,7 +97,8 @@ def build_only(output_dir: Path, model: nn.Module, **options: Any) -> None:
 @pytest.mark.parametrize("build", [gemma2, cohere])
 def test_models_that_change_logits_are_refused(build: Any, tmp_path: Path) -> None:
     with pytest.raises(
-        ValueError, match=r"fused_loss_factory cannot be used with .*, which does more between hidden states"
+        ValueError,
+        match=r"fused_loss_factory cannot be used with .*, which applies more than its head between hidden states",
     ):
         build_only(tmp_path, build(), **FUSED)
 
@@ -135,12 +136,12 @@ def test_models_that_scale_are_told_though_their_weights_are_yet_to_be_loaded(bu
     for parameter in model.parameters():
         parameter.detach().zero_()
     options = {"eval_dataset": token_samples(4), **FUSED}
-    with pytest.raises(ValueError, match="does more between hidden states and logits than its head does"):
+    with pytest.raises(ValueError, match="applies more than its head between hidden states and logits"):
         quiet_trainer(tmp_path, model, None, trainer_options=options, mixed_precision="bf16").evaluate()
 
 
 def test_models_without_a_head_are_refused(tmp_path: Path) -> None:
-    with pytest.raises(ValueError, match=r"TokenModel, which has no head.*can_return_hidden_states=True"):
+    with pytest.raises(ValueError, match=r"TokenModel, which returns no head.*can_return_hidden_states=True"):
         build_only(tmp_path, TokenModel(), **FUSED)
 
 
@@ -154,7 +155,7 @@ def test_wrappers_that_look_for_unused_parameters_are_refused(tmp_path: Path) ->
     with pytest.raises(ValueError, match=r"fused_loss_factory cannot be combined with ddp.find_unused_parameters=True"):
         DDPTrainer(args={"output_dir": str(tmp_path), "ddp": {"find_unused_parameters": True}}, **keywords)
     accelerator = Accelerator(cpu=True, kwargs_handlers=[DistributedDataParallelKwargs(find_unused_parameters=True)])
-    with pytest.raises(ValueError, match=r"cannot be combined with DistributedDataParallelKwargs.*Leave one"):
+    with pytest.raises(ValueError, match=r"cannot be combined with DistributedDataParallelKwargs.*Omit one"):
         AccelTrainer(args={"output_dir": str(tmp_path)}, accelerator=accelerator, **keywords)
 
 
@@ -202,7 +203,7 @@ def refused_in_pipeline(output_dir: Path, schedule: str, build: Any, factory: An
 @pytest.mark.parametrize(
     ("schedule", "build", "factory", "message"),
     [
-        ("1f1b", gemma2, LinearCrossEntropyLoss, "does more between hidden states and logits"),
+        ("1f1b", gemma2, LinearCrossEntropyLoss, "applies more than its head between hidden states and logits"),
         ("zbv", llama, plain_fused_loss, r"schedule='zbv' computes .* has no method unfused\(\)"),
     ],
 )

@@ -414,5 +414,5 @@ def test_what_cannot_work_is_refused(
 @pytest.mark.parametrize(("decay", "reason"), [(None, "keeps none"), (0.9, "has not trained yet, nor loaded")])
 def test_averages_that_are_not_there_are_asked_for_in_vain(decay: float | None, reason: str, tmp_path: Path) -> None:
     trainer = trainer_for(tmp_path, tiny_llama(), ema_decay=decay)
-    with pytest.raises(ValueError, match=rf"averaged weights were asked for, but this trainer {reason}.*ema_decay"):
+    with pytest.raises(ValueError, match=rf"averaged weights were requested, but this trainer {reason}.*ema_decay"):
         trainer.save_model(use_ema=True)

@@ -261,7 +261,7 @@ def test_calling_the_loss_with_the_models_own_is_an_error(accumulation: int, tmp
     settings = {**SETTINGS, "gradient_accumulation_steps": accumulation}
     own = with_hooks(Trainer, Printed)
     trainer = quiet_trainer(tmp_path, OwnLossModel(), classes(17), trainer_class=own, **settings)
-    with pytest.raises(RuntimeError, match=r"the model computes itself.*self\.loss_fn\.rescale"):
+    with pytest.raises(RuntimeError, match=r"trains on the model's own loss.*self\.loss_fn\.rescale"):
         trainer.train()
 
 

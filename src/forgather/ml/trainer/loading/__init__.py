@@ -1,11 +1,13 @@
-"""Loaders: batches of one epoch at a time, from a position that is checkpointed. Who wraps whom:
+"""Resumable data loaders: batches of one epoch at a time, from a position that is saved in checkpoints.
 
-    SynchronizedDataLoader              several ranks: one all-reduce per batch (ends, errors, targets, stop requests)
-      DataloaderDispatcher              only if one rank reads for others: sends each batch to its rank
-        OrderedLoader                   map-style dataset: batches of a seeded order (data_order), by workers or not
-        StreamLoader                    iterable dataset: stream_batches, with the dataset's own state
-        StatefulLoader, CountingLoader  a ready loader: its own state, or the number of batches
-          torch DataLoader -> ExplainingCollator (data_errors) -> collation -> dataset
-
-With one process the innermost loader stands alone. `builders` chooses it; `ranks.parallel_loading` adds the outer two.
+`builders` chooses the loader of a process. `ranks.parallel_loading` and `ranks.team` wrap it if there are several ranks.
 """
+
+# Loaders, from the outermost to the innermost. In a single process the outer two are absent.
+#
+#     SynchronizedDataLoader              Several ranks: one all-reduce per batch (ends, errors, targets, stop signals).
+#       DataloaderDispatcher              One rank reads for others: sends each batch to its rank.
+#         OrderedLoader                   Map-style dataset: batches of a seeded order (data_order).
+#         StreamLoader                    Iterable dataset: stream_batches, with the state of the dataset.
+#         StatefulLoader, CountingLoader  DataLoader of the user: its own state, or the number of batches.
+#           torch DataLoader -> ExplainingCollator (data_errors) -> collation -> dataset.

@@ -1,10 +1,7 @@
-"""Batches as messages: a header that describes the batch, and the bytes of its tensors behind it.
+"""Serialisation of batches to messages between ranks: a pickled header, followed by the raw bytes of the tensors.
 
-8 bytes   length of the whole message
-8 bytes   length of the header
-header    a note, and the batch with numbers in place of its tensors, their dtypes and shapes (pickled: ranks of one
-          job trust each other, and a batch may hold any Python value)
-tensors   their bytes, each at a multiple of 64
+Tensors are neither pickled nor copied on the way: `encode` returns views of them, `decode` views of the received buffer.
+`DataloaderDispatcher` calls it; `batch_transport` moves the bytes.
 """
 
 import pickle
@@ -16,19 +13,27 @@ from torch import Tensor
 
 from forgather.ml.trainer.loading.empty_batch import EmptyBatch
 
+# Format of a message:
+#
+#     8 bytes   Length of the message.
+#     8 bytes   Length of the header.
+#     header    Pickle of a note and of the batch, with the index, dtype and shape instead of each tensor. Pickle is safe
+#               here: the ranks of a job trust each other. A batch may hold any Python value.
+#     tensors   Their bytes, each at a multiple of 64, so that a view has the alignment of its dtype.
+
 LENGTH_BYTES = 8
 _LENGTHS = 2 * LENGTH_BYTES
 _ALIGNMENT = 64
 _MOST_KNOWN = 256
 _TENSORS_ONLY = b"tensors only"
-"""Behind descriptions that may be read once for all; other values might be changed by whoever gets them."""
+"""Suffix of descriptions that may be cached. Other descriptions hold Python values, which the receiver might change."""
 
 Pieces = list[bytes | memoryview]
-"""The bytes of a message, in order; those of tensors are not copied."""
+"""Bytes of a message, in order; bytes of tensors are not copied."""
 
 
 class _Place(NamedTuple):
-    """Where a tensor of the message is to go."""
+    """Placeholder for a tensor of the message."""
 
     number: int
 
@@ -41,7 +46,7 @@ class _Layout(NamedTuple):
 
 
 class _Known:
-    """Descriptions that were made or read before: batches mostly look alike."""
+    """Cache of descriptions: most batches of a run have the same keys, dtypes and shapes."""
 
     def __init__(self) -> None:
         self._descriptions: dict[Any, Any] = {}
@@ -50,6 +55,7 @@ class _Known:
         return self._descriptions.get(key)
 
     def add(self, key: object, description: object) -> None:
+        # Shapes may differ in every batch, so the cache must be bounded.
         if len(self._descriptions) >= _MOST_KNOWN:
             self._descriptions.clear()
         self._descriptions[key] = description
@@ -59,7 +65,7 @@ _written, _read = _Known(), _Known()
 
 
 def encode(content: object, note: object = None) -> Pieces:
-    """A value, such as a batch, and a small note beside it as the bytes of a message."""
+    """Return the bytes of a message for a value, such as a batch, and a small note beside it."""
     tensors, description = _describe(content)
     header = pickle.dumps((note, description), protocol=pickle.HIGHEST_PROTOCOL)
     pieces: Pieces = [b"", header]
@@ -74,17 +80,17 @@ def encode(content: object, note: object = None) -> Pieces:
 
 
 def packed(pieces: Sequence[bytes | memoryview]) -> Tensor:
-    """The message in one buffer."""
+    """Return the message in one buffer."""
     return torch.frombuffer(bytearray(b"".join(pieces)), dtype=torch.uint8)
 
 
 def length_of(message: Tensor) -> int:
-    """The length that a message says it has, of which the buffer may hold only the beginning."""
+    """Return the length of a message from its header; the buffer may hold only the beginning of the message."""
     return int.from_bytes(message.numpy()[:LENGTH_BYTES].tobytes(), "little")
 
 
 def decode(message: Tensor) -> tuple[Any, Any]:
-    """The value of a message and its note; tensors are views of the buffer, which must not be used again."""
+    """Return the value of a message and its note; tensors are views of the buffer, so do not reuse the buffer."""
     array = message.numpy()
     header_length = int.from_bytes(array[LENGTH_BYTES:_LENGTHS].tobytes(), "little")
     note, description = pickle.loads(array[_LENGTHS : _LENGTHS + header_length].tobytes())
@@ -99,7 +105,7 @@ def decode(message: Tensor) -> tuple[Any, Any]:
 
 
 def _describe(content: Any) -> tuple[list[Tensor], bytes]:
-    """The tensors of a value on the CPU, in a row, and a description of what is left without them."""
+    """Return the tensors of a value on the CPU, and a pickled description of the value without them."""
     key = _key_of(content)
     description: bytes | None = None if key is None else _written.get(key)
     tensors: list[Tensor] = []
@@ -121,7 +127,8 @@ def _describe(content: Any) -> tuple[list[Tensor], bytes]:
 
 
 def _key_of(content: object) -> Any:
-    """What tells the description of a plain dict of tensors from others; None for anything else."""
+    """Return the cache key of a plain dict of CPU tensors: names, dtypes and shapes. None for any other value."""
+    # Exact types only: a subclass such as EmptyBatch, or a tensor subclass, needs its own description.
     if type(content) is not dict:
         return None
     key = []
@@ -133,6 +140,7 @@ def _key_of(content: object) -> Any:
 
 
 def _bytes_of(tensor: Tensor) -> bytes | memoryview:
+    # Tensors are viewed as uint8 because NumPy has no bfloat16.
     if tensor.numel() == 0:
         return b""
     return memoryview(tensor.reshape(-1).view(torch.uint8).numpy())  # type: ignore[arg-type]
@@ -150,7 +158,7 @@ def _without_tensors(value: object, tensors: list[Tensor]) -> object:
         if value.layout is not torch.strided:
             raise TypeError(
                 f"A batch with a tensor of layout {value.layout} cannot be sent to other ranks: make it dense, or set "
-                "dispatch_batches=False, with which every rank reads its own batches."
+                "dispatch_batches=False, so that every rank reads its own batches."
             )
         tensors.append(value.detach().cpu().contiguous())
         return _Place(len(tensors) - 1)
@@ -172,12 +180,12 @@ def _with_tensors(value: object, tensors: list[Tensor]) -> object:
 
 
 def _mapping_like(container: object, parts: dict[str, object]) -> dict[str, object]:
-    """The parts as an `EmptyBatch` if the container is one; other kinds of mappings mean nothing to a trainer."""
+    """Return the parts as an `EmptyBatch` if the container is one; all other mappings become dicts."""
     return EmptyBatch(parts) if isinstance(container, EmptyBatch) else parts
 
 
 def _sequence_like(container: list[Any] | tuple[Any, ...], parts: list[object]) -> object:
-    """The parts in a container of the same type: list, tuple or named tuple."""
+    """Return the parts in a container of the same type: list, tuple or named tuple."""
     kind: Callable[..., object] = type(container)
     return kind(*parts) if _is_named_tuple(container) else kind(parts)
 

@@ -1,4 +1,7 @@
-"""How packed batches get from the rank that reads to the others: over sockets on one machine, else over gloo."""
+"""Transport of serialised batches from the reading rank to other ranks: sockets on one machine, otherwise gloo.
+
+Messages to a rank arrive in the order of sending. `DataloaderDispatcher` creates one sender or one receiver per rank.
+"""
 
 import contextlib
 import itertools
@@ -22,26 +25,26 @@ _MOST_PIECES = 512
 
 
 class Sender(Protocol):
-    """Sends messages to the ranks that are to have them."""
+    """Sender of messages to other ranks."""
 
     def send(self, messages: Sequence[Pieces | None]) -> None:
-        """One message for the ranks of each part; None where there is nobody but this rank."""
+        """Send one message to the ranks of each shard; None for a shard of this rank only."""
 
     def flush(self) -> None:
-        """Wait until all are sent."""
+        """Wait until all messages are sent."""
 
 
 class Receiver(Protocol):
-    """Receives buffers from the rank that reads."""
+    """Receiver of messages from the reading rank."""
 
     def receive(self) -> Tensor: ...
 
     def expect_more(self) -> None:
-        """Another one will follow: it may be received while this rank trains."""
+        """Prepare for another message, which can then arrive while this rank trains."""
 
 
 def make_sender(links: RankLinks, parts: list[list[int]]) -> Sender:
-    """`parts` are the ranks that get the same buffer."""
+    """Return the sender for these links; each list of `parts` holds the ranks that get the same message."""
     others = [[rank for rank in ranks if rank != dist.get_rank()] for ranks in parts]
     if links.sockets is None:
         return _GroupSender(links.group, others)
@@ -50,7 +53,8 @@ def make_sender(links: RankLinks, parts: list[list[int]]) -> Sender:
 
 
 def make_receiver(links: RankLinks, source: int, device: torch.device) -> Receiver:
-    """`device` is where the batches go: copies from pinned memory do not hold up the training."""
+    """Return the receiver for these links; `device` is the target device of the batches."""
+    # Copies from pinned memory to CUDA are asynchronous.
     pins_memory = device.type == "cuda"
     if links.sockets is None:
         return _GroupReceiver(links.group, source, pins_memory)
@@ -69,7 +73,7 @@ class _SocketSender:
                     _send_pieces(connection, message)
 
     def flush(self) -> None:
-        """Nothing: what is sent is in the hands of the system."""
+        """Do nothing: the operating system has accepted the bytes."""
 
 
 class _SocketReceiver:
@@ -84,6 +88,7 @@ class _SocketReceiver:
             view = _bytes_of(buffer)
             view[:LENGTH_BYTES] = beginning
             position = LENGTH_BYTES
+            # MSG_WAITALL may still return early, for example after a signal.
             while position < len(view):
                 with telling_timeouts():
                     num_bytes = self._connection.recv_into(view[position:], 0, socket.MSG_WAITALL)
@@ -93,7 +98,7 @@ class _SocketReceiver:
         return buffer
 
     def expect_more(self) -> None:
-        """Nothing: the system receives it."""
+        """Do nothing: the operating system receives into its socket buffer."""
 
 
 class _GroupSender:
@@ -101,10 +106,11 @@ class _GroupSender:
         self._group = group
         self._others = others
         self._capacities = dict.fromkeys(itertools.chain(*self._others), _FIRST_CAPACITY)
-        # The buffers must live until they are sent.
+        # Keep the buffers alive until gloo has sent them.
         self._under_way: deque[list[tuple[Work, Tensor]]] = deque()
 
     def send(self, messages: Sequence[Pieces | None]) -> None:
+        # At most three messages in flight, so that a fast reader does not fill the memory.
         while len(self._under_way) > 2:
             self._wait_for_oldest()
         works: list[tuple[Work, Tensor]] = []
@@ -119,7 +125,9 @@ class _GroupSender:
             self._wait_for_oldest()
 
     def _send_to(self, rank: int, buffer: Tensor) -> Iterator[Work]:
-        """As one message, unless it is longer than any before: then the rest follows."""
+        """Send a buffer to a rank; split it in two if it is longer than all messages before."""
+        # A gloo receive needs a buffer before the length is known. Both sides track the longest message so far: the
+        # first part fits into that capacity and contains the full length, and the second part follows.
         capacity = self._capacities[rank]
         parts = [buffer] if len(buffer) <= capacity else [buffer[:capacity], buffer[capacity:]]
         self._capacities[rank] = max(capacity, len(buffer))
@@ -155,6 +163,7 @@ class _GroupReceiver:
         return buffer
 
     def expect_more(self) -> None:
+        # A receive that is posted early lets gloo transfer the message in the background.
         self._posted = self._post(_buffer(self._capacity, self._pins_memory))
 
     def _receive_whole(self, beginning: Tensor, length: int) -> Tensor:
@@ -177,7 +186,8 @@ def _buffer(length: int, pins_memory: bool) -> Tensor:
 
 
 def _send_pieces(connection: socket.socket, pieces: Pieces) -> None:
-    """All in one go, as far as the system takes them; it takes so many pieces at a time."""
+    """Send all pieces, with one system call if possible."""
+    # The kernel limits the number of pieces per sendmsg (IOV_MAX) and may send only some of the bytes.
     num_sent = connection.sendmsg(pieces[:_MOST_PIECES])
     for piece in pieces:
         if num_sent < len(piece):

@@ -1,8 +1,7 @@
-"""Loaders whose position can be saved at any batch and restored without reading through the data.
+"""Builders of data loaders: a resumable training loader, or an evaluation loader, for any kind of dataset.
 
-map-style dataset    the position in a global, seeded order (`data_order`): seed, epoch, index of the next sample
-iterable dataset     the dataset's own state where it has one (`stream_batches`); without one, the number of batches
-ready loader         its own state; without one, the number of batches, which a resume has to skip one by one
+The position of a training loader can be saved after any batch. The trainer calls `build_train_loader` and
+`build_eval_loader`, in `ranks.team` once per rank.
 """
 
 import functools
@@ -35,42 +34,48 @@ from forgather.ml.trainer.loading.stream_state import loses_samples, warn_of_los
 from forgather.ml.trainer.loading.wrapped_loaders import CountingLoader, StatefulLoader, StreamLoader
 from forgather.ml.trainer.loop.signals import leave_signals_to_parent
 
+# Position of a training loader by kind of dataset:
+#
+#     map-style dataset    Position in a global, seeded order (`data_order`): seed, epoch, index of the next sample.
+#     iterable dataset     State of the dataset if it has one (`stream_batches`), otherwise the number of batches.
+#     DataLoader           Its own state, otherwise the number of batches, which a resumed run has to read again.
+
 _SPLITS = ("train", "test", "validation", "valid", "dev", "eval")
 
 
 class EvalDataLoader(DataLoader[Any]):
-    """A DataLoader that is true in a boolean context, however many batches it has."""
+    """DataLoader that is true in a boolean context, also with zero batches."""
 
     def __bool__(self) -> bool:
         return True
 
 
 class ResumableLoader(Protocol):
-    """Batches of one epoch at a time, from a position that can be saved and restored."""
+    """Loader of one epoch at a time, with a position that can be saved and restored."""
 
     @property
     def batch_size(self) -> int | None: ...
 
     @property
     def num_batches(self) -> int | None:
-        """Batches of a whole epoch; None when unknown."""
+        """Number of batches of a full epoch; None if unknown."""
 
     def set_epoch(self, epoch: int) -> None:
-        """Starts an epoch at its beginning; in the epoch that is under way the position is kept."""
+        """Start an epoch at its beginning; keep the position if this epoch is already in progress."""
 
     def __iter__(self) -> Iterator[Any]:
-        """The rest of the present epoch: nothing after its end, until `set_epoch` starts the next."""
+        """Iterate over the rest of the current epoch; after its end over nothing, until `set_epoch` starts the next."""
 
     def state_dict(self) -> dict[str, Any]:
-        """The position behind the last batch that was handed out, whatever workers have prefetched."""
+        """Return the position after the last batch that was handed out, regardless of prefetched batches."""
 
     def check_state_dict(self, state: object) -> None:
-        """Raises for a position that `load_state_dict` could not use, and changes nothing."""
+        """Raise an error for a position that `load_state_dict` cannot use; change nothing."""
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None: ...
 
     def close(self) -> None:
-        """Ends workers and iterators and keeps the position; iterating again starts new ones."""
+        """Stop workers and iterators, and keep the position; iterating again starts new workers."""
 
 
 def build_train_loader(
@@ -88,12 +93,12 @@ def build_train_loader(
     set_dataset_epoch: bool = True,
     part: Part = WHOLE,
 ) -> ResumableLoader:
-    """A resumable loader for a map-style dataset, an iterable dataset or a ready loader.
+    """Build a resumable loader for a map-style dataset, an iterable dataset or an existing loader.
 
-    Of a map-style dataset it hands out the batches of one `part`; the other kinds are the caller's to split.
+    A map-style dataset is sharded: the loader yields the batches of one `part`. The caller must shard the other kinds.
 
-    Only map-style datasets are shuffled here: an iterable one has an order of its own, and a ready loader is used as it
-    is, whatever the other arguments say.
+    Only map-style datasets are shuffled here. An iterable dataset defines its own order. An existing loader is used
+    unchanged, and the other arguments have no effect on it.
     """
     if _is_loader(dataset):
         warn_of_random_order(getattr(dataset, "dataset", None))
@@ -107,6 +112,7 @@ def build_train_loader(
         order = DataOrder(0, seed=seed, shuffle=shuffle)
         return OrderedLoader(samples, order, batch_size, drop_last, options, part)
     assert _is_stream(dataset), "there are three kinds"
+    # Every rank reads its own stream, so random augmentation must differ between ranks.
     own_seed = seed if part.number == 0 else stable_seed(seed, part.number)
     warn_of_random_order(dataset)
     stream = seeded_stream(
@@ -132,10 +138,11 @@ def build_eval_loader(
     prefetch_factor: int | None = None,
     part: Part = WHOLE,
 ) -> Iterable[Any]:
-    """The batches in the order of the dataset, the same at each pass; `len()` works when the number is known.
+    """Build a loader of batches in the order of the dataset; `len()` works if the number of batches is known.
 
-    Iterating leaves the global generators alone, so that an evaluation does not change the training. An empty dataset
-    is accepted: it may be one rank's share. A ready loader is returned as it is, a generator as one that explains itself.
+    Each pass yields the same batches. Iterating does not touch the global random generators, so an evaluation does not
+    change the training. An empty dataset is accepted: it may be the shard of one rank. An existing loader is returned
+    unchanged, and a generator is wrapped in `SinglePass`.
     """
     if _is_loader(dataset):
         return _ready_loader(dataset)
@@ -151,21 +158,21 @@ def build_eval_loader(
 
 
 def is_resumable(loader: object) -> bool:
-    """Whether a loader is one of ours, or behaves like one."""
+    """Return whether a loader has the methods of `ResumableLoader`."""
     needed = ("num_batches", "set_epoch", "state_dict", "load_state_dict", "close")
     return all(hasattr(loader, name) for name in needed)
 
 
 def adapted_loader(loader: Iterable[Any], set_dataset_epoch: bool, part: Part = WHOLE) -> ResumableLoader:
-    """A loader with a position, around any iterable of batches; one with a state of its own keeps it."""
+    """Wrap an iterable of batches in a resumable loader; use its own state if it has state methods."""
     if _keeps_state(loader):
         return StatefulLoader(loader, set_dataset_epoch, part)
     return CountingLoader(_ready_loader(loader), set_dataset_epoch, part)
 
 
 def kind_of(dataset: object) -> str:
-    """One of "iterable", "loader" and "map"."""
-    # Hugging Face's iterable datasets need not be torch's
+    """Return "iterable", "loader" or "map"; raise ValueError for any other object."""
+    # Hugging Face's IterableDataset is not always a subclass of torch's, so compare names without importing datasets.
     if isinstance(dataset, IterableDataset) or any(
         base.__name__ == "IterableDataset" for base in type(dataset).__mro__
     ):
@@ -180,8 +187,8 @@ def kind_of(dataset: object) -> str:
     if hasattr(dataset, "__iter__") and not isinstance(dataset, Dataset):
         return "loader"
     raise ValueError(
-        f"{name_of(dataset)} cannot be used as a dataset: it needs __len__ and __getitem__ (samples by number), __iter__ "
-        "as a torch IterableDataset (a stream of samples), or __iter__ alone (a loader of ready batches)."
+        f"{name_of(dataset)} cannot be used as a dataset: it needs __len__ and __getitem__ (samples by index), __iter__ "
+        "as a torch IterableDataset (a stream of samples), or only __iter__ (a loader of batches)."
     )
 
 
@@ -202,25 +209,26 @@ def _keeps_state(loader: Iterable[Any]) -> TypeGuard[StatefulBatches]:
 
 
 def _ready_loader(loader: Iterable[Any]) -> Iterable[Any]:
+    # Generators, zip, map and itertools objects can be read only once. Iterators of other classes may restart.
     if isinstance(loader, Iterator) and type(loader).__module__ in ("builtins", "itertools"):
         return SinglePass(loader)
     return loader
 
 
 def _problem_with(dataset: object) -> str | None:
-    """Why an object that looks like a dataset or a loader is none, and what to give instead."""
+    """Return an error message if the object is a common mistake, such as a path or a class; otherwise None."""
     if isinstance(dataset, Mapping):
         return _problem_with_mapping(dataset)
     if isinstance(dataset, (str, bytes)):
         return (
-            f"The text {dataset!r} is not a dataset. Load what it names first, such as with "
-            f"datasets.load_dataset({dataset!r}, split='train'), and give the result."
+            f"The string {dataset!r} is not a dataset. Load the dataset first, such as with "
+            f"datasets.load_dataset({dataset!r}, split='train'), and pass the result."
         )
     if isinstance(dataset, type):
-        return f"The class {dataset.__qualname__} is not a dataset: give an object of it, {dataset.__qualname__}(...)."
+        return f"The class {dataset.__qualname__} is not a dataset: pass an instance, {dataset.__qualname__}(...)."
     if inspect.isroutine(dataset):
         name = dataset.__qualname__
-        return f"The function {name} is not a dataset. Give what it returns; if that is a generator, give {ITERABLE_REMEDY}"
+        return f"The function {name} is not a dataset. Pass its result; instead of a generator, pass {ITERABLE_REMEDY}"
     return None
 
 
@@ -229,22 +237,20 @@ def _problem_with_mapping(dataset: Mapping[Any, Any]) -> str:
     is_of_columns = all(isinstance(value, (torch.Tensor, np.ndarray, list, tuple)) for value in values)
     if values and is_of_columns and not set(_SPLITS) & set(keys):
         return (
-            f"A {name_of(dataset)} of columns, {keys}, is not a dataset: samples are asked for by number. Make one of it "
-            "with datasets.Dataset.from_dict(...), or give a list with one dict for each sample."
+            f"A {name_of(dataset)} of columns, {keys}, is not a dataset: samples are read by index. Convert it with "
+            "datasets.Dataset.from_dict(...), or pass a list with one dict for each sample."
         )
     return (
-        f"{name_of(dataset)} is a mapping with the keys {keys}, not a dataset: choose one of its entries, such as "
+        f"{name_of(dataset)} is a mapping with the keys {keys}, not a dataset. Pass one of its entries, such as "
         'dataset["train"].'
     )
 
 
 @functools.cache
 def _leave_garbage_to_parent() -> None:
-    """Let no forked process collect what it has inherited.
-
-    A process group that has become garbage would be destroyed there together with threads that a fork does not copy, for
-    which its destructor waits for ever.
-    """
+    """Disable garbage collection of inherited objects in forked processes."""
+    # A worker would destroy an unreferenced process group that it inherited. The destructor waits forever for threads
+    # of the group, because fork does not copy threads.
     os.register_at_fork(after_in_child=gc.freeze)
 
 
@@ -260,12 +266,13 @@ def _loader_options(
     return {
         "collate_fn": ExplainingCollator(collate_fn or collate_samples, is_own=collate_fn is None),
         "num_workers": num_workers,
-        # torch warns at every epoch when there is nothing to pin memory for
+        # Without an accelerator torch warns at every epoch that pinned memory has no use.
         "pin_memory": pin_memory and torch.accelerator.is_available(),
         "persistent_workers": persistent_workers and num_workers > 0,
         "prefetch_factor": prefetch_factor,
         "worker_init_fn": leave_signals_to_parent,
-        # without one, each new iterator would draw from the global generator: a resumed run draws more often
+        # Without a separate generator, each new iterator would draw its worker seed from the global generator. A resumed
+        # run creates more iterators than an uninterrupted run, so its random state would differ.
         "generator": torch.Generator(),
     }
 

@@ -1,4 +1,7 @@
-"""From samples to a batch, for those who give the trainer no collator of their own."""
+"""Default collator: stacks samples to a batch if the trainer got no `data_collator`.
+
+Its errors name the column or the sample, and a remedy. `builders` passes it to the DataLoader.
+"""
 
 from collections.abc import Mapping, Sequence
 from typing import Any
@@ -12,14 +15,14 @@ from forgather.ml.trainer.loading.data_errors import place_of
 from forgather.ml.trainer.loading.data_types import Batch
 
 _LABEL_NAMES = ("labels", "label", "label_ids")
-"""The first of them that a sample has becomes the batch's "labels", as in `transformers`."""
+"""Columns for labels; the first of them in a sample becomes "labels" of the batch, as in `transformers`."""
 
 
 def collate_samples(samples: Sequence[Any]) -> object:
-    """Stack samples that are mappings of tensors, arrays, numbers and lists of numbers, key by key.
+    """Stack samples key by key; samples are mappings of tensors, arrays, numbers and lists of numbers.
 
-    Texts, lists of texts and None are left out: a model can do nothing with them. Samples that are no mappings are left
-    to torch's `default_collate`.
+    Strings, lists of strings and None are omitted, because a model cannot use them. Samples that are not mappings are
+    passed to torch's `default_collate`.
     """
     if not all(isinstance(sample, Mapping) for sample in samples):
         return _collated_without_names(samples)
@@ -30,13 +33,13 @@ def collate_samples(samples: Sequence[Any]) -> object:
             batch[name] = _stacked(source, values)
         elif not all(_is_left_out(value) for value in values):
             raise ValueError(
-                f"{source!r} is a number or tensor in some samples, and text or None in others: fill in the missing ones, "
-                "remove the column, or pass a data_collator that knows what to do."
+                f"{source!r} is a number or tensor in some samples, and text or None in others. Fill in the missing values, "
+                "remove the column, or pass a data_collator that handles them."
             )
     if not batch:
         raise ValueError(
-            f"Samples with the keys {list(samples[0])} have nothing that a model could take: all of it is text or None. "
-            "Tokenize the dataset first, or pass a data_collator that does."
+            f"Samples with the keys {list(samples[0])} contain no model inputs: all values are text or None. Run the tokenizer "
+            "on the dataset first, or pass a data_collator that does."
         )
     return batch
 
@@ -46,39 +49,38 @@ def _collated_without_names(samples: Sequence[Any]) -> object:
         place = place_of(samples, position)
         if sample is None:
             raise ValueError(
-                f"{place[0].upper()}{place[1:]} is None: the dataset returned nothing for it, as a function does that ends "
-                "without return. Return a dict, take the sample out of the dataset, or pass a data_collator that leaves "
-                "None out."
+                f"{place[0].upper()}{place[1:]} is None: the dataset returned nothing for it, such as a function without a "
+                "return statement. Return a dict, remove the sample from the dataset, or pass a data_collator that skips "
+                "None."
             )
         if isinstance(sample, Mapping) != isinstance(samples[0], Mapping):
             raise ValueError(
-                f"{place[0].upper()}{place[1:]} is a {type(sample).__name__}, and {place_of(samples, 0)} is a "
-                f"{type(samples[0]).__name__}: give all samples as dicts with the same keys, or pass a data_collator that "
-                "knows what to do."
+                f"{place[0].upper()}{place[1:]} is a {type(sample).__name__}, but {place_of(samples, 0)} is a "
+                f"{type(samples[0]).__name__}. Return all samples as dicts with the same keys, or pass a data_collator that "
+                "handles both."
             )
     return default_collate(list(samples))
 
 
 def require_mapping(batch: object) -> Batch:
-    """Returns the batch; an error explains a batch that is no mapping of names to tensors."""
+    """Return the batch; raise ValueError if it is not a mapping of names to tensors."""
     if batch is None or (isinstance(batch, Mapping) and not batch):
         found = "None" if batch is None else "an empty mapping"
         raise ValueError(
-            f"A batch is {found}: the data_collator, or the loader, gave nothing to train on. Let it return a mapping such "
-            "as {'input_ids': ..., 'labels': ...}, whose keys are arguments of the model; a function without return gives "
-            "None."
+            f"A batch is {found}: the data_collator or the loader returned nothing to train on. Return a mapping of model "
+            "arguments, such as {'input_ids': ..., 'labels': ...}; a function without a return statement returns None."
         )
     if not isinstance(batch, Mapping):
         raise ValueError(
-            f"A batch is a {type(batch).__name__}, but it must be a mapping such as {{'input_ids': ..., 'labels': ...}}, "
-            "whose keys are arguments of the model. Let the samples of the dataset be dicts, or pass a data_collator "
-            "that makes a dict of them."
+            f"A batch is a {type(batch).__name__}, but must be a mapping of model arguments, such as "
+            "{'input_ids': ..., 'labels': ...}. Return dicts as samples of the dataset, or pass a data_collator that returns "
+            "a dict."
         )
     return batch
 
 
 def _sources(sample: Mapping[str, Any]) -> dict[str, str]:
-    """The names in the batch, each with its name in the samples."""
+    """Return the names in the batch, each with its name in the samples."""
     names = {name: name for name in sample if name not in _LABEL_NAMES}
     label = next((name for name in _LABEL_NAMES if sample.get(name) is not None), None)
     return names if label is None else {**names, "labels": label}
@@ -87,8 +89,8 @@ def _sources(sample: Mapping[str, Any]) -> dict[str, str]:
 def _value(sample: Mapping[str, Any], name: str) -> object:
     if name not in sample:
         raise ValueError(
-            f"A sample has the keys {list(sample)}, but others of its batch have {name!r} too: give all samples the same "
-            "keys, or pass a data_collator that knows what to do."
+            f"A sample has the keys {list(sample)}, but other samples of its batch also have {name!r}. Give all samples the "
+            "same keys, or pass a data_collator that handles missing keys."
         )
     return sample[name]
 
@@ -108,8 +110,8 @@ def _stacked(name: str, values: list[Any]) -> object:
         sizes = sorted({shape[0] if len(shape) == 1 else shape for shape in shapes}, key=str)
         shown = ", ".join(str(size) for size in sizes[:8]) + (", ..." if len(sizes) > 8 else "")
         raise ValueError(
-            f"The samples of a batch have different lengths of {name!r}: {shown}. Pad or cut them to one length when "
-            "tokenizing, or pass a data_collator that pads, such as transformers' DataCollatorWithPadding."
+            f"The samples of a batch have different lengths of {name!r}: {shown}. Pad or truncate them to one length in the "
+            "tokenizer, or pass a data_collator that pads, such as transformers' DataCollatorWithPadding."
         )
     return torch.stack(tensors)
 
@@ -122,5 +124,5 @@ def _tensor(name: str, value: object) -> Tensor:
     except (TypeError, ValueError, RuntimeError) as error:
         raise ValueError(
             f"{name!r} of a sample, a {type(value).__name__}, cannot become a tensor: {error}. Remove the column, or pass "
-            "a data_collator that knows what to do with it."
+            "a data_collator that handles it."
         ) from error

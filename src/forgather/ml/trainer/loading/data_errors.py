@@ -1,4 +1,7 @@
-"""Errors of datasets and collators that name the sample, the DataLoader worker and the remedy."""
+"""Errors of datasets and collators that name the sample, the DataLoader worker and the remedy.
+
+Each `DataError` has the error of the dataset or the collator as its cause. The loaders and their workers call this module.
+"""
 
 from collections.abc import Mapping, Sequence
 from typing import Any
@@ -11,10 +14,11 @@ _NUM_SHOWN = 8
 
 
 class DataError(ValueError):
-    """A dataset or a collator failed; the message names the sample and the worker, `__cause__` is its own error."""
+    """Failure of a dataset or a collator; the message names the sample and the worker, `__cause__` is the error."""
 
     def __init__(self, message: str) -> None:
-        # torch raises the errors of its workers again, with a formatted traceback as the only argument.
+        # A DataLoader re-raises an error of a worker with a formatted traceback as the only argument. Put the message
+        # first.
         if message.startswith(f"Caught {type(self).__name__} in "):
             marker = f"{type(self).__module__}.{type(self).__qualname__}: "
             details, _, own = message.rpartition(marker)
@@ -23,7 +27,7 @@ class DataError(ValueError):
 
 
 class ReadSamples(list[Any]):
-    """The samples of one batch, with their numbers in the dataset for error messages."""
+    """Samples of one batch, with their indices in the dataset for error messages."""
 
     def __init__(self, samples: list[Any], indices: Sequence[int], dataset: object) -> None:
         super().__init__(samples)
@@ -32,7 +36,7 @@ class ReadSamples(list[Any]):
 
 
 class ExplainingCollator:
-    """Calls a collator, and says which samples it was given when it raises."""
+    """Collator wrapper that adds the samples to the message if the collator raises."""
 
     def __init__(self, collate_fn: CollateFn, is_own: bool) -> None:
         self.collate_fn = collate_fn
@@ -42,24 +46,26 @@ class ExplainingCollator:
         try:
             if self._is_own:
                 return self.collate_fn(samples)
+            # The user's collator gets a plain list: it may test the exact type.
             return self.collate_fn(list(samples) if isinstance(samples, ReadSamples) else samples)
         except Exception as error:
             if not self._is_own:
                 raise DataError(_collator_message(self.collate_fn, samples, error)) from error
             if get_worker_info() is None:
                 raise
-            # It says itself what is wrong, which torch would put behind the traceback of the worker.
+            # The default collator already explains the error. As a DataError its message comes before the traceback of
+            # the worker.
             raise DataError(str(error)) from error
 
 
 def read_samples(dataset: MapDataset, indices: list[int]) -> object:
-    """The samples with these numbers; an error names the one that failed."""
+    """Return the samples with these indices; raise DataError with the index of the sample that failed."""
     fetch_many = getattr(dataset, "__getitems__", None)
     if fetch_many is not None:
         try:
             fetched = fetch_many(indices)
         except Exception as error:
-            # Alone each of them shows whether it is the one.
+            # Read the samples one by one to find the faulty sample.
             for index in indices:
                 _read_one(dataset, index)
             raise DataError(_sample_message(dataset, indices, error)) from error
@@ -74,12 +80,13 @@ def read_samples(dataset: MapDataset, indices: list[int]) -> object:
 
 
 def stream_error(iterator: object, number: int, error: Exception) -> DataError:
-    """The error for a stream that raised in place of its sample with this number."""
+    """Return the error for a stream that raised instead of yielding this sample, counted from 0."""
+    # Python turns a StopIteration inside a generator into a RuntimeError with the StopIteration as its cause.
     if isinstance(error.__cause__, StopIteration):
         remedy = _stop_iteration("the dataset's __iter__")
         raised = "StopIteration"
     else:
-        remedy = "Iterate over the dataset alone to see it again; repair the sample, or let the dataset leave it out."
+        remedy = "Iterate over the dataset outside of training to reproduce it. Repair the sample, or skip it in the dataset."
         raised = _described(error)
     return DataError(
         f"Reading sample {number} of a stream ({_stream_name(iterator)}; counted from 0{_worker()}) raised {raised}. {remedy}"
@@ -87,7 +94,7 @@ def stream_error(iterator: object, number: int, error: Exception) -> DataError:
 
 
 def place_of(samples: Sequence[object], position: int) -> str:
-    """How to name one sample of a batch: by its number in the dataset, where that is known."""
+    """Return a description of one sample of a batch, with its index in the dataset if that is known."""
     if isinstance(samples, ReadSamples):
         return f"sample {samples.indices[position]} of the dataset ({_name_of(samples.dataset)})"
     return f"sample {position} of a batch of {len(samples)}"
@@ -107,10 +114,10 @@ def _sample_message(dataset: MapDataset, indices: list[int], error: Exception) -
     if isinstance(error, StopIteration):
         return f"{happened} {_stop_iteration('its __getitem__')}"
     if isinstance(error, IndexError):
-        happened += " The numbers asked for are below its __len__: check that __len__ is not more than it has."
+        happened += " The index is below its __len__: check that __len__ is not larger than the number of samples."
     return (
-        f"{happened} Read it alone, dataset[{indices[0]}], to see the error again. Repair the sample, or leave it out, "
-        "such as with torch.utils.data.Subset."
+        f"{happened} Read it with dataset[{indices[0]}] to reproduce the error. Repair the sample, or skip it, such as with "
+        "torch.utils.data.Subset."
     )
 
 
@@ -123,13 +130,14 @@ def _collator_message(collate_fn: object, samples: object, error: Exception) -> 
     call = f"data_collator([dataset[i] for i in {shown}])"
     return (
         f"The data_collator ({_name_of(collate_fn)}) raised {_described(error)} for a batch of {size}{numbers}{_worker()}. "
-        f"It was given {_kinds(samples)}. Call it by hand, {call}, to see the error again; change the collator, or the "
-        "samples, so that they fit each other."
+        f"It got {_kinds(samples)}. Call {call} to reproduce the error. Change the collator or the samples, so that they fit "
+        "each other."
     )
 
 
 def _kinds(samples: object) -> str:
-    """What the samples are, in a few words: the collator often expected something else."""
+    """Return a short description of the types of the samples."""
+    # The most common cause is a collator that expects another type of sample.
     if not isinstance(samples, Sequence) or not samples:
         return f"a {type(samples).__name__}"
     kinds = list(dict.fromkeys(_kind(sample) for sample in samples))
@@ -153,8 +161,8 @@ def _described(error: Exception) -> str:
 
 def _stop_iteration(where: str) -> str:
     return (
-        f"It comes from a next(...) without a default in {where}, and would have ended the epoch as if there were no more "
-        "data. Give next() a default, or catch StopIteration there."
+        f"It comes from a next(...) without a default in {where}, and would have ended the epoch silently. Pass a default to "
+        "next(), or catch StopIteration there."
     )
 
 
@@ -173,7 +181,7 @@ def _length(dataset: MapDataset) -> str:
 
 
 def _stream_name(iterator: object) -> str:
-    # A generator knows the function that made it, such as Lines.__iter__.
+    # The qualified name of a generator names its function, such as Lines.__iter__.
     return str(getattr(iterator, "__qualname__", None) or type(iterator).__qualname__)
 
 

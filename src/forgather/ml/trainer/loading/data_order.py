@@ -1,7 +1,8 @@
-"""The order of training data, the position in it, and random numbers that follow from the position alone.
+"""Data order: a sampler over a seeded permutation, its position, and seeding of workers by position.
 
-The order of an epoch depends on (seed, epoch) and nothing else, so a position is three numbers, and to restore it is to
-set them. What a dataset draws inside a worker process depends on the position too, never on how long the worker lived.
+The order of an epoch depends on (seed, epoch) only, so a position is three integers: seed, epoch and sample index.
+Random draws of a dataset inside a worker depend on the position too, never on the age of the worker. The loaders of
+map-style datasets and of streams use it.
 """
 
 import copy
@@ -33,13 +34,15 @@ SKIP_REMEDY = 'or start the data from its beginning with skip_checkpoint_compone
 
 
 def stable_seed(*parts: int) -> int:
-    """A seed of 63 bits that is the same for the same numbers in every process and on every machine."""
+    """Return a 63-bit seed that is equal for equal numbers in every process and on every machine."""
+    # SHA-256, because the built-in hash() may differ between versions and builds of Python.
     digest = hashlib.sha256(" ".join(str(part) for part in parts).encode()).digest()
     return int.from_bytes(digest[:8], "little") >> 1
 
 
 def agreed_seed(configured: int, stored: int) -> int:
-    """The seed to go on with after loading: the checkpoint's, since its position means nothing in another order."""
+    """Return the seed to use after loading: the seed of the checkpoint, and log a change."""
+    # The saved position is meaningless in the order of another seed.
     if configured != stored:
         logger.info(
             "The data order continues with the checkpoint's seed %d, not with the configured %d.", stored, configured
@@ -48,14 +51,14 @@ def agreed_seed(configured: int, stored: int) -> int:
 
 
 def require_keys(state: object, keys: tuple[str, ...], kind: str) -> Mapping[str, Any]:
-    """Returns a position with these keys; refuses one that was saved for another kind of training data."""
+    """Return a position with these keys; raise ValueError if it was saved for another kind of training data."""
     checked(require_mapping, state, "dataset")
     assert isinstance(state, Mapping), "it was checked"
     missing = [key for key in keys if key not in state]
     if missing:
         raise ValueError(
             f"The data position in the checkpoint cannot be used for {kind}: it lacks {missing} and has "
-            f"{sorted(map(str, state))}, so it was saved with another kind of training data. Train on that kind again, "
+            f"{sorted(map(str, state))}, so it was saved for another kind of dataset. Use that kind again, "
             f"{SKIP_REMEDY}."
         )
     return state
@@ -63,14 +66,14 @@ def require_keys(state: object, keys: tuple[str, ...], kind: str) -> Mapping[str
 
 _ORDER = Schema({"seed": integer, "epoch": count, "index": count, "num_samples": count})
 DRAWS = Schema({"num_drawn": count, "ended": flag, "iterator": anything})
-"""Where the samples of a stream are; the state of the iterator is that of the user's dataset."""
+"""Schema for the position of a stream; "iterator" holds the state of the user's iterator."""
 
 
 class DataOrder:
-    """The order of the samples of a map-style dataset and the position in it.
+    """Order of the samples of a map-style dataset, and the position in it.
 
-    `index` is the place, in the order of the epoch, of the next sample to hand out. It counts samples, not batches, so
-    it means the same with another batch size.
+    `index` is the position of the next sample in the order of the epoch. It counts samples, not batches, so it stays
+    valid with another batch size.
     """
 
     def __init__(self, num_samples: int, *, seed: int, shuffle: bool) -> None:
@@ -85,9 +88,10 @@ class DataOrder:
         self._move(self.seed, epoch, 0, num_samples)
 
     def samples(self, start: int, stop: int) -> list[int]:
-        """The numbers of the samples at these places of the epoch."""
+        """Return the indices of the samples at positions `start` to `stop` of the epoch."""
         if not self.shuffle:
             return list(range(start, stop))
+        # A separate generator: the permutation must not depend on the global random state, nor change it.
         if self._permutation is None:
             generator = torch.Generator().manual_seed(stable_seed(self.seed, self.epoch))
             self._permutation = torch.randperm(self.num_samples, generator=generator, device="cpu")
@@ -97,21 +101,21 @@ class DataOrder:
         return {"seed": self.seed, "epoch": self.epoch, "index": self.index, "num_samples": self.num_samples}
 
     def check_state_dict(self, state: object) -> None:
-        """Raises a `CheckpointLoadError` for a position that is none, or lies outside of its own samples."""
+        """Raise `CheckpointLoadError` if the state is not a position, or the index exceeds its number of samples."""
         checked(_is_within, state, "dataset")
 
     def load_state_dict(self, state: Mapping[str, Any], num_samples: int) -> None:
-        """Moves to a saved position, adopting its seed; `num_samples` is what the dataset has now."""
+        """Move to a saved position and adopt its seed; `num_samples` is the current length of the dataset."""
         self.check_state_dict(state)
         self.check_length(state, num_samples)
         self._move(agreed_seed(self.seed, state["seed"]), state["epoch"], state["index"], num_samples)
 
     def check_length(self, state: Mapping[str, Any], num_samples: int) -> None:
-        """Raises if the dataset, which has `num_samples` now, had others when the position was saved."""
+        """Raise ValueError if the dataset had another length than `num_samples` when the position was saved."""
         if num_samples != state["num_samples"]:
             raise ValueError(
                 f"The training dataset has {num_samples} samples, but had {state['num_samples']} when the checkpoint was "
-                f"saved: its position {state['index']} means other data now. Use the same dataset, {SKIP_REMEDY}."
+                f"saved: position {state['index']} is other data now. Use the same dataset, {SKIP_REMEDY}."
             )
 
     def _move(self, seed: int, epoch: int, index: int, num_samples: int) -> None:
@@ -122,12 +126,13 @@ class DataOrder:
 def _is_within(state: object) -> None:
     _ORDER(state)
     assert isinstance(state, Mapping), "the schema has checked it"
+    # An index equal to the number of samples is valid: the epoch is over.
     if state["index"] > state["num_samples"]:
         raise Violation(f"at most the number of samples, {state['num_samples']}", state["index"], ["index"])
 
 
 class BatchRequest(list[int]):
-    """The numbers of the samples of one batch, with what a worker needs to know of its position."""
+    """Sample indices of one batch, with the epoch and the seed for the worker that reads it."""
 
     __slots__ = ("epoch", "seed")
 
@@ -141,7 +146,7 @@ class BatchRequest(list[int]):
 
 
 class Part(NamedTuple):
-    """The share of one rank in every round of batches; the batches of a round go to the ranks in turn."""
+    """Shard of one rank: batch `number` of every round of `num_parts` batches."""
 
     number: int = 0
     num_parts: int = 1
@@ -151,11 +156,11 @@ WHOLE = Part()
 
 
 class PositionedBatches(Sampler[list[int]]):
-    """Batches of an order, from its position to the end of the epoch, or of them those of one part.
+    """Batch sampler over a `DataOrder`, from its position to the end of the epoch; yields the batches of one `part`.
 
-    It runs ahead with the loader's prefetching and does not move the position: whoever consumes a batch does. A part
-    that has nothing left in the last round asks for the round's first batch instead (`is_empty` tells), which has the
-    right shapes to be emptied; with `fills_up=False` it ends there.
+    The sampler runs ahead of training by the prefetch of the loader, so it does not move the position: the consumer of a
+    batch does. A part without a batch in the last round yields the first batch of that round instead (see `is_empty`).
+    That batch has the right shapes to become an `EmptyBatch`. With `fills_up=False` the part ends there.
     """
 
     def __init__(
@@ -179,12 +184,13 @@ class PositionedBatches(Sampler[list[int]]):
         while (stop := self.end_of_round(start)) > start:
             if self._fills_up or not self.is_empty(start):
                 first, last = self._own_batch(start)
+                # By position, so that augmentation is the same in any worker and after a resume.
                 seed = stable_seed(order.seed, order.epoch, first) if self._seeds_workers else 0
                 yield BatchRequest(order.samples(first, last), order.epoch, seed)
             start = stop
 
     def __len__(self) -> int:
-        """Batches of the whole epoch, wherever the position is."""
+        """Return the number of batches of the full epoch, regardless of the position."""
         per_round = self.batch_size * self.part.num_parts
         whole, rest = divmod(self.order.num_samples, per_round)
         if rest == 0 or (self.drop_last and self._fills_up):
@@ -193,17 +199,18 @@ class PositionedBatches(Sampler[list[int]]):
         return whole + 1 if has_part_of_rest else whole
 
     def end_of_round(self, start: int) -> int:
-        """Where the round ends that begins at `start`; `start` itself when there is none."""
+        """Return the end of the round that begins at `start`; `start` itself if there is no round."""
         end = self.order.num_samples
         stop = min(start + self.batch_size * self.part.num_parts, end)
         if not self.drop_last:
             return stop
+        # Training drops an incomplete round, because every rank needs a batch. Evaluation drops an incomplete batch only.
         if self._fills_up:
             return stop if stop == start + self.batch_size * self.part.num_parts else start
         return start + (stop - start) // self.batch_size * self.batch_size
 
     def is_empty(self, start: int) -> bool:
-        """Whether this part has nothing in the round that begins at `start`."""
+        """Return whether this part has no batch in the round that begins at `start`."""
         first = start + self.part.number * self.batch_size
         return first + (self.batch_size - 1 if self.drop_last else 0) >= self.order.num_samples
 
@@ -216,7 +223,7 @@ DatasetT = TypeVar("DatasetT")
 
 
 class _EpochAware(Generic[DatasetT]):
-    """Tells a dataset the epoch, once per change and process."""
+    """Wrapper that calls `set_epoch` of a dataset, once per change and process."""
 
     def __init__(self, dataset: DatasetT, forward_epoch: bool) -> None:
         self.dataset = dataset
@@ -225,7 +232,7 @@ class _EpochAware(Generic[DatasetT]):
 
     @property
     def hears_epochs(self) -> bool:
-        """Whether the dataset may be another one in each epoch."""
+        """Whether the dataset gets the epoch, so that its contents may differ in each epoch."""
         return self._forward_epoch and hasattr(self.dataset, "set_epoch")
 
     @property
@@ -239,10 +246,10 @@ class _EpochAware(Generic[DatasetT]):
 
 
 class SeededSamples(_EpochAware[MapDataset]):
-    """A map-style dataset whose samples, and their collation, draw the same random numbers in whatever worker.
+    """Map-style dataset with reproducible random draws of samples and collation in any worker.
 
-    Before each batch a worker learns its epoch and is seeded from its position. In the main process the global
-    generators are used as they are: they belong to the training, which checkpoints them.
+    Before each batch a worker sets the epoch and seeds its generators from the position of the batch. The main process
+    is not seeded: its global generators belong to the training, which saves them in checkpoints.
     """
 
     def __len__(self) -> int:
@@ -252,6 +259,8 @@ class SeededSamples(_EpochAware[MapDataset]):
         return self.dataset[index]
 
     def __getitems__(self, indices: list[int]) -> object:
+        # A DataLoader reads a batch by one call of __getitems__, so this seeds once per batch. The collator runs next in
+        # the same process and continues with the same generators.
         if isinstance(indices, BatchRequest) and get_worker_info() is not None:
             self.tell_epoch(indices.epoch)
             seed_host_generators(indices.seed)
@@ -263,19 +272,21 @@ def is_stateful(item: object) -> TypeGuard[HasState]:
 
 
 def check_position(loader: object, state: object) -> None:
-    """Let a loader check a state without taking it; the user's own loaders need not be able to."""
+    """Let a loader check a state without loading it; loaders of users do not have to support this."""
     if hasattr(loader, "check_state_dict"):
         loader.check_state_dict(state)
 
 
 def goes_on(loader: object) -> TypeGuard[HasState]:
-    """Whether a second iterator goes on where the first was left, as those of the trainer's own loaders do."""
+    """Return whether a second iterator continues where the first one stopped, as with Forgather's loaders."""
+    # A dispatcher has the attribute `goes_on`, since only the reading rank has the loader itself.
     own_word: bool | None = getattr(loader, "goes_on", None)
     return hasattr(loader, "num_batches") and is_stateful(loader) if own_word is None else own_word
 
 
 def kept_state(loader: HasState) -> dict[str, Any]:
-    """The state of a loader, to be kept while it goes on; some hand out their live state, so it is copied if need be."""
+    """Return a snapshot of the state of a loader that stays valid while the loader continues."""
+    # Some loaders return their live state, which must be copied. A dict of integers is the cheap and common case.
     state = loader.state_dict()
     is_plain = isinstance(state, dict) and all(isinstance(value, int) for value in state.values())
     return state if is_plain else copy.deepcopy(state)
@@ -290,18 +301,18 @@ def seeded_stream(
     in_workers: bool,
     is_read_again: bool = False,
 ) -> "SeededStream":
-    """A stream that has state methods exactly if the dataset has, which tells the loader whether to use them.
+    """Return a stream with state methods if the dataset has them; the loader uses them if they exist.
 
-    `is_read_again` leaves them out: the state would not bring back the position.
+    With `is_read_again` the stream has none, because the state of the dataset would not restore the position.
     """
     kind = StatefulStream if is_stateful(dataset) and not is_read_again else SeededStream
     return kind(dataset, seed, batch_size, forward_epoch, in_workers)
 
 
 class SeededStream(_EpochAware[Iterable[Any]], IterableDataset[Any]):
-    """An iterable dataset whose samples, and their collation, draw the same random numbers after a resume.
+    """Iterable dataset with reproducible random draws of samples and collation after a resume.
 
-    The epoch lies in shared memory, since nothing else reaches the copy in a worker that outlives an epoch.
+    The epoch is in shared memory: a persistent worker holds a copy of the dataset that nothing else can reach.
     """
 
     def __init__(
@@ -328,6 +339,7 @@ class SeededStream(_EpochAware[Iterable[Any]], IterableDataset[Any]):
         self.tell_epoch(epoch)
         worker = get_worker_info()
         place = None if worker is None else (self.seed, epoch, worker.id)
+        # Seed before iter(): some datasets shuffle when their iterator is created.
         if place is not None:
             seed_host_generators(stable_seed(*place))
         iterator = iter(self.dataset)
@@ -336,11 +348,11 @@ class SeededStream(_EpochAware[Iterable[Any]], IterableDataset[Any]):
 
 
 class StatefulStream(SeededStream):
-    """A stream over a dataset with a state of its own."""
+    """Stream over a dataset with state methods."""
 
     def state_dict(self) -> dict[str, Any]:
         assert is_stateful(self.dataset), "seeded_stream has asked"
-        # a dataset may hand out its live state, which goes on changing while the position waits for its batch
+        # A dataset may return its live state, which changes while prefetched batches wait to be handed out.
         return copy.deepcopy(self.dataset.state_dict())
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
@@ -349,7 +361,7 @@ class StatefulStream(SeededStream):
 
 
 class _Draws(Iterator[Any]):
-    """The samples of a stream; in a worker (`place` is given) the generators are seeded before each batch."""
+    """Iterator over the samples of a stream; in a worker (`place` is not None) it seeds generators before each batch."""
 
     def __init__(self, iterator: Iterator[Any], batch_size: int, place: tuple[int, ...] | None) -> None:
         self._iterator = iterator
@@ -362,6 +374,7 @@ class _Draws(Iterator[Any]):
     def __next__(self) -> object:
         if self._ended:
             raise StopIteration
+        # Counted from the resumed sample, because a new iterator starts a new batch there.
         if self._place is not None and (self._num_drawn - self._batch_origin) % self._batch_size == 0:
             seed_host_generators(stable_seed(*self._place, self._num_drawn))
         try:
@@ -376,9 +389,10 @@ class _Draws(Iterator[Any]):
 
 
 class _StatefulDraws(_Draws):
-    """Remembers the end as well: a dataset whose state begins anew at its end would otherwise repeat the epoch."""
+    """Iterator over the samples of a stream, with a state."""
 
     def state_dict(self) -> dict[str, Any]:
+        # The end is saved too: the state of some datasets restarts at the end, and a resume would repeat the epoch.
         inner = copy.deepcopy(self._iterator.state_dict()) if is_stateful(self._iterator) else None
         return {"num_drawn": self._num_drawn, "ended": self._ended, "iterator": inner}
 
@@ -389,7 +403,7 @@ class _StatefulDraws(_Draws):
         if state["iterator"] is not None:
             if not is_stateful(self._iterator):
                 raise AttributeError(
-                    f"The checkpoint has a state of the dataset's iterator, and {type(self._iterator).__name__} has no "
-                    f"load_state_dict to take it. Use the same dataset as before, {SKIP_REMEDY}."
+                    f"The checkpoint has a state of the dataset's iterator, but {type(self._iterator).__name__} has no "
+                    f"load_state_dict. Use the same dataset as before, {SKIP_REMEDY}."
                 )
             self._iterator.load_state_dict(state["iterator"])

@@ -1,4 +1,7 @@
-"""Data types: map-style dataset, collator, batch, and the state methods that a loader may have."""
+"""Data types: protocols of map-style datasets and of loaders with state methods; aliases for batch and collator.
+
+This module imports nothing from the package, so that all loaders can use it.
+"""
 
 from collections.abc import Callable, Iterator, Mapping
 from typing import Any, Protocol
@@ -6,11 +9,11 @@ from typing import Any, Protocol
 Batch = Mapping[str, Any]
 """Tensors and other values by name; the names are arguments of the model."""
 CollateFn = Callable[[list[Any]], Any]
-"""Makes a batch of a list of samples."""
+"""Collator: turns a list of samples into a batch."""
 
 
 class MapDataset(Protocol):
-    """A map-style dataset: samples by number."""
+    """Map-style dataset: samples by index."""
 
     def __len__(self) -> int: ...
 
@@ -18,7 +21,7 @@ class MapDataset(Protocol):
 
 
 class HasState(Protocol):
-    """A dataset, an iterator or a loader that can save its position and return to it."""
+    """Dataset, iterator or loader that can save and restore its position."""
 
     def state_dict(self) -> dict[str, Any]: ...
 
@@ -26,6 +29,6 @@ class HasState(Protocol):
 
 
 class StatefulBatches(HasState, Protocol):
-    """A loader of batches with state methods, such as torchdata's StatefulDataLoader."""
+    """Loader of batches with state methods, such as torchdata's StatefulDataLoader."""
 
     def __iter__(self) -> Iterator[Any]: ...

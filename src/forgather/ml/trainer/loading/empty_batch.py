@@ -1,4 +1,7 @@
-"""Stand-ins for batches that there are none of, which keep ranks in step with each other."""
+"""EmptyBatch: placeholder for a rank without data in the last round, so that all ranks run the same collectives.
+
+`OrderedLoader` and `DataloaderDispatcher` create it.
+"""
 
 from collections.abc import Mapping
 from typing import Any
@@ -11,18 +14,18 @@ from forgather.ml.trainer.step_loss.token_weighting import IGNORE_INDEX
 
 
 class EmptyBatch(dict[str, Any]):
-    """A batch of the usual shapes that counts nothing: no target, no token, no sample.
+    """Batch with the usual shapes that counts as zero targets, tokens and samples.
 
-    The rank that gets it runs forward and backward as the others do, and adds zero to the step.
+    The rank with this batch runs forward and backward like the other ranks, and adds zero to the step.
     """
 
 
 def emptied(batch: Mapping[str, Any]) -> EmptyBatch:
-    """A batch without targets in the shape of another."""
+    """Return a copy of a batch without targets."""
     require_mapping(batch)
     empty = EmptyBatch(batch)
     labels = empty.get("labels")
-    # Labels of other types cannot say "ignored"; that the batch is an empty one says it for them.
+    # Labels of other dtypes have no ignored value. For them only the type EmptyBatch sets the weight to zero.
     if isinstance(labels, Tensor) and labels.dtype in (torch.int8, torch.int16, torch.int32, torch.int64):
         empty["labels"] = torch.full_like(labels, IGNORE_INDEX)
     return empty

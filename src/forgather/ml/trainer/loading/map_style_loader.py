@@ -1,4 +1,8 @@
-"""Batches of a dataset with numbered samples, in a global order."""
+"""OrderedLoader: batches of a map-style dataset in a global, seeded order, sharded by rank.
+
+The position counts samples of the global order. It is equal on all ranks and valid for another number of ranks.
+`builders` creates it.
+"""
 
 from collections.abc import Callable, Iterator, Mapping
 from typing import Any, cast
@@ -20,7 +24,7 @@ from forgather.ml.trainer.loading.epoch_loader import EpochLoader, check_length
 
 
 class OrderedLoader(EpochLoader[DataLoader[Any]]):
-    """A map-style dataset in a global order."""
+    """Resumable loader of a map-style dataset in a global order; yields the batches of one `part`."""
 
     def __init__(
         self,
@@ -54,8 +58,9 @@ class OrderedLoader(EpochLoader[DataLoader[Any]]):
         return self._order.state_dict()
 
     def check_state_dict(self, state: object) -> None:
-        position = require_keys(state, ("seed", "epoch", "index", "num_samples"), "a dataset with numbered samples")
+        position = require_keys(state, ("seed", "epoch", "index", "num_samples"), "a map-style dataset")
         self._order.check_state_dict(position)
+        # A dataset with set_epoch may have another length in the saved epoch; `load_state_dict` checks it there.
         if not self._samples.hears_epochs:
             self._order.check_length(position, len(self._samples))
 
@@ -67,7 +72,7 @@ class OrderedLoader(EpochLoader[DataLoader[Any]]):
         self._epoch, self._finished = self._order.epoch, False
 
     def _check_length_in_epoch(self, state: Mapping[str, Any]) -> None:
-        """Moves the dataset, which may have another length in each epoch, and back if it does not fit."""
+        """Set the saved epoch on the dataset and check its length; restore the epoch if the check fails."""
         present = self._samples.told_epoch
         self._samples.tell_epoch(state["epoch"])
         try:
@@ -86,24 +91,28 @@ class OrderedLoader(EpochLoader[DataLoader[Any]]):
 
     def _open(self) -> Iterator[Any]:
         if self._batches.end_of_round(self._order.index) == self._order.index:
-            return iter(())  # no workers for an epoch that is over
+            return iter(())  # Do not start workers for an epoch that is over.
         if self._loader.num_workers == 0 and not self._loader.pin_memory:
             return self._read_here()
+        # The DataLoader draws the base seed of workers from this generator. Seed it by epoch, so that a resumed run
+        # gives workers the same seeds.
         self._loader.generator.manual_seed(stable_seed(self._order.seed, self._order.epoch))
         return iter(self._loader)
 
     def _read_here(self) -> Iterator[Any]:
-        """What torch's loader does without workers, less its bookkeeping, which costs as much as reading small batches."""
+        """Yield the batches of this process without torch's DataLoader."""
+        # The bookkeeping of the DataLoader costs as much time as reading small batches.
         for request in self._batches:
             yield self._collate(self._samples.__getitems__(request))
 
     def _counted(self, batch: Batch) -> Batch:
         start = self._order.index
+        # Move by a full round, not by one batch: the position is shared by all ranks.
         self._order.index = self._batches.end_of_round(start)
-        # Alone there is no round without a batch.
+        # With a single part every round has a batch.
         return emptied(batch) if self._batches.part.num_parts > 1 and self._batches.is_empty(start) else batch
 
 
 def as_dataset(samples: SeededSamples) -> Dataset[Any]:
-    # torch only asks for the methods; its base class would bring in a __getitem__ that fails
+    # A DataLoader needs the methods only. The base class of torch would add a __getitem__ that raises.
     return cast(Dataset[Any], samples)

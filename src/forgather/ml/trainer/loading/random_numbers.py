@@ -1,4 +1,8 @@
-"""Random numbers of data loading: states of the generators of Python, NumPy and torch on the CPU."""
+"""Random state of data loading: save, check and watch the global generators of Python, NumPy and torch on the CPU.
+
+A resumed run must draw the same numbers at the same points as an uninterrupted run. The wrapped loaders save these
+states; `SynchronizedDataLoader` and `DataloaderDispatcher` watch for draws before they read ahead.
+"""
 
 import contextlib
 import random
@@ -16,30 +20,32 @@ _GENERATORS = Schema(dict.fromkeys(("python", "numpy", "torch"), anything))
 
 
 def host_generators() -> dict[str, Any]:
-    """The state of the generators that data is drawn with, in the form of `RNGState`."""
+    """Return the states of the generators that datasets use, in the format of `RNGState`."""
     return {"python": random.getstate(), "numpy": np.random.get_state(), "torch": torch.get_rng_state()}
 
 
 def generator_states(value: object) -> None:
-    """Checks states that `host_generators` gave; a wrong one would let a generator read outside of its words."""
+    """Raise Violation unless the value has the form of `host_generators`."""
+    # States from a checkpoint are untrusted: a wrong position makes a generator read outside of its state array.
     _GENERATORS(value)
     assert isinstance(value, Mapping), "the schema has checked it"
     try:
         RNGState().check_state_dict(_GENERATORS.known(value))
     except CheckpointLoadError as error:
-        # What follows tells how to do without the component "rng", which is another one.
+        # The rest of the message is advice to skip the component "rng", which is not the component loaded here.
         reason = str(error).partition(". ")[0]
         raise Violation(f"the states of the generators of Python, NumPy and torch ({reason})", value) from None
 
 
 def known_generators(states: Mapping[str, Any] | None) -> dict[str, Any] | None:
-    """The states of those generators that data is drawn with, and of no others."""
+    """Return the states of the Python, NumPy and torch generators without any other entries."""
     return None if states is None else _GENERATORS.known(states)
 
 
 @contextlib.contextmanager
 def generators_apart(start: Mapping[str, Any] | None = None) -> Iterator[None]:
-    """Work that only a resumed run does: it draws from `start`, if given, and leaves the generators as they were."""
+    """Run the body with the random state `start`, if given, and restore the current random state afterwards."""
+    # For work that only a resumed run does, such as reading batches again. It must not change the draws that follow.
     with undisturbed_random_numbers():
         if start is not None:
             RNGState().load_state_dict(start)
@@ -48,7 +54,11 @@ def generators_apart(start: Mapping[str, Any] | None = None) -> Iterator[None]:
 
 @contextlib.contextmanager
 def draws_random_numbers() -> Iterator[Callable[[], bool]]:
-    """Watches the generators; what it gives tells, once the block is over, whether anything was drawn in it."""
+    """Yield a function that returns, after the block, whether the block drew from the global generators."""
+    # Read-ahead moves the reading of a batch before the training step of the previous batch. If reading draws from the
+    # global generators (random augmentation or masking in this process), it would take the numbers that the step draws
+    # otherwise. A resumed run starts without a batch read ahead, so its draws would differ. Loaders therefore watch some
+    # reads, and read ahead only while reading draws nothing. Workers have their own generators and are not affected.
     before = _fingerprint()
     found: list[bool] = []
     yield lambda: found[0]
@@ -56,6 +66,7 @@ def draws_random_numbers() -> Iterator[Callable[[], bool]]:
 
 
 def _fingerprint() -> tuple[Any, ...]:
+    # Copies as bytes: arrays do not compare to a single bool.
     states = host_generators()
     numpy_state = states["numpy"]
     return states["python"], numpy_state[1].tobytes(), numpy_state[2:], states["torch"].numpy().tobytes()

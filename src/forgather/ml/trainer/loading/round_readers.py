@@ -1,4 +1,8 @@
-"""Readers of a dispatcher's rounds: read ahead and send, in the loop's thread or in a background thread."""
+"""Prefetch of a dispatcher: readers that read and send rounds ahead, in the main thread or in a background thread.
+
+A round holds one batch for each data-parallel rank. `DataloaderDispatcher` uses a reader only if reading draws no random
+numbers in this process: draws in another thread or ahead of time would mix with the draws of training.
+"""
 
 import queue
 import threading
@@ -13,31 +17,31 @@ _SHORT_BYTES = 2**16
 
 
 class Kind(Enum):
-    """What a message says."""
+    """Kind of a message."""
 
     BATCH = "batch"
     END = "end"
-    """The pass is over: there is no more data."""
+    """End of the pass: no more data."""
     LEFT = "left"
-    """The pass is over: the loop was left early."""
+    """End of the pass: the training loop left it early."""
     ERROR = "error"
 
 
 class Message(NamedTuple):
     kind: Kind
     content: object
-    """The batch, or the fields of an error."""
+    """Batch, or the fields of an error."""
     position: Mapping[str, Any] | None
-    """The state of the loader behind this batch."""
+    """State of the loader after this batch."""
 
 
 class Round(NamedTuple):
-    """What every data-parallel rank is told next."""
+    """Messages to all data-parallel ranks for one step."""
 
     own: Message
-    """For the rank that reads."""
+    """Message for the reading rank."""
     packed: list[Pieces | None]
-    """For each part of the mesh, where it has ranks that do not read."""
+    """Serialised message for each shard; None for a shard of the reading rank only."""
 
     @property
     def is_last(self) -> bool:
@@ -45,7 +49,7 @@ class Round(NamedTuple):
 
 
 class QuickReader(Iterator[Round]):
-    """Reads and sends one round ahead of the loop that takes them, so that nobody waits for it."""
+    """Reader without a thread: reads and sends one round ahead of the training loop."""
 
     def __init__(self, rounds: Iterator[Round], sender: Sender) -> None:
         self._rounds = rounds
@@ -62,15 +66,16 @@ class QuickReader(Iterator[Round]):
         return one
 
     def request_end(self) -> None:
-        """Nothing: it reads only when it is asked."""
+        """Do nothing: there is no thread to stop."""
 
     def end(self) -> bool:
-        """Returns whether the last message of the pass was sent."""
+        """Return whether the last message of the pass was sent."""
         return self._has_sent_last
 
     def _read(self) -> tuple[Round, bool]:
         one = next(self._rounds)
-        # A long one does not fit into the buffers of the system: it is sent when the others are there to receive it.
+        # Send a long round only when the loop takes it. It does not fit into the socket buffers, so sending would block
+        # until the other ranks receive.
         is_short = all(sum(map(len, pieces)) <= _SHORT_BYTES for pieces in one.packed if pieces is not None)
         if is_short:
             self._send(one)
@@ -82,7 +87,7 @@ class QuickReader(Iterator[Round]):
 
 
 class ThreadedReader(Iterator[Round]):
-    """A thread that reads rounds and sends them, at most so many ahead of the loop that takes them."""
+    """Reader with a background thread: reads and sends at most `depth` rounds ahead of the training loop."""
 
     def __init__(self, rounds: Iterator[Round], sender: Sender, depth: int) -> None:
         self._rounds = rounds
@@ -103,10 +108,11 @@ class ThreadedReader(Iterator[Round]):
 
     def request_end(self) -> None:
         self._is_to_end = True
+        # Wake the thread if it waits for a free slot.
         self._free_places.release()
 
     def end(self) -> bool:
-        """Stop; returns whether the last message of the pass was sent."""
+        """Stop the thread; return whether the last message of the pass was sent."""
         self.request_end()
         self._thread.join()
         return self._has_sent_last
@@ -115,15 +121,17 @@ class ThreadedReader(Iterator[Round]):
         try:
             while not self._has_sent_last and self._waits_for_place():
                 one = next(self._rounds)
+                # The end may have been requested while this round was read. A last round is still sent: the other
+                # ranks wait for it.
                 if self._is_to_end and not one.is_last:
                     return
                 self._sender.send(one.packed)
                 self._has_sent_last = one.is_last
                 self._ready.put(one)
-        except BaseException as error:  # noqa: BLE001 - raised where the loop takes the next round
+        except BaseException as error:  # noqa: BLE001 - `__next__` raises it in the training loop
             self._ready.put(error)
 
     def _waits_for_place(self) -> bool:
-        """Whether there is one, and not the end."""
+        """Wait for a free slot; return False if the end was requested."""
         self._free_places.acquire()
         return not self._is_to_end

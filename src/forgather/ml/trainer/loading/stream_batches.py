@@ -1,6 +1,7 @@
-"""Batches of iterable datasets, in this process or in workers, with a position that can be saved at any batch.
+"""StreamBatches: batches of an iterable dataset, in this process or in workers, with a position after every batch.
 
-Positions have the form of torchdata's StatefulDataLoader, which read streams in earlier versions: their checkpoints load.
+Positions have the format of torchdata's StatefulDataLoader, which earlier versions used, so that their checkpoints still
+load. `StreamLoader` wraps it.
 """
 
 import itertools
@@ -16,16 +17,17 @@ from forgather.ml.trainer.loading.epoch_loader import shut_down
 
 
 class StreamBatches:
-    """A loader of a stream. Iterating begins an epoch, or goes on at a loaded position.
+    """Loader of a stream. Iterating starts an epoch, or continues at a loaded position.
 
-    A worker sends the state of its stream with each batch, so that the position is behind the last batch that was handed
-    out, whatever was prefetched.
+    A worker sends the state of its stream with each batch. The position is therefore after the last batch that was
+    handed out, regardless of prefetched batches.
     """
 
     def __init__(self, stream: SeededStream, batch_size: int, drop_last: bool, options: Mapping[str, Any]) -> None:
         self.dataset = stream
         self.batch_size, self.drop_last = batch_size, drop_last
         self._batches = _Batches(stream, batch_size, drop_last, options["collate_fn"])
+        # With batch_size=None torch does not batch again: `_Batches` yields finished batches, collated in the worker.
         self._loader: DataLoader[Any] = DataLoader(
             self._batches, batch_size=None, **{**options, "collate_fn": _unchanged}
         )
@@ -46,28 +48,29 @@ class StreamBatches:
         return generator
 
     def state_dict(self) -> dict[str, Any]:
-        """The position of the iterator that was begun last."""
+        """Return the position of the newest iterator."""
         if self._pass is None:
-            raise RuntimeError("A stream has a position only once it is iterated.")
+            raise RuntimeError("A stream has no position before it is iterated.")
         return self._pass.state_dict()
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Let the next iterator begin at this position."""
+        """Let the next iterator start at this position."""
         self._state_to_load = state
 
     def __iter__(self) -> Iterator[Any]:
         state, self._state_to_load = self._state_to_load, None
         if state is not None:
-            # Workers take a position only when they start.
+            # Workers get a copy of `start` when their process starts, so running workers must be replaced.
             self.close()
             self._batches.start = _Start.of(state, self.num_workers, self.persistent_workers)
         self._pass = _Pass(self._batches, iter(self._loader), self.num_workers, self._batches.start)
         if self.num_workers > 0:
+            # Only the copies in the workers use it. New workers of the next epoch must not start there again.
             self._batches.start = None
         return self._pass
 
     def close(self) -> None:
-        """End all workers."""
+        """Stop all workers."""
         iterator = self._loader._iterator
         self._loader._iterator = None
         if iterator is not None:
@@ -75,14 +78,14 @@ class StreamBatches:
 
 
 class _Start(NamedTuple):
-    """A position to begin at."""
+    """Position to start at."""
 
     states: Mapping[int, Mapping[str, Any]]
-    """By worker; 0 is also the main process."""
+    """States by worker; 0 is also the main process."""
     last_worker: int
-    """The worker whose batch was handed out last."""
+    """Worker of the last batch that was handed out."""
     finished: bool
-    """Whether the epoch was over: the position is where the next one begins."""
+    """Whether the epoch was over, so that the position is the start of the next epoch."""
 
     @classmethod
     def of(cls, state: Mapping[str, Any], num_workers: int, persistent_workers: bool) -> "_Start | None":
@@ -93,13 +96,13 @@ class _Start(NamedTuple):
         workers = snapshot.get("_worker_snapshots", {})
         states = {number: workers[_key(number)] for number in range(num_workers) if _key(number) in workers}
         if len(states) < num_workers or (finished and not persistent_workers):
-            # New workers begin an epoch with the dataset of this process, which they never change.
+            # New workers copy the dataset of this process, which other workers never change, so nothing is restored.
             return None
         return cls(states, snapshot.get("_last_yielded_worker_id", num_workers - 1), finished)
 
 
 class _Note(NamedTuple):
-    """Comes from a worker beside each batch, and sometimes alone."""
+    """State of a worker that is sent with each batch, or without one."""
 
     worker: int
     state: dict[str, Any]
@@ -107,14 +110,14 @@ class _Note(NamedTuple):
 
 
 class _Opaque:
-    """Keeps a note from being pinned in memory as a batch is."""
+    """Wrapper that hides a note from the pin_memory thread, which would otherwise copy its tensors."""
 
     def __init__(self, note: _Note) -> None:
         self.note = note
 
 
 class _Batches(IterableDataset[Any]):
-    """The batches of a stream in one process; in a worker each with a note."""
+    """Batches of a stream in one process; in a worker each comes with a note."""
 
     def __init__(self, stream: SeededStream, batch_size: int, drop_last: bool, collate_fn: CollateFn) -> None:
         self.start: _Start | None = None
@@ -144,7 +147,8 @@ class _Batches(IterableDataset[Any]):
         of_iterator = (state.get("fetcher_state") or {}).get("dataset_iter_state")
         if of_iterator is not None and is_stateful(samples):
             samples.load_state_dict(of_iterator)
-        # The state of the dataset may reach from one epoch into the next; that of an iterator does not.
+        # The state of a dataset may carry over to the next epoch, the state of an iterator does not. A new iterator
+        # starts the next epoch.
         return iter(self._stream) if start.finished else samples
 
     def _in_order(self) -> Iterator[Any]:
@@ -158,14 +162,15 @@ class _Batches(IterableDataset[Any]):
                 return
 
     def _with_notes(self, number: int, start: _Start | None) -> Iterator[Any]:
-        # The state at the beginning, in case a checkpoint is saved before the first batch of this worker.
+        # The initial state, in case a checkpoint is saved before the first batch of this worker.
         yield None, self._note(number)
         if start is not None and not start.finished and number <= start.last_worker:
-            # Workers take turns from the first one on, and this one has had its turn in the present round.
+            # The DataLoader polls workers in turn and always starts with worker 0. Workers up to `last_worker` had their
+            # turn in this round before the checkpoint. An item without a batch lets them skip it.
             yield None, self._note(number)
         for batch in self._in_order():
             yield batch, self._note(number, True)
-        # An end that was found without a batch is a part of the position, too.
+        # The state at the end is part of the position too, even if it comes without a batch.
         yield None, self._note(number)
 
     def _note(self, number: int, has_batch: bool = False) -> _Opaque:
@@ -173,13 +178,13 @@ class _Batches(IterableDataset[Any]):
 
 
 class _Pass(Iterator[Any]):
-    """An epoch of a stream, or the rest of one."""
+    """Iterator over an epoch of a stream, or over the rest of an epoch."""
 
     def __init__(self, batches: _Batches, iterator: Iterator[Any], num_workers: int, start: _Start | None) -> None:
         self._batches = batches
         self._iterator = iterator
         self._num_workers = num_workers
-        # Until the workers report, which all do before the first batch, the position is the one they begin at.
+        # Every worker reports its state before its first batch. Until then the position is the one to start at.
         begin = _Start({}, num_workers - 1, False) if start is None or start.finished else start
         self._states, self._last_worker = dict(begin.states), begin.last_worker
         self._finished = False
@@ -213,6 +218,7 @@ class _Pass(Iterator[Any]):
 
 
 def _unchanged(batch: object) -> object:
+    # A module-level function, because spawned workers unpickle it by name.
     return batch
 
 

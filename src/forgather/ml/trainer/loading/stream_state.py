@@ -1,4 +1,7 @@
-"""Resuming streams of the package `datasets`: which of them their own state brings back exactly."""
+"""Streams of Hugging Face `datasets`: detection of shuffle buffers and missing seeds, which prevent an exact resume.
+
+`builders` calls it. A stream that loses samples is read again up to the position instead of using its own state.
+"""
 
 import logging
 from collections.abc import Iterator
@@ -8,39 +11,41 @@ from forgather.ml.distributed.environment import get_rank
 
 logger = logging.getLogger(__name__)
 
-# NumPy draws as many bits for a generator without a seed; nobody types such a number.
+# NumPy draws 128 bits of entropy for a generator without a seed. A seed set by a user is hardly longer than 64 bits.
 _BITS_OF_NO_SEED = 65
 
 
 def loses_samples(dataset: object) -> bool:
-    """Whether a stream of `datasets` has a shuffle buffer, or batches of tables, which its state does not contain."""
+    """Return whether the state of a `datasets` stream omits samples, in a shuffle buffer or in batches of tables."""
     return any(_is_lossy(node) for node in _nodes(dataset))
 
 
 def warn_of_random_order(dataset: object) -> None:
-    """Say that a shuffled stream without a seed has another order in each process."""
+    """Warn about a stream that is shuffled without a seed, since its order differs in each process."""
     generators = (getattr(node, "generator", None) for node in _nodes(dataset))
     if get_rank() == 0 and any(_has_no_seed(generator) for generator in generators):
         logger.warning(
-            "The training data (%s of the package datasets) are shuffled without a seed, so each process reads them in another "
-            "order: a resumed run would repeat samples and leave out others. Give shuffle() or interleave_datasets() a seed.",
+            "The training data (%s of the package datasets) are shuffled without a seed, so the order differs in each "
+            "process: a resumed run would repeat some samples and skip others. Pass a seed to shuffle() or "
+            "interleave_datasets().",
             type(dataset).__name__,
         )
 
 
 def warn_of_lost_samples(loader: object) -> None:
-    """Say that a ready loader with a state of its own does not bring back the buffer of its stream."""
+    """Warn about a stateful loader with a state that omits the shuffle buffer of its stream."""
     if get_rank() == 0 and loses_samples(getattr(loader, "dataset", None)):
         logger.warning(
-            "%s keeps the state of a stream with a shuffle buffer, which does not contain the buffered samples: a resumed run "
-            "would repeat samples and leave out others. Give the trainer the dataset itself, which is then read again up to "
-            "the position, or a torch DataLoader.",
+            "%s saves the state of a stream with a shuffle buffer, which does not contain the buffered samples: a resumed run "
+            "would repeat some samples and skip others. Pass the dataset itself to the trainer, which then reads it again up "
+            "to the position, or a torch DataLoader.",
             type(loader).__name__,
         )
 
 
 def _nodes(dataset: object) -> Iterator[Any]:
-    """The steps that a stream of `datasets` consists of, told by their names: importing the package takes seconds."""
+    """Yield the processing steps of a `datasets` stream."""
+    # Recognise them by module name: importing the package takes seconds.
     waiting = [getattr(dataset, "_ex_iterable", None)]
     while waiting:
         node = waiting.pop()
@@ -52,7 +57,7 @@ def _nodes(dataset: object) -> Iterator[Any]:
 
 
 def _is_lossy(node: object) -> bool:
-    # Of batches of tables the package itself says that some may be skipped.
+    # For batches in a table format `datasets` itself states that a resume may skip samples.
     in_tables = getattr(node, "batched", False) and getattr(getattr(node, "formatting", None), "is_table", False)
     return type(node).__name__ == "BufferShuffledExamplesIterable" or bool(in_tables)
 

@@ -1,4 +1,8 @@
-"""Batches of streams and of ready loaders, which have a position of their own or can be read again up to one."""
+"""Resumable wrappers of streams and DataLoaders: restore their own state, or read the batches again up to the position.
+
+A resumed run draws the same random numbers as an uninterrupted run: repeated reads use the random state of the start
+of the epoch and do not change the current one. `builders` creates these loaders.
+"""
 
 import contextlib
 import itertools
@@ -50,12 +54,12 @@ _POSITION = {
     "generators": optional(generator_states),
     "part": list_of(count, length=2),
 }
-# Positions of before there were parts are those of all the data.
+# Older checkpoints have no "part": their position is for unsharded data.
 _ADDED = ("part",)
 _COUNTING = Schema({**_POSITION, "num_batches_done": count}, _ADDED)
 _STATEFUL = Schema({**_POSITION, "loader": anything}, _ADDED)
 
-# The state of a stream in one process; some counts were kept by torchdata, which earlier versions read streams with.
+# State of a stream in one process. The counts are fields of torchdata, which earlier versions used for streams.
 _OF_PROCESS: dict[str, Any] = {
     "dataset_state": anything,
     "fetcher_state": optional(Schema({"dataset_iter_state": optional(DRAWS)}, ["dataset_iter_state"])),
@@ -80,15 +84,15 @@ _STREAM = Schema(
 
 
 class WrappingLoader(EpochLoader[LoaderT]):
-    """A loader that knows its own position, or at least can be read again up to one."""
+    """Base class of wrappers of a loader that has a state, or can be read again up to a position."""
 
     def __init__(self, loader: LoaderT, forward_epoch: bool, part: Part = WHOLE) -> None:
         super().__init__(loader)
         self._forward_epoch = forward_epoch
         self._part = part
-        # batches of this epoch that were handed out
+        # Number of batches of this epoch that were handed out.
         self._num_done = 0
-        # the global generators when the epoch began, for a loader that has to be read again from there
+        # Global random state at the start of the epoch, for a loader that has to be read again from there.
         self._generators_at_start: dict[str, Any] | None = None
         self._tell_epoch(0)
         check_length(loader if self.dataset is None else self.dataset, self.num_batches)
@@ -116,6 +120,7 @@ class WrappingLoader(EpochLoader[LoaderT]):
         return batch
 
     def _position(self) -> dict[str, Any]:
+        # The random state is needed only to read the rest of an epoch again.
         generators = None if self._finished else self._generators_at_start
         return {"epoch": self._epoch, "finished": self._finished, "generators": generators, "part": list(self._part)}
 
@@ -124,8 +129,8 @@ class WrappingLoader(EpochLoader[LoaderT]):
         if part != self._part:
             was, now = (f"part {number} of {num_parts}" for number, num_parts in (part, self._part))
             raise ValueError(
-                f"The data position in the checkpoint is that of {was} of the data, and this rank reads {now}. Only a dataset "
-                "with numbered samples can be divided anew. Use as many ranks as before and the same dispatch_batches, "
+                f"The data position in the checkpoint is for {was} of the data, but this rank reads {now}. Only a map-style "
+                "dataset can be resharded. Use the same number of ranks and the same dispatch_batches as before, "
                 f"{SKIP_REMEDY}."
             )
 
@@ -137,7 +142,7 @@ class WrappingLoader(EpochLoader[LoaderT]):
 
 
 class CountingLoader(WrappingLoader[Iterable[Any]]):
-    """A ready loader without a state: its position is a number of batches."""
+    """Wrapper of a loader without state methods; its position is a number of batches."""
 
     def state_dict(self) -> dict[str, Any]:
         return {**self._position(), "num_batches_done": self._num_done}
@@ -155,11 +160,12 @@ class CountingLoader(WrappingLoader[Iterable[Any]]):
 
     def _open(self) -> Iterator[Any]:
         if self._num_done == 0:
+            # Saved before iter(), which draws the order of a shuffled DataLoader from the global generators.
             self._generators_at_start = host_generators()
             return iter(self._loader)
         logger.warning(
-            "%s has no state_dict, so that its position can only be found by reading the %d batches before it again. "
-            "Give the trainer the dataset, or a torchdata StatefulDataLoader, to resume without reading.",
+            "%s has no state_dict, so resuming reads the first %d batches again. Pass the dataset or a torchdata "
+            "StatefulDataLoader to the trainer to resume without reading.",
             name_of(self._loader),
             self._num_done,
         )
@@ -170,17 +176,17 @@ StatefulT = TypeVar("StatefulT", bound=StatefulBatches)
 
 
 class StatefulLoader(WrappingLoader[StatefulT]):
-    """A loader with `state_dict` and `load_state_dict`, such as torchdata's."""
+    """Wrapper of a loader with `state_dict` and `load_state_dict`, such as torchdata's StatefulDataLoader."""
 
     def __init__(self, loader: StatefulT, forward_epoch: bool, part: Part = WHOLE) -> None:
         super().__init__(loader, forward_epoch, part)
-        # the position while no iterator has it; None at the beginning of an epoch
+        # Position while no iterator is open; None at the start of an epoch.
         self._idle_state: Mapping[str, Any] | None = None
-        # what the loader has yet to take; once the next epoch began, the state at the end of the one before
+        # State that the next iterator must load. At the start of an epoch it is the final state of the previous epoch.
         self._state_to_load: Mapping[str, Any] | None = None
 
     def state_dict(self) -> dict[str, Any]:
-        # asked of a loader that has not begun, torchdata would start the workers
+        # Without an iterator, state_dict() of torchdata would start the workers.
         loader_state = self._idle_state if self._iterator is None else self._loader.state_dict()
         return {**self._position(), "loader": loader_state}
 
@@ -197,6 +203,8 @@ class StatefulLoader(WrappingLoader[StatefulT]):
     def _start_epoch(self, epoch: int) -> None:
         super()._start_epoch(epoch)
         self._idle_state = None
+        # After a finished epoch the final state is kept: it may carry over to the next epoch. After an epoch that was
+        # left early, the next one starts at its beginning.
         if not self._finished:
             self._state_to_load = None
 
@@ -210,6 +218,7 @@ class StatefulLoader(WrappingLoader[StatefulT]):
 
     def _open(self) -> Iterator[Any]:
         if self._idle_state is None:
+            # The start of an epoch: opening the iterator may draw the order of the epoch from the global generators.
             self._generators_at_start = host_generators()
         iterator = iter(self._loader) if self._state_to_load is None else self._open_restored()
         self._state_to_load = None
@@ -224,24 +233,27 @@ class StatefulLoader(WrappingLoader[StatefulT]):
             return iter(self._loader)
 
     def _open_after_the_end(self) -> Iterator[Any]:
-        """An epoch whose predecessor was finished before the checkpoint was saved."""
+        """Open the first epoch after a checkpoint that was saved at the end of the previous epoch."""
+        # Opening a restored loader may draw other numbers than an uninterrupted run draws at the start of an epoch. So
+        # these draws are undone, and the draw of an uninterrupted run is made explicitly.
         with generators_apart():
             iterator = iter(self._loader)
         if isinstance(self._loader, DataLoader) and self._loader.generator is None:
-            # the seed of the workers, which torch draws once at the beginning of an epoch
+            # The DataLoader draws the base seed of its workers once at the start of an epoch.
             torch.empty((), dtype=torch.int64, device="cpu").random_()
         first = list(itertools.islice(iterator, 1))
         if not first:
-            # some loaders and samplers go through the empty rest of the old epoch first
+            # Some loaders and samplers first iterate over the empty rest of the old epoch.
             with generators_apart():
                 iterator = iter(self._loader)
         return itertools.chain(first, iterator)
 
 
 class StreamLoader(StatefulLoader[StreamBatches]):
-    """An iterable dataset in batches.
+    """Resumable loader of an iterable dataset.
 
-    When an epoch is cut short in the main process, a dataset that keeps its position goes on from there in the next.
+    If an epoch in the main process ends early, a dataset that keeps its own position continues from there in the next
+    epoch.
     """
 
     def __init__(
@@ -286,7 +298,7 @@ class StreamLoader(StatefulLoader[StreamBatches]):
         self._num_done = state["num_batches_read"]
 
     def _without_lost_state(self, state: Mapping[str, Any]) -> Mapping[str, Any]:
-        """Older checkpoints have the state of a dataset that loses samples by it; the number of batches brings it back."""
+        """Remove the dataset state of older checkpoints if it omits samples, so that batches are counted instead."""
         is_lost = state["loader"] is not None and _holds_dataset_state(state["loader"]) and self._is_read_again
         return {**state, "loader": None if state["finished"] else {}} if is_lost else state
 
@@ -312,18 +324,18 @@ class StreamLoader(StatefulLoader[StreamBatches]):
         if self._finished:
             super()._pause()
         else:
-            # in the middle of an epoch, a worker's copy of a dataset with state would go on from where it was left
+            # In the middle of an epoch, the copy of a stateful dataset in a persistent worker would continue from there.
             self._end_workers()
 
     def _finish(self) -> None:
         super()._finish()
         if self._idle_state is not None and not _holds_dataset_state(self._idle_state):
-            # nothing in it reaches into the next epoch
+            # Without a dataset state nothing carries over to the next epoch.
             self._idle_state = None
 
     def _check_settings(self, state: Mapping[str, Any]) -> None:
         reads_again = not _holds_dataset_state(state["loader"])
-        # each worker has a position of its own; without state, positions are counted in batches
+        # Each worker has a separate position. Without a state, positions are counted in batches, so their size matters.
         fixed = {"num_workers": "dataloader_num_workers"}
         if reads_again:
             fixed["batch_size"] = "per_device_train_batch_size"
@@ -339,12 +351,12 @@ class StreamLoader(StatefulLoader[StreamBatches]):
         reads_again = _goes_on_within_epoch(state) and not _holds_dataset_state(state["loader"])
         if reads_again and not self._has_warned:
             self._has_warned = True
-            reason, remedy = "has no state_dict and load_state_dict", "Give it these methods to resume at once."
+            reason, remedy = "has no state_dict and load_state_dict", "Add these methods to resume immediately."
             if self._is_read_again:
                 reason = "has a shuffle buffer, which its state does not contain"
-                remedy = "Without the buffer it resumes at once."
+                remedy = "Without the buffer it resumes immediately."
             logger.warning(
-                "%s %s: resuming reads through its data up to the position. %s", name_of(self.dataset), reason, remedy
+                "%s %s: resuming reads its data again up to the position. %s", name_of(self.dataset), reason, remedy
             )
 
 
@@ -353,7 +365,8 @@ def _goes_on_within_epoch(state: Mapping[str, Any]) -> bool:
 
 
 def _epoch_listeners(loader: object) -> list[Any]:
-    """The loader, its dataset and its samplers, as far as they want to know the epoch."""
+    """Return the loader, its dataset and its samplers if they have `set_epoch`."""
+    # By identity, so that an object in two roles is called once.
     batch_sampler = getattr(loader, "batch_sampler", None)
     candidates = [
         loader,
@@ -366,7 +379,8 @@ def _epoch_listeners(loader: object) -> list[Any]:
 
 
 def _read_again(loader: Iterable[Any], num_batches: int, generators: Mapping[str, Any] | None) -> Iterator[Any]:
-    """An iterator behind so many batches, read as they were the first time."""
+    """Return an iterator after the first `num_batches` batches, which are read with their original random state."""
+    # Only a resumed run reads these batches again, so the reads must leave the current random state unchanged.
     with generators_apart(generators), _explaining_an_early_end(num_batches):
         iterator = iter(loader)
         for _ in range(num_batches):
@@ -375,7 +389,7 @@ def _read_again(loader: Iterable[Any], num_batches: int, generators: Mapping[str
 
 
 def _holds_dataset_state(loader_state: Mapping[str, Any]) -> bool:
-    """Whether the dataset or its iterator has a state, in the main process or in any worker."""
+    """Return whether the state holds a state of the dataset or its iterator, in the main process or in any worker."""
     workers = loader_state.get("_snapshot", {}).get("_worker_snapshots", {"main process": loader_state})
     return any(
         worker.get("dataset_state") is not None or (worker.get("fetcher_state") or {}).get("dataset_iter_state")
@@ -390,6 +404,6 @@ def _explaining_an_early_end(num_batches: int | None = None) -> Iterator[None]:
     except StopIteration:
         count = "" if num_batches is None else f", which is {num_batches} batches into the epoch"
         raise ValueError(
-            f"The training data ended before the position in the checkpoint{count}: there is less of it now than when "
+            f"The training data ended before the position in the checkpoint{count}: there is less data now than when "
             f"the checkpoint was saved. Use the same data, {SKIP_REMEDY}."
         ) from None

@@ -1,5 +1,5 @@
 """Ranks of a trainer: collectives, per-rank batches, and replicas of one model.
 
-`team` is what trainers talk to: `RankTeam` for several processes, `SoloTeam` for one. The invariant of this package:
-every rank reaches each collective, or none does.
+Trainers use `team`: `RankTeam` for several processes, `SoloTeam` for one. Invariant of this package: each collective is
+reached by all ranks or by none.
 """

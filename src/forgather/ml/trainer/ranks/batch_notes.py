@@ -1,7 +1,8 @@
-"""Batch notes: what ranks tell each other about each training batch, in one small all-reduce per batch.
+"""Batch metadata that ranks exchange: target counts, stop signals and gradient flags, one small all-reduce per batch.
 
-The all-reduce runs while the step before computes (`synchronized_dataloader`), so that agreeing costs no waiting.
-`RankFeed` collects the notes; `SoloFeed` is its counterpart for one process.
+The all-reduce runs in the background during the previous step (`synchronized_dataloader`), so agreement costs no wait.
+All ranks decide from the same sums, and therefore at the same step. The trainer calls `RankFeed`, or `SoloFeed` in a
+single process.
 """
 
 from collections import deque
@@ -24,23 +25,24 @@ Sum = Callable[[Tensor], Tensor]
 
 
 class BatchNotes(NamedTuple):
-    """Numbers about one batch of one rank; the loader sums each of them over all ranks."""
+    """Metadata of one batch of one rank as integers; the loader sums each field over all ranks."""
 
     targets: int = 0
     batches: int = 0
-    """1 for a real batch, 0 for one that only stands in."""
+    """1 for a real batch, 0 for an EmptyBatch."""
     unknown: int = 0
-    """1 while the number of targets is not known on the host."""
+    """1 if the number of targets is not known on the host yet."""
     bad_gradients: int = 0
     stop_signals: tuple[int, ...] = (0,) * len(STOP_SIGNAL_NAMES)
     """One flag for each of `STOP_SIGNAL_NAMES`."""
 
     def flat(self) -> list[int]:
+        # The same length and order on all ranks, since the exchange adds element by element.
         return [self.targets, self.batches, self.unknown, self.bad_gradients, *self.stop_signals]
 
     @classmethod
     def of(cls, numbers: list[int]) -> "BatchNotes":
-        """Notes from the sums of an exchange; none were made before the first batch."""
+        """Return the metadata of summed integers; an empty list, as before the first batch, gives zeros."""
         if not numbers:
             return cls()
         targets, batches, unknown, bad_gradients, *stops = numbers
@@ -56,24 +58,25 @@ def signal_of(flags: tuple[int, ...]) -> str | None:
 
 
 class SoloFeed:
-    """Training batches of one process: targets are counted when a window is fetched."""
+    """Batch metadata of a single process: targets are counted when a window is fetched."""
 
     loss: ModelLoss
-    """The loss of training, which is made after the loaders."""
+    """Training loss; set after construction, because the loaders are built first."""
 
     def __init__(self, watch: GradientWatch, received: Callable[[], str | None]) -> None:
         self._watch = watch
         self._received = received
 
     def begin_pass(self) -> None:
-        """A pass over the loader begins."""
+        """Handle the start of a pass over the loader."""
 
     def taken(self, batch: Batch) -> None:
-        """A batch was taken from the loader."""
+        """Record that the loader has returned a batch."""
 
     def count(self, window: Window) -> None:
         """Fill in the numbers of targets of a window."""
         count = self.loss.count
+        # An overridden `_prepare_batch` may have changed the labels.
         if window.prepared:
             window.counts = [count(labels, batch) for batch, labels in window.labelled]
         else:
@@ -83,24 +86,27 @@ class SoloFeed:
 
     @property
     def gradients_look_bad(self) -> bool:
-        """Whether numbers should be settled now, because a norm is not finite; the same on every rank."""
+        """Whether to check the recorded norms now, because one is not finite; equal on all ranks."""
         return self._watch.has_news
 
     @property
     def stop_signal(self) -> str | None:
-        """The signal that asked this job to stop."""
+        """Name of the signal that requested this job to stop, or None."""
         return self._received()
 
     def stop(self, signal_name: str) -> None:
-        """Note a signal that ranks have agreed on elsewhere, such as in an evaluation."""
+        """Record a signal on which ranks have agreed elsewhere, such as in an evaluation."""
 
 
 class RankFeed:
-    """Training batches of several ranks: counts come with the notes that the loader exchanges.
+    """Batch metadata of several ranks: the loader exchanges it together with each batch.
 
-    Notes about a batch are made when it is fetched, one batch ahead of its use; `_own_counts` and `_notes` hold them
-    until the batch is in a window.
+    The metadata of a batch is computed when the batch is fetched, up to one batch ahead of its use.
     """
+
+    # The queues `_own_counts` and `_notes` bridge that distance: `about` appends at the fetch, `taken` when the batch is
+    # handed out, and `count` removes both when the batch is in a window. The number of entries is equal on all ranks,
+    # because all ranks fetch and take their batches in the same order.
 
     loss: ModelLoss
 
@@ -112,8 +118,10 @@ class RankFeed:
         speaks: bool,
         counts_early: bool,
     ) -> None:
-        """`speaks`: of the ranks that train on the same batches, this one counts them. `counts_early` is False where the
-        labels of a batch are known only when its window is fetched.
+        """Set up the exchange; `total` sums a tensor over all ranks.
+
+        `speaks` is True on one of the ranks that train on the same batches; this rank reports their counts.
+        `counts_early` is False if the labels of a batch are known only when its window is fetched.
         """
         self._solo = SoloFeed(watch, received)
         self._watch = watch
@@ -130,8 +138,10 @@ class RankFeed:
         self._loader = loader
 
     def about(self, item: object) -> list[int]:
-        """The notes of this rank about a batch that was just fetched, or about `NOTHING`."""
+        """Return the metadata of this rank for a batch that was just fetched, or for `NOTHING`."""
         own = self._about_batch(item) if item is not NOTHING else BatchNotes()
+        # Ranks with copies of a batch (the stages of a pipeline) report zeros, so that each batch is counted once. They
+        # still queue their own count, and they still report signals and bad gradients.
         if not self._speaks:
             own = BatchNotes()
         flags = stop_flags(self._received())
@@ -145,10 +155,12 @@ class RankFeed:
         knows = self.loss.can_count and self._counts_early
         count: int | Tensor = self.loss.count(batch.get("labels"), batch) if knows else -1
         self._own_counts.append(count)
+        # A count on an accelerator is not read here: the host would wait for the device in every step.
         is_unknown = isinstance(count, Tensor) or count < 0
         return BatchNotes(0 if is_unknown else int(count), 1, int(is_unknown))
 
     def begin_pass(self) -> None:
+        # The previous pass may have fetched a batch ahead that never reached a window.
         self._own_counts.clear()
         self._notes.clear()
 
@@ -161,11 +173,14 @@ class RankFeed:
         notes = [self._notes.popleft() for _ in window.batches]
         window.total = sum(note.targets for note in notes)
         window.num_shares = sum(note.batches for note in notes)
+        # `unknown` is a sum over ranks, so all ranks enter the collective in `_count_now` or none does.
         if any(note.unknown for note in notes):
             self._count_now(window)
 
     def _count_now(self, window: Window) -> None:
-        """For the first steps, before the loss is known, and for labels that are on a device already."""
+        """Count the targets of a window and sum them over all ranks now; collective."""
+        # Needed for the first steps, since the batches fetched before the loss was resolved have no counts, and for
+        # labels that are already on an accelerator.
         num_shares = window.num_shares
         self._solo.loss = self.loss
         self._solo.count(window)
@@ -189,6 +204,8 @@ class RankFeed:
 
     @property
     def _latest(self) -> BatchNotes:
+        # May belong to the next batch, which was fetched ahead. That is the newest exchange on every rank, so all ranks
+        # read the same sums here.
         assert self._loader is not None
         return BatchNotes.of(self._loader.latest_notes())
 

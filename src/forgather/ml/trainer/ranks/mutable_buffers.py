@@ -1,4 +1,8 @@
-"""Buffers that training changes, such as the running means of batch norms, where ranks have copies of a model."""
+"""Synchronisation of mutable buffers, such as the running means of batch norms, between replicas of a model.
+
+Only buffers that a forward pass changes are broadcast, and all ranks broadcast the same names in the same order.
+`ReplicatedModel` calls this module.
+"""
 
 import contextlib
 from collections.abc import Iterator
@@ -11,10 +15,10 @@ from forgather.ml.distributed import Peers
 
 
 class ChangingBuffers:
-    """Finds these buffers in the first forward pass, and gives all copies those of the first.
+    """Buffers that the first forward pass changes; `share` broadcasts them from the first replica.
 
-    Other buffers are left alone: if they differ between copies, that is to be found out. `group` are the ranks with
-    copies of the same part, None for all; `peers` are all ranks, which call each method together.
+    Other buffers are not overwritten, so that differences between replicas can be detected. `group` holds the ranks with
+    replicas of the same pipeline stages, None for all ranks. `peers` are all ranks; all of them call each method.
     """
 
     def __init__(self, model: nn.Module, peers: Peers, group: ProcessGroup | None = None) -> None:
@@ -29,17 +33,19 @@ class ChangingBuffers:
 
     @contextlib.contextmanager
     def found_out(self) -> Iterator[None]:
-        """The body is the first forward pass."""
+        """Find the changing buffers; the body of this context is the first forward pass. Collective."""
         before = {name: buffer.clone() for name, buffer in self._model.named_buffers()}
         yield
         own = [
             name for name, buffer in self._model.named_buffers() if name not in before or not buffer.equal(before[name])
         ]
+        # Union over all ranks, sorted: other stages have other buffers, and broadcasts need the same order everywhere.
         self._names = sorted({name for names in self._peers.gather(own) for name in names})
 
     def share(self) -> None:
-        """Give all ranks those of the first; none before the first forward pass."""
+        """Broadcast the changing buffers from the first rank of the group; none before the first forward pass."""
         buffers = dict(self._model.named_buffers())
-        # A rank that has another part of the model knows other names, as do all that have copies of that part.
+        # Each pipeline stage has its own subset of the names. All ranks of `group` hold the same stages, so they skip
+        # the same names and take part in the same broadcasts.
         for name in filter(buffers.__contains__, self._names or ()):
             dist.broadcast(buffers[name], group=self._group, group_src=0)

@@ -1,4 +1,7 @@
-"""Parallel loading: which batches each rank reads, or is sent by the rank that reads for it."""
+"""Parallel loading: per-rank shards of the batches, read by each rank or sent by a dispatcher rank.
+
+All ranks build their loaders together: an error on one rank is raised on all. `RankTeam` calls this module.
+"""
 
 import logging
 from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -21,36 +24,36 @@ from forgather.ml.trainer.loading.data_order import WHOLE, Part
 logger = logging.getLogger(__name__)
 
 BuildLoader = Callable[[Part], Any]
-"""Builds the loader of one part of the data, for training (`ResumableLoader`) or for evaluation."""
+"""Builds the loader for one shard of the data, for training (`ResumableLoader`) or for evaluation."""
 LoaderT = TypeVar("LoaderT", bound=Iterable[Any])
 Agreement = Callable[[str], AbstractContextManager[None]]
 
 
 @dataclass(frozen=True)
 class DataLayout:
-    """How a strategy divides the batches of a step between ranks."""
+    """Division of the batches of a step between ranks, as defined by a parallel strategy."""
 
     part: Part = WHOLE
-    """The part of every step's batches that this rank trains on."""
+    """Shard of the batches of every step that this rank trains on."""
     speaks: bool = True
-    """Of the ranks that train on the same batches, whether this is the one that counts them."""
+    """Whether this rank reports the counts, among the ranks that train on the same batches."""
     readers: Sequence[Sequence[int]] | None = None
-    """Groups of ranks that one rank reads for; None: every rank reads its own batches."""
+    """Groups of ranks with one reading rank each; None if every rank reads its own batches."""
     reads_whole: bool = False
-    """With readers: the reader reads the batches of all parts and distributes them along `axis`."""
+    """With readers: whether the reader reads the batches of all shards and distributes them along `axis`."""
     mesh: DeviceMesh | None = None
     axis: int | None = None
     remedy: str = "Or set dispatch_batches=True: rank 0 then reads for all."
-    """What to do when ranks read the same stream."""
+    """Advice in the warning that ranks read the same stream."""
 
     @property
     def splits_streams(self) -> bool:
-        """Whether a stream reaches each rank in parts, so that ranks cannot read the same data by mistake."""
+        """Whether a dispatcher shards streams, so that ranks cannot read the same data by mistake."""
         return self.readers is not None and self.reads_whole
 
 
 class ParallelLoading:
-    """Builds the loader of a rank; links to a dispatcher's reader are made once and used again."""
+    """Builder of per-rank loaders; links to the reading rank of a dispatcher are connected once and reused."""
 
     def __init__(self, peers: Peers, agreement: Agreement) -> None:
         self._peers = peers
@@ -60,6 +63,7 @@ class ParallelLoading:
     def loader(
         self, build: Callable[[Part], LoaderT], dataset: object, layout: DataLayout, for_training: bool, drop_last: bool
     ) -> LoaderT | DataloaderDispatcher:
+        # A dispatcher that distributes the batches of all shards has to read all of them.
         part = WHOLE if layout.splits_streams else self._own_part(dataset, layout.part)
         kind = "training" if for_training else "evaluation"
         with self._agreement(f"making the loader of the {kind} data"):
@@ -76,25 +80,28 @@ class ParallelLoading:
         self._links.clear()
 
     def _own_part(self, dataset: object, part: Part) -> Part:
-        """This rank's part of a map-style dataset; other datasets of a rank are a part of the data already."""
+        """Return this rank's shard of a map-style dataset; `WHOLE` if each rank got its own dataset."""
         with self._agreement("asking the dataset for its length"):
             length = len(dataset) if dataset is not None and is_map_style(dataset) else None
         lengths = self._peers.gather(length)
+        # Different lengths mean that the caller has sharded the data already. Sharding it again would skip samples.
         if None not in lengths and len(set(lengths)) > 1:
-            logger.info("The ranks were given datasets of %s samples, which are taken for the parts of one.", lengths)
+            logger.info("The ranks have datasets of %s samples, which are used as shards of one dataset.", lengths)
             return WHOLE
         return part
 
     def _links_of(self, readers: Sequence[Sequence[int]], for_training: bool) -> RankLinks:
-        """Evaluations follow one another and share their links, which would otherwise be new ones for each dataset."""
+        """Return the links to the reading rank; connect them on the first call."""
+        # Training and evaluation have separate links, since an evaluation runs while training has batches in flight.
+        # Evaluations run one after another and share theirs instead of connecting again for each dataset.
         if for_training not in self._links:
             self._links[for_training] = RankLinks.connect(self._reading_group(readers))
         return self._links[for_training]
 
     def _reading_group(self, readers: Sequence[Sequence[int]]) -> ProcessGroup:
-        """A group of the ranks that one rank reads for. All ranks take part in making every group: torch names a group that
-        is made by its members alone after the number of groups that each has made before, and ranks may differ in that.
-        """
+        """Return the gloo group of this rank and its reader; all ranks create all groups."""
+        # With use_local_synchronization torch derives the name of a group from the number of groups that each member
+        # has created before. Ranks may differ in that number, so every group is created by all ranks.
         own = None
         for ranks in readers:
             group = dist.new_group(list(ranks), backend="gloo", timeout=get_requested_timeout())
@@ -104,15 +111,16 @@ class ParallelLoading:
 
 
 def warn_of_equal_batches(batch: Mapping[str, Any], layout: DataLayout, gather: Callable[[str], list[str]]) -> None:
-    """Warn if two ranks that should have batches of their own got the same first batch; collective."""
+    """Warn if two ranks that should read different batches got the same first batch; collective."""
+    # Digests of the contents, because gathering the batches would send all their bytes. An empty digest does not count.
     digests = gather(_digest_of(batch) if layout.speaks else "")
     for rank, digest in enumerate(digests):
         first = digests.index(digest)
         if digest and first < rank:
             logger.warning(
-                "Ranks %d and %d got the same first batch. An iterable dataset or a ready loader that every rank reads "
-                "for itself is not split by the trainer: every rank must be given data of its own (Hugging Face "
-                "datasets have split_dataset_by_node). %s",
+                "Ranks %d and %d got the same first batch. The trainer does not shard an iterable dataset or a loader that "
+                "every rank reads separately. Pass different data on every rank (Hugging Face datasets have "
+                "split_dataset_by_node). %s",
                 *(first, rank, layout.remedy),
             )
             return

@@ -1,4 +1,7 @@
-"""ReplicatedModel: a model with one copy per rank, and what must stay the same on all copies."""
+"""ReplicatedModel: checks and buffer synchronisation for a model with one replica per rank.
+
+Replicas must have the same parameters and the same mutable buffers. The DDP, Accelerate and hybrid trainers call it.
+"""
 
 import contextlib
 from collections.abc import Iterator
@@ -12,9 +15,10 @@ from forgather.ml.trainer.ranks.team import RankTeam, Team
 
 
 class ReplicatedModel:
-    """Synchronises buffers that training changes, such as the running means of batch norms.
+    """Replica of a model: compares replicas, and synchronises buffers that training changes (batch norm means).
 
-    `group` are the ranks with copies of the same part of the model; None for all ranks.
+    `group` holds the ranks with replicas of the same pipeline stages; None for all ranks. In a single process all
+    methods do nothing.
     """
 
     def __init__(self, model: nn.Module, team: Team, group: ProcessGroup | None = None) -> None:
@@ -23,13 +27,13 @@ class ReplicatedModel:
         self._buffers = ChangingBuffers(model, team.peers, group) if isinstance(team, RankTeam) else None
 
     def require_same(self) -> None:
-        """Raise the same error on all ranks if their models differ in names, shapes or dtypes; collective."""
+        """Raise the same ValueError on all ranks if their models differ in names, shapes or dtypes; collective."""
         if isinstance(self._team, RankTeam):
             require_same_model(self._model, self._team.peers)
 
     @contextlib.contextmanager
     def forward(self) -> Iterator[None]:
-        """Context of a forward pass in training; the first one shows which buffers it changes."""
+        """Wrap a forward pass of training; the first pass finds the buffers that it changes."""
         if self._buffers is None or self._buffers.are_known:
             yield
             return
@@ -37,6 +41,6 @@ class ReplicatedModel:
             yield
 
     def share_buffers(self) -> None:
-        """Give all copies the changing buffers of the first; collective."""
+        """Broadcast the changing buffers of the first replica to all replicas; collective."""
         if self._buffers is not None:
             self._buffers.share()

@@ -1,4 +1,8 @@
-"""Ranks that train copies of one model must have the same parameters and buffers; otherwise an error on all of them."""
+"""Check that all ranks have the same model: names, shapes and dtypes of parameters and buffers.
+
+All ranks raise the same error, since a rank that raised alone would leave the others waiting in a collective.
+`ReplicatedModel` calls it.
+"""
 
 import hashlib
 
@@ -10,8 +14,9 @@ _NUM_SHOWN = 5
 
 
 def require_same_model(model: nn.Module, peers: Peers) -> None:
-    """Raise the same `ValueError` on all ranks when names, shapes, dtypes or trainability differ; collective."""
+    """Raise the same `ValueError` on all ranks if names, shapes, dtypes or `requires_grad` differ; collective."""
     own = _described(model)
+    # Gather digests first: the full descriptions are large, and they are needed only for the message.
     digest = hashlib.sha256(repr(sorted(own.items())).encode()).hexdigest()
     if len(set(peers.gather(digest, "comparing the models of all ranks"))) == 1:
         return
@@ -22,8 +27,8 @@ def require_same_model(model: nn.Module, peers: Peers) -> None:
     more = f"; and {len(differing) - _NUM_SHOWN} more" if len(differing) > _NUM_SHOWN else ""
     raise ValueError(
         f"The ranks have different models, which cannot train together: {'; '.join(lines)}{more}. Build the same model on "
-        "every rank: let neither its config, its vocabulary nor what is frozen depend on the rank, and check that all nodes "
-        "read the same files and versions."
+        "every rank: its config, vocabulary and frozen parameters must not depend on the rank. Check that all nodes read the "
+        "same files and versions."
     )
 
 

@@ -1,7 +1,7 @@
 """Team of ranks: sums, gathers and agreements between the processes of a trainer.
 
-`RankTeam` talks to the other ranks over a gloo group of its own. `SoloTeam` is the null object for one process, so that
-trainers never ask whether they are parallel. Every rank calls each method, or none does.
+`RankTeam` uses a separate gloo group. `SoloTeam` is the null object for a single process, so trainers never have to ask
+whether they are parallel. Invariant: each method is called by all ranks or by none.
 """
 
 import contextlib
@@ -44,26 +44,26 @@ _REQUESTS = tuple(TrainerControl.__dataclass_fields__)
 
 
 class SoloTeam:
-    """One process: sums are what they are, and nothing has to be agreed on."""
+    """Null object for a single process: sums are the values themselves, and agreements do nothing."""
 
     rank = 0
     size = 1
     is_open = True
     where = ""
-    """Added to messages that count something."""
+    """Suffix of messages that report totals."""
     settings: Mapping[str, object] = {}
-    """Added to the settings that messages list."""
+    """Additional settings for messages that list settings."""
     occasions: Collection[str] = ()
-    """When callbacks may ask for something that ranks must settle: "epoch", "log", "step"."""
+    """Events with possible requests of callbacks, which ranks must synchronise: "epoch", "log", "step"."""
     settles_loss_first = False
-    """Whether ranks must know the loss before their first forward pass."""
+    """Whether ranks must choose the loss before their first forward pass."""
 
     def sum(self, numbers: Tensor) -> Tensor:
-        """Each of these numbers, summed over all ranks; on the CPU."""
+        """Return the element-wise sum over all ranks, on the CPU."""
         return numbers
 
     def count(self, is_so: bool) -> int:
-        """The number of ranks for which it is so."""
+        """Return the number of ranks that passed True."""
         return int(is_so)
 
     def gather(self, value: T) -> list[T]:
@@ -73,19 +73,20 @@ class SoloTeam:
         return value
 
     def agreement(self, during: str) -> AbstractContextManager[None]:
-        """Errors of one rank become errors of all; no collectives in the body."""
+        """Return a context that raises an error of one rank on all ranks; its body must not contain collectives."""
         return contextlib.nullcontext()
 
     def require_equal_settings(self, settings: Callable[[], Mapping[str, str]]) -> None:
-        """Raise on all ranks if their settings differ."""
+        """Raise an error on all ranks if their settings differ."""
 
     def mesh(self, device_type: str, shape: Sequence[int], names: Sequence[str]) -> DeviceMesh | None:
         return None
 
     def settle(self, control: TrainerControl, callbacks: Iterable[object], occasion: str = "epoch") -> None:
-        """Make what callbacks have asked for the same on every rank.
+        """Synchronise the requests of callbacks, so that `control` is equal on all ranks.
 
-        The occasions "step" and "log" (a log, an evaluation, a save) are frequent, and most callbacks ask for nothing then.
+        The occasions "step" and "log" (a log, an evaluation, a save) are skipped unless a callback of some rank may make
+        a request then: they are frequent.
         """
 
     def feed(self, watch: GradientWatch, received: Received, layout: DataLayout, counts_early: bool) -> Feed:
@@ -109,10 +110,11 @@ class SoloTeam:
         interrupted: Callable[[str], None],
         waits_for_errors: bool = True,
     ) -> None:
-        """Call `work` on every batch, `limit` at most; `first` sees the first one before that.
+        """Call `work` on at most `limit` batches; call `first` on the first batch before that.
 
-        A stop request raises `EvaluationInterrupted`, after `interrupted` was told the signal's name. With
-        `waits_for_errors=False` an error of `work` leaves at once: the ranks of a pipeline wait for each other inside it.
+        A stop request raises `EvaluationInterrupted`, after a call of `interrupted` with the name of the signal. With
+        `waits_for_errors=False` an error of `work` is raised immediately, because the ranks of a pipeline wait for each
+        other inside `work`.
         """
         is_first = True
         for batch in first_batches(loader, limit):
@@ -126,19 +128,19 @@ class SoloTeam:
             work(batch)
 
     def compares_batches(self, dataset: object, layout: DataLayout) -> bool:
-        """Whether ranks should compare their first batches: each may have been given the same stream."""
+        """Return whether ranks should compare their first batches, because they might read the same stream."""
         return False
 
     def open(self) -> None:
-        """Connect the ranks, or connect them again after an error has closed their links."""
+        """Connect the ranks, or reconnect them after an error has closed their links."""
 
     def close_loader(self, loader: TrainLoader, in_order: bool) -> None:
-        """`in_order` is False after an error, of which other ranks may not know."""
+        """Close a training loader; `in_order` is False after an error that other ranks may not have seen."""
         loader.close()
 
 
 class RankTeam(SoloTeam):
-    """The ranks of a job, which do everything at the same step."""
+    """Team of several ranks, which take all decisions at the same step."""
 
     settles_loss_first = True
 
@@ -149,7 +151,7 @@ class RankTeam(SoloTeam):
         self._group = group
         self.peers = Peers(group)
         self._exchange: NumberExchange | None = None
-        # When some callback may ask for something; the first time they settle, ranks learn of each other's.
+        # All occasions at first. The first `settle` exchanges which of them the callbacks of all ranks can use.
         self.occasions = {"epoch", "log", "step"}
         self._loading = ParallelLoading(self.peers, self.agreement)
 
@@ -160,6 +162,7 @@ class RankTeam(SoloTeam):
     def open(self) -> None:
         if self._exchange is None:
             self._exchange = number_exchange(RankLinks.connect(self._group))
+        # Callbacks may have changed since the last run.
         self.occasions = {"epoch", "log", "step"}
 
     def sum(self, numbers: Tensor) -> Tensor:
@@ -191,13 +194,16 @@ class RankTeam(SoloTeam):
             return
         asked = [bool(getattr(control, name)) for name in _REQUESTS]
         callbacks = list(callbacks)
+        # Requests and capabilities travel in one sum. `occasions` must be equal on all ranks, because it decides whether
+        # the next call is a collective.
         may_ask = [any(map(asks, callbacks)) for asks in (asks_in_steps, asks_for_something)]
         *agreed, asks_at_steps, asks_at_logs = self.sum(torch.tensor([*asked, *may_ask], dtype=torch.int64)).tolist()
         frequent = {"step": asks_at_steps, "log": asks_at_logs}
         self.occasions = {"epoch", *(name for name, number in frequent.items() if number)}
         for name, was_asked, number in zip(_REQUESTS, asked, agreed, strict=True):
+            # One request on any rank is a request for all.
             if number and not was_asked:
-                logger.info("%s was asked for on another rank", name)
+                logger.info("%s was requested on another rank", name)
             setattr(control, name, number > 0)
 
     # --- batches
@@ -210,6 +216,7 @@ class RankTeam(SoloTeam):
     ) -> TrainLoader:
         assert isinstance(feed, RankFeed)
         loader = self._loading.loader(build, dataset, layout, for_training=True, drop_last=drop_last)
+        # The shortest rank ends the epoch for all, so the minimum is the number of batches on every rank.
         lengths = self.gather(loader.num_batches)
         known = [length for length in lengths if length is not None]
         synchronized = SynchronizedDataLoader(
@@ -239,11 +246,12 @@ class RankTeam(SoloTeam):
         interrupted: Callable[[str], None],
         waits_for_errors: bool = True,
     ) -> None:
-        """Every rank goes through its own batches; all take part, the idle ones too, until no rank has any."""
+        """Evaluate the batches of this rank; ranks that have run out join each round until no rank has a batch."""
         rounds = Rounds(_begun_late(loader, limit), self._group, lambda _: stop_flags(received()), self._exchange)
         rounds.fetch()
         is_first = True
         while (found := rounds.finish()).num_items > 0:
+            # Every rank calls `first`, also without a batch: it contains a collective.
             if is_first:
                 first(None if found.item is NOTHING else found.item)
             is_first = False
@@ -252,6 +260,7 @@ class RankTeam(SoloTeam):
                 interrupted(signal_name)
                 _leave(loader)
                 raise EvaluationInterrupted
+            # Fetch the next round before the work, so that its exchange runs in the background meanwhile.
             rounds.fetch()
             if found.item is not NOTHING and not isinstance(found.item, EmptyBatch):
                 self._work_in_round(work, found.item, rounds, waits_for_errors)
@@ -266,14 +275,14 @@ class RankTeam(SoloTeam):
             return
         try:
             work(batch)
-        except Exception as error:  # noqa: BLE001 - raised on every rank at the end of a round
+        except Exception as error:  # noqa: BLE001 - `Rounds.finish` raises it on every rank
             rounds.fail(error, "evaluating a batch")
 
     def close_loader(self, loader: TrainLoader, in_order: bool) -> None:
         if in_order or not isinstance(loader, SynchronizedDataLoader):
             loader.close()
             return
-        # The rank that failed is gone, and the others may be waiting for it.
+        # The failed rank may be gone, so nothing may wait for other ranks here. `open` reconnects them.
         loader.abandon()
         self._loading.close()
         self._exchange = None
@@ -283,27 +292,28 @@ Team = SoloTeam
 
 
 def make_team(env: DistributedEnvInterface, present: Team | None, owner: str) -> Team:
-    """The team of this process: the present one if it still fits, else a new one; collective."""
+    """Return the team of this process: the current team if it still fits, otherwise a new one; collective."""
     if env.world_size == 1:
         return present if type(present) is SoloTeam else SoloTeam()
     if isinstance(present, RankTeam) and (present.rank, present.size) == (env.rank, env.world_size):
         return present
     if not (dist.is_available() and dist.is_initialized()):
         raise RuntimeError(
-            f"{owner} was given an environment of {env.world_size} ranks, but torch.distributed is not "
-            "initialised. Start the job with torchrun (or forgather train --nproc) and leave distributed_env out, or "
-            "pass a forgather.ml.distributed.DistributedEnvironment, which initialises it."
+            f"{owner} got an environment of {env.world_size} ranks, but torch.distributed is not initialised. Start the job "
+            "with torchrun (or forgather train --nproc) and omit distributed_env, or pass a "
+            "forgather.ml.distributed.DistributedEnvironment, which initialises it."
         )
-    # A group of its own: its small messages travel while gradients do.
+    # A separate group, so that its small messages run concurrently with the gradient all-reduce.
     return RankTeam(env, dist.new_group(backend="gloo", timeout=get_requested_timeout()))
 
 
 def _begun_late(loader: Iterable[Any], limit: int) -> Iterator[Any]:
-    """A generator, which begins with the first round: what fails then fails on all ranks."""
+    """Yield the first batches; as a generator it opens the loader in the first round, where errors reach all ranks."""
     yield from first_batches(loader, limit)
 
 
 def _leave(loader: Iterable[Any]) -> None:
+    # A dispatcher has a pass open on all ranks, with messages in flight. All ranks must end it together.
     if isinstance(loader, DataloaderDispatcher):
         loader.close()
 

@@ -1,7 +1,7 @@
 """Recipes for precision and memory: FP8 and QAT layers, activation offloading, optimizer step in backward, EMA.
 
-Recipes that are an argument of something else live there: mixed precision in `amp`, compilation and gradient checkpointing
-in `Trainer`, settings of torch in `setup.torch_settings`, fused losses in `step_loss.fused`.
+`Recipes` is created by the trainer. Related settings are elsewhere: mixed precision in `amp`, compilation and gradient
+checkpointing in `Trainer`, settings of torch in `setup.torch_settings`, fused losses in `step_loss.fused`.
 """
 
 import contextlib
@@ -26,18 +26,18 @@ _NO_CONTEXT: AbstractContextManager[object] = nullcontext()
 
 
 class Recipes:
-    """Applies the recipes that the arguments ask for, and holds their state."""
+    """Recipes that the arguments enable, and their state."""
 
     def __init__(self, args: TrainingArguments) -> None:
         self._args = args
         self._with_layers: nn.Module | None = None
         self.offloads = False
-        """Whether activations are kept in the memory of the CPU."""
+        """Whether activations are offloaded to CPU memory."""
         self.average: WeightAverage | None = None
-        """The EMA of the weights, if `ema_decay` asks for one."""
+        """EMA of the weights, if `ema_decay` is set."""
         self.step_in_backward: StepInBackward | None = None
         self.num_updates = 0
-        """How often the average took in the weights."""
+        """Number of EMA updates."""
 
     def use_device(self, device: torch.device) -> None:
         self.offloads = self._args.enable_activation_offloading and device.type != "cpu"
@@ -45,19 +45,21 @@ class Recipes:
             logger.warning("enable_activation_offloading=True has no effect: activations are on the CPU already.")
 
     def apply_layers(self, model: nn.Module) -> None:
-        """Replace linear layers for fp8_recipe or qat_recipe, once; parameters stay the same, under the same names."""
+        """Replace linear layers for `fp8_recipe` or `qat_recipe`, once per model; parameters and their names stay."""
         if self._with_layers is not model:
             self._with_layers = model
             apply_layer_recipe(model, self._args)
 
     def activations(self, model: Callable[[], nn.Module]) -> AbstractContextManager[object]:
-        """Context of the model's forward passes in training, but not of the loss: its gradients are needed at once."""
+        """Return the context for forward passes of the model in training; it offloads activations if enabled."""
+        # The loss stays outside of it: backward needs the activations of the loss first, so copies would not pay off.
         return OffloadedActivations(model().parameters()) if self.offloads else _NO_CONTEXT
 
     def attach(
         self, optimizer: OptimizerT, named: Sequence[tuple[str, nn.Parameter]]
     ) -> Callable[[float], Tensor] | None:
-        """Set up what belongs to an optimizer that was just made; returns the gradient norm if a recipe computes it."""
+        """Set up recipes for a new optimizer; return a function for the gradient norm if a recipe computes the norm."""
+        # GradScaler cannot unscale fp16 gradients, so fp16 weights are rejected.
         if self._args.mixed_precision == "fp16":
             for name, parameter in named:
                 if parameter.requires_grad:
@@ -78,20 +80,21 @@ class Recipes:
             self.average.forget()
 
     def update_average(self) -> None:
-        """Take in the weights of a step."""
+        """Update the EMA with the weights of a step."""
+        # `StepRunner` compares this count to find out whether `_train_step` has called this method. An override may not.
         self.num_updates += 1
         if self.average is not None:
             self.average.update()
 
     @contextlib.contextmanager
     def averaged_weights(self) -> Iterator[None]:
-        """In this context the model has the averaged weights; on all ranks at once."""
+        """Give the model the averaged weights in this context; all ranks enter it together."""
         decay = self._args.ema_decay
         if self.average is None or not self.average.is_begun:
             reason = "has not trained yet, nor loaded a checkpoint" if decay is not None else "keeps none"
             raise ValueError(
-                f"The averaged weights were asked for, but this trainer {reason} (ema_decay={decay}). Set "
-                "ema_decay, such as 0.999, and call train() or load_checkpoint() first."
+                f"The averaged weights were requested, but this trainer {reason} (ema_decay={decay}). Set ema_decay, such as "
+                "0.999, and call train() or load_checkpoint() first."
             )
         with self.average.in_model():
             yield

@@ -1,4 +1,7 @@
-"""Activations that wait for the backward pass in the memory of the CPU."""
+"""Activation offloading: saved activations are copied to CPU memory until the backward pass needs them.
+
+`Recipes.activations` creates the context if `enable_activation_offloading` is set.
+"""
 
 from collections.abc import Iterable
 
@@ -6,17 +9,18 @@ import torch
 from torch import Tensor
 
 _SMALL = 2**12
-"""Bytes from which on a copy is worth its launch."""
+"""Size in bytes below which a copy costs more than it saves."""
 
 
 class OffloadedActivations(torch.autograd.graph.saved_tensors_hooks):
-    """What autograd saves in this context is copied to the CPU, and back when it is needed.
+    """Context that copies tensors saved by autograd to the CPU, and back in the backward pass.
 
-    Parameters stay where they are: they are there anyway. The copies are pinned and ordered by the stream that computes, so
-    that nothing has to wait on the side of the CPU.
+    Parameters are not copied: they stay on the device anyway. Copies use pinned memory and the compute stream, so that
+    the CPU never waits for them.
     """
 
     def __init__(self, parameters: Iterable[Tensor]) -> None:
+        # By storage, because autograd often saves a view of a parameter, such as its transpose.
         self._kept = {parameter.untyped_storage()._cdata for parameter in parameters}
         super().__init__(self._pack, _unpack)
 
@@ -29,11 +33,11 @@ class OffloadedActivations(torch.autograd.graph.saved_tensors_hooks):
 
 
 class _Offloaded:
-    """A copy on the CPU, which comes back with the strides of the original: compiled backward passes insist on them."""
+    """CPU copy of a tensor that is restored with its original strides: compiled backward passes require them."""
 
     def __init__(self, tensor: Tensor) -> None:
         self._shape, self._device = tensor.shape, tensor.device
-        # An expanded tensor, such as a mask for all heads, has each value in memory once, and so has its copy.
+        # An expanded tensor, such as a mask for all heads, stores each value once. Copy only the stored values.
         for dim, stride in enumerate(tensor.stride()):
             if stride == 0 and tensor.shape[dim] > 1:
                 tensor = tensor.narrow(dim, 0, 1)

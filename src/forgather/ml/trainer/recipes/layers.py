@@ -1,4 +1,7 @@
-"""The recipes that replace a model's linear layers: float8 training, and training for a later quantisation."""
+"""Recipes that replace linear layers: FP8 training and QAT (quantisation-aware training).
+
+`Recipes.apply_layers` calls it once per model, before the optimizer is created.
+"""
 
 import logging
 
@@ -13,7 +16,8 @@ logger = logging.getLogger(__name__)
 
 
 def apply_layer_recipe(model: nn.Module, args: TrainingArguments) -> None:
-    """Replace the layers as the arguments say; the head stays, since losses and embeddings may share it."""
+    """Replace linear layers as set by `fp8_recipe` and `qat_recipe`; the output head is not replaced."""
+    # A fused loss uses the weight of the head directly, and the input embedding may be tied to it.
     keep = output_head(model)
     if args.fp8_recipe is not None:
         convert_to_fp8(model, args.fp8_recipe, args.fp8_dim_alignment, keep)
@@ -21,7 +25,7 @@ def apply_layer_recipe(model: nn.Module, args: TrainingArguments) -> None:
         prepare_qat(model, args.qat_recipe, keep)
     elif (recipe := prepared_for(model)) is not None:
         logger.warning(
-            "The model is trained as if it were quantised by %r, for which an earlier trainer has prepared its layers, though "
-            "qat_recipe is None now. Build it anew to train it as it is.",
+            "The model trains with fake quantisation for %r, because an earlier trainer has replaced its layers, although "
+            "qat_recipe is None now. Build the model again to train it without quantisation.",
             recipe,
         )

@@ -1,4 +1,8 @@
-"""An exponential moving average of the weights: what training oscillates around, and often the better model."""
+"""EMA: exponential moving average of the weights, which often evaluates better than the last weights.
+
+Averages have at least float32 precision and are saved by parameter name, so they load under another topology.
+`Recipes` updates them after each optimizer step. Evaluation and `save_model` can swap them into the model.
+"""
 
 import logging
 from collections.abc import Iterable, Iterator, Mapping, Sequence
@@ -22,14 +26,14 @@ from forgather.ml.checkpoint.state.tensor_checks import (
 logger = logging.getLogger(__name__)
 
 _COPIED_AT_ONCE = 2**24
-"""Elements of weights of few bits that have a copy in float32 at a time."""
+"""Number of low-precision elements that are copied to float32 at a time."""
 
 
 class WeightAverage:
-    """Averages of trainable parameters by name; each update makes them decay x average + (1 - decay) x parameter.
+    """EMA of trainable parameters by name; an update sets average = decay * average + (1 - decay) * parameter.
 
-    They are kept in float32 at least, since the small steps of an average would be lost in fewer bits. A parameter with
-    several names (tied) is kept under the first. Buffers are not averaged.
+    Averages are at least float32, because lower precision would lose their small updates. A tied parameter is stored
+    under its first name. Buffers are not averaged.
     """
 
     def __init__(self, named_parameters: Iterable[tuple[str, nn.Parameter]], decay: float) -> None:
@@ -46,28 +50,30 @@ class WeightAverage:
         self._portions = _portions(self._parameters)
 
     def begin(self) -> None:
-        """Start from the weights as they are, unless a state was loaded."""
+        """Initialise the averages with the current weights, unless a state was loaded."""
         if not self.is_begun:
             self._averages = {name: _precise(one).clone() for name, one in self._parameters.items()}
         self.is_begun = True
 
     def forget(self) -> None:
-        """Let `begin` start anew, unless a state is loaded before."""
+        """Let the next `begin` initialise the averages again, unless a state is loaded before."""
         self.is_begun = False
 
     @torch.no_grad()
     def update(self) -> None:
-        """Take the present weights in."""
+        """Update the averages with the current weights."""
         for names in self._portions:
             values = [_precise(self._parameters[name]) for name in names]
+            # One fused kernel for all tensors of a group. lerp(average, value, 1 - decay) is the EMA update.
             torch._foreach_lerp_([self._averages[name] for name in names], values, 1.0 - self.decay)
 
     @contextmanager
     def in_model(self) -> Iterator[None]:
-        """In this context the parameters have the averaged values; within another such context nothing changes."""
+        """Swap the averages into the parameters in this context; nested contexts change nothing."""
         if self.is_in_model:
             yield
             return
+        # Low-precision parameters cannot be swapped: they would round the float32 average. Their values are copied.
         kept = {
             name: parameter.detach().clone() for name, parameter in self._parameters.items() if _is_short(parameter)
         }
@@ -86,12 +92,12 @@ class WeightAverage:
             if name in kept:
                 parameter.copy_(kept[name] if back else average)
                 continue
-            # One tensor of memory at a time, instead of a second model.
+            # Swap tensor by tensor: this takes the memory of one tensor instead of a second model.
             value = parameter.clone()
             parameter.copy_(average)
             average.copy_(value)
 
-    # --- state by name, which moves between topologies like that of an optimizer
+    # --- state by name
 
     def state_dict(self) -> dict[str, Any]:
         return {"averages": dict(self._averages)}
@@ -102,7 +108,7 @@ class WeightAverage:
         missing = self.missing_names(state_dict)
         if missing:
             logger.warning(
-                "The checkpoint has no average of %s: it starts from the present weights.", ", ".join(missing)
+                "The checkpoint has no average of %s: it starts from the current weights.", ", ".join(missing)
             )
         self._averages = {
             name: _like(owned(saved[name]), parameter) if name in saved else _precise(parameter).clone()
@@ -111,7 +117,7 @@ class WeightAverage:
         self.is_begun = True
 
     def check_state_dict(self, state_dict: Mapping[str, Any]) -> None:
-        """Raise `CheckpointLoadError` unless `load_state_dict` can use the state; nothing is changed."""
+        """Raise `CheckpointLoadError` unless `load_state_dict` can use the state; change nothing."""
         saved, own = _saved_averages(state_dict), OwnStorage()
         for name, parameter in self._parameters.items():
             if name in saved:
@@ -121,22 +127,23 @@ class WeightAverage:
         own.check()
 
     def missing_names(self, state_dict: Mapping[str, Any]) -> list[str]:
-        """The parameters here that a state does not know: another stage's state may."""
+        """Return the names of parameters without an entry in a state; the state of another stage may have them."""
         saved = _saved_averages(state_dict)
         return [name for name in self._parameters if name not in saved]
 
     def add_tied_names(self, state_dict: dict[str, Any], sharing: Sequence[Sequence[str]]) -> None:
-        """Let parameters that were tied to others when saved find the average under those others' names."""
+        """Add missing names of parameters that were tied when saved, with a copy of the average of a tied parameter."""
         missing, saved = self.missing_names(state_dict), state_dict["averages"]
         check_sharing(sharing, Where("the parameters of the checkpoint", "ema"))
         for name in missing:
             others = [other for group in sharing if name in group for other in group if other in saved]
+            # A copy, because the parameters are not tied any more and their averages must not share memory.
             if others:
                 saved[name] = saved[others[0]].clone()
 
     @staticmethod
     def merge_state_dicts(parts: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
-        """Join what several ranks have; of a name in several parts (replicas) the first one counts."""
+        """Merge the states of several ranks; for a name in several states (replicas) the first state counts."""
         merged: dict[str, Any] = {}
         for part in parts:
             merged = {**_saved_averages(part), **merged}
@@ -144,7 +151,7 @@ class WeightAverage:
 
 
 def _saved_averages(state_dict: object) -> Mapping[str, Tensor]:
-    """The averages of a loaded state, which are tensors by name, of whatever shape."""
+    """Return the averages of a loaded state; raise `CheckpointLoadError` unless they are tensors by name."""
     where = Where("the saved averages of the weights", "ema")
     averages = check_mapping(check_mapping(state_dict, where).get("averages"), where.at("averages"))
     for name, average in averages.items():
@@ -157,14 +164,16 @@ def _check_average(average: Tensor, parameter: Tensor, name: str, where: Where) 
     if average.shape != parameter.shape:
         raise CheckpointLoadError(
             f"The averaged weights of {name!r} have the shape {tuple(average.shape)}, but it is "
-            f"{tuple(parameter.shape)} now. Restore the model's configuration, or start the average anew by "
+            f"{tuple(parameter.shape)} now. Restore the model's configuration, or restart the average with "
             'skip_checkpoint_components=["ema"].'
         )
     check_tensor(average, where, kind="complex" if parameter.is_complex() else "floating", like=parameter)
 
 
 def _portions(parameters: Mapping[str, Tensor]) -> list[list[str]]:
-    """Names that are updated together: all, but for those that are copied in order to be, of which some at a time."""
+    """Return groups of names that are updated together."""
+    # Full-precision parameters form one group. Low-precision parameters need a float32 copy for the update, so their
+    # groups are limited to `_COPIED_AT_ONCE` elements.
     portions: list[list[str]] = [[name for name, one in parameters.items() if not _is_short(one)]]
     room = 0
     for name, one in parameters.items():

@@ -1,4 +1,8 @@
-"""Models that stop before their head, so that a fused loss can compute from hidden states what logits would take memory for."""
+"""Fused losses: the model returns hidden states, and the loss applies the output head without materialising logits.
+
+A model is accepted only if its head is the sole step between hidden states and logits, and its own loss is the causal
+loss. `setup.phases` and the pipeline trainer call this module when `fused_loss_factory` is set.
+"""
 
 import contextlib
 import logging
@@ -20,10 +24,10 @@ logger = logging.getLogger(__name__)
 
 
 class HiddenStatesModel(ModelWrapper):
-    """Wraps a model so that `return_hidden_states=True` gives hidden states in place of logits.
+    """Model wrapper that returns hidden states instead of logits if called with `return_hidden_states=True`.
 
-    A model with the attribute `can_return_hidden_states` is asked for them; of a causal model of Hugging Face the base
-    model is run. Without the keyword the model runs as it is, unless `always` is set.
+    A model with the attribute `can_return_hidden_states` gets that keyword itself. For a Hugging Face causal model the
+    wrapper runs `base_model`. Without the keyword the wrapped model runs unchanged, unless `always` is set.
     """
 
     def __init__(self, model: nn.Module, always: bool = False) -> None:
@@ -39,41 +43,42 @@ class HiddenStatesModel(ModelWrapper):
         if self._asks:
             return _hidden_states_of(self.wrapped(*args, **inputs, return_hidden_states=True))
         if self._avoids_cache:
+            # Training never reads the key-value cache, and the base model would build it by default.
             inputs.setdefault("use_cache", False)
         return self.wrapped.base_model(*args, **inputs)[0]  # type: ignore[operator]
 
 
 def output_embeddings_of(model: nn.Module) -> nn.Module:
-    """The head that makes logits of hidden states; refuses models that a fused loss would be wrong for."""
+    """Return the head that maps hidden states to logits; raise ValueError if a fused loss would be wrong for the model."""
     name = type(model).__name__
     ask = getattr(model, "get_output_embeddings", None)
     head = None if ask is None else ask()
     if not isinstance(head, nn.Module):
-        raise _refusal(name, "has no head that get_output_embeddings() returns")
+        raise _refusal(name, "returns no head from get_output_embeddings()")
     if not getattr(model, "can_return_hidden_states", False):
         if getattr(model, "base_model", model) is model:
-            raise _refusal(name, "has no base_model that gives hidden states")
+            raise _refusal(name, "has no base_model that returns hidden states")
         reason = reason_for_own_loss(model)
         if reason is not None:
-            raise _refusal(name, f"needs a loss of its own: {reason}")
+            raise _refusal(name, f"needs its own loss: {reason}")
         head_is_all = _head_is_all(model, head)
     else:
+        # A model that returns its own hidden states states this itself, so no trial run is needed.
         head_is_all = getattr(model, "head_is_all", True)
     if not head_is_all:
-        raise _refusal(
-            name, "does more between hidden states and logits than its head does, such as scaling or capping"
-        )
+        raise _refusal(name, "applies more than its head between hidden states and logits, such as scaling or capping")
     _refuse_other_loss(model, head)
     return head
 
 
 def _refuse_other_loss(model: nn.Module, head: nn.Module) -> None:
-    """Run the model on a few tokens with labels, and refuse it if its own loss is not the causal one.
+    """Run the model on a few tokens with labels; raise ValueError if its own loss is not the causal loss.
 
-    Its logits are replaced by random numbers on the way, since weights may not have been loaded yet.
+    A hook replaces the logits by random values, because the weights may not have been loaded yet.
     """
     device = getattr(head.weight, "device", None)
     if not isinstance(device, torch.device) or device.type == "meta":
+        # A model on the meta device cannot compute a loss.
         return
     tokens = torch.zeros((2, 4), dtype=torch.int64, device=device)
     labels = torch.tensor([[0, 1, 1, 0], [1, 1, 0, 1]], device=device)
@@ -82,30 +87,32 @@ def _refuse_other_loss(model: nn.Module, head: nn.Module) -> None:
         comparison = compared(model, inputs, labels)
     if comparison.differs and comparison.causal is not None:
         raise ValueError(
-            f"fused_loss_factory cannot be used with {type(model).__name__}, which computes a loss of its own from labels: "
-            f"{comparison}, on random logits. A fused loss would take its place. Leave fused_loss_factory out, and the model's "
-            "own is used, or pass compute_loss_func, a function of (logits, labels), in place of it."
+            f"fused_loss_factory cannot be used with {type(model).__name__}, which computes its own loss from labels: "
+            f"{comparison}, on random logits. A fused loss would replace it. Omit fused_loss_factory to use the model's own "
+            "loss, or pass compute_loss_func, a function of (logits, labels), instead."
         )
 
 
 def make_fused_loss(factory: FusedLossFactoryT, head: nn.Module) -> LossFunctionT:
-    """The loss that a factory makes for a head."""
+    """Call the factory with the head and return its loss function; raise ValueError if the result is not callable."""
     loss_fn = factory(head)
     if not callable(loss_fn):
         raise ValueError(
-            f"fused_loss_factory returned {loss_fn!r} for the output embeddings, but has to return a loss function of hidden "
+            f"fused_loss_factory returned {loss_fn!r} for the output embeddings, but must return a loss function of hidden "
             "states and labels, such as LinearCrossEntropyLoss(output_embeddings)."
         )
     return loss_fn
 
 
 def unfused(loss_fn: object, schedule: str) -> LossFunctionT:
-    """The same loss of logits, for a schedule under which fused ones cannot be used."""
-    reason = f"schedule={schedule!r} computes gradients of inputs and of weights apart, and a fused loss computes both at once"
+    """Return the equivalent loss of logits, for a pipeline schedule that cannot use a fused loss."""
+    reason = (
+        f"schedule={schedule!r} computes gradients of inputs and weights separately, a fused loss computes both at once"
+    )
     if not hasattr(loss_fn, "unfused"):
         raise ValueError(
             f"fused_loss_factory cannot be used here: {reason}, and {type(loss_fn).__name__} has no method unfused() that "
-            "gives the same loss of logits. Use another schedule, such as 1f1b, or leave fused_loss_factory out."
+            "returns the same loss of logits. Use another schedule, such as 1f1b, or omit fused_loss_factory."
         )
     logger.warning("The loss is computed from logits, not fused with the head: %s.", reason)
     plain: LossFunctionT = loss_fn.unfused()
@@ -113,12 +120,14 @@ def unfused(loss_fn: object, schedule: str) -> LossFunctionT:
 
 
 def _head_is_all(model: Any, head: nn.Module) -> bool:
-    """Run the model on two tokens and look whether the head gets what the base model gives, and gives the logits.
+    """Return whether the head is the only step between hidden states and logits, by a trial run on two tokens.
 
-    Both are replaced by random numbers on the way, which can be told from everything else: weights may not have been
-    loaded yet, and zeros look the same however they are scaled. They are large, so that a cap shows, and without
-    gradients, so that a scale or a bias that is trained shows, whatever its value now.
+    Hooks replace hidden states and logits by random values. The head must receive exactly these hidden states, and the
+    model must return exactly these logits.
     """
+    # Random values, because weights may not be loaded yet and scaled zeros stay zeros. Large values, so that a cap on
+    # the logits shows. Detached values, so that a trainable scale or bias shows as `requires_grad` even if it is
+    # neutral now (a scale of 1, a bias of 0).
     device: Any = head.weight.device
     tokens = {model.main_input_name: torch.zeros((1, 2), dtype=torch.int64, device=device)}
     given: dict[str, Tensor] = {}
@@ -137,7 +146,7 @@ def _head_is_all(model: Any, head: nn.Module) -> bool:
             with torch.enable_grad(), _hooked(sources, replace_hidden), _hooked([head], replace_logits):
                 logits = logits_of(model(**tokens))
     except Exception as error:
-        raise _refusal(type(model).__name__, f"cannot be tried on two tokens alone ({error})") from error
+        raise _refusal(type(model).__name__, f"failed in a trial run on two tokens ({error})") from error
     if logits is None or given.keys() != {"hidden", "taken", "made"}:
         return False
     if given["taken"].requires_grad or logits.requires_grad:
@@ -146,12 +155,13 @@ def _head_is_all(model: Any, head: nn.Module) -> bool:
 
 
 def _modules_that_give_hidden_states(model: Any, tokens: Mapping[str, Tensor]) -> list[nn.Module]:
-    """The base model and its parts that return the same tensor: some models call a part of their base model."""
+    """Return the modules of the base model that return its hidden states, the base model included."""
     results: list[tuple[nn.Module, Any]] = []
 
     def note(module: nn.Module, _: object, outputs: object) -> None:
         results.append((module, _first_of(outputs)))
 
+    # Some models call a submodule of their base model directly, so a hook on the base model alone would not run.
     modules = [one for one in model.base_model.modules() if not isinstance(one, torch.jit.ScriptModule)]
     with torch.no_grad(), _hooked(modules, note):
         hidden = HiddenStatesModel(model)(**tokens, return_hidden_states=True)
@@ -177,6 +187,7 @@ def _first_of(outputs: object) -> Any:
 def _with_first(outputs: object, first: Tensor) -> object:
     if isinstance(outputs, Tensor):
         return first
+    # A ModelOutput of Hugging Face is a MutableMapping. Its first entry holds the hidden states.
     if isinstance(outputs, MutableMapping):
         outputs[next(iter(outputs))] = first
         return outputs
@@ -207,16 +218,16 @@ def _hidden_states_of(outputs: Any) -> Tensor:
 
 
 def fused_loss_refusal(setting: str) -> ValueError:
-    """Why a wrapper that looks for parameters without gradients cannot be used with a fused loss."""
+    """Return the error for a DDP wrapper that searches for unused parameters, which excludes a fused loss."""
     return ValueError(
-        f"fused_loss_factory cannot be combined with {setting}: the head is used after the model's forward pass, at the end "
-        "of which DDP would take it for unused. Leave one of the two out."
+        f"fused_loss_factory cannot be combined with {setting}: the loss uses the head after the forward pass, so DDP would "
+        "treat the head as unused. Omit one of the two."
     )
 
 
 def _refusal(name: str, reason: str) -> ValueError:
     return ValueError(
-        f"fused_loss_factory cannot be used with {name}, which {reason}. Leave it out, or let the model have the attribute "
-        "can_return_hidden_states=True, take return_hidden_states=True in forward, and return its head from "
+        f"fused_loss_factory cannot be used with {name}, which {reason}. Omit it, or give the model the attribute "
+        "can_return_hidden_states=True, accept return_hidden_states=True in forward, and return the head from "
         "get_output_embeddings()."
     )

@@ -1,7 +1,7 @@
-"""Token ids beyond the vocabulary and labels out of range: which key of the batch, which value, what is allowed.
+"""Errors for token ids and labels out of range that name the batch key, the value and the allowed range.
 
-Nothing is looked at while all is well, but the first batch for an accelerator, as long as it is on the CPU. When a step
-raises, the frames of the traceback hold the embedding or the loss that was called, and what it was called with.
+Successful steps cost nothing: `better_error` inspects the frames of the traceback after a step has raised. Only the
+batches of the first step on an accelerator are checked beforehand. `StepRunner` and the evaluator call this module.
 """
 
 import logging
@@ -22,11 +22,11 @@ _LOSS_FRAMES = {
     "nll_loss": ("input", "target"),
     "cross_entropy_in_place": ("scores", "targets"),
 }
-"""Functions that compute a loss over classes, with the names of their scores and labels."""
+"""Loss functions over classes, with the names of their arguments for scores and labels."""
 _WORDS = ("out of range", "out of bounds", "device-side assert")
 _TOKENIZER_REMEDY = (
-    "The tokenizer and the model do not belong together: tokenize with the tokenizer of this model, or give the model more "
-    "rows, such as with model.resize_token_embeddings(len(tokenizer)) or a larger vocab_size in its config."
+    "The tokenizer does not fit the model. Use the tokenizer of this model, or enlarge the embedding: call "
+    "model.resize_token_embeddings(len(tokenizer)), or set a larger vocab_size in the config."
 )
 
 _TOKEN_KEYS = ("input_ids", "decoder_input_ids", "labels")
@@ -35,19 +35,19 @@ Batches = Sequence[Mapping[str, Any]]
 
 
 def better_error(error: Exception, model: Callable[[], nn.Module], batches: Batches) -> Exception | None:
-    """The error of a step as one that names the batch key and the remedy, if an index was out of range; else None."""
+    """Return an error that names the batch key and the remedy if an index was out of range; otherwise None."""
     if not isinstance(error, (IndexError, RuntimeError, ValueError)) or isinstance(error, DistributedError):
         return None
     return _better_error(error, model(), batches)
 
 
 class explaining_indices:
-    """Context manager around a step: an index that is out of range becomes an error that names the batch key and the remedy."""
+    """Context manager that replaces an index error by an error with the batch key and the remedy."""
 
     __slots__ = ("_batches", "_model")
 
     def __init__(self, model: nn.Module, batches: Batches) -> None:
-        """`batches` may be filled in while the step runs."""
+        """Keep references: the caller may fill `batches` while the step runs."""
         self._model = model
         self._batches = batches
 
@@ -63,7 +63,9 @@ class explaining_indices:
 
 
 def warn_of_large_ids(model: nn.Module, batches: Batches) -> None:
-    """On an accelerator a wrong id ends in an assert that names nothing. Only a warning: a model may map its ids first."""
+    """Warn about token ids and labels of a CPU batch that exceed the vocabulary."""
+    # On an accelerator such an id ends in a device-side assert without any name. This is only a warning, because a model
+    # may map its ids before the embedding.
     found = next(_suspects(model, batches), None)
     if found is not None:
         logger.warning("%s", found)
@@ -72,6 +74,7 @@ def warn_of_large_ids(model: nn.Module, batches: Batches) -> None:
 def _better_error(error: Exception, model: nn.Module, batches: Batches) -> Exception | None:
     is_about_index = any(word in str(error) for word in _WORDS)
     if "device-side assert" not in str(error):
+        # Innermost frame first: it holds the tensors of the failed call as local variables.
         frames = list(_frames(error.__traceback__))
         for frame in reversed(frames):
             better = _error_of_frame(frame, is_about_index, model, batches)
@@ -79,6 +82,8 @@ def _better_error(error: Exception, model: nn.Module, batches: Batches) -> Excep
                 return better
         found = next(_suspects(model, batches), None) if is_about_index else None
         return None if found is None else IndexError(found)
+    # After a device-side assert every read from the device fails, and the traceback may point to a later call. Only the
+    # batches on the CPU can still be checked.
     found = next(_suspects(model, batches), None)
     return RuntimeError(found or _assert_message(str(error)))
 
@@ -104,7 +109,7 @@ def _error_of_frame(frame: FrameType, is_about_index: bool, model: nn.Module, ba
 
 
 class _Lookup(NamedTuple):
-    """An embedding that was asked for rows."""
+    """Failed embedding lookup: the ids, the weight, and the model and batches to name them by."""
 
     ids: Tensor
     weight: Tensor
@@ -122,30 +127,30 @@ class _Lookup(NamedTuple):
         rows = _rows(self._embedding(), num_rows, key)
         if wrong < 0:
             return (
-                f"{key!r} of a batch holds the id {wrong}, but {rows}. Negative numbers such as {IGNORE_INDEX} are for "
-                "'labels' only: pad the ids with the tokenizer's pad_token_id."
+                f"{key!r} of a batch holds the id {wrong}, but {rows}. Negative values such as {IGNORE_INDEX} are allowed "
+                "in 'labels' only. Pad the ids with the tokenizer's pad_token_id."
             )
         return f"{key!r} of a batch holds the id {wrong}, its largest, but {rows}. {_remedy_for(key)}"
 
     def _computed_message(self, wrong: int, num_rows: int) -> str:
         shapes = _shapes(self.batches)
         return (
-            f"The model asked {self._embedding()}, which has {num_rows} rows, for row {wrong}, a number that it has "
-            f"computed: it is in no key of the batch ({shapes}). Most often it is a position, and the sequences are longer "
-            f"than the model allows: cut them when tokenizing (truncation=True, max_length={num_rows}), or "
-            "build the model for longer ones."
+            f"The model requested row {wrong} of {self._embedding()}, which has {num_rows} rows. The model computed this "
+            f"index: it is in no key of the batch ({shapes}). Usually it is a position, and the sequences are longer than "
+            f"the model allows. Truncate them in the tokenizer (truncation=True, max_length={num_rows}), or build the "
+            "model for longer sequences."
         )
 
     def float_message(self) -> str:
         key = next((name for name, value in _tensors(self.batches) if value.dtype == self.ids.dtype), None)
-        which = f"{key!r} of a batch has" if key is not None else "The ids given to it have"
+        which = f"{key!r} of a batch has" if key is not None else "The token ids have"
         return (
-            f"{which} dtype {self.ids.dtype}, but {self._embedding()} looks up rows by whole numbers. Give the ids as "
-            "integers, such as with torch.tensor(ids, dtype=torch.long)."
+            f"{which} dtype {self.ids.dtype}, but {self._embedding()} needs integer ids. Convert them, such as with "
+            "torch.tensor(ids, dtype=torch.long)."
         )
 
     def _embedding(self) -> str:
-        """The name of the embedding in the model, where it can be found."""
+        """Return the name of the embedding in the model, or a general phrase if it is not found."""
         for name, parameter in self.model.named_parameters():
             if parameter is self.weight:
                 return f"the embedding {name.removesuffix('.weight')!r}"
@@ -159,9 +164,9 @@ def _label_error(
     num_scores = scores.numel() // num_classes
     if not is_about_index and scores.ndim == 2 and labels.ndim == 1 and num_scores != labels.shape[0]:
         return ValueError(
-            f"The loss was given {num_scores} predictions of {num_classes} classes each, and {labels.shape[0]} labels "
+            f"The loss got {num_scores} predictions of {num_classes} classes each, but {labels.shape[0]} labels "
             f"({_shapes(batches)}): there must be one label for each prediction. Give 'labels' the shape of the model's logits "
-            "without the classes, or pass a compute_loss_func that knows how they belong together."
+            "without the class dimension, or pass a compute_loss_func that matches them."
         )
     wrong = _worst(labels, num_classes, ignored) if is_about_index else None
     if wrong is None:
@@ -170,25 +175,26 @@ def _label_error(
 
 
 def _label_message(wrong: int, num_classes: int, ignored: int, key: str | None) -> str:
-    which = f"{key!r} of a batch" if key is not None else "What the loss compares with"
-    allowed = f"allowed are 0 to {num_classes - 1}, and {ignored} for positions that do not count"
-    remedy = f"Put {ignored} where there is no label, such as in padding."
+    which = f"{key!r} of a batch" if key is not None else "The target of the loss"
+    allowed = f"allowed are 0 to {num_classes - 1}, and {ignored} for ignored positions"
+    remedy = f"Use {ignored} for positions without a label, such as padding."
     if wrong >= num_classes:
         remedy = (
-            "If they are numbers of classes, build the model with as many (num_labels); if they are token ids, tokenize with "
-            "the tokenizer of this model."
+            "For class labels, build the model with enough classes (num_labels). For token ids, use the tokenizer of this "
+            "model."
         )
     return f"{which} holds the label {wrong}, but the logits have {num_classes} classes: {allowed}. {remedy}"
 
 
 def _worst(ids: Tensor, num_rows: int, ignored: int | None = None) -> int | None:
-    """The value farthest outside of 0 to `num_rows` - 1; None if there is none, or the device cannot tell any more."""
+    """Return a value outside of 0 to `num_rows` - 1, the largest first; None if all are valid or cannot be read."""
     try:
         known = ids if ignored is None else ids[ids != ignored]
         if known.numel() == 0 or known.is_floating_point():
             return None
         least, most = int(known.min()), int(known.max())
     except RuntimeError:
+        # The device can no longer be read after a failed assertion.
         return None
     if most >= num_rows:
         return most
@@ -196,12 +202,13 @@ def _worst(ids: Tensor, num_rows: int, ignored: int | None = None) -> int | None
 
 
 def _key_of_ids(ids: Tensor, batches: Batches) -> str | None:
-    """The key of the batch that the ids are, or that they are some rows of."""
+    """Return the batch key that holds these ids, completely or as a range of its rows."""
     host = ids.detach().cpu()
     return next((name for name, value in _tensors(batches) if _has_rows(value.cpu(), host)), None)
 
 
 def _has_rows(value: Tensor, rows: Tensor) -> bool:
+    # A model may have reshaped the ids, and a pipeline runs on a slice of the rows.
     if value.shape[1:] != rows.shape[1:] or value.ndim == 0 or value.is_floating_point():
         return value.numel() == rows.numel() and torch.equal(value.flatten().to(rows.dtype), rows.flatten())
     starts = range(len(value) - len(rows) + 1)
@@ -209,7 +216,8 @@ def _has_rows(value: Tensor, rows: Tensor) -> bool:
 
 
 def _key_of_label(wrong: int, batches: Batches) -> str | None:
-    """The key of the batch that holds the label: a loss changes the shape of its labels."""
+    """Return the batch key that holds this label, "labels" first."""
+    # Compare single values: losses shift and flatten their labels, so shapes do not match.
     names = [name for name, value in _tensors(batches) if bool((value == wrong).any())]
     return "labels" if "labels" in names else next(iter(names), None)
 
@@ -224,14 +232,14 @@ def _shapes(batches: Batches) -> str:
 
 
 def _suspects(model: nn.Module, batches: Batches) -> Iterator[str]:
-    """Ids on the CPU that the input embedding has no row for, and labels that are no token of it."""
+    """Yield a message for each CPU tensor of token ids or labels with a value beyond the input embedding."""
     embedding = _input_embedding(model)
     if embedding is None:
         return
     num_rows = embedding.num_embeddings
     shapes = [value.shape for name, value in _tensors(batches) if name == "input_ids"]
     for name, value in _tensors(batches):
-        # Labels of another shape than the ids are those of another task, and no tokens.
+        # Labels with another shape than the ids are not tokens, for example the classes of a classification task.
         if value.device.type != "cpu" or name not in ("input_ids", "labels") or value.shape not in shapes:
             continue
         wrong = _worst(value, num_rows, IGNORE_INDEX if name == "labels" else None)
@@ -243,7 +251,7 @@ def _suspects(model: nn.Module, batches: Batches) -> Iterator[str]:
 
 
 def _input_embedding(model: nn.Module) -> nn.Embedding | None:
-    """The embedding of token ids: the one that a Hugging Face model names, else the only one there is."""
+    """Return the token embedding: from `get_input_embeddings()`, else the only `nn.Embedding`, else None."""
     try:
         ask = getattr(model, "get_input_embeddings", None)
         named = None if ask is None else ask()
@@ -263,13 +271,13 @@ def _rows(embedding: str, num_rows: int, key: str) -> str:
 def _remedy_for(key: str) -> str:
     if key in _TOKEN_KEYS:
         return _TOKENIZER_REMEDY
-    return f"Let the values of {key!r} stay below the number of rows, or build the model with more of them."
+    return f"Keep the values of {key!r} below the number of rows, or build the model with more rows."
 
 
 def _assert_message(text: str) -> str:
     return (
-        f"A kernel of the device has failed an assertion, in this step or one shortly before it: {text.splitlines()[0]} Most "
-        "often an index was out of range: a token id beyond the vocabulary, a label that is no class, or a position beyond "
-        "the model's maximum. Run again with use_cpu=True, which names the batch key and the value, or with the environment "
-        "variable CUDA_LAUNCH_BLOCKING=1, which shows the line."
+        f"A device kernel failed an assertion, in this step or shortly before it: {text.splitlines()[0]}. Usually an index was "
+        "out of range: a token id beyond the vocabulary, a label beyond the classes, or a position beyond the model's maximum. "
+        "Run again with use_cpu=True to see the batch key and the value, or with the environment variable "
+        "CUDA_LAUNCH_BLOCKING=1 to see the line."
     )

@@ -1,4 +1,8 @@
-"""What a loss makes of its labels, found out by trying it: which of them are targets, and what its mean is over."""
+"""Loss traits: which labels a loss counts as targets, and whether it is a mean over targets, labels or samples, or a sum.
+
+`find_traits` determines them by calling the loss with modified labels. `StepLoss` and `ModelLoss` call it on the first
+batch, inside `looking_only`: a trial changes no gradients, random state or buffers.
+"""
 
 import contextlib
 import logging
@@ -17,7 +21,7 @@ IGNORE_INDEX = -100
 
 Rows = list[int] | None
 LossOf = Callable[[Rows, Tensor], Tensor | None]
-"""The loss of some rows of a batch (None: all of them) with other labels; None where there is none."""
+"""Function of (rows, labels): the loss of these rows of a batch (None: all rows) with other labels, or None."""
 
 UNITS = ("targets", "labels", "rows")
 
@@ -26,17 +30,18 @@ _MASKABLE = (torch.int8, torch.int16, torch.int32, torch.int64)
 
 
 class Traits(NamedTuple):
-    """How the losses of micro-batches are to be weighed."""
+    """Properties of a loss that determine the weight of a micro-batch."""
 
     first_counts: bool = True
-    """Whether the first position of a sequence is a target; causal losses shift, and then it is none."""
+    """Whether the first position of a sequence is a target. It is not for causal losses, which shift the labels."""
     unit: str = "targets"
-    """What the mean is over: labels other than -100, all labels, or samples."""
+    """Unit of the mean: "targets" (labels other than -100), "labels" (all labels) or "rows" (samples)."""
     is_sum: bool = False
-    """Whether the loss is a sum over its unit, and no mean."""
+    """Whether the loss is a sum over its unit instead of a mean."""
 
     def num_targets(self, labels: Tensor) -> int | Tensor:
-        """The number of targets among labels; a tensor only where labels live on a device already."""
+        """Return the number of targets among labels; a tensor only if the labels are on an accelerator."""
+        # An int from an accelerator would make the host wait for the device.
         if labels.ndim == 0:
             return 1
         if self.unit == "rows" or labels.is_floating_point() or labels.is_complex():
@@ -48,7 +53,7 @@ class Traits(NamedTuple):
 
     @property
     def code(self) -> int:
-        """All of it in one number, for messages between ranks."""
+        """All traits encoded as one integer, for messages between ranks."""
         return int(self.first_counts) + 2 * int(self.is_sum) + 4 * UNITS.index(self.unit)
 
     @classmethod
@@ -57,11 +62,10 @@ class Traits(NamedTuple):
 
 
 def find_traits(loss_of: LossOf, labels: Tensor, expected: Traits | None = None, normalises: bool = False) -> Traits:
-    """Try a loss with other labels than those of a batch, and with parts of the batch.
+    """Return the traits of a loss, determined by trials with modified labels and with single rows of a batch.
 
-    Values are not compared with each other where they may be the same by chance, as all are with a head of zeros: a loss
-    over nothing is zero or no number. `expected` is what cannot be found out; `normalises` is for a loss that divides by
-    a number that it is given.
+    `expected` is returned where a trial is not possible. `normalises` is for a loss that divides by a given number of
+    targets: its divisor is known and not tried.
     """
     expected = expected or Traits()
     if labels.ndim == 0 or labels.numel() == 0:
@@ -72,8 +76,10 @@ def find_traits(loss_of: LossOf, labels: Tensor, expected: Traits | None = None,
 
 
 def _positions(loss_of: LossOf, labels: Tensor, expected: Traits) -> Traits:
-    """Which positions count: by labels of which some are ignored."""
-    # Any class will do; that of zero is what losses make of negative ones that they clamp.
+    """Return which positions count, from trials with some labels set to `IGNORE_INDEX`."""
+    # Every trial is compared with the loss over no targets, which is zero or NaN. Trials are not compared with each
+    # other: with a head of zeros all positions have the same loss.
+    # The valid class is 0, because losses that clamp negative labels turn -100 into 0. Both trials are then equal.
     valid = torch.zeros_like(labels)
     ignored = torch.full_like(labels, IGNORE_INDEX)
     has_positions = labels.ndim > 1
@@ -81,7 +87,7 @@ def _positions(loss_of: LossOf, labels: Tensor, expected: Traits) -> Traits:
     if of_all is None:
         return expected
     if math.isnan(of_all):
-        # A mean over nothing, though there are labels: of one position, which a causal loss has no target in.
+        # NaN is a mean over no targets. With sequences of one position this shows a causal loss, which shifts it away.
         return Traits(first_counts=False) if has_positions and labels.shape[1] == 1 else expected
     if of_nothing is not None and _are_same(of_all, of_nothing):
         return Traits(unit="labels")
@@ -92,9 +98,9 @@ def _positions(loss_of: LossOf, labels: Tensor, expected: Traits) -> Traits:
     of_first, of_rest = _value(loss_of, None, first), _value(loss_of, None, rest)
     if of_first is None and of_rest is None:
         logger.warning(
-            "The loss cannot be computed of labels that are %d, so all labels are counted as its targets. If it ignores "
-            "others, such as -1, steps of several micro-batches or ranks are weighed wrongly: let compute_loss_func have a "
-            "method num_targets(labels), or use %d for labels that are no targets.",
+            "The loss cannot be computed for labels of %d, so all labels count as targets. If it ignores another value, such "
+            "as -1, micro-batches and ranks get wrong weights: add a method num_targets(labels) to compute_loss_func, or use "
+            "%d for ignored labels.",
             IGNORE_INDEX,
             IGNORE_INDEX,
         )
@@ -103,26 +109,28 @@ def _positions(loss_of: LossOf, labels: Tensor, expected: Traits) -> Traits:
 
 
 def _divisor(loss_of: LossOf, labels: Tensor, traits: Traits) -> Traits:
-    """What the loss is divided by: of two samples, by those of each."""
+    """Return the traits with the divisor of the loss, from the loss of two samples and the loss of each sample."""
     if labels.dtype not in _MASKABLE or traits.unit == "labels":
         return _compared(loss_of, labels, traits, labels)
     masked = labels.clamp(min=0)
     if labels.ndim > 1 and labels.shape[1] > 2:
-        # Other numbers of targets, so that a mean over targets is another than one over samples.
+        # Different numbers of targets per sample, so that a mean over targets differs from a mean over samples.
         masked[0, :-1] = IGNORE_INDEX
         return _compared(loss_of, labels, traits, masked)
+    # Short rows: mask the first sample completely. That shows only a mean over samples; a sum and a mean over targets
+    # give the same value. A second trial with all labels distinguishes these two.
     masked[0] = IGNORE_INDEX
     found = _compared(loss_of, labels, traits, masked)
     return found if found.unit == "rows" else _compared(loss_of, labels, traits, labels.clamp(min=0))
 
 
 def _compared(loss_of: LossOf, labels: Tensor, traits: Traits, tried: Tensor) -> Traits:
-    """What the loss of two samples is, of which `tried` has the labels, in terms of those of each."""
+    """Compare the loss of two samples with combinations of the two single losses; `tried` holds the labels."""
     rows = [0, min(1, len(labels) - 1)]
     both = torch.stack([tried[0], labels.clamp(min=0)[rows[1]] if labels.dtype in _MASKABLE else labels[rows[1]]])
     numbers = [int(traits.num_targets(part)) for part in (both[:1], both[1:])]
     parts = [_value(loss_of, rows[:1], both[:1]), _value(loss_of, rows[1:], both[1:])]
-    # A loss over nothing adds nothing.
+    # A sample without targets adds nothing, even if its own loss is NaN.
     one, other = (
         0.0 if number == 0 and not _is_finite(part) else part for part, number in zip(parts, numbers, strict=True)
     )
@@ -139,11 +147,11 @@ def _compared(loss_of: LossOf, labels: Tensor, traits: Traits, tried: Tensor) ->
 
 
 def _value(loss_of: LossOf, rows: Rows, labels: Tensor) -> float | None:
-    """The loss as a number; None if it cannot be computed."""
+    """Return the loss as a float; None if it cannot be computed."""
     try:
         loss = loss_of(rows, labels)
         return float(loss) if isinstance(loss, Tensor) and loss.numel() == 1 else None
-    except Exception as error:  # noqa: BLE001 - of labels that nobody gave; those of the batch are computed next
+    except Exception as error:  # noqa: BLE001 - the trial labels are made up; the real labels are computed next
         logger.debug("The loss could not be tried: %s", error)
         return None
 
@@ -157,7 +165,7 @@ def _are_same(one: float | None, other: float | None) -> bool:
 
 
 def rows_of(batch: Mapping[str, Any], rows: Rows, num_rows: int) -> Mapping[str, Any]:
-    """Some rows of all tensors of a batch that have so many."""
+    """Return a batch with these rows of all tensors that have `num_rows` rows; other values stay."""
     if rows is None:
         return batch
     return {
@@ -168,7 +176,8 @@ def rows_of(batch: Mapping[str, Any], rows: Rows, num_rows: int) -> Mapping[str,
 
 @contextlib.contextmanager
 def looking_only(model: nn.Module) -> Iterator[None]:
-    """Run a model without a trace: no gradients, random numbers, changed buffers, compiled code or cached casts."""
+    """Run a model in this context without side effects on gradients, random state, buffers, compiled code or casts."""
+    # Buffers such as running means change in a forward pass, also without gradients.
     buffers = list(_buffers_of(model.modules()))
     copies = [buffer.clone() for _, _, buffer in buffers]
     with undisturbed_random_numbers(), torch.no_grad(), torch.compiler.set_stance("force_eager"):
@@ -176,16 +185,17 @@ def looking_only(model: nn.Module) -> Iterator[None]:
             yield
         finally:
             for (module, name, buffer), copy in zip(buffers, copies, strict=True):
+                # A model may also have replaced the buffer by a new tensor.
                 module._buffers[name] = buffer
                 if not torch.equal(buffer, copy):
                     buffer.copy_(copy)
-            # Casts of weights that were made without gradients would be used by the forward pass with them.
+            # Autocast caches casts of weights. Those made under no_grad would cut the gradients of the next pass.
             torch.clear_autocast_cache()
 
 
 def _buffers_of(modules: Iterator[nn.Module]) -> Iterator[tuple[nn.Module, str, Tensor]]:
     for module in modules:
-        # Those of compiled scripts cannot be set.
+        # Buffers of ScriptModules cannot be assigned.
         if isinstance(module, torch.jit.ScriptModule):
             continue
         for name, buffer in module._buffers.items():

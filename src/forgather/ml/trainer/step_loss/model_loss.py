@@ -1,4 +1,8 @@
-"""From a batch to its loss: by the user's function, by the causal loss, or by what the model computes itself."""
+"""ModelLoss: runs the model and computes the loss, by the user's function, the causal loss or the model's own loss.
+
+Without a loss function the choice is made on the first batch (`look`) and adopted by all ranks (`adopt`); it is saved
+in the checkpoint and never changes afterwards. The trainers and the evaluator call it, and `TrainingLoss` wraps it.
+"""
 
 import logging
 import math
@@ -45,32 +49,35 @@ LOSS_STATE = optional(
 
 
 class Forward(NamedTuple):
-    """What a forward pass gave: logits (or hidden states) for a loss function, or the model's own loss."""
+    """Result of a forward pass: logits (or hidden states) for a loss function, or the model's own loss."""
 
     logits: Tensor | None
     own_loss: Tensor | None
 
 
 class Finding(NamedTuple):
-    """What a rank learned of the loss from its first batch."""
+    """Result of `ModelLoss.look` on the first batch of a rank."""
 
     uses_own: bool | None = None
-    """None if the first forward pass will tell, or the loss was given."""
+    """Whether to use the model's own loss; None if the first forward pass decides, or a loss function was passed."""
     traits: Traits | None = None
     reason: str = ""
     is_stand_in: bool = False
-    """Whether the batch was none, so that any other rank knows better."""
+    """Whether the batch was an EmptyBatch. Findings of other ranks on real batches take precedence."""
     passes_labels: bool = True
     warning: str = ""
 
 
 class ModelLoss:
-    """Runs the model and computes losses.
+    """Loss of a model on a batch, with the choice of the loss if no loss function was passed.
 
-    Without a loss function the model decides: one that is known to need another loss than the causal one is called with
-    its labels, and its own loss is used. Of the others the first batch tells: a loss that the model computes from the
-    labels, and that differs from the causal one, is kept; else logits of rank 3 get the shifted causal loss, everything
-    else the model's own. The choice is in the checkpoint, and stays.
+    Without a loss function the loss is chosen as follows:
+
+    1. A model that declares another loss than the causal loss is called with labels, and its own loss is used.
+    2. For other models the first batch decides. If the model's own loss differs from the causal loss, it is used.
+    3. Otherwise logits of rank 3 get the shifted causal loss, and all other outputs the model's own loss.
+
+    The choice is stored in the checkpoint and stays.
     """
 
     def __init__(
@@ -81,9 +88,10 @@ class ModelLoss:
         head: nn.Module | None = None,
         is_default: bool = False,
     ) -> None:
-        """With a `head` the model gives hidden states, of which the head would make logits.
+        """Wrap a loss function, or None for the choice on the first batch.
 
-        `is_default` says that `loss_fn` is the causal loss, for want of another, where the model's own cannot be computed.
+        With a `head` the model returns hidden states, which the head would map to logits. `is_default` marks `loss_fn` as
+        the causal loss that is the default where the model's own loss cannot be computed, in a pipeline.
         """
         self._token_weighted = token_weighted
         self._given_loss = loss_fn
@@ -96,25 +104,25 @@ class ModelLoss:
         self._keeps_old_rule = False
 
     def unresolved(self) -> "ModelLoss":
-        """Another one that has yet to see the model at work."""
+        """Return a copy with the same settings on which no loss has been chosen yet."""
         other = ModelLoss(self._given_loss, self._token_weighted, head=self._head, is_default=self._is_default)
         other._keeps_old_rule = self._keeps_old_rule
         return other
 
     def logits(self, forward: Forward) -> Tensor | None:
-        """The logits of a forward pass, computed now if the loss did without them."""
+        """Return the logits of a forward pass; compute them now if the loss used hidden states."""
         if self._step_loss is None or forward.logits is None:
             return forward.logits
         return self._step_loss.logits(forward.logits)
 
     @property
     def given_loss(self) -> LossFunctionT | None:
-        """The loss function that was given, or made by a factory; None if the model decides."""
+        """Loss function that was passed, or made by a factory; None if the loss is chosen on the first batch."""
         return self._given_loss
 
     @property
     def uses_own(self) -> bool:
-        """Whether the loss is the one that the model computes from its labels."""
+        """Whether the loss is the model's own loss."""
         return self._uses_own_loss
 
     @property
@@ -123,15 +131,15 @@ class ModelLoss:
 
     @property
     def can_count(self) -> bool:
-        """Whether targets can be counted before the model has been seen at work."""
+        """Whether targets can be counted from labels only, because the loss has been resolved."""
         return self._uses_own_loss or (self._step_loss is not None and self._step_loss.is_resolved)
 
     def count(self, labels: Any, batch: Mapping[str, Any]) -> Count:
-        """The number of targets among labels; the batch's samples count where there are no labels to tell."""
+        """Return the number of targets among labels; without usable labels, the number of samples of the batch."""
         if isinstance(batch, EmptyBatch):
             return 0
         if self._step_loss is not None:
-            # Without labels the forward pass that follows explains what is missing.
+            # Do not raise without labels: the forward pass that follows raises a better error.
             return 0 if labels is None else self._step_loss.count(labels)
         if not isinstance(labels, Tensor) or not self._passes_labels:
             return samples_in(batch)
@@ -140,19 +148,23 @@ class ModelLoss:
     # --- which loss it is
 
     def look(self, model: nn.Module, inputs: Mapping[str, Any], labels: Any, is_stand_in: bool = False) -> Finding:
-        """Find out from a batch which loss it is and what it counts, without a trace in the model.
+        """Find the loss and its traits by trial runs on a batch, without side effects on the model.
 
-        Nothing is decided by it: ranks must `adopt` the same.
+        The loss is not chosen yet: all ranks must `adopt` the same finding.
         """
+        # With several ranks, each calls `look` before the first forward pass, and all adopt the same of the gathered
+        # findings. Ranks with different losses would count targets differently and reach different collectives. A
+        # single process calls it from `forward`. The trials cost a few forward passes, once per process.
         inner = unwrap_model(model)
         if self._step_loss is not None:
             return self._look_at_function(model, inputs, labels, is_stand_in)
-        reason = reason_for_own_loss(inner) or ("there are no labels for another" if labels is None else None)
+        reason = reason_for_own_loss(inner) or ("the batch has no labels" if labels is None else None)
         if reason is not None:
             return self._own_finding(inner, inputs, labels, f"since {reason}", is_stand_in)
         comparison = compared(inner, inputs, labels)
         if not comparison.takes_labels:
             return self._look_without_labels(inner, inputs, is_stand_in)
+        # A run of an older version was trained with the causal loss. Continue with it, but warn.
         if self._keeps_old_rule and comparison.differs and comparison.causal is not None:
             return Finding(False, None, "as in the checkpoint", is_stand_in, warning=_kept_loss(inner, comparison))
         if comparison.differs:
@@ -163,7 +175,7 @@ class ModelLoss:
         return Finding(False, None, reason, is_stand_in, warning=_unasked(inner, comparison))
 
     def adopt(self, finding: Finding) -> None:
-        """Decide by what was found, on this rank or another."""
+        """Choose the loss by this finding, which may come from another rank."""
         if finding.warning:
             logger.warning("%s", finding.warning)
         self._passes_labels = finding.passes_labels
@@ -181,6 +193,7 @@ class ModelLoss:
         assert self._step_loss is not None
         if self._step_loss.is_resolved or not isinstance(labels, Tensor):
             return Finding(is_stand_in=is_stand_in)
+        # The trials call the loss function on these logits only; the model itself runs once.
         with looking_only(model), set_train(model, False):
             logits = logits_of(model(**self._with_keywords(inputs)))
         if logits is None:
@@ -201,14 +214,15 @@ class ModelLoss:
             return own_loss_of(inner(**part, labels=target) if has_labels else inner(**part))
 
         with looking_only(inner), set_train(inner, False):
-            # Where labels say nothing of targets, samples do, and of those it is found out whether the loss is a sum.
+            # Without a tensor of labels, samples are the targets. The trial then shows only whether the loss is a sum;
+            # float labels skip the trials of positions.
             tried = labels if has_labels else torch.zeros(num_rows)
             return Finding(
                 True, find_traits(loss_of, tried, declared), reason, is_stand_in, passes_labels=labels is not None
             )
 
     def _look_without_labels(self, inner: nn.Module, inputs: Mapping[str, Any], is_stand_in: bool) -> Finding:
-        """At a model that takes no labels; it may still compute a loss of something else."""
+        """Look at a model that accepts no labels; it may still compute a loss from its inputs."""
         with looking_only(inner), set_train(inner, False):
             outputs = inner(**inputs)
         logits = logits_of(outputs)
@@ -230,23 +244,23 @@ class ModelLoss:
     # --- in the checkpoint
 
     def state_dict(self) -> dict[str, Any] | None:
-        """Which loss was chosen; None if it was given, or is not chosen yet."""
+        """Return the chosen loss; None if a loss function was passed, or no loss is chosen yet."""
         if self._uses_own_loss:
             return {"own": True, **self._own_traits._asdict()}
         is_causal = self._is_default or (self._given_loss is None and self._step_loss is not None)
         return {"own": False, **Traits(first_counts=False)._asdict()} if is_causal else None
 
     def check_state_dict(self, state: dict[str, Any] | None) -> None:
-        """Raise a `CheckpointLoadError` where a run cannot go on with the loss that it had."""
+        """Raise `CheckpointLoadError` if the run cannot continue with the loss of the checkpoint."""
         if self._is_default and state is not None and state["own"]:
             raise CheckpointLoadError.misfit(
-                "The run of this checkpoint trains on the loss that the model computes itself, but in a pipeline the loss is "
-                "computed from the logits of the last stage. Pass compute_loss_func, a function of (logits, labels), or go on "
-                "with Trainer or DDPTrainer."
+                "The run of this checkpoint trains on the model's own loss, but a pipeline computes the loss from the logits "
+                "of the last stage. Pass compute_loss_func, a function of (logits, labels), or continue with Trainer or "
+                "DDPTrainer."
             )
 
     def load_state_dict(self, state: dict[str, Any] | None) -> None:
-        """Go on with the loss of a checkpoint; one that was given now is used in any case."""
+        """Continue with the loss of a checkpoint; a loss function that was passed now takes precedence."""
         if self._given_loss is not None or state is None:
             return
         traits = Traits(*(state[name] for name in Traits._fields))
@@ -256,7 +270,7 @@ class ModelLoss:
             self._use_causal("as in the checkpoint")
 
     def keep_old_rule(self) -> None:
-        """Go on from a checkpoint that does not tell the loss: all logits of rank 3 had the causal one."""
+        """Continue from an old checkpoint without a loss entry; then all logits of rank 3 had the causal loss."""
         self._keeps_old_rule = True
         if self._given_loss is None:
             self._uses_own_loss, self._step_loss = False, None
@@ -264,7 +278,8 @@ class ModelLoss:
     # --- the loss
 
     def forward(self, model: nn.Module, inputs: Mapping[str, Any], labels: Any, is_empty: bool = False) -> Forward:
-        """Run the model on a batch that is on its device; `is_empty` if it only stands in for one."""
+        """Run the model on a batch on its device; `is_empty` if it is an EmptyBatch. The first call chooses the loss."""
+        # Still undecided only in a single process, or if no rank found the loss on its first batch.
         if self._step_loss is None and not self._uses_own_loss and self._passes_labels:
             self.adopt(self.look(model, inputs, labels, is_empty))
         if self._uses_own_loss:
@@ -272,6 +287,7 @@ class ModelLoss:
         outputs = model(**inputs) if self._head is None else model(**inputs, return_hidden_states=True)
         logits = logits_of(outputs)
         if self._step_loss is None:
+            # The trial was not conclusive, for example because it raised. The rank of the logits decides.
             if logits is None or logits.ndim != 3:
                 self._refuse_without_loss(model)
                 return self._own_forward(model, inputs, labels, is_empty)
@@ -286,7 +302,7 @@ class ModelLoss:
         return Forward(logits, None)
 
     def resolve(self, logits: Tensor, labels: Tensor) -> None:
-        """Find out from logits and labels what the loss function counts, unless that is known."""
+        """Find the traits of the loss function on logits and labels, unless they are known."""
         if self._step_loss is None:
             self._use_causal("since it was called with logits and labels")
         assert self._step_loss is not None
@@ -297,7 +313,7 @@ class ModelLoss:
         return inputs if self._head is None else {**inputs, "return_hidden_states": True}
 
     def share(self, forward: Forward, labels: Tensor | None, count: Count, total: Count, num_shares: int) -> Tensor:
-        """The part of the step's loss that this micro-batch makes; `num_shares` counts the micro-batches of the step."""
+        """Return the share of a micro-batch in the loss of its step; `num_shares` is the step's number of micro-batches."""
         if self._step_loss is not None:
             assert forward.logits is not None and labels is not None
             return self._step_loss.share(forward.logits, labels, count, total, num_shares)
@@ -309,12 +325,12 @@ class ModelLoss:
         elif self._own_traits.is_sum:
             share = forward.own_loss.clone()
         else:
-            # A new tensor in any case: CUDA graphs write into those that they returned when they run again.
+            # Always a new tensor: CUDA graphs overwrite the tensors they returned when they run again.
             share = forward.own_loss.clone() if count is total else forward.own_loss * (count / total)
         return share if isinstance(count, int) else zero_without_targets(share, count, forward.logits)
 
     def mean(self, forward: Forward, labels: Tensor | None, count: Count) -> Tensor:
-        """The mean over the targets of a batch, as evaluations report it."""
+        """Return the mean over the targets of a batch, as reported by evaluations."""
         total = self.share(forward, labels, count, count, 1)
         if self._step_loss is not None:
             return self._step_loss.mean(total, count)
@@ -332,48 +348,49 @@ class ModelLoss:
         if not self._passes_labels:
             labels = None
         if is_empty and isinstance(labels, Tensor) and not labels.is_floating_point():
-            # Some class, so that the loss is a number; it will weigh nothing.
+            # Class 0 instead of -100, so that the loss is finite. Its weight in the step is zero.
             labels = labels.clamp(min=0)
         outputs = model(**inputs) if labels is None else model(**inputs, labels=labels)
         loss = own_loss_of(outputs)
         if loss is None:
-            reason = "got a batch without 'labels'" if labels is None else "computes no loss of its own from labels"
+            reason = "got a batch without 'labels'" if labels is None else "computes no loss from labels"
             raise _no_loss_error(model, f"{reason}, and returned no 'loss'")
         return Forward(logits_of(outputs), loss)
 
 
 def _nothing(own_loss: Tensor, logits: Tensor | None) -> Tensor:
-    """Zero, with gradients of zero for all that the loss depends on: other ranks wait for those of each parameter."""
+    """Return a zero that depends on everything the loss depends on, so that backward gives zero gradients."""
     if logits is None:
         return torch.nan_to_num(own_loss) * 0.0
     zero = logits.sum() * 0.0
-    # A mean over nothing is no number, and might have gradients that are none.
+    # A mean over no targets is NaN, and NaN * 0.0 would put NaN into the gradients.
     return zero + own_loss * 0.0 if bool(torch.isfinite(own_loss)) else zero
 
 
 def _kept_loss(model: nn.Module, comparison: Comparison) -> str:
     return (
-        f"This run goes on with shifted causal cross entropy, with which an earlier version began it, but it is not the loss "
-        f"that {type(model).__name__} computes itself: {comparison}. To train on the model's own, begin a new run from these "
-        "weights: load them in model_init, with another output_dir."
+        f"This run continues with shifted causal cross entropy, as started by an earlier version, but it is not the own loss "
+        f"of {type(model).__name__}: {comparison}. To train on the model's own loss, start a new run from these weights: load "
+        "them in model_init, with another output_dir."
     )
 
 
 def _unasked(model: nn.Module, comparison: Comparison) -> str:
-    """Nothing, if the model computes no loss: that is no problem."""
+    """Return a warning that the trial of the model's own loss failed; empty if it did not."""
+    # A model that computes no loss is not a problem: there is nothing to compare.
     problem = comparison.problem
     if comparison.own is not None and comparison.causal is not None and not math.isfinite(comparison.own):
         problem = f"it is {comparison.own}"
     if not problem:
         return ""
     return (
-        f"Whether {type(model).__name__} has a loss of its own could not be found out on the first batch ({problem}), so that "
-        "it is not used where its logits have three dimensions. Pass compute_loss_func to choose the loss."
+        f"The own loss of {type(model).__name__} could not be computed on the first batch ({problem}), so it is not used if "
+        "the logits have three dimensions. Pass compute_loss_func to choose the loss."
     )
 
 
 def _no_loss_error(model: nn.Module, reason: str) -> ValueError:
     return ValueError(
         f"There is no loss to train on: {type(model).__name__} {reason}. Put 'labels' into the batches and return logits "
-        "(pass compute_loss_func unless they are those of a causal language model), or let the model return a loss."
+        "(with compute_loss_func, unless it is a causal language model), or let the model return a loss."
     )

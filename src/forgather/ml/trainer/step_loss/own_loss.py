@@ -1,4 +1,8 @@
-"""Whether a model's own loss is the causal one: by what it declares, and by what it computes."""
+"""Comparison of a model's own loss with shifted causal cross entropy, by declaration (`loss_type`, config) and by trial.
+
+`compared` runs the model on a batch without side effects. `ModelLoss` uses it to choose the loss on the first batch,
+and `fused` to reject models with another loss.
+"""
 
 import math
 from collections.abc import Mapping
@@ -16,32 +20,32 @@ from forgather.ml.trainer.step_loss.token_weighting import parameters_of
 from forgather.ml.utils import unwrap_model
 
 TOLERANCE = 1e-4
-"""Losses that differ by no more than this share of them are the same."""
+"""Relative difference up to which two losses count as equal."""
 
 _TOO_EVEN = 1e-3
-"""Logits that vary less than this say nothing of a loss: all classes are as likely."""
+"""Standard deviation of logits below which all classes are about equally likely, so losses cannot be distinguished."""
 
 _SHIFTED_LOSS_TYPES = ("ForCausalLM", "ForConditionalGeneration")
-"""Those names of `transformers` whose loss predicts the next token, so that the first label is no target."""
+"""Loss types of `transformers` that predict the next token, so that the first label is not a target."""
 
 
 class Comparison(NamedTuple):
-    """What a model computed from the labels of a batch, and what the causal loss of its logits is."""
+    """Result of a trial: the model's own loss of a batch, and the causal loss of its logits."""
 
     own: float | None = None
     """None if the model computes no loss from labels."""
     causal: float | None = None
-    """None if there are no logits and labels that there is a causal loss of."""
+    """None if the logits and labels do not fit the causal loss."""
     tolerance: float = TOLERANCE
     problem: str = ""
-    """Why the model could not be asked."""
+    """Error of the trial, if it failed."""
     takes_labels: bool = True
     counts_first: bool = False
-    """Whether the model's own loss has a target in the first position of a sequence, which the causal one has not."""
+    """Whether the model's own loss counts the first position of a sequence. The causal loss does not."""
 
     @property
     def differs(self) -> bool:
-        """Whether the causal loss would be another than the model's own; False if that cannot be told."""
+        """Whether the model's own loss differs from the causal loss; False if the trial was not conclusive."""
         if self.own is None or self.causal is None:
             return self.own is not None
         if self.counts_first:
@@ -52,30 +56,31 @@ class Comparison(NamedTuple):
 
     def __str__(self) -> str:
         if self.causal is None:
-            return "it computes one from the labels, and there are no logits of rank 3 that fit them"
+            return "it computes a loss from the labels, and returns no logits of rank 3 that fit them"
         if self.counts_first:
-            return "the first label of a sequence is a target of it, and none of shifted causal cross entropy"
+            return "it counts the first label of a sequence, unlike shifted causal cross entropy"
         return f"it differs from shifted causal cross entropy ({self.own:.6g} instead of {self.causal:.6g})"
 
 
 def compared(model: nn.Module, inputs: Mapping[str, Any], labels: Tensor) -> Comparison:
-    """Run a model on a batch with its labels, without a trace.
+    """Run a model on a batch with labels, without side effects, and compare its loss with the causal loss.
 
-    Both losses are those of one forward pass, so that it does not matter what was dropped in it; and the model is in the
-    mode in which it is used, since some add terms to the loss of training only. Where they are the same, it may be by
-    chance, as with a head of zeros: then the model is tried with other values, and with the first labels alone.
+    Both losses come from one forward pass, so dropout affects both equally. The train or eval mode stays unchanged,
+    because some models add terms to the training loss only. Equal losses may be a coincidence, for example with a head
+    of zeros. The trial is then repeated with varied parameters and with the first labels only.
     """
     if not takes_labels(model):
         return Comparison(takes_labels=False)
     has_classes = isinstance(labels, Tensor) and not (labels.is_floating_point() or labels.is_complex())
     if has_classes and int(CausalLoss().num_targets(labels)) == 0:
-        # Of losses without a target nothing can be told: let there be some of any class.
+        # A batch without targets, such as an EmptyBatch, shows nothing. Turn ignored labels into class 0.
         labels = labels.clamp(min=0)
     try:
         with looking_only(model):
             return _compared(model, inputs, labels)
-    except Exception as error:  # noqa: BLE001 - the model may still be trained with the causal loss, and it is said
+    except Exception as error:  # noqa: BLE001 - the causal loss may still work, and the caller logs the problem
         text = f"{type(error).__name__}: {error}"
+        # A wrapper with **kwargs may pass labels on to a forward that does not accept them.
         if isinstance(error, TypeError) and "unexpected keyword argument 'labels'" in str(error):
             return Comparison(takes_labels=False)
         return Comparison(problem=text)
@@ -89,16 +94,17 @@ def _compared(model: nn.Module, inputs: Mapping[str, Any], labels: Tensor) -> Co
     comparison = _comparison(model, inputs, labels, outputs)
     if comparison.causal is None or comparison.differs or getattr(model, "loss_type", None) == "ForCausalLM":
         return comparison
+    # Equal so far. Keep the first label of each sequence only: the causal loss has no target there.
     first = torch.full_like(labels, IGNORE_INDEX)
     first[:, 0] = labels[:, 0].clamp(min=0)
     of_first = own_loss_of(model(**inputs, labels=first))
-    # Without a target it is zero, or no number.
+    # A loss without targets is zero or NaN.
     counts_first = of_first is not None and math.isfinite(of_first) and abs(float(of_first)) > TOLERANCE
     return comparison._replace(counts_first=counts_first)
 
 
 def _varied(model: nn.Module) -> dict[str, Tensor]:
-    """Other values for parameters that have the same value everywhere, such as heads that begin with zeros."""
+    """Return noisy copies of constant parameters, such as heads that are initialised with zeros."""
     return {
         name: parameter + 0.1 * torch.randn_like(parameter)
         for name, parameter in model.named_parameters()
@@ -111,11 +117,12 @@ def _comparison(model: nn.Module, inputs: Mapping[str, Any], labels: Tensor, out
     if own is None or own.numel() != 1:
         return Comparison()
     if logits is None:
-        # Some models save the memory of logits when they have labels. Nothing may be dropped in two forward passes.
+        # Some models skip the logits if they get labels, to save memory. Two forward passes are needed then, and they
+        # must run in eval mode: dropout would make them differ.
         with set_train(model, False):
             own = own_loss_of(model(**inputs, labels=labels))
             logits = logits_of(model(**inputs))
-    # What a loss in few bits cannot show is no difference.
+    # A difference below the resolution of the dtype is not a difference.
     tolerance = max(TOLERANCE, torch.finfo(own.dtype).eps) if own is not None and own.is_floating_point() else TOLERANCE
     return Comparison(None if own is None else float(own), _causal_loss(logits, labels), tolerance)
 
@@ -126,19 +133,19 @@ def _causal_loss(logits: Tensor | None, labels: object) -> float | None:
     if labels.is_floating_point() or labels.is_complex() or logits.shape[:-1] != labels.shape:
         return None
     if int(labels.max()) >= logits.shape[-1] or bool(((labels < 0) & (labels != IGNORE_INDEX)).any()):
-        # On a device cross entropy would end the process.
+        # On CUDA, cross entropy with such labels fails a device-side assert, which makes the device unusable.
         return None
     return float(CausalLoss()(logits, labels))
 
 
 def takes_labels(model: nn.Module) -> bool:
-    """Whether a forward pass may be given labels."""
+    """Return whether `forward` accepts `labels`."""
     parameters = parameters_of(model.forward)
     return "labels" in parameters or any(one.kind is Parameter.VAR_KEYWORD for one in parameters.values())
 
 
 def reason_for_own_loss(model: nn.Module) -> str | None:
-    """Why the causal loss would be wrong for a model, though its logits may look like those of a causal one."""
+    """Return the reason why the model declares another loss than the causal loss; None if it does not."""
     inner = unwrap_model(model)
     config = getattr(inner, "config", None)
     loss_type = getattr(inner, "loss_type", None)
@@ -154,6 +161,6 @@ def reason_for_own_loss(model: nn.Module) -> str | None:
 
 
 def declares_shift(model: nn.Module) -> bool:
-    """Whether a model's own loss is one over next tokens; encoder-decoder models shift what they read instead."""
+    """Return whether a model declares a next-token loss; encoder-decoder models shift the decoder inputs instead."""
     is_encoder_decoder = getattr(getattr(model, "config", None), "is_encoder_decoder", False)
     return getattr(model, "loss_type", None) in _SHIFTED_LOSS_TYPES and not is_encoder_decoder

@@ -1,4 +1,8 @@
-"""The loss of a step as one mean over all its target tokens, however the step is split into micro-batches and ranks."""
+"""Token-weighted loss: the loss of a step is one mean over all target tokens of all micro-batches and ranks.
+
+`StepLoss` scales the loss of each micro-batch by its number of targets, so that the shares add up to this mean.
+`ModelLoss` and the last pipeline stage call it.
+"""
 
 import inspect
 import logging
@@ -17,17 +21,20 @@ logger = logging.getLogger(__name__)
 
 
 class StepLoss:
-    """Gives a micro-batch its share of the step's loss.
+    """Loss function of (logits, labels) that returns the share of a micro-batch in the loss of its step.
 
-    Three kinds of function are understood: one that takes `num_items_in_batch` and returns sum / num_items_in_batch; one
-    that has `num_targets(labels)` (and maybe `sum_over_targets(logits, labels)`, which saves work); and a plain one
-    that returns a mean over its targets. Of a plain one it is found out once, on real logits, what its mean is over and
-    whether it is one: whether the first position of a sequence counts (causal losses shift), whether labels of -100 are
-    left out, and whether it is a sum.
+    Three kinds of loss functions are supported:
+
+    - a function with the argument `num_items_in_batch`, which returns sum / num_items_in_batch;
+    - an object with `num_targets(labels)`, and optionally `sum_over_targets(logits, labels)`, which saves work;
+    - a plain function, which returns a mean over its targets.
+
+    A plain function is tried once, on real logits, to find its `Traits`. They record whether the first position of a
+    sequence counts (causal losses shift), whether labels of -100 are ignored, and whether the loss is a sum.
     """
 
     def __init__(self, loss_fn: LossFunctionT, token_weighted: bool = True, head: nn.Module | None = None) -> None:
-        """With a `head` the loss function takes hidden states in place of logits, and uses the head's parameters."""
+        """Wrap a loss function; with a `head` it takes hidden states instead of logits and uses the head's parameters."""
         self.loss_fn = loss_fn
         self._head = head
         self._token_weighted = token_weighted
@@ -38,88 +45,93 @@ class StepLoss:
 
     @property
     def is_resolved(self) -> bool:
-        """Whether targets can be counted without having seen logits."""
+        """Whether targets can be counted from labels only, without logits."""
         return self._num_targets is not None or self._traits is not None
 
     @property
     def needs_counts(self) -> bool:
-        """Whether a share depends on the number of targets of its micro-batch."""
+        """Whether the share of a micro-batch depends on its number of targets."""
         return self._sum_over_targets is None
 
     @property
     def traits(self) -> Traits | None:
-        """What was found out of a plain function; None if that was not yet, or need not be."""
+        """Traits of a plain function; None before the first batch, or if the function counts its own targets."""
         return self._traits
 
     def adopt(self, traits: Traits) -> None:
-        """Take over what another rank has found out."""
+        """Use these traits, which this rank or another rank has found."""
         if self._traits is None and traits.is_sum:
             logger.warning(
-                "The loss function returns a sum over its targets, and no mean. So the loss of a step is the sum over all its "
+                "The loss function returns a sum over its targets, not a mean. The loss of a step is then the sum over all "
                 "micro-batches and ranks, which grows with the batch; an evaluation reports the mean. To train on the mean, "
-                "return one, or take num_items_in_batch and divide the sum by it."
+                "return a mean, or accept num_items_in_batch and divide the sum by it."
             )
         self._traits = traits
 
     def resolve(self, logits: Tensor, labels: Tensor) -> None:
-        """Find out which labels are targets, and what the loss is divided by."""
+        """Find and adopt the traits of the loss function: which labels are targets, and its divisor."""
         self.adopt(self.found(logits, labels))
 
     def found(self, logits: Tensor, labels: Tensor) -> Traits:
-        """What can be found out from the logits of a batch."""
+        """Return the traits of the loss function, found on the logits and labels of a batch."""
         if logits.ndim > 0 and labels.ndim > 0 and len(logits) == len(labels):
-            # Two samples tell as much as all of them, and take less memory.
+            # Two samples show as much as the full batch, and take less memory.
             logits, labels = logits[:2], labels[:2]
+        # NaN logits would make every trial NaN.
         logits = logits.detach().nan_to_num()
 
         def loss_of(rows: Rows, target: Tensor) -> Tensor:
             return self._call(logits if rows is None else logits[rows], target, 1)
 
         traits = find_traits(loss_of, labels, normalises=self._takes_count)
-        # Casts of a head's weights that were made without gradients would be used with them.
+        # Autocast caches casts of the head's weights. Those made under no_grad would cut the gradients of the next pass.
         torch.clear_autocast_cache()
         return traits
 
     def count(self, labels: Tensor) -> int | Tensor:
-        """The number of targets in a micro-batch; a tensor only where labels live on a device already."""
+        """Return the number of targets of a micro-batch; a tensor only if the labels are on an accelerator."""
         if self._num_targets is None:
             return (self._traits or Traits()).num_targets(labels)
         number = self._num_targets(labels)
         return int(number) if not isinstance(number, Tensor) or number.device.type == "cpu" else number
 
     def mean(self, total: Tensor, count: int | Tensor) -> Tensor:
-        """The mean over the targets of a batch, whose share in a step of its own is `total`."""
+        """Return the mean over the targets of a batch; `total` is its share in a step of only this batch."""
         is_sum = self._traits is not None and self._traits.is_sum
         return total / _at_least_one(count) if is_sum else total
 
     def share(
         self, logits: Tensor, labels: Tensor, count: int | Tensor, total: int | Tensor, num_micro_batches: int
     ) -> Tensor:
-        """The part of the step's loss that this micro-batch makes; the shares of a step add up to its loss."""
+        """Return the share of this micro-batch in the loss of its step; the shares of a step add up to its loss."""
         if self._sum_over_targets is not None:
             if num_micro_batches == 1 and isinstance(total, int) and count == total > 0:
                 mean: Tensor = self._sum_over_targets(logits, labels, "mean")
                 return mean
+            # The sum over targets needs only one division, by the targets of the step or of the micro-batch.
             divisor = _at_least_one(total) if self._token_weighted else _at_least_one(count) * num_micro_batches
             total_loss: Tensor = self._sum_over_targets(logits, labels)
             return total_loss / divisor
         if isinstance(count, int) and count == 0:
-            # A mean over nothing is NaN, and so would be its gradients.
+            # A mean over no targets is NaN, and its gradients are NaN too.
             return self.nothing(logits)
         share = self._weighted(logits, labels, count, total, num_micro_batches)
         if isinstance(count, int):
             return share
+        # A count on an accelerator: select there, because reading it would make the host wait for the device.
         return torch.where(count > 0, share, self.nothing(logits).to(share.dtype))
 
     def logits(self, logits: Tensor) -> Tensor:
-        """The logits themselves, also where the loss is computed from hidden states."""
+        """Return the logits; apply the head if the loss is computed from hidden states."""
         made: Tensor = logits if self._head is None else self._head(logits)
         return made
 
     def nothing(self, logits: Tensor) -> Tensor:
-        """Zero, with gradients of zero for all that the loss depends on: other ranks wait for those of each parameter."""
+        """Return a zero that depends on everything the loss depends on, so that backward gives zero gradients."""
+        # A constant zero would leave parameters without gradients, and other ranks wait for the all-reduce of each one.
         if self._head is None:
             return logits.sum() * 0.0
+        # One position reaches all parameters of the head; full logits would take the memory that fusing saves.
         zero: Tensor = self._head(logits[..., :1, :]).sum() * 0.0
         return zero + logits.sum() * 0.0
 
@@ -129,10 +141,12 @@ class StepLoss:
         if not self._token_weighted:
             return self._call(logits, labels, count) / num_micro_batches
         loss = self._call(logits, labels, total)
+        # Already the share: the function divided by `total` itself, or this micro-batch has all targets of the step.
         if self._takes_count or count is total or (isinstance(total, int) and count == total):
             return loss
         if self._traits is not None and self._traits.is_sum:
             return loss
+        # From a mean over the targets of this micro-batch to its part of the mean over the step.
         return loss * (count / _at_least_one(total))
 
     def _call(self, logits: Tensor, labels: Tensor, num_items: int | Tensor) -> Tensor:
@@ -142,7 +156,7 @@ class StepLoss:
 
 
 def zero_without_targets(loss: Tensor, count: Tensor, logits: Tensor | None) -> Tensor:
-    """The loss, or zero where the count on the device is: to look at it would mean to wait for the device."""
+    """Return the loss, or zero if `count` is zero; selects on the device, so that the host does not wait for it."""
     zero = torch.zeros_like(loss) if logits is None else (logits.sum() * 0.0).to(loss.dtype)
     return torch.where(count > 0, loss, zero)
 
@@ -152,9 +166,9 @@ def _at_least_one(number: int | Tensor) -> int | Tensor:
 
 
 def parameters_of(function: Any) -> Mapping[str, Any]:
-    """The parameters of a callable by name; none where it does not tell."""
+    """Return the parameters of a callable by name; empty if it has no signature."""
     try:
         return inspect.signature(function).parameters
     except (TypeError, ValueError):
-        # Some callables written in C have no signature; they are plain functions of (logits, labels).
+        # Some callables written in C have no signature. They are treated as plain functions of (logits, labels).
         return {}

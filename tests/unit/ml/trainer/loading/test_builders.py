@@ -318,7 +318,7 @@ def test_other_things_are_refused(dataset: Any, message: str) -> None:
 def test_a_position_of_another_kind_of_data_is_refused() -> None:
     loaders = [train_loader(dataset) for dataset in (Numbers(4), Stream(4), OwnLoader(4))]
     for loader, other in itertools.permutations(loaders, 2):
-        with pytest.raises(ValueError, match="another kind of training data"):
+        with pytest.raises(ValueError, match="saved for another kind of dataset"):
             loader.load_state_dict(other.state_dict())
 
 

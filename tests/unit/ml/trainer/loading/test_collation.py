@@ -63,7 +63,7 @@ def test_other_samples_are_left_to_torch() -> None:
         ([{"ids": object()}], r"'ids' of a sample, a object, cannot become a tensor"),
         ([{"ids": 1}, {"ids": None}], r"'ids' is a number or tensor in some samples, and text or None"),
         ([{"ids": 1}, {"other": 1}], r"A sample has the keys \['other'\].*'ids'"),
-        ([{"text": "a"}], r"the keys \['text'\] have nothing.*Tokenize"),
+        ([{"text": "a"}], r"the keys \['text'\] contain no model inputs.*tokenizer"),
     ],
 )
 def test_what_cannot_be_stacked_is_named(samples: list[Any], words: str) -> None:

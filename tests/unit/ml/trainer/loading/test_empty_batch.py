@@ -36,5 +36,5 @@ def test_labels_need_not_be_a_tensor(labels: Any) -> None:
 
 
 def test_a_batch_that_is_no_mapping_is_explained() -> None:
-    with pytest.raises(ValueError, match="A batch is a list, but it must be a mapping"):
+    with pytest.raises(ValueError, match="A batch is a list, but must be a mapping"):
         emptied([torch.ones(2)])  # type: ignore[arg-type]

@@ -135,7 +135,7 @@ def test_reading_through_data_is_announced_once(caplog: pytest.LogCaptureFixture
     state = loader.state_dict()
     for _ in range(2):
         loader.load_state_dict(state)
-    announcements = [record for record in caplog.records if "reads through its data" in record.getMessage()]
+    announcements = [record for record in caplog.records if "reads its data again" in record.getMessage()]
     assert len(announcements) == 1 and "Stream" in announcements[0].getMessage()
 
     caplog.clear()
