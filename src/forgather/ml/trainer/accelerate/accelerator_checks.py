@@ -1,4 +1,8 @@
-"""Checks of an Accelerator: what AccelTrainer can use, and what of it belongs to the trainer."""
+"""Accelerate checks: settings of an Accelerator that AccelTrainer supports, and unwrapping of prepared objects.
+
+Every process must hold the full model, and the arguments must not contradict the accelerator. Called by `AccelTrainer`
+when it is created.
+"""
 
 import logging
 from typing import Any
@@ -26,7 +30,7 @@ logger = logging.getLogger(__name__)
 
 
 def check_against_arguments(accelerator: Accelerator, args: TrainingArguments) -> None:
-    """Refuse arguments that contradict the accelerator, which decides on device and precision."""
+    """Raise ValueError for arguments that contradict the accelerator, which decides on device and precision."""
     device = accelerator.device
     contradictions = {
         "mixed_precision": args.mixed_precision not in (None, accelerator.mixed_precision),
@@ -43,11 +47,12 @@ def check_against_arguments(accelerator: Accelerator, args: TrainingArguments) -
 
 
 def require_usable(accelerator: Accelerator) -> None:
-    """Refuse what is no accelerator, and those that do not leave each process a whole model."""
+    """Raise ValueError unless `accelerator` is an Accelerator that keeps the full model in each process."""
     if not isinstance(accelerator, Accelerator):
         raise ValueError(
             f"accelerator must be an accelerate.Accelerator, but is {accelerator!r}: pass accelerator=Accelerator()."
         )
+    # "NO" is one process; the MULTI_ types are DDP on some kind of device. All others, such as FSDP, shard the model.
     kind = str(accelerator.distributed_type.value)
     if kind != "NO" and not kind.startswith("MULTI_"):
         raise ValueError(
@@ -76,7 +81,7 @@ def require_usable(accelerator: Accelerator) -> None:
 
 
 def environment_of(accelerator: Accelerator, given: DistributedEnvInterface | None) -> DistributedEnvInterface:
-    """The accelerator's place in the job, or the given one if it is the same place."""
+    """Return the accelerator's environment (rank, world size, device), or `given` if rank and world size agree."""
     rank, world_size = accelerator.process_index, accelerator.num_processes
     if given is not None:
         if (given.rank, given.world_size) != (rank, world_size):
@@ -101,7 +106,8 @@ def environment_of(accelerator: Accelerator, given: DistributedEnvInterface | No
 
 
 def taken_apart(accelerator: Accelerator, trainer_kwargs: dict[str, Any]) -> dict[str, Any]:
-    """What the user has prepared already is prepared by the trainer: its state is that of the objects inside."""
+    """Return the trainer's arguments with objects that the user has prepared unwrapped."""
+    # The trainer prepares them itself. Checkpoints hold the state of the inner objects.
     plain = dict(trainer_kwargs)
     if plain.get("model") is not None:
         plain["model"] = accelerator.unwrap_model(plain["model"])

@@ -1,4 +1,7 @@
-"""Arguments of several pipelines that train one model."""
+"""Arguments of hybrid training: several pipelines (dp_size) of several ranks each (pp_size).
+
+dp_size x pp_size must equal the number of ranks. `HybridTrainer` takes these arguments.
+"""
 
 from dataclasses import dataclass
 
@@ -7,14 +10,14 @@ from forgather.ml.trainer.pipeline.pipeline_arguments import PipelineTrainingArg
 
 @dataclass(kw_only=True)
 class HybridTrainingArguments(PipelineTrainingArguments):
-    """Adds how many pipelines there are, and how batches reach them."""
+    """Pipeline arguments plus the number of pipelines and the way batches reach them."""
 
     dp_size: int | None = None
-    """Pipelines, each with batches of its own; None: as many as pp_size makes of the ranks."""
+    """Number of pipelines, each with separate batches; None: number of ranks / pp_size."""
     pp_size: int | None = None
-    """Ranks of a pipeline; None: as many as dp_size leaves."""
+    """Ranks per pipeline; None: number of ranks / dp_size."""
     dispatch_batches: bool = True
-    """Rank 0 reads for all; False: the first rank of each pipeline reads its own part."""
+    """True: rank 0 reads the data for all ranks. False: the first rank of each pipeline reads its own shard."""
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -29,7 +32,7 @@ class HybridTrainingArguments(PipelineTrainingArguments):
                 raise ValueError(f"{name}={value} cannot be used: it must be {least} or more.")
 
     def sizes(self, world_size: int) -> tuple[int, int]:
-        """Data-parallel and pipeline-parallel size on so many ranks."""
+        """Return the data-parallel and pipeline-parallel size for `world_size` ranks; raise ValueError if they do not fit."""
         dp_size, pp_size = self.dp_size, self.pp_size
         if dp_size is None and pp_size is None:
             raise ValueError(

@@ -1,4 +1,8 @@
-"""Requirements of pipelines: arguments, objects, models, batches and optimizers that a pipeline cannot train with."""
+"""Requirements of pipelines: checks that reject arguments, objects, models and optimizers which cannot work.
+
+Each check raises ValueError before the first step, as early as its inputs are known. Called by `PipelineTrainer` and
+`StageSetup`.
+"""
 
 import logging
 from collections.abc import Mapping, Sequence
@@ -22,7 +26,10 @@ logger = logging.getLogger(__name__)
 
 
 def require_builders(owner: str, ready: Mapping[str, object]) -> None:
-    """Refuse objects that were built before the stages: `ready` has the model, optimizer and scheduler that were given."""
+    """Raise ValueError if the caller passed a model, optimizer or scheduler instead of a function that builds it.
+
+    `ready` maps "model", "optimizer" and "scheduler" to the objects that were passed, or None.
+    """
     if ready["model"] is not None:
         raise ValueError(
             f"{owner} was given a ready model, but every rank is to build only its own stages: pass "
@@ -38,7 +45,10 @@ def require_builders(owner: str, ready: Mapping[str, object]) -> None:
 
 
 def require_schedule(args: PipelineTrainingArguments, schedule: ScheduleChoice) -> None:
-    """Refuse arguments that the schedule cannot run with, as far as they are known without the ranks."""
+    """Raise ValueError for arguments that the schedule cannot run with.
+
+    Checks that depend on the number of ranks run later, in `ScheduleChoice.prepare`.
+    """
     traits = schedule.traits
     if traits.splits_backward and args.torch_compile:
         raise ValueError(
@@ -61,6 +71,7 @@ def require_schedule(args: PipelineTrainingArguments, schedule: ScheduleChoice) 
             "pp_stage_type alone, or choose zbv or dualpipev."
         )
     if args.stages_per_rank > 1 and not traits.is_multistage:
+        # This always raises, for any number of ranks. Two ranks are only a placeholder in the message.
         check_layout(schedule.schedule_class, 2, args.stages_per_rank, args.n_microbatches)
 
 
@@ -73,7 +84,7 @@ def require_two_ranks(owner: str, env: DistributedEnvInterface | None) -> None:
 
 
 def require_untied_weights(args: PipelineTrainingArguments) -> None:
-    """Called where stages share a weight."""
+    """Raise ValueError for arguments that do not work with tied weights; called only if stages share a weight."""
     if args.fuse_optim_with_backward:
         raise ValueError(
             "fuse_optim_with_backward=True cannot be combined with weights that are tied between stages: their gradients "
@@ -83,7 +94,7 @@ def require_untied_weights(args: PipelineTrainingArguments) -> None:
 
 
 def require_whole_model(owner: str, model: object, whole: nn.Module) -> None:
-    """Refuse a `_wrap` that replaced the model: the stages run, and the replacement never would."""
+    """Raise ValueError if `_wrap` replaced the model: the stages run, and the replacement never would."""
     if model is not whole:
         raise ValueError(
             f"{owner}._wrap replaced self.model by a {type(model).__name__}, which would never run: in a pipeline self.model "
@@ -96,7 +107,7 @@ def require_whole_model(owner: str, model: object, whole: nn.Module) -> None:
 
 
 class OwnLossCheck:
-    """Refuses models that compute another loss than the causal one, where no loss function was given."""
+    """Check that a model works with the causal loss, for trainers without a loss function of the user."""
 
     def __init__(
         self, given_loss: object, dataset: BaseDataset | None, collate: DataCollatorT | None, amp: AMPContext
@@ -107,15 +118,16 @@ class OwnLossCheck:
         self._amp = amp
 
     def look_at_whole(self, model: nn.Module) -> None:
-        """Refuse a model that is known to need a loss of its own; it needs no values."""
+        """Raise ValueError if class or config show that the model needs its own loss; works on the meta device."""
         reason = reason_for_own_loss(model) if self._is_needed else None
         if reason is not None:
             raise _own_loss_refusal(model, reason)
 
     def look_at_source(self, source: nn.Module) -> None:
-        """Refuse a model with values if its loss differs from the causal one on two samples."""
+        """Raise ValueError if the loss of a model with values differs from the causal loss on two samples."""
         if not self._is_needed:
             return
+        # Datasets and collators may draw random numbers. The check must not change the random state of training.
         with undisturbed_random_numbers():
             sample = sample_batch(source, self._dataset, self._collate, 2)
         device = next((parameter.device for parameter in source.parameters()), torch.device("cpu"))
@@ -142,13 +154,14 @@ def _own_loss_refusal(model: nn.Module, reason: str) -> ValueError:
 
 
 def learning_rates(optimizer: OptimizerT) -> list[float | None]:
-    """The initial rate of each parameter group; None for optimizers that find their own."""
+    """Return the initial learning rate of each parameter group; None for optimizers that compute their own rate."""
     rates = [group.get("initial_lr", group["lr"]) for group in optimizer.param_groups]
     return [None if rate is None else float(rate) for rate in rates]
 
 
 def require_same_rates(rates: Sequence[list[float | None]], lr_scheduler: LRSchedulerT) -> None:
-    """A schedule is saved once for all ranks, and must fit the parameter groups of each."""
+    """Raise ValueError if learning rates differ between ranks and the LR scheduler depends on parameter groups."""
+    # The scheduler is saved once for all ranks, so its state must fit the parameter groups of every rank.
     if any(one != rates[0] for one in rates) and not fits_any_groups(lr_scheduler):
         listing = "; ".join(f"rank {rank}: {own}" for rank, own in enumerate(rates))
         raise ValueError(
