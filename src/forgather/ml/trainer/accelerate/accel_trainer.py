@@ -46,7 +46,7 @@ class AccelTrainingArguments(TrainingArguments):
         if self.fuse_optim_with_backward:
             raise ValueError(
                 "fuse_optim_with_backward=True cannot be combined with Accelerate: the accelerator reduces, scales and clips "
-                "whole sets of gradients before an update. Turn it off, or train with the trainer for one device."
+                "all gradients before an update. Turn it off, or use Trainer on one device."
             )
 
 

@@ -40,9 +40,9 @@ def check_against_arguments(accelerator: Accelerator, args: TrainingArguments) -
     for name, is_contradicted in contradictions.items():
         if is_contradicted:
             raise ValueError(
-                f"{name}={getattr(args, name)!r} is not what the accelerator was made with: it decides, and it has "
-                f"mixed_precision={accelerator.mixed_precision!r} on device {device}. Leave {name} out of the arguments, "
-                "or make the Accelerator with the same choice (mixed_precision=..., cpu=True)."
+                f"{name}={getattr(args, name)!r} contradicts the accelerator, which has "
+                f"mixed_precision={accelerator.mixed_precision!r} on device {device}. Remove {name} from the arguments, "
+                "or create the Accelerator with the same setting (mixed_precision=..., cpu=True)."
             )
 
 
@@ -56,25 +56,25 @@ def require_usable(accelerator: Accelerator) -> None:
     kind = str(accelerator.distributed_type.value)
     if kind != "NO" and not kind.startswith("MULTI_"):
         raise ValueError(
-            f"AccelTrainer cannot use an accelerator that was set up for {kind}: it trains, counts and checkpoints whole "
-            f"copies of the model, in one process or with DDP, and {kind} handles model and gradients in its own way. Make "
-            "the Accelerator without that plugin, and leave it out of the configuration of `accelerate launch` (its "
-            "variables ACCELERATE_USE_...)."
+            f"AccelTrainer cannot use an accelerator that was set up for {kind}: it supports one process or DDP, with the "
+            f"full model in each process, and {kind} handles model and gradients differently. Create "
+            "the Accelerator without that plugin, and remove it from the configuration of `accelerate launch` "
+            "(variables ACCELERATE_USE_...)."
         )
     sizes = accelerator.parallelism_config
     if sizes is not None and sizes.total_size != sizes.dp_replicate_size:
         raise ValueError(
-            f"AccelTrainer cannot use the accelerator's {sizes}: every process must have the whole model. Leave "
-            "parallelism_config out."
+            f"AccelTrainer cannot use the accelerator's {sizes}: every process must hold the full model. Remove "
+            "parallelism_config."
         )
     if accelerator.mixed_precision == "fp8":
         raise ValueError(
-            "AccelTrainer cannot use an accelerator with mixed_precision='fp8', which replaces layers of the model, so that "
-            "its checkpoints would fit no other trainer. Use 'bf16', 'fp16' or 'no'."
+            "AccelTrainer cannot use an accelerator with mixed_precision='fp8': it replaces layers of the model, so "
+            "checkpoints would fit no other trainer. Use 'bf16', 'fp16' or 'no'."
         )
     if accelerator.mixed_precision != "no" and not accelerator.native_amp:
         logger.warning(
-            "The accelerator has mixed_precision=%r, but does nothing for it on %s: training is in full precision.",
+            "The accelerator has mixed_precision=%r, but does not apply it on %s: training runs in full precision.",
             accelerator.mixed_precision,
             accelerator.device,
         )
@@ -86,14 +86,14 @@ def environment_of(accelerator: Accelerator, given: DistributedEnvInterface | No
     if given is not None:
         if (given.rank, given.world_size) != (rank, world_size):
             raise ValueError(
-                f"distributed_env says rank {given.rank} of {given.world_size}, but the accelerator rank {rank} of "
-                f"{world_size}. Leave distributed_env out: the accelerator knows."
+                f"distributed_env has rank {given.rank} of {given.world_size}, but the accelerator has rank {rank} of "
+                f"{world_size}. Remove distributed_env: the accelerator provides it."
             )
         return given
     if world_size == 1 < get_world_size():
         raise ValueError(
             f"This process is one of {get_world_size()} (WORLD_SIZE), but the accelerator was set up for one: each would "
-            "train alone and write to the same output directory. Where there is no GPU, make it with Accelerator(cpu=True)."
+            "train separately and write to the same output directory. Without a GPU, create it with Accelerator(cpu=True)."
         )
     return StaticDistributedEnvironment(
         rank=rank,

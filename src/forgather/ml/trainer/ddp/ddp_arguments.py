@@ -60,27 +60,27 @@ class DDPTrainingArguments(TrainingArguments):
         super().__post_init__()
         if self.post_local_sgd.enabled and self.mixed_precision == "fp16":
             raise ValueError(
-                "post_local_sgd.enabled=True cannot be combined with mixed_precision='fp16': ranks that step on their own "
-                "overflow on their own too, and one would leave out a step in which the others average. Use 'bf16'."
+                "post_local_sgd.enabled=True cannot be combined with mixed_precision='fp16': ranks overflow independently, "
+                "and one rank could skip a step while the others average. Use 'bf16'."
             )
         if self.ddp.static_graph and self.gradient_accumulation_steps > 1:
             raise ValueError(
                 "ddp.static_graph=True cannot be combined with gradient_accumulation_steps="
                 f"{self.gradient_accumulation_steps}: torch's DDP fails when gradients of a static graph are not reduced in "
-                "every pass. Set one of them back."
+                "every pass. Set ddp.static_graph=False or gradient_accumulation_steps=1."
             )
         if self.post_local_sgd.enabled and self.ema_decay is not None:
             raise ValueError(
-                f"ema_decay={self.ema_decay} cannot be combined with post_local_sgd.enabled=True: between two averages ranks "
-                "have different weights, and would keep different averages of them over time. Turn one of the two off."
+                f"ema_decay={self.ema_decay} cannot be combined with post_local_sgd.enabled=True: between two averages, ranks "
+                "have different weights, so their EMA weights would differ. Turn one of the two off."
             )
         if self.post_local_sgd.enabled and self.nonfinite_grad == "skip":
             raise ValueError(
-                "nonfinite_grad='skip' cannot be combined with post_local_sgd.enabled=True: ranks that step on their own would "
-                "leave out a step in which the others average. Use 'stop'."
+                "nonfinite_grad='skip' cannot be combined with post_local_sgd.enabled=True: one rank could skip a step while "
+                "the others average. Use 'stop'."
             )
         if self.fuse_optim_with_backward:
             raise ValueError(
                 "fuse_optim_with_backward=True cannot be combined with DDP: a parameter would be updated before its gradient "
-                "is reduced over the ranks. Turn it off, or train with the trainer for one device."
+                "is reduced over the ranks. Turn it off, or use Trainer on one device."
             )

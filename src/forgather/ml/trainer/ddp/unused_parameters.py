@@ -30,8 +30,8 @@ def explained(error: RuntimeError, model: nn.Module) -> RuntimeError | None:
 def _message(names: list[str]) -> str:
     shown = ", ".join(names[:8]) + (f" and {len(names) - 8} more" if len(names) > 8 else "")
     return (
-        f"These parameters had no part in the loss and got no gradient: {shown or 'unknown'}. DDP waits for the gradient of "
-        "every parameter before it averages those that share a bucket with it over the ranks. Use the parameters in the "
-        "forward pass, freeze them with requires_grad_(False), or set ddp={'find_unused_parameters': True}, which looks for "
-        "them in every step (ddp.find_unused_parameters on the command line)."
+        f"These parameters got no gradient, because the loss does not depend on them: {shown or 'unknown'}. DDP reduces a "
+        "bucket only after all of its parameters have gradients. Use the parameters in the forward pass, freeze them with "
+        "requires_grad_(False), or set ddp={'find_unused_parameters': True} (ddp.find_unused_parameters on the command "
+        "line), which searches for them in every step."
     )

@@ -24,7 +24,7 @@ class HybridTrainingArguments(PipelineTrainingArguments):
         if self.fuse_optim_with_backward:
             raise ValueError(
                 "fuse_optim_with_backward=True cannot be combined with several pipelines: a parameter would be updated before "
-                "its gradient is reduced over them. Turn it off, or train with one pipeline."
+                "its gradient is summed over all pipelines. Turn it off, or train with one pipeline."
             )
         for name, least in (("dp_size", 1), ("pp_size", 2)):
             value = getattr(self, name)
@@ -36,8 +36,8 @@ class HybridTrainingArguments(PipelineTrainingArguments):
         dp_size, pp_size = self.dp_size, self.pp_size
         if dp_size is None and pp_size is None:
             raise ValueError(
-                f"Neither dp_size nor pp_size is set, so that it is unknown how the {world_size} ranks form pipelines. Set "
-                "pp_size to the number of ranks over which the model is divided."
+                f"Neither dp_size nor pp_size is set, so the layout of the {world_size} ranks is unknown. Set "
+                "pp_size to the number of ranks per pipeline."
             )
         if pp_size is None:
             assert dp_size is not None
@@ -47,6 +47,6 @@ class HybridTrainingArguments(PipelineTrainingArguments):
         if dp_size * pp_size != world_size or pp_size < 2:
             raise ValueError(
                 f"dp_size={self.dp_size} and pp_size={self.pp_size} do not fit the {world_size} ranks of this job: dp_size x "
-                "pp_size must be their number, with at least two ranks to a pipeline. Change one of them, or --nproc."
+                "pp_size must equal the number of ranks, with at least two ranks per pipeline. Change one of them, or --nproc."
             )
         return dp_size, pp_size

@@ -168,8 +168,8 @@ class ForwardOnly:
         # The receiver has allocated tensors by the recorded shapes, and cannot detect a mismatch.
         if found != metas[index]:
             raise RuntimeError(
-                f"Stage {index} put out {found}, where {metas[index]} was expected: between stages only tensors whose shapes "
-                "follow from those of the batch can pass."
+                f"Stage {index} returned {found}, but {metas[index]} was expected: shapes and dtypes between stages must "
+                "depend only on the shapes and dtypes of the batch."
             )
         for tensor in outputs:
             self._send(tensor.contiguous(), index + 1)
@@ -196,12 +196,12 @@ def _as_tuple(outputs: object) -> Outputs:
 def _encoded(metas: Metas) -> list[int]:
     if len(metas) > _MOST_TENSORS or any(len(meta.shape) > _MOST_DIMENSIONS for meta in metas):
         raise ValueError(
-            f"A stage puts out {len(metas)} tensors of up to {max(len(meta.shape) for meta in metas)} dimensions; at most "
-            f"{_MOST_TENSORS} of {_MOST_DIMENSIONS} can pass to the next stage."
+            f"A stage returns {len(metas)} tensors of up to {max(len(meta.shape) for meta in metas)} dimensions; at most "
+            f"{_MOST_TENSORS} of {_MOST_DIMENSIONS} can be sent to the next stage."
         )
     unknown = next((meta.dtype for meta in metas if meta.dtype not in _DTYPES), None)
     if unknown is not None:
-        raise ValueError(f"A stage puts out a tensor of type {unknown}, which cannot pass to the next stage.")
+        raise ValueError(f"A stage returns a tensor of type {unknown}, which cannot be sent to the next stage.")
     numbers = [len(metas)]
     for shape, dtype in metas:
         numbers += [_DTYPES.index(dtype), len(shape), *shape, *[0] * (_MOST_DIMENSIONS - len(shape))]

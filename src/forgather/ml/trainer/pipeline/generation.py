@@ -181,14 +181,14 @@ class _Sequences:
 def _check_prompts(input_ids: Tensor, attention_mask: Tensor | None) -> None:
     if input_ids.dim() != 2 or input_ids.numel() == 0 or input_ids.is_floating_point():
         raise ValueError(
-            f"generation needs input_ids of whole numbers with shape (batch, positions) and at least one token a row, "
-            f"not {input_ids.dtype} of shape {tuple(input_ids.shape)}; begin an empty prompt with a bos token, and "
-            "give a single prompt a batch dimension by input_ids[None]"
+            f"generation needs integer input_ids of shape (batch, positions) with at least one token per row, "
+            f"not {input_ids.dtype} of shape {tuple(input_ids.shape)}. Start an empty prompt with a bos token. "
+            "For a single prompt, pass input_ids[None]"
         )
     if attention_mask is not None and attention_mask.shape != input_ids.shape:
         raise ValueError(
             f"the attention_mask of shape {tuple(attention_mask.shape)} does not fit input_ids of shape "
-            f"{tuple(input_ids.shape)}; pass a mask with a 1 for every token of the prompts and a 0 for every padding"
+            f"{tuple(input_ids.shape)}; pass a mask with 1 for each token of the prompts and 0 for padding"
         )
 
 
@@ -203,7 +203,7 @@ def _prompt_mask(input_ids: Tensor, options: GenerationOptions, attention_mask: 
         mask = (input_ids != options.pad_token_id).long()
     if not bool(mask[:, -1].all()):
         logger.warning(
-            "a prompt ends with padding, after which a model continues badly; pad on the left "
+            "a prompt ends with padding, which degrades the generated text; pad on the left "
             "(padding_side='left' of the tokenizer)"
         )
     return mask

@@ -46,13 +46,13 @@ class PipelineTrainingArguments(TrainingArguments):
             )
         if self.mixed_precision == "fp16":
             raise ValueError(
-                "mixed_precision='fp16' cannot be combined with a pipeline: its loss scale would have to be agreed on between "
-                "stages in the middle of a backward pass. Use 'bf16'."
+                "mixed_precision='fp16' cannot be combined with a pipeline: stages would have to synchronise the loss scale "
+                "in the middle of a backward pass. Use 'bf16'."
             )
         if self.fuse_optim_with_backward and self.n_microbatches > 1:
             raise ValueError(
                 f"fuse_optim_with_backward=True cannot be combined with n_microbatches={self.n_microbatches}: a parameter "
-                "would be updated after the first one, while others are under way. Set n_microbatches=1, or turn it off."
+                "would be updated after the first micro-batch, before the others. Set n_microbatches=1, or turn it off."
             )
 
     @property

@@ -94,14 +94,14 @@ def padded_batch(inputs: Mapping[str, Any], labels: Tensor | None, main_input: s
     if not isinstance(main, Tensor) or main.ndim == 0:
         names = [*inputs, *(() if labels is None else ("labels",))]
         raise ValueError(
-            f"The batch has no tensor {main_input!r}, the model's main input, which goes through the stages of a pipeline; it "
+            f"The batch has no tensor {main_input!r}, the main input of the model, which the first stage needs. It "
             f"has: {', '.join(map(str, names))}."
         )
     taken = sorted(set(keywords) & _TAKEN_NAMES)
     if taken:
         raise ValueError(
-            f"The batch has a column {taken[0]!r}, a name that schedules of pipelines use for something else. Rename it, or "
-            "let the data collator leave it out."
+            f"The batch has a column {taken[0]!r}, which is a reserved name in pipeline schedules. Rename it, or "
+            "remove it in the data collator."
         )
     rows = main.shape[0]
     missing = -rows % num_rows
@@ -120,7 +120,7 @@ def _padded(tensor: Tensor, missing: int) -> Tensor:
 def _without_labels(labels: Tensor, missing: int) -> Tensor:
     if labels.is_floating_point() or labels.dtype in (torch.bool, torch.uint8):
         raise ValueError(
-            f"The last batch is not full, and labels of type {labels.dtype} cannot say that a row is to be ignored. Set "
+            f"The last batch is not full, and labels of type {labels.dtype} have no value for ignored rows. Set "
             "dataloader_drop_last=True, or make the number of samples divisible by the batch size."
         )
     return torch.cat([labels, labels.new_full((missing, *labels.shape[1:]), IGNORE_INDEX)])

@@ -148,9 +148,9 @@ class PipelineModel:
             found = Meta.of(given[name]) if name in given else None
             if found != Meta.of(tensor):
                 raise ValueError(
-                    f"model_init built two different models: {name!r} is {found} in the one with values, and "
-                    f"{Meta.of(tensor)} in the one without memory. It must build the same model whenever it is called; set "
-                    "default_dtype rather than converting the model inside of it."
+                    f"model_init built two different models: {name!r} is {found} in the model with values, but "
+                    f"{Meta.of(tensor)} in the model on the meta device. It must build the same model in every call. Set "
+                    "default_dtype instead of converting the model inside model_init."
                 )
 
     def batch(self, inputs: Mapping[str, Any], labels: Tensor | None, num_rows: int) -> PipelineBatch:
@@ -225,8 +225,8 @@ def model_without_memory(model_init: Callable[[], nn.Module], dtype: str | None)
     real = next((name for name, tensor in tensors_of(model).items() if not tensor.is_meta), None)
     if real is not None:
         raise ValueError(
-            f"model_init must build the whole model anew, without memory where it is asked to: {real!r} is on "
-            f"{tensors_of(model)[real].device} though the meta device is the default one. Build the model inside of "
+            f"model_init must build a new model on the default device in every call: {real!r} is on "
+            f"{tensors_of(model)[real].device}, though the default device is meta. Build the model inside "
             "model_init, from a configuration (weights are loaded from checkpoints), and leave devices to the trainer."
         )
     return model

@@ -98,13 +98,13 @@ def find_schedule(schedule: str | type) -> type:
         return _find_by_name(schedule)
     if not (isinstance(schedule, type) and issubclass(schedule, PipelineScheduleSingle | PipelineScheduleMulti)):
         raise ValueError(
-            f"schedule={schedule!r} is no pipeline schedule: give a class that derives from PipelineScheduleSingle or "
+            f"schedule={schedule!r} is not a pipeline schedule. Pass a subclass of PipelineScheduleSingle or "
             f"PipelineScheduleMulti of torch.distributed.pipelining, or one of the names {_names()}."
         )
     if inspect.isabstract(schedule):
         raise ValueError(
-            f"schedule={schedule.__name__} is only a base of schedules and has no order of its own: give a class that "
-            f"derives from it, or one of the names {_names()}."
+            f"schedule={schedule.__name__} is an abstract base class of schedules. Pass a subclass of it, "
+            f"or one of the names {_names()}."
         )
     return schedule
 
@@ -160,7 +160,7 @@ def _stage_problems(traits: ScheduleTraits, stages_per_rank: int) -> Iterator[st
 def _microbatch_problems(schedule_class: type, pp_size: int, num_stages: int, n_microbatches: int) -> Iterator[str]:
     if issubclass(schedule_class, Schedule1F1B | ScheduleDualPipeV) and n_microbatches < num_stages:
         yield (
-            f"it fills the pipeline before its first backward pass, which takes a micro-batch for each of the {num_stages} "
+            f"it fills the pipeline before its first backward pass, which needs a micro-batch for each of the {num_stages} "
             f"stages. Set n_microbatches={num_stages} or more, or choose a schedule that runs with fewer ('gpipe', 'zbv')."
         )
     rounds = max(1, n_microbatches // pp_size)
@@ -194,6 +194,6 @@ def _find_by_name(name: str) -> type:
     nearest = nearest_name(plain, classes, cutoff=0.0)
     suggestion = SCHEDULES[classes[nearest]].name if nearest else "gpipe"
     raise ValueError(
-        f"schedule={name!r} is not a known pipeline schedule.{suggest(suggestion)} The names are {_names()}; a "
-        "class that derives from a schedule of torch.distributed.pipelining is taken as well."
+        f"schedule={name!r} is not a known pipeline schedule.{suggest(suggestion)} The names are {_names()}. "
+        "Subclasses of the schedules of torch.distributed.pipelining are accepted as well."
     )

@@ -106,8 +106,8 @@ class ScheduleRunner:
         if self._schedules:
             first = next(iter(self._schedules))
             raise ValueError(
-                f"The model was traced for batches of {first.inputs.shape}, and now got one of {signature.inputs.shape}: "
-                "create_automatic_splitter fixes all shapes. Pad batches to one length (a data collator can), or use a "
+                f"The model was traced for batches of {first.inputs.shape}, but got a batch of {signature.inputs.shape}: "
+                "create_automatic_splitter fixes all shapes. Pad batches to one length in the data collator, or use a "
                 "splitter that does not trace."
             )
 

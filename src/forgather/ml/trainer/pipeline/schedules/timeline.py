@@ -155,8 +155,8 @@ def _notes_of_ranks(
     table = getattr(schedule, "pipeline_order_with_comms", None) or schedule.pipeline_order
     if not table:
         raise ValueError(
-            f"{schedule_class.__name__} has no table of its actions (pipeline_order), so that its timeline is unknown. "
-            "Give the class a method _get_pipeline_order, as ScheduleGPipe of torch has."
+            f"{schedule_class.__name__} has no table of its actions (pipeline_order), so its timeline is unknown. "
+            "Add a method _get_pipeline_order to the class, as in torch's ScheduleGPipe."
         )
     return [_Notes(table[rank]) for rank in range(pp_size)], stages_per_rank
 
@@ -183,7 +183,7 @@ def _simulate(notes: list[_Notes], num_stages: int) -> dict[Slot, int]:
         # A round without progress: the ranks wait for each other in a cycle.
         if len(ends) == num_done:
             stuck = {rank: slots[-1] for rank, slots in enumerate(waiting) if slots}
-            raise ValueError(f"The schedule never ends: each of these ranks waits for another one: {stuck}.")
+            raise ValueError(f"The schedule deadlocks: each of these ranks waits for another: {stuck}.")
     return ends
 
 

@@ -71,8 +71,8 @@ def _require(stage_index: int, output: Any, expected: Metas) -> None:
     found = tuple(map(Meta.of, output if isinstance(output, tuple) else (output,)))
     if found != expected:
         raise RuntimeError(
-            f"Stage {stage_index} put out {found}, where {expected} was expected: what passes between stages must have shapes "
-            "and types that follow from those of the batch."
+            f"Stage {stage_index} returned {found}, but {expected} was expected: shapes and dtypes between stages must "
+            "depend only on the shapes and dtypes of the batch."
         )
 
 

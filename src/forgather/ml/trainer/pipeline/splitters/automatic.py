@@ -104,8 +104,8 @@ def _layer_list(model: nn.Module, num_stages: int) -> tuple[str, nn.ModuleList]:
         return long_enough[0]
     found = ", ".join(f"{name!r} with {len(module)} entries" for name, module in outer) or "none"
     raise ValueError(
-        f"cannot choose where to split {type(model).__name__} into {num_stages} stages: it takes exactly one nn.ModuleList "
-        f"with at least {num_stages} entries, and the lists are: {found}; give create_automatic_splitter a split_spec "
+        f"cannot choose where to split {type(model).__name__} into {num_stages} stages: this needs exactly one nn.ModuleList "
+        f"with at least {num_stages} entries, but the lists are: {found}. Pass create_automatic_splitter a split_spec "
         f"with {num_stages - 1} modules, for example {{'layers.2': SplitPoint.BEGINNING}}"
     )
 
@@ -120,7 +120,7 @@ def _marked(model: nn.Module, points: Mapping[str, SplitPoint]) -> Iterator[None
             except AttributeError as error:
                 raise ValueError(
                     f"split_spec names the module {name!r}, which {type(model).__name__} does not have; "
-                    "names are those of model.named_modules()"
+                    "use the names of model.named_modules()"
                 ) from error
             # pipe_split adds a marker operation to the trace. The graph is cut at these markers.
             if point is SplitPoint.BEGINNING:
@@ -183,10 +183,10 @@ def _count_error(
     model: nn.Module, points: Mapping[str, SplitPoint], num_stages: int, num_found: int, idle: list[int]
 ) -> ValueError:
     return ValueError(
-        f"{num_stages} stages were asked for (over all ranks), but the split points {sorted(points)} cut "
+        f"{num_stages} stages were requested (over all ranks), but the split points {sorted(points)} cut "
         f"{type(model).__name__} into {num_found}"
-        + (f", of which {idle} have nothing to compute" if idle else "")
-        + f"; give {num_stages - 1} split points with operations between them (a module that is called several times "
+        + (f", and stages {idle} have nothing to compute" if idle else "")
+        + f". Pass {num_stages - 1} split points with operations between them (a module that is called several times "
         "splits each time), or change stages_per_rank or the number of ranks"
     )
 
@@ -195,11 +195,11 @@ def _tracing_error(model: nn.Module, error: Exception) -> ValueError:
     reason = (str(error).strip().splitlines() or [""])[0]
     return ValueError(
         f"the automatic splitter cannot trace {type(model).__name__}: {type(error).__name__}: {reason}\n"
-        "It records the operations of one forward pass with torch.export, on tensors without values, which takes a model "
-        "whose Python code does not depend on the values of tensors (no `if tensor.sum() > 0`, no .item(), no .tolist()) "
-        "and which returns nothing but tensors (config.use_cache = False for models of transformers). "
-        "Change that part of forward(), or use a splitter that takes the model apart without tracing: "
-        "create_causal_lm_splitter for decoder-only language models, or one of your own. Split points do not matter here."
+        "It records the operations of one forward pass with torch.export, on tensors without values. "
+        "The model's Python code must not depend on tensor values (no `if tensor.sum() > 0`, no .item(), no .tolist()), "
+        "and must return only tensors (config.use_cache = False for models of transformers). "
+        "Change that part of forward(), or use a splitter that does not trace: "
+        "create_causal_lm_splitter for decoder-only language models, or your own. Split points do not matter here."
     )
 
 

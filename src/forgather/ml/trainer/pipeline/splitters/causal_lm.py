@@ -78,9 +78,9 @@ def _stages_of(model: nn.Module, num_layers: int | None, divide: Callable[[int],
         anatomy = find_anatomy(model, num_layers)
     except UnknownModel as reason:
         raise ValueError(
-            f"{reason}: the splitter for causal language models does not know how to divide it into stages. Give the model the "
-            f"parts {', '.join(_PROTOCOL)} (see create_causal_lm_splitter), or pass model_splitter="
-            "create_automatic_splitter(split_spec), which traces the model, or a splitter of your own."
+            f"{reason}, so the splitter for causal language models cannot divide it into stages. Give the model the "
+            f"modules {', '.join(_PROTOCOL)} (see create_causal_lm_splitter), or pass model_splitter="
+            "create_automatic_splitter(split_spec), which traces the model, or your own splitter."
         ) from reason
     return hugging_face_stages(anatomy, divide(anatomy.num_layers))
 
@@ -89,8 +89,8 @@ def _refuse_other_parts(model: nn.Module) -> None:
     other = next((name for name in dict(model.named_parameters()) if name.split(".")[0] not in _PROTOCOL), None)
     if other is not None:
         raise ValueError(
-            f"{type(model).__name__} has {other!r} outside of {', '.join(_PROTOCOL)}, so that no stage would train it. Move it "
-            "into one of these parts."
+            f"{type(model).__name__} has {other!r} outside of {', '.join(_PROTOCOL)}, so no stage would train it. Move it "
+            "into one of these modules."
         )
 
 

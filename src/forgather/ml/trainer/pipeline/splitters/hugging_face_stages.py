@@ -48,7 +48,7 @@ def find_anatomy(model: Any, num_layers: int | None = None) -> Anatomy:
     """Find the layers of a model; raise UnknownModel unless its code only runs them between embedding and head."""
     name = type(model).__name__
     if not (hasattr(model, "config") and hasattr(model, "base_model") and hasattr(model, "get_input_embeddings")):
-        raise UnknownModel(f"{name} is no model of transformers")
+        raise UnknownModel(f"{name} is not a model of transformers")
     if getattr(model.config, "is_encoder_decoder", False):
         raise UnknownModel(f"{name} has an encoder and a decoder")
     if model.base_model is model or model.get_output_embeddings() is None:
@@ -88,7 +88,9 @@ def _names_used_after_layers(anatomy: Anatomy) -> frozenset[str]:
     # A module with parameters that did not run cannot be assigned to a stage.
     unused = trained - set(called)
     if unused or anatomy.layers_name not in called:
-        raise UnknownModel(f"{type(part).__name__} does not use its part {min(unused, default=anatomy.layers_name)!r}")
+        raise UnknownModel(
+            f"{type(part).__name__} does not use its module {min(unused, default=anatomy.layers_name)!r}"
+        )
     return frozenset(called[called.index(anatomy.layers_name) + 1 :])
 
 
@@ -270,7 +272,7 @@ def _config_of_part(config: Any, layers: range) -> Any:
         if getattr(config, "layer_types", None) is not None:
             config.layer_types = [config.layer_types[number] for number in layers]
     except AttributeError as error:
-        raise UnknownModel(f"{type(config).__name__} does not tell what kind each layer is of ({error})") from error
+        raise UnknownModel(f"{type(config).__name__} does not provide the type of each layer ({error})") from error
     return config
 
 
@@ -330,7 +332,7 @@ def _check_by_trial(anatomy: Anatomy) -> None:
     hidden = _some_hidden_states(anatomy)
     result = _run_without_values(part, hidden)
     if result.shape != hidden.shape or not torch.equal(result, hidden):
-        raise UnknownModel(f"{name} does more to hidden states than its layers and its final norm do")
+        raise UnknownModel(f"{name} changes hidden states outside of its layers and its final norm")
 
 
 def _head_is_all(anatomy: Anatomy) -> bool:

@@ -142,7 +142,7 @@ def choose_outputs(model: nn.Module, graph: fx.Graph, spec: pytree.TreeSpec) -> 
         logits = None if isinstance(whole, fx.Node) else getattr(whole, "logits", None)
     nodes = (logits,) if isinstance(logits, fx.Node) else tuple(leaf for leaf in leaves if isinstance(leaf, fx.Node))
     if not nodes:
-        raise ValueError(f"{type(model).__name__} returns no tensor, so that there is nothing to compute a loss from")
+        raise ValueError(f"{type(model).__name__} returns no tensor, so there is nothing to compute a loss from")
     output.args = (nodes,)
     # Other outputs would be carried through all stages to the end.
     graph.eliminate_dead_code()
@@ -293,8 +293,8 @@ class StageGraphBuilder:
             return self._graph.get_attr(str(node.target))
         if value.is_meta:
             raise ValueError(
-                f"{self._model_name} uses the tensor {node.target!r}, which is neither a parameter nor a buffer; the model "
-                "is built without values, and nothing would fill it in; make it a buffer with "
+                f"{self._model_name} uses the tensor {node.target!r}, which is neither a parameter nor a buffer. The model "
+                "is built without values, so this tensor would stay empty. Make it a buffer with "
                 "register_buffer(name, tensor, persistent=False)"
             )
         return self._placeholder(Argument("constant", str(node.target), value))
@@ -309,6 +309,5 @@ class StageGraphBuilder:
             if len(holders) > 1 or len([node for node in received if node in family.members]) > 1:
                 raise ValueError(
                     f"stage {self._stage} of {self._model_name} changes a tensor in place ({family.members[0].name}), which "
-                    "other stages use as well or under another name; move the split point, or do without the operation "
-                    "in place"
+                    "other stages also use, or which has a second name; move the split point, or avoid the in-place operation"
                 )

@@ -114,16 +114,15 @@ class TracedStage(nn.Module):
         metas = [[(tensor.shape, tensor.dtype) for tensor in result] for result in results]
         if any(meta != metas[0] for meta in metas):
             raise ValueError(
-                f"{self._description} returns other tensors in training than in evaluation, {metas[0]} and {metas[1]}; "
+                f"{self._description} returns different tensors in training and evaluation, {metas[0]} and {metas[1]}; "
                 "move the split points to where both modes compute the same values"
             )
 
     def _shape_error(self, what: str, expected: object, got: object) -> ValueError:
         return ValueError(
-            f"{self._description} was traced for micro-batches in which {what} have the shapes {expected}, and got {got}; "
-            "a traced stage works for these alone. Give all batches the same size and length (pad sequences to a fixed "
-            "length, let n_microbatches divide the batch size, pass the same keyword tensors every time), or use a "
-            "splitter that does not trace"
+            f"{self._description} was traced for micro-batches where {what} have the shapes {expected}, but got {got}. "
+            "A traced stage accepts no other shapes. Pad sequences to a fixed length, let n_microbatches divide the batch "
+            "size, and pass the same keyword tensors every time, or use a splitter that does not trace"
         )
 
 
