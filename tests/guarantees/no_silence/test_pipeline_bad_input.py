@@ -74,14 +74,14 @@ BAD_SETTINGS: list[tuple[dict[str, Any], str]] = [
     *(
         (
             {"schedule": name, "is_multistage": True},
-            rf"is_multistage=True does not go with schedule='{name}'.*Leave is_multistage alone, or choose another",
+            rf"is_multistage=True cannot be used with schedule='{name}'.*Remove is_multistage, or choose another",
         )
         for name in ("gpipe", "1f1b")
     ),
     *(
         (
             {"schedule": name, "pp_stage_type": "v"},
-            rf"pp_stage_type='v' does not go with schedule='{name}'.*Leave pp_stage_type alone, or choose zbv or dualpipev",
+            rf"pp_stage_type='v' cannot be used with schedule='{name}'.*Remove pp_stage_type, or choose zbv or dualpipev",
         )
         for name in ("gpipe", "1f1b", "interleaved1f1b", "interleavedzerobubble")
     ),
@@ -113,12 +113,12 @@ def test_a_schedule_with_options_of_its_own_is_known_by_its_class(tmp_path: Path
 
 
 def test_what_is_no_schedule_is_refused(tmp_path: Path) -> None:
-    with pytest.raises(ValueError, match=r"is no pipeline schedule: give a class .*'gpipe'"):
+    with pytest.raises(ValueError, match=r"is not a pipeline schedule. Pass a subclass .*'gpipe'"):
         construct(tmp_path, schedule=nn.Linear)
 
 
 def test_a_ready_model_is_refused(tmp_path: Path) -> None:
-    with pytest.raises(ValueError, match=r"was given a ready model.*only its own stages: pass model_init"):
+    with pytest.raises(ValueError, match=r"does not take a ready model.*only its own stages. Pass model_init"):
         quiet_trainer(tmp_path, llama(), token_samples(8), trainer_class=PipelineTrainer, **BATCH)
 
 
@@ -127,12 +127,14 @@ def test_a_ready_optimizer_or_scheduler_is_refused(tmp_path: Path) -> None:
     scheduler = torch.optim.lr_scheduler.StepLR(optimizer, 1)
     for name, ready in {"optimizer": optimizer, "lr_scheduler": scheduler}.items():
         word = name.removeprefix("lr_")
-        with pytest.raises(ValueError, match=rf"was given a ready {word}.*yet to be built: pass optimizer_factory"):
+        with pytest.raises(
+            ValueError, match=rf"does not take a ready {word}.*do not exist yet. Pass optimizer_factory"
+        ):
             construct(tmp_path, {name: ready})
 
 
 def test_one_rank_is_refused(tmp_path: Path) -> None:
-    message = r"PipelineTrainer needs at least two ranks, and this job has one.*--nproc 2.*or use Trainer"
+    message = r"PipelineTrainer needs at least two ranks, but this job has one.*--nproc 2.*or use Trainer"
     for env in (None, StaticDistributedEnvironment()):
         with pytest.raises(ValueError, match=message):
             construct(tmp_path, {"distributed_env": env})
@@ -227,28 +229,28 @@ PREPARED: dict[str, tuple[Callable[[], nn.Module], dict[str, Any], str]] = {
     "a model that no splitter knows": (
         TokenModel,
         {},
-        r"TokenModel is no model of transformers.*input_encoder, layer_stack, output_decoder.*create_automatic_splitter",
+        r"TokenModel is not a model of transformers.*input_encoder, layer_stack, output_decoder.*create_automatic_splitter",
     ),
     "a router with a loss": (
         mixtral_with_router_loss,
         {},
-        r"MixtralForCausalLM needs a loss of its own.*output_router_logits=True.*Pass compute_loss_func",
+        r"MixtralForCausalLM needs its own loss.*output_router_logits=True.*Pass compute_loss_func",
     ),
     "an encoder and a decoder": (
         t5,
         {},
-        r"T5ForConditionalGeneration needs a loss of its own.*'ForConditionalGeneration'.*or train on one device",
+        r"T5ForConditionalGeneration needs its own loss.*'ForConditionalGeneration'.*or train on one device",
     ),
     "a loss that is computed otherwise": (
         smoothed_llama,
         {},
-        r"LlamaForCausalLM needs a loss of its own.*differs from shifted causal.*Pass compute_loss_func",
+        r"LlamaForCausalLM needs its own loss.*differs from shifted causal.*Pass compute_loss_func",
     ),
     "a config of an encoder": (llama_that_encodes, {}, r"LlamaForCausalLM needs .*is_encoder_decoder=True"),
     "a ready model": (
         ready_model,
         {},
-        r"model_init must build the whole model anew.*'embedding\.weight' is on cpu.*Build the model inside of model_init",
+        r"model_init must build a new model.*'embedding\.weight' is on cpu.*Build the model inside model_init",
     ),
     "a parameter on a device": (
         Uninitialised,
@@ -342,15 +344,18 @@ BATCHES: dict[str, tuple[Callable[[list[dict[str, Tensor]]], Any], str]] = {
         functools.partial(_without, name="labels"),
         r"no loss to train on or to evaluate: the batch has no 'labels'",
     ),
-    "no main input": (_renamed, r"The batch has no tensor 'input_ids', the model's main input.*it has: tokens, labels"),
+    "no main input": (
+        _renamed,
+        r"The batch has no tensor 'input_ids', the main input of the model.*It has: tokens, labels",
+    ),
     "no main input in a stream": (
         lambda samples: Stream(_renamed(samples)),
-        r"The batch has no tensor 'input_ids', the model's main input.*it has: tokens, labels",
+        r"The batch has no tensor 'input_ids', the main input of the model.*It has: tokens, labels",
     ),
     "no mapping": (lambda samples: [sample["input_ids"] for sample in samples], r"(?i)mapping|dict"),
     "float labels": (
         _with_float_labels,
-        r"last batch is not full, and labels of type torch.float32 cannot say .*dataloader_drop_last=True",
+        r"last batch is not full, and labels of type torch.float32 have no value .*dataloader_drop_last=True",
     ),
 }
 
@@ -428,13 +433,13 @@ def renaming_splitter(
 SPLITTERS: dict[str, tuple[Any, str]] = {
     "losing": (
         Losing("lost"),
-        r"made of LlamaForCausalLM together lacks 'model\.norm\.weight' \(1 names are missing.*pass another model_splitter",
+        r"stages of LlamaForCausalLM together lack 'model\.norm\.weight' \(1 names are missing.*Pass another model_splitter",
     ),
     "doubling": (
         Losing("twice"),
-        r"The splitter gave 'model\.norm\.weight' to stages 0 and 1: every tensor of the model belongs to one stage",
+        r"The splitter gave 'model\.norm\.weight' to stages 0 and 1, but every name belongs to one stage",
     ),
-    "renaming": (renaming_splitter, r"A splitter must keep the names of the whole model"),
+    "renaming": (renaming_splitter, r"A splitter must keep all tensors, under the names of the full model"),
 }
 
 

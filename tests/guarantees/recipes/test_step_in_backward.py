@@ -250,9 +250,9 @@ FUSED = "fuse_optim_with_backward=True cannot be combined with "
             PipelineTrainer,
             {"n_microbatches": 1},
             {"pipe_schedule_factory": "zbv", "model": None, "model_init": llama},
-            r"schedule='zbv': it computes gradients of weights apart",
+            r"schedule='zbv': it computes gradients of weights separately",
         ),
-        (HybridTrainer, {"n_microbatches": 1, "pp_size": 2}, {}, r"several pipelines: .*reduced over them"),
+        (HybridTrainer, {"n_microbatches": 1, "pp_size": 2}, {}, r"several pipelines: .*summed over all pipelines"),
     ],
 )
 def test_what_cannot_work_is_refused_at_construction(

@@ -1,4 +1,7 @@
-"""Data parallelism through Hugging Face Accelerate."""
+"""Data parallelism with Hugging Face Accelerate: trainer and arguments.
+
+Names are imported on first use.
+"""
 
 from typing import TYPE_CHECKING
 

@@ -1,4 +1,8 @@
-"""AccelTrainer: training with a Hugging Face `Accelerator`, for one process or for replicas (DDP)."""
+"""AccelTrainer: training with a Hugging Face `Accelerator`, in one process or with DDP.
+
+The accelerator sets device, ranks and precision. Each process reads its own shard of the data, without the loaders of
+Accelerate, so that positions in checkpoints are exact.
+"""
 
 import contextlib
 import logging
@@ -35,24 +39,25 @@ logger = logging.getLogger(__name__)
 
 @dataclass(kw_only=True)
 class AccelTrainingArguments(TrainingArguments):
-    """The arguments of `Trainer`; everything else is chosen when the `Accelerator` is made."""
+    """Arguments of `Trainer`; all other settings are arguments of the `Accelerator`."""
 
     def __post_init__(self) -> None:
         super().__post_init__()
         if self.fuse_optim_with_backward:
             raise ValueError(
                 "fuse_optim_with_backward=True cannot be combined with Accelerate: the accelerator reduces, scales and clips "
-                "whole sets of gradients before an update. Turn it off, or train with the trainer for one device."
+                "all gradients before an update. Turn it off, or use Trainer on one device."
             )
 
 
 class AccelTrainer(Trainer[TTrainingArgs]):
-    """Every process has the whole model, which the accelerator has prepared; it also steps, clips and reduces.
+    """Trainer for Hugging Face Accelerate: the accelerator prepares the full model, and reduces, clips and steps.
 
-    Rank, number of processes, device and precision are the accelerator's; accumulation is that of the arguments. Loaders
-    are not wrapped by it: to make them even it repeats samples, and it reads a batch ahead of the position that a
-    checkpoint would hold. Each process reads its part of the same global order that one device would read instead, so
-    that no sample is repeated or lost, and positions are exact. So options such as `even_batches` have no effect.
+    Rank, number of processes, device and precision come from the accelerator; gradient accumulation comes from the
+    arguments. The accelerator does not wrap data loaders: it would repeat samples to make batches even, and read one
+    batch ahead of the position in a checkpoint. Instead, each process reads its shard of the global order that one
+    device would read. No sample is repeated or lost, and positions are exact. Options such as `even_batches` have no
+    effect.
 
     Args:
         accelerator: the `accelerate.Accelerator` of this process.
@@ -78,6 +83,7 @@ class AccelTrainer(Trainer[TTrainingArgs]):
     ) -> None:
         require_usable(accelerator)
         self.accelerator = accelerator
+        # Objects that the user has prepared are registered with the accelerator, until `_release_prepared` removes them.
         self._prepared = [trainer_kwargs.get("optimizer"), trainer_kwargs.get("lr_scheduler")]
         trainer_kwargs["distributed_env"] = environment_of(accelerator, trainer_kwargs.get("distributed_env"))
         super().__init__(args=args, **taken_apart(accelerator, trainer_kwargs))
@@ -104,7 +110,7 @@ class AccelTrainer(Trainer[TTrainingArgs]):
 
     def _make_amp_context(self) -> AMPContext:
         if self._initial_loss_scale is not None:
-            # The accelerator outlives a run, and its scale must not reach into the next.
+            # The accelerator outlives a run. Its loss scale must not carry over to the next run.
             self.accelerator.scaler.load_state_dict(self._initial_loss_scale)
         return AcceleratorPrecision(self.accelerator)
 
@@ -115,10 +121,10 @@ class AccelTrainer(Trainer[TTrainingArgs]):
     def _wrap(self) -> None:
         self._release_prepared()
         self.model = self._prepare_by_accelerator(self.model)
-        # An interrupted accumulation would have left it False, and optimizers would not even clear gradients.
+        # An interrupted accumulation leaves this False, and prepared optimizers would not even clear gradients.
         self.accelerator.sync_gradients = True
         if self.optimizer is not None:
-            # Without placement, which reloads the state and thereby casts it to the dtype of the parameters.
+            # Device placement reloads the optimizer's state, which casts it to the dtype of the parameters.
             self.optimizer = self.accelerator.prepare_optimizer(self.optimizer, device_placement=False)
             self._prepared.append(self.optimizer)
         if self.lr_scheduler is not None:
@@ -127,23 +133,25 @@ class AccelTrainer(Trainer[TTrainingArgs]):
     def _init_scheduler(self) -> None:
         super()._init_scheduler()
         if isinstance(self.optimizer, AcceleratedOptimizer):
-            # A new schedule, for a checkpoint with steps of another size.
+            # The schedule was rebuilt for a checkpoint with steps of another size.
             self._prepare_scheduler()
 
     def _prepare_scheduler(self) -> None:
         self.lr_scheduler = self.accelerator.prepare_scheduler(self.lr_scheduler)
-        # Else it steps once for each process. It still waits when an overflow made the optimizer leave out a step.
+        # Otherwise it steps once per process. It still skips a step that the optimizer skipped because of an overflow.
         self.lr_scheduler.split_batches = True
         self._prepared.append(self.lr_scheduler)
 
     def _prepare_by_accelerator(self, model: nn.Module) -> Any:
         accelerator = self.accelerator
-        # A mark of an earlier run, by which the accelerator takes it for wrapped.
+        # Left by an earlier run. With it, the accelerator treats the model as already wrapped.
         vars(self.unwrapped_model()).pop("_is_accelerate_prepared", None)
         trains = self.optimizer is not None and any(one.requires_grad for one in model.parameters())
-        # Autocast is entered around forward pass and loss. In the user's model it would stay when training is over.
+        # The trainer enters autocast around forward pass and loss. The accelerator would patch it into the user's model,
+        # where it stays after training.
         uses_autocast, accelerator.native_amp = accelerator.native_amp, False
         try:
+            # In evaluation mode there is no DDP, which raises for a model without trainable parameters.
             prepared = accelerator.prepare_model(model, evaluation_mode=not trains)
         finally:
             accelerator.native_amp = uses_autocast
@@ -151,7 +159,7 @@ class AccelTrainer(Trainer[TTrainingArgs]):
         return prepared
 
     def _release_prepared(self) -> None:
-        """Let the accelerator forget what it has for an earlier run: it clips and unscales all that it has."""
+        """Remove objects of an earlier run from the accelerator: it clips and unscales everything that it holds."""
         old = {id(one) for one in self._prepared}
         for objects in (self.accelerator._models, self.accelerator._optimizers, self.accelerator._schedulers):
             objects[:] = [one for one in objects if id(one) not in old]
@@ -166,7 +174,7 @@ class AccelTrainer(Trainer[TTrainingArgs]):
     @contextlib.contextmanager
     def _around_micro_batch(self) -> Iterator[None]:
         reduces = self._should_sync_gradients()
-        # The prepared optimizer goes by this: it does nothing in the middle of an accumulation.
+        # The prepared optimizer reads this flag, and does nothing in the middle of an accumulation.
         self.accelerator.sync_gradients = reduces
         delayed = contextlib.nullcontext() if reduces else self.accelerator.no_sync(self.model)
         with delayed, self._replicas.forward():
@@ -174,7 +182,7 @@ class AccelTrainer(Trainer[TTrainingArgs]):
 
     def _backward(self, loss: Tensor) -> None:
         accelerator = self.accelerator
-        # The loss has its share of the step already; the accelerator would divide it by its own number of steps again.
+        # The loss is already scaled to its share of the step. The accelerator would divide it again by its own steps.
         own_steps, accelerator.gradient_accumulation_steps = accelerator.gradient_accumulation_steps, 1
         try:
             accelerator.backward(loss)
@@ -183,7 +191,7 @@ class AccelTrainer(Trainer[TTrainingArgs]):
 
     def _clip_grad_norm(self, max_grad_norm: float | None, norm_type: float = 2.0) -> Tensor | None:
         if max_grad_norm:
-            # Takes the loss scale out of the gradients too, which may happen only once.
+            # This also unscales the gradients, which may happen only once per step.
             assert self.optimization is not None
             norm: Tensor = self.accelerator.clip_grad_norm_(self.optimization.parameters, max_grad_norm, norm_type)
             return norm
@@ -193,6 +201,7 @@ class AccelTrainer(Trainer[TTrainingArgs]):
     # --- evaluation and state
 
     def _before_evaluation(self) -> None:
+        # DDP broadcasts buffers before a forward pass. The last pass of training has changed them since.
         if getattr(self.model, "forward_sync_buffers", False):
             self._replicas.share_buffers()
 
@@ -201,13 +210,15 @@ class AccelTrainer(Trainer[TTrainingArgs]):
 
     def _before_save(self) -> None:
         super()._before_save()
+        # A save compares the copies of all processes, so they must be equal.
         self._replicas.share_buffers()
 
 
 class AcceleratorPrecision(AMPContext):
-    """Mixed precision as the accelerator does it; its loss scale, if it has one, is part of the checkpoint."""
+    """Mixed precision of the accelerator; its loss scale, if any, is part of the checkpoint."""
 
     def __init__(self, accelerator: Accelerator) -> None:
+        # No precision for the base class: autocast and gradient scaler belong to the accelerator.
         super().__init__(None, accelerator.device.type)
         self._accelerator = accelerator
         self._mixed_precision = accelerator.mixed_precision
@@ -220,10 +231,11 @@ class AcceleratorPrecision(AMPContext):
         return context
 
     def unscale_(self, optimizer: OptimizerT) -> None:
-        """Nothing: the accelerator unscales when it clips."""
+        """Do nothing: the accelerator unscales when it clips."""
 
     def optimizer_step(self, optimizer: OptimizerT) -> None:
-        # The prepared optimizer steps through the scaler by itself.
+        # The prepared optimizer calls the gradient scaler itself.
         optimizer.step()
+        # On other devices, reading the scale would wait for the device.
         if self._device_type == "cpu":
             self.log_scale_drop()

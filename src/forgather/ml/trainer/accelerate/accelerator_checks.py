@@ -1,4 +1,8 @@
-"""Checks of an Accelerator: what AccelTrainer can use, and what of it belongs to the trainer."""
+"""Accelerate checks: settings of an Accelerator that AccelTrainer supports, and unwrapping of prepared objects.
+
+Every process must hold the full model, and the arguments must not contradict the accelerator. Called by `AccelTrainer`
+when it is created.
+"""
 
 import logging
 from typing import Any
@@ -26,7 +30,7 @@ logger = logging.getLogger(__name__)
 
 
 def check_against_arguments(accelerator: Accelerator, args: TrainingArguments) -> None:
-    """Refuse arguments that contradict the accelerator, which decides on device and precision."""
+    """Raise ValueError for arguments that contradict the accelerator, which decides on device and precision."""
     device = accelerator.device
     contradictions = {
         "mixed_precision": args.mixed_precision not in (None, accelerator.mixed_precision),
@@ -36,59 +40,60 @@ def check_against_arguments(accelerator: Accelerator, args: TrainingArguments) -
     for name, is_contradicted in contradictions.items():
         if is_contradicted:
             raise ValueError(
-                f"{name}={getattr(args, name)!r} is not what the accelerator was made with: it decides, and it has "
-                f"mixed_precision={accelerator.mixed_precision!r} on device {device}. Leave {name} out of the arguments, "
-                "or make the Accelerator with the same choice (mixed_precision=..., cpu=True)."
+                f"{name}={getattr(args, name)!r} contradicts the accelerator, which has "
+                f"mixed_precision={accelerator.mixed_precision!r} on device {device}. Remove {name} from the arguments, "
+                "or create the Accelerator with the same setting (mixed_precision=..., cpu=True)."
             )
 
 
 def require_usable(accelerator: Accelerator) -> None:
-    """Refuse what is no accelerator, and those that do not leave each process a whole model."""
+    """Raise ValueError unless `accelerator` is an Accelerator that keeps the full model in each process."""
     if not isinstance(accelerator, Accelerator):
         raise ValueError(
             f"accelerator must be an accelerate.Accelerator, but is {accelerator!r}: pass accelerator=Accelerator()."
         )
+    # "NO" is one process; the MULTI_ types are DDP on some kind of device. All others, such as FSDP, shard the model.
     kind = str(accelerator.distributed_type.value)
     if kind != "NO" and not kind.startswith("MULTI_"):
         raise ValueError(
-            f"AccelTrainer cannot use an accelerator that was set up for {kind}: it trains, counts and checkpoints whole "
-            f"copies of the model, in one process or with DDP, and {kind} handles model and gradients in its own way. Make "
-            "the Accelerator without that plugin, and leave it out of the configuration of `accelerate launch` (its "
-            "variables ACCELERATE_USE_...)."
+            f"AccelTrainer cannot use an accelerator that was set up for {kind}: it supports one process or DDP, with the "
+            f"full model in each process, and {kind} handles model and gradients differently. Create "
+            "the Accelerator without that plugin, and remove it from the configuration of `accelerate launch` "
+            "(variables ACCELERATE_USE_...)."
         )
     sizes = accelerator.parallelism_config
     if sizes is not None and sizes.total_size != sizes.dp_replicate_size:
         raise ValueError(
-            f"AccelTrainer cannot use the accelerator's {sizes}: every process must have the whole model. Leave "
-            "parallelism_config out."
+            f"AccelTrainer cannot use the accelerator's {sizes}: every process must hold the full model. Remove "
+            "parallelism_config."
         )
     if accelerator.mixed_precision == "fp8":
         raise ValueError(
-            "AccelTrainer cannot use an accelerator with mixed_precision='fp8', which replaces layers of the model, so that "
-            "its checkpoints would fit no other trainer. Use 'bf16', 'fp16' or 'no'."
+            "AccelTrainer cannot use an accelerator with mixed_precision='fp8': it replaces layers of the model, so "
+            "checkpoints would fit no other trainer. Use 'bf16', 'fp16' or 'no'."
         )
     if accelerator.mixed_precision != "no" and not accelerator.native_amp:
         logger.warning(
-            "The accelerator has mixed_precision=%r, but does nothing for it on %s: training is in full precision.",
+            "The accelerator has mixed_precision=%r, but does not apply it on %s: training runs in full precision.",
             accelerator.mixed_precision,
             accelerator.device,
         )
 
 
 def environment_of(accelerator: Accelerator, given: DistributedEnvInterface | None) -> DistributedEnvInterface:
-    """The accelerator's place in the job, or the given one if it is the same place."""
+    """Return the accelerator's environment (rank, world size, device), or `given` if rank and world size agree."""
     rank, world_size = accelerator.process_index, accelerator.num_processes
     if given is not None:
         if (given.rank, given.world_size) != (rank, world_size):
             raise ValueError(
-                f"distributed_env says rank {given.rank} of {given.world_size}, but the accelerator rank {rank} of "
-                f"{world_size}. Leave distributed_env out: the accelerator knows."
+                f"distributed_env has rank {given.rank} of {given.world_size}, but the accelerator has rank {rank} of "
+                f"{world_size}. Remove distributed_env: the accelerator provides it."
             )
         return given
     if world_size == 1 < get_world_size():
         raise ValueError(
             f"This process is one of {get_world_size()} (WORLD_SIZE), but the accelerator was set up for one: each would "
-            "train alone and write to the same output directory. Where there is no GPU, make it with Accelerator(cpu=True)."
+            "train separately and write to the same output directory. Without a GPU, create it with Accelerator(cpu=True)."
         )
     return StaticDistributedEnvironment(
         rank=rank,
@@ -101,7 +106,8 @@ def environment_of(accelerator: Accelerator, given: DistributedEnvInterface | No
 
 
 def taken_apart(accelerator: Accelerator, trainer_kwargs: dict[str, Any]) -> dict[str, Any]:
-    """What the user has prepared already is prepared by the trainer: its state is that of the objects inside."""
+    """Return the trainer's arguments with objects that the user has prepared unwrapped."""
+    # The trainer prepares them itself. Checkpoints hold the state of the inner objects.
     plain = dict(trainer_kwargs)
     if plain.get("model") is not None:
         plain["model"] = accelerator.unwrap_model(plain["model"])

@@ -1,4 +1,7 @@
-"""Data parallelism by torch's DistributedDataParallel."""
+"""Data parallelism with torch's DistributedDataParallel (DDP): trainer and arguments.
+
+Names are imported on first use.
+"""
 
 from typing import TYPE_CHECKING
 

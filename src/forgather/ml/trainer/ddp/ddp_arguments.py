@@ -1,4 +1,7 @@
-"""Arguments of data-parallel training."""
+"""Arguments of DDP training: options of DistributedDataParallel, post-local SGD and batch dispatch.
+
+Combinations that cannot work raise ValueError when the arguments are created. `DDPTrainer` takes them.
+"""
 
 from dataclasses import dataclass, field
 
@@ -7,31 +10,31 @@ from forgather.ml.trainer.arguments.training_arguments import ArgumentGroup, Tra
 
 @dataclass(kw_only=True)
 class DDPArguments(ArgumentGroup):
-    """Passed on to torch's DistributedDataParallel."""
+    """Options of torch's DistributedDataParallel."""
 
     broadcast_buffers: bool = True
-    """Give all ranks rank 0's buffers before each forward pass."""
+    """Broadcast the buffers of rank 0 before each forward pass."""
     init_sync: bool = True
     bucket_cap_mb: float | None = None
-    """The size of a reduction; None is torch's 25."""
+    """Size of an all-reduce bucket in MiB; None: torch's default of 25."""
     find_unused_parameters: bool = False
     gradient_as_bucket_view: bool = True
-    """Gradients live in the memory that is reduced: one copy of them less."""
+    """Store gradients as views of the all-reduce buckets, which saves one copy of the gradients."""
     static_graph: bool = False
     skip_all_reduce_unused_params: bool = False
 
 
 @dataclass(kw_only=True)
 class PostLocalSGDArguments(ArgumentGroup):
-    """Ranks that step on their own after a while, and average their weights only now and then."""
+    """Options of post-local SGD: after some steps, ranks update independently and average their weights periodically."""
 
     enabled: bool = False
     start_step: int = 500
-    """So many steps first, with gradients reduced as usual."""
+    """Number of initial steps with the usual gradient all-reduce."""
     period: int = 4
-    """Steps between two averages."""
+    """Steps between two weight averages."""
     post_local_gradient_allreduce: bool = False
-    """Go on reducing gradients among the ranks of a node."""
+    """Continue to all-reduce gradients among the ranks of a node."""
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -44,12 +47,12 @@ class PostLocalSGDArguments(ArgumentGroup):
 
 @dataclass(kw_only=True)
 class DDPTrainingArguments(TrainingArguments):
-    """Adds how batches reach the ranks, and how gradients are reduced."""
+    """Training arguments plus batch dispatch and gradient reduction."""
 
     dispatch_batches: bool = True
-    """Rank 0 reads for all; False: every rank reads its own part."""
+    """True: rank 0 reads the data for all ranks. False: every rank reads its own shard."""
     dispatch_eval_batches: bool | None = None
-    """The same for evaluation; None: as dispatch_batches."""
+    """The same for evaluation; None: equal to dispatch_batches."""
     ddp: DDPArguments = field(default_factory=DDPArguments)
     post_local_sgd: PostLocalSGDArguments = field(default_factory=PostLocalSGDArguments)
 
@@ -57,27 +60,27 @@ class DDPTrainingArguments(TrainingArguments):
         super().__post_init__()
         if self.post_local_sgd.enabled and self.mixed_precision == "fp16":
             raise ValueError(
-                "post_local_sgd.enabled=True cannot be combined with mixed_precision='fp16': ranks that step on their own "
-                "overflow on their own too, and one would leave out a step in which the others average. Use 'bf16'."
+                "post_local_sgd.enabled=True cannot be combined with mixed_precision='fp16': ranks overflow independently, "
+                "and one rank could skip a step while the others average. Use 'bf16'."
             )
         if self.ddp.static_graph and self.gradient_accumulation_steps > 1:
             raise ValueError(
                 "ddp.static_graph=True cannot be combined with gradient_accumulation_steps="
                 f"{self.gradient_accumulation_steps}: torch's DDP fails when gradients of a static graph are not reduced in "
-                "every pass. Set one of them back."
+                "every pass. Set ddp.static_graph=False or gradient_accumulation_steps=1."
             )
         if self.post_local_sgd.enabled and self.ema_decay is not None:
             raise ValueError(
-                f"ema_decay={self.ema_decay} cannot be combined with post_local_sgd.enabled=True: between two averages ranks "
-                "have different weights, and would keep different averages of them over time. Turn one of the two off."
+                f"ema_decay={self.ema_decay} cannot be combined with post_local_sgd.enabled=True: between two averages, ranks "
+                "have different weights, so their EMA weights would differ. Turn one of the two off."
             )
         if self.post_local_sgd.enabled and self.nonfinite_grad == "skip":
             raise ValueError(
-                "nonfinite_grad='skip' cannot be combined with post_local_sgd.enabled=True: ranks that step on their own would "
-                "leave out a step in which the others average. Use 'stop'."
+                "nonfinite_grad='skip' cannot be combined with post_local_sgd.enabled=True: one rank could skip a step while "
+                "the others average. Use 'stop'."
             )
         if self.fuse_optim_with_backward:
             raise ValueError(
                 "fuse_optim_with_backward=True cannot be combined with DDP: a parameter would be updated before its gradient "
-                "is reduced over the ranks. Turn it off, or train with the trainer for one device."
+                "is reduced over the ranks. Turn it off, or use Trainer on one device."
             )

@@ -1,4 +1,8 @@
-"""DDPTrainer: data parallelism by torch's DistributedDataParallel."""
+"""DDPTrainer: data parallelism with torch's DistributedDataParallel.
+
+Every rank holds the full model. Gradients are averaged over ranks in the backward pass, and the copies of the model are
+compared at every save.
+"""
 
 import contextlib
 import logging
@@ -29,9 +33,9 @@ TDDPArgs = TypeVar("TDDPArgs", bound=DDPTrainingArguments)
 
 
 class DDPTrainer(Trainer[TDDPArgs]):
-    """Every rank has the whole model; gradients are averaged over ranks while they are computed.
+    """Trainer for data parallelism: every rank holds the full model, and gradients are averaged over ranks.
 
-    Ranks with batch b train exactly like one device with as many times b on the same order of the data.
+    N ranks with batch size b train exactly like one device with batch size N x b on the same data order.
     """
 
     arguments_class = DDPTrainingArguments
@@ -92,6 +96,7 @@ class DDPTrainer(Trainer[TDDPArgs]):
 
     def _wrap(self) -> None:
         trains = any(parameter.requires_grad for parameter in self.unwrapped_model().parameters())
+        # DDP raises for a model without trainable parameters.
         if self.ddp_group is None or not trains:
             return
         options = dict(vars(self.args.ddp))
@@ -99,7 +104,7 @@ class DDPTrainer(Trainer[TDDPArgs]):
             self.model,
             device_ids=None if self.device.type == "cpu" else [self.device],
             process_group=self.ddp_group,
-            # The name that torch has for it now.
+            # The name broadcast_buffers is deprecated in torch, and causes a warning.
             forward_sync_buffers=options.pop("broadcast_buffers"),
             **options,
         )
@@ -119,6 +124,7 @@ class DDPTrainer(Trainer[TDDPArgs]):
     @contextlib.contextmanager
     def _around_micro_batch(self) -> Iterator[None]:
         reduces = self._should_sync_gradients()
+        # In gradient accumulation, only the last micro-batch of a step is reduced.
         delayed = contextlib.nullcontext() if reduces or not self._is_wrapped else self.model.no_sync()
         with delayed, self._replicas.forward():
             try:
@@ -133,7 +139,7 @@ class DDPTrainer(Trainer[TDDPArgs]):
         super()._backward(loss)
         if self._has_reduced or not (self._is_wrapped and self._should_sync_gradients()):
             return
-        # Before any talk with other ranks: one that has gradients for all still waits for those of this one.
+        # Raise before the next collective: a rank with all gradients still waits for the buckets of this rank.
         if not (self.args.ddp.find_unused_parameters or self.args.ddp.static_graph):
             refuse_unused(self.unwrapped_model())
         self._has_reduced = True
@@ -145,13 +151,14 @@ class DDPTrainer(Trainer[TDDPArgs]):
     def _distributed_norms(self, norms: list[float]) -> list[float]:
         if self.post_local_sgd_state is None or not norms:
             return norms
-        # Each rank has gradients of its own between two averages.
+        # Ranks have different gradients between two averages. Report the root mean square of their norms.
         squares = self.team.sum(torch.tensor(norms, dtype=torch.float64).square())
         return (squares / self.team.size).sqrt().tolist()
 
     # --- evaluation and state
 
     def _before_evaluation(self) -> None:
+        # DDP broadcasts buffers before a forward pass. The last pass of training has changed them since.
         if getattr(self.model, "forward_sync_buffers", False):
             self._replicas.share_buffers()
 
@@ -161,6 +168,7 @@ class DDPTrainer(Trainer[TDDPArgs]):
 
     def _before_save(self) -> None:
         super()._before_save()
+        # A save compares the copies of all ranks, so they must be equal.
         self._replicas.share_buffers()
         if self.post_local_sgd_state is not None:
             self.post_local_sgd_state.average_replicas()

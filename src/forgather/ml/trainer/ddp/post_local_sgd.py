@@ -1,4 +1,8 @@
-"""Ranks that reduce gradients for some steps, then step on their own and average their weights now and then."""
+"""Post-local SGD: gradient all-reduce for some steps, then independent updates with periodic weight averaging.
+
+Wraps torch's comm hook, averager and optimizer. Replicas are averaged before every save, so that a checkpoint holds one
+model. Used by `DDPTrainer`.
+"""
 
 import contextlib
 import itertools
@@ -21,7 +25,7 @@ from forgather.ml.trainer.trainer_types import OptimizerT
 
 
 class PostLocalSGD:
-    """torch's hook, averager and optimizer, with the state that a resume needs: how far they have counted."""
+    """torch's comm hook, averager and optimizer for post-local SGD; their step counters are the state for a resume."""
 
     def __init__(
         self, args: PostLocalSGDArguments, group: ProcessGroup, peers: Peers, env: DistributedEnvInterface
@@ -34,24 +38,25 @@ class PostLocalSGD:
         self._averager = PeriodicModelAverager(args.period, args.start_step, group)
 
     def attach(self, model: DistributedDataParallel, optimizer: OptimizerT) -> PostLocalSGDOptimizer:
-        """The optimizer that also averages, to be stepped in place of the given one."""
+        """Register the comm hook; return the averaging optimizer, which is stepped instead of `optimizer`."""
         model.register_comm_hook(self._hook_state, post_localSGD_hook)
         self._optimizers = getattr(optimizer, "optimizers", [optimizer])
         return PostLocalSGDOptimizer(optimizer, self._averager)
 
     @torch.no_grad()
     def average_replicas(self) -> None:
-        """Make the replicas one again, weights and moments, once they go their own ways; a save needs them alike."""
+        """Average weights and moments over all replicas if they differ; a save needs equal replicas."""
         if not self._are_one:
             self._average(itertools.chain.from_iterable(map(_replicated_tensors, self._optimizers)))
             self._step_of_average = self._averager.step
 
     @contextlib.contextmanager
     def averaged_weights(self) -> Iterator[None]:
-        """In this context all replicas have the weights that a save would give them: those are what an evaluation is of."""
+        """Swap in the averaged weights that a save would store, for an evaluation."""
         if self._are_one:
             yield
             return
+        # Restored afterwards: an evaluation must not change the course of training.
         weights = [parameter.detach() for one in self._optimizers for parameter in _parameters(one)]
         own = [weight.clone() for weight in weights]
         try:
@@ -62,13 +67,15 @@ class PostLocalSGD:
 
     @property
     def _are_one(self) -> bool:
-        """Averaging once more might change the last bit."""
+        """Whether all replicas have equal weights at this step."""
+        # Equal replicas are not averaged again, because rounding could change the last bit.
         step = self._averager.step
         return step <= self._averager.warmup_steps or step == self._step_of_average
 
     def _average(self, tensors: Iterable[Tensor]) -> None:
         world_size = dist.get_world_size(self._group)
         for tensor in tensors:
+            # Sum and divide, because ReduceOp.AVG does not exist for Gloo.
             dist.all_reduce(tensor, group=self._group)
             tensor.div_(world_size)
 
@@ -77,11 +84,12 @@ class PostLocalSGD:
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         self.check_state_dict(state)
+        # A checkpoint holds averaged replicas, so the replicas are equal at this step.
         self._averager.step = self._step_of_average = int(state["averager_step"])
         self._hook_state.iter = int(state["hook_step"])
 
     def check_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Raise `CheckpointLoadError` unless the state holds both counts; nothing is changed."""
+        """Raise `CheckpointLoadError` unless the state holds both step counters; change nothing."""
         where = Where("the saved state of post_local_sgd", "post_local_sgd")
         for name in ("averager_step", "hook_step"):
             whole_number(check_mapping(state, where).get(name), where.at(name), least=0)
@@ -94,7 +102,7 @@ def _parameters(optimizer: OptimizerT) -> Iterator[Tensor]:
 def _replicated_tensors(optimizer: OptimizerT) -> Iterator[Tensor]:
     for parameter in _parameters(optimizer):
         yield parameter
-        # Counters are whole numbers that are the same everywhere, whatever their dtype.
+        # Step counters are equal on all ranks, and some optimizers store them as float tensors.
         yield from (
             value
             for name, value in optimizer.state.get(parameter, {}).items()
@@ -103,9 +111,10 @@ def _replicated_tensors(optimizer: OptimizerT) -> Iterator[Tensor]:
 
 
 def _node_group(peers: Peers, env: DistributedEnvInterface) -> ProcessGroup:
+    # The global rank of its first process identifies a node.
     first_ranks = peers.gather(env.rank - env.local_rank)
     groups = {}
-    # Every rank takes part in making every group, its own or not: torch requires it.
+    # new_group is collective over the whole job: every rank creates every group, also groups it is not in.
     for first in sorted(set(first_ranks)):
         groups[first] = dist.new_group([rank for rank, one in enumerate(first_ranks) if one == first])
     own: ProcessGroup = groups[env.rank - env.local_rank]

@@ -1,4 +1,7 @@
-"""Parameters that get no gradient under DDP: an error that names them and `ddp.find_unused_parameters`."""
+"""Unused parameters under DDP: errors that list their names and mention `ddp.find_unused_parameters`.
+
+`DDPTrainer` checks after the first reduced backward pass, and replaces DDP's own error.
+"""
 
 import re
 
@@ -6,16 +9,18 @@ from torch import nn
 
 
 def refuse_unused(model: nn.Module) -> None:
-    """Raise after the first reduced backward pass: DDP leaves the gradients of their buckets unreduced without a word."""
+    """Raise RuntimeError if parameters have no gradient after the first reduced backward pass."""
+    # DDP silently leaves all gradients in the buckets of such parameters unreduced.
     unused = [name for name, one in model.named_parameters() if one.requires_grad and one.grad is None]
     if unused:
         raise RuntimeError(_message(unused))
 
 
 def explained(error: RuntimeError, model: nn.Module) -> RuntimeError | None:
-    """A better error for DDP's own, which comes a step later and gives numbers in place of names."""
+    """Return a clearer error for DDP's own error, which comes a step later and has indices instead of names."""
     if "Expected to have finished reduction" not in str(error):
         return None
+    # DDP numbers the trainable parameters in the order of named_parameters().
     names = [name for name, one in model.named_parameters() if one.requires_grad]
     found = re.search(r"did not receive grad for rank \d+: ([\d ]+)", str(error))
     numbers = [int(number) for number in found[1].split()] if found else []
@@ -25,8 +30,8 @@ def explained(error: RuntimeError, model: nn.Module) -> RuntimeError | None:
 def _message(names: list[str]) -> str:
     shown = ", ".join(names[:8]) + (f" and {len(names) - 8} more" if len(names) > 8 else "")
     return (
-        f"These parameters had no part in the loss and got no gradient: {shown or 'unknown'}. DDP waits for the gradient of "
-        "every parameter before it averages those that share a bucket with it over the ranks. Use the parameters in the "
-        "forward pass, freeze them with requires_grad_(False), or set ddp={'find_unused_parameters': True}, which looks for "
-        "them in every step (ddp.find_unused_parameters on the command line)."
+        f"These parameters got no gradient, because the loss does not depend on them: {shown or 'unknown'}. DDP reduces a "
+        "bucket only after all of its parameters have gradients. Use the parameters in the forward pass, freeze them with "
+        "requires_grad_(False), or set ddp={'find_unused_parameters': True} (ddp.find_unused_parameters on the command "
+        "line), which searches for them in every step."
     )

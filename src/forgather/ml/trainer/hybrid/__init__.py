@@ -1,4 +1,7 @@
-"""Data parallel x pipeline parallel on a two-dimensional mesh."""
+"""Hybrid parallelism: data parallel x pipeline parallel on a two-dimensional device mesh.
+
+Names are imported on first use.
+"""
 
 from typing import TYPE_CHECKING
 

@@ -1,4 +1,8 @@
-"""Gradients of stages, summed over the pipelines that have copies of them while other stages still compute."""
+"""GradientReducer: bucketed all-reduce of stage gradients over pipelines, overlapped with the backward pass.
+
+All ranks of a group start their all-reduces in the same order. `HybridTrainer` creates the reducer, and `TrainedStage`
+notifies it.
+"""
 
 import contextlib
 from collections.abc import Iterator, Mapping, Sequence
@@ -10,11 +14,12 @@ from torch import Tensor, nn
 from torch._utils import _flatten_dense_tensors, _unflatten_dense_tensors
 from torch.distributed import ProcessGroup
 
+# The default bucket size of torch's DDP.
 _BUCKET_BYTES = 25 * 2**20
 
 
 class _Bucket:
-    """Parameters whose gradients are reduced in one message."""
+    """Parameters with gradients that are reduced in one all-reduce."""
 
     def __init__(self, parameters: list[nn.Parameter]) -> None:
         self.parameters = parameters
@@ -23,8 +28,9 @@ class _Bucket:
         self.work: Any = None
 
     def start(self, group: ProcessGroup) -> None:
+        # A missing gradient counts as zero, with a flag: other pipelines may have a gradient for this parameter.
         gradients = [torch.zeros_like(one) if one.grad is None else one.grad for one in self.parameters]
-        # Filled on the device: a list would have to be copied to it, and the copy waited for.
+        # Filled on the device: a Python list would need a copy from the host, which waits for the device.
         present = gradients[0].new_ones(len(self.parameters))
         for number, one in enumerate(self.parameters):
             if one.grad is None:
@@ -38,23 +44,24 @@ class _Bucket:
         num_present = self.flat[-len(self.parameters) :]
         totals = _unflatten_dense_tensors(self.flat[: -len(self.parameters)], self.parameters)
         for number, (one, total) in enumerate(zip(self.parameters, totals, strict=True)):
-            # A parameter that no pipeline has used keeps having no gradient, as on one device.
+            # A parameter that no pipeline has used keeps grad=None, as on one device. The count is read only without a
+            # local gradient, because bool() waits for the device.
             if one.grad is not None or bool(num_present[number] > 0):
                 one.grad = total
         self.flat, self.work, self.num_awaited = None, None, len(self.parameters)
 
 
 class GradientReducer:
-    """Sums the gradients of this rank's stages over a group of ranks that have the same stages.
+    """Reducer that sums the gradients of this rank's stages over a group of ranks with the same stages.
 
-    It is told when the last gradients of a stage come (`watching`) and when all of them are there (`reduce`). Messages are
-    begun in an order that is the same on all ranks. A parameter of two stages is reduced when both are done.
+    `watching` surrounds the last backward pass of a stage, and `reduce` follows when its gradients are complete.
+    All-reduces start in the same order on all ranks. A parameter of two stages is reduced after both are done.
     """
 
     def __init__(self, stages: Mapping[int, nn.Module], group: ProcessGroup) -> None:
         self._group = group
         self.is_active = False
-        """Whether the present batch is the last one of its step."""
+        """Whether the current batch is the last batch of its step."""
         stages_of: dict[int, list[int]] = {}
         parameters: dict[int, nn.Parameter] = {}
         for index, module in stages.items():
@@ -64,6 +71,7 @@ class GradientReducer:
                     parameters[id(one)] = one
         alone = {index: [parameters[key] for key, found in stages_of.items() if found == [index]] for index in stages}
         self._buckets = {index: _buckets(own) for index, own in alone.items()}
+        # A parameter of two stages gets gradients from both, so it is reduced in `finish`.
         self._shared = _buckets([parameters[key] for key, found in stages_of.items() if len(found) > 1])
         self._bucket_of = {
             id(one): bucket for buckets in self._buckets.values() for bucket in buckets for one in bucket.parameters
@@ -75,6 +83,7 @@ class GradientReducer:
         if not self.is_active:
             yield
             return
+        # Hooks exist only for this pass: in earlier passes, gradients are not final.
         hooks = [
             one.register_post_accumulate_grad_hook(lambda parameter: self._note(stage_index, parameter))
             for bucket in self._buckets[stage_index]
@@ -92,7 +101,8 @@ class GradientReducer:
                 self._start(bucket)
 
     def finish(self) -> None:
-        """Wait for all sums; what was not begun yet is reduced now."""
+        """Start all remaining all-reduces and wait for all of them."""
+        # Stages without gradients in this step are reduced as well: other pipelines take part with theirs.
         for buckets in (*self._buckets.values(), self._shared):
             for bucket in buckets:
                 self._start(bucket)
@@ -102,6 +112,7 @@ class GradientReducer:
 
     def _note(self, stage_index: int, parameter: Tensor) -> None:
         self._bucket_of[id(parameter)].num_awaited -= 1
+        # Only in the order of the list: gradients may be ready in another order on other ranks.
         for bucket in self._buckets[stage_index]:
             if bucket.num_awaited > 0:
                 break
@@ -114,7 +125,7 @@ class GradientReducer:
 
 
 def _buckets(parameters: Sequence[nn.Parameter]) -> list[_Bucket]:
-    """Those of one type and device together, the last ones first: their gradients come first."""
+    """Group parameters of equal dtype and device into buckets, in reverse order: the last gradients are ready first."""
     buckets: list[list[nn.Parameter]] = []
     room = 0
     for one in reversed(parameters):

@@ -1,4 +1,7 @@
-"""Arguments of several pipelines that train one model."""
+"""Arguments of hybrid training: several pipelines (dp_size) of several ranks each (pp_size).
+
+dp_size x pp_size must equal the number of ranks. `HybridTrainer` takes these arguments.
+"""
 
 from dataclasses import dataclass
 
@@ -7,21 +10,21 @@ from forgather.ml.trainer.pipeline.pipeline_arguments import PipelineTrainingArg
 
 @dataclass(kw_only=True)
 class HybridTrainingArguments(PipelineTrainingArguments):
-    """Adds how many pipelines there are, and how batches reach them."""
+    """Pipeline arguments plus the number of pipelines and the way batches reach them."""
 
     dp_size: int | None = None
-    """Pipelines, each with batches of its own; None: as many as pp_size makes of the ranks."""
+    """Number of pipelines, each with separate batches; None: number of ranks / pp_size."""
     pp_size: int | None = None
-    """Ranks of a pipeline; None: as many as dp_size leaves."""
+    """Ranks per pipeline; None: number of ranks / dp_size."""
     dispatch_batches: bool = True
-    """Rank 0 reads for all; False: the first rank of each pipeline reads its own part."""
+    """True: rank 0 reads the data for all ranks. False: the first rank of each pipeline reads its own shard."""
 
     def __post_init__(self) -> None:
         super().__post_init__()
         if self.fuse_optim_with_backward:
             raise ValueError(
                 "fuse_optim_with_backward=True cannot be combined with several pipelines: a parameter would be updated before "
-                "its gradient is reduced over them. Turn it off, or train with one pipeline."
+                "its gradient is summed over all pipelines. Turn it off, or train with one pipeline."
             )
         for name, least in (("dp_size", 1), ("pp_size", 2)):
             value = getattr(self, name)
@@ -29,12 +32,12 @@ class HybridTrainingArguments(PipelineTrainingArguments):
                 raise ValueError(f"{name}={value} cannot be used: it must be {least} or more.")
 
     def sizes(self, world_size: int) -> tuple[int, int]:
-        """Data-parallel and pipeline-parallel size on so many ranks."""
+        """Return the data-parallel and pipeline-parallel size for `world_size` ranks; raise ValueError if they do not fit."""
         dp_size, pp_size = self.dp_size, self.pp_size
         if dp_size is None and pp_size is None:
             raise ValueError(
-                f"Neither dp_size nor pp_size is set, so that it is unknown how the {world_size} ranks form pipelines. Set "
-                "pp_size to the number of ranks over which the model is divided."
+                f"Neither dp_size nor pp_size is set, so the layout of the {world_size} ranks is unknown. Set "
+                "pp_size to the number of ranks per pipeline."
             )
         if pp_size is None:
             assert dp_size is not None
@@ -44,6 +47,6 @@ class HybridTrainingArguments(PipelineTrainingArguments):
         if dp_size * pp_size != world_size or pp_size < 2:
             raise ValueError(
                 f"dp_size={self.dp_size} and pp_size={self.pp_size} do not fit the {world_size} ranks of this job: dp_size x "
-                "pp_size must be their number, with at least two ranks to a pipeline. Change one of them, or --nproc."
+                "pp_size must equal the number of ranks, with at least two ranks per pipeline. Change one of them, or --nproc."
             )
         return dp_size, pp_size

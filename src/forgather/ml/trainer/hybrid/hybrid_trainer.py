@@ -1,4 +1,8 @@
-"""HybridTrainer: several pipelines with copies of one model; data parallelism between them, pipeline parallelism within."""
+"""HybridTrainer: data parallelism between pipelines, pipeline parallelism within each.
+
+Ranks at the same position of their pipelines hold copies of the same stages. Gradients are summed over these copies,
+which are compared at every save.
+"""
 
 from collections.abc import Mapping
 from typing import Any, ClassVar, TypeVar
@@ -23,13 +27,13 @@ __all__ = ["HybridTrainer", "HybridTrainingArguments"]
 THybridArgs = TypeVar("THybridArgs", bound=HybridTrainingArguments)
 
 _COPIED_STAGES = Shared(SharingPattern.PER_GROUP, "dp_group", compared=True)
-"""Ranks at the same place of their pipelines have copies, which are compared at every save."""
+"""State with copies on the ranks at the same position of their pipelines; compared at every save."""
 
 
 class HybridTrainer(PipelineTrainer[THybridArgs]):
-    """`dp_size` pipelines of `pp_size` ranks; ranks at the same place of their pipelines have copies of the same stages.
+    """Trainer with `dp_size` pipelines of `pp_size` ranks; ranks at equal positions hold copies of the same stages.
 
-    Pipelines with batch b train exactly like one device with as many times b on the same order of the data.
+    Pipelines with batch size b train exactly like one device with batch size `dp_size` x b on the same data order.
     """
 
     arguments_class = HybridTrainingArguments
@@ -73,6 +77,7 @@ class HybridTrainer(PipelineTrainer[THybridArgs]):
         assert self.mesh is not None
         ranks = self.ranks
         part, speaks = Part(ranks.replica, len(ranks.pipelines)), ranks.rank == 0
+        # All ranks of a pipeline train on the same batches, so only its first rank counts them.
         if self._dispatches(for_training):
             everyone = range(self.dist.world_size)
             return DataLayout(part, speaks, readers=[everyone], reads_whole=True, mesh=self.mesh, axis=0)
@@ -89,11 +94,13 @@ class HybridTrainer(PipelineTrainer[THybridArgs]):
     # --- the step
 
     def _forward_backward_step(self, input_dict: dict[str, Any], labels: Any) -> Tensor:
+        # In gradient accumulation, only the last batch of a step is reduced.
         self._reducer.is_active = self._should_sync_gradients()
         with self._replicas.forward():
             return super()._forward_backward_step(input_dict, labels)
 
     def _reduce_gradients(self) -> None:
+        # First over pipelines: this replaces each `.grad`, which the sum over tied weights then changes in place.
         self._reducer.finish()
         super()._reduce_gradients()
 
@@ -101,7 +108,7 @@ class HybridTrainer(PipelineTrainer[THybridArgs]):
 
     def _share_tokens(self, num_rows: int, tokens: Tensor | None) -> Tensor:
         shared = super()._share_tokens(num_rows, tokens)
-        # Every pipeline sampled its own tokens; broadcast those of the first.
+        # Every pipeline sampled its own tokens. Broadcast the tokens of the first.
         dist.broadcast(shared, group=self.ranks.replicas, group_src=0)
         return shared
 
@@ -112,6 +119,7 @@ class HybridTrainer(PipelineTrainer[THybridArgs]):
 
     def _before_save(self) -> None:
         super()._before_save()
+        # A save compares the copies of stages. Buffers such as running means differ, because pipelines see other batches.
         self._replicas.share_buffers()
 
     def _get_dataset_sharing_pattern(self) -> SharingPattern:

@@ -1,4 +1,7 @@
-"""Pipeline parallelism by torch.distributed.pipelining."""
+"""Pipeline parallelism with torch.distributed.pipelining: trainer, arguments and model splitters.
+
+Names are imported on first use.
+"""
 
 from typing import TYPE_CHECKING
 

@@ -1,7 +1,7 @@
-"""Micro-batches through the stages of a pipeline, forward only: evaluation, generation, and finding out shapes.
+"""Forward-only passes of micro-batches through a pipeline: evaluation, generation and shape discovery.
 
-Every rank knows the whole batch, so that all ranks know which shapes they have met before. Of shapes that are new, a
-stage tells the next one, in a message ahead of the first micro-batch, what its outputs look like.
+Every rank has the full batch, so all ranks agree on which shapes are new. For a new shape, each stage sends a header
+with the shapes and dtypes of its outputs ahead of the first micro-batch. Used by `StageRunner`.
 """
 
 from collections import deque
@@ -18,6 +18,7 @@ from forgather.ml.trainer.pipeline.pipeline_batches import Meta, Metas, Signatur
 Outputs = tuple[Tensor, ...]
 Consume = Callable[[int, Any], None]
 
+# Headers contain an index into this table, so its order must be equal on all ranks.
 _DTYPES = (
     torch.float32,
     torch.float16,
@@ -32,17 +33,20 @@ _DTYPES = (
 )
 _MOST_DIMENSIONS = 8
 _MOST_TENSORS = 8
+# Bounds the table of shapes for data with ever new sequence lengths.
 _SHAPES_KNOWN = 4096
+# The header has a fixed length, because the receiver allocates it before it knows the number of tensors. It contains
+# that number, then for each tensor the dtype, the number of dimensions, and the shape padded with zeros.
 _HEADER_LENGTH = 1 + _MOST_TENSORS * (2 + _MOST_DIMENSIONS)
 
 
 class ForwardOnly:
-    """The stages of this rank and their neighbours; all ranks of the group call its methods together.
+    """Runner of this rank's stages; all ranks of the group call its methods together.
 
-    `stage_ranks[i]` is the rank of the pipeline that has stage i, `stages` are this rank's modules by stage. `groups` are of
-    the same ranks: the first for what goes to higher ranks, the second, where there is such a thing, for what comes back;
-    in one group that works in order, as NCCL's do, the two could wait for each other. `boundary` tells what passes
-    between stages for the main input of a micro-batch, where that is known without running any.
+    `stages` are this rank's modules by stage index. `stage_ranks[i]` is the pipeline rank that holds stage i. `groups`
+    are two groups of the same ranks: the first for sends to higher ranks, the second (or None) for sends to lower ranks.
+    In a single group that runs in order, as NCCL does, both directions could deadlock. `boundary` returns shape and
+    dtype of the tensor between stages for a main input, or None if unknown without running a stage.
     """
 
     def __init__(
@@ -72,17 +76,19 @@ class ForwardOnly:
         consume: Consume,
         stage_keywords: Mapping[int, Mapping[str, Any]] | None = None,
     ) -> None:
-        """Run micro-batches; `consume` gets the number and the output of each where the last stage is.
+        """Run micro-batches; on the last stage, `consume` gets the index and the output of each.
 
-        `stage_keywords` are for single stages of this rank, in addition to those of the micro-batch.
+        `stage_keywords` are additional keywords for single stages of this rank.
         """
         local: dict[tuple[int, int], Outputs] = {}
+        # All micro-batches of a stage run before the next stage, on every rank. So sends and receives match in order.
         for index, stage in self._stages.items():
             own = (stage_keywords or {}).get(index, {})
             for number, (first, words) in enumerate(zip(inputs, keywords, strict=True)):
                 metas = self._metas(first, words)
                 received = (first,) if index == 0 else self._input_of(index, number, metas, local)
                 outputs = stage(*received, **words, **own)
+                # Without `del`, tensors would stay allocated until the next micro-batch has replaced them.
                 del received
                 if index == self.num_stages - 1:
                     consume(number, outputs)
@@ -93,7 +99,10 @@ class ForwardOnly:
             self._sends.popleft()[0].wait()
 
     def metas_between(self, inputs: Tensor, keywords: Mapping[str, Any]) -> dict[int, Metas]:
-        """What each stage that this rank has, or gets from, puts out; finds out by running the micro-batch if need be."""
+        """Return output shapes and dtypes of the stages that this rank holds or receives from.
+
+        If they are unknown, all ranks run the micro-batch once.
+        """
         metas = self._metas(inputs, keywords)
         if any(index not in metas for index in self._needed()):
             last: dict[int, Metas] = {}
@@ -111,11 +120,12 @@ class ForwardOnly:
         }
 
     def _metas(self, inputs: Tensor, keywords: Mapping[str, Any]) -> dict[int, Metas]:
-        """By stage, what it puts out, as far as that is known for such a micro-batch."""
+        """Return the known output shapes and dtypes for such a micro-batch, by stage."""
         signature = Signature.of(inputs, keywords)
         if signature not in self._known:
             if len(self._known) >= _SHAPES_KNOWN:
-                # All ranks have met the same shapes, and forget them together.
+                # All ranks have seen the same shapes, so they clear their tables at the same micro-batch. A receiver
+                # must expect a header exactly when the sender sends it.
                 self._known.clear()
             meta = None if self._boundary is None else self._boundary(inputs)
             stages = range(self.num_stages - 1) if meta is not None else ()
@@ -128,6 +138,7 @@ class ForwardOnly:
         if (index - 1, number) in local:
             return local.pop((index - 1, number))
         source = self._stage_ranks[index - 1]
+        # The first micro-batch of a new shape: the header arrives ahead of its tensors.
         if index - 1 not in metas:
             header = torch.empty(_HEADER_LENGTH, dtype=torch.int64, device=self._device)
             dist.recv(header, group=self._group_into(index), group_src=source)
@@ -145,6 +156,7 @@ class ForwardOnly:
         metas: dict[int, Metas],
         local: dict[tuple[int, int], Outputs],
     ) -> None:
+        # In a "v", the last rank holds two consecutive stages, which need no message.
         if index + 1 in self._stages:
             metas.setdefault(index, tuple(map(Meta.of, outputs)))
             local[index, number] = outputs
@@ -153,21 +165,24 @@ class ForwardOnly:
             metas[index] = tuple(map(Meta.of, outputs))
             self._send(torch.tensor(_encoded(metas[index]), dtype=torch.int64, device=self._device), index + 1)
         found = tuple(map(Meta.of, outputs))
+        # The receiver has allocated tensors by the recorded shapes, and cannot detect a mismatch.
         if found != metas[index]:
             raise RuntimeError(
-                f"Stage {index} put out {found}, where {metas[index]} was expected: between stages only tensors whose shapes "
-                "follow from those of the batch can pass."
+                f"Stage {index} returned {found}, but {metas[index]} was expected: shapes and dtypes between stages must "
+                "depend only on the shapes and dtypes of the batch."
             )
         for tensor in outputs:
             self._send(tensor.contiguous(), index + 1)
 
     def _send(self, tensor: Tensor, stage: int) -> None:
+        # A tensor must stay alive until its send completes. Release those already done, to bound memory.
         while self._sends and self._sends[0][0].is_completed():
             self._sends.popleft()[0].wait()
         work = dist.isend(tensor, group=self._group_into(stage), group_dst=self._stage_ranks[stage])
         self._sends.append((work, tensor))
 
     def _group_into(self, stage: int) -> ProcessGroup:
+        # By ranks, not by stages: a higher stage can be on a lower rank.
         goes_up = self._stage_ranks[stage] > self._stage_ranks[stage - 1]
         group = self._groups[0] if goes_up else self._groups[1]
         assert group is not None, "something comes back only where there is a group for it"
@@ -181,12 +196,12 @@ def _as_tuple(outputs: object) -> Outputs:
 def _encoded(metas: Metas) -> list[int]:
     if len(metas) > _MOST_TENSORS or any(len(meta.shape) > _MOST_DIMENSIONS for meta in metas):
         raise ValueError(
-            f"A stage puts out {len(metas)} tensors of up to {max(len(meta.shape) for meta in metas)} dimensions; at most "
-            f"{_MOST_TENSORS} of {_MOST_DIMENSIONS} can pass to the next stage."
+            f"A stage returns {len(metas)} tensors of up to {max(len(meta.shape) for meta in metas)} dimensions; at most "
+            f"{_MOST_TENSORS} of {_MOST_DIMENSIONS} can be sent to the next stage."
         )
     unknown = next((meta.dtype for meta in metas if meta.dtype not in _DTYPES), None)
     if unknown is not None:
-        raise ValueError(f"A stage puts out a tensor of type {unknown}, which cannot pass to the next stage.")
+        raise ValueError(f"A stage returns a tensor of type {unknown}, which cannot be sent to the next stage.")
     numbers = [len(metas)]
     for shape, dtype in metas:
         numbers += [_DTYPES.index(dtype), len(shape), *shape, *[0] * (_MOST_DIMENSIONS - len(shape))]

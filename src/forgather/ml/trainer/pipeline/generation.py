@@ -1,7 +1,8 @@
-"""Text generation through the stages of a pipeline: the tokens that transformers' `generate` gives on one device.
+"""Text generation through the stages of a pipeline, with the same tokens as `generate` of transformers on one device.
 
-Every rank keeps the sequences and learns each new token, so all build the same inputs and stop at the same token.
-Only the rank with the last stage has logits; it chooses, and it alone draws random numbers.
+Every rank keeps the sequences and receives each new token, so all ranks build the same inputs and stop together. Only
+the rank with the last stage has logits; it chooses the tokens and draws the random numbers. Called by
+`PipelineTrainer.pipeline_generate`.
 """
 
 import logging
@@ -21,13 +22,13 @@ ShareTokens = Callable[[Tensor | None], Tensor]
 
 @dataclass(frozen=True)
 class GenerationOptions:
-    """How tokens are chosen and when to stop, with the meaning that these names have in transformers."""
+    """Options for sampling and stopping, with the same meaning as in transformers."""
 
     max_new_tokens: int
     eos_token_id: int | Sequence[int] | None = None
-    """The token, or any of the tokens, that ends a row; None goes on to max_new_tokens."""
+    """Token or tokens that end a row; None continues to max_new_tokens."""
     pad_token_id: int | None = None
-    """Follows the end of a row; None stands for the first eos_token_id."""
+    """Token that fills a row after its end; None: the first eos_token_id."""
     do_sample: bool = True
     temperature: float = 1.0
     """Only used with do_sample, like top_k."""
@@ -48,7 +49,7 @@ class GenerationOptions:
             _check_count("pad_token_id", self.pad_token_id, "for a tokenizer without padding, pass None")
 
     def with_tokens_of(self, model: nn.Module) -> "GenerationOptions":
-        """The tokens of the model's generation config, where none are given."""
+        """Return options with missing eos and pad tokens taken from the model's generation config."""
         defaults = getattr(model, "generation_config", None)
         eos, pad = (getattr(defaults, name, None) for name in ("eos_token_id", "pad_token_id"))
         return replace(
@@ -82,7 +83,7 @@ def _check_positive(name: str, value: float, advice: str) -> None:
 
 
 def supports_cache(stages: Mapping[int, nn.Module]) -> bool:
-    """Whether all stages of this rank can keep keys and values; a cache is used only if that holds on every rank."""
+    """Return whether all stages of this rank support a KV cache; it is used only if the stages of all ranks do."""
     return all(callable(getattr(stage, "make_cache", None)) for stage in stages.values())
 
 
@@ -96,28 +97,30 @@ def generate(
     *,
     can_cache: bool,
 ) -> Tensor:
-    """The prompts and what follows them, as int64 (batch, positions), on every rank.
+    """Return the prompts and their continuations as int64 (batch, positions), on every rank.
 
-    `run(inputs, keywords, stage_keywords)` is one forward pass over all ranks that returns the logits of at least
-    the last position on the rank with the last stage and None elsewhere. `share_tokens` gives every rank the tokens
-    that the rank with the last stage passes. `can_cache` says what `supports_cache` says on all ranks together.
+    `run(inputs, keywords, stage_keywords)` is one forward pass over all ranks. It returns the logits of at least the
+    last position on the rank with the last stage, and None elsewhere. `share_tokens` broadcasts the tokens of the rank
+    with the last stage. `can_cache` is the result of `supports_cache` over all ranks.
 
-    Prompts of different lengths are padded on the left. Without an attention mask, tokens that equal a given
-    pad_token_id are taken for padding, unless it is an eos_token_id as well.
+    Prompts of different lengths are padded on the left. Without an attention mask, tokens equal to `pad_token_id` count
+    as padding, unless it is an eos_token_id as well.
     """
     sequences = _Sequences(input_ids, options, attention_mask)
     use_cache = options.use_cache and can_cache
     stage_keywords = _cache_keywords(stages, use_cache)
     while not sequences.is_complete():
         inputs, keywords = sequences.next_inputs(use_cache)
-        # Not kept in a variable, so that the logits of a long prompt are freed before the next pass.
+        # No variable holds the logits, so that the logits of a long prompt are freed before the next pass.
         tokens = _choose_on_last_stage(run(inputs, keywords, stage_keywords), sequences.ids, options)
         sequences.append(share_tokens(tokens))
+    # `ids` is a view of a tensor with room for max_new_tokens.
     return sequences.ids.clone()
 
 
 def _cache_keywords(stages: Mapping[int, nn.Module], use_cache: bool) -> dict[int, dict[str, Any]]:
-    """What each stage is told in every pass; one that cannot keep anything need not know these keywords."""
+    """Return the cache keywords of each stage; stages without a cache get none."""
+    # Created once for all passes: each pass adds its keys and values to the same cache objects.
     if use_cache:
         return {
             index: {"past_key_values": stage.make_cache(), "use_cache": True}  # type: ignore[operator]
@@ -127,9 +130,9 @@ def _cache_keywords(stages: Mapping[int, nn.Module], use_cache: bool) -> dict[in
 
 
 class _Sequences:
-    """The tokens so far, which rows are finished, and what the next pass needs.
+    """Tokens so far, finished rows, and the inputs of the next pass.
 
-    Room for all tokens, their mask and their positions is made at once: only the tokens are not known beforehand.
+    Tokens, mask and positions are allocated at full length in advance: only the token values are unknown.
     """
 
     def __init__(self, input_ids: Tensor, options: GenerationOptions, attention_mask: Tensor | None) -> None:
@@ -141,7 +144,7 @@ class _Sequences:
         self._finished = torch.zeros(batch_size, dtype=torch.bool, device=input_ids.device)
         mask = _prompt_mask(input_ids, options, attention_mask)
         self._positions = _positions(mask, options.max_new_tokens)
-        # Without padding no mask is faster, and models that know of no mask can generate.
+        # Without padding there is no mask: this is faster, and models without an attention_mask argument can generate.
         self._mask = None if bool(mask.all()) else _extended(mask, options.max_new_tokens, 1)
         self._num_seen = 0
 
@@ -152,20 +155,23 @@ class _Sequences:
     def is_complete(self) -> bool:
         if self._length == self._ids.shape[1]:
             return True
+        # Without eos tokens no row ends early. This saves bool(), which waits for the device.
         return len(self._eos_tokens) > 0 and bool(self._finished.all())
 
     def next_inputs(self, use_cache: bool) -> tuple[Tensor, dict[str, Tensor]]:
-        """The tokens that the stages have not seen yet, or all if they keep nothing, and the keywords of every stage."""
+        """Return the tokens that the stages have not seen (all tokens without a cache), and keywords for every stage."""
         new = slice(self._num_seen if use_cache else 0, self._length)
         self._num_seen = self._length
         keywords = {}
         if self._mask is not None:
             keywords["attention_mask"] = self._mask[:, : self._length].contiguous()
+        # By default, models count positions from the first input token: wrong after a cache or left padding.
         if use_cache or self._mask is not None:
             keywords["position_ids"] = self._positions[:, new].contiguous()
         return self._ids[:, new].contiguous(), keywords
 
     def append(self, tokens: Tensor) -> None:
+        # Rows that have ended still run, because all rows of a batch have the same length.
         tokens = tokens.to(self._ids.device).masked_fill(self._finished, self._options.pad_token)
         self._ids[:, self._length] = tokens
         self._length += 1
@@ -175,35 +181,36 @@ class _Sequences:
 def _check_prompts(input_ids: Tensor, attention_mask: Tensor | None) -> None:
     if input_ids.dim() != 2 or input_ids.numel() == 0 or input_ids.is_floating_point():
         raise ValueError(
-            f"generation needs input_ids of whole numbers with shape (batch, positions) and at least one token a row, "
-            f"not {input_ids.dtype} of shape {tuple(input_ids.shape)}; begin an empty prompt with a bos token, and "
-            "give a single prompt a batch dimension by input_ids[None]"
+            f"generation needs integer input_ids of shape (batch, positions) with at least one token per row, "
+            f"not {input_ids.dtype} of shape {tuple(input_ids.shape)}. Start an empty prompt with a bos token. "
+            "For a single prompt, pass input_ids[None]"
         )
     if attention_mask is not None and attention_mask.shape != input_ids.shape:
         raise ValueError(
             f"the attention_mask of shape {tuple(attention_mask.shape)} does not fit input_ids of shape "
-            f"{tuple(input_ids.shape)}; pass a mask with a 1 for every token of the prompts and a 0 for every padding"
+            f"{tuple(input_ids.shape)}; pass a mask with 1 for each token of the prompts and 0 for padding"
         )
 
 
 def _prompt_mask(input_ids: Tensor, options: GenerationOptions, attention_mask: Tensor | None) -> Tensor:
-    """1 for tokens and 0 for padding, as given or from the padding token."""
+    """Return 1 for tokens and 0 for padding, from the attention mask if passed, else from the pad token."""
     if attention_mask is not None:
         mask = (attention_mask != 0).to(input_ids.device, torch.int64)
+    # If padding equals an eos token, it cannot be told from the end of a text inside the prompt.
     elif options.pad_token_id is None or options.pad_token_id in options.eos_tokens:
         mask = torch.ones_like(input_ids, dtype=torch.int64)
     else:
         mask = (input_ids != options.pad_token_id).long()
     if not bool(mask[:, -1].all()):
         logger.warning(
-            "a prompt ends with padding, after which a model continues badly; pad on the left "
+            "a prompt ends with padding, which degrades the generated text; pad on the left "
             "(padding_side='left' of the tokenizer)"
         )
     return mask
 
 
 def _positions(mask: Tensor, num_new: int) -> Tensor:
-    """Padding does not count and is at 0 itself; new tokens continue from the last of the prompt."""
+    """Return position ids: padding is at 0 and does not count; new tokens continue after the last prompt token."""
     positions = (mask.cumsum(-1) - 1).masked_fill(mask == 0, 0)
     new_positions = positions[:, -1:] + torch.arange(1, num_new + 1, device=mask.device)
     return torch.cat([positions, new_positions], dim=1)
@@ -218,15 +225,15 @@ def _choose_on_last_stage(logits: Tensor | None, ids: Tensor, options: Generatio
 
 
 def choose_tokens(logits: Tensor, ids: Tensor, options: GenerationOptions) -> Tensor:
-    """The next token of each row from its logits (batch, vocabulary) and the tokens before it.
+    """Return the next token of each row, from its logits (batch, vocabulary) and previous tokens.
 
-    What is NaN becomes the lowest number there is, so that it is chosen only if there is nothing else, and what is
-    infinite the largest or the lowest.
+    NaN becomes the lowest finite number, so that it is chosen only as a last resort. Infinities become the largest or
+    lowest finite number.
     """
     scores = _penalised(logits.float(), ids.to(logits.device), options.repetition_penalty)
     if options.do_sample:
         scores = scores / options.temperature
-    # After the divisions, which can make a large number infinite again.
+    # After the divisions, because these can make a large number infinite again.
     scores = torch.nan_to_num(scores, nan=torch.finfo(scores.dtype).min)
     if not options.do_sample:
         return scores.argmax(dim=-1)
@@ -235,11 +242,11 @@ def choose_tokens(logits: Tensor, ids: Tensor, options: GenerationOptions) -> Te
 
 
 def _penalised(scores: Tensor, ids: Tensor, penalty: float) -> Tensor:
-    """Lower scores for tokens that a row has already, padding included; a token penalises once however often it came."""
+    """Lower the scores of tokens that a row already contains, padding included; repeated tokens are penalised once."""
     if penalty == 1.0:
         return scores
     batch_size, vocabulary = scores.shape
-    # A model can know more tokens than its head predicts: those go into a column of their own.
+    # The embedding can have more tokens than the head predicts. Such ids go to one extra column.
     seen = torch.zeros(batch_size, vocabulary + 1, dtype=torch.bool, device=scores.device)
     seen.scatter_(1, ids.clamp(max=vocabulary), True)
     lower = torch.where(scores < 0, scores * penalty, scores / penalty)
@@ -247,7 +254,7 @@ def _penalised(scores: Tensor, ids: Tensor, penalty: float) -> Tensor:
 
 
 def _without_improbable(scores: Tensor, top_k: int) -> Tensor:
-    """Minus infinity below the top_k highest scores; those equal to the last of them stay."""
+    """Set scores below the top_k highest to minus infinity; scores equal to the lowest kept score stay."""
     if top_k == 0:
         return scores
     lowest_kept = scores.topk(min(top_k, scores.shape[-1])).values[:, -1:]

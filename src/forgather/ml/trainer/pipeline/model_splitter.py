@@ -1,4 +1,7 @@
-"""What a splitter is, and how layers are divided among stages."""
+"""ModelSplitter: protocol of functions that divide a model into pipeline stages; and the layer ranges of stages.
+
+Stages keep the FQNs of the full model. `PipelineTrainer` calls the splitter with a model on the meta device.
+"""
 
 from collections.abc import Callable, Mapping, Sequence
 from itertools import pairwise
@@ -10,16 +13,16 @@ from torch.distributed import ProcessGroup
 from torch.distributed.pipelining.stage import _PipelineStageBase
 
 AttentionMaskCreator = Callable[..., Tensor | None]
-"""Called with the tensors of a batch by name; returns the `attention_mask` that all stages then get."""
+"""Function of the batch's tensors, passed by name; returns the `attention_mask` for all stages, or None."""
 
 Split = tuple[list[nn.Module], list[nn.Module], list[Any], AttentionMaskCreator | None]
-"""Modules of all stages (on meta), modules and torch stages of this rank, and what makes attention masks, if anything."""
+"""Modules of all stages (on meta), modules and torch stages of this rank, and the attention mask creator or None."""
 
 
 class ModelSplitter(Protocol):
-    """Divides a model on the meta device into stages.
+    """Function that divides a model on the meta device into stages.
 
-    `stage_indices[r]` are the stages of rank r. Names inside a stage are those of the whole model.
+    `stage_indices[r]` lists the stages of rank r. Stages keep the FQNs of the full model.
     """
 
     def __call__(
@@ -40,7 +43,7 @@ Stage = _PipelineStageBase
 
 
 def layer_ranges(num_layers: int, num_stages: int, input_weight: float, output_weight: float) -> list[range]:
-    """The layers of each stage, divided evenly when input and output count as that many layers."""
+    """Return the layers of each stage, divided evenly; input and output count as `input_weight` and `output_weight` layers."""
     if num_stages > num_layers:
         raise ValueError(
             f"The model has {num_layers} layers, which cannot be divided into {num_stages} stages (ranks of a pipeline x "
@@ -52,6 +55,7 @@ def layer_ranges(num_layers: int, num_stages: int, input_weight: float, output_w
     cuts = [0]
     for number in range(1, num_stages):
         cut = round(number * share - input_weight)
+        # Large weights must not leave a stage without layers.
         cuts.append(min(max(cut, cuts[-1] + 1), num_layers - (num_stages - number)))
     cuts.append(num_layers)
     return [range(first, last) for first, last in pairwise(cuts)]

@@ -1,4 +1,8 @@
-"""Arguments of pipeline-parallel training."""
+"""Arguments of pipeline-parallel training: micro-batches, stages per rank and debug logs.
+
+`PipelineTrainer` takes them, and `HybridTrainingArguments` extends them. Combinations that cannot work raise ValueError
+when the arguments are created.
+"""
 
 from dataclasses import dataclass
 
@@ -8,24 +12,24 @@ from forgather.ml.trainer.pipeline.pipeline_utils import STAGE_TYPES
 
 @dataclass(kw_only=True)
 class PipelineTrainingArguments(TrainingArguments):
-    """Adds how a batch and the model are divided."""
+    """Training arguments plus the division of batches into micro-batches and of the model into stages."""
 
     n_microbatches: int = 4
-    """Parts of a batch that are under way in the pipeline at once; the batch size must be divisible by it."""
+    """Micro-batches per batch; per_device_train_batch_size must be divisible by it."""
     stages_per_rank: int = 1
-    """A schedule that needs more than one gets two."""
+    """Stages per rank; schedules that need several use at least two."""
     pp_stage_type: str = "loop"
-    """Which stages a rank gets: "loop" (r, r+p, ...) or "v" (r, n-1-r); follows from the schedule when left alone."""
+    """Stages of a rank: "loop" (r, r+p, ...) or "v" (r, n-1-r). The schedule decides; "v" raises unless it agrees."""
     is_multistage: bool = False
-    """"loop" or "v"; follows from the schedule when left alone."""
+    """True raises ValueError unless the schedule runs several stages per rank; False accepts any schedule."""
     debug_pipeline: bool = False
-    """Log what the schedule does on each rank."""
+    """Log the actions of the schedule on each rank (level DEBUG of torch.distributed.pipelining)."""
     debug_split_model: bool = False
-    """Log what each stage consists of."""
+    """Log the modules of each stage."""
     debug_model_params: bool = False
     """Log the parameters of each rank."""
     debug_model_init: bool = False
-    """Log how parameters reach their ranks."""
+    """Log how many initial tensors rank 0 distributes to the ranks."""
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -42,13 +46,13 @@ class PipelineTrainingArguments(TrainingArguments):
             )
         if self.mixed_precision == "fp16":
             raise ValueError(
-                "mixed_precision='fp16' cannot be combined with a pipeline: its loss scale would have to be agreed on between "
-                "stages in the middle of a backward pass. Use 'bf16'."
+                "mixed_precision='fp16' cannot be combined with a pipeline: stages would have to synchronise the loss scale "
+                "in the middle of a backward pass. Use 'bf16'."
             )
         if self.fuse_optim_with_backward and self.n_microbatches > 1:
             raise ValueError(
                 f"fuse_optim_with_backward=True cannot be combined with n_microbatches={self.n_microbatches}: a parameter "
-                "would be updated after the first one, while others are under way. Set n_microbatches=1, or turn it off."
+                "would be updated after the first micro-batch, before the others. Set n_microbatches=1, or turn it off."
             )
 
     @property
@@ -58,5 +62,6 @@ class PipelineTrainingArguments(TrainingArguments):
 
     @property
     def eval_micro_batch_size(self) -> int:
-        """Rows of a micro-batch in evaluations, of which the last batch may have fewer micro-batches."""
+        """Rows of a micro-batch in evaluation; the last batch may have fewer micro-batches."""
+        # Rounded up: evaluation batches do not have to be divisible, because they are padded to full micro-batches.
         return -(-self.per_device_eval_batch_size // self.n_microbatches)

@@ -1,4 +1,8 @@
-"""Batches as a pipeline needs them: padded rows, the main input apart from the rest, and micro-batches."""
+"""Pipeline batches: padding to full micro-batches, and the split into main input, keyword inputs and labels.
+
+All ranks of a pipeline build the same batches, so they agree on shapes without communication. Used by `PipelineModel`,
+the schedules and the splitters.
+"""
 
 from collections.abc import Mapping
 from typing import Any, NamedTuple
@@ -8,11 +12,12 @@ from torch import Tensor
 
 from forgather.ml.trainer.step_loss.loss_traits import IGNORE_INDEX
 
+# Parameters of `step` in torch's schedules. The keyword inputs of the batch are passed to the same call.
 _TAKEN_NAMES = {"target", "losses", "return_outputs", "loss_kwargs"}
 
 
 class Meta(NamedTuple):
-    """What a tensor looks like."""
+    """Shape and dtype of a tensor."""
 
     shape: torch.Size
     dtype: torch.dtype
@@ -26,19 +31,20 @@ Metas = tuple[Meta, ...]
 
 
 class Signature(NamedTuple):
-    """What decides about the shapes between stages: the tensors of a micro-batch."""
+    """Shapes and dtypes of all tensors of a micro-batch; they determine the shapes between stages."""
 
     inputs: Meta
     keywords: tuple[tuple[str, Meta], ...]
 
     @classmethod
     def of(cls, inputs: Tensor, keywords: Mapping[str, Any]) -> "Signature":
+        # Sorted by name, so that the order of keys in a batch does not matter.
         tensors = {name: value for name, value in keywords.items() if isinstance(value, Tensor)}
         return cls(Meta.of(inputs), tuple((name, Meta.of(tensors[name])) for name in sorted(tensors)))
 
 
 class PipelineBatch(NamedTuple):
-    """A batch, or a micro-batch of one: the main input, all other inputs by name, and the labels."""
+    """Batch or micro-batch: the main input, all other inputs by name, and the labels."""
 
     inputs: Tensor
     keywords: dict[str, Any]
@@ -53,7 +59,7 @@ class PipelineBatch(NamedTuple):
         return Signature.of(self.inputs, self.keywords)
 
     def micro_batches(self, number: int) -> list["PipelineBatch"]:
-        """Equal micro-batches; a value without a row for each sample is in all of them."""
+        """Return `number` equal micro-batches; a value without a row per sample is repeated in each."""
         size = self.num_rows // number
         return [self._rows(slice(place * size, (place + 1) * size)) for place in range(number)]
 
@@ -68,11 +74,13 @@ class PipelineBatch(NamedTuple):
 
 
 def has_rows(value: Any, num_rows: int) -> bool:
+    # Tensors without a row per sample, such as a mask for all samples, must not be split or padded.
     return isinstance(value, Tensor) and value.ndim > 0 and value.shape[0] == num_rows
 
 
 def require_labels(inputs: Mapping[str, Any], labels: object) -> None:
-    """Raise for a batch without labels: on every rank, before any of them waits for another."""
+    """Raise ValueError for a batch without labels."""
+    # All ranks have the full batch, so all of them raise here, before any rank waits for another.
     if not isinstance(labels, Tensor):
         raise ValueError(
             f"There is no loss to train on or to evaluate: the batch has no 'labels'; it has: {', '.join(map(str, inputs))}."
@@ -80,20 +88,20 @@ def require_labels(inputs: Mapping[str, Any], labels: object) -> None:
 
 
 def padded_batch(inputs: Mapping[str, Any], labels: Tensor | None, main_input: str, num_rows: int) -> PipelineBatch:
-    """The parts of a batch, padded to `num_rows` rows or a multiple of them with rows that have no labels."""
+    """Split a batch into its parts and pad it to a multiple of `num_rows` rows; added rows have no labels."""
     keywords = dict(inputs)
     main = keywords.pop(main_input, None)
     if not isinstance(main, Tensor) or main.ndim == 0:
         names = [*inputs, *(() if labels is None else ("labels",))]
         raise ValueError(
-            f"The batch has no tensor {main_input!r}, the model's main input, which goes through the stages of a pipeline; it "
+            f"The batch has no tensor {main_input!r}, the main input of the model, which the first stage needs. It "
             f"has: {', '.join(map(str, names))}."
         )
     taken = sorted(set(keywords) & _TAKEN_NAMES)
     if taken:
         raise ValueError(
-            f"The batch has a column {taken[0]!r}, a name that schedules of pipelines use for something else. Rename it, or "
-            "let the data collator leave it out."
+            f"The batch has a column {taken[0]!r}, which is a reserved name in pipeline schedules. Rename it, or "
+            "remove it in the data collator."
         )
     rows = main.shape[0]
     missing = -rows % num_rows
@@ -104,14 +112,15 @@ def padded_batch(inputs: Mapping[str, Any], labels: Tensor | None, main_input: s
 
 
 def _padded(tensor: Tensor, missing: int) -> Tensor:
-    """With copies of the first row, which is as good as any: real values cannot overflow or mask everything."""
+    """Append `missing` copies of the first row."""
+    # Real values are safe: they cannot overflow, and their attention mask is not empty.
     return torch.cat([tensor, tensor[:1].expand(missing, *tensor.shape[1:])])
 
 
 def _without_labels(labels: Tensor, missing: int) -> Tensor:
     if labels.is_floating_point() or labels.dtype in (torch.bool, torch.uint8):
         raise ValueError(
-            f"The last batch is not full, and labels of type {labels.dtype} cannot say that a row is to be ignored. Set "
+            f"The last batch is not full, and labels of type {labels.dtype} have no value for ignored rows. Set "
             "dataloader_drop_last=True, or make the number of samples divisible by the batch size."
         )
     return torch.cat([labels, labels.new_full((missing, *labels.shape[1:]), IGNORE_INDEX)])

@@ -1,4 +1,8 @@
-"""A model in stages: split on the meta device, each rank's part given memory, and filled."""
+"""PipelineModel: a model in stages, split on the meta device; each rank allocates and fills its own stages.
+
+Stages keep the FQNs of the full model, so that checkpoints do not depend on the layout. `StageSetup` builds the object;
+`PipelineTrainer` and `StageRunner` use it.
+"""
 
 import contextlib
 import logging
@@ -39,9 +43,9 @@ T = TypeVar("T")
 
 
 class PipelineModel:
-    """What a rank knows of the whole model, and its own part of it.
+    """The full model without memory, and the allocated stages of this rank.
 
-    `whole` has no memory but for the part of this rank. `rank` is this rank's place in its pipeline.
+    `whole` is on the meta device, except for the stages of this rank. `rank` is the rank within the pipeline.
     """
 
     def __init__(
@@ -53,13 +57,13 @@ class PipelineModel:
         rank: int,
         group: ProcessGroup,
     ) -> None:
-        """`split` divides the whole model into stages."""
+        """Divide `whole` into stages with `split`, check the stages, and allocate the stages of `rank`."""
         self.whole = whole
         self.device = device
         self.group = group
         self.stage_indices = stage_indices
         self._main_input = main_input_of(whole)
-        # Before any part of it has memory: then tied names are no longer one tensor.
+        # Read before `materialise`, which replaces tensors: tied names on different ranks then differ.
         self.sharing = create_sharing_metadata(whole)
         self.parameter_stats = count_parameters(whole)
         self.modules, _, stages, self.make_mask = split(whole)
@@ -70,11 +74,12 @@ class PipelineModel:
         self.names_of_ranks = [
             [name for index in indices for name in tensors_of(self.modules[index])] for indices in stage_indices
         ]
+        # Computed from meta tensors of all stages, so it is equal on all ranks without communication.
         self.shard_index = self._shard_index()
         materialise(self.own.values(), device)
         self.part = RankModel(list(self.own.values()), whole)
         self.running: dict[int, nn.Module] = dict(self.own)
-        """Modules that compute this rank's stages: compiled, or without the head; `own` is generated with and saved."""
+        """Modules that run this rank's stages: compiled, or without the head. Generation and saves use `own`."""
 
     @property
     def own_modules(self) -> nn.ModuleList:
@@ -82,7 +87,7 @@ class PipelineModel:
 
     @property
     def has_fixed_shapes(self) -> bool:
-        """Whether stages were traced, and run batches of one shape only."""
+        """Whether stages were traced and accept only one batch shape."""
         return any(getattr(stage, "fixed_shapes", False) for stage in self.stages)
 
     @property
@@ -91,7 +96,7 @@ class PipelineModel:
 
     @property
     def stage_ranks(self) -> list[int]:
-        """The place in the pipeline that has each stage."""
+        """Rank within the pipeline that holds each stage, by stage index."""
         ranks = {index: rank for rank, indices in enumerate(self.stage_indices) for index in indices}
         return [ranks[index] for index in range(self.num_stages)]
 
@@ -105,54 +110,58 @@ class PipelineModel:
 
     @property
     def all_can_cache(self) -> bool:
-        """Whether every stage, on whatever rank, can keep keys and values."""
+        """Whether every stage, on all ranks, supports a KV cache."""
         return all(getattr(module, "can_cache", hasattr(module, "make_cache")) for module in self.modules)
 
     def named_parameters(self) -> list[tuple[str, nn.Parameter]]:
-        """Those of this rank, tied ones under the name that the whole model lists them by."""
+        """Return this rank's parameters; tied weights have the name that the full model lists."""
         canonical = canonical_names(self.sharing)
         return [(canonical.get(name, name), parameter) for name, parameter in self.part.named_parameters()]
 
     def names_elsewhere(self) -> list[str]:
-        """The trainable parameters of the model that only other ranks have."""
+        """Return the names of trainable parameters that only other ranks hold."""
         here = {name for name, _ in self.named_parameters()}
         whole = self.whole.named_parameters()
         return [name for name, parameter in whole if parameter.requires_grad and name not in here]
 
     def load_weights(self, path: str) -> None:
         """Load this rank's part from a checkpoint or an exported model."""
+        # The names of the full model are needed to tell weights of other stages from unexpected weights.
         load_into_modules(locate_weights(path), [self.part], True, self.whole.state_dict(keep_vars=True).keys())
 
     def boundary(self, main_input: Tensor) -> Meta | None:
-        """What passes between stages for a micro-batch, if every stage knows without having to run."""
+        """Return shape and dtype of the tensor between stages if all stages know it without running, else None."""
+        # All stages must agree: a receiver allocates by this answer, without a header from the sender.
         known = [getattr(module, "boundary", lambda _: None)(main_input) for module in self.modules]
         return None if not known or known[0] is None or len(set(known)) > 1 else Meta(*known[0])
 
     def fill_from(self, source: nn.Module | None) -> None:
-        """Take the values of the whole model, which the first rank of the pipeline gives; collective."""
+        """Receive values from the full model `source`, which only the first rank of the pipeline has; collective."""
         stream_values(source, list(self.own.values()), self.names_of_ranks, self.group)
 
     def check_source(self, source: nn.Module) -> None:
-        """Refuse a whole model that is not the one which was divided: its values would not fit where they are sent."""
+        """Raise ValueError unless `source` has the same tensors as the model that was split."""
+        # Receivers have allocated their tensors by the split model, so shapes and dtypes must match.
         expected = {name: tensor for module in self.modules for name, tensor in tensors_of(module).items()}
         given = tensors_of(source)
         for name, tensor in expected.items():
             found = Meta.of(given[name]) if name in given else None
             if found != Meta.of(tensor):
                 raise ValueError(
-                    f"model_init built two different models: {name!r} is {found} in the one with values, and "
-                    f"{Meta.of(tensor)} in the one without memory. It must build the same model whenever it is called; set "
-                    "default_dtype rather than converting the model inside of it."
+                    f"model_init built two different models: {name!r} is {found} in the model with values, but "
+                    f"{Meta.of(tensor)} in the model on the meta device. It must build the same model in every call. Set "
+                    "default_dtype instead of converting the model inside model_init."
                 )
 
     def batch(self, inputs: Mapping[str, Any], labels: Tensor | None, num_rows: int) -> PipelineBatch:
-        """A batch with a multiple of `num_rows` rows, of which this rank has on its device what its stages read."""
+        """Return a batch padded to a multiple of `num_rows`; tensors that this rank's stages read are on its device."""
         main_input = self._main_input
         main, keywords, labels = padded_batch(inputs, labels, main_input, num_rows)
         if self.make_mask is not None:
             mask = self.make_mask(**{main_input: main, **keywords})
             keywords = {**keywords, "attention_mask": mask} if mask is not None else keywords
-        # The first stage reads the inputs and the last one the labels; of the inputs all others need the shape.
+        # Only the first stage reads the main input, and only the last stage reads the labels. Other stages need just
+        # the shape of the input.
         if self.has_first:
             main = moved(main, self.device)
         if labels is not None and self.has_last:
@@ -160,12 +169,12 @@ class PipelineModel:
         return PipelineBatch(main, dict(moved(keywords, self.device)), labels)
 
     def micro_batches(self, inputs: Mapping[str, Any], labels: Tensor | None, size: int) -> list[PipelineBatch]:
-        """A batch in micro-batches of `size` rows."""
+        """Return the batch in micro-batches of `size` rows."""
         batch = self.batch(inputs, labels, size)
         return batch.micro_batches(batch.num_rows // size)
 
     def compile(self, options: Mapping[str, Any]) -> None:
-        """Compile each stage by itself."""
+        """Compile each stage separately."""
         for index, module in self.running.items():
             compiled: Any = torch.compile(module, **options)
             self.running[index] = compiled
@@ -192,7 +201,7 @@ class PipelineModel:
 
 
 class StageFact(Generic[T]):
-    """Attribute of a trainer that is read from its `pipeline`; None before that is built."""
+    """Trainer attribute that reads from `pipeline`; None before the pipeline is built."""
 
     def __init__(self, read: Callable[[PipelineModel], T]) -> None:
         self._read = read
@@ -207,7 +216,7 @@ def _holds_tensors(module: nn.Module) -> bool:
 
 
 def model_without_memory(model_init: Callable[[], nn.Module], dtype: str | None) -> nn.Module:
-    """The model on the meta device."""
+    """Build the model on the meta device; raise ValueError if a tensor has memory."""
     with contextlib.ExitStack() as context:
         context.enter_context(default_dtype(None if dtype is None else torch_dtype(dtype)))
         context.enter_context(pretrained_without_weights())
@@ -216,36 +225,40 @@ def model_without_memory(model_init: Callable[[], nn.Module], dtype: str | None)
     real = next((name for name, tensor in tensors_of(model).items() if not tensor.is_meta), None)
     if real is not None:
         raise ValueError(
-            f"model_init must build the whole model anew, without memory where it is asked to: {real!r} is on "
-            f"{tensors_of(model)[real].device} though the meta device is the default one. Build the model inside of "
+            f"model_init must build a new model on the default device in every call: {real!r} is on "
+            f"{tensors_of(model)[real].device}, though the default device is meta. Build the model inside "
             "model_init, from a configuration (weights are loaded from checkpoints), and leave devices to the trainer."
         )
     return model
 
 
 def fill_missing_buffers(module: nn.Module, model_init: Callable[[], nn.Module], dtype: str | None) -> None:
-    """Compute the buffers of a part of the model that no checkpoint holds, such as rotary frequencies."""
+    """Compute buffers of a partial model that no checkpoint holds, such as rotary frequencies."""
     with pretrained_without_weights(), default_dtype(None if dtype is None else torch_dtype(dtype)):
         compute_missing_buffers(module, model_init)
 
 
 @contextlib.contextmanager
 def pretrained_without_weights() -> Iterator[None]:
-    """Let `from_pretrained` of transformers build models from their configurations, and leave the weights on disk."""
+    """Patch `from_pretrained` of transformers to build models from their configuration, without reading weights."""
     transformers = sys.modules.get("transformers.modeling_utils")
     if transformers is None:
         yield
         return
     model_class = transformers.PreTrainedModel
+    # Taken from the class dictionary: attribute access would bind the class method, and restoring it would break
+    # subclasses.
     original = vars(model_class)["from_pretrained"]
 
     def from_configuration(cls: Any, path: Any, *args: Any, config: Any = None, **options: Any) -> nn.Module:
         if config is None:
             config, options = cls.config_class.from_pretrained(path, return_unused_kwargs=True, **options)
+        # As in from_pretrained: "auto" is the default, and torch_dtype is the older name of the option.
         dtype = options.get("dtype", options.get("torch_dtype", "auto"))
         dtype = getattr(config, "dtype", None) if dtype == "auto" else dtype
         attention = {name: options[name] for name in ("attn_implementation",) if name in options}
         model: Any = cls._from_config(config, dtype=dtype, **attention)
+        # from_pretrained reads this file too, and generation takes its eos and pad tokens from it.
         if os.path.exists(os.path.join(str(path), "generation_config.json")):
             model.generation_config = type(model.generation_config).from_pretrained(path)
         built: nn.Module = model
@@ -261,7 +274,7 @@ def pretrained_without_weights() -> Iterator[None]:
 def whole_model(
     model_init: Callable[[], nn.Module], device: torch.device, construct_on: str, dtype: str | None
 ) -> nn.Module:
-    """The whole model with its initial values, on the CPU unless the device is asked for."""
+    """Build the full model with its initial values, on the CPU unless `construct_on` is "device"."""
     on_device = construct_on == "device"
     return build_model(
         model_init, device if on_device else torch.device("cpu"), "device" if on_device else "default", dtype, False

@@ -1,4 +1,7 @@
-"""PipelineRanks: the place of this rank in its pipeline, and the process groups that stages talk over."""
+"""PipelineRanks: position of this rank in its pipeline, and the process groups between stages.
+
+Every rank of the job belongs to exactly one pipeline. `PipelineTrainer` creates the object from its device mesh.
+"""
 
 from collections.abc import Sequence
 from typing import cast
@@ -10,9 +13,10 @@ from forgather.ml.distributed.environment import get_requested_timeout
 
 
 class PipelineRanks:
-    """`group` are the ranks of this pipeline, `pipelines` the global ranks of each pipeline of the job.
+    """Ranks of this pipeline (`group`), and the global ranks of every pipeline of the job (`pipelines`).
 
-    `replicas` are the ranks with copies of the same stages, one in each pipeline; None with one pipeline.
+    `replicas` is the group of ranks with copies of the same stages, one rank per pipeline. It is None if there is only
+    one pipeline.
     """
 
     def __init__(
@@ -25,7 +29,7 @@ class PipelineRanks:
 
     @property
     def rank(self) -> int:
-        """The place of this rank in its pipeline."""
+        """Rank within the pipeline."""
         return dist.get_rank(self.group)
 
     @property
@@ -34,14 +38,15 @@ class PipelineRanks:
 
     @property
     def replica(self) -> int:
-        """The number of this rank's pipeline."""
+        """Index of this rank's pipeline."""
         return 0 if self.replicas is None else dist.get_rank(self.replicas)
 
     def return_group(self) -> ProcessGroup:
-        """Another group of this pipeline's ranks, for tensors that pass from higher ranks to lower ones; collective."""
+        """Return a second group of this pipeline's ranks, for sends from higher to lower ranks; collective."""
+        # NCCL runs the operations of a group in order. With one group for both directions, ranks could deadlock.
         if self._return_group is None:
             for ranks in self.pipelines:
-                # Every rank takes part in making every group, its own or not: torch requires it.
+                # new_group is collective over the whole job: every rank creates every group, also groups it is not in.
                 group = dist.new_group(list(ranks), timeout=get_requested_timeout())
                 if dist.get_rank() in ranks:
                     self._return_group = cast(ProcessGroup, group)

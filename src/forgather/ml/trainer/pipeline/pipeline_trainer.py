@@ -1,4 +1,7 @@
-"""PipelineTrainer: pipeline parallelism by torch.distributed.pipelining; every rank has some stages of the model."""
+"""PipelineTrainer: pipeline parallelism with torch.distributed.pipelining.
+
+Each rank holds some stages of the model, and all ranks get the same batches.
+"""
 
 import functools
 from collections.abc import Mapping, Sequence
@@ -54,13 +57,13 @@ TPipelineArgs = TypeVar("TPipelineArgs", bound=PipelineTrainingArguments)
 
 
 class PipelineTrainer(Trainer[TPipelineArgs]):
-    """Ranks with consecutive stages of one model, which all train on the same batches.
+    """Trainer for pipeline parallelism: each rank holds some stages of the model, and all train on the same batches.
 
-    A pipeline trains exactly like one device with the same batches. The model comes as `model_init`, since no rank is to
-    hold all of it: `self.model` is the whole model on the meta device, and `unwrapped_model()` the part of this rank.
+    A pipeline trains exactly like one device with the same batches. Pass the model as `model_init`, because no rank keeps
+    all of it: `self.model` is the full model on the meta device, and `unwrapped_model()` is the part of this rank.
 
     Args:
-        model_splitter: divides the model into stages; by default for causal language models.
+        model_splitter: divides the model into stages; the default is for causal language models.
         pipe_schedule_factory: a schedule of torch.distributed.pipelining, or its name.
     """
 
@@ -82,7 +85,7 @@ class PipelineTrainer(Trainer[TPipelineArgs]):
     mesh: DeviceMesh | None = None
     pp_group: ProcessGroup | None = None
     pipeline: PipelineModel
-    """The stages; set by `_prepare_model`, like everything that is read from it here."""
+    """The stages; set by `_prepare_model`. The `StageFact` attributes read from it."""
     n_pipeline_stages = StageFact(lambda pipeline: pipeline.num_stages)
     pipeline_modules = StageFact(lambda pipeline: list(pipeline.own.values()))
     sharing_metadata = StageFact(lambda pipeline: pipeline.sharing)
@@ -91,7 +94,7 @@ class PipelineTrainer(Trainer[TPipelineArgs]):
     pp_has_first_stage = StageFact(lambda pipeline: pipeline.has_first)
     pp_has_last_stage = StageFact(lambda pipeline: pipeline.has_last)
     pp_last_stage_rank = StageFact(lambda pipeline: pipeline.stage_ranks[-1])
-    """The rank in `pp_group` that has the last stage."""
+    """Rank in `pp_group` that holds the last stage."""
     attention_mask_creator = StageFact(lambda pipeline: pipeline.make_mask)
     runner: StageRunner
     _ranks: PipelineRanks | None = None
@@ -135,7 +138,7 @@ class PipelineTrainer(Trainer[TPipelineArgs]):
 
     @property
     def ranks(self) -> PipelineRanks:
-        """The place of this rank in its pipeline."""
+        """Position of this rank in its pipeline, and the pipelines of the job."""
         if self._ranks is None:
             self._ranks = self._find_ranks()
         return self._ranks
@@ -153,7 +156,7 @@ class PipelineTrainer(Trainer[TPipelineArgs]):
             **super()._common_settings(),
             "schedule": self._schedule.traits.name,
             "model_splitter": described(self.model_splitter),
-            # Stages send each other what such a callback generates.
+            # Generation is collective, so a callback that generates must exist on every rank.
             "callbacks that need all ranks": described(generating),
         }
 
@@ -173,13 +176,14 @@ class PipelineTrainer(Trainer[TPipelineArgs]):
     # --- the model
 
     def _prepare_model(self) -> None:
-        """Build, divide and fill the model unless that was done; a fresh start begins with a fresh one."""
+        """Build, split and fill the model, unless an earlier call did; a fresh start builds it again."""
         if self.model is None or self.starts_over:
-            # Two models at once might be one too many.
+            # Free the old model first: two models at once may not fit into memory.
             self.model = None
             for name in ("pipeline", "runner"):
                 vars(self).pop(name, None)
             self._build_pipeline()
+        # Drop wrappers of an earlier run. Compilation and the fused loss are applied again.
         self.pipeline.running = dict(self.pipeline.own)
 
     def _build_pipeline(self) -> None:
@@ -196,16 +200,16 @@ class PipelineTrainer(Trainer[TPipelineArgs]):
         self.model = self.pipeline.whole
 
     def _construct_model(self, device: torch.device) -> nn.Module:
-        """The whole model: on the meta device on every rank, and with its values on rank 0."""
+        """Build the full model: without values on the meta device, otherwise with its initial values."""
         assert self.model_init is not None
         if device.type == "meta":
             return model_without_memory(self.model_init, self.args.default_dtype)
         return whole_model(self.model_init, device, self.args.construct_model_on, self.args.default_dtype)
 
     def _get_example(self, dataloader: Any) -> Example:
-        """Positional and keyword arguments of a micro-batch on the meta device, for splitters that run the model.
+        """Return arguments and keywords of a micro-batch on the meta device, for splitters that run the model.
 
-        Made from samples of the dataset: a batch that is taken from the loader now would be missing in training.
+        They are built from samples of the dataset: a batch taken from the loader would be missing in training.
         """
         return example_batch(self.model, self._sampled_dataset, self.data_collator, self.args.micro_batch_size)
 
@@ -215,7 +219,7 @@ class PipelineTrainer(Trainer[TPipelineArgs]):
 
     def _split(self, model: nn.Module, stage_indices: Sequence[tuple[int, ...]]) -> Split:
         loader = self.eval_dataloader if self.train_dataloader is None else self.train_dataloader
-        # Only for the hook: the model is ready when its stages are.
+        # `_get_example` reads self.model. Otherwise it stays None until the stages are built.
         self.model = model
         try:
             example = self._get_example(loader)
@@ -224,7 +228,7 @@ class PipelineTrainer(Trainer[TPipelineArgs]):
         return self._split_model(model, example, stage_indices)
 
     def _split_model(self, model: nn.Module, example: Example, stage_indices: Sequence[tuple[int, ...]]) -> Split:
-        """Divide the model into stages; `stage_indices[r]` are the stages of rank r of the pipeline."""
+        """Divide the model into stages; `stage_indices[r]` lists the stages of rank r of the pipeline."""
         ranks = self.ranks
         split: Split = self.model_splitter(
             model, *example, stage_indices, True, device=self.device, rank=ranks.rank, pp_group=ranks.group
@@ -238,7 +242,7 @@ class PipelineTrainer(Trainer[TPipelineArgs]):
     def _wrap_loss_fn(self) -> None:
         pipeline, last = self.pipeline, self.pipeline.num_stages - 1
         with self.team.agreement("making the loss"):
-            # On every rank, since counting targets takes the loss; only one has the values of the head.
+            # Every rank needs the loss to count targets, though only the last stage has the values of the head.
             loss_fn = self._maybe_get_fused_loss_fn(pipeline.modules[last], self.given.loss_fn or CausalLoss())
             is_fused = self.fused_loss_factory is not None and not self._schedule.traits.splits_backward
             head = self.fused_head if is_fused else None
@@ -260,11 +264,11 @@ class PipelineTrainer(Trainer[TPipelineArgs]):
         return 1
 
     def _compile_model(self) -> None:
-        """Compile each stage by itself."""
+        """Compile each stage separately."""
         self.pipeline.compile(preparation.compile_options(self.args))
 
     def unwrapped_model(self) -> nn.Module:
-        """The part of the model that this rank has, under the names of the whole model: what is checkpointed."""
+        """Return this rank's part of the model, under the FQNs of the full model; checkpoints store this part."""
         return super().unwrapped_model() if self.model is None else self.pipeline.part
 
     def _forward_modules(self) -> nn.Module:
@@ -286,11 +290,12 @@ class PipelineTrainer(Trainer[TPipelineArgs]):
         super()._follow_optimizer()
         assert self.optimization is not None
         if self._tied.are_anywhere:
-            # A weight with copies on several ranks counts once.
+            # A tied weight has copies on several ranks, but counts once in the norm.
             self.optimization.norm = self._tied.norm(self.optimization.parameters)
         listens = self.is_listened_to("on_train_metrics")
         told = self.team.gather((listens, requirements.learning_rates(self.optimizer)))
-        # Callbacks that are told of the norm of every step may be on some ranks only, and all ranks must know.
+        # Callbacks that read the norm of every step may exist on some ranks only. All ranks must agree, since the norm
+        # is a collective.
         is_told = any(listens for listens, _ in told)
         self._needs_whole_norm = is_told or self.skips_updates or is_overridden(self, "_all_reduce_norm")
         requirements.require_same_rates([rates for _, rates in told], self.lr_scheduler)
@@ -306,7 +311,7 @@ class PipelineTrainer(Trainer[TPipelineArgs]):
         self.runner = StageRunner(self.pipeline, self._schedule, self.ranks, number, amp, recipes, reducer)
 
     def _make_reducer(self, pipeline: PipelineModel) -> StageReducer | None:
-        """Reduces gradients of stages while others compute, where several pipelines have copies of them."""
+        """Return the gradient reducer for several pipelines with copies of the same stages; None for one pipeline."""
         return None
 
     @property
@@ -317,12 +322,12 @@ class PipelineTrainer(Trainer[TPipelineArgs]):
     # --- the step
 
     def _prepare_batch(self, batch: Mapping[str, Any]) -> tuple[dict[str, Any], Any]:
-        """Inputs and labels where they are: a rank moves only what its stages read to its device."""
+        """Return inputs and labels without moving them: later, a rank moves only tensors that its stages read."""
         inputs = dict(batch)
         return inputs, inputs.pop("labels", None)
 
     def _forward_backward_step(self, input_dict: dict[str, Any], labels: Any) -> Tensor:
-        """Run torch's schedule on one batch; returns its share of the step's loss, or zero off the last stage."""
+        """Run torch's schedule on one batch; return its share of the step's loss, or zero without the last stage."""
         require_labels(input_dict, labels)
         if not self._stage_loss.is_resolved:
             self._resolve_loss(input_dict, labels, self.args.micro_batch_size)
@@ -331,7 +336,7 @@ class PipelineTrainer(Trainer[TPipelineArgs]):
         if window.total is None:
             self.feed.count(window)
         assert window.total is not None
-        # Unless tokens weigh the same, batches do; the micro-batches of one are weighed by their targets all the same.
+        # Without token_weighted_loss, all batches have equal weight. Micro-batches are weighted by their targets anyway.
         total = window.total if self.args.token_weighted_loss else window.count * window.num_shares
         self.loss_fn.was_used = True
         batch = self.pipeline.batch(input_dict, labels, self.args.per_device_train_batch_size)
@@ -341,10 +346,10 @@ class PipelineTrainer(Trainer[TPipelineArgs]):
         return loss
 
     def _agree_on_loss(self, loss: ModelLoss, batch: Mapping[str, Any] | None) -> None:
-        """Nothing: the last stage finds out, and tells the others."""
+        """Do nothing: `_resolve_loss` runs later, because only the last stage sees logits."""
 
     def _resolve_loss(self, input_dict: dict[str, Any], labels: Tensor, size: int) -> None:
-        """Find out which labels the loss counts, from the first micro-batch."""
+        """Find out from the first micro-batch which labels the loss counts."""
         first, *_ = self.pipeline.micro_batches(input_dict, labels, size)
         self._stage_loss.resolve(first, self.runner.look)
 
@@ -352,26 +357,26 @@ class PipelineTrainer(Trainer[TPipelineArgs]):
         return super()._count_batch_tokens(input_dict, labels) if self.pipeline.has_first else 0
 
     def _reduce_gradients(self) -> None:
-        """All gradients of a window are computed: add up those of copies of one weight."""
+        """Sum the gradients of tied weights over their copies, after the last backward pass of a step."""
         if self._tied.are_anywhere:
             self._tied.add_gradients()
 
     def _clip_grad_norm(self, max_grad_norm: float | None, norm_type: float = 2.0) -> Tensor | None:
         assert self.optimization is not None
-        # Without any gradients torch makes a zero on the CPU, which would go over another network than those of other ranks.
+        # Without any gradients, torch returns a zero on the CPU. It would use another backend than the other ranks.
         norm = self.optimization.norm(norm_type).to(self.device)
         if max_grad_norm or self._needs_whole_norm:
             norm = self._all_reduce_norm(norm, norm_type)
             self.optimization.clip(max_grad_norm, norm)
-        # Else no rank needs the whole norm now. To wait for it would keep a rank that is done from stepping while others
-        # compute; the norms of stages are put together when they are logged.
+        # Otherwise no rank needs the full norm now, and waiting for it would delay ranks that could already step. The
+        # norms of stages are combined when they are logged.
         return norm
 
     def _all_reduce_norm(self, total_norm: Tensor, norm_type: float) -> Tensor:
-        """The norm of the gradients of all stages, from the norm of this rank's."""
+        """Return the gradient norm over all stages, from the norm of this rank's gradients."""
         if self.device.type != "cpu" or norm_type == float("inf"):
             return norm_of_group(total_norm, norm_type, self.ranks.group)
-        # A number that is on the CPU already goes the quickest way, which leads over all pipelines.
+        # The team's sum is the fastest collective for CPU tensors. It covers all pipelines, which have equal norms.
         power = self.team.sum(total_norm.double().pow(norm_type)) / self.num_data_parallel_ranks
         return power.pow(1.0 / norm_type).to(total_norm.dtype)
 
@@ -384,7 +389,7 @@ class PipelineTrainer(Trainer[TPipelineArgs]):
     # --- evaluation
 
     def _prediction_step(self, input_dict: dict[str, Any], labels: Any) -> dict[str, Any]:
-        """The mean loss of a batch, logits and labels where the last stage is; elsewhere zero, None and None."""
+        """Return the mean loss, logits and labels of a batch on the last stage; elsewhere zero, None and None."""
         require_labels(input_dict, labels)
         size = self.args.micro_batch_size if self.pipeline.has_fixed_shapes else self.args.eval_micro_batch_size
         if not self._stage_loss.is_resolved:
@@ -398,7 +403,7 @@ class PipelineTrainer(Trainer[TPipelineArgs]):
         return {"loss": mean, "logits": logits, "labels": labels.to(self.device)}
 
     def _shared_metrics(self, metrics: dict[str, Any]) -> dict[str, Any]:
-        """Metrics of rank 0, and of the last stage, where alone callbacks see logits."""
+        """Return the metrics of rank 0 and of the last stage, the only rank where callbacks see logits."""
         told = self.team.gather(metrics)
         return {**told[self.ranks.pipelines[0][self.pipeline.stage_ranks[-1]]], **told[0]}
 
@@ -417,9 +422,9 @@ class PipelineTrainer(Trainer[TPipelineArgs]):
         use_cache: bool = True,
         attention_mask: Tensor | None = None,
     ) -> Tensor:
-        """Continue prompts, which are padded on the left; all ranks call it with the same ones, and get the same ids.
+        """Continue prompts that are padded on the left; all ranks pass the same prompts and get the same ids.
 
-        Without `eos_token_id` and `pad_token_id` those of the model's generation config are used.
+        Without `eos_token_id` and `pad_token_id`, the tokens of the model's generation config are used.
         """
         self._prepare_to_evaluate(self.eval_dataset)
         options = GenerationOptions(

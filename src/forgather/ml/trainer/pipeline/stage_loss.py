@@ -1,6 +1,7 @@
-"""MicroBatchLoss, the loss callback of torch's schedule; StageLoss, which makes one for each batch.
+"""Loss of a pipeline: MicroBatchLoss is the loss callback of torch's schedule, StageLoss creates one for each batch.
 
-Only the last stage sees logits. It finds out which labels the loss counts, and tells the other stages of its pipeline.
+Only the last stage sees logits. It finds out which labels the loss counts, and broadcasts the answer to its pipeline.
+Used by `PipelineTrainer`.
 """
 
 from collections.abc import Callable, Sequence
@@ -17,15 +18,15 @@ from forgather.ml.trainer.step_loss.loss_traits import Traits
 from forgather.ml.trainer.step_loss.token_weighting import StepLoss
 
 Look = Callable[[PipelineBatch, Consume], None]
-"""A forward pass of one micro-batch, without a trace."""
+"""Forward pass of one micro-batch without side effects (gradients, random draws, running statistics)."""
 Forward = Callable[[Sequence[PipelineBatch], Consume], None]
-"""A forward pass of micro-batches."""
+"""Forward pass of micro-batches."""
 
 
 class MicroBatchLoss:
-    """The share of a micro-batch in the loss of a step, or in the mean of an evaluation batch.
+    """Share of a micro-batch in the loss of a step, or in the mean of an evaluation batch.
 
-    `total` is the number of targets that losses are divided by. A batch with `is_stand_in` weighs nothing.
+    `total` is the number of targets that losses are divided by. A batch with `is_stand_in` has weight zero.
     """
 
     def __init__(self, step_loss: StepLoss, total: int | Tensor, is_stand_in: bool, amp: AMPContext) -> None:
@@ -37,19 +38,21 @@ class MicroBatchLoss:
     def __call__(self, logits: Tensor, labels: Tensor) -> Tensor:
         with self._amp.autocast():
             if self._is_stand_in:
+                # Zero, but connected to the logits: the schedule still runs the backward pass.
                 return self._step_loss.nothing(logits)
             count = self._step_loss.count(labels) if self._step_loss.needs_counts else 0
-            # Micro-batches are weighed by their targets, so that their number does not matter.
+            # Weighted by targets, so that the loss does not depend on the number of micro-batches.
             return self._step_loss.share(logits, labels, count, self._total, 1)
 
 
 def apply_loss(logits: Tensor, labels: Tensor, loss: MicroBatchLoss) -> Tensor:
-    """The loss function that a schedule is made with; each step passes the loss of its batch."""
+    """Call the loss of the current batch."""
+    # A schedule keeps one loss function, but each batch has a different divisor. So each step passes its own loss.
     return loss(logits, labels)
 
 
 class StageLoss:
-    """The loss of a pipeline."""
+    """Loss of a pipeline: shares of training batches and means of evaluation batches."""
 
     def __init__(self, step_loss: StepLoss, amp: AMPContext, pipeline: PipelineModel) -> None:
         self._step_loss = step_loss
@@ -61,18 +64,21 @@ class StageLoss:
 
     @property
     def is_resolved(self) -> bool:
-        """Whether targets can be counted without having seen logits."""
+        """Whether targets can be counted before any logits are seen."""
         return self._step_loss.is_resolved
 
     def resolve(self, micro_batch: PipelineBatch, look: Look) -> None:
-        """Let every rank of the pipeline know which labels the loss counts; collective among them.
+        """Find out which labels the loss counts, on every rank of the pipeline; collective within the pipeline.
 
-        Other pipelines may have no batch now, and will find out the same.
+        Other pipelines may have no batch now. They resolve the loss later, with the same result.
         """
         labels = micro_batch.labels
         assert labels is not None
+        # A plain loss function does not report whether it shifts labels, ignores -100, or returns a sum. The last stage
+        # probes it with real logits from a trial pass. The other ranks cannot probe, but they count targets too.
         look(micro_batch, lambda _, logits: self._step_loss.resolve(logits, labels))
         pipeline = self._pipeline
+        # On the device of the stage, because NCCL does not take CPU tensors.
         answer = torch.tensor([(self._step_loss.traits or Traits()).code], device=pipeline.device)
         dist.broadcast(answer, group=pipeline.group, group_src=pipeline.stage_ranks[-1])
         self._step_loss.adopt(Traits.of_code(int(answer.item())))
@@ -80,9 +86,9 @@ class StageLoss:
     def mean(
         self, micro_batches: Sequence[PipelineBatch], labels: Tensor, forward: Forward, wants_logits: bool
     ) -> tuple[Tensor, Tensor | None]:
-        """The mean over the targets of a batch, and its logits if they are wanted; zero and None off the last stage.
+        """Return the mean loss over the targets of a batch, and its logits if requested.
 
-        `labels` are those of the whole batch.
+        Ranks without the last stage return zero and None. `labels` are the labels of the full batch.
         """
         count = self._step_loss.count(labels)
         loss = self.of_batch(count)

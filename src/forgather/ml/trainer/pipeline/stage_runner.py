@@ -1,4 +1,8 @@
-"""StageRunner: runs this rank's stages, in training steps of torch's schedule and in forward passes alone."""
+"""StageRunner: runs this rank's pipeline stages, with torch's schedule in training and forward-only otherwise.
+
+All ranks of a pipeline call each method together, with the same batch. `PipelineTrainer` uses it for training steps,
+evaluation and generation.
+"""
 
 import contextlib
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -26,7 +30,10 @@ Context = Callable[[], AbstractContextManager[object]]
 
 
 class StageRunner:
-    """All ranks of a pipeline call its methods together. The `reducer` is told when gradients of a stage are computed."""
+    """Runner of a rank's stages; all ranks of a pipeline call its methods together.
+
+    The `reducer` is notified when the gradients of a stage are complete.
+    """
 
     def __init__(
         self,
@@ -45,11 +52,14 @@ class StageRunner:
         self._reducer = reducer
         self._has_fixed_shapes = pipeline.has_fixed_shapes
         self._forward_context: Context = self._offloading if recipes.offloads else amp.autocast
+        # The stages come from the splitter, and were created before modules were compiled or lost their head.
         for stage in pipeline.stages:
             stage.submod = pipeline.running[stage.stage_index]
+        # Tensors return to lower ranks only if ranks have several stages.
         groups = (ranks.group, ranks.return_group() if schedule.traits.is_multistage else None)
         options = (pipeline.stage_ranks, groups, pipeline.device, pipeline.boundary)
         self._forward_only = ForwardOnly(pipeline.running, *options)
+        # Generation needs logits, and lengths that change with every pass: compiled modules would recompile.
         self._generating = ForwardOnly(pipeline.own, *options)
         self._schedules = ScheduleRunner(
             pipeline.stages,
@@ -61,46 +71,51 @@ class StageRunner:
 
     @property
     def schedule(self) -> Any:
-        """torch's schedule object for batches of the last shape."""
+        """torch's schedule object for the most recent batch shape."""
         return self._schedules.schedule
 
     def step(self, batch: PipelineBatch, loss: MicroBatchLoss) -> Tensor:
-        """Forward and backward of a batch; the sum of its losses where the last stage is, else zero."""
-        # Stages of ours enter the context for their forward passes alone; traced ones are torch's.
+        """Run forward and backward passes of a batch; return the sum of its losses on the last stage, else zero."""
+        # TrainedStage enters the context for its forward passes only. Traced stages do not know it, so for them the
+        # context surrounds the whole step.
         with self._forward_context() if self._has_fixed_shapes else contextlib.nullcontext():
             losses = self._schedules.step(batch, loss)
         if not losses:
             return torch.zeros((), device=self._pipeline.device)
+        # Detached: the schedule has already run the backward passes.
         return torch.stack([one.detach() for one in losses]).sum()
 
     def forward(self, micro_batches: Sequence[PipelineBatch], consume: Consume) -> None:
-        """`consume` gets the number and the logits of each micro-batch where the last stage is."""
+        """Run micro-batches forward; on the last stage, `consume` gets the index and the logits of each."""
         inputs = [one.inputs for one in micro_batches]
         with self._amp.autocast():
             self._forward_only.run(inputs, [one.keywords for one in micro_batches], consume)
 
     def look(self, micro_batch: PipelineBatch, consume: Consume) -> None:
-        """A forward pass without a trace: no gradients, no random numbers, no statistics."""
+        """Run one micro-batch forward without side effects: no gradients, random draws or running statistics."""
         with _without_trace(self._pipeline.own_modules):
             self.forward([micro_batch], consume)
 
     def generate(
         self, inputs: Tensor, keywords: Mapping[str, Any], stage_keywords: Mapping[int, Mapping[str, Any]]
     ) -> Tensor | None:
-        """The logits of the last position where the last stage is; without compiled modules, for inputs of any length."""
+        """Return the logits of the last position on the last stage, else None.
+
+        It runs modules that are not compiled, so inputs may have any length.
+        """
         results: list[Tensor] = []
         self._generating.run([inputs], [keywords], lambda _, logits: results.append(logits[:, -1:]), stage_keywords)
         return results[0] if results else None
 
     @contextlib.contextmanager
     def generation(self) -> Iterator[None]:
-        """Context of `generate`."""
+        """Enter evaluation mode, no_grad and autocast for `generate`."""
         with set_train(self._pipeline.own_modules, False), torch.no_grad(), self._amp.autocast():
             yield
 
     @contextlib.contextmanager
     def _offloading(self) -> Iterator[None]:
-        """Context of the forward passes of stages in training, if activations are offloaded."""
+        """Enter autocast and activation offloading for the forward passes of training."""
         with self._amp.autocast(), self._recipes.activations(self._pipeline.part):
             yield
 
@@ -121,5 +136,6 @@ class StageRunner:
 
 @contextlib.contextmanager
 def _without_trace(modules: nn.Module) -> Iterator[None]:
+    # Evaluation mode keeps dropout from drawing random numbers and batch norms from updating their statistics.
     with undisturbed_random_numbers(), set_train(modules, False), torch.no_grad():
         yield

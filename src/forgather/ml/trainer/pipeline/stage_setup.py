@@ -1,4 +1,8 @@
-"""StageSetup: builds the model on the meta device, splits it into stages, and fills this rank's stages with values."""
+"""StageSetup: builds the model on the meta device, splits it into stages, and fills this rank's stages with values.
+
+Every method is collective. An error on one rank while models are built or split raises on all ranks. Called by
+`PipelineTrainer` when it prepares its model.
+"""
 
 import logging
 from collections.abc import Callable, Sequence
@@ -23,13 +27,13 @@ from forgather.ml.trainer.trainer_types import EnableCheckpointFnT
 logger = logging.getLogger(__name__)
 
 Splitter = Callable[[nn.Module, Sequence[tuple[int, ...]]], Split]
-"""Divides a model into stages, given the stages of each rank."""
+"""Function that divides a model into stages, given the stages of each rank."""
 Construct = Callable[[torch.device], nn.Module]
-"""Builds the whole model on a device: without memory on the meta device, with its values elsewhere."""
+"""Function that builds the full model on a device: without memory on the meta device, otherwise with its values."""
 
 
 class StageSetup:
-    """Makes the `PipelineModel` of a rank. All ranks call each method together."""
+    """Builder of the `PipelineModel` of a rank. All ranks call each method together."""
 
     def __init__(
         self,
@@ -50,9 +54,10 @@ class StageSetup:
         self._loss_check = loss_check
 
     def divide(self, construct: Construct) -> PipelineModel:
-        """The stages of this rank with memory, but without values."""
+        """Return the split model with this rank's stages allocated, but without values."""
         ranks = self._ranks
         num_stages = ranks.size * self._schedule.stages_per_rank(self._args.stages_per_rank)
+        # This build must not advance the random state: `fill` draws the initial values as on one device.
         with undisturbed_random_numbers(), self._team.agreement("dividing the model into stages"):
             indices = pipeline_stage_indices(ranks.size, num_stages, self._schedule.traits.stage_type)
             whole = construct(torch.device("meta"))
@@ -70,13 +75,14 @@ class StageSetup:
         return pipeline
 
     def prepare_to_load(self, pipeline: PipelineModel, fill_buffers: Callable[[nn.Module], None]) -> None:
-        """Values come from a checkpoint; compute the buffers that it does not hold."""
+        """Compute buffers that checkpoints do not hold; all other values are loaded from a checkpoint later."""
         with undisturbed_random_numbers(), self._team.agreement("computing buffers"):
             fill_buffers(pipeline.part)
 
     def fill(self, pipeline: PipelineModel, construct: Construct) -> None:
-        """Give all stages the values of the whole model, which rank 0 alone builds and checks."""
+        """Give all stages the initial values of the full model; only rank 0 builds and checks it."""
         source: nn.Module | None = None
+        # No collectives inside `agreement`. If rank 0 fails, all ranks raise before they wait for its values.
         with self._team.agreement("building the model"):
             if self._team.rank == 0:
                 on_device = self._args.construct_model_on == "device"
@@ -85,14 +91,16 @@ class StageSetup:
                 self._loss_check.look_at_source(source)
         if self._args.debug_model_init:
             logger.info("rank 0 sends %d tensors to their ranks", sum(map(len, pipeline.names_of_ranks)))
+        # Rank 0 of the job is the first rank of pipeline 0. The other pipelines get copies of these stages.
         if self._ranks.replica == 0:
             pipeline.fill_from(source)
         self._copy_to_replicas(pipeline)
 
     def tie(self, pipeline: PipelineModel) -> TiedWeights:
-        """Connect the ranks that have copies of one weight."""
+        """Create the process groups between copies of tied weights, and return the copies of this rank."""
         own = dict(pipeline.part.named_parameters(remove_duplicate=False))
         weights = tied_weights(pipeline.sharing, pipeline.names_of_ranks, own, self._ranks.pipelines)
+        # Collective, so ranks without tied weights create it as well.
         tied = TiedWeights(weights, self._team.gather)
         if tied.are_anywhere:
             require_untied_weights(self._args)
@@ -110,6 +118,7 @@ class StageSetup:
     def _copy_to_replicas(self, pipeline: PipelineModel) -> None:
         if self._ranks.replicas is None:
             return
+        # By identity, so that a tensor with several names is broadcast once. Replicas have the same order of names.
         tensors = {id(tensor): tensor for tensor in tensors_of(pipeline.part).values()}
         works = [
             dist.broadcast(tensor.detach(), group=self._ranks.replicas, group_src=0, async_op=True)

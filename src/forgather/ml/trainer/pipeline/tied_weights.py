@@ -1,4 +1,8 @@
-"""Weights that are one tensor in the whole model and have copies on several ranks of a pipeline."""
+"""Tied weights: one tensor of the full model, such as embedding and head, with copies on several pipeline ranks.
+
+Copies stay equal because each gets the all-reduced gradient. They count once in the gradient norm, and are compared
+before each save. Used by `PipelineTrainer`.
+"""
 
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NamedTuple
@@ -18,17 +22,17 @@ Gather = Callable[[Any], list[Any]]
 
 
 class TiedWeight(NamedTuple):
-    """A copy on this rank, under the name that the whole model knows it by, and the ranks that have one."""
+    """Copy of a tied weight on this rank: its first FQN in the full model, and the group of ranks with copies."""
 
     name: str
     parameter: nn.Parameter
     group: ProcessGroup
     counts_here: bool
-    """Whether this copy is the one that a sum over all ranks takes."""
+    """Whether sums over all ranks, such as the gradient norm, use this copy."""
 
 
 def canonical_names(sharing: SharingMetadataT) -> dict[str, str]:
-    """The first name of each tensor that has several, by each of them."""
+    """Return the first name of each tensor with several names, by each of its names."""
     return {name: group[0] for group in sharing for name in group}
 
 
@@ -38,18 +42,19 @@ def tied_weights(
     own: Mapping[str, nn.Parameter],
     pipelines: Sequence[Sequence[int]],
 ) -> list[TiedWeight]:
-    """The weights of this rank of which others have copies; collective over all ranks of the job.
+    """Return this rank's weights that have copies on other ranks; collective over all ranks of the job.
 
-    `names_of_ranks` are the names that each place of a pipeline holds, `pipelines` the global ranks of each.
+    `names_of_ranks` lists the FQNs at each position of a pipeline, `pipelines` the global ranks of each pipeline.
     """
     found = []
     for names in sharing:
+        # Only names matter here, so that every rank finds the same groups without communication.
         places = [place for place, held in enumerate(names_of_ranks) if set(names) & set(held)]
         if len(places) < 2:
             continue
         for ranks in pipelines:
             members = [ranks[place] for place in places]
-            # Every rank takes part in making every group, its own or not: torch requires it.
+            # new_group is collective over the whole job: every rank creates every group, also groups it is not in.
             group = dist.new_group(members, timeout=get_requested_timeout())
             parameter = next((own[name] for name in names if name in own), None)
             if dist.get_rank() in members and parameter is not None:
@@ -59,25 +64,27 @@ def tied_weights(
 
 
 class TiedWeights:
-    """The copies of this rank, and what keeps all copies of a weight the same."""
+    """Copies of tied weights on this rank: gradient sums, gradient norm and comparison."""
 
     def __init__(self, weights: Sequence[TiedWeight], gather: Gather) -> None:
-        """Collective: `gather` brings a value of every rank to all ranks."""
+        """Store the copies of this rank; collective, because `gather` collects a value from every rank."""
         self._weights = weights
         self._gather = gather
         self.are_anywhere = any(gather(bool(weights)))
-        """Whether any rank has such copies."""
+        """Whether any rank has copies of a tied weight. Ranks without copies take part in `compare` too."""
 
     def norm(self, parameters: Sequence[Tensor]) -> GradientNorm:
-        """The gradient norm of parameters, without those that a sum over all ranks takes from another rank."""
+        """Return the gradient norm of `parameters`, without copies that another rank counts."""
+        # A sum over all ranks would otherwise count a weight once per copy.
         copies = {id(weight.parameter) for weight in self._weights if not weight.counts_here}
         return GradientNorm([one for one in parameters if id(one) not in copies])
 
     def add_gradients(self) -> None:
-        """Give every copy the sum of the gradients of all copies, so that they stay one."""
+        """Give every copy the all-reduced gradient of all copies, so that they stay equal."""
         works = []
         for weight in self._weights:
             if weight.parameter.requires_grad:
+                # A copy without a gradient takes part as well: the other ranks wait for it.
                 if weight.parameter.grad is None:
                     weight.parameter.grad = torch.zeros_like(weight.parameter)
                 works.append(dist.all_reduce(weight.parameter.grad, group=weight.group, async_op=True))
@@ -86,7 +93,7 @@ class TiedWeights:
             work.wait()
 
     def compare(self) -> None:
-        """Raise on every rank when the copies of a weight are no longer the same; collective."""
+        """Raise ReplicationError on every rank if the copies of a weight differ; collective."""
         if not self.are_anywhere:
             return
         told = self._gather({weight.name: tensor_digest(weight.parameter.detach()) for weight in self._weights})
@@ -103,8 +110,8 @@ class TiedWeights:
 
 
 def norm_of_group(own: Tensor, norm_type: float, group: ProcessGroup) -> Tensor:
-    """The norm over all ranks of a group, from the norm of what each of them has."""
-    # Gathered and added here, in the order of ranks: pipelines that are copies of each other must find the same bits.
+    """Return the norm over all ranks of a group, from the norm of each rank."""
+    # Gathered and combined in rank order: pipelines that are copies of each other must compute identical bits.
     norms = own.new_empty(group.size(), dtype=torch.float32)
     dist.all_gather_into_tensor(norms, own.float().reshape(1), group=group)
     norm: Tensor = torch.linalg.vector_norm(norms, norm_type)

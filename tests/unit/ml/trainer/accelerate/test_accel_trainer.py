@@ -470,14 +470,14 @@ def _train_with_buffers(output_dir: Path, occasion: str) -> dict[str, Tensor]:
 def test_accelerator_of_another_kind_is_refused(kind: str, tmp_path: Path) -> None:
     accelerator = new_accelerator()
     accelerator.state.distributed_type = DistributedType(kind)
-    with pytest.raises(ValueError, match=f"set up for {kind}.*Make the Accelerator without"):
+    with pytest.raises(ValueError, match=f"set up for {kind}.*Create the Accelerator without"):
         accel_trainer(tmp_path, TokenModel(), accelerator=accelerator)
 
 
 def test_parallelism_of_another_kind_is_refused(tmp_path: Path) -> None:
     accelerator = new_accelerator()
     accelerator.state.parallelism_config = ParallelismConfig(tp_size=2)
-    with pytest.raises(ValueError, match=r"whole model\. Leave parallelism_config out"):
+    with pytest.raises(ValueError, match=r"full model\. Remove parallelism_config"):
         accel_trainer(tmp_path, TokenModel(), accelerator=accelerator)
 
 
@@ -490,7 +490,7 @@ def test_what_is_no_accelerator_is_refused(tmp_path: Path) -> None:
     ("name", "value"), [("mixed_precision", "bf16"), ("mixed_precision", "fp16"), ("device", "meta")]
 )
 def test_arguments_that_contradict_the_accelerator_are_refused(name: str, value: str, tmp_path: Path) -> None:
-    with pytest.raises(ValueError, match=rf"{name}='{value}' is not what the accelerator was made with"):
+    with pytest.raises(ValueError, match=rf"{name}='{value}' contradicts the accelerator"):
         accel_trainer(tmp_path, TokenModel(), **{"use_cpu": False, name: value})
 
 
@@ -505,5 +505,5 @@ def test_process_of_many_with_an_accelerator_for_one_is_refused(
 
 def test_environment_that_is_not_the_accelerators_is_refused(tmp_path: Path) -> None:
     options = {"distributed_env": StaticDistributedEnvironment(rank=1, world_size=2)}
-    with pytest.raises(ValueError, match="rank 1 of 2, but the accelerator rank 0 of 1"):
+    with pytest.raises(ValueError, match="rank 1 of 2, but the accelerator has rank 0 of 1"):
         accel_trainer(tmp_path, TokenModel(), trainer_options=options)

@@ -352,7 +352,7 @@ def test_sizes_follow_from_each_other() -> None:
         ({"pp_size": 3}, 4, ["pp_size=3", "dp_size=None", "4 ranks", "--nproc"]),
         ({"dp_size": 3}, 4, ["dp_size=3", "4 ranks"]),
         ({"dp_size": 2, "pp_size": 3}, 4, ["dp_size=2", "pp_size=3"]),
-        ({"dp_size": 4}, 4, ["dp_size=4", "at least two ranks to a pipeline"]),
+        ({"dp_size": 4}, 4, ["dp_size=4", "at least two ranks per pipeline"]),
         ({"pp_size": 8}, 4, ["pp_size=8", "4 ranks"]),
     ],
 )

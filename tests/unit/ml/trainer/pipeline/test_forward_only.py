@@ -255,7 +255,7 @@ def test_outputs_whose_shapes_depend_on_values_are_refused() -> None:
     outcomes = outcomes_on_ranks(_run_shapes_of_values, 2)
     assert outcomes[0].error_type == "RuntimeError", outcomes[0].traceback
     assert re.search(
-        r"Stage 0 put out .*\[1\].* where .*\[2\].* was expected: .* shapes follow from those of the batch",
+        r"Stage 0 returned .*\[1\].* but .*\[2\].* was expected: .* depend only on the shapes and dtypes of the batch",
         str(outcomes[0].error_message),
     )
     assert outcomes[1].failed
@@ -280,9 +280,9 @@ def _as_bfloat16(inputs: Tensor) -> Meta:
 @pytest.mark.parametrize(
     ("kind", "error_type", "message"),
     [
-        ("type", "RuntimeError", r"Stage 0 put out .*torch\.float32.* where .*torch\.bfloat16.* was expected"),
-        ("tensors", "ValueError", r"9 tensors of up to 1 dimensions; at most 8 of 8 can pass"),
-        ("dimensions", "ValueError", r"1 tensors of up to 9 dimensions; at most 8 of 8 can pass"),
+        ("type", "RuntimeError", r"Stage 0 returned .*torch\.float32.* but .*torch\.bfloat16.* was expected"),
+        ("tensors", "ValueError", r"9 tensors of up to 1 dimensions; at most 8 of 8 can be sent"),
+        ("dimensions", "ValueError", r"1 tensors of up to 9 dimensions; at most 8 of 8 can be sent"),
     ],
 )
 def test_outputs_that_cannot_be_announced_or_are_not_as_announced_are_refused(

@@ -119,4 +119,4 @@ def groups_of_its_own(output_dir: Path, schedule: Any) -> None:
 def test_a_schedule_that_would_not_fit_all_stages_is_refused(schedule: Any, tmp_path: Path) -> None:
     name = schedule.func.__name__
     for outcome in outcomes_on_ranks(groups_of_its_own, 2, tmp_path, schedule):
-        assert f"different learning rates (rank 0: [0.1]; rank 1: [0.5, 0.1]), and {name}" in outcome.error_message
+        assert f"different learning rates (rank 0: [0.1]; rank 1: [0.5, 0.1]), but {name}" in outcome.error_message

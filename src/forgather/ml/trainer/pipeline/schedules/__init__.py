@@ -1,4 +1,8 @@
-"""The schedules of torch.distributed.pipelining: their names, what they need, and which layouts they can run."""
+"""Pipeline schedules of torch.distributed.pipelining: names, traits and layout checks.
+
+`ScheduleChoice` turns a name, class or partial into torch's schedule object. Layouts that torch would reject or run
+incorrectly raise ValueError here. Used by `PipelineTrainer`, `StageSetup` and `StageRunner`.
+"""
 
 import functools
 import inspect
@@ -27,14 +31,14 @@ PipelineSchedulerT = _PipelineSchedule
 
 @dataclass(frozen=True)
 class ScheduleTraits:
-    """What a trainer has to know of a schedule before it builds stages for it."""
+    """Properties of a schedule that a trainer needs before it builds stages."""
 
     name: str
     is_multistage: bool
     stage_type: Literal["loop", "v"]
-    """Which stages a rank holds: "loop" gives rank r the stages r, r + p, ...; "v" gives it r and n - 1 - r."""
+    """Stages of a rank: "loop" gives rank r the stages r, r + p, ...; "v" gives it r and n - 1 - r."""
     splits_backward: bool
-    """Whether gradients of inputs and of weights are computed apart, which compiled stages cannot do."""
+    """Whether gradients of inputs and weights are computed separately; compiled stages cannot do this."""
     default_stages_per_rank: int
 
 
@@ -51,7 +55,7 @@ SCHEDULES: dict[type, ScheduleTraits] = {
 
 @dataclass(frozen=True)
 class ScheduleChoice:
-    """A schedule as the user gave it: a name, a class, or a class with some options bound by functools.partial."""
+    """Schedule as passed by the user: a name, a class, or a class with options bound by functools.partial."""
 
     factory: Callable[..., Any]
     schedule_class: type
@@ -64,20 +68,22 @@ class ScheduleChoice:
         return cls(given if is_bound else schedule_class, schedule_class, traits_of(schedule_class))
 
     def prepare(self, pp_size: int, stages_per_rank: int, n_microbatches: int, debug: bool) -> None:
-        """Settings of torch for this schedule; refuses layouts that it cannot run."""
+        """Apply torch settings for this schedule; raise ValueError for a layout that it cannot run."""
         if debug:
             logging.getLogger("torch.distributed.pipelining").setLevel(logging.DEBUG)
         if self.traits.splits_backward:
-            # What a compiled part of a stage would reuse for its gradients is needed twice.
+            # A compiled part of a stage may reuse the memory of saved buffers in its backward pass. A split backward
+            # pass reads these buffers twice.
             torch._functorch.config.donated_buffer = False
         check_layout(self.schedule_class, pp_size, self.stages_per_rank(stages_per_rank), n_microbatches)
 
     def stages_per_rank(self, asked: int) -> int:
-        """A schedule that needs several stages per rank gets them without being asked."""
+        """Return the number of stages per rank: `asked`, or the schedule's default if that is larger."""
         return max(asked, self.traits.default_stages_per_rank)
 
     def make(self, stages: Sequence[Any], n_microbatches: int, loss_fn: Callable[..., Any]) -> Any:
-        """A schedule object of torch for these stages of one rank."""
+        """Create torch's schedule object for the stages of one rank."""
+        # No scaling: the loss of each micro-batch is already its share of the step's loss.
         return self.factory(
             list(stages) if self.traits.is_multistage else stages[0],
             n_microbatches=n_microbatches,
@@ -87,35 +93,36 @@ class ScheduleChoice:
 
 
 def find_schedule(schedule: str | type) -> type:
-    """The schedule class of that name; a class is given back as it is, if it is a schedule."""
+    """Return the schedule class of a name; return a schedule class unchanged, and raise ValueError for anything else."""
     if isinstance(schedule, str):
         return _find_by_name(schedule)
     if not (isinstance(schedule, type) and issubclass(schedule, PipelineScheduleSingle | PipelineScheduleMulti)):
         raise ValueError(
-            f"schedule={schedule!r} is no pipeline schedule: give a class that derives from PipelineScheduleSingle or "
+            f"schedule={schedule!r} is not a pipeline schedule. Pass a subclass of PipelineScheduleSingle or "
             f"PipelineScheduleMulti of torch.distributed.pipelining, or one of the names {_names()}."
         )
     if inspect.isabstract(schedule):
         raise ValueError(
-            f"schedule={schedule.__name__} is only a base of schedules and has no order of its own: give a class that "
-            f"derives from it, or one of the names {_names()}."
+            f"schedule={schedule.__name__} is an abstract base class of schedules. Pass a subclass of it, "
+            f"or one of the names {_names()}."
         )
     return schedule
 
 
 def traits_of(schedule_class: type) -> ScheduleTraits:
-    """The traits of a schedule; a class derived from one of torch's has the traits of that one."""
+    """Return the traits of a schedule; subclasses of torch's schedules have the traits of their base."""
     for known, traits in SCHEDULES.items():
         if issubclass(schedule_class, known):
             return traits
-    # Nothing tells whether an order of somebody's own splits its backward passes. To assume so costs it torch_compile;
-    # to assume the opposite could cost it its gradients.
+    # A custom multi-stage schedule does not report whether it splits backward passes. Assuming a split only rules out
+    # torch_compile and fused optimizer steps. Assuming the opposite could lose gradients.
     is_multistage = issubclass(schedule_class, PipelineScheduleMulti)
     return ScheduleTraits(schedule_class.__name__, is_multistage, "loop", is_multistage, 2 if is_multistage else 1)
 
 
 def check_layout(schedule_class: type, pp_size: int, stages_per_rank: int, n_microbatches: int) -> None:
-    """Raise ValueError where the schedule would refuse these settings, or make nothing sensible of them."""
+    """Raise ValueError if the schedule would reject these settings or run them incorrectly."""
+    # Only the first problem is reported, since later problems often follow from it.
     for problem in _problems(schedule_class, pp_size, stages_per_rank, n_microbatches):
         raise ValueError(
             f"schedule={traits_of(schedule_class).name!r} cannot run with n_microbatches={n_microbatches} and "
@@ -153,7 +160,7 @@ def _stage_problems(traits: ScheduleTraits, stages_per_rank: int) -> Iterator[st
 def _microbatch_problems(schedule_class: type, pp_size: int, num_stages: int, n_microbatches: int) -> Iterator[str]:
     if issubclass(schedule_class, Schedule1F1B | ScheduleDualPipeV) and n_microbatches < num_stages:
         yield (
-            f"it fills the pipeline before its first backward pass, which takes a micro-batch for each of the {num_stages} "
+            f"it fills the pipeline before its first backward pass, which needs a micro-batch for each of the {num_stages} "
             f"stages. Set n_microbatches={num_stages} or more, or choose a schedule that runs with fewer ('gpipe', 'zbv')."
         )
     rounds = max(1, n_microbatches // pp_size)
@@ -167,7 +174,7 @@ def _microbatch_problems(schedule_class: type, pp_size: int, num_stages: int, n_
 
 
 def _names(*, is_multistage: bool | None = None, stage_type: str | None = None) -> str:
-    """The short names of torch's schedules, or of those with the given trait."""
+    """Return the short names of torch's schedules, optionally filtered by traits."""
     return ", ".join(
         repr(traits.name)
         for traits in SCHEDULES.values()
@@ -183,9 +190,10 @@ def _find_by_name(name: str) -> type:
     classes = {_plain(one.__name__): one for one in SCHEDULES} | {SCHEDULES[one].name: one for one in SCHEDULES}
     if (plain := _plain(name)) in classes:
         return classes[plain]
+    # No cutoff: with so few names, even a distant suggestion helps.
     nearest = nearest_name(plain, classes, cutoff=0.0)
     suggestion = SCHEDULES[classes[nearest]].name if nearest else "gpipe"
     raise ValueError(
-        f"schedule={name!r} is not a known pipeline schedule.{suggest(suggestion)} The names are {_names()}; a "
-        "class that derives from a schedule of torch.distributed.pipelining is taken as well."
+        f"schedule={name!r} is not a known pipeline schedule.{suggest(suggestion)} The names are {_names()}. "
+        "Subclasses of the schedules of torch.distributed.pipelining are accepted as well."
     )

@@ -1,4 +1,8 @@
-"""Training steps through a schedule of torch, for batches of whatever shape."""
+"""ScheduleRunner: training steps through torch's pipeline schedules, for batches of any shape.
+
+A schedule object of torch has receive buffers for one shape, so schedules are kept in an LRU cache by batch signature.
+Called by `StageRunner`.
+"""
 
 from collections import OrderedDict
 from collections.abc import Callable, Mapping, Sequence
@@ -14,17 +18,17 @@ from forgather.ml.trainer.pipeline.pipeline_batches import Meta, Metas, Pipeline
 from forgather.ml.trainer.pipeline.stage_loss import MicroBatchLoss
 
 _SHAPES_KEPT = 4
-"""Schedules that are kept with their receive buffers, for batches that come in a few shapes."""
+"""Size of the LRU cache; each schedule keeps its receive buffers allocated."""
 
 MakeStage = Callable[[PipelineStage, tuple[Tensor, ...], tuple[Tensor, ...]], PipelineStage]
-"""A stage like another, for inputs and outputs that look like these."""
+"""Function that creates a stage like another, for inputs and outputs with these shapes and dtypes."""
 
 
 class ScheduleRunner:
-    """Runs batches through this rank's stages, forward and backward, together with the other ranks of the pipeline.
+    """Runner of forward and backward passes through this rank's stages, together with the other ranks of the pipeline.
 
-    A schedule of torch is made for one shape: each shape of batches gets one of its own. `metas_between` tells what passes
-    between stages for a micro-batch.
+    Each batch shape gets a separate schedule object of torch. `metas_between` returns the shapes and dtypes between
+    stages for a micro-batch.
     """
 
     def __init__(
@@ -44,20 +48,22 @@ class ScheduleRunner:
 
     @property
     def schedule(self) -> Any:
-        """The schedule that ran last; before the first batch, one for stages that do not know their shapes yet."""
+        """Most recently used schedule; before the first batch, a schedule of stages without known shapes."""
         return next(reversed(self._schedules.values())) if self._schedules else self._make_schedule(self._stages)
 
     def step(self, batch: PipelineBatch, loss: MicroBatchLoss) -> list[Tensor]:
-        """Run a batch; returns the losses of its micro-batches where the last stage is, else nothing.
+        """Run a batch; return the losses of its micro-batches on the last stage, else an empty list.
 
-        Every rank gives the whole batch; labels are needed where the last stage is.
+        Every rank passes the full batch. Labels are needed only on the last stage.
         """
         schedule = self._schedule_for(batch)
-        # Set for each batch, since which tensors have rows is a matter of the batch.
+        # Set for each batch: torch splits tensors with rows, and passes all others whole to every micro-batch.
         schedule._kwargs_chunk_spec = {
             name: TensorChunkSpec(0) if has_rows(value, batch.num_rows) else _Replicate
             for name, value in batch.keywords.items()
         }
+        # Only the first stage takes the main input. Outputs are not returned, because the logits of all
+        # micro-batches would stay in memory.
         is_first = any(stage.is_first for stage in self._stages)
         losses: list[Tensor] = []
         schedule.step(
@@ -75,6 +81,8 @@ class ScheduleRunner:
         if signature in self._schedules:
             self._schedules.move_to_end(signature)
             return self._schedules[signature]
+        # The signature is equal on all ranks, so all of them build and evict schedules at the same batch. This matters,
+        # because `metas_between` may run a collective trial pass.
         if any(getattr(stage, "fixed_shapes", False) for stage in self._stages):
             self._refuse_other_shapes(signature)
             stages = self._stages
@@ -90,7 +98,7 @@ class ScheduleRunner:
     def _shaped(self, stage: Any, first: Meta, metas: Mapping[int, Metas]) -> PipelineStage:
         index = stage.stage_index
         inputs = (first,) if stage.is_first else metas[index - 1]
-        # What the last stage puts out goes to the loss on the same rank, whatever it looks like.
+        # The output of the last stage goes to the loss on the same rank, so its declared shape does not matter.
         outputs = metas.get(index, inputs)
         return self._make_stage(stage, _on_meta(inputs), _on_meta(outputs))
 
@@ -98,8 +106,8 @@ class ScheduleRunner:
         if self._schedules:
             first = next(iter(self._schedules))
             raise ValueError(
-                f"The model was traced for batches of {first.inputs.shape}, and now got one of {signature.inputs.shape}: "
-                "create_automatic_splitter fixes all shapes. Pad batches to one length (a data collator can), or use a "
+                f"The model was traced for batches of {first.inputs.shape}, but got a batch of {signature.inputs.shape}: "
+                "create_automatic_splitter fixes all shapes. Pad batches to one length in the data collator, or use a "
                 "splitter that does not trace."
             )
 

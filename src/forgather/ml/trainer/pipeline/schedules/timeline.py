@@ -1,4 +1,8 @@
-"""What each rank computes in a step of a pipeline schedule, when, and how many activations it holds meanwhile."""
+"""Timeline of a pipeline schedule: computations of each rank, idle time (bubble) and peak activations.
+
+The order comes from torch's schedule tables. Times are simulated for equal stages and free communication. Used by the
+documentation and the benchmarks, not by training.
+"""
 
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, replace
@@ -9,7 +13,7 @@ from forgather.ml.trainer.pipeline.schedules import check_layout, traits_of
 
 
 class Work(StrEnum):
-    """The kinds of computation of a schedule."""
+    """Kinds of computation in a schedule."""
 
     FORWARD = "forward"
     BACKWARD = "backward"
@@ -18,9 +22,9 @@ class Work(StrEnum):
 
 
 DURATIONS = {Work.FORWARD: 1, Work.BACKWARD: 2, Work.INPUT_GRADIENT: 1, Work.WEIGHT_GRADIENT: 1}
-"""Of one stage, in units of its forward pass."""
+"""Durations for one stage, in units of its forward pass."""
 
-# torch's names of actions; all others, such as receiving and reducing, are no computation.
+# torch's names of actions. Other actions, such as receives and reductions, are not computations.
 _WORKS = {"F": Work.FORWARD, "B": Work.BACKWARD, "I": Work.INPUT_GRADIENT, "W": Work.WEIGHT_GRADIENT}
 _SENT = {"SEND_F": (Work.FORWARD,), "SEND_B": (Work.BACKWARD, Work.INPUT_GRADIENT)}
 
@@ -36,7 +40,7 @@ class Slot:
 
 @dataclass(frozen=True)
 class TimedSlot:
-    """A computation with its time, in units of a forward pass of one micro-batch through all layers of a rank."""
+    """Computation with start and end, in units of a forward pass of one micro-batch through all layers of a rank."""
 
     slot: Slot
     start: float
@@ -46,18 +50,18 @@ class TimedSlot:
 def action_table(
     schedule_class: type, pp_size: int, n_microbatches: int, stages_per_rank: int | None = None
 ) -> list[list[Slot]]:
-    """The computations of each rank in the order in which torch's schedule starts them, from the schedule's own table."""
+    """Return the computations of each rank, in the order of torch's schedule table."""
     return [one.slots for one in _notes_of_ranks(schedule_class, pp_size, n_microbatches, stages_per_rank)[0]]
 
 
 def timeline(
     schedule_class: type, pp_size: int, n_microbatches: int, stages_per_rank: int | None = None
 ) -> list[list[TimedSlot]]:
-    """When each rank computes what, if all stages are equal and communication takes no time.
+    """Return start and end of each rank's computations, for equal stages and free communication.
 
     A stage takes 1 / stages_per_rank of the time of a rank's layers, so that schedules can be compared for one model.
-    A result leaves its rank when the schedule sends it: DualPipeV computes its pairs of a forward and a backward pass one
-    after the other and sends both results after the second.
+    A result leaves its rank when the schedule sends it. DualPipeV runs a forward and a backward pass as a pair, one
+    after the other, and sends both results after the second.
     """
     notes, scale = _notes_of_ranks(schedule_class, pp_size, n_microbatches, stages_per_rank)
     ends = _simulate(notes, pp_size * scale)
@@ -68,7 +72,7 @@ def timeline(
 
 
 def bubble_share(schedule_class: type, pp_size: int, n_microbatches: int, stages_per_rank: int | None = None) -> float:
-    """The idle time of all ranks as a share of the time that a step takes them."""
+    """Return the idle time of all ranks as a fraction of the step time."""
     times = timeline(schedule_class, pp_size, n_microbatches, stages_per_rank)
     total = max(timed.end for timed_slots in times for timed in timed_slots)
     busy = sum(timed.end - timed.start for timed_slots in times for timed in timed_slots)
@@ -78,9 +82,9 @@ def bubble_share(schedule_class: type, pp_size: int, n_microbatches: int, stages
 def peak_activations(
     schedule_class: type, pp_size: int, n_microbatches: int, stages_per_rank: int | None = None
 ) -> list[float]:
-    """For each rank the most activations alive at once, in units of a micro-batch through all layers of a rank.
+    """Return the peak activations of each rank, in units of one micro-batch through all layers of a rank.
 
-    A forward pass makes the activations of its stage; the full backward pass or that for weights frees them.
+    A forward pass allocates the activations of its stage. The full backward pass or the weight-gradient pass frees them.
     """
     notes, scale = _notes_of_ranks(schedule_class, pp_size, n_microbatches, stages_per_rank)
     return [max(_alive(one.slots)) / scale for one in notes]
@@ -91,13 +95,14 @@ def _alive(slots: list[Slot]) -> Iterator[int]:
     for slot in slots:
         if slot.work is Work.FORWARD:
             alive += 1
+        # The pass for input gradients keeps the activations, because the pass for weight gradients still needs them.
         elif slot.work is not Work.INPUT_GRADIENT:
             alive -= 1
         yield alive
 
 
 class _Notes:
-    """The computations of a rank in their order, and the results that it sends only after later computations."""
+    """Computations of a rank in order, and the results that it sends only after later computations."""
 
     def __init__(self, actions: Iterable[Any]) -> None:
         self.slots: list[Slot] = []
@@ -114,7 +119,7 @@ class _Notes:
         self.sent_after.update(dict.fromkeys(computed, self.slots[-1]))
 
     def _count_from_zero(self) -> None:
-        """Renumber micro-batches: torch's table of 1F1B counts the forward passes of the last rank from one."""
+        """Renumber micro-batches from zero: torch's 1F1B table counts the forward passes of the last rank from one."""
         firsts: dict[int, int] = {}
         for slot in self.slots:
             if slot.work is Work.FORWARD:
@@ -126,7 +131,7 @@ class _Notes:
 
 @dataclass
 class _LayoutOnly:
-    """The attributes of a stage that the constructors of schedules read: its place, and no module."""
+    """Stand-in for a stage: only the attributes that the constructors of schedules read."""
 
     num_stages: int
     group_size: int
@@ -137,32 +142,34 @@ class _LayoutOnly:
 def _notes_of_ranks(
     schedule_class: type, pp_size: int, n_microbatches: int, stages_per_rank: int | None
 ) -> tuple[list[_Notes], int]:
-    """The notes of each rank's step, and the number of stages per rank."""
+    """Return the computations of each rank's step, and the number of stages per rank."""
     traits = traits_of(schedule_class)
     if stages_per_rank is None:
         stages_per_rank = traits.default_stages_per_rank
     check_layout(schedule_class, pp_size, stages_per_rank, n_microbatches)
+    # Schedules build their tables in the constructor, so neither modules nor process groups are needed.
     stages = [_LayoutOnly(pp_size * stages_per_rank, pp_size) for _ in range(stages_per_rank)]
     schedule = schedule_class(stages if traits.is_multistage else stages[0], n_microbatches)
-    # The second table has sends and receives as well. Schedules for one stage per rank send each result at once.
+    # The table "with comms" also has sends and receives. Schedules for one stage per rank do not have it: they send
+    # each result at once.
     table = getattr(schedule, "pipeline_order_with_comms", None) or schedule.pipeline_order
     if not table:
         raise ValueError(
-            f"{schedule_class.__name__} has no table of its actions (pipeline_order), so that its timeline is unknown. "
-            "Give the class a method _get_pipeline_order, as ScheduleGPipe of torch has."
+            f"{schedule_class.__name__} has no table of its actions (pipeline_order), so its timeline is unknown. "
+            "Add a method _get_pipeline_order to the class, as in torch's ScheduleGPipe."
         )
     return [_Notes(table[rank]) for rank in range(pp_size)], stages_per_rank
 
 
 def _single_actions(actions: Iterable[Any]) -> Iterator[Any]:
-    """Actions without idle places, pairs such as DualPipeV's one after the other."""
+    """Yield actions without idle slots; a pair, as in DualPipeV, yields two actions."""
     for action in actions:
         if action is not None:
             yield from action.sub_actions or (action,)
 
 
 def _simulate(notes: list[_Notes], num_stages: int) -> dict[Slot, int]:
-    """The end of each slot in units of a forward pass of a stage: ranks go on whenever what they wait for is there."""
+    """Return the end of each slot, in units of a stage's forward pass; a rank continues once its inputs have arrived."""
     sent_after = {slot: last for one in notes for slot, last in one.sent_after.items()}
     ends: dict[Slot, int] = {}
     clocks = [0] * len(notes)
@@ -173,19 +180,20 @@ def _simulate(notes: list[_Notes], num_stages: int) -> dict[Slot, int]:
             while slots and (inputs := _ends_of_inputs(slots[-1], ends, sent_after, num_stages)) is not None:
                 slot = slots.pop()
                 clocks[rank] = ends[slot] = max([clocks[rank], *inputs]) + DURATIONS[slot.work]
+        # A round without progress: the ranks wait for each other in a cycle.
         if len(ends) == num_done:
             stuck = {rank: slots[-1] for rank, slots in enumerate(waiting) if slots}
-            raise ValueError(f"The schedule never ends: each of these ranks waits for another one: {stuck}.")
+            raise ValueError(f"The schedule deadlocks: each of these ranks waits for another: {stuck}.")
     return ends
 
 
 def _ends_of_inputs(
     slot: Slot, ends: dict[Slot, int], sent_after: dict[Slot, Slot], num_stages: int
 ) -> list[int] | None:
-    """When the results that a slot needs are there, or None as long as one is missing."""
+    """Return the arrival times of a slot's inputs, or None while an input is missing."""
     found: list[int] = []
     for choices in _inputs(slot, num_stages):
-        # Results of the own stage are there at once; others come when they are sent, if they are not of the same rank.
+        # Results of the same stage are available at once. Results from another rank arrive when they are sent.
         sources = [one if one.stage == slot.stage else sent_after.get(one, one) for one in choices if one in ends]
         if not sources or sources[0] not in ends:
             return None
@@ -194,7 +202,7 @@ def _ends_of_inputs(
 
 
 def _inputs(slot: Slot, num_stages: int) -> Iterator[list[Slot]]:
-    """What a slot needs; of each list one is enough."""
+    """Yield the inputs of a slot as lists of alternatives; one entry of each list is enough."""
     stage, microbatch = slot.stage, slot.microbatch
     if slot.work is Work.WEIGHT_GRADIENT:
         yield [Slot(stage, Work.INPUT_GRADIENT, microbatch)]

@@ -1,4 +1,7 @@
-"""torch's stage with what training needs beside it: outputs that can be let go, and gradients that are reduced in time."""
+"""TrainedStage: torch's PipelineStage with output checks, detachable outputs and overlapped gradient reduction.
+
+`StageRunner` creates one per stage and batch shape. Traced stages use `TracedPipelineStage` instead.
+"""
 
 import contextlib
 from collections.abc import Callable
@@ -11,30 +14,35 @@ from forgather.ml.trainer.pipeline.pipeline_batches import Meta, Metas
 
 
 class StageReducer(Protocol):
-    """Reduces the gradients of stages over the copies that other pipelines have of them."""
+    """Reducer of stage gradients over the copies of the stages in other pipelines."""
 
     def watching(self, stage_index: int) -> contextlib.AbstractContextManager[None]:
-        """In this context the last gradients of a stage are computed, and can be reduced as they come."""
+        """Enter the last backward pass of a stage in a step; gradients can be reduced as they arrive."""
         ...
 
     def reduce(self, stage_index: int) -> None:
-        """All gradients of a stage are there."""
+        """Reduce the remaining gradients of a stage; all of them are complete."""
         ...
 
 
 class TrainedStage(PipelineStage):
-    """A stage of this rank in one shape. `splits_backward` is for schedules that compute two kinds of gradients apart."""
+    """Stage of this rank for one batch shape.
+
+    `splits_backward` is True for schedules that compute gradients of inputs and of weights separately.
+    """
 
     splits_backward = False
     reducer: StageReducer | None = None
     context: Callable[[], contextlib.AbstractContextManager[Any]] = contextlib.nullcontext
-    """What forward passes run in."""
+    """Context of forward passes, such as autocast."""
     expected: Metas | None = None
-    """What the next stage, which looks at nothing, has made room for."""
+    """Outputs for which the next stage has allocated buffers; None on the last stage."""
 
     def forward_maybe_with_nosync(self, *args: Any, **kwargs: Any) -> Any:
+        # Autocast and offloading belong to forward passes, but torch's `step` runs backward passes in between.
         with self.context():
             output = super().forward_maybe_with_nosync(*args, **kwargs)  # type: ignore[no-untyped-call]
+        # The next rank receives into fixed buffers without any check.
         if self.expected is not None:
             _require(self.stage_index, output, self.expected)
         if not self.splits_backward:
@@ -46,12 +54,14 @@ class TrainedStage(PipelineStage):
     def backward_maybe_with_nosync(
         self, backward_type: str, bwd_kwargs: dict[str, Any], last_backward: bool = False
     ) -> Any:
+        # Earlier backward passes only accumulate. Gradients are final in the last one.
         if self.reducer is None or not last_backward:
             return super().backward_maybe_with_nosync(backward_type, bwd_kwargs, last_backward)
         with self.reducer.watching(self.stage_index):
             return super().backward_maybe_with_nosync(backward_type, bwd_kwargs, last_backward)
 
     def perform_reduce_grad(self, grad_scale_factor: int) -> None:
+        # Called by torch once per step, after the last backward pass of the stage.
         super().perform_reduce_grad(grad_scale_factor)
         if self.reducer is not None:
             self.reducer.reduce(self.stage_index)
@@ -61,11 +71,12 @@ def _require(stage_index: int, output: Any, expected: Metas) -> None:
     found = tuple(map(Meta.of, output if isinstance(output, tuple) else (output,)))
     if found != expected:
         raise RuntimeError(
-            f"Stage {stage_index} put out {found}, where {expected} was expected: what passes between stages must have shapes "
-            "and types that follow from those of the batch."
+            f"Stage {stage_index} returned {found}, but {expected} was expected: shapes and dtypes between stages must "
+            "depend only on the shapes and dtypes of the batch."
         )
 
 
 def _let_go(output: Any) -> Any:
-    """Not a view: those cannot be detached in place, which is how torch frees the graph after the first kind."""
+    """Return the output, cloned if it is a view."""
+    # After the input gradients, torch detaches outputs in place to free the graph. This is an error for views.
     return output.clone() if isinstance(output, Tensor) and output._is_view() else output

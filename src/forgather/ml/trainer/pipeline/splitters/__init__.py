@@ -1,1 +1,4 @@
-"""Splitters: divide a model into pipeline stages, by its structure (causal LM) or by tracing it (automatic)."""
+"""Splitters: functions that divide a model into pipeline stages.
+
+`causal_lm` splits a model by its structure, `automatic` splits any model that torch.export can trace.
+"""

@@ -1,9 +1,8 @@
-"""Splits models of any kind into pipeline stages, by tracing what they compute.
+"""Automatic splitter: divides any model that torch.export can trace into pipeline stages.
 
-The model is traced once for training and once for evaluation (`torch.export`), and the list of its operations is cut at
-the split points. Every stage hands all that later stages need to the next stage, so that stages form a chain, whatever
-the model's own connections are. Keyword inputs reach every stage by themselves, and what follows from them alone (masks,
-for example) is computed again in each stage that needs it.
+The model is traced once for training and once for evaluation, and its operations are cut at the split points. Stages
+form a chain: each stage passes on all values that later stages need. Keyword inputs go to every stage directly. Values
+that depend only on keywords, such as masks, are computed again in each stage that needs them.
 """
 
 from collections.abc import Iterator, Mapping, Sequence
@@ -29,10 +28,11 @@ __all__ = ["create_automatic_splitter"]
 
 
 def create_automatic_splitter(split_spec: Mapping[str, SplitPoint | str] | None = None) -> ModelSplitter:
-    """A `ModelSplitter` for models that no other splitter understands.
+    """Return a `ModelSplitter` for models that no other splitter supports.
 
-    `split_spec` says before ("beginning") or after ("end") which modules a new stage begins. An empty one is for models
-    that call `torch.distributed.pipelining.pipe_split` themselves; without one, the model's list of layers is divided evenly.
+    `split_spec` maps module names to "beginning" (a stage begins with this module) or "end" (a stage ends with it). Pass
+    an empty mapping for models that call `torch.distributed.pipelining.pipe_split` themselves. None divides the model's
+    list of layers evenly.
     """
     spec = None if split_spec is None else {name: _as_split_point(name, point) for name, point in split_spec.items()}
 
@@ -50,10 +50,12 @@ def create_automatic_splitter(split_spec: Mapping[str, SplitPoint | str] | None 
         keywords = dict(example_kwargs)
         num_stages = sum(len(indices) for indices in stage_indices)
         points = _even_split(model, num_stages) if spec is None else spec
+        # A trace records the branches of one mode, such as active dropout. So training needs a second trace.
         modes = (True, False) if train else (False,)
         traces = {mode: _trace(model, example_args, keywords, points, num_stages, mode) for mode in modes}
         modules = _build_stages(model, traces, num_stages)
         boundaries = _boundary_tensors(modules, example_args, keywords)
+        # After the dry runs for the boundaries, which run on the meta device of the trace.
         for module in modules:
             module.run_on(device)
         own = sorted(stage_indices[rank])
@@ -85,7 +87,7 @@ def _as_split_point(name: str, point: SplitPoint | str) -> SplitPoint:
 
 
 def _even_split(model: nn.Module, num_stages: int) -> dict[str, SplitPoint]:
-    """Split points that divide the model's one list of layers evenly."""
+    """Return split points that divide the model's only list of layers evenly."""
     if num_stages == 1:
         return {}
     name, layers = _layer_list(model, num_stages)
@@ -102,15 +104,15 @@ def _layer_list(model: nn.Module, num_stages: int) -> tuple[str, nn.ModuleList]:
         return long_enough[0]
     found = ", ".join(f"{name!r} with {len(module)} entries" for name, module in outer) or "none"
     raise ValueError(
-        f"cannot choose where to split {type(model).__name__} into {num_stages} stages: it takes exactly one nn.ModuleList "
-        f"with at least {num_stages} entries, and the lists are: {found}; give create_automatic_splitter a split_spec "
+        f"cannot choose where to split {type(model).__name__} into {num_stages} stages: this needs exactly one nn.ModuleList "
+        f"with at least {num_stages} entries, but the lists are: {found}. Pass create_automatic_splitter a split_spec "
         f"with {num_stages - 1} modules, for example {{'layers.2': SplitPoint.BEGINNING}}"
     )
 
 
 @contextmanager
 def _marked(model: nn.Module, points: Mapping[str, SplitPoint]) -> Iterator[None]:
-    """Meanwhile the model marks its split points while it runs."""
+    """Mark the split points in the model's forward pass, by hooks that call `pipe_split`."""
     with ExitStack() as stack:
         for name, point in points.items():
             try:
@@ -118,8 +120,9 @@ def _marked(model: nn.Module, points: Mapping[str, SplitPoint]) -> Iterator[None
             except AttributeError as error:
                 raise ValueError(
                     f"split_spec names the module {name!r}, which {type(model).__name__} does not have; "
-                    "names are those of model.named_modules()"
+                    "use the names of model.named_modules()"
                 ) from error
+            # pipe_split adds a marker operation to the trace. The graph is cut at these markers.
             if point is SplitPoint.BEGINNING:
                 handle = module.register_forward_pre_hook(lambda module, args: pipe_split())
             else:
@@ -130,6 +133,7 @@ def _marked(model: nn.Module, points: Mapping[str, SplitPoint]) -> Iterator[None
 
 @contextmanager
 def _in_mode(model: nn.Module, training: bool) -> Iterator[None]:
+    # Each module is restored separately: some may be in another mode than the model.
     modes = [(module, module.training) for module in model.modules()]
     model.train(training)
     try:
@@ -157,6 +161,7 @@ def _trace(
             raise _tracing_error(model, error) from error
     root = program.module(check_guards=False)
     assert isinstance(root, fx.GraphModule) and program.call_spec.in_spec is not None
+    # Placeholders come in the order of the call: positional arguments first, then keywords.
     placeholders = [node for node in root.graph.nodes if node.op == "placeholder"]
     keyword_names = program.call_spec.in_spec.child(1).context
     outputs = choose_outputs(model, root.graph, program.call_spec.out_spec)
@@ -178,10 +183,10 @@ def _count_error(
     model: nn.Module, points: Mapping[str, SplitPoint], num_stages: int, num_found: int, idle: list[int]
 ) -> ValueError:
     return ValueError(
-        f"{num_stages} stages were asked for (over all ranks), but the split points {sorted(points)} cut "
+        f"{num_stages} stages were requested (over all ranks), but the split points {sorted(points)} cut "
         f"{type(model).__name__} into {num_found}"
-        + (f", of which {idle} have nothing to compute" if idle else "")
-        + f"; give {num_stages - 1} split points with operations between them (a module that is called several times "
+        + (f", and stages {idle} have nothing to compute" if idle else "")
+        + f". Pass {num_stages - 1} split points with operations between them (a module that is called several times "
         "splits each time), or change stages_per_rank or the number of ranks"
     )
 
@@ -190,11 +195,11 @@ def _tracing_error(model: nn.Module, error: Exception) -> ValueError:
     reason = (str(error).strip().splitlines() or [""])[0]
     return ValueError(
         f"the automatic splitter cannot trace {type(model).__name__}: {type(error).__name__}: {reason}\n"
-        "It records the operations of one forward pass with torch.export, on tensors without values, which takes a model "
-        "whose Python code does not depend on the values of tensors (no `if tensor.sum() > 0`, no .item(), no .tolist()) "
-        "and which returns nothing but tensors (config.use_cache = False for models of transformers). "
-        "Change that part of forward(), or use a splitter that takes the model apart without tracing: "
-        "create_causal_lm_splitter for decoder-only language models, or one of your own. Split points do not matter here."
+        "It records the operations of one forward pass with torch.export, on tensors without values. "
+        "The model's Python code must not depend on tensor values (no `if tensor.sum() > 0`, no .item(), no .tolist()), "
+        "and must return only tensors (config.use_cache = False for models of transformers). "
+        "Change that part of forward(), or use a splitter that does not trace: "
+        "create_causal_lm_splitter for decoder-only language models, or your own. Split points do not matter here."
     )
 
 
@@ -205,6 +210,7 @@ def _build_stages(model: nn.Module, traces: Mapping[bool, Trace], num_stages: in
         {mode: StageGraphBuilder(trace, stage, model_name).build() for mode, trace in traces.items()}
         for stage in range(num_stages)
     ]
+    # A stage holds the state that it reads in either mode.
     used = [set().union(*(graph.state_names for graph in by_mode.values())) for by_mode in graphs]
     share_out_unused(used, names)
     stages = []
@@ -218,8 +224,9 @@ def _build_stages(model: nn.Module, traces: Mapping[bool, Trace], num_stages: in
 def _boundary_tensors(
     modules: Sequence[TracedStage], args: tuple[Tensor, ...], keywords: dict[str, Tensor]
 ) -> list[tuple[Tensor, ...]]:
-    """Examples of what each stage receives and, as the last entry, of what the last one returns."""
+    """Return example inputs of each stage and, as the last entry, example outputs of the last stage."""
     boundaries = [args]
+    # Gradients are enabled, so that the examples show which tensors need a gradient from the next stage.
     with torch.enable_grad():
         for module in modules:
             boundaries.append(module.dry_run(boundaries[-1], keywords))

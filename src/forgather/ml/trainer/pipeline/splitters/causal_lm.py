@@ -1,14 +1,7 @@
-"""The splitter for causal language models: those of transformers, and any that follow a small protocol.
+"""Splitter for causal language models: decoder-only models of transformers, or models that follow a small protocol.
 
-The protocol: a model that has three parts and nothing else with parameters,
-
-- `input_encoder(main_input, **keywords) -> hidden`,
-- `layer_stack`, a `ModuleList` or `ModuleDict` of layers, each `layer(hidden, **keywords) -> hidden`,
-- `output_decoder(hidden, **keywords) -> logits`,
-
-and whose forward pass is these one after another. Keywords are the tensors of the batch beside the main input; a part gets
-those that its `forward` names, or all if it takes `**keywords`. A model that has `attention_mask_creator`, a function of the
-tensors of a batch, gets what that returns as `attention_mask` in every stage.
+A stage runs consecutive layers, under the FQNs of the full model. This is the default splitter of `PipelineTrainer`.
+`create_causal_lm_splitter` describes the protocol.
 """
 
 from collections.abc import Callable, Mapping, Sequence
@@ -30,9 +23,20 @@ _PROTOCOL = ("input_encoder", "layer_stack", "output_decoder")
 def create_causal_lm_splitter(
     num_layers: int | None = None, input_weight: float = 1, output_weight: float = 1
 ) -> ModelSplitter:
-    """A splitter that divides layers evenly, counting input and output as that many layers.
+    """Return a splitter that divides layers evenly; input and output count as `input_weight` and `output_weight` layers.
 
-    `num_layers` tells the list of layers from others in a model that has several.
+    `num_layers` identifies the list of layers in a model with several lists.
+
+    Decoder-only models of transformers are supported as they are. Other models follow a protocol: three modules hold all
+    parameters, and the forward pass calls them in this order:
+
+    - `input_encoder(main_input, **keywords) -> hidden`,
+    - `layer_stack`, a `ModuleList` or `ModuleDict` of layers, each `layer(hidden, **keywords) -> hidden`,
+    - `output_decoder(hidden, **keywords) -> logits`.
+
+    Keywords are the tensors of the batch except the main input. A module gets the keywords that its `forward` names, or
+    all keywords if it takes `**keywords`. If the model has `attention_mask_creator`, a function of the batch's tensors,
+    every stage gets the result as `attention_mask`.
     """
 
     def split(
@@ -62,7 +66,7 @@ def create_causal_lm_splitter(
 def create_manual_causal_lm_splitter(
     num_layers: int | None = None, input_weight: float = 1, output_weight: float = 1
 ) -> ModelSplitter:
-    """The same splitter, under the name that users of the protocol know."""
+    """Return `create_causal_lm_splitter(...)`; a second name for users of the protocol."""
     return create_causal_lm_splitter(num_layers, input_weight, output_weight)
 
 
@@ -74,9 +78,9 @@ def _stages_of(model: nn.Module, num_layers: int | None, divide: Callable[[int],
         anatomy = find_anatomy(model, num_layers)
     except UnknownModel as reason:
         raise ValueError(
-            f"{reason}: the splitter for causal language models does not know how to divide it into stages. Give the model the "
-            f"parts {', '.join(_PROTOCOL)} (see create_causal_lm_splitter), or pass model_splitter="
-            "create_automatic_splitter(split_spec), which traces the model, or a splitter of your own."
+            f"{reason}, so the splitter for causal language models cannot divide it into stages. Give the model the "
+            f"modules {', '.join(_PROTOCOL)} (see create_causal_lm_splitter), or pass model_splitter="
+            "create_automatic_splitter(split_spec), which traces the model, or your own splitter."
         ) from reason
     return hugging_face_stages(anatomy, divide(anatomy.num_layers))
 
@@ -85,16 +89,17 @@ def _refuse_other_parts(model: nn.Module) -> None:
     other = next((name for name in dict(model.named_parameters()) if name.split(".")[0] not in _PROTOCOL), None)
     if other is not None:
         raise ValueError(
-            f"{type(model).__name__} has {other!r} outside of {', '.join(_PROTOCOL)}, so that no stage would train it. Move it "
-            "into one of these parts."
+            f"{type(model).__name__} has {other!r} outside of {', '.join(_PROTOCOL)}, so no stage would train it. Move it "
+            "into one of these modules."
         )
 
 
 class ProtocolStage(nn.Module):
-    """Some layers of a model that follows the protocol, with its input or output at the ends."""
+    """Consecutive layers of a model that follows the protocol; the first and last stage add encoder and decoder."""
 
     def __init__(self, model: nn.Module, layers: range, stage_index: int, num_stages: int) -> None:
         super().__init__()
+        # A copy of the container with some of its entries. They keep their keys, and thereby their FQNs.
         stack = twin_of(model.layer_stack)  # type: ignore[arg-type]
         names = list(stack._modules)
         stack._modules = {names[number]: stack._modules[names[number]] for number in layers}
@@ -105,6 +110,7 @@ class ProtocolStage(nn.Module):
             parts["output_decoder"] = model.output_decoder
         for name, part in parts.items():
             self.add_module(name, part)
+        # A tuple, which nn.Module does not register: each layer has one FQN.
         self._layers = tuple(stack._modules.values())
 
     def forward(self, inputs: Any, **keywords: Any) -> Any:
@@ -116,7 +122,7 @@ class ProtocolStage(nn.Module):
 
 
 def _accepted(part: Any, keywords: Mapping[str, Tensor]) -> Mapping[str, Tensor]:
-    """Those keywords that a part names, or all if it takes any."""
+    """Return the keywords that the module's `forward` names, or all if it takes any."""
     parameters = parameters_of(part.forward)
     if any(one.kind is one.VAR_KEYWORD for one in parameters.values()):
         return keywords

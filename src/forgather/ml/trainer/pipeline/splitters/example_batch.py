@@ -1,4 +1,8 @@
-"""An example of a micro-batch without values, for splitters that run or trace the model."""
+"""Example micro-batch on the meta device, for splitters that run or trace the model.
+
+Building it consumes no training data: streams are not started, and loaders are not touched. Called by
+`PipelineTrainer` and `OwnLossCheck`.
+"""
 
 from collections.abc import Mapping
 from typing import Any
@@ -16,10 +20,9 @@ Example = tuple[tuple[Tensor, ...], dict[str, Any]]
 
 
 def example_batch(model: nn.Module, dataset: object, collate: CollateFn | None, num_rows: int) -> Example:
-    """The main input and the other tensors of a micro-batch, on the meta device.
+    """Return the main input and the other tensors of a micro-batch, on the meta device.
 
-    Taken from the dataset if that can be asked for single samples; a stream is not begun for it, and token ids of some
-    length stand in.
+    Samples come from a map-style dataset. For a stream, dummy token ids are used, because reading it would consume data.
     """
     sample = dict(sample_batch(model, dataset, collate, num_rows))
     labels = sample.pop("labels", None)
@@ -28,8 +31,9 @@ def example_batch(model: nn.Module, dataset: object, collate: CollateFn | None, 
 
 
 def sample_batch(model: nn.Module, dataset: object, collate: CollateFn | None, num_rows: int) -> Mapping[str, Any]:
-    """So many samples of the dataset, or tokens and labels that stand in for them."""
+    """Return a batch of `num_rows` samples of the dataset, or of dummy tokens and labels."""
     if dataset is None or not is_map_style(dataset) or len(dataset) == 0:
+        # Ids 0 and 1 exist in every vocabulary. The pattern is irregular, because `OwnLossCheck` compares losses on it.
         tokens = torch.tensor([0, 1, 1, 0, 1, 0, 0, 1], dtype=torch.int64, device="cpu").expand(num_rows, -1)
         return {main_input_of(model): tokens, "labels": tokens}
     samples = [dataset[number % len(dataset)] for number in range(num_rows)]

@@ -1,4 +1,8 @@
-"""Stages of a model that is never whole on one rank: parts of it on the meta device, filled with memory and values."""
+"""Stage building blocks: shallow module copies, allocation of meta tensors, and streaming of values between ranks.
+
+Only rank 0 ever holds the values of the full model; other ranks allocate just their own stages. Used by `PipelineModel`
+and the splitters.
+"""
 
 import copy
 from collections import deque
@@ -12,11 +16,12 @@ from torch.distributed import ProcessGroup
 
 from forgather.ml.trainer.pipeline.pipeline_utils import tensors_of
 
+# Bounds the extra memory of rank 0, which copies each tensor to its device before it sends it.
 _SENDS_IN_FLIGHT = 16
 
 
 def twin_of(module: nn.Module) -> nn.Module:
-    """A module with the same parts, of which some can be replaced without touching the original."""
+    """Return a shallow copy of a module; its children and tensors can be replaced without changing the original."""
     twin = copy.copy(module)
     for name in ("_modules", "_parameters", "_buffers"):
         vars(twin)[name] = dict(vars(module)[name])
@@ -24,7 +29,7 @@ def twin_of(module: nn.Module) -> nn.Module:
 
 
 class RankModel(nn.Module):
-    """What a rank has of a model: the parts of all its stages, under the names of the whole model."""
+    """All stages of a rank merged into one module, under the FQNs of the full model."""
 
     def __init__(self, modules: Sequence[nn.Module], whole: nn.Module) -> None:
         super().__init__()
@@ -44,6 +49,7 @@ def _merge(target: nn.Module, modules: Sequence[nn.Module]) -> None:
         for name, child in module._modules.items():
             if child is not None and all(child is not other for other in children.setdefault(name, [])):
                 children[name].append(child)
+    # Two stages of a rank can hold different entries of one child, such as layers 0 and 4 of the same list.
     for name, alike in children.items():
         if len(alike) > 1:
             branch = nn.Module()
@@ -54,7 +60,7 @@ def _merge(target: nn.Module, modules: Sequence[nn.Module]) -> None:
 
 
 def materialise(modules: Iterable[nn.Module], device: torch.device) -> None:
-    """Give the tensors of these modules memory, without values; what was one tensor stays one."""
+    """Allocate the meta tensors of these modules on `device`, without values; tied tensors stay tied."""
     memory: dict[int, Tensor] = {}
 
     def real(tensor: Tensor) -> Tensor:
@@ -74,10 +80,11 @@ def materialise(modules: Iterable[nn.Module], device: torch.device) -> None:
 def stream_values(
     source: nn.Module | None, own: Sequence[nn.Module], names: Sequence[Sequence[str]], group: ProcessGroup
 ) -> None:
-    """Give each rank the values of its tensors from the whole model, which only rank 0 of the group has.
+    """Send each rank the values of its tensors from the full model `source`, which only rank 0 of the group has.
 
-    `names` are those of each rank's tensors. Nothing but the tensors themselves is allocated where values arrive.
+    `names` lists the tensor names of each rank. Receivers allocate nothing besides their own tensors.
     """
+    # Messages carry no names. Sender and receivers derive the same order from `names`, which is equal on all ranks.
     rank = dist.get_rank(group)
     targets = _joined(own)
     owners: dict[str, list[int]] = {}
@@ -88,6 +95,7 @@ def stream_values(
         assert source is not None
         _send_values(tensors_of(source), owners, targets, group)
     else:
+        # detach(): a parameter that requires a gradient cannot be written in place.
         works = [dist.irecv(tensor.detach(), group=group, group_src=0) for tensor in _in_order(owners, targets)]
         for work in works:
             assert work is not None
@@ -108,6 +116,7 @@ def _send_values(
         for number in ranks:
             if number == 0:
                 targets[name].detach().copy_(value)
+            # A tied tensor is sent to a rank once, however many of its names that rank holds.
             elif (id(values[name]), number) not in sent:
                 sent.add((id(values[name]), number))
                 tensor = value.to(device, non_blocking=True).contiguous()
@@ -119,7 +128,7 @@ def _send_values(
 
 
 def _in_order(owners: Mapping[str, Sequence[int]], targets: Mapping[str, Tensor]) -> list[Tensor]:
-    """The tensors of this rank in the order in which they are sent, each once whatever its names are."""
+    """Return the tensors of this rank in the order of the sends; a tensor with several names appears once."""
     tensors: dict[int, Tensor] = {}
     for name in owners:
         if name in targets:

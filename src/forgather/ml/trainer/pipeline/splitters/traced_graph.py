@@ -1,4 +1,8 @@
-"""The operations of a traced model, and which of them belong to which pipeline stage."""
+"""Graph of a traced model: assignment of its operations to pipeline stages, and one graph per stage.
+
+Each value is computed in one stage and carried through the chain to its last use. Writes in place that other stages
+would miss raise ValueError. Called by the automatic splitter.
+"""
 
 import operator
 from collections.abc import Mapping, Sequence
@@ -14,12 +18,12 @@ from forgather.ml.trainer.pipeline.splitters.traced_stage import Argument, Stage
 
 _aten = torch.ops.aten
 _SPLIT_MARK = torch.ops.pippy._pipe_split.default
-# Assertions name the device and dtype of tracing, which are not those of training.
+# Metadata assertions contain the device and dtype of the trace, which differ in training.
 _NOT_COPIED = (_SPLIT_MARK, _aten._assert_tensor_metadata.default)
 
 
 class StateNames:
-    """The names that the whole model has for its parameters and buffers."""
+    """FQNs of the parameters and buffers in the full model; a tied tensor has several."""
 
     def __init__(self, model: nn.Module) -> None:
         self.tensors: dict[str, Tensor] = dict(model.named_parameters(remove_duplicate=False))
@@ -34,7 +38,7 @@ class StateNames:
         }
 
     def name_for(self, target: str, user: fx.Node) -> str:
-        """The name by which `user` knows the tensor: of a tied one, that of the module in which it is used."""
+        """Return the FQN of a tensor; for a tied tensor, the FQN in the module that contains the operation `user`."""
         names = self._aliases[id(self.tensors[target])]
         # A module that is called again is traced as "name@1".
         paths = {path.split("@")[0] for path, _ in user.meta.get("nn_module_stack", {}).values()}
@@ -42,6 +46,7 @@ class StateNames:
         return (in_use or names)[0]
 
     def add_to(self, stage: nn.Module, used: set[str]) -> None:
+        # In the order of the full model, which decides the order of parameters in optimizers.
         for name, tensor in self.tensors.items():
             if name in used:
                 path, _, last = name.rpartition(".")
@@ -61,9 +66,10 @@ def _submodule_at(module: nn.Module, path: str) -> nn.Module:
 
 
 def share_out_unused(used: list[set[str]], names: StateNames) -> None:
-    """Give state that no operation reads to some stage, so that checkpoints are complete.
+    """Assign state that no operation reads to a stage, so that checkpoints are complete.
 
-    A further name of a tensor goes where the tensor is, everything else to the stage with the most similar names.
+    Another name of a used tensor goes to the stage of that tensor. Other state goes to the stage with the most similar
+    names.
     """
     for name in names.tensors:
         if not any(name in taken for taken in used):
@@ -72,6 +78,7 @@ def share_out_unused(used: list[set[str]], names: StateNames) -> None:
 
 
 def _similarity(name: str, other: str, names: StateNames) -> int:
+    # Larger than the number of common path components of any two names, so that the stage of the tensor wins.
     if names.tensors[name] is names.tensors[other]:
         return len(name)
     return sum(
@@ -81,7 +88,7 @@ def _similarity(name: str, other: str, names: StateNames) -> int:
 
 @dataclass
 class _Family:
-    """Values that share their memory, and the stages that write into it."""
+    """Values that share memory, and the stages that write to it."""
 
     members: list[fx.Node]
     writers: set[int] = field(default_factory=set)
@@ -89,7 +96,7 @@ class _Family:
 
 @dataclass
 class Trace:
-    """What the model computes, operation by operation, and which stage does what."""
+    """Operations of a traced model, and the stage of each operation."""
 
     root: fx.GraphModule
     num_stages: int
@@ -100,11 +107,11 @@ class Trace:
     stages: dict[fx.Node, int] = field(default_factory=dict)
     families: dict[fx.Node, _Family] = field(default_factory=dict)
     portable: set[fx.Node] = field(default_factory=set)
-    """Values that follow from keyword inputs alone; any stage can compute them."""
+    """Values that depend only on keyword inputs; any stage can compute them."""
     last_uses: dict[fx.Node, int] = field(default_factory=dict)
 
     def analyse(self) -> tuple[int, list[int]]:
-        """Find out which stage does what; returns the number of stages, and those of them that have nothing to do."""
+        """Assign operations to stages; return the number of stages, and the indices of stages without operations."""
         _assign_stages(self)
         _find_shared_memory(self)
         _find_portable(self)
@@ -118,14 +125,15 @@ class Trace:
         return self.stages[node] == stage and node.target not in _NOT_COPIED and node not in self.portable
 
     def carried_into(self, stage: int) -> list[fx.Node]:
-        """The values that the stage gets from the one before."""
+        """Return the values that the stage receives from the previous stage."""
         if stage == 0:
             return self.inputs
+        # Stages only send to their successor, so a value also travels through stages that do not use it.
         return [node for node, last in self.last_uses.items() if self.stages[node] < stage <= last]
 
 
 def choose_outputs(model: nn.Module, graph: fx.Graph, spec: pytree.TreeSpec) -> fx.Node | tuple[fx.Node, ...]:
-    """The logits of outputs that have them, otherwise all tensors; the rest of the graph is forgotten."""
+    """Return the logits if the model returns any, else all output tensors; remove the rest of the graph."""
     output = graph.output_node()
     leaves = list(output.args[0]) if isinstance(output.args[0], Sequence) else [output.args[0]]
     whole = pytree.tree_unflatten(leaves, spec)
@@ -134,8 +142,9 @@ def choose_outputs(model: nn.Module, graph: fx.Graph, spec: pytree.TreeSpec) -> 
         logits = None if isinstance(whole, fx.Node) else getattr(whole, "logits", None)
     nodes = (logits,) if isinstance(logits, fx.Node) else tuple(leaf for leaf in leaves if isinstance(leaf, fx.Node))
     if not nodes:
-        raise ValueError(f"{type(model).__name__} returns no tensor, so that there is nothing to compute a loss from")
+        raise ValueError(f"{type(model).__name__} returns no tensor, so there is nothing to compute a loss from")
     output.args = (nodes,)
+    # Other outputs would be carried through all stages to the end.
     graph.eliminate_dead_code()
     return nodes[0] if len(nodes) == 1 else nodes
 
@@ -144,12 +153,12 @@ def _assign_stages(trace: Trace) -> None:
     stage = 0
     for node in trace.root.graph.nodes:
         stage += node.target is _SPLIT_MARK
-        # A list of tensors cannot be sent; its entries can.
+        # A list of tensors cannot be sent, but its entries can. So entries belong to the stage of their list.
         trace.stages[node] = trace.stages[node.args[0]] if node.target is operator.getitem else stage
 
 
 def _aliased(node: fx.Node, only_written: bool = False) -> list[fx.Node]:
-    """The inputs whose memory the node's result shares, or into which it writes."""
+    """Return the inputs that share memory with the node's result; with `only_written`, the inputs that it writes to."""
     if node.target is operator.getitem:
         return [] if only_written else [node.args[0]]  # type: ignore[list-item]
     if not isinstance(node.target, torch._ops.OpOverload):
@@ -161,6 +170,7 @@ def _aliased(node: fx.Node, only_written: bool = False) -> list[fx.Node]:
 
 
 def _find_shared_memory(trace: Trace) -> None:
+    # Aliases are merged into families first, so that a write through any view counts for all members.
     for node in trace.root.graph.nodes:
         trace.families[node] = _Family([node])
         for other in _aliased(node):
@@ -175,6 +185,7 @@ def _find_shared_memory(trace: Trace) -> None:
 
 def _find_portable(trace: Trace) -> None:
     for node in trace.root.graph.nodes:
+        # A value that is written in place differs before and after the write, so it cannot be recomputed elsewhere.
         if trace.families[node].writers:
             continue
         from_keywords = all(other in trace.portable for other in node.all_input_nodes)
@@ -185,6 +196,7 @@ def _find_portable(trace: Trace) -> None:
 def _is_repeatable(node: fx.Node) -> bool:
     if not isinstance(node.target, torch._ops.OpOverload):
         return node.target is operator.getitem
+    # Random operations would draw other numbers in each stage.
     return torch.Tag.nondeterministic_seeded not in node.target.tags and not node.target._schema.is_mutable
 
 
@@ -197,11 +209,12 @@ def _find_last_uses(trace: Trace) -> None:
 
 
 def _stage_of_use(trace: Trace, user: fx.Node) -> int:
+    # Outputs of the model leave from the last stage, so they are carried there.
     return trace.num_stages - 1 if user.op == "output" else trace.stages[user]
 
 
 class StageGraphBuilder:
-    """Copies the operations of one stage out of a trace."""
+    """Builder that copies the operations of one stage out of a trace."""
 
     def __init__(self, trace: Trace, stage: int, model_name: str) -> None:
         self._trace, self._stage, self._model_name = trace, stage, model_name
@@ -228,6 +241,7 @@ class StageGraphBuilder:
         if self._stage == self._trace.num_stages - 1:
             return fx.node.map_arg(outputs, lambda node: self._value(node, end))
         sent = self._trace.carried_into(self._stage + 1)
+        # Values that only pass through are cloned, so that outputs are never the receive buffers themselves.
         return tuple(
             self._graph.call_function(_aten.clone.default, (self._copies[node],))
             if node in received
@@ -256,12 +270,14 @@ class StageGraphBuilder:
         return self._copy(node)
 
     def _own(self, node: fx.Node, value: fx.Node) -> fx.Node:
-        """The value itself, or a copy of it where this stage writes into it: what is received belongs to others."""
+        """Return the value, or a clone if this stage writes to it."""
+        # Received tensors and keyword inputs belong to the caller and must not change.
         is_written = self._stage in self._trace.families[node].writers
         return self._graph.call_function(_aten.clone.default, (value,)) if is_written else value
 
     def _attribute(self, node: fx.Node, user: fx.Node) -> fx.Node:
         target = str(node.target)
+        # State is an argument of the graph, since the stage looks it up in each call: it may be allocated or replaced.
         if target in self._trace.names.tensors:
             name = self._trace.names.name_for(target, user)
             if name not in self._state:
@@ -277,14 +293,14 @@ class StageGraphBuilder:
             return self._graph.get_attr(str(node.target))
         if value.is_meta:
             raise ValueError(
-                f"{self._model_name} uses the tensor {node.target!r}, which is neither a parameter nor a buffer; the model "
-                "is built without values, and nothing would fill it in; make it a buffer with "
+                f"{self._model_name} uses the tensor {node.target!r}, which is neither a parameter nor a buffer. The model "
+                "is built without values, so this tensor would stay empty. Make it a buffer with "
                 "register_buffer(name, tensor, persistent=False)"
             )
         return self._placeholder(Argument("constant", str(node.target), value))
 
     def _check_writes(self, received: list[fx.Node]) -> None:
-        """Refuse what would be wrong: memory that several values share, written in another stage than it came from."""
+        """Raise ValueError if this stage writes in place to memory that other stages or several received values share."""
         for family in {id(family): family for family in self._trace.families.values()}.values():
             if self._stage not in family.writers:
                 continue
@@ -293,6 +309,5 @@ class StageGraphBuilder:
             if len(holders) > 1 or len([node for node in received if node in family.members]) > 1:
                 raise ValueError(
                     f"stage {self._stage} of {self._model_name} changes a tensor in place ({family.members[0].name}), which "
-                    "other stages use as well or under another name; move the split point, or do without the operation "
-                    "in place"
+                    "other stages also use, or which has a second name; move the split point, or avoid the in-place operation"
                 )

@@ -1,4 +1,8 @@
-"""A pipeline stage that was traced: a module with the names of the whole model, and the stage that torch runs."""
+"""TracedStage: a pipeline stage from a trace, as a module; TracedPipelineStage is its stage object for torch.
+
+State keeps the FQNs of the full model. Micro-batches of other shapes than the traced shapes raise ValueError. Built by
+the automatic splitter.
+"""
 
 import operator
 from collections.abc import Iterator, Mapping, Sequence
@@ -14,7 +18,7 @@ Shape = tuple[int, ...]
 
 
 class Argument(NamedTuple):
-    """What a stage's graph is called with: the state or keyword of this name, a constant, or the next value received."""
+    """Argument of a stage's graph: the state or keyword of this name, a constant, or the next received value."""
 
     kind: Literal["state", "keyword", "constant", "received"]
     name: str = ""
@@ -23,7 +27,7 @@ class Argument(NamedTuple):
 
 @dataclass
 class StageGraph:
-    """The operations of one stage in one mode, as a function without state of its own."""
+    """Operations of one stage in one mode, as a function without state."""
 
     function: fx.GraphModule
     arguments: list[Argument]
@@ -34,10 +38,10 @@ class StageGraph:
 
 
 class TracedStage(nn.Module):
-    """One stage of a traced model: the operations, and the parameters and buffers under the names of the whole model.
+    """Stage of a traced model: its operations, with parameters and buffers under the FQNs of the full model.
 
-    Parameters and buffers may be replaced at any time; each call looks them up. The traces are for the shapes of one
-    micro-batch. A stage that was made for training has a trace of its own for evaluation, taken by `eval()`.
+    Parameters and buffers can be replaced at any time, because each call looks them up. Traces are valid for the shapes
+    of one micro-batch. A stage built for training has a separate trace for evaluation, selected by `eval()`.
     """
 
     def __init__(self, description: str, graphs: dict[bool, StageGraph], is_last: bool) -> None:
@@ -57,7 +61,7 @@ class TracedStage(nn.Module):
         return tuple(_ready_to_send(out, dtype) for out, dtype in zip(outputs, self._sent_dtypes, strict=True))
 
     def check_shapes(self, received: Sequence[Tensor] | None, keywords: Mapping[str, Tensor]) -> None:
-        """Refuse inputs for which the stage was not traced; `received` is None where another stage sends it."""
+        """Raise ValueError for shapes that were not traced; `received` is None if another stage sends the inputs."""
         shapes = self._received_shapes if received is None else [tuple(tensor.shape) for tensor in received]
         if shapes != self._received_shapes:
             raise self._shape_error("its inputs", self._received_shapes, shapes)
@@ -66,7 +70,7 @@ class TracedStage(nn.Module):
             raise self._shape_error("the keyword inputs", self._keyword_shapes, keyword_shapes)
 
     def run_on(self, device: torch.device) -> None:
-        """Replace the device of tracing by this one."""
+        """Replace the meta device of the trace by `device`."""
         for graph in self._graphs.values():
             _replace_meta_device(graph.function, device)
             graph.arguments = [
@@ -75,7 +79,7 @@ class TracedStage(nn.Module):
             ]
 
     def dry_run(self, received: Sequence[Tensor], keywords: Mapping[str, Tensor]) -> tuple[Tensor, ...]:
-        """What the stage returns on meta; fixes the shapes that it accepts from now on."""
+        """Return the outputs of the stage on the meta device; record the shapes that it accepts from now on."""
         self._received_shapes = [tuple(tensor.shape) for tensor in received]
         self._keyword_shapes = {name: tuple(tensor.shape) for name, tensor in keywords.items()}
         results = []
@@ -83,12 +87,14 @@ class TracedStage(nn.Module):
             self.training = training
             outputs = self._run(received, keywords)
             results.append((outputs,) if isinstance(outputs, Tensor) else tuple(outputs))
+        # Stages allocate their receive buffers once, for both modes.
         self._check_modes_agree(results)
         self.training = next(iter(self._graphs))
         self._sent_dtypes = [tensor.dtype for tensor in results[0]]
         return tuple(tensor.detach().contiguous().requires_grad_(tensor.requires_grad) for tensor in results[0])
 
     def _run(self, received: Sequence[Tensor], keywords: Mapping[str, Tensor]) -> Any:
+        # A stage that was not built for training has only the trace for evaluation.
         graph = self._graphs.get(self.training) or self._graphs[False]
         values = iter(received)
         return graph.function(*(self._look_up(argument, values, keywords) for argument in graph.arguments))
@@ -108,24 +114,23 @@ class TracedStage(nn.Module):
         metas = [[(tensor.shape, tensor.dtype) for tensor in result] for result in results]
         if any(meta != metas[0] for meta in metas):
             raise ValueError(
-                f"{self._description} returns other tensors in training than in evaluation, {metas[0]} and {metas[1]}; "
+                f"{self._description} returns different tensors in training and evaluation, {metas[0]} and {metas[1]}; "
                 "move the split points to where both modes compute the same values"
             )
 
     def _shape_error(self, what: str, expected: object, got: object) -> ValueError:
         return ValueError(
-            f"{self._description} was traced for micro-batches in which {what} have the shapes {expected}, and got {got}; "
-            "a traced stage works for these alone. Give all batches the same size and length (pad sequences to a fixed "
-            "length, let n_microbatches divide the batch size, pass the same keyword tensors every time), or use a "
-            "splitter that does not trace"
+            f"{self._description} was traced for micro-batches where {what} have the shapes {expected}, but got {got}. "
+            "A traced stage accepts no other shapes. Pad sequences to a fixed length, let n_microbatches divide the batch "
+            "size, and pass the same keyword tensors every time, or use a splitter that does not trace"
         )
 
 
 class TracedPipelineStage(PipelineStage):
-    """A pipeline stage whose shapes are known from tracing, so that no trial pass is needed before the first step."""
+    """Pipeline stage with shapes known from the trace, so that the first step needs no trial pass."""
 
     fixed_shapes = True
-    """Whether only micro-batches of the shapes of the example can be run."""
+    """Whether only micro-batches with the shapes of the example are accepted."""
 
     def __init__(
         self,
@@ -141,7 +146,7 @@ class TracedPipelineStage(PipelineStage):
         super().__init__(module, stage_index, num_stages, device, inputs, outputs, group=group)
         self._traced = module
         self.input_shapes = [tuple(tensor.shape) for tensor in microbatch[0]]
-        """Shapes of the main inputs of a micro-batch, known to the stages that do not see them as well."""
+        """Shapes of the main inputs of a micro-batch, also on stages that do not receive them."""
         self.keyword_shapes = {name: tuple(tensor.shape) for name, tensor in microbatch[1].items()}
 
     def forward_one_chunk(
@@ -151,20 +156,20 @@ class TracedPipelineStage(PipelineStage):
         kwargs: dict[str, Any] | None = None,
         save_forward_output: bool = True,
     ) -> Any:
-        # Torch wraps what a stage raises in an error of its own, which would hide the explanation.
+        # Checked outside of the stage: torch wraps errors of a stage in another error, which would hide the message.
         self._traced.check_shapes(args if self.is_first else None, kwargs or {})
         return super().forward_one_chunk(fwd_chunk_id, args, kwargs, save_forward_output)
 
 
 def _ready_to_send(tensor: Tensor, dtype: torch.dtype) -> Tensor:
-    """The tensor as the next stage expects it, also if autocast made another dtype."""
+    """Return the tensor in the dtype that the next stage expects, even if autocast produced another dtype."""
     tensor = tensor.to(dtype).contiguous()
-    # Zero-bubble schedules detach what a stage returned, which torch refuses for views.
+    # Zero-bubble schedules detach outputs in place, which torch does not allow for views.
     return tensor.clone() if tensor._is_view() else tensor
 
 
 def _replace_meta_device(function: fx.GraphModule, device: torch.device) -> None:
-    """Let tensors that the code creates be created where it runs; tracing wrote its own device into the graph."""
+    """Replace the meta device in operations that create tensors; tracing recorded it in the graph."""
 
     def replaced(value: object) -> Any:
         return device if isinstance(value, torch.device) and value.type == "meta" else value

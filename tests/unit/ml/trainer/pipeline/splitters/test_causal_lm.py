@@ -258,14 +258,14 @@ REMEDIES = r".*input_encoder, layer_stack, output_decoder.*model_splitter=create
 def test_a_model_whose_code_scales_hidden_states_is_refused() -> None:
     """Granite multiplies what it embeds; every stage would do so."""
     config = _config(hf.GraniteConfig, embedding_multiplier=2.0)
-    with pytest.raises(ValueError, match="GraniteForCausalLM does more to hidden states than its layers" + REMEDIES):
+    with pytest.raises(ValueError, match="GraniteForCausalLM changes hidden states outside of its layers" + REMEDIES):
         split(on_meta(lambda: hf.GraniteForCausalLM(config)), 2)
 
 
 @pytest.mark.parametrize(
     ("make", "reason"),
     [
-        (lambda: nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 2)), "Sequential is no model of transformers"),
+        (lambda: nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 2)), "Sequential is not a model of transformers"),
         (lambda: hf.LlamaModel(_config(hf.LlamaConfig)), "LlamaModel has no language-model head"),
         (
             lambda: hf.T5ForConditionalGeneration(
