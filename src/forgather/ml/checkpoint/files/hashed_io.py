@@ -162,10 +162,10 @@ class HashingWriter:
             try:
                 written = os.pwrite(self._descriptor, data, self._offset)
             except OSError as error:
-                if error.errno != errno.EINVAL or not self._direct:
+                # A short write or an unusual block size breaks the alignment. Continue through the page cache then.
+                if error.errno != errno.EINVAL or not self._direct or not _set_direct(self._descriptor, False):
                     raise
-                # A short write or an unusual block size broke the alignment. Continue through the page cache.
-                self._direct = not _set_direct(self._descriptor, False)
+                self._direct = False
                 continue
             self._offset += written
             data = data[written:]
