@@ -1,4 +1,8 @@
-"""Checks of training arguments that depend on each other: refused combinations, with what to change."""
+"""Validation of training arguments that depend on each other: invalid combinations, with the setting to change.
+
+Each check raises ValueError when the arguments are created, before a trainer exists. The `__post_init__` methods of the
+argument classes call them.
+"""
 
 from typing import TYPE_CHECKING
 
@@ -11,7 +15,7 @@ SDPA_BACKENDS = ("math", "flash", "efficient", "cudnn")
 
 
 def check_best_model(args: "BaseTrainingArguments") -> None:
-    """Refuse a best model without evaluations or saves: it is one that was evaluated and saved."""
+    """Raise ValueError for a best model without evaluations or without saves."""
     for name in ("load_best_model_at_end", "preserve_best_model"):
         if not getattr(args, name):
             continue
@@ -28,7 +32,7 @@ def check_best_model(args: "BaseTrainingArguments") -> None:
 
 
 def check_attention(args: "BaseTrainingArguments") -> None:
-    """Refuse unknown backends of scaled_dot_product_attention, and an order of fewer than two."""
+    """Raise ValueError for unknown SDPA backends, and for a priority order of fewer than two backends."""
     backends = [args.sdpa_backend] if isinstance(args.sdpa_backend, str) else args.sdpa_backend
     for name in backends or ():
         if name not in SDPA_BACKENDS:
@@ -44,7 +48,7 @@ def check_attention(args: "BaseTrainingArguments") -> None:
 
 
 def check_activation_budget(args: "TrainingArguments") -> None:
-    """Refuse an activation memory budget outside of 0 to 1, or without torch.compile."""
+    """Raise ValueError for an activation memory budget outside [0, 1] or without torch.compile."""
     budget = args.activation_memory_budget
     if budget is None:
         return
@@ -60,7 +64,7 @@ def check_activation_budget(args: "TrainingArguments") -> None:
 
 
 def check_average(args: "TrainingArguments") -> None:
-    """Refuse an EMA decay out of range, and an evaluation or a best metric of an average that is not kept."""
+    """Raise ValueError for an EMA decay out of range, and for an evaluation or best metric of an EMA that is not kept."""
     if args.ema_decay is not None and not 0 <= args.ema_decay < 1:
         raise ValueError(f"ema_decay={args.ema_decay!r} cannot be used: it must be at least 0 and less than 1.")
     if args.eval_ema and args.ema_decay is None:
@@ -68,6 +72,7 @@ def check_average(args: "TrainingArguments") -> None:
             "eval_ema=True evaluates averaged weights, but ema_decay=None keeps no average. Set ema_decay, such as "
             "0.999, or eval_ema=False."
         )
+    # The metric may be written with or without "eval_".
     if not args.eval_ema and args.best_model_metric.removeprefix("eval_") == "ema_loss":
         raise ValueError(
             f"metric_for_best_model={args.best_model_metric!r} is the loss of averaged weights, which are not evaluated. "
@@ -76,10 +81,11 @@ def check_average(args: "TrainingArguments") -> None:
 
 
 def refuse_fused_combinations(args: "TrainingArguments") -> None:
-    """Refuse settings that need all gradients at once, if the optimizer steps in the backward pass."""
+    """Raise ValueError for settings that need all gradients at once, if the optimizer steps in the backward pass."""
     if not args.fuse_optim_with_backward:
         return
     reasons = {
+        # With 0, as with None, gradients are not clipped.
         "max_grad_norm": (bool(args.max_grad_norm), "parameters are updated before the whole norm is known"),
         "gradient_accumulation_steps": (
             args.gradient_accumulation_steps > 1,
@@ -100,7 +106,7 @@ def refuse_fused_combinations(args: "TrainingArguments") -> None:
 
 
 def refuse_short_weights(dtype: torch.dtype, where: str) -> None:
-    """Raise `ValueError` for weights that mixed_precision="fp16" cannot train."""
+    """Raise ValueError for float16 weights, which mixed_precision="fp16" cannot train."""
     if dtype == torch.float16:
         raise ValueError(
             f"mixed_precision='fp16' cannot be combined with weights in float16 ({where}): their gradients would be in "

@@ -1,4 +1,8 @@
-"""Looks whether there is anything to train on: steps without a target change nothing, and look like steps."""
+"""Watchdog for steps without target tokens, which run normally but train nothing.
+
+It never synchronises with the device: counts that are on a device are read only when a log interval is reduced.
+`Reporter` calls it in training, `Evaluator` uses its warning.
+"""
 
 import logging
 from collections.abc import Iterable, Mapping
@@ -23,14 +27,15 @@ _REMEDY = (
 
 
 class TargetWatch:
-    """Warns once of steps that train on nothing. Counts that are on a device are looked at only where it is waited for."""
+    """Watchdog that warns once about steps without targets."""
 
     def __init__(self) -> None:
         self.has_seen_targets = False
         self._has_warned = False
 
     def note(self, batches: Iterable[Mapping[str, Any]], targets: int | Tensor, number: int) -> None:
-        """The step with this number in the process is done, with so many targets over all micro-batches and ranks."""
+        """Check step `number` of this process, with `targets` over all its micro-batches and ranks."""
+        # A tensor is on the device; `note_interval` checks it once the sums are read.
         if self._has_warned or not isinstance(targets, int):
             return
         self.has_seen_targets = self.has_seen_targets or targets > 0
@@ -42,11 +47,12 @@ class TargetWatch:
                 f"Step {number} of this process had labels other than {IGNORE_INDEX} (of shape {shapes[0]}), but the "
                 "loss counts none of them as a target"
             )
+        # A few steps may consist of ignored labels only, so warn after several.
         elif not self.has_seen_targets and number == _NUM_FIRST_STEPS:
             self._warn(f"The first {_NUM_FIRST_STEPS} steps had no target at all")
 
     def note_interval(self, num_steps: int, targets: float) -> None:
-        """The device was waited for, and so many targets were in the steps since the last log."""
+        """Check the `targets` of the steps since the last log, after a device synchronisation."""
         if num_steps and targets == 0 and not self.has_seen_targets and not self._has_warned:
             self._warn(f"The first {num_steps} steps had no target at all")
         self.has_seen_targets = self.has_seen_targets or targets > 0
@@ -57,14 +63,14 @@ class TargetWatch:
 
 
 def warn_of_no_targets(num_batches: int) -> None:
-    """An evaluation had batches, but no loss."""
+    """Warn about an evaluation with batches but without targets."""
     logger.warning(
         "The evaluation had %d batches but no target at all, so that eval_loss is NaN. %s", num_batches, _REMEDY
     )
 
 
 def _labels_of(batch: Mapping[str, Any]) -> Tensor | None:
-    """The labels of a batch, if some of them say something; those on a device are not looked at."""
+    """Return the labels of a batch if any differs from IGNORE_INDEX; labels on a device are not read."""
     labels = batch.get("labels")
     if isinstance(batch, EmptyBatch) or not isinstance(labels, Tensor) or labels.device.type != "cpu":
         return None

@@ -1,4 +1,7 @@
-"""Devices: choosing one for a process, moving batches to it, emptying its cache."""
+"""Devices: selection for a process, transfer of batches, and the cache of the accelerator's allocator.
+
+The processes of a node use different devices. `Trainer` and its set-up call these functions.
+"""
 
 import gc
 import os
@@ -14,7 +17,7 @@ from forgather.ml.trainer.loading.empty_batch import EmptyBatch
 
 
 def require_device(asked: str | torch.device | None) -> None:
-    """Raise `ValueError` for a device that this process does not have."""
+    """Raise ValueError for a device that this process does not have."""
     device = torch.device("cpu" if asked is None else asked)
     if device.type not in ("cuda", "mps", "xpu"):
         return
@@ -44,9 +47,10 @@ def _no_device(device: torch.device) -> str:
 
 
 def choose_device(asked: str | torch.device | None, kind: str, env: DistributedEnvInterface) -> torch.device:
-    """The device of this kind that a process uses: the one with the number asked for, else that of its environment."""
+    """Return the device of a process: the requested index, or else the device of its environment."""
     if kind == "cpu":
         return torch.device(kind)
+    # The environment binds its communication backend to its device, so with several local ranks it takes precedence.
     is_of_env = env.device_type == kind and torch.device(env.device).index is not None
     own = torch.device(env.device) if is_of_env else torch.device(kind, env.local_rank)
     if asked is None or torch.device(asked).index is None:
@@ -61,37 +65,38 @@ def choose_device(asked: str | torch.device | None, kind: str, env: DistributedE
 
 
 def moved(value: object, device: torch.device) -> Any:
-    """A batch, or a part of one, on the device, however deep in dicts, lists and tuples its tensors are."""
+    """Move a batch to the device, with tensors nested in dicts, lists and tuples."""
     if device.type == "cpu":
         return value
     if isinstance(value, Tensor):
+        # Asynchronous only from pinned memory (dataloader_pin_memory).
         return value.to(device, non_blocking=True)
     if isinstance(value, Mapping):
+        # Keep the type EmptyBatch: it marks a placeholder without targets.
         parts = {name: moved(part, device) for name, part in value.items()}
         return EmptyBatch(parts) if isinstance(value, EmptyBatch) else parts
     if isinstance(value, (list, tuple)):
         items = [moved(part, device) for part in value]
+        # A namedtuple takes its items as separate arguments.
         return type(value)(*items) if hasattr(value, "_fields") else type(value)(items)
     return value
 
 
 def maybe_cleanup_memory(threshold: float) -> None:
-    """Empty the accelerator's cache when more than this share of its memory is reserved but unused.
-
-    Emptying it costs a synchronisation and new allocations, which small amounts do not repay. Nothing happens on CPU.
-    """
+    """Empty the allocator cache if more than this fraction of device memory is reserved but unused; no-op on CPU."""
+    # Emptying the cache costs a synchronisation and new allocations, so it is not worth it for small amounts.
     if not torch.accelerator.is_available():
         return
     unused = torch.accelerator.memory_reserved() - torch.accelerator.memory_allocated()
-    # Backends without such a cache report nothing unused, and may not know their total either.
+    # Test `unused` first: backends without a cache report 0, and may not implement `get_memory_info`.
     if unused > 0 and unused / torch.accelerator.get_memory_info()[1] > threshold:
-        # First the reference cycles: the tensors they hold would keep their blocks in the cache.
+        # Collect reference cycles first: their tensors would keep blocks of the cache in use.
         gc.collect()
         torch.accelerator.empty_cache()
 
 
 def device_type(args: MinimalTrainingArguments) -> str:
-    """The kind of device that a trainer with these arguments will use."""
+    """Return the type of device that a trainer with these arguments uses."""
     if args.use_cpu:
         return "cpu"
     if args.device is not None:

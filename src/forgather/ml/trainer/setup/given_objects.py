@@ -1,4 +1,8 @@
-"""Checks of what the constructor of a trainer is given: keywords, model, model_init, collator, loss and optimizer."""
+"""Validation of trainer constructor arguments: keywords, model, model_init, collator, loss and optimizer.
+
+Wrong calls fail at construction, before anything is built, with a message that shows the correct call. The constructors
+of trainers call these checks.
+"""
 
 import functools
 import inspect
@@ -28,11 +32,11 @@ _OTHER_NAMES = {
     "config": "it is called args",
     "peft_config": "models with adapters of PEFT cannot be trained by this version; merge them into the model first",
 }
-"""Keywords of the trainers of `transformers` and `trl` that are found elsewhere here."""
+"""Trainer keywords of `transformers` and `trl` with another name or place in Forgather."""
 
 
 def explains_calls(init: Callable[P, None]) -> Callable[P, None]:
-    """Decorator of a trainer's constructor: calls that it cannot take raise a TypeError that says how to write them."""
+    """Decorate a trainer's constructor so that wrong calls raise a TypeError with the correct call."""
 
     @functools.wraps(init)
     def checked(*given: P.args, **named: P.kwargs) -> None:
@@ -40,6 +44,7 @@ def explains_calls(init: Callable[P, None]) -> Callable[P, None]:
         owner = type(trainer)
         if by_position:
             raise TypeError(_by_position_message(owner.__name__, by_position))
+        # A subclass may consume keywords before it calls this constructor, so only names from here on count.
         accepted = _accepted_names(owner, checked)
         unknown = next((name for name in named if accepted and name not in accepted), None)
         if unknown is not None:
@@ -57,7 +62,7 @@ def explains_calls(init: Callable[P, None]) -> Callable[P, None]:
 
 
 def _accepted_names(cls: type, first: object = None) -> list[str]:
-    """The keywords of all constructors of a class, from the one that is `first` on; none if one takes any."""
+    """Return the keywords of all constructors in the MRO, starting at `first`; empty if the chain accepts any keyword."""
     names: list[str] = []
     is_reached, takes_any = first is None, False
     for base in cls.__mro__:
@@ -69,17 +74,19 @@ def _accepted_names(cls: type, first: object = None) -> list[str]:
         names += [one.name for one in parameters if one.kind in (one.POSITIONAL_OR_KEYWORD, one.KEYWORD_ONLY)]
         takes_any = any(one.kind is one.VAR_KEYWORD for one in parameters)
         if not takes_any:
+            # Without **kwargs a constructor passes no unknown keywords on to its bases.
             break
     return [] if takes_any else names
 
 
 def merged_signature(cls: type) -> inspect.Signature:
-    """The signature of a class with the parameters that its constructor passes on to its bases in **kwargs."""
+    """Return the signature of a class, including parameters that pass through **kwargs to its bases."""
     merged: dict[str, inspect.Parameter] = {}
     constructors = [vars(base)["__init__"] for base in cls.__mro__ if "__init__" in vars(base) and base is not object]
     for number, init in enumerate(constructors):
         parameters = list(inspect.signature(init).parameters.values())[1:]
         for one in parameters:
+            # Parameters of base classes arrive through **kwargs, so they can only be passed by keyword.
             if one.kind is not one.VAR_KEYWORD and one.name not in merged:
                 merged[one.name] = one if number == 0 else one.replace(kind=one.KEYWORD_ONLY)
         if not any(one.kind is one.VAR_KEYWORD for one in parameters):
@@ -88,7 +95,7 @@ def merged_signature(cls: type) -> inspect.Signature:
 
 
 def merged_documentation(cls: type) -> str:
-    """The docstring of a trainer class, with the parameters that its bases document."""
+    """Return the docstring of a trainer class, including the parameters documented by its bases."""
     own = cls.__doc__ or ""
     documented = next((base.__doc__ for base in cls.__mro__[1:] if "Args:\n" in (base.__doc__ or "")), None)
     if documented is None:
@@ -124,7 +131,7 @@ def check_given(
     compute_loss_func: object,
     callbacks: object,
 ) -> None:
-    """Raise `ValueError` for an object that is of no use where it was given."""
+    """Raise ValueError for an object of the wrong kind."""
     if isinstance(args, nn.Module):
         was_swapped = isinstance(model, (MinimalTrainingArguments, Mapping))
         problem = "args and model have changed places" if was_swapped else f"args={type(args).__name__}(...) is a model"
@@ -148,7 +155,7 @@ def check_given(
 
 
 def checked_model(model: object, builder: object) -> nn.Module:
-    """What `model_init` returned, if it is a model."""
+    """Return the result of `model_init`; raise ValueError unless it is an nn.Module."""
     if isinstance(model, nn.Module):
         return model
     name = getattr(builder, "__qualname__", type(builder).__qualname__)
@@ -159,6 +166,7 @@ def checked_model(model: object, builder: object) -> nn.Module:
 
 
 def _is_optimizer(value: object) -> TypeGuard[OptimizerT]:
+    # By attribute, not by class: wrappers and composite optimizers may not derive from torch's class.
     return hasattr(value, "param_groups")
 
 
@@ -167,7 +175,7 @@ def _is_scheduler(value: object) -> TypeGuard[LRSchedulerT]:
 
 
 def check_optimizer(name: str, optimizer: object) -> OptimizerT:
-    """The optimizer itself, or `ValueError` if it is none; `name` is the argument that it came from."""
+    """Return the optimizer; raise ValueError if the value of argument `name` is not an optimizer."""
     if isinstance(optimizer, type):
         raise ValueError(
             f"{name}={optimizer.__qualname__} is a class, not an optimizer: pass optimizer_cls_and_kwargs="
@@ -183,7 +191,7 @@ def check_optimizer(name: str, optimizer: object) -> OptimizerT:
 
 
 def check_scheduler(name: str, scheduler: object) -> LRSchedulerT:
-    """The schedule itself, or `ValueError` if it is none."""
+    """Return the schedule; raise ValueError if the value of argument `name` is not a schedule."""
     if not _is_scheduler(scheduler):
         raise ValueError(
             f"{_source(name, scheduler)} is not a learning-rate schedule: it needs step(), as those of "
@@ -194,7 +202,7 @@ def check_scheduler(name: str, scheduler: object) -> LRSchedulerT:
 
 
 def check_optimization(optimizer: object, scheduler: object, class_and_options: object) -> None:
-    """Raise `ValueError` for an optimizer, a schedule, or a class and its options that are none."""
+    """Raise ValueError for an invalid optimizer, schedule, or optimizer_cls_and_kwargs."""
     if optimizer is not None:
         check_optimizer("optimizer", optimizer)
     if scheduler is not None:
@@ -259,11 +267,12 @@ def _check_model_init(model_init: object) -> None:
             "as with model_init=lambda: build(config) or functools.partial."
         ) from None
     except ValueError:
-        # Some callables written in C do not tell what they take.
+        # Some callables written in C have no signature.
         return
 
 
 def _check_function(name: str, function: object) -> None:
+    # A class is callable too: passing nn.CrossEntropyLoss without parentheses would fail only at the first step.
     if isinstance(function, type) and any("__call__" in vars(base) for base in function.__mro__):
         raise ValueError(
             f"{name}={function.__qualname__} is a class, and its objects are what can be called: give one of them, "
@@ -279,7 +288,7 @@ def _source(name: str, value: object) -> str:
 
 
 def _shown(value: object) -> str:
-    """A value in a message: short ones as they are, functions and objects by name."""
+    """Return the text of a value for messages: the repr of simple values, the name of functions and objects."""
     if value is None or isinstance(value, (str, int, float, bool)):
         return repr(value)
     name = getattr(value, "__qualname__", None)

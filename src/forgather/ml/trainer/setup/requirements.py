@@ -1,4 +1,8 @@
-"""Requirements on the arguments and objects of a trainer: combinations that are refused at construction."""
+"""Combinations of trainer arguments and objects that are rejected at construction.
+
+Each check raises ValueError with the setting to change. They depend on the objects passed to the trainer; checks of the
+arguments alone are in `arguments.checks`. `phases.refuse` calls them.
+"""
 
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
@@ -15,7 +19,7 @@ from forgather.ml.trainer.trainer_types import LRSchedulerT, OptimizerT
 
 @dataclass(frozen=True)
 class Given:
-    """What the caller gave for optimization and loss; the trainer's own attributes change in preparation."""
+    """Optimizer, schedule and loss as passed by the caller; the trainer's attributes change in preparation."""
 
     optimizer: OptimizerT | None = None
     lr_scheduler: LRSchedulerT | None = None
@@ -24,7 +28,7 @@ class Given:
 
 
 def require_functions(functions: Mapping[str, object], groups: Mapping[str, Any] | None, given: Given) -> None:
-    """Refuse factories that cannot be called, and optimizers that are none."""
+    """Raise ValueError for factories that are not callable, and for invalid optimizers or schedules."""
     for name, function in functions.items():
         if function is not None and not callable(function):
             raise ValueError(f"{name}={function!r} cannot be used: it has to be a function.")
@@ -34,6 +38,7 @@ def require_functions(functions: Mapping[str, object], groups: Mapping[str, Any]
 
 
 def require_builder(args: TrainingArguments, has_builder: bool) -> None:
+    # These settings apply while the trainer builds the model, so they would have no effect on a finished model.
     for name, default in (("default_dtype", None), ("construct_model_on", "default")):
         if not has_builder and getattr(args, name) != default:
             raise ValueError(
@@ -53,7 +58,7 @@ def require_eval_dataset(args: TrainingArguments, has_dataset: bool) -> None:
 
 
 def require_components(args: TrainingArguments, known: tuple[str, ...] | None) -> None:
-    """Refuse unknown names in the settings of checkpoints; `known` is None where the user declares the components."""
+    """Raise ValueError for unknown component names; `known` is None if the user declares the components."""
     if "ema" in (args.checkpoint_components or ()) and args.ema_decay is None:
         raise ValueError(
             "checkpoint_components names 'ema', the averaged weights, but ema_decay=None keeps none. Set ema_decay, or "
@@ -73,7 +78,7 @@ def require_recipes(
     device_type: str,
     is_pipeline: bool,
 ) -> None:
-    """Refuse recipes that cannot work with what the trainer was given, or on the device that it will use."""
+    """Raise ValueError for recipes that cannot work with the objects or the device of the trainer."""
     if args.async_save:
         raise ValueError("async_save=True is not available in this version of forgather: leave it False.")
     if has_fused_loss and given.loss_fn is not None:
@@ -83,6 +88,7 @@ def require_recipes(
         )
     if args.fuse_optim_with_backward:
         refuse_several_optimizers(given.optimizer, groups)
+    # Imported on demand, since only quantised runs need these modules.
     if args.fp8_recipe is not None:
         from forgather.ml.quantization.float8 import require_fp8
 
@@ -107,6 +113,7 @@ def _refuse_cuda_graphs(args: TrainingArguments, device_type: str, is_pipeline: 
 
 def require_supplier_of_best(args: TrainingArguments, callbacks: Iterable[object]) -> None:
     chosen = args.checkpoint_components
+    # A callback may load weights that the checkpoint does not contain.
     can_supply = any(hasattr(callback, "on_load_model_weights") for callback in callbacks)
     if args.load_best_model_at_end and chosen is not None and "model" not in chosen and not can_supply:
         raise ValueError(
