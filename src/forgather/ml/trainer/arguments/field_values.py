@@ -32,34 +32,34 @@ _OTHER_NAMES = {
     "evaluation_strategy": "it is called eval_strategy",
     "no_cuda": "it is called use_cpu",
     "tf32": "set float32_matmul_precision='high' instead",
-    "data_seed": "seed is that of the data order too",
-    "full_determinism": "set seed, and torch.use_deterministic_algorithms(True) in your script",
-    "warmup_ratio": "give the number of steps as warmup_steps",
-    "save_only_model": "set checkpoint_components=['model'] instead, which saves and loads the weights alone",
+    "data_seed": "seed also sets the data order",
+    "full_determinism": "set seed, and call torch.use_deterministic_algorithms(True) in your script",
+    "warmup_ratio": "set warmup_steps to the number of steps",
+    "save_only_model": "set checkpoint_components=['model'] instead, which saves and loads only the weights",
     "ignore_data_skip": "set skip_checkpoint_components=['dataset'] instead",
-    "optim": "give the trainer an optimizer_factory, or optimizer_cls_and_kwargs",
-    "optim_args": "give the trainer an optimizer_factory, or optimizer_cls_and_kwargs",
-    "report_to": "give the trainer callbacks",
-    "disable_tqdm": "give the trainer callbacks",
-    "gradient_checkpointing_kwargs": "give the trainer an enable_activation_checkpoint_fn",
-    "label_smoothing_factor": "give the trainer a compute_loss_func with label smoothing",
-    "remove_unused_columns": "texts are left out of batches by themselves; other columns that the model does not take are "
-    "removed by dataset.remove_columns or a data_collator",
-    "label_names": "labels are the column 'labels', 'label' or 'label_ids'; a data_collator can rename others",
-    "group_by_length": "give the trainer a ready DataLoader with a sampler of your own",
+    "optim": "pass optimizer_factory or optimizer_cls_and_kwargs to the trainer",
+    "optim_args": "pass optimizer_factory or optimizer_cls_and_kwargs to the trainer",
+    "report_to": "pass callbacks to the trainer",
+    "disable_tqdm": "pass callbacks to the trainer",
+    "gradient_checkpointing_kwargs": "pass enable_activation_checkpoint_fn to the trainer",
+    "label_smoothing_factor": "pass a compute_loss_func with label smoothing to the trainer",
+    "remove_unused_columns": "text columns are dropped automatically; drop other columns that the model does not accept "
+    "with dataset.remove_columns or a data_collator",
+    "label_names": "labels are read from the column 'labels', 'label' or 'label_ids'; rename others in a data_collator",
+    "group_by_length": "pass a DataLoader with your own sampler to the trainer",
     "eval_on_start": "call trainer.evaluate() before trainer.train()",
     "do_train": "call trainer.train()",
     "do_eval": "set eval_strategy, or call trainer.evaluate()",
     "do_predict": "call trainer.evaluate(dataset)",
     "include_num_input_tokens_seen": "tokens are always counted, as total_tokens",
-    "auto_find_batch_size": "choose per_device_train_batch_size; gradient_accumulation_steps keeps the batch of a step",
-    "push_to_hub": "call trainer.save_model(...), and upload that directory",
+    "auto_find_batch_size": "set per_device_train_batch_size; raise gradient_accumulation_steps to keep the step's batch size",
+    "push_to_hub": "call trainer.save_model(...) and upload that directory",
     "local_rank": "ranks come from torchrun or forgather train --nproc",
     "ddp_find_unused_parameters": "set ddp={'find_unused_parameters': ...} of DDPTrainingArguments instead",
     "ddp_bucket_cap_mb": "set ddp={'bucket_cap_mb': ...} of DDPTrainingArguments instead",
     "ddp_broadcast_buffers": "set ddp={'broadcast_buffers': ...} of DDPTrainingArguments instead",
     "ddp_static_graph": "set ddp={'static_graph': ...} of DDPTrainingArguments instead",
-    "deepspeed": "give an Accelerator to AccelTrainer, or use DDPTrainer, PipelineTrainer or HybridTrainer",
+    "deepspeed": "pass an Accelerator to AccelTrainer, or use DDPTrainer, PipelineTrainer or HybridTrainer",
     "fsdp": "use DDPTrainer, PipelineTrainer or HybridTrainer",
 }
 """Arguments of `transformers` with another name or place in Forgather."""
@@ -85,8 +85,8 @@ def _check_call(cls: type, values: tuple[Any, ...], named: Mapping[str, Any]) ->
         refuse_unknown(cls.__name__, named.keys() - known_names, known_names, TypeError)
         if values and known_names:
             raise TypeError(
-                f"{cls.__name__} takes its arguments by name, but was given {values[0]!r} by position. Write which argument it "
-                f"is, such as {cls.__name__}({known_names[0]}={values[0]!r})."
+                f"{cls.__name__} takes its arguments by name, but was given {values[0]!r} by position. Write "
+                f"{cls.__name__}({known_names[0]}={values[0]!r}), or the argument that you mean."
             ) from None
 
 
@@ -194,9 +194,7 @@ def mapping_in(name: str, text: str) -> dict[str, Any]:
     except json.JSONDecodeError:
         value = None
     if not isinstance(value, dict):
-        raise ValueError(
-            f"{name}={text!r} cannot be used: give a mapping, or one written as JSON, such as '{{\"power\": 2.0}}'."
-        )
+        raise ValueError(f"{name}={text!r} cannot be used: pass a mapping, or JSON such as '{{\"power\": 2.0}}'.")
     return value
 
 

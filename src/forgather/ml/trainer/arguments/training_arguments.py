@@ -110,7 +110,7 @@ class MinimalTrainingArguments(NamedArguments):
     eval_strategy: str = "no"
     eval_steps: int = 100
     eval_delay: int = 0
-    """First step with an evaluation; earlier ones are skipped."""
+    """Skip evaluations before this step."""
     logging_strategy: str = "steps"
     logging_steps: int = 50
     logging_first_step: bool = False
@@ -180,9 +180,9 @@ class MinimalTrainingArguments(NamedArguments):
             self._require(name, 0)
         self._require("adam_epsilon", 0)
         if math.isnan(self.num_train_epochs):
-            raise ValueError("num_train_epochs=nan cannot be used: give a number of epochs, negative for no limit.")
+            raise ValueError("num_train_epochs=nan cannot be used: set a number of epochs, or -1 for no limit.")
         if self.seed >= 2**63:
-            raise ValueError(f"seed={self.seed} cannot be used: it must be less than 2**63; negative for a new one.")
+            raise ValueError(f"seed={self.seed} cannot be used: it must be less than 2**63. -1 chooses a new seed.")
         self._check_device()
         self._choose("lr_scheduler_type", _SCHEDULES)
         self._choose("weight_decay_groups", ["auto", "all"])
@@ -198,12 +198,12 @@ class MinimalTrainingArguments(NamedArguments):
                 )
         if self.use_cpu and self.device is not None and self.device.split(":")[0] != "cpu":
             raise ValueError(
-                f"use_cpu=True and device={self.device!r} contradict each other: leave device None, or use_cpu False."
+                f"use_cpu=True cannot be combined with device={self.device!r}. Set device=None or use_cpu=False."
             )
         if self.dataloader_num_workers == 0 and self.dataloader_prefetch_factor is not None:
             raise ValueError(
-                f"dataloader_prefetch_factor={self.dataloader_prefetch_factor} needs workers: set dataloader_num_workers "
-                "to 1 or more, or leave it None."
+                f"dataloader_prefetch_factor={self.dataloader_prefetch_factor} needs workers. Set dataloader_num_workers "
+                "to 1 or more, or leave dataloader_prefetch_factor=None."
             )
 
     def copy(self: ArgumentsT) -> ArgumentsT:
@@ -248,7 +248,7 @@ class MinimalTrainingArguments(NamedArguments):
             torch.device(self.device)
         except RuntimeError:
             raise ValueError(
-                f"device={self.device!r} cannot be used: give a device of torch, such as 'cuda', 'cuda:1' or 'cpu'."
+                f"device={self.device!r} cannot be used: set a torch device, such as 'cuda', 'cuda:1' or 'cpu'."
             ) from None
 
     def _check_dtype(self, name: str) -> None:
@@ -319,14 +319,14 @@ class BaseTrainingArguments(MinimalTrainingArguments):
             self._require("dynamo_recompile_limit", 1)
         if self.max_eval_steps == 0:
             raise ValueError(
-                "max_eval_steps=0 cannot be used: an evaluation needs a batch. Give a number of batches, -1 for all of "
-                "them, or turn evaluations off by eval_strategy='no'."
+                "max_eval_steps=0 cannot be used: an evaluation needs at least one batch. Set a number of batches, -1 for "
+                "all, or disable evaluations with eval_strategy='no'."
             )
         check_best_model(self)
         check_attention(self)
         if self.fp8_recipe is not None and self.qat_recipe is not None:
             raise ValueError(
-                f"fp8_recipe={self.fp8_recipe!r} and qat_recipe={self.qat_recipe!r} exclude each other: both replace the "
+                f"fp8_recipe={self.fp8_recipe!r} cannot be combined with qat_recipe={self.qat_recipe!r}: both replace the "
                 "model's linear layers. Set one of them to None."
             )
         self._choose("fp8_recipe", [None, *FP8_RECIPES])
@@ -347,8 +347,8 @@ class BaseTrainingArguments(MinimalTrainingArguments):
             plain = [value.removeprefix("eval_") if isinstance(value, str) else value for value in values]
             if default not in plain and plain[0] != plain[1]:
                 raise ValueError(
-                    f"{theirs}={values[1]!r} and {ours}={values[0]!r} contradict each other: they are two names of one "
-                    f"setting, by which the best checkpoint is chosen. Leave {ours} out, or give both the same value."
+                    f"{theirs}={values[1]!r} and {ours}={values[0]!r} contradict each other: both names set how the best "
+                    f"checkpoint is chosen. Omit {ours}, or set both to the same value."
                 )
         if self.best_model_metric == "loss":
             self.best_model_metric = self.metric_for_best_model
@@ -426,6 +426,6 @@ def _foreign_arguments_error(cls: type, given: type) -> ValueError:
     # Both classes may be called TrainingArguments, so the message contains the modules.
     return ValueError(
         f"args must be {cls.__module__}.{cls.__qualname__} or a dict of its fields, not "
-        f"{given.__module__}.{given.__qualname__}. Most fields have the names of transformers.TrainingArguments: pass those "
-        f"that you set as a dict, such as args={{'output_dir': ..., 'max_steps': ...}}, or as {cls.__name__}(...)."
+        f"{given.__module__}.{given.__qualname__}. Most fields have the same names as in transformers.TrainingArguments: "
+        f"pass your settings as a dict, such as args={{'output_dir': ..., 'max_steps': ...}}, or as {cls.__name__}(...)."
     )

@@ -94,8 +94,8 @@ def first_batches(loader: Iterable[Any], limit: int) -> Iterable[Any]:
 
 def no_batches_explanation() -> str:
     return (
-        "Why: the dataset is empty, or smaller than a batch while dataloader_drop_last=True drops what is left.\n"
-        "What to change: give more samples, lower per_device_eval_batch_size, or set dataloader_drop_last=False."
+        "Why: the dataset is empty, or smaller than one batch with dataloader_drop_last=True.\n"
+        "What to change: add samples, lower per_device_eval_batch_size, or set dataloader_drop_last=False."
     )
 
 

@@ -115,7 +115,7 @@ class Evaluator:
         trainer = self._trainer
         if dataset is None:
             raise ValueError(
-                "An evaluation needs an eval_dataset: give one to evaluate(), or to the trainer when it is made."
+                "An evaluation needs an eval_dataset: pass it to evaluate() or to the trainer's constructor."
             )
         if dataset is not self.dataset or trainer.eval_dataloader is None:
             trainer.load_for_evaluation(dataset)
@@ -187,11 +187,11 @@ class Evaluator:
 
     def explain_no_batches(self, settings: Mapping[str, Any]) -> tuple[str, dict[str, Any]]:
         """Return header and settings of the error message for an evaluation without batches."""
-        header = f"The evaluation had no batch at all{self._trainer.team.where}"
+        header = f"The evaluation had no batches{self._trainer.team.where}"
         if self.is_second_look:
-            header += " when it was read again for eval_ema=True, which takes a dataset that can be read twice"
+            header += " in its second pass for eval_ema=True, which needs a dataset that can be iterated twice"
         size = str(len(self.dataset)) if isinstance(self.dataset, Sized) else "unknown"
-        return f"{header}: there is nothing to compute a loss from.", {SAMPLES_IN_DATASET: size, **settings}
+        return f"{header}: no loss can be computed.", {SAMPLES_IN_DATASET: size, **settings}
 
     def _evaluate_batch(self, batch: Batch, sums: EvaluationSums) -> None:
         trainer = self._trainer

@@ -179,8 +179,8 @@ class LoopState:
         # A resumed epoch may have no batches left. Any other epoch without a step would repeat for ever.
         if state.global_step == state.epoch_start_step and not self.resumed_in_epoch:
             raise RuntimeError(
-                f"Epoch {state.raw_epoch} of the training data had no batch at all, so training cannot go on. Check the "
-                "dataset, per_device_train_batch_size and dataloader_drop_last, which drops incomplete batches and windows of "
+                f"Epoch {state.raw_epoch} of the training data had no batches, so training cannot continue. Check the "
+                "dataset, per_device_train_batch_size and dataloader_drop_last, which drops incomplete batches and steps of "
                 f"fewer than gradient_accumulation_steps={accumulation} batches."
             )
         self.resumed_in_epoch = False

@@ -96,7 +96,7 @@ class IntervalMetrics:
 
     def state_dict(self) -> dict[str, Any]:
         if self._losses:
-            raise RuntimeError("The metrics of the last steps must be settled between ranks before they are saved.")
+            raise RuntimeError("Call settle() before state_dict(): the last steps are not reduced over ranks yet.")
         return self._settled.state_dict()
 
     def check_state_dict(self, state: object) -> None:

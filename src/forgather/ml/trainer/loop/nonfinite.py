@@ -185,14 +185,14 @@ def gradient_error(step: int, limit: int, is_scaled: bool, findings: Sequence[Gr
     first = first or next((one for one in findings if one.parameters), findings[0])
     if limit == 1:
         what = f"The gradients of step {step} are not finite"
-        so = "The weights are spoiled since that step, and were not saved."
-        remedy = "Lower learning_rate, set max_grad_norm, or look at the data of that step; nonfinite_grad='skip' "
-        remedy += "leaves such updates out, 'ignore' trains on"
+        so = "The weights are invalid since that step and were not saved."
+        remedy = "Lower learning_rate, set max_grad_norm, or check the data of that step; nonfinite_grad='skip' "
+        remedy += "skips such updates, 'ignore' continues training"
     else:
         what = f"The gradients of the last {limit} steps, up to step {step}, were not finite"
-        by = "GradScaler left their updates out" if is_scaled else "nonfinite_grad='skip' left their updates out"
-        so = f"{by}, so the run does not learn any more."
-        remedy = "Lower learning_rate, or look at the data; nonfinite_grad='ignore' trains on"
+        by = "GradScaler skipped their updates" if is_scaled else "nonfinite_grad='skip' skipped their updates"
+        so = f"{by}, so the run no longer learns."
+        remedy = "Lower learning_rate, or check the data; nonfinite_grad='ignore' continues training"
         remedy += ", mixed_precision='bf16' needs no loss scale" if is_scaled else ""
     loss = "" if first.loss is None else f" (its loss: {first.loss:g})"
     where = f", first on rank {first.rank}{loss}" if len(findings) > 1 else loss
@@ -209,8 +209,8 @@ def weights_error(step: int, action: str, findings: Sequence[GradientFinding]) -
     checkpoint = _checkpoint_of(findings)
     message = (
         f"The weights are not finite after step {step}{where}: {_listed(first.parameters)}. They were not saved. "
-        f"{_resume_from(checkpoint)} nonfinite_grad='ignore' (now {action!r}) saves them all the same, as a checkpoint that "
-        "never takes the place of a sound one."
+        f"{_resume_from(checkpoint)} nonfinite_grad='ignore' (now {action!r}) saves them in a checkpoint that never "
+        "replaces a sound one."
     )
     return NonFiniteError(message, step, first.rank, first.parameters[:_MOST_NAMED], checkpoint)
 

@@ -53,7 +53,7 @@ def require_parameters_of(model: nn.Module, optimizer: OptimizerT, owner: str) -
     strangers = sum(id(one) not in own for group in optimizer.param_groups for one in group["params"])
     if strangers:
         raise ValueError(
-            f"{strangers} parameters of the optimizer are not those of self.model after {owner}._wrap(), so that their updates "
-            "would change nothing. A wrapper that replaces parameters, such as fully_shard, belongs into _prepare_model, which "
-            "runs before the optimizer is made; or make a new optimizer in _wrap."
+            f"{strangers} parameters of the optimizer are not in self.model after {owner}._wrap(), so their updates would have "
+            "no effect. Call wrappers that replace parameters, such as fully_shard, in _prepare_model, which runs before the "
+            "optimizer is created; or create a new optimizer in _wrap."
         )

@@ -108,7 +108,7 @@ class Saver:
         if not self._has_warned_of_weights:
             self._has_warned_of_weights = True
             logger.warning(
-                "Checkpoints are saved from step %d on with weights that are not finite (nonfinite_grad='ignore'): %s",
+                "Checkpoints from step %d on contain weights that are not finite (nonfinite_grad='ignore'): %s",
                 *(step, ", ".join(error.parameters)),
             )
 
@@ -158,7 +158,7 @@ class Saver:
         if trainer.recipes.average is not None:
             self.manager.load_component(best, "ema")
         trainer.recipes.begin_average()
-        logger.info("Loaded the best weights, of %s", best)
+        logger.info("Loaded the best weights from %s", best)
 
     def list_resumed_best(self) -> None:
         """Add the resumed checkpoint to the best list if it is the best but not listed."""
@@ -176,8 +176,8 @@ def warn_of_nothing_to_resume(output_dir: str) -> None:
     directory = os.path.abspath(output_dir)
     found = {folder: _entries(os.path.join(directory, folder)) for folder in ("", CHECKPOINTS_FOLDER)}
     logger.warning(
-        "train(resume_from_checkpoint=True) found nothing to resume: %s has no complete checkpoint of ours in its folder "
-        "%r (the directory has %s; that folder has %s). Training starts at step 0. Check output_dir, or give the path of a "
+        "train(resume_from_checkpoint=True) found nothing to resume: %s has no complete Forgather checkpoint in its folder "
+        "%r (the directory has %s; that folder has %s). Training starts at step 0. Check output_dir, or pass the path of a "
         "checkpoint.",
         *(directory, CHECKPOINTS_FOLDER, found[""], found[CHECKPOINTS_FOLDER]),
     )

@@ -96,7 +96,7 @@ def _like_state(state: object, own: Mapping[str, Any], any_groups: bool = False)
     assert isinstance(state, dict)
     for name in state:
         if name not in own:
-            raise UnknownKeyViolation("left out, since this kind of scheduler has no such setting", state[name], [name])
+            raise UnknownKeyViolation("absent, since this kind of scheduler has no such setting", state[name], [name])
     for name, value in own.items():
         if name not in state and name in _NEEDED:
             raise Violation(f"a dict that has the key {name!r}", state)
@@ -112,7 +112,7 @@ def mismatch(violation: Violation, root: str, kind: str) -> CheckpointLoadError:
     """Return the error for the state of another kind of scheduler."""
     # A misfit, not damage: earlier checkpoints of the run have the same state, so a resume must not fall back to them.
     return CheckpointLoadError.misfit(
-        f"{violation.message(root)}. This run's scheduler is {kind}; the checkpoint seems to be of another one. Nothing of it "
+        f"{violation.message(root)}. This run's scheduler is {kind}; the checkpoint seems to come from another kind. Nothing "
         'was loaded. Use the same kind as before, or start a new schedule with skip_checkpoint_components=["scheduler"].'
     )
 

@@ -90,9 +90,9 @@ class SchedulerState:
             return state
         if not fits_any_groups(self._scheduler) or any(state.get("lr_lambdas", ())):
             raise CheckpointLoadError.misfit(
-                f"The schedule in the checkpoint, {type(self._scheduler).__name__}, is that of {len(rates)} parameter groups, "
-                f"and the optimizer has {number} now. Make the same groups as before (optimizer_groups), or start the schedule "
-                'anew with skip_checkpoint_components=["scheduler"].'
+                f"The {type(self._scheduler).__name__} schedule in the checkpoint has {len(rates)} parameter groups, "
+                f"but the optimizer has {number} now. Use the same groups as before (optimizer_groups), or start a new "
+                'schedule with skip_checkpoint_components=["scheduler"].'
             )
         return {**state, "lr_lambdas": [None] * number}
 

@@ -57,8 +57,8 @@ class StopSignals:
                 raise KeyboardInterrupt
             self._was_interrupted = True
         self.received = name
-        again = " Once more ends it at once, without saving." if number == signal.SIGINT else ""
-        logger.warning("%s received: training saves at the next step and ends.%s", name, again)
+        again = " Press Ctrl-C again to exit at once, without saving." if number == signal.SIGINT else ""
+        logger.warning("%s received: training saves a checkpoint after the current step and exits.%s", name, again)
 
 
 def leave_signals_to_parent(_worker_id: int) -> None:

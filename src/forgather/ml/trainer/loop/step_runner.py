@@ -135,8 +135,8 @@ class StepRunner:
         if window is not None and window.has_begun:
             clear_gradients(self._trainer.optimizer)
             logger.warning(
-                "_train_step ended with StopIteration after %d micro-batches of a step of %d, the last of its epoch: their "
-                "gradients are dropped. Stop at the micro-batch for which _should_sync_gradients() is True.",
+                "_train_step raised StopIteration after %d of %d micro-batches of the last step of the epoch: their "
+                "gradients are dropped. Stop at the micro-batch where _should_sync_gradients() is True.",
                 *(window.number + 1, len(window)),
             )
 
@@ -147,9 +147,9 @@ class StepRunner:
             return
         self._has_warned = True
         logger.warning(
-            "%s computes the loss of a micro-batch without self.loss_fn, so that micro-batches and ranks are not weighed by "
-            "their targets, and the loss of a step is a sum and no mean. Use self.loss_fn(logits, labels), or "
-            "self.loss_fn.rescale(mean, labels) for a loss that was computed otherwise.",
+            "%s computes the loss of a micro-batch without self.loss_fn, so micro-batches and ranks are not weighted by their "
+            "targets, and the loss of a step is a sum instead of a mean. Use self.loss_fn(logits, labels), or "
+            "self.loss_fn.rescale(mean, labels) for a loss computed elsewhere.",
             type(self._trainer).__name__,
         )
 
@@ -176,6 +176,6 @@ class StepRunner:
             inputs, labels = trainer._prepare_batch(batch)
             with trainer.amp_context.autocast():
                 return loss.look(without_ddp(trainer.model), inputs, labels, isinstance(batch, EmptyBatch))
-        except Exception as error:  # noqa: BLE001 - the pass that follows fails in the same way, where all ranks learn of it
-            logger.debug("The loss could not be looked at: %s", error)
+        except Exception as error:  # noqa: BLE001 - the forward pass that follows fails too, and reports it to all ranks
+            logger.debug("The loss could not be inspected: %s", error)
             return None

@@ -19,9 +19,9 @@ logger = logging.getLogger(__name__)
 _NUM_FIRST_STEPS = 3
 
 _REMEDY = (
-    "Labels are counted by the loss: a causal one has no target in the first position of a sequence, and none in labels of "
-    "one position. Check the labels that the data collator makes; pass compute_loss_func, a function of (logits, labels), if "
-    "the loss is another one, and let it have a method num_targets(labels) if its targets are not the labels other than "
+    "The loss decides which labels are targets: a causal loss ignores the first position of each sequence, so labels with "
+    "one position have no target. Check the labels from the data collator. For another loss, pass compute_loss_func, a "
+    "function of (logits, labels). Give it a method num_targets(labels) if its targets are not simply the labels other than "
     f"{IGNORE_INDEX}."
 )
 
@@ -44,29 +44,27 @@ class TargetWatch:
         shapes = [tuple(labels.shape) for labels in map(_labels_of, batches) if labels is not None]
         if shapes:
             self._warn(
-                f"Step {number} of this process had labels other than {IGNORE_INDEX} (of shape {shapes[0]}), but the "
+                f"Step {number} of this process had labels other than {IGNORE_INDEX} (shape {shapes[0]}), but the "
                 "loss counts none of them as a target"
             )
         # A few steps may consist of ignored labels only, so warn after several.
         elif not self.has_seen_targets and number == _NUM_FIRST_STEPS:
-            self._warn(f"The first {_NUM_FIRST_STEPS} steps had no target at all")
+            self._warn(f"The first {_NUM_FIRST_STEPS} steps had no targets")
 
     def note_interval(self, num_steps: int, targets: float) -> None:
         """Check the `targets` of the steps since the last log, after a device synchronisation."""
         if num_steps and targets == 0 and not self.has_seen_targets and not self._has_warned:
-            self._warn(f"The first {num_steps} steps had no target at all")
+            self._warn(f"The first {num_steps} steps had no targets")
         self.has_seen_targets = self.has_seen_targets or targets > 0
 
     def _warn(self, found: str) -> None:
         self._has_warned = True
-        logger.warning("%s: their loss is 0, their gradients are 0, and nothing is learned. %s", found, _REMEDY)
+        logger.warning("%s: loss and gradients are 0, and nothing is learned. %s", found, _REMEDY)
 
 
 def warn_of_no_targets(num_batches: int) -> None:
     """Warn about an evaluation with batches but without targets."""
-    logger.warning(
-        "The evaluation had %d batches but no target at all, so that eval_loss is NaN. %s", num_batches, _REMEDY
-    )
+    logger.warning("The evaluation had %d batches but no targets, so eval_loss is NaN. %s", num_batches, _REMEDY)
 
 
 def _labels_of(batch: Mapping[str, Any]) -> Tensor | None:

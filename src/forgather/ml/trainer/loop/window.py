@@ -99,8 +99,8 @@ class StepBatches(Iterator[Batch]):
         if window is not None and not window.is_last and not self._has_warned:
             self._has_warned = True
             logger.warning(
-                "_train_step took %d of the %d micro-batches of a step; the others are not trained on. Call next() on the "
-                "data iterator until _should_sync_gradients() is True.",
+                "_train_step took %d of the %d micro-batches of a step and skipped the rest. Call next() on the data "
+                "iterator until _should_sync_gradients() is True.",
                 *(window.number + 1, len(window)),
             )
         self.window = None
@@ -133,8 +133,8 @@ class StepBatches(Iterator[Batch]):
         if len(window) < self._size:
             raise StopIteration
         raise RuntimeError(
-            f"_train_step asked for micro-batch {len(window) + 1} of a step, but gradient_accumulation_steps={self._size} "
-            f"makes a step of {self._size}. Stop at the micro-batch for which _should_sync_gradients() is True."
+            f"_train_step requested micro-batch {len(window) + 1} of a step, but with gradient_accumulation_steps={self._size} "
+            f"a step has {self._size}. Stop at the micro-batch where _should_sync_gradients() is True."
         )
 
 
@@ -170,12 +170,12 @@ def checked_result(window: Window | None, result: Any, owner: str) -> tuple[Tens
     """Return the result of `_train_step`; raise an error if it is not the result of a step."""
     if window is None:
         raise RuntimeError(
-            f"{owner}._train_step returned without taking a micro-batch, so that training would never end. Take the batches "
-            "of a step from the data iterator: batch = next(data_iterator)."
+            f"{owner}._train_step returned without taking a micro-batch, so training would never end. Take the batches of a "
+            "step from the data iterator: batch = next(data_iterator)."
         )
     if not isinstance(result, tuple) or len(result) != 3 or not isinstance(result[0], Tensor):
         raise TypeError(
-            f"{owner}._train_step returned {type(result).__name__}, but has to return (loss, grad_norm, tokens): a tensor, a "
+            f"{owner}._train_step returned {type(result).__name__}, but must return (loss, grad_norm, tokens): a tensor, a "
             "tensor or None, and a number."
         )
     loss, grad_norm, tokens = result

@@ -91,6 +91,6 @@ def require_keys(owner: str, state: object, needed: set[str]) -> None:
     missing = sorted(needed - set(state if isinstance(state, Mapping) else ()))
     if missing:
         raise CheckpointSaveError(
-            f"{owner}.state_dict() lacks the keys {', '.join(missing)}, without which a resume is not exact. "
-            "Start from the base: state = super().state_dict(), and add keys of your own to it."
+            f"{owner}.state_dict() lacks the keys {', '.join(missing)}, which an exact resume needs. "
+            "Start from state = super().state_dict(), and add your own keys."
         )

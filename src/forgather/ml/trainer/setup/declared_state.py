@@ -15,9 +15,9 @@ from forgather.ml.checkpoint.components import SharingPattern, StateComponent
 logger = logging.getLogger(__name__)
 
 _LOST = {
-    "trainer": "step, epoch, log history and GradScaler do not come back: a resumed run counts from global_step 0",
-    "ema": "the averaged weights (ema_decay) do not come back: a resumed run starts its average at the weights it loads",
-    "post_local_sgd": "the schedule of post-local SGD does not come back: a resumed run begins with its warm-up",
+    "trainer": "step, epoch, log history and GradScaler are not restored: a resumed run counts from global_step 0",
+    "ema": "the averaged weights (ema_decay) are not restored: a resumed run restarts its average at the loaded weights",
+    "post_local_sgd": "the schedule of post-local SGD is not restored: a resumed run begins with its warm-up",
 }
 """Consequences of a missing component for a resumed run."""
 _SETTINGS = {
@@ -61,8 +61,7 @@ class Unbuilt:
 
     def _error(self) -> RuntimeError:
         return RuntimeError(
-            f"The component {self._key!r} is not built yet: it is built when training begins, or by load_checkpoint() and "
-            "save_checkpoint()."
+            f"The component {self._key!r} is not built yet: train(), load_checkpoint() and save_checkpoint() build it."
         )
 
 
@@ -104,7 +103,7 @@ def warn_of_left_out(owner: str, usual: Collection[str], declared: Collection[st
     for key in usual:
         if key in _LOST and key not in declared:
             logger.warning(
-                "%s.get_state_components() leaves out the component %r: %s. Add it to the list, or start the list from "
+                "%s.get_state_components() omits the component %r: %s. Add it to the list, or extend the result of "
                 "super().get_state_components().",
                 *(owner, key, _LOST[key]),
             )
@@ -130,8 +129,8 @@ def with_dictionaries(trainer: object, components: list[StateComponent], is_buil
     if not found:
         return components
     warnings.warn(
-        f"{type(trainer).__name__} declares state by {found[0].__name__}(); it is taken as GLOBAL. Override "
-        "get_state_components() and give each component its SharingPattern instead.",
+        f"{type(trainer).__name__} declares state with {found[0].__name__}(), which is treated as GLOBAL. Override "
+        "get_state_components() instead, and give each component its SharingPattern.",
         DeprecationWarning,
         stacklevel=3,
     )

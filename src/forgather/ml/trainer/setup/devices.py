@@ -26,13 +26,13 @@ def require_device(asked: str | torch.device | None) -> None:
     if number == 0:
         raise ValueError(
             f"device={str(asked)!r} cannot be used: torch {torch.__version__} finds no {device.type} device "
-            f"({_no_device(device)}). Leave device unset, which takes an accelerator if there is one and else the CPU, or "
-            "set use_cpu=True."
+            f"({_no_device(device)}). Leave device unset to use an accelerator if available and else the CPU, or set "
+            "use_cpu=True."
         )
     if device.index is not None and device.index >= number:
         raise ValueError(
             f"device={str(asked)!r} cannot be used: torch finds {number} {device.type} device(s), numbered from 0 to "
-            f"{number - 1}. Choose one of them, or say {device.type!r} alone."
+            f"{number - 1}. Choose one of them, or set {device.type!r} without a number."
         )
 
 
@@ -40,9 +40,9 @@ def _no_device(device: torch.device) -> str:
     if device.type != "cuda":
         return "the machine has none, or this torch was built without support for it"
     if torch.version.cuda is None and torch.version.hip is None:
-        return "this torch was built without CUDA; https://pytorch.org/get-started says how to install one with it"
+        return "this torch was built without CUDA; see https://pytorch.org/get-started for a build with CUDA"
     visible = os.environ.get("CUDA_VISIBLE_DEVICES")
-    shown = "" if visible is None else f", and CUDA_VISIBLE_DEVICES={visible!r} hides those that it does not name"
+    shown = "" if visible is None else f", and CUDA_VISIBLE_DEVICES={visible!r} hides all other devices"
     return f"the machine has none, or its driver does not work: see nvidia-smi{shown}"
 
 
@@ -57,9 +57,9 @@ def choose_device(asked: str | torch.device | None, kind: str, env: DistributedE
         return own
     if is_of_env and env.local_world_size > 1 and torch.device(asked) != own:
         raise ValueError(
-            f"device={str(asked)!r} cannot be used by local rank {env.local_rank}, whose device is {own}: the "
-            f"{env.local_world_size} processes of a node use different ones, and messages between them go by these. Leave "
-            f"device unset, say {kind!r}, or give a DistributedEnvironment(device_map=...)."
+            f"device={str(asked)!r} cannot be used by local rank {env.local_rank}: its device is {own}. The "
+            f"{env.local_world_size} processes of a node communicate through different devices. Leave device unset, set "
+            f"{kind!r}, or pass a DistributedEnvironment(device_map=...)."
         )
     return torch.device(asked)
 

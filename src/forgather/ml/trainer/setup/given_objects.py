@@ -18,19 +18,19 @@ from forgather.ml.trainer.trainer_types import LRSchedulerT, OptimizerT
 P = ParamSpec("P")
 
 _BATCH_METRICS = (
-    "compute them in a callback: on_prediction_step gets the logits and labels of each evaluation batch, and what "
-    "on_evaluate adds to its metrics is logged"
+    "compute them in a callback: on_prediction_step receives the logits and labels of each evaluation batch, and metrics "
+    "added in on_evaluate are logged"
 )
 _OTHER_NAMES = {
     "tokenizer": "it is called processing_class",
     "compute_metrics": _BATCH_METRICS,
     "preprocess_logits_for_metrics": _BATCH_METRICS,
-    "optimizers": "give the two of them as optimizer and lr_scheduler",
+    "optimizers": "pass them separately, as optimizer and lr_scheduler",
     "compute_loss": "it is called compute_loss_func",
     "dataset": "it is called train_dataset",
     "collate_fn": "it is called data_collator",
     "config": "it is called args",
-    "peft_config": "models with adapters of PEFT cannot be trained by this version; merge them into the model first",
+    "peft_config": "this version cannot train models with PEFT adapters; merge the adapters into the model first",
 }
 """Trainer keywords of `transformers` and `trl` with another name or place in Forgather."""
 
@@ -134,13 +134,13 @@ def check_given(
     """Raise ValueError for an object of the wrong kind."""
     if isinstance(args, nn.Module):
         was_swapped = isinstance(model, (MinimalTrainingArguments, Mapping))
-        problem = "args and model have changed places" if was_swapped else f"args={type(args).__name__}(...) is a model"
+        problem = "args and model are swapped" if was_swapped else f"args={type(args).__name__}(...) is a model"
         raise ValueError(
             f"{problem}: write {owner}(args=..., model=...). By position BaseTrainer takes args first; the Trainer of "
             "transformers takes model first."
         )
     if model is None and model_init is None:
-        raise ValueError(f"{owner} needs a model, or model_init: a function without arguments that builds one.")
+        raise ValueError(f"{owner} needs a model, or model_init: a function without arguments that builds it.")
     if model is not None and not isinstance(model, nn.Module):
         raise ValueError(_no_model_message(model))
     if model_init is not None:
@@ -150,7 +150,7 @@ def check_given(
             _check_function(name, function)
     if callbacks is not None and (isinstance(callbacks, str) or not isinstance(callbacks, Iterable)):
         raise ValueError(
-            f"callbacks={_shown(callbacks)} cannot be used: give a list of callbacks, such as callbacks=[{_shown(callbacks)}]."
+            f"callbacks={_shown(callbacks)} cannot be used: pass a list of callbacks, such as callbacks=[{_shown(callbacks)}]."
         )
 
 
@@ -161,7 +161,7 @@ def checked_model(model: object, builder: object) -> nn.Module:
     name = getattr(builder, "__qualname__", type(builder).__qualname__)
     reason = "a function without return gives None" if model is None else "only an nn.Module can be trained"
     raise ValueError(
-        f"model_init ({name}) returned {_shown(model)} and not a model: {reason}. Let it return the model that it builds."
+        f"model_init ({name}) returned {_shown(model)} instead of a model: {reason}. Return the model that it builds."
     )
 
 
@@ -179,13 +179,13 @@ def check_optimizer(name: str, optimizer: object) -> OptimizerT:
     if isinstance(optimizer, type):
         raise ValueError(
             f"{name}={optimizer.__qualname__} is a class, not an optimizer: pass optimizer_cls_and_kwargs="
-            f"({optimizer.__qualname__}, {{'lr': ...}}), or an optimizer made of the model's parameters."
+            f"({optimizer.__qualname__}, {{'lr': ...}}), or an optimizer over the model's parameters."
         )
     if not _is_optimizer(optimizer):
         raise ValueError(
-            f"{_source(name, optimizer)} is not an optimizer: it needs param_groups and step(), as those of torch.optim "
-            "have. Pass an optimizer, optimizer_cls_and_kwargs=(torch.optim.SGD, {'lr': ...}), or optimizer_factory, a "
-            "function of the named parameters that returns one."
+            f"{_source(name, optimizer)} is not an optimizer: it needs param_groups and step(), as in torch.optim. Pass an "
+            "optimizer, optimizer_cls_and_kwargs=(torch.optim.SGD, {'lr': ...}), or optimizer_factory, a function of the "
+            "named parameters that returns an optimizer."
         )
     return optimizer
 
@@ -194,9 +194,9 @@ def check_scheduler(name: str, scheduler: object) -> LRSchedulerT:
     """Return the schedule; raise ValueError if the value of argument `name` is not a schedule."""
     if not _is_scheduler(scheduler):
         raise ValueError(
-            f"{_source(name, scheduler)} is not a learning-rate schedule: it needs step(), as those of "
-            "torch.optim.lr_scheduler have. Pass lr_scheduler_factory, a function of the optimizer that returns a schedule, "
-            "or set lr_scheduler_type and leave this out."
+            f"{_source(name, scheduler)} is not a learning-rate schedule: it needs step(), as in torch.optim.lr_scheduler. "
+            "Pass lr_scheduler_factory, a function of the optimizer that returns a schedule, or omit it and set "
+            "lr_scheduler_type."
         )
     return scheduler
 
@@ -211,7 +211,7 @@ def check_optimization(optimizer: object, scheduler: object, class_and_options: 
         return
     if not _is_class_with_options(class_and_options):
         raise ValueError(
-            f"optimizer_cls_and_kwargs={_shown(class_and_options)} cannot be used: give a class and a dict of its options, "
+            f"optimizer_cls_and_kwargs={_shown(class_and_options)} cannot be used: pass a class and a dict of its options, "
             "such as (torch.optim.SGD, {'lr': 0.1})."
         )
 
@@ -226,45 +226,45 @@ def _no_model_message(model: object) -> str:
     if isinstance(model, type):
         name = model.__qualname__
         return (
-            f"model={name} is a class, not a model. Give an object of it, model={name}(...), or let the trainer build one, "
+            f"model={name} is a class, not a model. Pass an instance, model={name}(...), or let the trainer build it, "
             f"model_init={name}."
         )
     if isinstance(model, str):
         return (
-            f"model={model!r} is a text, not a model. Load what it names, such as with "
-            f"AutoModelForCausalLM.from_pretrained({model!r}), and give the result."
+            f"model={model!r} is a string, not a model. Load the model, such as with "
+            f"AutoModelForCausalLM.from_pretrained({model!r}), and pass the result."
         )
     if isinstance(model, MinimalTrainingArguments):
-        return f"model={type(model).__name__}(...) is an arguments object, not a model: give it as args."
+        return f"model={type(model).__name__}(...) is an arguments object, not a model: pass it as args."
     if isinstance(model, Mapping):
         return (
-            f"model is a mapping with the keys {list(model)[:3]}, such as a state_dict, and not a model. Build the model, load "
-            "it with model.load_state_dict(...), and give the model."
+            f"model is a mapping with the keys {list(model)[:3]}, such as a state_dict, and not a model. Build the model, call "
+            "model.load_state_dict(...), and pass the model."
         )
     if callable(model):
-        return f"model={_shown(model)} is a function, not a model: give it as model_init, and the trainer will call it."
+        return f"model={_shown(model)} is a function, not a model: pass it as model_init, and the trainer will call it."
     return (
-        f"model={_shown(model)} cannot be trained: its type is {type(model).__name__}. Give an nn.Module, or model_init, a "
-        "function without arguments that builds one."
+        f"model={_shown(model)} cannot be trained: its type is {type(model).__name__}. Pass an nn.Module, or model_init, a "
+        "function without arguments that builds the model."
     )
 
 
 def _check_model_init(model_init: object) -> None:
     if isinstance(model_init, nn.Module):
         raise ValueError(
-            f"model_init={type(model_init).__qualname__}(...) is a ready model: give it as model. model_init is a function "
-            "without arguments that builds one."
+            f"model_init={type(model_init).__qualname__}(...) is a model: pass it as model. model_init is a function "
+            "without arguments that builds the model."
         )
     if not callable(model_init):
         raise ValueError(
-            f"model_init={_shown(model_init)} cannot be used: it has to be a function without arguments that builds the model."
+            f"model_init={_shown(model_init)} cannot be used: it must be a function without arguments that builds the model."
         )
     try:
         inspect.signature(model_init).bind()
     except TypeError as error:
         raise ValueError(
-            f"model_init={_shown(model_init)} is called without arguments, which it does not allow: {error}. Bind them, such "
-            "as with model_init=lambda: build(config) or functools.partial."
+            f"model_init={_shown(model_init)} must accept a call without arguments: {error}. Bind the arguments, such as with "
+            "model_init=lambda: build(config) or functools.partial."
         ) from None
     except ValueError:
         # Some callables written in C have no signature.
@@ -275,16 +275,16 @@ def _check_function(name: str, function: object) -> None:
     # A class is callable too: passing nn.CrossEntropyLoss without parentheses would fail only at the first step.
     if isinstance(function, type) and any("__call__" in vars(base) for base in function.__mro__):
         raise ValueError(
-            f"{name}={function.__qualname__} is a class, and its objects are what can be called: give one of them, "
+            f"{name}={function.__qualname__} is a class, but only its instances can be called: pass an instance, "
             f"{name}={function.__qualname__}(...)."
         )
     if not callable(function):
         expected = "(list of samples) -> batch" if name == "data_collator" else "(logits, labels) -> loss"
-        raise ValueError(f"{name}={_shown(function)} cannot be used: it has to be a function, {expected}.")
+        raise ValueError(f"{name}={_shown(function)} cannot be used: it must be a function, {expected}.")
 
 
 def _source(name: str, value: object) -> str:
-    return f"What {name} returned, {_shown(value)}," if name.endswith("factory") else f"{name}={_shown(value)}"
+    return f"The result of {name}, {_shown(value)}," if name.endswith("factory") else f"{name}={_shown(value)}"
 
 
 def _shown(value: object) -> str:

@@ -164,8 +164,8 @@ def _check_signature(owner: type, name: str, function: Callable[..., object], ar
     except TypeError as error:
         call = ", ".join(("self", *arguments))
         raise TypeError(
-            f"{owner.__qualname__}.{name} cannot take the call of the trainer: {error}. It is called as "
-            f"{name}({', '.join(arguments)}): write def {name}({call})."
+            f"{owner.__qualname__}.{name} does not accept the trainer's call {name}({', '.join(arguments)}): {error}. Write "
+            f"def {name}({call})."
         ) from None
     except ValueError:
         # Some callables written in C have no signature.
@@ -183,8 +183,8 @@ def _check_unknown(trainer_class: type, owner: type, name: str) -> None:
         if FOREIGN[name] not in _names_defined(trainer_class):
             raise TypeError(
                 f"{owner.__qualname__}.{name} would never be called: {ours.__name__} has no such hook. Override "
-                f"{FOREIGN[name]}({', '.join(HOOKS[FOREIGN[name]])}) instead; a method of yours with the name {name} may stay "
-                "if that override calls it."
+                f"{FOREIGN[name]}({', '.join(HOOKS[FOREIGN[name]])}) instead; your method {name} may stay if that override "
+                "calls it."
             )
     elif name.startswith("_") and not name.startswith("__") and not hasattr(ours, name):
         nearest = difflib.get_close_matches(name, [*HOOKS, *RETIRED], n=1, cutoff=_SIMILAR)

@@ -37,7 +37,7 @@ def build_model(
     """
     if construct_on == "meta" and not will_be_loaded:
         logger.warning(
-            "construct_model_on='meta' needs a checkpoint to fill the model from, and there is none: building it as usual."
+            "construct_model_on='meta' needs a checkpoint to fill the model, but none was found: using 'default' instead."
         )
         construct_on = "default"
     # Parameters are created in the default dtype, which avoids a float32 copy of a bfloat16 model.
@@ -57,10 +57,10 @@ def refuse_adapters(model: nn.Module) -> None:
     found = next((said for said in map(_adapter_in, model.modules()) if said is not None), None)
     if found is not None:
         raise ValueError(
-            f"The model is a {type(model).__name__} with adapters of PEFT ({found}), which this version of forgather cannot "
-            "train: its checkpoints and exports would lack the adapters, or have the weights under names that "
-            "from_pretrained does not know. Merge the adapters of a PeftModel, model = model.merge_and_unload(), and let its "
-            "parameters require gradients again; or train the model without adapters."
+            f"The {type(model).__name__} has PEFT adapters ({found}), which this version of forgather cannot train: "
+            "checkpoints and exports would lack the adapters, or have names that from_pretrained does not know. Merge the "
+            "adapters of a PeftModel with model = model.merge_and_unload() and set requires_grad on its parameters, or train "
+            "the model without adapters."
         )
 
 
@@ -70,11 +70,11 @@ def refuse_quantized(model: nn.Module) -> None:
     name, kind = next(((name, kind) for name, kind in kinds.items() if kind is not None), ("", None))
     if kind is None and getattr(model, "is_quantized", False) is not True:
         return
-    found = f"its weight {name!r} is a {kind}" if kind else "transformers says that it is (is_quantized)"
+    found = f"its weight {name!r} is a {kind}" if kind else "transformers sets is_quantized"
     raise ValueError(
-        f"The {type(model).__name__} is quantised ({found}), and cannot be trained: its weights take no updates, and could not "
-        "be saved. Train the model in full precision, for instance from the checkpoint that was quantised, with qat_recipe "
-        "to train for the quantisation; forgather finalize --quantize then quantises the result."
+        f"The {type(model).__name__} is quantised ({found}) and cannot be trained: its weights can be neither updated nor "
+        "saved. Train the original model in full precision, with qat_recipe for quantisation-aware training. Quantise the "
+        "result with forgather finalize --quantize."
     )
 
 
@@ -102,7 +102,7 @@ def _adapter_in(module: nn.Module) -> str | None:
     # Look PEFT's classes up in sys.modules: if PEFT was never imported, there are no adapters.
     kind = type(module).__name__
     if getattr(module, "_hf_peft_config_loaded", False):
-        return f"{kind} was given some by add_adapter"
+        return f"{kind} has adapters from add_adapter"
     classes = (("peft.peft_model", "PeftModel"), ("peft.tuners.tuners_utils", "BaseTunerLayer"))
     for place, name in classes:
         known = getattr(sys.modules.get(place), name, None)

@@ -29,9 +29,9 @@ def enable_hf_activation_checkpointing(
     enable = getattr(module, "gradient_checkpointing_enable", None)
     if enable is None:
         raise ValueError(
-            f"Activation checkpointing was asked for, but {type(module).__name__} (rank {rank}) has no method "
-            "gradient_checkpointing_enable, which Hugging Face models have. Pass the trainer an "
-            "enable_activation_checkpoint_fn that knows this model, or set gradient_checkpointing=False."
+            f"Activation checkpointing cannot be enabled: {type(module).__name__} (rank {rank}) has no method "
+            "gradient_checkpointing_enable, as Hugging Face models have. Pass an enable_activation_checkpoint_fn for this "
+            "model to the trainer, or set gradient_checkpointing=False."
         )
     # The non-reentrant variant works with DDP and torch.compile.
     enable(gradient_checkpointing_kwargs={"use_reentrant": False, **(gradient_checkpointing_kwargs or {})})

@@ -79,7 +79,7 @@ def build_optimizer(
     named = [(name, parameter) for name, parameter in named_parameters if parameter.requires_grad]
     # A pipeline rank may have no trainable parameter; it still needs an optimizer with the groups of the other ranks.
     if not named and not names_elsewhere:
-        raise ValueError("The model has no parameter that requires a gradient: there is nothing to train.")
+        raise ValueError("No parameter of the model requires a gradient: there is nothing to train.")
     if groups is None:
         return check_optimizer("optimizer_factory", factory(named) if named else optimizer_of_nothing(factory))
     optimizer = make_grouped_optimizer(named, groups, factory, debug_groups, names_elsewhere)
@@ -118,9 +118,9 @@ def group_weight_decay(
     decay = optimizer.param_groups[0]["weight_decay"]
     if stored is not None and stored != wanted and decay:
         logger.info(
-            "The parameter groups stay those of the checkpoint, with weight decay on %s: weight_decay_groups=%r counts for new "
-            "runs.",
-            *("all parameters" if stored == "all" else "all parameters but biases and norms", wanted),
+            "The parameter groups of the checkpoint are kept, with weight decay on %s: weight_decay_groups=%r applies to new "
+            "runs only.",
+            *("all parameters" if stored == "all" else "all parameters except biases and norms", wanted),
         )
     # Without weight decay both groups would be equal. A stored "auto" still keeps its two groups.
     if (stored or wanted) == "all" or not (decay or stored):
@@ -128,8 +128,8 @@ def group_weight_decay(
     if not has_decayed:
         optimizer.param_groups[0]["weight_decay"] = 0.0
         logger.warning(
-            "weight_decay=%s has no effect: the model has only biases, norms and other parameters of less than two dimensions. "
-            "Set weight_decay_groups='all' to decay them.",
+            "weight_decay=%s has no effect: the model has only biases, norms and other parameters with less than two "
+            "dimensions. Set weight_decay_groups='all' to decay them.",
             decay,
         )
         return "auto"

@@ -126,7 +126,7 @@ def prepare_data(trainer: "Trainer", train_dataset: BaseDataset | None, eval_dat
     trainer.train_dataloader = trainer.eval_dataloader = trainer.evaluated_dataset = None
     trainer._init_dataloaders(train_dataset if trains else None, eval_dataset)
     if trains and trainer.train_dataloader is None:
-        raise ValueError("train() needs a train_dataset; only evaluate() works without one.")
+        raise ValueError("train() needs a train_dataset; only evaluate() works without it.")
     _adapt_train_loader(trainer)
     _count_steps(trainer)
 

@@ -19,15 +19,15 @@ from forgather.ml.distributed.launch_variables import check_launch_variables
 from forgather.ml.trainer.loading.builders import kind_of
 
 MAY_DIFFER = {
-    "device": "every rank has a device of its own",
-    "logging_dir": "may be on a disk of the node, and has the time and the host in its name",
-    "run_name": "a label; only the ranks that report to a service use it",
-    "dataloader_num_workers": "how a rank reads is its own affair; with dispatch_batches only rank 0 reads",
+    "device": "every rank has its own device",
+    "logging_dir": "may be local to the node, and contains the time and the host name",
+    "run_name": "a label; only ranks that report to a service use it",
+    "dataloader_num_workers": "affects only how a rank reads; with dispatch_batches only rank 0 reads",
     "dataloader_pin_memory": "as dataloader_num_workers",
     "dataloader_persistent_workers": "as dataloader_num_workers",
     "dataloader_prefetch_factor": "as dataloader_num_workers",
-    "gc_threshold": "when a rank empties the cache of its own device",
-    "detect_anomaly": "a check of one rank's own backward pass, for debugging",
+    "gc_threshold": "affects only the cache of a rank's device",
+    "detect_anomaly": "checks only the backward pass of a rank, for debugging",
     "debug_optimizer_groups": "log messages of one rank",
     "debug_pipeline": "log messages of one rank",
     "debug_split_model": "log messages of one rank",
@@ -57,12 +57,12 @@ def require_strategy_for_ranks(trainer_class: type, given: DistributedEnvInterfa
     if num_ranks == 1 or handles_ranks(trainer_class):
         return
     raise ValueError(
-        f"{trainer_class.__name__} trains on one device, but this process is one of {num_ranks} ({source} says so): each would "
-        "train a model of its own on the same data, and write to the same output directory. Use a trainer that divides the "
-        "work between ranks: DDPTrainer or AccelTrainer if the model fits on one device, PipelineTrainer or HybridTrainer if "
-        "it does not. Or start one process, without torchrun. If this process is to train alone, such as one that a rank has "
-        "started, unset RANK and WORLD_SIZE, or pass distributed_env=StaticDistributedEnvironment(). A subclass that "
-        "synchronises the models of its ranks itself says so with handles_ranks = True."
+        f"{trainer_class.__name__} trains on one device, but this process is one of {num_ranks} ({source}): each would "
+        "train a separate model on the same data and write to the same output directory. Use a trainer that divides the work "
+        "between ranks: DDPTrainer or AccelTrainer if the model fits on one device, else PipelineTrainer or HybridTrainer. "
+        "Or start one process, without torchrun. To train in this process only, such as in a subprocess of a rank, unset "
+        "RANK and WORLD_SIZE, or pass distributed_env=StaticDistributedEnvironment(). A subclass that synchronises the models "
+        "of its ranks itself sets handles_ranks = True."
     )
 
 
@@ -179,10 +179,11 @@ def _report(of_ranks: Sequence[Mapping[str, str]]) -> str:
     if len(lines) > len(shown):
         shown.append(f"  and {len(lines) - len(shown)} more")
     return (
-        f"The {len(of_ranks)} ranks of this job have different settings, so they would take different paths and wait for each "
-        "other for ever:\n" + "\n".join(shown) + "\n"
-        "Give every rank the same settings: make them from one configuration, and let none depend on the rank, the host or the "
-        f"time. Only these arguments may differ: {', '.join(MAY_DIFFER)}."
+        f"The {len(of_ranks)} ranks of this job have different settings, which would lead to a deadlock:\n"
+        + "\n".join(shown)
+        + "\n"
+        "Use the same settings on every rank: create them from one configuration, independent of rank, host and time. "
+        f"Only these arguments may differ: {', '.join(MAY_DIFFER)}."
     )
 
 

@@ -31,7 +31,7 @@ def require_functions(functions: Mapping[str, object], groups: Mapping[str, Any]
     """Raise ValueError for factories that are not callable, and for invalid optimizers or schedules."""
     for name, function in functions.items():
         if function is not None and not callable(function):
-            raise ValueError(f"{name}={function!r} cannot be used: it has to be a function.")
+            raise ValueError(f"{name}={function!r} cannot be used: it must be a function.")
     if groups is not None:
         check_group_map(groups)
     check_optimization(given.optimizer, given.lr_scheduler, given.optimizer_cls_and_kwargs)
@@ -42,8 +42,8 @@ def require_builder(args: TrainingArguments, has_builder: bool) -> None:
     for name, default in (("default_dtype", None), ("construct_model_on", "default")):
         if not has_builder and getattr(args, name) != default:
             raise ValueError(
-                f"{name}={getattr(args, name)!r} says how to build the model, but it was given ready: pass "
-                "model_init, a function that builds it, instead of model."
+                f"{name}={getattr(args, name)!r} has no effect on a finished model: pass model_init, a function that builds "
+                "the model, instead of model."
             )
 
 
@@ -52,8 +52,7 @@ def require_eval_dataset(args: TrainingArguments, has_dataset: bool) -> None:
     for name, needs_dataset in asked.items():
         if needs_dataset and not has_dataset:
             raise ValueError(
-                f"{name}={getattr(args, name)!r} asks for evaluations, but there is no eval_dataset. Give one to the "
-                "trainer, or turn the evaluations off."
+                f"{name}={getattr(args, name)!r} needs an eval_dataset. Pass one to the trainer, or disable evaluations."
             )
 
 
@@ -61,8 +60,8 @@ def require_components(args: TrainingArguments, known: tuple[str, ...] | None) -
     """Raise ValueError for unknown component names; `known` is None if the user declares the components."""
     if "ema" in (args.checkpoint_components or ()) and args.ema_decay is None:
         raise ValueError(
-            "checkpoint_components names 'ema', the averaged weights, but ema_decay=None keeps none. Set ema_decay, or "
-            "leave 'ema' out."
+            "checkpoint_components contains 'ema', the averaged weights, but ema_decay=None keeps no average. Set "
+            "ema_decay, or remove 'ema'."
         )
     if known is None:
         return
@@ -83,8 +82,7 @@ def require_recipes(
         raise ValueError("async_save=True is not available in this version of forgather: leave it False.")
     if has_fused_loss and given.loss_fn is not None:
         raise ValueError(
-            "fused_loss_factory makes the loss function, and compute_loss_func is one: they exclude each other. Leave one "
-            "of the two out."
+            "fused_loss_factory cannot be combined with compute_loss_func: both define the loss. Remove one of them."
         )
     if args.fuse_optim_with_backward:
         refuse_several_optimizers(given.optimizer, groups)
@@ -118,6 +116,6 @@ def require_supplier_of_best(args: TrainingArguments, callbacks: Iterable[object
     if args.load_best_model_at_end and chosen is not None and "model" not in chosen and not can_supply:
         raise ValueError(
             f"load_best_model_at_end=True needs the weights of the best checkpoint, but checkpoint_components={chosen} "
-            "saves none, and no callback implements on_load_model_weights to supply them. Add 'model', or the callback, "
-            "or set load_best_model_at_end=False."
+            "saves no weights, and no callback implements on_load_model_weights. Add 'model' or such a callback, or set "
+            "load_best_model_at_end=False."
         )

@@ -110,19 +110,19 @@ def warn_of_unknown_end(args: MinimalTrainingArguments, loader: _SizedLoader, ha
     if args.num_train_epochs < 0:
         if falls:
             logger.warning(
-                "num_train_epochs=%s and max_steps=-1 set no end to training, so the learning rate of lr_scheduler_type=%r "
-                "never falls. Set max_steps, or lr_scheduler_type='constant'.",
+                "num_train_epochs=%s and max_steps=-1 set no limit, so the learning rate of lr_scheduler_type=%r never "
+                "decays. Set max_steps, or lr_scheduler_type='constant'.",
                 *(args.num_train_epochs, args.lr_scheduler_type),
             )
     elif loader.num_batches is None and args.epoch_train_steps == assumed:
         dataset = getattr(loader, "dataset", None)
         schedule = (
-            f"the learning rate of lr_scheduler_type={args.lr_scheduler_type!r} falls over that many, and hardly "
+            f"the learning rate of lr_scheduler_type={args.lr_scheduler_type!r} decays over that many, and hardly "
         )
         logger.warning(
-            "The training data (%s) have no length, so an epoch is taken to have epoch_train_steps=%d steps%s. Set "
-            "max_steps to the number of steps to train, or epoch_train_steps to those of an epoch.",
+            "The training data (%s) have no length, so epoch_train_steps=%d steps per epoch are assumed%s. Set max_steps "
+            "to the number of steps to train, or epoch_train_steps to the steps per epoch.",
             name_of(loader if dataset is None else dataset),
             assumed,
-            f": {schedule}at all if the data end sooner" if falls else "",
+            f": {schedule}at all if the data end earlier" if falls else "",
         )

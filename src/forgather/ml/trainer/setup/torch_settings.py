@@ -47,11 +47,11 @@ def cuda_graphs_problem(mode: str | None, device_type: str, num_batches: int, is
     if device_type != "cuda" or mode not in _MODES_WITH_CUDA_GRAPHS:
         return None
     if is_pipeline:
-        return "a pipeline has the activations of several micro-batches at once, and a graph has room for those of one"
+        return "a pipeline holds the activations of several micro-batches at once, but a graph has memory for only one"
     if num_batches > 1:
         return (
-            f"gradient_accumulation_steps={num_batches} adds up gradients over several passes, and a graph writes those of "
-            "the next pass over them"
+            f"gradient_accumulation_steps={num_batches} accumulates gradients over several passes, but each pass of a graph "
+            "overwrites them"
         )
     return None
 
