@@ -1,4 +1,4 @@
-"""Models with adapters of PEFT are refused where a trainer is made, or where its function builds one."""
+"""Models with PEFT adapters are refused where a trainer is made, or where its function builds one."""
 
 import subprocess
 import sys
@@ -53,7 +53,7 @@ def inside_another() -> nn.Module:
 KINDS = [
     pytest.param(lora_llama, "PeftModelForCausalLM is a PeftModel", id="lora"),
     pytest.param(prompt_llama, "PeftModelForCausalLM is a PeftModel", id="prompt tuning"),
-    pytest.param(llama_with_added_adapter, "LlamaForCausalLM was given some by add_adapter", id="add_adapter"),
+    pytest.param(llama_with_added_adapter, "LlamaForCausalLM has adapters from add_adapter", id="add_adapter"),
     pytest.param(injected, "Linear is a BaseTunerLayer", id="injected"),
     pytest.param(inside_another, "PeftModelForCausalLM is a PeftModel", id="inside another module"),
 ]
@@ -65,7 +65,7 @@ def arguments(output_dir: Path | str) -> dict[str, Any]:
 
 @pytest.mark.parametrize(("make", "found"), KINDS)
 def test_a_model_with_adapters_is_refused(tmp_path: Path, make: Callable[[], nn.Module], found: str) -> None:
-    with pytest.raises(ValueError, match=r"adapters of PEFT.*merge_and_unload\(\)") as caught:
+    with pytest.raises(ValueError, match=r"PEFT adapters.*merge_and_unload\(\)") as caught:
         Trainer(args=arguments(tmp_path), model=make())
     assert found in str(caught.value)
     assert "checkpoints and exports would lack the adapters" in str(caught.value)
@@ -75,7 +75,7 @@ def test_a_model_with_adapters_is_refused(tmp_path: Path, make: Callable[[], nn.
 @pytest.mark.parametrize("trainer_class", TRAINERS)
 def test_every_trainer_refuses_adapters(tmp_path: Path, trainer_class: Any) -> None:
     options = {"accelerator": Accelerator(cpu=True)} if trainer_class is AccelTrainer else {}
-    with pytest.raises(ValueError, match="adapters of PEFT"):
+    with pytest.raises(ValueError, match="PEFT adapters"):
         trainer_class(args=arguments(tmp_path), model=lora_llama(), **options)
 
 
@@ -86,7 +86,7 @@ def test_a_function_that_builds_a_model_with_adapters_is_refused(
 ) -> None:
     options = {"model_init": make}
     trainer = quiet_trainer(tmp_path, None, token_samples(2), trainer_options=options, construct_model_on=construct_on)
-    with pytest.raises(ValueError, match=r"adapters of PEFT.*merge_and_unload\(\)") as caught:
+    with pytest.raises(ValueError, match=r"PEFT adapters.*merge_and_unload\(\)") as caught:
         trainer.train()
     assert found in str(caught.value)
 
@@ -100,7 +100,7 @@ def train_stages(output_dir: str) -> Outcome:
 
 def test_a_pipeline_refuses_a_function_that_builds_a_model_with_adapters(tmp_path: Path) -> None:
     outcomes = run_on_ranks(train_stages, 2, str(tmp_path))
-    assert all("adapters of PEFT" in message for _, message in outcomes), outcomes
+    assert all("PEFT adapters" in message for _, message in outcomes), outcomes
 
 
 def test_a_model_whose_adapters_were_merged_trains_and_is_exported(tmp_path: Path) -> None:

@@ -226,10 +226,8 @@ def test_data_without_length_are_warned_of_once(tmp_path: Path, caplog: pytest.L
     ):
         quiet_trainer(tmp_path / str(number), ScalarModel(), Stream(scalars(1, 2)), **settings).train()
     without, with_schedule = warnings_of(caplog, "no length")
-    assert (
-        "(Stream) have no length, so an epoch is taken to have epoch_train_steps=100000 steps. Set max_steps" in without
-    )
-    assert "lr_scheduler_type='linear' falls over that many" in with_schedule
+    assert "(Stream) have no length, so epoch_train_steps=100000 steps per epoch are assumed. Set max_steps" in without
+    assert "lr_scheduler_type='linear' decays over that many" in with_schedule
 
 
 def test_a_schedule_without_an_end_is_warned_of(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
@@ -240,8 +238,8 @@ def test_a_schedule_without_an_end_is_warned_of(tmp_path: Path, caplog: pytest.L
     for schedule in ("cosine", "constant"):
         settings = {"num_train_epochs": -1, "lr_scheduler_type": schedule}
         quiet_trainer(tmp_path, ScalarModel(), scalars(1, 2), Stops(), **settings).train()
-    (said,) = warnings_of(caplog, "set no end")
-    assert "lr_scheduler_type='cosine' never falls. Set max_steps" in said
+    (said,) = warnings_of(caplog, "set no limit")
+    assert "lr_scheduler_type='cosine' never decays. Set max_steps" in said
 
 
 def test_nothing_to_resume_is_said_loudly(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:

@@ -25,17 +25,17 @@ def builds_nothing() -> None:
     ("options", "words"),
     [
         ({"model": TokenModel}, r"model=TokenModel is a class.*model=TokenModel\(\.\.\.\).*model_init=TokenModel"),
-        ({"model": "gpt2"}, r"'gpt2' is a text.*from_pretrained\('gpt2'\)"),
-        ({"model": builds_nothing}, "is a function, not a model: give it as model_init"),
-        ({"model_init": TokenModel()}, "is a ready model: give it as model"),
-        ({"model_init": lambda trial: TokenModel()}, "missing a required argument: 'trial'. Bind them"),
+        ({"model": "gpt2"}, r"'gpt2' is a string.*from_pretrained\('gpt2'\)"),
+        ({"model": builds_nothing}, "is a function, not a model: pass it as model_init"),
+        ({"model_init": TokenModel()}, "is a model: pass it as model"),
+        ({"model_init": lambda trial: TokenModel()}, "missing a required argument: 'trial'. Bind the arguments"),
         ({"callbacks": [5]}, "5 cannot be used as a callback.*on_step_end"),
-        ({"callbacks": PeakMemory()}, r"give a list of callbacks, such as callbacks=\[PeakMemory"),
+        ({"callbacks": PeakMemory()}, r"pass a list of callbacks, such as callbacks=\[PeakMemory"),
         ({"data_collator": 5}, r"data_collator=5 cannot be used.*\(list of samples\) -> batch"),
         ({"compute_loss_func": nn.CrossEntropyLoss}, r"is a class.*compute_loss_func=CrossEntropyLoss\(\.\.\.\)"),
         ({"optimizer": torch.optim.SGD}, r"optimizer=SGD is a class.*optimizer_cls_and_kwargs=\(SGD"),
         ({"lr_scheduler": torch.optim.lr_scheduler.StepLR}, "is not a learning-rate schedule.*lr_scheduler_factory"),
-        ({"optimizer_cls_and_kwargs": torch.optim.SGD}, "give a class and a dict of its options"),
+        ({"optimizer_cls_and_kwargs": torch.optim.SGD}, "pass a class and a dict of its options"),
     ],
 )
 def test_objects_of_the_wrong_kind(tmp_path: Path, options: dict[str, Any], words: str) -> None:
@@ -46,7 +46,9 @@ def test_objects_of_the_wrong_kind(tmp_path: Path, options: dict[str, Any], word
 
 def test_model_init_that_returns_none(tmp_path: Path) -> None:
     options: dict[str, Any] = {"model_init": builds_nothing}
-    with pytest.raises(ValueError, match=r"model_init \(builds_nothing\) returned None.*without return.*Let it return"):
+    with pytest.raises(
+        ValueError, match=r"model_init \(builds_nothing\) returned None.*without return.*Return the model"
+    ):
         quiet_trainer(tmp_path, None, token_samples(2), trainer_options=options).train()
 
 
@@ -89,7 +91,7 @@ def test_calls_that_no_constructor_takes(call: Any, words: str) -> None:
 
 
 def test_swapped_args_and_model() -> None:
-    with pytest.raises(ValueError, match="args and model have changed places"):
+    with pytest.raises(ValueError, match="args and model are swapped"):
         Trainer(args=TokenModel(), model=TrainingArguments())  # type: ignore[arg-type]
 
 

@@ -117,7 +117,7 @@ def plain_loss() -> dict[str, Any]:
 
 def test_ten_skipped_steps_in_a_row_stop_also_across_a_resume(tmp_path: Path) -> None:
     bad = range(3, 17)
-    with pytest.raises(NonFiniteError, match=r"last 10 steps, up to step 12.*'skip' left their updates out") as stop:
+    with pytest.raises(NonFiniteError, match=r"last 10 steps, up to step 12.*'skip' skipped their updates") as stop:
         trainer_with(tmp_path / "a", *bad, nonfinite_grad="skip").train()
     assert stop.value.step == 12
     trainer_with(tmp_path / "b", *bad, nonfinite_grad="skip", max_steps=6, save_steps=6).train()

@@ -168,8 +168,10 @@ def test_a_resumed_run_keeps_its_groups_bit_for_bit(
             assert resumed.load_checkpoint(str(checkpoint)) == str(checkpoint)
             caplog.clear()
         resumed.train()
-    said = [record.getMessage() for record in caplog.records if "parameter groups stay" in record.getMessage()]
-    assert len(said) == 1 and f"weight_decay_groups='{then}' counts for new runs" in said[0]
+    said = [
+        record.getMessage() for record in caplog.records if "groups of the checkpoint are kept" in record.getMessage()
+    ]
+    assert len(said) == 1 and f"weight_decay_groups='{then}' applies to new runs" in said[0]
     assert len(resumed.optimizer.param_groups) == (1 if first == "all" else 2)
     expected = weights(straight.unwrapped_model())
     assert all(torch.equal(value, expected[name]) for name, value in weights(resumed.unwrapped_model()).items())

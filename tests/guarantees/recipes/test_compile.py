@@ -231,7 +231,7 @@ def test_modes_that_cannot_work_are_refused(settings: dict[str, Any], message: s
 
 
 def test_modes_with_cuda_graphs_are_refused_in_pipelines() -> None:
-    assert "a pipeline has the activations of several micro-batches at once" in str(
+    assert "a pipeline holds the activations of several micro-batches at once" in str(
         cuda_graphs_problem("max-autotune", "cuda", 1, is_pipeline=True)
     )
     assert cuda_graphs_problem("max-autotune", "cuda", 1, is_pipeline=False) is None

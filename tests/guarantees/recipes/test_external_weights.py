@@ -157,7 +157,7 @@ def test_the_best_weights_are_supplied_though_those_of_the_start_were_skipped(tm
 def test_the_best_weights_are_not_promised_without_a_supplier(tmp_path: Path) -> None:
     settings = {"eval_strategy": "steps", "eval_steps": 4, "load_best_model_at_end": True, **SAVING}
     with pytest.raises(
-        ValueError, match=r"load_best_model_at_end=True needs the weights .*Add 'model', or the callback"
+        ValueError, match=r"load_best_model_at_end=True needs the weights .*Add 'model' or such a callback"
     ):
         trainer_for(tmp_path, **settings).train()
     assert saved_steps(tmp_path) == []

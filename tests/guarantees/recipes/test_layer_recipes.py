@@ -133,7 +133,7 @@ def test_another_recipe_on_a_prepared_model_is_refused_and_none_is_noticed(
         ({"fp8_dim_alignment": 0}, r"fp8_dim_alignment=0 cannot be used"),
         (
             {"fp8_recipe": "tensorwise", "qat_recipe": "int4-weight-only"},
-            r"fp8_recipe='tensorwise' and qat_recipe='int4-weight-only' exclude each other",
+            r"fp8_recipe='tensorwise' cannot be combined with qat_recipe='int4-weight-only'",
         ),
     ],
 )

@@ -228,9 +228,9 @@ FUSED = "fuse_optim_with_backward=True cannot be combined with "
 @pytest.mark.parametrize(
     ("trainer_class", "settings", "options", "message"),
     [
-        (Trainer, {"max_grad_norm": 1.0}, {}, r"max_grad_norm=1.0: .*before the whole norm is known"),
-        (Trainer, {"gradient_accumulation_steps": 2}, {}, r"gradient_accumulation_steps=2: .*used up"),
-        (Trainer, {"mixed_precision": "fp16"}, {}, r"mixed_precision='fp16': the scaler must see all gradients"),
+        (Trainer, {"max_grad_norm": 1.0}, {}, r"max_grad_norm=1.0: .*before the total norm is known"),
+        (Trainer, {"gradient_accumulation_steps": 2}, {}, r"gradient_accumulation_steps=2: .*applied and freed"),
+        (Trainer, {"mixed_precision": "fp16"}, {}, r"mixed_precision='fp16': GradScaler must see all gradients"),
         (
             Trainer,
             {},

@@ -358,12 +358,12 @@ def leave_out(output_dir: str) -> list[str]:
         build(output_dir, LeavingOut, max_steps=2, save_strategy="steps", save_steps=1, post_local_sgd=local).train()
     finally:
         logging.getLogger("forgather").removeHandler(listening)
-    return [message for message in listening.messages if "leaves out" in message]
+    return [message for message in listening.messages if "omits the component" in message]
 
 
 def test_post_local_sgd_that_is_left_out_is_warned_of(tmp_path: Path) -> None:
     for messages in run_on_ranks(leave_out, 2, str(tmp_path)):
-        assert len(messages) == 1 and "post_local_sgd" in messages[0] and "does not come back" in messages[0]
+        assert len(messages) == 1 and "post_local_sgd" in messages[0] and "is not restored" in messages[0]
 
 
 def train_apart(output_dir: str) -> str:

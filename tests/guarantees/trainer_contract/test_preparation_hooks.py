@@ -325,7 +325,7 @@ def test_parameters_that_wrap_replaces_are_an_error(tmp_path: Path) -> None:
         def _wrap(self) -> None:
             self.model = TokenModel()
 
-    with pytest.raises(ValueError, match=r"2 parameters of the optimizer are not those of self\.model"):
+    with pytest.raises(ValueError, match=r"2 parameters of the optimizer are not in self\.model"):
         build(tmp_path, Replacing).train()
 
 

@@ -95,13 +95,13 @@ def test_a_method_of_ones_own_may_have_the_name_of_another_trainer_s_hook(tmp_pa
 @pytest.mark.parametrize("base", [Trainer, DDPTrainer])
 @pytest.mark.parametrize("name", WRONG_SIGNATURES)
 def test_a_signature_that_the_call_does_not_fit_is_refused(base: Any, name: str, tmp_path: Path) -> None:
-    with pytest.raises(TypeError, match=rf"Own\.{name} cannot take the call .*def {name}\(self"):
+    with pytest.raises(TypeError, match=rf"Own\.{name} does not accept the trainer's call .*def {name}\(self"):
         build(base, tmp_path, **{name: WRONG_SIGNATURES[name]})
 
 
 @pytest.mark.parametrize("name", ["_prepare", "_train_loop", "_eval_loop", "state_dict", "load_state_dict"])
 def test_a_signature_of_the_base_is_checked(name: str, tmp_path: Path) -> None:
-    with pytest.raises(TypeError, match=rf"Own\.{name} cannot take the call"):
+    with pytest.raises(TypeError, match=rf"Own\.{name} does not accept the trainer's call"):
         build(SmallTrainer, tmp_path, **{name: lambda self, one, two, three: None})
 
 

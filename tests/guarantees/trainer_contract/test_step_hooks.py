@@ -93,7 +93,7 @@ def test_a_step_by_range_drops_the_short_last_window(
     assert result.metrics["step"] == 2
     assert result.losses == expected.losses[:2]
     (message,) = (record.getMessage() for record in caplog.records if "StopIteration" in record.getMessage())
-    assert "after 1 micro-batches of a step of 1" in message and "gradients are dropped" in message
+    assert "after 1 of 1 micro-batches" in message and "gradients are dropped" in message
 
 
 def test_dropped_gradients_do_not_enter_the_next_epoch(tmp_path: Path) -> None:
@@ -139,7 +139,7 @@ def test_a_step_that_takes_too_many_is_an_error(tmp_path: Path) -> None:
             for batch in data_iterator:
                 self._forward_backward_step(*self._prepare_batch(batch))
 
-    with pytest.raises(RuntimeError, match="micro-batch 5 of a step, but gradient_accumulation_steps=4"):
+    with pytest.raises(RuntimeError, match="micro-batch 5 of a step, but with gradient_accumulation_steps=4"):
         train(tmp_path, Greedy)
 
 

@@ -1,4 +1,7 @@
-"""Training arguments: dataclasses with defaults, checks and conversion from dicts."""
+"""Training arguments: dataclasses with defaults, type conversion and validation.
+
+The classes are shared by all trainers and by the command line.
+"""
 
 from forgather.ml.trainer.arguments.training_arguments import (
     ArgumentGroup,

@@ -1,4 +1,8 @@
-"""Checks of training arguments that depend on each other: refused combinations, with what to change."""
+"""Validation of training arguments that depend on each other: invalid combinations, with the setting to change.
+
+Each check raises ValueError when the arguments are created, before a trainer exists. The `__post_init__` methods of the
+argument classes call them.
+"""
 
 from typing import TYPE_CHECKING
 
@@ -11,13 +15,13 @@ SDPA_BACKENDS = ("math", "flash", "efficient", "cudnn")
 
 
 def check_best_model(args: "BaseTrainingArguments") -> None:
-    """Refuse a best model without evaluations or saves: it is one that was evaluated and saved."""
+    """Raise ValueError for a best model without evaluations or without saves."""
     for name in ("load_best_model_at_end", "preserve_best_model"):
         if not getattr(args, name):
             continue
         if args.eval_strategy == "no" and not args.eval_on_save:
             raise ValueError(
-                f"{name}=True cannot be combined with eval_strategy='no': without evaluations no model is the best. "
+                f"{name}=True cannot be combined with eval_strategy='no': choosing the best model needs evaluations. "
                 "Set eval_strategy to 'steps' or 'epoch', or eval_on_save=True."
             )
         if args.save_strategy == "no":
@@ -28,67 +32,69 @@ def check_best_model(args: "BaseTrainingArguments") -> None:
 
 
 def check_attention(args: "BaseTrainingArguments") -> None:
-    """Refuse unknown backends of scaled_dot_product_attention, and an order of fewer than two."""
+    """Raise ValueError for unknown SDPA backends, and for a priority order of fewer than two backends."""
     backends = [args.sdpa_backend] if isinstance(args.sdpa_backend, str) else args.sdpa_backend
     for name in backends or ():
         if name not in SDPA_BACKENDS:
             allowed = ", ".join(map(repr, SDPA_BACKENDS))
             raise ValueError(f"sdpa_backend={args.sdpa_backend!r} cannot be used: choose from {allowed}.")
     if backends is not None and not backends:
-        raise ValueError("sdpa_backend=[] leaves nothing that could compute attention: name one, or set it to None.")
+        raise ValueError("sdpa_backend=[] cannot be used: name at least one backend, or set it to None.")
     if args.sdpa_set_priority and len(backends or ()) < 2:
         raise ValueError(
-            f"sdpa_set_priority=True needs a list of backends in the order to try them, but sdpa_backend is "
-            f"{args.sdpa_backend!r}. Give at least two, or leave sdpa_set_priority False."
+            f"sdpa_set_priority=True needs a list of backends in order of priority, but sdpa_backend is "
+            f"{args.sdpa_backend!r}. List at least two backends, or set sdpa_set_priority=False."
         )
 
 
 def check_activation_budget(args: "TrainingArguments") -> None:
-    """Refuse an activation memory budget outside of 0 to 1, or without torch.compile."""
+    """Raise ValueError for an activation memory budget outside [0, 1] or without torch.compile."""
     budget = args.activation_memory_budget
     if budget is None:
         return
     if not 0 <= budget <= 1:
         raise ValueError(
-            f"activation_memory_budget={budget} cannot be used: it is the share of activations that are kept, from 0 to 1."
+            f"activation_memory_budget={budget} cannot be used: it is the fraction of activations to keep, from 0 to 1."
         )
     if not args.torch_compile:
         raise ValueError(
-            f"activation_memory_budget={budget} needs torch_compile=True: the compiler's partitioner is what keeps to "
-            "the budget."
+            f"activation_memory_budget={budget} needs torch_compile=True: the budget is enforced by the compiler's "
+            "partitioner."
         )
 
 
 def check_average(args: "TrainingArguments") -> None:
-    """Refuse an EMA decay out of range, and an evaluation or a best metric of an average that is not kept."""
+    """Raise ValueError for an EMA decay out of range, and for an evaluation or best metric of an EMA that is not kept."""
     if args.ema_decay is not None and not 0 <= args.ema_decay < 1:
         raise ValueError(f"ema_decay={args.ema_decay!r} cannot be used: it must be at least 0 and less than 1.")
     if args.eval_ema and args.ema_decay is None:
         raise ValueError(
-            "eval_ema=True evaluates averaged weights, but ema_decay=None keeps no average. Set ema_decay, such as "
-            "0.999, or eval_ema=False."
+            "eval_ema=True evaluates the averaged weights, but ema_decay=None keeps no average. Set ema_decay (such as "
+            "0.999), or eval_ema=False."
         )
+    # The metric may be written with or without "eval_".
     if not args.eval_ema and args.best_model_metric.removeprefix("eval_") == "ema_loss":
         raise ValueError(
-            f"metric_for_best_model={args.best_model_metric!r} is the loss of averaged weights, which are not evaluated. "
-            "Set eval_ema=True (with ema_decay), or another metric."
+            f"metric_for_best_model={args.best_model_metric!r} is the loss of the averaged weights, which are not evaluated. "
+            "Set eval_ema=True and ema_decay, or another metric."
         )
 
 
 def refuse_fused_combinations(args: "TrainingArguments") -> None:
-    """Refuse settings that need all gradients at once, if the optimizer steps in the backward pass."""
+    """Raise ValueError for settings that need all gradients at once, if the optimizer steps in the backward pass."""
     if not args.fuse_optim_with_backward:
         return
     reasons = {
-        "max_grad_norm": (bool(args.max_grad_norm), "parameters are updated before the whole norm is known"),
+        # With 0, as with None, gradients are not clipped.
+        "max_grad_norm": (bool(args.max_grad_norm), "parameters are updated before the total norm is known"),
         "gradient_accumulation_steps": (
             args.gradient_accumulation_steps > 1,
-            "a gradient is used up as soon as it is computed",
+            "each gradient is applied and freed as soon as it is computed",
         ),
-        "mixed_precision": (args.mixed_precision == "fp16", "the scaler must see all gradients before an update"),
+        "mixed_precision": (args.mixed_precision == "fp16", "GradScaler must see all gradients before an update"),
         "nonfinite_grad": (
             args.nonfinite_grad == "skip",
-            "parameters are updated before it is known whether all gradients are finite",
+            "parameters are updated before all gradients are known to be finite",
         ),
     }
     for name, (refused, reason) in reasons.items():
@@ -100,10 +106,9 @@ def refuse_fused_combinations(args: "TrainingArguments") -> None:
 
 
 def refuse_short_weights(dtype: torch.dtype, where: str) -> None:
-    """Raise `ValueError` for weights that mixed_precision="fp16" cannot train."""
+    """Raise ValueError for float16 weights, which mixed_precision="fp16" cannot train."""
     if dtype == torch.float16:
         raise ValueError(
-            f"mixed_precision='fp16' cannot be combined with weights in float16 ({where}): their gradients would be in "
-            "float16, and cannot be unscaled without a loss. Keep the weights in float32, which is what mixed precision is "
-            "for, or train them without mixed_precision."
+            f"mixed_precision='fp16' cannot be combined with weights in float16 ({where}): unscaling float16 gradients "
+            "loses precision. Keep the weights in float32, or train without mixed_precision."
         )

@@ -1,4 +1,8 @@
-"""What is given for an argument, made into the type of its field; and hints for names that do not exist."""
+"""Conversion of argument values to the types of dataclass fields, and hints for unknown argument names.
+
+Text from command lines and YAML becomes numbers, booleans and nested dataclasses. A value that does not fit raises
+ValueError with the expected type. The argument classes and the trainer constructors call it.
+"""
 
 import dataclasses
 import enum
@@ -16,7 +20,7 @@ if typing.TYPE_CHECKING:
     Names = Sequence[str]
     Options = dict[str, Any]
 else:
-    # What HfArgumentParser can read of a command line: several words for a list, and JSON as a text.
+    # The types that HfArgumentParser can read from a command line: a list of words, and JSON text.
     Names = list[str]
     Options = dict[str, Any] | str
 
@@ -28,50 +32,51 @@ _OTHER_NAMES = {
     "evaluation_strategy": "it is called eval_strategy",
     "no_cuda": "it is called use_cpu",
     "tf32": "set float32_matmul_precision='high' instead",
-    "data_seed": "seed is that of the data order too",
-    "full_determinism": "set seed, and torch.use_deterministic_algorithms(True) in your script",
-    "warmup_ratio": "give the number of steps as warmup_steps",
-    "save_only_model": "set checkpoint_components=['model'] instead, which saves and loads the weights alone",
+    "data_seed": "seed also sets the data order",
+    "full_determinism": "set seed, and call torch.use_deterministic_algorithms(True) in your script",
+    "warmup_ratio": "set warmup_steps to the number of steps",
+    "save_only_model": "set checkpoint_components=['model'] instead, which saves and loads only the weights",
     "ignore_data_skip": "set skip_checkpoint_components=['dataset'] instead",
-    "optim": "give the trainer an optimizer_factory, or optimizer_cls_and_kwargs",
-    "optim_args": "give the trainer an optimizer_factory, or optimizer_cls_and_kwargs",
-    "report_to": "give the trainer callbacks",
-    "disable_tqdm": "give the trainer callbacks",
-    "gradient_checkpointing_kwargs": "give the trainer an enable_activation_checkpoint_fn",
-    "label_smoothing_factor": "give the trainer a compute_loss_func with label smoothing",
-    "remove_unused_columns": "texts are left out of batches by themselves; other columns that the model does not take are "
-    "removed by dataset.remove_columns or a data_collator",
-    "label_names": "labels are the column 'labels', 'label' or 'label_ids'; a data_collator can rename others",
-    "group_by_length": "give the trainer a ready DataLoader with a sampler of your own",
+    "optim": "pass optimizer_factory or optimizer_cls_and_kwargs to the trainer",
+    "optim_args": "pass optimizer_factory or optimizer_cls_and_kwargs to the trainer",
+    "report_to": "pass callbacks to the trainer",
+    "disable_tqdm": "pass callbacks to the trainer",
+    "gradient_checkpointing_kwargs": "pass enable_activation_checkpoint_fn to the trainer",
+    "label_smoothing_factor": "pass a compute_loss_func with label smoothing to the trainer",
+    "remove_unused_columns": "text columns are dropped automatically; drop other columns that the model does not accept "
+    "with dataset.remove_columns or a data_collator",
+    "label_names": "labels are read from the column 'labels', 'label' or 'label_ids'; rename others in a data_collator",
+    "group_by_length": "pass a DataLoader with your own sampler to the trainer",
     "eval_on_start": "call trainer.evaluate() before trainer.train()",
     "do_train": "call trainer.train()",
     "do_eval": "set eval_strategy, or call trainer.evaluate()",
     "do_predict": "call trainer.evaluate(dataset)",
     "include_num_input_tokens_seen": "tokens are always counted, as total_tokens",
-    "auto_find_batch_size": "choose per_device_train_batch_size; gradient_accumulation_steps keeps the batch of a step",
-    "push_to_hub": "call trainer.save_model(...), and upload that directory",
+    "auto_find_batch_size": "set per_device_train_batch_size; raise gradient_accumulation_steps to keep the step's batch size",
+    "push_to_hub": "call trainer.save_model(...) and upload that directory",
     "local_rank": "ranks come from torchrun or forgather train --nproc",
     "ddp_find_unused_parameters": "set ddp={'find_unused_parameters': ...} of DDPTrainingArguments instead",
     "ddp_bucket_cap_mb": "set ddp={'bucket_cap_mb': ...} of DDPTrainingArguments instead",
     "ddp_broadcast_buffers": "set ddp={'broadcast_buffers': ...} of DDPTrainingArguments instead",
     "ddp_static_graph": "set ddp={'static_graph': ...} of DDPTrainingArguments instead",
-    "deepspeed": "give an Accelerator to AccelTrainer, or use DDPTrainer, PipelineTrainer or HybridTrainer",
+    "deepspeed": "pass an Accelerator to AccelTrainer, or use DDPTrainer, PipelineTrainer or HybridTrainer",
     "fsdp": "use DDPTrainer, PipelineTrainer or HybridTrainer",
 }
-"""Arguments of `transformers` that are found elsewhere here."""
+"""Arguments of `transformers` with another name or place in Forgather."""
 
 
 class NamedArguments:
-    """Base of arguments classes: a call that no constructor takes is an error with the right name, or the nearest."""
+    """Base of argument classes. A wrong call raises TypeError with the right name, or the most similar one."""
 
     def __new__(cls: type[NamedT], *values: object, **named: object) -> NamedT:
+        # In __new__, because a dataclass generates its own __init__, which would raise a plain TypeError.
         if values or not named.keys() <= cls.__dict__.get("__dataclass_fields__", {}).keys():
             _check_call(cls, values, named)
         return super().__new__(cls)
 
 
 def _check_call(cls: type, values: tuple[Any, ...], named: Mapping[str, Any]) -> None:
-    # A subclass may have a constructor of its own.
+    # A subclass may define its own constructor with further parameters.
     signature = inspect.signature(cls.__init__)  # type: ignore[misc]
     try:
         signature.bind(None, *values, **named)
@@ -80,21 +85,22 @@ def _check_call(cls: type, values: tuple[Any, ...], named: Mapping[str, Any]) ->
         refuse_unknown(cls.__name__, named.keys() - known_names, known_names, TypeError)
         if values and known_names:
             raise TypeError(
-                f"{cls.__name__} takes its arguments by name, but was given {values[0]!r} by position. Write which argument it "
-                f"is, such as {cls.__name__}({known_names[0]}={values[0]!r})."
+                f"{cls.__name__} takes its arguments by name, but was given {values[0]!r} by position. Write "
+                f"{cls.__name__}({known_names[0]}={values[0]!r}), or the argument that you mean."
             ) from None
 
 
 def refuse_unknown(
     owner: str, unknown: Iterable[str], known_names: list[str], error_type: type[Exception] = ValueError
 ) -> None:
-    """Raise for the first name that is unknown, with the right one or the nearest."""
+    """Raise for the first unknown name, with the right name or the most similar one."""
+    # Sorted, because the names may come from a set, and all ranks should raise the same error.
     for name in sorted(map(str, unknown)):
         raise error_type(f"{owner} has no argument {name!r}{hint_for(name, known_names)}")
 
 
 def fields_with_types(cls: type) -> dict[str, Any]:
-    """Field names and their types, in the order of the fields."""
+    """Return field names and their types, in field order."""
     hints = _type_hints(cls)
     return {field.name: hints[field.name] for field in dataclasses.fields(cls)}
 
@@ -103,13 +109,14 @@ def _type_hints(cls: type) -> dict[str, Any]:
     try:
         return typing.get_type_hints(cls)
     except NameError:
-        # Names that only type checkers import, or that a function defines: such a field is not checked.
+        # A hint names a type that only type checkers import, or that a function defines. Do not check such fields.
         return {field.name: Any if isinstance(field.type, str) else field.type for field in dataclasses.fields(cls)}
 
 
 def converted(name: str, value: object, hint: object) -> Any:
-    """Turn text and numbers into the type of the field, and dicts into nested dataclasses."""
+    """Convert text and numbers to the type of the field, and dicts to nested dataclasses."""
     options = _options(hint)
+    # An exact match wins over a conversion: for `bool | str` a path stays text.
     if any(_is_a(value, option) for option in options):
         return value
     for option in options:
@@ -120,6 +127,7 @@ def converted(name: str, value: object, hint: object) -> Any:
                 number = option(value)
             except (ValueError, OverflowError):
                 continue
+            # Reject a lossy conversion, such as 1.5 for an int field.
             if float(number) == float(value):
                 return number
         if option is bool and str(value).lower() in ("true", "false"):
@@ -131,7 +139,7 @@ def converted(name: str, value: object, hint: object) -> Any:
 
 
 def _options(hint: object) -> tuple[Any, ...]:
-    """The alternatives that a hint allows: `str | None` and `Optional[str]` are the same two."""
+    """Return the alternatives of a type hint, such as (str, NoneType) for `str | None` and `Optional[str]`."""
     origin = typing.get_origin(hint)
     if origin is typing.Annotated:
         return _options(typing.get_args(hint)[0])
@@ -152,6 +160,7 @@ def _in_words(option: object) -> str:
 
 def _group_from(name: str, values: Mapping[str, Any], cls: type) -> Any:
     known_names = list(fields_with_types(cls))
+    # Prefix messages with the name of the group: fields of different groups may have equal names.
     refuse_unknown(name, [key for key in values if key not in known_names], known_names)
     try:
         return cls(**values)
@@ -164,35 +173,33 @@ def _is_a(value: object, option: object) -> bool:
         return any(value == choice and type(value) is type(choice) for choice in typing.get_args(option))
     origin = typing.get_origin(option) or option
     if not isinstance(origin, type):
-        # Any, type variables and the like: nothing that could be checked here.
+        # Any, type variables and similar hints cannot be checked.
         return True
-    # A bool is an int and a text a sequence to Python, but nobody means that here.
+    # In Python a bool is an int and a str is a sequence. Neither is meant here.
     for special in (bool, str):
         if isinstance(value, special):
             return bool(origin is special)
     try:
-        # Where a list is asked for a tuple does as well.
+        # Accept a tuple for a list.
         return isinstance(value, (list, tuple) if origin is list else origin)
     except TypeError:
-        # A protocol that cannot be asked for at run time.
+        # A protocol without runtime_checkable does not support isinstance.
         return True
 
 
 def mapping_in(name: str, text: str) -> dict[str, Any]:
-    """The mapping that a text holds as JSON, as command lines give it."""
+    """Return the mapping in a JSON text, as passed on a command line."""
     try:
         value = json.loads(text)
     except json.JSONDecodeError:
         value = None
     if not isinstance(value, dict):
-        raise ValueError(
-            f"{name}={text!r} cannot be used: give a mapping, or one written as JSON, such as '{{\"power\": 2.0}}'."
-        )
+        raise ValueError(f"{name}={text!r} cannot be used: pass a mapping, or JSON such as '{{\"power\": 2.0}}'.")
     return value
 
 
 def hint_for(name: str, known_names: list[str]) -> str:
-    """The end of a sentence about a name that is not among those known."""
+    """Return the end of an error message about an unknown name."""
     if name in _OTHER_NAMES:
         return f": {_OTHER_NAMES[name]}."
     return f".{did_you_mean(name, known_names)}"

@@ -1,4 +1,9 @@
-"""Training arguments: plain dataclasses whose values are checked when they are made."""
+"""Training arguments: plain dataclasses that convert and validate their values on creation.
+
+Field names follow `transformers.TrainingArguments`. An invalid value raises ValueError in `__post_init__`, so an existing
+object is always valid. Trainers work on a copy (`arguments_from`). `forgather train --help` shows the field
+documentation, which it reads from the source of this file.
+"""
 
 import copy
 import dataclasses
@@ -52,12 +57,12 @@ _SCHEDULES = (
     "cosine_warmup_with_min_lr",
     "warmup_stable_decay",
 )
-"""Those of `transformers` that need no metric; importing it only to ask would take seconds."""
+"""Schedules of `transformers` that need no metric. Listed here, because importing transformers takes seconds."""
 
 
 @dataclass(kw_only=True)
 class ArgumentGroup(NamedArguments):
-    """Arguments that belong together, a field of other arguments; a dict is accepted in its place."""
+    """Group of related arguments, used as a field of other arguments; a dict is accepted too."""
 
     def __post_init__(self) -> None:
         for name, hint in fields_with_types(type(self)).items():
@@ -66,46 +71,63 @@ class ArgumentGroup(NamedArguments):
 
 @dataclass(kw_only=True)
 class MinimalTrainingArguments(NamedArguments):
-    """What every trainer understands, under the names of `transformers.TrainingArguments`."""
+    """Arguments of every trainer, named as in `transformers.TrainingArguments`."""
+
+    # --- output
 
     output_dir: str = "tmp_trainer"
     logging_dir: str | None = None
-    """None: `<output_dir>/runs/<time>_<host>`."""
+    """Directory of log files. None: `<output_dir>/runs/<time>_<host>`."""
     run_name: str | None = None
-    """The name by which services such as Weights & Biases list the run."""
+    """Name of the run in services such as Weights & Biases."""
+
+    # --- length, device, seed
+
     per_device_train_batch_size: int = 16
     per_device_eval_batch_size: int = 16
     num_train_epochs: float = 1
-    """May be a fraction; negative means no limit."""
+    """Number of epochs, may be a fraction. Negative: no limit."""
     max_steps: int = -1
-    """0 or more overrides num_train_epochs; epochs repeat as needed."""
+    """Number of optimizer steps. 0 or more overrides num_train_epochs; epochs repeat as needed."""
     device: str | None = None
     seed: int = -1
-    """Negative: a new one each time, which is then kept in the checkpoint."""
+    """Random seed. Negative: a new seed for each run, which checkpoints keep."""
     use_cpu: bool = False
     epoch_train_steps: int = 100000
-    """The length of an epoch that is assumed for a loader without one."""
+    """Assumed steps per epoch if the training data have no length."""
+
+    # --- data loading
+
     dataloader_num_workers: int = 0
     dataloader_pin_memory: bool = True
     dataloader_persistent_workers: bool = False
     dataloader_prefetch_factor: int | None = None
-    """Batches per worker; None is 2 with workers."""
+    """Batches prefetched by each worker. None: 2 with workers."""
     dataloader_drop_last: bool = False
+
+    # --- evaluation and logging
+
     eval_strategy: str = "no"
     eval_steps: int = 100
     eval_delay: int = 0
-    """No evaluation before this step."""
+    """Skip evaluations before this step."""
     logging_strategy: str = "steps"
     logging_steps: int = 50
     logging_first_step: bool = False
+
+    # --- compilation and gradients
+
     torch_compile: bool = False
     torch_compile_backend: str | None = None
     torch_compile_mode: str | None = "default"
     torch_compile_dynamic: bool = True
     torch_compile_full_graph: bool = False
     max_grad_norm: float | None = None
-    """None or 0 measures the norm without clipping."""
+    """Maximum gradient norm for clipping. None or 0: the norm is measured, but not clipped."""
     gradient_accumulation_steps: int = 1
+
+    # --- checkpoints
+
     save_strategy: str = "steps"
     save_steps: int = 1000
     save_total_limit: int | None = 2
@@ -113,23 +135,26 @@ class MinimalTrainingArguments(NamedArguments):
     save_on_each_node: bool = False
     overwrite_output_dir: bool = False
     save_optimizer_state: bool = True
-    """False leaves the optimizer out of checkpoints; the next three do the same for their components."""
+    """False omits the optimizer from checkpoints. The next three arguments do the same for their components."""
     save_scheduler_state: bool = True
     save_dataset_state: bool = True
     save_rng_state: bool = True
     resume_from_checkpoint: bool | str = True
-    """True: the newest complete checkpoint, if there is one; a path: that one; False: start fresh."""
+    """True: resume from the newest complete checkpoint, if any. A path: resume from it. False: start fresh."""
     load_best_model_at_end: bool = False
     metric_for_best_model: str = "loss"
     greater_is_better: bool | None = None
+
+    # --- optimizer and schedule
+
     lr_scheduler_type: str = "linear"
     lr_scheduler_kwargs: Options | None = None
-    """Options of the schedule; a text is read as JSON."""
+    """Options of the schedule; text is parsed as JSON."""
     warmup_steps: int = 0
     learning_rate: float = 5e-5
     weight_decay: float = 0.0
     weight_decay_groups: str = "auto"
-    """"auto": no weight decay on biases and norms; "all": on all parameters, as optimizers of torch do by themselves."""
+    """"auto": no weight decay on biases and norms. "all": weight decay on all parameters, the default of torch."""
     adam_beta1: float = 0.9
     adam_beta2: float = 0.999
     adam_epsilon: float = 1e-8
@@ -143,6 +168,7 @@ class MinimalTrainingArguments(NamedArguments):
             self.device = str(self.device)
         for name in ("eval_strategy", "logging_strategy", "save_strategy"):
             self._check_strategy(name)
+        # After paths, devices and strategies, which accept more types than their fields declare.
         self._check_types()
         if isinstance(self.lr_scheduler_kwargs, str):
             self.lr_scheduler_kwargs = mapping_in("lr_scheduler_kwargs", self.lr_scheduler_kwargs)
@@ -154,14 +180,14 @@ class MinimalTrainingArguments(NamedArguments):
             self._require(name, 0)
         self._require("adam_epsilon", 0)
         if math.isnan(self.num_train_epochs):
-            raise ValueError("num_train_epochs=nan cannot be used: give a number of epochs, negative for no limit.")
+            raise ValueError("num_train_epochs=nan cannot be used: set a number of epochs, or -1 for no limit.")
         if self.seed >= 2**63:
-            raise ValueError(f"seed={self.seed} cannot be used: it must be less than 2**63; negative for a new one.")
+            raise ValueError(f"seed={self.seed} cannot be used: it must be less than 2**63. -1 chooses a new seed.")
         self._check_device()
         self._choose("lr_scheduler_type", _SCHEDULES)
         self._choose("weight_decay_groups", ["auto", "all"])
         if self.torch_compile_backend in (None, "inductor"):
-            # Other compilers have modes of their own.
+            # Other compiler backends have different modes.
             self._choose("torch_compile_mode", _COMPILE_MODES)
         if self.max_grad_norm is not None:
             self._require("max_grad_norm", 0)
@@ -172,27 +198,28 @@ class MinimalTrainingArguments(NamedArguments):
                 )
         if self.use_cpu and self.device is not None and self.device.split(":")[0] != "cpu":
             raise ValueError(
-                f"use_cpu=True and device={self.device!r} contradict each other: leave device None, or use_cpu False."
+                f"use_cpu=True cannot be combined with device={self.device!r}. Set device=None or use_cpu=False."
             )
         if self.dataloader_num_workers == 0 and self.dataloader_prefetch_factor is not None:
             raise ValueError(
-                f"dataloader_prefetch_factor={self.dataloader_prefetch_factor} needs workers: set dataloader_num_workers "
-                "to 1 or more, or leave it None."
+                f"dataloader_prefetch_factor={self.dataloader_prefetch_factor} needs workers. Set dataloader_num_workers "
+                "to 1 or more, or leave dataloader_prefetch_factor=None."
             )
 
     def copy(self: ArgumentsT) -> ArgumentsT:
-        """An independent copy: trainers work on one, the caller's object is never changed."""
+        """Return an independent copy; trainers work on a copy and never change the caller's object."""
+        # `replace` runs `__post_init__` again, which validates values that were assigned since the creation.
         return dataclasses.replace(copy.deepcopy(self))
 
     def to_dict(self) -> dict[str, Any]:
         return dataclasses.asdict(self)
 
     def to_json_string(self) -> str:
-        """As JSON text, which Hugging Face callbacks write into their logs."""
+        """Return the arguments as JSON, which Hugging Face callbacks log."""
         return json.dumps(self.to_dict(), indent=2, default=str)
 
     def to_sanitized_dict(self) -> dict[str, Any]:
-        """With numbers and text only, which loggers of hyperparameters accept."""
+        """Return the arguments with values that hyperparameter loggers accept: bool, int, float and str."""
         kept = (bool, int, float, str)
         return {name: value if isinstance(value, kept) else str(value) for name, value in self.to_dict().items()}
 
@@ -201,7 +228,7 @@ class MinimalTrainingArguments(NamedArguments):
             setattr(self, name, converted(name, getattr(self, name), hint))
 
     def _check_strategy(self, name: str) -> None:
-        # YAML reads a plain `no` as False.
+        # YAML parses a plain `no` as False.
         value = "no" if getattr(self, name) is False else getattr(self, name)
         try:
             setattr(self, name, IntervalStrategy(getattr(value, "value", value)).value)
@@ -210,7 +237,7 @@ class MinimalTrainingArguments(NamedArguments):
 
     def _require(self, name: str, least: float) -> None:
         value = getattr(self, name)
-        # So that NaN is refused as well.
+        # `not value >= least` instead of `value < least` rejects NaN too.
         if isinstance(value, bool) or not isinstance(value, (int, float)) or not value >= least:
             raise ValueError(f"{name}={value!r} cannot be used: it must be a number of {least} or more.")
 
@@ -221,7 +248,7 @@ class MinimalTrainingArguments(NamedArguments):
             torch.device(self.device)
         except RuntimeError:
             raise ValueError(
-                f"device={self.device!r} cannot be used: give a device of torch, such as 'cuda', 'cuda:1' or 'cpu'."
+                f"device={self.device!r} cannot be used: set a torch device, such as 'cuda', 'cuda:1' or 'cpu'."
             ) from None
 
     def _check_dtype(self, name: str) -> None:
@@ -242,33 +269,39 @@ class MinimalTrainingArguments(NamedArguments):
 
 @dataclass(kw_only=True)
 class BaseTrainingArguments(MinimalTrainingArguments):
-    """Adds evaluation, the choice of the best checkpoint, and precision."""
+    """Arguments of evaluation, the best checkpoint, precision and quantisation, in addition to the minimal ones."""
 
     default_dtype: str | None = None
-    """The dtype in which the model is built, such as "bfloat16"."""
+    """dtype of the model at construction, such as "bfloat16"."""
+
+    # --- evaluation and best checkpoint
+
     max_eval_steps: int = -1
-    """Evaluate on so many batches only; negative means all."""
+    """Maximum number of evaluation batches. Negative: all."""
     preserve_best_model: bool = False
     best_model_metric: str = "loss"
     best_model_greater_is_better: bool | None = None
     preserve_n_best: int = 1
     eval_on_save: bool = False
+
+    # --- memory, attention, precision
+
     enable_activation_offloading: bool = False
-    """Keep what the backward pass needs in the memory of the CPU instead of the accelerator's."""
+    """Offload activations for the backward pass to CPU memory."""
     detect_anomaly: bool = False
-    sdpa_backend: list[str] | str | None = None  # in this order: HfArgumentParser cannot read another
-    """What may compute torch's scaled_dot_product_attention: "math", "flash", "efficient", "cudnn", or a list of these."""
+    sdpa_backend: list[str] | str | None = None  # HfArgumentParser supports this order of types only.
+    """Backends of scaled_dot_product_attention: "math", "flash", "efficient", "cudnn", or a list of these."""
     sdpa_set_priority: bool = False
-    """Try those of the list in their order."""
+    """Try the backends in the order of the list."""
     float32_matmul_precision: str | None = None
     dynamo_recompile_limit: int | None = None
     mixed_precision: str | None = None
     fp8_recipe: str | None = None
-    """Linear layers in float8: "tensorwise", "rowwise" or "rowwise_with_gw_hp"."""
+    """Float8 training of linear layers: "tensorwise", "rowwise" or "rowwise_with_gw_hp"."""
     fp8_dim_alignment: int = 16
-    """Layers with a dimension that this does not divide stay as they are."""
+    """Layers with a dimension that is not a multiple of this number are not converted to float8."""
     qat_recipe: str | None = None
-    """Train for a later quantisation: "int8-dynamic-act-int4-weight", "int4-weight-only" or another of qat_recipes."""
+    """Quantisation-aware training, such as "int8-dynamic-act-int4-weight" or "int4-weight-only"."""
 
     def __post_init__(self) -> None:
         if isinstance(self.default_dtype, torch.dtype):
@@ -286,14 +319,14 @@ class BaseTrainingArguments(MinimalTrainingArguments):
             self._require("dynamo_recompile_limit", 1)
         if self.max_eval_steps == 0:
             raise ValueError(
-                "max_eval_steps=0 cannot be used: an evaluation needs a batch. Give a number of batches, -1 for all of "
-                "them, or turn evaluations off by eval_strategy='no'."
+                "max_eval_steps=0 cannot be used: an evaluation needs at least one batch. Set a number of batches, -1 for "
+                "all, or disable evaluations with eval_strategy='no'."
             )
         check_best_model(self)
         check_attention(self)
         if self.fp8_recipe is not None and self.qat_recipe is not None:
             raise ValueError(
-                f"fp8_recipe={self.fp8_recipe!r} and qat_recipe={self.qat_recipe!r} exclude each other: both replace the "
+                f"fp8_recipe={self.fp8_recipe!r} cannot be combined with qat_recipe={self.qat_recipe!r}: both replace the "
                 "model's linear layers. Set one of them to None."
             )
         self._choose("fp8_recipe", [None, *FP8_RECIPES])
@@ -301,17 +334,21 @@ class BaseTrainingArguments(MinimalTrainingArguments):
         self._require("fp8_dim_alignment", 1)
 
     def _follow_aliases(self) -> None:
-        """The names of `transformers` for the same two settings, unless ours were set; both must not contradict."""
+        """Copy the values from the argument names of `transformers`, unless Forgather's names are set.
+
+        Raise ValueError if both names are set to different values.
+        """
         for ours, theirs, default in (
             ("best_model_metric", "metric_for_best_model", "loss"),
             ("best_model_greater_is_better", "greater_is_better", None),
         ):
             values = [getattr(self, name) for name in (ours, theirs)]
+            # A metric may be written with or without "eval_", so "eval_loss" does not contradict "loss".
             plain = [value.removeprefix("eval_") if isinstance(value, str) else value for value in values]
             if default not in plain and plain[0] != plain[1]:
                 raise ValueError(
-                    f"{theirs}={values[1]!r} and {ours}={values[0]!r} contradict each other: they are two names of one "
-                    f"setting, by which the best checkpoint is chosen. Leave {ours} out, or give both the same value."
+                    f"{theirs}={values[1]!r} and {ours}={values[0]!r} contradict each other: both names set how the best "
+                    f"checkpoint is chosen. Omit {ours}, or set both to the same value."
                 )
         if self.best_model_metric == "loss":
             self.best_model_metric = self.metric_for_best_model
@@ -319,43 +356,44 @@ class BaseTrainingArguments(MinimalTrainingArguments):
             self.best_model_greater_is_better = self.greater_is_better
 
     def under_both_names(self: BaseArgumentsT) -> BaseArgumentsT:
-        """A copy in which the two settings have their values under the names of `transformers` too, for its callbacks."""
+        """Return a copy with the best-model settings also under the names that callbacks of `transformers` read."""
         both = self.copy()
         both.metric_for_best_model = self.best_model_metric
         both.greater_is_better = self.best_model_greater_is_better
         if both.greater_is_better is None:
+            # Callbacks such as early stopping need a direction.
             both.greater_is_better = default_greater_is_better(self.best_model_metric)
         return both
 
 
 @dataclass(kw_only=True)
 class TrainingArguments(BaseTrainingArguments):
-    """Adds what `Trainer` and the strategies built on it understand."""
+    """Arguments of `Trainer` and all strategies, in addition to the base arguments."""
 
     gc_threshold: float = 0.5
-    """Empty the accelerator's cache when more than this share of its memory is reserved but unused."""
+    """Empty the accelerator's cache if more than this fraction of its memory is reserved but unused."""
     construct_model_on: str = "default"
     checkpoint_components: list[str] | None = None
     skip_checkpoint_components: Names = field(default_factory=tuple)
     async_save: bool = False
     on_save_error: str = "raise"
     activation_memory_budget: float | None = None
-    """The share of activations that compiled models keep for the backward pass, from 0 (recompute all) to 1."""
+    """Fraction of activations that compiled models keep for the backward pass, from 0 (recompute all) to 1."""
     fuse_optim_with_backward: bool = False
-    """Update each parameter in the backward pass, as soon as its gradient is there, and let go of the gradient."""
+    """Update each parameter during the backward pass, as soon as its gradient is computed, and free the gradient."""
     ema_decay: float | None = None
-    """Keep an exponential moving average of the weights; each step it becomes decay x average + (1 - decay) x weights."""
+    """Keep an EMA of the weights. Each step: average = decay x average + (1 - decay) x weights."""
     eval_ema: bool = False
-    """Evaluate the averaged weights too, as eval_ema_loss."""
+    """Evaluate the EMA weights too, as eval_ema_loss."""
     speed_metrics_start_step: int = 1
-    """Steps before this one are not timed: they compile and warm up."""
+    """First timed step. Earlier steps compile and warm up."""
     set_dataset_epoch: bool = True
     debug_optimizer_groups: bool = False
     shuffle: bool = True
     token_weighted_loss: bool = True
-    """The loss of a step is the mean over its target tokens; False: the mean of the micro-batches' means."""
+    """True: the loss of a step is the mean over its target tokens. False: the mean of the micro-batch means."""
     nonfinite_grad: str = "stop"
-    """When gradients are NaN or infinite: "stop" raises NonFiniteError, "skip" leaves the update out, "ignore" trains on."""
+    """On NaN or infinite gradients: "stop" raises NonFiniteError, "skip" skips the update, "ignore" continues."""
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -369,10 +407,11 @@ class TrainingArguments(BaseTrainingArguments):
 
 
 def arguments_from(cls: type[ArgumentsT], given: "ArgumentsT | Mapping[str, Any]") -> ArgumentsT:
-    """An arguments object of the trainer's own, from the caller's object or a dict of values."""
+    """Return a separate arguments object for a trainer, from the caller's object or a dict of values."""
     if isinstance(given, cls):
         return given.copy()
     if isinstance(given, MinimalTrainingArguments):
+        # Arguments of another strategy: keep the fields that this class has too.
         known = {field.name for field in dataclasses.fields(cls)}
         return cls(**{name: value for name, value in given.to_dict().items() if name in known})
     if not isinstance(given, Mapping):
@@ -383,9 +422,10 @@ def arguments_from(cls: type[ArgumentsT], given: "ArgumentsT | Mapping[str, Any]
 
 
 def _foreign_arguments_error(cls: type, given: type) -> ValueError:
-    """Both classes may have the same name: that of `transformers` is given by mistake most often."""
+    """Return the error for an object of an unknown class, most often `transformers.TrainingArguments`."""
+    # Both classes may be called TrainingArguments, so the message contains the modules.
     return ValueError(
         f"args must be {cls.__module__}.{cls.__qualname__} or a dict of its fields, not "
-        f"{given.__module__}.{given.__qualname__}. Most fields have the names of transformers.TrainingArguments: pass those "
-        f"that you set as a dict, such as args={{'output_dir': ..., 'max_steps': ...}}, or as {cls.__name__}(...)."
+        f"{given.__module__}.{given.__qualname__}. Most fields have the same names as in transformers.TrainingArguments: "
+        f"pass your settings as a dict, such as args={{'output_dir': ..., 'max_steps': ...}}, or as {cls.__name__}(...)."
     )

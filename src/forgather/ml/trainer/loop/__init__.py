@@ -1,4 +1,4 @@
-"""Collaborators of the training loop: steps, logs, evaluation, saves, and the state they share (`loop_state`).
+"""Collaborators of the training loop: steps, logging, evaluation, checkpoint saves, and their shared `LoopState`.
 
-`Trainer` owns one of each per run. None of them decides when ranks meet: collectives run where `Trainer` calls them.
+`Trainer` owns one of each per run. Collectives run only where `Trainer` calls these objects on every rank.
 """

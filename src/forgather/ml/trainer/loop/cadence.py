@@ -1,6 +1,7 @@
-"""Cadence: at which steps a run logs, evaluates and saves, and when it ends.
+"""Cadence of the training loop: the steps of logging, evaluation and saving, and the end of epochs and training.
 
-Every answer is a function of the arguments and of `TrainerState.global_step`, never of when the process started.
+Every answer depends on the arguments and `TrainerState.global_step`, never on the step where the process started.
+A resumed run therefore logs, evaluates and saves at the same steps as an uninterrupted run. `Trainer` calls it.
 """
 
 from forgather.ml.trainer.arguments.training_arguments import TrainingArguments
@@ -10,12 +11,12 @@ from forgather.ml.trainer.trainer_types import NO_STEP_LIMIT, TrainerControl, Tr
 
 
 class Cadence:
-    """Says what is due at the present step."""
+    """Rules for the actions that are due at the current step."""
 
     def __init__(
         self, args: TrainingArguments, state: TrainerState, control: TrainerControl, plan: StepPlan, evaluates: bool
     ) -> None:
-        """`evaluates`: there is an evaluation dataset."""
+        """`evaluates`: whether the trainer has an evaluation dataset."""
         self._args = args
         self._state = state
         self._control = control
@@ -25,10 +26,11 @@ class Cadence:
         self.evaluate = _periodic(args.eval_strategy, args.eval_steps, args.eval_delay)
         self.save = _periodic(args.save_strategy, args.save_steps)
         self.quiet_until = 0
-        """Before this step nothing is due, unless a callback asks for it."""
+        """The next step with a due action. Before it, only requests of callbacks need attention."""
 
     def look_ahead(self) -> None:
-        """Find the next step at which something is due, so that the steps before need not ask."""
+        """Set `quiet_until` to the next step with a due action."""
+        # The loop compares one integer per step instead of asking three periodic functions.
         step = self._state.global_step
         nexts = [periodic.next_due(step) for periodic in (self.log, self.evaluate, self.save)]
         if self._plan.has_limit:
@@ -41,7 +43,7 @@ class Cadence:
         return self.is_due(periodic) or (self._args.logging_first_step and self._state.global_step == 1)
 
     def is_due(self, periodic: PeriodicFunction) -> bool:
-        """By the step, or because there is no later one; strategies by epochs are due at their ends."""
+        """Return whether an action is due: by its period, or with strategy "steps" also at the last step."""
         return periodic.due(self._state.global_step) or (periodic.is_by_steps and self.is_last_step)
 
     @property
@@ -50,7 +52,9 @@ class Cadence:
         return self.is_due(self.save) or (self._args.save_strategy == "epoch" and at_epoch_end)
 
     def evaluation_is_due(self, evaluated_step: int) -> bool:
-        """Whether the present step still needs an evaluation: a checkpoint saved by hand may come before it."""
+        """Return whether the current step still needs its evaluation."""
+        # A checkpoint that the user saves by hand may precede the evaluation of its step. The checkpoint then records
+        # the evaluation as pending, and a resumed run starts with it.
         step = self._state.global_step
         if step in (0, evaluated_step):
             return False
@@ -60,6 +64,7 @@ class Cadence:
     def has_more_epochs(self) -> bool:
         if self.is_last_step:
             return False
+        # With max_steps, epochs repeat until the step limit.
         without_limit = self._plan.counts_steps or self._args.num_train_epochs < 0
         return without_limit or self._state.raw_epoch < self._args.num_train_epochs
 
@@ -80,5 +85,6 @@ class Cadence:
 
 
 def _periodic(strategy: str, period: int, first_step: int = 0) -> PeriodicFunction:
-    """The steps at which something is due; strategies by epochs act where an epoch ends."""
+    """Return the periodic function of a strategy; "epoch" maps to "no"."""
+    # `Trainer._end_epoch` handles strategy "epoch": an epoch may end earlier or later than its planned step.
     return PeriodicFunction(0, strategy if strategy == "steps" else "no", period, 1, first_step)

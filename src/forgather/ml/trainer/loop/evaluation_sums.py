@@ -1,4 +1,8 @@
-"""The evaluation loss: a mean over all target tokens of the set, whatever the batch size."""
+"""Evaluation loss: sums of losses and target counts, and the metrics computed from them.
+
+The loss is the mean over all target tokens of the dataset, so it does not depend on the batch size or on the number
+of ranks. `Evaluator` fills the sums and adds them up over ranks.
+"""
 
 import itertools
 import math
@@ -15,14 +19,14 @@ _AS_TEXT = (SAMPLES_IN_DATASET,)
 
 
 class EvaluationInterrupted(Exception):
-    """A stop request came in the middle of an evaluation."""
+    """Raised when a stop signal arrives during an evaluation."""
 
 
 @dataclass
 class EvaluationSums:
-    """What an evaluation collects, batch by batch, without waiting for the device.
+    """Losses and counts of an evaluation, collected per batch without a device synchronisation.
 
-    The sums are made at the end and on the CPU: not every device has numbers of double precision.
+    The sums are computed at the end on the CPU, because not every device supports float64.
     """
 
     num_batches: int = 0
@@ -40,13 +44,14 @@ class EvaluationSums:
 
     @classmethod
     def of(cls, loss_sum: float, targets: int, num_batches: int, num_samples: int) -> "EvaluationSums":
-        """Sums that were made elsewhere, such as over all ranks."""
+        """Return an instance from existing sums, such as the totals over all ranks."""
         return cls(num_batches, num_samples, loss_sum, targets)
 
     @property
     def loss_sum(self) -> float:
         if not self._losses:
             return self._loss_sum_before
+        # One copy for all batches: the host waits for the device once.
         losses = torch.stack(self._losses).cpu().double().tolist()
         products = (loss * count for loss, count in zip(losses, as_integers(self._counts), strict=True))
         return self._loss_sum_before + float(sum(products))
@@ -57,13 +62,13 @@ class EvaluationSums:
 
     @property
     def mean(self) -> float:
-        """NaN without any target: a zero would be the best loss that there can be."""
+        """Mean loss per target. NaN without targets, because 0.0 would be chosen as the best loss."""
         targets = self.targets
         return self.loss_sum / targets if targets else math.nan
 
 
 def as_integers(counts: list[int | Tensor]) -> list[int]:
-    """Counts of which some may be on a device, which is waited for once only."""
+    """Convert counts to ints, with a single device synchronisation for all tensors among them."""
     on_device = [count for count in counts if isinstance(count, Tensor)]
     if not on_device:
         return [int(count) for count in counts]
@@ -72,7 +77,7 @@ def as_integers(counts: list[int | Tensor]) -> list[int]:
 
 
 def evaluation_metrics(sums: EvaluationSums, started: float) -> dict[str, Any]:
-    """The result of an evaluation under the names that callbacks and `transformers` users know."""
+    """Return the evaluation metrics under the names that `transformers` uses."""
     runtime = time.perf_counter() - started
     return {
         "eval_loss": sums.mean,
@@ -83,18 +88,18 @@ def evaluation_metrics(sums: EvaluationSums, started: float) -> dict[str, Any]:
 
 
 def first_batches(loader: Iterable[Any], limit: int) -> Iterable[Any]:
-    """The batches of a loader, at most `limit` of them; a negative limit is none."""
+    """Return the first `limit` batches of a loader, or all batches if `limit` is negative."""
     return loader if limit < 0 else itertools.islice(loader, limit)
 
 
 def no_batches_explanation() -> str:
     return (
-        "Why: the dataset is empty, or smaller than a batch while dataloader_drop_last=True drops what is left.\n"
-        "What to change: give more samples, lower per_device_eval_batch_size, or set dataloader_drop_last=False."
+        "Why: the dataset is empty, or smaller than one batch with dataloader_drop_last=True.\n"
+        "What to change: add samples, lower per_device_eval_batch_size, or set dataloader_drop_last=False."
     )
 
 
 def no_batches_diagnostic(header: str, settings: Mapping[str, Any], explanation: str) -> str:
-    """Explains an evaluation that saw nothing, with a table of the settings that led to it."""
+    """Return the error message for an evaluation without batches, with a table of the relevant settings."""
     table = "\n".join(f"  {name:<30} {value if name in _AS_TEXT else repr(value)}" for name, value in settings.items())
     return f"{header}\n\n{table}\n\n{explanation}"

@@ -1,6 +1,7 @@
-"""Evaluator: the evaluation loop for one rank and many; the loss is one mean over all targets of the set.
+"""Evaluation loop for one or many ranks: the loss is the mean over all targets of the dataset.
 
-Evaluation leaves no trace in training: random numbers, modes of modules and the step's loss weights are as before.
+Evaluation does not affect training: random state, train/eval modes and the loss weights of the step are restored.
+`Trainer.evaluate` and the training loop call it on every rank.
 """
 
 import contextlib
@@ -39,21 +40,21 @@ Prediction = dict[str, Any]
 
 
 class Evaluator:
-    """Evaluates batches through the trainer's hooks, and adds the losses up over all ranks."""
+    """Evaluation through the trainer's hooks, with losses summed over all ranks."""
 
     def __init__(self, trainer: "Trainer[Any]") -> None:
         self._trainer = trainer
         self.loss: ModelLoss = trainer.step_loss
-        """The loss of the present evaluation: that of training, unless training has not found out yet which it is."""
+        """The loss of this evaluation. It is the training loss, or a separate object while that is unresolved."""
         self.has_losses = True
-        """Whether the losses of this rank's batches come out on this rank; False off the last stage of a pipeline."""
+        """Whether this rank computes losses. False on all pipeline stages except the last."""
         self.waits_for_errors = True
-        """Whether a failing rank finishes its round; the ranks of a pipeline wait for each other inside of it."""
+        """Whether a failing rank still finishes its round. False for pipelines: ranks wait for each other inside a round."""
         self.shares_loss = False
-        """Whether evaluations before the first step may find out training's loss; the stages of a pipeline agree on it."""
+        """Whether an evaluation before the first step may resolve the training loss. True for pipelines."""
         self.is_running = False
         self.is_second_look = False
-        """Whether the batches are gone through again, for averaged weights; callbacks are not told."""
+        """Whether this is the second pass, with averaged weights (`eval_ema`). Callbacks do not see its batches."""
         self.dataset: BaseDataset | None = None
         """The dataset of the trainer's `eval_dataloader`."""
         self._started = 0.0
@@ -61,25 +62,27 @@ class Evaluator:
     # --- an evaluation
 
     def evaluate(self, dataset: BaseDataset | None, use_ema: bool = False) -> dict[str, Any]:
-        """Metrics of a dataset, announced to callbacks; collective."""
+        """Evaluate a dataset, dispatch on_evaluate, and return the metrics; collective."""
         trainer = self._trainer
         count = trainer.num_dispatched("on_evaluate")
         with trainer.averaged_weights() if use_ema else contextlib.nullcontext():
             metrics = self._metrics_on(dataset) if use_ema else self._all_metrics_on(dataset)
         if trainer.num_dispatched("on_evaluate") != count:
+            # An override of `_eval_loop` has dispatched the event itself.
             return metrics
         return self._announce(metrics)
 
     def evaluate_in_training(self) -> None:
-        """Evaluate at the present step, unless that was done."""
+        """Evaluate at the current step, once."""
         trainer, loop = self._trainer, self._trainer.loop
         trainer.control.should_evaluate = False
         if loop.evaluated_step == loop.state.global_step:
             return
-        # Waits for the device as the evaluation does, and spares one of weights that are no numbers.
+        # Raises for non-finite gradients before an evaluation of spoiled weights. The device synchronisation costs
+        # nothing extra, since the evaluation needs it anyway.
         trainer.reporter.settle(trainer.lr_scheduler)
         started = time.perf_counter()
-        # A run that is resumed from a checkpoint made before the end begins with this evaluation.
+        # A checkpoint saved before the end of the evaluation records it as pending. The resumed run starts with it.
         loop.evaluation_is_pending = True
         try:
             metrics = self.evaluate(trainer.eval_dataset)
@@ -87,7 +90,7 @@ class Evaluator:
             return
         loop.evaluation_is_pending = False
         loop.evaluated_step, loop.eval_metrics = loop.state.global_step, metrics
-        # Only now: callbacks may have added metrics of their own.
+        # After the dispatch of on_evaluate: callbacks may have added metrics.
         loop.state.log_history.append({**metrics, "epoch": loop.state.epoch, "step": loop.state.global_step})
         trainer.saver.note_best(metrics)
         trainer.reporter.speed.pause(time.perf_counter() - started)
@@ -95,7 +98,7 @@ class Evaluator:
         trainer.settle_requests("log")
 
     def _all_metrics_on(self, dataset: BaseDataset | None) -> dict[str, Any]:
-        """Metrics of the present weights, with the loss of the averaged ones if that is asked for."""
+        """Evaluate the current weights, and with `eval_ema` also the averaged weights."""
         trainer = self._trainer
         with trainer._common_weights():
             metrics = self._metrics_on(dataset)
@@ -112,7 +115,7 @@ class Evaluator:
         trainer = self._trainer
         if dataset is None:
             raise ValueError(
-                "An evaluation needs an eval_dataset: give one to evaluate(), or to the trainer when it is made."
+                "An evaluation needs an eval_dataset: pass it to evaluate() or to the trainer's constructor."
             )
         if dataset is not self.dataset or trainer.eval_dataloader is None:
             trainer.load_for_evaluation(dataset)
@@ -122,26 +125,27 @@ class Evaluator:
             return trainer._eval_loop()
 
     def _announce(self, metrics: dict[str, Any]) -> dict[str, Any]:
-        """Tell callbacks, and return the metrics with those that they added; their readers are told these, on all ranks."""
+        """Dispatch on_evaluate, and return the metrics including the additions of callbacks, equal on all ranks."""
         trainer = self._trainer
+        # Two passes: callbacks that add metrics come first, and loggers or early stopping read the broadcast result.
         trainer._dispatch_event("on_evaluate", readers=False, metrics=metrics)
         metrics = trainer._shared_metrics(metrics)
-        # A copy: what a reader on one rank adds must not choose another best model there.
+        # Pass a copy: a metric added on one rank only could make that rank choose a different best model.
         trainer._dispatch_event("on_evaluate", readers=True, metrics=dict(metrics))
         return metrics
 
     @contextlib.contextmanager
     def _running(self) -> Iterator[None]:
-        """Eval mode, no gradients, plain means, random numbers as before.
-
-        Before the first step the loss is another object than that of training: ranks without a batch here learn nothing
-        of the loss, and would begin the first step in another way than ranks that had one.
-        """
+        """Run the body in eval mode, without gradients and loss weights, and restore the random state."""
         trainer, trained = self._trainer, self._trainer.step_loss
+        # The first batch resolves the loss (see `ModelLoss`). An evaluation before the first step uses a separate loss
+        # object: a rank without evaluation batches would enter training with an unresolved loss, while the other ranks
+        # skip the collective that resolves it.
         self.loss = trained if trained.can_count or self.shares_loss else trained.unresolved()
         self._started = time.perf_counter()
         self.is_running = True
         try:
+            # `loss_fn` may wrap a loss of the user with its own scale factor, so both are switched off.
             with (
                 _plain_means(trainer.loss_fn, self.loss),
                 _plain_means(trained.given_loss, self.loss),
@@ -153,13 +157,14 @@ class Evaluator:
         finally:
             self.loss, self.is_running = trained, False
 
-    # --- its loop
+    # --- loop over batches
 
     def run(self) -> EvaluationSums:
-        """Evaluate the batches of `eval_dataloader`, `max_eval_steps` at most, and sum over ranks; collective."""
+        """Evaluate at most `max_eval_steps` batches of `eval_dataloader`, and sum over ranks; collective."""
         trainer, sums = self._trainer, EvaluationSums()
 
         def look(batch: Batch | None) -> None:
+            # Every rank calls this in the first round, also with batch=None: agreeing on the loss is a collective.
             if not self.loss.can_count:
                 trainer._agree_on_loss(self.loss, batch)
 
@@ -181,12 +186,12 @@ class Evaluator:
         return metrics
 
     def explain_no_batches(self, settings: Mapping[str, Any]) -> tuple[str, dict[str, Any]]:
-        """Header and settings of the message for an evaluation without batches."""
-        header = f"The evaluation had no batch at all{self._trainer.team.where}"
+        """Return header and settings of the error message for an evaluation without batches."""
+        header = f"The evaluation had no batches{self._trainer.team.where}"
         if self.is_second_look:
-            header += " when it was read again for eval_ema=True, which takes a dataset that can be read twice"
+            header += " in its second pass for eval_ema=True, which needs a dataset that can be iterated twice"
         size = str(len(self.dataset)) if isinstance(self.dataset, Sized) else "unknown"
-        return f"{header}: there is nothing to compute a loss from.", {SAMPLES_IN_DATASET: size, **settings}
+        return f"{header}: no loss can be computed.", {SAMPLES_IN_DATASET: size, **settings}
 
     def _evaluate_batch(self, batch: Batch, sums: EvaluationSums) -> None:
         trainer = self._trainer
@@ -194,7 +199,7 @@ class Evaluator:
         with explaining_indices(trainer.unwrapped_model(), [batch]):
             input_dict, labels = trainer._prepare_batch(batch)
             prediction = trainer._prediction_step(input_dict, labels)
-        # Only now: the first forward pass may be what tells which labels count.
+        # Count after the forward pass: the first forward pass may resolve which labels are targets.
         counted = labels if is_overridden(trainer, "_prepare_batch") else batch.get("labels")
         targets = self.loss.count(counted, batch) if self.has_losses else 0
         if self.has_losses:
@@ -204,6 +209,7 @@ class Evaluator:
 
     def _summed(self, sums: EvaluationSums) -> EvaluationSums:
         team = self._trainer.team
+        # Separate sums: int64 counts stay exact, and losses keep float64.
         loss_sum = team.sum(torch.tensor([sums.loss_sum], dtype=torch.float64))
         counts = torch.tensor([sums.targets, sums.num_batches, sums.num_samples], dtype=torch.int64)
         targets, num_batches, num_samples = team.sum(counts).tolist()
@@ -211,12 +217,12 @@ class Evaluator:
 
     @property
     def shows_predictions(self) -> bool:
-        """Whether a callback, or a user's hook, wants to see logits."""
+        """Whether a callback or an override of `_prediction_step` receives logits."""
         listens = self._trainer.is_listened_to("on_prediction_step") and not self.is_second_look
         return listens or is_overridden(self._trainer, "_prediction_step")
 
     def predict(self, model: nn.Module, inputs: dict[str, Any], labels: Tensor | None) -> Prediction:
-        """Mean loss of one batch, with logits and labels if somebody wants to see them."""
+        """Return the mean loss of one batch, with logits and labels if `shows_predictions`."""
         forward = self.loss.forward(model, inputs, labels)
         count = self.loss.count(labels, {"labels": labels} if labels is not None else inputs)
         loss = self.loss.mean(forward, labels, count)
@@ -229,7 +235,7 @@ class Evaluator:
 
 
 def _plain_means(loss_fn: Any, loss: ModelLoss) -> AbstractContextManager[None]:
-    """A factor that is right for the steps of training has no place in the loss of an evaluation."""
+    """Return a context that disables the loss weights of training steps in a loss function."""
     if isinstance(loss_fn, TrainingLoss):
         return loss_fn.evaluating(loss)
     no_rescale = getattr(loss_fn, "no_rescale", None)

@@ -1,4 +1,8 @@
-"""What a step does to all gradients at once, at the least cost: with small models it is a part of the step that shows."""
+"""Gradient norm and zero_grad over all parameters, optimised for many small tensors.
+
+With small models the Python and kernel-launch overhead of these two operations is a visible part of the step time.
+`Optimization` computes norms with it; `Trainer` and `StepRunner` clear gradients with it.
+"""
 
 from collections.abc import Sequence
 
@@ -12,15 +16,17 @@ _FEW_ELEMENTS = 2**16
 
 
 class GradientNorm:
-    """The norm of all gradients of some parameters, for one device.
+    """Total gradient norm of the parameters of this rank.
 
-    How to compute it follows from the parameters, and is found out once. `trace` tells what the last one was made of.
+    The constructor chooses the method from the parameters. `trace` has the values behind the last norm, so that a
+    non-finite norm can be attributed to parameters.
     """
 
     trace: GradientTrace | None = None
 
     def __init__(self, parameters: Sequence[Tensor]) -> None:
         self._parameters = parameters
+        # Tensor subclasses such as DTensor need torch's own implementation, which handles their layout.
         are_plain = all(type(parameter) in (Tensor, torch.nn.Parameter) for parameter in parameters)
         self._are_alike = are_plain and len({(one.device, one.dtype) for one in parameters}) == 1
         self._are_few = sum(parameter.numel() for parameter in parameters) <= _FEW_ELEMENTS
@@ -31,7 +37,7 @@ class GradientNorm:
             self.trace = None
             return torch.nn.utils.get_total_norm(gradients, norm_type)
         if self._are_few:
-            # One norm of a copy costs less than a norm for each of many small tensors.
+            # One norm over a flat copy costs less than one norm per small tensor.
             values = _flatten_dense_tensors(gradients)
         else:
             values = torch.stack(torch._foreach_norm(gradients, norm_type))
@@ -44,7 +50,8 @@ class GradientNorm:
 
 
 def clear_gradients(optimizer: torch.optim.Optimizer) -> None:
-    """The optimizer's `zero_grad`; torch's own is done by hand, since most of its time goes into being profiled."""
+    """Set all gradients to None, as `zero_grad` does; an overridden `zero_grad` is called."""
+    # Most of the time of torch's own `zero_grad` is its profiler hook, so the loop is written out here.
     if type(optimizer).zero_grad is not torch.optim.Optimizer.zero_grad:
         optimizer.zero_grad()
         return

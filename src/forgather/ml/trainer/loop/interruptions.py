@@ -1,4 +1,8 @@
-"""Interruptions: leaving on a stop signal, and doing after a resume what the interrupted process left undone."""
+"""Preemption: save and leave on a stop signal, and complete the interrupted step after a resume.
+
+Both functions are collective. The feed reports the same stop signal on every rank, so all ranks save and leave at the
+same step. The training loop calls them.
+"""
 
 import logging
 from typing import TYPE_CHECKING, Any
@@ -12,14 +16,15 @@ logger = logging.getLogger(__name__)
 
 
 def heed_stop_request(trainer: "Trainer[Any]") -> None:
-    """Save and leave when the system asked for it; ranks agree on that in their feed."""
+    """Save a checkpoint and raise `Preempted` if a stop signal was received; collective."""
     signal_name = trainer.feed.stop_signal
     if signal_name is None:
         return
     loop = trainer.loop
     loop.is_leaving = True
     if trainer.control.should_training_stop:
-        # No checkpoint of this step has the callback's request to stop, which the resumed run must follow.
+        # A checkpoint already saved at this step lacks the stop request of a callback. Save again with the request, so
+        # that the resumed run stops too.
         loop.saved_step = -1
     path = trainer.saver.save_in_training(is_scheduled=False)
     trainer._dispatch_event("on_train_end")
@@ -29,18 +34,19 @@ def heed_stop_request(trainer: "Trainer[Any]") -> None:
 
 
 def finish_interrupted_step(trainer: "Trainer[Any]") -> None:
-    """Do what was due at the step of the resumed checkpoint, and is not in it: an evaluation, and the save after it."""
+    """Run the evaluation that was pending in the resumed checkpoint, and repeat the save that follows it; collective."""
     loop = trainer.loop
     if not loop.evaluation_is_pending:
         trainer.saver.list_resumed_best()
         return
+    # Before the evaluation: its callbacks may request saves.
     was_scheduled = loop.scheduled_step == loop.state.global_step
     trainer.evaluator.evaluate_in_training()
     if not loop.evaluation_is_pending and (was_scheduled or trainer.control.should_save or loop.cadence.save_was_due):
         if trainer.rng.has_loaded:
-            # Callbacks may have drawn random numbers since the load.
+            # Callbacks may have drawn random numbers since the load, and the new checkpoint stores the random state.
             trainer.rng.restore()
-        # Replace the resumed checkpoint: it lacks the evaluation, and says that it is pending.
+        # Replace the resumed checkpoint: it lacks the evaluation and still marks it as pending.
         loop.saved_step = loop.scheduled_step = -1
         trainer.saver.save_in_training()
     heed_stop_request(trainer)

@@ -1,6 +1,7 @@
-"""LoopState: everything the loop of a trainer knows; the content of the component "trainer".
+"""Loop state: counters, callback requests and metrics of the training loop, the content of the component "trainer".
 
-`Trainer.state_dict` and `load_state_dict` delegate to it. Reporter, evaluator and saver share one LoopState.
+`Trainer.state_dict` and `Trainer.load_state_dict` delegate to it. `Reporter`, `Evaluator` and `Saver` share one
+`LoopState`. A state from a checkpoint is validated against a schema before any of it is loaded.
 """
 
 import os
@@ -34,14 +35,14 @@ from forgather.ml.trainer.loop.nonfinite import GradientWatch, LateFlag
 from forgather.ml.trainer.step_loss.model_loss import LOSS_STATE, ModelLoss
 from forgather.ml.trainer.trainer_types import TrainerControl, TrainerState
 
-# The rest of a record is what the user's metrics and callbacks put there.
+# Other keys come from the user's metrics and callbacks, so their values are not checked.
 _RECORD = every(mapping_of(text, anything), Schema({"step": count}, may_lack=["step"]))
 _STATE = Schema(
     {
         "epoch": amount,
         "global_step": count,
         "raw_epoch": count,
-        # Before the first step, if an epoch has more steps since the checkpoint that it was begun with.
+        # May be negative: `StepPlan.replan` moves the start of an epoch back if the epoch has more steps now.
         "epoch_start_step": integer,
         "epoch_train_steps": positive,
         "log_history": list_of(_RECORD),
@@ -51,7 +52,7 @@ _STATE = Schema(
     },
     may_lack=["epoch_train_steps"],
 )
-# What a checkpoint from before a key was saved stands for: the value at the beginning of a run.
+# Defaults for keys that checkpoints of earlier versions lack; `is_scheduled=None` means unknown.
 _SINCE_ADDED = {
     "best_saved_metric": None,
     "should_epoch_stop": False,
@@ -83,7 +84,7 @@ _PROGRESS = Schema(
 
 @dataclass
 class LoopState:
-    """Counters, requests, sums since the last log, and what was evaluated and saved last."""
+    """Counters, callback requests, sums since the last log, and the steps of the last evaluation and save."""
 
     output_dir: str
     state: TrainerState
@@ -101,29 +102,30 @@ class LoopState:
     saved_step: int = -1
     saved_path: str = ""
     scheduled_step: int = -1
-    """The last step with a save that settings or a callback asked for; other saves follow stop requests."""
+    """The last step with a save requested by the settings or a callback. Saves after a stop signal do not count."""
     is_leaving: bool = False
     resumed_in_epoch: bool = False
     left_out: LateFlag | None = None
-    """Whether GradScaler left out the last step, while that is not known on the host."""
+    """Whether GradScaler skipped the last step, while the flag is still on its way to the host; else None."""
 
     def state_dict(self) -> dict[str, Any]:
         best, step = self.state.best_model_checkpoint, self.state.global_step
         return {
             "state": self.state.state_dict(),
-            # A name, because an output directory may be moved.
+            # Only the name, because the output directory may be moved.
             "best_model_checkpoint": None if best is None else os.path.basename(os.path.normpath(best)),
             "interval": self.interval.state_dict(),
             "totals": self.totals.state_dict(),
             "amp": self.amp.state_dict(),
             "best_saved_metric": self.best_saved_metric,
-            # Callbacks may ask with whatever a comparison gave them.
+            # Callbacks may assign the result of a comparison, such as a NumPy bool or a tensor.
             "should_epoch_stop": bool(self.control.should_epoch_stop),
             "nonfinite_in_a_row": self.watch.in_a_row,
-            # Only of a run that leaves before it could follow the request; one that has ended may be resumed to train on.
+            # Only when leaving on a signal, before the loop could obey the request. A run that has ended may be resumed
+            # to train longer, and must not stop at once.
             "should_training_stop": bool(self.control.should_training_stop and self.is_leaving),
             "evaluated_step": self.evaluated_step,
-            # Those of this step, which a later save of the same step needs.
+            # A later save of the same step, after a resume, needs the metrics of this step.
             "eval_metrics": self.eval_metrics if self.evaluated_step == step else None,
             "evaluation_is_pending": self.evaluation_is_pending or self.cadence.evaluation_is_due(self.evaluated_step),
             "is_scheduled": self.scheduled_step == step,
@@ -131,7 +133,7 @@ class LoopState:
         }
 
     def check_state_dict(self, state: object) -> None:
-        """Raise a `CheckpointLoadError` for a state that `load_state_dict` could not use; keys unknown here are ignored."""
+        """Raise `CheckpointLoadError` for a state that `load_state_dict` cannot use; unknown keys are ignored."""
         _PROGRESS.check(state, "trainer")
         assert isinstance(state, Mapping)
         self.interval.check_state_dict(state["interval"])
@@ -140,6 +142,7 @@ class LoopState:
         self.loss.check_state_dict(state.get("loss"))
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
+        # Check everything first: an invalid state must not leave the loop half loaded.
         self.check_state_dict(state)
         state = {**_SINCE_ADDED, **state}
         self.state.load_state_dict(state["state"])
@@ -165,18 +168,19 @@ class LoopState:
     def _resume_saves(self, is_scheduled: bool | None) -> None:
         step = self.state.global_step
         if is_scheduled is None:
-            # A checkpoint of an earlier version: with a pending evaluation, the settings decide whether it was.
+            # Earlier versions did not save the flag. With a pending evaluation, `Cadence.save_was_due` decides.
             is_scheduled = not self.evaluation_is_pending
         self.scheduled_step = step if is_scheduled else -1
-        # With a request to stop, the last save is made again, without the request.
+        # With a stop request, the step is saved again at the end of training, without the request.
         self.saved_step = -1 if self.control.should_training_stop else step
 
     def begin_next_epoch(self, accumulation: int) -> None:
         state = self.state
+        # A resumed epoch may have no batches left. Any other epoch without a step would repeat for ever.
         if state.global_step == state.epoch_start_step and not self.resumed_in_epoch:
             raise RuntimeError(
-                f"Epoch {state.raw_epoch} of the training data had no batch at all, so training cannot go on. Check the "
-                "dataset, per_device_train_batch_size and dataloader_drop_last, which drops incomplete batches and windows of "
+                f"Epoch {state.raw_epoch} of the training data had no batches, so training cannot continue. Check the "
+                "dataset, per_device_train_batch_size and dataloader_drop_last, which drops incomplete batches and steps of "
                 f"fewer than gradient_accumulation_steps={accumulation} batches."
             )
         self.resumed_in_epoch = False
@@ -185,12 +189,12 @@ class LoopState:
         state.epoch_start_step = state.global_step
 
     def import_progress(self, global_step: int, epoch: float) -> None:
-        """Take over the position of a run of another program; its epoch begins again at its first batch."""
+        """Adopt the position of a run of another program; the epoch restarts at its first batch."""
         self.state.global_step = self.state.epoch_start_step = global_step
         self.state.raw_epoch = int(epoch)
         self.state.epoch = float(self.state.raw_epoch)
         self.resumed_in_epoch = True
 
     def forget_best(self) -> None:
-        """Choose the best from now on, after a checkpoint of another run: this run does not have that run's best one."""
+        """Reset the best metric and checkpoint after loading another run, since its best checkpoint is not in this run."""
         self.state.best_model_checkpoint = self.state.best_metric = self.best_saved_metric = None

@@ -1,4 +1,8 @@
-"""The numbers of a run: collected without waiting for the device, read when they are logged."""
+"""Training metrics: loss, gradient norm, token counts and throughput.
+
+Steps are recorded without a device synchronisation, and read when they are logged or saved. Sums are bit-identical
+however often they are read, so a resumed run logs the same values. `Reporter` owns these objects.
+"""
 
 import math
 import time
@@ -15,11 +19,11 @@ from forgather.ml.trainer.loop.evaluation_sums import as_integers
 Number = int | Tensor
 
 _STEPS_UNTIL_SETTLED = 1000
-"""So many steps are kept one by one; more would be tensors without end in a run that logs rarely or never."""
+"""Limit of steps kept as tensors. Without a limit, a run that rarely logs would accumulate them indefinitely."""
 
 
 Reduce = Callable[[Tensor], Tensor]
-"""Sums losses (the first row), tokens and samples of steps over all data-parallel ranks."""
+"""Function that sums losses (first row), tokens and samples of steps over all data-parallel ranks."""
 
 
 _TOTALS = Schema({"loss_sum": number, "targets": amount, "tokens": count, "samples": count})
@@ -27,11 +31,11 @@ _SUMS = Schema({**_TOTALS.fields, "num_steps": count, "norms": real_vector})
 
 
 class IntervalMetrics:
-    """Loss, norm and token counts since the last log; part of the checkpoint, so that a resumed run logs the same.
+    """Loss, gradient norm and token counts since the last log; part of the checkpoint.
 
-    A step is noted with the numbers of this rank, and settled, before a log or a save, with those of all ranks. Steps are
-    reduced over ranks one by one, and summed only then: the sums are the same however often they were settled. With
-    `leaves_out_steps` a step without finite gradients was left out, and its loss is not part of the mean.
+    `add` records the values of this rank. `settle` reduces them over all ranks before a log or a save. Each step is
+    reduced separately and summed afterwards, so the sums do not depend on how often `settle` ran. With
+    `leaves_out_steps`, steps with non-finite gradients were skipped, and their losses are not part of the mean.
     """
 
     def __init__(self, leaves_out_steps: bool = False) -> None:
@@ -44,7 +48,7 @@ class IntervalMetrics:
         self._settled = SettledSums()
 
     def add(self, loss: Tensor, targets: Number, grad_norm: Tensor | None, tokens: Number, samples: int) -> None:
-        """Note a step: its loss on this rank, its targets on all ranks, the tokens and samples of this rank."""
+        """Record a step: the loss, tokens and samples of this rank, and the targets of all ranks."""
         self._losses.append(loss)
         self._targets.append(targets)
         self._tokens.append(tokens)
@@ -54,7 +58,7 @@ class IntervalMetrics:
 
     @property
     def logs(self) -> tuple[list[Tensor], list[Tensor], list[Number]]:
-        """Losses, norms and tokens of this rank's steps since they were last settled between ranks."""
+        """Losses, norms and tokens of this rank's steps since the last `settle`."""
         return self._losses, self._norms, self._tokens
 
     @property
@@ -67,17 +71,19 @@ class IntervalMetrics:
 
     @property
     def wants_settling(self) -> bool:
-        """Whether there are so many steps that keeping their tensors would cost memory without end."""
+        """Whether enough steps are pending that `settle` should free their tensors."""
         return len(self._losses) >= _STEPS_UNTIL_SETTLED
 
     def settle(self, reduce: Reduce, reduce_norms: Callable[[list[float]], list[float]] = list) -> "SettledSums":
-        """The sums over all ranks of all steps so far; waits for the device, and for the other ranks."""
+        """Return the sums of all steps so far over all ranks; collective, and waits for the device."""
         if self._losses:
             targets = as_integers(self._targets)
+            # A rank's loss is its share of the step's mean. Times the targets of the step, it can be summed over steps.
             products = [loss * count for loss, count in zip(_as_floats(self._losses), targets, strict=True)]
             own = torch.tensor([products, as_integers(self._tokens), self._samples], dtype=torch.float64, device="cpu")
             losses, tokens, samples = reduce(own).tolist()
             norms = reduce_norms(_as_floats(self._norms))
+            # An override of `_train_step` may return no norm for some steps; then norms cannot be matched to losses.
             if self._leaves_out_steps and len(norms) == len(losses):
                 are_finite = [math.isfinite(norm) for norm in norms]
                 losses, targets = _chosen(losses, are_finite), _chosen(targets, are_finite)
@@ -90,11 +96,11 @@ class IntervalMetrics:
 
     def state_dict(self) -> dict[str, Any]:
         if self._losses:
-            raise RuntimeError("The metrics of the last steps must be settled between ranks before they are saved.")
+            raise RuntimeError("Call settle() before state_dict(): the last steps are not reduced over ranks yet.")
         return self._settled.state_dict()
 
     def check_state_dict(self, state: object) -> None:
-        """Raise a `CheckpointLoadError` for what no `state_dict` gives."""
+        """Raise `CheckpointLoadError` for a state that `state_dict` cannot have returned."""
         self._settled.check_state_dict(state)
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
@@ -104,7 +110,7 @@ class IntervalMetrics:
 
 
 class SettledSums:
-    """Sums over the steps of an interval and all ranks."""
+    """Sums over the steps of a logging interval and over all ranks."""
 
     def __init__(self) -> None:
         self.loss_sum = 0.0
@@ -117,7 +123,7 @@ class SettledSums:
     def add(
         self, losses: list[float], targets: list[int], norms: list[float], tokens: list[float], samples: list[float]
     ) -> None:
-        # One by one, so that it does not matter which steps came together.
+        # Add one by one: float addition is not associative, and the result must not depend on the grouping of steps.
         for loss in losses:
             self.loss_sum += loss
         self.targets += sum(targets)
@@ -138,7 +144,7 @@ class SettledSums:
 
 
 class RunTotals:
-    """Sums over the whole run, exact at every checkpoint."""
+    """Sums over the full run, exact at every checkpoint."""
 
     def __init__(self) -> None:
         self.loss_sum = 0.0
@@ -168,7 +174,7 @@ class RunTotals:
 
 
 class SpeedMeter:
-    """The time of this process's timed steps; steps that compile and warm up, evaluations and saves do not count."""
+    """Clock for the throughput of this process, without warm-up steps, evaluations and saves."""
 
     def __init__(self, first_step: int) -> None:
         self._first_step = first_step
@@ -181,13 +187,14 @@ class SpeedMeter:
         self.samples = 0
 
     def step(self, tokens: Number, samples: int) -> None:
-        """Note a finished step; the clock starts once the warm-up steps are done."""
+        """Record a finished step; the clock starts after the warm-up steps."""
         self._steps_seen += 1
         if self._timed_since is None:
             if self._steps_seen >= self._first_step:
                 self._timed_since, self._paused = time.perf_counter(), 0.0
             return
         self.num_steps += 1
+        # Reading a count on the device would synchronise at every step.
         self.tokens += tokens if isinstance(tokens, int) else 0
         self.samples += samples
 
@@ -207,8 +214,8 @@ class SpeedMeter:
 
 
 def _as_floats(numbers: list[Tensor]) -> list[float]:
-    """Scalars as numbers of double precision, for which the device is waited for once."""
-    # Those of before a resume are on the CPU still.
+    """Convert scalar tensors to floats with a single device synchronisation."""
+    # Scalars recorded before a resume may still be on the CPU.
     device = numbers[-1].device if numbers else None
     if device is None or device.type == "cpu":
         return [float(number) for number in numbers]
@@ -220,5 +227,5 @@ def _chosen(values: list[Any], are_chosen: list[bool]) -> list[Any]:
 
 
 def root_mean_square(values: Sequence[float]) -> float | None:
-    """None without values; infinities and NaN stay visible."""
+    """Return the root mean square, or None without values; infinities and NaN propagate."""
     return math.sqrt(sum(value * value for value in values) / len(values)) if values else None

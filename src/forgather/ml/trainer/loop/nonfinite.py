@@ -1,8 +1,8 @@
-"""Gradients that are NaN or infinite: found without waiting for the device, and what a run does about them.
+"""NaN and infinite gradients: detection without a device synchronisation, and the resulting stop, skip or error.
 
-Whether the norm of a step is finite is copied to the host while training goes on (`LateFlag`). A copy that has arrived
-only hints that ranks should settle their numbers now. The decision is made from the settled norms, which are the same on
-every rank, so that all of them stop at the same step.
+A flag per step (`LateFlag`) is copied to the host while training continues. A flag that reports a non-finite norm only
+triggers `Reporter.settle`. The decision uses the reduced norms, which are equal on all ranks, so all ranks stop at the
+same step. `StepRunner` records norms, `Reporter` judges them, and `Saver` checks weights before a save.
 """
 
 import math
@@ -18,14 +18,14 @@ from forgather.ml.optim.gradient_trace import GradientTrace
 
 ACTIONS = ("stop", "skip", "ignore")
 _MOST_SKIPPED = 10
-"""So many steps in a row may be skipped, and not one more."""
+"""Consecutive skipped steps after which nonfinite_grad="skip" stops the run."""
 _MOST_LEFT_OUT = 50
-"""So many may GradScaler leave out in a row: by then a loss scale of 2**16 has come down to 2**-34."""
+"""Consecutive steps that GradScaler may skip: 50 halvings bring a loss scale of 2**16 down to 2**-34."""
 _MOST_NAMED = 5
 
 
 class NonFiniteError(RuntimeError):
-    """Gradients or weights are NaN or infinite, and `nonfinite_grad` does not allow to go on."""
+    """Error for NaN or infinite gradients or weights, unless `nonfinite_grad` allows the run to continue."""
 
     def __init__(
         self, message: str, step: int, rank: int = 0, parameters: Sequence[str] = (), checkpoint: str | None = None
@@ -34,17 +34,18 @@ class NonFiniteError(RuntimeError):
         self.step = step
         self.rank = rank
         self.parameters = list(parameters)
-        """The first parameters concerned, on that rank."""
+        """The first affected parameters on that rank."""
         self.checkpoint = checkpoint
-        """The newest checkpoint whose weights are finite."""
+        """The newest checkpoint with finite weights."""
 
 
 class LateFlag:
-    """A truth value on a device, copied to pinned memory without blocking, and read once the copy has arrived."""
+    """Boolean on a device, copied to host memory without blocking (pinned for CUDA)."""
 
     def __init__(self, flag: Tensor) -> None:
         self._event: torch.Event | None = None
         self._host = flag.detach()
+        # The event marks the end of the copy on the current stream. Querying it does not block.
         if flag.device.type != "cpu":
             self._host = torch.empty_like(self._host, device="cpu", pin_memory=flag.device.type == "cuda")
             self._host.copy_(flag.detach(), non_blocking=True)
@@ -57,7 +58,7 @@ class LateFlag:
 
     @property
     def value(self) -> bool:
-        """The value, if it has arrived."""
+        """The value; valid only if `has_arrived`."""
         return bool(self._host)
 
     def wait(self) -> bool:
@@ -68,11 +69,11 @@ class LateFlag:
 
 @dataclass(frozen=True)
 class GradientFinding:
-    """What one rank knows of a step whose gradients are not finite."""
+    """Diagnostics of one rank about a step with non-finite gradients."""
 
     rank: int
     loss: float | None = None
-    """The share of the step's loss that this rank computed."""
+    """The part of the step's loss that this rank computed."""
     parameters: list[str] = field(default_factory=list)
     checkpoint: str | None = None
 
@@ -86,14 +87,14 @@ class _Noted:
 
 
 class GradientWatch:
-    """Notes the norm of each step, and says when the run must stop."""
+    """Watchdog over gradient norms that decides when the run must stop."""
 
     def __init__(self, action: str, has_loss_scale: bool) -> None:
         limits = {"stop": 1, "skip": _MOST_SKIPPED, "ignore": 0}
-        # Steps that GradScaler leaves out are part of its search for a scale.
+        # GradScaler skips steps while it searches for a loss scale, so a single skipped step is normal.
         self.limit = _MOST_LEFT_OUT if has_loss_scale and action != "ignore" else limits[action]
         self.in_a_row = 0
-        """Steps without finite gradients up to the last settled one; part of the checkpoint."""
+        """Consecutive steps with non-finite gradients, up to the last settled step; part of the checkpoint."""
         self._seen_in_a_row = 0
         self._under_way: deque[_Noted] = deque()
         self._found: list[_Noted] = []
@@ -107,12 +108,12 @@ class GradientWatch:
 
     def note(self, step: int, norm: Tensor | None, loss: Tensor, trace: GradientTrace | None) -> None:
         if self.is_on and norm is not None:
-            # False for NaN and for infinity.
+            # The comparison is False for NaN and for infinity.
             self._under_way.append(_Noted(step, LateFlag(norm.detach() < math.inf), loss, trace))
 
     @property
     def has_news(self) -> bool:
-        """Whether the norms that have arrived are a reason to stop."""
+        """Whether the flags that have arrived are a reason to stop. May differ between ranks."""
         while self._under_way and self._under_way[0].is_finite.has_arrived:
             noted = self._under_way.popleft()
             if noted.is_finite.value:
@@ -120,12 +121,12 @@ class GradientWatch:
                 self._found.clear()
             else:
                 self._seen_in_a_row += 1
-                # Later ones follow from these, and may come before all ranks know.
+                # Keep the first findings only. Later steps fail as a consequence, and may run before all ranks stop.
                 self._found += [noted] if len(self._found) < self.limit else []
         return self.is_on and self._seen_in_a_row >= self.limit
 
     def judge(self, norms: Sequence[float], last_step: int) -> int | None:
-        """Count the norms of the steps up to `last_step`; the step at which the run must stop, if it must."""
+        """Count the reduced norms of the steps up to `last_step`, and return the step where the run must stop, or None."""
         for step, norm in enumerate(norms, start=last_step - len(norms) + 1):
             self.in_a_row = 0 if math.isfinite(norm) else self.in_a_row + 1
             if self.is_on and self.in_a_row >= self.limit:
@@ -133,10 +134,10 @@ class GradientWatch:
         return None
 
     def finding(self, step: int, names: dict[Tensor, str], own: GradientFinding) -> GradientFinding:
-        """What this rank knows of a step; waits for the device."""
+        """Return the diagnostics of this rank about a step; waits for the device."""
         noted = next((one for one in (*self._found, *self._under_way) if one.step == step), None)
         if noted is None or noted.trace is None:
-            # The weights tell as well, if less exactly.
+            # Without a trace, name the parameters with non-finite weights, which is less precise.
             parameters = nonfinite_weights(list(names))
         else:
             parameters = noted.trace.nonfinite()
@@ -145,10 +146,9 @@ class GradientWatch:
 
 
 def step_if_finite(optimizer: torch.optim.Optimizer, norm: Tensor) -> None:
-    """Step, unless the norm is not finite.
-
-    Fused optimizers of torch look at the device's own flag. Others cannot, so the host waits for the norm.
-    """
+    """Step the optimizer if the gradient norm is finite."""
+    # Fused torch optimizers read `found_inf` on the device, as GradScaler uses it, so the host does not wait.
+    # For other optimizers the host has to read the norm.
     parts = list(elementary_optimizers(optimizer))
     if not all(getattr(one, "_step_supports_amp_scaling", False) for one in parts):
         if math.isfinite(float(norm)):
@@ -160,12 +160,13 @@ def step_if_finite(optimizer: torch.optim.Optimizer, norm: Tensor) -> None:
     try:
         optimizer.step()
     finally:
+        # A leftover flag would suppress later steps.
         for one in parts:
             del one.found_inf
 
 
 def elementary_optimizers(optimizer: object) -> Iterator[Any]:
-    """The optimizers that an optimizer is made of, or that wrappers such as Accelerate's have inside."""
+    """Yield the optimizers inside a composite optimizer or a wrapper such as Accelerate's."""
     parts = getattr(optimizer, "optimizers", None)
     if parts is not None:
         values = parts.values() if isinstance(parts, Mapping) else parts
@@ -178,19 +179,20 @@ def elementary_optimizers(optimizer: object) -> Iterator[Any]:
 
 
 def gradient_error(step: int, limit: int, is_scaled: bool, findings: Sequence[GradientFinding]) -> NonFiniteError:
-    """The error for gradients that are not finite, of all ranks' findings."""
+    """Return the error for non-finite gradients from the findings of all ranks."""
+    # Averaged gradients are non-finite on every rank. A rank with a non-finite loss is the likely origin.
     first = next((one for one in findings if one.loss is not None and not math.isfinite(one.loss)), None)
     first = first or next((one for one in findings if one.parameters), findings[0])
     if limit == 1:
         what = f"The gradients of step {step} are not finite"
-        so = "The weights are spoiled since that step, and were not saved."
-        remedy = "Lower learning_rate, set max_grad_norm, or look at the data of that step; nonfinite_grad='skip' "
-        remedy += "leaves such updates out, 'ignore' trains on"
+        so = "The weights are invalid since that step and were not saved."
+        remedy = "Lower learning_rate, set max_grad_norm, or check the data of that step; nonfinite_grad='skip' "
+        remedy += "skips such updates, 'ignore' continues training"
     else:
         what = f"The gradients of the last {limit} steps, up to step {step}, were not finite"
-        by = "GradScaler left their updates out" if is_scaled else "nonfinite_grad='skip' left their updates out"
-        so = f"{by}, so the run does not learn any more."
-        remedy = "Lower learning_rate, or look at the data; nonfinite_grad='ignore' trains on"
+        by = "GradScaler skipped their updates" if is_scaled else "nonfinite_grad='skip' skipped their updates"
+        so = f"{by}, so the run no longer learns."
+        remedy = "Lower learning_rate, or check the data; nonfinite_grad='ignore' continues training"
         remedy += ", mixed_precision='bf16' needs no loss scale" if is_scaled else ""
     loss = "" if first.loss is None else f" (its loss: {first.loss:g})"
     where = f", first on rank {first.rank}{loss}" if len(findings) > 1 else loss
@@ -201,27 +203,27 @@ def gradient_error(step: int, limit: int, is_scaled: bool, findings: Sequence[Gr
 
 
 def weights_error(step: int, action: str, findings: Sequence[GradientFinding]) -> NonFiniteError:
-    """The error for weights that are not finite and were to be saved."""
+    """Return the error for a save of non-finite weights."""
     first = next((one for one in findings if one.parameters), findings[0])
     where = f" on rank {first.rank}" if len(findings) > 1 else ""
     checkpoint = _checkpoint_of(findings)
     message = (
         f"The weights are not finite after step {step}{where}: {_listed(first.parameters)}. They were not saved. "
-        f"{_resume_from(checkpoint)} nonfinite_grad='ignore' (now {action!r}) saves them all the same, as a checkpoint that "
-        "never takes the place of a sound one."
+        f"{_resume_from(checkpoint)} nonfinite_grad='ignore' (now {action!r}) saves them in a checkpoint that never "
+        "replaces a sound one."
     )
     return NonFiniteError(message, step, first.rank, first.parameters[:_MOST_NAMED], checkpoint)
 
 
 def nonfinite_weights(parameters: Sequence[Tensor]) -> list[Tensor]:
-    """Those of the parameters that are not finite; waits for the device."""
+    """Return the parameters with NaN or infinite values; waits for the device."""
     floating = [one.detach() for one in parameters if one.is_floating_point() or one.is_complex()]
     groups: dict[tuple[torch.device, torch.dtype], list[int]] = {}
     for number, one in enumerate(floating):
         groups.setdefault((one.device, one.dtype), []).append(number)
     found = []
     for numbers in groups.values():
-        # The largest absolute value: unlike a sum it cannot overflow.
+        # The infinity norm, since a sum could overflow. One synchronisation per device and dtype.
         largest = torch.stack([_largest(floating[number]) for number in numbers])
         if not bool(torch.isfinite(largest).all()):
             found += [

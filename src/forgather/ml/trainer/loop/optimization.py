@@ -1,4 +1,8 @@
-"""Optimization: what belongs to an optimizer and its schedule: state by FQN, gradient norm, clipping."""
+"""Optimizer companions: optimizer state by FQN, gradient norm, clipping, and the state of the learning-rate schedule.
+
+They are rebuilt together whenever a hook replaces the optimizer or its schedule, so that checkpoints and norms always
+refer to the objects in use. `phases` creates them; `Trainer` uses them in every step.
+"""
 
 from collections.abc import Callable, Sequence
 
@@ -15,12 +19,12 @@ NormFunction = Callable[[float], Tensor]
 
 
 class Optimization:
-    """Derived from an optimizer when it is made, and from a schedule whenever that is made."""
+    """Objects derived from the current optimizer and learning-rate schedule."""
 
     def __init__(
         self, optimizer: OptimizerT, named: Sequence[tuple[str, nn.Parameter]], knows_configuration: bool
     ) -> None:
-        """`knows_configuration`: the options of the groups are still those that the user asked for."""
+        """`knows_configuration`: whether the group options are still the values that the user configured."""
         self.made_for = optimizer
         self.state = OptimizerState(optimizer, named, knows_configuration=knows_configuration)
         self.names: dict[Tensor, str] = {parameter: name for name, parameter in named}
@@ -29,7 +33,7 @@ class Optimization:
         self.scheduler_state: SchedulerState | None = None
 
     def follow(self, lr_scheduler: LRSchedulerT, optimizer: OptimizerT) -> None:
-        """Checkpoint this schedule from now on."""
+        """Use this schedule for checkpoints from now on."""
         self.scheduler_state = SchedulerState(lr_scheduler, optimizer)
 
     def clip(self, max_grad_norm: float | None, norm: Tensor) -> None:
@@ -38,17 +42,18 @@ class Optimization:
 
     @property
     def trace(self) -> GradientTrace | None:
-        """What the last norm was made of, if that was kept."""
+        """The values behind the last gradient norm, or None if the norm function keeps none."""
         return getattr(self.norm, "trace", None)
 
 
 def require_parameters_of(model: nn.Module, optimizer: OptimizerT, owner: str) -> None:
-    """Raise if `_wrap` left an optimizer with parameters that the model does not have: nothing would be trained."""
+    """Raise ValueError if `_wrap` left an optimizer with parameters that are not in the model."""
+    # Wrappers such as fully_shard replace parameters. An optimizer of the old ones would train nothing, unnoticed.
     own = {id(parameter) for parameter in model.parameters()}
     strangers = sum(id(one) not in own for group in optimizer.param_groups for one in group["params"])
     if strangers:
         raise ValueError(
-            f"{strangers} parameters of the optimizer are not those of self.model after {owner}._wrap(), so that their updates "
-            "would change nothing. A wrapper that replaces parameters, such as fully_shard, belongs into _prepare_model, which "
-            "runs before the optimizer is made; or make a new optimizer in _wrap."
+            f"{strangers} parameters of the optimizer are not in self.model after {owner}._wrap(), so their updates would have "
+            "no effect. Call wrappers that replace parameters, such as fully_shard, in _prepare_model, which runs before the "
+            "optimizer is created; or create a new optimizer in _wrap."
         )

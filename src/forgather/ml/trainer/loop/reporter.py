@@ -1,6 +1,7 @@
-"""Reporter: the numbers of a run, summed over ranks, logged at intervals and at the end.
+"""Metric reporting: counters and sums over ranks, log records at intervals and at the end of the run.
 
-Between two logs nothing waits for the device. `settle` is the only place that does, and it is a collective.
+Only `settle` waits for the device and the other ranks; the steps between two logs never do. `StepRunner` records steps,
+and the training loop requests records on every rank.
 """
 
 import math
@@ -23,7 +24,7 @@ Findings = Callable[[int], list[GradientFinding]]
 
 
 class Reporter:
-    """Notes steps, settles their numbers between ranks, and makes the records that are logged."""
+    """Recorder of steps that reduces their metrics over ranks and builds the log records."""
 
     def __init__(
         self,
@@ -35,8 +36,9 @@ class Reporter:
         reduce_norms: ReduceNorms,
         findings: Findings,
     ) -> None:
-        """`reduce` sums losses (first row), tokens and samples over data-parallel ranks; `findings` tells what all ranks
-        know of a step without finite gradients.
+        """`reduce` sums losses (first row), tokens and samples over data-parallel ranks.
+
+        `findings` gathers diagnostics from all ranks about a step with non-finite gradients.
         """
         self._loop = loop
         self.speed = speed
@@ -51,10 +53,11 @@ class Reporter:
     def note_step(
         self, window: Window, loss: Tensor, grad_norm: Tensor | None, tokens: int | Tensor, samples: int
     ) -> None:
-        """A step is done: move the counters, without waiting for the device."""
+        """Advance the counters after a step, without waiting for the device."""
         loop, state = self._loop, self._loop.state
         assert window.total is not None
         self._num_steps += 1
+        # The watch scans labels. It is skipped once targets were seen, unless this step has none or an unknown number.
         if not (self._targets.has_seen_targets and isinstance(window.total, int) and window.total > 0):
             self._targets.note(window.batches, window.total, self._num_steps)
         loop.interval.add(loss, window.total, grad_norm, tokens, samples)
@@ -63,13 +66,17 @@ class Reporter:
         if isinstance(tokens, int):
             state.num_input_tokens_seen += tokens
             state.total_flos += tokens * self._flops_per_token
-        # An epoch that turns out longer than was assumed must not reach into the next one.
+        # Cap the fraction: an epoch of unknown length may have more steps than assumed.
         steps_per_epoch = state.epoch_train_steps  # type: ignore[attr-defined]
         state.epoch = state.raw_epoch + min((state.global_step - state.epoch_start_step) / steps_per_epoch, 1.0)
 
     def settle(self, lr_scheduler: LRSchedulerT) -> SettledSums:
-        """Make the counters those of all ranks; a checkpoint holds no others. Stops a run that must not continue."""
+        """Reduce the counters over all ranks, and raise NonFiniteError if the run must stop; collective.
+
+        Checkpoints contain reduced counters only.
+        """
         loop, state = self._loop, self._loop.state
+        # Norms from an earlier `settle` of this interval were judged then.
         num_known = loop.interval.num_settled_norms
         sums = loop.interval.settle(self._reduce, self._reduce_norms)
         self._targets.note_interval(sums.num_steps, sums.targets)
@@ -78,30 +85,31 @@ class Reporter:
         self.settle_schedule(lr_scheduler)
         bad_step = loop.watch.judge(sums.norms[num_known:], state.global_step)
         if bad_step is not None:
+            # `_findings` is a collective. All ranks reach it, because the reduced norms are equal on all of them.
             raise gradient_error(bad_step, loop.watch.limit, loop.amp.has_loss_scale, self._findings(bad_step))
         return sums
 
     def settle_schedule(self, lr_scheduler: LRSchedulerT) -> None:
-        """Move the schedule to the next step, which waits for the last one: GradScaler may have left it out."""
+        """Step the learning-rate schedule, unless GradScaler skipped the last optimizer step; waits for its flag."""
         left_out, self._loop.left_out = self._loop.left_out, None
         if left_out is not None and not left_out.wait():
             lr_scheduler.step()
 
     def close_interval(self, lr_scheduler: LRSchedulerT) -> SettledSums:
-        """The sums over all ranks since the last log; from now on they are part of the run's totals."""
+        """Return the sums since the last log over all ranks, and add them to the totals of the run; collective."""
         sums = self.settle(lr_scheduler)
         self._loop.interval.reset()
         self._loop.totals.add(sums.loss_sum, sums.targets, sums.tokens, sums.samples)
         return sums
 
     def interval_record(self, lr_scheduler: LRSchedulerT) -> dict[str, Any]:
-        """The log record of the steps since the last log; closes the interval."""
+        """Return the log record of the steps since the last log, and close the interval; collective."""
         loop, state = self._loop, self._loop.state
         loop.amp.log_scale_drop()
         sums = self.close_interval(lr_scheduler)
         norms = list(sums.norms)
         if self._leaves_out_steps:
-            # The norm of a step that was left out says nothing.
+            # One skipped step would turn the mean and the maximum into NaN or infinity.
             norms = [norm for norm in norms if math.isfinite(norm)]
         logs: dict[str, Any] = {
             "epoch": state.epoch,
@@ -116,17 +124,18 @@ class Reporter:
         if len(norms) < len(sums.norms):
             logs["skipped_steps"] = len(sums.norms) - len(norms)
             if not norms:
-                # All steps were left out: there is no loss to average.
+                # All steps were skipped, so there is no loss to average.
                 del logs["loss"]
         return logs
 
     def final_record(
         self, lr_scheduler: LRSchedulerT, effective_batch_size: int, total: Callable[[Tensor], Tensor]
     ) -> dict[str, Any]:
-        """The record of the whole run; rates count the timed steps of this process only."""
-        # Without logging, one interval is left that is as long as the run.
+        """Return the final record of the run; rates count the timed steps of this process only. Collective."""
+        # With logging_strategy="no" the last interval spans the full run.
         self.close_interval(lr_scheduler)
         loop, speed = self._loop, self.speed
+        # On the CPU: the sum over ranks runs on a gloo group.
         timed = torch.tensor([speed.tokens, speed.samples], dtype=torch.int64, device="cpu")
         tokens, samples = total(timed).tolist()
         return {

@@ -1,4 +1,8 @@
-"""Saver: when a checkpoint is saved in training, which one is the best, and loading the best at the end."""
+"""Checkpoint saves during training: each step once, the best checkpoint, and loading the best at the end.
+
+Every method that saves is collective, and all ranks take the same branch. `CheckpointManager` writes the files and
+applies retention. The training loop and `interruptions` call the saver.
+"""
 
 import contextlib
 import logging
@@ -25,7 +29,7 @@ logger = logging.getLogger(__name__)
 
 
 class Saver:
-    """Saves the present step once, with the evaluation that ran for it."""
+    """Saves of the current step, with the metrics of its evaluation."""
 
     def __init__(self, trainer: "Trainer[Any]") -> None:
         self._trainer = trainer
@@ -36,10 +40,10 @@ class Saver:
         self._has_warned_of_weights = False
 
     def save_in_training(self, is_scheduled: bool = True) -> str:
-        """Save the present step once, with the evaluation that belongs to it; returns the path, "" without a save.
+        """Save the current step, unless it is saved already; return the path, or "" without a save. Collective.
 
-        A save that only a stop request caused (`is_scheduled=False`) does not evaluate and cannot become the best: an
-        uninterrupted run has no such checkpoint. A scheduled save of the same step, after a resume, replaces it.
+        A save after a stop signal (`is_scheduled=False`) does not evaluate and cannot become the best checkpoint, since
+        an uninterrupted run has no such checkpoint. After a resume, a scheduled save of the same step replaces it.
         """
         trainer, loop = self._trainer, self._loop
         trainer.control.should_save = False
@@ -50,7 +54,7 @@ class Saver:
             return loop.saved_path
         if is_scheduled and self._args.eval_on_save and trainer.eval_dataset is not None:
             trainer.evaluator.evaluate_in_training()
-            # This save is what a callback may have asked for on that occasion.
+            # A save requested by a callback during that evaluation is the save below.
             trainer.control.should_save = False
         started = time.perf_counter()
         path = self._save(is_scheduled)
@@ -61,12 +65,12 @@ class Saver:
         return path
 
     def _save(self, is_scheduled: bool) -> str:
-        """Save the present step and enter it among the best; "" after an error that only warns. Collective."""
+        """Save the current step and update the best list; return "" if on_save_error="warn" ignored an error."""
         loop, step = self._loop, self._loop.state.global_step
         metrics = loop.eval_metrics if loop.evaluated_step == step else None
         rated = metrics if is_scheduled and loop.scheduled_step != step else None
         before = loop.best_saved_metric, loop.state.best_model_checkpoint, loop.scheduled_step
-        # Record this first, so that the checkpoint contains its own entry.
+        # Record the best metric first, so that the checkpoint contains its own entry. A failed save restores `before`.
         self._note_best_saved(rated)
         loop.scheduled_step = step if is_scheduled else loop.scheduled_step
         self.manager.set_eval_metrics(metrics)
@@ -76,21 +80,23 @@ class Saver:
             loop.best_saved_metric, loop.state.best_model_checkpoint, loop.scheduled_step = before
             return ""
         loop.saved_step, loop.saved_path = step, path
+        # After the save: a crash in between leaves a complete checkpoint, which `list_resumed_best` adds to the list.
         self._preserve_best(path, rated)
         return path
 
     def save_by_hand(self, path: str | None) -> str:
-        """Save now, under a path or as the checkpoint of the present step; collective."""
+        """Save now, to a path or as the checkpoint of the current step; collective."""
         self._trainer._before_save()
         if path is None:
-            # A later save of this step may know more: its evaluation may be about to run.
+            # The scheduled save of this step must still run: its evaluation may be pending.
             self._loop.saved_step = -1
         step = None if path else self._loop.state.global_step
         return self.manager.save_checkpoint(path, step, is_sound=self._is_sound)
 
     def look_at_weights(self, parameters: list[Tensor], names: Mapping[Tensor, str]) -> None:
-        """Find out whether the weights are finite; only with nonfinite_grad="ignore" are others saved. Collective."""
+        """Raise NonFiniteError for non-finite weights, or warn with nonfinite_grad="ignore"; collective."""
         team, found = self._trainer.team, nonfinite_weights(parameters)
+        # Sum over ranks first: all ranks must reach the gather below, or none.
         self._is_sound = team.count(bool(found)) == 0
         if self._is_sound:
             return
@@ -102,14 +108,14 @@ class Saver:
         if not self._has_warned_of_weights:
             self._has_warned_of_weights = True
             logger.warning(
-                "Checkpoints are saved from step %d on with weights that are not finite (nonfinite_grad='ignore'): %s",
+                "Checkpoints from step %d on contain weights that are not finite (nonfinite_grad='ignore'): %s",
                 *(step, ", ".join(error.parameters)),
             )
 
     def finding(self) -> GradientFinding:
-        """What this rank can say about an error: its number, and the newest checkpoint with finite weights."""
+        """Return the rank number and the newest checkpoint with finite weights, for an error message."""
         checkpoint = None
-        # Other ranks wait for this one, and the error that is being raised matters more.
+        # The other ranks wait in a gather, and an error here would hide the NonFiniteError.
         with contextlib.suppress(OSError, CheckpointError):
             checkpoint = self.manager.newest_sound_checkpoint()
         return GradientFinding(self._trainer.team.rank, checkpoint=checkpoint)
@@ -121,9 +127,10 @@ class Saver:
         note_best_metric(self._loop.state, metrics, args.best_model_metric, args.best_model_greater_is_better)
 
     def _note_best_saved(self, metrics: Mapping[str, Any] | None) -> None:
-        """The best checkpoint is the best of the saved steps: the best evaluation may be that of another step."""
+        """Make this step the best checkpoint if its metrics are the best of all saved steps."""
         if metrics is None:
             return
+        # `state.best_metric` covers all evaluations, but the best evaluation may belong to a step without a checkpoint.
         args, loop = self._args, self._loop
         value = metric_value(metrics, args.best_model_metric)
         if is_better(value, loop.best_saved_metric, args.best_model_metric, args.best_model_greater_is_better):
@@ -139,21 +146,23 @@ class Saver:
         )
 
     def load_best(self) -> None:
-        """Load the weights of the best checkpoint, if there is one, and the average that belongs to them; collective."""
+        """Load the weights of the best checkpoint, if any, and their EMA; collective."""
         best, trainer = self._loop.state.best_model_checkpoint, self._trainer
         if best is None:
             return
         if not self.manager.load_external_weights(best):
             with trainer.team.agreement("loading the best model"):
                 trainer._load_weights_of(best)
+        # The EMA must match the loaded weights, so the current average is discarded first.
         trainer.recipes.forget_average()
         if trainer.recipes.average is not None:
             self.manager.load_component(best, "ema")
         trainer.recipes.begin_average()
-        logger.info("Loaded the best weights, of %s", best)
+        logger.info("Loaded the best weights from %s", best)
 
     def list_resumed_best(self) -> None:
-        """Enter a resumed checkpoint that is the best into the list: the process may have died between save and entry."""
+        """Add the resumed checkpoint to the best list if it is the best but not listed."""
+        # The process may have died between the save and the update of the list.
         best, metrics = self._loop.state.best_model_checkpoint, self._loop.eval_metrics
         if best is None or metrics is None:
             return
@@ -167,15 +176,15 @@ def warn_of_nothing_to_resume(output_dir: str) -> None:
     directory = os.path.abspath(output_dir)
     found = {folder: _entries(os.path.join(directory, folder)) for folder in ("", CHECKPOINTS_FOLDER)}
     logger.warning(
-        "train(resume_from_checkpoint=True) found nothing to resume: %s has no complete checkpoint of ours in its folder "
-        "%r (the directory has %s; that folder has %s). Training starts at step 0. Check output_dir, or give the path of a "
+        "train(resume_from_checkpoint=True) found nothing to resume: %s has no complete Forgather checkpoint in its folder "
+        "%r (the directory has %s; that folder has %s). Training starts at step 0. Check output_dir, or pass the path of a "
         "checkpoint.",
         *(directory, CHECKPOINTS_FOLDER, found[""], found[CHECKPOINTS_FOLDER]),
     )
 
 
 def _entries(directory: str, limit: int = 5) -> str:
-    """What is in a directory, in a few words."""
+    """Return a short list of the entries in a directory."""
     try:
         names = sorted(name for name in os.listdir(directory) if not name.startswith("."))
     except FileNotFoundError:

@@ -1,4 +1,9 @@
-"""Scheduler states checked against the running scheduler's own: torch sets whatever a state names as an attribute."""
+"""Schema checks for learning-rate scheduler states from checkpoints.
+
+torch's `load_state_dict` assigns every key of a state as an attribute, so a bad state could replace methods or values
+unnoticed. A state is accepted only if its keys and value types match the state of the running scheduler.
+`SchedulerState` calls these checks before it loads.
+"""
 
 import functools
 from collections import Counter
@@ -32,13 +37,13 @@ from forgather.ml.checkpoint.state.state_schema import (
 )
 
 _COUNTERS = frozenset({"last_epoch", "_step_count", "num_bad_epochs", "cooldown_counter"})
-# Lists with one number for each group.
+# Lists with one number per parameter group.
 _RATES = frozenset({"base_lrs", "_last_lr", "min_lrs", "max_lrs", "base_momentums", "max_momentums"})
 _PARTS = frozenset({"_schedulers", "_schedule_phases"})
 _FUNCTIONS = frozenset({"lr_lambdas", "_scale_fn_custom"})
-# Without these torch stops in the middle of loading.
+# Torch pops these keys while it loads. Without them it may raise halfway, with a partly loaded scheduler.
 _NEEDED = _FUNCTIONS | {"_schedulers"}
-# What torch's schedulers call their modes: any other word fails, or is taken for something else, once it is used.
+# Mode names of torch's schedulers. Any other word fails or selects a different mode at a later step.
 _WORDS = (
     ("min", "max"),
     ("rel", "abs"),
@@ -51,13 +56,13 @@ _WORDS = (
 
 
 def unwrapped(scheduler: object) -> Any:
-    """The scheduler whose state it is: Accelerate wraps one, and passes its state on."""
+    """Return the scheduler inside Accelerate's wrapper, or the scheduler itself."""
     inner = getattr(scheduler, "scheduler", None)
     return inner if isinstance(inner, LRScheduler) and not isinstance(scheduler, LRScheduler) else scheduler
 
 
 def group_lists(scheduler: object, state: object) -> None:
-    """Check what tells for how many groups a state is made."""
+    """Check the lists that show the number of parameter groups of a state."""
     require_mapping(state)
     if isinstance(scheduler, LRScheduler):
         lists = {"base_lrs": list_of(anything), "_last_lr": list_of(anything)}
@@ -65,17 +70,18 @@ def group_lists(scheduler: object, state: object) -> None:
 
 
 def like_scheduler(scheduler: object, state: Mapping[str, Any], any_groups: bool = False) -> None:
-    """Check that a state has no keys that the scheduler has not, and the same kind of value at each.
+    """Check that a state has only keys of the scheduler, with values of the same type.
 
-    `any_groups` leaves the number of rates open, for schedules whose rates are computed anew. A scheduler that is not
-    torch's is the user's: its state is to be data, and nothing more is known of it.
+    `any_groups` allows any number of rates, for schedules that recompute their rates.
     """
+    # Nothing is known about a scheduler that is not an LRScheduler. Its state must be plain data.
     if not isinstance(scheduler, LRScheduler):
         every(require_mapping, plain)(state)
         return
     own = scheduler.state_dict()
     if not type(scheduler).__module__.startswith("torch."):
-        # A class of the user's may gain attributes while it is used; what would hide a method of it is no such thing.
+        # A user's class may add attributes while it runs, so new keys are allowed. Keys that would hide a method or
+        # class attribute are not.
         _require_dict(state)
         more = {
             name: value for name, value in state.items() if name not in own and not hasattr(type(scheduler), str(name))
@@ -90,7 +96,7 @@ def _like_state(state: object, own: Mapping[str, Any], any_groups: bool = False)
     assert isinstance(state, dict)
     for name in state:
         if name not in own:
-            raise UnknownKeyViolation("left out, since this kind of scheduler has no such setting", state[name], [name])
+            raise UnknownKeyViolation("absent, since this kind of scheduler has no such setting", state[name], [name])
     for name, value in own.items():
         if name not in state and name in _NEEDED:
             raise Violation(f"a dict that has the key {name!r}", state)
@@ -99,13 +105,14 @@ def _like_state(state: object, own: Mapping[str, Any], any_groups: bool = False)
 
 
 class UnknownKeyViolation(Violation):
-    """A key of another kind of scheduler."""
+    """Violation by a key that belongs to another kind of scheduler."""
 
 
 def mismatch(violation: Violation, root: str, kind: str) -> CheckpointLoadError:
-    """The error for the state of another kind of scheduler: older checkpoints have it too."""
+    """Return the error for the state of another kind of scheduler."""
+    # A misfit, not damage: earlier checkpoints of the run have the same state, so a resume must not fall back to them.
     return CheckpointLoadError.misfit(
-        f"{violation.message(root)}. This run's scheduler is {kind}; the checkpoint seems to be of another one. Nothing of it "
+        f"{violation.message(root)}. This run's scheduler is {kind}; the checkpoint seems to come from another kind. Nothing "
         'was loaded. Use the same kind as before, or start a new schedule with skip_checkpoint_components=["scheduler"].'
     )
 
@@ -127,7 +134,7 @@ def _check_for(name: str, own: object, any_groups: bool) -> Check:
 
 
 def _like(own: object) -> Check:
-    """A check for values of the kind that the running scheduler has; a user's own may have any, in any number."""
+    """Return a check for values of the same type as the running scheduler's value."""
     if type(own) is bool:
         return flag
     if type(own) in (int, float):
@@ -143,7 +150,7 @@ def _like(own: object) -> Check:
     if type(own) is list or type(own) is tuple:
         is_numbers = own and all(type(item) in (int, float, Tensor) for item in own)
         return list_of(rate if is_numbers else plain)
-    # Nothing is known of what it may become.
+    # None and other types may change into anything while the scheduler runs.
     return plain
 
 
@@ -155,7 +162,7 @@ def _like_word(own: str) -> Check:
 
 
 def _function_state(own: Mapping[str, Any] | None) -> Check:
-    """The attributes of a function object, which is the user's; a plain function has none."""
+    """Return a check for the saved attributes of a callable; a plain function has none."""
 
     def check(value: object) -> None:
         if value is None or (isinstance(value, Mapping) and len(value) == 0):

@@ -1,4 +1,9 @@
-"""Learning-rate schedule as a component: its state follows the checkpoint, its rates follow the user."""
+"""Learning-rate schedule as a checkpoint component.
+
+A resume takes the position of the schedule from the checkpoint, and the base learning rates from the current settings.
+A changed `learning_rate` thus takes effect on resume, while an unchanged one continues bit-exactly.
+`Optimization` holds one `SchedulerState` per schedule.
+"""
 
 import contextlib
 import copy
@@ -22,7 +27,7 @@ from forgather.ml.trainer.trainer_types import LRSchedulerT, OptimizerT
 
 
 class SchedulerState:
-    """A schedule that follows the checkpoint, but acts on the learning rate that the user has asked for now."""
+    """State of a schedule: the position comes from the checkpoint, the learning rate from the current settings."""
 
     def __init__(self, scheduler: LRSchedulerT, optimizer: OptimizerT) -> None:
         self._scheduler = scheduler
@@ -33,7 +38,7 @@ class SchedulerState:
         return state
 
     def check_state_dict(self, state: Any) -> None:
-        """Raise a `CheckpointLoadError` for a state that is not one of this kind of scheduler."""
+        """Raise `CheckpointLoadError` for a state that does not fit this kind of scheduler."""
         scheduler = unwrapped(self._scheduler)
         try:
             group_lists(scheduler, state)
@@ -44,7 +49,8 @@ class SchedulerState:
             raise refusal(violation, "scheduler") from None
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Comes after the optimizer, whose groups keep a rate that the user changed since the checkpoint."""
+        """Load the position of the schedule and apply the current learning rates."""
+        # The optimizer must be loaded before: its groups keep a learning rate that the user changed since the checkpoint.
         self.check_state_dict(state)
         scheduler, groups = self._scheduler, self._optimizer.param_groups
         asked = [group.get("initial_lr", group["lr"]) for group in groups]
@@ -53,19 +59,20 @@ class SchedulerState:
         scheduler.load_state_dict(self._fitting(state))
         saved, last = [list(part.base_lrs) for part in parts], _last_rates(scheduler)
         if isinstance(scheduler, LambdaLR):
-            # In closed form, so what was changed since takes effect at once; nothing changes when nothing was.
+            # Recompute the rates in closed form: changed settings apply at once, unchanged settings give equal rates.
             scheduler.base_lrs = asked
             self._set_rates(
                 [rate * one(scheduler.last_epoch) for rate, one in zip(asked, scheduler.lr_lambdas, strict=True)]
             )
         elif wanted != saved:
+            # Recursive schedules derive each rate from the last, so a changed base rate scales the last rates too.
             for part, new, old in zip(parts, wanted, saved, strict=True):
                 part.base_lrs, part._last_lr = new, _scaled(_last_rates(part), new, old)
             self._set_rates(_scaled(last, wanted[0], saved[0]))
         else:
             for group, rate, begun in zip(groups, last, first, strict=False):
-                # The rates of the others came with the state of their parameters. One that the schedule has just set,
-                # in place of one that the user changed, is that of its beginning.
+                # Groups with parameters already have the rate from the optimizer state. The exceptions are groups
+                # without parameters, and groups that still have the initial rate set by the new schedule.
                 if not group["params"] or (parts and group["lr"] == begun):
                     _set_rate(group, rate)
 
@@ -75,29 +82,30 @@ class SchedulerState:
         self._scheduler._last_lr = rates
 
     def _fitting(self, state: dict[str, Any]) -> dict[str, Any]:
-        """A state for as many groups as there are now; only that of a closed form can be made from that of other groups."""
+        """Return the state for the current number of parameter groups; raise CheckpointLoadError if that is impossible."""
+        # Only closed-form schedules can be converted: their rates do not depend on the saved rates of each group.
         rates = state.get("base_lrs", state.get("_last_lr"))
         number = len(self._optimizer.param_groups)
         if not isinstance(rates, (list, tuple)) or len(rates) == number:
             return state
         if not fits_any_groups(self._scheduler) or any(state.get("lr_lambdas", ())):
             raise CheckpointLoadError.misfit(
-                f"The schedule in the checkpoint, {type(self._scheduler).__name__}, is that of {len(rates)} parameter groups, "
-                f"and the optimizer has {number} now. Make the same groups as before (optimizer_groups), or start the schedule "
-                'anew with skip_checkpoint_components=["scheduler"].'
+                f"The {type(self._scheduler).__name__} schedule in the checkpoint has {len(rates)} parameter groups, "
+                f"but the optimizer has {number} now. Use the same groups as before (optimizer_groups), or start a new "
+                'schedule with skip_checkpoint_components=["scheduler"].'
             )
         return {**state, "lr_lambdas": [None] * number}
 
 
 def fits_any_groups(scheduler: LRSchedulerT) -> bool:
-    """Whether the state of a schedule says nothing of its groups: one of closed form, by functions without a state."""
-    # Of other functions torch saves what they have as attributes: nothing of a `partial`.
+    """Return whether the state of a schedule fits any number of groups: a LambdaLR with stateless functions."""
+    # Torch saves the attributes of callable objects in `lr_lambdas`; plain functions and `partial` objects have none.
     return isinstance(scheduler, LambdaLR) and not any(scheduler.state_dict()["lr_lambdas"])
 
 
 @contextlib.contextmanager
 def kept_rates(optimizer: OptimizerT) -> Iterator[None]:
-    """What schedules change in an optimizer is afterwards as it was before."""
+    """Restore the learning rates, momenta and betas of an optimizer after the body."""
     names = ("lr", "momentum", "betas")
     kept = [{name: copy.deepcopy(group[name]) for name in names if name in group} for group in optimizer.param_groups]
     try:
@@ -110,7 +118,7 @@ def kept_rates(optimizer: OptimizerT) -> Iterator[None]:
 
 def _set_rate(group: dict[str, Any], value: object, name: str = "lr") -> None:
     if isinstance(group[name], Tensor):
-        # Compiled optimizers hold on to it.
+        # Assign in place: compiled optimizers hold a reference to the tensor.
         group[name].copy_(torch.as_tensor(value))
     else:
         group[name] = value
@@ -121,7 +129,7 @@ def _last_rates(scheduler: object) -> list[Any]:
 
 
 def _parts(scheduler: object) -> Iterator[Any]:
-    """The schedules that a schedule is made of; itself, if it is not made of others."""
+    """Yield the elementary schedules of a composite schedule, or the schedule itself."""
     nested = getattr(scheduler, "_schedulers", None)
     if nested is None:
         yield scheduler

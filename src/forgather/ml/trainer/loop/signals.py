@@ -1,4 +1,8 @@
-"""Stop requests of the system: preemption and Ctrl-C end training at the next step, with a checkpoint."""
+"""Stop signals: preemption (SIGTERM, SIGUSR1) and Ctrl-C end training after the current step, with a checkpoint.
+
+Handlers only record the signal. The training loop polls it at every step, and data workers ignore signals that are sent
+to the whole process group.
+"""
 
 import logging
 import os
@@ -14,7 +18,7 @@ STOP_SIGNAL_NAMES = tuple(one.name for one in _SIGNALS)
 
 
 class Preempted(SystemExit):
-    """Training was asked to end, has saved, and the process should now exit with code 0."""
+    """Exit request with code 0, raised after a stop signal and the save that follows it."""
 
     def __init__(self, signal_name: str, step: int, checkpoint_path: str) -> None:
         super().__init__(0)
@@ -28,7 +32,7 @@ class Preempted(SystemExit):
 
 
 class StopSignals:
-    """While active, notes SIGTERM, SIGUSR1 and the first Ctrl-C; a second Ctrl-C interrupts at once."""
+    """Context manager that records SIGTERM, SIGUSR1 and the first Ctrl-C. A second Ctrl-C raises KeyboardInterrupt."""
 
     def __init__(self) -> None:
         self.received: str | None = None
@@ -36,7 +40,7 @@ class StopSignals:
         self._before: dict[int, Any] = {}
 
     def __enter__(self) -> "StopSignals":
-        # Python delivers signals to the main thread only; elsewhere the program's own handling stays.
+        # Python allows signal handlers in the main thread only. In other threads the existing handlers stay.
         if threading.current_thread() is threading.main_thread():
             self._before = {number: signal.signal(number, self._note) for number in _SIGNALS}
         return self
@@ -53,19 +57,20 @@ class StopSignals:
                 raise KeyboardInterrupt
             self._was_interrupted = True
         self.received = name
-        again = " Once more ends it at once, without saving." if number == signal.SIGINT else ""
-        logger.warning("%s received: training saves at the next step and ends.%s", name, again)
+        again = " Press Ctrl-C again to exit at once, without saving." if number == signal.SIGINT else ""
+        logger.warning("%s received: training saves a checkpoint after the current step and exits.%s", name, again)
 
 
 def leave_signals_to_parent(_worker_id: int) -> None:
-    """Keep a data worker alive when a stop request reaches all processes of the job; call this in the worker.
+    """Keep a DataLoader worker alive when a stop signal reaches all processes of the job; call this in the worker.
 
-    Terminals and schedulers signal workers too. One that died of it would fail the step that training is to finish and
-    save. Only the parent's own SIGTERM ends a worker; if the parent dies, torch ends it.
+    Only a SIGTERM sent by the parent ends the worker. If the parent dies, torch ends the worker.
     """
+    # Terminals and cluster schedulers signal workers too. A worker that died would fail the step that training still
+    # has to finish and save.
     for number in (signal.SIGINT, signal.SIGUSR1):
         signal.signal(number, signal.SIG_IGN)
-    # Handlers of Python are not told who sent a signal; whoever waits for it is.
+    # A Python signal handler does not receive the sender's pid; `sigwaitinfo` returns it.
     signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGTERM})
     threading.Thread(target=_end_when_parent_says, daemon=True).start()
 
@@ -73,4 +78,5 @@ def leave_signals_to_parent(_worker_id: int) -> None:
 def _end_when_parent_says() -> None:
     while signal.sigwaitinfo({signal.SIGTERM}).si_pid != os.getppid():
         pass
+    # `sys.exit` would end this thread only.
     os._exit(0)

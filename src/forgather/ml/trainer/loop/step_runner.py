@@ -1,7 +1,7 @@
-"""StepRunner: runs one step through the hook `Trainer._train_step`, and keeps the books around it.
+"""Step runner: one optimizer step through the hook `Trainer._train_step`, with the bookkeeping around it.
 
-It fetches the window, lets ranks agree on the loss, counts targets before the first backward pass, and notes what the
-step returned. The invariant: every rank begins and ends the same steps.
+It fetches the micro-batches, resolves the loss on all ranks, counts targets before the first backward pass, and records
+the result. The invariant: every rank begins and ends the same steps. `Trainer._train_epoch` calls it.
 """
 
 import logging
@@ -27,7 +27,7 @@ logger = logging.getLogger(__name__)
 
 
 class StepRunner:
-    """The steps of a trainer, one window of micro-batches each."""
+    """Optimizer steps of a trainer, each over one window of micro-batches."""
 
     def __init__(self, trainer: "Trainer[Any]") -> None:
         self._trainer = trainer
@@ -37,19 +37,19 @@ class StepRunner:
         self._has_warned = False
         self._num_averages = 0
         self.compares_batches = False
-        """Whether ranks still have to compare their first batches."""
+        """Whether ranks still have to compare their first batches, to detect identical streams."""
         self.window: Window | None = None
-        """The window of the present step; None outside of steps."""
+        """The window of the current step; None between steps."""
 
     def batches(self) -> StepBatches:
-        """The rest of the epoch as the data iterator of `_train_step`."""
+        """Return the remaining batches of the epoch as the data iterator for `_train_step`."""
         args = self._trainer.args
         return StepBatches(
             self._rest_of_epoch(), args.gradient_accumulation_steps, args.dataloader_drop_last, self._begin
         )
 
     def run(self, steps: StepBatches) -> bool:
-        """One step; False at the end of the epoch."""
+        """Run one step; return False at the end of the epoch."""
         trainer = self._trainer
         steps.begin_step()
         try:
@@ -72,26 +72,33 @@ class StepRunner:
         trainer.feed.begin_pass()
         iterator = iter(trainer.train_dataloader)
         if trainer.loop.resumed_in_epoch and trainer.rng.has_loaded:
-            # Last of all: callbacks and iterators may have drawn numbers that the straight run drew long ago.
+            # Restore the random state last. Callbacks and the creation of the iterator may have drawn random numbers;
+            # an uninterrupted run drew these at the start of the epoch, long before the resumed step.
             trainer.rng.restore()
         for batch in iterator:
             trainer.feed.taken(batch)
             if self.compares_batches:
+                # The gather is a collective. All ranks have the same flag, and all take their first batch here.
                 self.compares_batches = False
                 warn_of_equal_batches(batch, trainer.layout, trainer.team.gather)
             yield batch
 
     def _begin(self, window: Window) -> None:
-        """A window was fetched: count its targets, before the first backward pass needs their number."""
+        """Resolve the loss and count the targets of a fetched window, before its first backward pass."""
         trainer = self._trainer
         if trainer.state.global_step == 0 and trainer.device.type != "cpu":
+            # On an accelerator, an id out of range is a device-side assert without the name of the tensor.
             warn_of_large_ids(trainer.unwrapped_model(), window.batches)
         if self._prepares_early:
+            # The override may change labels, so it must run before their targets are counted.
             window.prepared = [trainer._prepare_batch(batch) for batch in window.batches]
         self.window = window
         self._num_averages = trainer.recipes.num_updates
         trainer._dispatch_event("on_step_begin")
         loss = trainer.step_loss
+        # Each micro-batch is weighted by its share of the step's targets, so all targets are counted before the first
+        # backward pass. On the first step the loss may be unresolved, and with it the labels that count as targets.
+        # All ranks then agree on the loss (a collective); a loss that stays unresolved is counted after the step.
         if not loss.can_count:
             trainer._agree_on_loss(loss, window.batches[0])
         if loss.can_count:
@@ -109,12 +116,14 @@ class StepRunner:
         loss, grad_norm, tokens = checked_result(window, result, type(trainer).__name__)
         assert window is not None
         if window.total is None:
+            # The forward passes of this step have resolved the loss.
             trainer.feed.count(window)
         if not getattr(trainer.loss_fn, "was_used", False):
             self._warn_of_unweighed(window)
         if trainer.recipes.average is not None and trainer.recipes.num_updates == self._num_averages:
-            # A _train_step of the user's own steps the optimizer, and knows nothing of the average.
+            # An override of `_train_step` has stepped the optimizer without updating the EMA.
             trainer.recipes.update_average()
+        # Ranks that train on the same batches count them once.
         samples = sum(map(samples_in, window.batches)) if trainer.layout.speaks else 0
         trainer.reporter.note_step(window, loss, grad_norm, tokens, samples)
         trace = None if trainer.optimization is None else trainer.optimization.trace
@@ -122,12 +131,12 @@ class StepRunner:
         trainer._dispatch_event("on_train_metrics", loss=loss, grad_norm=grad_norm, tokens=tokens)
 
     def _drop_unfinished(self, window: Window | None) -> None:
-        """StopIteration left `_train_step` in the middle of a window: its gradients must not enter the next step."""
+        """Clear the gradients of a window that `_train_step` left with StopIteration, and warn."""
         if window is not None and window.has_begun:
             clear_gradients(self._trainer.optimizer)
             logger.warning(
-                "_train_step ended with StopIteration after %d micro-batches of a step of %d, the last of its epoch: their "
-                "gradients are dropped. Stop at the micro-batch for which _should_sync_gradients() is True.",
+                "_train_step raised StopIteration after %d of %d micro-batches of the last step of the epoch: their "
+                "gradients are dropped. Stop at the micro-batch where _should_sync_gradients() is True.",
                 *(window.number + 1, len(window)),
             )
 
@@ -138,26 +147,28 @@ class StepRunner:
             return
         self._has_warned = True
         logger.warning(
-            "%s computes the loss of a micro-batch without self.loss_fn, so that micro-batches and ranks are not weighed by "
-            "their targets, and the loss of a step is a sum and no mean. Use self.loss_fn(logits, labels), or "
-            "self.loss_fn.rescale(mean, labels) for a loss that was computed otherwise.",
+            "%s computes the loss of a micro-batch without self.loss_fn, so micro-batches and ranks are not weighted by their "
+            "targets, and the loss of a step is a sum instead of a mean. Use self.loss_fn(logits, labels), or "
+            "self.loss_fn.rescale(mean, labels) for a loss computed elsewhere.",
             type(self._trainer).__name__,
         )
 
-    # --- which loss it is
+    # --- loss resolution
 
     def agree_on_loss(self, loss: ModelLoss, batch: Mapping[str, Any] | None) -> None:
-        """Let all ranks choose the same loss, by the first batches of those that have any; collective."""
+        """Resolve the loss from the first batches of all ranks, with the same result on every rank; collective."""
         team = self._trainer.team
+        # One process resolves the loss in its first forward pass, unless a user's hook replaces that pass.
         if not team.settles_loss_first and not self._computes_own_loss:
             return
         findings = [one for one in team.gather(self._look(loss, batch)) if one is not None]
         if findings:
-            # The lowest rank of those that have a batch; a loss that is the model's own shows in one batch.
+            # Adopt the finding of the lowest rank with a real batch. A finding that the model's own loss differs from
+            # the causal loss takes precedence, because one batch is enough to show it.
             loss.adopt(min(findings, key=lambda one: (one.is_stand_in, one.uses_own is not True)))
 
     def _look(self, loss: ModelLoss, batch: Mapping[str, Any] | None) -> Finding | None:
-        """What this rank learns of the loss from its first batch."""
+        """Return the finding of this rank about the loss, from its first batch."""
         if batch is None:
             return None
         trainer = self._trainer
@@ -165,6 +176,6 @@ class StepRunner:
             inputs, labels = trainer._prepare_batch(batch)
             with trainer.amp_context.autocast():
                 return loss.look(without_ddp(trainer.model), inputs, labels, isinstance(batch, EmptyBatch))
-        except Exception as error:  # noqa: BLE001 - the pass that follows fails in the same way, where all ranks learn of it
-            logger.debug("The loss could not be looked at: %s", error)
+        except Exception as error:  # noqa: BLE001 - the forward pass that follows fails too, and reports it to all ranks
+            logger.debug("The loss could not be inspected: %s", error)
             return None

@@ -1,6 +1,7 @@
-"""Windows: the micro-batches of one optimizer step, fetched and counted before the first backward pass.
+"""Gradient-accumulation windows: the micro-batches of one optimizer step, fetched before the first backward pass.
 
-`StepBatches` is the `data_iterator` of `Trainer._train_step`: the first `next()` of a step fetches the whole window.
+`StepBatches` is the `data_iterator` of `Trainer._train_step`. The first `next()` of a step fetches all its
+micro-batches, because the loss weight of each depends on the targets of all of them.
 """
 
 import logging
@@ -20,24 +21,24 @@ logger = logging.getLogger(__name__)
 Batch = Mapping[str, Any]
 Count = int | Tensor
 Prepared = tuple[dict[str, Any], Any]
-"""Inputs of the model and labels of one micro-batch."""
+"""Model inputs and labels of one micro-batch."""
 
 
 @dataclass
 class Window:
-    """The micro-batches of one step, and how many targets they have."""
+    """Micro-batches of one step and their target counts."""
 
     batches: list[Batch]
     counts: list[Count] = field(default_factory=list)
     """Targets of each micro-batch on this rank."""
     total: Count | None = None
-    """Targets of the whole step, over all micro-batches and data-parallel ranks; None while that is not known."""
+    """Targets of the full step, over all micro-batches and data-parallel ranks; None while unknown."""
     num_shares: int = 0
-    """Micro-batches of the whole step, on all data-parallel ranks; stand-ins do not count."""
+    """Micro-batches of the full step, over all data-parallel ranks, without placeholders (`EmptyBatch`)."""
     prepared: list[Prepared] = field(default_factory=list)
-    """What an override of `_prepare_batch` returned, if there is one."""
+    """Results of an override of `_prepare_batch`; empty without an override."""
     number: int = -1
-    """The micro-batch that was handed out last."""
+    """Index of the current micro-batch; -1 before the first."""
 
     def __post_init__(self) -> None:
         for batch in self.batches:
@@ -48,24 +49,24 @@ class Window:
 
     @property
     def labelled(self) -> list[tuple[Batch, Any]]:
-        """Each micro-batch with the labels that its targets are counted on."""
+        """Micro-batches with the labels used to count their targets."""
         if self.prepared:
             return [(batch, labels) for batch, (_, labels) in zip(self.batches, self.prepared, strict=True)]
         return [(batch, batch.get("labels")) for batch in self.batches]
 
     @property
     def labels(self) -> Any:
-        """The labels of the present micro-batch that its targets are counted on."""
+        """Labels used to count the targets of the current micro-batch."""
         return self.prepared[self.number][1] if self.prepared else self.batches[self.number].get("labels")
 
     @property
     def count(self) -> Count:
-        """Targets of the present micro-batch."""
+        """Targets of the current micro-batch."""
         return self.counts[self.number]
 
     @property
     def is_stand_in(self) -> bool:
-        """Whether the present micro-batch only stands in for one, and weighs nothing."""
+        """Whether the current micro-batch is a placeholder with zero weight, which keeps ranks in step."""
         return isinstance(self.batches[self.number], EmptyBatch)
 
     @property
@@ -78,28 +79,28 @@ class Window:
 
 
 class StepBatches(Iterator[Batch]):
-    """Iterator over micro-batches that fetches them window by window, one window per step."""
+    """Iterator over micro-batches that fetches one window per step."""
 
     def __init__(self, batches: Iterator[Batch], size: int, drop_last: bool, fetched: Callable[[Window], None]) -> None:
-        """`fetched` is called with each window before its first micro-batch is handed out."""
+        """`fetched` is called with each window before its first micro-batch is returned."""
         self._batches = batches
         self._size = size
         self._drop_last = drop_last
         self._fetched = fetched
         self._has_warned = False
         self.current: list[Batch] = []
-        """The micro-batches of the present window, for messages about them."""
+        """The micro-batches of the current window, for error messages."""
         self.window: Window | None = None
-        """The window of the present step; None until its first micro-batch is asked for."""
+        """The window of the current step; None until its first micro-batch is requested."""
 
     def begin_step(self) -> None:
-        """Let the next `next()` fetch a new window."""
+        """Discard the current window, so that the next `next()` fetches a new one."""
         window = self.window
         if window is not None and not window.is_last and not self._has_warned:
             self._has_warned = True
             logger.warning(
-                "_train_step took %d of the %d micro-batches of a step; the others are not trained on. Call next() on the "
-                "data iterator until _should_sync_gradients() is True.",
+                "_train_step took %d of the %d micro-batches of a step and skipped the rest. Call next() on the data "
+                "iterator until _should_sync_gradients() is True.",
                 *(window.number + 1, len(window)),
             )
         self.window = None
@@ -107,6 +108,7 @@ class StepBatches(Iterator[Batch]):
     def __next__(self) -> Batch:
         if self.window is None:
             window = self._fetch()
+            # Before `_fetched`, which may raise an error about these batches.
             self.current[:] = window.batches
             self._fetched(window)
             self.window = window
@@ -121,30 +123,31 @@ class StepBatches(Iterator[Batch]):
             batches.append(batch)
             if len(batches) == self._size:
                 return Window(batches)
+        # The last window of an epoch may be short. dataloader_drop_last drops it, like an incomplete batch.
         if not batches or self._drop_last:
             raise StopIteration
         return Window(batches)
 
     def _beyond(self, window: Window) -> Batch:
-        """A short window is the end of the epoch; beyond a whole one, the step is wrong."""
+        """Raise StopIteration after a short window, which ends the epoch; raise RuntimeError after a full window."""
         if len(window) < self._size:
             raise StopIteration
         raise RuntimeError(
-            f"_train_step asked for micro-batch {len(window) + 1} of a step, but gradient_accumulation_steps={self._size} "
-            f"makes a step of {self._size}. Stop at the micro-batch for which _should_sync_gradients() is True."
+            f"_train_step requested micro-batch {len(window) + 1} of a step, but with gradient_accumulation_steps={self._size} "
+            f"a step has {self._size}. Stop at the micro-batch where _should_sync_gradients() is True."
         )
 
 
 def prepared_once(
     prepare: Callable[[Batch], Prepared], window: Callable[[], Window | None]
 ) -> Callable[[Batch], Prepared]:
-    """An override of `_prepare_batch` that runs once per micro-batch, when the window is fetched; the step gets the result."""
+    """Wrap an override of `_prepare_batch` so that it runs once per micro-batch, when the window is fetched."""
 
     def once(batch: Batch) -> Prepared:
         present = window()
         if present is None:
             return prepare(batch)
-        # Before the first micro-batch is handed out, ranks look at it to agree on the loss.
+        # Loss resolution prepares the first micro-batch before it is handed out, while the index is still -1.
         number = max(present.number, 0)
         return present.prepared[number] if batch is present.batches[number] else prepare(batch)
 
@@ -154,7 +157,7 @@ def prepared_once(
 def surrounded(
     step: Callable[[dict[str, Any], Any], Tensor], context: Callable[[], AbstractContextManager[None]]
 ) -> Callable[[dict[str, Any], Any], Tensor]:
-    """An override of `_forward_backward_step` in the context that the strategy gives its own."""
+    """Wrap an override of `_forward_backward_step` in the context of the strategy, such as delayed gradient reduction."""
 
     def inside(input_dict: dict[str, Any], labels: Any) -> Tensor:
         with context():
@@ -164,15 +167,15 @@ def surrounded(
 
 
 def checked_result(window: Window | None, result: Any, owner: str) -> tuple[Tensor, Tensor | None, int | Tensor]:
-    """What `_train_step` returned, if it is a step."""
+    """Return the result of `_train_step`; raise an error if it is not the result of a step."""
     if window is None:
         raise RuntimeError(
-            f"{owner}._train_step returned without taking a micro-batch, so that training would never end. Take the batches "
-            "of a step from the data iterator: batch = next(data_iterator)."
+            f"{owner}._train_step returned without taking a micro-batch, so training would never end. Take the batches of a "
+            "step from the data iterator: batch = next(data_iterator)."
         )
     if not isinstance(result, tuple) or len(result) != 3 or not isinstance(result[0], Tensor):
         raise TypeError(
-            f"{owner}._train_step returned {type(result).__name__}, but has to return (loss, grad_norm, tokens): a tensor, a "
+            f"{owner}._train_step returned {type(result).__name__}, but must return (loss, grad_norm, tokens): a tensor, a "
             "tensor or None, and a number."
         )
     loss, grad_norm, tokens = result
@@ -182,9 +185,9 @@ def checked_result(window: Window | None, result: Any, owner: str) -> tuple[Tens
 
 
 def samples_in(batch: Mapping[str, Any]) -> int:
-    """The number of rows of a batch, by its first tensor or list; none of one that only stands in for a batch.
+    """Return the number of rows of a batch, from its first tensor, else its first list.
 
-    At least one: a batch that does not tell is not nothing.
+    A placeholder (`EmptyBatch`) has 0 rows. A batch without tensors and lists counts as 1.
     """
     if isinstance(batch, EmptyBatch):
         return 0

@@ -1,4 +1,4 @@
-"""Set-up of a trainer: refusals at construction, and the phases of preparation in their order (`phases`).
+"""Set-up of a trainer: validation at construction, and the phases of preparation in order (`phases`).
 
-Everything here runs before the first step; nothing of it runs in a step.
+`BaseTrainer` and `Trainer` call it before the first step. Nothing here runs during a step.
 """

@@ -1,4 +1,7 @@
-"""Parts of BaseTrainer: environment, state, checkpoint manager and exporter, made from arguments and declared state."""
+"""Factories for BaseTrainer: distributed environment, trainer state, checkpoint manager and model exporter.
+
+Each is a function of the arguments and the declared state of a trainer, and holds no state. `BaseTrainer` calls them.
+"""
 
 from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
@@ -21,10 +24,11 @@ if TYPE_CHECKING:
 
 
 def find_environment(given: DistributedEnvInterface | None, args: MinimalTrainingArguments) -> DistributedEnvInterface:
-    """The given environment, else that of the launcher; several ranks initialise torch.distributed."""
+    """Return the given environment, or an environment from the launch variables."""
     if given is not None:
         return given
     check_launch_variables()
+    # DistributedEnvironment initialises torch.distributed, which a single process does without.
     return (
         DistributedEnvironment(no_accelerator=args.use_cpu) if get_world_size() > 1 else StaticDistributedEnvironment()
     )
@@ -56,7 +60,7 @@ def checkpoint_config(args: MinimalTrainingArguments) -> CheckpointConfig:
 def make_manager(
     trainer: "BaseTrainer[Any]", model: Mapping[str, Any], options: Mapping[str, Any]
 ) -> CheckpointManager:
-    """A manager of a trainer's declared state; `model` are the arguments that name the model or its parts."""
+    """Return a checkpoint manager for the declared state; `model` has the keywords for the model or its stages."""
     return CheckpointManager(
         trainer.checkpoint_config(),
         trainer.dist,
@@ -69,7 +73,7 @@ def make_manager(
 
 
 def model_exporter(trainer: "BaseTrainer[Any]", model: Mapping[str, Any]) -> CheckpointCoordinator:
-    """A coordinator of the model alone, which writes it as a Hugging Face directory."""
+    """Return a coordinator with the component "model" only, which exports a Hugging Face directory."""
     return CheckpointCoordinator(
         [component for component in trainer.get_state_components() if component.key == "model"],
         trainer.get_process_groups(),
@@ -82,10 +86,11 @@ def model_exporter(trainer: "BaseTrainer[Any]", model: Mapping[str, Any]) -> Che
 
 
 def require_keys(owner: str, state: object, needed: set[str]) -> None:
-    """Raise if a `state_dict` override dropped keys of the base: a resume would not be exact."""
+    """Raise CheckpointSaveError if a `state_dict` override dropped keys of the base class."""
+    # A checkpoint without these keys would load, but the resumed run would differ from an uninterrupted run.
     missing = sorted(needed - set(state if isinstance(state, Mapping) else ()))
     if missing:
         raise CheckpointSaveError(
-            f"{owner}.state_dict() lacks the keys {', '.join(missing)}, without which a resume is not exact. "
-            "Start from the base: state = super().state_dict(), and add keys of your own to it."
+            f"{owner}.state_dict() lacks the keys {', '.join(missing)}, which an exact resume needs. "
+            "Start from state = super().state_dict(), and add your own keys."
         )

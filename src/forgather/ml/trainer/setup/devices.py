@@ -1,4 +1,7 @@
-"""Devices: choosing one for a process, moving batches to it, emptying its cache."""
+"""Devices: selection for a process, transfer of batches, and the cache of the accelerator's allocator.
+
+The processes of a node use different devices. `Trainer` and its set-up call these functions.
+"""
 
 import gc
 import os
@@ -14,7 +17,7 @@ from forgather.ml.trainer.loading.empty_batch import EmptyBatch
 
 
 def require_device(asked: str | torch.device | None) -> None:
-    """Raise `ValueError` for a device that this process does not have."""
+    """Raise ValueError for a device that this process does not have."""
     device = torch.device("cpu" if asked is None else asked)
     if device.type not in ("cuda", "mps", "xpu"):
         return
@@ -23,13 +26,13 @@ def require_device(asked: str | torch.device | None) -> None:
     if number == 0:
         raise ValueError(
             f"device={str(asked)!r} cannot be used: torch {torch.__version__} finds no {device.type} device "
-            f"({_no_device(device)}). Leave device unset, which takes an accelerator if there is one and else the CPU, or "
-            "set use_cpu=True."
+            f"({_no_device(device)}). Leave device unset to use an accelerator if available and else the CPU, or set "
+            "use_cpu=True."
         )
     if device.index is not None and device.index >= number:
         raise ValueError(
             f"device={str(asked)!r} cannot be used: torch finds {number} {device.type} device(s), numbered from 0 to "
-            f"{number - 1}. Choose one of them, or say {device.type!r} alone."
+            f"{number - 1}. Choose one of them, or set {device.type!r} without a number."
         )
 
 
@@ -37,61 +40,63 @@ def _no_device(device: torch.device) -> str:
     if device.type != "cuda":
         return "the machine has none, or this torch was built without support for it"
     if torch.version.cuda is None and torch.version.hip is None:
-        return "this torch was built without CUDA; https://pytorch.org/get-started says how to install one with it"
+        return "this torch was built without CUDA; see https://pytorch.org/get-started for a build with CUDA"
     visible = os.environ.get("CUDA_VISIBLE_DEVICES")
-    shown = "" if visible is None else f", and CUDA_VISIBLE_DEVICES={visible!r} hides those that it does not name"
+    shown = "" if visible is None else f", and CUDA_VISIBLE_DEVICES={visible!r} hides all other devices"
     return f"the machine has none, or its driver does not work: see nvidia-smi{shown}"
 
 
 def choose_device(asked: str | torch.device | None, kind: str, env: DistributedEnvInterface) -> torch.device:
-    """The device of this kind that a process uses: the one with the number asked for, else that of its environment."""
+    """Return the device of a process: the requested index, or else the device of its environment."""
     if kind == "cpu":
         return torch.device(kind)
+    # The environment binds its communication backend to its device, so with several local ranks it takes precedence.
     is_of_env = env.device_type == kind and torch.device(env.device).index is not None
     own = torch.device(env.device) if is_of_env else torch.device(kind, env.local_rank)
     if asked is None or torch.device(asked).index is None:
         return own
     if is_of_env and env.local_world_size > 1 and torch.device(asked) != own:
         raise ValueError(
-            f"device={str(asked)!r} cannot be used by local rank {env.local_rank}, whose device is {own}: the "
-            f"{env.local_world_size} processes of a node use different ones, and messages between them go by these. Leave "
-            f"device unset, say {kind!r}, or give a DistributedEnvironment(device_map=...)."
+            f"device={str(asked)!r} cannot be used by local rank {env.local_rank}: its device is {own}. The "
+            f"{env.local_world_size} processes of a node communicate through different devices. Leave device unset, set "
+            f"{kind!r}, or pass a DistributedEnvironment(device_map=...)."
         )
     return torch.device(asked)
 
 
 def moved(value: object, device: torch.device) -> Any:
-    """A batch, or a part of one, on the device, however deep in dicts, lists and tuples its tensors are."""
+    """Move a batch to the device, with tensors nested in dicts, lists and tuples."""
     if device.type == "cpu":
         return value
     if isinstance(value, Tensor):
+        # Asynchronous only from pinned memory (dataloader_pin_memory).
         return value.to(device, non_blocking=True)
     if isinstance(value, Mapping):
+        # Keep the type EmptyBatch: it marks a placeholder without targets.
         parts = {name: moved(part, device) for name, part in value.items()}
         return EmptyBatch(parts) if isinstance(value, EmptyBatch) else parts
     if isinstance(value, (list, tuple)):
         items = [moved(part, device) for part in value]
+        # A namedtuple takes its items as separate arguments.
         return type(value)(*items) if hasattr(value, "_fields") else type(value)(items)
     return value
 
 
 def maybe_cleanup_memory(threshold: float) -> None:
-    """Empty the accelerator's cache when more than this share of its memory is reserved but unused.
-
-    Emptying it costs a synchronisation and new allocations, which small amounts do not repay. Nothing happens on CPU.
-    """
+    """Empty the allocator cache if more than this fraction of device memory is reserved but unused; no-op on CPU."""
+    # Emptying the cache costs a synchronisation and new allocations, so it is not worth it for small amounts.
     if not torch.accelerator.is_available():
         return
     unused = torch.accelerator.memory_reserved() - torch.accelerator.memory_allocated()
-    # Backends without such a cache report nothing unused, and may not know their total either.
+    # Test `unused` first: backends without a cache report 0, and may not implement `get_memory_info`.
     if unused > 0 and unused / torch.accelerator.get_memory_info()[1] > threshold:
-        # First the reference cycles: the tensors they hold would keep their blocks in the cache.
+        # Collect reference cycles first: their tensors would keep blocks of the cache in use.
         gc.collect()
         torch.accelerator.empty_cache()
 
 
 def device_type(args: MinimalTrainingArguments) -> str:
-    """The kind of device that a trainer with these arguments will use."""
+    """Return the type of device that a trainer with these arguments uses."""
     if args.use_cpu:
         return "cpu"
     if args.device is not None:

@@ -1,4 +1,8 @@
-"""Checks of what the constructor of a trainer is given: keywords, model, model_init, collator, loss and optimizer."""
+"""Validation of trainer constructor arguments: keywords, model, model_init, collator, loss and optimizer.
+
+Wrong calls fail at construction, before anything is built, with a message that shows the correct call. The constructors
+of trainers call these checks.
+"""
 
 import functools
 import inspect
@@ -14,25 +18,25 @@ from forgather.ml.trainer.trainer_types import LRSchedulerT, OptimizerT
 P = ParamSpec("P")
 
 _BATCH_METRICS = (
-    "compute them in a callback: on_prediction_step gets the logits and labels of each evaluation batch, and what "
-    "on_evaluate adds to its metrics is logged"
+    "compute them in a callback: on_prediction_step receives the logits and labels of each evaluation batch, and metrics "
+    "added in on_evaluate are logged"
 )
 _OTHER_NAMES = {
     "tokenizer": "it is called processing_class",
     "compute_metrics": _BATCH_METRICS,
     "preprocess_logits_for_metrics": _BATCH_METRICS,
-    "optimizers": "give the two of them as optimizer and lr_scheduler",
+    "optimizers": "pass them separately, as optimizer and lr_scheduler",
     "compute_loss": "it is called compute_loss_func",
     "dataset": "it is called train_dataset",
     "collate_fn": "it is called data_collator",
     "config": "it is called args",
-    "peft_config": "models with adapters of PEFT cannot be trained by this version; merge them into the model first",
+    "peft_config": "this version cannot train models with PEFT adapters; merge the adapters into the model first",
 }
-"""Keywords of the trainers of `transformers` and `trl` that are found elsewhere here."""
+"""Trainer keywords of `transformers` and `trl` with another name or place in Forgather."""
 
 
 def explains_calls(init: Callable[P, None]) -> Callable[P, None]:
-    """Decorator of a trainer's constructor: calls that it cannot take raise a TypeError that says how to write them."""
+    """Decorate a trainer's constructor so that wrong calls raise a TypeError with the correct call."""
 
     @functools.wraps(init)
     def checked(*given: P.args, **named: P.kwargs) -> None:
@@ -40,6 +44,7 @@ def explains_calls(init: Callable[P, None]) -> Callable[P, None]:
         owner = type(trainer)
         if by_position:
             raise TypeError(_by_position_message(owner.__name__, by_position))
+        # A subclass may consume keywords before it calls this constructor, so only names from here on count.
         accepted = _accepted_names(owner, checked)
         unknown = next((name for name in named if accepted and name not in accepted), None)
         if unknown is not None:
@@ -57,7 +62,7 @@ def explains_calls(init: Callable[P, None]) -> Callable[P, None]:
 
 
 def _accepted_names(cls: type, first: object = None) -> list[str]:
-    """The keywords of all constructors of a class, from the one that is `first` on; none if one takes any."""
+    """Return the keywords of all constructors in the MRO, starting at `first`; empty if the chain accepts any keyword."""
     names: list[str] = []
     is_reached, takes_any = first is None, False
     for base in cls.__mro__:
@@ -69,17 +74,19 @@ def _accepted_names(cls: type, first: object = None) -> list[str]:
         names += [one.name for one in parameters if one.kind in (one.POSITIONAL_OR_KEYWORD, one.KEYWORD_ONLY)]
         takes_any = any(one.kind is one.VAR_KEYWORD for one in parameters)
         if not takes_any:
+            # Without **kwargs a constructor passes no unknown keywords on to its bases.
             break
     return [] if takes_any else names
 
 
 def merged_signature(cls: type) -> inspect.Signature:
-    """The signature of a class with the parameters that its constructor passes on to its bases in **kwargs."""
+    """Return the signature of a class, including parameters that pass through **kwargs to its bases."""
     merged: dict[str, inspect.Parameter] = {}
     constructors = [vars(base)["__init__"] for base in cls.__mro__ if "__init__" in vars(base) and base is not object]
     for number, init in enumerate(constructors):
         parameters = list(inspect.signature(init).parameters.values())[1:]
         for one in parameters:
+            # Parameters of base classes arrive through **kwargs, so they can only be passed by keyword.
             if one.kind is not one.VAR_KEYWORD and one.name not in merged:
                 merged[one.name] = one if number == 0 else one.replace(kind=one.KEYWORD_ONLY)
         if not any(one.kind is one.VAR_KEYWORD for one in parameters):
@@ -88,7 +95,7 @@ def merged_signature(cls: type) -> inspect.Signature:
 
 
 def merged_documentation(cls: type) -> str:
-    """The docstring of a trainer class, with the parameters that its bases document."""
+    """Return the docstring of a trainer class, including the parameters documented by its bases."""
     own = cls.__doc__ or ""
     documented = next((base.__doc__ for base in cls.__mro__[1:] if "Args:\n" in (base.__doc__ or "")), None)
     if documented is None:
@@ -124,16 +131,16 @@ def check_given(
     compute_loss_func: object,
     callbacks: object,
 ) -> None:
-    """Raise `ValueError` for an object that is of no use where it was given."""
+    """Raise ValueError for an object of the wrong kind."""
     if isinstance(args, nn.Module):
         was_swapped = isinstance(model, (MinimalTrainingArguments, Mapping))
-        problem = "args and model have changed places" if was_swapped else f"args={type(args).__name__}(...) is a model"
+        problem = "args and model are swapped" if was_swapped else f"args={type(args).__name__}(...) is a model"
         raise ValueError(
             f"{problem}: write {owner}(args=..., model=...). By position BaseTrainer takes args first; the Trainer of "
             "transformers takes model first."
         )
     if model is None and model_init is None:
-        raise ValueError(f"{owner} needs a model, or model_init: a function without arguments that builds one.")
+        raise ValueError(f"{owner} needs a model, or model_init: a function without arguments that builds it.")
     if model is not None and not isinstance(model, nn.Module):
         raise ValueError(_no_model_message(model))
     if model_init is not None:
@@ -143,22 +150,23 @@ def check_given(
             _check_function(name, function)
     if callbacks is not None and (isinstance(callbacks, str) or not isinstance(callbacks, Iterable)):
         raise ValueError(
-            f"callbacks={_shown(callbacks)} cannot be used: give a list of callbacks, such as callbacks=[{_shown(callbacks)}]."
+            f"callbacks={_shown(callbacks)} cannot be used: pass a list of callbacks, such as callbacks=[{_shown(callbacks)}]."
         )
 
 
 def checked_model(model: object, builder: object) -> nn.Module:
-    """What `model_init` returned, if it is a model."""
+    """Return the result of `model_init`; raise ValueError unless it is an nn.Module."""
     if isinstance(model, nn.Module):
         return model
     name = getattr(builder, "__qualname__", type(builder).__qualname__)
     reason = "a function without return gives None" if model is None else "only an nn.Module can be trained"
     raise ValueError(
-        f"model_init ({name}) returned {_shown(model)} and not a model: {reason}. Let it return the model that it builds."
+        f"model_init ({name}) returned {_shown(model)} instead of a model: {reason}. Return the model that it builds."
     )
 
 
 def _is_optimizer(value: object) -> TypeGuard[OptimizerT]:
+    # By attribute, not by class: wrappers and composite optimizers may not derive from torch's class.
     return hasattr(value, "param_groups")
 
 
@@ -167,34 +175,34 @@ def _is_scheduler(value: object) -> TypeGuard[LRSchedulerT]:
 
 
 def check_optimizer(name: str, optimizer: object) -> OptimizerT:
-    """The optimizer itself, or `ValueError` if it is none; `name` is the argument that it came from."""
+    """Return the optimizer; raise ValueError if the value of argument `name` is not an optimizer."""
     if isinstance(optimizer, type):
         raise ValueError(
             f"{name}={optimizer.__qualname__} is a class, not an optimizer: pass optimizer_cls_and_kwargs="
-            f"({optimizer.__qualname__}, {{'lr': ...}}), or an optimizer made of the model's parameters."
+            f"({optimizer.__qualname__}, {{'lr': ...}}), or an optimizer over the model's parameters."
         )
     if not _is_optimizer(optimizer):
         raise ValueError(
-            f"{_source(name, optimizer)} is not an optimizer: it needs param_groups and step(), as those of torch.optim "
-            "have. Pass an optimizer, optimizer_cls_and_kwargs=(torch.optim.SGD, {'lr': ...}), or optimizer_factory, a "
-            "function of the named parameters that returns one."
+            f"{_source(name, optimizer)} is not an optimizer: it needs param_groups and step(), as in torch.optim. Pass an "
+            "optimizer, optimizer_cls_and_kwargs=(torch.optim.SGD, {'lr': ...}), or optimizer_factory, a function of the "
+            "named parameters that returns an optimizer."
         )
     return optimizer
 
 
 def check_scheduler(name: str, scheduler: object) -> LRSchedulerT:
-    """The schedule itself, or `ValueError` if it is none."""
+    """Return the schedule; raise ValueError if the value of argument `name` is not a schedule."""
     if not _is_scheduler(scheduler):
         raise ValueError(
-            f"{_source(name, scheduler)} is not a learning-rate schedule: it needs step(), as those of "
-            "torch.optim.lr_scheduler have. Pass lr_scheduler_factory, a function of the optimizer that returns a schedule, "
-            "or set lr_scheduler_type and leave this out."
+            f"{_source(name, scheduler)} is not a learning-rate schedule: it needs step(), as in torch.optim.lr_scheduler. "
+            "Pass lr_scheduler_factory, a function of the optimizer that returns a schedule, or omit it and set "
+            "lr_scheduler_type."
         )
     return scheduler
 
 
 def check_optimization(optimizer: object, scheduler: object, class_and_options: object) -> None:
-    """Raise `ValueError` for an optimizer, a schedule, or a class and its options that are none."""
+    """Raise ValueError for an invalid optimizer, schedule, or optimizer_cls_and_kwargs."""
     if optimizer is not None:
         check_optimizer("optimizer", optimizer)
     if scheduler is not None:
@@ -203,7 +211,7 @@ def check_optimization(optimizer: object, scheduler: object, class_and_options: 
         return
     if not _is_class_with_options(class_and_options):
         raise ValueError(
-            f"optimizer_cls_and_kwargs={_shown(class_and_options)} cannot be used: give a class and a dict of its options, "
+            f"optimizer_cls_and_kwargs={_shown(class_and_options)} cannot be used: pass a class and a dict of its options, "
             "such as (torch.optim.SGD, {'lr': 0.1})."
         )
 
@@ -218,68 +226,69 @@ def _no_model_message(model: object) -> str:
     if isinstance(model, type):
         name = model.__qualname__
         return (
-            f"model={name} is a class, not a model. Give an object of it, model={name}(...), or let the trainer build one, "
+            f"model={name} is a class, not a model. Pass an instance, model={name}(...), or let the trainer build it, "
             f"model_init={name}."
         )
     if isinstance(model, str):
         return (
-            f"model={model!r} is a text, not a model. Load what it names, such as with "
-            f"AutoModelForCausalLM.from_pretrained({model!r}), and give the result."
+            f"model={model!r} is a string, not a model. Load the model, such as with "
+            f"AutoModelForCausalLM.from_pretrained({model!r}), and pass the result."
         )
     if isinstance(model, MinimalTrainingArguments):
-        return f"model={type(model).__name__}(...) is an arguments object, not a model: give it as args."
+        return f"model={type(model).__name__}(...) is an arguments object, not a model: pass it as args."
     if isinstance(model, Mapping):
         return (
-            f"model is a mapping with the keys {list(model)[:3]}, such as a state_dict, and not a model. Build the model, load "
-            "it with model.load_state_dict(...), and give the model."
+            f"model is a mapping with the keys {list(model)[:3]}, such as a state_dict, and not a model. Build the model, call "
+            "model.load_state_dict(...), and pass the model."
         )
     if callable(model):
-        return f"model={_shown(model)} is a function, not a model: give it as model_init, and the trainer will call it."
+        return f"model={_shown(model)} is a function, not a model: pass it as model_init, and the trainer will call it."
     return (
-        f"model={_shown(model)} cannot be trained: its type is {type(model).__name__}. Give an nn.Module, or model_init, a "
-        "function without arguments that builds one."
+        f"model={_shown(model)} cannot be trained: its type is {type(model).__name__}. Pass an nn.Module, or model_init, a "
+        "function without arguments that builds the model."
     )
 
 
 def _check_model_init(model_init: object) -> None:
     if isinstance(model_init, nn.Module):
         raise ValueError(
-            f"model_init={type(model_init).__qualname__}(...) is a ready model: give it as model. model_init is a function "
-            "without arguments that builds one."
+            f"model_init={type(model_init).__qualname__}(...) is a model: pass it as model. model_init is a function "
+            "without arguments that builds the model."
         )
     if not callable(model_init):
         raise ValueError(
-            f"model_init={_shown(model_init)} cannot be used: it has to be a function without arguments that builds the model."
+            f"model_init={_shown(model_init)} cannot be used: it must be a function without arguments that builds the model."
         )
     try:
         inspect.signature(model_init).bind()
     except TypeError as error:
         raise ValueError(
-            f"model_init={_shown(model_init)} is called without arguments, which it does not allow: {error}. Bind them, such "
-            "as with model_init=lambda: build(config) or functools.partial."
+            f"model_init={_shown(model_init)} must accept a call without arguments: {error}. Bind the arguments, such as with "
+            "model_init=lambda: build(config) or functools.partial."
         ) from None
     except ValueError:
-        # Some callables written in C do not tell what they take.
+        # Some callables written in C have no signature.
         return
 
 
 def _check_function(name: str, function: object) -> None:
+    # A class is callable too: passing nn.CrossEntropyLoss without parentheses would fail only at the first step.
     if isinstance(function, type) and any("__call__" in vars(base) for base in function.__mro__):
         raise ValueError(
-            f"{name}={function.__qualname__} is a class, and its objects are what can be called: give one of them, "
+            f"{name}={function.__qualname__} is a class, but only its instances can be called: pass an instance, "
             f"{name}={function.__qualname__}(...)."
         )
     if not callable(function):
         expected = "(list of samples) -> batch" if name == "data_collator" else "(logits, labels) -> loss"
-        raise ValueError(f"{name}={_shown(function)} cannot be used: it has to be a function, {expected}.")
+        raise ValueError(f"{name}={_shown(function)} cannot be used: it must be a function, {expected}.")
 
 
 def _source(name: str, value: object) -> str:
-    return f"What {name} returned, {_shown(value)}," if name.endswith("factory") else f"{name}={_shown(value)}"
+    return f"The result of {name}, {_shown(value)}," if name.endswith("factory") else f"{name}={_shown(value)}"
 
 
 def _shown(value: object) -> str:
-    """A value in a message: short ones as they are, functions and objects by name."""
+    """Return the text of a value for messages: the repr of simple values, the name of functions and objects."""
     if value is None or isinstance(value, (str, int, float, bool)):
         return repr(value)
     name = getattr(value, "__qualname__", None)

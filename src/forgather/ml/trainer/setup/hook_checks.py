@@ -1,4 +1,8 @@
-"""Hook checks: overrides that a trainer would never call, or could not call, are a TypeError at construction."""
+"""Hook validation: overrides that a trainer never calls, or cannot call, raise a TypeError at construction.
+
+`HOOKS` is the list of public hooks with their call arguments. `BaseTrainer` checks each class, and the trainers ask
+`is_overridden` where an override changes how they work.
+"""
 
 import difflib
 import inspect
@@ -70,7 +74,7 @@ HOOKS: dict[str, tuple[str, ...]] = {
     "_split_model": ("model", "example", "stage_indices"),
     "_all_reduce_norm": ("total_norm", "norm_type"),
 }
-"""Hooks and the arguments that trainers call them with, by position."""
+"""Hooks with their positional arguments."""
 
 PIPELINE_HOOKS = ("_construct_model", "_get_example", "_split_model", "_all_reduce_norm")
 
@@ -100,14 +104,15 @@ FOREIGN = {
     "get_train_dataloader": "_init_dataloaders",
     "get_eval_dataloader": "_init_dataloaders",
 }
-"""Hooks of other trainers, with the one of ours that takes their place."""
+"""Hooks of other trainers, with Forgather's equivalent."""
 
 _OF_BASE = ("_prepare", "_train_loop", "_eval_loop", "state_dict", "load_state_dict", "get_state_components")
 _SIMILAR = 0.85
 
 
 def check_hooks(trainer_class: type) -> None:
-    """Raise TypeError for an override that has no effect or a signature that the call does not fit."""
+    """Raise TypeError for an override without effect, or with a signature that does not accept the call."""
+    # BaseTrainer calls few hooks. A subclass that writes its own loop is free to use the names of the others.
     has_loop = hasattr(trainer_class, "_train_step") and _is_ours(_base_of(trainer_class))
     known = HOOKS if has_loop else {name: HOOKS[name] for name in _OF_BASE}
     for owner, name, function in _own_functions(trainer_class):
@@ -119,7 +124,7 @@ def check_hooks(trainer_class: type) -> None:
 
 
 def is_overridden(trainer: object, name: str) -> bool:
-    """Whether a user's class, and not one of ours, defines the hook."""
+    """Return whether a user's class defines the hook, rather than a Forgather class."""
     return not getattr(type(trainer), name).__module__.startswith("forgather.")
 
 
@@ -132,10 +137,10 @@ def _is_ours(cls: type) -> bool:
 
 
 def _own_functions(trainer_class: type) -> Iterator[tuple[type, str, Callable[..., object]]]:
-    """What classes that are not ours define, from the most derived on; of an overridden one only the last."""
+    """Yield the callables defined by user classes, most derived first; each name once."""
     seen: set[str] = set()
     for owner in trainer_class.__mro__:
-        # Not by the module's name: classes that type() makes of ours are said to be from abc.
+        # Compare classes, not module names: a class that `type()` derives from a Forgather class has the module "abc".
         if _is_ours(owner) or owner in (object, ABC, Generic):
             continue
         for name, value in vars(owner).items():
@@ -152,17 +157,18 @@ def _refuse_uncalled(trainer_class: type, owner: type, name: str) -> None:
 
 def _check_signature(owner: type, name: str, function: Callable[..., object], arguments: tuple[str, ...]) -> None:
     if isinstance(function, staticmethod | classmethod):
+        # The signature check below assumes `self` as the first parameter.
         return
     try:
         inspect.signature(function).bind(None, *arguments)
     except TypeError as error:
         call = ", ".join(("self", *arguments))
         raise TypeError(
-            f"{owner.__qualname__}.{name} cannot take the call of the trainer: {error}. It is called as "
-            f"{name}({', '.join(arguments)}): write def {name}({call})."
+            f"{owner.__qualname__}.{name} does not accept the trainer's call {name}({', '.join(arguments)}): {error}. Write "
+            f"def {name}({call})."
         ) from None
     except ValueError:
-        # Some callables written in C do not tell what they take.
+        # Some callables written in C have no signature.
         return
 
 
@@ -173,11 +179,12 @@ def _check_unknown(trainer_class: type, owner: type, name: str) -> None:
         )
     ours = _base_of(trainer_class)
     if name in FOREIGN and not hasattr(ours, name):
+        # A class that overrides Forgather's hook as well may call its own method from there.
         if FOREIGN[name] not in _names_defined(trainer_class):
             raise TypeError(
                 f"{owner.__qualname__}.{name} would never be called: {ours.__name__} has no such hook. Override "
-                f"{FOREIGN[name]}({', '.join(HOOKS[FOREIGN[name]])}) instead; a method of yours with the name {name} may stay "
-                "if that override calls it."
+                f"{FOREIGN[name]}({', '.join(HOOKS[FOREIGN[name]])}) instead; your method {name} may stay if that override "
+                "calls it."
             )
     elif name.startswith("_") and not name.startswith("__") and not hasattr(ours, name):
         nearest = difflib.get_close_matches(name, [*HOOKS, *RETIRED], n=1, cutoff=_SIMILAR)

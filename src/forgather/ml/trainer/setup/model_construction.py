@@ -1,4 +1,8 @@
-"""Building the model: on the CPU, on its device, or without memory until a checkpoint fills it."""
+"""Model construction: on the CPU, on the target device, or on the meta device until a checkpoint fills it.
+
+Weights that a checkpoint will replace are not initialised. Models that cannot be trained or saved (PEFT adapters,
+quantised weights) raise ValueError. The set-up of trainers and of pipeline stages calls it.
+"""
 
 import contextlib
 import functools
@@ -26,15 +30,17 @@ def build_model(
     will_be_loaded: bool,
     fill_buffers: Callable[[nn.Module], None] | None = None,
 ) -> nn.Module:
-    """Call `model_init` and put the model on its device; weights that a checkpoint replaces are not initialised.
+    """Call `model_init` and return the model on its device.
 
-    `fill_buffers` computes the non-persistent buffers of a model that was built on the meta device.
+    With `will_be_loaded`, weights are not initialised. `fill_buffers` computes the non-persistent buffers of a model
+    that was built on the meta device.
     """
     if construct_on == "meta" and not will_be_loaded:
         logger.warning(
-            "construct_model_on='meta' needs a checkpoint to fill the model from, and there is none: building it as usual."
+            "construct_model_on='meta' needs a checkpoint to fill the model, but none was found: using 'default' instead."
         )
         construct_on = "default"
+    # Parameters are created in the default dtype, which avoids a float32 copy of a bfloat16 model.
     with contextlib.ExitStack() as context:
         context.enter_context(default_dtype(None if dtype is None else torch_dtype(dtype)))
         if will_be_loaded:
@@ -47,39 +53,40 @@ def build_model(
 
 
 def refuse_adapters(model: nn.Module) -> None:
-    """Raise for a model of PEFT, or one that PEFT or transformers put adapters into."""
+    """Raise ValueError for a PEFT model, or a model with adapters added by PEFT or transformers."""
     found = next((said for said in map(_adapter_in, model.modules()) if said is not None), None)
     if found is not None:
         raise ValueError(
-            f"The model is a {type(model).__name__} with adapters of PEFT ({found}), which this version of forgather cannot "
-            "train: its checkpoints and exports would lack the adapters, or have the weights under names that "
-            "from_pretrained does not know. Merge the adapters of a PeftModel, model = model.merge_and_unload(), and let its "
-            "parameters require gradients again; or train the model without adapters."
+            f"The {type(model).__name__} has PEFT adapters ({found}), which this version of forgather cannot train: "
+            "checkpoints and exports would lack the adapters, or have names that from_pretrained does not know. Merge the "
+            "adapters of a PeftModel with model = model.merge_and_unload() and set requires_grad on its parameters, or train "
+            "the model without adapters."
         )
 
 
 def refuse_quantized(model: nn.Module) -> None:
-    """Raise for a model with quantised weights, which can be evaluated, but neither trained nor saved."""
+    """Raise ValueError for quantised weights, which can be evaluated but neither trained nor saved."""
     kinds = {name: _quantized_kind(parameter) for name, parameter in model.named_parameters()}
     name, kind = next(((name, kind) for name, kind in kinds.items() if kind is not None), ("", None))
     if kind is None and getattr(model, "is_quantized", False) is not True:
         return
-    found = f"its weight {name!r} is a {kind}" if kind else "transformers says that it is (is_quantized)"
+    found = f"its weight {name!r} is a {kind}" if kind else "transformers sets is_quantized"
     raise ValueError(
-        f"The {type(model).__name__} is quantised ({found}), and cannot be trained: its weights take no updates, and could not "
-        "be saved. Train the model in full precision, for instance from the checkpoint that was quantised, with qat_recipe "
-        "to train for the quantisation; forgather finalize --quantize then quantises the result."
+        f"The {type(model).__name__} is quantised ({found}) and cannot be trained: its weights can be neither updated nor "
+        "saved. Train the original model in full precision, with qat_recipe for quantisation-aware training. Quantise the "
+        "result with forgather finalize --quantize."
     )
 
 
 def _quantized_kind(parameter: nn.Parameter) -> str | None:
+    # The quantised class may be the type of the parameter or of the tensor inside a plain Parameter.
     kind = type(parameter) if type(parameter) is not nn.Parameter else type(parameter.data)
     is_known = kind.__module__.partition(".")[0] in ("torchao", "bitsandbytes") or parameter.is_quantized
     return kind.__name__ if is_known else None
 
 
 def checked_builder(model_init: Callable[[], nn.Module]) -> Callable[[], nn.Module]:
-    """A function that builds the same model, and refuses what is no model, or one with adapters."""
+    """Wrap `model_init` so that it raises ValueError unless it returns a model without adapters."""
 
     @functools.wraps(model_init)
     def build() -> nn.Module:
@@ -91,10 +98,11 @@ def checked_builder(model_init: Callable[[], nn.Module]) -> Callable[[], nn.Modu
 
 
 def _adapter_in(module: nn.Module) -> str | None:
-    """What a module says of adapters; PEFT is asked only where somebody has imported it, since else there are none."""
+    """Return a description of the adapters of a module, or None."""
+    # Look PEFT's classes up in sys.modules: if PEFT was never imported, there are no adapters.
     kind = type(module).__name__
     if getattr(module, "_hf_peft_config_loaded", False):
-        return f"{kind} was given some by add_adapter"
+        return f"{kind} has adapters from add_adapter"
     classes = (("peft.peft_model", "PeftModel"), ("peft.tuners.tuners_utils", "BaseTunerLayer"))
     for place, name in classes:
         known = getattr(sys.modules.get(place), name, None)
@@ -108,9 +116,10 @@ def _materialised(
 ) -> nn.Module:
     with torch.device("meta"):
         model = model_init()
+    # Record tied weights now: after `to_empty` they can no longer be recognised by identity.
     sharing = create_sharing_metadata(model)
     model.to_empty(device=device)
-    # `to_empty` gives every name memory of its own; tied ones must be one tensor again before they are loaded.
+    # `to_empty` allocates separate memory for every name. Tied weights must be one tensor again before the load.
     retie_parameters(model, sharing)
     if fill_buffers is None:
         compute_missing_buffers(model, model_init)
@@ -120,27 +129,28 @@ def _materialised(
 
 
 def missing_buffers(module: nn.Module) -> dict[str, Tensor]:
-    """Buffers that are not part of the state, so that no checkpoint brings them: rotary frequencies, masks."""
+    """Return the non-persistent buffers, such as rotary frequencies and masks, which no checkpoint contains."""
     stored = set(module.state_dict(keep_vars=True))
     return {name: buffer for name, buffer in module.named_buffers(remove_duplicate=False) if name not in stored}
 
 
 def compute_missing_buffers(model: nn.Module, model_init: Callable[[], nn.Module]) -> None:
-    """Give the buffers that no checkpoint holds the values that construction gives them.
+    """Fill non-persistent buffers with the values that `model_init` computes.
 
-    `model` may be a part of what `model_init` builds, under the same names.
+    `model` may be a submodel, such as a pipeline stage, with the FQNs of the full model.
     """
     missing = missing_buffers(model)
     if not missing:
         return
-    # Only buffers are wanted: parameters of this copy stay without memory.
+    # Only the buffers of this second copy are needed, so its parameters stay on the meta device.
     values = dict(with_real_buffers(model_init).named_buffers(remove_duplicate=False))
     for name, buffer in missing.items():
         buffer.copy_(values[name])
 
 
 def with_real_buffers(model_init: Callable[[], nn.Module]) -> nn.Module:
-    """A model whose buffers are real and whose parameters are on the meta device."""
+    """Build a model with real buffers and with its parameters on the meta device."""
+    # `torch.device("meta")` would put the buffers there as well, so registration is patched for parameters only.
     register = nn.Module.register_parameter
 
     def register_on_meta(module: nn.Module, name: str, parameter: nn.Parameter | None) -> None:

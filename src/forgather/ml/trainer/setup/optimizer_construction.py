@@ -1,4 +1,8 @@
-"""The optimizer and its schedule, from whatever the user gave: objects, factories, a class, or nothing."""
+"""Optimizer and learning-rate schedule construction from factories, a class with options, or the arguments.
+
+Parameter groups are equal on all ranks of a pipeline, and a resumed run keeps the groups of its checkpoint.
+`preparation` and `phases` call it.
+"""
 
 import logging
 import re
@@ -17,7 +21,8 @@ from forgather.ml.trainer.trainer_types import LRSchedulerFactoryT, LRSchedulerT
 logger = logging.getLogger(__name__)
 
 _NORM_CLASS = re.compile(r"Norm(\d+d)?(Gated|Fp32)?$")
-# The names that transformers leaves out, except that "bias" must end one: a layer may be called "unbiased".
+# The names that transformers excludes from weight decay, except that "bias" must be a suffix: a layer may be called
+# "unbiased".
 _UNDECAYED_NAME = re.compile(r"bias(\.weight)?$|layernorm|rmsnorm|(?:^|\.)norm(?:$|\.)|_norm(?:$|\.)")
 
 
@@ -26,7 +31,7 @@ def optimizer_factory(
     factory: OptimizerFactoryT | None,
     class_and_kwargs: tuple[type, dict[str, Any]] | None,
 ) -> OptimizerFactoryT:
-    """What makes an optimizer of named parameters: the user's factory, class and options, or AdamW."""
+    """Return the factory for the optimizer: the user's factory, class with options, or AdamW."""
     if factory is not None:
         return factory
     if class_and_kwargs is not None:
@@ -36,7 +41,7 @@ def optimizer_factory(
 
 
 def adamw(args: MinimalTrainingArguments, parameters: Iterable[Any]) -> torch.optim.AdamW:
-    """AdamW in its fused implementation, which torch has for every device that a trainer runs on."""
+    """Return AdamW, with the fused implementation if all parameters support it."""
     parameters = list(parameters)
     return torch.optim.AdamW(
         parameters,
@@ -49,7 +54,7 @@ def adamw(args: MinimalTrainingArguments, parameters: Iterable[Any]) -> torch.op
 
 
 def _fused_is_available(parameters: list[Any]) -> bool:
-    # A group instead of a parameter is that of a rank without any, which does as the others do.
+    # A mapping is an empty group of a rank without parameters. It must not change the choice.
     parameters = [entry for entry in parameters if not isinstance(entry, Mapping)]
     tensors = [entry[1] if isinstance(entry, tuple) else entry for entry in parameters]
     return all(
@@ -67,13 +72,14 @@ def build_optimizer(
     debug_groups: bool,
     names_elsewhere: Sequence[str] = (),
 ) -> OptimizerT:
-    """An optimizer over the trainable parameters, by name, in groups when those are given.
+    """Return an optimizer over the trainable parameters, in groups if `groups` is given.
 
-    `names_elsewhere` are those of trainable parameters that other ranks have.
+    `names_elsewhere` has the FQNs of trainable parameters on other ranks.
     """
     named = [(name, parameter) for name, parameter in named_parameters if parameter.requires_grad]
+    # A pipeline rank may have no trainable parameter; it still needs an optimizer with the groups of the other ranks.
     if not named and not names_elsewhere:
-        raise ValueError("The model has no parameter that requires a gradient: there is nothing to train.")
+        raise ValueError("No parameter of the model requires a gradient: there is nothing to train.")
     if groups is None:
         return check_optimizer("optimizer_factory", factory(named) if named else optimizer_of_nothing(factory))
     optimizer = make_grouped_optimizer(named, groups, factory, debug_groups, names_elsewhere)
@@ -82,7 +88,7 @@ def build_optimizer(
 
 
 def undecayed_names(model: nn.Module) -> set[str]:
-    """Trainable parameters that weight decay leaves out: biases, those of norms, and whatever has less than two dimensions."""
+    """Return the FQNs without weight decay: biases, norm weights, and parameters of less than two dimensions."""
     return {
         name
         for prefix, module in model.named_modules()
@@ -100,28 +106,30 @@ def group_weight_decay(
     wanted: str,
     stored: str | None,
 ) -> str:
-    """Move parameters without weight decay into a group of their own; returns which `weight_decay_groups` holds now.
+    """Move parameters without weight decay into a separate group; return the effective `weight_decay_groups`.
 
-    Ranks with parts of a model make the same groups: `undecayed` and `has_decayed` are about the whole of it. Of an
-    optimizer that has groups already, or no weight decay, nothing is changed. `stored` is what the checkpoint has, which
-    a resumed run keeps, so that state, schedule and updates are those of an uninterrupted one.
+    An optimizer with several groups or without weight decay is not changed. `undecayed` and `has_decayed` describe the
+    full model, so that all ranks of a pipeline make the same groups. `stored` is the value in the checkpoint.
     """
+    # A resumed run keeps the groups of its checkpoint: state and schedule are stored per group, and the updates must
+    # be equal to an uninterrupted run.
     if len(optimizer.param_groups) != 1 or "weight_decay" not in optimizer.param_groups[0] or not undecayed:
         return "all"
     decay = optimizer.param_groups[0]["weight_decay"]
     if stored is not None and stored != wanted and decay:
         logger.info(
-            "The parameter groups stay those of the checkpoint, with weight decay on %s: weight_decay_groups=%r counts for new "
-            "runs.",
-            *("all parameters" if stored == "all" else "all parameters but biases and norms", wanted),
+            "The parameter groups of the checkpoint are kept, with weight decay on %s: weight_decay_groups=%r applies to new "
+            "runs only.",
+            *("all parameters" if stored == "all" else "all parameters except biases and norms", wanted),
         )
+    # Without weight decay both groups would be equal. A stored "auto" still keeps its two groups.
     if (stored or wanted) == "all" or not (decay or stored):
         return "all"
     if not has_decayed:
         optimizer.param_groups[0]["weight_decay"] = 0.0
         logger.warning(
-            "weight_decay=%s has no effect: the model has only biases, norms and other parameters of less than two dimensions. "
-            "Set weight_decay_groups='all' to decay them.",
+            "weight_decay=%s has no effect: the model has only biases, norms and other parameters with less than two "
+            "dimensions. Set weight_decay_groups='all' to decay them.",
             decay,
         )
         return "auto"
@@ -130,18 +138,19 @@ def group_weight_decay(
 
 
 def _split_off(optimizer: OptimizerT, undecayed: Collection[Tensor]) -> None:
-    """Move these parameters into a second group without weight decay; either may be empty on a rank of a pipeline."""
+    """Move parameters into a second group without weight decay; either group may be empty on a pipeline rank."""
     group = optimizer.param_groups[0]
     has_names = "param_names" in group
     members = list(zip(group["params"], group.get("param_names", group["params"]), strict=True))
     kept, moved = ([one for one in members if (one[0] in undecayed) == is_moved] for is_moved in (False, True))
+    # Clone tensor options, such as a tensor lr: two groups must not share a tensor that is updated in place.
     options = {key: value.clone() if isinstance(value, Tensor) else value for key, value in group.items()}
     options |= {"params": [(name, parameter) if has_names else parameter for parameter, name in moved]}
     options |= {"weight_decay": 0.0}
     options.pop("param_names", None)
     if has_names:
         group["param_names"] = [name for _, name in kept]
-        # Torch takes names from the members, and refuses groups of which only some have names.
+        # Torch reads names from the members, and rejects an optimizer with names in only some groups.
         options |= {} if moved else {"param_names": []}
     group["params"] = [parameter for parameter, _ in kept]
     optimizer.add_param_group(options)
@@ -150,12 +159,13 @@ def _split_off(optimizer: OptimizerT, undecayed: Collection[Tensor]) -> None:
 def build_scheduler(
     args: MinimalTrainingArguments, optimizer: OptimizerT, factory: LRSchedulerFactoryT | None, num_steps: int
 ) -> LRSchedulerT:
-    """The learning-rate schedule: the user's, or the one named by `lr_scheduler_type`."""
+    """Return the user's learning-rate schedule, or the schedule named by `lr_scheduler_type`."""
     if factory is not None:
         return check_scheduler("lr_scheduler_factory", factory(optimizer))
     try:
         return make_schedule(args.lr_scheduler_type, optimizer, args.warmup_steps, num_steps, args.lr_scheduler_kwargs)
     except (TypeError, ValueError) as error:
+        # The errors of transformers do not name the argument.
         raise ValueError(
             f"lr_scheduler_type={args.lr_scheduler_type!r} cannot be made with lr_scheduler_kwargs="
             f"{args.lr_scheduler_kwargs!r} and warmup_steps={args.warmup_steps}: {error}"

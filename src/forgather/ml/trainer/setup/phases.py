@@ -1,4 +1,8 @@
-"""Phases of `Trainer._prepare`: each calls the hooks of its part, and builds what follows from their results."""
+"""Phases of trainer preparation: each calls its hooks and builds the objects that depend on their results.
+
+`Trainer._prepare` calls the phases in order, on every rank. After a hook that users may override, a phase adapts to the
+objects that the override has set.
+"""
 
 import logging
 from dataclasses import replace
@@ -44,7 +48,7 @@ logger = logging.getLogger(__name__)
 
 
 def refuse(trainer: "Trainer") -> None:
-    """Refuse what cannot work, before anything is built."""
+    """Raise for combinations that cannot work, before anything is built."""
     args = trainer.args
     functions = {
         "optimizer_factory": trainer.optimizer_factory,
@@ -71,8 +75,9 @@ def prepare_ranks(trainer: "Trainer") -> None:
     if trainer.wanted is not None:
         require_strategy_for_ranks(type(trainer), trainer.distributed_env)
     if handles_ranks(type(trainer)):
-        # Others evaluate alone, each rank for itself.
+        # A trainer for one device evaluates on each rank independently.
         trainer.team = make_team(trainer.dist, trainer.team, type(trainer).__name__)
+    # First of all: ranks with different settings would reach different collectives and deadlock.
     trainer.team.require_equal_settings(trainer._common_settings)
     trainer.team.open()
     trainer.num_processes, trainer.is_local_process_zero, trainer.is_world_process_zero = 1, True, True
@@ -81,7 +86,7 @@ def prepare_ranks(trainer: "Trainer") -> None:
 
 
 def settings_of(trainer: "Trainer") -> dict[str, str]:
-    """What all ranks must have alike, as text: it decides which collectives they reach."""
+    """Return the settings that must be equal on all ranks, as text: they decide which collectives are reached."""
     objects = {
         "train_dataset": trainer.train_dataset,
         "eval_dataset": trainer.eval_dataset,
@@ -93,38 +98,41 @@ def settings_of(trainer: "Trainer") -> dict[str, str]:
 
 
 def prepare_device(trainer: "Trainer") -> None:
-    """Device, precision and seeds; the same seed for the model on every rank."""
+    """Set up device, precision and seeds; collective."""
     with trainer.team.agreement("choosing the device"):
         trainer._init_device()
     trainer.on_cpu = trainer.device.type == "cpu"
     preparation.use_device(trainer.device)
     preparation.use_precision(trainer.args)
     trainer.amp_context = trainer._make_amp_context()
+    # GradScaler already skips steps with non-finite gradients.
     trainer.skips_updates = trainer.args.nonfinite_grad == "skip" and not trainer.amp_context.has_loss_scale
     trainer.recipes.use_device(trainer.device)
+    # With seed=-1 every rank draws a different seed. Broadcast one, so that all ranks build the same initial weights.
     trainer.seed = trainer.team.broadcast(choose_seed(trainer.args.seed))
     trainer.rng = RNGState(trainer.seed)
     seed_everything(trainer.seed)
 
 
 def prepare_data(trainer: "Trainer", train_dataset: BaseDataset | None, eval_dataset: BaseDataset | None) -> None:
-    """Loaders of this rank, and the plan of steps that follows from their length."""
+    """Make the loaders of this rank, and plan the steps from their length; collective."""
     trains = trainer.wanted is not None
     trainer.layout = trainer._data_layout(for_training=True)
     trainer.control = TrainerControl()
     trainer.watch = GradientWatch(trainer.args.nonfinite_grad, trainer.amp_context.has_loss_scale)
+    # An override of `_prepare_batch` may change labels, so targets cannot be counted when a batch is read ahead.
     early = not is_overridden(trainer, "_prepare_batch")
     trainer.feed = trainer.team.feed(trainer.watch, trainer.received_signal, trainer.layout, early)
     trainer.train_dataloader = trainer.eval_dataloader = trainer.evaluated_dataset = None
     trainer._init_dataloaders(train_dataset if trains else None, eval_dataset)
     if trains and trainer.train_dataloader is None:
-        raise ValueError("train() needs a train_dataset; only evaluate() works without one.")
+        raise ValueError("train() needs a train_dataset; only evaluate() works without it.")
     _adapt_train_loader(trainer)
     _count_steps(trainer)
 
 
 def _count_steps(trainer: "Trainer") -> None:
-    """Call `_update_training_steps`; numbers that an override sets decide when epochs and training end."""
+    """Call `_update_training_steps`; the counts set by an override decide when epochs and training end."""
     trainer.plan = StepPlan(trainer.args, trainer.train_dataloader)
     trainer._update_training_steps()
     if is_overridden(trainer, "_update_training_steps"):
@@ -132,8 +140,9 @@ def _count_steps(trainer: "Trainer") -> None:
 
 
 def _adapt_train_loader(trainer: "Trainer") -> None:
-    """Give a loader that a user's hook made the position, length and agreement of our own."""
+    """Wrap a loader made by a user's hook, so that it has a position, a length and rank synchronisation."""
     loader = trainer.train_dataloader
+    # Forgather's own loaders have all of this, so only the results of overrides are wrapped.
     own = any(is_overridden(trainer, name) for name in ("_init_dataloaders", "_get_dataloader", "_wrap"))
     if own and loader is not None and not is_resumable(loader):
         adapted = adapted_loader(loader, trainer.args.set_dataset_epoch)
@@ -145,6 +154,7 @@ def _adapt_train_loader(trainer: "Trainer") -> None:
 
 def plan_steps(trainer: "Trainer") -> StepPlan:
     plan = StepPlan(trainer.args, trainer.train_dataloader)
+    # One warning per job.
     if trainer.train_dataloader is not None and trainer.team.rank == 0:
         by_name = trainer.given.lr_scheduler is None and trainer.lr_scheduler_factory is None
         warn_of_unknown_end(trainer.args, trainer.train_dataloader, by_name)
@@ -164,10 +174,10 @@ def build(trainer: "Trainer", loads_weights: bool) -> nn.Module:
 
 
 def wrap_loss(trainer: "Trainer") -> None:
-    """Make `step_loss` and `loss_fn`; a fused loss also wraps the model, so that it gives hidden states."""
+    """Make `step_loss` and `loss_fn`; a fused loss also wraps the model to return hidden states."""
     model = trainer.unwrapped_model()
     if not isinstance(trainer.loss_fn, TrainingLoss):
-        # A subclass may have set it in its constructor, or in a hook before this one.
+        # A subclass may have set `loss_fn` in its constructor or in an earlier hook.
         trainer.given = replace(trainer.given, loss_fn=trainer.loss_fn)
     loss_fn = trainer._maybe_get_fused_loss_fn(model, trainer.given.loss_fn)
     head = None
@@ -180,11 +190,12 @@ def wrap_loss(trainer: "Trainer") -> None:
 
 
 def follow_loss(trainer: "Trainer") -> None:
-    """Derive what belongs to the loss that an override of `_wrap_loss_fn` has set without the default."""
+    """Make `step_loss` for a loss that an override of `_wrap_loss_fn` has set."""
     loss_fn = trainer.loss_fn
     if isinstance(loss_fn, TrainingLoss):
         return
     trainer.step_loss = ModelLoss(loss_fn, trainer.args.token_weighted_loss)
+    # A RescaleLoss weights micro-batches itself.
     if not isinstance(loss_fn, RescaleLoss):
         trainer.loss_fn = TrainingLoss(trainer.step_loss, trainer.feed.count, trainer._num_averaged)
 
@@ -193,22 +204,23 @@ def fused_loss(trainer: "Trainer", module: nn.Module, default_loss_fn: Any) -> A
     if trainer.fused_loss_factory is None:
         return default_loss_fn
     with trainer.amp_context.autocast():
-        # As it will run: some attention works in few bits only.
+        # Under autocast, as in training: the check runs the model, and some attention kernels need 16-bit inputs.
         trainer.fused_head = output_embeddings_of(module)
     return make_fused_loss(trainer.fused_loss_factory, trainer.fused_head)
 
 
 def init_optimizer(trainer: "Trainer") -> None:
-    """Make the optimizer, its groups and its schedule, and note the options as the user set them."""
+    """Make the optimizer, its parameter groups and its schedule, and record the configured options."""
     refuse_quantized(trainer.unwrapped_model())
     if trainer.optimization is None:
-        # A subclass may have set them in its constructor.
+        # A subclass may have set both in its constructor.
         trainer.given = replace(trainer.given, optimizer=trainer.optimizer, lr_scheduler=trainer.lr_scheduler)
     args, given = trainer.args, trainer.given
     named, elsewhere = trainer._named_parameters(), trainer._names_elsewhere()
     groups = trainer.optimizer_groups
     trainer.optimizer = preparation.make_optimizer(args, given, trainer.optimizer_factory, groups, named, elsewhere)
     trainer.weight_decay_groups = "all"
+    # A given optimizer and the user's groups define their own weight decay.
     if given.optimizer is None and groups is None:
         trainer.weight_decay_groups = preparation.decay_groups(
             args,
@@ -218,6 +230,7 @@ def init_optimizer(trainer: "Trainer") -> None:
             elsewhere,
             lambda: preparation.stored_decay_groups(args, trainer.claim, trainer.resume_path),
         )
+    # Before the schedule, which changes the learning rates of the groups: the configured values must be recorded.
     trainer.optimization = Optimization(trainer.optimizer, named, knows_configuration=True)
     trainer.lr_scheduler = given.lr_scheduler
     if trainer.lr_scheduler is None:
@@ -225,7 +238,7 @@ def init_optimizer(trainer: "Trainer") -> None:
 
 
 def follow_optimizer(trainer: "Trainer") -> None:
-    """Derive what belongs to the optimizer and schedule that the hook has set; without a schedule, rates are constant."""
+    """Rebuild `Optimization` for the optimizer and schedule of the hook; without a schedule, rates are constant."""
     named, own = trainer._named_parameters(), trainer.optimization
     if own is None or own.made_for is not trainer.optimizer:
         own = trainer.optimization = Optimization(trainer.optimizer, named, knows_configuration=False)
@@ -237,17 +250,18 @@ def follow_optimizer(trainer: "Trainer") -> None:
 
 
 def wrap(trainer: "Trainer") -> None:
-    """Call `_wrap`, and follow an optimizer, a schedule or a loader that an override has put in place of ours."""
+    """Call `_wrap`, and adapt to an optimizer, schedule or loader that an override has replaced."""
     optimizer, schedule, loader = trainer.optimizer, trainer.lr_scheduler, trainer.train_dataloader
     trainer._wrap()
     if not is_overridden(trainer, "_wrap"):
         return
     if trainer.train_dataloader is not loader:
+        # The new loader may have another length.
         _adapt_train_loader(trainer)
         _count_steps(trainer)
     if trainer.wanted is None or optimizer is None:
         return
-    # A wrapper has the groups, and so the state, of the optimizer that it wraps.
+    # A wrapper shares the groups and the state of its inner optimizer, so `Optimization` stays valid.
     if trainer.optimizer.param_groups is not optimizer.param_groups:
         trainer.lr_scheduler = None if trainer.lr_scheduler is schedule else trainer.lr_scheduler
         trainer._follow_optimizer()
@@ -256,13 +270,14 @@ def wrap(trainer: "Trainer") -> None:
 
 
 def prepare_loop(trainer: "Trainer") -> None:
-    """State and collaborators of the loop."""
+    """Make the state and the collaborators of the training loop."""
     args, amp = trainer.args, trainer.amp_context
+    # The feed was created with the loaders, before the loss existed.
     trainer.feed.loss = trainer.step_loss
     trainer.state = trainer._init_state()
     for name, value in (("epoch_train_steps", trainer.plan.steps_per_epoch), ("num_processes", trainer.num_processes)):
         if not hasattr(trainer.state, name):
-            # A state of the base class, which counts steps without knowing of batches.
+            # An override of `_init_state` may return the state of the base class, which lacks these fields.
             setattr(trainer.state, name, value)
     leaves_out = amp.has_loss_scale or trainer.skips_updates
     cadence = Cadence(args, trainer.state, trainer.control, trainer.plan, trainer.eval_dataset is not None)
@@ -288,7 +303,7 @@ def prepare_loop(trainer: "Trainer") -> None:
     )
     trainer.evaluator = Evaluator(trainer)
     if trainer.eval_dataloader is not None:
-        # A user's hook makes the loader of `eval_dataset`.
+        # A loader made by a user's hook belongs to `eval_dataset`.
         is_ours = trainer.evaluated_dataset is not None
         trainer.evaluator.dataset = trainer.evaluated_dataset if is_ours else trainer.eval_dataset
     trainer.steps = StepRunner(trainer)
@@ -296,7 +311,7 @@ def prepare_loop(trainer: "Trainer") -> None:
 
 
 def findings_of_step(trainer: "Trainer", step: int) -> list[GradientFinding]:
-    """What all ranks know of a step without finite gradients; each of them raises the same error. Collective."""
+    """Gather the findings of all ranks about a step with non-finite gradients; collective."""
     assert trainer.optimization is not None
     return trainer.team.gather(trainer.watch.finding(step, trainer.optimization.names, trainer.saver.finding()))
 
@@ -305,37 +320,39 @@ def prepare_checkpoints(trainer: "Trainer") -> None:
     require_parameters_of(trainer._forward_modules(), trainer.optimizer, type(trainer).__name__)
     trainer.checkpoint_manager = trainer._init_checkpoint_manager()
     trainer.saver = Saver(trainer)
-    # Now rather than at the first save: an unknown name must not end a run that has trained for hours.
+    # Check names now: at the first save, an unknown name would end a run that has trained for hours.
     components = trainer.get_state_components()
     select_components(components, trainer.args.checkpoint_components)
     select_components(components, skipped_components(trainer), "skip_checkpoint_components")
-    # Callbacks may be on some ranks only.
+    # Callbacks may differ between ranks, so an error of one rank must become an error of all.
     with trainer.team.agreement("looking for who supplies the best weights"):
         requirements.require_supplier_of_best(trainer.args, trainer.callbacks)
 
 
 def skipped_components(trainer: "Trainer") -> list[str]:
-    """Without an average there is none to skip, and a setting that says so may stay."""
+    """Return `skip_checkpoint_components`, without "ema" if no average is kept."""
+    # Skipping the EMA is harmless without one, so the setting may stay when ema_decay is removed.
     has_average = trainer.recipes.average is not None
     return [key for key in trainer.args.skip_checkpoint_components if key != "ema" or has_average]
 
 
 def claim_output_dir(trainer: "Trainer") -> CheckpointManager:
-    """Take the output directory before anything is built; a claim of an earlier preparation is given back."""
+    """Lock the output directory before anything is built, and release the lock of an earlier preparation."""
     if trainer.claim is not None:
         trainer.claim.close()
     return CheckpointManager(trainer.checkpoint_config(), trainer.dist, None, None)
 
 
 def replan(trainer: "Trainer") -> None:
-    """Steps have another size than those of the checkpoint: count the rest of training in the new ones."""
+    """Recount the remaining steps of a resumed run with another number of samples per step."""
     samples = trainer.args.per_device_train_batch_size * trainer.layout.part.num_parts
     may_differ = trainer.plan.replan(trainer.state, trainer.train_dataloader.state_dict(), samples)
     trainer.max_steps = trainer.plan.num_steps
+    # Only a schedule built here can be built again for the new number of steps.
     is_ours = trainer.given.lr_scheduler is None and not is_overridden(trainer, "_init_optimizer")
     if may_differ and is_ours and not is_overridden(trainer, "_wrap"):
         progress = trainer.lr_scheduler.state_dict()
-        # A new schedule sets the groups to its beginning.
+        # The constructor of a schedule resets the groups to its first learning rate.
         with kept_rates(trainer.optimizer):
             trainer._init_scheduler()
         assert trainer.optimization is not None and trainer.optimization.scheduler_state is not None

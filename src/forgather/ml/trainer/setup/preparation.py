@@ -1,4 +1,8 @@
-"""Preparation: building blocks of `Trainer._prepare`, each a function of arguments and given objects."""
+"""Building blocks of trainer preparation: device, loaders, torch.compile options, optimizer and parameter groups.
+
+Each is a function of the arguments and the caller's objects, without access to the trainer. `Trainer` and `phases` call
+them.
+"""
 
 import contextlib
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
@@ -27,7 +31,7 @@ from forgather.ml.trainer.trainer_types import BaseDataset, DataCollatorT, Optim
 
 @contextlib.contextmanager
 def run_settings(args: TrainingArguments) -> Iterator[contextlib.ExitStack]:
-    """Settings of torch for one run; the stack takes contexts that are entered once preparation is done."""
+    """Apply the torch settings of a run; the stack accepts further contexts after preparation."""
     with contextlib.ExitStack() as stack:
         stack.enter_context(torch_settings(args))
         stack.enter_context(activation_budget(args.activation_memory_budget))
@@ -35,7 +39,7 @@ def run_settings(args: TrainingArguments) -> Iterator[contextlib.ExitStack]:
 
 
 def find_device(args: TrainingArguments, env: DistributedEnvInterface) -> torch.device:
-    """The device of this process, by arguments and environment."""
+    """Return the device of this process from arguments and environment."""
     if not args.use_cpu:
         require_device(args.device)
     return choose_device(args.device, device_type(args), env)
@@ -43,15 +47,16 @@ def find_device(args: TrainingArguments, env: DistributedEnvInterface) -> torch.
 
 def use_device(device: torch.device) -> None:
     if device.index is not None and torch.accelerator.device_count() > 1:
-        # Statistics, and kernels of other packages, take the current device for the one that is meant.
+        # Memory statistics and kernels of other packages use the current device.
         torch.accelerator.set_device_index(device.index)
 
 
 def use_precision(args: TrainingArguments) -> None:
-    """Settings of torch that hold for the whole process."""
+    """Apply the torch precision and compiler settings, which are global to the process."""
     if args.float32_matmul_precision is not None:
         torch.set_float32_matmul_precision(args.float32_matmul_precision)
     if args.dynamo_recompile_limit is not None:
+        # Imported on demand: importing torch._dynamo is slow.
         from torch._dynamo import config as dynamo_config
 
         dynamo_config.recompile_limit = args.dynamo_recompile_limit
@@ -65,12 +70,13 @@ def loader_builder(
     device: torch.device,
     seed: int | None,
 ) -> BuildLoader:
-    """Builds the loader of one part of a dataset; with a `seed` for training, without one for evaluation."""
+    """Return a function that builds the loader of one part of a dataset: for training with a `seed`, else evaluation."""
     options: dict[str, Any] = {
         "batch_size": batch_size,
         "collate_fn": collator,
         "drop_last": args.dataloader_drop_last,
         "num_workers": args.dataloader_num_workers,
+        # Pinned memory speeds up copies to CUDA only.
         "pin_memory": args.dataloader_pin_memory and device.type == "cuda",
         "persistent_workers": args.dataloader_persistent_workers and args.dataloader_num_workers > 0,
         "prefetch_factor": args.dataloader_prefetch_factor,
@@ -108,7 +114,7 @@ def make_optimizer(
     named: Sequence[tuple[str, nn.Parameter]],
     names_elsewhere: Sequence[str],
 ) -> OptimizerT:
-    """The optimizer that was given, or one by factory, class or arguments."""
+    """Return the given optimizer, or build one from the factory, the class or the arguments."""
     if given.optimizer is not None:
         return given.optimizer
     make = optimizer_factory(args, factory, given.optimizer_cls_and_kwargs)
@@ -123,7 +129,8 @@ def decay_groups(
     names_elsewhere: Sequence[str],
     stored: Callable[[], str | None],
 ) -> str:
-    """Split off parameters without weight decay; `stored` tells what the checkpoint to be resumed has."""
+    """Move parameters without weight decay into a separate group; `stored` returns the value in the checkpoint."""
+    # Use the full model, not the stage of this rank: all ranks must make the same groups.
     undecayed = undecayed_names(whole_model)
     trainable = [name for name, parameter in named if parameter.requires_grad]
     has_decayed = any(name not in undecayed for name in (*trainable, *names_elsewhere))
@@ -131,12 +138,13 @@ def decay_groups(
 
 
 def loads_component(args: TrainingArguments, key: str) -> bool:
-    """Whether a resume takes this component from the checkpoint."""
+    """Return whether a resume loads this component from the checkpoint."""
     chosen = args.checkpoint_components
     return (chosen is None or key in chosen) and key not in args.skip_checkpoint_components
 
 
 def stored_decay_groups(args: TrainingArguments, claim: CheckpointManager | None, path: str | None) -> str | None:
+    # The groups matter only if the state of the optimizer or of the schedule is loaded into them.
     if path is None or claim is None or not (loads_component(args, "optimizer") or loads_component(args, "scheduler")):
         return None
     return claim.stored_weight_decay_groups(path)

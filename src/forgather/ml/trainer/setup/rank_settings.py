@@ -1,7 +1,7 @@
-"""Requirements on the ranks of a job: a trainer made for several, and the same settings on all of them.
+"""Checks across ranks: a trainer that supports several processes, and equal settings on all of them.
 
-Settings are compared by a digest, gathered when training or evaluation begins; only if digests differ, ranks exchange
-the settings themselves.
+Different settings would send ranks into different collectives and deadlock. Ranks gather a digest of their settings when
+training or evaluation begins, and exchange the settings only if the digests differ. `prepare_ranks` calls it.
 """
 
 import dataclasses
@@ -19,25 +19,25 @@ from forgather.ml.distributed.launch_variables import check_launch_variables
 from forgather.ml.trainer.loading.builders import kind_of
 
 MAY_DIFFER = {
-    "device": "every rank has a device of its own",
-    "logging_dir": "may be on a disk of the node, and has the time and the host in its name",
-    "run_name": "a label; only the ranks that report to a service use it",
-    "dataloader_num_workers": "how a rank reads is its own affair; with dispatch_batches only rank 0 reads",
+    "device": "every rank has its own device",
+    "logging_dir": "may be local to the node, and contains the time and the host name",
+    "run_name": "a label; only ranks that report to a service use it",
+    "dataloader_num_workers": "affects only how a rank reads; with dispatch_batches only rank 0 reads",
     "dataloader_pin_memory": "as dataloader_num_workers",
     "dataloader_persistent_workers": "as dataloader_num_workers",
     "dataloader_prefetch_factor": "as dataloader_num_workers",
-    "gc_threshold": "when a rank empties the cache of its own device",
-    "detect_anomaly": "a check of one rank's own backward pass, for debugging",
+    "gc_threshold": "affects only the cache of a rank's device",
+    "detect_anomaly": "checks only the backward pass of a rank, for debugging",
     "debug_optimizer_groups": "log messages of one rank",
     "debug_pipeline": "log messages of one rank",
     "debug_split_model": "log messages of one rank",
     "debug_model_params": "log messages of one rank",
     "debug_model_init": "log messages of one rank",
 }
-"""Arguments that need not be the same on all ranks, with the reason.
+"""Arguments that may differ between ranks, with the reason.
 
-Not compared either: fields that a user's subclass of the arguments adds, whose meaning is unknown here; callbacks, which
-may be on some ranks only; lengths of datasets, of which ranks agree on the shortest while they make their loaders.
+These are not compared either: fields added by a user's subclass, because their meaning is unknown; callbacks, which may
+exist on some ranks only; lengths of datasets, because the loaders agree on the shortest.
 """
 
 _MOST_LINES = 20
@@ -47,27 +47,27 @@ _HOOKS_OF_STRATEGIES = ("_init_distributed", "_wrap")
 
 
 def require_strategy_for_ranks(trainer_class: type, given: DistributedEnvInterface | None) -> None:
-    """Raise `ValueError` where each of several processes would train a model of its own."""
+    """Raise ValueError if several processes would each train a separate model."""
     if given is None:
         check_launch_variables()
     num_ranks, source = (get_world_size(), "WORLD_SIZE") if given is None else (given.world_size, "distributed_env")
     if num_ranks == 1 and dist.is_available() and dist.is_initialized():
-        # Checkpoints are coordinated between all ranks of torch.distributed, whatever the environment says.
+        # Checkpoints are coordinated between all ranks of torch.distributed, even if the environment reports one rank.
         num_ranks, source = dist.get_world_size(), "torch.distributed"
     if num_ranks == 1 or handles_ranks(trainer_class):
         return
     raise ValueError(
-        f"{trainer_class.__name__} trains on one device, but this process is one of {num_ranks} ({source} says so): each would "
-        "train a model of its own on the same data, and write to the same output directory. Use a trainer that divides the "
-        "work between ranks: DDPTrainer or AccelTrainer if the model fits on one device, PipelineTrainer or HybridTrainer if "
-        "it does not. Or start one process, without torchrun. If this process is to train alone, such as one that a rank has "
-        "started, unset RANK and WORLD_SIZE, or pass distributed_env=StaticDistributedEnvironment(). A subclass that "
-        "synchronises the models of its ranks itself says so with handles_ranks = True."
+        f"{trainer_class.__name__} trains on one device, but this process is one of {num_ranks} ({source}): each would "
+        "train a separate model on the same data and write to the same output directory. Use a trainer that divides the work "
+        "between ranks: DDPTrainer or AccelTrainer if the model fits on one device, else PipelineTrainer or HybridTrainer. "
+        "Or start one process, without torchrun. To train in this process only, such as in a subprocess of a rank, unset "
+        "RANK and WORLD_SIZE, or pass distributed_env=StaticDistributedEnvironment(). A subclass that synchronises the models "
+        "of its ranks itself sets handles_ranks = True."
     )
 
 
 def handles_ranks(trainer_class: type) -> bool:
-    """By its own word, or by an override of a hook in which users set up ranks and wrap models."""
+    """Return whether a trainer class supports several ranks: it declares so, or overrides a hook for set-up of ranks."""
     hooks = (getattr(trainer_class, name) for name in _HOOKS_OF_STRATEGIES)
     overrides = any(not hook.__module__.startswith("forgather.") for hook in hooks)
     return bool(getattr(trainer_class, "handles_ranks", False)) or overrides
@@ -81,15 +81,16 @@ def common_settings(
     objects: Mapping[str, object],
     stream: object,
 ) -> dict[str, str]:
-    """What decides the collectives of a trainer, as text by name.
+    """Return the settings that decide which collectives a trainer reaches, as text by name.
 
-    `resume` is None for an evaluation alone. Of `objects` it counts whether they were given. `stream` is the training data
-    if every rank reads its own: then ranks compare their first batches.
+    `resume` is None for an evaluation without training. For `objects`, only their presence is compared. `stream` is the
+    training dataset if every rank reads its own data, since its kind decides whether ranks compare their first batches.
     """
     settings = {
         **argument_settings(args),
         "class of the trainer": trainer_class.__qualname__,
         "prepared for": "evaluation" if resume is None else "training",
+        # Ranks must agree on this before they resolve it to a checkpoint.
         "resume_from_checkpoint": "None" if resume is None else resume_setting(resume),
         "optimizer_groups": described(list(optimizer_groups or ())),
     }
@@ -103,20 +104,21 @@ def _kind(dataset: object) -> str:
     try:
         return kind_of(dataset)
     except ValueError:
-        # The loader says what is wrong, on all ranks.
+        # The loader reports the error later, on all ranks.
         return "unknown"
 
 
 def argument_settings(args: object) -> dict[str, str]:
-    """The arguments that all ranks must have alike, as text by name; those of a group as `group.name`."""
+    """Return the arguments that must be equal on all ranks, as text by name; nested fields as `group.name`."""
     settings: dict[str, str] = {}
+    # Only fields that Forgather's classes define; a user's subclass may add fields that differ on purpose.
     own_names = {
         field.name
         for cls in type(args).__mro__
         if dataclasses.is_dataclass(cls) and cls.__module__.startswith("forgather.")
         for field in dataclasses.fields(cls)
     }
-    # What train() was asked to resume overrides the argument, and is compared in its place.
+    # train(resume_from_checkpoint=...) overrides the argument, so `common_settings` compares the effective value.
     for name in sorted(own_names - MAY_DIFFER.keys() - {"resume_from_checkpoint"}):
         value = getattr(args, name)
         if dataclasses.is_dataclass(value):
@@ -125,26 +127,26 @@ def argument_settings(args: object) -> dict[str, str]:
         else:
             settings[name] = described(value)
     if getattr(args, "save_on_each_node", False):
-        # Nodes have storage of their own, maybe under another path.
+        # Nodes have local storage, possibly under different paths.
         settings.pop("output_dir", None)
     return settings
 
 
 def resume_setting(resume: bool | str) -> str:
-    """What is resumed, without the folder: it may be mounted under another path on another node."""
+    """Return the `resume_from_checkpoint` setting as text; a path as its last component."""
+    # The folder may be mounted under another path on another node.
     return described(resume) if isinstance(resume, bool) else os.path.basename(os.path.normpath(resume))
 
 
 def described(value: object) -> str:
-    """Text that is the same on all ranks exactly if the value is; an object counts by its type, since its text may have
-    an address in it.
-    """
+    """Return text that is equal on all ranks if and only if the value is; objects are described by their type."""
+    # The repr of an object may contain a memory address.
     if value is None or isinstance(value, (bool, int, float, str, enum.Enum)):
         return repr(value)
     if isinstance(value, Mapping):
         return "{" + ", ".join(f"{key}: {described(inner)}" for key, inner in sorted(value.items(), key=str)) + "}"
     if isinstance(value, (list, tuple)):
-        # Conversion makes lists of some tuples.
+        # Some tuples become lists when they are converted, so both have the same text.
         return "[" + ", ".join(map(described, value)) + "]"
     if isinstance(value, (set, frozenset)):
         return "{" + ", ".join(sorted(map(described, value))) + "}"
@@ -153,13 +155,13 @@ def described(value: object) -> str:
 
 
 def require_equal_settings(peers: Peers, settings: Mapping[str, str]) -> None:
-    """Raise the same `ValueError` on all ranks if their settings differ; collective."""
+    """Raise the same ValueError on all ranks if their settings differ; collective."""
     during = "comparing the settings of all ranks"
     digest = hashlib.sha256(json.dumps(settings, sort_keys=True).encode()).hexdigest()
     if len(set(peers.gather(digest, during))) == 1:
         return
     of_ranks = peers.gather(dict(settings), during)
-    # The first rank to leave takes its connections with it: nobody leaves before all have the settings.
+    # A barrier: a rank that exits closes its connections, so no rank may leave before all have received the settings.
     peers.gather(None, during)
     raise ValueError(_report(of_ranks))
 
@@ -177,15 +179,16 @@ def _report(of_ranks: Sequence[Mapping[str, str]]) -> str:
     if len(lines) > len(shown):
         shown.append(f"  and {len(lines) - len(shown)} more")
     return (
-        f"The {len(of_ranks)} ranks of this job have different settings, so they would take different paths and wait for each "
-        "other for ever:\n" + "\n".join(shown) + "\n"
-        "Give every rank the same settings: make them from one configuration, and let none depend on the rank, the host or the "
-        f"time. Only these arguments may differ: {', '.join(MAY_DIFFER)}."
+        f"The {len(of_ranks)} ranks of this job have different settings, which would lead to a deadlock:\n"
+        + "\n".join(shown)
+        + "\n"
+        "Use the same settings on every rank: create them from one configuration, independent of rank, host and time. "
+        f"Only these arguments may differ: {', '.join(MAY_DIFFER)}."
     )
 
 
 def _ranks(ranks: Sequence[int]) -> str:
-    """Such as "rank 3" or "ranks 0, 2-7"."""
+    """Format rank numbers, such as "rank 3" or "ranks 0, 2-7"."""
     spans: list[list[int]] = []
     for rank in ranks:
         if spans and spans[-1][1] == rank - 1:

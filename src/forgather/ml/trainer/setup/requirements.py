@@ -1,4 +1,8 @@
-"""Requirements on the arguments and objects of a trainer: combinations that are refused at construction."""
+"""Combinations of trainer arguments and objects that are rejected at construction.
+
+Each check raises ValueError with the setting to change. They depend on the objects passed to the trainer; checks of the
+arguments alone are in `arguments.checks`. `phases.refuse` calls them.
+"""
 
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
@@ -15,7 +19,7 @@ from forgather.ml.trainer.trainer_types import LRSchedulerT, OptimizerT
 
 @dataclass(frozen=True)
 class Given:
-    """What the caller gave for optimization and loss; the trainer's own attributes change in preparation."""
+    """Optimizer, schedule and loss as passed by the caller; the trainer's attributes change in preparation."""
 
     optimizer: OptimizerT | None = None
     lr_scheduler: LRSchedulerT | None = None
@@ -24,21 +28,22 @@ class Given:
 
 
 def require_functions(functions: Mapping[str, object], groups: Mapping[str, Any] | None, given: Given) -> None:
-    """Refuse factories that cannot be called, and optimizers that are none."""
+    """Raise ValueError for factories that are not callable, and for invalid optimizers or schedules."""
     for name, function in functions.items():
         if function is not None and not callable(function):
-            raise ValueError(f"{name}={function!r} cannot be used: it has to be a function.")
+            raise ValueError(f"{name}={function!r} cannot be used: it must be a function.")
     if groups is not None:
         check_group_map(groups)
     check_optimization(given.optimizer, given.lr_scheduler, given.optimizer_cls_and_kwargs)
 
 
 def require_builder(args: TrainingArguments, has_builder: bool) -> None:
+    # These settings apply while the trainer builds the model, so they would have no effect on a finished model.
     for name, default in (("default_dtype", None), ("construct_model_on", "default")):
         if not has_builder and getattr(args, name) != default:
             raise ValueError(
-                f"{name}={getattr(args, name)!r} says how to build the model, but it was given ready: pass "
-                "model_init, a function that builds it, instead of model."
+                f"{name}={getattr(args, name)!r} has no effect on a finished model: pass model_init, a function that builds "
+                "the model, instead of model."
             )
 
 
@@ -47,17 +52,16 @@ def require_eval_dataset(args: TrainingArguments, has_dataset: bool) -> None:
     for name, needs_dataset in asked.items():
         if needs_dataset and not has_dataset:
             raise ValueError(
-                f"{name}={getattr(args, name)!r} asks for evaluations, but there is no eval_dataset. Give one to the "
-                "trainer, or turn the evaluations off."
+                f"{name}={getattr(args, name)!r} needs an eval_dataset. Pass one to the trainer, or disable evaluations."
             )
 
 
 def require_components(args: TrainingArguments, known: tuple[str, ...] | None) -> None:
-    """Refuse unknown names in the settings of checkpoints; `known` is None where the user declares the components."""
+    """Raise ValueError for unknown component names; `known` is None if the user declares the components."""
     if "ema" in (args.checkpoint_components or ()) and args.ema_decay is None:
         raise ValueError(
-            "checkpoint_components names 'ema', the averaged weights, but ema_decay=None keeps none. Set ema_decay, or "
-            "leave 'ema' out."
+            "checkpoint_components contains 'ema', the averaged weights, but ema_decay=None keeps no average. Set "
+            "ema_decay, or remove 'ema'."
         )
     if known is None:
         return
@@ -73,16 +77,16 @@ def require_recipes(
     device_type: str,
     is_pipeline: bool,
 ) -> None:
-    """Refuse recipes that cannot work with what the trainer was given, or on the device that it will use."""
+    """Raise ValueError for recipes that cannot work with the objects or the device of the trainer."""
     if args.async_save:
         raise ValueError("async_save=True is not available in this version of forgather: leave it False.")
     if has_fused_loss and given.loss_fn is not None:
         raise ValueError(
-            "fused_loss_factory makes the loss function, and compute_loss_func is one: they exclude each other. Leave one "
-            "of the two out."
+            "fused_loss_factory cannot be combined with compute_loss_func: both define the loss. Remove one of them."
         )
     if args.fuse_optim_with_backward:
         refuse_several_optimizers(given.optimizer, groups)
+    # Imported on demand, since only quantised runs need these modules.
     if args.fp8_recipe is not None:
         from forgather.ml.quantization.float8 import require_fp8
 
@@ -107,10 +111,11 @@ def _refuse_cuda_graphs(args: TrainingArguments, device_type: str, is_pipeline: 
 
 def require_supplier_of_best(args: TrainingArguments, callbacks: Iterable[object]) -> None:
     chosen = args.checkpoint_components
+    # A callback may load weights that the checkpoint does not contain.
     can_supply = any(hasattr(callback, "on_load_model_weights") for callback in callbacks)
     if args.load_best_model_at_end and chosen is not None and "model" not in chosen and not can_supply:
         raise ValueError(
             f"load_best_model_at_end=True needs the weights of the best checkpoint, but checkpoint_components={chosen} "
-            "saves none, and no callback implements on_load_model_weights to supply them. Add 'model', or the callback, "
-            "or set load_best_model_at_end=False."
+            "saves no weights, and no callback implements on_load_model_weights. Add 'model' or such a callback, or set "
+            "load_best_model_at_end=False."
         )

@@ -1,8 +1,8 @@
-"""Learning-rate schedules by name: the usual ones from torch alone, the others and their options from transformers.
+"""Learning-rate schedules by name: common schedules from torch alone, others and their options from transformers.
 
-Importing `transformers.optimization` takes longer than importing torch, since it imports peft, torchao and accelerate
-where they are installed. A run with a linear or cosine schedule needs none of them. The rates are the same to the last
-bit, and so is the state in a checkpoint: a run may resume from a checkpoint of either.
+Importing `transformers.optimization` takes longer than importing torch, because it imports installed packages such as
+peft, torchao and accelerate. Rates and checkpoint states are bit-identical to transformers, so a run can resume from a
+checkpoint of either implementation. `optimizer_construction` and `phases` call `make_schedule`.
 """
 
 import functools
@@ -20,10 +20,11 @@ Factor = Callable[..., float]
 def make_schedule(
     name: str, optimizer: OptimizerT, num_warmup_steps: int, num_steps: int, options: Mapping[str, Any] | None
 ) -> LRSchedulerT:
-    """The schedule of that name; `options` are keywords of its function in transformers."""
+    """Return the schedule with this name; `options` are keywords of its function in transformers."""
     if name == "constant" and not options:
         return LambdaLR(optimizer, _constant)
     if name in _FACTORS and not options:
+        # A partial, as in transformers: torch stores its attributes in checkpoints, and it has none.
         factor = functools.partial(_FACTORS[name], num_warmup_steps=num_warmup_steps, num_steps=num_steps)
         return LambdaLR(optimizer, factor)
     from transformers.optimization import get_scheduler
@@ -39,7 +40,7 @@ def make_schedule(
 
 
 def _constant(step: int) -> float:
-    # No float: a rate that is an integer stays one, in checkpoints too.
+    # An int, as in transformers: a learning rate that is an integer stays an integer, in checkpoints too.
     return 1
 
 
@@ -65,8 +66,8 @@ def _warm_up(step: int, num_warmup_steps: int) -> float:
 
 
 def _num_decay_steps(num_warmup_steps: int, num_steps: int) -> float:
-    # A run without a limit has more steps than a float counts exactly: the numbers are rounded before the division, as
-    # they are in transformers.
+    # A run without a step limit has more steps than a float represents exactly. Round before the division, as
+    # transformers does, to get the same bits.
     return float(max(1, num_steps - num_warmup_steps))
 
 

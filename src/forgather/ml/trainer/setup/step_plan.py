@@ -1,4 +1,8 @@
-"""StepPlan: the arithmetic of steps, epochs and batches of a run."""
+"""Step plan: the number of optimizer steps per epoch and per run, from batches and gradient accumulation.
+
+A loader may have no length; the plan then assumes `epoch_train_steps`, and epochs end with their data. `Trainer` and
+`Cadence` read the plan, and a resume with another batch size recounts it.
+"""
 
 import logging
 import math
@@ -21,36 +25,39 @@ class _SizedLoader(Protocol):
 
 
 class StepPlan:
-    """How many steps an epoch and the whole run have, as far as that is known."""
+    """Number of steps of an epoch and of the run, as far as known."""
 
     def __init__(self, args: MinimalTrainingArguments, loader: _SizedLoader | None) -> None:
         self._args = args
         self.num_batches = None if loader is None else loader.num_batches
-        """Batches of an epoch; None if the loader has no length."""
+        """Batches per epoch; None if the loader has no length."""
         self.steps_per_epoch = max(self._steps_per_epoch(), 1) if loader is not None else 1
         self.num_steps = self._planned_steps() if loader is not None else 0
         self.counts_steps = args.max_steps >= 0
-        """Whether a number of steps was asked for, for which epochs repeat as needed."""
+        """Whether a number of steps was requested; epochs repeat as needed."""
 
     def follow(self, num_steps: int | None, num_batches: int | None) -> None:
-        """Use the numbers that an override of `_update_training_steps` has set."""
+        """Use the counts set by an override of `_update_training_steps`."""
         if num_batches is not None and num_batches != self.num_batches:
             self.num_batches, self.steps_per_epoch = num_batches, max(self.steps_of(num_batches), 1)
+        # A changed number acts like max_steps: epochs repeat until it is reached.
         if num_steps is not None and num_steps != self.num_steps:
             self.num_steps, self.counts_steps = num_steps, True
 
     @property
     def has_limit(self) -> bool:
-        """Without a length an epoch ends when its data do, not at the number of steps that was assumed for it."""
+        """Whether `num_steps` ends the run. Without a length, epochs end with their data, not at the assumed step."""
         return self.counts_steps or self.num_batches is not None
 
     @property
     def schedule_steps(self) -> int:
-        """The steps over which a learning-rate schedule runs."""
+        """Number of steps of the learning-rate schedule."""
         return min(self.num_steps, NO_STEP_LIMIT)
 
     def replan(self, state: TrainerState, position: dict[str, Any], samples_per_batch: int) -> bool:
-        """Count the rest of a resumed run in steps of another size; True if the run's length may have changed."""
+        """Recount a resumed run with a new step size; return True if the length of the run may have changed."""
+        # The position counts samples, which do not depend on the batch size. The start of the epoch moves so that the
+        # remaining samples end it, and it may become negative.
         num_left = self.steps_per_epoch
         if position.get("num_samples"):
             num_left = self.steps_of((position["num_samples"] - position["index"]) / samples_per_batch)
@@ -63,14 +70,14 @@ class StepPlan:
         return True
 
     def steps_of(self, num_batches: float) -> int:
-        """The steps that a number of batches makes; a fraction is an incomplete batch."""
+        """Return the number of steps for a number of batches; a fraction is an incomplete batch."""
         accumulation = self._args.gradient_accumulation_steps
         if self._args.dataloader_drop_last:
             return math.floor(num_batches) // accumulation
         return math.ceil(math.ceil(num_batches) / accumulation)
 
     def _steps_per_epoch(self) -> int:
-        """Optimizer steps in a whole epoch; an assumption for loaders without a length."""
+        """Return the optimizer steps of a full epoch; `epoch_train_steps` for loaders without a length."""
         if self.num_batches is None:
             return int(self._args.epoch_train_steps)
         return max(self.steps_of(self.num_batches), 1)
@@ -84,8 +91,9 @@ class StepPlan:
 
 
 def batch_size_of(dataset: object, default: int) -> int:
-    """Samples of a batch: a ready loader has its own number."""
+    """Return the samples per batch; a DataLoader passed as dataset has its own batch size."""
     if isinstance(dataset, DataLoader):
+        # A DataLoader with a batch_sampler has batch_size=None; the sampler may have the number.
         for owner in (dataset, dataset.batch_sampler):
             size = getattr(owner, "batch_size", None)
             if isinstance(size, int):
@@ -94,7 +102,7 @@ def batch_size_of(dataset: object, default: int) -> int:
 
 
 def warn_of_unknown_end(args: MinimalTrainingArguments, loader: _SizedLoader, has_schedule_by_name: bool) -> None:
-    """Say that the number of steps is a guess, or unlimited: a schedule that falls over it would not fall."""
+    """Warn if the number of steps is assumed or unlimited, so that a decaying schedule would hardly decay."""
     if args.max_steps >= 0:
         return
     falls = has_schedule_by_name and args.lr_scheduler_type not in _SCHEDULES_WITHOUT_END
@@ -102,19 +110,19 @@ def warn_of_unknown_end(args: MinimalTrainingArguments, loader: _SizedLoader, ha
     if args.num_train_epochs < 0:
         if falls:
             logger.warning(
-                "num_train_epochs=%s and max_steps=-1 set no end to training, so the learning rate of lr_scheduler_type=%r "
-                "never falls. Set max_steps, or lr_scheduler_type='constant'.",
+                "num_train_epochs=%s and max_steps=-1 set no limit, so the learning rate of lr_scheduler_type=%r never "
+                "decays. Set max_steps, or lr_scheduler_type='constant'.",
                 *(args.num_train_epochs, args.lr_scheduler_type),
             )
     elif loader.num_batches is None and args.epoch_train_steps == assumed:
         dataset = getattr(loader, "dataset", None)
         schedule = (
-            f"the learning rate of lr_scheduler_type={args.lr_scheduler_type!r} falls over that many, and hardly "
+            f"the learning rate of lr_scheduler_type={args.lr_scheduler_type!r} decays over that many, and hardly "
         )
         logger.warning(
-            "The training data (%s) have no length, so an epoch is taken to have epoch_train_steps=%d steps%s. Set "
-            "max_steps to the number of steps to train, or epoch_train_steps to those of an epoch.",
+            "The training data (%s) have no length, so epoch_train_steps=%d steps per epoch are assumed%s. Set max_steps "
+            "to the number of steps to train, or epoch_train_steps to the steps per epoch.",
             name_of(loader if dataset is None else dataset),
             assumed,
-            f": {schedule}at all if the data end sooner" if falls else "",
+            f": {schedule}at all if the data end earlier" if falls else "",
         )

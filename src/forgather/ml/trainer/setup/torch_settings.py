@@ -1,4 +1,7 @@
-"""Settings of torch that hold while a trainer runs, and are given back afterwards."""
+"""Torch settings during a run: SDPA backends and the activation memory budget of torch.compile.
+
+The context managers restore the previous settings. `Trainer` enters them around training and evaluation.
+"""
 
 import contextlib
 from collections.abc import Iterator
@@ -12,7 +15,7 @@ _MODES_WITH_CUDA_GRAPHS = ("reduce-overhead", "max-autotune")
 
 @contextlib.contextmanager
 def torch_settings(args: TrainingArguments) -> Iterator[None]:
-    """What computes attention."""
+    """Select the SDPA backends of the arguments for the body."""
     if args.sdpa_backend is None:
         yield
         return
@@ -22,16 +25,17 @@ def torch_settings(args: TrainingArguments) -> Iterator[None]:
 
 @contextlib.contextmanager
 def activation_budget(budget: float | None) -> Iterator[None]:
-    """How much the compiler lets the backward pass recompute; None leaves that to it."""
+    """Set the activation memory budget of torch.compile for the body; None keeps torch's default."""
     if budget is None:
         yield
         return
     from torch._functorch import config
 
-    # A graph that was compiled for another budget would serve a model of the same class here, and the other way round.
+    # Graphs are cached per class of model, without the budget in the key. Reset, so that no graph compiled for another
+    # budget is reused, here or afterwards.
     torch.compiler.reset()
     try:
-        # Read when a graph is compiled, which is at its first use.
+        # The budget is read when a graph is compiled, at its first use, so the patch covers the full run.
         with config.patch(activation_memory_budget=budget):
             yield
     finally:
@@ -39,15 +43,15 @@ def activation_budget(budget: float | None) -> Iterator[None]:
 
 
 def cuda_graphs_problem(mode: str | None, device_type: str, num_batches: int, is_pipeline: bool) -> str | None:
-    """Why a mode of the compiler that replays CUDA graphs cannot be used, None when it can, or replays none."""
+    """Return why a compile mode with CUDA graphs cannot be used, or None if it can or uses no CUDA graphs."""
     if device_type != "cuda" or mode not in _MODES_WITH_CUDA_GRAPHS:
         return None
     if is_pipeline:
-        return "a pipeline has the activations of several micro-batches at once, and a graph has room for those of one"
+        return "a pipeline holds the activations of several micro-batches at once, but a graph has memory for only one"
     if num_batches > 1:
         return (
-            f"gradient_accumulation_steps={num_batches} adds up gradients over several passes, and a graph writes those of "
-            "the next pass over them"
+            f"gradient_accumulation_steps={num_batches} accumulates gradients over several passes, but each pass of a graph "
+            "overwrites them"
         )
     return None
 

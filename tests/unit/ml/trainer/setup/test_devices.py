@@ -107,5 +107,5 @@ def test_a_process_alone_may_choose_any_device() -> None:
 
 def test_one_device_for_several_processes_is_refused() -> None:
     env = StaticDistributedEnvironment(local_rank=2, local_world_size=4, device="cuda:2", device_type="cuda")
-    with pytest.raises(ValueError, match=r"device='cuda:0' cannot be used by local rank 2, whose device is cuda:2"):
+    with pytest.raises(ValueError, match=r"device='cuda:0' cannot be used by local rank 2: its device is cuda:2"):
         choose_device("cuda:0", "cuda", env)
