@@ -2,15 +2,11 @@
 
 Field names follow `transformers.TrainingArguments`. An invalid value raises ValueError in `__post_init__`, so an existing
 object is always valid. Trainers work on a copy (`arguments_from`). `forgather train --help` shows the field
-documentation, which it reads from the source of this file.
+documentation, which it reads from the source of this file and of `minimal_arguments.py`.
 """
 
-import copy
 import dataclasses
-import json
-import math
-import os
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any, TypeVar
 
@@ -28,243 +24,13 @@ from forgather.ml.trainer.arguments.checks import (
     refuse_fused_combinations,
 )
 from forgather.ml.trainer.arguments.checks import refuse_short_weights as refuse_short_weights
-from forgather.ml.trainer.arguments.field_values import (
-    NamedArguments,
-    Names,
-    Options,
-    converted,
-    fields_with_types,
-    mapping_in,
-    refuse_unknown,
-)
+from forgather.ml.trainer.arguments.field_values import Names, fields_with_types, refuse_unknown
+from forgather.ml.trainer.arguments.minimal_arguments import ArgumentGroup as ArgumentGroup
+from forgather.ml.trainer.arguments.minimal_arguments import ArgumentsT as ArgumentsT
+from forgather.ml.trainer.arguments.minimal_arguments import MinimalTrainingArguments as MinimalTrainingArguments
 from forgather.ml.trainer.loop.nonfinite import ACTIONS
-from forgather.ml.trainer.trainer_types import IntervalStrategy
 
-ArgumentsT = TypeVar("ArgumentsT", bound="MinimalTrainingArguments")
 BaseArgumentsT = TypeVar("BaseArgumentsT", bound="BaseTrainingArguments")
-
-_COMPILE_MODES = [None, "default", "lite", "reduce-overhead", "max-autotune", "max-autotune-no-cudagraphs"]
-_WEIGHT_DTYPES = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
-_SCHEDULES = (
-    "linear",
-    "cosine",
-    "cosine_with_restarts",
-    "polynomial",
-    "constant",
-    "constant_with_warmup",
-    "inverse_sqrt",
-    "cosine_with_min_lr",
-    "cosine_warmup_with_min_lr",
-    "warmup_stable_decay",
-)
-"""Schedules of `transformers` that need no metric. Listed here, because importing transformers takes seconds."""
-
-
-@dataclass(kw_only=True)
-class ArgumentGroup(NamedArguments):
-    """Group of related arguments, used as a field of other arguments; a dict is accepted too."""
-
-    def __post_init__(self) -> None:
-        for name, hint in fields_with_types(type(self)).items():
-            setattr(self, name, converted(name, getattr(self, name), hint))
-
-
-@dataclass(kw_only=True)
-class MinimalTrainingArguments(NamedArguments):
-    """Arguments of every trainer, named as in `transformers.TrainingArguments`."""
-
-    # --- output
-
-    output_dir: str = "tmp_trainer"
-    logging_dir: str | None = None
-    """Directory of log files. None: `<output_dir>/runs/<time>_<host>`."""
-    run_name: str | None = None
-    """Name of the run in services such as Weights & Biases."""
-
-    # --- length, device, seed
-
-    per_device_train_batch_size: int = 16
-    per_device_eval_batch_size: int = 16
-    num_train_epochs: float = 1
-    """Number of epochs, may be a fraction. Negative: no limit."""
-    max_steps: int = -1
-    """Number of optimizer steps. 0 or more overrides num_train_epochs; epochs repeat as needed."""
-    device: str | None = None
-    seed: int = -1
-    """Random seed. Negative: a new seed for each run, which checkpoints keep."""
-    use_cpu: bool = False
-    epoch_train_steps: int = 100000
-    """Assumed steps per epoch if the training data have no length."""
-
-    # --- data loading
-
-    dataloader_num_workers: int = 0
-    dataloader_pin_memory: bool = True
-    dataloader_persistent_workers: bool = False
-    dataloader_prefetch_factor: int | None = None
-    """Batches prefetched by each worker. None: 2 with workers."""
-    dataloader_drop_last: bool = False
-
-    # --- evaluation and logging
-
-    eval_strategy: str = "no"
-    eval_steps: int = 100
-    eval_delay: int = 0
-    """Skip evaluations before this step."""
-    logging_strategy: str = "steps"
-    logging_steps: int = 50
-    logging_first_step: bool = False
-
-    # --- compilation and gradients
-
-    torch_compile: bool = False
-    torch_compile_backend: str | None = None
-    torch_compile_mode: str | None = "default"
-    torch_compile_dynamic: bool = True
-    torch_compile_full_graph: bool = False
-    max_grad_norm: float | None = None
-    """Maximum gradient norm for clipping. None or 0: the norm is measured, but not clipped."""
-    gradient_accumulation_steps: int = 1
-
-    # --- checkpoints
-
-    save_strategy: str = "steps"
-    save_steps: int = 1000
-    save_total_limit: int | None = 2
-    save_safetensors: bool = True
-    save_on_each_node: bool = False
-    overwrite_output_dir: bool = False
-    save_optimizer_state: bool = True
-    """False omits the optimizer from checkpoints. The next three arguments do the same for their components."""
-    save_scheduler_state: bool = True
-    save_dataset_state: bool = True
-    save_rng_state: bool = True
-    resume_from_checkpoint: bool | str = True
-    """True: resume from the newest complete checkpoint, if any. A path: resume from it. False: start fresh."""
-    load_best_model_at_end: bool = False
-    metric_for_best_model: str = "loss"
-    greater_is_better: bool | None = None
-
-    # --- optimizer and schedule
-
-    lr_scheduler_type: str = "linear"
-    lr_scheduler_kwargs: Options | None = None
-    """Options of the schedule; text is parsed as JSON."""
-    warmup_steps: int = 0
-    learning_rate: float = 5e-5
-    weight_decay: float = 0.0
-    weight_decay_groups: str = "auto"
-    """"auto": no weight decay on biases and norms. "all": weight decay on all parameters, the default of torch."""
-    adam_beta1: float = 0.9
-    adam_beta2: float = 0.999
-    adam_epsilon: float = 1e-8
-    gradient_checkpointing: bool = False
-
-    def __post_init__(self) -> None:
-        for name in ("output_dir", "logging_dir", "resume_from_checkpoint"):
-            if isinstance(getattr(self, name), os.PathLike):
-                setattr(self, name, os.fspath(getattr(self, name)))
-        if isinstance(self.device, torch.device):
-            self.device = str(self.device)
-        for name in ("eval_strategy", "logging_strategy", "save_strategy"):
-            self._check_strategy(name)
-        # After paths, devices and strategies, which accept more types than their fields declare.
-        self._check_types()
-        if isinstance(self.lr_scheduler_kwargs, str):
-            self.lr_scheduler_kwargs = mapping_in("lr_scheduler_kwargs", self.lr_scheduler_kwargs)
-        for name in ("per_device_train_batch_size", "per_device_eval_batch_size", "gradient_accumulation_steps"):
-            self._require(name, 1)
-        for name in ("eval_steps", "logging_steps", "save_steps", "epoch_train_steps"):
-            self._require(name, 1)
-        for name in ("dataloader_num_workers", "eval_delay", "warmup_steps", "learning_rate", "weight_decay"):
-            self._require(name, 0)
-        self._require("adam_epsilon", 0)
-        if math.isnan(self.num_train_epochs):
-            raise ValueError("num_train_epochs=nan cannot be used: set a number of epochs, or -1 for no limit.")
-        if self.seed >= 2**63:
-            raise ValueError(f"seed={self.seed} cannot be used: it must be less than 2**63. -1 chooses a new seed.")
-        self._check_device()
-        self._choose("lr_scheduler_type", _SCHEDULES)
-        self._choose("weight_decay_groups", ["auto", "all"])
-        if self.torch_compile_backend in (None, "inductor"):
-            # Other compiler backends have different modes.
-            self._choose("torch_compile_mode", _COMPILE_MODES)
-        if self.max_grad_norm is not None:
-            self._require("max_grad_norm", 0)
-        for name in ("adam_beta1", "adam_beta2"):
-            if not 0 <= getattr(self, name) < 1:
-                raise ValueError(
-                    f"{name}={getattr(self, name)!r} cannot be used: it must be at least 0 and less than 1."
-                )
-        if self.use_cpu and self.device is not None and self.device.split(":")[0] != "cpu":
-            raise ValueError(
-                f"use_cpu=True cannot be combined with device={self.device!r}. Set device=None or use_cpu=False."
-            )
-        if self.dataloader_num_workers == 0 and self.dataloader_prefetch_factor is not None:
-            raise ValueError(
-                f"dataloader_prefetch_factor={self.dataloader_prefetch_factor} needs workers. Set dataloader_num_workers "
-                "to 1 or more, or leave dataloader_prefetch_factor=None."
-            )
-
-    def copy(self: ArgumentsT) -> ArgumentsT:
-        """Return an independent copy; trainers work on a copy and never change the caller's object."""
-        # `replace` runs `__post_init__` again, which validates values that were assigned since the creation.
-        return dataclasses.replace(copy.deepcopy(self))
-
-    def to_dict(self) -> dict[str, Any]:
-        return dataclasses.asdict(self)
-
-    def to_json_string(self) -> str:
-        """Return the arguments as JSON, which Hugging Face callbacks log."""
-        return json.dumps(self.to_dict(), indent=2, default=str)
-
-    def to_sanitized_dict(self) -> dict[str, Any]:
-        """Return the arguments with values that hyperparameter loggers accept: bool, int, float and str."""
-        kept = (bool, int, float, str)
-        return {name: value if isinstance(value, kept) else str(value) for name, value in self.to_dict().items()}
-
-    def _check_types(self) -> None:
-        for name, hint in fields_with_types(type(self)).items():
-            setattr(self, name, converted(name, getattr(self, name), hint))
-
-    def _check_strategy(self, name: str) -> None:
-        # YAML parses a plain `no` as False.
-        value = "no" if getattr(self, name) is False else getattr(self, name)
-        try:
-            setattr(self, name, IntervalStrategy(getattr(value, "value", value)).value)
-        except ValueError as error:
-            raise ValueError(f"{name}={value!r}: {error}") from None
-
-    def _require(self, name: str, least: float) -> None:
-        value = getattr(self, name)
-        # `not value >= least` instead of `value < least` rejects NaN too.
-        if isinstance(value, bool) or not isinstance(value, (int, float)) or not value >= least:
-            raise ValueError(f"{name}={value!r} cannot be used: it must be a number of {least} or more.")
-
-    def _check_device(self) -> None:
-        if self.device is None:
-            return
-        try:
-            torch.device(self.device)
-        except RuntimeError:
-            raise ValueError(
-                f"device={self.device!r} cannot be used: set a torch device, such as 'cuda', 'cuda:1' or 'cpu'."
-            ) from None
-
-    def _check_dtype(self, name: str) -> None:
-        try:
-            dtype = torch_dtype(getattr(self, name))
-        except ValueError as error:
-            raise ValueError(f"{name}={getattr(self, name)!r} cannot be used: {error}") from None
-        if dtype not in _WEIGHT_DTYPES:
-            raise ValueError(
-                f"{name}={getattr(self, name)!r} cannot be used: weights need a floating point dtype of 16 bits or more."
-            )
-
-    def _choose(self, name: str, choices: Sequence[Any]) -> None:
-        if getattr(self, name) not in choices:
-            allowed = ", ".join(repr(choice) for choice in choices)
-            raise ValueError(f"{name}={getattr(self, name)!r} cannot be used: choose one of {allowed}.")
 
 
 @dataclass(kw_only=True)
@@ -279,23 +45,32 @@ class BaseTrainingArguments(MinimalTrainingArguments):
     max_eval_steps: int = -1
     """Maximum number of evaluation batches. Negative: all."""
     preserve_best_model: bool = False
+    """Keep the best checkpoints besides the newest."""
     best_model_metric: str = "loss"
+    """The same as metric_for_best_model."""
     best_model_greater_is_better: bool | None = None
+    """The same as greater_is_better."""
     preserve_n_best: int = 1
+    """Number of best checkpoints to keep."""
     eval_on_save: bool = False
+    """Evaluate before every save."""
 
     # --- memory, attention, precision
 
     enable_activation_offloading: bool = False
     """Offload activations for the backward pass to CPU memory."""
     detect_anomaly: bool = False
+    """Find the operation that produces a NaN (torch.autograd anomaly detection). Much slower."""
     sdpa_backend: list[str] | str | None = None  # HfArgumentParser supports this order of types only.
     """Backends of scaled_dot_product_attention: "math", "flash", "efficient", "cudnn", or a list of these."""
     sdpa_set_priority: bool = False
     """Try the backends in the order of the list."""
     float32_matmul_precision: str | None = None
+    """"high" uses TF32 for float32 matrix products, "medium" bfloat16."""
     dynamo_recompile_limit: int | None = None
+    """Number of recompilations of one function before it runs uncompiled."""
     mixed_precision: str | None = None
+    """Autocast dtype: "bf16" or "fp16". None or "no": no autocast."""
     fp8_recipe: str | None = None
     """Float8 training of linear layers: "tensorwise", "rowwise" or "rowwise_with_gw_hp"."""
     fp8_dim_alignment: int = 16
@@ -373,10 +148,15 @@ class TrainingArguments(BaseTrainingArguments):
     gc_threshold: float = 0.5
     """Empty the accelerator's cache if more than this fraction of its memory is reserved but unused."""
     construct_model_on: str = "default"
+    """Device of construction: "default" (CPU), "device", or "meta" without memory."""
     checkpoint_components: list[str] | None = None
+    """Components to save and load. None: all."""
     skip_checkpoint_components: Names = field(default_factory=tuple)
+    """Components that are not loaded from a checkpoint."""
     async_save: bool = False
+    """Save in the background. Not available yet."""
     on_save_error: str = "raise"
+    """After a failed save: "raise" the error, or "warn" and continue training."""
     activation_memory_budget: float | None = None
     """Fraction of activations that compiled models keep for the backward pass, from 0 (recompute all) to 1."""
     fuse_optim_with_backward: bool = False
@@ -388,8 +168,11 @@ class TrainingArguments(BaseTrainingArguments):
     speed_metrics_start_step: int = 1
     """First timed step. Earlier steps compile and warm up."""
     set_dataset_epoch: bool = True
+    """Call set_epoch of the dataset or sampler at the beginning of each epoch."""
     debug_optimizer_groups: bool = False
+    """Log the parameters of each optimizer group."""
     shuffle: bool = True
+    """Shuffle the training data in every epoch."""
     token_weighted_loss: bool = True
     """True: the loss of a step is the mean over its target tokens. False: the mean of the micro-batch means."""
     nonfinite_grad: str = "stop"
