@@ -1,9 +1,9 @@
-# Each target does all set-up by itself; the stamp makes the second call instant.
+# Each target runs the set-up first. The stamp makes later calls instant.
 PYTHON ?= python3
 VENV := .venv
 BIN := $(VENV)/bin
 STAMP := $(VENV)/.installed
-# Of torch, which the lock file does not have: each machine gets the build that its package index has.
+# Version of torch. The lock file omits torch, so each machine installs the build of its package index.
 TORCH := 2.13.0
 OTHER_VENV := .venv-torch-$(VERSION)
 PIP_FLAGS := --quiet --disable-pip-version-check
@@ -18,8 +18,8 @@ FOUND = $(shell $(PYTHON) -c 'import sys; v = sys.version_info; print("%d.%d.%d 
 REMEDY = Forgather needs Python 3.11 or newer; choose another one: make PYTHON=python3.12
 check_python = $(if $(FOUND),$(if $(filter fits,$(FOUND)),,$(error $(PYTHON) is Python $(firstword $(FOUND)). $(REMEDY))),$(error $(PYTHON) does not run. $(REMEDY)))
 
-# $(1): the environment, $(2): the version of torch. torch comes first, so that a local CPU build is used where there is
-# one. All else is checked against the hashes of the lock file, but for what only this build of torch needs.
+# $(1): environment, $(2): version of torch. torch comes first, so that a local CPU build is used if there is one. pip
+# checks all other packages against the hashes of the lock file, except packages that only this build of torch needs.
 define install
 	$(check_python)
 	$(PYTHON) -m venv $(1)
@@ -37,28 +37,28 @@ $(OTHER_VENV)/.installed: requirements.lock pyproject.toml
 	$(if $(VERSION),,$(error Which torch? Give its version: make test-torch VERSION=2.15.0))
 	$(call install,$(OTHER_VENV),$(VERSION))
 
-# Two test processes, since ranks often wait; each has all tests of a file, and files begin in the order of their names.
+# Two test processes, since ranks often wait. All tests of a file run in one process, and files start in order of name.
 test: $(STAMP)
 	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n 2 --dist loadfile --no-loadscope-reorder
 
-# The suite with another torch, in an environment of its own: a download of gigabytes, and not a part of CI.
+# The suite with another torch, in a separate environment. It downloads gigabytes and is not part of CI.
 test-torch: $(OTHER_VENV)/.installed
 	OMP_NUM_THREADS=1 $(OTHER_VENV)/bin/python -m pytest -n 2 --dist loadfile --no-loadscope-reorder
 
-# Hostile checkpoints by the thousand; the suite runs 500 of them.
+# Fuzz test with 20,000 hostile checkpoints. The suite runs 500 of them.
 fuzz: $(STAMP)
 	OMP_NUM_THREADS=1 GLIBC_TUNABLES=glibc.malloc.hugetlb=1 PYTHONMALLOC=malloc \
 		$(BIN)/python -m tests.guarantees.hostile_checkpoints.fuzz --examples 20000
 
-# One of two ranks dies at each of its file operations; the suite tries one of four.
+# Kill one of two ranks at each of its file operations. The suite tries every fourth.
 kill-points: $(STAMP)
 	EVERY_KILL_POINT=1 $(BIN)/python -m pytest tests/guarantees/transactions/test_kill_points.py
 
-# Trains; once more goes on where it stopped.
+# Train a small model. A second call resumes where the first stopped.
 demo: $(STAMP)
 	$(BIN)/forgather train
 
-# Two ranks train, one is killed in the middle of a save, the run resumes.
+# Train on two ranks, kill one during a save, and resume.
 demo-checkpoints: $(STAMP)
 	OMP_NUM_THREADS=1 $(BIN)/python examples/checkpoint_demo.py
 
@@ -67,22 +67,22 @@ lint: $(STAMP)
 	$(BIN)/ruff format --check .
 	$(BIN)/mypy
 
-# Folders, class chains, shared attributes, calls of a step and a save, sizes: each with its aim.
+# Print figures with their aims: folders, class chains, shared attributes, calls of a step and a save, sizes.
 house: $(STAMP)
 	$(BIN)/python tools/house.py
 
-# Markers of translated English, long sentences, clause headings, module docstrings, comments: each with its aim.
+# Print figures with their aims: markers of translated English, long sentences, headings, docstrings, comments.
 prose: $(STAMP)
 	$(BIN)/python tools/prose.py
 
 bench: $(STAMP)
 	$(BIN)/python benchmarks/checkpoint.py
 
-# Every command in the documentation that is marked as runnable is run by its test.
+# Run every command that the documentation marks as runnable.
 docs: $(STAMP)
 	OMP_NUM_THREADS=1 $(BIN)/python -m pytest tests/docs
 
-# Exact versions and hashes of what is installed now, for set-up on other machines.
+# Write the exact versions and hashes of the installed packages, for set-up on other machines.
 lock: $(STAMP)
 	$(BIN)/pip check --disable-pip-version-check
 	$(BIN)/python .ci/lock.py requirements.lock

@@ -1,7 +1,7 @@
-"""Write requirements.lock: exact versions of what is installed, with the hashes of all their files in the package index.
+"""Writer of requirements.lock: exact versions of installed packages, with the hashes of all their files in the index.
 
-torch is left out, and so are the libraries that come with its CUDA builds: set-up installs torch by its version, and each
-machine gets the build that its index has. Run by `make lock` with the environment to be locked.
+torch and the libraries of its CUDA builds are omitted. Set-up installs torch by version, so each machine gets the build
+of its package index. `make lock` runs this script in the environment to lock.
 """
 
 import os
@@ -24,7 +24,7 @@ HEADER = "# Written by `make lock`. Set-up installs torch first, by the version 
 
 
 class Links(HTMLParser):
-    """The files of a page of the index, with their hashes."""
+    """Parser of an index page: file names with their hashes."""
 
     def __init__(self, page: str) -> None:
         super().__init__()
@@ -38,7 +38,7 @@ class Links(HTMLParser):
 
 
 def index_url() -> str:
-    """The index of pip's configuration, else the one that pip uses by itself."""
+    """Return the index URL of pip's configuration, or pip's default."""
     configured = subprocess.run(
         [sys.executable, "-m", "pip", "config", "get", "global.index-url"], capture_output=True, text=True, check=False
     )
@@ -50,7 +50,7 @@ def installed() -> Iterator[tuple[str, str]]:
     lines = subprocess.run([*freeze, "--exclude", "pip"], capture_output=True, text=True, check=True).stdout.split()
     for name, _, version in (line.partition("==") for line in lines):
         if not version:
-            sys.exit(f"{name} is not installed from the index, so that it has no version that can be locked.")
+            sys.exit(f"{name} is not installed from the index, so its version cannot be locked.")
         if not OF_TORCH.match(name.lower()):
             yield name, version
 
@@ -65,7 +65,7 @@ def version_of(file_name: str) -> Version | None:
 
 
 def locked(index: str, name: str, version: str) -> str:
-    """The lines of one requirement."""
+    """Return the lines of one requirement."""
     page_url = f"{index.rstrip('/')}/{re.sub(r'[-_.]+', '-', name).lower()}/"
     with urllib.request.urlopen(page_url, timeout=180) as page:
         links = Links(page.read().decode())

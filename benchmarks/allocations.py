@@ -1,4 +1,4 @@
-"""How much memory training takes, from torch's record of every allocation on the CPU."""
+"""Memory use of training steps, from the CPU allocations that torch's profiler records."""
 
 from typing import Any
 
@@ -6,14 +6,14 @@ from torch.profiler import ProfilerActivity, profile
 
 
 class StepMemory:
-    """What is held between steps, and the peak of one: `begin`, then `note_step` before every step, in one thread.
+    """Memory held between steps, and peak memory of a step.
 
-    Torch keeps the record by thread, and knows the sizes only of what was allocated since the first record began: so it
-    begins before there is a model.
+    Call `begin` before the model is built, then `note_step` before every step, all in one thread. The profiler records
+    per thread, and knows only the sizes of allocations made after the first record began.
     """
 
     NUM_STEPS = 4
-    """Steps until both are known; the first ones make what stays, such as the moments of the optimizer."""
+    """Steps before `held` is measured. The first ones allocate lasting state such as the optimizer's moments."""
 
     def __init__(self) -> None:
         self.held = self.peak = 0
@@ -22,7 +22,7 @@ class StepMemory:
 
     @staticmethod
     def prepare() -> None:
-        """For the main thread, once: torch's profiler complains when it is first used in another."""
+        """Start the profiler once in the main thread: it complains if its first use is in another thread."""
         with _record_of_allocations():
             pass
 
@@ -39,7 +39,7 @@ class StepMemory:
             self.peak = self.held + self._end()[1]
 
     def _end(self) -> tuple[int, int]:
-        """What the record ended with, and its peak."""
+        """Return the bytes allocated at the end of the record, and at its peak."""
         self._record.__exit__(None, None, None)
         events = [one for one in self._record.profiler.kineto_results.events() if one.name() == "[memory]"]
         self._record = None

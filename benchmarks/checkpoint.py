@@ -1,9 +1,9 @@
-"""Checkpoints of a training state: ours beside torch.save, safetensors, torch's DCP and plain files, in one run.
+"""Checkpoint benchmark: Forgather compared with torch.save, safetensors, torch's DCP and plain files, in one run.
 
     python benchmarks/checkpoint.py [--size-gb 2.4] [--rounds 3] [--dir .] [--markdown FILE]
 
-Every saver and loader works in fresh processes, all of them take turns in rounds, and all saves end on the disk: what
-a contender leaves in the page cache is flushed within the measured time.
+Every saver and loader runs in fresh processes, and all take turns in rounds. All saves end on the disk: the measured
+time includes the flush of data that a contender leaves in the page cache.
 """
 
 import argparse
@@ -37,14 +37,14 @@ from result_table import ResultTable
 from rich.console import Console
 
 _GB = 1e9
-_ATTEMPTS = ("first", "second")
+_ATTEMPTS = ("First", "Second")
 _T = TypeVar("_T", bound=Saver | Loader)
 _Result = TypeVar("_Result")
 
 
 @dataclass
 class Results:
-    """What was measured; each list has one entry per round."""
+    """Measurements; each list has one entry per round."""
 
     saves: dict[str, list[list[Measurement]]] = field(default_factory=lambda: defaultdict(list))
     cold_loads: dict[str, list[list[Measurement]]] = field(default_factory=lambda: defaultdict(list))
@@ -57,7 +57,7 @@ def main() -> None:
     console = Console()
     num_bytes = int(arguments.size_gb * _GB)
     with tempfile.TemporaryDirectory(prefix=".checkpoint-benchmark-", dir=arguments.dir) as directory:
-        # The default is inside a working tree, where gigabytes must not be taken for files to commit.
+        # The default directory is in a working tree, and git must not offer gigabytes of test files for a commit.
         Path(directory, ".gitignore").write_text("*\n")
         _require_disk(directory, num_bytes)
         facts = _facts(Path(directory), arguments.rounds)
@@ -75,9 +75,11 @@ def main() -> None:
 
 def _parse_arguments() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--size-gb", type=float, default=2.4, help="weights and both AdamW moments together")
+    parser.add_argument(
+        "--size-gb", type=float, default=2.4, help="size of the weights and both AdamW moments together"
+    )
     parser.add_argument("--rounds", type=int, default=3)
-    parser.add_argument("--dir", default=".", help="a directory on the disk that is to be measured")
+    parser.add_argument("--dir", default=".", help="directory on the disk to measure")
     parser.add_argument("--markdown", type=Path, help="also write the tables to this file")
     return parser.parse_args()
 
@@ -85,12 +87,12 @@ def _parse_arguments() -> argparse.Namespace:
 def _require_disk(directory: str, num_bytes: int) -> None:
     kind = _file_system(directory)
     if kind in ("tmpfs", "ramfs"):
-        raise SystemExit(f"The working directory is on {kind}, which is memory; choose one on a disk with --dir.")
+        raise SystemExit(f"The working directory is on {kind}, which is memory. Set --dir to a directory on a disk.")
     free = shutil.disk_usage(directory).free
     if free < 2 * num_bytes:
         raise SystemExit(
-            f"{free / _GB:.1f} GB are free, and {2 * num_bytes / _GB:.1f} GB are needed for --size-gb "
-            f"{num_bytes / _GB:g}; choose another directory with --dir, or a smaller size."
+            f"{free / _GB:.1f} GB are free, but --size-gb {num_bytes / _GB:g} needs {2 * num_bytes / _GB:.1f} GB. "
+            "Set --dir to another directory, or reduce --size-gb."
         )
 
 
@@ -104,7 +106,7 @@ def _facts(directory: Path, num_rounds: int) -> list[str]:
 
 
 def _file_system(directory: str) -> str:
-    """The type of the file system that a directory is on."""
+    """Return the file system type of a directory."""
     device = os.stat(directory).st_dev
     number = f"{os.major(device)}:{os.minor(device)}"
     for line in Path("/proc/self/mountinfo").read_text().splitlines():
@@ -127,7 +129,7 @@ def _run(num_bytes: int, num_rounds: int, directory: Path) -> Results:
 
 
 def _measure_saver(saver: Saver, round_number: int, num_bytes: int, directory: Path, results: Results) -> None:
-    """A saver, and everything that loads its files."""
+    """Measure a saver, and all loaders of its files."""
     results.saves[saver.name].append(_in_fresh_process(measure_saves, saver.name, num_bytes, directory))
     for loader in _rotated([one for one in LOADERS if one.saver == saver.name], round_number):
         for is_cold, loads in ((True, results.cold_loads), (False, results.warm_loads)):
@@ -141,7 +143,7 @@ def _rotated(contenders: Sequence[_T], count: int) -> list[_T]:
 
 
 def _in_fresh_process(function: Callable[..., _Result], *arguments: Any) -> _Result:
-    # Forked off a server that has only imported modules: as fresh as a new interpreter, without seconds of imports.
+    # The fork server has only imported modules. Its children are as fresh as a new interpreter, but skip the imports.
     context = multiprocessing.get_context("forkserver")
     context.set_forkserver_preload(PRELOADED_MODULES)
     with ProcessPoolExecutor(1, mp_context=context) as executor:
@@ -150,19 +152,27 @@ def _in_fresh_process(function: Callable[..., _Result], *arguments: Any) -> _Res
 
 def _tables(results: Results) -> list[ResultTable]:
     size = next(iter(results.saves.values()))[0][0].num_bytes
-    title = f"of {size / _GB:.2f} GB, {{}} of a process"
+    title = f"{{}} in a process, {size / _GB:.2f} GB"
     tables = [
-        _save_table(f"Save {title.format(attempt)}", results.saves, index) for index, attempt in enumerate(_ATTEMPTS)
+        _save_table(title.format(f"{attempt} save"), results.saves, index) for index, attempt in enumerate(_ATTEMPTS)
     ]
     for cache, loads in (("cold", results.cold_loads), ("warm", results.warm_loads)):
         for index, attempt in enumerate(_ATTEMPTS):
-            tables.append(_load_table(f"Load {title.format(attempt)}, page cache {cache}", loads, index))
+            tables.append(_load_table(f"{title.format(f'{attempt} load')}, {cache} page cache", loads, index))
     rows = [[name, _spread([speed / _GB for speed in speeds], 1)] for name, speeds in results.digests.items()]
     return [*tables, ResultTable("Tensor-level validation, one thread", ["", "GB/s"], rows, OURS)]
 
 
 def _save_table(title: str, saves: dict[str, list[list[Measurement]]], index: int) -> ResultTable:
-    columns = ["", "blocked s", "durable s", "GB/s durable", "time / ours", "private GB added", "resident GB added"]
+    columns = [
+        "",
+        "blocked s",
+        "durable s",
+        "GB/s durable",
+        "time / Forgather",
+        "private GB added",
+        "resident GB added",
+    ]
     rows = []
     for saver in SAVERS:
         rounds = [one[index] for one in saves[saver.name]]
@@ -172,7 +182,7 @@ def _save_table(title: str, saves: dict[str, list[list[Measurement]]], index: in
 
 
 def _load_table(title: str, loads: dict[str, list[list[Measurement]]], index: int) -> ResultTable:
-    columns = ["", "s", "GB/s", "time / ours", "private GB added", "resident GB added"]
+    columns = ["", "s", "GB/s", "time / Forgather", "private GB added", "resident GB added"]
     rows = []
     for loader in LOADERS:
         rounds = [one[index] for one in loads[loader.name]]
@@ -191,23 +201,25 @@ def _common_cells(rounds: Sequence[Measurement], ours: Sequence[Measurement]) ->
 
 
 def _spread(values: Sequence[float], num_digits: int = 2) -> str:
-    """The median, with the smallest and the largest where they differ."""
+    """Return the median as text, followed by the minimum and the maximum if they differ."""
     low, median, high = (f"{value:.{num_digits}f}" for value in (min(values), statistics.median(values), max(values)))
     return median if low == high else f"{median} ({low}-{high})"
 
 
 _NOTES = [
-    "blocked: until the save call returned; durable: until the files and their directory entries were on disk. The "
-    "savers that do not flush by themselves are flushed right after the call (fsync of files and directory).",
-    "Ours also hashes every byte, verifies all of them at a load, and replaces atomically; of the others, only DCP "
-    "renames its metadata into place, and none verifies (torch.save's archive has a CRC that torch.load ignores).",
-    "time / ours: the other's time in multiples of ours, compared within each round; above 1 is slower than ours.",
-    "private memory: anonymous and shared-anonymous pages, sampled every 10 ms; resident: the system's high-water "
-    "mark, which counts mapped pages of files too. Both are peaks beyond what the process had before. The page cache "
-    "of written and read files belongs to neither.",
-    "A first load makes the moments, two thirds of the state, so that much memory is no overhead. Loaders that map "
-    "the file (mmap, safetensors) copy the moments out of it, as the optimizer would keep the mapping otherwise.",
-    "DCP loads into existing tensors only; at a first load its get_state_dict makes the moments by an optimizer step.",
+    "blocked: time until the save call returned. durable: time until the files and their directory entries were on "
+    "disk. Savers that do not flush are followed by an fsync of files and directories.",
+    "Forgather also hashes every byte, verifies every byte at a load, and replaces checkpoints atomically. Of the "
+    "other savers, only DCP renames its metadata into place. No other loader verifies data: torch.load ignores the "
+    "CRC in the archive of torch.save.",
+    "time / Forgather: ratio to the time of Forgather in the same round. Values above 1 are slower than Forgather.",
+    "private memory: anonymous and shared-anonymous pages, sampled every 10 ms. resident memory: high-water mark of "
+    "the system, which includes mapped file pages. Both are peaks above the memory before the call. Neither includes "
+    "the page cache of written and read files.",
+    "A first load allocates the moments, two thirds of the state, so this memory is not overhead. Loaders that map the "
+    "file (mmap, safetensors) copy the moments. Otherwise the optimizer would keep the mapping.",
+    "DCP loads only into existing tensors. At a first load, its get_state_dict creates the moments by an optimizer "
+    "step.",
 ]
 
 

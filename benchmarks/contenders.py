@@ -1,7 +1,7 @@
-"""The ways to save and load one training state that the checkpoint benchmark compares, and how one of them is measured.
+"""Savers and loaders that the checkpoint benchmark compares, and the functions that measure them.
 
-The functions named `measure_...` are each run in a fresh process. All processes build the same model in the same way:
-fresh memory is slow to touch, so that whoever had to do it within the measured time would lose by that alone.
+Each `measure_...` function runs in a fresh process. All processes build the same model in the same way. The first
+access to fresh memory is slow (page faults), and it must not fall into the measured time of only some contenders.
 """
 
 import contextlib
@@ -29,7 +29,7 @@ from forgather.ml.checkpoint.coordinator import CheckpointCoordinator
 from forgather.ml.checkpoint.encoding.digest import state_digests
 from forgather.ml.distributed import StaticDistributedEnvironment
 
-# DCP says so at every save and load of a single process, which is what is meant here.
+# DCP warns at every save and load in a single process, but here a single process is intended.
 warnings.filterwarnings("ignore", message="torch.distributed is disabled")
 
 PRELOADED_MODULES = [
@@ -43,7 +43,7 @@ _WIDTH = 1024
 _VOCABULARY = 16 * 1024
 _BYTES_PER_PARAMETER = 3 * 4
 _MOMENTS = ("exp_avg", "exp_avg_sq")
-# Content that differs between tensors and from page to page, but costs no more than a copy to make.
+# The content differs between tensors and between pages, and costs no more than a copy.
 _PATTERN_LENGTH = 2**20 - 3
 _PATTERN_SHIFT = 7919
 _CHECKED_STRIDE = 4099
@@ -60,7 +60,7 @@ class _Block(nn.Module):
 
 
 class _Model(nn.Module):
-    """The tensors of a small transformer; it is never run."""
+    """Tensors of a small transformer, without a forward pass."""
 
     def __init__(self, num_blocks: int) -> None:
         super().__init__()
@@ -78,7 +78,7 @@ class Training:
 
     @classmethod
     def build(cls, num_bytes: int) -> "Training":
-        """Weights that amount to a third of `num_bytes`, in memory that is still to be touched; no moments."""
+        """Return weights of a third of `num_bytes` in untouched memory, and an optimizer without moments."""
         num_parameters = num_bytes / _BYTES_PER_PARAMETER - _VOCABULARY * _WIDTH
         with torch.device("meta"):
             model = _Model(max(1, round(num_parameters / (12 * _WIDTH**2))))
@@ -87,7 +87,7 @@ class Training:
 
     @classmethod
     def running(cls, num_bytes: int) -> "Training":
-        """One that has trained, and is about to save."""
+        """Return a training that has moments and content, ready to save."""
         training = cls.build(num_bytes)
         training.create_moments()
         training.fill()
@@ -95,7 +95,7 @@ class Training:
 
     @classmethod
     def resuming(cls, num_bytes: int) -> "Training":
-        """One that has initialised its weights, and is about to load."""
+        """Return a training with initialised weights and no moments, ready to load."""
         training = cls.build(num_bytes)
         for tensor in training.tensors():
             tensor.zero_()
@@ -134,26 +134,26 @@ class Training:
                 part.copy_(shifted[: len(part)])
 
     def spoil(self) -> None:
-        """Overwrite what `check` looks at, so that a load has to bring it back."""
+        """Overwrite the values that `check` compares, so that a load has to restore them."""
         for tensor in self.tensors():
             tensor.view(-1)[::_CHECKED_STRIDE] = -1.0
 
     def check(self) -> None:
-        """Raise unless the content is what `fill` made, at one place in every few pages."""
+        """Raise RuntimeError unless the content is the pattern of `fill`, at one position in every few pages."""
         pattern, tensors = _pattern(), self.tensors()
         assert len(tensors) == (1 + len(_MOMENTS)) * len(list(self.model.parameters()))
         for number, tensor in enumerate(tensors):
             places = torch.arange(0, tensor.numel(), _CHECKED_STRIDE)
             expected = pattern[(places + number * _PATTERN_SHIFT) % _PATTERN_LENGTH]
             if not torch.equal(tensor.view(-1)[places], expected):
-                raise RuntimeError(f"Tensor {number} came back with another content than was saved.")
+                raise RuntimeError(f"Tensor {number} has other content after the load than before the save.")
 
 
 def _pattern() -> Tensor:
     return torch.rand(_PATTERN_LENGTH, generator=torch.Generator().manual_seed(0))
 
 
-# ours
+# --- Forgather
 
 
 def _coordinator(training: Training) -> CheckpointCoordinator:
@@ -172,7 +172,7 @@ def _load_ours(training: Training, directory: Path) -> None:
     _coordinator(training).load_checkpoint(str(directory / "checkpoint-1"))
 
 
-# torch.save
+# --- torch.save
 
 
 def _save_torch(training: Training, directory: Path) -> None:
@@ -190,12 +190,12 @@ def _load_torch_mapped(training: Training, directory: Path) -> None:
 
 
 def _own_moments(optimizer_state: dict[str, Any]) -> None:
-    """Copy the moments out of the file's pages: the optimizer keeps the very tensors that it is given."""
+    """Copy the moments out of the mapped file: the optimizer keeps the tensors that it loads."""
     for state in optimizer_state["state"].values():
         state.update({name: value.clone() for name, value in state.items()})
 
 
-# safetensors
+# --- safetensors
 
 
 def _save_safetensors(training: Training, directory: Path) -> None:
@@ -225,7 +225,7 @@ def _load_safetensors(training: Training, directory: Path) -> None:
     training.load(state)
 
 
-# torch.distributed.checkpoint
+# --- torch.distributed.checkpoint
 
 
 def _save_dcp(training: Training, directory: Path, num_threads: int = 1) -> None:
@@ -239,7 +239,7 @@ def _save_dcp_in_two_threads(training: Training, directory: Path) -> None:
 
 
 def _load_dcp(training: Training, directory: Path) -> None:
-    """It loads into tensors that exist, so `get_state_dict` first makes the moments by a step of zero gradients."""
+    """Load into existing tensors; `get_state_dict` first creates the moments by a step with zero gradients."""
     model_state, optimizer_state = get_state_dict(training.model, training.optimizer)
     state = {"model": model_state, "optimizer": optimizer_state}
     dcp.load(state, storage_reader=dcp.FileSystemReader(directory), no_dist=True)
@@ -251,7 +251,7 @@ def _load_dcp(training: Training, directory: Path) -> None:
     )
 
 
-# raw bytes
+# --- raw bytes
 
 
 def _save_raw(training: Training, directory: Path) -> None:
@@ -279,7 +279,7 @@ def _transfer(transfer: Callable[[memoryview], int | None], tensor: Tensor) -> N
 
 @dataclass(frozen=True)
 class Saver:
-    """A way to save; `is_durable` when its files and their directory entries are on disk as it returns."""
+    """Save function; `is_durable` if files and directory entries are on disk when it returns."""
 
     name: str
     save: Callable[[Training, Path], None]
@@ -288,14 +288,14 @@ class Saver:
 
 @dataclass(frozen=True)
 class Loader:
-    """A way to load what `saver` saved."""
+    """Load function for the files of `saver`."""
 
     name: str
     saver: str
     load: Callable[[Training, Path], None]
 
 
-OURS = "ours"
+OURS = "Forgather"
 SAVERS = [
     Saver(OURS, _save_ours, is_durable=True),
     Saver("torch.save", _save_torch),
@@ -316,9 +316,9 @@ LOADERS = [
 
 @dataclass(frozen=True)
 class Measurement:
-    """One save or load: seconds until the call returned and until it was durable, and bytes of memory it added.
+    """One save or load: seconds until the call returned and until the data was durable, and bytes of added memory.
 
-    `private_bytes` is the peak of memory that only this process pays for, `resident_bytes` also counts mapped files.
+    `private_bytes` is the peak of private memory. `resident_bytes` also counts mapped files.
     """
 
     blocked: float
@@ -329,7 +329,7 @@ class Measurement:
 
 
 def measure_saves(name: str, num_bytes: int, directory: Path) -> list[Measurement]:
-    """The first and the second save of this process; the files of the second are left in `directory`."""
+    """Measure the first and the second save of this process; leave the files of the second in `directory`."""
     saver = next(one for one in SAVERS if one.name == name)
     training = Training.running(num_bytes)
     measurements = []
@@ -351,7 +351,7 @@ def measure_saves(name: str, num_bytes: int, directory: Path) -> list[Measuremen
 
 
 def measure_loads(name: str, num_bytes: int, directory: Path, is_cold: bool) -> list[Measurement]:
-    """The first and the second load of this process, which has weights from the start, and no moments at first."""
+    """Measure the first and the second load of this process, which starts with weights and without moments."""
     loader = next(one for one in LOADERS if one.name == name)
     training = Training.resuming(num_bytes)
     measurements = []
@@ -373,7 +373,7 @@ def measure_loads(name: str, num_bytes: int, directory: Path, is_cold: bool) -> 
 
 
 def measure_digests(num_bytes: int) -> dict[str, float]:
-    """Bytes per second, in one thread: of the digests of a state, and of the hash alone over one buffer."""
+    """Return bytes per second in one thread: digests of a state, and the plain hash of one buffer."""
     training = Training.running(num_bytes)
     size = training.num_bytes
     state = training.state()
@@ -397,7 +397,7 @@ def _make_durable(directory: Path) -> None:
 
 
 def forget_files(directory: Path) -> str:
-    """Take the files out of the page cache; returns by which means."""
+    """Drop the files from the page cache, and return the method used."""
     os.sync()
     with contextlib.suppress(PermissionError):
         Path("/proc/sys/vm/drop_caches").write_text("3")
@@ -421,13 +421,13 @@ def _files(directory: Path) -> Iterator[Path]:
 
 
 class _PeakMemory:
-    """Watches this process's memory: what it had at most beyond what it had at the start."""
+    """Context manager that measures the peak memory of this process above its memory at the start."""
 
     private_bytes = 0
     resident_bytes = 0
 
     def __enter__(self) -> "_PeakMemory":
-        # Sets the high-water mark, which the system keeps, back to what is resident now.
+        # Reset the high-water mark of the kernel to the memory that is resident now.
         Path("/proc/self/clear_refs").write_text("5")
         self._before = _memory_status()
         self._stopped = threading.Event()
@@ -446,7 +446,7 @@ class _PeakMemory:
             self._sample()
 
     def _sample(self) -> None:
-        # Buffers from Python's mmap count as shared memory, although no file is behind them.
+        # Anonymous buffers from Python's mmap count as shared memory.
         now = _memory_status()
         added = sum(now[name] - self._before[name] for name in ("RssAnon", "RssShmem"))
         self.private_bytes = max(self.private_bytes, added)

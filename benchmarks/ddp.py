@@ -1,11 +1,11 @@
-"""What a data-parallel step on two ranks costs beyond a bare DDP loop: ours, and other trainers.
+"""Data-parallel benchmark: overhead of a step on two ranks over a bare DDP loop, for Forgather and other trainers.
 
     python benchmarks/ddp.py [--sizes nano 10M] [--rounds 40] [--only NAME...] [--markdown FILE]
 
-starts the ranks on this machine, which talk gloo over localhost. On each rank all loops are alive at once, each in a
-thread of its own of which exactly one runs, and take turns in blocks of steps, in the same random order on both ranks,
-which wait for each other between turns. Rank 0 measures. A contender whose package is missing is left out; how to have
-Lightning take part is said in step.py.
+The script starts the ranks on this machine, with gloo over localhost. On each rank all loops stay alive, each in a
+separate thread, and exactly one thread runs. They take turns in blocks of steps, in the same random order on both
+ranks. The ranks wait for each other between turns. Rank 0 measures. Contenders with a missing package are skipped. The
+docstring of step.py describes how to include Lightning.
 """
 
 import argparse
@@ -52,8 +52,8 @@ def main() -> None:
 def _parse_arguments() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--sizes", nargs="*", choices=[size.name for size in SIZES], default=["nano", "10M"])
-    parser.add_argument("--rounds", type=int, default=40, help="blocks of steps of each contender and size")
-    parser.add_argument("--only", nargs="+", help="these contenders, besides the bare loop and ours")
+    parser.add_argument("--rounds", type=int, default=40, help="blocks of steps per contender and size")
+    parser.add_argument("--only", nargs="+", help="contenders besides the bare loop and Forgather")
     parser.add_argument("--markdown", type=Path, help="also write the tables to this file")
     return parser.parse_args()
 
@@ -74,7 +74,7 @@ def _run_ranks(directory: str, arguments: Sequence[str]) -> None:
         for log, environment in zip(logs, environments, strict=True):
             file = stack.enter_context(log.open("w"))
             process = stack.enter_context(subprocess.Popen(command, stdout=file, stderr=file, env=environment))
-            # Without the other, a rank would wait for it until the time is over.
+            # If one rank dies, the other would wait for it until the timeout.
             stack.callback(process.kill)
             processes.append(process)
         while any(process.poll() is None for process in processes):
@@ -87,7 +87,7 @@ def _run_ranks(directory: str, arguments: Sequence[str]) -> None:
 
 
 def _environments() -> list[dict[str, str]]:
-    """What torchrun would tell each rank, besides what it has in common with the other benchmarks."""
+    """Return the environment of each rank: variables that torchrun sets, and `settings` of all benchmarks."""
     with socket.create_server(("127.0.0.1", 0)) as server:
         port = server.getsockname()[1]
     common = {
@@ -96,7 +96,7 @@ def _environments() -> list[dict[str, str]]:
         "WORLD_SIZE": str(NUM_RANKS),
         "LOCAL_WORLD_SIZE": str(NUM_RANKS),
         "GROUP_RANK": "0",
-        # By this Lightning knows that someone else has started the ranks.
+        # Lightning detects by this variable that the ranks are already started.
         "TORCHELASTIC_RUN_ID": "benchmark",
     }
     every_rank = {**os.environ, **settings(_NUM_THREADS), **common}
@@ -104,10 +104,10 @@ def _environments() -> list[dict[str, str]]:
 
 
 def _table(title: str, costs: dict[str, list[Cost]]) -> ResultTable:
-    columns = ["", "wall ms", "CPU ms", "wall / bare", "95% interval of it"]
+    columns = ["", "wall ms", "CPU ms", "wall / bare", "95% interval"]
     rows = []
     for name, rounds in costs.items():
-        # Within a round, as whatever disturbs it lasts longer than a turn.
+        # Compare within a round: a disturbance usually lasts longer than a turn.
         ratios = [one.wall / bare.wall for one, bare in zip(rounds, costs[BARE], strict=True)]
         low, high = interval_of_median(ratios)
         wall, cpu = spread([one.wall * MS for one in rounds]), spread([one.cpu * MS for one in rounds])
@@ -117,12 +117,13 @@ def _table(title: str, costs: dict[str, list[Cost]]) -> ResultTable:
 
 
 _NOTES = [
-    "CPU: time of all threads of rank 0. Wall / bare: the median of the ratios within each round.",
-    "Every loop logs the loss in its usual way, with its default callbacks and progress bars; nobody saves or clips. "
-    "Dispatched: rank 0 makes the batches of both ranks.",
-    "Ours also measures the norm of the gradients at every step, and by default keeps gradients in the memory that DDP "
-    "reduces (gradient_as_bucket_view); the bare loop that is set like ours does both, the others leave DDP at its defaults.",
-    "That the ranks train one model, each on batches of its own, is checked for every contender.",
+    "CPU: time of all threads of rank 0. wall / bare: median of the ratios within each round.",
+    "Every loop logs the loss in its usual way, with its default callbacks and progress bars. No loop saves or clips "
+    "gradients. dispatched: rank 0 makes the batches of both ranks.",
+    "Forgather also measures the gradient norm at every step. By default it sets gradient_as_bucket_view, so that "
+    "gradients are views of DDP's buckets. The bare loop with Forgather settings does both. All other loops leave DDP "
+    "at its defaults.",
+    "The benchmark checks that each rank gets its own batches, and that all ranks end with the same parameters.",
     MALLOC_NOTE,
 ]
 

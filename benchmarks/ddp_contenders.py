@@ -1,4 +1,4 @@
-"""The data-parallel training loops that the benchmark of them compares, each the one of the step benchmark on two ranks."""
+"""Training loops that the data-parallel benchmark compares: the loops of the step benchmark on two ranks."""
 
 from dataclasses import dataclass, field
 from typing import Any
@@ -23,10 +23,10 @@ NUM_RANKS = 2
 
 @dataclass
 class RankTask(Task):
-    """What a contender is given on each rank. A batch is that of a rank; whoever makes it may do so for others too."""
+    """Task of a contender on each rank. A batch is for one rank, but one rank may make the batches of all ranks."""
 
     first_input: Tensor | None = field(init=False, default=None)
-    """What the model was given in the first step."""
+    """Model input of the first step."""
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -71,7 +71,7 @@ def _ours_sharded(task: RankTask) -> None:
 
 
 def _transformers(task: RankTask) -> None:
-    # It would look for parameters without a gradient otherwise, at every step, which nobody else does.
+    # Its default searches for unused parameters at every step. No other contender does.
     train_transformers(task, ddp_backend="gloo", ddp_find_unused_parameters=False)
 
 
@@ -84,9 +84,9 @@ def _fabric(task: RankTask) -> None:
 
 
 BARE = "bare DDP loop"
-BARE_LIKE_OURS = "bare DDP loop, set like ours"
-OURS = "forgather DDPTrainer, dispatched"
-OURS_SHARDED = "forgather DDPTrainer, sharded"
+BARE_LIKE_OURS = "bare DDP loop, Forgather settings"
+OURS = "Forgather DDPTrainer, dispatched"
+OURS_SHARDED = "Forgather DDPTrainer, sharded"
 _OUR_MODULE = "forgather.ml.trainer.ddp.ddp_trainer"
 CONTENDERS: Contenders[RankTask] = {
     BARE: (_bare, "torch"),

@@ -1,8 +1,8 @@
-"""One rank of the benchmark of data-parallel steps, which starts it with the environment variables that torchrun sets.
+"""One rank of the data-parallel benchmark. `ddp.py` starts it with the environment variables that torchrun sets.
 
     python benchmarks/ddp_rank.py DIRECTORY SIZE ROUNDS NAME...
 
-Rank 0 leaves the costs of each contender in the directory.
+Rank 0 writes the costs of each contender to the directory.
 """
 
 import json
@@ -22,13 +22,13 @@ from step_contenders import SIZES, Task, run
 from torch.optim.optimizer import register_optimizer_step_post_hook
 
 RESULT_FILE = "costs.json"
-# A turn begins with steps that are not measured, in which batches are read ahead as far as they are at the end of it.
+# Unmeasured steps at the start of a turn, so that as many batches are prefetched at its start as at its end.
 _LEAD_STEPS = 3
 _TIMEOUT = timedelta(minutes=5)
 
 
 class RankRunner(Runner):
-    """A contender of which all ranks take the same steps at the same time."""
+    """Contender that takes the same steps on all ranks at the same time."""
 
     def __init__(self, name: str, task: RankTask, group: dist.ProcessGroup) -> None:
         self._group = group
@@ -36,7 +36,7 @@ class RankRunner(Runner):
         self._require_own_batches(task)
 
     def take_steps(self, num_steps: int) -> Cost:
-        """What a step costs rank 0, over that many; returns when all ranks have taken them."""
+        """Return the mean cost of a step on rank 0, when all ranks have taken `num_steps` steps."""
         super().take_steps(_LEAD_STEPS)
         return _gather(super().take_steps(num_steps), self._group)[0]
 
@@ -44,13 +44,13 @@ class RankRunner(Runner):
         self._require_same_parameters()
         super().close()
 
-    # What is not data-parallel training must not be measured as if it were.
+    # These checks ensure that the benchmark measures only real data-parallel training.
 
     def _require_own_batches(self, task: RankTask) -> None:
         inputs = _gather(task.first_input, self._group)
         shape = (task.size.batch_size, task.size.sequence_length)
         if any(one is None or one.shape != shape for one in inputs) or torch.equal(inputs[0], inputs[1]):
-            raise RuntimeError(f"{self.name} did not give each rank a batch of its own, of shape {shape}.")
+            raise RuntimeError(f"{self.name} did not give each rank its own batch of shape {shape}.")
 
     def _require_same_parameters(self) -> None:
         own = torch.cat([one.detach().flatten() for one in self.task.model.parameters()])
@@ -61,7 +61,7 @@ class RankRunner(Runner):
 
 
 class _Here(threading.local):
-    """What the thread of a contender calls after each step of its optimizer."""
+    """Callback of the current contender's thread, called after each optimizer step."""
 
     on_step: Callable[[], None] | None = None
 
@@ -89,7 +89,7 @@ def main() -> None:
     directory, size_name, num_rounds, *names = sys.argv[1:]
     (size,) = (size for size in SIZES if size.name == size_name)
     dist.init_process_group("gloo", timeout=_TIMEOUT)
-    # Apart from the group that the contenders use, so that none of their communication can be taken for this.
+    # A separate group, so that collectives of the benchmark never match collectives of the contenders.
     group = dist.new_group(backend="gloo", timeout=_TIMEOUT)
     register_optimizer_step_post_hook(_on_optimizer_step)
     runners = [RankRunner(name, RankTask(size, str(Path(directory, name))), group) for name in names]

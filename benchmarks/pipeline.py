@@ -1,11 +1,12 @@
-"""What a pipeline-parallel step on two ranks costs beyond a bare loop over torch's schedule, and how idle schedules are.
+"""Pipeline benchmark: overhead of a step on two ranks over a bare loop with torch's schedule; idle time of schedules.
 
     python benchmarks/pipeline.py [--sizes 1M 10M] [--schedules gpipe 1f1b interleaved1f1b] [--rounds 30] [--markdown FILE]
     python benchmarks/pipeline.py --bubbles
 
-The first starts the ranks on this machine, which talk gloo over localhost. On each rank all loops are alive at once, each in
-a thread of its own of which exactly one runs, and take turns in blocks of steps, in the same random order on both ranks,
-which wait for each other between turns. The second computes the shares of idle time and measures nothing.
+The first command starts the ranks on this machine, with gloo over localhost. On each rank all loops stay alive, each in
+a separate thread, and exactly one thread runs. They take turns in blocks of steps, in the same random order on both
+ranks. The ranks wait for each other between turns. The second command computes shares of idle time and measures
+nothing.
 """
 
 import argparse
@@ -70,8 +71,10 @@ def _parse_arguments() -> argparse.Namespace:
     usual = ["gpipe", "1f1b", "interleaved1f1b"]
     parser.add_argument("--sizes", nargs="+", choices=names, default=names)
     parser.add_argument("--schedules", nargs="+", choices=SCHEDULE_NAMES, default=usual)
-    parser.add_argument("--rounds", type=int, default=30, help="blocks of steps of each contender, size and schedule")
-    parser.add_argument("--bubbles", action="store_true", help="the idle time of all schedules, instead of steps")
+    parser.add_argument("--rounds", type=int, default=30, help="blocks of steps per contender, size and schedule")
+    parser.add_argument(
+        "--bubbles", action="store_true", help="compute the idle time of all schedules, measure no steps"
+    )
     parser.add_argument("--markdown", type=Path, help="also write the tables to this file")
     return parser.parse_args()
 
@@ -93,7 +96,7 @@ def _measure(size: Size, schedule: str, num_rounds: int) -> dict[str, list[Cost]
 
 
 def _run_ranks(arguments: Sequence[str]) -> None:
-    # It looks after the ranks as rarely as it may: there is no core for it.
+    # Poll the ranks rarely, since they occupy both cores.
     torchrun = ["-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={NUM_RANKS}", "--monitor-interval=2"]
     script = str(Path(__file__).with_name("pipeline_rank.py"))
     command = [sys.executable, *torchrun, script, *arguments]
@@ -127,14 +130,14 @@ def _step_table(title: str, costs: dict[str, list[Cost]]) -> ResultTable:
 
 
 def _median_of_ratios(dividends: Sequence[float], divisors: Sequence[float]) -> str:
-    # Within a round, as whatever disturbs it lasts longer than a turn.
+    # Compare within a round: a disturbance usually lasts longer than a turn.
     ratios = [dividend / divisor for dividend, divisor in zip(dividends, divisors, strict=True)]
     low, high = _bootstrap_interval(ratios)
     return f"{statistics.median(ratios):.3f} ({low:.3f}-{high:.3f})"
 
 
 def _bootstrap_interval(values: Sequence[float]) -> tuple[float, float]:
-    """Of the median: where that of samples drawn from the values lies in 95 of 100 cases."""
+    """Return the 95% bootstrap interval of the median."""
     draw = random.Random(0)
     medians = [statistics.median(draw.choices(values, k=len(values))) for _ in range(_NUM_RESAMPLES)]
     low, *_, high = statistics.quantiles(medians, n=40)
@@ -142,11 +145,13 @@ def _bootstrap_interval(values: Sequence[float]) -> tuple[float, float]:
 
 
 _STEP_NOTES = [
-    "CPU: time of all threads of both ranks. Ratios: the median of those within each round (95% interval, by bootstrap).",
-    "All loops run the same stages with the same schedule on the same batches, which the parameters after the first step "
-    "prove. Bare: each rank makes the batches by itself; torch's schedule, AdamW, and nothing else.",
-    "Ours also has rank 0 read for all, agrees on every batch, measures the norm of its gradients at every step, follows a "
-    f"learning-rate schedule, and every {LOGGING_STEPS} steps puts together what it logs, the norms too, for no callback.",
+    "CPU: time of all threads of both ranks. Ratios: median of the ratios within each round (95% bootstrap interval).",
+    "All loops run the same stages with the same schedule on the same batches. The benchmark compares the parameters "
+    "after the first step to check this. Bare: each rank makes its batches and runs torch's schedule and AdamW, "
+    "nothing else.",
+    "In Forgather, rank 0 reads for all ranks, and the ranks agree on every batch. Forgather also measures the "
+    f"gradient norm at every step, and follows a learning-rate schedule. Every {LOGGING_STEPS} steps it assembles a "
+    "log record with the norms, although no callback is attached.",
     MALLOC_NOTE,
 ]
 
@@ -169,9 +174,10 @@ def _bubble(schedule_class: type, num_ranks: int, num_micro_batches: int) -> str
 
 
 _BUBBLE_NOTES = [
-    "Computed from the order in which torch's schedules start their work: all stages equal, a backward pass twice as long as a "
-    "forward pass, communication free. Schedules with several stages per rank have two.",
-    "-: the schedule cannot run in this layout (dualpipev needs a micro-batch for each of its stages).",
+    "Computed from the order of work in torch's schedules. Assumptions: all stages are equal, a backward pass takes "
+    "twice as long as a forward pass, and communication takes no time. Multi-stage schedules have two stages per "
+    "rank.",
+    "-: the schedule cannot run in this layout (dualpipev needs at least one micro-batch per stage).",
 ]
 
 

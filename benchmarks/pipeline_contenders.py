@@ -1,4 +1,4 @@
-"""The pipeline-parallel loops that the benchmark of them compares: the same stages, batches and fused AdamW for all."""
+"""Training loops that the pipeline benchmark compares, all with the same stages, batches and fused AdamW."""
 
 from collections.abc import Iterable
 from dataclasses import dataclass, field
@@ -21,7 +21,7 @@ NUM_RANKS = 2
 NUM_MICROBATCHES = 4
 LEARNING_RATE = 1e-4
 SIZES = (Size("1M", 128, 4, 8, 128), Size("10M", 384, 6, 8, 128))
-# Zero-bubble schedules detach what stages put out, which needs more of a stage than a bare loop gives it.
+# Zero-bubble schedules detach stage outputs, and the plain stages of the bare loop do not support that.
 SCHEDULE_NAMES = tuple(traits.name for traits in SCHEDULES.values() if not traits.splits_backward)
 _NUM_STEPS = 1_000_000
 _VOCABULARY = 1024
@@ -43,12 +43,12 @@ def make_model(size: Size) -> nn.Module:
 
 @dataclass
 class PipelineTask(Task):
-    """What a contender is given on each rank; batches are those of the whole pipeline."""
+    """Task of a contender on each rank; a batch is for the full pipeline."""
 
     schedule: str = "gpipe"
     model: Any = field(init=False)
     parameters: dict[str, nn.Parameter] = field(init=False, default_factory=dict)
-    """Those that this rank trains, by their names in the whole model."""
+    """Parameters that this rank trains, by FQN in the full model."""
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -63,7 +63,7 @@ class PipelineTask(Task):
         return DataLoader(self.dataset, self.size.batch_size, collate_fn=self.collate)
 
     def adamw(self, named_parameters: Iterable[tuple[str, nn.Parameter]]) -> torch.optim.AdamW:
-        """An optimizer whose steps are what is counted as steps."""
+        """Return an optimizer that calls `on_step` after each step."""
         self.parameters = dict(named_parameters)
         optimizer = torch.optim.AdamW(self.parameters.items(), lr=LEARNING_RATE, weight_decay=0.0, fused=True)
         optimizer.register_step_post_hook(lambda *_: self.on_step())
@@ -71,12 +71,12 @@ class PipelineTask(Task):
 
 
 def _stages(task: PipelineTask) -> list[PipelineStage]:
-    """This rank's stages as our trainer splits them, with shapes known beforehand."""
+    """Return the stages of this rank, split as by `PipelineTrainer`, with static shapes."""
     traits = traits_of(find_schedule(task.schedule))
     num_stages = NUM_RANKS * traits.default_stages_per_rank
     indices = pipeline_stage_indices(NUM_RANKS, num_stages, traits.stage_type)
     device, rank, group = torch.device("cpu"), dist.get_rank(), dist.group.WORLD
-    assert group is not None, "ranks begin with init_process_group"
+    assert group is not None, "each rank calls init_process_group first"
     shape = (task.size.batch_size // NUM_MICROBATCHES, task.size.sequence_length)
     tokens = torch.empty(shape, dtype=torch.int64, device="meta")
     hidden = torch.empty((*shape, task.size.width), device="meta", requires_grad=True)
@@ -145,7 +145,7 @@ def _ours(task: PipelineTask) -> None:
 
 BARE = "bare schedule loop"
 BARE_WITH_NORM = "bare loop with gradient norm"
-OURS = "forgather PipelineTrainer"
+OURS = "Forgather"
 CONTENDERS: Contenders[PipelineTask] = {
     BARE: (_train_bare, "torch"),
     BARE_WITH_NORM: (_bare_with_norm, "torch"),

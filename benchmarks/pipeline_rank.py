@@ -1,8 +1,8 @@
-"""One rank of the benchmark of pipeline-parallel steps, which has torchrun start it.
+"""One rank of the pipeline benchmark. `pipeline.py` starts it with torchrun.
 
     torchrun --nproc-per-node 2 benchmarks/pipeline_rank.py DIRECTORY SIZE SCHEDULE ROUNDS NAME...
 
-Rank 0 leaves the costs of each contender in the directory.
+Rank 0 writes the costs of each contender to the directory.
 """
 
 import json
@@ -19,15 +19,16 @@ from step import Cost, Runner, take_turns
 from step_contenders import run
 
 RESULT_FILE = "costs.json"
-# A turn begins with steps that are not measured, in which batches are read ahead as far as they are at the end of it.
+# Unmeasured steps at the start of a turn, so that as many batches are prefetched at its start as at its end.
 _LEAD_STEPS = 3
 _TIMEOUT = timedelta(minutes=5)
-# Of the length of the first update, which is about as long whatever the gradients are, and in another direction if they differ.
+# Limit of the parameter difference, as a fraction of the first AdamW update. The length of this update hardly depends
+# on the gradients, but its direction does.
 _LARGEST_DIFFERENCE = 0.05
 
 
 class PipelineRunner(Runner):
-    """A contender of which all ranks take the same steps at the same time."""
+    """Contender that takes the same steps on all ranks at the same time."""
 
     task: PipelineTask
 
@@ -36,7 +37,7 @@ class PipelineRunner(Runner):
         super().__init__(name, task, lambda name, task: run(name, task, CONTENDERS))
 
     def take_steps(self, num_steps: int) -> Cost:
-        """What a step costs all ranks together, over that many; returns when all ranks have taken them."""
+        """Return the mean cost of a step after `num_steps` on all ranks: longest wall time, sum of CPU times."""
         super().take_steps(_LEAD_STEPS)
         costs: list[Cost] = [Cost(0, 0)] * dist.get_world_size(self._group)
         dist.all_gather_object(costs, super().take_steps(num_steps), group=self._group)
@@ -44,7 +45,7 @@ class PipelineRunner(Runner):
 
 
 def _require_same_training(runners: Sequence[PipelineRunner]) -> None:
-    """What does something else than the first one must not be compared with it; to be called after one step of each."""
+    """Raise RuntimeError unless all contenders have the same parameters; call this after one step of each."""
     reference = runners[0].task.parameters
     for runner in runners:
         own = runner.task.parameters
@@ -54,14 +55,14 @@ def _require_same_training(runners: Sequence[PipelineRunner]) -> None:
             )
         difference = torch.cat([(own[name] - reference[name]).detach().flatten() for name in reference])
         if difference.norm() > _LARGEST_DIFFERENCE * LEARNING_RATE * difference.numel() ** 0.5:
-            raise RuntimeError(f"{runner.name} came to other parameters in a step than {runners[0].name} did.")
+            raise RuntimeError(f"{runner.name} and {runners[0].name} differ in their parameters after one step.")
 
 
 def main() -> None:
     directory, size_name, schedule, num_rounds, *names = sys.argv[1:]
     (size,) = (size for size in SIZES if size.name == size_name)
     dist.init_process_group("gloo", timeout=_TIMEOUT)
-    # Apart from the group that the contenders use, so that none of their communication can be taken for this.
+    # A separate group, so that collectives of the benchmark never match collectives of the contenders.
     group = dist.new_group(backend="gloo", timeout=_TIMEOUT)
     tasks = [PipelineTask(size, str(Path(directory, name)), schedule=schedule) for name in names]
     runners = [PipelineRunner(name, task, group) for name, task in zip(names, tasks, strict=True)]

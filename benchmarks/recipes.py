@@ -1,10 +1,10 @@
-"""What the recipes for precision and memory cost and save: a step of each beside the plain one, in one process.
+"""Recipe benchmark: time and memory of a step with each precision and memory recipe, compared with a plain step.
 
     python benchmarks/recipes.py [--quick] [--only NAME ...] [--rounds 12] [--threads 1] [--markdown FILE]
 
-All trainers are alive at once, each in a thread of its own of which exactly one runs, and take turns of one step in random
-order. Memory is from torch's own record of every allocation, in a step before the turns. Recipes whose package is missing
-are left out. `torch_compile` compiles for a minute unless torch has it in its cache.
+All trainers stay alive in one process, each in a separate thread, and exactly one thread runs. They take turns of one
+step in random order. Memory figures come from torch's allocation record of a step before the turns. Recipes with a
+missing package are skipped. `torch_compile` takes about a minute to compile, unless the result is in torch's cache.
 """
 
 import argparse
@@ -36,7 +36,7 @@ from forgather.ml.trainer.trainer import Trainer, TrainingArguments
 
 _QUICK = (Size("quick", 128, 2, 2, 64),)
 _FULL = (Size("wide", 256, 4, 2, 256), Size("deep", 256, 8, 4, 256))
-"""One that is mostly embedding, logits and head, and one that is mostly layers and their activations."""
+"""A model dominated by embedding, logits and head, and a model dominated by layers and their activations."""
 _VOCABULARIES = {"quick": 32_000, "wide": 32_000, "deep": 1_024}
 _HEAD_WIDTH = 64
 _NUM_STEPS = 1_000_000
@@ -45,16 +45,16 @@ _MB = 1e6
 
 @dataclass(frozen=True)
 class Recipe:
-    """What a trainer is given beyond what all are given."""
+    """Settings of a trainer beyond the settings of all trainers."""
 
     name: str
     arguments: Mapping[str, Any] = field(default_factory=dict)
     options: Callable[[], Mapping[str, Any]] = dict
-    """For the trainer itself; made for each, since some keep state."""
+    """Keyword arguments of the trainer, built for each trainer since some keep state."""
     package: str = "torch"
-    """Which it cannot do without."""
+    """Package that the recipe requires."""
     is_default: bool = True
-    """Whether it is measured unless others are named."""
+    """Whether the recipe is measured without `--only`."""
 
 
 def _fused_loss() -> Mapping[str, Any]:
@@ -66,19 +66,19 @@ _LEAN = {"gradient_checkpointing": True, "fuse_optim_with_backward": True}
 RECIPES = (
     Recipe(PLAIN),
     Recipe("mixed_precision='bf16'", {"mixed_precision": "bf16"}),
-    # A CPU that has no such arithmetic takes ten times as long and more.
+    # CPUs without fp16 arithmetic take more than ten times as long.
     Recipe("mixed_precision='fp16'", {"mixed_precision": "fp16"}, is_default=False),
     Recipe("default_dtype='bfloat16'", {"default_dtype": "bfloat16"}),
     Recipe("gradient_checkpointing", {"gradient_checkpointing": True}),
     Recipe("LinearCrossEntropyLoss", options=_fused_loss),
     Recipe("ChunkedCausalLoss", options=lambda: {"compute_loss_func": ChunkedCausalLoss()}),
     Recipe("fuse_optim_with_backward", {"fuse_optim_with_backward": True}),
-    # With many classes the logits hide what others save, unless they are gone.
+    # With a large vocabulary the logits hide the savings of the other recipes, so this recipe avoids them.
     Recipe("fused loss, checkpointing, fused optimizer", _LEAN, _fused_loss),
     Recipe("ema_decay=0.999", {"ema_decay": 0.999}),
     Recipe("qat_recipe, int4 weights", {"qat_recipe": "int4-weight-only"}, package="torchao"),
     Recipe("torch_compile", {"torch_compile": True}),
-    # Last, since the compiler reads its budget from a setting of the whole process, which lasts as long as the trainer.
+    # Last, since the budget is a process-wide compiler setting that stays set while the trainer lives.
     Recipe("activation_memory_budget=0.3", {"torch_compile": True, "activation_memory_budget": 0.3}),
 )
 
@@ -86,7 +86,7 @@ _DEFAULTS = [one.name for one in RECIPES if one.is_default]
 
 
 class _Samples(Dataset[Tensor]):
-    """Random tokens, of which each sample is a stretch."""
+    """Samples that are slices of one random token sequence."""
 
     def __init__(self, size: Size) -> None:
         self._length = size.sequence_length
@@ -103,7 +103,7 @@ class _Samples(Dataset[Tensor]):
 
 @dataclass
 class RecipeTask(Task):
-    """A trainer with one recipe, and what it takes of memory."""
+    """Task of a trainer with one recipe, and its memory figures."""
 
     recipe: Recipe = RECIPES[0]
     memory: StepMemory = field(init=False, default_factory=StepMemory)
@@ -127,7 +127,7 @@ def make_model(size: Size) -> nn.Module:
         max_position_embeddings=size.sequence_length,
         use_cache=False,
     )
-    # Of a class of its own: what is compiled for one model would serve all others of its class, whatever their recipe.
+    # A separate class per model: code compiled for one model is otherwise reused for its class, despite another recipe.
     own_class = type(LlamaForCausalLM.__name__, (LlamaForCausalLM,), {})
     model: nn.Module = own_class(config)
     return model
@@ -170,18 +170,18 @@ def main() -> None:
 
 def _parse_arguments() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--quick", action="store_true", help="a small model and few rounds, to see that it works")
+    parser.add_argument("--quick", action="store_true", help="small model and few rounds, to check the script")
     parser.add_argument(
-        "--only", nargs="+", choices=[one.name for one in RECIPES], help="these, besides the plain step"
+        "--only", nargs="+", choices=[one.name for one in RECIPES], help="recipes besides the plain step"
     )
     parser.add_argument("--rounds", type=int, default=12, help="steps of each recipe")
-    parser.add_argument("--threads", type=int, default=1, help="of torch, within an operation")
+    parser.add_argument("--threads", type=int, default=1, help="torch threads within an operation")
     parser.add_argument("--markdown", type=Path, help="also write the table to this file")
     return parser.parse_args()
 
 
 def _require_settings(num_threads: int) -> None:
-    """Start this program again unless it runs with the settings that libraries read when a process begins."""
+    """Restart this program unless its environment has the variables that libraries read at process start."""
     required = {**settings(num_threads), "KINETO_LOG_LEVEL": "99"}
     if any(os.environ.get(name) != value for name, value in required.items()):
         os.execve(sys.executable, [sys.executable, *sys.argv], {**os.environ, **required})
@@ -200,7 +200,7 @@ def _measure(size: Size, recipes: Sequence[Recipe], num_rounds: int) -> ResultTa
     with tempfile.TemporaryDirectory() as directory, _quiet():
         StepMemory.prepare()
         tasks = [RecipeTask(size, str(Path(directory, str(i))), recipe=one) for i, one in enumerate(recipes)]
-        # One after another up to where turns begin: two that compile or measure memory would be in each other's way.
+        # Warm up one trainer after another: two that compile or measure memory at once would disturb each other.
         runners = [_warmed_up(task) for task in tasks]
         costs = _take_turns(runners, num_rounds)
         for runner in runners:
@@ -227,7 +227,7 @@ def _take_turns(runners: Sequence[Runner], num_rounds: int) -> dict[str, list[Co
 
 @contextlib.contextmanager
 def _quiet() -> Iterator[None]:
-    """What trainers print goes nowhere."""
+    """Discard the output of the trainers."""
     with open(os.devnull, "w") as file, contextlib.redirect_stdout(file), contextlib.redirect_stderr(file):
         yield
 
@@ -236,7 +236,7 @@ def _table(size: Size, costs: dict[str, list[Cost]], memory: Mapping[str, StepMe
     columns = ["", "wall ms", "step / plain", "95% interval", "peak MB", "peak / plain", "held MB"]
     rows = []
     for name, rounds in costs.items():
-        # Within a round, as whatever disturbs it lasts longer than a turn.
+        # Compare within a round: a disturbance usually lasts longer than a turn.
         ratios = [one.wall / plain.wall for one, plain in zip(rounds, costs[PLAIN], strict=True)]
         low, high = interval_of_median(ratios)
         interval = "" if name == PLAIN else f"{low:.2f} to {high:.2f}"
@@ -256,9 +256,9 @@ def _title(size: Size) -> str:
 
 
 _NOTES = [
-    "step / plain: the median of the ratios within each round. AdamW, and the norm of the gradients, in every step.",
-    "peak: the most that is allocated at once during a step, weights and moments included; held: what stays of it from "
-    "step to step. Allocations by torch, not what the process has from the system.",
+    "step / plain: median of the ratios within each round. Every step includes AdamW and the gradient norm.",
+    "peak: peak of allocated memory during a step, including weights and moments. held: memory that stays allocated "
+    "between steps. Both count allocations by torch, not the memory that the system assigned to the process.",
     MALLOC_NOTE,
 ]
 

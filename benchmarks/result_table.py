@@ -1,4 +1,4 @@
-"""Tables of results, for a terminal and for the documentation."""
+"""Result tables of benchmarks, for the terminal and for Markdown."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -9,13 +9,13 @@ from rich.table import Table
 
 @dataclass(frozen=True)
 class ResultTable:
-    """A table that can be shown on a terminal and in Markdown."""
+    """Table for the terminal and for Markdown."""
 
     title: str
     columns: Sequence[str]
     rows: Sequence[Sequence[str]]
     highlighted: str
-    """The row that the others are compared with."""
+    """Name of the row that is printed in bold."""
 
     def as_rich(self) -> Table:
         table = Table(title=self.title, title_justify="left")
@@ -31,6 +31,6 @@ class ResultTable:
 
 
 def write_markdown(path: Path, facts: Sequence[str], tables: Sequence[ResultTable], notes: Sequence[str]) -> None:
-    """Everything a benchmark says, in a file."""
+    """Write facts, tables and notes of a benchmark to a Markdown file."""
     text = [*(f"- {fact}" for fact in facts), "", *(table.as_markdown() for table in tables)]
     path.write_text("\n".join([*text, *(f"- {note}" for note in notes)]) + "\n")

@@ -1,12 +1,12 @@
-"""What a training step costs beyond its arithmetic: ours beside a bare torch loop and other trainers, in one process.
+"""Step benchmark: overhead of a training step over a bare torch loop, for Forgather and other trainers in one process.
 
     python benchmarks/step.py [--sizes nano 1M 10M] [--rounds 60] [--starts 7] [--threads 1] [--markdown FILE]
 
-All loops are alive at once, each in a thread of its own of which exactly one runs, and take turns in blocks of steps, so
-that whatever else the machine does strikes all of them alike. The time to the first step is taken from fresh processes
-that take turns too. A contender whose package is missing is left out. Lightning is no dependency of this project; to
-have it take part without a change to the environment, install it elsewhere, and without its dependencies, which would
-bring another torch:
+All loops stay alive, each in a separate thread, and exactly one thread runs. They take turns in blocks of steps, so
+that other load on the machine affects all of them equally. The time to the first step is measured in fresh processes,
+which take turns too. Contenders with a missing package are skipped. Lightning is not a dependency of this project. To
+include it without changing the environment, install it in a separate directory. Omit its dependencies, since they would
+install another torch:
 
     pip install --target DIRECTORY --no-deps lightning lightning-utilities pytorch-lightning torchmetrics
     PYTHONPATH=DIRECTORY python benchmarks/step.py
@@ -35,7 +35,8 @@ from step_contenders import BARE, LOGGING_STEPS, OURS, SIZES, Decoder, Size, Tas
 
 MS = 1e3
 _CLOCKS = ("wall", "cpu")
-# One arena that never gives memory back: else threads differ in how they get theirs, and steps in when they return it.
+# One malloc arena that never returns memory to the system. Otherwise the cost of an allocation differs between threads
+# and between steps.
 _MALLOC = {
     "MALLOC_ARENA_MAX": "1",
     "MALLOC_MMAP_THRESHOLD_": str(2**30),
@@ -48,18 +49,18 @@ _WARMUP_STEPS = 5 * LOGGING_STEPS
 
 @dataclass(frozen=True)
 class Cost:
-    """Seconds per step, or of a start."""
+    """Seconds of a step, or of the time to the first step."""
 
     wall: float
     cpu: float
 
 
 class _Stop(BaseException):
-    """Ends a loop from the inside; not an Exception, which loops might handle."""
+    """Raised inside a training loop to end it. It is not an Exception, since loops may catch those."""
 
 
 class Runner:
-    """A contender in a thread that stands still except for the steps it is told to take."""
+    """Contender in a thread that is blocked except during `take_steps`."""
 
     def __init__(self, name: str, task: Task, run: Callable[[str, Task], None] = run) -> None:
         self.name = name
@@ -76,7 +77,7 @@ class Runner:
         self._wait()
 
     def take_steps(self, num_steps: int) -> Cost:
-        """What a step costs, over that many."""
+        """Take `num_steps` steps and return the mean cost of one."""
         self._num_left = num_steps
         self._begin.release()
         self._wait()
@@ -98,7 +99,7 @@ class Runner:
             self._run(self.name, self.task)
         except _Stop:
             pass
-        except BaseException as error:  # noqa: BLE001 - handed to the thread that waits, which raises it
+        except BaseException as error:  # noqa: BLE001 - the waiting thread raises it
             self._error = error
             self._end.release()
 
@@ -111,13 +112,13 @@ class Runner:
         self._begin.acquire()
         if self._is_over:
             raise _Stop
-        # From here to where this is called next is the first step of the block.
+        # The first step of the block lasts from here to the next call.
         self._num_left -= 1
         self._started = _clocks()
 
 
 def _clocks() -> tuple[float, float]:
-    # Only one contender runs, so that the time of the process is its own, including that of threads it may have started.
+    # Only one contender runs at a time, so the CPU time of the process belongs to it, including all its threads.
     return time.perf_counter(), time.process_time()
 
 
@@ -144,28 +145,28 @@ def _parse_arguments() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     names = [size.name for size in SIZES]
     parser.add_argument("--sizes", nargs="*", choices=names, default=names)
-    parser.add_argument("--rounds", type=int, default=60, help="blocks of steps of each contender and size")
-    parser.add_argument("--starts", type=int, default=7, help="fresh processes of each contender")
-    parser.add_argument("--threads", type=int, default=1, help="of torch, within an operation")
-    parser.add_argument("--only", nargs="+", help="these contenders, besides the bare loop and ours")
+    parser.add_argument("--rounds", type=int, default=60, help="blocks of steps per contender and size")
+    parser.add_argument("--starts", type=int, default=7, help="fresh processes per contender")
+    parser.add_argument("--threads", type=int, default=1, help="torch threads within an operation")
+    parser.add_argument("--only", nargs="+", help="contenders besides the bare loop and Forgather")
     parser.add_argument("--markdown", type=Path, help="also write the tables to this file")
     return parser.parse_args()
 
 
 def settings(num_threads: int) -> dict[str, str]:
-    """The environment variables that libraries read when a process begins."""
+    """Return environment variables that libraries read at process start."""
     return {**_MALLOC, "OMP_NUM_THREADS": str(num_threads), "TOKENIZERS_PARALLELISM": "false"}
 
 
 def _require_settings(num_threads: int) -> None:
-    """Start this program again unless it runs with the settings."""
+    """Restart this program unless its environment has the settings."""
     required = settings(num_threads)
     if any(os.environ.get(name) != value for name, value in required.items()):
         os.execve(sys.executable, [sys.executable, *sys.argv], {**os.environ, **required})
 
 
 def facts(names: Sequence[str], num_rounds: int, num_threads: int) -> list[str]:
-    """What the figures depend on, besides the programs."""
+    """Return lines about the machine, the package versions and the number of rounds."""
     packages = ["torch", *(one for one in ("transformers", "accelerate", "lightning") if _is_used(one, names))]
     versions = ", ".join(f"{package} {metadata.version(package)}" for package in packages)
     load = os.getloadavg()[0]
@@ -193,17 +194,17 @@ def _measure_size(size: Size, names: Sequence[str], num_rounds: int) -> ResultTa
 
 
 def title_of(size: Size, num_ranks: int = 1) -> str:
-    """Of the table of that size."""
+    """Return the title of the table for a model size."""
     num_parameters = sum(one.numel() for one in Decoder(size).parameters())
     shape = f"{size.batch_size * num_ranks} x {size.sequence_length}"
     return f"One step of {size.name}: {num_parameters:,} parameters, batch {shape}"
 
 
 def take_turns(runners: Sequence[Runner], num_rounds: int) -> dict[str, list[Cost]]:
-    """What a step of each costs, in each round."""
+    """Return the cost of a step for each runner, in each round."""
     warm_costs = [runner.take_steps(_WARMUP_STEPS) for runner in runners]
     gc.collect()
-    # What the imports of one contender left behind must not make the collections of the others slower.
+    # Objects from the imports of one contender must not slow down garbage collection in the others.
     gc.freeze()
     num_logs = round(_BLOCK_SECONDS / min(cost.wall for cost in warm_costs) / LOGGING_STEPS)
     num_steps = LOGGING_STEPS * max(1, num_logs)
@@ -217,16 +218,16 @@ def take_turns(runners: Sequence[Runner], num_rounds: int) -> dict[str, list[Cos
 
 @contextlib.contextmanager
 def _quiet(path: Path) -> Iterator[None]:
-    """What trainers print goes to a file, as it would in a job."""
+    """Redirect the output of the trainers to a file, as in a job."""
     with path.open("w") as file, contextlib.redirect_stdout(file), contextlib.redirect_stderr(file):
         yield
 
 
 def _step_table(title: str, costs: dict[str, list[Cost]]) -> ResultTable:
-    columns = ["", "wall ms", "CPU ms", "CPU ms over bare", "95% interval of it"]
+    columns = ["", "wall ms", "CPU ms", "CPU ms over bare", "95% interval"]
     rows = []
     for name, rounds in costs.items():
-        # Within a round, as whatever disturbs it lasts longer than a turn.
+        # Compare within a round: a disturbance usually lasts longer than a turn.
         extra = [(one.cpu - bare.cpu) * MS for one, bare in zip(rounds, costs[BARE], strict=True)]
         low, high = interval_of_median(extra)
         wall, cpu = spread([one.wall * MS for one in rounds]), spread([one.cpu * MS for one in rounds])
@@ -236,7 +237,7 @@ def _step_table(title: str, costs: dict[str, list[Cost]]) -> ResultTable:
 
 
 def interval_of_median(values: Sequence[float]) -> tuple[float, float]:
-    """Bounds that hold whatever the distribution is: values by rank, as many from the middle as the sign test says."""
+    """Return a distribution-free 95% interval of the median: order statistics chosen by the sign test."""
     ordered, count = sorted(values), len(values)
     reach = 0.98 * count**0.5
     low, high = round(count / 2 - reach) - 1, round(count / 2 + reach)
@@ -244,7 +245,7 @@ def interval_of_median(values: Sequence[float]) -> tuple[float, float]:
 
 
 def spread(values: Sequence[float], num_digits: int = 3) -> str:
-    """The median, with the 10th and the 90th percentile."""
+    """Return the median as text, followed by the 10th and the 90th percentile."""
     if len(values) < 2:
         return f"{values[0]:.{num_digits}f}"
     deciles = statistics.quantiles(values, n=10, method="inclusive")
@@ -277,7 +278,7 @@ def _measure_start(name: str) -> Cost:
             wall = time.perf_counter() - started
         if not line or process.returncode != 0:
             log.seek(0)
-            raise RuntimeError(f"{name} did not get to its first step:\n{log.read()}")
+            raise RuntimeError(f"{name} did not reach its first step:\n{log.read()}")
     return Cost(wall, float(line))
 
 
@@ -291,14 +292,14 @@ def _start_table(costs: dict[str, list[Cost]]) -> ResultTable:
         ]
         spreads = [spread([getattr(one, clock) for one in rounds], 2) for clock in _CLOCKS]
         rows.append([name, *spreads, *(f"{ratio:.2f}" for ratio in ratios)])
-    return ResultTable("From the start of the process to the end of the first step, nano", columns, rows, OURS)
+    return ResultTable("Time from process start to the end of the first step, nano", columns, rows, OURS)
 
 
 MALLOC_NOTE = f"malloc for all: {' '.join(f'{name}={value}' for name, value in _MALLOC.items())}"
 _NOTES = [
-    "CPU: time of all threads of the process. Over bare: the median of the differences within each round.",
-    "Every loop logs the loss in its usual way, with its default callbacks and progress bars; nobody saves or clips. Ours "
-    "also measures the norm of the gradients at every step, which is why the bare loop is there with it too.",
+    "CPU: time of all threads of the process. over bare: median of the differences within each round.",
+    "Every loop logs the loss in its usual way, with its default callbacks and progress bars. No loop saves or clips "
+    "gradients. Forgather also measures the gradient norm at every step; a second bare loop does the same.",
     MALLOC_NOTE,
 ]
 

@@ -1,9 +1,9 @@
-"""The training loops that the step benchmark compares: the same model, data, fused AdamW and linear schedule for all.
+"""Training loops that the step benchmark compares, all with the same model, data, fused AdamW and linear schedule.
 
     python benchmarks/step_contenders.py NAME
 
-runs one of them up to its first optimizer step, and prints how much CPU time the process has used by then. Only torch is
-imported here: a contender imports what it needs when it runs, since that is part of its time to the first step.
+The command runs one loop up to its first optimizer step, and prints the CPU time of the process. This module imports
+only torch. Each contender imports its packages when it runs, since imports are part of the time to the first step.
 """
 
 import contextlib
@@ -25,14 +25,14 @@ from torch.utils.data import DataLoader, Dataset
 LOGGING_STEPS = 10
 _NUM_STEPS = 1_000_000
 _LEARNING_RATE = 1e-4
-# Enough that no measurement reaches the end of an epoch, which costs each loop something else.
+# Large enough that no measurement reaches the end of an epoch, since its cost differs between loops.
 _NUM_SAMPLES = 2**19
 _VOCABULARY = 256
 
 
 @dataclass(frozen=True)
 class Size:
-    """A model and the batches it is trained on."""
+    """Model dimensions and batch shape."""
 
     name: str
     width: int
@@ -64,7 +64,7 @@ class _Block(nn.Module):
 
 
 class Decoder(nn.Module):
-    """A small language model, which computes its loss when it is given labels."""
+    """Small language model that computes its loss if labels are passed."""
 
     def __init__(self, size: Size) -> None:
         super().__init__()
@@ -85,7 +85,7 @@ class Decoder(nn.Module):
 
 
 class _Samples(Dataset[Tensor]):
-    """Random bytes, of which each sample is a stretch."""
+    """Samples that are slices of one random byte sequence."""
 
     def __init__(self, sequence_length: int) -> None:
         self._length = sequence_length
@@ -102,13 +102,13 @@ class _Samples(Dataset[Tensor]):
 
 @dataclass
 class Task:
-    """What a contender is given; it trains until something raises."""
+    """Input of a contender, which trains until something raises."""
 
     size: Size
     directory: str
-    """For whatever a contender writes."""
+    """Output directory of the contender."""
     on_step: Callable[[], None] = lambda: None
-    """Called once per step, at the same place of each: here whenever a batch is made, whatever the loop."""
+    """Called once per step, at the same point of every step: here when a batch is collated, in every loop."""
     model: Decoder = field(init=False)
     dataset: _Samples = field(init=False)
 
@@ -272,10 +272,10 @@ def train_fabric(task: Task, *, devices: int = 1, strategy: str = "auto") -> Non
 
 BARE = "bare loop"
 BARE_WITH_NORM = "bare loop with gradient norm"
-OURS = "forgather Trainer"
+OURS = "Forgather Trainer"
 _T = TypeVar("_T", bound=Task)
 Contenders = Mapping[str, tuple[Callable[[_T], None], str]]
-"""How each is run, and the module it cannot do without."""
+"""Training function of each contender, and the module that it requires."""
 _CONTENDERS: Contenders[Task] = {
     BARE: (_bare, "torch"),
     BARE_WITH_NORM: (_bare_with_norm, "torch"),
@@ -288,7 +288,7 @@ _CONTENDERS: Contenders[Task] = {
 
 
 def installed(contenders: Contenders[Any] = _CONTENDERS) -> Iterator[str]:
-    """The names of the contenders that can run here."""
+    """Yield the names of contenders with an installed module."""
     for name, (_, module) in contenders.items():
         if importlib.util.find_spec(module) is not None:
             yield name
@@ -297,16 +297,16 @@ def installed(contenders: Contenders[Any] = _CONTENDERS) -> Iterator[str]:
 def run(name: str, task: Task, contenders: Contenders[Any] = _CONTENDERS) -> None:
     """Train until something raises."""
     contenders[name][0](task)
-    raise RuntimeError(f"{name} ended after {_NUM_STEPS} steps or an epoch, before it was told to.")
+    raise RuntimeError(f"{name} ended too early, after {_NUM_STEPS} steps or an epoch.")
 
 
 class _FirstStepDone(BaseException):
-    """Ends a loop from the inside; not an Exception, which loops might handle."""
+    """Raised inside a training loop to end it. It is not an Exception, since loops may catch those."""
 
 
 def _run_to_first_step(name: str) -> None:
     output = sys.stdout
-    # Their own output is of no interest here, and must not mix with the result.
+    # The output of the contender must not mix with the result.
     sys.stdout = sys.stderr
 
     def end(*_: Any) -> None:

@@ -1,9 +1,9 @@
-"""How the time of `fuse_optim_with_backward` grows with the number of parameters, beside that of the normal optimizer.
+"""Step time by number of parameters, with `fuse_optim_with_backward` and with a normal optimizer step.
 
     python benchmarks/step_in_backward.py [--rounds 20] [--markdown FILE]
 
-Models of more and more layers take turns, each with both kinds of step: forward, backward and AdamW on a few tokens, so that
-what is done for each parameter is most of the time.
+Models with different numbers of layers take turns, each with both kinds of step: forward, backward and AdamW. The batch
+has few tokens, so that the overhead per parameter dominates.
 """
 
 import argparse
@@ -26,7 +26,7 @@ _MS, _US = 1e3, 1e6
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--rounds", type=int, default=20, help="steps of each contender")
+    parser.add_argument("--rounds", type=int, default=20, help="steps per contender")
     parser.add_argument("--markdown", type=Path, help="also write the table to this file")
     arguments = parser.parse_args()
     torch.set_num_threads(1)
@@ -55,8 +55,8 @@ def _measure(num_rounds: int) -> ResultTable:
             one / other for one, other in zip(seconds[layers, True], seconds[layers, False], strict=True)
         )
         rows.append([str(count), f"{normal * _MS:.1f}", f"{fused * _MS:.1f}", f"{ratio:.2f}", *per_parameter])
-    columns = ["parameters", "normal ms", "fused ms", "fused / normal", "normal us each", "fused us each"]
-    return ResultTable("One step by the number of parameters (tensors)", columns, rows, "")
+    columns = ["tensors", "normal ms", "fused ms", "fused / normal", "normal us per tensor", "fused us per tensor"]
+    return ResultTable("Step time by number of parameter tensors", columns, rows, "")
 
 
 def _model(num_layers: int) -> LlamaForCausalLM:

@@ -1,4 +1,4 @@
-"""Draw the pipeline schedules, as torch runs them, into docs/images: `python docs/draw_schedules.py`."""
+"""Drawings of pipeline schedules, as torch runs them. `python docs/draw_schedules.py` writes them to docs/images."""
 
 import io
 from pathlib import Path
@@ -15,7 +15,7 @@ from forgather.ml.trainer.pipeline.schedules.timeline import TimedSlot, Work, bu
 
 IMAGES_PATH = Path(__file__).parent / "images"
 NUM_RANKS, NUM_MICROBATCHES = 4, 8
-# The time of GPipe: one scale for all drawings shows how much shorter the step of another schedule is.
+# The step time of GPipe. With one scale for all drawings, shorter steps look shorter.
 TIME_SHOWN = 3 * (NUM_MICROBATCHES + NUM_RANKS - 1)
 TONES = {
     Work.FORWARD: ("#9ec5f4", "#2f6fbd"),
@@ -25,7 +25,7 @@ TONES = {
 }
 IDLE = "#eeeeee"
 STYLE: dict[Any, Any] = {
-    # Text stays text, and nothing random or dated gets into a file: the same schedule gives the same bytes.
+    # Keep text as text, and the output deterministic: the same schedule gives the same bytes.
     "svg.fonttype": "none",
     "svg.hashsalt": "schedules",
     "font.family": "sans-serif",
@@ -42,7 +42,7 @@ def main() -> None:
 
 
 def image_name(traits: ScheduleTraits) -> str:
-    """The file name of a schedule's drawing."""
+    """Return the file name of a schedule's drawing."""
     return f"schedule_{traits.name}.svg"
 
 
@@ -52,12 +52,12 @@ def write(schedule_class: type, path: Path) -> None:
     with rc_context(STYLE):
         figure = _figure(schedule_class)
         figure.savefig(drawing, format="svg", facecolor="white", metadata={"Date": None, "Creator": None})
-    # matplotlib ends lines of a path with blanks, which tools for texts complain of.
+    # Strip the trailing blanks that matplotlib writes after lines of a path.
     path.write_text("".join(line.rstrip() + "\n" for line in drawing.getvalue().splitlines()), encoding="utf-8")
 
 
 def box_id(rank: int, timed: TimedSlot) -> str:
-    """The id of a box in the file, which says all that the box shows."""
+    """Return the id of a box in the file: rank, stage, work, micro-batch and time."""
     slot = timed.slot
     return (
         f"rank{rank}.stage{slot.stage}.{slot.work.replace(' ', '-')}.{slot.microbatch}.at{timed.start:g}to{timed.end:g}"

@@ -1,7 +1,7 @@
-"""The checkpoint system at work: two real ranks, every sharing pattern, a kill in the middle of a save, a resume.
+"""Demo of the checkpoint system: two real ranks, every sharing pattern, a kill during a save, and a resume.
 
-Run it with `make demo`, or `python examples/checkpoint_demo.py`; it starts its ranks itself. `ToyTrainer` is the part
-to read: a training loop that declares its state, and leaves the rest to the checkpoint manager.
+Run it with `make demo-checkpoints` or `python examples/checkpoint_demo.py`. It starts its own ranks. Read `ToyTrainer`
+first: a training loop that declares its state and leaves the rest to the checkpoint manager.
 """
 
 import os
@@ -32,7 +32,7 @@ BATCH_SIZE = 16
 
 
 class Counter:
-    """The simplest thing with state."""
+    """Minimal object with a state_dict."""
 
     def __init__(self) -> None:
         self.value = 0
@@ -45,7 +45,7 @@ class Counter:
 
 
 class ToyTrainer:
-    """Data parallel by hand; `get_state_components` is all that the checkpoint system asks of it."""
+    """Data-parallel trainer with manual all-reduce; the checkpoint system needs only `get_state_components`."""
 
     def __init__(self) -> None:
         torch.manual_seed(0)
@@ -86,7 +86,7 @@ class ToyTrainer:
 
 
 def run_rank(output_dir: str, killed_rank: int) -> None:
-    """One rank of the job: resume, train, save."""
+    """Resume, train and save on one rank of the job."""
     env = DistributedEnvironment(no_accelerator=True, log_level="WARNING")
     trainer = ToyTrainer()
     config = CheckpointConfig(output_dir=output_dir, save_total_limit=2)
@@ -119,17 +119,17 @@ def tell(rank: int, text: str) -> None:
 
 
 def die_at_next_fsync() -> None:
-    """From here on, the first file that this rank has written is the last."""
+    """Replace `os.fsync` so that this rank is killed after it has written one more file."""
 
     def kill(_descriptor: int) -> None:
-        print(f"rank {dist.get_rank()} is killed in the middle of the save", flush=True)
+        print(f"rank {dist.get_rank()} is killed during the save", flush=True)
         os.kill(os.getpid(), signal.SIGKILL)
 
     os.fsync = kill  # type: ignore[assignment]
 
 
 def start_job(console: Console, title: str, output_dir: str, killed_rank: int = -1) -> list[str]:
-    """Run the job with real ranks, show what they print, and return the fingerprints of their final states."""
+    """Run the job with real ranks, print their output, and return the fingerprints of their final states."""
     console.rule(title, align="left")
     with socket.create_server(("localhost", 0)) as server:
         port = server.getsockname()[1]
@@ -164,7 +164,7 @@ def how_it_ended(code: int, errors: str) -> str:
 
 def show_directory(console: Console, output_dir: str) -> None:
     root = os.path.join(output_dir, store.CHECKPOINTS_FOLDER)
-    table = Table("in checkpoints/", "is it a checkpoint?")
+    table = Table("in checkpoints/", "status")
     for name in sorted(os.listdir(root)):
         path = os.path.join(root, name)
         problems = store.verify_checkpoint(path)
@@ -193,16 +193,16 @@ def main() -> None:
         show_files(console, store.checkpoint_path(straight, NUM_STEPS))
         start_job(console, "2. The same job, but rank 1 is killed while it saves step 6", interrupted, killed_rank=1)
         show_directory(console, interrupted)
-        found = start_job(console, "3. Started again: it finds step 3, verifies it, and goes on", interrupted)
+        found = start_job(console, "3. The restarted job finds step 3, verifies it, and resumes", interrupted)
         show_directory(console, interrupted)
         console.rule("Result", align="left")
         if not expected or found != expected:
             console.print(
-                f"[red]The resumed run differs from the uninterrupted one: {found} instead of {expected}.[/red]"
+                f"[red]The resumed run differs from the uninterrupted run: {found} instead of {expected}.[/red]"
             )
             sys.exit(1)
         console.print(
-            "[green]The killed and resumed run ends in the same bits as the uninterrupted one, on both ranks.[/green]"
+            "[green]The killed and resumed run ends with the same bits as the uninterrupted run, on both ranks.[/green]"
         )
 
 

@@ -1,4 +1,4 @@
-"""A training loop of one's own: declares its state, saves, verifies, retains, and resumes exactly after a kill."""
+"""Custom training loop that declares its state, saves, verifies and retains checkpoints, and resumes exactly."""
 
 import torch
 
@@ -25,7 +25,7 @@ class Loop:
 loop = Loop()
 config = ckpt.CheckpointConfig(output_dir="own_loop", save_total_limit=None)
 manager = ckpt.CheckpointManager(config, from_env(), loop, loop.model, retention=ckpt.LatestN(2) | ckpt.EveryNSteps(10))
-print("resumed from", manager.load_checkpoint())  # the newest intact checkpoint; None on a fresh start
+print("resumed from", manager.load_checkpoint())  # The newest intact checkpoint; None on a fresh start.
 for step in range(loop.scheduler.last_epoch + 1, 31):
     batch = torch.randn(16, 8)
     loss = (loop.model(batch) - batch.flip(1)).square().mean()

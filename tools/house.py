@@ -2,17 +2,17 @@
 
     python tools/house.py [--root DIR] [--verbose] [--no-trace] [--json FILE] [--compare OLD.json]
 
-prints one row per figure, with its aim and whether the code meets it. The figures:
+The tool prints one row per figure, with its aim and whether the code meets it. The figures:
 
 - files per folder: Python files directly in a folder of `src`, `__init__.py` included.
-- chain: classes of ours among the ancestors of a trainer, with the trainer itself.
-- shared attributes: instance attributes (`self.name = ...`) that one class of the chain sets and another one reads; the
-  public ones of the contract do not count.
-- step: one training step on rank 0 without logging, evaluation, saving and default callbacks, from the end of one step to
-  the end of the next one, with the batch that it reads. save: one `save_checkpoint()`. Functions and files of `src` are
-  distinct ones; a file change is a call that enters another file of `src` than the one that called. The figures are
-  medians of several steps and saves after a few that do not count.
-- bare Any: annotations of arguments, results and variables that are exactly `Any`, as a share of all of them.
+- chain: a trainer and its ancestors in this package.
+- shared attributes: instance attributes (`self.name = ...`) that one class of the chain sets and another class reads.
+  Public attributes of the contract do not count.
+- step: one training step on rank 0 without logging, evaluation, saving and default callbacks. It lasts from the end of
+  one step to the end of the next, including the batch that it reads. save: one `save_checkpoint()`. Functions and files
+  are counted once. A file change is a call from one file of `src` into another. The figures are medians over several
+  steps and saves after a warm-up.
+- bare Any: share of annotations of arguments, results and variables that are exactly `Any`.
 - function size: lines from `def` to the end. File size: all lines.
 """
 
@@ -57,7 +57,7 @@ class TraceFigures(TypedDict):
 
 
 class Figures(TypedDict):
-    """All that is measured, as it is kept in JSON."""
+    """All measurements, in the form of the JSON file."""
 
     folders: dict[str, int]
     chains: dict[str, list[str]]
@@ -74,7 +74,7 @@ class Figures(TypedDict):
 
 @dataclasses.dataclass(frozen=True)
 class Row:
-    """One figure, with its aim, if it has one."""
+    """One figure, and its aim if there is one."""
 
     name: str
     value: str
@@ -126,7 +126,7 @@ def _as_figures(trace: Trace) -> TraceFigures:
 
 
 def _largest(sizes: Sequence[Sized], limit: int) -> dict[str, int]:
-    """The first few, and all over the limit."""
+    """Return the first few sizes, and all sizes over the limit."""
     return {size.name: size.lines for place, size in enumerate(sizes) if place < _NUM_LARGEST or size.lines > limit}
 
 
@@ -211,7 +211,7 @@ def _wrapped(names: Sequence[str], per_line: int = 6) -> tuple[str, ...]:
 
 
 def as_text(rows: Sequence[Row], is_verbose: bool) -> str:
-    """Aligned columns; `is_verbose` lists below each row what it counts."""
+    """Return aligned columns; with `is_verbose`, list the counted items below each row."""
     cells = [("figure", "value", "aim", ""), *((row.name, row.value, row.aim, row.verdict) for row in rows)]
     widths = [max(len(line[column]) for line in cells) for column in range(4)]
     lines = ["  ".join(map(str.ljust, line, widths)).rstrip() for line in cells]
@@ -224,7 +224,7 @@ def _folder_list(folders: dict[str, int]) -> str:
 
 
 def as_comparison(before: Sequence[Row], after: Sequence[Row]) -> str:
-    """A Markdown table of both; a figure that one of them lacks is left empty there."""
+    """Return a Markdown table of both; a figure missing in `before` stays empty there."""
     old = {row.name: row.value for row in before}
     lines = ["| figure | before | after | aim | |", "|---|---|---|---|---|"]
     lines += [f"| {row.name} | {old.get(row.name, '')} | {row.value} | {row.aim} | {row.verdict} |" for row in after]
@@ -246,11 +246,13 @@ def main() -> None:
 def _parse_arguments() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     here = Path(__file__).resolve().parents[1]
-    parser.add_argument("--root", type=Path, default=here, help="the checkout to measure (default: this one)")
-    parser.add_argument("--verbose", action="store_true", help="list what each figure counts")
-    parser.add_argument("--no-trace", action="store_true", help="only the figures that need no training")
+    parser.add_argument("--root", type=Path, default=here, help="checkout to measure (default: this one)")
+    parser.add_argument("--verbose", action="store_true", help="list the items of each figure")
+    parser.add_argument("--no-trace", action="store_true", help="skip the figures that need training")
     parser.add_argument("--json", type=Path, metavar="FILE", help="also write the figures to this file")
-    parser.add_argument("--compare", type=Path, metavar="OLD.json", help="print a Markdown table, before and after")
+    parser.add_argument(
+        "--compare", type=Path, metavar="OLD.json", help="print a Markdown table of old and new figures"
+    )
     return parser.parse_args()
 
 

@@ -1,4 +1,4 @@
-"""Figures read from source text alone: folders, class chains, shared attributes, annotations and sizes."""
+"""Static figures from the source text: folders, class chains, shared attributes, annotations and sizes."""
 
 import ast
 import dataclasses
@@ -10,7 +10,7 @@ from pathlib import Path
 FunctionNode = ast.FunctionDef | ast.AsyncFunctionDef
 _WITHOUT_SELF = ("staticmethod", "classmethod")
 
-# Attributes of contract.md, section 2: authors of trainers rely on them, whichever class sets them.
+# Attributes of contract.md, section 2. Authors of trainers rely on them, so they may be shared between classes.
 PUBLIC_ATTRIBUTES = frozenset(
     name
     for line in (
@@ -34,7 +34,7 @@ PUBLIC_ATTRIBUTES = frozenset(
 
 @dataclasses.dataclass(frozen=True)
 class OurClass:
-    """A class of the package, and the module that defines it."""
+    """Class of the package, and the module that defines it."""
 
     module: str
     node: ast.ClassDef
@@ -45,7 +45,7 @@ class OurClass:
 
 
 class SourceTree:
-    """The parsed modules below a source folder, by their import names."""
+    """Parsed modules below a source folder, by import name."""
 
     def __init__(self, source: Path) -> None:
         self.source = source
@@ -57,11 +57,11 @@ class SourceTree:
         }
 
     def chain(self, qualified_name: str) -> list[OurClass]:
-        """The class and all its ancestors that this tree defines, nearest first."""
+        """Return the class and its ancestors in this tree, nearest first."""
         module, _, name = qualified_name.rpartition(".")
         first = self._find(module, name)
         if first is None:
-            raise LookupError(f"{self.source} defines no class {qualified_name}, and no module passes it on.")
+            raise LookupError(f"{self.source} defines no class {qualified_name}, and no module re-exports it.")
         chain = [first]
         for known in chain:
             ancestors = (self._find_base(known.module, base) for base in known.node.bases)
@@ -69,7 +69,7 @@ class SourceTree:
         return chain
 
     def _find_base(self, module: str, base: ast.expr) -> OurClass | None:
-        # Trainer[TArgs] has the base Trainer.
+        # The base of `Trainer[TArgs]` is `Trainer`.
         words = ast.unparse(base.value if isinstance(base, ast.Subscript) else base).split(".")
         for word in words[:-1]:
             module = ".".join(self._imports[module].get(word, (module, word)))
@@ -78,7 +78,7 @@ class SourceTree:
         return self._find(module, words[-1])
 
     def _find(self, module: str, name: str) -> OurClass | None:
-        """Follows imports: a facade passes on what another module defines."""
+        """Find a class, following imports: a facade re-exports classes of other modules."""
         if module not in self._classes:
             return None
         if name in self._classes[module]:
@@ -101,7 +101,7 @@ def _classes_of(tree: ast.Module) -> dict[str, ast.ClassDef]:
 
 
 def _imports_of(tree: ast.Module, package: str) -> dict[str, tuple[str, str]]:
-    """Module and name behind each name that `from ... import` binds."""
+    """Return the module and the original name for each name bound by `from ... import`."""
     found = {}
     for node in ast.walk(tree):
         if isinstance(node, ast.ImportFrom):
@@ -132,10 +132,10 @@ class AttributeUse:
 
 
 def shared_attributes(chain: Sequence[OurClass], public: frozenset[str] = PUBLIC_ATTRIBUTES) -> list[str]:
-    """Instance attributes that one class of the chain sets and another one reads.
+    """Return instance attributes that one class of the chain sets and another class reads.
 
-    An instance attribute is assigned as `self.name` somewhere in the chain. A class whose body annotates it sets it too.
-    Methods, properties, class constants and `public` names do not count.
+    An instance attribute is assigned as `self.name` somewhere in the chain. An annotation in a class body counts as an
+    assignment too. Methods, properties, class constants and `public` names do not count.
     """
     uses = [attribute_use(known.node) for known in chain]
     assigned = frozenset().union(*(use.sets for use in uses))
@@ -186,7 +186,7 @@ def _attributes(node: ast.AST, owner: str | None, context: type[ast.expr_context
 
 
 def annotations(tree: ast.AST) -> Iterator[ast.expr]:
-    """All annotations of arguments, results and variables."""
+    """Yield all annotations of arguments, results and variables."""
     for node in ast.walk(tree):
         if isinstance(node, FunctionNode):
             found = node.returns
@@ -199,7 +199,7 @@ def annotations(tree: ast.AST) -> Iterator[ast.expr]:
 
 
 def is_bare_any(annotation: ast.expr) -> bool:
-    """Whether an annotation is `Any` and nothing else: `dict[str, Any]` is not."""
+    """Return whether an annotation is exactly `Any`, unlike `dict[str, Any]`."""
     text = annotation.value if isinstance(annotation, ast.Constant) else ast.unparse(annotation)
     return text in ("Any", "typing.Any")
 
@@ -209,14 +209,14 @@ def is_bare_any(annotation: ast.expr) -> bool:
 
 @dataclasses.dataclass(frozen=True)
 class Sized:
-    """A function or a file, and its number of lines."""
+    """Function or file, and its number of lines."""
 
     name: str
     lines: int
 
 
 def function_sizes(tree: SourceTree) -> list[Sized]:
-    """All functions and methods, nested ones too, from `def` to their last line."""
+    """Measure all functions and methods, including nested functions, from `def` to the last line."""
     sizes = []
     for path, parsed in tree.trees.items():
         for node in ast.walk(parsed):
@@ -227,7 +227,7 @@ def function_sizes(tree: SourceTree) -> list[Sized]:
 
 
 def file_sizes(folder: Path) -> list[Sized]:
-    """Python files below a folder, largest first."""
+    """Measure the Python files below a folder, largest first."""
     sizes = [
         Sized(str(path.relative_to(folder.parent)), len(path.read_text().splitlines())) for path in folder.rglob("*.py")
     ]
@@ -235,13 +235,13 @@ def file_sizes(folder: Path) -> list[Sized]:
 
 
 def files_per_folder(source: Path) -> dict[str, int]:
-    """Python files directly in each folder, largest folder first; `__init__.py` counts."""
+    """Count the Python files directly in each folder, including `__init__.py`, largest folder first."""
     counts = Counter(str(path.parent.relative_to(source)) for path in source.rglob("*.py"))
     return dict(sorted(counts.items(), key=lambda item: (-item[1], item[0])))
 
 
 def percentile_90(values: Sequence[int]) -> int:
-    """The smallest value that at least 90% of all values do not exceed; 0 without values."""
+    """Return the smallest value that at least 90% of all values do not exceed; 0 without values."""
     return sorted(values)[-(-9 * len(values) // 10) - 1] if values else 0
 
 

@@ -1,7 +1,7 @@
-"""Trace of one steady training step and one save, per trainer, on real gloo ranks.
+"""Call trace of a training step and of a save after warm-up, per trainer, on real gloo ranks.
 
-`trace_trainer` starts the ranks; each rank runs this file as a script and trains a tiny Llama on the CPU. Rank 0 counts
-the calls that enter functions of `src/forgather` and writes the counts to a file.
+`trace_trainer` starts the ranks. Each rank runs this file as a script and trains a tiny Llama on the CPU. Rank 0 counts
+calls into functions of `src/forgather` and writes the counts to a file.
 """
 
 import contextlib
@@ -28,14 +28,14 @@ if TYPE_CHECKING:
 _RESULT_FILE = "trace.json"
 _POLL_SECONDS = 0.1
 _LIMIT_SECONDS = 300.0
-# Steps that run before the trace: lazy imports, buffers and handlers are made there.
+# Steps before the trace, for lazy imports and the creation of buffers and handlers.
 _WARM_UP_STEPS = 4
 _NUM_STEPS = 5
 _NUM_SAVES = 3
 _BATCH_SIZE = 4
 _SEQUENCE_LENGTH = 8
 _VOCABULARY = 32
-# A comprehension is a part of the function around it; Python 3.12 and later make no frame for it.
+# Comprehensions count as part of the enclosing function. Python 3.12 and later create no frame for them.
 _COMPREHENSIONS = ("<listcomp>", "<dictcomp>", "<setcomp>", "<genexpr>")
 
 
@@ -77,7 +77,7 @@ class Trace:
 
 
 def trace_trainer(root: Path, kind: TrainerKind) -> dict[str, Trace]:
-    """Traces of `step` and `save` on rank 0, with the package below `root / "src"`."""
+    """Return the traces of `step` and `save` on rank 0, with the package below `root / "src"`."""
     with tempfile.TemporaryDirectory() as directory:
         _run_ranks(root, kind, Path(directory))
         found = json.loads(Path(directory, _RESULT_FILE).read_text())
@@ -92,7 +92,7 @@ def _run_ranks(root: Path, kind: TrainerKind, directory: Path) -> None:
         for log, environment in zip(logs, _environments(root, kind.num_ranks), strict=True):
             file = stack.enter_context(log.open("w"))
             process = stack.enter_context(subprocess.Popen(command, stdout=file, stderr=file, env=environment))
-            # A rank without its peers would wait for them.
+            # If one rank dies, the others would wait for it.
             stack.callback(process.kill)
             processes.append(process)
         codes = _await_all(processes)
@@ -103,7 +103,7 @@ def _run_ranks(root: Path, kind: TrainerKind, directory: Path) -> None:
 
 
 def _await_all(processes: Sequence[subprocess.Popen[bytes]]) -> list[int | None]:
-    """Exit codes, as soon as all ranks ended, one of them failed, or the time is over; None for a rank that still runs."""
+    """Wait until all ranks ended, a rank failed, or the time is over; return exit codes, None for a running rank."""
     deadline = time.monotonic() + _LIMIT_SECONDS
     codes = [process.poll() for process in processes]
     while None in codes and not any(codes) and time.monotonic() < deadline:
@@ -113,7 +113,7 @@ def _await_all(processes: Sequence[subprocess.Popen[bytes]]) -> list[int | None]
 
 
 def _environments(root: Path, num_ranks: int) -> list[dict[str, str]]:
-    """Variables that torchrun sets for each rank; one process gets none of them."""
+    """Return the environment of each rank, with the variables of torchrun if there are several ranks."""
     common = {
         **{name: value for name, value in os.environ.items() if name not in ("RANK", "WORLD_SIZE", "LOCAL_RANK")},
         "PYTHONPATH": str(root / "src"),
@@ -145,7 +145,7 @@ class CallCounter:
         self._functions.clear()
         self._num_changes = 0
         self._is_active = True
-        # Threads that start from now on count too: a save may write its files in some.
+        # Threads that start from now on count too, since a save may write its files in threads.
         threading.setprofile(self._note)
         sys.setprofile(self._note)
 
@@ -166,7 +166,7 @@ class CallCounter:
         self._num_changes += caller is not None and caller != code.co_filename
 
     def _calling_file(self, frame: FrameType) -> str | None:
-        """The nearest file of ours on the stack: torch may stand between two of them."""
+        """Return the nearest file of the package on the stack; frames of torch may be in between."""
         caller = frame.f_back
         while caller is not None and caller.f_code.co_filename != __file__:
             if caller.f_code.co_filename.startswith(self._prefix):
@@ -176,7 +176,7 @@ class CallCounter:
 
 
 class TraceCallback:
-    """Traces from the end of one step to the end of the next one, and later calls of `save_checkpoint`."""
+    """Callback that traces steps, each from the end of the previous step, and then calls of `save_checkpoint`."""
 
     def __init__(self, folder: Path) -> None:
         self.trainer: object = None
@@ -201,7 +201,7 @@ class TraceCallback:
 
 
 def median_trace(traces: Sequence[Trace]) -> Trace:
-    """Median of each count; the files are those of the trace with the median number of them."""
+    """Return the median of each count, and the file names of the trace with the median number of files."""
     typical = sorted(traces, key=lambda trace: trace.files)[len(traces) // 2]
     return Trace(
         statistics.median_low(trace.functions for trace in traces),
@@ -231,7 +231,7 @@ def _run_rank(root: Path, kind: TrainerKind, directory: Path) -> None:
     callback.trainer = trainer
     trainer.train()
     if int(os.environ.get("RANK", "0")) == 0:
-        # The first save makes folders, and imports what no step needs.
+        # Skip the first save: it creates folders and imports modules that no step needs.
         found = {"step": median_trace(callback.steps), "save": median_trace(callback.saves[1:])}
         texts = {name: dataclasses.asdict(trace) for name, trace in found.items()}
         Path(directory, _RESULT_FILE).write_text(json.dumps(texts))
@@ -258,7 +258,7 @@ def _settings(directory: Path, num_steps: int) -> dict[str, object]:
 
 def _own_options(kind: TrainerKind, trainer_class: type) -> dict[str, object]:
     options: dict[str, object] = {}
-    # Where the constructor has no such switch, given callbacks take the place of the default ones.
+    # Without this switch in the constructor, passed callbacks replace the default callbacks.
     constructors = [vars(known)["__init__"] for known in trainer_class.__mro__[:-1] if "__init__" in vars(known)]
     if any("default_callbacks" in inspect.signature(constructor).parameters for constructor in constructors):
         options["default_callbacks"] = False
