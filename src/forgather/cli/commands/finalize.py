@@ -1,4 +1,7 @@
-"""`forgather finalize`: a deployable model from a checkpoint."""
+"""Command `forgather finalize`: option parsing for the export of a checkpoint as a deployable model.
+
+Imports no torch until the options are valid; `work/finalize.py` does the work.
+"""
 
 import argparse
 from collections.abc import Sequence
@@ -16,14 +19,14 @@ The quantised model loads with from_pretrained of transformers, or forgather.ml.
 
 
 class _Parser(argparse.ArgumentParser):
-    """Leaves it to the program how mistakes are told."""
+    """Argument parser that raises `UsageError`, so that `main` formats the message and returns exit code 2."""
 
     def error(self, message: str) -> NoReturn:
         raise UsageError(f"forgather finalize: {message}. forgather finalize --help shows how it is called.")
 
 
 def run(words: Sequence[str]) -> int:
-    """Run the command with the words behind its name; returns the exit code."""
+    """Run the command with the arguments after its name; returns the exit code."""
     parser = _parser()
     if "-h" in words or "--help" in words:
         print(parser.format_help(), end="")
@@ -34,10 +37,11 @@ def run(words: Sequence[str]) -> int:
             f"--quantize {options.quantize}: there is no such recipe.{did_you_mean(options.quantize, QAT_RECIPES)} There are "
             f"{', '.join(QAT_RECIPES)}."
         )
+    # Both must come before the first import of torch and transformers.
     silence_libraries()
     share_processors()
     if options.config is not None:
-        # Only then: this may be a directory that came with a checkpoint, and no code of it is to run unasked.
+        # Only with --config: the current directory may have come with a checkpoint, and its code must not run unasked.
         make_current_directory_importable()
     from forgather.cli.work.finalize import finalize
 

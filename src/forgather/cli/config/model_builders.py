@@ -1,4 +1,8 @@
-"""The model of a run: new from a Hugging Face configuration, pretrained, or made by a callable."""
+"""Builder of the model of a run: new from a Hugging Face configuration, pretrained, or returned by a callable.
+
+Checks the `model` section before training starts; the trainer calls the returned function when it needs the model.
+Nothing is downloaded.
+"""
 
 import logging
 from collections.abc import Callable, Mapping
@@ -23,7 +27,7 @@ _NO_FIELDS = ("attn_implementation", "dtype")
 
 
 def model_builder(section: ModelSection, tokenizer: TextTokenizer | None) -> Callable[[], nn.Module]:
-    """A function that builds the model; what is wrong with the section shows now, not when it is called."""
+    """Return a function that builds the model; mistakes in the section raise UsageError here, not when it is called."""
     ways = ("model_type", "config_class", "pretrained", "class_path")
     given = [name for name in ways if getattr(section, name) is not None]
     if len(given) != 1:
@@ -43,7 +47,7 @@ def model_builder(section: ModelSection, tokenizer: TextTokenizer | None) -> Cal
 
 
 def _refuse_unused(section: ModelSection, way: str) -> None:
-    """Refuse values that the chosen way to a model does not use."""
+    """Raise UsageError for values that the chosen way to build a model does not use."""
     users = {
         "config": ("model_type", "config_class", "pretrained"),
         "init_args": ("class_path", "pretrained"),
@@ -58,7 +62,7 @@ def _refuse_unused(section: ModelSection, way: str) -> None:
 
 
 def _pretrained_builder(section: ModelSection, auto_class: Any, path: str) -> Callable[[], nn.Module]:
-    """Loads a model with the values of `model.config` in place of those that were stored with it."""
+    """Return a function that loads a model, with values of `model.config` overriding the stored ones."""
     options = dict(section.init_args)
     if section.config:
         if "config" in options:
@@ -68,6 +72,7 @@ def _pretrained_builder(section: ModelSection, auto_class: Any, path: str) -> Ca
         raise UsageError(
             f"model.auto_class={section.auto_class!r} has no from_pretrained, which loads model.pretrained."
         )
+    # Only classes of transformers support output_loading_info.
     can_report = str(getattr(auto_class, "__module__", "")).startswith("transformers.")
 
     def build() -> nn.Module:
@@ -100,7 +105,7 @@ def _changed_config(values: Mapping[str, object], path: str) -> "PretrainedConfi
 
 
 def _check_loaded(info: Mapping[str, Any], section: ModelSection) -> None:
-    """Say which weights are not those of the files: the program silences the library's own report of it."""
+    """Report weights that were missing or unused: the program silences transformers' own report."""
     missing, unused = sorted(info.get("missing_keys", ())), sorted(info.get("unexpected_keys", ()))
     if section.config and (missing or unused):
         raise ValueError(
@@ -123,11 +128,14 @@ def _some(names: list[str]) -> str:
 
 
 def _model_config(section: ModelSection, tokenizer: TextTokenizer | None) -> "PretrainedConfig":
-    """The Hugging Face configuration; a value that it does not know, and would only carry along, is refused."""
+    """Return the Hugging Face configuration; raise UsageError for unknown values, which transformers would ignore."""
     cls = _config_class(section)
+    # `to_dict` of a default instance lists all fields, inherited ones included.
     _check_names(cls.__name__, cls().to_dict(), section.config)
+    # `finalize` passes no tokenizer, but only for models with a class_path.
     assert tokenizer is not None
     values: dict[str, Any] = {"vocab_size": len(tokenizer)}
+    # The defaults of a model class belong to another vocabulary.
     for name in ("bos_token_id", "eos_token_id", "pad_token_id"):
         values[name] = getattr(tokenizer, name, None)
     return cls(**(values | section.config))

@@ -1,4 +1,7 @@
-"""Names by which other programs know settings, and the keys that they have here."""
+"""Option names of other training programs, and the configuration keys that replace them.
+
+Used by `parser` for suggestions when a key is unknown.
+"""
 
 import re
 
@@ -69,10 +72,11 @@ _SENTENCES = {
 
 
 def other_name_hint(name: str, prefix: str = "") -> str:
-    """A sentence about the key that another program's name stands for, to put behind a message; empty for unknown names.
+    """Return a sentence that names the key for an option of another program, or an empty string.
 
-    `prefix` is "--" where the name is an option of the command line.
+    It is appended to a message. `prefix` is "--" for options of the command line.
     """
+    # The section of an unknown key may be a guess of the user, so it is ignored.
     plain = re.sub(r"^(args|model|data|trainer)\.", "", name).replace("-", "_").lower()
     if plain in _SENTENCES:
         return " " + re.sub(r"<([\w.]+)>", rf"{prefix}\1", _SENTENCES[plain])

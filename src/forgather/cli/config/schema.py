@@ -1,4 +1,8 @@
-"""What a run is made of: the sections of a configuration file, as plain dataclasses."""
+"""Configuration schema: the sections of a configuration file as plain dataclasses.
+
+Docstrings of classes and fields are the help texts of `forgather train --help`. Imports no torch, so that the help page
+appears quickly; `parser` fills the dataclasses.
+"""
 
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, NotRequired, TypedDict
@@ -8,7 +12,7 @@ if TYPE_CHECKING:
 
 
 class Factory(TypedDict):
-    """A callable and the keywords to call it with."""
+    """Callable and the keyword arguments to call it with."""
 
     class_path: str
     init_args: NotRequired[dict[str, Any]]
@@ -16,8 +20,9 @@ class Factory(TypedDict):
 
 @dataclass(kw_only=True)
 class ModelSection:
-    """The model: new from a Hugging Face configuration, pretrained, or made by a callable."""
+    """The model: new from a Hugging Face configuration, pretrained, or returned by a callable."""
 
+    # Exactly one of model_type, config_class, pretrained and class_path must be set; `model_builders` checks it.
     model_type: str | None = None
     """A Hugging Face model type, such as "llama", to build from scratch."""
     config_class: str | None = None
@@ -48,8 +53,9 @@ class TokenizerSection:
 
 @dataclass(kw_only=True)
 class DataSection:
-    """The data: files, a dataset on disk, or what a callable returns."""
+    """The data: files, a dataset on disk, or the result of a callable."""
 
+    # Exactly one of files, dataset and class_path must be set; `data_builders` checks it.
     files: list[str] = field(default_factory=list)
     """Paths and globs of text files (each a document), JSON lines (.jsonl) or parquet files (each row a document); text and
     JSON lines also as .gz, .bz2, .xz or .zst."""
@@ -76,7 +82,7 @@ class DataSection:
 
 @dataclass(kw_only=True)
 class FactorySection:
-    """A callable in place of the default."""
+    """Callable that replaces the default."""
 
     class_path: str | None = None
     """A class or function, such as "torch.optim.SGD"."""
@@ -85,7 +91,7 @@ class FactorySection:
 
 @dataclass(kw_only=True)
 class TrainerSection:
-    """How training is spread over devices."""
+    """Distribution of training over devices."""
 
     kind: str = "single"
     """The strategy; --trainer KIND says the same."""
@@ -101,12 +107,13 @@ class TrainerSection:
 
 @dataclass(kw_only=True)
 class Configuration:
-    """A whole run."""
+    """Configuration of a run."""
 
     model: ModelSection = field(default_factory=ModelSection)
     tokenizer: TokenizerSection = field(default_factory=TokenizerSection)
     data: DataSection = field(default_factory=DataSection)
     trainer: TrainerSection = field(default_factory=TrainerSection)
+    # No default: the parser always builds it, with the class of the chosen trainer.
     args: "TrainingArguments"
     optimizer: FactorySection = field(default_factory=FactorySection)
     """Called with the parameters; without one AdamW, with the learning rate and so on of args."""

@@ -1,4 +1,7 @@
-"""How many processes a run has and where they are: the options for that, and what a launcher has set already."""
+"""Launch options: number of processes, devices and nodes, and checks against a launcher such as torchrun.
+
+Imports no torch. `take_launch_options` runs before the configuration is parsed.
+"""
 
 import os
 from collections.abc import Sequence
@@ -12,7 +15,7 @@ LAUNCHER_VARIABLE = "FORGATHER_LAUNCHER"
 
 @dataclass(frozen=True, kw_only=True)
 class LaunchOptions:
-    """The processes that were asked for."""
+    """Requested processes, devices and nodes."""
 
     num_processes: int | None = None
     """On each node; None when nothing was said of it."""
@@ -32,6 +35,7 @@ class LaunchOptions:
 
     @property
     def needs_launcher(self) -> bool:
+        # Restarts need a parent process, even for a single worker.
         return self.world_size > 1 or self.max_restarts > 0
 
 
@@ -40,13 +44,14 @@ LAUNCH_OPTION_NAMES = tuple(option.lstrip("-") for option in _OPTIONS if option 
 
 
 def take_launch_options(words: Sequence[str]) -> tuple[LaunchOptions, list[str]]:
-    """The launch options among the words of a command line, and the other words."""
+    """Split the command line into launch options and other words."""
     given: dict[str, str] = {}
     others: list[str] = []
     rest = list(words)
     while rest:
         word = rest.pop(0)
         option, equals, value = word.partition("=")
+        # Accept --node_rank as well, as torchrun does.
         option = option.replace("_", "-") if option.startswith("--") else option
         if option not in _OPTIONS:
             others.append(word)
@@ -62,23 +67,25 @@ def take_launch_options(words: Sequence[str]) -> tuple[LaunchOptions, list[str]]
 
 
 def is_worker() -> bool:
-    """Whether a launcher, ours or torchrun, started this process as one of a job."""
+    """Return whether a launcher, Forgather's or torchrun, started this process."""
+    # Launchers other than torchrun may set only RANK and WORLD_SIZE.
     return ("RANK" in os.environ and "WORLD_SIZE" in os.environ) or "TORCHELASTIC_RUN_ID" in os.environ
 
 
 def was_started_by_us() -> bool:
-    """Whether that launcher is ours."""
+    """Return whether Forgather's launcher started this process."""
     return is_worker() and LAUNCHER_VARIABLE in os.environ
 
 
 def num_processes_of_job(options: LaunchOptions) -> int:
-    """How many processes the job has, or will have."""
+    """Return the number of processes of the job, running or requested."""
     return int(os.environ.get("WORLD_SIZE", "1")) if is_worker() else options.world_size
 
 
 def check_against_launcher(options: LaunchOptions) -> None:
-    """In a worker: refuse options that ask for other processes than the launcher started."""
+    """Raise UsageError in a worker if the options contradict the launcher that started it."""
     world_size = int(os.environ.get("WORLD_SIZE", "1"))
+    # A launcher that does not set LOCAL_WORLD_SIZE is taken for a single-node one.
     per_node = int(os.environ.get("LOCAL_WORLD_SIZE", world_size))
     if options.num_processes is not None and options.num_processes != per_node:
         asked = f"-d {options.devices}" if options.devices is not None else f"--nproc {options.num_processes}"
@@ -88,6 +95,7 @@ def check_against_launcher(options: LaunchOptions) -> None:
             "without that launcher."
         )
     num_nodes = world_size // max(per_node, 1)
+    # 1 is also the default, so it is no contradiction.
     if options.num_nodes not in (1, num_nodes):
         raise UsageError(
             f"--nnodes {options.num_nodes}, but this process was started as one of {world_size}, {per_node} on a node. Leave "
@@ -130,6 +138,7 @@ def _num_processes(given: dict[str, str]) -> int | None:
 
 def _check_nodes(num_nodes: int | None, node_rank: int | None, endpoint: str | None) -> None:
     if num_nodes is None or num_nodes == 1:
+        # --node-rank 0 is harmless with one node.
         alone = "--node-rank" if node_rank else "--rdzv-endpoint" if endpoint is not None else None
         if alone is not None:
             raise UsageError(f"{alone} is for several nodes: add --nnodes, with their number, or leave {alone} out.")
@@ -144,6 +153,7 @@ def _check_nodes(num_nodes: int | None, node_rank: int | None, endpoint: str | N
         )
     if node_rank >= num_nodes:
         raise UsageError(f"--node-rank {node_rank}: with --nnodes {num_nodes} the nodes are 0 to {num_nodes - 1}.")
+    # IPv6 addresses contain colons, so split at the last one.
     host, _, port = endpoint.rpartition(":")
     if not host or not port.isdecimal():
         raise UsageError(f"--rdzv-endpoint {endpoint}: expected HOST:PORT, such as node0:29400.")

@@ -1,4 +1,7 @@
-"""The summary at the end of a run: results, where they are, and which commands to try next."""
+"""Summary at the end of a run: results, paths, and commands to try next.
+
+Called on rank 0 by `work/train.py`.
+"""
 
 import os
 import shlex
@@ -17,7 +20,7 @@ from forgather.ml.trainer.trainer import Trainer
 
 
 def say_finished(trainer: Trainer[Any], demo_words: Sequence[str] | None) -> None:
-    """The results, and after the demo, which was called with `demo_words`, what to try next."""
+    """Print the results; after the demo, which was called with `demo_words`, print commands to try next."""
     output_dir = trainer.args.output_dir
     get_console().print()
     show_row("eval loss", _course_of_evaluation(trainer.state.log_history))
@@ -30,13 +33,13 @@ def say_finished(trainer: Trainer[Any], demo_words: Sequence[str] | None) -> Non
 
 
 def say_stopped(stop: Preempted) -> None:
-    """After a stop request: that nothing is lost."""
+    """Print how to resume after a stop request, if a checkpoint was saved."""
     if stop.checkpoint_path:
         get_console().print(f"Run the same command again to go on from step {stop.step}.", soft_wrap=True)
 
 
 def say_already_finished(configuration: Configuration, step: int, demo_words: Sequence[str] | None) -> None:
-    """There is nothing left to do."""
+    """Print that the newest checkpoint has already reached args.max_steps."""
     args = configuration.args
     text = Text("already finished ", style="bold green")
     text += Text(f"{args.output_dir} has a checkpoint of step {step}, and args.max_steps is {args.max_steps}")
@@ -49,6 +52,7 @@ def say_already_finished(configuration: Configuration, step: int, demo_words: Se
 
 def _say_what_next(step: int, output_dir: str, words: Sequence[str]) -> None:
     program = program_name()
+    # Remove the old value of max_steps, because a new one is appended.
     same = shlex.join([program, "train", *_without(words, "--args.max_steps")])
     suggestions = {
         "go on to twice the steps": f"{same} --args.max_steps {2 * step}",
@@ -67,7 +71,8 @@ def _say_what_next(step: int, output_dir: str, words: Sequence[str]) -> None:
 
 
 def _suggested_processes(program: str, output_dir: str, words: Sequence[str], num_steps: int) -> dict[str, str]:
-    """After one process two, in a directory of their own to compare; after several one, which the checkpoint fits too."""
+    """Suggest two processes in another directory after a run with one, and one process after a distributed run."""
+    # A checkpoint of any trainer can be resumed in one process.
     if any(word.startswith("--trainer") for word in words):
         command = shlex.join([program, "train", "--args.output_dir", output_dir, "--args.max_steps", str(num_steps)])
         return {"go on in one process": command}
@@ -79,7 +84,7 @@ def _suggested_processes(program: str, output_dir: str, words: Sequence[str], nu
 
 
 def _without(words: Sequence[str], option: str) -> list[str]:
-    """The words of a command line without an option and its value."""
+    """Return the command line without an option and its value."""
     kept: list[str] = []
     rest = iter(words)
     for word in rest:
@@ -91,7 +96,8 @@ def _without(words: Sequence[str], option: str) -> list[str]:
 
 
 def program_name() -> str:
-    """How this program is called from here: by its name if the shell finds it, else by its path."""
+    """Return how to call the program from here: its name if the shell finds it, else its path."""
+    # In a worker, sys.argv[0] is a module of the package; the launcher passes on the path it was called by.
     called = os.environ.get(LAUNCHER_VARIABLE, sys.argv[0])
     called = called if os.path.basename(called) == "forgather" else ""
     found = shutil.which("forgather")
