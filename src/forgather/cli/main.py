@@ -23,9 +23,9 @@ class Command:
 
 
 COMMANDS = {
-    "train": Command("forgather.cli.commands.train", "train a model; without a configuration, the demo"),
+    "train": Command("forgather.cli.commands.train", "train a model (without a configuration: the demo)"),
     "finalize": Command(
-        "forgather.cli.commands.finalize", "make a deployable model of a checkpoint, quantised if asked for"
+        "forgather.cli.commands.finalize", "export a checkpoint as a deployable model, optionally quantised"
     ),
 }
 
@@ -34,7 +34,7 @@ usage: forgather COMMAND [options]
 
 {commands}
 
-forgather COMMAND --help shows the options of a command; --debug shows Python's traceback of an error.
+forgather COMMAND --help shows the options of a command; --debug shows the traceback of an error.
 """
 
 
@@ -63,7 +63,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         # record and prints it.
         if debug or (is_worker() and not _is_recorded()):
             raise
-        _tell(f"{_describe(error)}\n(forgather --debug ... shows where)")
+        _tell(f"{_describe(error)}\n(forgather --debug ... shows the traceback)")
         return 1
 
 

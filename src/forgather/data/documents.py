@@ -33,7 +33,7 @@ def find_files(patterns: Sequence[str]) -> list[str]:
         if not found:
             raise FileNotFoundError(
                 f"No file matches {pattern!r} (looked in {os.getcwd()}). Paths and globs are relative to the current "
-                "directory; '**' goes into folders."
+                "directory; '**' matches folders recursively."
             )
         files.update(dict.fromkeys(found))
     return list(files)
@@ -53,8 +53,8 @@ def read_saved_dataset(path: str, text_field: str = "text", split: str = "train"
     dataset = datasets.load_from_disk(path)
     if not isinstance(dataset, dict) and split != "train":
         raise ValueError(
-            f"The dataset in {path!r} has no splits, so data.eval_split={split!r} names nothing in it, and an evaluation would "
-            "use the training data. Leave data.eval_split out: data.eval_fraction of the documents are then kept from training."
+            f"The dataset in {path!r} has no splits, so data.eval_split={split!r} cannot be used: evaluation would use the "
+            "training data. Remove data.eval_split: data.eval_fraction of the documents are then kept for evaluation."
         )
     if isinstance(dataset, dict):
         if split not in dataset:
@@ -77,7 +77,7 @@ def _reader(path: str) -> Callable[[str, str], Iterator[str]]:
         return _read_text
     if is_compressed(path):
         raise ValueError(
-            f"{path}: parquet files are compressed inside, and are not read from {Path(path).suffix} files."
+            f"{path}: parquet files are compressed internally and cannot be read from {Path(path).suffix} files."
         )
     return _read_parquet
 
@@ -88,9 +88,8 @@ def _read_text(path: str, text_field: str) -> Iterator[str]:
     # Text has no zero bytes, but archives, binary formats and UTF-16 do.
     if b"\0" in data[:_NUM_BYTES_LOOKED_AT]:
         raise ValueError(
-            f"{path} is not text in UTF-8: there are zero bytes in it, as in archives, in binary formats and in UTF-16. What "
-            f"can be read: text, JSON lines ({', '.join(_JSON_LINES)}), both also compressed ({', '.join(_COMPRESSIONS)}), "
-            "and .parquet."
+            f"{path} is not UTF-8 text: it contains zero bytes, like archives, binary formats and UTF-16. Supported files: "
+            f"text and JSON lines ({', '.join(_JSON_LINES)}), also compressed ({', '.join(_COMPRESSIONS)}), and .parquet."
         )
     # A few invalid bytes should not stop a run over many files.
     yield data.decode(encoding="utf-8", errors="replace")
@@ -120,7 +119,7 @@ def _open(path: str) -> Iterator[IO[bytes]]:
         if isinstance(error, OSError) and error.errno is not None:
             # A system error, such as missing permission, and not an error of the compressed format.
             raise
-        raise ValueError(f"{path} cannot be decompressed as its ending {suffix} says: {error}.") from None
+        raise ValueError(f"{path} cannot be decompressed as {suffix}: {error}.") from None
 
 
 def _opened(path: str, suffix: str) -> IO[bytes]:
@@ -158,7 +157,7 @@ def _text_of(row: object, text_field: str, where: str) -> str:
 def _no_text_error(where: str, text_field: str, fields: Sequence[str]) -> ValueError:
     has = f"it has {', '.join(map(repr, fields))}" if fields else "it has no fields"
     return ValueError(
-        f"{where} has no text in field {text_field!r}; {has}. Set data.text_field to the one to train on."
+        f"{where} has no text in field {text_field!r}; {has}. Set data.text_field to the field to train on."
     )
 
 

@@ -26,8 +26,8 @@ class PackedTokens(Dataset[dict[str, Tensor]]):
     ) -> None:
         if sequence_length < 2:
             raise ValueError(
-                f"sequence_length={sequence_length} cannot be used: a token is predicted from those before it, so a "
-                "sequence has at least 2."
+                f"sequence_length={sequence_length} cannot be used: tokens are predicted from earlier tokens, so a "
+                "sequence needs at least 2."
             )
         self.tokens = tokens
         self.document_starts = document_starts

@@ -18,8 +18,8 @@ def standard_library_documents(max_bytes: int = 4_000_000) -> Iterator[str]:
     names = sorted(_source_files(folder), key=lambda name: hashlib.sha256(name.encode()).digest())
     if not names:
         raise FileNotFoundError(
-            f"This Python has no source of its standard library in {folder}. Train on other text: data.files in a "
-            "configuration file, or --data.files on the command line together with --data.class_path null."
+            f"This Python has no source files of its standard library in {folder}. Train on other text: set data.files in "
+            "a configuration file, or pass --data.files together with --data.class_path null."
         )
     num_bytes = 0
     for name in names:

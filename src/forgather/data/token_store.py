@@ -66,7 +66,7 @@ class EvaluationShare:
 
     def __post_init__(self) -> None:
         if not 0 <= self.fraction < 1:
-            raise ValueError(f"eval_fraction={self.fraction} cannot be used: it is a share from 0 to below 1.")
+            raise ValueError(f"eval_fraction={self.fraction} cannot be used: it must be at least 0 and less than 1.")
 
     def takes(self, number: int) -> bool:
         """Return whether the document with this number is for evaluation."""
@@ -108,8 +108,8 @@ def split_by_tokens(array: TokenArray, fraction: float) -> dict[str, TokenArray]
     num_kept = max(math.ceil(num_tokens * fraction), 2)
     if num_tokens < num_kept + 2:
         raise ValueError(
-            f"{num_tokens} token(s) are too few to train and to evaluate on. Give more text, or data.eval_files; or turn "
-            "evaluations off by args.eval_strategy='no'."
+            f"{num_tokens} token(s) are too few for training and evaluation. Add text or data.eval_files, or turn "
+            "evaluation off with args.eval_strategy='no'."
         )
     split = num_tokens - num_kept
     starts = array.document_starts

@@ -59,9 +59,9 @@ class FinalizeReport:
     bytes_after: int
     layers: LayerReport | None = None
     loss_before: float | None = None
-    """That of the weights in full precision; of the averaged ones, if it is they that were finalised."""
+    """Loss of the weights in full precision, averaged with `ema=True`."""
     loss_after: float | None = None
-    """That of the quantised model as it was read back from the output directory."""
+    """Loss of the quantised model that was read back from the output directory."""
 
 
 def finalize(
@@ -143,9 +143,8 @@ def averaged_weights(checkpoint_path: str) -> dict[str, Tensor]:
     records = manifest.component_files(_AVERAGE_COMPONENT)
     if not records:
         raise CheckpointLoadError(
-            f"{checkpoint_path} has no averaged weights: its components are {', '.join(manifest.components)}. They are kept "
-            "when training runs with ema_decay, such as args.ema_decay=0.999; without them, finalise the weights "
-            "themselves."
+            f"{checkpoint_path} has no averaged weights: its components are {', '.join(manifest.components)}. Train with "
+            "ema_decay, such as args.ema_decay=0.999, or finalise the weights without averaging."
         )
     averages: dict[str, Tensor] = {}
     for record in records:
@@ -196,8 +195,8 @@ def _model_of_transformers(checkpoint_path: str) -> nn.Module:
 
     if not os.path.exists(os.path.join(checkpoint_path, _MODEL_CONFIG)):
         raise CheckpointLoadError(
-            f"{checkpoint_path} does not say how its model is built: it has no {_MODEL_CONFIG}, since the model is not one of "
-            "transformers. Give model_init, a function that builds it; in the program, --config with its model section."
+            f"{checkpoint_path} has no {_MODEL_CONFIG}, because its model is not a transformers model. Pass model_init, a "
+            "function that builds it; on the command line, --config with its model section."
         )
     config = AutoConfig.from_pretrained(checkpoint_path, local_files_only=True)
     with default_dtype(getattr(config, "dtype", None)):
@@ -209,8 +208,7 @@ def _with_weights(checkpoint_path: str) -> CheckpointManifest:
     manifest = read_manifest(checkpoint_path)
     if manifest.weights != "included" or _MODEL_COMPONENT not in manifest.components:
         raise CheckpointLoadError(
-            f"{checkpoint_path} was saved without the model's weights, so that no model can be made of it. Choose another "
-            "checkpoint."
+            f"{checkpoint_path} was saved without the model's weights and cannot be finalised. Choose another checkpoint."
         )
     return manifest
 
@@ -252,8 +250,7 @@ def _head_of(model: nn.Module) -> list[nn.Module]:
     guessed = guessed_head(model)
     for name in guessed:
         logger.info(
-            "The model does not name its output layer (get_output_embeddings): %r is taken for it, and stays in full "
-            "precision.",
+            "The model does not name its output layer (get_output_embeddings). Assuming %r, which stays in full precision.",
             name,
         )
     return list(guessed.values())
@@ -280,20 +277,20 @@ def check_output(output: str, checkpoint: str) -> None:
     if not output or (os.path.lexists(output) and not is_empty):
         said = f"{output!r} exists already" if output else "no name was given"
         raise FileExistsError(
-            f"The model needs a new directory, but {said}, and nothing is overwritten: choose another, or remove it."
+            f"The model needs a new directory, but {said}. Nothing is overwritten: choose another directory, or remove it."
         )
     path, folder = os.path.abspath(output), os.path.dirname(os.path.abspath(checkpoint))
     # A training run that starts meanwhile would delete the temporary directory of `_install` there (`store.recover`).
     if os.path.commonpath([path, folder]) == folder:
         raise FileExistsError(
-            f"{output!r} would be among the checkpoints of {folder}, which come and go: choose a directory elsewhere."
+            f"{output!r} would be among the checkpoints in {folder}, which may be deleted. Choose a directory elsewhere."
         )
     parent = os.path.dirname(path)
     # Missing parents are created later: check the nearest directory that exists.
     while not os.path.exists(parent):
         parent = os.path.dirname(parent)
     if not os.path.isdir(parent) or not os.access(parent, os.W_OK):
-        raise FileExistsError(f"{output!r} cannot be made: {parent} is no directory that can be written to.")
+        raise FileExistsError(f"{output!r} cannot be created: {parent} is not a writable directory.")
 
 
 def _install(output: str, write: Callable[[str], None]) -> None:

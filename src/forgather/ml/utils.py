@@ -32,7 +32,7 @@ class ModelParameterStats:
     total: int
     trainable: int
     embedding: int
-    """Those of embedding tables, and of an output layer that is tied to one."""
+    """Parameters of embedding tables, including an output layer that is tied to one."""
     non_embedding: int
 
 

@@ -51,7 +51,7 @@ def read_configuration(words: Sequence[str]) -> "tuple[Configuration, bool]":
 
     files, given = split_options(words)
     if len(files) > 1:
-        raise UsageError(f"One configuration file at a time: got {', '.join(files)}. Options begin with two dashes.")
+        raise UsageError(f"Expected one configuration file, got {', '.join(files)}. Options begin with two dashes.")
     path, name = (os.path.expanduser(files[0]), files[0]) if files else (str(DEMO), DEMO.name)
     options = [_in_full(option) for option in given]
     # The keys of `args` depend on the trainer, so its kind must be known before anything else is parsed.
@@ -108,6 +108,6 @@ def _introduce_demo() -> None:
     from forgather.ml.trainer.callbacks.display import get_console
 
     title = Text("forgather demo", style="bold")
-    text = Text("a small Llama learns the source of Python's standard library, byte by byte")
+    text = Text("training a small byte-level Llama on the source of Python's standard library")
     get_console().print(title + Text("  ") + text, soft_wrap=True)
     sys.stdout.flush()

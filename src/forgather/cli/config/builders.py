@@ -21,15 +21,15 @@ _CALLBACKS_MODULE = "forgather.ml.trainer.callbacks"
 def build_tokenizer(section: TokenizerSection) -> TextTokenizer:
     """Return the tokenizer of the configuration; the byte tokenizer if none is set."""
     if section.path is not None and section.class_path is not None:
-        raise UsageError("tokenizer.path and tokenizer.class_path exclude each other: remove one of the two.")
+        raise UsageError("tokenizer.path and tokenizer.class_path cannot be combined: remove one of the two.")
     if section.class_path is not None:
         tokenizer: TextTokenizer = class_paths.call(section.class_path, section.init_args, "tokenizer")
         return tokenizer
     if section.path is None:
         if section.init_args:
             raise UsageError(
-                f"tokenizer.init_args={section.init_args!r} are keywords of tokenizer.class_path, or of the tokenizer in "
-                "tokenizer.path, and there is neither: set one of them, or leave tokenizer.init_args out."
+                f"tokenizer.init_args={section.init_args!r} needs tokenizer.class_path or tokenizer.path: set one of them, "
+                "or remove tokenizer.init_args."
             )
         return byte_tokenizer()
     path = class_paths.require_directory(section.path, "tokenizer.path")
@@ -60,7 +60,7 @@ def build_stage_options(section: TrainerSection) -> dict[str, Any]:
         asked = "trainer.schedule" if section.schedule is not None else "trainer.splitter"
         able = " or ".join(f"--trainer {name}" for name, kind in TRAINERS.items() if kind.has_stages)
         raise UsageError(
-            f"{asked} is for {able}, but trainer.kind is {section.kind!r}, which does not divide the model."
+            f"{asked} is for {able}, but trainer.kind is {section.kind!r}, which does not split the model."
         )
     return options
 
@@ -99,5 +99,5 @@ def build_optimizer_groups(groups: Mapping[str, Any] | None) -> dict[str, Any] |
 
 def _factory_section(value: object, key: str) -> FactorySection:
     if not isinstance(value, Mapping) or "class_path" not in value or set(value) - {"class_path", "init_args"}:
-        raise UsageError(f"{key}={value!r}: expected class_path, and init_args if it has any.")
+        raise UsageError(f"{key}={value!r}: expected class_path and, optionally, init_args.")
     return FactorySection(**value)

@@ -46,7 +46,7 @@ def partial(section: FactorySection, key: str) -> Callable[..., Any] | None:
     """Return the callable of a section with its keywords bound, or None; the trainer passes one more argument."""
     if section.class_path is None:
         if section.init_args:
-            raise UsageError(f"{key}.init_args={section.init_args!r} has no {key}.class_path whose keywords they are.")
+            raise UsageError(f"{key}.init_args={section.init_args!r} has no effect without {key}.class_path.")
         return None
     function = find_object(section.class_path, f"{key}.class_path")
     check_keywords(function, section.init_args, key, num_positional=1)
@@ -80,7 +80,7 @@ def check_keywords(
 def require_directory(path: str, key: str) -> str:
     """Return the expanded path of a directory; raise UsageError if it does not exist."""
     if not os.path.isdir(os.path.expanduser(path)):
-        raise UsageError(f"{key}={path!r}: there is no such directory (nothing is downloaded; give a local one).")
+        raise UsageError(f"{key}={path!r}: there is no such directory (nothing is downloaded; use a local one).")
     return os.path.expanduser(path)
 
 

@@ -67,13 +67,13 @@ def _refuse_unused(section: DataSection, way: str) -> None:
         value = getattr(section, name)
         if value and way != needed:
             raise UsageError(
-                f"data.{name}={value!r} has no effect beside data.{way}: it belongs to data.{needed}. Leave it out: "
+                f"data.{name}={value!r} has no effect with data.{way}: it belongs to data.{needed}. Remove it: "
                 "data.eval_fraction of the documents are then kept for evaluation."
             )
     if section.eval_split == "train":
         raise UsageError(
-            "data.eval_split='train' would evaluate on the training data. Name another split, or leave it out: "
-            "data.eval_fraction of the documents are then kept from training."
+            "data.eval_split='train' would evaluate on the training data. Set another split, or remove it: "
+            "data.eval_fraction of the documents are then kept for evaluation."
         )
 
 
@@ -90,7 +90,7 @@ def _with_both_splits(
     if not wants_evaluation:
         return {"train": whole, "eval": train}
     logger.info(
-        "data.eval_fraction=%g of %d document(s) would leave nothing to %s on: the last %g%% of the tokens are kept for "
+        "data.eval_fraction=%g of %d document(s) would leave nothing to %s on. The last %g%% of the tokens are used for "
         "evaluation instead.",
         section.eval_fraction,
         whole.num_documents,
@@ -129,8 +129,8 @@ def _warn_of_shared(files: list[str], eval_files: list[str]) -> None:
     shared = [path for path in eval_files if os.path.realpath(path) in places]
     if shared:
         logger.warning(
-            "%d of %d files of data.eval_files are in data.files too (such as %s): evaluations measure text that the model "
-            "was trained on.",
+            "%d of %d files of data.eval_files are also in data.files (such as %s): evaluation uses text that the model is "
+            "trained on.",
             len(shared),
             len(eval_files),
             shared[0],
@@ -165,9 +165,7 @@ def _packed(tokens: Mapping[str, TokenArray], section: DataSection, tokenizer: T
 
 def _ready_datasets(made: Mapping[str, Any]) -> Datasets:
     if "train" not in made or set(made) - {"train", "eval"}:
-        raise ValueError(
-            f'data.class_path returned a dict of {list(made)}; it is to have "train", and may have "eval".'
-        )
+        raise ValueError(f'data.class_path returned a dict of {list(made)}; expected "train" and, optionally, "eval".')
     return Datasets(made["train"], made.get("eval"))
 
 

@@ -19,25 +19,25 @@ from forgather.cli.config.trainer_kinds import DEFAULT_KIND, TRAINERS
 _USAGE = """\
 usage: forgather train [CONFIG] [--trainer KIND] [--nproc N] [--KEY VALUE ...] [--print_config] [--debug]
 
-Trains a model as the YAML file CONFIG says; without it, the demo: a small model on the source of Python's standard
-library. Running it again goes on from the newest checkpoint in args.output_dir.
+Train a model from the YAML file CONFIG. Without CONFIG, train the demo: a small model on the source of Python's
+standard library. Running the command again resumes from the newest checkpoint in args.output_dir.
 
-  --KEY VALUE     overrides a key of the configuration: --args.max_steps 500, --model.config.hidden_size 256
+  --KEY VALUE     override a key of the configuration: --args.max_steps 500, --model.config.hidden_size 256
   --SECTION '{{KEY: VALUE, ...}}'
-                  replaces a section, --model '{{pretrained: DIR}}'; of args and trainer only the keys that it names
-  --KEY+ VALUE    adds to a list: --callbacks+ '{{class_path: TBLogger}}'
-  --trainer KIND  the same as --trainer.kind KIND; this version has: {trainers}
-  --print_config  prints the whole configuration as YAML, which can be saved and used as CONFIG, and ends
-  --debug         shows Python's traceback of an error
+                  replace a section, --model '{{pretrained: DIR}}'; for args and trainer, set only the given keys
+  --KEY+ VALUE    append to a list: --callbacks+ '{{class_path: TBLogger}}'
+  --trainer KIND  same as --trainer.kind KIND; available: {trainers}
+  --print_config  print the full configuration as YAML, which can be saved and used as CONFIG, and exit
+  --debug         show the traceback of an error
 
-Several processes (--trainer {several}); under torchrun, leave these out:
+Multiple processes (--trainer {several}); omit these options under torchrun:
 
   --nproc N       processes on this node
   -d 0,1          one process on each of these devices
   --nnodes M --node-rank R --rdzv-endpoint HOST:PORT
-                  M nodes: the same command on each, with its own R from 0, and an address of node 0
+                  M nodes: run the same command on each, with its own R from 0, and an address of node 0
   --max-restarts K
-                  starts all processes again up to K times after a failure; they go on from the newest checkpoint
+                  restart all processes up to K times after a failure; they resume from the newest checkpoint
 """
 _NAME_WIDTH = 38
 _STRATEGIES = ("no", "steps", "epoch")
@@ -66,14 +66,14 @@ def help_text() -> str:
         if section == "trainer":
             fields = [replace(one, choices=_listed(tuple(TRAINERS))) if one.name == "kind" else one for one in fields]
         parts.append(_section(section, about, fields))
-    parts.append(_section("", "Without a section:", [top["optimizer_groups"], top["callbacks"]]))
+    parts.append(_section("", "Keys without a section:", [top["optimizer_groups"], top["callbacks"]]))
     common = _arguments_of(DEFAULT_KIND)
-    parts.append(_section("args", "The training arguments:", common))
+    parts.append(_section("args", "Training arguments:", common))
     for kind in TRAINERS:
         # Fields compare with their defaults, so an argument with another default is listed again.
         own = [field for field in _arguments_of(kind) if field not in common]
         if own:
-            parts.append(_section("args", f"With --trainer {kind} also:", own))
+            parts.append(_section("args", f"Additional arguments of --trainer {kind}:", own))
     return "\n".join(parts)
 
 

@@ -23,7 +23,7 @@ logger = logging.getLogger(__name__)
 
 _NUM_NAMES_SHOWN = 5
 _NO_FIELDS = ("attn_implementation", "dtype")
-"""What configurations take, although they do not list it."""
+"""Values that transformers configurations accept, although `to_dict` does not list them."""
 
 
 def model_builder(section: ModelSection, tokenizer: TextTokenizer | None) -> Callable[[], nn.Module]:
@@ -56,8 +56,8 @@ def _refuse_unused(section: ModelSection, way: str) -> None:
         value = getattr(section, name)
         if value and way not in ways:
             raise UsageError(
-                f"model.{name}={value!r} has no effect beside model.{way}: it belongs to "
-                f"{' or '.join(f'model.{one}' for one in ways)}. Leave it out, or choose one of these."
+                f"model.{name}={value!r} has no effect with model.{way}: it belongs to "
+                f"{' or '.join(f'model.{one}' for one in ways)}. Remove it, or use one of these."
             )
 
 
@@ -70,7 +70,7 @@ def _pretrained_builder(section: ModelSection, auto_class: Any, path: str) -> Ca
         options["config"] = _changed_config(section.config, path)
     if not callable(getattr(auto_class, "from_pretrained", None)):
         raise UsageError(
-            f"model.auto_class={section.auto_class!r} has no from_pretrained, which loads model.pretrained."
+            f"model.auto_class={section.auto_class!r} has no from_pretrained, which model.pretrained needs."
         )
     # Only classes of transformers support output_loading_info.
     can_report = str(getattr(auto_class, "__module__", "")).startswith("transformers.")
@@ -85,8 +85,8 @@ def _pretrained_builder(section: ModelSection, auto_class: Any, path: str) -> Ca
             if not section.config:
                 raise
             raise ValueError(
-                f"model.pretrained={section.pretrained!r} cannot be loaded with model.config={section.config!r}, which takes "
-                f"the place of values that were stored with the weights. Leave out what changes their shapes. {error}"
+                f"model.pretrained={section.pretrained!r} cannot be loaded with model.config={section.config!r}, which "
+                f"overrides values stored with the weights. Remove values that change shapes. {error}"
             ) from error
         _check_loaded(info, section)
         return cast(nn.Module, model)
@@ -109,13 +109,12 @@ def _check_loaded(info: Mapping[str, Any], section: ModelSection) -> None:
     missing, unused = sorted(info.get("missing_keys", ())), sorted(info.get("unexpected_keys", ()))
     if section.config and (missing or unused):
         raise ValueError(
-            f"model.config={section.config!r} does not fit the weights in {section.pretrained!r}: the model has "
-            f"{_some(missing)} that the files have not, and the files have {_some(unused)} that the model has not. Leave "
-            "out what changes the layers."
+            f"model.config={section.config!r} does not fit the weights in {section.pretrained!r}. Missing in the files: "
+            f"{_some(missing)}. Not used by the model: {_some(unused)}. Remove values that change the layers."
         )
     if missing:
         logger.warning(
-            "%s has no weights for %s of the model: these begin at random.", section.pretrained, _some(missing)
+            "%s has no weights for %s of the model: these start at random values.", section.pretrained, _some(missing)
         )
     if unused:
         logger.warning("%s has weights that the model does not use: %s.", section.pretrained, _some(unused))

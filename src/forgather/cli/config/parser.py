@@ -24,7 +24,7 @@ from forgather.ml.trainer.arguments.training_arguments import TrainingArguments
 
 _ON_COMMAND_LINE = "on the command line"
 _LISTS_OF_SETTINGS = ("args", "trainer")
-"""Sections of which most keys keep their values when others are set."""
+"""Sections that keep their other keys when an option sets some of them."""
 
 
 @dataclass(frozen=True)
@@ -151,7 +151,7 @@ class ConfigurationParser:
         key = option.key.removesuffix("+")
         if key not in self._hints or not is_list(self._hints[key]):
             lists = [f"--{known}+" for known, hint in self._hints.items() if is_list(hint)]
-            raise UsageError(f"--{option.key}: only lists can be added to: {', '.join(lists)}.")
+            raise UsageError(f"--{option.key}: + appends to lists only: {', '.join(lists)}.")
         value = yaml_reader.load_value(self._text_of(option))
         present = self._present(key)
         values = [*present, value] if isinstance(present, (list, tuple)) else [value]
@@ -171,7 +171,7 @@ class ConfigurationParser:
 
     def _text_of(self, option: Option) -> str:
         if option.text is None:
-            raise UsageError(f"--{option.key} needs a value behind it.")
+            raise UsageError(f"--{option.key} needs a value.")
         return option.text
 
     def _present(self, key: str) -> object:

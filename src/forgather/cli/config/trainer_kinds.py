@@ -26,9 +26,9 @@ class TrainerKind:
     arguments_name: str
     uses_processes: bool = True
     own_keywords: tuple[str, ...] = ()
-    """Keywords of its constructor that `make_own_keywords` makes."""
+    """Constructor arguments that `make_own_keywords` creates."""
     has_stages: bool = False
-    """Whether it divides the model, by a schedule and a splitter."""
+    """Whether it splits the model into pipeline stages, with a schedule and a splitter."""
 
 
 _TRAINER_PACKAGE = "forgather.ml.trainer"
@@ -103,8 +103,8 @@ def check_num_processes(kind: str, num_processes: int) -> None:
         return
     able = " or ".join(f"--trainer {name}" for name, one in TRAINERS.items() if one.uses_processes)
     raise UsageError(
-        f"--trainer {kind} trains in one process, but the job has {num_processes}: each of them would train the same model "
-        f"and write to the same output directory. Add {able}, which share the work, or ask for one process."
+        f"--trainer {kind} trains in one process, but the job has {num_processes}: each process would train the same model "
+        f"and write to the same output directory. Use {able}, which share the work, or start one process."
     )
 
 

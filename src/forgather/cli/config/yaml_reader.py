@@ -66,7 +66,7 @@ def read_entries(text: str, name: str) -> list[Entry]:
     except yaml.MarkedYAMLError as error:
         mark = error.problem_mark or error.context_mark
         where = f"{name}, line {mark.line + 1}" if mark else name
-        raise UsageError(f"{where}: this is not YAML: {error.problem or error.context}.") from None
+        raise UsageError(f"{where}: invalid YAML: {error.problem or error.context}.") from None
     return entries
 
 
@@ -76,7 +76,7 @@ def read_value(text: str, key: str, name: str) -> Entry:
         entry = Entry(key, yaml.compose(text, Loader=_Loader), 1)
         entry.value  # noqa: B018 - as above
     except yaml.YAMLError as error:
-        raise UsageError(f"{name}: --{key}: this is not YAML: {getattr(error, 'problem', None) or error}.") from None
+        raise UsageError(f"{name}: --{key}: invalid YAML: {getattr(error, 'problem', None) or error}.") from None
     return entry
 
 
@@ -101,8 +101,6 @@ def _entries(node: yaml.Node, name: str) -> Iterator[Entry]:
         key, line = str(key_node.value), key_node.start_mark.line + 1
         # PyYAML would silently keep the last value.
         if key in seen:
-            raise UsageError(
-                f"{name}, line {line}: {key!r} was given before, in line {seen[key]}; remove one of the two."
-            )
+            raise UsageError(f"{name}, line {line}: {key!r} is already set in line {seen[key]}; remove one of the two.")
         seen[key] = line
         yield Entry(key, value_node, line)

@@ -44,7 +44,7 @@ def launch(options: LaunchOptions, words: Sequence[str]) -> int:
             with agent.stop_signals_handed_on():
                 result = agent.run()
         except SignalException as stop:
-            complain(f"ended by {stop.sigval.name}; nothing was saved since the last checkpoint")
+            complain(f"stopped by {stop.sigval.name}; nothing was saved since the last checkpoint")
             return 128 + int(stop.sigval)
         finally:
             if agent.has_met:
@@ -127,7 +127,7 @@ class _Agent(LocalElasticAgent):
             num_restarts = worker_group.spec.max_restarts
             number = num_restarts - self._remaining_restarts + 1
             _show(cause.traceback)
-            complain(f"{cause.sentence()} Starting again, {number} of {num_restarts} times.")
+            complain(f"{cause.sentence()} Restarting ({number} of {num_restarts}).")
         return result
 
 

@@ -29,7 +29,7 @@ LINE_SECONDS = 10.0
 _TIMEOUT_SECONDS = 900
 _POLL_SECONDS = 0.2
 _SILENCE_SECONDS = 5.0
-"""A node that has not shown itself for so long has left again."""
+"""A node without a heartbeat for this long has left."""
 _RUN_ID = "forgather"
 
 
@@ -71,9 +71,9 @@ class NodeMeeting(RendezvousHandler):
         missing = self.num_missing()
         who = f"{missing} of {self._num_nodes} nodes" if missing is not None else "node 0"
         return TimeoutError(
-            f"{who} did not come to --rdzv-endpoint {self.endpoint} within {_TIMEOUT_SECONDS} s. Start the same command on "
-            f"each of the --nnodes {self._num_nodes} nodes, each with its own --node-rank from 0 to {self._num_nodes - 1}, and "
-            "check that all of them reach that address, which is one of node 0."
+            f"{who} did not join at --rdzv-endpoint {self.endpoint} within {_TIMEOUT_SECONDS} s. Start the same command on "
+            f"all --nnodes {self._num_nodes} nodes, each with its own --node-rank from 0 to {self._num_nodes - 1}, and check "
+            "that every node can reach this address of node 0."
         )
 
 

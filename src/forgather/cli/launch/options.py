@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from forgather.cli.errors import UsageError
 
 LAUNCHER_VARIABLE = "FORGATHER_LAUNCHER"
-"""Set in processes that `forgather train --nproc` started, to the path by which that program was called."""
+"""Environment variable of workers that `forgather train --nproc` started: the path of the program as it was called."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -18,7 +18,7 @@ class LaunchOptions:
     """Requested processes, devices and nodes."""
 
     num_processes: int | None = None
-    """On each node; None when nothing was said of it."""
+    """Processes per node; None if not specified."""
     devices: str | None = None
     num_nodes: int = 1
     node_rank: int | None = None
@@ -56,13 +56,13 @@ def take_launch_options(words: Sequence[str]) -> tuple[LaunchOptions, list[str]]
         if option not in _OPTIONS:
             others.append(word)
         elif option in given:
-            raise UsageError(f"{option} was given twice; remove one of the two.")
+            raise UsageError(f"{option} is set twice; remove one of the two.")
         elif equals:
             given[option] = value
         elif rest and not rest[0].startswith("--"):
             given[option] = rest.pop(0)
         else:
-            raise UsageError(f"{option} needs a value behind it.")
+            raise UsageError(f"{option} needs a value.")
     return _checked(given), others
 
 
@@ -90,16 +90,16 @@ def check_against_launcher(options: LaunchOptions) -> None:
     if options.num_processes is not None and options.num_processes != per_node:
         asked = f"-d {options.devices}" if options.devices is not None else f"--nproc {options.num_processes}"
         raise UsageError(
-            f"{asked} asks for {options.num_processes} process(es) on a node, but torchrun or another launcher has started "
-            f"{per_node} (LOCAL_WORLD_SIZE={per_node}, WORLD_SIZE={world_size}). Leave the option out, or start forgather "
+            f"{asked} requests {options.num_processes} process(es) per node, but torchrun or another launcher has started "
+            f"{per_node} (LOCAL_WORLD_SIZE={per_node}, WORLD_SIZE={world_size}). Remove the option, or start forgather "
             "without that launcher."
         )
     num_nodes = world_size // max(per_node, 1)
     # 1 is also the default, so it is no contradiction.
     if options.num_nodes not in (1, num_nodes):
         raise UsageError(
-            f"--nnodes {options.num_nodes}, but this process was started as one of {world_size}, {per_node} on a node. Leave "
-            "the option out, or start forgather without torchrun or another launcher."
+            f"--nnodes {options.num_nodes}, but a launcher has started {world_size} processes, {per_node} per node. Remove "
+            "the option, or start forgather without torchrun or another launcher."
         )
 
 
@@ -126,12 +126,12 @@ def _num_processes(given: dict[str, str]) -> int | None:
     numbers = devices.split(",")
     if not all(one.isdecimal() for one in numbers) or len(set(numbers)) < len(numbers):
         raise UsageError(
-            f"-d {devices}: give the numbers of different devices with commas between them, such as -d 0,1."
+            f"-d {devices}: expected the numbers of different devices, separated by commas, such as -d 0,1."
         )
     if number is not None and number != len(numbers):
         raise UsageError(
-            f"--nproc {number} and -d {devices} contradict each other: one process is started on each device, which makes "
-            f"{len(numbers)}. Leave --nproc out."
+            f"--nproc {number} and -d {devices} contradict each other: one process per device makes {len(numbers)}. Remove "
+            "--nproc."
         )
     return len(numbers)
 
@@ -141,15 +141,15 @@ def _check_nodes(num_nodes: int | None, node_rank: int | None, endpoint: str | N
         # --node-rank 0 is harmless with one node.
         alone = "--node-rank" if node_rank else "--rdzv-endpoint" if endpoint is not None else None
         if alone is not None:
-            raise UsageError(f"{alone} is for several nodes: add --nnodes, with their number, or leave {alone} out.")
+            raise UsageError(f"{alone} is for several nodes: add --nnodes with their number, or remove {alone}.")
         return
     if node_rank is None or endpoint is None:
         missing = " and ".join(
             name for name, value in (("--node-rank", node_rank), ("--rdzv-endpoint", endpoint)) if value is None
         )
         raise UsageError(
-            f"--nnodes {num_nodes} also needs {missing}: call the same command on each node, with --node-rank 0 to "
-            f"{num_nodes - 1}, and --rdzv-endpoint HOST:PORT, an address of node 0 that all others reach."
+            f"--nnodes {num_nodes} also needs {missing}. Run the same command on each node, with --node-rank 0 to "
+            f"{num_nodes - 1}, and --rdzv-endpoint HOST:PORT, an address of node 0 that all nodes can reach."
         )
     if node_rank >= num_nodes:
         raise UsageError(f"--node-rank {node_rank}: with --nnodes {num_nodes} the nodes are 0 to {num_nodes - 1}.")

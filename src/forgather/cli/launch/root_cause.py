@@ -24,7 +24,7 @@ class RootCause:
 
     rank: int
     what: str
-    """What the rank did, as a sentence that begins with it."""
+    """End of a sentence that begins with the rank: what happened to it."""
     traceback: str
     usage_error: str | None = None
 
@@ -44,9 +44,9 @@ def find_root_cause(failures: Mapping[int, ProcessFailure]) -> RootCause:
     if message.startswith(_USAGE_ERROR):
         return RootCause(rank, "", traceback, message.removeprefix(_USAGE_ERROR))
     if failure.exitcode < 0:
-        return RootCause(rank, f"was ended by {failure.signal_name()}.{_reason(failure)}", traceback)
+        return RootCause(rank, f"was killed by {failure.signal_name()}.{_reason(failure)}", traceback)
     if not message:
-        return RootCause(rank, f"ended with exit code {failure.exitcode} and left no word why.", traceback)
+        return RootCause(rank, f"exited with code {failure.exitcode} without an error message.", traceback)
     return RootCause(rank, f"failed: {_sentence(message)}", traceback)
 
 
@@ -74,4 +74,4 @@ def _sentence(message: str) -> str:
 
 def _reason(failure: ProcessFailure) -> str:
     is_killed = failure.exitcode == -signal.SIGKILL
-    return " Systems end processes so when there is no memory left." if is_killed else ""
+    return " The system does this when it runs out of memory." if is_killed else ""

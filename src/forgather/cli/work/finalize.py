@@ -46,7 +46,7 @@ _NOT_FOR_EVALUATION = {
     "fuse_optim_with_backward": False,
     "gradient_checkpointing": False,
 }
-"""Arguments that change the model that the trainer is given, or that only training needs."""
+"""Neutral values of arguments that change the model, or that only training needs."""
 
 
 def finalize(options: argparse.Namespace) -> int:
@@ -67,7 +67,7 @@ def finalize(options: argparse.Namespace) -> int:
         if options.config is None and options.quantize is not None:
             _refuse_code(configuration, checkpoint, options.no_evaluation)
     # Without quantisation the weights stay the same, and there is no loss to compare.
-    evaluation, reason = None, "losses are measured when a model is quantised"
+    evaluation, reason = None, "losses are measured only when a model is quantised"
     if options.quantize is not None:
         evaluation, reason = _evaluation_of(configuration, checkpoint, options.no_evaluation)
     report = finalize_checkpoint(
@@ -117,8 +117,8 @@ def _refuse_code(configuration: Configuration, checkpoint: str, without_evaluati
         path = os.path.join(checkpoint, CONFIG_NAME)
         raise UsageError(
             f"The configuration in the checkpoint sets {', '.join(used)}, and using it would run code that the checkpoint "
-            f"names. If you trust it, say so with --config {path}."
-            + ("" if without_evaluation else " --no-evaluation does without the data and the loss.")
+            f"names. If you trust it, pass --config {path}."
+            + ("" if without_evaluation else " --no-evaluation skips the data and the loss.")
         )
 
 
@@ -165,13 +165,13 @@ def _evaluation_of(
     if is_unwanted:
         return None, "--no-evaluation"
     if configuration is None:
-        return None, f"the checkpoint has no {CONFIG_NAME} that names the data; --config CONFIG gives one"
+        return None, f"the checkpoint has no {CONFIG_NAME} that names the data; pass --config CONFIG"
     try:
         evaluation = Evaluation(configuration, _output_dir_of(checkpoint, configuration))
     except (FileNotFoundError, UsageError) as error:
         raise UsageError(
-            f"The data of the run, by which losses are measured, are not there: {error} Paths in its configuration count from "
-            "where training was started: call the command there, or give --config, or --no-evaluation."
+            f"Losses cannot be measured, because the data of the run cannot be loaded: {error} Relative paths start where "
+            "training was started: run the command there, or pass --config or --no-evaluation."
         ) from None
     return (None, "the run has no evaluation data") if evaluation.dataset is None else (evaluation, "")
 
@@ -206,7 +206,7 @@ def _device(configuration: Configuration | None) -> str | None:
     present = {"cpu"} | ({str(torch.accelerator.current_accelerator())} if torch.accelerator.is_available() else set())
     if asked is None or torch.device(asked).type in present:
         return asked
-    logger.warning("The run was on %s, which this machine has not: working on %s.", asked, " or ".join(sorted(present)))
+    logger.warning("The run used %s, which this machine does not have: using %s.", asked, " or ".join(sorted(present)))
     return None
 
 
@@ -217,7 +217,7 @@ def _compare_recipes(configuration: Configuration, recipe: str | None) -> None:
     if recipe is None:
         logger.info("The model was trained for --quantize %s; it is written in full precision.", trained)
     else:
-        logger.warning("The model was trained for --quantize %s: by %s it may lose more.", trained, recipe)
+        logger.warning("The model was trained for --quantize %s: its loss may be higher with %s.", trained, recipe)
 
 
 def _show(report: FinalizeReport, reason: str | None) -> None:

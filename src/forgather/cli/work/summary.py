@@ -35,7 +35,7 @@ def say_finished(trainer: Trainer[Any], demo_words: Sequence[str] | None) -> Non
 def say_stopped(stop: Preempted) -> None:
     """Print how to resume after a stop request, if a checkpoint was saved."""
     if stop.checkpoint_path:
-        get_console().print(f"Run the same command again to go on from step {stop.step}.", soft_wrap=True)
+        get_console().print(f"Run the same command again to resume from step {stop.step}.", soft_wrap=True)
 
 
 def say_already_finished(configuration: Configuration, step: int, demo_words: Sequence[str] | None) -> None:
@@ -47,7 +47,7 @@ def say_already_finished(configuration: Configuration, step: int, demo_words: Se
     if demo_words is not None:
         _say_what_next(step, args.output_dir, demo_words)
     else:
-        get_console().print("Raise args.max_steps to go on, or choose another args.output_dir.", soft_wrap=True)
+        get_console().print("Raise args.max_steps to continue, or choose another args.output_dir.", soft_wrap=True)
 
 
 def _say_what_next(step: int, output_dir: str, words: Sequence[str]) -> None:
@@ -55,10 +55,10 @@ def _say_what_next(step: int, output_dir: str, words: Sequence[str]) -> None:
     # Remove the old value of max_steps, because a new one is appended.
     same = shlex.join([program, "train", *_without(words, "--args.max_steps")])
     suggestions = {
-        "go on to twice the steps": f"{same} --args.max_steps {2 * step}",
+        "train for twice the steps": f"{same} --args.max_steps {2 * step}",
         **_suggested_processes(program, output_dir, words, 2 * step),
-        "another model beside it": f"{program} train --model.config.hidden_size 192 --args.output_dir demo_output_192",
-        "begin a configuration": f"{program} train --print_config > my.yaml",
+        "train another model": f"{program} train --model.config.hidden_size 192 --args.output_dir demo_output_192",
+        "write a configuration": f"{program} train --print_config > my.yaml",
         "and use it": f"{program} train my.yaml",
         "start over": f"rm -r {output_dir}",
     }
@@ -75,11 +75,11 @@ def _suggested_processes(program: str, output_dir: str, words: Sequence[str], nu
     # A checkpoint of any trainer can be resumed in one process.
     if any(word.startswith("--trainer") for word in words):
         command = shlex.join([program, "train", "--args.output_dir", output_dir, "--args.max_steps", str(num_steps)])
-        return {"go on in one process": command}
+        return {"continue in one process": command}
     command = f"{program} train --trainer {{kind}} --nproc 2 --args.output_dir demo_output_{{kind}}"
     return {
-        "two processes beside it": command.format(kind="ddp"),
-        "half of the model in each": command.format(kind="pipeline"),
+        "train in two processes": command.format(kind="ddp"),
+        "split the model in two": command.format(kind="pipeline"),
     }
 
 

@@ -14,7 +14,7 @@ from torch import Tensor
 from forgather.ml.loss.causal_loss import NextTokenLoss, at_least_float32
 
 Rows = slice | Tensor
-"""What chooses the tokens of one part."""
+"""Index that selects the tokens of one chunk."""
 PartLossT = Callable[[Tensor, Tensor, int, bool], Tensor]
 """`cross_entropy_in_place`, compiled or not."""
 
@@ -43,9 +43,7 @@ class LossInParts(NextTokenLoss):
     def __init__(self, chunk_size: int, ignore_index: int, *, compile: bool = False) -> None:
         super().__init__(ignore_index, compile=compile)
         if chunk_size < 1:
-            raise ValueError(
-                f"chunk_size={chunk_size} of {type(self).__name__} leaves nothing to compute at a time: it must be at least 1."
-            )
+            raise ValueError(f"chunk_size={chunk_size} of {type(self).__name__} cannot be used: it must be at least 1.")
         self.chunk_size = chunk_size
 
     def sum_over_targets(self, outputs: Tensor, labels: Tensor, reduction: str = "sum") -> Tensor:

@@ -27,7 +27,7 @@ from forgather.ml.loss.chunked_causal_loss import (
 )
 
 _PACKAGES = {"cce": ("cut_cross_entropy", "cut-cross-entropy"), "liger": ("liger_kernel", "liger-kernel")}
-"""Of each implementation that is not ours, what is imported and what is installed; the first that can is preferred."""
+"""Third-party implementations: names for `import` and for pip, in order of preference."""
 
 
 class LinearCrossEntropyLoss(LossInParts):
@@ -268,7 +268,7 @@ def _why_not_cce(hidden_states: Tensor, has_bias: bool) -> str | None:
     if torch.cuda.get_device_capability(hidden_states.device) < (8, 0):
         return "needs a GPU of compute capability 8.0 or more"
     if has_bias and "bias" not in inspect.signature(_cce_function()).parameters:
-        return "takes no bias in the version that is installed, but the output embeddings have one"
+        return "takes no bias in the installed version, but the output embeddings have one"
     return None
 
 
@@ -283,7 +283,7 @@ def _require_available(impl: str) -> None:
     if not _is_installed(package):
         raise ValueError(
             f"LinearCrossEntropyLoss(impl={impl!r}) needs the package {to_install}, which is not installed: "
-            f"pip install {to_install}, or use impl='pytorch' (always there) or 'auto' (the best that is there)."
+            f"pip install {to_install}, or use impl='pytorch' (always available) or 'auto' (the best available)."
         )
 
 
@@ -292,13 +292,13 @@ def _require_linear(output_embeddings: nn.Module) -> None:
     weight = getattr(output_embeddings, "weight", None)
     if not isinstance(weight, Tensor):
         raise ValueError(
-            f"LinearCrossEntropyLoss multiplies hidden states by output_embeddings.weight, but {name} has no weight: pass the "
-            "linear layer that makes the logits, such as model.get_output_embeddings()."
+            f"LinearCrossEntropyLoss multiplies hidden states by output_embeddings.weight, but {name} has no weight. Pass "
+            "the linear layer that computes the logits, such as model.get_output_embeddings()."
         )
     if weight.ndim != 2:
         raise ValueError(
-            f"LinearCrossEntropyLoss needs output embeddings with a weight of [vocabulary, hidden], but that of {name} is "
-            f"{list(weight.shape)}: pass the linear layer that makes the logits, such as model.get_output_embeddings()."
+            f"LinearCrossEntropyLoss needs a weight of shape [vocabulary, hidden], but the weight of {name} has shape "
+            f"{list(weight.shape)}. Pass the linear layer that computes the logits, such as model.get_output_embeddings()."
         )
 
 
@@ -306,10 +306,10 @@ def _require_match(hidden_states: Tensor, weight: Tensor) -> None:
     if hidden_states.shape[-1] != weight.shape[1]:
         raise ValueError(
             f"LinearCrossEntropyLoss got hidden states of width {hidden_states.shape[-1]}, but its output embeddings take "
-            f"{weight.shape[1]} (their weight is {list(weight.shape)}): pass what the model gives to them, not logits."
+            f"{weight.shape[1]} (their weight is {list(weight.shape)}). Pass the input of the output layer, not logits."
         )
     if hidden_states.dtype != weight.dtype and not torch.is_autocast_enabled(hidden_states.device.type):
         raise ValueError(
-            f"LinearCrossEntropyLoss got hidden states of {hidden_states.dtype}, but its output embeddings are {weight.dtype}: "
-            "give the whole model one dtype, or compute the loss under autocast too (mixed_precision)."
+            f"LinearCrossEntropyLoss got hidden states of {hidden_states.dtype}, but its output embeddings are {weight.dtype}. "
+            "Use one dtype for the full model, or compute the loss under autocast too (mixed_precision)."
         )

@@ -16,7 +16,7 @@ class GradientTrace:
 
     parameters: Sequence[Tensor]
     values: Tensor
-    """A norm for each parameter, or all elements of all gradients, one after the other."""
+    """A norm for each parameter, or the concatenated elements of all gradients."""
 
     def nonfinite(self) -> list[Tensor]:
         """Return the parameters with a non-finite gradient; synchronises with the device."""

@@ -62,9 +62,7 @@ class Multiopt(Optimizer):
             optimizer.zero_grad(set_to_none=set_to_none)
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
-        raise ValueError(
-            "Multiopt cannot know which of its optimizers a new group is for: add it to one of `optimizers`."
-        )
+        raise ValueError("Multiopt cannot choose an optimizer for a new group: add the group to one of `optimizers`.")
 
     def state_dict(self) -> dict[str, Any]:
         return {"optimizers": [optimizer.state_dict() for optimizer in self.optimizers]}

@@ -118,8 +118,8 @@ def make_grouped_optimizer(
 
 def _no_factory(group: _Group) -> ValueError:
     return ValueError(
-        f"Optimizer group {group.name!r} has no factory, and no default factory was given to make its optimizer. Give "
-        "optimizer_factory (default_factory of build_optimizer_buckets), or add a factory to the group."
+        f"Optimizer group {group.name!r} has no factory, and there is no default factory. Pass optimizer_factory "
+        "(default_factory of build_optimizer_buckets), or add a factory to the group."
     )
 
 
@@ -146,7 +146,7 @@ def check_group_map(group_map: OptimGroupMap) -> None:
     """Raise `ValueError` unless the group map is valid, whatever the model."""
     if not isinstance(group_map, Mapping):
         raise ValueError(
-            f"optimizer_groups={group_map!r} cannot be used: give a mapping of names of groups to their settings, such as "
+            f"optimizer_groups={group_map!r} cannot be used: pass a mapping of group names to settings, such as "
             '{"biases": {"regex": "bias$", "config": {"weight_decay": 0.0}}}.'
         )
     _groups_of(group_map)
@@ -162,7 +162,7 @@ def _filled_groups(
     named = [(name, parameter) for name, parameter in named_parameters if parameter.requires_grad]
     names = [*(name for name, _ in named), *names_elsewhere]
     if not names:
-        raise ValueError("There is nothing to optimize: the model has no parameter that requires a gradient.")
+        raise ValueError("There is nothing to train: the model has no parameter that requires a gradient.")
     for name, parameter in named:
         _group_for(name, groups).members.append((name, parameter))
     # By id, because dataclasses with `eq` are not hashable.
@@ -180,8 +180,8 @@ def _groups_of(group_map: OptimGroupMap) -> list[_Group]:
     if len(rest) > 1:
         names = ", ".join(repr(group.name) for group in rest)
         raise ValueError(
-            f"The optimizer groups {names} have no regex, so which one takes the parameters that match no other is "
-            "unclear. Give all but one of them a regex."
+            f"The optimizer groups {names} have no regex, but only one group can take the remaining parameters. Give all "
+            "but one of them a regex."
         )
     last = rest or [_Group(_IMPLICIT_GROUP, None, {}, None)]
     return [group for group in groups if group.pattern is not None] + last
@@ -189,7 +189,7 @@ def _groups_of(group_map: OptimGroupMap) -> list[_Group]:
 
 def _parsed(name: str, settings: Mapping[str, Any]) -> _Group:
     if not isinstance(settings, Mapping):
-        raise ValueError(f"Optimizer group {name!r} is {settings!r}, but has to be a mapping of {', '.join(_KEYS)}.")
+        raise ValueError(f"Optimizer group {name!r} is {settings!r}, but must be a mapping of {', '.join(_KEYS)}.")
     if unknown := [key for key in settings if key not in _KEYS]:
         raise ValueError(
             f"Optimizer group {name!r} has {unknown}, but a group has only {', '.join(_KEYS)}. Options of the "
@@ -197,17 +197,17 @@ def _parsed(name: str, settings: Mapping[str, Any]) -> _Group:
         )
     regex = settings.get("regex")
     if not isinstance(regex, str | None):
-        raise ValueError(f"Optimizer group {name!r} has regex={regex!r}, but a regular expression is a text.")
+        raise ValueError(f"Optimizer group {name!r} has regex={regex!r}, but a regular expression must be a string.")
     try:
         pattern = None if regex is None else re.compile(regex)
     except re.error as error:
         raise ValueError(f"Optimizer group {name!r}: {regex!r} is not a regular expression: {error}.") from None
     config, factory = settings.get("config") or {}, settings.get("factory")
     if not isinstance(config, Mapping):
-        raise ValueError(f"Optimizer group {name!r} has config={config!r}, but it is a mapping of options to values.")
+        raise ValueError(f"Optimizer group {name!r} has config={config!r}, but it must map options to values.")
     if factory is not None and not callable(factory):
         raise ValueError(
-            f"Optimizer group {name!r} has factory={factory!r}, but a factory is called with a list of group dicts."
+            f"Optimizer group {name!r} has factory={factory!r}, but a factory must take a list of group dicts."
         )
     _check_rate(name, config)
     return _Group(name, pattern, config, factory)
@@ -217,7 +217,7 @@ def _check_rate(name: str, config: Mapping[str, Any]) -> None:
     # Torch validates the defaults of an optimizer, but not the options of its groups.
     rate = config.get("lr", 0.0)
     if isinstance(rate, (int, float)) and not rate >= 0:
-        raise ValueError(f"Optimizer group {name!r} has lr={rate!r}, but a learning rate is 0 or more.")
+        raise ValueError(f"Optimizer group {name!r} has lr={rate!r}, but a learning rate must be 0 or more.")
 
 
 def warn_of_unknown_options(optimizer: Optimizer, group_map: OptimGroupMap) -> None:

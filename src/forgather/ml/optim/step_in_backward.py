@@ -51,8 +51,8 @@ class StepInBackward:
     def __call__(self, norm_type: float = 2.0) -> Tensor:
         if norm_type != 2.0:
             raise ValueError(
-                f"norm_type={norm_type} cannot be used with fuse_optim_with_backward=True: gradients are gone when it is asked "
-                "for, and of each only the Euclidean norm was kept."
+                f"norm_type={norm_type} cannot be used with fuse_optim_with_backward=True: gradients are freed in the "
+                "backward pass, and only their Euclidean norms are kept."
             )
         norms, self._norms = self._norms, []
         updated, self._updated = self._updated, []
@@ -101,7 +101,7 @@ class StepInBackward:
             raise ValueError(
                 f"fuse_optim_with_backward=True cannot be combined with {type(self._optimizer).__name__}: it keeps "
                 f"{', '.join(changed)} for all parameters together, but parameters are updated one by one. Use an optimizer "
-                "whose state belongs to single parameters, or turn fuse_optim_with_backward off."
+                "with separate state for each parameter, or turn fuse_optim_with_backward off."
             )
 
 

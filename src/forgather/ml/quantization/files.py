@@ -66,7 +66,7 @@ def load_quantized(path: str, model_init: Callable[[], nn.Module] | None = None)
 
     if not os.path.exists(os.path.join(path, "config.json")):
         raise CheckpointLoadError(
-            f"{path} is not a directory of transformers: it has no config.json. Give model_init, a function that builds the "
+            f"{path} is not a transformers directory: it has no config.json. Pass model_init, a function that builds the "
             "model."
         )
     config = AutoConfig.from_pretrained(path, local_files_only=True)
@@ -83,8 +83,8 @@ def architecture_of(config: Any, path: str) -> Any:
     found = getattr(transformers, names[0], None) if names else None
     if not isinstance(found, type) or not issubclass(found, transformers.PreTrainedModel):
         raise CheckpointLoadError(
-            f"The model in {path} is a {names[0] if names else 'model without a name'}, a class that transformers does not "
-            "have. Give model_init, a function that builds it."
+            f"The model in {path} is a {names[0] if names else 'model without a name'}, which is not a class of "
+            "transformers. Pass model_init, a function that builds it."
         )
     return found
 
@@ -124,8 +124,8 @@ def _filled(path: str, model_init: Callable[[], nn.Module]) -> nn.Module:
     missing = [name for name in incompatible.missing_keys if name not in tied]
     if missing or incompatible.unexpected_keys:
         raise CheckpointLoadError(
-            f"The weights in {path} are not those of this model: missing {missing[:5]}, unexpected "
-            f"{incompatible.unexpected_keys[:5]}. Build the model that was finalised."
+            f"The weights in {path} do not fit this model: missing {missing[:5]}, unexpected "
+            f"{incompatible.unexpected_keys[:5]}. Build the same model that was finalised."
         )
     # The stored name comes first in each group: the other names are tied to it.
     retie_parameters(model, [sorted(group, key=lambda name: name not in state) for group in sharing])

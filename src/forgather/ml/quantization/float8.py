@@ -44,7 +44,7 @@ def convert_to_fp8(
 
     def obstacle(layer: nn.Linear) -> str | None:
         if layer is model:
-            return "it is the whole model, which cannot be replaced from inside"
+            return "it is the model itself, which cannot be replaced"
         if type(layer) not in (nn.Linear, Float8Linear):
             return special_layer_reason(layer)
         return misalignment(layer.in_features, layer.out_features, dim_alignment)
@@ -93,7 +93,7 @@ def capability_problem(capability: tuple[int, int], name: str) -> str | None:
     if capability >= _LEAST_CAPABILITY:
         return None
     found, least = (f"{major}.{minor}" for major, minor in (capability, _LEAST_CAPABILITY))
-    return f"the GPU ({name}) has compute capability {found}, and {least} is the least that can"
+    return f"the GPU ({name}) has compute capability {found}, and float8 needs at least {least}"
 
 
 def misalignment(in_features: int, out_features: int, alignment: int) -> str | None:

@@ -14,9 +14,9 @@ logger = logging.getLogger(__name__)
 
 _NUM_NAMES_SHOWN = 3
 _CONV1D = ("transformers.pytorch_utils", "Conv1D")
-"""The linear layers of GPT-2 and its relatives; told by its name, since importing transformers to ask takes seconds."""
+"""Linear layers of GPT-2 and related models; compared by name, since importing transformers takes seconds."""
 ObstacleT = Callable[[nn.Linear], str | None]
-"""Why a layer cannot be changed, None when it can."""
+"""Returns why a layer cannot be converted, or None."""
 
 
 @dataclass
@@ -25,7 +25,7 @@ class LayerReport:
 
     converted: list[str] = field(default_factory=list)
     skipped: dict[str, str] = field(default_factory=dict)
-    """Those that were left as they are, and the reason."""
+    """Layers that were not converted, with the reason."""
 
     @property
     def total(self) -> int:
@@ -63,7 +63,7 @@ def choose_layers(
     for name, module in model.named_modules():
         # The linear layers of GPT-2 are Conv1D modules. Without this entry the report would not mention them.
         if (type(module).__module__, type(module).__name__) == _CONV1D:
-            report.skipped[name] = "it is a Conv1D of transformers, whose weight is transposed, not a plain nn.Linear"
+            report.skipped[name] = "it is a Conv1D of transformers with a transposed weight, not a plain nn.Linear"
     return chosen, report
 
 

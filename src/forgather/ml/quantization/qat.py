@@ -18,11 +18,11 @@ if TYPE_CHECKING:
     from torchao.core.config import AOBaseConfig  # type: ignore[import-untyped]
 
 GROUP_SIZE = 32
-"""How many weights share a scale; torchao's default."""
+"""Number of weights that share a scale; torchao's default."""
 # Float8 matrix products need dimensions that are multiples of 16.
 _FLOAT8_ALIGNMENT = 16
 _MARK = "_qat_recipe"
-"""Where a prepared layer notes what it was prepared for."""
+"""Attribute of a prepared layer: recipe and group size."""
 # torch's type hints do not list this dtype.
 _INT4: torch.dtype = getattr(torch, "int4")  # noqa: B009
 
@@ -71,10 +71,9 @@ def require_qat(recipe: str, device_type: str) -> None:
     problem = float8_problem(device_type) if _is_float8(recipe) else None
     if problem is not None:
         raise ValueError(
-            f"The recipe {recipe!r} cannot be used here: its layers can be prepared everywhere, but what is trained could "
-            f"neither be converted nor run, since torchao quantises to float8 only on hardware that multiplies in it, and "
-            f"{problem}. Choose {' or '.join(repr(one) for one in QAT_RECIPES if not _is_float8(one))}, which work on "
-            "every device."
+            f"The recipe {recipe!r} cannot be used here: the trained model could neither be converted nor run. torchao "
+            f"quantises to float8 only on hardware that multiplies in float8, and {problem}. Choose "
+            f"{' or '.join(repr(one) for one in QAT_RECIPES if not _is_float8(one))}, which work on every device."
         )
 
 
@@ -166,8 +165,8 @@ def _refuse_other_recipe(layers: Iterable[nn.Linear], recipe: str, group_size: i
     others = {vars(layer)[_MARK] for layer in layers if _MARK in vars(layer)} - {(recipe, group_size)}
     for other, size in others:
         raise ValueError(
-            f"qat_recipe={recipe!r} (groups of {group_size}) cannot be applied to a model whose layers were prepared for "
-            f"{other!r} (groups of {size}) before. Build the model anew, for instance by giving the trainer model_init."
+            f"qat_recipe={recipe!r} (groups of {group_size}) cannot be applied: the model's layers are already prepared for "
+            f"{other!r} (groups of {size}). Build the model again, for instance by passing model_init to the trainer."
         )
 
 
