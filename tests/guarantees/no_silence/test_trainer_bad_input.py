@@ -220,7 +220,7 @@ def test_batches_that_are_no_mappings(tmp_path: Path, loss: Any) -> None:
             "fused_loss_factory='LinearCrossEntropyLoss' cannot be used",
         ),
         ({"optimizer_factory": 3}, "optimizer_factory=3 cannot be used: it must be a function"),
-        ({"optimizer_groups": ["bias"]}, r"optimizer_groups=\['bias'\] cannot be used: give a mapping"),
+        ({"optimizer_groups": ["bias"]}, r"optimizer_groups=\['bias'\] cannot be used: pass a mapping"),
         ({"optimizer_groups": {"a": {"regex": "("}}}, "is not a regular expression"),
     ],
 )

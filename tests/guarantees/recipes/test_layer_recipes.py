@@ -111,7 +111,7 @@ def test_another_recipe_on_a_prepared_model_is_refused_and_none_is_noticed(
 ) -> None:
     model = aligned_llama()
     quiet_trainer(tmp_path, model, token_samples(16), qat_recipe=RECIPES[1], max_steps=1).train()
-    with pytest.raises(ValueError, match=r"prepared for 'int4-weight-only' .*Build the model anew"):
+    with pytest.raises(ValueError, match=r"prepared for 'int4-weight-only' .*Build the model again"):
         quiet_trainer(tmp_path, model, token_samples(16), qat_recipe=RECIPES[0], max_steps=1).train()
     quiet_trainer(tmp_path, model, token_samples(16), max_steps=1).train()
     assert "trains with fake quantisation for 'int4-weight-only'" in caplog.text
