@@ -87,7 +87,7 @@ _TERM_LIST = """
     signals sigterm snapshot socket stage stages state-dict state_dict store stream streams subprocess subset
     symlink synchronisation tensor tensorboard tensors thread threads throughput tied timeline timeout timeouts
     timestamp token token-weighted tokenizer tokens topology torch torchrun traceback trainer trainers transaction
-    transformers unpickling unwrap validation vocab vocabulary warm-up warmup warning warnings watchdog weight
+    transformers unpickler unpickling unwrap validation vocab vocabulary warm-up warmup warning warnings watchdog weight
     weights worker workers yaml zero-bubble
 """
 TERMS = frozenset(_TERM_LIST.split())
@@ -102,6 +102,9 @@ _AMERICAN = re.compile(
     r"capital|formal|harmon|immun|mobil|modern|neutral|popular|public|tr?aumat|verbal)iz(?:e|es|ed|ing|ation|ations))\b",
     re.IGNORECASE,
 )
+
+# Options, dotted names and the command `forgather finalize` are names, not prose.
+_NAME = re.compile(r"--\w[\w-]*|\bforgather finalize\b|\w+(?:\.\w+)+|^(?:quantize|finalize) CODE")
 
 _CLAUSE_START = re.compile(
     r"^(?:what|when|where|who|why|how|if|whether|which|whose|that|while|because|and|but)\b", re.I
@@ -137,7 +140,7 @@ def faults_of(passage: Passage) -> Iterator[Fault]:
             yield Fault(MARKER, passage, f"{marker}: {sentence}")
         if len(words(sentence)) > MAX_SENTENCE_WORDS:
             yield Fault(LONG, passage, sentence)
-        for found in _AMERICAN.finditer(sentence):
+        for found in _AMERICAN.finditer(_NAME.sub("", sentence)):
             yield Fault(SPELLING, passage, f"{found.group()}: {sentence}")
     if passage.kind == HEADING and is_clause(plain(passage.text)):
         yield Fault(CLAUSE, passage, passage.text)

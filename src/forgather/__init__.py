@@ -1,8 +1,8 @@
 """Forgather: one training loop and one checkpoint system for every kind of parallelism.
 
-The public names below are imported when they are first used: `import forgather` alone imports neither torch nor any
-other library. Everything else is in `forgather.ml` (training, distribution, checkpoints), `forgather.data` (text to
-tokens) and `forgather.cli` (the program).
+The public names below are imported lazily, on first use: `import forgather` imports neither torch nor any other
+third-party library. Everything else is in `forgather.ml` (training, distribution, checkpoints), `forgather.data` (text
+to tokens) and `forgather.cli` (the command-line program).
 """
 
 from typing import TYPE_CHECKING
@@ -95,6 +95,6 @@ _OTHER_HOMES = {
 _HOMES = dict.fromkeys(__all__, "ml.trainer") | _OTHER_HOMES
 
 if not TYPE_CHECKING:
-    # Out of sight of type checkers, which would take every name for one that exists.
+    # A module-level `__getattr__` would make type checkers accept any attribute name, so they do not see it.
     __getattr__ = lazily(__name__, _HOMES)
     __dir__ = listing(__name__, _HOMES)

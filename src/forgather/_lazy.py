@@ -1,9 +1,7 @@
-"""Lazy imports: names of a package that are imported when they are first used, so that a program pays only for what it needs.
+"""Lazy imports (PEP 562): a package imports a public name when the name is first used.
 
-A package declares them for type checkers by imports under `TYPE_CHECKING`, and at run time by two functions:
-
-    __getattr__ = lazily(__name__, homes)
-    __dir__ = listing(__name__, homes)
+Programs and help pages that do not need torch therefore start without it. Packages declare the names for type checkers
+with imports under `TYPE_CHECKING`, and at run time with the two functions below.
 """
 
 import sys
@@ -12,7 +10,13 @@ from importlib import import_module
 
 
 def lazily(package: str, homes: Mapping[str, str]) -> Callable[[str], object]:
-    """The `__getattr__` of a package; `homes` maps each name to the module below the package that defines it."""
+    """Return the `__getattr__` of a package.
+
+    `homes` maps each name to the module, relative to the package, that defines it:
+
+        __getattr__ = lazily(__name__, homes)
+        __dir__ = listing(__name__, homes)
+    """
 
     def find(name: str) -> object:
         if name not in homes:
@@ -23,14 +27,14 @@ def lazily(package: str, homes: Mapping[str, str]) -> Callable[[str], object]:
 
 
 def listing(package: str, homes: Mapping[str, str]) -> Callable[[], list[str]]:
-    """The `__dir__` of a package: what it has imported so far, and the names that it can import."""
+    """Return the `__dir__` of a package: its current attributes and the names that it can import."""
     return lambda: sorted({*vars(sys.modules[package]), *homes})
 
 
 def _unknown_message(package: str, name: str, homes: Mapping[str, str]) -> str:
     message = f"module {package!r} has no attribute {name!r}"
     if name.startswith("_"):
-        # Python itself and its tools ask for many of these.
+        # Python and its tools probe many underscored names, so a suggestion would only cost time.
         return message
     from forgather._suggestions import did_you_mean
 

@@ -1,6 +1,6 @@
-"""The command-line program `forgather`: thin over the library, and quick to answer.
+"""Command-line program `forgather`: a thin layer over the library that starts quickly.
 
-`main.py` finds the command and turns errors into messages and exit codes. `commands/` parses and prints help without
-importing torch; `work/` does the work; `config/` reads configurations and builds what they name; `launch/` starts the
-processes of a run.
+`main.py` finds the command and turns errors into messages and exit codes. `commands/` parses options and prints help
+without importing torch. `work/` does the work, `config/` reads configurations and builds the objects that they name,
+and `launch/` starts the processes of a run.
 """

@@ -1,12 +1,15 @@
-"""Mistakes in how the program was called, and how errors are shown."""
+"""Usage errors of the command line, and the printing of error messages.
+
+`UsageError` is raised by everything below `cli`; `main` prints it and exits with code 2.
+"""
 
 
 class UsageError(Exception):
-    """A command, an option or a configuration that cannot be used as it is; the program ends with code 2."""
+    """Unusable command, option or configuration; the program exits with code 2."""
 
 
 def complain(message: str) -> None:
-    """Say on the error stream what went wrong."""
+    """Print an error message to stderr."""
     from rich.console import Console
     from rich.text import Text
 

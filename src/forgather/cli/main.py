@@ -1,6 +1,6 @@
-"""The program's entry: finds the command, runs it, and turns its errors into messages and exit codes.
+"""Entry point of the program: runs the command, and turns its errors into messages and exit codes.
 
-0: done, or stopped by a signal after saving. 1: the work failed. 2: the program was called wrongly. 130: interrupted.
+Exit codes: 0 done, or stopped by a signal after saving; 1 the work failed; 2 wrong usage; 130 interrupted.
 """
 
 import os
@@ -16,16 +16,16 @@ from forgather.cli.launch.options import is_worker, was_started_by_us
 
 @dataclass(frozen=True)
 class Command:
-    """A command and the module that has `run(arguments) -> exit code` for it, imported when it is called."""
+    """Command and the module with its `run(arguments) -> exit code`, imported when the command is called."""
 
     module: str
     summary: str
 
 
 COMMANDS = {
-    "train": Command("forgather.cli.commands.train", "train a model; without a configuration, the demo"),
+    "train": Command("forgather.cli.commands.train", "train a model (without a configuration: the demo)"),
     "finalize": Command(
-        "forgather.cli.commands.finalize", "make a deployable model of a checkpoint, quantised if asked for"
+        "forgather.cli.commands.finalize", "export a checkpoint as a deployable model, optionally quantised"
     ),
 }
 
@@ -34,7 +34,7 @@ usage: forgather COMMAND [options]
 
 {commands}
 
-forgather COMMAND --help shows the options of a command; --debug shows Python's traceback of an error.
+forgather COMMAND --help shows the options of a command; --debug shows the traceback of an error.
 """
 
 
@@ -42,10 +42,12 @@ def main(arguments: Sequence[str] | None = None) -> int:
     """Run the program; returns its exit code."""
     words = list(sys.argv[1:] if arguments is None else arguments)
     debug = "--debug" in words
+    # The option is accepted anywhere, also behind the options of a command.
     words = [word for word in words if word != "--debug"]
     try:
         return _run(words)
     except KeyboardInterrupt:
+        # The launcher prints this once for all of its workers.
         if not was_started_by_us():
             complain("interrupted; nothing was saved since the last checkpoint")
         return 130
@@ -57,10 +59,11 @@ def main(arguments: Sequence[str] | None = None) -> int:
     except BrokenPipeError:
         return _output_closed()
     except Exception as error:
-        # Whatever it is, users get its message and the way to see more. From one of many ranks they get all of it.
+        # Users get the message and a way to see more. In a worker the exception is raised, unless the launcher has its
+        # record and prints it.
         if debug or (is_worker() and not _is_recorded()):
             raise
-        _tell(f"{_describe(error)}\n(forgather --debug ... shows where)")
+        _tell(f"{_describe(error)}\n(forgather --debug ... shows the traceback)")
         return 1
 
 
@@ -90,25 +93,26 @@ def _help() -> str:
 
 
 def _describe(error: Exception) -> str:
-    """The message; with the kind of error where the message alone would not explain itself."""
+    """Return the message, with the error class if the message alone is not clear."""
     explains_itself = isinstance(error, (ValueError, OSError)) or type(error).__module__.startswith("forgather.")
     text = str(error)
     return text if text and explains_itself else f"{type(error).__name__}: {text}"
 
 
 def _tell(message: str) -> None:
-    """Not where a launcher does it, once for all of its processes."""
+    """Print a message, unless the launcher prints it once for all processes."""
     if not _is_recorded():
         complain(message)
 
 
 def _is_recorded() -> bool:
-    """Whether the launcher of this process finds the error, and its traceback, in the file that it named for that."""
+    """Return whether the error and its traceback are in torchelastic's error file, where the launcher reads them."""
     return os.path.exists(os.environ.get("TORCHELASTIC_ERROR_FILE", ""))
 
 
 def _output_closed() -> int:
-    """The reader of a pipe went away, as `head` does; writing on would only fail again at exit."""
+    """Redirect stdout to /dev/null after the reader of a pipe, such as `head`, has closed it; returns exit code 0."""
+    # Python flushes stdout at exit, which would fail again with BrokenPipeError.
     os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
     return 0
 

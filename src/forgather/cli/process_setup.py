@@ -1,4 +1,7 @@
-"""Process-wide set-up: log levels of libraries, our log format, OpenMP wait policy."""
+"""Process-wide set-up: log levels of libraries, log format, OpenMP wait policy, import path.
+
+The commands call these functions before torch and transformers are imported; `show_own_messages` comes later.
+"""
 
 import logging
 import os
@@ -8,36 +11,39 @@ _OF_STOP_REQUESTS = ("forgather.ml.trainer.loop.signals", "forgather.ml.trainer.
 
 
 def silence_libraries() -> None:
-    """Before torch and transformers are imported: their notes on optional parts that are not installed stay away."""
+    """Silence advisory messages of torch, torchao and transformers; call before they are imported."""
+    # Values that the user has set in the environment win.
     os.environ.setdefault("TRANSFORMERS_VERBOSITY", "error")
     os.environ.setdefault("TRANSFORMERS_NO_ADVISORY_WARNINGS", "1")
-    # Tokenizers are not used after workers are forked; without this they warn that they might be.
+    # Tokenizers are not used after workers are forked, but they warn about the fork without this variable.
     os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
     for name in ("torchao", "torch.utils._pytree", "matplotlib"):
         logging.getLogger(name).setLevel(logging.ERROR)
 
 
 def share_processors() -> None:
-    """Before torch is imported: its threads sleep while they wait for each other.
+    """Make OpenMP threads sleep while they wait (OMP_WAIT_POLICY=PASSIVE); call before torch is imported.
 
-    By default they spin, which on a machine that has other work to do makes a small model up to eight times slower;
-    on one that has none, spinning wins some percent, and OMP_WAIT_POLICY=ACTIVE brings it back.
+    By default they spin. On a machine with other work, spinning makes a small model up to eight times slower. On an
+    idle machine spinning is a few percent faster; OMP_WAIT_POLICY=ACTIVE restores it.
     """
     os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
 
 
 def make_current_directory_importable() -> None:
-    """Let `class_path` find modules of the current directory, as `python -m` does, however the program was started.
+    """Add the current directory to `sys.path`, so that `class_path` finds modules there, as with `python -m`.
 
-    An installed script, and torchrun with its path, have the script's folder in its place. Python's -P keeps it out.
+    For an installed script, and for torchrun with its path, `sys.path` has the script's folder instead. Python's -P
+    option disables this.
     """
     folder = os.getcwd()
+    # An empty entry in sys.path means the current directory, too.
     if not sys.flags.safe_path and not {"", folder} & set(sys.path):
         sys.path.insert(0, folder)
 
 
 class _Formatter(logging.Formatter):
-    """Plain sentences; the level and the rank only where they matter."""
+    """Formatter that shows the level of warnings and errors only, and the rank unless it is 0."""
 
     def format(self, record: logging.LogRecord) -> str:
         text = super().format(record)
@@ -47,13 +53,11 @@ class _Formatter(logging.Formatter):
 
 
 def show_own_messages() -> None:
-    """Warnings of everybody and news of forgather go to the error stream, above progress bars if there are any.
-
-    Ranks other than 0 have no news of their own.
-    """
+    """Log all warnings, and Forgather's info messages on rank 0, to stderr."""
     handler = logging.StreamHandler(sys.stderr)
     handler.setFormatter(_Formatter("%(message)s"))
     if _rank() != 0:
+        # Info messages, and warnings about stop requests, are the same on all ranks.
         handler.addFilter(_is_of_this_rank_alone)
     logging.basicConfig(level=logging.WARNING, handlers=[handler])
     logging.getLogger("forgather").setLevel(logging.INFO)
@@ -64,5 +68,5 @@ def _rank() -> int:
 
 
 def _is_of_this_rank_alone(record: logging.LogRecord) -> bool:
-    """Warnings, without those of a request to stop, which comes to all ranks and is told by rank 0."""
+    """Return whether a record is a warning that rank 0 does not log as well; all ranks receive stop requests."""
     return record.levelno >= logging.WARNING and record.name not in _OF_STOP_REQUESTS

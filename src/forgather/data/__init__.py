@@ -1,5 +1,5 @@
 """Text data: documents of files and datasets, tokenizers, token arrays on disk, packed sequences.
 
-Called by the command line; usable by itself. Nothing here knows of trainers or ranks: the tokens of the same documents
-are the same on every rank, and files of tokens appear whole or not at all.
+Called by the command line and usable alone. Nothing here depends on trainers or ranks: every rank gets the same tokens
+for the same documents, and token files are created atomically.
 """

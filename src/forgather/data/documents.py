@@ -1,6 +1,7 @@
-"""Documents: the texts of files, of JSON lines, of parquet columns and of Hugging Face datasets on disk.
+"""Reading of documents: text files, JSON lines, parquet columns, and Hugging Face datasets on disk.
 
-Text and JSON lines may be compressed: .gz, .bz2, .xz and .zst.
+Text and JSON lines may be compressed (.gz, .bz2, .xz, .zst). Documents are streamed in a fixed order, so that every
+rank and every run sees the same sequence. Called by the data builders of the command line.
 """
 
 import bz2
@@ -24,35 +25,36 @@ _NUM_BYTES_LOOKED_AT = 8192
 
 
 def find_files(patterns: Sequence[str]) -> list[str]:
-    """The files that paths and globs name, in a fixed order, each once."""
+    """Return the files that paths and globs match, in a fixed order, each once."""
     files: dict[str, None] = {}
     for pattern in patterns:
+        # The order of glob is the order of the file system, which differs between machines.
         found = sorted(path for path in glob.glob(os.path.expanduser(pattern), recursive=True) if os.path.isfile(path))
         if not found:
             raise FileNotFoundError(
                 f"No file matches {pattern!r} (looked in {os.getcwd()}). Paths and globs are relative to the current "
-                "directory; '**' goes into folders."
+                "directory; '**' matches folders recursively."
             )
         files.update(dict.fromkeys(found))
     return list(files)
 
 
 def read_documents(files: Sequence[str], text_field: str = "text") -> Iterator[str]:
-    """The documents of files in their order: a text file is one, a JSON line or a parquet row is one each."""
+    """Yield the documents of the files in order: each text file, JSON line and parquet row is one document."""
     for path in files:
         yield from _reader(path)(path, text_field)
 
 
 def read_saved_dataset(path: str, text_field: str = "text", split: str = "train") -> Iterator[str]:
-    """The documents of a dataset that `datasets` saved with `save_to_disk`."""
+    """Yield the documents of a dataset that was saved with `save_to_disk` of `datasets`."""
     if not os.path.isdir(path):
         raise FileNotFoundError(f"There is no dataset directory {path!r}.")
     datasets = _require("datasets", path)
     dataset = datasets.load_from_disk(path)
     if not isinstance(dataset, dict) and split != "train":
         raise ValueError(
-            f"The dataset in {path!r} has no splits, so data.eval_split={split!r} names nothing in it, and an evaluation would "
-            "use the training data. Leave data.eval_split out: data.eval_fraction of the documents are then kept from training."
+            f"The dataset in {path!r} has no splits, so data.eval_split={split!r} cannot be used: evaluation would use the "
+            "training data. Remove data.eval_split: data.eval_fraction of the documents are then kept for evaluation."
         )
     if isinstance(dataset, dict):
         if split not in dataset:
@@ -67,7 +69,7 @@ def is_compressed(path: str) -> bool:
 
 
 def _reader(path: str) -> Callable[[str, str], Iterator[str]]:
-    """The reader for the format in a file's name; the ending of a compression is not part of it."""
+    """Return the reader for the format in a file's name, without the suffix of a compression."""
     suffix = Path(Path(path).stem if is_compressed(path) else path).suffix.lower()
     if suffix in _JSON_LINES:
         return _read_json_lines
@@ -75,7 +77,7 @@ def _reader(path: str) -> Callable[[str, str], Iterator[str]]:
         return _read_text
     if is_compressed(path):
         raise ValueError(
-            f"{path}: parquet files are compressed inside, and are not read from {Path(path).suffix} files."
+            f"{path}: parquet files are compressed internally and cannot be read from {Path(path).suffix} files."
         )
     return _read_parquet
 
@@ -83,12 +85,13 @@ def _reader(path: str) -> Callable[[str, str], Iterator[str]]:
 def _read_text(path: str, text_field: str) -> Iterator[str]:
     with _open(path) as file:
         data = file.read()
+    # Text has no zero bytes, but archives, binary formats and UTF-16 do.
     if b"\0" in data[:_NUM_BYTES_LOOKED_AT]:
         raise ValueError(
-            f"{path} is not text in UTF-8: there are zero bytes in it, as in archives, in binary formats and in UTF-16. What "
-            f"can be read: text, JSON lines ({', '.join(_JSON_LINES)}), both also compressed ({', '.join(_COMPRESSIONS)}), "
-            "and .parquet."
+            f"{path} is not UTF-8 text: it contains zero bytes, like archives, binary formats and UTF-16. Supported files: "
+            f"text and JSON lines ({', '.join(_JSON_LINES)}), also compressed ({', '.join(_COMPRESSIONS)}), and .parquet."
         )
+    # A few invalid bytes should not stop a run over many files.
     yield data.decode(encoding="utf-8", errors="replace")
 
 
@@ -101,21 +104,22 @@ def _read_json_lines(path: str, text_field: str) -> Iterator[str]:
                 row = json.loads(line)
             except ValueError as error:
                 raise ValueError(f"{path}, line {number} is not JSON: {error}.") from None
+            # A line may also be a JSON string instead of an object.
             yield row if isinstance(row, str) else _text_of(row, text_field, f"{path}, line {number}")
 
 
 @contextmanager
 def _open(path: str) -> Iterator[IO[bytes]]:
-    """The bytes of a file, decompressed."""
+    """Open a file for reading bytes, decompressed."""
     suffix = Path(path).suffix.lower()
     try:
         with _opened(path, suffix) as file:
             yield file
     except (EOFError, OSError, zlib.error, lzma.LZMAError) as error:
         if isinstance(error, OSError) and error.errno is not None:
-            # An error of the system, such as a missing right, not one of the format.
+            # A system error, such as missing permission, and not an error of the compressed format.
             raise
-        raise ValueError(f"{path} cannot be decompressed as its ending {suffix} says: {error}.") from None
+        raise ValueError(f"{path} cannot be decompressed as {suffix}: {error}.") from None
 
 
 def _opened(path: str, suffix: str) -> IO[bytes]:
@@ -136,8 +140,10 @@ def _read_parquet(path: str, text_field: str) -> Iterator[str]:
     with parquet.ParquetFile(path) as file:
         if text_field not in file.schema_arrow.names:
             raise _no_text_error(path, text_field, file.schema_arrow.names)
+        # In batches, so that a large file is not loaded at once.
         for batch in file.iter_batches(columns=[text_field]):
             for text in batch.column(0).to_pylist():
+                # Null values of a column are not documents.
                 if text is not None:
                     yield str(text)
 
@@ -151,7 +157,7 @@ def _text_of(row: object, text_field: str, where: str) -> str:
 def _no_text_error(where: str, text_field: str, fields: Sequence[str]) -> ValueError:
     has = f"it has {', '.join(map(repr, fields))}" if fields else "it has no fields"
     return ValueError(
-        f"{where} has no text in field {text_field!r}; {has}. Set data.text_field to the one to train on."
+        f"{where} has no text in field {text_field!r}; {has}. Set data.text_field to the field to train on."
     )
 
 

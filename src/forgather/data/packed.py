@@ -1,4 +1,7 @@
-"""Tokens of many documents as sequences of one length."""
+"""Packing: the tokens of many documents as a dataset of sequences of equal length.
+
+Built by the data builders of the command line over arrays of `token_store`, which may be memory-mapped.
+"""
 
 from typing import Any
 
@@ -11,11 +14,11 @@ IGNORED = -100
 
 
 class PackedTokens(Dataset[dict[str, Tensor]]):
-    """Sequence i is the i-th piece of the documents' tokens, laid end to end; the last one is filled up with padding.
+    """Dataset of packed sequences: sequence i is the i-th slice of the concatenated tokens; the last one is padded.
 
-    `document_starts` are the places of the documents' first tokens. Those get the label -100: what a document begins
-    with is not to be predicted from the document before it. A sample is cut out of the array when it is asked for, so
-    the array may be memory-mapped, and to go on at any sample costs nothing.
+    `document_starts` are the positions of the first tokens of documents. They get the label -100, since the beginning
+    of a document cannot be predicted from the previous document. A sample is sliced on access, so the array may be
+    memory-mapped and resuming at any sample costs nothing.
     """
 
     def __init__(
@@ -23,8 +26,8 @@ class PackedTokens(Dataset[dict[str, Tensor]]):
     ) -> None:
         if sequence_length < 2:
             raise ValueError(
-                f"sequence_length={sequence_length} cannot be used: a token is predicted from those before it, so a "
-                "sequence has at least 2."
+                f"sequence_length={sequence_length} cannot be used: tokens are predicted from earlier tokens, so a "
+                "sequence needs at least 2."
             )
         self.tokens = tokens
         self.document_starts = document_starts
@@ -32,6 +35,7 @@ class PackedTokens(Dataset[dict[str, Tensor]]):
         self.padding_token = padding_token
 
     def __len__(self) -> int:
+        # Ceiling division: the last sequence may be incomplete.
         return -(-len(self.tokens) // self.sequence_length)
 
     def __getitem__(self, index: int) -> dict[str, Tensor]:
@@ -41,15 +45,17 @@ class PackedTokens(Dataset[dict[str, Tensor]]):
         end = min(begin + self.sequence_length, len(self.tokens))
         input_ids = torch.full((self.sequence_length,), self.padding_token)
         labels = torch.full((self.sequence_length,), IGNORED)
+        # Embeddings and losses need int64. The array has the smallest dtype that fits.
         piece = torch.from_numpy(self.tokens[begin:end].astype(np.int64))
         input_ids[: end - begin] = piece
         labels[: end - begin] = piece
+        # The starts are sorted, so a binary search finds those inside this slice.
         first, last = np.searchsorted(self.document_starts, (begin, end))
         labels[torch.from_numpy(self.document_starts[first:last] - begin)] = IGNORED
         return {"input_ids": input_ids, "labels": labels}
 
     def __getstate__(self) -> dict[str, Any]:
-        """Workers that are started afresh map the file again instead of receiving a copy of it."""
+        """Pickle a memory-mapped array by its file name, so that spawned workers map the file instead of copying it."""
         state = dict(self.__dict__)
         if isinstance(self.tokens, np.memmap):
             state["tokens"] = (self.tokens.filename, self.tokens.dtype.str, self.tokens.offset, self.tokens.shape)

@@ -1,4 +1,7 @@
-"""A text that every machine with Python has: the source of the standard library."""
+"""Text dataset of the demo: the source files of Python's standard library.
+
+Named as `data.class_path` in demo.yaml. The order of the files is the same on every machine with the same Python.
+"""
 
 import hashlib
 import sysconfig
@@ -9,13 +12,14 @@ _NOT_LIBRARY = {"site-packages", "dist-packages", "test", "tests", "idlelib", "l
 
 
 def standard_library_documents(max_bytes: int = 4_000_000) -> Iterator[str]:
-    """Source files of the standard library, in an order that looks random and is always the same, up to `max_bytes`."""
+    """Yield source files of the standard library in a fixed shuffled order, up to `max_bytes`."""
     folder = Path(sysconfig.get_path("stdlib"))
+    # Sorting by a hash shuffles without a random generator: a prefix of the list is a sample of all packages.
     names = sorted(_source_files(folder), key=lambda name: hashlib.sha256(name.encode()).digest())
     if not names:
         raise FileNotFoundError(
-            f"This Python has no source of its standard library in {folder}. Train on other text: data.files in a "
-            "configuration file, or --data.files on the command line together with --data.class_path null."
+            f"This Python has no source files of its standard library in {folder}. Train on other text: set data.files in "
+            "a configuration file, or pass --data.files together with --data.class_path null."
         )
     num_bytes = 0
     for name in names:

@@ -1,4 +1,8 @@
-"""From documents to arrays of tokens, in memory or in files that the next run finds again."""
+"""Tokenisation of documents into token arrays, in memory or in memory-mapped files that later runs reuse.
+
+Files are keyed by a hash of the sources, the tokenizer and the evaluation split, and created by an atomic rename. Ranks
+that tokenise the same documents get the same arrays. Called by the data builders of the command line.
+"""
 
 import hashlib
 import itertools
@@ -18,31 +22,32 @@ from numpy.typing import ArrayLike
 from forgather.data.byte_tokenizer import encode_bytes, is_byte_tokenizer
 
 SPLITS = ("train", "eval")
+# Part of the cache key: increase it when the stored tokens change.
 _FORMAT = 1
 _DOCUMENTS_AT_ONCE = 64
 
 
 class TextTokenizer(Protocol):
-    """The part of a Hugging Face tokenizer that makes tokens of text."""
+    """Interface of a Hugging Face tokenizer that tokenisation needs."""
 
     @property
     def eos_token_id(self) -> int | None:
-        """The token that ends a document."""
+        """Token that ends a document."""
 
     @property
     def pad_token_id(self) -> int | None:
-        """The token that fills up sequences."""
+        """Token that pads sequences."""
 
     def __len__(self) -> int:
-        """The size of the vocabulary."""
+        """Return the size of the vocabulary."""
 
     def __call__(self, text: list[str], **options: bool) -> Mapping[str, list[list[int]]]:
-        """The token ids of each text, under the key "input_ids"."""
+        """Return the token ids of each text under the key "input_ids"."""
 
 
 @dataclass(frozen=True)
 class TokenArray:
-    """The tokens of documents end to end, and where each document begins."""
+    """Concatenated tokens of documents, and the position of each document's first token."""
 
     tokens: np.ndarray
     document_starts: np.ndarray
@@ -54,23 +59,24 @@ class TokenArray:
 
 @dataclass(frozen=True)
 class EvaluationShare:
-    """Which documents are kept from training: the same ones for the same seed, whatever the texts."""
+    """Choice of the documents that are kept for evaluation; depends on the seed and on document numbers only."""
 
     fraction: float
     seed: int = 0
 
     def __post_init__(self) -> None:
         if not 0 <= self.fraction < 1:
-            raise ValueError(f"eval_fraction={self.fraction} cannot be used: it is a share from 0 to below 1.")
+            raise ValueError(f"eval_fraction={self.fraction} cannot be used: it must be at least 0 and less than 1.")
 
     def takes(self, number: int) -> bool:
-        """Whether the document of this number is for evaluation; documents that come later change nothing for it."""
+        """Return whether the document with this number is for evaluation."""
+        # Hash each number instead of sampling from all: documents appended later do not change the choice.
         digest = hashlib.sha256(f"{self.seed} {number}".encode()).digest()
         return int.from_bytes(digest[:8], "little") < self.fraction * 2**64
 
 
 def tokenize(documents: Iterable[str], tokenizer: TextTokenizer, share: EvaluationShare) -> dict[str, TokenArray]:
-    """The tokens of both splits, in memory."""
+    """Return the tokens of both splits, in memory."""
     parts: dict[str, list[np.ndarray]] = {split: [] for split in SPLITS}
     for split, tokens in _tokenized(documents, tokenizer, share):
         parts[split].append(tokens)
@@ -80,7 +86,10 @@ def tokenize(documents: Iterable[str], tokenizer: TextTokenizer, share: Evaluati
 def tokenize_to_files(
     documents: Iterable[str], tokenizer: TextTokenizer, share: EvaluationShare, folder: str, sources: Sequence[str]
 ) -> dict[str, TokenArray]:
-    """The same in files below `folder`, memory-mapped; found again as long as sources, tokenizer and share are the same."""
+    """Return the tokens of both splits, memory-mapped from files below `folder`.
+
+    Existing files are reused as long as sources, tokenizer and share are the same.
+    """
     key = store_key(tokenizer, share, sources)
     path = Path(folder) / f"tokens-{key}"
     if not path.is_dir():
@@ -90,13 +99,17 @@ def tokenize_to_files(
 
 
 def split_by_tokens(array: TokenArray, fraction: float) -> dict[str, TokenArray]:
-    """The tokens in front for training, the last `fraction` of them for evaluation: for documents too few to choose from."""
+    """Split by position: the last `fraction` of the tokens is for evaluation, the rest for training.
+
+    For sets of documents that are too small to choose documents from.
+    """
     num_tokens = len(array.tokens)
+    # A sequence needs 2 tokens: one to predict from and one to predict.
     num_kept = max(math.ceil(num_tokens * fraction), 2)
     if num_tokens < num_kept + 2:
         raise ValueError(
-            f"{num_tokens} token(s) are too few to train and to evaluate on. Give more text, or data.eval_files; or turn "
-            "evaluations off by args.eval_strategy='no'."
+            f"{num_tokens} token(s) are too few for training and evaluation. Add text or data.eval_files, or turn "
+            "evaluation off with args.eval_strategy='no'."
         )
     split = num_tokens - num_kept
     starts = array.document_starts
@@ -108,49 +121,53 @@ def split_by_tokens(array: TokenArray, fraction: float) -> dict[str, TokenArray]
 
 
 def _cut(tokens: np.ndarray, begin: int, end: int) -> np.ndarray:
-    """A piece of an array; of a file, a mapping of its own, which knows its place."""
+    """Return a slice of an array; for a memory-mapped file, a new mapping with its own offset."""
     if not isinstance(tokens, np.memmap):
         return tokens[begin:end]
+    # A numpy slice of a memmap keeps the offset of the full file, and `PackedTokens` pickles by offset.
     offset = tokens.offset + begin * tokens.itemsize
     assert tokens.filename is not None
     return np.memmap(tokens.filename, dtype=tokens.dtype, mode="r", offset=offset, shape=(end - begin,))
 
 
 def store_key(tokenizer: TextTokenizer, share: EvaluationShare, sources: Sequence[str]) -> str:
-    """Changes with anything that the tokens depend on."""
+    """Return a hash of everything that the tokens depend on."""
     identity = [_FORMAT, _tokenizer_identity(tokenizer), share.fraction, share.seed, *sources]
     return hashlib.sha256(json.dumps(identity).encode()).hexdigest()[:16]
 
 
 def file_identity(path: str) -> str:
-    """Name, size and time of a file: what changes when it is edited."""
+    """Return path, size and modification time of a file; an edit changes at least one of them."""
     status = os.stat(path)
     return f"{os.path.abspath(path)} {status.st_size} {status.st_mtime_ns}"
 
 
 def token_dtype(tokenizer: TextTokenizer) -> np.dtype[Any]:
-    """The smallest type that holds all token ids."""
+    """Return the smallest dtype that holds all token ids."""
     return np.dtype(np.uint16 if len(tokenizer) <= 2**16 else np.uint32)
 
 
 def _tokenized(
     documents: Iterable[str], tokenizer: TextTokenizer, share: EvaluationShare
 ) -> Iterator[tuple[str, np.ndarray]]:
-    """Split and tokens of each document that is not empty."""
+    """Yield split and tokens of each document that is not empty."""
     numbered = enumerate(documents)
     while chunk := list(itertools.islice(numbered, _DOCUMENTS_AT_ONCE)):
         texts = [text for _, text in chunk]
         for (number, text), tokens in zip(chunk, _encode(tokenizer, texts), strict=True):
+            # Empty documents keep their number, so that filling one in does not move other documents between the
+            # splits.
             if text:
                 yield ("eval" if share.takes(number) else "train"), tokens
 
 
 def _encode(tokenizer: TextTokenizer, texts: list[str]) -> list[np.ndarray]:
-    """The tokens of each text, with the token that ends a document if the tokenizer has one."""
+    """Return the tokens of each text, followed by the end-of-document token if the tokenizer has one."""
     if is_byte_tokenizer(tokenizer):
         encoded: Sequence[ArrayLike] = [encode_bytes(text) for text in texts]
     else:
-        # Documents are longer than what models take at once, which tokenizers would warn of; they are cut later.
+        # verbose=False: documents longer than a model's context are fine, since they are cut later. Special tokens are
+        # off because the end-of-document token is added below.
         encoded = tokenizer(texts, add_special_tokens=False, return_attention_mask=False, verbose=False)["input_ids"]
     end = [] if tokenizer.eos_token_id is None else [tokenizer.eos_token_id]
     dtype = token_dtype(tokenizer)
@@ -167,7 +184,8 @@ def _starts(lengths: Sequence[int]) -> np.ndarray:
 
 
 def _write_store(documents: Iterable[str], tokenizer: TextTokenizer, share: EvaluationShare, path: Path) -> None:
-    """Write beside the final place and move there: a run that is killed leaves nothing that looks complete."""
+    """Write into a temporary sibling directory, then rename it: a killed run leaves nothing that looks complete."""
+    # In the same folder, since a rename cannot cross file systems.
     temporary = Path(tempfile.mkdtemp(prefix=".tmp-tokens-", dir=path.parent))
     try:
         lengths: dict[str, list[int]] = {split: [] for split in SPLITS}
@@ -183,6 +201,7 @@ def _write_store(documents: Iterable[str], tokenizer: TextTokenizer, share: Eval
             np.save(temporary / f"{split}_starts.npy", _starts(lengths[split]))
         _move_into_place(temporary, path)
     finally:
+        # After a successful rename there is nothing left to remove.
         shutil.rmtree(temporary, ignore_errors=True)
 
 
@@ -190,7 +209,7 @@ def _move_into_place(temporary: Path, path: Path) -> None:
     try:
         os.rename(temporary, path)
     except OSError:
-        # Another process was first; it wrote the same.
+        # Another process finished first. It wrote the same tokens, since the name is a hash of all inputs.
         if not path.is_dir():
             raise
 
@@ -198,7 +217,7 @@ def _move_into_place(temporary: Path, path: Path) -> None:
 def _mapped(path: Path, split: str, dtype: np.dtype[Any]) -> TokenArray:
     starts = np.load(path / f"{split}_starts.npy")
     if len(starts) == 0:
-        # An empty file cannot be mapped.
+        # Empty files cannot be memory-mapped.
         return TokenArray(np.zeros(0, dtype=dtype), starts)
     return TokenArray(np.memmap(path / f"{split}.bin", dtype=dtype, mode="r"), starts)
 
@@ -206,5 +225,7 @@ def _mapped(path: Path, split: str, dtype: np.dtype[Any]) -> TokenArray:
 def _tokenizer_identity(tokenizer: TextTokenizer) -> str:
     backend = getattr(tokenizer, "backend_tokenizer", None)
     if backend is not None:
+        # The JSON of a fast tokenizer describes it completely. A slow one has no such form, so its name and size must
+        # do.
         return hashlib.sha256(backend.to_str().encode()).hexdigest()
     return f"{type(tokenizer).__name__} {getattr(tokenizer, 'name_or_path', '')} {len(tokenizer)}"

@@ -1,4 +1,7 @@
-"""Objects from the names that configurations give them."""
+"""Parsing of dtype names in configurations.
+
+Called by the training arguments and by the code that builds models.
+"""
 
 import torch
 
@@ -11,7 +14,7 @@ _ALIASES: dict[str, torch.dtype] = {
 
 
 def torch_dtype(name: str | torch.dtype) -> torch.dtype:
-    """The dtype of that name, which may be torch's ("bfloat16", "torch.bfloat16", "half") or a short one ("bf16")."""
+    """Return the dtype with this name: torch's name ("bfloat16", "torch.bfloat16", "half") or a short one ("bf16")."""
     if isinstance(name, torch.dtype):
         return name
     short = str(name).removeprefix("torch.")

@@ -1,4 +1,8 @@
-"""Making a deployable model of a checkpoint: a Hugging Face directory, quantised if asked for."""
+"""Export of a checkpoint as a deployable model: a Hugging Face directory, optionally quantised with torchao.
+
+The output directory is written under a temporary name, fsynced and renamed atomically, so that it is never incomplete.
+Called by `forgather finalize` and usable from Python.
+"""
 
 import logging
 import os
@@ -41,7 +45,10 @@ _MODEL_CONFIG = "config.json"
 
 @dataclass(frozen=True)
 class FinalizeReport:
-    """What became of a checkpoint; sizes are those of the weight files, losses None where none was measured."""
+    """Result of `finalize`: paths, sizes of the weight files in bytes, converted layers, and losses.
+
+    `loss_before` and `loss_after` are None if no loss was measured.
+    """
 
     checkpoint: str
     step: int | None
@@ -52,9 +59,9 @@ class FinalizeReport:
     bytes_after: int
     layers: LayerReport | None = None
     loss_before: float | None = None
-    """That of the weights in full precision; of the averaged ones, if it is they that were finalised."""
+    """Loss of the weights in full precision, averaged with `ema=True`."""
     loss_after: float | None = None
-    """That of the quantised model as it was read back from the output directory."""
+    """Loss of the quantised model that was read back from the output directory."""
 
 
 def finalize(
@@ -67,10 +74,11 @@ def finalize(
     evaluate: EvaluateT | None = None,
     device: torch.device | str | None = None,
 ) -> FinalizeReport:
-    """Write the model of a checkpoint (or of the newest one of an output directory) into a new directory.
+    """Write the model of a checkpoint (or of the newest checkpoint in an output directory) into a new directory.
 
-    `quantize` is one of `QAT_RECIPES`, `ema` takes the averaged weights. `model_init` builds the model where it is not one
-    of transformers. With `evaluate`, a quantised model is measured before and after; the latter as read from `output`.
+    `quantize` is one of `QAT_RECIPES`. `ema=True` exports the averaged weights. `model_init` builds the model if it is
+    not a transformers model. With `evaluate`, the loss of a quantised model is measured before and after the
+    conversion; the second measurement uses the model that was read back from `output`.
     """
     checkpoint = resolve_checkpoint(path)
     check_output(output, checkpoint)
@@ -98,15 +106,19 @@ def finalize(
 
 
 def load_finalized(path: str, model_init: ModelInitT | None = None) -> nn.Module:
-    """The model in a directory that `finalize` wrote, for inference.
+    """Load the model from a directory that `finalize` wrote, in evaluation mode.
 
-    A model of transformers needs no `model_init`; `from_pretrained` of its class does the same. Nothing is unpickled.
+    Transformers models need no `model_init`; `from_pretrained` of the model class does the same. Nothing is unpickled.
     """
     return load_quantized(path, model_init).eval()
 
 
 def resolve_checkpoint(path: str) -> str:
-    """A checkpoint itself, or the newest complete one of an output directory, or of its folder of checkpoints."""
+    """Return the path of a checkpoint.
+
+    `path` is a checkpoint, the output directory of a run, or its folder of checkpoints. In the last two cases the
+    newest complete checkpoint is chosen.
+    """
     if not os.path.isdir(path):
         kind = "it is a file" if os.path.exists(path) else "there is no such directory"
         raise CheckpointNotFoundError(
@@ -116,6 +128,7 @@ def resolve_checkpoint(path: str) -> str:
     root = os.path.join(path, store.CHECKPOINTS_FOLDER)
     if os.path.basename(os.path.abspath(path)) == store.CHECKPOINTS_FOLDER:
         root = path
+    # A complete checkpoint wins over a folder of checkpoints inside it.
     if os.path.isdir(root) and not store.is_complete(path):
         found = store.find_checkpoints(root)
         if not found:
@@ -125,25 +138,25 @@ def resolve_checkpoint(path: str) -> str:
 
 
 def averaged_weights(checkpoint_path: str) -> dict[str, Tensor]:
-    """The averages of the weights by parameter name, from all files of the component."""
+    """Read the EMA weights from all files of the `ema` component; returns them by parameter name."""
     manifest = read_manifest(checkpoint_path)
     records = manifest.component_files(_AVERAGE_COMPONENT)
     if not records:
         raise CheckpointLoadError(
-            f"{checkpoint_path} has no averaged weights: its components are {', '.join(manifest.components)}. They are kept "
-            "when training runs with ema_decay, such as args.ema_decay=0.999; without them, finalise the weights "
-            "themselves."
+            f"{checkpoint_path} has no averaged weights: its components are {', '.join(manifest.components)}. Train with "
+            "ema_decay, such as args.ema_decay=0.999, or finalise the weights without averaging."
         )
     averages: dict[str, Tensor] = {}
     for record in records:
         state = read_state(os.path.join(checkpoint_path, record.path), record)
-        # Copies of the same stage on other ranks hold the same.
+        # Data-parallel replicas of a pipeline stage hold the same averages, so the first file wins.
         averages = {**state["averages"], **averages}
     return averages
 
 
 def load_model(checkpoint_path: str, model_init: ModelInitT | None = None) -> nn.Module:
-    """The model of a checkpoint: built by `model_init`, else by the class of transformers that its files name."""
+    """Load the model of a checkpoint: built by `model_init`, or by the transformers class that its files name."""
+    # All weights are read from the checkpoint below.
     with no_init_weights():
         model = _model_of_transformers(checkpoint_path) if model_init is None else model_init()
     load_into_modules(_weights_of(checkpoint_path, read_manifest(checkpoint_path)), [model])
@@ -172,7 +185,7 @@ def _quantize(
         source.copy_model_files(folder)
 
     _install(output, write)
-    # Read back, although the model is here: the figure is to be that of the files.
+    # Read the files back, although the model is in memory: the loss must be measured on the written files.
     loss_after = None if evaluate is None else evaluate(load_finalized(output, model_init).to(device))
     return layers, (loss_before, loss_after)
 
@@ -182,8 +195,8 @@ def _model_of_transformers(checkpoint_path: str) -> nn.Module:
 
     if not os.path.exists(os.path.join(checkpoint_path, _MODEL_CONFIG)):
         raise CheckpointLoadError(
-            f"{checkpoint_path} does not say how its model is built: it has no {_MODEL_CONFIG}, since the model is not one of "
-            "transformers. Give model_init, a function that builds it; in the program, --config with its model section."
+            f"{checkpoint_path} has no {_MODEL_CONFIG}, because its model is not a transformers model. Pass model_init, a "
+            "function that builds it; on the command line, --config with its model section."
         )
     config = AutoConfig.from_pretrained(checkpoint_path, local_files_only=True)
     with default_dtype(getattr(config, "dtype", None)):
@@ -195,8 +208,7 @@ def _with_weights(checkpoint_path: str) -> CheckpointManifest:
     manifest = read_manifest(checkpoint_path)
     if manifest.weights != "included" or _MODEL_COMPONENT not in manifest.components:
         raise CheckpointLoadError(
-            f"{checkpoint_path} was saved without the model's weights, so that no model can be made of it. Choose another "
-            "checkpoint."
+            f"{checkpoint_path} was saved without the model's weights and cannot be finalised. Choose another checkpoint."
         )
     return manifest
 
@@ -210,11 +222,12 @@ def _size_of(location: WeightLocation) -> int:
 
 
 def _best_device() -> torch.device:
-    # Without the check it names the device that torch was built for, whether or not the machine has it.
+    # Without check_available, torch returns the accelerator it was built for, even if the machine has none.
     return torch.accelerator.current_accelerator(check_available=True) or torch.device("cpu")
 
 
 def _put_averages(model: nn.Module, averages: Mapping[str, Tensor]) -> None:
+    # Tied parameters may be averaged under any of their names.
     parameters = dict(model.named_parameters(remove_duplicate=False))
     _refuse_unknown([name for name in averages if name not in parameters])
     with torch.no_grad():
@@ -230,15 +243,14 @@ def _refuse_unknown(names: list[str]) -> None:
 
 
 def _head_of(model: nn.Module) -> list[nn.Module]:
-    """The layers that stay in full precision: the head that a model names, else the one that looks like it."""
+    """Return the layers that stay in full precision: the output head that the model names, or the guessed one."""
     named = output_head(model)
     if named:
         return named
     guessed = guessed_head(model)
     for name in guessed:
         logger.info(
-            "The model does not name its output layer (get_output_embeddings): %r is taken for it, and stays in full "
-            "precision.",
+            "The model does not name its output layer (get_output_embeddings). Assuming %r, which stays in full precision.",
             name,
         )
     return list(guessed.values())
@@ -246,6 +258,7 @@ def _head_of(model: nn.Module) -> list[nn.Module]:
 
 def _require_conversion(layers: LayerReport, recipe: str) -> None:
     if not layers.converted:
+        # One example per reason. Reversed, so that the first layer with the reason is named.
         examples = {reason: name for name, reason in reversed(layers.skipped.items())}
         reasons = "; ".join(f"{name}: {reason}" for reason, name in examples.items())
         raise ValueError(
@@ -258,43 +271,50 @@ def _require_conversion(layers: LayerReport, recipe: str) -> None:
 
 
 def check_output(output: str, checkpoint: str) -> None:
-    """Refuse a place where no new directory can be made, or where it would not last."""
+    """Raise FileExistsError unless a new directory can be created at `output` and would be kept there."""
+    # rename(2) replaces an empty directory, so an empty one is allowed.
     is_empty = os.path.isdir(output) and not os.path.islink(output) and not os.listdir(output)
     if not output or (os.path.lexists(output) and not is_empty):
         said = f"{output!r} exists already" if output else "no name was given"
         raise FileExistsError(
-            f"The model needs a new directory, but {said}, and nothing is overwritten: choose another, or remove it."
+            f"The model needs a new directory, but {said}. Nothing is overwritten: choose another directory, or remove it."
         )
     path, folder = os.path.abspath(output), os.path.dirname(os.path.abspath(checkpoint))
+    # A training run that starts meanwhile would delete the temporary directory of `_install` there (`store.recover`).
     if os.path.commonpath([path, folder]) == folder:
         raise FileExistsError(
-            f"{output!r} would be among the checkpoints of {folder}, which come and go: choose a directory elsewhere."
+            f"{output!r} would be among the checkpoints in {folder}, which may be deleted. Choose a directory elsewhere."
         )
     parent = os.path.dirname(path)
+    # Missing parents are created later: check the nearest directory that exists.
     while not os.path.exists(parent):
         parent = os.path.dirname(parent)
     if not os.path.isdir(parent) or not os.access(parent, os.W_OK):
-        raise FileExistsError(f"{output!r} cannot be made: {parent} is no directory that can be written to.")
+        raise FileExistsError(f"{output!r} cannot be created: {parent} is not a writable directory.")
 
 
 def _install(output: str, write: Callable[[str], None]) -> None:
-    """Let `write` fill a directory beside the output, which then takes its name: it is never there in part."""
+    """Call `write` on a temporary sibling directory, then rename it to `output` atomically."""
     parent, name = os.path.split(os.path.abspath(output))
     _remove_unfinished(parent, name)
     temporary = os.path.join(parent, f".tmp-{name}-{store.new_attempt()}")
     durable.make_directories(temporary)
     try:
         write(temporary)
+        # The files must be durable before the rename makes them visible: after a crash a complete name means complete
+        # content.
         durable.fsync_tree(temporary)
         os.rename(temporary, os.path.join(parent, name))
+    # KeyboardInterrupt included: the temporary directory may be as large as the model.
     except BaseException:
         durable.remove_or_warn(temporary)
         raise
+    # The rename itself is durable only once the parent directory is fsynced.
     durable.fsync_directory(parent)
 
 
 def _remove_unfinished(parent: str, name: str) -> None:
-    """Delete what was left of an earlier attempt that was killed."""
+    """Delete temporary directories of earlier attempts that were killed."""
     unfinished = re.compile(rf"\.tmp-{re.escape(name)}-[0-9a-f]{{12}}")
     entries = sorted(os.listdir(parent)) if os.path.isdir(parent) else []
     for entry in entries:
@@ -304,7 +324,7 @@ def _remove_unfinished(parent: str, name: str) -> None:
 
 @dataclass(frozen=True)
 class _Source:
-    """What a checkpoint gives: its files, and the averages that are to take the place of weights."""
+    """Input of the export: a checkpoint, its manifest, and the averages that replace weights (empty without EMA)."""
 
     checkpoint: str
     manifest: CheckpointManifest
@@ -315,20 +335,22 @@ class _Source:
         return _weights_of(self.checkpoint, self.manifest)
 
     def write_plain(self, folder: str) -> None:
-        """The weights in the files that the checkpoint has, one file in memory at a time, and what describes the model."""
+        """Write the weights under the checkpoint's file names, one file in memory at a time, and copy the other files."""
         location = self.location
         _refuse_unknown([name for name in self.averages if location.stored_name(name) is None])
+        # Tied parameters are stored once, under one of their names; averages use parameter names.
         averages = {location.stored_name(name): average for name, average in self.averages.items()}
         for file in sorted(set(location.weight_map.values())):
             names = [name for name, place in location.weight_map.items() if place == file]
             tensors = read_tensors(location, names, "cpu")
+            # The files keep the dtype of the weights, whatever the dtype of the averages.
             tensors |= {name: averages[name].to(one.dtype) for name, one in tensors.items() if name in averages}
             with HashingWriter(os.path.join(folder, file)) as writer:
                 write_weights(writer, tensors, location.sharing)
         self.copy_model_files(folder, (_INDEX_ENDING,))
 
     def copy_model_files(self, folder: str, also: tuple[str, ...] = ()) -> None:
-        """Configuration, generation defaults and tokenizer, verified; files that are there already stay."""
+        """Copy configuration, generation defaults and tokenizer, with verified checksums; existing files stay."""
         for record in self.manifest.component_files(_MODEL_COMPONENT):
             is_wanted = not record.path.endswith(_WEIGHT_ENDINGS) or record.path.endswith(also)
             if is_wanted and not os.path.exists(os.path.join(folder, record.path)):

@@ -1,4 +1,8 @@
-"""Building a model without initialising weights that will be loaded anyway."""
+"""Skipping of weight initialisation, for models that are loaded from a checkpoint anyway.
+
+Used where trainers and `finalize` build a model before they load its weights. The patches of `torch.nn.init` act in the
+current thread only. Buffers and the tying of weights are not affected.
+"""
 
 import functools
 import sys
@@ -26,22 +30,23 @@ _NAMES = (
     *("xavier_uniform_", "xavier_normal_", "kaiming_uniform_", "kaiming_normal_"),
 )
 
-# Each thread has a value of its own: a model built in another thread meanwhile is initialised.
+# A context variable is per thread: a model that another thread builds meanwhile is initialised normally.
 _skipping: ContextVar[bool] = ContextVar("skipping", default=False)
 
 
 @contextmanager
 def no_init_weights() -> Iterator[None]:
-    """Skip the initialisation of parameters in this thread: of torch modules, and of `transformers` models.
+    """Skip the initialisation of parameters in this thread, for torch modules and `transformers` models.
 
-    Only what goes through `torch.nn.init` is skipped, and only for parameters: a checkpoint need not hold buffers, so
-    they get their values. Models tie their weights as ever (the context manager of `transformers` would leave that out).
+    Only functions of `torch.nn.init` are skipped, and only for parameters. Checkpoints do not have to hold buffers, so
+    buffers get their values. Models tie their weights as usual (the context manager of `transformers` skips that).
     """
     token = _skipping.set(True)
     patched: list[tuple[MutableMapping[str, Any], str]] = []
     try:
         for namespace in _namespaces():
             for name, original in _ORIGINALS.items():
+                # A module may use the same name for another function.
                 if namespace.get(name) is original:
                     namespace[name] = _SKIPPABLE[name]
                     patched.append((namespace, name))
@@ -53,19 +58,20 @@ def no_init_weights() -> Iterator[None]:
 
 
 def _namespaces() -> Iterator[MutableMapping[str, Any]]:
-    """Wherever the functions may be: modules import them by name, torch's own attention among them."""
+    """Yield every namespace that may hold the functions: modules, torch's attention included, import them by name."""
+    # A copy, because imports in other threads may add modules meanwhile.
     for module in list(sys.modules.values()):
         if isinstance(getattr(module, "__dict__", None), dict):
             yield vars(module)
-    # Models of transformers call the functions that it kept here when it was imported.
+    # Transformers models call the functions that transformers saved in this dict when it was imported.
     if hugging_face := sys.modules.get("transformers.initialization"):
         yield hugging_face.TORCH_INIT_FUNCTIONS
 
 
 def _skippable(initialise: Callable[..., Tensor]) -> Callable[..., Tensor]:
-    """The same function, unless weights are not to be initialised now.
+    """Wrap an initialisation function so that it returns parameters unchanged while initialisation is skipped.
 
-    A module that is imported in the context keeps this one for good, so it has to work outside as well.
+    A module that is imported inside the context keeps the wrapper for good, so the wrapper must also work outside.
     """
 
     @functools.wraps(initialise)
@@ -77,5 +83,6 @@ def _skippable(initialise: Callable[..., Tensor]) -> Callable[..., Tensor]:
     return wrapper
 
 
+# Taken at import time, when nothing is patched yet.
 _ORIGINALS: dict[str, Callable[..., Tensor]] = {name: getattr(torch.nn.init, name) for name in _NAMES}
 _SKIPPABLE = {name: _skippable(original) for name, original in _ORIGINALS.items()}

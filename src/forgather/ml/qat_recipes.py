@@ -1,4 +1,7 @@
-"""QAT recipes: quantisation-aware training by name."""
+"""QAT recipes: public names of quantisation-aware training.
+
+Facade of `forgather.ml.quantization.qat`.
+"""
 
 from forgather.ml.quantization.qat import (
     StraightThrough,

@@ -1,4 +1,7 @@
-"""Weight files of a model: shards, index, sharing metadata; saving and loading by FQN; checkpoint directories."""
+"""Weight files of a model: shards, index, sharing metadata, saving and loading by FQN, checkpoint directories.
+
+Facade of modules in `forgather.ml.checkpoint`.
+"""
 
 from forgather.ml.checkpoint.files import eval_metrics
 from forgather.ml.checkpoint.files.eval_metrics import *  # noqa: F403

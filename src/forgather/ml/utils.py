@@ -1,4 +1,7 @@
-"""Small things about models: their default dtype, their size, what a token costs."""
+"""Model utilities: default dtype, parameter counts, FLOPs per token, and unwrapping of DDP and torch.compile.
+
+Used by the trainers, the callbacks and `finalize`.
+"""
 
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -10,7 +13,7 @@ from torch import nn
 
 @contextmanager
 def default_dtype(dtype: torch.dtype | None) -> Iterator[None]:
-    """Make floating tensors of this dtype by default; None changes nothing."""
+    """Set torch's default floating-point dtype inside the context; None changes nothing."""
     if dtype is None:
         yield
         return
@@ -24,16 +27,17 @@ def default_dtype(dtype: torch.dtype | None) -> Iterator[None]:
 
 @dataclass(frozen=True)
 class ModelParameterStats:
-    """How many numbers a model learns; tied parameters count once."""
+    """Number of parameters of a model; tied parameters count once."""
 
     total: int
     trainable: int
     embedding: int
-    """Those of embedding tables, and of an output layer that is tied to one."""
+    """Parameters of embedding tables, including an output layer that is tied to one."""
     non_embedding: int
 
 
 def count_parameters(model: nn.Module) -> ModelParameterStats:
+    # `parameters()` yields tied parameters once.
     parameters = list(model.parameters())
     tables = [module for module in model.modules() if isinstance(module, nn.Embedding | nn.EmbeddingBag)]
     in_tables = {parameter for table in tables for parameter in table.parameters()}
@@ -48,23 +52,25 @@ def count_parameters(model: nn.Module) -> ModelParameterStats:
 
 
 def flops_per_token(stats: ModelParameterStats) -> int:
-    """What training on one token takes: a multiply and an add per weight forward, and twice that backward."""
+    """Return the training FLOPs per token: 2 per weight in the forward pass and 4 in the backward pass."""
+    # Embedding tables are looked up, not multiplied. Attention scores are not counted either.
     return 6 * stats.non_embedding
 
 
 class ModelWrapper(nn.Module):
-    """A module that runs another one, `wrapped`, without owning parameters; `unwrap_model` takes it off."""
+    """Module that runs another module, `wrapped`, without owning parameters; `unwrap_model` removes it."""
 
     wrapped: nn.Module
 
 
 def unwrap_model(model: nn.Module) -> nn.Module:
-    """The model inside DDP, torch.compile and wrappers of ours: the one with the FQNs that checkpoints hold."""
+    """Return the model inside DDP, torch.compile and `ModelWrapper`: its FQNs are the names in checkpoints."""
     while True:
         if isinstance(model, nn.parallel.DistributedDataParallel | nn.DataParallel):
             model = model.module
         elif isinstance(model, ModelWrapper):
             model = model.wrapped
+        # torch.compile keeps the original module in this attribute.
         elif isinstance(inner := getattr(model, "_orig_mod", None), nn.Module):
             model = inner
         else:
@@ -72,5 +78,5 @@ def unwrap_model(model: nn.Module) -> nn.Module:
 
 
 def without_ddp(model: nn.Module) -> nn.Module:
-    """The module that DDP wraps, compiled or not; another module as it is."""
+    """Return the module that DDP wraps, compiled or not; return any other module unchanged."""
     return model.module if isinstance(model, nn.parallel.DistributedDataParallel) else model

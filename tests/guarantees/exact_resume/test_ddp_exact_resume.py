@@ -1,4 +1,4 @@
-"""Runs on two ranks of which one or both are killed, and which end as one that never was: bit for bit on every rank."""
+"""DDP runs with one or both ranks killed: the resumed run equals the uninterrupted one bit for bit on every rank."""
 
 from pathlib import Path
 from typing import Any
@@ -7,7 +7,7 @@ import pytest
 
 from tests.support.train_job import Scenario, Start, Stop, run_scenarios
 
-# 26 samples in rounds of 2 x 2 are 7 rounds, the last with an empty batch; in windows of two 4 steps an epoch, 8 in all.
+# 26 samples in rounds of 2 x 2 are 7 rounds, the last with an empty batch. Two rounds per step are 4 steps an epoch, 8 in all.
 # Checkpoints: 3, 6, 8; evaluations: 4, 8.
 BASE: dict[str, Any] = {"gradient_accumulation_steps": 2}
 SHARDED: dict[str, Any] = {**BASE, "dispatch_batches": False}
@@ -46,7 +46,7 @@ KILLS: dict[str, dict[str, tuple[Stop, ...]]] = {
     "local sgd": {"before it starts": (BOTH_RANKS,), "after it started": (THE_READING_RANK,)},
     "accelerate": {"one rank": (ONE_RANK,), "in an evaluation": (IN_AN_EVALUATION,)},
 }
-# Of one rank only, or of the one that reads; asked for at a step, in an evaluation and during a save.
+# Stop requests to one rank, or to the reading rank: at a step, in an evaluation and during a save.
 REQUESTS: dict[str, Stop] = {
     "at a step of one rank": Stop("on_step_end", step=2, signal="SIGTERM", ranks=(1,)),
     "at a step of the reading rank": Stop("on_forward_backward_begin", step=4, signal="SIGUSR1"),
@@ -75,7 +75,7 @@ def end_of(starts: list[Start]) -> dict[str, Any]:
 
 
 @pytest.mark.parametrize(("setting", "kill"), PAIRS)
-def test_killed_run_ends_bit_for_bit_as_the_straight_one(setting: str, kill: str, exact_runs: Runs) -> None:
+def test_killed_and_resumed_run_equals_uninterrupted_run(setting: str, kill: str, exact_runs: Runs) -> None:
     straight, resumed = end_of(exact_runs[setting]), end_of(exact_runs[f"{setting}, {kill}"])
     assert len(straight) > 20, "facts of two ranks"
     for part, expected in straight.items():
@@ -83,7 +83,7 @@ def test_killed_run_ends_bit_for_bit_as_the_straight_one(setting: str, kill: str
 
 
 @pytest.mark.parametrize(("setting", "kill"), PAIRS)
-def test_every_rank_ended_and_the_next_start_resumed(setting: str, kill: str, exact_runs: Runs) -> None:
+def test_kill_ends_every_rank_and_next_start_resumes(setting: str, kill: str, exact_runs: Runs) -> None:
     *killed, last = exact_runs[f"{setting}, {kill}"]
     for before, after in zip(killed, [*killed[1:], last], strict=True):
         assert before.exit_code != 0 and before.facts is None
@@ -92,7 +92,7 @@ def test_every_rank_ended_and_the_next_start_resumed(setting: str, kill: str, ex
 
 
 @pytest.mark.parametrize("when", REQUESTS)
-def test_stop_request_to_one_rank_stops_all_with_a_checkpoint(when: str, exact_runs: Runs) -> None:
+def test_stop_signal_to_one_rank_saves_and_stops_all_ranks(when: str, exact_runs: Runs) -> None:
     stopped, resumed = exact_runs[f"preempted {when}"]
     assert stopped.exit_code == 0 and stopped.facts is None, stopped.output
     step = stopped.saved[-1]
@@ -101,13 +101,13 @@ def test_stop_request_to_one_rank_stops_all_with_a_checkpoint(when: str, exact_r
     assert resumed.began_at == step
     straight, end = end_of(exact_runs[PREEMPTED]), end_of([resumed])
     for part, expected in straight.items():
-        # One checkpoint more was saved, and so others were removed.
+        # The additional checkpoint changes which older ones were removed.
         if not part.startswith("checkpoints"):
             assert end[part] == expected, part
 
 
 @pytest.mark.parametrize("setting", SETTINGS)
-def test_ranks_hold_the_same_and_draw_their_own(setting: str, exact_runs: Runs) -> None:
+def test_ranks_share_weights_but_not_random_state(setting: str, exact_runs: Runs) -> None:
     facts = end_of(exact_runs[setting])
     for part in ("weights", "moments", "schedule", "log", "counters"):
         assert facts[f"{part} of rank 0"] == facts[f"{part} of rank 1"], part
@@ -115,7 +115,7 @@ def test_ranks_hold_the_same_and_draw_their_own(setting: str, exact_runs: Runs) 
     assert facts["moments of rank 0"]
 
 
-def test_settings_differ_in_their_results(exact_runs: Runs) -> None:
+def test_each_setting_changes_the_result(exact_runs: Runs) -> None:
     assert exact_runs["dispatched"][0].saved == [3, 6, 8]
     weights = {name: str(end_of(exact_runs[name])["weights of rank 0"]) for name in SETTINGS}
     for name in ("dispatched, read ahead", "dispatched, workers", "dispatched stream", "local sgd"):

@@ -1,7 +1,7 @@
-"""A run that is killed and started again ends as one that never was: bit for bit, and with the same log.
+"""Exact resume: a killed and resumed run ends like an uninterrupted one, bit for bit, and with the same log.
 
-All runs of this file are made at once, by `exact_runs`; the tests judge what they left. Each setting has a straight run,
-named by the setting alone, and runs that are killed with SIGKILL once or twice.
+The fixture `exact_runs` makes all runs of this file at once. Each setting has an uninterrupted run, named after the
+setting, and runs that are killed once or twice with SIGKILL.
 """
 
 from pathlib import Path
@@ -109,24 +109,24 @@ def end_of(starts: list[Start]) -> dict[str, Any]:
 
 
 @pytest.mark.parametrize("setting", SETTINGS)
-def test_straight_run_is_what_the_kills_are_meant_for(setting: str, exact_runs: Runs) -> None:
-    """It draws random numbers, has moments, and logs: else two ends would be equal for nothing."""
+def test_uninterrupted_run_has_moments_logs_and_checkpoints(setting: str, exact_runs: Runs) -> None:
+    """Without this state, the comparison with killed runs would prove nothing."""
     facts = end_of(exact_runs[setting])
-    assert len(facts["moments"]) >= len(facts["weights"]) - 1  # the tied head has no moments of its own
+    assert len(facts["moments"]) >= len(facts["weights"]) - 1  # The tied head has no separate moments.
     assert any("loss" in record for record in facts["log"])
     assert any("eval_loss" in record for record in facts["log"])
     assert exact_runs[setting][0].saved
 
 
 @pytest.mark.parametrize(("setting", "kill"), PAIRS)
-def test_killed_run_ends_bit_for_bit_as_the_straight_one(setting: str, kill: str, exact_runs: Runs) -> None:
+def test_killed_and_resumed_run_equals_uninterrupted_run(setting: str, kill: str, exact_runs: Runs) -> None:
     straight, resumed = end_of(exact_runs[setting]), end_of(exact_runs[f"{setting}, {kill}"])
     for part, expected in straight.items():
         assert resumed[part] == expected, part
 
 
 @pytest.mark.parametrize(("setting", "kill"), PAIRS)
-def test_kill_was_a_kill_and_the_next_start_resumed(setting: str, kill: str, exact_runs: Runs) -> None:
+def test_kill_is_sigkill_and_next_start_resumes(setting: str, kill: str, exact_runs: Runs) -> None:
     *killed, last = exact_runs[f"{setting}, {kill}"]
     assert [start.exit_code for start in killed] == [-9] * len(killed), killed[-1].output
     for before, after in zip(killed, [*killed[1:], last], strict=True):
@@ -143,19 +143,19 @@ def test_resumed_run_saves_and_evaluates_at_the_same_steps(setting: str, kill: s
 
 
 @pytest.mark.parametrize("setting", ["built on the device", "built on meta"])
-def test_place_of_construction_does_not_change_the_result(setting: str, exact_runs: Runs) -> None:
+def test_construction_device_does_not_change_the_result(setting: str, exact_runs: Runs) -> None:
     assert end_of(exact_runs[setting]) == end_of(exact_runs["base"])
 
 
-def test_settings_differ_in_their_results(exact_runs: Runs) -> None:
-    """A setting that had no effect would make its comparison one of the base setting again."""
+def test_each_setting_changes_the_result(exact_runs: Runs) -> None:
+    """A setting without effect would only repeat the comparison of the base setting."""
     for setting in ("workers", "bf16", "fp16", "two optimizers", "dropped rest", "stream"):
         assert end_of(exact_runs[setting])["weights"] != end_of(exact_runs["base"])["weights"], setting
     assert end_of(exact_runs["fp16"])["loss scale"] != end_of(exact_runs["base"])["loss scale"]
 
 
-def test_steps_are_those_of_uneven_epochs(exact_runs: Runs) -> None:
-    """13 batches in windows of three are 5 steps, the last of one batch; its rest is dropped on request."""
+def test_incomplete_window_is_a_step_unless_dropped(exact_runs: Runs) -> None:
+    """13 batches in windows of three are 5 steps. The last has one batch, and is dropped on request."""
     assert exact_runs["base"][0].saved == [3, 6, 9, 10]
     assert exact_runs["base"][0].evaluated == [4, 8]
     assert exact_runs["dropped rest"][0].saved == [3, 6, 8]

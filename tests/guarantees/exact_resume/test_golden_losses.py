@@ -1,12 +1,12 @@
-"""The losses of a fixed tiny run, which no change of the code may alter by a single bit without somebody deciding so.
+"""Golden losses of a fixed tiny run: code changes must not alter a single bit unintentionally.
 
-They are in `golden_losses.json`, as hexadecimal floats. After a change that is meant to alter them, write them anew with
+The losses are in `golden_losses.json`, as hexadecimal floats. After an intended change, rewrite the file with
 
     python -m tests.guarantees.exact_resume.test_golden_losses
 
-and commit the file together with the change that explains the difference. The run has a process of its own, on one thread
-and with the plainest instructions, because what sums round to depends on both. Another version of torch may still round
-differently: the file says for which it was written.
+and commit it together with the change that explains the difference. The run has its own process, with one thread and the
+plainest CPU instructions, because the rounding of sums depends on both. Another version of torch may still round
+differently: the file records the version that it was written for.
 """
 
 import json
@@ -24,7 +24,7 @@ from tests.support.train_job import Scenario, build_trainer
 MODULE = "tests.guarantees.exact_resume.test_golden_losses"
 RUN_SECONDS = 120.0
 GOLDEN_PATH = Path(__file__).with_name("golden_losses.json")
-# The same arithmetic on every processor: of torch's own kernels, of matrix products, and of low precision.
+# The same arithmetic on every CPU, for torch's own kernels, matrix products and low precision.
 PLAIN_INSTRUCTIONS = {
     "ATEN_CPU_CAPABILITY": "default",
     "MKL_CBWR": "COMPATIBLE",
@@ -37,13 +37,13 @@ SETTINGS: dict[str, Any] = {
     "eval_steps": 2,
     "num_train_epochs": 3,
     "save_strategy": "no",
-    # As when the golden values were written.
+    # The setting that the golden values were written with.
     "weight_decay_groups": "all",
 }
 
 
 class StepLosses:
-    """A callback that notes the loss and the gradients' norm of every step as they are, before anything averages them."""
+    """Callback that records the loss and the gradient norm of every step, before any averaging."""
 
     def __init__(self) -> None:
         self.losses: list[str] = []
@@ -57,7 +57,7 @@ class StepLosses:
 
 
 def losses_of_the_fixed_run() -> dict[str, Any]:
-    """Train in this process."""
+    """Train in this process and return the losses, with the versions they belong to."""
     torch.set_num_threads(1)
     steps = StepLosses()
     with tempfile.TemporaryDirectory() as directory:
@@ -75,13 +75,13 @@ def losses_of_the_fixed_run() -> dict[str, Any]:
 
 
 def write_losses(path: Path) -> None:
-    """Train in a process with plain instructions, which torch chooses when it is imported, and write what came out."""
+    """Train in a process with plain CPU instructions, which torch selects on import, and write the losses."""
     process = RankProcess(0, [sys.executable, "-m", MODULE, str(path)], PLAIN_INSTRUCTIONS)
     code = process.wait(RUN_SECONDS)
     assert code == 0, process.output
 
 
-def test_losses_are_the_golden_ones(tmp_path: Path) -> None:
+def test_losses_equal_the_golden_values(tmp_path: Path) -> None:
     write_losses(tmp_path / "losses.json")
     present, golden = (json.loads(path.read_text()) for path in (tmp_path / "losses.json", GOLDEN_PATH))
     for name in ("loss", "grad_norm", "logged_loss", "learning_rate", "eval_loss"):
@@ -90,11 +90,11 @@ def test_losses_are_the_golden_ones(tmp_path: Path) -> None:
         )
 
 
-def test_golden_run_has_every_step() -> None:
+def test_golden_file_has_every_step() -> None:
     golden = json.loads(GOLDEN_PATH.read_text())
     assert len(golden["loss"]) == len(golden["grad_norm"]) == len(golden["logged_loss"]) == 15
     assert len(golden["eval_loss"]) == 7
-    assert len(set(golden["loss"])) == 15, "a loss that repeats does not come from training"
+    assert len(set(golden["loss"])) == 15, "repeated losses do not come from training"
 
 
 if __name__ == "__main__":

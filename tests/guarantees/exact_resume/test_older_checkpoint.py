@@ -1,13 +1,13 @@
-"""The checkpoint format is public: a checkpoint that an earlier version wrote loads and resumes exactly.
+"""Checkpoint format compatibility: a checkpoint of an earlier version loads and resumes exactly.
 
-`tests/fixtures/checkpoint_of_format_1` was written at step 4 of 8 by the first version with this format, and
+`tests/fixtures/checkpoint_of_format_1` was written at step 4 of 8 by the first version with this format.
 `end_of_format_1.json` has the losses of that run. `tests/fixtures/checkpoint_before_house` was written at step 5 of 12, in
 the middle of an epoch, by the last version before the modules moved.
 
-Two processors round sums differently: MKL chooses the code of a matrix product for the processor, so weights at the end of
-a run differ in their last bits. The runs here have a process of their own with plain instructions, which round alike
-everywhere. In such a process, the version before the move loaded both fixtures and went on from them;
-`resumed_before_house.json` holds every leaf of its state after the load and at the end, tensors as hashes.
+Two CPUs round sums differently: MKL selects matrix product code for the CPU, so the final weights of a run differ in their
+last bits. The runs here use a separate process with plain instructions, which give the same result on every CPU. In such a
+process, the version before the move loaded and resumed both fixtures. `resumed_before_house.json` holds every leaf of its
+state after the load and at the end, tensors as hashes.
 """
 
 import json
@@ -28,7 +28,7 @@ COMPONENTS = {"model", "optimizer", "scheduler", "ema", "trainer", "dataset", "r
 
 @pytest.fixture(scope="module")
 def present(tmp_path_factory: pytest.TempPathFactory) -> Any:
-    """What this version makes of the fixtures."""
+    """Results of this version for the fixtures."""
     folder = tmp_path_factory.mktemp("older")
     command = [sys.executable, "-m", "tests.support.older_runs", str(folder), str(folder / "result.json")]
     process = RankProcess(0, command, PLAIN_INSTRUCTIONS)
@@ -38,7 +38,7 @@ def present(tmp_path_factory: pytest.TempPathFactory) -> Any:
 
 
 def differences(expected: dict[str, dict[str, str]], found: dict[str, dict[str, str]]) -> list[str]:
-    """Leaves that are not as expected; a later version may have more of them."""
+    """Return the leaves that differ from the expected ones; additional leaves of a later version are allowed."""
     assert expected.keys() >= COMPONENTS and found.keys() >= COMPONENTS
     return [
         f"{component}.{path}: {found[component].get(path)} instead of {leaf}"
@@ -49,33 +49,33 @@ def differences(expected: dict[str, dict[str, str]], found: dict[str, dict[str, 
 
 
 @pytest.mark.parametrize("name", RUNS)
-def test_a_checkpoint_of_an_earlier_version_is_intact(name: str) -> None:
+def test_checkpoint_of_an_earlier_version_is_intact(name: str) -> None:
     assert verify_checkpoint(str(FIXTURES / name)) == []
 
 
 @pytest.mark.parametrize("name", RUNS)
-def test_every_component_of_an_earlier_version_is_loaded_bit_for_bit(present: Any, name: str) -> None:
+def test_components_of_an_earlier_version_load_bit_for_bit(present: Any, name: str) -> None:
     expected = BY_VERSION_BEFORE[name]["resumed"]["loaded"]
     assert differences(expected, present[name]["resumed"]["loaded"]) == []
     assert len(expected["optimizer"]) > 40 and "exp_avg" in str(list(expected["optimizer"]))
 
 
 @pytest.mark.parametrize("name", RUNS)
-def test_a_checkpoint_of_an_earlier_version_resumes_exactly(present: Any, name: str) -> None:
+def test_checkpoint_of_an_earlier_version_resumes_exactly(present: Any, name: str) -> None:
     expected, found = BY_VERSION_BEFORE[name]["resumed"], present[name]["resumed"]
     assert found["losses"] == expected["losses"]
     assert differences(expected["end"], found["end"]) == []
 
 
-def test_a_checkpoint_of_an_earlier_version_ends_like_an_uninterrupted_run(present: Any) -> None:
-    """Both halves were computed with plain instructions, one half by the earlier version and one by this."""
+def test_resumed_earlier_checkpoint_ends_like_an_uninterrupted_run(present: Any) -> None:
+    """Both halves used plain instructions: the first ran in the earlier version, the second in this one."""
     resumed, straight = (present["checkpoint_before_house"][kind] for kind in ("resumed", "straight"))
     assert resumed["losses"] == straight["losses"] and len(straight["losses"]) == 12
     assert differences(straight["end"], resumed["end"]) == []
 
 
-def test_losses_are_those_of_the_version_that_wrote_the_first_format(present: Any) -> None:
-    """Its processor rounded in another way, and so did its first half."""
+def test_losses_match_the_version_that_wrote_format_1(present: Any) -> None:
+    """The tolerance is for the first half, which ran on a CPU with other rounding."""
     end = json.loads((FIXTURES / "end_of_format_1.json").read_text())
     found = present["checkpoint_of_format_1"]["resumed"]
     assert found["losses"] == pytest.approx(end["losses"], rel=1e-6)

@@ -1,4 +1,4 @@
-"""Pipelines of which a rank is killed or asked to stop, and which end as those that never were: bit for bit."""
+"""Pipelines with a rank that is killed or asked to stop: the resumed run equals the uninterrupted one bit for bit."""
 
 from pathlib import Path
 from typing import Any
@@ -8,7 +8,7 @@ import pytest
 from tests.support.pipeline_job import PipelineScenario
 from tests.support.train_job import Stop, run_scenarios
 
-# 26 samples in batches of 4 are 7 batches, the last with two samples; in windows of two 4 steps an epoch, 8 in all.
+# 26 samples in batches of 4 are 7 batches, the last with two samples. Two batches per step are 4 steps an epoch, 8 in all.
 # Checkpoints: 3, 6, 8, the first two in the middle of an epoch; evaluations: 4, 8.
 NUM_STEPS = 8
 HYBRID: dict[str, Any] = {"pp_size": 2, "per_device_train_batch_size": 2, "n_microbatches": 2}
@@ -45,7 +45,7 @@ REQUESTS: dict[str, Stop] = {
     "1f1b": Stop("on_prediction_step", step=4, signal="SIGTERM", ranks=(1,)),
     "hybrid, tied": Stop("on_step_end", step=2, signal="SIGTERM", ranks=(2,)),
 }
-# A checkpoint says where it lies and when it was made; the rest must not depend on how often a run was stopped.
+# Files with the path and the time of a checkpoint. All other files must not depend on interruptions.
 OF_A_RUN = ("checkpoint_manifest.json", "checkpoint_metadata.json", "trainer_state.pt", "eval_metrics.json")
 PAIRS = [(setting, kill) for setting, kills in KILLS.items() for kill in kills]
 JOB = "tests.support.pipeline_job"
@@ -75,7 +75,7 @@ class Runs:
         return {path.name: path.read_bytes() for path in checkpoint.iterdir() if path.name not in OF_A_RUN}
 
     def assert_same_end(self, name: str, straight: str, *, but_for: tuple[str, ...] = ()) -> None:
-        """Of every rank; of the samples those that the last start has seen."""
+        """Assert equal results on every rank; samples are compared for the steps of the last start only."""
         expected, found = self.end(straight), self.end(name)
         assert found.keys() == expected.keys()
         for part, fact in expected.items():
@@ -94,21 +94,21 @@ def runs(tmp_path_factory: pytest.TempPathFactory) -> Runs:
 
 
 @pytest.mark.parametrize(("setting", "kill"), PAIRS)
-def test_killed_pipeline_ends_bit_for_bit_as_the_straight_one(setting: str, kill: str, runs: Runs) -> None:
+def test_killed_and_resumed_pipeline_equals_uninterrupted_run(setting: str, kill: str, runs: Runs) -> None:
     runs.assert_same_end(f"{setting}, {kill}", setting, but_for=("checkpoints ",))
 
 
 @pytest.mark.parametrize(("setting", "kill"), PAIRS)
-def test_every_rank_ended_and_the_next_start_resumed(setting: str, kill: str, runs: Runs) -> None:
+def test_kill_ends_every_rank_and_next_start_resumes(setting: str, kill: str, runs: Runs) -> None:
     killed, resumed = runs.starts[f"{setting}, {kill}"]
     assert killed.exit_code != 0 and killed.facts is None
-    assert killed.saved, "it is killed after the first checkpoint"
+    assert killed.saved, "the kill must follow the first checkpoint"
     assert resumed.began_at == killed.saved[-1]
     assert [*killed.saved, *resumed.saved] == runs.starts[setting][0].saved == [3, 6, NUM_STEPS]
 
 
 @pytest.mark.parametrize("setting", REQUESTS)
-def test_stop_request_to_one_rank_stops_all_with_a_checkpoint(setting: str, runs: Runs) -> None:
+def test_stop_signal_to_one_rank_saves_and_stops_all_ranks(setting: str, runs: Runs) -> None:
     stop, num_ranks = REQUESTS[setting], SETTINGS[setting].get("num_ranks", 2)
     stopped, resumed = runs.starts[f"{setting}, preempted"]
     assert stopped.exit_code == 0 and stopped.facts is None, stopped.output
@@ -116,7 +116,7 @@ def test_stop_request_to_one_rank_stops_all_with_a_checkpoint(setting: str, runs
     assert stopped.output.count(f"preempted by SIGTERM at step {step}") == num_ranks, stopped.output
     assert stop.step <= step <= stop.step + 2
     assert resumed.began_at == step
-    # One checkpoint more was saved, and so others were removed.
+    # The additional checkpoint changes which older ones were removed.
     runs.assert_same_end(f"{setting}, preempted", setting, but_for=("checkpoints ",))
 
 
@@ -124,7 +124,7 @@ def test_stop_request_to_one_rank_stops_all_with_a_checkpoint(setting: str, runs
 def test_every_sample_is_seen_once_in_an_epoch(setting: str, runs: Runs) -> None:
     facts = runs.end(setting)
     num_ranks = SETTINGS[setting].get("num_ranks", 2)
-    # All ranks of a pipeline see the same; a second pipeline, if there is one, sees the rest.
+    # All ranks of a pipeline see the same samples; a second pipeline, if present, sees the rest.
     first_ranks = (0, 2) if num_ranks == 4 else (0,)
     for steps in (range(1, 5), range(5, 9)):
         seen = [number for rank in first_ranks for step in steps for number in samples_of(facts, rank, step)]
@@ -137,14 +137,14 @@ def samples_of(facts: dict[str, Any], rank: int, step: int) -> list[int]:
 
 
 @pytest.mark.parametrize("setting", SETTINGS)
-def test_ranks_draw_numbers_of_their_own(setting: str, runs: Runs) -> None:
+def test_random_state_differs_between_ranks(setting: str, runs: Runs) -> None:
     facts = runs.end(setting)
     drawn = {str(facts[f"random of rank {rank}"]) for rank in range(SETTINGS[setting].get("num_ranks", 2))}
     assert len(drawn) == SETTINGS[setting].get("num_ranks", 2)
 
 
 @pytest.mark.parametrize("setting", ["hybrid, tied", "hybrid, sharded"])
-def test_pipelines_hold_the_same(setting: str, runs: Runs) -> None:
+def test_pipelines_of_a_hybrid_run_have_equal_state(setting: str, runs: Runs) -> None:
     facts = runs.end(setting)
     for place in (0, 1):
         for part in ("weights", "moments"):

@@ -1,7 +1,7 @@
-"""A run that is asked to stop saves once, exits 0 saying "preempted", and goes on later as if nothing had been.
+"""Preemption: a signalled run saves once, reports "preempted", exits 0, and later resumes exactly.
 
-All runs of this file are made at once, by `runs`; the tests judge what they left. The signals are sent by the run itself,
-at exactly the point in question.
+The fixture `runs` makes all runs of this file at once. Each run sends the signals to itself, at exactly the point under
+test.
 """
 
 import os
@@ -33,13 +33,13 @@ STRAIGHT = {
 
 @dataclass(frozen=True)
 class Request:
-    """A request to stop, and the step at which the run must have saved because of it."""
+    """Stop request, with the step that the run must save because of it."""
 
     stops: tuple[Stop, ...]
     saves_at: int
     straight: str = "straight"
     saves_again: bool = False
-    """Whether the resumed run writes that checkpoint once more, with the evaluation that it lacks."""
+    """Whether the resumed run writes that checkpoint again, with the missing evaluation."""
     signal_name: str = field(init=False)
 
     def __post_init__(self) -> None:
@@ -47,7 +47,7 @@ class Request:
 
 
 def in_a_step(signal_name: str, step: int = 6, **options: Any) -> Stop:
-    """In the second micro-batch of the step that follows `step`."""
+    """Return a signal in the second micro-batch of the step after `step`."""
     return Stop("on_forward_backward_begin", step=step, nth=2, signal=signal_name, **options)
 
 
@@ -67,15 +67,15 @@ REQUESTS = {
     "in the last step of an epoch": Request((Stop("on_optimizer_step", step=4, signal="SIGTERM"),), 5),
     "in the last step": Request((Stop("on_optimizer_step", step=9, signal="SIGTERM"),), 10),
     "twice": Request((in_an_evaluation("SIGTERM"), in_a_step("SIGTERM")), 7),
-    "again while the evaluation is made up for": Request((in_an_evaluation("SIGTERM"), in_an_evaluation("SIGTERM")), 4),
+    "again during the repeated evaluation": Request((in_an_evaluation("SIGTERM"), in_an_evaluation("SIGTERM")), 4),
     "in the evaluation of an epoch": Request((in_an_evaluation("SIGTERM", step=5),), 5, straight="straight by epoch"),
     "in the evaluation of the last epoch": Request(
         (in_an_evaluation("SIGTERM", step=10),), 10, straight="straight by epoch"
     ),
-    "in an evaluation that looks for the best": Request(
+    "in an evaluation for the best model": Request(
         (in_an_evaluation("SIGTERM", step=9),), 9, straight="straight with best", saves_again=True
     ),
-    "in the save that follows the evaluation made up for": Request(
+    "in the save after the repeated evaluation": Request(
         (in_an_evaluation("SIGUSR1", step=9), Stop("on_save", step=9, signal="SIGUSR1")),
         9,
         straight="straight with best",
@@ -115,18 +115,18 @@ def ends(starts: list[Start]) -> dict[str, Any]:
 
 
 @pytest.mark.parametrize("name", REQUESTS)
-def test_stopped_run_exits_0_and_says_that_it_was_preempted(name: str, runs: Runs) -> None:
+def test_preempted_run_exits_0_and_reports_preemption(name: str, runs: Runs) -> None:
     request = REQUESTS[name]
     stopped = runs[name][-2]
     assert stopped.exit_code == 0, stopped.output
-    assert stopped.facts is None, "it was to stop before its end"
+    assert stopped.facts is None, "the run must stop before its end"
     assert f"preempted by {request.signal_name} at step {request.saves_at}" in stopped.output
     assert "Traceback" not in stopped.output
 
 
 @pytest.mark.parametrize("name", REQUESTS)
-def test_stopped_run_saves_once(name: str, runs: Runs) -> None:
-    """Where it was asked to, and beside that at the steps of the straight run; twice only with an evaluation made up for."""
+def test_preempted_run_saves_once(name: str, runs: Runs) -> None:
+    """The run saves when stopped, and otherwise like the uninterrupted run. A second save only adds a missing evaluation."""
     request, starts = REQUESTS[name], runs[name]
     saved = [step for start in starts for step in start.saved]
     again = [request.saves_at] if request.saves_again else []
@@ -135,20 +135,20 @@ def test_stopped_run_saves_once(name: str, runs: Runs) -> None:
 
 
 @pytest.mark.parametrize("name", REQUESTS)
-def test_stopped_run_ends_bit_for_bit_as_the_straight_one(name: str, runs: Runs) -> None:
+def test_preempted_and_resumed_run_equals_uninterrupted_run(name: str, runs: Runs) -> None:
     straight, resumed = ends(runs[REQUESTS[name].straight]), ends(runs[name])
     for part, expected in straight.items():
         assert resumed[part] == expected, part
 
 
 @pytest.mark.parametrize("name", REQUESTS)
-def test_interrupted_evaluation_is_made_up_for(name: str, runs: Runs) -> None:
+def test_interrupted_evaluation_is_repeated_after_resume(name: str, runs: Runs) -> None:
     evaluated = [step for start in runs[name] for step in start.evaluated]
     assert evaluated == runs[REQUESTS[name].straight][0].evaluated
 
 
 @pytest.mark.parametrize("name", REQUESTS)
-def test_next_start_says_from_which_step_it_resumes(name: str, runs: Runs) -> None:
+def test_next_start_reports_the_resumed_step(name: str, runs: Runs) -> None:
     assert f"resumed at step {REQUESTS[name].saves_at} " in runs[name][-1].output
 
 
@@ -157,12 +157,12 @@ def test_second_ctrl_c_ends_at_once(runs: Runs) -> None:
     assert interrupted.exit_code != 0
     assert "KeyboardInterrupt" in interrupted.output
     assert "preempted" not in interrupted.output
-    assert interrupted.saved == [3, 6], "the step under way is not saved"
+    assert interrupted.saved == [3, 6], "the step in progress is not saved"
     assert last.began_at == 6
     assert ends(runs["Ctrl-C twice"]) == ends(runs["straight"])
 
 
-def test_second_ctrl_c_counts_whatever_came_in_between() -> None:
+def test_second_ctrl_c_interrupts_after_another_signal() -> None:
     with StopSignals() as signals:
         os.kill(os.getpid(), signal.SIGINT)
         os.kill(os.getpid(), signal.SIGTERM)
@@ -171,8 +171,8 @@ def test_second_ctrl_c_counts_whatever_came_in_between() -> None:
             os.kill(os.getpid(), signal.SIGINT)
 
 
-# Settings of `interruptions` -> what a callback of the run does, and where signals come; each place is a run of its own.
-# All but the first place of each ended with other weights, another best checkpoint, or a last one without its evaluation.
+# Settings and callback of a run -> events and steps that send it a signal, one run for each. All but the first event of
+# each list once led to other weights, another best checkpoint, or a final checkpoint without its evaluation.
 INTERRUPTIONS: dict[tuple[str, str], list[tuple[str, int]]] = {
     ("4, 5", "none"): [("on_step_end", 3), ("on_prediction_step 3", 5), ("on_evaluate", 5)],
     ("4, 5", "asks on_evaluate"): [("on_save", 5), ("on_prediction_step 2", 5)],
@@ -184,7 +184,7 @@ INTERRUPTIONS: dict[tuple[str, str], list[tuple[str, int]]] = {
 
 
 @pytest.mark.parametrize(("settings", "habit"), INTERRUPTIONS)
-def test_interruption_changes_neither_weights_nor_the_best(settings: str, habit: str, tmp_path: Path) -> None:
+def test_interruption_changes_neither_weights_nor_best_checkpoint(settings: str, habit: str, tmp_path: Path) -> None:
     expected = interruptions.outcome(
         interruptions.run(str(tmp_path / "straight"), interruptions.SETTINGS[settings], interruptions.Habit(habit))
     )
@@ -196,8 +196,8 @@ def test_interruption_changes_neither_weights_nor_the_best(settings: str, habit:
         assert found == expected, f"{event} at step {step}"
 
 
-def test_best_checkpoint_is_listed_after_a_death_between_save_and_entry(tmp_path: Path) -> None:
-    """The resumed run keeps it, and loads it at its end."""
+def test_best_checkpoint_is_listed_after_death_before_its_entry(tmp_path: Path) -> None:
+    """The resumed run keeps the checkpoint, and loads it at the end."""
     settings = {**interruptions.SETTINGS["4, 4"], "max_steps": 12}
     expected = interruptions.outcome(interruptions.run(str(tmp_path / "straight"), settings))
     best = expected["best"][1]
@@ -219,5 +219,5 @@ def test_best_checkpoint_is_listed_after_a_death_between_save_and_entry(tmp_path
 
 
 def _stop_steps(name: str, runs: Runs) -> list[int]:
-    """The steps at which the starts of a scenario were stopped: where the next ones began."""
+    """Return the steps where a scenario was stopped: the first steps of its later starts."""
     return [start.began_at for start in runs[name][1:] if start.began_at is not None]

@@ -1,4 +1,4 @@
-"""A schedule that is resumed gives the rates of one that was not interrupted, also after the rate was changed."""
+"""Resumed learning-rate schedules equal uninterrupted ones, also after a change of the learning rate."""
 
 import copy
 import functools
@@ -46,21 +46,21 @@ FOLLOWING: dict[str, Callable[[Any], Any]] = {
     "warm-up": functools.partial(schedules.LinearLR, start_factor=0.1, total_iters=6),
     "in turn": functools.partial(in_turn, functools.partial(schedules.ExponentialLR, gamma=0.9)),
     "together": together,
-    "linear of transformers": functools.partial(by_name, "linear"),
-    "cosine of transformers": functools.partial(by_name, "cosine"),
+    "transformers linear": functools.partial(by_name, "linear"),
+    "transformers cosine": functools.partial(by_name, "cosine"),
 }
-"""Those whose rates are multiples of that of the optimizer."""
+"""Schedules that multiply the learning rate of the optimizer."""
 OTHERS: dict[str, Callable[[Any], Any]] = {
     "cycles": cyclic,
     "one cycle": one_cycle,
     "cycles in turn": functools.partial(in_turn, cyclic),
     "one cycle in turn": functools.partial(in_turn, one_cycle),
-    "to a least rate": functools.partial(schedules.CosineAnnealingLR, T_max=NUM_STEPS, eta_min=0.01),
+    "to a minimum rate": functools.partial(schedules.CosineAnnealingLR, T_max=NUM_STEPS, eta_min=0.01),
 }
 
 
 class Run:
-    """An optimizer with a schedule, and what a checkpoint has of them."""
+    """Optimizer with a schedule, and their states for a checkpoint."""
 
     def __init__(self, schedule: Callable[[Any], Any], rate: Any) -> None:
         named = list(nn.Linear(2, 2).named_parameters())
@@ -71,7 +71,7 @@ class Run:
         self.scheduler_state = SchedulerState(self.scheduler, self.optimizer)
 
     def rates(self, num_steps: int) -> list[list[float]]:
-        """Those of some steps."""
+        """Return the learning rates of the next steps."""
         noted = []
         for _ in range(num_steps):
             noted.append([float(group["lr"]) for group in self.optimizer.param_groups])
@@ -86,7 +86,7 @@ class Run:
 
 @pytest.mark.parametrize("kind", [float, torch.tensor], ids=["number", "tensor"])
 @pytest.mark.parametrize("name", [*FOLLOWING, *OTHERS])
-def test_rates_go_on_bit_for_bit(name: str, kind: Any) -> None:
+def test_resumed_learning_rates_are_bit_identical(name: str, kind: Any) -> None:
     schedule = {**FOLLOWING, **OTHERS}[name]
     straight = Run(schedule, kind(0.1)).rates(NUM_STEPS)
     first, second = Run(schedule, kind(0.1)), Run(schedule, kind(0.1))
@@ -94,13 +94,13 @@ def test_rates_go_on_bit_for_bit(name: str, kind: Any) -> None:
     own = [group["lr"] for group in second.optimizer.param_groups]
     second.resume(first)
     assert second.rates(NUM_STEPS - INTERRUPTED) == straight[INTERRUPTED:]
-    # Compiled optimizers hold on to a tensor.
+    # Compiled optimizers keep a reference to the tensor.
     if kind is torch.tensor:
         assert all(group["lr"] is one for group, one in zip(second.optimizer.param_groups, own, strict=True))
 
 
 @pytest.mark.parametrize("name", FOLLOWING)
-def test_a_changed_rate_takes_effect_once(name: str) -> None:
+def test_changed_learning_rate_takes_effect_once(name: str) -> None:
     expected = Run(FOLLOWING[name], 0.25).rates(NUM_STEPS)[INTERRUPTED:]
     first, second = Run(FOLLOWING[name], 0.1), Run(FOLLOWING[name], 0.25)
     first.rates(INTERRUPTED)
@@ -110,7 +110,7 @@ def test_a_changed_rate_takes_effect_once(name: str) -> None:
 
 
 @pytest.mark.parametrize("name", ["cycles", "one cycle"])
-def test_schedules_with_rates_of_their_own_go_on_whatever_that_of_the_optimizer_is(name: str) -> None:
+def test_schedules_with_absolute_rates_ignore_a_changed_learning_rate(name: str) -> None:
     expected = Run(OTHERS[name], 0.1).rates(NUM_STEPS)[INTERRUPTED:]
     first, second = Run(OTHERS[name], 0.1), Run(OTHERS[name], 0.25)
     first.rates(INTERRUPTED)
@@ -118,7 +118,7 @@ def test_schedules_with_rates_of_their_own_go_on_whatever_that_of_the_optimizer_
     assert second.rates(NUM_STEPS - INTERRUPTED) == expected
 
 
-def test_a_rate_that_something_else_has_set_stays() -> None:
+def test_learning_rate_set_by_other_code_survives_resume() -> None:
     first, second = (Run(FOLLOWING["exponential"], 0.1) for _ in range(2))
     first.rates(INTERRUPTED)
     first.optimizer.param_groups[0]["lr"] = 0.7
@@ -126,7 +126,7 @@ def test_a_rate_that_something_else_has_set_stays() -> None:
     assert second.rates(1)[0][0] == 0.7
 
 
-def test_a_new_schedule_can_leave_the_rates_alone() -> None:
+def test_kept_rates_undoes_the_effect_of_a_new_schedule() -> None:
     run = Run(FOLLOWING["steps"], torch.tensor(0.1))
     run.rates(INTERRUPTED)
     before = [float(group["lr"]) for group in run.optimizer.param_groups]
@@ -136,11 +136,11 @@ def test_a_new_schedule_can_leave_the_rates_alone() -> None:
     assert [float(group["lr"]) for group in run.optimizer.param_groups] == before
 
 
-# --- states that are none of the schedule's
+# --- invalid states
 
 
 class Factor:
-    """A function object with attributes."""
+    """Callable object with attributes."""
 
     def __init__(self) -> None:
         self.decay = 0.9
@@ -151,7 +151,7 @@ class Factor:
 
 
 class Own:
-    """A schedule that is not torch's."""
+    """Schedule that is not a torch class."""
 
     def __init__(self, optimizer: Any) -> None:
         self.state: Any = {1: [2]}
@@ -167,7 +167,7 @@ class Own:
 
 
 class Growing(schedules.ExponentialLR):
-    """Keeps what comes to it."""
+    """Schedule with attributes that grow and change their type."""
 
     def __init__(self, optimizer: Any) -> None:
         self.seen: list[float] = []
@@ -194,7 +194,7 @@ ALL: dict[str, Callable[[Any], Any]] = {
 
 
 def leaves(state: Any, path: tuple[Any, ...] = ()) -> list[tuple[Any, ...]]:
-    """The paths of all values of a state that have no others inside."""
+    """Return the paths of all leaves of a state."""
     items = state.items() if isinstance(state, dict) else enumerate(state) if isinstance(state, list) else ()
     return [one for key, value in items for one in leaves(value, (*path, key))] or [path]
 
@@ -208,7 +208,7 @@ def changed(state: Any, path: tuple[Any, ...], value: Any) -> Any:
 
 
 @pytest.mark.parametrize("name", ALL)
-def test_states_of_all_schedules_are_taken(name: str) -> None:
+def test_states_of_all_schedules_load(name: str) -> None:
     first, second = Run(ALL[name], 0.1), Run(ALL[name], 0.1)
     first.rates(INTERRUPTED)
     state = decode_state(encode_state(first.scheduler_state.state_dict()))
@@ -218,11 +218,11 @@ def test_states_of_all_schedules_are_taken(name: str) -> None:
 
 
 @pytest.mark.parametrize("name", [name for name in ALL if name != "growing"])
-def test_values_of_another_kind_are_refused(name: str) -> None:
+def test_values_of_the_wrong_type_are_rejected(name: str) -> None:
     run = Run(ALL[name], 0.1)
     run.rates(INTERRUPTED)
     before = repr(run.scheduler_state.state_dict())
-    # Torch has some lists at several places.
+    # The round trip separates lists that torch stores under several keys.
     state = decode_state(encode_state(run.scheduler_state.state_dict()))
     for path in leaves(state):
         if path[-2:-1] == ("milestones",) or path[-1] in ("warm", "_scale_fn_custom"):
@@ -247,7 +247,7 @@ KINDS: dict[str, tuple[list[Any], list[Any]]] = {
 
 
 @pytest.mark.parametrize("key", KINDS)
-def test_counters_flags_and_numbers_are_told_apart(key: str) -> None:
+def test_counters_flags_and_numbers_are_checked_by_type(key: str) -> None:
     run = Run(ALL["exponential"], 0.1)
     own, (fine, wrong) = run.scheduler_state.state_dict(), KINDS[key]
     for value in fine:
@@ -257,9 +257,9 @@ def test_counters_flags_and_numbers_are_told_apart(key: str) -> None:
             run.scheduler_state.check_state_dict({**own, key: value})
 
 
-@pytest.mark.parametrize("name", ["exponential", "in turn", "together", "one cycle", "linear of transformers"])
+@pytest.mark.parametrize("name", ["exponential", "in turn", "together", "one cycle", "transformers linear"])
 @pytest.mark.parametrize("key", ["step", "get_lr", "optimizer", "__class__", "added"])
-def test_what_the_schedule_has_not_is_never_set(name: str, key: str) -> None:
+def test_unknown_schedule_keys_are_rejected(name: str, key: str) -> None:
     run = Run(ALL[name], 0.1)
     state = run.scheduler_state.state_dict()
     states = [{**state, key: 1}]
@@ -276,7 +276,7 @@ def test_what_the_schedule_has_not_is_never_set(name: str, key: str) -> None:
 @pytest.mark.parametrize(
     ("name", "path"), [("milestones", "gamma"), ("in turn", "_schedulers"), ("factors", "lr_lambdas")]
 )
-def test_missing_keys_are_taken_as_far_as_torch_takes_them(name: str, path: str) -> None:
+def test_missing_keys_are_accepted_where_torch_accepts_them(name: str, path: str) -> None:
     run = Run(ALL[name], 0.1)
     state = {key: value for key, value in run.scheduler_state.state_dict().items() if key != path}
     if path == "gamma":
@@ -287,13 +287,13 @@ def test_missing_keys_are_taken_as_far_as_torch_takes_them(name: str, path: str)
 
 
 @pytest.mark.parametrize("milestones", [Counter({-1: 1}), Counter({"a": 1}), {2: 1}, [2], None, Counter({2: True})])
-def test_milestones_are_counted_steps(milestones: Any) -> None:
+def test_invalid_milestones_are_rejected(milestones: Any) -> None:
     run = Run(ALL["milestones"], 0.1)
     with pytest.raises(CheckpointLoadError, match=r"scheduler\.milestones"):
         run.scheduler_state.check_state_dict({**run.scheduler_state.state_dict(), "milestones": milestones})
 
 
-def test_functions_get_attributes_only_where_they_have_some() -> None:
+def test_lr_lambda_attributes_must_exist() -> None:
     run, plain = Run(ALL["factors"], 0.1), Run(ALL["products"], 0.1)
     state = run.scheduler_state.state_dict()
     for lambdas in ([{"decay": "x"}, None], [{"__call__": print}, None], [{1: 2}, None], [None], "text", [1, 2]):
@@ -305,7 +305,7 @@ def test_functions_get_attributes_only_where_they_have_some() -> None:
 
 
 @pytest.mark.parametrize("key", ["mode", "threshold_mode"])
-def test_modes_are_those_that_torch_has(key: str) -> None:
+def test_unknown_plateau_modes_are_rejected(key: str) -> None:
     optimizer = torch.optim.SGD([nn.Parameter(torch.ones(1))], lr=0.1)
     state = SchedulerState(schedules.ReduceLROnPlateau(optimizer), optimizer)
     own = state.state_dict()
@@ -318,13 +318,13 @@ def test_modes_are_those_that_torch_has(key: str) -> None:
 
 
 @pytest.mark.parametrize("state", [None, [], "text", 3])
-def test_a_state_is_a_dict(state: Any) -> None:
-    for name in ("exponential", "linear of transformers"):
+def test_state_must_be_a_dict(state: Any) -> None:
+    for name in ("exponential", "transformers linear"):
         with pytest.raises(CheckpointLoadError, match="scheduler in the checkpoint"):
             Run(ALL[name], 0.1).scheduler_state.load_state_dict(state)
 
 
-def test_the_state_of_a_users_own_schedule_is_data() -> None:
+def test_custom_schedule_state_must_be_plain_data() -> None:
     optimizer = torch.optim.SGD([nn.Parameter(torch.ones(1))], lr=0.1)
     own = Own(optimizer)
     state = SchedulerState(own, optimizer)
@@ -335,7 +335,7 @@ def test_the_state_of_a_users_own_schedule_is_data() -> None:
             state.load_state_dict(hostile)  # type: ignore[arg-type]
 
 
-def test_a_wrapped_schedule_is_checked_as_what_it_is() -> None:
+def test_wrapped_schedule_is_checked_like_the_inner_one() -> None:
     run = Run(ALL["exponential"], 0.1)
     wrapper = SimpleNamespace(scheduler=run.scheduler, state_dict=run.scheduler.state_dict)
     with pytest.raises(CheckpointLoadError, match=r"scheduler\.gamma"):

@@ -1,4 +1,4 @@
-"""Files of a foreign directory are data: code in them never runs, and what is refused is named."""
+"""Hostile foreign directories: code in their files never runs, and rejected files are named."""
 
 import io
 import os
@@ -26,7 +26,7 @@ from tests.support.tiny_parallel import captured_logs
 
 
 class Bomb:
-    """Makes a file when it is unpickled."""
+    """Creates a file when it is unpickled."""
 
     def __init__(self, marker: Path) -> None:
         self._marker = marker
@@ -52,7 +52,7 @@ def bare(marker: Path) -> bytes:
 
 
 def put(path: Path, kind: str) -> None:
-    """Replace a file by something that is no regular file, or leads elsewhere."""
+    """Replace a file with a FIFO, a symlink or a directory."""
     elsewhere = path.parent.parent / f"elsewhere-{path.name}"
     shutil.move(path, elsewhere)
     if kind == "fifo":
@@ -75,7 +75,7 @@ def of_transformers(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.mark.parametrize("write", [archived, legacy, bare], ids=lambda value: value.__name__)
 @pytest.mark.parametrize("name", ["optimizer.pt", "scheduler.pt", "training_args.bin", "rng_state.pth"])
-def test_a_pickle_that_runs_code_is_left_out_by_name(
+def test_pickle_with_code_is_skipped_and_named(
     name: str, write: Callable[[Path], bytes], of_transformers: Path, tmp_path: Path
 ) -> None:
     theirs, marker = tmp_path / "theirs", tmp_path / "marker"
@@ -94,9 +94,7 @@ def test_a_pickle_that_runs_code_is_left_out_by_name(
 
 @pytest.mark.parametrize("kind", ["fifo", "link", "directory"])
 @pytest.mark.parametrize("name", ["optimizer.pt", "scheduler.pt", "trainer_state.json"])
-def test_what_is_no_regular_file_is_left_out_by_name(
-    name: str, kind: str, of_transformers: Path, tmp_path: Path
-) -> None:
+def test_non_regular_file_is_skipped_and_named(name: str, kind: str, of_transformers: Path, tmp_path: Path) -> None:
     theirs = tmp_path / "theirs"
     shutil.copytree(of_transformers, theirs)
     put(theirs / name, kind)
@@ -108,7 +106,7 @@ def test_what_is_no_regular_file_is_left_out_by_name(
 
 
 @pytest.mark.parametrize("name", ["optimizer_state.pt", "scheduler_state.pt", "trainer_state.pt"])
-def test_code_in_our_own_layout_does_not_run(name: str, tmp_path: Path) -> None:
+def test_code_in_unversioned_forgather_files_does_not_run(name: str, tmp_path: Path) -> None:
     theirs, marker = tmp_path / "theirs", tmp_path / "marker"
     save_unversioned(theirs, TokenModel(1), {})
     (theirs / name).write_bytes(archived(marker))
@@ -118,7 +116,7 @@ def test_code_in_our_own_layout_does_not_run(name: str, tmp_path: Path) -> None:
     assert any(f"{theirs / name} was rejected" in line for line in lines)
 
 
-def test_attributes_of_a_scheduler_are_not_set_by_a_file(of_transformers: Path, tmp_path: Path) -> None:
+def test_scheduler_attributes_are_not_set_by_a_file(of_transformers: Path, tmp_path: Path) -> None:
     theirs = tmp_path / "theirs"
     shutil.copytree(of_transformers, theirs)
     state = torch.load(theirs / "scheduler.pt", weights_only=True)
@@ -134,7 +132,7 @@ def test_attributes_of_a_scheduler_are_not_set_by_a_file(of_transformers: Path, 
 
 
 @pytest.mark.parametrize("write", [archived, legacy, bare], ids=lambda value: value.__name__)
-def test_weights_that_run_code_are_an_error(write: Callable[[Path], bytes], tmp_path: Path) -> None:
+def test_weights_with_code_are_an_error(write: Callable[[Path], bytes], tmp_path: Path) -> None:
     theirs, marker = tmp_path / "theirs", tmp_path / "marker"
     save_unversioned(theirs, TokenModel(1), {}, safetensors=False)
     (theirs / "pytorch_model.bin").write_bytes(write(marker))
@@ -147,7 +145,7 @@ def test_weights_that_run_code_are_an_error(write: Callable[[Path], bytes], tmp_
 
 
 @pytest.mark.parametrize("kind", ["fifo", "link", "directory"])
-def test_weights_that_are_no_regular_file_are_an_error(kind: str, tmp_path: Path) -> None:
+def test_weights_must_be_a_regular_file(kind: str, tmp_path: Path) -> None:
     theirs = tmp_path / "theirs" / "checkpoint"
     save_unversioned(theirs, TokenModel(1), {})
     put(theirs / "model.safetensors", kind)
@@ -155,7 +153,7 @@ def test_weights_that_are_no_regular_file_are_an_error(kind: str, tmp_path: Path
         ImportingJob(tmp_path / "run", TokenModel()).load(theirs)
 
 
-def test_an_index_that_leads_out_of_the_directory_is_an_error(tmp_path: Path) -> None:
+def test_index_path_outside_the_directory_is_an_error(tmp_path: Path) -> None:
     theirs = tmp_path / "theirs"
     save_unversioned(theirs, TokenModel(1), {})
     shutil.move(theirs / "model.safetensors", tmp_path / "model.safetensors")
@@ -185,7 +183,7 @@ def refused(folder: Path, tmp_path: Path, match: str) -> None:
     assert content_of(folder) == theirs
 
 
-def test_metadata_of_dcp_that_runs_code_is_refused(tmp_path: Path) -> None:
+def test_dcp_metadata_with_code_is_rejected(tmp_path: Path) -> None:
     theirs, marker = tmp_path / "theirs", tmp_path / "marker"
     metadata = dcp_directory(theirs)
     for bomb in (Bomb(marker), [metadata, Bomb(marker)]):
@@ -201,10 +199,10 @@ def test_metadata_of_dcp_that_runs_code_is_refused(tmp_path: Path) -> None:
     assert not marker.exists()
 
 
-def test_opcodes_that_change_classes_are_refused(tmp_path: Path) -> None:
+def test_pickle_opcodes_that_change_classes_are_rejected(tmp_path: Path) -> None:
     theirs = tmp_path / "theirs"
     dcp_directory(theirs)
-    # BUILD on a class would set attributes of it.
+    # BUILD on a class would set its attributes.
     (theirs / ".metadata").write_bytes(b"\x80\x04cbuiltins\nobject\n}\x8c\x01a\x8c\x01bsb.")
     refused(theirs, tmp_path, r"\.metadata was rejected.*sets the state of a PickledGlobal")
     for data in (b"", b"\x80\x04.", b"(" * 100, b"\x80\x04\x8c\xffabc", b"\x80\x02(lp0\n(i__builtin__\neval\n."):
@@ -212,7 +210,7 @@ def test_opcodes_that_change_classes_are_refused(tmp_path: Path) -> None:
         refused(theirs, tmp_path, r"\.metadata was rejected")
 
 
-def test_metadata_that_takes_much_memory_is_refused(tmp_path: Path) -> None:
+def test_dcp_metadata_memory_bomb_is_rejected(tmp_path: Path) -> None:
     theirs = tmp_path / "theirs"
     dcp_directory(theirs)
     (theirs / ".metadata").write_bytes(b"\x80\x04(" + b"}" * 3_000_000 + b"t.")
@@ -220,7 +218,7 @@ def test_metadata_that_takes_much_memory_is_refused(tmp_path: Path) -> None:
 
 
 def change_of(name: str, metadata: Metadata) -> None:
-    """Something that is wrong with the chunks of a tensor, or with the bytes of a chunk."""
+    """Corrupt the chunks of a tensor, or the location of a chunk."""
     tensor: Any = metadata.state_dict_metadata["model.head.weight"]
     index = next(key for key in metadata.storage_data if key.fqn == "model.head.weight")
     stored = metadata.storage_data[index]
@@ -266,7 +264,7 @@ def change_of(name: str, metadata: Metadata) -> None:
         ("other tensor", "has shape"),
     ],
 )
-def test_metadata_that_describes_no_whole_tensor_is_refused(name: str, reason: str, tmp_path: Path) -> None:
+def test_inconsistent_dcp_metadata_is_rejected(name: str, reason: str, tmp_path: Path) -> None:
     theirs = tmp_path / "theirs"
     metadata = dcp_directory(theirs)
     change_of(name, metadata)
@@ -278,7 +276,7 @@ def test_metadata_that_describes_no_whole_tensor_is_refused(name: str, reason: s
 
 @pytest.mark.parametrize("kind", ["fifo", "link", "directory"])
 @pytest.mark.parametrize("name", [".metadata", "__0_0.distcp"])
-def test_files_of_dcp_that_are_no_regular_files_are_refused(name: str, kind: str, tmp_path: Path) -> None:
+def test_non_regular_dcp_files_are_rejected(name: str, kind: str, tmp_path: Path) -> None:
     theirs = tmp_path / "theirs" / "checkpoint"
     dcp_directory(theirs)
     put(theirs / name, kind)
@@ -286,7 +284,7 @@ def test_files_of_dcp_that_are_no_regular_files_are_refused(name: str, kind: str
         ImportingJob(tmp_path / "run", TokenModel()).load(theirs)
 
 
-def test_a_chunk_of_dcp_that_runs_code_is_refused(tmp_path: Path) -> None:
+def test_dcp_chunk_with_code_is_rejected(tmp_path: Path) -> None:
     theirs, marker = tmp_path / "theirs", tmp_path / "marker"
     metadata = dcp_directory(theirs)
     bomb = archived(marker)

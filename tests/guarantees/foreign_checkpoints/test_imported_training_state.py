@@ -1,4 +1,4 @@
-"""Optimizer, schedule and step come along from transformers and from our layout before it had a version."""
+"""Optimizer, scheduler and step are imported from transformers and from unversioned Forgather checkpoints."""
 
 import json
 from pathlib import Path
@@ -44,7 +44,7 @@ def report_of(lines: list[str]) -> str:
 
 @pytest.fixture(scope="module")
 def trained(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Moments, Any]:
-    """A checkpoint at step 4 of a run of transformers, and what its optimizer and model were then."""
+    """Transformers checkpoint at step 4, with its optimizer moments and model state."""
     folder = tmp_path_factory.mktemp("transformers")
     trainer = train_with_transformers(folder, tiny_llama(1), lr_scheduler_type="constant")
     assert trainer.model is not None
@@ -55,7 +55,7 @@ def trained(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Moments, An
     )
 
 
-def test_a_run_of_transformers_continues(trained: tuple[Path, Moments, Any], tmp_path: Path) -> None:
+def test_transformers_run_resumes(trained: tuple[Path, Moments, Any], tmp_path: Path) -> None:
     path, moments, state = trained
     job = ImportingJob(tmp_path, tiny_llama(2))
     before = content_of(path)
@@ -70,8 +70,8 @@ def test_a_run_of_transformers_continues(trained: tuple[Path, Moments, Any], tmp
     assert content_of(path) == before
 
 
-def test_the_step_after_an_import_is_that_of_transformers(tmp_path: Path) -> None:
-    """One more step on both sides, on the same batch, ends in the same weights."""
+def test_step_after_import_equals_the_transformers_step(tmp_path: Path) -> None:
+    """One more step on the same batch gives the same weights in both."""
     theirs = train_with_transformers(
         tmp_path / "theirs", tiny_llama(1), lr_scheduler_type="constant", max_grad_norm=0.0
     )
@@ -100,7 +100,7 @@ def test_the_step_after_an_import_is_that_of_transformers(tmp_path: Path) -> Non
     assert all(torch.equal(tensor, expected[name]) for name, tensor in model.state_dict().items())
 
 
-def test_the_groups_of_transformers_are_rebuilt_for_norms_and_biases() -> None:
+def test_transformers_weight_decay_groups_are_reconstructed() -> None:
     from transformers.trainer import Trainer as HuggingFaceTrainer
 
     config = BertConfig(
@@ -118,7 +118,7 @@ def test_the_groups_of_transformers_are_rebuilt_for_norms_and_biases() -> None:
         assert groups == [[name for name in names if name in decayed], [name for name in names if name not in decayed]]
 
 
-def test_an_optimizer_given_to_transformers_with_one_group_is_mapped_too(tmp_path: Path) -> None:
+def test_transformers_optimizer_with_one_group_is_mapped(tmp_path: Path) -> None:
     theirs = train_with_transformers(tmp_path / "theirs", tiny_llama(1), steps=2)
     assert theirs.model is not None
     single = torch.optim.AdamW(theirs.model.parameters())
@@ -133,7 +133,7 @@ def test_an_optimizer_given_to_transformers_with_one_group_is_mapped_too(tmp_pat
 
 
 @pytest.mark.parametrize("what", ["another shape", "another number"])
-def test_moments_that_do_not_fit_are_left_out_and_listed(
+def test_moments_that_do_not_fit_are_skipped_and_listed(
     what: str, trained: tuple[Path, Moments, Any], tmp_path: Path
 ) -> None:
     theirs = tmp_path / "theirs"
@@ -155,7 +155,7 @@ def test_moments_that_do_not_fit_are_left_out_and_listed(
     assert ("have shape [5, 5]" if what == "another shape" else "groups of [17, 5] parameters") in message
 
 
-def test_a_schedule_of_another_kind_is_left_out_and_listed(trained: tuple[Path, Moments, Any], tmp_path: Path) -> None:
+def test_scheduler_of_another_kind_is_skipped_and_listed(trained: tuple[Path, Moments, Any], tmp_path: Path) -> None:
     job = ImportingJob(tmp_path, tiny_llama(2))
     job.scheduler = StepLR(job.optimizer, step_size=1)
     with captured_logs() as lines:
@@ -164,9 +164,7 @@ def test_a_schedule_of_another_kind_is_left_out_and_listed(trained: tuple[Path, 
     assert job.scheduler.last_epoch == 0
 
 
-def test_a_trainer_that_cannot_import_progress_keeps_its_own(
-    trained: tuple[Path, Moments, Any], tmp_path: Path
-) -> None:
+def test_trainer_without_import_progress_keeps_its_step(trained: tuple[Path, Moments, Any], tmp_path: Path) -> None:
     job = ImportingJob(tmp_path, tiny_llama(2))
     job.trainer = Box(step=0)
     with captured_logs() as lines:
@@ -177,14 +175,14 @@ def test_a_trainer_that_cannot_import_progress_keeps_its_own(
     )
 
 
-def test_components_that_are_skipped_keep_their_state(trained: tuple[Path, Moments, Any], tmp_path: Path) -> None:
+def test_skipped_components_keep_their_state(trained: tuple[Path, Moments, Any], tmp_path: Path) -> None:
     job = ImportingJob(tmp_path, tiny_llama(2))
     with captured_logs() as lines:
         job.coordinator().load_checkpoint(str(trained[0]), skip=["optimizer"])
     assert job.moments() == {} and "  - optimizer: it is listed in skip_checkpoint_components" in report_of(lines)
 
 
-def test_only_weights_come_from_accelerate(tmp_path: Path) -> None:
+def test_only_weights_are_imported_from_accelerate(tmp_path: Path) -> None:
     save_with_accelerate(tmp_path / "theirs", TokenModel(1))
     job = ImportingJob(tmp_path / "run", TokenModel())
     with captured_logs() as lines:
@@ -215,7 +213,7 @@ def tiny_run() -> TinyTrainer:
 
 
 @pytest.mark.parametrize("num_groups", [1, 2], ids=["same groups", "other groups"])
-def test_a_checkpoint_without_a_version_continues(num_groups: int, tmp_path: Path) -> None:
+def test_unversioned_checkpoint_resumes(num_groups: int, tmp_path: Path) -> None:
     theirs = tiny_run()
     save_unversioned(tmp_path / "theirs", theirs.parts[0], tiny_states(theirs))
     job = ImportingJob(tmp_path / "run", TinyModel(6))
@@ -236,7 +234,7 @@ def test_a_checkpoint_without_a_version_continues(num_groups: int, tmp_path: Pat
         assert "  - scheduler: 'base_lrs' has a different type of value" in message
 
 
-def test_names_in_the_file_decide_over_any_order(tmp_path: Path) -> None:
+def test_parameter_names_in_the_file_override_the_order(tmp_path: Path) -> None:
     theirs = TinyModel(5)
     optimizer = torch.optim.AdamW(list(reversed(list(theirs.named_parameters()))))
     for parameter in theirs.parameters():
@@ -248,7 +246,7 @@ def test_names_in_the_file_decide_over_any_order(tmp_path: Path) -> None:
     assert_same(job.moments(), moments_of(theirs, optimizer))
 
 
-def test_the_step_comes_from_the_name_where_the_trainer_state_has_none(tmp_path: Path) -> None:
+def test_step_comes_from_the_directory_name_without_trainer_state(tmp_path: Path) -> None:
     save_unversioned(tmp_path / "checkpoint-70", TokenModel(1), {"dataset": {"index": 3}})
     job = ImportingJob(tmp_path / "run", TokenModel())
     with captured_logs() as lines:
@@ -268,7 +266,7 @@ def import_moments(folder: str, output_dir: str) -> tuple[Moments, tuple[int, fl
     return job.moments(), job.trainer.progress, [line for line in lines if line.startswith("Imported")]
 
 
-def test_the_stages_of_a_pipeline_take_the_moments_of_their_own_parameters(tmp_path: Path) -> None:
+def test_pipeline_stages_import_only_their_moments(tmp_path: Path) -> None:
     theirs = tiny_run()
     save_unversioned(tmp_path / "theirs", theirs.parts[0], tiny_states(theirs))
     results = run_on_ranks(import_moments, 2, str(tmp_path / "theirs"), str(tmp_path / "run"))
@@ -279,7 +277,7 @@ def test_the_stages_of_a_pipeline_take_the_moments_of_their_own_parameters(tmp_p
     assert [len(messages) for _, _, messages in results] == [1, 0], "one message for the job"
 
 
-def test_files_of_single_ranks_belong_to_the_same_ranks(tmp_path: Path) -> None:
+def test_per_rank_optimizer_files_are_imported_by_the_same_rank(tmp_path: Path) -> None:
     theirs = TinyModel(5)
     stages = split(theirs, PIPELINE.boundaries)
     optimizers = [torch.optim.AdamW(stage.parameters()) for stage in stages]
@@ -300,7 +298,7 @@ def test_files_of_single_ranks_belong_to_the_same_ranks(tmp_path: Path) -> None:
 
 
 def import_unevenly(folder: str, output_dir: str) -> tuple[int, list[str]]:
-    """Rank 1 has another optimizer, which cannot use the moments."""
+    """Import with an optimizer on rank 1 that cannot use the moments."""
     model: nn.Module = TokenModel()
     job = ImportingJob(Path(output_dir), model)
     if dist.get_rank() == 1:
@@ -310,7 +308,7 @@ def import_unevenly(folder: str, output_dir: str) -> tuple[int, list[str]]:
     return len(job.moments()), lines
 
 
-def test_what_one_rank_cannot_use_no_rank_takes(tmp_path: Path) -> None:
+def test_component_unusable_on_one_rank_is_skipped_on_all(tmp_path: Path) -> None:
     model = TokenModel(1)
     optimizer = torch.optim.AdamW(model.parameters())
     for parameter in model.parameters():
@@ -324,7 +322,7 @@ def test_what_one_rank_cannot_use_no_rank_takes(tmp_path: Path) -> None:
     assert "  - optimizer: " in report_of(results[0][1])
 
 
-def test_progress_that_is_no_number_is_left_out(tmp_path: Path) -> None:
+def test_non_numeric_progress_is_skipped(tmp_path: Path) -> None:
     train_with_transformers(tmp_path / "theirs", tiny_llama(1), steps=2)
     path = tmp_path / "theirs" / "checkpoint-2"
     state = json.loads((path / "trainer_state.json").read_text())

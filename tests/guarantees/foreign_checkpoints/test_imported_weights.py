@@ -1,4 +1,4 @@
-"""The weights of every kind of foreign directory are read, by name, into the model or the parts that a rank has."""
+"""Weights of every kind of foreign directory are imported by name, into a full model or the stages of a rank."""
 
 from collections.abc import Callable
 from pathlib import Path
@@ -51,7 +51,7 @@ def by_hugging_face(folder: Path, model: Any) -> Path:
 
 
 def by_dcp(folder: Path, model: nn.Module) -> Path:
-    """As torch's own examples do: model and optimizer under their keys."""
+    """Save model and optimizer under their keys, as torch's DCP examples do."""
     optimizer = torch.optim.AdamW(model.parameters())
     model_state, optimizer_state = get_state_dict(model, optimizer)
     save_with_dcp(folder, {"model": model_state, "optim": optimizer_state, "step": 4})
@@ -64,7 +64,7 @@ def by_dcp_without_prefix(folder: Path, model: nn.Module) -> Path:
 
 
 def by_fsdp_of_accelerate(folder: Path, model: nn.Module) -> Path:
-    """Sharded weights of an FSDP model lie in a folder of their own."""
+    """Save the sharded weights of an FSDP model in a separate folder, as Accelerate does."""
     save_with_accelerate(folder, model)
     (folder / "model.safetensors").unlink()
     save_with_dcp(folder / "pytorch_model_fsdp_0", {"model": model.state_dict()})
@@ -96,7 +96,9 @@ WRITERS: list[tuple[Callable[[Path, Any], Path], Owner]] = [
 
 @pytest.mark.parametrize("tied", [False, True], ids=["", "tied"])
 @pytest.mark.parametrize(("write", "owner"), WRITERS, ids=lambda value: getattr(value, "__name__", ""))
-def test_weights_are_imported(write: Callable[[Path, Any], Path], owner: Owner, tied: bool, tmp_path: Path) -> None:
+def test_foreign_weights_are_imported(
+    write: Callable[[Path, Any], Path], owner: Owner, tied: bool, tmp_path: Path
+) -> None:
     theirs = tiny_llama(1, tie_word_embeddings=tied)
     path = write(tmp_path / "theirs", theirs)
     assert recognise(str(path)) is owner
@@ -111,14 +113,14 @@ def test_weights_are_imported(write: Callable[[Path, Any], Path], owner: Owner, 
     assert content_of(path) == before
 
 
-def test_a_checkpoint_of_ours_is_ours_whatever_lies_beside_its_files(tmp_path: Path) -> None:
+def test_forgather_checkpoint_with_foreign_files_is_not_foreign(tmp_path: Path) -> None:
     job = ImportingJob(tmp_path, TokenModel())
     path = Path(job.coordinator().save_checkpoint(checkpoint_id=1))
     (path / "trainer_state.json").write_text("{}")
     assert recognise(str(path)) is None
 
 
-def test_buffers_scalars_and_other_dtypes_come_from_dcp(tmp_path: Path) -> None:
+def test_buffers_scalars_and_other_dtypes_are_imported_from_dcp(tmp_path: Path) -> None:
     class Odd(nn.Module):
         def __init__(self, value: float) -> None:
             super().__init__()
@@ -137,7 +139,7 @@ def test_buffers_scalars_and_other_dtypes_come_from_dcp(tmp_path: Path) -> None:
 # --- directories that do not fit
 
 
-def test_dcp_tensors_under_two_prefixes_are_not_guessed(tmp_path: Path) -> None:
+def test_dcp_tensors_under_two_prefixes_are_an_error(tmp_path: Path) -> None:
     save_with_dcp(tmp_path / "theirs", {"net": TokenModel(1).state_dict(), "average": TokenModel(2).state_dict()})
     with pytest.raises(CheckpointLoadError, match=r"several prefixes \(average\., net\.\).*under the key 'model'"):
         ImportingJob(tmp_path / "run", TokenModel()).load(tmp_path / "theirs")
@@ -153,7 +155,7 @@ def test_dcp_tensors_under_two_prefixes_are_not_guessed(tmp_path: Path) -> None:
     ],
     ids=["fewer layers", "more layers", "wider"],
 )
-def test_a_model_that_does_not_fit_is_an_error_and_stays(
+def test_model_that_does_not_fit_is_an_error_and_unchanged(
     write: Callable[[Path, Any], Path], options: dict[str, Any], reason: str, tmp_path: Path
 ) -> None:
     path = write(tmp_path / "theirs", tiny_llama(1))
@@ -164,7 +166,7 @@ def test_a_model_that_does_not_fit_is_an_error_and_stays(
     assert all(torch.equal(tensor, before[name]) for name, tensor in job.model.state_dict().items())
 
 
-def test_weights_in_files_of_deepspeed_are_an_error_that_names_the_converter(tmp_path: Path) -> None:
+def test_deepspeed_weights_error_names_the_converter(tmp_path: Path) -> None:
     (tmp_path / "theirs" / "global_step4").mkdir(parents=True)
     (tmp_path / "theirs" / "zero_to_fp32.py").write_text("")
     assert recognise(str(tmp_path / "theirs")) is Owner.DEEPSPEED
@@ -176,21 +178,21 @@ def test_weights_in_files_of_deepspeed_are_an_error_that_names_the_converter(tmp
 
 
 def save_sharded(folder: str) -> None:
-    """Every weight of the model divided over two ranks, some of them unevenly."""
+    """Save every weight sharded over two ranks, some of them unevenly."""
     mesh = init_device_mesh("cpu", (2,))
     state = {name: distribute_tensor(tensor, mesh, [Shard(0)]) for name, tensor in TinyModel(5).state_dict().items()}
     dcp.save({"model": state}, checkpoint_id=folder)
 
 
 def import_stage(folder: str, output_dir: str, tied: bool) -> dict[str, torch.Tensor]:
-    """The stage of this rank of a pipeline, imported."""
+    """Import this rank's pipeline stage."""
     model = TinyModel(100 + dist.get_rank(), tied)
     stage = split(model, PIPELINE.boundaries)[dist.get_rank()]
     ImportingJob(Path(output_dir), model, [stage]).load(Path(folder))
     return weights(stage)
 
 
-def test_sharded_dcp_weights_reach_one_process_and_the_stages_of_a_pipeline(tmp_path: Path) -> None:
+def test_sharded_dcp_weights_load_on_one_process_and_a_pipeline(tmp_path: Path) -> None:
     run_on_ranks(save_sharded, 2, str(tmp_path / "theirs"))
     expected = weights(TinyModel(5))
     job = ImportingJob(tmp_path / "run", TinyModel(6))
@@ -201,7 +203,7 @@ def test_sharded_dcp_weights_reach_one_process_and_the_stages_of_a_pipeline(tmp_
     assert all(torch.equal(tensor, expected[name]) for stage in stages for name, tensor in stage.items())
 
 
-def test_a_tied_weight_that_is_stored_once_reaches_both_stages_that_have_it(tmp_path: Path) -> None:
+def test_tied_weight_stored_once_reaches_both_stages(tmp_path: Path) -> None:
     theirs = TinyModel(5, tied=True)
     (tmp_path / "theirs").mkdir()
     save_model(theirs, str(tmp_path / "theirs" / "model.safetensors"))
@@ -210,7 +212,7 @@ def test_a_tied_weight_that_is_stored_once_reaches_both_stages_that_have_it(tmp_
     assert torch.equal(stages[1]["head.weight"], theirs.embed.weight)
 
 
-def test_an_import_that_fails_on_one_rank_is_the_same_error_on_all(tmp_path: Path) -> None:
+def test_failed_import_on_one_rank_is_the_same_error_on_all(tmp_path: Path) -> None:
     save_unversioned(tmp_path / "theirs", TinyModel(5), {})
     outcomes = outcomes_on_ranks(import_with_a_misfit, 2, str(tmp_path / "theirs"), str(tmp_path / "run"))
     assert {outcome.error_type for outcome in outcomes} == {"CheckpointLoadError"}

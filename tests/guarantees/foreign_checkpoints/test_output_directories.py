@@ -1,4 +1,4 @@
-"""A run in an output directory where other programs have trained: it stops, imports what is named, or starts beside it."""
+"""Output directories with foreign checkpoints: a run stops, imports the named one, or starts beside it."""
 
 from collections.abc import Callable
 from pathlib import Path
@@ -64,7 +64,9 @@ WRITERS: list[Callable[[Path], None]] = [unversioned, accelerate, torch_dcp]
 
 @pytest.mark.parametrize("place", ["checkpoints/checkpoint-4", "checkpoint-4", "checkpoints/newest"])
 @pytest.mark.parametrize("write", WRITERS, ids=lambda value: value.__name__)
-def test_a_run_stops_imports_or_starts_beside(write: Callable[[Path], None], place: str, tmp_path: Path) -> None:
+def test_run_stops_imports_or_starts_beside_foreign_checkpoint(
+    write: Callable[[Path], None], place: str, tmp_path: Path
+) -> None:
     run = tmp_path / "run"
     theirs = run / place
     write(theirs)
@@ -87,14 +89,14 @@ def test_a_run_stops_imports_or_starts_beside(write: Callable[[Path], None], pla
     assert newest.manifest.step == 8 and store.verify_checkpoint(newest.path) == []
 
 
-def test_the_latest_step_is_suggested(tmp_path: Path) -> None:
+def test_error_suggests_the_latest_step(tmp_path: Path) -> None:
     for step in (500, 1000):
         accelerate(tmp_path / f"checkpoint-{step}")
     with pytest.raises(CheckpointError, match=r"Import it with resume_from_checkpoint='[^']*checkpoint-1000'"):
         trainer_in(tmp_path).train()
 
 
-def test_a_save_whose_name_is_taken_lies_beside_it_and_is_resumed(tmp_path: Path) -> None:
+def test_save_with_a_taken_name_gets_a_suffix_and_resumes(tmp_path: Path) -> None:
     unversioned(tmp_path / "checkpoints" / "checkpoint-4")
     before = content_of(tmp_path / "checkpoints" / "checkpoint-4")
     trainer_in(tmp_path, max_steps=4, resume_from_checkpoint=False).train()
@@ -104,7 +106,7 @@ def test_a_save_whose_name_is_taken_lies_beside_it_and_is_resumed(tmp_path: Path
     assert content_of(tmp_path / "checkpoints" / "checkpoint-4") == before
 
 
-def test_moments_reach_the_optimizer_of_a_trainer(tmp_path: Path) -> None:
+def test_moments_are_imported_into_a_trainer(tmp_path: Path) -> None:
     unversioned(tmp_path / "theirs")
     trainer = trainer_in(tmp_path / "run")
     trainer.load_checkpoint(str(tmp_path / "theirs"))
@@ -114,7 +116,7 @@ def test_moments_reach_the_optimizer_of_a_trainer(tmp_path: Path) -> None:
     assert all(torch.equal(one["step"], torch.tensor(1.0)) for one in moments.values())
 
 
-def test_a_run_of_transformers_goes_on_in_a_trainer(tmp_path: Path) -> None:
+def test_transformers_run_resumes_in_a_trainer(tmp_path: Path) -> None:
     settings = {"lr_scheduler_type": "linear", "weight_decay": 0.1, "learning_rate": 0.01}
     theirs = train_with_transformers(tmp_path / "theirs", tiny_llama(1), **settings)
     path = tmp_path / "theirs" / "checkpoint-4"
@@ -145,7 +147,7 @@ def test_a_run_of_transformers_goes_on_in_a_trainer(tmp_path: Path) -> None:
     assert content_of(path) == before
 
 
-def test_a_manager_without_a_trainer_imports_and_stops_too(tmp_path: Path) -> None:
+def test_manager_without_a_trainer_imports_and_stops(tmp_path: Path) -> None:
     unversioned(tmp_path / "run" / "checkpoint-4")
     job = ImportingJob(tmp_path / "run", TokenModel())
 
@@ -181,7 +183,7 @@ def import_into_pipeline(theirs: str, output_dir: str) -> str:
     return "\n".join(lines)
 
 
-def test_a_pipeline_imports_the_run_of_one_device(tmp_path: Path) -> None:
+def test_pipeline_imports_a_single_device_run(tmp_path: Path) -> None:
     theirs = train_with_transformers(tmp_path / "theirs", tiny_llama(1), steps=2)
     assert theirs.model is not None
     path = str(tmp_path / "theirs" / "checkpoint-2")

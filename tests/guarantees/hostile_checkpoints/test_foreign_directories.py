@@ -1,4 +1,4 @@
-"""Files and directories that we did not write are never emptied, replaced or deleted."""
+"""Foreign files and directories are never emptied, replaced or deleted."""
 
 import json
 import logging
@@ -29,7 +29,7 @@ def content_of(folder: Path) -> dict[str, bytes]:
 # --- the lock file
 
 
-def test_a_lock_that_is_a_link_leaves_its_target_alone(tmp_path: Path) -> None:
+def test_symlinked_lock_file_leaves_its_target_alone(tmp_path: Path) -> None:
     precious = tmp_path / "precious"
     precious.write_text("content")
     (tmp_path / "run").mkdir()
@@ -42,7 +42,7 @@ def test_a_lock_that_is_a_link_leaves_its_target_alone(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("kind", ["hard link", "other content", "fifo", "directory"])
-def test_a_lock_file_that_is_not_ours_is_left_alone(kind: str, tmp_path: Path) -> None:
+def test_foreign_lock_file_is_left_alone(kind: str, tmp_path: Path) -> None:
     precious, lock = tmp_path / "precious", tmp_path / LOCK_FILE_NAME
     precious.write_text("content")
     if kind == "hard link":
@@ -62,7 +62,7 @@ def test_a_lock_file_that_is_not_ours_is_left_alone(kind: str, tmp_path: Path) -
 # --- links in place of checkpoints
 
 
-def test_recovery_does_not_follow_links(tmp_path: Path) -> None:
+def test_recovery_does_not_follow_symlinks(tmp_path: Path) -> None:
     target = tmp_path / "target"
     target.mkdir()
     (target / ".checkpoint_manifest.json-01234567").write_text("mine")
@@ -77,7 +77,7 @@ def test_recovery_does_not_follow_links(tmp_path: Path) -> None:
     assert store.find_checkpoints(str(folder)) == []
 
 
-def test_recovery_cleans_only_checkpoints_of_ours(tmp_path: Path) -> None:
+def test_recovery_cleans_only_forgather_checkpoints(tmp_path: Path) -> None:
     folder = tmp_path / "checkpoint-1"
     folder.mkdir()
     (folder / ".notes.txt-01234567").write_text("mine")
@@ -85,7 +85,7 @@ def test_recovery_cleans_only_checkpoints_of_ours(tmp_path: Path) -> None:
     assert (folder / ".notes.txt-01234567").exists()
 
 
-def test_a_checkpoint_name_that_is_a_link_stops_the_start(tmp_path: Path) -> None:
+def test_symlinked_checkpoint_stops_the_start(tmp_path: Path) -> None:
     target = trained(tmp_path / "other")
     folder = tmp_path / "run" / "checkpoints"
     folder.mkdir(parents=True)
@@ -96,7 +96,7 @@ def test_a_checkpoint_name_that_is_a_link_stops_the_start(tmp_path: Path) -> Non
     assert content_of(target) == before
 
 
-def test_retention_deletes_no_target_of_a_link(tmp_path: Path) -> None:
+def test_deletion_does_not_follow_symlinks(tmp_path: Path) -> None:
     target = trained(tmp_path / "other")
     link = tmp_path / "link"
     link.symlink_to(target)
@@ -146,7 +146,7 @@ OTHERS: list[tuple[Any, Owner]] = [
 
 
 @pytest.mark.parametrize(("make", "owner"), OTHERS, ids=lambda value: getattr(value, "__name__", ""))
-def test_a_checkpoint_of_another_program_is_an_error_at_the_start(make: Any, owner: Owner, tmp_path: Path) -> None:
+def test_foreign_checkpoint_is_an_error_at_start(make: Any, owner: Owner, tmp_path: Path) -> None:
     theirs = tmp_path / "run" / "checkpoints" / "checkpoint-4"
     make(theirs)
     assert owner_of(str(theirs)) is owner
@@ -158,7 +158,7 @@ def test_a_checkpoint_of_another_program_is_an_error_at_the_start(make: Any, own
     assert content_of(theirs) == before
 
 
-def test_auto_resume_stops_where_only_others_have_trained(tmp_path: Path) -> None:
+def test_auto_resume_stops_at_foreign_checkpoints(tmp_path: Path) -> None:
     transformers_checkpoint(tmp_path / "run" / "checkpoint-500")
     before = content_of(tmp_path / "run" / "checkpoint-500")
     with pytest.raises(
@@ -169,13 +169,13 @@ def test_auto_resume_stops_where_only_others_have_trained(tmp_path: Path) -> Non
     assert content_of(tmp_path / "run" / "checkpoint-500") == before
 
 
-def test_exported_weights_do_not_stop_a_start(tmp_path: Path) -> None:
+def test_exported_weights_do_not_stop_training(tmp_path: Path) -> None:
     trainer_in(tmp_path / "run").save_model(str(tmp_path / "run" / "exported"))
     assert trainer_in(tmp_path / "run").train().global_step == 4
 
 
 @pytest.mark.parametrize("damaged", [False, True], ids=["not ours", "damaged"])
-def test_a_directory_of_a_saves_name_is_set_aside(
+def test_directory_with_the_name_of_a_save_is_set_aside(
     damaged: bool, tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     run = tmp_path / "run"
@@ -198,7 +198,7 @@ def test_a_directory_of_a_saves_name_is_set_aside(
     assert [Path(found.path).name for found in store.find_checkpoints(str(run / "checkpoints"))] == ["checkpoint-8"]
 
 
-def test_damage_that_only_loading_showed_is_set_aside_too(tmp_path: Path) -> None:
+def test_checkpoint_found_damaged_at_load_is_set_aside(tmp_path: Path) -> None:
     run = tmp_path / "run"
     newest = trained(run)
     content = (newest / "model.safetensors").read_bytes()
@@ -213,7 +213,7 @@ def test_damage_that_only_loading_showed_is_set_aside_too(tmp_path: Path) -> Non
 # --- a fresh start in a used directory
 
 
-def test_a_fresh_start_keeps_the_older_run(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+def test_fresh_start_keeps_the_older_run(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     run = tmp_path / "run"
     trained(run, steps=4)
     before = content_of(run / "checkpoints")
@@ -226,7 +226,7 @@ def test_a_fresh_start_keeps_the_older_run(tmp_path: Path, caplog: pytest.LogCap
     assert trainer_in(run, steps=6).train().global_step == 6, "resumes the newer run"
 
 
-def test_a_fresh_start_that_fails_before_its_first_save_changes_nothing(tmp_path: Path) -> None:
+def test_fresh_start_changes_nothing_before_its_first_save(tmp_path: Path) -> None:
     run = tmp_path / "run"
     trained(run)
 
@@ -242,7 +242,7 @@ def test_a_fresh_start_that_fails_before_its_first_save_changes_nothing(tmp_path
     assert content_of(run) == before
 
 
-def test_a_second_training_that_starts_over_is_a_fresh_run(tmp_path: Path) -> None:
+def test_second_train_call_without_resume_is_a_fresh_start(tmp_path: Path) -> None:
     run = tmp_path / "run"
     trainer = trainer_in(run, save_total_limit=1)
     trainer.train()
@@ -252,7 +252,7 @@ def test_a_second_training_that_starts_over_is_a_fresh_run(tmp_path: Path) -> No
     assert saved_steps(run) == [4]
 
 
-def test_checkpoints_loaded_by_hand_are_no_fresh_start(tmp_path: Path) -> None:
+def test_load_checkpoint_before_train_is_no_fresh_start(tmp_path: Path) -> None:
     run = tmp_path / "run"
     newest = trained(run)
     trainer = trainer_in(run, steps=6)
@@ -265,7 +265,7 @@ def test_checkpoints_loaded_by_hand_are_no_fresh_start(tmp_path: Path) -> None:
 
 
 class Removing:
-    """Takes the output directory away from a running job at a step."""
+    """Removes or renames the output directory of a running job, or removes its lock file."""
 
     def __init__(self, run: Path, what: str) -> None:
         self._run, self._what = run, what
@@ -282,7 +282,7 @@ class Removing:
 
 
 @pytest.mark.parametrize("what", ["renamed", "lock removed", "removed"])
-def test_an_output_directory_that_was_taken_away_is_noticed_at_the_next_save(what: str, tmp_path: Path) -> None:
+def test_removed_output_directory_is_an_error_at_the_next_save(what: str, tmp_path: Path) -> None:
     run = tmp_path / "run"
     trainer = trainer_in(run)
     trainer.add_callback(Removing(run, what))
@@ -324,16 +324,16 @@ class ReadOnly:
             subprocess.run(command, check=True)
 
 
-def test_a_file_system_that_turns_read_only(tmp_path: Path) -> None:
+def test_file_system_that_becomes_read_only_fails_the_save(tmp_path: Path) -> None:
     folders = [tmp_path / "warn", tmp_path / "raise"]
     for folder in folders:
         folder.mkdir()
-    # In a mount namespace of its own, which ends with it.
+    # The mount namespace ends with the process.
     mounts = " && ".join(f'mount -t tmpfs none "{folder}"' for folder in folders)
     command = f"{mounts} && exec \"{sys.executable}\" -c '{READ_ONLY}' {' '.join(map(str, folders))}"
     result = subprocess.run(["unshare", "--mount", "sh", "-c", command], capture_output=True, text=True)
     if "unshare: " in result.stderr or "mount: " in result.stderr or "chattr: " in result.stderr:
-        pytest.skip("this user may not mount file systems")
+        pytest.skip("needs permission to mount file systems")
     assert "warn ended at step 4 with 2 errors" in result.stdout, result.stderr
     assert result.returncode == 1
     last = [line for line in result.stderr.splitlines() if line and not line.startswith(" ")][-1]

@@ -1,4 +1,4 @@
-"""A checkpoint is data: one from a stranger runs no code, corrupts no memory, and neither hangs nor exhausts a process."""
+"""Hostile checkpoints run no code, corrupt no memory, and neither hang nor exhaust the process."""
 
 import io
 import json
@@ -16,7 +16,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-import torch._inductor.cpu_vec_isa  # a class of it runs the compiler when it is truth-tested
+import torch._inductor.cpu_vec_isa  # One of its classes runs the compiler when tested for truth.
 
 from forgather.ml.checkpoint import store
 from forgather.ml.checkpoint.encoding.codec import TAG, encode_state
@@ -41,7 +41,7 @@ def compiler_class(marker: Path) -> dict[str, Any]:
 
 
 @pytest.mark.parametrize("key", ["evaluation_is_pending", "should_epoch_stop", "best_saved_metric"])
-def test_a_class_of_another_module_is_never_rebuilt(key: str, tmp_path: Path) -> None:
+def test_unregistered_class_in_trainer_state_is_never_rebuilt(key: str, tmp_path: Path) -> None:
     newest = trained(tmp_path / "run")
     marker = tmp_path / "marker"
     change_state(newest, "trainer_state.pt", lambda state: state.update({key: compiler_class(marker)}))
@@ -50,7 +50,7 @@ def test_a_class_of_another_module_is_never_rebuilt(key: str, tmp_path: Path) ->
     assert not marker.exists()
 
 
-def test_a_class_in_the_state_of_a_callback_is_never_rebuilt(tmp_path: Path) -> None:
+def test_unregistered_class_in_callback_state_is_never_rebuilt(tmp_path: Path) -> None:
     def trainer() -> Any:
         return quiet_trainer(
             tmp_path / "run",
@@ -96,7 +96,7 @@ MOMENTS: dict[str, Callable[[torch.Tensor], Any]] = {
 
 
 @pytest.mark.parametrize("kind", MOMENTS)
-def test_moments_are_checked_by_themselves(kind: str, tmp_path: Path) -> None:
+def test_malformed_moments_are_rejected(kind: str, tmp_path: Path) -> None:
     newest = trained(tmp_path / "run")
 
     def change(state: Any) -> None:
@@ -109,7 +109,7 @@ def test_moments_are_checked_by_themselves(kind: str, tmp_path: Path) -> None:
         trainer.train(resume_from_checkpoint=str(newest))
 
 
-def test_moments_that_share_memory_are_refused(tmp_path: Path) -> None:
+def test_moments_that_share_memory_are_rejected(tmp_path: Path) -> None:
     newest = trained(tmp_path / "run")
 
     def change(state: Any) -> None:
@@ -132,7 +132,7 @@ def test_moments_that_share_memory_are_refused(tmp_path: Path) -> None:
         ("should_epoch_stop", None),
     ],
 )
-def test_the_state_of_the_trainer_is_what_it_should_be(key: str, value: Any, tmp_path: Path) -> None:
+def test_malformed_trainer_state_is_rejected(key: str, value: Any, tmp_path: Path) -> None:
     newest = trained(tmp_path / "run")
     change_state(newest, "trainer_state.pt", lambda state: state.update({key: value}))
     with pytest.raises(CheckpointLoadError, match=rf"trainer_state\.pt.*trainer\.{key}"):
@@ -162,7 +162,7 @@ IRREGULAR: dict[str, Callable[[Path], None]] = {
 
 @pytest.mark.parametrize("kind", IRREGULAR)
 @pytest.mark.parametrize("name", [MANIFEST_NAME, "trainer_state.pt", "model.safetensors", "checkpoint_metadata.json"])
-def test_what_is_no_regular_file_is_damage(name: str, kind: str, short_tmp: Path) -> None:
+def test_non_regular_file_is_damage(name: str, kind: str, short_tmp: Path) -> None:
     newest = trained(short_tmp / "r")
     (newest / name).unlink()
     IRREGULAR[kind](newest / name)
@@ -175,7 +175,7 @@ def test_what_is_no_regular_file_is_damage(name: str, kind: str, short_tmp: Path
 
 @pytest.fixture
 def short_tmp(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """The path of a socket has at most 108 bytes."""
+    """Short temporary directory: the path of a socket has at most 108 bytes."""
     return tmp_path_factory.mktemp("h")
 
 
@@ -183,7 +183,7 @@ def short_tmp(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def inflating() -> bytes:
-    """An archive whose tensor is stored compressed: 3 MB of it would be gigabytes."""
+    """Return an archive with a compressed tensor of 200 MiB."""
     source, target = io.BytesIO(), io.BytesIO()
     torch.save({"a": torch.zeros(200 * 2**20, dtype=torch.uint8)}, source)
     with zipfile.ZipFile(source) as old, zipfile.ZipFile(target, "w", zipfile.ZIP_DEFLATED) as new:
@@ -251,14 +251,14 @@ BOMBS: dict[str, Callable[[], bytes]] = {
 
 
 @pytest.mark.parametrize("kind", BOMBS)
-def test_decoding_stays_within_its_budget(kind: str, tmp_path: Path) -> None:
-    """In a child with a limit of memory and time; the budget is four times the file's size and 64 MiB."""
+def test_decoding_stays_within_its_memory_budget(kind: str, tmp_path: Path) -> None:
+    """Runs in a child with memory and time limits. The budget is four times the file size plus 64 MiB."""
     path = tmp_path / "state.pt"
     path.write_bytes(BOMBS[kind]())
 
     def read() -> None:
         pages = int(Path("/proc/self/statm").read_text().split()[0])
-        # Addresses that the allocator reserves for another thread and never touches come on top.
+        # The allocator also reserves address space for another thread, and never touches it.
         limit = pages * resource.getpagesize() + budget_of(path.stat().st_size) + 96 * 2**20
         resource.setrlimit(resource.RLIMIT_AS, (limit, limit))
         resource.setrlimit(resource.RLIMIT_CPU, (20, 20))
@@ -278,7 +278,7 @@ def test_decoding_stays_within_its_budget(kind: str, tmp_path: Path) -> None:
     ],
     ids=["huge", "deep", "many lists", "twice"],
 )
-def test_a_manifest_that_is_a_bomb_is_damage(text: bytes, tmp_path: Path) -> None:
+def test_manifest_bomb_is_damage(text: bytes, tmp_path: Path) -> None:
     newest = trained(tmp_path / "run")
     (newest / MANIFEST_NAME).write_bytes(text)
     with pytest.raises(CheckpointError, match=f"{MANIFEST_NAME} is damaged"):
@@ -305,8 +305,8 @@ SMALL_OBJECTS: dict[str, Callable[[], Any]] = {
 
 
 @pytest.mark.parametrize("kind", SMALL_OBJECTS)
-def test_what_can_be_saved_can_be_read(kind: str, tmp_path: Path) -> None:
-    """Small objects take much more memory than their files: no state that was saved is taken for a bomb."""
+def test_saved_states_of_small_objects_can_be_read(kind: str, tmp_path: Path) -> None:
+    """Small objects take much more memory than their files, but no saved state is rejected as a bomb."""
     state = SMALL_OBJECTS[kind]()
     path = str(tmp_path / "state.pt")
     with HashingWriter(path) as writer:
@@ -317,8 +317,8 @@ def test_what_can_be_saved_can_be_read(kind: str, tmp_path: Path) -> None:
         assert restored == state
 
 
-def test_states_of_many_small_objects_stay_readable(tmp_path: Path) -> None:
-    """A list of a million numbers takes more memory than its file, and is no bomb."""
+def test_long_log_history_can_be_read(tmp_path: Path) -> None:
+    """A log history of 150,000 records takes more memory than its file, and is no bomb."""
     newest = trained(tmp_path / "run", save_total_limit=1)
     trainer = trainer_in(tmp_path / "run", steps=6)
     trainer.load_checkpoint(str(newest))
@@ -332,7 +332,7 @@ def test_states_of_many_small_objects_stay_readable(tmp_path: Path) -> None:
     trainer._close_after(None)
 
 
-def test_a_start_reads_each_manifest_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_start_reads_each_manifest_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     trained(tmp_path / "run", steps=8, save_total_limit=None)
     reads: list[str] = []
     load = CheckpointManifest.load.__func__  # type: ignore[attr-defined]
@@ -346,13 +346,13 @@ def test_a_start_reads_each_manifest_once(tmp_path: Path, monkeypatch: pytest.Mo
     from forgather.ml.checkpoint import manifest as manifests
 
     manifests._read.clear()
-    # One that has just been written is read again, lest a change within a tick of the clock goes unnoticed.
+    # A manifest that was just written is read again, because a change within a clock tick would go unnoticed.
     time.sleep(0.05)
     trainer_in(tmp_path / "run", steps=8, save_total_limit=None).train()
     assert len(reads) == len(set(reads)) == 4
 
 
-def test_an_unsealed_change_is_damage_before_anything_else(tmp_path: Path) -> None:
+def test_checksum_is_checked_before_the_content(tmp_path: Path) -> None:
     newest = trained(tmp_path / "run")
     content = (newest / "trainer_state.pt").read_bytes()
     (newest / "trainer_state.pt").write_bytes(content[:-1] + bytes([content[-1] ^ 1]))

@@ -1,4 +1,4 @@
-"""State files that carry code are refused, and the code does not run, even where an attacker made everything consistent."""
+"""Pickle bombs: state files with code are rejected and the code never runs, even with matching checksums."""
 
 import io
 import os
@@ -33,7 +33,7 @@ SINGLE = ["pytorch_model.bin"]
 
 
 class Bomb:
-    """Makes a file when it is unpickled."""
+    """Creates a file when it is unpickled."""
 
     def __init__(self, marker: Path) -> None:
         self._marker = marker
@@ -43,14 +43,14 @@ class Bomb:
 
 
 def archived(marker: Path) -> bytes:
-    """What `torch.save` makes of it today."""
+    """Return a bomb in torch's current archive format."""
     buffer = io.BytesIO()
     torch.save({"state": torch.zeros(3), "bomb": Bomb(marker)}, buffer)
     return buffer.getvalue()
 
 
 def legacy(marker: Path) -> bytes:
-    """The format before archives: a row of pickles."""
+    """Return a bomb in torch's legacy format, a sequence of pickles."""
     buffer = io.BytesIO()
     torch.save({"state": torch.zeros(3), "bomb": Bomb(marker)}, buffer, _use_new_zipfile_serialization=False)
     return buffer.getvalue()
@@ -61,19 +61,19 @@ def plain_pickle(marker: Path) -> bytes:
 
 
 def exchanged_pickle(marker: Path) -> bytes:
-    """An archive of torch whose pickle was replaced by one that was written by hand."""
+    """Return a torch archive with a hand-written pickle."""
     return with_pickle(pickle.dumps(Bomb(marker), protocol=2))
 
 
 def broken_pickle(marker: Path) -> bytes:
-    """The bomb comes first, and what follows is no pickle."""
+    """Return an archive with a pickle that is invalid after the bomb."""
     return with_pickle(pickle.dumps(Bomb(marker), protocol=2)[:-1] + b"\xff\xff\xff")
 
 
 FORMATS = [archived, legacy, plain_pickle, exchanged_pickle, broken_pickle]
 
 
-def test_the_bombs_go_off_where_pickles_are_executed(tmp_path: Path) -> None:
+def test_bombs_run_with_weights_only_false(tmp_path: Path) -> None:
     for number, make in enumerate((archived, legacy, exchanged_pickle)):
         torch.load(io.BytesIO(make(tmp_path / str(number))), weights_only=False)
         assert (tmp_path / str(number)).exists(), make.__name__
@@ -90,7 +90,7 @@ def trained(output_dir: Path, **options: Any) -> Path:
 
 @pytest.fixture(scope="module")
 def pristine(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
-    """Output directories with two checkpoints, by the way in which the weights are stored."""
+    """Output directories with two checkpoints, by weight format."""
     return {
         "safetensors": trained(tmp_path_factory.mktemp("safetensors")),
         "shards": trained(tmp_path_factory.mktemp("shards"), save_safetensors=False),
@@ -112,7 +112,7 @@ TARGETS = [
 
 @pytest.mark.parametrize("make", FORMATS)
 @pytest.mark.parametrize(("weights", "name"), TARGETS)
-def test_a_bomb_is_refused(
+def test_pickle_bomb_is_rejected(
     weights: str, name: str, make: Callable[[Path], bytes], pristine: dict[str, Path], tmp_path: Path
 ) -> None:
     output_dir = Path(shutil.copytree(pristine[weights], tmp_path / "output"))
@@ -127,7 +127,7 @@ def test_a_bomb_is_refused(
 
     seal(newest, name)
     record = next(one for one in CheckpointManifest.load(str(newest / MANIFEST_NAME)).files if one.path == name)
-    verify_file(str(newest), record)  # the attacker's checkpoint is consistent
+    verify_file(str(newest), record)  # The attacker's checkpoint is consistent.
     assert [f"{name} was rejected" in problem for problem in store.verify_checkpoint(str(newest))] == [True]
     with pytest.raises(CheckpointError, match=f"{name} was rejected") as refusal:
         resume(output_dir, newest, weights)
@@ -142,16 +142,16 @@ def resume(output_dir: Path, path: Path | None, weights: str) -> str:
     try:
         return str(job.manager.load_checkpoint(None if path is None else str(path)))
     except CheckpointError:
-        # Weights are read in place, after all state files; those are read before anything changes.
-        assert job.digest() == before or weights != "safetensors", "a refused state file changed something"
+        # Weights are loaded in place, after all state files. State files are read before anything changes.
+        assert job.digest() == before or weights != "safetensors", "a rejected state file changed something"
         raise
     finally:
         job.manager.close()
 
 
 @pytest.mark.parametrize("make", FORMATS)
-def test_a_bomb_outside_of_a_checkpoint_is_refused(make: Callable[[Path], bytes], tmp_path: Path) -> None:
-    """The helpers that read any directory of weights have no manifest to go by."""
+def test_pickle_bomb_without_a_manifest_is_rejected(make: Callable[[Path], bytes], tmp_path: Path) -> None:
+    """Helpers that read any directory of weights have no manifest to check against."""
     marker = tmp_path / "marker"
     (tmp_path / "pytorch_model.bin").write_bytes(make(marker))
     with pytest.raises(CheckpointError, match="rejected"):

@@ -86,7 +86,7 @@ def test_from_pretrained_loads_a_checkpoint(
     assert torch.equal(logits(other), logits(model))
 
 
-def test_the_tied_head_of_gpt2_is_stored_once_and_tied_again(tmp_path: Path) -> None:
+def test_tied_head_of_gpt2_is_stored_once_and_tied_again(tmp_path: Path) -> None:
     model = build(TINY_GPT2)
     components = [StateComponent("model", model, SharingPattern.GLOBAL)]
     coordinator = CheckpointCoordinator(components, {}, StaticDistributedEnvironment(), str(tmp_path), model=model)
@@ -100,7 +100,7 @@ def test_the_tied_head_of_gpt2_is_stored_once_and_tied_again(tmp_path: Path) -> 
 
 
 class Templates:
-    """A preprocessor whose files are not all in one directory, like a tokenizer with several chat templates."""
+    """Preprocessor that writes a subdirectory, like a tokenizer with several chat templates."""
 
     def save_pretrained(self, folder: str) -> None:
         (Path(folder) / "additional_chat_templates").mkdir()
@@ -124,7 +124,7 @@ def test_a_preprocessor_may_write_subdirectories(tmp_path: Path) -> None:
         assert (directory / "additional_chat_templates" / "tool_use.jinja").read_text() == "{{ tools }}"
 
 
-def test_the_model_alone_can_be_exported_beside_other_things(tmp_path: Path) -> None:
+def test_save_model_keeps_other_files_of_the_directory(tmp_path: Path) -> None:
     model = build(TINY_LLAMA)
 
     class Provider:
@@ -148,11 +148,11 @@ def test_the_model_alone_can_be_exported_beside_other_things(tmp_path: Path) -> 
     manager.close()
 
 
-# --- a directory never makes from_pretrained fill in fresh weights
+# --- from_pretrained never initialises missing weights
 
 
 class Around(nn.Module):
-    """A module with the configuration of the model inside of it, and names that are not that model's."""
+    """Wrapper with the configuration of the inner model, but other tensor names."""
 
     def __init__(self, model: PreTrainedModel) -> None:
         super().__init__()
@@ -162,7 +162,7 @@ class Around(nn.Module):
 
 
 class SameNames(nn.Module):
-    """A module of one's own that fits the class of its configuration."""
+    """Custom module with the tensor names of the class in its configuration."""
 
     def __init__(self, model: PreTrainedModel) -> None:
         super().__init__()
@@ -205,9 +205,9 @@ def without_head() -> nn.Module:
         (tied_by_hand, "lm_head.weight"),
         (without_head, "lm_head.weight"),
     ],
-    ids=["module around", "compiled layer", "tied by hand", "no head"],
+    ids=["wrapper module", "compiled layer", "tied by hand", "no head"],
 )
-def test_what_from_pretrained_would_make_anew_is_not_exported(
+def test_model_that_from_pretrained_would_initialise_is_not_exported(
     tmp_path: Path, make: Callable[[], nn.Module], name: str, safetensors: bool
 ) -> None:
     coordinator = coordinator_of(tmp_path, make(), save_safetensors=safetensors)
@@ -217,13 +217,13 @@ def test_what_from_pretrained_would_make_anew_is_not_exported(
     assert not list(tmp_path.glob("exported/*"))
 
 
-def test_a_checkpoint_of_a_module_around_a_model_has_no_configuration_and_resumes(tmp_path: Path) -> None:
+def test_wrapper_checkpoint_has_no_configuration_and_resumes(tmp_path: Path) -> None:
     model = Around(build(TINY_LLAMA))
     coordinator = coordinator_of(tmp_path, model, model_preprocessor=Templates())
     with captured_logs() as lines:
         path = coordinator.save_checkpoint(checkpoint_id=1)
         coordinator_of(tmp_path, model).save_checkpoint(checkpoint_id=2)
-    assert len(lines) == 1, "said once, not at every save"
+    assert len(lines) == 1, "logged once, not at every save"
     assert "model.embed_tokens.weight" in lines[0] and "inner.model.embed_tokens.weight" in lines[0]
     assert not (Path(path) / "config.json").exists() and not (Path(path) / "generation_config.json").exists()
     assert (Path(path) / "additional_chat_templates" / "tool_use.jinja").exists()
@@ -235,7 +235,7 @@ def test_a_checkpoint_of_a_module_around_a_model_has_no_configuration_and_resume
 
 
 def assert_exports(tmp_path: Path, model: nn.Module) -> None:
-    """The exported directory and a checkpoint load as the model, every tensor of it."""
+    """Assert that the exported directory and a checkpoint load with every tensor of the model."""
     coordinator = coordinator_of(tmp_path, model)
     coordinator.export_model(str(tmp_path / "exported"))
     for directory in (str(tmp_path / "exported"), coordinator.save_checkpoint(checkpoint_id=1)):
@@ -245,11 +245,11 @@ def assert_exports(tmp_path: Path, model: nn.Module) -> None:
         assert all(torch.equal(loaded[name], tensor) for name, tensor in expected.items())
 
 
-def test_a_module_of_ones_own_whose_names_fit_is_exported(tmp_path: Path) -> None:
+def test_custom_module_with_matching_names_is_exported(tmp_path: Path) -> None:
     assert_exports(tmp_path, SameNames(build(TINY_LLAMA)))
 
 
-def test_tensors_tied_by_hand_are_exported_when_the_configuration_says_so(tmp_path: Path) -> None:
+def test_manually_tied_tensors_are_exported_if_configured(tmp_path: Path) -> None:
     model = tied_by_hand()
     model.config.tie_word_embeddings = True
     assert_exports(tmp_path, model)
@@ -260,12 +260,12 @@ def test_tensors_tied_by_hand_are_exported_when_the_configuration_says_so(tmp_pa
     [TINY_LLAMA, TINY_GPT2, LlamaConfig(**{**TINY_LLAMA.to_dict(), "tie_word_embeddings": True})],
     ids=["llama", "gpt2", "tied llama"],
 )
-def test_models_of_transformers_are_exported(tmp_path: Path, config: PreTrainedConfig) -> None:
+def test_transformers_models_are_exported(tmp_path: Path, config: PreTrainedConfig) -> None:
     assert_exports(tmp_path, build(config))
 
 
-def test_encoders_and_decoders_with_tied_tensors_are_exported(tmp_path: Path) -> None:
-    """Names that several classes tie, biases among them, and a class that AutoModelForCausalLM does not choose."""
+def test_encoder_decoder_with_tied_tensors_is_exported(tmp_path: Path) -> None:
+    """Several classes tie these names, biases included, and AutoModelForCausalLM does not select the class."""
     sizes = {"vocab_size": 64, "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 1}
     t5 = T5Config(vocab_size=64, d_model=32, d_kv=8, d_ff=48, num_layers=1, num_heads=4)
     models = [BertForMaskedLM(BertConfig(**sizes, num_attention_heads=4)), T5ForConditionalGeneration(t5)]
@@ -288,7 +288,7 @@ class WithOwnConfig(nn.Module):
 
 
 class NeedsMore(LlamaForCausalLM):
-    """Cannot be built from a configuration alone."""
+    """Model that cannot be built from a configuration alone."""
 
     def __init__(self, config: LlamaConfig, depth: int) -> None:
         super().__init__(config)
@@ -296,7 +296,7 @@ class NeedsMore(LlamaForCausalLM):
 
 
 @pytest.mark.parametrize("make", [WithOwnConfig, lambda: NeedsMore(TINY_LLAMA, 2)], ids=["own config", "needs more"])
-def test_a_class_that_transformers_cannot_build_is_written_as_ever(
+def test_class_that_transformers_cannot_build_is_exported_unchecked(
     tmp_path: Path, make: Callable[[], nn.Module]
 ) -> None:
     model = make()
@@ -308,7 +308,7 @@ def test_a_class_that_transformers_cannot_build_is_written_as_ever(
 
 
 class Counted(LlamaForCausalLM):
-    """Draws random numbers wherever it is built, and counts how often that is."""
+    """Model that draws random numbers in its constructor and counts the calls."""
 
     num_built = 0
 
@@ -319,7 +319,7 @@ class Counted(LlamaForCausalLM):
         np.random.rand()
 
 
-def test_expected_names_are_found_out_once_and_leave_random_numbers_alone(tmp_path: Path) -> None:
+def test_expected_names_are_computed_once_without_changing_random_state(tmp_path: Path) -> None:
     model = Counted(copy.deepcopy(TINY_LLAMA))
     Counted.num_built = 0
     torch.manual_seed(5)
@@ -334,7 +334,7 @@ def test_expected_names_are_found_out_once_and_leave_random_numbers_alone(tmp_pa
     assert np.array_equal(np.random.get_state()[1], before[1])
 
 
-def test_a_trainer_saves_a_module_around_a_model_and_refuses_to_export_it(tmp_path: Path) -> None:
+def test_trainer_saves_a_wrapper_but_rejects_its_export(tmp_path: Path) -> None:
     class Trained(Around):
         def forward(self, **batch: torch.Tensor) -> Any:
             return self.inner(**batch)

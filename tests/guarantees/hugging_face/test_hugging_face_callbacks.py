@@ -23,7 +23,7 @@ from tests.support.tiny_models import (
 
 
 def stopping_run(tmp_path: Path, losses: Sequence[float], *callbacks: Any, **settings: Any) -> Trainer:
-    """A run whose evaluations, one per step, give these losses: the weight itself, which starts at 9."""
+    """Return a trainer that evaluates at every step with these losses: the weight itself, which starts at 9."""
     values = [before - after for before, after in zip([9.0, *losses], losses, strict=False)]
     defaults: dict[str, Any] = {"eval_strategy": "steps", "eval_steps": 1, "learning_rate": 1.0}
     return quiet_trainer(
@@ -64,7 +64,7 @@ def test_early_stopping_with_the_best_model_loaded(tmp_path: Path) -> None:
     assert trainer.evaluate()["eval_loss"] == 4.0
 
 
-def test_the_patience_counts_across_a_resume(tmp_path: Path) -> None:
+def test_early_stopping_patience_counts_across_a_resume(tmp_path: Path) -> None:
     losses = [5, 4, 6, 7, 8, 9]
 
     def run(**settings: Any) -> tuple[int, int]:
@@ -77,7 +77,7 @@ def test_the_patience_counts_across_a_resume(tmp_path: Path) -> None:
     assert run() == (5, 3)
 
 
-def test_a_changed_patience_counts_after_a_resume(tmp_path: Path) -> None:
+def test_changed_patience_takes_effect_after_a_resume(tmp_path: Path) -> None:
     settings: dict[str, Any] = {"save_strategy": "steps", "save_steps": 1}
     stopping_run(tmp_path, [5, 6, 7, 8], EarlyStoppingCallback(4), max_steps=2, **settings).train()
     callback = EarlyStoppingCallback(2)
@@ -85,7 +85,7 @@ def test_a_changed_patience_counts_after_a_resume(tmp_path: Path) -> None:
     assert callback.early_stopping_patience == 2
 
 
-def test_tensorboard_gets_training_and_evaluation(tmp_path: Path) -> None:
+def test_tensorboard_receives_training_and_evaluation_metrics(tmp_path: Path) -> None:
     samples = token_samples(8)
     trainer = quiet_trainer(
         tmp_path,
@@ -120,7 +120,7 @@ def test_tensorboard_gets_training_and_evaluation(tmp_path: Path) -> None:
 
 
 class Ordered(TrainerCallback):
-    """Notes what its own trainer would have told it."""
+    """Callback that records the order of on_log and on_evaluate."""
 
     def __init__(self) -> None:
         self.seen: list[tuple[str, list[str]]] = []
@@ -142,14 +142,14 @@ def test_evaluations_are_logged_to_hugging_face_callbacks_only(tmp_path: Path) -
     assert sum("eval_loss" in record for record in trainer.state.log_history) == 2
 
 
-def test_the_printer_prints(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_printer_callback_prints_metrics(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     stopping_run(tmp_path, [5, 4], PrinterCallback(), logging_strategy="steps", logging_steps=1).train()
     lines = capsys.readouterr().out.splitlines()
     assert sum("'eval_loss'" in line for line in lines) == 2
     assert "'train_loss'" in lines[-1]
 
 
-def test_the_state_has_what_hugging_face_callbacks_read(tmp_path: Path) -> None:
+def test_state_has_the_fields_that_hugging_face_callbacks_read(tmp_path: Path) -> None:
     trainer = stopping_run(tmp_path, [5])
     trainer.train()
     read = {"epoch", "global_step", "max_steps", "logging_steps", "eval_steps", "save_steps", "num_train_epochs"}
@@ -161,7 +161,7 @@ def test_the_state_has_what_hugging_face_callbacks_read(tmp_path: Path) -> None:
     assert vars(TrainerControl()).keys() <= set(trainer.control.__slots__)
 
 
-def test_the_arguments_can_be_written_by_loggers() -> None:
+def test_arguments_are_serialisable_for_loggers() -> None:
     args = TrainingArguments(output_dir="out", lr_scheduler_kwargs={"a": 1}, run_name="first")
     assert json.loads(args.to_json_string())["lr_scheduler_kwargs"] == {"a": 1}
     sanitized = args.to_sanitized_dict()

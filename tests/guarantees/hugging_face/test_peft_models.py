@@ -1,4 +1,4 @@
-"""Models with PEFT adapters are refused where a trainer is made, or where its function builds one."""
+"""PEFT adapters are rejected when a trainer is constructed, or when model_init builds such a model."""
 
 import subprocess
 import sys
@@ -31,7 +31,7 @@ def lora_llama() -> Any:
 
 
 def prompt_llama() -> Any:
-    """Has no layer of PEFT: the prompt is beside the model."""
+    """Return a model with prompt tuning, which has no PEFT layer inside."""
     return get_peft_model(tiny_llama(), PromptTuningConfig(task_type=TaskType.CAUSAL_LM, num_virtual_tokens=2))
 
 
@@ -64,7 +64,7 @@ def arguments(output_dir: Path | str) -> dict[str, Any]:
 
 
 @pytest.mark.parametrize(("make", "found"), KINDS)
-def test_a_model_with_adapters_is_refused(tmp_path: Path, make: Callable[[], nn.Module], found: str) -> None:
+def test_model_with_adapters_is_rejected(tmp_path: Path, make: Callable[[], nn.Module], found: str) -> None:
     with pytest.raises(ValueError, match=r"PEFT adapters.*merge_and_unload\(\)") as caught:
         Trainer(args=arguments(tmp_path), model=make())
     assert found in str(caught.value)
@@ -73,7 +73,7 @@ def test_a_model_with_adapters_is_refused(tmp_path: Path, make: Callable[[], nn.
 
 
 @pytest.mark.parametrize("trainer_class", TRAINERS)
-def test_every_trainer_refuses_adapters(tmp_path: Path, trainer_class: Any) -> None:
+def test_every_trainer_rejects_adapters(tmp_path: Path, trainer_class: Any) -> None:
     options = {"accelerator": Accelerator(cpu=True)} if trainer_class is AccelTrainer else {}
     with pytest.raises(ValueError, match="PEFT adapters"):
         trainer_class(args=arguments(tmp_path), model=lora_llama(), **options)
@@ -81,7 +81,7 @@ def test_every_trainer_refuses_adapters(tmp_path: Path, trainer_class: Any) -> N
 
 @pytest.mark.parametrize(("make", "found"), KINDS)
 @pytest.mark.parametrize("construct_on", ["default", "device"])
-def test_a_function_that_builds_a_model_with_adapters_is_refused(
+def test_model_init_that_builds_adapters_is_rejected(
     tmp_path: Path, make: Callable[[], nn.Module], found: str, construct_on: str
 ) -> None:
     options = {"model_init": make}
@@ -98,12 +98,12 @@ def train_stages(output_dir: str) -> Outcome:
     return raised(trainer.train)
 
 
-def test_a_pipeline_refuses_a_function_that_builds_a_model_with_adapters(tmp_path: Path) -> None:
+def test_pipeline_rejects_model_init_that_builds_adapters(tmp_path: Path) -> None:
     outcomes = run_on_ranks(train_stages, 2, str(tmp_path))
     assert all("PEFT adapters" in message for _, message in outcomes), outcomes
 
 
-def test_a_model_whose_adapters_were_merged_trains_and_is_exported(tmp_path: Path) -> None:
+def test_model_with_merged_adapters_trains_and_is_exported(tmp_path: Path) -> None:
     model = lora_llama().merge_and_unload().requires_grad_()
     trainer = quiet_trainer(tmp_path, model, token_samples(2))
     trainer.train()
@@ -112,8 +112,8 @@ def test_a_model_whose_adapters_were_merged_trains_and_is_exported(tmp_path: Pat
     assert all(torch.equal(loaded[name], tensor) for name, tensor in model.state_dict().items())
 
 
-def test_layers_of_peft_that_lost_their_adapters_are_refused_too(tmp_path: Path) -> None:
-    """The names of their weights are still other ones."""
+def test_peft_layers_with_deleted_adapters_are_rejected(tmp_path: Path) -> None:
+    """Their weights still have names with `base_layer`."""
     model = llama_with_added_adapter()
     model.delete_adapter("default")
     assert any("base_layer" in name for name in model.state_dict())
@@ -121,12 +121,12 @@ def test_layers_of_peft_that_lost_their_adapters_are_refused_too(tmp_path: Path)
         Trainer(args=arguments(tmp_path), model=model)
 
 
-def test_a_builder_keeps_its_name(tmp_path: Path) -> None:
+def test_model_init_keeps_its_name(tmp_path: Path) -> None:
     trainer = Trainer(args=arguments(tmp_path), model_init=tiny_llama)
     assert trainer.model_init is not None and trainer.model_init.__name__ == "tiny_llama"
 
 
-def test_peft_is_not_imported_to_look_for_adapters(tmp_path: Path) -> None:
+def test_adapter_check_does_not_import_peft(tmp_path: Path) -> None:
     program = (
         "import sys; from torch import nn; from forgather.ml.trainer.trainer import Trainer;"
         f"Trainer(args={arguments(tmp_path)!r}, model=nn.Linear(2, 2)); print('peft' in sys.modules)"

@@ -1,4 +1,4 @@
-"""Ranks that fail or die under a launcher: the job ends at once with the cause on screen, or goes on after a restart."""
+"""Ranks that fail or die under a launcher: the job ends at once and shows the cause, or resumes after a restart."""
 
 import re
 from pathlib import Path
@@ -16,7 +16,7 @@ GRACE_SECONDS = 30.0
 
 @pytest.fixture(scope="module")
 def jobs(tmp_path_factory: pytest.TempPathFactory) -> dict[str, WarmJob]:
-    """One for each failure, and one without."""
+    """One job for each failure, and one without a failure."""
     directory = tmp_path_factory.mktemp("jobs")
     return run_warm_torchrun(JOB, {name: [str(directory / name), name] for name in (*FAILURES, "nowhere")}, 2)
 
@@ -28,18 +28,16 @@ def test_failure_of_one_rank_ends_the_job_with_its_cause(where: str, jobs: dict[
     assert "ValueError: this is the root cause" in agent.output
     assert "Traceback" in agent.output
     cause = agent.output.split("Root Cause")[1]
-    # Where the ranks agree on an error, any of them may report it, and names the one that failed.
+    # All ranks raise an exchanged error: any rank may report it, with the number of the failed rank.
     assert "rank      : 1" in cause or "rank 1 failed during" in agent.output
     assert jobs[where].seconds < jobs["nowhere"].seconds + GRACE_SECONDS
 
 
-def test_job_of_two_nodes_is_finished_by_the_launchers_after_a_rank_was_killed(
-    jobs: dict[str, WarmJob], tmp_path: Path
-) -> None:
+def test_job_on_two_nodes_restarts_and_finishes_after_a_kill(jobs: dict[str, WarmJob], tmp_path: Path) -> None:
     (straight,) = jobs["nowhere"].agents
     restarted = run_torchrun(["-m", JOB, str(tmp_path), "kill"], 1, nnodes=2, max_restarts=1)
     assert [agent.returncode for agent in (straight, *restarted)] == [0, 0, 0], restarted[0].output
     for rank, agent in enumerate(restarted):
-        # A rank's line may go on with another's: they print into one file.
+        # Lines of two ranks may run together, because both print into one file.
         end = re.search(rf"rank {rank} ended at step {NUM_STEPS} with 0x[0-9a-f.]+p[+-]\d+", straight.output)
         assert end is not None and end[0] in agent.output

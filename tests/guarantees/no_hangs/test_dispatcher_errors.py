@@ -1,4 +1,4 @@
-"""Errors of the rank that reads, the death of a rank, and passes that are abandoned: nobody waits for anybody."""
+"""Dispatcher: errors of the reading rank, dead ranks and abandoned passes never leave a rank waiting."""
 
 import gc
 import multiprocessing
@@ -32,7 +32,7 @@ from tests.support.ranks import outcomes_on_ranks, run_on_ranks
 
 
 class BrokenLoader:
-    """Gives some batches and then one that cannot be sent."""
+    """Loader with a last batch that cannot be sent."""
 
     def __init__(self, *batches: Any) -> None:
         self.batches = batches
@@ -47,7 +47,7 @@ class NoIterator:
 
 
 def failure_of(action: Callable[[], Any]) -> tuple[Any, ...]:
-    """The fields of the error that all ranks raise, and how long that took."""
+    """Return the fields of the error that all ranks raise, and whether it came in time."""
     began = time.monotonic()
     with pytest.raises(DistributedError) as error:
         action()
@@ -79,14 +79,14 @@ def _fail() -> dict[str, Any]:
     return results
 
 
-def test_an_error_of_the_reading_rank_is_raised_by_all_and_nothing_is_lost() -> None:
+def test_reading_rank_error_is_raised_on_all_ranks_without_losing_samples() -> None:
     first, second = run_on_ranks(_fail, 2)
     order = expected_order()
     assert first.keys() == second.keys()
     for name, failure in first.items():
         if name.startswith("around"):
             place, position, rest = failure
-            assert position == second[name][1] == place // 4 * 4, "behind the last round that all got"
+            assert position == second[name][1] == place // 4 * 4, "after the last round that all ranks received"
             assert in_order([rest, second[name][2]]) == order[position:], place
             continue
         during, rank, error_type, message, text, in_time = failure
@@ -108,7 +108,7 @@ def _fail_in_worker(place: int) -> tuple[Any, ...]:
     return failure, loader.state_dict()["index"], len(multiprocessing.active_children())
 
 
-def test_an_error_in_a_worker_is_raised_by_all() -> None:
+def test_worker_error_is_raised_on_all_ranks() -> None:
     first, second = run_on_ranks(_fail_in_worker, 2, 22)
     assert first == second
     (_, rank, error_type, message, _, in_time), position, num_workers = first
@@ -117,7 +117,7 @@ def test_an_error_in_a_worker_is_raised_by_all() -> None:
 
 
 class BadFacts(Numbers):
-    """A loader that fails where a pass is prepared, on one rank."""
+    """Loader that fails on one rank while a pass is prepared."""
 
     num_batches = 3
 
@@ -152,7 +152,7 @@ def _fail_in_preparation() -> list[Any]:
     ]
 
 
-def test_an_error_before_a_pass_is_raised_by_all() -> None:
+def test_error_before_a_pass_is_raised_on_all_ranks() -> None:
     first, second = run_on_ranks(_fail_in_preparation, 2)
     assert first == second
     assert first[0] == (0, "OSError", "state_dict fails on rank 0") and first[1] == (0, "TypeError")
@@ -174,14 +174,14 @@ def _die(dying: int) -> tuple[Any, float]:
 
 
 @pytest.mark.parametrize("dying", [0, 1])
-def test_the_death_of_a_rank_is_noticed_by_the_others(dying: int) -> None:
+def test_dead_rank_is_detected_by_the_other_ranks(dying: int) -> None:
     outcomes = outcomes_on_ranks(_die, 2, dying)
     assert outcomes[dying].error_type == "RankDied"
     args, seconds = outcomes[1 - dying].value
     assert args == ("loading a batch", None) and seconds < 10
 
 
-# --- the end
+# --- end of a pass
 
 
 def _abandon(num_workers: int) -> dict[str, Any]:
@@ -209,13 +209,13 @@ def _abandon(num_workers: int) -> dict[str, Any]:
 
 
 @pytest.mark.parametrize("num_workers", [0, 2])
-def test_an_abandoned_pass_ends_at_once_and_leaves_nothing_behind(num_workers: int) -> None:
+def test_abandoned_pass_ends_at_once_and_stops_reading(num_workers: int) -> None:
     result = run_on_ranks(_abandon, 2, num_workers)[0]
     assert result == {"at once": True, "has ended": True, "reads on": False, "workers": True}
 
 
 class Collecting(Numbers):
-    """Collects garbage while it reads, as Python does now and then."""
+    """Dataset that runs the garbage collector while it reads, as Python may do at any time."""
 
     def __getitem__(self, index: int) -> Any:
         gc.collect()
@@ -229,7 +229,7 @@ def _read_beside_garbage() -> int:
     leftover.append(leftover)
     gc.disable()
     try:
-        # The group is garbage now, together with threads that a forked process does not have.
+        # The group is garbage now, and its threads do not exist in a forked process.
         dist.destroy_process_group(group)
         del group, leftover
         loader = train_loader(Collecting(12), num_workers=2)
@@ -240,5 +240,5 @@ def _read_beside_garbage() -> int:
     return num_batches
 
 
-def test_workers_leave_the_garbage_of_their_parent_alone() -> None:
+def test_forked_workers_survive_garbage_of_the_parent_process() -> None:
     assert min(run_on_ranks(_read_beside_garbage, 2, timeout=20.0)) > 0

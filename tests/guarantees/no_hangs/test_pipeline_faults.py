@@ -1,4 +1,4 @@
-"""Ranks of pipelines that fail under a launcher: the job ends at once, with the cause on screen."""
+"""Pipeline ranks that fail under a launcher: the job ends at once and shows the cause."""
 
 import threading
 import time
@@ -13,7 +13,7 @@ GRACE_SECONDS = 30.0
 
 
 class Fault(NamedTuple):
-    """Where which of so many ranks fails; four ranks are two pipelines of two."""
+    """Failing rank, point of failure and number of ranks; four ranks are two pipelines of two."""
 
     where: str
     rank: int
@@ -29,7 +29,7 @@ FAULTS = [
 
 
 class Ended:
-    """A job that has ended, and how long after its failure that was."""
+    """Finished job, with the seconds from its failure to its end."""
 
     def __init__(self, fault: Fault, directory: Path) -> None:
         self._fault = fault
@@ -50,7 +50,7 @@ class Ended:
 
 @pytest.fixture(scope="module")
 def jobs(tmp_path_factory: pytest.TempPathFactory) -> dict[Fault, Ended]:
-    """All at once: they wait more than they compute."""
+    """All jobs, run at the same time because they mostly wait."""
     jobs = {fault: Ended(fault, tmp_path_factory.mktemp(fault.where)) for fault in FAULTS}
     for job in jobs.values():
         job.thread.join()
@@ -65,7 +65,7 @@ def test_failure_of_one_rank_ends_the_job_with_its_cause(fault: Fault, jobs: dic
     assert agent.returncode != 0
     assert "the job should have failed" not in agent.output
     assert "Traceback" in agent.output and "ValueError: this is the root cause" in agent.output, agent.output
-    # Where the ranks agree on an error, any of them may report it, and names the one that failed.
+    # All ranks raise an exchanged error: any rank may report it, with the number of the failed rank.
     cause = agent.output.split("Root Cause")[1]
     assert f"rank      : {fault.rank}" in cause or f"rank {fault.rank} failed during" in agent.output
     assert f"[rank{fault.rank}]: ValueError: this is the root cause" in agent.output

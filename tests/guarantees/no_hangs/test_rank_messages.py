@@ -1,4 +1,4 @@
-"""Models that differ between ranks, and parameters without a gradient under DDP."""
+"""Error messages for models that differ between ranks, and for unused parameters under DDP."""
 
 from pathlib import Path
 from typing import Any
@@ -35,14 +35,14 @@ def train_different(kind: str, output_dir: str) -> None:
 
 
 @pytest.mark.parametrize("kind", DIFFERENCES)
-def test_models_that_differ_between_ranks(tmp_path: Path, kind: str) -> None:
+def test_models_that_differ_between_ranks_are_rejected(tmp_path: Path, kind: str) -> None:
     for outcome in outcomes_on_ranks(train_different, 2, kind, str(tmp_path)):
         assert outcome.error_type == "ValueError", outcome
         assert DIFFERENCES[kind] in str(outcome.error_message) and "on every rank" in str(outcome.error_message)
 
 
 class Spare(TokenModel):
-    """Leaves a layer out: always, or from its third forward pass on."""
+    """Model that skips a layer: always, or after some forward passes."""
 
     def __init__(self, used: int) -> None:
         super().__init__()
@@ -63,7 +63,7 @@ def train_spare(used: int, max_steps: int, ddp: dict[str, Any], output_dir: str)
 
 
 @pytest.mark.parametrize(("used", "max_steps"), [(0, 1), (2, 6)], ids=["in the only step", "in a later step"])
-def test_unused_parameters_are_named(tmp_path: Path, used: int, max_steps: int) -> None:
+def test_error_names_unused_parameters(tmp_path: Path, used: int, max_steps: int) -> None:
     outcomes = outcomes_on_ranks(train_spare, 2, used, max_steps, {}, str(tmp_path))
     assert all(outcome.failed for outcome in outcomes)
     told = [
@@ -74,7 +74,7 @@ def test_unused_parameters_are_named(tmp_path: Path, used: int, max_steps: int) 
     assert told and all("spare.weight" in one and "ddp.find_unused_parameters" in one for one in told)
 
 
-def test_unused_parameters_that_are_looked_for(tmp_path: Path) -> None:
+def test_find_unused_parameters_allows_unused_parameters(tmp_path: Path) -> None:
     outcomes = outcomes_on_ranks(train_spare, 2, 0, 2, {"find_unused_parameters": True}, str(tmp_path))
     assert [outcome.value for outcome in outcomes] == [2, 2]
 
@@ -83,8 +83,8 @@ def train_spare_of_one_rank(output_dir: str) -> int:
     return train_spare(9 if dist.get_rank() == 0 else 0, 2, {}, output_dir)
 
 
-def test_parameters_that_one_rank_alone_leaves_unused(tmp_path: Path) -> None:
-    """It does not wait for the rank that waits for its gradients."""
+def test_parameter_unused_on_one_rank_is_an_error_not_a_hang(tmp_path: Path) -> None:
+    """The failing rank does not wait for the other rank, which waits for its gradients."""
     outcomes = outcomes_on_ranks(train_spare_of_one_rank, 2, str(tmp_path))
     assert all(outcome.failed for outcome in outcomes)
     assert "spare.weight" in str(outcomes[1].error_message)

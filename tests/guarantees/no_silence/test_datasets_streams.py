@@ -1,4 +1,4 @@
-"""Streams of the package `datasets` are resumed exactly, also with a shuffle buffer, which their own state leaves out."""
+"""Streams of the package `datasets` resume exactly, also with a shuffle buffer, which their own state omits."""
 
 from collections.abc import Iterator
 from typing import Any
@@ -39,13 +39,13 @@ def loader_of(kind: str, **options: Any) -> ResumableLoader:
 
 
 @pytest.mark.parametrize("kind", ["plain", "shuffled", "shuffled, then mapped", "interleaved"])
-def test_a_stream_is_resumed_exactly(kind: str, caplog: pytest.LogCaptureFixture) -> None:
+def test_stream_resumes_exactly(kind: str, caplog: pytest.LogCaptureFixture) -> None:
     def build() -> ResumableLoader:
         return loader_of(kind)
 
     expected = straight(build)
     epochs = [[number for at, batch in expected for number in batch if at == epoch] for epoch in (0, 1)]
-    assert kind == "plain" or epochs[0] != epochs[1], "each epoch has an order of its own"
+    assert kind == "plain" or epochs[0] != epochs[1], "each epoch has its own order"
     for position in (1, 3, 6):
         assert interrupted(build, position) == expected
     assert between_epochs(build) == expected
@@ -54,7 +54,7 @@ def test_a_stream_is_resumed_exactly(kind: str, caplog: pytest.LogCaptureFixture
     assert all("has a shuffle buffer, which its state does not contain" in one for one in said)
 
 
-def test_workers_are_resumed_exactly() -> None:
+def test_stream_with_workers_resumes_exactly() -> None:
     def build() -> ResumableLoader:
         return loader_of("shuffled", **WORKERS[1])
 
@@ -62,8 +62,8 @@ def test_workers_are_resumed_exactly() -> None:
 
 
 @pytest.mark.parametrize("position", [3, 5], ids=["within the epoch", "at its end"])
-def test_positions_that_were_saved_with_the_state_of_the_dataset_are_resumed(position: int) -> None:
-    """As of before such streams were read again."""
+def test_older_position_with_dataset_state_resumes(position: int) -> None:
+    """Earlier versions saved the dataset state for streams that are now read again on resume."""
     expected = straight(lambda: loader_of("shuffled"))
     loader = loader_of("shuffled")
     batches = run(loader)
@@ -82,7 +82,7 @@ def test_positions_that_were_saved_with_the_state_of_the_dataset_are_resumed(pos
     assert before + list(run(resumed, first_epoch=0 if position == 3 else 1)) == expected
 
 
-def test_an_order_without_a_seed_is_said_at_construction(caplog: pytest.LogCaptureFixture) -> None:
+def test_shuffle_without_a_seed_warns_at_construction(caplog: pytest.LogCaptureFixture) -> None:
     for seed in (3, 0, 2**63):
         train_loader(stream("shuffled", seed), collate_fn=samples)
     assert caplog.text == ""
@@ -95,7 +95,7 @@ def test_an_order_without_a_seed_is_said_at_construction(caplog: pytest.LogCaptu
         )
 
 
-def test_a_ready_loader_that_loses_samples_is_said_at_construction(caplog: pytest.LogCaptureFixture) -> None:
+def test_stateful_dataloader_that_loses_samples_warns_at_construction(caplog: pytest.LogCaptureFixture) -> None:
     for ready in (DataLoader(stream("shuffled"), batch_size=2), StatefulDataLoader(stream("plain"), batch_size=2)):
         train_loader(ready, collate_fn=as_list)
     assert caplog.text == ""

@@ -1,4 +1,4 @@
-"""What is declared is checked at save: copies have the same tensors, and an index lists what is written."""
+"""Declarations are checked at save: replicas have the same tensors, and a shard index lists the written tensors."""
 
 import dataclasses
 from pathlib import Path
@@ -31,18 +31,18 @@ GLOBAL, PER_RANK, REPLICATED = SharingPattern.GLOBAL, SharingPattern.PER_RANK, S
 
 
 def the_same(outcomes: list[Outcome]) -> str:
-    """The message of the error that every rank raised."""
+    """Return the message of the error that every rank raised."""
     assert len(set(outcomes)) == 1, "the same error on every rank"
     error_type, message = outcomes[0]
     assert error_type == "CheckpointSaveError"
     return message
 
 
-# --- the names of copies
+# --- tensor names of replicas
 
 
 def save_over_the_wrong_family(output_dir: str, with_index: bool, key: str) -> Outcome:
-    """Stages are shared by data parallelism; here one component says that pipelines share them."""
+    """Save with one component declared over the pipeline group instead of the data-parallel group."""
     trainer = TinyTrainer(HYBRID)
     trainer.train()
     components = [
@@ -65,7 +65,7 @@ def save_over_the_wrong_family(output_dir: str, with_index: bool, key: str) -> O
     [("model", "embed.weight"), ("optimizer", "state.embed.weight.exp_avg")],
     ids=["model", "optimizer"],
 )
-def test_stages_declared_over_the_wrong_family_are_refused(
+def test_stages_declared_over_the_wrong_group_are_rejected(
     tmp_path: Path, with_index: bool, key: str, tensor: str
 ) -> None:
     message = the_same(run_on_ranks(save_over_the_wrong_family, 4, str(tmp_path), with_index, key))
@@ -89,7 +89,7 @@ def save_replicas(output_dir: str, difference: str, required: bool, level: str) 
 
 
 @pytest.mark.parametrize(("required", "level"), [(True, "tensor"), (False, "tensor"), (True, "none")])
-def test_copies_with_other_tensors_are_refused_without_any_validation(
+def test_replicas_with_different_tensors_are_rejected_without_validation(
     tmp_path: Path, required: bool, level: str
 ) -> None:
     message = the_same(run_on_ranks(save_replicas, 3, str(tmp_path), "tensor", required, level))
@@ -99,7 +99,7 @@ def test_copies_with_other_tensors_are_refused_without_any_validation(
 
 
 @pytest.mark.parametrize("difference", ["value", "number"])
-def test_only_names_of_tensors_are_compared_unless_validation_is_asked_for(tmp_path: Path, difference: str) -> None:
+def test_only_tensor_names_are_compared_without_validation(tmp_path: Path, difference: str) -> None:
     assert run_on_ranks(save_replicas, 2, str(tmp_path), difference, True, "tensor") == [("", "")] * 2
 
 
@@ -110,13 +110,13 @@ def save_what_some_declare(output_dir: str) -> Outcome:
     return raised(lambda: make_coordinator(output_dir, components).save_checkpoint(checkpoint_id=1))
 
 
-def test_a_shared_component_that_some_ranks_do_not_declare_is_refused(tmp_path: Path) -> None:
+def test_replicated_component_missing_on_some_ranks_is_rejected(tmp_path: Path) -> None:
     message = the_same(run_on_ranks(save_what_some_declare, 3, str(tmp_path)))
     assert "Component 'extra' is declared REPLICATED by some ranks, but not by ranks 0, 2" in message
     assert entries(tmp_path / "checkpoints") == []
 
 
-# --- the files of the weights
+# --- shard index
 
 
 def parts_of(seed: int) -> list[nn.ModuleDict]:
@@ -161,7 +161,7 @@ def save_with_index(output_dir: str, case: str) -> Outcome:
         ("lost", ["no rank writes", "2.bias", "ranks 0, 1"]),
     ],
 )
-def test_an_index_that_does_not_say_what_is_written_is_refused(tmp_path: Path, case: str, texts: list[str]) -> None:
+def test_shard_index_that_differs_from_written_files_is_rejected(tmp_path: Path, case: str, texts: list[str]) -> None:
     message = the_same(run_on_ranks(save_with_index, 2, str(tmp_path), case))
     assert "'model'" in message
     for text in texts:
@@ -170,7 +170,7 @@ def test_an_index_that_does_not_say_what_is_written_is_refused(tmp_path: Path, c
 
 
 @pytest.mark.parametrize("file", ["model.safetensors", "model-00002-of-00002.safetensors"])
-def test_one_rank_too_refuses_an_index_with_more_than_the_model(tmp_path: Path, file: str) -> None:
+def test_single_rank_rejects_an_index_with_unknown_tensors(tmp_path: Path, file: str) -> None:
     model = nn.Linear(2, 2)
     index = make_shard_index([model.state_dict()], safetensors=True)
     index["weight_map"]["scale"] = file
@@ -180,7 +180,7 @@ def test_one_rank_too_refuses_an_index_with_more_than_the_model(tmp_path: Path, 
     assert entries(tmp_path / "checkpoints") == []
 
 
-def test_a_single_file_that_an_index_calls_otherwise_is_found_again(tmp_path: Path) -> None:
+def test_single_file_with_a_custom_name_in_the_index_loads(tmp_path: Path) -> None:
     model = nn.Linear(2, 2)
     index = ShardIndex(metadata={}, weight_map=dict.fromkeys(model.state_dict(), "weights.safetensors"))
     component = StateComponent("model", model, GLOBAL)
@@ -191,11 +191,11 @@ def test_a_single_file_that_an_index_calls_otherwise_is_found_again(tmp_path: Pa
     assert torch.equal(other.weight, model.weight)
 
 
-# --- a model of transformers in parts
+# --- a transformers model split over ranks
 
 
 class Part(nn.Module):
-    """One of two halves of a Llama, under the names of the whole."""
+    """One of two halves of a Llama, with the tensor names of the full model."""
 
     def __init__(self, whole: LlamaForCausalLM, number: int, forgets_norm: bool = False) -> None:
         super().__init__()
@@ -223,7 +223,7 @@ def save_and_export_parts(output_dir: str, forgets_norm: bool) -> tuple[str, Out
     return path, raised(lambda: coordinator.export_model(f"{output_dir}/exported")), lines
 
 
-def test_the_parts_of_all_ranks_together_are_the_model(tmp_path: Path) -> None:
+def test_shards_of_all_ranks_load_as_the_full_model(tmp_path: Path) -> None:
     results = run_on_ranks(save_and_export_parts, 2, str(tmp_path), False)
     assert [(outcome, lines) for _, outcome, lines in results] == [(("", ""), [])] * 2
     expected = tiny_llama().state_dict()
@@ -233,7 +233,7 @@ def test_the_parts_of_all_ranks_together_are_the_model(tmp_path: Path) -> None:
         assert all(torch.equal(loaded[name], expected[name]) for name in expected)
 
 
-def test_a_tensor_that_no_rank_has_stops_an_export_and_takes_the_configuration_from_a_checkpoint(
+def test_tensor_missing_on_all_ranks_stops_export_and_omits_configuration(
     tmp_path: Path,
 ) -> None:
     results = run_on_ranks(save_and_export_parts, 2, str(tmp_path), True)
@@ -244,7 +244,7 @@ def test_a_tensor_that_no_rank_has_stops_an_export_and_takes_the_configuration_f
     assert entries(tmp_path / "exported") == []
     path = results[0][0]
     assert not {"config.json", "generation_config.json"} & file_names(path)
-    assert [len(lines) for _, _, lines in results] == [1, 0], "the rank that writes them says so"
+    assert [len(lines) for _, _, lines in results] == [1, 0], "only the rank that writes the files logs it"
     assert "model.norm.weight" in results[0][2][0]
     with pytest.raises((OSError, ValueError), match=r"config\.json"):
         AutoModelForCausalLM.from_pretrained(path)
@@ -258,7 +258,7 @@ def save_parts_on_storage_of_their_own(output_dir: str) -> tuple[str, bool, Outc
     return path, "config.json" in file_names(path), raised(lambda: coordinator.export_model(f"{own_dir}/exported"))
 
 
-def test_a_directory_with_some_stages_only_does_not_pass_for_a_model(tmp_path: Path) -> None:
+def test_directory_with_only_some_stages_is_no_model_directory(tmp_path: Path) -> None:
     results = run_on_ranks(save_parts_on_storage_of_their_own, 2, str(tmp_path))
     assert [described for _, described, _ in results] == [False, False]
     message = the_same([outcome for _, _, outcome in results])

@@ -1,4 +1,4 @@
-"""Callbacks that are given come beside the default ones, and metrics that one adds are seen by all that read metrics."""
+"""Default callbacks stay when others are passed, and every callback sees the metrics that another one adds."""
 
 import io
 import json
@@ -32,7 +32,7 @@ DEFAULTS = [ProgressCallback, InfoCallback, DefaultMetrics, JsonLogger]
 
 
 class Mine:
-    """A callback of no class that is among the default ones."""
+    """Callback with a class that is not among the defaults."""
 
 
 class OwnProgress(ProgressCallback):
@@ -43,7 +43,7 @@ def kinds(trainer: Trainer) -> list[type]:
     return [type(callback) for callback in trainer.callbacks]
 
 
-# --- which callbacks there are
+# --- registered callbacks
 
 
 @pytest.mark.parametrize(
@@ -57,9 +57,9 @@ def kinds(trainer: Trainer) -> list[type]:
         ({"default_callbacks": False}, []),
         ({"callbacks": [Mine(), DefaultMetrics()], "default_callbacks": False}, [Mine, DefaultMetrics]),
     ],
-    ids=["none given", "empty", "own", "same class", "subclass, then the class again", "off", "own alone"],
+    ids=["none passed", "empty", "own", "same class", "subclass, then the class again", "off", "own alone"],
 )
-def test_given_callbacks_come_beside_the_default_ones(
+def test_passed_callbacks_are_added_to_the_defaults(
     tmp_path: Path, given: dict[str, Any], expected: list[type]
 ) -> None:
     trainer = Trainer(args={"output_dir": str(tmp_path)}, model=ScalarModel(), **given)
@@ -69,7 +69,7 @@ def test_given_callbacks_come_beside_the_default_ones(
 
 
 @pytest.mark.parametrize("kind", [DDPTrainer, PipelineTrainer, HybridTrainer, AccelTrainer])
-def test_all_trainers_have_them(tmp_path: Path, kind: type[Trainer]) -> None:
+def test_all_trainers_have_the_default_callbacks(tmp_path: Path, kind: type[Trainer]) -> None:
     options: dict[str, Any] = {"accelerator": Accelerator(cpu=True)} if kind is AccelTrainer else {}
     if issubclass(kind, PipelineTrainer):
         ranks = StaticDistributedEnvironment(world_size=2, local_world_size=2)
@@ -80,7 +80,7 @@ def test_all_trainers_have_them(tmp_path: Path, kind: type[Trainer]) -> None:
     assert kinds(kind(**build, **options, default_callbacks=False)) == []
 
 
-def test_a_callback_that_is_added_later_replaces_a_default_one_too(tmp_path: Path) -> None:
+def test_callback_added_later_replaces_the_default_of_its_class(tmp_path: Path) -> None:
     trainer = Trainer(args={"output_dir": str(tmp_path)}, model=ScalarModel())
     own = JsonLogger("mine.jsonl")
     trainer.add_callback(own)
@@ -92,7 +92,7 @@ def test_a_callback_that_is_added_later_replaces_a_default_one_too(tmp_path: Pat
 
 
 class AddsMetrics:
-    """Adds a number to every log and evaluation; the one of evaluations never improves."""
+    """Adds metrics to every log and evaluation; the evaluation metric never improves."""
 
     def on_log(self, args: Any, state: Any, control: Any, logs: dict[str, Any], **_: Any) -> None:
         logs["tok_per_sec"] = 123.0
@@ -107,7 +107,7 @@ def records(output_dir: Path, name: str = "trainer_logs.jsonl") -> list[dict[str
 
 
 @pytest.mark.parametrize("place", [0, 5], ids=["first", "last"])
-def test_added_metrics_are_seen_whatever_the_place_in_the_list(tmp_path: Path, place: int) -> None:
+def test_added_metrics_are_seen_at_any_position_in_the_list(tmp_path: Path, place: int) -> None:
     shown, plot = io.StringIO(), PlotCallback(min_seconds=1000)
     readers = [
         ProgressCallback(Console(file=shown)),
@@ -142,11 +142,11 @@ def test_added_metrics_are_seen_whatever_the_place_in_the_list(tmp_path: Path, p
     assert all(one["temperature"] == 0.75 for one in trainer.state.log_history if "loss" in one)
 
 
-# --- the history that every run leaves
+# --- log history of every run
 
 
 def run_for(output_dir: Path, *callbacks: Any, **settings: Any) -> Trainer:
-    """A trainer with its default callbacks."""
+    """Return a trainer with its default callbacks."""
     arguments: dict[str, Any] = {
         "output_dir": str(output_dir),
         "use_cpu": True,
@@ -160,15 +160,15 @@ def run_for(output_dir: Path, *callbacks: Any, **settings: Any) -> Trainer:
 
 
 def steps_of(output_dir: Path) -> list[tuple[int, str]]:
-    """Step and kind of each record."""
+    """Return the step and kind of each record."""
     names = ("train_runtime", "eval_loss", "loss")
     return [(one["step"], next(name for name in names if name in one)) for one in records(output_dir)]
 
 
-def test_a_run_without_callbacks_leaves_its_history(tmp_path: Path) -> None:
+def test_run_without_passed_callbacks_writes_its_history(tmp_path: Path) -> None:
     trainer = run_for(tmp_path, save_strategy="no")
     trainer.evaluate()
-    assert not (tmp_path / "trainer_logs.jsonl").exists(), "an evaluation alone leaves no file"
+    assert not (tmp_path / "trainer_logs.jsonl").exists(), "an evaluation alone writes no file"
     trainer.train()
     trained = [(0, "eval_loss"), *((step, "loss") for step in range(1, 7)), (6, "train_runtime")]
     assert steps_of(tmp_path) == trained
@@ -176,7 +176,7 @@ def test_a_run_without_callbacks_leaves_its_history(tmp_path: Path) -> None:
     assert steps_of(tmp_path) == [*trained, (6, "eval_loss")]
     run_for(tmp_path, save_strategy="no", max_steps=1).train()
     assert steps_of(tmp_path) == [(1, "loss"), (1, "train_runtime")]
-    assert len(records(tmp_path, "trainer_logs.previous.jsonl")) == 9, "a fresh run keeps the history of the one before"
+    assert len(records(tmp_path, "trainer_logs.previous.jsonl")) == 9, "a fresh run keeps the previous history"
 
 
 class Killed(BaseException):
@@ -184,7 +184,7 @@ class Killed(BaseException):
 
 
 class KillsAfterEvaluation:
-    """Ends the process, as far as the trainer can tell, after an evaluation that follows the save of its step."""
+    """Simulates a kill after an evaluation that follows the save of its step."""
 
     reads_final_metrics = True
 
@@ -192,8 +192,8 @@ class KillsAfterEvaluation:
         raise Killed
 
 
-def test_no_step_has_two_records_of_a_kind_after_a_resume(tmp_path: Path) -> None:
-    """The evaluation at the end of an epoch comes after the checkpoint of its last step, and again after a resume."""
+def test_resume_does_not_duplicate_records(tmp_path: Path) -> None:
+    """The evaluation at the end of an epoch follows the checkpoint of its last step, so a resumed run repeats it."""
     settings = {"num_train_epochs": 2, "eval_strategy": "epoch", "save_steps": 3}
     straight = run_for(tmp_path / "straight", **settings)
     straight.train()
@@ -201,26 +201,26 @@ def test_no_step_has_two_records_of_a_kind_after_a_resume(tmp_path: Path) -> Non
         run_for(tmp_path / "killed", KillsAfterEvaluation(), **settings).train()
     assert steps_of(tmp_path / "killed")[-1] == (6, "eval_loss")
     for _ in range(2):
-        # The second time there is nothing left to do but to say so.
+        # The second run has no step left to train.
         run_for(tmp_path / "killed", **settings).train()
         assert steps_of(tmp_path / "killed") == steps_of(tmp_path / "straight")
 
 
-def test_a_file_that_cannot_be_written_does_not_end_training(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+def test_unwritable_log_file_does_not_end_training(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     os.makedirs(tmp_path / "trainer_logs.jsonl")
     assert run_for(tmp_path, save_strategy="no").train().global_step == 6
     said = [record.getMessage() for record in caplog.records if "log file" in record.getMessage()]
     assert len(said) == 1 and "choose a writable output_dir" in said[0]
 
 
-# --- what was taken for granted in silence
+# --- warnings about assumptions
 
 
 def warnings_of(caplog: pytest.LogCaptureFixture, words: str) -> list[str]:
     return [one.getMessage() for one in caplog.records if one.levelno == logging.WARNING and words in one.getMessage()]
 
 
-def test_data_without_length_are_warned_of_once(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+def test_data_without_length_warns_once(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     for number, settings in enumerate(
         ({}, {"lr_scheduler_type": "linear"}, {"max_steps": 1}, {"epoch_train_steps": 4})
     ):
@@ -230,7 +230,7 @@ def test_data_without_length_are_warned_of_once(tmp_path: Path, caplog: pytest.L
     assert "lr_scheduler_type='linear' decays over that many" in with_schedule
 
 
-def test_a_schedule_without_an_end_is_warned_of(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+def test_schedule_without_an_end_warns(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     class Stops:
         def on_step_end(self, args: Any, state: Any, control: Any, **_: Any) -> None:
             control.should_training_stop = True
@@ -242,7 +242,7 @@ def test_a_schedule_without_an_end_is_warned_of(tmp_path: Path, caplog: pytest.L
     assert "lr_scheduler_type='cosine' never decays. Set max_steps" in said
 
 
-def test_nothing_to_resume_is_said_loudly(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+def test_resume_without_a_checkpoint_warns(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     (tmp_path / "notes.txt").write_text("of something else")
     asked: list[dict[str, Any]] = [{}, {"resume_from_checkpoint": False}, {"resume_from_checkpoint": True}]
     for keywords in asked:

@@ -1,4 +1,4 @@
-"""A loss that becomes NaN in a real run: it ends, says where, and leaves a good checkpoint."""
+"""Divergence in real runs: a NaN loss ends the run, reports the step and leaves a good checkpoint."""
 
 import logging
 import math
@@ -22,7 +22,7 @@ SETTINGS: dict[str, Any] = {
 
 
 def diverging(output_dir: Path, model: ScalarModel, *callbacks: Any, **settings: Any) -> Trainer:
-    """The sixth batch is NaN; it is saved every second step, so that step 4 is the last good checkpoint."""
+    """Return a trainer with a NaN in the sixth batch and a save every second step: step 4 is the last good checkpoint."""
     defaults: dict[str, Any] = {
         "logging_strategy": "steps",
         "logging_steps": 1,
@@ -30,7 +30,7 @@ def diverging(output_dir: Path, model: ScalarModel, *callbacks: Any, **settings:
         "save_steps": 2,
         "learning_rate": 0.01,
     }
-    # Without the detector this is what nonfinite_grad is for, which by default ends the run with an error.
+    # By default, nonfinite_grad itself ends such a run with an error.
     settings = {"nonfinite_grad": "ignore", **settings}
     data = scalars(*[1.0] * NUM_GOOD, math.nan, *[1.0] * 4)
     return quiet_trainer(output_dir, model, data, *callbacks, **{**defaults, **settings})
@@ -39,7 +39,7 @@ def diverging(output_dir: Path, model: ScalarModel, *callbacks: Any, **settings:
 @pytest.mark.parametrize(
     ("action", "outcome"), [("stop", "stops without saving"), ("abort", "is aborted without saving")]
 )
-def test_training_ends_at_the_step_of_the_nan_and_says_so(
+def test_training_ends_at_the_nan_step_and_reports_it(
     tmp_path: Path, caplog: pytest.LogCaptureFixture, action: str, outcome: str
 ) -> None:
     with caplog.at_level(logging.INFO, logger="forgather"):
@@ -52,7 +52,7 @@ def test_training_ends_at_the_step_of_the_nan_and_says_so(
 
 @pytest.mark.parametrize("action", ["stop", "abort"])
 @pytest.mark.parametrize("save_total_limit", [1, 2])
-def test_a_resume_finds_the_last_good_checkpoint(tmp_path: Path, action: str, save_total_limit: int) -> None:
+def test_resume_finds_the_last_good_checkpoint(tmp_path: Path, action: str, save_total_limit: int) -> None:
     model = ScalarModel()
     diverging(tmp_path, model, DivergenceDetector(action=action), save_total_limit=save_total_limit).train()
     assert math.isnan(model.weight.item())
@@ -67,7 +67,7 @@ def test_a_resume_finds_the_last_good_checkpoint(tmp_path: Path, action: str, sa
 
 
 @pytest.mark.parametrize(("action", "saved"), [("stop", [4, 7]), ("abort", [4])])
-def test_a_loss_that_rises_ends_training_too(tmp_path: Path, action: str, saved: list[int]) -> None:
+def test_rising_loss_ends_training(tmp_path: Path, action: str, saved: list[int]) -> None:
     rising = scalars(*[1.0] * 4, *[3.0] * 10)
     detector = DivergenceDetector(action=action, threshold=0.5, patience=3, smoothing=0.0)
     output = quiet_trainer(tmp_path, ScalarModel(), rising, detector, save_steps=4, **SETTINGS).train()
@@ -75,7 +75,7 @@ def test_a_loss_that_rises_ends_training_too(tmp_path: Path, action: str, saved:
     assert saved_steps(tmp_path) == saved
 
 
-def test_the_patience_counts_across_a_resume(tmp_path: Path) -> None:
+def test_divergence_patience_counts_across_a_resume(tmp_path: Path) -> None:
     def run(max_steps: int) -> int:
         rising = scalars(*[1.0] * 4, *[3.0] * 10)
         detector = DivergenceDetector(action="stop", threshold=0.5, patience=3, smoothing=0.0)
@@ -86,7 +86,7 @@ def test_the_patience_counts_across_a_resume(tmp_path: Path) -> None:
     assert run(14) == 7
 
 
-def test_a_nan_is_in_the_record_and_in_the_final_one(tmp_path: Path) -> None:
+def test_nan_is_in_the_log_and_in_the_final_metrics(tmp_path: Path) -> None:
     recorder = Recorder()
     output = diverging(tmp_path, ScalarModel(), recorder, DivergenceDetector(action="abort")).train()
     assert [math.isnan(logs["loss"]) for _, logs in recorder.logs] == [False] * NUM_GOOD + [True]

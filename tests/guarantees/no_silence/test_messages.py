@@ -1,4 +1,4 @@
-"""Mistakes of people who use the library for the first time: each message says what, why and what to do."""
+"""Error messages for mistakes of first-time users: each one names the mistake, the reason and the remedy."""
 
 from dataclasses import dataclass
 from pathlib import Path
@@ -38,13 +38,13 @@ def builds_nothing() -> None:
         ({"optimizer_cls_and_kwargs": torch.optim.SGD}, "pass a class and a dict of its options"),
     ],
 )
-def test_objects_of_the_wrong_kind(tmp_path: Path, options: dict[str, Any], words: str) -> None:
+def test_objects_of_the_wrong_type_are_rejected(tmp_path: Path, options: dict[str, Any], words: str) -> None:
     given = {"model": TokenModel(), **options} if "model_init" not in options else options
     with pytest.raises(ValueError, match=words):
         Trainer(args={"output_dir": str(tmp_path), "use_cpu": True}, train_dataset=token_samples(2), **given)
 
 
-def test_model_init_that_returns_none(tmp_path: Path) -> None:
+def test_model_init_that_returns_none_is_rejected(tmp_path: Path) -> None:
     options: dict[str, Any] = {"model_init": builds_nothing}
     with pytest.raises(
         ValueError, match=r"model_init \(builds_nothing\) returned None.*without return.*Return the model"
@@ -52,7 +52,9 @@ def test_model_init_that_returns_none(tmp_path: Path) -> None:
         quiet_trainer(tmp_path, None, token_samples(2), trainer_options=options).train()
 
 
-def test_callbacks_by_class_and_almost_events(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+def test_callback_classes_are_accepted_and_misspelt_events_warn(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
     trainer = quiet_trainer(tmp_path, TokenModel(), token_samples(2), PeakMemory)
     assert isinstance(trainer.callbacks[0], PeakMemory)
     with pytest.raises(ValueError, match="5 cannot be used as a callback"):
@@ -85,12 +87,12 @@ def test_callbacks_by_class_and_almost_events(tmp_path: Path, caplog: pytest.Log
         (lambda *_: TrainingArguments("out"), r"by name.*TrainingArguments\(output_dir='out'\)"),
     ],
 )
-def test_calls_that_no_constructor_takes(call: Any, words: str) -> None:
+def test_invalid_constructor_calls_are_rejected(call: Any, words: str) -> None:
     with pytest.raises(TypeError, match=words):
         call(TrainingArguments(), TokenModel())
 
 
-def test_swapped_args_and_model() -> None:
+def test_swapped_args_and_model_are_rejected() -> None:
     with pytest.raises(ValueError, match="args and model are swapped"):
         Trainer(args=TokenModel(), model=TrainingArguments())  # type: ignore[arg-type]
 
@@ -142,13 +144,13 @@ def test_hf_argument_parser() -> None:
         (lambda: [token_samples(1)[0], 7], "Sample 1 of the dataset .* is a int.*all samples as dicts"),
     ],
 )
-def test_datasets_that_are_none(tmp_path: Path, dataset: Any, words: str) -> None:
+def test_objects_that_are_not_datasets_are_rejected(tmp_path: Path, dataset: Any, words: str) -> None:
     trainer = quiet_trainer(tmp_path, TokenModel(), dataset(), per_device_train_batch_size=2)
     with pytest.raises(ValueError, match=words):
         trainer.train()
 
 
-def test_a_generator_that_is_read_twice(tmp_path: Path) -> None:
+def test_generator_that_is_read_twice_is_an_error(tmp_path: Path) -> None:
     batches = ({"value": torch.ones(2)} for _ in range(2))
     with pytest.raises(ValueError, match=r"ended after 2 batches, .*only once"):
         quiet_trainer(tmp_path, ScalarModel(), batches, max_steps=5).train()
@@ -179,7 +181,7 @@ class FailingStream(IterableDataset[Any]):
 @pytest.mark.parametrize("kind", [Failing, FailingStream])
 @pytest.mark.parametrize("error", [OSError("torn page"), StopIteration()], ids=["OSError", "StopIteration"])
 @pytest.mark.parametrize("workers", [0, 1])
-def test_samples_that_raise(tmp_path: Path, kind: Any, error: Exception, workers: int) -> None:
+def test_error_names_the_sample_that_raised(tmp_path: Path, kind: Any, error: Exception, workers: int) -> None:
     trainer = quiet_trainer(tmp_path, ScalarModel(), kind(error), dataloader_num_workers=workers)
     with pytest.raises(DataError) as raised:
         trainer.train()
@@ -189,7 +191,7 @@ def test_samples_that_raise(tmp_path: Path, kind: Any, error: Exception, workers
     assert ("next(...)" in headline) == isinstance(error, StopIteration)
 
 
-def test_a_collator_that_raises(tmp_path: Path) -> None:
+def test_error_names_the_samples_of_a_failed_collate(tmp_path: Path) -> None:
     def collate(samples: Any) -> Any:
         return samples[0]["attention_mask"]
 
@@ -220,7 +222,7 @@ class Positions(TokenModel):
         (Positions, "labels", 1, "requested row 39 of the embedding 'embedding', which has 32 rows.*max_length=32"),
     ],
 )
-def test_ids_and_labels_out_of_range(tmp_path: Path, model: Any, key: str, value: int, words: str) -> None:
+def test_ids_and_labels_out_of_range_are_named(tmp_path: Path, model: Any, key: str, value: int, words: str) -> None:
     samples = token_samples(1)
     samples[0][key][3] = value
     for options in ({}, {"compute_loss_func": ChunkedCausalLoss()}):
@@ -231,7 +233,7 @@ def test_ids_and_labels_out_of_range(tmp_path: Path, model: Any, key: str, value
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="needs a machine without CUDA")
-def test_cuda_that_is_absent(tmp_path: Path) -> None:
+def test_missing_cuda_device_is_an_error(tmp_path: Path) -> None:
     trainer = quiet_trainer(tmp_path, TokenModel(), token_samples(1), use_cpu=False, device="cuda")
     with pytest.raises(ValueError, match=r"device='cuda' cannot be used: .*finds no cuda device.*use_cpu=True"):
         trainer.train()

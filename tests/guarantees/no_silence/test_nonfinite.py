@@ -1,4 +1,4 @@
-"""Gradients that are NaN or infinite: a run stops, skips the update or goes on, as `nonfinite_grad` says, on all ranks."""
+"""Non-finite gradients: `nonfinite_grad` makes all ranks stop, skip the update or continue."""
 
 import logging
 import math
@@ -26,11 +26,11 @@ from tests.support.ranks import run_on_ranks
 from tests.support.tiny_models import Recorder, TokenModel, quiet_trainer, saved_steps, token_samples, weights
 
 BAD = 6
-"""The batch, counted from 1, whose loss is NaN."""
+"""Number of the batch with a NaN loss, counted from 1."""
 
 
 class Spoiling:
-    """A loss that is NaN at some of its calls, on one rank."""
+    """Loss that is NaN at some calls, on one rank."""
 
     def __init__(self, *bad: int, rank: int | None = None) -> None:
         self.bad = bad
@@ -64,7 +64,7 @@ def fused(**options: Any) -> dict[str, Any]:
 
 
 @pytest.mark.parametrize("settings", [{}, {"max_grad_norm": None, "fuse_optim_with_backward": True}])
-def test_by_default_training_stops_and_says_where(tmp_path: Path, settings: dict[str, Any]) -> None:
+def test_nan_gradient_stops_training_by_default(tmp_path: Path, settings: dict[str, Any]) -> None:
     trainer = trainer_with(tmp_path, BAD, save_total_limit=1, **settings)
     with pytest.raises(
         NonFiniteError, match=rf"step {BAD} are not finite \(its loss: nan\).*checkpoint-4.*'skip'"
@@ -77,7 +77,7 @@ def test_by_default_training_stops_and_says_where(tmp_path: Path, settings: dict
     assert saved_steps(tmp_path) == [4]
 
 
-def test_the_parameters_named_are_those_concerned(tmp_path: Path) -> None:
+def test_error_names_the_parameters_with_nonfinite_gradients(tmp_path: Path) -> None:
     class Half(nn.Module):
         def __init__(self) -> None:
             super().__init__()
@@ -95,8 +95,8 @@ def test_the_parameters_named_are_those_concerned(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("is_fused", [True, False])
-def test_skip_leaves_the_update_out_and_counts_it(tmp_path: Path, is_fused: bool) -> None:
-    """As if the step's gradients had never been: the moments, too, are those of the other steps alone."""
+def test_skip_omits_the_update_and_counts_it(tmp_path: Path, is_fused: bool) -> None:
+    """The gradients of the skipped step have no effect on weights and moments."""
     options = fused(fused=is_fused)
     trainer = trainer_with(tmp_path / "a", BAD, nonfinite_grad="skip", trainer_options=options)
     output = trainer.train()
@@ -115,7 +115,7 @@ def plain_loss() -> dict[str, Any]:
     return {"compute_loss_func": Spoiling()}
 
 
-def test_ten_skipped_steps_in_a_row_stop_also_across_a_resume(tmp_path: Path) -> None:
+def test_ten_skipped_steps_in_a_row_stop_even_across_a_resume(tmp_path: Path) -> None:
     bad = range(3, 17)
     with pytest.raises(NonFiniteError, match=r"last 10 steps, up to step 12.*'skip' skipped their updates") as stop:
         trainer_with(tmp_path / "a", *bad, nonfinite_grad="skip").train()
@@ -127,14 +127,16 @@ def test_ten_skipped_steps_in_a_row_stop_also_across_a_resume(tmp_path: Path) ->
     trainer_with(tmp_path / "c", *range(1, 10), *range(11, 16), nonfinite_grad="skip").train()
 
 
-def test_an_interval_of_skipped_steps_has_no_loss(tmp_path: Path) -> None:
+def test_interval_with_only_skipped_steps_has_no_loss(tmp_path: Path) -> None:
     trainer = trainer_with(tmp_path, 5, 6, 7, 8, nonfinite_grad="skip")
     trainer.train()
     (record,) = [record for record in trainer.state.log_history if record["step"] == 8]
     assert record["skipped_steps"] == 4 and "loss" not in record
 
 
-def test_ignore_trains_on_but_keeps_the_sound_checkpoints(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+def test_ignore_continues_training_and_keeps_finite_checkpoints(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
     with caplog.at_level(logging.WARNING, logger="forgather"):
         trainer = trainer_with(tmp_path, BAD, nonfinite_grad="ignore", save_total_limit=2)
         trainer.train()
@@ -145,7 +147,7 @@ def test_ignore_trains_on_but_keeps_the_sound_checkpoints(tmp_path: Path, caplog
     assert trainer.checkpoint_manager.newest_sound_checkpoint() == str(tmp_path / "checkpoints" / "checkpoint-4")
 
 
-def test_weights_that_are_not_finite_are_not_saved(tmp_path: Path) -> None:
+def test_nonfinite_weights_are_not_saved(tmp_path: Path) -> None:
     class Breaking(Recorder):
         def on_step_end(self, args: Any, state: Any, control: Any, model: nn.Module, **kwargs: Any) -> None:
             if state.global_step == 4:
@@ -159,7 +161,7 @@ def test_weights_that_are_not_finite_are_not_saved(tmp_path: Path) -> None:
     assert saved_steps(tmp_path) == [2]
 
 
-def test_sound_checkpoints_outlive_others() -> None:
+def test_retention_prefers_checkpoints_with_finite_weights() -> None:
     from datetime import UTC, datetime
 
     infos = [CheckpointInfo(str(n), n, datetime(2020, 1, n, tzinfo=UTC), is_sound=n in (1, 2, 4)) for n in range(1, 8)]
@@ -167,7 +169,7 @@ def test_sound_checkpoints_outlive_others() -> None:
     assert checkpoints_to_delete(infos, LatestN(None)) == []
 
 
-def test_an_evaluation_of_spoiled_weights_is_spared(tmp_path: Path) -> None:
+def test_nonfinite_gradients_stop_before_the_evaluation(tmp_path: Path) -> None:
     recorder = Recorder()
     trainer = trainer_with(
         tmp_path, BAD, eval_strategy="steps", eval_steps=1, trainer_options={"eval_dataset": token_samples(2)}
@@ -178,21 +180,21 @@ def test_an_evaluation_of_spoiled_weights_is_spared(tmp_path: Path) -> None:
     assert recorder.steps("on_evaluate") == [1, 2, 3, 4, 5]
 
 
-def test_the_largest_value_tells_of_all_kinds_of_weights() -> None:
+def test_nonfinite_weights_are_found_in_all_dtypes() -> None:
     good = [torch.ones(3), torch.full((2,), 60000.0, dtype=torch.float16), torch.zeros(0), torch.ones(2).long()]
     bad = [torch.tensor([1.0, math.nan]), torch.tensor([-math.inf]).bfloat16(), torch.tensor([complex(0, math.nan)])]
     assert nonfinite_weights(good) == []
     assert [id(one) for one in nonfinite_weights([*good, *bad])] == [id(one) for one in bad]
 
 
-def test_a_watch_counts_norms_in_their_order() -> None:
+def test_gradient_watch_counts_consecutive_nonfinite_norms() -> None:
     watch = GradientWatch("skip", has_loss_scale=False)
     assert watch.judge([math.nan] * 9 + [1.0] + [math.inf] * 9, 19) is None
     assert watch.judge([math.nan, 1.0], 21) == 20
     assert GradientWatch("ignore", has_loss_scale=False).judge([math.nan] * 99, 99) is None
 
 
-def test_what_cannot_skip_is_refused() -> None:
+def test_skip_is_rejected_where_it_cannot_work() -> None:
     for options in ({"nonfinite_grad": "raise"}, {"nonfinite_grad": "skip", "fuse_optim_with_backward": True}):
         with pytest.raises(ValueError, match="nonfinite_grad"):
             TrainingArguments(output_dir="x", max_grad_norm=None, **options)  # type: ignore[arg-type]
@@ -200,11 +202,11 @@ def test_what_cannot_skip_is_refused() -> None:
         DDPTrainingArguments(output_dir="x", nonfinite_grad="skip", post_local_sgd={"enabled": True})  # type: ignore[arg-type]
 
 
-# --- mixed_precision="fp16", where GradScaler leaves steps out by itself
+# --- mixed_precision="fp16": GradScaler skips steps itself
 
 
-def test_a_step_that_the_scaler_leaves_out_does_not_count(tmp_path: Path) -> None:
-    """Neither as a reason to stop, nor in the schedule, nor in the mean of the losses."""
+def test_step_skipped_by_grad_scaler_does_not_count(tmp_path: Path) -> None:
+    """The step is no reason to stop, does not advance the schedule, and is not in the mean loss."""
     settings: dict[str, Any] = {"lr_scheduler_type": "linear", "logging_steps": 1, "mixed_precision": "fp16"}
     trainer = trainer_with(tmp_path / "a", 3, 4, **settings)
     trainer.train()
@@ -217,7 +219,7 @@ def test_a_step_that_the_scaler_leaves_out_does_not_count(tmp_path: Path) -> Non
     assert trainer.lr_scheduler.last_epoch == 14
 
 
-def test_a_resumed_schedule_knows_the_steps_that_were_left_out(tmp_path: Path) -> None:
+def test_resumed_schedule_accounts_for_skipped_steps(tmp_path: Path) -> None:
     settings: dict[str, Any] = {"lr_scheduler_type": "linear", "mixed_precision": "fp16", "save_steps": 8}
     whole = trainer_with(tmp_path / "a", 3, 4, **settings)
     whole.train()
@@ -227,7 +229,7 @@ def test_a_resumed_schedule_knows_the_steps_that_were_left_out(tmp_path: Path) -
     assert resumed.lr_scheduler.last_epoch == whole.lr_scheduler.last_epoch == 14
 
 
-def test_a_scaler_that_leaves_out_every_step_is_no_training(tmp_path: Path) -> None:
+def test_grad_scaler_that_skips_every_step_is_an_error(tmp_path: Path) -> None:
     data = token_samples(60)
     trainer = quiet_trainer(
         tmp_path,
@@ -240,7 +242,7 @@ def test_a_scaler_that_leaves_out_every_step_is_no_training(tmp_path: Path) -> N
         trainer.train()
 
 
-# --- several ranks
+# --- multiple ranks
 
 
 def _stop_together(output_dir: Path, kind: str, action: str) -> tuple[Any, ...]:
@@ -252,7 +254,7 @@ def _stop_together(output_dir: Path, kind: str, action: str) -> tuple[Any, ...]:
         )
     else:
         classes: dict[str, type[Trainer]] = {"pipeline": PipelineTrainer, "hybrid": HybridTrainer}
-        # Three micro-batches for each step: the loss of step 6 is NaN, where the last stage computes it.
+        # Three micro-batches per step: the loss of step 6 is NaN on the last stage.
         options = {"compute_loss_func": Spoiling(11), **fused()}
         trainer = trainer_of(
             classes[kind],
@@ -275,7 +277,7 @@ def _stop_together(output_dir: Path, kind: str, action: str) -> tuple[Any, ...]:
 
 
 @pytest.mark.parametrize(("kind", "world_size"), [("ddp", 2), ("pipeline", 2), ("hybrid", 4)])
-def test_all_ranks_stop_at_one_step(tmp_path: Path, kind: str, world_size: int) -> None:
+def test_all_ranks_stop_at_the_same_step(tmp_path: Path, kind: str, world_size: int) -> None:
     results = run_on_ranks(_stop_together, world_size, tmp_path, kind, "stop")
     assert all(result == results[0] for result in results[1:])
     step, rank, parameters, checkpoint, stopped_at = results[0]

@@ -1,4 +1,4 @@
-"""Which loss a model without a loss function is trained on: its own, where that is not the causal one."""
+"""Loss resolution without compute_loss_func: the model's own loss, unless it is the shifted causal one."""
 
 import logging
 from collections.abc import Callable
@@ -20,7 +20,7 @@ from tests.support.tiny_models import VOCAB_SIZE, TokenModel, quiet_trainer, tin
 
 
 class Tagger(TokenModel):
-    """A label for each token, that of the token itself; declares nothing."""
+    """Model with an own loss over one label per token, which it does not declare."""
 
     smoothing, term, only_in_training, shift = 0.0, 0.0, False, 0
 
@@ -63,7 +63,7 @@ def smoothed_llama() -> nn.Module:
 
 
 CHOICES: dict[str, tuple[Callable[[], nn.Module], bool, int]] = {
-    # Whether the model's own loss is used, and the targets among 2 x 6 labels.
+    # Builder, whether the model's own loss is used, and the number of targets among 2 x 6 labels.
     "gpt2": (gpt2, False, 10),
     "llama": (tiny_llama, False, 10),
     "causal": (lambda: tagger(shift=1), False, 10),
@@ -80,7 +80,7 @@ CHOICES: dict[str, tuple[Callable[[], nn.Module], bool, int]] = {
 
 
 @pytest.mark.parametrize("name", CHOICES)
-def test_the_first_batch_tells_and_nothing_shows_of_it(name: str, caplog: pytest.LogCaptureFixture) -> None:
+def test_first_batch_resolves_the_loss_without_side_effects(name: str, caplog: pytest.LogCaptureFixture) -> None:
     build, is_own, num_targets = CHOICES[name]
     model = build().train()
     tokens = torch.randint(0, VOCAB_SIZE, (2, 6), generator=torch.Generator().manual_seed(1))
@@ -102,14 +102,14 @@ def samples(num: int = 32) -> list[dict[str, Tensor]]:
     return [{"input_ids": row, "labels": row % 4} for row in rows]
 
 
-def test_a_tagger_learns_its_tags(tmp_path: Path) -> None:
+def test_token_tagger_learns_its_labels(tmp_path: Path) -> None:
     model, data = tagger(), samples()
     quiet_trainer(tmp_path, model, data, per_device_train_batch_size=8, num_train_epochs=60, learning_rate=2.0).train()
     tokens = torch.stack([one["input_ids"] for one in data])
     assert (model(tokens)["logits"].argmax(-1) == tokens % 4).float().mean() == 1.0
 
 
-def test_dropout_draws_the_same_numbers_as_with_a_given_loss(tmp_path: Path) -> None:
+def test_loss_resolution_does_not_change_dropout(tmp_path: Path) -> None:
     results = []
     for loss in (None, CausalLoss()):
         model = gpt2()
@@ -130,7 +130,7 @@ def assert_equal(one: dict[str, Tensor], other: dict[str, Tensor]) -> None:
     assert all(torch.equal(one[name], other[name]) for name in one)
 
 
-def test_a_resumed_run_keeps_its_loss(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+def test_resumed_run_keeps_its_loss(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     straight = run(tmp_path / "straight", 4)
     run(tmp_path / "resumed", 2)
     with caplog.at_level(logging.INFO):
@@ -138,7 +138,7 @@ def test_a_resumed_run_keeps_its_loss(tmp_path: Path, caplog: pytest.LogCaptureF
     assert "Loss: the model's own, as in the checkpoint." in caplog.text
 
 
-def test_an_older_checkpoint_goes_on_with_the_causal_loss(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+def test_older_checkpoint_resumes_with_the_causal_loss(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     straight = run(tmp_path / "straight", 6, CausalLoss())
     run(tmp_path / "old", 2, CausalLoss())
     change_state(
@@ -149,7 +149,7 @@ def test_an_older_checkpoint_goes_on_with_the_causal_loss(tmp_path: Path, caplog
     assert caplog.text.count("This run continues with shifted causal cross entropy") == 1
 
 
-def test_a_fused_loss_refuses_a_model_with_another(tmp_path: Path) -> None:
+def test_fused_loss_rejects_a_model_with_its_own_loss(tmp_path: Path) -> None:
     options = {"fused_loss_factory": LinearCrossEntropyLoss}
     with pytest.raises(ValueError, match=r"LlamaForCausalLM, which computes its own loss.*compute_loss_func"):
         quiet_trainer(tmp_path, smoothed_llama(), token_samples(4), trainer_options=options).train()
@@ -162,7 +162,7 @@ def _train_on_two(output_dir: Path, num: int) -> dict[str, Tensor]:
 
 
 @pytest.mark.parametrize("num", [6, 1], ids=["even", "one rank has a stand-in"])
-def test_ranks_choose_the_same(tmp_path: Path, num: int) -> None:
+def test_ranks_resolve_the_same_loss(tmp_path: Path, num: int) -> None:
     model = tagger()
     quiet_trainer(tmp_path / "one", model, samples(num), per_device_train_batch_size=2, max_steps=3).train()
     for result in run_on_ranks(_train_on_two, 2, tmp_path / "two", num):

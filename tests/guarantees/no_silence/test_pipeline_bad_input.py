@@ -1,4 +1,4 @@
-"""Each mistake gets an error that says why, where it was made, and what to change: on every rank, and none hangs."""
+"""Pipeline misuse: every rank raises an error that names the mistake, the reason and the remedy, and no rank hangs."""
 
 import functools
 import re
@@ -23,7 +23,7 @@ from tests.support.tiny_models import VOCAB_SIZE, Stream, TokenModel, quiet_trai
 
 BATCH: dict[str, Any] = {"per_device_train_batch_size": 4, "per_device_eval_batch_size": 4, "max_steps": 2}
 
-# --- refused at construction, before any rank waits for another
+# --- rejected at construction, before any rank waits for another
 
 
 def construct(output_dir: Path, trainer_options: dict[str, Any] | None = None, **settings: Any) -> PipelineTrainer:
@@ -89,40 +89,40 @@ BAD_SETTINGS: list[tuple[dict[str, Any], str]] = [
 
 
 @pytest.mark.parametrize(("settings", "message"), BAD_SETTINGS, ids=lambda value: str(value)[:60])
-def test_settings_that_cannot_work_are_refused_at_once(settings: dict[str, Any], message: str, tmp_path: Path) -> None:
+def test_invalid_settings_are_rejected_at_construction(settings: dict[str, Any], message: str, tmp_path: Path) -> None:
     with pytest.raises(ValueError, match=message):
         construct(tmp_path, **settings)
 
 
 @pytest.mark.parametrize("name", [*ZERO_BUBBLE, "interleaved1f1b", "loopedbfs"])
-def test_schedules_of_several_stages_take_the_default_settings(name: str, tmp_path: Path) -> None:
-    """Nothing but the name of a schedule has to be given."""
+def test_multi_stage_schedules_accept_the_default_settings(name: str, tmp_path: Path) -> None:
+    """Only the name of the schedule is required."""
     construct(tmp_path, schedule=name, n_microbatches=4)
 
 
-def test_the_default_settings_stay_divisible() -> None:
+def test_batch_size_must_be_divisible_by_default_n_microbatches() -> None:
     with pytest.raises(ValueError, match="not divisible by n_microbatches=4"):
         PipelineTrainingArguments(output_dir="unused", per_device_train_batch_size=2)
 
 
-def test_a_schedule_with_options_of_its_own_is_known_by_its_class(tmp_path: Path) -> None:
+def test_partial_schedule_is_checked_by_its_class(tmp_path: Path) -> None:
     factory = functools.partial(Schedule1F1B, backward_requires_autograd=True)
     construct(tmp_path, schedule=factory)
     with pytest.raises(ValueError, match=r"schedule='1f1b' cannot run with .*stages_per_rank=2"):
         construct(tmp_path, schedule=factory, stages_per_rank=2)
 
 
-def test_what_is_no_schedule_is_refused(tmp_path: Path) -> None:
+def test_object_that_is_no_schedule_is_rejected(tmp_path: Path) -> None:
     with pytest.raises(ValueError, match=r"is not a pipeline schedule. Pass a subclass .*'gpipe'"):
         construct(tmp_path, schedule=nn.Linear)
 
 
-def test_a_ready_model_is_refused(tmp_path: Path) -> None:
+def test_built_model_is_rejected(tmp_path: Path) -> None:
     with pytest.raises(ValueError, match=r"does not take a ready model.*only its own stages. Pass model_init"):
         quiet_trainer(tmp_path, llama(), token_samples(8), trainer_class=PipelineTrainer, **BATCH)
 
 
-def test_a_ready_optimizer_or_scheduler_is_refused(tmp_path: Path) -> None:
+def test_built_optimizer_or_scheduler_is_rejected(tmp_path: Path) -> None:
     optimizer = torch.optim.SGD([nn.Parameter(torch.zeros(1))], lr=0.1)
     scheduler = torch.optim.lr_scheduler.StepLR(optimizer, 1)
     for name, ready in {"optimizer": optimizer, "lr_scheduler": scheduler}.items():
@@ -133,14 +133,14 @@ def test_a_ready_optimizer_or_scheduler_is_refused(tmp_path: Path) -> None:
             construct(tmp_path, {name: ready})
 
 
-def test_one_rank_is_refused(tmp_path: Path) -> None:
+def test_single_rank_is_rejected(tmp_path: Path) -> None:
     message = r"PipelineTrainer needs at least two ranks, but this job has one.*--nproc 2.*or use Trainer"
     for env in (None, StaticDistributedEnvironment()):
         with pytest.raises(ValueError, match=message):
             construct(tmp_path, {"distributed_env": env})
 
 
-# --- refused in preparation, on every rank
+# --- rejected in preparation, on every rank
 
 
 def mixtral_with_router_loss() -> nn.Module:
@@ -197,7 +197,7 @@ def ready_model() -> nn.Module:
 
 
 class Uninitialised(TokenModel):
-    """Makes a parameter that is on the CPU wherever the model is built."""
+    """Model with a parameter that is always on the CPU."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -205,7 +205,7 @@ class Uninitialised(TokenModel):
 
 
 def another_model_with_memory() -> nn.Module:
-    """Wider where it gets values than where it was divided."""
+    """Return a model that is wider on a real device than on the meta device."""
     return llama(hidden_size=16 if torch.empty(()).is_meta else 32)
 
 
@@ -226,7 +226,7 @@ PREPARED: dict[str, tuple[Callable[[], nn.Module], dict[str, Any], str]] = {
         {"schedule": "interleaved1f1b"},
         r"2 layers, which cannot be divided into 4 stages.*every stage needs a layer. Use fewer ranks or stages_per_rank",
     ),
-    "a model that no splitter knows": (
+    "a model without a splitter": (
         TokenModel,
         {},
         r"TokenModel is not a model of transformers.*input_encoder, layer_stack, output_decoder.*create_automatic_splitter",
@@ -241,7 +241,7 @@ PREPARED: dict[str, tuple[Callable[[], nn.Module], dict[str, Any], str]] = {
         {},
         r"T5ForConditionalGeneration needs its own loss.*'ForConditionalGeneration'.*or train on one device",
     ),
-    "a loss that is computed otherwise": (
+    "a different loss": (
         smoothed_llama,
         {},
         r"LlamaForCausalLM needs its own loss.*differs from shifted causal.*Pass compute_loss_func",
@@ -257,12 +257,12 @@ PREPARED: dict[str, tuple[Callable[[], nn.Module], dict[str, Any], str]] = {
         {},
         r"model_init must build .*'extra' is on cpu.*leave devices to the trainer",
     ),
-    "two models of other shapes": (
+    "two models of different shapes": (
         another_model_with_memory,
         {},
         r"model_init built two different models: 'model\.embed_tokens\.weight' is .*must build the same model",
     ),
-    "two models of other depths": (
+    "two models of different depths": (
         other_layers_with_memory,
         {},
         r"model_init built two different models: 'model\.layers\.7\..*' is None.*must build the same model",
@@ -273,7 +273,7 @@ PREPARED: dict[str, tuple[Callable[[], nn.Module], dict[str, Any], str]] = {
         {"schedule": "dualpipev", "n_microbatches": 2},
         r"schedule='dualpipev' cannot run with n_microbatches=2 .*Set n_microbatches=4 or more",
     ),
-    "more than two stages in a v": (
+    "more than two stages in a V schedule": (
         llama,
         {"schedule": "zbv", "stages_per_rank": 3},
         r"schedule='zbv' cannot run with .*stages_per_rank=3 .*Set stages_per_rank=2, or choose another",
@@ -289,7 +289,7 @@ def _prepare(output_dir: Path, name: str, action: str) -> None:
 
 
 def assert_all_refuse(message: str, function: Callable[..., Any], *args: Any) -> None:
-    """All ranks raise an error with that message; one that hangs would end with another error, of a lost connection."""
+    """Assert that every rank raises this message; a hanging rank would end with a connection error instead."""
     for rank, outcome in enumerate(outcomes_on_ranks(function, 2, *args, timeout=30.0)):
         assert outcome.failed, f"rank {rank} did not raise"
         assert re.search(message, str(outcome.error_message), re.DOTALL), f"rank {rank}: {outcome.traceback}"
@@ -297,7 +297,7 @@ def assert_all_refuse(message: str, function: Callable[..., Any], *args: Any) ->
 
 @pytest.mark.parametrize("action", ["train", "evaluate"])
 @pytest.mark.parametrize("name", PREPARED)
-def test_models_and_layouts_that_cannot_work_are_refused_on_every_rank(name: str, action: str, tmp_path: Path) -> None:
+def test_invalid_models_and_layouts_are_rejected_on_every_rank(name: str, action: str, tmp_path: Path) -> None:
     assert_all_refuse(PREPARED[name][2], _prepare, tmp_path, name, action)
     assert not list(tmp_path.glob("checkpoints/*")), "nothing was written"
 
@@ -312,7 +312,7 @@ def _cross_entropy(logits: Tensor, labels: Tensor) -> Tensor:
     return nn.functional.cross_entropy(logits[:, :-1].flatten(0, 1), labels[:, 1:].flatten())
 
 
-def test_a_loss_that_is_given_is_the_remedy_for_models_with_their_own(tmp_path: Path) -> None:
+def test_compute_loss_func_allows_models_with_their_own_loss(tmp_path: Path) -> None:
     assert run_on_ranks(_train_with_loss, 2, tmp_path) == [2, 2]
 
 
@@ -340,7 +340,7 @@ BATCHES: dict[str, tuple[Callable[[list[dict[str, Tensor]]], Any], str]] = {
         lambda samples: Stream(_without(samples, "labels")),
         r"no loss to train on or to evaluate: the batch has no 'labels'",
     ),
-    "no labels for a loss of the user's": (
+    "no labels for a custom loss": (
         functools.partial(_without, name="labels"),
         r"no loss to train on or to evaluate: the batch has no 'labels'",
     ),
@@ -360,7 +360,7 @@ BATCHES: dict[str, tuple[Callable[[list[dict[str, Tensor]]], Any], str]] = {
 }
 
 
-OWN_LOSS = ("float labels", "no labels for a loss of the user's")
+OWN_LOSS = ("float labels", "no labels for a custom loss")
 
 
 def _squared_error(logits: Tensor, labels: Tensor) -> Tensor:
@@ -377,10 +377,8 @@ def _run_batches(output_dir: Path, name: str, action: str) -> None:
 
 @pytest.mark.parametrize("action", ["train", "evaluate"])
 @pytest.mark.parametrize("name", BATCHES)
-def test_batches_that_a_pipeline_cannot_use_end_every_rank_and_one_says_why(
-    name: str, action: str, tmp_path: Path
-) -> None:
-    """A rank that was on its way to the next batch finds the other one gone, and refers to what that one says."""
+def test_unusable_batches_end_every_rank_with_the_reason_on_one(name: str, action: str, tmp_path: Path) -> None:
+    """A rank that already waits for the next batch loses contact, and its error refers to the other rank."""
     outcomes = outcomes_on_ranks(_run_batches, 2, tmp_path, name, action, timeout=30.0)
     reasons = [re.search(BATCHES[name][1], str(outcome.error_message), re.DOTALL) for outcome in outcomes]
     assert any(reasons), outcomes[0].traceback
@@ -397,15 +395,15 @@ def _run_full_batches(output_dir: Path) -> int:
     return trainer.train().global_step
 
 
-def test_float_labels_of_full_batches_can_be_trained_on(tmp_path: Path) -> None:
+def test_float_labels_of_full_batches_are_accepted(tmp_path: Path) -> None:
     assert run_on_ranks(_run_full_batches, 2, tmp_path) == [2, 2]
 
 
-# --- splitters of the user's own
+# --- custom splitters
 
 
 class Losing:
-    """Leaves the final norm out, or gives it to two stages."""
+    """Splitter that omits the final norm, or puts it into two stages."""
 
     def __init__(self, kind: str) -> None:
         self._kind = kind
@@ -423,7 +421,7 @@ class Losing:
 def renaming_splitter(
     model: Any, example_args: Any, example_kwargs: Mapping[str, Any], stage_indices: Any, train: bool, **options: Any
 ) -> Split:
-    """Names begin with that of the stage's own attribute."""
+    """Split a model into stages that add a prefix to the tensor names."""
     modules: list[nn.Module] = [nn.Sequential(model), nn.Sequential()]
     index = stage_indices[options["rank"]][0]
     stage = PipelineStage(modules[index], index, 2, options["device"], group=options["pp_group"])
@@ -449,5 +447,5 @@ def _run_splitter(output_dir: Path, name: str) -> None:
 
 
 @pytest.mark.parametrize("name", SPLITTERS)
-def test_splitters_that_do_not_give_every_tensor_to_one_stage_are_refused(name: str, tmp_path: Path) -> None:
+def test_splitter_must_assign_every_tensor_to_one_stage(name: str, tmp_path: Path) -> None:
     assert_all_refuse(SPLITTERS[name][1], _run_splitter, tmp_path, name)

@@ -1,4 +1,4 @@
-"""Ranks of a job need a trainer for ranks, the same settings, and variables of a launcher that fit together."""
+"""Settings of ranks: a distributed trainer, equal arguments on all ranks, and consistent launcher variables."""
 
 import dataclasses
 import re
@@ -50,7 +50,7 @@ def error_of(trainer: Trainer, call: str = "train", **options: Any) -> str:
     return str(caught.value)
 
 
-# Rank -> what it alone has. Each was a hang, or a difference in what ranks compute.
+# Setting -> values on rank 0 and rank 1. Each difference once caused a hang or different results on the ranks.
 CASES: dict[str, tuple[Any, Any]] = {
     "max_steps": (2, 3),
     "gradient_accumulation_steps": (1, 2),
@@ -66,7 +66,7 @@ CASES: dict[str, tuple[Any, Any]] = {
 
 
 def differing_arguments(directory: Path) -> dict[str, str]:
-    """One error for each case, and one for all together."""
+    """Return one error for each case, and one for all cases together."""
     rank, errors = dist.get_rank(), {}
     for name, values in CASES.items():
         errors[name] = error_of(_ddp(directory / name, _nested({name: values[rank]})))
@@ -95,7 +95,7 @@ def _ddp(directory: Path, settings: dict[str, Any], **options: Any) -> Trainer:
     )
 
 
-def test_differing_arguments_are_an_error_on_all_ranks(tmp_path: Path) -> None:
+def test_arguments_that_differ_between_ranks_are_rejected(tmp_path: Path) -> None:
     first, second = run_on_ranks(differing_arguments, 2, tmp_path)
     assert first == second
     for name, (one, other) in CASES.items():
@@ -129,7 +129,7 @@ def differing_objects(directory: Path) -> dict[str, str]:
     return errors
 
 
-def test_what_decides_collectives_is_compared_too(tmp_path: Path) -> None:
+def test_other_inputs_that_affect_collectives_are_compared(tmp_path: Path) -> None:
     first, second = run_on_ranks(differing_objects, 2, tmp_path)
     assert first == second
     assert "  eval_dataset: given on rank 0; None on rank 1\n" in first["eval_dataset"]
@@ -165,27 +165,27 @@ def allowed_differences(directory: Path) -> int:
     return trainer.train().global_step
 
 
-def test_what_belongs_to_one_rank_may_differ(tmp_path: Path) -> None:
+def test_rank_local_settings_may_differ(tmp_path: Path) -> None:
     assert run_on_ranks(allowed_differences, 2, tmp_path) == [1, 1]
 
 
-def test_every_name_that_may_differ_is_an_argument_with_a_reason() -> None:
+def test_settings_that_may_differ_exist_and_have_a_reason() -> None:
     names = {field.name for cls in (DDPTrainingArguments, HybridTrainingArguments) for field in dataclasses.fields(cls)}
     assert MAY_DIFFER.keys() <= names
     assert all(MAY_DIFFER.values())
 
 
-def test_settings_do_not_depend_on_the_process() -> None:
+def test_compared_settings_contain_no_memory_addresses() -> None:
     args = TrainingArguments(output_dir="here", lr_scheduler_kwargs={"f": print, "b": object(), "a": [1, None]})
     settings = argument_settings(args)
     assert settings["lr_scheduler_kwargs"] == "{a: [1, None], b: builtins.object, f: builtins.print}"
     assert settings["output_dir"] == "'here'"
     assert not any(re.search("0x[0-9a-f]{6}", value) for value in settings.values())
     nodes = argument_settings(TrainingArguments(output_dir="here", save_on_each_node=True))
-    assert "output_dir" not in nodes, "nodes have storage of their own"
+    assert "output_dir" not in nodes, "nodes have separate storage"
 
 
-def test_plain_trainer_under_a_launcher_is_refused(tmp_path: Path) -> None:
+def test_plain_trainer_under_a_launcher_is_rejected(tmp_path: Path) -> None:
     script = tmp_path / "script.py"
     script.write_text(PLAIN_SCRIPT)
     (agent,) = run_torchrun([str(script)], nproc_per_node=2)
@@ -226,13 +226,13 @@ def plain_in_a_group(directory: Path) -> list[str]:
     return found
 
 
-def test_a_subclass_may_handle_ranks_itself(tmp_path: Path) -> None:
+def test_subclass_may_handle_ranks_itself(tmp_path: Path) -> None:
     for given, initialised in run_on_ranks(plain_in_a_group, 2, tmp_path):
         assert "one of 2 (distributed_env):" in given
         assert "one of 2 (torch.distributed):" in initialised
 
 
-def test_variables_of_a_launcher_decide_unless_a_process_says_that_it_is_alone(
+def test_launcher_variables_apply_unless_distributed_env_is_passed(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     samples: list[Any] = token_samples(4)
@@ -264,7 +264,7 @@ def test_variables_of_a_launcher_decide_unless_a_process_says_that_it_is_alone(
     ],
 )
 @pytest.mark.parametrize("trainer_class", [Trainer, DDPTrainer])
-def test_contradictory_variables_are_refused(
+def test_contradictory_launcher_variables_are_rejected(
     variables: dict[str, str],
     message: str,
     trainer_class: type[Trainer],

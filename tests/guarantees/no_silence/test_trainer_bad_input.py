@@ -1,4 +1,4 @@
-"""Each mistake gets an error that names it, and costs nothing that was there before."""
+"""Trainer misuse: each mistake raises an error that names it, and existing checkpoints stay."""
 
 import functools
 from pathlib import Path
@@ -26,14 +26,14 @@ SAVING: dict[str, Any] = {"save_strategy": "steps", "save_steps": 2, "learning_r
 
 @pytest.fixture
 def earlier_run(tmp_path: Path) -> Path:
-    """An output directory with the checkpoints of a run that went well, whose weight is 4."""
+    """Output directory with the checkpoints of a successful run, which ended with the weight 4."""
     quiet_trainer(tmp_path, ScalarModel(10.0), scalars(1, 2, 3), **SAVING).train()
     assert saved_steps(tmp_path) == [2, 3]
     return tmp_path
 
 
 def assert_nothing_lost(output_dir: Path) -> None:
-    """The earlier run can be resumed, from the end that it had."""
+    """Assert that the earlier run can still be resumed from its end."""
     model = ScalarModel(0.0)
     output = quiet_trainer(output_dir, model, scalars(1, 2, 3), max_steps=3, **SAVING).train()
     assert (output.global_step, model.weight.item()) == (3, 4.0)
@@ -41,32 +41,32 @@ def assert_nothing_lost(output_dir: Path) -> None:
 
 
 @pytest.mark.parametrize("dataset", [[], Stream([])], ids=["map-style", "stream"])
-def test_a_training_set_without_samples(earlier_run: Path, dataset: Any) -> None:
+def test_empty_training_set_is_rejected(earlier_run: Path, dataset: Any) -> None:
     with pytest.raises((ValueError, RuntimeError), match=r"is empty|had no batches"):
         quiet_trainer(earlier_run, ScalarModel(), dataset, resume_from_checkpoint=False, **SAVING).train()
     assert_nothing_lost(earlier_run)
 
 
-def test_a_training_set_smaller_than_a_batch_that_is_dropped(tmp_path: Path) -> None:
+def test_training_set_smaller_than_a_dropped_batch_is_rejected(tmp_path: Path) -> None:
     settings: dict[str, Any] = {"per_device_train_batch_size": 4, "dataloader_drop_last": True}
     with pytest.raises(ValueError, match=r"3 samples, fewer than one batch of 4.*dataloader_drop_last=True"):
         quiet_trainer(tmp_path, ScalarModel(), scalars(1, 2, 3), **settings).train()
 
 
-def test_a_window_longer_than_the_epoch_that_is_dropped(tmp_path: Path) -> None:
+def test_dropped_window_longer_than_the_epoch_is_an_error(tmp_path: Path) -> None:
     settings: dict[str, Any] = {"gradient_accumulation_steps": 4, "dataloader_drop_last": True}
     with pytest.raises(RuntimeError, match=r"had no batches.*gradient_accumulation_steps=4"):
         quiet_trainer(tmp_path, ScalarModel(), scalars(1, 2, 3), **settings).train()
 
 
-def test_no_training_set(earlier_run: Path) -> None:
+def test_train_without_a_training_set_is_rejected(earlier_run: Path) -> None:
     with pytest.raises(ValueError, match=r"train\(\) needs a train_dataset"):
         quiet_trainer(earlier_run, ScalarModel(), None, **SAVING).train()
     assert_nothing_lost(earlier_run)
 
 
 class Silent(nn.Module):
-    """Has neither logits that are known nor a loss."""
+    """Model with neither logits nor a loss in its output."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -84,7 +84,9 @@ class Silent(nn.Module):
         (TokenModel(), False, ["TokenModel got a batch without 'labels'"]),
     ],
 )
-def test_no_loss_to_train_on(earlier_run: Path, model: nn.Module, with_labels: bool, words: list[str]) -> None:
+def test_training_without_a_loss_is_rejected(
+    earlier_run: Path, model: nn.Module, with_labels: bool, words: list[str]
+) -> None:
     samples = token_samples(4)
     if not with_labels:
         samples = [{"input_ids": sample["input_ids"]} for sample in samples]
@@ -95,21 +97,21 @@ def test_no_loss_to_train_on(earlier_run: Path, model: nn.Module, with_labels: b
     assert_nothing_lost(earlier_run)
 
 
-def test_labels_that_the_loss_function_misses(tmp_path: Path) -> None:
+def test_batch_without_labels_for_the_loss_function_is_rejected(tmp_path: Path) -> None:
     samples = [{"input_ids": sample["input_ids"]} for sample in token_samples(2)]
     options: dict[str, Any] = {"compute_loss_func": lambda logits, labels: logits.mean()}
     with pytest.raises(ValueError, match="a batch without 'labels', which the loss function needs"):
         quiet_trainer(tmp_path, TokenModel(), samples, trainer_options=options).train()
 
 
-def test_labels_that_only_later_batches_miss(tmp_path: Path) -> None:
+def test_later_batch_without_labels_is_rejected(tmp_path: Path) -> None:
     samples = token_samples(2)
     del samples[1]["labels"]
     with pytest.raises(ValueError, match="There is no loss to train on: TokenModel got a batch without 'labels'"):
         quiet_trainer(tmp_path, TokenModel(), samples).train()
 
 
-def test_an_evaluation_without_batches_shows_the_settings(tmp_path: Path) -> None:
+def test_evaluation_without_batches_shows_the_settings(tmp_path: Path) -> None:
     trainer = quiet_trainer(
         tmp_path, ScalarModel(), None, per_device_eval_batch_size=8, dataloader_drop_last=True, max_eval_steps=5
     )
@@ -122,7 +124,7 @@ def test_an_evaluation_without_batches_shows_the_settings(tmp_path: Path) -> Non
     assert "What to change" in str(error.value)
 
 
-def test_an_evaluation_of_nothing(tmp_path: Path) -> None:
+def test_evaluation_of_an_empty_dataset_is_an_error(tmp_path: Path) -> None:
     with pytest.raises(RuntimeError, match="had no batches"):
         quiet_trainer(tmp_path, ScalarModel(), None).evaluate([])
 
@@ -130,18 +132,18 @@ def test_an_evaluation_of_nothing(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     "settings", [{"eval_strategy": "steps"}, {"eval_strategy": "epoch"}, {"eval_on_save": True}], ids=str
 )
-def test_evaluations_are_asked_for_without_a_dataset(tmp_path: Path, settings: dict[str, Any]) -> None:
+def test_evaluation_settings_without_a_dataset_are_rejected(tmp_path: Path, settings: dict[str, Any]) -> None:
     (name,) = settings
     with pytest.raises(ValueError, match=f"^{name}=.*needs an eval_dataset"):
         quiet_trainer(tmp_path, ScalarModel(), scalars(1), **settings)
 
 
-def test_evaluate_without_a_dataset(tmp_path: Path) -> None:
+def test_evaluate_without_a_dataset_is_rejected(tmp_path: Path) -> None:
     with pytest.raises(ValueError, match="needs an eval_dataset"):
         quiet_trainer(tmp_path, ScalarModel(), scalars(1)).evaluate()
 
 
-def test_a_callback_asks_for_an_evaluation_without_a_dataset(tmp_path: Path) -> None:
+def test_evaluation_request_of_a_callback_needs_a_dataset(tmp_path: Path) -> None:
     class Asks:
         def on_step_end(self, args: Any, state: Any, control: Any, **_: Any) -> None:
             control.should_evaluate = True
@@ -151,7 +153,7 @@ def test_a_callback_asks_for_an_evaluation_without_a_dataset(tmp_path: Path) -> 
 
 
 @pytest.mark.parametrize("missing", ["nowhere", "checkpoints/checkpoint-7"])
-def test_a_checkpoint_that_is_not_there(earlier_run: Path, missing: str) -> None:
+def test_missing_checkpoint_is_an_error(earlier_run: Path, missing: str) -> None:
     model = ScalarModel(7.0)
     trainer = quiet_trainer(earlier_run, model, scalars(1), **SAVING)
     with pytest.raises(CheckpointError, match=missing):
@@ -160,7 +162,7 @@ def test_a_checkpoint_that_is_not_there(earlier_run: Path, missing: str) -> None
     assert_nothing_lost(earlier_run)
 
 
-def test_a_model_without_trainable_parameters(earlier_run: Path) -> None:
+def test_model_without_trainable_parameters_is_rejected(earlier_run: Path) -> None:
     model = ScalarModel()
     model.requires_grad_(False)
     with pytest.raises(ValueError, match="No parameter of the model requires a gradient"):
@@ -168,12 +170,12 @@ def test_a_model_without_trainable_parameters(earlier_run: Path) -> None:
     assert_nothing_lost(earlier_run)
 
 
-def test_no_model(tmp_path: Path) -> None:
+def test_trainer_without_a_model_is_rejected(tmp_path: Path) -> None:
     with pytest.raises(ValueError, match="Trainer needs a model, or model_init"):
         Trainer(args={"output_dir": str(tmp_path)}, default_callbacks=False)
 
 
-def test_an_error_in_a_step_leaves_the_checkpoints(earlier_run: Path) -> None:
+def test_error_in_a_step_keeps_the_checkpoints(earlier_run: Path) -> None:
     class Fails:
         def on_step_end(self, args: Any, state: Any, control: Any, **_: Any) -> None:
             raise OSError("the disk of the callback is full")
@@ -184,7 +186,7 @@ def test_an_error_in_a_step_leaves_the_checkpoints(earlier_run: Path) -> None:
     assert_nothing_lost(earlier_run)
 
 
-def test_the_best_model_by_a_metric_that_there_is_not(earlier_run: Path) -> None:
+def test_unknown_best_model_metric_is_rejected(earlier_run: Path) -> None:
     trainer = quiet_trainer(
         earlier_run,
         ScalarModel(),
@@ -203,7 +205,7 @@ def test_the_best_model_by_a_metric_that_there_is_not(earlier_run: Path) -> None
 
 
 @pytest.mark.parametrize("loss", [None, CausalLoss()], ids=["default loss", "given loss"])
-def test_batches_that_are_no_mappings(tmp_path: Path, loss: Any) -> None:
+def test_batch_must_be_a_mapping(tmp_path: Path, loss: Any) -> None:
     pairs = [(torch.ones(3, dtype=torch.long), torch.ones(3, dtype=torch.long))]
     options: dict[str, Any] = {"compute_loss_func": loss}
     trainer = quiet_trainer(tmp_path, TokenModel(), pairs, trainer_options=options)
@@ -220,16 +222,18 @@ def test_batches_that_are_no_mappings(tmp_path: Path, loss: Any) -> None:
             "fused_loss_factory='LinearCrossEntropyLoss' cannot be used",
         ),
         ({"optimizer_factory": 3}, "optimizer_factory=3 cannot be used: it must be a function"),
-        ({"optimizer_groups": ["bias"]}, r"optimizer_groups=\['bias'\] cannot be used: give a mapping"),
+        ({"optimizer_groups": ["bias"]}, r"optimizer_groups=\['bias'\] cannot be used: pass a mapping"),
         ({"optimizer_groups": {"a": {"regex": "("}}}, "is not a regular expression"),
     ],
 )
-def test_what_is_no_function_or_no_mapping(options: dict[str, Any], message: str, tmp_path: Path) -> None:
+def test_factories_and_groups_of_the_wrong_type_are_rejected(
+    options: dict[str, Any], message: str, tmp_path: Path
+) -> None:
     with pytest.raises(ValueError, match=message):
         quiet_trainer(tmp_path, ScalarModel(), scalars(1), trainer_options=options)
 
 
-def test_options_that_a_schedule_does_not_have(tmp_path: Path) -> None:
+def test_unknown_schedule_options_are_rejected(tmp_path: Path) -> None:
     settings = {"lr_scheduler_type": "linear", "lr_scheduler_kwargs": {"power": 2}}
     with pytest.raises(ValueError, match=r"lr_scheduler_type='linear' cannot be made with .*'power': 2"):
         quiet_trainer(tmp_path, ScalarModel(), scalars(1), **settings).train()
@@ -243,7 +247,7 @@ def run_with_groups(output_dir: Path, max_steps: int, groups: Any, schedule: Any
     return trainer
 
 
-def test_a_schedule_of_other_groups(tmp_path: Path) -> None:
+def test_schedule_with_changed_parameter_groups_works_or_is_rejected(tmp_path: Path) -> None:
     groups = {"embedding": {"regex": "embedding", "config": {"lr": 0.5}}}
     for kind in ("constant", "cosine_with_min_lr"):
         settings = {"lr_scheduler_type": kind, "lr_scheduler_kwargs": {"min_lr_rate": 1.0} if "min" in kind else None}
@@ -266,7 +270,7 @@ def warm_up_and_halve(optimizer: Any) -> Any:
     return schedules.SequentialLR(optimizer, parts, milestones=[2])
 
 
-def test_a_rate_that_was_changed_since_takes_effect_in_schedules_made_of_others(tmp_path: Path) -> None:
+def test_changed_learning_rate_takes_effect_in_composed_schedules(tmp_path: Path) -> None:
     straight = run_with_groups(tmp_path / "straight", 4, None, warm_up_and_halve, learning_rate=0.5)
     run_with_groups(tmp_path / "changed", 2, None, warm_up_and_halve, learning_rate=1.0)
     changed = run_with_groups(tmp_path / "changed", 4, None, warm_up_and_halve, learning_rate=0.5)
@@ -274,7 +278,7 @@ def test_a_rate_that_was_changed_since_takes_effect_in_schedules_made_of_others(
 
 
 class Rates:
-    """Notes the learning rate of every step."""
+    """Callback that records the learning rate of every step."""
 
     def __init__(self) -> None:
         self.noted: list[float] = []
@@ -283,7 +287,7 @@ class Rates:
         self.noted.append(optimizer.param_groups[0]["lr"])
 
 
-def test_a_schedule_goes_on_when_steps_get_another_size(tmp_path: Path) -> None:
+def test_schedule_resumes_after_a_change_of_batch_size(tmp_path: Path) -> None:
     def trainer(noted: Rates, batch_size: int, **settings: Any) -> Trainer:
         warm_up = functools.partial(torch.optim.lr_scheduler.LinearLR, start_factor=0.1, total_iters=2)
         options = {"lr_scheduler_factory": warm_up}
@@ -297,7 +301,7 @@ def test_a_schedule_goes_on_when_steps_get_another_size(tmp_path: Path) -> None:
     assert after.noted == pytest.approx([1.0] * len(after.noted)) and len(after.noted) == 4
 
 
-def test_samples_of_different_lengths_without_a_collator(tmp_path: Path) -> None:
+def test_samples_of_different_lengths_need_a_collator(tmp_path: Path) -> None:
     samples = [{"input_ids": [1, 2, 3]}, {"input_ids": [1, 2]}]
     trainer = quiet_trainer(tmp_path, TokenModel(), samples, per_device_train_batch_size=2)
     with pytest.raises(ValueError, match=r"different lengths of 'input_ids': 2, 3\..*pass a data_collator"):

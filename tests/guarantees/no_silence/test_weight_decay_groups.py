@@ -1,4 +1,4 @@
-"""Weight decay leaves biases and norms out, in every kind of trainer, and a resumed run keeps the groups it began with."""
+"""Weight decay skips biases and norms in every kind of trainer, and a resumed run keeps its parameter groups."""
 
 import logging
 from collections.abc import Callable
@@ -19,7 +19,7 @@ DECAY = {"weight_decay": 0.5, "learning_rate": 0.1}
 
 
 class Mixed(nn.Module):
-    """Layers of many kinds, among them names that only look like those of biases and norms."""
+    """Layers of many kinds, some with names that only resemble biases and norms."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -47,14 +47,14 @@ def trainer_for(output_dir: Path, model: nn.Module, settings: dict[str, Any] | N
         "save_strategy": "steps",
         "save_steps": 2,
     }
-    # AdamW by the arguments, unless there are options.
+    # The arguments give AdamW, unless options set the optimizer.
     options = options or {"optimizer_cls_and_kwargs": None}
     return quiet_trainer(
         output_dir, model, token_samples(16), trainer_options=options, **{**usual, **DECAY, **(settings or {})}
     )
 
 
-def test_biases_and_norms_are_told_by_module_name_and_dimensions() -> None:
+def test_biases_and_norms_are_found_by_module_name_and_dimensions() -> None:
     assert undecayed_names(Mixed()) == {
         *("unbiased_layer.bias", "on_heads.weight", "on_heads.bias", "batch.weight", "batch.bias"),
         *("position_bias.weight", "scale"),
@@ -84,7 +84,7 @@ def two_groups(parameters: Any) -> torch.optim.Optimizer:
     ],
     ids=["adamw", "class", "factory", "fused", "all", "no decay", "factory of groups", "optimizer_groups"],
 )
-def test_decay_is_left_out_where_the_trainer_makes_the_groups(
+def test_weight_decay_is_skipped_only_in_groups_of_the_trainer(
     tmp_path: Path, settings: dict[str, Any], options: dict[str, Any], num_groups: int
 ) -> None:
     model = Mixed()
@@ -103,15 +103,15 @@ def test_decay_is_left_out_where_the_trainer_makes_the_groups(
         assert undecayed == undecayed_names(model)
 
 
-def test_a_given_optimizer_stays_as_it_is(tmp_path: Path) -> None:
+def test_passed_optimizer_is_unchanged(tmp_path: Path) -> None:
     model = Mixed()
     optimizer = plain_adamw(model.parameters())
     trainer_for(tmp_path, model, {"max_steps": 1}, optimizer=optimizer, optimizer_cls_and_kwargs=None).train()
     assert [group["weight_decay"] for group in optimizer.param_groups] == [0.5]
 
 
-def test_the_updates_are_those_of_groups_made_by_hand(tmp_path: Path) -> None:
-    """And of the groups of transformers, where both mean the same: a Llama has norms, and nothing in between."""
+def test_updates_equal_manual_groups(tmp_path: Path) -> None:
+    """For a Llama, transformers makes the same groups: its only undecayed parameters are norms."""
     groups = {"norms": {"regex": "norm", "config": {"weight_decay": 0.0}}}
     by_hand = trainer_for(tmp_path / "hand", tiny_llama(), optimizer_groups=groups, optimizer_cls_and_kwargs=None)
     automatic = trainer_for(tmp_path / "auto", tiny_llama())
@@ -121,7 +121,7 @@ def test_the_updates_are_those_of_groups_made_by_hand(tmp_path: Path) -> None:
     assert all(torch.equal(value, expected[name]) for name, value in weights(automatic.unwrapped_model()).items())
 
 
-def test_a_model_without_anything_to_decay_is_warned_of(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+def test_model_without_decayed_parameters_warns(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     model = nn.Sequential(nn.Embedding(VOCAB_SIZE, VOCAB_SIZE), nn.LayerNorm(VOCAB_SIZE))
     model[0].requires_grad_(False)
 
@@ -140,11 +140,11 @@ def test_a_model_without_anything_to_decay_is_warned_of(tmp_path: Path, caplog: 
     assert [group["weight_decay"] for group in trainer.optimizer.param_groups] == [0.0]
 
 
-# --- resuming
+# --- resume
 
 
 def cosine(optimizer: Any) -> Any:
-    """A schedule with a state for each group, which fits as many groups only."""
+    """Return a schedule with one state per group, which fits only the same number of groups."""
     return torch.optim.lr_scheduler.CosineAnnealingLR(optimizer, T_max=8)
 
 
@@ -153,7 +153,7 @@ def cosine(optimizer: Any) -> Any:
     [("all", "auto", False, False), ("auto", "all", True, False), ("all", "auto", True, True)],
     ids=["one group", "two groups, in backward", "one group, by load_checkpoint"],
 )
-def test_a_resumed_run_keeps_its_groups_bit_for_bit(
+def test_resumed_run_keeps_its_groups_bit_for_bit(
     tmp_path: Path, caplog: pytest.LogCaptureFixture, first: str, then: str, fused: bool, by_hand: bool
 ) -> None:
     settings = {"fuse_optim_with_backward": fused}
@@ -177,7 +177,7 @@ def test_a_resumed_run_keeps_its_groups_bit_for_bit(
     assert all(torch.equal(value, expected[name]) for name, value in weights(resumed.unwrapped_model()).items())
 
 
-def test_a_run_that_does_not_load_the_optimizer_has_the_groups_it_asks_for(tmp_path: Path) -> None:
+def test_resume_without_the_optimizer_uses_the_requested_groups(tmp_path: Path) -> None:
     trainer_for(tmp_path, tiny_llama(), {"weight_decay_groups": "all"}).train()
     fresh = {"skip_checkpoint_components": ["optimizer", "scheduler"], "max_steps": 5}
     resumed = trainer_for(tmp_path, tiny_llama(), fresh)
@@ -186,7 +186,7 @@ def test_a_run_that_does_not_load_the_optimizer_has_the_groups_it_asks_for(tmp_p
 
 
 def groups_on_ranks(output_dir: str, then: str) -> list[tuple[float, int]]:
-    """On ranks: the decay and the number of parameters of each group, after a resume with another setting."""
+    """Resume on ranks with another setting; return the decay and number of parameters of each group."""
     options: dict[str, Any] = {"optimizer_cls_and_kwargs": None, "lr_scheduler_factory": cosine}
     settings: dict[str, Any] = {**DECAY, "save_strategy": "steps", "save_steps": 1, "per_device_train_batch_size": 4}
     make: Callable[..., Trainer] = pipeline_trainer
@@ -198,7 +198,7 @@ def groups_on_ranks(output_dir: str, then: str) -> list[tuple[float, int]]:
 
 
 @pytest.mark.parametrize("then", ["all", "auto"])
-def test_stages_have_the_same_groups_which_the_checkpoint_decides(tmp_path: Path, then: str) -> None:
+def test_stages_resume_with_the_groups_of_the_checkpoint(tmp_path: Path, then: str) -> None:
     for groups in run_on_ranks(groups_on_ranks, 2, str(tmp_path), then):
         assert [decay for decay, _ in groups] == ([0.5, 0.0] if then == "all" else [0.5])
         assert all(number > 0 for _, number in groups)

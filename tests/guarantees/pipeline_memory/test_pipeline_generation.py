@@ -1,4 +1,4 @@
-"""Text from a pipeline is the text that one device gives, token for token."""
+"""Generation in a pipeline gives the same tokens as on one device."""
 
 from pathlib import Path
 from typing import Any
@@ -22,7 +22,7 @@ NEW_TOKENS = 9
 
 
 def prompts() -> tuple[Tensor, Tensor]:
-    """Three prompts of different lengths, padded on the left, and their mask."""
+    """Return three left-padded prompts of different lengths, and their attention mask."""
     generator = torch.Generator().manual_seed(5)
     ids = torch.randint(3, 32, (3, 6), generator=generator)
     mask = torch.ones_like(ids)
@@ -32,7 +32,7 @@ def prompts() -> tuple[Tensor, Tensor]:
 
 
 def whole(name: str) -> Any:
-    """The model with the weights that a trainer with seed 0 begins with."""
+    """Return the model with the initial weights of a trainer with seed 0."""
     torch.manual_seed(0)
     return MODELS[name]().eval()
 
@@ -56,7 +56,7 @@ CASES: list[dict[str, Any]] = [
 
 
 def generated(output_dir: str, schedules: list[str]) -> list[Any]:
-    """On ranks: what each model and schedule gives for each case, and how many tokens each layer has worked on."""
+    """Generate on ranks with each model, schedule and case; return the tokens, and the tokens processed per layer."""
     results: list[Any] = []
     ids, mask = prompts()
     for name in MODELS:
@@ -74,7 +74,7 @@ def generated(output_dir: str, schedules: list[str]) -> list[Any]:
 
 
 def layer_tokens(trainer: PipelineTrainer, ids: Tensor, use_cache: bool) -> set[int]:
-    """The tokens that passed through each attention layer of this rank for one row, over a whole generation."""
+    """Return the numbers of tokens that the attention layers of this rank process to complete one prompt."""
     counts: dict[str, int] = {}
     hooks = []
     for name, module in trainer.unwrapped_model().named_modules():
@@ -96,7 +96,7 @@ def layer_tokens(trainer: PipelineTrainer, ids: Tensor, use_cache: bool) -> set[
 
 
 @pytest.mark.parametrize("num_ranks", [2, 4])
-def test_tokens_are_those_of_one_device_in_every_layout(tmp_path: Path, num_ranks: int) -> None:
+def test_generated_tokens_equal_one_device_in_every_layout(tmp_path: Path, num_ranks: int) -> None:
     schedules = ["1f1b", "interleaved1f1b", "zbv"] if num_ranks == 2 else ["1f1b", "zbv"]
     results = run_on_ranks(generated, num_ranks, str(tmp_path), schedules, timeout=300)
     texts = {name: [expected(name, case) for case in CASES] for name in MODELS}
@@ -112,7 +112,7 @@ def test_tokens_are_those_of_one_device_in_every_layout(tmp_path: Path, num_rank
 
 
 class Noted(TextgenCallback):
-    """Keeps the texts."""
+    """Callback that records the generated texts."""
 
     def __init__(self) -> None:
         super().__init__(["ab", "hello"], max_new_tokens=6, do_sample=True, temperature=0.9)
@@ -128,7 +128,7 @@ def tokenizer() -> PreTrainedTokenizerFast:
 
 
 def byte_llama() -> nn.Module:
-    """With dropout, so that a generation which drew from the generator of training would show."""
+    """Return a model with dropout, which reveals a generation that draws from the training generator."""
     return llama(4, vocab_size=len(tokenizer()), attention_dropout=0.1)
 
 
@@ -150,7 +150,7 @@ def texts_while_training(output_dir: str, trainer_class: type[Trainer], with_tex
     return callback.texts, output.metrics["train_loss"]
 
 
-def test_samples_during_training_are_the_same_on_all_ranks_and_disturb_nothing(tmp_path: Path) -> None:
+def test_samples_during_training_agree_on_ranks_and_do_not_affect_it(tmp_path: Path) -> None:
     (first, loss), (second, _) = run_on_ranks(texts_while_training, 2, str(tmp_path / "with"), PipelineTrainer, True)
     assert first == second and len(first) == 2 and len(first[0]) == 2
     ((_, undisturbed), _) = run_on_ranks(texts_while_training, 2, str(tmp_path / "without"), PipelineTrainer, False)

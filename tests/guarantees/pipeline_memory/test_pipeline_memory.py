@@ -1,6 +1,6 @@
-"""Of a model that is much larger than a stage, a rank holds its own stages and no more, measured in fresh processes.
+"""Memory of pipeline ranks: each rank holds only its own stages, measured in fresh processes with a large model.
 
-Run as a module (`python -m ... DIRECTORY`) this file is the job: it loads modules once, and forks into its ranks.
+Run as a module (`python -m ... DIRECTORY`), this file is the job: it imports modules once, and forks into its ranks.
 """
 
 import ctypes
@@ -28,10 +28,10 @@ WORLD_SIZE = 4
 NUM_LAYERS = 48
 WIDTH = 256
 MEGABYTE = 2**20
-# For all objects that are no tensors; a sixth of what the stages of a rank need.
+# Allowance for objects other than tensors: a sixth of the stages of a rank.
 SLACK_BYTES = 8 * MEGABYTE
 
-pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="reads what Linux says of a process")
+pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="reads Linux process statistics")
 
 Report = dict[str, dict[str, int]]
 
@@ -56,13 +56,13 @@ def llama(num_layers: int, width: int) -> nn.Module:
 
 
 class PeakUntilReady:
-    """The growth of resident memory from now on, at its highest until a trainer is ready for its first step."""
+    """Peak growth of resident memory until a trainer is ready for its first step."""
 
     def __init__(self) -> None:
         gc.collect()
-        # What was freed goes back to the system, or else the next model would grow into it unseen.
+        # Return freed memory to the system. Otherwise the next model would reuse it unmeasured.
         ctypes.CDLL(None).malloc_trim(0)
-        # Forget the highest value so far.
+        # Reset the peak value (VmHWM).
         Path("/proc/self/clear_refs").write_text("5")
         self._before = _memory("VmRSS")
         self.growth = 0
@@ -77,7 +77,7 @@ def _memory(name: str) -> int:
 
 
 def train(output_dir: Path, model_init: Any, resume: bool) -> tuple[PipelineTrainer, dict[str, int]]:
-    """A run of one step, or of none after it; and what preparing it took."""
+    """Train for one step, or resume after it; return the trainer and the memory of its preparation."""
     peak = PeakUntilReady()
     trainer = PipelineTrainer(
         args={
@@ -113,7 +113,7 @@ def build_save_and_resume(output_dir: Path, model_init: Any) -> Report:
 
 def run_rank(rank: int, port: int, directory: Path) -> None:
     os.environ.update(rank_variables(rank, WORLD_SIZE, port))
-    # Code, connections and buffers that a process needs once, whatever the size of its model, are there then.
+    # A small model first: it loads the code, connections and buffers that a process needs once for any model.
     build_save_and_resume(directory / "small", functools.partial(llama, WORLD_SIZE, 8))
     report = build_save_and_resume(directory / "large", functools.partial(llama, NUM_LAYERS, WIDTH))
     (directory / f"rank_{rank}.json").write_text(json.dumps(report))
@@ -137,7 +137,7 @@ def main() -> None:
 
 @pytest.fixture(scope="module")
 def reports(tmp_path_factory: pytest.TempPathFactory) -> list[Report]:
-    """What each rank measured."""
+    """Measurements of each rank."""
     directory = tmp_path_factory.mktemp("memory")
     job = start_ranks(["-m", __name__, str(directory)], 1)[0]
     assert job.wait(timeout=120.0) == 0, job.output
@@ -148,8 +148,8 @@ def _limit(usage: dict[str, int]) -> int:
     return usage["stages"] + usage["largest"] + SLACK_BYTES
 
 
-def test_the_model_is_much_larger_than_a_stage_and_a_stage_than_a_tensor(reports: list[Report]) -> None:
-    """Else the limits below would tell nothing."""
+def test_model_is_much_larger_than_a_stage_and_a_stage_than_a_tensor(reports: list[Report]) -> None:
+    """Otherwise the limits below would prove nothing."""
     stages = [report["built"]["stages"] for report in reports]
     assert sum(stages) > 190 * MEGABYTE
     assert max(stages) < 0.3 * sum(stages)
@@ -157,22 +157,24 @@ def test_the_model_is_much_larger_than_a_stage_and_a_stage_than_a_tensor(reports
     assert [report["resumed"]["stages"] for report in reports] == stages
 
 
-def test_building_a_model_takes_a_rank_its_own_stages_and_a_tensor(reports: list[Report]) -> None:
+def test_construction_needs_only_own_stages_and_one_tensor(reports: list[Report]) -> None:
     for report in reports[1:]:
         assert report["built"]["growth"] <= _limit(report["built"])
-        assert report["built"]["growth"] >= 0.8 * report["built"]["stages"], "the measure must see the stages"
+        assert report["built"]["growth"] >= 0.8 * report["built"]["stages"], "the measurement must include the stages"
 
 
-def test_the_rank_that_initialises_the_model_is_seen_to_hold_all_of_it(reports: list[Report]) -> None:
-    """Else the measure would not see a rank that does so though it must not."""
+def test_measurement_shows_the_full_model_on_the_initialising_rank(reports: list[Report]) -> None:
+    """Otherwise the measurement could miss a rank that wrongly holds the full model."""
     whole = sum(report["built"]["stages"] for report in reports)
     assert reports[0]["built"]["growth"] >= whole > 2 * _limit(reports[0]["built"])
 
 
-def test_a_resume_takes_every_rank_its_own_stages_and_a_tensor(reports: list[Report]) -> None:
+def test_resume_needs_only_own_stages_and_one_tensor(reports: list[Report]) -> None:
     for report in reports:
         assert report["resumed"]["growth"] <= _limit(report["resumed"])
-        assert report["resumed"]["growth"] >= 0.8 * report["resumed"]["stages"], "the measure must see the stages"
+        assert report["resumed"]["growth"] >= 0.8 * report["resumed"]["stages"], (
+            "the measurement must include the stages"
+        )
 
 
 if __name__ == "__main__":

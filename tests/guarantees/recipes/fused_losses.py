@@ -1,4 +1,4 @@
-"""Settings, models and runs that the tests of fused losses share."""
+"""Shared settings, models and runs for the tests of fused losses."""
 
 from pathlib import Path
 from typing import Any
@@ -33,7 +33,7 @@ OPT = OPTConfig(
 
 
 def plain_fused_loss(head: Any) -> Any:
-    """A user's own, which says nothing about its targets."""
+    """Return a custom fused loss that does not declare its targets."""
 
     def loss(hidden: Tensor, labels: Tensor) -> Tensor:
         return CausalLoss()(head(hidden), labels)

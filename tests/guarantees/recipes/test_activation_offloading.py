@@ -1,4 +1,4 @@
-"""`enable_activation_offloading`: what goes to the CPU comes back as it was, and only that goes which is worth it."""
+"""Activation offloading: only large activations go to the CPU, and they return unchanged."""
 
 import logging
 from collections.abc import Iterator
@@ -21,13 +21,13 @@ LOGGED: dict[str, Any] = {"logging_strategy": "steps", "logging_steps": 1}
 
 
 class Everything(OffloadedActivations):
-    """Treats tensors of the CPU as if they were elsewhere."""
+    """Offloads CPU tensors too, as if they were on another device."""
 
     def _stays(self, tensor: Tensor) -> bool:
         return False
 
 
-def test_offloading_changes_nothing_on_the_cpu_and_says_so(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+def test_offloading_has_no_effect_on_the_cpu_and_warns(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     settings = {"max_steps": 3, **LOGGED}
     plain = run(quiet_trainer(tmp_path / "plain", tiny_llama(), token_samples(8), **settings))
     with caplog.at_level(logging.WARNING):
@@ -40,12 +40,12 @@ def test_offloading_changes_nothing_on_the_cpu_and_says_so(tmp_path: Path, caplo
     assert "enable_activation_offloading=True has no effect" in caplog.text
 
 
-def test_what_the_backward_pass_needs_goes_to_the_cpu_but_not_the_weights() -> None:
+def test_large_activations_are_offloaded_but_not_weights() -> None:
     with FakeTensorMode(allow_non_fake_inputs=True):
         weight = torch.empty((64, 64), device="cuda")
         small = torch.empty((4,), device="cuda")
         offloading = OffloadedActivations([weight])
-        # As compiled graphs save some: their backward passes insist on the strides.
+        # Compiled graphs save such tensors, and their backward passes require the same strides.
         activation = torch.empty((64, 32), device="cuda").t()
         packed = [offloading._pack(tensor) for tensor in (activation, weight, weight.t(), small)]
         assert packed[0].copy.device.type == "cpu"
@@ -58,7 +58,7 @@ def test_what_the_backward_pass_needs_goes_to_the_cpu_but_not_the_weights() -> N
 SAVED = {
     "dense": lambda: torch.randn(4, 6, 8),
     "transposed": lambda: torch.randn(4, 6, 8).transpose(0, 2),
-    "a part of a product": lambda: torch.randn(4, 6, 24).split(8, dim=2)[1],
+    "a slice of a product": lambda: torch.randn(4, 6, 24).split(8, dim=2)[1],
     "every other row": lambda: torch.randn(8, 6)[::2],
     "a mask for all heads": lambda: torch.randn(4, 1, 6, 6).expand(4, 8, 6, 6),
     "one number": lambda: torch.randn(()).expand(3, 5),
@@ -68,7 +68,7 @@ SAVED = {
 
 
 @pytest.mark.parametrize("name", SAVED)
-def test_tensors_come_back_with_their_values_and_strides(name: str) -> None:
+def test_offloaded_tensors_return_with_values_and_strides(name: str) -> None:
     tensor = SAVED[name]()
     offloading = Everything([])
     back = offloading.unpack_hook(offloading.pack_hook(tensor))
@@ -76,12 +76,12 @@ def test_tensors_come_back_with_their_values_and_strides(name: str) -> None:
     assert (back.stride(), back.dtype) == (tensor.stride(), tensor.dtype)
 
 
-def test_what_is_expanded_takes_no_more_memory_than_before() -> None:
+def test_expanded_tensor_is_offloaded_at_its_storage_size() -> None:
     packed: Any = Everything([]).pack_hook(torch.randn(2, 1, 64).expand(2, 16, 64))
     assert packed.copy.untyped_storage().nbytes() == 2 * 64 * 4
 
 
-def test_gradients_are_the_same() -> None:
+def test_offloading_does_not_change_gradients() -> None:
     torch.manual_seed(0)
     config = GPT2Config(vocab_size=32, n_positions=16, n_embd=16, n_layer=2, n_head=2)
     model = GPT2LMHeadModel(config).eval()
@@ -98,7 +98,7 @@ def test_gradients_are_the_same() -> None:
     assert all(torch.equal(one, other) for one, other in zip(plain, offloaded, strict=True))
 
 
-def test_the_loss_keeps_its_gradients_where_they_are_needed_next(tmp_path: Path) -> None:
+def test_loss_runs_outside_of_activation_offloading(tmp_path: Path) -> None:
     inside: list[str] = []
 
     class Watched(Recipes):
@@ -124,5 +124,5 @@ def test_the_loss_keeps_its_gradients_where_they_are_needed_next(tmp_path: Path)
     trainer = quiet_trainer(tmp_path, Model(), token_samples(2), max_steps=2, trainer_options=options)
     trainer.recipes = Watched(trainer.args)
     trainer.train()
-    # In the first step the loss is tried as well.
+    # The first step also tries the loss.
     assert inside[-4:] == ["begin", "model", "end", "loss"]

@@ -1,4 +1,4 @@
-"""Compiled models train and evaluate like eager ones, and are compiled once for each, whatever the size of the batch."""
+"""torch.compile: compiled models equal eager ones and compile once each for training and evaluation at any batch size."""
 
 import functools
 import shutil
@@ -35,7 +35,7 @@ SETTINGS: dict[str, Any] = {
 
 
 class Layer(nn.Module):
-    """Attention over one head."""
+    """Attention layer with one head."""
 
     def __init__(self, width: int) -> None:
         super().__init__()
@@ -50,7 +50,7 @@ class Layer(nn.Module):
 
 
 class Decoder(nn.Module):
-    """Has as few kernels as possible, since the C++ compiler takes a second for each, and can be split into stages."""
+    """Model that can be split into stages, with few kernels because each takes the C++ compiler a second."""
 
     def __init__(self, num_layers: int = 1, width: int = 16) -> None:
         super().__init__()
@@ -67,7 +67,7 @@ class Decoder(nn.Module):
 
 
 class Losses(NamedTuple):
-    """Of a run of this process, and how many graphs it took."""
+    """Losses of a run in this process, and the number of compiled graphs."""
 
     training: list[float]
     evaluation: list[float]
@@ -84,7 +84,7 @@ def losses_of(trainer: Trainer) -> Losses:
 
 
 def trained(trainer_class: type[Trainer], output_dir: Path, model_init: Any, **settings: Any) -> Losses:
-    """Of nine whole batches and one of two, with evaluations of a whole batch and one of three."""
+    """Train on nine full batches and one of two samples; each evaluation has a full batch and one of three."""
     options = {"eval_dataset": token_samples(7, seed=9)}
     return losses_of(
         trainer_of(
@@ -100,24 +100,24 @@ def assert_same_losses(compiled: Losses, eager: Losses) -> None:
 
 
 @pytest.mark.skipif(shutil.which("g++") is None, reason="inductor needs a C++ compiler")
-def test_inductor_trains_and_evaluates_like_eager_and_compiles_once_for_each(tmp_path: Path) -> None:
+def test_inductor_equals_eager_and_compiles_once_per_mode(tmp_path: Path) -> None:
     eager = trained(Trainer, tmp_path, Decoder)
     compiled = trained(Trainer, tmp_path, Decoder, torch_compile=True)
     assert_same_losses(compiled, eager)
     assert eager.num_graphs == 0
-    assert compiled.num_graphs == 2, "one with gradients, one without, and none for incomplete batches"
+    assert compiled.num_graphs == 2, "one with gradients, one without, no extra graph for incomplete batches"
 
 
 two_layers = functools.partial(Decoder, 2)
 
 
 def job(output_dir: str) -> Losses:
-    """On ranks: a pipeline whose stages are compiled."""
+    """Train a pipeline with compiled stages on ranks."""
     settings = {"schedule": "1f1b", "n_microbatches": 2, "torch_compile": True, "torch_compile_backend": "aot_eager"}
     return trained(PipelineTrainer, Path(output_dir), two_layers, **settings)
 
 
-def test_stages_of_a_pipeline_train_and_evaluate_like_eager_and_compile_once_for_each(tmp_path: Path) -> None:
+def test_compiled_pipeline_stages_equal_eager_and_compile_once_per_mode(tmp_path: Path) -> None:
     eager = trained(Trainer, tmp_path / "one", two_layers)
     for compiled in run_on_ranks(job, 2, str(tmp_path / "ranks")):
         assert_same_losses(compiled, eager)
@@ -125,7 +125,7 @@ def test_stages_of_a_pipeline_train_and_evaluate_like_eager_and_compile_once_for
 
 
 class Restless(TokenModel):
-    """Compiled again at every step, as for a number that the compiler takes for a constant."""
+    """Model that recompiles at every step, as for a number that the compiler treats as a constant."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -136,13 +136,13 @@ class Restless(TokenModel):
 
 
 class Renames:
-    """A callback that changes what the model was compiled for."""
+    """Callback that invalidates the compiled graph at every step."""
 
     def on_step_begin(self, args: Any, state: Any, control: Any, model: Restless, **_: Any) -> None:
         model.name += "s"
 
 
-def test_the_compiler_gives_up_at_the_limit_that_was_set_and_training_goes_on(tmp_path: Path) -> None:
+def test_recompile_limit_stops_compilation_but_not_training(tmp_path: Path) -> None:
     settings = {**SETTINGS, "eval_strategy": "no", "torch_compile": True, "torch_compile_backend": "eager"}
     with dynamo_config.patch(recompile_limit=dynamo_config.recompile_limit):
         compiled = losses_of(
@@ -153,7 +153,7 @@ def test_the_compiler_gives_up_at_the_limit_that_was_set_and_training_goes_on(tm
 
 
 class Interrupted(TokenModel):
-    """Cannot be compiled in one piece."""
+    """Model with a graph break."""
 
     def forward(self, input_ids: Tensor) -> Tensor:
         torch._dynamo.graph_break()
@@ -165,12 +165,12 @@ noted_modes: list[str | None] = []
 
 @register_backend(name="noting")
 def noting(module: Any, inputs: Any, mode: str | None = None) -> Any:
-    """A backend of one's own, which may have modes of its own."""
+    """Compile nothing, but record the mode: a custom backend may have its own modes."""
     noted_modes.append(mode)
     return module
 
 
-def test_mode_and_full_graph_reach_the_compiler(tmp_path: Path) -> None:
+def test_mode_and_fullgraph_reach_the_compiler(tmp_path: Path) -> None:
     noted_modes.clear()
     settings: dict[str, Any] = {
         "torch_compile": True,
@@ -188,7 +188,7 @@ def test_mode_and_full_graph_reach_the_compiler(tmp_path: Path) -> None:
 
 
 class Replaying(TokenModel):
-    """Returns its loss in the same memory each time, as CUDA graphs do."""
+    """Model that returns its loss in the same memory each time, as CUDA graphs do."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -202,7 +202,7 @@ class Replaying(TokenModel):
         return {"loss": self.memory}
 
 
-def test_losses_survive_the_next_run_of_a_graph(tmp_path: Path) -> None:
+def test_losses_survive_the_next_replay_of_a_graph(tmp_path: Path) -> None:
     tokens = torch.randint(0, VOCAB_SIZE, (6, 8), generator=torch.Generator().manual_seed(0))
     samples = [{"input_ids": row, "labels": row} for row in tokens]
     trainer = quiet_trainer(tmp_path, Replaying(), None, trainer_options={"eval_dataset": samples})
@@ -222,7 +222,7 @@ def test_losses_survive_the_next_run_of_a_graph(tmp_path: Path) -> None:
         ({"torch_compile_mode": "fast"}, r"torch_compile_mode='fast' cannot be used: choose one of None, 'default'"),
     ],
 )
-def test_modes_that_cannot_work_are_refused(settings: dict[str, Any], message: str, tmp_path: Path) -> None:
+def test_invalid_modes_are_rejected(settings: dict[str, Any], message: str, tmp_path: Path) -> None:
     on_gpu = {"use_cpu": False, "device": "cuda", "torch_compile": True}
     with pytest.raises(ValueError, match=message):
         quiet_trainer(tmp_path, TokenModel(), token_samples(2), **on_gpu, **settings)
@@ -230,7 +230,7 @@ def test_modes_that_cannot_work_are_refused(settings: dict[str, Any], message: s
         quiet_trainer(tmp_path, TokenModel(), token_samples(2), torch_compile=True, **settings)
 
 
-def test_modes_with_cuda_graphs_are_refused_in_pipelines() -> None:
+def test_modes_with_cuda_graphs_are_rejected_in_pipelines() -> None:
     assert "a pipeline holds the activations of several micro-batches at once" in str(
         cuda_graphs_problem("max-autotune", "cuda", 1, is_pipeline=True)
     )
@@ -239,7 +239,7 @@ def test_modes_with_cuda_graphs_are_refused_in_pipelines() -> None:
 
 
 class Kept:
-    """A callback that measures what a step keeps for its backward pass."""
+    """Callback that measures the memory a step keeps for its backward pass."""
 
     def __init__(self) -> None:
         self._sizes: dict[int, int] = {}
@@ -261,11 +261,11 @@ class Kept:
         self._hooks.__exit__()
 
 
-def test_a_budget_for_activations_is_kept_to_by_recomputing(tmp_path: Path) -> None:
+def test_activation_memory_budget_recomputes_activations(tmp_path: Path) -> None:
     tokens = torch.randint(0, VOCAB_SIZE, (4, 256), generator=torch.Generator().manual_seed(0))
     samples = [{"input_ids": row, "labels": row} for row in tokens]
     kept, losses = [], []
-    # One after another in one process: what was compiled for one budget must not serve the next.
+    # All runs share a process: a graph compiled for one budget must not be reused for the next.
     for number, budget in enumerate((None, 0.1, None)):
         torch.manual_seed(0)
         callback = Kept()

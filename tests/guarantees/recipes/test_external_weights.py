@@ -1,4 +1,4 @@
-"""Checkpoints without the weights, for users who keep those elsewhere: small, and resumed from bit for bit."""
+"""External weights: checkpoints without the model weights, which a callback stores, still resume bit for bit."""
 
 import functools
 import hashlib
@@ -32,7 +32,7 @@ OPTIONS: dict[str, Any] = {"optimizer_cls_and_kwargs": (torch.optim.AdamW, {"lr"
 
 
 class Shelf:
-    """A callback that keeps the weights of every checkpoint in a place of its own."""
+    """Callback that stores the weights of every checkpoint in a separate directory."""
 
     def __init__(self, directory: Path, stop_at: int | None = None) -> None:
         self._directory = directory
@@ -56,7 +56,7 @@ class Shelf:
 
 
 class End(NamedTuple):
-    """Everything of a run that has to be the same, bit for bit."""
+    """Results of a run that must be equal bit for bit."""
 
     weights: dict[str, Tensor]
     moments: dict[int, dict[str, Tensor]]
@@ -74,7 +74,7 @@ def assert_continues(straight: End, resumed: End) -> None:
 
 
 def trainer_for(output_dir: Path, *callbacks: Any, seed: int = 0, **settings: Any) -> Trainer:
-    """Its model is another one for each seed: weights that nobody supplied would show."""
+    """Return a trainer; its initial weights depend on the seed, so missing weights are noticed."""
     data, options = token_samples(10), {"eval_dataset": token_samples(4, seed=3), **OPTIONS}
     return quiet_trainer(
         output_dir, tiny_llama(seed), data, *callbacks, trainer_options=options, **{**SETTINGS, **settings}
@@ -86,7 +86,7 @@ def digests(directory: Path) -> dict[str, str]:
     return {str(path.relative_to(directory)): hashlib.sha256(path.read_bytes()).hexdigest() for path in files}
 
 
-def test_the_checkpoint_has_no_weights_and_says_so(tmp_path: Path) -> None:
+def test_checkpoint_without_weights_records_it_in_the_manifest(tmp_path: Path) -> None:
     trainer_for(tmp_path / "with", max_steps=4, save_strategy="steps", save_steps=4).train()
     trainer_for(tmp_path / "without", Shelf(tmp_path / "shelf"), max_steps=4, **SAVING).train()
     complete, small = (tmp_path / name / "checkpoints/checkpoint-4" for name in ("with", "without"))
@@ -98,7 +98,7 @@ def test_the_checkpoint_has_no_weights_and_says_so(tmp_path: Path) -> None:
     assert set(read_manifest(str(small)).components) == set(COMPONENTS)
 
 
-def test_a_run_that_resumes_with_supplied_weights_ends_as_the_straight_one(tmp_path: Path) -> None:
+def test_resume_with_supplied_weights_equals_uninterrupted_run(tmp_path: Path) -> None:
     straight = end_of(trainer_for(tmp_path / "straight"))
     trainer_for(tmp_path / "run", Shelf(tmp_path / "shelf", stop_at=4), **SAVING).train()
     shelf = Shelf(tmp_path / "shelf")
@@ -107,11 +107,11 @@ def test_a_run_that_resumes_with_supplied_weights_ends_as_the_straight_one(tmp_p
     assert_continues(straight, resumed)
 
 
-def test_a_resume_without_a_supplier_explains_itself_and_loses_nothing(tmp_path: Path) -> None:
+def test_resume_without_supplied_weights_fails_and_loses_nothing(tmp_path: Path) -> None:
     straight = end_of(trainer_for(tmp_path / "straight"))
     trainer_for(tmp_path / "run", Shelf(tmp_path / "shelf", stop_at=4), **SAVING).train()
     before = digests(tmp_path / "run/checkpoints")
-    # Also when it asks for everything, as one that has forgotten about the weights does.
+    # The second settings request all components, as a user does who forgot about the external weights.
     for settings in (SAVING, {"save_strategy": "steps", "save_steps": 4}):
         forgetful = trainer_for(tmp_path / "run", seed=5, **settings)
         with pytest.raises(CheckpointLoadError, match=r"weights.*checkpoint-4.*on_load_model_weights.*skip_checkpoint"):
@@ -121,14 +121,14 @@ def test_a_resume_without_a_supplier_explains_itself_and_loses_nothing(tmp_path:
     assert_continues(straight, resumed)
 
 
-def test_whoever_wants_other_weights_can_skip_them(tmp_path: Path) -> None:
+def test_resume_can_skip_external_weights(tmp_path: Path) -> None:
     trainer_for(tmp_path, Shelf(tmp_path / "shelf", stop_at=4), **SAVING).train()
     trainer = trainer_for(tmp_path, seed=5, skip_checkpoint_components=["model"], **SAVING)
     assert trainer.train().global_step == 8
     assert saved_steps(tmp_path) == [4, 8]
 
 
-def test_a_run_can_take_its_weights_back_into_its_checkpoints(tmp_path: Path) -> None:
+def test_resumed_run_can_include_weights_in_checkpoints_again(tmp_path: Path) -> None:
     straight = end_of(trainer_for(tmp_path / "straight"))
     trainer_for(tmp_path / "run", Shelf(tmp_path / "shelf", stop_at=4), **SAVING).train()
     complete = {**SAVING, "checkpoint_components": None}
@@ -147,14 +147,14 @@ def test_the_best_weights_are_supplied_at_the_end(tmp_path: Path) -> None:
     )
 
 
-def test_the_best_weights_are_supplied_though_those_of_the_start_were_skipped(tmp_path: Path) -> None:
+def test_best_weights_are_supplied_even_if_skipped_at_the_start(tmp_path: Path) -> None:
     shelf = Shelf(tmp_path / "shelf")
     settings = {"eval_strategy": "steps", "eval_steps": 4, "load_best_model_at_end": True, **SAVING}
     trainer_for(tmp_path, shelf, skip_checkpoint_components=["model"], **settings).train()
     assert len(shelf.supplied) == 1
 
 
-def test_the_best_weights_are_not_promised_without_a_supplier(tmp_path: Path) -> None:
+def test_load_best_model_at_end_needs_supplied_weights(tmp_path: Path) -> None:
     settings = {"eval_strategy": "steps", "eval_steps": 4, "load_best_model_at_end": True, **SAVING}
     with pytest.raises(
         ValueError, match=r"load_best_model_at_end=True needs the weights .*Add 'model' or such a callback"
@@ -164,7 +164,7 @@ def test_the_best_weights_are_not_promised_without_a_supplier(tmp_path: Path) ->
 
 
 def job(output_dir: str, name: str, stop_at: int | None, has_shelf: bool, seed: int) -> tuple[End, list[str]]:
-    """On ranks: a run that ends at a step."""
+    """Train on ranks up to a step."""
     shelf = Shelf(Path(output_dir, "shelf"), stop_at)
     trainer = ddp_trainer(
         Path(output_dir, name),
@@ -178,7 +178,7 @@ def job(output_dir: str, name: str, stop_at: int | None, has_shelf: bool, seed: 
     return end_of(trainer), shelf.supplied
 
 
-def test_ranks_resume_with_supplied_weights_and_fail_together_without(tmp_path: Path) -> None:
+def test_ranks_resume_with_supplied_weights_and_all_fail_without(tmp_path: Path) -> None:
     (straight, _), _ = run_on_ranks(job, 2, str(tmp_path), "straight", None, False, 0)
     run_on_ranks(job, 2, str(tmp_path), "run", 4, True, 0)
     before = digests(tmp_path / "run/checkpoints")
@@ -192,7 +192,7 @@ def test_ranks_resume_with_supplied_weights_and_fail_together_without(tmp_path: 
 
 
 class ShelfOfStages(Shelf):
-    """Keeps the part of the model that each rank has."""
+    """Callback that stores the stages of each rank separately."""
 
     def __init__(self, directory: Path, stop_at: int | None = None) -> None:
         super().__init__(directory, stop_at)
@@ -222,7 +222,7 @@ def pipeline_job(output_dir: str, name: str, stop_at: int | None, components: li
 
 
 @pytest.mark.parametrize("components", [COMPONENTS, None])
-def test_stages_of_a_pipeline_are_supplied_too(components: list[str] | None, tmp_path: Path) -> None:
+def test_pipeline_stages_resume_with_supplied_weights(components: list[str] | None, tmp_path: Path) -> None:
     straight, _ = run_on_ranks(pipeline_job, 2, str(tmp_path), "straight", None, None)[0]
     run_on_ranks(pipeline_job, 2, str(tmp_path), "run", 4, COMPONENTS)
     for resumed, supplied in run_on_ranks(pipeline_job, 2, str(tmp_path), "run", None, components):

@@ -1,4 +1,4 @@
-"""A loss that is fused with the head trains like the plain one, with every trainer, without any logits."""
+"""Fused losses train like the plain loss with every trainer, and never materialise logits."""
 
 import functools
 from pathlib import Path
@@ -33,13 +33,13 @@ from tests.support.tiny_models import (
     weights,
 )
 
-# Five of them, in a vocabulary of 32.
+# A vocabulary of 32 has five chunks.
 IN_CHUNKS = functools.partial(LinearCrossEntropyLoss, chunk_size=7)
 MODELS = {"llama": functools.partial(llama, 4), "gpt2": functools.partial(tied_gpt2, 4)}
 
 
 class Bias(nn.Module):
-    """A model of one's own that gives hidden states when it is asked to; its head has a bias."""
+    """Custom model that returns hidden states on request; its head has a bias."""
 
     can_return_hidden_states = True
 
@@ -59,7 +59,7 @@ class Bias(nn.Module):
 
 
 @pytest.mark.parametrize("build", [tiny_llama, tied_gpt2, Bias])
-def test_same_training_and_evaluation_as_unfused(build: Any, tmp_path: Path) -> None:
+def test_fused_loss_trains_and_evaluates_like_unfused(build: Any, tmp_path: Path) -> None:
     results = []
     for fused in (False, True):
         torch.manual_seed(0)
@@ -68,7 +68,7 @@ def test_same_training_and_evaluation_as_unfused(build: Any, tmp_path: Path) -> 
     assert results[1][1]["eval_loss"] == pytest.approx(results[0][1]["eval_loss"], rel=1e-6)
 
 
-def test_logits_are_never_made_in_training_nor_evaluation(tmp_path: Path) -> None:
+def test_logits_are_not_computed_in_training_or_evaluation(tmp_path: Path) -> None:
     model = tiny_llama()
     calls = []
     model.lm_head.register_forward_hook(lambda *_: calls.append(1))
@@ -78,10 +78,10 @@ def test_logits_are_never_made_in_training_nor_evaluation(tmp_path: Path) -> Non
     trainer.train()
     num_by_the_trial = len(calls)
     trainer.evaluate()
-    assert num_by_the_trial == len(calls) == 2, "of a few tokens, to see what head and model do"
+    assert num_by_the_trial == len(calls) == 2, "only the trial on a few tokens calls the head"
 
 
-def test_no_cache_of_keys_and_values_is_made_in_training(tmp_path: Path) -> None:
+def test_training_makes_no_kv_cache(tmp_path: Path) -> None:
     model = tiny_llama()
     asked: list[Any] = []
     model.model.register_forward_pre_hook(
@@ -103,12 +103,12 @@ def test_callbacks_that_want_logits_get_them(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("mixed_precision", ["bf16"])
-def test_mixed_precision_trains_alike(mixed_precision: str, tmp_path: Path) -> None:
+def test_mixed_precision_trains_like_unfused(mixed_precision: str, tmp_path: Path) -> None:
     results = [losses(tmp_path / str(fused), tiny_llama(), fused, mixed_precision=mixed_precision) for fused in (0, 1)]
     assert results[1][0].losses == pytest.approx(results[0][0].losses, rel=2e-3)
 
 
-def test_a_rescaled_loss_is_not_rescaled_in_an_evaluation(tmp_path: Path) -> None:
+def test_rescaled_loss_is_not_rescaled_in_an_evaluation(tmp_path: Path) -> None:
     options = {"fused_loss_factory": lambda head: RescaleLoss(LinearCrossEntropyLoss(head), 3.0)}
     options["eval_dataset"] = token_samples(4)  # type: ignore[assignment]
     trainer = quiet_trainer(tmp_path, tiny_llama(), None, trainer_options=options)
@@ -133,7 +133,7 @@ def parallel_run(
 
 @pytest.fixture(scope="module")
 def unfused(tmp_path_factory: pytest.TempPathFactory) -> dict[tuple[str, int], tuple[Result, float]]:
-    """One device with the plain loss, by model and accumulation."""
+    """Results of the plain loss on one device, by model and accumulation."""
     return {
         (model, accumulation): parallel_run(
             tmp_path_factory.mktemp("unfused"), Trainer, model, None, {"gradient_accumulation_steps": accumulation}
@@ -165,7 +165,7 @@ DDP = {"per_device_train_batch_size": 4}
         (PipelineTrainer, "llama", LinearCrossEntropyLoss, {"schedule": "dualpipev"}),
     ],
 )
-def test_other_trainers_train_alike(
+def test_other_trainers_train_like_unfused_on_one_device(
     kind: Any, model: str, factory: Any, settings: dict[str, Any], unfused: dict[Any, Any], tmp_path: Path
 ) -> None:
     assert_same_on_ranks(tmp_path, 2, unfused[model, 2], kind, model, factory, settings)
@@ -180,14 +180,14 @@ def on_ranks_of_which_one_has_no_targets(output_dir: Path) -> Result:
     return run(ddp_trainer(output_dir, tiny_llama(), samples, trainer_options=options, **settings))
 
 
-def test_ranks_train_on_when_one_of_them_has_no_targets(tmp_path: Path) -> None:
-    # A rank that had no gradient for the head would let the other wait for ever.
+def test_rank_without_targets_does_not_block_the_others(tmp_path: Path) -> None:
+    # Without a gradient for the head on one rank, the other rank would wait forever.
     first, second = run_on_ranks(on_ranks_of_which_one_has_no_targets, 2, tmp_path, timeout=40)
     assert_same_training(first, second)
     assert len(first.losses) == 2
 
 
-def test_a_schedule_that_splits_the_backward_pass_gets_the_same_loss_of_logits_with_a_warning(
+def test_split_backward_schedule_uses_unfused_loss_and_warns(
     caplog: pytest.LogCaptureFixture,
 ) -> None:
     plain = unfused_loss(LinearCrossEntropyLoss(nn.Linear(4, VOCAB_SIZE), ignore_index=0), "zbv")
@@ -195,13 +195,13 @@ def test_a_schedule_that_splits_the_backward_pass_gets_the_same_loss_of_logits_w
     assert "computed from logits, not fused with the head: schedule='zbv'" in caplog.text
 
 
-def test_a_hybrid_trains_alike(unfused: dict[Any, Any], tmp_path: Path) -> None:
+def test_hybrid_trains_like_unfused_on_one_device(unfused: dict[Any, Any], tmp_path: Path) -> None:
     settings = {"schedule": "1f1b", "pp_size": 2, "per_device_train_batch_size": 4, "gradient_accumulation_steps": 1}
     assert_same_on_ranks(tmp_path, 4, unfused["llama", 1], HybridTrainer, "llama", plain_fused_loss, settings)
 
 
 def bf16_hybrid(output_dir: Path) -> list[float]:
-    """Of a model whose hidden states are bf16, with a last step that one of the pipelines has no batch for."""
+    """Train with bf16 hidden states and a last step without a batch for one pipeline; return the losses."""
     trainer = trainer_of(
         HybridTrainer,
         output_dir,
@@ -222,7 +222,7 @@ def opt() -> nn.Module:
     return AutoModelForCausalLM.from_config(OPT)
 
 
-def test_a_pipeline_without_a_batch_waits_for_nobody_in_vain(tmp_path: Path) -> None:
+def test_pipeline_without_a_batch_does_not_hang(tmp_path: Path) -> None:
     assert all(len(losses) == 2 for losses in run_on_ranks(bf16_hybrid, 4, tmp_path))
 
 
@@ -242,5 +242,5 @@ def accelerated(output_dir: Path, fused: bool) -> Result:
         return result._replace(weights=weights(trainer.unwrapped_model()))
 
 
-def test_an_accelerator_trains_alike_and_averages_its_weights(tmp_path: Path) -> None:
+def test_accelerate_trains_like_unfused_and_averages_weights(tmp_path: Path) -> None:
     assert_same_training(*(accelerated(tmp_path / str(fused), fused) for fused in (False, True)), tolerance=1e-5)

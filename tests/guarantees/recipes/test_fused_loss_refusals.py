@@ -1,4 +1,4 @@
-"""Fused losses refuse models, wrappers and pipelines that would train on something else."""
+"""Fused losses reject models, wrappers and pipelines that would compute a different loss."""
 
 import functools
 from pathlib import Path
@@ -33,17 +33,17 @@ from tests.support.tiny_models import (
     token_samples,
 )
 
-# --- refused
+# --- rejected
 
 
 class NeedsMore(GPTNeoXForCausalLM):
-    """Cannot be run on token ids alone."""
+    """Model that cannot run on token ids alone."""
 
     def forward(self, input_ids: Tensor, attention_mask: Tensor, **options: Any) -> Any:
         return super().forward(input_ids, attention_mask=attention_mask.bool(), **options)
 
 
-def test_models_that_cannot_be_tried_are_refused(tmp_path: Path) -> None:
+def test_models_that_fail_the_trial_are_rejected(tmp_path: Path) -> None:
     config = GPTNeoXConfig(
         vocab_size=VOCAB_SIZE, hidden_size=16, intermediate_size=16, num_hidden_layers=1, num_attention_heads=2
     )
@@ -51,18 +51,18 @@ def test_models_that_cannot_be_tried_are_refused(tmp_path: Path) -> None:
         build_only(tmp_path, NeedsMore(config), **FUSED)
 
 
-def test_a_factory_that_makes_no_loss_is_refused(tmp_path: Path) -> None:
+def test_factory_that_returns_no_loss_is_rejected(tmp_path: Path) -> None:
     with pytest.raises(ValueError, match=r"fused_loss_factory returned None for the output embeddings"):
         build_only(tmp_path, tiny_llama(), fused_loss_factory=lambda head: None)
 
 
-def test_a_model_that_runs_in_few_bits_only_is_tried_in_them(tmp_path: Path) -> None:
+def test_model_that_requires_autocast_is_tried_with_autocast(tmp_path: Path) -> None:
     def require_few_bits(*_: Any) -> None:
         if not torch.is_autocast_enabled("cpu"):
             raise ValueError("only few bits")
 
     model = tiny_llama()
-    # As flash attention does.
+    # Flash attention has the same requirement.
     model.model.layers[0].register_forward_pre_hook(require_few_bits)
     result, _ = losses(tmp_path, model, True, mixed_precision="bf16")
     assert len(result.losses) > 0
@@ -95,7 +95,7 @@ def build_only(output_dir: Path, model: nn.Module, **options: Any) -> None:
 
 
 @pytest.mark.parametrize("build", [gemma2, cohere])
-def test_models_that_change_logits_are_refused(build: Any, tmp_path: Path) -> None:
+def test_models_that_change_logits_are_rejected(build: Any, tmp_path: Path) -> None:
     with pytest.raises(
         ValueError,
         match=r"fused_loss_factory cannot be used with .*, which applies more than its head between hidden states",
@@ -104,12 +104,12 @@ def test_models_that_change_logits_are_refused(build: Any, tmp_path: Path) -> No
 
 
 class ChangedLogits(LlamaForCausalLM):
-    """Does something to the logits that the head has made."""
+    """Model that changes the logits after the head."""
 
     def __init__(self, change: str) -> None:
         super().__init__(tiny_llama().config)
         self.change = change
-        # What is trained beside the head changes nothing at first.
+        # An additional trained parameter has no effect at first.
         self.bias = nn.Parameter(torch.zeros(VOCAB_SIZE))
 
     def forward(self, *args: Any, **keywords: Any) -> Any:
@@ -131,7 +131,7 @@ def scaled_hidden_states() -> nn.Module:
     [*(functools.partial(ChangedLogits, change) for change in ("scale", "bias", "cap")), scaled_hidden_states],
     ids=["scale", "bias", "cap", "scaled hidden states"],
 )
-def test_models_that_scale_are_told_though_their_weights_are_yet_to_be_loaded(build: Any, tmp_path: Path) -> None:
+def test_changed_logits_are_detected_with_zero_weights(build: Any, tmp_path: Path) -> None:
     model = build()
     for parameter in model.parameters():
         parameter.detach().zero_()
@@ -140,19 +140,19 @@ def test_models_that_scale_are_told_though_their_weights_are_yet_to_be_loaded(bu
         quiet_trainer(tmp_path, model, None, trainer_options=options, mixed_precision="bf16").evaluate()
 
 
-def test_models_without_a_head_are_refused(tmp_path: Path) -> None:
+def test_models_without_a_head_are_rejected(tmp_path: Path) -> None:
     with pytest.raises(ValueError, match=r"TokenModel, which returns no head.*can_return_hidden_states=True"):
         build_only(tmp_path, TokenModel(), **FUSED)
 
 
-def test_two_losses_are_refused(tmp_path: Path) -> None:
+def test_fused_loss_with_compute_loss_func_is_rejected(tmp_path: Path) -> None:
     with pytest.raises(
         ValueError, match=r"fused_loss_factory cannot be combined with compute_loss_func: both define the loss"
     ):
         build_only(tmp_path, tiny_llama(), compute_loss_func=CausalLoss(), **FUSED)
 
 
-def test_wrappers_that_look_for_unused_parameters_are_refused(tmp_path: Path) -> None:
+def test_find_unused_parameters_is_rejected(tmp_path: Path) -> None:
     keywords = {"model": tiny_llama(), "train_dataset": token_samples(4), **FUSED}
     with pytest.raises(ValueError, match=r"fused_loss_factory cannot be combined with ddp.find_unused_parameters=True"):
         DDPTrainer(args={"output_dir": str(tmp_path), "ddp": {"find_unused_parameters": True}}, **keywords)
@@ -180,7 +180,7 @@ def test_wrappers_that_look_for_unused_parameters_are_refused(tmp_path: Path) ->
     ],
     ids=lambda config: config.model_type,
 )
-def test_causal_models_are_adapted_without_help(config: Any, tmp_path: Path) -> None:
+def test_fused_loss_supports_causal_transformers_models(config: Any, tmp_path: Path) -> None:
     torch.manual_seed(0)
     model = AutoModelForCausalLM.from_config(config)
     evaluations = [
@@ -209,7 +209,7 @@ def refused_in_pipeline(output_dir: Path, schedule: str, build: Any, factory: An
         ("zbv", llama, plain_fused_loss, r"schedule='zbv' computes .* has no method unfused\(\)"),
     ],
 )
-def test_pipelines_refuse_what_they_cannot(
+def test_pipelines_reject_unsupported_models_and_losses(
     schedule: str, build: Any, factory: Any, message: str, tmp_path: Path
 ) -> None:
     with pytest.raises(AssertionError, match=message):

@@ -1,6 +1,6 @@
-"""Recomputed activations: the same gradients from far less memory, on one device and in the stages of a pipeline.
+"""Gradient checkpointing: the same gradients with far less memory, on one device and in pipeline stages.
 
-That models which cannot are refused is shown in `test_model_construction.py`.
+`test_model_construction.py` tests the rejection of models without support.
 """
 
 from pathlib import Path
@@ -32,7 +32,7 @@ def deep_llama() -> nn.Module:
 
 
 class Layer(nn.Module):
-    """Keeps several activations, unless its user has it compute them again."""
+    """Layer with several activations, which can be recomputed."""
 
     def __init__(self, width: int) -> None:
         super().__init__()
@@ -48,7 +48,7 @@ class Layer(nn.Module):
 
 
 class OwnModel(nn.Module):
-    """A model that Hugging Face does not know."""
+    """Model that is not from transformers."""
 
     def __init__(self, width: int = 16) -> None:
         super().__init__()
@@ -69,7 +69,7 @@ def recompute_layers(rank: int, module: nn.Module) -> None:
 
 
 class Measured(NamedTuple):
-    """One step."""
+    """Results of one step."""
 
     weights: dict[str, Tensor]
     peak: int
@@ -98,18 +98,16 @@ def test_one_device_takes_the_same_step_with_less_memory(tmp_path: Path) -> None
     assert saving.peak < 0.5 * plain.peak, (saving.peak, plain.peak)
 
 
-def test_layers_are_recomputed_without_a_second_backward_pass_inside_the_first(tmp_path: Path) -> None:
-    """The variant of torch that has one does not work with DDP and compilation."""
+def test_recomputation_is_not_reentrant(tmp_path: Path) -> None:
+    """Re-entrant checkpointing of torch does not work with DDP and torch.compile."""
     model = tiny_llama()
     has_gradients: list[bool] = []
     model.model.layers[0].mlp.register_forward_pre_hook(lambda *_: has_gradients.append(torch.is_grad_enabled()))
     one_step(tmp_path, model, gradient_checkpointing=True)
-    assert has_gradients == [False, True, True], (
-        "when the loss is tried, in the forward pass, and when it is recomputed"
-    )
+    assert has_gradients == [False, True, True], "trial of the loss, forward pass, recomputation"
 
 
-def test_a_model_of_ones_own_saves_memory_by_a_function_of_ones_own(tmp_path: Path) -> None:
+def test_custom_model_saves_memory_with_a_custom_function(tmp_path: Path) -> None:
     options = {"enable_activation_checkpoint_fn": recompute_layers}
     plain = one_step(tmp_path, OwnModel())
     saving = one_step(tmp_path, OwnModel(), gradient_checkpointing=True, trainer_options=options)
@@ -118,7 +116,7 @@ def test_a_model_of_ones_own_saves_memory_by_a_function_of_ones_own(tmp_path: Pa
 
 
 def job(output_dir: str) -> list[Measured]:
-    """On ranks: the step of a pipeline, without and with recomputed activations; memory is that of this rank."""
+    """Run a pipeline step on ranks, without and with recomputed activations; the memory is of this rank only."""
     results = []
     for recomputes in (False, True):
         trainer = pipeline_trainer(
@@ -134,7 +132,7 @@ def job(output_dir: str) -> list[Measured]:
     return results
 
 
-def test_stages_of_a_pipeline_take_the_same_step_with_less_memory(tmp_path: Path) -> None:
+def test_pipeline_stages_take_the_same_step_with_less_memory(tmp_path: Path) -> None:
     alone = one_step(tmp_path, deep_llama())
     for plain, saving in run_on_ranks(job, 2, str(tmp_path / "ranks")):
         assert_same_step(plain, saving, weights(deep_llama()))

@@ -30,7 +30,7 @@ SETTINGS: dict[str, Any] = {
 
 
 def aligned_llama() -> nn.Module:
-    """With dimensions that groups of 32 weights divide."""
+    """Return a Llama with dimensions that are multiples of the group size 32."""
     return tiny_llama(None, hidden_size=32, intermediate_size=64)
 
 
@@ -41,7 +41,7 @@ def qat_run(output_dir: Path, kind: type[Trainer], recipe: str, settings: dict[s
 
 
 @pytest.mark.parametrize("recipe", RECIPES)
-def test_training_goes_on_from_the_checkpoint_of_a_plain_run_and_back(recipe: str, tmp_path: Path) -> None:
+def test_qat_resumes_a_plain_checkpoint_and_back(recipe: str, tmp_path: Path) -> None:
     saving = {**SETTINGS, "save_strategy": "steps", "save_steps": 3}
     trainer_of(Trainer, tmp_path, aligned_llama, token_samples(48), **{**saving, "max_steps": 3}).train()
     trained = trainer_of(Trainer, tmp_path, aligned_llama, token_samples(48), qat_recipe=recipe, **saving)
@@ -52,7 +52,7 @@ def test_training_goes_on_from_the_checkpoint_of_a_plain_run_and_back(recipe: st
 
 
 @pytest.mark.parametrize("recipe", RECIPES)
-def test_quantisation_is_felt_and_the_loss_falls(recipe: str, tmp_path: Path) -> None:
+def test_quantisation_changes_the_loss_which_still_falls(recipe: str, tmp_path: Path) -> None:
     plain = run(trainer_of(Trainer, tmp_path / "plain", aligned_llama, token_samples(48), **SETTINGS))
     quantised = qat_run(tmp_path / "qat", Trainer, recipe, {"max_steps": 12})
     assert quantised.losses[0] != plain.losses[0]
@@ -64,16 +64,16 @@ def test_quantisation_is_felt_and_the_loss_falls(recipe: str, tmp_path: Path) ->
     ("kind", "settings"),
     [(DDPTrainer, {"per_device_train_batch_size": 4}), (PipelineTrainer, {"schedule": "1f1b", "n_microbatches": 2})],
 )
-def test_other_trainers_train_alike(kind: type[Trainer], settings: dict[str, Any], tmp_path: Path) -> None:
+def test_other_trainers_train_like_one_device(kind: type[Trainer], settings: dict[str, Any], tmp_path: Path) -> None:
     expected = qat_run(tmp_path / "single", Trainer, "int4-weight-only", {})
     for result in run_on_ranks(qat_run, 2, tmp_path / "parallel", kind, "int4-weight-only", settings):
         assert result.losses[:2] == pytest.approx(expected.losses[:2], rel=1e-6)
-        # A weight that lies between two quantised values may be rounded to the other one; after which step depends on
-        # the rounding of the processor's matrix products.
+        # A weight between two quantised values may be rounded either way. The first step where this happens depends on
+        # the rounding of matrix products on this CPU.
         assert result.losses == pytest.approx(expected.losses, rel=3e-3)
 
 
-def test_a_second_run_does_not_replace_layers_again(tmp_path: Path) -> None:
+def test_second_run_does_not_replace_layers_again(tmp_path: Path) -> None:
     model = aligned_llama()
     trainer = quiet_trainer(tmp_path, model, token_samples(16), qat_recipe=RECIPES[1], max_steps=1)
     trainer.train()
@@ -84,7 +84,7 @@ def test_a_second_run_does_not_replace_layers_again(tmp_path: Path) -> None:
     assert type(model.get_output_embeddings()) is nn.Linear  # type: ignore[operator]
 
 
-def test_a_model_that_is_built_anew_is_prepared_anew(tmp_path: Path) -> None:
+def test_rebuilt_model_is_prepared_again(tmp_path: Path) -> None:
     options = {"model_init": aligned_llama}
     trainer = quiet_trainer(
         tmp_path, None, token_samples(8), trainer_options=options, qat_recipe=RECIPES[1], max_steps=1
@@ -96,8 +96,8 @@ def test_a_model_that_is_built_anew_is_prepared_anew(tmp_path: Path) -> None:
     assert prepared_for(trainer.unwrapped_model()) == RECIPES[1]
 
 
-def test_float8_layers_are_those_with_the_alignment_that_was_set_but_for_the_head() -> None:
-    # A trainer cannot be had for this: it wants hardware that multiplies in float8.
+def test_float8_converts_aligned_layers_except_the_head() -> None:
+    # Without a trainer, which would require hardware with float8 support.
     model: Any = aligned_llama()
     apply_layer_recipe(model, TrainingArguments(output_dir="unused", fp8_recipe="rowwise", fp8_dim_alignment=32))
     attention = model.model.layers[0].self_attn
@@ -106,18 +106,18 @@ def test_float8_layers_are_those_with_the_alignment_that_was_set_but_for_the_hea
     assert type(model.lm_head) is nn.Linear
 
 
-def test_another_recipe_on_a_prepared_model_is_refused_and_none_is_noticed(
+def test_prepared_model_rejects_another_recipe_and_warns_without_one(
     tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     model = aligned_llama()
     quiet_trainer(tmp_path, model, token_samples(16), qat_recipe=RECIPES[1], max_steps=1).train()
-    with pytest.raises(ValueError, match=r"prepared for 'int4-weight-only' .*Build the model anew"):
+    with pytest.raises(ValueError, match=r"prepared for 'int4-weight-only' .*Build the model again"):
         quiet_trainer(tmp_path, model, token_samples(16), qat_recipe=RECIPES[0], max_steps=1).train()
     quiet_trainer(tmp_path, model, token_samples(16), max_steps=1).train()
     assert "trains with fake quantisation for 'int4-weight-only'" in caplog.text
 
 
-# --- refused
+# --- rejected
 
 
 @pytest.mark.parametrize(
@@ -137,12 +137,12 @@ def test_another_recipe_on_a_prepared_model_is_refused_and_none_is_noticed(
         ),
     ],
 )
-def test_what_cannot_work_is_refused_at_construction(settings: dict[str, Any], message: str, tmp_path: Path) -> None:
+def test_invalid_recipes_are_rejected_at_construction(settings: dict[str, Any], message: str, tmp_path: Path) -> None:
     with pytest.raises(ValueError, match=message):
         quiet_trainer(tmp_path, TokenModel(), token_samples(2), **settings)
 
 
-def test_a_model_without_a_layer_to_replace_is_trained_with_a_warning(
+def test_model_without_a_layer_to_replace_trains_with_a_warning(
     tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     torch.manual_seed(0)

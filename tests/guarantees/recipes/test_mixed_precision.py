@@ -1,4 +1,4 @@
-"""bfloat16 and float16: computed in low precision, resumed bit for bit, and steps that overflow are left out by all ranks."""
+"""Mixed precision: low-precision compute, bit-exact resume, and fp16 overflow steps that all ranks skip."""
 
 import logging
 from pathlib import Path
@@ -16,7 +16,7 @@ from tests.support.tiny_models import IGNORED, Recorder, TokenModel, quiet_train
 
 DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16}
 SPIKE = 31
-"""A token whose batch has a loss that float16 gradients cannot hold."""
+"""Token that makes float16 gradients overflow."""
 FIRST_SCALE = 2.0**16
 SETTINGS: dict[str, Any] = {
     "per_device_train_batch_size": 4,
@@ -36,7 +36,7 @@ def samples(num_samples: int = 32) -> list[dict[str, Tensor]]:
 
 
 def with_spike(batch: int, num_samples: int = 32, batch_size: int = 4) -> list[dict[str, Tensor]]:
-    """As `samples`, with one batch that overflows."""
+    """Return `samples` with one batch that overflows."""
     found = samples(num_samples)
     found[batch * batch_size]["labels"][-1] = SPIKE
     return found
@@ -60,7 +60,7 @@ def spiking_trainer(output_dir: Path, data: Any, *callbacks: Any, **settings: An
 
 
 def noted_dtypes(model: nn.Module) -> dict[str, set[torch.dtype]]:
-    """Will hold what the modules of a kind put out."""
+    """Return a dict that hooks fill with the output dtypes of each module type."""
     found: dict[str, set[torch.dtype]] = {}
     for module in model.modules():
         if isinstance(module, (nn.Linear, nn.Embedding)):
@@ -83,8 +83,8 @@ def test_matmuls_run_in_low_precision_and_weights_stay_float32(precision: str, t
     assert "skipped_steps" not in trainer.state.log_history[-1]
 
 
-def test_gradients_are_clipped_as_they_are_without_a_loss_scale(tmp_path: Path) -> None:
-    # An optimizer that goes by the size of gradients, unlike Adam.
+def test_gradients_are_unscaled_before_clipping(tmp_path: Path) -> None:
+    # Unlike Adam, SGD depends on the size of gradients.
     options = {"optimizer_cls_and_kwargs": (torch.optim.SGD, {"lr": 0.5})}
     settings = {"max_grad_norm": 0.1, "trainer_options": options}
     plain = run(llama_trainer(tmp_path / "plain", samples(), **settings))
@@ -104,7 +104,7 @@ def test_evaluation_computes_in_the_same_precision(tmp_path: Path) -> None:
 
 
 class End(NamedTuple):
-    """Everything of a run that has to be the same, bit for bit."""
+    """Results of a run that must be equal bit for bit."""
 
     weights: dict[str, Tensor]
     moments: dict[int, dict[str, Tensor]]
@@ -139,7 +139,7 @@ def test_resume_is_bit_exact(precision: str, tmp_path: Path) -> None:
 
 
 class StopsAt:
-    """A callback that ends a run early, whose schedule is that of the whole one."""
+    """Callback that ends a run early, without a change of its schedule."""
 
     def __init__(self, step: int) -> None:
         self._step = step
@@ -149,7 +149,7 @@ class StopsAt:
 
 
 class NotesWeights:
-    """A callback that keeps the weights and the learning rate after every step."""
+    """Callback that records the weights and the learning rate after every step."""
 
     def __init__(self) -> None:
         self.after: list[dict[str, Tensor]] = []
@@ -164,7 +164,7 @@ def same(one: dict[str, Tensor], other: dict[str, Tensor]) -> bool:
     return all(torch.equal(tensor, other[name]) for name, tensor in one.items())
 
 
-def test_a_step_that_overflows_is_left_out_and_the_dropped_scale_is_logged(
+def test_overflow_step_is_skipped_and_the_lower_scale_is_logged(
     tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     notes, recorder = NotesWeights(), Recorder()
@@ -172,24 +172,24 @@ def test_a_step_that_overflows_is_left_out_and_the_dropped_scale_is_logged(
         trainer = spiking_trainer(tmp_path, with_spike(batch=2), notes, recorder)
         trainer.train()
     unchanged = [same(one, other) for one, other in zip(notes.after, notes.after[1:], strict=False)]
-    assert unchanged == [False, True, False, False, False, False, False], "only the third step is left out"
+    assert unchanged == [False, True, False, False, False, False, False], "only the third step is skipped"
     assert caplog.messages == ["loss scale dropped from 65536 to 32768"]
     records = [record for _, record in recorder.logs]
     assert [record.get("skipped_steps") for record in records] == [None, None, 1, None, None, None, None, None]
     assert records[2]["grad_norm"] is None and all(record["grad_norm"] for record in records if record != records[2])
     moments = trainer.optimizer.state[next(iter(trainer.unwrapped_model().parameters()))]
-    assert int(moments["step"]) == 7, "the optimizer has not counted it"
+    assert int(moments["step"]) == 7, "the optimizer did not count the skipped step"
     assert trainer.state.global_step == 8
 
 
-def test_the_schedule_does_not_advance_in_a_step_that_is_left_out(tmp_path: Path) -> None:
+def test_schedule_does_not_advance_in_a_skipped_step(tmp_path: Path) -> None:
     with_overflow, without = NotesWeights(), NotesWeights()
     spiking_trainer(tmp_path / "one", with_spike(batch=2), with_overflow).train()
     spiking_trainer(tmp_path / "two", samples(), without).train()
     assert with_overflow.rates == [*without.rates[:2], *without.rates[1:-1]] and without.rates[-1] == 0.0
 
 
-def test_the_dropped_scale_survives_a_resume(tmp_path: Path) -> None:
+def test_lowered_loss_scale_survives_a_resume(tmp_path: Path) -> None:
     data = with_spike(batch=2)
     straight = end_of(spiking_trainer(tmp_path / "straight", data, max_steps=8))
     saving: dict[str, Any] = {"max_steps": 8, "save_strategy": "steps", "save_steps": 4}
@@ -202,16 +202,16 @@ def test_the_dropped_scale_survives_a_resume(tmp_path: Path) -> None:
 
 
 class RankEnd(NamedTuple):
-    """What a rank came to."""
+    """Results of a rank."""
 
     after: list[dict[str, Tensor]]
     scale: float
     losses: list[float]
-    """Of its own batches, before they are those of all ranks."""
+    """Losses of the batches of this rank, before the reduction over ranks."""
 
 
 def job_with_overflow(output_dir: str) -> RankEnd:
-    """On ranks: the spike is in a batch of rank 1 alone."""
+    """Train on ranks with an overflow in a batch of rank 1 only."""
     notes = NotesWeights()
     losses: list[float] = []
 
@@ -234,7 +234,7 @@ def job_with_overflow(output_dir: str) -> RankEnd:
     return RankEnd(notes.after, trainer.amp_context.state_dict()["scale"], losses)
 
 
-def test_ranks_leave_out_a_step_together_when_one_of_them_overflows(tmp_path: Path) -> None:
+def test_all_ranks_skip_the_step_if_one_overflows(tmp_path: Path) -> None:
     first, second = run_on_ranks(job_with_overflow, 2, str(tmp_path))
     assert max(first.losses) < 100 and max(second.losses) > 1e5, "the spike is on one rank only"
     assert first.scale == second.scale == FIRST_SCALE / 2
@@ -245,7 +245,7 @@ def test_ranks_leave_out_a_step_together_when_one_of_them_overflows(tmp_path: Pa
     assert unchanged == [True, False, False]
 
 
-def test_weights_in_float16_are_refused_with_a_loss_scale(tmp_path: Path) -> None:
+def test_float16_weights_with_a_loss_scale_are_rejected(tmp_path: Path) -> None:
     with pytest.raises(
         ValueError, match=r"mixed_precision='fp16' cannot be combined with weights in float16 \(model\."
     ):

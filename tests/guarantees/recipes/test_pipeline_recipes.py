@@ -18,11 +18,11 @@ from tests.support.ranks import run_on_ranks
 from tests.support.tiny_models import Recorder, token_samples
 
 aligned_llama = functools.partial(llama, 4, hidden_size=32, intermediate_size=32)
-"""With dimensions that groups of 32 weights divide."""
+"""Llama with dimensions that are multiples of the group size 32."""
 
 
 class StageRecipes(NamedTuple):
-    """What became of one stage."""
+    """Recipes in effect for one stage."""
 
     qat_recipe: str | None
     recomputes: bool
@@ -30,14 +30,14 @@ class StageRecipes(NamedTuple):
 
 
 class OfRank(NamedTuple):
-    """What a rank came to."""
+    """Results of a rank."""
 
     stages: list[StageRecipes]
     bf16_loss: float
     logits: list[Tensor | None]
-    """That callbacks got of each batch, from a fused loss."""
+    """Logits passed to callbacks for each batch, with a fused loss."""
     widths: set[int]
-    """Of what the fused loss was computed from."""
+    """Last dimensions of the inputs of the fused loss."""
 
 
 def stages_of_rank(output_dir: Path) -> list[StageRecipes]:
@@ -53,7 +53,7 @@ def stages_of_rank(output_dir: Path) -> list[StageRecipes]:
         torch_compile=True,
         torch_compile_backend="eager",
     )
-    # Builds the stages without running them, which the compiler would take long for.
+    # Build the stages without running them, because compilation would take long.
     trainer.save_model(str(output_dir / "model"))
     return [
         StageRecipes(
@@ -82,7 +82,7 @@ def shown_logits(kind: type[Trainer], output_dir: Path, **options: Any) -> list[
 
 
 def job(output_dir: Path) -> OfRank:
-    """On ranks."""
+    """Run all cases on ranks and return the results of this rank."""
     widths: set[int] = set()
 
     class Noting(LinearCrossEntropyLoss):
@@ -100,7 +100,7 @@ def job(output_dir: Path) -> OfRank:
 
 @pytest.fixture(scope="module")
 def ranks(tmp_path_factory: pytest.TempPathFactory) -> list[OfRank]:
-    """Of one run on two ranks, which all tests look at."""
+    """Results of one run on two ranks, shared by all tests."""
     return run_on_ranks(job, 2, tmp_path_factory.mktemp("ranks"))
 
 
@@ -112,7 +112,7 @@ def test_evaluations_compute_in_the_precision_of_training(ranks: list[OfRank], t
     exact, rounded = (
         evaluating(Trainer, tmp_path, mixed_precision=precision).evaluate()["eval_loss"] for precision in (None, "bf16")
     )
-    assert abs(exact - rounded) > 1e-5 * exact, "the precision is felt"
+    assert abs(exact - rounded) > 1e-5 * exact, "bf16 must change the loss"
     assert [rank.bf16_loss for rank in ranks] == pytest.approx([rounded] * 2, rel=1e-6)
 
 

@@ -1,4 +1,4 @@
-"""`fuse_optim_with_backward` trains like the normal optimizer, with a fraction of the memory for gradients."""
+"""Optimizer step in backward (`fuse_optim_with_backward`): the same training with a fraction of gradient memory."""
 
 from pathlib import Path
 from typing import Any
@@ -56,7 +56,7 @@ def trainer_for(output_dir: Path, model: nn.Module | None, fused: bool, *callbac
         (tied_gpt2, {"optimizer_cls_and_kwargs": (torch.optim.Adam, {"lr": 1e-2, "eps": 1e-3, "foreach": True})}),
     ],
 )
-def test_same_weights_as_the_normal_optimizer(build: Any, options: dict[str, Any], tmp_path: Path) -> None:
+def test_step_in_backward_trains_like_the_normal_optimizer(build: Any, options: dict[str, Any], tmp_path: Path) -> None:
     results = []
     for fused in (False, True):
         torch.manual_seed(0)
@@ -65,7 +65,7 @@ def test_same_weights_as_the_normal_optimizer(build: Any, options: dict[str, Any
 
 
 def assert_same(normal: Result, fused: Result) -> None:
-    """To 1e-6 but for the norms, whose squares are added up in another order."""
+    """Assert equal training to 1e-6; norms to 1e-5, because their squares are summed in another order."""
     assert_same_training(normal._replace(norms=fused.norms), fused, tolerance=1e-6)
     assert fused.norms == pytest.approx(normal.norms, rel=1e-5)
 
@@ -85,13 +85,13 @@ def test_gradients_take_less_than_a_quarter_of_their_memory() -> None:
     with StepInBackward(optimizer):
         fused = peak_bytes(backward)
     assert normal > all_gradients
-    # The activations of these few tokens are counted too.
+    # The count includes the activations of these few tokens.
     assert fused < all_gradients / 4
     assert all(parameter.grad is None for parameter in model.parameters())
     assert not any(torch.equal(one, other) for one, other in zip(before, model.parameters(), strict=True))
 
 
-def test_each_parameter_is_stepped_once_and_alone(tmp_path: Path) -> None:
+def test_each_parameter_gets_one_separate_step(tmp_path: Path) -> None:
     stepped: list[list[Tensor]] = []
 
     class Counted(torch.optim.SGD):
@@ -112,7 +112,7 @@ def test_each_parameter_is_stepped_once_and_alone(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("first", [False, True])
-def test_a_run_that_changes_over_equals_the_straight_one(first: bool, tmp_path: Path) -> None:
+def test_resume_can_switch_to_or_from_step_in_backward(first: bool, tmp_path: Path) -> None:
     settings = {"lr_scheduler_type": "constant_with_warmup", "save_strategy": "steps", "save_steps": 5}
     straight = run(trainer_for(tmp_path / "straight", tiny_llama(), False, **settings))
     run(trainer_for(tmp_path / "moved", tiny_llama(), first, **{**settings, "max_steps": 5}))
@@ -121,7 +121,7 @@ def test_a_run_that_changes_over_equals_the_straight_one(first: bool, tmp_path: 
         torch.testing.assert_close(resumed.weights[name], tensor, rtol=1e-6, atol=1e-7)
 
 
-def test_a_resumed_run_is_bit_identical(tmp_path: Path) -> None:
+def test_resumed_run_is_bit_identical(tmp_path: Path) -> None:
     settings = {"lr_scheduler_type": "constant_with_warmup", "save_strategy": "steps", "save_steps": 5}
     straight = run(trainer_for(tmp_path / "straight", tiny_llama(), True, **settings))
     run(trainer_for(tmp_path / "resumed", tiny_llama(), True, **{**settings, "max_steps": 5}))
@@ -130,7 +130,7 @@ def test_a_resumed_run_is_bit_identical(tmp_path: Path) -> None:
     assert all(torch.equal(resumed.weights[name], tensor) for name, tensor in straight.weights.items())
 
 
-def test_after_training_a_backward_pass_leaves_the_weights_alone(tmp_path: Path) -> None:
+def test_backward_after_training_does_not_change_weights(tmp_path: Path) -> None:
     model = tiny_llama()
     trainer_for(tmp_path, model, True, max_steps=1).train()
     before = model.lm_head.weight.detach().clone()
@@ -140,13 +140,13 @@ def test_after_training_a_backward_pass_leaves_the_weights_alone(tmp_path: Path)
 
 
 class Fails:
-    """A callback that ends training by an error."""
+    """Callback that ends training with an error."""
 
     def on_step_end(self, args: Any, state: Any, control: Any, **_: Any) -> None:
         raise ZeroDivisionError
 
 
-def test_after_a_training_that_failed_a_backward_pass_leaves_the_weights_alone_too(tmp_path: Path) -> None:
+def test_backward_after_failed_training_does_not_change_weights(tmp_path: Path) -> None:
     model = tiny_llama()
     with pytest.raises(ZeroDivisionError):
         trainer_for(tmp_path, model, True, Fails()).train()
@@ -155,7 +155,7 @@ def test_after_a_training_that_failed_a_backward_pass_leaves_the_weights_alone_t
     assert torch.equal(before, model.lm_head.weight)
 
 
-def test_an_optimizer_of_ones_own_may_have_frozen_parameters(tmp_path: Path) -> None:
+def test_passed_optimizer_may_have_frozen_parameters(tmp_path: Path) -> None:
     model = tiny_llama()
     embedding = model.model.embed_tokens.weight.requires_grad_(False)
     before = embedding.clone(), model.lm_head.weight.detach().clone()
@@ -164,7 +164,7 @@ def test_an_optimizer_of_ones_own_may_have_frozen_parameters(tmp_path: Path) -> 
     assert torch.equal(embedding, before[0]) and not torch.equal(model.lm_head.weight, before[1])
 
 
-def test_the_norm_of_short_gradients_is_a_long_one() -> None:
+def test_norm_of_bfloat16_gradients_is_float32() -> None:
     parameter = nn.Parameter(torch.zeros(4, dtype=torch.bfloat16))
     gradient = torch.tensor([1.0, 0.5, 0.25, 0.125], dtype=torch.bfloat16)
     with StepInBackward(torch.optim.SGD([parameter], lr=0.1)) as step_in_backward:
@@ -174,7 +174,7 @@ def test_the_norm_of_short_gradients_is_a_long_one() -> None:
     assert float(norm) == pytest.approx(float(gradient.double().norm()), rel=1e-6)
 
 
-def test_a_loaded_model_is_the_users_own_until_training_begins(tmp_path: Path) -> None:
+def test_backward_after_load_checkpoint_does_not_change_weights(tmp_path: Path) -> None:
     saving = {"save_strategy": "steps", "save_steps": 2, "max_steps": 2}
     trainer_for(tmp_path, tiny_llama(), True, **saving).train()
     trainer = trainer_for(tmp_path, tiny_llama(seed=1), True, **saving)
@@ -185,15 +185,13 @@ def test_a_loaded_model_is_the_users_own_until_training_begins(tmp_path: Path) -
     assert torch.equal(before, model.lm_head.weight)
 
 
-def test_only_the_euclidean_norm_is_kept(tmp_path: Path) -> None:
+def test_only_the_euclidean_norm_is_supported(tmp_path: Path) -> None:
     step_in_backward = StepInBackward(torch.optim.SGD(TokenModel().parameters()))
     with pytest.raises(ValueError, match=r"norm_type=1.0 cannot be used with fuse_optim_with_backward=True"):
         step_in_backward(1.0)
 
 
-def test_a_callback_that_wants_gradients_is_told_that_there_are_none(
-    tmp_path: Path, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_grad_logger_warns_that_there_are_no_gradients(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     trainer_for(tmp_path, tiny_llama(), True, GradLogger(), max_steps=1).train()
     assert "GradLogger logs nothing" in caplog.text
 
@@ -216,11 +214,11 @@ def on_pipeline(output_dir: Path) -> None:
     assert_same(*results)
 
 
-def test_a_pipeline_with_one_micro_batch_trains_alike(tmp_path: Path) -> None:
+def test_pipeline_with_one_micro_batch_trains_like_the_normal_optimizer(tmp_path: Path) -> None:
     run_on_ranks(on_pipeline, 2, tmp_path)
 
 
-# --- refused
+# --- rejected
 
 FUSED = "fuse_optim_with_backward=True cannot be combined with "
 
@@ -255,20 +253,20 @@ FUSED = "fuse_optim_with_backward=True cannot be combined with "
         (HybridTrainer, {"n_microbatches": 1, "pp_size": 2}, {}, r"several pipelines: .*summed over all pipelines"),
     ],
 )
-def test_what_cannot_work_is_refused_at_construction(
+def test_invalid_combinations_are_rejected_at_construction(
     trainer_class: type[Trainer], settings: dict[str, Any], options: dict[str, Any], message: str, tmp_path: Path
 ) -> None:
     keywords: dict[str, Any] = {"args": {"output_dir": str(tmp_path), "fuse_optim_with_backward": True, **settings}}
     keywords["args"]["use_cpu"] = True
     if trainer_class is AccelTrainer:
-        # Made now: other tests reset what all accelerators of a process share.
+        # Made here, because other tests reset the state that all accelerators of a process share.
         keywords["accelerator"] = Accelerator(cpu=True)
     with pytest.raises(ValueError, match=FUSED + message):
         trainer_class(**{**keywords, "model": TokenModel(), "train_dataset": token_samples(4), **options})
 
 
 class CountsInGroup(torch.optim.SGD):
-    """Keeps state where it is lost."""
+    """Optimizer with state that would be lost."""
 
     def step(self, closure: Any = None) -> Any:
         for group in self.param_groups:
@@ -277,7 +275,7 @@ class CountsInGroup(torch.optim.SGD):
 
 
 class CountsInPlace(torch.optim.SGD):
-    """Keeps state that would change once for each parameter."""
+    """Optimizer with state that would change once for each parameter."""
 
     def __init__(self, parameters: Any, lr: float) -> None:
         super().__init__([{"params": list(parameters), "num_steps": torch.zeros(())}], lr=lr)
@@ -289,7 +287,7 @@ class CountsInPlace(torch.optim.SGD):
 
 
 class CountsItself(torch.optim.SGD):
-    """The same in an attribute."""
+    """Optimizer with such state in an attribute."""
 
     num_steps = 0
 
@@ -299,7 +297,7 @@ class CountsItself(torch.optim.SGD):
 
 
 @pytest.mark.parametrize("optimizer", [CountsInGroup, CountsInPlace, CountsItself])
-def test_an_optimizer_with_state_for_all_parameters_together_is_refused(optimizer: Any, tmp_path: Path) -> None:
+def test_optimizer_with_state_shared_by_all_parameters_is_rejected(optimizer: Any, tmp_path: Path) -> None:
     options = {"optimizer_cls_and_kwargs": (optimizer, {"lr": 0.1})}
     with pytest.raises(ValueError, match=FUSED + r"Counts\w+: it keeps num_steps for all parameters together"):
         trainer_for(tmp_path, tiny_llama(), True, trainer_options=options).train()
@@ -312,12 +310,12 @@ def tied_between_stages(output_dir: Path) -> None:
     ).train()
 
 
-def test_weights_that_are_tied_between_stages_are_refused(tmp_path: Path) -> None:
+def test_weights_tied_between_stages_are_rejected(tmp_path: Path) -> None:
     with pytest.raises(AssertionError, match=FUSED + "weights that are tied between stages.*tie_word_embeddings=False"):
         run_on_ranks(tied_between_stages, 2, tmp_path)
 
 
-def test_the_norm_is_reported_to_callbacks(tmp_path: Path) -> None:
+def test_gradient_norm_is_reported_to_callbacks(tmp_path: Path) -> None:
     recorder = Recorder()
     trainer_for(tmp_path, tiny_llama(), True, recorder, max_steps=3).train()
     norms = recorder.details("on_train_metrics", "grad_norm")

@@ -1,4 +1,4 @@
-"""Settings that are passed to torch reach it while a trainer runs, and are gone afterwards."""
+"""Global torch settings (SDPA backend, matmul precision, ...) apply while a trainer runs, and are restored afterwards."""
 
 import functools
 from pathlib import Path
@@ -22,7 +22,7 @@ FLASH = "aten::_scaled_dot_product_flash_attention_for_cpu"
 
 
 class Attention(nn.Module):
-    """Nothing but attention, so that what computes it can be told."""
+    """Model with attention only, which reveals the SDPA backend."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -51,7 +51,7 @@ def attention_operations(work: Any) -> set[str]:
         ("flash", FLASH),
     ],
 )
-def test_sdpa_backend_decides_what_computes_attention(backend: str, operation: str, tmp_path: Path) -> None:
+def test_sdpa_backend_selects_the_attention_kernel(backend: str, operation: str, tmp_path: Path) -> None:
     options = {"eval_dataset": token_samples(2)}
     settings = {"sdpa_backend": backend, "max_steps": 1}
     trainer = quiet_trainer(tmp_path, Attention(), token_samples(4), trainer_options=options, **settings)
@@ -61,7 +61,7 @@ def test_sdpa_backend_decides_what_computes_attention(backend: str, operation: s
         assert not any("math" in name for name in used) or backend == "math"
 
 
-def test_sdpa_priority_goes_by_the_list(tmp_path: Path) -> None:
+def test_sdpa_priority_follows_the_list(tmp_path: Path) -> None:
     settings = {"sdpa_backend": ["math", "flash"], "sdpa_set_priority": True, "max_steps": 1}
     orders: list[list[int]] = []
     recorder = Recorder(on_step_begin=lambda **_: orders.append(torch._C._get_sdp_priority_order()[:2]))
@@ -69,7 +69,7 @@ def test_sdpa_priority_goes_by_the_list(tmp_path: Path) -> None:
     assert orders == [[int(torch.nn.attention.SDPBackend.MATH), int(torch.nn.attention.SDPBackend.FLASH_ATTENTION)]]
 
 
-def test_settings_are_given_back(tmp_path: Path) -> None:
+def test_torch_settings_are_restored(tmp_path: Path) -> None:
     before = functorch_config.activation_memory_budget, torch.backends.cuda.flash_sdp_enabled()
     seen: list[Any] = []
     recorder = Recorder(
@@ -101,7 +101,7 @@ def test_matmul_precision_and_recompile_limit_reach_torch(tmp_path: Path) -> Non
 def test_detect_anomaly_names_the_operation_that_failed(tmp_path: Path) -> None:
     class Root(TokenModel):
         def forward(self, input_ids: Tensor) -> Tensor:
-            # The gradient of a root at zero is none.
+            # The gradient of a square root is not finite at zero.
             return super().forward(input_ids) + torch.sqrt(self.embedding.weight.sum() * 0.0) * 0.0
 
     with pytest.raises(RuntimeError, match=r"SqrtBackward0.* returned nan"):
@@ -112,7 +112,7 @@ def test_detect_anomaly_names_the_operation_that_failed(tmp_path: Path) -> None:
 
 
 def on_pipeline(output_dir: Path) -> list[set[str]]:
-    """What computed attention without and with the setting."""
+    """Return the attention kernels without and with the setting."""
     settings: dict[str, Any] = {"max_steps": 2, "per_device_train_batch_size": 4, **LOGGED}
     results: list[Result] = []
     used = []
@@ -126,18 +126,18 @@ def on_pipeline(output_dir: Path) -> list[set[str]]:
 def trainer_of_pipeline(output_dir: Path, **settings: Any) -> Any:
     from forgather.ml.trainer.pipeline import PipelineTrainer
 
-    # Small, since every operation is noted.
+    # Small, because every operation is recorded.
     build = functools.partial(llama, 2)
     return trainer_of(PipelineTrainer, output_dir, build, token_samples(8), schedule="1f1b", **settings)
 
 
-def test_sdpa_backend_decides_in_every_stage_of_a_pipeline(tmp_path: Path) -> None:
+def test_sdpa_backend_applies_to_every_pipeline_stage(tmp_path: Path) -> None:
     for by_default, by_math in run_on_ranks(on_pipeline, 2, tmp_path):
         assert FLASH in by_default and FLASH not in by_math
         assert MATH in by_math
 
 
-# --- refused
+# --- rejected
 
 
 @pytest.mark.parametrize(
@@ -161,6 +161,6 @@ def test_sdpa_backend_decides_in_every_stage_of_a_pipeline(tmp_path: Path) -> No
         ({"construct_model_on": "meta"}, r"construct_model_on='meta' has no effect .*pass model_init"),
     ],
 )
-def test_what_cannot_work_is_refused(settings: dict[str, Any], message: str, tmp_path: Path) -> None:
+def test_invalid_settings_are_rejected(settings: dict[str, Any], message: str, tmp_path: Path) -> None:
     with pytest.raises(ValueError, match=message):
         quiet_trainer(tmp_path, TokenModel(), token_samples(2), **settings)

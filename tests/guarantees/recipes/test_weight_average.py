@@ -1,4 +1,4 @@
-"""`ema_decay`: the averaged weights are what the formula says, are resumed exactly, evaluated, exported and moved."""
+"""EMA weights (`ema_decay`): exact averages, exact resume, evaluation, export and moves between trainers."""
 
 import functools
 import json
@@ -46,7 +46,7 @@ def averages(trainer: Trainer) -> dict[str, Tensor]:
 
 
 class Weights:
-    """Notes the weights after each step."""
+    """Callback that records the weights after each step."""
 
     def __init__(self) -> None:
         self.of_steps: list[dict[str, Tensor]] = []
@@ -55,7 +55,7 @@ class Weights:
         self.of_steps.append(weights(model))
 
 
-def test_averages_equal_the_closed_form(tmp_path: Path) -> None:
+def test_ema_equals_the_closed_form(tmp_path: Path) -> None:
     model = tiny_llama()
     initial, noted = weights(model), Weights()
     trainer = trainer_for(tmp_path, model, noted)
@@ -67,10 +67,10 @@ def test_averages_equal_the_closed_form(tmp_path: Path) -> None:
         for number, after in enumerate(noted.of_steps, start=1):
             expected += (1 - DECAY) * DECAY ** (steps - number) * after[name].double()
         torch.testing.assert_close(average.double(), expected, rtol=1e-5, atol=1e-7)
-    assert all(torch.equal(final[name], tensor) for name, tensor in weights(model).items()), "the weights came back"
+    assert all(torch.equal(final[name], tensor) for name, tensor in weights(model).items()), "the weights are restored"
 
 
-def test_a_resumed_average_is_bit_identical(tmp_path: Path) -> None:
+def test_resumed_ema_is_bit_identical(tmp_path: Path) -> None:
     straight = trainer_for(tmp_path / "straight", tiny_llama())
     straight.train()
     trainer_for(tmp_path / "resumed", tiny_llama(), max_steps=3).train()
@@ -82,7 +82,7 @@ def test_a_resumed_average_is_bit_identical(tmp_path: Path) -> None:
     assert "ema" in manifest["components"]
 
 
-def test_averaged_weights_are_evaluated_on_request(tmp_path: Path) -> None:
+def test_ema_weights_are_evaluated_on_request(tmp_path: Path) -> None:
     recorder = Recorder()
     trainer = trainer_for(tmp_path, tiny_llama(), recorder, eval_ema=True, eval_strategy="steps", eval_steps=6)
     trainer.train()
@@ -90,7 +90,7 @@ def test_averaged_weights_are_evaluated_on_request(tmp_path: Path) -> None:
     present, averaged = trainer.evaluate(), trainer.evaluate(use_ema=True)
     assert present["eval_loss"] == in_training["eval_loss"] != averaged["eval_loss"]
     assert present["eval_ema_loss"] == in_training["eval_ema_loss"] == averaged["eval_loss"]
-    # Six batches each time, and one evaluation of the averages alone: callbacks see no batch twice.
+    # Three evaluations of six batches: callbacks do not see the batches of the extra EMA pass.
     assert len(recorder.details("on_prediction_step", "loss")) == 3 * 6
     reference = quiet_trainer(
         tmp_path, tiny_llama(seed=3), None, trainer_options={"eval_dataset": trainer.eval_dataset}
@@ -100,7 +100,7 @@ def test_averaged_weights_are_evaluated_on_request(tmp_path: Path) -> None:
     assert reference.evaluate()["eval_loss"] == averaged["eval_loss"]
 
 
-def test_the_best_model_can_be_chosen_by_the_averaged_loss(tmp_path: Path) -> None:
+def test_best_model_can_be_chosen_by_ema_loss(tmp_path: Path) -> None:
     settings = {"eval_ema": True, "eval_strategy": "steps", "eval_steps": 3, "load_best_model_at_end": True}
     trainer = trainer_for(tmp_path, tiny_llama(), metric_for_best_model="ema_loss", **settings)
     trainer.train()
@@ -109,8 +109,8 @@ def test_the_best_model_can_be_chosen_by_the_averaged_loss(tmp_path: Path) -> No
     assert trainer.evaluate(use_ema=True)["eval_loss"] == trainer.state.best_metric
 
 
-def test_the_average_of_the_best_step_comes_with_its_weights(tmp_path: Path) -> None:
-    # Of text that says nothing the loss grows in the end: the first evaluation is the best one.
+def test_loading_the_best_model_restores_its_ema(tmp_path: Path) -> None:
+    # The loss on random tokens rises in the end, so the first evaluation is the best.
     settings = {"eval_ema": True, "eval_strategy": "steps", "eval_steps": 3, "load_best_model_at_end": True}
     trainer = trainer_for(tmp_path, tiny_llama(), metric_for_best_model="ema_loss", **settings)
     trainer.train()
@@ -120,14 +120,14 @@ def test_the_average_of_the_best_step_comes_with_its_weights(tmp_path: Path) -> 
     assert trainer.evaluate(use_ema=True)["eval_loss"] == best
 
 
-def test_a_best_checkpoint_without_an_average_starts_one_from_its_weights(tmp_path: Path) -> None:
+def test_best_checkpoint_without_ema_starts_it_from_its_weights(tmp_path: Path) -> None:
     settings = {"eval_strategy": "steps", "eval_steps": 3, "load_best_model_at_end": True}
     trainer = trainer_for(tmp_path, tiny_llama(), checkpoint_components=["model", "trainer"], **settings)
     trainer.train()
     torch.testing.assert_close(averages(trainer), weights(trainer.unwrapped_model()), rtol=0, atol=0)
 
 
-def test_weights_come_back_from_averaged_weights_after_an_error(tmp_path: Path) -> None:
+def test_averaged_weights_restores_weights_after_an_error(tmp_path: Path) -> None:
     trainer = trainer_for(tmp_path, tiny_llama(), max_steps=3)
     trainer.train()
     raw, expected = weights(trainer.unwrapped_model()), averages(trainer)
@@ -137,7 +137,7 @@ def test_weights_come_back_from_averaged_weights_after_an_error(tmp_path: Path) 
     torch.testing.assert_close(averages(trainer), expected, rtol=0, atol=0)
 
 
-def test_averages_are_kept_when_the_optimizer_steps_in_the_backward_pass(tmp_path: Path) -> None:
+def test_ema_works_with_step_in_backward(tmp_path: Path) -> None:
     found = []
     for fused in (False, True):
         trainer = trainer_for(tmp_path / str(fused), tiny_llama(), fuse_optim_with_backward=fused)
@@ -146,7 +146,7 @@ def test_averages_are_kept_when_the_optimizer_steps_in_the_backward_pass(tmp_pat
     torch.testing.assert_close(found[1], found[0], rtol=1e-6, atol=1e-7)
 
 
-def test_averaged_weights_inside_of_averaged_weights_are_the_same(tmp_path: Path) -> None:
+def test_nested_averaged_weights_has_no_further_effect(tmp_path: Path) -> None:
     trainer = trainer_for(tmp_path, tiny_llama(), eval_ema=True)
     trainer.train()
     expected, raw = averages(trainer), weights(trainer.unwrapped_model())
@@ -160,7 +160,7 @@ def test_averaged_weights_inside_of_averaged_weights_are_the_same(tmp_path: Path
     assert all(torch.equal(tensor, raw[name]) for name, tensor in weights(trainer.unwrapped_model()).items())
 
 
-def test_training_that_is_refused_among_averages_changes_nothing(tmp_path: Path) -> None:
+def test_rejected_training_inside_averaged_weights_changes_nothing(tmp_path: Path) -> None:
     options = {"model_init": tiny_llama}
     trainer = trainer_for(tmp_path, None, save_strategy="no", max_steps=2, trainer_options=options)
     trainer.train()
@@ -174,7 +174,7 @@ def test_training_that_is_refused_among_averages_changes_nothing(tmp_path: Path)
     assert all(torch.equal(tensor, before[name]) for name, tensor in weights(trainer.unwrapped_model()).items())
 
 
-def test_an_evaluation_stream_that_ends_for_good_is_explained_and_the_next_evaluation_is_whole(tmp_path: Path) -> None:
+def test_exhausted_evaluation_stream_is_an_error_for_eval_ema(tmp_path: Path) -> None:
     recorder = Recorder()
     once = iter(token_samples(4))
     stream = Stream(once)  # type: ignore[arg-type]
@@ -188,7 +188,7 @@ def test_an_evaluation_stream_that_ends_for_good_is_explained_and_the_next_evalu
     assert len(recorder.details("on_prediction_step", "loss")) == num_before + 4, "callbacks see every batch again"
 
 
-def test_components_may_be_named(tmp_path: Path) -> None:
+def test_ema_may_be_named_in_checkpoint_components(tmp_path: Path) -> None:
     trainer_for(tmp_path / "skipped", tiny_llama(), ema_decay=None, skip_checkpoint_components=["ema"]).train()
     components = ["model", "ema"]
     trainer_for(tmp_path / "some", tiny_llama(), checkpoint_components=components).train()
@@ -196,7 +196,7 @@ def test_components_may_be_named(tmp_path: Path) -> None:
         trainer_for(tmp_path / "none", tiny_llama(), ema_decay=None, checkpoint_components=components).train()
 
 
-def test_averaged_weights_are_exported_on_request(tmp_path: Path) -> None:
+def test_ema_weights_are_exported_on_request(tmp_path: Path) -> None:
     trainer = trainer_for(tmp_path / "run", tiny_llama())
     trainer.train()
     trainer.save_model(str(tmp_path / "averaged"), use_ema=True)
@@ -206,7 +206,7 @@ def test_averaged_weights_are_exported_on_request(tmp_path: Path) -> None:
         assert all(torch.equal(tensor, expected[name]) for name, tensor in exported.items())
 
 
-def test_short_weights_have_long_averages() -> None:
+def test_ema_of_bfloat16_weights_is_float32() -> None:
     parameter = nn.Parameter(torch.ones(3, dtype=torch.bfloat16))
     average = WeightAverage([("one", parameter)], 0.999)
     average.begin()
@@ -221,7 +221,7 @@ def test_short_weights_have_long_averages() -> None:
     torch.testing.assert_close(average.state_dict()["averages"]["one"], torch.full((3,), 2 - 0.999**3))
 
 
-def test_weights_are_averaged_alike_however_few_are_copied_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_ema_does_not_depend_on_the_copy_buffer_size(monkeypatch: pytest.MonkeyPatch) -> None:
     def averages_with(room: int) -> dict[str, Tensor]:
         monkeypatch.setattr("forgather.ml.trainer.recipes.weight_average._COPIED_AT_ONCE", room)
         dtypes = [torch.bfloat16, torch.float32, torch.bfloat16, torch.bfloat16, torch.float16]
@@ -241,7 +241,7 @@ def test_weights_are_averaged_alike_however_few_are_copied_at_once(monkeypatch: 
         assert all(torch.equal(found[name], tensor) for name, tensor in expected.items())
 
 
-def test_a_checkpoint_without_averages_starts_them_from_its_weights(tmp_path: Path) -> None:
+def test_checkpoint_without_ema_starts_it_from_its_weights(tmp_path: Path) -> None:
     first = trainer_for(tmp_path, tiny_llama(), ema_decay=None, max_steps=3)
     first.train()
     loaded = weights(first.unwrapped_model())
@@ -250,7 +250,7 @@ def test_a_checkpoint_without_averages_starts_them_from_its_weights(tmp_path: Pa
     assert all(torch.equal(tensor, loaded[name]) for name, tensor in averages(trainer).items())
 
 
-def test_weights_that_are_no_longer_tied_both_have_the_average_of_the_tied_one(tmp_path: Path) -> None:
+def test_untied_weights_both_get_the_tied_ema(tmp_path: Path) -> None:
     trainer_for(tmp_path, tied_gpt2(2), max_steps=3).train()
     config: Any = tied_gpt2(2).config
     config.tie_word_embeddings = False
@@ -261,7 +261,7 @@ def test_weights_that_are_no_longer_tied_both_have_the_average_of_the_tied_one(t
     assert not torch.equal(found["lm_head.weight"], present["lm_head.weight"])
 
 
-def test_an_average_of_another_shape_is_refused() -> None:
+def test_ema_of_another_shape_is_rejected() -> None:
     average = WeightAverage(TokenModel(width=4).named_parameters(), 0.9)
     other = WeightAverage(TokenModel(width=8).named_parameters(), 0.9)
     other.begin()
@@ -289,7 +289,7 @@ def two_averages() -> WeightAverage:
         (lambda good: 1.0, "one is 1.0, expected a tensor"),
     ],
 )
-def test_an_average_that_cannot_be_one_is_refused_and_nothing_is_changed(make: Any, message: str) -> None:
+def test_malformed_ema_is_rejected_without_changes(make: Any, message: str) -> None:
     average = two_averages()
     average.begin()
     before = average.state_dict()["averages"]
@@ -302,7 +302,7 @@ def test_an_average_that_cannot_be_one_is_refused_and_nothing_is_changed(make: A
     assert all(after[name] is tensor for name, tensor in before.items())
 
 
-def test_averages_in_one_buffer_get_storage_of_their_own() -> None:
+def test_ema_views_of_one_buffer_get_separate_storage() -> None:
     flat, average = torch.rand(24), two_averages()
     average.load_state_dict({"averages": {"one": flat[:12].view(4, 3), "other": flat[12:].view(4, 3)}})
     for name, expected in (("one", flat[:12]), ("other", flat[12:])):
@@ -313,7 +313,7 @@ def test_averages_in_one_buffer_get_storage_of_their_own() -> None:
 @pytest.mark.parametrize(
     "state", [None, [], {}, {"averages": None}, {"averages": {0: 1}}, {"averages": {"one": [1.0]}}]
 )
-def test_every_reader_of_averages_says_that_a_state_is_malformed(state: Any) -> None:
+def test_every_ema_reader_rejects_a_malformed_state(state: Any) -> None:
     average = two_averages()
     readers = [
         average.check_state_dict,
@@ -353,7 +353,7 @@ def straight_run(output_dir: Path, build: Any, max_steps: int) -> dict[str, Tens
     return averages(trainer)
 
 
-def test_averages_move_between_trainers(tmp_path: Path) -> None:
+def test_ema_moves_between_trainers(tmp_path: Path) -> None:
     build, moving = functools.partial(tied_gpt2, 4), tmp_path / "moving"
     straight_run(moving, build, 3)
     run_on_ranks(go_on, 2, moving, "pipeline", build, 6)
@@ -366,7 +366,7 @@ def test_averages_move_between_trainers(tmp_path: Path) -> None:
 
 
 class SpoilsItsModel:
-    """A callback that gives the model of one rank a parameter which no checkpoint has, after the last save."""
+    """Callback that adds a parameter to the model of one rank after the last save, so no checkpoint has it."""
 
     def on_save(self, args: Any, state: Any, control: Any, model: nn.Module, **_: Any) -> None:
         if dist.get_rank() == 1 and state.global_step == SETTINGS["max_steps"]:
@@ -381,13 +381,13 @@ def best_on_ranks(output_dir: Path) -> None:
     ).train()
 
 
-def test_ranks_agree_when_one_cannot_load_the_best_weights(tmp_path: Path) -> None:
+def test_all_ranks_fail_if_one_cannot_load_the_best_weights(tmp_path: Path) -> None:
     for outcome in outcomes_on_ranks(best_on_ranks, 2, tmp_path):
         assert outcome.error_type == "DistributedError"
         assert "loading the best model" in str(outcome.error_message) and "unknown" in str(outcome.error_message)
 
 
-# --- refused
+# --- rejected
 
 
 @pytest.mark.parametrize(
@@ -406,7 +406,7 @@ def test_ranks_agree_when_one_cannot_load_the_best_weights(tmp_path: Path) -> No
         ),
     ],
 )
-def test_what_cannot_work_is_refused(
+def test_invalid_settings_are_rejected(
     trainer_class: type[Trainer], settings: dict[str, Any], message: str, tmp_path: Path
 ) -> None:
     with pytest.raises(ValueError, match=message):
@@ -416,7 +416,7 @@ def test_what_cannot_work_is_refused(
 
 
 @pytest.mark.parametrize(("decay", "reason"), [(None, "keeps none"), (0.9, "has not trained yet, nor loaded")])
-def test_averages_that_are_not_there_are_asked_for_in_vain(decay: float | None, reason: str, tmp_path: Path) -> None:
+def test_requesting_missing_ema_weights_is_an_error(decay: float | None, reason: str, tmp_path: Path) -> None:
     trainer = trainer_for(tmp_path, tiny_llama(), ema_decay=decay)
     with pytest.raises(ValueError, match=rf"averaged weights were requested, but this trainer {reason}.*ema_decay"):
         trainer.save_model(use_ema=True)

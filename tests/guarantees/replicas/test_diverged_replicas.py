@@ -1,4 +1,4 @@
-"""Copies that are declared identical are compared at every save, and a difference stops it."""
+"""Replica validation at save: a difference between replicas stops the save on every rank."""
 
 from pathlib import Path
 from typing import Any
@@ -23,12 +23,12 @@ from tests.support.tiny_parallel import (
 
 REPLICATED, PER_GROUP = SharingPattern.REPLICATED, SharingPattern.PER_GROUP
 
-# The replicas of a stage are ranks 3 and 2, and ranks 1 and 0.
+# Ranks 3 and 2 are replicas of one stage, ranks 1 and 0 of the other.
 PERMUTED_MESH = [[3, 1], [2, 0]]
 
 
 class Replica:
-    """A module and its optimizer after a step, with state of several dtypes and at several depths."""
+    """Module and optimizer after one step, with state of several dtypes and depths."""
 
     def __init__(self, dtype: torch.dtype) -> None:
         torch.manual_seed(3)
@@ -51,13 +51,13 @@ class Replica:
 
 
 def change_one_element(tensor: torch.Tensor) -> None:
-    """By the smallest amount that the dtype can show, and not where a sample of the values would look."""
+    """Change one element by the smallest step of the dtype, at an index that a sample of values would miss."""
     element = tensor.view(-1)[777:778]
     element.view(torch.int16 if tensor.dtype == torch.bfloat16 else torch.int32).add_(1)
 
 
 def save_with_divergence(output_dir: str, place: str, dtype: torch.dtype, changed_rank: int) -> tuple[Outcome, bool]:
-    """Save a good checkpoint, then try to save a diverged state; returns whether the good one still loads."""
+    """Save a good checkpoint, then try to save a diverged state; return the outcome and whether the good one loads."""
     replica = Replica(dtype)
     coordinator = make_coordinator(output_dir, replica.components(validate_replication=True))
     coordinator.save_checkpoint(checkpoint_id=1)
@@ -100,7 +100,7 @@ def save_optional_divergence(output_dir: str) -> tuple[list[str], Any]:
     return lines, read_manifest(path).components["average"].metadata
 
 
-def test_an_optional_component_that_diverged_is_saved_and_marked(tmp_path: Path) -> None:
+def test_diverged_optional_component_is_saved_and_marked(tmp_path: Path) -> None:
     for lines, metadata in run_on_ranks(save_optional_divergence, 2, str(tmp_path)):
         assert metadata == {"replication": "diverged"}
         assert any("'average'" in line and "values: rank 1 differs from rank 0" in line for line in lines)
@@ -117,15 +117,15 @@ def save_diverged_group(output_dir: str, changed_rank: int) -> Outcome:
     return raised(lambda: make_coordinator(output_dir, [component], groups).save_checkpoint(checkpoint_id=1))
 
 
-# Of two ranks the lower one counts as right.
+# With two ranks, the lower one counts as right.
 @pytest.mark.parametrize(("changed", "told"), [(3, "rank 3 differs from rank 2"), (1, "rank 1 differs from rank 0")])
-def test_divergence_inside_a_group_names_the_rank_of_that_group(tmp_path: Path, changed: int, told: str) -> None:
+def test_divergence_in_a_group_names_the_rank(tmp_path: Path, changed: int, told: str) -> None:
     outcomes = run_on_ranks(save_diverged_group, 4, str(tmp_path), changed)
     assert len(set(outcomes)) == 1
     error_type, message = outcomes[0]
     assert error_type == "ReplicationError"
     assert "'weights'" in message and f"deep.moments.0: {told}" in message
-    assert message.count("differs") == 1, "the other group is not accused"
+    assert message.count("differs") == 1, "the other group is not reported"
     assert entries(tmp_path / "checkpoints") == []
 
 
@@ -136,7 +136,7 @@ def save_undeclared(output_dir: str, validate: bool, level: str) -> Outcome:
 
 
 @pytest.mark.parametrize("level", ["quick", "tensor", "full"])
-def test_validate_compares_components_that_did_not_ask_for_it(tmp_path: Path, level: str) -> None:
+def test_validate_argument_compares_all_replicated_components(tmp_path: Path, level: str) -> None:
     assert run_on_ranks(save_undeclared, 2, str(tmp_path), False, level) == [("", "")] * 2
     first, second = run_on_ranks(save_undeclared, 2, str(tmp_path), True, level)
     assert first == second
@@ -152,5 +152,5 @@ def save_reordered(output_dir: str) -> Outcome:
     return raised(lambda: make_coordinator(output_dir, [component]).save_checkpoint(checkpoint_id=1))
 
 
-def test_replicas_whose_entries_are_in_another_order_are_equal(tmp_path: Path) -> None:
+def test_replicas_with_reordered_entries_are_equal(tmp_path: Path) -> None:
     assert run_on_ranks(save_reordered, 2, str(tmp_path)) == [("", "")] * 2

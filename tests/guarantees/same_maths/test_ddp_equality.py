@@ -1,4 +1,4 @@
-"""Ranks that share a batch train like one device that has it whole."""
+"""DDP: ranks that share a batch train like one device with the full batch."""
 
 from pathlib import Path
 from typing import Any
@@ -25,11 +25,11 @@ SETTINGS: dict[str, Any] = {
 }
 GLOBAL_BATCH = 8
 NUM_SAMPLES = 52
-"""Not a multiple of the batch, nor of a rank's share of it: the last round of an epoch has less."""
+"""Not a multiple of the global or the per-rank batch size: the last round of an epoch is smaller."""
 
 
 def adamw() -> dict[str, Any]:
-    # The large epsilon keeps rounding noise in gradients that are truly zero from becoming steps.
+    # The large epsilon prevents updates from rounding noise in gradients that are really zero.
     return {"optimizer_cls_and_kwargs": (torch.optim.AdamW, {"lr": 0.01, "eps": 1e-2})}
 
 
@@ -72,7 +72,7 @@ CASES: dict[str, tuple[int, dict[str, Any]]] = {
         {"dataloader_drop_last": True, "dispatch_batches": False, "per_device_eval_batch_size": 4},
     ),
     "2 ranks, dispatched, workers": (2, {"dataloader_num_workers": 2}),
-    "2 ranks, evaluation sharded alone": (2, {"dispatch_eval_batches": False}),
+    "2 ranks, only evaluation sharded": (2, {"dispatch_eval_batches": False}),
 }
 
 

@@ -1,4 +1,4 @@
-"""Evaluation means, cadences of evaluations and saves, and the choice of the best model, each with its numbers."""
+"""Evaluation means, evaluation and save intervals, and the choice of the best model, with exact values."""
 
 import math
 from collections.abc import Iterator
@@ -64,7 +64,7 @@ def test_no_batch_is_fetched_beyond_max_eval_steps(tmp_path: Path) -> None:
     assert fetched == [0, 1]
 
 
-def test_an_evaluation_without_targets_is_not_a_number_and_never_the_best(tmp_path: Path) -> None:
+def test_evaluation_without_targets_is_nan_and_never_the_best(tmp_path: Path) -> None:
     samples = token_samples(4)
     options = {"eval_dataset": samples[3:]}
     trainer = quiet_trainer(tmp_path, TokenModel(), samples, trainer_options=options, eval_strategy="epoch")
@@ -73,7 +73,7 @@ def test_an_evaluation_without_targets_is_not_a_number_and_never_the_best(tmp_pa
     assert trainer.state.best_metric is None
 
 
-def test_evaluation_sums_need_no_double_precision_on_the_device(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_evaluation_sums_use_no_float64_on_the_device(monkeypatch: pytest.MonkeyPatch) -> None:
     sums = EvaluationSums()
     with monkeypatch.context() as patch:
         patch.setattr(Tensor, "double", None)
@@ -82,7 +82,7 @@ def test_evaluation_sums_need_no_double_precision_on_the_device(monkeypatch: pyt
     assert (sums.loss_sum, sums.targets, sums.mean, sums.num_samples) == (10.0, 4, 2.5, 2)
 
 
-def test_a_rescaled_loss_is_evaluated_as_it_is(tmp_path: Path) -> None:
+def test_rescaled_loss_is_not_rescaled_in_an_evaluation(tmp_path: Path) -> None:
     losses = []
     for loss in (shifted, RescaleLoss(shifted, 0.25)):
         options = {"compute_loss_func": loss}
@@ -91,7 +91,7 @@ def test_a_rescaled_loss_is_evaluated_as_it_is(tmp_path: Path) -> None:
     assert losses[0] == losses[1]
 
 
-def test_callbacks_see_predictions_and_their_metrics_are_in_the_history(tmp_path: Path) -> None:
+def test_callbacks_see_predictions_and_their_metrics_are_logged(tmp_path: Path) -> None:
     correct = []
 
     def compare(batch: Any, logits: Tensor, labels: Tensor, **_: Any) -> None:
@@ -111,14 +111,14 @@ def test_callbacks_see_predictions_and_their_metrics_are_in_the_history(tmp_path
     assert record["eval_accuracy"] == sum(correct) / 3
 
 
-def test_logits_that_nobody_wants_are_let_go(tmp_path: Path) -> None:
+def test_unused_logits_are_released(tmp_path: Path) -> None:
     trainer = quiet_trainer(tmp_path, TokenModel(), None)
     trainer.evaluate(token_samples(1))
     sample = {name: value[None] for name, value in token_samples(1)[0].items()}
     assert trainer._prediction_step(*trainer._prepare_batch(sample))["logits"] is None
 
 
-def test_tensors_inside_of_lists_and_dicts_are_moved(tmp_path: Path) -> None:
+def test_tensors_inside_lists_and_dicts_are_moved(tmp_path: Path) -> None:
     trainer = quiet_trainer(tmp_path, TokenModel(), None)
     trainer.evaluate(token_samples(1))
     trainer.device = torch.device("meta")
@@ -129,7 +129,7 @@ def test_tensors_inside_of_lists_and_dicts_are_moved(tmp_path: Path) -> None:
     assert (inputs["b"][1][1], inputs["c"]["e"]) == (1, "text")
 
 
-def test_samples_weigh_the_same_in_batches_of_different_sizes(tmp_path: Path) -> None:
+def test_samples_have_equal_weight_in_batches_of_different_sizes(tmp_path: Path) -> None:
     assert evaluate_scalars(tmp_path, per_device_eval_batch_size=2)["eval_loss"] == 4.0
 
 
@@ -146,7 +146,7 @@ def test_epoch_strategy_evaluates_once_per_epoch(tmp_path: Path) -> None:
     assert steps == [2, 4, 6, 8]
 
 
-def test_evaluates_at_every_step_when_asked_to(tmp_path: Path) -> None:
+def test_evaluates_at_every_step_on_request(tmp_path: Path) -> None:
     assert evaluated_steps(tmp_path, 2, eval_strategy="steps", eval_steps=1) == [1, 2]
 
 
@@ -178,9 +178,9 @@ def test_evaluate_after_train_repeats_the_last_evaluation(tmp_path: Path, accumu
     assert again["eval_tokens"] == last["eval_tokens"]
 
 
-def test_evaluation_leaves_training_as_it_was(tmp_path: Path) -> None:
+def test_evaluation_does_not_change_training(tmp_path: Path) -> None:
     class Dropout(TokenModel):
-        """Draws random numbers in evaluations as well."""
+        """Model that also draws random numbers in evaluations."""
 
         def forward(self, input_ids: Tensor) -> Tensor:
             return torch.nn.functional.dropout(super().forward(input_ids), 0.5, training=True)
@@ -198,7 +198,7 @@ def test_evaluation_leaves_training_as_it_was(tmp_path: Path) -> None:
 # --- saving
 
 
-def test_saves_depend_on_the_global_step_across_a_resume(tmp_path: Path) -> None:
+def test_save_interval_follows_the_global_step_across_a_resume(tmp_path: Path) -> None:
     def run(max_steps: int) -> list[int]:
         recorder = Recorder()
         quiet_trainer(
@@ -219,13 +219,13 @@ def test_saves_depend_on_the_global_step_across_a_resume(tmp_path: Path) -> None
     assert run(20) == []
 
 
-def test_a_step_is_saved_once_whoever_asks(tmp_path: Path) -> None:
+def test_step_is_saved_once_despite_two_requests(tmp_path: Path) -> None:
     recorder = stop_at(4, flag="should_save")
     quiet_trainer(tmp_path, ScalarModel(), scalars(1, 2, 3, 4), recorder, save_strategy="steps", save_steps=2).train()
     assert recorder.steps("on_save") == [2, 4]
 
 
-def test_saving_by_epochs(tmp_path: Path) -> None:
+def test_save_strategy_epoch_saves_once_per_epoch(tmp_path: Path) -> None:
     recorder = Recorder()
     quiet_trainer(
         tmp_path,
@@ -239,7 +239,7 @@ def test_saving_by_epochs(tmp_path: Path) -> None:
     assert recorder.steps("on_save") == [3, 6, 9]
 
 
-def test_an_abort_saves_nothing_more(tmp_path: Path) -> None:
+def test_abort_makes_no_final_save(tmp_path: Path) -> None:
     recorder = stop_at(5, flag="should_abort_without_save")
     output = quiet_trainer(
         tmp_path, ScalarModel(), scalars(*range(9)), recorder, save_strategy="steps", save_steps=2
@@ -270,7 +270,7 @@ def test_eval_on_save_evaluates_each_saved_step_once(tmp_path: Path) -> None:
 
 
 def best_run(tmp_path: Path, recorder: Recorder, losses: tuple[float, ...] = (1, -1, 3, 2), **settings: Any) -> Trainer:
-    """A run in which the evaluation after each step gives these losses: the weight itself, which starts at 2."""
+    """Train with an evaluation after each step that gives these losses: the weight itself, which starts at 2."""
     defaults: dict[str, Any] = {
         "eval_strategy": "steps",
         "eval_steps": 1,
@@ -302,7 +302,7 @@ def test_the_n_best_checkpoints_are_preserved(tmp_path: Path) -> None:
     assert saved_steps(tmp_path) == [1, 2, 4]
 
 
-def test_without_asking_the_best_is_not_preserved(tmp_path: Path) -> None:
+def test_best_checkpoint_is_not_preserved_by_default(tmp_path: Path) -> None:
     best_run(tmp_path, Recorder())
     assert saved_steps(tmp_path) == [4]
 
@@ -312,7 +312,7 @@ def test_the_best_model_is_loaded_at_the_end(tmp_path: Path) -> None:
     assert trainer.evaluate()["eval_loss"] == -1.0
 
 
-def test_the_best_of_the_saved_is_loaded_when_the_best_was_not_saved(tmp_path: Path) -> None:
+def test_best_saved_checkpoint_is_loaded_if_the_best_step_was_not_saved(tmp_path: Path) -> None:
     trainer = best_run(tmp_path, Recorder(), (-5, 1, 4, 3), load_best_model_at_end=True, save_steps=2)
     assert saved_steps(tmp_path) == [2, 4]
     assert trainer.state.best_metric == -5.0
@@ -322,7 +322,7 @@ def test_the_best_of_the_saved_is_loaded_when_the_best_was_not_saved(tmp_path: P
 
 @pytest.mark.parametrize("greater", ["greater_is_better", "best_model_greater_is_better"])
 @pytest.mark.parametrize("metric", ["metric_for_best_model", "best_model_metric"])
-def test_both_names_choose_the_best_metric(tmp_path: Path, metric: str, greater: str) -> None:
+def test_both_argument_names_select_the_best_metric(tmp_path: Path, metric: str, greater: str) -> None:
     def add_score(metrics: dict[str, Any], **_: Any) -> None:
         metrics["eval_score"] = metrics["eval_loss"]
 

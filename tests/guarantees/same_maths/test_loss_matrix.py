@@ -1,4 +1,4 @@
-"""Losses of every kind with labels of every kind: a step is the same however it is split, and never one over nothing."""
+"""Matrix of losses and label types: splitting into micro-batches changes no step, and every step has targets."""
 
 import math
 from collections.abc import Callable
@@ -22,7 +22,7 @@ Loss = Callable[[Tensor, Tensor], Tensor]
 
 
 class Scores(nn.Module):
-    """Scores of each sample, or of each position of it."""
+    """Model with scores for each sample, or for each position of a sample."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -35,7 +35,7 @@ class Scores(nn.Module):
 
 
 class OwnLoss(Scores):
-    """Computes its loss itself, from what it is given besides its input; says nothing of the kind."""
+    """Model with an own, undeclared loss over all columns besides its input."""
 
     def __init__(self, loss: Callable[..., Tensor]) -> None:
         super().__init__()
@@ -48,7 +48,7 @@ class OwnLoss(Scores):
 
 
 def cross_entropies(logits: Tensor, labels: Tensor) -> Tensor:
-    """Of each label; zero where it is ignored."""
+    """Return the cross entropy of each label, zero for ignored labels."""
     flat = functional.cross_entropy(logits.flatten(0, -2), labels.flatten(), reduction="none")
     return flat.view(labels.shape)
 
@@ -121,7 +121,7 @@ def classes(*shape: int) -> Callable[[torch.Generator], Tensor]:
 
 
 def with_ignored(*shape: int) -> Callable[[torch.Generator], Tensor]:
-    """The first so many labels of each sample say nothing; of some, none does."""
+    """Return a generator of labels with a random number of leading ignored labels, up to all of them."""
 
     def make(generator: torch.Generator) -> Tensor:
         labels = torch.randint(0, NUM_CLASSES, shape, generator=generator)
@@ -133,7 +133,7 @@ def with_ignored(*shape: int) -> Callable[[torch.Generator], Tensor]:
 
 
 LABELS: dict[str, tuple[Callable[[torch.Generator], Tensor], bool, list[Loss]]] = {
-    # How a sample's labels are made, whether there are scores for each position, and which losses there are of them.
+    # Label generator, whether there are scores for each position, and the losses that fit.
     "(B,)": (classes(), False, CLASSES),
     "(B,) with ignored": (with_ignored(), False, CLASSES),
     "(B, 1)": (classes(1), True, CLASSES),
@@ -171,7 +171,7 @@ def samples_of(make: Callable[[torch.Generator], Tensor] | None, has_positions: 
 def step(
     output_dir: Path, model: nn.Module, loss: Loss | None, samples: list[dict[str, Tensor]], batch_size: int
 ) -> tuple[float, dict[str, Tensor], dict[str, float]]:
-    """The logged loss of one step over all samples, the weights after it, and an evaluation of those before."""
+    """Evaluate, then train one step over all samples; return the logged loss, the new weights and the evaluation."""
     recorder = Recorder()
     trainer = quiet_trainer(
         output_dir,
@@ -209,7 +209,7 @@ def assert_same_step(
 
 
 @pytest.mark.parametrize(("kind", "loss", "is_own"), MATRIX)
-def test_a_step_is_the_same_and_not_over_nothing(
+def test_split_step_is_equal_and_has_targets(
     tmp_path: Path, caplog: pytest.LogCaptureFixture, kind: str, loss: Loss, is_own: bool
 ) -> None:
     make, has_positions, _ = LABELS[kind]
@@ -218,7 +218,7 @@ def test_a_step_is_the_same_and_not_over_nothing(
     assert "nothing is learned" not in caplog.text
 
 
-# --- models whose loss is of something else than labels
+# --- model losses over other inputs than labels
 
 
 def reconstruction(scores: Tensor, x: Tensor, reduction: str) -> Tensor:
@@ -226,7 +226,7 @@ def reconstruction(scores: Tensor, x: Tensor, reduction: str) -> Tensor:
 
 
 class Reconstructs(Scores):
-    """Its loss is of its inputs; it takes no labels."""
+    """Model with a loss over its inputs; it takes no labels."""
 
     reduction = "mean"
 
@@ -240,7 +240,7 @@ class SumOfReconstructions(Reconstructs):
 
 
 class OfOtherColumn(Scores):
-    """Its loss is of another column; labels may be there or not."""
+    """Model with a loss over another column; labels are optional."""
 
     def forward(self, x: Tensor, target: Tensor, labels: Tensor | None = None) -> Any:  # type: ignore[override]
         scores = super().forward(x)
@@ -254,7 +254,7 @@ class OfOtherColumnWithRank3(OfOtherColumn):
 
 
 class Nested(Scores):
-    """Its batches have no tensor on the first level."""
+    """Model for batches without a tensor on the first level."""
 
     def forward(self, batch: dict[str, Tensor]) -> Any:  # type: ignore[override]
         return {"loss": super().forward(batch["x"]).square().mean()}
@@ -295,14 +295,14 @@ OTHERS: dict[str, tuple[Callable[[], nn.Module], Callable[[], list[dict[str, Any
 
 
 @pytest.mark.parametrize("name", OTHERS)
-def test_a_loss_of_something_else_than_labels(tmp_path: Path, caplog: pytest.LogCaptureFixture, name: str) -> None:
+def test_loss_over_other_inputs_than_labels(tmp_path: Path, caplog: pytest.LogCaptureFixture, name: str) -> None:
     build, samples = OTHERS[name]
     assert_same_step(tmp_path, build, None, samples())
     assert "nothing is learned" not in caplog.text
 
 
 class ZeroHead(Scores):
-    """Begins with scores of zero, so that all positions have the same loss."""
+    """Model with initial scores of zero, so all positions have the same loss."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -311,7 +311,7 @@ class ZeroHead(Scores):
 
 
 @pytest.mark.parametrize("kind", ["(B, 1)", "(B, T) with ignored"])
-def test_a_head_of_zeros_hides_no_target(tmp_path: Path, kind: str) -> None:
+def test_zero_initialised_head_hides_no_target(tmp_path: Path, kind: str) -> None:
     make, has_positions, _ = LABELS[kind]
     samples = samples_of(make, has_positions)
     assert_same_step(tmp_path, ZeroHead, mean, samples)
@@ -319,11 +319,11 @@ def test_a_head_of_zeros_hides_no_target(tmp_path: Path, kind: str) -> None:
         assert_same_step(tmp_path, ZeroHead, shifted_mean, samples)
 
 
-# --- training on nothing is said
+# --- warnings about steps without targets
 
 
-def test_labels_that_are_no_targets_are_told_once(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
-    """Causal losses have no target in one position."""
+def test_labels_without_targets_warn_once(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    """A causal loss over a single position has no target."""
     samples = samples_of(classes(1), True)
     trainer = quiet_trainer(
         tmp_path, Scores(), samples, trainer_options={"compute_loss_func": shifted_mean, "eval_dataset": samples}
@@ -337,13 +337,13 @@ def test_labels_that_are_no_targets_are_told_once(tmp_path: Path, caplog: pytest
     assert "The evaluation had 6 batches but no targets, so eval_loss is NaN" in told[1]
 
 
-def test_first_steps_without_any_target_are_told_once(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+def test_first_steps_without_targets_warn_once(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     samples = samples_of(lambda _: torch.full((LENGTH,), IGNORED), True)
     quiet_trainer(tmp_path, Scores(), samples, trainer_options={"compute_loss_func": mean}).train()
     assert caplog.text.count("The first 3 steps had no targets: loss and gradients are 0") == 1
 
 
-def test_a_step_without_targets_among_others_is_not_told(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+def test_later_steps_without_targets_do_not_warn(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     samples = samples_of(classes(LENGTH), True)
     for sample in samples[1:]:
         sample["labels"].fill_(IGNORED)
@@ -351,7 +351,7 @@ def test_a_step_without_targets_among_others_is_not_told(tmp_path: Path, caplog:
     assert "nothing is learned" not in caplog.text
 
 
-def test_a_sum_is_told_once(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+def test_sum_reduction_warns_once(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     samples = samples_of(classes(LENGTH), True)
     quiet_trainer(tmp_path, Scores(), samples, trainer_options={"compute_loss_func": sum_over_targets}).train()
     assert caplog.text.count("returns a sum over its targets") == 1
@@ -361,7 +361,7 @@ def ignores_minus_one(logits: Tensor, labels: Tensor) -> Tensor:
     return functional.cross_entropy(logits.flatten(0, -2), labels.flatten(), ignore_index=-1)
 
 
-def test_a_loss_that_cannot_take_ignored_labels_is_told(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+def test_loss_that_cannot_ignore_labels_warns(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     samples = samples_of(classes(LENGTH), True)
     assert_same_step(tmp_path, Scores, ignores_minus_one, samples)
     assert "num_targets(labels)" in caplog.text and "such as -1" in caplog.text

@@ -18,7 +18,7 @@ from tests.support.tiny_models import IGNORED, token_samples
 SINGLE_STAGE = ("gpipe", "1f1b")
 SCHEDULES = (*SINGLE_STAGE, "interleaved1f1b", "loopedbfs", "interleavedzerobubble", "zbv", "dualpipev")
 MODELS = {
-    # Narrow, since the norm of one device is itself a sum of so many squares in float32.
+    # Narrow, because on one device too the gradient norm is a float32 sum of squares with rounding errors.
     "llama": functools.partial(llama, hidden_size=8, intermediate_size=12),
     "tied_gpt2": functools.partial(tied_gpt2, width=8),
 }
@@ -59,7 +59,7 @@ def trainer(
 
 
 def with_evaluations(result: Result, of: Trainer) -> Result:
-    """Evaluation losses among the losses, so that they are compared as well."""
+    """Add the evaluation losses to the losses, so that they are compared too."""
     return result._replace(
         losses=result.losses + [one["eval_loss"] for one in of.state.log_history if "eval_loss" in one]
     )
@@ -79,7 +79,7 @@ def reference_dir(tmp_path_factory: pytest.TempPathFactory) -> str:
 
 
 def in_pipelines(output_dir: str, cases: list[tuple[str, str, str, int]]) -> list[Result]:
-    """On ranks: train each case, of which as many pipelines as its last number share the global batch."""
+    """Train each case on ranks; the last item of a case is the number of pipelines that share the global batch."""
     results = []
     for number, (model, schedule, optimizer, num_pipelines) in enumerate(cases):
         num_ranks = torch.distributed.get_world_size() // num_pipelines
@@ -88,7 +88,7 @@ def in_pipelines(output_dir: str, cases: list[tuple[str, str, str, int]]) -> lis
         settings: dict[str, Any] = {
             "schedule": schedule,
             "per_device_train_batch_size": batch_size,
-            # It fills the pipeline before the first backward pass.
+            # DualPipeV fills the pipeline before the first backward pass.
             "n_microbatches": num_stages if schedule == "dualpipev" else min(4, batch_size),
         }
         trainer_class: type[Trainer] = PipelineTrainer
@@ -105,7 +105,7 @@ def assert_equal_to_one_device(
 ) -> None:
     results = run_on_ranks(in_pipelines, num_ranks, str(tmp_path), cases, timeout=300)
     for number, (model, schedule, optimizer, num_pipelines) in enumerate(cases):
-        # A layer for each stage, of which a rank may have two.
+        # One layer for each stage; a rank may have two stages.
         num_layers = 2 * (num_ranks // num_pipelines)
         reference = on_one_device(model, num_layers, optimizer, reference_dir)
         for rank in range(num_ranks):
@@ -118,29 +118,29 @@ def assert_equal_to_one_device(
 @pytest.mark.parametrize("num_ranks", [2, 4])
 @pytest.mark.parametrize("model", MODELS)
 def test_every_schedule_trains_like_one_device(tmp_path: Path, reference_dir: str, model: str, num_ranks: int) -> None:
-    # The other model has the rest on so many ranks; tied weights add nothing to the order of work.
+    # Llama covers all schedules on four ranks; tied weights do not affect the order of operations.
     schedules = ("1f1b", "interleaved1f1b", "zbv", "dualpipev") if (model, num_ranks) == ("tied_gpt2", 4) else SCHEDULES
     cases = [(model, schedule, "sgd", 1) for schedule in schedules]
     assert_equal_to_one_device(tmp_path, reference_dir, num_ranks, cases)
 
 
 @pytest.mark.parametrize("num_ranks", [2, 4])
-def test_adamw_trains_like_on_one_device(tmp_path: Path, reference_dir: str, num_ranks: int) -> None:
+def test_adamw_trains_like_one_device(tmp_path: Path, reference_dir: str, num_ranks: int) -> None:
     names = list(MODELS)
     schedules = tuple(SCHEDULES)[::2] if num_ranks == 2 else ("1f1b", "zbv")
-    # Some schedules, and the models in turn: both have all of them with the other optimizer.
+    # Some schedules with alternating models: SGD covers all schedules with both models.
     cases = [(names[number % 2], schedule, "adamw", 1) for number, schedule in enumerate(schedules)]
     assert_equal_to_one_device(tmp_path, reference_dir, num_ranks, cases)
 
 
-def test_two_pipelines_train_like_one_device_with_the_whole_batch(tmp_path: Path, reference_dir: str) -> None:
+def test_two_pipelines_train_like_one_device_with_the_full_batch(tmp_path: Path, reference_dir: str) -> None:
     cases = [("llama", "gpipe", "sgd", 2), ("tied_gpt2", "1f1b", "sgd", 2), ("llama", "zbv", "sgd", 2)]
     cases += [("tied_gpt2", "interleavedzerobubble", "adamw", 2), ("llama", "interleaved1f1b", "adamw", 2)]
     assert_equal_to_one_device(tmp_path, reference_dir, 4, cases)
 
 
 def masked_samples(num_samples: int) -> list[dict[str, torch.Tensor]]:
-    """Samples padded on the left, with the mask and the positions that go with it, of two lengths in turn by eights."""
+    """Return left-padded samples with mask and positions; the length alternates after every eight samples."""
     generator = torch.Generator().manual_seed(7)
     samples = []
     for number in range(num_samples):
@@ -175,7 +175,7 @@ def masked_on_ranks(output_dir: str) -> list[Result]:
     return results
 
 
-def test_masks_and_positions_reach_every_stage_whatever_the_length_of_the_batch(tmp_path: Path) -> None:
+def test_masks_and_positions_reach_every_stage_at_any_length(tmp_path: Path) -> None:
     expected = []
     for model in MODELS:
         one = masked_trainer(Trainer, str(tmp_path / f"one_{model}"), model)
@@ -186,7 +186,7 @@ def test_masks_and_positions_reach_every_stage_whatever_the_length_of_the_batch(
 
 
 class MeanOfLogits:
-    """A plain loss, of which it must be found out which labels it counts: it does not shift."""
+    """Plain loss without a shift; the trainer must find out which labels it counts."""
 
     def __call__(self, logits: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
         return torch.nn.functional.cross_entropy(logits.flatten(0, 1), labels.flatten(), ignore_index=IGNORED)
@@ -207,7 +207,7 @@ def plain_loss(output_dir: str, trainer_class: type[Trainer], token_weighted: bo
 
 
 @pytest.mark.parametrize("token_weighted", [True, False])
-def test_a_loss_of_the_user_weighs_tokens_as_on_one_device(tmp_path: Path, token_weighted: bool) -> None:
+def test_custom_loss_weights_tokens_as_on_one_device(tmp_path: Path, token_weighted: bool) -> None:
     expected = plain_loss(str(tmp_path / "one"), Trainer, token_weighted)
     for result in run_on_ranks(plain_loss, 2, str(tmp_path / "two"), PipelineTrainer, token_weighted):
         assert_same_training(expected, result)

@@ -1,4 +1,4 @@
-"""A step is the same step however it is split into micro-batches, and an evaluation however it is batched."""
+"""Gradient accumulation and evaluation: results do not depend on the split into micro-batches or batches."""
 
 import logging
 import math
@@ -38,7 +38,7 @@ TOLERANCE = 1e-6
 
 
 def unshifted(logits: Tensor, labels: Tensor) -> Tensor:
-    """The mean over all targets; NaN without any."""
+    """Return the mean over all targets, NaN without targets."""
     return functional.cross_entropy(logits.flatten(0, -2), labels.flatten())
 
 
@@ -52,7 +52,7 @@ def with_num_items(logits: Tensor, labels: Tensor, num_items_in_batch: int) -> T
 
 
 class WithOwnLoss(TokenModel):
-    """Gives logits that the trainer knows no loss for, and a loss of its own."""
+    """Model with its own loss, and logits that the trainer has no loss for."""
 
     def forward(self, input_ids: Tensor, labels: Tensor | None = None) -> Any:
         logits = super().forward(input_ids).flatten(0, -2)
@@ -104,7 +104,7 @@ def largest_difference(one: dict[str, Tensor], other: dict[str, Tensor]) -> floa
 
 
 @pytest.mark.parametrize(("build", "loss"), CASES)
-def test_a_step_is_the_same_however_it_is_split(
+def test_step_does_not_depend_on_the_split_into_micro_batches(
     tmp_path: Path, build: Callable[[], nn.Module], loss: Callable[..., Tensor] | None
 ) -> None:
     samples = token_samples(8 * NUM_STEPS)
@@ -118,7 +118,7 @@ def test_a_step_is_the_same_however_it_is_split(
         assert largest_difference(whole, split) < TOLERANCE
 
 
-def test_the_loss_of_a_step_is_the_mean_over_its_targets(tmp_path: Path) -> None:
+def test_step_loss_is_the_mean_over_its_targets(tmp_path: Path) -> None:
     samples = token_samples(8)
     losses, _ = run(tmp_path, TokenModel(), unshifted, 2, 4, samples)
     batch = {name: torch.stack([sample[name] for sample in samples]) for name in samples[0]}
@@ -126,7 +126,7 @@ def test_the_loss_of_a_step_is_the_mean_over_its_targets(tmp_path: Path) -> None
 
 
 @pytest.mark.parametrize("loss", [shifted, with_num_items, CausalLoss()], ids=["plain", "num_items", "num_targets"])
-def test_without_weighting_a_step_is_the_mean_of_means(tmp_path: Path, loss: Callable[..., Tensor]) -> None:
+def test_step_without_token_weighting_is_the_mean_of_means(tmp_path: Path, loss: Callable[..., Tensor]) -> None:
     samples = token_samples(3)
     model, by_hand = TokenModel(), TokenModel()
     losses, after = run(tmp_path, model, loss, 1, 3, samples, token_weighted_loss=False, learning_rate=1.0)
@@ -144,7 +144,7 @@ def test_without_weighting_a_step_is_the_mean_of_means(tmp_path: Path, loss: Cal
     ("build", "loss"), [*CASES[: len(LOSSES)], pytest.param(tiny_llama, None, id="llama"), CASES[-1]]
 )
 @pytest.mark.parametrize("token_weighted", [True, False])
-def test_a_window_without_targets_changes_nothing(
+def test_window_without_targets_changes_nothing(
     tmp_path: Path, build: Callable[[], nn.Module], loss: Callable[..., Tensor] | None, token_weighted: bool
 ) -> None:
     samples = token_samples(2)
@@ -157,7 +157,7 @@ def test_a_window_without_targets_changes_nothing(
 
 
 @pytest.mark.parametrize(("build", "loss"), CASES)
-def test_the_evaluation_loss_does_not_depend_on_the_batch_size(
+def test_evaluation_loss_does_not_depend_on_the_batch_size(
     tmp_path: Path, build: Callable[[], nn.Module], loss: Callable[..., Tensor] | None
 ) -> None:
     samples = token_samples(16)
@@ -197,7 +197,7 @@ def tiny_mixtral() -> nn.Module:
 
 
 class NeedsLabels(TokenModel):
-    """Cannot run without labels, and returns a tuple."""
+    """Model that requires labels and returns a tuple."""
 
     def forward(self, input_ids: Tensor, labels: Tensor) -> Any:  # type: ignore[override]
         logits = super().forward(input_ids)
@@ -219,7 +219,7 @@ def compiled(model: nn.Module) -> Any:
 
 @pytest.mark.parametrize("wrap", [nn.Module.eval, nn.DataParallel, compiled], ids=["plain", "module", "compiled"])
 @pytest.mark.parametrize("name", OWN_LOSSES)
-def test_logits_of_rank_3_do_not_make_a_causal_model(
+def test_three_dimensional_logits_do_not_imply_a_causal_loss(
     name: str, wrap: Callable[..., Any], caplog: pytest.LogCaptureFixture
 ) -> None:
     build, num_targets = OWN_LOSSES[name]
@@ -238,7 +238,7 @@ def test_logits_of_rank_3_do_not_make_a_causal_model(
     assert caplog.text.count("Loss: the model's own") == 1
 
 
-def test_the_causal_loss_is_told_once(caplog: pytest.LogCaptureFixture) -> None:
+def test_causal_loss_is_logged_once(caplog: pytest.LogCaptureFixture) -> None:
     model_loss = ModelLoss(None, token_weighted=True)
     tokens = torch.tensor([[3, 4, 5, 6]])
     with caplog.at_level(logging.INFO):

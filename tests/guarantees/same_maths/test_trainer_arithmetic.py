@@ -1,4 +1,4 @@
-"""Windows, epochs, logging cadences, intervals and totals, each with its numbers."""
+"""Accumulation windows, epochs, logging intervals and totals of the training loop, with exact values."""
 
 import math
 from pathlib import Path
@@ -39,7 +39,7 @@ def stop_at(step: int, event: str = "on_step_end", flag: str = "should_training_
 # --- windows
 
 
-def test_windows_end_with_the_epoch_and_nothing_leaks_into_the_next(tmp_path: Path) -> None:
+def test_accumulation_windows_end_with_the_epoch(tmp_path: Path) -> None:
     gradients: list[float] = []
     recorder = record_gradients(gradients)
     output = quiet_trainer(
@@ -65,7 +65,7 @@ def test_drop_last_drops_the_incomplete_window(tmp_path: Path) -> None:
     assert output.metrics["epoch"] == 2.0
 
 
-def test_a_short_last_batch_is_weighted_by_its_samples(tmp_path: Path) -> None:
+def test_short_last_batch_is_weighted_by_its_samples(tmp_path: Path) -> None:
     gradients: list[float] = []
     quiet_trainer(
         tmp_path,
@@ -78,10 +78,10 @@ def test_a_short_last_batch_is_weighted_by_its_samples(tmp_path: Path) -> None:
     assert gradients == [3.0]
 
 
-# --- how long
+# --- number of steps
 
 
-def test_max_steps_overrides_epochs_which_repeat_as_needed(tmp_path: Path) -> None:
+def test_max_steps_overrides_num_train_epochs(tmp_path: Path) -> None:
     recorder = Recorder()
     output = quiet_trainer(
         tmp_path, ScalarModel(), scalars(1, 2, 3, 4, 5), recorder, max_steps=100, num_train_epochs=1
@@ -104,7 +104,7 @@ def test_negative_epochs_train_until_a_callback_stops(tmp_path: Path) -> None:
     assert output.metrics["epoch"] == pytest.approx(3 + 2 / 3)
 
 
-def test_no_steps_are_trained_when_none_are_asked_for(tmp_path: Path) -> None:
+def test_zero_steps_train_nothing(tmp_path: Path) -> None:
     model, recorder = ScalarModel(0.25), Recorder()
     output = quiet_trainer(tmp_path, model, scalars(1, 2), recorder, max_steps=0, logging_strategy="steps").train()
     assert (output.global_step, output.metrics["train_loss"], model.weight.item()) == (0, 0.0, 0.25)
@@ -120,7 +120,7 @@ def test_epoch_stop_ends_only_the_epoch(tmp_path: Path) -> None:
     assert output.metrics["epoch"] == 2.0
 
 
-def test_a_stream_without_length_ends_with_its_data(tmp_path: Path) -> None:
+def test_stream_without_length_ends_with_its_data(tmp_path: Path) -> None:
     epochs: list[float] = []
     recorder = Recorder(on_step_end=lambda state, **_: epochs.append(state.epoch))
     output = quiet_trainer(
@@ -139,7 +139,7 @@ def test_a_stream_without_length_ends_with_its_data(tmp_path: Path) -> None:
     assert [step for step, _ in recorder.logs] == [2, 4, 6, 8, 10]
 
 
-def test_an_epoch_longer_than_assumed_does_not_reach_into_the_next(tmp_path: Path) -> None:
+def test_epoch_value_is_capped_if_an_epoch_is_longer_than_assumed(tmp_path: Path) -> None:
     epochs: list[float] = []
     recorder = Recorder(on_step_end=lambda state, **_: epochs.append(state.epoch))
     stream = Stream(scalars(1, 2, 3))
@@ -147,7 +147,7 @@ def test_an_epoch_longer_than_assumed_does_not_reach_into_the_next(tmp_path: Pat
     assert epochs == [0.5, 1.0, 1.0, 1.5, 2.0, 2.0]
 
 
-def test_the_epoch_is_continuous(tmp_path: Path) -> None:
+def test_epoch_is_fractional(tmp_path: Path) -> None:
     epochs: list[float] = []
     recorder = Recorder(on_step_end=lambda state, **_: epochs.append(state.epoch))
     quiet_trainer(
@@ -167,17 +167,17 @@ def logged_steps(tmp_path: Path, samples: int, **settings: Any) -> list[int]:
     return [step for step, _ in recorder.logs]
 
 
-def test_the_last_short_interval_is_logged_and_no_step_twice(tmp_path: Path) -> None:
+def test_short_last_interval_is_logged_and_no_step_twice(tmp_path: Path) -> None:
     assert logged_steps(tmp_path, 7, logging_steps=3) == [3, 6, 7]
     assert logged_steps(tmp_path, 6, logging_steps=3) == [3, 6]
 
 
-def test_the_first_step_is_logged_when_asked_for(tmp_path: Path) -> None:
+def test_first_step_is_logged_on_request(tmp_path: Path) -> None:
     assert logged_steps(tmp_path, 7, logging_steps=3, logging_first_step=True) == [1, 3, 6, 7]
     assert logged_steps(tmp_path, 2, logging_steps=1, logging_first_step=True) == [1, 2]
 
 
-def test_logging_by_epochs(tmp_path: Path) -> None:
+def test_logging_strategy_epoch_logs_once_per_epoch(tmp_path: Path) -> None:
     assert logged_steps(tmp_path, 8, logging_strategy="epoch", num_train_epochs=3, gradient_accumulation_steps=4) == [
         2,
         4,
@@ -185,7 +185,7 @@ def test_logging_by_epochs(tmp_path: Path) -> None:
     ]
 
 
-def test_a_record_covers_its_interval(tmp_path: Path) -> None:
+def test_log_record_covers_its_interval(tmp_path: Path) -> None:
     recorder = Recorder()
     quiet_trainer(
         tmp_path,
@@ -207,7 +207,7 @@ def test_a_record_covers_its_interval(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("logging", ["steps", "epoch", "no"])
-def test_totals_are_exact_however_it_is_logged(tmp_path: Path, logging: str) -> None:
+def test_totals_do_not_depend_on_the_logging_strategy(tmp_path: Path, logging: str) -> None:
     recorder = Recorder()
     trainer = quiet_trainer(
         tmp_path,
@@ -227,13 +227,13 @@ def test_totals_are_exact_however_it_is_logged(tmp_path: Path, logging: str) -> 
     assert metrics["effective_batch_size"] == 8
     assert metrics["step"] == 4
     assert trainer.state.num_input_tokens_seen == 120
-    # The learning rate is 0, so that the mean over the run is the evaluation loss of its data.
+    # The learning rate is 0, so the mean loss of the run is the evaluation loss of its data.
     assert metrics["train_loss"] == pytest.approx(trainer.evaluate(token_samples(10))["eval_loss"], rel=1e-6)
     per_token = 6 * trainer.unwrapped_model().head.weight.numel()  # type: ignore[union-attr,operator]
     assert metrics["total_flops"] == 120 * per_token
 
 
-def test_the_norm_is_clipped_and_logged_as_it_was(tmp_path: Path) -> None:
+def test_gradient_norm_is_logged_before_clipping(tmp_path: Path) -> None:
     model, recorder = ScalarModel(), Recorder()
     quiet_trainer(
         tmp_path, model, scalars(3), recorder, learning_rate=1.0, max_grad_norm=1.0, logging_strategy="steps"
@@ -255,7 +255,7 @@ def as_it_is(numbers: Tensor) -> Tensor:
     return numbers
 
 
-def test_an_interval_without_end_wants_to_be_settled() -> None:
+def test_long_interval_requests_settling() -> None:
     interval = IntervalMetrics()
     num_steps = 2500
     for step in range(num_steps):
@@ -273,7 +273,7 @@ def test_an_interval_without_end_wants_to_be_settled() -> None:
 
 
 @pytest.mark.parametrize("saved_at", [1, 9, 24])
-def test_an_interval_goes_on_after_a_resume(saved_at: int) -> None:
+def test_interval_continues_after_a_resume(saved_at: int) -> None:
     straight, first, resumed = IntervalMetrics(), IntervalMetrics(), IntervalMetrics()
     add_steps(straight, range(25))
     add_steps(first, range(saved_at))
@@ -285,7 +285,7 @@ def test_an_interval_goes_on_after_a_resume(saved_at: int) -> None:
     assert resumed.num_steps == 0
 
 
-def test_an_interval_that_was_not_settled_is_not_saved() -> None:
+def test_unsettled_interval_cannot_be_saved() -> None:
     interval = IntervalMetrics()
     add_steps(interval, range(1))
     with pytest.raises(RuntimeError, match="settled"):

@@ -1,4 +1,4 @@
-"""A position in the data moves between numbers of ranks: no sample is repeated or skipped."""
+"""Data position at another world size: no sample is repeated or skipped."""
 
 from pathlib import Path
 from typing import Any
@@ -21,7 +21,7 @@ BATCH = 2
 
 
 class Identified:
-    """Samples whose first two tokens say which they are."""
+    """Dataset with the sample index in the first two tokens."""
 
     def __len__(self) -> int:
         return NUM_SAMPLES
@@ -32,7 +32,7 @@ class Identified:
 
 
 class Noting(Trainer):
-    """Notes which samples each micro-batch has; an empty one has none."""
+    """Trainer that records the samples of each micro-batch; an empty batch has none."""
 
     def __init__(self, **options: Any) -> None:
         super().__init__(**options)
@@ -75,7 +75,7 @@ def train(output_dir: Path, max_steps: int, **settings: Any) -> tuple[list[list[
 
 
 def in_order(results: list[tuple[list[list[int]], int]]) -> list[int]:
-    """The samples of all ranks in the order in which a single one would have had them."""
+    """Return the samples of all ranks in single-process order."""
     per_rank = [samples for samples, _ in results]
     assert len({len(samples) for samples in per_rank}) == 1, "every rank takes part in every step"
     return [sample for batches in zip(*per_rank, strict=True) for batch in batches for sample in batch]
@@ -99,7 +99,7 @@ def whole_order(tmp_path_factory: pytest.TempPathFactory) -> list[int]:
 
 
 @pytest.mark.parametrize(("before", "after"), [(2, 1), (2, 3), (2, 4), (1, 2)])
-def test_dispatched_run_goes_on_with_another_number_of_ranks(
+def test_dispatched_run_resumes_with_another_world_size(
     before: int, after: int, whole_order: list[int], tmp_path: Path
 ) -> None:
     first = run(before, tmp_path, STEPS_BEFORE)
@@ -108,7 +108,7 @@ def test_dispatched_run_goes_on_with_another_number_of_ranks(
     assert first + rest == whole_order
 
 
-def test_second_epoch_follows_in_its_own_order(whole_order: list[int], tmp_path: Path) -> None:
+def test_second_epoch_has_another_order(whole_order: list[int], tmp_path: Path) -> None:
     first = run(2, tmp_path, STEPS_BEFORE)
     rest = run(4, tmp_path, -1, num_train_epochs=2)
     both = first + rest
@@ -120,13 +120,15 @@ def test_second_epoch_follows_in_its_own_order(whole_order: list[int], tmp_path:
 @pytest.mark.parametrize(
     "after", [{"dispatch_batches": False}, {"dispatch_batches": False, "dataloader_num_workers": 2}]
 )
-def test_shards_follow_the_same_order(after: dict[str, Any], whole_order: list[int], tmp_path: Path) -> None:
-    """Also from a global position; there is one order, whoever reads it."""
+def test_sharded_run_resumes_a_dispatched_run_in_order(
+    after: dict[str, Any], whole_order: list[int], tmp_path: Path
+) -> None:
+    """A global position also works for sharded reading, because both follow one order."""
     first = run(2, tmp_path, STEPS_BEFORE)
     assert first + run(2, tmp_path, -1, **after) == whole_order
 
 
-def test_positions_of_shards_stay_with_their_ranks(tmp_path: Path) -> None:
+def test_per_rank_positions_are_rejected_at_another_world_size(tmp_path: Path) -> None:
     run(2, tmp_path, STEPS_BEFORE, dispatch_batches=False)
     for message in run_on_ranks(_refused, 4, tmp_path):
         for part in (
@@ -164,7 +166,7 @@ def _train_on_streams(output_dir: Path, dispatches: bool) -> str | None:
     return str(refusal.value)
 
 
-def test_position_of_one_stream_is_not_taken_for_that_of_another(tmp_path: Path) -> None:
+def test_dispatched_stream_position_is_rejected_by_sharded_streams(tmp_path: Path) -> None:
     run_on_ranks(_train_on_streams, 2, tmp_path, True)
     for message in run_on_ranks(_train_on_streams, 2, tmp_path, False):
         assert "part 0 of 1" in message and "of 2" in message and "skip_checkpoint_components" in message

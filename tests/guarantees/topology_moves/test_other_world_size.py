@@ -1,4 +1,4 @@
-"""Random numbers and data positions at another number of ranks than the one that saved."""
+"""RNG state and data positions at a world size other than the saved one."""
 
 from pathlib import Path
 from typing import Any
@@ -45,7 +45,7 @@ def derived_draws(rank: int, step: int) -> list[float]:
     return draws()
 
 
-def test_known_ranks_get_their_random_numbers_back_and_new_ranks_derive_theirs(tmp_path: Path) -> None:
+def test_known_ranks_restore_rng_state_and_new_ranks_derive_it(tmp_path: Path) -> None:
     saved = run_on_ranks(save_rng, 2, str(tmp_path))
     assert saved[0] != saved[1]
     assert run_on_ranks(load_rng, 2, str(tmp_path)) == saved
@@ -58,13 +58,13 @@ def test_known_ranks_get_their_random_numbers_back_and_new_ranks_derive_theirs(t
 
 
 class Drawing(Box):
-    """Draws random numbers while it takes its state, as a data loader does that shuffles."""
+    """Draws random numbers while loading, like a data loader that shuffles."""
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         draws()
 
 
-def test_random_numbers_are_restored_after_everything_else(tmp_path: Path) -> None:
+def test_rng_state_is_restored_last(tmp_path: Path) -> None:
     components = [rng_component(), StateComponent("dataset", Drawing(value=1), GLOBAL)]
     coordinator = make_coordinator(str(tmp_path), components)
     coordinator.save_checkpoint(checkpoint_id=1)
@@ -93,7 +93,7 @@ def load_dataset(output_dir: str, pattern: SharingPattern, skip: list[str]) -> t
 
 
 @pytest.mark.parametrize(("saved_on", "loaded_on"), [(2, 3), (2, 1), (1, 2)])
-def test_data_positions_of_ranks_do_not_move_to_another_number_of_ranks(
+def test_per_rank_data_positions_are_rejected_at_another_world_size(
     tmp_path: Path, saved_on: int, loaded_on: int
 ) -> None:
     run_on_ranks(save_dataset, saved_on, str(tmp_path), PER_RANK)
@@ -111,14 +111,14 @@ def test_data_positions_of_ranks_do_not_move_to_another_number_of_ranks(
     assert skipped == [(("", ""), {"position": "fresh"}, {"step": 3})] * loaded_on
 
 
-def test_data_positions_of_ranks_come_back_at_the_same_number_of_ranks(tmp_path: Path) -> None:
+def test_per_rank_data_positions_load_at_the_same_world_size(tmp_path: Path) -> None:
     run_on_ranks(save_dataset, 2, str(tmp_path), PER_RANK)
     results = run_on_ranks(load_dataset, 2, str(tmp_path), PER_RANK, [])
     assert [dataset["position"] for _, dataset, _ in results] == [100, 101]
 
 
 @pytest.mark.parametrize("world_size", [1, 2, 4])
-def test_one_global_data_position_is_loaded_at_any_number_of_ranks(tmp_path: Path, world_size: int) -> None:
+def test_global_data_position_loads_at_any_world_size(tmp_path: Path, world_size: int) -> None:
     run_on_ranks(save_dataset, 2, str(tmp_path), GLOBAL)
     results = run_on_ranks(load_dataset, world_size, str(tmp_path), GLOBAL, [])
     assert results == [(("", ""), {"position": 100}, {"step": 3})] * world_size

@@ -1,4 +1,4 @@
-"""State of nodes, and checkpoints on storage that each node has for itself; the nodes are two torchrun agents."""
+"""PER_NODE state, and checkpoints on node-local storage; two torchrun agents act as nodes."""
 
 import os
 import pickle
@@ -36,11 +36,11 @@ Results = list[dict[str, Any]]
 
 
 def components(fresh: bool = False) -> list[StateComponent]:
-    """State of every pattern that knows whose it is; `fresh` has the objects before anything is loaded."""
+    """Return components with values that identify their owner, or with unset values if `fresh`."""
     rank, node = dist.get_rank(), dist.get_rank() // RANKS_PER_NODE
     values = [-1] * 4 if fresh else [node, rank, 7, 100 + rank]
     return [
-        # Only the first rank of a node has the state; what the other has must not be taken for it.
+        # Only the first rank of a node provides the state. The value of the other rank must not be saved.
         StateComponent(
             "cache", Box(value=values[0] if rank % RANKS_PER_NODE == 0 else "wrong"), SharingPattern.PER_NODE
         ),
@@ -62,7 +62,7 @@ def save_and_load(output_dir: str, **options: Any) -> dict[str, Any]:
 
 
 def save_and_load_model(output_dir: str, **options: Any) -> Any:
-    """A model that only rank 0 has, as it is in a job whose other ranks merely help."""
+    """Save and load a model that only rank 0 has trained."""
     trainer = TinyTrainer(SINGLE, tied=True, seed=SAVED_SEED if dist.get_rank() == 0 else 1)
     if dist.get_rank() == 0:
         trainer.train()
@@ -73,7 +73,7 @@ def save_and_load_model(output_dir: str, **options: Any) -> Any:
 
 
 def save_and_load_pipeline(output_dir: str, tied: bool, **options: Any) -> Any:
-    """A pipeline whose stages are on different nodes."""
+    """Save and load a pipeline with stages on different nodes."""
     trainer = TinyTrainer(LONG_PIPELINE, tied, seed=SAVED_SEED)
     trainer.train()
     trainer.coordinator(output_dir, **options).save_checkpoint(checkpoint_id=8)
@@ -88,7 +88,7 @@ def save_into_one_directory(output_dir: str, **options: Any) -> tuple[str, str]:
 
 
 def run_rank(directory: str) -> None:
-    """What each rank of the job does; its results go to a file of its own."""
+    """Run all scenarios on this rank, and write the results to a file per rank."""
     register()
     DistributedEnvironment(backend="gloo", log_level="ERROR")
     rank, node = dist.get_rank(), dist.get_rank() // RANKS_PER_NODE
@@ -117,7 +117,7 @@ def directory(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="module")
 def results(directory: Path) -> Results:
-    """What the four ranks found; starting two agents takes seconds, so they do everything in one go."""
+    """Results of the four ranks. One job runs all scenarios, because starting two agents takes seconds."""
     agents = run_warm_torchrun(__name__, {"job": [str(directory)]}, RANKS_PER_NODE, NUM_NODES)["job"].agents
     assert [agent.returncode for agent in agents] == [0, 0], "\n".join(agent.output for agent in agents)
     return [pickle.loads((directory / f"results{rank}.pickle").read_bytes()) for rank in range(4)]
@@ -128,7 +128,7 @@ def test_each_node_gets_its_own_state_back(results: Results) -> None:
         assert result["shared"]["loaded"] == {"cache": rank // 2, "own": rank, "copy": 7, "one": torch.tensor([100])}
 
 
-def test_the_first_rank_of_a_node_writes_for_it(results: Results) -> None:
+def test_first_rank_of_a_node_writes_its_state(results: Results) -> None:
     path = results[0]["shared"]["path"]
     assert {name for name in file_names(path) if name.startswith("cache")} == {
         "cache_state_node_0.pt",
@@ -145,7 +145,7 @@ def load_on_one_node(path: str) -> tuple[str, str]:
     return raised(lambda: make_coordinator("unused", loaded).load_checkpoint(path))
 
 
-def test_state_of_two_nodes_is_refused_by_one_node(results: Results) -> None:
+def test_per_node_state_of_two_nodes_is_rejected_on_one_node(results: Results) -> None:
     outcomes = run_on_ranks(load_on_one_node, 4, results[0]["shared"]["path"])
     assert len(set(outcomes)) == 1
     assert outcomes[0][0] == "CheckpointLoadError"
@@ -153,7 +153,7 @@ def test_state_of_two_nodes_is_refused_by_one_node(results: Results) -> None:
 
 
 @pytest.mark.parametrize("storage", ["each node", "other leader"])
-def test_each_node_has_a_checkpoint_that_is_enough_for_its_ranks(results: Results, storage: str) -> None:
+def test_each_node_has_a_complete_checkpoint_for_its_ranks(results: Results, storage: str) -> None:
     for rank, result in enumerate(results):
         node = rank // 2
         loaded = result[storage]["loaded"]
@@ -168,15 +168,15 @@ def test_each_node_has_a_checkpoint_that_is_enough_for_its_ranks(results: Result
             "one_state.pt",
         }
         writers = {record.writer_rank for record in read_manifest(path).files}
-        assert writers == {2 * node, 2 * node + 1}, "nobody writes into another node's directory"
+        assert writers == {2 * node, 2 * node + 1}, "no rank writes into another node's directory"
 
 
-def test_the_copies_of_all_nodes_are_known_to_be_of_one_save(results: Results) -> None:
+def test_node_checkpoints_of_one_save_share_an_attempt_id(results: Results) -> None:
     attempts = {read_manifest(result["each node"]["path"]).attempt for result in results}
     assert len(attempts) == 1 and None not in attempts
 
 
-def test_each_rank_can_have_storage_of_its_own(results: Results) -> None:
+def test_each_rank_can_have_its_own_storage(results: Results) -> None:
     for rank, result in enumerate(results):
         assert result["each rank"]["loaded"] == {"cache": rank // 2, "own": rank, "copy": 7, "one": torch.tensor([100])}
         assert file_names(result["each rank"]["path"]) == {
@@ -187,7 +187,7 @@ def test_each_rank_can_have_storage_of_its_own(results: Results) -> None:
         }
 
 
-def test_a_model_that_only_rank_0_has_reaches_the_storage_of_every_node(results: Results, directory: Path) -> None:
+def test_model_of_rank_0_reaches_the_storage_of_every_node(results: Results, directory: Path) -> None:
     expected = reference(tied=True)
     for result in results:
         for name, entries_found in result["model"].items():
@@ -211,7 +211,7 @@ def test_each_node_has_the_stages_of_its_ranks(results: Results, tied: bool) -> 
 
 
 @pytest.mark.parametrize("case", ["one directory", "one directory, other leader"])
-def test_nodes_that_share_a_directory_by_mistake_are_refused(results: Results, directory: Path, case: str) -> None:
+def test_shared_directory_with_node_storage_is_rejected(results: Results, directory: Path, case: str) -> None:
     outcomes = {result[case] for result in results}
     assert len(outcomes) == 1, "the same error everywhere"
     error_type, message = outcomes.pop()

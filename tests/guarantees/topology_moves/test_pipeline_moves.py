@@ -1,4 +1,4 @@
-"""A run that goes from one kind of ranks to the next and ends like one that stayed on one device."""
+"""A run that moves between trainers and topologies ends like a run on one device."""
 
 import functools
 from collections.abc import Callable
@@ -18,14 +18,14 @@ from tests.support.pipelines import llama, tied_gpt2, trainer_of
 from tests.support.ranks import run_on_ranks
 from tests.support.tiny_models import IGNORED
 
-# Batches of 8, the last of an epoch with 4: five steps an epoch, whose ends are in the midst of a leg and at the end of one.
+# Batches of 8, the last of an epoch with 4: five steps per epoch. Epochs end within a leg and at the end of a leg.
 NUM_SAMPLES = 36
 STEPS_PER_LEG = 2
 TOLERANCE = 1e-6
 
 
 class Noting(Trainer):
-    """Notes the numbers of the samples of each batch; one that only keeps ranks in step has none."""
+    """Trainer that records the sample numbers of each batch; an empty batch has none."""
 
     def __init__(self, **options: Any) -> None:
         super().__init__(**options)
@@ -51,7 +51,7 @@ class NotingHybrid(Noting, HybridTrainer):
 
 
 class Leg(NamedTuple):
-    """A part of the way on one kind of ranks."""
+    """Section of a run with one trainer class and world size."""
 
     trainer_class: type[Noting]
     settings: dict[str, Any]
@@ -72,7 +72,7 @@ ROUTES: dict[str, list[Leg]] = {
         Leg(NotingPipeline, {"per_device_train_batch_size": 8}, 4, (3,)),
         SINGLE,
     ],
-    # The same ranks as before, on which the model is divided in another way.
+    # The model is divided differently over the same ranks.
     "layouts": [
         PIPELINE,
         Leg(NotingPipeline, {"per_device_train_batch_size": 8, "schedule": "zbv"}, 2, (1,)),
@@ -86,7 +86,7 @@ MODELS: dict[str, Callable[[], nn.Module]] = {
     "llama": functools.partial(llama, 4),
     "tied gpt2": functools.partial(tied_gpt2, 4),
 }
-# A large epsilon: where gradients are noise, Adam would make steps of the noise's sign.
+# A large epsilon: where gradients are noise, Adam would otherwise step by the sign of the noise.
 OPTIMIZERS: dict[str, tuple[type, dict[str, Any]]] = {
     "adamw": (torch.optim.AdamW, {"lr": 3e-3, "eps": 1e-3, "weight_decay": 0.1}),
     "momentum": (torch.optim.SGD, {"lr": 0.1, "momentum": 0.9}),
@@ -101,14 +101,14 @@ Order = list[list[int]]
 
 
 class State(NamedTuple):
-    """What a checkpoint holds."""
+    """Weights and moments of a checkpoint."""
 
     weights: dict[str, Tensor]
     moments: dict[str, Tensor]
 
 
 class Numbered:
-    """Samples whose first two tokens are their number, with different numbers of targets."""
+    """Dataset with the sample number in the first two tokens, and varying numbers of targets."""
 
     def __len__(self) -> int:
         return NUM_SAMPLES
@@ -152,7 +152,7 @@ def output_of(directory: Path, number: int, kind: KindT) -> Path:
 
 
 def run_leg(number: int, kind: KindT, directory: Path) -> Order:
-    """One leg; returns the samples that this rank saw."""
+    """Run one leg, and return the samples that this rank saw."""
     resume = checkpoint_of(directory, number - 1, kind) if number else None
     return train(
         ROUTES[kind[0]][number], kind, output_of(directory, number, kind), resume, (number + 1) * STEPS_PER_LEG
@@ -160,13 +160,13 @@ def run_leg(number: int, kind: KindT, directory: Path) -> Order:
 
 
 def in_order(leg: Leg, ranks: list[Order]) -> list[int]:
-    """The samples of a leg as one device would have seen them."""
+    """Return the samples of a leg in single-device order."""
     seen = [ranks[rank] for rank in leg.readers]
     return [number for batches in zip(*seen, strict=True) for batch in batches for number in batch]
 
 
 def loaded(checkpoint: Path, kind: KindT, output_dir: Path) -> State:
-    """What a single device finds in a checkpoint."""
+    """Load a checkpoint on a single device, and return its state."""
     step = int(checkpoint.name.removeprefix("checkpoint-"))
     _, trainer = train(SINGLE, kind, output_dir, checkpoint, step)
     assert trainer.state.global_step == step and trainer.samples == []
@@ -186,7 +186,7 @@ def state_of(trainer: Trainer) -> State:
 
 
 class Journey:
-    """A run that moved and one that stayed."""
+    """Run that moves between topologies, with a reference run on one device."""
 
     def __init__(self, kind: KindT, directory: Path) -> None:
         self.kind = kind
@@ -216,14 +216,14 @@ def assert_close(found: dict[str, Tensor], expected: dict[str, Tensor]) -> None:
         assert difference <= TOLERANCE, f"{name}: {difference:.2e}"
 
 
-def test_moved_run_ends_with_the_weights_and_moments_of_one_that_stayed(journey: Journey, tmp_path: Path) -> None:
+def test_moved_run_ends_like_a_single_device_run(journey: Journey, tmp_path: Path) -> None:
     found = loaded(journey.last_checkpoint, journey.kind, tmp_path)
     assert_close(found.weights, journey.expected.weights)
     assert_close(found.moments, journey.expected.moments)
 
 
-def test_no_sample_is_repeated_or_skipped_on_the_way(journey: Journey) -> None:
+def test_no_sample_is_repeated_or_skipped(journey: Journey) -> None:
     assert journey.order == journey.expected_order
     first, second = journey.order[:NUM_SAMPLES], journey.order[NUM_SAMPLES : 2 * NUM_SAMPLES]
     assert sorted(first) == sorted(second) == list(range(NUM_SAMPLES)) and first != second
-    assert len(journey.order) == 2 * NUM_SAMPLES + 2 * 8, "and a third epoch has begun"
+    assert len(journey.order) == 2 * NUM_SAMPLES + 2 * 8, "the third epoch has begun"

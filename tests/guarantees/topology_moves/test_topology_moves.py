@@ -1,4 +1,4 @@
-"""A checkpoint moves between topologies: every parameter finds its own weights and moments, by name."""
+"""Checkpoints move between topologies: each parameter gets its own weights and moments by FQN."""
 
 import functools
 from collections.abc import Callable
@@ -49,7 +49,7 @@ TIED_OR_NOT = pytest.mark.parametrize("tied", [False, True], ids=["untied", "tie
 
 @pytest.fixture(scope="module")
 def saved(tmp_path_factory: pytest.TempPathFactory) -> Callable[..., str]:
-    """`save_trained` for the ranks of a topology, each time into a new directory but once for the same arguments."""
+    """Function that runs `save_trained` on the ranks of a topology, cached by its arguments."""
 
     @functools.cache
     def save(origin: Topology, *arguments: bool) -> str:
@@ -60,7 +60,7 @@ def saved(tmp_path_factory: pytest.TempPathFactory) -> Callable[..., str]:
 
 
 def assert_moved(path: str, topology: Topology, tied: bool, shuffled: bool = False) -> None:
-    """Load on fresh ranks, and compare everything that they hold with a run that was never saved."""
+    """Load on fresh ranks, and compare all their state with a run that was never saved."""
     expected = reference(tied)
     seen: set[str] = set()
     for result in run_on_ranks(load_fresh, topology.world_size, path, topology, tied, shuffled):
@@ -70,21 +70,21 @@ def assert_moved(path: str, topology: Topology, tied: bool, shuffled: bool = Fal
         assert result["scheduler"] == NUM_STEPS
         assert result["trainer"] == {"step": NUM_STEPS}
         assert result["is_tied"] or topology.num_stages > 1
-    assert seen == set(expected), "together the ranks have the whole model"
+    assert seen == set(expected), "together the ranks have the full model"
 
 
 def assert_same(found: Memory, expected: Memory, tied: bool) -> None:
     for name, entries in found.items():
         wanted = expected[name]
-        # A name that is tied inside this process has no moments apart from those of its other name.
+        # A name that is tied within this process has no separate moments.
         keys = {"value"} if tied and name == "head.weight" and len(entries) == 1 and "embed.weight" in found else wanted
         assert set(entries) == set(keys), name
         for key, tensor in entries.items():
             assert torch.equal(tensor, wanted[key]), f"{key} of {name}"
 
 
-def test_the_reference_tells_parameters_apart() -> None:
-    """Else the comparisons of this file would hold for swapped parameters, too."""
+def test_reference_parameters_are_all_different() -> None:
+    """Otherwise swapped parameters would pass the comparisons of this file."""
     for key in ("value", "exp_avg", "exp_avg_sq"):
         tensors = [entry[key] for entry in reference(tied=False).values() if key in entry]
         assert len({tuple(tensor.flatten().tolist()) for tensor in tensors}) == len(tensors) > 8
@@ -92,19 +92,19 @@ def test_the_reference_tells_parameters_apart() -> None:
 
 @TIED_OR_NOT
 @EVERY_TOPOLOGY
-def test_two_pipelines_move_to_every_topology(saved: Callable[..., str], topology: Topology, tied: bool) -> None:
+def test_hybrid_checkpoint_loads_in_every_topology(saved: Callable[..., str], topology: Topology, tied: bool) -> None:
     assert_moved(saved(HYBRID, tied), topology, tied)
 
 
 @TIED_OR_NOT
 @EVERY_TOPOLOGY
-def test_a_single_process_moves_to_every_topology(tmp_path: Path, topology: Topology, tied: bool) -> None:
+def test_single_process_checkpoint_loads_in_every_topology(tmp_path: Path, topology: Topology, tied: bool) -> None:
     path = save_trained(str(tmp_path), SINGLE, tied)
     assert_moved(path, topology, tied)
 
 
 @EVERY_TOPOLOGY
-def test_a_pipeline_moves_to_every_topology_with_its_parameters_reordered_and_regrouped(
+def test_pipeline_checkpoint_loads_with_reordered_and_regrouped_parameters(
     saved: Callable[..., str], topology: Topology
 ) -> None:
     assert_moved(saved(PIPELINE, True), topology, True, shuffled=True)
@@ -112,20 +112,22 @@ def test_a_pipeline_moves_to_every_topology_with_its_parameters_reordered_and_re
 
 @pytest.mark.parametrize("origin", [HYBRID_PERMUTED, PIPELINE_INTERLEAVED], ids=["hybrid permuted", "interleaved"])
 @EVERY_TOPOLOGY
-def test_stages_move_wherever_their_ranks_were(saved: Callable[..., str], origin: Topology, topology: Topology) -> None:
+def test_permuted_and_interleaved_stages_load_in_every_topology(
+    saved: Callable[..., str], origin: Topology, topology: Topology
+) -> None:
     assert_moved(saved(origin, False), topology, False)
 
 
 @TIED_OR_NOT
 @pytest.mark.parametrize("topology", [SINGLE, LONG_PIPELINE, HYBRID], ids=["single", "long pipeline", "hybrid"])
-def test_stages_move_without_an_index_of_the_whole_model(
+def test_stages_load_without_an_index_of_the_full_model(
     saved: Callable[..., str], topology: Topology, tied: bool
 ) -> None:
     assert_moved(saved(HYBRID, tied, False), topology, tied)
 
 
 @TIED_OR_NOT
-def test_a_chain_of_moves_loses_nothing(saved: Callable[..., str], tmp_path: Path, tied: bool) -> None:
+def test_chain_of_moves_loses_nothing(saved: Callable[..., str], tmp_path: Path, tied: bool) -> None:
     path = saved(PIPELINE, tied)
     for number, topology in enumerate([SINGLE, REPLICATED, HYBRID, LONG_PIPELINE, SINGLE]):
         output_dir = str(tmp_path / str(number))

@@ -1,4 +1,4 @@
-"""Trainers for the tests of hooks of preparation: two epochs of three steps."""
+"""Shared trainers for the tests of preparation hooks: two epochs of three steps."""
 
 from pathlib import Path
 from typing import Any

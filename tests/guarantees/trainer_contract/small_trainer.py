@@ -1,4 +1,4 @@
-"""A trainer of forty lines on BaseTrainer, with its own loop, for the tests of the contract."""
+"""Small subclass of BaseTrainer with its own training loop, for the tests of the trainer contract."""
 
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
@@ -23,7 +23,7 @@ class SmallArguments(MinimalTrainingArguments):
 
 
 class DropoutModel(nn.Module):
-    """Draws random numbers in training, so that a resume without random state shows."""
+    """Model with dropout, which reveals a resume without random state."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -55,7 +55,7 @@ class Batches:
 
 
 class SmallTrainer(BaseTrainer[SmallArguments]):
-    """Has three methods; everything else is inherited."""
+    """Trainer with the three abstract methods; everything else is inherited."""
 
     def _prepare(self, train_dataset: BaseDataset | None, eval_dataset: BaseDataset | None) -> None:
         options = {"lr": self.args.learning_rate, "momentum": self.args.momentum}
@@ -96,7 +96,7 @@ class SmallTrainer(BaseTrainer[SmallArguments]):
 def small_trainer(
     output_dir: Path, *callbacks: Any, trainer_class: type[BaseTrainer[Any]] = SmallTrainer, **settings: Any
 ) -> Any:
-    """A trainer of this class that saves at every third step."""
+    """Return a trainer of this class that saves at every third step."""
     torch.set_num_threads(1)
     options = {
         name: settings.pop(name) for name in ("eval_dataset", "lr_scheduler", "optimizer", "model") if name in settings

@@ -1,4 +1,4 @@
-"""Trainers with hooks of the step, as their authors would write them, for one device and for ranks."""
+"""Mixins that override step hooks as users would write them, for one device and for ranks."""
 
 from collections.abc import Iterator
 from typing import Any
@@ -11,12 +11,12 @@ from forgather.ml.trainer.trainer import Trainer
 
 
 def causal_mean(logits: Tensor, labels: Tensor) -> Tensor:
-    """Mean over the targets; NaN without any."""
+    """Return the mean over the targets, NaN without targets."""
     return nn.functional.cross_entropy(logits[:, :-1].flatten(0, 1), labels[:, 1:].flatten())
 
 
 class Printed:
-    """The step exactly as the contract prints it."""
+    """Override of the step exactly as printed in the contract."""
 
     def _forward_backward_step(self: Any, input_dict: dict[str, Any], labels: Tensor) -> Tensor:
         if self.use_fused_loss:
@@ -29,7 +29,7 @@ class Printed:
 
 
 class Rescaled:
-    """A mean that was computed otherwise."""
+    """Override that computes the mean itself and calls `rescale`."""
 
     def _forward_backward_step(self: Any, input_dict: dict[str, Any], labels: Tensor) -> Tensor:
         mean = causal_mean(logits_from_outputs(self.model(**input_dict)), labels)
@@ -39,7 +39,7 @@ class Rescaled:
 
 
 class Unweighed:
-    """Neither the loss function nor `rescale`."""
+    """Override that uses neither the loss function nor `rescale`."""
 
     def _forward_backward_step(self: Any, input_dict: dict[str, Any], labels: Tensor) -> Tensor:
         loss = torch.nan_to_num(causal_mean(logits_from_outputs(self.model(**input_dict)), labels))
@@ -48,7 +48,7 @@ class Unweighed:
 
 
 class ByRange:
-    """A whole step, with as many micro-batches as the arguments say."""
+    """Override of the full step, with `gradient_accumulation_steps` micro-batches."""
 
     def _train_step(self: Any, data_iterator: Iterator[Any]) -> tuple[Tensor, Tensor | None, Any]:
         losses, tokens = [], 0
@@ -60,7 +60,7 @@ class ByRange:
 
 
 class UntilSync:
-    """A whole step, to the micro-batch at which gradients are synchronised."""
+    """Override of the full step, up to the micro-batch that synchronises gradients."""
 
     def _train_step(self: Any, data_iterator: Iterator[Any]) -> tuple[Tensor, Tensor | None, Any]:
         losses, tokens = [], 0
@@ -81,7 +81,7 @@ def finished(trainer: Any, losses: list[Tensor], tokens: int) -> tuple[Tensor, T
 
 
 class OwnBatches:
-    """Prepares batches itself, and masks a target in each: what is counted is what this returns."""
+    """Override that prepares batches and masks a target in each: the returned labels are counted."""
 
     prepared: list[int]
 
@@ -93,7 +93,7 @@ class OwnBatches:
 
 
 class MaskingCollator:
-    """The same mask, put on where no hook is involved."""
+    """Collator that applies the same mask without a hook."""
 
     def __call__(self, samples: list[Any]) -> dict[str, Tensor]:
         batch = {name: torch.stack([one[name] for one in samples]) for name in samples[0]}
@@ -113,7 +113,7 @@ class OwnClipping:
 
 
 class WithSuper:
-    """Every hook of the step, calling the one above."""
+    """Override of every step hook that calls super()."""
 
     def _train_step(self: Any, data_iterator: Iterator[Any]) -> Any:
         return super()._train_step(data_iterator)  # type: ignore[misc]
@@ -138,7 +138,7 @@ class WithSuper:
 
 
 class OwnLossModel(nn.Module):
-    """Computes a loss of its own, which is no causal one."""
+    """Model with its own loss, which is not causal."""
 
     def __init__(self) -> None:
         super().__init__()

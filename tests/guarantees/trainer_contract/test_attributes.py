@@ -1,4 +1,4 @@
-"""Attributes of trainers: present from construction on, None until preparation sets them."""
+"""Trainer attributes exist from construction on, and are None until preparation sets them."""
 
 from pathlib import Path
 from typing import Any
@@ -54,7 +54,7 @@ def causal(logits: Tensor, labels: Tensor) -> Tensor:
 
 @pytest.mark.parametrize("trainer_class", [SmallTrainer, Trainer, DDPTrainer])
 @pytest.mark.parametrize("name", IN_PREPARATION)
-def test_an_attribute_of_preparation_is_none_before(trainer_class: Any, name: str, tmp_path: Path) -> None:
+def test_attribute_is_none_before_preparation(trainer_class: Any, name: str, tmp_path: Path) -> None:
     assert getattr(unprepared(trainer_class, tmp_path), name) is None
 
 
@@ -64,7 +64,7 @@ def unprepared(trainer_class: Any, output_dir: Path) -> Any:
     return quiet_trainer(output_dir, TokenModel(), token_samples(2), trainer_class=trainer_class)
 
 
-def test_the_constructor_keeps_what_it_is_given(tmp_path: Path) -> None:
+def test_constructor_stores_its_arguments(tmp_path: Path) -> None:
     model, data, callback = TokenModel(), token_samples(2), Recorder()
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     schedule = torch.optim.lr_scheduler.ConstantLR(optimizer)
@@ -115,12 +115,12 @@ def test_factories_are_attributes(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("trainer_class", [Trainer, DDPTrainer])
 @pytest.mark.parametrize("name", BY_CONSTRUCTOR)
-def test_every_trainer_has_the_attributes_of_the_constructor(trainer_class: Any, name: str, tmp_path: Path) -> None:
+def test_every_trainer_has_the_constructor_attributes(trainer_class: Any, name: str, tmp_path: Path) -> None:
     assert hasattr(unprepared(trainer_class, tmp_path), name)
 
 
 class Watching(Trainer):
-    """Notes the number of the micro-batch in each of them."""
+    """Trainer that records gradient_accumulation_step in each micro-batch."""
 
     def _forward_backward_step(self, input_dict: dict[str, Any], labels: Any) -> Tensor:
         numbers.append(self.gradient_accumulation_step)
@@ -154,7 +154,7 @@ def test_preparation_sets_the_attributes(tmp_path: Path) -> None:
     assert trainer.args.resume_from_checkpoint is False
 
 
-def test_an_evaluation_alone_prepares_no_training(tmp_path: Path) -> None:
+def test_evaluation_alone_does_not_prepare_training(tmp_path: Path) -> None:
     trainer = quiet_trainer(tmp_path, TokenModel(), token_samples(2))
     trainer.evaluate(token_samples(1))
     assert trainer.do_eval is True and not trainer.do_train
@@ -162,7 +162,7 @@ def test_an_evaluation_alone_prepares_no_training(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("length", [0, 3])
-def test_loaders_are_true_whatever_their_length(length: int, tmp_path: Path) -> None:
+def test_loaders_are_truthy_at_any_length(length: int, tmp_path: Path) -> None:
     data = token_samples(3)
     options = {"eval_dataset": data[:length]}
     trainer = quiet_trainer(tmp_path, TokenModel(), data, trainer_options=options, per_device_train_batch_size=2)
@@ -195,7 +195,7 @@ def attributes_of_ddp(output_dir: str) -> dict[str, Any]:
     }
 
 
-def test_the_attributes_of_ddp(tmp_path: Path) -> None:
+def test_ddp_attributes(tmp_path: Path) -> None:
     results = run_on_ranks(attributes_of_ddp, 2, str(tmp_path))
     for rank, result in enumerate(results):
         assert result.pop("processes") == (2, rank == 0)
@@ -210,7 +210,7 @@ def test_the_attributes_of_ddp(tmp_path: Path) -> None:
         }
 
 
-def test_the_base_class_forgets_nothing_of_the_constructor(tmp_path: Path) -> None:
+def test_base_class_has_the_constructor_attributes(tmp_path: Path) -> None:
     trainer = small_trainer(tmp_path)
     for name in ("loss_fn", "optimizer", "lr_scheduler", "data_collator", "processing_class", "model_init"):
         assert getattr(trainer, name) is None, name

@@ -1,4 +1,4 @@
-"""BaseTrainer: a trainer of forty lines has exact checkpoints, events and callbacks."""
+"""BaseTrainer: a subclass with three methods gets exact checkpoints, events and callbacks."""
 
 import os
 import signal
@@ -44,7 +44,7 @@ class OwnDDPArguments(DDPTrainingArguments):
 
 @pytest.fixture(scope="module")
 def straight(tmp_path_factory: pytest.TempPathFactory) -> Any:
-    """A run that nothing interrupts."""
+    """Uninterrupted run."""
     trainer = small_trainer(tmp_path_factory.mktemp("straight"), Recorder())
     torch.manual_seed(1)
     trainer.train()
@@ -74,7 +74,7 @@ def test_three_methods_are_abstract() -> None:
     ("base", "arguments"),
     [(BaseTrainer, SmallArguments), (Trainer, OwnArguments), (DDPTrainer, OwnDDPArguments), (DDPTrainer, OwnArguments)],
 )
-def test_a_dict_becomes_the_type_parameter(base: Any, arguments: Any, tmp_path: Path) -> None:
+def test_dict_of_arguments_becomes_the_type_parameter(base: Any, arguments: Any, tmp_path: Path) -> None:
     methods = (
         {name: vars(SmallTrainer)[name] for name in BaseTrainer.__abstractmethods__} if base is BaseTrainer else {}
     )
@@ -93,7 +93,7 @@ class TemperedFurther(Tempered):
     pass
 
 
-def test_a_subclass_inherits_the_type_parameter(tmp_path: Path) -> None:
+def test_subclass_inherits_the_type_parameter(tmp_path: Path) -> None:
     args = {"output_dir": str(tmp_path), "temperature": 0.5, "use_cpu": True}
     trainer = TemperedFurther(args=args, model=nn.Linear(1, 1), default_callbacks=False)
     assert isinstance(trainer.args, OwnArguments) and trainer.args.temperature == 0.5
@@ -101,7 +101,7 @@ def test_a_subclass_inherits_the_type_parameter(tmp_path: Path) -> None:
         TemperedFurther(args={"temprature": 1.0}, model=nn.Linear(1, 1))
 
 
-def test_the_trainer_has_its_own_copy_of_the_arguments(tmp_path: Path) -> None:
+def test_trainer_has_its_own_copy_of_the_arguments(tmp_path: Path) -> None:
     args = SmallArguments(output_dir=str(tmp_path), max_steps=3)
     trainer = SmallTrainer(args, nn.Linear(1, 1), default_callbacks=False)
     trainer.args.max_steps = 7
@@ -120,7 +120,7 @@ def test_default_callbacks_are_a_classmethod(tmp_path: Path) -> None:
 
 
 class WarmUp(LambdaLR, TrainerCallback):
-    """A schedule that listens."""
+    """Schedule that is also a callback."""
 
     def __init__(self, optimizer: torch.optim.Optimizer) -> None:
         self.steps: list[int] = []
@@ -130,7 +130,7 @@ class WarmUp(LambdaLR, TrainerCallback):
         self.steps.append(state.global_step)
 
 
-def test_a_schedule_that_is_a_callback_is_registered(tmp_path: Path) -> None:
+def test_schedule_that_is_a_callback_is_registered(tmp_path: Path) -> None:
     model = TokenModel()
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     schedule = WarmUp(optimizer)
@@ -155,7 +155,7 @@ def test_each_event_of_a_run_fires_once(straight: Any) -> None:
 
 
 class Announcing(SmallTrainer):
-    """Dispatches every event itself."""
+    """Trainer that dispatches every event itself."""
 
     def _prepare(self, train_dataset: Any, eval_dataset: Any) -> None:
         super()._prepare(train_dataset, eval_dataset)
@@ -186,7 +186,7 @@ class Announcing(SmallTrainer):
         return path
 
 
-def test_an_event_that_an_override_dispatched_does_not_fire_again(tmp_path: Path) -> None:
+def test_event_dispatched_by_an_override_fires_once(tmp_path: Path) -> None:
     recorder = Recorder()
     trainer = small_trainer(tmp_path, recorder, trainer_class=Announcing, eval_dataset=SAMPLES)
     trainer.train()
@@ -196,7 +196,7 @@ def test_an_event_that_an_override_dispatched_does_not_fire_again(tmp_path: Path
     assert [counts[name] for name in (*ONCE, "on_evaluate", "on_save")] == [1, 1, 1, 2, 2]
 
 
-def test_a_second_run_has_its_events_again(tmp_path: Path) -> None:
+def test_second_run_fires_its_events_again(tmp_path: Path) -> None:
     recorder = Recorder()
     trainer = small_trainer(tmp_path, recorder, max_steps=3)
     trainer.train()
@@ -207,7 +207,7 @@ def test_a_second_run_has_its_events_again(tmp_path: Path) -> None:
     assert recorder.steps("on_step_end") == [1, 2, 3, 4]
 
 
-def test_callbacks_can_stop_and_read(tmp_path: Path) -> None:
+def test_callbacks_can_stop_training_and_read_its_objects(tmp_path: Path) -> None:
     def stop(args: Any, state: Any, control: Any, **rest: Any) -> None:
         assert rest["trainer"].model is rest["model"] and rest["optimizer"] is rest["trainer"].optimizer
         control.should_training_stop = state.global_step == 2
@@ -217,17 +217,17 @@ def test_callbacks_can_stop_and_read(tmp_path: Path) -> None:
     assert trainer._stop_requested_by == ("Recorder", "on_step_end", "should_training_stop")
 
 
-# --- preparation by the base
+# --- preparation by the base class
 
 
-def test_the_base_makes_state_and_manager(straight: Any) -> None:
+def test_base_class_creates_state_and_checkpoint_manager(straight: Any) -> None:
     assert straight.state.global_step == NUM_STEPS
     assert straight.state.max_steps == NUM_STEPS
     assert saved_steps(Path(straight.args.output_dir)) == [3, 6]
     assert [record["step"] for record in straight.state.log_history] == list(range(1, NUM_STEPS + 1))
 
 
-def test_a_killed_run_resumes_exactly(tmp_path: Path, straight: Any) -> None:
+def test_killed_run_resumes_exactly(tmp_path: Path, straight: Any) -> None:
     (killed,) = outcomes_on_ranks(run_small, 1, str(tmp_path), True)
     assert killed.error_type == "RankDied"
     assert saved_steps(tmp_path) == [3]
@@ -238,7 +238,7 @@ def test_a_killed_run_resumes_exactly(tmp_path: Path, straight: Any) -> None:
     assert all(torch.equal(expected[name], tensor) for name, tensor in resumed["weights"].items())
 
 
-def test_the_output_directory_is_free_after_training(tmp_path: Path) -> None:
+def test_output_directory_is_unlocked_after_training(tmp_path: Path) -> None:
     small_trainer(tmp_path, max_steps=1).train()
     run_on_ranks(run_small, 1, str(tmp_path), False)
 
@@ -254,7 +254,7 @@ def test_load_checkpoint_prepares_and_train_continues(tmp_path: Path, straight: 
     assert same_weights(trainer.model, straight.model)
 
 
-def test_load_checkpoint_takes_the_newest_by_default(tmp_path: Path) -> None:
+def test_load_checkpoint_loads_the_newest_by_default(tmp_path: Path) -> None:
     small_trainer(tmp_path, max_steps=6).train()
     trainer = small_trainer(tmp_path)
     loaded = trainer.load_checkpoint()
@@ -262,7 +262,7 @@ def test_load_checkpoint_takes_the_newest_by_default(tmp_path: Path) -> None:
     assert trainer.state.global_step == 6
 
 
-def test_save_checkpoint_takes_a_path_and_returns_it(tmp_path: Path) -> None:
+def test_save_checkpoint_accepts_a_path_and_returns_it(tmp_path: Path) -> None:
     recorder = Recorder()
     trainer = small_trainer(tmp_path / "run", recorder)
     path = str(tmp_path / "elsewhere")
@@ -273,7 +273,7 @@ def test_save_checkpoint_takes_a_path_and_returns_it(tmp_path: Path) -> None:
     assert other.state.global_step == 0 and same_weights(other.model, trainer.model)
 
 
-def test_train_takes_what_to_resume_from(tmp_path: Path) -> None:
+def test_train_accepts_resume_from_checkpoint(tmp_path: Path) -> None:
     small_trainer(tmp_path, max_steps=6).train()
     afresh = Recorder()
     small_trainer(tmp_path, afresh, max_steps=1).train(resume_from_checkpoint=False)
@@ -282,7 +282,7 @@ def test_train_takes_what_to_resume_from(tmp_path: Path) -> None:
         small_trainer(tmp_path).train(resume=True)
 
 
-def test_a_prepare_that_loads_is_not_restored_again(tmp_path: Path) -> None:
+def test_checkpoint_loaded_by_prepare_is_not_replaced(tmp_path: Path) -> None:
     small_trainer(tmp_path, max_steps=6).train()
     first = str(tmp_path / "checkpoints" / "checkpoint-3")
 
@@ -330,7 +330,7 @@ def test_evaluate_keeps_the_weights_of_a_prepared_trainer(straight: Any) -> None
 # --- the other methods
 
 
-def test_the_model_is_unwrapped_from_compile_and_ddp(tmp_path: Path) -> None:
+def test_model_is_unwrapped_from_compile_and_ddp(tmp_path: Path) -> None:
     run_on_ranks(unwrap_everything, 1, str(tmp_path))
 
 
@@ -358,7 +358,7 @@ def test_callbacks_are_added_and_removed(tmp_path: Path) -> None:
     trainer.train()
 
 
-def test_the_model_is_exported(tmp_path: Path, straight: Any) -> None:
+def test_save_model_exports_the_model(tmp_path: Path, straight: Any) -> None:
     straight.save_model(str(tmp_path / "model"))
     assert (tmp_path / "model" / "model.safetensors").exists()
     fresh = small_trainer(tmp_path / "run")
@@ -366,7 +366,7 @@ def test_the_model_is_exported(tmp_path: Path, straight: Any) -> None:
     assert (tmp_path / "run" / "model.safetensors").exists()
 
 
-def test_train_needs_no_manager_of_its_own(tmp_path: Path) -> None:
+def test_train_loop_may_do_nothing(tmp_path: Path) -> None:
     class Nothing(SmallTrainer):
         def _train_loop(self) -> TrainOutput:
             return TrainOutput(0, {})
@@ -374,7 +374,7 @@ def test_train_needs_no_manager_of_its_own(tmp_path: Path) -> None:
     assert small_trainer(tmp_path, trainer_class=Nothing).train() == TrainOutput(0, {})
 
 
-def test_preparation_before_a_run_is_announced_once(tmp_path: Path, straight: Any) -> None:
+def test_on_init_end_fires_once_for_earlier_preparation(tmp_path: Path, straight: Any) -> None:
     recorder = Recorder()
     trainer = small_trainer(tmp_path, recorder, max_steps=4, eval_dataset=SAMPLES)
     trainer.evaluate()
@@ -384,7 +384,7 @@ def test_preparation_before_a_run_is_announced_once(tmp_path: Path, straight: An
     assert recorder.steps("on_step_end") == [4]
 
 
-def test_another_evaluation_set_is_used_once(tmp_path: Path) -> None:
+def test_passed_evaluation_set_is_used_only_once(tmp_path: Path) -> None:
     trainer = small_trainer(tmp_path, eval_dataset=SAMPLES[:2], max_steps=1)
     trainer.train()
     optimizer, own = trainer.optimizer, trainer.evaluate()

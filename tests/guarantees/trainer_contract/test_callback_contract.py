@@ -1,4 +1,4 @@
-"""Callbacks: three arguments by position, the rest by keyword, in the order of registration."""
+"""Callback contract: three positional arguments, the rest by keyword, in the order of registration."""
 
 from pathlib import Path
 from typing import Any
@@ -14,14 +14,14 @@ CALLS: list[Any] = []
 
 
 class OtherNames(TrainerCallback):
-    """Names the first three as it likes."""
+    """Callback with other names for the first three parameters."""
 
     def on_step_end(self, a: Any, s: Any, c: Any) -> None:
         CALLS.append((type(a).__name__, s.global_step, type(c).__name__))
 
 
 class Choosing(TrainerCallback):
-    """Takes some of the keywords."""
+    """Callback that accepts some of the keywords."""
 
     def on_train_metrics(self, args: Any, state: Any, control: Any, *, loss: Any, tokens: Any, model: Any) -> None:
         CALLS.append(("metrics", float(loss) > 0, int(tokens), type(model).__name__))
@@ -47,12 +47,12 @@ def train(output_dir: Path, *callbacks: Any, **settings: Any) -> None:
     quiet_trainer(output_dir, TokenModel(), token_samples(1), *callbacks, **settings).train()
 
 
-def test_the_first_three_are_given_by_position(tmp_path: Path) -> None:
+def test_first_three_arguments_are_positional(tmp_path: Path) -> None:
     train(tmp_path, OtherNames())
     assert CALLS == [("TrainingArguments", 1, "TrainerControl")]
 
 
-def test_a_handler_gets_the_keywords_that_it_takes(tmp_path: Path) -> None:
+def test_handler_receives_the_keywords_it_accepts(tmp_path: Path) -> None:
     train(tmp_path, Choosing(), logging_strategy="steps", logging_steps=1, save_strategy="steps", save_steps=1)
     assert CALLS == [
         ("metrics", True, 6, "TokenModel"),
@@ -62,13 +62,13 @@ def test_a_handler_gets_the_keywords_that_it_takes(tmp_path: Path) -> None:
     ]
 
 
-def test_a_handler_with_kwargs_gets_all(tmp_path: Path) -> None:
+def test_handler_with_kwargs_receives_all_keywords(tmp_path: Path) -> None:
     train(tmp_path, Everything())
     names = ["eval_dataloader", "lr_scheduler", "model", "optimizer", "processing_class", "train_dataloader", "trainer"]
     assert names == CALLS[0]
 
 
-def test_the_order_is_that_of_registration(tmp_path: Path) -> None:
+def test_callbacks_run_in_the_order_of_registration(tmp_path: Path) -> None:
     class Numbered(TrainerCallback):
         def __init__(self, number: int) -> None:
             self.number = number
@@ -82,7 +82,7 @@ def test_the_order_is_that_of_registration(tmp_path: Path) -> None:
     assert CALLS == [1, 2, 3]
 
 
-def test_a_callback_of_ours_can_be_subclassed(tmp_path: Path) -> None:
+def test_library_callback_can_be_subclassed(tmp_path: Path) -> None:
     class Adding(JsonLogger):
         def on_log(self, args: Any, state: Any, control: Any, logs: Any = None, **kwargs: Any) -> None:
             super().on_log(args, state, control, logs={**logs, "mine": 1}, **kwargs)
@@ -92,7 +92,7 @@ def test_a_callback_of_ours_can_be_subclassed(tmp_path: Path) -> None:
     assert '"mine": 1' in path.read_text()
 
 
-def test_a_handler_that_cannot_take_the_call_is_refused(tmp_path: Path) -> None:
+def test_handler_with_an_incompatible_signature_is_rejected(tmp_path: Path) -> None:
     class TooFew(TrainerCallback):
         def on_step_end(self, args: Any) -> None: ...
 
@@ -100,7 +100,7 @@ def test_a_handler_that_cannot_take_the_call_is_refused(tmp_path: Path) -> None:
         train(tmp_path, TooFew())
 
 
-def test_callbacks_of_transformers_run_unchanged(tmp_path: Path) -> None:
+def test_transformers_callbacks_run_unchanged(tmp_path: Path) -> None:
     from transformers import TrainerCallback as Other
 
     class Theirs(Other):  # type: ignore[misc]

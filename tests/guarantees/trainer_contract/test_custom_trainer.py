@@ -1,4 +1,4 @@
-"""A trainer with a component and a step of its own needs about forty lines, and resumes exactly."""
+"""Custom trainer with its own component and step: about forty lines, and an exact resume."""
 
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -15,7 +15,7 @@ from tests.support.tiny_models import Recorder, TokenModel, quiet_trainer, token
 
 
 class WeightAverage:
-    """A moving average of a model's weights."""
+    """Moving average of model weights."""
 
     def __init__(self, model: nn.Module, decay: float) -> None:
         self.decay = decay
@@ -41,7 +41,7 @@ class WeightAverage:
 
 
 class AveragingTrainer(Trainer):
-    """Evaluates with the average of the weights, which is part of its checkpoints."""
+    """Trainer that evaluates averaged weights and stores the average in its checkpoints."""
 
     def _wrap(self) -> None:
         super()._wrap()
@@ -91,7 +91,7 @@ def eval_losses(recorder: Recorder) -> list[float]:
     return [metrics["eval_loss"] for metrics in recorder.details("on_evaluate", "metrics")]
 
 
-def test_a_component_of_its_own_is_resumed_exactly(tmp_path: Path) -> None:
+def test_custom_component_resumes_exactly(tmp_path: Path) -> None:
     straight_events, first_events, second_events = Recorder(), Recorder(), Recorder()
     straight = averaging(tmp_path / "straight", straight_events)
     straight.train()
@@ -108,7 +108,7 @@ def test_a_component_of_its_own_is_resumed_exactly(tmp_path: Path) -> None:
     assert not torch.equal(values["head.weight"], expected["head.weight"])
 
 
-def test_a_required_component_that_a_checkpoint_lacks_is_an_error(tmp_path: Path) -> None:
+def test_required_component_missing_in_the_checkpoint_is_an_error(tmp_path: Path) -> None:
     samples = token_samples(12)
     quiet_trainer(tmp_path, TokenModel(), samples, max_steps=1, save_strategy="steps").train()
     with pytest.raises(CheckpointLoadError, match="required component 'average'"):
@@ -173,7 +173,7 @@ def test_every_hook_is_called(tmp_path: Path) -> None:
     assert all(callable(getattr(trainer, name)) for name in FOR_STRATEGIES)
 
 
-def test_a_loss_of_the_step_can_be_replaced(tmp_path: Path) -> None:
+def test_step_loss_can_be_replaced(tmp_path: Path) -> None:
     class Doubling(Trainer):
         def _backward(self, loss: Tensor) -> None:
             super()._backward(loss * 2)

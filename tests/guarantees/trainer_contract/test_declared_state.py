@@ -1,4 +1,4 @@
-"""Declared state: components of a trainer, its own state_dict, and arguments that leave components out."""
+"""Declared state: state components of a trainer, its own state_dict, and arguments that omit components."""
 
 import logging
 import warnings
@@ -36,7 +36,7 @@ def straight(tmp_path_factory: pytest.TempPathFactory) -> Any:
 
 
 def interrupted(output_dir: Path, trainer_class: type, **settings: Any) -> Any:
-    """A run that stops at step 3 and is resumed by another trainer, from other random numbers."""
+    """Train up to step 3, then resume with another trainer from a different random state."""
     first = small_trainer(output_dir, trainer_class=trainer_class, max_steps=3, **settings)
     torch.manual_seed(1)
     first.train()
@@ -66,14 +66,14 @@ def test_components_are_listed_right_after_construction(trainer_class: Any, tmp_
                 use(components[key].stateful)
 
 
-def test_a_model_that_is_yet_to_be_built_is_a_placeholder(tmp_path: Path) -> None:
+def test_unbuilt_model_is_a_placeholder(tmp_path: Path) -> None:
     trainer = quiet_trainer(tmp_path, None, token_samples(2), trainer_options={"model_init": TokenModel})
     (model,) = (one for one in trainer.get_state_components() if one.key == "model")
     with pytest.raises(RuntimeError, match="'model' is not built yet"):
         model.stateful.state_dict()
 
 
-def test_what_a_trainer_does_not_have_is_not_declared(straight: Any) -> None:
+def test_missing_objects_are_not_declared(straight: Any) -> None:
     class WithoutSchedule(SmallTrainer):
         def _prepare(self, train_dataset: Any, eval_dataset: Any) -> None:
             super()._prepare(train_dataset, eval_dataset)
@@ -88,7 +88,7 @@ def test_what_a_trainer_does_not_have_is_not_declared(straight: Any) -> None:
 
 
 @pytest.mark.parametrize("key", ["optimizer", "scheduler", "dataset", "rng"])
-def test_an_argument_leaves_a_component_out(key: str, tmp_path: Path) -> None:
+def test_argument_omits_a_component(key: str, tmp_path: Path) -> None:
     setting = {f"save_{key}_state": False}
     small = small_trainer(tmp_path / "small", max_steps=1, **setting)
     small.train()
@@ -100,7 +100,7 @@ def test_an_argument_leaves_a_component_out(key: str, tmp_path: Path) -> None:
         assert not list(path.glob(f"{key}_state*"))
 
 
-def test_a_resume_without_the_optimizer_starts_it_afresh(tmp_path: Path, straight: Any) -> None:
+def test_resume_without_the_optimizer_resets_it(tmp_path: Path, straight: Any) -> None:
     resumed = interrupted(tmp_path, SmallTrainer, save_optimizer_state=False)
     assert not same_weights(resumed.model, straight.model)
 
@@ -109,7 +109,7 @@ def test_a_resume_without_the_optimizer_starts_it_afresh(tmp_path: Path, straigh
 
 
 class Counting(SmallTrainer):
-    """Has a number of its own in the component "trainer"."""
+    """Trainer with an additional number in the component "trainer"."""
 
     num_seen = 0
 
@@ -140,13 +140,13 @@ class CountingTrainer(Trainer):
         return 1
 
 
-def test_what_a_state_dict_adds_comes_back(tmp_path: Path, straight: Any) -> None:
+def test_added_state_dict_key_is_restored(tmp_path: Path, straight: Any) -> None:
     resumed = interrupted(tmp_path, Counting)
     assert resumed.num_seen == NUM_STEPS
     assert same_weights(resumed.model, straight.model)
 
 
-def test_what_a_state_dict_adds_comes_back_in_a_trainer(tmp_path: Path) -> None:
+def test_added_state_dict_key_is_restored_in_trainer(tmp_path: Path) -> None:
     def train(max_steps: int) -> Any:
         settings: dict[str, Any] = {"save_strategy": "steps", "save_steps": 2, "trainer_class": CountingTrainer}
         trainer = quiet_trainer(tmp_path, TokenModel(), token_samples(8), max_steps=max_steps, **settings)
@@ -158,7 +158,7 @@ def test_what_a_state_dict_adds_comes_back_in_a_trainer(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("base", [SmallTrainer, Trainer])
-def test_a_state_dict_without_super_is_an_error_at_save(base: Any, tmp_path: Path) -> None:
+def test_state_dict_without_super_is_an_error_at_save(base: Any, tmp_path: Path) -> None:
     own = type("Forgetting", (base,), {"state_dict": lambda self: {"mine": 1}})
     if base is SmallTrainer:
         trainer = small_trainer(tmp_path, trainer_class=own)
@@ -169,7 +169,7 @@ def test_a_state_dict_without_super_is_an_error_at_save(base: Any, tmp_path: Pat
     assert not list(tmp_path.rglob("checkpoint-*"))
 
 
-def test_trainer_state_has_both_methods(straight: Any) -> None:
+def test_trainer_state_has_state_dict_and_load_state_dict(straight: Any) -> None:
     state = straight.state.state_dict()
     assert state["global_step"] == NUM_STEPS
     other = small_trainer(Path(straight.args.output_dir), max_steps=99)
@@ -182,7 +182,7 @@ def test_trainer_state_has_both_methods(straight: Any) -> None:
 
 
 class Drawing:
-    """Draws random numbers while it takes its state."""
+    """Component that draws random numbers while it loads its state."""
 
     def state_dict(self) -> dict[str, Any]:
         return {}
@@ -192,7 +192,7 @@ class Drawing:
 
 
 class ByHand(SmallTrainer):
-    """Declares everything itself, with random numbers under another key, in front of a component that draws some."""
+    """Trainer with hand-written components: random state has another key and precedes a component that draws."""
 
     def get_state_components(self) -> list[StateComponent]:
         return [
@@ -208,7 +208,7 @@ class ByHand(SmallTrainer):
 
 
 class InParts(SmallTrainer):
-    """The model is a list of modules."""
+    """Trainer with a list of modules as model."""
 
     def get_state_components(self) -> list[StateComponent]:
         others = [one for one in super().get_state_components() if one.key != "model"]
@@ -222,25 +222,25 @@ class Named(nn.Module):
         self.add_module(name, module)
 
 
-def test_components_written_by_hand_resume_exactly(tmp_path: Path, straight: Any) -> None:
+def test_hand_written_components_resume_exactly(tmp_path: Path, straight: Any) -> None:
     resumed = interrupted(tmp_path, ByHand)
     assert resumed.state.log_history == straight.state.log_history
     assert same_weights(resumed.model, straight.model)
 
 
-def test_a_raw_optimizer_is_stored_by_name(tmp_path: Path) -> None:
+def test_raw_optimizer_is_stored_by_parameter_name(tmp_path: Path) -> None:
     trainer = small_trainer(tmp_path, trainer_class=ByHand, max_steps=3)
     trainer.train()
     stored = (tmp_path / "checkpoints" / "checkpoint-3" / "optimizer_state.pt").read_bytes()
     assert b"layers.2.weight" in stored
 
 
-def test_a_list_of_modules_is_a_model(tmp_path: Path, straight: Any) -> None:
+def test_list_of_modules_is_accepted_as_model(tmp_path: Path, straight: Any) -> None:
     resumed = interrupted(tmp_path, InParts)
     assert same_weights(resumed.model, straight.model)
 
 
-def test_a_required_component_without_object_is_an_error(tmp_path: Path) -> None:
+def test_required_component_without_object_is_an_error(tmp_path: Path) -> None:
     class Lacking(SmallTrainer):
         def get_state_components(self) -> list[StateComponent]:
             return [*super().get_state_components(), StateComponent("lacking", None, GLOBAL)]
@@ -249,7 +249,7 @@ def test_a_required_component_without_object_is_an_error(tmp_path: Path) -> None
         small_trainer(tmp_path, trainer_class=Lacking).save_checkpoint()
 
 
-def test_components_are_asked_for_at_every_save_and_load(tmp_path: Path) -> None:
+def test_get_state_components_is_called_at_every_save_and_load(tmp_path: Path) -> None:
     asked: list[int] = []
 
     class Asked(SmallTrainer):
@@ -265,9 +265,7 @@ def test_components_are_asked_for_at_every_save_and_load(tmp_path: Path) -> None
 
 
 @pytest.mark.parametrize(("key", "lost"), [("trainer", "global_step"), ("ema", "average")])
-def test_a_component_that_is_left_out_is_warned_of_once(
-    key: str, lost: str, tmp_path: Path, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_omitted_component_warns_once(key: str, lost: str, tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     class LeavingOut(Trainer):
         def get_state_components(self) -> list[StateComponent]:
             return [one for one in super().get_state_components() if one.key != key]
@@ -280,7 +278,7 @@ def test_a_component_that_is_left_out_is_warned_of_once(
     assert key in message and lost in message
 
 
-def test_settings_that_leave_a_component_out_are_no_warning(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+def test_component_omitted_by_settings_does_not_warn(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     with caplog.at_level(logging.WARNING):
         quiet_trainer(tmp_path, TokenModel(), token_samples(1), save_strategy="steps").train()
         small_trainer(tmp_path / "small", trainer_class=ByHand, max_steps=1).train()
@@ -291,7 +289,7 @@ def test_settings_that_leave_a_component_out_are_no_warning(tmp_path: Path, capl
 
 
 class Older(SmallTrainer):
-    """Has only the dictionaries."""
+    """Trainer with the deprecated dictionaries only."""
 
     extra: Any = None
 
@@ -313,7 +311,7 @@ class Remembering:
         self.value = state["value"]
 
 
-def test_dictionaries_of_statefuls_are_served(tmp_path: Path, straight: Any) -> None:
+def test_deprecated_statefuls_dictionaries_still_work(tmp_path: Path, straight: Any) -> None:
     def make(value: int, max_steps: int) -> Any:
         trainer = small_trainer(tmp_path, trainer_class=Older, max_steps=max_steps)
         trainer.extra = Remembering(value)
@@ -331,16 +329,16 @@ def test_dictionaries_of_statefuls_are_served(tmp_path: Path, straight: Any) -> 
     assert same_weights(resumed.model, straight.model)
 
 
-def test_weights_of_a_component_are_those_of_the_unwrapped_model(straight: Any) -> None:
+def test_model_component_has_the_names_of_the_unwrapped_model(straight: Any) -> None:
     (model,) = (one.stateful for one in straight.get_state_components() if one.key == "model")
     assert weights(model).keys() == weights(straight.unwrapped_model()).keys()
 
 
-# --- declarations by hand on Trainer
+# --- hand-written declarations on Trainer
 
 
 class TrainerByHand(Trainer):
-    """Random numbers are under another key, and in front of everything else."""
+    """Trainer with random state under another key, before all other components."""
 
     def get_state_components(self) -> list[StateComponent]:
         return [
@@ -354,7 +352,7 @@ class TrainerByHand(Trainer):
         ]
 
 
-def test_components_written_by_hand_resume_exactly_in_a_trainer(tmp_path: Path) -> None:
+def test_hand_written_components_resume_exactly_in_trainer(tmp_path: Path) -> None:
     def run(name: str, max_steps: int, trainer_class: Any) -> Any:
         settings: dict[str, Any] = {"momentum": 0.9, "shuffle": True, "save_strategy": "steps", "save_steps": 3}
         samples = token_samples(10)
@@ -369,7 +367,7 @@ def test_components_written_by_hand_resume_exactly_in_a_trainer(tmp_path: Path) 
     assert same_weights(run("by_hand", 12, TrainerByHand).model, straight.model)
 
 
-def test_the_state_of_the_grad_scaler_is_in_the_trainer(tmp_path: Path) -> None:
+def test_grad_scaler_state_is_in_the_trainer_component(tmp_path: Path) -> None:
     trainer = quiet_trainer(tmp_path, TokenModel(), token_samples(2), mixed_precision="fp16", max_steps=1)
     trainer.train()
     trainer.amp_context.load_state_dict({**trainer.amp_context.state_dict(), "scale": 8.0})

@@ -42,7 +42,7 @@ SETTINGS: dict[str, Any] = {
 
 
 class Wrapping:
-    """Data parallelism in one line."""
+    """Override that wraps the model in DDP."""
 
     def _wrap(self: Any) -> None:
         self.model = DistributedDataParallel(self.model)
@@ -82,7 +82,7 @@ class OwnState:
 
 
 class OwnLoaders:
-    """Batches of this rank, as a list."""
+    """Override with the batches of this rank as a list."""
 
     settings: dict[str, Any] = {"dispatch_batches": False}  # noqa: RUF012
 
@@ -98,7 +98,7 @@ class OwnLoader:
 
 
 def batches_of_rank() -> list[Any]:
-    """As the sampler deals samples out: in each batch of a step, one rank has its first half and the other the rest."""
+    """Return the batches of this rank as the sampler distributes them: every second sample of a global batch."""
     rank, dealt = dist.get_rank(), []
     for start in range(0, len(SAMPLES), 4):
         own = SAMPLES[start : start + 4][rank::2]
@@ -107,7 +107,7 @@ def batches_of_rank() -> list[Any]:
 
 
 class Averaging:
-    """Reductions for logs, written out."""
+    """Override with explicit reductions for logs."""
 
     def _distributed_loss(self: Any, loss: Any) -> Any:
         return self._distributed_tokens(loss) / dist.get_world_size()
@@ -148,7 +148,7 @@ def build(output_dir: str, trainer_class: Any, **settings: Any) -> Any:
 
 @pytest.fixture(scope="module")
 def expected(tmp_path_factory: pytest.TempPathFactory) -> Result:
-    """One device with the batches of both ranks."""
+    """Result of one device with the batches of both ranks."""
     settings = {**SETTINGS, "per_device_train_batch_size": 4}
     return run(quiet_trainer(tmp_path_factory.mktemp("expected"), TokenModel(), SAMPLES, **settings))
 
@@ -163,17 +163,17 @@ def require_equal(results: list[Result], expected: Result | None = None) -> None
 
 
 @pytest.mark.parametrize("hooks", CASES)
-def test_an_override_on_ddp_trains_like_one_device(hooks: str, tmp_path: Path, expected: Result) -> None:
+def test_override_on_ddp_trains_like_one_device(hooks: str, tmp_path: Path, expected: Result) -> None:
     require_equal(run_on_ranks(train, 2, str(tmp_path), "ddp", hooks), expected)
 
 
 @pytest.mark.parametrize("hooks", ["Wrapping", "wrapped_printed", "UntilSync", "Rescaled", "OwnLoaders", "OwnRanks"])
-def test_a_trainer_that_wraps_its_model_trains_like_one_device(hooks: str, tmp_path: Path, expected: Result) -> None:
+def test_trainer_that_wraps_its_model_trains_like_one_device(hooks: str, tmp_path: Path, expected: Result) -> None:
     require_equal(run_on_ranks(train, 2, str(tmp_path), "plain", hooks), expected)
 
 
 class Whole:
-    """All batches, as a list: rank 0 reads them for all."""
+    """Override with all batches as a list, which rank 0 dispatches."""
 
     def _get_dataloader(self: Any, dataset: Any, batch_size: int) -> Any:
         pairs = [SAMPLES[start : start + batch_size] for start in range(0, 16, batch_size)]
@@ -184,14 +184,14 @@ def train_on_whole(output_dir: str) -> Result:
     return run(build(output_dir, with_hooks(DDPTrainer, Whole)))
 
 
-def test_a_loader_of_all_batches_is_dispatched(tmp_path: Path) -> None:
+def test_loader_of_all_batches_is_dispatched(tmp_path: Path) -> None:
     settings = {**SETTINGS, "per_device_train_batch_size": 4}
     expected = run(quiet_trainer(tmp_path / "one", TokenModel(), SAMPLES[:16], **settings))
     require_equal(run_on_ranks(train_on_whole, 2, str(tmp_path / "ranks")), expected)
 
 
 class NormModel(TokenModel):
-    """Has buffers that every forward pass changes."""
+    """Model with buffers that every forward pass changes."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -212,7 +212,7 @@ def save_buffers(output_dir: str) -> dict[str, Any]:
     return run(trainer).weights
 
 
-def test_changing_buffers_are_shared_around_an_override(tmp_path: Path) -> None:
+def test_changed_buffers_are_synchronised_around_an_override(tmp_path: Path) -> None:
     first, second = run_on_ranks(save_buffers, 2, str(tmp_path))
     assert all(torch.equal(first[name], second[name]) for name in first)
     assert saved_steps(tmp_path) == [1, 2]
@@ -238,7 +238,7 @@ def prepare_batches(output_dir: str) -> tuple[list[int], Result]:
     return own.prepared, run(build(output_dir, own))
 
 
-def test_a_batch_is_prepared_once_on_each_rank(tmp_path: Path) -> None:
+def test_batch_is_prepared_once_on_each_rank(tmp_path: Path) -> None:
     settings = {**SETTINGS, "per_device_train_batch_size": 4}
     options = {"data_collator": MaskingCollator()}
     masked = run(quiet_trainer(tmp_path / "one", TokenModel(), SAMPLES, trainer_options=options, **settings))
@@ -251,7 +251,7 @@ def train_by_range(output_dir: str) -> Result:
     return run(build(output_dir, with_hooks(DDPTrainer, ByRange)))
 
 
-def test_a_step_by_range_ends_epochs_on_all_ranks(tmp_path: Path) -> None:
+def test_step_with_a_fixed_range_ends_epochs_on_all_ranks(tmp_path: Path) -> None:
     results = run_on_ranks(train_by_range, 2, str(tmp_path))
     require_equal(results)
     assert [result.metrics["step"] for result in results] == [4, 4]
@@ -267,13 +267,13 @@ def never_synchronise(output_dir: str) -> str:
     return str(error.value)
 
 
-def test_gradients_that_are_never_synchronised_are_an_error(tmp_path: Path) -> None:
+def test_unsynchronised_gradients_are_an_error(tmp_path: Path) -> None:
     assert len(set(run_on_ranks(never_synchronise, 2, str(tmp_path)))) == 1
 
 
 def evaluate_own(output_dir: str) -> dict[str, Any]:
     class Own(DDPTrainer):
-        """Predicts itself, and reduces as its author was used to: that is the identity in an evaluation."""
+        """Trainer that reduces its own predictions; in an evaluation, `_distributed_loss` is the identity."""
 
         def _prediction_step(self, input_dict: dict[str, Any], labels: Any) -> dict[str, Any]:
             logits = self.model(**input_dict)
@@ -295,7 +295,7 @@ def evaluate_own(output_dir: str) -> dict[str, Any]:
     }
 
 
-def test_an_evaluation_of_ones_own_is_reduced_once(tmp_path: Path) -> None:
+def test_custom_prediction_step_is_reduced_once(tmp_path: Path) -> None:
     first, second = run_on_ranks(evaluate_own, 2, str(tmp_path))
     assert first == second
     assert first["own"] == pytest.approx(first["default"], rel=1e-6)
@@ -315,7 +315,7 @@ def evaluate_apart(output_dir: str) -> list[Any]:
     return found
 
 
-def test_the_hook_decides_who_reads_evaluation_batches(tmp_path: Path) -> None:
+def test_hook_decides_which_rank_reads_evaluation_batches(tmp_path: Path) -> None:
     for dispatched, apart in run_on_ranks(evaluate_apart, 2, str(tmp_path)):
         assert dispatched[0] != apart[0]
         assert dispatched[1:] == pytest.approx(apart[1:])
@@ -332,7 +332,7 @@ def own_manager(output_dir: str) -> bool:
     return isinstance(trainer.checkpoint_manager, CheckpointManager)
 
 
-def test_the_manager_of_the_hook_is_used(tmp_path: Path) -> None:
+def test_checkpoint_manager_of_the_hook_is_used(tmp_path: Path) -> None:
     assert run_on_ranks(own_manager, 2, str(tmp_path)) == [True, True]
     assert saved_steps(tmp_path / "elsewhere") == [1, 2]
 
@@ -361,7 +361,7 @@ def leave_out(output_dir: str) -> list[str]:
     return [message for message in listening.messages if "omits the component" in message]
 
 
-def test_post_local_sgd_that_is_left_out_is_warned_of(tmp_path: Path) -> None:
+def test_omitted_post_local_sgd_component_warns(tmp_path: Path) -> None:
     for messages in run_on_ranks(leave_out, 2, str(tmp_path)):
         assert len(messages) == 1 and "post_local_sgd" in messages[0] and "is not restored" in messages[0]
 
@@ -372,5 +372,5 @@ def train_apart(output_dir: str) -> str:
     return str(error.value)
 
 
-def test_ranks_that_nothing_synchronises_are_refused(tmp_path: Path) -> None:
+def test_unsynchronised_ranks_are_rejected(tmp_path: Path) -> None:
     run_on_ranks(train_apart, 2, str(tmp_path))

@@ -19,7 +19,7 @@ def expected(tmp_path_factory: pytest.TempPathFactory) -> Result:
 
 
 class Stateful:
-    """A loader with a position of its own."""
+    """Loader with its own position."""
 
     def __init__(self) -> None:
         self.position = 0
@@ -41,7 +41,7 @@ class Stateful:
 
 
 class Plain:
-    """An iterable without length."""
+    """Iterable without length."""
 
     def __iter__(self) -> Iterator[Any]:
         return iter(batches())
@@ -75,7 +75,7 @@ def get_loader(make: Any) -> Any:
 
 @pytest.mark.parametrize("name", LOADERS)
 @pytest.mark.parametrize("by", [init_loaders, get_loader])
-def test_any_iterable_of_dicts_is_a_loader(name: str, by: Any, tmp_path: Path, expected: Result) -> None:
+def test_any_iterable_of_dicts_is_accepted_as_loader(name: str, by: Any, tmp_path: Path, expected: Result) -> None:
     own, limit = by(LOADERS[name]), {"max_steps": 6} if name == "iterable" else {}
     trainer, result = train(tmp_path, own, **limit)
     assert_same_training(result, expected)
@@ -84,7 +84,7 @@ def test_any_iterable_of_dicts_is_a_loader(name: str, by: Any, tmp_path: Path, e
 
 @pytest.mark.parametrize("name", LOADERS)
 @pytest.mark.parametrize("by", [init_loaders, get_loader])
-def test_a_loader_of_ones_own_resumes_exactly(name: str, by: Any, tmp_path: Path, expected: Result) -> None:
+def test_custom_loader_resumes_exactly(name: str, by: Any, tmp_path: Path, expected: Result) -> None:
     own, saving = by(LOADERS[name]), {"save_strategy": "steps", "save_steps": 2}
     build(tmp_path, own, max_steps=2, **saving).train()
     resumed = run(build(tmp_path, own, max_steps=6, **saving))
@@ -92,7 +92,7 @@ def test_a_loader_of_ones_own_resumes_exactly(name: str, by: Any, tmp_path: Path
     assert all(torch.equal(expected.weights[key], value) for key, value in resumed.weights.items())
 
 
-def test_a_stateful_loader_is_not_read_again(tmp_path: Path) -> None:
+def test_stateful_loader_does_not_replay_batches(tmp_path: Path) -> None:
     read: list[int] = []
 
     class Reading(Stateful):
@@ -107,7 +107,7 @@ def test_a_stateful_loader_is_not_read_again(tmp_path: Path) -> None:
     assert read == [5, 6]
 
 
-def test_the_evaluation_loader_of_a_hook_is_used(tmp_path: Path) -> None:
+def test_evaluation_loader_of_the_hook_is_used(tmp_path: Path) -> None:
     read: list[int] = []
 
     class Noted:

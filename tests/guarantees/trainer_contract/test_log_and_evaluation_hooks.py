@@ -1,4 +1,4 @@
-"""Hooks of logs, saves, the end of a run and evaluation, overridden with and without super()."""
+"""Hooks for logging, saving, the end of a run and evaluation, overridden with and without super()."""
 
 from pathlib import Path
 from typing import Any
@@ -45,7 +45,7 @@ def build(output_dir: Path, trainer_class: Any = Trainer, *callbacks: Any, **set
 # --- logs
 
 
-def test_a_log_of_ones_own_replaces_ours(tmp_path: Path) -> None:
+def test_log_step_override_replaces_the_default(tmp_path: Path) -> None:
     logged: list[tuple[int, int, int]] = []
 
     class Own(Trainer):
@@ -60,7 +60,7 @@ def test_a_log_of_ones_own_replaces_ours(tmp_path: Path) -> None:
     assert not [record for _, record in recorder.logs if "loss" in record]
 
 
-def test_a_log_with_super_adds_to_ours(tmp_path: Path) -> None:
+def test_log_step_override_with_super_extends_the_default(tmp_path: Path) -> None:
     class Adding(Trainer):
         def _log_step(self, loss_log: Any, total_norm_log: Any, tokens_log: Any) -> None:
             super()._log_step(loss_log, total_norm_log, tokens_log)
@@ -71,7 +71,7 @@ def test_a_log_with_super_adds_to_ours(tmp_path: Path) -> None:
     assert [set(record) & {"loss", "extra"} for _, record in recorder.logs] == [{"loss"}, {"extra"}] * 2
 
 
-def test_totals_are_right_after_a_log_of_ones_own(tmp_path: Path) -> None:
+def test_totals_are_exact_with_a_log_step_override(tmp_path: Path) -> None:
     class Silent(Trainer):
         def _log_step(self, loss_log: Any, total_norm_log: Any, tokens_log: Any) -> None:
             pass
@@ -81,7 +81,7 @@ def test_totals_are_right_after_a_log_of_ones_own(tmp_path: Path) -> None:
     assert own["train_loss"] == expected["train_loss"] and own["total_tokens"] == expected["total_tokens"]
 
 
-def test_what_happens_after_a_step_can_be_replaced(tmp_path: Path) -> None:
+def test_maybe_log_save_evaluate_can_be_replaced(tmp_path: Path) -> None:
     seen: list[tuple[int, tuple[bool, ...]]] = []
 
     class Own(Trainer):
@@ -106,7 +106,7 @@ def test_what_happens_after_a_step_can_be_replaced(tmp_path: Path) -> None:
     assert recorder.steps("on_evaluate") == []
 
 
-def test_what_happens_after_a_step_can_be_added_to(tmp_path: Path) -> None:
+def test_maybe_log_save_evaluate_can_be_extended(tmp_path: Path) -> None:
     class Adding(Trainer):
         def _maybe_log_save_evaluate(self, *given: Any) -> None:
             super()._maybe_log_save_evaluate(*given)
@@ -119,7 +119,7 @@ def test_what_happens_after_a_step_can_be_added_to(tmp_path: Path) -> None:
     assert saved_steps(tmp_path) == [2, 3, 4]
 
 
-def test_periods_can_be_replaced(tmp_path: Path) -> None:
+def test_periodic_functions_can_be_replaced(tmp_path: Path) -> None:
     class Own(Trainer):
         def _setup_periodic_functions(self) -> Any:
             return tuple(PeriodicFunction(0, "steps", period, 1) for period in (1, 3, 4))
@@ -131,7 +131,7 @@ def test_periods_can_be_replaced(tmp_path: Path) -> None:
     assert recorder.steps("on_save") == [4]
 
 
-def test_the_number_of_steps_can_be_replaced(tmp_path: Path) -> None:
+def test_number_of_steps_can_be_replaced(tmp_path: Path) -> None:
     class Short(Trainer):
         def _update_training_steps(self) -> None:
             self.max_steps, self.epoch_train_steps = 3, 8
@@ -155,7 +155,7 @@ def test_the_number_of_steps_can_be_replaced(tmp_path: Path) -> None:
 # --- the end of a run
 
 
-def test_the_final_record_can_be_replaced(tmp_path: Path) -> None:
+def test_final_log_record_can_be_replaced(tmp_path: Path) -> None:
     given: list[Any] = []
 
     class Own(Trainer):
@@ -170,7 +170,7 @@ def test_the_final_record_can_be_replaced(tmp_path: Path) -> None:
     assert recorder.events[-2][0] == "on_log" and recorder.events[-2][2]["logs"]["train_loss"] == 1.5
 
 
-def test_the_end_of_training_can_be_replaced(tmp_path: Path) -> None:
+def test_end_of_training_can_be_replaced(tmp_path: Path) -> None:
     class Own(Trainer):
         def _finalize_training(self, start_time: float, speed_metrics_steps: int) -> TrainOutput:
             return TrainOutput(self.state.global_step, {"train_loss": 0.25, "steps": speed_metrics_steps})
@@ -181,7 +181,7 @@ def test_the_end_of_training_can_be_replaced(tmp_path: Path) -> None:
     assert recorder.names[-1] == "on_train_end"
 
 
-def test_the_best_model_can_be_loaded_otherwise(tmp_path: Path) -> None:
+def test_load_best_model_can_be_replaced(tmp_path: Path) -> None:
     loaded: list[str] = []
 
     class Own(Trainer):
@@ -192,7 +192,7 @@ def test_the_best_model_can_be_loaded_otherwise(tmp_path: Path) -> None:
     assert len(loaded) == 1 and loaded[0].startswith(str(tmp_path))
 
 
-def test_small_hooks_are_asked(tmp_path: Path) -> None:
+def test_statistics_hooks_are_used(tmp_path: Path) -> None:
     class Own(Trainer):
         def _calculate_effective_batch_size(self) -> int:
             return 1234
@@ -223,7 +223,7 @@ def test_small_hooks_are_asked(tmp_path: Path) -> None:
 # --- evaluation
 
 
-def test_an_evaluation_loop_of_ones_own_is_used_everywhere(tmp_path: Path) -> None:
+def test_eval_loop_override_is_used_everywhere(tmp_path: Path) -> None:
     class Own(Trainer):
         def _eval_loop(self) -> dict[str, Any]:
             assert not self.model.training and not torch.is_grad_enabled()
@@ -242,7 +242,7 @@ def test_an_evaluation_loop_of_ones_own_is_used_everywhere(tmp_path: Path) -> No
 
 
 @pytest.mark.parametrize("announces", [True, False])
-def test_an_evaluation_is_announced_once(announces: bool, tmp_path: Path) -> None:
+def test_on_evaluate_fires_once_per_evaluation(announces: bool, tmp_path: Path) -> None:
     class Own(Trainer):
         def _eval_loop(self) -> dict[str, Any]:
             metrics = super()._eval_loop()
@@ -257,7 +257,7 @@ def test_an_evaluation_is_announced_once(announces: bool, tmp_path: Path) -> Non
     assert recorder.steps("on_evaluate") == [2, 4, 4]
 
 
-def test_a_prediction_of_ones_own_is_used_everywhere(tmp_path: Path) -> None:
+def test_prediction_step_override_is_used_everywhere(tmp_path: Path) -> None:
     calls: list[int] = []
 
     class Own(Trainer):
@@ -285,7 +285,7 @@ def test_a_prediction_of_ones_own_is_used_everywhere(tmp_path: Path) -> None:
     assert own == pytest.approx(plain.evaluate()["eval_loss"])
 
 
-def test_a_prediction_may_be_a_number_without_logits(tmp_path: Path) -> None:
+def test_prediction_may_be_a_number_without_logits(tmp_path: Path) -> None:
     class Number(Trainer):
         def _prediction_step(self, input_dict: dict[str, Any], labels: Tensor) -> dict[str, Any]:
             return {"loss": 2.0}
@@ -293,7 +293,7 @@ def test_a_prediction_may_be_a_number_without_logits(tmp_path: Path) -> None:
     assert build(tmp_path, Number).evaluate()["eval_loss"] == 2.0
 
 
-def test_a_norm_may_be_a_number_or_none(tmp_path: Path) -> None:
+def test_gradient_norm_may_be_a_number_or_none(tmp_path: Path) -> None:
     class Number(Trainer):
         def _clip_grad_norm(self, max_grad_norm: Any, norm_type: float = 2.0) -> Any:
             return 1.25 if self.state.global_step < 2 else None
@@ -303,7 +303,7 @@ def test_a_norm_may_be_a_number_or_none(tmp_path: Path) -> None:
     assert [record.get("grad_norm") for _, record in recorder.logs][:2] == [1.25, 1.25]
 
 
-def test_a_prediction_with_super_has_logits_and_labels(tmp_path: Path) -> None:
+def test_prediction_step_with_super_returns_logits_and_labels(tmp_path: Path) -> None:
     shapes: list[Any] = []
 
     class Looking(Trainer):
@@ -316,9 +316,9 @@ def test_a_prediction_with_super_has_logits_and_labels(tmp_path: Path) -> None:
     assert shapes == [({"loss", "logits", "labels"}, (1, 6, 32), True)] * 3
 
 
-def test_targets_of_an_evaluation_are_those_of_prepared_batches(tmp_path: Path) -> None:
+def test_evaluation_counts_targets_of_prepared_batches(tmp_path: Path) -> None:
     class Labelling(Trainer):
-        """Makes labels of the inputs."""
+        """Trainer that makes labels from the inputs."""
 
         def _prepare_batch(self, batch: Any) -> Any:
             labels = batch["input_ids"].clone()
@@ -339,7 +339,7 @@ def test_targets_of_an_evaluation_are_those_of_prepared_batches(tmp_path: Path) 
     assert metrics["eval_loss"] == pytest.approx(expected)
 
 
-def test_the_message_for_an_empty_evaluation_can_be_replaced(tmp_path: Path) -> None:
+def test_message_for_an_empty_evaluation_can_be_replaced(tmp_path: Path) -> None:
     class Short(Trainer):
         def _zero_eval_batches_message(self) -> str:
             return "nothing to evaluate"
@@ -373,7 +373,7 @@ def test_evaluate_keeps_the_weights_and_prepares_once(tmp_path: Path) -> None:
     assert trainer.evaluate(SAMPLES[:3])["eval_loss"] != first["eval_loss"]
 
 
-def test_a_loaded_checkpoint_is_evaluated_and_continued(tmp_path: Path) -> None:
+def test_loaded_checkpoint_can_be_evaluated_and_continued(tmp_path: Path) -> None:
     straight = build(tmp_path / "straight", save_total_limit=5)
     straight.train()
     path = str(tmp_path / "straight" / "checkpoints" / "checkpoint-2")
@@ -388,11 +388,11 @@ def test_a_loaded_checkpoint_is_evaluated_and_continued(tmp_path: Path) -> None:
     assert all(torch.equal(one, other) for one, other in pairs)
 
 
-# --- outputs of models
+# --- model outputs
 
 
 @pytest.mark.parametrize("kind", [dict, tuple])
-def test_outputs_are_taken_apart(kind: Any) -> None:
+def test_loss_and_logits_are_extracted_from_outputs(kind: Any) -> None:
     loss, logits = torch.tensor(1.0), torch.zeros(2, 3, 4)
     outputs = {"loss": loss, "logits": logits} if kind is dict else (loss, logits)
     assert loss_from_outputs(outputs) is loss

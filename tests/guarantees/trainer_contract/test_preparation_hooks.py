@@ -1,4 +1,4 @@
-"""Hooks of preparation on one device: what an override sets or returns is what is used."""
+"""Preparation hooks on one device: the trainer uses everything that an override sets or returns."""
 
 from pathlib import Path
 from typing import Any
@@ -61,7 +61,7 @@ def test_hooks_are_called_in_the_order_of_the_contract(tmp_path: Path, expected:
 # --- ranks and device
 
 
-def test_ranks_that_nobody_sets_are_one(tmp_path: Path, expected: Result) -> None:
+def test_unset_ranks_default_to_one(tmp_path: Path, expected: Result) -> None:
     class Alone(Trainer):
         def _init_distributed(self) -> None:
             pass
@@ -75,7 +75,7 @@ def test_ranks_that_nobody_sets_are_one(tmp_path: Path, expected: Result) -> Non
     assert_same_training(result, expected)
 
 
-def test_the_checkpoint_is_a_path_or_false_from_its_hook_on(tmp_path: Path) -> None:
+def test_resume_from_checkpoint_is_a_path_or_false_after_its_hook(tmp_path: Path) -> None:
     found: list[Any] = []
 
     class Noting(Trainer):
@@ -94,7 +94,7 @@ def test_the_checkpoint_is_a_path_or_false_from_its_hook_on(tmp_path: Path) -> N
     assert found == [False, False, path, path]
 
 
-def test_an_override_decides_what_is_resumed(tmp_path: Path) -> None:
+def test_resolve_checkpoint_override_selects_the_checkpoint(tmp_path: Path) -> None:
     saving = {"save_strategy": "steps", "save_steps": 1}
     build(tmp_path, max_steps=3, save_total_limit=5, **saving).train()
 
@@ -117,7 +117,7 @@ def test_an_override_decides_what_is_resumed(tmp_path: Path) -> None:
 # --- model
 
 
-def test_a_model_of_the_hook_is_trained(tmp_path: Path, expected: Result) -> None:
+def test_model_of_the_hook_is_trained(tmp_path: Path, expected: Result) -> None:
     class Own(Trainer):
         def _prepare_model(self) -> None:
             self.model = TokenModel()
@@ -127,7 +127,7 @@ def test_a_model_of_the_hook_is_trained(tmp_path: Path, expected: Result) -> Non
     assert isinstance(trainer.loss_fn, RescaleLoss)
 
 
-def test_compiling_in_place_or_by_replacement(tmp_path: Path, expected: Result) -> None:
+def test_compile_hook_may_compile_in_place_or_replace_the_model(tmp_path: Path, expected: Result) -> None:
     class InPlace(Trainer):
         def _compile_model(self) -> None:
             self.model.compile(backend="eager")
@@ -142,7 +142,7 @@ def test_compiling_in_place_or_by_replacement(tmp_path: Path, expected: Result) 
         assert isinstance(trainer.unwrapped_model(), TokenModel)
 
 
-def test_a_model_is_not_compiled_unless_it_is_asked_for(tmp_path: Path) -> None:
+def test_model_is_compiled_only_on_request(tmp_path: Path) -> None:
     class Refusing(Trainer):
         def _compile_model(self) -> None:
             raise AssertionError("torch_compile=False")
@@ -153,7 +153,7 @@ def test_a_model_is_not_compiled_unless_it_is_asked_for(tmp_path: Path) -> None:
 # --- loss
 
 
-def test_a_loss_of_the_hook_is_used(tmp_path: Path, expected: Result) -> None:
+def test_loss_of_the_hook_is_used(tmp_path: Path, expected: Result) -> None:
     class Own(Trainer):
         def _wrap_loss_fn(self) -> None:
             self.loss_fn = RescaleLoss(lambda logits, labels: torch.nan_to_num(causal_mean(logits, labels)), 0.5)
@@ -192,7 +192,7 @@ class LossWithModel(Trainer):
 
 
 @pytest.mark.parametrize("trainer_class", [LossInHook, LossAlone, LossInConstructor, LossWithModel])
-def test_a_loss_that_a_subclass_sets_is_weighed(trainer_class: Any, tmp_path: Path, expected: Result) -> None:
+def test_loss_set_by_a_subclass_is_token_weighted(trainer_class: Any, tmp_path: Path, expected: Result) -> None:
     trainer = build(tmp_path, trainer_class, num_train_epochs=1, trainer_options={"model_init": TokenModel})
     for _ in range(2):
         result = run(trainer)
@@ -200,7 +200,7 @@ def test_a_loss_that_a_subclass_sets_is_weighed(trainer_class: Any, tmp_path: Pa
         assert result.losses[0] == pytest.approx(2 * expected.losses[0])
 
 
-def test_an_optimizer_that_a_subclass_sets_is_used(tmp_path: Path, expected: Result) -> None:
+def test_optimizer_set_by_a_subclass_is_used(tmp_path: Path, expected: Result) -> None:
     class InConstructor(Trainer):
         def __init__(self, **options: Any) -> None:
             super().__init__(**{**options, "optimizer_cls_and_kwargs": None})
@@ -213,7 +213,7 @@ def test_an_optimizer_that_a_subclass_sets_is_used(tmp_path: Path, expected: Res
     assert trainer.optimizer is optimizer
 
 
-def test_a_fused_loss_of_the_hook_is_used(tmp_path: Path, expected: Result) -> None:
+def test_fused_loss_of_the_hook_is_used(tmp_path: Path, expected: Result) -> None:
     modules: list[Any] = []
 
     class Own(Trainer):
@@ -236,7 +236,7 @@ class OwnOptimizer(Trainer):
         self.lr_scheduler = LambdaLR(self.optimizer, lambda step: 1.0)
 
 
-def test_an_optimizer_of_the_hook_is_used_and_resumed(tmp_path: Path, expected: Result) -> None:
+def test_optimizer_of_the_hook_is_used_and_resumed(tmp_path: Path, expected: Result) -> None:
     def stop(args: Any, state: Any, control: Any, **_: Any) -> None:
         control.should_training_stop = state.global_step == 2
 
@@ -251,7 +251,7 @@ def test_an_optimizer_of_the_hook_is_used_and_resumed(tmp_path: Path, expected: 
     assert all(torch.equal(expected.weights[key], value) for key, value in resumed.weights.items())
 
 
-def test_an_optimizer_without_schedule_is_explained_or_works(tmp_path: Path, expected: Result) -> None:
+def test_optimizer_without_schedule_works(tmp_path: Path, expected: Result) -> None:
     class WithoutSchedule(Trainer):
         def _init_optimizer(self) -> None:
             self.optimizer = torch.optim.SGD(self.model.parameters(), lr=0.1, momentum=0.9)
@@ -264,7 +264,7 @@ def test_an_optimizer_without_schedule_is_explained_or_works(tmp_path: Path, exp
 
 
 class Wrapper(nn.Module):
-    """Counts forward passes."""
+    """Wrapper that counts forward passes."""
 
     def __init__(self, module: nn.Module) -> None:
         super().__init__()
@@ -285,7 +285,7 @@ class Wrapping(Trainer):
         return model.module if isinstance(model, Wrapper) else model
 
 
-def test_what_wrap_leaves_in_the_model_runs_forward(tmp_path: Path, expected: Result) -> None:
+def test_model_wrapped_by_the_hook_runs_the_forward_pass(tmp_path: Path, expected: Result) -> None:
     trainer, result = train(tmp_path, Wrapping, save_strategy="steps", save_steps=6)
     assert_same_training(result, expected)
     assert trainer.model.num_calls >= 12
@@ -301,7 +301,7 @@ class NewOptimizer(Trainer):
         self.lr_scheduler = LambdaLR(self.optimizer, lambda step: 1.0)
 
 
-def test_an_optimizer_that_wrap_makes_is_used_and_resumed(tmp_path: Path, expected: Result) -> None:
+def test_optimizer_created_by_wrap_is_used_and_resumed(tmp_path: Path, expected: Result) -> None:
     saving = {"save_strategy": "steps", "save_steps": 2, "learning_rate": 5.0}
     build(tmp_path, NewOptimizer, max_steps=2, **saving).train()
     resumed = run(build(tmp_path, NewOptimizer, max_steps=6, **saving))
@@ -310,7 +310,7 @@ def test_an_optimizer_that_wrap_makes_is_used_and_resumed(tmp_path: Path, expect
     assert all(torch.equal(expected.weights[key], value) for key, value in resumed.weights.items())
 
 
-def test_loaders_that_wrap_replaces_are_used(tmp_path: Path, expected: Result) -> None:
+def test_loaders_replaced_by_wrap_are_used(tmp_path: Path, expected: Result) -> None:
     class NewLoaders(Trainer):
         def _wrap(self) -> None:
             self.train_dataloader = batches()
@@ -320,7 +320,7 @@ def test_loaders_that_wrap_replaces_are_used(tmp_path: Path, expected: Result) -
     assert_same_training(result, expected)
 
 
-def test_parameters_that_wrap_replaces_are_an_error(tmp_path: Path) -> None:
+def test_parameters_replaced_by_wrap_are_an_error(tmp_path: Path) -> None:
     class Replacing(Trainer):
         def _wrap(self) -> None:
             self.model = TokenModel()
@@ -333,7 +333,7 @@ def test_parameters_that_wrap_replaces_are_an_error(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("adds", [True, False])
-def test_the_state_of_the_hook_is_used(adds: bool, tmp_path: Path, expected: Result) -> None:
+def test_state_of_the_hook_is_used(adds: bool, tmp_path: Path, expected: Result) -> None:
     made: list[Any] = []
 
     class Own(Trainer):
@@ -349,7 +349,7 @@ def test_the_state_of_the_hook_is_used(adds: bool, tmp_path: Path, expected: Res
     assert_same_training(result, expected)
 
 
-def test_the_manager_of_the_hook_is_used(tmp_path: Path) -> None:
+def test_checkpoint_manager_of_the_hook_is_used(tmp_path: Path) -> None:
     made: list[CheckpointManager] = []
 
     class Own(Trainer):

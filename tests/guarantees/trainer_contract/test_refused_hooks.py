@@ -1,4 +1,4 @@
-"""Refused overrides: hooks that nothing calls, retired names, and signatures that the call does not fit."""
+"""Rejected overrides: hooks that are never called, retired names, and incompatible signatures."""
 
 import logging
 from collections.abc import Callable
@@ -67,25 +67,25 @@ def nothing(self: Any, *args: Any, **kwargs: Any) -> None:
 
 @pytest.mark.parametrize("base", [Trainer, DDPTrainer, SmallTrainer])
 @pytest.mark.parametrize("name", RETIRED)
-def test_a_retired_name_is_refused(base: Any, name: str, tmp_path: Path) -> None:
+def test_retired_hook_name_is_rejected(base: Any, name: str, tmp_path: Path) -> None:
     with pytest.raises(TypeError, match=rf"Own\.{name} .*{RETIRED[name]}"):
         build(base, tmp_path, **{name: nothing})
 
 
 @pytest.mark.parametrize("base", [Trainer, DDPTrainer])
 @pytest.mark.parametrize("name", OF_PIPELINES)
-def test_a_hook_of_pipelines_is_refused_elsewhere(base: Any, name: str, tmp_path: Path) -> None:
+def test_pipeline_hook_is_rejected_on_other_trainers(base: Any, name: str, tmp_path: Path) -> None:
     with pytest.raises(TypeError, match=rf"Own\.{name} would never be called: .*PipelineTrainer"):
         build(base, tmp_path, **{name: nothing})
 
 
 @pytest.mark.parametrize("name", OF_TRANSFORMERS)
-def test_a_hook_of_transformers_is_refused(name: str, tmp_path: Path) -> None:
+def test_transformers_hook_is_rejected(name: str, tmp_path: Path) -> None:
     with pytest.raises(TypeError, match=rf"Own\.{name} would never be called: .*{OF_TRANSFORMERS[name]}"):
         build(Trainer, tmp_path, **{name: nothing})
 
 
-def test_a_method_of_ones_own_may_have_the_name_of_another_trainer_s_hook(tmp_path: Path) -> None:
+def test_method_that_the_subclass_calls_may_have_a_transformers_hook_name(tmp_path: Path) -> None:
     def forward_backward(self: Any, input_dict: Any, labels: Any) -> Any:
         return self.compute_loss(input_dict, labels)
 
@@ -94,13 +94,13 @@ def test_a_method_of_ones_own_may_have_the_name_of_another_trainer_s_hook(tmp_pa
 
 @pytest.mark.parametrize("base", [Trainer, DDPTrainer])
 @pytest.mark.parametrize("name", WRONG_SIGNATURES)
-def test_a_signature_that_the_call_does_not_fit_is_refused(base: Any, name: str, tmp_path: Path) -> None:
+def test_incompatible_signature_is_rejected(base: Any, name: str, tmp_path: Path) -> None:
     with pytest.raises(TypeError, match=rf"Own\.{name} does not accept the trainer's call .*def {name}\(self"):
         build(base, tmp_path, **{name: WRONG_SIGNATURES[name]})
 
 
 @pytest.mark.parametrize("name", ["_prepare", "_train_loop", "_eval_loop", "state_dict", "load_state_dict"])
-def test_a_signature_of_the_base_is_checked(name: str, tmp_path: Path) -> None:
+def test_signatures_of_base_class_hooks_are_checked(name: str, tmp_path: Path) -> None:
     with pytest.raises(TypeError, match=rf"Own\.{name} does not accept the trainer's call"):
         build(SmallTrainer, tmp_path, **{name: lambda self, one, two, three: None})
 
@@ -116,7 +116,7 @@ def test_parameters_may_have_other_names_and_defaults(tmp_path: Path) -> None:
     )
 
 
-def test_a_mixin_is_checked_too(tmp_path: Path) -> None:
+def test_mixin_is_checked(tmp_path: Path) -> None:
     class Mixin:
         def _speed_metrics(self) -> None: ...
 
@@ -128,19 +128,19 @@ def test_a_mixin_is_checked_too(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("name", "meant"), [("_prepare_batchs", "_prepare_batch"), ("_forward_backward", "_forward_backward_step")]
 )
-def test_a_near_miss_is_warned_of(name: str, meant: str, tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+def test_misspelt_hook_name_warns(name: str, meant: str, tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     with caplog.at_level(logging.WARNING):
         build(Trainer, tmp_path, **{name: nothing})
     (message,) = (record.getMessage() for record in caplog.records if name in record.getMessage())
     assert f"Did you mean {meant}?" in message
 
 
-def test_methods_of_ones_own_are_left_alone(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+def test_unrelated_methods_do_not_warn(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     with caplog.at_level(logging.WARNING):
         build(Trainer, tmp_path, _my_own_helper=nothing, update_average=nothing)
     assert not caplog.records
 
 
-def test_a_hook_of_trainer_on_the_base_is_no_hook(tmp_path: Path) -> None:
-    """The base calls three methods; what a loop of one's own calls, it may name as it likes."""
+def test_trainer_hook_name_is_free_on_the_base_class(tmp_path: Path) -> None:
+    """The base class calls three methods; a custom loop may use any other name."""
     build(SmallTrainer, tmp_path, _forward_backward_step=lambda self, batch: None, _wrap=lambda self, model: None)

@@ -1,4 +1,4 @@
-"""Hooks of the step on one device: overrides without super() train exactly like the default."""
+"""Step hooks on one device: overrides without super() train exactly like the default."""
 
 import logging
 from pathlib import Path
@@ -55,7 +55,7 @@ def expected(tmp_path_factory: pytest.TempPathFactory) -> Result:
 
 
 @pytest.mark.parametrize("hook", [one for one in STEP_HOOKS if one is not ByRange])
-def test_an_override_trains_like_the_default(hook: type, tmp_path: Path, expected: Result) -> None:
+def test_override_trains_like_the_default(hook: type, tmp_path: Path, expected: Result) -> None:
     result = train(tmp_path, with_hooks(Trainer, hook))
     assert_same_training(result, expected)
     assert result.metrics["total_tokens"] == expected.metrics["total_tokens"]
@@ -66,7 +66,7 @@ def test_overrides_can_be_combined(tmp_path: Path, expected: Result) -> None:
 
 
 @pytest.mark.parametrize("hook", [Printed, Rescaled])
-def test_the_mean_of_means_is_kept_too(hook: type, tmp_path: Path) -> None:
+def test_override_keeps_the_mean_of_means(hook: type, tmp_path: Path) -> None:
     settings = {"token_weighted_loss": False, "trainer_options": {"compute_loss_func": zero_safe}}
     expected = train(tmp_path / "expected", **settings)
     assert_same_training(train(tmp_path / "own", with_hooks(Trainer, hook), **settings), expected)
@@ -77,7 +77,7 @@ def zero_safe(logits: Tensor, labels: Tensor) -> Tensor:
 
 
 @pytest.mark.parametrize("hook", [Printed, Rescaled])
-def test_a_micro_batch_without_targets_weighs_nothing(hook: type, tmp_path: Path) -> None:
+def test_micro_batch_without_targets_has_no_weight(hook: type, tmp_path: Path) -> None:
     expected = train(tmp_path / "expected", per_device_train_batch_size=1)
     assert_same_training(train(tmp_path / "own", with_hooks(Trainer, hook), per_device_train_batch_size=1), expected)
 
@@ -85,7 +85,7 @@ def test_a_micro_batch_without_targets_weighs_nothing(hook: type, tmp_path: Path
 # --- windows
 
 
-def test_a_step_by_range_drops_the_short_last_window(
+def test_step_with_a_fixed_range_drops_the_short_last_window(
     tmp_path: Path, expected: Result, caplog: pytest.LogCaptureFixture
 ) -> None:
     with caplog.at_level(logging.WARNING):
@@ -102,7 +102,7 @@ def test_dropped_gradients_do_not_enter_the_next_epoch(tmp_path: Path) -> None:
     assert_same_training(dropped, whole)
 
 
-def test_windows_are_fetched_at_the_first_batch(tmp_path: Path) -> None:
+def test_micro_batch_index_and_sync_flag_follow_the_window(tmp_path: Path) -> None:
     seen: list[tuple[int | None, bool, int]] = []
 
     class Watching(Trainer):
@@ -117,7 +117,7 @@ def test_windows_are_fetched_at_the_first_batch(tmp_path: Path) -> None:
     assert [is_last for _, is_last, _ in seen] == [False, False, False, True] * 2 + [True]
 
 
-def test_a_step_that_takes_too_few_is_warned_of(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+def test_step_with_too_few_micro_batches_warns(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     class OnlyFirst(Trainer):
         def _train_step(self, data_iterator: Any) -> Any:
             input_dict, labels = self._prepare_batch(next(data_iterator))
@@ -133,7 +133,7 @@ def test_a_step_that_takes_too_few_is_warned_of(tmp_path: Path, caplog: pytest.L
     assert any("took 1 of the 4 micro-batches" in record.getMessage() for record in caplog.records)
 
 
-def test_a_step_that_takes_too_many_is_an_error(tmp_path: Path) -> None:
+def test_step_with_too_many_micro_batches_is_an_error(tmp_path: Path) -> None:
     class Greedy(Trainer):
         def _train_step(self, data_iterator: Any) -> Any:
             for batch in data_iterator:
@@ -144,7 +144,7 @@ def test_a_step_that_takes_too_many_is_an_error(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(("result", "error"), [(None, TypeError), ((1.0, None, 0), TypeError)])
-def test_a_step_that_returns_something_else_is_an_error(result: Any, error: Any, tmp_path: Path) -> None:
+def test_step_with_a_wrong_return_value_is_an_error(result: Any, error: Any, tmp_path: Path) -> None:
     class Wrong(Trainer):
         def _train_step(self, data_iterator: Any) -> Any:
             super()._train_step(data_iterator)
@@ -154,7 +154,7 @@ def test_a_step_that_returns_something_else_is_an_error(result: Any, error: Any,
         train(tmp_path, Wrong)
 
 
-def test_gradients_that_are_never_synchronised_are_an_error(tmp_path: Path) -> None:
+def test_unsynchronised_gradients_are_an_error(tmp_path: Path) -> None:
     class Never(Trainer):
         def _should_sync_gradients(self) -> bool:
             return False
@@ -169,7 +169,7 @@ def test_gradients_that_are_never_synchronised_are_an_error(tmp_path: Path) -> N
 # --- batches
 
 
-def test_an_override_prepares_each_batch_once(tmp_path: Path) -> None:
+def test_override_prepares_each_batch_once(tmp_path: Path) -> None:
     expected = train(tmp_path / "expected", trainer_options={"data_collator": MaskingCollator()})
     own = with_hooks(Trainer, OwnBatches)
     result = train(tmp_path / "own", own)
@@ -177,7 +177,7 @@ def test_an_override_prepares_each_batch_once(tmp_path: Path) -> None:
     assert own.prepared == [int(one["input_ids"][0]) for one in token_samples(17)[::2]] * 2
 
 
-def test_the_batch_that_a_step_gets_is_the_prepared_one(tmp_path: Path, expected: Result) -> None:
+def test_step_receives_the_prepared_batch(tmp_path: Path, expected: Result) -> None:
     handed: list[Any] = []
 
     class Noting(Trainer):
@@ -196,7 +196,7 @@ def test_the_batch_that_a_step_gets_is_the_prepared_one(tmp_path: Path, expected
 # --- the loss
 
 
-def test_the_loss_function_is_a_rescale_loss(tmp_path: Path) -> None:
+def test_loss_function_is_a_rescale_loss(tmp_path: Path) -> None:
     seen: list[tuple[float, float, float]] = []
 
     class Comparing(Trainer):
@@ -227,20 +227,20 @@ def test_the_loss_function_is_a_rescale_loss(tmp_path: Path) -> None:
     assert trainer.evaluate(counted)["eval_loss"] == pytest.approx(expected.evaluate(counted)["eval_loss"])
 
 
-def test_neither_is_warned_of_once(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+def test_step_without_loss_function_and_rescale_warns_once(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     with caplog.at_level(logging.WARNING):
         train(tmp_path, with_hooks(Trainer, Unweighed))
     messages = [record.getMessage() for record in caplog.records if "self.loss_fn.rescale" in record.getMessage()]
     assert len(messages) == 1
 
 
-def test_a_single_batch_needs_no_weight(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+def test_single_micro_batch_needs_no_rescale(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     with caplog.at_level(logging.WARNING):
         train(tmp_path, with_hooks(Trainer, Unweighed), gradient_accumulation_steps=1)
     assert not [record for record in caplog.records if "rescale" in record.getMessage()]
 
 
-def test_using_neither_later_is_warned_of_as_well(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+def test_later_step_without_rescale_warns_too(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     class Changing(with_hooks(Trainer, Unweighed)):  # type: ignore[misc]
         def _forward_backward_step(self, input_dict: dict[str, Any], labels: Any) -> Tensor:
             if self.state.global_step == 0:
@@ -257,7 +257,7 @@ def classes(num_samples: int) -> list[dict[str, Tensor]]:
 
 
 @pytest.mark.parametrize("accumulation", [1, 4])
-def test_calling_the_loss_with_the_models_own_is_an_error(accumulation: int, tmp_path: Path) -> None:
+def test_calling_loss_fn_for_a_model_with_its_own_loss_is_an_error(accumulation: int, tmp_path: Path) -> None:
     settings = {**SETTINGS, "gradient_accumulation_steps": accumulation}
     own = with_hooks(Trainer, Printed)
     trainer = quiet_trainer(tmp_path, OwnLossModel(), classes(17), trainer_class=own, **settings)
@@ -265,7 +265,7 @@ def test_calling_the_loss_with_the_models_own_is_an_error(accumulation: int, tmp
         trainer.train()
 
 
-def test_the_models_own_loss_can_be_rescaled(tmp_path: Path) -> None:
+def test_model_loss_can_be_rescaled(tmp_path: Path) -> None:
     def result(trainer_class: Any, name: str) -> Result:
         data = classes(17)
         return run(quiet_trainer(tmp_path / name, OwnLossModel(), data, trainer_class=trainer_class, **SETTINGS))
@@ -274,7 +274,7 @@ def test_the_models_own_loss_can_be_rescaled(tmp_path: Path) -> None:
 
 
 class HiddenModel(TokenModel):
-    """Can give hidden states in place of logits."""
+    """Model that can return hidden states instead of logits."""
 
     can_return_hidden_states = True
 
@@ -286,13 +286,13 @@ class HiddenModel(TokenModel):
         return self.head
 
 
-def test_a_fused_loss_works_in_the_printed_step(tmp_path: Path, expected: Result) -> None:
+def test_fused_loss_works_in_the_printed_step(tmp_path: Path, expected: Result) -> None:
     options = {"fused_loss_factory": LinearCrossEntropyLoss}
     result = train(tmp_path, with_hooks(Trainer, Printed), HiddenModel(), trainer_options=options)
     assert_same_training(result, expected, tolerance=1e-5)
 
 
-def test_a_given_loss_that_is_wrapped_is_not_weighed_twice(tmp_path: Path, expected: Result) -> None:
+def test_passed_rescale_loss_is_not_weighted_twice(tmp_path: Path, expected: Result) -> None:
     def result(loss: Any, name: str) -> Result:
         return train(tmp_path / name, with_hooks(Trainer, Printed), trainer_options={"loss_fn": loss})
 
@@ -302,7 +302,7 @@ def test_a_given_loss_that_is_wrapped_is_not_weighed_twice(tmp_path: Path, expec
     assert doubled.losses[0] == pytest.approx(2 * expected.losses[0])
 
 
-def test_tokens_are_statistics_only(tmp_path: Path, expected: Result) -> None:
+def test_counted_tokens_affect_only_statistics(tmp_path: Path, expected: Result) -> None:
     class Counting(Trainer):
         def _count_batch_tokens(self, input_dict: dict[str, Any], labels: Any) -> int:
             return 1000

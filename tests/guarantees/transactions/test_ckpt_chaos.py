@@ -1,4 +1,4 @@
-"""The public tool ckpt-chaos crashes a training script at every file event, resumes it, and judges what came back."""
+"""The public tool ckpt-chaos crashes a training script at every file event, resumes it, and judges the result."""
 
 import json
 import os
@@ -29,7 +29,7 @@ def fast_directory() -> Iterator[Path]:
 
 @pytest.fixture
 def server(fast_directory: Path) -> Iterator[Path]:
-    """The socket of a process that runs the ranks."""
+    """Socket of the server process that runs the ranks."""
     path = fast_directory / "socket"
     process = CapturedProcess(
         [sys.executable, "-m", "tests.support.faults.chaos_server", str(path)], {}, None, "chaos server"
@@ -43,12 +43,12 @@ def run_tool(directory: Path, server: Path, num_ranks: int, crash_rank: int) -> 
     command = [
         *(str(Path(sys.executable).parent / "ckpt-chaos"), "run", "--work", str(directory), "--jobs", "2"),
         *("--ranks", str(num_ranks), "--crash-rank", str(crash_rank), "--max-points", "400", "--timeout", "60"),
-        # Sizes differ, because the manifest holds the path.
+        # Sizes differ, because the manifest contains the path.
         *("--checkpoint-glob", "{out}/checkpoints/checkpoint-*", "--ckpt-ignore-size"),
         *("--step-regex", r"resumed from step (\d+)", "--result-file", "{out}/result.json", "--fail-on", FAILURES),
         *("--", sys.executable, str(CLIENT), "{out}"),
     ]
-    # The injector takes the rank to crash from this variable, which the tool does not set for commands of others.
+    # The injector reads the crash rank from this variable, but the tool does not set it for custom commands.
     variables = {"CHAOS_SOCKET": str(server), "CKPT_CHAOS_CRASH_RANK": str(crash_rank)}
     process = CapturedProcess(command, variables, None, "ckpt-chaos")
     process.wait(timeout=240)
@@ -56,15 +56,15 @@ def run_tool(directory: Path, server: Path, num_ranks: int, crash_rank: int) -> 
 
 
 def check_verdicts(directory: Path, output: str, num_ranks: int, crash_rank: int) -> int:
-    """Every verdict is PASS, and the crashes really happened; returns the number of crash points."""
+    """Assert that every verdict is PASS and that the crashes happened; return the number of crash points."""
     records = [json.loads(path.read_text()) for path in sorted(directory.glob("pt_*/result.json"))]
     crashes = [record for record in records if "point" in record]
     verdicts = Counter(row.verdict for row in rejudge(directory))
     assert verdicts == {"PASS": len(crashes) + 1}, output
-    # Either rank makes a directory that both need: where the other one does, there are fewer events, and the last
-    # points are not reached.
+    # Both ranks need a directory, and either creates it. A rank that finds it has fewer events, and does not reach its
+    # last points.
     missed = [record for record in crashes if not record["crashed"]]
-    # Several crashes, such as one before a write and one in it, are of the same event.
+    # Several crash points, such as before and during a write, belong to the same event.
     assert len({record["point"][0] for record in missed}) <= (NUM_RACES if num_ranks > 1 else 0), missed
     for record in crashes:
         number = record["point"][0]
@@ -74,14 +74,14 @@ def check_verdicts(directory: Path, output: str, num_ranks: int, crash_rank: int
     return len(crashes)
 
 
-def test_one_process(fast_directory: Path, server: Path) -> None:
+def test_crashes_of_a_single_process_pass(fast_directory: Path, server: Path) -> None:
     process = run_tool(fast_directory / "work", server, 1, 0)
     assert process.returncode == 0, process.output
     assert check_verdicts(fast_directory / "work", process.output, 1, 0) >= 30
 
 
 @pytest.mark.parametrize(("crash_rank", "min_points"), [(0, 30), (1, 6)])
-def test_two_ranks(crash_rank: int, min_points: int, fast_directory: Path, server: Path) -> None:
+def test_crashes_of_one_of_two_ranks_pass(crash_rank: int, min_points: int, fast_directory: Path, server: Path) -> None:
     process = run_tool(fast_directory / "work", server, 2, crash_rank)
     assert process.returncode == 0, process.output
     assert check_verdicts(fast_directory / "work", process.output, 2, crash_rank) >= min_points

@@ -1,4 +1,4 @@
-"""Every kind of damage to every file of a checkpoint is noticed, named, and survived by an automatic resume."""
+"""Damage to any verified file of a checkpoint is detected, named, and survived by auto-resume."""
 
 import logging
 import os
@@ -15,7 +15,7 @@ from tests.support.faults.job import Job
 from tests.support.ranks import run_on_ranks
 
 MANIFEST = "checkpoint_manifest.json"
-# Users delete these to start that part fresh; metrics and notes are no part of the state.
+# Users may delete the state of an optional component to start it fresh. Metadata and metrics are not needed to resume.
 MAY_BE_MISSING = ("notes_state_rank_0.pt", "checkpoint_metadata.json", "eval_metrics.json")
 FILES = [
     "model-00001-of-00002.safetensors",
@@ -33,13 +33,13 @@ FILES = [
     "eval_metrics.json",
     MANIFEST,
 ]
-# People edit the metrics: their size and checksum are not verified.
+# Users edit the metrics, so their size and checksum are not verified.
 VERIFIED = [name for name in FILES if name != "eval_metrics.json"]
 
 
 @pytest.fixture(scope="module")
 def pristine(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """An output directory with two checkpoints."""
+    """Output directory with two checkpoints."""
     output_dir = tmp_path_factory.mktemp("pristine")
     job = Job(output_dir)
     for loss in (0.5, 0.25):
@@ -67,13 +67,13 @@ def flip(path: Path, position: int, bit: int = 0) -> None:
 
 
 def positions(size: int) -> list[int]:
-    """Length and header, the middle, and the end, where archives have their directory."""
+    """Return positions in the length and header, the middle, and the end, where archives have their directory."""
     return sorted({0, 7, 9, size // 4, size // 2, 3 * size // 4, size - 12, size - 1})
 
 
 def damages(content: bytes) -> Iterator[bytes]:
     size = len(content)
-    # The manifest's last byte is a line end, without which it says the same.
+    # The manifest's last byte is a newline. Cutting only this byte would not change its content.
     yield from (content[: size - 2], content[: size // 2], b"", content + b"\0")
     for number, position in enumerate(positions(size)):
         flipped = bytearray(content)
@@ -102,12 +102,12 @@ def check_detected(output_dir: Path, newest: Path, name: str, caplog: pytest.Log
     assert any(str(newest) in warning and name in warning for warning in warnings), warnings
 
 
-def test_the_list_of_files_is_complete(newest: Path) -> None:
+def test_checkpoint_has_exactly_the_listed_files(newest: Path) -> None:
     assert sorted(entry.name for entry in newest.iterdir()) == sorted(FILES)
 
 
 @pytest.mark.parametrize("name", VERIFIED)
-def test_damaged_content_is_detected_named_and_passed_over(
+def test_damaged_content_is_named_and_falls_back_to_older(
     name: str, output_dir: Path, newest: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     original = (newest / name).read_bytes()
@@ -118,10 +118,8 @@ def test_damaged_content_is_detected_named_and_passed_over(
     assert store.verify_checkpoint(str(newest)) == []
 
 
-def test_a_flipped_bit_in_the_name_of_a_tensor_is_damage(
-    output_dir: Path, newest: Path, caplog: pytest.LogCaptureFixture
-) -> None:
-    """And not a model that does not fit, for which no older checkpoint would be tried."""
+def test_bit_flip_in_a_tensor_name_is_damage(output_dir: Path, newest: Path, caplog: pytest.LogCaptureFixture) -> None:
+    """As a misfit of the model it would stop auto-resume, and no older checkpoint would be tried."""
     for name in FILES[:2]:
         position = (newest / name).read_bytes().index(b".weight") + 1
         flip(newest / name, position)
@@ -130,15 +128,13 @@ def test_a_flipped_bit_in_the_name_of_a_tensor_is_damage(
 
 
 @pytest.mark.parametrize("stray", ["pytorch_model.bin.index.json", "model.safetensors", "other.txt"])
-def test_a_file_that_the_manifest_does_not_list_is_no_part_of_the_checkpoint(
-    stray: str, output_dir: Path, newest: Path
-) -> None:
+def test_file_missing_from_the_manifest_is_ignored(stray: str, output_dir: Path, newest: Path) -> None:
     (newest / stray).write_bytes(b"stray")
     assert load(output_dir)[0] == str(newest)
 
 
 @pytest.mark.parametrize("name", [name for name in FILES if name not in MAY_BE_MISSING])
-def test_a_missing_file_is_detected_named_and_passed_over(
+def test_missing_file_is_named_and_falls_back_to_older(
     name: str, output_dir: Path, newest: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     (newest / name).unlink()
@@ -146,7 +142,7 @@ def test_a_missing_file_is_detected_named_and_passed_over(
 
 
 @pytest.mark.parametrize("name", MAY_BE_MISSING)
-def test_a_missing_optional_file_is_named_in_a_warning(
+def test_missing_optional_file_is_named_in_a_warning(
     name: str, output_dir: Path, newest: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     (newest / name).unlink()
@@ -177,7 +173,7 @@ def test_swapped_files_are_detected(
 
 
 @pytest.mark.parametrize("name", VERIFIED)
-def test_a_file_of_an_older_checkpoint_is_detected(
+def test_file_of_an_older_checkpoint_is_detected(
     name: str, output_dir: Path, newest: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     older = newest.parent / "checkpoint-1" / name
@@ -186,7 +182,7 @@ def test_a_file_of_an_older_checkpoint_is_detected(
         return
     shutil.copyfile(older, newest / name)
     if name == MANIFEST:
-        # It is whole, but it does not belong to these files.
+        # The older manifest is intact, but does not match these files.
         assert store.verify_checkpoint(str(newest)) != []
         with pytest.raises(CheckpointCorruptError):
             load(output_dir, newest)
@@ -194,7 +190,7 @@ def test_a_file_of_an_older_checkpoint_is_detected(
         check_detected(output_dir, newest, name, caplog)
 
 
-def test_flipped_bits_all_over_the_manifest_are_detected(output_dir: Path, newest: Path) -> None:
+def test_bit_flips_across_the_manifest_are_detected(output_dir: Path, newest: Path) -> None:
     path = newest / MANIFEST
     original = path.read_bytes()
     unnoticed = []
@@ -209,31 +205,29 @@ def test_flipped_bits_all_over_the_manifest_are_detected(output_dir: Path, newes
     assert unnoticed == []
 
 
-def test_when_all_checkpoints_are_damaged_the_resume_fails_and_says_why(output_dir: Path, newest: Path) -> None:
+def test_resume_raises_when_all_checkpoints_are_damaged(output_dir: Path, newest: Path) -> None:
     for step in (1, 2):
         flip(newest.parent / f"checkpoint-{step}" / "optimizer_state.pt", 300)
     with pytest.raises(CheckpointCorruptError, match="optimizer_state"):
         load(output_dir)
 
 
-def test_edited_metrics_are_no_damage(output_dir: Path, newest: Path) -> None:
+def test_edited_metrics_are_not_damage(output_dir: Path, newest: Path) -> None:
     for text in ('{"loss": 0.125, "note": "measured again"}', "{}"):
         (newest / "eval_metrics.json").write_text(text)
         assert store.verify_checkpoint(str(newest)) == []
         assert load(output_dir)[0] == load(output_dir, newest)[0] == str(newest)
 
 
-def test_metrics_that_are_no_json_are_named_by_verification_and_do_not_stop_a_resume(
-    output_dir: Path, newest: Path
-) -> None:
+def test_invalid_metrics_fail_verification_but_not_resume(output_dir: Path, newest: Path) -> None:
     (newest / "eval_metrics.json").write_text("0.125 or so")
     assert ["eval_metrics.json" in problem for problem in store.verify_checkpoint(str(newest))] == [True]
     assert load(output_dir)[0] == load(output_dir, newest)[0] == str(newest)
 
 
 @pytest.mark.parametrize(("name", "step"), [("eval_metrics.json", 4), ("config.json", 3)])
-def test_training_goes_on_beside_a_damaged_checkpoint(output_dir: Path, newest: Path, name: str, step: int) -> None:
-    """The next save looks at all checkpoints to choose what to remove."""
+def test_training_continues_beside_a_damaged_checkpoint(output_dir: Path, newest: Path, name: str, step: int) -> None:
+    """Retention at the next save looks at all checkpoints."""
     (newest / name).write_bytes(b"#" * (newest / name).stat().st_size)
     job = Job(output_dir, limit=1)
     job.manager.load_checkpoint()
@@ -253,7 +247,7 @@ def train_on_two_ranks(output_dir: str) -> None:
 
 
 def resume_on_two_ranks(output_dir: str) -> tuple[str | None, int, str]:
-    """What was loaded, and the error of an explicit load of the damaged one."""
+    """Return the auto-resumed path and step, and the error of an explicit load of the damaged checkpoint."""
     job = Job(output_dir, seed=99)
     path = job.manager.load_checkpoint()
     step = job.state.global_step
@@ -268,7 +262,7 @@ def resume_on_two_ranks(output_dir: str) -> tuple[str | None, int, str]:
 
 
 @pytest.mark.parametrize("name", ["dataset_state_rank_1.pt", "rng_state_rank_1.pt", "notes_state_rank_1.pt"])
-def test_damage_that_one_rank_sees_sends_all_ranks_to_the_same_checkpoint(name: str, tmp_path: Path) -> None:
+def test_damage_on_one_rank_sends_all_ranks_to_the_older_checkpoint(name: str, tmp_path: Path) -> None:
     run_on_ranks(train_on_two_ranks, 2, str(tmp_path))
     flip(tmp_path / "checkpoints" / "checkpoint-2" / name, 200)
     for path, step, error in run_on_ranks(resume_on_two_ranks, 2, str(tmp_path)):

@@ -1,4 +1,4 @@
-"""SIGKILL of any rank at any file operation of a save: the next start finds the newest complete checkpoint."""
+"""SIGKILL of any rank at any file operation of a save: the next start resumes the newest complete checkpoint."""
 
 import json
 import os
@@ -21,21 +21,21 @@ from tests.support.ranks import outcomes_on_ranks
 KILLED = -signal.SIGKILL
 RAISED = 3
 ALL_KINDS = {"create", "open", "pwrite", "ftruncate", "fsync", "mkdir", "rename", "replace", "unlink", "rmdir"}
-# One rank makes a directory, and its entry durable; the others find it made.
+# One rank creates a directory and fsyncs its entry. The other ranks find it.
 RACED = ("mkdir checkpoints/.tmp", "fsync checkpoints #")
 ERRORS = ("CheckpointSaveError", "CheckpointError", "CheckpointLoadError", "DistributedError")
 
 
 @pytest.fixture
 def fast_directory() -> Iterator[Path]:
-    """In memory where there is such a place: a kill does not ask what is on disk, and each save waits for it often."""
+    """Directory in memory if possible: a kill does not depend on the disk, and each save waits for fsync often."""
     base = "/dev/shm" if os.access("/dev/shm", os.W_OK) else None
     with tempfile.TemporaryDirectory(dir=base, prefix="kill_points_") as directory:
         yield Path(directory)
 
 
 def kill_everywhere(world_size: int, replacement: str, directory: Path, every: int = 1) -> dict[str, Any]:
-    """The report of the script that kills the job at each of its file operations, or at every nth."""
+    """Kill the job at each of its file operations, or at every nth, and return the report."""
     report_path = directory / "report.json"
     command = [sys.executable, "-m", "tests.support.faults.kill_points", str(world_size), replacement]
     process = CapturedProcess([*command, str(directory), str(report_path), str(every)], {}, None, "kill points")
@@ -50,7 +50,7 @@ def kinds_of(report: dict[str, Any], rank: int) -> set[str]:
 
 
 def check_outcome(outcome: dict[str, Any], digests: dict[str, list[str]]) -> list[str]:
-    """What is wrong after one kill."""
+    """Return the problems after one kill."""
     wrong = []
     for rank, facts in enumerate(outcome["restart"]):
         if "error" in facts:
@@ -64,7 +64,7 @@ def check_outcome(outcome: dict[str, Any], digests: dict[str, list[str]]) -> lis
 
 
 def acceptable(outcome: dict[str, Any]) -> list[str]:
-    """A save that returned counts; one that had not may count or not, but what is visible does."""
+    """Return the states that a resume may find: saves that returned and visible checkpoints always count."""
     if "step 3 again" in outcome["saved"]:
         return ["step 3 again"]
     if "step 3" in outcome["saved"]:
@@ -89,7 +89,7 @@ def check_report(report: dict[str, Any]) -> None:
     problems = []
     for outcome in report["outcomes"]:
         if not any(outcome["exit_codes"]) and outcome["point"]["operation"].startswith(RACED):
-            continue  # the other rank made the directory each time
+            continue  # The other rank created the directory each time.
         problems += [f"{outcome['point']}: {problem}" for problem in check_outcome(outcome, report["digests"])]
     assert not problems, "\n".join(problems)
 
@@ -102,10 +102,10 @@ def test_kill_of_a_single_process_at_every_file_operation(fast_directory: Path) 
 
 
 def test_kill_of_either_of_two_ranks_at_file_operations(fast_directory: Path) -> None:
-    """At one of four, to save time; `make kill-points` tries all of them."""
+    """Tries every fourth kill point to save time; `make kill-points` tries all of them."""
     every = int(os.environ.get("EVERY_KILL_POINT", "4"))
     report = kill_everywhere(2, "exchange", fast_directory, every)
-    # The two race to make the temporary directory, so that the first kind may be missing on one of them.
+    # The ranks race to create the temporary directory, so one of them may have no mkdir.
     assert kinds_of(report, 0) >= ALL_KINDS - {"mkdir"} | {"exchange"}
     num_reached = sum(any(outcome["exit_codes"]) for outcome in report["outcomes"])
     assert num_reached >= len(report["outcomes"]) - 4
@@ -117,9 +117,9 @@ def test_kill_of_either_of_two_ranks_at_file_operations(fast_directory: Path) ->
 def test_kill_during_a_replacement_without_atomic_exchange(fast_directory: Path) -> None:
     report = kill_everywhere(2, "renames", fast_directory)
     points = [(outcome["point"]["operation"], outcome["point"]["when"]) for outcome in report["outcomes"]]
-    assert ("rename checkpoints/checkpoint-3 #1", "before") in points, "the checkpoint that is replaced is moved away"
+    assert ("rename checkpoints/checkpoint-3 #1", "before") in points, "the replaced checkpoint is renamed first"
     gaps = [outcome for outcome in report["outcomes"] if "checkpoint-3" not in outcome["visible"]]
-    assert len(gaps) >= 2, "after the first rename and before the second, no name leads to the step"
+    assert len(gaps) >= 2, "between the two renames, the step has no checkpoint"
     check_report(report)
 
 
@@ -131,7 +131,7 @@ def wait_for_file(path: Path) -> None:
 
 
 def save_while_a_bystander_dies(output_dir: str) -> None:
-    """Rank 1 dies while rank 0 replaces a checkpoint; rank 2 notices first, and what it would remove is half removed."""
+    """Kill rank 1 while rank 0 replaces a checkpoint; rank 2 notices first, and its clean-up is half done."""
     job = Job(output_dir)
     job.train()
     job.save()
@@ -162,7 +162,7 @@ def save_while_a_bystander_dies(output_dir: str) -> None:
         (committed if job.rank == 0 else noticed).touch()
 
 
-def test_a_rank_that_lost_contact_leaves_a_commit_under_way_alone(tmp_path: Path) -> None:
+def test_disconnected_rank_leaves_a_commit_in_progress_alone(tmp_path: Path) -> None:
     outcomes = outcomes_on_ranks(save_while_a_bystander_dies, 3, str(tmp_path))
     assert [outcome.error_type for outcome in outcomes] == ["CheckpointSaveError", "RankDied", "CheckpointSaveError"]
     store.recover(str(tmp_path / "checkpoints"))

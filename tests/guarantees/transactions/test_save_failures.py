@@ -1,4 +1,4 @@
-"""A save that cannot be finished fails on every rank, says why, and leaves everything else as it was."""
+"""Failed saves raise the cause on every rank, and leave the previous checkpoint unchanged."""
 
 import json
 import os
@@ -17,12 +17,12 @@ from tests.support.launch import CapturedProcess
 
 Facts = list[dict[str, Any]]
 RANKS = (0, 1)
-# "[Errno 28] ..." and the space that was needed and left.
+# The needed and the available space in the message.
 SPACE = re.compile(r"needs [\d,]+ bytes, [\d,]+ are available")
 
 
 class Report:
-    """What the scenarios of `tests.support.faults.save_failures` led to."""
+    """Results of the scenarios in `tests.support.faults.save_failures`."""
 
     def __init__(self, directory: Path) -> None:
         self._directory = directory
@@ -46,14 +46,14 @@ class Report:
 
 @pytest.fixture(scope="module")
 def report() -> Iterator[Report]:
-    """In a place that a user without rights can reach, unlike the directories of pytest."""
+    """Report in a directory that an unprivileged user can reach, unlike pytest's directories."""
     with tempfile.TemporaryDirectory(prefix="save_failures_") as directory:
         os.chmod(directory, 0o755)
         yield Report(Path(directory))
 
 
 def check_failed_save(report: Report, scenario: str, troubled: int, cause: str) -> None:
-    """Every rank named rank and cause in time, and the previous checkpoint is all there is."""
+    """Assert that every rank named the failing rank and the cause in time, and that only the old checkpoint exists."""
     for facts in report.facts(scenario, troubled):
         assert facts["error"] == "CheckpointSaveError"
         assert f"rank {troubled} failed" in facts["message"]
@@ -71,9 +71,9 @@ def check_previous(output_dir: Path) -> None:
 
 
 @pytest.mark.parametrize("troubled", RANKS)
-def test_a_full_disk_is_noticed_before_anything_is_written(report: Report, troubled: int) -> None:
+def test_full_disk_is_detected_before_any_write(report: Report, troubled: int) -> None:
     if not report.facts("full_disk", troubled)[troubled]["mounted"]:
-        pytest.skip("this user cannot mount a small disk; a write that fails half-way is tested below")
+        pytest.skip("needs permission to mount a small disk")
     check_failed_save(report, "full_disk", troubled, "during preparing the checkpoint directory.*Not enough space")
     for facts in report.facts("full_disk", troubled):
         assert SPACE.search(facts["message"]), facts["message"]
@@ -81,40 +81,40 @@ def test_a_full_disk_is_noticed_before_anything_is_written(report: Report, troub
 
 
 @pytest.mark.parametrize("troubled", RANKS)
-def test_a_disk_that_fills_up_during_the_save(report: Report, troubled: int) -> None:
+def test_disk_that_fills_up_during_the_save_fails_it(report: Report, troubled: int) -> None:
     if not report.facts("disk_fills_up", troubled)[troubled]["mounted"]:
-        pytest.skip("this user cannot mount a small disk; a write that fails half-way is tested below")
+        pytest.skip("needs permission to mount a small disk")
     check_failed_save(report, "disk_fills_up", troubled, r"No space left on device: \S.*_state.*\.pt")
     for facts in report.facts("disk_fills_up", troubled):
         assert SPACE.search(facts["message"]), facts["message"]
 
 
 @pytest.mark.parametrize("troubled", RANKS)
-def test_a_write_that_fails_half_way(report: Report, troubled: int) -> None:
+def test_partial_write_fails_the_save(report: Report, troubled: int) -> None:
     check_failed_save(report, "file_too_large", troubled, r"File too large: \S.*_state.*\.pt")
 
 
 @pytest.mark.parametrize("troubled", RANKS)
-def test_a_disk_that_is_read_only_for_one_rank(report: Report, troubled: int) -> None:
+def test_read_only_disk_on_one_rank_fails_the_save(report: Report, troubled: int) -> None:
     if not report.facts("read_only_disk", troubled)[troubled]["mounted"]:
-        pytest.skip("this user cannot mount a directory read-only")
+        pytest.skip("needs permission to mount a directory read-only")
     check_failed_save(report, "read_only_disk", troubled, "Read-only file system: .*checkpoint-2")
 
 
 @pytest.mark.parametrize("troubled", RANKS)
-def test_a_rank_without_permission(report: Report, troubled: int) -> None:
+def test_missing_permission_on_one_rank_fails_the_save(report: Report, troubled: int) -> None:
     if not report.facts("no_permission", troubled)[troubled]["changed_user"]:
-        pytest.skip("only root can become a user without rights")
+        pytest.skip("needs root to drop privileges")
     check_failed_save(report, "no_permission", troubled, "Permission denied: .*checkpoint-2")
 
 
 @pytest.mark.parametrize("troubled", RANKS)
-def test_a_rank_that_cannot_give_its_state(report: Report, troubled: int) -> None:
+def test_state_dict_error_on_one_rank_fails_the_save(report: Report, troubled: int) -> None:
     check_failed_save(report, "state_that_cannot_be_had", troubled, "during collecting state: AttributeError")
 
 
 @pytest.mark.parametrize("troubled", RANKS)
-def test_with_warnings_only_training_goes_on_and_the_next_save_succeeds(report: Report, troubled: int) -> None:
+def test_on_save_error_warn_continues_and_the_next_save_succeeds(report: Report, troubled: int) -> None:
     for facts in report.facts("warned_only", troubled):
         assert facts["error"] is None
         assert facts["value"] == ""
@@ -124,7 +124,7 @@ def test_with_warnings_only_training_goes_on_and_the_next_save_succeeds(report: 
         assert facts["debris"] == []
 
 
-def test_an_output_directory_without_write_permission_is_refused_at_the_start(report: Report) -> None:
+def test_unwritable_output_directory_is_rejected_at_start(report: Report) -> None:
     facts_by_rank = report.facts("unwritable_output_dir", 0)
     assert facts_by_rank[0]["is_possible"]
     for facts in facts_by_rank:
@@ -135,7 +135,7 @@ def test_an_output_directory_without_write_permission_is_refused_at_the_start(re
         assert facts["seconds"] < 10
 
 
-def test_a_second_job_in_the_same_output_directory_is_refused_on_all_its_ranks(report: Report) -> None:
+def test_second_job_in_one_output_directory_is_rejected_on_all_ranks(report: Report) -> None:
     for facts in report.facts("directory_in_use", 0):
         assert facts["error"] == "OutputDirLockedError"
         assert f"process {facts['holder']} on host {facts['host']}" in facts["message"]
@@ -143,11 +143,11 @@ def test_a_second_job_in_the_same_output_directory_is_refused_on_all_its_ranks(r
         assert facts["after"] is None, "the directory is free once the holder is dead"
 
 
-def test_a_file_in_place_of_a_checkpoint_is_left_alone_and_named(report: Report) -> None:
+def test_file_with_a_checkpoint_name_is_kept_and_named(report: Report) -> None:
     for facts in report.facts("file_in_place_of_a_checkpoint", 0):
         assert facts["error"] == "CheckpointSaveError"
         assert re.search("checkpoint-2 exists and is not a directory", facts["message"])
-        assert "bytes" not in facts["message"].splitlines()[0], "space has nothing to do with it"
+        assert "bytes" not in facts["message"].splitlines()[0], "the error is not about space"
         for attempt in (facts["load"], facts["resolve"]):
             assert attempt["error"] == "CheckpointNotFoundError"
             assert "a file, not a checkpoint directory" in attempt["message"]

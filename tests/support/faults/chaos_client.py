@@ -1,6 +1,6 @@
-"""The command that ckpt-chaos runs: hands its environment and output to `chaos_server`, and ends as the rank there does.
+"""Command that ckpt-chaos runs: forwards environment and output to `chaos_server`, and exits like the rank there.
 
-Without torch it starts in a few hundredths of a second, so that every crash point can be tried.
+It does not import torch, so it starts fast enough to try every crash point.
 """
 
 import json
@@ -16,7 +16,7 @@ def main(output_dir: str) -> int:
         socket.send_fds(connection, [len(request).to_bytes(8, "little")], [1, 2])
         connection.sendall(request)
         answer = connection.recv(1)
-    # A rank whose process vanished has no exit code to tell.
+    # A rank that vanished reports no exit code.
     return answer[0] if answer else 1
 
 

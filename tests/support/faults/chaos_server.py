@@ -1,7 +1,7 @@
-"""Runs the ranks of `chaos_client` as forks of a process that has imported torch already.
+"""Server that runs the ranks of `chaos_client` as forks of a process with torch already imported.
 
-Started as `python -m tests.support.faults.chaos_server <socket path>`. A rank arms the injector of ckpt-chaos as the tool's own
-start-up hook does in a process that begins from nothing.
+Started as `python -m tests.support.faults.chaos_server <socket path>`. A rank arms the injector of ckpt-chaos, as the
+tool's own start-up hook does in a new process.
 """
 
 import json
@@ -25,7 +25,7 @@ NUM_STEPS = 2
 
 
 def train(output_dir: str) -> None:
-    """Train to the end from whatever is there, with a checkpoint after each step."""
+    """Resume from any checkpoint and train to the end, with a checkpoint after each step."""
     torch.set_num_threads(1)
     world_size = int(os.environ.get("WORLD_SIZE", "1"))
     if world_size > 1:
@@ -46,10 +46,10 @@ def train(output_dir: str) -> None:
 
 
 def meeting_point(output_dir: str) -> str:
-    """A file for the ranks of one start, outside of what the tool watches.
+    """Return a rendezvous file for the ranks of one start, outside of the directory that the tool watches.
 
-    The port that the tool names was free when it looked, and may be taken by anybody before a rank listens on it; but it
-    tells one start in a directory from the next.
+    The port named by the tool was free when it looked, but may be taken before a rank listens on it. It only
+    distinguishes one start in a directory from the next.
     """
     kind = "armed" if "CKPT_CHAOS_WATCH" in os.environ else "plain"
     name = "-".join(["meeting", *output_dir.strip("/").split("/"), kind, os.environ["MASTER_PORT"]])
@@ -66,7 +66,7 @@ def run_rank(request: dict[str, Any]) -> None:
 
 
 def serve(connection: socket.socket) -> None:
-    """Run one rank; it is killed when its client is, and else its exit code is sent back."""
+    """Run one rank and send back its exit code; kill the rank if its client dies."""
     signal.signal(signal.SIGCHLD, signal.SIG_DFL)
     header, descriptors, _, _ = socket.recv_fds(connection, 8, 2)
     size, data = int.from_bytes(header, "little"), b""
@@ -91,7 +91,7 @@ def serve(connection: socket.socket) -> None:
 def main(path: str) -> None:
     torch.set_num_threads(1)
     warm_up()
-    # Those who serve a rank end by themselves.
+    # With SIG_IGN the kernel reaps the children that serve a rank.
     signal.signal(signal.SIGCHLD, signal.SIG_IGN)
     with socket.socket(socket.AF_UNIX) as listener:
         listener.bind(path)

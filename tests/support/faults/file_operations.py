@@ -1,4 +1,4 @@
-"""Sees every change that this process makes below a directory, and can end the process at any one of them."""
+"""File operation tracer: records every change below a directory, and can kill the process at any of them."""
 
 import builtins
 import os
@@ -14,15 +14,16 @@ _UNIQUE = re.compile(r"-[0-9a-f]{8,12}(?=/|$)")
 _WRITING = os.O_WRONLY | os.O_RDWR | os.O_CREAT | os.O_TRUNC
 
 BEFORE, AFTER = "before", "after"
-# After these the directory shows something new at once; after the others only what a kill before the next one shows.
+# After these operations the directory changes visibly at once. For all others, a kill after the operation is equal to a
+# kill before the next one.
 KINDS_WITH_AFTER = ("rename", "replace", "exchange", "open")
 
 
 class FileOperations:
-    """Wraps the functions of `os` for the rest of this process's life.
+    """Wraps functions of `os` for the rest of the process.
 
-    An operation is known by what it does to which file and how many times before, like `fsync checkpoints #2`:
-    numbers alone would shift when two ranks race to make a directory.
+    An operation is identified by its kind, file and occurrence, such as `fsync checkpoints #2`. Plain numbers would
+    shift when two ranks race to create a directory.
     """
 
     def __init__(self, root: str, kill_at: str | None = None, when: str = BEFORE) -> None:
@@ -67,7 +68,7 @@ class FileOperations:
 
     @staticmethod
     def _named_path(args: tuple[Any, ...], options: dict[str, Any]) -> str:
-        """The first path; deleting a tree names its entries relative to the open directory."""
+        """Return the first path; deleting a tree names its entries relative to an open directory."""
         directory = options.get("dir_fd")
         path = os.fspath(args[0])
         return path if directory is None else os.path.join(os.readlink(f"/proc/self/fd/{directory}"), path)

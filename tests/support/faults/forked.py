@@ -1,4 +1,4 @@
-"""Ranks as forks of a process that has imported everything already, and what they leave when they are killed."""
+"""Ranks as forks of a process that has imported everything, and notes that survive a kill."""
 
 import contextlib
 import json
@@ -11,12 +11,12 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 RAISED = 3
-# A survivor must end within ten seconds; one that does not is shown with the time it had.
+# A survivor must end within ten seconds. The longer limit shows how long a slow survivor takes.
 SURVIVOR_SECONDS = 15.0
 
 
 def fork(work: Callable[[], None]) -> int:
-    """Run `work` in a child that ends without any clean-up, as threads of gloo may still be about."""
+    """Run `work` in a child that exits without clean-up, because gloo threads may still run."""
     child = os.fork()
     if child:
         return child
@@ -33,7 +33,7 @@ def fork(work: Callable[[], None]) -> int:
 
 
 class Notes:
-    """What a rank says about itself, in a file that stays when it is killed."""
+    """Notes of a rank, in a file that survives a kill."""
 
     def __init__(self, directory: str, rank: int) -> None:
         self._descriptor = os.open(os.path.join(directory, f"notes{rank}"), os.O_WRONLY | os.O_CREAT | os.O_APPEND)
@@ -49,7 +49,7 @@ def read_notes(directory: str, rank: int, kind: str) -> list[Any]:
 
 
 def wait_for(children: Sequence[int], limit: float = SURVIVOR_SECONDS) -> tuple[list[int], float]:
-    """Exit codes, and the seconds between the first end and the last; who takes too long is killed."""
+    """Return exit codes, and the seconds from the first exit to the last; kill children that exceed `limit`."""
     codes: dict[int, int] = {}
     first_end = float("inf")
     while len(codes) < len(children):

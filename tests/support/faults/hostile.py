@@ -1,4 +1,4 @@
-"""What somebody with write access does to a checkpoint: content is changed, and every checksum is made right again."""
+"""Attacker with write access: changes the content of a checkpoint, and updates every checksum."""
 
 import io
 import zipfile
@@ -16,7 +16,7 @@ from tests.support.tiny_models import TokenModel, quiet_trainer, token_samples
 
 
 def seal(checkpoint: Path, name: str) -> None:
-    """Make the manifest agree with a file that was changed."""
+    """Update the manifest to match a changed file."""
     manifest = CheckpointManifest.load(str(checkpoint / MANIFEST_NAME))
     size, checksum = (checkpoint / name).stat().st_size, file_checksum(str(checkpoint / name))
     manifest.files = [
@@ -27,7 +27,7 @@ def seal(checkpoint: Path, name: str) -> None:
 
 
 def with_pickle(data: bytes) -> bytes:
-    """An archive of torch whose pickle was replaced by one that was written by hand."""
+    """Return a torch archive with a hand-written pickle."""
     source, target = io.BytesIO(), io.BytesIO()
     torch.save({"state": torch.zeros(3)}, source)
     with zipfile.ZipFile(source) as old, zipfile.ZipFile(target, "w", zipfile.ZIP_STORED) as new:
@@ -37,7 +37,7 @@ def with_pickle(data: bytes) -> bytes:
 
 
 def change_state(checkpoint: Path, name: str, change: Callable[[Any], Any]) -> None:
-    """Replace the encoded state of a file by what `change` returns (or made of it in place)."""
+    """Replace the encoded state of a file with the result of `change`, or with the state edited in place."""
     state = torch.load(checkpoint / name, weights_only=True)
     changed = change(state)
     torch.save(state if changed is None else changed, checkpoint / name)
@@ -45,13 +45,13 @@ def change_state(checkpoint: Path, name: str, change: Callable[[Any], Any]) -> N
 
 
 def put(checkpoint: Path, name: str, data: bytes) -> None:
-    """Replace a file, and make the manifest agree."""
+    """Replace a file, and update the manifest."""
     (checkpoint / name).write_bytes(data)
     seal(checkpoint, name)
 
 
 def trainer_in(output_dir: Path, steps: int = 4, **settings: Any) -> Trainer:
-    """A trainer of a small model that saves at every second step."""
+    """Return a trainer of a small model that saves at every second step."""
     torch.manual_seed(0)
     options = {"max_steps": steps, "save_strategy": "steps", "save_steps": 2, **settings}
     optimizer = (torch.optim.AdamW, {"lr": 0.01, "fused": True})
@@ -61,6 +61,6 @@ def trainer_in(output_dir: Path, steps: int = 4, **settings: Any) -> Trainer:
 
 
 def trained(output_dir: Path, steps: int = 4, **settings: Any) -> Path:
-    """Train there, and return the newest checkpoint."""
+    """Train in `output_dir`, and return the newest checkpoint."""
     trainer_in(output_dir, steps, **settings).train()
     return output_dir / "checkpoints" / f"checkpoint-{steps}"

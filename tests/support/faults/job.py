@@ -1,4 +1,4 @@
-"""A training job small enough to be started hundreds of times, with components of every pattern."""
+"""Training job that is small enough to start hundreds of times, with components of every sharing pattern."""
 
 import hashlib
 import json
@@ -24,7 +24,7 @@ MAX_SHARD_BYTES = 16 * 1024
 
 
 class TinyConfig:
-    """As much of a Hugging Face configuration as a checkpoint asks for."""
+    """Minimal Hugging Face configuration for a checkpoint."""
 
     def save_pretrained(self, folder: str) -> None:
         with open(os.path.join(folder, "config.json"), "w") as file:
@@ -32,7 +32,7 @@ class TinyConfig:
 
 
 class TinyModel(nn.Module):
-    """Tied embeddings and one layer, in weight files of more than one shard."""
+    """Model with tied embeddings and one layer; its weights fill more than one shard."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -48,7 +48,7 @@ class TinyModel(nn.Module):
 
 
 class Tally:
-    """State that counts what happened to it."""
+    """Stateful counter that also accumulates random draws."""
 
     def __init__(self) -> None:
         self.count = 0
@@ -67,7 +67,7 @@ class Tally:
 
 
 class Progress:
-    """The trainer's own state."""
+    """Trainer state: the global step."""
 
     def __init__(self, state: SimpleNamespace) -> None:
         self._state = state
@@ -80,7 +80,7 @@ class Progress:
 
 
 class Job:
-    """One rank of the job. Every rank computes the same model; the tallies and random numbers are each rank's own."""
+    """One rank of the job. All ranks compute the same model; each has its own tallies and random state."""
 
     def __init__(
         self, output_dir: str | os.PathLike[str], limit: int | None = None, seed: int = 0, **options: Any
@@ -127,7 +127,7 @@ class Job:
         return {"everyone": dist.group.WORLD if dist.is_initialized() else None}
 
     def train(self, num_steps: int = 1, count: bool = True) -> None:
-        """Train on data that only the step determines; without `count` the step keeps its number."""
+        """Train on data that depends on the step only; `count=False` keeps the step number."""
         for _ in range(num_steps):
             data = torch.Generator().manual_seed(self.state.global_step)
             tokens = torch.randint(VOCABULARY, (16,), generator=data)
@@ -143,7 +143,7 @@ class Job:
         return self.manager.save_checkpoint()
 
     def digest(self) -> str:
-        """A hash of everything that this rank must get back."""
+        """Return a hash of all state that this rank must get back."""
         hasher = hashlib.sha256()
         for name, value in self._content():
             hasher.update(name.encode())
@@ -167,13 +167,13 @@ class Job:
 
 
 def debris(output_dir: str | os.PathLike[str]) -> list[str]:
-    """Names with a dot in front anywhere below the output directory, but for the lock file."""
+    """Return hidden names anywhere below the output directory, except the lock file."""
     names = [name for _, folders, files in os.walk(output_dir) for name in (*folders, *files)]
     return sorted(name for name in names if name.startswith(".") and name != ".forgather.lock")
 
 
 def warm_up() -> None:
-    """The first use of everything, in a process from which jobs are to be forked: paid for once and not in each of them."""
+    """Run every code path once before jobs are forked, so that no fork pays the start-up cost."""
     with tempfile.TemporaryDirectory() as directory:
         job = Job(directory)
         job.train()

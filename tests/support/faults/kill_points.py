@@ -1,8 +1,8 @@
-"""Kills a job at every file operation of its saves, starts it again, and writes down what it found.
+"""Kill-point script: kills a job at every file operation of its saves, restarts it, and writes a report.
 
 Started as `python -m tests.support.faults.kill_points <world size> <"exchange" or "renames"> <directory> <report file>
 [<every nth>]`.
-Importing torch takes longer than a whole job, so this process imports it once and forks the ranks; it must stay without
+Importing torch takes longer than a whole job, so this process imports it once and forks the ranks. It must not start
 threads.
 """
 
@@ -29,7 +29,7 @@ from tests.support.faults.forked import Notes, fork, read_notes, wait_for
 from tests.support.faults.job import Job, debris, warm_up
 
 NUM_LANES = 2
-# Small files go through the machinery of large ones: several writes past the page cache, and a cut at the end.
+# A small buffer makes small files take the path of large files: several direct writes, and a final truncate.
 SMALL_BUFFER_BYTES = 16 * 1024
 NUM_TRIES = 5
 
@@ -43,18 +43,18 @@ class KillPoint:
 
 @dataclass
 class Outcome:
-    """What one kill led to; the test judges it."""
+    """Result of one kill; the test judges it."""
 
     point: KillPoint
     exit_codes: list[int]
     survivor_seconds: float
     survivor_error: str
     saved: list[str]
-    """The saves that had returned when the rank died."""
+    """Saves that had returned when the rank died."""
     visible: list[str]
-    """The checkpoints by name, before anything was repaired."""
+    """Names of the visible checkpoints before recovery."""
     restart: list[dict[str, Any]] = field(default_factory=list)
-    """Of each rank of the next start: what it resumed from, and whether that is whole."""
+    """Per rank of the next start: the resumed state and its problems."""
 
 
 @dataclass(frozen=True)
@@ -83,7 +83,7 @@ def join_group(setting: Setting, rank: int, meeting_point: str) -> None:
 
 
 def prepare(setting: Setting, notes: Notes) -> None:
-    """The checkpoints that exist before the job under test starts."""
+    """Write the checkpoints that exist before the job under test starts."""
     job = Job(setting.template, setting.limit)
     for _ in range(2):
         job.train()
@@ -93,7 +93,7 @@ def prepare(setting: Setting, notes: Notes) -> None:
 
 
 def run_job(setting: Setting, output_dir: str, notes: Notes, operations: FileOperations) -> None:
-    """Resume, save a new step, note it as the best, and save the same step again with other content."""
+    """Resume, save a new step, record it as the best, and save the same step again with other content."""
     operations.install()
     job = Job(output_dir, setting.limit)
     job.manager.load_checkpoint()
@@ -124,11 +124,11 @@ def rank_of_job(setting: Setting, rank: int, directory: str, point: KillPoint | 
     mine = point if point is not None and point.rank == rank else None
     operations = FileOperations(output_dir, mine.operation if mine else None, mine.when if mine else BEFORE)
     join_group(setting, rank, os.path.join(directory, "meeting"))
-    # One that is killed at once would end the meeting for the others, which is not what the test is about.
+    # A rank that is killed at once would break the rendezvous of the others, which is not under test.
     wait_for_others(setting, rank, directory)
     try:
         run_job(setting, output_dir, notes, operations)
-    except Exception as error:  # a survivor's error is what the test wants to see
+    except Exception as error:  # The test checks the survivor's error.
         notes.add("error", f"{type(error).__name__}: {error}")
         raise
     notes.add("operations", operations.seen)
@@ -142,7 +142,7 @@ def start_ranks(setting: Setting, directory: str, point: KillPoint | None) -> li
 
 
 def fresh_start(setting: Setting, rank: int, directory: str, connection: Connection) -> None:
-    """A rank that starts the job anew in one directory after the other."""
+    """Restart the job as one rank in each received directory."""
     join_group(setting, rank, os.path.join(directory, "meeting"))
     while (output_dir := connection.recv()) is not None:
         try:
@@ -172,7 +172,7 @@ def resume_in(setting: Setting, output_dir: str) -> dict[str, Any]:
 
 
 class Restarts:
-    """Ranks that resume whatever directory they are sent."""
+    """Ranks that resume any directory sent to them."""
 
     def __init__(self, setting: Setting, directory: str) -> None:
         os.makedirs(directory)
@@ -213,7 +213,7 @@ def try_point(setting: Setting, restarts: Restarts, point: KillPoint) -> Outcome
 
 
 def try_until_reached(setting: Setting, restarts: Restarts, point: KillPoint) -> Outcome:
-    """Ranks race to make a directory, so that one of them may find it made; then it is tried again."""
+    """Try a point again if another rank won the race to create a directory."""
     for _ in range(NUM_TRIES):
         outcome = try_point(setting, restarts, point)
         if any(outcome.exit_codes):
@@ -230,7 +230,7 @@ def run_lane(setting: Setting, points: Sequence[KillPoint], number: int) -> None
 
 
 def make_template(setting: Setting) -> dict[str, list[str]]:
-    """Returns the digest of each rank, for each step that was saved."""
+    """Write the template directory, and return the digest of each rank for each saved step."""
     directory = os.path.join(setting.directory, "preparation")
     os.makedirs(directory)
 
@@ -249,7 +249,7 @@ def read_digests(setting: Setting, directory: str) -> dict[str, list[str]]:
 
 
 def dry_run(setting: Setting) -> tuple[list[KillPoint], dict[str, list[str]]]:
-    """All kill points, and the digests of what a run without a kill saves."""
+    """Return all kill points, and the digests of the states that a run without a kill saves."""
     directory = os.path.join(setting.directory, "dry")
     shutil.copytree(setting.template, os.path.join(directory, "output"))
     codes, _ = wait_for(start_ranks(setting, directory, None))
@@ -270,7 +270,7 @@ def main(world_size: str, replacement: str, directory: str, report_path: str, ev
     digests = make_template(setting)
     points, later_digests = dry_run(setting)
     if not setting.has_exchange:
-        # The rest of the job is the same as with the exchange.
+        # The rest of the job is the same as with the atomic exchange.
         points = points_of_replacement(points)
     points = sampled(points, int(every))
     lanes = [
@@ -288,7 +288,7 @@ def main(world_size: str, replacement: str, directory: str, report_path: str, ev
 
 
 def sampled(points: Sequence[KillPoint], every: int) -> list[KillPoint]:
-    """One of so many, and the first of each kind on each rank."""
+    """Return every nth point, and the first point of each kind on each rank."""
     kinds: set[tuple[int, str, str]] = set()
     chosen = []
     for number, point in enumerate(points):
@@ -300,7 +300,7 @@ def sampled(points: Sequence[KillPoint], every: int) -> list[KillPoint]:
 
 
 def points_of_replacement(points: Sequence[KillPoint]) -> list[KillPoint]:
-    """From the last manifest on, of the rank that commits."""
+    """Return the points of the committing rank from the last manifest on."""
     of_committer = [point for point in points if point.rank == 0]
     manifests = [
         number

@@ -1,7 +1,7 @@
-"""Saves on two ranks of which one has no space, no permission, or another job in its way.
+"""Failing saves on two ranks: one has no space or permission, or finds the directory in use.
 
 Started as `python -m tests.support.faults.save_failures <directory> <report file>`. Runs every scenario below in forked
-ranks and reports what each of them saw. The test judges.
+ranks, and reports the observations of each rank. The test judges them.
 """
 
 import contextlib
@@ -37,7 +37,7 @@ Facts = dict[str, Any]
 
 
 def isolate_mounts() -> bool:
-    """Give this process mounts of its own; False where the system does not let it."""
+    """Give this process a private mount namespace; return False if the system does not allow it."""
     for flags in (_NEW_MOUNTS, _NEW_MOUNTS | _NEW_USER):
         if _libc.unshare(flags) == 0:
             return _mount("none", "/", None, _RECURSIVE | _PRIVATE)
@@ -59,7 +59,7 @@ def make_read_only(path: str) -> bool:
 
 @contextlib.contextmanager
 def limited_file_size(num_bytes: int) -> Iterator[None]:
-    """Writes beyond this fail, whoever may write; the signal that would come with it is ignored."""
+    """Make writes beyond `num_bytes` fail for any user, and ignore SIGXFSZ."""
     signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
     before = resource.getrlimit(resource.RLIMIT_FSIZE)
     resource.setrlimit(resource.RLIMIT_FSIZE, (num_bytes, before[1]))
@@ -71,7 +71,7 @@ def limited_file_size(num_bytes: int) -> Iterator[None]:
 
 @contextlib.contextmanager
 def without_rights() -> Iterator[bool]:
-    """Act as a user who owns nothing, where this user may become another."""
+    """Act as an unprivileged user if this process runs as root; yield whether it does."""
     if os.geteuid() != 0:
         yield False
         return
@@ -83,7 +83,7 @@ def without_rights() -> Iterator[bool]:
 
 
 def attempt(work: Callable[[], Any]) -> Facts:
-    """The error of `work`, if any, and how long it took."""
+    """Return the error of `work`, if any, and its duration."""
     start = time.monotonic()
     try:
         value = work()
@@ -93,7 +93,7 @@ def attempt(work: Callable[[], Any]) -> Facts:
 
 
 def begin(output_dir: str, **options: Any) -> Job:
-    """A job that has one checkpoint and is about to save the next."""
+    """Return a job with one checkpoint that is about to save the next."""
     job = Job(output_dir, **options)
     job.train()
     job.save()
@@ -102,7 +102,7 @@ def begin(output_dir: str, **options: Any) -> Job:
 
 
 def finish(job: Job, facts: Facts) -> Facts:
-    """What is left after a failed save, as the ranks see it that had no trouble."""
+    """Add the names and debris that remain after a save."""
     Peers.world().gather(None)
     output_dir = job.manager.config.output_dir
     return {**facts, "debris": debris(output_dir), "names": os.listdir(os.path.join(output_dir, "checkpoints"))}
@@ -113,7 +113,7 @@ def folder(output_dir: str) -> str:
 
 
 def full_disk(output_dir: str, troubled: bool) -> Facts:
-    """The disk of one rank has no room for the checkpoint, which is known before anything is written."""
+    """Save with too little disk space on one rank, which the save checks before writing."""
     mounted = troubled and isolate_mounts()
     job = begin(output_dir)
     mounted = mounted and mount_small_disk(folder(output_dir), 512 * 1024)
@@ -121,7 +121,7 @@ def full_disk(output_dir: str, troubled: bool) -> Facts:
 
 
 def disk_fills_up(output_dir: str, troubled: bool) -> Facts:
-    """Somebody else takes the space between the check and the writing."""
+    """Fill the disk of one rank between the space check and the write."""
     mounted = troubled and isolate_mounts()
     job = begin(output_dir)
     mounted = mounted and mount_small_disk(folder(output_dir), 2 * 2**20)
@@ -145,7 +145,7 @@ def fill_after_check(directory: str) -> None:
 
 
 def file_too_large(output_dir: str, troubled: bool) -> Facts:
-    """A limit on the size of files stops a write half-way."""
+    """Stop a write half-way by a limit on the file size."""
     job = begin(output_dir)
     with limited_file_size(SMALL_LIMIT_BYTES) if troubled else contextlib.nullcontext():
         facts = attempt(job.save)
@@ -167,7 +167,7 @@ def no_permission(output_dir: str, troubled: bool) -> Facts:
 
 
 def warned_only(output_dir: str, troubled: bool) -> Facts:
-    """With on_save_error="warn" training goes on, and the next save succeeds."""
+    """Continue training after a failed save with on_save_error="warn"."""
     job = begin(output_dir, on_save_error="warn")
     with limited_file_size(SMALL_LIMIT_BYTES) if troubled else contextlib.nullcontext():
         facts = attempt(job.save)
@@ -176,7 +176,7 @@ def warned_only(output_dir: str, troubled: bool) -> Facts:
 
 
 def unwritable_output_dir(output_dir: str, troubled: bool) -> Facts:
-    """Rank 0 takes the directory when the job starts, and may not write there."""
+    """Start a job in a directory that rank 0 may not write to."""
     if dist.get_rank() == 0:
         os.mkdir(output_dir, 0o555)
     with without_rights() if dist.get_rank() == 0 else contextlib.nullcontext(False) as changed:
@@ -185,7 +185,7 @@ def unwritable_output_dir(output_dir: str, troubled: bool) -> Facts:
 
 
 def directory_in_use(output_dir: str, troubled: bool) -> Facts:
-    """Another process holds the directory."""
+    """Start a job in a directory that another process has locked."""
     holder = 0
     if dist.get_rank() == 0:
         reader, writer = os.pipe()
@@ -220,7 +220,7 @@ def file_in_place_of_a_checkpoint(output_dir: str, troubled: bool) -> Facts:
 
 
 def state_that_cannot_be_had(output_dir: str, troubled: bool) -> Facts:
-    """One rank raises in `state_dict()`."""
+    """Save with one rank that raises in `state_dict()`."""
     job = begin(output_dir)
     if troubled:
         job.tallies["dataset"].drawn = None  # type: ignore[assignment]

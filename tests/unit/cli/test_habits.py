@@ -114,7 +114,7 @@ def test_compressed_json_lines_are_read_and_binary_files_refused() -> None:
     made = build_datasets(DataSection(files=["data.jsonl.gz"], eval_fraction=0.0), tokenizer, args)
     assert bytes(made.train.tokens[:6].astype(np.uint8)) == b"text 0"
     Path("data.bin").write_bytes(gzip.compress(b"text" * 99))
-    with pytest.raises(ValueError, match=r"data\.bin is not text"):
+    with pytest.raises(ValueError, match=r"data\.bin is not UTF-8 text"):
         build_datasets(DataSection(files=["data.bin"]), tokenizer, args)
     Path("bad.txt.gz").write_bytes(b"text")
     with pytest.raises(ValueError, match=r"bad\.txt\.gz cannot be decompressed"):
@@ -129,14 +129,14 @@ def test_evaluation_data_that_would_be_training_data_are_refused(
     monkeypatch.syspath_prepend(str(tmp_path / "modules"))
     monkeypatch.delitem(sys.modules, "datasets", raising=False)
     args, tokenizer = TrainingArguments(output_dir="o"), byte_tokenizer()
-    with pytest.raises(ValueError, match=r"has no splits, so data\.eval_split='validation' names nothing"):
+    with pytest.raises(ValueError, match=r"has no splits, so data\.eval_split='validation' cannot be used"):
         build_datasets(DataSection(dataset="text", eval_split="validation"), tokenizer, args)
     with pytest.raises(UsageError, match="would evaluate on the training data"):
         build_datasets(DataSection(dataset="text", eval_split="train"), tokenizer, args)
-    with pytest.raises(UsageError, match=r"data\.eval_split='test' has no effect beside data\.files"):
+    with pytest.raises(UsageError, match=r"data\.eval_split='test' has no effect with data\.files"):
         build_datasets(DataSection(files=["text/*.txt"], eval_split="test"), tokenizer, args)
     build_datasets(DataSection(files=["text/*.txt"], eval_files=["text/1.txt"]), tokenizer, args)
-    assert "1 of 1 files of data.eval_files are in data.files too" in caplog.text
+    assert "1 of 1 files of data.eval_files are also in data.files" in caplog.text
     monkeypatch.delitem(sys.modules, "datasets", raising=False)
 
 
@@ -151,7 +151,7 @@ def test_the_configuration_of_a_pretrained_model_is_changed_or_refused() -> None
         model_builder(ModelSection(pretrained="base", config={"num_hidden_layers": 2}), None)()
     with pytest.raises(UsageError, match="LlamaConfig has no value 'hiden_size'"):
         model_builder(ModelSection(pretrained="base", config={"hiden_size": 2}), None)
-    with pytest.raises(UsageError, match=r"model\.init_args=.* has no effect beside model\.model_type"):
+    with pytest.raises(UsageError, match=r"model\.init_args=.* has no effect with model\.model_type"):
         model_builder(ModelSection(model_type="llama", init_args={"a": 1}), byte_tokenizer())
 
 

@@ -74,7 +74,7 @@ def test_a_request_to_stop_reaches_the_workers_which_save_and_the_exit_code_is_0
     os.kill(process.pid, signal.SIGTERM)
     output = finish(process)
     assert output.count("SIGTERM received") == 1 and "Traceback" not in output
-    step = re.search(r"Run the same command again to go on from step (\d+)", output)
+    step = re.search(r"Run the same command again to resume from step (\d+)", output)
     assert step is not None and (folder / f"stopped/checkpoints/checkpoint-{step[1]}").is_dir()
 
 
@@ -84,7 +84,7 @@ def test_a_worker_that_fails_is_named_with_its_traceback_and_restarts_go_on(fold
     output = finish(process, code=1)
     assert output.count('raise ValueError("the disk of rank 1 is full")') == 2, "once for each attempt"
     sentence = r"forgather: rank 1 failed.*: ValueError: the disk of rank 1 is full\."
-    assert re.search(rf"{sentence} Starting again, 1 of 1 times\.\n", output)
+    assert re.search(rf"{sentence} Restarting \(1 of 1\)\.\n", output)
     assert re.search(rf"{sentence}\n$", output)
     assert output.count("start      from the beginning") == 1 and output.count("resumed at step 2") == 1
 
@@ -93,13 +93,13 @@ def test_a_worker_that_fails_is_named_with_its_traceback_and_restarts_go_on(fold
     ("words", "message"),
     [
         (["--nproc", "2"], "--trainer single trains in one process, but the job has 2"),
-        (["--nproc", "2"], "Add --trainer ddp or --trainer accelerate"),
+        (["--nproc", "2"], "Use --trainer ddp or --trainer accelerate"),
         (["--nproc", "two"], "--nproc two: expected a whole number of 1 or more"),
         (["--nproc", "0"], "--nproc 0: expected a whole number of 1 or more"),
-        (["--nproc"], "--nproc needs a value behind it"),
-        (["--nproc", "2", "--nproc", "3"], "--nproc was given twice"),
+        (["--nproc"], "--nproc needs a value."),
+        (["--nproc", "2", "--nproc", "3"], "--nproc is set twice"),
         (["--npro", "2"], "Did you mean '--nproc'?"),
-        (["-d", "0,a"], "-d 0,a: give the numbers of different devices"),
+        (["-d", "0,a"], "-d 0,a: expected the numbers of different devices"),
         (["-d", "0,1", "--nproc", "3"], "--nproc 3 and -d 0,1 contradict each other"),
         (["--nnodes", "2"], "--nnodes 2 also needs --node-rank and --rdzv-endpoint"),
         (["--nnodes", "2", "--node-rank", "2", "--rdzv-endpoint", "a:1"], "with --nnodes 2 the nodes are 0 to 1"),
@@ -124,7 +124,7 @@ def test_options_that_contradict_torchrun_are_refused(
         monkeypatch.setenv(name, value)
     answer = call(capsys, "train", "tiny.yaml", "--trainer", "ddp", "--nproc", "3")
     assert answer.code == 2
-    assert "--nproc 3 asks for 3 process(es) on a node, but torchrun or another launcher has started 2" in " ".join(
+    assert "--nproc 3 requests 3 process(es) per node, but torchrun or another launcher has started 2" in " ".join(
         answer.errors.split()
     )
     answer = call(capsys, "train", "tiny.yaml")

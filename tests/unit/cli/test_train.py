@@ -63,7 +63,7 @@ def test_a_stop_signal_saves_exits_with_0_and_the_next_run_goes_on(capsys: pytes
     output, errors = process.communicate(timeout=60)
     assert process.returncode == 0
     assert "SIGINT received" in errors
-    stopped = re.search(r"Run the same command again to go on from step (\d+)", output)
+    stopped = re.search(r"Run the same command again to resume from step (\d+)", output)
     assert stopped is not None
     step = int(stopped[1])
     resumed = call(capsys, "train", "tiny.yaml", "--args.max_steps", str(step + 1), "--args.eval_strategy", "no")

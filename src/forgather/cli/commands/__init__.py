@@ -1,5 +1,5 @@
-"""Commands, one file each: the options, the help page, and `run(words) -> exit code`, which `main` calls.
+"""CLI commands, one module each: options, help page, and `run(words) -> exit code`, which `main` calls.
 
-Importing a command, and showing its help, must not import torch: what needs torch is in `work/`, and imported when the
-command has something to do.
+Importing a command or showing its help must not import torch. Code that needs torch is in `work/` and imported when the
+command starts to work.
 """

@@ -1,4 +1,7 @@
-"""`forgather finalize`: a deployable model from a checkpoint."""
+"""Command `forgather finalize`: option parsing for the export of a checkpoint as a deployable model.
+
+Imports no torch until the options are valid; `work/finalize.py` does the work.
+"""
 
 import argparse
 from collections.abc import Sequence
@@ -16,14 +19,14 @@ The quantised model loads with from_pretrained of transformers, or forgather.ml.
 
 
 class _Parser(argparse.ArgumentParser):
-    """Leaves it to the program how mistakes are told."""
+    """Argument parser that raises `UsageError`, so that `main` formats the message and returns exit code 2."""
 
     def error(self, message: str) -> NoReturn:
-        raise UsageError(f"forgather finalize: {message}. forgather finalize --help shows how it is called.")
+        raise UsageError(f"forgather finalize: {message}. forgather finalize --help shows the options.")
 
 
 def run(words: Sequence[str]) -> int:
-    """Run the command with the words behind its name; returns the exit code."""
+    """Run the command with the arguments after its name; returns the exit code."""
     parser = _parser()
     if "-h" in words or "--help" in words:
         print(parser.format_help(), end="")
@@ -31,13 +34,14 @@ def run(words: Sequence[str]) -> int:
     options = parser.parse_args(list(words))
     if options.quantize is not None and options.quantize not in QAT_RECIPES:
         raise UsageError(
-            f"--quantize {options.quantize}: there is no such recipe.{did_you_mean(options.quantize, QAT_RECIPES)} There are "
-            f"{', '.join(QAT_RECIPES)}."
+            f"--quantize {options.quantize}: there is no such recipe.{did_you_mean(options.quantize, QAT_RECIPES)} Choose "
+            f"from {', '.join(QAT_RECIPES)}."
         )
+    # Both must come before the first import of torch and transformers.
     silence_libraries()
     share_processors()
     if options.config is not None:
-        # Only then: this may be a directory that came with a checkpoint, and no code of it is to run unasked.
+        # Only with --config: the current directory may have come with a checkpoint, and its code must not run unasked.
         make_current_directory_importable()
     from forgather.cli.work.finalize import finalize
 
@@ -47,22 +51,22 @@ def run(words: Sequence[str]) -> int:
 def _parser() -> _Parser:
     parser = _Parser(
         prog="forgather finalize",
-        description="Write the model of a checkpoint as a Hugging Face directory, quantised if asked for.",
+        description="Export the model of a checkpoint as a Hugging Face directory, optionally quantised.",
         epilog=_EPILOG,
         formatter_class=argparse.RawDescriptionHelpFormatter,
         allow_abbrev=False,
     )
-    parser.add_argument("path", metavar="PATH", help="a checkpoint, or an output directory (its newest checkpoint)")
-    parser.add_argument("output", metavar="OUT", help="a new directory for the model")
+    parser.add_argument("path", metavar="PATH", help="checkpoint, or output directory of a run (newest checkpoint)")
+    parser.add_argument("output", metavar="OUT", help="new directory for the model")
     parser.add_argument(
-        "--quantize", metavar="RECIPE", help="quantise the linear layers, and report the loss before and after"
+        "--quantize", metavar="RECIPE", help="quantise the linear layers and report the loss before and after"
     )
-    parser.add_argument("--ema", action="store_true", help="take the averaged weights (of a run with args.ema_decay)")
+    parser.add_argument("--ema", action="store_true", help="export the averaged weights (of a run with args.ema_decay)")
     parser.add_argument(
         "--config",
         metavar="CONFIG",
-        help="the configuration of the run; by default the one in the checkpoint, if it names no code to run",
+        help="configuration of the run; default: the one in the checkpoint, if it names no code to run",
     )
-    parser.add_argument("--no-evaluation", action="store_true", help="do not measure losses, which needs the data")
-    parser.add_argument("--json", action="store_true", help="report as JSON")
+    parser.add_argument("--no-evaluation", action="store_true", help="do not measure losses, which requires the data")
+    parser.add_argument("--json", action="store_true", help="print the report as JSON")
     return parser

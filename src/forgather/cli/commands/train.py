@@ -1,4 +1,7 @@
-"""`forgather train`: reads the configuration, then trains, here or in processes that it starts."""
+"""Command `forgather train`: reads the configuration, then trains in this process or launches worker processes.
+
+Launched workers run the same command again and read the same configuration.
+"""
 
 import os
 import sys
@@ -25,7 +28,7 @@ DEMO = Path(__file__).parents[1] / "config" / "demo.yaml"
 
 
 def run(words: Sequence[str]) -> int:
-    """Run the command with the words behind its name; returns the exit code."""
+    """Run the command with the arguments after its name; returns the exit code."""
     if "-h" in words or "--help" in words:
         from forgather.cli.config.help import help_text
 
@@ -38,31 +41,33 @@ def run(words: Sequence[str]) -> int:
         return _run(words)
     from forgather.ml.distributed import record_entry_point
 
-    # A launcher learns from this record which of its processes failed first, and why.
+    # Records the exception in torchelastic's error file, where the launcher reads which rank failed first, and why.
     return record_entry_point(_run)(words) or 0
 
 
 def read_configuration(words: Sequence[str]) -> "tuple[Configuration, bool]":
-    """The configuration that file and options make, and whether it is the demo's."""
+    """Return the configuration from file and options, and whether it is the demo."""
     from forgather.cli.config.parser import ConfigurationParser, split_options, trainer_kind
 
     files, given = split_options(words)
     if len(files) > 1:
-        raise UsageError(f"One configuration file at a time: got {', '.join(files)}. Options begin with two dashes.")
+        raise UsageError(f"Expected one configuration file, got {', '.join(files)}. Options begin with two dashes.")
     path, name = (os.path.expanduser(files[0]), files[0]) if files else (str(DEMO), DEMO.name)
     options = [_in_full(option) for option in given]
+    # The keys of `args` depend on the trainer, so its kind must be known before anything else is parsed.
     parser = ConfigurationParser(trainer_kind(path, options))
     parser.read_file(path, name)
+    # Options override the file, so they come second.
     for option in options:
         parser.override(option)
     return parser.configuration(), not files
 
 
 def _run(words: Sequence[str]) -> int:
-    """Train, or have others train."""
+    """Train in this process, or launch processes that train."""
     options, other_words = take_launch_options(words)
     if options.devices is not None:
-        # Before torch counts the devices.
+        # The variable has no effect once torch has counted the devices.
         os.environ["CUDA_VISIBLE_DEVICES"] = options.devices
     configuration, is_demo = read_configuration([word for word in other_words if word != "--print_config"])
     is_main = int(os.environ.get("RANK", "0")) == 0
@@ -74,12 +79,14 @@ def _run(words: Sequence[str]) -> int:
         return 0
     if is_worker():
         check_against_launcher(options)
+    # Check before processes are launched: a mistake then costs no start-up time and is reported once.
     check_num_processes(configuration.trainer.kind, num_processes_of_job(options))
     if is_demo and is_main and not was_started_by_us():
         _introduce_demo()
     if options.needs_launcher and not is_worker():
         from forgather.cli.launch.agent import launch
 
+        # Workers get the full command line, and check its launch options against the environment.
         return launch(options, ["train", *words])
     from forgather.cli.work.train import train
 
@@ -87,7 +94,7 @@ def _run(words: Sequence[str]) -> int:
 
 
 def _in_full(option: "Option") -> "Option":
-    """`--trainer KIND` is short for `--trainer.kind KIND`; a mapping is the section."""
+    """Expand `--trainer KIND` to `--trainer.kind KIND`; a mapping stays the section."""
     from forgather.cli.config.parser import Option
 
     is_kind = option.key == "trainer" and not (option.text or "").lstrip().startswith("{")
@@ -95,12 +102,12 @@ def _in_full(option: "Option") -> "Option":
 
 
 def _introduce_demo() -> None:
-    """Said before the libraries are imported, which takes some seconds."""
+    """Print what the demo does, before the slow imports of libraries."""
     from rich.text import Text
 
     from forgather.ml.trainer.callbacks.display import get_console
 
     title = Text("forgather demo", style="bold")
-    text = Text("a small Llama learns the source of Python's standard library, byte by byte")
+    text = Text("training a small byte-level Llama on the source of Python's standard library")
     get_console().print(title + Text("  ") + text, soft_wrap=True)
     sys.stdout.flush()

@@ -1,6 +1,6 @@
-"""Configurations: schema, YAML and options, help page, and the objects that a configuration names.
+"""Configurations: schema, YAML and options, help page, and builders for the objects that a configuration names.
 
-`parser` checks keys and types and knows where each value came from; the builders make models, data, losses and callbacks
-of it, and raise `UsageError` with the key of a value that cannot be used. `schema`, `help` and `trainer_kinds` import no
-torch, so that the commands can show their help quickly.
+`parser` checks keys and types, and records the origin of each value. The builders create models, data, losses and
+callbacks, and raise `UsageError` with the key of a bad value. `schema`, `help` and `trainer_kinds` import no torch, so
+that help pages appear quickly.
 """

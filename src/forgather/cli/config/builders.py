@@ -1,4 +1,8 @@
-"""The parts of a run, made as its configuration says; models and data have modules of their own."""
+"""Builders of tokenizer, callbacks, loss and optimizer groups from a configuration.
+
+`model_builders` and `data_builders` build the model and the datasets. Called by `work/train.py` and `work/finalize.py`.
+Bad values raise `UsageError` with their key.
+"""
 
 from collections.abc import Mapping
 from typing import Any
@@ -15,17 +19,17 @@ _CALLBACKS_MODULE = "forgather.ml.trainer.callbacks"
 
 
 def build_tokenizer(section: TokenizerSection) -> TextTokenizer:
-    """The tokenizer of the configuration; without one, one token per byte."""
+    """Return the tokenizer of the configuration; the byte tokenizer if none is set."""
     if section.path is not None and section.class_path is not None:
-        raise UsageError("tokenizer.path and tokenizer.class_path exclude each other: remove one of the two.")
+        raise UsageError("tokenizer.path and tokenizer.class_path cannot be combined: remove one of the two.")
     if section.class_path is not None:
         tokenizer: TextTokenizer = class_paths.call(section.class_path, section.init_args, "tokenizer")
         return tokenizer
     if section.path is None:
         if section.init_args:
             raise UsageError(
-                f"tokenizer.init_args={section.init_args!r} are keywords of tokenizer.class_path, or of the tokenizer in "
-                "tokenizer.path, and there is neither: set one of them, or leave tokenizer.init_args out."
+                f"tokenizer.init_args={section.init_args!r} needs tokenizer.class_path or tokenizer.path: set one of them, "
+                "or remove tokenizer.init_args."
             )
         return byte_tokenizer()
     path = class_paths.require_directory(section.path, "tokenizer.path")
@@ -35,7 +39,7 @@ def build_tokenizer(section: TokenizerSection) -> TextTokenizer:
 
 
 def build_callbacks(configuration: Configuration) -> list[Any]:
-    """The callbacks of the configuration; the trainer adds its default ones, if wanted."""
+    """Return the callbacks of the configuration; the trainer adds its defaults unless they are disabled."""
     callbacks: list[Any] = []
     for number, entry in enumerate(configuration.callbacks):
         key = f"callbacks[{number}]"
@@ -44,7 +48,7 @@ def build_callbacks(configuration: Configuration) -> list[Any]:
 
 
 def build_stage_options(section: TrainerSection) -> dict[str, Any]:
-    """The keywords by which a trainer divides the model, for those trainers that do."""
+    """Return trainer keywords for splitting the model into pipeline stages; raise UsageError for other trainers."""
     options: dict[str, Any] = {}
     if section.schedule is not None:
         options["pipe_schedule_factory"] = section.schedule
@@ -56,19 +60,22 @@ def build_stage_options(section: TrainerSection) -> dict[str, Any]:
         asked = "trainer.schedule" if section.schedule is not None else "trainer.splitter"
         able = " or ".join(f"--trainer {name}" for name, kind in TRAINERS.items() if kind.has_stages)
         raise UsageError(
-            f"{asked} is for {able}, but trainer.kind is {section.kind!r}, which does not divide the model."
+            f"{asked} is for {able}, but trainer.kind is {section.kind!r}, which does not split the model."
         )
     return options
 
 
 def build_loss(section: FactorySection) -> dict[str, Any]:
-    """The keyword by which a trainer gets its loss function; a class is one of such functions and is instantiated.
+    """Return the trainer keyword for the loss function: `compute_loss_func` or `fused_loss_factory`.
 
-    What takes the head of the model first (`output_embeddings`) makes a fused loss.
+    A class is instantiated with `init_args`. A callable with `output_embeddings` as its first parameter is a factory of
+    fused losses.
     """
     if section.class_path is None:
+        # Rejects init_args without class_path; otherwise None selects the trainer's default loss.
         return {"compute_loss_func": class_paths.partial(section, "loss")}
     function: object = class_paths.find_object(section.class_path, "loss.class_path")
+    # The trainer calls a fused loss factory with the output layer of the model.
     if next(iter(parameters_of(function)), None) == "output_embeddings":
         return {"fused_loss_factory": class_paths.partial(section, "loss")}
     if isinstance(function, type):
@@ -77,12 +84,13 @@ def build_loss(section: FactorySection) -> dict[str, Any]:
 
 
 def build_optimizer_groups(groups: Mapping[str, Any] | None) -> dict[str, Any] | None:
-    """The groups with their factories in place of their paths."""
+    """Return the groups with each factory's `class_path` replaced by the callable."""
     if groups is None:
         return None
     built: dict[str, Any] = {}
     for name, group in groups.items():
         built[name] = group
+        # A group may be None, which disables it. The trainer reports other mistakes in groups.
         if isinstance(group, Mapping) and group.get("factory") is not None:
             key = f"optimizer_groups.{name}.factory"
             built[name] = {**group, "factory": class_paths.partial(_factory_section(group["factory"], key), key)}
@@ -91,5 +99,5 @@ def build_optimizer_groups(groups: Mapping[str, Any] | None) -> dict[str, Any] |
 
 def _factory_section(value: object, key: str) -> FactorySection:
     if not isinstance(value, Mapping) or "class_path" not in value or set(value) - {"class_path", "init_args"}:
-        raise UsageError(f"{key}={value!r}: expected class_path, and init_args if it has any.")
+        raise UsageError(f"{key}={value!r}: expected class_path and, optionally, init_args.")
     return FactorySection(**value)

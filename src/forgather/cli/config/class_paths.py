@@ -1,4 +1,7 @@
-"""Objects by the path of their class or function, and directories by theirs."""
+"""Imports of classes and functions by `class_path`, checks of their keyword arguments, and paths of directories.
+
+Used by all builders. Mistakes raise `UsageError` with the configuration key before anything is built.
+"""
 
 import functools
 import inspect
@@ -13,7 +16,7 @@ from forgather.cli.errors import UsageError
 
 
 def find_object(path: str, key: str, home: str | None = None) -> Any:
-    """What a dotted path names; a name without dots is looked up in the module `home`. `key` is who asks."""
+    """Import the object at a dotted path; `home` is the module of names without dots, `key` the key in messages."""
     module_name, _, name = path.rpartition(".")
     module_name = module_name or home or ""
     if not module_name:
@@ -22,7 +25,7 @@ def find_object(path: str, key: str, home: str | None = None) -> Any:
         module = import_module(module_name)
     except ModuleNotFoundError as error:
         if error.name is not None and not f"{module_name}.".startswith(f"{error.name}."):
-            # The module is there, but what it imports is not.
+            # The module exists but imports a missing module: the traceback is more useful.
             raise
         raise UsageError(f"{key}={path!r}: there is no module {error.name!r}.") from None
     try:
@@ -33,17 +36,17 @@ def find_object(path: str, key: str, home: str | None = None) -> Any:
 
 
 def call(path: str, keywords: Mapping[str, Any], key: str, home: str | None = None) -> Any:
-    """The result of the callable at `path`."""
+    """Call the object at `path` with the keywords, and return its result."""
     function = find_object(path, f"{key}.class_path", home)
     check_keywords(function, keywords, key, num_positional=0)
     return function(**keywords)
 
 
 def partial(section: FactorySection, key: str) -> Callable[..., Any] | None:
-    """The callable of a section with its keywords bound, to be called with one argument more; None without one."""
+    """Return the callable of a section with its keywords bound, or None; the trainer passes one more argument."""
     if section.class_path is None:
         if section.init_args:
-            raise UsageError(f"{key}.init_args={section.init_args!r} has no {key}.class_path whose keywords they are.")
+            raise UsageError(f"{key}.init_args={section.init_args!r} has no effect without {key}.class_path.")
         return None
     function = find_object(section.class_path, f"{key}.class_path")
     check_keywords(function, section.init_args, key, num_positional=1)
@@ -53,11 +56,11 @@ def partial(section: FactorySection, key: str) -> Callable[..., Any] | None:
 def check_keywords(
     function: Callable[..., object], keywords: Mapping[str, object], key: str, num_positional: int
 ) -> None:
-    """Refuse keywords that a callable does not take, and notice those that it lacks, before anything is built."""
+    """Raise UsageError for unknown or missing keyword arguments of a callable, before anything is built."""
     try:
         signature = inspect.signature(function)
     except (TypeError, ValueError):
-        # Some callables written in C do not tell; the call itself will.
+        # Some C functions have no signature; the call itself will report mistakes.
         return
     takes_any = any(parameter.kind is inspect.Parameter.VAR_KEYWORD for parameter in signature.parameters.values())
     for name in keywords:
@@ -66,6 +69,7 @@ def check_keywords(
                 f"{key}.init_args: {_name(function)} takes no {name!r}.{did_you_mean(name, signature.parameters)}"
             )
     try:
+        # Placeholders stand for the arguments that the trainer passes.
         signature.bind(*[None] * num_positional, **keywords)
     except TypeError as error:
         raise UsageError(
@@ -74,9 +78,9 @@ def check_keywords(
 
 
 def require_directory(path: str, key: str) -> str:
-    """The path of a directory that exists."""
+    """Return the expanded path of a directory; raise UsageError if it does not exist."""
     if not os.path.isdir(os.path.expanduser(path)):
-        raise UsageError(f"{key}={path!r}: there is no such directory (nothing is downloaded; give a local one).")
+        raise UsageError(f"{key}={path!r}: there is no such directory (nothing is downloaded; use a local one).")
     return os.path.expanduser(path)
 
 

@@ -1,4 +1,8 @@
-"""The data of a run: packed sequences of tokens, or the datasets that a callable returns."""
+"""Builders of the datasets of a run: packed token sequences, or the datasets that a callable returns.
+
+Called by `work/train.py` and by the evaluation of `forgather finalize`. All ranks build the same datasets. Tokens of
+files are cached on disk: the first rank of a node writes them, the others only map them.
+"""
 
 import logging
 import os
@@ -27,14 +31,14 @@ logger = logging.getLogger(__name__)
 
 @dataclass(frozen=True)
 class Datasets:
-    """What to train and evaluate on."""
+    """Training dataset and optional evaluation dataset."""
 
     train: object
     eval: Any | None
 
 
 def build_datasets(section: DataSection, tokenizer: TextTokenizer, args: TrainingArguments) -> Datasets:
-    """Datasets of packed sequences, or those that the callable of the section returns."""
+    """Return datasets of packed sequences, or the datasets that the callable of the section returns."""
     wants_evaluation = args.eval_strategy != "no" or args.eval_on_save
     ways = {"files": bool(section.files), "dataset": section.dataset is not None, "class_path": section.class_path}
     given = [name for name, is_given in ways.items() if is_given]
@@ -46,6 +50,7 @@ def build_datasets(section: DataSection, tokenizer: TextTokenizer, args: Trainin
         made = class_paths.call(section.class_path, section.init_args, "data")
         if isinstance(made, Mapping):
             return _ready_datasets(made)
+        # In memory: the documents of a callable have no identity that a cache could use as its key.
         tokens = tokenize(made, tokenizer, _share(section))
     elif section.dataset is not None:
         tokens = _from_saved_dataset(section, section.dataset, tokenizer)
@@ -57,34 +62,35 @@ def build_datasets(section: DataSection, tokenizer: TextTokenizer, args: Trainin
 
 
 def _refuse_unused(section: DataSection, way: str) -> None:
-    """Refuse evaluation data that the chosen way to the training data does not look at."""
+    """Raise UsageError for evaluation settings that do not apply to the chosen source of training data."""
     for name, needed in (("eval_files", "files"), ("eval_split", "dataset")):
         value = getattr(section, name)
         if value and way != needed:
             raise UsageError(
-                f"data.{name}={value!r} has no effect beside data.{way}: it belongs to data.{needed}. Leave it out: "
+                f"data.{name}={value!r} has no effect with data.{way}: it belongs to data.{needed}. Remove it: "
                 "data.eval_fraction of the documents are then kept for evaluation."
             )
     if section.eval_split == "train":
         raise UsageError(
-            "data.eval_split='train' would evaluate on the training data. Name another split, or leave it out: "
-            "data.eval_fraction of the documents are then kept from training."
+            "data.eval_split='train' would evaluate on the training data. Set another split, or remove it: "
+            "data.eval_fraction of the documents are then kept for evaluation."
         )
 
 
 def _with_both_splits(
     tokens: dict[str, TokenArray], section: DataSection, wants_evaluation: bool
 ) -> dict[str, TokenArray]:
-    """The splits as they are; where so few documents leave one of them empty, those of the tokens in their order."""
+    """Return both splits; if there are too few documents to fill both, split by tokens instead."""
     train, evaluation = tokens["train"], tokens["eval"]
     lacks_train, lacks_eval = not train.num_documents, not evaluation.num_documents
     if lacks_train == lacks_eval or section.eval_fraction == 0 or (lacks_eval and not wants_evaluation):
         return tokens
     whole = evaluation if lacks_train else train
+    # The hash has put all documents into the evaluation split; without evaluations they are for training.
     if not wants_evaluation:
         return {"train": whole, "eval": train}
     logger.info(
-        "data.eval_fraction=%g of %d document(s) would leave nothing to %s on: the last %g%% of the tokens are kept for "
+        "data.eval_fraction=%g of %d document(s) would leave nothing to %s on. The last %g%% of the tokens are used for "
         "evaluation instead.",
         section.eval_fraction,
         whole.num_documents,
@@ -106,13 +112,15 @@ def _from_files(section: DataSection, tokenizer: TextTokenizer, folder: str) -> 
     files = find_files(section.files)
     if not section.eval_files:
         return tokens_of(files, _share(section))
+    # With separate evaluation files, no training document is withheld.
     eval_files, everything = find_files(section.eval_files), _share(section, 0.0)
     _warn_of_shared(files, eval_files)
     return {"train": tokens_of(files, everything)["train"], "eval": tokens_of(eval_files, everything)["train"]}
 
 
 def _identity(path: str) -> str:
-    """What changes with a file; tokens of compressed files that were kept before these were decompressed are not found."""
+    """Return a cache key for a file that changes with its content."""
+    # Earlier versions tokenised compressed files without decompressing them; the suffix invalidates such caches.
     return f"{file_identity(path)} decompressed" if is_compressed(path) else file_identity(path)
 
 
@@ -121,8 +129,8 @@ def _warn_of_shared(files: list[str], eval_files: list[str]) -> None:
     shared = [path for path in eval_files if os.path.realpath(path) in places]
     if shared:
         logger.warning(
-            "%d of %d files of data.eval_files are in data.files too (such as %s): evaluations measure text that the model "
-            "was trained on.",
+            "%d of %d files of data.eval_files are also in data.files (such as %s): evaluation uses text that the model is "
+            "trained on.",
             len(shared),
             len(eval_files),
             shared[0],
@@ -136,12 +144,13 @@ def _from_saved_dataset(section: DataSection, path: str, tokenizer: TextTokenize
     if section.eval_split is None:
         return tokens_of("train", _share(section))
     everything = _share(section, 0.0)
-    # The smaller one first: if it is not there, the other need not be tokenised to say so.
+    # The evaluation split first: if it does not exist, the error comes before the training split is tokenised.
     evaluation = tokens_of(section.eval_split, everything)
     return {"train": tokens_of("train", everything)["train"], "eval": evaluation["train"]}
 
 
 def _packed(tokens: Mapping[str, TokenArray], section: DataSection, tokenizer: TextTokenizer) -> Datasets:
+    # Padded positions have the label -100, so any valid id will do.
     padding = tokenizer.pad_token_id if tokenizer.pad_token_id is not None else tokenizer.eos_token_id or 0
 
     def packed(split: str) -> PackedTokens:
@@ -156,14 +165,12 @@ def _packed(tokens: Mapping[str, TokenArray], section: DataSection, tokenizer: T
 
 def _ready_datasets(made: Mapping[str, Any]) -> Datasets:
     if "train" not in made or set(made) - {"train", "eval"}:
-        raise ValueError(
-            f'data.class_path returned a dict of {list(made)}; it is to have "train", and may have "eval".'
-        )
+        raise ValueError(f'data.class_path returned a dict of {list(made)}; expected "train" and, optionally, "eval".')
     return Datasets(made["train"], made.get("eval"))
 
 
 def describe_data(datasets: Datasets) -> str | None:
-    """How much there is to train on; None for datasets that are not ours."""
+    """Return the size of the training data in words, or None for datasets of other classes."""
     if not isinstance(datasets.train, PackedTokens):
         return None
     parts = [f"{_sequences(datasets.train)} for training"]

@@ -1,4 +1,7 @@
-"""Whether a value fits the declared type of a field, and how to name that type to people."""
+"""Type checks of configuration values against dataclass fields, and readable names of types for messages.
+
+jsonargparse does the conversion. Called by `parser` for each value.
+"""
 
 import copy
 import types
@@ -10,20 +13,20 @@ from jsonargparse import ArgumentError, ArgumentParser
 
 
 def fitting(hint: object, value: object) -> object:
-    """The value in the type of the field; `ValueError` when it cannot be one."""
+    """Return the value converted to the field's type; raise `ValueError` if it does not fit."""
     parser = ArgumentParser(exit_on_error=False)
     parser.add_argument("--value", type=hint)
     try:
-        # A copy, because the parser changes what is inside of mappings.
+        # A copy, because jsonargparse changes nested mappings in place.
         fitted = parser.parse_object({"value": copy.deepcopy(value)})["value"]
     except ArgumentError as error:
         raise ValueError(str(error)) from None
-    # What is declared as Any is not touched: the parser would make a number of a text that looks like one.
+    # Values declared as Any stay as they are: jsonargparse would turn a string that looks like a number into a number.
     return value if has_free_values(hint) else fitted
 
 
 def has_free_values(hint: object) -> bool:
-    """Whether values of any type may be inside."""
+    """Return whether the type allows values of any type inside."""
     if hint is Any or typing.is_typeddict(hint):
         return True
     return any(has_free_values(inner) for inner in typing.get_args(hint))
@@ -38,12 +41,12 @@ def is_mapping(hint: object) -> bool:
 
 
 def options_of(hint: object) -> tuple[object, ...]:
-    """The alternatives of a union, or the type alone."""
+    """Return the members of a union, or the type itself."""
     return typing.get_args(hint) if isinstance(hint, types.UnionType) else (hint,)
 
 
 def name_of(hint: object) -> str:
-    """A type in words: int, float or None, list of str."""
+    """Return a type in words: int, float or None, list of str."""
     return " or ".join(_name_of_one(option) for option in options_of(hint))
 
 

@@ -1,4 +1,8 @@
-"""The options of `forgather train`, read from the source of the dataclasses: importing one of them would import torch."""
+"""Help page of `forgather train`, read from the source of the argument dataclasses with `ast`.
+
+Importing the dataclasses would import torch, which takes seconds. Field docstrings are the help texts, and calls of
+`self._choose(name, values)` the allowed values.
+"""
 
 import ast
 import functools
@@ -15,25 +19,25 @@ from forgather.cli.config.trainer_kinds import DEFAULT_KIND, TRAINERS
 _USAGE = """\
 usage: forgather train [CONFIG] [--trainer KIND] [--nproc N] [--KEY VALUE ...] [--print_config] [--debug]
 
-Trains a model as the YAML file CONFIG says; without it, the demo: a small model on the source of Python's standard
-library. Running it again goes on from the newest checkpoint in args.output_dir.
+Train a model from the YAML file CONFIG. Without CONFIG, train the demo: a small model on the source of Python's
+standard library. Running the command again resumes from the newest checkpoint in args.output_dir.
 
-  --KEY VALUE     overrides a key of the configuration: --args.max_steps 500, --model.config.hidden_size 256
+  --KEY VALUE     override a key of the configuration: --args.max_steps 500, --model.config.hidden_size 256
   --SECTION '{{KEY: VALUE, ...}}'
-                  replaces a section, --model '{{pretrained: DIR}}'; of args and trainer only the keys that it names
-  --KEY+ VALUE    adds to a list: --callbacks+ '{{class_path: TBLogger}}'
-  --trainer KIND  the same as --trainer.kind KIND; this version has: {trainers}
-  --print_config  prints the whole configuration as YAML, which can be saved and used as CONFIG, and ends
-  --debug         shows Python's traceback of an error
+                  replace a section, --model '{{pretrained: DIR}}'; for args and trainer, set only the given keys
+  --KEY+ VALUE    append to a list: --callbacks+ '{{class_path: TBLogger}}'
+  --trainer KIND  same as --trainer.kind KIND; available: {trainers}
+  --print_config  print the full configuration as YAML, which can be saved and used as CONFIG, and exit
+  --debug         show the traceback of an error
 
-Several processes (--trainer {several}); under torchrun, leave these out:
+Multiple processes (--trainer {several}); omit these options under torchrun:
 
   --nproc N       processes on this node
   -d 0,1          one process on each of these devices
   --nnodes M --node-rank R --rdzv-endpoint HOST:PORT
-                  M nodes: the same command on each, with its own R from 0, and an address of node 0
+                  M nodes: run the same command on each, with its own R from 0, and an address of node 0
   --max-restarts K
-                  starts all processes again up to K times after a failure; they go on from the newest checkpoint
+                  restart all processes up to K times after a failure; they resume from the newest checkpoint
 """
 _NAME_WIDTH = 38
 _STRATEGIES = ("no", "steps", "epoch")
@@ -41,7 +45,7 @@ _STRATEGIES = ("no", "steps", "epoch")
 
 @dataclass(frozen=True)
 class FieldHelp:
-    """A field as its source says it."""
+    """Help of a field as written in the source."""
 
     name: str
     type: str
@@ -51,7 +55,7 @@ class FieldHelp:
 
 
 def help_text() -> str:
-    """The whole help page."""
+    """Return the full help page."""
     classes = _classes_in("forgather.cli.config.schema")
     top = {field.name: field for field in _fields(classes["Configuration"])}
     several = " or ".join(kind for kind, found in TRAINERS.items() if found.uses_processes)
@@ -62,18 +66,19 @@ def help_text() -> str:
         if section == "trainer":
             fields = [replace(one, choices=_listed(tuple(TRAINERS))) if one.name == "kind" else one for one in fields]
         parts.append(_section(section, about, fields))
-    parts.append(_section("", "Without a section:", [top["optimizer_groups"], top["callbacks"]]))
+    parts.append(_section("", "Keys without a section:", [top["optimizer_groups"], top["callbacks"]]))
     common = _arguments_of(DEFAULT_KIND)
-    parts.append(_section("args", "The training arguments:", common))
+    parts.append(_section("args", "Training arguments:", common))
     for kind in TRAINERS:
+        # Fields compare with their defaults, so an argument with another default is listed again.
         own = [field for field in _arguments_of(kind) if field not in common]
         if own:
-            parts.append(_section("args", f"With --trainer {kind} also:", own))
+            parts.append(_section("args", f"Additional arguments of --trainer {kind}:", own))
     return "\n".join(parts)
 
 
 def kinds_with_argument(name: str) -> list[str]:
-    """The trainers that have an argument of that name, such as "ddp.bucket_cap_mb"."""
+    """Return the trainers that have an argument of this name, such as "ddp.bucket_cap_mb"."""
     return [kind for kind in TRAINERS if any(field.name == name for field in _arguments_of(kind))]
 
 
@@ -89,7 +94,7 @@ def _section(name: str, about: str, fields: list[FieldHelp]) -> str:
 
 
 def _beside(name: str, text: str) -> list[str]:
-    """The text in a column of its own, below the name where that is too long."""
+    """Return the text in a column beside the name, or below the name if it is too long."""
     width = max(min(shutil.get_terminal_size().columns, 120) - _NAME_WIDTH, 30)
     lines = [" " * _NAME_WIDTH + line for line in textwrap.wrap(text, width)]
     if len(name) < _NAME_WIDTH - 1:
@@ -99,7 +104,7 @@ def _beside(name: str, text: str) -> list[str]:
 
 
 def _arguments_of(kind: str) -> list[FieldHelp]:
-    """The fields of a trainer's arguments, those of the classes that they extend first."""
+    """Return the fields of a trainer's arguments, base classes first."""
     found = TRAINERS[kind]
     choices = choices_of(found.arguments_module, found.arguments_name)
     fields = _all_fields(found.arguments_module, found.arguments_name)
@@ -107,7 +112,7 @@ def _arguments_of(kind: str) -> list[FieldHelp]:
 
 
 def _all_fields(module: str, class_name: str) -> Iterator[FieldHelp]:
-    """The fields of a class and of its bases; those of a dataclass in a field with the name of that field before them."""
+    """Yield the fields of a class and of its bases; fields of nested dataclasses get dotted names."""
     place = _find_class(module, class_name)
     if place is None:
         return
@@ -123,7 +128,7 @@ def _all_fields(module: str, class_name: str) -> Iterator[FieldHelp]:
 
 
 def choices_of(module: str, class_name: str) -> dict[str, tuple[object, ...]]:
-    """The values that fields of a class may have, as its checks (`self._choose(name, values)`) say."""
+    """Return the allowed values of fields, from the checks of a class (`self._choose(name, values)`)."""
     place = _find_class(module, class_name)
     if place is None:
         return {}
@@ -133,6 +138,7 @@ def choices_of(module: str, class_name: str) -> dict[str, tuple[object, ...]]:
         if isinstance(base, ast.Name):
             choices |= choices_of(home, base.id)
     for node in ast.walk(cls):
+        # The strategies are checked in a loop over field names: `for name in (...): self._check_strategy(name)`.
         if isinstance(node, ast.For) and isinstance(node.iter, ast.Tuple) and _calls(node.body[0], "_check_strategy"):
             choices |= {str(name): _STRATEGIES for name in ast.literal_eval(node.iter)}
         elif isinstance(node, ast.Call) and _calls(node, "_choose") and isinstance(node.args[0], ast.Constant):
@@ -146,7 +152,7 @@ def _calls(node: ast.AST, method: str) -> bool:
 
 
 def _values(node: ast.expr, module: str) -> tuple[object, ...]:
-    """The values of a list in the source: constants, and lists that have a name in a module of ours."""
+    """Return the constants of a list in the source, including lists that the module names or imports."""
     if isinstance(node, ast.Name):
         return _values_of_name(node.id, module)
     if not isinstance(node, (ast.List, ast.Tuple)):
@@ -172,13 +178,13 @@ def _values_of_name(name: str, module: str) -> tuple[object, ...]:
 
 
 def _listed(values: Sequence[object]) -> str:
-    """Values in words: a, b or c; that nothing may be given shows in the type."""
+    """Return values in words: a, b or c; None is omitted, since the type shows it."""
     names = [str(value) for value in values if value is not None]
     return f"{', '.join(names[:-1])} or {names[-1]}" if len(names) > 1 else "".join(names)
 
 
 def _find_class(module: str, name: str) -> tuple[str, ast.ClassDef] | None:
-    """A class of ours and the module that defines it, which may be one that `module` imports it from."""
+    """Return a Forgather class and the module that defines it, following the imports of `module`."""
     tree = _tree_of(module)
     for node in tree.body:
         if isinstance(node, ast.ClassDef) and node.name == name:
@@ -193,13 +199,15 @@ def _classes_in(module: str) -> dict[str, ast.ClassDef]:
     return {node.name: node for node in _tree_of(module).body if isinstance(node, ast.ClassDef)}
 
 
+# Several trainers share most of their argument classes.
 @functools.cache
 def _tree_of(module: str) -> ast.Module:
     return ast.parse(_source_path(module).read_text(encoding="utf-8"))
 
 
 def _source_path(module: str) -> Path:
-    """The file of a module of ours; `importlib.util.find_spec` would import the packages around it, and torch with them."""
+    """Return the source file of a Forgather module."""
+    # `importlib.util.find_spec` would import the parent packages, and torch with them.
     _, *names = module.split(".")
     path = Path(forgather.__file__).parent.joinpath(*names)
     return path / "__init__.py" if path.is_dir() else path.with_suffix(".py")

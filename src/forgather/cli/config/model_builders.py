@@ -1,4 +1,8 @@
-"""The model of a run: new from a Hugging Face configuration, pretrained, or made by a callable."""
+"""Builder of the model of a run: new from a Hugging Face configuration, pretrained, or returned by a callable.
+
+Checks the `model` section before training starts; the trainer calls the returned function when it needs the model.
+Nothing is downloaded.
+"""
 
 import logging
 from collections.abc import Callable, Mapping
@@ -19,11 +23,11 @@ logger = logging.getLogger(__name__)
 
 _NUM_NAMES_SHOWN = 5
 _NO_FIELDS = ("attn_implementation", "dtype")
-"""What configurations take, although they do not list it."""
+"""Values that transformers configurations accept, although `to_dict` does not list them."""
 
 
 def model_builder(section: ModelSection, tokenizer: TextTokenizer | None) -> Callable[[], nn.Module]:
-    """A function that builds the model; what is wrong with the section shows now, not when it is called."""
+    """Return a function that builds the model; mistakes in the section raise UsageError here, not when it is called."""
     ways = ("model_type", "config_class", "pretrained", "class_path")
     given = [name for name in ways if getattr(section, name) is not None]
     if len(given) != 1:
@@ -43,7 +47,7 @@ def model_builder(section: ModelSection, tokenizer: TextTokenizer | None) -> Cal
 
 
 def _refuse_unused(section: ModelSection, way: str) -> None:
-    """Refuse values that the chosen way to a model does not use."""
+    """Raise UsageError for values that the chosen way to build a model does not use."""
     users = {
         "config": ("model_type", "config_class", "pretrained"),
         "init_args": ("class_path", "pretrained"),
@@ -52,13 +56,13 @@ def _refuse_unused(section: ModelSection, way: str) -> None:
         value = getattr(section, name)
         if value and way not in ways:
             raise UsageError(
-                f"model.{name}={value!r} has no effect beside model.{way}: it belongs to "
-                f"{' or '.join(f'model.{one}' for one in ways)}. Leave it out, or choose one of these."
+                f"model.{name}={value!r} has no effect with model.{way}: it belongs to "
+                f"{' or '.join(f'model.{one}' for one in ways)}. Remove it, or use one of these."
             )
 
 
 def _pretrained_builder(section: ModelSection, auto_class: Any, path: str) -> Callable[[], nn.Module]:
-    """Loads a model with the values of `model.config` in place of those that were stored with it."""
+    """Return a function that loads a model, with values of `model.config` overriding the stored ones."""
     options = dict(section.init_args)
     if section.config:
         if "config" in options:
@@ -66,8 +70,9 @@ def _pretrained_builder(section: ModelSection, auto_class: Any, path: str) -> Ca
         options["config"] = _changed_config(section.config, path)
     if not callable(getattr(auto_class, "from_pretrained", None)):
         raise UsageError(
-            f"model.auto_class={section.auto_class!r} has no from_pretrained, which loads model.pretrained."
+            f"model.auto_class={section.auto_class!r} has no from_pretrained, which model.pretrained needs."
         )
+    # Only classes of transformers support output_loading_info.
     can_report = str(getattr(auto_class, "__module__", "")).startswith("transformers.")
 
     def build() -> nn.Module:
@@ -80,8 +85,8 @@ def _pretrained_builder(section: ModelSection, auto_class: Any, path: str) -> Ca
             if not section.config:
                 raise
             raise ValueError(
-                f"model.pretrained={section.pretrained!r} cannot be loaded with model.config={section.config!r}, which takes "
-                f"the place of values that were stored with the weights. Leave out what changes their shapes. {error}"
+                f"model.pretrained={section.pretrained!r} cannot be loaded with model.config={section.config!r}, which "
+                f"overrides values stored with the weights. Remove values that change shapes. {error}"
             ) from error
         _check_loaded(info, section)
         return cast(nn.Module, model)
@@ -100,17 +105,16 @@ def _changed_config(values: Mapping[str, object], path: str) -> "PretrainedConfi
 
 
 def _check_loaded(info: Mapping[str, Any], section: ModelSection) -> None:
-    """Say which weights are not those of the files: the program silences the library's own report of it."""
+    """Report weights that were missing or unused: the program silences transformers' own report."""
     missing, unused = sorted(info.get("missing_keys", ())), sorted(info.get("unexpected_keys", ()))
     if section.config and (missing or unused):
         raise ValueError(
-            f"model.config={section.config!r} does not fit the weights in {section.pretrained!r}: the model has "
-            f"{_some(missing)} that the files have not, and the files have {_some(unused)} that the model has not. Leave "
-            "out what changes the layers."
+            f"model.config={section.config!r} does not fit the weights in {section.pretrained!r}. Missing in the files: "
+            f"{_some(missing)}. Not used by the model: {_some(unused)}. Remove values that change the layers."
         )
     if missing:
         logger.warning(
-            "%s has no weights for %s of the model: these begin at random.", section.pretrained, _some(missing)
+            "%s has no weights for %s of the model: these start at random values.", section.pretrained, _some(missing)
         )
     if unused:
         logger.warning("%s has weights that the model does not use: %s.", section.pretrained, _some(unused))
@@ -123,11 +127,14 @@ def _some(names: list[str]) -> str:
 
 
 def _model_config(section: ModelSection, tokenizer: TextTokenizer | None) -> "PretrainedConfig":
-    """The Hugging Face configuration; a value that it does not know, and would only carry along, is refused."""
+    """Return the Hugging Face configuration; raise UsageError for unknown values, which transformers would ignore."""
     cls = _config_class(section)
+    # `to_dict` of a default instance lists all fields, inherited ones included.
     _check_names(cls.__name__, cls().to_dict(), section.config)
+    # `finalize` passes no tokenizer, but only for models with a class_path.
     assert tokenizer is not None
     values: dict[str, Any] = {"vocab_size": len(tokenizer)}
+    # The defaults of a model class belong to another vocabulary.
     for name in ("bos_token_id", "eos_token_id", "pad_token_id"):
         values[name] = getattr(tokenizer, name, None)
     return cls(**(values | section.config))

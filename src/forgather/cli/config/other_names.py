@@ -1,4 +1,7 @@
-"""Names by which other programs know settings, and the keys that they have here."""
+"""Option names of other training programs, and the configuration keys that replace them.
+
+Used by `parser` for suggestions when a key is unknown.
+"""
 
 import re
 
@@ -49,30 +52,31 @@ _SENTENCES = {
     "bf16": "Set <args.mixed_precision> to bf16.",
     "fp16": "Set <args.mixed_precision> to fp16.",
     "tf32": "Set <args.float32_matmul_precision> to high.",
-    "warmup_ratio": "Give a number of steps: <args.warmup_steps>.",
-    "data_seed": "<args.seed> chooses the order of the data too, and <data.seed> the documents for evaluation.",
+    "warmup_ratio": "Set a number of steps: <args.warmup_steps>.",
+    "data_seed": "<args.seed> also sets the order of the data, and <data.seed> selects the documents for evaluation.",
     "save_only_model": "Set <args.checkpoint_components> to [model].",
-    "optim": "Name a class in <optimizer.class_path>, such as torch.optim.SGD, and its keywords in <optimizer.init_args>.",
-    "optim_args": "Give them as <optimizer.init_args>, beside <optimizer.class_path>.",
+    "optim": "Set <optimizer.class_path>, such as torch.optim.SGD, and its keyword arguments in <optimizer.init_args>.",
+    "optim_args": "Set <optimizer.init_args> together with <optimizer.class_path>.",
     "report_to": "Add a logger to <callbacks>, such as {class_path: TBLogger}.",
     "disable_tqdm": "Set <trainer.default_callbacks> to false.",
-    "do_train": "The command trains without being told to.",
+    "do_train": "The command always trains.",
     "do_eval": "Set <args.eval_strategy> to steps or epoch.",
-    "overwrite_cache": "Tokens are made again when a file, the tokenizer or the split changes.",
-    "streaming": "Tokens of files are memory-mapped already; <data.class_path> takes datasets of your own.",
-    "gradient_checkpointing_kwargs": "Only <args.gradient_checkpointing> is a setting; more can be done from Python.",
-    "config": "The configuration file is given without an option: forgather train CONFIG.",
-    "config_file": "The configuration file is given without an option: forgather train CONFIG.",
-    "push_to_hub": "Nothing is uploaded here: forgather finalize writes a directory that can be.",
+    "overwrite_cache": "Files are tokenised again when a file, the tokenizer or the split changes.",
+    "streaming": "Tokens of files are already memory-mapped; <data.class_path> accepts your own datasets.",
+    "gradient_checkpointing_kwargs": "Only <args.gradient_checkpointing> can be set here; use Python for more.",
+    "config": "Pass the configuration file without an option: forgather train CONFIG.",
+    "config_file": "Pass the configuration file without an option: forgather train CONFIG.",
+    "push_to_hub": "Nothing is uploaded; forgather finalize writes a directory that you can upload.",
 }
-"""Where one key in place of the other would not do; <key> is one of ours."""
+"""Hints for names that no single key replaces; <key> is a key of Forgather."""
 
 
 def other_name_hint(name: str, prefix: str = "") -> str:
-    """A sentence about the key that another program's name stands for, to put behind a message; empty for unknown names.
+    """Return a sentence that names the key for an option of another program, or an empty string.
 
-    `prefix` is "--" where the name is an option of the command line.
+    It is appended to a message. `prefix` is "--" for options of the command line.
     """
+    # The section of an unknown key may be a guess of the user, so it is ignored.
     plain = re.sub(r"^(args|model|data|trainer)\.", "", name).replace("-", "_").lower()
     if plain in _SENTENCES:
         return " " + re.sub(r"<([\w.]+)>", rf"{prefix}\1", _SENTENCES[plain])

@@ -1,4 +1,8 @@
-"""From a YAML file and the command line to a configuration: known keys, fitting types, and where each value came from."""
+"""Parsing of configurations: YAML file and command-line options become a typed `Configuration`.
+
+Unknown keys and wrong types raise `UsageError` with their file and line. Later settings override earlier ones. Called
+by `commands/train.py` and `work/finalize.py`.
+"""
 
 import dataclasses
 import typing
@@ -20,12 +24,12 @@ from forgather.ml.trainer.arguments.training_arguments import TrainingArguments
 
 _ON_COMMAND_LINE = "on the command line"
 _LISTS_OF_SETTINGS = ("args", "trainer")
-"""Sections of which most keys keep their values when others are set."""
+"""Sections that keep their other keys when an option sets some of them."""
 
 
 @dataclass(frozen=True)
 class Setting:
-    """A value for a key such as "args.max_steps", and where it was given."""
+    """Value of a key such as "args.max_steps", and where it was set."""
 
     key: str
     value: object
@@ -34,14 +38,14 @@ class Setting:
 
 @dataclass(frozen=True)
 class Option:
-    """A word of the command line: --key value; `text` is None when no value followed."""
+    """Option of the command line: --key value; `text` is None if no value followed."""
 
     key: str
     text: str | None
 
 
 class ConfigurationParser:
-    """Collects settings, the later ones over the earlier, and makes the configuration of them."""
+    """Parser that collects settings, later ones overriding earlier ones, and builds the configuration."""
 
     def __init__(self, trainer_kind: str = DEFAULT_KIND) -> None:
         self._trainer_kind = trainer_kind
@@ -50,7 +54,7 @@ class ConfigurationParser:
         self._settings: dict[str, Setting] = {}
 
     def read_file(self, path: str, name: str | None = None) -> None:
-        """Take the settings of a YAML file; `name` is what messages call it."""
+        """Read the settings of a YAML file; `name` is its name in messages."""
         name = name or path
         try:
             text = Path(path).read_text(encoding="utf-8")
@@ -60,7 +64,7 @@ class ConfigurationParser:
             self._take(entry, entry.key, name)
 
     def _take(self, entry: yaml_reader.Entry, key: str, name: str) -> None:
-        """Take an entry of a file, or what is inside it where it is a section."""
+        """Set the value of an entry; for a section, set its entries one by one."""
         origin = name if name == _ON_COMMAND_LINE else f"{name}, line {entry.line}"
         if key not in self._sections:
             self._set(Setting(key, self._value_in_file(entry, key), origin))
@@ -71,14 +75,15 @@ class ConfigurationParser:
             self._refuse(Setting(key, entry.value, origin), "a mapping of its keys")
 
     def _value_in_file(self, entry: yaml_reader.Entry, key: str) -> object:
-        """The value; of a field for text that which is written, since YAML reads a plain `no` or `on` as a truth value."""
+        """Return the value of an entry, or its source text if the field is a string and the value is a boolean."""
         value = entry.value
         hint = self._hints.get(key)
+        # YAML 1.1 reads a plain `no` or `on` as a boolean, but `eval_strategy: no` means the string.
         is_text = isinstance(value, bool) and hint is not None and not _fits(hint, value) and _fits(hint, entry.text)
         return entry.text if is_text else value
 
     def override(self, option: Option) -> None:
-        """Take an option of the command line: the value of a key, of something inside it, or one more for a list (+)."""
+        """Apply an option of the command line: a key, a key inside a mapping, or one more list element (+)."""
         if option.key.endswith("+"):
             return self._append(option)
         if option.key in self._sections:
@@ -94,27 +99,29 @@ class ConfigurationParser:
         return self._set(Setting(field, value, _ON_COMMAND_LINE))
 
     def _override_section(self, option: Option) -> None:
-        """Take a mapping for a whole section: `--model '{pretrained: DIR}'`.
+        """Apply a mapping for a full section: `--model '{pretrained: DIR}'`.
 
-        It replaces a section that describes one thing, such as a model; in lists of settings it sets those that it names.
+        It replaces sections that describe one object, such as the model. In `args` and `trainer` it sets only the given
+        keys.
         """
         entry = yaml_reader.read_value(self._text_of(option), option.key, _ON_COMMAND_LINE)
         if not entry.is_mapping:
             self._refuse(
                 Setting(option.key, entry.value, _ON_COMMAND_LINE), f"a mapping of its keys, {_example(option)}"
             )
+        # A new model or dataset must not inherit keys of the section that it replaces.
         if option.key.partition(".")[0] not in _LISTS_OF_SETTINGS:
             self._settings = {key: one for key, one in self._settings.items() if not key.startswith(f"{option.key}.")}
         self._take(entry, option.key, _ON_COMMAND_LINE)
 
     def configuration(self) -> Configuration:
-        """What all settings and defaults together say."""
+        """Return the configuration from all settings and defaults."""
         sections = {name: self._section(name) for name in self._sections if "." not in name}
         plain: dict[str, Any] = {key: setting.value for key, setting in self._settings.items() if key in PLAIN_KEYS}
         return Configuration(**sections, **plain)
 
     def _section(self, name: str) -> Any:
-        """A section of the values that were given for it; sections inside it that nobody mentioned keep their default."""
+        """Build a section from its settings; nested sections without settings keep their defaults."""
         inside = f"{name}."
         values = {_last(key): one.value for key, one in self._settings.items() if key.rpartition(".")[0] == name}
         for inner in self._sections:
@@ -123,8 +130,8 @@ class ConfigurationParser:
         try:
             return self._sections[name](**values)
         except ValueError as error:
-            # Checks of a section begin their messages with the field that they are about; those of an inner section
-            # may say its name before it.
+            # Messages of section checks begin with the field name. Messages of a nested section may have the section
+            # name before it.
             message = str(error).removeprefix(f"{_last(name)}.")
             setting = self._settings.get(f"{name}.{message.partition('=')[0]}")
             raise UsageError(f"{f'{setting.origin}: ' if setting else ''}{name}.{message}") from None
@@ -144,25 +151,27 @@ class ConfigurationParser:
         key = option.key.removesuffix("+")
         if key not in self._hints or not is_list(self._hints[key]):
             lists = [f"--{known}+" for known, hint in self._hints.items() if is_list(hint)]
-            raise UsageError(f"--{option.key}: only lists can be added to: {', '.join(lists)}.")
+            raise UsageError(f"--{option.key}: + appends to lists only: {', '.join(lists)}.")
         value = yaml_reader.load_value(self._text_of(option))
         present = self._present(key)
         values = [*present, value] if isinstance(present, (list, tuple)) else [value]
         self._set(Setting(key, values, _ON_COMMAND_LINE))
 
     def _value_of(self, option: Option) -> object:
-        """The text as YAML, if that fits the field, else as it is: `--args.output_dir 2024` is a text."""
+        """Return the text parsed as YAML if that fits the field, else the text: `--args.output_dir 2024` is a string."""
         hint = self._hints[option.key]
+        # A flag without a value: `--args.use_cpu`.
         if option.text is None and bool in options_of(hint):
             return True
         text = self._text_of(option)
         value = yaml_reader.load_value(text)
+        # A single value for a list field is a list with one element: `--data.files notes.txt`.
         candidates = [value, text, [value], [text]] if is_list(hint) else [value, text]
         return next((one for one in candidates if _fits(hint, one)), value)
 
     def _text_of(self, option: Option) -> str:
         if option.text is None:
-            raise UsageError(f"--{option.key} needs a value behind it.")
+            raise UsageError(f"--{option.key} needs a value.")
         return option.text
 
     def _present(self, key: str) -> object:
@@ -170,7 +179,7 @@ class ConfigurationParser:
         return None if setting is None else setting.value
 
     def _field_of(self, key: str) -> str | None:
-        """The field that a key names, or that it lies inside of."""
+        """Return the field that a key names, or the mapping field that contains it."""
         inside = [name for name, hint in self._hints.items() if key.startswith(f"{name}.") and is_mapping(hint)]
         return key if key in self._hints else next(iter(inside), None)
 
@@ -181,11 +190,12 @@ class ConfigurationParser:
         if section in self._sections and name:
             own = [one for one in self._hints if one.startswith(f"{section}.")]
             nearest = _nearest_key(prefix + key, [prefix + one for one in own]) or nearest
+        # The most specific hint wins: argument of another trainer, name from another program, similar spelling.
         hint = self._trainer_hint(key) or other_name_hint(key, prefix) or suggest(nearest)
         return UsageError(f"{origin}: there is no key {prefix + key!r}.{hint} forgather train --help lists all keys.")
 
     def _trainer_hint(self, key: str) -> str:
-        """Which trainers know an argument that this one does not."""
+        """Return a sentence that names the trainers with this argument, if the chosen trainer does not have it."""
         section, _, name = key.partition(".")
         kinds = kinds_with_argument(name) if section == "args" else []
         if not kinds or self._trainer_kind in kinds:
@@ -200,7 +210,7 @@ class ConfigurationParser:
 
 
 def _nearest_key(key: str, known: Sequence[str]) -> str | None:
-    """The known key that was probably meant: one with the same last part comes before one with a similar spelling.
+    """Return the key that was probably meant: a key with the same last part, else a key with a similar spelling.
 
     A key in the wrong section, or without a section, has the right last part.
     """
@@ -211,14 +221,14 @@ def _nearest_key(key: str, known: Sequence[str]) -> str | None:
 
 
 def to_dict(configuration: Configuration) -> dict[str, Any]:
-    """The configuration as plain data, in the order of its sections."""
+    """Return the configuration as plain data, in the order of its sections."""
     return {name: _plain(value) for name, value in dataclasses.asdict(configuration).items()}
 
 
 def trainer_kind(path: str, options: Sequence[Option]) -> str:
-    """The trainer that a file and options choose: asked for first, because the keys of `args` depend on it.
+    """Return the trainer kind that file and options choose, before the full parse: the keys of `args` depend on it.
 
-    A file that cannot be used as it is is left to the parser to complain of.
+    An unusable file is ignored here; the parser reports it later.
     """
     kinds: list[object] = [option.text for option in options if option.key == "trainer.kind"]
     kinds += [_kind_in(yaml_reader.load_value(option.text or "")) for option in options if option.key == "trainer"]
@@ -238,7 +248,7 @@ def _kind_in(section: object) -> object:
 
 
 def split_options(words: Sequence[str]) -> tuple[list[str], list[Option]]:
-    """Words without dashes that stand alone, and `--key value` or `--key=value` pairs."""
+    """Split the command line into positional words and `--key value` or `--key=value` options."""
     alone: list[str] = []
     options: list[Option] = []
     rest = list(words)
@@ -250,6 +260,7 @@ def split_options(words: Sequence[str]) -> tuple[list[str], list[Option]]:
         key, equals, text = word[2:].partition("=")
         if equals:
             options.append(Option(key, text))
+        # A single dash may begin a value, such as a negative number.
         elif rest and not rest[0].startswith("--"):
             options.append(Option(key, rest.pop(0)))
         else:
@@ -258,7 +269,7 @@ def split_options(words: Sequence[str]) -> tuple[list[str], list[Option]]:
 
 
 def _with_inner_sections(sections: Mapping[str, type]) -> dict[str, type]:
-    """The sections, and those of their fields that are dataclasses, such as "args.ddp"."""
+    """Return the sections and their nested dataclass fields, such as "args.ddp"."""
     found: dict[str, type] = {}
     for name, cls in sections.items():
         found[name] = cls
@@ -272,13 +283,14 @@ def _with_inner_sections(sections: Mapping[str, type]) -> dict[str, type]:
 
 
 def _hints_of(sections: Mapping[str, type]) -> dict[str, object]:
-    """The types of all fields that are not sections themselves."""
+    """Return the types of all fields that are not sections."""
     hints: dict[str, object] = {}
     for section, cls in sections.items():
         types_of_fields = typing.get_type_hints(cls)
         for field in dataclasses.fields(cls):
             if f"{section}.{field.name}" not in sections:
                 hints[f"{section}.{field.name}"] = types_of_fields[field.name]
+    # The schema imports TrainingArguments for type checkers only, so the name must be supplied here.
     types_of_top = typing.get_type_hints(Configuration, localns={"TrainingArguments": TrainingArguments})
     return hints | {key: types_of_top[key] for key in PLAIN_KEYS}
 
@@ -306,7 +318,7 @@ def _fits(hint: object, value: object) -> bool:
 
 
 def _put(target: dict[str, Any], path: Iterable[str], value: object) -> None:
-    """Set a value inside nested mappings, without changing those that others hold."""
+    """Set a value inside nested mappings, copying the mappings on the way."""
     first, *rest = path
     if rest:
         inner = target.get(first)

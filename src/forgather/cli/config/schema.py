@@ -1,4 +1,8 @@
-"""What a run is made of: the sections of a configuration file, as plain dataclasses."""
+"""Configuration schema: the sections of a configuration file as plain dataclasses.
+
+Docstrings of classes and fields are the help texts of `forgather train --help`. Imports no torch, so that the help page
+appears quickly; `parser` fills the dataclasses.
+"""
 
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, NotRequired, TypedDict
@@ -8,7 +12,7 @@ if TYPE_CHECKING:
 
 
 class Factory(TypedDict):
-    """A callable and the keywords to call it with."""
+    """Callable and the keyword arguments to call it with."""
 
     class_path: str
     init_args: NotRequired[dict[str, Any]]
@@ -16,109 +20,114 @@ class Factory(TypedDict):
 
 @dataclass(kw_only=True)
 class ModelSection:
-    """The model: new from a Hugging Face configuration, pretrained, or made by a callable."""
+    """The model: new from a Hugging Face configuration, pretrained, or returned by a callable."""
 
+    # Exactly one of model_type, config_class, pretrained and class_path must be set; `model_builders` checks it.
     model_type: str | None = None
-    """A Hugging Face model type, such as "llama", to build from scratch."""
+    """Hugging Face model type to build from scratch, such as "llama"."""
     config_class: str | None = None
-    """The same by a configuration class, such as "transformers.LlamaConfig"."""
+    """The same by configuration class, such as "transformers.LlamaConfig"."""
     config: dict[str, Any] = field(default_factory=dict)
-    """Values of that configuration, or of the one stored with a pretrained model; of a new one, vocab_size and the
-    ids of special tokens follow the tokenizer unless given."""
+    """Values of the configuration, or overrides of the one stored with a pretrained model. For a new model, vocab_size
+    and the ids of special tokens come from the tokenizer unless set here."""
     auto_class: str = "AutoModelForCausalLM"
-    """The class of transformers that builds or loads the model."""
+    """Class of transformers that builds or loads the model."""
     pretrained: str | None = None
-    """A local directory with a pretrained model."""
+    """Local directory of a pretrained model."""
     class_path: str | None = None
-    """A callable that returns the model."""
+    """Callable that returns the model."""
     init_args: dict[str, Any] = field(default_factory=dict)
-    """Keywords of that callable, or of from_pretrained."""
+    """Keyword arguments of the callable, or of from_pretrained."""
 
 
 @dataclass(kw_only=True)
 class TokenizerSection:
-    """The tokenizer: one token per byte, unless a directory or a callable is given."""
+    """The tokenizer: one token per byte, unless a directory or a callable is set."""
 
     path: str | None = None
-    """A local directory with a Hugging Face tokenizer."""
+    """Local directory of a Hugging Face tokenizer."""
     class_path: str | None = None
-    """A callable that returns the tokenizer."""
+    """Callable that returns the tokenizer."""
     init_args: dict[str, Any] = field(default_factory=dict)
 
 
 @dataclass(kw_only=True)
 class DataSection:
-    """The data: files, a dataset on disk, or what a callable returns."""
+    """The data: files, a dataset on disk, or the result of a callable."""
 
+    # Exactly one of files, dataset and class_path must be set; `data_builders` checks it.
     files: list[str] = field(default_factory=list)
-    """Paths and globs of text files (each a document), JSON lines (.jsonl) or parquet files (each row a document); text and
-    JSON lines also as .gz, .bz2, .xz or .zst."""
+    """Paths and globs of text files (one document each), JSON lines (.jsonl) or parquet files (one document per row).
+    Text and JSON lines may be compressed: .gz, .bz2, .xz or .zst."""
     eval_files: list[str] = field(default_factory=list)
-    """The same for evaluation; without them eval_fraction of the documents are kept from training."""
+    """The same for evaluation; without them, eval_fraction of the documents are kept for evaluation."""
     dataset: str | None = None
-    """The directory of a Hugging Face dataset, as save_to_disk wrote it."""
+    """Directory of a Hugging Face dataset, written by save_to_disk."""
     eval_split: str | None = None
-    """Its split for evaluation, such as "validation"; without it eval_fraction of the documents."""
+    """Split of the dataset for evaluation, such as "validation"; without it, eval_fraction of the documents."""
     class_path: str | None = None
-    """A callable that returns documents (texts), or a dict of datasets "train" and "eval", used as they are."""
+    """Callable that returns documents (strings), or a dict with the datasets "train" and "eval", which are used
+    unchanged."""
     init_args: dict[str, Any] = field(default_factory=dict)
     text_field: str = "text"
-    """The field of JSON lines, parquet files and datasets that holds the text."""
+    """Field with the text in JSON lines, parquet files and datasets."""
     sequence_length: int = 512
-    """Tokens of a training sequence."""
+    """Number of tokens per training sequence."""
     eval_fraction: float = 0.05
-    """The share of documents that is kept from training."""
+    """Fraction of the documents that is kept for evaluation."""
     seed: int = 0
-    """Chooses these documents."""
+    """Seed for the choice of these documents."""
     cache_dir: str | None = None
-    """Where the tokens of files are kept; None is the folder "tokens" of the output directory."""
+    """Directory for the tokens of files; None is the folder "tokens" in the output directory."""
 
 
 @dataclass(kw_only=True)
 class FactorySection:
-    """A callable in place of the default."""
+    """Callable that replaces the default."""
 
     class_path: str | None = None
-    """A class or function, such as "torch.optim.SGD"."""
+    """Class or function, such as "torch.optim.SGD"."""
     init_args: dict[str, Any] = field(default_factory=dict)
 
 
 @dataclass(kw_only=True)
 class TrainerSection:
-    """How training is spread over devices."""
+    """Distribution of training over devices."""
 
     kind: str = "single"
-    """The strategy; --trainer KIND says the same."""
+    """Strategy of the trainer; same as --trainer KIND."""
     schedule: str | None = None
-    """Of a pipeline: gpipe (the default), 1f1b, interleaved1f1b, loopedbfs, interleavedzerobubble, zbv or dualpipev."""
+    """Pipeline schedule: gpipe (the default), 1f1b, interleaved1f1b, loopedbfs, interleavedzerobubble, zbv or
+    dualpipev."""
     splitter: FactorySection = field(default_factory=FactorySection)
-    """Of a pipeline: called with init_args, makes what divides the model into stages; for most models none is needed."""
+    """Callable that returns the model splitter of a pipeline, called with init_args; most models need none."""
     init_args: dict[str, Any] = field(default_factory=dict)
-    """Further keywords of the trainer's constructor."""
+    """Additional keyword arguments of the trainer's constructor."""
     default_callbacks: bool = True
-    """Progress, run summary, speed and JSON log, beside the callbacks of the configuration."""
+    """Adds progress, run summary, speed and JSON log to the configured callbacks."""
 
 
 @dataclass(kw_only=True)
 class Configuration:
-    """A whole run."""
+    """Configuration of a run."""
 
     model: ModelSection = field(default_factory=ModelSection)
     tokenizer: TokenizerSection = field(default_factory=TokenizerSection)
     data: DataSection = field(default_factory=DataSection)
     trainer: TrainerSection = field(default_factory=TrainerSection)
+    # No default: the parser always builds it, with the class of the chosen trainer.
     args: "TrainingArguments"
     optimizer: FactorySection = field(default_factory=FactorySection)
-    """Called with the parameters; without one AdamW, with the learning rate and so on of args."""
+    """Called with the parameters; default: AdamW with the learning rate and other values of args."""
     optimizer_groups: dict[str, Any] | None = None
-    """Groups of parameters by name: {group: {regex, config, factory}}; factory is a class_path and init_args."""
+    """Parameter groups by name: {group: {regex, config, factory}}; factory has class_path and init_args."""
     lr_scheduler: FactorySection = field(default_factory=FactorySection)
-    """Called with the optimizer; without one the schedule that args.lr_scheduler_type names."""
+    """Called with the optimizer; default: the schedule in args.lr_scheduler_type."""
     loss: FactorySection = field(default_factory=FactorySection)
-    """A function of logits and labels, a class of such, or one that is fused with the head of the model, such as
-    forgather.ml.loss.LinearCrossEntropyLoss; without one the loss of the next token."""
+    """Function of logits and labels, a class of such functions, or a loss fused with the output layer, such as
+    forgather.ml.loss.LinearCrossEntropyLoss; default: next-token cross-entropy."""
     callbacks: list[Factory] = field(default_factory=list)
-    """Each a class_path and init_args; a name without dots is one of forgather.ml.trainer.callbacks."""
+    """Each with class_path and init_args; names without dots are in forgather.ml.trainer.callbacks."""
 
 
 SECTIONS: dict[str, type] = {
@@ -130,7 +139,7 @@ SECTIONS: dict[str, type] = {
     "lr_scheduler": FactorySection,
     "loss": FactorySection,
 }
-"""The sections with fields of their own, beside `args`, whose class needs torch."""
+"""Sections with fields. `args` is missing, because its class imports torch."""
 
 PLAIN_KEYS = ("optimizer_groups", "callbacks")
-"""Keys at the top that have no fields."""
+"""Top-level keys without fields."""

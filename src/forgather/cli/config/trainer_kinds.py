@@ -1,4 +1,7 @@
-"""The trainers by the names that `--trainer` knows; each is imported when it is asked for."""
+"""Registry of trainers by the names of `--trainer`; a trainer is imported when it is used.
+
+Imports no torch, so that help pages appear quickly. Used by the command line, the parser and the help page.
+"""
 
 from dataclasses import dataclass
 from importlib import import_module
@@ -15,7 +18,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class TrainerKind:
-    """Where a trainer is, where the class of its arguments is, and whether it uses more than one process."""
+    """Modules and class names of a trainer and its arguments, and its capabilities."""
 
     module: str
     class_name: str
@@ -23,12 +26,13 @@ class TrainerKind:
     arguments_name: str
     uses_processes: bool = True
     own_keywords: tuple[str, ...] = ()
-    """Keywords of its constructor that `make_own_keywords` makes."""
+    """Constructor arguments that `make_own_keywords` creates."""
     has_stages: bool = False
-    """Whether it divides the model, by a schedule and a splitter."""
+    """Whether it splits the model into pipeline stages, with a schedule and a splitter."""
 
 
 _TRAINER_PACKAGE = "forgather.ml.trainer"
+# Names of modules and classes: importing the classes would import torch.
 TRAINERS = {
     "single": TrainerKind(
         f"{_TRAINER_PACKAGE}.trainer", "Trainer", f"{_TRAINER_PACKAGE}.arguments", "TrainingArguments", False
@@ -62,11 +66,12 @@ TRAINERS = {
     ),
 }
 DEFAULT_KIND = "single"
+# These names get a better message than "there is no such trainer".
 _PLANNED_TRAINERS = ("fsdp2",)
 
 
 def find_kind(kind: str) -> TrainerKind:
-    """The trainer of that name."""
+    """Return the trainer with this name; raise UsageError for an unknown name."""
     if kind in TRAINERS:
         return TRAINERS[kind]
     available = f"this version has: {', '.join(TRAINERS)}"
@@ -77,7 +82,7 @@ def find_kind(kind: str) -> TrainerKind:
 
 
 def load_trainer(kind: str) -> "type[Trainer[Any]]":
-    """The class of a trainer."""
+    """Import and return the class of a trainer."""
     found = find_kind(kind)
     _require_accelerate(kind)
     trainer_class: type[Trainer[Any]] = getattr(import_module(found.module), found.class_name)
@@ -85,7 +90,7 @@ def load_trainer(kind: str) -> "type[Trainer[Any]]":
 
 
 def load_arguments(kind: str) -> "type[TrainingArguments]":
-    """The class of a trainer's arguments."""
+    """Import and return the class of a trainer's arguments."""
     found = find_kind(kind)
     _require_accelerate(kind)
     arguments_class: type[TrainingArguments] = getattr(import_module(found.arguments_module), found.arguments_name)
@@ -93,22 +98,23 @@ def load_arguments(kind: str) -> "type[TrainingArguments]":
 
 
 def check_num_processes(kind: str, num_processes: int) -> None:
-    """Refuse several processes for a trainer that uses one."""
+    """Raise UsageError for more than one process with a single-process trainer."""
     if num_processes == 1 or find_kind(kind).uses_processes:
         return
     able = " or ".join(f"--trainer {name}" for name, one in TRAINERS.items() if one.uses_processes)
     raise UsageError(
-        f"--trainer {kind} trains in one process, but the job has {num_processes}: each of them would train the same model "
-        f"and write to the same output directory. Add {able}, which share the work, or ask for one process."
+        f"--trainer {kind} trains in one process, but the job has {num_processes}: each process would train the same model "
+        f"and write to the same output directory. Use {able}, which share the work, or start one process."
     )
 
 
 def make_own_keywords(kind: str, args: "TrainingArguments") -> dict[str, Any]:
-    """What the constructor of a trainer needs beside what all of them take."""
+    """Return constructor arguments that only this trainer has."""
     if kind != "accelerate":
         return {}
     import torch
 
+    # Accelerate chooses the device itself, so use_cpu must be passed on.
     on_cpu = args.use_cpu or not torch.accelerator.is_available()
     accelerator = import_module("accelerate").Accelerator(cpu=on_cpu, mixed_precision=args.mixed_precision)
     return {"accelerator": accelerator}

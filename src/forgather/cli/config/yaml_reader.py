@@ -1,4 +1,7 @@
-"""YAML with line numbers, with `1e-3` as the number that it looks like, and without silently repeated keys."""
+"""YAML reader with line numbers, floats such as `1e-3`, and errors for repeated keys.
+
+Used by `parser`. Only plain data are constructed (SafeLoader).
+"""
 
 import re
 from collections.abc import Iterator
@@ -7,15 +10,16 @@ import yaml
 
 from forgather.cli.errors import UsageError
 
+# PyYAML's own pattern for floats requires a dot and a sign in the exponent.
 _EXPONENT = re.compile(r"[-+]?(?:\d[\d_]*\.?[\d_]*|\.\d[\d_]*)[eE][-+]?\d+$")
 
 
 class _Loader(yaml.SafeLoader):
-    """PyYAML follows YAML 1.1, in which 1e-3 is a text."""
+    """Safe loader that reads 1e-3 as a number: PyYAML follows YAML 1.1, where it is a string."""
 
 
 class _Dumper(yaml.SafeDumper):
-    """Puts quotes around texts that `_Loader` would read as numbers."""
+    """Safe dumper that quotes strings which `_Loader` would read as numbers."""
 
 
 for _class in (_Loader, _Dumper):
@@ -23,7 +27,7 @@ for _class in (_Loader, _Dumper):
 
 
 class Entry:
-    """A key of a mapping with its value and its line, counted from 1."""
+    """Key of a mapping with its value and its line number, counted from 1."""
 
     def __init__(self, key: str, node: yaml.Node, line: int) -> None:
         self.key = key
@@ -36,6 +40,7 @@ class Entry:
 
     @property
     def value(self) -> object:
+        # The node is parsed already; a loader is only needed to construct its value.
         loader = _Loader("")
         try:
             return loader.construct_document(self._node)
@@ -44,7 +49,7 @@ class Entry:
 
     @property
     def text(self) -> str:
-        """What is written in place of the value."""
+        """Source text of the value."""
         return str(self._node.value)
 
     def entries(self, name: str) -> Iterator["Entry"]:
@@ -52,7 +57,7 @@ class Entry:
 
 
 def read_entries(text: str, name: str) -> list[Entry]:
-    """The top of a configuration file; an empty file has none."""
+    """Return the top-level entries of a configuration file; an empty file has none."""
     try:
         root = yaml.compose(text, Loader=_Loader)
         entries = [] if root is None else list(_entries(root, name))
@@ -61,22 +66,22 @@ def read_entries(text: str, name: str) -> list[Entry]:
     except yaml.MarkedYAMLError as error:
         mark = error.problem_mark or error.context_mark
         where = f"{name}, line {mark.line + 1}" if mark else name
-        raise UsageError(f"{where}: this is not YAML: {error.problem or error.context}.") from None
+        raise UsageError(f"{where}: invalid YAML: {error.problem or error.context}.") from None
     return entries
 
 
 def read_value(text: str, key: str, name: str) -> Entry:
-    """An entry for a key with a value that is given as YAML."""
+    """Return an entry for a key from a value in YAML."""
     try:
         entry = Entry(key, yaml.compose(text, Loader=_Loader), 1)
         entry.value  # noqa: B018 - as above
     except yaml.YAMLError as error:
-        raise UsageError(f"{name}: --{key}: this is not YAML: {getattr(error, 'problem', None) or error}.") from None
+        raise UsageError(f"{name}: --{key}: invalid YAML: {getattr(error, 'problem', None) or error}.") from None
     return entry
 
 
 def load_value(text: str) -> object:
-    """The value that a text on the command line stands for; what is no YAML is the text itself."""
+    """Parse a value of the command line as YAML; return the text itself if it is not YAML."""
     try:
         return yaml.load(text, Loader=_Loader)
     except yaml.YAMLError:
@@ -84,7 +89,7 @@ def load_value(text: str) -> object:
 
 
 def dump(data: object) -> str:
-    """As YAML that `read_entries` reads back to the same values."""
+    """Return the data as YAML that `read_entries` reads back to the same values."""
     return str(yaml.dump(data, Dumper=_Dumper, sort_keys=False, allow_unicode=True, width=100))
 
 
@@ -94,9 +99,8 @@ def _entries(node: yaml.Node, name: str) -> Iterator[Entry]:
     seen: dict[str, int] = {}
     for key_node, value_node in node.value:
         key, line = str(key_node.value), key_node.start_mark.line + 1
+        # PyYAML would silently keep the last value.
         if key in seen:
-            raise UsageError(
-                f"{name}, line {line}: {key!r} was given before, in line {seen[key]}; remove one of the two."
-            )
+            raise UsageError(f"{name}, line {line}: {key!r} is already set in line {seen[key]}; remove one of the two.")
         seen[key] = line
         yield Entry(key, value_node, line)

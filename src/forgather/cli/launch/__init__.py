@@ -1,5 +1,5 @@
-"""Launching: the processes of a run on one or several nodes, by torch's elastic agent.
+"""Launcher: starts the processes of a run on one or more nodes with torch's elastic agent.
 
-`options` parses --nproc, --nnodes and the like without torch; `agent` starts and watches the workers and hands stop
-signals on to them; `node_meeting` is the rendezvous of nodes; `root_cause` finds the rank that failed first.
+`options` parses --nproc, --nnodes and so on without torch. `agent` starts and monitors the workers and forwards stop
+signals to them. `node_meeting` is the rendezvous of nodes. `root_cause` finds the rank that failed first.
 """

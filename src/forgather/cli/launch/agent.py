@@ -1,4 +1,7 @@
-"""Starts the processes of a run through torch's elastic agent, hands signals on to them, and tells how they ended."""
+"""Elastic agent of `forgather train --nproc`: starts the workers, forwards stop signals, and reports failures.
+
+After a stop signal the workers save a checkpoint and exit, and the agent waits for as long as that takes.
+"""
 
 import logging
 import os
@@ -25,21 +28,23 @@ from forgather.cli.launch.root_cause import RootCause, find_root_cause
 
 INTERRUPTED = 130
 _STOP_SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1)
-# Workers save and end by themselves after these; torch's agent would give them 30 seconds and call it a failure.
+# Signals that torch's agent handles itself. It must not handle the stop signals: it would kill the workers after 30
+# seconds and report a failure, while they are still saving.
 _SIGNALS_OF_AGENT = "SIGHUP,SIGQUIT"
 
 
 def launch(options: LaunchOptions, words: Sequence[str]) -> int:
-    """Run `forgather <words>` in the processes that the options ask for; returns the exit code of the job."""
+    """Run `forgather <words>` in the requested processes; returns the exit code of the job."""
     _prepare_environment(options)
     spec = _worker_spec(options, words)
+    # The folder receives one error file per worker, written by torchelastic.
     with tempfile.TemporaryDirectory(prefix="forgather-") as folder_of_errors:
         agent = _Agent(spec, DefaultLogsSpecs(log_dir=folder_of_errors))
         try:
             with agent.stop_signals_handed_on():
                 result = agent.run()
         except SignalException as stop:
-            complain(f"ended by {stop.sigval.name}; nothing was saved since the last checkpoint")
+            complain(f"stopped by {stop.sigval.name}; nothing was saved since the last checkpoint")
             return 128 + int(stop.sigval)
         finally:
             if agent.has_met:
@@ -52,17 +57,18 @@ def launch(options: LaunchOptions, words: Sequence[str]) -> int:
 
 
 class _Agent(LocalElasticAgent):
-    """Torch's agent, which waits for workers that were asked to stop for as long as they take to save."""
+    """Elastic agent that waits for stopped workers until they have saved."""
 
     def __init__(self, spec: WorkerSpec, logs_specs: DefaultLogsSpecs) -> None:
         super().__init__(spec, logs_specs)
         self._received: list[signal.Signals] = []
-        # None: there are no workers yet. Empty: they are being started, and cannot be reached for a moment.
+        # None: there are no workers yet. Empty: workers are starting, and their process ids are not known yet.
         self._pids: list[int] | None = None
 
     @contextmanager
     def stop_signals_handed_on(self) -> Iterator[None]:
-        """While active, requests to stop go to the workers, which save and end."""
+        """Forward stop signals to the workers while the context is active."""
+        # Python installs signal handlers in the main thread only.
         if threading.current_thread() is not threading.main_thread():
             yield
             return
@@ -74,28 +80,29 @@ class _Agent(LocalElasticAgent):
                 signal.signal(number, handler)
 
     def was_stopped_early(self, result: RunResult) -> bool:
-        """Whether workers ended without saving because a request to stop came before they began to train."""
+        """Return whether workers exited without saving because a stop signal came before training began."""
         by_request = {-int(number) for number in self._received} | {INTERRUPTED}
         return bool(self._received) and any(failure.exitcode in by_request for failure in result.failures.values())
 
     @property
     def has_met(self) -> bool:
-        """Whether no rendezvous is under way; one that a signal has ended is left alone, since others still use it."""
+        """Whether a rendezvous was completed; shutting down one in progress would break it for other nodes."""
         return self._pids is not None
 
     def _hand_on(self, number: int, frame: FrameType | None) -> None:
         if self._pids is None or self._received.count(signal.SIGINT) > 1:
-            # Nobody to tell yet, or they were told twice and still do not end.
+            # No workers exist yet, or two interrupts did not stop them.
             raise KeyboardInterrupt
         self._received.append(signal.Signals(number))
         _send(number, self._pids)
 
     def _rendezvous(self, worker_group: WorkerGroup) -> None:
-        # Nobody to hand signals on to until there are new workers.
+        # There are no workers to forward signals to until new ones start.
         self._pids = None
         if self._received:
             raise KeyboardInterrupt
         meeting = worker_group.spec.rdzv_handler
+        # A rendezvous of nodes may take minutes; the main thread must stay free to handle signals.
         if isinstance(meeting, NodeMeeting):
             wait_in_thread(lambda: super(_Agent, self)._rendezvous(worker_group), meeting)
         else:
@@ -105,6 +112,7 @@ class _Agent(LocalElasticAgent):
         self._pids = []
         workers: dict[int, Any] = super()._start_workers(worker_group)
         self._pids = list(workers.values())
+        # Signals that arrived while the workers were starting.
         for number in self._received:
             _send(number, self._pids)
         return workers
@@ -112,33 +120,33 @@ class _Agent(LocalElasticAgent):
     def _monitor_workers(self, worker_group: WorkerGroup) -> RunResult:
         result: RunResult = super()._monitor_workers(worker_group)
         if result.is_failed() and self._received:
-            # Who was asked to stop is not to begin again.
+            # A job that was asked to stop must not be restarted.
             self._remaining_restarts = 0
         if result.is_failed() and self._remaining_restarts > 0:
             cause = find_root_cause(result.failures)
             num_restarts = worker_group.spec.max_restarts
             number = num_restarts - self._remaining_restarts + 1
             _show(cause.traceback)
-            complain(f"{cause.sentence()} Starting again, {number} of {num_restarts} times.")
+            complain(f"{cause.sentence()} Restarting ({number} of {num_restarts}).")
         return result
 
 
 def _send(number: int, pids: Sequence[int]) -> None:
     for pid in pids:
-        # One that has ended already needs no signal.
+        # The worker may have exited already.
         with suppress(ProcessLookupError):
             os.kill(pid, number)
 
 
 def _prepare_environment(options: LaunchOptions) -> None:
-    """Variables that the workers inherit."""
+    """Set the environment variables that the workers inherit, and silence torch's elastic loggers."""
     os.environ[LAUNCHER_VARIABLE] = sys.argv[0]
     os.environ["TORCHELASTIC_SIGNALS_TO_HANDLE"] = _SIGNALS_OF_AGENT
     if "OMP_NUM_THREADS" not in os.environ:
-        # Each process would otherwise use a thread per processor, and they would all be in each other's way.
+        # By default each process uses one thread per core, so that the processes would compete for the cores.
         num_threads = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
         os.environ["OMP_NUM_THREADS"] = str(max(num_threads // options.num_processes_per_node, 1))
-    # What it would report is told in fewer words below.
+    # The launcher prints a shorter report itself.
     for name in list(logging.root.manager.loggerDict):
         if name.startswith("torch.distributed.elastic"):
             logging.getLogger(name).setLevel(logging.CRITICAL)
@@ -158,21 +166,20 @@ def _worker_spec(options: LaunchOptions, words: Sequence[str]) -> WorkerSpec:
 
 
 def _rendezvous(options: LaunchOptions) -> RendezvousHandler:
-    """Where the nodes meet; one alone meets itself on a free port."""
+    """Return the rendezvous handler; a single node uses a free local port."""
     if options.num_nodes == 1:
-        # The address is said because torch would look for the name of this machine, which takes seconds where nobody
-        # answers.
+        # Without local_addr torch resolves this machine's host name, which takes seconds where no DNS server answers.
         return get_rendezvous_handler(
             RendezvousParameters("c10d", "localhost:0", str(uuid.uuid4()), 1, 1, local_addr="localhost", timeout=900)
         )
     assert options.rendezvous_endpoint is not None and options.node_rank is not None
-    # Only torch's own brings nodes together again after a failure; only ours numbers them as they were told.
+    # Only torch's rendezvous can be repeated after a failure; only Forgather's respects --node-rank.
     meeting = RepeatedMeeting if options.max_restarts > 0 else NumberedMeeting
     return meeting(options.rendezvous_endpoint, options.num_nodes, options.node_rank)
 
 
 def _tell_failure(cause: RootCause) -> int:
-    """Show what went wrong, once; a mistake in the configuration is no failure of a rank."""
+    """Print the failure once and return exit code 1; raise UsageError for a mistake in the configuration."""
     if cause.usage_error is not None:
         raise UsageError(cause.usage_error)
     _show(cause.traceback)

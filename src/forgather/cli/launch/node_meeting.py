@@ -1,7 +1,7 @@
-"""Rendezvous of several nodes: they meet at the address of node 0, and say how many are missing while they wait.
+"""Rendezvous of nodes at the address of node 0, with progress messages while nodes are missing.
 
-Torch's own handlers wait inside of C++, where no signal is noticed and nothing can be printed. Here the waiting happens
-in a thread (`wait_in_thread`), so that the main thread is free for both.
+Torch's handlers block inside C++, where Python handles no signals and cannot print. `wait_in_thread` therefore runs the
+rendezvous in a thread and keeps the main thread free. Called by the agent for jobs with more than one node.
 """
 
 import sys
@@ -29,12 +29,12 @@ LINE_SECONDS = 10.0
 _TIMEOUT_SECONDS = 900
 _POLL_SECONDS = 0.2
 _SILENCE_SECONDS = 5.0
-"""A node that has not shown itself for so long has left again."""
+"""A node without a heartbeat for this long has left."""
 _RUN_ID = "forgather"
 
 
 class NodeMeeting(RendezvousHandler):
-    """A rendezvous handler that knows how many nodes it waits for."""
+    """Rendezvous handler that counts the missing nodes."""
 
     def __init__(self, endpoint: str, num_nodes: int, node_rank: int) -> None:
         self.endpoint = endpoint
@@ -43,7 +43,7 @@ class NodeMeeting(RendezvousHandler):
 
     @abstractmethod
     def num_missing(self) -> int | None:
-        """The number of nodes that have not come yet; None while there is no contact with node 0."""
+        """Return the number of nodes that have not joined, or None without a connection to node 0."""
 
     def waiting_for(self) -> str:
         missing = self.num_missing()
@@ -55,11 +55,12 @@ class NodeMeeting(RendezvousHandler):
         return _RUN_ID
 
     def _retried(self, connect: Callable[[], T], failure: type[Exception], deadline: float) -> T:
-        """Connect to node 0, trying again until the deadline: it may start later than this node."""
+        """Connect to node 0 and retry until the deadline: node 0 may start later than this node."""
         while True:
             try:
                 return connect()
             except failure:
+                # Node 0 hosts the store: its failure is local, such as a port in use, and a retry would not help.
                 if self._node_rank == 0:
                     raise
                 if time.monotonic() > deadline:
@@ -70,14 +71,14 @@ class NodeMeeting(RendezvousHandler):
         missing = self.num_missing()
         who = f"{missing} of {self._num_nodes} nodes" if missing is not None else "node 0"
         return TimeoutError(
-            f"{who} did not come to --rdzv-endpoint {self.endpoint} within {_TIMEOUT_SECONDS} s. Start the same command on "
-            f"each of the --nnodes {self._num_nodes} nodes, each with its own --node-rank from 0 to {self._num_nodes - 1}, and "
-            "check that all of them reach that address, which is one of node 0."
+            f"{who} did not join at --rdzv-endpoint {self.endpoint} within {_TIMEOUT_SECONDS} s. Start the same command on "
+            f"all --nnodes {self._num_nodes} nodes, each with its own --node-rank from 0 to {self._num_nodes - 1}, and check "
+            "that every node can reach this address of node 0."
         )
 
 
 class NumberedMeeting(NodeMeeting):
-    """Nodes have the numbers that they were told; they meet once, for a job that is not started again."""
+    """Rendezvous that keeps the given node ranks; it happens once, for a job without restarts."""
 
     def __init__(self, endpoint: str, num_nodes: int, node_rank: int) -> None:
         super().__init__(endpoint, num_nodes, node_rank)
@@ -101,7 +102,7 @@ class NumberedMeeting(NodeMeeting):
             except DistError:
                 if self._node_rank == 0:
                     raise
-                # Node 0 has left; it may be started again.
+                # Node 0 has exited; it may be started again.
                 self._missing = None
                 store = self._connected(deadline)
             if self._missing != 0:
@@ -111,18 +112,22 @@ class NumberedMeeting(NodeMeeting):
         return RendezvousInfo(store, self._node_rank, self._num_nodes, RendezvousStoreInfo(*self._address))
 
     def _show_presence(self, store: Store, number: int) -> int:
-        """Let the others see that this node is here; returns how many node 0 misses."""
+        """Publish that this node is alive; returns the number of nodes that node 0 is missing."""
         store.set(f"alive/{self._node_rank}", str(number))
         if self._node_rank != 0:
+            # Only node 0 counts, so that all nodes leave the rendezvous on the same answer. `get` blocks until node 0
+            # has published one.
             return int(store.get("missing"))
         missing = sum(not self._is_alive(store, rank) for rank in range(1, self._num_nodes))
         store.set("missing", str(missing))
         return missing
 
     def _is_alive(self, store: Store, rank: int) -> bool:
+        """Return whether a node has changed its heartbeat counter recently."""
         key, now = f"alive/{rank}", time.monotonic()
         if not store.check([key]):
             return False
+        # Heartbeats are counters and not times, since clocks of nodes differ.
         value = store.get(key)
         before, since = self._seen.get(rank, (b"", now))
         if value != before:
@@ -131,7 +136,7 @@ class NumberedMeeting(NodeMeeting):
         return now - since < _SILENCE_SECONDS
 
     def _connected(self, deadline: float) -> Store:
-        """The store that node 0 hosts; other nodes try to reach it until the deadline."""
+        """Return the store that node 0 hosts; other nodes retry until the deadline."""
         host, port = self._address
 
         def connect() -> TCPStore:
@@ -144,7 +149,9 @@ class NumberedMeeting(NodeMeeting):
                 multi_tenant=True,
             )
 
+        # Keep a reference: the server on node 0 stops when the object is collected.
         self._server = self._retried(connect, DistError, deadline)
+        # The agent keeps its own keys in the same store.
         return PrefixStore(_RUN_ID, self._server)
 
     def get_backend(self) -> str:
@@ -168,7 +175,7 @@ class NumberedMeeting(NodeMeeting):
 
 
 class RepeatedMeeting(NodeMeeting):
-    """Torch's elastic rendezvous, which brings nodes together again after a failure, and numbers them itself."""
+    """Torch's elastic rendezvous, which can be repeated after a failure and assigns the node ranks itself."""
 
     def __init__(self, endpoint: str, num_nodes: int, node_rank: int) -> None:
         super().__init__(endpoint, num_nodes, node_rank)
@@ -177,7 +184,8 @@ class RepeatedMeeting(NodeMeeting):
     def num_missing(self) -> int | None:
         if self._handler is None:
             return None
-        # Torch keeps the nodes that it has seen to itself; without them it is known only that this one is here.
+        # Torch exposes the participants in a private attribute only. Without it, only this node is known to have
+        # joined.
         state = getattr(getattr(self._handler, "_state_holder", None), "state", None)
         return self._num_nodes - max(len(getattr(state, "participants", ())), 1)
 
@@ -216,7 +224,10 @@ class RepeatedMeeting(NodeMeeting):
 
 
 def wait_in_thread(work: Callable[[], None], meeting: NodeMeeting) -> None:
-    """Do work that waits for other nodes, and say every ten seconds for how many; a signal ends the waiting at once."""
+    """Run blocking work in a thread, and print every ten seconds how many nodes are missing.
+
+    A signal interrupts the wait at once.
+    """
     errors: list[BaseException] = []
 
     def run() -> None:
@@ -225,7 +236,7 @@ def wait_in_thread(work: Callable[[], None], meeting: NodeMeeting) -> None:
         except BaseException as error:  # noqa: BLE001 - raised again below, in the thread that waits
             errors.append(error)
 
-    # A daemon, because it cannot be ended: it is left behind when a signal ends the program.
+    # A daemon thread, because a blocked thread cannot be stopped: it must not keep the process alive after a signal.
     thread = threading.Thread(target=run, name="rendezvous", daemon=True)
     started = time.monotonic()
     next_line = FIRST_LINE_SECONDS

@@ -1,4 +1,7 @@
-"""How many processes a run has and where they are: the options for that, and what a launcher has set already."""
+"""Launch options: number of processes, devices and nodes, and checks against a launcher such as torchrun.
+
+Imports no torch. `take_launch_options` runs before the configuration is parsed.
+"""
 
 import os
 from collections.abc import Sequence
@@ -7,15 +10,15 @@ from dataclasses import dataclass
 from forgather.cli.errors import UsageError
 
 LAUNCHER_VARIABLE = "FORGATHER_LAUNCHER"
-"""Set in processes that `forgather train --nproc` started, to the path by which that program was called."""
+"""Environment variable of workers that `forgather train --nproc` started: the path of the program as it was called."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class LaunchOptions:
-    """The processes that were asked for."""
+    """Requested processes, devices and nodes."""
 
     num_processes: int | None = None
-    """On each node; None when nothing was said of it."""
+    """Processes per node; None if not specified."""
     devices: str | None = None
     num_nodes: int = 1
     node_rank: int | None = None
@@ -32,6 +35,7 @@ class LaunchOptions:
 
     @property
     def needs_launcher(self) -> bool:
+        # Restarts need a parent process, even for a single worker.
         return self.world_size > 1 or self.max_restarts > 0
 
 
@@ -40,58 +44,62 @@ LAUNCH_OPTION_NAMES = tuple(option.lstrip("-") for option in _OPTIONS if option 
 
 
 def take_launch_options(words: Sequence[str]) -> tuple[LaunchOptions, list[str]]:
-    """The launch options among the words of a command line, and the other words."""
+    """Split the command line into launch options and other words."""
     given: dict[str, str] = {}
     others: list[str] = []
     rest = list(words)
     while rest:
         word = rest.pop(0)
         option, equals, value = word.partition("=")
+        # Accept --node_rank as well, as torchrun does.
         option = option.replace("_", "-") if option.startswith("--") else option
         if option not in _OPTIONS:
             others.append(word)
         elif option in given:
-            raise UsageError(f"{option} was given twice; remove one of the two.")
+            raise UsageError(f"{option} is set twice; remove one of the two.")
         elif equals:
             given[option] = value
         elif rest and not rest[0].startswith("--"):
             given[option] = rest.pop(0)
         else:
-            raise UsageError(f"{option} needs a value behind it.")
+            raise UsageError(f"{option} needs a value.")
     return _checked(given), others
 
 
 def is_worker() -> bool:
-    """Whether a launcher, ours or torchrun, started this process as one of a job."""
+    """Return whether a launcher, Forgather's or torchrun, started this process."""
+    # Launchers other than torchrun may set only RANK and WORLD_SIZE.
     return ("RANK" in os.environ and "WORLD_SIZE" in os.environ) or "TORCHELASTIC_RUN_ID" in os.environ
 
 
 def was_started_by_us() -> bool:
-    """Whether that launcher is ours."""
+    """Return whether Forgather's launcher started this process."""
     return is_worker() and LAUNCHER_VARIABLE in os.environ
 
 
 def num_processes_of_job(options: LaunchOptions) -> int:
-    """How many processes the job has, or will have."""
+    """Return the number of processes of the job, running or requested."""
     return int(os.environ.get("WORLD_SIZE", "1")) if is_worker() else options.world_size
 
 
 def check_against_launcher(options: LaunchOptions) -> None:
-    """In a worker: refuse options that ask for other processes than the launcher started."""
+    """Raise UsageError in a worker if the options contradict the launcher that started it."""
     world_size = int(os.environ.get("WORLD_SIZE", "1"))
+    # A launcher that does not set LOCAL_WORLD_SIZE is taken for a single-node one.
     per_node = int(os.environ.get("LOCAL_WORLD_SIZE", world_size))
     if options.num_processes is not None and options.num_processes != per_node:
         asked = f"-d {options.devices}" if options.devices is not None else f"--nproc {options.num_processes}"
         raise UsageError(
-            f"{asked} asks for {options.num_processes} process(es) on a node, but torchrun or another launcher has started "
-            f"{per_node} (LOCAL_WORLD_SIZE={per_node}, WORLD_SIZE={world_size}). Leave the option out, or start forgather "
+            f"{asked} requests {options.num_processes} process(es) per node, but torchrun or another launcher has started "
+            f"{per_node} (LOCAL_WORLD_SIZE={per_node}, WORLD_SIZE={world_size}). Remove the option, or start forgather "
             "without that launcher."
         )
     num_nodes = world_size // max(per_node, 1)
+    # 1 is also the default, so it is no contradiction.
     if options.num_nodes not in (1, num_nodes):
         raise UsageError(
-            f"--nnodes {options.num_nodes}, but this process was started as one of {world_size}, {per_node} on a node. Leave "
-            "the option out, or start forgather without torchrun or another launcher."
+            f"--nnodes {options.num_nodes}, but a launcher has started {world_size} processes, {per_node} per node. Remove "
+            "the option, or start forgather without torchrun or another launcher."
         )
 
 
@@ -118,32 +126,34 @@ def _num_processes(given: dict[str, str]) -> int | None:
     numbers = devices.split(",")
     if not all(one.isdecimal() for one in numbers) or len(set(numbers)) < len(numbers):
         raise UsageError(
-            f"-d {devices}: give the numbers of different devices with commas between them, such as -d 0,1."
+            f"-d {devices}: expected the numbers of different devices, separated by commas, such as -d 0,1."
         )
     if number is not None and number != len(numbers):
         raise UsageError(
-            f"--nproc {number} and -d {devices} contradict each other: one process is started on each device, which makes "
-            f"{len(numbers)}. Leave --nproc out."
+            f"--nproc {number} and -d {devices} contradict each other: one process per device makes {len(numbers)}. Remove "
+            "--nproc."
         )
     return len(numbers)
 
 
 def _check_nodes(num_nodes: int | None, node_rank: int | None, endpoint: str | None) -> None:
     if num_nodes is None or num_nodes == 1:
+        # --node-rank 0 is harmless with one node.
         alone = "--node-rank" if node_rank else "--rdzv-endpoint" if endpoint is not None else None
         if alone is not None:
-            raise UsageError(f"{alone} is for several nodes: add --nnodes, with their number, or leave {alone} out.")
+            raise UsageError(f"{alone} is for several nodes: add --nnodes with their number, or remove {alone}.")
         return
     if node_rank is None or endpoint is None:
         missing = " and ".join(
             name for name, value in (("--node-rank", node_rank), ("--rdzv-endpoint", endpoint)) if value is None
         )
         raise UsageError(
-            f"--nnodes {num_nodes} also needs {missing}: call the same command on each node, with --node-rank 0 to "
-            f"{num_nodes - 1}, and --rdzv-endpoint HOST:PORT, an address of node 0 that all others reach."
+            f"--nnodes {num_nodes} also needs {missing}. Run the same command on each node, with --node-rank 0 to "
+            f"{num_nodes - 1}, and --rdzv-endpoint HOST:PORT, an address of node 0 that all nodes can reach."
         )
     if node_rank >= num_nodes:
         raise UsageError(f"--node-rank {node_rank}: with --nnodes {num_nodes} the nodes are 0 to {num_nodes - 1}.")
+    # IPv6 addresses contain colons, so split at the last one.
     host, _, port = endpoint.rpartition(":")
     if not host or not port.isdecimal():
         raise UsageError(f"--rdzv-endpoint {endpoint}: expected HOST:PORT, such as node0:29400.")

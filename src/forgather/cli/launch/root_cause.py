@@ -1,4 +1,8 @@
-"""Which of the processes that failed is the cause, and what it said of it."""
+"""Root cause of a failed job: the process that failed first, with its message and traceback.
+
+When one rank fails, the others fail too: they lose their connections, or the agent terminates them. Called by the agent
+with the failures that torchelastic recorded.
+"""
 
 import re
 import signal
@@ -7,30 +11,30 @@ from dataclasses import dataclass
 
 from torch.distributed.elastic.multiprocessing.errors import ProcessFailure
 
-# An error that the ranks agreed on, which may have a name of its own, tells of the rank that it comes from.
+# A DistributedError or a subclass of it: all ranks raise it, and the text names the rank where the error began.
 _AGREED = re.compile(r"\w+: rank (\d+) failed (during .*?)\n\nTraceback of rank \1:\n(.*)", re.DOTALL)
-# What the others say when a rank is gone.
+# Messages of ranks that lost contact with a failed rank.
 _CONSEQUENCES = ("contact with the other ranks was lost", "Connection closed by peer", "Connection reset by peer")
 _USAGE_ERROR = "UsageError: "
 
 
 @dataclass(frozen=True)
 class RootCause:
-    """The failure that came before all others."""
+    """First failure of a job."""
 
     rank: int
     what: str
-    """What the rank did, as a sentence that begins with it."""
+    """End of a sentence that begins with the rank: what happened to it."""
     traceback: str
     usage_error: str | None = None
 
     def sentence(self) -> str:
-        """What happened, to be read below the traceback."""
+        """Return the sentence to print below the traceback."""
         return f"rank {self.rank} {self.what}"
 
 
 def find_root_cause(failures: Mapping[int, ProcessFailure]) -> RootCause:
-    """The cause among the failures by rank: a process that was killed, else the first whose error is its own."""
+    """Return the cause among the failures by rank: the earliest failure that is not a consequence of another."""
     rank = min(failures, key=lambda one: (_distance(failures[one]), failures[one].timestamp, one))
     failure = failures[rank]
     message, traceback = _said(failure)
@@ -40,22 +44,22 @@ def find_root_cause(failures: Mapping[int, ProcessFailure]) -> RootCause:
     if message.startswith(_USAGE_ERROR):
         return RootCause(rank, "", traceback, message.removeprefix(_USAGE_ERROR))
     if failure.exitcode < 0:
-        return RootCause(rank, f"was ended by {failure.signal_name()}.{_reason(failure)}", traceback)
+        return RootCause(rank, f"was killed by {failure.signal_name()}.{_reason(failure)}", traceback)
     if not message:
-        return RootCause(rank, f"ended with exit code {failure.exitcode} and left no word why.", traceback)
+        return RootCause(rank, f"exited with code {failure.exitcode} without an error message.", traceback)
     return RootCause(rank, f"failed: {_sentence(message)}", traceback)
 
 
 def _distance(failure: ProcessFailure) -> int:
-    """How far a failure is from the cause."""
+    """Return a sort key: 0 for a cause, 1 for a lost connection, 2 for a worker that the agent terminated."""
     if failure.exitcode == -signal.SIGTERM:
-        # The agent ends the other workers so.
+        # The agent terminates the remaining workers with SIGTERM.
         return 2
     return 1 if any(text in _said(failure)[0] for text in _CONSEQUENCES) else 0
 
 
 def _said(failure: ProcessFailure) -> tuple[str, str]:
-    """The message and the traceback that the process has recorded; both empty when it had no time to."""
+    """Return the recorded message and traceback of a process; both are empty if it was killed before recording."""
     recorded: object = failure.error_file_data.get("message")
     if not isinstance(recorded, Mapping):
         return "", ""
@@ -63,11 +67,11 @@ def _said(failure: ProcessFailure) -> tuple[str, str]:
 
 
 def _sentence(message: str) -> str:
-    """The first line, which is what fits below a traceback that has all of it."""
+    """Return the first line; the traceback above it contains the full message."""
     line = message.strip().split("\n")[0]
     return line if line.endswith((".", "!", "?")) else f"{line}."
 
 
 def _reason(failure: ProcessFailure) -> str:
     is_killed = failure.exitcode == -signal.SIGKILL
-    return " Systems end processes so when there is no memory left." if is_killed else ""
+    return " The system does this when it runs out of memory." if is_killed else ""

@@ -1,5 +1,5 @@
-"""The work of the commands, which may import torch: training and finalizing, the job of ranks, summaries.
+"""Work of the commands: training, finalising, coordination of ranks (`Job`), and summaries.
 
-Called by `commands/` once the options are parsed. Every rank of a run executes this code; `Job` decides which of them
-prints and which touches shared files.
+May import torch. Called by `commands/` once the options are parsed. Every rank of a run executes this code; `Job`
+decides which rank prints and which rank touches shared files.
 """

@@ -1,4 +1,8 @@
-"""The work of `forgather finalize`: the configuration of the run, its losses, and the report."""
+"""Work of `forgather finalize`: loads the run's configuration, measures losses, and prints the report.
+
+A checkpoint is untrusted data: a configuration stored in it may not name code to run. `forgather.ml.finalize` writes
+the model.
+"""
 
 import argparse
 import dataclasses
@@ -42,18 +46,18 @@ _NOT_FOR_EVALUATION = {
     "fuse_optim_with_backward": False,
     "gradient_checkpointing": False,
 }
-"""Arguments that change the model that the trainer is given, or that only training needs."""
+"""Neutral values of arguments that change the model, or that only training needs."""
 
 
 def finalize(options: argparse.Namespace) -> int:
-    """Finalise as the command line says; returns the exit code."""
+    """Export the checkpoint as the command line requests; returns the exit code."""
     show_own_messages()
     try:
         checkpoint = resolve_checkpoint(options.path)
     except CheckpointNotFoundError as error:
         raise UsageError(str(error)) from None
     try:
-        # Before the data are read, and the model is.
+        # Check the output before the data and the model are read, which takes long.
         check_output(options.output, checkpoint)
     except FileExistsError as error:
         raise UsageError(str(error)) from None
@@ -62,7 +66,8 @@ def finalize(options: argparse.Namespace) -> int:
         _compare_recipes(configuration, options.quantize)
         if options.config is None and options.quantize is not None:
             _refuse_code(configuration, checkpoint, options.no_evaluation)
-    evaluation, reason = None, "losses are measured when a model is quantised"
+    # Without quantisation the weights stay the same, and there is no loss to compare.
+    evaluation, reason = None, "losses are measured only when a model is quantised"
     if options.quantize is not None:
         evaluation, reason = _evaluation_of(configuration, checkpoint, options.no_evaluation)
     report = finalize_checkpoint(
@@ -82,8 +87,9 @@ def finalize(options: argparse.Namespace) -> int:
 
 
 def read_configuration(checkpoint: str, path: str | None = None) -> Configuration | None:
-    """The configuration of a file, else the one that a run of the program stored in the checkpoint, None without one."""
+    """Return the configuration in a file, or the one stored in the checkpoint, or None."""
     path = path or os.path.join(checkpoint, CONFIG_NAME)
+    # Only the stored configuration is optional: `read_file` reports a missing --config.
     if not os.path.exists(path) and path == os.path.join(checkpoint, CONFIG_NAME):
         return None
     parser = ConfigurationParser(trainer_kind(path, []))
@@ -92,9 +98,11 @@ def read_configuration(checkpoint: str, path: str | None = None) -> Configuratio
 
 
 def _refuse_code(configuration: Configuration, checkpoint: str, without_evaluation: bool) -> None:
-    """Refuse what the configuration inside a checkpoint would import and call: a checkpoint is data, never code."""
+    """Raise UsageError if a configuration stored in the checkpoint would import and call code: checkpoints are data."""
     named: dict[str, object] = {"model.class_path": configuration.model.class_path}
     if not without_evaluation:
+        # init_args may enable trust_remote_code, and files would be written to cache_dir. The documents of the demo are
+        # Forgather's own code.
         named |= {
             "tokenizer.class_path": configuration.tokenizer.class_path,
             "tokenizer.init_args": configuration.tokenizer.init_args,
@@ -109,23 +117,24 @@ def _refuse_code(configuration: Configuration, checkpoint: str, without_evaluati
         path = os.path.join(checkpoint, CONFIG_NAME)
         raise UsageError(
             f"The configuration in the checkpoint sets {', '.join(used)}, and using it would run code that the checkpoint "
-            f"names. If you trust it, say so with --config {path}."
-            + ("" if without_evaluation else " --no-evaluation does without the data and the loss.")
+            f"names. If you trust it, pass --config {path}."
+            + ("" if without_evaluation else " --no-evaluation skips the data and the loss.")
         )
 
 
 class Evaluation:
-    """Measures models by the data and the loss of a configuration, as its trainer would."""
+    """Evaluation of models with the data and the loss of a configuration, as in its trainer."""
 
     def __init__(self, configuration: Configuration, output_dir: str) -> None:
         self._tokenizer = builders.build_tokenizer(configuration.tokenizer)
         self._loss = builders.build_loss(configuration.loss)
         self._args = _arguments_for_evaluation(configuration)
+        # Cached tokens of the run are reused, even if its output directory was moved.
         args = dataclasses.replace(configuration.args, output_dir=output_dir)
         self.dataset = data_builders.build_datasets(configuration.data, self._tokenizer, args).eval
 
     def loss_of(self, model: nn.Module) -> float:
-        """The evaluation loss of a model."""
+        """Return the evaluation loss of a model."""
         trainer = Trainer(
             args=self._args,
             model=model,
@@ -138,11 +147,11 @@ class Evaluation:
 
 
 def as_plain_data(report: FinalizeReport) -> dict[str, Any]:
-    """A report as JSON can hold it."""
+    """Return a report as data that JSON can represent."""
     data = dataclasses.asdict(report)
     for name in ("loss_before", "loss_after"):
         if data[name] is not None and not math.isfinite(data[name]):
-            # JSON has no such numbers.
+            # JSON has no NaN and no infinity.
             data[name] = str(data[name])
     if report.layers is not None:
         data["layers"]["total"] = report.layers.total
@@ -152,23 +161,23 @@ def as_plain_data(report: FinalizeReport) -> dict[str, Any]:
 def _evaluation_of(
     configuration: Configuration | None, checkpoint: str, is_unwanted: bool
 ) -> tuple[Evaluation | None, str]:
-    """What measures the losses; or None and why there is nothing."""
+    """Return the evaluation, or None and the reason why losses cannot be measured."""
     if is_unwanted:
         return None, "--no-evaluation"
     if configuration is None:
-        return None, f"the checkpoint has no {CONFIG_NAME} that names the data; --config CONFIG gives one"
+        return None, f"the checkpoint has no {CONFIG_NAME} that names the data; pass --config CONFIG"
     try:
         evaluation = Evaluation(configuration, _output_dir_of(checkpoint, configuration))
     except (FileNotFoundError, UsageError) as error:
         raise UsageError(
-            f"The data of the run, by which losses are measured, are not there: {error} Paths in its configuration count from "
-            "where training was started: call the command there, or give --config, or --no-evaluation."
+            f"Losses cannot be measured, because the data of the run cannot be loaded: {error} Relative paths start where "
+            "training was started: run the command there, or pass --config or --no-evaluation."
         ) from None
     return (None, "the run has no evaluation data") if evaluation.dataset is None else (evaluation, "")
 
 
 def _arguments_for_evaluation(configuration: Configuration) -> TrainingArguments:
-    """The run's own, without what changes the model; some of them another trainer's, which are left out."""
+    """Return the run's arguments without settings that change the model or that only another trainer has."""
     known = {field.name for field in dataclasses.fields(TrainingArguments)}
     changes = {name: value for name, value in _NOT_FOR_EVALUATION.items() if name in known}
     values = {name: value for name, value in configuration.args.to_dict().items() if name in known}
@@ -177,27 +186,27 @@ def _arguments_for_evaluation(configuration: Configuration) -> TrainingArguments
 
 
 def _output_dir_of(checkpoint: str, configuration: Configuration) -> str:
-    """Where the run's tokens are kept: it may have been moved since."""
+    """Return the output directory of the run, which holds its tokens; it may have been moved since training."""
     folder, _ = os.path.split(os.path.abspath(checkpoint))
     return os.path.dirname(folder) if os.path.basename(folder) == CHECKPOINTS_FOLDER else configuration.args.output_dir
 
 
 def _model_init(configuration: Configuration | None) -> ModelInitT | None:
-    """What builds a model that is not one of transformers; those the checkpoint itself describes."""
+    """Return a function that builds the model, or None for transformers models, which the checkpoint describes."""
     if configuration is None or configuration.model.class_path is None:
         return None
     return model_builders.model_builder(configuration.model, None)
 
 
 def _device(configuration: Configuration | None) -> str | None:
-    """The device of the run, if this machine has it; None leaves the choice to the library."""
+    """Return the device of the run if this machine has it; None lets the library choose."""
     if configuration is None:
         return None
     asked = "cpu" if configuration.args.use_cpu else configuration.args.device
     present = {"cpu"} | ({str(torch.accelerator.current_accelerator())} if torch.accelerator.is_available() else set())
     if asked is None or torch.device(asked).type in present:
         return asked
-    logger.warning("The run was on %s, which this machine has not: working on %s.", asked, " or ".join(sorted(present)))
+    logger.warning("The run used %s, which this machine does not have: using %s.", asked, " or ".join(sorted(present)))
     return None
 
 
@@ -208,11 +217,11 @@ def _compare_recipes(configuration: Configuration, recipe: str | None) -> None:
     if recipe is None:
         logger.info("The model was trained for --quantize %s; it is written in full precision.", trained)
     else:
-        logger.warning("The model was trained for --quantize %s: by %s it may lose more.", trained, recipe)
+        logger.warning("The model was trained for --quantize %s: its loss may be higher with %s.", trained, recipe)
 
 
 def _show(report: FinalizeReport, reason: str | None) -> None:
-    """What it was made of, sizes and losses as a table, and where it is."""
+    """Print the checkpoint, a table of sizes and losses, and the output path."""
     console = get_console()
     show_row("checkpoint", report.checkpoint + (", averaged weights" if report.averaged else ""))
     if report.layers is not None:

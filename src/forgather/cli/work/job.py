@@ -1,4 +1,7 @@
-"""The job: the ranks of a run and what they do together; one process alone is a job without a process group."""
+"""Job: the ranks of a run, and work that they coordinate; a single process is a job without a process group.
+
+Every method is collective: all ranks must call it in the same order. An error on one rank is raised on all of them.
+"""
 
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -20,16 +23,16 @@ T = TypeVar("T")
 
 @dataclass(frozen=True)
 class Job:
-    """This process's place among those of the run."""
+    """Position of this process among the ranks of the run."""
 
     environment: DistributedEnvironment | None = None
 
     @classmethod
     @contextmanager
     def joined(cls, use_cpu: bool) -> "Iterator[Job]":
-        """The job of this process, which it joins; left again after a body that succeeds.
+        """Join the job of this process; leave it after a body that succeeds.
 
-        After a failure the process only ends: leaving would wait for ranks that may never come.
+        After an exception the process group is not left: leaving would wait for ranks that may never arrive.
         """
         if not is_worker():
             yield cls()
@@ -39,25 +42,26 @@ class Job:
 
     @property
     def is_main(self) -> bool:
-        """Whether this is the process that speaks to people."""
+        """Whether this rank prints to the user."""
         return self.environment is None or self.environment.rank == 0
 
     def one_per_node_first(self, work: Callable[[], T], during: str) -> T:
-        """Do work whose result others find on disk on one process of each node, then on the others.
+        """Run `work` on one rank of each node, then on the others, which find its result on disk.
 
-        When it fails anywhere all ranks raise the same error. It must not talk to other ranks.
+        If it fails on any rank, all ranks raise the same error. `work` must not communicate with other ranks.
         """
         if self.environment is None:
             return work()
         is_first = self.environment.local_rank == 0
         results: list[T] = []
         for has_turn in (is_first, not is_first):
+            # Every rank enters both turns, because `agreement` is a collective.
             with _together(during):
                 results += [work()] if has_turn else []
         return results[0]
 
     def one_per_node(self, work: Callable[[], None], during: str) -> None:
-        """Do work on one process of each node; the others wait for it, and fail with it."""
+        """Run `work` on one rank of each node; the other ranks wait, and fail if it fails."""
         if self.environment is None:
             return work()
         with _together(during):
@@ -66,24 +70,26 @@ class Job:
         return None
 
     def as_main_says(self, ask: Callable[[], T], during: str) -> T:
-        """What rank 0 finds, on all ranks: disks of other nodes may say something else."""
+        """Run `ask` on rank 0 and broadcast its result: disks of other nodes may differ."""
         if self.environment is None:
             return ask()
         answer: T | None = None
         with _together(during):
             if self.is_main:
                 answer = ask()
+        # Reached only if rank 0 has succeeded: `agreement` raises on all ranks otherwise.
         found: T = Peers.world().broadcast(answer)  # type: ignore[assignment]
         return found
 
 
 @contextmanager
 def _together(during: str) -> Iterator[None]:
-    """`agreement` on an error that stays a mistake of the user if it is one."""
+    """Agree on errors across ranks; a UsageError of one rank stays a UsageError on all ranks."""
     try:
         with agreement(during):
             yield
     except DistributedError as error:
+        # The exception itself is not sent between ranks, only the name of its class and its message.
         if error.error_type == UsageError.__name__:
             raise UsageError(error.message) from None
         raise

@@ -1,4 +1,7 @@
-"""Stores the configuration of a run (config.yaml), and lists what changed when the run is resumed."""
+"""Stored configuration of a run (config.yaml), and the list of changed settings when the run is resumed.
+
+The file is replaced atomically in the output directory, and added to every checkpoint. `forgather finalize` reads it.
+"""
 
 import os
 from collections.abc import Iterator, Mapping
@@ -15,9 +18,9 @@ CONFIG_NAME = "config.yaml"
 
 
 class StoredConfiguration(TrainerCallback):
-    """Puts the configuration into the output directory when training begins, and beside the state in each checkpoint.
+    """Callback that stores the configuration in the output directory when training begins, and in each checkpoint.
 
-    Not before: a run that is refused, or whose checkpoint cannot be loaded, must not replace what the last one used.
+    Not earlier: a run that is rejected, or fails to load its checkpoint, must not replace the previous configuration.
     """
 
     changes_control = False
@@ -30,8 +33,10 @@ class StoredConfiguration(TrainerCallback):
     def on_train_begin(
         self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: object
     ) -> None:
+        # Only a resumed run has a configuration to compare with.
         if self._job.is_main and state.global_step > 0:
             self._show_changes()
+        # Once per node: output directories may be on local disks.
         self._job.one_per_node(self._store, "storing the configuration")
 
     def checkpoint_files(self) -> dict[str, bytes]:
@@ -52,15 +57,16 @@ class StoredConfiguration(TrainerCallback):
 
 
 def describe_changes(stored: object, configuration: Configuration) -> list[str]:
-    """The settings that differ from stored ones, a line for each; what was not stored counts as its default."""
+    """Return one line per setting that differs from the stored ones; missing settings count as defaults."""
     if not isinstance(stored, Mapping):
         return []
+    # A setting that a newer version added is not listed as a change while it has its default.
     defaults = Configuration(args=type(configuration.args)())
     before = _flat(parser.to_dict(defaults)) | _flat(stored)
     now = _flat(parser.to_dict(configuration))
     return [
         f"{key}: {_shown(before.get(key))} -> {_shown(now.get(key))}"
-        # Arguments that are not there any more belong to another trainer, which is itself listed as a change.
+        # Stored arguments that no longer exist belong to another trainer, and the change of trainer is listed itself.
         for key in [*now, *(key for key in _flat(stored) if key not in now and not key.startswith("args."))]
         if before.get(key) != now.get(key)
     ]
@@ -75,7 +81,7 @@ def _leaves(data: Mapping[str, object], prefix: str) -> Iterator[tuple[str, obje
         if isinstance(value, Mapping) and value:
             yield from _leaves(value, f"{prefix}{name}.")
         else:
-            # Nothing inside is the same as not being there.
+            # An empty mapping is equivalent to a missing key.
             yield f"{prefix}{name}", None if isinstance(value, Mapping) else value
 
 
@@ -88,5 +94,5 @@ def _read(path: str) -> object:
         with open(path, encoding="utf-8") as file:
             return yaml_reader.load_value(file.read())
     except (OSError, UnicodeDecodeError):
-        # A run that was started by other means has stored none.
+        # Runs that were started from Python have no stored configuration.
         return None

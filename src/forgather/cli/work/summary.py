@@ -1,4 +1,7 @@
-"""The summary at the end of a run: results, where they are, and which commands to try next."""
+"""Console summary at the end of a run: results, paths, and commands to try next.
+
+Called on rank 0 by `work/train.py`.
+"""
 
 import os
 import shlex
@@ -17,7 +20,7 @@ from forgather.ml.trainer.trainer import Trainer
 
 
 def say_finished(trainer: Trainer[Any], demo_words: Sequence[str] | None) -> None:
-    """The results, and after the demo, which was called with `demo_words`, what to try next."""
+    """Print the results; after the demo, which was called with `demo_words`, print commands to try next."""
     output_dir = trainer.args.output_dir
     get_console().print()
     show_row("eval loss", _course_of_evaluation(trainer.state.log_history))
@@ -30,13 +33,13 @@ def say_finished(trainer: Trainer[Any], demo_words: Sequence[str] | None) -> Non
 
 
 def say_stopped(stop: Preempted) -> None:
-    """After a stop request: that nothing is lost."""
+    """Print how to resume after a stop request, if a checkpoint was saved."""
     if stop.checkpoint_path:
-        get_console().print(f"Run the same command again to go on from step {stop.step}.", soft_wrap=True)
+        get_console().print(f"Run the same command again to resume from step {stop.step}.", soft_wrap=True)
 
 
 def say_already_finished(configuration: Configuration, step: int, demo_words: Sequence[str] | None) -> None:
-    """There is nothing left to do."""
+    """Print that the newest checkpoint has already reached args.max_steps."""
     args = configuration.args
     text = Text("already finished ", style="bold green")
     text += Text(f"{args.output_dir} has a checkpoint of step {step}, and args.max_steps is {args.max_steps}")
@@ -44,17 +47,18 @@ def say_already_finished(configuration: Configuration, step: int, demo_words: Se
     if demo_words is not None:
         _say_what_next(step, args.output_dir, demo_words)
     else:
-        get_console().print("Raise args.max_steps to go on, or choose another args.output_dir.", soft_wrap=True)
+        get_console().print("Raise args.max_steps to continue, or choose another args.output_dir.", soft_wrap=True)
 
 
 def _say_what_next(step: int, output_dir: str, words: Sequence[str]) -> None:
     program = program_name()
+    # Remove the old value of max_steps, because a new one is appended.
     same = shlex.join([program, "train", *_without(words, "--args.max_steps")])
     suggestions = {
-        "go on to twice the steps": f"{same} --args.max_steps {2 * step}",
+        "train for twice the steps": f"{same} --args.max_steps {2 * step}",
         **_suggested_processes(program, output_dir, words, 2 * step),
-        "another model beside it": f"{program} train --model.config.hidden_size 192 --args.output_dir demo_output_192",
-        "begin a configuration": f"{program} train --print_config > my.yaml",
+        "train another model": f"{program} train --model.config.hidden_size 192 --args.output_dir demo_output_192",
+        "write a configuration": f"{program} train --print_config > my.yaml",
         "and use it": f"{program} train my.yaml",
         "start over": f"rm -r {output_dir}",
     }
@@ -67,19 +71,20 @@ def _say_what_next(step: int, output_dir: str, words: Sequence[str]) -> None:
 
 
 def _suggested_processes(program: str, output_dir: str, words: Sequence[str], num_steps: int) -> dict[str, str]:
-    """After one process two, in a directory of their own to compare; after several one, which the checkpoint fits too."""
+    """Suggest two processes in another directory after a run with one, and one process after a distributed run."""
+    # A checkpoint of any trainer can be resumed in one process.
     if any(word.startswith("--trainer") for word in words):
         command = shlex.join([program, "train", "--args.output_dir", output_dir, "--args.max_steps", str(num_steps)])
-        return {"go on in one process": command}
+        return {"continue in one process": command}
     command = f"{program} train --trainer {{kind}} --nproc 2 --args.output_dir demo_output_{{kind}}"
     return {
-        "two processes beside it": command.format(kind="ddp"),
-        "half of the model in each": command.format(kind="pipeline"),
+        "train in two processes": command.format(kind="ddp"),
+        "split the model in two": command.format(kind="pipeline"),
     }
 
 
 def _without(words: Sequence[str], option: str) -> list[str]:
-    """The words of a command line without an option and its value."""
+    """Return the command line without an option and its value."""
     kept: list[str] = []
     rest = iter(words)
     for word in rest:
@@ -91,7 +96,8 @@ def _without(words: Sequence[str], option: str) -> list[str]:
 
 
 def program_name() -> str:
-    """How this program is called from here: by its name if the shell finds it, else by its path."""
+    """Return how to call the program from here: its name if the shell finds it, else its path."""
+    # In a worker, sys.argv[0] is a module of the package; the launcher passes on the path it was called by.
     called = os.environ.get(LAUNCHER_VARIABLE, sys.argv[0])
     called = called if os.path.basename(called) == "forgather" else ""
     found = shutil.which("forgather")

@@ -1,4 +1,7 @@
-"""Runs training from a parsed configuration and prints the final summary."""
+"""Work of `forgather train`: builds the trainer from a parsed configuration, trains, and prints the summary.
+
+Every rank executes this code. The output directory is locked before anything is written to it.
+"""
 
 import os
 from collections.abc import Mapping, Sequence
@@ -20,17 +23,18 @@ from forgather.ml.trainer.trainer import Trainer
 
 
 def train(configuration: Configuration, demo_words: Sequence[str] | None = None) -> int:
-    """Train as the configuration says; returns the exit code. `demo_words` are the options of the demo, if it is that."""
+    """Train as configured; returns the exit code. `demo_words` are the options of the demo, or None."""
     trainer_class = load_trainer(configuration.trainer.kind)
     show_own_messages()
     with Job.joined(use_cpu=configuration.args.use_cpu) as job:
+        # Rank 0 decides, since all ranks must take the same branch.
         finished_step = job.as_main_says(lambda: _step_of_finished_run(configuration.args), "looking for checkpoints")
         if finished_step is not None:
             if job.is_main:
                 say_already_finished(configuration, finished_step, demo_words)
             return 0
         lock = OutputDirLock(configuration.args.output_dir)
-        # Before anything is written there: a job that is refused must not change what the running one uses.
+        # Lock before anything is written: a rejected job must not change files of the running one.
         job.as_main_says(lock.acquire, "taking the output directory")
         try:
             return _train(configuration, trainer_class, job, demo_words)
@@ -54,7 +58,8 @@ def _train(
 
 
 def build_trainer(configuration: Configuration, trainer_class: type[Trainer[Any]], job: Job) -> Trainer[Any]:
-    """The trainer with everything that it needs."""
+    """Return the trainer with model, data, loss, optimizer and callbacks."""
+    # The first rank of a node writes the token files, which the others then find.
     parts = job.one_per_node_first(lambda: _build_parts(configuration, trainer_class, job), "building the run")
     if job.is_main:
         _say_data(parts)
@@ -65,7 +70,8 @@ def build_trainer(configuration: Configuration, trainer_class: type[Trainer[Any]
 
 
 def _build_parts(configuration: Configuration, trainer_class: type[Trainer[Any]], job: Job) -> dict[str, Any]:
-    """The keywords of the trainer; talks to no other rank."""
+    """Return the keyword arguments of the trainer; does not communicate with other ranks."""
+    # Check trainer.init_args before anything slow is built; the keys stand for arguments that are passed later.
     keywords = dict.fromkeys(("args", *find_kind(configuration.trainer.kind).own_keywords))
     class_paths.check_keywords(trainer_class, {**keywords, **configuration.trainer.init_args}, "trainer", 0)
     tokenizer = builders.build_tokenizer(configuration.tokenizer)
@@ -80,13 +86,13 @@ def _build_parts(configuration: Configuration, trainer_class: type[Trainer[Any]]
         "callbacks": callbacks,
         "default_callbacks": configuration.trainer.default_callbacks,
     }
-    # The data last: their tokens take longest.
+    # The data last: tokenising takes longest, and mistakes in other sections should be reported first.
     datasets = data_builders.build_datasets(configuration.data, tokenizer, configuration.args)
     return {**parts, "train_dataset": datasets.train, "eval_dataset": datasets.eval, "processing_class": tokenizer}
 
 
 def _step_of_finished_run(args: TrainingArguments) -> int | None:
-    """The step of the newest checkpoint, if it is where training would end and is to be resumed from."""
+    """Return the step of the newest checkpoint if the run would resume from it and it has reached max_steps."""
     if args.max_steps < 0 or args.resume_from_checkpoint is not True:
         return None
     found = store.find_checkpoints(os.path.join(args.output_dir, store.CHECKPOINTS_FOLDER))

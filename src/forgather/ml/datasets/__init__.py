@@ -1,20 +1,23 @@
-"""What datasets and the loaders that read them tell each other."""
+"""Synchronisation of dataset length estimates between DataLoader workers and the main process.
+
+A public helper: trainers do not call it.
+"""
 
 from collections.abc import Iterator
 from typing import Any
 
 
 def sync_dataset_state_from_dataloader(loader: object) -> None:
-    """Let the dataset of this process learn what its copies in the loader's workers found out about its length.
+    """Update the length estimate of the loader's dataset from the copies in its workers.
 
-    A dataset that estimates its length while it is read takes part by two methods:
+    A dataset that estimates its length while it is read supports this with two methods:
 
-    - `state_dict()`, which runs in the workers and holds what it knows;
-    - `sync_length_estimate(state)`, which is called here with such a state, once for each worker in their order. It takes
-      over the estimate only: the state also says where the worker is, and this copy is not read.
+    - `state_dict()`, which runs in the workers and returns their state;
+    - `sync_length_estimate(state)`, which is called here once per worker, in the order of the workers. It must take
+      over the estimate only: the state also contains the worker's position, and the copy of this process is not read.
 
-    Nothing happens for other datasets, for loaders that do not keep their workers' state (torchdata's
-    `StatefulDataLoader` does), and before the loader was iterated.
+    Other datasets are not touched. Neither are datasets of loaders that do not keep the state of their workers
+    (torchdata's `StatefulDataLoader` does), nor of loaders that were not iterated yet.
     """
     sync = getattr(getattr(loader, "dataset", None), "sync_length_estimate", None)
     if sync is None:
@@ -24,13 +27,13 @@ def sync_dataset_state_from_dataloader(loader: object) -> None:
 
 
 def _worker_dataset_states(loader: object) -> Iterator[Any]:
-    # Of the loader itself, `state_dict` would start workers to have something to ask.
+    # Ask the existing iterator: `loader.state_dict()` would start workers if none are running.
     state_dict = getattr(getattr(loader, "_iterator", None), "state_dict", None)
     if state_dict is None or not getattr(loader, "num_workers", 0):
         return
     workers = state_dict()["_snapshot"].get("_worker_snapshots", {})
     for worker in sorted(workers.values(), key=lambda worker: int(worker["worker_id"])):
-        # A dataset that is its own iterator is reported as the iterator.
+        # If a dataset is its own iterator, torchdata reports its state as the iterator's state.
         state = worker["dataset_state"] or (worker["fetcher_state"] or {}).get("dataset_iter_state")
         if state is not None:
             yield state

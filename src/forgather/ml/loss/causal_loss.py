@@ -1,4 +1,8 @@
-"""Cross entropy of the next token."""
+"""Cross-entropy of the next token: `CausalLoss`, and the base class of all next-token losses.
+
+The loss is a mean over targets. `num_targets` and `sum_over_targets` let trainers weight micro-batches and ranks by
+their number of targets.
+"""
 
 from collections.abc import Callable
 from functools import cache
@@ -12,10 +16,10 @@ _FEW = 1024
 
 
 class NextTokenLoss:
-    """What all losses of the next token share: which labels are targets, how many there are, and the mean over them.
+    """Base class of next-token losses: selection and count of targets, and the mean over them.
 
-    Labels are `[..., sequence]`, each the target of the position before it; labels of `ignore_index` are no targets.
-    Without any target the loss is 0, and so are the gradients. With `compile=True` the cross entropy runs through
+    Labels are `[..., sequence]`, each the target of the position before it; labels equal to `ignore_index` are no
+    targets. Without any target the loss and the gradients are 0. With `compile=True` the cross-entropy runs through
     `torch.compile`.
     """
 
@@ -25,39 +29,41 @@ class NextTokenLoss:
 
     def __call__(self, outputs: Tensor, labels: Tensor) -> Tensor:
         count = self.num_targets(labels)
-        # On the device the count stays a tensor, since reading it would wait for it.
+        # On an accelerator the count stays a tensor: reading its value would synchronise with the device.
         divisor = max(count, 1) if isinstance(count, int) else count.to(outputs.device).clamp(min=1)
         return self.sum_over_targets(outputs, labels) / divisor
 
     def sum_over_targets(self, outputs: Tensor, labels: Tensor, reduction: str = "sum") -> Tensor:
-        """The sum instead of the mean, for those who know how many targets it is over.
+        """Return the sum over the targets, for callers that know the total number of targets.
 
-        With `reduction="mean"` it is the mean after all, but NaN when there is no target.
+        `reduction="mean"` returns the mean, which is NaN if there is no target.
         """
         raise NotImplementedError
 
     def num_targets(self, labels: Tensor) -> int | Tensor:
-        """How many targets the mean is over; a tensor where the labels are on a device."""
+        """Return the number of targets that the mean is over; a tensor if the labels are on an accelerator."""
         if labels.device.type != "cpu":
             number: Tensor = (labels[..., 1:] != self.ignore_index).sum()
             return number
         if labels.ndim == 2 and labels.numel() <= _FEW:
-            # Right after a step the code of numpy and torch is not in the caches: it would take longer to fetch than this.
+            # After a training step the code of numpy and torch is out of the CPU caches. For few labels plain Python is
+            # faster than fetching that code.
             targets = (row[1:] for row in labels.tolist())
             return sum(len(row) - int(row.count(self.ignore_index)) for row in targets)
         return int(np.count_nonzero(labels.numpy()[..., 1:] != self.ignore_index))
 
     def targets(self, labels: Tensor, device: torch.device) -> Tensor:
-        """The target of every position, in one row."""
-        # Moving the labels rather than cutting the last outputs off saves a copy of the outputs.
+        """Return the target of every position, flattened."""
+        # Shift the labels, not the outputs: cutting off the last position would copy the logits.
         return functional.pad(labels, (0, 1), value=self.ignore_index)[..., 1:].to(device, torch.int64).flatten()
 
 
 class CausalLoss(NextTokenLoss):
-    """The mean cross entropy of each position's logits with the label of the next position.
+    """Mean cross-entropy of each position's logits with the label of the next position.
 
-    Logits are `[..., sequence, vocabulary]` and labels `[..., sequence]`; labels of `ignore_index` are no targets. Without
-    any target the loss is 0, and so are the gradients. With `compile=True` the cross entropy runs through `torch.compile`.
+    Logits are `[..., sequence, vocabulary]` and labels `[..., sequence]`; labels equal to `ignore_index` are no
+    targets. Without any target the loss and the gradients are 0. With `compile=True` the cross-entropy runs through
+    `torch.compile`.
     """
 
     def sum_over_targets(self, logits: Tensor, labels: Tensor, reduction: str = "sum") -> Tensor:
@@ -66,16 +72,18 @@ class CausalLoss(NextTokenLoss):
 
 
 def _cross_entropy(logits: Tensor, targets: Tensor, ignore_index: int, reduction: str) -> Tensor:
+    # The sum of exponentials over a large vocabulary loses too much precision in bfloat16.
     scores = logits.to(at_least_float32(logits.dtype)).flatten(0, -2)
     return functional.cross_entropy(scores, targets, ignore_index=ignore_index, reduction=reduction)
 
 
 @cache
 def _compiled_cross_entropy() -> Callable[[Tensor, Tensor, int, str], Tensor]:
-    # One for all losses, and no attribute of a loss, which is copied and sent to other processes.
+    # A module-level cache and not an attribute: losses are copied and sent to other processes, compiled functions are
+    # not.
     return torch.compile(_cross_entropy)
 
 
 def at_least_float32(dtype: torch.dtype) -> torch.dtype:
-    """The type that losses of values of this type are computed in."""
+    """Return the dtype for computing losses of values of this dtype: float32, or wider."""
     return torch.promote_types(dtype, torch.float32)

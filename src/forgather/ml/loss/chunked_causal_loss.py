@@ -1,4 +1,8 @@
-"""Cross entropy of the next token, a part of the tokens at a time."""
+"""Chunked cross-entropy of the next token: logits are processed a few tokens at a time to save memory.
+
+The gradient is computed in the forward pass, while the chunk is in memory. `linear_cross_entropy` builds on the
+functions of this module.
+"""
 
 from collections.abc import Callable, Iterable
 from functools import cache
@@ -10,35 +14,36 @@ from torch import Tensor
 from forgather.ml.loss.causal_loss import NextTokenLoss, at_least_float32
 
 Rows = slice | Tensor
-"""What chooses the tokens of one part."""
+"""Index that selects the tokens of one chunk."""
 PartLossT = Callable[[Tensor, Tensor, int, bool], Tensor]
 """`cross_entropy_in_place`, compiled or not."""
 
 
 def cross_entropy_in_place(scores: Tensor, targets: Tensor, ignore_index: int, with_gradient: bool) -> Tensor:
-    """The summed cross entropy of rows of logits, which are overwritten: by their gradient, if that is wanted."""
+    """Return the summed cross-entropy of rows of logits; overwrite the rows, with their gradient if `with_gradient`."""
     ignored = (targets == ignore_index).unsqueeze(1)
+    # `gather` rejects negative indices such as -100.
     index = targets.unsqueeze(1).masked_fill(ignored, 0)
+    # Subtracting the maximum keeps exp from overflowing.
     scores.sub_(scores.amax(dim=1, keepdim=True))
     at_target = scores.gather(1, index)
     sums = scores.exp_().sum(dim=1, keepdim=True)
     losses = (sums.log() - at_target).masked_fill_(ignored, 0)
     if with_gradient:
-        # Divided by infinity, ignored rows become zero without another pass over all logits.
+        # Dividing by infinity zeroes ignored rows without another pass over all logits.
         scores.div_(sums.masked_fill_(ignored, torch.inf))
+        # The gradient is softmax minus one-hot. Ignored rows get 1 - 1 = 0 at their placeholder index.
         scores.scatter_add_(1, index, ignored.to(scores.dtype).sub_(1))
     return losses.sum()
 
 
 class LossInParts(NextTokenLoss):
-    """A loss that goes over its tokens part by part, and computes the gradients along with the loss."""
+    """Base class of losses that process their tokens in chunks and compute gradients together with the loss."""
 
     def __init__(self, chunk_size: int, ignore_index: int, *, compile: bool = False) -> None:
         super().__init__(ignore_index, compile=compile)
         if chunk_size < 1:
-            raise ValueError(
-                f"chunk_size={chunk_size} of {type(self).__name__} leaves nothing to compute at a time: it must be at least 1."
-            )
+            raise ValueError(f"chunk_size={chunk_size} of {type(self).__name__} cannot be used: it must be at least 1.")
         self.chunk_size = chunk_size
 
     def sum_over_targets(self, outputs: Tensor, labels: Tensor, reduction: str = "sum") -> Tensor:
@@ -54,15 +59,15 @@ class LossInParts(NextTokenLoss):
         return total if reduction == "sum" else total / (targets != self.ignore_index).sum()
 
     def _sum(self, outputs: Tensor, targets: Tensor) -> Tensor:
-        """The sum over the tokens of one row."""
+        """Return the sum over flattened tokens."""
         raise NotImplementedError
 
 
 class ChunkedCausalLoss(LossInParts):
-    """`CausalLoss` with less memory: besides the logits and their gradient, only `chunk_size` tokens' logits exist at a time.
+    """`CausalLoss` with less memory: only `chunk_size` tokens have float32 logits at a time.
 
-    Those are in float32. The gradient is computed along with the loss, in the dtype of the logits. With `compile=True` the
-    cross entropy of a chunk runs through `torch.compile`.
+    The logits themselves and their gradient exist as well, both in the dtype of the logits. The gradient is computed
+    together with the loss. With `compile=True` the cross-entropy of a chunk runs through `torch.compile`.
     """
 
     def __init__(self, chunk_size: int = 256, ignore_index: int = -100, *, compile: bool = False) -> None:
@@ -87,6 +92,7 @@ class _CrossEntropyInParts(torch.autograd.Function):
         ignore_index: int,
         of_part: PartLossT = cross_entropy_in_place,
     ) -> Tensor:
+        # Rows of ignored tokens may be missing from `parts`, so their gradient must start at zero.
         gradient = torch.zeros_like(logits) if ctx.needs_input_grad[0] else None
         total = cross_entropy_in_parts(logits, targets, parts, ignore_index, gradient, of_part)
         ctx.save_for_backward(gradient)
@@ -96,12 +102,17 @@ class _CrossEntropyInParts(torch.autograd.Function):
     def backward(ctx: Any, grad_output: Tensor) -> tuple[Tensor, None, None, None, None]:
         refuse_second_derivative("ChunkedCausalLoss")
         (gradient,) = ctx.saved_tensors
-        # In place, for there shall be one such tensor; a second backward pass is refused since the saved one has changed.
+        # In place, so that only one tensor of this size exists. Autograd rejects a second backward pass, because the
+        # saved tensor has changed.
         return gradient.mul_(grad_output), None, None, None, None
 
 
 def refuse_second_derivative(name: str) -> None:
-    """In a backward pass: gradients that were computed with the loss are constants, whose own would be zero."""
+    """Raise RuntimeError in a backward pass with create_graph=True.
+
+    Gradients that were computed with the loss are constants for autograd: their derivative would silently be zero.
+    """
+    # Autograd enables gradients inside a backward pass only with create_graph=True.
     if torch.is_grad_enabled():
         raise RuntimeError(f"{name} has no second derivative (create_graph=True): use CausalLoss.")
 
@@ -114,29 +125,30 @@ def cross_entropy_in_parts(
     gradient: Tensor | None = None,
     of_part: PartLossT = cross_entropy_in_place,
 ) -> Tensor:
-    """The summed cross entropy of `[tokens, vocabulary]`, whose gradient is written to `gradient`."""
+    """Return the summed cross-entropy of logits `[tokens, vocabulary]`; write their gradient to `gradient` if given."""
     dtype = at_least_float32(logits.dtype)
     total = logits.new_zeros((), dtype=dtype)
     for rows in parts:
-        # Rows that are listed are a copy already; a slice is not, and the logits are not ours to change.
+        # Indexing with a tensor copies already. A slice is a view, and the caller's logits must not be overwritten.
         scores = logits[rows].to(dtype, copy=isinstance(rows, slice))
         total += of_part(scores, targets[rows], ignore_index, gradient is not None)
         if gradient is not None:
             gradient[rows] = scores.to(gradient.dtype)
-        # Else this part would still be there when the next one is made.
+        # Free this chunk before the next one is allocated.
         del scores
     return total
 
 
 def parts_of(targets: Tensor, ignore_index: int, size: int) -> list[Rows]:
-    """The tokens in parts of `size`; on the CPU only those with a target, which on a device would have to be waited for."""
+    """Split the tokens into chunks of `size`; on the CPU only tokens with a target."""
+    # On an accelerator, `nonzero` would wait for the device.
     if targets.device.type != "cpu":
         return [slice(start, start + size) for start in range(0, len(targets), size)]
     return list(torch.split((targets != ignore_index).nonzero().flatten(), size))
 
 
 def part_loss(compile: bool) -> PartLossT:
-    """`cross_entropy_in_place`, through `torch.compile` if that is asked for."""
+    """Return `cross_entropy_in_place`, compiled if `compile`."""
     return _compiled_cross_entropy() if compile else cross_entropy_in_place
 
 

@@ -1,4 +1,8 @@
-"""Cross entropy of the next token from hidden states, without ever having all logits."""
+"""Fused linear cross-entropy: next-token loss from hidden states, without materialising the full logits tensor.
+
+Implementations: chunked PyTorch (always available), cut-cross-entropy and Liger kernels. Trainers create the loss
+through `fused_loss_factory`, with the output layer of the model.
+"""
 
 import inspect
 from collections.abc import Callable, Iterable
@@ -23,22 +27,22 @@ from forgather.ml.loss.chunked_causal_loss import (
 )
 
 _PACKAGES = {"cce": ("cut_cross_entropy", "cut-cross-entropy"), "liger": ("liger_kernel", "liger-kernel")}
-"""Of each implementation that is not ours, what is imported and what is installed; the first that can is preferred."""
+"""Third-party implementations: names for `import` and for pip, in order of preference."""
 
 
 class LinearCrossEntropyLoss(LossInParts):
-    """`CausalLoss` of the logits that `output_embeddings` would give for hidden states `[..., sequence, hidden]`.
+    """`CausalLoss` of the logits that `output_embeddings` would compute from hidden states `[..., sequence, hidden]`.
 
-    The logits must be nothing but a linear map of the hidden states, by the `weight` (and `bias`) of that module. Both are
+    The logits must be a plain linear map of the hidden states by the `weight` (and `bias`) of that module. Both are
     read at each call, so that they may be moved, loaded or tied in between.
 
-    `impl` is "pytorch" (always there), "cce" (cut-cross-entropy), "liger", or "auto": on CUDA the first of "cce" and
-    "liger" that is installed and can do it, else "pytorch".
+    `impl` is "pytorch" (always available), "cce" (cut-cross-entropy), "liger", or "auto". On CUDA, "auto" takes the
+    first of "cce" and "liger" that is installed and supports the input; otherwise it takes "pytorch".
 
-    `chunk_size` is for "pytorch", which holds as many logits at a time as `chunk_size` entries of the vocabulary have for
-    all tokens: of `num_tokens * chunk_size // vocabulary` tokens (at least one), with the whole vocabulary for each. They
-    are in float32. The gradients are computed along with the loss, so that no logits are computed twice. `compile=True` is
-    for "pytorch" too: the cross entropy of a chunk runs through `torch.compile`.
+    `chunk_size` is for "pytorch". At a time it holds the logits of `num_tokens * chunk_size // vocabulary` tokens (at
+    least one) over the full vocabulary, in float32: as many values as `chunk_size` vocabulary entries have for all
+    tokens. The gradients are computed together with the loss, so that no logits are computed twice. `compile=True` is
+    for "pytorch" too: the cross-entropy of a chunk runs through `torch.compile`.
     """
 
     def __init__(
@@ -57,7 +61,7 @@ class LinearCrossEntropyLoss(LossInParts):
         self.impl = impl
 
     def implementation_for(self, hidden_states: Tensor) -> str:
-        """Which implementation such hidden states get: "cce", "liger" or "pytorch"."""
+        """Return the implementation for such hidden states: "cce", "liger" or "pytorch"."""
         has_bias = self._bias is not None
         if self.impl == "auto":
             able = (name for name in _PACKAGES if _why_not(name, hidden_states, has_bias) is None)
@@ -67,7 +71,7 @@ class LinearCrossEntropyLoss(LossInParts):
         return self.impl
 
     def unfused(self) -> CausalLoss:
-        """The same loss of logits, for those who cannot use this one."""
+        """Return the same loss as a function of logits, for callers that cannot use the fused loss."""
         return CausalLoss(self.ignore_index, compile=self.compile)
 
     @property
@@ -86,12 +90,14 @@ class LinearCrossEntropyLoss(LossInParts):
             return _with_package(implementation, hidden_states, weight, bias, targets, self.ignore_index)
         parts = parts_of(targets, self.ignore_index, self._tokens_at_a_time(len(targets), len(weight)))
         arguments = (hidden_states, weight, bias, targets, parts, self.ignore_index, part_loss(self.compile))
+        # Without autograd, no gradients are allocated or computed.
         if torch.is_grad_enabled():
             apply: Callable[..., Tensor] = _LinearCrossEntropy.apply
             return apply(*arguments)
         return linear_cross_entropy(*arguments)[0]
 
     def _tokens_at_a_time(self, num_tokens: int, vocabulary: int) -> int:
+        # Chunks are slices of tokens, not of the vocabulary, because a softmax needs full rows.
         return max(1, num_tokens * min(self.chunk_size, vocabulary) // vocabulary)
 
 
@@ -118,15 +124,16 @@ class _LinearCrossEntropy(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, grad_output: Tensor) -> tuple[Tensor | None, ...]:
         refuse_second_derivative("LinearCrossEntropyLoss")
-        # In place, for there shall be one tensor of the size of the weight; a second backward pass is refused since the
-        # saved ones have changed. Sums are rounded to the dtype of the weight after that: before, float16 may overflow.
+        # In place, so that only one tensor of the size of the weight exists. Autograd rejects a second backward pass,
+        # because the saved tensors have changed. Sums are cast to the weight's dtype after scaling: float16 may
+        # overflow before.
         hidden_states, weight, bias = (None if one is None else one.mul_(grad_output) for one in ctx.saved_tensors)
         weight, bias = (None if one is None else one.to(ctx.dtype) for one in (weight, bias))
         return hidden_states, weight, bias, None, None, None, None
 
 
 class _Gradients:
-    """The sums of those gradients that are needed; of weight and bias in float32 at least."""
+    """Accumulators of the needed gradients; float32 or wider for weight and bias."""
 
     def __init__(self, hidden_states: Tensor, weight: Tensor, bias: Tensor | None, needed: tuple[bool, ...]) -> None:
         dtype = at_least_float32(weight.dtype)
@@ -136,9 +143,10 @@ class _Gradients:
         self.needed = any(needed)
 
     def add(self, rows: Rows, of_logits: Tensor, hidden_states: Tensor, weight: Tensor) -> None:
-        """Add those of one part, whose hidden states are in the dtype of the weight."""
+        """Add the gradients of one chunk, given its hidden states in the dtype of the weight."""
         if self.bias is not None:
             self.bias += of_logits.sum(dim=0)
+        # Multiply in the weight's dtype, as the backward pass of nn.Linear does.
         of_logits = of_logits.to(weight.dtype)
         if self.hidden_states is not None:
             self.hidden_states[rows] = (of_logits @ weight).to(self.hidden_states.dtype)
@@ -156,11 +164,15 @@ def linear_cross_entropy(
     of_part: PartLossT,
     needed: tuple[bool, ...] = (False, False, False),
 ) -> tuple[Tensor, _Gradients]:
-    """The summed cross entropy of `[tokens, hidden]`, and the `needed` gradients of hidden states, weight and bias."""
+    """Return the summed cross-entropy of `[tokens, hidden]`, and the `needed` gradients.
+
+    `needed` refers to hidden states, weight and bias.
+    """
     gradients = _Gradients(hidden_states, weight, bias, needed)
     hidden_states, weight, bias = _as_linear_takes_them(hidden_states, weight, bias)
     dtype = at_least_float32(weight.dtype)
     total = weight.new_zeros((), dtype=dtype)
+    # The operands have their final dtype already.
     with torch.autocast(weight.device.type, enabled=False):
         for rows in parts:
             part = hidden_states[rows]
@@ -168,7 +180,7 @@ def linear_cross_entropy(
             total += of_part(scores, targets[rows], ignore_index, gradients.needed)
             if gradients.needed:
                 gradients.add(rows, scores, part, weight)
-            # Else this part would still be there when the next one is made.
+            # Free this chunk before the next one is allocated.
             del scores
     return total, gradients
 
@@ -176,14 +188,14 @@ def linear_cross_entropy(
 def _as_linear_takes_them(
     hidden_states: Tensor, weight: Tensor, bias: Tensor | None
 ) -> tuple[Tensor, Tensor, Tensor | None]:
-    """Hidden states, weight and bias in the dtype in which `nn.Linear` would multiply them, under autocast or not."""
+    """Cast hidden states, weight and bias to the dtype that `nn.Linear` would multiply in; respects autocast."""
     dtype = _dtype_of_product(hidden_states)
     return hidden_states.to(dtype), weight.to(dtype), None if bias is None else bias.to(dtype)
 
 
 def _dtype_of_product(hidden_states: Tensor) -> torch.dtype:
     device = hidden_states.device.type
-    # Autocast leaves float64 alone.
+    # Autocast does not cast float64.
     if torch.is_autocast_enabled(device) and hidden_states.dtype != torch.float64:
         return torch.get_autocast_dtype(device)
     return hidden_states.dtype
@@ -196,7 +208,7 @@ def _add_product(total: Tensor, left: Tensor, right: Tensor) -> None:
     if total.dtype == left.dtype:
         total.addmm_(left, right)
         return
-    # The product has a dtype of its own: some rows at a time, so that it takes no memory to speak of.
+    # The product has another dtype than the sum. Compute a few rows at a time, so that the product takes little memory.
     for sums, rows in zip(torch.split(total, _ROWS_OF_PRODUCT), torch.split(left, _ROWS_OF_PRODUCT), strict=True):
         sums += rows @ right
 
@@ -204,7 +216,7 @@ def _add_product(total: Tensor, left: Tensor, right: Tensor) -> None:
 def _with_package(
     name: str, hidden_states: Tensor, weight: Tensor, bias: Tensor | None, targets: Tensor, ignore_index: int
 ) -> Tensor:
-    # Cast here, since the packages differ in what they do under autocast.
+    # Cast here, because the packages behave differently under autocast.
     hidden_states, weight, bias = _as_linear_takes_them(hidden_states, weight, bias)
     function = _cce if name == "cce" else _liger
     with torch.autocast(hidden_states.device.type, enabled=False):
@@ -212,16 +224,16 @@ def _with_package(
 
 
 def _cce(hidden_states: Tensor, weight: Tensor, bias: Tensor | None, targets: Tensor, ignore_index: int) -> Tensor:
-    # Old versions have no parameter of that name.
+    # Old versions have no `bias` parameter, so pass it only if there is one.
     with_bias = {} if bias is None else {"bias": bias}
     return _cce_function()(hidden_states, weight, targets, ignore_index=ignore_index, reduction="sum", **with_bias)
 
 
 def _liger(hidden_states: Tensor, weight: Tensor, bias: Tensor | None, targets: Tensor, ignore_index: int) -> Tensor:
-    # The module rather than the function below it, whose arguments and results differ between versions.
+    # Use the module class: arguments and results of the function below it differ between versions.
     module = import_module("liger_kernel.transformers.fused_linear_cross_entropy")
     kind = module.LigerFusedLinearCrossEntropyLoss
-    # Else chunks of the weight's gradient are added up in its own dtype; old versions have no parameter of that name.
+    # Without accum_dtype, Liger accumulates the weight's gradient in the weight's dtype. Old versions do not have it.
     precise = {"accum_dtype": torch.float32} if "accum_dtype" in inspect.signature(kind).parameters else {}
     loss = kind(ignore_index=ignore_index, reduction="sum", **precise)
     total: Tensor = loss(weight, hidden_states, targets, bias)
@@ -240,7 +252,7 @@ def _cce_function() -> Callable[..., Tensor]:
 
 
 def _why_not(name: str, hidden_states: Tensor, has_bias: bool) -> str | None:
-    """Why a package cannot compute the loss of these hidden states, as the end of a sentence."""
+    """Return why a package cannot compute the loss of these hidden states, as the end of a sentence; None if it can."""
     package, to_install = _PACKAGES[name]
     if hidden_states.device.type != "cuda":
         return f"runs on CUDA only, but the hidden states are on {hidden_states.device.type!r}"
@@ -256,7 +268,7 @@ def _why_not_cce(hidden_states: Tensor, has_bias: bool) -> str | None:
     if torch.cuda.get_device_capability(hidden_states.device) < (8, 0):
         return "needs a GPU of compute capability 8.0 or more"
     if has_bias and "bias" not in inspect.signature(_cce_function()).parameters:
-        return "takes no bias in the version that is installed, but the output embeddings have one"
+        return "takes no bias in the installed version, but the output embeddings have one"
     return None
 
 
@@ -271,7 +283,7 @@ def _require_available(impl: str) -> None:
     if not _is_installed(package):
         raise ValueError(
             f"LinearCrossEntropyLoss(impl={impl!r}) needs the package {to_install}, which is not installed: "
-            f"pip install {to_install}, or use impl='pytorch' (always there) or 'auto' (the best that is there)."
+            f"pip install {to_install}, or use impl='pytorch' (always available) or 'auto' (the best available)."
         )
 
 
@@ -280,13 +292,13 @@ def _require_linear(output_embeddings: nn.Module) -> None:
     weight = getattr(output_embeddings, "weight", None)
     if not isinstance(weight, Tensor):
         raise ValueError(
-            f"LinearCrossEntropyLoss multiplies hidden states by output_embeddings.weight, but {name} has no weight: pass the "
-            "linear layer that makes the logits, such as model.get_output_embeddings()."
+            f"LinearCrossEntropyLoss multiplies hidden states by output_embeddings.weight, but {name} has no weight. Pass "
+            "the linear layer that computes the logits, such as model.get_output_embeddings()."
         )
     if weight.ndim != 2:
         raise ValueError(
-            f"LinearCrossEntropyLoss needs output embeddings with a weight of [vocabulary, hidden], but that of {name} is "
-            f"{list(weight.shape)}: pass the linear layer that makes the logits, such as model.get_output_embeddings()."
+            f"LinearCrossEntropyLoss needs a weight of shape [vocabulary, hidden], but the weight of {name} has shape "
+            f"{list(weight.shape)}. Pass the linear layer that computes the logits, such as model.get_output_embeddings()."
         )
 
 
@@ -294,10 +306,10 @@ def _require_match(hidden_states: Tensor, weight: Tensor) -> None:
     if hidden_states.shape[-1] != weight.shape[1]:
         raise ValueError(
             f"LinearCrossEntropyLoss got hidden states of width {hidden_states.shape[-1]}, but its output embeddings take "
-            f"{weight.shape[1]} (their weight is {list(weight.shape)}): pass what the model gives to them, not logits."
+            f"{weight.shape[1]} (their weight is {list(weight.shape)}). Pass the input of the output layer, not logits."
         )
     if hidden_states.dtype != weight.dtype and not torch.is_autocast_enabled(hidden_states.device.type):
         raise ValueError(
-            f"LinearCrossEntropyLoss got hidden states of {hidden_states.dtype}, but its output embeddings are {weight.dtype}: "
-            "give the whole model one dtype, or compute the loss under autocast too (mixed_precision)."
+            f"LinearCrossEntropyLoss got hidden states of {hidden_states.dtype}, but its output embeddings are {weight.dtype}. "
+            "Use one dtype for the full model, or compute the loss under autocast too (mixed_precision)."
         )

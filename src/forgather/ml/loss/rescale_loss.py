@@ -1,4 +1,7 @@
-"""Rescaling of a loss function's mean."""
+"""Rescaling of a loss: a wrapper that multiplies the mean of another loss function.
+
+Trainers wrap the loss to weight micro-batches in gradient accumulation; evaluation uses `no_rescale`.
+"""
 
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -8,15 +11,15 @@ from torch import Tensor
 
 
 class RescaleLoss:
-    """A loss function that multiplies the mean of another one by `scale_factor`.
+    """Loss function that multiplies the mean of another loss function by `scale_factor`.
 
-    A subclass that weighs each micro-batch overrides `rescale`, which gets the labels; calling the loss goes through it.
+    Subclasses that weight each micro-batch override `rescale`, which receives the labels; calling the loss calls it.
     """
 
     def __init__(self, unwrapped_loss_fn: Callable[..., Tensor], scale_factor: float = 1.0) -> None:
         self.unwrapped_loss_fn = unwrapped_loss_fn
         self.scale_factor = scale_factor
-        # `inspect.signature` follows this, so that whoever asks what the loss takes learns what the inner one does.
+        # `inspect.signature` follows `__wrapped__`, so callers see the parameters of the inner loss.
         self.__wrapped__ = unwrapped_loss_fn
         self._rescaling = True
 
@@ -31,12 +34,12 @@ class RescaleLoss:
         return self._rescaling
 
     def rescale(self, mean: Tensor, labels: Tensor | None = None) -> Tensor:
-        """The rescaled loss of a micro-batch, for a mean that was computed otherwise; the mean itself in `no_rescale`."""
+        """Return the rescaled loss of a micro-batch from its mean; inside `no_rescale`, return the mean."""
         return mean * self.scale_factor if self._rescaling else mean
 
     @contextmanager
     def no_rescale(self) -> Iterator[None]:
-        """Return the plain mean in this context, as evaluation needs it."""
+        """Return the plain mean inside this context, as evaluation needs it."""
         previous, self._rescaling = self._rescaling, False
         try:
             yield
@@ -44,7 +47,7 @@ class RescaleLoss:
             self._rescaling = previous
 
     def __getattr__(self, name: str) -> Any:
-        # A method would make it look as if every loss function could count its targets.
+        # Not a method: trainers test for `num_targets` to learn whether the inner loss can count its targets.
         if name == "num_targets":
             return self.unwrapped_loss_fn.num_targets  # type: ignore[attr-defined]
         raise AttributeError(f"{type(self).__name__!r} object has no attribute {name!r}")

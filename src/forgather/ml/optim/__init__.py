@@ -1,4 +1,7 @@
-"""Optimizers: several acting as one (`Multiopt`), and parameter groups by regular expressions (`opt_utils`)."""
+"""Optimizers: several optimizers acting as one (`Multiopt`), and parameter groups by regular expression (`opt_utils`).
+
+`step_in_backward` and `gradient_trace` are used by the trainers only.
+"""
 
 from forgather.ml.optim.multiopt import Multiopt
 from forgather.ml.optim.opt_utils import (

@@ -1,4 +1,7 @@
-"""Whose gradient was not finite, told from the numbers that a norm was made of."""
+"""Tracing of non-finite gradients: finds the parameters with NaN or infinite gradients after the gradients are freed.
+
+Filled where gradient norms are computed (gradient clipping, `StepInBackward`), read when a norm is not finite.
+"""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -9,14 +12,14 @@ from torch import Tensor
 
 @dataclass(frozen=True)
 class GradientTrace:
-    """What a norm was made of, so that it can be told whose gradient was not finite when the gradients are gone."""
+    """Values that a gradient norm was computed from; they identify parameters with non-finite gradients later."""
 
     parameters: Sequence[Tensor]
     values: Tensor
-    """A norm for each parameter, or all elements of all gradients, one after the other."""
+    """A norm for each parameter, or the concatenated elements of all gradients."""
 
     def nonfinite(self) -> list[Tensor]:
-        """The parameters whose gradients were not finite; waits for the device."""
+        """Return the parameters with a non-finite gradient; synchronises with the device."""
         are_finite = torch.isfinite(self.values).cpu()
         if len(are_finite) != len(self.parameters):
             parts = torch.split(are_finite, [parameter.numel() for parameter in self.parameters])

@@ -1,4 +1,8 @@
-"""Several optimizers that act as one."""
+"""Multiopt: several optimizers that act as one torch optimizer.
+
+Created by `make_grouped_optimizer` when parameter groups have different factories. It keeps no groups or state itself,
+so schedules and checkpoints always see those held by the inner optimizers.
+"""
 
 from collections.abc import Callable, Iterable, Iterator, MutableMapping, Sequence
 from typing import Any
@@ -9,16 +13,17 @@ from torch.optim import Optimizer
 
 
 class Multiopt(Optimizer):
-    """Steps several optimizers together, for instance one for matrices and another for the rest.
+    """Optimizer that steps several optimizers together, for instance one for matrices and another for the rest.
 
-    It has nothing of its own: `param_groups` and `state` show what is in `optimizers`, so a schedule acts on all of
-    them, also after they load a state, which makes torch replace their group dicts.
+    It has no groups and no state itself: `param_groups` and `state` are views of `optimizers`. A schedule therefore
+    acts on all of them, even after `load_state_dict`, which makes torch replace the group dicts.
     """
 
     def __init__(self, optimizers: Iterable[Optimizer]) -> None:
         parts = list(optimizers)
         _refuse_unusable(parts)
-        # What torch's own constructor does besides making groups and state of its own.
+        # Skip torch's constructor, which would create separate groups and state; `__setstate__` does the rest of its
+        # work.
         self.__setstate__({"optimizers": parts, "defaults": _common_defaults(parts)})
 
     def __getstate__(self) -> dict[str, Any]:
@@ -31,18 +36,20 @@ class Multiopt(Optimizer):
 
     @property
     def param_groups(self) -> list[dict[str, Any]]:  # type: ignore[override]
-        """The optimizers' own group dicts, in one list that is always the same object."""
+        """Group dicts of all optimizers, in a list that is always the same object."""
+        # Refilled in place, so that callers who kept the list see groups that a loaded state replaced.
         self._groups[:] = [group for optimizer in self.optimizers for group in optimizer.param_groups]
         return self._groups
 
     @property
     def state(self) -> MutableMapping[Tensor, Any]:  # type: ignore[override]
-        """What all optimizers remember, by parameter; what is written to it reaches the parameter's optimizer."""
+        """State of all optimizers by parameter; writes go to the optimizer that owns the parameter."""
         return _StateOfAll(self.optimizers)
 
     def step(self, closure: Callable[[], float] | None = None) -> float | None:  # type: ignore[override]
-        """Step each optimizer; a closure is evaluated once, for all of them."""
+        """Step each optimizer; evaluate a closure once for all of them."""
         loss = None
+        # Passing the closure on would run the forward and backward pass once per optimizer.
         if closure is not None:
             with torch.enable_grad():
                 loss = closure()
@@ -55,9 +62,7 @@ class Multiopt(Optimizer):
             optimizer.zero_grad(set_to_none=set_to_none)
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
-        raise ValueError(
-            "Multiopt cannot know which of its optimizers a new group is for: add it to one of `optimizers`."
-        )
+        raise ValueError("Multiopt cannot choose an optimizer for a new group: add the group to one of `optimizers`.")
 
     def state_dict(self) -> dict[str, Any]:
         return {"optimizers": [optimizer.state_dict() for optimizer in self.optimizers]}
@@ -75,7 +80,7 @@ class Multiopt(Optimizer):
 
 
 class _StateOfAll(MutableMapping[Tensor, Any]):
-    """A view of several optimizers' state; a `ChainMap` would put whatever is looked up or set into the first one."""
+    """View of the state of several optimizers; a `ChainMap` would write every entry into the first one."""
 
     def __init__(self, optimizers: Sequence[Optimizer]) -> None:
         self._optimizers = optimizers
@@ -100,6 +105,7 @@ class _StateOfAll(MutableMapping[Tensor, Any]):
 
     def _owner(self, key: Tensor) -> MutableMapping[Tensor, Any]:
         for optimizer in self._optimizers:
+            # Compare identities: `==` of tensors is elementwise.
             if key in optimizer.state or any(key is parameter for parameter in _parameters(optimizer)):
                 return optimizer.state
         raise KeyError(key)
@@ -124,6 +130,9 @@ def _refuse_unusable(optimizers: Sequence[Optimizer]) -> None:
 
 
 def _common_defaults(optimizers: Sequence[Optimizer]) -> dict[str, Any]:
-    """The first optimizer's values of the options all have: schedulers take a default for an option of every group."""
+    """Return the first optimizer's values of the options that all optimizers have.
+
+    Schedulers expect an option in `defaults` to exist in every group.
+    """
     common = set.intersection(*(set(optimizer.defaults) for optimizer in optimizers))
     return {option: value for option, value in optimizers[0].defaults.items() if option in common}

@@ -1,4 +1,7 @@
-"""The names of recipes, without anything that takes time to import: help texts list them."""
+"""Quantisation: float8 training, quantisation-aware training (QAT), and quantised models on disk, all by torchao.
+
+This file holds the names of the recipes only and imports nothing, so that help texts can list them quickly.
+"""
 
 QAT_RECIPES: tuple[str, ...] = (
     "int8-dynamic-act-int4-weight",

@@ -1,8 +1,7 @@
-"""Quantised models on disk: safetensors files from which nothing is unpickled.
+"""Quantised models on disk: safetensors files with torchao's tensor layout; nothing is unpickled.
 
-A quantised weight `layer.weight` is stored as its parts, `layer._weight_qdata`, `layer._weight_scale` and so on; the
-metadata of the file tell, as JSON, of which kind it is. transformers reads and writes the same files, so that
-`from_pretrained` loads a directory of one of its models.
+transformers reads and writes the same layout, so `from_pretrained` loads the directories of transformers models. Called
+by `forgather.ml.finalize`.
 """
 
 import contextlib
@@ -34,7 +33,7 @@ _NAMES_KEY = "tensor_names"
 
 
 def save_quantized(folder: str, model: nn.Module, config: "AOBaseConfig", full_precision: Sequence[str]) -> None:
-    """Write a model that was quantised by `config`; `full_precision` names the linear layers that were not."""
+    """Write a model that was quantised by `config`; `full_precision` names the linear layers that were skipped."""
     from transformers import PreTrainedModel, TorchAoConfig
     from transformers.quantizers.quantizer_torchao import TorchAoHfQuantizer
 
@@ -51,7 +50,8 @@ def save_quantized(folder: str, model: nn.Module, config: "AOBaseConfig", full_p
 
 
 def _make_readable(folder: str) -> None:
-    """Give all files the mode that this process gives to new ones: safetensors lets only its user read what it writes."""
+    """Give all files the mode of newly created files: safetensors makes its files readable by their owner only."""
+    # config.json was written by Python with the process's umask, which cannot be read without changing it.
     mode = stat.S_IMODE(os.stat(os.path.join(folder, "config.json")).st_mode)
     for entry in os.scandir(folder):
         if entry.is_file():
@@ -59,14 +59,14 @@ def _make_readable(folder: str) -> None:
 
 
 def load_quantized(path: str, model_init: Callable[[], nn.Module] | None = None) -> nn.Module:
-    """The model of a directory: one of transformers, or the one that `model_init` builds, filled."""
+    """Load the model of a directory: a transformers model, or the model that `model_init` builds."""
     if model_init is not None:
         return _filled(path, model_init)
     from transformers import AutoConfig
 
     if not os.path.exists(os.path.join(path, "config.json")):
         raise CheckpointLoadError(
-            f"{path} is not a directory of transformers: it has no config.json. Give model_init, a function that builds the "
+            f"{path} is not a transformers directory: it has no config.json. Pass model_init, a function that builds the "
             "model."
         )
     config = AutoConfig.from_pretrained(path, local_files_only=True)
@@ -76,15 +76,15 @@ def load_quantized(path: str, model_init: Callable[[], nn.Module] | None = None)
 
 
 def architecture_of(config: Any, path: str) -> Any:
-    """The class of transformers that a configuration names."""
+    """Return the transformers class that a model configuration names."""
     import transformers
 
     names = config.architectures or []
     found = getattr(transformers, names[0], None) if names else None
     if not isinstance(found, type) or not issubclass(found, transformers.PreTrainedModel):
         raise CheckpointLoadError(
-            f"The model in {path} is a {names[0] if names else 'model without a name'}, a class that transformers does not "
-            "have. Give model_init, a function that builds it."
+            f"The model in {path} is a {names[0] if names else 'model without a name'}, which is not a class of "
+            "transformers. Pass model_init, a function that builds it."
         )
     return found
 
@@ -95,6 +95,7 @@ def _save_parts(folder: str, model: nn.Module) -> None:
     sharing = create_sharing_metadata(model)
     state = model.state_dict()
     stored_as = stored_names(list(state), sharing)
+    # Tied tensors are stored once.
     stored = {name: tensor for name, tensor in state.items() if stored_as[name] == name}
     quantized = {name: tensor for name, tensor in stored.items() if type(tensor) is not Tensor}
     parts, metadata = flatten_tensor_state_dict(quantized)
@@ -104,26 +105,29 @@ def _save_parts(folder: str, model: nn.Module) -> None:
 
 
 def _filled(path: str, model_init: Callable[[], nn.Module]) -> nn.Module:
-    """A model whose parameters are replaced by those of the files; tied ones are one again."""
+    """Build a model, replace its parameters by the stored ones, and tie weights again."""
     from transformers import PreTrainedModel
 
     with no_init_weights():
         model = model_init()
     if isinstance(model, PreTrainedModel) and os.path.exists(os.path.join(path, "config.json")):
-        # transformers stores some models under other names than their own.
+        # For some models, transformers stores parameters under names that differ from the model's.
         with _without_progress_bars():
             filled: nn.Module = type(model).from_pretrained(path, local_files_only=True)
         return filled
     sharing = create_sharing_metadata(model)
     state = _read_state(path)
+    # assign=True: the stored tensors have other classes than the model's parameters. It breaks ties, hence the call of
+    # `retie_parameters`.
     incompatible = model.load_state_dict(state, strict=False, assign=True)
     tied = {name for group in sharing if any(member in state for member in group) for name in group}
     missing = [name for name in incompatible.missing_keys if name not in tied]
     if missing or incompatible.unexpected_keys:
         raise CheckpointLoadError(
-            f"The weights in {path} are not those of this model: missing {missing[:5]}, unexpected "
-            f"{incompatible.unexpected_keys[:5]}. Build the model that was finalised."
+            f"The weights in {path} do not fit this model: missing {missing[:5]}, unexpected "
+            f"{incompatible.unexpected_keys[:5]}. Build the same model that was finalised."
         )
+    # The stored name comes first in each group: the other names are tied to it.
     retie_parameters(model, [sorted(group, key=lambda name: name not in state) for group in sharing])
     return model
 
@@ -134,6 +138,7 @@ def _read_state(path: str) -> dict[str, Tensor]:
     location = locate_weights(path)
     tensors = read_tensors(location, list(location.weight_map), "cpu")
     metadata = _metadata_of(path, set(location.weight_map.values()))
+    # Tensors that are stored under their own names are plain, and need no reassembly.
     names = [name for name in json.loads(metadata.get(_NAMES_KEY, "[]")) if name not in tensors]
     if not names:
         return tensors
@@ -157,7 +162,7 @@ def _metadata_of(path: str, files: set[str]) -> Mapping[str, str]:
 
 @contextlib.contextmanager
 def _without_progress_bars() -> Iterator[None]:
-    """What transformers shows while it reads and writes is not for the reports of a program."""
+    """Hide the progress bars of transformers inside the context: they do not belong in the report of a command."""
     from transformers.utils import logging
 
     was_enabled = logging.is_progress_bar_enabled()

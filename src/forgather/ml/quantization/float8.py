@@ -1,4 +1,8 @@
-"""Float8 training: linear layers that multiply in eight bits, by torchao."""
+"""Float8 training: linear layers that multiply in float8, by torchao.
+
+`require_fp8` checks the recipe and the hardware before training; `convert_to_fp8` replaces the layers of the model. The
+parameters stay the same objects under the same FQNs. Called by the trainers.
+"""
 
 from collections.abc import Collection, Mapping
 from dataclasses import replace
@@ -10,6 +14,7 @@ from torch import nn
 from forgather.ml.quantization import FP8_RECIPES as FP8_RECIPES
 from forgather.ml.quantization.layer_report import LayerReport, choose_layers
 
+# NVIDIA's Ada generation.
 _LEAST_CAPABILITY = (8, 9)
 
 
@@ -28,9 +33,9 @@ def require_fp8(recipe: str, device_type: str) -> None:
 def convert_to_fp8(
     model: nn.Module, recipe: str, dim_alignment: int = 16, keep: Collection[nn.Module] = ()
 ) -> LayerReport:
-    """Replace the linear layers, but for those in `keep`, by ones that multiply in float8; parameters stay the same ones.
+    """Replace the linear layers, except those in `keep`, by layers that multiply in float8.
 
-    Works on every device; only forward passes need the hardware (see `require_fp8`).
+    Parameters stay the same objects. Works on every device; only forward passes need the hardware (see `require_fp8`).
     """
     _check_recipe(recipe)
     require_torchao("fp8_recipe", recipe)
@@ -39,16 +44,18 @@ def convert_to_fp8(
 
     def obstacle(layer: nn.Linear) -> str | None:
         if layer is model:
-            return "it is the whole model, which cannot be replaced from inside"
+            return "it is the model itself, which cannot be replaced"
         if type(layer) not in (nn.Linear, Float8Linear):
             return special_layer_reason(layer)
         return misalignment(layer.in_features, layer.out_features, dim_alignment)
 
     chosen, report = choose_layers(model, keep, obstacle)
+    # Layers that were converted before are reported as converted, but not replaced again.
     layers = {layer for layer in chosen.values() if not isinstance(layer, Float8Linear)}
     config = Float8LinearConfig.from_recipe_name(recipe)
     if recipe != "rowwise_with_gw_hp":
-        # The gradient of a weight is a product over tokens, whose number need not be one that the hardware can take.
+        # The weight's gradient sums over tokens, and their number may not be a multiple that the hardware requires. The
+        # "gw_hp" recipe computes this product in high precision.
         config = replace(config, pad_inner_dim=True)
     names = {name: module for name, module in model.named_modules(remove_duplicate=False) if module in layers}
     convert_to_float8_training(model, config=config, module_filter_fn=lambda module, name: module in layers)
@@ -58,7 +65,7 @@ def convert_to_fp8(
 
 
 def _make_one_again(model: nn.Module, names: Mapping[str, nn.Module]) -> None:
-    """A layer under several names was replaced under some of them, or by several."""
+    """Restore sharing: a layer with several names was replaced under some of them, or by several layers."""
     new: dict[nn.Module, nn.Module] = {}
     for name, old in names.items():
         if (replaced := model.get_submodule(name)) is not old:
@@ -68,7 +75,7 @@ def _make_one_again(model: nn.Module, names: Mapping[str, nn.Module]) -> None:
 
 
 def float8_problem(device_type: str) -> str | None:
-    """Why this machine's devices of a type cannot multiply in float8, None when they can."""
+    """Return why devices of this type cannot multiply in float8 on this machine, or None if they can."""
     if device_type == "xpu":
         return None
     if device_type != "cuda":
@@ -82,22 +89,25 @@ def float8_problem(device_type: str) -> str | None:
 
 
 def capability_problem(capability: tuple[int, int], name: str) -> str | None:
-    """The same of an NVIDIA GPU by what it says of itself."""
+    """Return why an NVIDIA GPU with this compute capability cannot multiply in float8, or None if it can."""
     if capability >= _LEAST_CAPABILITY:
         return None
     found, least = (f"{major}.{minor}" for major, minor in (capability, _LEAST_CAPABILITY))
-    return f"the GPU ({name}) has compute capability {found}, and {least} is the least that can"
+    return f"the GPU ({name}) has compute capability {found}, and float8 needs at least {least}"
 
 
 def misalignment(in_features: int, out_features: int, alignment: int) -> str | None:
-    """Which dimensions of a layer `alignment` does not divide, None when it divides both."""
+    """Return which dimensions of a layer are not multiples of `alignment`, or None if both are."""
     sizes = {"in_features": in_features, "out_features": out_features}
     wrong = [f"{name}={size}" for name, size in sizes.items() if size % alignment]
     return f"{' and '.join(wrong)} cannot be divided by {alignment}" if wrong else None
 
 
 def special_layer_reason(layer: nn.Linear) -> str:
-    """Of a subclass of `nn.Linear`: its owner may use the weight without calling it, as torch's attention does."""
+    """Return the reason to skip a subclass of `nn.Linear`.
+
+    The module that owns it may use the weight without calling the layer, as torch's attention does.
+    """
     return f"it is a {type(layer).__name__}, not a plain nn.Linear"
 
 

@@ -1,4 +1,7 @@
-"""Which linear layers of a model a recipe changes, which it leaves as they are, and why."""
+"""Selection of linear layers for a quantisation recipe, and the report of converted and skipped layers.
+
+Used by `float8` and `qat`, which pass the condition that rules a layer out. The output head stays in full precision.
+"""
 
 import logging
 from collections import Counter
@@ -11,25 +14,26 @@ logger = logging.getLogger(__name__)
 
 _NUM_NAMES_SHOWN = 3
 _CONV1D = ("transformers.pytorch_utils", "Conv1D")
-"""The linear layers of GPT-2 and its relatives; told by its name, since importing transformers to ask takes seconds."""
+"""Linear layers of GPT-2 and related models; compared by name, since importing transformers takes seconds."""
 ObstacleT = Callable[[nn.Linear], str | None]
-"""Why a layer cannot be changed, None when it can."""
+"""Returns why a layer cannot be converted, or None."""
 
 
 @dataclass
 class LayerReport:
-    """The linear layers of a model by name."""
+    """Linear layers of a model by name: converted layers, and skipped layers with the reason."""
 
     converted: list[str] = field(default_factory=list)
     skipped: dict[str, str] = field(default_factory=dict)
-    """Those that were left as they are, and the reason."""
+    """Layers that were not converted, with the reason."""
 
     @property
     def total(self) -> int:
         return len(self.converted) + len(self.skipped)
 
     def log(self, what: str) -> None:
-        """Tell how many layers were converted, and of the others which and why, one line for each reason."""
+        """Log how many layers were converted, and one line per reason with the skipped layers."""
+        # A recipe that converts nothing is probably a mistake.
         level = logging.INFO if self.converted else logging.WARNING
         logger.log(level, "%s: converted %d/%d linear layers.", what, len(self.converted), self.total)
         for reason in dict.fromkeys(self.skipped.values()):
@@ -38,14 +42,14 @@ class LayerReport:
 
 
 def linear_layers(model: nn.Module) -> dict[str, nn.Linear]:
-    """The linear layers by their (first) names."""
+    """Return the linear layers by name; a layer with several names appears under the first."""
     return {name: module for name, module in model.named_modules() if isinstance(module, nn.Linear)}
 
 
 def choose_layers(
     model: nn.Module, keep: Collection[nn.Module], obstacle: ObstacleT
 ) -> tuple[dict[str, nn.Linear], LayerReport]:
-    """The layers to convert, and the report of it."""
+    """Return the layers to convert, and the report."""
     kept = set(keep)
     chosen: dict[str, nn.Linear] = {}
     report = LayerReport()
@@ -57,13 +61,15 @@ def choose_layers(
         else:
             report.skipped[name] = reason
     for name, module in model.named_modules():
+        # The linear layers of GPT-2 are Conv1D modules. Without this entry the report would not mention them.
         if (type(module).__module__, type(module).__name__) == _CONV1D:
-            report.skipped[name] = "it is a Conv1D of transformers, whose weight is transposed, not a plain nn.Linear"
+            report.skipped[name] = "it is a Conv1D of transformers with a transposed weight, not a plain nn.Linear"
     return chosen, report
 
 
 def shared_parameters(model: nn.Module) -> set[nn.Parameter]:
-    """Parameters that several modules have."""
+    """Return the parameters that more than one module holds."""
+    # A set per module: holding the same parameter twice does not make it shared.
     owned = [
         parameter
         for module in model.modules()
@@ -73,17 +79,17 @@ def shared_parameters(model: nn.Module) -> set[nn.Parameter]:
 
 
 def output_head(model: nn.Module) -> list[nn.Module]:
-    """The layer that makes logits, where a model says which it is: recipes leave it in full precision."""
+    """Return the layer that computes logits, if the model names it: recipes leave it in full precision."""
     find = getattr(model, "get_output_embeddings", None)
     head = find() if callable(find) else None
     return [head] if isinstance(head, nn.Module) else []
 
 
 def guessed_head(model: nn.Module) -> dict[str, nn.Linear]:
-    """The output layer of a model that does not say which it is: the last linear layer with an output for each entry of an
-    embedding, else the last one.
+    """Return the likely output layer of a model that does not name it.
 
-    Of whole models only: each stage of a pipeline has a last layer.
+    The last linear layer with as many outputs as an embedding has entries, otherwise the last linear layer. For full
+    models only: each pipeline stage has a last layer.
     """
     layers = linear_layers(model)
     sizes = {module.num_embeddings for module in model.modules() if isinstance(module, nn.Embedding)}

@@ -1,4 +1,8 @@
-"""Quantisation-aware training: layers that compute as if they were quantised already, and their real quantisation."""
+"""Quantisation-aware training (QAT): fake-quantised linear layers for training, and the final conversion, by torchao.
+
+Trainers call `require_qat` and `prepare_qat`; `finalize` calls `convert_qat`. Preparation keeps layers, parameters and
+FQNs, so checkpoints of QAT runs are ordinary checkpoints.
+"""
 
 from collections.abc import Collection, Iterable
 from typing import TYPE_CHECKING, Any
@@ -14,19 +18,19 @@ if TYPE_CHECKING:
     from torchao.core.config import AOBaseConfig  # type: ignore[import-untyped]
 
 GROUP_SIZE = 32
-"""How many weights share a scale; torchao's default."""
+"""Number of weights that share a scale; torchao's default."""
+# Float8 matrix products need dimensions that are multiples of 16.
 _FLOAT8_ALIGNMENT = 16
 _MARK = "_qat_recipe"
-"""Where a prepared layer notes what it was prepared for."""
-# A dtype that the type hints of torch do not know.
+"""Attribute of a prepared layer: recipe and group size."""
+# torch's type hints do not list this dtype.
 _INT4: torch.dtype = getattr(torch, "int4")  # noqa: B009
 
 
 class StraightThrough(nn.Module):
-    """Quantises in the forward pass, and lets gradients pass as if it had not.
+    """Straight-through estimator: quantises in the forward pass, and passes gradients through unchanged.
 
-    For quantisers through which gradients do not come back: those of torchao's float8 one are cast to float8 themselves,
-    where most of them are zero.
+    For quantisers that damage gradients: torchao's float8 quantiser casts them to float8, where most become zero.
     """
 
     def __init__(self, quantizer: nn.Module) -> None:
@@ -40,7 +44,10 @@ class StraightThrough(nn.Module):
 
 
 def recipe_to_base_config(recipe: str, group_size: int = GROUP_SIZE) -> "AOBaseConfig":
-    """The configuration by which torchao quantises; int4 weights lie in one byte each, which every device can read."""
+    """Return torchao's configuration for a recipe.
+
+    int4 weights are stored in one byte each, which every device can read.
+    """
     _check_recipe(recipe)
     require_torchao("qat_recipe", recipe)
     from torchao.quantization import (  # type: ignore[import-untyped]
@@ -64,24 +71,25 @@ def require_qat(recipe: str, device_type: str) -> None:
     problem = float8_problem(device_type) if _is_float8(recipe) else None
     if problem is not None:
         raise ValueError(
-            f"The recipe {recipe!r} cannot be used here: its layers can be prepared everywhere, but what is trained could "
-            f"neither be converted nor run, since torchao quantises to float8 only on hardware that multiplies in it, and "
-            f"{problem}. Choose {' or '.join(repr(one) for one in QAT_RECIPES if not _is_float8(one))}, which work on "
-            "every device."
+            f"The recipe {recipe!r} cannot be used here: the trained model could neither be converted nor run. torchao "
+            f"quantises to float8 only on hardware that multiplies in float8, and {problem}. Choose "
+            f"{' or '.join(repr(one) for one in QAT_RECIPES if not _is_float8(one))}, which work on every device."
         )
 
 
 def prepare_qat(
     model: nn.Module, recipe: str, keep: Collection[nn.Module] = (), group_size: int = GROUP_SIZE
 ) -> LayerReport:
-    """Make the linear layers of a model, but for those in `keep`, compute as if they were quantised.
+    """Make the linear layers of a model, except those in `keep`, compute as if they were quantised.
 
-    Layers and parameters stay the same objects under the same names: optimizers, checkpoints and hooks do not notice.
+    Layers and parameters stay the same objects under the same names: optimizers, checkpoints and hooks are not
+    affected.
     """
     config = recipe_to_base_config(recipe, group_size)
     chosen, report = _choose(model, recipe, keep, group_size)
     _refuse_other_recipe(chosen.values(), recipe, group_size)
     for layer in chosen.values():
+        # A prepared layer has torchao's class, so preparing a model twice changes nothing.
         if type(layer) is nn.Linear:
             _prepare(layer, config, _is_float8(recipe))
             vars(layer)[_MARK] = (recipe, group_size)
@@ -90,7 +98,7 @@ def prepare_qat(
 
 
 def prepared_for(model: nn.Module) -> str | None:
-    """The recipe that layers of a model were prepared for."""
+    """Return the recipe that the layers of a model were prepared for, or None."""
     marks = (vars(module)[_MARK] for module in model.modules() if _MARK in vars(module))
     return next((recipe for recipe, _ in marks), None)
 
@@ -98,10 +106,11 @@ def prepared_for(model: nn.Module) -> str | None:
 def convert_qat(
     model: nn.Module, recipe: str, keep: Collection[nn.Module] = (), group_size: int = GROUP_SIZE
 ) -> LayerReport:
-    """Really quantise a model, prepared or not, in place; what is quantised cannot be trained any more."""
+    """Quantise a model in place, whether it was prepared or not; a quantised model cannot be trained further."""
     config = recipe_to_base_config(recipe, group_size)
     from torchao.quantization import quantize_
 
+    # Fake quantisers are for training only; torchao converts plain layers.
     for layer in linear_layers(model).values():
         _undo(layer)
     chosen, report = _choose(model, recipe, keep, group_size)
@@ -135,14 +144,12 @@ def _choose(
 
 
 def _prepare(layer: nn.Linear, config: "AOBaseConfig", needs_straight_through: bool) -> None:
-    """Give a layer the class and the quantisers that torchao gives to one of its shape.
-
-    In place, since hooks and whoever else refers to the layer would keep the old one; and with a template that has no
-    memory, since torchao would initialise a new weight, and draw random numbers for it.
-    """
+    """Give a layer the class and the fake quantisers that torchao creates for its shape."""
     from torchao.quantization import quantize_
     from torchao.quantization.qat import QATConfig  # type: ignore[import-untyped]
 
+    # In place, since hooks and other references would keep the old layer. The template is on the meta device: torchao
+    # would otherwise initialise a new weight, which costs memory and draws random numbers.
     template = nn.Sequential(nn.Linear(layer.in_features, layer.out_features, layer.bias is not None, device="meta"))
     quantize_(template, QATConfig(config, step="prepare"))
     prepared: Any = template[0]
@@ -158,13 +165,13 @@ def _refuse_other_recipe(layers: Iterable[nn.Linear], recipe: str, group_size: i
     others = {vars(layer)[_MARK] for layer in layers if _MARK in vars(layer)} - {(recipe, group_size)}
     for other, size in others:
         raise ValueError(
-            f"qat_recipe={recipe!r} (groups of {group_size}) cannot be applied to a model whose layers were prepared for "
-            f"{other!r} (groups of {size}) before. Build the model anew, for instance by giving the trainer model_init."
+            f"qat_recipe={recipe!r} (groups of {group_size}) cannot be applied: the model's layers are already prepared for "
+            f"{other!r} (groups of {size}). Build the model again, for instance by passing model_init to the trainer."
         )
 
 
 def _undo(layer: nn.Linear) -> None:
-    """Make a prepared layer a plain one again."""
+    """Turn a prepared layer back into a plain `nn.Linear`."""
     from torchao.quantization.qat.linear import FakeQuantizedLinear
 
     if isinstance(layer, FakeQuantizedLinear):

@@ -1,6 +1,6 @@
-"""Fuzzes checkpoints: `python -m tests.guarantees.hostile_checkpoints.fuzz --examples 20000 [--seed N]`.
+"""Checkpoint fuzzer: `python -m tests.guarantees.hostile_checkpoints.fuzz --examples 20000 [--seed N]`.
 
-This process imports torch once and forks a child for each example; it must stay without threads.
+This process imports torch once and forks a child for each example, so it must not start threads.
 """
 
 import argparse
@@ -26,17 +26,17 @@ from tests.guarantees.hostile_checkpoints.fuzz.runner import BAD, GOOD, Fuzzer, 
 from tests.guarantees.hostile_checkpoints.fuzz.self_check import misbehaving_outcomes
 
 _RESUME_EVERY = 5
-# Time-outs after which nothing new is learnt, and the run would take hours.
+# Further time-outs show nothing new, and the run would take hours.
 _MOST_HANGS = 12
 
 
 class GaveUp(Exception):
-    """Too many examples hang."""
+    """Raised when too many examples hang."""
 
 
 @dataclass
 class Example:
-    """A mutation and what came of it."""
+    """Mutation and its result."""
 
     number: int
     mutation: Mutation
@@ -53,7 +53,7 @@ class Example:
 
 @dataclass
 class Run:
-    """All examples so far."""
+    """Fuzz run with all examples so far."""
 
     fuzzer: Fuzzer
     seed: int
@@ -75,12 +75,12 @@ class Run:
         return [one for one in self.examples if not one.result.is_good]
 
     def try_kind(self, kind: str, count: int, seed: int) -> None:
-        """As many new examples of a kind, or as there are: of some there are few."""
+        """Try up to `count` new examples of a kind; some kinds have fewer."""
         known = len(self.examples)
 
         @hypothesis.seed(seed)
         @settings(
-            # Some were tried before: the simplest come first every time.
+            # Hypothesis draws the simplest examples first, and some of them were tried before.
             max_examples=2 * count + 20,
             phases=[Phase.generate],
             database=None,
@@ -97,7 +97,7 @@ class Run:
         examples()
 
     def try_all(self, num_examples: int) -> None:
-        """Each kind has its share; what a kind has too few of, others have more of."""
+        """Try each kind by its share, and fill up with examples of the two largest kinds."""
         total = sum(kind.share for kind in KINDS.values())
         for number, (name, kind) in enumerate(KINDS.items()):
             self.try_kind(name, max(1, num_examples * kind.share // total), self.seed + number)
@@ -154,7 +154,7 @@ def _print_table(run: Run) -> None:
 
 
 def _print_failures(run: Run) -> None:
-    """Those of one cause together: the same error at the same line."""
+    """Print failures grouped by cause: the same error at the same line."""
     groups: dict[tuple[str, ...], list[Example]] = defaultdict(list)
     for one in run.failures:
         result = one.result
@@ -170,7 +170,7 @@ def _print_failures(run: Run) -> None:
 
 
 def _with_fuzzer(work: Callable[[Fuzzer], int], is_verbose: bool) -> int:
-    """In memory, where there is such a directory: copying the checkpoints is most of the work."""
+    """Run `work` with a fuzzer, in memory if possible, because copying checkpoints is most of the work."""
     parent = "/dev/shm" if os.access("/dev/shm", os.W_OK) else None
     scratch = Path(tempfile.mkdtemp(prefix="fuzz-", dir=parent))
     try:
@@ -208,16 +208,16 @@ def _replay(fuzzer: Fuzzer, arguments: argparse.Namespace) -> int:
 def main() -> int:
     parser = argparse.ArgumentParser(prog="python -m tests.guarantees.hostile_checkpoints.fuzz", description=__doc__)
     parser.add_argument("--examples", type=int, default=500)
-    parser.add_argument("--seed", type=int, default=0, help="-1 for another one each time")
-    parser.add_argument("--json", help="where to write the results")
+    parser.add_argument("--seed", type=int, default=0, help="-1 draws a new seed")
+    parser.add_argument("--json", help="file for the results")
     parser.add_argument("--max-hangs", type=int, default=_MOST_HANGS)
     parser.add_argument("--replay", action="store_true", help="try one mutation again")
     parser.add_argument("--resume", action="store_true", help="with --replay: also resume and save")
-    parser.add_argument("mutation", nargs="?", help="with --replay: as the report printed it")
+    parser.add_argument("mutation", nargs="?", help="with --replay: mutation as printed by the report")
     arguments = parser.parse_args()
     if arguments.seed < 0:
         arguments.seed = random.SystemRandom().randrange(2**32)
-    # torch has something to say about some of the tensors that are made here.
+    # Some of the malformed tensors make torch warn.
     warnings.simplefilter("ignore")
     work = _replay if arguments.replay else _fuzz
     return _with_fuzzer(lambda fuzzer: work(fuzzer, arguments), arguments.replay)

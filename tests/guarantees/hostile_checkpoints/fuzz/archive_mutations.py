@@ -1,4 +1,4 @@
-"""State files whose archive, or the pickle in it, was made by hand."""
+"""Archive mutations: state files with a rebuilt zip archive or a hand-written pickle."""
 
 import collections
 import functools
@@ -24,19 +24,19 @@ _END = b"PK\x05\x06"
 
 
 def rebuild_archive(place: Place, way: str, number: int) -> bool:
-    """Take the archive apart and put it together in another way: what it holds then is data."""
+    """Rebuild the zip archive in another way; its content counts as data."""
     place.write(ARCHIVES[way](place.read(), number))
     return True
 
 
 def replace_pickle(place: Place, way: str, number: int) -> bool:
-    """Put another pickle into the archive."""
+    """Replace the pickle in the archive."""
     place.write(with_records(place.read(), {"data.pkl": PICKLES[way](str(place.marker), number)}))
     return way not in _CALLS
 
 
 def bare_pickle(place: Place, way: str, number: int) -> bool:
-    """A pickle without an archive, or in the format before there were any."""
+    """Write a pickle without an archive, or in torch's legacy format."""
     if number % 3 == 0:
         place.write(PICKLES[way](str(place.marker), number))
     elif number % 3 == 1:
@@ -57,7 +57,7 @@ def _legacy(state: Any) -> bytes:
 
 
 def records_of(archive: bytes) -> dict[str, bytes]:
-    """By name; our files are written without the archive's own checksums."""
+    """Return the records by name, without a CRC check: Forgather writes archives without CRCs."""
     found = {}
     with zipfile.ZipFile(io.BytesIO(archive)) as file:
         for name in file.namelist():
@@ -70,7 +70,7 @@ def records_of(archive: bytes) -> dict[str, bytes]:
 def packed(records: list[tuple[str, bytes]], compression: int = zipfile.ZIP_STORED) -> bytes:
     buffer = io.BytesIO()
     with warnings.catch_warnings(), zipfile.ZipFile(buffer, "w", compression) as file:
-        # Names that occur twice are meant to.
+        # Duplicate names are intended.
         warnings.simplefilter("ignore")
         for name, content in records:
             file.writestr(name, content)
@@ -78,7 +78,7 @@ def packed(records: list[tuple[str, bytes]], compression: int = zipfile.ZIP_STOR
 
 
 def with_records(archive: bytes, changes: dict[str, bytes]) -> bytes:
-    """An archive with other content for records, which are named without their folder."""
+    """Return an archive with new content for some records; `changes` names them without their folder."""
     found = records_of(archive)
     folder = next(iter(found)).split("/")[0]
     return packed(list({**found, **{f"{folder}/{name}": content for name, content in changes.items()}}.items()))
@@ -105,7 +105,7 @@ def _renamed(archive: bytes, number: int) -> bytes:
 
 
 def _set_fields(archive: bytes, signature: bytes, offset: int, form: str, value: int, number: int) -> bytes:
-    """Write a number into one header of a kind (or into all of them, every fourth time)."""
+    """Write `value` into one header with the signature, or into all of them if `number` is a multiple of 4."""
     changed = bytearray(archive)
     positions = []
     start = archive.find(signature)
@@ -131,14 +131,14 @@ def _wrong_header(signature: bytes, offset: int, form: str = "<I") -> Callable[[
 
 @functools.lru_cache
 def _inflating(byte: bytes) -> bytes:
-    """What inflates to a quarter of a GiB of one byte."""
+    """Return deflate data that inflates to 256 MiB of one byte."""
     squeeze = zlib.compressobj(9, zlib.DEFLATED, -15)
     block = byte * 2**20
     return b"".join(squeeze.compress(block) for _ in range(_INFLATED_BYTES // 2**20)) + squeeze.flush()
 
 
 def _deflated_bomb(archive: bytes, number: int) -> bytes:
-    """Records that are a thousand times as large as the file says: tensors, or the pickle itself."""
+    """Return an archive with one record that inflates to 256 MiB: a tensor, or the pickle itself."""
     found = records_of(archive)
     folder = next(iter(found)).split("/")[0]
     claimed = _INFLATED_BYTES // 4
@@ -155,7 +155,7 @@ def _deflated_bomb(archive: bytes, number: int) -> bytes:
 
 
 def _append_deflated(file: zipfile.ZipFile, buffer: io.BytesIO, name: str, byte: bytes) -> None:
-    """Enter data that are compressed already: writing them through `zipfile` would compress all of it each time."""
+    """Append data that is compressed already, because `zipfile` would compress all of it each time."""
     data = _inflating(byte)
     entry = zipfile.ZipInfo(name)
     entry.compress_type = zipfile.ZIP_DEFLATED
@@ -169,13 +169,13 @@ def _append_deflated(file: zipfile.ZipFile, buffer: io.BytesIO, name: str, byte:
 
 
 def _two_directories(archive: bytes, number: int) -> bytes:
-    """Readers that look for the directory in different ways would see different files."""
+    """Return an archive with two central directories: readers that search differently see different files."""
     second = packed([("archive/data.pkl", pickle.dumps({"a": 1}, protocol=2)), ("archive/version", b"3\n")])
     return archive + second if number % 2 else second + archive
 
 
 def _overlapping(archive: bytes, number: int) -> bytes:
-    """All entries of the directory point at the same place."""
+    """Point all directory entries at the same record."""
     first = archive.find(_ENTRY)
     where = struct.unpack_from("<I", archive, first + 42)[0] if number % 2 else archive.rfind(_LOCAL)
     return _set_fields(archive, _ENTRY, 42, "<I", where, 0)
@@ -225,7 +225,7 @@ ARCHIVES: dict[str, Callable[[bytes, int], bytes]] = {
 
 
 class _Storage:
-    """Pickled as a reference to a record of the archive, whatever is in it."""
+    """Storage that is pickled as the given reference to an archive record."""
 
     def __init__(self, *reference: Any) -> None:
         self.reference = reference
@@ -265,16 +265,16 @@ def _odd_reference(marker: str, number: int) -> bytes:
 
 
 def _doubling(first: bytes, number: int) -> bytes:
-    """Lists that hold one list twice, again and again: small in memory, unending to walk through."""
+    """Return nested tuples that hold the previous level twice: small in memory, exponential to walk."""
     depth = 20 + number % 60
-    # MARK, a list put into the memo and gotten once more, to a list of both
+    # BINPUT, BINGET, TUPLE2: memoise the top of the stack, push it again, and pair both.
     levels = b"".join(b"q" + bytes([level]) + b"h" + bytes([level]) + b"\x86" for level in range(depth))
     return b"\x80\x02" + first + levels + b"."
 
 
 @functools.lru_cache
 def _colliding_keys() -> bytes:
-    """A dict whose keys have one hash, each of which is compared with all before it; made without making the dict."""
+    """Pickle a dict with colliding keys, without building it: each insertion compares with all earlier keys."""
     items = b"".join(b"\x8a" + bytes([len(key)]) + key + b"N" for key in map(pickle.encode_long, colliding()))
     return b"\x80\x02}(" + items + b"u."
 
@@ -288,7 +288,7 @@ def _text(text: str) -> bytes:
 
 
 def _odd_call(marker: str, number: int) -> bytes:
-    """Functions that are allowed in a file of tensors, with arguments they do not expect."""
+    """Pickle a call of a function that tensor files may use, with unexpected arguments."""
     utils = torch._utils
     calls = (
         Call(collections.OrderedDict, [(1, 2)] * 3, 5),

@@ -1,4 +1,4 @@
-"""Changes to files without regard to what is in them: bits, lengths, and things that are no files."""
+"""File mutations that ignore the content: bit flips, changed lengths, and non-regular files."""
 
 import os
 import shutil
@@ -9,7 +9,7 @@ from tests.guarantees.hostile_checkpoints.fuzz.place import Place
 
 
 def flip_bits(place: Place, positions: list[int]) -> bool:
-    """Flip single bits; behind a fitting checksum they are other data, or damage of any kind."""
+    """Flip single bits. With a matching checksum, the result is other data or any kind of damage."""
     content = bytearray(place.read())
     for position in positions if content else ():
         content[position // 8 % len(content)] ^= 1 << position % 8
@@ -18,7 +18,7 @@ def flip_bits(place: Place, positions: list[int]) -> bool:
 
 
 def overwrite(place: Place, position: int, length: int, byte: int) -> bool:
-    """Fill a stretch with one byte."""
+    """Fill a range with one byte."""
     content = bytearray(place.read())
     start = position % max(1, len(content))
     end = min(len(content), start + length)
@@ -28,7 +28,7 @@ def overwrite(place: Place, position: int, length: int, byte: int) -> bool:
 
 
 def resize(place: Place, way: str, number: int) -> bool:
-    """Cut the file, or lengthen it."""
+    """Truncate or extend the file."""
     content = place.read()
     place.write(
         {
@@ -45,29 +45,29 @@ def resize(place: Place, way: str, number: int) -> bool:
 
 
 def exchange_files(place: Place, number: int) -> bool:
-    """Put the content of another file of the checkpoint into this one."""
+    """Overwrite the file with the content of another file of the checkpoint."""
     names = sorted(path.name for path in place.checkpoint.iterdir() if path.is_file())
     place.write((place.checkpoint / names[number % len(names)]).read_bytes())
     return place.name.endswith((".pt", ".bin"))
 
 
 def take_older(place: Place) -> bool:
-    """Put in the file of the checkpoint before."""
+    """Overwrite the file with its version from the older checkpoint."""
     if (place.older / place.name).exists():
         place.write((place.older / place.name).read_bytes())
     return True
 
 
 def replace_file(place: Place, way: str) -> bool:
-    """Put something else in the place of the file."""
+    """Replace the file with a non-regular file, a link, other content, or nothing."""
     place.path.unlink()
     REPLACEMENTS[way](place)
-    # The outside file is a sound one of another kind.
+    # The file outside of the checkpoint is a valid state file, but of another kind.
     return False
 
 
 def _socket(place: Place) -> None:
-    # Under a short name: the path of a socket has at most 108 characters.
+    # The path of a socket has at most 108 characters, so the socket is bound to a relative name.
     before = os.getcwd()
     os.chdir(place.checkpoint)
     try:
@@ -83,7 +83,7 @@ def _full_directory(place: Place) -> None:
 
 
 def _hard_link_to_itself(place: Place) -> None:
-    """The file is the older checkpoint's own, under a second name."""
+    """Hard-link the manifest of the older checkpoint under this name."""
     os.link(place.older / "checkpoint_manifest.json", place.path)
 
 

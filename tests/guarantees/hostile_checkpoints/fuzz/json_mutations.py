@@ -1,4 +1,4 @@
-"""Changes to the JSON files of a checkpoint: values of other types, keys too many or too few, text that is no JSON."""
+"""JSON mutations: values of other types, extra, missing or repeated keys, and text that is not JSON."""
 
 import json
 from collections.abc import Callable
@@ -81,22 +81,22 @@ RAW_VALUES: dict[str, str] = {
     **{f"tag {tagged['__forgather__']}": json.dumps(tagged) for tagged in TAGGED},
 }
 WAY_OUT = "way out"
-"""Stands for the path of a file outside of the checkpoint, which depends on where that is."""
+"""Placeholder for the path of a file outside of the checkpoint, which depends on the scratch directory."""
 ODD_KEYS = ("", "a", "__class__", "__forgather__", "../x", "0", "1", "-1", "path", "tensors", "owner", "format_version")
 
 
 def replace_value(place: Place, route: list[int], value: str) -> bool:
-    """Put another value in the place of one."""
+    """Replace a value."""
     return _edit(place, route, lambda _: _RAW, value)
 
 
 def remove_value(place: Place, route: list[int]) -> bool:
-    """Leave out a key or an item."""
+    """Remove a key or an item."""
     return _edit(place, route or [0], lambda _: REMOVED, "null")
 
 
 def add_value(place: Place, route: list[int], key: str, value: str) -> bool:
-    """Add a key or an item to a container; where there is none, one takes the place of the value."""
+    """Add a key or an item to a container, or replace another value with an object."""
 
     def add(node: Any) -> Any:
         if isinstance(node, list):
@@ -107,7 +107,7 @@ def add_value(place: Place, route: list[int], key: str, value: str) -> bool:
 
 
 def repeat_key(place: Place, route: list[int], value: str) -> bool:
-    """Have a key twice in an object, the second time with another value."""
+    """Repeat a key of an object, with another value."""
 
     def repeat(node: Any) -> Any:
         if not isinstance(node, dict) or not node:
@@ -119,7 +119,7 @@ def repeat_key(place: Place, route: list[int], value: str) -> bool:
 
 
 def swap_values(place: Place, route: list[int], other: list[int]) -> bool:
-    """Exchange two values."""
+    """Swap two values."""
     data, seal = _read(place)
     found: list[Any] = []
 
@@ -134,14 +134,14 @@ def swap_values(place: Place, route: list[int], other: list[int]) -> bool:
 
 
 def set_version(place: Place, value: str) -> bool:
-    """Give the manifest a format version of another type, or from another time."""
+    """Set the manifest's format version to another type or number."""
     data = {**json.loads(place.read()), "format_version": _RAW}
     place.write(json.dumps(data).replace(json.dumps(_RAW), RAW_VALUES[value]).encode())
     return False
 
 
 def change_seal(place: Place, route: list[int], value: str) -> bool:
-    """Change what the manifest says of its own checksum."""
+    """Change the checksum entry of the manifest."""
     data = json.loads(place.read())
     data["manifest_checksum"] = edited(data["manifest_checksum"], route, lambda _: _RAW)
     place.write(json.dumps(data).replace(json.dumps(_RAW), RAW_VALUES[value]).encode())
@@ -149,14 +149,14 @@ def change_seal(place: Place, route: list[int], value: str) -> bool:
 
 
 def rewrite_text(place: Place, way: str, number: int) -> bool:
-    """Change the text as such: cut it, encode it in another way, replace it by something else."""
+    """Change the raw text: truncate it, encode it differently, or replace it."""
     place.write(TEXTS[way](place.read(), number))
-    # A bit may be one of a digit.
+    # The flipped bit may belong to a digit.
     return way == "flipped bit"
 
 
 def _edit(place: Place, route: list[int], edit: Callable[[Any], Any], value: str) -> bool:
-    """Returns whether only the data are other ones."""
+    """Edit one node, and return whether only the data changed."""
     raw = json.dumps(place.way_out()) if value == WAY_OUT else RAW_VALUES[value]
     found: list[Any] = []
 
@@ -172,7 +172,7 @@ def _edit(place: Place, route: list[int], edit: Callable[[Any], Any], value: str
 
 
 def _read(place: Place) -> tuple[Any, Any]:
-    """The content, and the seal of a manifest, which is written last again: sealing replaces it there."""
+    """Return the content and the manifest's seal. `_text` writes the seal last, where sealing replaces it."""
     data = json.loads(place.read())
     return data, data.pop("manifest_checksum", None)
 
@@ -188,12 +188,12 @@ def _is_data(old: Any, raw: str) -> bool:
         new = json.loads(raw)
     except (ValueError, RecursionError):
         return False
-    # Lists of the best and states of callbacks may be empty.
+    # The list of best checkpoints and the states of callbacks may be empty.
     return is_only_other_data(old, new) or (type(old) is type(new) and new in ({}, []))
 
 
 def _huge(content: bytes, number: int) -> bytes:
-    """70 MiB that are one long text, or mostly space."""
+    """Add 70 MiB of whitespace, or one string of 70 MiB."""
     if number % 2:
         return content + b" " * _HUGE_FILE_BYTES
     return content.rstrip().removesuffix(b"}") + b', "x": "' + b"A" * _HUGE_FILE_BYTES + b'"}'

@@ -1,4 +1,4 @@
-"""What a child may use of the machine, and how it is watched."""
+"""Resource limits of fuzzer children: memory, CPU time and wall time."""
 
 import os
 import resource
@@ -8,12 +8,13 @@ from pathlib import Path
 
 MIB = 2**20
 WALL_SECONDS = 10.0
-# What a load may take by the size of its files, as a promise of the library.
+# The library promises this limit: memory of a load per byte of its files.
 MEMORY_PER_FILE_BYTE = 4
 MEMORY_BASE = 64 * MIB
 MEMORY_NOISE = 96 * MIB
-"""Measured: every child reserves 64 MiB of addresses for a moment, also for the untouched checkpoint; the rest is for
-the buffers and stacks of the threads that read and write, and for what Python's allocator rounds up to."""
+"""Measured noise. Every child briefly reserves 64 MiB of address space, even for the untouched checkpoint. The rest
+covers buffers and stacks of the IO threads, and rounding by Python's allocator.
+"""
 
 
 def address_space() -> int:
@@ -38,18 +39,18 @@ def limit_myself(file_bytes: int) -> None:
 
 
 def limit_memory(file_bytes: int, num_checkpoints: int = 1) -> None:
-    """From what is in use now on; what a refused file took is free again, but its addresses stay reserved."""
+    """Limit the address space relative to current use: a rejected file frees its memory, but not its addresses."""
     allowance = MEMORY_PER_FILE_BYTE * file_bytes + MEMORY_BASE * num_checkpoints + MEMORY_NOISE
     resource.setrlimit(resource.RLIMIT_AS, (address_space() + allowance, resource.RLIM_INFINITY))
 
 
 def lift_memory_limit() -> None:
-    """To be able to tell of an error after there was no memory left."""
+    """Lift the limit, so that the child can report an error after running out of memory."""
     resource.setrlimit(resource.RLIMIT_AS, (resource.RLIM_INFINITY, resource.RLIM_INFINITY))
 
 
 def wait_or_kill(child: int, seconds: float) -> tuple[int, bool]:
-    """The exit code of a child, and whether it had to be killed because it took too long."""
+    """Return the exit code of a child, and whether it was killed after `seconds`."""
     descriptor = os.pidfd_open(child)
     try:
         watch = select.poll()

@@ -1,4 +1,4 @@
-"""All kinds of mutations, as strategies that draw plain descriptions: a description can be replayed by itself."""
+"""Hypothesis strategies for all kinds of mutations; each draws a plain description that can be replayed."""
 
 import json
 import os
@@ -27,7 +27,7 @@ class Mutation:
     target: str
     arguments: dict[str, Any]
     is_sealed: bool
-    """Whether sizes and checksums are made to agree with the change, so that the content itself must be judged."""
+    """Whether sizes and checksums are updated to match, so that the load must judge the content."""
 
     def to_json(self) -> str:
         return json.dumps(asdict(self))
@@ -37,19 +37,19 @@ class Mutation:
         return cls(**json.loads(text))
 
     def apply(self, place: Place) -> bool:
-        """Change the file; returns whether what is in it now is as valid as before, only other data."""
+        """Change the file, and return whether the new content is valid but other data."""
         return KINDS[self.kind].apply(place, **self.arguments)
 
 
 @dataclass(frozen=True)
 class Kind:
-    """A way to change a file."""
+    """Way to change a file."""
 
     apply: Callable[..., bool]
     fits: Callable[[str], bool]
     arguments: dict[str, SearchStrategy[Any]]
     share: int = 2
-    """How many there are of this kind, relative to others."""
+    """Share of this kind among the examples, relative to other kinds."""
     may_be_sealed: bool = True
 
 
@@ -92,7 +92,7 @@ def _one_of(names: Mapping[str, Any]) -> SearchStrategy[str]:
 
 
 def _replacements() -> SearchStrategy[str]:
-    # The superuser reads everything.
+    # Root can read every file.
     return st.sampled_from([way for way in files.REPLACEMENTS if way != "unreadable" or os.geteuid() != 0])
 
 
@@ -152,12 +152,12 @@ KINDS: dict[str, Kind] = {
     "file.older": Kind(files.take_older, _any, {}, share=1),
     "file.replace": Kind(files.replace_file, _any, {"way": _replacements()}, share=6),
 }
-# Of files that matter more than others: the manifest, by which all others are found, most of all.
+# Important files are drawn more often. The manifest comes first, because it lists all other files.
 _WEIGHTS = {MANIFEST: 5, METADATA: 2, "optimizer_state.pt": 3, "rng_state_rank_0.pt": 2, "trainer_state.pt": 2}
 
 
 def mutations_of(kind: str, file_names: Mapping[str, Sequence[str]]) -> SearchStrategy[Mutation]:
-    """Mutations of one kind; `file_names` has the files of a checkpoint by subject."""
+    """Return mutations of one kind; `file_names` maps each subject to the files of its checkpoint."""
     one = KINDS[kind]
     places = [
         (subject, name)

@@ -1,4 +1,4 @@
-"""Where a mutation happens: one file of a private copy of a checkpoint, and what lies around it."""
+"""Target of a mutation: one file in a private copy of a checkpoint, and its surroundings."""
 
 import copy
 import os
@@ -12,19 +12,19 @@ from torch import Tensor
 MANIFEST = "checkpoint_manifest.json"
 METADATA = "checkpoint_metadata.json"
 REMOVED = object()
-"""What an edit returns for a node that is to go."""
+"""Returned by an edit to remove the node."""
 
 
 @dataclass(frozen=True)
 class Place:
-    """A file of a checkpoint that may be changed at will."""
+    """File of a checkpoint that may be changed freely."""
 
     checkpoint: Path
     name: str
     marker: Path
-    """A file that only code from a checkpoint would make."""
+    """File that exists only if code from a checkpoint ran."""
     outside: Path
-    """A directory that no checkpoint has a business with; `sentinel.pt` in it is a sound state file."""
+    """Directory outside of all checkpoints; its `sentinel.pt` is a valid state file."""
 
     @property
     def path(self) -> Path:
@@ -41,12 +41,12 @@ class Place:
         self.path.write_bytes(content)
 
     def way_out(self) -> str:
-        """A relative path that leads out of the checkpoint to the sentinel."""
+        """Return a relative path out of the checkpoint to the sentinel."""
         return os.path.relpath(self.outside / "sentinel.pt", self.checkpoint)
 
 
 def edited(node: Any, route: Sequence[int], edit: Callable[[Any], Any]) -> Any:
-    """A copy of nested containers in which one node was edited: each number of the route chooses a child."""
+    """Return a copy of nested containers with one node edited; each number of the route selects a child."""
     if not route or not isinstance(node, (dict, list, tuple)) or not node:
         return edit(node)
     keys = list(node) if isinstance(node, dict) else range(len(node))
@@ -61,7 +61,7 @@ def edited(node: Any, route: Sequence[int], edit: Callable[[Any], Any]) -> Any:
 
 
 def keys_on(node: Any, route: Sequence[int]) -> list[Any]:
-    """The keys that a route passes."""
+    """Return the keys along a route."""
     passed = []
     for number in route:
         if not isinstance(node, (dict, list, tuple)) or not node:
@@ -73,13 +73,13 @@ def keys_on(node: Any, route: Sequence[int]) -> list[Any]:
 
 
 def is_only_other_data(old: Any, new: Any) -> bool:
-    """Whether a value could as well have been saved in place of another: same type, a number for a float, or none."""
+    """Return whether `new` could have been saved instead of `old`: same type, an int for a float, or None."""
     if old is None or new is None:
         return not isinstance(new if old is None else old, (dict, list, tuple))
     if type(old) is float and type(new) is int:
         return True
     if isinstance(old, Tensor) and old.ndim == 0 and type(new) in (int, float):
-        # The count of an optimizer's steps, which older versions of torch kept as a plain number.
+        # Older versions of torch kept the step count of an optimizer as a plain number.
         return True
     if type(old) is not type(new) or isinstance(old, (dict, list, tuple)):
         return False
@@ -87,7 +87,7 @@ def is_only_other_data(old: Any, new: Any) -> bool:
 
 
 def _has_same_form(old: Any, new: Any) -> bool:
-    """A tensor of another floating type is converted by whoever loads it."""
+    """Return whether two tensors are interchangeable; other floating dtypes are converted at load."""
     if new.is_nested or any(getattr(old, name) != getattr(new, name) for name in ("shape", "layout", "device")):
         return False
     return old.dtype == new.dtype or (old.is_floating_point() and new.is_floating_point())

@@ -1,4 +1,4 @@
-"""One mutation after the other, each loaded in a child of its own, and what came of it."""
+"""Fuzz runner: mutates a copy of a checkpoint, loads it in a forked child, and judges the result."""
 
 import json
 import os
@@ -23,7 +23,7 @@ from tests.support.warm_up import get_ready_to_fork
 
 EQUAL, DATA, REFUSED = "equal", "other data", "refused"
 GOOD = (EQUAL, DATA, REFUSED)
-# In the order of their severity.
+# Ordered by severity.
 BAD = (
     "code ran",
     "outside touched",
@@ -43,15 +43,15 @@ _NEWEST, _OLDER = "checkpoint-2", "checkpoint-1"
 
 @dataclass
 class Result:
-    """What a child said, or what became of it."""
+    """Outcome of a child: its own report, or its crash or time-out."""
 
     outcome: str
     detail: str = ""
     where: str = ""
-    """The innermost line of the library that an error passed."""
+    """Innermost line of the library in the traceback."""
     seconds: float = 0.0
     peak_bytes: int = 0
-    """Address space beyond what the child began with."""
+    """Peak address space beyond the child's start."""
 
     @property
     def is_good(self) -> bool:
@@ -60,7 +60,7 @@ class Result:
 
 @dataclass(frozen=True)
 class Pristine:
-    """The untouched output directory of a subject, and the state of its two checkpoints."""
+    """Untouched output directory of a subject, with the state of its two checkpoints."""
 
     subject: Subject
     output_dir: Path
@@ -72,7 +72,7 @@ class Pristine:
 
 @dataclass
 class Fuzzer:
-    """Keeps the pristine directories, and tries mutations on copies of them."""
+    """Fuzzer that keeps pristine directories and tries mutations on copies."""
 
     scratch: Path
     is_verbose: bool = False
@@ -80,7 +80,7 @@ class Fuzzer:
     num_retries: int = 0
 
     def prepare(self) -> None:
-        """Write all checkpoints; afterwards this process is fit to be forked."""
+        """Write all checkpoints, and prepare this process for forking."""
         torch.set_num_threads(1)
         self.outside.mkdir(parents=True)
         torch.save({"sentinel": torch.ones(4)}, self.outside / "sentinel.pt")
@@ -94,7 +94,7 @@ class Fuzzer:
 
     @property
     def is_pristine(self) -> bool:
-        """Whether the directories that are copied for each example are as they were written."""
+        """Whether the directories that are copied for each example are unchanged."""
         return tree_of(self.scratch / "pristine") == self._originals
 
     @property
@@ -107,7 +107,7 @@ class Fuzzer:
 
     @property
     def output_dir(self) -> Path:
-        """Always the same, so that paths in states are equal."""
+        """Constant path, so that paths in states are equal."""
         return self.scratch / "work" / "output"
 
     @property
@@ -124,7 +124,7 @@ class Fuzzer:
         return Pristine(subject, kept, newest, older, self._parts(subject, None), names)
 
     def _parts(self, subject: Subject, path: str | None) -> dict[str, str]:
-        """The state after a load, or, without a path, of what begins anew: of an empty output directory."""
+        """Return the state after a load, or the state of a fresh job if `path` is None."""
         directory = self.output_dir if path else self.scratch / "work" / "empty"
         job = subject.build(directory)
         job.load(path)
@@ -143,7 +143,7 @@ class Fuzzer:
         allowed = _Allowed(pristine, mutation, is_data)
         result = self.in_child(lambda: _attempt(self, allowed, checks_resume))
         if result.outcome == "hung":
-            # A machine that stands still for a while is not the checkpoint's fault.
+            # The machine may have stalled, so a hung example gets a second attempt.
             self.num_retries += 1
             result = self.in_child(lambda: _attempt(self, allowed, checks_resume))
         return self.look_around(result)
@@ -155,7 +155,7 @@ class Fuzzer:
         return Place(checkpoint, mutation.target, self.marker, self.outside)
 
     def in_child(self, work: Callable[[], Result], seconds: float = limits.WALL_SECONDS) -> Result:
-        """What a child that does this work says, or what becomes of it."""
+        """Run `work` in a forked child, and return its report or how it ended."""
         reader, writer = os.pipe()
         file_bytes = limits.tree_bytes(self.output_dir)
         started = time.monotonic()
@@ -173,7 +173,7 @@ class Fuzzer:
         return result
 
     def look_around(self, result: Result) -> Result:
-        """What the child did to the world is worse than what it said."""
+        """Override the child's report if code ran or a file outside of the checkpoint changed."""
         if self.marker.exists():
             self.marker.unlink()
             return Result("code ran", result.detail, result.where, result.seconds)
@@ -184,14 +184,14 @@ class Fuzzer:
 
 
 def tree_of(directory: Path) -> list[tuple[str, int, bytes]]:
-    """All files, with the time of their last change and their content."""
+    """Return all files with modification time and content."""
     found = sorted(path for path in directory.rglob("*") if path.is_file())
     return [(str(path), path.stat().st_mtime_ns, path.read_bytes()) for path in found]
 
 
 @dataclass(frozen=True)
 class _Allowed:
-    """Which states may come of a mutated checkpoint."""
+    """States that a mutated checkpoint may load as."""
 
     pristine: Pristine
     mutation: Mutation
@@ -199,29 +199,29 @@ class _Allowed:
 
     @property
     def takes_any_data(self) -> bool:
-        """Unsealed changes are never data: the checksum tells."""
+        """Whether any loaded value is fine. Unsealed changes never are, because the checksum detects them."""
         target = self.mutation.target
         is_users = target.startswith(tuple(f"{key}_state" for key in self.pristine.subject.user_components))
-        # An average that a checkpoint lacks starts from the weights, with a warning: models may gain parameters.
+        # An EMA missing from the checkpoint starts from the weights, with a warning: models may gain parameters.
         lacks_average = target == "ema_state.pt" and (
             self.mutation.kind in ("state.remove", "state.rename") or self.mutation.arguments.get("way") == "missing"
         )
-        # None in place of the loss or of the metrics is what a checkpoint from before the first step says.
+        # A checkpoint from before the first step has None for the loss and the metrics.
         is_unknown_yet = target == "trainer_state.pt" and self.mutation.arguments.get("value") == "none"
         is_data = self.is_data or is_users or lacks_average or is_unknown_yet
         return self.mutation.is_sealed and is_data and target != MANIFEST
 
     @property
     def may_begin_anew(self) -> bool:
-        """A checkpoint may be without its optional parts: by the manifest, or because a file or an entry is missing."""
+        """Whether optional parts may start fresh, because the manifest, a file or an entry lacks them."""
         kind, target = self.mutation.kind, self.mutation.target
         removes = kind == "json.remove" or self.mutation.arguments.get("way") == "missing"
-        # Another object of JSON is metadata without any of its entries.
+        # Another JSON object is metadata without any known entries.
         is_empty = target == METADATA and kind in ("json.text", "file.exchange")
         return target == MANIFEST or removes or is_empty
 
     def difference(self, parts: Mapping[str, str]) -> list[str]:
-        """The parts of a state that are neither as they were saved nor allowed to begin anew."""
+        """Return the parts of a state that neither equal the saved ones nor may start fresh."""
         wanted, fresh = self.pristine.newest, self.pristine.fresh
         anew = self.pristine.subject.optional if self.may_begin_anew else frozenset()
         return [
@@ -232,7 +232,7 @@ class _Allowed:
 
 
 def _attempt(fuzzer: Fuzzer, allowed: _Allowed, checks_resume: bool) -> Result:
-    """In the child: load by path, and, if asked, resume by itself and save."""
+    """Load by path and, if requested, auto-resume and save. Runs in the child."""
     subject = allowed.pristine.subject
     path = str(fuzzer.output_dir / "checkpoints" / _NEWEST)
     job = subject.build(fuzzer.output_dir)
@@ -274,13 +274,13 @@ def judge_error(error: BaseException, name: str, path: str) -> Result:
 
 
 def _resume(fuzzer: Fuzzer, allowed: _Allowed, refusal: BaseException | None) -> Result | None:
-    """None when all is well: an older checkpoint took the place of a damaged one, and training could go on."""
+    """Auto-resume and save; return a failure, or None if damage fell back to the older checkpoint."""
     limits.limit_memory(limits.tree_bytes(fuzzer.output_dir), num_checkpoints=2)
     job = allowed.pristine.subject.build(fuzzer.output_dir)
     try:
         loaded = job.load(None)
     except BaseException as error:  # noqa: BLE001 - judged here
-        # A checkpoint that does not fit the job says something about the job: no older one is tried.
+        # A misfit is an error of the job and not of the checkpoint, so no older checkpoint is tried.
         stops = isinstance(refusal, CheckpointVersionError) or (
             isinstance(refusal, CheckpointError) and refusal.is_misfit
         )
@@ -292,7 +292,7 @@ def _resume(fuzzer: Fuzzer, allowed: _Allowed, refusal: BaseException | None) ->
     if refusal is not None and not is_older:
         return Result("no fallback", f"loaded {loaded} after {_described(refusal)}", _where(refusal))
     if not is_older and allowed.difference(parts):
-        return Result("accepted", f"{loaded} by itself: {', '.join(allowed.difference(parts))}")
+        return Result("accepted", f"{loaded} by auto-resume: {', '.join(allowed.difference(parts))}")
     try:
         job.save()
     except BaseException as error:  # noqa: BLE001 - judged here
@@ -301,7 +301,7 @@ def _resume(fuzzer: Fuzzer, allowed: _Allowed, refusal: BaseException | None) ->
 
 
 def _be_child(work: Callable[[], Result], writer: int, file_bytes: int, is_verbose: bool) -> None:
-    """Never returns."""
+    """Run `work`, write its result to the pipe, and exit. Never returns."""
     if not is_verbose:
         nowhere = os.open(os.devnull, os.O_RDWR)
         os.dup2(nowhere, sys.stdout.fileno())
@@ -349,7 +349,7 @@ def _described(error: BaseException) -> str:
 
 
 def _where(error: BaseException) -> str:
-    """The innermost line of the library, in the innermost of the errors."""
+    """Return the innermost line of the library in the innermost error."""
     for one in reversed(_chain(error)):
         frames = [frame for frame in traceback.extract_tb(one.__traceback__) if "/forgather/" in frame.filename]
         if frames:

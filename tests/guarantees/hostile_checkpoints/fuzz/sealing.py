@@ -1,4 +1,4 @@
-"""Making a manifest agree with files that were changed, as somebody could who may write to the directory."""
+"""Sealing: makes a manifest match changed files, as an attacker with write access could."""
 
 import contextlib
 import json
@@ -16,7 +16,7 @@ def checksum(content: bytes) -> str:
 
 
 def seal(checkpoint: Path, name: str) -> None:
-    """Make a checkpoint consistent again after a change to one of its files; a manifest that is no text stays as it is."""
+    """Make a checkpoint consistent after a change to one file; a manifest that is not text stays unchanged."""
     if name != MANIFEST:
         _seal_files(checkpoint)
     elif (checkpoint / name).is_file() and not (checkpoint / name).is_symlink():
@@ -25,7 +25,7 @@ def seal(checkpoint: Path, name: str) -> None:
 
 
 def _seal_files(checkpoint: Path) -> None:
-    """Enter sizes and checksums of the files as they are now; the manifest must be sound."""
+    """Write current sizes and checksums into the manifest, which must be valid."""
     manifest = json.loads((checkpoint / MANIFEST).read_bytes())
     for record in manifest["files"]:
         _seal_record(record, checkpoint / record["path"])
@@ -43,7 +43,7 @@ def _seal_record(record: dict[str, Any], path: Path) -> None:
     try:
         content = path.read_bytes()
     except OSError:
-        # A file of the system that looks like any other.
+        # Some system files, such as /proc/self/mem, look regular but cannot be read.
         return
     record["checksum"] = checksum(content)
     if path.suffix == ".safetensors":
@@ -51,7 +51,7 @@ def _seal_record(record: dict[str, Any], path: Path) -> None:
 
 
 def _tensor_checksums(content: bytes) -> dict[str, str]:
-    """Of the header and of each tensor, as far as the header can be made sense of."""
+    """Return checksums of the header and of each tensor, as far as the header can be parsed."""
     base = 8 + int.from_bytes(content[:8], "little")
     found = {"__header__": checksum(content[:base])}
     try:
@@ -66,7 +66,7 @@ def _tensor_checksums(content: bytes) -> dict[str, str]:
 
 
 def sealed_text(text: str) -> bytes:
-    """The text of a manifest with the checksum of its content; what is no JSON object stays as it is."""
+    """Return the manifest text with its checksum; text that is not a JSON object stays unchanged."""
     try:
         data = json.loads(text)
         if not isinstance(data, dict):
@@ -76,14 +76,14 @@ def sealed_text(text: str) -> bytes:
     except (ValueError, RecursionError):
         return text.encode("utf-8", "surrogatepass")
     seal = {"covers": sorted(data), "value": checksum(content.encode())}
-    # As text: values such as 1e400 and keys that stand there twice must stay what they are.
+    # Edit the text itself: values such as 1e400 and duplicate keys must survive.
     body = _without_seal(text).rstrip().removesuffix("}").rstrip()
     separator = "" if body.endswith(("{", ",")) else ","
     return f'{body}{separator} "manifest_checksum": {json.dumps(seal)}}}\n'.encode("utf-8", "surrogatepass")
 
 
 def _without_seal(text: str) -> str:
-    """The seal is the last entry of a manifest that was written by us."""
+    """Remove the seal, which is the last entry of a manifest written by Forgather."""
     position = text.rfind('"manifest_checksum"')
     if position < 0:
         return text

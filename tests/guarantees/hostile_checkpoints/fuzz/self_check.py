@@ -1,4 +1,4 @@
-"""Children that misbehave on purpose: a fuzzer that would not notice them finds nothing."""
+"""Self-check of the fuzzer: it must detect children that misbehave on purpose."""
 
 import os
 import signal
@@ -13,7 +13,7 @@ _SHORT_SECONDS = 0.5
 
 
 def misbehaving_outcomes(fuzzer: Fuzzer) -> dict[str, str]:
-    """What the fuzzer makes of each kind of failure, by the name it should have."""
+    """Return the detected outcome for each kind of misbehaviour, by its expected name."""
 
     def run(work: Callable[[], Result], seconds: float = limits.WALL_SECONDS) -> str:
         return fuzzer.look_around(fuzzer.in_child(work, seconds)).outcome
@@ -39,5 +39,5 @@ def _after(work: Callable[[], object]) -> Result:
 
 
 def _touch(fuzzer: Fuzzer) -> None:
-    """Even when the content is as before."""
+    """Change only the mtime of the sentinel."""
     os.utime(fuzzer.outside / "sentinel.pt", (1, 1))

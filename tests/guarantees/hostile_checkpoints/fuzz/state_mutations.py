@@ -1,4 +1,4 @@
-"""Changes to what a state file holds, written by `torch.save` as a save of ours would write it."""
+"""State mutations: changed content of state files, written by `torch.save` like a regular save."""
 
 import io
 import pickle
@@ -11,13 +11,13 @@ from torch import Tensor
 from tests.guarantees.hostile_checkpoints.fuzz.place import REMOVED, Place, edited, is_only_other_data, keys_on
 from tests.guarantees.hostile_checkpoints.fuzz.state_values import VALUES, Old
 
-# Records of what was logged: whatever a callback put there.
+# Log records hold any values that callbacks put there.
 _FREE_FORM = frozenset({"log_history"})
 ODD_KEYS: tuple[Any, ...] = ("", "a", "__forgather__", "state", "step", 0, -1, 10**30, None, 2.5, (1, 2), True)
 
 
 def replace_node(place: Place, route: list[int], value: str) -> bool:
-    """Put another value in the place of one."""
+    """Replace a value."""
     state = read_state(place)
     tensors = list(iter_tensors(state))
     seen: list[bool] = []
@@ -32,14 +32,14 @@ def replace_node(place: Place, route: list[int], value: str) -> bool:
 
 
 def remove_node(place: Place, route: list[int]) -> bool:
-    """Leave out a key or an item."""
+    """Remove a key or an item."""
     state = read_state(place)
     place.write(saved(edited(state, route or [0], lambda _: REMOVED)))
     return _is_free(state, route)
 
 
 def add_node(place: Place, route: list[int], key: int, value: str) -> bool:
-    """Add a key or an item to a container; what is none stays as it is."""
+    """Add a key or an item to a container; other values stay unchanged."""
     state = read_state(place)
 
     def add(node: Any) -> Any:
@@ -53,7 +53,7 @@ def add_node(place: Place, route: list[int], key: int, value: str) -> bool:
 
 
 def rename_key(place: Place, route: list[int], key: int) -> bool:
-    """Give an entry of a dict another name."""
+    """Rename a key of a dict."""
     state = read_state(place)
 
     def rename(node: Any) -> Any:
@@ -68,7 +68,7 @@ def rename_key(place: Place, route: list[int], key: int) -> bool:
 
 
 def swap_nodes(place: Place, route: list[int], other: list[int]) -> bool:
-    """Exchange two values."""
+    """Swap two values."""
     state = read_state(place)
     found: list[Any] = []
 
@@ -79,7 +79,7 @@ def swap_nodes(place: Place, route: list[int], other: list[int]) -> bool:
     edited(state, route, note)
     edited(state, other, note)
     if isinstance(found[0], (dict, list, tuple)) or isinstance(found[1], (dict, list, tuple)):
-        # One may hold the other, and would then hold itself.
+        # One container may contain the other. A full swap would create a cycle.
         place.write(saved(edited(state, route, lambda _: found[1])))
         return False
     place.write(saved(edited(edited(state, route, lambda _: found[1]), other, lambda _: found[0])))
@@ -91,7 +91,7 @@ def read_state(place: Place) -> Any:
 
 
 def saved(state: Any) -> bytes:
-    """What `torch.save` writes, also of tensors that it refuses to write together."""
+    """Return the bytes that `torch.save` writes, with cloned tensors if it rejects the state."""
     buffer = io.BytesIO()
     try:
         torch.save(state, buffer)
@@ -102,7 +102,7 @@ def saved(state: Any) -> bytes:
 
 
 def _cloned(node: Any) -> Any:
-    """Tensors with memory of their own: one storage cannot be written with two dtypes."""
+    """Clone the tensors, because one storage cannot be written with two dtypes."""
     if isinstance(node, Tensor) and node.layout is torch.strided and not node.is_meta and node.numel() < 10**6:
         return node.detach().clone()
     if type(node) is dict:
@@ -135,7 +135,7 @@ def change_weights(place: Place, name: int, way: str) -> bool:
 
 
 def _fits(old: Tensor, new: Any) -> bool:
-    """Weights of other real types are converted as they are loaded."""
+    """Return whether a tensor fits; other real dtypes are converted at load."""
     if type(new) not in (Tensor, torch.nn.Parameter) or new.layout is not torch.strided or new.is_meta:
         return False
     return new is not old and new.shape == old.shape and not new.is_complex()

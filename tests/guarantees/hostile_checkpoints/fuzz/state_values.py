@@ -1,4 +1,4 @@
-"""Values that no save of ours puts where they are put here: odd tensors, tagged dicts with odd parts, and bombs."""
+"""Hostile state values: malformed tensors, tagged dicts with odd fields, and memory and hash bombs."""
 
 import collections
 from collections.abc import Callable
@@ -15,7 +15,7 @@ NUM_COLLIDING = 60_000
 
 @dataclass(frozen=True)
 class Old:
-    """What stood in the place before, and what else there is to build a value from."""
+    """Replaced value, with other material to build a new value from."""
 
     value: Any
     others: list[Tensor]
@@ -28,7 +28,7 @@ class Old:
 
 
 class Call:
-    """Pickled as a call, as tensors are."""
+    """Object that is pickled as a function call, like tensors."""
 
     def __init__(self, function: Callable[..., Any], *arguments: Any) -> None:
         self._call = function, arguments
@@ -54,14 +54,14 @@ def _cycle(make: Callable[[], Any], close: Callable[[Any], None]) -> Any:
 
 
 class _Ordered:
-    """Pickled as an `OrderedDict` with attributes, which may have the names of its methods."""
+    """Object that is pickled as an `OrderedDict` with attributes that shadow its methods."""
 
     def __reduce__(self) -> Any:
         return collections.OrderedDict, ([("a", 1)],), {"keys": 1, "items": "x", "__class__": 2}
 
 
 def colliding() -> list[int]:
-    """Integers with one hash: a set or dict of them compares each with all others."""
+    """Return integers with one hash: a set or dict compares each with all others."""
     return [number * (2**61 - 1) for number in range(1, NUM_COLLIDING + 1)]
 
 
@@ -118,7 +118,7 @@ def _filled(old: Old, value: float) -> Tensor:
 
 
 def _view_of_other(old: Old) -> Tensor:
-    """A view of the memory of the largest other tensor, in the shape of this one where it fits."""
+    """Return a view of the largest other tensor, in the shape of this tensor if it fits."""
     other = max(old.others, key=lambda tensor: tensor.numel(), default=old.tensor)
     if other.layout is not torch.strided or other.numel() < old.tensor.numel():
         return other
@@ -126,7 +126,7 @@ def _view_of_other(old: Old) -> Tensor:
 
 
 def _rebuilt(old: Old, offset: int, shape: tuple[int, ...], stride: tuple[int, ...]) -> Call:
-    """A tensor whose shape and strides need not fit its memory."""
+    """Return a tensor with any shape and strides, even beyond its storage."""
     storage = old.tensor.detach().clone().contiguous().reshape(-1)._typed_storage()
     hooks: Any = collections.OrderedDict()
     return Call(torch._utils._rebuild_tensor_v2, storage, offset, shape, stride, False, hooks)
@@ -212,7 +212,7 @@ def _keys(length: int) -> dict[str, Any]:
 
 
 def vector_extensions(old: Old) -> dict[str, Any]:
-    """Asked whether it is true, it runs the compiler, with flags of its own."""
+    """Encode a VecAVX2 object; its truth test would run the compiler with the flags given here."""
     flags = f"mavx2 -wrapper touch,{old.marker} ; touch {old.marker}"
     fields = {"_bit_width": 256, "_macro": ["A"], "_arch_flags": flags, "_dtype_nelements": {}, "_is_avx2": True}
     return tagged("dataclass", **{"class": "torch._inductor.cpu_vec_isa:VecAVX2", "fields": fields})

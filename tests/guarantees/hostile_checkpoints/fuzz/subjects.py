@@ -1,4 +1,4 @@
-"""The jobs whose checkpoints are tampered with, and what of their state must come back."""
+"""Fuzzed jobs: how their checkpoints are written and loaded, and the state that must come back."""
 
 import hashlib
 import random
@@ -9,7 +9,7 @@ from typing import Any, Protocol
 
 import numpy as np
 import torch
-import torch._inductor.cpu_vec_isa  # as in a job that compiles: classes that a checkpoint might name are there
+import torch._inductor.cpu_vec_isa  # A job that compiles has imported these classes, so a checkpoint could name them.
 
 from forgather.ml.trainer.callbacks.early_stopping import EarlyStopping
 from forgather.ml.trainer.trainer import Trainer
@@ -21,29 +21,29 @@ STEPS = 2
 
 
 class Resumed(Protocol):
-    """A job that loads and saves."""
+    """Job that loads and saves checkpoints."""
 
     def load(self, path: str | None) -> str | None: ...
 
     def save(self) -> str: ...
 
     def parts(self) -> dict[str, str]:
-        """A digest of each part of the state."""
+        """Return a digest of each part of the state."""
         ...
 
 
 @dataclass(frozen=True)
 class Subject:
-    """A kind of job, by the form of its checkpoints."""
+    """Kind of job with one form of checkpoints."""
 
     name: str
     build: Callable[[Path], Resumed]
     write: Callable[[Path], None]
-    """Make an output directory with the checkpoints of two steps."""
+    """Writes an output directory with checkpoints of two steps."""
     user_components: tuple[str, ...] = ()
-    """Their state is whatever a user's class takes, so that every value is data."""
+    """Components with free-form state: every value is valid data."""
     optional: frozenset[str] = frozenset()
-    """Parts that begin anew when the checkpoint is without them."""
+    """Parts that start fresh if the checkpoint lacks them."""
 
 
 def digest(value: Any) -> str:
@@ -55,14 +55,14 @@ def generators() -> dict[str, str]:
 
 
 def draw() -> None:
-    """Generators whose state leads out of their memory are noticed when they are used."""
+    """Draw random numbers, because a corrupt generator state crashes only in use."""
     random.random()
     np.random.random(1000)
     torch.rand(1000)
 
 
 class ResumedJob:
-    """The small job of the other fault tests."""
+    """Small job of the other fault tests."""
 
     def __init__(self, output_dir: Path, **options: Any) -> None:
         self.job = Job(output_dir, limit=5, seed=99, **options)
@@ -87,7 +87,7 @@ class ResumedJob:
 
 
 class ResumedTrainer:
-    """A trainer with everything that has state of its own."""
+    """Trainer with every part that has state."""
 
     def __init__(self, output_dir: Path) -> None:
         self.stopping = EarlyStopping(patience=5)
@@ -120,7 +120,7 @@ class ResumedTrainer:
         return self.trainer.save_checkpoint()
 
     def parts(self) -> dict[str, str]:
-        # The component of random numbers says what they are now.
+        # The live generators are compared instead of the RNG component.
         components = {one.key: one.stateful for one in self.trainer.get_state_components() if one.key != "rng"}
         manager = self.trainer.checkpoint_manager
         assert manager is not None
@@ -167,7 +167,7 @@ SUBJECTS: dict[str, Subject] = {
             "trainer",
             ResumedTrainer,
             _write_trainer,
-            # All that its components declare as not required.
+            # All components that the trainer declares as not required.
             optional=frozenset({"optimizer", "scheduler", "ema", "trainer", "dataset", "rng", "callbacks", "best"}),
         ),
         _job("shards"),

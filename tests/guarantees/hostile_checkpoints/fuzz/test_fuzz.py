@@ -1,4 +1,4 @@
-"""A checkpoint that was tampered with loads as it was, or is refused with an error that names the file."""
+"""Fuzzing: a tampered checkpoint loads unchanged, or the error names the file."""
 
 import json
 import os
@@ -16,16 +16,16 @@ from tests.guarantees.hostile_checkpoints.fuzz.place import MANIFEST
 from tests.guarantees.hostile_checkpoints.fuzz.sealing import seal
 
 NUM_EXAMPLES = 500
-# Under a minute on a machine with nothing else to do; here others work too.
+# Takes under a minute on an idle machine, but test machines are busy.
 LIMIT_SECONDS = 240
-# Memory in large pages: a process with fewer of them is forked in a third of the time.
+# Huge pages: a process with fewer pages forks in a third of the time.
 QUICK_TO_FORK = {"GLIBC_TUNABLES": "glibc.malloc.hugetlb=1", "PYTHONMALLOC": "malloc"}
 ROOT = Path(__file__).parents[4]
 
 
 @pytest.fixture(scope="module")
 def results(tmp_path_factory: pytest.TempPathFactory) -> Iterator[dict[str, Any]]:
-    """All examples, in a process of their own: one that forks must have no threads, which the tests' own may have."""
+    """Results of all examples. They run in a separate process, because a process that forks must have no threads."""
     directory = tmp_path_factory.mktemp("fuzz")
     command = [
         sys.executable,
@@ -36,7 +36,7 @@ def results(tmp_path_factory: pytest.TempPathFactory) -> Iterator[dict[str, Any]
         "--json",
         "results.json",
     ]
-    # One that hangs is enough to fail, and takes its full time.
+    # One hang is enough to fail, and each takes its full time limit.
     command += ["--max-hangs", "3"]
     environment = {**os.environ, **QUICK_TO_FORK, "OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT)}
     done = subprocess.run(
@@ -47,7 +47,7 @@ def results(tmp_path_factory: pytest.TempPathFactory) -> Iterator[dict[str, Any]
     shutil.rmtree(directory)
 
 
-def test_every_mutation_loads_equal_or_is_refused_by_name(results: dict[str, Any]) -> None:
+def test_every_mutation_loads_equal_or_is_rejected_by_name(results: dict[str, Any]) -> None:
     assert not results["gave_up"], results["report"]
     assert results["failures"] == [], results["report"]
 
@@ -57,21 +57,21 @@ def test_all_kinds_of_mutations_were_tried(results: dict[str, Any]) -> None:
     assert results["kinds"].keys() == KINDS.keys()
 
 
-def test_misbehaviour_is_noticed(results: dict[str, Any]) -> None:
+def test_fuzzer_detects_misbehaving_children(results: dict[str, Any]) -> None:
     assert {outcome: outcome for outcome in results["noticed"]} == results["noticed"]
     assert results["is_pristine"], "an example reached the directories that are copied"
 
 
-def test_mutations_are_noticed_in_every_way(results: dict[str, Any]) -> None:
-    """Most are refused; some are harmless, or data: a fuzzer that sees only one outcome would not look closely."""
+def test_every_valid_outcome_occurs(results: dict[str, Any]) -> None:
+    """Most mutations are rejected; some are harmless or other data. A fuzzer with a single outcome checks nothing."""
     outcomes = results["outcomes"]
     assert outcomes["refused"] > NUM_EXAMPLES / 2
     assert outcomes["equal"] > NUM_EXAMPLES / 50
     assert outcomes["other data"] > NUM_EXAMPLES / 50
 
 
-def test_sealing_leaves_a_sound_checkpoint_as_it_was(tmp_path: Path) -> None:
-    """Else all sealed mutations would be refused for the seal."""
+def test_sealing_leaves_a_valid_checkpoint_unchanged(tmp_path: Path) -> None:
+    """Otherwise every sealed mutation would be rejected for its seal."""
     from tests.support.faults.job import Job
 
     job = Job(tmp_path)

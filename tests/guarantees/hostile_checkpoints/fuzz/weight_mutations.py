@@ -1,4 +1,4 @@
-"""Changes to safetensors files: a header that lies about the tensors behind it."""
+"""Safetensors mutations: headers that contradict the tensor data."""
 
 import json
 from collections.abc import Callable
@@ -11,7 +11,7 @@ _RAW = "@raw@"
 
 
 def change_header(place: Place, way: str, tensor: int, number: int) -> bool:
-    """Change what the header says about one tensor."""
+    """Change the header entry of one tensor."""
     header, data = _split(place.read())
     names = sorted(name for name in header if name != "__metadata__")
     changed = HEADERS[way](header, names[tensor % len(names)], number)
@@ -20,7 +20,7 @@ def change_header(place: Place, way: str, tensor: int, number: int) -> bool:
 
 
 def change_header_value(place: Place, route: list[int], value: str) -> bool:
-    """Put any value in the place of one of the header, or leave it out."""
+    """Replace or remove any value of the header."""
     header, data = _split(place.read())
     found: list[Any] = []
 
@@ -32,12 +32,12 @@ def change_header_value(place: Place, route: list[int], value: str) -> bool:
     raw = RAW_VALUES.get(value, "")
     text = json.dumps(changed).replace(json.dumps(_RAW), raw)
     place.write(_joined(text.encode(), data))
-    # Another name of a dtype of the same size is other data.
+    # Another dtype name of the same size is other data.
     return isinstance(found[0], str) and is_only_other_data(found[0], raw)
 
 
 def change_length(place: Place, way: str, number: int) -> bool:
-    """Change the length of the header, or the file around it."""
+    """Change the length of the header, or the rest of the file."""
     place.write(LENGTHS[way](place.read(), number))
     return False
 
@@ -52,7 +52,7 @@ def _joined(text: bytes, data: bytes) -> bytes:
 
 
 def _entry(**values: Any) -> Callable[[dict[str, Any], str, int], Any]:
-    """A way that sets fields of the tensor's entry to one of several values."""
+    """Return a mutation that sets fields of the tensor's entry to one of several values."""
 
     def change(header: dict[str, Any], name: str, number: int) -> Any:
         fields = {key: choices[number % len(choices)] for key, choices in values.items()}
@@ -68,7 +68,7 @@ def _shifted(header: dict[str, Any], name: str, number: int) -> Any:
 
 
 def _overlapping(header: dict[str, Any], name: str, number: int) -> Any:
-    """Another tensor begins where this one does."""
+    """Move all other tensors to the start of this one."""
     start = header[name]["data_offsets"][0]
     changed = dict(header)
     for other, entry in header.items():
@@ -145,7 +145,7 @@ def _with_length(content: bytes, number: int) -> bytes:
 
 
 def _repeated_name(content: bytes, number: int) -> bytes:
-    """The same tensor twice in the header's text."""
+    """Repeat a tensor name in the header text."""
     header, data = _split(content)
     name = sorted(key for key in header if key != "__metadata__")[0]
     other = {**header[name], "shape": [number % 7]} if number % 2 else header[name]

@@ -79,9 +79,9 @@ def test_a_value_that_is_not_allowed_names_its_line() -> None:
 
 
 def test_mistakes_in_yaml_itself_name_their_line() -> None:
-    assert refusal("args:\n  max_steps: [1\n").startswith("run.yaml, line 3: this is not YAML")
+    assert refusal("args:\n  max_steps: [1\n").startswith("run.yaml, line 3: invalid YAML")
     assert refusal("args:\n  seed: 1\n  seed: 2\n") == (
-        "run.yaml, line 3: 'seed' was given before, in line 2; remove one of the two."
+        "run.yaml, line 3: 'seed' is already set in line 2; remove one of the two."
     )
     assert refusal("args: 5\n") == "run.yaml, line 1: args=5 has type int, expected a mapping of its keys."
 
@@ -142,7 +142,7 @@ def test_the_demo_is_the_configuration_when_none_is_given() -> None:
 def test_a_file_that_is_not_there_and_two_files_are_refused() -> None:
     with pytest.raises(UsageError, match=r"'nowhere\.yaml' cannot be read: No such file"):
         read_configuration(["nowhere.yaml"])
-    with pytest.raises(UsageError, match="One configuration file at a time"):
+    with pytest.raises(UsageError, match="Expected one configuration file, got "):
         read_configuration(["a.yaml", "b.yaml"])
 
 

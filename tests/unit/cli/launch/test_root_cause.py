@@ -24,7 +24,7 @@ def failure(
 def test_a_killed_process_is_the_cause_and_lost_contact_the_consequence(tmp_path: Path) -> None:
     failures = {0: failure(tmp_path, 0, message=LOST), 1: failure(tmp_path, 1, exitcode=-signal.SIGKILL)}
     cause = find_root_cause(failures)
-    assert cause.sentence().startswith("rank 1 was ended by SIGKILL.") and "memory" in cause.sentence()
+    assert cause.sentence().startswith("rank 1 was killed by SIGKILL.") and "memory" in cause.sentence()
 
 
 def test_the_first_error_of_its_own_is_the_cause(tmp_path: Path) -> None:
@@ -55,5 +55,5 @@ def test_a_mistake_of_the_user_is_told_as_such(tmp_path: Path) -> None:
 
 def test_a_process_that_said_nothing_is_told_by_its_exit_code(tmp_path: Path) -> None:
     assert find_root_cause({1: failure(tmp_path, 1, exitcode=7)}).sentence() == (
-        "rank 1 ended with exit code 7 and left no word why."
+        "rank 1 exited with code 7 without an error message."
     )

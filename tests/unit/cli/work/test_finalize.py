@@ -97,7 +97,7 @@ def test_it_is_the_model_as_it_was_trained_or_its_average_quantised_or_not(
     plain, averaged = (AutoModelForCausalLM.from_pretrained(name) for name in ("plain", "averaged"))
     assert (plain.lm_head.weight - averaged.lm_head.weight).abs().max() > 0
     other = finalize(capsys, "out", "other", "--quantize", INT_RECIPES[0], "--ema", "--no-evaluation")
-    assert f"trained for --quantize int4-weight-only: by {INT_RECIPES[0]} it may lose more" in caplog.text
+    assert f"trained for --quantize int4-weight-only: its loss may be higher with {INT_RECIPES[0]}" in caplog.text
     assert "The losses were not measured: --no-evaluation." in other.output
     quantised = AutoModelForCausalLM.from_pretrained("other")
     assert torch.equal(quantised.lm_head.weight, averaged.lm_head.weight)
@@ -172,7 +172,7 @@ def test_what_cannot_be_done_is_refused_with_the_reason(capsys: pytest.CaptureFi
     refusals = {
         ("out", "final", "--quantize", "int4-weight-onli"): (2, "no such recipe. Did you mean 'int4-weight-only'?"),
         ("nowhere", "final"): (2, "'nowhere' is not a checkpoint: there is no such directory"),
-        ("out", "text"): (2, "'text' exists already, and nothing is overwritten"),
+        ("out", "text"): (2, "'text' exists already. Nothing is overwritten"),
         ("out",): (2, "the following arguments are required: OUT"),
         ("out", "final", "--ema"): (1, "has no averaged weights"),
         ("out", "final", "--quantize", "float8-dynamic-act-float8-weight"): (1, "the device is 'cpu'"),

@@ -1,4 +1,4 @@
-"""Declarations that cannot work are refused when they are made."""
+"""StateComponent declarations: invalid ones are rejected at construction."""
 
 import warnings
 from typing import Any
@@ -25,7 +25,7 @@ class Nothing:
         pass
 
 
-def test_there_are_five_patterns() -> None:
+def test_sharing_pattern_has_five_values() -> None:
     assert {pattern.name: pattern.value for pattern in SharingPattern} == {
         "GLOBAL": "global",
         "PER_RANK": "per_rank",
@@ -35,30 +35,30 @@ def test_there_are_five_patterns() -> None:
     }
 
 
-def test_per_group_needs_a_family() -> None:
+def test_per_group_needs_process_group_name() -> None:
     with pytest.raises(ValueError, match="must specify process_group_name"):
         StateComponent("model", Nothing(), SharingPattern.PER_GROUP)
     StateComponent("model", Nothing(), SharingPattern.PER_GROUP, "dp_group", validate_replication=True)
 
 
 @pytest.mark.parametrize("pattern", [SharingPattern.GLOBAL, SharingPattern.PER_RANK, SharingPattern.PER_NODE])
-def test_only_copies_can_be_compared(pattern: SharingPattern) -> None:
+def test_validate_replication_needs_replicas(pattern: SharingPattern) -> None:
     with pytest.raises(ValueError, match=r"validate_replication=True.*REPLICATED pattern"):
         StateComponent("model", Nothing(), pattern, validate_replication=True)
 
 
-def test_levels_are_checked() -> None:
+def test_unknown_validation_level_is_rejected() -> None:
     with pytest.raises(ValueError, match="none, quick, tensor, full"):
         StateComponent("model", Nothing(), SharingPattern.REPLICATED, validation_level="thorough")
 
 
-def test_defaults() -> None:
+def test_component_defaults() -> None:
     component = StateComponent("model", Nothing(), SharingPattern.GLOBAL)
     assert component.required and not component.validate_replication and component.validation_level == "tensor"
     assert component.metadata == {} and component.process_group_name is None
 
 
-def test_an_unknown_component_is_refused_with_the_nearest_name() -> None:
+def test_unknown_component_error_suggests_the_nearest_name() -> None:
     components = [StateComponent(key, Nothing(), SharingPattern.GLOBAL) for key in ("model", "optimizer", "rng")]
     with pytest.raises(ValueError, match=r"checkpoint_components.*'optimiser'.*Did you mean 'optimizer'"):
         select_components(components, ["model", "optimiser"])
@@ -68,7 +68,7 @@ def test_an_unknown_component_is_refused_with_the_nearest_name() -> None:
     assert select_components(components, None) == components
 
 
-def test_the_older_declaration_is_served_with_a_warning_that_says_what_to_do() -> None:
+def test_deprecated_declaration_works_with_a_warning() -> None:
     class Older:
         def get_statefuls_for_save(self) -> dict[str, Any]:
             return {"scheduler": Nothing()}
@@ -86,7 +86,7 @@ def test_the_older_declaration_is_served_with_a_warning_that_says_what_to_do() -
         declared_components(object(), None)
 
 
-def test_the_newer_declaration_wins_without_a_warning() -> None:
+def test_get_state_components_wins_without_a_warning() -> None:
     component = StateComponent("model", Nothing(), SharingPattern.GLOBAL)
 
     class Newer:
@@ -101,20 +101,20 @@ def test_the_newer_declaration_wins_without_a_warning() -> None:
         assert declared_components(Newer(), None) == [component]
 
 
-def test_manifests_can_be_made_by_hand() -> None:
+def test_manifest_round_trips_through_a_dict() -> None:
     manifest = CheckpointManifest("path", 1, "2026-01-01T00:00:00+00:00", {"m": ComponentManifest("m", "global", [0])})
     assert CheckpointManifest.from_dict(manifest.to_dict()) == manifest
     assert ComponentManifest("m", SharingPattern.GLOBAL, [0]).sharing_pattern == "global"  # type: ignore[arg-type]
 
 
-def test_the_fingerprint_of_a_state_has_64_hex_digits() -> None:
+def test_state_hash_has_64_hex_digits() -> None:
     fingerprint = compute_state_hash({"a": torch.zeros(3)})
     assert len(fingerprint) == 64 and int(fingerprint, 16) >= 0
     assert fingerprint != compute_state_hash({"a": torch.zeros(3, dtype=torch.float64)})
 
 
 @pytest.mark.parametrize("name", ["../../evil", "a/b", ".hidden", "", "a b", "a\n", "-a", 7, None])
-def test_names_that_cannot_be_part_of_a_file_name_are_refused(name: Any) -> None:
+def test_names_invalid_in_file_names_are_rejected(name: Any) -> None:
     with pytest.raises(ValueError, match=r"component key .* part of file names"):
         StateComponent(name, Nothing(), SharingPattern.GLOBAL)
     if name:
@@ -122,7 +122,7 @@ def test_names_that_cannot_be_part_of_a_file_name_are_refused(name: Any) -> None
             StateComponent("model", Nothing(), SharingPattern.PER_GROUP, name)
 
 
-def test_names_with_dots_and_dashes_are_fine_but_metadata_is_reserved() -> None:
+def test_dots_and_dashes_are_valid_but_metadata_is_reserved() -> None:
     for name in ("ema-0.999", "model_2", "1st", "größe"):
         StateComponent(name, Nothing(), SharingPattern.PER_GROUP, name)
     with pytest.raises(ValueError, match="'metadata' is reserved"):

@@ -1,4 +1,4 @@
-"""Who writes and reads what under each sharing pattern, and what happens when ranks fail or a checkpoint does not fit."""
+"""CheckpointCoordinator: files of each sharing pattern, failures of single ranks, and checkpoints that do not fit."""
 
 import os
 import time
@@ -43,7 +43,7 @@ GLOBAL, PER_RANK, REPLICATED, PER_GROUP = (
     SharingPattern.PER_GROUP,
 )
 
-# (dp, pp) meshes as lists of pipelines; the second puts ranks at places that no numbering of groups follows.
+# (dp, pp) meshes as lists of pipelines. The ranks of the second mesh follow no numbering of groups.
 MESH = [[0, 1], [2, 3]]
 PERMUTED_MESH = [[3, 1], [2, 0]]
 
@@ -83,7 +83,7 @@ def test_each_rank_gets_its_state_back(
 
 
 def round_trip_groups(output_dir: str, mesh_ranks: list[list[int]]) -> tuple[str, int, int]:
-    """Weights of a stage are shared over dp_group, the data stream of a pipeline over pp_group."""
+    """Round-trip weights shared over dp_group, and a data stream shared over pp_group."""
     mesh, groups = mesh_groups(mesh_ranks)
     coordinate = mesh.get_coordinate()
     assert coordinate is not None
@@ -102,9 +102,7 @@ def round_trip_groups(output_dir: str, mesh_ranks: list[list[int]]) -> tuple[str
 
 
 @pytest.mark.parametrize("mesh_ranks", [MESH, PERMUTED_MESH])
-def test_each_group_of_a_family_has_one_file_and_its_members_get_it_back(
-    tmp_path: Path, mesh_ranks: list[list[int]]
-) -> None:
+def test_per_group_state_has_one_file_per_group(tmp_path: Path, mesh_ranks: list[list[int]]) -> None:
     results = run_on_ranks(round_trip_groups, 4, str(tmp_path), mesh_ranks)
     path = results[0][0]
     assert file_names(path) == {
@@ -113,7 +111,7 @@ def test_each_group_of_a_family_has_one_file_and_its_members_get_it_back(
         for number in (0, 1)
     }
     for rank, (_, stage, replica) in enumerate(results):
-        assert rank == mesh_ranks[replica][stage], "each rank has the state of its own place"
+        assert rank == mesh_ranks[replica][stage], "each rank has the state of its mesh coordinate"
 
     manifest = read_manifest(path)
     assert manifest.mesh == {"shape": [2, 2], "axis_names": ["dp", "pp"]}
@@ -136,7 +134,7 @@ def save_under_then_load_under(output_dir: str, before: SharingPattern, after: S
     ("before", "after"),
     [(REPLICATED, GLOBAL), (GLOBAL, REPLICATED), (GLOBAL, PER_RANK), (REPLICATED, PER_RANK)],
 )
-def test_state_of_one_copy_is_read_under_every_other_pattern(
+def test_single_copy_state_loads_under_other_patterns(
     tmp_path: Path, before: SharingPattern, after: SharingPattern
 ) -> None:
     first, second = run_on_ranks(save_under_then_load_under, 2, str(tmp_path), before, after)
@@ -150,7 +148,7 @@ def save_per_rank_and_load_as_one(output_dir: str, after: SharingPattern) -> Out
 
 
 @pytest.mark.parametrize("after", [GLOBAL, REPLICATED])
-def test_state_that_each_rank_had_is_not_taken_for_one_state(tmp_path: Path, after: SharingPattern) -> None:
+def test_per_rank_state_is_not_loaded_as_one_copy(tmp_path: Path, after: SharingPattern) -> None:
     first, second = run_on_ranks(save_per_rank_and_load_as_one, 2, str(tmp_path), after)
     assert first == second
     assert first[0] == "CheckpointLoadError"
@@ -172,7 +170,7 @@ def save_and_list(output_dir: str) -> set[str]:
     return file_names(save_box(output_dir, PER_RANK, box_of_rank()))
 
 
-def test_a_replaced_checkpoint_keeps_no_file_of_a_larger_job(tmp_path: Path) -> None:
+def test_replaced_checkpoint_keeps_no_files_of_a_larger_job(tmp_path: Path) -> None:
     assert len(run_on_ranks(save_and_list, 4, str(tmp_path))[0]) == 4
     assert run_on_ranks(save_and_list, 2, str(tmp_path))[0] == {"part_state_rank_0.pt", "part_state_rank_1.pt"}
 
@@ -181,7 +179,7 @@ def save_what_only_rank_0_has(output_dir: str) -> Any:
     return load_box(save_box(output_dir, GLOBAL, Failing(1, "save")), GLOBAL)
 
 
-def test_only_rank_0_is_asked_for_global_state(tmp_path: Path) -> None:
+def test_only_rank_0_provides_global_state(tmp_path: Path) -> None:
     assert run_on_ranks(save_what_only_rank_0_has, 2, str(tmp_path)) == [{"value": 1}] * 2
 
 
@@ -193,30 +191,30 @@ def load_newest(output_dir: str) -> Any:
     return box.state
 
 
-def test_without_a_path_the_newest_checkpoint_is_loaded(tmp_path: Path) -> None:
+def test_load_without_a_path_takes_the_newest_checkpoint(tmp_path: Path) -> None:
     assert run_on_ranks(load_newest, 2, str(tmp_path)) == [{"step": 10}] * 2
 
 
-def test_two_components_of_one_name_are_refused(tmp_path: Path) -> None:
+def test_duplicate_component_key_is_rejected(tmp_path: Path) -> None:
     components = [StateComponent("part", Box(), GLOBAL), StateComponent("part", Box(), GLOBAL)]
     with pytest.raises(ValueError, match="Duplicate component key 'part'"):
         make_coordinator(str(tmp_path), components)
 
 
-def test_a_family_that_the_trainer_does_not_have_is_refused(tmp_path: Path) -> None:
+def test_unknown_process_group_is_rejected(tmp_path: Path) -> None:
     component = StateComponent("part", Box(), PER_GROUP, "dp_group")
     with pytest.raises(ValueError, match="unknown process group 'dp_group'"):
         make_coordinator(str(tmp_path), [component])
 
 
-def test_several_ranks_without_a_process_group_are_refused(tmp_path: Path) -> None:
+def test_world_size_without_a_process_group_is_rejected(tmp_path: Path) -> None:
     env = StaticDistributedEnvironment(world_size=2)
     with pytest.raises(RuntimeError, match=r"world_size=2, but torch\.distributed is not initialised"):
         CheckpointCoordinator([], {}, env, str(tmp_path))
 
 
 def save_by_own_groups(output_dir: str) -> Outcome:
-    """Each rank passes the first group, also those that are not in it."""
+    """Save with process groups that do not match: ranks 0 and 1 pass their own group, rank 2 passes WORLD."""
     groups = [dist.new_group([0, 1]), dist.new_group([2])]
     component = StateComponent("part", Box(value=1), PER_GROUP, "dp_group")
     wrong = groups[0] if dist.get_rank() < 2 else dist.group.WORLD
@@ -226,7 +224,7 @@ def save_by_own_groups(output_dir: str) -> Outcome:
     )
 
 
-def test_groups_that_do_not_divide_the_ranks_are_refused_everywhere(tmp_path: Path) -> None:
+def test_groups_that_do_not_partition_the_ranks_are_rejected(tmp_path: Path) -> None:
     outcomes = run_on_ranks(save_by_own_groups, 3, str(tmp_path))
     assert {error_type for error_type, _ in outcomes} == {"ValueError"}
     assert all("do not partition the ranks" in message for _, message in outcomes)
@@ -248,7 +246,7 @@ def save_with_one_failing(output_dir: str, failing_rank: int) -> tuple[Outcome, 
 
 
 @pytest.mark.parametrize("failing_rank", [0, 2])
-def test_a_rank_that_cannot_give_its_state_stops_the_save_everywhere(tmp_path: Path, failing_rank: int) -> None:
+def test_state_dict_failure_on_one_rank_stops_the_save_everywhere(tmp_path: Path, failing_rank: int) -> None:
     results = run_on_ranks(save_with_one_failing, 3, str(tmp_path), failing_rank)
     outcomes = {outcome for outcome, _, _ in results}
     assert len(outcomes) == 1
@@ -257,7 +255,7 @@ def test_a_rank_that_cannot_give_its_state_stops_the_save_everywhere(tmp_path: P
     assert f"rank {failing_rank} failed" in message
     assert f"ArithmeticError: the iterator of rank {failing_rank} is broken" in message
     assert all(seconds < 10 for _, seconds, _ in results)
-    assert entries(tmp_path / "checkpoints") == ["checkpoint-1"], "no debris, and the previous one stays"
+    assert entries(tmp_path / "checkpoints") == ["checkpoint-1"], "no debris, and the previous checkpoint stays"
     assert [loaded for _, _, loaded in results] == [0, 1, 2]
 
 
@@ -266,7 +264,7 @@ def save_what_cannot_be_stored(output_dir: str) -> Outcome:
     return raised(lambda: save_box(output_dir, PER_RANK, box))
 
 
-def test_state_that_cannot_be_stored_is_named_at_the_save(tmp_path: Path) -> None:
+def test_unsupported_state_is_named_at_save(tmp_path: Path) -> None:
     first, second = run_on_ranks(save_what_cannot_be_stored, 2, str(tmp_path))
     assert first == second
     assert first[0] == "CheckpointSaveError"
@@ -275,7 +273,7 @@ def test_state_that_cannot_be_stored_is_named_at_the_save(tmp_path: Path) -> Non
 
 
 def save_into_a_taken_file(output_dir: str) -> Outcome:
-    """What a full or broken disk does: the write of one rank fails after others have written."""
+    """Make one write of rank 1 fail after other files were written, as a full or broken disk would."""
     component = StateComponent("part", box_of_rank(), PER_RANK)
     coordinator = make_coordinator(output_dir, [component])
     snapshot = coordinator.take_snapshot()
@@ -285,7 +283,7 @@ def save_into_a_taken_file(output_dir: str) -> Outcome:
     return raised(lambda: coordinator.write_snapshot(snapshot, path))
 
 
-def test_a_rank_that_cannot_write_leaves_nothing_behind(tmp_path: Path) -> None:
+def test_failed_write_on_one_rank_leaves_nothing_behind(tmp_path: Path) -> None:
     first, second = run_on_ranks(save_into_a_taken_file, 2, str(tmp_path))
     assert first == second
     assert first[0] == "CheckpointSaveError"
@@ -299,7 +297,7 @@ def load_with_one_failing(output_dir: str) -> Outcome:
     return raised(coordinator.load_checkpoint)
 
 
-def test_a_rank_that_cannot_take_its_state_stops_the_load_everywhere(tmp_path: Path) -> None:
+def test_load_failure_on_one_rank_stops_the_load_everywhere(tmp_path: Path) -> None:
     first, second = run_on_ranks(load_with_one_failing, 2, str(tmp_path))
     assert first == second
     assert first[0] == "CheckpointLoadError"
@@ -326,7 +324,7 @@ def load_two(path: str, extra_keys: list[str]) -> tuple[Outcome, list[str], Any,
     return outcome, lines, needed.state, extra.state
 
 
-def test_a_required_component_that_was_not_saved_is_an_error_on_every_rank(tmp_path: Path) -> None:
+def test_missing_required_component_is_an_error_on_every_rank(tmp_path: Path) -> None:
     path = run_on_ranks(save_two, 2, str(tmp_path))[0]
     results = run_on_ranks(load_two, 2, path, ["scheduler"])
     assert len({outcome for outcome, _, _, _ in results}) == 1
@@ -336,7 +334,7 @@ def test_a_required_component_that_was_not_saved_is_an_error_on_every_rank(tmp_p
     assert needed == {}, "nothing was loaded"
 
 
-def test_a_deleted_file_of_a_required_component_is_an_error_on_every_rank(tmp_path: Path) -> None:
+def test_deleted_required_file_is_an_error_on_every_rank(tmp_path: Path) -> None:
     path = run_on_ranks(save_two, 2, str(tmp_path))[0]
     os.remove(os.path.join(path, "needed_state.pt"))
     results = run_on_ranks(load_two, 2, path, [])
@@ -346,7 +344,7 @@ def test_a_deleted_file_of_a_required_component_is_an_error_on_every_rank(tmp_pa
     assert "needed_state.pt" in message
 
 
-def test_a_deleted_file_of_an_optional_component_starts_that_part_fresh(tmp_path: Path) -> None:
+def test_deleted_optional_file_starts_the_component_fresh(tmp_path: Path) -> None:
     path = run_on_ranks(save_two, 2, str(tmp_path))[0]
     os.remove(os.path.join(path, "extra_state_rank_1.pt"))
     (_, _, needed_0, extra_0), (outcome, lines, needed_1, extra_1) = run_on_ranks(load_two, 2, path, [])
@@ -380,7 +378,7 @@ def load_optimizer(path: str, module: nn.Module) -> Outcome:
     ],
     ids=["other shapes", "other names"],
 )
-def test_an_optional_component_that_does_not_fit_is_an_error(tmp_path: Path, module: nn.Module, text: str) -> None:
+def test_optional_component_that_does_not_fit_is_an_error(tmp_path: Path, module: nn.Module, text: str) -> None:
     path = run_on_ranks(save_small_optimizer, 2, str(tmp_path))[0]
     first, second = run_on_ranks(load_optimizer, 2, path, module)
     assert first == second
@@ -388,7 +386,7 @@ def test_an_optional_component_that_does_not_fit_is_an_error(tmp_path: Path, mod
     assert text in first[1]
 
 
-def test_an_optional_component_whose_file_is_damaged_is_an_error(tmp_path: Path) -> None:
+def test_damaged_file_of_an_optional_component_is_an_error(tmp_path: Path) -> None:
     path = run_on_ranks(save_two, 2, str(tmp_path))[0]
     damaged = Path(path) / "extra_state_rank_1.pt"
     content = bytearray(damaged.read_bytes())
@@ -406,7 +404,7 @@ def single(output_dir: Path, box: Box | None = None) -> CheckpointCoordinator:
     return make_coordinator(str(output_dir), [StateComponent("part", box or Box(value=1), GLOBAL)])
 
 
-def test_a_checkpoint_path_that_is_a_file_is_refused(tmp_path: Path) -> None:
+def test_checkpoint_path_that_is_a_file_is_rejected(tmp_path: Path) -> None:
     file = tmp_path / "notes.txt"
     file.write_text("mine")
     with pytest.raises(CheckpointSaveError, match="exists and is not a directory"):
@@ -418,18 +416,18 @@ def test_a_checkpoint_path_that_is_a_file_is_refused(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("checkpoint_id", ["../7", "a/b", "", ".hidden"])
-def test_an_id_that_is_not_a_plain_name_is_refused(tmp_path: Path, checkpoint_id: str) -> None:
+def test_checkpoint_id_must_be_a_plain_name(tmp_path: Path, checkpoint_id: str) -> None:
     with pytest.raises(ValueError, match="checkpoint_id="):
         single(tmp_path).save_checkpoint(checkpoint_id=checkpoint_id)
     assert entries(tmp_path) == []
 
 
-def test_a_save_needs_a_name(tmp_path: Path) -> None:
+def test_save_needs_a_path_or_an_id(tmp_path: Path) -> None:
     with pytest.raises(ValueError, match="needs a checkpoint_path or a checkpoint_id"):
         single(tmp_path).save_checkpoint()
 
 
-def test_a_checkpoint_can_be_saved_under_any_path(tmp_path: Path) -> None:
+def test_checkpoint_can_be_saved_under_any_path(tmp_path: Path) -> None:
     box = Box(value=3)
     path = single(tmp_path, box).save_checkpoint(str(tmp_path / "elsewhere" / "mine"))
     box.state = {}
@@ -437,12 +435,12 @@ def test_a_checkpoint_can_be_saved_under_any_path(tmp_path: Path) -> None:
     assert box.state == {"value": 3}
 
 
-def test_without_any_checkpoint_a_load_says_where_it_looked(tmp_path: Path) -> None:
+def test_load_without_checkpoint_names_the_searched_directory(tmp_path: Path) -> None:
     with pytest.raises(CheckpointLoadError, match=r"no complete checkpoint in .*checkpoints"):
         single(tmp_path).load_checkpoint()
 
 
-def test_a_newer_format_is_refused(tmp_path: Path) -> None:
+def test_newer_format_version_is_rejected(tmp_path: Path) -> None:
     path = single(tmp_path).save_checkpoint(checkpoint_id=1)
     manifest_path = os.path.join(path, MANIFEST_NAME)
     manifest = CheckpointManifest.load(manifest_path)
@@ -454,7 +452,7 @@ def test_a_newer_format_is_refused(tmp_path: Path) -> None:
         single(tmp_path).load_checkpoint()
 
 
-def test_a_skip_of_an_unknown_component_is_refused(tmp_path: Path) -> None:
+def test_skipping_an_unknown_component_is_rejected(tmp_path: Path) -> None:
     single(tmp_path).save_checkpoint(checkpoint_id=1)
     with pytest.raises(ValueError, match=r"skip_checkpoint_components names the unknown component 'parts'.*'part'"):
         single(tmp_path).load_checkpoint(skip=["parts"])

@@ -1,4 +1,4 @@
-"""The model's weights through the coordinator: dtypes, file formats, shards, and models that do not fit."""
+"""Model weights through the coordinator: dtypes, file formats, shards, and models that do not fit."""
 
 from pathlib import Path
 from typing import Any
@@ -73,7 +73,7 @@ def round_trip_model(output_dir: str, pattern: SharingPattern, save_safetensors:
     ids=["safetensors", "bin"],
 )
 @pytest.mark.parametrize("pattern", [GLOBAL, REPLICATED], ids=lambda pattern: pattern.value)
-def test_weights_of_every_kind_come_back_bit_for_bit(
+def test_weights_of_every_kind_round_trip_bit_exactly(
     tmp_path: Path, pattern: SharingPattern, save_safetensors: bool, file: str
 ) -> None:
     results = run_on_ranks(round_trip_model, 2, str(tmp_path), pattern, save_safetensors)
@@ -105,10 +105,10 @@ def round_trip_shards(output_dir: str, save_safetensors: bool, index_safetensors
 
 @pytest.mark.parametrize("index_safetensors", [True, False], ids=["index of safetensors", "index of bin"])
 @pytest.mark.parametrize("save_safetensors", [True, False], ids=["safetensors", "bin"])
-def test_a_rank_writes_several_shards_and_reads_its_own_tensors(
+def test_rank_writes_several_shards_and_reads_its_own_tensors(
     tmp_path: Path, save_safetensors: bool, index_safetensors: bool
 ) -> None:
-    """In the format that the job asks for, whichever the index was made for."""
+    """The requested file format wins over the format of the shard index."""
     results = run_on_ranks(round_trip_shards, 2, str(tmp_path), save_safetensors, index_safetensors)
     path = results[0][0]
     assert [equal for _, equal in results] == [True, True]
@@ -132,7 +132,7 @@ def save_with_stale_index(output_dir: str) -> Outcome:
     return raised(lambda: coordinator.save_checkpoint(checkpoint_id=1))
 
 
-def test_an_index_that_does_not_know_all_tensors_is_refused(tmp_path: Path) -> None:
+def test_shard_index_without_all_tensors_is_rejected(tmp_path: Path) -> None:
     first, second = run_on_ranks(save_with_stale_index, 2, str(tmp_path))
     assert first == second
     assert first[0] == "CheckpointSaveError"
@@ -140,7 +140,7 @@ def test_an_index_that_does_not_know_all_tensors_is_refused(tmp_path: Path) -> N
     assert entries(tmp_path / "checkpoints") == []
 
 
-def test_a_model_that_does_not_fit_the_weights_is_refused_unless_that_is_wanted(tmp_path: Path) -> None:
+def test_strict_load_rejects_a_model_that_does_not_fit(tmp_path: Path) -> None:
     saved = nn.ModuleDict({"kept": nn.Linear(2, 2), "dropped": nn.Linear(2, 2)})
     path = make_coordinator(str(tmp_path), [StateComponent("model", saved, GLOBAL)]).save_checkpoint(checkpoint_id=1)
     model = nn.ModuleDict({"kept": nn.Linear(2, 2), "added": nn.Linear(2, 2)})
@@ -148,7 +148,7 @@ def test_a_model_that_does_not_fit_the_weights_is_refused_unless_that_is_wanted(
     coordinator = make_coordinator(str(tmp_path), [StateComponent("model", model, GLOBAL)])
     with pytest.raises(CheckpointLoadError, match=r"added\.weight.*dropped\.weight.*strict=False"):
         coordinator.load_checkpoint(path)
-    assert bits(model.state_dict()) == before, "a refused load changes nothing"
+    assert bits(model.state_dict()) == before, "a rejected load changes nothing"
     coordinator.load_checkpoint(path, strict=False)
     assert torch.equal(model.get_parameter("kept.weight"), saved.get_parameter("kept.weight"))
     assert bits(model["added"].state_dict()) == {
@@ -156,7 +156,7 @@ def test_a_model_that_does_not_fit_the_weights_is_refused_unless_that_is_wanted(
     }
 
 
-def test_weights_of_another_shape_are_refused_with_both_shapes(tmp_path: Path) -> None:
+def test_weights_of_another_shape_are_rejected_with_both_shapes(tmp_path: Path) -> None:
     make_coordinator(str(tmp_path), [StateComponent("model", nn.Linear(2, 2), GLOBAL)]).save_checkpoint(checkpoint_id=1)
     coordinator = make_coordinator(str(tmp_path), [StateComponent("model", nn.Linear(3, 2), GLOBAL)])
     for strict in (True, False):

@@ -1,4 +1,4 @@
-"""What is kept, what is resumed from, and what lives in a checkpoint beside its components."""
+"""CheckpointManager: retention, resume, component selection, and checkpoint metadata."""
 
 import json
 import logging
@@ -56,7 +56,7 @@ class Provider:
 
 
 class Closing:
-    """Managers that are closed at the end of a test."""
+    """Factory of managers that the fixture closes."""
 
     def __init__(self, output_dir: Path) -> None:
         self.output_dir = output_dir
@@ -85,7 +85,7 @@ def steps(output_dir: Path) -> list[int]:
 
 
 class TestKeeping:
-    def test_the_newest_are_kept(self, tmp_path: Path, make: Closing) -> None:
+    def test_newest_checkpoints_are_kept(self, tmp_path: Path, make: Closing) -> None:
         manager = make(limit=2)
         for step in (10, 20, 30, 40):
             manager.save_checkpoint(checkpoint_id=step)
@@ -98,7 +98,7 @@ class TestKeeping:
             manager.save_checkpoint(checkpoint_id=step)
         assert steps(tmp_path) == [0, 1, 2, 3]
 
-    def test_the_best_are_kept_beside_the_newest(self, tmp_path: Path, make: Closing) -> None:
+    def test_best_checkpoints_are_kept_with_the_newest(self, tmp_path: Path, make: Closing) -> None:
         manager = make(limit=1)
         entered = []
         for step, loss in enumerate([0.5, 0.1, 0.3, 0.2], start=1):
@@ -109,15 +109,13 @@ class TestKeeping:
         assert steps(tmp_path) == [2, 4]
         assert "0.1" in manager.get_best_checkpoints_summary()
 
-    def test_the_list_of_the_best_survives_a_resume_and_a_move_of_the_directory(
-        self, tmp_path: Path, make: Closing
-    ) -> None:
+    def test_best_list_survives_resume_and_moved_directory(self, tmp_path: Path, make: Closing) -> None:
         manager = make(limit=1)
         for step, loss in enumerate([0.0, 0.4], start=1):
             path = manager.save_checkpoint(checkpoint_id=step)
             manager.update_best_checkpoints(path, {"eval_loss": loss}, "loss", None, 1)
         assert store.verify_checkpoint(path) == []
-        moved = tmp_path.parent / "moved"
+        moved = tmp_path.with_name(f"{tmp_path.name}-moved")
         shutil.move(tmp_path, moved)
         resumed = Closing(moved)(limit=1)
         resumed.load_checkpoint()
@@ -126,14 +124,14 @@ class TestKeeping:
         assert steps(moved) == [1, 3]
         resumed.close()
 
-    def test_another_policy_can_be_passed(self, tmp_path: Path, make: Closing) -> None:
+    def test_custom_retention_policy_is_used(self, tmp_path: Path, make: Closing) -> None:
         manager = make(retention=LatestN(1) | EveryNSteps(4))
         for step in range(1, 11):
             manager.save_checkpoint(checkpoint_id=step)
-        # Steps are known from the name even when the trainer has no step of its own to tell.
+        # The manifest's step comes from the checkpoint name. The trainer's step stays 0 here.
         assert steps(tmp_path) == [4, 8, 10]
 
-    def test_the_step_of_the_trainer_names_the_checkpoint(self, tmp_path: Path, make: Closing) -> None:
+    def test_global_step_names_the_checkpoint(self, tmp_path: Path, make: Closing) -> None:
         provider = Provider()
         provider.state.global_step = 7
         assert make(provider).save_checkpoint().endswith("checkpoint-7")
@@ -141,12 +139,12 @@ class TestKeeping:
 
 
 class TestResuming:
-    def test_nothing_there_is_a_fresh_start(self, make: Closing) -> None:
+    def test_missing_checkpoint_is_a_fresh_start(self, make: Closing) -> None:
         manager = make()
         assert manager.resolve_checkpoint_path() is None
         assert manager.load_checkpoint() is None
 
-    def test_the_newest_complete_one_is_loaded(self, tmp_path: Path, make: Closing) -> None:
+    def test_newest_complete_checkpoint_is_loaded(self, tmp_path: Path, make: Closing) -> None:
         provider = Provider()
         manager = make(provider)
         for step in (1, 2):
@@ -158,7 +156,7 @@ class TestResuming:
         assert provider.box.value == 2
         assert find_latest_checkpoint(str(tmp_path)) == manager.resolve_checkpoint_path()
 
-    def test_damage_falls_back_to_the_next_older_with_a_warning(
+    def test_damaged_checkpoint_falls_back_to_older_with_a_warning(
         self, tmp_path: Path, make: Closing, caplog: pytest.LogCaptureFixture
     ) -> None:
         provider = Provider()
@@ -177,7 +175,7 @@ class TestResuming:
         with pytest.raises(CheckpointCorruptError, match=r"box_state\.pt.*expected"):
             manager.load_checkpoint(str(tmp_path / "checkpoints" / "checkpoint-2"))
 
-    def test_when_all_are_damaged_it_does_not_start_over_in_silence(self, tmp_path: Path, make: Closing) -> None:
+    def test_resume_raises_when_all_checkpoints_are_damaged(self, tmp_path: Path, make: Closing) -> None:
         manager = make()
         path = Path(manager.save_checkpoint(checkpoint_id=1))
         content = bytearray((path / "box_state.pt").read_bytes())
@@ -186,7 +184,7 @@ class TestResuming:
         with pytest.raises(CheckpointCorruptError):
             manager.load_checkpoint()
 
-    def test_a_path_that_does_not_exist_is_an_error(self, tmp_path: Path, make: Closing) -> None:
+    def test_path_that_is_not_a_directory_is_an_error(self, tmp_path: Path, make: Closing) -> None:
         manager = make()
         for load in (manager.load_checkpoint, manager.resolve_checkpoint_path):
             with pytest.raises(CheckpointError, match="no such directory"):
@@ -195,7 +193,7 @@ class TestResuming:
         with pytest.raises(CheckpointError, match="a file, not a checkpoint directory"):
             manager.load_checkpoint(str(tmp_path / "file"))
 
-    def test_a_part_can_be_skipped_or_removed(
+    def test_component_can_be_skipped_or_its_file_removed(
         self, tmp_path: Path, make: Closing, caplog: pytest.LogCaptureFixture
     ) -> None:
         provider = Provider()
@@ -210,7 +208,7 @@ class TestResuming:
         with pytest.raises(ValueError, match=r"skip_checkpoint_components.*'bx'.*Did you mean 'box'"):
             make(provider, skip_checkpoint_components=["bx"]).load_checkpoint()
 
-    def test_debris_of_a_killed_job_is_removed_at_the_start(self, tmp_path: Path, make: Closing) -> None:
+    def test_temporary_directory_of_a_killed_job_is_removed_at_start(self, tmp_path: Path, make: Closing) -> None:
         make().save_checkpoint(checkpoint_id=1)
         (tmp_path / "checkpoints" / ".tmp-checkpoint-2-0123456789ab").mkdir()
         make()
@@ -218,7 +216,7 @@ class TestResuming:
 
 
 class TestSelecting:
-    def test_unknown_components_are_refused(self, make: Closing) -> None:
+    def test_unknown_components_are_rejected(self, make: Closing) -> None:
         with pytest.raises(ValueError, match="'optimizr'"):
             make(checkpoint_components=["model", "optimizr"]).save_checkpoint(checkpoint_id=1)
 
@@ -253,7 +251,7 @@ class Callback:
 
 
 class TestMetadata:
-    def test_callbacks_get_their_state_back_by_name(self, make: Closing) -> None:
+    def test_callback_state_is_restored_by_name(self, make: Closing) -> None:
         callbacks = [Callback(1), Callback({"a": [1.5, None]}), object()]
         path = make(callbacks=callbacks).save_checkpoint(checkpoint_id=1)
         with open(f"{path}/checkpoint_metadata.json") as file:
@@ -263,11 +261,11 @@ class TestMetadata:
         assert [one.value for one in restored] == [1, {"a": [1.5, None]}]
 
     @pytest.mark.parametrize("value", [torch.zeros(2), {1: "integer keys"}, lambda: None])
-    def test_state_that_json_would_change_is_refused_at_save(self, make: Closing, value: Any) -> None:
+    def test_callback_state_that_json_would_change_is_rejected(self, make: Closing, value: Any) -> None:
         with pytest.raises(CheckpointSaveError, match="counter"):
             make(callbacks=[Callback(value)]).save_checkpoint(checkpoint_id=1)
 
-    def test_the_metrics_of_the_evaluation_are_in_the_checkpoint(self, make: Closing) -> None:
+    def test_eval_metrics_are_saved_in_the_checkpoint(self, make: Closing) -> None:
         manager = make()
         manager.set_eval_metrics({"eval_loss": 0.25})
         first = manager.save_checkpoint(checkpoint_id=1)
@@ -278,7 +276,9 @@ class TestMetadata:
 
 
 class TestTrouble:
-    def test_an_error_can_be_a_warning(self, make: Closing, caplog: pytest.LogCaptureFixture) -> None:
+    def test_on_save_error_warn_turns_errors_into_warnings(
+        self, make: Closing, caplog: pytest.LogCaptureFixture
+    ) -> None:
         provider = Provider()
         provider.box.value = lambda: None
         with pytest.raises(CheckpointSaveError, match=r"box\.value"):
@@ -291,11 +291,11 @@ class TestTrouble:
         with pytest.raises(ValueError, match="on_save_error"):
             make(on_save_error="ignore")
 
-    def test_a_reader_needs_no_lock(self, tmp_path: Path, make: Closing) -> None:
+    def test_read_only_manager_needs_no_lock(self, tmp_path: Path, make: Closing) -> None:
         make().save_checkpoint(checkpoint_id=1)
         pid = os.fork()
         if pid == 0:
-            # Another process: the directory is taken for writing, and free for reading.
+            # The parent holds the output lock, so the child can only read.
             code = 1
             try:
                 Closing(tmp_path)()
@@ -325,11 +325,11 @@ def callbacks_on_two_ranks(output_dir: str) -> Any:
     return restored.value
 
 
-def test_the_state_of_a_callback_is_kept_for_every_rank_that_has_any(tmp_path: Path) -> None:
+def test_callback_state_is_kept_per_rank(tmp_path: Path) -> None:
     assert run_on_ranks(callbacks_on_two_ranks, 2, str(tmp_path)) == ["untouched", "of rank 1"]
 
 
-def test_random_numbers_continue(make: Closing) -> None:
+def test_random_sequence_continues_after_load(make: Closing) -> None:
     class WithRandomNumbers(Provider):
         rng = RNGState()
 
@@ -344,7 +344,7 @@ def test_random_numbers_continue(make: Closing) -> None:
 
 
 class TestWrappedModels:
-    def test_a_compiled_model_is_saved_under_its_own_names(self, make: Closing, tmp_path: Path) -> None:
+    def test_compiled_model_is_saved_without_name_prefix(self, make: Closing, tmp_path: Path) -> None:
         class Compiled(Provider):
             def __init__(self) -> None:
                 super().__init__()
@@ -354,7 +354,7 @@ class TestWrappedModels:
         names = {name for record in read_manifest(path).files for name in record.tensors}
         assert {"0.weight", "0.bias"} <= names
 
-    def test_state_under_the_name_of_the_model_is_state(self, make: Closing) -> None:
+    def test_component_named_model_without_weights_is_saved_as_state(self, make: Closing) -> None:
         class Odd(Provider):
             def get_state_components(self) -> list[StateComponent]:
                 return [StateComponent("model", self.box, SharingPattern.GLOBAL)]
@@ -370,8 +370,8 @@ class TestWrappedModels:
         assert provider.box.value == 1
 
 
-def test_a_bare_optimizer_resumes_with_the_options_it_had(make: Closing) -> None:
-    """The manager meets it only at the first save, when a schedule has changed its options already."""
+def test_bare_optimizer_resumes_with_its_saved_options(make: Closing) -> None:
+    """The manager sees the optimizer first at save, after a schedule has changed its options."""
 
     class WithOptimizer(Provider):
         def __init__(self) -> None:
@@ -392,7 +392,7 @@ def test_a_bare_optimizer_resumes_with_the_options_it_had(make: Closing) -> None
     assert resumed.optimizer.param_groups[0]["lr"] == 0.01
 
 
-def test_the_best_of_another_run_are_not_this_runs_best(tmp_path: Path) -> None:
+def test_best_list_of_another_run_is_not_loaded(tmp_path: Path) -> None:
     first, second = Closing(tmp_path / "first"), Closing(tmp_path / "second")
     manager = first(limit=1)
     path = manager.save_checkpoint(checkpoint_id=1)
@@ -404,8 +404,8 @@ def test_the_best_of_another_run_are_not_this_runs_best(tmp_path: Path) -> None:
     other.close()
 
 
-def test_a_job_without_weights_needs_someone_to_supply_them(make: Closing) -> None:
-    """Also when the checkpoint has them: otherwise the model would silently stay random."""
+def test_job_without_weights_needs_on_load_model_weights(make: Closing) -> None:
+    """Raises even if the checkpoint has weights. Otherwise the model would silently stay random."""
     make().save_checkpoint(checkpoint_id=1)
     with pytest.raises(CheckpointLoadError, match="on_load_model_weights"):
         make(checkpoint_components=["box"]).load_checkpoint()
@@ -429,6 +429,6 @@ def rank_with_bad_metrics(output_dir: str) -> str:
     return ""
 
 
-def test_metrics_that_one_rank_cannot_write_are_an_error_on_all(tmp_path: Path) -> None:
+def test_unwritable_metrics_on_one_rank_are_an_error_on_all(tmp_path: Path) -> None:
     told = run_on_ranks(rank_with_bad_metrics, 2, str(tmp_path), timeout=20)
     assert told[0] == told[1] and "rank 0 failed" in told[0]

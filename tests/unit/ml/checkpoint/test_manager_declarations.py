@@ -1,4 +1,4 @@
-"""What a provider of state may declare to a manager, and when it is asked."""
+"""Components that a state provider declares to CheckpointManager, and when the manager requests them."""
 
 import logging
 import random
@@ -31,7 +31,7 @@ Make = Callable[..., CheckpointManager]
 
 
 class Provider:
-    """Declares what it is given."""
+    """Provider of the given components."""
 
     def __init__(self, *components: StateComponent) -> None:
         self.components: Sequence[StateComponent] = components
@@ -71,7 +71,7 @@ def linear(seed: int) -> nn.Linear:
 
 
 class TestModelThatIsNotDeclared:
-    def test_its_weights_are_saved_and_loaded(self, make: Make) -> None:
+    def test_weights_of_undeclared_model_are_saved_and_loaded(self, make: Make) -> None:
         model, other, box = linear(0), linear(1), Box(value=1)
         path = make(Provider(StateComponent("box", box, GLOBAL)), model).save_checkpoint(checkpoint_id=1)
         manifest = read_manifest(path)
@@ -79,14 +79,14 @@ class TestModelThatIsNotDeclared:
         make(Provider(StateComponent("box", box, GLOBAL)), other).load_checkpoint()
         assert torch.equal(other.weight, model.weight) and torch.equal(other.bias, model.bias)
 
-    def test_checkpoint_components_can_leave_it_out(self, make: Make) -> None:
+    def test_checkpoint_components_can_exclude_the_model(self, make: Make) -> None:
         provider = Provider(StateComponent("box", Box(value=1), GLOBAL))
         path = make(provider, linear(0), checkpoint_components=["box"]).save_checkpoint(checkpoint_id=1)
         assert list(read_manifest(path).components) == ["box"] and read_manifest(path).weights == "external"
         chosen = make(provider, linear(0), checkpoint_components=["model"]).save_checkpoint(checkpoint_id=2)
         assert list(read_manifest(chosen).components) == ["model"]
 
-    def test_a_provider_can_leave_its_own_out_of_the_active_ones(self, make: Make) -> None:
+    def test_active_state_components_can_exclude_the_model(self, make: Make) -> None:
         class Selective(Provider):
             def get_active_state_components(self) -> list[StateComponent]:
                 return [component for component in self.components if component.key != "model"]
@@ -96,7 +96,7 @@ class TestModelThatIsNotDeclared:
         path = make(provider, model).save_checkpoint(checkpoint_id=1)
         assert list(read_manifest(path).components) == ["box"]
 
-    def test_parts_are_saved_without_the_whole(self, make: Make) -> None:
+    def test_model_parts_are_saved_without_the_full_model(self, make: Make) -> None:
         parts = [nn.ModuleDict({"0": linear(0)}), nn.ModuleDict({"1": linear(1)})]
         path = make(Provider(), None, model_parts=parts).save_checkpoint(checkpoint_id=1)
         stored = load_checkpoint(path)
@@ -115,7 +115,7 @@ def save_and_load_on_ranks(output_dir: str) -> tuple[list[str], bool]:
     return sorted(file_names(path)), torch.equal(model.weight, expected)
 
 
-def test_a_model_that_is_not_declared_is_a_copy_on_every_rank(tmp_path: Path) -> None:
+def test_undeclared_model_is_replicated_on_every_rank(tmp_path: Path) -> None:
     files = ["box_state.pt", "checkpoint_metadata.json", "model.safetensors"]
     assert run_on_ranks(save_and_load_on_ranks, 2, str(tmp_path)) == [(files, True)] * 2
 
@@ -128,14 +128,14 @@ def save_stages_that_are_not_declared(output_dir: str) -> Outcome:
     return outcome
 
 
-def test_stages_that_are_not_declared_are_not_taken_for_copies(tmp_path: Path) -> None:
+def test_undeclared_pipeline_stages_are_not_taken_for_replicas(tmp_path: Path) -> None:
     outcomes = run_on_ranks(save_stages_that_are_not_declared, 2, str(tmp_path))
     assert outcomes[0] == outcomes[1] and outcomes[0][0] == "CheckpointSaveError"
     assert "Component 'model' is declared REPLICATED" in outcomes[0][1] and "0.weight only on rank 0" in outcomes[0][1]
 
 
 class TestWhenComponentsAreAskedFor:
-    def test_at_every_save_and_load(self, make: Make) -> None:
+    def test_components_are_requested_at_every_save_and_load(self, make: Make) -> None:
         provider = Provider(StateComponent("box", Box(value=1), GLOBAL))
         manager = make(provider)
         first = manager.save_checkpoint(checkpoint_id=1)
@@ -153,7 +153,7 @@ class TestWhenComponentsAreAskedFor:
         manager.load_checkpoint(first)
         assert fresh.state == {"value": 1}
 
-    def test_the_coordinator_is_one_and_knows_the_present_components(self, make: Make) -> None:
+    def test_coordinator_is_reused_with_the_current_components(self, make: Make) -> None:
         provider = Provider(StateComponent("box", Box(value=1), GLOBAL))
         manager = make(provider)
         assert manager.coordinator is manager.coordinator
@@ -163,7 +163,7 @@ class TestWhenComponentsAreAskedFor:
 
 
 def groups_that_change(output_dir: str) -> list[list[str]]:
-    """A provider whose ranks are grouped in another way at the second save."""
+    """Save twice, with process groups that change in between."""
 
     class Grouped(Provider):
         groups: ClassVar[dict[str, Any]] = {}
@@ -181,7 +181,7 @@ def groups_that_change(output_dir: str) -> list[list[str]]:
     return files
 
 
-def test_groups_too_are_asked_for_at_every_save(tmp_path: Path) -> None:
+def test_process_groups_are_requested_at_every_save(tmp_path: Path) -> None:
     first, second = run_on_ranks(groups_that_change, 2, str(tmp_path))[0]
     assert [name for name in first if name.startswith("box")] == ["box_state_group_family_0.pt"]
     assert [name for name in second if name.startswith("box")] == [
@@ -192,7 +192,9 @@ def test_groups_too_are_asked_for_at_every_save(tmp_path: Path) -> None:
 
 class TestObjectsWithoutState:
     @pytest.mark.parametrize("stateful", [None, object(), [1, 2]], ids=["none", "object", "list"])
-    def test_they_are_left_out_when_optional(self, make: Make, stateful: Any, caplog: pytest.LogCaptureFixture) -> None:
+    def test_optional_stateless_objects_are_skipped(
+        self, make: Make, stateful: Any, caplog: pytest.LogCaptureFixture
+    ) -> None:
         components = [
             StateComponent("box", Box(value=1), GLOBAL),
             StateComponent("dataset", stateful, GLOBAL, required=False),
@@ -201,19 +203,19 @@ class TestObjectsWithoutState:
             path = make(Provider(*components)).save_checkpoint(checkpoint_id=1)
         assert list(read_manifest(path).components) == ["box"]
         assert "'dataset' is skipped" in caplog.text
-        # They may be named in settings all the same.
+        # Settings may still name them.
         make(Provider(*components), skip_checkpoint_components=["dataset"]).load_checkpoint()
 
     @pytest.mark.parametrize(
         ("stateful", "text"), [(None, "None"), (object(), "of type object"), ([1], "of type list")]
     )
-    def test_they_are_refused_by_name_when_required(self, make: Make, stateful: Any, text: str) -> None:
+    def test_required_stateless_objects_are_rejected_by_name(self, make: Make, stateful: Any, text: str) -> None:
         with pytest.raises(ValueError, match=rf"component 'dataset'.*{text}"):
             make(Provider(StateComponent("dataset", stateful, GLOBAL))).save_checkpoint(checkpoint_id=1)
 
 
 def components_of_some_ranks(output_dir: str) -> tuple[Any, Any, list[str]]:
-    """Rank 1 alone has a component, rank 0 alone another; nobody waits for anybody."""
+    """Save and load components that exist on one rank each; no rank waits for another."""
     rank = dist.get_rank()
     own = Box(value=rank)
     provider = Provider(
@@ -228,14 +230,14 @@ def components_of_some_ranks(output_dir: str) -> tuple[Any, Any, list[str]]:
     return rank, own.state, sorted(read_manifest(path).components)
 
 
-def test_ranks_may_have_different_components_of_their_own(tmp_path: Path) -> None:
+def test_ranks_may_have_different_components(tmp_path: Path) -> None:
     assert run_on_ranks(components_of_some_ranks, 2, str(tmp_path), timeout=30) == [
         (rank, {"value": rank}, ["first", "second"]) for rank in range(2)
     ]
 
 
 class TestListOfModules:
-    def test_the_modules_are_one_model(self, make: Make) -> None:
+    def test_list_of_modules_is_saved_as_one_model(self, make: Make) -> None:
         parts = [nn.ModuleDict({"0": linear(0)}), nn.ModuleDict({"1": linear(1)})]
         optimizer = torch.optim.AdamW([parameter for part in parts for parameter in part.parameters()])
         for part in parts:
@@ -255,20 +257,20 @@ class TestListOfModules:
         make(Provider(*components)).load_checkpoint()
         assert all(torch.equal(parts[i][str(i)].weight, before[i]) for i in range(2))
 
-    def test_a_name_may_be_in_two_modules_if_it_is_one_tensor(self, make: Make) -> None:
+    def test_shared_tensor_may_have_one_name_in_two_modules(self, make: Make) -> None:
         shared = linear(0)
         parts = (nn.ModuleDict({"a": shared}), nn.ModuleDict({"a": shared, "b": linear(1)}))
         path = make(Provider(StateComponent("model", parts, GLOBAL))).save_checkpoint(checkpoint_id=1)
         stored = load_checkpoint(path)
         assert stored is not None and sorted(stored) == ["a.bias", "a.weight", "b.bias", "b.weight"]
 
-    def test_two_tensors_of_one_name_are_refused(self, make: Make, tmp_path: Path) -> None:
+    def test_two_tensors_with_one_name_are_rejected(self, make: Make, tmp_path: Path) -> None:
         parts = [nn.ModuleDict({"a": linear(0)}), nn.ModuleDict({"a": linear(1)})]
         with pytest.raises(CheckpointSaveError, match=r"'model'.*a\.weight"):
             make(Provider(StateComponent("model", parts, GLOBAL))).save_checkpoint(checkpoint_id=1)
         assert entries(tmp_path / "checkpoints") == []
 
-    def test_what_is_declared_counts_more_than_the_argument(self, make: Make) -> None:
+    def test_declared_model_wins_over_the_argument(self, make: Make) -> None:
         declared, given = linear(0), linear(1)
         path = make(Provider(StateComponent("model", declared, GLOBAL)), given).save_checkpoint(checkpoint_id=1)
         stored = load_checkpoint(path)
@@ -276,7 +278,7 @@ class TestListOfModules:
 
 
 class Drawing(Box):
-    """Draws random numbers while it takes its state, as building a data iterator does."""
+    """Draws random numbers while loading, as building a data iterator does."""
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         super().load_state_dict(state_dict)
@@ -285,7 +287,7 @@ class Drawing(Box):
 
 
 @pytest.mark.parametrize("key", ["rng", "generators", "a_first"])
-def test_random_state_is_applied_last_whatever_its_key_and_object(make: Make, key: str) -> None:
+def test_rng_state_is_applied_last_for_any_key(make: Make, key: str) -> None:
     class Fresh(Provider):
         def get_state_components(self) -> list[StateComponent]:
             return [StateComponent(key, RNGState(), PER_RANK), StateComponent("data", Drawing(value=1), GLOBAL)]
@@ -295,7 +297,7 @@ def test_random_state_is_applied_last_whatever_its_key_and_object(make: Make, ke
     expected = torch.rand(3), random.random()
     manager.load_checkpoint()
     assert torch.equal(torch.rand(3), expected[0]) and random.random() == expected[1]
-    # Whoever builds data iterators after the load applies it again.
+    # Callers that build data iterators after the load apply it again.
     assert manager.random_state is not None
     manager.random_state.restore()
     assert torch.equal(torch.rand(3), expected[0]) and random.random() == expected[1]
@@ -317,12 +319,12 @@ class TestOptimizers:
         after = [optimizer.state[parameter]["exp_avg"] for parameter in model.parameters()]
         assert all(torch.equal(one, other) for one, other in zip(before, after, strict=True))
 
-    def test_several_in_one_are_stored_by_name(self, make: Make) -> None:
+    def test_multiopt_state_is_stored_by_name(self, make: Make) -> None:
         model = linear(0)
         parts = [torch.optim.AdamW([model.weight]), torch.optim.AdamW([model.bias], lr=0.1)]
         self.check(make, model, Multiopt(parts), model)
 
-    def test_of_a_compiled_model_names_have_no_prefix(self, make: Make) -> None:
+    def test_optimizer_of_compiled_model_has_names_without_prefix(self, make: Make) -> None:
         model = linear(0)
         compiled = torch.compile(model, backend="eager")
         self.check(make, compiled, torch.optim.AdamW(compiled.parameters()), model)
@@ -343,13 +345,13 @@ def optimizer_of_ddp(output_dir: str) -> list[str]:
     return [*sorted(stored), *sorted(read_state(f"{path}/optimizer_state.pt")["state"])]
 
 
-def test_the_optimizer_of_a_model_in_ddp_is_stored_by_name(tmp_path: Path) -> None:
+def test_ddp_optimizer_is_stored_by_name(tmp_path: Path) -> None:
     assert run_on_ranks(optimizer_of_ddp, 2, str(tmp_path)) == [["bias", "weight"] * 2] * 2
 
 
 class TestOlderProviders:
     @pytest.mark.parametrize("methods", [("save", "load"), ("save",), ("load",)], ids="-".join)
-    def test_they_are_served_with_a_warning(self, make: Make, methods: tuple[str, ...]) -> None:
+    def test_deprecated_providers_work_with_a_warning(self, make: Make, methods: tuple[str, ...]) -> None:
         box, model, other = Box(value=1), linear(0), linear(1)
         statefuls = {"box": box, "scheduler": None}
         provider = SimpleNamespace(**{f"get_statefuls_for_{name}": lambda: statefuls for name in methods})
@@ -366,14 +368,14 @@ class TestOlderProviders:
 
 
 class TestSettableAttributes:
-    def test_another_object_can_tell_the_step(self, make: Make) -> None:
+    def test_trainer_attribute_provides_the_step(self, make: Make) -> None:
         manager = make(Provider(StateComponent("box", Box(value=1), GLOBAL)))
         with pytest.raises(ValueError, match="checkpoint_id"):
             manager.save_checkpoint()
         manager.trainer = SimpleNamespace(state=SimpleNamespace(global_step=12))
         assert manager.save_checkpoint().endswith("checkpoint-12")
 
-    def test_the_number_of_best_checkpoints(self, make: Make, tmp_path: Path) -> None:
+    def test_preserve_n_best_can_be_changed(self, make: Make, tmp_path: Path) -> None:
         provider = Provider(StateComponent("box", Box(value=1), GLOBAL))
         config = CheckpointConfig(output_dir=str(tmp_path / "limited"), save_total_limit=1)
         manager = CheckpointManager(config, from_env(), provider, None)
@@ -410,19 +412,19 @@ def save_on_all_ranks(directories: list[str]) -> tuple[Outcome, list[str], Any]:
 
 
 class TestStorage:
-    def test_ranks_that_all_write_may_share_a_directory(self, tmp_path: Path) -> None:
+    def test_save_on_all_ranks_works_in_a_shared_directory(self, tmp_path: Path) -> None:
         results = run_on_ranks(save_on_all_ranks, 2, [str(tmp_path)] * 2)
         files = ["checkpoint_metadata.json", "copy_state.pt", "own_state_rank_0.pt", "own_state_rank_1.pt"]
         assert results == [(("", ""), files, rank) for rank in range(2)]
         assert [name for name in entries(tmp_path) if "probe" in name] == []
 
-    def test_ranks_that_all_write_may_have_a_directory_each(self, tmp_path: Path) -> None:
+    def test_save_on_all_ranks_works_with_a_directory_per_rank(self, tmp_path: Path) -> None:
         results = run_on_ranks(save_on_all_ranks, 2, [str(tmp_path / str(rank)) for rank in range(2)])
         for rank, result in enumerate(results):
             files = ["checkpoint_metadata.json", "copy_state.pt", f"own_state_rank_{rank}.pt"]
             assert result == (("", ""), files, rank)
 
-    def test_a_mixture_of_both_is_refused(self, tmp_path: Path) -> None:
+    def test_mix_of_shared_and_private_directories_is_rejected(self, tmp_path: Path) -> None:
         directories = [str(tmp_path / name) for name in ("shared", "shared", "own")]
         results = run_on_ranks(save_on_all_ranks, 3, directories)
         assert len({outcome for outcome, _, _ in results}) == 1
@@ -439,7 +441,7 @@ def provider_that_fails_on_one_rank(output_dir: str) -> Outcome:
     return outcome
 
 
-def test_a_declaration_that_fails_on_one_rank_fails_on_all(tmp_path: Path) -> None:
+def test_failing_declaration_on_one_rank_fails_on_all(tmp_path: Path) -> None:
     outcomes = run_on_ranks(provider_that_fails_on_one_rank, 2, str(tmp_path), timeout=30)
     assert outcomes[0] == outcomes[1] and "rank 1 failed" in outcomes[0][1] and "'dataset'" in outcomes[0][1]
 
@@ -452,13 +454,13 @@ def model_on_one_rank(output_dir: str) -> Outcome:
     return outcome
 
 
-def test_a_model_that_some_ranks_do_not_declare_is_refused(tmp_path: Path) -> None:
+def test_model_missing_on_some_ranks_is_rejected(tmp_path: Path) -> None:
     outcomes = run_on_ranks(model_on_one_rank, 2, str(tmp_path), timeout=30)
     assert outcomes[0] == outcomes[1] and outcomes[0][0] == "CheckpointSaveError"
     assert "'model'" in outcomes[0][1] and "not by rank 1" in outcomes[0][1]
 
 
-def test_an_optional_model_may_be_missing_from_a_checkpoint(make: Make) -> None:
+def test_optional_model_may_be_missing_from_a_checkpoint(make: Make) -> None:
     box = StateComponent("box", Box(value=1), GLOBAL)
     path = make(Provider(box)).save_checkpoint(checkpoint_id=1)
     with captured_logs() as lines, warnings.catch_warnings():

@@ -1,4 +1,4 @@
-"""`checkpoint_metadata.json` is read as what it is, or refused as damaged by its name."""
+"""`checkpoint_metadata.json`: valid content is read, and anything else is damage reported by file name."""
 
 import json
 import math
@@ -28,17 +28,17 @@ def write(directory: Path, content: Any) -> str:
     return str(directory)
 
 
-def test_what_was_written_is_read(tmp_path: Path) -> None:
+def test_metadata_round_trips(tmp_path: Path) -> None:
     best = BestCheckpoints([("/out/checkpoints/checkpoint-3", 0.5)], "loss")
     metadata = CheckpointMetadata.of(best, [{"a": {"x": 1}}, {"a": {"x": 2}}])
     assert CheckpointMetadata.read(write(tmp_path, metadata.to_bytes())) == metadata
 
 
-def test_a_checkpoint_need_not_have_any(tmp_path: Path) -> None:
+def test_missing_metadata_file_gives_defaults(tmp_path: Path) -> None:
     assert CheckpointMetadata.read(str(tmp_path)) == CheckpointMetadata()
 
 
-def test_keys_may_be_added(tmp_path: Path) -> None:
+def test_unknown_keys_are_ignored(tmp_path: Path) -> None:
     assert CheckpointMetadata.read(write(tmp_path, {**FINE, "added": 1})).best_metric_key == "eval_loss"
 
 
@@ -74,13 +74,13 @@ WRONG: list[Any] = [
 
 
 @pytest.mark.parametrize("content", WRONG)
-def test_anything_else_is_damage(tmp_path: Path, content: Any) -> None:
+def test_malformed_content_is_damage(tmp_path: Path, content: Any) -> None:
     path = write(tmp_path, content)
     with pytest.raises(CheckpointCorruptError, match=METADATA_NAME):
         CheckpointMetadata.read(path)
 
 
-def test_a_file_without_end_is_damage(tmp_path: Path) -> None:
+def test_oversized_file_is_damage(tmp_path: Path) -> None:
     with open(tmp_path / METADATA_NAME, "wb") as file:
         file.truncate(64 * 2**20 + 1)
     with pytest.raises(CheckpointCorruptError, match=METADATA_NAME):
@@ -108,7 +108,7 @@ def states(**by_name: Any) -> CheckpointMetadata:
     return CheckpointMetadata(callbacks={name: {"0": state} for name, state in by_name.items()})
 
 
-def test_no_callback_gets_anything_if_one_cannot_use_its_state() -> None:
+def test_one_bad_callback_state_leaves_all_callbacks_unchanged() -> None:
     first, second = EarlyStopping(), DefaultMetrics()
     before = first.state_dict(), second.state_dict()
     good = {"best": 0.5, "best_step": 3, "num_without_improvement": 1}
@@ -122,7 +122,7 @@ def test_no_callback_gets_anything_if_one_cannot_use_its_state() -> None:
 
 
 class OwnState(EarlyStopping):
-    """Keeps something else."""
+    """Callback that overrides the state of its base class."""
 
     kept: Any = None
 
@@ -133,13 +133,13 @@ class OwnState(EarlyStopping):
         self.kept = state_dict["kept"]
 
 
-def test_a_callback_with_a_state_of_its_own_is_not_checked_by_that_of_its_base() -> None:
+def test_overridden_callback_state_is_not_checked_by_the_base_schema() -> None:
     callback = OwnState()
     states(OwnState={"kept": "text"}).restore_callbacks([callback], 0)
     assert callback.kept == "text"
 
 
-def test_an_exported_state_sets_only_what_the_callback_exports() -> None:
+def test_exported_state_sets_only_exported_attributes() -> None:
     callback = EarlyStoppingCallback()
     name = type(callback).__name__
     states(**{name: {"early_stopping_patience_counter": 2}}).restore_callbacks([callback], 0)
@@ -151,7 +151,7 @@ def test_an_exported_state_sets_only_what_the_callback_exports() -> None:
 
 
 class Holds:
-    """A callback with any state."""
+    """Callback with any state."""
 
     def __init__(self, state: Any = None) -> None:
         self.state = state
@@ -167,7 +167,7 @@ def written(*callbacks: Any) -> bytes:
     return CheckpointMetadata.of(BestCheckpoints(), [CheckpointMetadata.states_of(callbacks)]).to_bytes()
 
 
-def test_numbers_that_json_lacks_come_back_from_valid_json(tmp_path: Path) -> None:
+def test_nan_and_infinity_round_trip_through_valid_json(tmp_path: Path) -> None:
     state = {"a": math.nan, "b": [math.inf, (1.5, {"c": -math.inf})], "__float__": "text"}
     data = written(Holds(state))
     json.loads(data, parse_constant=lambda word: pytest.fail(f"{word} is not JSON"))
@@ -177,7 +177,7 @@ def test_numbers_that_json_lacks_come_back_from_valid_json(tmp_path: Path) -> No
     assert repr(restored.state) == repr({**state, "b": [math.inf, [1.5, {"c": -math.inf}]]})
 
 
-def test_bare_words_of_older_checkpoints_are_read(tmp_path: Path) -> None:
+def test_bare_nan_and_infinity_of_older_checkpoints_are_read(tmp_path: Path) -> None:
     data = {**FINE, "callbacks": {"Holds": {"0": {"best": math.inf, "last": [math.nan]}}}}
     (tmp_path / METADATA_NAME).write_text(json.dumps(data))
     restored = Holds()
@@ -193,12 +193,12 @@ def test_bare_words_of_older_checkpoints_are_read(tmp_path: Path) -> None:
         ({"a": {None: 1}}, r"Holds\.a has the key None of type NoneType"),
     ],
 )
-def test_what_cannot_be_stored_is_named(state: Any, said: str) -> None:
+def test_unsupported_state_is_named(state: Any, said: str) -> None:
     with pytest.raises(CheckpointSaveError, match=said):
         written(Holds(state))
 
 
-def test_the_grouping_of_parameters_is_checked(tmp_path: Path) -> None:
+def test_weight_decay_groups_value_is_checked(tmp_path: Path) -> None:
     for value, expected in (("auto", "auto"), (None, "all")):
         data = FINE if value is None else {**FINE, "weight_decay_groups": value}
         (tmp_path / METADATA_NAME).write_text(json.dumps(data))

@@ -1,4 +1,4 @@
-"""The output directory belongs to one job at a time, checked with real processes."""
+"""OutputDirLock: one job per output directory, checked with real processes."""
 
 import json
 import os
@@ -17,7 +17,8 @@ from forgather.ml.checkpoint.errors import OutputDirLockedError
 from forgather.ml.checkpoint.files import durable
 from forgather.ml.checkpoint.output_lock import LOCK_FILE_NAME, OutputDirLock
 
-# Acquires, tells its pid, holds until a line comes in (or it is killed), releases, tells, stays alive until the next.
+# Acquires the lock, prints its pid, and holds until it reads a line or is killed. Then it releases, prints, and stays
+# alive until the next line.
 HOLD = """
 import os, sys
 from forgather.ml.checkpoint.output_lock import OutputDirLock
@@ -30,7 +31,7 @@ print("released", flush=True)
 sys.stdin.readline()
 """
 
-# Holds, and has a forked child that outlives it.
+# Holds the lock, and has a forked child that outlives it.
 HOLD_WITH_CHILD = """
 import os, sys, time
 from forgather.ml.checkpoint.output_lock import OutputDirLock
@@ -84,7 +85,7 @@ def attempt(output_dir: Path) -> "subprocess.CompletedProcess[str]":
     return subprocess.run([sys.executable, "-c", TRY, str(output_dir)], capture_output=True, text=True, timeout=60)
 
 
-def test_second_job_is_refused_with_the_holders_pid_and_host(tmp_path: Path, start: Start) -> None:
+def test_second_job_is_rejected_with_pid_and_host_of_the_holder(tmp_path: Path, start: Start) -> None:
     holder_pid = line(start(HOLD, tmp_path))
     with pytest.raises(OutputDirLockedError) as caught:
         OutputDirLock(tmp_path).acquire()
@@ -94,7 +95,7 @@ def test_second_job_is_refused_with_the_holders_pid_and_host(tmp_path: Path, sta
         assert part in message
 
 
-def test_a_refused_job_can_acquire_once_the_holder_released(tmp_path: Path, start: Start) -> None:
+def test_rejected_job_can_acquire_after_the_holder_releases(tmp_path: Path, start: Start) -> None:
     holder = start(HOLD, tmp_path)
     line(holder)
     assert "OutputDirLockedError" in attempt(tmp_path).stderr
@@ -114,13 +115,13 @@ def test_killed_holder_frees_the_directory_while_its_forked_child_lives(tmp_path
         before = time.monotonic()
         with OutputDirLock(tmp_path):
             assert time.monotonic() - before < 1
-            os.kill(child_pid, 0)  # raises if the child is gone
+            os.kill(child_pid, 0)  # Raises if the child is gone.
             assert f"process {os.getpid()} " in attempt(tmp_path).stderr
     finally:
         os.kill(child_pid, signal.SIGKILL)
 
 
-def test_same_process_may_acquire_again_and_frees_with_the_last_release(tmp_path: Path) -> None:
+def test_lock_is_reentrant_and_freed_by_the_last_release(tmp_path: Path) -> None:
     output_dir, alias = tmp_path / "out", tmp_path / "alias"
     output_dir.mkdir()
     alias.symlink_to(output_dir)
@@ -135,7 +136,7 @@ def test_same_process_may_acquire_again_and_frees_with_the_last_release(tmp_path
     assert attempt(output_dir).stdout == "acquired\n"
 
 
-def test_release_without_acquire_does_not_free_anothers_hold(tmp_path: Path) -> None:
+def test_release_without_acquire_does_not_free_the_lock(tmp_path: Path) -> None:
     with OutputDirLock(tmp_path):
         OutputDirLock(tmp_path).release()
         assert "OutputDirLockedError" in attempt(tmp_path).stderr
@@ -167,7 +168,7 @@ sys.stdin.readline()
         proceed(parent)
 
 
-def test_lock_file_removed_by_hand_is_made_anew(tmp_path: Path) -> None:
+def test_deleted_lock_file_is_recreated(tmp_path: Path) -> None:
     first, second = OutputDirLock(tmp_path), OutputDirLock(tmp_path)
     first.acquire()
     (tmp_path / LOCK_FILE_NAME).unlink()
@@ -183,7 +184,7 @@ def test_missing_directory_is_created(tmp_path: Path) -> None:
         assert (tmp_path / "new" / "dir" / LOCK_FILE_NAME).exists()
 
 
-def test_the_entries_of_new_directories_are_on_disk(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_parents_of_new_directories_are_fsynced(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     synced: list[str] = []
     monkeypatch.setattr(durable, "fsync_directory", synced.append)
     with OutputDirLock(tmp_path / "new" / "dir"):
@@ -198,7 +199,7 @@ def test_output_dir_that_is_a_file_is_explained(tmp_path: Path) -> None:
 
 
 def test_directory_without_write_permission_is_explained() -> None:
-    # Root may write anywhere, so the attempt is made as another user where the test runs as root.
+    # Root can write anywhere, so the script drops to another user if it runs as root.
     script = """
 import os, sys
 from forgather.ml.checkpoint.output_lock import OutputDirLock

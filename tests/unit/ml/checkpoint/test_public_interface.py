@@ -1,4 +1,4 @@
-"""The public interface of `forgather.ml.checkpoint`: cheap to import, and independent of trainers."""
+"""Public interface of `forgather.ml.checkpoint`: cheap to import, and independent of trainers."""
 
 import ast
 import subprocess
@@ -19,13 +19,13 @@ def test_importing_the_package_imports_no_torch() -> None:
 
 
 @pytest.mark.parametrize("name", checkpoint.__all__)
-def test_every_public_name_is_there_and_documented(name: str) -> None:
+def test_every_public_name_exists_and_is_documented(name: str) -> None:
     value = getattr(checkpoint, name)
     assert name == "StateDict" or value.__doc__
     assert sorted(checkpoint.__all__) == sorted(checkpoint._HOMES)
 
 
-def test_an_unknown_name_is_an_attribute_error() -> None:
+def test_unknown_name_raises_attribute_error() -> None:
     with pytest.raises(AttributeError, match="CheckpointManger"):
         checkpoint.CheckpointManger  # noqa: B018
 

@@ -1,4 +1,4 @@
-"""Replicas are compared bit for bit, and every rank hears the same verdict."""
+"""Replica validation: bitwise comparison, with the same verdict on every rank."""
 
 import math
 from typing import Any
@@ -69,7 +69,7 @@ def same_verdict(verdicts: list[Any]) -> Any:
 
 
 def validate_edited(edit: str, level: str) -> Verdict:
-    """Validates a replica that the last rank has edited."""
+    """Validate replicas after the last rank edited its copy."""
     state = replica()
     if dist.get_rank() == dist.get_world_size() - 1:
         EDITS[edit](state)
@@ -106,7 +106,7 @@ def validate_equal(level: str) -> Verdict:
 
 
 def validate_split(num_first: int) -> Verdict:
-    """The first ranks hold one value, the others another."""
+    """Validate with one value on the first ranks and another on the rest."""
     return validate_replication({"w": torch.tensor(1.0 if dist.get_rank() < num_first else 2.0)})
 
 
@@ -120,7 +120,7 @@ def validate_with_odd_leaf(level: str) -> Verdict:
 
 
 def validate_in_subgroups(level: str) -> Verdict:
-    """A 2 x 2 layout: ranks (0, 2) and (1, 3) are replicas; the two groups differ, and rank 3 has diverged."""
+    """Validate a 2 x 2 layout: ranks (0, 2) and (1, 3) are replicas, and rank 3 has diverged."""
     groups = [dist.new_group([0, 2]), dist.new_group([1, 3])]
     stage = dist.get_rank() % 2
     state = {"stage": {"w": torch.full((3,), float(stage))}}
@@ -130,7 +130,7 @@ def validate_in_subgroups(level: str) -> Verdict:
 
 
 def validate_large() -> Verdict:
-    """Two chunks and a bit of a tensor, with differences in the first and the last, on a non-contiguous replica."""
+    """Validate a tensor of two chunks and a remainder; a non-contiguous replica differs in the first and last one."""
     tensor = torch.zeros(3, 3_000_000)
     if dist.get_rank() == 1:
         tensor[0, 5] = 1.0
@@ -162,12 +162,12 @@ def test_equal_replicas_pass(level: str) -> None:
     assert run_on_ranks(validate_equal, 2, level) == [(True, [])] * 2
 
 
-def test_equal_content_passes_whatever_its_memory_layout() -> None:
+def test_equal_content_passes_in_any_memory_layout() -> None:
     assert run_on_ranks(validate_edited, 2, "layout", "tensor") == [(True, [])] * 2
 
 
 @pytest.mark.parametrize(("world_size", "diverged_rank"), [(2, 1), (3, 0), (3, 1)])
-def test_one_element_is_found_in_every_dtype_at_every_depth(world_size: int, diverged_rank: int) -> None:
+def test_one_changed_element_is_found_in_every_dtype_and_depth(world_size: int, diverged_rank: int) -> None:
     verdicts = same_verdict(run_on_ranks(validate_all_dtypes_and_depths, world_size, diverged_rank))
     others = [rank for rank in range(world_size) if rank != diverged_rank]
     majority = f"rank {others[0]}" if len(others) == 1 else f"ranks {', '.join(map(str, others))}"
@@ -201,11 +201,11 @@ def test_differences_other_than_content_are_described(level: str, edit: str, lin
     is_valid, lines = same_verdict(run_on_ranks(validate_edited, 3, edit, level))
     assert not is_valid
     assert line in lines
-    # a missing tensor leaves an empty container behind, which is a difference of its own
+    # A missing tensor leaves an empty container behind, which is a second difference.
     assert len(lines) == (2 if edit == "missing" else 1)
 
 
-def test_a_container_that_lost_its_items_is_found() -> None:
+def test_emptied_container_is_found() -> None:
     _, lines = same_verdict(run_on_ranks(validate_edited, 2, "emptied", "tensor"))
     assert "betas.0: missing on rank 1, present on rank 0" in lines
     assert "betas: present on rank 1, missing on rank 0" in lines
@@ -259,7 +259,7 @@ def test_full_level_compares_large_tensors_in_chunks() -> None:
 
 
 @pytest.mark.parametrize("level", ["quick", "tensor", "full"])
-def test_members_of_a_group_are_compared_with_each_other_only(level: str) -> None:
+def test_only_members_of_a_group_are_compared(level: str) -> None:
     verdicts = run_on_ranks(validate_in_subgroups, 4, level)
     assert verdicts[0] == verdicts[2] == (True, [])
     assert verdicts[1] == verdicts[3]
@@ -270,7 +270,7 @@ def test_members_of_a_group_are_compared_with_each_other_only(level: str) -> Non
 
 
 @pytest.mark.parametrize("level", ["quick", "tensor", "full"])
-def test_a_rank_that_cannot_digest_its_state_fails_all_ranks(level: str) -> None:
+def test_digest_failure_on_one_rank_fails_all_ranks(level: str) -> None:
     outcomes = outcomes_on_ranks(validate_with_odd_leaf, 3, level)
     assert {outcome.error_type for outcome in outcomes} == {"DistributedError"}
     for outcome in outcomes:
@@ -278,7 +278,7 @@ def test_a_rank_that_cannot_digest_its_state_fails_all_ranks(level: str) -> None
         assert "this object has no text" in str(outcome.error_message)
 
 
-def test_a_process_alone_is_always_consistent() -> None:
+def test_single_process_always_passes() -> None:
     assert validate_replication({"a": torch.ones(2)}) == (True, [])
     assert run_on_ranks(validate_equal, 1, "tensor") == [(True, [])]
 
@@ -288,14 +288,14 @@ def test_unknown_level_lists_the_choices() -> None:
         validate_replication({}, "strict")
 
 
-def test_compare_replicas_is_pure() -> None:
+def test_compare_replicas_needs_no_process_group() -> None:
     assert compare_replicas({}) == []
     assert compare_replicas({4: {"a": "int 1"}, 9: {"a": "int 1"}}) == []
     lines = compare_replicas({4: {"a": "int 1"}, 9: {"a": "int 2"}, 2: {"a": "int 2"}})
     assert lines == ["a: rank 4 differs from ranks 2, 9 (int 1 instead of int 2)"]
 
 
-def test_message_lists_at_most_the_limit_and_counts_the_rest() -> None:
+def test_message_lists_twenty_differences_and_counts_the_rest() -> None:
     message = format_divergence("optimizer", [f"line {n}:" for n in range(23)])
     assert "Replication validation failed" in message and "'optimizer'" in message
     assert "line 19:" in message and "line 20:" not in message

@@ -1,4 +1,4 @@
-"""Which checkpoints survive, checked against a plain restatement of the rule."""
+"""Retention policies and the ledger of best checkpoints, compared with a simple reference model."""
 
 import math
 from collections.abc import Sequence
@@ -43,7 +43,7 @@ def checkpoints(values: Sequence[float | None], steps: Sequence[int] | None = No
 
 
 def model_of_best(values: Sequence[float], n: int, greater_is_better: bool) -> set[int]:
-    """The best n by picking the winner over and over; of equals the first met."""
+    """Pick the best `n` one by one; the first of equal values wins."""
     remaining = [index for index, value in enumerate(values) if value == value]
     best: set[int] = set()
     while remaining and len(best) < n:
@@ -67,7 +67,7 @@ def model_of_deleted(values: Sequence[float], limit: int | None, n: int, greater
 
 
 @given(metric_sequences, limits, st.integers(-1, 5), st.booleans())
-def test_latest_plus_best_follow_the_rule(
+def test_latest_and_best_match_the_reference_model(
     values: list[float], limit: int | None, n: int, greater_is_better: bool
 ) -> None:
     infos = checkpoints(values)
@@ -77,7 +77,7 @@ def test_latest_plus_best_follow_the_rule(
 
 
 @given(metric_sequences, limits, st.integers(-1, 5), st.booleans())
-def test_the_ledger_follows_the_rule_while_checkpoints_are_rotated(
+def test_ledger_matches_the_reference_model_during_rotation(
     values: list[float], limit: int | None, n: int, greater_is_better: bool
 ) -> None:
     ledger = BestCheckpoints()
@@ -104,7 +104,7 @@ def test_ledger_entries_are_best_first(values: list[float], n: int, greater_is_b
 
 
 @given(metric_sequences, st.integers(1, 4))
-def test_the_newest_is_never_deleted(values: list[float], n: int) -> None:
+def test_newest_checkpoint_is_never_deleted(values: list[float], n: int) -> None:
     class KeepNothing:
         def keep(self, checkpoints: Sequence[CheckpointInfo]) -> set[str]:
             return set()
@@ -114,7 +114,7 @@ def test_the_newest_is_never_deleted(values: list[float], n: int) -> None:
     assert infos[-1:] == [info for info in infos if info not in checkpoints_to_delete(infos, LatestN(n))][-1:]
 
 
-def test_the_two_lowest_losses_are_kept() -> None:
+def test_two_lowest_losses_are_kept() -> None:
     ledger = BestCheckpoints()
     entered = [
         ledger.update(f"checkpoint-{step}", {"eval_loss": loss}, "loss", None, 2)
@@ -131,14 +131,14 @@ def test_no_limit_keeps_everything(limit: int | None) -> None:
     assert checkpoints_to_delete(checkpoints([1.0, 2.0, 3.0]), LatestN(limit)) == []
 
 
-def test_zero_counts_as_a_value() -> None:
+def test_metric_value_zero_is_ranked() -> None:
     ledger = BestCheckpoints()
     ledger.update("a", {"loss": 1.0}, "loss", False, 1)
     assert ledger.update("b", {"loss": 0.0}, "loss", False, 1)
     assert ledger.entries == [("b", 0.0)]
 
 
-def test_nan_is_never_best_and_takes_a_listed_path_off() -> None:
+def test_nan_is_never_best_and_removes_a_listed_path() -> None:
     ledger = BestCheckpoints()
     assert not ledger.update("a", {"loss": math.nan}, "loss", None, 3)
     assert ledger.update("a", {"loss": 1.0}, "loss", None, 3)
@@ -146,7 +146,7 @@ def test_nan_is_never_best_and_takes_a_listed_path_off() -> None:
     assert ledger.entries == []
 
 
-def test_of_equals_the_earlier_keeps_its_place() -> None:
+def test_earlier_checkpoint_wins_a_tie() -> None:
     ledger = BestCheckpoints()
     assert ledger.update("a", {"loss": 1.0}, "loss", None, 1)
     assert not ledger.update("b", {"loss": 1.0}, "loss", None, 1)
@@ -166,14 +166,14 @@ def test_metric_is_found_with_and_without_prefix_and_the_exact_key_wins() -> Non
     assert metric_value({"loss": 3.0, "eval_loss": 4.0}, "eval_loss") == 4.0
 
 
-def test_missing_metric_lists_those_there_are() -> None:
+def test_missing_metric_error_lists_available_metrics() -> None:
     with pytest.raises(ValueError, match=r"'accuracy'.*eval_loss, eval_runtime"):
         BestCheckpoints().update("a", {"eval_runtime": 1.0, "eval_loss": 1.0}, "accuracy", None, 1)
     with pytest.raises(ValueError, match=r"'accuracy'.*eval_loss"):
         BestN(1, "accuracy").keep(checkpoints([1.0]))
 
 
-def test_checkpoints_without_evaluation_are_no_candidates_for_best() -> None:
+def test_checkpoints_without_metrics_are_never_best() -> None:
     infos = checkpoints([None, 2.0, None, 1.0, None])
     assert BestN(1, "loss").keep(infos) == {infos[3].path}
     assert BestN(1, "loss").keep(checkpoints([None])) == set()
@@ -183,7 +183,7 @@ def test_checkpoints_without_evaluation_are_no_candidates_for_best() -> None:
     ("key", "expected"),
     [("loss", False), ("eval_loss", False), ("eval_perplexity", False), ("accuracy", True), ("loss_scale", True)],
 )
-def test_direction_follows_the_name(key: str, expected: bool) -> None:
+def test_metric_direction_follows_its_name(key: str, expected: bool) -> None:
     assert default_greater_is_better(key) is expected
 
 
@@ -199,7 +199,7 @@ def test_every_n_steps_keeps_multiples_and_composes() -> None:
         EveryNSteps(0)
 
 
-def test_a_users_own_policy_composes_on_either_side() -> None:
+def test_custom_policy_composes_on_either_side() -> None:
     class KeepFirst:
         def keep(self, checkpoints: Sequence[CheckpointInfo]) -> set[str]:
             return {checkpoints[0].path}
@@ -210,7 +210,7 @@ def test_a_users_own_policy_composes_on_either_side() -> None:
     assert checkpoints_to_delete(infos, LatestN(1) | KeepFirst()) == expected
 
 
-def test_vanished_paths_are_dropped(tmp_path: Path) -> None:
+def test_missing_paths_are_dropped(tmp_path: Path) -> None:
     there, gone = tmp_path / "checkpoint-1", tmp_path / "checkpoint-2"
     there.mkdir()
     ledger = BestCheckpoints([(str(there), 1.0), (str(gone), 2.0)])
@@ -218,7 +218,7 @@ def test_vanished_paths_are_dropped(tmp_path: Path) -> None:
     assert ledger.entries == [(str(there), 1.0)]
 
 
-def test_another_metric_starts_the_ranking_over(caplog: pytest.LogCaptureFixture) -> None:
+def test_changed_metric_restarts_the_ranking(caplog: pytest.LogCaptureFixture) -> None:
     ledger = BestCheckpoints([("a", 0.1)], metric_key="loss")
     ledger.update("b", {"eval_loss": 0.2}, "eval_loss", None, 2)
     assert len(ledger.entries) == 2 and not caplog.records

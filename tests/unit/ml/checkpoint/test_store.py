@@ -1,4 +1,4 @@
-"""A directory becomes a checkpoint at one instant, and stops being one at another."""
+"""Checkpoint store: atomic commit, replacement, deletion and recovery of checkpoint directories."""
 
 import json
 import os
@@ -41,13 +41,13 @@ def commit(path: Path, content: bytes = b"state", step: int | None = None, times
     transaction.commit(CheckpointManifest(str(path), 1, timestamp or utc_now(), components, step=step, files=files))
 
 
-def test_the_newest_is_the_last_one_committed_whatever_its_number(tmp_path: Path) -> None:
+def test_newest_checkpoint_is_the_last_committed_for_any_step(tmp_path: Path) -> None:
     for step in (10, 9, 100, 20):
         commit(tmp_path / f"checkpoint-{step}", step=step)
     assert [store.step_of(found.path) for found in store.find_checkpoints(str(tmp_path))] == [10, 9, 100, 20]
 
 
-def test_a_clock_that_was_set_back_does_not_make_the_newest_look_old(tmp_path: Path) -> None:
+def test_clock_set_back_does_not_change_the_newest_checkpoint(tmp_path: Path) -> None:
     future = (datetime.now(UTC) + timedelta(days=1)).isoformat()
     commit(tmp_path / "checkpoint-1", timestamp=future)
     commit(tmp_path / "checkpoint-2")
@@ -55,7 +55,7 @@ def test_a_clock_that_was_set_back_does_not_make_the_newest_look_old(tmp_path: P
 
 
 @pytest.mark.parametrize("can_exchange", [True, False])
-def test_saving_a_step_again_replaces_it_and_leaves_nothing_behind(
+def test_saving_a_step_again_replaces_it_without_leftovers(
     tmp_path: Path, can_exchange: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     if not can_exchange:
@@ -68,7 +68,7 @@ def test_saving_a_step_again_replaces_it_and_leaves_nothing_behind(
     assert store.verify_checkpoint(str(path)) == []
 
 
-def test_an_interrupted_replacement_is_completed_at_the_next_start(tmp_path: Path) -> None:
+def test_interrupted_replacement_is_completed_by_recovery(tmp_path: Path) -> None:
     commit(tmp_path / "checkpoint-1", b"old")
     commit(tmp_path / "new", b"new")
     attempt = store.new_attempt()
@@ -79,7 +79,7 @@ def test_an_interrupted_replacement_is_completed_at_the_next_start(tmp_path: Pat
     assert (tmp_path / "checkpoint-1" / "needed_state.raw").read_bytes() == b"new"
 
 
-def test_recovery_removes_what_died_and_touches_nothing_else(tmp_path: Path) -> None:
+def test_recovery_removes_only_temporary_directories(tmp_path: Path) -> None:
     commit(tmp_path / "checkpoint-1")
     for name in (".tmp-checkpoint-2-0123456789ab", ".trash-checkpoint-0-0123456789ab", "my-notes", ".mine"):
         (tmp_path / name).mkdir()
@@ -87,7 +87,7 @@ def test_recovery_removes_what_died_and_touches_nothing_else(tmp_path: Path) -> 
     assert sorted(os.listdir(tmp_path)) == [".mine", "checkpoint-1", "my-notes"]
 
 
-def test_only_complete_directories_count(tmp_path: Path) -> None:
+def test_incomplete_directories_are_not_checkpoints(tmp_path: Path) -> None:
     commit(tmp_path / "checkpoint-1")
     commit(tmp_path / "checkpoint-2")
     (tmp_path / "checkpoint-2" / "needed_state.raw").write_bytes(b"stat")
@@ -99,7 +99,7 @@ def test_only_complete_directories_count(tmp_path: Path) -> None:
         store.open_checkpoint(str(tmp_path / "checkpoint-3"))
 
 
-def test_an_optional_file_may_be_removed_but_not_changed(tmp_path: Path) -> None:
+def test_optional_file_may_be_removed_but_not_changed(tmp_path: Path) -> None:
     commit(tmp_path / "checkpoint-1")
     extra = tmp_path / "checkpoint-1" / "extra_state.raw"
     extra.write_bytes(b"other length")
@@ -110,7 +110,7 @@ def test_an_optional_file_may_be_removed_but_not_changed(tmp_path: Path) -> None
     assert store.verify_checkpoint(str(tmp_path / "checkpoint-1")) == []
 
 
-def test_a_path_that_is_a_file_is_refused_for_saving_and_loading(tmp_path: Path) -> None:
+def test_path_that_is_a_file_is_rejected_for_save_and_load(tmp_path: Path) -> None:
     path = tmp_path / "checkpoint-1"
     path.write_text("precious")
     with pytest.raises(NotADirectoryError, match="not a directory"):
@@ -120,9 +120,7 @@ def test_a_path_that_is_a_file_is_refused_for_saving_and_loading(tmp_path: Path)
     assert path.read_text() == "precious"
 
 
-def test_a_checkpoint_that_another_job_removes_meanwhile_is_passed_over(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_checkpoint_removed_during_the_search_is_skipped(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     for step in (1, 2, 3):
         commit(tmp_path / f"checkpoint-{step}", step=step)
     real = store.open_checkpoint
@@ -141,8 +139,8 @@ def test_a_checkpoint_that_another_job_removes_meanwhile_is_passed_over(
         real(str(tmp_path / "checkpoint-1"))
 
 
-def test_files_may_lie_in_subdirectories(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Whose entries are on disk before the checkpoint is one."""
+def test_files_in_subdirectories_are_committed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The entries of subdirectories are fsynced before the commit."""
     synced = []
 
     def fsync_directory(path: str) -> None:
@@ -164,13 +162,13 @@ def test_files_may_lie_in_subdirectories(tmp_path: Path, monkeypatch: pytest.Mon
     assert synced[-4:] == ["chat", "templates", temporary, tmp_path.name]
 
 
-def test_a_file_is_not_written_into_a_directory_that_was_given_up(tmp_path: Path) -> None:
+def test_file_write_does_not_recreate_a_removed_directory(tmp_path: Path) -> None:
     with pytest.raises(FileNotFoundError):
         PlannedFile("templates/a.jinja", "model", RawContent(b"x")).write(str(tmp_path / "gone"), 0)
     assert os.listdir(tmp_path) == []
 
 
-def test_recovery_of_files_leaves_directories_alone(tmp_path: Path) -> None:
+def test_recovery_of_files_leaves_directories_and_user_files_alone(tmp_path: Path) -> None:
     commit(tmp_path / "checkpoint-1")
     (tmp_path / "checkpoint-1" / ".mine-0123abcd").mkdir()
     (tmp_path / "checkpoint-1" / ".eval_metrics.json-0123abcd").write_text("half")
@@ -182,12 +180,12 @@ def test_recovery_of_files_leaves_directories_alone(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("name", ["a/b", "", ".hidden", "../up"])
-def test_an_id_that_is_no_plain_name_is_refused(name: str) -> None:
+def test_checkpoint_id_must_be_a_plain_name(name: str) -> None:
     with pytest.raises(ValueError, match="checkpoint_id"):
         store.checkpoint_path("out", name)
 
 
-def test_space_is_checked_before_the_first_byte(tmp_path: Path) -> None:
+def test_free_space_is_checked_before_the_first_write(tmp_path: Path) -> None:
     transaction = store.Transaction(str(tmp_path / "checkpoint-1"), store.new_attempt())
     told = r"Not enough space.*needs 1,000,000,000,000,000,000 bytes, [\d,]+ are available"
     with pytest.raises(OSError, match=told), transaction.accounting_for(10**18):
@@ -211,25 +209,25 @@ class TestManifest:
         component = ComponentManifest("model", "replicated", [0], [0, 1], None, 10, "ab", {"note": 1})
         return CheckpointManifest("somewhere", 2, utc_now(), {"model": component}, step=7, metadata={"a": [1]})
 
-    def test_it_survives_the_round_trip(self, tmp_path: Path) -> None:
+    def test_manifest_round_trips(self, tmp_path: Path) -> None:
         manifest = self.manifest()
         assert CheckpointManifest.from_dict(manifest.to_dict()) == manifest
         manifest.save(str(tmp_path / "manifest.json"))
         assert CheckpointManifest.load(str(tmp_path / "manifest.json")) == manifest
 
-    def test_the_time_has_its_utc_offset_and_the_text_is_indented(self, tmp_path: Path) -> None:
+    def test_timestamp_has_utc_offset_and_json_is_indented(self, tmp_path: Path) -> None:
         self.manifest().save(str(tmp_path / "manifest.json"))
         text = (tmp_path / "manifest.json").read_text()
         assert datetime.fromisoformat(json.loads(text)["timestamp"]).utcoffset() == timedelta(0)
         assert text.startswith('{\n  "')
 
-    def test_keys_of_the_future_are_ignored(self, tmp_path: Path) -> None:
+    def test_unknown_manifest_keys_are_ignored(self, tmp_path: Path) -> None:
         path = tmp_path / "manifest.json"
         self.manifest().save(str(path))
         path.write_text(json.dumps({**json.loads(path.read_text()), "colour": "blue"}))
         assert CheckpointManifest.load(str(path), sealed=True) == CheckpointManifest.load(str(path))
 
-    def test_a_newer_format_is_refused_with_what_to_do(self, tmp_path: Path) -> None:
+    def test_newer_format_is_rejected_with_the_fix(self, tmp_path: Path) -> None:
         path = tmp_path / "manifest.json"
         self.manifest().save(str(path))
         path.write_text(json.dumps({**json.loads(path.read_text()), "format_version": FORMAT_VERSION + 1}))
@@ -239,14 +237,14 @@ class TestManifest:
     @pytest.mark.parametrize(
         "path", ["/etc/passwd", "../up.pt", "a/../../up.pt", "a//b", "./a", "a/", ".", "", 7, "a\0"]
     )
-    def test_a_file_outside_of_the_checkpoint_is_refused(self, tmp_path: Path, path: str) -> None:
+    def test_file_path_outside_the_checkpoint_is_rejected(self, tmp_path: Path, path: str) -> None:
         manifest = self.manifest()
         manifest.files = [FileRecord(path, 1, "ab", 0, "model")]
         manifest.save(str(tmp_path / MANIFEST_NAME))
         with pytest.raises(CheckpointCorruptError, match=f"{MANIFEST_NAME} is damaged: manifest.files.0.path"):
             read_manifest(str(tmp_path))
 
-    def test_every_flipped_bit_is_noticed(self, tmp_path: Path) -> None:
+    def test_bit_flip_in_any_byte_is_detected(self, tmp_path: Path) -> None:
         path = tmp_path / "manifest.json"
         manifest = self.manifest()
         manifest.save(str(path))

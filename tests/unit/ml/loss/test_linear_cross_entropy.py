@@ -307,8 +307,8 @@ def test_on_the_cpu_auto_is_pytorch() -> None:
     [
         ({"impl": "triton"}, r"impl='triton' .* is unknown: use 'auto', 'cce', 'liger' or 'pytorch'"),
         ({"chunk_size": 0}, r"chunk_size=0 .* must be at least 1"),
-        ({"output_embeddings": nn.Identity()}, r"Identity has no weight: pass the linear layer"),
-        ({"output_embeddings": nn.LayerNorm(4)}, r"that of LayerNorm is \[4\]: pass the linear layer"),
+        ({"output_embeddings": nn.Identity()}, r"Identity has no weight\. Pass the linear layer"),
+        ({"output_embeddings": nn.LayerNorm(4)}, r"the weight of LayerNorm has shape \[4\]\. Pass the linear layer"),
     ],
     ids=lambda one: next(iter(one)) if isinstance(one, dict) else "",
 )
@@ -336,7 +336,7 @@ def test_inputs_that_do_not_fit_are_explained() -> None:
         loss_fn(hidden_states[..., :8], labels)
     with pytest.raises(ValueError, match=r"\[3, 9\] positions .* \[3, 8\] labels"):
         loss_fn(hidden_states, labels[:, 1:])
-    with pytest.raises(ValueError, match=r"hidden states of torch.bfloat16, .* torch.float32: give the whole model"):
+    with pytest.raises(ValueError, match=r"hidden states of torch.bfloat16, .* torch.float32\. Use one dtype for"):
         loss_fn(hidden_states.bfloat16(), labels)
     with pytest.raises(ValueError, match=r"reduction='none' is unknown"):
         loss_fn.sum_over_targets(hidden_states, labels, "none")

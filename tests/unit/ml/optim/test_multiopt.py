@@ -212,7 +212,7 @@ def test_what_cannot_work_is_refused() -> None:
     with pytest.raises(ValueError, match=r"in both SGD \(number 0\) and AdamW \(number 1\)"):
         Multiopt([SGD(model.parameters(), lr=0.1), AdamW(model[1].parameters())])
     multiopt = Multiopt(make_parts(model))
-    with pytest.raises(ValueError, match="add it to one of"):
+    with pytest.raises(ValueError, match="add the group to one of"):
         multiopt.add_param_group({"params": [nn.Parameter(torch.zeros(1))]})
     with pytest.raises(ValueError, match="has 2 optimizers, but the state dict holds the states of 1"):
         multiopt.load_state_dict({"optimizers": [multiopt.optimizers[0].state_dict()]})

@@ -87,7 +87,7 @@ def test_frozen_parameters_are_left_out() -> None:
     model["embed"].requires_grad_(False)  # type: ignore[index]
     groups = build_parameter_groups(model.named_parameters(), {"biases": {"regex": "bias"}})
     assert names(groups) == [["norm.bias", "proj.bias"], ["norm.weight", "proj.weight"]]
-    with pytest.raises(ValueError, match="nothing to optimize"):
+    with pytest.raises(ValueError, match="nothing to train"):
         build_parameter_groups(model.requires_grad_(False).named_parameters(), {})
 
 
@@ -190,13 +190,13 @@ def test_several_factories_make_a_multiopt() -> None:
         ({"a": {"regex": "("}}, r"'a': '\(' is not a regular expression"),
         ({"a": {"regex": "x", "lr": 1.0}}, r"'a' has \['lr'\].*\"config\""),
         ({"a": {}, "b": {"config": {"lr": 1.0}}}, "'a', 'b' have no regex"),
-        ({"a": {"regex": "x", "config": {"lr": -1.0}}}, "'a' has lr=-1.0, but a learning rate is 0 or more"),
+        ({"a": {"regex": "x", "config": {"lr": -1.0}}}, "'a' has lr=-1.0, but a learning rate must be 0 or more"),
         ({"a": {"regex": "x", "config": {"lr": float("nan")}}}, "'a' has lr=nan"),
-        ({"a": {"regex": "x", "factory": "SGD"}}, "'a' has factory='SGD', but a factory is called"),
-        ({"a": {"regex": 5}}, "'a' has regex=5, but a regular expression is a text"),
-        ({"a": {"regex": "x", "config": ["lr"]}}, r"'a' has config=\['lr'\], but it is a mapping"),
-        ({"a": "embed"}, "'a' is 'embed', but has to be a mapping of regex, config, factory"),
-        (["a"], r"optimizer_groups=\['a'\] cannot be used: give a mapping"),
+        ({"a": {"regex": "x", "factory": "SGD"}}, "'a' has factory='SGD', but a factory must take"),
+        ({"a": {"regex": 5}}, "'a' has regex=5, but a regular expression must be a string"),
+        ({"a": {"regex": "x", "config": ["lr"]}}, r"'a' has config=\['lr'\], but it must map options to values"),
+        ({"a": "embed"}, "'a' is 'embed', but must be a mapping of regex, config, factory"),
+        (["a"], r"optimizer_groups=\['a'\] cannot be used: pass a mapping"),
     ],
 )
 def test_maps_that_cannot_be_meant_are_refused(group_map: OptimGroupMap, message: str) -> None:

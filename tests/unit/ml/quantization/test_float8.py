@@ -74,7 +74,7 @@ def test_training_where_the_hardware_cannot_is_refused() -> None:
     with pytest.raises(ValueError, match=r"but the device is 'cpu', which cannot.*mixed_precision='bf16'"):
         require_fp8("tensorwise", "cpu")
     assert capability_problem((8, 0), "A100") == (
-        "the GPU (A100) has compute capability 8.0, and 8.9 is the least that can"
+        "the GPU (A100) has compute capability 8.0, and float8 needs at least 8.9"
     )
     assert capability_problem((8, 9), "L4") is None and capability_problem((12, 0), "B200") is None
 

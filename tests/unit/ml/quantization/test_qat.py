@@ -154,7 +154,7 @@ def test_float8_lets_gradients_reach_the_weights_but_is_refused_on_the_cpu() -> 
         assert parameter.grad is not None
         similarity = torch.cosine_similarity(parameter.grad.flatten(), model.get_parameter(name).grad.flatten(), dim=0)  # type: ignore[union-attr]
         assert similarity > 0.7, name
-    with pytest.raises(ValueError, match="only on hardware that multiplies in it, and the device is 'cpu'"):
+    with pytest.raises(ValueError, match="only on hardware that multiplies in float8, and the device is 'cpu'"):
         require_qat(FLOAT8, "cpu")
     for recipe in INT_RECIPES:
         require_qat(recipe, "cpu")

@@ -1,4 +1,4 @@
-"""Values of every kind of class that a state may hold, for the tests of the codec."""
+"""Sample values of every kind of class that a state may hold, for the codec tests."""
 
 import collections
 import dataclasses
@@ -16,7 +16,7 @@ from forgather.ml.checkpoint.files.state_files import read_state, write_state
 
 
 def through_file(state: Any) -> Any:
-    """The state after a real save and load; torch's own reader takes the file too."""
+    """Save and load `state` through a real file, and check that `torch.load` accepts the file."""
     with tempfile.TemporaryDirectory() as directory:
         path = os.path.join(directory, "state.pt")
         with HashingWriter(path) as writer:

@@ -1,4 +1,4 @@
-"""Reading a state runs no code that it names, and content that fits no class is an error."""
+"""Decoding of registered classes: it runs no code named by the file, and rejects content that fits no class."""
 
 import dataclasses
 import enum
@@ -70,7 +70,7 @@ def test_decoding_imports_nothing() -> None:
     assert "this" not in sys.modules
 
 
-def test_decoding_does_not_ask_a_module_for_attributes(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_decoding_reads_no_module_attributes(monkeypatch: pytest.MonkeyPatch) -> None:
     asked: list[str] = []
 
     class Lazy(types.ModuleType):
@@ -101,7 +101,7 @@ def test_decoding_does_not_ask_a_module_for_attributes(monkeypatch: pytest.Monke
         (f"{SAMPLES}:Frozen", "namedtuple"),
     ],
 )
-def test_decoding_refuses_names_of_other_things(reference: str, tag: str) -> None:
+def test_decoding_rejects_unregistered_and_mismatched_classes(reference: str, tag: str) -> None:
     with pytest.raises(StateDecodingError):
         decode_state({TAG: tag, "class": reference, "name": "RED", "value": 1, "fields": {}})
 
@@ -130,7 +130,7 @@ MALFORMED = [
 
 
 @pytest.mark.parametrize("plain", MALFORMED, ids=lambda plain: f"{plain[TAG]}")
-def test_malformed_content_is_a_decoding_error_that_names_the_place(plain: Any) -> None:
+def test_malformed_content_raises_decoding_error_with_path(plain: Any) -> None:
     with pytest.raises(StateDecodingError, match=r"outer\.0"):
         decode_state({"outer": [plain]})
 
@@ -143,13 +143,13 @@ class Unknown:
     value: int = 3
 
 
-def test_an_unregistered_class_is_refused_at_save_with_the_line_to_add() -> None:
+def test_unregistered_class_is_rejected_at_save_with_the_fix() -> None:
     line = f"register_state_class\\({__name__}\\.Unknown\\)"
     with pytest.raises(StateEncodingError, match=rf"cannot store trainer\.outer\.0: .*{__name__}\.Unknown.*{line}"):
         encode_state({"outer": [Unknown()]}, "trainer")
 
 
-def test_the_line_of_the_refusal_makes_an_older_checkpoint_readable() -> None:
+def test_fix_from_the_error_makes_older_checkpoint_readable() -> None:
     older = {"outer": {TAG: "dataclass", "class": f"{__name__}:Unknown2", "fields": {"value": 5}}}
     module = sys.modules[__name__]
     module.Unknown2 = dataclasses.make_dataclass("Unknown2", [("value", int)])  # type: ignore[attr-defined]
@@ -160,7 +160,7 @@ def test_the_line_of_the_refusal_makes_an_older_checkpoint_readable() -> None:
     assert decode_state(older)["outer"].value == 5
 
 
-def test_a_name_of_ones_own_is_what_files_hold() -> None:
+def test_custom_class_name_is_stored_in_files() -> None:
     @register_state_class(name="a-mood")
     class Mood(enum.Enum):
         GOOD = 1
@@ -171,7 +171,7 @@ def test_a_name_of_ones_own_is_what_files_hold() -> None:
         register_state_class(Unknown, name="a-mood")
 
 
-def test_a_class_that_is_defined_again_takes_the_place_of_the_first() -> None:
+def test_redefined_class_replaces_the_first() -> None:
     def define() -> Any:
         @register_state_class(name="notebook")
         @dataclasses.dataclass
@@ -192,19 +192,19 @@ def test_only_enums_named_tuples_and_dataclasses_can_be_registered(cls: Any) -> 
 
 
 @pytest.mark.parametrize("name", ["", 5])
-def test_a_name_is_text(name: Any) -> None:
+def test_class_name_must_be_non_empty_text(name: Any) -> None:
     with pytest.raises(ValueError, match="a name must be a non-empty string"):
         register_state_class(Unknown, name=name)
 
 
-def test_cyclic_content_is_a_decoding_error() -> None:
+def test_cyclic_content_raises_decoding_error() -> None:
     plain: list[Any] = []
     plain.append(plain)
     with pytest.raises(StateDecodingError, match="nested"):
         decode_state(plain)
 
 
-def test_a_field_that_the_class_gained_takes_its_default() -> None:
+def test_missing_dataclass_field_takes_its_default() -> None:
     stored = encode_state(Slotted(1, 2))
     del stored["fields"]["other"]
     assert decode_state(stored) == Slotted(1)

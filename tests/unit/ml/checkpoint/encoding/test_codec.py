@@ -1,4 +1,4 @@
-"""What a state may hold, how its tensors share memory, and how the rest is refused."""
+"""State codec: supported values, tensors that share memory, and rejection of everything else."""
 
 import collections
 import dataclasses
@@ -78,13 +78,13 @@ def make_default() -> int:
     return 0
 
 
-def test_containers_keep_what_equality_does_not_show() -> None:
+def test_containers_keep_maxlen_and_default_factory() -> None:
     restored = through_file([collections.deque([1], maxlen=3), collections.defaultdict(int, a=1)])
     assert restored[0].maxlen == 3
     assert restored[1]["new"] == 0
 
 
-def test_state_dict_keeps_its_layer_versions() -> None:
+def test_state_dict_keeps_its_metadata() -> None:
     state = torch.nn.Sequential(torch.nn.BatchNorm1d(2)).state_dict()
     restored = through_file(state)
     assert restored._metadata == state._metadata  # type: ignore[attr-defined]
@@ -92,7 +92,7 @@ def test_state_dict_keeps_its_layer_versions() -> None:
 
 
 @pytest.mark.parametrize("value", [{TAG: "deque"}, {TAG: {TAG: 1}, "a": 2}, {"x": {TAG: None}}])
-def test_a_dict_that_looks_encoded_stays_what_it_is(value: Any) -> None:
+def test_dict_with_the_tag_key_round_trips(value: Any) -> None:
     assert through_file(value) == value
     assert through_file(encode_state(encode_state(value))) == encode_state(encode_state(value))
 
@@ -171,14 +171,14 @@ def test_large_tensors_and_arrays_are_not_copied() -> None:
     assert encoded["array"]["data"].data_ptr() == array.__array_interface__["data"][0]
 
 
-def test_views_that_together_use_their_storage_are_not_copied() -> None:
+def test_views_that_cover_their_storage_are_not_copied() -> None:
     flat = torch.zeros(3000)
     views = flat.split(1000)
     encoded = encode_state(list(views))
     assert [view.data_ptr() for view in encoded] == [view.data_ptr() for view in views]
 
 
-def test_a_small_view_does_not_take_its_whole_storage_along() -> None:
+def test_small_view_is_stored_without_its_full_storage() -> None:
     large = torch.arange(1_000_000)
     view = large[10:20]
     encoded = encode_state(
@@ -193,7 +193,7 @@ def test_a_small_view_does_not_take_its_whole_storage_along() -> None:
     assert view.untyped_storage().nbytes() == large.nbytes, "the live tensor was changed"
 
 
-def test_a_storage_seen_through_two_dtypes_is_stored() -> None:
+def test_storage_viewed_as_two_dtypes_round_trips() -> None:
     tensor = torch.arange(4, dtype=torch.int32)
     restored = through_file({"a": tensor, "bits": tensor.view(torch.uint8), "shared": tensor.numpy()})
     assert torch.equal(restored["a"], tensor)
@@ -241,7 +241,7 @@ REFUSED: dict[str, Any] = {
 
 
 @pytest.mark.parametrize("value", REFUSED.values(), ids=REFUSED)
-def test_what_cannot_be_stored_is_refused_by_path_and_type(value: Any) -> None:
+def test_unsupported_value_error_names_path_and_type(value: Any) -> None:
     with pytest.raises(StateEncodingError) as caught:
         encode_state({"sampler": [0, {"hook": value}]}, root="dataset")
     message = str(caught.value)
@@ -250,7 +250,7 @@ def test_what_cannot_be_stored_is_refused_by_path_and_type(value: Any) -> None:
     assert re.search(r"(\. [A-Z]|; )[^.]+.*\.$", message), "says what to do"
 
 
-def test_refusals_name_the_path_through_every_container() -> None:
+def test_encoding_error_names_the_path_through_every_container() -> None:
     cases: dict[str, Any] = {
         "state.0": [make_default],
         "state.value": Frozen(make_default),
@@ -266,12 +266,12 @@ def test_refusals_name_the_path_through_every_container() -> None:
         assert f"cannot store {path}:" in str(caught.value)
 
 
-def test_open_file_is_refused(tmp_path: pathlib.Path) -> None:
+def test_open_file_is_rejected(tmp_path: pathlib.Path) -> None:
     with open(tmp_path / "file", "w") as file, pytest.raises(StateEncodingError, match="path of the file"):
         encode_state({"log": file})
 
 
-def test_namedtuple_with_further_attributes_is_refused() -> None:
+def test_namedtuple_with_extra_attributes_is_rejected() -> None:
     value = HasExtra("a")
     value.extra = 1  # type: ignore[attr-defined]
     with pytest.raises(StateEncodingError, match="attributes"):
@@ -289,7 +289,7 @@ def cyclic_states() -> list[Any]:
 
 
 @pytest.mark.parametrize("state", cyclic_states(), ids=["list", "dict", "dataclass"])
-def test_a_container_inside_itself_is_refused(state: Any) -> None:
+def test_cyclic_container_is_rejected(state: Any) -> None:
     with pytest.raises(StateEncodingError, match="contains itself"):
         encode_state(state)
 
@@ -315,11 +315,11 @@ def test_depth_is_limited_before_torch_fails() -> None:
             encode_state(wrap(state))
 
 
-def test_a_shared_container_is_not_a_cycle() -> None:
+def test_shared_container_is_not_a_cycle() -> None:
     shared = [1]
     assert through_file({"a": shared, "b": shared}) == {"a": [1], "b": [1]}
 
 
-def test_equal_sets_encode_in_one_order() -> None:
+def test_equal_sets_encode_in_the_same_order() -> None:
     words = [f"word {n}" for n in range(50)]
     assert encode_state(set(words))["items"] == sorted(words)

@@ -1,4 +1,4 @@
-"""Every supported type comes back equal through a real file."""
+"""Converters: every supported type round-trips through a real file."""
 
 import collections
 import datetime
@@ -131,7 +131,7 @@ ARRAYS = [
 
 
 def name_of(value: Any) -> str:
-    """The same in every process, whatever its hashes: test processes that share the work compare the names."""
+    """Return a test id that does not depend on the hash seed: all pytest-xdist workers must collect equal ids."""
     text = str(sorted(map(repr, value))) if isinstance(value, set | frozenset) else repr(value)
     return f"{type(value).__name__}-{text[:20]!a}"
 
@@ -156,12 +156,12 @@ def test_array_round_trips_with_dtype_and_layout(array: np.ndarray) -> None:
         assert restored.flags.f_contiguous == array.flags.f_contiguous
 
 
-def test_nan_keeps_its_kind() -> None:
+def test_nan_round_trips() -> None:
     restored = through_file([math.nan, np.float32("nan"), complex(math.nan, 0)])
     assert math.isnan(restored[0]) and np.isnan(restored[1]) and math.isnan(restored[2].real)
 
 
-def test_generators_continue_where_they_were() -> None:
+def test_random_generators_continue_their_sequence() -> None:
     generators: list[Any] = [
         random.Random(3),
         np.random.default_rng(3),

@@ -1,4 +1,4 @@
-"""Digests tell every difference apart, name its path, and cost no copy of the state."""
+"""State digests: every difference changes the digest of its path, and hashing copies no tensor."""
 
 import collections
 import copy
@@ -49,7 +49,7 @@ class Color(enum.Enum):
 
 
 class Opaque:
-    """Has a repr with a memory address."""
+    """Object with a memory address in its repr."""
 
 
 def sample_tensor(dtype: torch.dtype) -> torch.Tensor:
@@ -64,7 +64,7 @@ def with_one_flipped(tensor: torch.Tensor) -> torch.Tensor:
 
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
-def test_one_element_at_any_depth_changes_exactly_its_path(dtype: torch.dtype) -> None:
+def test_one_changed_element_changes_only_its_path(dtype: torch.dtype) -> None:
     state: dict[str, Any] = {
         "weight": sample_tensor(dtype),
         "state": {0: {"exp_avg": sample_tensor(dtype), "step": torch.tensor(3.0)}},
@@ -86,7 +86,7 @@ def test_one_element_at_any_depth_changes_exactly_its_path(dtype: torch.dtype) -
 
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
-def test_digest_is_that_of_the_logical_content(dtype: torch.dtype) -> None:
+def test_digest_depends_on_logical_content_only(dtype: torch.dtype) -> None:
     tensor = sample_tensor(dtype)
     expected = xxhash.xxh3_128_hexdigest(tensor.view(-1).view(torch.uint8).numpy().tobytes())
     assert tensor_digest(tensor) == expected
@@ -100,7 +100,7 @@ def test_non_contiguous_tensors_are_hashed_in_chunks() -> None:
         assert tensor_digest(view) == tensor_digest(view.contiguous())
 
 
-def test_special_tensors_have_digests() -> None:
+def test_conjugate_empty_meta_and_sparse_tensors_have_digests() -> None:
     conjugate = torch.tensor([1 + 2j, 3 - 1j]).conj()
     assert tensor_digest(conjugate) == tensor_digest(conjugate.resolve_conj())
     assert tensor_digest(conjugate.imag) == tensor_digest(conjugate.imag.clone().resolve_neg())
@@ -119,7 +119,7 @@ def test_digest_texts_show_dtype_and_shape() -> None:
     assert len(set(texts.values())) == 3
 
 
-def test_nan_payloads_and_signed_zeros_are_told_apart_but_equal_bits_are_equal() -> None:
+def test_equal_nan_bits_match_and_signed_zeros_differ() -> None:
     nan = torch.tensor([float("nan")])
     assert tensor_digest(nan) == tensor_digest(nan.clone())
     assert tensor_digest(torch.tensor([0.0])) != tensor_digest(torch.tensor([-0.0]))
@@ -182,25 +182,25 @@ DIFFERENT_LEAVES: list[Any] = [
 ]
 
 
-def test_leaves_of_any_type_are_told_apart() -> None:
+def test_leaves_of_any_type_have_distinct_digests() -> None:
     texts = [state_digests({"k": leaf})["k"] for leaf in DIFFERENT_LEAVES]
     assert len(set(texts)) == len(texts), [text for text in texts if texts.count(text) > 1]
     hashes = {compute_state_hash({"k": leaf}) for leaf in DIFFERENT_LEAVES}
     assert len(hashes) == len(DIFFERENT_LEAVES)
 
 
-def test_texts_hold_no_memory_addresses() -> None:
+def test_digest_texts_contain_no_memory_addresses() -> None:
     assert state_digests([Opaque(), lambda: 0]) == state_digests([Opaque(), lambda: 0])
     assert "0x" not in state_digests({"k": Opaque()})["k"]
 
 
-def test_digests_do_not_depend_on_the_process() -> None:
+def test_digests_do_not_depend_on_the_hash_seed() -> None:
     program = (
         "from forgather.ml.checkpoint.encoding.digest import *\n"
         "s = {'s': {f'w{n}' for n in range(20)}, 'f': frozenset('abc')}\n"
         "print(state_digests(s), compute_state_hash(s))"
     )
-    # Another order of sets than here, whatever the order is here.
+    # With another hash seed than this process, sets iterate in another order.
     seed = "1" if os.environ.get("PYTHONHASHSEED") != "1" else "2"
     command = [sys.executable, "-c", program]
     output = subprocess.run(command, env={"PYTHONHASHSEED": seed}, capture_output=True, check=True, text=True).stdout
@@ -222,15 +222,15 @@ print(peak() - before)
 """
 
 
-def test_no_copy_of_a_large_tensor_is_made() -> None:
+def test_hashing_makes_no_copy_of_a_large_tensor() -> None:
     result = subprocess.run([sys.executable, "-c", PEAK_MEMORY_PROGRAM], capture_output=True, check=True, text=True)
     assert int(result.stdout) < 40, "megabytes of growth while hashing tensors of 200 MB"
 
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
-def test_state_hash_sees_dtype_shape_keys_and_sampled_values(dtype: torch.dtype) -> None:
+def test_state_hash_covers_dtype_shape_keys_and_sampled_values(dtype: torch.dtype) -> None:
     tensor = sample_tensor(dtype)
-    changed = with_one_flipped(tensor)  # small enough that every element is sampled
+    changed = with_one_flipped(tensor)  # Small enough that every element is sampled.
     hashes = {
         compute_state_hash(state)
         for state in (

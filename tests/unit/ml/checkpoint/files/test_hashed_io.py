@@ -1,4 +1,4 @@
-"""Files are hashed on their way to and from the disk, whatever their size, alignment and file system."""
+"""Hashed file IO: checksums while reading and writing, for any size, alignment and file system."""
 
 import errno
 import os
@@ -36,7 +36,7 @@ def drop_from_page_cache(path: Path) -> None:
 
 
 @pytest.mark.parametrize("size", SIZES)
-def test_what_is_written_is_read_back_with_its_checksum(tmp_path: Path, size: int) -> None:
+def test_written_data_is_read_back_with_its_checksum(tmp_path: Path, size: int) -> None:
     data = random.Random(size).randbytes(size)
     path = tmp_path / "file"
     writer = write(path, data)
@@ -48,10 +48,10 @@ def test_what_is_written_is_read_back_with_its_checksum(tmp_path: Path, size: in
             assert reader.finish() == writer.checksum
 
 
-def test_a_file_system_without_direct_io_serves_as_well() -> None:
+def test_write_works_without_direct_io() -> None:
     memory = Path("/dev/shm")
     if not os.access(memory, os.W_OK):
-        pytest.skip("no memory file system here")
+        pytest.skip("needs a writable /dev/shm")
     path = memory / f"forgather-test-{os.getpid()}"
     data = random.Random(0).randbytes(2 * BUFFER_BYTES + 17)
     try:
@@ -61,7 +61,7 @@ def test_a_file_system_without_direct_io_serves_as_well() -> None:
         path.unlink()
 
 
-def test_reading_here_and_there_does_not_change_the_checksum(tmp_path: Path) -> None:
+def test_random_access_reads_do_not_change_the_checksum(tmp_path: Path) -> None:
     data = random.Random(1).randbytes(3 * BUFFER_BYTES)
     path = tmp_path / "file"
     expected = write(path, data).checksum
@@ -78,7 +78,7 @@ def test_reading_here_and_there_does_not_change_the_checksum(tmp_path: Path) -> 
         assert reader.finish() == expected
 
 
-def test_a_file_is_never_overwritten(tmp_path: Path) -> None:
+def test_existing_file_is_never_overwritten(tmp_path: Path) -> None:
     path = tmp_path / "file"
     write(path, b"first")
     with pytest.raises(FileExistsError):
@@ -86,8 +86,8 @@ def test_a_file_is_never_overwritten(tmp_path: Path) -> None:
     assert path.read_bytes() == b"first"
 
 
-def test_an_error_of_the_disk_reaches_the_caller(tmp_path: Path) -> None:
-    """RLIMIT_FSIZE is the real limit of the kernel; it is set in a child, because it cannot be raised again."""
+def test_disk_error_reaches_the_caller(tmp_path: Path) -> None:
+    """RLIMIT_FSIZE makes the kernel reject writes. It is set in a child, because a lowered hard limit stays lowered."""
     pid = os.fork()
     if pid == 0:
         import resource
@@ -106,7 +106,7 @@ def test_an_error_of_the_disk_reaches_the_caller(tmp_path: Path) -> None:
 
 
 def test_buffers_are_reused_between_files(tmp_path: Path) -> None:
-    """Saving adds little memory, however large the state."""
+    """Repeated saves add little memory."""
     data = torch.zeros(24 * 2**20, dtype=torch.uint8)
 
     def anonymous_memory() -> int:
@@ -124,8 +124,8 @@ def test_buffers_are_reused_between_files(tmp_path: Path) -> None:
     assert anonymous_memory() - before < 16 * 2**20
 
 
-def test_forked_process_does_not_write_into_the_files_of_its_parent(tmp_path: Path) -> None:
-    """Both take their buffers from a pool that was filled before the fork."""
+def test_forked_child_does_not_write_into_files_of_its_parent(tmp_path: Path) -> None:
+    """Parent and child take their buffers from a pool that was filled before the fork."""
     write(tmp_path / "warm-up", b"warm-up")
     wait, go = os.pipe()
     child = os.fork()
@@ -147,10 +147,10 @@ def test_forked_process_does_not_write_into_the_files_of_its_parent(tmp_path: Pa
 @pytest.mark.parametrize(
     "failure", [OSError(errno.EIO, os.strerror(errno.EIO)), MemoryError("none left")], ids=["disk", "memory"]
 )
-def test_an_error_while_reading_is_told_as_what_it_is(
+def test_read_error_keeps_its_type(
     tmp_path: Path, failure: Exception, is_verified: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Not as a damaged file, nor as an error of the machinery between the disk and the caller."""
+    """A read error is not reported as a damaged file or as an internal error."""
     path = str(tmp_path / "state.pt")
     with HashingWriter(path) as writer:
         write_state(writer, torch.zeros(3 * BUFFER_BYTES, dtype=torch.uint8))
@@ -168,7 +168,7 @@ def test_an_error_while_reading_is_told_as_what_it_is(
     assert isinstance(failure, MemoryError) or path in str(raised.value)
 
 
-def test_a_file_that_becomes_shorter_while_it_is_read_is_damaged(tmp_path: Path) -> None:
+def test_file_truncated_while_reading_is_damaged(tmp_path: Path) -> None:
     path = tmp_path / "file"
     write(path, bytes(5 * BUFFER_BYTES))
     with HashingReader(str(path)) as reader:
@@ -178,7 +178,7 @@ def test_a_file_that_becomes_shorter_while_it_is_read_is_damaged(tmp_path: Path)
                 reader.finish()
 
 
-def test_any_error_of_the_writing_thread_reaches_the_caller(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_writer_thread_error_reaches_the_caller(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     def pwrite(descriptor: int, data: memoryview, offset: int) -> int:
         raise MemoryError("none left")
 

@@ -1,4 +1,4 @@
-"""Optimizer states that no save of ours writes are refused before an optimizer gets them."""
+"""Optimizer state checks: malformed states are rejected before the optimizer changes."""
 
 import copy
 from collections.abc import Callable
@@ -44,7 +44,7 @@ FUSED: dict[str, MakeOptimizer] = {name: make for name, make in TORCH_OPTIMIZERS
 
 
 def spoiled(make: MakeOptimizer, name: str, key: str, value: Any) -> tuple[Model, Optimizer, dict[str, Any]]:
-    """A fresh model and optimizer, and a saved state for them of which one entry was replaced."""
+    """Return a fresh model, its optimizer, and a saved state with one entry replaced."""
     model = make_model()
     state = saved_state(make(model.parameters()), model)
     state["state"][name][key] = value(state) if callable(value) else value
@@ -53,7 +53,7 @@ def spoiled(make: MakeOptimizer, name: str, key: str, value: Any) -> tuple[Model
 
 
 def assert_refused(model: nn.Module, optimizer: Optimizer, state: Any, message: str) -> None:
-    """Loading raises, and leaves the optimizer as it was."""
+    """Assert that loading raises CheckpointLoadError and leaves the optimizer unchanged."""
     train(model, optimizer, range(1))
     before = copy.deepcopy(optimizer.state_dict())
     wrapper = OptimizerState(optimizer, model.named_parameters())
@@ -68,7 +68,7 @@ def assert_refused(model: nn.Module, optimizer: Optimizer, state: Any, message: 
 
 class TestHostileMoments:
     @pytest.mark.parametrize("make", TORCH_OPTIMIZERS.values(), ids=TORCH_OPTIMIZERS.keys())
-    def test_states_that_torch_makes_pass(self, make: MakeOptimizer) -> None:
+    def test_states_of_torch_optimizers_are_accepted(self, make: MakeOptimizer) -> None:
         model = make_model()
         optimizer = make(model.parameters())
         state = saved_state(optimizer, model)
@@ -100,10 +100,10 @@ class TestHostileMoments:
         ],
     )
     @pytest.mark.parametrize("name", ["adamw_fused", "adamw", "adamw_foreach"])
-    def test_a_moment_that_does_not_fit_is_refused(self, name: str, value: Any, message: str) -> None:
+    def test_moment_that_does_not_fit_is_rejected(self, name: str, value: Any, message: str) -> None:
         assert_refused(*spoiled(OPTIMIZERS[name], "first.weight", "exp_avg", value), message)
 
-    def test_moments_of_another_parameter_of_the_same_shape_are_refused(self) -> None:
+    def test_moment_shared_with_another_parameter_is_rejected(self) -> None:
         def of_another(state: dict[str, Any]) -> Tensor:
             return state["state"]["second.bias"]["exp_avg"]
 
@@ -111,7 +111,7 @@ class TestHostileMoments:
 
     @pytest.mark.parametrize("make", FUSED.values(), ids=FUSED.keys())
     @pytest.mark.parametrize("dtype", [torch.float16, torch.float64])
-    def test_fused_kernels_get_moments_in_the_parameters_dtype(self, make: MakeOptimizer, dtype: torch.dtype) -> None:
+    def test_fused_optimizer_gets_moments_in_the_parameter_dtype(self, make: MakeOptimizer, dtype: torch.dtype) -> None:
         model = make_model()
         state = saved_state(make(model.parameters()), model)
         for entries in state["state"].values():
@@ -122,7 +122,7 @@ class TestHostileMoments:
         assert {value.dtype for entries in optimizer.state.values() for value in entries.values()} == {torch.float32}
         train(model, optimizer, range(1))
 
-    def test_fused_kernels_get_moments_in_the_parameters_order(self) -> None:
+    def test_fused_optimizer_gets_moments_in_the_parameter_memory_format(self) -> None:
         def resumed(fused: bool, moments: dict[str, Any]) -> Tensor:
             weight = nn.Parameter(start.clone().contiguous(memory_format=torch.channels_last))
             optimizer = AdamW([weight], fused=fused)
@@ -137,7 +137,7 @@ class TestHostileMoments:
         moments = {"step": torch.tensor(3.0), "exp_avg": torch.rand(2, 3, 4, 5), "exp_avg_sq": torch.rand(2, 3, 4, 5)}
         torch.testing.assert_close(resumed(True, moments), resumed(False, moments))
 
-    def test_a_transposed_parameter_has_transposed_moments(self) -> None:
+    def test_transposed_parameter_has_transposed_moments(self) -> None:
         weight = nn.Parameter(torch.rand(3, 4).t())
         optimizer = AdamW([weight], fused=True)
         wrapper = OptimizerState(optimizer, [("weight", weight)])
@@ -149,7 +149,7 @@ class TestHostileMoments:
         wrapper.load_state_dict(state)
         assert optimizer.state[weight]["exp_avg"].stride() == weight.stride()
 
-    def test_views_of_one_buffer_get_storage_of_their_own(self) -> None:
+    def test_moments_that_view_one_buffer_get_separate_storage(self) -> None:
         model = make_model()
         state = saved_state(AdamW(model.parameters()), model)
         flat = torch.rand(24)
@@ -181,15 +181,17 @@ class TestHostileMoments:
             ("rprop", "step_size", torch.zeros(()), r"step_size has shape \(\), expected \(4, 3\)"),
         ],
     )
-    def test_each_key_of_torch_has_its_shape(self, name: str, key: str, value: Any, message: str) -> None:
+    def test_wrong_shape_or_value_of_each_torch_key_is_rejected(
+        self, name: str, key: str, value: Any, message: str
+    ) -> None:
         assert_refused(*spoiled(TORCH_OPTIMIZERS[name], "first.weight", key, value), message)
 
-    def test_a_moment_that_is_missing_is_named(self) -> None:
+    def test_missing_moment_is_named(self) -> None:
         model, optimizer, state = spoiled(OPTIMIZERS["adamw"], "first.weight", "step", torch.tensor(1.0))
         del state["state"]["first.weight"]["exp_avg_sq"]
         assert_refused(model, optimizer, state, "'first.weight' has .*expected .*exp_avg_sq.*as it was saved")
         for record in state["parameters"].values():
-            del record["state"]  # as older versions saved it
+            del record["state"]  # Older versions saved no list of state keys.
         assert_refused(model, optimizer, state, "'first.weight' has .*expected exp_avg_sq as well")
 
     @pytest.mark.parametrize(
@@ -207,13 +209,13 @@ class TestHostileMoments:
             (lambda s: s["state"]["first.bias"].update(step=torch.ones(1, 1)), r"step has shape \(1, 1\)"),
         ],
     )
-    def test_a_state_that_is_not_complete_is_refused(self, spoil: Callable[[Any], Any], message: str) -> None:
+    def test_incomplete_state_is_rejected(self, spoil: Callable[[Any], Any], message: str) -> None:
         model = make_model()
         state = saved_state(AdamW(model.parameters()), model)
         spoil(state)
         assert_refused(model, AdamW(model.parameters()), state, message)
 
-    def test_a_parameter_that_never_had_a_gradient_has_no_state(self) -> None:
+    def test_parameter_without_gradient_has_no_state(self) -> None:
         model = make_model()
         model.first.requires_grad_(False)
         state = saved_state(AdamW(model.parameters()), model)
@@ -222,7 +224,7 @@ class TestHostileMoments:
         OptimizerState(optimizer, model.named_parameters()).load_state_dict(state)
         assert len(optimizer.state) == 4
 
-    def test_a_momentum_of_none_and_a_step_that_is_a_number_are_loaded(self) -> None:
+    def test_momentum_none_and_plain_number_step_are_loaded(self) -> None:
         model, optimizer, state = spoiled(OPTIMIZERS["sgd"], "first.weight", "momentum_buffer", None)
         OptimizerState(optimizer, model.named_parameters()).load_state_dict(state)
         train(model, optimizer, range(1))
@@ -244,7 +246,7 @@ class TestHostileMoments:
         with pytest.raises(CheckpointLoadError, match=r"exp_avg has dtype torch.float32, expected a complex one"):
             wrapper.load_state_dict(state)
 
-    def test_a_wrapped_or_derived_optimizer_of_torch_is_checked_like_it(self) -> None:
+    def test_wrapped_and_derived_torch_optimizers_are_checked_too(self) -> None:
         class Derived(AdamW):
             pass
 
@@ -262,7 +264,7 @@ class TestHostileMoments:
 
 
 class Foreign(Optimizer):
-    """An optimizer of another package, with state of shapes that only it knows."""
+    """Third-party optimizer with state shapes that Forgather does not know."""
 
     def __init__(self, params: Any) -> None:
         super().__init__(params, {"lr": 0.1})
@@ -274,7 +276,7 @@ class Foreign(Optimizer):
 
 
 class TestForeignOptimizers:
-    def test_their_state_comes_back(self) -> None:
+    def test_foreign_optimizer_state_is_restored(self) -> None:
         model = make_model()
         optimizer = Foreign(model.parameters())
         state = saved_state(optimizer, model)
@@ -294,13 +296,13 @@ class TestForeignOptimizers:
             ("basis", torch.zeros(4, 5), r"basis has shape \(4, 5\), expected \(4, 4\)"),
         ],
     )
-    def test_memory_and_what_is_there_already_are_checked(self, key: str, value: Any, message: str) -> None:
+    def test_memory_layout_and_existing_shapes_are_checked(self, key: str, value: Any, message: str) -> None:
         model, optimizer, state = spoiled(Foreign, "first.weight", key, value)
         train(model, optimizer, range(1))
         with pytest.raises(CheckpointLoadError, match=message):
             OptimizerState(optimizer, model.named_parameters()).load_state_dict(state)
 
-    def test_two_entries_of_a_parameter_may_be_one_tensor(self) -> None:
+    def test_two_entries_may_share_one_tensor(self) -> None:
         model = make_model()
         optimizer = Foreign(model.parameters())
         train(model, optimizer, range(1))
@@ -338,7 +340,7 @@ MALFORMED: list[tuple[str, Callable[[dict[str, Any]], Any]]] = [
 
 class TestMalformedStates:
     @pytest.mark.parametrize("spoil", [spoil for _, spoil in MALFORMED], ids=[name for name, _ in MALFORMED])
-    def test_every_reader_says_so(self, spoil: Callable[[dict[str, Any]], Any]) -> None:
+    def test_every_reader_rejects_malformed_states(self, spoil: Callable[[dict[str, Any]], Any]) -> None:
         model = make_model()
         optimizer = AdamW(model.parameters())
         state = saved_state(optimizer, model)
@@ -354,13 +356,13 @@ class TestMalformedStates:
             with pytest.raises(CheckpointLoadError):
                 read(spoil(copy.deepcopy(state)))
 
-    def test_unknown_parts_are_ignored(self) -> None:
+    def test_unknown_keys_are_ignored(self) -> None:
         model = make_model()
         optimizer = AdamW(model.parameters())
         state = saved_state(optimizer, model)
         OptimizerState(optimizer, model.named_parameters()).load_state_dict({**state, "later": object()})
 
-    def test_tied_names_that_are_none_are_refused(self) -> None:
+    def test_malformed_tied_names_are_rejected(self) -> None:
         model = make_model()
         optimizer = AdamW(model.parameters())
         state = saved_state(optimizer, model)
@@ -383,26 +385,26 @@ class TestMalformedStates:
             ("eps", torch.tensor(1j)),
         ],
     )
-    def test_an_option_of_another_type_is_refused(self, option: str, value: Any) -> None:
+    def test_option_of_another_type_is_rejected(self, option: str, value: Any) -> None:
         model = make_model()
         state = saved_state(AdamW(model.parameters()), model)
         state["param_groups"][0][option] = value
         assert_refused(model, AdamW(model.parameters()), state, f"optimizer option of the group of .*: {option}")
 
-    def test_a_start_rate_of_another_type_is_refused(self) -> None:
+    def test_initial_lr_of_another_type_is_rejected(self) -> None:
         model = make_model()
         state = saved_state(AdamW(model.parameters()), model)
         state["param_groups"][0]["initial_lr"] = "fast"
         assert_refused(model, AdamW(model.parameters()), state, "initial_lr is 'fast', expected a number")
 
-    def test_an_option_that_the_user_changed_may_have_another_type(self) -> None:
+    def test_option_changed_by_the_user_may_have_another_type(self) -> None:
         model = make_model()
         state = saved_state(Adafactor(model.parameters(), eps=(None, 1e-3)), model)
         optimizer = Adafactor(model.parameters(), eps=(1e-30, 1e-3))  # type: ignore[arg-type]
         OptimizerState(optimizer, model.named_parameters()).load_state_dict(state)
         assert optimizer.param_groups[0]["eps"] == (1e-30, 1e-3)
 
-    def test_options_that_are_tensors_become_numbers_again(self) -> None:
+    def test_tensor_options_become_numbers_again(self) -> None:
         model = make_model()
         state = saved_state(AdamW(model.parameters()), model)
         state["initial_options"] = None

@@ -1,4 +1,4 @@
-"""Optimizer state by name: what a resumed run gets back, with real torch optimizers."""
+"""Optimizer state by FQN: saving and resuming with real torch optimizers."""
 
 import copy
 import logging
@@ -81,14 +81,14 @@ def test_tied_parameter_is_stored_under_its_first_name() -> None:
     assert "first.weight" in names and "lm_head.weight" not in names
 
 
-def test_one_name_for_two_parameters_is_refused() -> None:
+def test_duplicate_parameter_name_is_rejected() -> None:
     model, other = make_model(), make_model(width=5)
     named = [*model.named_parameters(), *other.named_parameters()]
     with pytest.raises(ValueError, match=r"both named 'first.weight', of shapes \(4, 3\) and \(5, 3\)"):
         OptimizerState(SGD(model.parameters(), lr=0.1), named)
 
 
-def test_parameter_without_a_name_is_refused() -> None:
+def test_parameter_without_a_name_is_rejected() -> None:
     model = make_model()
     optimizer = SGD(by_decay(model), lr=0.1)
     named = [(name, p) for name, p in model.named_parameters() if name != "second.bias"]
@@ -96,13 +96,13 @@ def test_parameter_without_a_name_is_refused() -> None:
         OptimizerState(optimizer, named)
 
 
-def test_lbfgs_is_refused_with_the_reason() -> None:
+def test_lbfgs_is_rejected_with_the_reason() -> None:
     model = make_model()
     with pytest.raises(ValueError, match="LBFGS cannot be stored by parameter name: it keeps one flat history"):
         OptimizerState(LBFGS(model.parameters()), model.named_parameters())
 
 
-def test_state_that_belongs_to_no_parameter_is_refused() -> None:
+def test_state_without_a_parameter_is_rejected() -> None:
     model = make_model()
     optimizer = SGD(model.parameters(), lr=0.1)
     optimizer.state["grad_norm"] = 1.0  # type: ignore[index]
@@ -142,7 +142,7 @@ class TestLoading:
         assert optimizer.state[half.first.weight]["step"].dtype == torch.float32
         train(half, optimizer, range(1))
 
-    def test_state_in_a_dtype_of_its_own_keeps_it(self) -> None:
+    def test_state_dtype_other_than_the_parameter_dtype_is_kept(self) -> None:
         model = make_model().to(torch.bfloat16)
         moment, counts = torch.rand(4, 3), torch.arange(4)
 
@@ -161,7 +161,7 @@ class TestLoading:
         assert torch.equal(restored(parameter_record=True)["nested"]["counts"][0], counts)
         assert restored(parameter_record=False)["moment"].dtype == torch.bfloat16
 
-    def test_implementation_flags_stay_those_of_this_machine(self) -> None:
+    def test_fused_and_foreach_flags_are_not_loaded(self) -> None:
         model = make_model()
         state = saved_state(AdamW(model.parameters(), fused=True), model)
         optimizer = AdamW(model.parameters(), foreach=True)
@@ -195,7 +195,7 @@ class TestLoading:
         assert warnings[0].endswith("second.weight, second.bias, third.weight, third.bias")
         train(model, optimizer, range(1, 2))
 
-    def test_the_warning_names_at_most_twenty(self, caplog: pytest.LogCaptureFixture) -> None:
+    def test_warning_names_at_most_twenty_parameters(self, caplog: pytest.LogCaptureFixture) -> None:
         parameters = [(f"p{i}", nn.Parameter(torch.zeros(1))) for i in range(30)]
         first = OptimizerState(SGD([parameters[0][1]], lr=0.1), parameters[:1])
         OptimizerState(SGD([p for _, p in parameters], lr=0.1), parameters).load_state_dict(first.state_dict())
@@ -221,7 +221,7 @@ class TestLoading:
         assert torch.equal(optimizer.state[model.third.bias]["exp_avg"], state["state"]["third.bias"]["exp_avg"])
         assert not caplog.records
 
-    def test_nothing_in_common_is_an_error(self) -> None:
+    def test_state_without_a_common_parameter_is_an_error(self) -> None:
         model = make_model()
         state = saved_state(AdamW(model.parameters()), model)
         wrapper = OptimizerState(AdamW(model.parameters()), model.named_parameters(prefix="module"))
@@ -233,7 +233,7 @@ class TestLoading:
             wrapper.load_state_dict({"weights": 1})
 
     @pytest.mark.parametrize("with_record", [True, False])
-    def test_other_shape_is_an_error_and_changes_nothing(self, with_record: bool) -> None:
+    def test_changed_shape_is_an_error_and_changes_nothing(self, with_record: bool) -> None:
         model, wider = make_model(), make_model(width=5)
         state = saved_state(AdamW(model.parameters(), lr=0.5), model)
         if not with_record:
@@ -287,7 +287,7 @@ class TestOptions:
         OptimizerState(with_warmup, model.named_parameters()).load_state_dict(state)
         assert with_warmup.param_groups[0]["lr"] == 0.1 * 0.5**3
 
-    def test_option_the_user_changed_stays_and_is_logged(self, caplog: pytest.LogCaptureFixture) -> None:
+    def test_option_changed_by_the_user_stays_and_is_logged(self, caplog: pytest.LogCaptureFixture) -> None:
         model = make_model()
         optimizer = AdamW(model.parameters(), lr=0.1)
         wrapper = OptimizerState(optimizer, model.named_parameters())
@@ -327,14 +327,14 @@ class TestOptions:
         assert [record.levelno for record in caplog.records] == [logging.WARNING]
         assert "'weight_decay'" in caplog.text and "stays 0.7" in caplog.text and "2 groups" in caplog.text
 
-    def test_options_of_one_side_only_stay_as_they_are(self) -> None:
+    def test_unmatched_options_are_not_transferred(self) -> None:
         model = make_model()
         saved = AdamW([{"params": list(model.parameters()), "old_tag": "x"}])
         current = AdamW([{"params": list(model.parameters()), "new_tag": "y"}])
         group = self.resumed_group(saved, current, model)
         assert group["new_tag"] == "y" and "old_tag" not in group
 
-    def test_option_that_came_up_while_training_is_restored(self) -> None:
+    def test_option_added_during_training_is_restored(self) -> None:
         model = make_model()
         optimizer = SGD(model.parameters(), lr=0.1)
         wrapper = OptimizerState(optimizer, model.named_parameters())
@@ -358,7 +358,7 @@ class TestOptions:
         OptimizerState(as_number, model.named_parameters()).load_state_dict(state)
         assert as_number.param_groups[0]["lr"] == 0.25
 
-    def test_lists_and_tuples_are_the_same_setting(self) -> None:
+    def test_list_and_tuple_options_are_equal(self) -> None:
         model = make_model()
         state = saved_state(AdamW(model.parameters(), betas=(0.8, 0.9)), model)
         state["param_groups"][0]["betas"] = [0.7, 0.9]
@@ -367,7 +367,7 @@ class TestOptions:
         OptimizerState(optimizer, model.named_parameters()).load_state_dict(state)
         assert optimizer.param_groups[0]["betas"] == (0.7, 0.9)
 
-    def test_group_added_later_is_stored_too(self) -> None:
+    def test_param_group_added_later_is_stored(self) -> None:
         model = make_model()
         optimizer = AdamW(model.first.parameters(), lr=0.1)
         wrapper = OptimizerState(optimizer, model.named_parameters())
@@ -377,7 +377,7 @@ class TestOptions:
 
 class TestMerging:
     def stage_states(self, model: Model) -> tuple[Optimizer, list[dict[str, Any]]]:
-        """The states of one optimizer per stage, and the optimizer of the whole that they should add up to."""
+        """Return the full model's optimizer, and the state of one optimizer per stage."""
         whole = copy.deepcopy(model)
         optimizer = AdamW(whole.parameters(), lr=0.1)
         state = saved_state(optimizer, whole)
@@ -389,7 +389,7 @@ class TestMerging:
             parts.append(wrapper.state_dict())
         return optimizer, parts
 
-    def test_stages_add_up_to_the_whole(self) -> None:
+    def test_merged_stage_states_equal_the_full_model_state(self) -> None:
         model = make_model()
         optimizer, parts = self.stage_states(model)
         merged = OptimizerState.merge_state_dicts(parts)
@@ -400,7 +400,7 @@ class TestMerging:
         for mine, theirs in zip(resumed.state.values(), optimizer.state.values(), strict=True):
             assert all(torch.equal(mine[key], theirs[key]) for key in theirs)
 
-    def test_first_replica_wins_and_parts_are_left_alone(self) -> None:
+    def test_first_replica_wins_and_inputs_stay_unchanged(self) -> None:
         _, parts = self.stage_states(make_model())
         replica = copy.deepcopy(parts[0])
         replica["state"]["first.bias"]["exp_avg"].fill_(9)
@@ -411,7 +411,7 @@ class TestMerging:
         assert list(merged["state"])[:2] == ["first.weight", "first.bias"]
         assert parts[0]["param_groups"] == untouched
 
-    def test_groups_with_other_options_stay_apart(self) -> None:
+    def test_groups_with_different_options_are_not_merged(self) -> None:
         model = make_model()
         parts = []
         for stage in ("first", "second"):
@@ -427,7 +427,7 @@ class TestMerging:
 
 
 class Combined:
-    """Several optimizers behind one face."""
+    """Several optimizers behind one optimizer interface."""
 
     def __init__(self, *optimizers: Optimizer) -> None:
         self.optimizers = optimizers
@@ -447,7 +447,7 @@ class TestSeveralOptimizers:
         vectors = [p for p in model.parameters() if p.ndim == 1]
         return Combined(SGD(matrices, lr=0.1, momentum=0.9), AdamW(vectors, lr=0.01))
 
-    def test_each_gets_its_own_state_back(self) -> None:
+    def test_each_optimizer_gets_its_own_state_back(self) -> None:
         model = make_model()
         combined = self.make(model)
         wrapper = OptimizerState(combined, model.named_parameters())
@@ -460,7 +460,7 @@ class TestSeveralOptimizers:
             for parameter, state in before.state.items():
                 assert all(torch.equal(after.state[parameter][key], value) for key, value in state.items())
 
-    def test_a_view_that_cannot_be_written_is_refused(self) -> None:
+    def test_read_only_view_of_optimizers_is_rejected(self) -> None:
         model = make_model()
         combined = self.make(model)
 
@@ -471,7 +471,7 @@ class TestSeveralOptimizers:
         with pytest.raises(ValueError, match="is a view of several optimizers"):
             OptimizerState(View(), model.named_parameters())
 
-    def test_parameter_in_two_optimizers_is_refused(self) -> None:
+    def test_parameter_in_two_optimizers_is_rejected(self) -> None:
         model = make_model()
         both = Combined(SGD(model.parameters(), lr=0.1), AdamW(model.third.parameters()))
         with pytest.raises(ValueError, match=r"more than one optimizer.*third.weight, third.bias"):

@@ -1,4 +1,4 @@
-"""Random numbers after a restore are those that would have followed."""
+"""RNG state: random sequences continue after a restore."""
 
 import io
 import logging
@@ -26,7 +26,7 @@ def through_file(state: Any) -> Any:
     return decode_state(torch.load(buffer, weights_only=True))
 
 
-def test_numbers_continue_after_a_round_trip() -> None:
+def test_random_sequence_continues_after_a_round_trip() -> None:
     draw()
     stored = through_file(RNGState().state_dict())
     expected = [draw() for _ in range(3)]
@@ -61,12 +61,12 @@ def test_restore_without_a_loaded_state_is_an_error() -> None:
         RNGState().restore()
 
 
-def test_foreign_state_is_an_error_that_says_what_to_do() -> None:
+def test_incomplete_rng_state_error_says_what_to_do() -> None:
     with pytest.raises(CheckpointLoadError, match="skip_checkpoint_components"):
         RNGState().load_state_dict({"torch": torch.get_rng_state()})
 
 
-def test_new_ranks_get_reproducible_and_distinct_numbers(caplog: pytest.LogCaptureFixture) -> None:
+def test_new_ranks_get_reproducible_and_distinct_random_numbers(caplog: pytest.LogCaptureFixture) -> None:
     def first_draw(seed: int | None, rank: int, step: int) -> tuple[Any, ...]:
         RNGState(seed).init_new_rank(rank, step)
         return draw()
@@ -80,7 +80,7 @@ def test_new_ranks_get_reproducible_and_distinct_numbers(caplog: pytest.LogCaptu
         assert len(set(numbers)) == len(cases)
 
 
-def test_states_of_devices_that_are_gone_are_reported(caplog: pytest.LogCaptureFixture) -> None:
+def test_states_of_missing_devices_are_reported(caplog: pytest.LogCaptureFixture) -> None:
     rng = RNGState()
     stored = rng.state_dict()
     gone = {"type": "no_such_accelerator", "states": [torch.zeros(16, dtype=torch.uint8)] * 2}
@@ -91,7 +91,7 @@ def test_states_of_devices_that_are_gone_are_reported(caplog: pytest.LogCaptureF
 
 
 @pytest.mark.skipif(not torch.accelerator.is_available(), reason="needs an accelerator")
-def test_device_numbers_continue() -> None:
+def test_device_random_sequence_continues() -> None:
     device = torch.accelerator.current_accelerator()
     stored = through_file(RNGState().state_dict())
     expected = torch.rand(3, device=device)
@@ -158,7 +158,7 @@ MALFORMED: list[tuple[str, Any, str]] = [
 
 
 @pytest.mark.parametrize(("part", "value", "message"), MALFORMED, ids=[f"{one[0]}-{one[2][:40]}" for one in MALFORMED])
-def test_a_malformed_state_is_refused_and_no_generator_is_touched(part: str, value: Any, message: str) -> None:
+def test_malformed_rng_state_is_rejected_and_changes_no_generator(part: str, value: Any, message: str) -> None:
     rng = RNGState()
     stored = rng.state_dict()
     expected = draw()
@@ -172,15 +172,15 @@ def test_a_malformed_state_is_refused_and_no_generator_is_touched(part: str, val
     after = (random.getstate(), np.random.get_state()[1].tolist(), np.random.get_state()[2], torch.get_rng_state())
     assert before[:3] == after[:3] and torch.equal(before[3], after[3])
     rng.restore()
-    assert draw() == expected, "what was loaded before is still what comes back"
+    assert draw() == expected, "the previously loaded state is still restored"
 
 
-def test_a_state_that_is_no_dict_is_refused() -> None:
+def test_rng_state_must_be_a_dict() -> None:
     with pytest.raises(CheckpointLoadError, match="expected a dict"):
         RNGState().load_state_dict([1])  # type: ignore[arg-type]
 
 
-def test_states_at_every_position_and_in_lists_pass() -> None:
+def test_rng_states_at_every_position_and_as_lists_are_accepted() -> None:
     rng = RNGState()
     for _ in range(700):
         random.random(), np.random.rand(), torch.rand(1)

@@ -1,4 +1,4 @@
-"""A state is what its schema says, to the type of each value, or it is refused by the name of its key."""
+"""State schema: every value has the declared type, or the error names its key."""
 
 import math
 from collections import Counter, OrderedDict
@@ -73,7 +73,7 @@ VALUES: list[tuple[Check, list[Any], list[Any]]] = [
 
 
 @pytest.mark.parametrize(("check", "fine", "wrong"), VALUES, ids=[str(number) for number in range(len(VALUES))])
-def test_values_are_taken_or_refused(check: Check, fine: list[Any], wrong: list[Any]) -> None:
+def test_values_are_accepted_or_rejected(check: Check, fine: list[Any], wrong: list[Any]) -> None:
     for value in fine:
         check(value)
     for value in wrong:
@@ -85,7 +85,7 @@ SCHEMA = Schema({"step": count, "inner": Schema({"names": list_of(text)}), "best
 STATE = {"step": 3, "inner": {"names": ["a", "b"]}, "best": 0.5}
 
 
-def test_an_error_names_the_key_and_what_to_do() -> None:
+def test_error_names_the_key_and_the_fix() -> None:
     with pytest.raises(CheckpointLoadError) as caught:
         SCHEMA.check(replaced(STATE, "inner.names.1", 7), "trainer")
     message = str(caught.value)
@@ -93,14 +93,14 @@ def test_an_error_names_the_key_and_what_to_do() -> None:
     assert 'skip_checkpoint_components=["trainer"]' in message and "another checkpoint" in message
 
 
-def test_a_component_below_another_is_skipped_with_it() -> None:
+def test_nested_component_error_names_the_parent_to_skip() -> None:
     with pytest.raises(
         CheckpointLoadError, match=r'trainer\.interval\.step .*skip_checkpoint_components=\["trainer"\]'
     ):
         SCHEMA.check({**STATE, "step": None}, "trainer.interval")
 
 
-def test_keys_may_be_added_but_not_lost() -> None:
+def test_unknown_keys_are_accepted_and_missing_required_keys_rejected() -> None:
     newer = {**STATE, "added": object()}
     SCHEMA.check(newer, "trainer")
     assert SCHEMA.known(newer) == STATE
@@ -110,12 +110,12 @@ def test_keys_may_be_added_but_not_lost() -> None:
 
 
 @pytest.mark.parametrize("state", [None, [], "text", 3, torch.zeros(2, 3)])
-def test_a_state_is_a_dict(state: Any) -> None:
+def test_state_must_be_a_dict(state: Any) -> None:
     assert_refused(lambda value: SCHEMA.check(value, "trainer"), state, "trainer in the checkpoint")
 
 
 class Hostile:
-    """Cannot be shown."""
+    """Value that raises when it is printed, compared or tested for truth."""
 
     def __repr__(self) -> str:
         raise AssertionError("repr ran")
@@ -128,7 +128,7 @@ class Hostile:
     __eq__ = __hash__ = __len__ = __bool__  # type: ignore[assignment]
 
 
-def test_values_are_described_without_running_them() -> None:
+def test_values_are_described_without_calling_their_methods() -> None:
     for check in (
         count,
         flag,
@@ -147,7 +147,7 @@ def test_values_are_described_without_running_them() -> None:
     assert described(10**5000) == "an integer of 16610 bits"
 
 
-def test_data_that_is_nested_without_end_is_refused() -> None:
+def test_cyclic_data_is_rejected() -> None:
     value: list[Any] = []
     value.append(value)
     with pytest.raises(Violation, match="levels deep"):

@@ -1,4 +1,4 @@
-"""Loaded tensors: which shapes, layouts and storages are accepted, and what is said of the others."""
+"""Loaded tensors: accepted shapes, layouts and storages, and the errors for all others."""
 
 from collections.abc import Callable
 
@@ -29,7 +29,7 @@ def beyond_its_storage() -> Tensor:
     return tensor
 
 
-def test_the_message_says_what_was_found_expected_and_what_to_do() -> None:
+def test_error_names_found_and_expected_shape_and_the_fix() -> None:
     with pytest.raises(CheckpointLoadError) as caught:
         check_tensor(torch.zeros(3), WHERE.at("exp_avg"), shape=(64, 16))
     assert str(caught.value).startswith("optimizer state of 'layer.weight': exp_avg has shape (3,), expected (64, 16).")
@@ -74,12 +74,12 @@ def test_dense_tensors_are_accepted(tensor: Tensor) -> None:
     ],
 )
 @pytest.mark.filterwarnings("ignore::UserWarning")
-def test_other_layouts_are_refused(make: Callable[[], object], message: str) -> None:
+def test_other_layouts_are_rejected(make: Callable[[], object], message: str) -> None:
     with pytest.raises(CheckpointLoadError, match=message):
         check_tensor(make(), WHERE)
 
 
-def test_the_order_of_the_parameter_is_accepted_but_not_its_repetitions() -> None:
+def test_parameter_strides_are_accepted_but_expanded_ones_rejected() -> None:
     transposed = torch.zeros(3, 4).t()
     assert check_tensor(torch.ones(3, 4).t(), WHERE, like=transposed) is not None
     with pytest.raises(CheckpointLoadError, match="strides"):
@@ -89,7 +89,7 @@ def test_the_order_of_the_parameter_is_accepted_but_not_its_repetitions() -> Non
         check_tensor(expanded, WHERE, like=expanded)
 
 
-def test_any_order_is_that_of_linear_algebra() -> None:
+def test_any_order_accepts_only_dense_permuted_strides() -> None:
     vectors = torch.linalg.qr(torch.rand(4, 4))[0].t().contiguous().t()
     assert not vectors.is_contiguous()
     assert check_tensor(vectors, WHERE, any_order=True) is vectors
@@ -108,7 +108,7 @@ def test_any_order_is_that_of_linear_algebra() -> None:
         (torch.bool, set()),
     ],
 )
-def test_kinds_of_dtypes(dtype: torch.dtype, kinds: set[str]) -> None:
+def test_dtype_kinds(dtype: torch.dtype, kinds: set[str]) -> None:
     for kind in ("floating", "complex", "real"):
         if kind in kinds:
             check_tensor(torch.zeros(2, dtype=dtype), WHERE, kind=kind)  # type: ignore[arg-type]
@@ -124,7 +124,7 @@ class TestOwnStorage:
             own.add(tensor, WHERE.at(number))
         own.check()
 
-    def test_overlap_is_refused_with_both_names(self) -> None:
+    def test_overlapping_storage_is_rejected_with_both_names(self) -> None:
         flat = torch.zeros(10)
         pairs = [(flat, flat), (flat, flat[4:6]), (flat[:5], flat[4:]), (flat, torch.from_numpy(flat.numpy()))]
         for one, other in pairs:
@@ -135,7 +135,7 @@ class TestOwnStorage:
         flat = torch.zeros(10)
         self.check(flat[:5], flat[5:], flat[:0], flat[:0], torch.zeros(10))
 
-    def test_a_view_becomes_a_tensor_of_its_own(self) -> None:
+    def test_view_is_copied_into_separate_storage(self) -> None:
         flat = torch.arange(10.0)
         view = owned(flat[4:])
         assert torch.equal(view, flat[4:]) and view.untyped_storage().nbytes() == view.nbytes
@@ -144,7 +144,7 @@ class TestOwnStorage:
         assert not owned(torch.zeros(2, requires_grad=True)).requires_grad
 
 
-def test_numbers() -> None:
+def test_one_number_accepts_only_finite_real_scalars() -> None:
     assert [one_number(value, WHERE) for value in (1, 2.5, torch.tensor([3]), np.float32(4))] == [1, 2.5, 3, 4]
     for value in (True, "1", None, float("nan"), float("inf"), torch.zeros(2), torch.tensor(True), 10**400, 1j):
         with pytest.raises(CheckpointLoadError):
@@ -154,14 +154,14 @@ def test_numbers() -> None:
     assert not is_number(True) and is_number(float("nan"))
 
 
-def test_whole_numbers() -> None:
+def test_whole_number_checks_type_and_range() -> None:
     assert whole_number(np.int64(3), WHERE, least=0, most=3) == 3
     for value in (-1, 4, 1.0, True, None, 10**400, torch.tensor(1)):
         with pytest.raises(CheckpointLoadError, match="expected an integer from 0 to 3"):
             whole_number(value, WHERE, least=0, most=3)
 
 
-def test_mappings_and_tied_names() -> None:
+def test_malformed_mappings_and_tied_names_are_rejected() -> None:
     for value in ([], None, {1: 2}):
         with pytest.raises(CheckpointLoadError, match="expected"):
             check_mapping(value, WHERE)

@@ -1,4 +1,4 @@
-"""Checkpoint and model directories: which are valid, which is the newest, what is deleted, and `from_pretrained` links."""
+"""Checkpoint and model directories: validity, newest checkpoint, deletion, and `from_pretrained` symlinks."""
 
 import json
 import os
@@ -49,20 +49,20 @@ def names(directory: Path) -> list[str]:
     return sorted(os.listdir(directory))
 
 
-def test_checkpoint_directories(tmp_path: Path) -> None:
+def test_empty_output_directory_has_no_checkpoint(tmp_path: Path) -> None:
     assert next_checkpoint_path(str(tmp_path), 5) == str(tmp_path / "checkpoints" / "checkpoint-5")
     assert find_latest_checkpoint(str(tmp_path)) is None
     assert maybe_delete_oldest_checkpoint(str(tmp_path), 1) == []
     assert not validate_checkpoint(str(tmp_path))
 
 
-def test_metrics_are_kept_beside_the_weights(tmp_path: Path) -> None:
+def test_metrics_are_saved_next_to_the_weights(tmp_path: Path) -> None:
     assert load_checkpoint_metrics(str(tmp_path)) is None
     save_checkpoint_metrics(str(tmp_path), {"eval_loss": torch.tensor(0.5), "epoch": 1})
     assert load_checkpoint_metrics(str(tmp_path)) == {"eval_loss": 0.5, "epoch": 1}
 
 
-def test_metrics_make_their_directory_and_keep_a_checkpoint_sound(tmp_path: Path) -> None:
+def test_saving_metrics_creates_the_directory_and_keeps_checkpoint_valid(tmp_path: Path) -> None:
     path = save_checkpoint_metrics(str(tmp_path / "new" / "checkpoint-1"), {"loss": 1.0})
     assert json.loads(Path(path).read_text()) == {"loss": 1.0}
     saved = save(tmp_path, 2)
@@ -80,14 +80,14 @@ class TestDirectoriesWithoutManifest:
         (tmp_path / "model-00002-of-00004.safetensors").unlink()
         assert not validate_checkpoint(str(tmp_path))
 
-    def test_a_damaged_checkpoint_of_ours_is_not_valid(self, tmp_path: Path) -> None:
+    def test_damaged_checkpoint_is_not_valid(self, tmp_path: Path) -> None:
         path = Path(save(tmp_path, 1))
         (path / MANIFEST_NAME).write_text("{}")
         assert not validate_checkpoint(str(path))
         (path / MANIFEST_NAME).unlink()
-        assert validate_checkpoint(str(path)), "what is left are weights"
+        assert validate_checkpoint(str(path)), "the weights alone are valid"
 
-    def test_a_manifest_without_version_and_checksum_is_not_ours(self, tmp_path: Path) -> None:
+    def test_manifest_without_version_and_checksum_is_foreign(self, tmp_path: Path) -> None:
         save_checkpoint(str(tmp_path), model())
         manifest = {"checkpoint_path": "x", "world_size": 1, "timestamp": "2026-01-01T00:00:00", "components": {}}
         (tmp_path / MANIFEST_NAME).write_text(json.dumps(manifest))
@@ -96,7 +96,7 @@ class TestDirectoriesWithoutManifest:
         assert torch.equal(other[0].weight, model()[0].weight)
         assert validate_checkpoint(str(tmp_path))
 
-    def test_the_newest_may_be_one_of_them(self, tmp_path: Path) -> None:
+    def test_directory_without_manifest_can_be_the_newest(self, tmp_path: Path) -> None:
         first = save(tmp_path, 10)
         assert find_latest_checkpoint(str(tmp_path)) == first
         plain = tmp_path / "checkpoints" / "checkpoint-20"
@@ -106,7 +106,7 @@ class TestDirectoriesWithoutManifest:
         assert find_latest_checkpoint(str(tmp_path)) == str(plain)
 
 
-def test_what_is_known_about_a_checkpoint(tmp_path: Path) -> None:
+def test_checkpoint_metadata_fields(tmp_path: Path) -> None:
     path = save(tmp_path, 7)
     save_checkpoint_metrics(path, {"loss": 0.5})
     found = get_checkpoint_metadata(path)
@@ -124,7 +124,7 @@ def test_what_is_known_about_a_checkpoint(tmp_path: Path) -> None:
 
 
 class TestDeletion:
-    def test_the_oldest_go_and_preserved_ones_stay(self, tmp_path: Path) -> None:
+    def test_oldest_are_deleted_and_preserved_checkpoints_stay(self, tmp_path: Path) -> None:
         paths = [save(tmp_path, step) for step in (1, 2, 3, 4, 5)]
         deleted = maybe_delete_oldest_checkpoint(
             str(tmp_path), 2, preserved_checkpoints=[paths[0]], best_checkpoint=paths[1]
@@ -133,7 +133,7 @@ class TestDeletion:
         assert names(tmp_path / "checkpoints") == [f"checkpoint-{step}" for step in (1, 2, 4, 5)]
         assert maybe_delete_oldest_checkpoint(str(tmp_path), None) == []
 
-    def test_only_what_we_wrote_is_deleted(self, tmp_path: Path) -> None:
+    def test_directory_without_manifest_is_never_deleted(self, tmp_path: Path) -> None:
         save_checkpoint(str(tmp_path / "checkpoints" / "checkpoint-1"), model())
         paths = [save(tmp_path, step) for step in (2, 3)]
         assert maybe_delete_oldest_checkpoint(str(tmp_path), 1) == paths[:1]
@@ -141,7 +141,7 @@ class TestDeletion:
 
 
 class TestLinks:
-    def test_a_model_directory_gets_the_weights_of_a_checkpoint(self, tmp_path: Path) -> None:
+    def test_model_directory_links_to_checkpoint_weights(self, tmp_path: Path) -> None:
         paths = [save(tmp_path, step, model(step)) for step in (1, 2)]
         for path, seed in ((None, 2), (paths[0], 1)):
             assert create_pretrained_symlinks(str(tmp_path), path) == [str(tmp_path / "model.safetensors")]
@@ -149,10 +149,10 @@ class TestLinks:
             loaded = model(99)
             load_checkpoint(str(tmp_path), loaded)
             assert torch.equal(loaded[0].weight, model(seed)[0].weight)
-        moved = Path(shutil.move(tmp_path, tmp_path.with_name("moved")))
+        moved = Path(shutil.move(tmp_path, tmp_path.with_name(f"{tmp_path.name}-moved")))
         assert load_checkpoint(str(moved)) is not None
 
-    def test_links_of_another_number_of_shards_are_replaced(self, tmp_path: Path) -> None:
+    def test_symlinks_of_another_shard_count_are_replaced(self, tmp_path: Path) -> None:
         for name, size in (("sharded", 60), ("single", 2**32)):
             save_checkpoint(str(tmp_path / name), model(), max_shard_size=size)
             create_pretrained_symlinks(str(tmp_path), str(tmp_path / name))
@@ -166,7 +166,7 @@ class TestLinks:
             create_pretrained_symlinks(str(tmp_path), path)
         assert not (tmp_path / "model.safetensors").is_symlink()
 
-    def test_there_must_be_weights_to_link_to(self, tmp_path: Path) -> None:
+    def test_symlinks_need_existing_weights(self, tmp_path: Path) -> None:
         with pytest.raises(CheckpointLoadError, match="no checkpoint"):
             create_pretrained_symlinks(str(tmp_path))
         with pytest.raises(CheckpointLoadError, match="no weight files"):
@@ -175,7 +175,7 @@ class TestLinks:
 
 class TestShards:
     @pytest.mark.parametrize("safetensors", [True, False])
-    def test_stages_write_shards_and_an_index_by_hand(self, tmp_path: Path, safetensors: bool) -> None:
+    def test_stages_write_shards_and_an_index(self, tmp_path: Path, safetensors: bool) -> None:
         whole = model()
         stages = [nn.ModuleDict({"0": whole[0]}), nn.ModuleDict({"1": whole[1]})]
         index = make_shard_index([stage.state_dict() for stage in stages], safetensors=safetensors)
@@ -198,7 +198,7 @@ class TestShards:
         load_sharded_checkpoint(folder, empty, assign=True)
         assert torch.equal(empty[1].weight, whole[1].weight)
 
-    def test_the_format_can_be_chosen_where_there_are_both(self, tmp_path: Path) -> None:
+    def test_weight_format_can_be_chosen_when_both_exist(self, tmp_path: Path) -> None:
         for safetensors, seed in ((True, 0), (False, 1)):
             save_checkpoint(str(tmp_path / str(seed)), model(seed), safetensors=safetensors)
             shutil.copytree(tmp_path / str(seed), tmp_path / "both", dirs_exist_ok=True)
@@ -208,17 +208,17 @@ class TestShards:
         with pytest.raises(CheckpointLoadError, match=r"no weight files.*pytorch_model\*\.bin"):
             load_sharded_checkpoint(str(tmp_path / "0"), safetensors=False)
 
-    def test_an_index_of_the_other_format_is_refused(self, tmp_path: Path) -> None:
+    def test_index_of_the_other_format_is_rejected(self, tmp_path: Path) -> None:
         index = make_shard_index([model().state_dict()])
         with pytest.raises(ValueError, match=r"pytorch_model\.bin.*make_shard_index\(\.\.\., safetensors=True\)"):
             save_sharded_checkpoint(str(tmp_path), index, model(), safetensors=True)
 
-    def test_a_single_file_has_no_index(self, tmp_path: Path) -> None:
+    def test_single_weight_file_has_no_index(self, tmp_path: Path) -> None:
         save_checkpoint(str(tmp_path), model())
         with pytest.raises(CheckpointLoadError, match="no index"):
             load_shard_index(str(tmp_path))
 
-    def test_a_state_dict_is_saved_like_a_module(self, tmp_path: Path) -> None:
+    def test_state_dict_is_saved_like_a_module(self, tmp_path: Path) -> None:
         tied = nn.Sequential(nn.Linear(4, 4, bias=False), nn.Linear(4, 4, bias=False))
         tied[1].weight = tied[0].weight
         for name, what in (("module", tied), ("state", tied.state_dict())):
@@ -227,7 +227,7 @@ class TestShards:
         assert files[0] == files[1]
 
 
-def test_the_facade_has_every_name() -> None:
+def test_facade_exports_every_name() -> None:
     constants = {"WEIGHTS_NAME", "WEIGHTS_INDEX_NAME", "SAFE_WEIGHTS_NAME", "SAFE_WEIGHTS_INDEX_NAME"}
     assert constants <= set(sharded_checkpoint.__all__)
     assert [name for name in sharded_checkpoint.__all__ if not hasattr(sharded_checkpoint, name)] == []

@@ -1,4 +1,4 @@
-"""A model is put beside other files, and takes the place of the one before it at no instant that leaves none."""
+"""Model export: new weights replace the old ones, and a complete model exists at every moment."""
 
 import json
 import logging
@@ -38,7 +38,7 @@ def install(output_dir: Path, *names: str) -> None:
 
 
 def is_whole(output_dir: Path) -> bool:
-    """Whether a reader finds a model: that of the index if there is one, else the single file."""
+    """Return whether a reader finds a complete model: all shards of the index if it exists, else the single file."""
     if (output_dir / INDEX).exists():
         return all((output_dir / shard).exists() for shard in json.loads((output_dir / INDEX).read_text()))
     return (output_dir / "model.safetensors").exists()
@@ -49,7 +49,7 @@ def is_whole(output_dir: Path) -> bool:
     [(["model.safetensors"], [*SHARDS, INDEX]), ([*SHARDS, INDEX], ["model.safetensors"])],
     ids=["single to shards", "shards to single"],
 )
-def test_there_is_a_whole_model_at_every_instant(
+def test_complete_model_exists_at_every_moment(
     tmp_path: Path, before: list[str], after: list[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     install(tmp_path, *before)
@@ -68,7 +68,7 @@ def test_there_is_a_whole_model_at_every_instant(
     assert sorted(os.listdir(tmp_path)) == sorted(after)
 
 
-def test_what_is_stale_goes_only_when_the_new_is_on_disk(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_stale_files_are_removed_only_after_fsync(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     install(tmp_path, *SHARDS, INDEX)
     export = prepare(tmp_path, "model.safetensors", "templates/a.jinja")
     states = []
@@ -82,7 +82,7 @@ def test_what_is_stale_goes_only_when_the_new_is_on_disk(tmp_path: Path, monkeyp
     assert states[-4:] == [(top, True, True), ("templates", True, True), (top, True, False), (top, True, False)]
 
 
-def test_unfinished_exports_are_removed_and_nothing_else(
+def test_only_unfinished_exports_are_removed(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     for name in (".tmp-model-0123456789ab", ".tmp-model-0123456789ac", ".tmp-model-mine"):
@@ -105,7 +105,7 @@ def test_unfinished_exports_are_removed_and_nothing_else(
 
 
 @pytest.mark.parametrize("file", ["model.safetensors", "pytorch_model.bin"])
-def test_weight_files_are_verified_by_the_names_in_them(tmp_path: Path, file: str) -> None:
+def test_weight_files_are_verified_by_tensor_names(tmp_path: Path, file: str) -> None:
     export = prepare(tmp_path)
     with HashingWriter(os.path.join(export.temporary_path, file)) as writer:
         write_weights(writer, {"a": torch.ones(2), "b": torch.zeros(1)}, [])
@@ -114,7 +114,7 @@ def test_weight_files_are_verified_by_the_names_in_them(tmp_path: Path, file: st
         export.verify({file: ["a", "b", "c"]})
 
 
-def test_a_weight_file_that_is_not_there_is_noticed(tmp_path: Path) -> None:
+def test_missing_weight_file_is_detected(tmp_path: Path) -> None:
     export = prepare(tmp_path)
     with pytest.raises(CheckpointSaveError, match=rf"{SHARDS[1]} was written without 1 of its tensors, such as a"):
         export.verify({SHARDS[1]: ["a"]})

@@ -1,4 +1,4 @@
-"""Weight files: what is tied is stored once, shards follow their index, and other libraries read them."""
+"""Weight files: tied tensors are stored once, shards follow their index, and other libraries can read them."""
 
 import json
 import logging
@@ -84,7 +84,7 @@ def assert_same(first: nn.Module, second: nn.Module) -> None:
 
 @pytest.mark.parametrize("in_safetensors", [True, False])
 @pytest.mark.parametrize("max_shard_size", [2**32, 300])
-def test_a_module_round_trips(tmp_path: Path, in_safetensors: bool, max_shard_size: int) -> None:
+def test_module_round_trips(tmp_path: Path, in_safetensors: bool, max_shard_size: int) -> None:
     torch.manual_seed(0)
     model = Tied()
     save_checkpoint(str(tmp_path), model, safetensors=in_safetensors, max_shard_size=max_shard_size)
@@ -103,7 +103,7 @@ def test_every_dtype_and_layout_round_trips(tmp_path: Path, in_safetensors: bool
     assert_same(model, other)
 
 
-def test_the_safetensors_library_reads_our_files_and_we_read_its(tmp_path: Path) -> None:
+def test_safetensors_files_are_compatible_with_the_library(tmp_path: Path) -> None:
     model = EveryDtype(0)
     save_checkpoint(str(tmp_path / "ours"), model)
     theirs = safetensors.torch.load_file(tmp_path / "ours" / "model.safetensors")
@@ -124,7 +124,7 @@ def test_tied_tensors_are_stored_once(tmp_path: Path) -> None:
     assert "embedding.weight" in stored and "head.weight" not in stored and "scratch" not in stored
 
 
-def test_tying_is_found_on_meta_and_made_again() -> None:
+def test_tied_weights_are_found_on_meta_and_retied() -> None:
     with torch.device("meta"):
         model = Tied()
     sharing = create_sharing_metadata(model)
@@ -135,7 +135,7 @@ def test_tying_is_found_on_meta_and_made_again() -> None:
     assert model.head.weight is model.embedding.weight
 
 
-def test_a_meta_module_is_filled_with_new_tensors(tmp_path: Path) -> None:
+def test_meta_module_is_filled_with_assign(tmp_path: Path) -> None:
     torch.manual_seed(0)
     model = Tied()
     save_checkpoint(str(tmp_path), model)
@@ -146,8 +146,8 @@ def test_a_meta_module_is_filled_with_new_tensors(tmp_path: Path) -> None:
     assert empty.head.weight is empty.embedding.weight and empty.head.weight.requires_grad
 
 
-def test_a_stage_reads_only_its_own_tensors(tmp_path: Path) -> None:
-    """The head finds the tied tensor under the name that it is stored by."""
+def test_stage_reads_only_its_own_tensors(tmp_path: Path) -> None:
+    """The head finds the tied tensor under its stored name."""
     torch.manual_seed(0)
     model = Tied()
     save_checkpoint(str(tmp_path), model)
@@ -158,7 +158,7 @@ def test_a_stage_reads_only_its_own_tensors(tmp_path: Path) -> None:
         load_checkpoint(str(tmp_path), keys=["nonsense"])
 
 
-def test_shards_never_mix_writers_and_respect_the_size() -> None:
+def test_shards_never_mix_writers_and_respect_max_shard_size() -> None:
     first = {f"a{i}": torch.empty(100, device="meta") for i in range(5)}
     second = {"b": torch.empty(1000, device="meta"), "a0": torch.empty(100, device="meta")}
     index = make_shard_index([first, second], safetensors=True, max_shard_size=1000)
@@ -192,7 +192,7 @@ def test_two_stages_write_one_model(tmp_path: Path) -> None:
     assert torch.equal(part["1"].weight, whole[1].weight)
 
 
-def test_names_and_shapes_that_do_not_fit_are_refused_by_name(tmp_path: Path) -> None:
+def test_mismatched_names_and_shapes_are_rejected_by_name(tmp_path: Path) -> None:
     save_checkpoint(str(tmp_path), nn.Sequential(nn.Linear(3, 4), nn.Linear(4, 5)))
     with pytest.raises(CheckpointLoadError, match=r"1\.weight.*\(5, 4\) in the checkpoint, but \(6, 4\)"):
         load_checkpoint(str(tmp_path), nn.Sequential(nn.Linear(3, 4), nn.Linear(4, 6)))
@@ -206,7 +206,7 @@ def test_names_and_shapes_that_do_not_fit_are_refused_by_name(tmp_path: Path) ->
         load_checkpoint(str(tmp_path / "nowhere"), larger)
 
 
-def test_a_header_that_lies_is_refused(tmp_path: Path) -> None:
+def test_truncated_or_malformed_header_is_rejected(tmp_path: Path) -> None:
     path = tmp_path / "model.safetensors"
     for data in (b"", b"short", (2**60).to_bytes(8, "little") + b"{}", (2).to_bytes(8, "little") + b"[]"):
         path.write_bytes(data)
@@ -223,7 +223,7 @@ def test_values_are_converted_to_the_dtype_of_the_model(tmp_path: Path) -> None:
     assert torch.equal(half.weight, model.weight.to(torch.bfloat16))
 
 
-def test_modules_that_hand_out_copies_are_loaded_through_their_own_method(tmp_path: Path) -> None:
+def test_module_with_custom_state_dict_uses_its_own_load(tmp_path: Path) -> None:
     class Doubled(nn.Linear):
         def _save_to_state_dict(self, destination, prefix, keep_vars):  # type: ignore[no-untyped-def]
             super()._save_to_state_dict(destination, prefix, keep_vars)
@@ -241,14 +241,14 @@ def test_modules_that_hand_out_copies_are_loaded_through_their_own_method(tmp_pa
     assert torch.equal(model.weight, other.weight)
 
 
-def test_names_of_tensors() -> None:
+def test_fqns_include_tied_and_exclude_non_persistent_tensors() -> None:
     model = Tied()
     assert id_to_fqn(model)[id(model.head.weight)] == ["embedding.weight", "head.weight"]
     assert "head.weight" in get_all_fqns(model) and "scratch" not in get_all_fqns(model)
 
 
 def commit(path: Path, contents: dict[str, Content]) -> None:
-    """A checkpoint of these files."""
+    """Commit a checkpoint of these files."""
     transaction = store.Transaction(str(path), store.new_attempt())
     transaction.begin(0)
     files = [PlannedFile(name, "model", one).write(transaction.temporary_path, 0) for name, one in contents.items()]
@@ -262,7 +262,7 @@ def weights_of(model: nn.Module) -> WeightsContent:
     return WeightsContent({name: one for name, one in model.state_dict().items() if name not in tied}, sharing)
 
 
-def test_every_flipped_bit_of_a_header_is_damage(tmp_path: Path) -> None:
+def test_bit_flip_in_any_header_byte_is_damage(tmp_path: Path) -> None:
     commit(tmp_path / "checkpoint", {"model.safetensors": weights_of(Tied())})
     path = tmp_path / "checkpoint" / "model.safetensors"
     intact = path.read_bytes()
@@ -275,7 +275,7 @@ def test_every_flipped_bit_of_a_header_is_damage(tmp_path: Path) -> None:
                 load_checkpoint(str(tmp_path / "checkpoint"), module)
 
 
-def test_only_files_that_the_manifest_lists_are_weights_of_a_checkpoint(tmp_path: Path) -> None:
+def test_only_weights_listed_in_the_manifest_are_loaded(tmp_path: Path) -> None:
     torch.manual_seed(0)
     model, stray, other = Tied(), Tied(), Tied()
     commit(tmp_path / "bin", {"pytorch_model.bin": weights_of(model)})
@@ -292,7 +292,7 @@ def test_only_files_that_the_manifest_lists_are_weights_of_a_checkpoint(tmp_path
 
 
 @pytest.mark.parametrize("file", ["../stray/model.safetensors", "/etc/passwd", "stray.safetensors", 7, None])
-def test_an_index_does_not_lead_out_of_its_checkpoint(tmp_path: Path, file: Any) -> None:
+def test_index_path_outside_the_checkpoint_is_rejected(tmp_path: Path, file: Any) -> None:
     save_checkpoint(str(tmp_path / "stray"), nn.Linear(2, 2))
     index = json.dumps({"metadata": {}, "weight_map": {"weight": file, "bias": file}}).encode()
     commit(tmp_path / "sealed", {"model.safetensors.index.json": RawContent(index)})
@@ -320,7 +320,7 @@ def test_an_index_does_not_lead_out_of_its_checkpoint(tmp_path: Path, file: Any)
     ],
     ids=["list", "empty", "deep", "map", "metadata", "sharing"],
 )
-def test_a_malformed_index_is_refused(tmp_path: Path, index: str) -> None:
+def test_malformed_index_is_rejected(tmp_path: Path, index: str) -> None:
     (tmp_path / "model.safetensors.index.json").write_text(index)
     with pytest.raises(CheckpointLoadError, match="is not an index of weights"):
         load_checkpoint(str(tmp_path), nn.Linear(2, 2))
@@ -352,7 +352,7 @@ def entry(shape: Any, start: Any, end: Any, dtype: Any = "F32") -> dict[str, Any
     ],
     ids=str,
 )
-def test_a_header_whose_claims_cannot_be_true_is_refused(tmp_path: Path, header: dict[str, Any]) -> None:
+def test_header_with_impossible_values_is_rejected(tmp_path: Path, header: dict[str, Any]) -> None:
     text = json.dumps(header).encode()
     (tmp_path / "model.safetensors").write_bytes(len(text).to_bytes(8, "little") + text + bytes(16))
     with pytest.raises(CheckpointCorruptError, match=r"model\.safetensors is damaged"):
@@ -361,7 +361,7 @@ def test_a_header_whose_claims_cannot_be_true_is_refused(tmp_path: Path, header:
 
 @pytest.mark.parametrize("max_shard_size", [2**32, 150])
 @pytest.mark.parametrize("in_safetensors", [True, False])
-def test_a_model_takes_the_place_of_the_one_before(tmp_path: Path, in_safetensors: bool, max_shard_size: int) -> None:
+def test_saved_model_replaces_the_previous_one(tmp_path: Path, in_safetensors: bool, max_shard_size: int) -> None:
     torch.manual_seed(0)
     (tmp_path / "notes.txt").write_text("mine")
     for was_safetensors, earlier_size in [(True, 2**32), (True, 60), (False, 2**32), (False, 150)]:
@@ -376,7 +376,7 @@ def test_a_model_takes_the_place_of_the_one_before(tmp_path: Path, in_safetensor
         assert set(os.listdir(tmp_path)) == expected
 
 
-def test_a_save_that_fails_leaves_what_was_there(tmp_path: Path) -> None:
+def test_failed_save_keeps_the_previous_model(tmp_path: Path) -> None:
     model = nn.Linear(3, 4)
     save_checkpoint(str(tmp_path), model)
     broken = nn.Linear(3, 4)
@@ -392,7 +392,7 @@ def test_a_save_that_fails_leaves_what_was_there(tmp_path: Path) -> None:
     assert_same(model, other)
 
 
-def test_a_meta_module_is_not_loaded_in_place(tmp_path: Path) -> None:
+def test_loading_a_meta_module_in_place_is_rejected(tmp_path: Path) -> None:
     save_checkpoint(str(tmp_path), Tied())
     with torch.device("meta"):
         empty = Tied()
@@ -400,7 +400,9 @@ def test_a_meta_module_is_not_loaded_in_place(tmp_path: Path) -> None:
         load_checkpoint(str(tmp_path), empty)
 
 
-def test_loading_some_tensors_does_not_warn_of_the_others(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+def test_loading_selected_keys_does_not_warn_about_other_tensors(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
     save_checkpoint(str(tmp_path), nn.Linear(3, 4))
     with caplog.at_level(logging.WARNING):
         load_checkpoint(str(tmp_path), nn.Linear(3, 4), keys=["bias"])
@@ -408,7 +410,7 @@ def test_loading_some_tensors_does_not_warn_of_the_others(tmp_path: Path, caplog
 
 
 @pytest.mark.parametrize("in_safetensors", [True, False])
-def test_views_are_written_without_the_memory_behind_them(tmp_path: Path, in_safetensors: bool) -> None:
+def test_views_are_written_without_their_full_storage(tmp_path: Path, in_safetensors: bool) -> None:
     module = nn.Module()
     module.register_buffer("view", torch.randn(1_000_000)[10:20])
     save_checkpoint(str(tmp_path), module, safetensors=in_safetensors)
@@ -425,7 +427,7 @@ def test_conjugated_and_negated_views_are_stored_by_value(tmp_path: Path, in_saf
     for name, tensor in {"plain": values, "conjugated": values.conj(), "negated": values.conj().imag}.items():
         module.register_buffer(name, tensor)
     for name, memory in {"plain": values, "conjugated": values, "negated": values.conj().imag}.items():
-        # The last is memory that is seen negated on the way in, too.
+        # The destination buffer `negated` is a negated view as well.
         other.register_buffer(name, memory if name == "negated" else torch.zeros_like(memory))
     expected = {name: tensor.resolve_conj().resolve_neg().clone() for name, tensor in module.state_dict().items()}
     save_checkpoint(str(tmp_path), module, safetensors=in_safetensors)
@@ -435,7 +437,7 @@ def test_conjugated_and_negated_views_are_stored_by_value(tmp_path: Path, in_saf
         assert torch.equal(other.state_dict()[name], tensor), name
 
 
-def test_sparse_tensors_are_for_bin_files_only(tmp_path: Path) -> None:
+def test_sparse_tensors_need_bin_files(tmp_path: Path) -> None:
     module, other = nn.Module(), nn.Module()
     module.register_buffer("adjacency", torch.eye(3).to_sparse())
     other.register_buffer("adjacency", torch.zeros(3, 3).to_sparse())
@@ -447,7 +449,7 @@ def test_sparse_tensors_are_for_bin_files_only(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("with_module", [True, False])
-def test_a_bin_file_of_a_checkpoint_is_read_once(
+def test_bin_file_of_a_checkpoint_is_read_once(
     tmp_path: Path, with_module: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     torch.manual_seed(0)
@@ -467,7 +469,7 @@ def test_a_bin_file_of_a_checkpoint_is_read_once(
     assert loaded is None or torch.equal(loaded["embedding.weight"], model.embedding.weight)
 
 
-def test_a_bin_file_of_something_else_is_refused(tmp_path: Path) -> None:
+def test_bin_file_without_weights_is_rejected(tmp_path: Path) -> None:
     for content in ([torch.zeros(2)], {"weight": 3}):
         torch.save(content, tmp_path / "pytorch_model.bin")
         with pytest.raises(CheckpointLoadError, match="not a weight file"):
