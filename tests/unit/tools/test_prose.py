@@ -203,7 +203,8 @@ def test_sentences_of_a_commit_are_shown_beside_their_successors(
     for arguments in (["init", "-q"], ["add", "."], ["commit", "-qm", "Add a module"]):
         subprocess.run([*git, *arguments], check=True)
     path.write_text(MODULE.replace("The deletion of that of which nobody knows.", "Delete the checkpoint `name`."))
-    number = sum(len(each.sentences()) for each in read_file(path, "src/module.py").passages)
+    passages = read_file(path, "src/module.py").passages
+    number = 1 + sum(prose.is_sentence(each, text) for each in passages for text in each.sentences())
     prose.main(["--root", str(tmp_path), "--sample", str(number), "--before", "HEAD"])
     printed = capsys.readouterr().out
     assert printed.count("before:") == number
