@@ -4,7 +4,8 @@
     python tools/prose.py --beside DIR ...
 
 prints one row per figure for each area (`src`, `docs`, ...), and the worst passages. With paths, only these files and
-folders are read. `--sample` draws sentences of an earlier commit at random, and prints each with its successor. `--beside` counts the markers in the docstrings and comments of other packages.
+folders are read. `--sample` draws sentences of an earlier commit at random, and prints each with its successor.
+`--beside` counts the markers in the docstrings and comments of other packages.
 """
 
 import argparse
