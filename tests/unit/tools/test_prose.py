@@ -176,7 +176,7 @@ def test_headings_and_terms() -> None:
     )
 
 
-def test_the_report_has_figures_the_worst_passages_and_long_lines(
+def test_report_has_figures_the_worst_passages_and_long_lines(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     written(tmp_path, MODULE)
