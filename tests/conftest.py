@@ -1,4 +1,4 @@
-"""Fixtures for all tests: no rank worker outlives the session, and no test leaves a trace in the next one."""
+"""Fixtures for all tests: stop rank workers at the end of the session, and isolate tests from each other."""
 
 import os
 from collections.abc import Iterator
@@ -11,7 +11,7 @@ from tests.support.launch import kill_leftovers
 from tests.support.rank_pool import worker_variables
 from tests.support.ranks import close_pool
 
-# As the ranks have it: where a name look-up is not answered, a store of ours would wait five seconds for it, not one.
+# Same DNS timeout as on the ranks. Without a reachable name server, a TCPStore would wait five seconds instead of one.
 os.environ["RES_OPTIONS"] = worker_variables()["RES_OPTIONS"]
 
 RANK_VARIABLES = ("RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
@@ -19,14 +19,14 @@ RANK_VARIABLES = ("RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE", "MASTE
 
 @pytest.fixture(scope="session", autouse=True)
 def rank_workers() -> Iterator[None]:
-    """End the workers of `run_on_ranks` with the session."""
+    """Stop the workers of `run_on_ranks` at the end of the session."""
     yield
     close_pool()
 
 
 @pytest.fixture(autouse=True)
 def single_process() -> Iterator[None]:
-    """Every test begins as a process alone, and what it initialises in the test process itself is undone."""
+    """Run each test without rank variables and process group, and undo its own initialisation in this process."""
     variables = {name: os.environ.pop(name, None) for name in RANK_VARIABLES}
     yield
     kill_leftovers()

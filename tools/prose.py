@@ -4,8 +4,8 @@
     python tools/prose.py --beside DIR ...
 
 prints one row per figure for each area (`src`, `docs`, ...), and the worst passages. With paths, only these files and
-folders are read. `--sample` draws sentences of an earlier commit at random and prints each beside the text that stands
-there now. `--beside` counts the markers in the docstrings and comments of other packages.
+folders are read. `--sample` draws sentences of an earlier commit at random, and prints each with its successor.
+`--beside` counts the markers in the docstrings and comments of other packages.
 """
 
 import argparse
@@ -32,7 +32,7 @@ from prose_rules import (
     faults_of,
     markers_in,
 )
-from prose_text import COMMENT, DOCSTRING, Passage, Source, read_tree, words
+from prose_text import COMMENT, DOCSTRING, TEST_NAME, Passage, Source, read_tree, words
 
 AREAS = {
     "src": ["src"],
@@ -42,6 +42,7 @@ AREAS = {
 }
 MAX_MARKERS = 5.0
 COMMENT_SHARE = 5.0
+_MIN_SAMPLE_WORDS = 6
 _ROOT = Path(__file__).resolve().parent.parent
 
 
@@ -153,7 +154,7 @@ def _print_beside(folder: Path) -> None:
 
 
 def print_sample(root: Path, before: str, number: int, seed: int) -> None:
-    """Draw sentences of the commit `before`, and print each with its successor in the present tree."""
+    """Draw sentences of the commit `before`, and print each with its successor in the working tree."""
     folders = [folder for paths in AREAS.values() for folder in paths]
     with tempfile.TemporaryDirectory() as folder:
         _extract(root, before, folder)
@@ -161,11 +162,17 @@ def print_sample(root: Path, before: str, number: int, seed: int) -> None:
     new: dict[str, list[Passage]] = {}
     for source in read_tree(root, folders):
         new[source.file] = list(source.passages)
-    drawn = random.Random(seed).sample([(passage, each) for passage in old for each in passage.sentences()], number)
+    sentences = [(passage, each) for passage in old for each in passage.sentences() if is_sentence(passage, each)]
+    drawn = random.Random(seed).sample(sentences, number)
     for passage, sentence in drawn:
         print(
             f"{passage.file} ({passage.kind})\n  before: {sentence}\n  after:  {_successor(passage, sentence, new)}\n"
         )
+
+
+def is_sentence(passage: Passage, text: str) -> bool:
+    """Return whether a text is long enough to compare; shorter ones are labels, table cells and paths."""
+    return len(words(text)) >= (4 if passage.kind == TEST_NAME else _MIN_SAMPLE_WORDS)
 
 
 def _extract(root: Path, revision: str, folder: str) -> None:

@@ -169,7 +169,7 @@ def _module_faults(passage: Passage) -> Iterator[Fault]:
 
 
 def is_clause(heading: str) -> bool:
-    """Return whether a heading is a clause ("What is refused") and not a topic ("Refused combinations")."""
+    """Return whether a heading is a clause ("How it works") and not a topic ("Rejected combinations")."""
     return bool(_CLAUSE_START.search(heading) or _CLAUSE_VERB.search(heading) or heading.endswith("?"))
 
 

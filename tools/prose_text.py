@@ -1,7 +1,7 @@
 """Prose extraction: docstrings, comments, messages, test names and Markdown of a source tree, as sentences.
 
-`prose.py` counts what this module yields. Code blocks, inline code, links and doctest lines are not prose, so they are
-removed first; what remains of each passage is split into sentences.
+`prose.py` counts the passages. Code blocks, inline code, links and doctest lines are not prose, so they are removed
+first. The rest of each passage is split into sentences.
 """
 
 import ast
@@ -40,9 +40,9 @@ class Passage:
     kind: str
     file: str
     line: int
-    owner: str  # qualified name of the function or class around it, or the heading above a paragraph
+    owner: str  # Qualified name of the function or class around it, or the heading above a paragraph.
     text: str
-    is_verbal: bool = False  # the docstring of a function: its summary starts with a verb
+    is_verbal: bool = False  # True for the docstring of a function, which starts with a verb.
 
     @property
     def is_module_docstring(self) -> bool:
@@ -159,7 +159,7 @@ def _string(node: ast.AST) -> str | None:
 
 
 def _is_code(text: str) -> bool:
-    """Whether a string is a script, a pattern or a listing, and not a message."""
+    """Return whether a string is a script, a pattern or a listing, and not a message."""
     return bool(re.search(r"^\s*(import|from|def|class|for|with) .*$|\(\?|\\[wdsb]|::|==", text, re.MULTILINE))
 
 
@@ -171,7 +171,7 @@ def _comment_tokens(text: str) -> Iterator[tuple[int, bool, str]]:
 
 
 def _comment_passages(text: str, name: str, comments: list[tuple[int, bool, str]]) -> Iterator[Passage]:
-    """Join comments on consecutive lines of their own to one passage."""
+    """Join comments on consecutive lines without code to one passage."""
     blocks: list[tuple[int, list[str]]] = []
     previous = -1
     for line, is_alone, comment in comments:
@@ -200,7 +200,7 @@ def _place_of(line: int, places: list[tuple[int, int, str]]) -> str:
 
 
 def markdown_passages(text: str, name: str) -> Iterator[Passage]:
-    """Yield headings and paragraphs; an item of a list and a row of a table are paragraphs of their own."""
+    """Yield headings and paragraphs; each list item and table row is a separate paragraph."""
     heading = ""
     paragraph: list[str] = []
     first = 0
@@ -230,7 +230,7 @@ def _without_code(text: str) -> Iterator[str]:
 
 
 def plain(text: str) -> str:
-    """Remove what is not prose: indented blocks after a blank line, doctests, inline code, link targets, markup."""
+    """Remove code and markup: indented blocks after a blank line, doctests, inline code, link targets."""
     text = "\n".join(line for line in text.splitlines() if not line.startswith((">>>", "...", "    ")))
     text = re.sub(r"``[^`]+``|`[^`]*`", _PLACEHOLDER, text)
     text = re.sub(r"\[([^\]]*)\]\([^)]*\)", r"\1", text)

@@ -1,4 +1,4 @@
-"""The programs in the documentation run as they stand."""
+"""Documentation: code examples run, and links point to existing targets."""
 
 import os
 import re
@@ -36,13 +36,13 @@ def run_program(document: str, folder: str) -> int:
         ("importing", 1, 1),
     ],
 )
-def test_the_examples_of_a_document_run(tmp_path: Path, name: str, num_ranks: int, num_blocks: int) -> None:
+def test_examples_of_a_document_run(tmp_path: Path, name: str, num_ranks: int, num_blocks: int) -> None:
     document = str(DOCS / f"{name}.md")
     assert run_on_ranks(run_program, num_ranks, document, str(tmp_path)) == [num_blocks] * num_ranks
 
 
 @pytest.mark.parametrize("document", [REPOSITORY / "README.md", *sorted(DOCS.glob("*.md"))], ids=lambda path: path.name)
-def test_links_lead_somewhere(document: Path) -> None:
+def test_links_have_targets(document: Path) -> None:
     text = document.read_text()
     inline = re.findall(r"\]\(([^)#]+)(?:#[^)]*)?\)", text)
     for target in [*inline, *re.findall(r"^\[[^\]]+\]:\s*(\S+)", text, flags=re.MULTILINE)]:

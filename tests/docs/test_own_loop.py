@@ -1,4 +1,4 @@
-"""`examples/own_loop.py`: killed and started again, it ends exactly like an uninterrupted run; the docs show it."""
+"""`examples/own_loop.py`: a killed and resumed run ends exactly like an uninterrupted one; the docs show it."""
 
 import os
 import re
@@ -21,7 +21,7 @@ KILLED_AFTER_STEP = 18
 
 
 def run(folder: Path, killed_after: int | None = None) -> list[str]:
-    """The lines that the loop prints in a process of its own, which is killed when a step is printed."""
+    """Run the loop in a subprocess, kill it after step `killed_after` if given, and return the printed lines."""
     folder.mkdir(exist_ok=True)
     environment = {**os.environ, "OMP_NUM_THREADS": "1"}
     lines = []
@@ -54,14 +54,14 @@ def resumed(folder: Path) -> list[str]:
     return run(folder / "killed")
 
 
-def test_a_killed_loop_prints_the_same_losses_after_the_resume(straight: list[str], resumed: list[str]) -> None:
+def test_killed_loop_prints_the_same_losses_after_the_resume(straight: list[str], resumed: list[str]) -> None:
     assert straight[0] == "resumed from None" and len(straight) == 31
     step = int(resumed[0].rsplit("-", 1)[1])
     assert 0 < step <= KILLED_AFTER_STEP + 4
     assert resumed[1:] == straight[step + 1 :]
 
 
-def test_a_killed_loop_ends_with_the_same_bits(folder: Path, straight: list[str], resumed: list[str]) -> None:
+def test_killed_loop_ends_with_the_same_bits(folder: Path, straight: list[str], resumed: list[str]) -> None:
     ends = [folder / name / "own_loop" / "checkpoints" / "checkpoint-30" for name in ("straight", "killed")]
     first, second = (load_checkpoint(str(end)) for end in ends)
     assert first is not None and second is not None and first.keys() == second.keys()
@@ -74,12 +74,12 @@ def test_a_killed_loop_ends_with_the_same_bits(folder: Path, straight: list[str]
     assert torch.equal(generators[0], generators[1])
 
 
-def test_the_loop_keeps_the_newest_two_and_every_tenth(folder: Path, straight: list[str]) -> None:
+def test_loop_keeps_the_newest_two_and_every_tenth_checkpoint(folder: Path, straight: list[str]) -> None:
     found = find_checkpoints(str(folder / "straight" / "own_loop" / "checkpoints"))
     assert [one.manifest.step for one in found] == [20, 28, 30]
 
 
-def test_the_loop_is_short_and_the_documentation_shows_it() -> None:
+def test_loop_is_short_and_shown_in_the_documentation() -> None:
     text = PROGRAM.read_text()
     assert len(text.splitlines()) < 40
     blocks = re.findall(r"^```python\n(.*?)^```", (REPOSITORY / "docs" / "checkpointing.md").read_text(), re.S | re.M)

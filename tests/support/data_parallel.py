@@ -1,4 +1,4 @@
-"""Data-parallel trainers on the ranks of a test, and what they did."""
+"""Data-parallel trainers for the ranks of a test, with the results of their runs."""
 
 import math
 from collections.abc import Callable
@@ -16,7 +16,7 @@ from tests.support.tiny_models import Recorder, quiet_trainer, weights
 
 
 class Result(NamedTuple):
-    """What a run came to."""
+    """Losses, gradient norms, weights and metrics of a run."""
 
     losses: list[float]
     norms: list[float]
@@ -25,13 +25,13 @@ class Result(NamedTuple):
 
 
 def environment() -> StaticDistributedEnvironment:
-    """The place of this rank, where a test has initialised torch.distributed."""
+    """Return the environment of this rank in a test that has initialised torch.distributed."""
     rank, size = dist.get_rank(), dist.get_world_size()
     return StaticDistributedEnvironment(rank=rank, local_rank=rank, world_size=size, local_world_size=size)
 
 
 def ddp_trainer(output_dir: Path, model: nn.Module | None, train: Any, *callbacks: Any, **settings: Any) -> DDPTrainer:
-    """`quiet_trainer` for the ranks of a test."""
+    """Build a `quiet_trainer` of class `DDPTrainer` for the ranks of a test."""
     options = {"distributed_env": environment(), **settings.pop("trainer_options", {})}
     trainer = quiet_trainer(
         output_dir, model, train, *callbacks, trainer_class=DDPTrainer, trainer_options=options, **settings
@@ -41,7 +41,7 @@ def ddp_trainer(output_dir: Path, model: nn.Module | None, train: Any, *callback
 
 
 def run(trainer: Trainer) -> Result:
-    """Train, with a log of every step."""
+    """Train, log every step, and return the result."""
     recorder = Recorder()
     recorder.changes_control = False  # type: ignore[attr-defined]
     trainer.add_callback(recorder)
@@ -56,7 +56,7 @@ def run(trainer: Trainer) -> Result:
 
 
 def assert_same_training(one: Result, other: Result, tolerance: float = 1e-6) -> None:
-    """Losses, norms and weights of two runs, to a relative tolerance."""
+    """Assert that losses, norms and weights of two runs agree to a relative tolerance."""
     assert len(one.losses) == len(other.losses) > 0
     for name in ("losses", "norms"):
         torch.testing.assert_close(

@@ -1,6 +1,6 @@
-"""A small job for a launcher: `python -m tests.support.ddp_job DIRECTORY WHERE`, of which one rank fails where it is told.
+"""Small DDP job with one failing rank: `python -m tests.support.ddp_job DIRECTORY WHERE`.
 
-Needs nothing but torch, so that it starts fast.
+It needs only torch, so that it starts fast.
 """
 
 import os
@@ -32,7 +32,7 @@ class Model(nn.Module):
 
 
 class Failing:
-    """A callback that fails at one event of one step."""
+    """Callback that fails at one event of one step."""
 
     def __init__(self, event: str) -> None:
         setattr(self, event, self._fail)
@@ -43,7 +43,7 @@ class Failing:
 
 
 class Dying:
-    """A callback that ends its process as the system would, the first time that the job gets there."""
+    """Callback that kills its process with SIGKILL, the first time that the job reaches the failing step."""
 
     def __init__(self, marker: Path) -> None:
         self._marker = marker
@@ -55,7 +55,7 @@ class Dying:
 
 
 class FailingState:
-    """A callback whose state cannot be saved."""
+    """Callback with a state that cannot be saved."""
 
     def state_dict(self) -> dict[str, Any]:
         raise ValueError("this is the root cause")

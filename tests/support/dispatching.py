@@ -1,4 +1,4 @@
-"""Dispatched data for the ranks of a test, and what they got of it."""
+"""Dispatched data loaders for the ranks of a test, with the batches that the ranks received."""
 
 import time
 from collections.abc import Callable
@@ -20,7 +20,7 @@ Taken = list[list[int] | str]
 
 
 class Numbers:
-    """Numbered samples; counts how often one was read in this process."""
+    """Dataset of numbered samples that counts the reads in this process."""
 
     def __init__(self, num_samples: int = NUM_SAMPLES, seconds: float = 0.0) -> None:
         self.num_samples = num_samples
@@ -48,7 +48,7 @@ def mesh(*shape: int) -> Any:
 
 
 def dispatched(loader: Any, **options: Any) -> DataloaderDispatcher:
-    """With a loader on the first rank only, and reading ahead also where that is quick."""
+    """Build a dispatcher with a loader on the first rank only; it prefetches even if reading is fast."""
     return DataloaderDispatcher(loader if is_first() else None, mesh(), "cpu", **{"slow_seconds": 0.0, **options})
 
 
@@ -70,7 +70,7 @@ def labels_of(batch: Any) -> list[int] | str:
 
 
 def take(loader: Any, num_rounds: int | None = None) -> Taken:
-    """The labels of a pass, or of its beginning."""
+    """Return the labels of one pass, or of its first `num_rounds` rounds."""
     taken: Taken = []
     for batch in loader if num_rounds != 0 else ():
         taken.append(labels_of(batch))
@@ -80,7 +80,7 @@ def take(loader: Any, num_rounds: int | None = None) -> Taken:
 
 
 def in_order(taken_by_ranks: list[Taken]) -> list[int]:
-    """The samples of all ranks, batch after batch, without those of empty batches."""
+    """Return the samples of all ranks in batch order, without empty batches."""
     batches = [batch for one_round in zip(*taken_by_ranks, strict=True) for batch in one_round]
     return [number for batch in batches if not isinstance(batch, str) for number in batch]
 

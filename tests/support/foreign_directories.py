@@ -1,4 +1,4 @@
-"""Directories of other programs, written by these programs themselves, and a job that imports them."""
+"""Checkpoints of other programs, written by these programs themselves, and a job that imports them."""
 
 import json
 import warnings
@@ -34,7 +34,7 @@ def content_of(folder: Path) -> dict[str, bytes]:
 
 
 def train_with_transformers(output_dir: Path, model: nn.Module, steps: int = 4, **settings: Any) -> HuggingFaceTrainer:
-    """Train with `transformers.Trainer`, which saves at every second step; returns it as it is at the end."""
+    """Train with `transformers.Trainer`, saving every second step, and return the trainer."""
     options: dict[str, Any] = {
         "max_steps": steps,
         "save_steps": 2,
@@ -64,7 +64,7 @@ def save_with_accelerate(folder: Path, model: nn.Module, safetensors: bool = Tru
 
 
 def save_with_dcp(folder: Path, state: Mapping[str, Any]) -> None:
-    """What one process saves with torch.distributed.checkpoint."""
+    """Save a state with torch.distributed.checkpoint from one process."""
     with warnings.catch_warnings():
         warnings.simplefilter("ignore", UserWarning)
         dcp.save(dict(state), checkpoint_id=str(folder), no_dist=True)
@@ -78,7 +78,7 @@ def save_unversioned(
     world_size: int = 1,
     safetensors: bool = True,
 ) -> None:
-    """Our file layout before it had a format version: a manifest of eight fields, `<key>_state*.pt` beside weights."""
+    """Write the layout from before format versions: a manifest of eight fields, `<key>_state*.pt` and weights."""
     folder.mkdir(parents=True)
     components = {
         key.partition("_rank_")[0]: {"key": key, "sharing_pattern": "global", "ranks": [0]}
@@ -108,7 +108,7 @@ def save_unversioned(
 
 
 class ProgressNote:
-    """The smallest stateful for the component "trainer" that imports progress."""
+    """Minimal stateful object for the component "trainer" that imports progress."""
 
     def __init__(self) -> None:
         self.progress: tuple[int, float] | None = None
@@ -124,7 +124,7 @@ class ProgressNote:
 
 
 class ImportingJob:
-    """A model, AdamW in one group, a linear schedule and a note of progress, declared to a coordinator."""
+    """Job with a model, AdamW in one group, a linear schedule and a progress note, declared to a coordinator."""
 
     def __init__(self, output_dir: Path, model: nn.Module, parts: list[nn.Module] | None = None) -> None:
         self.model, self.parts = model, [model] if parts is None else parts

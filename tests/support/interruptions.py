@@ -1,7 +1,7 @@
-"""Search for interruptions that change a run: `python -m tests.support.interruptions` tries every place of a signal.
+"""Search for interruptions that change a run: `python -m tests.support.interruptions` tries a signal at every event.
 
-Each run is interrupted at one place, resumed, and compared with the run that was never interrupted: final weights, best
-checkpoint, list of the best, evaluations, and what the last checkpoint contains.
+Each run is interrupted at one event, resumed, and compared with the uninterrupted run: final weights, best checkpoint,
+list of the best checkpoints, evaluations, and the content of the last checkpoint.
 """
 
 import itertools
@@ -61,7 +61,7 @@ class Model(nn.Module):
 
 
 class Habit:
-    """A callback that asks for saves, saves by hand, or stops, at certain steps."""
+    """Callback that requests saves, saves directly, or stops training, at certain steps."""
 
     changes_control = True
 
@@ -94,7 +94,7 @@ def _save_by_hand(trainer: Any, control: Any) -> None:
 
 
 class Interrupter:
-    """Sends a signal at one event of one step; an evaluation's batches are counted."""
+    """Callback that sends a signal at the nth occurrence of one event in one step."""
 
     changes_control = False
 
@@ -111,7 +111,7 @@ class Interrupter:
 
 
 def run(output_dir: str, settings: Mapping[str, Any], *callbacks: Any, make: Callable[..., Any] = Trainer) -> Any:
-    """A trainer that has trained to its end, or None after a preemption."""
+    """Train and return the trainer, or None after a preemption."""
     generator = torch.Generator().manual_seed(3)
     data = [
         {"x": torch.randn(4, generator=generator), "labels": torch.randint(3, (1,), generator=generator)[0]}
@@ -147,12 +147,12 @@ def run(output_dir: str, settings: Mapping[str, Any], *callbacks: Any, make: Cal
 
 
 def outcome(trainer: Any) -> dict[str, Any]:
-    """What an interruption must not change."""
+    """Return the results that an interruption must not change."""
     state, manager = trainer.state, trainer.checkpoint_manager
     evaluations = [(one["step"], one["eval_loss"]) for one in state.log_history if "eval_loss" in one]
     newest = store.find_checkpoints(os.path.join(trainer.args.output_dir, store.CHECKPOINTS_FOLDER))
-    # Without scheduled saves the newest is that of the preemption. A run that stops itself may have one more evaluation in
-    # the checkpoint that its preemption wrote again.
+    # Without scheduled saves, the newest checkpoint is the one of the preemption. If the run stops itself, the
+    # checkpoint that the preemption rewrote may contain one more evaluation.
     is_comparable = trainer.args.save_strategy != "no" and state.global_step >= state.max_steps
     return {
         "weights": [tensor.tolist() for tensor in trainer.unwrapped_model().parameters()],
@@ -179,7 +179,7 @@ def _content(path: str) -> dict[str, Any]:
 def interrupted(
     directory: str, settings: Mapping[str, Any], habit: str, places: Any, **options: Any
 ) -> dict[str, Any] | None:
-    """The outcome of a run that was interrupted at each of the places, and then resumed; None if none was reached."""
+    """Return the outcome of a run interrupted at each place and then resumed, or None if a place was not reached."""
     folder = os.path.join(directory, "interrupted")
     shutil.rmtree(folder, ignore_errors=True)
     for event, step, name in places:

@@ -1,4 +1,4 @@
-"""Start ranks as processes of their own: for tests that kill them, restart them, or go through torchrun."""
+"""Ranks as separate processes, for tests that kill them, restart them, or run torchrun."""
 
 import atexit
 import contextlib
@@ -23,18 +23,18 @@ from tests.support.ranks import RankTimeout
 
 STACKS_SECONDS = 1.0
 LOWEST_PORT, HIGHEST_PORT = 10000, 65535
-# What torchrun and the rank harness set; a test process that has them must not pass them on.
+# Variables that torchrun and the rank harness set. A test process must not pass them on.
 INHERITED_VARIABLES = ("TORCHELASTIC_", "GROUP_", "ROLE_", *rank_variables(0, 1, 0))
 
 _started: "list[CapturedProcess]" = []
 
 
 class CapturedProcess:
-    """A process whose output is kept, and which can be ended together with everything it started."""
+    """Process with captured output that can be killed together with all its descendants."""
 
     def __init__(self, command: Sequence[str], env: Mapping[str, str], cwd: Path | str | None, name: str) -> None:
         self.name = name
-        # The child shares our offset in the file, so it is only ever read by position.
+        # The child shares the file offset, so read only with `pread`.
         self._output_file = tempfile.TemporaryFile()  # noqa: SIM115 - lives as long as the object
         self._process = subprocess.Popen(
             command,
@@ -53,17 +53,17 @@ class CapturedProcess:
 
     @property
     def returncode(self) -> int | None:
-        """The exit code, negative for a signal, or None while the process runs."""
+        """Exit code, negative for a signal, or None while the process runs."""
         return self._process.poll()
 
     @property
     def output(self) -> str:
-        """Everything printed so far, stdout and stderr together."""
+        """Output so far, stdout and stderr together."""
         descriptor = self._output_file.fileno()
         return os.pread(descriptor, os.fstat(descriptor).st_size, 0).decode(errors="replace")
 
     def wait(self, timeout: float) -> int:
-        """The exit code; a process that takes longer is killed and shown with its stacks in a `RankTimeout`."""
+        """Return the exit code; after the timeout, kill the process and raise `RankTimeout` with its stacks."""
         return finish_all([self], timeout)[0]
 
     def wait_for_output(self, text: str, timeout: float) -> None:
@@ -77,20 +77,20 @@ class CapturedProcess:
             time.sleep(0.02)
 
     def request_stacks(self) -> None:
-        """Have this process and its descendants print their stacks; those without `rank_stacks.register` end instead."""
+        """Make this process and its descendants print their stacks; without `rank_stacks.register` they die instead."""
         for process in self._family():
             with contextlib.suppress(psutil.NoSuchProcess):
                 process.send_signal(signal.SIGUSR1)
 
     def kill(self) -> None:
-        """SIGKILL this process and its descendants; it stays readable."""
+        """Send SIGKILL to this process and its descendants; the output stays readable."""
         for process in self._family():
             with contextlib.suppress(psutil.NoSuchProcess):
                 process.kill()
         self._process.wait()
 
     def _family(self) -> list[psutil.Process]:
-        """This process first, so that a parent cannot start new children while they are being ended."""
+        """Return this process and its descendants; the parent is first, so that it cannot start more."""
         if self._process.poll() is not None:
             return []
         with contextlib.suppress(psutil.NoSuchProcess):
@@ -100,7 +100,7 @@ class CapturedProcess:
 
 
 class RankProcess(CapturedProcess):
-    """One rank."""
+    """Process of one rank."""
 
     def __init__(
         self, rank: int, command: Sequence[str], env: Mapping[str, str], cwd: Path | str | None = None
@@ -111,7 +111,7 @@ class RankProcess(CapturedProcess):
 
 @dataclass
 class CompletedAgent:
-    """A torchrun agent that has ended, with the output of its ranks."""
+    """Finished torchrun agent with the output of its ranks."""
 
     node_rank: int
     returncode: int
@@ -119,7 +119,7 @@ class CompletedAgent:
 
 
 class _Agent(CapturedProcess):
-    """A torchrun agent; its stacks are of no interest, those of its ranks are."""
+    """Process of a torchrun agent; only its ranks print their stacks."""
 
     def request_stacks(self) -> None:
         for process in self._family()[1:]:
@@ -133,10 +133,10 @@ def start_ranks(
     env: Mapping[str, str] | None = None,
     cwd: Path | str | None = None,
 ) -> list[RankProcess]:
-    """Start `python <args>` once per rank, as one node, with the variables that torchrun would set.
+    """Start `python <args>` once per rank on one node, with the variables that torchrun would set.
 
-    The arguments begin with a script's path or with `-m` and a module. Scripts that call `rank_stacks.register()` show
-    their stacks when they hang.
+    The arguments start with the path of a script, or with `-m` and a module. Scripts that call `rank_stacks.register()`
+    show their stacks when they hang.
     """
     port = free_port()
     command = [sys.executable, *script_or_module_args]
@@ -147,7 +147,7 @@ def start_ranks(
 
 
 def finish_all(processes: Sequence[CapturedProcess], timeout: float) -> list[int]:
-    """The exit codes of all processes; when some take longer all are killed and `RankTimeout` shows what they did."""
+    """Return all exit codes; after the timeout, kill the processes and raise `RankTimeout` with output and stacks."""
     deadline = time.monotonic() + timeout
     while any(process.returncode is None for process in processes):
         if time.monotonic() > deadline:
@@ -164,7 +164,7 @@ def run_torchrun(
     env: Mapping[str, str] | None = None,
     timeout: float = 120.0,
 ) -> list[CompletedAgent]:
-    """Run a script under torchrun, with `nnodes` agents on this machine, each of which takes itself for a node."""
+    """Run a script under torchrun with `nnodes` agents on this machine, each as its own node."""
     port = free_port()
     agents = []
     for node_rank in range(nnodes):
@@ -182,7 +182,7 @@ def run_torchrun(
 
 
 def kill_leftovers() -> None:
-    """End every process started here that still runs."""
+    """Kill every process started here that still runs."""
     while _started:
         _started.pop().kill()
 
@@ -191,10 +191,10 @@ atexit.register(kill_leftovers)
 
 
 def free_port() -> int:
-    """A port that a job can listen on a moment later.
+    """Return a port that a job can listen on a moment later.
 
-    Never one of those that the system hands out by itself: any connection that begins in that moment could get it. Drawn
-    from the system, since forks and tests that seed `random` would all draw the same.
+    The port is below the ephemeral range, because any new connection could take an ephemeral port in between. The draw
+    comes from the system, because forks and tests that seed `random` would all draw the same port.
     """
     draw = random.SystemRandom()
     while True:
@@ -205,19 +205,19 @@ def free_port() -> int:
 
 
 def first_ephemeral_port() -> int:
-    """Where the ports begin that the system gives to whoever asks for any."""
+    """Return the first port of the ephemeral range, or a value above all ports if nearly all ports are ephemeral."""
     setting = Path("/proc/sys/net/ipv4/ip_local_port_range")
-    # Elsewhere than on Linux they begin higher than by default there.
+    # Other systems than Linux start their range above Linux's default.
     first = int(setting.read_text().split()[0]) if setting.exists() else 32768
-    # Where nearly all ports are given away there is none that is safe.
+    # If nearly all ports are ephemeral, no port is safe.
     return first if first >= 2 * LOWEST_PORT else HIGHEST_PORT + 1
 
 
 def rendezvous_options(node_rank: int, port: int, elastic: bool) -> list[str]:
-    """The options by which the agents of a job on this machine find each other."""
+    """Return the rendezvous options for the agents of a job on this machine."""
     if not elastic:
         return ["--node-rank", str(node_rank), "--master-addr", "127.0.0.1", "--master-port", str(port)]
-    # Only the c10d rendezvous brings several nodes together again after a restart.
+    # Only the c10d rendezvous can bring several nodes together again after a restart.
     host = f"is_host={int(node_rank == 0)}"
     return [
         *("--rdzv-backend", "c10d", "--rdzv-endpoint", f"127.0.0.1:{port}", "--rdzv-id", f"test{port}"),
@@ -227,7 +227,7 @@ def rendezvous_options(node_rank: int, port: int, elastic: bool) -> list[str]:
 
 def _clean_environment() -> dict[str, str]:
     inherited = {name: value for name, value in os.environ.items() if not name.startswith(INHERITED_VARIABLES)}
-    # With src, so that processes run this tree, and not another one that is installed.
+    # Put src first, so that processes import this tree and not an installed package.
     path = os.pathsep.join([str(REPOSITORY), str(REPOSITORY / "src")])
     return {**inherited, **worker_variables(), "PYTHONPATH": path, "PYTHONUNBUFFERED": "1"}
 

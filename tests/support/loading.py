@@ -1,4 +1,4 @@
-"""Datasets, and the loops that read them straight through or with an interruption, for tests of the loaders."""
+"""Datasets for tests of the loaders, and loops that read them with and without an interruption."""
 
 import io
 import itertools
@@ -33,14 +33,14 @@ class Numbers(Dataset[int]):
 
 
 class Noisy(Numbers):
-    """Draws from every generator for every sample."""
+    """Dataset that draws from all random generators for every sample."""
 
     def __getitem__(self, index: int) -> Any:
         return index, random.random(), float(np.random.rand()), float(torch.rand(()))
 
 
 class OfEpoch(Numbers):
-    """Counts its samples from the epoch's thousand."""
+    """Dataset with samples numbered from 1000 times the epoch."""
 
     epoch = -1
 
@@ -52,7 +52,7 @@ class OfEpoch(Numbers):
 
 
 class Stream(IterableDataset[Any]):
-    """Numbers, shared out among workers, from the epoch's thousand; no state, no length."""
+    """Iterable dataset without state and length; numbers start at 1000 times the epoch and are split among workers."""
 
     epoch = 0
 
@@ -74,7 +74,7 @@ class Stream(IterableDataset[Any]):
 
 
 class StatefulStream(Stream):
-    """Keeps its position, and begins anew at its end."""
+    """Stream that keeps its position, and restarts after its end."""
 
     position = 0
 
@@ -99,7 +99,7 @@ class SizedStream(Stream):
 
 
 class OwnLoader:
-    """Any object that yields batches."""
+    """Plain object that yields batches."""
 
     def __init__(self, num_batches: int) -> None:
         self.num_batches = num_batches
@@ -118,7 +118,7 @@ def train_loader(dataset: Any, **options: Any) -> ResumableLoader:
 
 
 def stored(state: Any) -> Any:
-    """The state as it comes back from a checkpoint."""
+    """Return the state after a round trip through a checkpoint file."""
     buffer = io.BytesIO()
     torch.save(encode_state(state), buffer)
     buffer.seek(0)
@@ -140,7 +140,7 @@ def straight(build: Build) -> Batches:
 
 
 def interrupted(build: Build, position: int) -> Batches:
-    """Stops after so many batches, and goes on with another loader from the stored state."""
+    """Stop after `position` batches, then resume with a new loader from the stored state."""
     loader = build()
     before = list(itertools.islice(run(loader), position))
     state = stored(loader.state_dict())
@@ -153,7 +153,7 @@ def interrupted(build: Build, position: int) -> Batches:
 
 
 def between_epochs(build: Build) -> Batches:
-    """Stops when the first epoch has ended and the second has not begun, and goes on with another loader."""
+    """Stop between the first and the second epoch, then resume with a new loader."""
     loader = build()
     first = list(run(loader, num_epochs=1))
     state = stored(loader.state_dict())

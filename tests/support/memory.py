@@ -1,4 +1,4 @@
-"""How much memory a piece of work takes at its peak, from the record of every allocation that torch makes on the CPU."""
+"""Peak memory of a function, from the profiler's record of torch allocations on the CPU."""
 
 from collections.abc import Callable
 from typing import Any
@@ -7,7 +7,7 @@ from torch.profiler import ProfilerActivity, profile
 
 
 def peak_bytes(work: Callable[[], Any]) -> int:
-    """The most that was allocated at once during `work`, beyond what was allocated before it."""
+    """Return the peak of the memory allocated during `work`, without the memory allocated before."""
     with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as record:
         work()
     assert record.profiler is not None and record.profiler.kineto_results is not None

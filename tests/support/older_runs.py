@@ -1,11 +1,11 @@
-"""Runs whose checkpoints are kept as fixtures: how to build their trainers, resume them, and describe their state.
+"""Older checkpoints kept as fixtures: build their trainers, resume them, and describe their state.
 
-`tests/guarantees/exact_resume/test_older_checkpoint.py` runs this module in a process of its own, with instructions that
-round alike on every processor:
+`tests/guarantees/exact_resume/test_older_checkpoint.py` runs this module in a subprocess, restricted to instructions
+that round the same way on every processor:
 
     python -m tests.support.older_runs <folder> <result>
 
-To add a fixture, build its trainer here and call `write` with the version that is to be kept, in such a process.
+To add a fixture, build its trainer here, and call `write` in such a process with the version of Forgather to keep.
 """
 
 import hashlib
@@ -25,7 +25,7 @@ from tests.support.tiny_models import TokenModel, quiet_trainer, token_samples
 
 FIXTURES = Path(__file__).parents[1] / "fixtures"
 
-# How long something took is not state.
+# Durations are not state.
 _DURATIONS = ("runtime", "_per_second")
 
 # Component -> path of a leaf -> its type and value, or the hash of its bytes.
@@ -33,7 +33,7 @@ Description = dict[str, dict[str, str]]
 
 
 class TokenModelWithDropout(TokenModel):
-    """Draws random numbers in every forward pass."""
+    """Token model that draws random numbers in every forward pass."""
 
     def forward(self, input_ids: Tensor) -> Tensor:
         hidden = nn.functional.dropout(torch.tanh(self.embedding(input_ids)), 0.25, self.training)
@@ -42,7 +42,7 @@ class TokenModelWithDropout(TokenModel):
 
 
 def run_of_format_1(folder: Path) -> Trainer:
-    """Saved at step 4 of 8."""
+    """Build the run that was saved at step 4 of 8."""
     return quiet_trainer(
         folder,
         TokenModel(),
@@ -66,7 +66,7 @@ def run_of_format_1(folder: Path) -> Trainer:
 
 
 def run_before_house(folder: Path) -> Trainer:
-    """Saved at step 5 of 12; an epoch has 15 samples in 8 windows of 2, the last of them short."""
+    """Build the run that was saved at step 5 of 12; an epoch has 15 samples in 8 windows of 2, the last one short."""
     return quiet_trainer(
         folder,
         TokenModelWithDropout(),
@@ -100,7 +100,7 @@ RUNS = {
 
 
 def leaves(value: Any, path: str = "") -> Iterator[tuple[str, str]]:
-    """Every tensor, number and text inside a state, with its path."""
+    """Yield every tensor, number and string inside a state, with its path."""
     if isinstance(value, Tensor):
         content = value.detach().cpu().contiguous().reshape(-1).view(torch.uint8).numpy().tobytes()
         yield path, f"{value.dtype} {tuple(value.shape)} {hashlib.sha256(content).hexdigest()}"
@@ -119,7 +119,7 @@ def leaves(value: Any, path: str = "") -> Iterator[tuple[str, str]]:
 
 
 def describe(trainer: Trainer) -> Description:
-    """The state of every component that the trainer declares, as it is now."""
+    """Return the current state of every component that the trainer declares."""
     states = {component.key: component.stateful.state_dict() for component in trainer.get_state_components()}
     return {
         key: {path: leaf for path, leaf in leaves(state) if not path.endswith(_DURATIONS)}
@@ -137,7 +137,7 @@ def callbacks_of(trainer: Trainer) -> dict[str, str]:
 
 
 def resume(name: str, folder: Path) -> dict[str, Any]:
-    """What is there after loading the fixture, and at the end of the run that goes on from it."""
+    """Return the state after loading the fixture, and at the end of the resumed run."""
     build, step = RUNS[name]
     checkpoint = folder / "checkpoints" / f"checkpoint-{step}"
     shutil.copytree(FIXTURES / name, checkpoint)
@@ -149,7 +149,7 @@ def resume(name: str, folder: Path) -> dict[str, Any]:
 
 
 def straight(name: str, folder: Path) -> dict[str, Any]:
-    """The end of the same run from its first step on."""
+    """Return the end of the same run, trained from the first step."""
     trainer = RUNS[name][0](folder)
     trainer.train()
     return end_of(trainer)
@@ -160,7 +160,7 @@ def end_of(trainer: Trainer) -> dict[str, Any]:
 
 
 def write(name: str, folder: Path) -> dict[str, Any]:
-    """Run until the fixture's checkpoint is saved, and copy that to the fixtures."""
+    """Train the run, and copy the fixture's checkpoint to the fixtures."""
     build, step = RUNS[name]
     trainer = build(folder)
     trainer.train()

@@ -24,7 +24,7 @@ OPTIMIZERS: dict[str, MakeOptimizer] = {
 
 
 class Model(nn.Module):
-    """Its parameters are registered in either order; what it computes does not depend on that."""
+    """Model with parameters registered in either order; its output does not depend on the order."""
 
     first: nn.Linear
     second: nn.Linear

@@ -1,7 +1,7 @@
-"""A small job of stages for a launcher: `python -m tests.support.pipeline_fault_job DIRECTORY WHERE RANK`.
+"""Small pipeline job with one failing rank: `python -m tests.support.pipeline_fault_job DIRECTORY WHERE RANK`.
 
-That rank fails where it is told, in the middle of a batch. Four ranks are two pipelines. Needs nothing but torch, so that
-it starts fast.
+The given rank fails in the middle of a batch. Four ranks form two pipelines. The job needs only torch, so that it
+starts fast.
 """
 
 import sys
@@ -21,7 +21,7 @@ VOCABULARY = 16
 
 
 class Failure:
-    """An error that happens at the second opportunity after `arm`, when other ranks are busy with the first."""
+    """Error raised at the second opportunity after `arm`, while other ranks work on the first micro-batch."""
 
     def __init__(self, directory: Path) -> None:
         self._marker = directory / "failed"
@@ -37,7 +37,7 @@ class Failure:
                 self.fail()
 
     def fail(self) -> None:
-        # Tells the test when it happened.
+        # The file's timestamp tells the test when the failure happened.
         self._marker.touch()
         raise ValueError("this is the root cause")
 
@@ -55,7 +55,7 @@ class Layer(nn.Module):
 
 
 class Model(nn.Module):
-    """Follows the protocol of the splitter for causal language models."""
+    """Model that follows the protocol of the splitter for causal language models."""
 
     def __init__(self, failure: Failure | None) -> None:
         super().__init__()
@@ -72,7 +72,7 @@ class Model(nn.Module):
 
 
 class Arming:
-    """A callback that lets a rank fail after a step."""
+    """Callback that arms the failure after a step."""
 
     def __init__(self, failure: Failure, step: int) -> None:
         self._failure = failure
@@ -84,7 +84,7 @@ class Arming:
 
 
 class FailingState:
-    """A callback whose state cannot be saved."""
+    """Callback with a state that cannot be saved."""
 
     def __init__(self, failure: Failure) -> None:
         self._failure = failure
@@ -115,7 +115,7 @@ def main() -> None:
     if is_failing and where == "save":
         callbacks = [FailingState(failure)]
     elif is_failing:
-        # An evaluation follows the step, else the next one does.
+        # After `FAILING_STEP` comes an evaluation; after the step before it comes another step.
         callbacks = [Arming(failure, FAILING_STEP if where == "evaluation" else FAILING_STEP - 1)]
     samples = [{"input_ids": torch.arange(6) + index % 9, "labels": torch.arange(6) + index % 8} for index in range(48)]
     is_hybrid = get_world_size() == 4

@@ -1,7 +1,7 @@
-"""Runs of pipelines that are killed and started again: `python -m tests.support.pipeline_job <directory>`.
+"""Pipeline runs that are killed and resumed: `python -m tests.support.pipeline_job <directory>`.
 
-What `train_job` does for one device and for DDP, for models in stages; random numbers matter on every rank, since all
-stages drop out.
+Pipeline counterpart of `train_job`, which covers one device and DDP. All stages have dropout, so random numbers matter
+on every rank.
 """
 
 import functools
@@ -25,7 +25,7 @@ DROPOUT = 0.2
 
 @dataclass(frozen=True)
 class PipelineScenario(Scenario):
-    """A run of a model in stages."""
+    """Scenario of a pipeline run."""
 
     model: str = "llama"
     schedule: str = "1f1b"
@@ -34,7 +34,7 @@ class PipelineScenario(Scenario):
 
 
 class Numbered(Samples):
-    """Samples whose first token is their number; the rest is noisy."""
+    """Dataset with the sample number as the first token; the rest is noisy."""
 
     def __getitem__(self, index: int) -> dict[str, Tensor]:
         found = sample(index, self._noisy)
@@ -43,7 +43,7 @@ class Numbered(Samples):
 
 
 class Noting(Trainer):
-    """Notes the numbers of the samples of each step; a batch that only keeps ranks in step has none."""
+    """Trainer that records the sample numbers of each step; batches that only keep ranks in step have none."""
 
     def __init__(self, **options: Any) -> None:
         super().__init__(**options)
@@ -65,7 +65,7 @@ class NotingHybrid(Noting, HybridTrainer):
 
 
 def dropping_gpt2(num_layers: int) -> nn.Module:
-    """Embedding and head are one tensor."""
+    """Build a GPT-2 with dropout; embedding and head are tied."""
     return GPT2LMHeadModel(
         GPT2Config(
             vocab_size=32,
@@ -93,7 +93,7 @@ def build_trainer(scenario: PipelineScenario, output_dir: str, callbacks: Sequen
     settings = {
         **USUAL_SETTINGS,
         "output_dir": output_dir,
-        # 7 batches an epoch, the last of them not full: 4 steps.
+        # 7 batches per epoch, the last one incomplete: 4 steps.
         "per_device_train_batch_size": 4,
         "gradient_accumulation_steps": 2,
         **scenario.settings,

@@ -1,4 +1,4 @@
-"""Pipeline trainers on the ranks of a test, the models they train, and what all ranks together hold."""
+"""Pipeline trainers for the ranks of a test, their models, and the combined weights of all ranks."""
 
 from collections.abc import Callable
 from pathlib import Path
@@ -18,12 +18,12 @@ NUM_LAYERS = 8
 
 
 def llama(num_layers: int = NUM_LAYERS, **options: Any) -> nn.Module:
-    """Its weights come from the generator as it is, as those of any model_init."""
+    """Build a Llama with weights from the current random state, like any `model_init`."""
     return tiny_llama(None, num_hidden_layers=num_layers, **options)
 
 
 def tied_gpt2(num_layers: int = NUM_LAYERS, width: int = 16) -> nn.Module:
-    """Embedding and head are one tensor; without dropout, which draws other numbers on other ranks."""
+    """Build a GPT-2 with tied embedding and head, without dropout, because ranks draw different random numbers."""
     return GPT2LMHeadModel(
         GPT2Config(
             vocab_size=VOCAB_SIZE,
@@ -50,7 +50,7 @@ def trainer_of(
     schedule: Any = None,
     **settings: Any,
 ) -> Trainer:
-    """`quiet_trainer` for a model that every rank builds."""
+    """Build a `quiet_trainer` with a model that every rank builds."""
     options: dict[str, Any] = {"model_init": model_init, **(trainer_options or {})}
     if schedule is not None:
         options["pipe_schedule_factory"] = schedule
@@ -70,13 +70,13 @@ def pipeline_trainer(
 
 
 def whole_result(trainer: Trainer) -> Result:
-    """What a run came to, with the weights of all ranks; where ranks have a weight both, one that they agree on."""
+    """Train and return the result with the weights of all ranks; copies of a weight must be equal."""
     result = run(trainer)
     return result._replace(weights=joined(result.weights))
 
 
 def joined(tensors: dict[str, Tensor]) -> dict[str, Tensor]:
-    """The tensors of all ranks by name; copies must be equal, bit for bit."""
+    """Return the tensors of all ranks by name; copies must be bitwise equal."""
     parts: list[Any] = [None] * dist.get_world_size()
     dist.all_gather_object(parts, tensors)
     whole: dict[str, Tensor] = {}

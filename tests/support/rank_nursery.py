@@ -1,7 +1,7 @@
-"""Rank workers as forks of one process that has imported torch: each costs nothing, so that tests may kill many.
+"""Rank workers, forked from one process that has imported torch: a fork costs little, so tests may kill many workers.
 
-Started as `python -m tests.support.rank_nursery <control fd>`; lives until the test process closes that socket or dies.
-Must stay without threads.
+Started as `python -m tests.support.rank_nursery <control fd>`; it lives until the test process closes that socket or
+dies. It must stay without threads, because it forks.
 """
 
 import contextlib
@@ -19,13 +19,13 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 REPOSITORY = Path(__file__).parents[2]
-# stdin, stdout with stderr, and the connection of a worker.
+# Standard input, stdout with stderr, and the connection of a worker.
 NUM_DESCRIPTORS = 3
 MAX_MESSAGE_BYTES = 4096
 
 
 class Nursery:
-    """The test process's side: asks for workers, and is told of their ends."""
+    """Test process's end of the control socket: requests workers and receives their exit codes."""
 
     def __init__(self, output_path: Path, env: Mapping[str, str]) -> None:
         self._output_path = output_path
@@ -39,21 +39,21 @@ class Nursery:
                 pass_fds=[theirs.fileno()],
                 cwd=REPOSITORY,
                 env=dict(env),
-                # The signals of a terminal are for the test process.
+                # Signals of the terminal are for the test process only.
                 start_new_session=True,
             )
         self._pids: list[int] = []
         self._exit_codes: dict[int, int] = {}
 
     def start(self, descriptors: Sequence[int], stacks_path: Path) -> "NurseryProcess":
-        """A worker with these as its stdin, its output and its connection; they may be closed here."""
+        """Start a worker with these descriptors as stdin, output and connection; the caller may close its copies."""
         socket.send_fds(self._control, [os.fsencode(stacks_path)], descriptors)
         while not self._pids:
             self._read(timeout=None)
         return NurseryProcess(self, self._pids.pop())
 
     def exit_code(self, pid: int, timeout: float = 0.0) -> int | None:
-        """The exit code of a worker, negative for a signal, or None while it runs."""
+        """Return the exit code of a worker, negative for a signal, or None while it runs."""
         deadline = time.monotonic() + timeout
         while pid not in self._exit_codes and self._read(max(0.0, deadline - time.monotonic())):
             pass
@@ -64,7 +64,7 @@ class Nursery:
         self._process.wait()
 
     def _read(self, timeout: float | None) -> bool:
-        """Take one message in; False when none came in time."""
+        """Read one message; return False if none arrived in time."""
         if not select.select([self._control], [], [], timeout)[0]:
             return False
         message = self._control.recv(MAX_MESSAGE_BYTES)
@@ -80,7 +80,7 @@ class Nursery:
 
 
 class NurseryProcess:
-    """A worker, with as much of the interface of `subprocess.Popen` as its pool uses."""
+    """Worker with the part of the `subprocess.Popen` interface that its pool uses."""
 
     def __init__(self, nursery: Nursery, pid: int) -> None:
         self.pid = pid
@@ -100,16 +100,16 @@ class NurseryProcess:
             os.kill(self.pid, number)
 
     def kill_session(self) -> None:
-        """SIGKILL the worker and all that it started."""
+        """Send SIGKILL to the worker and to all processes that it started."""
         for kill in (os.killpg, os.kill):
-            # It may have ended, or not have come so far as to lead a group.
+            # The worker may have exited, or may not lead a process group yet.
             with contextlib.suppress(ProcessLookupError):
                 kill(self.pid, signal.SIGKILL)
         self.wait()
 
 
 def serve(control: socket.socket, wake_up: int, write_end: int) -> None:
-    """Fork a worker for each request and tell of each end, until the test process is gone."""
+    """Fork a worker for each request and report each exit, until the test process is gone."""
     while True:
         ready, _, _ = select.select([control, wake_up], [], [])
         if wake_up in ready:
@@ -133,14 +133,14 @@ def tell_of_ends(control: socket.socket) -> None:
 
 
 def start_worker(stacks_path: str, descriptors: Sequence[int], not_for_workers: Sequence[int]) -> int:
-    """The process id of a new worker."""
+    """Fork a worker and return its process id."""
     pid = os.fork()
     if pid:
         close_all(descriptors)
         return pid
     code = 1
     try:
-        # A session of its own, so that processes which a test starts in the worker can be ended with it.
+        # A new session, so that processes started by a test in the worker can be killed together with it.
         os.setsid()
         signal.set_wakeup_fd(-1)
         signal.signal(signal.SIGCHLD, signal.SIG_DFL)

@@ -1,4 +1,4 @@
-"""Worker processes that tests share, because starting a Python with torch takes seconds."""
+"""Pool of rank workers that tests share, because starting Python with torch takes seconds."""
 
 import contextlib
 import os
@@ -22,7 +22,7 @@ STACKS_SECONDS = 3.0
 
 
 class Worker:
-    """One worker process: its connection, its output and its stacks."""
+    """Worker process with its connection, its output and its stacks."""
 
     def __init__(self, nursery: Nursery, directory: Path, number: int) -> None:
         self._output_path = directory / f"worker{number}.output"
@@ -36,23 +36,23 @@ class Worker:
         self.connection = Connection(ours.detach())
 
     def send(self, message: Any) -> None:
-        """Send a message; a worker that has died is noticed when its answer is read."""
+        """Send a message; a dead worker is noticed when its answer is read."""
         with contextlib.suppress(OSError):
             self.connection.send(message)
 
     def is_silent_and_dead(self) -> bool:
-        """Whether the process has ended without its connection showing it: children it forked may hold that open."""
+        """Return whether the process is dead but its connection is open, because forked children hold it."""
         return self.process.poll() is not None and not self.connection.poll()
 
     def receive(self) -> Any:
-        """The next message, or None when the worker has died."""
+        """Return the next message, or None if the worker has died."""
         try:
             return self.connection.recv()
         except (EOFError, OSError):
             return None
 
     def output(self) -> str:
-        """What the worker has printed since it started or since `forget_output`."""
+        """Return the output since the start or since the last `forget_output`."""
         return self._output_path.read_bytes()[self._output_start :].decode(errors="replace")
 
     def forget_output(self) -> None:
@@ -69,7 +69,7 @@ class Worker:
         self.process.send_signal(signal.SIGUSR1)
 
     def stacks(self) -> str:
-        """The stacks asked for by `request_stacks`."""
+        """Return the stacks requested with `request_stacks`."""
         deadline = time.monotonic() + STACKS_SECONDS
         text, previous = self._stacks_path.read_text(), ""
         while time.monotonic() < deadline and (not text or text != previous):
@@ -78,7 +78,7 @@ class Worker:
         return text or "(no stacks: the process did not answer)"
 
     def kill(self) -> None:
-        """End the process and those it started."""
+        """Kill the process and all processes that it started."""
         if self.connection.closed:
             return
         self.process.kill_session()
@@ -87,9 +87,9 @@ class Worker:
 
 
 def worker_variables() -> dict[str, str]:
-    """Variables of every rank: one thread each, since ranks outnumber cores, and traffic that stays on this machine.
+    """Return the environment of every rank: one thread, because ranks outnumber cores, and loopback traffic only.
 
-    Where nobody answers name look-ups, the rendezvous of some ranks would wait five seconds for one.
+    `RES_OPTIONS` limits DNS look-ups: without a reachable name server, the rendezvous would wait five seconds for each.
     """
     interface = "lo" if sys.platform == "linux" else "lo0"
     return {
@@ -102,7 +102,7 @@ def worker_variables() -> dict[str, str]:
 
 @dataclass
 class WorkerPool:
-    """The workers that are idle between two calls."""
+    """Pool of the workers that are idle between two calls."""
 
     idle: list[Worker] = field(default_factory=list)
     _directory: "tempfile.TemporaryDirectory[str] | None" = None
@@ -110,7 +110,7 @@ class WorkerPool:
     _num_started: int = 0
 
     def take(self, count: int) -> list[Worker]:
-        """`count` live workers, started where too few are idle; they are given back or killed by the caller."""
+        """Return `count` live workers, starting new ones if too few are idle; the caller returns or kills them."""
         workers = [worker for worker in self.idle if worker.process.poll() is None]
         for dead in [worker for worker in self.idle if worker not in workers]:
             dead.kill()
@@ -118,11 +118,11 @@ class WorkerPool:
         return workers[:count] + [self._start() for _ in range(count - len(workers))]
 
     def give_back(self, workers: list[Worker]) -> None:
-        """Let the workers tidy up; those that cannot are killed, and later calls get new ones."""
+        """Tear the workers down; kill workers that fail, so that later calls get new ones."""
         for worker in workers:
             worker.send(TearDown())
         clean = self._await_clean(workers)
-        # In front, in rank order: the workers that were used last have the tests' modules imported.
+        # In front and in rank order: the workers used last have already imported the modules of the tests.
         self.idle = [worker for worker in workers if worker in clean] + self.idle
         for worker in clean:
             worker.forget_output()
@@ -131,7 +131,7 @@ class WorkerPool:
                 worker.kill()
 
     def close(self) -> None:
-        """End all idle workers."""
+        """Kill all idle workers and the nursery."""
         for worker in self.idle:
             worker.kill()
         self.idle = []

@@ -1,4 +1,4 @@
-"""The messages between the test process and its rank workers, and the environment of a rank."""
+"""Messages between the test process and its rank workers, and the environment of a rank."""
 
 import traceback
 from dataclasses import dataclass
@@ -7,7 +7,7 @@ from typing import Any
 
 @dataclass
 class Job:
-    """One function call on one rank."""
+    """Function call for one rank."""
 
     rank: int
     world_size: int
@@ -19,12 +19,12 @@ class Job:
 
 @dataclass
 class Ready:
-    """The rank has joined its process group and begins the call: the time limit starts to count."""
+    """The rank has joined its process group and starts the call; the time limit starts now."""
 
 
 @dataclass
 class Finished:
-    """The call returned or raised; the worker keeps its process group until it gets `TearDown`."""
+    """The call returned or raised; the worker keeps its process group until `TearDown`."""
 
     pickled_value: bytes | None
     error: tuple[str, str, str] | None
@@ -37,14 +37,14 @@ class TearDown:
 
 @dataclass
 class Clean:
-    """The worker is as it was before the call, or names what is left over and makes it unfit for another."""
+    """The worker is reusable, or `leftovers` names what makes it unfit for another call."""
 
     leftovers: list[str]
 
 
 @dataclass
 class RankOutcome:
-    """What became of the call on one rank; without an error, `error_type` and `error_message` are None."""
+    """Outcome of the call on one rank; `error_type` and `error_message` are None without an error."""
 
     value: Any = None
     error_type: str | None = None
@@ -57,12 +57,12 @@ class RankOutcome:
 
 
 def describe_error(error: BaseException) -> tuple[str, str, str]:
-    """Name, message and full traceback of an exception, which need not survive pickling."""
+    """Return name, message and full traceback of an exception, as strings, because it may not survive pickling."""
     return type(error).__name__, str(error), "".join(traceback.format_exception(error))
 
 
 def rank_variables(rank: int, world_size: int, port: int) -> dict[str, str]:
-    """The environment of a rank on a single node."""
+    """Return the environment variables of a rank on a single node."""
     return {
         "RANK": str(rank),
         "LOCAL_RANK": str(rank),

@@ -1,4 +1,4 @@
-"""Python stacks of a process that does not answer, on request by signal."""
+"""Python stacks of a hanging process, printed on SIGUSR1."""
 
 import faulthandler
 import signal
@@ -9,8 +9,8 @@ from typing import TextIO
 def register(file: TextIO | None = None) -> None:
     """Write the stacks of all threads to `file` (default: stderr) whenever this process gets SIGUSR1.
 
-    The file stays open for the rest of the process's life. To be called again after others have handled the signal, whose
-    handlers cannot give back one that Python does not know of.
+    The file stays open until the process ends. Call this again after other code has handled SIGUSR1, because
+    `signal.signal` cannot restore faulthandler's handler.
     """
     faulthandler.unregister(signal.SIGUSR1)
     faulthandler.register(signal.SIGUSR1, file=sys.stderr if file is None else file, all_threads=True)

@@ -1,6 +1,6 @@
-"""The program of a rank worker: takes function calls from the test process and runs each in a fresh process group.
+"""Rank worker: receives function calls from the test process and runs each in a new process group.
 
-A fork of `rank_nursery`; lives until its stdin closes.
+A fork of `rank_nursery`; it lives until its stdin closes.
 """
 
 import contextlib
@@ -24,7 +24,7 @@ from forgather.ml.distributed import reset_process_groups
 from tests.support.rank_protocol import Clean, Finished, Job, Ready, TearDown, describe_error, rank_variables
 from tests.support.rank_stacks import register
 
-# Longer than any test: a hang is to be reported by the test process, with stacks, and not by gloo.
+# Longer than any test: the test process, not gloo, reports a hang, with stacks.
 COLLECTIVE_TIMEOUT = timedelta(hours=1)
 
 
@@ -33,7 +33,7 @@ def main(descriptor: int, stacks_path: str) -> None:
     stacks_file = open(stacks_path, "a")  # noqa: SIM115 - faulthandler writes to it for the whole life of the process
     threading.Thread(target=_exit_with_parent, daemon=True).start()
     while True:
-        # Each time: a job that trains handles the same signal.
+        # Register before each job, because a job that trains handles the same signal.
         register(stacks_file)
         try:
             job = connection.recv()
@@ -43,11 +43,11 @@ def main(descriptor: int, stacks_path: str) -> None:
 
 
 def _exit_with_parent() -> None:
-    """End this process, even in the middle of a collective, once the test process has closed our stdin or died."""
+    """End this process, even inside a collective, once the test process has closed this stdin or died."""
     while os.read(0, 4096):
         pass
     if os.getpgrp() == os.getpid():
-        # The pool gives each worker a process group of its own: this ends what the test started here, too.
+        # Each worker leads a process group, so this also kills the processes that the test started here.
         os.killpg(os.getpid(), signal.SIGKILL)
     os._exit(0)
 
@@ -81,7 +81,7 @@ def _find(module: str, qualname: str) -> Callable[..., Any]:
 
 def _join_process_group(job: Job) -> None:
     os.environ.update(rank_variables(job.rank, job.world_size, job.store_port))
-    # The store belongs to the test process, as it belongs to the agent under torchrun: it survives the death of rank 0.
+    # The test process owns the store, as the agent does under torchrun. So the store survives the death of rank 0.
     os.environ["TORCHELASTIC_USE_AGENT_STORE"] = "True"
     store = dist.TCPStore("127.0.0.1", job.store_port, is_master=False)
     dist.init_process_group(
@@ -107,7 +107,7 @@ def _seed_everything() -> None:
 
 @contextlib.contextmanager
 def _original_surroundings() -> Iterator[None]:
-    """Undo what the call did to the environment variables, the working directory and torch's global modes."""
+    """Restore the environment variables, the working directory and torch's global modes after the call."""
     variables, directory, dtype = dict(os.environ), os.getcwd(), torch.get_default_dtype()
     deterministic = torch.are_deterministic_algorithms_enabled()
     try:

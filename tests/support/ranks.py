@@ -1,4 +1,4 @@
-"""Run a test's function on several ranks at once, with a real gloo process group."""
+"""Run a function of a test on several ranks at once, with a real gloo process group."""
 
 import atexit
 import pickle
@@ -14,9 +14,9 @@ from tests.support.rank_protocol import Finished, Job, RankOutcome, Ready
 
 __all__ = ["RankFailure", "RankOutcome", "RankTimeout", "close_pool", "outcomes_on_ranks", "run_on_ranks"]
 
-# Starting workers and importing the test's module come before the time limit of the test itself.
+# Time to start workers and import the test's module, before the test's own time limit starts.
 START_SECONDS = 120.0
-# How long the other ranks may go on after one has failed, before its worker is killed so that they notice.
+# How long the other ranks may continue after a failure, before the failed worker is killed so that they notice.
 GRACE_SECONDS = 2.0
 MAX_OUTPUT_CHARACTERS = 4000
 
@@ -24,7 +24,7 @@ _pool = WorkerPool()
 
 
 class RankFailure(AssertionError):
-    """Ranks raised or died; `errors` gives type name, message and traceback by rank."""
+    """Ranks raised or died; `errors` maps each rank to type name, message and traceback."""
 
     def __init__(self, errors: dict[int, tuple[str, str, str]], world_size: int) -> None:
         self.errors = errors
@@ -33,15 +33,15 @@ class RankFailure(AssertionError):
 
 
 class RankTimeout(AssertionError):
-    """Ranks did not finish in time; the message shows the Python stacks of those and the outcomes of the others."""
+    """Ranks did not finish in time; the message shows their Python stacks, and the outcomes of the other ranks."""
 
 
 def run_on_ranks(fn: Callable[..., Any], world_size: int, *args: Any, timeout: float = 60.0) -> list[Any]:
-    """The results of `fn(*args)` on ranks 0 to `world_size` - 1, in rank order.
+    """Return the results of `fn(*args)` on ranks 0 to `world_size` - 1, in rank order.
 
-    `fn` is a module-level function of an importable module; arguments and results travel by pickle. Each rank finds
-    torch.distributed initialised over gloo, in a group made for this call, and its random generators seeded with 0.
-    Raises `RankFailure` when a rank raises or dies, `RankTimeout` when one does not finish.
+    `fn` is a module-level function of an importable module; arguments and results are pickled. On each rank,
+    torch.distributed is initialised with gloo for this call, and all random generators are seeded with 0. Raises
+    `RankFailure` if a rank raises or dies, and `RankTimeout` if a rank does not finish.
     """
     outcomes = outcomes_on_ranks(fn, world_size, *args, timeout=timeout)
     errors = {
@@ -55,7 +55,7 @@ def run_on_ranks(fn: Callable[..., Any], world_size: int, *args: Any, timeout: f
 
 
 def outcomes_on_ranks(fn: Callable[..., Any], world_size: int, *args: Any, timeout: float = 60.0) -> list[RankOutcome]:
-    """Like `run_on_ranks`, but a rank that raises or dies is an outcome and not an error."""
+    """Return the outcomes like `run_on_ranks`, but do not raise if a rank raises or dies."""
     _check_request(fn, world_size)
     store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
     pickled_args = pickle.dumps(args)
@@ -90,7 +90,7 @@ def _check_request(fn: Callable[..., Any], world_size: int) -> None:
 
 
 class _Call:
-    """One call under way: which ranks have begun, which have finished, and how long the rest may take."""
+    """Call in progress: ranks that have started, ranks that have finished, and the deadline for the rest."""
 
     def __init__(self, workers: list[Worker], timeout: float) -> None:
         self.workers = workers
@@ -112,7 +112,7 @@ class _Call:
         return [self._outcomes[rank] for rank in range(len(self.workers))]
 
     def release(self) -> None:
-        """Return the workers that can serve again to the pool, and kill the others."""
+        """Return reusable workers to the pool, and kill the others."""
         stuck = set(range(len(self.workers))) - self._outcomes.keys()
         for rank in sorted(stuck | self._unfit):
             self.workers[rank].kill()
@@ -141,7 +141,7 @@ class _Call:
             self._first_failure = time.monotonic()
 
     def _kill_failed_ranks(self) -> None:
-        """Do to the failed ranks what their error would do in a real job: their connections close, the rest notice."""
+        """Kill the failed ranks, as their error would in a real job: their connections close, so the others notice."""
         for rank, outcome in self._outcomes.items():
             if outcome.failed and rank not in self._unfit:
                 self._unfit.add(rank)

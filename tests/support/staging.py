@@ -1,4 +1,4 @@
-"""Stages as splitters make them, in one process: with the values of a model, one after another."""
+"""Pipeline stages from splitters, in one process: filled with a model's values and run in sequence."""
 
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -16,7 +16,7 @@ MakeModel = Callable[[], Any]
 
 
 def split(model: nn.Module, num_stages: int, splitter: ModelSplitter | None = None) -> Split:
-    """As a trainer with one rank that has all stages would call a splitter."""
+    """Split a model like a trainer with all stages on one rank."""
     return split_for_rank(model, [tuple(range(num_stages))], 0, splitter)
 
 
@@ -25,7 +25,7 @@ def split_for_rank(
 ) -> Split:
     torch.set_num_threads(1)
     if not dist.is_initialized():
-        # The stages of torch want a group; it ends with the test.
+        # torch's stages require a process group. It ends with the test.
         dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
     group = dist.group.WORLD
     assert group is not None
@@ -41,7 +41,7 @@ def on_meta(make: MakeModel) -> Any:
 
 
 def filled(modules: Sequence[nn.Module], model: nn.Module) -> Sequence[nn.Module]:
-    """The stages with memory, each on its own as on ranks of their own, and with the values of that model."""
+    """Allocate the stages, each separately as on different ranks, and fill them with the model's values."""
     values = tensors_of(model)
     with torch.no_grad():
         for module in modules:

@@ -1,4 +1,4 @@
-"""Ranks as processes of their own, with and without torchrun."""
+"""Ranks as separate processes, with and without torchrun."""
 
 import contextlib
 import re
@@ -43,25 +43,25 @@ def write_script(directory: Path, text: str) -> str:
     return str(path)
 
 
-def test_no_connection_is_given_the_port_of_a_job() -> None:
+def test_free_ports_are_below_the_ephemeral_range() -> None:
     if first_ephemeral_port() > HIGHEST_PORT:
-        pytest.skip("this system gives nearly all ports to whoever asks for any")
+        pytest.skip("nearly all ports of this system are ephemeral")
     ports = {free_port() for _ in range(200)}
-    # The system gives its own ports to listeners and to connections alike, one after the other.
+    # The system takes ephemeral ports for listeners and connections from the same range.
     with contextlib.ExitStack() as stack:
         given = {stack.enter_context(socket.create_server(("127.0.0.1", 0))).getsockname()[1] for _ in range(200)}
     assert max(ports) < min(given)
-    # Two jobs that begin in the same moment hardly ever draw the same.
+    # Two jobs that start at the same moment rarely draw the same port.
     assert len(ports) > 190
 
 
-def test_ranks_get_their_variables(tmp_path: Path) -> None:
+def test_ranks_get_their_environment_variables(tmp_path: Path) -> None:
     processes = start_ranks([write_script(tmp_path, SAY_RANK)], 3)
     assert finish_all(processes, 30.0) == [0, 0, 0]
     assert [process.output for process in processes] == [f"rank {rank} of 3 local {rank}\n" for rank in range(3)]
 
 
-def test_a_hang_shows_the_stacks_of_all_ranks(tmp_path: Path) -> None:
+def test_hang_shows_the_stacks_of_all_ranks(tmp_path: Path) -> None:
     processes = start_ranks([write_script(tmp_path, WAIT)], 2)
     for process in processes:
         process.wait_for_output("waiting", 30.0)
@@ -93,9 +93,9 @@ def test_torchrun_restarts_a_failed_job(tmp_path: Path) -> None:
     assert "attempt 1 rank 0" in agent.output and "attempt 1 rank 1" in agent.output
 
 
-def test_a_hanging_torchrun_shows_the_stacks_of_its_ranks_and_leaves_none_behind(tmp_path: Path) -> None:
+def test_hanging_torchrun_shows_rank_stacks_and_leaves_no_process(tmp_path: Path) -> None:
     hang = ""
-    # On a busy machine the rank may begin only when it has been asked for its stacks already.
+    # On a busy machine, the stacks may be requested before the rank has started.
     for seconds in (4.0, 8.0, 30.0):
         with pytest.raises(RankTimeout, match="node 0 did not finish") as error:
             run_torchrun([write_script(tmp_path, WAIT)], nproc_per_node=1, timeout=seconds)
@@ -105,7 +105,7 @@ def test_a_hanging_torchrun_shows_the_stacks_of_its_ranks_and_leaves_none_behind
     assert "in wait_for_ever" in hang
     rank = re.search(r"waiting (\d+)", hang)
     assert rank is not None
-    # It was killed, but is gone only once the system has noticed that nobody waits for it.
+    # The killed rank stays until its parent is reaped; then it is a zombie or gone.
     with contextlib.suppress(psutil.NoSuchProcess):
         process = psutil.Process(int(rank[1]))
         for _ in range(500):

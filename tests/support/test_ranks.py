@@ -1,4 +1,4 @@
-"""The rank harness itself: what a test author relies on when something goes wrong on a rank."""
+"""Rank harness: results, errors, hangs and deaths of ranks, and reuse of workers."""
 
 import os
 import signal
@@ -85,7 +85,7 @@ def test_results_are_in_rank_order(world_size: int) -> None:
     assert run_on_ranks(describe_rank, world_size, 10) == expected
 
 
-def test_an_exception_arrives_with_its_rank_and_traceback() -> None:
+def test_exception_is_reported_with_rank_and_traceback() -> None:
     with pytest.raises(RankFailure, match=r"1 of 2 ranks failed\n--- rank 1 ---\nTraceback") as failure:
         run_on_ranks(raise_on_rank, 2, 1)
     assert list(failure.value.errors) == [1]
@@ -94,14 +94,14 @@ def test_an_exception_arrives_with_its_rank_and_traceback() -> None:
     assert "in raise_on_rank" in traceback_text
 
 
-def test_outcomes_tell_of_each_rank_without_raising() -> None:
+def test_outcomes_describe_each_rank_without_raising() -> None:
     fine, failed = outcomes_on_ranks(raise_on_rank, 2, 1)
     assert (fine.value, fine.error_type, fine.failed) == ("fine", None, False)
     assert (failed.value, failed.error_type, failed.failed) == (None, "KeyError", True)
     assert "in raise_on_rank" in str(failed.traceback)
 
 
-def test_ranks_that_wait_for_a_failed_one_are_released() -> None:
+def test_ranks_waiting_for_a_failed_rank_are_released() -> None:
     start = time.monotonic()
     waiting, failed = outcomes_on_ranks(wait_for_a_rank_that_raised, 2, timeout=30.0)
     assert time.monotonic() - start < 15.0
@@ -109,7 +109,7 @@ def test_ranks_that_wait_for_a_failed_one_are_released() -> None:
     assert "Connection closed by peer" in str(waiting.error_message)
 
 
-def test_a_hang_is_reported_with_the_stacks_of_all_ranks() -> None:
+def test_hang_is_reported_with_the_stacks_of_all_ranks() -> None:
     before = run_on_ranks(process_id, 4)
     with pytest.raises(RankTimeout, match=r"ranks \[0, 1\] of 2 failed to finish within 1.0 seconds") as hang:
         run_on_ranks(hang_in_different_places, 2, timeout=1.0)
@@ -119,7 +119,7 @@ def test_a_hang_is_reported_with_the_stacks_of_all_ranks() -> None:
     assert set(run_on_ranks(process_id, 4)) & set(before) == set(before[2:]), "hanging workers are replaced"
 
 
-def test_a_killed_worker_is_reported_and_replaced() -> None:
+def test_killed_worker_is_reported_and_replaced() -> None:
     before = run_on_ranks(process_id, 2)
     with pytest.raises(RankFailure, match="the process of rank 1 died with exit code -9"):
         run_on_ranks(die_on_rank, 2, 1)
@@ -127,7 +127,7 @@ def test_a_killed_worker_is_reported_and_replaced() -> None:
     assert before[0] == after[0] and before[1] != after[1]
 
 
-def test_workers_are_reused_and_every_call_is_fresh(tmp_path: Path) -> None:
+def test_workers_are_reused_with_fresh_state(tmp_path: Path) -> None:
     first = run_on_ranks(surroundings, 2)
     workers = set(run_on_ranks(process_id, 2))
     run_on_ranks(leave_traces, 2, str(tmp_path))
@@ -139,16 +139,16 @@ def test_workers_are_reused_and_every_call_is_fresh(tmp_path: Path) -> None:
         assert number == first_number
 
 
-def test_a_worker_with_a_leftover_thread_is_not_reused() -> None:
+def test_worker_with_a_leftover_thread_is_not_reused() -> None:
     assert not set(run_on_ranks(leave_a_thread, 2)) & set(run_on_ranks(process_id, 2))
 
 
-def test_an_exit_and_an_unpicklable_result_are_outcomes() -> None:
+def test_exit_and_unpicklable_result_are_outcomes() -> None:
     assert [outcome.error_type for outcome in outcomes_on_ranks(exit_with_code, 2, 3)] == ["SystemExit"] * 2
     assert [outcome.error_type for outcome in outcomes_on_ranks(return_something_unpicklable, 2)] == ["TypeError"] * 2
 
 
-def test_a_function_that_ranks_cannot_import_is_refused() -> None:
+def test_function_that_ranks_cannot_import_is_rejected() -> None:
     with pytest.raises(ValueError, match="cannot be imported by the ranks"):
         run_on_ranks(lambda: None, 2)
     with pytest.raises(ValueError, match="not between 1 and 4"):
@@ -164,9 +164,9 @@ os.kill(os.getpid(), signal.SIGKILL)
 """
 
 
-def test_workers_end_with_the_test_process_even_when_it_is_killed(tmp_path: Path) -> None:
+def test_workers_exit_when_the_test_process_is_killed(tmp_path: Path) -> None:
     command = [sys.executable, "-c", SESSION_THAT_ENDS_ABRUPTLY]
-    # A process that is killed leaves its temporary files: here they go where pytest removes them.
+    # A killed process leaves its temporary files. TMPDIR puts them where pytest removes them.
     env = {**os.environ, "TMPDIR": str(tmp_path)}
     session = subprocess.run(
         command, cwd=Path(__file__).parents[2], env=env, capture_output=True, text=True, timeout=60

@@ -1,4 +1,4 @@
-"""Models, data and callbacks that are small enough to check a trainer's numbers by hand."""
+"""Models, data and callbacks small enough to check a trainer's numbers by hand."""
 
 from collections.abc import Callable, Iterator, Sequence
 from functools import partial
@@ -17,7 +17,7 @@ VOCAB_SIZE = 32
 
 
 class ScalarModel(nn.Module):
-    """Computes its own loss, weight x mean value of the batch: the gradient of a sample is its value."""
+    """Model with its own loss, weight x mean value of the batch: the gradient of a sample is its value."""
 
     def __init__(self, weight: float = 1.0) -> None:
         super().__init__()
@@ -28,7 +28,7 @@ class ScalarModel(nn.Module):
 
 
 class TokenModel(nn.Module):
-    """Logits of each token from that token alone, without biases whose gradients would be noise."""
+    """Model with logits that depend on the same token only, without biases, because their gradients would be noise."""
 
     def __init__(self, seed: int = 0, width: int = 8) -> None:
         super().__init__()
@@ -42,7 +42,7 @@ class TokenModel(nn.Module):
 
 
 def tiny_llama(seed: int | None = 0, **options: Any) -> LlamaForCausalLM:
-    """Without a seed, the weights come from the generator as it is."""
+    """Build a small Llama; without a seed, its weights come from the current random state."""
     settings: dict[str, Any] = {
         "vocab_size": VOCAB_SIZE,
         "hidden_size": 16,
@@ -61,12 +61,12 @@ def tiny_llama(seed: int | None = 0, **options: Any) -> LlamaForCausalLM:
 
 
 def scalars(*values: float) -> list[dict[str, Tensor]]:
-    """Samples for `ScalarModel`."""
+    """Return samples for `ScalarModel`."""
     return [{"value": torch.tensor(float(value))} for value in values]
 
 
 def token_samples(num_samples: int, length: int = 6, seed: int = 1) -> list[dict[str, Tensor]]:
-    """Token sequences with different numbers of targets; every fourth has none."""
+    """Return token sequences with different numbers of targets; every fourth has none."""
     generator = torch.Generator().manual_seed(seed)
     samples = []
     for number in range(num_samples):
@@ -78,7 +78,7 @@ def token_samples(num_samples: int, length: int = 6, seed: int = 1) -> list[dict
 
 
 class Stream(IterableDataset[Any]):
-    """Samples without a known number."""
+    """Iterable dataset without a length."""
 
     def __init__(self, samples: Sequence[Any]) -> None:
         self._samples = samples
@@ -88,7 +88,7 @@ class Stream(IterableDataset[Any]):
 
 
 class Recorder:
-    """Notes every event with its step and its own keywords; `also` may react to events by name."""
+    """Callback that records every event with its step and metrics; `also` may react to events by name."""
 
     def __init__(self, **also: Callable[..., Any]) -> None:
         self.events: list[tuple[str, int, dict[str, Any]]] = []
@@ -120,7 +120,7 @@ class Recorder:
 
     @property
     def logs(self) -> list[tuple[int, dict[str, Any]]]:
-        """Step and record of what was logged while training, without the final record."""
+        """Step and record of each training log, without the final record."""
         return [
             (step, details["logs"])
             for name, step, details in self.events
@@ -143,8 +143,8 @@ def quiet_trainer(
     trainer_options: dict[str, Any] | None = None,
     **settings: Any,
 ) -> Trainer:
-    """A trainer on the CPU with SGD, in the order of the data, that saves nothing unless it is told to."""
-    # Threads gain nothing on tensors of this size, and wait for each other on busy cores.
+    """Build a CPU trainer with SGD and no shuffling that saves and logs nothing by default."""
+    # Threads gain nothing on tensors of this size, and block each other on busy cores.
     torch.set_num_threads(1)
     defaults: dict[str, Any] = {
         "output_dir": str(output_dir),
@@ -169,7 +169,7 @@ def quiet_trainer(
 
 
 def saved_steps(output_dir: Path) -> list[int]:
-    """The steps of the checkpoints there are."""
+    """Return the steps of the existing checkpoints."""
     return sorted(int(path.name.removeprefix("checkpoint-")) for path in output_dir.glob("checkpoints/checkpoint-*"))
 
 

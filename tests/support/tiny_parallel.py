@@ -1,4 +1,4 @@
-"""Stand-ins for the trainers: a small model in every topology, with the state components that its trainer declares."""
+"""Stand-ins for trainers: a small model in every topology, with the state components that its trainer declares."""
 
 import logging
 import os
@@ -30,15 +30,15 @@ SAVED_SEED = 7
 NUM_STEPS = 3
 LEARNING_RATE = 0.01
 
-# What a test compares: by parameter name, the weights and everything that AdamW remembers.
+# Values that a test compares: weights and AdamW state, by parameter name.
 Memory = dict[str, dict[str, Tensor]]
 
-# Type and message of an error, both empty when there was none.
+# Type and message of an error, both empty without an error.
 Outcome = tuple[str, str]
 
 
 class Box:
-    """The smallest stateful object: a dictionary."""
+    """Minimal stateful object: a dictionary."""
 
     def __init__(self, **state: Any) -> None:
         self.state: dict[str, Any] = state
@@ -51,7 +51,7 @@ class Box:
 
 
 class Failing(Box):
-    """Fails on one rank, when it is asked for its state or given one."""
+    """Stateful object that fails on one rank when its state is saved or loaded."""
 
     def __init__(self, rank: int, on: str) -> None:
         super().__init__(value=1)
@@ -72,9 +72,9 @@ class Failing(Box):
 
 
 class TinyModel(nn.Module):
-    """An embedding, a few layers with a buffer each, and a head that may be tied to the embedding.
+    """Model with an embedding, a few layers with one buffer each, and a head that may be tied to the embedding.
 
-    Layers are kept in a ModuleDict so that a stage, which has only some of them, keeps the names of the whole model.
+    Layers are kept in a ModuleDict, so that a stage with some of the layers keeps the names of the full model.
     """
 
     def __init__(self, seed: int, tied: bool = False) -> None:
@@ -90,7 +90,7 @@ class TinyModel(nn.Module):
 
 
 class Stage(nn.Module):
-    """The layers `first` to `last` - 1 of a model, with the embedding or the head at the ends."""
+    """Stage with the layers `first` to `last` - 1 of a model, plus the embedding or the head at the ends."""
 
     def __init__(self, model: TinyModel, first: int, last: int) -> None:
         super().__init__()
@@ -98,28 +98,28 @@ class Stage(nn.Module):
             self.embed = model.embed
         self.layers = nn.ModuleDict({str(number): model.layers[str(number)] for number in range(first, last)})
         if last == NUM_LAYERS:
-            # A stage on another rank has memory of its own, tied or not.
+            # A stage on another rank has separate memory, tied or not.
             self.head = nn.Linear(WIDTH, VOCABULARY, bias=False)
             self.head.weight = nn.Parameter(model.head.weight.detach().clone())
 
 
 def split(model: TinyModel, boundaries: Sequence[int]) -> list[nn.Module]:
-    """The stages of a pipeline that is cut before each of the layers in `boundaries`."""
+    """Split a model into pipeline stages before each layer in `boundaries`."""
     edges = [0, *boundaries, NUM_LAYERS]
     return [Stage(model, first, last) for first, last in pairwise(edges)]
 
 
 @dataclass(frozen=True)
 class Topology:
-    """How a job divides the model: `boundaries` cut it into stages, and the ranks form `num_replicas` of the whole."""
+    """Division of a model: `boundaries` cut it into stages, and the ranks hold `num_replicas` copies of it."""
 
     num_replicas: int = 1
     boundaries: tuple[int, ...] = ()
     pattern: SharingPattern = SharingPattern.GLOBAL
     mesh_ranks: tuple[tuple[int, ...], ...] | None = None
-    """Replica by replica, the ranks of its pipeline; by default in order."""
+    """Ranks of the pipeline of each replica; by default in order."""
     stages_per_rank: int = 1
-    """More than one for interleaved schedules: of four stages, the first of two ranks has the first and the third."""
+    """More than one for interleaved schedules: with four stages on two ranks, rank 0 has stages 0 and 2."""
 
     @property
     def num_stages(self) -> int:
@@ -155,15 +155,15 @@ HYBRID_PERMUTED = Topology(2, (2,), SharingPattern.PER_GROUP, ((3, 1), (2, 0)))
 
 @dataclass
 class TinyTrainer:
-    """What one rank of a job has, and the declarations of its state."""
+    """Objects that one rank of a job holds, with the declarations of its state."""
 
     topology: Topology
     tied: bool = False
     seed: int = 0
     shuffled: bool = False
-    """Give the optimizer its parameters in another order and in two groups."""
+    """Pass the parameters to the optimizer in another order and in two groups."""
     with_index: bool = True
-    """Pass a shard index for stages, as a trainer does that knows the whole model; else the ranks make one."""
+    """Pass a shard index for stages, like a trainer that knows the full model; otherwise the ranks build one."""
     mesh: DeviceMesh | None = field(init=False)
     parts: list[nn.Module] = field(init=False)
     optimizer: torch.optim.Optimizer = field(init=False)
@@ -192,9 +192,9 @@ class TinyTrainer:
         return [named for part in self.parts for named in part.named_parameters()]
 
     def train(self) -> None:
-        """Real steps of the optimizer with gradients that depend on the parameter's name alone.
+        """Run real optimizer steps with gradients that depend only on the parameter's name.
 
-        So every topology comes to the same weights and moments, and each parameter to ones of its own.
+        So every topology reaches the same weights and moments, and every parameter reaches different ones.
         """
         for step in range(NUM_STEPS):
             for name, parameter in self.named_parameters():
@@ -249,7 +249,7 @@ class TinyTrainer:
         )
 
     def memory(self) -> Memory:
-        """Copies of this rank's weights, buffers and moments by name."""
+        """Return copies of this rank's weights, buffers and moments by name."""
         held = {name: {"value": tensor.clone()} for part in self.parts for name, tensor in part.state_dict().items()}
         for name, parameter in self.named_parameters():
             moments = self.optimizer.state.get(parameter, {})
@@ -268,12 +268,12 @@ def make_coordinator(
     groups: Mapping[str, ProcessGroup] | None = None,
     **options: Any,
 ) -> CheckpointCoordinator:
-    """A coordinator for the environment that this process is in."""
+    """Build a coordinator for the environment of this process."""
     return CheckpointCoordinator(components, groups or {}, from_env(), output_dir, **options)
 
 
 def reference(tied: bool) -> Memory:
-    """What every topology holds after `train`: computed by one process that never saved anything."""
+    """Return the values that every topology holds after `train`, computed in one process without saving."""
     trainer = TinyTrainer(SINGLE, tied, SAVED_SEED)
     trainer.train()
     held = trainer.memory()
@@ -283,14 +283,14 @@ def reference(tied: bool) -> Memory:
 
 
 def save_trained(output_dir: str, topology: Topology, tied: bool, with_index: bool = True) -> str:
-    """On ranks: train, save, and return the path."""
+    """Train on ranks, save, and return the path."""
     trainer = TinyTrainer(topology, tied, SAVED_SEED, with_index=with_index)
     trainer.train()
     return trainer.coordinator(output_dir).save_checkpoint(checkpoint_id=NUM_STEPS)
 
 
 def load_fresh(path: str, topology: Topology, tied: bool, shuffled: bool = False) -> dict[str, Any]:
-    """On ranks: load into a job that began differently, and return what it then holds."""
+    """Load on ranks into a job with other initial values, and return the loaded values."""
     trainer = TinyTrainer(topology, tied, seed=1000 + _rank(), shuffled=shuffled)
     trainer.coordinator(str(Path(path).parents[1])).load_checkpoint(path)
     return {
@@ -303,7 +303,7 @@ def load_fresh(path: str, topology: Topology, tied: bool, shuffled: bool = False
 
 
 def load_and_save(path: str, output_dir: str, topology: Topology, tied: bool) -> str:
-    """On ranks: pass a checkpoint on through a job of another topology."""
+    """Load a checkpoint on ranks into a job of another topology, and save it again."""
     trainer = TinyTrainer(topology, tied, seed=2000 + _rank(), shuffled=True)
     coordinator = trainer.coordinator(output_dir)
     coordinator.load_checkpoint(path)
@@ -316,7 +316,7 @@ def _rank() -> int:
 
 @contextmanager
 def captured_logs(level: int = logging.WARNING) -> Iterator[list[str]]:
-    """The messages that the package logs in this process."""
+    """Collect the messages that the package logs in this process."""
     lines: list[str] = []
 
     class Collector(logging.Handler):
@@ -335,7 +335,7 @@ def captured_logs(level: int = logging.WARNING) -> Iterator[list[str]]:
 
 
 def raised(action: Callable[[], Any]) -> Outcome:
-    """The type and the message of the error that `action` raises; empty ones when it does not."""
+    """Return type and message of the error that `action` raises, or empty strings."""
     try:
         action()
     except Exception as error:  # noqa: BLE001 - whatever it is, the test compares it
@@ -344,35 +344,35 @@ def raised(action: Callable[[], Any]) -> Outcome:
 
 
 def entries(directory: str | Path) -> list[str]:
-    """Everything in a directory, names with a dot included; nothing when there is none."""
+    """Return all names in a directory, hidden ones included, or nothing if it does not exist."""
     path = Path(directory)
     return sorted(entry.name for entry in path.iterdir()) if path.exists() else []
 
 
 def box_of_rank() -> Box:
-    """State that tells whose it is."""
+    """Return state that identifies its rank."""
     return Box(tensor=torch.arange(3) + 10 * dist.get_rank(), rank=dist.get_rank(), nested={"list": [1, "a"]})
 
 
 def save_box(output_dir: str, pattern: SharingPattern, box: Box, step: int = 5, key: str = "part") -> str:
-    """On ranks: save a checkpoint of one component."""
+    """Save on ranks a checkpoint of one component."""
     component = StateComponent(key, box, pattern)
     return make_coordinator(output_dir, [component]).save_checkpoint(checkpoint_id=step)
 
 
 def load_box(path: str, pattern: SharingPattern, key: str = "part") -> Any:
-    """On ranks: load that component of a checkpoint."""
+    """Load on ranks the same component of a checkpoint."""
     box = Box()
     make_coordinator("unused", [StateComponent(key, box, pattern)]).load_checkpoint(path)
     return box.state
 
 
 def file_names(path: str) -> set[str]:
-    """The files of a checkpoint beside its manifest."""
+    """Return the files of a checkpoint without its manifest."""
     return set(os.listdir(path)) - {MANIFEST_NAME}
 
 
 def mesh_groups(ranks: list[list[int]]) -> tuple[DeviceMesh, dict[str, Any]]:
-    """A mesh given as a list of pipelines, and its families of groups by name."""
+    """Return a mesh for a list of pipelines, and its process groups by name."""
     mesh = DeviceMesh("cpu", ranks, mesh_dim_names=("dp", "pp"))
     return mesh, {"dp_group": mesh.get_group("dp"), "pp_group": mesh.get_group("pp")}

@@ -1,9 +1,8 @@
-"""Training runs that are killed, preempted and started again, each start in a process of its own.
+"""Training runs that are killed, preempted and resumed; each start runs in a separate process.
 
-Started as `python -m tests.support.train_job <directory>`, with a `plan.json` in it: a list of scenarios. Importing torch
-and transformers takes longer than a run, so this process imports them once and forks the starts; it must stay without
-threads. A child that is stopped leaves through the interpreter as any program does, so that its exit code is what a
-user's would be.
+Started as `python -m tests.support.train_job <directory>`, with a list of scenarios in `plan.json`. Importing torch and
+transformers takes longer than a run, so this process imports them once and forks the starts. It must stay without
+threads. A stopped child exits through the interpreter, so that its exit code is the one a user would see.
 """
 
 import functools
@@ -23,7 +22,7 @@ from typing import Any
 
 import numpy as np
 import torch
-import torch._dynamo  # the first optimizer of a process imports it: once here instead of in every start
+import torch._dynamo  # The first optimizer imports it; import it once for all starts.
 import torch.distributed as dist
 from torch import Tensor
 from torch.utils.data import IterableDataset, get_worker_info
@@ -36,7 +35,7 @@ from forgather.ml.trainer.trainer import Trainer
 from tests.support.launch import RankProcess, free_port
 from tests.support.rank_protocol import rank_variables
 
-# One more than the cores of a small machine: a start waits for the disk about as long as it computes.
+# One more than the cores of a small machine, because a start waits for the disk about as long as it computes.
 NUM_LANES = 3
 LAUNCH_SECONDS = 240.0
 VOCABULARY = 24
@@ -44,7 +43,7 @@ SEQUENCE_LENGTH = 8
 NUM_SAMPLES = 26
 NUM_EVAL_SAMPLES = 8
 IGNORED = -100
-# What is logged and must not depend on how often a run was stopped; times and speeds may.
+# Logged values that must not depend on the number of stops, unlike times and speeds.
 LOGGED = (
     *("step", "epoch", "loss", "grad_norm", "max_grad_norm", "learning_rate", "tokens", "total_tokens", "total_flos"),
     *("eval_loss", "eval_tokens", "train_loss", "train_samples", "total_flops"),
@@ -53,9 +52,9 @@ LOGGED = (
 
 @dataclass(frozen=True)
 class Stop:
-    """Where a start sends itself a signal: at the nth `event` while `state.global_step` is `step`.
+    """Point where a start sends itself a signal: at the nth `event` while `state.global_step` is `step`.
 
-    An event is the name of a callback's handler, or "fsync": the nth file or directory that a save makes durable.
+    An event is the name of a callback's handler, or "fsync": the nth file or directory that a save flushes to disk.
     """
 
     event: str
@@ -64,14 +63,14 @@ class Stop:
     signal: str = "SIGKILL"
     times: int = 1
     to_group: bool = False
-    """Send it to the data workers as well, as a terminal and some schedulers do."""
+    """Send it to the data workers too, as a terminal and some schedulers do."""
     ranks: tuple[int, ...] = (0,)
-    """Which ranks send it, each to itself."""
+    """Ranks that send it, each to itself."""
 
 
 @dataclass(frozen=True)
 class Scenario:
-    """A run: one start for each stop, and a last one that goes to the end."""
+    """Run with one start for each stop, and a last start that reaches the end."""
 
     name: str
     settings: dict[str, Any] = field(default_factory=dict)
@@ -85,17 +84,17 @@ class Scenario:
 
 @dataclass
 class Start:
-    """What one start of a scenario left behind."""
+    """Result of one start of a scenario."""
 
     exit_code: int
-    """Of several ranks, the first that is not 0."""
+    """With several ranks, the first exit code that is not 0."""
     output: str
     began_at: int | None
-    """The global step at which it began; None when it did not get so far."""
+    """Global step at the start of training; None if the start ended before."""
     saved: list[int]
     evaluated: list[int]
     facts: dict[str, Any] | None
-    """Everything that has to be the same at the end, of all ranks; None when they did not get so far."""
+    """Final state of all ranks, which must not depend on stops; None if a rank did not reach the end."""
 
 
 BuildT = Callable[[Any, str, Sequence[Any]], Trainer]
@@ -117,9 +116,9 @@ def tiny_llama() -> LlamaForCausalLM:
 
 
 def sample(index: int, noisy: bool) -> dict[str, Tensor]:
-    """A sequence that depends on its number, with as many targets as that says: none at all for every ninth.
+    """Return a sequence that depends on its index, with a varying number of targets; every ninth has none.
 
-    Noise is drawn from all three generators, as augmentations do.
+    The noise draws from all three generators, as data augmentation does.
     """
     tokens = (torch.arange(SEQUENCE_LENGTH) * (index % 5 + 1) + index) % VOCABULARY
     if noisy:
@@ -132,7 +131,7 @@ def sample(index: int, noisy: bool) -> dict[str, Tensor]:
 
 
 class Samples:
-    """A map-style dataset."""
+    """Map-style dataset."""
 
     def __init__(self, num_samples: int, noisy: bool) -> None:
         self._num_samples = num_samples
@@ -146,7 +145,7 @@ class Samples:
 
 
 class Stream(IterableDataset[dict[str, Tensor]]):
-    """An iterable dataset without a length, that knows its position; workers take every so many-th sample."""
+    """Iterable dataset without a length that keeps its position; with n workers, each takes every nth sample."""
 
     def __init__(self, num_samples: int) -> None:
         self._num_samples = num_samples
@@ -174,7 +173,7 @@ class Stream(IterableDataset[dict[str, Tensor]]):
 
 
 class Stopper:
-    """A callback that sends signals where a `Stop` says."""
+    """Callback that sends signals at a `Stop`."""
 
     def __init__(self, stop: Stop) -> None:
         self._stop = stop
@@ -218,7 +217,10 @@ class Stopper:
 
 
 def send_to_group(number: signal.Signals) -> None:
-    """Send a signal to this process and its workers from outside: workers of torch take one of their parent otherwise."""
+    """Send a signal to this process and its data workers from a third process.
+
+    torch's data workers exit normally on a SIGTERM from their parent.
+    """
     group = os.getpgid(0)
     sender = os.fork()
     if sender == 0:
@@ -226,12 +228,12 @@ def send_to_group(number: signal.Signals) -> None:
         os.killpg(group, number)
         os._exit(0)
     os.waitpid(sender, 0)
-    # Long enough for the death of a worker to be noticed here and now.
+    # Long enough for this process to notice the death of a worker.
     time.sleep(0.3)
 
 
 class Notes:
-    """A callback that writes down what happens, at once, so that it is there after a SIGKILL."""
+    """Callback that writes events to a file immediately, so that they survive a SIGKILL."""
 
     def __init__(self, path: str) -> None:
         self._descriptor = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o666)
@@ -264,7 +266,7 @@ USUAL_SETTINGS: dict[str, Any] = {
     "eval_steps": 4,
     "save_steps": 3,
 }
-"""Of all jobs that are stopped: something is logged, evaluated and saved in the middle of epochs."""
+"""Settings of all stopped jobs: they log, evaluate and save in the middle of epochs."""
 
 
 def build_trainer(scenario: Scenario, output_dir: str, callbacks: Sequence[Any]) -> Trainer:
@@ -272,7 +274,7 @@ def build_trainer(scenario: Scenario, output_dir: str, callbacks: Sequence[Any])
         **USUAL_SETTINGS,
         "output_dir": output_dir,
         "per_device_train_batch_size": 2,
-        # 13 batches an epoch: four windows of three and one of one.
+        # 13 batches per epoch: four windows of three batches, and one window of one batch.
         "gradient_accumulation_steps": 3,
         **scenario.settings,
     }
@@ -315,7 +317,7 @@ TWO_OPTIMIZERS = {
 
 
 def facts_of(trainer: Trainer) -> dict[str, Any]:
-    """The end of a run, bit for bit, under names that say what differs."""
+    """Return the exact final state of a run, under names that identify a difference."""
     model = trainer.unwrapped_model()
     names = {parameter: name for name, parameter in model.named_parameters()}
     moments = {
@@ -350,7 +352,7 @@ def logged(history: Sequence[Mapping[str, Any]]) -> list[dict[str, str]]:
 
 
 def exact(value: Any) -> str:
-    """Text that is the same exactly if the value is: all digits of floats, a digest of the bytes of tensors."""
+    """Return text that is equal exactly if the values are: all digits of floats, a digest for tensors."""
     if isinstance(value, Tensor):
         content = value.detach().cpu().contiguous()
         data = content.flatten().view(torch.uint8).numpy().tobytes() if content.numel() else b""
@@ -365,13 +367,13 @@ def exact(value: Any) -> str:
 
 
 def run_start(scenario: Scenario, number: int, directory: str, build: BuildT, find_facts: FactsT) -> None:
-    """One start, in the process that is to end with it; what it prints goes into a file."""
+    """Run one start in this process, which ends with it; its output goes to a file."""
     os.setpgid(0, 0)
     output = os.open(f"{directory}/output{number}", os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o666)
     os.dup2(output, sys.stdout.fileno())
     os.dup2(output, sys.stderr.fileno())
     rank = 0 if scenario.num_ranks == 1 else fork_ranks(scenario.num_ranks)
-    # A new process begins with random numbers of its own, which must not matter.
+    # A new process starts with its own random numbers, which must not matter.
     random.seed()
     np.random.seed()
     torch.seed()
@@ -382,12 +384,12 @@ def run_start(scenario: Scenario, number: int, directory: str, build: BuildT, fi
     trainer.train()
     Path(f"{directory}/facts{number}.{rank}").write_text(json.dumps(find_facts(trainer)))
     if scenario.num_ranks > 1:
-        # A rank that leaves before the others takes their connections with it.
+        # A rank that exits before the others would close their connections.
         dist.barrier()
 
 
 def fork_ranks(num_ranks: int) -> int:
-    """The rank that this process is now; the process that called waits for the ranks and ends as they do."""
+    """Fork the ranks and return the rank of this child; the caller waits for the ranks and exits with their code."""
     port = free_port()
     children = []
     for rank in range(num_ranks):
@@ -404,7 +406,7 @@ def fork_ranks(num_ranks: int) -> int:
 
 
 def run_plan(scenarios: Sequence[Scenario], directory: str) -> tuple[Scenario, int] | None:
-    """Run all scenarios, a few at a time; in a child this returns the start that the child is to make."""
+    """Run all scenarios, `NUM_LANES` at a time; in a child, return the start that it has to run."""
     waiting = list(scenarios)
     running: dict[int, tuple[Scenario, int]] = {}
 
@@ -432,12 +434,12 @@ def run_plan(scenarios: Sequence[Scenario], directory: str) -> tuple[Scenario, i
 def run_scenarios(
     scenarios: Sequence[Scenario], directory: Path, module: str = "tests.support.train_job"
 ) -> dict[str, list[Start]]:
-    """Run scenarios in a process of their own, and return the starts of each by its name.
+    """Run scenarios in a subprocess, and return the starts of each scenario by name.
 
-    `module` is one that calls `main` with the kind of scenarios it has.
+    `module` calls `main` with its class of scenarios.
     """
     names = [scenario.name for scenario in scenarios]
-    assert len(set(names)) == len(names), "scenarios are told apart by their names"
+    assert len(set(names)) == len(names), "scenario names must be unique"
     (directory / "plan.json").write_text(json.dumps([asdict(scenario) for scenario in scenarios]))
     command = [sys.executable, "-m", module, str(directory)]
     process = RankProcess(0, command, {"OMP_NUM_THREADS": "1", "MKL_NUM_THREADS": "1"})
@@ -479,13 +481,13 @@ def main(
     directory = sys.argv[1]
     plan = json.loads(Path(directory, "plan.json").read_text())
     scenarios = [scenario_class(**{**one, "stops": tuple(map(as_stop, one["stops"]))}) for one in plan]
-    # The first use of everything, so that it is paid for once and not in every start.
+    # Use everything once here, so that the starts do not pay for imports on first use.
     default_callbacks()
     with tempfile.TemporaryDirectory() as warm_up:
         build_trainer(Scenario("warm-up", {"max_steps": 1}), warm_up, []).train()
     assert len(os.listdir("/proc/self/task")) == 1, "a process with threads must not be forked"
     sys.stdout.flush()
-    # A collection in a child would touch, and so copy, all that was imported here.
+    # A garbage collection in a child would write to, and so copy, all pages that were imported here.
     gc.collect()
     gc.freeze()
     started = time.monotonic()
@@ -496,7 +498,7 @@ def main(
     scenario, number = mine
     run_start(scenario, number, f"{directory}/{scenario.name}", build, find_facts)
     sys.stdout.flush()
-    # It came to its end and has written down what it found: taking the interpreter down would take longer than all that.
+    # The results are written. Shutting the interpreter down would take longer than the run.
     os._exit(0)
 
 

@@ -1,7 +1,7 @@
-"""Torchrun jobs as forks of one process that has imported what their ranks need: from nothing, every process takes seconds.
+"""Torchrun jobs, forked from one process that has imported what their ranks need: a fresh start takes seconds.
 
-Started as `python -m tests.support.warm_torchrun <directory>`, with a `plan.json` in it. The agents are forked here, and
-each forks its ranks, by torchrun's own start method; for the rest they are what `run_torchrun` starts.
+Started as `python -m tests.support.warm_torchrun <directory>`, with a `plan.json` in it. This process forks the agents,
+and each agent forks its ranks with torchrun's own start method. Otherwise they equal the jobs of `run_torchrun`.
 """
 
 import importlib
@@ -22,7 +22,7 @@ from tests.support.warm_up import warm_up
 
 @dataclass
 class WarmJob:
-    """A job that has ended, and how long that took."""
+    """Finished job and its duration."""
 
     agents: list[CompletedAgent]
     seconds: float
@@ -31,7 +31,7 @@ class WarmJob:
 def run_warm_torchrun(
     module: str, jobs: Mapping[str, Sequence[str]], nproc_per_node: int, nnodes: int = 1, timeout: float = 120.0
 ) -> dict[str, WarmJob]:
-    """Run a module under torchrun once for each job, with the job's arguments, all at once; returns how each ended."""
+    """Run a module under torchrun once for each job, with the job's arguments, all jobs at once."""
     with tempfile.TemporaryDirectory(prefix="warm_torchrun_") as directory:
         plan = {"module": module, "nnodes": nnodes, "nproc_per_node": nproc_per_node, "jobs": dict(jobs)}
         Path(directory, "plan.json").write_text(json.dumps(plan))
@@ -49,7 +49,7 @@ def _read_job(directory: Path, name: str, ends: list[tuple[int, float]]) -> Warm
 
 
 def start_agent(options: Sequence[str], output_path: str) -> int:
-    """Fork an agent whose output, and that of its ranks, goes to a file."""
+    """Fork an agent; its output and the output of its ranks go to a file."""
     child = os.fork()
     if child:
         return child
@@ -75,7 +75,7 @@ def run_agent(options: Sequence[str]) -> int:
 
 
 def wait_for(children: Mapping[int, tuple[str, int]], started: float) -> dict[str, list[tuple[int, float]]]:
-    """Exit code and time of each agent, by job and node."""
+    """Return exit code and duration of each agent, by job and node."""
     ends: dict[tuple[str, int], tuple[int, float]] = {}
     for _ in children:
         child, status = os.wait()

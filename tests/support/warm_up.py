@@ -1,15 +1,15 @@
-"""What a process does before others are forked from it: whatever torch imports on first use is then imported once."""
+"""Warm-up before a fork: the parent imports once what torch imports on first use."""
 
 import gc
 import io
 import os
 
 import torch
-import torch._dynamo  # imported by the first optimizer of a process
+import torch._dynamo  # The first optimizer of a process imports it.
 
 
 def warm_up() -> None:
-    """Train a step, save and load, with torch alone."""
+    """Train a step, save and load, with torch only."""
     torch.set_num_threads(1)
     model = torch.nn.Linear(1, 1)
     optimizer = torch.optim.AdamW(model.parameters())
@@ -24,6 +24,6 @@ def warm_up() -> None:
 
 def get_ready_to_fork() -> None:
     assert len(os.listdir("/proc/self/task")) == 1, "a process with threads must not be forked"
-    # A collection in a child would touch, and so copy, all that was imported here.
+    # A garbage collection in a child would write to, and so copy, all pages that were imported here.
     gc.collect()
     gc.freeze()

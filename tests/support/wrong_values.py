@@ -1,4 +1,4 @@
-"""Values that a damaged checkpoint may have in place of others."""
+"""Wrong values for the fields of a damaged checkpoint."""
 
 import copy
 from collections.abc import Callable, Iterable, Mapping
@@ -36,7 +36,7 @@ def with_none(accepted: Iterable[str]) -> frozenset[str]:
 
 
 def replaced(state: Mapping[str, Any], path: str, value: Any) -> dict[str, Any]:
-    """The state with another value at a dotted path."""
+    """Return the state with another value at a dotted path."""
     changed = copy.deepcopy(dict(state))
     *outer, last = path.split(".")
     place: Any = changed
@@ -47,7 +47,7 @@ def replaced(state: Mapping[str, Any], path: str, value: Any) -> dict[str, Any]:
 
 
 def assert_refuses(component: Any, state: Mapping[str, Any], root: str, accepted: Mapping[str, Iterable[str]]) -> None:
-    """Each wrong value at each path is refused by name, without a change, unless it is accepted there."""
+    """Assert that each wrong value at each path raises an error with its name and changes nothing, unless accepted."""
     before = repr(component.state_dict())
     for path, fine in accepted.items():
         for name, value in WRONG.items():

@@ -1,4 +1,4 @@
-"""The package itself: public names that are imported when they are used, and what a first step imports."""
+"""Package `forgather`: lazily imported public names, and the imports of a first step."""
 
 import ast
 import subprocess
@@ -33,7 +33,7 @@ print("imported", sorted({name.partition(".")[0] for name in sys.modules if name
 
 
 def run(program: str, *words: str) -> str:
-    """What a program prints in a process of its own."""
+    """Run a program in a subprocess and return its output."""
     command = [sys.executable, "-c", program, *words]
     done = subprocess.run(command, capture_output=True, text=True, timeout=120)
     assert done.returncode == 0, done.stderr
@@ -45,7 +45,7 @@ def test_import_and_dir_import_no_library() -> None:
     assert found == "[]\n"
 
 
-def test_dir_lists_all_public_names_and_each_is_there() -> None:
+def test_dir_lists_all_public_names_and_each_exists() -> None:
     assert {name for line in EXPECTED for name in line.split()} <= set(forgather.__all__) <= set(dir(forgather))
     assert {"__version__", "__doc__"} <= set(dir(forgather))
     for name in forgather.__all__:
@@ -53,7 +53,7 @@ def test_dir_lists_all_public_names_and_each_is_there() -> None:
         assert found.__name__ == name and found.__module__.startswith("forgather."), name
 
 
-def test_names_are_those_of_the_modules_that_define_them() -> None:
+def test_public_names_are_the_defined_objects() -> None:
     from forgather import CheckpointManager, Trainer
     from forgather.ml.checkpoint.manager import CheckpointManager as defined_manager
     from forgather.ml.trainer.trainer import Trainer as defined_trainer
@@ -69,7 +69,7 @@ def test_type_checkers_see_the_same_names() -> None:
     assert sorted(imported) == sorted(forgather.__all__)
 
 
-def test_an_unknown_name_suggests_the_nearest() -> None:
+def test_unknown_name_suggests_the_nearest() -> None:
     with pytest.raises(
         AttributeError, match=r"module 'forgather' has no attribute 'Trainr'\. Did you mean 'Trainer'\?"
     ):
@@ -79,7 +79,7 @@ def test_an_unknown_name_suggests_the_nearest() -> None:
     assert not hasattr(forgather, "__wrapped__")
 
 
-def test_a_first_step_imports_no_library_that_it_does_not_need(tmp_path: Path) -> None:
+def test_first_step_imports_no_unneeded_library(tmp_path: Path) -> None:
     last = run(FIRST_STEP, str(tmp_path)).splitlines()[-1]
     imported = set(ast.literal_eval(last.removeprefix("imported ")))
     unneeded = {"transformers", "peft", "torchao", "accelerate", "matplotlib", "jsonargparse", "yaml", "tensorboard"}

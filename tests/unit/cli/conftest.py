@@ -1,4 +1,4 @@
-"""The program sets up its process; tests that call it in theirs undo that."""
+"""Fixture that undoes the process-wide set-up of the command line after each test."""
 
 import logging
 import os

@@ -1,4 +1,4 @@
-"""Runs the program as a user does, or in this process where its time matters."""
+"""Runs the program in a subprocess, as a user does, or in this process to save time."""
 
 import os
 import subprocess
@@ -38,7 +38,7 @@ args:
 
 @dataclass(frozen=True)
 class Answer:
-    """What the program said and the code that it ended with."""
+    """Exit code and output of the program."""
 
     code: int
     output: str
@@ -46,14 +46,14 @@ class Answer:
 
 
 def call(capsys: pytest.CaptureFixture[str], *words: str) -> Answer:
-    """The program in this process."""
+    """Run the program in this process."""
     code = main(list(words))
     captured = capsys.readouterr()
     return Answer(code, captured.out, captured.err)
 
 
 def spawn(folder: Path, *words: str, program: str = "from forgather.cli.main import main; sys.exit(main())") -> Answer:
-    """The program in a process of its own."""
+    """Run the program in a subprocess."""
     environment = {**os.environ, "OMP_NUM_THREADS": "1", "COLUMNS": "200"}
     command = [sys.executable, "-c", f"import sys; {program}", *words]
     done = subprocess.run(command, cwd=folder, env=environment, capture_output=True, text=True, timeout=120)
@@ -61,7 +61,7 @@ def spawn(folder: Path, *words: str, program: str = "from forgather.cli.main imp
 
 
 def write_tiny_run(folder: Path) -> None:
-    """A configuration `tiny.yaml` and texts for it."""
+    """Write a configuration `tiny.yaml` and its text files."""
     (folder / "tiny.yaml").write_text(TINY)
     (folder / "text").mkdir()
     for number in range(12):

@@ -1,4 +1,4 @@
-"""What strangers try first: habits of other programs, one text file, compressed data, modules beside the configuration."""
+"""First attempts of new users: option names of other programs, one text file, compressed data, own modules."""
 
 import gzip
 import json
@@ -64,14 +64,14 @@ def refusal(*words: str) -> str:
         ("--nproc_per_node", "Did you mean '--nproc'?"),
     ],
 )
-def test_names_of_other_programs_lead_to_ours(option: str, expected: str) -> None:
+def test_option_names_of_other_programs_suggest_the_equivalent(option: str, expected: str) -> None:
     assert expected in refusal(option, "1")
 
 
-def test_a_section_may_be_a_mapping_and_no_is_a_text() -> None:
+def test_section_may_be_a_mapping_and_yaml_no_is_a_string() -> None:
     words = ("--model", '{"model_type": "gpt2", "config": {"n_layer": 1}}', "--args", "{eval_strategy: no, seed: 5}")
     configuration, _ = read_configuration(["tiny.yaml", *words, "--model.config.n_head", "2"])
-    assert configuration.model.config == {"n_layer": 1, "n_head": 2}, "the section of the file is replaced"
+    assert configuration.model.config == {"n_layer": 1, "n_head": 2}, "replaces the section of the file"
     assert (configuration.args.eval_strategy, configuration.args.seed, configuration.args.max_steps) == ("no", 5, 5)
     assert "expected a mapping of its keys" in refusal("--model", "gpt2")
     text = Path("tiny.yaml").read_text().replace("eval_strategy: steps", "eval_strategy: no\n  save_strategy: no")
@@ -81,7 +81,7 @@ def test_a_section_may_be_a_mapping_and_no_is_a_text() -> None:
     assert TrainingArguments(eval_strategy=False).eval_strategy == "no"  # type: ignore[arg-type]
 
 
-def test_help_lists_choices_that_are_the_ones_accepted(capsys: pytest.CaptureFixture[str]) -> None:
+def test_help_lists_exactly_the_accepted_choices(capsys: pytest.CaptureFixture[str]) -> None:
     choices = choices_of("forgather.ml.trainer.arguments.training_arguments", "TrainingArguments")
     assert {"eval_strategy", "lr_scheduler_type", "mixed_precision", "qat_recipe", "on_save_error"} <= set(choices)
     assert all(values for values in choices.values())
@@ -93,7 +93,7 @@ def test_help_lists_choices_that_are_the_ones_accepted(capsys: pytest.CaptureFix
     assert "--args.eval_strategy (no, steps or epoch; str, default 'no')" in text
 
 
-def test_one_text_is_split_by_its_tokens_when_evaluations_are_wanted() -> None:
+def test_single_text_is_split_by_tokens_for_evaluation() -> None:
     Path("one.txt").write_text("abcdefghij" * 20)
     tokenizer = byte_tokenizer()
     for seed in range(4):
@@ -107,7 +107,7 @@ def test_one_text_is_split_by_its_tokens_when_evaluations_are_wanted() -> None:
         assert without.eval is None and len(without.train.tokens) == 201
 
 
-def test_compressed_json_lines_are_read_and_binary_files_refused() -> None:
+def test_compressed_json_lines_are_read_and_binary_files_rejected() -> None:
     with gzip.open("data.jsonl.gz", "wt") as file:
         file.write("".join(json.dumps({"text": f"text {number}"}) + "\n" for number in range(40)))
     args, tokenizer = TrainingArguments(output_dir="o"), byte_tokenizer()
@@ -121,7 +121,7 @@ def test_compressed_json_lines_are_read_and_binary_files_refused() -> None:
         build_datasets(DataSection(files=["bad.txt.gz"]), tokenizer, args)
 
 
-def test_evaluation_data_that_would_be_training_data_are_refused(
+def test_evaluation_on_training_data_is_rejected_or_warned_about(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     (tmp_path / "modules").mkdir()
@@ -140,7 +140,7 @@ def test_evaluation_data_that_would_be_training_data_are_refused(
     monkeypatch.delitem(sys.modules, "datasets", raising=False)
 
 
-def test_the_configuration_of_a_pretrained_model_is_changed_or_refused() -> None:
+def test_config_of_a_pretrained_model_is_applied_or_rejected() -> None:
     tiny = {"hidden_size": 16, "intermediate_size": 32, "num_hidden_layers": 1, "num_attention_heads": 2}
     model_builder(ModelSection(model_type="llama", config=tiny), byte_tokenizer())().save_pretrained("base")
     model = model_builder(ModelSection(pretrained="base", config={"attention_dropout": 0.5}), None)()
@@ -155,11 +155,11 @@ def test_the_configuration_of_a_pretrained_model_is_changed_or_refused() -> None
         model_builder(ModelSection(model_type="llama", init_args={"a": 1}), byte_tokenizer())
 
 
-def test_a_resume_lists_changed_settings_and_a_refused_run_keeps_the_stored_ones(
+def test_resume_lists_changed_settings_and_a_failed_run_keeps_the_stored_ones(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     (tmp_path / "beside.py").write_text(OWN_CALLBACK)
-    # As an installed script, which has its own folder in sys.path.
+    # Like an installed script, with its own folder in sys.path.
     script = "sys.path[0:1] = ['elsewhere']; from forgather.cli.main import main; sys.exit(main())"
     words = ("train", "tiny.yaml", "--callbacks+", "{class_path: beside.Speaks}")
     first = spawn(tmp_path, *words, program=script)

@@ -1,4 +1,4 @@
-"""`forgather train` in several processes: started by itself or by torchrun, stopped, failing, called wrongly."""
+"""`forgather train` in several processes: `--nproc`, torchrun, stop requests, failures and wrong options."""
 
 import os
 import re
@@ -28,7 +28,7 @@ class FailsOnRank1(TrainerCallback):
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Of one run, which the tests here begin, resume and stop, since each start takes seconds."""
+    """Folder of one run that these tests start, resume and stop, because each start takes seconds."""
     path = tmp_path_factory.mktemp("launch")
     write_tiny_run(path)
     (path / "failing.py").write_text(FAILING)
@@ -50,7 +50,7 @@ def finish(process: CapturedProcess, code: int = 0) -> str:
     return process.output
 
 
-def test_nproc_starts_the_processes_and_only_one_of_them_speaks(folder: Path) -> None:
+def test_nproc_starts_the_processes_and_only_one_prints(folder: Path) -> None:
     output = finish(start(folder, *PROGRAM, "--trainer", "ddp", "--nproc", "2"))
     assert "2 processes" in output
     for line in ("data  ", "step 1/5", "step 5/5", "eval 5/5", "saved  ", "Loss: "):
@@ -60,14 +60,14 @@ def test_nproc_starts_the_processes_and_only_one_of_them_speaks(folder: Path) ->
     assert [path.name[:7] for path in (folder / "out/tokens").iterdir()] == ["tokens-"]
 
 
-def test_torchrun_runs_the_same_command_and_the_checkpoint_fits_another_trainer(folder: Path) -> None:
+def test_torchrun_runs_the_same_command_and_the_checkpoint_moves_between_trainers(folder: Path) -> None:
     launcher = ("-m", "torch.distributed.run", "--nproc-per-node", "2", "--local-addr", "127.0.0.1")
     output = finish(start(folder, *launcher, *PROGRAM, "--trainer", "accelerate", "--args.max_steps", "7"))
     assert output.count("resumed at step 5") == 1 and output.count("step 7/7") == 1
     assert (folder / "out/checkpoints/checkpoint-7").is_dir()
 
 
-def test_a_request_to_stop_reaches_the_workers_which_save_and_the_exit_code_is_0(folder: Path) -> None:
+def test_stop_request_reaches_the_workers_which_save_and_exit_with_0(folder: Path) -> None:
     words = ("--trainer", "ddp", "--nproc=2", "--args.max_steps", "100000", "--args.eval_strategy", "no")
     process = start(folder, *PROGRAM, *words, "--args.save_steps", "100000", "--args.output_dir", "stopped")
     process.wait_for_output("/100000 ", SECONDS)
@@ -78,7 +78,7 @@ def test_a_request_to_stop_reaches_the_workers_which_save_and_the_exit_code_is_0
     assert step is not None and (folder / f"stopped/checkpoints/checkpoint-{step[1]}").is_dir()
 
 
-def test_a_worker_that_fails_is_named_with_its_traceback_and_restarts_go_on(folder: Path) -> None:
+def test_failed_worker_is_named_with_its_traceback_and_restarts_resume(folder: Path) -> None:
     words = ("--trainer", "ddp", "--nproc", "2", "--max-restarts", "1", "--args.output_dir", "failed")
     process = start(folder, *PROGRAM, *words, "--callbacks+", "{class_path: failing.FailsOnRank1}")
     output = finish(process, code=1)
@@ -107,7 +107,7 @@ def test_a_worker_that_fails_is_named_with_its_traceback_and_restarts_go_on(fold
         (["--rdzv-endpoint", "a:1"], "--rdzv-endpoint is for several nodes"),
     ],
 )
-def test_wrong_launch_options_say_what_to_change(
+def test_wrong_launch_options_are_rejected_with_a_remedy(
     folder: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], words: list[str], message: str
 ) -> None:
     monkeypatch.chdir(folder)
@@ -116,7 +116,7 @@ def test_wrong_launch_options_say_what_to_change(
 
 
 @pytest.mark.filterwarnings("ignore:Unable to enable fault handler")
-def test_options_that_contradict_torchrun_are_refused(
+def test_options_that_contradict_torchrun_are_rejected(
     folder: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.chdir(folder)
@@ -131,7 +131,7 @@ def test_options_that_contradict_torchrun_are_refused(
     assert answer.code == 2 and "--trainer single trains in one process, but the job has 2" in answer.errors
 
 
-def test_launch_options_are_taken_from_among_the_others() -> None:
+def test_launch_options_are_separated_from_the_others() -> None:
     words = ["my.yaml", "-d", "0,3", "--args.seed", "1", "--node_rank=1", "--nnodes", "2", "--rdzv-endpoint", "a:1"]
     options, others = take_launch_options(words)
     assert others == ["my.yaml", "--args.seed", "1"]

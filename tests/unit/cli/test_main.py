@@ -1,4 +1,4 @@
-"""The program before any work is done: help, commands, errors."""
+"""Command line before any work: help, commands and errors."""
 
 from pathlib import Path
 
@@ -16,13 +16,13 @@ _REPORT_IMPORTS = (
 
 
 @pytest.mark.parametrize("words", [["--help"], ["train", "--help"], ["finalize", "--help"], ["--version"]])
-def test_help_imports_nothing_that_takes_time(tmp_path: Path, words: list[str]) -> None:
+def test_help_imports_nothing_slow(tmp_path: Path, words: list[str]) -> None:
     answer = spawn(tmp_path, *words, program=_REPORT_IMPORTS)
     assert (answer.code, answer.errors) == (0, "")
     assert "forgather" in answer.output
 
 
-def test_importing_the_commands_imports_nothing_that_takes_time(tmp_path: Path) -> None:
+def test_importing_the_commands_imports_nothing_slow(tmp_path: Path) -> None:
     names = [f"forgather.cli.commands.{name}" for name in _module_names("commands")]
     assert {command.module for command in COMMANDS.values()} == set(names)
     names += ["forgather.cli.config.help", "forgather.cli.config.schema", "forgather.cli.launch.options"]
@@ -44,7 +44,7 @@ def test_help_lists_the_keys_of_all_sections_with_defaults(capsys: pytest.Captur
     assert "overrides num_train_epochs; epochs repeat as needed. (int, default -1)" in text
 
 
-def test_an_unknown_command_offers_the_nearest(capsys: pytest.CaptureFixture[str]) -> None:
+def test_unknown_command_suggests_the_nearest(capsys: pytest.CaptureFixture[str]) -> None:
     answer = call(capsys, "trian")
     assert answer.code == 2
     assert "There is no command 'trian'. Did you mean 'train'?" in answer.errors
@@ -56,7 +56,7 @@ def test_no_command_shows_the_commands(capsys: pytest.CaptureFixture[str]) -> No
     assert "train a model" in answer.output
 
 
-def test_an_error_of_the_work_is_a_message_and_with_debug_a_traceback(
+def test_error_is_a_message_and_with_debug_a_traceback(
     capsys: pytest.CaptureFixture[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.chdir(tmp_path)

@@ -1,4 +1,4 @@
-"""`forgather train --nnodes`: nodes say whom they wait for, and signals end the waiting."""
+"""`forgather train --nnodes`: a waiting node prints how many nodes are missing, and signals end the wait."""
 
 import os
 import signal
@@ -33,7 +33,7 @@ def start_node(folder: Path, node_rank: int, endpoint: str, *words: str) -> Capt
 
 
 @pytest.mark.parametrize(("number", "words"), [(signal.SIGINT, ()), (signal.SIGTERM, ("--max-restarts", "1"))])
-def test_a_node_alone_says_whom_it_waits_for_and_a_signal_ends_it(
+def test_waiting_node_prints_missing_nodes_and_a_signal_ends_it(
     folder: Path, number: signal.Signals, words: tuple[str, ...]
 ) -> None:
     endpoint = f"localhost:{free_port()}"
@@ -46,7 +46,7 @@ def test_a_node_alone_says_whom_it_waits_for_and_a_signal_ends_it(
     assert not (folder / "out").exists()
 
 
-def test_nodes_that_have_met_train_together(folder: Path) -> None:
+def test_nodes_rendezvous_and_train_together(folder: Path) -> None:
     endpoint = f"localhost:{free_port()}"
     second = start_node(folder, 1, endpoint)
     second.wait_for_output(f"waiting for node 0 at {endpoint} (", SECONDS)

@@ -1,4 +1,4 @@
-"""`forgather train` with the model divided over processes."""
+"""`forgather train` with pipeline and hybrid trainers."""
 
 from pathlib import Path
 
@@ -18,7 +18,7 @@ def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     return tmp_path
 
 
-def test_a_pipeline_trains_and_several_pipelines_go_on_with_its_checkpoint(folder: Path) -> None:
+def test_pipeline_trains_and_hybrid_resumes_its_checkpoint(folder: Path) -> None:
     try:
         output = finish(
             start(folder, *PROGRAM, *LAYERS, "--trainer", "pipeline", "--nproc", "2", "--trainer.schedule", "1f1b")
@@ -54,7 +54,7 @@ def test_a_pipeline_trains_and_several_pipelines_go_on_with_its_checkpoint(folde
         ),
     ],
 )
-def test_what_cannot_be_divided_is_refused(
+def test_impossible_divisions_are_rejected(
     folder: Path, capsys: pytest.CaptureFixture[str], words: tuple[str, ...], message: str
 ) -> None:
     answer = call(capsys, "train", "tiny.yaml", *LAYERS, *words)

@@ -1,4 +1,4 @@
-"""`forgather train` from the configuration to the checkpoint, and on from there."""
+"""`forgather train` from the configuration to the checkpoint, and the resume."""
 
 import json
 import os
@@ -26,7 +26,7 @@ def refusal(capsys: pytest.CaptureFixture[str], *words: str) -> str:
     return " ".join(answer.errors.split())
 
 
-def test_a_run_trains_evaluates_saves_and_is_resumed(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_run_trains_evaluates_saves_and_resumes(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     first = spawn(tmp_path, "train", "tiny.yaml", "--callbacks+", "{class_path: JsonLogger}")
     assert first.code == 0
     assert first.errors.startswith("Loss: shifted causal cross entropy") and first.errors.count("\n") == 1
@@ -46,7 +46,7 @@ def test_a_run_trains_evaluates_saves_and_is_resumed(tmp_path: Path, capsys: pyt
     assert [line["step"] for line in lines if "grad_norm" in line] == [1, 2, 3, 4, 5, 6, 7, 8]
 
 
-def test_a_stop_signal_saves_exits_with_0_and_the_next_run_goes_on(capsys: pytest.CaptureFixture[str]) -> None:
+def test_stop_signal_saves_exits_with_0_and_the_next_run_resumes(capsys: pytest.CaptureFixture[str]) -> None:
     command = [sys.executable, "-m", "forgather.cli.main", "train", "tiny.yaml", "--args.max_steps", "100000"]
     process = subprocess.Popen(
         command,
@@ -71,7 +71,7 @@ def test_a_stop_signal_saves_exits_with_0_and_the_next_run_goes_on(capsys: pytes
     assert f"resumed at step {step}" in resumed.output.replace(",", "")
 
 
-def test_trainers_that_are_not_here_are_refused_by_name(capsys: pytest.CaptureFixture[str]) -> None:
+def test_unavailable_and_unknown_trainers_are_rejected_by_name(capsys: pytest.CaptureFixture[str]) -> None:
     available = "this version has: single, ddp, accelerate, pipeline, hybrid."
     assert f"trainer.kind='fsdp2' is not available yet; {available}" in refusal(capsys, "--trainer", "fsdp2")
     assert f"there is no such trainer; {available} Did you mean 'single'?" in refusal(capsys, "--trainer", "singel")
@@ -93,13 +93,13 @@ def test_trainers_that_are_not_here_are_refused_by_name(capsys: pytest.CaptureFi
         (["--loss.class_path", "nowhere.loss"], "there is no module 'nowhere'"),
     ],
 )
-def test_a_part_that_cannot_be_made_says_why(
+def test_component_that_cannot_be_built_reports_the_reason(
     capsys: pytest.CaptureFixture[str], words: list[str], message: str
 ) -> None:
     assert message in refusal(capsys, *words)
 
 
-def test_optimizer_groups_schedule_and_loss_come_from_their_paths(capsys: pytest.CaptureFixture[str]) -> None:
+def test_optimizer_groups_schedule_and_loss_are_loaded_by_path(capsys: pytest.CaptureFixture[str]) -> None:
     text = Path("tiny.yaml").read_text()
     text += """
 optimizer: {class_path: torch.optim.SGD, init_args: {lr: 1e-2}}
@@ -114,7 +114,7 @@ loss: {class_path: forgather.ml.loss.CausalLoss}
     assert Path("out/checkpoints/checkpoint-5").is_dir()
 
 
-def test_a_job_that_is_refused_changes_nothing(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_rejected_job_changes_nothing(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert call(capsys, "train", "tiny.yaml").code == 0
     program = (
         "from forgather.ml.checkpoint.output_lock import OutputDirLock; OutputDirLock('out').acquire(); "

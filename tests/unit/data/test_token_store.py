@@ -1,4 +1,4 @@
-"""Tokens out of documents, in memory and in files."""
+"""Token store: tokenised documents in memory and in files."""
 
 import os
 from pathlib import Path
@@ -26,7 +26,7 @@ def documents_in(array: TokenArray) -> list[str]:
     return [bytes(piece[:-1].astype(np.uint8)).decode() for piece in pieces]
 
 
-def test_the_byte_tokenizer_gives_bytes_and_takes_them_back(tokenizer: Any, tmp_path: Path) -> None:
+def test_byte_tokenizer_round_trips_text(tokenizer: Any, tmp_path: Path) -> None:
     text = "def f():\n\treturn 'ä€'  # \x00"
     ids = tokenizer(text)["input_ids"]
     assert ids == list(text.encode()) == encode_bytes(text).tolist()
@@ -36,7 +36,7 @@ def test_the_byte_tokenizer_gives_bytes_and_takes_them_back(tokenizer: Any, tmp_
     assert loaded(text)["input_ids"] == ids and len(loaded) == 257 and loaded.eos_token_id == 256
 
 
-def test_every_document_is_in_one_split_whole_and_in_order(tokenizer: Any) -> None:
+def test_every_document_is_in_one_split_complete_and_in_order(tokenizer: Any) -> None:
     splits = tokenize(TEXTS, tokenizer, EvaluationShare(0.2))
     train, evaluation = documents_in(splits["train"]), documents_in(splits["eval"])
     assert sorted(train + evaluation) == sorted(TEXTS)
@@ -44,17 +44,17 @@ def test_every_document_is_in_one_split_whole_and_in_order(tokenizer: Any) -> No
     assert 20 <= len(evaluation) <= 60
 
 
-def test_the_split_is_the_same_again_and_another_with_another_seed(tokenizer: Any) -> None:
+def test_split_is_deterministic_and_depends_on_the_seed(tokenizer: Any) -> None:
     chosen = [documents_in(tokenize(TEXTS, tokenizer, EvaluationShare(0.2, seed))["eval"]) for seed in (0, 0, 1)]
     assert chosen[0] == chosen[1] != chosen[2]
 
 
-def test_documents_that_are_added_leave_the_split_of_the_others(tokenizer: Any) -> None:
+def test_added_documents_keep_the_split_of_the_others(tokenizer: Any) -> None:
     before = documents_in(tokenize(TEXTS[:100], tokenizer, EvaluationShare(0.2))["eval"])
     assert documents_in(tokenize(TEXTS, tokenizer, EvaluationShare(0.2))["eval"])[: len(before)] == before
 
 
-def test_files_hold_the_same_tokens_and_are_found_again(
+def test_files_hold_the_same_tokens_and_are_reused(
     tokenizer: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     in_memory = tokenize(TEXTS, tokenizer, EvaluationShare(0.2))
@@ -67,7 +67,7 @@ def test_files_hold_the_same_tokens_and_are_found_again(
         assert np.array_equal(written[split].document_starts, in_memory[split].document_starts)
 
 
-def test_a_source_that_changed_is_tokenised_again(tokenizer: Any, tmp_path: Path) -> None:
+def test_changed_source_is_tokenised_again(tokenizer: Any, tmp_path: Path) -> None:
     path = tmp_path / "a.txt"
     path.write_text("one")
     before = file_identity(str(path))
@@ -75,7 +75,7 @@ def test_a_source_that_changed_is_tokenised_again(tokenizer: Any, tmp_path: Path
     assert file_identity(str(path)) != before
 
 
-def test_an_interrupted_tokenisation_leaves_nothing(tokenizer: Any, tmp_path: Path) -> None:
+def test_interrupted_tokenisation_leaves_nothing(tokenizer: Any, tmp_path: Path) -> None:
     def broken() -> Any:
         yield "one"
         raise OSError("disk on fire")
@@ -85,6 +85,6 @@ def test_an_interrupted_tokenisation_leaves_nothing(tokenizer: Any, tmp_path: Pa
     assert list(tmp_path.iterdir()) == []
 
 
-def test_a_share_that_is_none_is_refused() -> None:
+def test_invalid_eval_fraction_is_rejected() -> None:
     with pytest.raises(ValueError, match=r"eval_fraction=1\.5 cannot be used"):
         EvaluationShare(1.5)

@@ -22,11 +22,11 @@ from forgather.ml.construct import torch_dtype
         (torch.float64, torch.float64),
     ],
 )
-def test_the_names_in_use_are_understood(name: str | torch.dtype, dtype: torch.dtype) -> None:
+def test_common_dtype_names_are_accepted(name: str | torch.dtype, dtype: torch.dtype) -> None:
     assert torch_dtype(name) is dtype
 
 
 @pytest.mark.parametrize("name", ["float17", "nn", "", None])
-def test_other_names_are_answered_with_the_choices(name: Any) -> None:
+def test_unknown_dtype_name_lists_the_choices(name: Any) -> None:
     with pytest.raises(ValueError, match=r"choose one of .*bf16, bfloat16,.*float32"):
         torch_dtype(name)

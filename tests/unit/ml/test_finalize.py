@@ -1,4 +1,4 @@
-"""Deployable models from checkpoints, from Python: what is written is what was trained, and loads again."""
+"""Deployable models from checkpoints (`finalize`): written weights equal the trained ones, and load again."""
 
 import json
 from collections.abc import Callable
@@ -21,7 +21,7 @@ INPUT = {"input_ids": torch.arange(8).unsqueeze(0)}
 
 
 class Own(nn.Module):
-    """A model that transformers does not know, with a tied head and a layer whose width 24 no group of 32 fits."""
+    """Model unknown to transformers, with a tied head and a layer of width 24, which group size 32 does not divide."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -38,7 +38,7 @@ class Own(nn.Module):
 
 
 def trained(folder: Path, model: nn.Module, **settings: Any) -> Trainer:
-    """A trainer after two steps, saved."""
+    """Train two steps, save, and return the trainer."""
     settings = {"max_steps": 2, "save_strategy": "steps", "save_steps": 2, **settings}
     trainer = quiet_trainer(folder, model, token_samples(4), **settings)
     trainer.train()
@@ -53,7 +53,7 @@ def logits_of(model: nn.Module) -> Tensor:
 
 
 def keep_logits(measured: list[Tensor]) -> Callable[[nn.Module], float]:
-    """An evaluation that adds the logits of a model to a list; the loss is how many there are."""
+    """Return an evaluation that appends the logits of a model to a list; the loss is the length of the list."""
 
     def evaluate(model: nn.Module) -> float:
         measured.append(logits_of(model))
@@ -66,7 +66,7 @@ def wide_llama(**options: Any) -> nn.Module:
     return tiny_llama(0, hidden_size=32, intermediate_size=32, num_attention_heads=2, **options)
 
 
-def test_a_plain_directory_holds_the_weights_of_the_checkpoint(tmp_path: Path) -> None:
+def test_plain_directory_holds_the_weights_of_the_checkpoint(tmp_path: Path) -> None:
     trainer = trained(tmp_path / "run", tied_gpt2(2))
     report = finalize(str(tmp_path / "run"), str(tmp_path / "model"))
     assert (report.step, report.recipe, report.layers, report.loss_after) == (2, None, None, None)
@@ -78,7 +78,7 @@ def test_a_plain_directory_holds_the_weights_of_the_checkpoint(tmp_path: Path) -
 
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
-def test_a_quantised_directory_loads_as_what_was_measured(tmp_path: Path, dtype: str) -> None:
+def test_quantised_directory_loads_as_it_was_measured(tmp_path: Path, dtype: str) -> None:
     trained(tmp_path / "run", wide_llama(tie_word_embeddings=True).to(getattr(torch, dtype)))
     measured: list[Tensor] = []
     report = finalize(
@@ -96,11 +96,11 @@ def test_a_quantised_directory_loads_as_what_was_measured(tmp_path: Path, dtype:
         assert loaded.dtype == getattr(torch, dtype)
     assert 0 < (measured[0] - measured[1]).abs().max() < 0.5
     assert sorted(path.suffix for path in (tmp_path / "model").iterdir()) == [".json", ".json", ".safetensors"]
-    # Whoever may read the configuration may read the weights.
+    # The weights are readable for the same users as the configuration.
     assert len({path.stat().st_mode for path in (tmp_path / "model").iterdir()}) == 1
 
 
-def test_layers_that_were_skipped_are_loaded_as_they_are(tmp_path: Path) -> None:
+def test_skipped_layers_are_loaded_unquantised(tmp_path: Path) -> None:
     trained(tmp_path / "run", tiny_llama(0, hidden_size=32, intermediate_size=48))
     run, output = str(tmp_path / "run"), str(tmp_path / "model")
     measured: list[Tensor] = []
@@ -111,7 +111,7 @@ def test_layers_that_were_skipped_are_loaded_as_they_are(tmp_path: Path) -> None
     assert torch.equal(logits_of(load_finalized(output)), measured[1])
 
 
-def test_a_model_that_is_not_of_transformers_is_built_by_the_caller(tmp_path: Path) -> None:
+def test_custom_model_is_built_by_the_caller(tmp_path: Path) -> None:
     trained(tmp_path / "run", Own())
     with pytest.raises(
         CheckpointLoadError, match=r"has no config\.json, because its model is not a transformers model"
@@ -129,14 +129,14 @@ def test_a_model_that_is_not_of_transformers_is_built_by_the_caller(tmp_path: Pa
     assert report.layers is not None and report.layers.converted == ["up"]
     loaded = load_finalized(str(tmp_path / "model"), Own)
     assert isinstance(loaded, Own) and loaded.head.weight is loaded.embedding.weight
-    assert not loaded.training, "it is for inference"
+    assert not loaded.training, "loaded for inference"
     assert "Intx" in type(loaded.up.weight).__name__ and torch.equal(logits_of(loaded), measured[1])
     with pytest.raises(CheckpointLoadError, match="do not fit this model"):
         load_finalized(str(tmp_path / "model"), lambda: nn.Sequential(nn.Linear(2, 2)))
 
 
 def mixtral() -> nn.Module:
-    """Stored by transformers under other names than its own."""
+    """Build a Mixtral, which transformers stores under other parameter names."""
     return MixtralForCausalLM(
         MixtralConfig(
             vocab_size=VOCAB_SIZE,
@@ -150,7 +150,7 @@ def mixtral() -> nn.Module:
     )
 
 
-def test_names_that_transformers_gives_to_files_do_not_matter(tmp_path: Path) -> None:
+def test_renamed_parameters_of_transformers_are_handled(tmp_path: Path) -> None:
     trained(tmp_path / "run", mixtral())
     run, output = str(tmp_path / "run"), str(tmp_path / "model")
     measured: list[Tensor] = []
@@ -158,7 +158,7 @@ def test_names_that_transformers_gives_to_files_do_not_matter(tmp_path: Path) ->
     assert torch.equal(measured[1], logits_of(load_finalized(output, mixtral)))
 
 
-def test_a_plain_model_of_ones_own_loads_from_either_kind_of_file(tmp_path: Path) -> None:
+def test_plain_custom_model_loads_from_either_file_format(tmp_path: Path) -> None:
     for kind in (True, False):
         trainer = trained(tmp_path / f"run{kind}", Own(), save_safetensors=kind)
         finalize(str(tmp_path / f"run{kind}"), str(tmp_path / f"model{kind}"))
@@ -166,7 +166,7 @@ def test_a_plain_model_of_ones_own_loads_from_either_kind_of_file(tmp_path: Path
         assert torch.equal(logits_of(loaded), logits_of(trainer.unwrapped_model()))
 
 
-def test_averaged_weights_take_the_place_of_the_last_ones(tmp_path: Path) -> None:
+def test_ema_weights_replace_the_last_weights(tmp_path: Path) -> None:
     trained(tmp_path / "run", wide_llama(), ema_decay=0.5)
     averages = averaged_weights(resolve_checkpoint(str(tmp_path / "run")))
     finalize(str(tmp_path / "run"), str(tmp_path / "averaged"), ema=True)
@@ -179,7 +179,7 @@ def test_averaged_weights_take_the_place_of_the_last_ones(tmp_path: Path) -> Non
     assert any(not torch.equal(averages[name], one) for name, one in last.items())
 
 
-def test_losses_are_those_of_the_averages_and_of_the_files_that_were_written(tmp_path: Path) -> None:
+def test_losses_are_measured_on_ema_weights_and_on_the_written_files(tmp_path: Path) -> None:
     trained(tmp_path / "run", wide_llama(), ema_decay=0.5)
     checkpoint, output = resolve_checkpoint(str(tmp_path / "run")), str(tmp_path / "model")
     averages = averaged_weights(checkpoint)
@@ -209,7 +209,7 @@ def train_stages(output_dir: str) -> None:
     ).train()
 
 
-def test_weights_and_averages_of_all_stages_of_a_pipeline_become_one_model(tmp_path: Path) -> None:
+def test_weights_and_ema_of_all_pipeline_stages_become_one_model(tmp_path: Path) -> None:
     run_on_ranks(train_stages, 2, str(tmp_path / "run"))
     checkpoint = resolve_checkpoint(str(tmp_path / "run"))
     averages = averaged_weights(checkpoint)
@@ -221,7 +221,7 @@ def test_weights_and_averages_of_all_stages_of_a_pipeline_become_one_model(tmp_p
     assert torch.equal(head.weight, averages["lm_head.weight"])
 
 
-def test_what_cannot_be_finalised_is_refused_and_leaves_nothing_behind(tmp_path: Path) -> None:
+def test_impossible_requests_are_rejected_and_leave_nothing_behind(tmp_path: Path) -> None:
     narrow = GPT2LMHeadModel(GPT2Config(vocab_size=VOCAB_SIZE, n_embd=16, n_layer=1, n_head=2, n_positions=16))
     trained(tmp_path / "run", narrow)
     run, output = str(tmp_path / "run"), str(tmp_path / "model")
@@ -252,22 +252,22 @@ def test_what_cannot_be_finalised_is_refused_and_leaves_nothing_behind(tmp_path:
     assert sorted(path.name for path in tmp_path.iterdir()) == ["empty", "run"]
 
 
-def test_a_checkpoint_without_weights_is_refused(tmp_path: Path) -> None:
+def test_checkpoint_without_weights_is_rejected(tmp_path: Path) -> None:
     trained(tmp_path / "run", tiny_llama(), checkpoint_components=["optimizer", "trainer"])
     with pytest.raises(CheckpointLoadError, match=r"saved without the model's weights.*Choose another checkpoint"):
         finalize(str(tmp_path / "run"), str(tmp_path / "model"))
 
 
-def test_what_a_killed_attempt_left_is_removed(tmp_path: Path) -> None:
+def test_leftovers_of_a_killed_attempt_are_removed(tmp_path: Path) -> None:
     trained(tmp_path / "run", wide_llama())
     left, others = tmp_path / ".tmp-model-0123456789ab", tmp_path / ".tmp-model-of-mine"
     left.mkdir(), others.mkdir()
-    # The folder of checkpoints stands for its newest one too.
+    # The folder of checkpoints also stands for its newest checkpoint.
     finalize(str(tmp_path / "run/checkpoints"), str(tmp_path / "model"))
     assert not left.exists() and others.exists()
 
 
-def test_a_damaged_file_is_not_passed_on(tmp_path: Path) -> None:
+def test_damaged_file_is_not_copied(tmp_path: Path) -> None:
     trained(tmp_path / "run", wide_llama())
     config = tmp_path / "run/checkpoints/checkpoint-2/config.json"
     config.write_bytes(config.read_bytes().replace(b"llama", b"lamma"))

@@ -1,4 +1,4 @@
-"""Models built without initialisation: nothing random is drawn, nothing else changes."""
+"""`no_init_weights`: models are built without random initialisation; nothing else changes."""
 
 import threading
 from collections.abc import Callable, Iterator
@@ -12,7 +12,7 @@ from forgather.ml.no_init_weights import no_init_weights
 
 
 class OwnModule(nn.Module):
-    """Imports an initialiser by name, as user code does, and has a buffer that no checkpoint holds."""
+    """Module that imports an initialiser by name, as user code does, and has a non-persistent buffer."""
 
     table: Tensor
 
@@ -35,7 +35,7 @@ MODULES: dict[str, Callable[[], nn.Module]] = {
 
 @pytest.fixture(autouse=True)
 def _marked_memory() -> Iterator[None]:
-    """Let torch fill new memory with NaN, which is how weights that nobody initialised are recognised."""
+    """Make torch fill new memory with NaN, so that uninitialised weights are recognisable."""
     torch.use_deterministic_algorithms(True)
     yield
     torch.use_deterministic_algorithms(False)
@@ -69,12 +69,12 @@ def test_every_initialiser_is_skipped_for_parameters_and_returns_them() -> None:
     assert torch.equal(weight, torch.full((4, 4), 7.0))
 
 
-def test_buffers_get_their_values() -> None:
+def test_buffers_are_initialised() -> None:
     with no_init_weights():
         assert OwnModule().table.tolist() == [1.0, 1.0, 1.0]
 
 
-def test_it_ends_after_an_error() -> None:
+def test_initialisation_is_restored_after_an_error() -> None:
     original = nn.init.kaiming_uniform_
     with pytest.raises(KeyError), no_init_weights():
         raise KeyError
@@ -82,7 +82,7 @@ def test_it_ends_after_an_error() -> None:
     assert is_initialised(nn.Linear(3, 3))
 
 
-def test_it_may_be_nested() -> None:
+def test_contexts_can_be_nested() -> None:
     original = nn.init.kaiming_uniform_
     with no_init_weights():
         with no_init_weights():
@@ -101,7 +101,7 @@ def test_other_threads_initialise_their_models() -> None:
     assert is_initialised(built[0])
 
 
-def test_weights_can_be_loaded_in_it() -> None:
+def test_weights_can_be_loaded_inside_the_context() -> None:
     source = nn.Linear(3, 3)
     with no_init_weights():
         target = nn.Linear(3, 3)
@@ -109,7 +109,7 @@ def test_weights_can_be_loaded_in_it() -> None:
     assert torch.equal(target.weight, source.weight)
 
 
-def test_hugging_face_models_keep_their_ties_and_buffers() -> None:
+def test_hugging_face_models_keep_tied_weights_and_buffers() -> None:
     from transformers import LlamaConfig, LlamaForCausalLM
 
     config = LlamaConfig(

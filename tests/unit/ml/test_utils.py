@@ -1,4 +1,4 @@
-"""Default dtype, and the size of models."""
+"""Default dtype, and the parameter counts of models."""
 
 import pytest
 import torch
@@ -17,7 +17,7 @@ class LanguageModel(nn.Module):
             self.head.weight = self.embed.weight
 
 
-def test_the_default_dtype_is_restored_even_after_an_error() -> None:
+def test_default_dtype_is_restored_even_after_an_error() -> None:
     with pytest.raises(KeyError), default_dtype(torch.bfloat16):
         assert torch.ones(1).dtype == torch.bfloat16
         raise KeyError
@@ -29,13 +29,13 @@ def test_no_dtype_changes_nothing() -> None:
         assert torch.get_default_dtype() == torch.float32
 
 
-def test_embeddings_are_counted_apart() -> None:
+def test_embeddings_are_counted_separately() -> None:
     assert count_parameters(LanguageModel(tied=False)) == ModelParameterStats(
         total=100, trainable=100, embedding=40, non_embedding=60
     )
 
 
-def test_a_tied_head_counts_once_as_embedding() -> None:
+def test_tied_head_counts_once_as_embedding() -> None:
     assert count_parameters(LanguageModel(tied=True)) == ModelParameterStats(
         total=60, trainable=60, embedding=40, non_embedding=20
     )
@@ -47,5 +47,5 @@ def test_frozen_parameters_are_not_trainable() -> None:
     assert count_parameters(model).trainable == 40
 
 
-def test_a_token_costs_six_operations_per_weight() -> None:
+def test_flops_per_token_are_six_per_weight() -> None:
     assert flops_per_token(count_parameters(LanguageModel(tied=True))) == 120

@@ -1,4 +1,4 @@
-"""House measurements: the static figures of a small package, the table, and the counter of calls."""
+"""House measurements: static figures of a small package, the table, and the call counter."""
 
 import ast
 from collections.abc import Callable
@@ -93,7 +93,7 @@ def names(chain: list[OurClass]) -> list[str]:
     return [known.name for known in chain]
 
 
-def test_chain_follows_facades_and_counts_our_classes_only(package: Path) -> None:
+def test_chain_follows_facades_and_counts_only_own_classes(package: Path) -> None:
     tree = SourceTree(package)
     assert names(tree.chain("shop.child.Child")) == ["Child", "Mixin", "Base"]
     assert names(tree.chain("shop.child.Sibling")) == ["Sibling", "Base"]
@@ -111,7 +111,8 @@ def test_relative_imports_are_followed(package: Path) -> None:
 
 def test_shared_attributes_are_set_in_one_class_and_read_in_another(package: Path) -> None:
     chain = SourceTree(package).chain("shop.child.Child")
-    # _own stays in Base; constant, size and mix are not set on self; _foreign is set on an argument of a static method.
+    # `_own` stays in Base. constant, size and mix are not set on self. `_foreign` is set on an argument of a static
+    # method.
     assert shared_attributes(chain, frozenset()) == ["_counter", "_declared", "_given", "_rest", "args"]
     assert shared_attributes(chain) == ["_counter", "_declared", "_given", "_rest"]
 
@@ -214,6 +215,6 @@ def test_call_counter_counts_functions_files_and_changes(tmp_path: Path) -> None
     assert counter.stop() == Trace(0, 0, 0, [])
 
 
-def test_median_trace_takes_each_count_by_itself() -> None:
+def test_median_trace_takes_the_median_of_each_count() -> None:
     traces = [Trace(5, 2, 30, ["a", "b"]), Trace(6, 1, 10, ["a"]), Trace(7, 3, 20, ["a", "b", "c"])]
     assert median_trace(traces) == Trace(6, 2, 20, ["a", "b"])

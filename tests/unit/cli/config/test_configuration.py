@@ -1,4 +1,4 @@
-"""Configuration files and overrides: what they make, and what is said of mistakes in them."""
+"""Configuration files and command-line overrides: the parsed result, and the messages for mistakes."""
 
 from pathlib import Path
 from typing import Any
@@ -37,7 +37,7 @@ def refusal(text: str, *words: str) -> str:
     return str(caught.value)
 
 
-def test_a_wrong_type_names_line_key_value_and_type() -> None:
+def test_wrong_type_names_line_key_value_and_type() -> None:
     assert refusal(BASE.replace("max_steps: 10", "max_steps: ten")) == (
         "run.yaml, line 6: args.max_steps='ten' has type str, expected int."
     )
@@ -49,7 +49,7 @@ def test_a_wrong_type_names_line_key_value_and_type() -> None:
     )
 
 
-def test_a_wrong_type_on_the_command_line_says_so() -> None:
+def test_wrong_type_on_the_command_line_names_its_source() -> None:
     assert refusal(BASE, "--args.max_steps", "1.5") == (
         "on the command line: args.max_steps=1.5 has type float, expected int."
     )
@@ -64,21 +64,21 @@ def test_a_wrong_type_on_the_command_line_says_so() -> None:
         ("model:\n  max_steps: 5\n", 2, "model.max_steps", "args.max_steps"),
     ],
 )
-def test_an_unknown_key_names_its_line_and_the_nearest(text: str, line: int, key: str, nearest: str) -> None:
+def test_unknown_key_names_its_line_and_suggests_the_nearest(text: str, line: int, key: str, nearest: str) -> None:
     message = refusal(text)
     assert message.startswith(f"run.yaml, line {line}: there is no key {key!r}. Did you mean {nearest!r}?")
 
 
-def test_an_unknown_option_offers_the_nearest() -> None:
+def test_unknown_option_suggests_the_nearest() -> None:
     assert "no key '--args.max_setps'. Did you mean '--args.max_steps'?" in refusal(BASE, "--args.max_setps", "5")
 
 
-def test_a_value_that_is_not_allowed_names_its_line() -> None:
+def test_invalid_value_names_its_line() -> None:
     message = refusal("args:\n  seed: 1\n  eval_strategy: sometimes\n")
     assert message.startswith("run.yaml, line 3: args.eval_strategy='sometimes'") and "'steps'" in message
 
 
-def test_mistakes_in_yaml_itself_name_their_line() -> None:
+def test_yaml_errors_name_their_line() -> None:
     assert refusal("args:\n  max_steps: [1\n").startswith("run.yaml, line 3: invalid YAML")
     assert refusal("args:\n  seed: 1\n  seed: 2\n") == (
         "run.yaml, line 3: 'seed' is already set in line 2; remove one of the two."
@@ -86,7 +86,7 @@ def test_mistakes_in_yaml_itself_name_their_line() -> None:
     assert refusal("args: 5\n") == "run.yaml, line 1: args=5 has type int, expected a mapping of its keys."
 
 
-def test_the_command_line_overrides_the_file() -> None:
+def test_command_line_overrides_the_file() -> None:
     configuration = read(
         BASE,
         *(
@@ -118,12 +118,12 @@ def test_the_command_line_overrides_the_file() -> None:
     assert [entry["class_path"] for entry in configuration.callbacks] == ["JsonLogger", "PlotCallback"]
 
 
-def test_values_of_any_type_stay_what_they_are() -> None:
+def test_values_in_free_form_mappings_keep_their_types() -> None:
     text = "model:\n  class_path: a.b\n  init_args: {revision: '1', rate: 1e-3, flag: yes}\n"
     assert read(text).model.init_args == {"revision": "1", "rate": 0.001, "flag": True}
 
 
-def test_the_printed_configuration_reads_back_to_the_same(capsys: pytest.CaptureFixture[str]) -> None:
+def test_printed_configuration_round_trips(capsys: pytest.CaptureFixture[str]) -> None:
     Path("run.yaml").write_text(BASE)
     first = call(capsys, "train", "run.yaml", "--args.seed", "7", "--model.init_args.name", "'1e3'", "--print_config")
     assert first.code == 0
@@ -132,21 +132,21 @@ def test_the_printed_configuration_reads_back_to_the_same(capsys: pytest.Capture
     assert call(capsys, "train", "printed.yaml", "--print_config").output == first.output
 
 
-def test_the_demo_is_the_configuration_when_none_is_given() -> None:
+def test_demo_is_the_default_configuration() -> None:
     configuration, is_demo = read_configuration(["--args.max_steps", "7"])
     assert is_demo
     assert configuration.args.max_steps == 7 and configuration.args.output_dir == "demo_output"
     assert to_dict(configuration)["model"]["model_type"] == "llama"
 
 
-def test_a_file_that_is_not_there_and_two_files_are_refused() -> None:
+def test_missing_file_and_two_files_are_rejected() -> None:
     with pytest.raises(UsageError, match=r"'nowhere\.yaml' cannot be read: No such file"):
         read_configuration(["nowhere.yaml"])
     with pytest.raises(UsageError, match="Expected one configuration file, got "):
         read_configuration(["a.yaml", "b.yaml"])
 
 
-def test_the_arguments_are_those_of_the_trainer(capsys: pytest.CaptureFixture[str]) -> None:
+def test_arguments_depend_on_the_kind_of_trainer(capsys: pytest.CaptureFixture[str]) -> None:
     text = BASE + "  dispatch_batches: false\n  ddp:\n    bucket_cap_mb: 5\ntrainer: {kind: ddp}\n"
     configuration = read(text, "--args.post_local_sgd.enabled", "--args.ddp.static_graph", "true")
     args = configuration.args
@@ -159,7 +159,7 @@ def test_the_arguments_are_those_of_the_trainer(capsys: pytest.CaptureFixture[st
     assert call(capsys, "train", "printed.yaml", "--print_config").output == printed
 
 
-def test_arguments_inside_arguments_are_checked_like_others() -> None:
+def test_nested_arguments_are_checked_like_others() -> None:
     text = "trainer: {kind: ddp}\nargs:\n  ddp:\n    bucket_cap_mb: much\n"
     assert refusal(text).startswith("run.yaml, line 4: args.ddp.bucket_cap_mb='much' has type str, expected ")
     assert "there is no key 'args.ddp.bucket_cap'. Did you mean 'args.ddp.bucket_cap_mb'?" in refusal(
@@ -172,7 +172,7 @@ def test_arguments_inside_arguments_are_checked_like_others() -> None:
     )
 
 
-def test_an_argument_of_another_trainer_names_it() -> None:
+def test_argument_of_another_trainer_names_the_trainer() -> None:
     message = refusal("args: {dispatch_batches: true}\n")
     assert "It belongs to --trainer ddp or hybrid, but trainer.kind is 'single'." in message
     assert "It belongs to --trainer ddp" in refusal(BASE, "--args.ddp.bucket_cap_mb", "5")

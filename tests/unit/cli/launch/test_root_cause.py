@@ -1,4 +1,4 @@
-"""Of several processes that failed, the one that is to blame is shown."""
+"""Root cause of a failed job: the process to blame, among several that failed."""
 
 import json
 import signal
@@ -21,13 +21,13 @@ def failure(
     return ProcessFailure(local_rank=rank, pid=1000 + rank, exitcode=exitcode, error_file=str(file))
 
 
-def test_a_killed_process_is_the_cause_and_lost_contact_the_consequence(tmp_path: Path) -> None:
+def test_killed_process_is_the_cause_and_lost_contact_the_consequence(tmp_path: Path) -> None:
     failures = {0: failure(tmp_path, 0, message=LOST), 1: failure(tmp_path, 1, exitcode=-signal.SIGKILL)}
     cause = find_root_cause(failures)
     assert cause.sentence().startswith("rank 1 was killed by SIGKILL.") and "memory" in cause.sentence()
 
 
-def test_the_first_error_of_its_own_is_the_cause(tmp_path: Path) -> None:
+def test_first_genuine_error_is_the_cause(tmp_path: Path) -> None:
     failures = {
         0: failure(tmp_path, 0, exitcode=-signal.SIGTERM),
         1: failure(tmp_path, 1, message=LOST, timestamp=11),
@@ -39,7 +39,7 @@ def test_the_first_error_of_its_own_is_the_cause(tmp_path: Path) -> None:
     assert cause.traceback == "Traceback\nValueError: bad\nbatch"
 
 
-def test_an_error_that_ranks_agreed_on_is_told_as_that_of_the_rank_that_it_comes_from(tmp_path: Path) -> None:
+def test_error_agreed_by_all_ranks_is_attributed_to_its_origin(tmp_path: Path) -> None:
     agreed = (
         "CheckpointSaveError: rank 2 failed during saving: OSError: full\n\nTraceback of rank 2:\nline\nOSError: full"
     )
@@ -48,12 +48,12 @@ def test_an_error_that_ranks_agreed_on_is_told_as_that_of_the_rank_that_it_comes
     assert cause.traceback == "line\nOSError: full"
 
 
-def test_a_mistake_of_the_user_is_told_as_such(tmp_path: Path) -> None:
+def test_usage_error_is_reported_as_such(tmp_path: Path) -> None:
     cause = find_root_cause({0: failure(tmp_path, 0, exitcode=2, message="UsageError: model.x is wrong.")})
     assert cause.usage_error == "model.x is wrong."
 
 
-def test_a_process_that_said_nothing_is_told_by_its_exit_code(tmp_path: Path) -> None:
+def test_process_without_a_message_is_reported_by_its_exit_code(tmp_path: Path) -> None:
     assert find_root_cause({1: failure(tmp_path, 1, exitcode=7)}).sentence() == (
         "rank 1 exited with code 7 without an error message."
     )

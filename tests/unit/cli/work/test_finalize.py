@@ -1,4 +1,4 @@
-"""`forgather finalize` on the checkpoints of `forgather train`."""
+"""`forgather finalize` on checkpoints of `forgather train`."""
 
 import json
 import math
@@ -42,7 +42,7 @@ def in_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def train(capsys: pytest.CaptureFixture[str], *words: str) -> float:
-    """A run of a few steps; returns its last evaluation loss."""
+    """Train a few steps and return the last evaluation loss."""
     options = ["--model.config.hidden_size", "32", "--args.learning_rate", "1e-2", "--callbacks+"]
     answer = call(capsys, "train", "tiny.yaml", *options, "{class_path: JsonLogger}", *words)
     assert answer.code == 0, answer.errors
@@ -57,7 +57,7 @@ def finalize(capsys: pytest.CaptureFixture[str], *words: str) -> Answer:
 
 
 @pytest.mark.parametrize("recipe", INT_RECIPES)
-def test_a_model_trained_for_a_recipe_keeps_its_loss_when_it_is_quantised(
+def test_model_trained_with_a_qat_recipe_keeps_its_loss_when_quantised(
     capsys: pytest.CaptureFixture[str], recipe: str
 ) -> None:
     loss_in_training = train(capsys, "--args.qat_recipe", recipe)
@@ -75,7 +75,7 @@ def test_a_model_trained_for_a_recipe_keeps_its_loss_when_it_is_quantised(
     assert text.shape[0] == 1
 
 
-def test_the_report_is_a_table_with_both_losses_and_sizes(capsys: pytest.CaptureFixture[str]) -> None:
+def test_report_is_a_table_with_both_losses_and_sizes(capsys: pytest.CaptureFixture[str]) -> None:
     loss = train(capsys)
     answer = finalize(capsys, "out/checkpoints/checkpoint-5", "final", "--quantize", "int4-weight-only")
     assert "recipe     int4-weight-only, 7 of 8 linear layers" in answer.output
@@ -87,7 +87,7 @@ def test_the_report_is_a_table_with_both_losses_and_sizes(capsys: pytest.Capture
     assert "Writing model shards" not in answer.errors
 
 
-def test_it_is_the_model_as_it_was_trained_or_its_average_quantised_or_not(
+def test_weights_are_last_or_ema_and_quantised_or_not(
     capsys: pytest.CaptureFixture[str], caplog: pytest.LogCaptureFixture
 ) -> None:
     train(capsys, "--args.ema_decay", "0.5", "--args.qat_recipe", "int4-weight-only")
@@ -103,7 +103,7 @@ def test_it_is_the_model_as_it_was_trained_or_its_average_quantised_or_not(
     assert torch.equal(quantised.lm_head.weight, averaged.lm_head.weight)
 
 
-def test_losses_are_measured_by_the_loss_of_the_run(
+def test_losses_are_measured_with_the_loss_of_the_run(
     capsys: pytest.CaptureFixture[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     (tmp_path / "own_loss_to_finalize.py").write_text(OWN_LOSS)
@@ -117,7 +117,7 @@ def test_losses_are_measured_by_the_loss_of_the_run(
     assert report["loss_before"] == pytest.approx(loss, abs=1e-5)
 
 
-def test_a_checkpoint_without_a_configuration_is_converted_without_losses_unless_one_is_given(
+def test_checkpoint_without_a_configuration_is_converted_without_losses_unless_config_is_given(
     capsys: pytest.CaptureFixture[str],
 ) -> None:
     loss = train(capsys)
@@ -128,7 +128,7 @@ def test_a_checkpoint_without_a_configuration_is_converted_without_losses_unless
     assert json.loads(finalize(capsys, "out", "second", *words).output)["loss_before"] == pytest.approx(loss)
 
 
-def test_a_model_of_ones_own_is_built_by_the_configuration(
+def test_custom_model_is_built_by_the_configuration(
     capsys: pytest.CaptureFixture[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     (tmp_path / "own_model_to_finalize.py").write_text(OWN_MODEL)
@@ -143,20 +143,20 @@ def test_a_model_of_ones_own_is_built_by_the_configuration(
     report = json.loads(finalize(capsys, *words, "--config", "out/config.yaml").output)
     assert report["layers"]["converted"] == ["layers.1"] and list(report["layers"]["skipped"]) == ["layers.2"]
     assert report["loss_after"] == pytest.approx(report["loss_before"], abs=0.1)
-    # Its code is needed to quantise it, not to copy its weights.
+    # The model's code is needed to quantise it, not to copy its weights.
     monkeypatch.undo()
     monkeypatch.chdir(tmp_path)
     monkeypatch.delitem(sys.modules, "own_model_to_finalize")
     finalize(capsys, "out", "plain")
 
 
-def test_the_report_is_json_whatever_the_loss_is() -> None:
+def test_report_is_valid_json_with_nan_and_infinite_losses() -> None:
     report = FinalizeReport("from", 1, "to", None, False, 1, 1, loss_before=math.nan, loss_after=math.inf)
     data = json.loads(json.dumps(as_plain_data(report), allow_nan=False))
     assert (data["loss_before"], data["loss_after"]) == ("nan", "inf")
 
 
-def test_a_device_that_is_not_here_is_not_asked_for(capsys: pytest.CaptureFixture[str]) -> None:
+def test_unavailable_device_in_the_configuration_is_not_used(capsys: pytest.CaptureFixture[str]) -> None:
     train(capsys)
     stored = Path("out/checkpoints/checkpoint-5/config.yaml").read_text()
     assert "use_cpu: true" in stored and "device: null" in stored
@@ -167,7 +167,7 @@ def test_a_device_that_is_not_here_is_not_asked_for(capsys: pytest.CaptureFixtur
     assert json.loads(answer.output)["loss_after"] > 0
 
 
-def test_what_cannot_be_done_is_refused_with_the_reason(capsys: pytest.CaptureFixture[str]) -> None:
+def test_impossible_requests_are_rejected_with_the_reason(capsys: pytest.CaptureFixture[str]) -> None:
     train(capsys)
     refusals = {
         ("out", "final", "--quantize", "int4-weight-onli"): (2, "no such recipe. Did you mean 'int4-weight-only'?"),
@@ -187,7 +187,7 @@ def test_what_cannot_be_done_is_refused_with_the_reason(capsys: pytest.CaptureFi
     finalize(capsys, "out", "final", "--quantize", "int4-weight-only", "--no-evaluation")
 
 
-def test_help_lists_the_recipes_and_imports_nothing_that_takes_time(tmp_path: Path) -> None:
+def test_help_lists_the_recipes_and_imports_nothing_slow(tmp_path: Path) -> None:
     program = (
         "from forgather.cli.main import main; code = main(); "
         "sys.exit('imported' if {'torch', 'transformers', 'torchao'} & set(sys.modules) else code)"
@@ -197,7 +197,9 @@ def test_help_lists_the_recipes_and_imports_nothing_that_takes_time(tmp_path: Pa
     assert all(recipe in answer.output for recipe in INT_RECIPES)
 
 
-def test_gpt2_has_no_layer_to_quantise_and_a_quantised_model_is_not_trained(capsys: pytest.CaptureFixture[str]) -> None:
+def test_gpt2_has_no_layer_to_quantise_and_a_quantised_model_cannot_be_trained(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
     train(capsys)
     finalize(capsys, "out", "small", "--quantize", "int4-weight-only", "--no-evaluation")
     words = ("train", "tiny.yaml", "--model", "{pretrained: small}", "--args.output_dir", "again")

@@ -1,4 +1,4 @@
-"""Length estimates that come back from real loader workers."""
+"""Length estimates of datasets, synchronised from real dataloader workers."""
 
 from collections.abc import Iterator
 from typing import Any
@@ -11,7 +11,7 @@ from forgather.ml.datasets import sync_dataset_state_from_dataloader
 
 
 class Estimating(IterableDataset[int]):
-    """Finds out while it is read how long it is; each worker has a number of its own."""
+    """Dataset that estimates its length while it is read; each worker reports its own number."""
 
     def __init__(self) -> None:
         self.estimate = 0
@@ -50,7 +50,7 @@ class Silent(Estimating):
     sync_length_estimate = None  # type: ignore[assignment]
 
 
-def test_every_worker_reports_in_the_middle_and_at_the_end_of_an_epoch() -> None:
+def test_every_worker_reports_within_and_at_the_end_of_an_epoch() -> None:
     dataset = Estimating()
     loader = StatefulDataLoader(dataset, batch_size=2, num_workers=2)
     batches = iter(loader)
@@ -63,7 +63,7 @@ def test_every_worker_reports_in_the_middle_and_at_the_end_of_an_epoch() -> None
     assert dataset.heard == [100, 101, 100, 101]
 
 
-def test_a_dataset_that_is_its_own_iterator_reports_too() -> None:
+def test_dataset_that_is_its_own_iterator_reports_too() -> None:
     dataset = OwnIterator()
     loader = StatefulDataLoader(dataset, batch_size=2, num_workers=1)
     next(iter(loader))
@@ -71,7 +71,7 @@ def test_a_dataset_that_is_its_own_iterator_reports_too() -> None:
     assert dataset.heard == [100]
 
 
-def test_asking_before_the_first_batch_starts_no_workers() -> None:
+def test_synchronisation_before_the_first_batch_starts_no_workers() -> None:
     dataset = Estimating()
     loader = StatefulDataLoader(dataset, batch_size=2, num_workers=1)
     sync_dataset_state_from_dataloader(loader)
@@ -88,7 +88,7 @@ def test_asking_before_the_first_batch_starts_no_workers() -> None:
         [1, 2, 3],
     ],
 )
-def test_other_loaders_are_left_alone(loader: Any) -> None:
+def test_other_loaders_are_ignored(loader: Any) -> None:
     list(loader)
     sync_dataset_state_from_dataloader(loader)
     assert not getattr(getattr(loader, "dataset", None), "heard", [])

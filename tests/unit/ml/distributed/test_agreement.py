@@ -1,4 +1,4 @@
-"""Agreement: whatever fails on one rank is raised, as the same error, on all of them."""
+"""Agreement: an error on one rank is raised on all ranks as the same error."""
 
 import os
 import pickle
@@ -135,19 +135,19 @@ def agreement_milliseconds(num_rounds: int) -> float:
     return (time.perf_counter() - start) / num_rounds * 1000
 
 
-def test_all_fine_passes() -> None:
+def test_agreement_without_failures_passes() -> None:
     assert run_on_ranks(fail_in_agreement, 3, []) == ["fine"] * 3
 
 
-def test_one_failing_rank_makes_all_raise_the_identical_error() -> None:
+def test_failing_rank_makes_all_ranks_raise_the_same_error() -> None:
     outcomes = outcomes_on_ranks(fail_in_agreement, 3, [1])
     assert {outcome.error_type for outcome in outcomes} == {"DistributedError"}
     (message,) = {str(outcome.error_message) for outcome in outcomes}
     assert message.startswith("rank 1 failed during reading rows: ValueError: bad row 1")
-    assert "in raise_on" in message, "the traceback of the failing rank is part of the message"
+    assert "in raise_on" in message, "the message contains the traceback of the failing rank"
 
 
-def test_of_several_failing_ranks_the_lowest_is_named_and_each_chains_its_own() -> None:
+def test_lowest_failing_rank_is_named_and_each_rank_chains_its_own_error() -> None:
     results = run_on_ranks(error_fields, 4, [3, 1])
     fields = {result[:4] for result in results}
     assert fields == {("reading rows", 1, "ValueError", "bad row 1")}
@@ -165,7 +165,7 @@ def test_ranks_stay_in_step_after_a_failure() -> None:
 
 
 @pytest.mark.parametrize("dying_rank", [0, 1])
-def test_a_rank_that_dies_makes_the_others_raise_within_seconds(dying_rank: int) -> None:
+def test_dead_rank_makes_the_others_raise_within_seconds(dying_rank: int) -> None:
     start = time.monotonic()
     outcomes = outcomes_on_ranks(die_while_others_agree, 4, dying_rank, timeout=30.0)
     assert outcomes.pop(dying_rank).error_type == "RankDied"
@@ -175,7 +175,7 @@ def test_a_rank_that_dies_makes_the_others_raise_within_seconds(dying_rank: int)
     assert time.monotonic() - start < 20.0
 
 
-def test_a_dead_rank_ends_a_job_whose_ranks_let_the_error_end_them(tmp_path: Path) -> None:
+def test_dead_rank_ends_the_job(tmp_path: Path) -> None:
     script = tmp_path / "script.py"
     script.write_text(DIE_WHILE_OTHERS_AGREE)
     processes = start_ranks([str(script)], 4)
@@ -184,13 +184,13 @@ def test_a_dead_rank_ends_a_job_whose_ranks_let_the_error_end_them(tmp_path: Pat
         assert "DistributedError: contact with the other ranks was lost during writing the shard" in process.output
 
 
-def test_a_failure_of_ones_own_is_not_hidden_by_a_lost_peer() -> None:
+def test_own_failure_is_not_hidden_by_a_lost_peer() -> None:
     outcomes = outcomes_on_ranks(fail_while_a_peer_is_dead, 2)
     assert outcomes[1].value == "None OSError('disk full')"
 
 
 @pytest.mark.parametrize("stop", [KeyboardInterrupt, SystemExit])
-def test_an_interrupt_propagates_where_it_happened_and_is_told_to_the_others(stop: type[BaseException]) -> None:
+def test_interrupt_propagates_on_its_rank_and_is_reported_to_the_others(stop: type[BaseException]) -> None:
     other, interrupted = outcomes_on_ranks(leave_by, 2, stop)
     assert (interrupted.error_type, interrupted.error_message) == (stop.__name__, "enough")
     assert other.error_type == "DistributedError"
@@ -203,31 +203,31 @@ def test_gather_and_broadcast_reach_every_rank() -> None:
 
 
 @pytest.mark.parametrize("by_gather", [True, False])
-def test_a_value_that_cannot_be_sent_fails_on_every_rank(by_gather: bool) -> None:
+def test_unpicklable_value_fails_on_every_rank(by_gather: bool) -> None:
     outcomes = outcomes_on_ranks(exchange_something_unpicklable, 3, by_gather)
     assert {outcome.error_type for outcome in outcomes} == {"DistributedError"}
     (message,) = {outcome.error_message for outcome in outcomes}
     assert "rank 1 failed" in str(message) and "cannot pickle" in str(message)
 
 
-def test_a_group_agrees_on_its_own_and_names_global_ranks() -> None:
+def test_group_agrees_separately_and_names_global_ranks() -> None:
     assert run_on_ranks(agree_in_pairs, 4) == [None, None, "3: bad row 3", "3: bad row 3"]
 
 
-def test_a_group_of_others_is_refused() -> None:
+def test_group_without_this_rank_is_rejected() -> None:
     assert run_on_ranks(act_in_a_foreign_group, 2) == ["member", "foreign"]
 
 
-def test_a_report_that_is_passed_on_keeps_its_origin() -> None:
+def test_nested_report_keeps_its_origin() -> None:
     for message in run_on_ranks(nest_a_report, 2):
         assert message.startswith("rank 1 failed during reading rows: ValueError: bad row 1")
 
 
-def test_agreeing_costs_little() -> None:
+def test_agreement_is_cheap() -> None:
     assert max(run_on_ranks(agreement_milliseconds, 2, 100)) < 20.0
 
 
-def test_a_process_alone_agrees_with_itself() -> None:
+def test_single_process_agrees_with_itself() -> None:
     peers = Peers.world()
     assert (peers.rank, peers.size) == (0, 1)
     assert peers.gather("x") == ["x"] and peers.broadcast("y") == "y"
@@ -242,7 +242,7 @@ def test_a_process_alone_agrees_with_itself() -> None:
         sys.exit(3)
 
 
-def test_the_error_survives_pickling() -> None:
+def test_error_survives_pickling() -> None:
     error = DistributedError("saving", 3, "OSError", "disk full", "Traceback ...\nOSError: disk full")
     copy = pickle.loads(pickle.dumps(error))
     assert str(copy) == str(error) and vars(copy) == vars(error)

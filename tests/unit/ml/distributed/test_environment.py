@@ -1,4 +1,4 @@
-"""The environment of a process: alone, by arguments, by variables, and under torchrun."""
+"""Distributed environment of a process: single, from arguments, from variables, and under torchrun."""
 
 import logging
 import os
@@ -69,7 +69,7 @@ def write_script(directory: Path, text: str) -> str:
     return str(path)
 
 
-def test_a_static_environment_is_what_it_is_told() -> None:
+def test_static_environment_has_defaults_and_no_side_effects() -> None:
     env = StaticDistributedEnvironment()
     assert vars(env) == {
         "rank": 0,
@@ -87,7 +87,7 @@ def test_a_static_environment_is_what_it_is_told() -> None:
         StaticDistributedEnvironment(1)  # type: ignore[call-arg]
 
 
-def test_variables_win_and_missing_ones_are_exported(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_environment_variables_win_and_missing_ones_are_exported(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("RANK", "3")
     monkeypatch.setenv("WORLD_SIZE", "4")
     monkeypatch.setenv("MASTER_ADDR", "head.node")
@@ -99,24 +99,24 @@ def test_variables_win_and_missing_ones_are_exported(monkeypatch: pytest.MonkeyP
     assert (get_rank(), get_world_size(), get_local_rank(), get_local_world_size()) == (3, 4, 1, 2)
 
 
-def test_an_object_is_brought_in_line_with_the_variables(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_init_from_env_updates_the_object(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("LOCAL_RANK", "1")
     env = StaticDistributedEnvironment(local_world_size=2)
     init_from_env(env)
     assert (env.local_rank, env.local_world_size, os.environ["LOCAL_WORLD_SIZE"]) == (1, 2, "2")
 
 
-def test_without_variables_a_process_is_alone() -> None:
+def test_without_variables_a_process_is_single() -> None:
     assert (get_rank(), get_world_size(), get_local_rank(), get_local_world_size()) == (0, 1, 0, 1)
 
 
-def test_a_variable_that_is_no_number_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_invalid_number_in_a_variable_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("RANK", "first")
     with pytest.raises(ValueError, match="environment variable RANK is 'first'"):
         get_rank()
 
 
-def test_a_process_alone_initialises_a_group_of_one() -> None:
+def test_single_process_initialises_a_group_of_one() -> None:
     env = DistributedEnvironment(no_accelerator=True, timeout=timedelta(seconds=30))
     assert isinstance(env, DistributedEnvInterface)
     assert (env.rank, env.world_size, env.device, env.device_type) == (0, 1, "cpu", "cpu")
@@ -127,29 +127,29 @@ def test_a_process_alone_initialises_a_group_of_one() -> None:
     assert total.tolist() == [1.0, 1.0]
 
 
-def test_a_process_alone_may_stay_without_a_group() -> None:
+def test_single_process_may_stay_without_a_group() -> None:
     DistributedEnvironment(no_accelerator=True, always=False, log_level="ERROR")
     assert not dist.is_initialized()
     assert logging.getLogger("forgather.ml.distributed").level == logging.ERROR
 
 
-def test_an_existing_process_group_is_reused() -> None:
+def test_existing_process_group_is_reused() -> None:
     assert run_on_ranks(join_what_exists, 2) == [(0, 2, 2, True), (1, 2, 2, True)]
 
 
-def test_the_device_map_names_the_device() -> None:
+def test_device_map_names_the_device() -> None:
     assert DistributedEnvironment(device_map={0: "cpu"}, always=False).device == "cpu"
     with pytest.raises(ValueError, match=r"local ranks \[1, 2\], but this is local rank 0"):
         DistributedEnvironment(device_map={1: "cpu", 2: "cpu"}, always=False)
 
 
-def test_contradictory_numbers_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_contradictory_rank_and_world_size_are_rejected(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("RANK", "2")
     with pytest.raises(ValueError, match="rank 2 does not exist among 1 process"):
         DistributedEnvironment(no_accelerator=True)
 
 
-def test_an_entry_point_without_torchrun_is_an_ordinary_function() -> None:
+def test_entry_point_without_torchrun_is_an_ordinary_function() -> None:
     @record_entry_point
     def double(number: int) -> int:
         return 2 * number

@@ -1,4 +1,4 @@
-"""Control groups, barriers, the order of processes on a node, and log lines with ranks."""
+"""Control groups, barriers, main_process_first, and rank prefixes in log lines."""
 
 import io
 import logging
@@ -50,7 +50,7 @@ def group_caching() -> tuple[bool, bool, bool]:
 
 
 def groups_of_a_mixed_world() -> tuple[str, int]:
-    """A WORLD that is not plain gloo gets a gloo group beside it."""
+    """Return backend and size of the control group of a WORLD that is not plain gloo."""
     rank, size = dist.get_rank(), dist.get_world_size()
     dist.destroy_process_group()
     dist.init_process_group("cpu:gloo", rank=rank, world_size=size)
@@ -68,7 +68,7 @@ def moments_around_barrier() -> tuple[float, float]:
 
 
 def record_order(directory: str, first_node_size: int) -> bool:
-    """Whether the file of the node's first rank was there when this rank ran the body."""
+    """Return whether the file of the node's first rank existed when this rank ran the body."""
     pretend_two_nodes(first_node_size)
     done = Path(directory) / f"node{dist.get_rank() - int(os.environ['LOCAL_RANK'])}"
     with main_process_first():
@@ -107,7 +107,7 @@ def log_lines(show_all_ranks: bool) -> str:
 @pytest.mark.parametrize(
     ("first_node_size", "expected"), [(2, [[0, 1], [0, 1], [2, 3], [2, 3]]), (1, [[0]] + [[1, 2, 3]] * 3)]
 )
-def test_the_local_group_holds_the_ranks_of_the_node(first_node_size: int, expected: list[list[int]]) -> None:
+def test_local_group_holds_the_ranks_of_the_node(first_node_size: int, expected: list[list[int]]) -> None:
     assert run_on_ranks(node_ranks, 4, first_node_size) == expected
 
 
@@ -115,16 +115,16 @@ def test_groups_are_cached_until_reset() -> None:
     assert run_on_ranks(group_caching, 2) == [(True, False, True)] * 2
 
 
-def test_a_world_that_is_not_plain_gloo_gets_a_control_group() -> None:
+def test_world_that_is_not_plain_gloo_gets_a_control_group() -> None:
     assert run_on_ranks(groups_of_a_mixed_world, 2) == [("gloo", 2)] * 2
 
 
-def test_the_barrier_waits_for_the_last_rank() -> None:
+def test_barrier_waits_for_the_last_rank() -> None:
     moments = run_on_ranks(moments_around_barrier, 3)
     assert max(before for before, _ in moments) <= min(after for _, after in moments)
 
 
-def test_a_process_alone_has_no_groups_and_a_free_barrier() -> None:
+def test_single_process_has_no_groups_and_a_null_barrier() -> None:
     assert get_global_process_group() is None
     assert get_local_process_group() is None
     assert get_barrier_fn() is null_barrier
@@ -134,11 +134,11 @@ def test_a_process_alone_has_no_groups_and_a_free_barrier() -> None:
         pass
 
 
-def test_the_first_process_of_each_node_runs_first(tmp_path: Path) -> None:
+def test_main_process_of_each_node_runs_first(tmp_path: Path) -> None:
     assert run_on_ranks(record_order, 4, str(tmp_path), 2) == [False, True, False, True]
 
 
-def test_a_failure_of_the_first_process_reaches_the_others_without_a_hang() -> None:
+def test_failure_of_the_first_process_reaches_the_others_without_a_hang() -> None:
     start = time.monotonic()
     outcomes = outcomes_on_ranks(fail_first, 3, timeout=20.0)
     assert time.monotonic() - start < 15.0
@@ -147,13 +147,13 @@ def test_a_failure_of_the_first_process_reaches_the_others_without_a_hang() -> N
     assert "OSError: no space left" in str(outcomes[2].error_message)
 
 
-def test_a_failure_of_a_later_process_is_its_own() -> None:
+def test_failure_of_a_later_process_stays_on_its_rank() -> None:
     fine, failed = outcomes_on_ranks(fail_later, 2)
     assert not fine.failed
     assert (failed.error_type, failed.error_message) == ("OSError", "only here")
 
 
-def test_log_lines_carry_the_rank_and_only_rank_0_logs_information() -> None:
+def test_log_lines_have_a_rank_prefix_and_only_rank_0_logs_info() -> None:
     rank0, rank1 = run_on_ranks(log_lines, 2, False)
     assert rank0 == "[rank 0] INFO:forgather.test_groups.child: loaded\n[rank 0] WARNING:forgather.test_groups: slow\n"
     assert rank1 == "[rank 1] WARNING:forgather.test_groups: slow\n"
@@ -174,7 +174,7 @@ def lines_of_chosen_ranks() -> str:
     return lines.getvalue()
 
 
-def test_a_log_format_and_a_rule_of_ones_own(capsys: pytest.CaptureFixture[str]) -> None:
+def test_log_format_and_rank_filter_can_be_set(capsys: pytest.CaptureFixture[str]) -> None:
     logger = logging.getLogger("forgather.test_groups.own")
     assert prefix_logger_rank(logger, filter=lambda rank: rank == 0, format="%(rank)s|%(message)s") is logger
     logger.error("keep %s", "this")
@@ -184,12 +184,12 @@ def test_a_log_format_and_a_rule_of_ones_own(capsys: pytest.CaptureFixture[str])
     assert run_on_ranks(lines_of_chosen_ranks, 2) == ["", "1|keep this\n1|and that\n"]
 
 
-def test_a_filter_of_records_is_no_rule_for_ranks() -> None:
+def test_logging_filter_is_rejected_as_a_rank_filter() -> None:
     with pytest.raises(TypeError, match=r"returns whether a rank logs.*addFilter"):
         prefix_logger_rank(logging.getLogger("forgather.test_groups.own"), filter=logging.Filter())  # type: ignore[arg-type]
 
 
-def test_a_barrier_needs_the_other_ranks(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_barrier_without_a_process_group_is_rejected(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("WORLD_SIZE", "2")
     with pytest.raises(RuntimeError, match=r"barrier of 2 ranks.*not initialised.*DistributedEnvironment"):
         get_barrier_fn()

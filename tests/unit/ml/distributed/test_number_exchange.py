@@ -1,4 +1,4 @@
-"""Sums over ranks, by sockets and by a process group, and what happens when a rank leaves."""
+"""Sums of numbers over ranks, by sockets and by a process group, and the departure of a rank."""
 
 import tempfile
 import time
@@ -33,7 +33,7 @@ def _sums(kind: str) -> dict[str, list[float]]:
     first = exchange.start([rank, 1, -(2**40)])
     second = exchange.start([0.1 * (rank + 1), 1e16])
     long = exchange.start([rank + number for number in range(10_000)])
-    # In another order than they were started in.
+    # Finish in another order than they were started.
     results = {"second": exchange.finish(second), "first": exchange.finish(first), "long": exchange.finish(long)[:2]}
     results["later"] = exchange.finish(exchange.start([rank]))
     exchange.close()
@@ -43,7 +43,7 @@ def _sums(kind: str) -> dict[str, list[float]]:
 @pytest.mark.parametrize("kind", ["sockets", "group"])
 def test_numbers_are_summed_over_all_ranks(kind: str) -> None:
     results = run_on_ranks(_sums, 3, kind)
-    assert results[0] == results[1] == results[2], "the same bits everywhere"
+    assert results[0] == results[1] == results[2], "not bitwise equal on all ranks"
     sums = results[0]
     assert sums["first"] == [3, 3, -3 * 2**40]
     assert sums["second"] == pytest.approx([0.6, 3e16], rel=1e-15)
@@ -62,7 +62,7 @@ def _left_alone() -> float:
     return time.monotonic() - started
 
 
-def test_rank_that_leaves_is_noticed_at_once() -> None:
+def test_departed_rank_is_noticed_at_once() -> None:
     assert max(run_on_ranks(_left_alone, 3)) < 5
 
 
@@ -77,7 +77,7 @@ def _connect_without_room(directory: str) -> tuple[bool, list[float]]:
     return links.sockets is None, list(exchange.finish(exchange.start([1])))
 
 
-def test_group_does_where_a_rank_can_make_no_socket(tmp_path: Path) -> None:
+def test_process_group_is_the_fallback_if_a_rank_cannot_create_a_socket(tmp_path: Path) -> None:
     directory = tmp_path / ("long" * 30)
     directory.mkdir()
     assert run_on_ranks(_connect_without_room, 2, str(directory)) == [(True, [2])] * 2
@@ -99,5 +99,5 @@ def _wait_in_vain() -> str:
         environment._requested_timeout = None
 
 
-def test_silence_of_a_living_rank_is_called_that() -> None:
+def test_silent_rank_causes_a_timeout_error() -> None:
     assert "no message from another rank for 1 seconds" in run_on_ranks(_wait_in_vain, 2)[0]

@@ -1,4 +1,4 @@
-"""The loss of the next token."""
+"""Next-token loss (`CausalLoss`)."""
 
 import pytest
 import torch
@@ -15,7 +15,7 @@ def make_batch(dtype: torch.dtype = torch.float32) -> tuple[Tensor, Tensor]:
     return torch.randn(2, 5, 7, dtype=dtype, requires_grad=True), labels
 
 
-def test_it_is_the_mean_over_the_shifted_targets() -> None:
+def test_loss_is_the_mean_over_the_shifted_targets() -> None:
     logits, labels = make_batch()
     expected = cross_entropy(logits[:, :-1].reshape(-1, 7), labels[:, 1:].reshape(-1))
     loss = CausalLoss()(logits, labels)
@@ -24,8 +24,8 @@ def test_it_is_the_mean_over_the_shifted_targets() -> None:
     torch.testing.assert_close(*gradients)
 
 
-def test_of_many_labels_too_it_is_the_mean_over_those_that_are_targets() -> None:
-    """More than a thousand are counted in another way."""
+def test_loss_of_many_labels_is_the_mean_over_the_targets() -> None:
+    """More than a thousand labels are counted by another method."""
     torch.manual_seed(0)
     logits, labels = torch.randn(4, 512, 8), torch.randint(0, 8, (4, 512))
     labels[torch.rand(labels.shape) < 0.3] = -100
@@ -34,7 +34,7 @@ def test_of_many_labels_too_it_is_the_mean_over_those_that_are_targets() -> None
     assert int(CausalLoss().num_targets(labels)) == int((labels[:, 1:] != -100).sum())
 
 
-def test_the_first_label_of_a_sequence_is_no_target() -> None:
+def test_first_label_of_a_sequence_is_not_a_target() -> None:
     logits, labels = make_batch()
     changed = labels.clone()
     changed[:, 0] = -100
@@ -42,7 +42,7 @@ def test_the_first_label_of_a_sequence_is_no_target() -> None:
     assert int(CausalLoss().num_targets(changed)) == int(CausalLoss().num_targets(labels)) == 6
 
 
-def test_loss_times_targets_is_their_sum() -> None:
+def test_loss_times_num_targets_is_the_sum() -> None:
     logits, labels = make_batch()
     loss = CausalLoss()
     total = cross_entropy(logits[:, :-1].reshape(-1, 7), labels[:, 1:].reshape(-1), reduction="sum")
@@ -64,14 +64,14 @@ def test_without_targets_loss_and_gradients_are_zero(length: int) -> None:
     ("dtype", "computed"),
     [(torch.bfloat16, torch.float32), (torch.float16, torch.float32), (torch.float64, torch.float64)],
 )
-def test_it_is_computed_in_float32_at_least(dtype: torch.dtype, computed: torch.dtype) -> None:
+def test_loss_is_computed_in_float32_or_better(dtype: torch.dtype, computed: torch.dtype) -> None:
     logits, labels = make_batch(dtype)
     loss = CausalLoss()(logits, labels)
     assert loss.dtype == computed
     torch.testing.assert_close(loss, CausalLoss()(logits.to(computed), labels))
 
 
-def test_another_index_may_be_ignored() -> None:
+def test_ignore_index_can_be_changed() -> None:
     logits, labels = make_batch()
     padded = labels.masked_fill(labels == -100, 0)
     assert int(CausalLoss(ignore_index=0).num_targets(padded)) == int((padded[:, 1:] != 0).sum())

@@ -1,4 +1,4 @@
-"""The loss of the next token in parts, against the plain loss."""
+"""Chunked next-token loss, compared with the plain loss."""
 
 from collections.abc import Callable
 
@@ -14,7 +14,7 @@ VOCABULARY = 37
 
 
 def make_batch(*shape: int, vocabulary: int = VOCABULARY, dtype: torch.dtype = torch.float32) -> tuple[Tensor, Tensor]:
-    """Logits and labels, some of which are no targets."""
+    """Return logits and labels, with some ignored labels."""
     torch.manual_seed(0)
     labels = torch.randint(0, vocabulary, shape)
     labels[torch.rand(shape) < 0.3] = -100
@@ -30,7 +30,7 @@ def loss_and_gradient(
 
 @pytest.mark.parametrize("shape", [(11,), (3, 9), (2, 2, 5)], ids=str)
 @pytest.mark.parametrize("chunk_size", [1, 7, 256])
-def test_it_is_the_plain_loss(shape: tuple[int, ...], chunk_size: int) -> None:
+def test_chunked_loss_equals_the_plain_loss(shape: tuple[int, ...], chunk_size: int) -> None:
     logits, labels = make_batch(*shape)
     before = logits.detach().clone()
     given = loss_and_gradient(ChunkedCausalLoss(chunk_size), logits, labels)
@@ -39,13 +39,13 @@ def test_it_is_the_plain_loss(shape: tuple[int, ...], chunk_size: int) -> None:
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float64])
-def test_it_is_computed_in_float32_at_least(dtype: torch.dtype) -> None:
+def test_loss_is_computed_in_float32_or_better(dtype: torch.dtype) -> None:
     logits, labels = make_batch(3, 9, dtype=dtype)
     loss, gradient = loss_and_gradient(ChunkedCausalLoss(7), logits, labels)
     expected, plain = loss_and_gradient(CausalLoss(), logits, labels)
     assert loss.dtype == expected.dtype and gradient.dtype == dtype
     torch.testing.assert_close(loss, expected)
-    # The gradient is rounded once more, when it is scaled.
+    # Scaling rounds the gradient once more.
     torch.testing.assert_close(gradient, plain, rtol=2 * torch.finfo(dtype).eps, atol=1e-7)
 
 
@@ -58,7 +58,7 @@ def test_without_targets_loss_and_gradient_are_zero(length: int) -> None:
     assert ChunkedCausalLoss().num_targets(labels) == 0
 
 
-def test_sums_and_means_over_targets_are_those_of_the_plain_loss() -> None:
+def test_sums_and_means_over_targets_equal_the_plain_loss() -> None:
     logits, labels = make_batch(3, 9)
     plain, given = CausalLoss(ignore_index=5), ChunkedCausalLoss(7, ignore_index=5)
     labels = labels.clamp(min=0)
@@ -69,7 +69,7 @@ def test_sums_and_means_over_targets_are_those_of_the_plain_loss() -> None:
         torch.testing.assert_close(given.sum_over_targets(logits, labels, reduction), expected)
 
 
-def test_logits_may_need_no_gradient() -> None:
+def test_logits_without_gradient_are_accepted() -> None:
     logits, labels = make_batch(3, 9)
     expected = CausalLoss()(logits, labels)
     torch.testing.assert_close(ChunkedCausalLoss(7)(logits.detach(), labels), expected.detach())
@@ -79,22 +79,22 @@ def test_logits_may_need_no_gradient() -> None:
     torch.testing.assert_close(given, expected.detach())
 
 
-def test_a_scaled_loss_has_a_scaled_gradient() -> None:
+def test_scaled_loss_has_a_scaled_gradient() -> None:
     logits, labels = make_batch(3, 9)
     _, gradient = loss_and_gradient(ChunkedCausalLoss(7), logits, labels)
     _, scaled = loss_and_gradient(lambda *batch: ChunkedCausalLoss(7)(*batch) * 3, logits, labels)
     torch.testing.assert_close(scaled, gradient * 3)
 
 
-def test_a_second_backward_pass_is_refused() -> None:
+def test_second_backward_pass_is_rejected() -> None:
     loss = ChunkedCausalLoss(7)(*make_batch(3, 9))
     loss.backward(retain_graph=True)
     with pytest.raises(RuntimeError, match="modified by an inplace operation"):
         loss.backward()
 
 
-def test_parts_may_contain_tokens_without_targets() -> None:
-    """On a device they do: to leave them out would mean to wait for it."""
+def test_chunks_may_contain_tokens_without_targets() -> None:
+    """This happens on accelerators: removing these tokens would require a device synchronisation."""
     logits, labels = make_batch(20)
     expected = torch.nn.functional.cross_entropy(logits, labels, reduction="sum")
     gradient = torch.full_like(logits, torch.nan, requires_grad=False)
@@ -105,7 +105,7 @@ def test_parts_may_contain_tokens_without_targets() -> None:
     torch.testing.assert_close(gradient, torch.autograd.grad(expected, logits)[0])
 
 
-def test_on_a_device_too_another_index_may_be_ignored() -> None:
+def test_ignore_index_can_be_changed_on_accelerators() -> None:
     logits, labels = make_batch(20)
     padded = labels.masked_fill(labels == -100, 0)
     parts = [slice(start, start + 6) for start in range(0, 20, 6)]
@@ -115,13 +115,13 @@ def test_on_a_device_too_another_index_may_be_ignored() -> None:
     torch.testing.assert_close(*(torch.autograd.grad(one, logits)[0] for one in (given, expected)))
 
 
-def test_on_a_device_too_the_parts_are_all_tokens() -> None:
+def test_chunks_cover_all_tokens_on_accelerators() -> None:
     parts = parts_of(torch.empty(20, device="meta"), -100, 6)
     assert parts == [slice(0, 6), slice(6, 12), slice(12, 18), slice(18, 24)]
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_beyond_the_gradient_it_takes_the_memory_of_a_part(dtype: torch.dtype) -> None:
+def test_peak_memory_is_the_gradient_plus_one_chunk(dtype: torch.dtype) -> None:
     logits, labels = make_batch(4, 256, vocabulary=8192, dtype=dtype)
     plain, given = (
         peak_bytes(lambda loss_fn=loss_fn: loss_and_gradient(loss_fn, logits, labels))
@@ -132,7 +132,7 @@ def test_beyond_the_gradient_it_takes_the_memory_of_a_part(dtype: torch.dtype) -
     assert given * 2 < plain
 
 
-def test_inputs_that_cannot_work_are_explained() -> None:
+def test_unsuitable_inputs_are_explained() -> None:
     logits, labels = make_batch(3, 9)
     with pytest.raises(ValueError, match=r"chunk_size=0 of ChunkedCausalLoss .* at least 1"):
         ChunkedCausalLoss(0)
@@ -142,7 +142,7 @@ def test_inputs_that_cannot_work_are_explained() -> None:
         ChunkedCausalLoss().sum_over_targets(logits, labels, "none")
 
 
-def test_a_second_derivative_is_refused() -> None:
+def test_second_derivative_is_rejected() -> None:
     hidden = torch.randn(2, 5, 4, requires_grad=True)
     labels = torch.randint(0, 7, (2, 5), dtype=torch.int32)
     head = torch.nn.Linear(4, 7)

@@ -1,4 +1,4 @@
-"""Losses through torch.compile give what they give without it."""
+"""Losses with torch.compile return the same values as without."""
 
 import copy
 import pickle
@@ -19,7 +19,7 @@ MAKE: dict[str, Callable[..., Callable[[Tensor, Tensor], Tensor]]] = {
 
 
 @pytest.mark.parametrize("name", MAKE)
-def test_a_compiled_loss_has_the_same_value_and_gradient(name: str) -> None:
+def test_compiled_loss_has_the_same_value_and_gradient(name: str) -> None:
     torch.manual_seed(0)
     outputs = torch.randn(2, 9, 8 if name == "linear" else 32, requires_grad=True)
     labels = torch.randint(0, 32, (2, 9)).masked_fill(torch.rand(2, 9) < 0.3, -100)
@@ -30,7 +30,7 @@ def test_a_compiled_loss_has_the_same_value_and_gradient(name: str) -> None:
     torch.testing.assert_close(found[1], found[0])
 
 
-def test_a_compiled_loss_can_be_copied_and_sent() -> None:
+def test_compiled_loss_can_be_copied_and_pickled() -> None:
     loss = ChunkedCausalLoss(4, compile=True)
     assert copy.deepcopy(loss).compile and pickle.loads(pickle.dumps(loss)).compile
     assert LinearCrossEntropyLoss(HEAD, compile=True).unfused().compile

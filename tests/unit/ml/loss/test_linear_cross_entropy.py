@@ -1,4 +1,4 @@
-"""The loss of the next token from hidden states, against the plain loss of their logits."""
+"""Linear cross-entropy: next-token loss from hidden states, compared with the plain loss of their logits."""
 
 from collections.abc import Callable
 from typing import Any
@@ -17,7 +17,7 @@ Gradients = dict[str, Tensor]
 
 
 def make_batch(*shape: int, hidden: int = HIDDEN, vocabulary: int = VOCABULARY) -> tuple[Tensor, Tensor]:
-    """Hidden states and labels, some of which are no targets."""
+    """Return hidden states and labels, with some ignored labels."""
     torch.manual_seed(0)
     labels = torch.randint(0, vocabulary, shape)
     labels[torch.rand(shape) < 0.3] = -100
@@ -34,7 +34,7 @@ def plain_loss(head: nn.Module, ignore_index: int = -100) -> Callable[[Tensor, T
 
 
 def loss_of_torch(head: nn.Module) -> Callable[[Tensor, Tensor], Tensor]:
-    """Of sequences, with nothing of ours in it."""
+    """Return a next-token loss of sequences computed by torch only."""
 
     def loss_fn(hidden_states: Tensor, labels: Tensor) -> Tensor:
         logits = head(hidden_states)[:, :-1]
@@ -67,25 +67,27 @@ def assert_same(
 @pytest.mark.parametrize("bias", [True, False])
 @pytest.mark.parametrize("shape", [(11,), (3, 9), (2, 2, 5)], ids=str)
 @pytest.mark.parametrize("chunk_size", [1, 12, 4096])
-def test_it_is_the_plain_loss_of_the_logits(bias: bool, shape: tuple[int, ...], chunk_size: int) -> None:
-    """With a chunk size of 12, the last part has fewer targets than the others."""
+def test_linear_cross_entropy_equals_the_plain_loss_of_the_logits(
+    bias: bool, shape: tuple[int, ...], chunk_size: int
+) -> None:
+    """With a chunk size of 12, the last chunk has fewer targets than the others."""
     assert_same(make_head(bias), *make_batch(*shape), chunk_size=chunk_size)
 
 
 @pytest.mark.parametrize("shape", [(3, 9), (4, 300)], ids=str)
-def test_it_is_the_loss_that_torch_computes_of_the_logits(shape: tuple[int, ...]) -> None:
+def test_linear_cross_entropy_equals_torch_cross_entropy(shape: tuple[int, ...]) -> None:
     head, batch = make_head(), make_batch(*shape)
     expected = loss_and_gradients(loss_of_torch(head), head, *batch)
     given = loss_and_gradients(LinearCrossEntropyLoss(head, chunk_size=12), head, *batch)
     torch.testing.assert_close(given, expected, rtol=1e-5, atol=1e-6)
 
 
-def test_in_float64_it_is_the_plain_loss_to_the_last_digits() -> None:
+def test_float64_loss_equals_the_plain_loss_to_the_last_digits() -> None:
     hidden_states, labels = make_batch(3, 9)
     assert_same(make_head(dtype=torch.float64), hidden_states.double(), labels, tolerance=1e-12, chunk_size=7)
 
 
-def test_targets_that_are_very_unlikely_have_a_finite_loss() -> None:
+def test_very_unlikely_targets_have_a_finite_loss() -> None:
     hidden_states, labels = make_batch(3, 9)
     assert_same(make_head(), hidden_states * 1000, labels, tolerance=1e-4, chunk_size=7)
 
@@ -96,7 +98,7 @@ def relative_errors(given: tuple[Tensor, Gradients], reference: tuple[Tensor, Gr
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
-def test_in_low_precision_it_is_as_close_to_float32_as_the_plain_loss(dtype: torch.dtype) -> None:
+def test_low_precision_loss_is_as_accurate_as_the_plain_loss(dtype: torch.dtype) -> None:
     hidden_states, labels = make_batch(8, 64)
     head = make_head(dtype=dtype)
     hidden_states = hidden_states.to(dtype)
@@ -112,7 +114,7 @@ def test_in_low_precision_it_is_as_close_to_float32_as_the_plain_loss(dtype: tor
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
-def test_under_autocast_it_multiplies_as_a_linear_layer_would(dtype: torch.dtype) -> None:
+def test_autocast_precision_equals_a_linear_layer(dtype: torch.dtype) -> None:
     hidden_states, labels = make_batch(8, 64)
     hidden_states, head = hidden_states * 10, make_head()
     reference = loss_and_gradients(plain_loss(head), head, hidden_states, labels)
@@ -121,12 +123,12 @@ def test_under_autocast_it_multiplies_as_a_linear_layer_would(dtype: torch.dtype
         given = loss_and_gradients(LinearCrossEntropyLoss(head, chunk_size=7), head, hidden_states, labels)
     assert {one.dtype for one in (given[0], *given[1].values())} == {torch.float32}
     torch.testing.assert_close(given[0], plain[0], rtol=1e-6, atol=0)
-    assert abs(reference[0] - plain[0]) > 5e-6 * plain[0], "the loss does not show in which precision it was computed"
+    assert abs(reference[0] - plain[0]) > 5e-6 * plain[0], "the loss does not depend on the precision"
     allowed, errors = relative_errors(plain, reference), relative_errors(given, reference)
     assert all(errors[name] <= 1.25 * allowed[name] + 1e-6 for name in errors)
 
 
-def test_hidden_states_of_autocast_meet_weights_of_float32() -> None:
+def test_autocast_hidden_states_work_with_float32_weights() -> None:
     hidden_states, labels = make_batch(3, 9)
     head = make_head()
     with torch.autocast("cpu", dtype=torch.bfloat16):
@@ -145,12 +147,12 @@ def test_without_targets_loss_and_gradients_are_zero(length: int) -> None:
     assert not any(one.any() for one in gradients.values())
 
 
-def test_another_index_may_be_ignored() -> None:
+def test_ignore_index_can_be_changed() -> None:
     hidden_states, labels = make_batch(3, 9)
     assert_same(make_head(), hidden_states, labels.masked_fill(labels == -100, 0), ignore_index=0, chunk_size=12)
 
 
-def test_sums_and_means_over_targets_are_those_of_the_plain_loss() -> None:
+def test_sums_and_means_over_targets_equal_the_plain_loss() -> None:
     hidden_states, labels = make_batch(3, 9)
     head = make_head()
     plain, given = CausalLoss(), LinearCrossEntropyLoss(head, chunk_size=7)
@@ -161,7 +163,7 @@ def test_sums_and_means_over_targets_are_those_of_the_plain_loss() -> None:
     assert given.sum_over_targets(hidden_states, torch.full_like(labels, -100), "mean").isnan()
 
 
-def test_a_step_weighs_its_micro_batches_by_their_targets() -> None:
+def test_step_weighs_micro_batches_by_their_targets() -> None:
     hidden_states, labels = make_batch(4, 9)
     loss_fn = LinearCrossEntropyLoss(make_head())
     step_loss = StepLoss(loss_fn)
@@ -173,7 +175,7 @@ def test_a_step_weighs_its_micro_batches_by_their_targets() -> None:
 
 
 @pytest.mark.parametrize("frozen", [("weight",), ("bias",), ("weight", "bias")], ids=str)
-def test_what_is_frozen_gets_no_gradient(frozen: tuple[str, ...]) -> None:
+def test_frozen_parameters_get_no_gradient(frozen: tuple[str, ...]) -> None:
     head = make_head()
     for name in frozen:
         getattr(head, name).requires_grad_(False)
@@ -181,7 +183,7 @@ def test_what_is_frozen_gets_no_gradient(frozen: tuple[str, ...]) -> None:
     assert all(getattr(head, name).grad is None for name in frozen)
 
 
-def test_hidden_states_may_need_no_gradient() -> None:
+def test_hidden_states_without_gradient_are_accepted() -> None:
     hidden_states, labels = make_batch(3, 9)
     head = make_head()
     gradients = []
@@ -190,7 +192,7 @@ def test_hidden_states_may_need_no_gradient() -> None:
     torch.testing.assert_close(gradients[1], gradients[0])
 
 
-def test_without_gradients_it_is_the_same_loss_in_less_memory() -> None:
+def test_no_grad_gives_the_same_loss_in_less_memory() -> None:
     hidden_states, labels = make_batch(4, 256, hidden=64, vocabulary=4000)
     head = nn.Linear(64, 4000)
     loss_fn = LinearCrossEntropyLoss(head, chunk_size=100)
@@ -214,7 +216,7 @@ def test_tied_embeddings_get_the_sum_of_both_gradients() -> None:
     torch.testing.assert_close(gradients[1], gradients[0])
 
 
-def test_the_weight_is_the_one_of_the_moment() -> None:
+def test_replaced_head_weight_is_used() -> None:
     hidden_states, labels = make_batch(3, 9)
     head = make_head()
     loss_fn = LinearCrossEntropyLoss(head)
@@ -223,7 +225,7 @@ def test_the_weight_is_the_one_of_the_moment() -> None:
     torch.testing.assert_close(loss_fn(hidden_states, labels), plain_loss(head)(hidden_states, labels))
 
 
-def test_a_scaled_loss_has_scaled_gradients() -> None:
+def test_scaled_loss_has_scaled_gradients() -> None:
     hidden_states, labels = make_batch(3, 9)
     head = make_head()
     loss_fn = LinearCrossEntropyLoss(head)
@@ -244,7 +246,7 @@ def test_gradients_accumulate_over_backward_passes() -> None:
     torch.testing.assert_close(gradients[1], gradients[0])
 
 
-def test_a_second_backward_pass_is_refused() -> None:
+def test_second_backward_pass_is_rejected() -> None:
     hidden_states, labels = make_batch(3, 9)
     loss = LinearCrossEntropyLoss(make_head())(hidden_states, labels)
     loss.backward(retain_graph=True)
@@ -252,7 +254,7 @@ def test_a_second_backward_pass_is_refused() -> None:
         loss.backward()
 
 
-def test_it_follows_a_compiled_model() -> None:
+def test_linear_cross_entropy_works_after_a_compiled_model() -> None:
     hidden_states, labels = make_batch(3, 9)
     body = nn.Linear(HIDDEN, HIDDEN)
     head = make_head()
@@ -267,8 +269,8 @@ def test_it_follows_a_compiled_model() -> None:
 
 
 @pytest.mark.parametrize("ignore_index", [-100, 0])
-def test_parts_may_contain_tokens_without_targets(ignore_index: int) -> None:
-    """On a device they do: to leave them out would mean to wait for it."""
+def test_chunks_may_contain_tokens_without_targets(ignore_index: int) -> None:
+    """This happens on accelerators: removing these tokens would require a device synchronisation."""
     hidden_states, labels = make_batch(20)
     labels = labels.masked_fill(labels == -100, ignore_index)
     head = make_head()
@@ -281,7 +283,7 @@ def test_parts_may_contain_tokens_without_targets(ignore_index: int) -> None:
     torch.testing.assert_close(*(torch.autograd.grad(one, inputs) for one in (given, expected)))
 
 
-def test_it_takes_a_quarter_of_the_memory_of_the_plain_loss_at_most() -> None:
+def test_peak_memory_is_at_most_a_quarter_of_the_plain_loss() -> None:
     vocabulary, hidden = 32_768, 64
     hidden_states, labels = make_batch(4, 1024, hidden=hidden, vocabulary=vocabulary)
     head = nn.Linear(hidden, vocabulary, bias=False)
@@ -291,12 +293,10 @@ def test_it_takes_a_quarter_of_the_memory_of_the_plain_loss_at_most() -> None:
     )
     part, gradients = 4096 * labels.numel() * 4, head.weight.nbytes + hidden_states.nbytes
     assert given * 4 < plain
-    assert given < 1.1 * part + 1.1 * gradients, (
-        "more than one part of the logits, or a second copy of a gradient, was held"
-    )
+    assert given < 1.1 * part + 1.1 * gradients, "held more than one chunk of logits, or a second gradient"
 
 
-def test_on_the_cpu_auto_is_pytorch() -> None:
+def test_auto_implementation_on_the_cpu_is_pytorch() -> None:
     hidden_states, _ = make_batch(3, 9)
     assert LinearCrossEntropyLoss(make_head()).implementation_for(hidden_states) == "pytorch"
     assert LinearCrossEntropyLoss(make_head(), impl="pytorch").implementation_for(hidden_states) == "pytorch"
@@ -312,13 +312,13 @@ def test_on_the_cpu_auto_is_pytorch() -> None:
     ],
     ids=lambda one: next(iter(one)) if isinstance(one, dict) else "",
 )
-def test_settings_that_cannot_work_are_explained(options: dict[str, Any], message: str) -> None:
+def test_invalid_settings_are_explained(options: dict[str, Any], message: str) -> None:
     with pytest.raises(ValueError, match=message):
         LinearCrossEntropyLoss(**{"output_embeddings": make_head(), **options})
 
 
 @pytest.mark.parametrize(("impl", "package"), [("cce", "cut_cross_entropy"), ("liger", "liger_kernel")])
-def test_an_implementation_that_cannot_run_here_is_explained(impl: str, package: str) -> None:
+def test_unavailable_implementation_is_explained(impl: str, package: str) -> None:
     try:
         __import__(package)
     except ImportError:
@@ -329,7 +329,7 @@ def test_an_implementation_that_cannot_run_here_is_explained(impl: str, package:
             LinearCrossEntropyLoss(make_head(), impl=impl)(*make_batch(3, 9))
 
 
-def test_inputs_that_do_not_fit_are_explained() -> None:
+def test_inputs_of_wrong_shape_or_type_are_explained() -> None:
     hidden_states, labels = make_batch(3, 9)
     loss_fn = LinearCrossEntropyLoss(make_head())
     with pytest.raises(ValueError, match=r"width 8, but its output embeddings take 16"):

@@ -1,4 +1,4 @@
-"""A loss times a constant."""
+"""`RescaleLoss`: a loss times a constant."""
 
 import copy
 import inspect
@@ -18,7 +18,7 @@ def value(loss: RescaleLoss) -> float:
     return loss(torch.tensor([3.0]), torch.tensor([1.0])).item()
 
 
-def test_the_loss_is_multiplied_unless_told_otherwise() -> None:
+def test_loss_is_rescaled_except_inside_no_rescale() -> None:
     loss = RescaleLoss(plain, 0.25)
     assert value(loss) == 0.5
     with loss.no_rescale():
@@ -28,30 +28,30 @@ def test_the_loss_is_multiplied_unless_told_otherwise() -> None:
     assert value(loss) == 0.5
 
 
-def test_rescaling_comes_back_after_an_error() -> None:
+def test_rescaling_is_restored_after_an_error() -> None:
     loss = RescaleLoss(plain, 0.25)
     with pytest.raises(KeyError), loss.no_rescale():
         raise KeyError
     assert value(loss) == 0.5
 
 
-def test_it_counts_targets_if_the_inner_loss_does() -> None:
+def test_num_targets_exists_if_the_inner_loss_has_it() -> None:
     labels = torch.tensor([[1, 2, -100]])
     assert int(RescaleLoss(CausalLoss(), 0.5).num_targets(labels)) == 1
     assert not hasattr(RescaleLoss(plain, 0.5), "num_targets")
 
 
-def test_it_takes_what_the_inner_loss_takes() -> None:
+def test_arguments_of_the_inner_loss_are_accepted() -> None:
     loss = RescaleLoss(plain, 0.5)
     assert "num_items_in_batch" in inspect.signature(loss).parameters
     assert loss(torch.tensor([3.0]), torch.tensor([1.0]), num_items_in_batch=2).item() == 0.5
 
 
-def test_it_can_be_copied() -> None:
+def test_rescale_loss_can_be_copied() -> None:
     assert value(copy.deepcopy(RescaleLoss(plain, 0.25))) == 0.5
 
 
-def test_a_mean_that_was_computed_otherwise_is_rescaled_too() -> None:
+def test_rescale_applies_to_a_mean_computed_elsewhere() -> None:
     loss, mean = RescaleLoss(plain, 0.25), torch.tensor(2.0)
     assert loss.rescale(mean).item() == loss.rescale(mean, torch.tensor([1])).item() == 0.5
     with loss.no_rescale():
@@ -67,7 +67,7 @@ class ByLabels(RescaleLoss):
         return mean * len(labels) if self.is_rescaling else mean
 
 
-def test_a_subclass_that_overrides_rescale_weighs_every_call() -> None:
+def test_subclass_that_overrides_rescale_applies_it_to_every_call() -> None:
     loss, logits, labels = ByLabels(plain), torch.tensor([3.0, 5.0]), torch.tensor([1.0, 1.0])
     assert loss(logits, labels).item() == loss(logits, labels=labels).item() == 12.0
     with loss.no_rescale():

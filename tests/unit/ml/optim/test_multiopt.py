@@ -1,4 +1,4 @@
-"""Several optimizers as one, with torch's optimizers and schedulers."""
+"""Multiopt: several optimizers as one, with torch's optimizers and schedulers."""
 
 import copy
 import logging
@@ -52,7 +52,7 @@ def assert_same(ones: list[Tensor], others: list[Tensor]) -> None:
         assert torch.equal(one, other)
 
 
-def test_it_does_what_its_optimizers_do_by_themselves() -> None:
+def test_multiopt_trains_like_its_separate_optimizers() -> None:
     alone, together = make_model(), make_model()
     train(alone, make_parts(alone), [], range(5))
     train(together, [Multiopt(make_parts(together))], [], range(5))
@@ -72,7 +72,7 @@ def test_schedules_act_on_all_optimizers(kind: str) -> None:
 
 
 @pytest.mark.parametrize("kind", SCHEDULERS)
-def test_a_resumed_schedule_goes_on_bit_for_bit(kind: str) -> None:
+def test_resumed_schedule_continues_bit_for_bit(kind: str) -> None:
     def build() -> tuple[nn.Module, Multiopt, LRScheduler]:
         model = make_model()
         multiopt = Multiopt(make_parts(model))
@@ -99,12 +99,12 @@ def test_plateau_schedules_act_on_all_optimizers() -> None:
     assert [part.param_groups[0]["lr"] for part in multiopt.optimizers] == [0.05, 0.005]
 
 
-def test_momentum_cycles_are_refused_when_not_all_optimizers_have_them() -> None:
+def test_momentum_cycles_are_rejected_unless_all_optimizers_support_them() -> None:
     with pytest.raises(ValueError, match="momentum"):
         OneCycleLR(Multiopt(make_parts(make_model())), max_lr=0.1, total_steps=5)
 
 
-def test_the_list_of_groups_stays_live() -> None:
+def test_param_groups_list_stays_live() -> None:
     multiopt = Multiopt(make_parts(make_model()))
     groups = multiopt.param_groups
     multiopt.optimizers[0].load_state_dict(multiopt.optimizers[0].state_dict())
@@ -123,7 +123,7 @@ def test_optimizer_state_by_name_resumes_bit_for_bit() -> None:
     train(model, [multiopt], [scheduler], range(3, 6))
 
     resumed = make_model()
-    # In another order: names decide what belongs to whom.
+    # In another order: state is matched by name.
     resumed_multiopt = Multiopt(reversed(make_parts(resumed)))
     resumed_by_name = OptimizerState(resumed_multiopt, resumed.named_parameters())
     resumed_scheduler = SCHEDULERS["lambda"](resumed_multiopt)
@@ -134,7 +134,7 @@ def test_optimizer_state_by_name_resumes_bit_for_bit() -> None:
     assert_same(weights(resumed), weights(model))
 
 
-def test_state_is_found_and_written_where_it_belongs() -> None:
+def test_state_is_routed_to_the_owning_optimizer() -> None:
     model = make_model()
     multiopt = Multiopt(make_parts(model))
     second = model[1].weight
@@ -158,7 +158,7 @@ def test_zero_grad_reaches_all_parameters() -> None:
     assert all(parameter.grad is None for parameter in model.parameters())
 
 
-def test_a_closure_is_evaluated_once() -> None:
+def test_closure_is_evaluated_once() -> None:
     calls: list[int] = []
     multiopt = Multiopt(make_parts(make_model()))
 
@@ -170,7 +170,7 @@ def test_a_closure_is_evaluated_once() -> None:
     assert calls == [1]
 
 
-def test_an_overflow_holds_all_optimizers_back(caplog: pytest.LogCaptureFixture) -> None:
+def test_fp16_overflow_skips_the_step_of_all_optimizers(caplog: pytest.LogCaptureFixture) -> None:
     model = make_model()
     multiopt = Multiopt(make_parts(model))
     before = weights(model)
@@ -205,7 +205,7 @@ def test_step_hooks_run() -> None:
     assert calls == ["stepped"]
 
 
-def test_what_cannot_work_is_refused() -> None:
+def test_invalid_optimizers_and_states_are_rejected() -> None:
     model = make_model()
     with pytest.raises(ValueError, match="at least one"):
         Multiopt([])

@@ -1,4 +1,4 @@
-"""Which parameters get which options and optimizers."""
+"""Assignment of parameters to optimizer groups and optimizers."""
 
 import logging
 import types
@@ -41,7 +41,7 @@ def groups_of(group_map: OptimGroupMap, **kwargs: Any) -> list[dict[str, Any]]:
     return build_parameter_groups(make_model().named_parameters(), group_map, **kwargs)
 
 
-def test_the_first_match_wins_and_the_rest_comes_last() -> None:
+def test_first_match_wins_and_the_rest_comes_last() -> None:
     groups = groups_of(
         {
             "norm": {"regex": "norm", "config": {"lr": 0.5}},
@@ -56,24 +56,24 @@ def test_the_first_match_wins_and_the_rest_comes_last() -> None:
     ]
 
 
-def test_a_group_without_regex_takes_the_rest_wherever_it_stands() -> None:
+def test_group_without_regex_takes_the_rest_in_any_position() -> None:
     groups = groups_of({"decay": {"config": {"weight_decay": 0.1}}, "biases": {"regex": "bias"}})
     assert names(groups) == [["norm.bias", "proj.bias"], ["embed.weight", "norm.weight", "proj.weight"]]
     assert groups[1]["weight_decay"] == 0.1
 
 
-def test_a_group_that_is_none_is_switched_off() -> None:
+def test_group_set_to_none_is_switched_off() -> None:
     assert names(groups_of({"norm": None, "biases": {"regex": "bias"}, "other": None})) == [
         ["norm.bias", "proj.bias"],
         ["embed.weight", "norm.weight", "proj.weight"],
     ]
 
 
-def test_without_groups_all_is_one() -> None:
+def test_no_groups_make_one_group() -> None:
     assert len(groups_of({})) == 1
 
 
-def test_torch_keeps_the_names() -> None:
+def test_torch_optimizer_keeps_the_names() -> None:
     optimizer = make_adamw(groups_of({"biases": {"regex": "bias", "config": {"weight_decay": 0.0}}}))
     assert [group["param_names"] for group in optimizer.param_groups] == [
         ["norm.bias", "proj.bias"],
@@ -82,7 +82,7 @@ def test_torch_keeps_the_names() -> None:
     assert [group["weight_decay"] for group in optimizer.param_groups] == [0.0, 0.01]
 
 
-def test_frozen_parameters_are_left_out() -> None:
+def test_frozen_parameters_are_skipped() -> None:
     model = make_model()
     model["embed"].requires_grad_(False)  # type: ignore[index]
     groups = build_parameter_groups(model.named_parameters(), {"biases": {"regex": "bias"}})
@@ -91,7 +91,7 @@ def test_frozen_parameters_are_left_out() -> None:
         build_parameter_groups(model.requires_grad_(False).named_parameters(), {})
 
 
-def test_groups_that_take_nothing_are_reported(caplog: pytest.LogCaptureFixture) -> None:
+def test_empty_groups_are_reported(caplog: pytest.LogCaptureFixture) -> None:
     groups = groups_of({"all": {"regex": "."}, "typo": {"regex": "biass"}, "late": {"regex": "bias"}})
     assert len(groups) == 1
     assert caplog.messages == [
@@ -100,7 +100,7 @@ def test_groups_that_take_nothing_are_reported(caplog: pytest.LogCaptureFixture)
     ]
 
 
-def test_the_assignment_can_be_shown(caplog: pytest.LogCaptureFixture) -> None:
+def test_assignment_can_be_logged(caplog: pytest.LogCaptureFixture) -> None:
     with caplog.at_level(logging.INFO):
         groups_of({"biases": {"regex": "bias", "config": {"lr": 0.5}}}, debug=True)
     assert caplog.messages == [
@@ -110,7 +110,7 @@ def test_the_assignment_can_be_shown(caplog: pytest.LogCaptureFixture) -> None:
     ]
 
 
-def test_groups_are_gathered_by_factory() -> None:
+def test_groups_are_collected_by_factory() -> None:
     group_map: OptimGroupMap = {
         "embed": {"regex": "embed", "factory": make_sgd, "config": {"lr": 0.5}},
         "norm": {"regex": "norm"},
@@ -123,7 +123,7 @@ def test_groups_are_gathered_by_factory() -> None:
     ]
 
 
-def test_groups_that_other_ranks_fill_are_there_and_empty(caplog: pytest.LogCaptureFixture) -> None:
+def test_groups_filled_on_other_ranks_exist_and_are_empty(caplog: pytest.LogCaptureFixture) -> None:
     group_map: OptimGroupMap = {
         "head": {"regex": "head", "config": {"lr": 0.5}},
         "embed": {"regex": "embed", "factory": make_sgd},
@@ -141,7 +141,7 @@ def test_groups_that_other_ranks_fill_are_there_and_empty(caplog: pytest.LogCapt
     assert [len(group["params"]) for group in nobody.param_groups] == [0]
 
 
-def test_factories_are_never_asked_for_an_optimizer_of_nothing() -> None:
+def test_factories_are_never_called_without_parameters() -> None:
     def flattened(groups: Any) -> Optimizer:
         return SGD([member for group in groups for member in group["params"]], lr=0.3)
 
@@ -155,7 +155,7 @@ def test_factories_are_never_asked_for_an_optimizer_of_nothing() -> None:
     matrices.step()
 
 
-def test_optimizers_of_any_kind_may_have_groups() -> None:
+def test_optimizers_of_any_class_may_have_groups() -> None:
     class Own:
         def __init__(self, groups: Any) -> None:
             self.param_groups = list(groups)
@@ -165,7 +165,7 @@ def test_optimizers_of_any_kind_may_have_groups() -> None:
         warn_of_unknown_options(optimizer, group_map)  # type: ignore[arg-type]
 
 
-def test_options_that_an_optimizer_does_not_know_are_reported(caplog: pytest.LogCaptureFixture) -> None:
+def test_unknown_optimizer_options_are_reported(caplog: pytest.LogCaptureFixture) -> None:
     group_map: OptimGroupMap = {"norm": {"regex": "norm", "config": {"lrr": 1.0, "lr": 0.5}}, "off": None}
     warn_of_unknown_options(make_grouped_optimizer(make_model().named_parameters(), group_map, make_adamw), group_map)
     assert "Optimizer group 'norm' sets lrr, which AdamW does not list among its options" in caplog.text
@@ -199,12 +199,12 @@ def test_several_factories_make_a_multiopt() -> None:
         (["a"], r"optimizer_groups=\['a'\] cannot be used: pass a mapping"),
     ],
 )
-def test_maps_that_cannot_be_meant_are_refused(group_map: OptimGroupMap, message: str) -> None:
+def test_invalid_group_maps_are_rejected(group_map: OptimGroupMap, message: str) -> None:
     with pytest.raises(ValueError, match=message):
         check_group_map(group_map)
 
 
-def test_the_documented_keywords() -> None:
+def test_documented_keywords_work() -> None:
     groups: OptimGroupMap = {"norm": {"regex": "norm", "config": {"lr": 0.5}}}
     named = list(make_model().named_parameters())
     optimizer = make_grouped_optimizer(named, optimizer_groups=groups, optimizer_factory=make_adamw)
@@ -215,7 +215,7 @@ def test_the_documented_keywords() -> None:
     assert len(make_grouped_optimizer(named, optimizer_factory=make_adamw).param_groups) == 1
 
 
-def test_a_group_needs_a_factory() -> None:
+def test_group_without_a_factory_is_rejected() -> None:
     named = list(make_model().named_parameters())
     every: OptimGroupMap = {"all": {"factory": make_sgd}}
     assert isinstance(make_grouped_optimizer(named, every), SGD)
@@ -223,7 +223,7 @@ def test_a_group_needs_a_factory() -> None:
         make_grouped_optimizer(named, {"embed": {"regex": "embed", "factory": make_sgd}})
 
 
-def test_the_package_has_the_optimizer_of_several() -> None:
+def test_package_exports_multiopt() -> None:
     from forgather.ml import optim
     from forgather.ml.optim.multiopt import Multiopt
 

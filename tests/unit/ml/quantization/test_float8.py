@@ -1,4 +1,4 @@
-"""Float8 training: which layers are converted, and where it is refused. Training itself needs other hardware."""
+"""Float8 training: converted layers and rejected settings. Training itself needs other hardware."""
 
 import logging
 
@@ -14,9 +14,7 @@ def make_model() -> nn.Sequential:
 
 
 @pytest.mark.parametrize("recipe", FP8_RECIPES)
-def test_layers_are_converted_in_place_but_for_those_that_do_not_fit(
-    recipe: str, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_layers_are_converted_in_place_except_unsuitable_ones(recipe: str, caplog: pytest.LogCaptureFixture) -> None:
     model = make_model()
     head = model[3]
     parameters, keys = dict(model.named_parameters()), list(model.state_dict())
@@ -35,7 +33,7 @@ def test_layers_are_converted_in_place_but_for_those_that_do_not_fit(
     assert "skipped 1: out_features=40 cannot be divided by 16." in caplog.text
 
 
-def test_another_alignment_lets_other_layers_in_and_converting_twice_changes_nothing() -> None:
+def test_dim_alignment_selects_layers_and_converting_twice_changes_nothing() -> None:
     model = make_model()
     assert convert_to_fp8(model, "rowwise", dim_alignment=8).converted == ["0", "1", "2", "3"]
     layers = list(model)
@@ -43,7 +41,7 @@ def test_another_alignment_lets_other_layers_in_and_converting_twice_changes_not
     assert list(model) == layers
 
 
-def test_a_layer_under_two_names_stays_one() -> None:
+def test_layer_under_two_names_stays_shared() -> None:
     model = nn.Module()
     model.one = nn.Linear(32, 32)
     model.two = model.one
@@ -54,7 +52,7 @@ def test_a_layer_under_two_names_stays_one() -> None:
 
 
 @pytest.mark.parametrize("recipe", FP8_RECIPES)
-def test_any_number_of_tokens_can_be_trained_on(recipe: str) -> None:
+def test_any_number_of_tokens_can_be_trained(recipe: str) -> None:
     torch.manual_seed(0)
     model = nn.Sequential(nn.Linear(32, 64, dtype=torch.bfloat16), nn.Linear(64, 32, dtype=torch.bfloat16))
     tokens = torch.randn((30, 32), dtype=torch.bfloat16)
@@ -66,11 +64,12 @@ def test_any_number_of_tokens_can_be_trained_on(recipe: str) -> None:
     convert_to_fp8(model, recipe)
     for found, plain in zip(gradients(), expected, strict=True):
         assert (found - plain).norm() < 0.1 * plain.norm()
-    # The gradient of a weight is a product over tokens; GPUs refuse it in float8 unless their number is padded to 16.
+    # The gradient of a weight is a product over tokens. GPUs reject it in float8 unless the token count is padded to
+    # 16.
     assert all(layer.config.pad_inner_dim for layer in model) == (recipe != "rowwise_with_gw_hp")
 
 
-def test_training_where_the_hardware_cannot_is_refused() -> None:
+def test_unsupported_hardware_is_rejected() -> None:
     with pytest.raises(ValueError, match=r"but the device is 'cpu', which cannot.*mixed_precision='bf16'"):
         require_fp8("tensorwise", "cpu")
     assert capability_problem((8, 0), "A100") == (
@@ -79,13 +78,13 @@ def test_training_where_the_hardware_cannot_is_refused() -> None:
     assert capability_problem((8, 9), "L4") is None and capability_problem((12, 0), "B200") is None
 
 
-def test_an_unknown_recipe_is_refused_with_the_known_ones() -> None:
+def test_unknown_recipe_is_rejected_with_the_known_ones() -> None:
     for work in (lambda: require_fp8("blockwise", "cpu"), lambda: convert_to_fp8(make_model(), "blockwise")):
         with pytest.raises(ValueError, match="'blockwise': there is no such recipe; choose from 'tensorwise'"):
             work()
 
 
-def test_a_model_that_is_one_layer_stays_as_it_is() -> None:
+def test_model_that_is_a_single_layer_is_not_converted() -> None:
     model = nn.Linear(32, 32)
     assert convert_to_fp8(model, "tensorwise").converted == []
     assert type(model) is nn.Linear and isinstance(model(torch.ones(1, 32)), torch.Tensor)

@@ -1,4 +1,4 @@
-"""Quantisation-aware training: prepared models train like plain ones, and convert to what they were trained for."""
+"""Quantisation-aware training (QAT): prepared models train like plain models, and convert with the same loss."""
 
 import copy
 import logging
@@ -42,7 +42,7 @@ def train(model: nn.Module, num_steps: int) -> list[float]:
 
 
 @pytest.mark.parametrize("recipe", QAT_RECIPES)
-def test_preparing_changes_neither_parameters_nor_names_nor_layers(recipe: str) -> None:
+def test_prepare_keeps_parameters_names_and_layers(recipe: str) -> None:
     model = tiny_llama()
     keys, modules = list(model.state_dict()), dict(model.named_modules())
     parameters, values = dict(model.named_parameters()), copy.deepcopy(model.state_dict())
@@ -59,7 +59,7 @@ def test_preparing_changes_neither_parameters_nor_names_nor_layers(recipe: str) 
 
 
 @pytest.mark.parametrize("recipe", INT_RECIPES)
-def test_a_prepared_model_trains_and_converts_to_what_it_computed(recipe: str) -> None:
+def test_prepared_model_trains_and_converts_with_the_same_loss(recipe: str) -> None:
     model = tiny_llama()
     prepare_qat(model, recipe, keep=output_head(model))
     losses = train(model, 12)
@@ -83,15 +83,15 @@ def most_values_in_a_group(weight: Tensor, group_size: int) -> int:
 
 @pytest.mark.parametrize("group_size", [32, 16])
 @pytest.mark.parametrize("recipe", INT_RECIPES)
-def test_int4_weights_have_sixteen_values_at_most_in_each_group(recipe: str, group_size: int) -> None:
+def test_int4_weights_have_at_most_sixteen_values_per_group(recipe: str, group_size: int) -> None:
     model = tiny_llama()
     convert_qat(model, recipe, group_size=group_size)
     weight = model.model.layers[0].mlp.up_proj.weight.dequantize()
     assert 8 < most_values_in_a_group(weight, group_size) <= 16
-    assert most_values_in_a_group(weight, 2 * group_size) > 16, "two groups have two scales"
+    assert most_values_in_a_group(weight, 2 * group_size) > 16, "two groups should have two scales"
 
 
-def test_layers_that_the_group_does_not_fit_or_whose_weight_is_shared_are_skipped_with_the_reason(
+def test_unaligned_and_tied_layers_are_skipped_with_the_reason(
     caplog: pytest.LogCaptureFixture,
 ) -> None:
     model = tiny_llama(intermediate_size=48, tie_word_embeddings=True)
@@ -109,7 +109,7 @@ def test_layers_that_the_group_does_not_fit_or_whose_weight_is_shared_are_skippe
     assert prepare_qat(tiny_llama(), "int4-weight-only", group_size=16).skipped == {}
 
 
-def test_preparing_twice_and_copies_and_stages_and_hooks_work() -> None:
+def test_prepare_works_twice_with_copies_stages_and_hooks() -> None:
     model = tiny_llama()
     calls: list[str] = []
     model.model.layers[0].mlp.up_proj.register_forward_hook(lambda *_: calls.append("up_proj"))
@@ -123,14 +123,14 @@ def test_preparing_twice_and_copies_and_stages_and_hooks_work() -> None:
     assert calls == ["up_proj"] * 2
 
 
-def test_attention_of_torch_keeps_its_own_kind_of_linear_layer() -> None:
+def test_torch_attention_keeps_its_own_linear_layer() -> None:
     model = nn.TransformerEncoderLayer(32, 2, 64, batch_first=True)
     report = prepare_qat(model, "int4-weight-only")
     assert report.converted == ["linear1", "linear2"]
     assert list(report.skipped) == ["self_attn.out_proj"]
 
 
-def test_gradient_checkpointing_and_autocast_give_the_same_gradients_and_losses() -> None:
+def test_gradient_checkpointing_and_autocast_keep_gradients_and_losses() -> None:
     model = tiny_llama()
     prepare_qat(model, "int8-dynamic-act-int4-weight", keep=output_head(model))
     loss_of(model).backward()
@@ -144,8 +144,8 @@ def test_gradient_checkpointing_and_autocast_give_the_same_gradients_and_losses(
         assert loss_of(model).item() == pytest.approx(loss_of(tiny_llama()).item(), rel=0.02)
 
 
-def test_float8_lets_gradients_reach_the_weights_but_is_refused_on_the_cpu() -> None:
-    """Without the way straight through, the gradients of the attention would all be zero."""
+def test_float8_gradients_reach_the_weights_but_cpu_is_rejected() -> None:
+    """Without a straight-through estimator, all gradients of the attention would be zero."""
     plain, model = tiny_llama(), tiny_llama()
     prepare_qat(model, FLOAT8, keep=output_head(model))
     loss_of(plain).backward()
@@ -160,7 +160,7 @@ def test_float8_lets_gradients_reach_the_weights_but_is_refused_on_the_cpu() -> 
         require_qat(recipe, "cpu")
 
 
-def test_an_unknown_recipe_is_refused_with_the_known_ones() -> None:
+def test_unknown_recipe_is_rejected_with_the_known_ones() -> None:
     for work in (lambda: recipe_to_base_config("int3"), lambda: require_qat("int3", "cpu")):
         with pytest.raises(ValueError, match="'int3': there is no such recipe; choose from 'int8-dynamic-act"):
             work()

@@ -1,4 +1,4 @@
-"""Mixed precision on CPU, with torch's own scaler."""
+"""Mixed precision (AMP) on the CPU, with torch's own GradScaler."""
 
 import logging
 from typing import Any
@@ -13,7 +13,7 @@ from forgather.ml.trainer.amp import AMPContext
 
 
 def make_step(amp: AMPContext, gradient: float = 1.0) -> Tensor:
-    """The weight after one step with this gradient."""
+    """Return the weight after one step with this gradient."""
     weight = nn.Parameter(torch.zeros(1))
     optimizer = SGD([weight], lr=1.0)
     amp.scale_loss((weight * gradient).sum()).backward()
@@ -26,7 +26,7 @@ def make_step(amp: AMPContext, gradient: float = 1.0) -> Tensor:
     ("mixed_precision", "dtype"),
     [(None, torch.float32), ("no", torch.float32), ("bf16", torch.bfloat16), ("fp16", torch.float16)],
 )
-def test_autocast_computes_in_the_chosen_precision(mixed_precision: str | None, dtype: torch.dtype) -> None:
+def test_autocast_uses_the_chosen_precision(mixed_precision: str | None, dtype: torch.dtype) -> None:
     amp = AMPContext(mixed_precision, "cpu")
     assert amp.enabled == (dtype != torch.float32)
     with amp.autocast():
@@ -34,7 +34,7 @@ def test_autocast_computes_in_the_chosen_precision(mixed_precision: str | None, 
 
 
 @pytest.mark.parametrize("mixed_precision", [None, "no", "bf16", "fp16"])
-def test_the_step_is_that_of_the_unscaled_loss(mixed_precision: str | None) -> None:
+def test_step_uses_the_unscaled_gradient(mixed_precision: str | None) -> None:
     assert make_step(AMPContext(mixed_precision, "cpu"), gradient=3.0).item() == -3.0
 
 
@@ -44,7 +44,7 @@ def test_only_fp16_scales_the_loss() -> None:
     assert AMPContext("fp16", "cpu", initial_scale=8).scale_loss(loss).item() == 16.0
 
 
-def test_an_overflow_skips_the_step_and_logs_the_drop(caplog: pytest.LogCaptureFixture) -> None:
+def test_overflow_skips_the_step_and_logs_the_drop(caplog: pytest.LogCaptureFixture) -> None:
     amp = AMPContext("fp16", "cpu", initial_scale=1024)
     with caplog.at_level(logging.INFO):
         assert make_step(amp, gradient=float("inf")).item() == 0.0
@@ -54,7 +54,7 @@ def test_an_overflow_skips_the_step_and_logs_the_drop(caplog: pytest.LogCaptureF
     assert not caplog.messages
 
 
-def test_the_loss_scale_is_restored() -> None:
+def test_loss_scale_is_restored() -> None:
     saved = AMPContext("fp16", "cpu", initial_scale=1024)
     make_step(saved, gradient=float("inf"))
     make_step(saved)
@@ -67,7 +67,7 @@ def test_the_loss_scale_is_restored() -> None:
         assert restored.scale_loss(torch.tensor(1.0)).item() == 512.0
 
 
-def test_a_restored_lower_scale_is_no_drop(caplog: pytest.LogCaptureFixture) -> None:
+def test_restored_lower_scale_is_not_logged_as_a_drop(caplog: pytest.LogCaptureFixture) -> None:
     amp = AMPContext("fp16", "cpu")
     amp.load_state_dict(AMPContext("fp16", "cpu", initial_scale=4).state_dict())
     with caplog.at_level(logging.INFO):
@@ -93,7 +93,7 @@ def test_state_without_a_scale_is_empty_and_loads_quietly(caplog: pytest.LogCapt
     assert not caplog.records
 
 
-def test_an_unknown_precision_is_refused() -> None:
+def test_unknown_precision_is_rejected() -> None:
     with pytest.raises(ValueError, match=r"mixed_precision='fp8'.*'bf16', 'fp16'"):
         AMPContext("fp8", "cpu")
 
@@ -108,7 +108,7 @@ def test_an_unknown_precision_is_refused() -> None:
         ("_growth_tracker", (-1, 0.5, 2**31, None)),
     ],
 )
-def test_a_malformed_loss_scale_is_refused_and_nothing_is_changed(entry: str, values: tuple[Any, ...]) -> None:
+def test_malformed_loss_scale_is_rejected_and_changes_nothing(entry: str, values: tuple[Any, ...]) -> None:
     amp = AMPContext("fp16", "cpu")
     make_step(amp)
     before = amp.state_dict()
@@ -122,7 +122,7 @@ def test_a_malformed_loss_scale_is_refused_and_nothing_is_changed(entry: str, va
     assert amp.state_dict() == before
 
 
-def test_a_loss_scale_that_is_no_dict_is_refused() -> None:
+def test_loss_scale_that_is_not_a_dict_is_rejected() -> None:
     for mixed_precision in ("fp16", "bf16"):
         for value in (None, [1], 2.0):
             with pytest.raises(CheckpointLoadError, match="expected a dict"):

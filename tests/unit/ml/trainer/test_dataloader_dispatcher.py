@@ -1,4 +1,4 @@
-"""The first rank reads for all: each gets its batches, all know the same position, end and fail together."""
+"""DataloaderDispatcher: the first rank reads for all ranks, which share position, end and errors."""
 
 import random
 import threading
@@ -38,7 +38,7 @@ from tests.support.ranks import run_on_ranks
 
 
 class Growing(Numbers):
-    """Has another length in each epoch."""
+    """Dataset with another length in each epoch."""
 
     def set_epoch(self, epoch: int) -> None:
         self.num_samples = NUM_SAMPLES + 4 * epoch
@@ -54,7 +54,7 @@ class Noisy(Numbers):
 
 
 class Live:
-    """A loader of ready batches that hands out its live state."""
+    """Loader of ready batches that returns its live state."""
 
     def __init__(self, num_batches: int) -> None:
         self.num_batches = num_batches
@@ -73,7 +73,7 @@ class Live:
 
 
 class Stream(IterableDataset[Any]):
-    """Samples in their order, without a position."""
+    """Stream of ordered samples without a state."""
 
     def __iter__(self) -> Iterator[Any]:
         for number in range(NUM_SAMPLES):
@@ -108,7 +108,7 @@ def _two_passes(counts: list[int], drop_last: bool) -> list[Any]:
 
 
 @pytest.mark.parametrize("drop_last", [False, True])
-def test_each_rank_gets_batches_of_its_own_at_each_pass(drop_last: bool) -> None:
+def test_each_rank_gets_its_own_batches_in_each_pass(drop_last: bool) -> None:
     counts = [0, 1, 2, 3, 75]
     for rank, results in enumerate(run_on_ranks(_two_passes, 2, counts, drop_last)):
         for count, result in zip(counts, results, strict=True):
@@ -121,7 +121,7 @@ def test_each_rank_gets_batches_of_its_own_at_each_pass(drop_last: bool) -> None
 
 
 def changing_batches() -> list[Any]:
-    """Some longer than all before them, some shorter; the first messages fit, or do not, by a byte or so."""
+    """Return batches of changing sizes; the first messages fit the buffer, or not, by about a byte."""
     generator = torch.Generator().manual_seed(0)
     batches: list[Any] = []
     for length in (3, 40, 4000, 1, 100_000, 0, 17, 2**20, 5, *range(3000, 4200, 60)):
@@ -162,7 +162,7 @@ def _receive_changing_batches() -> list[str]:
     return wrong
 
 
-def test_batches_of_all_kinds_and_changing_sizes_arrive_and_stay_as_they_are() -> None:
+def test_batches_of_all_kinds_and_sizes_are_received_unchanged() -> None:
     assert len(changing_batches()) % 2 == 0
     assert run_on_ranks(_receive_changing_batches, 2) == [[], []]
 
@@ -181,7 +181,7 @@ def _receive_on_four() -> dict[str, Taken]:
     }
 
 
-def test_meshes_of_two_dimensions_share_batches_along_the_other_axis() -> None:
+def test_two_dimensional_meshes_share_batches_along_the_other_axis() -> None:
     results = run_on_ranks(_receive_on_four, 4)
     even, odd = [[0], [2], [4], [6]], [[1], [3], [5], "empty of 1"]
     assert [one["first axis"] for one in results] == [even, even, odd, odd]
@@ -200,7 +200,7 @@ def _refused_meshes() -> list[str]:
     return refused
 
 
-def test_other_meshes_are_refused() -> None:
+def test_unsupported_meshes_are_rejected() -> None:
     messages = run_on_ranks(_refused_meshes, 1)[0]
     assert (
         messages[0].startswith("A mesh of 1 dimension(s) cannot be used with dp_mesh_dim=1.")
@@ -231,9 +231,9 @@ def _facts() -> dict[str, Any]:
     }
 
 
-def test_all_ranks_know_length_and_attributes() -> None:
+def test_all_ranks_have_length_and_attributes() -> None:
     first, second = run_on_ranks(_facts, 2)
-    assert first["lengths"] == second["lengths"] == [10, 11, 12], "21, 23, 25 batches on two ranks, the rest dropped"
+    assert first["lengths"] == second["lengths"] == [10, 11, 12], "21, 23 and 25 batches on two ranks with drop_last"
     assert first["positions"] == second["positions"] == [(0, 42), (1, 46), (2, 50)]
     assert first["forwarded"] == second["forwarded"] == (2, 42, 11)
 
@@ -242,7 +242,7 @@ def test_all_ranks_know_length_and_attributes() -> None:
 
 
 def _take_and_resume(num_rounds: int, state: Any, num_workers: int = 0) -> tuple[Taken, Any, Taken, Any]:
-    """Some rounds, the position behind them, what a loader that is put there has yet to give, and where that ends."""
+    """Return some rounds, the position after them, the rest of a resumed loader, and its final position."""
     loader = dispatched(train_loader(Numbers(), num_workers=num_workers))
     if state is not None:
         loader.load_state_dict(state)
@@ -260,7 +260,7 @@ def _take_and_resume(num_rounds: int, state: Any, num_workers: int = 0) -> tuple
 
 
 @pytest.mark.parametrize("num_workers", [0, 2])
-def test_the_position_is_that_of_the_batches_taken_for_any_number_of_ranks(num_workers: int) -> None:
+def test_position_counts_taken_batches_for_any_number_of_ranks(num_workers: int) -> None:
     order = expected_order()
     positions, ends = [], []
     for num_ranks in (1, 2, 4) if num_workers == 0 else (2,):
@@ -273,7 +273,7 @@ def test_the_position_is_that_of_the_batches_taken_for_any_number_of_ranks(num_w
     assert ends == [{"seed": 5, "epoch": 0, "index": NUM_SAMPLES, "num_samples": NUM_SAMPLES}] * len(ends)
 
 
-def test_a_run_goes_on_with_another_number_of_ranks() -> None:
+def test_run_resumes_with_another_number_of_ranks() -> None:
     order, state, samples = expected_order(), None, []
     for num_ranks, num_rounds in ((2, 4), (3, 2), (1, 1), (4, 0)):
         results = run_on_ranks(_take_and_resume, num_ranks, num_rounds, state)
@@ -283,7 +283,7 @@ def test_a_run_goes_on_with_another_number_of_ranks() -> None:
 
 
 def _take_from_stream(kind: type[Stream], num_rounds: int | None, state: Any) -> tuple[Taken, Any, Taken]:
-    """Some rounds, the position behind them, and the rest of the same loader."""
+    """Return some rounds, the position after them, and the rest of the same loader."""
     loader = dispatched(train_loader(kind()))
     if state is not None:
         loader.load_state_dict(state)
@@ -295,7 +295,7 @@ def _take_from_stream(kind: type[Stream], num_rounds: int | None, state: Any) ->
 @pytest.mark.parametrize(
     ("kind", "schedule"), [(Stream, [(2, 3), (1, None)]), (PositionedStream, [(2, 3), (1, 4), (2, 1)])]
 )
-def test_streams_go_on_with_another_number_of_ranks_too(kind: type[Stream], schedule: list[Any]) -> None:
+def test_streams_resume_with_another_number_of_ranks(kind: type[Stream], schedule: list[Any]) -> None:
     state, samples = None, []
     for num_ranks, num_rounds in schedule:
         results = run_on_ranks(_take_from_stream, num_ranks, kind, num_rounds, state)
@@ -313,7 +313,7 @@ def _live_positions() -> list[Any]:
     return positions
 
 
-def test_a_loader_that_hands_out_its_live_state_has_the_position_of_the_batches_taken() -> None:
+def test_loader_with_live_state_has_the_position_of_the_taken_batches() -> None:
     assert run_on_ranks(_live_positions, 2) == [list(range(2, 21, 2))] * 2
 
 
@@ -322,7 +322,7 @@ def _leave_early() -> list[Any]:
     for stop in (1, 2, 3, 5, 10, 11):
         loader = dispatched(train_loader(Numbers()))
         taken = take(loader, stop)
-        # Time to read ahead, where the end is near even the end.
+        # Time to prefetch; near the end, even up to the end.
         time.sleep(0.03)
         position = loader.state_dict()
         loader.set_epoch(0)
@@ -336,13 +336,13 @@ def _leave_early() -> list[Any]:
     return results
 
 
-def test_a_pass_that_was_left_goes_on_where_it_was_left() -> None:
+def test_left_pass_continues_at_its_position() -> None:
     first, second = run_on_ranks(_leave_early, 2)
     order = expected_order()
     for stop, one, other in zip((1, 2, 3, 5, 10, 11), first, second, strict=True):
         taken, again, rest = (in_order([mine, theirs]) for mine, theirs in zip(one[:3], other[:3], strict=True))
         assert taken + again + rest == order, stop
-        assert one[3] == other[3], "the same on both ranks"
+        assert one[3] == other[3], "positions differ between ranks"
         indices = [position["index"] for position in one[3]]
         done = min(4 * stop, NUM_SAMPLES)
         assert indices == [done, done, min(done + 8, NUM_SAMPLES), 0], stop
@@ -358,7 +358,7 @@ def _leave_a_plain_loader() -> list[Any]:
     return results
 
 
-def test_a_loader_without_position_starts_anew_after_it_was_left() -> None:
+def test_loader_without_a_state_restarts_after_a_left_pass() -> None:
     for rank, results in enumerate(run_on_ranks(_leave_a_plain_loader, 2)):
         whole = [[number] for number in range(30)][rank::2]
         assert results == [[whole[:stop] for stop in (1, 2, 4, 14, None)]] * 2
@@ -387,7 +387,7 @@ def _read_ahead() -> list[Any]:
     return results
 
 
-def test_so_many_rounds_are_read_ahead_and_no_more() -> None:
+def test_prefetch_reads_the_configured_number_of_rounds() -> None:
     counts = run_on_ranks(_read_ahead, 2)[0]
     assert counts == [[0, 0, 0, 0], [0, 1, 1, 1], [0, 4, 4, 4]]
 
@@ -400,7 +400,7 @@ DRAWS: dict[str, Callable[[], float]] = {
 
 
 def _draw(kind: str) -> dict[str, Any]:
-    """Noise of a straight pass, in which training draws as well, and of passes that were resumed in the middle."""
+    """Return the noise of an uninterrupted pass, where training draws too, and of passes resumed in the middle."""
     rounds_ahead = []
 
     def noise_of(loader: DataloaderDispatcher, stop: int | None = None) -> list[Any]:
@@ -431,7 +431,7 @@ def _draw(kind: str) -> dict[str, Any]:
 
 
 @pytest.mark.parametrize("kind", DRAWS)
-def test_data_that_draws_random_numbers_is_not_read_ahead_and_draws_the_same_when_resumed(kind: str) -> None:
+def test_data_that_draws_random_numbers_is_not_prefetched_and_resumes_exactly(kind: str) -> None:
     for rank, result in enumerate(run_on_ranks(_draw, 2, kind)):
         assert len(result["straight"]) == 10 and result["resumed"] == [result["straight"]] * 2
         assert result["ahead"] == ({0} if rank == 0 else set())
@@ -441,7 +441,7 @@ def test_data_that_draws_random_numbers_is_not_read_ahead_and_draws_the_same_whe
 
 
 def _synchronized() -> list[Any]:
-    """As the trainer has it: one more batch is read ahead, by every rank."""
+    """Wrap the dispatcher like the trainer: every rank prefetches one more batch."""
     loader = SynchronizedDataLoader(dispatched(train_loader(Numbers())), "cpu")
     results: list[Any] = []
     for stop in (1, 4, 3, None):
@@ -455,7 +455,7 @@ def _synchronized() -> list[Any]:
     return results
 
 
-def test_what_is_dispatched_can_be_synchronized() -> None:
+def test_dispatched_loader_can_be_synchronised() -> None:
     first, second = run_on_ranks(_synchronized, 2)
     samples = [in_order([one[0], other[0]]) for one, other in zip(first, second, strict=True)]
     assert [number for one in samples[:4] for number in one] == expected_order()
@@ -464,7 +464,7 @@ def test_what_is_dispatched_can_be_synchronized() -> None:
 
 
 def _refuse_positions() -> list[Any]:
-    """In the middle of a pass, which goes on as if nobody had asked."""
+    """Check invalid positions in the middle of a pass, which continues unchanged."""
     loader = dispatched(train_loader(Numbers()) if is_first() else None)
     passing = iter(loader)
     first = next(passing)["labels"].tolist()
@@ -479,7 +479,7 @@ def _refuse_positions() -> list[Any]:
     return [refused, unchanged, 1 + len(rest), first]
 
 
-def test_the_rank_that_reads_refuses_a_position_that_is_none() -> None:
+def test_reading_rank_rejects_an_invalid_position() -> None:
     reading, other = run_on_ranks(_refuse_positions, 2)
     assert reading[0] == ["dataset.index", "dataset.index", "dataset"] and other[0] == []
     assert reading[1:3] == other[1:3] == [True, 11]

@@ -1,4 +1,4 @@
-"""At which steps things are due."""
+"""PeriodicFunction: when an action is due."""
 
 import pytest
 
@@ -10,12 +10,12 @@ def due_steps(periodic: PeriodicFunction, until: int) -> list[int]:
     return [step for step in range(periodic.global_step + 1, until + 1) if periodic.step()]
 
 
-def test_a_resumed_run_keeps_the_cadence_of_the_global_step() -> None:
+def test_resumed_run_keeps_the_cadence_of_the_global_step() -> None:
     assert due_steps(PeriodicFunction(0, "steps", 4, 100), until=6) == [4]
     assert due_steps(PeriodicFunction(6, "steps", 4, 100), until=20) == [8, 12, 16, 20]
 
 
-def test_each_strategy_counts_its_own_period() -> None:
+def test_each_strategy_uses_its_own_period() -> None:
     assert due_steps(PeriodicFunction(0, "no", 1, 1), until=9) == []
     assert due_steps(PeriodicFunction(0, IntervalStrategy.STEPS, 3, 5), until=10) == [3, 6, 9]
     assert due_steps(PeriodicFunction(0, IntervalStrategy.EPOCH, 3, 5), until=10) == [5, 10]
@@ -26,20 +26,20 @@ def test_nothing_is_due_before_the_first_step() -> None:
     assert due_steps(PeriodicFunction(0, "steps", 2, 100, first_step=5), until=9) == [6, 8]
 
 
-def test_asking_about_a_step_changes_nothing() -> None:
+def test_query_of_a_step_changes_nothing() -> None:
     periodic = PeriodicFunction(0, "steps", 4, 100)
     assert [periodic.due(step) for step in (0, 4, 5, 8)] == [False, True, False, True]
     assert periodic.global_step == 0
 
 
-def test_an_epoch_that_ended_early_is_forgotten_by_reset() -> None:
+def test_reset_ends_an_epoch_early() -> None:
     periodic = PeriodicFunction(0, "epoch", 1, 5)
     due_steps(periodic, until=7)
     periodic.reset()
     assert due_steps(periodic, until=17) == [12, 17]
 
 
-def test_a_resumed_run_counts_from_the_start_of_its_epoch() -> None:
+def test_resumed_run_counts_from_the_start_of_its_epoch() -> None:
     periodic = PeriodicFunction(9, "epoch", 1, 5)
     periodic.reset(epoch_start_step=7)
     assert due_steps(periodic, until=17) == [12, 17]
@@ -51,7 +51,7 @@ def test_reset_does_not_shift_the_cadence_of_steps() -> None:
     assert due_steps(periodic, until=12) == [8, 12]
 
 
-def test_wrong_settings_are_refused_only_where_they_are_used() -> None:
+def test_wrong_settings_are_rejected_only_if_used() -> None:
     with pytest.raises(ValueError, match="period=0"):
         PeriodicFunction(0, "steps", 0, 5)
     with pytest.raises(ValueError, match="epoch_period=0"):
@@ -62,7 +62,7 @@ def test_wrong_settings_are_refused_only_where_they_are_used() -> None:
     PeriodicFunction(0, "no", 0, 0)
 
 
-def test_the_relative_step_counts_from_the_last_multiple_of_the_period() -> None:
+def test_relative_step_counts_from_the_last_multiple_of_the_period() -> None:
     periodic = PeriodicFunction(6, "steps", 4, 100)
     assert periodic.rel_step == 2
     assert [(periodic.step(), periodic.rel_step) for _ in range(3)] == [(False, 3), (True, 0), (False, 1)]

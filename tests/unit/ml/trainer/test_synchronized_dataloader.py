@@ -1,4 +1,4 @@
-"""Every rank reads its own batches: all of them stop, and fail, together, and know where they are."""
+"""SynchronizedDataLoader: ranks read their own batches, and stop, fail and save their position together."""
 
 import random
 from collections.abc import Callable, Iterator
@@ -21,7 +21,7 @@ from tests.support.ranks import run_on_ranks
 
 
 class Counting:
-    """Numbers from 0, with a live position; unless it `goes_on`, only a loaded one is not forgotten by an iterator."""
+    """Loader with a live position; without `goes_on`, an iterator restarts unless a position was loaded."""
 
     def __init__(self, num_batches: int, claimed: int | None = None, goes_on: bool = False) -> None:
         self.num_available = num_batches
@@ -105,7 +105,7 @@ def _stop_together() -> list[Any]:
     return results
 
 
-def test_all_stop_when_the_first_runs_out_whatever_the_lengths_say() -> None:
+def test_all_ranks_stop_with_the_shortest_loader_for_any_declared_lengths() -> None:
     lengths = [(0, 5, 5), (5, 5, 0), (3, 7, 4), (7, 1, 2), (2, 2, 2), (150, 130, 140)]
     for rank, results in enumerate(run_on_ranks(_stop_together, 3)):
         for of_ranks, result in zip(lengths, results, strict=True):
@@ -130,7 +130,7 @@ def _leave_early() -> list[Any]:
     return results
 
 
-def test_a_pass_can_be_left_by_all_and_the_position_is_that_of_the_batches_handed_out() -> None:
+def test_left_pass_keeps_the_position_of_the_delivered_batches() -> None:
     first, second = run_on_ranks(_leave_early, 2)
     assert first == second
     ranges = [(0, 1), (1, 3), (3, 6), (6, 11)]
@@ -172,7 +172,7 @@ def _bad_notes(batch: Any) -> list[int]:
     return [1]
 
 
-def test_an_error_on_one_rank_is_the_same_error_on_all_and_nothing_is_lost() -> None:
+def test_error_on_one_rank_is_the_same_on_all_and_loses_no_batch() -> None:
     first, second = run_on_ranks(_fail, 2)
     assert first == second
     for name, result in first.items():
@@ -195,7 +195,7 @@ def _fail_after_the_last_batch_needed() -> list[Any]:
     return [taken, notes, loader.state_dict()["done"][0], failure_of(lambda: take(loader))[3]]
 
 
-def test_an_error_in_a_batch_that_nobody_asks_for_is_none() -> None:
+def test_error_in_an_unused_prefetched_batch_is_not_raised() -> None:
     results = run_on_ranks(_fail_after_the_last_batch_needed, 2)
     assert results == [[[0, 1, 2, 3], [2], 4, "batch 4 is broken"]] * 2
 
@@ -214,7 +214,7 @@ def _alone() -> list[Any]:
     return results
 
 
-def test_whoever_is_alone_or_wants_nothing_of_it_gets_all_batches() -> None:
+def test_single_process_and_unsynchronised_loaders_get_all_batches() -> None:
     for rank, results in enumerate(run_on_ranks(_alone, 2)):
         assert results == [list(range(3 + rank)), [0, 1], True, list(range(3 + rank))]
     inner = Counting(3)
@@ -243,10 +243,10 @@ def _note() -> list[Any]:
     return [seen, loader.noted, loader.latest_notes()]
 
 
-def test_notes_are_summed_over_ranks() -> None:
+def test_batch_metadata_is_summed_over_ranks() -> None:
     first, second = run_on_ranks(_note, 2)
     assert first == second
-    # From the second batch on the newest notes are about the batch to come; at the last one rank has none.
+    # From the second batch on, the newest metadata describes the next batch. At the last batch, one rank has none.
     assert first == [[(1, 1), (21, 41), (41, 61), (61, 40)], [40, 1], [40, 1]]
 
 
@@ -265,7 +265,7 @@ def _rounds() -> list[Any]:
     return [results, failure_of(rounds.finish)[:4]]
 
 
-def test_rounds_go_on_until_nobody_has_an_item() -> None:
+def test_rounds_continue_until_no_rank_has_an_item() -> None:
     first, second = run_on_ranks(_rounds, 2)
     assert first[0] == [(0, 2), (None, 1), (None, 1), (None, 1), (None, 0)]
     assert second[0] == [(0, 2), (1, 1), (2, 1), (3, 1), (None, 0)]
@@ -303,7 +303,7 @@ def _resume(num_workers: int) -> list[Any]:
 
 
 @pytest.mark.parametrize("num_workers", [0, 2])
-def test_parts_of_a_dataset_are_resumed_where_they_were_left(num_workers: int) -> None:
+def test_dataset_parts_resume_at_their_position(num_workers: int) -> None:
     whole = [batch["labels"].tolist() for batch in build_train_loader(Numbers(), batch_size=2, seed=3)]
     for rank, (taken, index, rest, rest_here) in enumerate(run_on_ranks(_resume, 2, num_workers)):
         own = [*whole[rank::2], [-100] * 2][:8]
@@ -311,7 +311,7 @@ def test_parts_of_a_dataset_are_resumed_where_they_were_left(num_workers: int) -
 
 
 def _draw() -> list[Any]:
-    """Noise of a straight pass, in which training draws too, and of one resumed; reads ahead, with and without noise."""
+    """Return whether a resumed pass draws the same noise, its length, and the reads with and without noise."""
 
     def noise_of(loader: Any, stop: int | None = None) -> list[Any]:
         noise = []
@@ -342,7 +342,7 @@ def _draw() -> list[Any]:
     return [straight == resumed, len(straight), num_reads]
 
 
-def test_what_draws_random_numbers_on_any_rank_is_not_read_ahead() -> None:
+def test_random_draws_on_any_rank_disable_prefetch() -> None:
     assert run_on_ranks(_draw, 2) == [[True, 8, [8, 10]]] * 2
 
 
@@ -357,11 +357,11 @@ def _abandon() -> list[Any]:
     return [inner.num_closed, loader.state_dict()["done"]]
 
 
-def test_a_rank_can_end_without_the_others_and_closes_its_loader() -> None:
+def test_rank_can_stop_alone_and_closes_its_loader() -> None:
     assert run_on_ranks(_abandon, 2) == [[1, [3]], [0, [3]]]
 
 
-def test_the_loader_refuses_a_position_that_is_none_before_it_is_left() -> None:
+def test_invalid_position_is_rejected_without_leaving_the_pass() -> None:
     loader = SynchronizedDataLoader(build_train_loader(list(range(9)), batch_size=3, seed=1), "cpu")
     next(iter(loader))
     before = loader.state_dict()
@@ -372,7 +372,7 @@ def test_the_loader_refuses_a_position_that_is_none_before_it_is_left() -> None:
     loader.check_state_dict(before)
 
 
-def test_a_loader_of_ones_own_takes_any_position() -> None:
+def test_custom_loader_accepts_any_position() -> None:
     loader = SynchronizedDataLoader(Counting(5), "cpu")
     loader.check_state_dict("text")
     loader.load_state_dict({"done": [3]})

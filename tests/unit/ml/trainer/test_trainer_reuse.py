@@ -1,4 +1,4 @@
-"""One trainer object, used again and in any order."""
+"""One trainer object, used repeatedly and in any order."""
 
 import copy
 import subprocess
@@ -36,7 +36,7 @@ def test_train_evaluate_train(tmp_path: Path) -> None:
     assert trainer.evaluate(scalars(3))["eval_loss"] == -3.0
 
 
-def test_train_again_goes_on_from_its_own_checkpoint(tmp_path: Path) -> None:
+def test_second_train_resumes_from_its_own_checkpoint(tmp_path: Path) -> None:
     model = ScalarModel(5.0)
     trainer = quiet_trainer(tmp_path, model, scalars(1, 2), learning_rate=1.0, save_strategy="epoch")
     trainer.train()
@@ -50,7 +50,7 @@ def test_train_again_goes_on_from_its_own_checkpoint(tmp_path: Path) -> None:
     assert model.weight.item() == -1.0
 
 
-def test_evaluating_first_changes_nothing(tmp_path: Path) -> None:
+def test_evaluation_before_training_changes_nothing(tmp_path: Path) -> None:
     def run(evaluate_first: bool) -> dict[str, torch.Tensor]:
         trainer = quiet_trainer(
             tmp_path,
@@ -68,7 +68,7 @@ def test_evaluating_first_changes_nothing(tmp_path: Path) -> None:
 
 
 def _drawn() -> torch.nn.Module:
-    """A model whose weights come from the generator as the trainer seeded it."""
+    """Build a model with weights from the trainer's seeded generator."""
     return TokenModel(seed=int(torch.randint(0, 1000, ())))
 
 
@@ -84,7 +84,7 @@ def test_save_and_load_without_training(tmp_path: Path) -> None:
     assert trainer.state.global_step == 0
 
 
-def test_a_checkpoint_after_training_is_that_of_its_last_step(tmp_path: Path) -> None:
+def test_checkpoint_after_training_is_of_the_last_step(tmp_path: Path) -> None:
     model = ScalarModel(5.0)
     trainer = quiet_trainer(tmp_path, model, scalars(1, 2, 3), learning_rate=1.0)
     trainer.train()
@@ -96,14 +96,14 @@ def test_a_checkpoint_after_training_is_that_of_its_last_step(tmp_path: Path) ->
 
 
 def is_free_for_others(output_dir: Path) -> bool:
-    """Whether another process could take the output directory."""
+    """Return whether another process could lock the output directory."""
     attempt = "import fcntl, sys; fcntl.lockf(open(sys.argv[1], 'r+'), fcntl.LOCK_EX | fcntl.LOCK_NB)"
     command = [sys.executable, "-c", attempt, str(output_dir / LOCK_FILE_NAME)]
     return subprocess.run(command, stderr=subprocess.DEVNULL, check=False).returncode == 0
 
 
 @pytest.mark.parametrize("save_first", [False, True])
-def test_the_output_directory_is_held_while_training_and_free_afterwards(tmp_path: Path, save_first: bool) -> None:
+def test_output_directory_is_locked_only_during_training(tmp_path: Path, save_first: bool) -> None:
     free: list[bool] = []
     recorder = Recorder(on_step_end=lambda **_: free.append(is_free_for_others(tmp_path)))
     trainer = quiet_trainer(tmp_path, ScalarModel(), scalars(1), recorder)
@@ -115,13 +115,13 @@ def test_the_output_directory_is_held_while_training_and_free_afterwards(tmp_pat
 
 
 class Worse:
-    """Makes every evaluation worse than those before."""
+    """Callback that makes every evaluation worse than the previous ones."""
 
     def on_evaluate(self, args: Any, state: Any, control: Any, metrics: dict[str, Any], **_: Any) -> None:
         metrics["eval_score"] = -state.global_step
 
 
-def test_a_run_that_begins_from_another_ones_checkpoint_has_a_best_of_its_own(tmp_path: Path) -> None:
+def test_run_started_from_a_foreign_checkpoint_has_its_own_best_model(tmp_path: Path) -> None:
     settings = {"save_strategy": "steps", "save_steps": 1, "eval_strategy": "steps", "eval_steps": 1}
     best = {"load_best_model_at_end": True, "metric_for_best_model": "score", "greater_is_better": True}
 
@@ -144,14 +144,14 @@ def test_a_run_that_begins_from_another_ones_checkpoint_has_a_best_of_its_own(tm
     second.train()
     assert second.state.best_model_checkpoint == str(tmp_path / "second/checkpoints/checkpoint-3")
     assert second.state.best_metric == -3
-    # One of the own directory is another matter, however it is called.
+    # A checkpoint of the same directory is not foreign, even through a symlink.
     (tmp_path / "link").symlink_to(tmp_path / "first")
     third = trainer("first", 4, str(tmp_path / "link/checkpoints/checkpoint-2"))
     third.train()
     assert third.state.best_model_checkpoint == str(tmp_path / "first/checkpoints/checkpoint-1")
 
 
-def test_the_callers_arguments_stay_as_they_were(tmp_path: Path) -> None:
+def test_arguments_of_the_caller_are_not_modified(tmp_path: Path) -> None:
     args = TrainingArguments(
         output_dir=str(tmp_path),
         use_cpu=True,
@@ -170,7 +170,7 @@ def test_the_callers_arguments_stay_as_they_were(tmp_path: Path) -> None:
     assert vars(args) == vars(before)
 
 
-def test_a_dict_of_arguments_stays_as_it_was(tmp_path: Path) -> None:
+def test_dict_of_arguments_is_not_modified(tmp_path: Path) -> None:
     args: dict[str, Any] = {"output_dir": str(tmp_path), "use_cpu": True, "save_strategy": "no", "max_steps": "1"}
     before = dict(args)
     trainer = Trainer(args=args, model=ScalarModel(), train_dataset=scalars(1, 2), default_callbacks=False)
@@ -178,12 +178,12 @@ def test_a_dict_of_arguments_stays_as_it_was(tmp_path: Path) -> None:
     assert args == before
 
 
-def test_train_refuses_what_it_does_not_know(tmp_path: Path) -> None:
+def test_train_rejects_unknown_arguments(tmp_path: Path) -> None:
     with pytest.raises(TypeError, match=r"unknown arguments: resume\. It takes only resume_from_checkpoint"):
         quiet_trainer(tmp_path, ScalarModel(), scalars(1)).train(resume=True)
 
 
-def test_modes_of_modules_are_given_back(tmp_path: Path) -> None:
+def test_module_modes_are_restored(tmp_path: Path) -> None:
     model = torch.nn.Sequential(TokenModel(), torch.nn.Dropout(0.5))
 
     class Wrapper(torch.nn.Module):
@@ -214,7 +214,7 @@ def test_modes_of_modules_are_given_back(tmp_path: Path) -> None:
     assert not wrapper.training and not wrapper.inner[1].training
 
 
-def test_loss_fn_is_another_name_of_compute_loss_func(tmp_path: Path) -> None:
+def test_loss_fn_is_an_alias_of_compute_loss_func(tmp_path: Path) -> None:
     def loss(logits: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
         return logits.sum() * 0 + 7.0
 

@@ -1,4 +1,4 @@
-"""Training with an Accelerator gives what training without one gives, and its checkpoints move."""
+"""AccelTrainer: training with an Accelerator equals training without one, and its checkpoints move between trainers."""
 
 import random
 from collections.abc import Iterator
@@ -41,13 +41,13 @@ NUM_SAMPLES = 53
 
 
 def new_accelerator(**options: Any) -> Accelerator:
-    """One as in a new process."""
+    """Return an Accelerator as in a new process."""
     _forget_accelerators()
     return Accelerator(cpu=True, **options)
 
 
 def _forget_accelerators() -> None:
-    """accelerate keeps its state in classes, for as long as the process lives."""
+    """Reset the state that accelerate keeps in classes for the lifetime of the process."""
     AcceleratorState._reset_state(reset_partial_state=True)
     GradientState._reset_state()
 
@@ -109,13 +109,13 @@ CASES: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
 
 
 def options_of(case: str) -> dict[str, Any]:
-    # The large epsilon keeps rounding noise in gradients that are truly zero from becoming steps.
+    # The large epsilon keeps rounding noise in zero gradients from becoming steps.
     adamw = {"optimizer_cls_and_kwargs": (torch.optim.AdamW, {"lr": 0.01, "eps": 1e-2})}
     return {"eval_dataset": token_samples(11, seed=3), **(adamw if case == "adamw" else {})}
 
 
 @pytest.mark.parametrize("case", CASES)
-def test_ranks_train_like_one_device(case: str, tmp_path: Path) -> None:
+def test_ranks_train_like_a_single_device(case: str, tmp_path: Path) -> None:
     results = run_on_ranks(_train_case, 2, tmp_path / "parts", case)
     options = options_of(case)
     trainer = plain_trainer(tmp_path / "whole", per_device_eval_batch_size=4, trainer_options=options, **CASES[case][1])
@@ -154,7 +154,9 @@ def _train_case(output_dir: Path, case: str) -> tuple[Result, float, list[float]
 
 def test_gradients_are_reduced_once_per_step(tmp_path: Path) -> None:
     for reduced in run_on_ranks(_count_reductions, 2, tmp_path):
-        assert reduced == [False, False, True, False, False, True, True], "the last window of the epoch has one batch"
+        assert reduced == [False, False, True, False, False, True, True], (
+            "the last window of the epoch should have one batch"
+        )
 
 
 def _count_reductions(output_dir: Path) -> list[bool]:
@@ -173,7 +175,7 @@ def _count_reductions(output_dir: Path) -> list[bool]:
 
 
 @pytest.mark.parametrize("precision", ["no", "bf16", "fp16"])
-def test_one_process_trains_like_trainer(precision: str, tmp_path: Path) -> None:
+def test_single_process_trains_like_trainer(precision: str, tmp_path: Path) -> None:
     accelerator = new_accelerator(mixed_precision=precision)
     if precision == "fp16":
         _let_float16_work_on_the_cpu(accelerator)
@@ -183,7 +185,7 @@ def test_one_process_trains_like_trainer(precision: str, tmp_path: Path) -> None
     without = run(plain_trainer(tmp_path / "plain", mixed_precision=precision, **settings))
     assert with_accelerator.losses == without.losses and with_accelerator.norms == without.norms
     assert_identical(with_accelerator.weights, without.weights)
-    assert "forward" not in vars(trainer.unwrapped_model()), "autocast is not left in the user's model"
+    assert "forward" not in vars(trainer.unwrapped_model()), "autocast was left in the user's model"
     assert {one.sharing_pattern for one in trainer.get_state_components() if one.key != "rng"} == {
         SharingPattern.GLOBAL,
         SharingPattern.REPLICATED,
@@ -191,7 +193,7 @@ def test_one_process_trains_like_trainer(precision: str, tmp_path: Path) -> None
 
 
 def _let_float16_work_on_the_cpu(accelerator: Accelerator) -> None:
-    """As accelerate itself does on a GPU."""
+    """Enable float16 with a GradScaler on the CPU, as accelerate does on a GPU."""
     accelerator.native_amp = True
     accelerator.scaler = torch.amp.GradScaler("cpu")
 
@@ -202,7 +204,7 @@ def test_loss_scale_is_resumed_and_does_not_outlive_a_run(max_grad_norm: float |
     for resume in (False, str(tmp_path / "run/checkpoints/checkpoint-4")):
         accelerator = new_accelerator(mixed_precision="fp16")
         _let_float16_work_on_the_cpu(accelerator)
-        # Overflows at the first step, and again after it has grown.
+        # The scale overflows at the first step, and again after it has grown.
         accelerator.scaler = torch.amp.GradScaler("cpu", init_scale=2.0**20, growth_interval=3)
         trainer = accel_trainer(
             tmp_path / "run",
@@ -258,7 +260,7 @@ def test_resume_is_bit_exact(num_workers: int, tmp_path: Path) -> None:
 
 
 def _train_and_save(output_dir: Path, num_workers: int, resume: bool | str) -> dict[str, Any]:
-    # 53 samples in windows of 16: the checkpoint lies in the middle of the second epoch.
+    # 53 samples in windows of 16: the checkpoint is in the middle of the second epoch.
     trainer = accel_trainer(
         output_dir,
         tiny_llama(attention_dropout=0.2),
@@ -285,7 +287,7 @@ def _train_and_save(output_dir: Path, num_workers: int, resume: bool | str) -> d
 
 
 class NoisySamples:
-    """Token sequences, of which each reading hides another label."""
+    """Token sequences with another hidden label at each read."""
 
     def __init__(self) -> None:
         self._samples = token_samples(NUM_SAMPLES)
@@ -299,7 +301,7 @@ class NoisySamples:
         return sample
 
 
-def test_checkpoint_of_one_device_goes_on_on_ranks(tmp_path: Path) -> None:
+def test_single_device_checkpoint_resumes_on_ranks(tmp_path: Path) -> None:
     whole = run(plain_trainer(tmp_path, max_steps=8, save_strategy="steps", save_steps=5))
     checkpoint = str(tmp_path / "checkpoints/checkpoint-5")
     for result in run_on_ranks(_go_on, 2, tmp_path / "ranks", checkpoint):
@@ -325,7 +327,7 @@ def test_checkpoint_of_ranks_moves_to_other_trainers_and_back(tmp_path: Path) ->
 
 
 def _train_by_accelerator_then_ddp(output_dir: Path) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
-    # A schedule whose rates do not depend on how many steps are planned.
+    # Use a schedule with rates that do not depend on the number of planned steps.
     settings: dict[str, Any] = {"lr_scheduler_type": "constant", "save_strategy": "steps", "max_steps": 4}
     trainer = accel_trainer(output_dir / "accelerator", tiny_llama(), **settings)
     saved, saved_moments = run(trainer).weights, moments(trainer)
@@ -340,7 +342,7 @@ def _train_by_accelerator_then_ddp(output_dir: Path) -> tuple[dict[str, Tensor],
     return saved, saved_moments
 
 
-def test_steps_of_another_size_get_a_schedule_of_another_length(tmp_path: Path) -> None:
+def test_changed_batch_size_changes_the_length_of_the_schedule(tmp_path: Path) -> None:
     settings = {"max_steps": -1, "num_train_epochs": 2, "save_strategy": "steps", "save_steps": 5}
     plain_trainer(tmp_path, **settings).train()
     settings |= {
@@ -358,7 +360,7 @@ def test_steps_of_another_size_get_a_schedule_of_another_length(tmp_path: Path) 
 # --- what it declares, and how it is used
 
 
-def test_patterns(tmp_path: Path) -> None:
+def test_sharing_patterns_of_components(tmp_path: Path) -> None:
     for patterns, groups in run_on_ranks(_declared, 2, tmp_path):
         replicated, per_rank = SharingPattern.REPLICATED, SharingPattern.PER_RANK
         assert patterns == {
@@ -380,11 +382,11 @@ def _declared(output_dir: Path) -> tuple[dict[str, Any], dict[str, Any]]:
     return patterns, trainer.get_process_groups()
 
 
-def test_arguments_are_those_of_trainer() -> None:
+def test_arguments_equal_trainer_arguments() -> None:
     assert set(vars(AccelTrainingArguments())) == set(vars(TrainingArguments()))
 
 
-def test_trainer_is_used_again(tmp_path: Path) -> None:
+def test_trainer_can_be_reused(tmp_path: Path) -> None:
     first, second = run_on_ranks(_evaluate_and_train_twice, 2, tmp_path)
     assert first == second
 
@@ -402,7 +404,7 @@ def _evaluate_and_train_twice(output_dir: Path) -> list[float]:
     return losses
 
 
-def test_an_interrupted_accumulation_leaves_nothing_behind(tmp_path: Path) -> None:
+def test_interrupted_accumulation_leaves_nothing_behind(tmp_path: Path) -> None:
     calls: list[int] = []
 
     def fail(**_: Any) -> None:
@@ -417,7 +419,7 @@ def test_an_interrupted_accumulation_leaves_nothing_behind(tmp_path: Path) -> No
     assert_same_training(run(trainer), run(plain_trainer(tmp_path / "plain", max_steps=4)))
 
 
-def test_prepared_objects_are_taken_apart(tmp_path: Path) -> None:
+def test_prepared_objects_are_unwrapped(tmp_path: Path) -> None:
     for result in run_on_ranks(_train_prepared, 2, tmp_path / "ranks"):
         assert_same_training(result, run(plain_trainer(tmp_path, lr_scheduler_type="constant", max_steps=5)))
 
@@ -436,7 +438,7 @@ def _train_prepared(output_dir: Path) -> Result:
 
 
 class NormalizedModel(TokenModel):
-    """Has buffers that each rank changes by its own batches."""
+    """Model with buffers that each rank updates from its own batches."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -448,7 +450,7 @@ class NormalizedModel(TokenModel):
 
 
 @pytest.mark.parametrize("occasion", ["save", "evaluation"])
-def test_buffers_that_training_changes_are_shared(occasion: str, tmp_path: Path) -> None:
+def test_buffers_changed_by_training_are_synchronised(occasion: str, tmp_path: Path) -> None:
     first, second = run_on_ranks(_train_with_buffers, 2, tmp_path, occasion)
     assert_identical(first, second)
 
@@ -467,21 +469,21 @@ def _train_with_buffers(output_dir: Path, occasion: str) -> dict[str, Tensor]:
 
 
 @pytest.mark.parametrize("kind", ["FSDP", "DEEPSPEED", "MEGATRON_LM", "XLA"])
-def test_accelerator_of_another_kind_is_refused(kind: str, tmp_path: Path) -> None:
+def test_accelerator_with_unsupported_distributed_type_is_rejected(kind: str, tmp_path: Path) -> None:
     accelerator = new_accelerator()
     accelerator.state.distributed_type = DistributedType(kind)
     with pytest.raises(ValueError, match=f"set up for {kind}.*Create the Accelerator without"):
         accel_trainer(tmp_path, TokenModel(), accelerator=accelerator)
 
 
-def test_parallelism_of_another_kind_is_refused(tmp_path: Path) -> None:
+def test_unsupported_parallelism_is_rejected(tmp_path: Path) -> None:
     accelerator = new_accelerator()
     accelerator.state.parallelism_config = ParallelismConfig(tp_size=2)
     with pytest.raises(ValueError, match=r"full model\. Remove parallelism_config"):
         accel_trainer(tmp_path, TokenModel(), accelerator=accelerator)
 
 
-def test_what_is_no_accelerator_is_refused(tmp_path: Path) -> None:
+def test_non_accelerator_is_rejected(tmp_path: Path) -> None:
     with pytest.raises(ValueError, match=r"pass accelerator=Accelerator\(\)"):
         AccelTrainer(args={"output_dir": str(tmp_path)}, accelerator=Accelerator, model=TokenModel())
 
@@ -489,12 +491,12 @@ def test_what_is_no_accelerator_is_refused(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("name", "value"), [("mixed_precision", "bf16"), ("mixed_precision", "fp16"), ("device", "meta")]
 )
-def test_arguments_that_contradict_the_accelerator_are_refused(name: str, value: str, tmp_path: Path) -> None:
+def test_arguments_that_contradict_the_accelerator_are_rejected(name: str, value: str, tmp_path: Path) -> None:
     with pytest.raises(ValueError, match=rf"{name}='{value}' contradicts the accelerator"):
         accel_trainer(tmp_path, TokenModel(), **{"use_cpu": False, name: value})
 
 
-def test_process_of_many_with_an_accelerator_for_one_is_refused(
+def test_single_process_accelerator_in_a_multi_process_job_is_rejected(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     accelerator = new_accelerator()
@@ -503,7 +505,7 @@ def test_process_of_many_with_an_accelerator_for_one_is_refused(
         accel_trainer(tmp_path, TokenModel(), accelerator=accelerator)
 
 
-def test_environment_that_is_not_the_accelerators_is_refused(tmp_path: Path) -> None:
+def test_environment_that_contradicts_the_accelerator_is_rejected(tmp_path: Path) -> None:
     options = {"distributed_env": StaticDistributedEnvironment(rank=1, world_size=2)}
     with pytest.raises(ValueError, match="rank 1 of 2, but the accelerator has rank 0 of 1"):
         accel_trainer(tmp_path, TokenModel(), trainer_options=options)

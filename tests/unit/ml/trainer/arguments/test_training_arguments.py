@@ -1,4 +1,4 @@
-"""Arguments: their defaults, what is converted, and what is refused with which words."""
+"""Training arguments: defaults, conversion of values, and messages for rejected values."""
 
 import dataclasses
 from pathlib import Path
@@ -20,7 +20,7 @@ from forgather.ml.trainer.trainer_types import IntervalStrategy
 from tests.support.tiny_models import ScalarModel, quiet_trainer, scalars
 
 
-def test_the_defaults_are_the_documented_ones() -> None:
+def test_defaults_are_the_documented_ones() -> None:
     args = TrainingArguments()
     expected: dict[str, Any] = {
         "output_dir": "tmp_trainer",
@@ -95,7 +95,7 @@ def test_the_defaults_are_the_documented_ones() -> None:
         ({"dynamo_recompile_limit": 0}, ["dynamo_recompile_limit=0", "1 or more"]),
     ],
 )
-def test_wrong_values_are_refused_with_what_is_allowed(settings: dict[str, Any], words: list[str]) -> None:
+def test_wrong_values_are_rejected_with_the_allowed_ones(settings: dict[str, Any], words: list[str]) -> None:
     for make in (lambda: TrainingArguments(**settings), lambda: arguments_from(TrainingArguments, settings)):
         with pytest.raises(ValueError) as error:
             make()
@@ -134,21 +134,21 @@ def test_wrong_values_are_refused_with_what_is_allowed(settings: dict[str, Any],
         ({"metric_for_best_model": "ema_loss"}, ["metric_for_best_model='ema_loss'", "eval_ema=True"]),
     ],
 )
-def test_combinations_that_cannot_work_are_refused(settings: dict[str, Any], words: list[str]) -> None:
+def test_impossible_combinations_are_rejected(settings: dict[str, Any], words: list[str]) -> None:
     with pytest.raises(ValueError) as error:
         TrainingArguments(**settings)
     assert all(word in str(error.value) for word in words), error.value
 
 
 class WithOwnState(Trainer):
-    """Declares a component that only it knows."""
+    """Trainer that declares an additional component."""
 
     def get_state_components(self) -> list[StateComponent]:
         return [*super().get_state_components(), StateComponent("own", self.rng, SharingPattern.GLOBAL)]
 
 
 @pytest.mark.parametrize("name", ["checkpoint_components", "skip_checkpoint_components"])
-def test_unknown_components_are_refused(tmp_path: Path, name: str) -> None:
+def test_unknown_components_are_rejected(tmp_path: Path, name: str) -> None:
     model = ScalarModel()
     settings: dict[str, Any] = {name: ["optimiser"]}
     message = f"^{name} names the unknown component 'optimiser'.*'optimizer'"
@@ -161,25 +161,25 @@ def test_unknown_components_are_refused(tmp_path: Path, name: str) -> None:
     quiet_trainer(tmp_path, model, scalars(1), trainer_class=WithOwnState, **{name: ["own"]}).train()
 
 
-def test_the_components_that_are_known_beforehand_are_those_there_are(tmp_path: Path) -> None:
+def test_state_sharing_lists_the_actual_components(tmp_path: Path) -> None:
     trainer = quiet_trainer(tmp_path, ScalarModel(), scalars(1), ema_decay=0.5)
     trainer.train()
     assert [component.key for component in trainer.get_state_components()] == list(trainer.state_sharing)
 
 
-def test_unknown_keys_are_refused_with_the_nearest_name() -> None:
+def test_unknown_keys_are_rejected_with_the_nearest_name() -> None:
     with pytest.raises(ValueError, match=r"no argument 'learning_rat'\. Did you mean 'learning_rate'\?"):
         arguments_from(TrainingArguments, {"learning_rat": 1.0})
     with pytest.raises(ValueError, match=r"no argument 'zzz'\.$"):
         arguments_from(TrainingArguments, {"zzz": 1.0})
 
 
-def test_something_else_than_arguments_is_refused() -> None:
+def test_non_arguments_are_rejected() -> None:
     with pytest.raises(ValueError, match=r"args must be \S+\.TrainingArguments or a dict of its fields, not \S+list"):
         arguments_from(TrainingArguments, [])  # type: ignore[arg-type]
 
 
-def test_values_of_a_dict_are_converted_to_the_types_of_the_fields() -> None:
+def test_values_of_a_dict_are_converted_to_the_field_types() -> None:
     args = arguments_from(
         TrainingArguments,
         {"max_steps": "5", "learning_rate": "1e-3", "use_cpu": "true", "num_train_epochs": 2, "save_total_limit": None},
@@ -189,7 +189,7 @@ def test_values_of_a_dict_are_converted_to_the_types_of_the_fields() -> None:
     assert isinstance(args.num_train_epochs, float)
 
 
-def test_objects_that_have_a_text_form_are_accepted() -> None:
+def test_paths_devices_dtypes_and_enums_are_converted_to_strings() -> None:
     args = TrainingArguments(
         output_dir=Path("a") / "b",  # type: ignore[arg-type]
         device=torch.device("cpu"),  # type: ignore[arg-type]
@@ -201,14 +201,14 @@ def test_objects_that_have_a_text_form_are_accepted() -> None:
     assert (args.eval_strategy, args.resume_from_checkpoint) == ("epoch", "c")
 
 
-def test_a_smaller_arguments_object_is_taken_over() -> None:
+def test_arguments_of_a_base_class_are_converted() -> None:
     args = arguments_from(TrainingArguments, MinimalTrainingArguments(max_steps=3))
     assert isinstance(args, TrainingArguments) and args.max_steps == 3
     base = arguments_from(BaseTrainingArguments, TrainingArguments(max_steps=4))
     assert base.max_steps == 4
 
 
-def test_a_copy_is_independent_and_equal() -> None:
+def test_copy_is_independent_and_equal() -> None:
     args = TrainingArguments(max_steps=3, metric_for_best_model="accuracy", greater_is_better=True)
     copy = args.copy()
     assert copy == args and copy is not args
@@ -216,7 +216,7 @@ def test_a_copy_is_independent_and_equal() -> None:
     assert args.max_steps == 3
 
 
-def test_the_names_of_transformers_choose_the_best_model() -> None:
+def test_transformers_names_for_the_best_model_are_aliases() -> None:
     args = TrainingArguments(metric_for_best_model="accuracy", greater_is_better=True)
     assert (args.best_model_metric, args.best_model_greater_is_better) == ("accuracy", True)
     ours = TrainingArguments(best_model_metric="score", best_model_greater_is_better=False)
@@ -230,12 +230,12 @@ def test_the_names_of_transformers_choose_the_best_model() -> None:
 
 
 @pytest.mark.parametrize(("metric", "greater"), [("loss", False), ("accuracy", True)])
-def test_callbacks_find_the_choice_under_both_names(tmp_path: Path, metric: str, greater: bool) -> None:
+def test_callbacks_read_the_best_model_metric_under_both_names(tmp_path: Path, metric: str, greater: bool) -> None:
     args = quiet_trainer(tmp_path, ScalarModel(), None, best_model_metric=metric).args
     assert (args.metric_for_best_model, args.greater_is_better) == (metric, greater)
 
 
-def test_every_schedule_is_one_of_transformers() -> None:
+def test_every_transformers_schedule_is_accepted_unless_it_needs_a_metric() -> None:
     need_a_metric = {"reduce_lr_on_plateau", "greedy"}
     for schedule in SchedulerType:
         if schedule.value in need_a_metric:
@@ -255,26 +255,26 @@ def test_every_argument_is_keyword_only() -> None:
 @pytest.mark.parametrize(
     ("name", "hint"), [("bf16", "mixed_precision='bf16'"), ("evaluation_strategy", "it is called eval_strategy")]
 )
-def test_names_of_transformers_that_are_others_here_get_a_hint(name: str, hint: str) -> None:
+def test_different_transformers_names_get_a_hint(name: str, hint: str) -> None:
     with pytest.raises(ValueError, match=f"no argument '{name}': .*{hint}"):
         arguments_from(TrainingArguments, {name: True})
 
 
-def test_the_arguments_of_transformers_are_told_apart_by_their_module() -> None:
+def test_transformers_arguments_object_is_rejected_with_a_hint() -> None:
     given: Any = type("TrainingArguments", (), {"__module__": "transformers.training_args"})()
     with pytest.raises(ValueError, match=r"not transformers\.training_args\.TrainingArguments\. .*as a dict"):
         arguments_from(TrainingArguments, given)
 
 
-def test_the_best_model_may_be_that_of_evaluations_at_saves() -> None:
+def test_best_model_works_with_evaluations_at_saves() -> None:
     assert TrainingArguments(load_best_model_at_end=True, eval_on_save=True).load_best_model_at_end
 
 
-def test_the_cpu_may_be_named_twice() -> None:
+def test_use_cpu_and_device_cpu_may_be_combined() -> None:
     assert TrainingArguments(use_cpu=True, device="cpu").device == "cpu"
 
 
-def test_a_copy_shares_nothing() -> None:
+def test_copy_shares_no_mutable_values() -> None:
     args = TrainingArguments(lr_scheduler_kwargs={"num_cycles": 2})
     copied = args.copy()
     assert copied == args

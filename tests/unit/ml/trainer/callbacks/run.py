@@ -1,4 +1,4 @@
-"""A run as callbacks see it: the events of a trainer, sent by hand."""
+"""Simulated run for callbacks: sends the events of a trainer by hand."""
 
 from pathlib import Path
 from typing import Any
@@ -10,7 +10,7 @@ from forgather.ml.trainer.trainer_types import TrainerControl, TrainerState
 
 
 class Run:
-    """Sends events with the arguments that every handler gets; `attributes` go to the state."""
+    """Sender of events with the arguments of every handler; `attributes` are set on the state."""
 
     def __init__(self, output_dir: Path, *callbacks: Any, model: nn.Module | None = None, **attributes: Any) -> None:
         self.callbacks = callbacks
@@ -52,7 +52,7 @@ class Run:
         self.send("on_step_end")
 
     def log(self, **values: Any) -> dict[str, Any]:
-        """A log record for the present step, as it is after all callbacks had their say."""
+        """Return a log record for the current step, with the changes of all callbacks."""
         logs: dict[str, Any] = {
             "epoch": self.state.epoch,
             "tokens": 100,
@@ -68,7 +68,7 @@ class Run:
         self.send("on_evaluate", metrics=metrics)
 
     def train(self, losses: list[float], log_every: int = 1) -> None:
-        """Steps with these losses, from the present step on, until a callback asks to stop."""
+        """Run one step per loss, from the current step, until a callback requests a stop."""
         for loss in losses:
             self.step()
             if self.state.global_step % log_every == 0:

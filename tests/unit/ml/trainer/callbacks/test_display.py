@@ -1,4 +1,4 @@
-"""Numbers that are read at a glance."""
+"""Formatting of counts, durations and table rows."""
 
 import pytest
 
@@ -25,11 +25,11 @@ def test_counts_have_three_digits(value: float, text: str) -> None:
 @pytest.mark.parametrize(
     ("seconds", "text"), [(0, "0:00"), (59.6, "1:00"), (61, "1:01"), (3723, "1:02:03"), (183845, "2d 03:04:05")]
 )
-def test_durations_grow_with_what_they_need(seconds: float, text: str) -> None:
+def test_duration_format_depends_on_its_length(seconds: float, text: str) -> None:
     assert format_duration(seconds) == text
 
 
-def test_rows_have_texts_in_one_column_and_none_is_printed_without_a_text(capsys: pytest.CaptureFixture[str]) -> None:
+def test_rows_are_aligned_and_empty_rows_are_skipped(capsys: pytest.CaptureFixture[str]) -> None:
     for label, text in {"model": "tiny", "start": None, "recipes": "", "": "second line"}.items():
         show_row(label, text)
     lines = capsys.readouterr().out.splitlines()

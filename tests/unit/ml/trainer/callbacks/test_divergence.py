@@ -1,4 +1,4 @@
-"""Runs whose loss goes wrong are ended."""
+"""Divergence detection: runs with NaN or rising losses are stopped."""
 
 import json
 import logging
@@ -14,12 +14,12 @@ from tests.unit.ml.trainer.callbacks.run import Run
 
 
 @pytest.mark.parametrize("loss", [math.nan, math.inf, -math.inf])
-def test_a_loss_that_is_no_number_stops_at_once(tmp_path: Path, loss: float, caplog: pytest.LogCaptureFixture) -> None:
+def test_nan_or_infinite_loss_stops_at_once(tmp_path: Path, loss: float, caplog: pytest.LogCaptureFixture) -> None:
     run = Run(tmp_path, DivergenceDetector())
     run.train([3.0, 2.0, loss, 1.0])
     assert run.state.global_step == 3
     assert run.control.should_training_stop
-    assert run.control.should_abort_without_save  # the weights are no numbers either
+    assert run.control.should_abort_without_save  # The weights are not finite either.
     assert f"Divergence at step 3: the loss is {loss}" in caplog.text
 
 
@@ -29,7 +29,7 @@ def test_abort_skips_the_last_checkpoint(tmp_path: Path) -> None:
     assert run.control.should_training_stop and run.control.should_abort_without_save
 
 
-def test_a_lasting_rise_stops_after_patience(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+def test_lasting_rise_stops_after_patience(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     run = Run(tmp_path, DivergenceDetector(threshold=0.5, patience=2, smoothing=0.0))
     run.train([4.0, 2.0, 3.1, 3.2, 3.3])
     assert run.state.global_step == 4
@@ -37,7 +37,7 @@ def test_a_lasting_rise_stops_after_patience(tmp_path: Path, caplog: pytest.LogC
     assert "2 at step 2" in caplog.text
 
 
-def test_a_spike_is_forgiven(tmp_path: Path) -> None:
+def test_single_spike_is_tolerated(tmp_path: Path) -> None:
     run = Run(tmp_path, DivergenceDetector(threshold=0.5, patience=2, smoothing=0.0))
     run.train([2.0, 9.0, 2.0, 9.0, 2.0])
     assert not run.control.should_training_stop
@@ -51,7 +51,7 @@ def test_smoothing_hides_a_spike_but_not_a_trend(tmp_path: Path) -> None:
     assert run.control.should_training_stop
 
 
-def test_a_falling_negative_loss_is_no_divergence(tmp_path: Path) -> None:
+def test_falling_negative_loss_is_no_divergence(tmp_path: Path) -> None:
     run = Run(tmp_path, DivergenceDetector(threshold=0.5, patience=1, smoothing=0.0))
     run.train([-1.0, -2.0, -1.5])
     assert not run.control.should_training_stop
@@ -59,7 +59,7 @@ def test_a_falling_negative_loss_is_no_divergence(tmp_path: Path) -> None:
     assert run.control.should_training_stop
 
 
-def test_patience_goes_on_after_a_resume(tmp_path: Path) -> None:
+def test_patience_continues_after_a_resume(tmp_path: Path) -> None:
     def detector() -> DivergenceDetector:
         return DivergenceDetector(threshold=0.5, patience=3, smoothing=0.0)
 
@@ -78,7 +78,7 @@ def test_state_before_the_first_record_can_be_stored() -> None:
     detector.load_state_dict(json.loads(json.dumps(detector.state_dict(), allow_nan=False)))
 
 
-def test_a_fresh_run_knows_nothing_of_the_one_before(tmp_path: Path) -> None:
+def test_fresh_run_resets_the_detector(tmp_path: Path) -> None:
     detector = DivergenceDetector(threshold=0.1, patience=1, smoothing=0.0)
     Run(tmp_path, detector).train([1.0])
     run = Run(tmp_path, detector)
@@ -87,7 +87,7 @@ def test_a_fresh_run_knows_nothing_of_the_one_before(tmp_path: Path) -> None:
     assert not run.control.should_training_stop
 
 
-def test_only_rank_zero_speaks_but_all_stop(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+def test_only_rank_zero_logs_but_all_ranks_stop(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     run = Run(tmp_path, DivergenceDetector(), is_world_process_zero=False)
     with caplog.at_level(logging.INFO):
         run.train([math.nan])
@@ -98,7 +98,7 @@ def test_only_rank_zero_speaks_but_all_stop(tmp_path: Path, caplog: pytest.LogCa
 @pytest.mark.parametrize(
     "settings", [{"action": "explode"}, {"threshold": -1.0}, {"patience": 0}, {"smoothing": 1.0}], ids=str
 )
-def test_wrong_settings_are_refused_by_name(settings: dict) -> None:
+def test_wrong_settings_are_rejected_by_name(settings: dict) -> None:
     with pytest.raises(ValueError, match=next(iter(settings))):
         DivergenceDetector(**settings)
 
@@ -106,7 +106,7 @@ def test_wrong_settings_are_refused_by_name(settings: dict) -> None:
 STATE = {"smoothed": 0.5, "best": 0.25, "best_step": 3, "num_above": 2}
 
 
-def test_a_state_with_wrong_content_is_refused_by_name() -> None:
+def test_malformed_state_is_rejected_by_name() -> None:
     callback = DivergenceDetector()
     numbers = {"smoothed": with_none(NUMBER), "best": with_none(NUMBER)}
     assert_refuses(callback, STATE, "callbacks.DivergenceDetector", {**numbers, "best_step": COUNT, "num_above": COUNT})

@@ -1,4 +1,4 @@
-"""Runs that no longer get better are ended."""
+"""Early stopping: runs without improvement are stopped."""
 
 import json
 import logging
@@ -14,7 +14,7 @@ from tests.unit.ml.trainer.callbacks.run import Run
 
 
 def evaluations_until_stop(run: Run, values: list[float], metric: str = "eval_loss") -> int:
-    """How many of the evaluations take place."""
+    """Return the number of evaluations until the stop."""
     for number, value in enumerate(values, start=1):
         run.state.global_step += 10
         run.evaluate(**{metric: value})
@@ -30,7 +30,7 @@ def test_stops_after_patience_without_improvement(tmp_path: Path, caplog: pytest
     assert "the best is 2 at step 20" in caplog.text
 
 
-def test_an_improvement_starts_patience_anew(tmp_path: Path) -> None:
+def test_improvement_resets_patience(tmp_path: Path) -> None:
     run = Run(tmp_path, EarlyStopping(patience=2))
     evaluations_until_stop(run, [3.0, 3.1, 2.0, 2.1])
     assert not run.control.should_training_stop
@@ -41,12 +41,12 @@ def test_improvements_within_the_threshold_do_not_count(tmp_path: Path) -> None:
     assert evaluations_until_stop(run, [3.0, 2.95, 2.94, 2.0]) == 3
 
 
-def test_more_is_better_for_what_is_not_a_loss(tmp_path: Path) -> None:
+def test_greater_is_better_for_metrics_other_than_a_loss(tmp_path: Path) -> None:
     run = Run(tmp_path, EarlyStopping(metric="accuracy"))
     assert evaluations_until_stop(run, [0.1, 0.2, 0.3, 0.2, 0.9], "eval_accuracy") == 4
 
 
-def test_the_direction_can_be_given(tmp_path: Path) -> None:
+def test_direction_can_be_set(tmp_path: Path) -> None:
     run = Run(tmp_path, EarlyStopping(metric="eval_perplexity", greater_is_better=False))
     assert evaluations_until_stop(run, [9.0, 8.0, 8.5], "eval_perplexity") == 3
     assert run.control.should_training_stop
@@ -57,7 +57,7 @@ def test_nan_is_no_improvement(tmp_path: Path) -> None:
     assert evaluations_until_stop(run, [math.nan, math.nan, 1.0]) == 2
 
 
-def test_patience_goes_on_after_a_resume(tmp_path: Path) -> None:
+def test_patience_continues_after_a_resume(tmp_path: Path) -> None:
     before = EarlyStopping(patience=3)
     evaluations_until_stop(Run(tmp_path, before), [2.0, 2.5, 2.5])
     after = EarlyStopping(patience=3)
@@ -67,7 +67,7 @@ def test_patience_goes_on_after_a_resume(tmp_path: Path) -> None:
     assert evaluations_until_stop(run, [2.5, 2.5]) == 1
 
 
-def test_a_missing_metric_is_reported_once_with_those_there_are(
+def test_missing_metric_is_reported_once_with_the_available_ones(
     tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     run = Run(tmp_path, EarlyStopping(metric="eval_bleu"))
@@ -77,12 +77,12 @@ def test_a_missing_metric_is_reported_once_with_those_there_are(
 
 
 @pytest.mark.parametrize("settings", [{"patience": 0}, {"threshold": -0.1}], ids=str)
-def test_wrong_settings_are_refused_by_name(settings: dict) -> None:
+def test_wrong_settings_are_rejected_by_name(settings: dict) -> None:
     with pytest.raises(ValueError, match=next(iter(settings))):
         EarlyStopping(**settings)
 
 
-def test_a_perplexity_is_better_when_it_falls(tmp_path: Path) -> None:
+def test_lower_perplexity_is_better(tmp_path: Path) -> None:
     run = Run(tmp_path, EarlyStopping(patience=1, metric="eval_perplexity"))
     assert evaluations_until_stop(run, [9.0, 8.0, 7.0, 7.5, 1.0], "eval_perplexity") == 4
 
@@ -90,7 +90,7 @@ def test_a_perplexity_is_better_when_it_falls(tmp_path: Path) -> None:
 STATE = {"best": 0.5, "best_step": 3, "num_without_improvement": 2}
 
 
-def test_a_state_with_wrong_content_is_refused_by_name() -> None:
+def test_malformed_state_is_rejected_by_name() -> None:
     callback = EarlyStopping()
     accepted = {"best": with_none(NUMBER), "best_step": COUNT, "num_without_improvement": COUNT}
     assert_refuses(callback, STATE, "callbacks.EarlyStopping", accepted)

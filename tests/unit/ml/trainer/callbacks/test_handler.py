@@ -1,4 +1,4 @@
-"""Handlers get three arguments by position and the rest by keyword, in the order of the callbacks."""
+"""CallbackHandler: handlers get three positional arguments and the rest by keyword, in callback order."""
 
 import json
 import logging
@@ -23,7 +23,7 @@ def handler_of(*callbacks: Any, defaults: tuple[Any, ...] = ()) -> CallbackHandl
 
 
 class Notes:
-    """Notes what its handlers were called with."""
+    """Callback that records the arguments of its handlers."""
 
     def __init__(self) -> None:
         self.got: list[Any] = []
@@ -50,7 +50,7 @@ class TakesAll(Notes):
         self.got.append((args, kwargs))
 
 
-def test_the_first_three_arguments_come_by_position() -> None:
+def test_first_three_arguments_are_positional() -> None:
     callback, control = OtherNames(), TrainerControl()
     handler = handler_of(callback)
     handler.dispatch("on_step_end", control)
@@ -58,13 +58,13 @@ def test_the_first_three_arguments_come_by_position() -> None:
     assert callback.got == [("the args", "the state", control), ("the args", "the state", control, {"loss": 1.0})]
 
 
-def test_a_handler_gets_the_keywords_that_it_names() -> None:
+def test_handler_gets_the_keywords_in_its_signature() -> None:
     callback = NamesSome()
     handler_of(callback).dispatch("on_log", TrainerControl(), logs={})
     assert callback.got == [("the trainer", {}, 7)]
 
 
-def test_a_handler_with_kwargs_gets_all_keywords() -> None:
+def test_handler_with_kwargs_gets_all_keywords() -> None:
     callback, control = TakesAll(), TrainerControl()
     handler = handler_of(callback)
     handler.context = {**handler.context, "control": "is passed as the third argument"}
@@ -75,7 +75,7 @@ def test_a_handler_with_kwargs_gets_all_keywords() -> None:
     assert callback.got[1] == (("the args", "the state", control), {**rest, "model": "another model"})
 
 
-def test_an_event_of_ones_own_reaches_its_handlers() -> None:
+def test_custom_event_reaches_its_handlers() -> None:
     class Listens(Notes):
         def on_merge(self, args: Any, state: Any, control: Any, parts: int) -> None:
             self.got.append(parts)
@@ -103,7 +103,7 @@ class Better(First):
     pass
 
 
-def test_callbacks_are_told_in_the_order_in_which_they_were_given() -> None:
+def test_callbacks_run_in_registration_order() -> None:
     seen: list[str] = []
     defaults = (First("default", seen), Named("other default", seen))
     handler = handler_of(Notes(), Better("better", seen), *(_Plain(name, seen) for name in "ab"), defaults=defaults)
@@ -125,7 +125,7 @@ class _Plain(TrainerCallback):
     on_log = on_step_end
 
 
-def test_a_replaced_default_is_replaced_once() -> None:
+def test_default_callback_is_replaced_once() -> None:
     handler = CallbackHandler([ProgressCallback(), ProgressCallback()], [ProgressCallback()])
     assert len(handler.callbacks) == 2
     assert handler.pop(ProgressCallback) is not None
@@ -141,7 +141,7 @@ class Stops(TrainerCallback):
         return TrainerControl(should_epoch_stop=True)
 
 
-def test_the_latest_stop_request_is_recorded() -> None:
+def test_latest_stop_request_is_recorded() -> None:
     handler, control = handler_of(Stops()), TrainerControl()
     assert handler.stop_requested_by is None
     handler.dispatch("on_epoch_end", control)
@@ -223,7 +223,7 @@ class WeightsWithoutParts:
         (WeightsWithoutParts, "model_parts", "def on_load_model_weights(self, model, checkpoint_path, **kwargs)"),
     ],
 )
-def test_a_handler_that_cannot_take_the_call_is_refused_when_it_is_registered(
+def test_handler_with_unsuitable_signature_is_rejected_at_registration(
     callback: type, problem: str, remedy: str
 ) -> None:
     for register in (
@@ -236,7 +236,7 @@ def test_a_handler_that_cannot_take_the_call_is_refused_when_it_is_registered(
         assert remedy in str(error.value)
 
 
-def test_swapped_names_are_warned_of(caplog: pytest.LogCaptureFixture) -> None:
+def test_swapped_parameter_names_cause_a_warning(caplog: pytest.LogCaptureFixture) -> None:
     class Swapped:
         def on_step_end(self, state: Any, args: Any, control: Any) -> None: ...
 
@@ -245,7 +245,7 @@ def test_swapped_names_are_warned_of(caplog: pytest.LogCaptureFixture) -> None:
     assert "gets args as its parameter 'state'" in caplog.text
 
 
-def test_handlers_that_do_not_tell_what_they_take_are_called(caplog: pytest.LogCaptureFixture) -> None:
+def test_handlers_without_a_readable_signature_are_accepted(caplog: pytest.LogCaptureFixture) -> None:
     class Native:
         on_step_end = max
 
@@ -264,7 +264,7 @@ class OwnLogger(JsonLogger):
         super().on_evaluate(a, s, c, **kwargs)
 
 
-def test_our_own_callbacks_can_be_subclassed(tmp_path: Path) -> None:
+def test_built_in_callbacks_can_be_subclassed(tmp_path: Path) -> None:
     quiet_trainer(
         tmp_path,
         ScalarModel(),

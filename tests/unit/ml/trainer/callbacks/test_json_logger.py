@@ -1,4 +1,4 @@
-"""The log file has every record once, in valid JSON."""
+"""JSON log file: every record once, in valid JSON."""
 
 import json
 import math
@@ -27,7 +27,7 @@ def start(output_dir: Path, global_step: int = 0) -> Run:
     return run
 
 
-def test_each_record_is_there_as_soon_as_it_is_logged(tmp_path: Path) -> None:
+def test_each_record_is_flushed_when_it_is_logged(tmp_path: Path) -> None:
     run = start(tmp_path / "new" / "directory")
     for number in (1, 2, 3):
         run.train([float(number)])
@@ -43,13 +43,13 @@ def test_records_have_step_time_and_values(tmp_path: Path) -> None:
     assert evaluated["step"] == 1 and evaluated["eval_loss"] == 2.25
 
 
-def test_a_resumed_run_replaces_what_came_after_the_checkpoint(tmp_path: Path) -> None:
+def test_resumed_run_replaces_records_after_the_checkpoint(tmp_path: Path) -> None:
     start(tmp_path).train([5.0, 4.0, 3.0, 2.0])
     start(tmp_path, global_step=2).train([30.0, 20.0])
     assert [(record["step"], record["loss"]) for record in records(tmp_path)] == [(1, 5), (2, 4), (3, 30), (4, 20)]
 
 
-def test_a_line_that_a_killed_process_left_unfinished_is_removed(tmp_path: Path) -> None:
+def test_unfinished_line_of_a_killed_process_is_removed(tmp_path: Path) -> None:
     start(tmp_path).train([5.0, 4.0])
     with open(tmp_path / "trainer_logs.jsonl", "a") as file:
         file.write('{"step": 2, "loss"')
@@ -57,7 +57,7 @@ def test_a_line_that_a_killed_process_left_unfinished_is_removed(tmp_path: Path)
     assert [record["step"] for record in records(tmp_path)] == [1, 2, 3]
 
 
-def test_a_fresh_run_begins_a_new_file(tmp_path: Path) -> None:
+def test_fresh_run_starts_a_new_file(tmp_path: Path) -> None:
     old = start(tmp_path)
     old.evaluate(eval_loss=9.0)
     old.train([5.0])
@@ -65,7 +65,7 @@ def test_a_fresh_run_begins_a_new_file(tmp_path: Path) -> None:
     assert [record.get("loss") for record in records(tmp_path)] == [1.0]
 
 
-def test_an_evaluation_before_training_is_kept(tmp_path: Path) -> None:
+def test_evaluation_before_training_is_kept(tmp_path: Path) -> None:
     run = Run(tmp_path, JsonLogger())
     run.evaluate(eval_loss=9.0)
     run.send("on_train_begin")
@@ -73,7 +73,7 @@ def test_an_evaluation_before_training_is_kept(tmp_path: Path) -> None:
     assert [record["step"] for record in records(tmp_path)] == [0, 1]
 
 
-def test_values_that_json_lacks_become_null_and_tensors_numbers(tmp_path: Path) -> None:
+def test_values_without_json_equivalent_become_null_and_tensors_numbers(tmp_path: Path) -> None:
     run = start(tmp_path)
     run.log(loss=math.nan, up=math.inf, tensor=torch.tensor(1.5), array=np.float32(2.5), ranks=[1, math.nan])
     (record,) = records(tmp_path)
@@ -81,7 +81,7 @@ def test_values_that_json_lacks_become_null_and_tensors_numbers(tmp_path: Path) 
     assert record["tensor"] == 1.5 and record["array"] == 2.5 and record["ranks"] == [1, None]
 
 
-def test_an_evaluation_that_is_also_logged_is_written_once(tmp_path: Path) -> None:
+def test_logged_evaluation_is_written_once(tmp_path: Path) -> None:
     run = start(tmp_path)
     run.evaluate(eval_loss=2.0)
     run.send("on_log", logs={"eval_loss": 2.0, "epoch": 0.5})

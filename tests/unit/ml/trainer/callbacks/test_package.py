@@ -1,4 +1,4 @@
-"""Nobody pays for callbacks that they do not use."""
+"""Callbacks package: lazy imports and default callbacks."""
 
 import subprocess
 import sys
@@ -17,16 +17,16 @@ def test_importing_the_package_imports_no_heavy_library() -> None:
 
 
 @pytest.mark.parametrize("name", [name for name in callbacks.__all__ if name != "default_callbacks"])
-def test_every_callback_is_found_under_its_name(name: str) -> None:
+def test_every_callback_is_exported_under_its_name(name: str) -> None:
     assert getattr(callbacks, name).__name__ == name
 
 
-def test_an_unknown_name_is_an_attribute_error() -> None:
+def test_unknown_name_raises_attribute_error() -> None:
     with pytest.raises(AttributeError, match="NoSuchCallback"):
         _ = callbacks.NoSuchCallback
 
 
-def test_default_callbacks_are_new_ones_each_time() -> None:
+def test_default_callbacks_are_new_objects_each_time() -> None:
     first, second = callbacks.default_callbacks(), callbacks.default_callbacks()
     assert [callback.name for callback in first] == ["ProgressCallback", "InfoCallback", "DefaultMetrics", "JsonLogger"]
     assert not {id(callback) for callback in first} & {id(callback) for callback in second}

@@ -1,4 +1,4 @@
-"""Norms of single parameters, computed only for steps that are logged."""
+"""Per-parameter norms, computed only for logged steps."""
 
 from pathlib import Path
 
@@ -32,7 +32,7 @@ def test_nothing_is_computed_for_other_steps(tmp_path: Path) -> None:
     assert not [name for name in run.log(loss=1.0) if name.startswith("grad_norm/")]
 
 
-def test_gradients_of_an_earlier_record_are_not_shown_again(tmp_path: Path) -> None:
+def test_gradient_norms_of_an_earlier_record_are_not_repeated(tmp_path: Path) -> None:
     run = Run(tmp_path, GradLogger(), model=model_with_gradients(), global_step=1)
     run.step()
     run.log(loss=1.0)
@@ -40,7 +40,7 @@ def test_gradients_of_an_earlier_record_are_not_shown_again(tmp_path: Path) -> N
     assert "grad_norm/bias" not in run.log(loss=1.0)
 
 
-def test_parameters_without_gradient_are_left_out(tmp_path: Path) -> None:
+def test_parameters_without_gradient_are_skipped(tmp_path: Path) -> None:
     model = model_with_gradients()
     model.bias.grad = None
     run = Run(tmp_path, GradLogger(), model=model, global_step=1)
@@ -68,7 +68,7 @@ def test_weight_norms(tmp_path: Path) -> None:
         (2, {"logging_strategy": "epoch"}, False),
     ],
 )
-def test_which_steps_are_logged(tmp_path: Path, step: int, settings: dict, expected: bool) -> None:
+def test_logged_steps_follow_the_logging_settings(tmp_path: Path, step: int, settings: dict, expected: bool) -> None:
     run = Run(tmp_path, global_step=step - 1)
     for name, value in settings.items():
         setattr(run.args, name, value)

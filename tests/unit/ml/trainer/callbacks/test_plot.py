@@ -1,4 +1,4 @@
-"""The picture of a run."""
+"""Loss plot of a run."""
 
 import io
 import json
@@ -17,7 +17,7 @@ from tests.support.wrong_values import COUNT, NUMBER, assert_refuses
 from tests.unit.ml.trainer.callbacks.run import Run
 
 
-def test_the_picture_is_there_after_training(tmp_path: Path) -> None:
+def test_plot_exists_after_training(tmp_path: Path) -> None:
     run = Run(tmp_path / "out", PlotCallback())
     run.send("on_train_begin")
     run.train([3.0, 2.0, math.nan, 1.0])
@@ -28,7 +28,7 @@ def test_the_picture_is_there_after_training(tmp_path: Path) -> None:
     assert width > height > 600
 
 
-def test_drawing_is_not_done_more_often_than_asked(tmp_path: Path) -> None:
+def test_plot_is_drawn_at_most_every_min_seconds(tmp_path: Path) -> None:
     run = Run(tmp_path, PlotCallback(min_seconds=1000))
     run.send("on_train_begin")
     run.train([1.0] * 20)
@@ -37,7 +37,7 @@ def test_drawing_is_not_done_more_often_than_asked(tmp_path: Path) -> None:
     assert (tmp_path / "training.png").exists()
 
 
-def test_the_picture_is_updated_while_training(tmp_path: Path) -> None:
+def test_plot_is_updated_during_training(tmp_path: Path) -> None:
     run = Run(tmp_path, PlotCallback(min_seconds=0))
     run.send("on_train_begin")
     run.train([1.0])
@@ -58,7 +58,7 @@ def test_history_survives_a_resume(tmp_path: Path) -> None:
     assert after.state_dict()["eval_loss"] == {"steps": [2], "values": [2.5]}
 
 
-def test_history_is_taken_from_the_trainer_if_there_is_no_own(tmp_path: Path) -> None:
+def test_history_is_taken_from_the_trainer_if_there_is_no_own_state(tmp_path: Path) -> None:
     history = [
         {"step": 1, "loss": 3.0},
         {"step": 2, "loss": 2.0},
@@ -72,14 +72,14 @@ def test_history_is_taken_from_the_trainer_if_there_is_no_own(tmp_path: Path) ->
     assert callback.state_dict()["eval_loss"]["values"] == [2.5]
 
 
-def test_a_fresh_run_forgets_the_one_before(tmp_path: Path) -> None:
+def test_fresh_run_forgets_the_previous_history(tmp_path: Path) -> None:
     callback = PlotCallback(min_seconds=1000)
     Run(tmp_path, callback).train([3.0, 2.0])
     Run(tmp_path, callback).send("on_train_begin")
     assert callback.state_dict()["loss"]["steps"] == []
 
 
-def test_long_runs_stay_small_and_keep_their_ends() -> None:
+def test_long_curves_are_thinned_and_keep_both_ends() -> None:
     curve = Curve()
     for step in range(1, 50_001):
         curve.add(step, float(step))
@@ -88,7 +88,7 @@ def test_long_runs_stay_small_and_keep_their_ends() -> None:
     assert curve.steps == sorted(curve.steps)
 
 
-def test_smoothing_does_not_lag_behind() -> None:
+def test_smoothing_does_not_lag() -> None:
     line = [float(value) for value in range(100)]
     assert smooth(line) == pytest.approx(line)
     assert smooth([*line[:50], math.nan, *line[51:]]) == pytest.approx(line, abs=0.6)
@@ -96,11 +96,11 @@ def test_smoothing_does_not_lag_behind() -> None:
     assert smooth([]) == []
 
 
-def test_a_run_without_any_record_can_be_drawn() -> None:
+def test_run_without_records_can_be_drawn() -> None:
     assert imread(io.BytesIO(draw_png({}))).ndim == 3
 
 
-def test_pyplot_is_left_alone() -> None:
+def test_pyplot_is_not_used() -> None:
     program = (
         "import sys\nfrom forgather.ml.trainer.callbacks.plot import draw_png\n"
         "draw_png({})\nprint('matplotlib.pyplot' in sys.modules)"
@@ -120,7 +120,7 @@ def test_only_rank_zero_draws(tmp_path: Path) -> None:
 STATE = {"loss": {"steps": [1, 2], "values": [0.5, math.inf]}}
 
 
-def test_a_state_with_wrong_content_is_refused_by_name() -> None:
+def test_malformed_state_is_rejected_by_name() -> None:
     callback = PlotCallback()
     assert_refuses(
         callback,
@@ -141,14 +141,14 @@ def test_a_state_with_wrong_content_is_refused_by_name() -> None:
     assert callback.state_dict() == STATE
 
 
-def test_a_curve_has_one_value_for_each_step_and_not_too_many() -> None:
+def test_curve_with_unequal_or_too_many_values_is_rejected() -> None:
     too_long = {"steps": [1] * 4001, "values": [1.0] * 4001}
     for curve in ({"steps": [1, 2], "values": [0.5]}, {"steps": "text", "values": []}, too_long):
         with pytest.raises(CheckpointLoadError, match=r"callbacks\.PlotCallback\.loss\.(values|steps)"):
             PlotCallback().load_state_dict({"loss": curve})
 
 
-def test_records_of_a_checkpoint_that_are_no_numbers_are_not_drawn(tmp_path: Path) -> None:
+def test_non_numeric_history_records_are_not_drawn(tmp_path: Path) -> None:
     callback = PlotCallback(min_seconds=1000)
     history = [{"loss": "text", "step": 1}, {"loss": [1], "step": 2}, {"loss": 2.0, "step": 3}]
     Run(tmp_path, callback, log_history=history, global_step=3).send("on_train_begin")

@@ -1,4 +1,4 @@
-"""Traces of a few steps."""
+"""Profiler traces of a few steps."""
 
 import gzip
 import json
@@ -28,16 +28,16 @@ def test_one_trace_per_cycle_with_the_operations(tmp_path: Path) -> None:
     assert any(event.get("name") == "aten::matmul" for event in events)
 
 
-def test_a_run_that_ends_early_leaves_the_profiler_off(tmp_path: Path) -> None:
+def test_run_that_ends_early_stops_the_profiler(tmp_path: Path) -> None:
     train(Run(tmp_path, ProfilerCallback(wait=1, warmup=1, active=5)), 4)
     train(Run(tmp_path, ProfilerCallback(wait=0, warmup=1, active=1)), 3)
 
 
-def test_other_ranks_are_left_alone(tmp_path: Path) -> None:
+def test_other_ranks_are_not_profiled(tmp_path: Path) -> None:
     train(Run(tmp_path, ProfilerCallback(), is_world_process_zero=False), 8)
     assert not list(tmp_path.iterdir())
 
 
-def test_an_empty_cycle_is_refused() -> None:
+def test_empty_cycle_is_rejected() -> None:
     with pytest.raises(ValueError, match="active=0"):
         ProfilerCallback(active=0)

@@ -1,4 +1,4 @@
-"""Progress is readable on a terminal and in a file, and next to free in between."""
+"""Progress output: readable on a terminal and in a file, with negligible cost per step."""
 
 import io
 import logging
@@ -23,7 +23,7 @@ SHOW_CURSOR = "\x1b[?25h"
 
 
 class Terminal:
-    """A pseudo-terminal, and all that was written to it."""
+    """Pseudo-terminal that records its output."""
 
     def __init__(self) -> None:
         self._controller, worker = pty.openpty()
@@ -60,7 +60,7 @@ def without_escapes(text: str) -> str:
 
 
 def terminal_console() -> Console:
-    # follows sys.stdout, as rich's own does
+    # Follow sys.stdout, like rich's own console.
     return Console(width=100, color_system="truecolor", _environ={"TERM": "xterm-256color"})
 
 
@@ -84,7 +84,7 @@ def plain_lines(tmp_path: Path, **attributes: Any) -> list[str]:
     return output.getvalue().splitlines()
 
 
-def test_a_file_gets_one_aligned_line_per_record(tmp_path: Path) -> None:
+def test_file_gets_one_aligned_line_per_record(tmp_path: Path) -> None:
     lines = plain_lines(tmp_path)
     assert len(lines) == 12
     steps = [line for line in lines if line.startswith("step")]
@@ -97,26 +97,26 @@ def test_a_file_gets_one_aligned_line_per_record(tmp_path: Path) -> None:
     assert lines[-1].startswith("done 10 steps in 1:01") and "12.3k" in lines[-1]
 
 
-def test_a_file_gets_no_escape_codes_even_if_ci_asks_for_colours(tmp_path: Path) -> None:
+def test_file_gets_no_cursor_codes_even_if_ci_forces_colours(tmp_path: Path) -> None:
     output = io.StringIO()
     console = Console(file=output, _environ={"FORCE_COLOR": "1", "TERM": "xterm"})
     full_run(Run(tmp_path, ProgressCallback(console)))
-    # colours were asked for; moving the cursor was not
+    # FORCE_COLOR requests colours, not cursor movements.
     assert not re.search(r"\x1b\[[0-9;?]*[A-LN-Za-ln-z]", output.getvalue())
 
 
 @pytest.mark.parametrize("max_steps", [-1, 0, 2**62])
-def test_a_run_without_a_step_limit_has_no_time_left(tmp_path: Path, max_steps: int) -> None:
+def test_run_without_a_step_limit_shows_no_remaining_time(tmp_path: Path, max_steps: int) -> None:
     lines = plain_lines(tmp_path, max_steps=max_steps)
     assert lines[0].split()[:2] == ["step", "1"]
     assert not any("left" in line for line in lines)
 
 
-def test_other_ranks_are_silent(tmp_path: Path) -> None:
+def test_other_ranks_print_nothing(tmp_path: Path) -> None:
     assert plain_lines(tmp_path, is_world_process_zero=False) == []
 
 
-def test_an_interrupted_run_is_not_called_done(tmp_path: Path) -> None:
+def test_interrupted_run_is_reported_as_stopped(tmp_path: Path) -> None:
     output = io.StringIO()
     run = Run(tmp_path, ProgressCallback(Console(file=output)))
     run.send("on_train_begin")
@@ -126,14 +126,14 @@ def test_an_interrupted_run_is_not_called_done(tmp_path: Path) -> None:
     assert output.getvalue().splitlines()[-1] == "stopped at step 1"
 
 
-def test_losses_that_are_no_numbers_are_shown(tmp_path: Path) -> None:
+def test_nan_and_infinite_losses_are_shown(tmp_path: Path) -> None:
     output = io.StringIO()
     run = Run(tmp_path, ProgressCallback(Console(file=output)))
     run.train([float("nan"), float("inf"), 1e-9])
     assert all(text in output.getvalue() for text in ("nan", "inf", "1.000e-09"))
 
 
-def test_a_terminal_gets_bars_and_the_same_lines(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_terminal_gets_bars_and_the_same_lines(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     with terminal_as_stdout(monkeypatch) as terminal:
         full_run(Run(tmp_path, ProgressCallback(terminal_console(), refresh_seconds=0.0)))
         written = terminal.close()
@@ -161,11 +161,11 @@ def test_prints_and_log_records_appear_above_the_bar(tmp_path: Path, monkeypatch
         logger.removeHandler(handler)
         text = without_escapes(terminal.close())
     for message in ("printed while training", "warned while training"):
-        # on a line of its own, after which the bar is drawn again
+        # On a separate line, followed by the redrawn bar.
         assert re.search(rf"[\r\n]{message} *[\r\n]+training", text)
 
 
-def test_an_error_in_training_gives_the_terminal_back(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_error_in_training_restores_the_terminal(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     with terminal_as_stdout(monkeypatch) as terminal:
         callback = ProgressCallback(terminal_console())
         run = Run(tmp_path, callback)
@@ -176,7 +176,7 @@ def test_an_error_in_training_gives_the_terminal_back(tmp_path: Path, monkeypatc
         assert SHOW_CURSOR in terminal.close()
 
 
-def test_evaluation_without_training_has_a_bar_of_its_own(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_evaluation_without_training_has_its_own_bar(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     with terminal_as_stdout(monkeypatch) as terminal:
         run = Run(tmp_path, ProgressCallback(terminal_console(), refresh_seconds=0.0), max_eval_steps=2)
         run.eval_dataloader = range(100)

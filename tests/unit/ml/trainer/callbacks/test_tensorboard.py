@@ -1,4 +1,4 @@
-"""TensorBoard shows every step once, also after a resume."""
+"""TensorBoard logger: every step once, also after a resume."""
 
 import json
 import time
@@ -34,7 +34,7 @@ def only_run(output_dir: Path) -> Path:
     return directory
 
 
-def test_records_appear_under_train_and_eval(tmp_path: Path) -> None:
+def test_records_are_written_under_train_and_eval(tmp_path: Path) -> None:
     run = start(tmp_path)
     run.train([3.0, 2.0])
     run.evaluate(eval_loss=2.5)
@@ -45,12 +45,12 @@ def test_records_appear_under_train_and_eval(tmp_path: Path) -> None:
     assert scalars(directory, "train/peak_mem_allocated/1") == [(2, 20.0)]
 
 
-def test_a_resumed_run_goes_on_in_its_directory_and_doubles_nothing(tmp_path: Path) -> None:
+def test_resumed_run_continues_in_its_directory_without_duplicates(tmp_path: Path) -> None:
     run = start(tmp_path / "old")
     run.train([5.0, 4.0])
     state = run.callbacks[0].state_dict()
     run.train([3.0, 2.0])
-    # a checkpoint's directory may be moved, and event files are ordered by the second of their names
+    # The checkpoint's directory may be moved. Event files are ordered by the second in their names.
     (tmp_path / "old").rename(tmp_path / "new")
     time.sleep(1.1)
     resumed = start(tmp_path / "new", state, global_step=2)
@@ -59,7 +59,7 @@ def test_a_resumed_run_goes_on_in_its_directory_and_doubles_nothing(tmp_path: Pa
     assert scalars(only_run(tmp_path / "new"), "train/loss") == [(1, 5.0), (2, 4.0), (3, 30.0)]
 
 
-def test_a_directory_of_the_users_own_is_used(tmp_path: Path) -> None:
+def test_logging_dir_of_the_user_is_used(tmp_path: Path) -> None:
     run = Run(tmp_path / "out", TBLogger())
     run.args.logging_dir = str(tmp_path / "boards")
     run.send("on_train_begin")
@@ -68,7 +68,7 @@ def test_a_directory_of_the_users_own_is_used(tmp_path: Path) -> None:
     assert not (tmp_path / "out").exists()
 
 
-def test_a_name_made_up_for_the_process_does_not_split_a_resumed_run(tmp_path: Path) -> None:
+def test_generated_logging_dir_does_not_split_a_resumed_run(tmp_path: Path) -> None:
     first = Run(tmp_path, TBLogger())
     first.args.logging_dir = str(tmp_path / "runs" / "monday")
     first.send("on_train_begin")
@@ -80,7 +80,7 @@ def test_a_name_made_up_for_the_process_does_not_split_a_resumed_run(tmp_path: P
     assert only_run(tmp_path).name == "monday"
 
 
-def test_writing_goes_on_after_training_ended(tmp_path: Path) -> None:
+def test_records_are_written_after_the_end_of_training(tmp_path: Path) -> None:
     run = start(tmp_path)
     run.train([1.0])
     run.send("on_train_end")
@@ -97,7 +97,7 @@ def test_only_rank_zero_writes(tmp_path: Path) -> None:
 STATE = {"directory": "runs/2024-01-01T00-00-00_host"}
 
 
-def test_a_state_with_wrong_content_is_refused_by_name() -> None:
+def test_malformed_state_is_rejected_by_name() -> None:
     callback = TBLogger()
     assert_refuses(callback, STATE, "callbacks.TBLogger", {"directory": ["none"]})
     with pytest.raises(CheckpointLoadError, match=r"callbacks\.TBLogger in the checkpoint.*train without the callback"):
@@ -110,6 +110,6 @@ OUTSIDE = ["../x", "/tmp/x", "runs/../../x", "runs", "runs/", "checkpoints/x", "
 
 
 @pytest.mark.parametrize("directory", OUTSIDE)
-def test_records_are_written_inside_the_run_only(directory: str) -> None:
+def test_directory_outside_the_run_is_rejected(directory: str) -> None:
     with pytest.raises(CheckpointLoadError, match=r"callbacks\.TBLogger\.directory"):
         TBLogger().load_state_dict({"directory": directory})

@@ -1,4 +1,4 @@
-"""Samples are shown, and training goes on as if there had been none."""
+"""Text samples during training, without any effect on training."""
 
 import random
 from pathlib import Path
@@ -36,7 +36,7 @@ def tiny_llama() -> LlamaForCausalLM:
 
 
 class FakeTrainer:
-    """What TextgenCallback asks a trainer for."""
+    """Stub with the trainer attributes that TextgenCallback uses."""
 
     def __init__(self, model: nn.Module, *callbacks: Any) -> None:
         self.model = model
@@ -58,7 +58,7 @@ def random_numbers() -> tuple[float, float, float]:
     return random.random(), float(np.random.rand()), float(torch.rand(()))
 
 
-def test_the_prompt_and_its_continuation_are_printed(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_prompt_and_continuation_are_printed(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     run = prepared_run(tmp_path, TextgenCallback("once upon a", max_new_tokens=4), global_step=7)
     run.send("on_train_begin")
     run.evaluate(eval_loss=1.0)
@@ -66,7 +66,7 @@ def test_the_prompt_and_its_continuation_are_printed(tmp_path: Path, capsys: pyt
     assert "samples at step 7" in text and "once upon a" in text
 
 
-def test_random_numbers_and_modes_are_as_before(tmp_path: Path) -> None:
+def test_random_state_and_module_modes_are_restored(tmp_path: Path) -> None:
     run = prepared_run(tmp_path, TextgenCallback(["once", "bear"], max_new_tokens=4))
     model = run.trainer.model
     model.train()
@@ -83,14 +83,14 @@ def test_random_numbers_and_modes_are_as_before(tmp_path: Path) -> None:
     assert all(parameter.grad is None for parameter in model.parameters())
 
 
-def test_the_same_weights_give_the_same_samples(tmp_path: Path) -> None:
+def test_same_weights_give_the_same_samples(tmp_path: Path) -> None:
     callback = TextgenCallback("once", max_new_tokens=8)
     run = prepared_run(tmp_path, callback)
     texts = [callback.generate(run.model, run.processing_class, run.trainer) for _ in range(2)]
     assert texts[0] == texts[1]
 
 
-def test_samples_go_to_tensorboard_when_it_is_there(tmp_path: Path) -> None:
+def test_samples_are_written_to_tensorboard_if_present(tmp_path: Path) -> None:
     run = prepared_run(tmp_path, TBLogger(), TextgenCallback("once", max_new_tokens=2))
     run.send("on_train_begin")
     run.evaluate(eval_loss=1.0)
@@ -116,7 +116,7 @@ def test_other_ranks_generate_too_but_print_nothing(tmp_path: Path, capsys: pyte
     assert capsys.readouterr().out == ""
 
 
-def test_a_pipeline_generates_by_itself(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_pipeline_generate_of_the_trainer_is_used(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     run = prepared_run(tmp_path, TextgenCallback("once", max_new_tokens=1))
     bear = torch.tensor([[WORDS.index("bear")]])
     run.trainer.pipeline_generate = lambda input_ids, **options: torch.cat([input_ids, bear], dim=1)
@@ -124,20 +124,20 @@ def test_a_pipeline_generates_by_itself(tmp_path: Path, capsys: pytest.CaptureFi
     assert "oncebear" in capsys.readouterr().out.replace(" ", "")
 
 
-def test_a_model_that_cannot_generate_is_refused_before_training(tmp_path: Path) -> None:
+def test_model_that_cannot_generate_is_rejected_before_training(tmp_path: Path) -> None:
     run = Run(tmp_path, TextgenCallback("once"))
     run.processing_class = tokenizer()
     with pytest.raises(ValueError, match="Linear has no method generate"):
         run.send("on_train_begin")
 
 
-def test_a_missing_tokenizer_is_refused_before_training(tmp_path: Path) -> None:
+def test_missing_tokenizer_is_rejected_before_training(tmp_path: Path) -> None:
     run = prepared_run(tmp_path, TextgenCallback("once"))
     run.processing_class = None
     with pytest.raises(ValueError, match="processing_class"):
         run.send("on_train_begin")
 
 
-def test_no_prompts_are_refused() -> None:
+def test_missing_prompts_are_rejected() -> None:
     with pytest.raises(ValueError, match="no prompts"):
         TextgenCallback([])

@@ -1,4 +1,4 @@
-"""What ranks do together besides stepping: uneven evaluations, comparing replicas, heeding requests, refusing nonsense."""
+"""DDPTrainer beyond the step: uneven evaluation, replica validation, requests of callbacks, rejected settings."""
 
 import logging
 from collections.abc import Iterator
@@ -23,7 +23,7 @@ from tests.support.tiny_models import Recorder, Stream, TokenModel, quiet_traine
 
 @contextmanager
 def kept_records(level: int) -> Iterator[list[str]]:
-    """What this rank logs meanwhile."""
+    """Collect the messages that this rank logs."""
     records: list[str] = []
 
     class Keeping(logging.Handler):
@@ -71,7 +71,7 @@ def _evaluate_shards(output_dir: Path, kind: str) -> tuple[dict[str, Any], int]:
 
 
 @pytest.mark.parametrize("kind", ["list", "stream", "loader"])
-def test_uneven_shards_are_evaluated_whole(kind: str, tmp_path: Path) -> None:
+def test_uneven_shards_are_evaluated_completely(kind: str, tmp_path: Path) -> None:
     results = run_on_ranks(_evaluate_shards, 4, tmp_path, kind)
     samples = [sample for rank in range(4) for sample in shard_of(rank)]
     expected = quiet_trainer(tmp_path, TokenModel(), None, per_device_eval_batch_size=8).evaluate(samples)
@@ -110,7 +110,7 @@ def test_empty_evaluation_is_explained_on_every_rank(dispatches: bool, tmp_path:
 
 
 class WithBuffers(TokenModel):
-    """A buffer that training changes, and one that it does not."""
+    """Model with a buffer that training changes, and a constant buffer."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -155,7 +155,7 @@ def _save_tampered(output_dir: Path, what: str, culprit: int) -> str:
 
 
 @pytest.mark.parametrize(("what", "name"), [("parameter", "head.weight"), ("buffer", "scale")])
-def test_replica_that_was_changed_is_named_at_the_next_save(what: str, name: str, tmp_path: Path) -> None:
+def test_changed_replica_is_named_at_the_next_save(what: str, name: str, tmp_path: Path) -> None:
     for message in run_on_ranks(_save_tampered, 3, tmp_path, what, 1):
         assert "Replication validation failed" in message
         assert f"{name}: rank 1 differs" in message
@@ -165,12 +165,12 @@ def test_replica_that_was_changed_is_named_at_the_next_save(what: str, name: str
 def _save_tampered_moment(output_dir: Path) -> list[str]:
     with kept_records(logging.ERROR) as records:
         message = _save_tampered(output_dir, "moment", 0)
-    assert "embedding.weight" in message, "what a moment does to its parameter is found at the save after that"
+    assert "embedding.weight" in message, "a wrong moment shows in its parameter at the next save"
     return [record for record in records if "Replication" in record]
 
 
-def test_moment_that_was_changed_is_reported_and_the_checkpoint_says_so(tmp_path: Path) -> None:
-    """The optimizer is an optional component: one can do without it, so that a save goes on."""
+def test_changed_moment_is_reported_and_marked_in_the_manifest(tmp_path: Path) -> None:
+    """The optimizer is an optional component, so the save continues."""
     reports = run_on_ranks(_save_tampered_moment, 3, tmp_path)
     assert any("embedding.weight.momentum_buffer: rank 0 differs" in report for report in reports[0])
     manifest = read_manifest(str(tmp_path / "checkpoints" / "checkpoint-2"))
@@ -196,7 +196,7 @@ def _train_with_buffers(output_dir: Path) -> tuple[dict[str, Tensor], list[tuple
     return weights(trainer.unwrapped_model()), components
 
 
-def test_buffers_that_training_changes_are_no_divergence(tmp_path: Path) -> None:
+def test_buffers_changed_by_training_are_no_divergence(tmp_path: Path) -> None:
     (first, components), (second, _) = run_on_ranks(_train_with_buffers, 2, tmp_path)
     assert saved_steps(tmp_path) == [2, 3]
     assert first["norm.running_mean"].any()
@@ -224,7 +224,7 @@ def _train_with_requests(output_dir: Path) -> tuple[int, list[int], list[int]]:
         control.should_training_stop |= rank == 1 and state.global_step == 5
 
     recorder = Recorder(on_step_end=ask)
-    # Callbacks of one rank only are nothing unusual.
+    # Callbacks on a single rank are common.
     callbacks = [recorder] if rank < 2 else []
     trainer = ddp_trainer(
         output_dir,
@@ -238,7 +238,7 @@ def _train_with_requests(output_dir: Path) -> tuple[int, list[int], list[int]]:
     return trainer.state.global_step, recorder.steps("on_save"), recorder.steps("on_evaluate")
 
 
-def test_what_a_callback_of_one_rank_asks_for_all_do(tmp_path: Path) -> None:
+def test_request_of_a_callback_on_one_rank_applies_to_all(tmp_path: Path) -> None:
     (first, *done), (second, *_), (third, *_) = run_on_ranks(_train_with_requests, 3, tmp_path)
     assert first == second == third == 5
     assert done == [[2], [3]]
@@ -269,7 +269,7 @@ def _stop_where_one_loss_is_not_a_number(output_dir: Path) -> int:
     return int(trainer.state.global_step)
 
 
-def test_ranks_stop_together_where_one_of_them_diverges(tmp_path: Path) -> None:
+def test_ranks_stop_together_if_one_diverges(tmp_path: Path) -> None:
     first, second = run_on_ranks(_stop_where_one_loss_is_not_a_number, 2, tmp_path)
     assert first == second < 15
 
@@ -278,7 +278,7 @@ def test_ranks_stop_together_where_one_of_them_diverges(tmp_path: Path) -> None:
 
 
 def _evaluate_before_the_first_step(output_dir: Path) -> int:
-    """One batch, so that only one rank sees the model at work before the first step."""
+    """Evaluate one batch, so that only one rank runs the model before the first step."""
 
     def evaluate(trainer: Any, **_: Any) -> None:
         trainer.evaluate(token_samples(1))
@@ -287,12 +287,12 @@ def _evaluate_before_the_first_step(output_dir: Path) -> int:
     return trainer.train().global_step
 
 
-def test_evaluation_before_the_first_step_leaves_ranks_in_step(tmp_path: Path) -> None:
+def test_evaluation_before_the_first_step_keeps_ranks_in_step(tmp_path: Path) -> None:
     assert run_on_ranks(_evaluate_before_the_first_step, 2, tmp_path) == [3, 3]
 
 
 class OwnLoss(TokenModel):
-    """A loss with a parameter of its own, that the logits do not depend on, and a buffer that appears late."""
+    """Model loss with a parameter that the logits do not depend on, and a buffer that is registered late."""
 
     loss_type = "Own"
 
@@ -316,7 +316,7 @@ def _train_on_a_remainder(output_dir: Path) -> dict[str, Tensor]:
     return weights(trainer.unwrapped_model())
 
 
-def test_remainder_reaches_parameters_that_only_a_models_own_loss_uses(tmp_path: Path) -> None:
+def test_remainder_step_reaches_parameters_used_only_by_the_model_loss(tmp_path: Path) -> None:
     first, second = run_on_ranks(_train_on_a_remainder, 2, tmp_path)
     for name, tensor in first.items():
         assert torch.equal(tensor, second[name]) and tensor.isfinite().all(), name
@@ -347,14 +347,14 @@ def _choose_the_best(output_dir: Path) -> tuple[str, dict[str, Tensor]]:
     return Path(trainer.state.best_model_checkpoint).name, weights(trainer.unwrapped_model())
 
 
-def test_ranks_choose_the_same_best_model_whatever_their_callbacks_measure(tmp_path: Path) -> None:
+def test_ranks_choose_the_same_best_model_despite_different_metrics(tmp_path: Path) -> None:
     (first, model), (second, other) = run_on_ranks(_choose_the_best, 2, tmp_path)
     assert first == second == "checkpoint-6"
     assert all(torch.equal(tensor, other[name]) for name, tensor in model.items())
 
 
 class Breaking:
-    """A dataset with a sample that cannot be read, on the rank that reads."""
+    """Dataset with one unreadable sample."""
 
     def __len__(self) -> int:
         return 20
@@ -375,7 +375,7 @@ def _survive(output_dir: Path) -> list[float]:
     return [trainer.evaluate()["eval_loss"] for _ in range(2)]
 
 
-def test_trainer_evaluates_after_an_error_that_was_survived(tmp_path: Path) -> None:
+def test_trainer_evaluates_after_a_caught_error(tmp_path: Path) -> None:
     first, second = run_on_ranks(_survive, 2, tmp_path)
     assert first == second and first[0] == first[1]
 
@@ -389,7 +389,7 @@ def _seeds(output_dir: Path) -> int:
     return int(trainer.seed)
 
 
-def test_ranks_agree_on_a_seed_of_their_own(tmp_path: Path) -> None:
+def test_ranks_agree_on_a_random_seed(tmp_path: Path) -> None:
     first, second = run_on_ranks(_seeds, 2, tmp_path)
     assert first == second
 
@@ -403,7 +403,7 @@ def _train_evaluate_train(output_dir: Path) -> list[float]:
     return [alone, first, trainer.evaluate(token_samples(7))["eval_loss"]]
 
 
-def test_trainer_is_used_again(tmp_path: Path) -> None:
+def test_trainer_can_be_reused(tmp_path: Path) -> None:
     first, second = run_on_ranks(_train_evaluate_train, 2, tmp_path)
     assert first == second and len(set(first)) == 3
 
@@ -416,13 +416,13 @@ def _same_stream(output_dir: Path, dispatches: bool) -> list[str]:
     return [record for record in records if "same first batch" in record]
 
 
-def test_stream_that_gives_two_ranks_the_same_is_warned_of(tmp_path: Path) -> None:
+def test_stream_with_equal_samples_on_two_ranks_causes_a_warning(tmp_path: Path) -> None:
     for warnings in run_on_ranks(_same_stream, 2, tmp_path / "sharded", False):
         assert len(warnings) == 1 and "split_dataset_by_node" in warnings[0]
     assert run_on_ranks(_same_stream, 2, tmp_path / "dispatched", True) == [[], []]
 
 
-def test_one_rank_is_the_plain_trainer(tmp_path: Path) -> None:
+def test_single_rank_equals_the_plain_trainer(tmp_path: Path) -> None:
     trainer = quiet_trainer(tmp_path, TokenModel(), token_samples(6), trainer_class=DDPTrainer)
     plain = quiet_trainer(tmp_path, TokenModel(), token_samples(6))
     trainer.train()
@@ -462,7 +462,7 @@ def test_several_ranks_need_an_initialised_process_group(tmp_path: Path) -> None
         ({"fuse_optim_with_backward": True}, "fuse_optim_with_backward=True cannot be combined with DDP"),
     ],
 )
-def test_settings_that_cannot_work_are_refused(settings: dict[str, Any], message: str, tmp_path: Path) -> None:
+def test_impossible_settings_are_rejected(settings: dict[str, Any], message: str, tmp_path: Path) -> None:
     with pytest.raises(ValueError, match=message.replace("(", r"\(")):
         quiet_trainer(tmp_path, TokenModel(), token_samples(4), trainer_class=DDPTrainer, **settings)
 

@@ -1,4 +1,4 @@
-"""Ranks that step on their own for a while: what is evaluated, exported and saved is the average of their weights."""
+"""Post-local SGD: evaluation, export and checkpoints use the average of the ranks' weights."""
 
 import json
 import types
@@ -24,14 +24,16 @@ SETTINGS: dict[str, Any] = {
 
 
 def evaluated(output_dir: Path) -> dict[str, float]:
-    """Trains three times: without evaluations, with them, and with saves; all ranks must find the same."""
+    """Train without evaluations, with evaluations, and with saves, and return the evaluation losses."""
     data, options = token_samples(32), {"eval_dataset": token_samples(5, seed=9)}
     plain = ddp_trainer(output_dir / "plain", TokenModel(), data, trainer_options=options, **SETTINGS)
     plain.train()
     own = weights(plain.unwrapped_model())
     parts: list[Any] = [None] * dist.get_world_size()
     dist.all_gather_object(parts, own)
-    assert any(not torch.equal(parts[0][name], parts[1][name]) for name in own), "they have gone their own ways"
+    assert any(not torch.equal(parts[0][name], parts[1][name]) for name in own), (
+        "the ranks should have different weights"
+    )
 
     often = ddp_trainer(
         output_dir / "often",
@@ -44,7 +46,7 @@ def evaluated(output_dir: Path) -> dict[str, float]:
     )
     often.train()
     assert all(torch.equal(tensor, own[name]) for name, tensor in weights(often.unwrapped_model()).items()), (
-        "evaluations change nothing"
+        "evaluations must not change weights"
     )
     loss = often.evaluate()["eval_loss"]
     assert loss == often.state.log_history[-2]["eval_loss"]
@@ -60,7 +62,7 @@ def evaluated(output_dir: Path) -> dict[str, float]:
     return {"often": loss, "expected": expected, "saved": saved.evaluate()["eval_loss"]}
 
 
-def test_evaluations_are_of_the_average_which_is_what_is_saved(tmp_path: Path) -> None:
+def test_evaluated_weights_are_the_saved_average(tmp_path: Path) -> None:
     for losses in run_on_ranks(evaluated, 2, tmp_path):
         assert losses["often"] == pytest.approx(losses["expected"], rel=1e-6)
         assert losses["saved"] == losses["often"]
@@ -75,7 +77,7 @@ def exported(output_dir: Path) -> dict[str, Any]:
     return weights(trainer.unwrapped_model())
 
 
-def test_the_average_is_exported(tmp_path: Path) -> None:
+def test_averaged_weights_are_exported(tmp_path: Path) -> None:
     one, other = run_on_ranks(exported, 2, tmp_path)
     found = load_file(tmp_path / "model/model.safetensors")
     assert all(torch.equal(tensor, (one[name] + other[name]) / 2) for name, tensor in found.items())
@@ -94,8 +96,8 @@ def test_the_average_is_exported(tmp_path: Path) -> None:
         {"averager_step": torch.tensor(3), "hook_step": 3},
     ],
 )
-def test_a_malformed_state_is_refused_before_anything_is_changed(state: Any) -> None:
-    local_sgd = PostLocalSGD.__new__(PostLocalSGD)  # the parts that count need a process group
+def test_malformed_state_is_rejected_before_any_change(state: Any) -> None:
+    local_sgd = PostLocalSGD.__new__(PostLocalSGD)  # Real averagers need a process group.
     local_sgd._averager, local_sgd._hook_state = types.SimpleNamespace(step=1), types.SimpleNamespace(iter=1)  # type: ignore[assignment]
     for load in (local_sgd.check_state_dict, local_sgd.load_state_dict):
         with pytest.raises(CheckpointLoadError, match=r"saved state of post_local_sgd.*components=\["):

@@ -1,4 +1,4 @@
-"""What pipelines leave on the disk, how their copies are compared, and what they refuse."""
+"""Hybrid (DP x PP) trainer: checkpoint files, comparison of replicas, and rejected settings."""
 
 import functools
 from pathlib import Path
@@ -45,11 +45,11 @@ def hybrid_trainer(output_dir: Path, model_init: Any, *callbacks: Any, **setting
 
 
 class Saved(NamedTuple):
-    """A run of tied GPT-2, and what it wrote."""
+    """Result of a tied GPT-2 run on one rank."""
 
     groups: list[str]
     weights: dict[str, Tensor]
-    """Of all ranks."""
+    """Weights of all ranks."""
     tied: tuple[Tensor, ...] | None
     """This rank's copy of the tied weight with its moments, if it has one."""
 
@@ -75,7 +75,7 @@ def train_and_save(output_dir: Path, is_hybrid: bool) -> Saved:
 
 
 class Run(NamedTuple):
-    """What is left of a run."""
+    """Results of all ranks, with the output directory."""
 
     ranks: list[Saved]
     output_dir: Path
@@ -100,7 +100,7 @@ def hybrid(tmp_path_factory: pytest.TempPathFactory) -> Run:
 
 @pytest.fixture(scope="module")
 def pipeline(tmp_path_factory: pytest.TempPathFactory) -> Run:
-    """Of three ranks, of which the second has no copy of the tied weight."""
+    """Pipeline run on three ranks; the second rank has no copy of the tied weight."""
     output_dir = tmp_path_factory.mktemp("pipeline")
     return Run(run_on_ranks(train_and_save, 3, output_dir, False), output_dir)
 
@@ -114,7 +114,7 @@ def either(request: pytest.FixtureRequest) -> Run:
 # --- files
 
 
-def test_stages_are_written_once_however_many_pipelines_there_are(hybrid: Run) -> None:
+def test_stages_are_written_once_for_any_number_of_pipelines(hybrid: Run) -> None:
     assert hybrid.files("optimizer*") == ["optimizer_state_group_dp_group_0.pt", "optimizer_state_group_dp_group_1.pt"]
     assert hybrid.files("*.safetensors") == ["model-00001-of-00002.safetensors", "model-00002-of-00002.safetensors"]
     assert hybrid.files("rng*") == [f"rng_state_rank_{rank}.pt" for rank in range(4)]
@@ -126,7 +126,7 @@ def test_every_stage_of_a_pipeline_has_its_files(pipeline: Run) -> None:
     assert pipeline.files("*.safetensors") == [f"model-0000{rank}-of-00003.safetensors" for rank in (1, 2, 3)]
 
 
-def test_manifest_says_how_ranks_share_what(hybrid: Run, pipeline: Run) -> None:
+def test_manifest_records_sharing_patterns(hybrid: Run, pipeline: Run) -> None:
     shared: dict[str, Any] = {
         "scheduler": ("replicated", None),
         "trainer": ("replicated", None),
@@ -146,13 +146,13 @@ def test_manifest_says_how_ranks_share_what(hybrid: Run, pipeline: Run) -> None:
         assert hybrid.manifest.components[key].metadata["replication"] == "verified"
 
 
-def test_manifest_has_the_mesh(hybrid: Run, pipeline: Run) -> None:
+def test_manifest_records_the_mesh(hybrid: Run, pipeline: Run) -> None:
     assert hybrid.manifest.mesh == {"shape": [2, 2], "axis_names": ["data_parallel", "pipeline_parallel"]}
     assert pipeline.manifest.mesh == {"shape": [3], "axis_names": ["pipeline_parallel"]}
     assert hybrid.manifest.world_size == 4 and hybrid.manifest.trainer_class == "HybridTrainer"
 
 
-def test_process_groups_have_their_names(hybrid: Run, pipeline: Run) -> None:
+def test_process_groups_are_named(hybrid: Run, pipeline: Run) -> None:
     assert {tuple(rank.groups) for rank in hybrid.ranks} == {("dp_group", "pp_group")}
     assert {tuple(rank.groups) for rank in pipeline.ranks} == {("pp_group",)}
 
@@ -167,7 +167,7 @@ def test_tied_weight_is_stored_once(either: Run) -> None:
 
 
 @pytest.mark.parametrize("kind", ["checkpoint", "export"])
-def test_transformers_loads_what_was_trained(either: Run, kind: str) -> None:
+def test_transformers_loads_the_trained_model(either: Run, kind: str) -> None:
     directory = either.checkpoint if kind == "checkpoint" else either.output_dir / "exported"
     loaded = AutoModelForCausalLM.from_pretrained(directory).eval()
     assert loaded.lm_head.weight is loaded.transformer.wte.weight
@@ -182,7 +182,7 @@ def logits(model: nn.Module) -> Tensor:
     return found
 
 
-def test_copies_of_a_tied_weight_stay_one_to_the_last_bit(either: Run) -> None:
+def test_copies_of_a_tied_weight_stay_bitwise_equal(either: Run) -> None:
     copies = [rank.tied for rank in either.ranks]
     held = [copy for copy in copies if copy is not None]
     assert [copy is None for copy in copies] == ([False] * 4 if len(copies) == 4 else [False, True, False])
@@ -218,7 +218,7 @@ def test_changed_copy_of_a_weight_is_named_on_every_rank(tmp_path: Path) -> None
     assert len(set(messages)) == 1
     assert "Replication validation failed: the copies of component 'model' differ" in messages[0]
     assert f"{CHANGED}: rank 3 differs from rank 1" in messages[0]
-    assert messages[0].count("differs") == 1, "nobody else is accused"
+    assert messages[0].count("differs") == 1, "only one rank may be named"
     assert saved_steps(tmp_path) == [1] and not (tmp_path / "diverged").exists()
 
 
@@ -232,8 +232,8 @@ def save_changed_moment(output_dir: Path) -> list[str]:
     return lines
 
 
-def test_changed_copy_of_a_moment_is_told_and_marked(tmp_path: Path) -> None:
-    """Without its moments training can go on, so that the checkpoint is worth having."""
+def test_changed_copy_of_a_moment_is_reported_and_marked(tmp_path: Path) -> None:
+    """Training can continue without the moments, so the checkpoint is still useful."""
     for lines in run_on_ranks(save_changed_moment, 4, tmp_path):
         assert any(
             "'optimizer'" in line and f"state.{CHANGED}.exp_avg: rank 3 differs from rank 1" in line for line in lines
@@ -265,7 +265,7 @@ def straight_and_resumed(directory: Path) -> tuple[dict[str, Tensor], dict[str, 
     return straight, train_sharded(directory / "stopped", 5, resume=True)
 
 
-def test_pipelines_that_read_for_themselves_resume_exactly(tmp_path: Path) -> None:
+def test_pipelines_with_their_own_data_resume_exactly(tmp_path: Path) -> None:
     for straight, resumed in run_on_ranks(straight_and_resumed, 4, tmp_path):
         assert straight.keys() == resumed.keys()
         assert all(torch.equal(straight[name], tensor) for name, tensor in resumed.items())
@@ -287,7 +287,7 @@ def save_position_and_be_refused(output_dir: Path) -> list[str]:
     return messages
 
 
-def test_positions_of_pipelines_are_refused_by_another_number_of_them(tmp_path: Path) -> None:
+def test_dataset_positions_are_rejected_by_another_number_of_pipelines(tmp_path: Path) -> None:
     results = run_on_ranks(save_position_and_be_refused, 4, tmp_path)
     assert results == [results[0]] * 4
     for message in results[0]:
@@ -299,7 +299,7 @@ def test_positions_of_pipelines_are_refused_by_another_number_of_them(tmp_path: 
 
 
 def train_to_the_best(output_dir: Path) -> tuple[str | None, list[float], dict[str, Tensor]]:
-    """The third step goes uphill."""
+    """Train three steps; the third increases the loss."""
     recorder = Recorder()
     recorder.changes_control = False  # type: ignore[attr-defined]
     trainer = pipeline_trainer(
@@ -325,7 +325,7 @@ def train_to_the_best(output_dir: Path) -> tuple[str | None, list[float], dict[s
     return trainer.state.best_model_checkpoint, losses, joined(weights(trainer.pipeline.part))
 
 
-def test_pipeline_ends_with_its_best_weights(tmp_path: Path) -> None:
+def test_pipeline_ends_with_the_best_weights(tmp_path: Path) -> None:
     for path, losses, found in run_on_ranks(train_to_the_best, 2, tmp_path):
         assert path is not None and Path(path).name == "checkpoint-2"
         assert min(losses) == losses[1]
@@ -337,7 +337,7 @@ def test_pipeline_ends_with_its_best_weights(tmp_path: Path) -> None:
 # --- sizes
 
 
-def test_sizes_follow_from_each_other() -> None:
+def test_dp_size_and_pp_size_follow_from_each_other() -> None:
     def sizes(world_size: int, **settings: Any) -> tuple[int, int]:
         return HybridTrainingArguments(output_dir="unused", **settings).sizes(world_size)
 
@@ -356,7 +356,9 @@ def test_sizes_follow_from_each_other() -> None:
         ({"pp_size": 8}, 4, ["pp_size=8", "4 ranks"]),
     ],
 )
-def test_sizes_that_do_not_fit_are_explained(settings: dict[str, Any], world_size: int, told: list[str]) -> None:
+def test_sizes_that_contradict_the_world_size_are_explained(
+    settings: dict[str, Any], world_size: int, told: list[str]
+) -> None:
     with pytest.raises(ValueError) as refusal:
         HybridTrainingArguments(output_dir="unused", **settings).sizes(world_size)
     for part in told:
@@ -364,7 +366,7 @@ def test_sizes_that_do_not_fit_are_explained(settings: dict[str, Any], world_siz
 
 
 @pytest.mark.parametrize("settings", [{"pp_size": 1}, {"dp_size": 0}], ids=str)
-def test_sizes_that_no_job_can_have_are_refused_at_once(settings: dict[str, Any]) -> None:
+def test_invalid_sizes_are_rejected_at_once(settings: dict[str, Any]) -> None:
     ((name, value),) = settings.items()
     with pytest.raises(ValueError, match=f"{name}={value} cannot be used"):
         HybridTrainingArguments(output_dir="unused", **settings)
@@ -387,7 +389,7 @@ def evaluate_tied(output_dir: Path) -> float:
     return float(trainer.evaluate()["eval_loss"])
 
 
-def test_tied_model_is_evaluated_where_some_ranks_have_no_copy(tmp_path: Path) -> None:
-    """Ranks in different numbers of groups must still agree on the next one."""
+def test_tied_model_is_evaluated_if_some_ranks_have_no_copy(tmp_path: Path) -> None:
+    """Ranks in different numbers of groups must still agree on the next group."""
     losses = run_on_ranks(evaluate_tied, 3, tmp_path)
     assert len(set(losses)) == 1

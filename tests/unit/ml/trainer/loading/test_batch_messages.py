@@ -1,4 +1,4 @@
-"""A batch arrives as it was sent: tensors of every kind, and the Python values around them."""
+"""Batch messages: encoding and decoding of tensors and Python values."""
 
 from collections import OrderedDict, UserDict
 from collections.abc import Iterator
@@ -33,7 +33,7 @@ class Pair(NamedTuple):
 
 
 class Tree:
-    """What has a `_fields` and is no tuple, as a syntax tree has."""
+    """Object with `_fields` that is not a tuple, like a node of a syntax tree."""
 
     _fields = ("left",)
 
@@ -46,7 +46,7 @@ def there_and_back(value: Any) -> Any:
 
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
-def test_tensors_of_every_type_and_shape_arrive(dtype: torch.dtype) -> None:
+def test_tensors_of_every_dtype_and_shape_round_trip(dtype: torch.dtype) -> None:
     for shape in SHAPES:
         sent = torch.randint(0, 2, shape).to(dtype)
         got = there_and_back({"odd": torch.tensor([True] * 3), "x": sent})["x"]
@@ -54,7 +54,7 @@ def test_tensors_of_every_type_and_shape_arrive(dtype: torch.dtype) -> None:
         assert torch.equal(got.to(torch.complex128), sent.to(torch.complex128)), shape
 
 
-def test_tensors_need_not_be_contiguous_and_lose_their_gradients() -> None:
+def test_non_contiguous_tensors_are_accepted_and_gradients_dropped() -> None:
     sent = torch.arange(12.0).view(3, 4).requires_grad_()
     got = there_and_back({"t": sent.t(), "strided": sent[::2, ::3], "expanded": sent[:, :1].expand(3, 4)})
     assert torch.equal(got["t"], sent.t()) and torch.equal(got["strided"], sent[::2, ::3])
@@ -62,7 +62,7 @@ def test_tensors_need_not_be_contiguous_and_lose_their_gradients() -> None:
     assert not got["t"].requires_grad
 
 
-def test_python_values_keep_their_places() -> None:
+def test_nested_python_values_round_trip() -> None:
     sent = {
         "none": None,
         "text": "ä\n",
@@ -81,7 +81,7 @@ def test_python_values_keep_their_places() -> None:
     assert torch.equal(deep["deep"][0], torch.tensor([False])) and deep["deep"][1] is None
 
 
-def test_named_tuples_stay_and_other_mappings_become_dicts() -> None:
+def test_named_tuples_are_kept_and_other_mappings_become_dicts() -> None:
     got = there_and_back(Pair(torch.ones(1), [Pair(1, None)]))
     assert type(got) is Pair and torch.equal(got.left, torch.ones(1)) and got.right == [Pair(1, None)]
     for sent in (UserDict({"x": torch.ones(1)}), OrderedDict(x=torch.ones(1))):
@@ -91,26 +91,26 @@ def test_named_tuples_stay_and_other_mappings_become_dicts() -> None:
     assert type(tree) is Tree and tree.left == 3
 
 
-def test_an_empty_batch_stays_one() -> None:
+def test_empty_batch_round_trips() -> None:
     got = there_and_back([EmptyBatch(x=torch.ones(1)), {"x": 1}])
     assert type(got[0]) is EmptyBatch and torch.equal(got[0]["x"], torch.ones(1)) and type(got[1]) is dict
 
 
-def test_a_message_says_how_long_it_is() -> None:
+def test_message_contains_its_length() -> None:
     message = packed(encode({"x": torch.arange(1000)}))
     assert length_of(message[:100]) == len(message) > 8000
-    # In a buffer that was made for a longer one.
+    # A buffer of a longer message may be reused.
     longer = torch.cat([message, torch.full((500,), 7, dtype=torch.uint8)])
     assert torch.equal(decode(longer)[0]["x"], torch.arange(1000))
 
 
-def test_tensors_lie_where_vector_instructions_want_them() -> None:
+def test_tensors_are_aligned_for_vector_instructions() -> None:
     got = there_and_back([torch.ones(1, dtype=torch.bool), torch.ones(3, dtype=torch.float64), torch.ones(1)])
     offsets = [tensor.storage_offset() * tensor.element_size() % 64 for tensor in got]
     assert offsets == [0, 0, 0]
 
 
-def test_the_sender_s_tensors_may_change_afterwards() -> None:
+def test_message_is_independent_of_later_changes_to_the_tensors() -> None:
     sent = torch.ones(3)
     message = packed(encode({"x": sent}))
     sent.zero_()
@@ -122,25 +122,25 @@ def numbers() -> Iterator[int]:
 
 
 @pytest.mark.parametrize("value", [torch.ones(2, 2).to_sparse(), torch.ones(2, 2).to_sparse_csr()], ids=["coo", "csr"])
-def test_sparse_tensors_are_refused_with_a_remedy(value: Any) -> None:
+def test_sparse_tensors_are_rejected_with_a_remedy(value: Any) -> None:
     with pytest.raises(TypeError, match="make it dense, or set dispatch_batches=False"):
         encode({"x": value})
 
 
-def test_what_cannot_be_pickled_is_an_error() -> None:
+def test_unpicklable_value_is_an_error() -> None:
     with pytest.raises(TypeError, match="generator"):
         encode({"x": numbers()})
 
 
-def test_note_travels_beside_the_value() -> None:
+def test_metadata_is_sent_with_the_batch() -> None:
     value = {"x": torch.ones(2)}
     for note in (None, ("batch", {"index": 3}), "again"):
         content, came = decode(packed(encode(value, note)))
         assert came == note and torch.equal(content["x"], torch.ones(2))
 
 
-def test_batches_that_look_alike_are_told_apart() -> None:
-    """Descriptions are kept: other names, shapes, dtypes and orders must not be taken for those of before."""
+def test_similar_batches_are_distinguished() -> None:
+    """Layouts are cached: different names, shapes, dtypes and orders must not match a cached layout."""
     batches = [
         {"a": torch.arange(4), "b": torch.ones(2)},
         {"b": torch.ones(2), "a": torch.arange(4)},
@@ -156,7 +156,7 @@ def test_batches_that_look_alike_are_told_apart() -> None:
             assert came[name].dtype == tensor.dtype and torch.equal(came[name], tensor)
 
 
-def test_other_values_are_not_shared_between_messages() -> None:
+def test_python_values_are_not_shared_between_messages() -> None:
     first = there_and_back({"x": torch.ones(1), "names": {"a"}})
     first["names"].add("b")
     assert there_and_back({"x": torch.ones(1), "names": {"a"}})["names"] == {"a"}

@@ -1,4 +1,4 @@
-"""A resumed run sees the batches, and draws the random numbers, that an uninterrupted one would have."""
+"""Resumed training loaders: same batches and same random numbers as an uninterrupted run."""
 
 import itertools
 import multiprocessing
@@ -57,7 +57,7 @@ def test_resume_with_workers(options: dict[str, Any], position: int) -> None:
     def build() -> ResumableLoader:
         return train_loader(Numbers(10), **options)
 
-    assert straight(build) == straight(lambda: train_loader(Numbers(10))), "workers change nothing"
+    assert straight(build) == straight(lambda: train_loader(Numbers(10))), "workers must not change the order"
     assert interrupted(build, position) == straight(build)
 
 
@@ -70,7 +70,7 @@ def test_epochs_have_different_orders() -> None:
 
 
 @pytest.mark.parametrize("new_size", [1, 2, 7])
-def test_another_batch_size_neither_repeats_nor_skips(new_size: int) -> None:
+def test_changed_batch_size_neither_repeats_nor_skips_samples(new_size: int) -> None:
     loader = train_loader(Numbers(20), batch_size=3)
     before = list(itertools.islice(run(loader), 9))
     resumed = train_loader(Numbers(20), batch_size=new_size)
@@ -80,7 +80,7 @@ def test_another_batch_size_neither_repeats_nor_skips(new_size: int) -> None:
     assert resumed.num_batches == -(-20 // new_size)
 
 
-def test_a_checkpoint_brings_its_seed() -> None:
+def test_checkpoint_seed_replaces_the_new_seed() -> None:
     def build(seed: int) -> ResumableLoader:
         return train_loader(Numbers(10), seed=seed)
 
@@ -88,7 +88,7 @@ def test_a_checkpoint_brings_its_seed() -> None:
     assert interrupted(lambda: build(next(seeds)), 3) == straight(lambda: build(1))
 
 
-def test_the_end_of_an_epoch_stays_the_end() -> None:
+def test_finished_epoch_stays_finished() -> None:
     loader = train_loader(Numbers(7), drop_last=True)
     assert len(list(loader)) == 2 == loader.num_batches
     assert list(loader) == []
@@ -100,7 +100,7 @@ def test_the_end_of_an_epoch_stays_the_end() -> None:
 
 @pytest.mark.parametrize("options", WORKERS, ids=WORKER_IDS)
 @pytest.mark.parametrize("dataset", [Numbers(12), Stream(12), StatefulStream(12)], ids=["map", "stream", "stateful"])
-def test_leaving_and_coming_back_goes_on(dataset: Any, options: dict[str, Any]) -> None:
+def test_left_iteration_continues_at_its_position(dataset: Any, options: dict[str, Any]) -> None:
     expected = list(train_loader(dataset, **options))
     loader = train_loader(dataset, **options)
     seen = list(itertools.islice(loader, 1))
@@ -113,17 +113,17 @@ def test_leaving_and_coming_back_goes_on(dataset: Any, options: dict[str, Any]) 
 
 @pytest.mark.parametrize("options", WORKERS, ids=WORKER_IDS)
 @pytest.mark.parametrize("dataset", [OfEpoch(12), StatefulStream(12)], ids=["map", "stream"])
-def test_an_epoch_can_be_cut_short(dataset: Any, options: dict[str, Any]) -> None:
+def test_epoch_can_be_cut_short(dataset: Any, options: dict[str, Any]) -> None:
     loader = train_loader(dataset, shuffle=False, **options)
     list(itertools.islice(loader, 1))
     if isinstance(dataset, StatefulStream):
-        dataset.position = 0  # in the main process nothing else resets it before the end
+        dataset.position = 0  # In the main process, nothing else resets it before the end.
     loader.set_epoch(1)
     assert sorted(itertools.chain(*loader)) == list(range(1000, 1012))
     loader.close()
 
 
-def test_the_position_counts_what_was_handed_out_not_what_was_prefetched() -> None:
+def test_position_counts_delivered_batches_not_prefetched_ones() -> None:
     loader = train_loader(Numbers(30), num_workers=2, prefetch_factor=3)
     for _ in itertools.islice(loader, 4):
         pass
@@ -133,7 +133,7 @@ def test_the_position_counts_what_was_handed_out_not_what_was_prefetched() -> No
 
 @pytest.mark.parametrize("dataset", [Numbers(30), StatefulStream(30)], ids=["map", "stream"])
 @pytest.mark.parametrize("options", WORKERS[1:], ids=WORKER_IDS[1:])
-def test_leaving_early_leaves_no_worker(dataset: Any, options: dict[str, Any]) -> None:
+def test_breaking_out_of_a_loop_leaves_no_worker(dataset: Any, options: dict[str, Any]) -> None:
     loader = train_loader(dataset, **options)
     for _ in loader:
         assert len(multiprocessing.active_children()) == 2
@@ -143,7 +143,7 @@ def test_leaving_early_leaves_no_worker(dataset: Any, options: dict[str, Any]) -
     assert multiprocessing.active_children() == []
 
 
-def test_the_end_of_an_epoch_ends_workers_that_are_not_to_persist() -> None:
+def test_non_persistent_workers_exit_at_the_end_of_an_epoch() -> None:
     loader = train_loader(Numbers(6), num_workers=2)
     list(loader)
     assert multiprocessing.active_children() == []
@@ -153,7 +153,7 @@ def worker_ids_and_samples(samples: list[int]) -> tuple[int | None, list[int]]:
     return multiprocessing.current_process().pid, samples
 
 
-def test_persistent_workers_live_on_and_learn_the_epoch() -> None:
+def test_persistent_workers_survive_and_receive_the_epoch() -> None:
     loader = train_loader(OfEpoch(12), num_workers=2, persistent_workers=True, collate_fn=worker_ids_and_samples)
     batches = list(run(loader))
     loader.close()
@@ -161,7 +161,7 @@ def test_persistent_workers_live_on_and_learn_the_epoch() -> None:
     assert all(sample // 1000 == epoch for epoch, (_, samples) in batches for sample in samples)
 
 
-def test_datasets_are_not_told_the_epoch_when_that_is_off() -> None:
+def test_set_dataset_epoch_false_keeps_the_epoch_from_datasets() -> None:
     dataset = OfEpoch(4)
     list(run(train_loader(dataset, set_dataset_epoch=False)))
     assert dataset.epoch == -1
@@ -172,7 +172,7 @@ class Growing(OfEpoch):
         return 4 + 2 * self.epoch
 
 
-def test_a_length_that_depends_on_the_epoch() -> None:
+def test_dataset_length_may_depend_on_the_epoch() -> None:
     def build() -> ResumableLoader:
         return train_loader(Growing(0))
 
@@ -194,12 +194,14 @@ def test_workers_draw_the_same_random_numbers_after_a_resume(dataset: Any, optio
         return train_loader(dataset(20), collate_fn=noise, **options)
 
     expected = straight(build)
-    assert len({samples[0][1] for _, (samples, _) in expected}) == len(expected), "every batch draws its own"
+    assert len({samples[0][1] for _, (samples, _) in expected}) == len(expected), (
+        "every batch should draw different noise"
+    )
     for position in (3, len(expected) // NUM_EPOCHS):
         assert interrupted(build, position) == expected
 
 
-def test_in_the_main_process_datasets_draw_from_the_global_generators() -> None:
+def test_datasets_in_the_main_process_draw_from_the_global_generators() -> None:
     seed_host_generators(3)
     batch = next(iter(train_loader(Noisy(4), shuffle=False)))
     seed_host_generators(3)
@@ -219,7 +221,7 @@ DATASETS = {
 
 @pytest.mark.parametrize("options", WORKERS, ids=WORKER_IDS)
 @pytest.mark.parametrize("name", DATASETS)
-def test_loading_leaves_the_global_generators_alone(name: str, options: dict[str, Any]) -> None:
+def test_loading_does_not_change_the_global_generators(name: str, options: dict[str, Any]) -> None:
     before = generator_states()
     assert interrupted(lambda: train_loader(DATASETS[name](), **options), 5)
     list(
@@ -240,7 +242,7 @@ READY = {
 @pytest.mark.parametrize("name", READY)
 @pytest.mark.parametrize("position", [2, 4, 5, "between epochs"])
 def test_resume_continues_the_global_generators_of_the_main_process(name: str, position: Any) -> None:
-    """As the trainer does it: the generators of the checkpoint are restored, whatever was drawn since."""
+    """Like the trainer: the generators of the checkpoint are restored, regardless of later draws."""
     between = position == "between epochs"
     seed_host_generators(5)
     loader = train_loader(READY[name]())
@@ -250,7 +252,7 @@ def test_resume_continues_the_global_generators_of_the_main_process(name: str, p
     expected = list(run(loader, first_epoch=next_epoch)), generator_states()
 
     seed_host_generators(5)
-    # a loader may take its own seed from the global generator when it is made
+    # A loader may draw its seed from the global generator at construction.
     resumed = train_loader(READY[name]())
     seed_host_generators(6)
     resumed.load_state_dict(state)
@@ -258,7 +260,7 @@ def test_resume_continues_the_global_generators_of_the_main_process(name: str, p
     assert (list(run(resumed, first_epoch=next_epoch)), generator_states()) == expected
 
 
-def test_lengths() -> None:
+def test_num_batches_of_each_kind_of_data() -> None:
     assert train_loader(Stream(12)).num_batches is None
     assert train_loader(SizedStream(13)).num_batches == 5
     assert train_loader(SizedStream(13), drop_last=True).num_batches == 4
@@ -275,7 +277,7 @@ class Failing(Numbers):
 
 
 @pytest.mark.parametrize("options", WORKERS, ids=WORKER_IDS)
-def test_a_failure_does_not_move_the_position(options: dict[str, Any]) -> None:
+def test_failure_does_not_move_the_position(options: dict[str, Any]) -> None:
     loader = train_loader(Failing(12), shuffle=False, **options)
     for _ in range(2):
         with pytest.raises(DataError, match=r"^Sample 4 of the dataset Failing .*KeyError: 'no such sample'"):
@@ -285,19 +287,19 @@ def test_a_failure_does_not_move_the_position(options: dict[str, Any]) -> None:
 
 
 @pytest.mark.parametrize("dataset", [[], SizedStream(0), DataLoader(Numbers(0))], ids=["map", "stream", "loader"])
-def test_empty_datasets_are_refused(dataset: Any) -> None:
+def test_empty_datasets_are_rejected(dataset: Any) -> None:
     with pytest.raises(ValueError, match=r"(list|SizedStream|Numbers)\) is empty. Check"):
         train_loader(dataset)
 
 
 @pytest.mark.parametrize("dataset", [Numbers(5), SizedStream(5)], ids=["map", "stream"])
-def test_fewer_samples_than_the_batch_that_is_kept(dataset: Any) -> None:
+def test_drop_last_with_fewer_samples_than_a_batch_is_rejected(dataset: Any) -> None:
     with pytest.raises(ValueError, match="5 samples, fewer than one batch of 8"):
         train_loader(dataset, batch_size=8, drop_last=True)
 
 
 @pytest.mark.parametrize("build", [train_loader, build_eval_loader])
-def test_batches_have_samples(build: Any) -> None:
+def test_batch_size_of_zero_is_rejected(build: Any) -> None:
     with pytest.raises(ValueError, match="batch_size=0"):
         build([1, 2], batch_size=0)
 
@@ -310,12 +312,12 @@ class Unsized(Dataset[int]):
 @pytest.mark.parametrize(
     "dataset, message", [({"train": [1]}, r'dataset\["train"\]'), (3, "int cannot be used"), (Unsized(), "__len__")]
 )
-def test_other_things_are_refused(dataset: Any, message: str) -> None:
+def test_unsupported_datasets_are_rejected(dataset: Any, message: str) -> None:
     with pytest.raises(ValueError, match=message):
         train_loader(dataset)
 
 
-def test_a_position_of_another_kind_of_data_is_refused() -> None:
+def test_position_of_another_kind_of_data_is_rejected() -> None:
     loaders = [train_loader(dataset) for dataset in (Numbers(4), Stream(4), OwnLoader(4))]
     for loader, other in itertools.permutations(loaders, 2):
         with pytest.raises(ValueError, match="saved for another kind of dataset"):
@@ -323,26 +325,26 @@ def test_a_position_of_another_kind_of_data_is_refused() -> None:
 
 
 @pytest.mark.parametrize("options", WORKERS, ids=WORKER_IDS)
-def test_evaluation_goes_through_the_dataset_in_order(options: dict[str, Any]) -> None:
+def test_evaluation_reads_the_dataset_in_order(options: dict[str, Any]) -> None:
     loader: Any = build_eval_loader(Numbers(7), batch_size=3, collate_fn=as_list, **options)
     assert len(loader) == 3
     for _ in range(2):
         assert list(loader) == [[0, 1, 2], [3, 4, 5], [6]]
 
 
-def test_every_evaluation_draws_the_same_in_workers() -> None:
+def test_every_evaluation_draws_the_same_numbers_in_workers() -> None:
     loader = build_eval_loader(Noisy(6), batch_size=3, collate_fn=as_list, num_workers=2, persistent_workers=True)
     assert list(loader) == list(loader)
 
 
-def test_evaluation_of_other_kinds() -> None:
+def test_evaluation_of_streams_loaders_and_empty_data() -> None:
     unsized: Any = build_eval_loader(Stream(4), batch_size=3, collate_fn=as_list, drop_last=True)
     assert list(unsized) == [[0, 1, 2]]
     with pytest.raises(TypeError):
         len(unsized)
     ready = OwnLoader(2)
     assert build_eval_loader(ready, batch_size=3) is ready
-    assert list(build_eval_loader([], batch_size=3)) == [], "one rank's share may be empty"
+    assert list(build_eval_loader([], batch_size=3)) == [], "the shard of a rank may be empty"
 
 
 def test_default_collation() -> None:

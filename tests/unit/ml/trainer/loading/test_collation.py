@@ -1,4 +1,4 @@
-"""Batches of samples as people have them, without a collator of their own."""
+"""Default collation of common samples, without a custom collator."""
 
 from pathlib import Path
 from typing import Any
@@ -39,18 +39,18 @@ def test_values_of_all_kinds_are_stacked() -> None:
 
 
 @pytest.mark.parametrize("name", ["label", "label_ids", "labels"])
-def test_labels_have_one_name(name: str) -> None:
+def test_label_names_become_labels(name: str) -> None:
     batch = collate_samples([{"x": 1, name: 0}, {"x": 2, name: 1}])
     assert list(batch) == ["x", "labels"]
     assert batch["labels"].tolist() == [0, 1]
 
 
-def test_texts_and_none_are_left_out() -> None:
+def test_strings_and_none_are_dropped() -> None:
     sample = {"ids": [1], "text": "a", "words": ["a", "b"], "nothing": None, "label": None}
     assert list(collate_samples([sample, sample])) == ["ids"]
 
 
-def test_other_samples_are_left_to_torch() -> None:
+def test_other_samples_are_collated_by_torch() -> None:
     first, second = collate_samples([(1, 2), (3, 4)])
     assert (first.tolist(), second.tolist()) == ([1, 3], [2, 4])
 
@@ -66,12 +66,12 @@ def test_other_samples_are_left_to_torch() -> None:
         ([{"text": "a"}], r"the keys \['text'\] contain no model inputs.*tokenizer"),
     ],
 )
-def test_what_cannot_be_stacked_is_named(samples: list[Any], words: str) -> None:
+def test_values_that_cannot_be_stacked_are_named(samples: list[Any], words: str) -> None:
     with pytest.raises(ValueError, match=words):
         collate_samples(samples)
 
 
-def test_workers_use_it_too() -> None:
+def test_workers_use_the_default_collation() -> None:
     samples = [{"ids": [number, number], "text": "a"} for number in range(4)]
     loader = build_train_loader(samples, batch_size=2, seed=0, shuffle=False, num_workers=1)
     assert [batch["ids"].tolist() for batch in loader] == [[[0, 0], [1, 1]], [[2, 2], [3, 3]]]
@@ -79,7 +79,7 @@ def test_workers_use_it_too() -> None:
 
 
 class Classifier(nn.Module):
-    """Computes its own loss from classes."""
+    """Model that computes its own classification loss."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -90,7 +90,7 @@ class Classifier(nn.Module):
         return {"logits": logits, "loss": None if labels is None else functional.cross_entropy(logits, labels)}
 
 
-def test_samples_of_lists_train_as_they_are(tmp_path: Path) -> None:
+def test_samples_of_lists_can_be_trained_directly(tmp_path: Path) -> None:
     samples = [{"text": "a", "features": [0.5, 1.0], "label": 1}] * 4
     settings: dict[str, Any] = {"per_device_train_batch_size": 2}
     assert quiet_trainer(tmp_path, Classifier(), samples, **settings).train().global_step == 2

@@ -1,4 +1,4 @@
-"""The order of training data follows from seed and epoch, and the position in it is three numbers."""
+"""Order of training data: a function of seed and epoch, with a position of seed, epoch and index."""
 
 import logging
 import pickle
@@ -43,7 +43,7 @@ def draws() -> tuple[float, float, float]:
     return random.random(), float(np.random.rand()), float(torch.rand(()))
 
 
-def test_the_order_depends_on_seed_and_epoch_only() -> None:
+def test_order_depends_only_on_seed_and_epoch() -> None:
     first = epoch_order(7, 3)
     torch.rand(5)
     random.random()
@@ -56,27 +56,27 @@ def test_other_epochs_and_seeds_have_other_orders() -> None:
     assert len({tuple(order) for order in orders}) == 9
 
 
-def test_seeds_and_orders_are_the_same_on_every_machine_and_for_ever() -> None:
+def test_seeds_and_orders_are_stable_across_machines_and_versions() -> None:
     assert stable_seed(-1, 2, 3) == 7081492033906437638
     assert epoch_order(7, 3, num_samples=10) == [1, 8, 2, 0, 9, 7, 3, 6, 5, 4]
 
 
-def test_seeds_keep_their_parts_apart() -> None:
+def test_stable_seed_separates_its_parts() -> None:
     assert len({stable_seed(1, 23), stable_seed(12, 3), stable_seed(1, 2, 3), stable_seed(123)}) == 4
     assert all(0 <= stable_seed(part) < 2**63 for part in range(-50, 50))
 
 
-def test_without_shuffling_the_order_is_the_dataset_s() -> None:
+def test_order_without_shuffling_is_the_dataset_order() -> None:
     order = DataOrder(10, seed=0, shuffle=False)
     assert order.samples(3, 7) == [3, 4, 5, 6]
 
 
-def test_batches_begin_at_the_position() -> None:
+def test_batches_start_at_the_position() -> None:
     order = DataOrder(10, seed=0, shuffle=False)
     batches = PositionedBatches(order, 4, drop_last=False)
     order.index = 3
     assert [list(batch) for batch in batches] == [[3, 4, 5, 6], [7, 8, 9]]
-    assert len(batches) == 3, "the length is the whole epoch's"
+    assert len(batches) == 3, "the length should be of the full epoch"
 
 
 def test_incomplete_batches_can_be_dropped() -> None:
@@ -85,13 +85,13 @@ def test_incomplete_batches_can_be_dropped() -> None:
     assert len(batches) == 2 and batches.end_of_round(8) == 8
 
 
-def test_reading_ahead_does_not_move_the_position() -> None:
+def test_prefetch_does_not_move_the_position() -> None:
     order = DataOrder(10, seed=0, shuffle=True)
     list(PositionedBatches(order, 2, drop_last=False))
     assert order.state_dict() == {"seed": 0, "epoch": 0, "index": 0, "num_samples": 10}
 
 
-def test_a_loaded_position_brings_its_seed(caplog: pytest.LogCaptureFixture) -> None:
+def test_loaded_position_restores_its_seed(caplog: pytest.LogCaptureFixture) -> None:
     saved = DataOrder(10, seed=5, shuffle=True)
     saved.start_epoch(2, 10)
     saved.index = 4
@@ -103,20 +103,20 @@ def test_a_loaded_position_brings_its_seed(caplog: pytest.LogCaptureFixture) -> 
     assert "seed 5" in caplog.text and "configured 6" in caplog.text
 
 
-def test_a_position_in_a_dataset_of_another_length_is_refused() -> None:
+def test_position_in_a_dataset_of_another_length_is_rejected() -> None:
     state = DataOrder(10, seed=5, shuffle=True).state_dict()
     order = DataOrder(12, seed=5, shuffle=True)
     with pytest.raises(ValueError, match=r"12 samples, but had 10.*skip_checkpoint_components=\[\"dataset\"\]"):
         order.load_state_dict(state, 12)
-    assert order.num_samples == 12, "nothing has changed"
+    assert order.num_samples == 12, "the order was changed"
 
 
-def test_requests_survive_the_way_to_a_worker() -> None:
+def test_batch_requests_can_be_pickled() -> None:
     request = pickle.loads(pickle.dumps(BatchRequest([3, 1], epoch=2, seed=9)))
     assert type(request) is BatchRequest and request == [3, 1] and (request.epoch, request.seed) == (2, 9)
 
 
-def test_in_the_main_process_the_generators_are_left_alone() -> None:
+def test_seeded_samples_keep_the_generators_in_the_main_process() -> None:
     samples = SeededSamples([10, 20, 30], forward_epoch=True)
     seed_host_generators(0)
     expected = draws()
@@ -125,7 +125,7 @@ def test_in_the_main_process_the_generators_are_left_alone() -> None:
     assert draws() == expected
 
 
-def test_many_samples_are_fetched_at_once_where_the_dataset_can() -> None:
+def test_getitems_of_the_dataset_is_used() -> None:
     class Columns(list[int]):
         def __getitems__(self, indices: list[int]) -> Any:
             assert type(indices) is list
@@ -134,7 +134,7 @@ def test_many_samples_are_fetched_at_once_where_the_dataset_can() -> None:
     assert SeededSamples(Columns([1, 2]), True).__getitems__(BatchRequest([1, 0], 0, 0)) == {"rows": [1, 0]}
 
 
-def test_work_apart_leaves_the_generators_as_they_were() -> None:
+def test_generators_apart_restores_the_generators() -> None:
     seed_host_generators(1)
     expected = draws()
     seed_host_generators(1)
@@ -145,7 +145,7 @@ def test_work_apart_leaves_the_generators_as_they_were() -> None:
 
 
 class Countdown:
-    """An iterable dataset that begins anew at its end, and hands out its live state."""
+    """Iterable dataset that restarts after its end, and returns its live state."""
 
     def __init__(self, num_samples: int) -> None:
         self.live = {"left": [num_samples]}
@@ -164,14 +164,14 @@ class Countdown:
         self.live = {"left": list(state["left"])}
 
 
-def test_a_stream_has_a_state_exactly_if_its_dataset_has() -> None:
+def test_stream_has_a_state_exactly_if_its_dataset_has() -> None:
     options: dict[str, Any] = {"seed": 0, "batch_size": 2, "forward_epoch": True, "in_workers": False}
     assert is_stateful(seeded_stream(Countdown(3), **options))
     stream = seeded_stream(range(3), **options)
     assert not is_stateful(stream) and not is_stateful(iter(stream))
 
 
-def test_the_state_of_a_stream_does_not_change_afterwards() -> None:
+def test_state_of_a_stream_is_a_snapshot() -> None:
     stream: Any = seeded_stream(Countdown(3), seed=0, batch_size=2, forward_epoch=True, in_workers=False)
     iterator = iter(stream)
     next(iterator)
@@ -180,7 +180,7 @@ def test_the_state_of_a_stream_does_not_change_afterwards() -> None:
     assert state == {"left": [2]}
 
 
-def test_a_stream_remembers_that_it_ended() -> None:
+def test_stream_remembers_its_end() -> None:
     stream: Any = seeded_stream(Countdown(3), seed=0, batch_size=2, forward_epoch=True, in_workers=False)
     iterator: Any = iter(stream)
     assert list(iterator) == [2, 1, 0]
@@ -189,7 +189,7 @@ def test_a_stream_remembers_that_it_ended() -> None:
     assert list(again) == []
 
 
-def test_a_stream_survives_the_way_to_a_worker() -> None:
+def test_stream_can_be_pickled() -> None:
     stream = seeded_stream(Countdown(3), seed=4, batch_size=2, forward_epoch=True, in_workers=True)
     stream.set_epoch(2)
     copied = pickle.loads(pickle.dumps(stream))
@@ -200,7 +200,7 @@ def test_a_stream_survives_the_way_to_a_worker() -> None:
 
 
 def rounds_of(num_samples: int, num_parts: int, start: int = 0, **options: Any) -> list[list[list[int]]]:
-    """The batches of all parts, from a position on."""
+    """Return the batches of all parts from a position."""
     parts = []
     for number in range(num_parts):
         order = DataOrder(num_samples, seed=3, shuffle=False)
@@ -212,7 +212,7 @@ def rounds_of(num_samples: int, num_parts: int, start: int = 0, **options: Any) 
     return parts
 
 
-def test_the_batches_of_a_round_go_to_the_parts_in_turn() -> None:
+def test_batches_of_a_round_are_dealt_to_the_parts_in_turn() -> None:
     parts = rounds_of(12, 2, drop_last=False)
     assert parts == [[[0, 1, 2], [6, 7, 8]], [[3, 4, 5], [9, 10, 11]]]
     assert rounds_of(12, 2, start=3, drop_last=False) == [[[3, 4, 5], [9, 10, 11]], [[6, 7, 8], [9, 10, 11]]]
@@ -221,7 +221,7 @@ def test_the_batches_of_a_round_go_to_the_parts_in_turn() -> None:
 @pytest.mark.parametrize("num_samples", range(1, 20))
 @pytest.mark.parametrize("num_parts", [1, 2, 3, 4])
 @pytest.mark.parametrize("drop_last", [False, True])
-def test_parts_are_equally_long_and_together_the_whole(num_samples: int, num_parts: int, drop_last: bool) -> None:
+def test_parts_have_equal_length_and_cover_all_samples(num_samples: int, num_parts: int, drop_last: bool) -> None:
     whole = rounds_of(num_samples, 1, drop_last=drop_last)[0]
     parts = rounds_of(num_samples, num_parts, drop_last=drop_last)
     num_rounds = len(whole) // num_parts if drop_last else -(-len(whole) // num_parts)
@@ -230,21 +230,21 @@ def test_parts_are_equally_long_and_together_the_whole(num_samples: int, num_par
     if drop_last:
         assert in_turn == whole[: num_rounds * num_parts]
         return
-    # A part with nothing left gets the first batch of the round, to be emptied.
+    # A part without a batch gets the first batch of the round, to be emptied.
     first_of_last_round = whole[(num_rounds - 1) * num_parts]
     assert in_turn == whole + [first_of_last_round] * (num_rounds * num_parts - len(whole))
 
 
 @pytest.mark.parametrize("num_samples", range(20))
 @pytest.mark.parametrize("drop_last", [False, True])
-def test_parts_that_are_not_filled_up_end_where_they_have_nothing(num_samples: int, drop_last: bool) -> None:
+def test_parts_without_padding_end_early(num_samples: int, drop_last: bool) -> None:
     whole = rounds_of(num_samples, 1, drop_last=drop_last)[0]
     for num_parts in (1, 2, 3, 4):
         parts = rounds_of(num_samples, num_parts, drop_last=drop_last, fills_up=False)
         assert parts == [whole[number::num_parts] for number in range(num_parts)], num_parts
 
 
-def test_a_part_knows_where_rounds_end_and_whether_it_is_empty() -> None:
+def test_part_reports_end_of_round_and_empty_batches() -> None:
     order = DataOrder(11, seed=3, shuffle=False)
     first, second = (PositionedBatches(order, 3, drop_last=False, part=Part(number, 2)) for number in range(2))
     assert [first.end_of_round(start) for start in (0, 6, 11)] == [6, 11, 11]
@@ -252,7 +252,7 @@ def test_a_part_knows_where_rounds_end_and_whether_it_is_empty() -> None:
     assert not first.is_empty(8)
 
 
-def test_a_batch_asks_for_the_same_seed_whoever_has_it() -> None:
+def test_seed_of_a_batch_does_not_depend_on_its_part() -> None:
     order = DataOrder(12, seed=3, shuffle=True)
     whole: list[Any] = list(PositionedBatches(order, 3, drop_last=False))
     parts: list[list[Any]] = [
@@ -276,13 +276,13 @@ def test_a_batch_asks_for_the_same_seed_whoever_has_it() -> None:
     ],
     ids=["random", "numpy", "permutation", "torch", "randperm"],
 )
-def test_draws_from_the_global_generators_are_noticed(draw: Any) -> None:
+def test_draws_from_the_global_generators_are_detected(draw: Any) -> None:
     with draws_random_numbers() as has_drawn:
         draw()
     assert has_drawn()
 
 
-def test_other_generators_and_no_draws_are_not_noticed() -> None:
+def test_draws_from_other_generators_are_not_detected() -> None:
     draws()
     with draws_random_numbers() as has_drawn:
         random.Random(1).random()
@@ -291,7 +291,7 @@ def test_other_generators_and_no_draws_are_not_noticed() -> None:
     assert not has_drawn()
 
 
-def test_watching_draws_nothing_itself() -> None:
+def test_detection_draws_nothing_itself() -> None:
     seed_host_generators(1)
     expected = draws()
     seed_host_generators(1)
@@ -300,7 +300,7 @@ def test_watching_draws_nothing_itself() -> None:
     assert draws() == expected
 
 
-def test_a_position_outside_of_the_samples_is_refused() -> None:
+def test_position_outside_the_samples_is_rejected() -> None:
     order = DataOrder(10, seed=5, shuffle=True)
     before = order.state_dict()
     order.load_state_dict({**before, "index": 10}, 10)
@@ -319,7 +319,7 @@ def test_a_position_outside_of_the_samples_is_refused() -> None:
 
 
 @pytest.mark.parametrize("key", ["num_drawn", "ended"])
-def test_a_place_in_a_stream_is_a_number(key: str) -> None:
+def test_stream_position_with_wrong_values_is_rejected(key: str) -> None:
     class Source:
         def __iter__(self) -> Iterator[int]:
             return iter(range(3))
@@ -341,7 +341,7 @@ def test_a_place_in_a_stream_is_a_number(key: str) -> None:
 # --- the states of generators
 
 
-def test_states_of_generators_are_taken_as_they_were_saved() -> None:
+def test_saved_generator_states_are_accepted() -> None:
     random.gauss(0, 1), np.random.normal()
     generator_states(host_generators())
     generator_states(decode_state(encode_state(host_generators())))
@@ -390,7 +390,7 @@ def hostile_generators() -> list[tuple[str, Any]]:
 
 
 @pytest.mark.parametrize(("kind", "value"), hostile_generators())
-def test_states_that_would_break_a_generator_are_refused(kind: str, value: Any) -> None:
+def test_invalid_generator_states_are_rejected(kind: str, value: Any) -> None:
     states = {**host_generators(), kind: value}
     before = repr(host_generators())
     with pytest.raises(Violation, match=kind):

@@ -1,4 +1,4 @@
-"""A batch that counts nothing has the shapes of one that does."""
+"""Empty batches: same shapes as the original batch, but no targets."""
 
 from collections import UserDict
 from typing import Any
@@ -15,26 +15,26 @@ def test_only_the_labels_are_emptied() -> None:
     assert type(empty) is EmptyBatch and empty.keys() == batch.keys()
     assert empty["labels"].tolist() == [[-100] * 3] * 2 and empty["labels"].dtype == torch.int64
     assert empty["input_ids"] is batch["input_ids"] and empty["text"] == ["a", "b"]
-    assert batch["labels"].tolist() == [[0, 1, 2], [3, 4, 5]], "the batch itself is trained on"
+    assert batch["labels"].tolist() == [[0, 1, 2], [3, 4, 5]], "the original batch must not change"
 
 
 @pytest.mark.parametrize("dtype", [torch.int8, torch.int16, torch.int32])
-def test_labels_keep_their_type(dtype: torch.dtype) -> None:
+def test_labels_keep_their_dtype(dtype: torch.dtype) -> None:
     labels = emptied({"labels": torch.ones(4, dtype=dtype)})["labels"]
     assert labels.dtype == dtype and labels.tolist() == [-100] * 4
 
 
 @pytest.mark.parametrize("labels", [torch.ones(2), torch.ones(2, dtype=torch.bool), torch.ones(2, dtype=torch.uint8)])
-def test_labels_that_cannot_say_ignored_stay(labels: torch.Tensor) -> None:
+def test_labels_without_an_ignore_value_are_kept(labels: torch.Tensor) -> None:
     assert emptied({"labels": labels})["labels"] is labels
 
 
 @pytest.mark.parametrize("labels", [None, [1, 2], "none"])
-def test_labels_need_not_be_a_tensor(labels: Any) -> None:
+def test_non_tensor_labels_are_kept(labels: Any) -> None:
     assert emptied({"labels": labels}) == {"labels": labels}
     assert emptied(UserDict(x=1)) == {"x": 1}
 
 
-def test_a_batch_that_is_no_mapping_is_explained() -> None:
+def test_batch_that_is_not_a_mapping_is_explained() -> None:
     with pytest.raises(ValueError, match="A batch is a list, but must be a mapping"):
         emptied([torch.ones(2)])  # type: ignore[arg-type]

@@ -1,4 +1,4 @@
-"""Streams are batched without torchdata, from positions that torchdata saved as well."""
+"""Stream batches: torchdata is not needed, and positions saved by torchdata can be resumed."""
 
 import itertools
 import subprocess
@@ -18,7 +18,7 @@ SEED = 11
 
 
 class Counting(Iterator[int]):
-    """An iterator with a state, over a dataset without one."""
+    """Iterator with a state, over a dataset without a state."""
 
     def __init__(self, numbers: range) -> None:
         self.numbers, self.position = numbers, 0
@@ -44,7 +44,7 @@ class StreamOfCounting(Stream):
 
 
 def of_torchdata(dataset: Any, options: dict[str, Any]) -> StatefulDataLoader[Any]:
-    """The loader that read streams before."""
+    """Build the torchdata loader that earlier versions used for streams."""
     stream = seeded_stream(dataset, seed=SEED, batch_size=3, forward_epoch=True, in_workers=bool(options))
     loader = StatefulDataLoader(stream, batch_size=3, collate_fn=as_list, **options)
     if loader.generator is not None:
@@ -54,8 +54,8 @@ def of_torchdata(dataset: Any, options: dict[str, Any]) -> StatefulDataLoader[An
 
 @pytest.mark.parametrize("options", WORKERS, ids=WORKER_IDS)
 @pytest.mark.parametrize("dataset", [StatefulStream, StreamOfCounting], ids=["dataset", "iterator"])
-def test_positions_of_torchdata_are_resumed(dataset: Any, options: dict[str, Any]) -> None:
-    # Noise is drawn in workers only, where generators are seeded for each batch.
+def test_positions_saved_by_torchdata_are_resumed(dataset: Any, options: dict[str, Any]) -> None:
+    # Noise is drawn only in workers, where generators are seeded for each batch.
     def data() -> Any:
         return dataset(13, noisy=bool(options))
 
@@ -80,7 +80,7 @@ def test_positions_of_torchdata_are_resumed(dataset: Any, options: dict[str, Any
 
 
 class FailingOnce(StatefulStream):
-    """Fails before its first sample as long as the flag is set."""
+    """Stream that fails before its first sample while `fails` is set."""
 
     fails = False
 
@@ -90,7 +90,7 @@ class FailingOnce(StatefulStream):
         yield from super().__iter__()
 
 
-def test_failure_of_workers_at_their_start_does_not_move_the_position() -> None:
+def test_failure_at_the_start_of_workers_does_not_move_the_position() -> None:
     loader = train_loader(FailingOnce(20), num_workers=2)
     expected = [batch for _, batch in run(loader, num_epochs=1)]
     loader.close()
@@ -161,7 +161,7 @@ def test_training_needs_no_torchdata(tmp_path: Any) -> None:
     assert done.returncode == 0 and "trained without torchdata" in done.stdout, done.stdout + done.stderr
 
 
-def test_a_worker_without_samples_ends_nothing_but_itself() -> None:
+def test_worker_without_samples_does_not_end_the_others() -> None:
     loader = train_loader(Stream(1), num_workers=2)
     assert list(loader) == [[0]]
     loader.close()

@@ -1,4 +1,4 @@
-"""Streams and ready loaders are resumed at their own positions, or read again up to one."""
+"""Streams and ready loaders: resumed from their own state, or by skipping batches."""
 
 import itertools
 import random
@@ -37,7 +37,7 @@ from tests.support.wrong_values import COUNT, FLAG, INTEGER, assert_refuses, wit
 
 
 class CarryingStream(IterableDataset[int]):
-    """Each epoch goes on with a generator of its own, which only the state keeps."""
+    """Stream that continues its own generator in each epoch; only its state keeps the generator."""
 
     def __init__(self) -> None:
         self.generator = random.Random(0)
@@ -59,7 +59,7 @@ class CarryingStream(IterableDataset[int]):
 
 
 class StartingStream(StatefulStream):
-    """Takes a loaded position as the start of its next pass, also when that lies at the end."""
+    """Stream that starts its next pass at a loaded position, even at the end."""
 
     start = 0
 
@@ -74,7 +74,7 @@ class StartingStream(StatefulStream):
 
 
 @pytest.mark.parametrize("options", WORKERS, ids=WORKER_IDS)
-def test_streams_learn_the_epoch(options: dict[str, Any]) -> None:
+def test_streams_receive_the_epoch(options: dict[str, Any]) -> None:
     loader = train_loader(Stream(12), **options)
     batches = list(run(loader))
     loader.close()
@@ -97,7 +97,7 @@ def test_streams_resume(dataset: Any, options: dict[str, Any], num_samples: int)
     assert between_epochs(build) == expected
 
 
-def test_a_stream_that_carries_state_from_epoch_to_epoch() -> None:
+def test_stream_with_state_across_epochs_resumes() -> None:
     def build() -> ResumableLoader:
         return train_loader(CarryingStream(), batch_size=2)
 
@@ -108,20 +108,20 @@ def test_a_stream_that_carries_state_from_epoch_to_epoch() -> None:
 
 
 @pytest.mark.parametrize("num_samples", [6, 7])
-def test_an_epoch_is_not_lost_to_a_position_at_the_end_of_the_one_before(num_samples: int) -> None:
+def test_position_at_the_end_of_an_epoch_does_not_lose_the_next_one(num_samples: int) -> None:
     def build() -> ResumableLoader:
         return train_loader(StartingStream(num_samples))
 
     assert between_epochs(build) == straight(build)
 
 
-def test_an_epoch_that_is_over_is_not_read_again() -> None:
+def test_finished_epoch_is_not_read_again() -> None:
     loader = train_loader(Stream(12))
     list(loader)
     assert loader.state_dict()["finished"] and loader.state_dict()["loader"] is None
 
 
-def test_another_batch_size_with_a_stateful_stream() -> None:
+def test_stateful_stream_resumes_with_another_batch_size() -> None:
     loader = train_loader(StatefulStream(12), batch_size=3)
     before = list(itertools.islice(run(loader), 2))
     resumed = train_loader(StatefulStream(12), batch_size=4)
@@ -129,7 +129,7 @@ def test_another_batch_size_with_a_stateful_stream() -> None:
     assert samples_of(before + list(run(resumed, num_epochs=1))) == list(range(12))
 
 
-def test_reading_through_data_is_announced_once(caplog: pytest.LogCaptureFixture) -> None:
+def test_skipping_samples_of_a_stream_is_logged_once(caplog: pytest.LogCaptureFixture) -> None:
     loader = train_loader(Stream(12))
     next(iter(loader))
     state = loader.state_dict()
@@ -148,7 +148,7 @@ def test_reading_through_data_is_announced_once(caplog: pytest.LogCaptureFixture
 @pytest.mark.parametrize(
     "option, argument", [("num_workers", "dataloader_num_workers"), ("batch_size", "per_device_train_batch_size")]
 )
-def test_what_a_stream_cannot_change_is_refused(option: str, argument: str) -> None:
+def test_changed_setting_of_a_stream_is_rejected(option: str, argument: str) -> None:
     loader = train_loader(Stream(12))
     next(iter(loader))
     with pytest.raises(ValueError, match=rf"Stream.*{argument}=.*skip_checkpoint_components"):
@@ -196,7 +196,7 @@ def test_ready_loaders_resume_between_epochs(name: str) -> None:
     assert between_epochs(build) == straight(build)
 
 
-def test_samplers_of_ready_loaders_learn_the_epoch() -> None:
+def test_samplers_of_ready_loaders_receive_the_epoch() -> None:
     loader = READY_LOADERS["plain"]()
     train_loader(loader).set_epoch(5)
     assert loader.sampler.epoch == 5
@@ -204,12 +204,12 @@ def test_samplers_of_ready_loaders_learn_the_epoch() -> None:
     assert loader.sampler.epoch == 5
 
 
-def test_skipping_through_a_ready_loader_is_announced(caplog: pytest.LogCaptureFixture) -> None:
+def test_skipping_batches_of_a_ready_loader_is_logged(caplog: pytest.LogCaptureFixture) -> None:
     interrupted(lambda: train_loader(OwnLoader(4)), 3)
     assert "OwnLoader has no state_dict" in caplog.text and "3 batches" in caplog.text
 
 
-def test_a_ready_loader_that_became_shorter_is_refused() -> None:
+def test_shortened_ready_loader_is_rejected() -> None:
     loader = train_loader(OwnLoader(4))
     list(itertools.islice(loader, 3))
     shorter = train_loader(OwnLoader(2))
@@ -218,20 +218,20 @@ def test_a_ready_loader_that_became_shorter_is_refused() -> None:
         next(iter(shorter))
 
 
-def test_an_endless_iterator_is_not_ended_by_a_new_epoch() -> None:
+def test_endless_iterator_continues_in_a_new_epoch() -> None:
     loader = train_loader(batch for batch in itertools.count())
     assert list(itertools.islice(loader, 2)) == [0, 1]
     loader.set_epoch(1)
     assert list(itertools.islice(loader, 2)) == [2, 3]
 
 
-def test_a_hugging_face_like_iterable_is_a_stream() -> None:
+def test_hugging_face_like_iterable_is_a_stream() -> None:
     own = type("IterableDataset", (), {"__iter__": lambda self: iter(range(4))})
     assert list(train_loader(type("Shards", (own,), {})())) == [[0, 1, 2], [3]]
 
 
 class CountingStream(IterableDataset[Tensor]):
-    """A stream that does not know its position."""
+    """Stream without a state."""
 
     def __iter__(self) -> Iterator[Tensor]:
         worker = get_worker_info()
@@ -240,7 +240,7 @@ class CountingStream(IterableDataset[Tensor]):
 
 
 @pytest.mark.parametrize("num_workers", [0, 2])
-def test_stream_without_a_state_is_resumed_as_often_as_one_likes(num_workers: int) -> None:
+def test_stateless_stream_can_be_resumed_repeatedly(num_workers: int) -> None:
     def read(position: Any, num_batches: int) -> tuple[list[Any], Any]:
         loader = build_train_loader(
             CountingStream(), batch_size=2, seed=0, num_workers=num_workers, collate_fn=torch.stack
@@ -290,7 +290,7 @@ HOSTILE: dict[str, tuple[Callable[[], Any], dict[str, Any]]] = {
 
 
 @pytest.mark.parametrize("name", HOSTILE)
-def test_a_position_that_is_none_is_refused_and_changes_nothing(name: str) -> None:
+def test_invalid_position_is_rejected_and_changes_nothing(name: str) -> None:
     make, accepted = HOSTILE[name]
     loader = train_loader(make())
     list(itertools.islice(run(loader), 2))
@@ -322,12 +322,12 @@ def test_positions_of_workers_are_checked() -> None:
 
 @pytest.mark.parametrize("state", [None, [], "epoch", 3])
 @pytest.mark.parametrize("name", HOSTILE)
-def test_a_position_is_a_dict(name: str, state: Any) -> None:
+def test_position_that_is_not_a_dict_is_rejected(name: str, state: Any) -> None:
     with pytest.raises(CheckpointLoadError, match="dataset in the checkpoint"):
         train_loader(HOSTILE[name][0]()).load_state_dict(state)
 
 
-def test_a_position_from_before_there_were_parts_is_one_of_all_data() -> None:
+def test_position_from_before_parts_counts_as_all_data() -> None:
     loader = train_loader(OwnLoader(9))
     state = {key: value for key, value in loader.state_dict().items() if key != "part"}
     loader.load_state_dict({**state, "num_batches_done": 2})
@@ -337,7 +337,7 @@ def test_a_position_from_before_there_were_parts_is_one_of_all_data() -> None:
 
 
 @pytest.mark.parametrize("kind", ["python", "numpy", "torch"])
-def test_generators_are_checked_before_they_are_set(kind: str) -> None:
+def test_generator_states_are_checked_before_they_are_set(kind: str) -> None:
     loader = train_loader(OwnLoader(9))
     next(iter(loader))
     state = stored(loader.state_dict())
@@ -346,7 +346,7 @@ def test_generators_are_checked_before_they_are_set(kind: str) -> None:
         loader.check_state_dict(state)
 
 
-def test_generators_that_data_is_not_drawn_with_are_left_out() -> None:
+def test_accelerator_generator_states_are_ignored() -> None:
     loader = train_loader(OwnLoader(9))
     next(iter(loader))
     state = stored(loader.state_dict())
@@ -356,13 +356,13 @@ def test_generators_that_data_is_not_drawn_with_are_left_out() -> None:
 
 
 class Growing(Numbers):
-    """Has another length in each epoch."""
+    """Dataset with another length in each epoch."""
 
     def set_epoch(self, epoch: int) -> None:
         self.num_samples = 20 + epoch
 
 
-def test_a_dataset_is_not_moved_to_an_epoch_that_does_not_fit() -> None:
+def test_dataset_keeps_its_epoch_if_the_position_does_not_match() -> None:
     dataset = Growing(20)
     loader = train_loader(dataset)
     state = loader.state_dict()

@@ -1,4 +1,4 @@
-"""Which events callbacks get, in which order and with what, and what their answers do."""
+"""Callback events: order, keywords, and the effect of requests."""
 
 import logging
 from functools import partial
@@ -34,7 +34,7 @@ def step(num_micro_batches: int) -> list[str]:
     return ["on_step_begin", *MICRO_BATCH * num_micro_batches, *UPDATE]
 
 
-def test_events_come_in_their_order(tmp_path: Path) -> None:
+def test_events_have_a_fixed_order(tmp_path: Path) -> None:
     recorder = Recorder()
     quiet_trainer(
         tmp_path,
@@ -63,7 +63,7 @@ def test_events_come_in_their_order(tmp_path: Path) -> None:
     ]
 
 
-def test_what_goes_by_epochs_comes_before_the_end_of_the_epoch(tmp_path: Path) -> None:
+def test_epoch_strategies_act_before_the_end_of_the_epoch(tmp_path: Path) -> None:
     recorder = Recorder()
     quiet_trainer(
         tmp_path,
@@ -128,7 +128,7 @@ def test_handlers_get_the_documented_keywords(tmp_path: Path) -> None:
     assert Path(given["on_save"]["checkpoint_path"]).name == "checkpoint-2"
 
 
-def test_the_metrics_of_a_step_are_tensors(tmp_path: Path) -> None:
+def test_metrics_of_a_step_are_tensors(tmp_path: Path) -> None:
     recorder = Recorder()
     quiet_trainer(tmp_path, ScalarModel(2.0), scalars(3), recorder).train()
     assert recorder.details("on_train_metrics", "loss")[0].item() == 6.0
@@ -155,7 +155,7 @@ class StopsInPlace:
         (StopsInPlace(), "the second requested should_training_stop in on_log", 3),
     ],
 )
-def test_a_stop_request_counts_and_is_logged(
+def test_stop_request_takes_effect_and_is_logged(
     tmp_path: Path, caplog: pytest.LogCaptureFixture, callback: Any, said: str, last_step: int
 ) -> None:
     settings: dict[str, Any] = {"logging_strategy": "steps", "logging_steps": 3}
@@ -168,7 +168,7 @@ def test_a_stop_request_counts_and_is_logged(
 @pytest.mark.parametrize(
     ("flag", "event"), [("should_log", "on_log"), ("should_save", "on_save"), ("should_evaluate", "on_evaluate")]
 )
-def test_a_callback_may_ask_for_what_is_not_due(tmp_path: Path, flag: str, event: str) -> None:
+def test_callback_may_request_an_action_that_is_not_due(tmp_path: Path, flag: str, event: str) -> None:
     def ask(state: Any, control: TrainerControl, **_: Any) -> None:
         setattr(control, flag, state.global_step in (2, 5))
 
@@ -179,7 +179,7 @@ def test_a_callback_may_ask_for_what_is_not_due(tmp_path: Path, flag: str, event
     assert recorder.steps(event) == [2, 5] + ([7] if event == "on_log" else [])
 
 
-def test_callbacks_may_add_to_a_record(tmp_path: Path) -> None:
+def test_callbacks_may_extend_a_log_record(tmp_path: Path) -> None:
     recorder = Recorder(on_log_step=lambda logs, **_: logs.update(extra=7))
     trainer = quiet_trainer(tmp_path, ScalarModel(), scalars(1), recorder, logging_strategy="steps")
     trainer.train()
@@ -203,7 +203,7 @@ def test_callbacks_are_added_and_removed(tmp_path: Path) -> None:
     assert kept.names[-1] == "on_train_end"
 
 
-def test_a_callback_added_while_training_gets_the_next_events(tmp_path: Path) -> None:
+def test_callback_added_during_training_gets_the_next_events(tmp_path: Path) -> None:
     late = Recorder()
     early = Recorder(
         on_step_end=lambda state, trainer, **_: trainer.add_callback(late) if state.global_step == 1 else None
@@ -212,7 +212,7 @@ def test_a_callback_added_while_training_gets_the_next_events(tmp_path: Path) ->
     assert late.steps("on_step_end") == [2, 3]
 
 
-def test_events_without_listeners_are_known() -> None:
+def test_handler_reports_whether_an_event_has_listeners() -> None:
     handler = CallbackHandler([StopsInPlace()])
     assert handler.listens("on_log")
     assert not handler.listens("on_step_end")

@@ -1,4 +1,4 @@
-"""Norms and clearing of all gradients of a step."""
+"""Gradient norm and clearing of gradients."""
 
 import pytest
 import torch
@@ -17,13 +17,13 @@ def _parameters(*shapes: tuple[int, ...], dtype: torch.dtype = torch.float32) ->
 
 @pytest.mark.parametrize("norm_type", [1.0, 2.0, float("inf")])
 @pytest.mark.parametrize("shapes", [((3, 4), (5,), ()), ((300, 300), (7,))], ids=["few elements", "many elements"])
-def test_norm_is_that_of_torch(shapes: tuple[tuple[int, ...], ...], norm_type: float) -> None:
+def test_gradient_norm_equals_torch(shapes: tuple[tuple[int, ...], ...], norm_type: float) -> None:
     parameters = _parameters(*shapes)
     expected = torch.nn.utils.get_total_norm([one.grad for one in parameters], norm_type)
     torch.testing.assert_close(GradientNorm(parameters)(norm_type), expected)
 
 
-def test_parameters_of_several_types_and_without_gradient() -> None:
+def test_parameters_of_several_dtypes_and_without_gradient() -> None:
     parameters = [*_parameters((3,)), *_parameters((4,), dtype=torch.bfloat16), nn.Parameter(torch.ones(2))]
     expected = torch.nn.utils.get_total_norm([one.grad for one in parameters[:2]])
     torch.testing.assert_close(GradientNorm(parameters)(), expected)
@@ -33,13 +33,13 @@ def test_no_gradient_at_all_has_norm_zero() -> None:
     assert GradientNorm([nn.Parameter(torch.ones(2))])() == 0
 
 
-def test_gradients_are_dropped_in_every_group() -> None:
+def test_gradients_are_cleared_in_every_group() -> None:
     parameters = _parameters((3,), (2,))
     clear_gradients(torch.optim.SGD([{"params": [one]} for one in parameters], lr=0.1))
     assert [one.grad for one in parameters] == [None, None]
 
 
-def test_an_optimizer_with_a_way_of_its_own_is_asked() -> None:
+def test_overridden_zero_grad_of_an_optimizer_is_called() -> None:
     class Keeping(torch.optim.SGD):
         def zero_grad(self, set_to_none: bool = True) -> None:
             super().zero_grad(set_to_none=False)

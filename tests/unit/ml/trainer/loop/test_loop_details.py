@@ -1,4 +1,4 @@
-"""What a run does at its edges: changed settings at a resume, requests at odd times, leftovers, failed saves."""
+"""Edge cases of the training loop: changed settings at a resume, requests at epoch ends, leftovers, NaN weights."""
 
 from pathlib import Path
 from typing import Any
@@ -27,7 +27,7 @@ def ask_at(step: int, flag: str, event: str = "on_step_end") -> Recorder:
     return Recorder(**{event: ask})
 
 
-def test_a_resume_with_larger_batches_trains_the_rest_of_the_data(tmp_path: Path) -> None:
+def test_resume_with_larger_batches_trains_the_rest_of_the_data(tmp_path: Path) -> None:
     data = scalars(*range(100))
     seen: list[int] = []
 
@@ -52,7 +52,7 @@ def test_a_resume_with_larger_batches_trains_the_rest_of_the_data(tmp_path: Path
     assert resumed.state.max_steps == 55
 
 
-def test_gradients_that_a_model_brings_along_do_not_enter_the_first_step(tmp_path: Path) -> None:
+def test_leftover_gradients_of_a_model_do_not_enter_the_first_step(tmp_path: Path) -> None:
     results = []
     for leftover in (None, torch.tensor(100.0)):
         model = ScalarModel()
@@ -76,14 +76,14 @@ def rates_of(tmp_path: Path, recorded: list[float], **arguments: Any) -> Any:
     return quiet_trainer(tmp_path, ScalarModel(), scalars(*range(4)), Recorder(on_pre_optimizer_step=note), **settings)
 
 
-def test_a_schedule_that_was_made_longer_goes_on_by_the_new_one(tmp_path: Path) -> None:
+def test_extended_schedule_continues_with_the_new_length(tmp_path: Path) -> None:
     rates: list[float] = []
     rates_of(tmp_path, rates, max_steps=5).train()
     rates_of(tmp_path, rates, max_steps=10).train()
     assert rates[5:] == pytest.approx([0.005, 0.004, 0.003, 0.002, 0.001])
 
 
-def test_an_epoch_that_was_to_end_ends_after_a_resume(tmp_path: Path) -> None:
+def test_requested_end_of_an_epoch_takes_effect_after_a_resume(tmp_path: Path) -> None:
     data = scalars(*range(10))
     straight = quiet_trainer(
         tmp_path / "a",
@@ -117,7 +117,7 @@ def test_an_epoch_that_was_to_end_ends_after_a_resume(tmp_path: Path) -> None:
     assert resumed.train().global_step == expected == 13
 
 
-def test_what_is_asked_for_at_the_end_of_an_epoch_is_done_there(tmp_path: Path) -> None:
+def test_requests_at_the_end_of_an_epoch_take_effect_there(tmp_path: Path) -> None:
     def ask(control: Any, **_: Any) -> None:
         control.should_save = True
 
@@ -154,8 +154,8 @@ def test_totals_are_exact_at_every_checkpoint(tmp_path: Path) -> None:
     assert tokens == [6, 12, 18, 24]
 
 
-def test_weights_that_are_no_numbers_never_replace_good_ones(tmp_path: Path) -> None:
-    """Also when saves come more often than logs."""
+def test_nan_weights_never_replace_good_checkpoints(tmp_path: Path) -> None:
+    """This also holds if saves are more frequent than logs."""
 
     def spoil(state: Any, model: ScalarModel, **_: Any) -> None:
         if state.global_step == 12:
@@ -178,7 +178,7 @@ def test_weights_that_are_no_numbers_never_replace_good_ones(tmp_path: Path) -> 
     assert saved_steps(tmp_path) == [10]
 
 
-def test_training_goes_on_from_a_checkpoint_that_was_loaded_by_hand(tmp_path: Path) -> None:
+def test_training_continues_from_a_manually_loaded_checkpoint(tmp_path: Path) -> None:
     data = scalars(*range(10))
     quiet_trainer(
         tmp_path / "a", ScalarModel(), data, max_steps=4, save_strategy="steps", save_steps=2, save_total_limit=None

@@ -1,4 +1,4 @@
-"""What a checkpoint says of the progress of training is checked before any of it is taken."""
+"""Saved loop state: all values are checked before any is loaded."""
 
 import math
 from pathlib import Path
@@ -66,7 +66,7 @@ def saved(one: LoopState) -> dict[str, Any]:
     return decode_state(encode_state(one.state_dict()))
 
 
-def test_a_state_comes_back_as_it_was(tmp_path: Path) -> None:
+def test_state_round_trips(tmp_path: Path) -> None:
     before, after = advanced(tmp_path), loop_state(tmp_path)
     after.load_state_dict(saved(before))
     assert repr(saved(after)) == repr(saved(before))
@@ -113,22 +113,22 @@ ACCEPTED: dict[str, Any] = {
 
 
 @pytest.mark.parametrize("path", ACCEPTED)
-def test_a_wrong_value_is_refused_by_name_and_changes_nothing(tmp_path: Path, path: str) -> None:
+def test_wrong_value_is_rejected_by_name_and_changes_nothing(tmp_path: Path, path: str) -> None:
     assert_refuses(loop_state(tmp_path), saved(advanced(tmp_path)), "trainer", {path: ACCEPTED[path]})
 
 
-def test_epochs_have_at_least_one_step(tmp_path: Path) -> None:
+def test_epoch_without_steps_is_rejected(tmp_path: Path) -> None:
     with pytest.raises(CheckpointLoadError, match=r"trainer\.state\.epoch_train_steps.*1 or more"):
         loop_state(tmp_path).check_state_dict(replaced(saved(advanced(tmp_path)), "state.epoch_train_steps", 0))
 
 
 @pytest.mark.parametrize("name", ["../../x", "/etc/passwd", "..", ".hidden", "a/b", ""])
-def test_the_best_checkpoint_is_one_of_this_run(tmp_path: Path, name: str) -> None:
+def test_best_checkpoint_outside_the_run_is_rejected(tmp_path: Path, name: str) -> None:
     with pytest.raises(CheckpointLoadError, match=r"trainer\.best_model_checkpoint.*plain file name"):
         loop_state(tmp_path).load_state_dict({**saved(advanced(tmp_path)), "best_model_checkpoint": name})
 
 
-def test_keys_that_are_not_known_set_nothing(tmp_path: Path) -> None:
+def test_unknown_keys_are_ignored(tmp_path: Path) -> None:
     state, one = saved(advanced(tmp_path)), loop_state(tmp_path)
     for part in (state, state["state"], state["interval"], state["totals"]):
         part.update(max_steps=1, add=1, is_world_process_zero=False, __class__="x")
@@ -137,7 +137,7 @@ def test_keys_that_are_not_known_set_nothing(tmp_path: Path) -> None:
     assert callable(one.totals.add) and callable(one.interval._settled.add)
 
 
-def test_a_checkpoint_from_before_keys_were_added_is_taken(tmp_path: Path) -> None:
+def test_older_checkpoint_without_newer_keys_is_accepted(tmp_path: Path) -> None:
     state, one = saved(advanced(tmp_path)), loop_state(tmp_path)
     one.best_saved_metric, one.control.should_epoch_stop = 9.0, True
     del state["best_saved_metric"], state["should_epoch_stop"], state["state"]["epoch_train_steps"], state["loss"]
@@ -147,7 +147,7 @@ def test_a_checkpoint_from_before_keys_were_added_is_taken(tmp_path: Path) -> No
 
 
 @pytest.mark.parametrize("path", ["evaluated_step", "interval", "amp", "state.global_step", "totals.tokens"])
-def test_keys_that_always_were_there_are_needed(tmp_path: Path, path: str) -> None:
+def test_missing_required_keys_are_rejected(tmp_path: Path, path: str) -> None:
     state = saved(advanced(tmp_path))
     *outer, last = path.split(".")
     del (state[outer[0]] if outer else state)[last]

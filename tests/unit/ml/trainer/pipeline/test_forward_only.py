@@ -1,4 +1,4 @@
-"""Micro-batches that go forward through stages on several ranks come out as if the stages were in a row."""
+"""Forward-only pipeline: micro-batches through stages on ranks equal the stages in sequence."""
 
 import re
 from collections.abc import Callable, Sequence
@@ -17,13 +17,13 @@ from tests.support.tiny_parallel import raised
 WIDTH = 4
 CPU = torch.device("cpu")
 
-# What the last stage put out: for each call, the outputs by number of the micro-batch.
+# Outputs of the last stage: one dict per call, from micro-batch number to output.
 Results = list[dict[int, Tensor]]
 Shape = tuple[int, ...]
 
 
 class OneOutput(nn.Module):
-    """Hidden states from hidden states, whose memory is not in order."""
+    """Module with one output in non-contiguous memory."""
 
     def __init__(self, index: int) -> None:
         super().__init__()
@@ -35,7 +35,7 @@ class OneOutput(nn.Module):
 
 
 class TwoOutputs(nn.Module):
-    """Hidden states and whole numbers, of which there are more after every stage; the last one joins them."""
+    """Module with hidden states and a list of integers that grows with every stage; the last stage joins them."""
 
     def __init__(self, index: int, is_last: bool) -> None:
         super().__init__()
@@ -66,7 +66,7 @@ def boundary(inputs: Tensor) -> Meta:
 def forward_only(
     modules: Sequence[nn.Module], style: str, known: Callable[[Tensor], Meta | None] | None = None
 ) -> ForwardOnly:
-    """This rank's part of a pipeline over all ranks."""
+    """Return the part of this rank in a pipeline over all ranks."""
     group = dist.group.WORLD
     assert group is not None
     indices = pipeline_stage_indices(dist.get_world_size(), len(modules), style)
@@ -102,7 +102,7 @@ def in_a_row(modules: Sequence[nn.Module], inputs: Tensor, **keywords: Any) -> A
 
 
 def keywords_of(call: int, number: int, shape: Shape) -> dict[str, Tensor]:
-    """Every other call is one with masks, that differ between micro-batches."""
+    """Return masks that differ between micro-batches, for every other call."""
     return {"mask": (torch.arange(shape[1]) != number % shape[1]).view(1, -1, 1)} if call % 2 else {}
 
 
@@ -138,7 +138,7 @@ LAYOUTS = [(2, 2, "loop"), (2, 4, "loop"), (2, 6, "loop"), (2, 4, "v"), (4, 4, "
     ("kind", "has_boundary"), [("one", False), ("one", True), ("two", False)], ids=["one", "one-known", "two"]
 )
 @pytest.mark.parametrize(("world_size", "num_stages", "style"), LAYOUTS)
-def test_stages_on_ranks_equal_stages_in_a_row(
+def test_stages_on_ranks_equal_stages_in_sequence(
     world_size: int, num_stages: int, style: str, kind: str, has_boundary: bool
 ) -> None:
     results = run_on_ranks(_run_calls, world_size, kind, num_stages, style, has_boundary)
@@ -147,7 +147,7 @@ def test_stages_on_ranks_equal_stages_in_a_row(
     for rank, calls in enumerate(results):
         assert len(calls) == len(CALLS)
         for outputs, wanted in zip(calls, expected, strict=True):
-            assert list(outputs) == (list(wanted) if rank == last_rank else []), "in order, and where the last stage is"
+            assert list(outputs) == (list(wanted) if rank == last_rank else []), "outputs are on the last rank"
             for number, output in outputs.items():
                 assert torch.equal(output, wanted[number])
 
@@ -175,7 +175,7 @@ def _pass_types() -> list[tuple[torch.dtype, list[float]]]:
     return found
 
 
-def test_tensors_of_any_type_pass() -> None:
+def test_tensors_of_any_dtype_pass() -> None:
     results = run_on_ranks(_pass_types, 2)
     assert results == [[], [(dtype, torch.tensor([0.0, 1.0, 3.0]).to(dtype).tolist()) for dtype in DTYPES]]
 
@@ -189,14 +189,14 @@ def _run_with_stage_keywords() -> list[list[float]]:
     found: list[list[float]] = []
     pipeline = forward_only([Scaled() for _ in range(4)], "v")
     inputs, keywords = [torch.ones(1), torch.full((1,), 2.0)], [{"factor": 3.0}, {"factor": 2.0}]
-    # Of stages on other ranks nothing needs to be said; what is said of them is not heeded.
+    # Keywords for stages on other ranks are optional and ignored.
     own = {index: {"offset": 10.0**index} for index in (0, 3)} if dist.get_rank() == 0 else {2: {"offset": 5.0}}
     pipeline.run(inputs, keywords, lambda _, output: found.append(output.tolist()), own)
     pipeline.run(inputs, keywords, lambda _, output: found.append(output.tolist()))
     return found
 
 
-def test_keywords_for_single_stages_reach_those_alone() -> None:
+def test_stage_keywords_reach_only_their_stage() -> None:
     first = ((1.0 * 3 + 1) * 3 * 3 + 5) * 3 + 1000
     second = ((2.0 * 2 + 1) * 2 * 2 + 5) * 2 + 1000
     assert run_on_ranks(_run_with_stage_keywords, 2) == [[[first], [second], [81.0], [32.0]], []]
@@ -210,7 +210,7 @@ def _find_metas(style: str, has_boundary: bool) -> list[dict[int, Any]]:
 
 
 @pytest.mark.parametrize("style", ["loop", "v"])
-def test_every_rank_finds_out_what_its_stages_get_and_put_out(style: str) -> None:
+def test_every_rank_learns_input_and_output_shapes_of_its_stages(style: str) -> None:
     results = run_on_ranks(_find_metas, 2, style, False)
     for rank, own in enumerate(pipeline_stage_indices(2, 4, style)):
         for place, shape in enumerate([(2, 3, WIDTH), (1, 5, WIDTH)] * 2):
@@ -220,7 +220,7 @@ def test_every_rank_finds_out_what_its_stages_get_and_put_out(style: str) -> Non
                 assert notes == (torch.Size([index + 1]), torch.int64)
 
 
-def test_what_is_known_without_running_is_not_asked_for() -> None:
+def test_known_boundary_shapes_are_not_exchanged() -> None:
     for metas in run_on_ranks(_find_metas, 2, "loop", True):
         assert [sorted(one) for one in metas] == [[0, 1, 2]] * 4
         assert metas[1][2] == ((torch.Size((1, 5, WIDTH)), torch.float32),)
@@ -230,7 +230,7 @@ def test_what_is_known_without_running_is_not_asked_for() -> None:
 
 
 class Positive(nn.Module):
-    """Its output has as many rows as there are positive values: the shape is a matter of values."""
+    """Module with an output shape that depends on values: one row per positive value."""
 
     def forward(self, values: Tensor) -> Tensor:
         return values[values > 0]
@@ -250,8 +250,8 @@ def _run_shapes_of_values() -> None:
     forward_only([Positive(), nn.Identity()], "loop").run(inputs, [{}, {}], lambda *_: None)
 
 
-def test_outputs_whose_shapes_depend_on_values_are_refused() -> None:
-    """By the rank whose stage it was; the other one, which waits for it, ends as well."""
+def test_value_dependent_output_shapes_are_rejected() -> None:
+    """The rank of the stage raises; the waiting rank fails too."""
     outcomes = outcomes_on_ranks(_run_shapes_of_values, 2)
     assert outcomes[0].error_type == "RuntimeError", outcomes[0].traceback
     assert re.search(
@@ -269,7 +269,7 @@ def _refusal_before_anything_is_sent(kind: str) -> tuple[str, str]:
     else:
         module = Many(lambda values: (values,) * 9 if kind == "tensors" else values.view(*[1] * 9))
     pipeline = forward_only([module, nn.Identity()], "loop", known)
-    # The other rank has nothing to wait for.
+    # The other rank does not wait for anything.
     return raised(lambda: pipeline.run([torch.ones(1)], [{}], print)) if dist.get_rank() == 0 else ("", "")
 
 
@@ -285,9 +285,7 @@ def _as_bfloat16(inputs: Tensor) -> Meta:
         ("dimensions", "ValueError", r"1 tensors of up to 9 dimensions; at most 8 of 8 can be sent"),
     ],
 )
-def test_outputs_that_cannot_be_announced_or_are_not_as_announced_are_refused(
-    kind: str, error_type: str, message: str
-) -> None:
+def test_outputs_that_cannot_be_or_were_not_announced_are_rejected(kind: str, error_type: str, message: str) -> None:
     found_type, found = run_on_ranks(_refusal_before_anything_is_sent, 2, kind)[0]
     assert found_type == error_type
     assert re.search(message, found), found

@@ -1,4 +1,4 @@
-"""Generation through stages gives the tokens of the model's own `generate`, with and without a cache."""
+"""Generation through pipeline stages: same tokens as the model's own `generate`, with and without a cache."""
 
 import logging
 from collections.abc import Callable, Mapping
@@ -56,7 +56,7 @@ BUILDERS: dict[str, Callable[[], PreTrainedModel]] = {
 
 
 def tiny(name: str, seed: int = 0) -> PreTrainedModel:
-    """A model with weights so large that its tokens vary; those of a new model repeat themselves."""
+    """Build a model with large weights, so that its tokens vary; a fresh model repeats tokens."""
     torch.set_num_threads(1)
     torch.manual_seed(seed)
     model = BUILDERS[name]().eval()
@@ -68,7 +68,7 @@ def tiny(name: str, seed: int = 0) -> PreTrainedModel:
 
 
 class CachingStage(nn.Module):
-    """A whole model as the only stage."""
+    """Full model as the only stage."""
 
     def __init__(self, model: PreTrainedModel) -> None:
         super().__init__()
@@ -110,7 +110,7 @@ def by_transformers(model: PreTrainedModel, input_ids: Tensor, mask: Tensor | No
 
 
 def prompts(lengths: tuple[int, ...], seed: int = 3, pad: int = PAD) -> Tensor:
-    """Prompts of these lengths, padded on the left; no token of them is special."""
+    """Return left-padded prompts of these lengths, without special tokens."""
     generator = torch.Generator().manual_seed(seed)
     rows = torch.randint(3, VOCAB_SIZE, (len(lengths), max(lengths)), generator=generator)
     for row, length in zip(rows, lengths, strict=True):
@@ -123,7 +123,7 @@ def mask_of(input_ids: Tensor, pad: int = PAD) -> Tensor:
 
 
 def ending_token(model: PreTrainedModel, input_ids: Tensor, mask: Tensor, num_new: int) -> int:
-    """A token that ends some rows in the middle and others not at all."""
+    """Return a token that ends some rows midway and other rows never."""
     free_ids = through_stages(CachingStage(model), input_ids, mask, max_new_tokens=num_new, do_sample=False)
     new_tokens = free_ids[:, input_ids.shape[1] :]
     for token in range(3, VOCAB_SIZE):
@@ -140,21 +140,21 @@ def ending_token(model: PreTrainedModel, input_ids: Tensor, mask: Tensor, num_ne
 @pytest.mark.parametrize("use_cache", [True, False])
 @pytest.mark.parametrize("name", BUILDERS)
 class TestGreedy:
-    def test_prompts_of_one_length(self, name: str, use_cache: bool) -> None:
+    def test_prompts_of_one_length_equal_transformers(self, name: str, use_cache: bool) -> None:
         model, ids = tiny(name), prompts((7, 7, 7))
         options = {"max_new_tokens": 12, "do_sample": False, "use_cache": use_cache, "eos_token_id": EOS}
         expected = by_transformers(model, ids, **options)
         assert torch.equal(through_stages(CachingStage(model), ids, **options), expected)
 
     @pytest.mark.parametrize("with_mask", [True, False])
-    def test_prompts_padded_on_the_left(self, name: str, use_cache: bool, with_mask: bool) -> None:
+    def test_left_padded_prompts_equal_transformers(self, name: str, use_cache: bool, with_mask: bool) -> None:
         model, ids = tiny(name), prompts((9, 4, 1, 6))
         mask = mask_of(ids) if with_mask else None
         options = {"max_new_tokens": 10, "do_sample": False, "pad_token_id": PAD, "eos_token_id": EOS}
         expected = by_transformers(model, ids, mask, **options)
         assert torch.equal(through_stages(CachingStage(model), ids, mask, use_cache=use_cache, **options), expected)
 
-    def test_rows_that_end_are_padded(self, name: str, use_cache: bool) -> None:
+    def test_finished_rows_are_padded(self, name: str, use_cache: bool) -> None:
         model, ids = tiny(name), prompts((5, 3, 8, 8, 2, 7))
         end = ending_token(model, ids, mask_of(ids), num_new=16)
         options = {"max_new_tokens": 16, "do_sample": False, "pad_token_id": PAD, "eos_token_id": end}
@@ -162,7 +162,7 @@ class TestGreedy:
         assert (expected[:, -1] == PAD).any() and not (expected[:, -1] == PAD).all()
         assert torch.equal(through_stages(CachingStage(model), ids, use_cache=use_cache, **options), expected)
 
-    def test_repetition_penalty(self, name: str, use_cache: bool) -> None:
+    def test_repetition_penalty_equals_transformers(self, name: str, use_cache: bool) -> None:
         model, ids = tiny(name), prompts((6, 3, 4))
         options = {"max_new_tokens": 12, "do_sample": False, "pad_token_id": PAD, "eos_token_id": EOS}
         penalised = by_transformers(model, ids, repetition_penalty=1.7, **options)
@@ -171,7 +171,7 @@ class TestGreedy:
         assert torch.equal(actual, penalised)
 
 
-def test_padding_changes_nothing_about_a_row() -> None:
+def test_padding_does_not_change_a_row() -> None:
     model, ids = tiny("llama"), prompts((9, 4))
     options = {"max_new_tokens": 10, "do_sample": False, "pad_token_id": PAD}
     alone = through_stages(CachingStage(model), ids[1:, 5:], **options)
@@ -179,7 +179,7 @@ def test_padding_changes_nothing_about_a_row() -> None:
 
 
 @pytest.mark.parametrize("mask_dtype", [torch.bool, torch.int32, torch.float32])
-def test_masks_of_any_type_are_understood(mask_dtype: torch.dtype) -> None:
+def test_masks_of_any_dtype_are_accepted(mask_dtype: torch.dtype) -> None:
     model, ids = tiny("llama"), prompts((6, 2), pad=EOS)
     mask = mask_of(ids, pad=EOS)
     options = {"max_new_tokens": 6, "do_sample": False, "eos_token_id": EOS}
@@ -190,7 +190,7 @@ def test_masks_of_any_type_are_understood(mask_dtype: torch.dtype) -> None:
 # --- what the end and padding tokens mean
 
 
-def test_generation_stops_when_all_rows_have_ended() -> None:
+def test_generation_stops_when_all_rows_are_finished() -> None:
     model, ids = tiny("gpt_neox"), prompts((4, 4))
     free_ids = through_stages(CachingStage(model), ids, max_new_tokens=12, do_sample=False)
     ends = [int(free_ids[0, 5]), int(free_ids[1, 7])]
@@ -218,7 +218,7 @@ def test_without_a_padding_token_rows_are_padded_with_the_first_end_token() -> N
 
 
 @pytest.mark.parametrize("end", [PAD, [EOS, PAD]])
-def test_a_padding_token_that_also_ends_rows_is_no_mask(end: int | list[int]) -> None:
+def test_padding_token_that_is_also_an_end_token_is_not_masked(end: int | list[int]) -> None:
     model, ids = tiny("llama"), prompts((6, 3))
     options = {"max_new_tokens": 8, "do_sample": False, "pad_token_id": PAD, "eos_token_id": end}
     expected = by_transformers(model, ids, **options)
@@ -226,7 +226,7 @@ def test_a_padding_token_that_also_ends_rows_is_no_mask(end: int | list[int]) ->
     assert torch.equal(through_stages(CachingStage(model), ids, **options), expected)
 
 
-def test_padding_on_the_right_is_warned_about_and_done_like_transformers(caplog: pytest.LogCaptureFixture) -> None:
+def test_right_padding_causes_a_warning_and_equals_transformers(caplog: pytest.LogCaptureFixture) -> None:
     model, ids = tiny("llama"), prompts((6, 6))
     ids[1, 4:] = PAD
     options = {"max_new_tokens": 8, "do_sample": False, "pad_token_id": PAD, "eos_token_id": EOS}
@@ -259,7 +259,7 @@ def test_no_new_tokens_returns_the_prompt() -> None:
 )
 @pytest.mark.parametrize("use_cache", [True, False])
 @pytest.mark.parametrize("name", ["llama", "tied gpt2"])
-def test_sampling_draws_the_tokens_of_transformers(name: str, use_cache: bool, options: dict[str, Any]) -> None:
+def test_sampling_draws_the_same_tokens_as_transformers(name: str, use_cache: bool, options: dict[str, Any]) -> None:
     model, ids = tiny(name), prompts((6, 3, 5))
     special = {"pad_token_id": PAD, "eos_token_id": EOS}
     options = {"max_new_tokens": 15, "do_sample": True, "top_k": 0, **special, **options}
@@ -269,7 +269,7 @@ def test_sampling_draws_the_tokens_of_transformers(name: str, use_cache: bool, o
     assert torch.equal(through_stages(CachingStage(model), ids, use_cache=use_cache, **options), expected)
 
 
-def test_top_k_leaves_only_the_highest() -> None:
+def test_top_k_keeps_only_the_highest_logits() -> None:
     logits = torch.tensor([[0.0, 3.0, 1.0, 2.0]]).expand(500, 4)
     tokens = choose_tokens(logits, torch.zeros(500, 1, dtype=torch.long), GenerationOptions(1, top_k=2))
     assert set(tokens.tolist()) == {1, 3}
@@ -279,7 +279,7 @@ def test_top_k_leaves_only_the_highest() -> None:
 
 
 class WithBrokenLogits(CachingStage):
-    """The logits of some tokens are not finite."""
+    """Stage with non-finite logits for some tokens."""
 
     def __init__(self, model: PreTrainedModel, broken: Mapping[int, float]) -> None:
         super().__init__(model)
@@ -296,7 +296,7 @@ BROKEN = {5: float("nan"), 9: float("-inf"), 12: float("nan")}
 
 
 @pytest.mark.parametrize("settings", [{"do_sample": False}, {"temperature": 0.3}, {"top_k": 31}], ids=str)
-def test_tokens_without_a_number_are_not_chosen(settings: dict[str, Any]) -> None:
+def test_tokens_with_nan_logits_are_not_chosen(settings: dict[str, Any]) -> None:
     model, ids = tiny("llama"), prompts((6, 6, 6, 6))
     stage = WithBrokenLogits(model, BROKEN)
     actual = through_stages(stage, ids, max_new_tokens=50, repetition_penalty=1.2, **settings)
@@ -312,20 +312,20 @@ def test_an_infinite_logit_wins(settings: dict[str, Any]) -> None:
 
 
 @pytest.mark.parametrize("value", [float("nan"), float("-inf"), float("inf"), 3e38, -3e38])
-def test_nothing_but_broken_logits_still_gives_tokens(value: float) -> None:
+def test_all_logits_non_finite_still_gives_tokens(value: float) -> None:
     stage = WithBrokenLogits(tiny("llama"), dict.fromkeys(range(VOCAB_SIZE), value))
     for settings in ({"do_sample": False}, {"temperature": 0.1, "top_k": 4}, {"repetition_penalty": 1.5}):
         actual = through_stages(stage, prompts((3, 3)), max_new_tokens=5, **settings)
         assert ((actual >= 0) & (actual < VOCAB_SIZE)).all()
 
 
-def test_the_penalty_lowers_negative_logits_as_well() -> None:
+def test_repetition_penalty_lowers_negative_logits_too() -> None:
     options = GenerationOptions(1, do_sample=False, repetition_penalty=1.5)
     tokens = choose_tokens(torch.tensor([[-1.0, -1.2, -3.0]]), torch.tensor([[0, 0]]), options)
     assert tokens.tolist() == [1]
 
 
-def test_a_prompt_may_have_tokens_that_the_head_does_not_predict() -> None:
+def test_prompt_may_contain_tokens_outside_the_head() -> None:
     options = GenerationOptions(1, do_sample=False, repetition_penalty=4.0)
     tokens = choose_tokens(torch.tensor([[1.0, 2.0, 1.5]]), torch.tensor([[1, 7, 3]]), options)
     assert tokens.tolist() == [2]
@@ -335,7 +335,7 @@ def test_a_prompt_may_have_tokens_that_the_head_does_not_predict() -> None:
 
 
 def layer_tokens(stage: CachingStage, ids: Tensor, **options: Any) -> list[int]:
-    """How many tokens of a row each layer computes in total."""
+    """Return the number of tokens per row that each layer computes in total."""
     layers = stage.model.model.layers
     counts = [0] * len(layers)
 
@@ -349,7 +349,7 @@ def layer_tokens(stage: CachingStage, ids: Tensor, **options: Any) -> list[int]:
     return counts
 
 
-def test_with_a_cache_each_layer_computes_each_token_once() -> None:
+def test_cache_makes_each_layer_compute_each_token_once() -> None:
     stage, ids = CachingStage(tiny("llama")), prompts((7, 3))
     options = {"max_new_tokens": 20, "do_sample": False, "pad_token_id": PAD}
     assert layer_tokens(stage, ids, **options) == [7 + 20 - 1] * 2
@@ -357,7 +357,7 @@ def test_with_a_cache_each_layer_computes_each_token_once() -> None:
 
 
 class PlainStage(nn.Module):
-    """Without a cache, and without any of the keywords that transformers' models take."""
+    """Stage without a cache and without transformers' keywords."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -369,7 +369,7 @@ class PlainStage(nn.Module):
         return logits
 
 
-def test_stages_without_a_cache_are_fed_the_whole_sequence() -> None:
+def test_stages_without_a_cache_get_the_full_sequence() -> None:
     torch.manual_seed(0)
     stage, ids = PlainStage(), prompts((4, 4))
     actual = through_stages(stage, ids, max_new_tokens=6, do_sample=False)
@@ -418,7 +418,7 @@ class SecondHalf(nn.Module):
 
 
 def generate_on_this_rank(ids: Tensor, options: GenerationOptions) -> Tensor:
-    """The first of two ranks has the first half, the second the other."""
+    """Generate with the first half of the model on rank 0 and the second half on rank 1."""
     model, rank = tiny("llama"), dist.get_rank()
     stage = (FirstHalf, SecondHalf)[rank](model).eval()
 
@@ -435,7 +435,7 @@ def generate_on_this_rank(ids: Tensor, options: GenerationOptions) -> Tensor:
         dist.broadcast(shared, 1)
         return shared
 
-    # What the other rank draws must not matter.
+    # The random state of the other rank must not matter.
     torch.manual_seed(5 if rank == 1 else 1234)
     with torch.no_grad():
         return generate(run, {rank: stage}, share_tokens, ids, options, can_cache=True)
@@ -443,7 +443,7 @@ def generate_on_this_rank(ids: Tensor, options: GenerationOptions) -> Tensor:
 
 @pytest.mark.parametrize("use_cache", [True, False])
 @pytest.mark.parametrize("do_sample", [True, False])
-def test_all_ranks_get_the_tokens_of_one_device(do_sample: bool, use_cache: bool) -> None:
+def test_all_ranks_get_the_tokens_of_a_single_device(do_sample: bool, use_cache: bool) -> None:
     model, ids = tiny("llama"), prompts((5, 3, 8))
     end = ending_token(model, ids, mask_of(ids), num_new=12)
     settings: dict[str, Any] = {"max_new_tokens": 12, "eos_token_id": end, "pad_token_id": PAD, "do_sample": do_sample}
@@ -472,7 +472,7 @@ def test_all_ranks_get_the_tokens_of_one_device(do_sample: bool, use_cache: bool
     ],
     ids=str,
 )
-def test_bad_options_are_refused_with_advice(options: dict[str, Any], advice: str) -> None:
+def test_bad_options_are_rejected_with_advice(options: dict[str, Any], advice: str) -> None:
     with pytest.raises(ValueError, match=advice):
         GenerationOptions(**{"max_new_tokens": 4, **options})
 
@@ -482,11 +482,11 @@ def test_temperature_does_not_matter_without_sampling() -> None:
 
 
 @pytest.mark.parametrize("ids", [torch.tensor([1, 2]), torch.zeros(2, 0, dtype=torch.long), torch.zeros(2, 3)], ids=str)
-def test_prompts_of_a_wrong_shape_are_refused(ids: Tensor) -> None:
+def test_prompts_of_a_wrong_shape_are_rejected(ids: Tensor) -> None:
     with pytest.raises(ValueError, match="input_ids"):
         through_stages(PlainStage(), ids, max_new_tokens=1)
 
 
-def test_a_mask_that_does_not_fit_is_refused() -> None:
+def test_mask_of_a_wrong_shape_is_rejected() -> None:
     with pytest.raises(ValueError, match="attention_mask of shape"):
         through_stages(PlainStage(), prompts((4, 4)), torch.ones(2, 3), max_new_tokens=1)

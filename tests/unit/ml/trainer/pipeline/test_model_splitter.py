@@ -1,4 +1,4 @@
-"""How layers are divided among stages."""
+"""Division of layers among pipeline stages."""
 
 import pytest
 
@@ -22,7 +22,7 @@ from forgather.ml.trainer.pipeline.model_splitter import layer_ranges
         (9, 2, 0.5, 1.5, [5, 4]),
     ],
 )
-def test_layers_are_divided_evenly_with_input_and_output_as_layers(
+def test_layers_are_divided_evenly_with_weights_for_input_and_output(
     num_layers: int, num_stages: int, input_weight: float, output_weight: float, expected: list[int]
 ) -> None:
     ranges = layer_ranges(num_layers, num_stages, input_weight, output_weight)
@@ -40,7 +40,7 @@ def test_every_stage_gets_a_layer_and_every_layer_a_stage(weights: tuple[float, 
             assert [number for one in ranges for number in one] == list(range(num_layers))
 
 
-def test_without_weights_no_stage_has_two_layers_more_than_another() -> None:
+def test_without_weights_stages_differ_by_at_most_one_layer() -> None:
     for num_layers in range(1, 40):
         for num_stages in range(1, num_layers + 1):
             sizes = [len(one) for one in layer_ranges(num_layers, num_stages, 0, 0)]
@@ -48,12 +48,12 @@ def test_without_weights_no_stage_has_two_layers_more_than_another() -> None:
 
 
 @pytest.mark.parametrize(("num_layers", "num_stages"), [(0, 1), (1, 2), (7, 8)])
-def test_stages_without_layers_are_refused(num_layers: int, num_stages: int) -> None:
+def test_more_stages_than_layers_are_rejected(num_layers: int, num_stages: int) -> None:
     with pytest.raises(ValueError, match=f"{num_layers} layers.*into {num_stages} stages.*every stage needs a layer"):
         layer_ranges(num_layers, num_stages, 1, 1)
 
 
 @pytest.mark.parametrize("weights", [(-1, 0), (0, -0.5)])
-def test_negative_weights_are_refused(weights: tuple[float, float]) -> None:
+def test_negative_weights_are_rejected(weights: tuple[float, float]) -> None:
     with pytest.raises(ValueError, match=r"input_weight=.* and output_weight=.* must be 0 or more"):
         layer_ranges(8, 2, *weights)

@@ -1,4 +1,4 @@
-"""Parameter groups of which a stage has only some: the schedule is one for all stages, and is resumed and moved."""
+"""Parameter groups in pipelines: one schedule for all stages, even if a stage lacks a group."""
 
 import functools
 from pathlib import Path
@@ -35,13 +35,13 @@ GROUPS: dict[str, Any] = {
 
 
 def warm_up_and_cosine(optimizer: Any) -> Any:
-    """Two schedules in turn, of which the second is no multiple of the rate."""
+    """Build a warm-up followed by a cosine schedule; the cosine schedule does not scale with the base rate."""
     parts = [LinearLR(optimizer, 0.1, total_iters=2), CosineAnnealingLR(optimizer, T_max=6, eta_min=0.01)]
     return SequentialLR(optimizer, parts, milestones=[2])
 
 
 class Constant:
-    """A factor with a state, which is saved for each group."""
+    """Learning-rate factor with a state that is saved for each group."""
 
     def __init__(self) -> None:
         self.calls = 0
@@ -76,14 +76,14 @@ def on_stages(output_dir: Path, schedule: str) -> Any:
     told: list[Any] = [None] * 2
     torch.distributed.all_gather_object(told, moved.lr_scheduler.get_last_lr())
     assert told[0] == told[1]
-    # The same groups on every rank, in the same order, of which a rank may have no parameters.
+    # Every rank has the same groups in the same order, some without parameters.
     assert [len(group["params"]) > 0 for group in moved.optimizer.param_groups].count(True) == 2
     assert len(moved.optimizer.param_groups) == 3
     return straight, result
 
 
 @pytest.mark.parametrize("schedule", SCHEDULES)
-def test_groups_on_some_stages_train_resume_and_move_like_one_device(schedule: str, tmp_path: Path) -> None:
+def test_groups_on_some_stages_train_resume_and_move_like_a_single_device(schedule: str, tmp_path: Path) -> None:
     one = run(trainer_for(Trainer, tmp_path / "one", schedule))
     straight, moved = run_on_ranks(on_stages, 2, tmp_path, schedule)[0]
     assert_same_training(straight, one, tolerance=1e-5)
@@ -102,7 +102,7 @@ def groups_of_its_own(output_dir: Path, schedule: Any) -> None:
         return torch.optim.SGD(groups)
 
     options: dict[str, Any] = {"optimizer_factory": factory, "optimizer_cls_and_kwargs": None}
-    # One of closed form fits.
+    # A schedule of closed form is accepted.
     for number, one in enumerate((None, schedule)):
         options["lr_scheduler_factory"] = one
         settings = {"max_steps": 1, "per_device_train_batch_size": 4, "lr_scheduler_type": "linear"}
@@ -116,7 +116,7 @@ def groups_of_its_own(output_dir: Path, schedule: Any) -> None:
     [functools.partial(StepLR, step_size=2), functools.partial(LambdaLR, lr_lambda=Constant())],
     ids=["StepLR", "LambdaLR"],
 )
-def test_a_schedule_that_would_not_fit_all_stages_is_refused(schedule: Any, tmp_path: Path) -> None:
+def test_schedule_unsuitable_for_all_stages_is_rejected(schedule: Any, tmp_path: Path) -> None:
     name = schedule.func.__name__
     for outcome in outcomes_on_ranks(groups_of_its_own, 2, tmp_path, schedule):
         assert f"different learning rates (rank 0: [0.1]; rank 1: [0.5, 0.1]), but {name}" in outcome.error_message

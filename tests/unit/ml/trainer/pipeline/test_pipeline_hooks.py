@@ -1,4 +1,4 @@
-"""Hooks and attributes of pipelines that trainers of users rely on (contract, sections 2 and 3)."""
+"""Hooks and attributes of pipeline trainers for subclasses (contract, sections 2 and 3)."""
 
 import functools
 from collections.abc import Iterator, Mapping
@@ -43,7 +43,7 @@ def made(kind: type[PipelineTrainer[Any]], output_dir: Path, **settings: Any) ->
 
 
 def alone(kind: type[PipelineTrainer[Any]], output_dir: Path, **settings: Any) -> PipelineTrainer[Any]:
-    """Constructed in one process, as one of two ranks."""
+    """Construct a trainer in one process, as one of two ranks."""
     env = StaticDistributedEnvironment(world_size=2, local_world_size=2)
     return made(kind, output_dir, trainer_options={"distributed_env": env}, **settings)
 
@@ -52,7 +52,7 @@ def alone(kind: type[PipelineTrainer[Any]], output_dir: Path, **settings: Any) -
 
 
 def attributes(output_dir: Path) -> dict[str, Any]:
-    """On ranks."""
+    """Train on ranks and return the pipeline attributes."""
     trainer = made(PipelineTrainer, output_dir, schedule="1f1b")
     before = [getattr(trainer, name) for name in OF_STAGES]
     trainer.train()
@@ -68,7 +68,7 @@ def attributes(output_dir: Path) -> dict[str, Any]:
     return {"before": before, "stages": values["n_pipeline_stages"], "tied": values["sharing_metadata"], **plain}
 
 
-def test_attributes_are_none_before_preparation_and_of_this_rank_after_it(tmp_path: Path) -> None:
+def test_attributes_are_none_before_preparation_and_per_rank_afterwards(tmp_path: Path) -> None:
     first, last = run_on_ranks(attributes, 2, tmp_path)
     for found in (first, last):
         assert found.pop("before") == [None] * len(OF_STAGES)
@@ -103,7 +103,7 @@ def test_state_is_declared_right_after_construction(tmp_path: Path) -> None:
 
 
 class Hooked(PipelineTrainer[Any]):
-    """Notes which hooks of pipelines are called, and with what."""
+    """Trainer that records the calls of pipeline hooks."""
 
     def __init__(self, **options: Any) -> None:
         super().__init__(**options)
@@ -129,14 +129,14 @@ class Hooked(PipelineTrainer[Any]):
 
 
 def hooks_of(output_dir: Path) -> list[str]:
-    """On ranks. Without clipping, where no rank needs the whole norm for itself."""
+    """Train on ranks without clipping, so that no rank needs the full norm, and return the calls."""
     trainer = made(Hooked, output_dir, max_grad_norm=0.0)
     assert isinstance(trainer, Hooked)
     trainer.train()
     return trainer.calls
 
 
-def test_hooks_of_pipelines_are_called_in_their_order(tmp_path: Path) -> None:
+def test_pipeline_hooks_are_called_in_order(tmp_path: Path) -> None:
     first, last = run_on_ranks(hooks_of, 2, tmp_path)
     split = ["construct on meta", "example of 2 rows on meta", "split into [(0,), (1,)]"]
     assert first == [*split, "construct on cpu", *["norm 2.0"] * 3]
@@ -144,7 +144,7 @@ def test_hooks_of_pipelines_are_called_in_their_order(tmp_path: Path) -> None:
 
 
 class OwnStep(PipelineTrainer[Any]):
-    """A step of one's own, written with the hooks of the contract."""
+    """Trainer with a custom step, written with the hooks of the contract."""
 
     def _train_step(self, data_iterator: Iterator[Mapping[str, Any]]) -> tuple[Tensor, Tensor | None, int | Tensor]:
         losses, tokens = [], []
@@ -166,13 +166,13 @@ class OwnHybridStep(OwnStep, HybridTrainer[Any]):
 
 
 def trained(kind: type[PipelineTrainer[Any]], output_dir: Path, settings: dict[str, Any]) -> Result:
-    """On ranks."""
+    """Train on ranks and return the result."""
     return whole_result(made(kind, output_dir, **settings))
 
 
 @pytest.mark.parametrize("is_hybrid", [False, True], ids=["pipeline", "hybrid"])
-def test_a_step_of_ones_own_trains_like_ours(is_hybrid: bool, tmp_path: Path) -> None:
-    """Gradients of tied weights are added up, and those of copies reduced, whoever writes the step."""
+def test_custom_step_trains_like_the_built_in_step(is_hybrid: bool, tmp_path: Path) -> None:
+    """Gradients of tied weights are summed and gradients of replicas reduced, also with a custom step."""
     kinds: tuple[Any, Any] = (HybridTrainer, OwnHybridStep) if is_hybrid else (PipelineTrainer, OwnStep)
     settings, num_ranks = ({"pp_size": 2}, 4) if is_hybrid else ({}, 2)
     ours, own = (run_on_ranks(trained, num_ranks, kind, tmp_path / kind.__name__, settings)[0] for kind in kinds)
@@ -187,7 +187,7 @@ class Backward(PipelineTrainer[Any]):
         loss.backward()
 
 
-def test_a_backward_hook_is_refused_since_the_schedule_runs_it(tmp_path: Path) -> None:
+def test_backward_hook_is_rejected_because_the_schedule_runs_it(tmp_path: Path) -> None:
     with pytest.raises(
         TypeError, match=r"Backward\._backward would never be called: torch's schedule runs the backward"
     ):
@@ -203,6 +203,6 @@ def train_wrapped(output_dir: Path) -> None:
     made(Wrapped, output_dir).train()
 
 
-def test_a_wrap_that_replaces_the_model_is_refused_on_every_rank(tmp_path: Path) -> None:
+def test_wrap_that_replaces_the_model_is_rejected_on_every_rank(tmp_path: Path) -> None:
     for outcome in outcomes_on_ranks(train_wrapped, 2, tmp_path):
         assert "Wrapped._wrap replaced self.model by a Sequential, which would never run" in str(outcome.error_message)

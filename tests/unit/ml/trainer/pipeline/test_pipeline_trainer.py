@@ -1,4 +1,4 @@
-"""What else users of pipelines rely on: precisions, losses of their own, callbacks, recipes, trainers used again."""
+"""Pipeline trainer: precisions, custom losses, callbacks, recipes, gradient norms and buffers."""
 
 import functools
 import math
@@ -45,7 +45,7 @@ class Encoder(nn.Module):
 
 
 class Layer(nn.Module):
-    """Puts out bfloat16 under autocast, unlike layers with residual connections."""
+    """Layer with bfloat16 output under autocast, unlike layers with residual connections."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -57,7 +57,7 @@ class Layer(nn.Module):
 
 
 class ByProtocol(nn.Module):
-    """A model of one's own."""
+    """Custom model that follows the splitter protocol."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -74,7 +74,7 @@ class ByProtocol(nn.Module):
 
 
 def plain_loss(logits: Tensor, labels: Tensor) -> Tensor:
-    """Counts the first position, which nobody can know who has not seen it at work."""
+    """Return a loss that counts the first position, which shows only when the loss is resolved on a batch."""
     return F.cross_entropy(logits.float().flatten(0, 1), labels.flatten(), ignore_index=IGNORED)
 
 
@@ -99,13 +99,13 @@ def made(
 
 
 def trained(output_dir: str, *args: Any, **settings: Any) -> Result:
-    """On ranks: the result of a pipeline, or of pipelines if pp_size is given."""
+    """Train a pipeline on ranks, or several if `pp_size` is given, and return the result."""
     trainer_class = HybridTrainer if "pp_size" in settings else PipelineTrainer
     return whole_result(made(trainer_class, output_dir, *args, **settings))
 
 
 def job(output_dir: str, name: str) -> Any:
-    """On ranks: one of the cases below."""
+    """Run one of the cases below on ranks."""
     data = token_samples(16)
     if name.startswith("bf16"):
         settings = {"compute_loss_func": plain_loss} if name == "bf16 with a loss of one's own" else {}
@@ -154,7 +154,7 @@ def job(output_dir: str, name: str) -> Any:
 
 
 def regression() -> list[dict[str, Tensor]]:
-    """Labels that cannot say "ignored", in a number that leaves one pipeline without a batch at the end."""
+    """Return samples with labels that have no ignored value; their number leaves one pipeline without a last batch."""
     return [
         {"input_ids": sample["input_ids"], "labels": torch.tensor(float(number))}
         for number, sample in enumerate(token_samples(12))
@@ -174,7 +174,7 @@ class EvaluatesFirst(TrainerCallback):
 
 
 class AddsMetric(TrainerCallback):
-    """Where the logits are."""
+    """Callback that computes a metric on the rank with the logits."""
 
     def __init__(self) -> None:
         self.num_predicted = 0
@@ -198,7 +198,7 @@ def alone(tmp_path: Path, *args: Any, **settings: Any) -> Result:
 
 
 @pytest.mark.parametrize("name", ["bf16", "bf16 with a loss of one's own"])
-def test_bfloat16_passes_between_stages_as_it_is_computed(tmp_path: Path, name: str) -> None:
+def test_bfloat16_passes_between_stages_unchanged(tmp_path: Path, name: str) -> None:
     settings = {"compute_loss_func": plain_loss} if "own" in name else {}
     expected = alone(tmp_path, ByProtocol, token_samples(16), mixed_precision="bf16", **settings)
     for result in run_on_ranks(job, 2, str(tmp_path), name):
@@ -206,7 +206,7 @@ def test_bfloat16_passes_between_stages_as_it_is_computed(tmp_path: Path, name: 
         assert max(abs(a - b) for a, b in zip(expected.losses, result.losses, strict=True)) < 2e-3
 
 
-def test_evaluations_before_training_leave_nothing_behind(tmp_path: Path) -> None:
+def test_evaluations_before_training_leave_no_trace(tmp_path: Path) -> None:
     data = token_samples(16)
     expected = alone(tmp_path, ByProtocol, data, compute_loss_func=plain_loss)
     reference = made(Trainer, str(tmp_path / "one"), ByProtocol, data, compute_loss_func=plain_loss, eval_dataset=data)
@@ -218,7 +218,7 @@ def test_evaluations_before_training_leave_nothing_behind(tmp_path: Path) -> Non
         assert_same_training(expected, result)
 
 
-def test_a_pipeline_without_a_batch_waits_for_nobody_in_an_evaluation(tmp_path: Path) -> None:
+def test_pipeline_without_a_batch_does_not_block_an_evaluation(tmp_path: Path) -> None:
     data = token_samples(16)
     reference = made(
         Trainer, str(tmp_path / "one"), ByProtocol, data, compute_loss_func=plain_loss, eval_dataset=data[:4]
@@ -228,44 +228,44 @@ def test_a_pipeline_without_a_batch_waits_for_nobody_in_an_evaluation(tmp_path: 
         assert loss == pytest.approx(expected, rel=1e-6)
 
 
-def test_stand_ins_weigh_nothing_whatever_their_labels(tmp_path: Path) -> None:
+def test_empty_batches_have_no_weight_for_any_labels(tmp_path: Path) -> None:
     expected = alone(tmp_path, ByProtocol, regression(), compute_loss_func=squared_error, per_device_train_batch_size=8)
     for result in run_on_ranks(job, 4, str(tmp_path), "regression"):
         assert_same_training(expected, result)
 
 
-def test_metrics_that_callbacks_compute_from_logits_reach_all_ranks(tmp_path: Path) -> None:
+def test_metrics_computed_from_logits_reach_all_ranks(tmp_path: Path) -> None:
     first, second = run_on_ranks(job, 2, str(tmp_path), "accuracy")
     assert first["eval_predicted"] == second["eval_predicted"] == 16 * 6
-    assert first["read"] == second["read"] == 16 * 6, "callbacks that read metrics are told them all, on every rank"
+    assert first["read"] == second["read"] == 16 * 6, "callbacks should read all metrics on every rank"
     assert first["eval_loss"] == second["eval_loss"]
 
 
-def test_all_pipelines_give_the_same_sample(tmp_path: Path) -> None:
+def test_all_pipelines_generate_the_same_sample(tmp_path: Path) -> None:
     results = run_on_ranks(job, 4, str(tmp_path), "samples")
     assert all(result == results[0] for result in results) and len(results[0][0]) == 11
 
 
-def test_a_traced_model_trains_and_evaluates_like_on_one_device(tmp_path: Path) -> None:
+def test_traced_model_trains_and_evaluates_like_a_single_device(tmp_path: Path) -> None:
     expected = alone(tmp_path, ByProtocol, token_samples(18))
     for result in run_on_ranks(job, 2, str(tmp_path), "traced"):
         assert_same_training(expected, result)
 
 
 @pytest.mark.parametrize("name", ["checkpointing", "checkpointing, zero bubble", "compiled"])
-def test_recipes_do_not_change_the_numbers(tmp_path: Path, name: str) -> None:
+def test_recipes_do_not_change_the_results(tmp_path: Path, name: str) -> None:
     expected = alone(tmp_path, small_llama, token_samples(16))
     for result in run_on_ranks(job, 2, str(tmp_path), name):
         assert_same_training(expected, result, 2e-6)
 
 
-def test_a_rank_may_have_nothing_to_train(tmp_path: Path) -> None:
-    """Embedding and first layers are frozen, and are all that the first rank has."""
+def test_rank_may_have_no_trainable_parameters(tmp_path: Path) -> None:
+    """The first rank holds only the frozen embedding and first layers."""
     expected = alone(tmp_path, frozen_half, token_samples(16), max_steps=6, momentum=0.9)
     results = run_on_ranks(job, 2, str(tmp_path), "frozen")
     for result in results:
         assert_same_training(expected, result)
-    # What was saved in the middle goes on elsewhere.
+    # The checkpoint from the middle of the run resumes on a single device.
     checkpoint = str(tmp_path / "checkpoints/checkpoint-3")
     resumed = alone(
         tmp_path / "resumed",
@@ -279,7 +279,7 @@ def test_a_rank_may_have_nothing_to_train(tmp_path: Path) -> None:
 
 
 def norms(output_dir: str) -> list[list[float]]:
-    """On ranks: the norms of one step's gradients, by our quick way and by the one for devices."""
+    """Return the gradient norms of one step on ranks, by the fast method and by the method for devices."""
     trainer = made(
         PipelineTrainer, output_dir, functools.partial(tied_gpt2, 4), token_samples(16), NotesNorms(), max_steps=1
     )
@@ -298,17 +298,17 @@ class NotesNorms(TrainerCallback):
             self.norms += [float(norm_of_group(norm, kind, trainer.pp_group)) for norm, kind in both]
 
 
-def test_norms_of_every_kind_are_those_of_one_device(tmp_path: Path) -> None:
+def test_norms_of_every_type_equal_a_single_device(tmp_path: Path) -> None:
     callback = NotesNorms()
     model = functools.partial(tied_gpt2, 4)
     made(Trainer, str(tmp_path / "one"), model, token_samples(16), callback, max_steps=1).train()
     for found in run_on_ranks(norms, 2, str(tmp_path / "two")):
-        # One sum of many powers in float32 is itself no better than that.
+        # A float32 sum of many powers is itself no more accurate.
         assert found[0] == pytest.approx(callback.norms * 2, rel=1e-5)
 
 
 def logged_norms(output_dir: str, **settings: Any) -> list[float]:
-    """The norms of all steps as they are logged, where nobody asks for them at each step."""
+    """Return the logged norms of all steps, for a run that does not need the norm at each step."""
     trainer_class = HybridTrainer if "pp_size" in settings else PipelineTrainer
     trainer = made(trainer_class, output_dir, functools.partial(tied_gpt2, 4), token_samples(24), **settings)
     trainer.train()
@@ -319,7 +319,7 @@ def logged_norms_of_pipelines(output_dir: str) -> list[float]:
     return logged_norms(output_dir, pp_size=2, per_device_train_batch_size=2, n_microbatches=2)
 
 
-def test_norms_that_are_put_together_for_the_log_are_those_of_one_device(tmp_path: Path) -> None:
+def test_norms_combined_for_the_log_equal_a_single_device(tmp_path: Path) -> None:
     one = made(Trainer, str(tmp_path / "one"), functools.partial(tied_gpt2, 4), token_samples(24))
     one.train()
     expected = [record["grad_norm"] for record in one.state.log_history if "grad_norm" in record]
@@ -331,7 +331,7 @@ def test_norms_that_are_put_together_for_the_log_are_those_of_one_device(tmp_pat
 
 
 class WithBuffers(Layer):
-    """One buffer that follows the data, and one that nothing should change."""
+    """Layer with a buffer that follows the data, and a constant buffer."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -351,7 +351,7 @@ def with_buffers() -> nn.Module:
 
 
 def buffers_of_pipelines(output_dir: str) -> tuple[dict[str, Tensor], str]:
-    """On ranks: the buffers after a save, and the error of a save after one that is constant was changed on rank 3."""
+    """Return the buffers after a save, and the error of a save after rank 3 changed a constant buffer."""
     trainer = made(HybridTrainer, output_dir, with_buffers, token_samples(24), pp_size=2)
     trainer.train()
     trainer.save_checkpoint()
@@ -364,7 +364,7 @@ def buffers_of_pipelines(output_dir: str) -> tuple[dict[str, Tensor], str]:
     return held, str(raised.value)
 
 
-def test_buffers_that_training_changes_are_shared_and_others_that_differ_are_named(tmp_path: Path) -> None:
+def test_buffers_changed_by_training_are_synchronised_and_differing_constants_named(tmp_path: Path) -> None:
     results = run_on_ranks(buffers_of_pipelines, 4, str(tmp_path))
     for first, second in ((0, 2), (1, 3)):
         assert results[first][0].keys() == results[second][0].keys() != set()

@@ -1,4 +1,4 @@
-"""Which rank has which stages, and which names the stages of a model may have."""
+"""Assignment of stages to ranks, and FQN checks of stages."""
 
 import pytest
 import torch
@@ -14,7 +14,7 @@ from forgather.ml.trainer.setup.model_construction import missing_buffers
 
 
 class Part(nn.Module):
-    """Linear layers by name, each with a buffer that checkpoints hold and one that they do not."""
+    """Module with named linear layers, each with a persistent and a non-persistent buffer."""
 
     def __init__(self, *names: str) -> None:
         super().__init__()
@@ -38,7 +38,7 @@ class Part(nn.Module):
         (4, 8, [(0, 4), (1, 5), (2, 6), (3, 7)]),
     ],
 )
-def test_stages_in_a_loop_go_round_the_ranks(pp_size: int, n_stages: int, expected: list[tuple[int, ...]]) -> None:
+def test_loop_style_assigns_stages_round_robin(pp_size: int, n_stages: int, expected: list[tuple[int, ...]]) -> None:
     assert pipeline_stage_indices(pp_size, n_stages, "loop") == expected
     assert pipeline_stage_indices(pp_size, n_stages) == expected
 
@@ -46,7 +46,7 @@ def test_stages_in_a_loop_go_round_the_ranks(pp_size: int, n_stages: int, expect
 @pytest.mark.parametrize(
     ("pp_size", "expected"), [(1, [(0, 1)]), (2, [(0, 3), (1, 2)]), (4, [(0, 7), (1, 6), (2, 5), (3, 4)])]
 )
-def test_stages_in_a_v_come_back_to_the_first_rank(pp_size: int, expected: list[tuple[int, ...]]) -> None:
+def test_v_style_returns_to_the_first_rank(pp_size: int, expected: list[tuple[int, ...]]) -> None:
     assert pipeline_stage_indices(pp_size, 2 * pp_size, "v") == expected
 
 
@@ -60,18 +60,18 @@ def test_every_stage_is_on_one_rank(pp_size: int, style: str) -> None:
 
 @pytest.mark.parametrize(("pp_size", "n_stages"), [(0, 2), (-1, 2), (2, 0), (4, 2), (2, 3), (4, 6)])
 @pytest.mark.parametrize("style", ["loop", "v"])
-def test_stages_that_ranks_cannot_share_evenly_are_refused(pp_size: int, n_stages: int, style: str) -> None:
+def test_uneven_stages_per_rank_are_rejected(pp_size: int, n_stages: int, style: str) -> None:
     with pytest.raises(ValueError, match=f"{n_stages} stages cannot be divided among {pp_size} ranks.*same number"):
         pipeline_stage_indices(pp_size, n_stages, style)
 
 
 @pytest.mark.parametrize("n_stages", [2, 6])
-def test_a_v_of_other_than_two_stages_per_rank_is_refused(n_stages: int) -> None:
+def test_v_style_without_two_stages_per_rank_is_rejected(n_stages: int) -> None:
     with pytest.raises(ValueError, match=f"has 4 stages.*but {n_stages} were requested. Set stages_per_rank=2"):
         pipeline_stage_indices(2, n_stages, "v")
 
 
-def test_an_unknown_style_is_refused_with_the_known_ones() -> None:
+def test_unknown_style_is_rejected_with_the_known_ones() -> None:
     with pytest.raises(ValueError, match="pp_stage_type='V' is not one of 'loop', 'v'"):
         pipeline_stage_indices(2, 4, "V")
 
@@ -79,54 +79,54 @@ def test_an_unknown_style_is_refused_with_the_known_ones() -> None:
 # --- names
 
 
-def test_stages_with_names_of_their_own_pass() -> None:
+def test_stages_with_distinct_fqns_pass() -> None:
     assert_no_duplicate_fqns([Part("a", "b"), Part("c"), Part()])
 
 
-def test_a_name_in_two_stages_is_refused_with_both_stages() -> None:
+def test_duplicate_fqn_is_rejected_with_both_stages() -> None:
     with pytest.raises(ValueError, match=r"gave 'b\.weight' to stages 1 and 2, but every name belongs to one"):
         assert_no_duplicate_fqns([Part("a"), Part("b"), Part("c", "b")])
 
 
-def test_a_checkpointed_buffer_in_two_stages_is_refused() -> None:
+def test_persistent_buffer_in_two_stages_is_rejected() -> None:
     first, second = Part("a"), Part("a")
     del first.a.weight, second.a.weight
     with pytest.raises(ValueError, match=r"gave 'a\.kept' to stages 0 and 1"):
         assert_no_duplicate_fqns([first, second])
 
 
-def test_a_buffer_that_no_checkpoint_holds_may_be_in_every_stage() -> None:
-    """Such as rotary frequencies, which every stage needs."""
+def test_non_persistent_buffer_may_be_in_every_stage() -> None:
+    """For example rotary frequencies, which every stage needs."""
     stages = [Part("a"), Part("a")]
     for stage in stages:
         del stage.a.weight, stage.a.kept
     assert_no_duplicate_fqns(stages)
 
 
-def test_stages_that_are_the_whole_model_pass() -> None:
+def test_stages_that_cover_the_model_pass() -> None:
     require_all_fqns(Part("a", "b", "c"), [Part("a"), Part("c", "b")])
 
 
-def test_a_lost_name_is_refused_by_name() -> None:
+def test_missing_fqn_is_rejected_by_name() -> None:
     with pytest.raises(
         ValueError, match=r"stages of Part together lack 'b\.kept' \(2 names are missing, 0 are unknown\)"
     ):
         require_all_fqns(Part("a", "b", "c"), [Part("a"), Part("c")])
 
 
-def test_a_lost_buffer_is_refused() -> None:
+def test_missing_buffer_is_rejected() -> None:
     stage = Part("b")
     del stage.b.kept
     with pytest.raises(ValueError, match=r"lack 'b\.kept' \(1 names are missing.*Pass another model_splitter"):
         require_all_fqns(Part("a", "b"), [Part("a"), stage])
 
 
-def test_an_unknown_name_is_refused_by_name() -> None:
+def test_unknown_fqn_is_rejected_by_name() -> None:
     with pytest.raises(ValueError, match=r"have 'c\.kept', which the model does not have \(0 names .* 2 are unknown"):
         require_all_fqns(Part("a", "b"), [Part("a"), Part("b", "c")])
 
 
-def test_of_names_that_are_one_tensor_one_is_enough() -> None:
+def test_one_fqn_of_a_tied_tensor_is_enough() -> None:
     whole = Part("a", "b")
     whole.b.weight = whole.a.weight
     stage = Part("b")
@@ -137,7 +137,7 @@ def test_of_names_that_are_one_tensor_one_is_enough() -> None:
         require_all_fqns(whole, [Part("a"), stage])
 
 
-def test_of_names_that_are_one_tensor_none_is_too_few() -> None:
+def test_tied_tensor_without_any_fqn_is_rejected() -> None:
     whole = Part("a", "b")
     whole.b.weight = whole.a.weight
     stages = [Part("a"), Part("b")]
@@ -149,19 +149,19 @@ def test_of_names_that_are_one_tensor_none_is_too_few() -> None:
 # --- tensors
 
 
-def test_missing_buffers_are_those_that_no_checkpoint_brings() -> None:
+def test_missing_buffers_are_the_non_persistent_ones() -> None:
     assert list(missing_buffers(Part("a", "b"))) == ["a.computed", "b.computed"]
     assert missing_buffers(nn.BatchNorm1d(2)) == {}
 
 
-def test_missing_buffers_come_under_each_of_their_names() -> None:
-    """A stage may have only the second one."""
+def test_missing_buffers_are_listed_under_each_name() -> None:
+    """A stage may have only the second name."""
     part = Part("a", "b")
     part.b._buffers["computed"] = part.a.computed
     assert list(missing_buffers(part)) == ["a.computed", "b.computed"]
 
 
-def test_all_tensors_come_by_name_and_tied_ones_by_each() -> None:
+def test_tensors_of_lists_tied_tensors_under_each_name() -> None:
     part = Part("a", "b")
     part.b.weight = part.a.weight
     part.b._buffers["kept"] = part.a.kept

@@ -1,4 +1,4 @@
-"""Constructors tell their real parameters, and document each of them."""
+"""Constructors of trainers: explicit signatures, with every parameter documented."""
 
 import inspect
 
@@ -10,7 +10,7 @@ from forgather.ml.trainer.trainer import Trainer
 
 
 @pytest.mark.parametrize("trainer_class", [Trainer, DDPTrainer, PipelineTrainer])
-def test_every_parameter_is_shown_and_documented(trainer_class: type) -> None:
+def test_every_parameter_is_explicit_and_documented(trainer_class: type) -> None:
     parameters = inspect.signature(trainer_class).parameters
     assert {"args", "model", "train_dataset", "optimizer_factory", "callbacks", "loss_fn"} <= parameters.keys()
     assert all(one.kind is not one.VAR_KEYWORD for one in parameters.values())

@@ -1,4 +1,4 @@
-"""However a model is built, it is the same model; compiled and checkpointed ones keep their names."""
+"""Model construction: same model for every method; compiled and activation-checkpointed models keep their names."""
 
 import logging
 from pathlib import Path
@@ -26,7 +26,7 @@ WAYS = ["default", "device", "meta"]
 
 
 def unseeded_llama(**options: Any) -> nn.Module:
-    """Its weights come from the generator as the trainer seeded it."""
+    """Build a Llama with weights from the trainer's seeded generator."""
     return tiny_llama(seed=None, **options)
 
 
@@ -35,7 +35,7 @@ def tied_llama() -> nn.Module:
 
 
 class WithBuffers(TokenModel):
-    """Has a buffer that checkpoints hold, and one in a submodule that they do not."""
+    """Model with a persistent buffer, and a non-persistent buffer in a submodule."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -77,7 +77,7 @@ def assert_same(one: nn.Module, other: nn.Module) -> None:
 
 @pytest.mark.parametrize("model_init", [unseeded_llama, tied_llama, WithBuffers])
 @pytest.mark.parametrize("construct_on", WAYS)
-def test_a_loaded_model_is_the_same_however_it_was_built(tmp_path: Path, model_init: Any, construct_on: str) -> None:
+def test_loaded_model_does_not_depend_on_the_construction(tmp_path: Path, model_init: Any, construct_on: str) -> None:
     saved = trainer_for(tmp_path, model_init)
     saved.train()
     loaded = trainer_for(tmp_path, model_init, construct_on)
@@ -89,13 +89,13 @@ def test_a_loaded_model_is_the_same_however_it_was_built(tmp_path: Path, model_i
     assert all(parameter.device == CPU for parameter in loaded.unwrapped_model().parameters())
 
 
-def test_there_are_buffers_that_no_checkpoint_holds() -> None:
+def test_models_have_non_persistent_buffers() -> None:
     for model in (unseeded_llama(), WithBuffers()):
         assert {name for name, _ in model.named_buffers()} - set(model.state_dict())
 
 
 @pytest.mark.parametrize("construct_on", WAYS)
-def test_tied_weights_stay_tied_through_loading_and_training(tmp_path: Path, construct_on: str) -> None:
+def test_tied_weights_stay_tied_after_loading_and_training(tmp_path: Path, construct_on: str) -> None:
     trainer_for(tmp_path, tied_llama).train()
     trainer = trainer_for(tmp_path, tied_llama, construct_on, max_steps=4)
     trainer.train()
@@ -107,7 +107,7 @@ def test_tied_weights_stay_tied_through_loading_and_training(tmp_path: Path, con
 
 
 @pytest.mark.parametrize("construct_on", WAYS)
-def test_a_fresh_model_is_the_same_however_it_is_built(
+def test_fresh_model_does_not_depend_on_the_construction(
     tmp_path: Path, caplog: pytest.LogCaptureFixture, construct_on: str
 ) -> None:
     def fresh(way: str) -> nn.Module:
@@ -123,7 +123,7 @@ def test_a_fresh_model_is_the_same_however_it_is_built(
     assert warned == (construct_on == "meta")
 
 
-def test_meta_takes_no_memory_for_weights_before_they_are_loaded() -> None:
+def test_meta_construction_allocates_no_weights_before_loading() -> None:
     devices: list[str] = []
 
     def note() -> nn.Module:
@@ -138,13 +138,13 @@ def test_meta_takes_no_memory_for_weights_before_they_are_loaded() -> None:
 
 @pytest.mark.parametrize("construct_on", WAYS)
 @pytest.mark.parametrize("will_be_loaded", [False, True])
-def test_the_default_dtype_holds_for_the_model_only(construct_on: str, will_be_loaded: bool) -> None:
+def test_default_dtype_applies_to_the_model_only(construct_on: str, will_be_loaded: bool) -> None:
     model = build_model(unseeded_llama, CPU, construct_on, "bfloat16", will_be_loaded)
     assert {parameter.dtype for parameter in model.parameters()} == {torch.bfloat16}
     assert torch.get_default_dtype() == torch.float32
 
 
-def test_a_model_in_bfloat16_trains_and_is_saved_so(tmp_path: Path) -> None:
+def test_bfloat16_model_trains_and_is_saved_in_bfloat16(tmp_path: Path) -> None:
     trainer = trainer_for(tmp_path, unseeded_llama, default_dtype="bf16")
     metrics = trainer.train().metrics
     assert 0 < metrics["train_loss"] < 10
@@ -166,12 +166,12 @@ def test_gradient_checkpointing_changes_memory_but_not_the_result(tmp_path: Path
     assert_same(plain.unwrapped_model(), saving.unwrapped_model())
 
 
-def test_gradient_checkpointing_of_a_model_that_cannot(tmp_path: Path) -> None:
+def test_gradient_checkpointing_of_an_unsupported_model_is_rejected(tmp_path: Path) -> None:
     with pytest.raises(ValueError, match=r"TokenModel .*gradient_checkpointing_enable"):
         trainer_for(tmp_path, TokenModel, gradient_checkpointing=True).train()
 
 
-def test_a_function_of_the_users_turns_checkpointing_on(tmp_path: Path) -> None:
+def test_enable_activation_checkpoint_fn_is_called(tmp_path: Path) -> None:
     seen: list[tuple[int, str]] = []
     options: dict[str, Any] = {
         "enable_activation_checkpoint_fn": lambda rank, module: seen.append((rank, type(module).__name__))
@@ -181,7 +181,7 @@ def test_a_function_of_the_users_turns_checkpointing_on(tmp_path: Path) -> None:
     assert seen == [(0, "TokenModel")]
 
 
-def test_a_compiled_model_trains_and_is_checkpointed_under_its_own_names(tmp_path: Path) -> None:
+def test_compiled_model_trains_and_keeps_its_parameter_names_in_checkpoints(tmp_path: Path) -> None:
     compile_settings: dict[str, Any] = {"torch_compile": True, "torch_compile_backend": "eager"}
     torch.compiler.reset()
     compiled = trainer_for(tmp_path, TokenModel, **compile_settings)
@@ -200,6 +200,6 @@ def test_a_compiled_model_trains_and_is_checkpointed_under_its_own_names(tmp_pat
     assert compiled.evaluate(token_samples(4))["eval_loss"] > 0
 
 
-def test_the_backend_that_was_asked_for_compiles(tmp_path: Path) -> None:
+def test_requested_backend_compiles(tmp_path: Path) -> None:
     with pytest.raises(Exception, match="no_such_backend"):
         trainer_for(tmp_path, TokenModel, torch_compile=True, torch_compile_backend="no_such_backend").train()

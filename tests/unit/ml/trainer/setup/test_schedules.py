@@ -1,4 +1,4 @@
-"""Learning-rate schedules: the rates and the state of transformers, without its import."""
+"""Learning-rate schedules: rates and state equal transformers, without importing it."""
 
 import pytest
 import torch
@@ -25,7 +25,7 @@ def rates(schedule: LRScheduler, num_steps: int) -> list[float]:
 
 @pytest.mark.parametrize("name", OWN)
 @pytest.mark.parametrize(("num_warmup_steps", "num_steps"), [(0, 7), (3, 11), (5, 5), (9, 4), (0, 1), (13, 2**62)])
-def test_rates_and_state_equal_those_of_transformers(name: str, num_warmup_steps: int, num_steps: int) -> None:
+def test_rates_and_state_equal_transformers(name: str, num_warmup_steps: int, num_steps: int) -> None:
     ours = make_schedule(name, optimizer(), num_warmup_steps, num_steps, None)
     theirs = get_scheduler(name, optimizer(), num_warmup_steps, num_steps)
     assert isinstance(ours, LRScheduler) and type(ours) is type(theirs)

@@ -1,4 +1,4 @@
-"""Which losses are understood, and what counts as a target."""
+"""Token weighting: supported losses and target counts."""
 
 import math
 
@@ -31,7 +31,7 @@ def with_num_items(logits: Tensor, labels: Tensor, num_items_in_batch: int) -> T
 @pytest.mark.parametrize(
     ("loss", "num_targets"), [(unshifted, 5), (shifted, 4), (with_num_items, 5), (CausalLoss(), 4)]
 )
-def test_the_targets_are_those_of_the_loss(loss: nn.Module, num_targets: int) -> None:
+def test_targets_are_counted_like_the_loss(loss: nn.Module, num_targets: int) -> None:
     step_loss = StepLoss(loss)
     if not step_loss.is_resolved:
         step_loss.resolve(LOGITS, LABELS)
@@ -39,21 +39,21 @@ def test_the_targets_are_those_of_the_loss(loss: nn.Module, num_targets: int) ->
     assert step_loss.count(LABELS) == num_targets
 
 
-def test_whether_the_first_position_counts_is_found_out_without_any_target() -> None:
+def test_first_position_is_resolved_without_any_target() -> None:
     for loss, num_targets in ((unshifted, 8), (shifted, 6)):
         step_loss = StepLoss(loss)
         step_loss.resolve(LOGITS, torch.full((2, 4), -100))
         assert step_loss.count(torch.zeros(2, 4, dtype=torch.long)) == num_targets
 
 
-def test_the_labels_are_left_alone_when_it_is_found_out() -> None:
+def test_labels_are_unchanged_after_resolution() -> None:
     labels = LABELS.clone()
     StepLoss(shifted).resolve(LOGITS, labels)
     assert torch.equal(labels, LABELS)
 
 
 @pytest.mark.parametrize("loss", [unshifted, with_num_items])
-def test_shares_add_up_to_the_loss_of_the_whole(loss: nn.Module) -> None:
+def test_shares_sum_to_the_loss_of_the_full_batch(loss: nn.Module) -> None:
     step_loss = StepLoss(loss)
     step_loss.resolve(LOGITS, LABELS)
     shares = [
@@ -63,7 +63,7 @@ def test_shares_add_up_to_the_loss_of_the_whole(loss: nn.Module) -> None:
     torch.testing.assert_close(shares[0] + shares[1], unshifted(LOGITS, LABELS))
 
 
-def test_a_share_without_targets_has_gradients_of_zero() -> None:
+def test_share_without_targets_has_zero_gradients() -> None:
     logits = LOGITS.clone().requires_grad_()
     step_loss = StepLoss(unshifted)
     step_loss.resolve(logits, LABELS)
@@ -73,7 +73,7 @@ def test_a_share_without_targets_has_gradients_of_zero() -> None:
     assert logits.grad is not None and torch.equal(logits.grad, torch.zeros_like(logits))
 
 
-def test_classes_and_numbers_count_by_sample() -> None:
+def test_classes_and_regression_targets_count_by_sample() -> None:
     classes = StepLoss(functional.cross_entropy)
     classes.resolve(torch.zeros(3, 2), torch.tensor([0, 1, -100]))
     assert classes.count(torch.tensor([0, 1, -100])) == 2
@@ -82,7 +82,7 @@ def test_classes_and_numbers_count_by_sample() -> None:
     assert numbers.count(torch.zeros(3, 2)) == 3
 
 
-def test_a_rescaled_loss_is_of_the_kind_of_the_inner_one() -> None:
+def test_rescaled_loss_has_the_kind_of_the_inner_loss() -> None:
     assert StepLoss(RescaleLoss(CausalLoss(), 0.5)).is_resolved
     assert not StepLoss(RescaleLoss(shifted, 0.5)).is_resolved
     rescaled = StepLoss(RescaleLoss(with_num_items, 0.5))
@@ -90,7 +90,7 @@ def test_a_rescaled_loss_is_of_the_kind_of_the_inner_one() -> None:
     torch.testing.assert_close(rescaled.share(LOGITS, LABELS, 5, 10, 2), unshifted(LOGITS, LABELS) / 4)
 
 
-def test_logits_and_loss_are_found_among_outputs() -> None:
+def test_logits_and_loss_are_found_in_outputs() -> None:
     class Outputs:
         logits = LOGITS
         loss = LOGITS.mean()
@@ -107,8 +107,8 @@ def test_logits_and_loss_are_found_among_outputs() -> None:
 
 
 @pytest.mark.parametrize("token_weighted", [True, False])
-@pytest.mark.parametrize("of_whole", [True, False], ids=["all of the step", "a part of the step"])
-def test_a_count_of_zero_on_the_device_gives_zero(token_weighted: bool, of_whole: bool) -> None:
+@pytest.mark.parametrize("of_whole", [True, False], ids=["all of the step", "part of the step"])
+def test_zero_count_on_the_device_gives_zero_loss(token_weighted: bool, of_whole: bool) -> None:
     logits = LOGITS.clone().requires_grad_()
     step_loss = StepLoss(unshifted, token_weighted)
     count = torch.tensor(0)
@@ -118,7 +118,7 @@ def test_a_count_of_zero_on_the_device_gives_zero(token_weighted: bool, of_whole
     assert logits.grad is not None and torch.equal(logits.grad, torch.zeros_like(logits))
 
 
-def test_a_models_own_loss_is_zero_for_a_count_of_zero_on_the_device() -> None:
+def test_model_loss_is_zero_for_a_zero_count_on_the_device() -> None:
     model_loss = ModelLoss(None, token_weighted=True)
     nothing = Forward(LOGITS, torch.tensor(math.nan))
     count = torch.tensor(0)

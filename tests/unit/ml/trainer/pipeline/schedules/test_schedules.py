@@ -1,4 +1,4 @@
-"""Schedules by name, the layouts they can run, and what each rank does and holds in a step of theirs."""
+"""Pipeline schedules: names, accepted layouts, action tables, idle time and peak activations."""
 
 import importlib.util
 import re
@@ -47,7 +47,7 @@ def test_every_schedule_of_torch_has_a_short_name() -> None:
 
 
 @every_schedule
-def test_names_of_torch_are_understood_in_any_case(schedule_class: type) -> None:
+def test_torch_names_are_accepted_in_any_case(schedule_class: type) -> None:
     name = schedule_class.__name__
     for spelling in (
         name,
@@ -64,14 +64,14 @@ def test_names_of_torch_are_understood_in_any_case(schedule_class: type) -> None
     ("wrong", "nearest"),
     [("1f1", "1f1b"), ("interleaved", "interleaved1f1b"), ("zero_bubble", "zbv"), ("gpip", "gpipe")],
 )
-def test_an_unknown_name_is_answered_with_the_nearest_and_all_others(wrong: str, nearest: str) -> None:
+def test_unknown_name_suggests_the_nearest_and_lists_all(wrong: str, nearest: str) -> None:
     with pytest.raises(ValueError, match=f"Did you mean '{nearest}'") as error:
         find_schedule(wrong)
     assert all(repr(name) in str(error.value) for name in (wrong, *NAMES))
 
 
 @pytest.mark.parametrize("wrong", [dict, 3, PipelineScheduleSingle])
-def test_what_is_no_schedule_is_refused(wrong: Any) -> None:
+def test_non_schedules_are_rejected(wrong: Any) -> None:
     with pytest.raises(ValueError, match=r"schedule=.*'gpipe'"):
         find_schedule(wrong)
 
@@ -88,14 +88,14 @@ def test_traits_of_each_schedule() -> None:
 
 
 @every_schedule
-def test_the_backward_pass_is_split_where_the_traits_say_so(schedule_class: type) -> None:
+def test_backward_pass_is_split_as_the_traits_declare(schedule_class: type) -> None:
     works = {slot.work for slots in action_table(schedule_class, 4, 8) for slot in slots}
     assert (
         (Work.WEIGHT_GRADIENT in works) == (Work.INPUT_GRADIENT in works) == traits_of(schedule_class).splits_backward
     )
 
 
-def test_a_derived_schedule_has_the_traits_and_limits_of_its_base() -> None:
+def test_derived_schedule_has_the_traits_and_limits_of_its_base() -> None:
     class Mine(ScheduleZBVZeroBubble):
         pass
 
@@ -107,7 +107,7 @@ def test_a_derived_schedule_has_the_traits_and_limits_of_its_base() -> None:
     assert not accepts(Logging1F1B, 4, 1, 3) and accepts(Logging1F1B, 4, 1, 4)
 
 
-def test_a_schedule_of_ones_own_is_taken_for_what_is_safe() -> None:
+def test_custom_schedule_gets_safe_default_traits() -> None:
     class Single(PipelineScheduleSingle):
         pass
 
@@ -126,7 +126,7 @@ def test_a_schedule_of_ones_own_is_taken_for_what_is_safe() -> None:
 
 
 def torch_accepts(schedule_class: type, pp_size: int, stages_per_rank: int, n_microbatches: int) -> bool:
-    """Whether torch's constructor takes stages of such a layout, of which it looks at counts only."""
+    """Return whether torch's constructor accepts stages of this layout; it reads only the counts."""
     num_stages = pp_size * stages_per_rank
     stages = [
         SimpleNamespace(num_stages=num_stages, group_size=pp_size, group_rank=0, submod=None)
@@ -142,8 +142,8 @@ def torch_accepts(schedule_class: type, pp_size: int, stages_per_rank: int, n_mi
 
 @every_schedule
 @pytest.mark.parametrize("pp_size", [1, 2, 3, 4, 5])
-def test_a_layout_is_accepted_exactly_where_torch_accepts_it(schedule_class: type, pp_size: int) -> None:
-    # One stage per rank is the only thing that we refuse and torch does not: the next test.
+def test_layout_is_accepted_exactly_if_torch_accepts_it(schedule_class: type, pp_size: int) -> None:
+    # One stage per rank is the only layout that Forgather rejects and torch accepts; see the next test.
     fewest = 2 if traits_of(schedule_class).stage_type == "loop" and traits_of(schedule_class).is_multistage else 1
     layouts = [(pp_size, stages, count) for stages in range(fewest, 4) for count in range(1, 14)]
     ours = {layout: accepts(schedule_class, *layout) for layout in layouts}
@@ -152,7 +152,7 @@ def test_a_layout_is_accepted_exactly_where_torch_accepts_it(schedule_class: typ
 
 
 @pytest.mark.parametrize("name", NAMES[2:])
-def test_multistage_schedules_want_more_than_one_stage(name: str) -> None:
+def test_multistage_schedules_reject_one_stage_per_rank(name: str) -> None:
     with pytest.raises(ValueError, match="Set stages_per_rank=2"):
         check_layout(find_schedule(name), 4, 1, 8)
 
@@ -169,7 +169,7 @@ def test_multistage_schedules_want_more_than_one_stage(name: str) -> None:
         ("gpipe", 1, 0, "Set n_microbatches to 1 or more"),
     ],
 )
-def test_a_refusal_names_the_settings_and_what_to_change(
+def test_rejection_names_the_settings_and_the_remedy(
     name: str, stages_per_rank: int, n_microbatches: int, advice: str
 ) -> None:
     settings = (
@@ -180,7 +180,7 @@ def test_a_refusal_names_the_settings_and_what_to_change(
 
 
 @pytest.mark.parametrize("name", ["interleaved1f1b", "interleavedzerobubble"])
-def test_numbers_of_microbatches_that_are_advised_work(name: str) -> None:
+def test_advised_numbers_of_microbatches_are_accepted(name: str) -> None:
     schedule_class = find_schedule(name)
     for pp_size, count in [(p, n) for p in range(1, 8) for n in range(1, 40) if not accepts(schedule_class, p, 2, n)]:
         with pytest.raises(ValueError) as error:
@@ -205,12 +205,12 @@ def test_each_stage_sees_each_microbatch_once_forward_and_once_backward(schedule
         assert len(seen) == len(pairs) and set(seen) == pairs
 
 
-def test_more_stages_per_rank_can_be_asked_for() -> None:
+def test_stages_per_rank_can_be_increased() -> None:
     assert {slot.stage for slot in action_table(find_schedule("interleaved1f1b"), 2, 4, 3)[0]} == {0, 2, 4}
 
 
 class NotingStage(PipelineStage):
-    """A real stage that also notes its computations."""
+    """Real stage that records its computations."""
 
     notes: list[tuple[int, str, int]]
 
@@ -246,14 +246,14 @@ def _train_steps() -> list[list[tuple[int, str, int]]]:
     return [_train_step(name) for name in NAMES]
 
 
-def test_the_tables_are_what_ranks_do_in_a_real_step() -> None:
+def test_action_tables_equal_a_real_training_step() -> None:
     by_rank = run_on_ranks(_train_steps, 2)
     for name, *done in zip(NAMES, *by_rank, strict=True):
         table = action_table(find_schedule(name), 2, 4)
         assert done == [[(slot.stage, str(slot.work), slot.microbatch) for slot in slots] for slots in table], name
 
 
-def test_a_schedule_without_a_table_says_which_method_it_lacks() -> None:
+def test_schedule_without_a_table_names_the_missing_method() -> None:
     class Silent(ScheduleGPipe):
         def _get_pipeline_order(self) -> None:
             return None
@@ -265,7 +265,7 @@ def test_a_schedule_without_a_table_says_which_method_it_lacks() -> None:
 # --- idle time
 
 LAYOUTS = [(pp_size, rounds * pp_size) for pp_size in (1, 2, 3, 4) for rounds in (2, 3)] + [(6, 12)]
-# How many of the p - 1 idle spans would fit into a micro-batch of a rank's work: the larger, the better.
+# Number of the p - 1 idle spans that would fit into a micro-batch of a rank's work: larger is better.
 DIVISIONS = {
     "gpipe": 1,
     "1f1b": 1,
@@ -278,8 +278,8 @@ DIVISIONS = {
 
 
 @pytest.mark.parametrize("name", NAMES)
-def test_idle_time_follows_the_closed_form(name: str) -> None:
-    """A step of d * m spans of work idles for p - 1 of them, where d tells the schedules apart."""
+def test_idle_time_has_the_closed_form(name: str) -> None:
+    """A step of d * m spans of work has p - 1 idle spans; d depends on the schedule."""
     for p, m in LAYOUTS:
         assert bubble_share(find_schedule(name), p, m) == pytest.approx((p - 1) / (DIVISIONS[name] * m + p - 1))
 
@@ -290,21 +290,21 @@ def test_more_stages_divide_the_idle_time_of_interleaved_1f1b(stages_per_rank: i
     assert share == pytest.approx(3 / (stages_per_rank * 8 + 3))
 
 
-def test_zbv_needs_about_twice_as_many_microbatches_as_ranks_to_be_at_its_best() -> None:
+def test_zbv_is_optimal_from_about_twice_as_many_microbatches_as_ranks() -> None:
     zbv, interleaved = find_schedule("zbv"), find_schedule("interleavedzerobubble")
     assert bubble_share(zbv, 4, 4) > bubble_share(interleaved, 4, 4)
     assert bubble_share(zbv, 4, 6) == pytest.approx(bubble_share(interleaved, 4, 6))
 
 
 @every_schedule
-def test_ranks_do_one_thing_at_a_time_and_all_of_the_work(schedule_class: type) -> None:
+def test_ranks_do_all_work_one_slot_at_a_time(schedule_class: type) -> None:
     for slots in timeline(schedule_class, 4, 8):
         assert all(before.end <= after.start for before, after in pairwise(slots))
         assert sum(timed.end - timed.start for timed in slots) == 3 * 8
 
 
 @every_schedule
-def test_nothing_starts_before_its_input_is_there(schedule_class: type) -> None:
+def test_no_slot_starts_before_its_input(schedule_class: type) -> None:
     ends = {timed.slot: timed.end for slots in timeline(schedule_class, 4, 8) for timed in slots}
     for timed in (one for slots in timeline(schedule_class, 4, 8) for one in slots):
         stage, work, microbatch = timed.slot.stage, timed.slot.work, timed.slot.microbatch
@@ -318,7 +318,7 @@ def test_nothing_starts_before_its_input_is_there(schedule_class: type) -> None:
         assert all(ends[one] <= timed.start for one in inputs if one in ends)
 
 
-def test_every_accepted_layout_comes_to_an_end() -> None:
+def test_every_accepted_layout_terminates() -> None:
     for schedule_class in SCHEDULES:
         for layout in [(p, stages, m) for p in (1, 2, 3) for stages in (1, 2, 3) for m in range(1, 8)]:
             if accepts(schedule_class, *layout):
@@ -330,15 +330,13 @@ def test_every_accepted_layout_comes_to_an_end() -> None:
 
 
 @pytest.mark.parametrize(("pp_size", "n_microbatches"), [(2, 4), (4, 8), (4, 16)])
-def test_1f1b_keeps_as_many_microbatches_as_stages_follow_and_gpipe_keeps_all(
-    pp_size: int, n_microbatches: int
-) -> None:
+def test_peak_activations_of_1f1b_and_gpipe(pp_size: int, n_microbatches: int) -> None:
     assert peak_activations(Schedule1F1B, pp_size, n_microbatches) == list(range(pp_size, 0, -1))
     assert peak_activations(ScheduleGPipe, pp_size, n_microbatches) == [n_microbatches] * pp_size
 
 
 @pytest.mark.parametrize("n_microbatches", [8, 16, 32])
-def test_peaks_of_the_other_schedules_do_not_grow_with_microbatches_but_for_loopedbfs(n_microbatches: int) -> None:
+def test_peak_activations_of_other_schedules_except_loopedbfs_are_constant(n_microbatches: int) -> None:
     peaks = {name: peak_activations(find_schedule(name), 4, n_microbatches) for name in NAMES[2:]}
     assert peaks == {
         "interleaved1f1b": [5.5, 4.5, 3.5, 2.5],
@@ -362,16 +360,14 @@ def drawing() -> ModuleType:
 
 
 def contents_of(svg_path: Path) -> tuple[list[str], list[str]]:
-    """The ids of boxes and all texts of a drawing: what it says, without what a version of matplotlib makes of it."""
+    """Return the ids of boxes and all texts of a drawing, which do not depend on the version of matplotlib."""
     elements = list(ElementTree.parse(svg_path).iter())
     boxes = [one.attrib["id"] for one in elements if one.attrib.get("id", "").startswith("rank")]
     return boxes, [(one.text or "").strip() for one in elements if one.tag.endswith("}text")]
 
 
 @pytest.mark.parametrize("schedule_class", list(SCHEDULES)[1::2], ids=lambda one: SCHEDULES[one].name)
-def test_the_drawing_in_the_documentation_is_what_the_script_makes(
-    schedule_class: type, drawing: ModuleType, tmp_path: Path
-) -> None:
+def test_drawing_in_the_documentation_is_up_to_date(schedule_class: type, drawing: ModuleType, tmp_path: Path) -> None:
     name = drawing.image_name(SCHEDULES[schedule_class])
     drawing.write(schedule_class, tmp_path / name)
     boxes, texts = contents_of(DOCS_PATH / "images" / name)

@@ -1,4 +1,4 @@
-"""Models that are split by tracing compute what they compute as a whole, under the names that they have as a whole."""
+"""Automatic splitter (tracing): stages compute the same values, under the same names, as the full model."""
 
 import re
 from collections.abc import Callable, Mapping
@@ -38,7 +38,7 @@ class Block(nn.Module):
 
 
 class Blocks(nn.Module):
-    """An embedding, four blocks and a head; what the last block gets from the embedding passes by all stages."""
+    """Model with an embedding, four blocks, and a head that also uses the embedding, passed through all stages."""
 
     def __init__(self, tied: bool = False, dropout: float = 0.0) -> None:
         super().__init__()
@@ -114,7 +114,7 @@ def split(
 
 
 def fill(module: nn.Module, source: nn.Module) -> None:
-    """Put real tensors in the places of those on meta, then load their values, as the trainer does."""
+    """Replace meta tensors by real ones and load their values, as the trainer does."""
     values = dict(source.named_parameters(remove_duplicate=False)) | dict(source.named_buffers(remove_duplicate=False))
     for path, owner in module.named_modules():
         for table in (owner._parameters, owner._buffers):
@@ -157,7 +157,7 @@ def _filled_stages_match_the_whole_model() -> None:
         torch.testing.assert_close(run_chain(modules, ids[:2], mask=keywords["mask"][:2]), expected)
 
 
-def test_filled_stages_compute_what_the_whole_model_does_in_training_and_evaluation() -> None:
+def test_filled_stages_equal_the_full_model_in_training_and_evaluation() -> None:
     run_on_ranks(_filled_stages_match_the_whole_model, 1)
 
 
@@ -167,7 +167,7 @@ def _split_points_are_heeded(spec: Mapping[str, Any]) -> list[set[str]]:
 
 
 @pytest.mark.parametrize("spec", [{"layers.0": "end"}, {"layers.1": SplitPoint.BEGINNING}])
-def test_split_points_decide_where_stages_begin(spec: Mapping[str, Any]) -> None:
+def test_split_points_set_the_start_of_stages(spec: Mapping[str, Any]) -> None:
     assert run_on_ranks(_split_points_are_heeded, 1, spec) == [[{"0"}, {"1", "2", "3"}]]
 
 
@@ -178,7 +178,7 @@ def _tied_names() -> tuple[list[set[str]], bool]:
     return names, first["embed.weight"] is second["head.weight"]
 
 
-def test_tied_weights_are_in_each_stage_under_the_name_of_the_module_that_uses_them() -> None:
+def test_tied_weight_is_named_after_the_module_that_uses_it_in_each_stage() -> None:
     assert run_on_ranks(_tied_names, 1) == [([{"embed.weight"}, {"head.weight"}], True)]
 
 
@@ -225,14 +225,14 @@ def expected_step(with_mask: bool, tied: bool) -> tuple[float, dict[str, Tensor]
 
 @pytest.mark.parametrize("with_mask", [False, True])
 @pytest.mark.parametrize("name", list(SCHEDULES))
-def test_loss_and_gradients_equal_those_of_the_whole_model(name: str, with_mask: bool) -> None:
+def test_loss_and_gradients_equal_the_full_model(name: str, with_mask: bool) -> None:
     loss, expected = expected_step(with_mask, tied=False)
     (_, first), (last_loss, second) = run_on_ranks(_train_step, 2, name, with_mask, False, 2)
     assert last_loss == pytest.approx(loss, abs=1e-6)
     torch.testing.assert_close(first | second, expected, atol=1e-6, rtol=1e-6)
 
 
-def test_gradients_of_tied_weights_add_up_over_the_stages() -> None:
+def test_gradients_of_tied_weights_sum_over_the_stages() -> None:
     _, expected = expected_step(True, tied=True)
     (_, first), (_, second) = run_on_ranks(_train_step, 2, "1f1b", True, True, 1)
     total = first["embed.weight"] + second["head.weight"]
@@ -257,12 +257,12 @@ def _refusal(spec: Mapping[str, Any] | None, stage_indices: tuple[tuple[int, ...
         ({"embed": "beginning"}, r"stages \[0\] have nothing to compute"),
     ],
 )
-def test_split_points_that_do_not_fit_are_explained(spec: Mapping[str, Any], message: str) -> None:
+def test_invalid_split_points_are_explained(spec: Mapping[str, Any], message: str) -> None:
     (text,) = run_on_ranks(_refusal, 1, spec, ((0, 1),))
     assert re.search(message, text), text
 
 
-def test_without_split_points_a_list_with_enough_layers_is_needed() -> None:
+def test_missing_split_points_need_a_list_with_enough_layers() -> None:
     (text,) = run_on_ranks(_refusal, 1, None, ((0, 1, 2, 3, 4),))
     assert "'layers' with 4 entries" in text and "split_spec" in text
 
@@ -277,7 +277,7 @@ def _trace_branching() -> tuple[str, bool]:
     return str(caught.value), caught.value.__cause__ is not None
 
 
-def test_a_model_that_cannot_be_traced_is_explained_with_its_cause() -> None:
+def test_untraceable_model_is_explained_with_its_cause() -> None:
     ((text, has_cause),) = run_on_ranks(_trace_branching, 1)
     assert "cannot trace Branching" in text and "must not depend on tensor values" in text and has_cause
 
@@ -291,7 +291,7 @@ def _other_shapes() -> None:
     schedule.step(*((ids,) if dist.get_rank() == 0 else ()), **keywords)
 
 
-def test_batches_of_other_shapes_are_refused() -> None:
+def test_batches_of_other_shapes_are_rejected() -> None:
     with pytest.raises(RankFailure) as caught:
         run_on_ranks(_other_shapes, 2)
     kind, message, _ = caught.value.errors[0]
@@ -302,7 +302,7 @@ def test_batches_of_other_shapes_are_refused() -> None:
 
 
 class Awkward(nn.Module):
-    """Writes in place on both sides of the split, has running statistics and no_grad parts, and marks its split itself."""
+    """Model with in-place operations around its explicit split, running statistics and no_grad code."""
 
     def __init__(self, plain_tensor: bool = False, views: bool = False) -> None:
         super().__init__()
@@ -355,6 +355,6 @@ def _awkward_refusal(plain_tensor: bool, views: bool) -> str:
 @pytest.mark.parametrize(
     ("plain_tensor", "views", "message"), [(True, False, "register_buffer"), (False, True, "in place")]
 )
-def test_what_would_compute_wrong_numbers_is_refused(plain_tensor: bool, views: bool, message: str) -> None:
+def test_split_that_would_compute_wrong_values_is_rejected(plain_tensor: bool, views: bool, message: str) -> None:
     (text,) = run_on_ranks(_awkward_refusal, 1, plain_tensor, views)
     assert message in text

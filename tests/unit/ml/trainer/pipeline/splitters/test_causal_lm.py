@@ -1,4 +1,4 @@
-"""Stages of causal language models compute, one after another, what the whole model computes."""
+"""Splitter for causal language models: stages in sequence equal the full model."""
 
 from collections.abc import Sequence
 from typing import Any
@@ -83,7 +83,7 @@ POSITIONS = (MASK.cumsum(1) - 1).clamp(min=0)
 
 
 def with_large_values(make: MakeModel) -> Any:
-    """A model in which every parameter matters to the result, those that usually begin as zeros or ones too."""
+    """Build a model with noise on all parameters, so that every parameter affects the result."""
     torch.manual_seed(0)
     model = make().eval()
     with torch.no_grad():
@@ -96,7 +96,7 @@ def with_large_values(make: MakeModel) -> Any:
 
 
 @pytest.mark.parametrize("name", MODELS)
-def test_stages_in_a_row_equal_the_whole_model(name: str) -> None:
+def test_stages_in_sequence_equal_the_full_model(name: str) -> None:
     model = with_large_values(MODELS[name])
     modules = filled(split(on_meta(MODELS[name]), 3)[0], model)
     keywords = {"attention_mask": MASK, "position_ids": POSITIONS}
@@ -109,8 +109,8 @@ def test_stages_in_a_row_equal_the_whole_model(name: str) -> None:
 
 
 @pytest.mark.parametrize("name", MODELS)
-def test_stages_with_caches_equal_the_whole_model_token_by_token(name: str) -> None:
-    """Bit for bit the model with its own cache, and but for rounding the model without one."""
+def test_stages_with_caches_equal_the_full_model_token_by_token(name: str) -> None:
+    """Bitwise equal to the model with a cache, and equal up to rounding to the model without a cache."""
     model = with_large_values(MODELS[name])
     modules = filled(split(on_meta(MODELS[name]), 3)[0], model)
     caches = [module.make_cache() for module in modules]  # type: ignore[operator]
@@ -128,7 +128,7 @@ def test_stages_with_caches_equal_the_whole_model_token_by_token(name: str) -> N
 
 
 @pytest.mark.parametrize("name", MODELS)
-def test_gradients_through_the_stages_are_those_of_the_whole_model(name: str) -> None:
+def test_gradients_through_the_stages_equal_the_full_model(name: str) -> None:
     model = with_large_values(MODELS[name])
     modules = filled(split(on_meta(MODELS[name]), 3)[0], model)
     model(TOKEN_IDS, attention_mask=MASK, use_cache=False).logits[:, 3:].square().mean().backward()
@@ -146,7 +146,7 @@ def test_gradients_through_the_stages_are_those_of_the_whole_model(name: str) ->
 
 
 @pytest.mark.parametrize("name", MODELS)
-def test_stages_have_the_names_of_the_whole_model_each_once(name: str) -> None:
+def test_stages_have_each_fqn_of_the_full_model_once(name: str) -> None:
     whole = on_meta(MODELS[name])
     expected = {key: (value.shape, value.dtype) for key, value in whole.state_dict().items()}
     modules = split(whole, 3)[0]
@@ -157,8 +157,8 @@ def test_stages_have_the_names_of_the_whole_model_each_once(name: str) -> None:
 
 
 @pytest.mark.parametrize("name", MODELS)
-def test_what_passes_between_stages_is_known_without_running_them(name: str) -> None:
-    """In float32 and with autocast, in which some layers put out another type than their weights have."""
+def test_boundary_shapes_are_known_without_running_the_stages(name: str) -> None:
+    """In float32 and with autocast, which gives some layers another output dtype than their weights."""
     modules = filled(split(on_meta(MODELS[name]), 3)[0], with_large_values(MODELS[name]))
     for is_mixed in (False, True):
         hidden = TOKEN_IDS
@@ -170,7 +170,7 @@ def test_what_passes_between_stages_is_known_without_running_them(name: str) -> 
 
 @pytest.mark.parametrize("num_stages", [1, 2, 4])
 @pytest.mark.parametrize("name", ["llama", "qwen2", "tied_gpt2"])
-def test_any_number_of_stages_equals_the_whole_model(name: str, num_stages: int) -> None:
+def test_any_number_of_stages_equals_the_full_model(name: str, num_stages: int) -> None:
     model = with_large_values(MODELS[name])
     modules = filled(split(on_meta(MODELS[name]), num_stages)[0], model)
     with torch.no_grad():
@@ -178,7 +178,7 @@ def test_any_number_of_stages_equals_the_whole_model(name: str, num_stages: int)
         assert torch.equal(logits, model(TOKEN_IDS, attention_mask=MASK).logits)
 
 
-def test_token_types_reach_the_embedding_alone() -> None:
+def test_token_types_reach_only_the_embedding() -> None:
     model = with_large_values(MODELS["tied_gpt2"])
     modules = filled(split(on_meta(MODELS["tied_gpt2"]), 3)[0], model)
     types = TOKEN_IDS % 2
@@ -188,8 +188,8 @@ def test_token_types_reach_the_embedding_alone() -> None:
         assert not torch.equal(logits, model(TOKEN_IDS).logits)
 
 
-def test_dropout_of_the_embedding_happens_once() -> None:
-    """Stages draw in the order of the whole model: with one generator they drop the same."""
+def test_dropout_of_the_embedding_is_applied_once() -> None:
+    """Stages draw random numbers in the order of the full model, so equal seeds give equal dropout."""
 
     def make() -> Any:
         config = _gpt2()
@@ -206,8 +206,8 @@ def test_dropout_of_the_embedding_happens_once() -> None:
         assert not torch.equal(model.eval()(TOKEN_IDS).logits, expected)
 
 
-def test_splitting_leaves_the_whole_model_as_it_was() -> None:
-    """It is what is saved: its names, and the configuration that goes into checkpoints."""
+def test_splitting_does_not_change_the_full_model() -> None:
+    """Checkpoints use its parameter names and its configuration."""
     model = with_large_values(MODELS["qwen2"])
     names, config = list(model.state_dict()), model.config.to_dict()
     with torch.no_grad():
@@ -217,14 +217,14 @@ def test_splitting_leaves_the_whole_model_as_it_was() -> None:
     assert (list(model.state_dict()), model.config.to_dict()) == (names, config)
 
 
-def test_evaluation_mode_reaches_every_part_of_a_stage() -> None:
+def test_evaluation_mode_reaches_every_module_of_a_stage() -> None:
     for module in split(on_meta(MODELS["tied_gpt2"]), 3)[0]:
         for mode in (True, False):
             module.train(mode)
             assert {part.training for part in module.modules()} == {mode}
 
 
-def test_both_names_of_the_splitter_divide_alike() -> None:
+def test_both_names_of_the_splitter_split_equally() -> None:
     names = [
         [list(module.state_dict()) for module in split(on_meta(MODELS["llama"]), 3, create(output_weight=2))[0]]
         for create in (create_causal_lm_splitter, create_manual_causal_lm_splitter)
@@ -232,7 +232,7 @@ def test_both_names_of_the_splitter_divide_alike() -> None:
     assert names[0] == names[1]
 
 
-def test_each_rank_gets_the_stages_of_its_own() -> None:
+def test_each_rank_gets_its_own_stages() -> None:
     modules, own, stages, make_mask = split_for_rank(on_meta(MODELS["llama"]), [(0, 3), (1, 2)], rank=1)
     assert len(modules) == 4
     assert own == [modules[1], modules[2]]
@@ -244,7 +244,7 @@ def test_each_rank_gets_the_stages_of_its_own() -> None:
     assert all(tensor.is_meta for module in modules for tensor in tensors_of(module).values())
 
 
-def test_weights_of_the_splitter_move_layers() -> None:
+def test_splitter_weights_move_layers() -> None:
     modules = split(on_meta(MODELS["llama"]), 2, create_causal_lm_splitter(input_weight=0, output_weight=2))[0]
     layers = [{name.split(".")[2] for name in one.state_dict() if ".layers." in name} for one in modules]
     assert layers == [{"0", "1", "2"}, {"3"}]
@@ -255,8 +255,8 @@ def test_weights_of_the_splitter_move_layers() -> None:
 REMEDIES = r".*input_encoder, layer_stack, output_decoder.*model_splitter=create_automatic_splitter\(split_spec\)"
 
 
-def test_a_model_whose_code_scales_hidden_states_is_refused() -> None:
-    """Granite multiplies what it embeds; every stage would do so."""
+def test_model_that_scales_hidden_states_outside_its_layers_is_rejected() -> None:
+    """Granite scales its embeddings; every stage would repeat that."""
     config = _config(hf.GraniteConfig, embedding_multiplier=2.0)
     with pytest.raises(ValueError, match="GraniteForCausalLM changes hidden states outside of its layers" + REMEDIES):
         split(on_meta(lambda: hf.GraniteForCausalLM(config)), 2)
@@ -276,19 +276,19 @@ def test_a_model_whose_code_scales_hidden_states_is_refused() -> None:
     ],
     ids=["sequential", "headless", "encoder-decoder"],
 )
-def test_models_that_cannot_be_divided_are_refused_with_the_remedies(make: MakeModel, reason: str) -> None:
+def test_unsupported_models_are_rejected_with_the_remedies(make: MakeModel, reason: str) -> None:
     with pytest.raises(ValueError, match=reason + REMEDIES):
         split(on_meta(make), 2)
 
 
 @pytest.mark.parametrize("config_class", [hf.MambaConfig, hf.JambaConfig])
-def test_models_that_do_not_tell_their_layers_are_refused_with_the_remedies(config_class: Any) -> None:
+def test_models_without_a_layer_list_are_rejected_with_the_remedies(config_class: Any) -> None:
     config = _config(config_class)
     with pytest.raises(ValueError, match=REMEDIES):
         split(on_meta(lambda: hf.AutoModelForCausalLM.from_config(config)), 2)
 
 
-def test_a_final_norm_without_parameters_happens_once() -> None:
+def test_final_norm_without_parameters_is_applied_once() -> None:
     def make() -> Any:
         return hf.OlmoForCausalLM(_config(hf.OlmoConfig))
 
@@ -298,20 +298,20 @@ def test_a_final_norm_without_parameters_happens_once() -> None:
         assert torch.equal(in_a_row(modules, TOKEN_IDS), model(TOKEN_IDS).logits)
 
 
-def test_models_without_a_cache_do_not_claim_one() -> None:
-    """Generation runs them anew for each token then."""
+def test_models_without_a_cache_report_can_cache_false() -> None:
+    """Generation then recomputes the full sequence for each token."""
     config = hf.OpenAIGPTConfig(vocab_size=VOCABULARY, n_embd=WIDTH, n_layer=2, n_head=2, n_positions=64)
     modules = split(on_meta(lambda: hf.OpenAIGPTLMHeadModel(config)), 2)[0]
     assert not any(module.can_cache for module in modules)
 
 
-def test_another_number_of_layers_than_the_model_has_is_refused() -> None:
+def test_wrong_number_of_layers_is_rejected() -> None:
     message = r"LlamaForCausalLM should have one list of 5 layers, but these were found: none"
     with pytest.raises(ValueError, match=message + REMEDIES):
         split(on_meta(MODELS["llama"]), 2, create_causal_lm_splitter(num_layers=5))
 
 
 @pytest.mark.parametrize("name", ["llama", "tied_gpt2"])
-def test_more_stages_than_layers_are_refused(name: str) -> None:
+def test_more_stages_than_layers_are_rejected(name: str) -> None:
     with pytest.raises(ValueError, match=r"4 layers.*into 5 stages.*Use fewer ranks or stages_per_rank"):
         split(on_meta(MODELS[name]), 5)

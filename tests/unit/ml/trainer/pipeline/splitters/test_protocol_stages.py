@@ -1,4 +1,4 @@
-"""Models of three parts, as the protocol of the splitter wants them, train in stages like any other."""
+"""Three-part models that follow the splitter protocol: stages equal the full model and train like others."""
 
 from collections.abc import Mapping
 from pathlib import Path
@@ -31,7 +31,7 @@ class Encoder(nn.Module):
 
 
 class Layer(nn.Module):
-    """Adds the mean of the tokens that its mask allows; takes no other keyword."""
+    """Layer that adds the mean over the unmasked tokens; it accepts no other keyword."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -45,7 +45,7 @@ class Layer(nn.Module):
 
 
 class Decoder(nn.Module):
-    """Takes any keyword, and uses one."""
+    """Decoder that accepts any keyword and uses one."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -56,7 +56,7 @@ class Decoder(nn.Module):
 
 
 class ThreeParts(nn.Module):
-    """A model that follows the protocol, by its parts one after another."""
+    """Model that follows the protocol and runs its parts in sequence."""
 
     def __init__(self, by_name: bool = False) -> None:
         super().__init__()
@@ -80,7 +80,7 @@ class ThreeParts(nn.Module):
 
 
 class MakingMasks(ThreeParts):
-    """Makes its mask from the token ids and another tensor of the batch, which no part of it takes."""
+    """Model that creates its mask from the token ids and another batch tensor, which no part accepts."""
 
     def attention_mask_creator(self, input_ids: Tensor, kept: Tensor, **_: Tensor) -> Tensor:
         return (input_ids % 2 == 0) & kept
@@ -103,7 +103,7 @@ KEYWORDS: Mapping[str, Tensor] = {
 
 @pytest.mark.parametrize("make", [ThreeParts, LayersByName])
 @pytest.mark.parametrize("num_stages", [1, 2, 3, 4])
-def test_stages_of_the_protocol_equal_the_whole_model(make: MakeModel, num_stages: int) -> None:
+def test_protocol_stages_equal_the_full_model(make: MakeModel, num_stages: int) -> None:
     torch.manual_seed(0)
     model = make()
     whole = on_meta(make)
@@ -121,7 +121,7 @@ def test_stages_of_the_protocol_equal_the_whole_model(make: MakeModel, num_stage
             assert not torch.equal(logits, expected), f"{left_out} must matter, or it is not tested"
 
 
-def test_a_parameter_outside_of_the_three_parts_is_refused() -> None:
+def test_parameter_outside_the_three_parts_is_rejected() -> None:
     class FourParts(ThreeParts):
         def __init__(self) -> None:
             super().__init__()
@@ -132,12 +132,12 @@ def test_a_parameter_outside_of_the_three_parts_is_refused() -> None:
         split(on_meta(FourParts), 2)
 
 
-def test_more_stages_than_layers_of_the_protocol_are_refused() -> None:
+def test_more_stages_than_protocol_layers_are_rejected() -> None:
     with pytest.raises(ValueError, match=r"4 layers.*into 5 stages"):
         split(on_meta(ThreeParts), 5)
 
 
-def test_the_splitter_hands_on_what_makes_masks() -> None:
+def test_splitter_returns_the_attention_mask_creator() -> None:
     assert split(on_meta(ThreeParts), 2)[3] is None
     make_mask = split(on_meta(MakingMasks), 2)[3]
     assert make_mask is not None
@@ -163,7 +163,7 @@ def _train_and_evaluate(output_dir: Path) -> tuple[float, float]:
     return trainer.train().metrics["train_loss"], trainer.evaluate(_samples())["eval_loss"]
 
 
-def test_masks_that_a_model_makes_reach_every_stage_in_training_and_evaluation(tmp_path: Path) -> None:
+def test_created_masks_reach_every_stage_in_training_and_evaluation(tmp_path: Path) -> None:
     trainer = quiet_trainer(
         tmp_path / "single", None, _samples(), trainer_options={"model_init": MakingMasks}, **SETTINGS
     )
