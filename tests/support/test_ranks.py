@@ -44,6 +44,8 @@ def sleep_for_ever() -> None:
 
 
 def die_on_rank(dying_rank: int) -> int:
+    # A rank that is still joining the group would wait for the dead one until its time limit.
+    dist.barrier()
     if dist.get_rank() == dying_rank:
         os.kill(os.getpid(), signal.SIGKILL)
     return os.getpid()
