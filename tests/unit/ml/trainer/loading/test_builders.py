@@ -127,7 +127,7 @@ def test_the_position_counts_what_was_handed_out_not_what_was_prefetched() -> No
     loader = train_loader(Numbers(30), num_workers=2, prefetch_factor=3)
     for _ in itertools.islice(loader, 4):
         pass
-    assert loader.state_dict() == {"seed": 11, "epoch": 0, "index": 12, "num_samples": 30}
+    assert loader.state_dict() == {"seed": 11, "epoch": 0, "index": 12, "num_samples": 30, "order_version": 2}
     loader.close()
 
 
