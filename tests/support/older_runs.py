@@ -21,6 +21,7 @@ from torch import Tensor, nn
 
 from forgather.ml.trainer.callbacks.early_stopping import EarlyStopping
 from forgather.ml.trainer.trainer import Trainer
+from tests.support.drawn_order import DrawnOrder
 from tests.support.tiny_models import TokenModel, quiet_trainer, token_samples
 
 FIXTURES = Path(__file__).parents[1] / "fixtures"
@@ -149,8 +150,9 @@ def resume(name: str, folder: Path) -> dict[str, Any]:
 
 
 def straight(name: str, folder: Path) -> dict[str, Any]:
-    """Return the end of the same run, trained from the first step."""
+    """Return the end of the same run, trained from the first step in the data order of its version."""
     trainer = RUNS[name][0](folder)
+    trainer.add_callback(DrawnOrder())
     trainer.train()
     return end_of(trainer)
 

@@ -1,12 +1,13 @@
 """Golden losses of a fixed tiny run: code changes must not alter a single bit unintentionally.
 
-The losses are in `golden_losses.json`, as hexadecimal floats. After an intended change, rewrite the file with
+The losses are in `golden_losses.json`, as hexadecimal floats. `golden_losses_of_drawn_order.json` has the losses of the
+same run in the data order of older versions, which their runs keep. After an intended change, rewrite the files with
 
     python -m tests.guarantees.exact_resume.test_golden_losses
 
-and commit it together with the change that explains the difference. The run has its own process, with one thread and the
+and commit them together with the change that explains the difference. The run has its own process, with one thread and the
 plainest CPU instructions, because the rounding of sums depends on both. Another version of torch may still round
-differently: the file records the version that it was written for.
+differently: the files record the version that they were written for.
 """
 
 import json
@@ -16,14 +17,19 @@ import tempfile
 from pathlib import Path
 from typing import Any
 
+import pytest
 import torch
 
+from tests.support.drawn_order import DrawnOrder
 from tests.support.launch import RankProcess
 from tests.support.train_job import Scenario, build_trainer
 
 MODULE = "tests.guarantees.exact_resume.test_golden_losses"
 RUN_SECONDS = 120.0
-GOLDEN_PATH = Path(__file__).with_name("golden_losses.json")
+GOLDEN_PATHS = {
+    "keyed": Path(__file__).with_name("golden_losses.json"),
+    "drawn": Path(__file__).with_name("golden_losses_of_drawn_order.json"),
+}
 # The same arithmetic on every CPU, for torch's own kernels, matrix products and low precision.
 PLAIN_INSTRUCTIONS = {
     "ATEN_CPU_CAPABILITY": "default",
@@ -56,12 +62,14 @@ class StepLosses:
         self.norms.append(float(grad_norm).hex())
 
 
-def losses_of_the_fixed_run() -> dict[str, Any]:
-    """Train in this process and return the losses, with the versions they belong to."""
+def losses_of_the_fixed_run(order: str) -> dict[str, Any]:
+    """Train in this process, in one of the data orders, and return the losses with their versions."""
     torch.set_num_threads(1)
     steps = StepLosses()
     with tempfile.TemporaryDirectory() as directory:
-        trainer = build_trainer(Scenario("golden", SETTINGS), directory, [steps])
+        trainer = build_trainer(
+            Scenario("golden", SETTINGS), directory, [steps, DrawnOrder()] if order == "drawn" else [steps]
+        )
         trainer.train()
     history = trainer.state.log_history
     return {
@@ -74,24 +82,26 @@ def losses_of_the_fixed_run() -> dict[str, Any]:
     }
 
 
-def write_losses(path: Path) -> None:
+def write_losses(path: Path, order: str) -> None:
     """Train in a process with plain CPU instructions, which torch selects on import, and write the losses."""
-    process = RankProcess(0, [sys.executable, "-m", MODULE, str(path)], PLAIN_INSTRUCTIONS)
+    process = RankProcess(0, [sys.executable, "-m", MODULE, str(path), order], PLAIN_INSTRUCTIONS)
     code = process.wait(RUN_SECONDS)
     assert code == 0, process.output
 
 
-def test_losses_equal_the_golden_values(tmp_path: Path) -> None:
-    write_losses(tmp_path / "losses.json")
-    present, golden = (json.loads(path.read_text()) for path in (tmp_path / "losses.json", GOLDEN_PATH))
+@pytest.mark.parametrize("order", GOLDEN_PATHS)
+def test_losses_equal_the_golden_values(tmp_path: Path, order: str) -> None:
+    write_losses(tmp_path / "losses.json", order)
+    present, golden = (json.loads(path.read_text()) for path in (tmp_path / "losses.json", GOLDEN_PATHS[order]))
     for name in ("loss", "grad_norm", "logged_loss", "learning_rate", "eval_loss"):
         assert present[name] == golden[name], (
             f"{name} differs; the golden values were written for {golden['written_for']}, this is {present['written_for']}"
         )
 
 
-def test_golden_file_has_every_step() -> None:
-    golden = json.loads(GOLDEN_PATH.read_text())
+@pytest.mark.parametrize("order", GOLDEN_PATHS)
+def test_golden_file_has_every_step(order: str) -> None:
+    golden = json.loads(GOLDEN_PATHS[order].read_text())
     assert len(golden["loss"]) == len(golden["grad_norm"]) == len(golden["logged_loss"]) == 15
     assert len(golden["eval_loss"]) == 7
     assert len(set(golden["loss"])) == 15, "repeated losses do not come from training"
@@ -99,6 +109,7 @@ def test_golden_file_has_every_step() -> None:
 
 if __name__ == "__main__":
     if len(sys.argv) > 1:
-        Path(sys.argv[1]).write_text(json.dumps(losses_of_the_fixed_run(), indent=2) + "\n")
+        Path(sys.argv[1]).write_text(json.dumps(losses_of_the_fixed_run(sys.argv[2]), indent=2) + "\n")
     else:
-        write_losses(GOLDEN_PATH)
+        for name, golden_path in GOLDEN_PATHS.items():
+            write_losses(golden_path, name)

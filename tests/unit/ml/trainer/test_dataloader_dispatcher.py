@@ -34,6 +34,7 @@ from tests.support.dispatching import (
     train_loader,
     until,
 )
+from tests.support.drawn_order import drawn_order
 from tests.support.ranks import run_on_ranks
 
 
@@ -269,12 +270,17 @@ def test_position_counts_taken_batches_for_any_number_of_ranks(num_workers: int)
         assert taken == order[:24] and rest == order[24:], num_ranks
         positions += [one[1] for one in results]
         ends += [one[3] for one in results]
-    assert positions == [{"seed": 5, "epoch": 0, "index": 24, "num_samples": NUM_SAMPLES}] * len(positions)
-    assert ends == [{"seed": 5, "epoch": 0, "index": NUM_SAMPLES, "num_samples": NUM_SAMPLES}] * len(ends)
+    of_epoch = {"seed": 5, "epoch": 0, "num_samples": NUM_SAMPLES, "order_version": 2}
+    assert positions == [{**of_epoch, "index": 24}] * len(positions)
+    assert ends == [{**of_epoch, "index": NUM_SAMPLES}] * len(ends)
 
 
-def test_run_resumes_with_another_number_of_ranks() -> None:
+@pytest.mark.parametrize("is_older", [False, True])
+def test_run_resumes_with_another_number_of_ranks(is_older: bool) -> None:
     order, state, samples = expected_order(), None, []
+    if is_older:
+        state = {"seed": 5, "epoch": 0, "index": 0, "num_samples": NUM_SAMPLES}
+        order = drawn_order(NUM_SAMPLES, 5, 0)
     for num_ranks, num_rounds in ((2, 4), (3, 2), (1, 1), (4, 0)):
         results = run_on_ranks(_take_and_resume, num_ranks, num_rounds, state)
         state = results[-1][1]

@@ -250,8 +250,26 @@ def _problem_with_mapping(dataset: Mapping[Any, Any]) -> str:
 def _leave_garbage_to_parent() -> None:
     """Disable garbage collection of inherited objects in forked processes."""
     # A worker would destroy an unreferenced process group that it inherited. The destructor waits forever for threads
-    # of the group, because fork does not copy threads.
-    os.register_at_fork(after_in_child=gc.freeze)
+    # of the group, or crashes, because fork does not copy threads. Hooks of other modules run in the child before ours
+    # and may start a collection, so the parent disables it before the fork.
+    was_enabled: list[bool] = []
+
+    def pause() -> None:
+        was_enabled.append(gc.isenabled())
+        gc.disable()
+
+    def resume() -> None:
+        # Threads may fork at the same time. The last one to resume removes the entry of the first one to pause.
+        if was_enabled.pop():
+            gc.enable()
+
+    def resume_in_child() -> None:
+        gc.freeze()
+        if any(was_enabled):
+            gc.enable()
+        was_enabled.clear()
+
+    os.register_at_fork(before=pause, after_in_parent=resume, after_in_child=resume_in_child)
 
 
 def _loader_options(

@@ -1,16 +1,19 @@
 """Data order: a sampler over a seeded permutation, its position, and seeding of workers by position.
 
-The order of an epoch depends on (seed, epoch) only, so a position is three integers: seed, epoch and sample index.
+The order of an epoch depends on (seed, epoch) only, so a position is three integers: seed, epoch and sample index. It
+takes O(1) memory. The version of the order is saved with the position, and a resumed run keeps it to its end.
 Random draws of a dataset inside a worker depend on the position too, never on the age of the worker. The loaders of
 map-style datasets and of streams use it.
 """
 
 import copy
 import hashlib
+import itertools
 import logging
 from collections.abc import Iterable, Iterator, Mapping, Sized
 from typing import Any, Generic, NamedTuple, TypeGuard, TypeVar
 
+import numpy as np
 import torch
 from torch.utils.data import IterableDataset, Sampler, get_worker_info
 
@@ -23,9 +26,11 @@ from forgather.ml.checkpoint.state.state_schema import (
     flag,
     integer,
     require_mapping,
+    that,
 )
 from forgather.ml.trainer.loading.data_errors import read_samples, stream_error
 from forgather.ml.trainer.loading.data_types import HasState, MapDataset
+from forgather.ml.trainer.loading.permutations import DrawnPermutation, Indices, KeyedPermutation
 from forgather.ml.trainer.setup.seeding import seed_host_generators
 
 logger = logging.getLogger(__name__)
@@ -64,7 +69,21 @@ def require_keys(state: object, keys: tuple[str, ...], kind: str) -> Mapping[str
     return state
 
 
-_ORDER = Schema({"seed": integer, "epoch": count, "index": count, "num_samples": count})
+DRAWN_ORDER = 1
+"""Version of the order from `torch.randperm`, also of positions that were saved without a version."""
+KEYED_ORDER = 2
+"""Version of the order in O(1) memory, for new runs."""
+# Sample indices that are computed at once: a single small batch would pay for many calls of NumPy.
+_NUM_AHEAD = 2048
+
+_known_order = that(
+    f"{DRAWN_ORDER} or {KEYED_ORDER}, the orders that this version of forgather knows",
+    lambda value: type(value) is int and value in (DRAWN_ORDER, KEYED_ORDER),
+)
+_ORDER = Schema(
+    {"seed": integer, "epoch": count, "index": count, "num_samples": count, "order_version": _known_order},
+    may_lack=["order_version"],
+)
 DRAWS = Schema({"num_drawn": count, "ended": flag, "iterator": anything})
 """Schema for the position of a stream; "iterator" holds the state of the user's iterator."""
 
@@ -73,7 +92,7 @@ class DataOrder:
     """Order of the samples of a map-style dataset, and the position in it.
 
     `index` is the position of the next sample in the order of the epoch. It counts samples, not batches, so it stays
-    valid with another batch size.
+    valid with another batch size. A new order has the newest `version`, and a loaded position brings its own.
     """
 
     def __init__(self, num_samples: int, *, seed: int, shuffle: bool) -> None:
@@ -82,32 +101,44 @@ class DataOrder:
         self.shuffle = shuffle
         self.epoch = 0
         self.index = 0
-        self._permutation: torch.Tensor | None = None
+        self.version = KEYED_ORDER
+        self._permutation: DrawnPermutation | KeyedPermutation | None = None
 
     def start_epoch(self, epoch: int, num_samples: int) -> None:
         self._move(self.seed, epoch, 0, num_samples)
 
     def samples(self, start: int, stop: int) -> list[int]:
         """Return the indices of the samples at positions `start` to `stop` of the epoch."""
+        return self.samples_at(np.arange(start, stop, dtype=np.uint64))
+
+    def samples_at(self, positions: Indices) -> list[int]:
+        """Return the indices of the samples at some positions of the epoch."""
         if not self.shuffle:
-            return list(range(start, stop))
-        # A separate generator: the permutation must not depend on the global random state, nor change it.
+            in_place: list[int] = positions.tolist()
+            return in_place
         if self._permutation is None:
-            generator = torch.Generator().manual_seed(stable_seed(self.seed, self.epoch))
-            self._permutation = torch.randperm(self.num_samples, generator=generator, device="cpu")
-        return self._permutation[start:stop].tolist()
+            self._permutation = self._new_permutation()
+        shuffled: list[int] = self._permutation(positions).tolist()
+        return shuffled
+
+    def _new_permutation(self) -> DrawnPermutation | KeyedPermutation:
+        if self.version == DRAWN_ORDER:
+            return DrawnPermutation(self.num_samples, stable_seed(self.seed, self.epoch))
+        return KeyedPermutation(self.num_samples, self.seed, self.epoch)
 
     def state_dict(self) -> dict[str, Any]:
-        return {"seed": self.seed, "epoch": self.epoch, "index": self.index, "num_samples": self.num_samples}
+        position = {"seed": self.seed, "epoch": self.epoch, "index": self.index, "num_samples": self.num_samples}
+        return {**position, "order_version": self.version}
 
     def check_state_dict(self, state: object) -> None:
         """Raise `CheckpointLoadError` if the state is not a position, or the index exceeds its number of samples."""
         checked(_is_within, state, "dataset")
 
     def load_state_dict(self, state: Mapping[str, Any], num_samples: int) -> None:
-        """Move to a saved position and adopt its seed; `num_samples` is the current length of the dataset."""
+        """Move to a saved position and adopt its seed and version; `num_samples` is the current length of the dataset."""
         self.check_state_dict(state)
         self.check_length(state, num_samples)
+        self.version = state.get("order_version", DRAWN_ORDER)
         self._move(agreed_seed(self.seed, state["seed"]), state["epoch"], state["index"], num_samples)
 
     def check_length(self, state: Mapping[str, Any], num_samples: int) -> None:
@@ -180,14 +211,13 @@ class PositionedBatches(Sampler[list[int]]):
         self._fills_up = fills_up
 
     def __iter__(self) -> Iterator[list[int]]:
-        order, start = self.order, self.order.index
-        while (stop := self.end_of_round(start)) > start:
-            if self._fills_up or not self.is_empty(start):
-                first, last = self._own_batch(start)
+        order, batches = self.order, self._own_batches(self.order.index)
+        while ahead := list(itertools.islice(batches, max(_NUM_AHEAD // self.batch_size, 1))):
+            samples = iter(order.samples_at(np.concatenate([np.arange(*batch, dtype=np.uint64) for batch in ahead])))
+            for first, last in ahead:
                 # By position, so that augmentation is the same in any worker and after a resume.
                 seed = stable_seed(order.seed, order.epoch, first) if self._seeds_workers else 0
-                yield BatchRequest(order.samples(first, last), order.epoch, seed)
-            start = stop
+                yield BatchRequest(list(itertools.islice(samples, last - first)), order.epoch, seed)
 
     def __len__(self) -> int:
         """Return the number of batches of the full epoch, regardless of the position."""
@@ -214,9 +244,14 @@ class PositionedBatches(Sampler[list[int]]):
         first = start + self.part.number * self.batch_size
         return first + (self.batch_size - 1 if self.drop_last else 0) >= self.order.num_samples
 
-    def _own_batch(self, start: int) -> tuple[int, int]:
-        first = start if self.is_empty(start) else start + self.part.number * self.batch_size
-        return first, min(first + self.batch_size, self.order.num_samples)
+    def _own_batches(self, start: int) -> Iterator[tuple[int, int]]:
+        """Yield the first position of each batch of this part and the position behind its last."""
+        while (stop := self.end_of_round(start)) > start:
+            is_empty = self.is_empty(start)
+            if self._fills_up or not is_empty:
+                first = start if is_empty else start + self.part.number * self.batch_size
+                yield first, min(first + self.batch_size, self.order.num_samples)
+            start = stop
 
 
 DatasetT = TypeVar("DatasetT")

@@ -3,6 +3,8 @@
 import itertools
 import multiprocessing
 import random
+import subprocess
+import sys
 from typing import Any
 
 import numpy as np
@@ -127,7 +129,7 @@ def test_position_counts_delivered_batches_not_prefetched_ones() -> None:
     loader = train_loader(Numbers(30), num_workers=2, prefetch_factor=3)
     for _ in itertools.islice(loader, 4):
         pass
-    assert loader.state_dict() == {"seed": 11, "epoch": 0, "index": 12, "num_samples": 30}
+    assert loader.state_dict() == {"seed": 11, "epoch": 0, "index": 12, "num_samples": 30, "order_version": 2}
     loader.close()
 
 
@@ -350,3 +352,35 @@ def test_evaluation_of_streams_loaders_and_empty_data() -> None:
 def test_default_collation() -> None:
     batch = next(iter(build_train_loader(Numbers(4), batch_size=2, seed=0, shuffle=False)))
     assert torch.equal(batch, torch.tensor([0, 1]))
+
+
+def test_workers_do_not_collect_garbage_of_their_parent() -> None:
+    """A hook of another module may start a collection in the child before the hook of the loader runs."""
+    program = """
+import gc, os
+os.register_at_fork(after_in_child=lambda: [[] for _ in range(100)])
+from forgather.ml.trainer.loading.builders import build_train_loader
+build_train_loader([1], batch_size=1, seed=0, num_workers=1)
+
+class Group:
+    def __init__(self):
+        self.itself, self.owner = self, os.getpid()
+    def __del__(self):
+        print("own" if os.getpid() == self.owner else "inherited", flush=True)
+
+gc.collect()
+gc.disable()
+gc.set_threshold(50)
+Group()
+gc.enable()
+child = os.fork()
+if child == 0:
+    garbage = [[] for _ in range(100)]
+    print("child", gc.isenabled(), flush=True)
+    os._exit(0)
+os.waitpid(child, 0)
+print("parent", gc.isenabled(), flush=True)
+gc.collect()
+"""
+    result = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, timeout=120, check=True)
+    assert result.stdout.split("\n") == ["child True", "parent True", "own", ""]

@@ -1,4 +1,4 @@
-"""Order of training data: a function of seed and epoch, with a position of seed, epoch and index."""
+"""Order of training data: a function of seed and epoch, with a position of seed, epoch, index and version."""
 
 import logging
 import pickle
@@ -30,6 +30,7 @@ from forgather.ml.trainer.loading.random_numbers import (
     host_generators,
 )
 from forgather.ml.trainer.setup.seeding import seed_host_generators
+from tests.support.drawn_order import drawn_order, without_version
 from tests.support.wrong_values import COUNT, INTEGER, WRONG, assert_refused
 
 
@@ -58,7 +59,10 @@ def test_other_epochs_and_seeds_have_other_orders() -> None:
 
 def test_seeds_and_orders_are_stable_across_machines_and_versions() -> None:
     assert stable_seed(-1, 2, 3) == 7081492033906437638
-    assert epoch_order(7, 3, num_samples=10) == [1, 8, 2, 0, 9, 7, 3, 6, 5, 4]
+    assert epoch_order(7, 3, num_samples=10) == [2, 5, 0, 9, 3, 7, 8, 6, 4, 1]
+    older = DataOrder(10, seed=7, shuffle=True)
+    older.load_state_dict({"seed": 7, "epoch": 3, "index": 0, "num_samples": 10}, 10)
+    assert older.samples(0, 10) == [1, 8, 2, 0, 9, 7, 3, 6, 5, 4]
 
 
 def test_stable_seed_separates_its_parts() -> None:
@@ -88,7 +92,7 @@ def test_incomplete_batches_can_be_dropped() -> None:
 def test_prefetch_does_not_move_the_position() -> None:
     order = DataOrder(10, seed=0, shuffle=True)
     list(PositionedBatches(order, 2, drop_last=False))
-    assert order.state_dict() == {"seed": 0, "epoch": 0, "index": 0, "num_samples": 10}
+    assert order.state_dict() == {"seed": 0, "epoch": 0, "index": 0, "num_samples": 10, "order_version": 2}
 
 
 def test_loaded_position_restores_its_seed(caplog: pytest.LogCaptureFixture) -> None:
@@ -101,6 +105,49 @@ def test_loaded_position_restores_its_seed(caplog: pytest.LogCaptureFixture) -> 
         order.load_state_dict(saved.state_dict(), 10)
     assert order.samples(4, 10) == saved.samples(4, 10)
     assert "seed 5" in caplog.text and "configured 6" in caplog.text
+
+
+def test_run_without_a_version_keeps_the_drawn_order() -> None:
+    order = DataOrder(10, seed=5, shuffle=True)
+    new = order.samples(0, 10)
+    order.load_state_dict({"seed": 5, "epoch": 0, "index": 4, "num_samples": 10}, 10)
+    assert order.samples(4, 10) == drawn_order(10, 5, 0)[4:] != new[4:]
+    order.start_epoch(1, 10)
+    assert order.samples(0, 10) == drawn_order(10, 5, 1)
+    # Saved and loaded again, it is still the older run.
+    again = DataOrder(10, seed=5, shuffle=True)
+    again.load_state_dict(order.state_dict(), 10)
+    again.start_epoch(2, 10)
+    assert again.samples(0, 10) == drawn_order(10, 5, 2) and again.state_dict()["order_version"] == 1
+
+
+def test_loader_switches_back_to_the_keyed_order() -> None:
+    order = DataOrder(10, seed=5, shuffle=True)
+    beginning, new = order.state_dict(), order.samples(0, 10)
+    order.load_state_dict(without_version(beginning), 10)
+    order.load_state_dict(beginning, 10)
+    assert order.samples(0, 10) == new
+
+
+def test_unknown_order_version_is_rejected() -> None:
+    order = DataOrder(10, seed=5, shuffle=True)
+    with pytest.raises(CheckpointLoadError, match=r"dataset\.order_version .* is 3, but should be 1 or 2, the orders"):
+        order.load_state_dict({**order.state_dict(), "order_version": 3}, 10)
+    assert order.state_dict()["order_version"] == 2
+
+
+@pytest.mark.parametrize("is_older", [False, True])
+@pytest.mark.parametrize("batch_size", [1, 3, 5000])
+def test_batches_follow_one_order_for_any_read_ahead(batch_size: int, is_older: bool) -> None:
+    order = DataOrder(5000, seed=5, shuffle=True)
+    position = {**order.state_dict(), "index": 17}
+    order.load_state_dict(without_version(position) if is_older else position, 5000)
+    expected = order.samples(17, 5000)
+    for num_parts in (1, 3):
+        parts = [PositionedBatches(order, batch_size, False, part=Part(part, num_parts)) for part in range(num_parts)]
+        in_turn = [sample for one_round in zip(*parts, strict=True) for batch in one_round for sample in batch]
+        assert in_turn[: len(expected)] == expected
+    assert not is_older or expected == drawn_order(5000, 5, 0)[17:]
 
 
 def test_position_in_a_dataset_of_another_length_is_rejected() -> None:
@@ -305,7 +352,13 @@ def test_position_outside_the_samples_is_rejected() -> None:
     before = order.state_dict()
     order.load_state_dict({**before, "index": 10}, 10)
     order.load_state_dict(before, 10)
-    accepted: dict[str, Any] = {"seed": INTEGER, "epoch": COUNT, "index": COUNT, "num_samples": COUNT}
+    accepted: dict[str, Any] = {
+        "seed": INTEGER,
+        "epoch": COUNT,
+        "index": COUNT,
+        "num_samples": COUNT,
+        "order_version": COUNT,
+    }
     for key, fine in accepted.items():
         for name, value in WRONG.items():
             hostile = {**before, key: value}
