@@ -1,6 +1,7 @@
 """`param_precision`: bfloat16 weights that learn like float32 ones, with float32 updates, and resume bit for bit."""
 
 import copy
+import functools
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -57,25 +58,24 @@ def assert_same(one: dict[str, dict[str, Any]], other: dict[str, dict[str, Any]]
 # --- learning
 
 
-@pytest.mark.parametrize(("rate", "tolerance", "plain"), [(3e-5, 0.03, 0.5), (1e-3, 0.1, 0.97)])
-def test_learns_like_float32_also_where_plain_bfloat16_stalls(
-    rate: float, tolerance: float, plain: float, tmp_path: Path
-) -> None:
-    def drop(**precision: str) -> float:
-        # A function, so that default_dtype may build the model.
-        options = {
-            "model_init": lambda: tiny_llama(hidden_size=32),
-            "optimizer_cls_and_kwargs": (ADAMW[0], {"lr": rate}),
-        }
-        data = token_samples(64, length=12, seed=3)
-        settings = {**SETTINGS, "max_steps": 150, "logging_strategy": "steps", "logging_steps": 1, **precision}
-        losses = run(quiet_trainer(tmp_path, None, data, **{**settings, "trainer_options": options})).losses
-        return sum(losses[:8]) / 8 - sum(losses[-8:]) / 8
+def loss_drop(output_dir: Path, rate: float, **precision: str) -> float:
+    """Return the decrease of the loss in 150 steps."""
+    # A function, so that default_dtype may build the model.
+    model_init = functools.partial(tiny_llama, hidden_size=32, num_hidden_layers=1)
+    options = {"model_init": model_init, "optimizer_cls_and_kwargs": (torch.optim.AdamW, {"lr": rate})}
+    data = token_samples(64, length=12, seed=3)
+    settings = {**SETTINGS, "max_steps": 150, "logging_strategy": "steps", "logging_steps": 1, **precision}
+    losses = run(quiet_trainer(output_dir, None, data, **{**settings, "trainer_options": options})).losses
+    return sum(losses[:8]) / 8 - sum(losses[-8:]) / 8
 
-    expected = drop()
-    assert drop(param_precision="bf16_master") == pytest.approx(expected, rel=tolerance)
-    assert drop(param_precision="bf16_stochastic") == pytest.approx(expected, rel=tolerance)
-    assert drop(default_dtype="bfloat16") < plain * expected
+
+@pytest.mark.parametrize(("rate", "tolerance"), [(3e-5, 0.03), (1e-3, 0.05)])
+def test_learns_like_float32(rate: float, tolerance: float, tmp_path: Path) -> None:
+    expected = loss_drop(tmp_path, rate)
+    for precision in PRECISIONS:
+        assert loss_drop(tmp_path, rate, param_precision=precision) == pytest.approx(expected, rel=tolerance)
+    if rate == 3e-5:
+        assert loss_drop(tmp_path, rate, default_dtype="bfloat16") < 0.5 * expected, "plain bfloat16 stalls"
 
 
 @pytest.mark.parametrize(
@@ -230,7 +230,7 @@ def parallel_trainer(kind: str, directory: Path, model: str, *callbacks: Any, **
 
 
 def all_states(trainer: Trainer) -> dict[str, dict[str, Any]]:
-    """The states of all ranks; copies must be equal, bit for bit."""
+    """Return the states of all ranks; copies must be equal, bit for bit."""
     flat = {f"{name}/{key}": value for name, state in states_of(trainer).items() for key, value in state.items()}
     counts = {key: torch.tensor([value["seed"], value["count"]]) for key, value in flat.items() if ROUNDING in key}
     whole = joined({**flat, **counts}) if torch.distributed.is_initialized() else {**flat, **counts}

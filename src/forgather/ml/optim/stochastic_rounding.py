@@ -1,4 +1,4 @@
-"""Stochastic rounding of float32 values to bfloat16, with counter-based random numbers.
+"""Stochastic rounding of optimizer updates from float32 to bfloat16, with counter-based random numbers.
 
 A value is rounded to one of its two bfloat16 neighbours, to the nearer one more often: the expected result is the value
 itself. The random bits of an element are a hash of a key and its index (SplitMix64), so they need no generator state and
@@ -36,15 +36,13 @@ def random_bits(num_elements: int, key: int, device: torch.device) -> Tensor:
 
 
 def round_stochastically_(target: Tensor, values: Tensor, key: int) -> None:
-    """Write float32 `values` to the bfloat16 tensor `target`, rounded stochastically; `values` is overwritten."""
+    """Write float32 `values` to the bfloat16 tensor `target`, rounded stochastically."""
     draws = random_bits(values.numel(), key, values.device).to(torch.int32).bitwise_and_(0xFFFF)
-    is_finite = torch.isfinite(values)
     # A bfloat16 number is the upper half of a float32 number. The lower half, as a fraction of its range, is the
     # probability that the sum carries over.
-    rounded = values.view(torch.int32) + draws.view(values.shape)
-    rounded.bitwise_and_(-0x10000)
+    rounded = draws.view(values.shape).add_(values.view(torch.int32)).bitwise_and_(-0x10000).view(torch.float32)
     # The sum could turn a NaN into a number, and so hide it.
-    target.copy_(torch.where(is_finite, rounded.view(torch.float32), values))
+    target.copy_(torch.where(torch.isnan(values), values, rounded))
 
 
 def _signed(number: int) -> int:

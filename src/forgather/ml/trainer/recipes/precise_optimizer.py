@@ -110,7 +110,7 @@ class PreciseOptimizer(Optimizer):
     update_dtype = torch.float32
 
     def __init__(self, optimizer: Any, rounding: Rounding) -> None:
-        # Torch's own constructor would make groups and state of its own.
+        # Torch's own constructor would make new groups and a new state.
         self.__setstate__({"optimizer": optimizer, "_rounding": rounding})
         for part in _elementary(optimizer):
             for parameter, state in part.state.items():
@@ -243,7 +243,7 @@ def _separate(optimizer: Any) -> Iterator[Any]:
 
 
 def _elementary(optimizer: Any) -> Iterator[Any]:
-    """Yield the optimizers with groups and state of their own."""
+    """Yield the optimizers inside a composed optimizer."""
     parts = getattr(optimizer, "optimizers", None)
     if parts is None:
         yield optimizer
