@@ -69,6 +69,8 @@ RECIPES = (
     # CPUs without fp16 arithmetic take more than ten times as long.
     Recipe("mixed_precision='fp16'", {"mixed_precision": "fp16"}, is_default=False),
     Recipe("default_dtype='bfloat16'", {"default_dtype": "bfloat16"}),
+    Recipe("param_precision='bf16_master'", {"param_precision": "bf16_master"}),
+    Recipe("param_precision='bf16_stochastic'", {"param_precision": "bf16_stochastic"}),
     Recipe("gradient_checkpointing", {"gradient_checkpointing": True}),
     Recipe("LinearCrossEntropyLoss", options=_fused_loss),
     Recipe("ChunkedCausalLoss", options=lambda: {"compute_loss_func": ChunkedCausalLoss()}),

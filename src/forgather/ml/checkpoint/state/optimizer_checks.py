@@ -26,6 +26,7 @@ from forgather.ml.checkpoint.state.tensor_checks import (
     one_number,
     whole_number,
 )
+from forgather.ml.checkpoint.state.update_precision import PRECISION_KEYS, check_precision_entry
 
 # State keys of unknown optimizers with one element per element of the parameter. Used only if the shape of the
 # parameter is not recorded.
@@ -317,6 +318,9 @@ class StateChecks:
                 self._check_elementwise(key, value, parameter, keys, place)
             elif key in keys.numbers:
                 self._check_number(key, value, place, is_of_torch(optimizer))
+            elif key in PRECISION_KEYS:
+                if (tensor := check_precision_entry(key, value, parameter, place)) is not None:
+                    self._own.add(tensor, place)
             else:
                 self._check_foreign(key, value, parameter, existing.get(key), place)
 

@@ -44,6 +44,8 @@ class Group:
     optimizer: OptimizerLike
     is_known: bool
     """Whether `configured` is the user's configuration; otherwise it is only a copy of the current options."""
+    update_dtype: torch.dtype | None = None
+    """Dtype of the updates of low-precision parameters; None: their own dtype."""
 
     @property
     def optimizer_name(self) -> str:

@@ -40,6 +40,7 @@ from forgather.ml.checkpoint.state.optimizer_options import (
     sources_of,
 )
 from forgather.ml.checkpoint.state.tensor_checks import Where, check_sharing, owned, same_strides
+from forgather.ml.checkpoint.state.update_precision import PreciseUpdates, adopted, dtype_of_update, log_change
 
 logger = logging.getLogger(__name__)
 
@@ -69,6 +70,9 @@ class OptimizerState:
         knows_configuration: bool = True,
     ) -> None:
         self._knows_configuration = knows_configuration
+        wrapper = optimizer if isinstance(optimizer, PreciseUpdates) else None
+        self._update_dtype = None if wrapper is None else wrapper.update_dtype
+        self._precision_key = None if wrapper is None else wrapper.state_key
         self._optimizers = list(_elementary_optimizers(optimizer))
         self._names = _names_by_parameter(named_parameters)
         self._configured: dict[str, dict[str, Any]] = {}
@@ -103,8 +107,9 @@ class OptimizerState:
         # All groups are checked before the first is changed, so that an error leaves the optimizer as it was.
         self.check_state_dict(state_dict)
         groups, saved_groups = self._groups(), _saved_groups(state_dict)
+        log_change(state_dict["state"].values(), self._precision_key)
         for group in groups:
-            _load_group_state(group, state_dict)
+            _load_group_state(group, state_dict, self._precision_key)
             load_group_options(group, sources_of(group, saved_groups))
         known = _known_names(state_dict, saved_groups)
         if fresh := [name for group in groups for name in group.parameters if name not in known]:
@@ -186,7 +191,8 @@ class OptimizerState:
                 configured = self._configured[names[0]] if names else configured
                 parameters = dict(zip(names, options["params"], strict=True))
                 known = self._knows_configuration
-                groups.append(Group(options, configured, optimizer.state, parameters, optimizer, known))
+                state, wide = optimizer.state, self._update_dtype
+                groups.append(Group(options, configured, state, parameters, optimizer, known, wide))
         counts = Counter(name for group in groups for name in group.parameters)
         if shared := [name for name, count in counts.items() if count > 1]:
             raise ValueError(f"Parameters in more than one optimizer cannot be stored by name: {listed(shared)}")
@@ -212,6 +218,9 @@ class OptimizerState:
 
 def _elementary_optimizers(optimizer: OptimizerLike) -> Iterator[OptimizerLike]:
     """Yield the optimizers that a composed optimizer consists of; reject optimizers that cannot be stored by name."""
+    if isinstance(optimizer, PreciseUpdates):
+        yield from _elementary_optimizers(optimizer.optimizer)
+        return
     parts = getattr(optimizer, "optimizers", None)
     if parts is not None:
         for part in parts.values() if isinstance(parts, Mapping) else parts:
@@ -331,15 +340,15 @@ def _require_same_kind(group: Group, name: str, saved_class: str, sources: Seque
 
 
 @torch.no_grad()
-def _load_group_state(group: Group, state_dict: Mapping[str, Any]) -> None:
+def _load_group_state(group: Group, state_dict: Mapping[str, Any], precision_key: str | None) -> None:
     for name, parameter in group.parameters.items():
         # Removed first, so that a parameter without a saved state starts fresh.
         existing = group.state.pop(parameter, None)
-        if saved := state_dict["state"].get(name):
+        if saved := adopted(state_dict["state"].get(name, {}), parameter, precision_key):
             saved_dtype = state_dict.get("parameters", {}).get(name, {}).get("dtype")
             convert = partial(_converted, parameter=parameter, group=group, saved_dtype=saved_dtype)
-            saved = with_number_tensors(saved, group.optimizer)
-            group.state[parameter] = _placed(saved, existing, None, convert)
+            state = with_number_tensors(saved, group.optimizer)
+            group.state[parameter] = _placed(state, existing, None, convert)
 
 
 def _placed(value: object, existing: Any, key: object, convert: Callable[[Tensor, Any], Tensor]) -> object:
@@ -360,19 +369,22 @@ def _converted(value: Tensor, key: object, parameter: Tensor, group: Group, save
     Torch casts all state to the dtype of a floating-point parameter. Here integer state stays integer. Floating state
     follows the parameter if both had the same dtype when saved, or if it is not wider and the optimizer is of torch. So
     float32 moments of a bfloat16 parameter come back bit for bit. Fused kernels assume the dtype and layout of the
-    parameter, so their moments are converted to both.
+    parameter, so their moments are converted to both. If updates run in a wider dtype, that dtype counts as the dtype of
+    the parameter.
     """
-    value = owned(value)
+    value, dtype = owned(value), dtype_of_update(parameter, group.update_dtype)
     if key == "step":
         # As in torch: fused and capturable optimizers read the step on the device, other optimizers on the CPU.
         if group.options.get("fused") or group.options.get("capturable"):
             return value.to(dtype=torch.float32, device=parameter.device)
         return value.cpu() if value.dtype in (torch.float32, torch.float64) else value.cpu().to(torch.float32)
     if is_fused(group.optimizer, group.options, key):
-        moment = value.to(dtype=parameter.dtype, device=parameter.device)
-        return moment if same_strides(moment, parameter) else torch.empty_like(parameter.detach()).copy_(moment)
+        moment = value.to(dtype=dtype, device=parameter.device)
+        if same_strides(moment, parameter):
+            return moment
+        return torch.empty_like(parameter.detach(), dtype=dtype).copy_(moment)
     follows_parameter = value.is_floating_point() and parameter.is_floating_point()
-    is_narrow = value.dtype.itemsize <= parameter.dtype.itemsize
+    is_narrow = value.dtype.itemsize <= dtype.itemsize
     if follows_parameter and (saved_dtype in (None, str(value.dtype)) or (is_narrow and is_of_torch(group.optimizer))):
-        return value.to(dtype=parameter.dtype, device=parameter.device)
+        return value.to(dtype=dtype, device=parameter.device)
     return value.to(device=parameter.device)

@@ -22,6 +22,7 @@ from forgather.ml.trainer.accelerate.accelerator_checks import (
     taken_apart,
 )
 from forgather.ml.trainer.amp import AMPContext
+from forgather.ml.trainer.arguments.checks import check_param_precision
 from forgather.ml.trainer.arguments.training_arguments import TrainingArguments
 from forgather.ml.trainer.loading.data_order import Part
 from forgather.ml.trainer.ranks.parallel_loading import DataLayout
@@ -89,6 +90,7 @@ class AccelTrainer(Trainer[TTrainingArgs]):
         super().__init__(args=args, **taken_apart(accelerator, trainer_kwargs))
         check_against_arguments(accelerator, self.args)
         self.args.mixed_precision = accelerator.mixed_precision
+        check_param_precision(self.args)
         if self.use_fused_loss and getattr(accelerator.ddp_handler, "find_unused_parameters", False):
             raise fused_loss_refusal("DistributedDataParallelKwargs(find_unused_parameters=True)")
         self._initial_loss_scale = None if accelerator.scaler is None else accelerator.scaler.state_dict()

@@ -12,6 +12,7 @@ if TYPE_CHECKING:
     from forgather.ml.trainer.arguments.training_arguments import BaseTrainingArguments, TrainingArguments
 
 SDPA_BACKENDS = ("math", "flash", "efficient", "cudnn")
+PARAM_PRECISIONS = ("fp32", "bf16_master", "bf16_stochastic")
 
 
 def check_best_model(args: "BaseTrainingArguments") -> None:
@@ -77,6 +78,23 @@ def check_average(args: "TrainingArguments") -> None:
         raise ValueError(
             f"metric_for_best_model={args.best_model_metric!r} is the loss of the averaged weights, which are not evaluated. "
             "Set eval_ema=True and ema_decay, or another metric."
+        )
+
+
+def check_param_precision(args: "TrainingArguments") -> None:
+    """Raise ValueError for settings that contradict bfloat16 weights with float32 updates."""
+    precision = args.param_precision
+    if precision == "fp32":
+        return
+    if args.default_dtype is not None:
+        raise ValueError(
+            f"param_precision={precision!r} cannot be combined with default_dtype={args.default_dtype!r}: both set the dtype "
+            "of the weights. Remove default_dtype: the model is built as it is, and then converted to bfloat16."
+        )
+    if args.mixed_precision == "fp16":
+        raise ValueError(
+            f"param_precision={precision!r} cannot be combined with mixed_precision='fp16': bfloat16 weights and gradients "
+            "have a larger range than float16, and would overflow in it. Use mixed_precision='bf16' or None."
         )
 
 

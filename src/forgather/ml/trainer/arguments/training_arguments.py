@@ -15,14 +15,16 @@ import torch
 from forgather.ml.checkpoint.retention import default_greater_is_better
 from forgather.ml.construct import torch_dtype
 from forgather.ml.quantization import FP8_RECIPES, QAT_RECIPES
-from forgather.ml.trainer.arguments.checks import SDPA_BACKENDS as SDPA_BACKENDS
 from forgather.ml.trainer.arguments.checks import (
+    PARAM_PRECISIONS,
     check_activation_budget,
     check_attention,
     check_average,
     check_best_model,
+    check_param_precision,
     refuse_fused_combinations,
 )
+from forgather.ml.trainer.arguments.checks import SDPA_BACKENDS as SDPA_BACKENDS
 from forgather.ml.trainer.arguments.checks import refuse_short_weights as refuse_short_weights
 from forgather.ml.trainer.arguments.field_values import Names, fields_with_types, refuse_unknown
 from forgather.ml.trainer.arguments.minimal_arguments import ArgumentGroup as ArgumentGroup
@@ -161,6 +163,8 @@ class TrainingArguments(BaseTrainingArguments):
     """Fraction of activations that compiled models keep for the backward pass, from 0 (recompute all) to 1."""
     fuse_optim_with_backward: bool = False
     """Update each parameter during the backward pass, as soon as its gradient is computed, and free the gradient."""
+    param_precision: str = "fp32"
+    """"bf16_master": bfloat16 weights, float32 copies in the optimizer. "bf16_stochastic": stochastic rounding."""
     ema_decay: float | None = None
     """Keep an EMA of the weights. Each step: average = decay x average + (1 - decay) x weights."""
     eval_ema: bool = False
@@ -184,6 +188,8 @@ class TrainingArguments(BaseTrainingArguments):
         self._choose("on_save_error", ["raise", "warn"])
         self._choose("nonfinite_grad", ACTIONS)
         self._require("gc_threshold", 0)
+        self._choose("param_precision", PARAM_PRECISIONS)
+        check_param_precision(self)
         refuse_fused_combinations(self)
         check_activation_budget(self)
         check_average(self)

@@ -63,6 +63,11 @@ class DDPTrainingArguments(TrainingArguments):
                 "post_local_sgd.enabled=True cannot be combined with mixed_precision='fp16': ranks overflow independently, "
                 "and one rank could skip a step while the others average. Use 'bf16'."
             )
+        if self.post_local_sgd.enabled and self.param_precision != "fp32":
+            raise ValueError(
+                f"param_precision={self.param_precision!r} cannot be combined with post_local_sgd.enabled=True: torch averages "
+                "the bfloat16 weights of the ranks, which rounds them again at every average. Turn one of the two off."
+            )
         if self.ddp.static_graph and self.gradient_accumulation_steps > 1:
             raise ValueError(
                 "ddp.static_graph=True cannot be combined with gradient_accumulation_steps="

@@ -38,6 +38,7 @@ from forgather.ml.trainer.pipeline.stage_runner import StageRunner
 from forgather.ml.trainer.pipeline.stage_setup import StageSetup
 from forgather.ml.trainer.pipeline.tied_weights import norm_of_group
 from forgather.ml.trainer.ranks.parallel_loading import DataLayout
+from forgather.ml.trainer.recipes.param_precision import with_param_precision
 from forgather.ml.trainer.setup import preparation
 from forgather.ml.trainer.setup.declared_state import GLOBAL, PER_RANK, REPLICATED, Shared
 from forgather.ml.trainer.setup.given_objects import explains_calls
@@ -203,8 +204,10 @@ class PipelineTrainer(Trainer[TPipelineArgs]):
         """Build the full model: without values on the meta device, otherwise with its initial values."""
         assert self.model_init is not None
         if device.type == "meta":
-            return model_without_memory(self.model_init, self.args.default_dtype)
-        return whole_model(self.model_init, device, self.args.construct_model_on, self.args.default_dtype)
+            model = model_without_memory(self.model_init, self.args.default_dtype)
+        else:
+            model = whole_model(self.model_init, device, self.args.construct_model_on, self.args.default_dtype)
+        return with_param_precision(model, self.args.param_precision)
 
     def _get_example(self, dataloader: Any) -> Example:
         """Return arguments and keywords of a micro-batch on the meta device, for splitters that run the model.

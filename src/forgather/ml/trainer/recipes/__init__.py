@@ -1,4 +1,4 @@
-"""Recipes for precision and memory: FP8 and QAT layers, activation offloading, optimizer step in backward, EMA.
+"""Recipes for precision and memory: FP8, QAT, bfloat16 weights, activation offloading, step in backward, EMA.
 
 `Recipes` is created by the trainer. Related settings are elsewhere: mixed precision in `amp`, compilation and gradient
 checkpointing in `Trainer`, settings of torch in `setup.torch_settings`, fused losses in `step_loss.fused`.
@@ -17,6 +17,8 @@ from forgather.ml.trainer.arguments.checks import refuse_short_weights
 from forgather.ml.trainer.arguments.training_arguments import TrainingArguments
 from forgather.ml.trainer.recipes.activation_offloading import OffloadedActivations
 from forgather.ml.trainer.recipes.layers import apply_layer_recipe
+from forgather.ml.trainer.recipes.param_precision import with_param_precision, with_precise_updates
+from forgather.ml.trainer.recipes.precise_optimizer import PreciseOptimizer
 from forgather.ml.trainer.recipes.weight_average import WeightAverage
 from forgather.ml.trainer.trainer_types import OptimizerT
 
@@ -45,10 +47,18 @@ class Recipes:
             logger.warning("enable_activation_offloading=True has no effect: activations are on the CPU already.")
 
     def apply_layers(self, model: nn.Module) -> None:
-        """Replace linear layers for `fp8_recipe` or `qat_recipe`, once per model; parameters and their names stay."""
+        """Replace linear layers for `fp8_recipe` or `qat_recipe`, once per model, and convert parameters to bfloat16.
+
+        Parameter objects and their names stay.
+        """
         if self._with_layers is not model:
             self._with_layers = model
             apply_layer_recipe(model, self._args)
+        with_param_precision(model, self._args.param_precision)
+
+    def precise(self, optimizer: OptimizerT, named: Sequence[tuple[str, nn.Parameter]], seed: int) -> OptimizerT:
+        """Return the optimizer with the updates of `param_precision`."""
+        return with_precise_updates(optimizer, self._args.param_precision, named, seed)
 
     def activations(self, model: Callable[[], nn.Module]) -> AbstractContextManager[object]:
         """Return the context for forward passes of the model in training; it offloads activations if enabled."""
@@ -66,7 +76,8 @@ class Recipes:
                     refuse_short_weights(parameter.dtype, name)
         self.step_in_backward = StepInBackward(optimizer) if self._args.fuse_optim_with_backward else None
         decay = self._args.ema_decay
-        self.average = None if decay is None else WeightAverage(named, decay)
+        precise = optimizer.precise if isinstance(optimizer, PreciseOptimizer) else None
+        self.average = None if decay is None else WeightAverage(named, decay, precise)
         return self.step_in_backward
 
     # --- the average

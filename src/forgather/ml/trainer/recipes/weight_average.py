@@ -5,7 +5,7 @@ Averages have at least float32 precision and are saved by parameter name, so the
 """
 
 import logging
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any
 
@@ -36,8 +36,15 @@ class WeightAverage:
     under its first name. Buffers are not averaged.
     """
 
-    def __init__(self, named_parameters: Iterable[tuple[str, nn.Parameter]], decay: float) -> None:
+    def __init__(
+        self,
+        named_parameters: Iterable[tuple[str, nn.Parameter]],
+        decay: float,
+        precise: Callable[[Tensor], Tensor | None] | None = None,
+    ) -> None:
+        """`precise` returns the master weight of a low-precision parameter, which is averaged instead, or None."""
         self.decay = decay
+        self._master = precise or (lambda _: None)
         self.is_begun = False
         self.is_in_model = False
         self._parameters: dict[str, nn.Parameter] = {}
@@ -63,9 +70,13 @@ class WeightAverage:
     def update(self) -> None:
         """Update the averages with the current weights."""
         for names in self._portions:
-            values = [_precise(self._parameters[name]) for name in names]
+            values = [self._value(self._parameters[name]) for name in names]
             # One fused kernel for all tensors of a group. lerp(average, value, 1 - decay) is the EMA update.
             torch._foreach_lerp_([self._averages[name] for name in names], values, 1.0 - self.decay)
+
+    def _value(self, parameter: Tensor) -> Tensor:
+        master = self._master(parameter)
+        return _precise(parameter if master is None else master)
 
     @contextmanager
     def in_model(self) -> Iterator[None]:

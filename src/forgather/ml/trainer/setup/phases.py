@@ -230,6 +230,7 @@ def init_optimizer(trainer: "Trainer") -> None:
             elsewhere,
             lambda: preparation.stored_decay_groups(args, trainer.claim, trainer.resume_path),
         )
+    trainer.optimizer = trainer.recipes.precise(trainer.optimizer, named, trainer.seed)
     # Before the schedule, which changes the learning rates of the groups: the configured values must be recorded.
     trainer.optimization = Optimization(trainer.optimizer, named, knows_configuration=True)
     trainer.lr_scheduler = given.lr_scheduler
@@ -240,6 +241,8 @@ def init_optimizer(trainer: "Trainer") -> None:
 def follow_optimizer(trainer: "Trainer") -> None:
     """Rebuild `Optimization` for the optimizer and schedule of the hook; without a schedule, rates are constant."""
     named, own = trainer._named_parameters(), trainer.optimization
+    # An override of `_init_optimizer` may have set an optimizer without the updates of `param_precision`.
+    trainer.optimizer = trainer.recipes.precise(trainer.optimizer, named, trainer.seed)
     if own is None or own.made_for is not trainer.optimizer:
         own = trainer.optimization = Optimization(trainer.optimizer, named, knows_configuration=False)
     if trainer.lr_scheduler is None:
