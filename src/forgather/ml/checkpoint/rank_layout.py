@@ -9,7 +9,7 @@ import socket
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
-from typing import Literal
+from typing import Literal, NamedTuple
 
 import torch.distributed
 import xxhash
@@ -25,8 +25,7 @@ StorageScope = Literal["job", "node", "rank"]
 """Ranks that share one output directory: all ranks of the job, the ranks of a node, or a single rank."""
 
 
-@dataclass(frozen=True)
-class Membership:
+class Membership(NamedTuple):
     """Group of one rank, as sent to the other ranks.
 
     Only the first member lists the ranks. With a list from each rank, a gather would grow with the square of the ranks.
@@ -42,8 +41,7 @@ class Membership:
         return cls(ranks[0], digest, ranks if ranks[0] == rank else None)
 
 
-@dataclass(frozen=True)
-class _Place:
+class _Place(NamedTuple):
     """Location of one rank, as sent to the other ranks."""
 
     local_rank: int
@@ -181,7 +179,9 @@ def first_misfit(memberships: Sequence[Ranks | None]) -> int:
         for ranks, number in numbers.items()
     }
     return next(
-        rank for rank, ranks in enumerate(memberships) if ranks is None or rank not in ranks or not is_agreed[named[rank]]
+        rank
+        for rank, ranks in enumerate(memberships)
+        if ranks is None or rank not in ranks or not is_agreed[named[rank]]
     )
 
 

@@ -57,7 +57,7 @@ def new_disjoint_groups(groups: Sequence[Sequence[int]]) -> ProcessGroup | None:
     """Create groups without common ranks; return the group of this rank, None if it is in none of them.
 
     Collective over all ranks, which pass the same groups. A communicator that can be split (NCCL, bound to a device)
-    makes all groups in one collective. Otherwise each group is created by itself.
+    makes all groups in one collective. Otherwise the groups are created one after another.
     """
     timeout = get_requested_timeout()
     divisible = _divisible_backend()

@@ -29,7 +29,7 @@ def gather_payloads(payload: bytes, group: ProcessGroup | None, device: torch.de
     received: dict[Head, bytes] = {}
     for rank in senders:
         length = heads[rank][0]
-        start = bytes(memoryview(rows[rank].numpy())[:length])
+        start = rows[rank, :length].numpy().tobytes()
         rest = _broadcast(payload[width:], rank, length - width, group, device) if length > width else b""
         received[heads[rank]] = start + rest
     return [received[head] for head in heads]
