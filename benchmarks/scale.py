@@ -44,7 +44,10 @@ _NOTES = [
 def main() -> None:
     arguments = _parse_arguments()
     console = Console(width=None if sys.stdout.isatty() else 160)
-    known = [*facts([], 1, 1)[:2], "rank 0 of simulated ranks, torch's fake process group; one run for each figure"]
+    known = [
+        *facts([], 1, 1)[:2],
+        "rank 0 of simulated ranks, torch's fake process group; one run for each row; CPU seconds",
+    ]
     console.print(*known, sep="\n", highlight=False, soft_wrap=True)
     tables = []
     for kind in arguments.kinds:
