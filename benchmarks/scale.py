@@ -24,20 +24,20 @@ _NUM_LAYERS = 8
 _GROWTH_LAYERS = (8, 32, 128, 512)
 _GROWTH_RANKS = 1024
 _COLUMNS = (
-    *("tensors", "model s", "preparation s", "first plan s", "plan s", "manifest s", "read manifest s"),
-    *("manifest MB", "peak MB", "gathers", "gathered MB"),
+    *("tensors", "model s", "prepare s", "first plan s", "plan s", "manifest s", "read s"),
+    *("manifest MB", "peak MB", "sent MB"),
 )
 _NOTES = [
     "Pipeline: one layer and one stage for each rank, so the model grows with the ranks. Hybrid: pipelines of "
     f"{PIPELINE_SIZE} ranks.",
-    "model: construction of the model by model_init, which preparation does not include (pipelines build it twice on "
-    "rank 0, once on the meta device). preparation: from the constructor of the trainer to the first step.",
+    "model: construction of the model by model_init, not part of prepare (pipelines build it twice on "
+    "rank 0, once on the meta device). prepare: from the constructor of the trainer to the first step.",
     "plan: collection of state, comparison of replicas and plan of all files. The first plan also builds the class of the "
     "model on the meta device.",
-    "manifest: description and encoding on the rank that commits. read manifest: parsing and verification, which every "
+    "manifest: description and encoding on the rank that commits. read: parsing and verification, which every "
     "rank does at a load.",
-    "peak: highest resident memory above the memory before the trainer was made. It includes the model. gathered: bytes of "
-    "the values of all ranks, before equal values are merged.",
+    "peak: highest resident memory above the memory before the trainer was made. It includes the model. sent: bytes of "
+    "the gathered values of all ranks, before equal values are merged.",
 ]
 
 
@@ -95,7 +95,6 @@ def _cells(scale: Scale) -> list[str]:
         f"{scale.num_tensors:,}",
         *(f"{second:.2f}" for second in seconds),
         *(f"{megabyte:.2f}" if megabyte < 1 else f"{megabyte:.1f}" for megabyte in megabytes),
-        str(scale.num_gathers),
         f"{scale.gathered_bytes / 1e6:.1f}",
     ]
 
