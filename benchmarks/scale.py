@@ -24,7 +24,7 @@ _NUM_LAYERS = 8
 _GROWTH_LAYERS = (8, 32, 128, 512)
 _GROWTH_RANKS = 1024
 _COLUMNS = (
-    *("tensors", "model s", "prepare s", "first plan s", "plan s", "manifest s", "read s"),
+    *("tensors", "model s", "prepare s", "1st plan s", "plan s", "manifest s", "read s"),
     *("manifest MB", "peak MB", "sent MB"),
 )
 _NOTES = [
