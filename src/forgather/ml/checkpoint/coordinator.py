@@ -318,7 +318,7 @@ class CheckpointCoordinator:
         if len(layout.storages) > 1:
             os.remove(transaction.path_of(f"{_LEADER_MARK}{layout.rank}"))
         # With separate storages, each manifest lists only the files in its own directory.
-        here = [record for record in records if record.writer_rank in layout.storage]
+        here = [record for record in records if layout.storage_of[record.writer_rank] == layout.storage_of[layout.rank]]
         transaction.commit(
             CheckpointManifest(
                 checkpoint_path=transaction.final_path,

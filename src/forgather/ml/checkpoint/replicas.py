@@ -163,7 +163,7 @@ def _majority(texts: Mapping[int, str | None]) -> list[int]:
 
 def _fingerprint_line(fingerprints: Mapping[int, str]) -> str:
     majority = _majority(fingerprints)
-    others = [rank for rank in fingerprints if rank not in majority]
+    others = [rank for rank, text in fingerprints.items() if text != fingerprints[majority[0]]]
     return f"fingerprint: {_sentence(others, majority, '')}; use validation level 'tensor' to see the tensors"
 
 

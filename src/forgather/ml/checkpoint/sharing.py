@@ -6,6 +6,7 @@ Snapshots, the weight planner and the reader use it.
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from functools import cached_property
 
 from torch import Tensor
 
@@ -42,7 +43,7 @@ class ComponentSharing:
     component: StateComponent
     layout: RankLayout
 
-    @property
+    @cached_property
     def owners(self) -> list[Owner]:
         pattern, layout = self.component.sharing_pattern, self.layout
         if pattern is SharingPattern.PER_RANK:
@@ -55,41 +56,62 @@ class ComponentSharing:
             return [Owner(number, ranks) for number, ranks in enumerate(layout.nodes)]
         return [Owner(None, layout.everyone)]
 
+    @cached_property
+    def _owner_of(self) -> dict[int, Owner]:
+        return {rank: owner for owner in self.owners for rank in owner.ranks}
+
     @property
     def own(self) -> Owner:
         """Copy of this rank."""
-        return next(owner for owner in self.owners if self.layout.rank in owner.ranks)
+        return self._owner_of[self.layout.rank]
 
     @property
     def is_held_here(self) -> bool:
         """Whether this rank's object supplies the state at a save. Other ranks only receive it at a load."""
-        return self.layout.rank in self.holders(self.own)
+        return not self._has_one_holder or self.own.ranks[0] == self.layout.rank
+
+    @property
+    def is_described_here(self) -> bool:
+        """Whether this rank describes its copy to the other ranks, on behalf of all holders of that copy."""
+        return self.own.ranks[0] == self.layout.rank
+
+    @property
+    def _has_one_holder(self) -> bool:
+        # With these patterns only the first rank has to hold current state, so other ranks are not asked for it.
+        return self.component.sharing_pattern in (SharingPattern.GLOBAL, SharingPattern.PER_NODE)
 
     def holders(self, owner: Owner) -> Ranks:
         """Return the ranks that can supply this copy at a save."""
-        # With these patterns only the first rank has to hold current state, so other ranks are not asked for it.
-        if self.component.sharing_pattern in (SharingPattern.GLOBAL, SharingPattern.PER_NODE):
-            return owner.ranks[:1]
-        return owner.ranks
+        return owner.ranks[:1] if self._has_one_holder else owner.ranks
 
     def owners_in(self, storage: Ranks) -> list[Owner]:
         """Return the copies that a checkpoint directory needs, because its ranks will read them."""
-        return [owner for owner in self.owners if set(owner.ranks) & set(storage)]
+        needed = {self._owner_of[rank].number for rank in storage}
+        # Copies are numbered by their position in `owners`. A single copy has no number.
+        return [self.owners[position] for position in sorted(number or 0 for number in needed)]
 
-    def writer(self, owner: Owner, storage: Ranks) -> int:
-        """Return the rank that writes this copy into a directory: the first holder there, or else its leader."""
-        return next((rank for rank in storage if rank in self.holders(owner)), storage[0])
+    def _writers(self, storage: Ranks) -> dict[int | None, int]:
+        """Return the rank that writes each copy into a directory: the first holder there, or else its leader."""
+        writers: dict[int | None, int] = {}
+        for rank in storage:
+            owner = self._owner_of[rank]
+            # GLOBAL and PER_NODE state has one holder, the first rank of its owner.
+            if not self._has_one_holder or owner.ranks[0] == rank:
+                writers.setdefault(owner.number, rank)
+        return {owner.number: writers.get(owner.number, storage[0]) for owner in self.owners_in(storage)}
 
     def written_here(self) -> list[Owner]:
         """Return the copies that this rank writes."""
         storage = self.layout.storage
-        return [owner for owner in self.owners_in(storage) if self.writer(owner, storage) == self.layout.rank]
+        writers = self._writers(storage)
+        return [owner for owner in self.owners_in(storage) if writers[owner.number] == self.layout.rank]
 
     def is_relayed(self, owner: Owner) -> bool:
         """Return whether a directory needs this copy although none of its ranks holds it."""
         # Computed from the layout alone, so that all ranks agree without communication.
-        storages = [storage for storage in self.layout.storages if set(owner.ranks) & set(storage)]
-        return any(not set(self.holders(owner)) & set(storage) for storage in storages)
+        storage_of = self.layout.storage_of
+        supplied = {storage_of[rank] for rank in self.holders(owner)}
+        return any(storage_of[rank] not in supplied for rank in owner.ranks)
 
     def file_name(self, owner: Owner) -> str:
         # Part of the checkpoint format: `foreign/ownership.py` recognises these names too.

@@ -7,6 +7,7 @@ The coordinator takes a snapshot and then writes it.
 import logging
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import cached_property
 from typing import TypeVar, cast
 
 from torch import Tensor, nn
@@ -174,8 +175,13 @@ class SnapshotTaker:
         """Return whether a component is written as weight files. "model" may also be an object with plain state."""
         return component.key == MODEL_KEY and self.model_parts is not None
 
+    @cached_property
+    def _sharings(self) -> dict[str, ComponentSharing]:
+        # Kept for the snapshot, because each of them computes its owners once, over all ranks of the job.
+        return {component.key: ComponentSharing(component, self.layout) for component in self.components}
+
     def _sharing(self, component: StateComponent) -> ComponentSharing:
-        return ComponentSharing(component, self.layout)
+        return self._sharings[component.key]
 
     def _everywhere(self, work: Callable[[], T], during: str) -> list[T]:
         return on_every_rank(self.peers, work, during, CheckpointSaveError)
@@ -186,7 +192,10 @@ class SnapshotTaker:
         return encode_state(component.state_holder.state_dict(), component.key)
 
     def _report(self, states: _States, compared: Sequence[StateComponent]) -> _Report:
-        weights = _weights_in(states) if self._has_weights else {}
+        # One holder describes the weights for all: with a description from each replica, reports would grow with the
+        # number of ranks times the number of tensors.
+        describes = self._has_weights and self._sharings[MODEL_KEY].is_described_here
+        weights = _weights_in(states) if describes else {}
         # Name digests are cheap and taken for all copies. Content digests read every byte, so only on request.
         return _Report(
             components=[_declared(component) for component in self.components],
@@ -255,8 +264,7 @@ class SnapshotTaker:
         for parcel in self.peers.gather(mine):
             # `setdefault` below keeps this rank's own state if it has any.
             for (key, number), state in parcel.items():
-                owner_here = self._sharing(next(one for one in self.components if one.key == key)).own
-                if owner_here.number == number:
+                if self._sharings[key].own.number == number:
                     states.setdefault(key, state)
 
     def _state_files(self, component: StateComponent, states: _States) -> list[PlannedFile]:
@@ -278,7 +286,7 @@ class SnapshotTaker:
         """Return this rank's model files, metadata for the manifest, and the tensors per weight file. Collective."""
         _refuse_partial_declaration([report.has_weights for report in reports])
         planner = WeightPlanner(
-            self._sharing(next(one for one in self.components if one.key == MODEL_KEY)),
+            self._sharings[MODEL_KEY],
             [report.weights for report in reports],
             self.shard_index,
             self.safetensors,
@@ -345,9 +353,12 @@ def describe_components(
     snapshot: Snapshot, records: Sequence[FileRecord], layout: RankLayout
 ) -> dict[str, ComponentManifest]:
     """Return the manifest's component entries, from the declarations and the written files."""
+    files_of: dict[str, list[FileRecord]] = {}
+    for record in records:
+        files_of.setdefault(record.component, []).append(record)
     described = {}
     for component in snapshot.components:
-        files = [record for record in records if record.component == component.key]
+        files = files_of.get(component.key, [])
         # `ranks` are the writers. A component with several files has no single checksum; each file record has its own.
         pattern = component.pattern
         described[component.key] = ComponentManifest(

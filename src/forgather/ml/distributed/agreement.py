@@ -16,6 +16,7 @@ import torch.distributed as dist
 from torch.distributed import ProcessGroup
 
 from forgather.ml.distributed.groups import get_global_process_group
+from forgather.ml.distributed.payload_gather import gather_payloads
 
 T = TypeVar("T")
 
@@ -80,13 +81,18 @@ class Peers:
         return cls()
 
     def gather(self, value: T, during: str = "gathering a value from every rank") -> list[T]:
-        """Return the values of all ranks in rank order; the error message names `during` if contact is lost."""
+        """Return the values of all ranks in rank order; the error message names `during` if contact is lost.
+
+        Values that are equal on several ranks may be one object. Do not modify them.
+        """
         if self.size == 1:
             return [value]
-        parcels: list[Any] = [None] * self.size
         with _contact(during):
-            dist.all_gather_object(parcels, _pack(value, during), group=self._group)
-        return [_unpack(parcel) for parcel in parcels]
+            parcels = gather_payloads(pickle.dumps(_pack(value, during)), self._group, control_device(self._group))
+        # In rank order, so that all ranks raise the error of the same rank. Equal parcels are unpickled once: with
+        # thousands of ranks, that is most of the time and memory of a gather.
+        unpacked = {parcel: _unpack(pickle.loads(parcel)) for parcel in dict.fromkeys(parcels)}
+        return [unpacked[parcel] for parcel in parcels]
 
     def broadcast(self, value: T, source: int = 0) -> T:
         """Return the value of rank `source` (counted inside the group) on every rank."""

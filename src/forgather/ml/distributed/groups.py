@@ -4,10 +4,11 @@ The groups are created on first use and cached until torch.distributed is initia
 `main_process_first` use them.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
 
+import torch
 import torch.distributed as dist
 from torch.distributed import ProcessGroup
 
@@ -50,6 +51,37 @@ def get_local_process_group() -> ProcessGroup | None:
     if groups.node is None:
         groups.node = _new_node_group()
     return groups.node
+
+
+def new_disjoint_groups(groups: Sequence[Sequence[int]]) -> ProcessGroup | None:
+    """Create groups without common ranks; return the group of this rank, None if it is in none of them.
+
+    Collective over all ranks, which pass the same groups. A communicator that can be split (NCCL, bound to a device)
+    makes all groups in one collective. Otherwise the groups are created one after another.
+    """
+    timeout = get_requested_timeout()
+    divisible = _divisible_backend()
+    if divisible is not None:
+        # Only the backend of the device: the gloo part of a split group is named after the number of groups that each
+        # member has created, which may differ between ranks.
+        return dist.split_group(None, [list(ranks) for ranks in groups], timeout=timeout, backend=divisible)
+    own: ProcessGroup | None = None
+    # The option use_local_synchronization would spare other ranks the call, but names groups by the same number.
+    for ranks in groups:
+        group = dist.new_group(list(ranks), timeout=timeout)
+        if dist.get_rank() in ranks:
+            own = group
+    return own
+
+
+def _divisible_backend() -> str | None:
+    """Return the backend of the job's accelerator if its communicator can be split, such as "cuda:nccl"."""
+    world = dist.group.WORLD
+    device: torch.device | None = None if world is None else world.bound_device_id
+    if world is None or device is None or not torch.accelerator.is_available():
+        return None
+    backend = world._get_backend(device)
+    return f"{device.type}:{backend.name()}" if backend.supports_splitting else None
 
 
 def reset_process_groups() -> None:
@@ -112,10 +144,12 @@ def _new_node_group() -> ProcessGroup:
     # The ranks of a node are consecutive, so the first rank identifies the node, also for nodes of unequal size.
     first_ranks = [0] * dist.get_world_size()
     dist.all_gather_object(first_ranks, dist.get_rank() - get_local_rank(), group=get_global_process_group())
+    ranks_of_nodes: dict[int, list[int]] = {}
+    for rank, first_rank in enumerate(first_ranks):
+        ranks_of_nodes.setdefault(first_rank, []).append(rank)
     own: ProcessGroup | None = None
     # Torch requires every rank to call `new_group` for every group, also for groups without this rank.
-    for first_rank in sorted(set(first_ranks)):
-        ranks = [rank for rank, first in enumerate(first_ranks) if first == first_rank]
+    for _, ranks in sorted(ranks_of_nodes.items()):
         group = _new_gloo_group(ranks)
         if dist.get_rank() in ranks:
             own = group

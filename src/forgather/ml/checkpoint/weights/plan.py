@@ -82,9 +82,13 @@ class WeightPlanner:
         files: list[PlannedFile] = []
         names_of_files: list[tuple[str, list[str]]] = []
         # A tensor that two owners hold is written once, by the first of them.
+        first_owner: dict[str, Owner] = {}
+        for owner, held in zip(owners, shapes, strict=True):
+            for name in held:
+                first_owner.setdefault(name, owner)
         for owner in self.sharing.written_here():
-            number = owners.index(owner)
-            for file, names in _files_of(index, shapes[number], shapes[:number]).items():
+            own_names = [name for name in self._shapes_of(owner) if first_owner[name] is owner]
+            for file, names in _files_of(index, own_names).items():
                 names_of_files.append((file, names))
                 content = WeightsContent({name: weights[name] for name in names}, tied)
                 files.append(PlannedFile(file, MODEL_KEY, content, owner.number, owner.ranks_of_file))
@@ -145,16 +149,17 @@ def _on_meta(shapes: _Shapes) -> dict[str, Tensor]:
 
 
 def _union(groups_by_rank: Sequence[SharingMetadataT]) -> SharingMetadataT:
-    union: SharingMetadataT = []
+    union: dict[tuple[str, ...], list[str]] = {}
     for groups in groups_by_rank:
-        union += [group for group in groups if group not in union]
-    return union
+        for group in groups:
+            union.setdefault(tuple(group), group)
+    return list(union.values())
 
 
-def _files_of(index: ShardIndex, held: _Shapes, earlier: Sequence[_Shapes]) -> dict[str, list[str]]:
-    """Return the files of an owner with their tensor names; names of an earlier owner are written by that owner."""
+def _files_of(index: ShardIndex, own_names: Sequence[str]) -> dict[str, list[str]]:
+    """Return the files of an owner with their tensor names."""
     files: dict[str, list[str]] = {}
-    for name in held:
-        if name in index["weight_map"] and not any(name in shapes for shapes in earlier):
+    for name in own_names:
+        if name in index["weight_map"]:
             files.setdefault(index["weight_map"][name], []).append(name)
     return files

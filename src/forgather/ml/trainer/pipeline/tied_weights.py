@@ -15,7 +15,7 @@ from torch.distributed import ProcessGroup
 from forgather.ml.checkpoint.encoding.digest import tensor_digest
 from forgather.ml.checkpoint.errors import ReplicationError
 from forgather.ml.checkpoint.weights.safetensors_io import SharingMetadataT
-from forgather.ml.distributed.environment import get_requested_timeout
+from forgather.ml.distributed.groups import new_disjoint_groups
 from forgather.ml.trainer.loop.gradients import GradientNorm
 
 Gather = Callable[[Any], list[Any]]
@@ -47,20 +47,30 @@ def tied_weights(
     `names_of_ranks` lists the FQNs at each position of a pipeline, `pipelines` the global ranks of each pipeline.
     """
     found = []
-    for names in sharing:
-        # Only names matter here, so that every rank finds the same groups without communication.
-        places = [place for place, held in enumerate(names_of_ranks) if set(names) & set(held)]
+    groups: dict[tuple[int, ...], ProcessGroup | None] = {}
+    # Only names matter here, so that every rank finds the same groups without communication.
+    for names, places in zip(sharing, _places_of(sharing, names_of_ranks), strict=True):
         if len(places) < 2:
             continue
-        for ranks in pipelines:
-            members = [ranks[place] for place in places]
-            # new_group is collective over the whole job: every rank creates every group, also groups it is not in.
-            group = dist.new_group(members, timeout=get_requested_timeout())
-            parameter = next((own[name] for name in names if name in own), None)
-            if dist.get_rank() in members and parameter is not None:
-                assert isinstance(group, ProcessGroup)
-                found.append(TiedWeight(names[0], parameter, group, dist.get_rank() == members[0]))
+        # Weights with copies on the same ranks share a group. Groups of different pipelines are created together.
+        if places not in groups:
+            groups[places] = new_disjoint_groups([[ranks[place] for place in places] for ranks in pipelines])
+        group = groups[places]
+        parameter = next((own[name] for name in names if name in own), None)
+        if group is not None and parameter is not None:
+            found.append(TiedWeight(names[0], parameter, group, dist.get_rank(group) == 0))
     return found
+
+
+def _places_of(sharing: SharingMetadataT, names_of_ranks: Sequence[Sequence[str]]) -> list[tuple[int, ...]]:
+    """Return for each group of tied names the positions of a pipeline that hold one of them, in ascending order."""
+    number_of = {name: number for number, names in enumerate(sharing) for name in names}
+    places: list[dict[int, None]] = [{} for _ in sharing]
+    for place, held in enumerate(names_of_ranks):
+        for name in held:
+            if name in number_of:
+                places[number_of[name]][place] = None
+    return [tuple(found) for found in places]
 
 
 class TiedWeights:

@@ -114,8 +114,9 @@ def warn_of_equal_batches(batch: Mapping[str, Any], layout: DataLayout, gather: 
     """Warn if two ranks that should read different batches got the same first batch; collective."""
     # Digests of the contents, because gathering the batches would send all their bytes. An empty digest does not count.
     digests = gather(_digest_of(batch) if layout.speaks else "")
+    readers: dict[str, int] = {}
     for rank, digest in enumerate(digests):
-        first = digests.index(digest)
+        first = readers.setdefault(digest, rank)
         if digest and first < rank:
             logger.warning(
                 "Ranks %d and %d got the same first batch. The trainer does not shard an iterable dataset or a loader that "
