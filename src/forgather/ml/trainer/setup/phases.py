@@ -274,6 +274,7 @@ def prepare_loop(trainer: "Trainer") -> None:
     args, amp = trainer.args, trainer.amp_context
     # The feed was created with the loaders, before the loss existed.
     trainer.feed.loss = trainer.step_loss
+    trainer.step_loss.is_on_accelerator = not trainer.on_cpu
     trainer.state = trainer._init_state()
     for name, value in (("epoch_train_steps", trainer.plan.steps_per_epoch), ("num_processes", trainer.num_processes)):
         if not hasattr(trainer.state, name):
