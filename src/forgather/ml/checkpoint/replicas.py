@@ -17,10 +17,10 @@ from forgather.ml.checkpoint.encoding.digest import (
     combine_digests,
     compute_state_hash,
     dense_components,
-    iter_chunks,
     leaves_by_path,
     state_digests,
 )
+from forgather.ml.checkpoint.encoding.staging import iter_chunks
 from forgather.ml.distributed import Peers
 
 

@@ -17,6 +17,7 @@ from forgather.ml.checkpoint.all_ranks import on_every_rank
 from forgather.ml.checkpoint.components import MODEL_KEY, SharingPattern, StateComponent
 from forgather.ml.checkpoint.encoding.codec import encode_state
 from forgather.ml.checkpoint.encoding.digest import combine_digests, compute_state_hash, state_digests
+from forgather.ml.checkpoint.encoding.staging import on_host
 from forgather.ml.checkpoint.errors import CheckpointSaveError, ReplicationError
 from forgather.ml.checkpoint.files.planned_file import PlannedFile, RawContent, StateContent
 from forgather.ml.checkpoint.manifest import ComponentManifest, FileRecord
@@ -124,12 +125,16 @@ class SnapshotTaker:
         states: _States = {}
         raw_files: dict[str, bytes] = {}
         compared = self._compared(validate)
+        compared_keys = {component.key for component in compared}
 
         # State stays on this rank, in the enclosing scope. `collect` returns only a small report to gather.
         def collect() -> _Report:
             for component in self.components:
                 if self._sharing(component).is_held_here:
                     states[component.key] = self._state_of(component)
+                    # The comparison reads all bytes, and so does the file. One copy serves both.
+                    if component.key in compared_keys and self._sharing(component).written_here():
+                        states[component.key] = on_host(states[component.key])
             # One rank per directory writes the configuration files.
             if self.layout.leads_storage and self._has_weights:
                 raw_files.update(self._describe_model())

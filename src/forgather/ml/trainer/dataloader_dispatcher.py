@@ -29,6 +29,7 @@ from forgather.ml.trainer.loading.empty_batch import emptied
 from forgather.ml.trainer.loading.epoch_loader import length_of
 from forgather.ml.trainer.loading.random_numbers import draws_random_numbers
 from forgather.ml.trainer.loading.round_readers import Kind, Message, QuickReader, Round, ThreadedReader
+from forgather.ml.trainer.setup.copy_streams import can_pin
 from forgather.ml.trainer.setup.devices import moved
 
 _DURING = "loading a batch"
@@ -54,6 +55,8 @@ class DataloaderDispatcher:
     than `slow_seconds` does not pay for a thread: then one round is read ahead in the calling thread. If reading draws
     random numbers in this process, nothing is read ahead, because they must be drawn at the same point of every run.
 
+    Ranks that do not read receive batches in pinned memory if `pin_memory` is True, or if `device` is an accelerator.
+
     `links` connect the ranks of the mesh. Nothing else may use them during a pass. By default, new links are created.
     Most methods are collectives. The exceptions are `state_dict`, `abandon`, and `load_state_dict` outside a pass.
     """
@@ -69,6 +72,7 @@ class DataloaderDispatcher:
         prefetch: int = 2,
         slow_seconds: float = 0.002,
         links: RankLinks | None = None,
+        pin_memory: bool | None = None,
     ) -> None:
         self._dataloader = dataloader
         self._device = torch.device(device)
@@ -85,8 +89,9 @@ class DataloaderDispatcher:
         self._links = links or RankLinks.connect(
             dist.new_group(ranks, backend="gloo", timeout=get_requested_timeout(), use_local_synchronization=is_alone)
         )
+        pins_memory = can_pin(self._device) if pin_memory is None else pin_memory
         self._sender = make_sender(self._links, self._parts) if self._reads else None
-        self._receiver = None if self._reads else make_receiver(self._links, self._source, self._device)
+        self._receiver = None if self._reads else make_receiver(self._links, self._source, pins_memory)
         self._peers = Peers(self._links.group)
         self._reader: QuickReader | ThreadedReader | None = None
         self._pass_is_open = False

@@ -40,7 +40,7 @@ from forgather.ml.trainer.ranks.team import SoloTeam, Team
 from forgather.ml.trainer.recipes import Recipes
 from forgather.ml.trainer.setup import phases, preparation
 from forgather.ml.trainer.setup.declared_state import BY_LOADING, GLOBAL, PER_RANK, Shared
-from forgather.ml.trainer.setup.devices import device_type, maybe_cleanup_memory, moved
+from forgather.ml.trainer.setup.devices import device_type, maybe_cleanup_memory
 from forgather.ml.trainer.setup.given_objects import explains_calls
 from forgather.ml.trainer.setup.hook_checks import PIPELINE_HOOKS, is_overridden
 from forgather.ml.trainer.setup.model_construction import compute_missing_buffers
@@ -49,6 +49,7 @@ from forgather.ml.trainer.setup.optimizer_construction import build_scheduler
 from forgather.ml.trainer.setup.seeding import seed_everything, seed_of_rank
 from forgather.ml.trainer.setup.step_plan import StepPlan, batch_size_of
 from forgather.ml.trainer.setup.torch_settings import torch_settings
+from forgather.ml.trainer.step_loss.known_masks import to_device
 from forgather.ml.trainer.step_loss.model_loss import ModelLoss
 from forgather.ml.trainer.step_loss.training_loss import TrainingLoss
 from forgather.ml.trainer.trainer_types import (
@@ -480,7 +481,7 @@ class Trainer(BaseTrainer[TTrainingArgs]):
 
     def _prepare_batch(self, batch: Mapping[str, Any]) -> tuple[dict[str, Any], Any]:
         """Return model inputs and labels of a micro-batch, on the device."""
-        inputs = dict(batch) if self.on_cpu else dict(moved(batch, self.device))
+        inputs = dict(batch) if self.on_cpu else to_device(batch, self.device)
         return inputs, inputs.pop("labels", None)
 
     def _forward_backward_step(self, input_dict: dict[str, Any], labels: Any) -> Tensor:

@@ -15,9 +15,9 @@ import torch
 import xxhash
 
 from forgather.ml.checkpoint.encoding.codec import encode_state
+from forgather.ml.checkpoint.encoding.staging import can_stage, iter_chunks, staged_chunks
 from forgather.ml.checkpoint.errors import StateEncodingError
 
-_STAGING_BYTES = 16 * 2**20
 _NUM_SAMPLES = 64
 # Longer texts are cut and get a hash instead, because ranks exchange these descriptions.
 _MAX_REPR_LENGTH = 80
@@ -63,17 +63,6 @@ def leaves_by_path(state: object) -> dict[str, Any]:
     return leaves
 
 
-def iter_chunks(tensor: torch.Tensor) -> Iterator[torch.Tensor]:
-    """Yield views of at most 16 MiB that cover a dense tensor in logical order."""
-    if tensor.nbytes <= _STAGING_BYTES:
-        yield tensor
-        return
-    row_bytes = tensor.nbytes // tensor.shape[0]
-    parts = tensor.unbind(0) if row_bytes > _STAGING_BYTES else torch.split(tensor, _STAGING_BYTES // row_bytes)
-    for part in parts:
-        yield from iter_chunks(part)
-
-
 def tensor_digest(tensor: torch.Tensor) -> str:
     """Return the xxh3_128 hash of a tensor's bytes in logical order, without a full copy.
 
@@ -85,8 +74,11 @@ def tensor_digest(tensor: torch.Tensor) -> str:
 
 def state_digests(state: object) -> dict[str, str]:
     """Return a text per dotted path that is equal for equal content: kind, dtype and shape, then value or digest."""
+    leaves = leaves_by_path(state)
     hasher = _TensorHasher()
-    return {path: _describe(leaf, hasher.digest) for path, leaf in leaves_by_path(state).items()}
+    if torch.accelerator.is_available():
+        hasher.read_ahead(leaves.values())
+    return {path: _describe(leaf, hasher.digest) for path, leaf in leaves.items()}
 
 
 def compute_state_hash(state_dict: object) -> str:
@@ -109,8 +101,19 @@ class _TensorHasher:
 
     def __init__(self) -> None:
         self._staging: torch.Tensor | None = None
+        self._known: dict[int, str] = {}
+
+    def read_ahead(self, leaves: Iterable[object]) -> None:
+        """Compute the digests of all tensors on accelerators, so that copies overlap across tensors."""
+        tensors = list({id(leaf): leaf for leaf in leaves if can_stage(leaf)}.values())
+        states = [xxhash.xxh3_128() for _ in tensors]
+        for index, chunk in staged_chunks(tensors):
+            states[index].update(_byte_view(chunk))
+        self._known = {id(tensor): one.hexdigest() for tensor, one in zip(tensors, states, strict=True)}
 
     def digest(self, tensor: torch.Tensor) -> str:
+        if self._known and id(tensor) in self._known:
+            return self._known[id(tensor)]
         if tensor.requires_grad or type(tensor) is not torch.Tensor:
             tensor = tensor.detach()
         if _is_plain(tensor):

@@ -12,6 +12,7 @@ from typing import Protocol
 from torch import Tensor
 
 from forgather.ml.checkpoint.encoding.digest import iter_leaves
+from forgather.ml.checkpoint.encoding.staging import on_host
 from forgather.ml.checkpoint.files import durable
 from forgather.ml.checkpoint.files.hashed_io import HashingWriter
 from forgather.ml.checkpoint.files.state_files import write_state
@@ -45,7 +46,7 @@ class StateContent:
         return _tensor_bytes(leaf for _, leaf in iter_leaves(self.encoded))
 
     def write(self, writer: HashingWriter) -> dict[str, str]:
-        write_state(writer, self.encoded)
+        write_state(writer, on_host(self.encoded))
         return {}
 
 

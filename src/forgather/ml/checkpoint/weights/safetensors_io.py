@@ -4,6 +4,7 @@ A file's header is validated before any tensor is read: it may be damaged or mal
 imported checkpoints are read and written here.
 """
 
+import itertools
 import json
 import math
 import os
@@ -15,7 +16,7 @@ import torch
 from torch import Tensor
 
 from forgather.ml.checkpoint.encoding import strict_json
-from forgather.ml.checkpoint.encoding.digest import iter_chunks
+from forgather.ml.checkpoint.encoding.staging import can_stage, iter_chunks, staged_chunks
 from forgather.ml.checkpoint.errors import CheckpointCorruptError, CheckpointLoadError
 from forgather.ml.checkpoint.files.hashed_io import (
     BUFFER_BYTES,
@@ -106,9 +107,23 @@ def write_safetensors(
     # The padding aligns the first tensor. The format allows spaces at the end of the header.
     text += b" " * (-(len(text) + _LENGTH_BYTES) % _HEADER_ALIGNMENT)
     digests = {HEADER_ENTRY: _write_hashed(writer, [len(text).to_bytes(_LENGTH_BYTES, "little") + text])}
-    for name in names:
-        digests[name] = _write_hashed(writer, byte_chunks(tensors[name]))
+    for name, chunks in zip(names, _contents([tensors[name] for name in names]), strict=True):
+        digests[name] = _write_hashed(writer, chunks)
     return digests
+
+
+def _contents(tensors: list[Tensor]) -> Iterator[Iterator[memoryview]]:
+    """Yield the content of each tensor in chunks. The chunks of one tensor must be read before the next tensor."""
+    if not torch.accelerator.is_available():
+        yield from map(byte_chunks, tensors)
+        return
+    staged = itertools.groupby(staged_chunks(filter(can_stage, tensors)), key=lambda item: item[0])
+    for tensor in tensors:
+        if can_stage(tensor):
+            _, chunks = next(staged)
+            yield (tensor_bytes(chunk) for _, chunk in chunks)
+        else:
+            yield byte_chunks(tensor)
 
 
 def _refuse_without_memory(name: str, tensor: Tensor) -> None:

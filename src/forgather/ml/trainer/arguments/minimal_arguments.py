@@ -90,7 +90,7 @@ class MinimalTrainingArguments(NamedArguments):
     dataloader_num_workers: int = 0
     """Worker processes that load data. 0: load in the training process."""
     dataloader_pin_memory: bool = True
-    """Copy batches to page-locked memory, for asynchronous transfers to CUDA."""
+    """Copy batches to page-locked memory, for asynchronous transfers to accelerators."""
     dataloader_persistent_workers: bool = False
     """Keep workers between epochs."""
     dataloader_prefetch_factor: int | None = None

@@ -52,10 +52,8 @@ def make_sender(links: RankLinks, parts: list[list[int]]) -> Sender:
     return _SocketSender([[sockets[dist.get_group_rank(links.group, rank)] for rank in ranks] for ranks in others])
 
 
-def make_receiver(links: RankLinks, source: int, device: torch.device) -> Receiver:
-    """Return the receiver for these links; `device` is the target device of the batches."""
-    # Copies from pinned memory to CUDA are asynchronous.
-    pins_memory = device.type == "cuda"
+def make_receiver(links: RankLinks, source: int, pins_memory: bool) -> Receiver:
+    """Return the receiver for these links; `pins_memory` if copies to an accelerator follow."""
     if links.sockets is None:
         return _GroupReceiver(links.group, source, pins_memory)
     return _SocketReceiver(links.sockets[dist.get_group_rank(links.group, source)], pins_memory)

@@ -35,6 +35,7 @@ from forgather.ml.trainer.pipeline.splitters.stage_building import RankModel, ma
 from forgather.ml.trainer.pipeline.tied_weights import canonical_names
 from forgather.ml.trainer.setup.devices import moved
 from forgather.ml.trainer.setup.model_construction import build_model, compute_missing_buffers
+from forgather.ml.trainer.step_loss.known_masks import to_device
 from forgather.ml.utils import count_parameters, default_dtype
 
 logger = logging.getLogger(__name__)
@@ -166,7 +167,7 @@ class PipelineModel:
             main = moved(main, self.device)
         if labels is not None and self.has_last:
             labels = moved(labels, self.device)
-        return PipelineBatch(main, dict(moved(keywords, self.device)), labels)
+        return PipelineBatch(main, to_device(keywords, self.device), labels)
 
     def micro_batches(self, inputs: Mapping[str, Any], labels: Tensor | None, size: int) -> list[PipelineBatch]:
         """Return the batch in micro-batches of `size` rows."""

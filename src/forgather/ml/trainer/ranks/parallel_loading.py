@@ -61,7 +61,13 @@ class ParallelLoading:
         self._links: dict[bool, RankLinks] = {}
 
     def loader(
-        self, build: Callable[[Part], LoaderT], dataset: object, layout: DataLayout, for_training: bool, drop_last: bool
+        self,
+        build: Callable[[Part], LoaderT],
+        dataset: object,
+        layout: DataLayout,
+        for_training: bool,
+        drop_last: bool,
+        pins_memory: bool,
     ) -> LoaderT | DataloaderDispatcher:
         # A dispatcher that distributes the batches of all shards has to read all of them.
         part = WHOLE if layout.splits_streams else self._own_part(dataset, layout.part)
@@ -72,7 +78,10 @@ class ParallelLoading:
             return loader
         assert layout.mesh is not None
         links = self._links_of(layout.readers, for_training)
-        return DataloaderDispatcher(loader, layout.mesh, "cpu", layout.axis, drop_last=drop_last, links=links)
+        # The batches stay on the CPU, where their targets are counted.
+        return DataloaderDispatcher(
+            loader, layout.mesh, "cpu", layout.axis, drop_last=drop_last, links=links, pin_memory=pins_memory
+        )
 
     def close(self) -> None:
         for links in self._links.values():

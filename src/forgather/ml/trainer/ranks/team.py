@@ -57,6 +57,8 @@ class SoloTeam:
     """Events with possible requests of callbacks, which ranks must synchronise: "epoch", "log", "step"."""
     settles_loss_first = False
     """Whether ranks must choose the loss before their first forward pass."""
+    pins_memory = False
+    """Whether this rank receives batches in pinned memory, from which copies to its device are asynchronous."""
 
     def sum(self, numbers: Tensor) -> Tensor:
         """Return the element-wise sum over all ranks, on the CPU."""
@@ -215,7 +217,7 @@ class RankTeam(SoloTeam):
         self, build: BuildTrainLoader, dataset: object, layout: DataLayout, drop_last: bool, feed: Feed
     ) -> TrainLoader:
         assert isinstance(feed, RankFeed)
-        loader = self._loading.loader(build, dataset, layout, for_training=True, drop_last=drop_last)
+        loader = self._loading.loader(build, dataset, layout, True, drop_last, self.pins_memory)
         # The shortest rank ends the epoch for all, so the minimum is the number of batches on every rank.
         lengths = self.gather(loader.num_batches)
         known = [length for length in lengths if length is not None]
@@ -234,7 +236,7 @@ class RankTeam(SoloTeam):
         return not layout.splits_streams and (dataset is None or kind_of(dataset) != "map")
 
     def eval_loader(self, build: BuildEvalLoader, dataset: object, layout: DataLayout) -> Iterable[Any]:
-        return self._loading.loader(build, dataset, layout, for_training=False, drop_last=False)
+        return self._loading.loader(build, dataset, layout, False, False, self.pins_memory)
 
     def evaluate_rounds(
         self,

@@ -5,7 +5,7 @@ The processes of a node use different devices. `Trainer` and its set-up call the
 
 import gc
 import os
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import torch
@@ -14,6 +14,7 @@ from torch import Tensor
 from forgather.ml.distributed.environment import DistributedEnvInterface
 from forgather.ml.trainer.arguments.training_arguments import MinimalTrainingArguments
 from forgather.ml.trainer.loading.empty_batch import EmptyBatch
+from forgather.ml.trainer.setup.copy_streams import can_pin, copy_stream, tracks_streams
 
 
 def require_device(asked: str | torch.device | None) -> None:
@@ -65,18 +66,42 @@ def choose_device(asked: str | torch.device | None, kind: str, env: DistributedE
 
 
 def moved(value: object, device: torch.device) -> Any:
-    """Move a batch to the device, with tensors nested in dicts, lists and tuples."""
+    """Move a batch to the device, with tensors nested in dicts, lists and tuples.
+
+    Copies run on a stream beside the compute stream. Between logs the host is ahead of the device, so a batch arrives
+    while the device still computes the step before.
+    """
     if device.type == "cpu":
         return value
-    if isinstance(value, Tensor):
+    if not can_pin(device) or not tracks_streams(device):
+        return _changed(value, lambda tensor: tensor.to(device, non_blocking=True))
+    stream, compute = copy_stream(device, "batches"), torch.accelerator.current_stream(device)
+
+    def copied(tensor: Tensor) -> Tensor:
+        if tensor.device.type != "cpu":
+            return tensor.to(device, non_blocking=True)
         # Asynchronous only from pinned memory (dataloader_pin_memory).
-        return value.to(device, non_blocking=True)
+        with stream:
+            result = tensor.to(device, non_blocking=True)
+        # The memory belongs to the copy stream, which must not reuse it before the compute stream is done with it.
+        result.record_stream(compute)
+        return result
+
+    result = _changed(value, copied)
+    compute.wait_stream(stream)
+    return result
+
+
+def _changed(value: object, change: Callable[[Tensor], Tensor]) -> Any:
+    """Return a batch with all tensors changed."""
+    if isinstance(value, Tensor):
+        return change(value)
     if isinstance(value, Mapping):
         # Keep the type EmptyBatch: it marks a placeholder without targets.
-        parts = {name: moved(part, device) for name, part in value.items()}
+        parts = {name: _changed(part, change) for name, part in value.items()}
         return EmptyBatch(parts) if isinstance(value, EmptyBatch) else parts
     if isinstance(value, (list, tuple)):
-        items = [moved(part, device) for part in value]
+        items = [_changed(part, change) for part in value]
         # A namedtuple takes its items as separate arguments.
         return type(value)(*items) if hasattr(value, "_fields") else type(value)(items)
     return value

@@ -28,6 +28,7 @@ from forgather.ml.trainer.loop.scheduler_state import kept_rates
 from forgather.ml.trainer.loop.step_runner import StepRunner
 from forgather.ml.trainer.ranks.team import make_team
 from forgather.ml.trainer.setup import preparation, requirements
+from forgather.ml.trainer.setup.copy_streams import can_pin
 from forgather.ml.trainer.setup.hook_checks import is_overridden
 from forgather.ml.trainer.setup.model_construction import build_model, refuse_quantized
 from forgather.ml.trainer.setup.rank_settings import common_settings, handles_ranks, require_strategy_for_ranks
@@ -103,6 +104,7 @@ def prepare_device(trainer: "Trainer") -> None:
         trainer._init_device()
     trainer.on_cpu = trainer.device.type == "cpu"
     preparation.use_device(trainer.device)
+    trainer.team.pins_memory = trainer.args.dataloader_pin_memory and can_pin(trainer.device)
     preparation.use_precision(trainer.args)
     trainer.amp_context = trainer._make_amp_context()
     # GradScaler already skips steps with non-finite gradients.
@@ -277,6 +279,7 @@ def prepare_loop(trainer: "Trainer") -> None:
     args, amp = trainer.args, trainer.amp_context
     # The feed was created with the loaders, before the loss existed.
     trainer.feed.loss = trainer.step_loss
+    trainer.step_loss.is_on_accelerator = not trainer.on_cpu
     trainer.state = trainer._init_state()
     for name, value in (("epoch_train_steps", trainer.plan.steps_per_epoch), ("num_processes", trainer.num_processes)):
         if not hasattr(trainer.state, name):

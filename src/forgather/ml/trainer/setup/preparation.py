@@ -17,6 +17,7 @@ from forgather.ml.trainer.arguments.training_arguments import TrainingArguments
 from forgather.ml.trainer.loading.builders import build_eval_loader, build_train_loader
 from forgather.ml.trainer.loading.data_order import Part
 from forgather.ml.trainer.ranks.parallel_loading import BuildLoader
+from forgather.ml.trainer.setup.copy_streams import can_pin
 from forgather.ml.trainer.setup.devices import choose_device, device_type, require_device
 from forgather.ml.trainer.setup.optimizer_construction import (
     build_optimizer,
@@ -76,8 +77,7 @@ def loader_builder(
         "collate_fn": collator,
         "drop_last": args.dataloader_drop_last,
         "num_workers": args.dataloader_num_workers,
-        # Pinned memory speeds up copies to CUDA only.
-        "pin_memory": args.dataloader_pin_memory and device.type == "cuda",
+        "pin_memory": args.dataloader_pin_memory and can_pin(device),
         "persistent_workers": args.dataloader_persistent_workers and args.dataloader_num_workers > 0,
         "prefetch_factor": args.dataloader_prefetch_factor,
     }

@@ -18,6 +18,7 @@ from forgather.ml.loss import CausalLoss
 from forgather.ml.trainer.loading.empty_batch import EmptyBatch
 from forgather.ml.trainer.loop.window import samples_in
 from forgather.ml.trainer.setup.model_modes import set_train
+from forgather.ml.trainer.step_loss.known_masks import positions_of
 from forgather.ml.trainer.step_loss.loss_traits import UNITS, Rows, Traits, find_traits, looking_only, rows_of
 from forgather.ml.trainer.step_loss.model_outputs import logits_of, own_loss_of
 from forgather.ml.trainer.step_loss.own_loss import (
@@ -102,11 +103,14 @@ class ModelLoss:
         self._own_traits = Traits()
         self._passes_labels = True
         self._keeps_old_rule = False
+        self.is_on_accelerator = False
+        """Whether forward passes run on an accelerator, where reading a value makes the host wait."""
 
     def unresolved(self) -> "ModelLoss":
         """Return a copy with the same settings on which no loss has been chosen yet."""
         other = ModelLoss(self._given_loss, self._token_weighted, head=self._head, is_default=self._is_default)
         other._keeps_old_rule = self._keeps_old_rule
+        other.is_on_accelerator = self.is_on_accelerator
         return other
 
     def logits(self, forward: Forward) -> Tensor | None:
@@ -279,6 +283,12 @@ class ModelLoss:
 
     def forward(self, model: nn.Module, inputs: Mapping[str, Any], labels: Any, is_empty: bool = False) -> Forward:
         """Run the model on a batch on its device; `is_empty` if it is an EmptyBatch. The first call chooses the loss."""
+        if not self.is_on_accelerator:
+            return self._forward(model, inputs, labels, is_empty)
+        with positions_of(model, inputs):
+            return self._forward(model, inputs, labels, is_empty)
+
+    def _forward(self, model: nn.Module, inputs: Mapping[str, Any], labels: Any, is_empty: bool) -> Forward:
         # Still undecided only in a single process, or if no rank found the loss on its first batch.
         if self._step_loss is None and not self._uses_own_loss and self._passes_labels:
             self.adopt(self.look(model, inputs, labels, is_empty))

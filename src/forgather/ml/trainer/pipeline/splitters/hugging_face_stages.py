@@ -7,6 +7,7 @@ and head must run once, so other stages omit them. Called by the causal LM split
 
 import copy
 from collections.abc import Iterator, Sequence
+from contextlib import nullcontext
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -14,6 +15,7 @@ import torch
 from torch import Tensor, nn
 
 from forgather.ml.trainer.pipeline.splitters.stage_building import twin_of
+from forgather.ml.trainer.step_loss.known_masks import positions_of
 from forgather.ml.trainer.step_loss.token_weighting import parameters_of
 
 _FIRST_STAGE_ONLY = ("token_type_ids",)
@@ -205,7 +207,9 @@ class HuggingFaceStage(nn.Module):
         # `_part` is not a registered child, so it would miss a mode that was set module by module.
         self._part.training = self.training
         entry = self._part.base_model if return_hidden_states else self._entry
-        outputs = entry(**{self._main_input: inputs}, **keywords)
+        # On an accelerator, the model would look for packed sequences in the positions, and the host would wait.
+        with nullcontext() if inputs.device.type == "cpu" else positions_of(self._part, keywords):
+            outputs = entry(**{self._main_input: inputs}, **keywords)
         result: Tensor = outputs.logits if self.is_last and not return_hidden_states else outputs[0]
         return result
 
