@@ -70,6 +70,7 @@ RECIPES = (
     Recipe("mixed_precision='fp16'", {"mixed_precision": "fp16"}, is_default=False),
     Recipe("default_dtype='bfloat16'", {"default_dtype": "bfloat16"}),
     Recipe("gradient_checkpointing", {"gradient_checkpointing": True}),
+    Recipe("gradient_checkpointing='selective'", {"gradient_checkpointing": "selective"}),
     Recipe("LinearCrossEntropyLoss", options=_fused_loss),
     Recipe("ChunkedCausalLoss", options=lambda: {"compute_loss_func": ChunkedCausalLoss()}),
     Recipe("fuse_optim_with_backward", {"fuse_optim_with_backward": True}),
@@ -78,6 +79,7 @@ RECIPES = (
     Recipe("ema_decay=0.999", {"ema_decay": 0.999}),
     Recipe("qat_recipe, int4 weights", {"qat_recipe": "int4-weight-only"}, package="torchao"),
     Recipe("torch_compile", {"torch_compile": True}),
+    Recipe("torch_compile_scope='layer'", {"torch_compile": True, "torch_compile_scope": "layer"}),
     # Last, since the budget is a process-wide compiler setting that stays set while the trainer lives.
     Recipe("activation_memory_budget=0.3", {"torch_compile": True, "activation_memory_budget": 0.3}),
 )

@@ -62,7 +62,7 @@ def require_one_function(args: MinimalTrainingArguments, enable_full: EnableChec
     asked = "a function" if callable(mode) else repr(mode)
     raise ValueError(
         f"gradient_checkpointing is {asked}, but enable_activation_checkpoint_fn was passed to the trainer too: only one of "
-        "them can decide what is recomputed. Remove enable_activation_checkpoint_fn, or set gradient_checkpointing=True to "
+        "them can select the activations. Remove enable_activation_checkpoint_fn, or set gradient_checkpointing=True to "
         "use it."
     )
 
@@ -96,7 +96,7 @@ class SelectiveForward:
             return self.__wrapped__(*args, **keywords)
         if args:
             return _checkpoint(functools.partial(self.__wrapped__, **keywords), *args)
-        # torch keeps the random state for the devices of positional arguments only.
+        # PyTorch keeps the random state for the devices of positional arguments only.
         return _checkpoint(lambda given: self.__wrapped__(**given), keywords)
 
 

@@ -28,9 +28,9 @@ def repeated_layers(model: nn.Module, setting: str) -> list[nn.Module]:
     layers = _layers_by_class(model, getattr(model, "_no_split_modules", None) or ()) or _layers_by_number(model)
     if not layers:
         raise ValueError(
-            f"{setting} works on the repeated layers of a model, but {type(model).__name__} shows none: it has no container "
-            "layer_stack, no _no_split_modules with the class names of its layers, and no single ModuleList with "
-            "config.num_hidden_layers entries. Name the ModuleList of the layers layer_stack, or set _no_split_modules = "
+            f"{setting} works on the repeated layers of a model, but {type(model).__name__} shows none. It has no container "
+            "layer_stack, no _no_split_modules with the class names of its layers, and no single ModuleList of "
+            "config.num_hidden_layers. Name the ModuleList of the layers layer_stack, or set _no_split_modules = "
             "['ClassOfALayer'] in the class of the model."
         )
     return layers

@@ -57,7 +57,9 @@ def test_layers_of_pipeline_stages() -> None:
 
 
 def test_model_without_recognisable_layers() -> None:
-    with pytest.raises(ValueError, match=r"setting=1 works on .*TokenModel shows none.*layer_stack.*_no_split_modules = "):
+    with pytest.raises(
+        ValueError, match=r"setting=1 works on .*TokenModel shows none.*layer_stack.*_no_split_modules = "
+    ):
         repeated_layers(TokenModel(), "setting=1")
 
 
