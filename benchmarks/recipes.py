@@ -72,6 +72,7 @@ RECIPES = (
     Recipe("param_precision='bf16_master'", {"param_precision": "bf16_master"}),
     Recipe("param_precision='bf16_stochastic'", {"param_precision": "bf16_stochastic"}),
     Recipe("gradient_checkpointing", {"gradient_checkpointing": True}),
+    Recipe("gradient_checkpointing='selective'", {"gradient_checkpointing": "selective"}),
     Recipe("LinearCrossEntropyLoss", options=_fused_loss),
     Recipe("ChunkedCausalLoss", options=lambda: {"compute_loss_func": ChunkedCausalLoss()}),
     Recipe("fuse_optim_with_backward", {"fuse_optim_with_backward": True}),
@@ -80,6 +81,7 @@ RECIPES = (
     Recipe("ema_decay=0.999", {"ema_decay": 0.999}),
     Recipe("qat_recipe, int4 weights", {"qat_recipe": "int4-weight-only"}, package="torchao"),
     Recipe("torch_compile", {"torch_compile": True}),
+    Recipe("torch_compile_scope='layer'", {"torch_compile": True, "torch_compile_scope": "layer"}),
     # Last, since the budget is a process-wide compiler setting that stays set while the trainer lives.
     Recipe("activation_memory_budget=0.3", {"torch_compile": True, "activation_memory_budget": 0.3}),
 )

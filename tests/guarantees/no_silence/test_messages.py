@@ -128,6 +128,10 @@ def test_hf_argument_parser() -> None:
     (given,) = HfArgumentParser(TrainingArguments).parse_args_into_dataclasses(words)
     assert (given.max_steps, given.shuffle, given.sdpa_backend) == (3, False, "math")
     assert (given.skip_checkpoint_components, given.lr_scheduler_kwargs) == (["dataset", "rng"], {"power": 2})
+    for text, mode in (("", True), ("true", True), ("False", False), ("full", "full"), ("selective", "selective")):
+        words = ["--gradient_checkpointing", *text.split()]
+        (given,) = HfArgumentParser(TrainingArguments).parse_args_into_dataclasses(words)
+        assert given.gradient_checkpointing == mode
     with pytest.raises(ValueError, match=r"lr_scheduler_kwargs='x' cannot be used: .*JSON"):
         TrainingArguments(lr_scheduler_kwargs="x")  # type: ignore[arg-type]
 

@@ -51,7 +51,7 @@ def stages_of_rank(output_dir: Path) -> list[StageRecipes]:
         qat_recipe="int4-weight-only",
         gradient_checkpointing=True,
         torch_compile=True,
-        torch_compile_backend="eager",
+        torch_compile_backend="aot_eager",
     )
     # Build the stages without running them, because compilation would take long.
     trainer.save_model(str(output_dir / "model"))

@@ -42,7 +42,9 @@ def is_mapping(hint: object) -> bool:
 
 def options_of(hint: object) -> tuple[object, ...]:
     """Return the members of a union, or the type itself."""
-    return typing.get_args(hint) if isinstance(hint, types.UnionType) else (hint,)
+    # A union with a Literal is a typing.Union.
+    is_union = typing.get_origin(hint) in (types.UnionType, typing.Union)
+    return typing.get_args(hint) if is_union else (hint,)
 
 
 def name_of(hint: object) -> str:
@@ -56,6 +58,8 @@ def _name_of_one(hint: object) -> str:
     if typing.is_typeddict(hint):
         return "{class_path, init_args}"
     origin, inner = typing.get_origin(hint), typing.get_args(hint)
+    if origin is typing.Literal:
+        return " or ".join(map(repr, inner))
     if origin in (list, Sequence):
         return f"list of {name_of(inner[0])}"
     if origin in (dict, Mapping):

@@ -229,9 +229,9 @@ def _type_text(annotation: ast.expr) -> str:
 
 
 def _default_text(value: ast.expr | None) -> str:
-    if value is None or (isinstance(value, ast.Call) and ast.unparse(value.func) == "field"):
-        return ""
-    return f"default {ast.unparse(value)}"
+    if isinstance(value, ast.Call) and ast.unparse(value.func) == "field":
+        value = next((keyword.value for keyword in value.keywords if keyword.arg == "default"), None)
+    return "" if value is None else f"default {ast.unparse(value)}"
 
 
 def _doc(node: ast.stmt | None) -> str:

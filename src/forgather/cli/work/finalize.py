@@ -40,6 +40,7 @@ _NOT_FOR_EVALUATION = {
     "ema_decay": None,
     "eval_ema": False,
     "torch_compile": False,
+    "torch_compile_scope": "model",
     "activation_memory_budget": None,
     "construct_model_on": "default",
     "default_dtype": None,

@@ -38,6 +38,7 @@ from forgather.ml.trainer.ranks.batch_notes import Feed
 from forgather.ml.trainer.ranks.parallel_loading import DataLayout
 from forgather.ml.trainer.ranks.team import SoloTeam, Team
 from forgather.ml.trainer.recipes import Recipes
+from forgather.ml.trainer.recipes.activation_checkpointing import checkpointing_function
 from forgather.ml.trainer.setup import phases, preparation
 from forgather.ml.trainer.setup.declared_state import BY_LOADING, GLOBAL, PER_RANK, Shared
 from forgather.ml.trainer.setup.devices import device_type, maybe_cleanup_memory
@@ -97,7 +98,8 @@ class Trainer(BaseTrainer[TTrainingArgs]):
         optimizer_factory: builds the optimizer from named parameters, or from parameter groups with `optimizer_groups`.
         optimizer_cls_and_kwargs: optimizer class and its options, instead of a factory. Default: AdamW.
         lr_scheduler_factory: builds the learning-rate scheduler from the optimizer. Default: see `lr_scheduler_type`.
-        enable_activation_checkpoint_fn: called as fn(rank, module) if `gradient_checkpointing=True`. None disables it.
+        enable_activation_checkpoint_fn: called as fn(rank, module) if `gradient_checkpointing` is True or "full".
+            None disables checkpointing.
         fused_loss_factory: builds a fused loss of (hidden states, labels) from the output embeddings.
         optimizer_groups: parameter groups by regular expression, such as {"norms": {"regex": ..., "config": {...}}}.
     """
@@ -405,8 +407,8 @@ class Trainer(BaseTrainer[TTrainingArgs]):
                 # A second `train` finds the model still wrapped for the first.
                 self.model = self.unwrapped_model().to(self.device)
             self.recipes.apply_layers(self.model)
-            if self.args.gradient_checkpointing and self.enable_activation_checkpoint_fn is not None:
-                self.enable_activation_checkpoint_fn(self.team.rank, self.model)
+            if (enable := checkpointing_function(self.args, self.enable_activation_checkpoint_fn)) is not None:
+                enable(self.team.rank, self.model)
 
     def _follow_model(self) -> None:
         """Derive the objects of a strategy from the model that `_prepare_model` has set."""
@@ -427,7 +429,8 @@ class Trainer(BaseTrainer[TTrainingArgs]):
 
     def _compile_model(self) -> None:
         """Compile the model for the forward pass. Checkpoints still contain the uncompiled model."""
-        self.model = torch.compile(self.model, **preparation.compile_options(self.args))
+        with self.team.agreement("compiling the model"):
+            self.model = preparation.compiled(self.model, self.args)
 
     def _init_optimizer(self) -> None:
         """Build `optimizer` and `lr_scheduler`."""

@@ -9,10 +9,37 @@ from typing import TYPE_CHECKING
 import torch
 
 if TYPE_CHECKING:
+    from forgather.ml.trainer.arguments.minimal_arguments import MinimalTrainingArguments
     from forgather.ml.trainer.arguments.training_arguments import BaseTrainingArguments, TrainingArguments
 
 SDPA_BACKENDS = ("math", "flash", "efficient", "cudnn")
 PARAM_PRECISIONS = ("fp32", "bf16_master", "bf16_stochastic")
+
+
+def check_checkpointing(args: "MinimalTrainingArguments") -> None:
+    """Raise ValueError for unknown modes of activation checkpointing, and for a compiler backend that breaks dropout."""
+    mode: object = args.gradient_checkpointing
+    if isinstance(mode, str) and mode.lower() in ("true", "false"):
+        mode = args.gradient_checkpointing = mode.lower() == "true"
+    if not (isinstance(mode, bool) or mode in ("full", "selective") or callable(mode)):
+        raise ValueError(
+            f"gradient_checkpointing={mode!r} cannot be used: choose False, True (the same as 'full'), 'full', 'selective', "
+            "or a function of (rank, module) that enables it."
+        )
+    if mode is not False and args.torch_compile and args.torch_compile_backend == "eager":
+        raise ValueError(
+            "gradient_checkpointing cannot be combined with torch_compile_backend='eager': this backend recomputes "
+            "activations with new random numbers, so dropout would give wrong gradients. Use 'aot_eager' or inductor."
+        )
+
+
+def check_compile_scope(args: "MinimalTrainingArguments") -> None:
+    """Raise ValueError for an unknown scope of torch.compile, and for a scope without it."""
+    scope = args.torch_compile_scope
+    if scope not in ("model", "layer"):
+        raise ValueError(f"torch_compile_scope={scope!r} cannot be used: choose 'model' or 'layer'.")
+    if scope == "layer" and not args.torch_compile:
+        raise ValueError("torch_compile_scope='layer' needs torch_compile=True: without it, nothing is compiled.")
 
 
 def check_best_model(args: "BaseTrainingArguments") -> None:

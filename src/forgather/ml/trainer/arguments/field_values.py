@@ -11,18 +11,23 @@ import json
 import numbers
 import types
 import typing
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any, TypeVar
 
 from forgather._suggestions import did_you_mean
 
 if typing.TYPE_CHECKING:
+    from torch import nn
+
     Names = Sequence[str]
     Options = dict[str, Any]
+    Checkpointing = bool | typing.Literal["full", "selective"] | Callable[[int, nn.Module], None]
 else:
     # The types that HfArgumentParser can read from a command line: a list of words, and JSON text.
     Names = list[str]
     Options = dict[str, Any] | str
+    # HfArgumentParser takes the words from the first type, if the second is str.
+    Checkpointing = typing.Literal[False, True, "false", "true", "full", "selective"] | str | bool | Callable
 
 NamedT = TypeVar("NamedT", bound="NamedArguments")
 

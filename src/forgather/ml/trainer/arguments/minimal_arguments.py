@@ -10,13 +10,15 @@ import json
 import math
 import os
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any, TypeVar
 
 import torch
 
 from forgather.ml.construct import torch_dtype
+from forgather.ml.trainer.arguments.checks import check_checkpointing, check_compile_scope
 from forgather.ml.trainer.arguments.field_values import (
+    Checkpointing,
     NamedArguments,
     Options,
     converted,
@@ -125,6 +127,8 @@ class MinimalTrainingArguments(NamedArguments):
     """Compile for dynamic shapes."""
     torch_compile_full_graph: bool = False
     """Raise an error at graph breaks."""
+    torch_compile_scope: str = "model"
+    """"model" compiles the model, or each pipeline stage, as a whole. "layer" compiles its layers, in much less time."""
     max_grad_norm: float | None = None
     """Maximum gradient norm for clipping. None or 0: the norm is measured, but not clipped."""
     gradient_accumulation_steps: int = 1
@@ -178,8 +182,8 @@ class MinimalTrainingArguments(NamedArguments):
     """Decay rate of the second moment."""
     adam_epsilon: float = 1e-8
     """Epsilon in the denominator of AdamW."""
-    gradient_checkpointing: bool = False
-    """Recompute activations in the backward pass to save memory."""
+    gradient_checkpointing: Checkpointing = field(default=False, metadata={"nargs": "?", "const": True})
+    """Recompute activations in backward: True or "full", "selective" (keeps attention and narrow products), or a function."""
 
     def __post_init__(self) -> None:
         for name in ("output_dir", "logging_dir", "resume_from_checkpoint"):
@@ -210,6 +214,8 @@ class MinimalTrainingArguments(NamedArguments):
         if self.torch_compile_backend in (None, "inductor"):
             # Other compiler backends have different modes.
             self._choose("torch_compile_mode", _COMPILE_MODES)
+        check_checkpointing(self)
+        check_compile_scope(self)
         if self.max_grad_norm is not None:
             self._require("max_grad_norm", 0)
         for name in ("adam_beta1", "adam_beta2"):

@@ -89,7 +89,9 @@ class TextgenCallback(TrainerCallback):
         generate = _find_generate(unwrapped, tokenizer, trainer)
         assert tokenizer is not None
         texts = []
-        with undisturbed_random_numbers(), set_train(unwrapped, False), torch.no_grad():
+        # The length changes with every token, so layers that were compiled in place would recompile.
+        eager = torch.compiler.set_stance("force_eager")
+        with undisturbed_random_numbers(), set_train(unwrapped, False), torch.no_grad(), eager:
             for prompt in self._prompts:
                 torch.manual_seed(self._seed)
                 inputs = _encode(tokenizer, prompt, _device_of(unwrapped))

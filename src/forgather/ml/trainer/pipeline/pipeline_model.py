@@ -174,11 +174,9 @@ class PipelineModel:
         batch = self.batch(inputs, labels, size)
         return batch.micro_batches(batch.num_rows // size)
 
-    def compile(self, options: Mapping[str, Any]) -> None:
+    def compile(self, compiled: Callable[[nn.Module], nn.Module]) -> None:
         """Compile each stage separately."""
-        for index, module in self.running.items():
-            compiled: Any = torch.compile(module, **options)
-            self.running[index] = compiled
+        self.running = {index: compiled(module) for index, module in self.running.items()}
 
     def _shard_index(self) -> ShardIndex:
         states = [

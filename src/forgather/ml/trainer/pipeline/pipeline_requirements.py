@@ -54,6 +54,12 @@ def require_schedule(args: PipelineTrainingArguments, schedule: ScheduleChoice) 
             f"torch_compile=True cannot be combined with schedule={traits.name!r}: it computes gradients of inputs and "
             "weights separately, which compiled stages do not support. Turn torch_compile off, or use 1f1b or interleaved1f1b."
         )
+    if traits.splits_backward and args.gradient_checkpointing == "selective":
+        raise ValueError(
+            f"gradient_checkpointing='selective' cannot be combined with schedule={traits.name!r}: it computes gradients of "
+            "inputs and weights in two passes, but the kept results serve one pass. Use gradient_checkpointing='full', or "
+            "1f1b or interleaved1f1b."
+        )
     if traits.splits_backward and args.fuse_optim_with_backward:
         raise ValueError(
             f"fuse_optim_with_backward=True cannot be combined with schedule={traits.name!r}: it computes gradients of "

@@ -268,7 +268,8 @@ class PipelineTrainer(Trainer[TPipelineArgs]):
 
     def _compile_model(self) -> None:
         """Compile each stage separately."""
-        self.pipeline.compile(preparation.compile_options(self.args))
+        with self.team.agreement("compiling stages"):
+            self.pipeline.compile(lambda stage: preparation.compiled(stage, self.args))
 
     def unwrapped_model(self) -> nn.Module:
         """Return this rank's part of the model, under the FQNs of the full model; checkpoints store this part."""

@@ -104,7 +104,9 @@ class StageRunner:
         It runs modules that are not compiled, so inputs may have any length.
         """
         results: list[Tensor] = []
-        self._generating.run([inputs], [keywords], lambda _, logits: results.append(logits[:, -1:]), stage_keywords)
+        # Layers can be compiled in place.
+        with torch.compiler.set_stance("force_eager"):
+            self._generating.run([inputs], [keywords], lambda _, logits: results.append(logits[:, -1:]), stage_keywords)
         return results[0] if results else None
 
     @contextlib.contextmanager

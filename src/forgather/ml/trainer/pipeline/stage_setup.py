@@ -20,6 +20,7 @@ from forgather.ml.trainer.pipeline.pipeline_utils import pipeline_stage_indices,
 from forgather.ml.trainer.pipeline.schedules import ScheduleChoice
 from forgather.ml.trainer.pipeline.tied_weights import TiedWeights, tied_weights
 from forgather.ml.trainer.ranks.team import Team
+from forgather.ml.trainer.recipes.activation_checkpointing import checkpointing_function
 from forgather.ml.trainer.recipes.layers import apply_layer_recipe
 from forgather.ml.trainer.setup.seeding import undisturbed_random_numbers
 from forgather.ml.trainer.trainer_types import EnableCheckpointFnT
@@ -107,11 +108,12 @@ class StageSetup:
         return tied
 
     def apply_recipes(self, pipeline: PipelineModel, checkpoint_activations: EnableCheckpointFnT | None) -> None:
+        enable = checkpointing_function(self._args, checkpoint_activations)
         with self._team.agreement("applying recipes to stages"):
             for module in pipeline.own.values():
                 apply_layer_recipe(module, self._args)
-                if self._args.gradient_checkpointing and checkpoint_activations is not None:
-                    checkpoint_activations(self._team.rank, module)
+                if enable is not None:
+                    enable(self._team.rank, module)
         if self._args.debug_model_params:
             pipeline.log_parameters()
 

@@ -27,6 +27,7 @@ from forgather.ml.trainer.loop.saver import Saver
 from forgather.ml.trainer.loop.scheduler_state import kept_rates
 from forgather.ml.trainer.loop.step_runner import StepRunner
 from forgather.ml.trainer.ranks.team import make_team
+from forgather.ml.trainer.recipes.activation_checkpointing import require_one_function
 from forgather.ml.trainer.setup import preparation, requirements
 from forgather.ml.trainer.setup.copy_streams import can_pin
 from forgather.ml.trainer.setup.hook_checks import is_overridden
@@ -60,6 +61,7 @@ def refuse(trainer: "Trainer") -> None:
     requirements.require_builder(args, trainer.model_init is not None)
     requirements.require_eval_dataset(args, trainer.eval_dataset is not None)
     requirements.require_functions(functions, trainer.optimizer_groups, trainer.given)
+    require_one_function(args, trainer.enable_activation_checkpoint_fn)
     declares = is_overridden(trainer, "get_state_components")
     requirements.require_components(args, None if declares else tuple(trainer.state_sharing))
     requirements.require_recipes(

@@ -19,6 +19,7 @@ from forgather.ml.trainer.loading.data_order import Part
 from forgather.ml.trainer.ranks.parallel_loading import BuildLoader
 from forgather.ml.trainer.setup.copy_streams import can_pin
 from forgather.ml.trainer.setup.devices import choose_device, device_type, require_device
+from forgather.ml.trainer.setup.layers import compile_layers
 from forgather.ml.trainer.setup.optimizer_construction import (
     build_optimizer,
     group_weight_decay,
@@ -28,6 +29,7 @@ from forgather.ml.trainer.setup.optimizer_construction import (
 from forgather.ml.trainer.setup.requirements import Given
 from forgather.ml.trainer.setup.torch_settings import activation_budget, torch_settings
 from forgather.ml.trainer.trainer_types import BaseDataset, DataCollatorT, OptimizerFactoryT, OptimizerT
+from forgather.ml.utils import unwrap_model
 
 
 @contextlib.contextmanager
@@ -104,6 +106,15 @@ def compile_options(args: TrainingArguments) -> dict[str, Any]:
         "dynamic": args.torch_compile_dynamic,
         "fullgraph": args.torch_compile_full_graph,
     }
+
+
+def compiled(model: nn.Module, args: TrainingArguments) -> nn.Module:
+    """Return the compiled model, or the model itself with compiled layers, as `torch_compile_scope` requests."""
+    if args.torch_compile_scope == "layer":
+        compile_layers(unwrap_model(model), compile_options(args))
+        return model
+    whole: Any = torch.compile(model, **compile_options(args))
+    return whole  # type: ignore[no-any-return]
 
 
 def make_optimizer(

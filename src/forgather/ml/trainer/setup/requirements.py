@@ -101,7 +101,8 @@ def require_recipes(
 
 def _refuse_cuda_graphs(args: TrainingArguments, device_type: str, is_pipeline: bool) -> None:
     mode = args.torch_compile_mode
-    problem = cuda_graphs_problem(mode, device_type, args.gradient_accumulation_steps, is_pipeline)
+    by_layer = args.torch_compile_scope == "layer"
+    problem = cuda_graphs_problem(mode, device_type, args.gradient_accumulation_steps, is_pipeline, by_layer)
     if problem is not None:
         raise ValueError(
             f"torch_compile_mode={mode!r} replays CUDA graphs, which cannot be used here: {problem}. Use "

@@ -42,10 +42,16 @@ def activation_budget(budget: float | None) -> Iterator[None]:
         torch.compiler.reset()
 
 
-def cuda_graphs_problem(mode: str | None, device_type: str, num_batches: int, is_pipeline: bool) -> str | None:
+def cuda_graphs_problem(
+    mode: str | None, device_type: str, num_batches: int, is_pipeline: bool, by_layer: bool = False
+) -> str | None:
     """Return why a compile mode with CUDA graphs cannot be used, or None if it can or uses no CUDA graphs."""
     if device_type != "cuda" or mode not in _MODES_WITH_CUDA_GRAPHS:
         return None
+    if by_layer:
+        return (
+            "torch_compile_scope='layer' runs the graph of a layer several times in a pass, but it has memory for one"
+        )
     if is_pipeline:
         return "a pipeline holds the activations of several micro-batches at once, but a graph has memory for only one"
     if num_batches > 1:

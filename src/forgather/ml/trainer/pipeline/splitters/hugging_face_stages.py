@@ -15,6 +15,7 @@ import torch
 from torch import Tensor, nn
 
 from forgather.ml.trainer.pipeline.splitters.stage_building import twin_of
+from forgather.ml.trainer.setup.layers import layer_lists
 from forgather.ml.trainer.step_loss.known_masks import positions_of
 from forgather.ml.trainer.step_loss.token_weighting import parameters_of
 
@@ -56,9 +57,7 @@ def find_anatomy(model: Any, num_layers: int | None = None) -> Anatomy:
     if model.base_model is model or model.get_output_embeddings() is None:
         raise UnknownModel(f"{name} has no language-model head")
     wanted: Any = num_layers or getattr(model.config.get_text_config(), "num_hidden_layers", None)
-    lists = [
-        path for path, module in model.named_modules() if isinstance(module, nn.ModuleList) and len(module) == wanted
-    ]
+    lists = layer_lists(model, wanted)
     if len(lists) != 1:
         found = ", ".join(lists) if lists else "none"
         raise UnknownModel(f"{name} should have one list of {wanted} layers, but these were found: {found}")
@@ -215,6 +214,10 @@ class HuggingFaceStage(nn.Module):
 
     def get_output_embeddings(self) -> Any:
         return self._part.get_output_embeddings() if self.is_last else None
+
+    @property
+    def layer_stack(self) -> nn.Module:
+        return self._part.get_submodule(".".join((*self._anatomy.path, self._anatomy.layers_name)))  # type: ignore[no-any-return]
 
     @property
     def head_is_all(self) -> bool:
