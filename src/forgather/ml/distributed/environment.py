@@ -14,7 +14,7 @@ from typing import Any, Protocol, TypeVar, runtime_checkable
 import torch
 import torch.distributed as dist
 from torch._C._distributed_c10d import HashStore
-from torch.distributed.constants import default_pg_timeout
+from torch.distributed.constants import default_pg_nccl_timeout, default_pg_timeout
 from torch.distributed.rendezvous import rendezvous
 
 from forgather.ml.distributed.launch_variables import check_place, read_int
@@ -108,8 +108,28 @@ def from_env(**fields: Any) -> StaticDistributedEnvironment:
 
 
 def get_requested_timeout() -> timedelta | None:
-    """Return the timeout passed to the environment, for groups created later; None means the default of torch."""
-    return _requested_timeout
+    """Return the timeout for groups created later: passed to the environment, or else set for WORLD.
+
+    None means the default of torch, see `default_timeout`.
+    """
+    return _requested_timeout or _timeout_of_world()
+
+
+def default_timeout(backend: str) -> timedelta:
+    """Return the default timeout of a backend, also of one such as "cpu:gloo,cuda:nccl"."""
+    # Torch itself applies the shorter timeout of NCCL only to groups without gloo.
+    return (default_pg_nccl_timeout if "nccl" in backend else None) or default_pg_timeout
+
+
+def _timeout_of_world() -> timedelta | None:
+    """Return the timeout of a WORLD that was created with one; None if it has a default timeout of torch."""
+    world = dist.group.WORLD if dist.is_available() and dist.is_initialized() else None
+    if world is None:
+        return None
+    # Not every backend has options.
+    options = (getattr(world._get_backend(device), "options", None) for device in world._device_types)
+    timeout: timedelta | None = next((one._timeout for one in options if one is not None), None)
+    return None if timeout in (default_pg_timeout, default_pg_nccl_timeout) else timeout
 
 
 class DistributedEnvironment:
@@ -188,21 +208,18 @@ class DistributedEnvironment:
         self.world_size = dist.get_world_size()
 
     def _init_process_group(self, backend: str, timeout: timedelta | None) -> None:
+        limit = timeout or default_timeout(backend)
         if self.world_size == 1:
             # A single process needs no network. A TCP port could collide with another job on the same machine.
-            dist.init_process_group(backend, store=HashStore(), rank=0, world_size=1, timeout=timeout)
-        elif restarts_share_a_store():
+            dist.init_process_group(backend, store=HashStore(), rank=0, world_size=1, timeout=limit)
+            return
+        store, rank, world_size = next(rendezvous("env://", self.rank, self.world_size, timeout=limit))
+        store.set_timeout(limit)
+        if restarts_share_a_store():
             # The launcher torchrun may pass the store of a failed attempt to the restarted workers (see
             # `rendezvous.py`).
-            limit = timeout or default_pg_timeout
-            store, rank, world_size = next(rendezvous("env://", self.rank, self.world_size, timeout=limit))
-            store.set_timeout(limit)
             store = fresh_store(store, rank, world_size, limit)
-            dist.init_process_group(backend, store=store, rank=rank, world_size=world_size, timeout=timeout)
-        else:
-            dist.init_process_group(
-                backend, init_method="env://", rank=self.rank, world_size=self.world_size, timeout=timeout
-            )
+        dist.init_process_group(backend, store=store, rank=rank, world_size=world_size, timeout=limit)
 
 
 def _as_timedelta(timeout: float | timedelta | None) -> timedelta | None:

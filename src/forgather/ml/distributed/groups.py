@@ -1,17 +1,24 @@
-"""Process groups (gloo) for control messages, and barriers.
+"""Process groups with the timeout of the job, meshes, gloo groups for control messages, and barriers.
 
-The groups are created on first use and cached until torch.distributed is initialised again. `Peers` and
-`main_process_first` use them.
+Every group of this library is created by `new_group`. The control groups are created on first use and cached until
+torch.distributed is initialised again. `Peers` and `main_process_first` use them.
 """
 
-from collections.abc import Callable
+import contextlib
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import partial
 
+import torch
 import torch.distributed as dist
-from torch.distributed import ProcessGroup
+from torch.distributed import DeviceMesh, ProcessGroup
 
-from forgather.ml.distributed.environment import get_local_rank, get_requested_timeout, get_world_size
+from forgather.ml.distributed.environment import (
+    default_timeout,
+    get_local_rank,
+    get_requested_timeout,
+    get_world_size,
+)
 
 
 @dataclass
@@ -26,6 +33,66 @@ class _ControlGroups:
 _control_groups: _ControlGroups | None = None
 
 
+def new_group(
+    ranks: Sequence[int] | None = None, backend: str | None = None, use_local_synchronization: bool = False
+) -> ProcessGroup:
+    """Create a group (default: all ranks, backend of WORLD) with the timeout of the job; collective over all ranks."""
+    limit = get_requested_timeout() or default_timeout(backend or str(dist.get_backend_config()))
+    with _without_split() if backend == "gloo" else contextlib.nullcontext():
+        group: ProcessGroup = dist.new_group(
+            None if ranks is None else list(ranks),
+            backend=backend,
+            timeout=limit,
+            use_local_synchronization=use_local_synchronization,
+        )
+    return group
+
+
+def new_mesh(device_type: str, shape: Sequence[int], names: Sequence[str]) -> DeviceMesh:
+    """Create a mesh of all ranks, with the timeout of the job in all of its groups; collective over all ranks."""
+    # The function `init_device_mesh` gives its groups torch's default timeout.
+    numbers = torch.arange(dist.get_world_size(), dtype=torch.int, device="cpu").view(*shape)
+    if numbers.ndim == 1:
+        return DeviceMesh.from_group(_world(), device_type, mesh_dim_names=tuple(names))
+    parts = [numbers.movedim(axis, -1).reshape(-1, size).tolist() for axis, size in enumerate(shape)]
+    groups = [_world() if len(part) == 1 else new_partition(part) for part in parts]
+    return DeviceMesh.from_group(groups, device_type, mesh=numbers, mesh_dim_names=tuple(names))
+
+
+def new_partition(partition: Sequence[Sequence[int]], backend: str | None = None) -> ProcessGroup:
+    """Create a group for each part of all ranks, and return the group of this rank; collective over all ranks."""
+    own: ProcessGroup | None = None
+    # Torch requires every rank to call `new_group` for every group, also for groups without this rank.
+    for ranks in partition:
+        group = new_group(ranks, backend)
+        own = group if dist.get_rank() in ranks else own
+    assert own is not None, "every rank is in the partition"
+    return own
+
+
+def _world() -> ProcessGroup:
+    world = dist.group.WORLD
+    assert world is not None, "torch.distributed is initialised"
+    return world
+
+
+@contextlib.contextmanager
+def _without_split() -> Iterator[None]:
+    """Detach WORLD from its device while a gloo group is created."""
+    # With a bound device, torch lets the ranks outside of a new group take part in a split of the NCCL communicator. The
+    # members of a gloo group do not split it, so the other ranks would wait for them for ever.
+    world = _world()
+    device = world.bound_device_id
+    if device is None:
+        yield
+        return
+    world.bound_device_id = None
+    try:
+        yield
+    finally:
+        world.bound_device_id = device
+
+
 def get_global_process_group() -> ProcessGroup | None:
     """Return a gloo group over all ranks, or None if torch.distributed is not initialised.
 
@@ -35,7 +102,7 @@ def get_global_process_group() -> ProcessGroup | None:
     if groups is None:
         return None
     if groups.everyone is None:
-        groups.everyone = groups.world if dist.get_backend() == "gloo" else _new_gloo_group(None)
+        groups.everyone = groups.world if dist.get_backend() == "gloo" else new_group(backend="gloo")
     return groups.everyone
 
 
@@ -103,21 +170,9 @@ def _groups_of_this_world() -> _ControlGroups | None:
     return _control_groups
 
 
-def _new_gloo_group(ranks: list[int] | None) -> ProcessGroup:
-    group: ProcessGroup = dist.new_group(ranks, backend="gloo", timeout=get_requested_timeout())
-    return group
-
-
 def _new_node_group() -> ProcessGroup:
     # The ranks of a node are consecutive, so the first rank identifies the node, also for nodes of unequal size.
     first_ranks = [0] * dist.get_world_size()
     dist.all_gather_object(first_ranks, dist.get_rank() - get_local_rank(), group=get_global_process_group())
-    own: ProcessGroup | None = None
-    # Torch requires every rank to call `new_group` for every group, also for groups without this rank.
-    for first_rank in sorted(set(first_ranks)):
-        ranks = [rank for rank, first in enumerate(first_ranks) if first == first_rank]
-        group = _new_gloo_group(ranks)
-        if dist.get_rank() in ranks:
-            own = group
-    assert own is not None, "every rank belongs to a node"
-    return own
+    nodes = [[rank for rank, first in enumerate(first_ranks) if first == one] for one in sorted(set(first_ranks))]
+    return new_partition(nodes, backend="gloo")

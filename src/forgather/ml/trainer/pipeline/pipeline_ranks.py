@@ -4,12 +4,11 @@ Every rank of the job belongs to exactly one pipeline. `PipelineTrainer` creates
 """
 
 from collections.abc import Sequence
-from typing import cast
 
 import torch.distributed as dist
 from torch.distributed import ProcessGroup
 
-from forgather.ml.distributed.environment import get_requested_timeout
+from forgather.ml.distributed.groups import new_partition
 
 
 class PipelineRanks:
@@ -45,10 +44,5 @@ class PipelineRanks:
         """Return a second group of this pipeline's ranks, for sends from higher to lower ranks; collective."""
         # NCCL runs the operations of a group in order. With one group for both directions, ranks could deadlock.
         if self._return_group is None:
-            for ranks in self.pipelines:
-                # new_group is collective over the whole job: every rank creates every group, also groups it is not in.
-                group = dist.new_group(list(ranks), timeout=get_requested_timeout())
-                if dist.get_rank() in ranks:
-                    self._return_group = cast(ProcessGroup, group)
-        assert self._return_group is not None, "every rank is in a pipeline"
+            self._return_group = new_partition(self.pipelines)
         return self._return_group

@@ -15,7 +15,7 @@ from torch.distributed import ProcessGroup
 from forgather.ml.checkpoint.encoding.digest import tensor_digest
 from forgather.ml.checkpoint.errors import ReplicationError
 from forgather.ml.checkpoint.weights.safetensors_io import SharingMetadataT
-from forgather.ml.distributed.environment import get_requested_timeout
+from forgather.ml.distributed.groups import new_group
 from forgather.ml.trainer.loop.gradients import GradientNorm
 
 Gather = Callable[[Any], list[Any]]
@@ -55,7 +55,7 @@ def tied_weights(
         for ranks in pipelines:
             members = [ranks[place] for place in places]
             # new_group is collective over the whole job: every rank creates every group, also groups it is not in.
-            group = dist.new_group(members, timeout=get_requested_timeout())
+            group = new_group(members)
             parameter = next((own[name] for name in names if name in own), None)
             if dist.get_rank() in members and parameter is not None:
                 assert isinstance(group, ProcessGroup)
