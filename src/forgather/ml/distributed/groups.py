@@ -7,6 +7,7 @@ torch.distributed is initialised again. `Peers` and `main_process_first` use the
 import contextlib
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
+from datetime import timedelta
 from functools import partial
 
 import torch
@@ -37,15 +38,19 @@ def new_group(
     ranks: Sequence[int] | None = None, backend: str | None = None, use_local_synchronization: bool = False
 ) -> ProcessGroup:
     """Create a group (default: all ranks, backend of WORLD) with the timeout of the job; collective over all ranks."""
-    limit = get_requested_timeout() or default_timeout(backend or str(dist.get_backend_config()))
     with _without_split() if backend == "gloo" else contextlib.nullcontext():
         group: ProcessGroup = dist.new_group(
             None if ranks is None else list(ranks),
             backend=backend,
-            timeout=limit,
+            timeout=group_timeout(backend),
             use_local_synchronization=use_local_synchronization,
         )
     return group
+
+
+def group_timeout(backend: str | None = None) -> timedelta:
+    """Return the timeout of a new group with this backend (default: the backend of WORLD)."""
+    return get_requested_timeout() or default_timeout(backend or str(dist.get_backend_config()))
 
 
 def new_mesh(device_type: str, shape: Sequence[int], names: Sequence[str]) -> DeviceMesh:
