@@ -177,7 +177,7 @@ class AccelTrainer(Trainer[TTrainingArgs]):
         # The prepared optimizer reads this flag, and does nothing in the middle of an accumulation.
         self.accelerator.sync_gradients = reduces
         delayed = contextlib.nullcontext() if reduces else self.accelerator.no_sync(self.model)
-        with delayed, self._replicas.forward():
+        with delayed, self._replicas.forward(self.model):
             yield
 
     def _backward(self, loss: Tensor) -> None:
