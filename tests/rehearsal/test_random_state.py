@@ -84,7 +84,8 @@ class Dropping(nn.Module):
 
     def __init__(self) -> None:
         super().__init__()
-        self.linear = nn.Linear(4, 4)
+        # Large enough for its moments to be mapped from the file in a resume.
+        self.linear = nn.Linear(160, 160)
 
     def forward(self, x: torch.Tensor, labels: torch.Tensor) -> dict[str, torch.Tensor]:
         outputs = nn.functional.dropout(self.linear(x), 0.5, self.training)
@@ -92,7 +93,7 @@ class Dropping(nn.Module):
 
 
 def trained(output_dir: Path, device: str, resume: bool | str = False) -> list[float]:
-    values = torch.randn(8, 4, generator=torch.Generator().manual_seed(0))
+    values = torch.randn(8, 160, generator=torch.Generator().manual_seed(0))
     args = TrainingArguments(
         output_dir=str(output_dir),
         device=device,
