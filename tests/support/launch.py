@@ -229,6 +229,9 @@ def _clean_environment() -> dict[str, str]:
     inherited = {name: value for name, value in os.environ.items() if not name.startswith(INHERITED_VARIABLES)}
     # Put src first, so that processes import this tree and not an installed package.
     path = os.pathsep.join([str(REPOSITORY), str(REPOSITORY / "src")])
+    if os.environ.get("REHEARSAL") == "1":
+        # The rehearsal device is loaded by a module on this path.
+        path = os.pathsep.join([path, os.environ.get("PYTHONPATH", "")])
     return {**inherited, **worker_variables(), "PYTHONPATH": path, "PYTHONUNBUFFERED": "1"}
 
 

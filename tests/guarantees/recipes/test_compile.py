@@ -288,3 +288,21 @@ def test_activation_memory_budget_recomputes_activations(tmp_path: Path) -> None
     assert losses[1] == pytest.approx(losses[0], rel=1e-6)
     assert kept[1] < 0.4 * kept[0]
     assert kept[2] == kept[0]
+
+
+def test_dynamic_shapes_may_be_left_to_torch(tmp_path: Path) -> None:
+    num_graphs = []
+    for number, dynamic in enumerate((True, None)):
+        # The last batch of the epoch is smaller: a second graph is compiled unless the first one is dynamic.
+        trainer = quiet_trainer(
+            tmp_path / str(number),
+            TokenModel(),
+            token_samples(6),
+            num_train_epochs=1,
+            per_device_train_batch_size=4,
+            torch_compile=True,
+            torch_compile_backend="eager",
+            torch_compile_dynamic=dynamic,
+        )
+        num_graphs.append(losses_of(trainer).num_graphs)
+    assert num_graphs == [1, 2]

@@ -81,7 +81,7 @@ class _Agent(LocalElasticAgent):
 
     def was_stopped_early(self, result: RunResult) -> bool:
         """Return whether workers exited without saving because a stop signal came before training began."""
-        by_request = {-int(number) for number in self._received} | {INTERRUPTED}
+        by_request = {code for number in self._received for code in (-int(number), 128 + int(number))} | {INTERRUPTED}
         return bool(self._received) and any(failure.exitcode in by_request for failure in result.failures.values())
 
     @property

@@ -14,10 +14,12 @@ from typing import Any, Protocol, TypeVar, runtime_checkable
 import torch
 import torch.distributed as dist
 from torch._C._distributed_c10d import HashStore
-from torch.distributed.constants import default_pg_timeout
+from torch.distributed.constants import default_pg_nccl_timeout, default_pg_timeout
 from torch.distributed.rendezvous import rendezvous
 
+from forgather.ml.distributed.devices import bound_device, check_devices, pick_device
 from forgather.ml.distributed.launch_variables import check_place, read_int
+from forgather.ml.distributed.meeting import leaves_on_signal
 from forgather.ml.distributed.rendezvous import fresh_store, restarts_share_a_store
 from forgather.ml.distributed.shutdown import leave_at_exit
 
@@ -108,8 +110,28 @@ def from_env(**fields: Any) -> StaticDistributedEnvironment:
 
 
 def get_requested_timeout() -> timedelta | None:
-    """Return the timeout passed to the environment, for groups created later; None means the default of torch."""
-    return _requested_timeout
+    """Return the timeout for groups created later: passed to the environment, or else set for WORLD.
+
+    None means the default of torch, see `default_timeout`.
+    """
+    return _requested_timeout or _timeout_of_world()
+
+
+def default_timeout(backend: str) -> timedelta:
+    """Return the default timeout of a backend, also of one such as "cpu:gloo,cuda:nccl"."""
+    # Torch itself applies the shorter timeout of NCCL only to groups without gloo.
+    return (default_pg_nccl_timeout if "nccl" in backend else None) or default_pg_timeout
+
+
+def _timeout_of_world() -> timedelta | None:
+    """Return the timeout of a WORLD that was created with one; None if it has a default timeout of torch."""
+    world = dist.group.WORLD if dist.is_available() and dist.is_initialized() else None
+    if world is None:
+        return None
+    # Not every backend has options.
+    options = (getattr(world._get_backend(device), "options", None) for device in world._device_types)
+    timeout: timedelta | None = next((one._timeout for one in options if one is not None), None)
+    return None if timeout in (default_pg_timeout, default_pg_nccl_timeout) else timeout
 
 
 class DistributedEnvironment:
@@ -121,8 +143,9 @@ class DistributedEnvironment:
     Args:
         backend: backend for `init_process_group`; default: gloo for the CPU plus the default backend of the
         accelerator. log_level: log level of this package. device_map: device by local rank; default: accelerator number
-        `local_rank`. always: initialise the process group even for a single process. no_accelerator: use the CPU even
-        if an accelerator is present. timeout: timeout of collectives, in seconds or as a timedelta.
+        `local_rank`, or number 0 if this process sees one only. always: initialise the process group even for a single
+        process. no_accelerator: use the CPU even if an accelerator is present. timeout: timeout of collectives, in
+        seconds or as a timedelta.
     """
 
     rank: int
@@ -159,7 +182,7 @@ class DistributedEnvironment:
         self.device = self.device_type = "cpu"
         init_from_env(self)
         check_place(self.rank, self.world_size, self.local_rank, self.local_world_size)
-        self._use_device(_pick_device(self.local_rank, device_map, no_accelerator))
+        self._use_device(pick_device(self.local_rank, device_map, no_accelerator))
         if always or self.world_size > 1:
             self._join_process_group(backend, _as_timedelta(timeout))
         logger.info("%s", self)
@@ -188,21 +211,25 @@ class DistributedEnvironment:
         self.world_size = dist.get_world_size()
 
     def _init_process_group(self, backend: str, timeout: timedelta | None) -> None:
+        limit = timeout or default_timeout(backend)
         if self.world_size == 1:
             # A single process needs no network. A TCP port could collide with another job on the same machine.
-            dist.init_process_group(backend, store=HashStore(), rank=0, world_size=1, timeout=timeout)
-        elif restarts_share_a_store():
+            dist.init_process_group(backend, store=HashStore(), rank=0, world_size=1, timeout=limit)
+            return
+        with leaves_on_signal(f"rank {self.rank} waits for the other {self.world_size - 1} ranks"):
+            self._meet(backend, limit)
+
+    def _meet(self, backend: str, limit: timedelta) -> None:
+        store, rank, world_size = next(rendezvous("env://", self.rank, self.world_size, timeout=limit))
+        store.set_timeout(limit)
+        if restarts_share_a_store():
             # The launcher torchrun may pass the store of a failed attempt to the restarted workers (see
             # `rendezvous.py`).
-            limit = timeout or default_pg_timeout
-            store, rank, world_size = next(rendezvous("env://", self.rank, self.world_size, timeout=limit))
-            store.set_timeout(limit)
             store = fresh_store(store, rank, world_size, limit)
-            dist.init_process_group(backend, store=store, rank=rank, world_size=world_size, timeout=timeout)
-        else:
-            dist.init_process_group(
-                backend, init_method="env://", rank=self.rank, world_size=self.world_size, timeout=timeout
-            )
+        device, first = torch.device(self.device), self.rank - self.local_rank
+        check_devices(store, device, range(first, first + self.local_world_size), self.rank)
+        bound = bound_device(device, backend)
+        dist.init_process_group(backend, store=store, rank=rank, world_size=world_size, timeout=limit, device_id=bound)
 
 
 def _as_timedelta(timeout: float | timedelta | None) -> timedelta | None:
@@ -213,29 +240,3 @@ def _default_backend(device_type: str) -> str:
     # NCCL cannot transfer CPU tensors, so control messages need gloo beside it.
     accelerator_backend = dist.get_default_backend_for_device(device_type)
     return "gloo" if accelerator_backend == "gloo" else f"cpu:gloo,{device_type}:{accelerator_backend}"
-
-
-def _pick_device(
-    local_rank: int, device_map: Mapping[int, str | torch.device] | None, no_accelerator: bool
-) -> torch.device:
-    if device_map is not None:
-        return _mapped_device(local_rank, device_map)
-    accelerator = torch.accelerator.current_accelerator(check_available=True)
-    if no_accelerator or accelerator is None:
-        return torch.device("cpu")
-    num_devices = torch.accelerator.device_count()
-    if local_rank >= num_devices:
-        raise ValueError(
-            f"local rank {local_rank} has no {accelerator.type} device: this node has {num_devices}. Start at most "
-            "that many processes per node, pass a device_map, or set no_accelerator=True."
-        )
-    return torch.device(accelerator.type, local_rank)
-
-
-def _mapped_device(local_rank: int, device_map: Mapping[int, str | torch.device]) -> torch.device:
-    if local_rank not in device_map:
-        raise ValueError(
-            f"device_map has devices for local ranks {sorted(device_map)}, but this is local rank {local_rank}. "
-            "Add it to the map, or omit device_map to use one accelerator per process."
-        )
-    return torch.device(device_map[local_rank])

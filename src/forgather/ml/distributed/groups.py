@@ -1,18 +1,25 @@
-"""Process groups (gloo) for control messages, and barriers.
+"""Process groups with the timeout of the job, meshes, gloo groups for control messages, and barriers.
 
-The groups are created on first use and cached until torch.distributed is initialised again. `Peers` and
-`main_process_first` use them.
+Every group of this library is created by `new_group`. The control groups are created on first use and cached until
+torch.distributed is initialised again. `Peers` and `main_process_first` use them.
 """
 
-from collections.abc import Callable, Sequence
+import contextlib
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
+from datetime import timedelta
 from functools import partial
 
 import torch
 import torch.distributed as dist
-from torch.distributed import ProcessGroup
+from torch.distributed import DeviceMesh, ProcessGroup
 
-from forgather.ml.distributed.environment import get_local_rank, get_requested_timeout, get_world_size
+from forgather.ml.distributed.environment import (
+    default_timeout,
+    get_local_rank,
+    get_requested_timeout,
+    get_world_size,
+)
 
 
 @dataclass
@@ -27,6 +34,70 @@ class _ControlGroups:
 _control_groups: _ControlGroups | None = None
 
 
+def new_group(
+    ranks: Sequence[int] | None = None, backend: str | None = None, use_local_synchronization: bool = False
+) -> ProcessGroup:
+    """Create a group (default: all ranks, backend of WORLD) with the timeout of the job; collective over all ranks."""
+    with _without_split() if backend == "gloo" else contextlib.nullcontext():
+        group: ProcessGroup = dist.new_group(
+            None if ranks is None else list(ranks),
+            backend=backend,
+            timeout=group_timeout(backend),
+            use_local_synchronization=use_local_synchronization,
+        )
+    return group
+
+
+def group_timeout(backend: str | None = None) -> timedelta:
+    """Return the timeout of a new group with this backend (default: the backend of WORLD)."""
+    return get_requested_timeout() or default_timeout(backend or str(dist.get_backend_config()))
+
+
+def new_mesh(device_type: str, shape: Sequence[int], names: Sequence[str]) -> DeviceMesh:
+    """Create a mesh of all ranks, with the timeout of the job in all of its groups; collective over all ranks."""
+    # The function `init_device_mesh` gives its groups torch's default timeout.
+    numbers = torch.arange(dist.get_world_size(), dtype=torch.int, device="cpu").view(*shape)
+    if numbers.ndim == 1:
+        return DeviceMesh.from_group(_world(), device_type, mesh_dim_names=tuple(names))
+    parts = [numbers.movedim(axis, -1).reshape(-1, size).tolist() for axis, size in enumerate(shape)]
+    groups = [_world() if len(part) == 1 else new_partition(part) for part in parts]
+    return DeviceMesh.from_group(groups, device_type, mesh=numbers, mesh_dim_names=tuple(names))
+
+
+def new_partition(partition: Sequence[Sequence[int]], backend: str | None = None) -> ProcessGroup:
+    """Create a group for each part of all ranks, and return the group of this rank; collective over all ranks."""
+    own: ProcessGroup | None = None
+    # Torch requires every rank to call `new_group` for every group, also for groups without this rank.
+    for ranks in partition:
+        group = new_group(ranks, backend)
+        own = group if dist.get_rank() in ranks else own
+    assert own is not None, "every rank is in the partition"
+    return own
+
+
+def _world() -> ProcessGroup:
+    world = dist.group.WORLD
+    assert world is not None, "torch.distributed is initialised"
+    return world
+
+
+@contextlib.contextmanager
+def _without_split() -> Iterator[None]:
+    """Detach WORLD from its device while a gloo group is created."""
+    # With a bound device, torch lets the ranks outside of a new group take part in a split of the NCCL communicator. The
+    # members of a gloo group do not split it, so the other ranks would wait for them for ever.
+    world = _world()
+    device = world.bound_device_id
+    if device is None:
+        yield
+        return
+    world.bound_device_id = None
+    try:
+        yield
+    finally:
+        world.bound_device_id = device
+
+
 def get_global_process_group() -> ProcessGroup | None:
     """Return a gloo group over all ranks, or None if torch.distributed is not initialised.
 
@@ -36,7 +107,7 @@ def get_global_process_group() -> ProcessGroup | None:
     if groups is None:
         return None
     if groups.everyone is None:
-        groups.everyone = groups.world if dist.get_backend() == "gloo" else _new_gloo_group(None)
+        groups.everyone = groups.world if dist.get_backend() == "gloo" else new_group(backend="gloo")
     return groups.everyone
 
 
@@ -59,18 +130,16 @@ def new_disjoint_groups(groups: Sequence[Sequence[int]]) -> ProcessGroup | None:
     Collective over all ranks, which pass the same groups. A communicator that can be split (NCCL, bound to a device)
     makes all groups in one collective. Otherwise the groups are created one after another.
     """
-    timeout = get_requested_timeout()
     divisible = _divisible_backend()
     if divisible is not None:
         # Only the backend of the device: the gloo part of a split group is named after the number of groups that each
         # member has created, which may differ between ranks.
-        return dist.split_group(None, [list(ranks) for ranks in groups], timeout=timeout, backend=divisible)
+        return dist.split_group(None, [list(ranks) for ranks in groups], timeout=group_timeout(), backend=divisible)
     own: ProcessGroup | None = None
     # The option use_local_synchronization would spare other ranks the call, but names groups by the same number.
     for ranks in groups:
-        group = dist.new_group(list(ranks), timeout=timeout)
-        if dist.get_rank() in ranks:
-            own = group
+        group = new_group(ranks)
+        own = group if dist.get_rank() in ranks else own
     return own
 
 
@@ -135,11 +204,6 @@ def _groups_of_this_world() -> _ControlGroups | None:
     return _control_groups
 
 
-def _new_gloo_group(ranks: list[int] | None) -> ProcessGroup:
-    group: ProcessGroup = dist.new_group(ranks, backend="gloo", timeout=get_requested_timeout())
-    return group
-
-
 def _new_node_group() -> ProcessGroup:
     # The ranks of a node are consecutive, so the first rank identifies the node, also for nodes of unequal size.
     first_ranks = [0] * dist.get_world_size()
@@ -147,11 +211,4 @@ def _new_node_group() -> ProcessGroup:
     ranks_of_nodes: dict[int, list[int]] = {}
     for rank, first_rank in enumerate(first_ranks):
         ranks_of_nodes.setdefault(first_rank, []).append(rank)
-    own: ProcessGroup | None = None
-    # Torch requires every rank to call `new_group` for every group, also for groups without this rank.
-    for _, ranks in sorted(ranks_of_nodes.items()):
-        group = _new_gloo_group(ranks)
-        if dist.get_rank() in ranks:
-            own = group
-    assert own is not None, "every rank belongs to a node"
-    return own
+    return new_partition([ranks for _, ranks in sorted(ranks_of_nodes.items())], backend="gloo")

@@ -15,7 +15,7 @@ import torch.distributed as dist
 from torch.distributed import DeviceMesh
 
 from forgather.ml.distributed.agreement import DistributedError, Peers
-from forgather.ml.distributed.environment import get_requested_timeout
+from forgather.ml.distributed.groups import new_group
 from forgather.ml.distributed.rank_links import RankLinks
 from forgather.ml.trainer.loading.batch_messages import decode, encode
 from forgather.ml.trainer.loading.batch_transport import make_receiver, make_sender
@@ -86,9 +86,7 @@ class DataloaderDispatcher:
         # With use_local_synchronization only the members create the group. Torch names such a group after the number
         # of groups that each member has created, which may differ. It is used only if the mesh is not the full job.
         is_alone = len(ranks) < dist.get_world_size()
-        self._links = links or RankLinks.connect(
-            dist.new_group(ranks, backend="gloo", timeout=get_requested_timeout(), use_local_synchronization=is_alone)
-        )
+        self._links = links or RankLinks.connect(new_group(ranks, backend="gloo", use_local_synchronization=is_alone))
         pins_memory = can_pin(self._device) if pin_memory is None else pin_memory
         self._sender = make_sender(self._links, self._parts) if self._reads else None
         self._receiver = None if self._reads else make_receiver(self._links, self._source, pins_memory)

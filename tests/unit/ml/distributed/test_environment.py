@@ -2,6 +2,9 @@
 
 import logging
 import os
+import signal
+import sys
+import time
 from datetime import timedelta
 from pathlib import Path
 
@@ -22,7 +25,8 @@ from forgather.ml.distributed import (
     init_from_env,
     record_entry_point,
 )
-from tests.support.launch import finish_all, run_torchrun, start_ranks
+from tests.support.launch import CapturedProcess, finish_all, free_port, run_torchrun, start_ranks
+from tests.support.rank_protocol import rank_variables
 from tests.support.ranks import run_on_ranks
 
 JOIN = """
@@ -177,3 +181,42 @@ def test_torchrun_prints_the_root_cause(tmp_path: Path) -> None:
     assert agent.returncode != 0
     root_cause = agent.output.split("Root Cause")[1]
     assert "rank 1 failed during reading the configuration: KeyError: 'learning_rate'" in root_cause
+
+
+WAIT = """
+from forgather.ml.distributed import DistributedEnvironment
+DistributedEnvironment(no_accelerator=True)
+"""
+
+
+def start_waiting(directory: Path, agent_store: dist.TCPStore | None) -> CapturedProcess:
+    """Start rank 0 of 2; the other rank never comes."""
+    variables = {**rank_variables(0, 2, free_port() if agent_store is None else agent_store.port)}
+    if agent_store is not None:
+        variables.update(TORCHELASTIC_USE_AGENT_STORE="True", TORCHELASTIC_RUN_ID="job", TORCHELASTIC_RESTART_COUNT="0")
+    return CapturedProcess([sys.executable, write_script(directory, WAIT)], variables, None, "rank 0")
+
+
+def wait_for_handler(process: CapturedProcess) -> None:
+    """Wait until the process handles SIGUSR1, which it does only while it meets the other ranks."""
+    while process.returncode is None:
+        status = Path(f"/proc/{process.pid}/status").read_text()
+        if int(status.split("SigCgt:")[1].split()[0], 16) >> (signal.SIGUSR1 - 1) & 1:
+            break
+        time.sleep(0.02)
+    # Usually the process is inside C++ by now. Otherwise the handler of Python ends it.
+    time.sleep(0.2)
+
+
+def test_stop_signal_ends_a_rank_that_waits_for_others(tmp_path: Path) -> None:
+    store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+    cases = [(signal.SIGTERM, None), (signal.SIGTERM, store), (signal.SIGINT, None)]
+    processes = [start_waiting(tmp_path, store) for _, store in cases]
+    for process, (number, _) in zip(processes, cases, strict=True):
+        wait_for_handler(process)
+        os.kill(process.pid, number)
+    codes = finish_all(processes, 60.0)
+    assert codes == [128 + number for number, _ in cases], [process.output for process in processes]
+    for process, (number, _) in zip(processes, cases, strict=True):
+        assert f"{number.name} received while rank 0 waits for the other 1 ranks" in process.output
+        assert "Traceback" not in process.output

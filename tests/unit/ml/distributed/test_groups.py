@@ -5,6 +5,7 @@ import logging
 import os
 import time
 from contextlib import redirect_stderr
+from datetime import timedelta
 from pathlib import Path
 
 import pytest
@@ -13,6 +14,7 @@ import torch.distributed as dist
 
 from forgather.ml.distributed import (
     DistributedError,
+    Peers,
     get_barrier_fn,
     get_global_process_group,
     get_local_process_group,
@@ -21,6 +23,11 @@ from forgather.ml.distributed import (
     prefix_logger_rank,
     reset_process_groups,
 )
+from forgather.ml.distributed.environment import DistributedEnvironment
+from forgather.ml.distributed.groups import new_group, new_mesh
+from forgather.ml.trainer.ddp.ddp_arguments import PostLocalSGDArguments
+from forgather.ml.trainer.ddp.post_local_sgd import PostLocalSGD
+from forgather.ml.trainer.pipeline.pipeline_ranks import PipelineRanks
 from tests.support.ranks import outcomes_on_ranks, run_on_ranks
 
 
@@ -47,6 +54,46 @@ def group_caching() -> tuple[bool, bool, bool]:
     reset_process_groups()
     remade = get_local_process_group()
     return get_global_process_group() is dist.group.WORLD, node is remade, remade is get_local_process_group()
+
+
+def limit_of(group: dist.ProcessGroup) -> float:
+    seconds: float = group._get_backend(torch.device("cpu")).options._timeout.total_seconds()
+    return seconds
+
+
+def limits_of_groups(asked: float | None) -> dict[str, list[float]]:
+    """Return the timeouts of all kinds of groups that the library makes, in seconds."""
+    rank, size = dist.get_rank(), dist.get_world_size()
+    dist.destroy_process_group()
+    reset_process_groups()
+    store = dist.TCPStore("127.0.0.1", int(os.environ["MASTER_PORT"]), is_master=False)
+    # A limit given to torch itself counts as well.
+    dist.init_process_group(
+        "gloo", store=dist.PrefixStore("again", store), rank=rank, world_size=size, timeout=timedelta(seconds=45)
+    )
+    pretend_two_nodes(2)
+    os.environ["LOCAL_WORLD_SIZE"] = "2"
+    env = DistributedEnvironment(no_accelerator=True, timeout=asked)
+    mesh = new_mesh("cpu", (2, 2), ("data", "pipeline"))
+    assert mesh["pipeline"].mesh.tolist() == [rank // 2 * 2, rank // 2 * 2 + 1]
+    total = torch.tensor([rank])
+    dist.all_reduce(total, group=mesh.get_group("data"))
+    assert int(total) == 2 * (rank % 2) + 2
+    control = new_group(backend="gloo")
+    sgd = PostLocalSGDArguments(enabled=True, post_local_gradient_allreduce=True)
+    local = PostLocalSGD(sgd, mesh.get_group("data"), Peers(control), env)
+    pipelines = PipelineRanks(mesh.get_group("pipeline"), mesh.mesh.tolist(), mesh.get_group("data"))
+    node = get_local_process_group()
+    assert node is not None
+    limits = {
+        "mesh": [limit_of(group) for group in mesh.get_all_groups()],
+        "post-local SGD": [limit_of(local._hook_state.subgroup)],
+        "control": [limit_of(control), limit_of(node)],
+        "pipeline": [limit_of(pipelines.return_group())],
+    }
+    # The next job of this worker has no limit.
+    DistributedEnvironment(no_accelerator=True)
+    return limits
 
 
 def groups_of_a_mixed_world() -> tuple[str, int]:
@@ -195,3 +242,10 @@ def test_barrier_without_a_process_group_is_rejected(monkeypatch: pytest.MonkeyP
         get_barrier_fn()
     monkeypatch.setenv("WORLD_SIZE", "1")
     assert get_barrier_fn() is null_barrier
+
+
+@pytest.mark.parametrize(("asked", "seconds"), [(60.0, 60.0), (None, 45.0)])
+def test_every_group_has_the_timeout_of_the_job(asked: float | None, seconds: float) -> None:
+    for limits in run_on_ranks(limits_of_groups, 4, asked):
+        assert limits == {name: [seconds] * len(found) for name, found in limits.items()}
+        assert len(limits["mesh"]) == 2

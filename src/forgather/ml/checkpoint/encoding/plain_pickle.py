@@ -5,6 +5,7 @@ It replaces `torch.load(weights_only=True)`, which allows constructors that allo
 reach beyond its storage. `state_files` and `dcp_weights` read with it.
 """
 
+import mmap
 import struct
 from collections import Counter, OrderedDict
 from collections.abc import Callable
@@ -28,6 +29,9 @@ _MAX_DIMENSIONS = 64
 _LARGEST_SIZE = 2**62
 _MARK = object()
 _PROTOCOL = 2
+_ALIGNMENT = 64
+# Smaller tensors, such as step counters, may stay on the CPU after a load, and must not keep the mapping alive.
+_MAPPED_BYTES = 2**16
 _STOP = b"."
 _CONTAINERS = frozenset({list, dict, OrderedDict})
 _IDENTITY_FIELDS = 5
@@ -57,9 +61,15 @@ class _Storage:
 
 
 class PlainUnpickler:
-    """Unpickler of one archive; `with_data=False` builds tensors on the meta device without reading their content."""
+    """Unpickler of one archive; `with_data=False` builds tensors on the meta device without reading their content.
 
-    def __init__(self, archive: TorchArchive, budget: MemoryBudget, with_data: bool = True) -> None:
+    With a `mapping` of the file, large tensors are views of it and take no memory of this process.
+    """
+
+    def __init__(
+        self, archive: TorchArchive, budget: MemoryBudget, with_data: bool = True, mapping: mmap.mmap | None = None
+    ) -> None:
+        self._mapping = mapping
         self._archive = archive
         self._budget = budget
         self._with_data = with_data
@@ -284,6 +294,12 @@ class PlainUnpickler:
         if not self._with_data:
             return torch.empty(size, dtype=torch.uint8, device="meta").untyped_storage()
         self._budget.spend(size)
+        if self._mapping is not None and size >= _MAPPED_BYTES:
+            offset = self._archive.offset_of(f"data/{key}")
+            # Kernels need aligned elements. `torch.save` aligns records, but the file may be from elsewhere.
+            if offset % _ALIGNMENT == 0:
+                mapped = torch.frombuffer(self._mapping, dtype=torch.uint8, count=size, offset=offset)
+                return mapped.untyped_storage()
         content = torch.empty(size, dtype=torch.uint8, device="cpu")
         if size:
             self._archive.read_into(f"data/{key}", memoryview(content.numpy()))  # type: ignore[arg-type]

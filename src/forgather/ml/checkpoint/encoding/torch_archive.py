@@ -65,6 +65,10 @@ class TorchArchive:
         """Return the size of a record in bytes."""
         return self._record(name).size
 
+    def offset_of(self, name: str) -> int:
+        """Return the offset of a record's content in the file; the record is checked as in `read_into`."""
+        return self._seek_content(self._record(name))
+
     def read_into(self, name: str, out: memoryview) -> None:
         """Fill `out` with the content of a record; `out` must have the record's size."""
         record = self._record(name)
@@ -89,7 +93,7 @@ class TorchArchive:
             raise StateDecodingError(f"record {name[:100]!r} is missing")
         return record
 
-    def _seek_content(self, record: _Record) -> None:
+    def _seek_content(self, record: _Record) -> int:
         # A zip file describes each record twice. Only the local header has the offset of the content, so it must agree
         # with the directory.
         fields = _LOCAL.unpack(self._bytes_at(record.header, _LOCAL.size))
@@ -103,7 +107,7 @@ class TorchArchive:
         # Overlapping records would let a small file expand to any size.
         if start + record.size > record.limit:
             raise StateDecodingError(f"record {record.name!r} overlaps the next record")
-        self._reader.seek(start)
+        return self._reader.seek(start)
 
     def _find_directory(self) -> tuple[int, int, int]:
         """Return offset, size and number of entries of the central directory, which must touch the end records."""

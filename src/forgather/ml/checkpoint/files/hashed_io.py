@@ -208,10 +208,10 @@ class HashingReader(io.RawIOBase):
 
     Readers of archives look at the directory at the end first and read the tensors in order afterwards. One pass
     over the bytes therefore both fills the tensors and verifies the file. `finish` hashes the remaining bytes and
-    returns the checksum.
+    returns the checksum. `direct=False` reads through the page cache, for a file that is mapped as well.
     """
 
-    def __init__(self, path: str, *, follow: bool = False) -> None:
+    def __init__(self, path: str, *, follow: bool = False, direct: bool = True) -> None:
         super().__init__()
         self._path = path
         self._descriptor = open_regular(path, follow=follow)
@@ -219,11 +219,17 @@ class HashingReader(io.RawIOBase):
         self._position = 0
         self._hasher = new_hasher()
         self._resources = contextlib.ExitStack()
-        self._chunks = self._resources.enter_context(contextlib.closing(_read_ahead(self._descriptor, self.size)))
+        self._chunks = self._resources.enter_context(
+            contextlib.closing(_read_ahead(self._descriptor, self.size, direct))
+        )
         self._chunk = memoryview(b"")
         self._hashed = 0
         self.error: Exception | None = None
         """First read error; later reads raise it again."""
+
+    def map(self) -> mmap.mmap:
+        """Return a private mapping of the file; processes of a node share its pages until they write to them."""
+        return mmap.mmap(self._descriptor, 0, access=mmap.ACCESS_COPY)
 
     def readable(self) -> bool:
         return True
@@ -321,7 +327,7 @@ def read_exactly(descriptor: int, out: memoryview, offset: int) -> None:
         out = out[count:]
 
 
-def _read_ahead(descriptor: int, size: int) -> Generator[memoryview, None, None]:
+def _read_ahead(descriptor: int, size: int, direct: bool) -> Generator[memoryview, None, None]:
     """Yield the file's bytes in order, with read-ahead in a thread; a chunk is valid until the next is taken."""
     free: queue.SimpleQueue[memoryview] = queue.SimpleQueue()
     full: queue.SimpleQueue[tuple[memoryview, int] | Exception] = queue.SimpleQueue()
@@ -329,7 +335,7 @@ def _read_ahead(descriptor: int, size: int) -> Generator[memoryview, None, None]
 
     def read_chunks() -> None:
         try:
-            with contextlib.closing(_ChunkSource(descriptor)) as source:
+            with contextlib.closing(_ChunkSource(descriptor, direct)) as source:
                 for offset in range(0, size, BUFFER_BYTES):
                     buffer, count = free.get(), min(BUFFER_BYTES, size - offset)
                     if stopped.is_set():
@@ -361,9 +367,11 @@ def _read_ahead(descriptor: int, size: int) -> Generator[memoryview, None, None]
 class _ChunkSource:
     """Reader that takes a chunk from the page cache if it is there, else reads it with O_DIRECT."""
 
-    def __init__(self, descriptor: int) -> None:
+    def __init__(self, descriptor: int, direct: bool) -> None:
         self._descriptor = descriptor
         self._direct: int | None = None
+        if not direct:
+            return
         with contextlib.suppress(OSError):
             # A second descriptor, because O_DIRECT allows only aligned offsets and the first must read at any offset.
             # The path in /proc opens the same file, even if its name was replaced meanwhile.

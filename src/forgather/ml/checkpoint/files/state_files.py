@@ -44,9 +44,13 @@ def write_state(writer: HashingWriter, encoded: object) -> None:
         torch.save(encoded, writer)  # type: ignore[arg-type]
 
 
-def read_state(path: str, record: FileRecord | None = None, *, follow: bool = False) -> Any:
-    """Read a state file in one pass into new memory; with a record, verify its checksum before decoding."""
-    encoded, budget = _read_encoded(path, record, follow)
+def read_state(path: str, record: FileRecord | None = None, *, follow: bool = False, mapped: bool = False) -> Any:
+    """Read a state file in one pass into new memory; with a record, verify its checksum before decoding.
+
+    With `mapped`, large tensors are views of a private mapping of the file. All processes of a node then share one copy
+    in the page cache. Copy such tensors to a device, and keep none of them.
+    """
+    encoded, budget = _read_encoded(path, record, follow, mapped=mapped)
     try:
         # Emptying the encoded containers keeps the peak memory near one copy of the state.
         return decode_state(encoded, budget, consume=True)
@@ -74,15 +78,16 @@ def checked_weights(path: str, state: Any) -> dict[str, torch.Tensor]:
 
 
 def _read_encoded(
-    path: str, record: FileRecord | None, follow: bool, with_data: bool = True
+    path: str, record: FileRecord | None, follow: bool, with_data: bool = True, mapped: bool = False
 ) -> tuple[Any, MemoryBudget]:
     check_size(path, record)
-    with HashingReader(path, follow=follow) as reader:
+    with HashingReader(path, follow=follow, direct=not mapped) as reader:
         budget = MemoryBudget(reader.size)
         refusal: StateDecodingError | None = None
         encoded = None
         try:
-            encoded = PlainUnpickler(TorchArchive(reader, budget), budget, with_data).load()
+            archive = TorchArchive(reader, budget)
+            encoded = PlainUnpickler(archive, budget, with_data, reader.map() if mapped else None).load()
         except StateDecodingError as error:
             refusal = error
         if record is not None:

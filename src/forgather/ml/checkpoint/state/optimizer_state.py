@@ -78,6 +78,11 @@ class OptimizerState:
         self._configured: dict[str, dict[str, Any]] = {}
         self._groups()
 
+    @property
+    def is_on_devices(self) -> bool:
+        """Whether all parameters are on accelerators, so that `load_state_dict` keeps no tensor on the CPU."""
+        return all(parameter.device.type not in ("cpu", "meta") for parameter in self._names)
+
     def state_dict(self) -> dict[str, Any]:
         """Return the state by parameter name; its tensors are not copies."""
         groups = self._groups()

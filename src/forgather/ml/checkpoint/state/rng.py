@@ -1,4 +1,4 @@
-"""RNG state of Python, NumPy and torch (CPU and accelerators) as a checkpoint component.
+"""RNG state of Python, NumPy and torch (CPU and this process's accelerator) as a checkpoint component.
 
 A resumed run draws the same random numbers as an uninterrupted one. Trainers declare `RNGState` as the component "rng".
 `undisturbed_random_numbers` isolates evaluations and saves from training.
@@ -16,6 +16,14 @@ import numpy as np
 import torch
 
 from forgather.ml.checkpoint.errors import CheckpointLoadError
+from forgather.ml.checkpoint.state.device_rng import (
+    check_device_state,
+    check_generator_bytes,
+    copied_device_state,
+    cpu_copy,
+    device_state,
+    set_device_state,
+)
 from forgather.ml.checkpoint.state.tensor_checks import (
     Where,
     check_mapping,
@@ -37,7 +45,7 @@ _TORCH_HEADER = struct.Struct("@QiiQ")
 
 
 class RNGState:
-    """Random generators of Python, NumPy and torch (CPU and all visible accelerators) as one stateful component.
+    """Random generators of Python, NumPy and torch (CPU and this process's own device) as one stateful component.
 
     `seed` is the training seed. A rank without a state in the checkpoint derives its own seed from it.
     """
@@ -56,7 +64,7 @@ class RNGState:
             "python": random.getstate(),
             "numpy": np.random.get_state(),
             "torch": torch.get_rng_state(),
-            "accelerator": _accelerator_states(),
+            "accelerator": device_state(),
         }
 
     def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
@@ -78,7 +86,7 @@ class RNGState:
         check_python_state(state_dict["python"], _RNG.at("python"))
         _check_numpy(state_dict["numpy"], _RNG.at("numpy"))
         check_torch_state(state_dict["torch"], _RNG.at("torch"))
-        _check_accelerator(state_dict.get("accelerator"), _RNG.at("accelerator"))
+        check_device_state(state_dict.get("accelerator"), _RNG.at("accelerator"))
 
     def restore(self) -> None:
         """Apply the loaded state again, after work that drew random numbers (building the data iterators)."""
@@ -87,7 +95,7 @@ class RNGState:
         random.setstate(self._loaded["python"])
         np.random.set_state(self._loaded["numpy"])
         torch.set_rng_state(self._loaded["torch"])
-        _set_accelerator_states(self._loaded.get("accelerator"))
+        set_device_state(self._loaded.get("accelerator"))
 
     def init_new_rank(self, rank: int, step: int) -> None:
         """Seed all generators of a rank that has no state in the checkpoint, in the same way in every run."""
@@ -181,7 +189,7 @@ def check_torch_state(state: object, where: Where) -> None:
     # would read beyond its words.
     length = len(torch.get_rng_state())
     state = check_tensor(state, where, shape=(length,))
-    _check_bytes(state, "cpu", where)
+    check_generator_bytes(state, "cpu", where)
     _, left, _, following = _TORCH_HEADER.unpack(bytes(state[: _TORCH_HEADER.size].tolist()))
     words = state.view(torch.uint8)[_TORCH_HEADER.size : _TORCH_HEADER.size + 4 * _WORDS]
     if not words.any():
@@ -192,37 +200,6 @@ def check_torch_state(state: object, where: Where) -> None:
         )
 
 
-def _check_bytes(state: object, device: str, where: Where) -> None:
-    """Raise unless a generator of the device accepts the state; an empty `device` skips that test."""
-    found = check_tensor(state, where)
-    if found.dtype is not torch.uint8 or found.ndim != 1 or found.device.type != "cpu":
-        raise where.refusal(
-            f"has dtype {found.dtype} and shape {tuple(found.shape)} on {found.device}", "a row of uint8 on the CPU"
-        )
-    if device:
-        # A temporary generator, so that the generators in use keep their state.
-        try:
-            torch.Generator(device).set_state(_cpu_copy(found))
-        except RuntimeError as error:
-            raise where.refusal(f"is rejected by torch ({str(error).splitlines()[0]})", "a generator state") from error
-
-
-def _check_accelerator(stored: object, where: Where) -> None:
-    if stored is None:
-        return
-    fields = check_mapping(stored, where)
-    kind, states = fields.get("type"), fields.get("states")
-    if not isinstance(kind, str):
-        raise where.at("type").refusal(f"is {described(kind)}", "the name of a kind of device")
-    if not isinstance(states, list | tuple):
-        raise where.at("states").refusal(f"is {described(states)}", "a list")
-    accelerator = torch.accelerator.current_accelerator(check_available=True)
-    # States of another kind of device cannot be tried here. They are not restored either.
-    is_same = accelerator is not None and accelerator.type == kind
-    for number, state in enumerate(states):
-        _check_bytes(state, kind if is_same else "", where.at(f"states[{number}]"))
-
-
 def _copied(state_dict: Mapping[str, Any]) -> dict[str, Any]:
     """Return a copy of the state with its own tensors: loaded tensors may be mapped to a file that rotation deletes."""
     copied = dict(state_dict)
@@ -231,46 +208,8 @@ def _copied(state_dict: Mapping[str, Any]) -> dict[str, Any]:
     copied["python"] = (version, tuple(internal), gauss_next)
     name, words, *rest = copied["numpy"]
     copied["numpy"] = (name, np.array(words, np.uint32), *rest)
-    copied["torch"] = _cpu_copy(copied["torch"])
+    copied["torch"] = cpu_copy(copied["torch"])
     accelerator = copied.get("accelerator")
     if accelerator is not None:
-        copied["accelerator"] = {**accelerator, "states": [_cpu_copy(state) for state in accelerator["states"]]}
+        copied["accelerator"] = copied_device_state(accelerator)
     return copied
-
-
-def _cpu_copy(state: torch.Tensor) -> torch.Tensor:
-    return state.detach().to("cpu", copy=True)
-
-
-def _accelerator_states() -> dict[str, Any] | None:
-    accelerator = torch.accelerator.current_accelerator(check_available=True)
-    if accelerator is None:
-        return None
-    module = torch.get_device_module(accelerator)
-    states = [module.get_rng_state(*_index(accelerator, n)) for n in range(torch.accelerator.device_count())]
-    return {"type": accelerator.type, "states": states}
-
-
-def _set_accelerator_states(stored: Mapping[str, Any] | None) -> None:
-    if stored is None:
-        return
-    states = stored["states"]
-    accelerator = torch.accelerator.current_accelerator(check_available=True)
-    is_same = accelerator is not None and accelerator.type == stored["type"]
-    num_devices = torch.accelerator.device_count() if is_same else 0
-    if num_devices < len(states):
-        logger.warning(
-            "The checkpoint has random states of %d %s device(s), but this process sees %d. The states of missing devices "
-            "are not restored, so random numbers on a device may differ from the saved run.",
-            len(states),
-            stored["type"],
-            num_devices,
-        )
-    for number, state in enumerate(states[:num_devices]):
-        assert accelerator is not None
-        torch.get_device_module(accelerator).set_rng_state(state, *_index(accelerator, number))
-
-
-def _index(accelerator: torch.device, number: int) -> tuple[int, ...]:
-    # There is only one MPS device, and the functions of torch.mps take no index.
-    return () if accelerator.type == "mps" else (number,)

@@ -179,7 +179,7 @@ class AccelTrainer(Trainer[TTrainingArgs]):
         # The prepared optimizer reads this flag, and does nothing in the middle of an accumulation.
         self.accelerator.sync_gradients = reduces
         delayed = contextlib.nullcontext() if reduces else self.accelerator.no_sync(self.model)
-        with delayed, self._replicas.forward():
+        with delayed, self._replicas.forward(self.model):
             yield
 
     def _backward(self, loss: Tensor) -> None:
@@ -192,13 +192,14 @@ class AccelTrainer(Trainer[TTrainingArgs]):
             accelerator.gradient_accumulation_steps = own_steps
 
     def _clip_grad_norm(self, max_grad_norm: float | None, norm_type: float = 2.0) -> Tensor | None:
-        if max_grad_norm:
+        assert self.optimization is not None
+        if max_grad_norm and not self.optimization.is_narrow:
             # This also unscales the gradients, which may happen only once per step.
-            assert self.optimization is not None
             norm: Tensor = self.accelerator.clip_grad_norm_(self.optimization.parameters, max_grad_norm, norm_type)
             return norm
         self.accelerator.unscale_gradients(self.optimizer)
-        return super()._clip_grad_norm(None, norm_type)
+        # The accelerator would compute the norm of bfloat16 gradients in bfloat16.
+        return super()._clip_grad_norm(max_grad_norm, norm_type)
 
     # --- evaluation and state
 

@@ -123,8 +123,8 @@ class MinimalTrainingArguments(NamedArguments):
     """Compiler backend. None: inductor."""
     torch_compile_mode: str | None = "default"
     """Compiler mode of inductor."""
-    torch_compile_dynamic: bool = True
-    """Compile for dynamic shapes."""
+    torch_compile_dynamic: bool | None = True
+    """Compile for dynamic shapes. None: torch decides after the first change of shape."""
     torch_compile_full_graph: bool = False
     """Raise an error at graph breaks."""
     torch_compile_scope: str = "model"

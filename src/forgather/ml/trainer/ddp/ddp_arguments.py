@@ -13,7 +13,7 @@ class DDPArguments(ArgumentGroup):
     """Options of torch's DistributedDataParallel."""
 
     broadcast_buffers: bool = True
-    """Broadcast the buffers of rank 0 before each forward pass."""
+    """Broadcast the buffers of rank 0 before each forward pass: all in the first pass, later the changed ones only."""
     init_sync: bool = True
     bucket_cap_mb: float | None = None
     """Size of an all-reduce bucket in MiB; None: torch's default of 25."""

@@ -126,7 +126,7 @@ class DDPTrainer(Trainer[TDDPArgs]):
         reduces = self._should_sync_gradients()
         # In gradient accumulation, only the last micro-batch of a step is reduced.
         delayed = contextlib.nullcontext() if reduces or not self._is_wrapped else self.model.no_sync()
-        with delayed, self._replicas.forward():
+        with delayed, self._replicas.forward(self.model):
             try:
                 yield
             except RuntimeError as error:

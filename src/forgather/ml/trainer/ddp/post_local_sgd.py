@@ -20,6 +20,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 from forgather.ml.checkpoint.state.tensor_checks import Where, check_mapping, whole_number
 from forgather.ml.distributed import DistributedEnvInterface, Peers
+from forgather.ml.distributed.groups import new_partition
 from forgather.ml.trainer.ddp.ddp_arguments import PostLocalSGDArguments
 from forgather.ml.trainer.trainer_types import OptimizerT
 
@@ -113,9 +114,5 @@ def _replicated_tensors(optimizer: OptimizerT) -> Iterator[Tensor]:
 def _node_group(peers: Peers, env: DistributedEnvInterface) -> ProcessGroup:
     # The global rank of its first process identifies a node.
     first_ranks = peers.gather(env.rank - env.local_rank)
-    groups = {}
-    # new_group is collective over the whole job: every rank creates every group, also groups it is not in.
-    for first in sorted(set(first_ranks)):
-        groups[first] = dist.new_group([rank for rank, one in enumerate(first_ranks) if one == first])
-    own: ProcessGroup = groups[env.rank - env.local_rank]
-    return own
+    firsts = sorted(set(first_ranks))
+    return new_partition([[rank for rank, one in enumerate(first_ranks) if one == first] for first in firsts])

@@ -11,7 +11,7 @@ from torch import Tensor, nn
 
 from forgather.ml.checkpoint.state.optimizer_state import OptimizerState
 from forgather.ml.optim.gradient_trace import GradientTrace
-from forgather.ml.trainer.loop.gradients import GradientNorm
+from forgather.ml.trainer.loop.gradients import GradientNorm, is_narrow
 from forgather.ml.trainer.loop.scheduler_state import SchedulerState
 from forgather.ml.trainer.trainer_types import LRSchedulerT, OptimizerT
 
@@ -29,6 +29,8 @@ class Optimization:
         self.state = OptimizerState(optimizer, named, knows_configuration=knows_configuration)
         self.names: dict[Tensor, str] = {parameter: name for name, parameter in named}
         self.parameters: list[Tensor] = [one for group in optimizer.param_groups for one in group["params"]]
+        self.is_narrow = any(map(is_narrow, self.parameters))
+        """Whether some gradients have fewer than 32 bits, such as bfloat16."""
         self.norm: NormFunction = GradientNorm(self.parameters)
         self.scheduler_state: SchedulerState | None = None
 

@@ -10,6 +10,7 @@ from collections.abc import Iterator
 import torch.distributed as dist
 from torch import nn
 from torch.distributed import ProcessGroup
+from torch.nn.parallel import DistributedDataParallel
 
 from forgather.ml.distributed import Peers
 
@@ -41,6 +42,17 @@ class ChangingBuffers:
         ]
         # Union over all ranks, sorted: other stages have other buffers, and broadcasts need the same order everywhere.
         self._names = sorted({name for names in self._peers.gather(own) for name in names})
+
+    def limit_broadcasts(self, wrapped: nn.Module) -> None:
+        """Make DDP broadcast only the changing buffers before a forward pass; other modules are left as they are."""
+        if not isinstance(wrapped, DistributedDataParallel) or self._names is None:
+            return
+        changing = {id(buffer) for name, buffer in self._model.named_buffers() if name in self._names}
+        # DDP collects its buffers again before each broadcast, without the names in this set.
+        wrapped.parameters_to_ignore |= {
+            name for name, buffer in wrapped.module.named_buffers() if id(buffer) not in changing
+        }
+        wrapped.modules_buffers = [buffer for buffer in wrapped.modules_buffers if id(buffer) in changing]
 
     def share(self) -> None:
         """Broadcast the changing buffers from the first rank of the group; none before the first forward pass."""

@@ -9,13 +9,12 @@ from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from typing import Any, TypeVar
 
-import torch.distributed as dist
 from torch import Tensor
 from torch.distributed import DeviceMesh, ProcessGroup
 
 from forgather.ml.checkpoint.encoding.digest import tensor_digest
 from forgather.ml.distributed import Peers
-from forgather.ml.distributed.environment import get_requested_timeout
+from forgather.ml.distributed.groups import new_partition
 from forgather.ml.distributed.rank_links import RankLinks
 from forgather.ml.trainer.dataloader_dispatcher import DataloaderDispatcher
 from forgather.ml.trainer.loading.builders import is_map_style
@@ -111,12 +110,7 @@ class ParallelLoading:
         """Return the gloo group of this rank and its reader; all ranks create all groups."""
         # With use_local_synchronization torch derives the name of a group from the number of groups that each member
         # has created before. Ranks may differ in that number, so every group is created by all ranks.
-        own = None
-        for ranks in readers:
-            group = dist.new_group(list(ranks), backend="gloo", timeout=get_requested_timeout())
-            own = group if self._peers.rank in ranks else own
-        assert isinstance(own, ProcessGroup), "every rank has a reader"
-        return own
+        return new_partition(readers, backend="gloo")
 
 
 def warn_of_equal_batches(batch: Mapping[str, Any], layout: DataLayout, gather: Callable[[str], list[str]]) -> None:

@@ -32,13 +32,18 @@ class ReplicatedModel:
             require_same_model(self._model, self._team.peers)
 
     @contextlib.contextmanager
-    def forward(self) -> Iterator[None]:
-        """Wrap a forward pass of training; the first pass finds the buffers that it changes."""
+    def forward(self, wrapped: nn.Module | None = None) -> Iterator[None]:
+        """Wrap a forward pass of training; the first pass finds the buffers that it changes.
+
+        If `wrapped` is the DDP module of this model, it broadcasts only these buffers from then on.
+        """
         if self._buffers is None or self._buffers.are_known:
             yield
             return
         with self._buffers.found_out():
             yield
+        if wrapped is not None:
+            self._buffers.limit_broadcasts(wrapped)
 
     def share_buffers(self) -> None:
         """Broadcast the changing buffers of the first replica to all replicas; collective."""

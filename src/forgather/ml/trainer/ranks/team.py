@@ -16,7 +16,7 @@ from torch import Tensor
 from torch.distributed import DeviceMesh, ProcessGroup
 
 from forgather.ml.distributed import DistributedEnvInterface, DistributedError, Peers
-from forgather.ml.distributed.environment import get_requested_timeout
+from forgather.ml.distributed.groups import new_group, new_mesh
 from forgather.ml.distributed.number_exchange import NumberExchange, number_exchange
 from forgather.ml.distributed.rank_links import RankLinks
 from forgather.ml.trainer.callbacks.handler import asks_for_something, asks_in_steps
@@ -189,7 +189,7 @@ class RankTeam(SoloTeam):
         require_equal_settings(self.peers, settings())
 
     def mesh(self, device_type: str, shape: Sequence[int], names: Sequence[str]) -> DeviceMesh | None:
-        return dist.device_mesh.init_device_mesh(device_type, tuple(shape), mesh_dim_names=tuple(names))
+        return new_mesh(device_type, shape, names)
 
     def settle(self, control: TrainerControl, callbacks: Iterable[object], occasion: str = "epoch") -> None:
         if occasion not in self.occasions:
@@ -306,7 +306,7 @@ def make_team(env: DistributedEnvInterface, present: Team | None, owner: str) ->
             "forgather.ml.distributed.DistributedEnvironment, which initialises it."
         )
     # A separate group, so that its small messages run concurrently with the gradient all-reduce.
-    return RankTeam(env, dist.new_group(backend="gloo", timeout=get_requested_timeout()))
+    return RankTeam(env, new_group(backend="gloo"))
 
 
 def _begun_late(loader: Iterable[Any], limit: int) -> Iterator[Any]:

@@ -11,6 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from forgather.ml.distributed.devices import device_index
 from forgather.ml.distributed.environment import DistributedEnvInterface
 from forgather.ml.trainer.arguments.training_arguments import MinimalTrainingArguments
 from forgather.ml.trainer.loading.empty_batch import EmptyBatch
@@ -53,7 +54,7 @@ def choose_device(asked: str | torch.device | None, kind: str, env: DistributedE
         return torch.device(kind)
     # The environment binds its communication backend to its device, so with several local ranks it takes precedence.
     is_of_env = env.device_type == kind and torch.device(env.device).index is not None
-    own = torch.device(env.device) if is_of_env else torch.device(kind, env.local_rank)
+    own = torch.device(env.device) if is_of_env else torch.device(kind, device_index(env.local_rank))
     if asked is None or torch.device(asked).index is None:
         return own
     if is_of_env and env.local_world_size > 1 and torch.device(asked) != own:

@@ -151,6 +151,8 @@ MALFORMED: list[tuple[str, Any, str]] = [
     ("accelerator", [], "accelerator is of type list"),
     ("accelerator", accelerator_with(type=None), "type is None"),
     ("accelerator", accelerator_with(states=None), "states is None"),
+    ("accelerator", {"type": "no_such_accelerator", "index": 0, "state": None}, "state is None"),
+    ("accelerator", {"type": "no_such_accelerator", "state": torch.zeros(16, dtype=torch.uint8)}, "index is None"),
     ("accelerator", accelerator_with(states=["x"]), r"states\[0\] is 'x'"),
     ("accelerator", accelerator_with(states=[torch.zeros(16)]), r"states\[0\] has dtype torch.float32"),
     ("accelerator", accelerator_with(states=[torch.zeros(4, 4, dtype=torch.uint8)]), r"shape \(4, 4\)"),

@@ -1,5 +1,6 @@
 """AccelTrainer: training with an Accelerator equals training without one, and its checkpoints move between trainers."""
 
+import copy
 import random
 from collections.abc import Iterator
 from pathlib import Path
@@ -509,3 +510,18 @@ def test_environment_that_contradicts_the_accelerator_is_rejected(tmp_path: Path
     options = {"distributed_env": StaticDistributedEnvironment(rank=1, world_size=2)}
     with pytest.raises(ValueError, match="rank 1 of 2, but the accelerator has rank 0 of 1"):
         accel_trainer(tmp_path, TokenModel(), trainer_options=options)
+
+
+def test_norm_of_bfloat16_gradients_is_computed_in_float32(tmp_path: Path) -> None:
+    model = tiny_llama()
+    settings = {"max_steps": 2, "max_grad_norm": 0.01, "gradient_accumulation_steps": 1}
+    trainers = [
+        plain_trainer(tmp_path / "plain", copy.deepcopy(model).bfloat16(), **settings),
+        accel_trainer(tmp_path / "accelerated", copy.deepcopy(model).bfloat16(), **settings),
+    ]
+    plain, accelerated = [
+        [record["grad_norm"] for record in trainer.train() and trainer.state.log_history if "grad_norm" in record]
+        for trainer in trainers
+    ]
+    assert plain == accelerated and len(plain) == 2
+    assert all(float(torch.tensor(norm).bfloat16()) != norm for norm in plain)

@@ -2,7 +2,7 @@
 
 import logging
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -191,9 +191,64 @@ def _train_with_buffers(output_dir: Path) -> tuple[dict[str, Tensor], list[tuple
         trainer_options={"eval_dataset": token_samples(5)},
     )
     trainer.train()
+    # DDP broadcasts the buffers that the first forward pass changed, and no others.
+    assert [id(one) for one in trainer.model.modules_buffers] == [
+        id(one) for one in trainer.unwrapped_model().norm.buffers()
+    ]
     components = [(one.key, one.sharing_pattern, one.validate_replication) for one in trainer.get_state_components()]
     assert list(trainer.get_process_groups()) == ["ddp_group"]
     return weights(trainer.unwrapped_model()), components
+
+
+class WithConstant(TokenModel):
+    """Model with a constant buffer."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.register_buffer("scale", torch.ones(8))
+
+    def forward(self, input_ids: Tensor) -> Tensor:
+        return self.head(self.embedding(input_ids) * self.scale)
+
+
+class BroadcastsAll(DDPTrainer):
+    """Trainer that broadcasts all buffers in each forward pass."""
+
+    def _around_micro_batch(self) -> Any:
+        return nullcontext()
+
+
+def _broadcasts(output_dir: Path, trainer_class: type[DDPTrainer]) -> tuple[bool, list[float], dict[str, Tensor]]:
+    losses = []
+    will_sync = []
+    for model in (WithConstant(), WithBuffers()):
+        trainer = quiet_trainer(
+            output_dir,
+            model,
+            token_samples(18),
+            trainer_class=trainer_class,
+            trainer_options={"distributed_env": environment()},
+            max_steps=3,
+            logging_strategy="steps",
+            logging_steps=1,
+            save_strategy="no",
+        )
+        assert isinstance(trainer, DDPTrainer)
+        trainer.train()
+        will_sync.append(trainer.model.will_sync_module_buffers())
+        losses += [record["loss"] for record in trainer.state.log_history if "loss" in record]
+    assert will_sync[1]
+    return will_sync[0], losses, weights(trainer.unwrapped_model())
+
+
+def test_constant_buffers_are_not_broadcast_and_results_stay_the_same(tmp_path: Path) -> None:
+    for (less, *results), (all_, *expected) in zip(
+        run_on_ranks(_broadcasts, 2, tmp_path / "less", DDPTrainer),
+        run_on_ranks(_broadcasts, 2, tmp_path / "all", BroadcastsAll),
+        strict=True,
+    ):
+        assert (less, all_) == (False, True)
+        torch.testing.assert_close(results, expected, rtol=0.0, atol=0.0)
 
 
 def test_buffers_changed_by_training_are_no_divergence(tmp_path: Path) -> None:
