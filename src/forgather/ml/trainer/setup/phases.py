@@ -86,7 +86,8 @@ def prepare_ranks(trainer: "Trainer") -> None:
     trainer.num_processes, trainer.is_local_process_zero, trainer.is_world_process_zero = 1, True, True
     trainer._init_distributed()
     trainer._follow_ranks()
-    flight_recorder.direct_traces(trainer.args.output_dir)
+    if trainer.wanted is not None:
+        flight_recorder.direct_traces(trainer.args.output_dir)
 
 
 def settings_of(trainer: "Trainer") -> dict[str, str]:
