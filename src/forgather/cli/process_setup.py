@@ -7,6 +7,8 @@ import logging
 import os
 import sys
 
+from forgather._allocator import NVIDIA_DRIVER, request_expandable_segments
+
 _OF_STOP_REQUESTS = ("forgather.ml.trainer.loop.signals", "forgather.ml.trainer.trainer")
 
 
@@ -28,6 +30,12 @@ def share_processors() -> None:
     idle machine spinning is a few percent faster; OMP_WAIT_POLICY=ACTIVE restores it.
     """
     os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
+
+
+def reduce_fragmentation() -> None:
+    """Request expandable segments of the CUDA allocator where an NVIDIA driver runs; call before torch is imported."""
+    if os.path.exists(NVIDIA_DRIVER):
+        request_expandable_segments(os.environ)
 
 
 def make_current_directory_importable() -> None:

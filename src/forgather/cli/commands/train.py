@@ -18,7 +18,12 @@ from forgather.cli.launch.options import (
     take_launch_options,
     was_started_by_us,
 )
-from forgather.cli.process_setup import make_current_directory_importable, share_processors, silence_libraries
+from forgather.cli.process_setup import (
+    make_current_directory_importable,
+    reduce_fragmentation,
+    share_processors,
+    silence_libraries,
+)
 
 if TYPE_CHECKING:
     from forgather.cli.config.parser import Option
@@ -36,6 +41,7 @@ def run(words: Sequence[str]) -> int:
         return 0
     silence_libraries()
     share_processors()
+    reduce_fragmentation()
     make_current_directory_importable()
     if not is_worker():
         return _run(words)

@@ -17,6 +17,7 @@ from torch._C._distributed_c10d import HashStore
 from torch.distributed.constants import default_pg_nccl_timeout, default_pg_timeout
 from torch.distributed.rendezvous import rendezvous
 
+from forgather.ml.distributed import flight_recorder
 from forgather.ml.distributed.devices import bound_device, check_devices, pick_device
 from forgather.ml.distributed.launch_variables import check_place, read_int
 from forgather.ml.distributed.meeting import leaves_on_signal
@@ -204,7 +205,9 @@ class DistributedEnvironment:
         global _requested_timeout
         _requested_timeout = timeout
         if not dist.is_initialized():
-            self._init_process_group(backend or _default_backend(self.device_type), timeout)
+            backend = backend or _default_backend(self.device_type)
+            flight_recorder.enable(backend)
+            self._init_process_group(backend, timeout)
             # Only for a group created here. The creator of an existing group decides when to destroy it.
             leave_at_exit()
         self.rank = dist.get_rank()

@@ -20,6 +20,7 @@ from forgather.ml.checkpoint.weights.module_weights import load_checkpoint as lo
 from forgather.ml.trainer.amp import AMPContext
 from forgather.ml.trainer.arguments.training_arguments import MinimalTrainingArguments, TrainingArguments
 from forgather.ml.trainer.base_trainer import BaseTrainer
+from forgather.ml.trainer.diagnostics.failures import reporting_failures
 from forgather.ml.trainer.loading.data_order import Part
 from forgather.ml.trainer.loop import evaluation_sums as evaluation
 from forgather.ml.trainer.loop.evaluator import Evaluator, Prediction
@@ -779,7 +780,8 @@ class Trainer(BaseTrainer[TTrainingArgs]):
     def _run_context(self) -> Iterator[None]:
         with StopSignals() as self._signals, preparation.run_settings(self.args) as self._run:
             self._run.push(self._close_after)
-            yield
+            with reporting_failures(self):
+                yield
 
     def _enter_training(self, was_asked_to_resume: bool) -> None:
         if was_asked_to_resume and self.args.resume_from_checkpoint is False and self.team.rank == 0:

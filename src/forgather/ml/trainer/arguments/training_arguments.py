@@ -181,6 +181,8 @@ class TrainingArguments(BaseTrainingArguments):
     """True: the loss of a step is the mean over its target tokens. False: the mean of the micro-batch means."""
     nonfinite_grad: str = "stop"
     """On NaN or infinite gradients: "stop" raises NonFiniteError, "skip" skips the update, "ignore" continues."""
+    health_check: bool = True
+    """Test accelerators, their memory and their links before training. No effect on CPUs."""
 
     def __post_init__(self) -> None:
         super().__post_init__()

@@ -40,6 +40,8 @@ class StepRunner:
         """Whether ranks still have to compare their first batches, to detect identical streams."""
         self.window: Window | None = None
         """The window of the current step; None between steps."""
+        self.failed_batches: list[Mapping[str, Any]] = []
+        """The micro-batches of a step that has failed, for error messages."""
 
     def batches(self) -> StepBatches:
         """Return the remaining batches of the epoch as the data iterator for `_train_step`."""
@@ -58,6 +60,7 @@ class StepRunner:
             self._drop_unfinished(steps.window)
             return False
         except Exception as error:
+            self.failed_batches = list(steps.current)
             better = better_error(error, trainer.unwrapped_model, steps.current)
             if better is None:
                 raise

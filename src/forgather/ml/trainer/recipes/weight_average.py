@@ -62,6 +62,9 @@ class WeightAverage:
             self._averages = {name: _precise(one).clone() for name, one in self._parameters.items()}
         self.is_begun = True
 
+    def tensors(self) -> list[Tensor]:
+        return list(self._averages.values())
+
     def forget(self) -> None:
         """Let the next `begin` initialise the averages again, unless a state is loaded before."""
         self.is_begun = False

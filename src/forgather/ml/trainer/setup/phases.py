@@ -14,7 +14,10 @@ from torch import nn
 from forgather.ml.checkpoint.components import select_components
 from forgather.ml.checkpoint.manager import CheckpointManager
 from forgather.ml.checkpoint.state.rng import RNGState
+from forgather.ml.distributed import flight_recorder
 from forgather.ml.loss.rescale_loss import RescaleLoss
+from forgather.ml.trainer.diagnostics.allocator import use_expandable_segments
+from forgather.ml.trainer.diagnostics.health import check_health
 from forgather.ml.trainer.loading.builders import adapted_loader, is_resumable
 from forgather.ml.trainer.loop.cadence import Cadence
 from forgather.ml.trainer.loop.evaluator import Evaluator
@@ -86,6 +89,8 @@ def prepare_ranks(trainer: "Trainer") -> None:
     trainer.num_processes, trainer.is_local_process_zero, trainer.is_world_process_zero = 1, True, True
     trainer._init_distributed()
     trainer._follow_ranks()
+    if trainer.wanted is not None:
+        flight_recorder.direct_traces(trainer.args.output_dir)
 
 
 def settings_of(trainer: "Trainer") -> dict[str, str]:
@@ -97,7 +102,9 @@ def settings_of(trainer: "Trainer") -> dict[str, str]:
         "fused_loss_factory": trainer.fused_loss_factory,
     }
     stream = None if trainer._dispatches(for_training=True) else trainer.train_dataset
-    return common_settings(type(trainer), trainer.args, trainer.wanted, trainer.optimizer_groups, objects, stream)
+    settings = common_settings(type(trainer), trainer.args, trainer.wanted, trainer.optimizer_groups, objects, stream)
+    # Some collectives run on accelerators only, such as the health check.
+    return {**settings, "type of device": trainer._device_type()}
 
 
 def prepare_device(trainer: "Trainer") -> None:
@@ -107,7 +114,10 @@ def prepare_device(trainer: "Trainer") -> None:
     trainer.on_cpu = trainer.device.type == "cpu"
     preparation.use_device(trainer.device)
     trainer.team.pins_memory = trainer.args.dataloader_pin_memory and can_pin(trainer.device)
+    use_expandable_segments(trainer.device)
     preparation.use_precision(trainer.args)
+    if trainer.wanted is not None:
+        check_health(trainer)
     trainer.amp_context = trainer._make_amp_context()
     # GradScaler already skips steps with non-finite gradients.
     trainer.skips_updates = trainer.args.nonfinite_grad == "skip" and not trainer.amp_context.has_loss_scale
