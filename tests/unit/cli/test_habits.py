@@ -90,7 +90,7 @@ def test_help_lists_exactly_the_accepted_choices(capsys: pytest.CaptureFixture[s
             TrainingArguments(**{name: "nonsense"})
         assert all(repr(value) in str(caught.value) for value in values), name
     text = " ".join(call(capsys, "train", "--help").output.split())
-    assert "--args.eval_strategy (no, steps or epoch; str, default 'no')" in text
+    assert "--args.eval_strategy When to evaluate. (no, steps or epoch; str, default 'no')" in text
 
 
 def test_single_text_is_split_by_tokens_for_evaluation() -> None:
