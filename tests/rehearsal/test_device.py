@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from tests.support.ranks import RankFailure, run_on_ranks
 from tests.support.rehearsal import find_deadlocks, load_traces, save_trace, tracing, watching
 from tests.support.rehearsal.order import main as print_order
-from tests.support.rehearsal.ranks import use_devices
+from tests.support.rehearsal.ranks import use_device
 
 
 def device_vector(length: int = 4) -> Tensor:
@@ -224,7 +224,7 @@ def test_storages_on_the_device(tmp_path: Path) -> None:
 
 
 def talk() -> dict[str, Any]:
-    rank = use_devices()
+    rank = use_device()
     with watching() as record, tracing() as trace:
         total = torch.full((3,), rank + 1.0, device="cuda")
         dist.all_reduce(total)
@@ -255,7 +255,7 @@ def test_nccl_computes_without_host_waits() -> None:
 
 
 def break_a_rule(name: str) -> str:
-    rank = use_devices()
+    rank = use_device()
     try:
         if name == "host tensor":
             world: Any = dist.group.WORLD
@@ -289,12 +289,12 @@ def test_nccl_refuses_two_ranks_on_one_device() -> None:
 
 
 def share_a_device() -> None:
-    use_devices()
+    use_device()
     dist.all_reduce(torch.ones(2, device="cuda:0"))
 
 
 def use_before_waiting() -> list[str]:
-    use_devices()
+    use_device()
     with watching() as record:
         tensor = torch.ones(3, device="cuda")
         work = dist.all_reduce(tensor, async_op=True)

@@ -84,8 +84,9 @@ def _join_process_group(job: Job) -> None:
     # The test process owns the store, as the agent does under torchrun. So the store survives the death of rank 0.
     os.environ["TORCHELASTIC_USE_AGENT_STORE"] = "True"
     store = dist.TCPStore("127.0.0.1", job.store_port, is_master=False)
+    # On the rehearsal device, collectives of device tensors follow NCCL's rules.
     dist.init_process_group(
-        "gloo",
+        "cpu:gloo,cuda:nccl" if os.environ.get("REHEARSAL") == "1" else "gloo",
         store=dist.PrefixStore("rank_worker", store),
         rank=job.rank,
         world_size=job.world_size,

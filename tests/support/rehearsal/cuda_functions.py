@@ -121,7 +121,6 @@ def _unsupported(name: str) -> type:
 
 def init() -> None:
     """Complete `torch.cuda` at its first use."""
-    native().begin_use()
     module = sys.modules["torch.cuda"]
     properties = DeviceProperties()
     module._get_device_properties = lambda device: properties  # type: ignore[attr-defined]

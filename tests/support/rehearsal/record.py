@@ -23,7 +23,7 @@ class Observation(NamedTuple):
     kind: str
     name: str
     num_bytes: int
-    place: str
+    where: str
     """The innermost line of forgather, else the innermost outside installed packages."""
     stack: tuple[str, ...]
     """Lines of the stack, innermost last."""
@@ -33,24 +33,24 @@ class Record:
     """Observations in order."""
 
     def __init__(self) -> None:
-        self.observations: list[Observation] = []
+        self.events: list[Observation] = []
 
     def __call__(self, kind: str, name: str, num_bytes: int) -> None:
         lines = _stack()
         own = [line for line in lines if _LIBRARY in line]
         outside = [line for line in lines if not line.startswith((*_INSTALLED, "<"))]
         innermost = (own or outside or lines or ["(thread without Python code)"])[-1]
-        place = innermost.rpartition(_LIBRARY)[2]
-        self.observations.append(Observation(kind, name, num_bytes, place, tuple(lines)))
+        where = innermost.rpartition(_LIBRARY)[2]
+        self.events.append(Observation(kind, name, num_bytes, where, tuple(lines)))
 
     def count(self, kind: str) -> int:
         """Count the observations of a kind: "sync", "h2d", "d2h", "hazard" or "nccl"."""
-        return sum(each.kind == kind for each in self.observations)
+        return sum(each.kind == kind for each in self.events)
 
     def summary(self, *kinds: str) -> Counter[tuple[str, str, str]]:
         """Count observations by kind, name and source line."""
         chosen = kinds or KINDS
-        return Counter((each.kind, each.name, each.place) for each in self.observations if each.kind in chosen)
+        return Counter((each.kind, each.name, each.where) for each in self.events if each.kind in chosen)
 
 
 def _stack() -> list[str]:

@@ -55,7 +55,6 @@ PYBIND11_MODULE(rehearsal_device, module) {
   install_allocators();
   module.def("watch", &watch);
   module.def("device_count", &device_count);
-  module.def("begin_use", &begin_use);
   module.def("is_in_bad_fork", &is_in_bad_fork);
   module.def("generator_of", &generator_of);
   module.def("resize_storage", &resize_storage);
