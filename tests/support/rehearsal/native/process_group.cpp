@@ -105,8 +105,12 @@ class NcclWork final : public Work {
   void synchronize() override { wait(::kNoTimeout); }
   void blockCurrentStream() override { wait(::kNoTimeout); }
 
-  // The device is never behind.
+  // Gloo cannot tell whether a message has arrived, only wait for it. So a message is complete when someone waited.
   bool isCompleted() override {
+    if (is_finished_) return true;
+    if (!has_futures) return false;
+    for (auto& part : parts_)
+      if (!part->isCompleted()) return false;
     finish_parts();
     return true;
   }
@@ -137,8 +141,12 @@ class NcclWork final : public Work {
 
  private:
   void finish_parts() {
+    std::lock_guard<std::mutex> lock(finish_mutex_);
+    // Gloo would wait for a second message.
+    if (is_finished_) return;
     for (auto& part : parts_) part->wait();
     run_epilogues();
+    is_finished_ = true;
   }
 
   void run_epilogues() {
@@ -159,7 +167,8 @@ class NcclWork final : public Work {
   std::vector<intrusive_ptr<Work>> parts_;
   Tensors results_;
   std::vector<std::function<void()>> epilogues_;
-  std::mutex epilogue_mutex_;
+  std::mutex epilogue_mutex_, finish_mutex_;
+  std::atomic<bool> is_finished_{false};
   StreamId stream_;
   Clock end_;
   bool blocks_host_;
