@@ -1,6 +1,6 @@
 """Each trainer on the rehearsal device: training, save, resume, evaluation and generation.
 
-Host waits between logs, hazards of pinned memory and streams, mixed devices and deadlocks by NCCL's order all fail here.
+Host waits between logs, hazards of pinned memory and streams, mixed devices and deadlocks by NCCL's order fail here.
 """
 
 import functools
@@ -33,13 +33,13 @@ SCHEDULE_NAMES = [traits.name for traits in SCHEDULES.values()]
 
 
 def build(
-    trainer_class: type[Trainer],
+    trainer_class: type[Trainer[Any]],
     options: dict[str, Any],
     settings: dict[str, Any],
     output_dir: Path,
     *callbacks: Any,
     **more: Any,
-) -> Trainer:
+) -> Trainer[Any]:
     if trainer_class is AccelTrainer:
         # Accelerate keeps its state in classes, for the lifetime of the process.
         AcceleratorState._reset_state(reset_partial_state=True)
@@ -61,11 +61,11 @@ def build(
     )
 
 
-def evaluate(trainer: Trainer) -> float:
+def evaluate(trainer: Trainer[Any]) -> float:
     return float(trainer.evaluate()["eval_loss"])
 
 
-def evaluate_and_generate(trainer: PipelineTrainer) -> tuple[float, list[list[int]]]:
+def evaluate_and_generate(trainer: PipelineTrainer[Any]) -> tuple[float, list[list[int]]]:
     prompts = torch.arange(12).reshape(2, 6)
     tokens = trainer.pipeline_generate(prompts, 4, do_sample=False, eos_token_id=31, pad_token_id=0)
     return evaluate(trainer), tokens.tolist()
@@ -159,7 +159,7 @@ def hybrid_job(output_dir: Path) -> Report:
 
 @pytest.fixture(scope="module")
 def pipelines(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Sequence[Report]]:
-    """Reports of all ranks by schedule, and under "hybrid" those of the hybrid trainer."""
+    """Run all schedules and the hybrid trainer once, and return the reports of their ranks."""
     folder = tmp_path_factory.mktemp("pipelines")
     ranks = run_on_ranks(pipeline_jobs, 2, folder, SCHEDULE_NAMES, timeout=240)
     reports: dict[str, Sequence[Report]] = dict(zip(SCHEDULE_NAMES, zip(*ranks, strict=True), strict=True))

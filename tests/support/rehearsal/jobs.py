@@ -70,9 +70,9 @@ class Report:
 
 
 def train_save_and_resume(
-    build: Callable[..., Trainer], output_dir: Path, finish: Callable[[Any], Any] = lambda trainer: None
+    build: Callable[..., Trainer[Any]], output_dir: Path, finish: Callable[[Any], Any] = lambda trainer: None
 ) -> Report:
-    """Train to `SAVE_STEP` and save, then resume in a second trainer, train to `NUM_STEPS`, and call `finish` with it."""
+    """Train to `SAVE_STEP` and save, then resume to `NUM_STEPS` in a second trainer. Call `finish` with both."""
     report = Report()
     with tracing() as report.trace:
         for num_steps in (SAVE_STEP, NUM_STEPS):

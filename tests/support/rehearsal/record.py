@@ -54,7 +54,8 @@ class Record:
 
 
 def _stack() -> list[str]:
-    """Return the Python stack, innermost last. Frames are read directly, since `traceback` would open the source files."""
+    """Return the Python stack, innermost last."""
+    # Frames are read directly, since `traceback` would open the source files.
     lines: list[str] = []
     frame = sys._getframe(1).f_back
     while frame is not None and len(lines) < MAX_FRAMES:

@@ -115,8 +115,8 @@ class OperatorCall {
     }
     // These take lists of numbers as a tensor on the host.
     if (name.starts_with("aten::_foreach_") && schema_.overload_name() == "Tensor") return;
-    TORCH_CHECK(false, "Expected all tensors to be on the same device, but ", name_, " found at least two devices, cuda:",
-                static_cast<int>(device_), " and cpu!");
+    TORCH_CHECK(false, "Expected all tensors to be on the same device, but ", name_,
+                " found at least two devices, cuda:", static_cast<int>(device_), " and cpu!");
   }
 
   bool is_view() const {

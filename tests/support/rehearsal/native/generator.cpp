@@ -74,7 +74,7 @@ at::Generator new_generator(c10::DeviceIndex device) { return at::make_generator
 const at::Generator& default_generator(c10::DeviceIndex device) {
   static const std::vector<at::Generator> generators = [] {
     std::vector<at::Generator> made;
-    for (int index = 0; index < kMaxDevices; ++index) made.push_back(new_generator(static_cast<c10::DeviceIndex>(index)));
+    for (c10::DeviceIndex index = 0; index < kMaxDevices; ++index) made.push_back(new_generator(index));
     return made;
   }();
   return generators.at(device);

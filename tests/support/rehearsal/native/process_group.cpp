@@ -4,21 +4,20 @@
 // are traced on request. `order.py` replays the traces of all ranks by NCCL's order.
 #include "process_group.h"
 
+#include <pybind11/chrono.h>
 #include <torch/csrc/distributed/c10d/Backend.hpp>
 #include <torch/csrc/distributed/c10d/Store.hpp>
 #include <torch/csrc/distributed/c10d/Work.hpp>
 #include <torch/csrc/distributed/c10d/reducer_timer.hpp>
-#include <pybind11/chrono.h>
 #include <torch/csrc/utils/pybind.h>
 
-#include <atomic>
 #include <cstdlib>
 #include <functional>
 #include <map>
-#include <mutex>
 
 #include "device.h"
 #include "memory.h"
+#include "nccl_work.h"
 #include "reports.h"
 
 namespace py = pybind11;
@@ -30,39 +29,15 @@ using at::Tensor;
 using c10::intrusive_ptr;
 using c10d::ReduceOp;
 using c10d::Work;
-using Tensors = std::vector<Tensor>;
-
-constexpr int kNoPeer = -1;
-constexpr int64_t kNoBatch = 0;
-
-// --- trace
-
-struct TraceEntry {
-  const char* event;
-  int64_t work;
-  std::string group;
-  std::vector<uint64_t> members;
-  std::string operation;
-  int peer;
-  int64_t bytes;
-  int64_t batch;
-};
-
-std::mutex trace_mutex;
-std::vector<TraceEntry> trace;
-std::atomic<bool> is_tracing{false};
-std::atomic<int64_t> num_works{0};
-
-void add_to_trace(TraceEntry entry) {
-  if (!is_tracing) return;
-  std::lock_guard<std::mutex> lock(trace_mutex);
-  trace.push_back(std::move(entry));
-}
+using nccl::kNoBatch;
+using nccl::kNoPeer;
+using nccl::NcclWork;
+using nccl::Tensors;
 
 py::list take_trace() {
-  std::lock_guard<std::mutex> lock(trace_mutex);
+  std::lock_guard<std::mutex> lock(nccl::trace_mutex);
   py::list entries;
-  for (const auto& entry : trace) {
+  for (const auto& entry : nccl::trace) {
     py::dict fields;
     fields["event"] = entry.event;
     fields["work"] = entry.work;
@@ -74,107 +49,9 @@ py::list take_trace() {
     fields["batch"] = entry.batch;
     entries.append(fields);
   }
-  trace.clear();
+  nccl::trace.clear();
   return entries;
 }
-
-// --- work
-
-// One launch, or one batch of point-to-point operations.
-class NcclWork final : public Work {
- public:
-  explicit NcclWork(bool blocks_host = false) : Work(-1, c10d::OpType::UNKNOWN), blocks_host_(blocks_host) {}
-
-  const int64_t number = ++num_works;
-
-  void add(intrusive_ptr<Work> part, const Tensors& results, std::function<void()> epilogue, StreamId stream) {
-    parts_.push_back(std::move(part));
-    results_.insert(results_.end(), results.begin(), results.end());
-    if (epilogue) epilogues_.push_back(std::move(epilogue));
-    stream_ = stream;
-    end_.include(timeline::end_of(stream));
-  }
-
-  bool wait(std::chrono::milliseconds) override {
-    add_to_trace({"wait", number, "", {}, "", kNoPeer, 0, kNoBatch});
-    finish_parts();
-    timeline::stream_waits(timeline::current_stream(stream_.device), end_);
-    if (blocks_host_) wait_for_current_stream(stream_.device, "barrier");
-    return true;
-  }
-  void synchronize() override { wait(::kNoTimeout); }
-  void blockCurrentStream() override { wait(::kNoTimeout); }
-
-  // Gloo cannot tell whether a message has arrived, only wait for it. So a message is complete when someone waited.
-  bool isCompleted() override {
-    if (is_finished_) return true;
-    if (!has_futures) return false;
-    for (auto& part : parts_)
-      if (!part->isCompleted()) return false;
-    finish_parts();
-    return true;
-  }
-  bool isSuccess() const override { return true; }
-  Tensors result() override { return results_; }
-
-  intrusive_ptr<c10::ivalue::Future> getFuture() override {
-    const auto self = intrusive_ptr<NcclWork>::reclaim_copy(this);
-    auto future = c10::make_intrusive<c10::ivalue::Future>(
-        c10::ListType::create(c10::TensorType::get()),
-        std::vector<c10::Device>{c10::Device(c10::kCUDA, stream_.device)});
-    if (parts_.size() == 1 && has_futures) {
-      parts_[0]->getFuture()->addCallback([self, future](c10::ivalue::Future& part) {
-        if (part.hasError()) {
-          future->setError(part.exception_ptr());
-        } else {
-          self->complete(*future);
-        }
-      });
-    } else {
-      finish_parts();
-      complete(*future);
-    }
-    return future;
-  }
-
-  bool has_futures = true;
-
- private:
-  void finish_parts() {
-    std::lock_guard<std::mutex> lock(finish_mutex_);
-    // Gloo would wait for a second message.
-    if (is_finished_) return;
-    for (auto& part : parts_) part->wait();
-    run_epilogues();
-    is_finished_ = true;
-  }
-
-  void run_epilogues() {
-    std::lock_guard<std::mutex> lock(epilogue_mutex_);
-    for (auto& epilogue : epilogues_) epilogue();
-    epilogues_.clear();
-  }
-
-  // A future remembers the streams that are current here, and later makes the waiting stream wait for them.
-  void complete(c10::ivalue::Future& future) {
-    run_epilogues();
-    const auto before = timeline::current_stream(stream_.device);
-    timeline::set_current_stream(stream_);
-    future.markCompleted(c10::IValue(results_));
-    timeline::set_current_stream(before);
-  }
-
-  std::vector<intrusive_ptr<Work>> parts_;
-  Tensors results_;
-  std::vector<std::function<void()>> epilogues_;
-  std::mutex epilogue_mutex_, finish_mutex_;
-  std::atomic<bool> is_finished_{false};
-  StreamId stream_;
-  Clock end_;
-  bool blocks_host_;
-};
-
-// --- process group
 
 // What a launch needs besides its gloo operation.
 struct Launch {
@@ -389,7 +266,7 @@ class ProcessGroupNccl final : public c10d::Backend {
     auto work = batch_ ? batch_ : c10::make_intrusive<NcclWork>(blocks_host);
     if (launch.peer != kNoPeer) work->has_futures = false;
     const int64_t bytes = bytes_of(launch.reads.empty() ? launch.writes : launch.reads);
-    add_to_trace({"launch", work->number, name_, members_, launch.operation, launch.peer, bytes,
+    nccl::add_to_trace({"launch", work->number, name_, members_, launch.operation, launch.peer, bytes,
                   batch_ ? work->number : kNoBatch});
     report(kNccl, std::string(launch.operation) + " in group " + name_, bytes);
     work->add(start(), results, launch.epilogue, stream);
@@ -488,7 +365,7 @@ void bind_process_group(py::module_& module) {
       .def("_group_start", nothing)
       .def("_group_end", nothing)
       .def("_is_initialized", [](ProcessGroupNccl&) { return true; });
-  module.def("set_tracing", [](bool on) { is_tracing = on; });
+  module.def("set_tracing", [](bool on) { nccl::is_tracing = on; });
   module.def("take_trace", &take_trace);
 }
 

@@ -27,7 +27,8 @@ constexpr int64_t kStagedBytes = 64 << 10;
 struct Transfer {
   Moment moment;
   Tensor pinned;
-  Tensor value;  // What `pinned` must contain: the result of a copy to the host, or the unchanged source of one from it.
+  // The contents that `pinned` must have: the result of a copy to the host, or the source of a copy to the device.
+  Tensor value;
   bool is_to_host = false;
 };
 
