@@ -202,6 +202,6 @@ void wait_for_device(c10::DeviceIndex device, const std::string& name) {
 }  // namespace rehearsal
 
 namespace at {
-using RehearsalHooks = rehearsal::Hooks;
-C10_REGISTER_TYPED_CLASS(CUDAHooksRegistry, "CUDAHooks", RehearsalHooks)
+using HooksOfRehearsal = rehearsal::Hooks;
+C10_REGISTER_TYPED_CLASS(CUDAHooksRegistry, "CUDAHooks", HooksOfRehearsal)
 }  // namespace at

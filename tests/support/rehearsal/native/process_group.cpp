@@ -375,12 +375,12 @@ void bind_process_group(py::module_& module) {
 namespace c10d {
 namespace {
 
-class RehearsalTimer final : public Timer {
+class StepTimer final : public Timer {
  public:
-  explicit RehearsalTimer(c10::Device) {}
+  explicit StepTimer(c10::Device) {}
   std::optional<int64_t> measureDifference(Event, Event) override { return std::nullopt; }
 };
-C10_REGISTER_TYPED_CLASS(TimerRegistry, c10::kCUDA, RehearsalTimer)
+C10_REGISTER_TYPED_CLASS(TimerRegistry, c10::kCUDA, StepTimer)
 
 }  // namespace
 }  // namespace c10d
