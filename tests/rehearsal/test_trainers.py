@@ -178,9 +178,6 @@ def test_pipelines_train_resume_and_generate_without_deadlock(
     assert [len(row) for row in tokens] == [10, 10]
 
 
-@pytest.mark.xfail(
-    reason="transformers looks for packed sequences in each stage, and so waits for the device", strict=False
-)
 @pytest.mark.parametrize("name", PIPELINES)
 def test_pipelines_do_not_wait_between_logs(pipelines: dict[str, Sequence[Report]], name: str) -> None:
     for report in pipelines[name]:

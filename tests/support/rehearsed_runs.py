@@ -14,16 +14,6 @@ from forgather.ml.trainer.trainer import Trainer
 from tests.support.rehearsal import watching
 from tests.support.tiny_models import quiet_trainer, token_samples
 
-# The allocator of the rehearsal device never reuses memory, so it has nothing to record. Without the function, batches
-# would be copied on the compute stream.
-recorded: list[tuple[int, int]] = []
-"""Address and stream of each tensor that one stream allocated for another."""
-_LIBRARY = torch.library.Library("aten", "IMPL")
-if not torch._C._dispatch_has_kernel_for_dispatch_key("aten::record_stream", "CUDA"):
-    _LIBRARY.impl(
-        "record_stream", lambda tensor, stream: recorded.append((tensor.data_ptr(), stream.stream_id)), "CUDA"
-    )
-
 MAX_STEPS = 6
 LENGTH = 6
 

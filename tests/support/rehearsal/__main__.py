@@ -19,11 +19,13 @@ STARTUP = Path(__file__).parent / "startup"
 
 def environment(extension_folder: Path, variables: Mapping[str, str]) -> dict[str, str]:
     """Environment variables of a process with the device."""
+    # The package `tests` hides all devices when it is imported, also by this launcher.
+    hidden = ("CUDA_VISIBLE_DEVICES", "HIP_VISIBLE_DEVICES", "ONEAPI_DEVICE_SELECTOR")
     paths = [str(STARTUP), str(REPOSITORY), *filter(None, [variables.get("PYTHONPATH")])]
     return {
         "OMP_NUM_THREADS": "1",
         "TOKENIZERS_PARALLELISM": "false",
-        **variables,
+        **{name: value for name, value in variables.items() if name not in hidden or value not in ("", "*:cpu")},
         "REHEARSAL": "1",
         EXTENSION_VARIABLE: str(extension_folder),
         "PYTHONPATH": os.pathsep.join(paths),
