@@ -10,9 +10,9 @@ from torch import nn
 from forgather.ml.checkpoint.encoding import staging
 from forgather.ml.checkpoint.encoding.digest import state_digests
 from forgather.ml.trainer.ddp.ddp_trainer import DDPTrainer
+from forgather.ml.trainer.loading.copy_streams import copy_stream
 from forgather.ml.trainer.pipeline import PipelineTrainer
 from forgather.ml.trainer.recipes.activation_offloading import OffloadedActivations
-from forgather.ml.trainer.setup.copy_streams import copy_stream
 from forgather.ml.trainer.setup.devices import moved
 from forgather.ml.trainer.trainer import Trainer
 from tests.support.pipelines import llama

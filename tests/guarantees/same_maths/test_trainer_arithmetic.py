@@ -288,5 +288,5 @@ def test_interval_continues_after_a_resume(saved_at: int) -> None:
 def test_unsettled_interval_cannot_be_saved() -> None:
     interval = IntervalMetrics()
     add_steps(interval, range(1))
-    with pytest.raises(RuntimeError, match="settled"):
+    with pytest.raises(RuntimeError, match=r"Call settle\(\) before state_dict\(\)"):
         interval.state_dict()

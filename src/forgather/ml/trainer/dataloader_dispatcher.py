@@ -19,6 +19,7 @@ from forgather.ml.distributed.groups import new_group
 from forgather.ml.distributed.rank_links import RankLinks
 from forgather.ml.trainer.loading.batch_messages import decode, encode
 from forgather.ml.trainer.loading.batch_transport import make_receiver, make_sender
+from forgather.ml.trainer.loading.copy_streams import can_pin
 from forgather.ml.trainer.loading.data_order import (
     check_position,
     goes_on,
@@ -29,7 +30,6 @@ from forgather.ml.trainer.loading.empty_batch import emptied
 from forgather.ml.trainer.loading.epoch_loader import length_of
 from forgather.ml.trainer.loading.random_numbers import draws_random_numbers
 from forgather.ml.trainer.loading.round_readers import Kind, Message, QuickReader, Round, ThreadedReader
-from forgather.ml.trainer.setup.copy_streams import can_pin
 from forgather.ml.trainer.setup.devices import moved
 
 _DURING = "loading a batch"

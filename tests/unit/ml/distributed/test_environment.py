@@ -184,6 +184,9 @@ def test_torchrun_prints_the_root_cause(tmp_path: Path) -> None:
 
 
 WAIT = """
+import signal
+# A shell starts background jobs with SIGINT ignored, which child processes inherit.
+signal.signal(signal.SIGINT, signal.default_int_handler)
 from forgather.ml.distributed import DistributedEnvironment
 DistributedEnvironment(no_accelerator=True)
 """

@@ -58,7 +58,7 @@ class SoloTeam:
     settles_loss_first = False
     """Whether ranks must choose the loss before their first forward pass."""
     pins_memory = False
-    """Whether this rank receives batches in pinned memory, from which copies to its device are asynchronous."""
+    """Whether this rank receives batches in pinned memory, for asynchronous copies to its device."""
 
     def sum(self, numbers: Tensor) -> Tensor:
         """Return the element-wise sum over all ranks, on the CPU."""

@@ -11,7 +11,7 @@ from collections.abc import Iterable
 import torch
 from torch import Tensor
 
-from forgather.ml.trainer.setup.copy_streams import can_pin, copy_stream
+from forgather.ml.trainer.loading.copy_streams import can_pin, copy_stream
 
 _SMALL = 2**12
 """Size in bytes below which a copy costs more than it saves."""

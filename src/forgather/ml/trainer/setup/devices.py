@@ -14,8 +14,8 @@ from torch import Tensor
 from forgather.ml.distributed.devices import device_index
 from forgather.ml.distributed.environment import DistributedEnvInterface
 from forgather.ml.trainer.arguments.training_arguments import MinimalTrainingArguments
+from forgather.ml.trainer.loading.copy_streams import can_pin, copy_stream, tracks_streams
 from forgather.ml.trainer.loading.empty_batch import EmptyBatch
-from forgather.ml.trainer.setup.copy_streams import can_pin, copy_stream, tracks_streams
 
 
 def require_device(asked: str | torch.device | None) -> None:

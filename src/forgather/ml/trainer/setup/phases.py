@@ -19,6 +19,7 @@ from forgather.ml.loss.rescale_loss import RescaleLoss
 from forgather.ml.trainer.diagnostics.allocator import use_expandable_segments
 from forgather.ml.trainer.diagnostics.health import check_health
 from forgather.ml.trainer.loading.builders import adapted_loader, is_resumable
+from forgather.ml.trainer.loading.copy_streams import can_pin
 from forgather.ml.trainer.loop.cadence import Cadence
 from forgather.ml.trainer.loop.evaluator import Evaluator
 from forgather.ml.trainer.loop.loop_state import LoopState
@@ -32,7 +33,6 @@ from forgather.ml.trainer.loop.step_runner import StepRunner
 from forgather.ml.trainer.ranks.team import make_team
 from forgather.ml.trainer.recipes.activation_checkpointing import require_one_function
 from forgather.ml.trainer.setup import preparation, requirements
-from forgather.ml.trainer.setup.copy_streams import can_pin
 from forgather.ml.trainer.setup.hook_checks import is_overridden
 from forgather.ml.trainer.setup.model_construction import build_model, refuse_quantized
 from forgather.ml.trainer.setup.rank_settings import common_settings, handles_ranks, require_strategy_for_ranks

@@ -15,9 +15,9 @@ from forgather.ml.checkpoint.manager import CheckpointManager
 from forgather.ml.distributed import DistributedEnvInterface
 from forgather.ml.trainer.arguments.training_arguments import TrainingArguments
 from forgather.ml.trainer.loading.builders import build_eval_loader, build_train_loader
+from forgather.ml.trainer.loading.copy_streams import can_pin
 from forgather.ml.trainer.loading.data_order import Part
 from forgather.ml.trainer.ranks.parallel_loading import BuildLoader
-from forgather.ml.trainer.setup.copy_streams import can_pin
 from forgather.ml.trainer.setup.devices import choose_device, device_type, require_device
 from forgather.ml.trainer.setup.layers import compile_layers
 from forgather.ml.trainer.setup.optimizer_construction import (

@@ -459,9 +459,9 @@ def test_bin_file_of_a_checkpoint_is_read_once(
     opened = []
 
     class Counted(hashed_io.HashingReader):
-        def __init__(self, path: str, *, follow: bool = False) -> None:
+        def __init__(self, path: str, **options: bool) -> None:
             opened.append(path)
-            super().__init__(path, follow=follow)
+            super().__init__(path, **options)
 
     monkeypatch.setattr(state_files, "HashingReader", Counted)
     loaded = load_checkpoint(str(tmp_path / "checkpoint"), Tied() if with_module else None)
