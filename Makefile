@@ -49,7 +49,7 @@ rehearse: $(STAMP)
 test-torch: $(OTHER_VENV)/.installed
 	OMP_NUM_THREADS=1 $(OTHER_VENV)/bin/python -m pytest -n 2 --dist loadfile --no-loadscope-reorder
 
-# Fuzz test with 20,000 hostile checkpoints. The suite runs 500 of them.
+# Fuzz test with 20,000 hostile checkpoints. The suite runs 300 of them.
 fuzz: $(STAMP)
 	OMP_NUM_THREADS=1 GLIBC_TUNABLES=glibc.malloc.hugetlb=1 PYTHONMALLOC=malloc \
 		$(BIN)/python -m tests.guarantees.hostile_checkpoints.fuzz --examples 20000

@@ -82,17 +82,25 @@ def losses_of_the_fixed_run(order: str) -> dict[str, Any]:
     }
 
 
-def write_losses(path: Path, order: str) -> None:
-    """Train in a process with plain CPU instructions, which torch selects on import, and write the losses."""
-    process = RankProcess(0, [sys.executable, "-m", MODULE, str(path), order], PLAIN_INSTRUCTIONS)
+def write_losses(folder: Path) -> None:
+    """Train both orders in a process with plain CPU instructions, which torch selects on import; write the losses."""
+    process = RankProcess(0, [sys.executable, "-m", MODULE, str(folder)], PLAIN_INSTRUCTIONS)
     code = process.wait(RUN_SECONDS)
     assert code == 0, process.output
 
 
+@pytest.fixture(scope="module")
+def present_losses(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Folder with the losses of the current code."""
+    folder = tmp_path_factory.mktemp("losses")
+    write_losses(folder)
+    return folder
+
+
 @pytest.mark.parametrize("order", GOLDEN_PATHS)
-def test_losses_equal_the_golden_values(tmp_path: Path, order: str) -> None:
-    write_losses(tmp_path / "losses.json", order)
-    present, golden = (json.loads(path.read_text()) for path in (tmp_path / "losses.json", GOLDEN_PATHS[order]))
+def test_losses_equal_the_golden_values(present_losses: Path, order: str) -> None:
+    golden_path = GOLDEN_PATHS[order]
+    present, golden = (json.loads(path.read_text()) for path in (present_losses / golden_path.name, golden_path))
     for name in ("loss", "grad_norm", "logged_loss", "learning_rate", "eval_loss"):
         assert present[name] == golden[name], (
             f"{name} differs; the golden values were written for {golden['written_for']}, this is {present['written_for']}"
@@ -109,7 +117,8 @@ def test_golden_file_has_every_step(order: str) -> None:
 
 if __name__ == "__main__":
     if len(sys.argv) > 1:
-        Path(sys.argv[1]).write_text(json.dumps(losses_of_the_fixed_run(sys.argv[2]), indent=2) + "\n")
-    else:
         for name, golden_path in GOLDEN_PATHS.items():
-            write_losses(golden_path, name)
+            text = json.dumps(losses_of_the_fixed_run(name), indent=2)
+            (Path(sys.argv[1]) / golden_path.name).write_text(text + "\n")
+    else:
+        write_losses(GOLDEN_PATHS["keyed"].parent)
