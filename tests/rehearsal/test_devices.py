@@ -16,7 +16,7 @@ from tests.support.launch import RankProcess, finish_all, free_port
 from tests.support.rank_protocol import rank_variables
 
 JOB = """
-import sys
+import sys, time
 import torch, torch.distributed as dist
 from forgather.ml.distributed import DistributedEnvironment, get_local_process_group
 from forgather.ml.distributed.groups import new_group, new_mesh
@@ -40,10 +40,17 @@ class Model(torch.nn.Linear):
         return {"loss": (super().forward(x) - labels).square().mean()}
 
 
+def build():
+    start = time.monotonic()
+    time.sleep(0.3)
+    print("built", start, time.monotonic())
+    return Model(2, 2)
+
+
 values = torch.arange(16.0).view(8, 2)
 trainer = DDPTrainer(
     args=DDPTrainingArguments(output_dir=sys.argv[1], max_steps=1, per_device_train_batch_size=2, save_strategy="no"),
-    model_init=lambda: Model(2, 2),
+    model_init=build,
     train_dataset=[{"x": value, "labels": value} for value in values],
     distributed_env=env,
 )
@@ -68,11 +75,16 @@ def run_job(directory: Path, visible: list[str]) -> list[RankProcess]:
 
 
 def test_each_process_uses_the_only_device_that_it_sees(tmp_path: Path) -> None:
+    built = []
     for process in run_job(tmp_path, ["0", "1"]):
         assert process.returncode == 0, process.output
         assert "device cuda:0 of 1 bound to cuda:0" in process.output
         assert "total 3.0 still bound to cuda:0" in process.output
         assert "trained on cuda:0" in process.output
+        (line,) = (line for line in process.output.splitlines() if line.startswith("built "))
+        built.append([float(number) for number in line.split()[1:]])
+    # Ranks of a node build one after another: the host memory holds one copy of the model at a time.
+    assert built[0][1] < built[1][0]
 
 
 def test_two_processes_on_one_device_are_refused_on_both(tmp_path: Path) -> None:

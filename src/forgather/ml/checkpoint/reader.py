@@ -24,7 +24,6 @@ from forgather.ml.checkpoint.manifest import CheckpointManifest, ComponentManife
 from forgather.ml.checkpoint.rank_layout import RankLayout
 from forgather.ml.checkpoint.sharing import ComponentSharing
 from forgather.ml.checkpoint.snapshot import METADATA_COMPONENT
-from forgather.ml.checkpoint.state.optimizer_state import OptimizerState
 from forgather.ml.checkpoint.state.rng import RNGState
 from forgather.ml.checkpoint.weights.module_weights import get_all_fqns, load_into_modules, locate_weights
 from forgather.ml.distributed import Peers
@@ -227,7 +226,7 @@ class CheckpointReader:
                 self._absent(component, f"has no file {record.path}")
                 return None
         # The ranks of a node would hold a copy each until it is on their devices. A mapping is one copy for all.
-        mapped = isinstance(component.state_holder, OptimizerState) and component.state_holder.is_on_devices
+        mapped = getattr(component.state_holder, "is_on_devices", False) is True
         return [read_state(os.path.join(self._path, record.path), record, mapped=mapped) for record in records]
 
     def _absent(self, component: StateComponent, reason: str) -> None:

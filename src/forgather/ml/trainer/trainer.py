@@ -39,7 +39,6 @@ from forgather.ml.trainer.ranks.batch_notes import Feed
 from forgather.ml.trainer.ranks.parallel_loading import DataLayout
 from forgather.ml.trainer.ranks.team import SoloTeam, Team
 from forgather.ml.trainer.recipes import Recipes
-from forgather.ml.trainer.recipes.activation_checkpointing import checkpointing_function
 from forgather.ml.trainer.setup import phases, preparation
 from forgather.ml.trainer.setup.declared_state import BY_LOADING, GLOBAL, PER_RANK, Shared
 from forgather.ml.trainer.setup.devices import device_type, maybe_cleanup_memory
@@ -399,17 +398,13 @@ class Trainer(BaseTrainer[TTrainingArgs]):
 
     def _prepare_model(self) -> None:
         """Build the model, or move the given model to the device. A fresh run after training rebuilds it."""
-        # User code may fail on one rank only. An agreement raises its error on all ranks, which would otherwise wait
-        # for the failed rank in the next collective. The same holds for the loss and the optimizer.
-        with self.team.agreement("building the model"):
-            if self.model is None or (self.starts_over and self.model_init is not None):
-                self.model = phases.build(self, self.loads_weights)
-            else:
-                # A second `train` finds the model still wrapped for the first.
-                self.model = self.unwrapped_model().to(self.device)
-            self.recipes.apply_layers(self.model)
-            if (enable := checkpointing_function(self.args, self.enable_activation_checkpoint_fn)) is not None:
-                enable(self.team.rank, self.model)
+        builds = self.model is None or (self.starts_over and self.model_init is not None)
+        for is_own_turn in self.team.turns(builds and phases.builds_on_host(self)):
+            # User code may fail on one rank only. An agreement raises its error on all ranks, which would otherwise wait
+            # for the failed rank in the next collective. The same holds for the loss and the optimizer.
+            with self.team.agreement("building the model"):
+                if is_own_turn:
+                    phases.make_model(self, builds)
 
     def _follow_model(self) -> None:
         """Derive the objects of a strategy from the model that `_prepare_model` has set."""

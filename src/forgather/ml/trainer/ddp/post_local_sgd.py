@@ -113,6 +113,7 @@ def _replicated_tensors(optimizer: OptimizerT) -> Iterator[Tensor]:
 
 def _node_group(peers: Peers, env: DistributedEnvInterface) -> ProcessGroup:
     # The global rank of its first process identifies a node.
-    first_ranks = peers.gather(env.rank - env.local_rank)
-    firsts = sorted(set(first_ranks))
-    return new_partition([[rank for rank, one in enumerate(first_ranks) if one == first] for first in firsts])
+    ranks_of_nodes: dict[int, list[int]] = {}
+    for rank, first_rank in enumerate(peers.gather(env.rank - env.local_rank)):
+        ranks_of_nodes.setdefault(first_rank, []).append(rank)
+    return new_partition([ranks for _, ranks in sorted(ranks_of_nodes.items())])

@@ -78,6 +78,10 @@ class SoloTeam:
         """Return a context that raises an error of one rank on all ranks; its body must not contain collectives."""
         return contextlib.nullcontext()
 
+    def turns(self, one_at_a_time: bool) -> Iterator[bool]:
+        """Yield whether it is the turn of this rank, as often on every rank; the ranks of a node take turns if asked."""
+        yield True
+
     def require_equal_settings(self, settings: Callable[[], Mapping[str, str]]) -> None:
         """Raise an error on all ranks if their settings differ."""
 
@@ -148,6 +152,7 @@ class RankTeam(SoloTeam):
 
     def __init__(self, env: DistributedEnvInterface, group: ProcessGroup) -> None:
         self.rank, self.size = env.rank, env.world_size
+        self._local_rank = env.local_rank
         self.where = f" across all {env.world_size} ranks"
         self.settings = {"world_size": env.world_size}
         self._group = group
@@ -184,6 +189,12 @@ class RankTeam(SoloTeam):
 
     def agreement(self, during: str) -> AbstractContextManager[None]:
         return self.peers.agreement(during)
+
+    def turns(self, one_at_a_time: bool) -> Iterator[bool]:
+        # Nodes may have different numbers of ranks. The caller's agreements need the same number of turns everywhere.
+        place = self._local_rank if one_at_a_time else 0
+        for turn in range(max(self.gather(place)) + 1):
+            yield turn == place
 
     def require_equal_settings(self, settings: Callable[[], Mapping[str, str]]) -> None:
         require_equal_settings(self.peers, settings())

@@ -113,6 +113,11 @@ class WeightAverage:
 
     # --- state by name
 
+    @property
+    def is_on_devices(self) -> bool:
+        """Whether all averages are on accelerators, so that `load_state_dict` keeps no tensor on the CPU."""
+        return all(parameter.device.type not in ("cpu", "meta") for parameter in self._parameters.values())
+
     def state_dict(self) -> dict[str, Any]:
         return {"averages": dict(self._averages)}
 

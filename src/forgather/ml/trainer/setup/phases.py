@@ -31,7 +31,7 @@ from forgather.ml.trainer.loop.saver import Saver
 from forgather.ml.trainer.loop.scheduler_state import kept_rates
 from forgather.ml.trainer.loop.step_runner import StepRunner
 from forgather.ml.trainer.ranks.team import make_team
-from forgather.ml.trainer.recipes.activation_checkpointing import require_one_function
+from forgather.ml.trainer.recipes.activation_checkpointing import checkpointing_function, require_one_function
 from forgather.ml.trainer.setup import preparation, requirements
 from forgather.ml.trainer.setup.hook_checks import is_overridden
 from forgather.ml.trainer.setup.model_construction import build_model, refuse_quantized
@@ -173,6 +173,21 @@ def plan_steps(trainer: "Trainer") -> StepPlan:
         by_name = trainer.given.lr_scheduler is None and trainer.lr_scheduler_factory is None
         warn_of_unknown_end(trainer.args, trainer.train_dataloader, by_name)
     return plan
+
+
+def builds_on_host(trainer: "Trainer") -> bool:
+    """Return whether the model is built in host memory and then moved, so that the ranks of a node must take turns."""
+    return trainer.device.type != "cpu" and trainer.args.construct_model_on == "default"
+
+
+def make_model(trainer: "Trainer", builds: bool) -> None:
+    """Set the model on its device, with the layers of recipes and activation checkpointing."""
+    # A second `train` finds the model still wrapped for the first.
+    trainer.model = build(trainer, trainer.loads_weights) if builds else trainer.unwrapped_model().to(trainer.device)
+    trainer.recipes.apply_layers(trainer.model)
+    enable = checkpointing_function(trainer.args, trainer.enable_activation_checkpoint_fn)
+    if enable is not None:
+        enable(trainer.team.rank, trainer.model)
 
 
 def build(trainer: "Trainer", loads_weights: bool) -> nn.Module:
