@@ -37,9 +37,9 @@ $(OTHER_VENV)/.installed: requirements.lock pyproject.toml
 	$(if $(VERSION),,$(error Which torch? Give its version: make test-torch VERSION=2.15.0))
 	$(call install,$(OTHER_VENV),$(VERSION))
 
-# Two test processes, since ranks often wait. All tests of a file run in one process, and files start in order of name.
+# Three test processes on two cores, since ranks often wait. All tests of a file run in one process, and files start in order of name.
 test: $(STAMP)
-	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n 2 --dist loadfile --no-loadscope-reorder
+	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n 3 --dist loadfile --no-loadscope-reorder
 
 # Tests on a CUDA device and NCCL that the CPU imitates. A C++ compiler builds the device once; without one they are skipped.
 rehearse: $(STAMP)
@@ -47,9 +47,9 @@ rehearse: $(STAMP)
 
 # The suite with another torch, in a separate environment. It downloads gigabytes and is not part of CI.
 test-torch: $(OTHER_VENV)/.installed
-	OMP_NUM_THREADS=1 $(OTHER_VENV)/bin/python -m pytest -n 2 --dist loadfile --no-loadscope-reorder
+	OMP_NUM_THREADS=1 $(OTHER_VENV)/bin/python -m pytest -n 3 --dist loadfile --no-loadscope-reorder
 
-# Fuzz test with 20,000 hostile checkpoints. The suite runs 300 of them.
+# Fuzz test with 20,000 hostile checkpoints. The suite runs 200 of them.
 fuzz: $(STAMP)
 	OMP_NUM_THREADS=1 GLIBC_TUNABLES=glibc.malloc.hugetlb=1 PYTHONMALLOC=malloc \
 		$(BIN)/python -m tests.guarantees.hostile_checkpoints.fuzz --examples 20000
