@@ -11,6 +11,7 @@ folders are read. `--sample` draws sentences of an earlier commit at random, and
 import argparse
 import difflib
 import io
+import os
 import random
 import subprocess
 import sys
@@ -32,7 +33,7 @@ from prose_rules import (
     faults_of,
     markers_in,
 )
-from prose_text import COMMENT, DOCSTRING, TEST_NAME, Passage, Source, read_tree, words
+from prose_text import COMMENT, DOCSTRING, MESSAGE, TEST_NAME, Passage, Source, read_tree, words
 
 AREAS = {
     "src": ["src"],
@@ -43,6 +44,9 @@ AREAS = {
 MAX_MARKERS = 5.0
 COMMENT_SHARE = 5.0
 _MIN_SAMPLE_WORDS = 6
+_MIN_SIMILARITY = 0.5
+# The strings of this test are faulty on purpose: each rule has an example there.
+_FAULTY_EXAMPLES = "tests/unit/tools/test_prose.py"
 _ROOT = Path(__file__).resolve().parent.parent
 
 
@@ -51,7 +55,12 @@ class Report:
 
     def __init__(self, sources: Iterable[Source]) -> None:
         self.sources = list(sources)
-        self.passages = [passage for source in self.sources for passage in source.passages]
+        self.passages = [
+            passage
+            for source in self.sources
+            for passage in source.passages
+            if passage.kind != MESSAGE or source.file != _FAULTY_EXAMPLES
+        ]
         self.faults = [fault for passage in self.passages for fault in faults_of(passage)]
         self.counts = Counter(fault.rule for fault in self.faults)
 
@@ -182,11 +191,20 @@ def _extract(root: Path, revision: str, folder: str) -> None:
 
 
 def _successor(passage: Passage, sentence: str, new: dict[str, list[Passage]]) -> str:
-    """Find the passage with the same owner, else the most similar one, and in it the most similar sentence."""
-    candidates = [each for each in new.get(passage.file, ()) if each.kind == passage.kind]
-    same_owner = [each for each in candidates if each.owner == passage.owner]
-    sentences = [each for candidate in same_owner or candidates for each in candidate.sentences()]
-    return max(sentences, key=lambda each: _similarity(sentence, each), default="(removed)")
+    """Find the most similar sentence with the same kind and owner; else in the file, also of another kind."""
+    passages = new.get(passage.file, [])
+    same_kind = [each for each in passages if each.kind == passage.kind]
+    same_owner = [each for each in same_kind if each.owner == passage.owner]
+    found = _most_similar(sentence, same_owner or same_kind)
+    # A docstring may have become a comment, or a comment may have moved to another function.
+    moved = _most_similar(sentence, passages)
+    is_moved = _similarity(sentence, found) < _MIN_SIMILARITY <= _similarity(sentence, moved)
+    return (moved if is_moved else found) or "(removed)"
+
+
+def _most_similar(sentence: str, passages: Iterable[Passage]) -> str:
+    sentences = [each for passage in passages for each in passage.sentences()]
+    return max(sentences, key=lambda each: _similarity(sentence, each), default="")
 
 
 def _similarity(first: str, second: str) -> float:
@@ -194,4 +212,11 @@ def _similarity(first: str, second: str) -> float:
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    try:
+        status = main()
+        sys.stdout.flush()
+    except BrokenPipeError:
+        # The reader has closed the pipe, as `head` does. Python would fail again when it flushes stdout at exit.
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        status = 0
+    sys.exit(status)

@@ -25,12 +25,17 @@ KINDS = (DOCSTRING, COMMENT, MESSAGE, TEST_NAME, PAGE, HEADING)
 # Comments for tools (type checkers, linters, formatters), and rulers that divide a file ("--- writing").
 _DIRECTIVE = re.compile(r"#\s*(type:|noqa|pragma|fmt:|ruff:|mypy:|!|-{2,}|={2,})")
 _FENCE = re.compile(r"^\s*(```|~~~)")
+_LINK_TARGET = re.compile(r"^\[[^\]]+\]: \S+$")
+# An option in a help text, such as "  --nproc N". It starts a new sentence, like an item of a list.
+_OPTION = re.compile(r"\n {1,3}(?=--?\w)")
 _SENTENCE_END = re.compile(r"(?<=[.!?])[\"')\]]*\s+(?=[\"'(\[`*]*[A-Z0-9`\"'{])")
 _ABBREVIATION = re.compile(r"(?:\b(?:e\.g|i\.e|etc|vs|cf|approx|incl|No|Fig)|\b[A-Z])\.$")
 _WORD = re.compile(r"[A-Za-z][A-Za-z'-]*")
 _PLACEHOLDER = "CODE"
 # A shorter text is a name or a fragment of a larger message.
 _MIN_MESSAGE_WORDS = 4
+# A text with more lines that start with a key and a colon is a YAML file.
+_MAX_MESSAGE_KEYS = 2
 
 
 @dataclasses.dataclass(frozen=True)
@@ -159,8 +164,10 @@ def _string(node: ast.AST) -> str | None:
 
 
 def _is_code(text: str) -> bool:
-    """Return whether a string is a script, a pattern or a listing, and not a message."""
-    return bool(re.search(r"^\s*(import|from|def|class|for|with) .*$|\(\?|\\[wdsb]|::|==", text, re.MULTILINE))
+    """Return whether a string is a script, a pattern, a YAML file or a listing, and not a message."""
+    if len(re.findall(r"^\s*\w+:(?: |$)", text, re.MULTILINE)) > _MAX_MESSAGE_KEYS:
+        return True
+    return bool(re.search(r"^\s*(import|from|def|class|for|with) .*$|\(\?|\\[wdsb.]|::|==", text, re.MULTILINE))
 
 
 def _comment_tokens(text: str) -> Iterator[tuple[int, bool, str]]:
@@ -218,12 +225,12 @@ def markdown_passages(text: str, name: str) -> Iterator[Passage]:
 
 
 def _without_code(text: str) -> Iterator[str]:
-    """Yield the lines with code blocks and HTML comments emptied, so that line numbers stay."""
+    """Yield the lines with code blocks, HTML comments and link targets emptied, so that line numbers stay."""
     is_code = False
     for line in text.splitlines():
         is_fence = bool(_FENCE.match(line))
         is_code = is_code != is_fence
-        yield "" if is_code or is_fence or line.strip().startswith("<") else line
+        yield "" if is_code or is_fence or line.strip().startswith("<") or _LINK_TARGET.match(line) else line
 
 
 # --- sentences
@@ -241,7 +248,7 @@ def plain(text: str) -> str:
 def split_sentences(text: str) -> list[str]:
     """Split at full stops, semicolons, blank lines, items of lists and cells of tables."""
     sentences = []
-    for block in re.split(r"\n\s*\n|\n\s*[-*]\s+|\s*\|\s*|\n\s*\d+\.\s+", text):
+    for block in re.split(r"\n\s*\n|\n\s*[-*]\s+|\s*\|\s*|\n\s*\d+\.\s+", _OPTION.sub("\n\n", text)):
         sentences += _join_abbreviations(_SENTENCE_END.split(" ".join(block.split())))
     cleaned = (sentence.strip().lstrip("-*# ").strip() for sentence in sentences)
     return [sentence for sentence in cleaned if words(sentence)]

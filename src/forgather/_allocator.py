@@ -1,6 +1,7 @@
 """Expandable segments of torch's CUDA allocator: requested by an environment variable, before torch is imported.
 
-They reduce fragmentation when the sizes of batches vary. Settings of the user take precedence. Imports no torch.
+They reduce fragmentation when batch sizes vary. Settings of the user take precedence. This module imports no torch,
+because torch reads the variable when it is imported.
 """
 
 import sys

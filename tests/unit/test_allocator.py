@@ -13,7 +13,7 @@ def test_expandable_segments_are_requested() -> None:
 
 
 @pytest.mark.parametrize("name", ["PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF", "PYTORCH_HIP_ALLOC_CONF"])
-def test_settings_of_the_user_are_kept(name: str) -> None:
+def test_user_settings_are_kept(name: str) -> None:
     environ = {name: "backend:cudaMallocAsync"}
     assert not request_expandable_segments(environ, "linux")
     assert environ == {name: "backend:cudaMallocAsync"}

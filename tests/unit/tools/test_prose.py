@@ -1,6 +1,7 @@
 """Prose measurements: extraction of sentences, each rule, the figures, and sentences before and after a change."""
 
 import subprocess
+import sys
 from pathlib import Path
 
 import prose
@@ -114,6 +115,41 @@ def test_pages_are_headings_paragraphs_items_and_rows_without_code(tmp_path: Pat
         (PAGE, 15, ["cell", "whose cell"]),
     ]
     assert [each.text for each in source.passages if CLAUSE in rules(each)] == ["What is refused, and why"]
+
+
+def test_link_targets_yaml_and_patterns_are_no_prose(tmp_path: Path) -> None:
+    page = written(tmp_path, "Read [tests].\n\n[tests]: tests/whose_folder\n", "docs/page.md")
+    assert [each.text for each in read_file(page, "docs/page.md").passages] == ["Read [tests]."]
+    strings = [r"add before loading: this\.Color$", "model:\n  type: llama\ndata:\n  files: whose texts\n"]
+    module = written(tmp_path, "".join(f"text = {text!r}\n" for text in strings))
+    assert read_file(module, "src/module.py").passages == ()
+
+
+def test_each_option_of_a_help_text_is_a_sentence() -> None:
+    text = "usage: train [OPTION]\n\n  --nproc N   number of processes\n  -d 0,1      devices, one for\n        each process"
+    assert split_sentences(text) == [
+        "usage: train [OPTION]",
+        "nproc N number of processes",
+        "d 0,1 devices, one for each process",
+    ]
+
+
+def test_faulty_examples_of_this_file_do_not_count(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    for name in ("tests/unit/tools/test_prose.py", "tests/unit/tools/test_other.py"):
+        written(tmp_path, 'EXAMPLE = "A scheduler whose rates change."\n', name)
+    prose.main(["--root", str(tmp_path), "tests"])
+    printed = capsys.readouterr().out
+    assert "tests/unit/tools/test_other.py:1 (message)" in printed and "test_prose.py" not in printed
+
+
+def test_closed_pipe_ends_the_report_without_a_traceback(tmp_path: Path) -> None:
+    written(tmp_path, MODULE)
+    command = [sys.executable, prose.__file__, "--root", str(tmp_path)]
+    with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True) as process:
+        assert process.stdout is not None and process.stderr is not None
+        process.stdout.close()
+        assert process.stderr.read() == ""
+    assert process.returncode == 0
 
 
 def test_sentences_end_at_full_stops_but_not_in_abbreviations() -> None:

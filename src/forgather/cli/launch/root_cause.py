@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from torch.distributed.elastic.multiprocessing.errors import ProcessFailure
 
 # A DistributedError or a subclass of it: all ranks raise it, and the text names the rank where the error began.
-_AGREED = re.compile(r"\w+: rank (\d+) failed (during .*?)\n\nTraceback of rank \1:\n(.*)", re.DOTALL)
+_AGREED = re.compile(r"\w+: rank (\d+) failed (while .*?)\n\nTraceback of rank \1:\n(.*)", re.DOTALL)
 # Messages of ranks that lost contact with a failed rank.
 _CONSEQUENCES = ("contact with the other ranks was lost", "Connection closed by peer", "Connection reset by peer")
 _USAGE_ERROR = "UsageError: "

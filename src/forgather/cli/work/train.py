@@ -35,7 +35,7 @@ def train(configuration: Configuration, demo_words: Sequence[str] | None = None)
             return 0
         lock = OutputDirLock(configuration.args.output_dir)
         # Lock before anything is written: a rejected job must not change files of the running one.
-        job.as_main_says(lock.acquire, "taking the output directory")
+        job.as_main_says(lock.acquire, "locking the output directory")
         try:
             return _train(configuration, trainer_class, job, demo_words)
         finally:

@@ -117,7 +117,7 @@ class CheckpointManager:
 
     def _take_directory(self) -> None:
         try:
-            taken = self._everywhere(self._directory.take, "taking the output directory", CheckpointError)
+            taken = self._everywhere(self._directory.take, "locking the output directory", CheckpointError)
             # The names of all storages together, because all ranks must choose the same name for a checkpoint.
             self._names_of_others = frozenset().union(*taken)
         except BaseException:

@@ -139,7 +139,7 @@ class CheckpointManifest:
             self.timestamp = self.timestamp.isoformat()
 
     def to_dict(self) -> dict[str, Any]:
-        # Not by `asdict`, which copies each rank and each tensor name of each file: that is slow with thousands of ranks.
+        # Files without `asdict`, which would copy each rank and tensor name of each file: slow with thousands of ranks.
         data = asdict(replace(self, files=[]))
         # The fields of most files are empty. `from_dict` restores these defaults.
         data["files"] = [

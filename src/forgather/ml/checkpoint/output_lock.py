@@ -52,7 +52,7 @@ def _forget_in_child() -> None:
     _registry_mutex.release()
 
 
-# Without this, a child that is forked while another thread holds the mutex would find it locked for ever.
+# Without this, a child that is forked while another thread holds the mutex would find it locked forever.
 os.register_at_fork(
     before=_registry_mutex.acquire, after_in_parent=_registry_mutex.release, after_in_child=_forget_in_child
 )

@@ -143,7 +143,7 @@ def _nodes(local_ranks: Sequence[int]) -> tuple[Ranks, ...]:
 
 
 def partition(memberships: Sequence[Membership | None]) -> tuple[Ranks, ...] | None:
-    """Return the groups of a family; None unless every rank is in exactly one of them, and all its members say so."""
+    """Return the groups of a family; None unless every rank is in exactly one group, and its members agree."""
     groups: list[Ranks] = []
     for rank, own in enumerate(memberships):
         first = None if own is None else memberships[own.first]

@@ -45,9 +45,9 @@ from forgather.ml.distributed.rank_logging import prefix_logger_rank
 # - `record_entry_point`: decorator of a script's main function, so that torchrun reports the rank that failed first.
 # - `prefix_logger_rank`: log lines with a rank prefix, for selected ranks.
 #
-# Internal modules: `launch_variables` checks the environment variables, `devices` selects the device of a rank,
-# `rendezvous` isolates restarted jobs in a shared store, `meeting` ends a waiting process on a stop signal, and
-# `shutdown` destroys the process group when Python exits.
+# Internal modules: `launch_variables` checks the environment variables. `devices` selects the device of a rank.
+# `rendezvous` isolates restarted jobs in a shared store. `meeting` ends a waiting process on a stop signal. `shutdown`
+# destroys the process group when Python exits.
 
 __all__ = [
     "DistributedEnvInterface",

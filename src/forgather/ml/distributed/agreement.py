@@ -48,10 +48,10 @@ class DistributedError(RuntimeError):
     def __str__(self) -> str:
         if self.rank is None:
             return (
-                f"contact with the other ranks was lost during {self.during}: {self.error_type}: {self.message}\n"
+                f"contact with the other ranks was lost while {self.during}: {self.error_type}: {self.message}\n"
                 "A rank has died, exited, or run different code. Its own output shows the cause."
             )
-        headline = f"rank {self.rank} failed during {self.during}: {self.error_type}: {self.message}"
+        headline = f"rank {self.rank} failed while {self.during}: {self.error_type}: {self.message}"
         if not self.traceback_text:
             return headline
         return f"{headline}\n\nTraceback of rank {self.rank}:\n{self.traceback_text.rstrip()}"

@@ -73,7 +73,7 @@ def check_devices(store: Store, device: torch.device, ranks_of_node: range, rank
 
 def bound_device(device: torch.device, backend: str) -> torch.device | None:
     """Return the device to bind the process group to, or None for the CPU and for gloo."""
-    # With a bound device NCCL connects at once: errors show at the start, and new groups split its communicator.
+    # With a bound device NCCL connects at once: errors appear at the start, and new groups split its communicator.
     if device.type == "cpu" or device.index is None:
         return None
     accelerator_backend = dist.get_default_backend_for_device(device.type)

@@ -111,9 +111,9 @@ def from_env(**fields: Any) -> StaticDistributedEnvironment:
 
 
 def get_requested_timeout() -> timedelta | None:
-    """Return the timeout for groups created later: passed to the environment, or else set for WORLD.
+    """Return the timeout of new groups: from the environment object, or else from WORLD.
 
-    None means the default of torch, see `default_timeout`.
+    None means torch's default, see `default_timeout`.
     """
     return _requested_timeout or _timeout_of_world()
 
@@ -125,7 +125,7 @@ def default_timeout(backend: str) -> timedelta:
 
 
 def _timeout_of_world() -> timedelta | None:
-    """Return the timeout of a WORLD that was created with one; None if it has a default timeout of torch."""
+    """Return the timeout that WORLD was created with; None if it is a default of torch."""
     world = dist.group.WORLD if dist.is_available() and dist.is_initialized() else None
     if world is None:
         return None
@@ -142,11 +142,12 @@ class DistributedEnvironment:
     group is used unchanged.
 
     Args:
-        backend: backend for `init_process_group`; default: gloo for the CPU plus the default backend of the
-        accelerator. log_level: log level of this package. device_map: device by local rank; default: accelerator number
-        `local_rank`, or number 0 if this process sees one only. always: initialise the process group even for a single
-        process. no_accelerator: use the CPU even if an accelerator is present. timeout: timeout of collectives, in
-        seconds or as a timedelta.
+        backend: backend for `init_process_group`. Default: gloo for the CPU plus the accelerator's default backend.
+        log_level: log level of this package.
+        device_map: device by local rank. Default: accelerator number `local_rank`, or 0 if only one is visible.
+        always: initialise the process group even for a single process.
+        no_accelerator: use the CPU even if an accelerator is present.
+        timeout: timeout of collectives, in seconds or as a timedelta.
     """
 
     rank: int

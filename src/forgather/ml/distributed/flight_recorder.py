@@ -19,7 +19,7 @@ _SIZE_NAMES = ("TORCH_FR_BUFFER_SIZE", "TORCH_NCCL_TRACE_BUFFER_SIZE")
 _FILE_NAMES = ("TORCH_FR_DUMP_TEMP_FILE", "TORCH_NCCL_DEBUG_INFO_TEMP_FILE")
 _DUMP_ON_TIMEOUT = "TORCH_NCCL_DUMP_ON_TIMEOUT"
 
-# The prefix that `direct_traces` has set, to distinguish it from a value of the user.
+# The prefix that `direct_traces` has set, to distinguish it from a value that the user has set.
 _own_prefix: str | None = None
 
 
@@ -55,14 +55,14 @@ def write_trace(output_dir: str, rank: int) -> str | None:
 
 
 def write_dump(dump: Callable[[], bytes], prefix: str, rank: int) -> str | None:
-    """Write the result of `dump` to the file of this rank, unless it cannot be written; return its path."""
+    """Write the result of `dump` to the file of this rank; return its path, or None if the write fails."""
     path = f"{prefix}{rank}"
     try:
         os.makedirs(os.path.dirname(path) or ".", exist_ok=True)
         with open(path, "wb") as file:
             file.write(dump())
     except (OSError, RuntimeError) as error:
-        # A run has failed already, and its error is more important.
+        # The run has already failed, and its error matters more than this one.
         logger.warning("The NCCL trace %s could not be written: %s", path, error)
         return None
     logger.warning("The last NCCL collectives of this rank are in %s", path)

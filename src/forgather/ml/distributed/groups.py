@@ -85,7 +85,7 @@ def _world() -> ProcessGroup:
 def _without_split() -> Iterator[None]:
     """Detach WORLD from its device while a gloo group is created."""
     # With a bound device, torch lets the ranks outside of a new group take part in a split of the NCCL communicator. The
-    # members of a gloo group do not split it, so the other ranks would wait for them for ever.
+    # members of a gloo group do not split it, so the other ranks would wait for them forever.
     world = _world()
     device = world.bound_device_id
     if device is None:

@@ -20,7 +20,7 @@ def main_process_first() -> Iterator[None]:
     started it.
     """
     peers = Peers(get_local_process_group())
-    during = "main_process_first on local rank 0"
+    during = "running main_process_first on local rank 0"
     if peers.rank == 0:
         with peers.agreement(during):
             yield

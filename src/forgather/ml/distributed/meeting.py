@@ -1,6 +1,6 @@
-"""Stop signals while ranks meet: SIGTERM, SIGUSR1 and Ctrl-C end a process that waits for the other ranks.
+"""Stop signals during the rendezvous: SIGTERM, SIGUSR1 and Ctrl-C end a process that waits for the other ranks.
 
-Joining a process group blocks inside C++, where Python cannot run signal handlers, and the missing rank may never come.
+Joining a process group blocks inside C++, where Python cannot run signal handlers, and the missing rank may never join.
 Nothing has been trained at this point, so there is nothing to save. `DistributedEnvironment` uses this context.
 """
 

@@ -1,4 +1,4 @@
-"""All-gather of byte strings of unequal length: equal payloads are sent once, and long ones without padding the rest.
+"""All-gather of byte strings of unequal length: equal payloads are sent once, and a long one does not pad the others.
 
 `torch.distributed.all_gather_object` pads every payload to the longest. At a thousand ranks, one rank with a megabyte
 would make each rank allocate a gigabyte. `Peers.gather` uses this function instead.
@@ -13,7 +13,7 @@ from torch import Tensor
 from torch.distributed import ProcessGroup
 
 _BROADCAST_BYTES = 2**14
-"""Estimated cost of one more broadcast, in bytes of an all-gather that take as long."""
+"""Estimated cost of one broadcast: the number of bytes that an all-gather sends in the same time."""
 
 Head = tuple[int, int, int]
 """Length of a payload, and the two halves of its digest."""
@@ -52,6 +52,8 @@ def padded_width(lengths: Sequence[int], num_ranks: int) -> int:
     rest = sum(lengths)
     num_left = len(lengths)
     previous = 0
+    # Between two lengths the cost is linear in the width, so the best width is 0 or one of the lengths. Payloads that
+    # are longer than the width need one broadcast each for their remaining bytes.
     for width in sorted(lengths):
         rest -= (width - previous) * num_left
         num_left -= 1

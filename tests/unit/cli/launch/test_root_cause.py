@@ -8,7 +8,7 @@ from torch.distributed.elastic.multiprocessing.errors import ProcessFailure
 
 from forgather.cli.launch.root_cause import find_root_cause
 
-LOST = "DistributedError: contact with the other ranks was lost during a step: RuntimeError: Connection closed by peer"
+LOST = "DistributedError: contact with the other ranks was lost while saving: RuntimeError: Connection closed by peer"
 
 
 def failure(
@@ -41,10 +41,10 @@ def test_first_genuine_error_is_the_cause(tmp_path: Path) -> None:
 
 def test_error_agreed_by_all_ranks_is_attributed_to_its_origin(tmp_path: Path) -> None:
     agreed = (
-        "CheckpointSaveError: rank 2 failed during saving: OSError: full\n\nTraceback of rank 2:\nline\nOSError: full"
+        "CheckpointSaveError: rank 2 failed while saving: OSError: full\n\nTraceback of rank 2:\nline\nOSError: full"
     )
     cause = find_root_cause({rank: failure(tmp_path, rank, message=agreed) for rank in range(3)})
-    assert cause.sentence() == "rank 2 failed during saving: OSError: full."
+    assert cause.sentence() == "rank 2 failed while saving: OSError: full."
     assert cause.traceback == "line\nOSError: full"
 
 

@@ -137,7 +137,7 @@ def test_only_first_members_list_their_group() -> None:
 
 
 @pytest.mark.parametrize("pattern", list(SharingPattern))
-def test_four_thousand_ranks(pattern: SharingPattern) -> None:
+def test_layout_of_four_thousand_ranks_has_the_right_writers(pattern: SharingPattern) -> None:
     num_ranks = 4096
     nodes = tuple(tuple(range(first, first + 8)) for first in range(0, num_ranks, 8))
     for storages in ((tuple(range(num_ranks)),), nodes, tuple((rank,) for rank in range(num_ranks))):
@@ -162,7 +162,7 @@ def discover_wrong_groups() -> None:
     RankLayout.discover(Peers.world(), StaticDistributedEnvironment(local_rank=dist.get_rank()), groups)
 
 
-def test_groups_that_do_not_partition_the_ranks_are_refused_everywhere() -> None:
+def test_groups_that_do_not_partition_the_ranks_are_rejected_on_all_ranks() -> None:
     expected = "'pairs' do not partition the ranks: rank 0 passes the group (0, 1)"
     for outcome in outcomes_on_ranks(discover_wrong_groups, 2):
         assert expected in str(outcome), outcome

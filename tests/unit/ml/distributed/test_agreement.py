@@ -46,7 +46,7 @@ def error_fields(failing_ranks: list[int]) -> tuple[Any, ...]:
 
 def agree_again_after_a_failure() -> list[int]:
     for failing_rank in (1, 0, 1):
-        with pytest.raises(DistributedError, match=f"rank {failing_rank} failed during reading rows"):
+        with pytest.raises(DistributedError, match=f"rank {failing_rank} failed while reading rows"):
             fail_in_agreement([failing_rank])
     fail_in_agreement([])
     return Peers.world().gather(dist.get_rank())
@@ -143,7 +143,7 @@ def test_failing_rank_makes_all_ranks_raise_the_same_error() -> None:
     outcomes = outcomes_on_ranks(fail_in_agreement, 3, [1])
     assert {outcome.error_type for outcome in outcomes} == {"DistributedError"}
     (message,) = {str(outcome.error_message) for outcome in outcomes}
-    assert message.startswith("rank 1 failed during reading rows: ValueError: bad row 1")
+    assert message.startswith("rank 1 failed while reading rows: ValueError: bad row 1")
     assert "in raise_on" in message, "the message contains the traceback of the failing rank"
 
 
@@ -171,7 +171,7 @@ def test_dead_rank_makes_the_others_raise_within_seconds(dying_rank: int) -> Non
     assert outcomes.pop(dying_rank).error_type == "RankDied"
     for outcome in outcomes:
         assert outcome.error_type == "DistributedError"
-        assert "contact with the other ranks was lost during writing the shard" in str(outcome.error_message)
+        assert "contact with the other ranks was lost while writing the shard" in str(outcome.error_message)
     assert time.monotonic() - start < 20.0
 
 
@@ -181,7 +181,7 @@ def test_dead_rank_ends_the_job(tmp_path: Path) -> None:
     processes = start_ranks([str(script)], 4)
     assert finish_all(processes, 60.0) == [1, -9, 1, 1]
     for process in (processes[0], processes[2], processes[3]):
-        assert "DistributedError: contact with the other ranks was lost during writing the shard" in process.output
+        assert "DistributedError: contact with the other ranks was lost while writing the shard" in process.output
 
 
 def test_own_failure_is_not_hidden_by_a_lost_peer() -> None:
@@ -194,7 +194,7 @@ def test_interrupt_propagates_on_its_rank_and_is_reported_to_the_others(stop: ty
     other, interrupted = outcomes_on_ranks(leave_by, 2, stop)
     assert (interrupted.error_type, interrupted.error_message) == (stop.__name__, "enough")
     assert other.error_type == "DistributedError"
-    assert f"rank 1 failed during waiting for orders: {stop.__name__}: enough" in str(other.error_message)
+    assert f"rank 1 failed while waiting for orders: {stop.__name__}: enough" in str(other.error_message)
 
 
 def test_gather_and_broadcast_reach_every_rank() -> None:
@@ -220,7 +220,7 @@ def test_group_without_this_rank_is_rejected() -> None:
 
 def test_nested_report_keeps_its_origin() -> None:
     for message in run_on_ranks(nest_a_report, 2):
-        assert message.startswith("rank 1 failed during reading rows: ValueError: bad row 1")
+        assert message.startswith("rank 1 failed while reading rows: ValueError: bad row 1")
 
 
 def test_agreement_is_cheap() -> None:
@@ -233,7 +233,7 @@ def test_single_process_agrees_with_itself() -> None:
     assert peers.gather("x") == ["x"] and peers.broadcast("y") == "y"
     agree(None, "nothing much")
     with (
-        pytest.raises(DistributedError, match="rank 0 failed during parsing: ValueError: bad") as caught,
+        pytest.raises(DistributedError, match="rank 0 failed while parsing: ValueError: bad") as caught,
         agreement("parsing"),
     ):
         raise ValueError("bad")
@@ -247,6 +247,6 @@ def test_error_survives_pickling() -> None:
     copy = pickle.loads(pickle.dumps(error))
     assert str(copy) == str(error) and vars(copy) == vars(error)
     assert str(error) == (
-        "rank 3 failed during saving: OSError: disk full\n\nTraceback of rank 3:\nTraceback ...\nOSError: disk full"
+        "rank 3 failed while saving: OSError: disk full\n\nTraceback of rank 3:\nTraceback ...\nOSError: disk full"
     )
     assert isinstance(error, RuntimeError)

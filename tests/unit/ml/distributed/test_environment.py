@@ -180,7 +180,7 @@ def test_torchrun_prints_the_root_cause(tmp_path: Path) -> None:
     (agent,) = run_torchrun([write_script(tmp_path, FAIL_ON_RANK_1)], nproc_per_node=2)
     assert agent.returncode != 0
     root_cause = agent.output.split("Root Cause")[1]
-    assert "rank 1 failed during reading the configuration: KeyError: 'learning_rate'" in root_cause
+    assert "rank 1 failed while reading the configuration: KeyError: 'learning_rate'" in root_cause
 
 
 WAIT = """

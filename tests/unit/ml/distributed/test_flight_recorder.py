@@ -16,7 +16,7 @@ def test_the_recorder_is_on_with_nccl_only() -> None:
     assert environ == {"TORCH_FR_BUFFER_SIZE": "2000", "TORCH_NCCL_DUMP_ON_TIMEOUT": "1"}
 
 
-def test_values_of_the_user_are_kept() -> None:
+def test_user_settings_are_kept() -> None:
     environ = {"TORCH_NCCL_TRACE_BUFFER_SIZE": "0", "TORCH_NCCL_DUMP_ON_TIMEOUT": "0"}
     flight_recorder.enable("nccl", environ)
     assert environ == {"TORCH_NCCL_TRACE_BUFFER_SIZE": "0", "TORCH_NCCL_DUMP_ON_TIMEOUT": "0"}

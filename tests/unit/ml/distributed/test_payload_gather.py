@@ -1,4 +1,4 @@
-"""Gathers of unequal payloads: what every rank receives, and how few bytes travel."""
+"""Gathers of unequal payloads: the result on every rank, and the bytes that are sent."""
 
 import random
 
@@ -58,7 +58,7 @@ def test_one_long_payload_does_not_pad_the_others(num_ranks: int) -> None:
     assert sent <= 2 * sum(lengths)
 
 
-def test_the_width_is_the_cheapest_of_all() -> None:
+def test_padded_width_has_the_lowest_cost() -> None:
     generator = random.Random(0)
     for _ in range(200):
         num_ranks = generator.randint(2, 40)

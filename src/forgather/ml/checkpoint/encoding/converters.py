@@ -92,7 +92,7 @@ def _shape(shape: Any) -> tuple[int, ...]:
 
 def _exactly(value: object, kind: type | tuple[type, ...], what: str) -> Any:
     """Return `value` if its type is one of `kind`, else raise `StateDecodingError`."""
-    # Exact types, because builders iterate and convert their arguments: a huge range or a tensor could take for ever.
+    # Exact types, because builders iterate and convert their arguments: a huge range or a tensor could take forever.
     kinds = kind if isinstance(kind, tuple) else (kind,)
     if type(value) not in kinds:
         raise StateDecodingError(f"{what} is a {type(value).__name__}, not a {kinds[0].__name__}")

@@ -63,7 +63,7 @@ class _Storage:
 class PlainUnpickler:
     """Unpickler of one archive; `with_data=False` builds tensors on the meta device without reading their content.
 
-    With a `mapping` of the file, large tensors are views of it and take no memory of this process.
+    With a `mapping` of the file, large tensors are views of it and need no memory beyond the page cache.
     """
 
     def __init__(

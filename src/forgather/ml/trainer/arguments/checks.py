@@ -116,7 +116,7 @@ def check_param_precision(args: "TrainingArguments") -> None:
     if args.default_dtype is not None:
         raise ValueError(
             f"param_precision={precision!r} cannot be combined with default_dtype={args.default_dtype!r}: both set the dtype "
-            "of the weights. Remove default_dtype: the model is built as it is, and then converted to bfloat16."
+            "of the weights. Remove default_dtype: the model is built in its usual dtype, then converted to bfloat16."
         )
     if args.mixed_precision == "fp16":
         raise ValueError(

@@ -64,8 +64,8 @@ _OTHER_NAMES = {
     "ddp_bucket_cap_mb": "set ddp={'bucket_cap_mb': ...} of DDPTrainingArguments instead",
     "ddp_broadcast_buffers": "set ddp={'broadcast_buffers': ...} of DDPTrainingArguments instead",
     "ddp_static_graph": "set ddp={'static_graph': ...} of DDPTrainingArguments instead",
-    "deepspeed": "pass an Accelerator to AccelTrainer, or use DDPTrainer, PipelineTrainer or HybridTrainer",
-    "fsdp": "use DDPTrainer, PipelineTrainer or HybridTrainer",
+    "deepspeed": "use FSDP2Trainer, or DDPTrainer with ddp.shard_optimizer=True",
+    "fsdp": "use FSDP2Trainer",
 }
 """Arguments of `transformers` with another name or place in Forgather."""
 

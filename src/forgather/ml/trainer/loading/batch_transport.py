@@ -53,7 +53,7 @@ def make_sender(links: RankLinks, parts: list[list[int]]) -> Sender:
 
 
 def make_receiver(links: RankLinks, source: int, pins_memory: bool) -> Receiver:
-    """Return the receiver for these links; `pins_memory` if copies to an accelerator follow."""
+    """Return the receiver for these links; `pins_memory` if the batches are copied to an accelerator afterwards."""
     if links.sockets is None:
         return _GroupReceiver(links.group, source, pins_memory)
     return _SocketReceiver(links.sockets[dist.get_group_rank(links.group, source)], pins_memory)

@@ -27,6 +27,7 @@ def collate_samples(samples: Sequence[Any]) -> object:
     if not all(isinstance(sample, Mapping) for sample in samples):
         return _collated_without_names(samples)
     batch = {}
+    # A column is used or omitted for all samples of a batch, because the model gets one tensor per name.
     for name, source in _sources(samples[0]).items():
         values = [_value(sample, source) for sample in samples]
         if not any(_is_left_out(value) for value in values):
@@ -118,6 +119,7 @@ def _stacked(name: str, values: list[Any]) -> object:
 
 def _tensor(name: str, value: object) -> Tensor:
     try:
+        # `as_tensor` does not convert a list of tensors with several elements, and is slow with a list of arrays.
         if isinstance(value, (list, tuple)) and any(isinstance(part, (Tensor, np.ndarray)) for part in value):
             return torch.stack([torch.as_tensor(part) for part in value])
         return torch.as_tensor(value)

@@ -73,7 +73,7 @@ DRAWN_ORDER = 1
 """Version of the order from `torch.randperm`, also of positions that were saved without a version."""
 KEYED_ORDER = 2
 """Version of the order in O(1) memory, for new runs."""
-# Sample indices that are computed at once: a single small batch would pay for many calls of NumPy.
+# Number of sample indices computed at once. For a single small batch, the overhead of NumPy calls would dominate.
 _NUM_AHEAD = 2048
 
 _known_order = that(
@@ -212,6 +212,8 @@ class PositionedBatches(Sampler[list[int]]):
 
     def __iter__(self) -> Iterator[list[int]]:
         order, batches = self.order, self._own_batches(self.order.index)
+        # One call of the permutation for many small batches. Batches of other parts lie between the batches of this
+        # part, so each batch contributes its own range.
         while ahead := list(itertools.islice(batches, max(_NUM_AHEAD // self.batch_size, 1))):
             samples = iter(order.samples_at(np.concatenate([np.arange(*batch, dtype=np.uint64) for batch in ahead])))
             for first, last in ahead:
@@ -241,6 +243,7 @@ class PositionedBatches(Sampler[list[int]]):
 
     def is_empty(self, start: int) -> bool:
         """Return whether this part has no batch in the round that begins at `start`."""
+        # With `drop_last`, a batch that is not full counts as missing.
         first = start + self.part.number * self.batch_size
         return first + (self.batch_size - 1 if self.drop_last else 0) >= self.order.num_samples
 

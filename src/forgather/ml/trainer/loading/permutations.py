@@ -14,11 +14,11 @@ from numpy.typing import NDArray
 Indices = NDArray[np.uint64]
 
 _ROUNDS = 12
-# A small number of samples needs more rounds until all permutations are equally likely. It is quickly shuffled anyway.
+# Small datasets need more rounds until all permutations are equally likely, and are quick to shuffle anyway.
 _ROUNDS_IF_SMALL = 24
 _SMALL = 2**16
 _HALF = np.uint64(32)
-# Odd numbers with bits in no visible pattern: the fractions of the golden ratio and of the square root of 3.
+# Odd multipliers without a bit pattern: the fractional parts of the golden ratio and of the square root of 3.
 _FIRST_FACTOR = np.uint64(0x9E3779B97F4A7C15)
 _SECOND_FACTOR = np.uint64(0xBB67AE8584CAA73B)
 
@@ -33,7 +33,8 @@ class KeyedPermutation:
 
     def __init__(self, num_samples: int, *key: int) -> None:
         self._num_samples = np.uint64(num_samples)
-        # An even number: with two odd sides no round could make an odd permutation, and half of all would be missing.
+        # Even: with an odd number of rows and of columns, every round is an even permutation, so half of all permutations
+        # could not occur.
         num_rows = math.isqrt(max(num_samples - 1, 0)) // 2 * 2 + 2
         self._num_rows = np.uint64(num_rows)
         self._num_columns = np.uint64(max(-(-num_samples // num_rows), 1))
@@ -44,6 +45,8 @@ class KeyedPermutation:
     def __call__(self, positions: Indices) -> Indices:
         """Return the indices at some positions, all below `num_samples`."""
         indices = self._permuted(positions)
+        # This ends: a permutation moves in cycles, so a walk from a valid position meets a valid one again, at the
+        # latest where it began.
         while (outside := np.flatnonzero(indices >= self._num_samples)).size:
             indices[outside] = self._permuted(indices[outside])
         return indices
@@ -69,7 +72,7 @@ def _move(moved: Indices, size: np.uint64, other: Indices, key: np.uint64) -> No
     offset *= size
     offset >>= _HALF
     moved += offset
-    # Unsigned numbers wrap around: the difference is the smaller one exactly if it is not negative.
+    # `moved % size`, without a division. A negative difference wraps around to a huge number, so the minimum is right.
     np.minimum(moved, moved - size, out=moved)
 
 

@@ -13,7 +13,7 @@ from forgather.ml.trainer.loading.permutations import KeyedPermutation
 from tests.support.drawn_order import drawn_order
 
 LARGE = [10**6 + 3, 10**9, 2**32 - 1, 2**32, 2**40 - 1, 2**40, 2**40 + 1, 2**62]
-# Nothing here is random: a seed that passes once passes for ever. Five deviations are a wrong distribution, not bad luck.
+# Nothing here is random: a seed that passes once passes forever. Five deviations are a wrong distribution, not bad luck.
 MAX_DEVIATION = 5.0
 
 
@@ -33,7 +33,7 @@ def in_bins(values: NDArray[np.int64], num_values: int, num_bins: int) -> NDArra
     return (values / num_values * num_bins).astype(np.int64)
 
 
-def test_every_number_of_samples_has_a_permutation() -> None:
+def test_every_number_of_samples_gets_a_permutation() -> None:
     for num_samples in [*range(300), *range(300, 2001, 13), 2**16 - 1, 2**16, 2**16 + 1, 300_007]:
         found = np.sort(permuted(num_samples, 3, num_samples))
         assert np.array_equal(found, np.arange(num_samples)), num_samples
@@ -46,7 +46,7 @@ def test_large_numbers_of_samples_have_distinct_indices_in_range(num_samples: in
     assert len(np.unique(found)) == len(found) == 200_000 and found.min() >= 0 and found.max() < num_samples
 
 
-def test_values_are_the_same_on_every_machine_and_for_ever() -> None:
+def test_values_are_fixed_by_the_checkpoint_format() -> None:
     assert permuted(10, 7, 3).tolist() == [2, 5, 0, 9, 3, 7, 8, 6, 4, 1]
     assert permuted(10**9, 7, 3, stop=4).tolist() == [667480227, 531703521, 95607273, 498962331]
     assert permuted(2**40, -1, 0, stop=3).tolist() == [285701414137, 757366342779, 610557594894]
@@ -96,7 +96,8 @@ def test_epochs_of_few_samples_look_random(num_samples: int) -> None:
     differences = np.diff(epochs) % num_samples
     counts = np.bincount(differences.ravel(), minlength=num_samples)[1:]
     assert abs(deviation(counts, num_samples - 1)) < MAX_DEVIATION, "no neighbours stay together"
-    # A random permutation has one fixed point on average, with variance 1. So have two epochs one sample in place.
+    # A random permutation has one fixed point on average, with variance 1. Likewise, two epochs have on average one
+    # sample at the same position.
     for repeated in (epochs == np.arange(num_samples), epochs[1:] == epochs[:-1]):
         per_epoch = repeated.sum(axis=1)
         assert abs(per_epoch.mean() - 1) < MAX_DEVIATION / math.sqrt(len(per_epoch))
@@ -121,5 +122,5 @@ def test_epochs_of_many_samples_look_random(num_samples: int) -> None:
     assert (epoch == following).sum() < 10 and (epoch == np.arange(num_read)).sum() < 10
 
 
-def test_the_order_of_older_runs_is_another_one() -> None:
+def test_order_of_older_runs_differs() -> None:
     assert permuted(100, 7, 3).tolist() != drawn_order(100, 7, 3)

@@ -68,6 +68,7 @@ def adapted(handler: HandlerT) -> HandlerT:
     others = _after_the_positional(signature)
     names = [parameter.name for parameter in others if parameter.kind in _BY_KEYWORD]
 
+    # A handler may name only the keywords that it needs, without **kwargs.
     def call(args: object, state: object, control: object, **rest: object) -> object:
         return handler(args, state, control, **{name: rest[name] for name in names if name in rest})
 

@@ -25,7 +25,7 @@ class Peaks(NamedTuple):
 
 
 _PEAKS = {
-    # More specific names come before their beginnings: the first entry that the device name contains counts.
+    # Longer names come before their prefixes, because the first entry that the device name contains is used.
     "GB200": Peaks(2500, 2500, 1250, 80),
     "B200": Peaks(2250, 2250, 1125, 75),
     "GH200": Peaks(989.4, 989.4, 494.7, 66.9),
@@ -46,7 +46,7 @@ _PEAKS = {
     "V100S": Peaks(None, 130, None, 16.4),
     "V100-PCIE": Peaks(None, 112, None, 14),
     "V100": Peaks(None, 125, None, 15.7),
-    # Products of 16-bit numbers with float32 sums, as in training; GeForce devices are faster with 16-bit sums.
+    # Peaks with float32 accumulation, as in training. GeForce devices are faster with 16-bit accumulation.
     "RTX 3090 Ti": Peaks(80, 80, 40, 40),
     "RTX 3090": Peaks(71, 71, 35.6, 35.6),
     "RTX 4090 D": Peaks(147, 147, 73.5, 73.5),
@@ -54,7 +54,7 @@ _PEAKS = {
     "RTX 5090": Peaks(209.5, 209.5, 104.8, 104.8),
     "RTX A6000": Peaks(154.8, 154.8, 77.4, 38.7),
     "RTX 6000 Ada": Peaks(364.2, 364.2, 182.1, 91.1),
-    # One of the two dies of a module, since torch sees each as a device.
+    # Peaks of one of the two dies of a module, because torch sees each die as a device.
     "MI250X": Peaks(191.5, 191.5, None, 47.9),
     "MI250": Peaks(181, 181, None, 45.3),
     "MI210": Peaks(181, 181, None, 45.3),
@@ -63,7 +63,7 @@ _PEAKS = {
 }
 
 _OTHER_DEVICES = ("LAPTOP", "MAX Q", "MIG")
-"""Words in names of slower variants of a device, and of parts of a device."""
+"""Words in the names of slower variants and partitions of a device, which have no entry."""
 
 
 def peak_flops(device_name: str, precision: str) -> float | None:
