@@ -1,6 +1,6 @@
 """Scale benchmark: time and memory on rank 0 to prepare a trainer and plan a save, by number of ranks and parameters.
 
-    python benchmarks/scale.py [--kinds DDP Pipeline Hybrid] [--ranks 8 64 512 1024 4096] [--markdown FILE]
+    python benchmarks/scale.py [--kinds DDP Accelerate Pipeline Hybrid] [--ranks 8 64 512 1024 4096] [--markdown FILE]
 
 Rank 0 runs alone, with torch's fake process group and simulated declarations of the other ranks (`simulated_ranks.py`).
 So the figures contain the work of one rank, and no time for messages. Each measurement runs in a separate process.

@@ -7,6 +7,7 @@ It prints one line of JSON. A separate process for each measurement makes the pe
 
 import itertools
 import json
+import os
 import sys
 import tempfile
 import time
@@ -16,12 +17,15 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from accelerate import Accelerator
+from accelerate.state import AcceleratorState, GradientState
 from simulated_ranks import RANKS_PER_NODE, PausingClock, SimulatedRanks
 from torch import Tensor, nn
 from transformers import LlamaConfig, LlamaForCausalLM
 
 from forgather.ml.checkpoint.manifest import CheckpointManifest
 from forgather.ml.distributed import StaticDistributedEnvironment
+from forgather.ml.trainer.accelerate import AccelTrainer
 from forgather.ml.trainer.ddp import DDPTrainer
 from forgather.ml.trainer.hybrid import HybridTrainer
 from forgather.ml.trainer.pipeline import PipelineTrainer
@@ -29,7 +33,13 @@ from forgather.ml.trainer.trainer_types import TrainerCallback
 
 PIPELINE_SIZE = 8
 """Ranks per pipeline of the hybrid trainer."""
-KINDS: dict[str, type] = {"DDP": DDPTrainer, "Pipeline": PipelineTrainer, "Hybrid": HybridTrainer}
+KINDS: dict[str, type] = {
+    "DDP": DDPTrainer,
+    "Accelerate": AccelTrainer,
+    "Pipeline": PipelineTrainer,
+    "Hybrid": HybridTrainer,
+}
+_STAGED = ("Pipeline", "Hybrid")
 _WARM_UP = 8
 
 
@@ -77,7 +87,7 @@ class _KeptManifest:
 def measure(kind: str, num_ranks: int, num_layers: int) -> Scale:
     """Prepare a trainer and plan a save, as rank 0 of `num_ranks`."""
     clock = PausingClock()
-    size = {"DDP": 1, "Pipeline": num_ranks, "Hybrid": PIPELINE_SIZE}[kind]
+    size = {"Pipeline": num_ranks, "Hybrid": PIPELINE_SIZE}.get(kind, 1)
     ranks = SimulatedRanks(num_ranks, size, clock)
     with tempfile.TemporaryDirectory() as directory, ranks.joined():
         return _measure(kind, ranks, num_layers, clock, Path(directory))
@@ -101,7 +111,7 @@ def _measure(kind: str, ranks: SimulatedRanks, num_layers: int, clock: PausingCl
     except _Prepared:
         times.append(clock.now())
     with clock.paused():
-        if kind != "DDP":
+        if kind in _STAGED:
             ranks.hold(trainer.pipeline)
     coordinator = trainer.checkpoint_manager.coordinator
     for _ in range(2):
@@ -144,12 +154,13 @@ def _make_trainer(kind: str, num_ranks: int, build: Callable[[], nn.Module], dir
         "save_steps": 1,
         "device": "cpu",
     }
-    if kind != "DDP":
+    if kind in _STAGED:
         settings["n_microbatches"] = 2
     if kind == "Hybrid":
         settings["pp_size"] = PIPELINE_SIZE
     tokens: Tensor = torch.arange(8)
     trainer_class = KINDS[kind]
+    options = {"accelerator": _accelerator(num_ranks)} if kind == "Accelerate" else {}
     return trainer_class(
         args=trainer_class.arguments_class(**settings),
         model_init=build,
@@ -157,7 +168,18 @@ def _make_trainer(kind: str, num_ranks: int, build: Callable[[], nn.Module], dir
         callbacks=[_LeaveEarly()],
         default_callbacks=False,
         distributed_env=StaticDistributedEnvironment(world_size=num_ranks, local_world_size=RANKS_PER_NODE),
+        **options,
     )
+
+
+def _accelerator(num_ranks: int) -> Accelerator:
+    """Return the accelerator of rank 0, which Accelerate finds in the variables of a launcher."""
+    numbers = {"RANK": 0, "LOCAL_RANK": 0, "WORLD_SIZE": num_ranks, "LOCAL_WORLD_SIZE": RANKS_PER_NODE}
+    os.environ.update({name: str(number) for name, number in numbers.items()}, MASTER_ADDR="localhost")
+    # Accelerate keeps its state in classes, for the lifetime of the process.
+    AcceleratorState._reset_state(reset_partial_state=True)
+    GradientState._reset_state()
+    return Accelerator(cpu=True)
 
 
 def _reset_peak() -> int:

@@ -1,4 +1,4 @@
-"""The rehearsal device itself: it counts host waits and finds hazards, and refuses what CUDA and NCCL refuse."""
+"""The rehearsal device itself: it counts host waits, finds hazards, and rejects the same calls as CUDA and NCCL."""
 
 import os
 from collections.abc import Callable
@@ -87,12 +87,12 @@ MIXTURES: dict[str, Callable[[Tensor], Any]] = {
 
 
 @pytest.mark.parametrize("name", MIXTURES)
-def test_devices_do_not_mix(name: str) -> None:
+def test_operation_on_two_devices_raises(name: str) -> None:
     with pytest.raises(RuntimeError, match="Expected all tensors to be on the same device"):
         MIXTURES[name](device_vector())
 
 
-def test_numbers_of_the_host_may_be_used() -> None:
+def test_host_scalars_work_in_device_operations() -> None:
     assert (device_vector() * torch.tensor(2.0)).tolist() == [0.0, 2.0, 4.0, 6.0]
 
 
@@ -162,7 +162,7 @@ def test_hazards_are_found(message: str) -> None:
     assert [name for kind, name, _ in record.summary() if kind == "hazard" and message in name], record.summary()
 
 
-def test_streams_in_order_are_no_hazard() -> None:
+def test_ordered_streams_are_no_hazard() -> None:
     side_stream, source = torch.cuda.Stream(), torch.ones(4).pin_memory()
     with watching() as record:
         with torch.cuda.stream(side_stream):
@@ -204,14 +204,14 @@ def test_each_device_has_memory_statistics() -> None:
     assert 0 < free <= total
 
 
-def test_visible_devices_are_chosen_as_by_the_driver(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_device_count_follows_cuda_visible_devices(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "3,5")
     assert torch._C._cuda_getDeviceCount() == 2
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")
     assert torch._C._cuda_getDeviceCount() == 0
 
 
-def test_storages_on_the_device(tmp_path: Path) -> None:
+def test_device_storages_can_be_saved_loaded_and_resized(tmp_path: Path) -> None:
     tensor = device_vector(6)[2:]
     torch.save({"tensor": tensor}, tmp_path / "file")
     loaded = torch.load(tmp_path / "file")["tensor"]
@@ -278,11 +278,11 @@ RULES = {
 
 
 @pytest.mark.parametrize("name", RULES)
-def test_nccl_refuses(name: str) -> None:
+def test_nccl_rejects_invalid_calls(name: str) -> None:
     assert RULES[name] in run_on_ranks(break_a_rule, 2, name)[0]
 
 
-def test_nccl_refuses_two_ranks_on_one_device() -> None:
+def test_nccl_rejects_two_ranks_on_one_device() -> None:
     # One of the ranks sees the other's claim. The other then waits for it until the test ends it.
     with pytest.raises(RankFailure, match="Duplicate GPU detected"):
         run_on_ranks(share_a_device, 2)
@@ -349,7 +349,7 @@ def both_send_first(rank: int, batch: int = 0) -> list[dict[str, Any]]:
     ]
 
 
-def test_order_of_groups_may_deadlock() -> None:
+def test_deadlock_by_the_order_of_groups_is_found() -> None:
     problems = find_deadlocks([collectives("a", "b"), collectives("b", "a")])
     assert problems[0] == "rank 0 waits forever for allreduce of 8 bytes in group 'a'"
     assert problems[1] == "rank 1 waits forever for allreduce of 8 bytes in group 'b'"
@@ -362,19 +362,19 @@ def test_launches_without_waits_do_not_deadlock() -> None:
     assert find_deadlocks([ahead, behind]) == []
 
 
-def test_messages_that_cross_need_a_batch() -> None:
+def test_crossing_messages_need_a_batch() -> None:
     assert len(find_deadlocks([both_send_first(0), both_send_first(1)])) == 4
     assert find_deadlocks([both_send_first(0, batch=1), both_send_first(1, batch=1)]) == []
 
 
-def test_collectives_that_do_not_match_are_named() -> None:
+def test_mismatched_collectives_are_named() -> None:
     (problem,) = find_deadlocks([[launch("allreduce", 1)], [launch("broadcast", 1)]])
     assert "rank 0 runs allreduce" in problem and "rank 1 runs broadcast" in problem
     (problem,) = find_deadlocks([[launch("allreduce", 1)], [launch("allreduce", 1, size=16)]])
     assert "8 bytes" in problem and "16 bytes" in problem
 
 
-def test_a_message_without_receiver_is_found(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_message_without_a_receiver_is_found(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     for rank, trace in enumerate([[launch("send", 1, peer=1)], []]):
         save_trace(tmp_path, rank, trace)
     assert find_deadlocks(load_traces(tmp_path)) == ["rank 0 never completes send rank 1 (8 bytes) in group '0'"]

@@ -64,7 +64,7 @@ def run_job(directory: Path, visible: list[str]) -> list[RankProcess]:
     script = directory / "script.py"
     script.write_text(JOB)
     port = free_port()
-    # A device without CUDA_VISIBLE_DEVICES is told the number.
+    # The extension takes its number of devices from this variable.
     number = {"REHEARSAL_DEVICES": "1"} if "REHEARSAL_EXT" in os.environ else {}
     processes = []
     for rank, name in enumerate(visible):
@@ -87,7 +87,7 @@ def test_each_process_uses_the_only_device_that_it_sees(tmp_path: Path) -> None:
     assert built[0][1] < built[1][0]
 
 
-def test_two_processes_on_one_device_are_refused_on_both(tmp_path: Path) -> None:
+def test_two_processes_on_one_device_raise_an_error_on_both(tmp_path: Path) -> None:
     for process in run_job(tmp_path, ["1", "1"]):
         assert process.returncode == 1, process.output
         assert "ranks 0, 1 of node" in process.output and "CUDA_VISIBLE_DEVICES=1" in process.output
@@ -105,7 +105,7 @@ def test_nccl_groups_have_the_timeout_of_the_job_or_of_nccl(asked: float | None,
     assert control == timedelta(minutes=30.0 if asked is None else minutes)
 
 
-def test_process_alone_is_not_bound_to_its_device() -> None:
+def test_single_process_is_not_bound_to_its_device() -> None:
     env = DistributedEnvironment()
     assert dist.group.WORLD is not None and dist.group.WORLD.bound_device_id is None
     assert choose_device(None, "cuda", env) == torch.device("cuda:0")

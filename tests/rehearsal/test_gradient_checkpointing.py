@@ -38,7 +38,7 @@ def trained(output_dir: Path, model: torch.nn.Module, mode: Any) -> tuple[dict[s
 
 
 @pytest.mark.parametrize("name", ["transformers", "protocol"])
-def test_selective_checkpointing_waits_for_nothing_and_trains_the_same(name: str, tmp_path: Path) -> None:
+def test_selective_checkpointing_adds_no_host_wait_and_keeps_the_weights(name: str, tmp_path: Path) -> None:
     results = {}
     for mode in (False, "selective"):
         torch.manual_seed(0)

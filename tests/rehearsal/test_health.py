@@ -2,6 +2,7 @@
 
 import contextlib
 import os
+import time
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -9,13 +10,14 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
+from torch._C import _distributed_c10d
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from forgather.ml.distributed import DistributedEnvironment, reset_process_groups
 from forgather.ml.trainer.ddp.ddp_trainer import DDPTrainer
 from forgather.ml.trainer.diagnostics import health
-from forgather.ml.trainer.diagnostics.health import HealthCheckError, device_problem
-from tests.support.ranks import run_on_ranks
+from forgather.ml.trainer.diagnostics.health import HealthCheckError, check_health, device_problem
+from tests.support.ranks import outcomes_on_ranks, run_on_ranks
 from tests.support.rehearsal import watching
 from tests.support.tiny_models import TokenModel, quiet_trainer, token_samples
 
@@ -117,7 +119,59 @@ def test_a_device_without_free_memory_is_a_problem(monkeypatch: pytest.MonkeyPat
     assert device_problem(DEVICE, [torch.float32, torch.bfloat16]) is None
     monkeypatch.setattr(health, "_LEAST_MEMORY", 2.0)
     problem = device_problem(DEVICE, [])
-    assert problem is not None and "of its memory are free" in problem
+    assert problem is not None and "memory is free" in problem
+
+
+def _seconds_of_check(path: str) -> float:
+    with nccl_group() as environment:
+        trainer = quiet_trainer(
+            Path(path),
+            TokenModel(),
+            token_samples(8),
+            trainer_class=DDPTrainer,
+            trainer_options={"distributed_env": environment},
+            use_cpu=False,
+            max_steps=1,
+            mixed_precision="bf16",
+        )
+        trainer.train()
+        started = time.monotonic()
+        check_health(trainer)
+        return time.monotonic() - started
+
+
+def test_the_check_takes_less_than_two_seconds(tmp_path: Path) -> None:
+    for seconds in run_on_ranks(_seconds_of_check, 2, str(tmp_path)):
+        assert seconds < 2.0
+
+
+def _fail(path: str) -> None:
+    class Fail:
+        def on_step_end(self, *_: Any, **__: Any) -> None:
+            raise KeyError("a fault of the run")
+
+    with nccl_group() as environment:
+        # Only builds of torch with NCCL have a recorder.
+        recorder = f"collectives of rank {environment.rank}".encode()
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(_distributed_c10d, "_dump_nccl_trace", lambda: recorder, raising=False)
+            quiet_trainer(
+                Path(path),
+                TokenModel(),
+                token_samples(8),
+                Fail(),
+                trainer_class=DDPTrainer,
+                trainer_options={"distributed_env": environment},
+                use_cpu=False,
+                max_steps=1,
+            ).train()
+
+
+def test_a_failed_run_leaves_the_traces_of_all_ranks_in_its_output_directory(tmp_path: Path) -> None:
+    for outcome in outcomes_on_ranks(_fail, 2, str(tmp_path)):
+        assert outcome.error_type is not None
+    for rank in range(2):
+        assert (tmp_path / f"nccl_trace_rank_{rank}").read_text() == f"collectives of rank {rank}"
 
 
 def test_steps_do_not_wait_for_the_check(tmp_path: Path) -> None:

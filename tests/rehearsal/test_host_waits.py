@@ -78,6 +78,28 @@ def test_ddp_does_not_wait_between_logs(tmp_path: Path) -> None:
             assert_no_waits(run)
 
 
+SHARDED: dict[str, dict[str, Any]] = {
+    "average": {"ema_decay": 0.9},
+    "accumulation": {"gradient_accumulation_steps": 2},
+    "skipping": {"nonfinite_grad": "skip"},
+    "master weights": {"param_precision": "bf16_master"},
+}
+
+
+def _sharded_moments(path: str) -> tuple[list[Rehearsed], Rehearsed]:
+    options, ddp = {"model_init": tiny_llama}, {"shard_optimizer": True}
+    runs = [rehearse(f"{path}/{name}", DDPTrainer, options, ddp=ddp, **case) for name, case in SHARDED.items()]
+    return runs, rehearse(f"{path}/fp16", DDPTrainer, options, ddp=ddp, mixed_precision="fp16")
+
+
+def test_sharded_moments_do_not_make_the_host_wait(tmp_path: Path) -> None:
+    for runs, scaled in run_on_ranks(_sharded_moments, 2, str(tmp_path)):
+        for run in runs:
+            assert_no_waits(run)
+        # GradScaler's flag of the step before, as on one device.
+        assert scaled.hazards == 0 and scaled.waits == [1] * len(scaled.waits)
+
+
 def _pipelines(path: str) -> list[Rehearsed]:
     return [
         rehearse(
@@ -98,14 +120,44 @@ def test_no_pipeline_schedule_waits_between_logs(tmp_path: Path) -> None:
             assert_no_waits(run)
 
 
-def _hybrid(path: str) -> Rehearsed:
+FUSED_LOSS = {"fused_loss_factory": LinearCrossEntropyLoss}
+PIPELINE_CASES: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
+    "gradient checkpointing": ({}, CASES["gradient checkpointing"]),
+    "fused loss": (FUSED_LOSS, {}),
+    "fused loss, checkpointing and a mask": (FUSED_LOSS, CASES["padding"]),
+    "mask of ones": ({}, CASES["mask of ones"]),
+    "packed sequences": ({}, CASES["packed sequences"]),
+    "bf16": ({}, CASES["bf16"]),
+    "master weights": ({}, {"param_precision": "bf16_master"}),
+}
+
+
+def _pipeline_cases(path: str) -> dict[str, Rehearsed]:
+    return {
+        name: rehearse(f"{path}/{name}", PipelineTrainer, {"model_init": llama, **options}, n_microbatches=4, **case)
+        for name, (options, case) in PIPELINE_CASES.items()
+    }
+
+
+def test_no_pipeline_recipe_waits_between_logs(tmp_path: Path) -> None:
+    for runs in run_on_ranks(_pipeline_cases, 2, str(tmp_path)):
+        for run in runs.values():
+            assert_no_waits(run)
+
+
+def _hybrid(path: str) -> list[Rehearsed]:
     options = {"model_init": llama, "pipe_schedule_factory": "1f1b"}
-    return rehearse(path, HybridTrainer, options, n_microbatches=4, dp_size=2, pp_size=2)
+    cases: list[dict[str, Any]] = [{}, {"dp_strategy": "shard", **CASES["accumulation"], **CASES["offloading"]}]
+    return [
+        rehearse(f"{path}/{number}", HybridTrainer, options, n_microbatches=4, dp_size=2, pp_size=2, **settings)
+        for number, settings in enumerate(cases)
+    ]
 
 
 def test_hybrid_training_does_not_wait_between_logs(tmp_path: Path) -> None:
-    for run in run_on_ranks(_hybrid, 4, str(tmp_path)):
-        assert_no_waits(run)
+    for runs in run_on_ranks(_hybrid, 4, str(tmp_path)):
+        for run in runs:
+            assert_no_waits(run)
 
 
 @pytest.mark.parametrize("attention", ["sdpa", "eager"])

@@ -52,7 +52,7 @@ def trainer_of(path: Path, trainer_class: type[Trainer[Any]] = Trainer, **settin
     )
 
 
-def test_the_error_tells_memory_batch_and_settings(tmp_path: Path) -> None:
+def test_error_lists_memory_batch_and_settings(tmp_path: Path) -> None:
     trainer = trainer_of(tmp_path)
     fail_at(trainer, 2)
     with pytest.raises(torch.OutOfMemoryError) as caught:
@@ -99,7 +99,7 @@ def _fail_on_last_rank(path: str, kind: str) -> None:
 
 
 @pytest.mark.parametrize("kind", ["ddp", "pipeline"])
-def test_the_rank_without_memory_explains_it(tmp_path: Path, kind: str) -> None:
+def test_rank_without_memory_explains_the_error(tmp_path: Path, kind: str) -> None:
     outcome = outcomes_on_ranks(_fail_on_last_rank, 2, str(tmp_path), kind)[1]
     assert outcome.error_type == "OutOfMemoryError"
     text = str(outcome.error_message)
@@ -107,3 +107,4 @@ def test_the_rank_without_memory_explains_it(tmp_path: Path, kind: str) -> None:
     assert "Out of memory on rank 1 on host" in text and "device cuda:1" in text
     assert "gradient_checkpointing=True" in text and "fuse_optim_with_backward" not in text
     assert ("n_microbatches=4" in text) == (kind == "pipeline")
+    assert ("ddp.shard_optimizer=True: divides the moments between 2 ranks" in text) == (kind == "ddp")

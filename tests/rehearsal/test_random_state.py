@@ -1,5 +1,6 @@
 """Random state of a device: the generator follows the rank to another device index."""
 
+import itertools
 import logging
 from collections.abc import Iterator
 from pathlib import Path
@@ -36,9 +37,10 @@ def resumed_on(index: int, state: dict[str, Any]) -> list[float]:
     return torch.rand(3, device="cuda").tolist()
 
 
-def as_list(state: dict[str, Any], num_devices: int) -> dict[str, Any]:
-    """Return the state as earlier versions stored it; all other devices are freshly seeded with 7."""
-    states = [torch.Generator("cuda").manual_seed(7).get_state() for _ in range(num_devices)]
+def as_list(state: dict[str, Any], num_devices: int, other: torch.Tensor | None = None) -> dict[str, Any]:
+    """Return the state as earlier versions stored it; `other` is the state of all other devices."""
+    other = torch.Generator("cuda").manual_seed(7).get_state() if other is None else other
+    states = [other] * num_devices
     states[state["accelerator"]["index"]] = state["accelerator"]["state"]
     return {**state, "accelerator": {"type": "cuda", "states": states}}
 
@@ -52,8 +54,13 @@ def test_random_numbers_continue_on_another_device_index(caplog: pytest.LogCaptu
 
 def test_list_of_an_older_checkpoint_gives_the_state_of_the_device_that_drew(caplog: pytest.LogCaptureFixture) -> None:
     state, expected = saved_on(1)
+    for num_devices, index in itertools.product((2, 4, torch.accelerator.device_count()), (1, 0, 5)):
+        assert resumed_on(index, as_list(state, num_devices)) == expected
+    # Also if all devices drew before.
+    other = torch.Generator("cuda").manual_seed(7)
+    torch.rand(100_000, device="cuda", generator=other)
     for index in (1, 0, 5):
-        assert resumed_on(index, as_list(state, 4)) == expected
+        assert resumed_on(index, as_list(state, 4, other.get_state())) == expected
     assert not caplog.text
 
 
@@ -61,17 +68,20 @@ def test_ambiguous_list_gives_the_state_of_the_same_index_or_the_first_with_a_wa
     caplog: pytest.LogCaptureFixture,
 ) -> None:
     state, expected = saved_on(1)
-    assert resumed_on(1, as_list(state, 2)) == expected
+    other = torch.Generator("cuda").manual_seed(8)
+    torch.rand(100_000, device="cuda", generator=other)
+    ambiguous = as_list(state, 2, other.get_state())
+    assert resumed_on(1, ambiguous) == expected
     caplog.clear()
     with caplog.at_level(logging.WARNING):
-        first = resumed_on(3, as_list(state, 2))
+        first = resumed_on(3, ambiguous)
     assert first != expected
     assert (
         "list of random states of 2 cuda device(s)" in caplog.text and "cuda:3 gets the state of cuda:0" in caplog.text
     )
 
 
-def test_undisturbed_block_leaves_the_generator_of_the_own_device() -> None:
+def test_undisturbed_random_numbers_restores_the_device_generator() -> None:
     state, expected = saved_on(2)
     RNGState().load_state_dict(state)
     with undisturbed_random_numbers():

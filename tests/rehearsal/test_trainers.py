@@ -16,7 +16,9 @@ from accelerate.state import AcceleratorState, GradientState
 
 from forgather.ml.trainer import AccelTrainer
 from forgather.ml.trainer.ddp.ddp_trainer import DDPTrainer
+from forgather.ml.trainer.fsdp2 import FSDP2Trainer
 from forgather.ml.trainer.hybrid import HybridTrainer
+from forgather.ml.trainer.hybrid.hybrid_arguments import DP_STRATEGIES
 from forgather.ml.trainer.pipeline import PipelineTrainer
 from forgather.ml.trainer.pipeline.schedules import SCHEDULES
 from forgather.ml.trainer.trainer import Trainer
@@ -55,9 +57,7 @@ def build(
         trainer_class=trainer_class,
         trainer_options={"optimizer_cls_and_kwargs": None, "eval_dataset": token_samples(7), **options},
         per_device_train_batch_size=BATCH_SIZE,
-        max_grad_norm=1.0,
-        **settings,
-        **more,
+        **{"max_grad_norm": 1.0, **settings, **more},
     )
 
 
@@ -129,6 +129,27 @@ def test_ddp_does_not_wait_between_logs(tmp_path: Path, dispatch: bool) -> None:
         assert_no_waits(report)
 
 
+def fsdp2_job(output_dir: Path, settings: dict[str, Any]) -> Report:
+    job = functools.partial(build, FSDP2Trainer, {"model_init": tiny_llama}, settings)
+    return train_save_and_resume(job, output_dir, evaluate)
+
+
+SHARDED: dict[str, tuple[int, dict[str, Any]]] = {
+    "every rank reads": (2, {"dispatch_batches": False}),
+    "accumulation in bf16": (2, {"gradient_accumulation_steps": 2, "mixed_precision": "bf16"}),
+    "replicas": (4, {"fsdp2": {"replicate_size": 2}}),
+}
+
+
+@pytest.mark.parametrize("name", SHARDED)
+def test_fsdp2_does_not_wait_between_logs(tmp_path: Path, name: str) -> None:
+    num_ranks, settings = SHARDED[name]
+    reports = run_on_ranks(fsdp2_job, num_ranks, tmp_path, settings, timeout=120)
+    assert_ranks_are_sound(reports)
+    for report in reports:
+        assert_no_waits(report)
+
+
 def accelerate_job(output_dir: Path) -> Report:
     environment()
     job = functools.partial(build, AccelTrainer, {"model_init": tiny_llama}, {})
@@ -142,43 +163,33 @@ def test_accelerate_does_not_wait_between_logs(tmp_path: Path) -> None:
         assert_no_waits(report)
 
 
-def pipeline_jobs(output_dir: Path, schedules: list[str]) -> list[Report]:
-    reports = []
-    for schedule in schedules:
-        options = {"model_init": functools.partial(llama, 4), "pipe_schedule_factory": schedule}
-        job = functools.partial(build, PipelineTrainer, options, {"n_microbatches": 4})
-        reports.append(train_save_and_resume(job, output_dir / schedule, evaluate_and_generate))
-    return reports
-
-
-def hybrid_job(output_dir: Path) -> Report:
-    options = {"model_init": functools.partial(llama, 4), "pipe_schedule_factory": "1f1b"}
-    job = functools.partial(build, HybridTrainer, options, {"n_microbatches": 4, "pp_size": 2})
+def pipeline_job(output_dir: Path, schedule: str) -> Report:
+    options = {"model_init": functools.partial(llama, 4), "pipe_schedule_factory": schedule}
+    job = functools.partial(build, PipelineTrainer, options, {"n_microbatches": 4})
     return train_save_and_resume(job, output_dir, evaluate_and_generate)
 
 
-@pytest.fixture(scope="module")
-def pipelines(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Sequence[Report]]:
-    """Run all schedules and the hybrid trainer once, and return the reports of their ranks."""
-    folder = tmp_path_factory.mktemp("pipelines")
-    ranks = run_on_ranks(pipeline_jobs, 2, folder, SCHEDULE_NAMES, timeout=240)
-    reports: dict[str, Sequence[Report]] = dict(zip(SCHEDULE_NAMES, zip(*ranks, strict=True), strict=True))
-    return {**reports, "hybrid": run_on_ranks(hybrid_job, 4, folder / "hybrid", timeout=120)}
+def hybrid_job(output_dir: Path, dp_strategy: str) -> Report:
+    options = {"model_init": functools.partial(llama, 4), "pipe_schedule_factory": "1f1b"}
+    settings = {"n_microbatches": 4, "pp_size": 2, "dp_strategy": dp_strategy}
+    job = functools.partial(build, HybridTrainer, options, settings)
+    return train_save_and_resume(job, output_dir, evaluate_and_generate)
 
 
-PIPELINES = [*SCHEDULE_NAMES, "hybrid"]
+@pytest.fixture(scope="module", params=[*SCHEDULE_NAMES, *DP_STRATEGIES])
+def reports(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> list[Report]:
+    """Run a schedule, or the hybrid trainer with a strategy, and return the reports of its ranks."""
+    name: str = request.param
+    job, num_ranks = (hybrid_job, 4) if name in DP_STRATEGIES else (pipeline_job, 2)
+    return run_on_ranks(job, num_ranks, tmp_path_factory.mktemp(name), name, timeout=120)
 
 
-@pytest.mark.parametrize("name", PIPELINES)
-def test_pipelines_train_resume_and_generate_without_deadlock(
-    pipelines: dict[str, Sequence[Report]], name: str
-) -> None:
-    assert_ranks_are_sound(pipelines[name])
-    tokens = pipelines[name][0].result[1]
+def test_pipelines_train_resume_and_generate_without_deadlock(reports: list[Report]) -> None:
+    assert_ranks_are_sound(reports)
+    tokens = reports[0].result[1]
     assert [len(row) for row in tokens] == [10, 10]
 
 
-@pytest.mark.parametrize("name", PIPELINES)
-def test_pipelines_do_not_wait_between_logs(pipelines: dict[str, Sequence[Report]], name: str) -> None:
-    for report in pipelines[name]:
+def test_pipelines_do_not_wait_between_logs(reports: list[Report]) -> None:
+    for report in reports:
         assert_no_waits(report)

@@ -231,7 +231,9 @@ def test_invalid_modes_are_rejected(settings: dict[str, Any], message: str, tmp_
 
 
 def test_modes_with_cuda_graphs_are_rejected_in_pipelines_and_layers() -> None:
-    assert "several times in a pass" in str(cuda_graphs_problem("max-autotune", "cuda", 1, False, by_layer=True))
+    assert "one graph for several layers of a pass" in str(
+        cuda_graphs_problem("max-autotune", "cuda", 1, False, by_layer=True)
+    )
     assert "a pipeline holds the activations of several micro-batches at once" in str(
         cuda_graphs_problem("max-autotune", "cuda", 1, is_pipeline=True)
     )

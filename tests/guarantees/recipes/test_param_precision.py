@@ -70,7 +70,7 @@ def loss_drop(output_dir: Path, rate: float, **precision: str) -> float:
 
 
 @pytest.mark.parametrize(("rate", "tolerance"), [(3e-5, 0.03), (1e-3, 0.05)])
-def test_learns_like_float32(rate: float, tolerance: float, tmp_path: Path) -> None:
+def test_bfloat16_weights_learn_like_float32_weights(rate: float, tolerance: float, tmp_path: Path) -> None:
     expected = loss_drop(tmp_path, rate)
     for precision in PRECISIONS:
         assert loss_drop(tmp_path, rate, param_precision=precision) == pytest.approx(expected, rel=tolerance)
@@ -81,7 +81,7 @@ def test_learns_like_float32(rate: float, tolerance: float, tmp_path: Path) -> N
 @pytest.mark.parametrize(
     ("precision", "expected"), [("fp32", 4 + 4 + 8), ("bf16_master", 2 + 2 + 4 + 8), ("bf16_stochastic", 2 + 2 + 8)]
 )
-def test_bytes_per_parameter(precision: str, expected: int, tmp_path: Path) -> None:
+def test_bytes_per_parameter_are_as_documented(precision: str, expected: int, tmp_path: Path) -> None:
     held: list[float] = []
 
     def measure(**_: Any) -> None:
@@ -153,7 +153,7 @@ CASES: dict[str, dict[str, Any]] = {
 
 @pytest.mark.parametrize("precision", PRECISIONS)
 @pytest.mark.parametrize("case", CASES)
-def test_resumed_run_ends_bit_for_bit_as_a_straight_one(case: str, precision: str, tmp_path: Path) -> None:
+def test_resume_is_bit_exact(case: str, precision: str, tmp_path: Path) -> None:
     settings = {"param_precision": precision, "save_strategy": "steps", "save_steps": 5, **CASES[case]}
     straight = trainer_for(tmp_path / "straight", **settings)
     straight.train()
@@ -171,7 +171,7 @@ def test_resumed_run_ends_bit_for_bit_as_a_straight_one(case: str, precision: st
 
 
 @pytest.mark.parametrize("precision", PRECISIONS)
-def test_step_in_backward_trains_as_the_normal_step(precision: str, tmp_path: Path) -> None:
+def test_step_in_backward_trains_like_the_normal_step(precision: str, tmp_path: Path) -> None:
     trainers = [
         trainer_for(tmp_path, param_precision=precision, fuse_optim_with_backward=fused) for fused in (False, True)
     ]
@@ -180,7 +180,7 @@ def test_step_in_backward_trains_as_the_normal_step(precision: str, tmp_path: Pa
     assert_same(*map(states_of, trainers))
 
 
-def test_average_is_of_the_master_weights(tmp_path: Path) -> None:
+def test_ema_averages_master_weights(tmp_path: Path) -> None:
     trainer = trainer_for(tmp_path, param_precision="bf16_master", ema_decay=0.0, eval_ema=True)
     trainer.train()
     assert trainer.recipes.average is not None
@@ -190,7 +190,7 @@ def test_average_is_of_the_master_weights(tmp_path: Path) -> None:
         assert not torch.equal(state["weight"].float(), state[MASTER]) or state["weight"].ndim < 2
 
 
-def test_weights_changed_between_steps_win_over_their_masters(tmp_path: Path) -> None:
+def test_weights_changed_between_steps_replace_master_weights(tmp_path: Path) -> None:
     def edit(state: Any, model: nn.Module, **_: Any) -> None:
         head = model.get_parameter("lm_head.weight")
         with torch.no_grad():
@@ -294,7 +294,7 @@ def test_checkpoints_move_between_trainers(precision: str, model: str, tmp_path:
 
 
 @pytest.mark.parametrize("precision", PRECISIONS)
-def test_accelerate(precision: str, tmp_path: Path) -> None:
+def test_accelerate_trains_like_trainer(precision: str, tmp_path: Path) -> None:
     options = {"accelerator": Accelerator(cpu=True), "model_init": MODELS["llama"]}
     accelerated = trainer_for(
         tmp_path / "accelerate", trainer_class=AccelTrainer, param_precision=precision, trainer_options=options
@@ -310,7 +310,7 @@ def test_accelerate(precision: str, tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("after", ["fp32", *PRECISIONS])
 @pytest.mark.parametrize("before", ["fp32", *PRECISIONS])
-def test_checkpoint_continues_in_another_precision(before: str, after: str, tmp_path: Path) -> None:
+def test_checkpoint_resumes_with_another_precision(before: str, after: str, tmp_path: Path) -> None:
     first = trainer_for(tmp_path, param_precision=before, save_strategy="steps", save_steps=8)
     first.train()
     saved, loaded = states_of(first), {}
@@ -328,7 +328,7 @@ def test_checkpoint_continues_in_another_precision(before: str, after: str, tmp_
 
 
 @pytest.mark.parametrize("precision", PRECISIONS)
-def test_weights_files_are_bfloat16(precision: str, tmp_path: Path) -> None:
+def test_weight_files_are_bfloat16(precision: str, tmp_path: Path) -> None:
     trainer = trainer_for(tmp_path, param_precision=precision)
     trainer.train()
     trainer.save_model(str(tmp_path / "model"))
@@ -349,14 +349,16 @@ def test_weights_files_are_bfloat16(precision: str, tmp_path: Path) -> None:
     ],
 )
 @pytest.mark.parametrize("precision", PRECISIONS)
-def test_refused_combinations(arguments: Any, settings: dict[str, Any], message: str, precision: str) -> None:
+def test_invalid_combinations_are_rejected(
+    arguments: Any, settings: dict[str, Any], message: str, precision: str
+) -> None:
     with pytest.raises(ValueError, match=message) as error:
         arguments(output_dir="out", param_precision=precision, **settings)
     assert f"param_precision={precision!r}" in str(error.value)
     arguments(output_dir="out", **settings)
 
 
-def test_unknown_precision() -> None:
+def test_unknown_precision_is_rejected() -> None:
     with pytest.raises(ValueError, match=r"param_precision='bf16'.*'bf16_master'"):
         TrainingArguments(output_dir="out", param_precision="bf16")
 
@@ -381,7 +383,7 @@ class Holding(torch.optim.SGD):
                 one.sub_(one.grad * 0.1)
 
 
-def test_optimizer_that_ignores_its_groups_is_refused(tmp_path: Path) -> None:
+def test_optimizer_that_ignores_its_groups_is_rejected(tmp_path: Path) -> None:
     options = {"optimizer_cls_and_kwargs": (Holding, {"lr": 0.1})}
     with pytest.raises(ValueError, match="param_precision cannot be used with Holding: it keeps references"):
         trainer_for(tmp_path, param_precision="bf16_stochastic", trainer_options=options).train()

@@ -1,4 +1,4 @@
-"""Selective activation checkpointing: the same losses and weights, bit by bit, between full checkpointing and none."""
+"""Selective activation checkpointing: bit-identical losses and weights; memory between full checkpointing and none."""
 
 import copy
 import functools
@@ -95,7 +95,7 @@ CASES: dict[str, dict[str, Any]] = {
 
 
 @pytest.mark.parametrize("name", CASES)
-def test_one_device_trains_the_same(name: str, tmp_path: Path) -> None:
+def test_training_on_one_device_is_unchanged(name: str, tmp_path: Path) -> None:
     plain, selective = (
         trained(Trainer, str(tmp_path / str(mode)), gradient_checkpointing=mode, **CASES[name])
         for mode in (False, "selective")
@@ -121,7 +121,7 @@ def job(output_dir: str) -> list[tuple[Result, ...]]:
     ]
 
 
-def test_every_strategy_trains_the_same(tmp_path: Path) -> None:
+def test_training_with_every_strategy_is_unchanged(tmp_path: Path) -> None:
     for results in run_on_ranks(job, 2, str(tmp_path)):
         for plain, selective in results:
             assert_equal(selective, plain)
@@ -160,7 +160,7 @@ def test_attention_is_recomputed_if_it_draws_random_numbers() -> None:
         assert _policy(None, torch.ops.aten.mm.default, torch.zeros(3, 4), torch.zeros(4, width)) is expected
 
 
-def test_function_in_the_arguments_is_called_like_the_one_of_the_trainer(tmp_path: Path) -> None:
+def test_function_in_the_arguments_is_called_like_enable_activation_checkpoint_fn(tmp_path: Path) -> None:
     called: list[tuple[int, str]] = []
 
     def enable(rank: int, module: nn.Module) -> None:
@@ -190,7 +190,7 @@ def test_function_in_the_arguments_is_called_like_the_one_of_the_trainer(tmp_pat
         ({"torch_compile_scope": "layer"}, "torch_compile_scope='layer' needs torch_compile=True"),
     ],
 )
-def test_rejected_arguments(settings: dict[str, Any], message: str) -> None:
+def test_invalid_arguments_are_rejected(settings: dict[str, Any], message: str) -> None:
     with pytest.raises(ValueError, match=message):
         TrainingArguments(**settings)
 

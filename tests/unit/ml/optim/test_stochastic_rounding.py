@@ -15,7 +15,7 @@ def rounded(values: torch.Tensor, key: int) -> torch.Tensor:
 
 
 @pytest.mark.parametrize("fraction", [0.01, 0.3, 0.9])
-def test_mean_is_the_value(fraction: float) -> None:
+def test_rounding_is_unbiased(fraction: float) -> None:
     # Numbers of bfloat16 next to 1 are 1/128 apart.
     values = torch.full((100_000,), 1.0 + fraction / 128)
     found = rounded(values, rounding_key(0, "weight", 0)).double()
@@ -24,7 +24,7 @@ def test_mean_is_the_value(fraction: float) -> None:
     assert torch.equal(rounded(-values, rounding_key(0, "weight", 0)).double(), -found), "the same draws"
 
 
-def test_values_of_bfloat16_stay() -> None:
+def test_bfloat16_values_are_unchanged() -> None:
     values = torch.randn(1001).bfloat16().float()
     values[:5] = torch.tensor([0.0, -0.0, float("inf"), -float("inf"), float("nan")])
     # All bits set is the NaN that CUDA computes.
@@ -34,7 +34,7 @@ def test_values_of_bfloat16_stay() -> None:
         torch.testing.assert_close(found.float(), values, rtol=0, atol=0, equal_nan=True)
 
 
-def test_draws_depend_on_all_of_the_key_and_on_the_element_alone() -> None:
+def test_draws_depend_only_on_the_key_and_the_element() -> None:
     keys = [rounding_key(0, "a", 0), rounding_key(1, "a", 0), rounding_key(0, "b", 0), rounding_key(0, "a", 1)]
     draws = [random_bits(4096, key, CPU) for key in keys]
     for number, one in enumerate(draws):
@@ -43,7 +43,7 @@ def test_draws_depend_on_all_of_the_key_and_on_the_element_alone() -> None:
     assert torch.equal(random_bits(1001, keys[0], CPU), draws[0][:1001])
 
 
-def test_draws_are_fixed_by_the_format_of_checkpoints() -> None:
+def test_draws_are_fixed_by_the_checkpoint_format() -> None:
     """A resumed run must draw the same numbers in every later version."""
     key = rounding_key(42, "model.layers.0.weight", 7)
     assert key == 5040944938875164456

@@ -105,7 +105,7 @@ def _from_list(states: Sequence[Tensor], kind: str, index: int) -> Tensor | None
     """Return the entry that the saved process used, from an older checkpoint with a list by device index."""
     if not states:
         return None
-    used = _used_index(states)
+    used = _used_index(states, kind)
     if used is not None:
         return states[used]
     chosen = index if index < len(states) else 0
@@ -121,14 +121,25 @@ def _from_list(states: Sequence[Tensor], kind: str, index: int) -> Tensor | None
     return states[chosen]
 
 
-def _used_index(states: Sequence[Tensor]) -> int | None:
-    """Return the index of the only state that differs from all others, which are equal; otherwise None."""
-    # All generators get the same seed, and a process draws on its own device only. Two states that differ are ambiguous.
+def _used_index(states: Sequence[Tensor], kind: str) -> int | None:
+    """Return the index of the only device that drew random numbers, or None if the states do not show it."""
+    # All generators get the same seed, and a process draws on its own device only.
+    drawn = [number for number, state in enumerate(states) if not _is_fresh(state, kind)]
+    if len(drawn) == 1:
+        return drawn[0]
     if len(states) < 3:
         return None
+    # All devices drew before, but only one of them since their states were last equal.
     usual = states[0] if torch.equal(states[0], states[1]) else states[2]
     different = [number for number, state in enumerate(states) if not torch.equal(state, usual)]
     return different[0] if len(different) == 1 else None
+
+
+def _is_fresh(state: Tensor, kind: str) -> bool:
+    """Return whether a generator with this state has drawn nothing since it was seeded."""
+    generator = torch.Generator(kind)
+    generator.set_state(cpu_copy(state))
+    return torch.equal(torch.Generator(kind).manual_seed(generator.initial_seed()).get_state(), state.cpu())
 
 
 def _place(accelerator: torch.device, index: int) -> tuple[int, ...]:

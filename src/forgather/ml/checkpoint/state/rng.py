@@ -171,7 +171,7 @@ def _fields(value: object, count: int, where: Where) -> Sequence[Any]:
 def _check_words(words: Sequence[Any], where: Where) -> None:
     for word in words:
         whole_number(word, where, least=0, most=2**32 - 1)
-    # The generator uses only the highest bit of the first word. From a state of zeros it returns zeros for ever, and
+    # The generator uses only the highest bit of the first word. From a state of zeros it returns zeros forever, and
     # drawing a normal number would never end.
     if not any(words[1:]) and words[0] < 2**31:
         raise where.refusal("contains only zeros", "the words of a seeded generator")

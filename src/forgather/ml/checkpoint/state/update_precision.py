@@ -48,7 +48,7 @@ def dtype_of_update(parameter: Tensor, wide: torch.dtype | None) -> torch.dtype:
 
 
 def check_precision_entry(key: str, value: object, parameter: Tensor, where: Where) -> Tensor | None:
-    """Raise `CheckpointLoadError` for an invalid master weight or rounding state; return the tensor, if it is one."""
+    """Raise `CheckpointLoadError` for an invalid master weight or rounding state; return a master weight, else None."""
     if key == MASTER:
         return check_tensor(value, where, shape=tuple(parameter.shape), kind="floating", like=parameter)
     state = check_mapping(value, where)
@@ -75,7 +75,7 @@ def log_change(saved: Iterable[Mapping[str, Any]], state_key: str | None) -> Non
     if not states or found == state_key:
         return
     if state_key == MASTER:
-        logger.info("The checkpoint has no master weights: they start from the weights, rounded to bfloat16.")
+        logger.info("The checkpoint has no master weights: they start from the weights, which are rounded to bfloat16.")
     elif found == MASTER:
         kept = "The weights continue from them" if state_key is None else "The weights stay rounded to bfloat16"
         logger.info("The checkpoint has float32 master weights (param_precision='bf16_master'). %s.", kept)

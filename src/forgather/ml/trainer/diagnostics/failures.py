@@ -1,6 +1,6 @@
 """Reports about failed runs on accelerators: out-of-memory advice, memory snapshots and NCCL traces.
 
-`Trainer._run_context` enters `reporting_failures` once around a run, so steps cost nothing.
+`Trainer._run_context` enters `reporting_failures` once around a run, so it adds no cost to a step.
 """
 
 import contextlib
@@ -31,6 +31,7 @@ def reporting_failures(trainer: "Trainer[Any]") -> Iterator[None]:
     """Explain an out-of-memory error of the body, and write the NCCL trace of this rank after any error."""
     try:
         yield
+    # A stop signal is not a failure.
     except Preempted:
         raise
     except Exception as error:
@@ -39,7 +40,7 @@ def reporting_failures(trainer: "Trainer[Any]") -> Iterator[None]:
         cause = out_of_memory_in(error)
         if cause is None or trainer.device.type == "cpu":
             raise
-        # The same type, so that handlers of the user still catch it.
+        # Keep the type, so that a user's `except` clause still catches it.
         raise torch.OutOfMemoryError(explanation(trainer, cause)) from error
 
 
@@ -55,7 +56,7 @@ def out_of_memory_in(error: BaseException) -> torch.OutOfMemoryError | None:
 
 def explanation(trainer: "Trainer[Any]", error: torch.OutOfMemoryError) -> str:
     """Return the message: place, batch, memory by purpose, settings that would help, and the snapshot."""
-    # First, while the traceback still holds the activations.
+    # Measure first, while the traceback still holds the activations.
     use = measure(trainer)
     snapshot = write_snapshot(trainer.args.output_dir, trainer.team.rank, trainer.device)
     step = "" if trainer.state is None else f", in step {trainer.state.global_step + 1}"
@@ -67,7 +68,7 @@ def explanation(trainer: "Trainer[Any]", error: torch.OutOfMemoryError) -> str:
     ]
     found = proposals(trainer, use)
     lines.append(
-        "Settings that would need less memory in this run:" if found else "All settings that save memory are on."
+        "Settings that would save memory in this run:" if found else "All settings that save memory are already on."
     )
     lines += [f"  {proposal}" for proposal in found]
     if snapshot is not None:

@@ -70,8 +70,10 @@ def check_health(trainer: "Trainer[Any]") -> None:
 
 
 def dtypes_of(args: "TrainingArguments") -> list[torch.dtype]:
-    """Return the dtypes of the matrix products in training: float32, and a 16-bit type of the arguments."""
+    """Return the dtypes of the matrix products in training: float32, and the 16-bit types of the arguments."""
     chosen = {_HALF_PRECISIONS.get(args.mixed_precision or "")}
+    if args.param_precision != "fp32":
+        chosen.add(torch.bfloat16)
     if args.default_dtype is not None:
         chosen.add(torch_dtype(args.default_dtype))
     return [torch.float32, *(dtype for dtype in (torch.bfloat16, torch.float16) if dtype in chosen)]
@@ -114,10 +116,10 @@ def _memory_problem(device: torch.device) -> str | None:
     # Memory in the cache of this process is available too: an earlier run may have left it.
     free += torch.accelerator.memory_reserved(device)
     if free < _LEAST_MEMORY * total:
-        return f"only {format_bytes(free)} of {format_bytes(total)} of its memory are free. Another process may use the device"
+        return f"only {format_bytes(free)} of its {format_bytes(total)} memory is free. Another process may be using the device"
     if free < _FEW_MEMORY * total:
         logger.warning(
-            "%s has only %s of %s of its memory free: other processes use it.",
+            "%s has only %s of its %s memory free: other processes are using it.",
             device,
             *map(format_bytes, (free, total)),
         )

@@ -1,4 +1,4 @@
-"""Out-of-memory advice: settings that would need less memory in this run, are not on, and are not refused.
+"""Out-of-memory advice: settings that would save memory in this run, are off, and would be accepted.
 
 Each proposal is a change of the arguments. The checks of the arguments and of the trainer decide whether it is valid.
 """
@@ -35,7 +35,7 @@ class Proposal(NamedTuple):
 
 
 def proposals(trainer: "Trainer[Any]", use: MemoryUse) -> list[Proposal]:
-    """Return the settings that would help in this run; those for the larger part of the memory come first."""
+    """Return the settings that would help in this run, first for the larger of state and activations."""
     found = [*_for_activations(trainer), *_for_state(trainer)]
     state_is_larger = use.state > use.rest
     found.sort(key=lambda one: one.reduces_state != state_is_larger)
@@ -44,6 +44,7 @@ def proposals(trainer: "Trainer[Any]", use: MemoryUse) -> list[Proposal]:
 
 def is_accepted(trainer: "Trainer[Any]", **changes: object) -> bool:
     """Return whether a trainer like this one, with other arguments, would pass the checks of the constructor."""
+    # The checks only read the trainer, so a shallow copy with changed arguments is enough to try a setting.
     probe = copy.copy(trainer)
     try:
         probe.args = dataclasses.replace(copy.deepcopy(trainer.args), **changes)
@@ -130,8 +131,18 @@ def _for_state(trainer: "Trainer[Any]") -> Iterator[Proposal]:
     if can_fuse and is_accepted(trainer, fuse_optim_with_backward=True):
         effect = "applies and frees each gradient in the backward pass"
         yield Proposal("fuse_optim_with_backward=True", effect, True)
+    yield from _sharded_moments(trainer)
     if args.ema_decay is not None and is_accepted(trainer, ema_decay=None, eval_ema=False):
         yield Proposal("ema_decay=None", "no averaged copy of the weights", True)
+
+
+def _sharded_moments(trainer: "Trainer[Any]") -> Iterator[Proposal]:
+    ddp, num_ranks = getattr(trainer.args, "ddp", None), trainer.team.size
+    if ddp is None or ddp.shard_optimizer or num_ranks == 1:
+        return
+    if is_accepted(trainer, ddp=dataclasses.replace(ddp, shard_optimizer=True)):
+        effect = f"divides the moments between {num_ranks} ranks, the same result"
+        yield Proposal("ddp.shard_optimizer=True", effect, True)
 
 
 def _shorter_weights(trainer: "Trainer[Any]") -> Iterator[tuple[str, str]]:
@@ -154,9 +165,9 @@ def _for_fragmentation(trainer: "Trainer[Any]", use: MemoryUse) -> Iterator[Prop
 
 
 def _for_small_devices(trainer: "Trainer[Any]", use: MemoryUse) -> Iterator[Proposal]:
-    if use.state > use.total / 2 and not trainer._is_pipeline_parallel():
+    if use.state > use.total / 2 and not trainer._is_model_parallel():
         effect = "divides parameters, gradients and moments, which fill more than half of this device, between devices"
-        yield Proposal("PipelineTrainer or HybridTrainer", effect)
+        yield Proposal("FSDP2Trainer, PipelineTrainer or HybridTrainer", effect)
 
 
 def _has_float32_weights(trainer: "Trainer[Any]") -> bool:

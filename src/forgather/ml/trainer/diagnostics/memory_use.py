@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor, nn
 
+from forgather.ml.checkpoint.sharding.sharded_tensors import local_part
 from forgather.ml.trainer.diagnostics.health import format_bytes
 
 if TYPE_CHECKING:
@@ -89,7 +90,7 @@ def modules_of(trainer: "Trainer[Any]") -> list[nn.Module]:
 
 def bytes_on(device: torch.device, tensors: Iterable[Tensor | None]) -> int:
     """Return the bytes of distinct storages on the device."""
-    storages = (one.untyped_storage() for one in tensors if one is not None and one.device == device)
+    storages = (local_part(one).untyped_storage() for one in tensors if one is not None and one.device == device)
     return sum({storage.data_ptr(): storage.nbytes() for storage in storages}.values())
 
 

@@ -71,11 +71,11 @@ def enable_selective_activation_checkpointing(rank: int, module: nn.Module) -> N
     """Checkpoint each layer selectively: keep attention and narrow matrix products, recompute the rest."""
     layers = repeated_layers(module, "gradient_checkpointing='selective'")
     if getattr(module, "is_gradient_checkpointing", False):
-        # Around these layers, full checkpointing would recompute everything.
+        # Full checkpointing around these layers would recompute everything, also the kept results.
         module.gradient_checkpointing_disable()  # type: ignore[operator]
     avoid_cache(module)
     for layer in layers:
-        # A second `train` finds the layers prepared.
+        # At a second `train`, the layers are already prepared.
         if not isinstance(vars(layer).get("forward"), SelectiveForward):
             vars(layer)["forward"] = SelectiveForward(layer)
 
@@ -83,7 +83,7 @@ def enable_selective_activation_checkpointing(rank: int, module: nn.Module) -> N
 class SelectiveForward:
     """Forward pass of a layer under selective checkpointing; an attribute of the layer, so that names do not change.
 
-    An object instead of a closure: a deep copy of the layer then contains a copy that runs the copied layer.
+    A closure would run the original layer in a deep copy of the model. This object is copied together with its layer.
     """
 
     def __init__(self, layer: nn.Module) -> None:

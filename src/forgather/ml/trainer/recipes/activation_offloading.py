@@ -94,6 +94,7 @@ class _Offloaded:
         if self._restored is not None:
             return
         copy = self.copy
+        # Without an event no copy stream was used, and a plain copy is enough.
         if self.left is None and copy.stride() == self._stride:
             self._restored = copy.to(self._device, non_blocking=True), None
             return
@@ -127,6 +128,7 @@ def _unpack(packed: "Tensor | _Offloaded") -> Tensor:
         return packed
     tensor = packed.restored()
     earlier = packed
+    # Autograd unpacks in reverse order, so the tensors saved just before this one are needed next.
     for _ in range(_AHEAD):
         following = None if earlier.before is None else earlier.before()
         if following is None:

@@ -53,7 +53,9 @@ class MasterWeights:
         ]
 
     def store(self, parameters: Sequence[Tensor], values: Sequence[Tensor], entries: Sequence[Any]) -> list[Any]:
-        torch._foreach_copy_(list(parameters), list(values))
+        # A rank may have no such parameter, and torch rejects empty lists.
+        if parameters:
+            torch._foreach_copy_(list(parameters), list(values))
         for parameter, master in zip(parameters, values, strict=True):
             self._seen[parameter] = master, parameter._version, master._version
         return list(values)
@@ -64,8 +66,8 @@ class MasterWeights:
 
     def _current(self, parameter: Tensor, master: Tensor) -> Tensor:
         """Return the master weight; where the parameter was changed since the last step, the parameter wins."""
-        # Loading weights, a callback or `averaged_weights` may have written to the parameter. Version counters tell so
-        # without reading the device. Values decide, because a write may restore the old value.
+        # Loading weights, a callback or `averaged_weights` may have written to the parameter. Version counters detect a
+        # write without reading the device. After a write the values decide, because it may have restored the old value.
         seen = self._seen.get(parameter)
         if seen is not None and seen[0] is master and seen[1:] == (parameter._version, master._version):
             return master
@@ -123,6 +125,7 @@ class PreciseOptimizer(Optimizer):
     def __setstate__(self, state: dict[str, Any]) -> None:
         self.optimizer: Any = state["optimizer"]
         self._rounding: Rounding = state["_rounding"]
+        # Code that handles composed optimizers, such as `Multiopt`, finds their parts by this attribute.
         if (parts := getattr(self.optimizer, "optimizers", None)) is not None:
             self.optimizers = parts
         super().__setstate__({"defaults": dict(getattr(self.optimizer, "defaults", {}))})
@@ -192,6 +195,7 @@ class PreciseOptimizer(Optimizer):
         replaced = dict(zip(parameters, stand_ins, strict=True))
         groups = [(group, group["params"]) for part in parts for group in part.param_groups]
         try:
+            # Optimizers look up state by the parameter object, so moments must be found under the stand-ins.
             _move_states(short.values(), parameters, stand_ins)
             for group, members in groups:
                 # A parameter without a gradient stays in its group, where the optimizer skips it.
@@ -200,14 +204,18 @@ class PreciseOptimizer(Optimizer):
         finally:
             for group, members in groups:
                 group["params"] = members
+            # Also after an error: groups and state must belong to the parameters again, or a later save would miss the
+            # moments.
             _move_states(short.values(), stand_ins, parameters)
             self._keep(short, entries)
+        # Only stand-ins were in the groups. If a parameter has changed, the optimizer has another reference to it.
         if versions != [one._version for one in parameters]:
             raise ValueError(
                 f"param_precision cannot be used with {type(optimizer).__name__}: it keeps references to the parameters "
                 "outside of its param_groups, and updated the bfloat16 weights directly. Use an optimizer that reads its "
                 "param_groups in every step, or param_precision='fp32'."
             )
+        # Free the float32 gradients before rounding, which allocates memory as well.
         for stand_in in stand_ins:
             stand_in.grad = None
         self._keep(short, self._rounding.store(parameters, values, entries))
@@ -254,7 +262,7 @@ def _elementary(optimizer: Any) -> Iterator[Any]:
 
 def _portions(optimizer: Any, parameters: list[Tensor]) -> list[list[Tensor]]:
     """Divide the parameters, so that only some have float32 copies at once."""
-    # Torch's own classes update each parameter for itself. Others, and step hooks, may depend on all parameters.
+    # Torch's own optimizers update each parameter independently. Others, and step hooks, may need all parameters.
     hooks = ("_optimizer_step_pre_hooks", "_optimizer_step_post_hooks")
     if not is_of_torch(optimizer) or any(getattr(optimizer, name, None) for name in hooks):
         return [parameters]

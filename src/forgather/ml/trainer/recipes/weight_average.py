@@ -13,6 +13,8 @@ import torch
 from torch import Tensor, nn
 
 from forgather.ml.checkpoint.errors import CheckpointLoadError
+from forgather.ml.checkpoint.sharding.partition import parts_by_size
+from forgather.ml.checkpoint.sharding.sharded_tensors import as_shard, is_sharded, local_part, rows_of
 from forgather.ml.checkpoint.state.tensor_checks import (
     OwnStorage,
     Where,
@@ -42,7 +44,7 @@ class WeightAverage:
         decay: float,
         precise: Callable[[Tensor], Tensor | None] | None = None,
     ) -> None:
-        """`precise` returns the master weight of a low-precision parameter, which is averaged instead, or None."""
+        """Average the given parameters; where `precise` returns a master weight for a parameter, average that instead."""
         self.decay = decay
         self._master = precise or (lambda _: None)
         self.is_begun = False
@@ -73,9 +75,10 @@ class WeightAverage:
     def update(self) -> None:
         """Update the averages with the current weights."""
         for names in self._portions:
-            values = [self._value(self._parameters[name]) for name in names]
+            # Shards are updated without DTensor, which would plan each operation anew.
+            values = [local_part(self._value(self._parameters[name])) for name in names]
             # One fused kernel for all tensors of a group. lerp(average, value, 1 - decay) is the EMA update.
-            torch._foreach_lerp_([self._averages[name] for name in names], values, 1.0 - self.decay)
+            torch._foreach_lerp_([local_part(self._averages[name]) for name in names], values, 1.0 - self.decay)
 
     def _value(self, parameter: Tensor) -> Tensor:
         master = self._master(parameter)
@@ -118,6 +121,18 @@ class WeightAverage:
         """Whether all averages are on accelerators, so that `load_state_dict` keeps no tensor on the CPU."""
         return all(parameter.device.type not in ("cpu", "meta") for parameter in self._parameters.values())
 
+    @property
+    def is_sharded(self) -> bool:
+        """Whether this rank holds only rows of some averages, so that it needs only rows of a saved state."""
+        return any(map(is_sharded, self._parameters.values()))
+
+    @staticmethod
+    def part_of_state(state: Mapping[str, Any], number: int, count: int) -> dict[str, Any]:
+        """Return part `number` of `count` of a state: some of the averages, with about the same number of elements."""
+        averages = state["averages"]
+        parts = parts_by_size({name: average.numel() for name, average in averages.items()}, count)
+        return {"averages": {name: average for name, average in averages.items() if parts[name] == number}}
+
     def state_dict(self) -> dict[str, Any]:
         return {"averages": dict(self._averages)}
 
@@ -130,7 +145,7 @@ class WeightAverage:
                 "The checkpoint has no average of %s: it starts from the current weights.", ", ".join(missing)
             )
         self._averages = {
-            name: _like(owned(saved[name]), parameter) if name in saved else _precise(parameter).clone()
+            name: _like(saved[name], parameter) if name in saved else _precise(parameter).clone()
             for name, parameter in self._parameters.items()
         }
         self.is_begun = True
@@ -214,4 +229,7 @@ def _precise(parameter: Tensor) -> Tensor:
 
 
 def _like(average: Tensor, parameter: Tensor) -> Tensor:
-    return average.to(device=parameter.device, dtype=torch.promote_types(parameter.dtype, torch.float32))
+    if is_sharded(parameter):
+        shard: Tensor = as_shard(_like(rows_of(average, parameter), local_part(parameter)), parameter)
+        return shard
+    return owned(average).to(device=parameter.device, dtype=torch.promote_types(parameter.dtype, torch.float32))

@@ -182,7 +182,7 @@ def builds_on_host(trainer: "Trainer") -> bool:
 
 def make_model(trainer: "Trainer", builds: bool) -> None:
     """Set the model on its device, with the layers of recipes and activation checkpointing."""
-    # A second `train` finds the model still wrapped for the first.
+    # At a second `train`, the model is still wrapped from the first.
     trainer.model = build(trainer, trainer.loads_weights) if builds else trainer.unwrapped_model().to(trainer.device)
     trainer.recipes.apply_layers(trainer.model)
     enable = checkpointing_function(trainer.args, trainer.enable_activation_checkpoint_fn)
@@ -259,7 +259,7 @@ def init_optimizer(trainer: "Trainer") -> None:
             elsewhere,
             lambda: preparation.stored_decay_groups(args, trainer.claim, trainer.resume_path),
         )
-    trainer.optimizer = trainer.recipes.precise(trainer.optimizer, named, trainer.seed)
+    trainer.optimizer = trainer._adapt_optimizer(trainer.optimizer, named)
     # Before the schedule, which changes the learning rates of the groups: the configured values must be recorded.
     trainer.optimization = Optimization(trainer.optimizer, named, knows_configuration=True)
     trainer.lr_scheduler = given.lr_scheduler
@@ -271,7 +271,7 @@ def follow_optimizer(trainer: "Trainer") -> None:
     """Rebuild `Optimization` for the optimizer and schedule of the hook; without a schedule, rates are constant."""
     named, own = trainer._named_parameters(), trainer.optimization
     # An override of `_init_optimizer` may have set an optimizer without the updates of `param_precision`.
-    trainer.optimizer = trainer.recipes.precise(trainer.optimizer, named, trainer.seed)
+    trainer.optimizer = trainer._adapt_optimizer(trainer.optimizer, named)
     if own is None or own.made_for is not trainer.optimizer:
         own = trainer.optimization = Optimization(trainer.optimizer, named, knows_configuration=False)
     if trainer.lr_scheduler is None:
@@ -358,7 +358,7 @@ def prepare_checkpoints(trainer: "Trainer") -> None:
     select_components(components, trainer.args.checkpoint_components)
     select_components(components, skipped_components(trainer), "skip_checkpoint_components")
     # Callbacks may differ between ranks, so an error of one rank must become an error of all.
-    with trainer.team.agreement("looking for who supplies the best weights"):
+    with trainer.team.agreement("looking for a callback that supplies the best weights"):
         requirements.require_supplier_of_best(trainer.args, trainer.callbacks)
 
 

@@ -113,6 +113,7 @@ def compiled(model: nn.Module, args: TrainingArguments) -> nn.Module:
     if args.torch_compile_scope == "layer":
         compile_layers(unwrap_model(model), compile_options(args))
         return model
+    # The wrapper adds a prefix to FQNs, which `unwrap_model` removes for checkpoints.
     whole: Any = torch.compile(model, **compile_options(args))
     return whole  # type: ignore[no-any-return]
 

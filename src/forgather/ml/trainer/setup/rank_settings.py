@@ -59,9 +59,10 @@ def require_strategy_for_ranks(trainer_class: type, given: DistributedEnvInterfa
     raise ValueError(
         f"{trainer_class.__name__} trains on one device, but this process is one of {num_ranks} ({source}): each would "
         "train a separate model on the same data and write to the same output directory. Use a trainer that divides the work "
-        "between ranks: DDPTrainer or AccelTrainer if the model fits on one device, else PipelineTrainer or HybridTrainer. "
-        "Or start one process, without torchrun. To train in this process only, such as in a subprocess of a rank, unset "
-        "RANK and WORLD_SIZE, or pass distributed_env=StaticDistributedEnvironment(). A subclass that synchronises the models "
+        "between ranks: DDPTrainer or AccelTrainer if the model fits on one device, else FSDP2Trainer, PipelineTrainer or "
+        "HybridTrainer. Or start one process, without torchrun. To train in this process only, such as in a subprocess of a "
+        "rank, unset RANK and WORLD_SIZE, or pass distributed_env=StaticDistributedEnvironment(). A subclass that "
+        "synchronises the models "
         "of its ranks itself sets handles_ranks = True."
     )
 

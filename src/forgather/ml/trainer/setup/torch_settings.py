@@ -49,9 +49,7 @@ def cuda_graphs_problem(
     if device_type != "cuda" or mode not in _MODES_WITH_CUDA_GRAPHS:
         return None
     if by_layer:
-        return (
-            "torch_compile_scope='layer' runs the graph of a layer several times in a pass, but it has memory for one"
-        )
+        return "torch_compile_scope='layer' runs one graph for several layers of a pass, but a graph has memory for only one"
     if is_pipeline:
         return "a pipeline holds the activations of several micro-batches at once, but a graph has memory for only one"
     if num_batches > 1:

@@ -23,6 +23,10 @@ from forgather.ml.utils import ModelWrapper
 logger = logging.getLogger(__name__)
 
 
+BASE_MODEL_METHOD = "forward_base_model"
+"""Method of a sharded model that runs its base model with gathered parameters (`fsdp2.sharded_model`)."""
+
+
 class HiddenStatesModel(ModelWrapper):
     """Model wrapper that returns hidden states instead of logits if called with `return_hidden_states=True`.
 
@@ -45,7 +49,8 @@ class HiddenStatesModel(ModelWrapper):
         if self._avoids_cache:
             # Training never reads the key-value cache, and the base model would build it by default.
             inputs.setdefault("use_cache", False)
-        return self.wrapped.base_model(*args, **inputs)[0]  # type: ignore[operator]
+        run: Any = getattr(self.wrapped, BASE_MODEL_METHOD, None) or self.wrapped.base_model
+        return run(*args, **inputs)[0]
 
 
 def output_embeddings_of(model: nn.Module) -> nn.Module:

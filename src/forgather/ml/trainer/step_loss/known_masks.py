@@ -3,7 +3,7 @@
 transformers skips the attention mask if a batch has no padding and no packed sequences. To find out, it reads a value
 from the device in every forward pass, and the host waits. `to_device` notes these facts on the tensors while they are
 still on the CPU, and the functions of transformers that would read the device use the notes. Results do not change:
-without a note, transformers looks itself. Used on accelerators only, by the trainers and the pipeline stages.
+without a note, transformers reads the device. Used on accelerators only, by the trainers and the pipeline stages.
 """
 
 import contextlib
@@ -24,6 +24,7 @@ from forgather.ml.utils import unwrap_model
 
 _NOTE = "_forgather_known_rows"
 _HAS_OWN_POSITIONS: ContextVar[bool] = ContextVar("model makes its own positions", default=False)
+# Models checked by `counts_positions`. Weak keys, so that the table keeps no model alive.
 _trusted: weakref.WeakKeyDictionary[nn.Module, bool] = weakref.WeakKeyDictionary()
 
 
@@ -73,6 +74,7 @@ def _read(tensor: Tensor) -> list[bool] | None:
     if tensor.shape[0] > 1 and tensor.stride(0) == 0 and base.shape[0] == 1:
         # One row, expanded to all samples of a batch.
         return list(note.rows)
+    # Micro-batches are slices of rows. The offset of a slice in the memory of its base gives its first row.
     first, column = divmod(int(tensor.storage_offset() - base.storage_offset()), max(base.stride(0), 1))
     if column or (tensor.shape[0] > 1 and tensor.stride(0) != base.stride(0)):
         return None
@@ -101,7 +103,7 @@ def positions_of(model: nn.Module, inputs: Mapping[str, Any]) -> contextlib.Abst
 
 def counts_positions(model: nn.Module) -> bool:
     """Return whether the model runs only code of transformers, which counts positions from 0 in each row."""
-    # Another model may compute positions that start again inside of a row, to pack sequences. transformers must look.
+    # Other code may compute positions that restart within a row, for packed sequences, so transformers must check.
     known = _trusted.get(model)
     if known is None:
         known = _trusted[model] = _is_of_transformers(unwrap_model(model))
@@ -153,7 +155,7 @@ def _wrap_masks(library: ModuleType) -> None:
 
 
 def _wrap(owner: object, name: str, answered: Callable[[Wrapper], Wrapper]) -> None:
-    # Private functions of transformers may be missing in other versions. Then transformers looks itself, as always.
+    # A version of transformers without this private function reads the device as usual.
     original = getattr(owner, name, None)
     if original is not None:
         setattr(owner, name, _unless_compiling(original, answered))
@@ -164,7 +166,7 @@ def _unless_compiling(original: Wrapper, answered: Callable[[Wrapper], Wrapper])
 
     @functools.wraps(original)
     def choose(*args: Any, **kwargs: Any) -> Any:
-        # A compiled forward pass contains no look: transformers always builds the mask.
+        # In a compiled forward pass transformers does not read the device: it always builds the mask.
         return (original if torch.compiler.is_compiling() else with_answers)(*args, **kwargs)
 
     return choose
@@ -204,7 +206,7 @@ def _carrying_notes(original: Wrapper) -> Wrapper:
 
 
 def _answered_padding(original: Wrapper) -> Wrapper:
-    """Answer whether the mask may be left out from the note of the padding mask, if it covers exactly the queries."""
+    """Decide by the note of the padding mask whether the mask can be omitted, if it covers exactly the queries."""
     parameters = inspect.signature(original)
 
     def ignore(*args: Any, **kwargs: Any) -> Any:
@@ -216,6 +218,7 @@ def _answered_padding(original: Wrapper) -> Wrapper:
             return original(*args, **kwargs)
         if not all(rows):
             return False
+        # Without a padding mask, transformers decides by shapes only and reads nothing from the device.
         call.arguments["padding_mask"] = None
         return original(*call.args, **call.kwargs)
 
@@ -223,7 +226,7 @@ def _answered_padding(original: Wrapper) -> Wrapper:
 
 
 def _without_full_mask(original: Wrapper) -> Wrapper:
-    """Leave out a mask without padding, for kernels that get their mask as lengths or blocks."""
+    """Omit a mask without padding, for kernels that get their mask as lengths or blocks."""
 
     def create(*args: Any, **kwargs: Any) -> Any:
         mask = kwargs.get("attention_mask")
@@ -237,7 +240,7 @@ def _without_full_mask(original: Wrapper) -> Wrapper:
 
 
 def _looking_once(original: Wrapper) -> Wrapper:
-    """Search for padding without a mask, which is only worth a warning, in the first batch of a model."""
+    """Check for padding without a mask in the first batch of a model only: it leads to no more than a warning."""
     seen: weakref.WeakSet[nn.Module] = weakref.WeakSet()
 
     def warn(model: nn.Module, input_ids: Any, attention_mask: Any) -> None:

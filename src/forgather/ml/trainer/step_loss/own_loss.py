@@ -12,6 +12,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 
+from forgather.ml.checkpoint.sharding.sharded_tensors import is_dtensor
 from forgather.ml.loss import CausalLoss
 from forgather.ml.trainer.setup.model_modes import set_train
 from forgather.ml.trainer.step_loss.loss_traits import IGNORE_INDEX, looking_only
@@ -89,7 +90,9 @@ def compared(model: nn.Module, inputs: Mapping[str, Any], labels: Tensor) -> Com
 def _compared(model: nn.Module, inputs: Mapping[str, Any], labels: Tensor) -> Comparison:
     outputs = model(**inputs, labels=labels)
     logits = logits_of(outputs)
-    if logits is not None and logits.ndim == 3 and float(logits.float().std(dim=-1).max()) < _TOO_EVEN:
+    is_even = logits is not None and logits.ndim == 3 and float(logits.float().std(dim=-1).max()) < _TOO_EVEN
+    # Other parameters cannot be put in place of shards: each rank has only some rows.
+    if is_even and not any(map(is_dtensor, model.parameters())):
         outputs = torch.func.functional_call(model, _varied(model), kwargs={**inputs, "labels": labels})
     comparison = _comparison(model, inputs, labels, outputs)
     if comparison.causal is None or comparison.differs or getattr(model, "loss_type", None) == "ForCausalLM":

@@ -9,6 +9,7 @@ from forgather.ml.trainer.diagnostics.health import carries, device_problem, dty
 def test_dtypes_of_training_are_checked() -> None:
     assert dtypes_of(TrainingArguments()) == [torch.float32]
     assert dtypes_of(TrainingArguments(mixed_precision="bf16")) == [torch.float32, torch.bfloat16]
+    assert dtypes_of(TrainingArguments(param_precision="bf16_master")) == [torch.float32, torch.bfloat16]
     assert dtypes_of(TrainingArguments(default_dtype="float16")) == [torch.float32, torch.float16]
 
 

@@ -53,7 +53,7 @@ def test_all_settings_are_proposed_for_a_plain_run(tmp_path: Path) -> None:
 def test_settings_for_the_larger_part_come_first(tmp_path: Path) -> None:
     found = settings(tmp_path, MOSTLY_STATE)
     assert found.index("fuse_optim_with_backward=True") < found.index("gradient_checkpointing=True")
-    assert found[-1] == "PipelineTrainer or HybridTrainer"
+    assert found[-1] == "FSDP2Trainer, PipelineTrainer or HybridTrainer"
 
 
 def test_settings_that_are_on_are_not_proposed(tmp_path: Path) -> None:
@@ -72,7 +72,7 @@ def test_settings_that_are_on_are_not_proposed(tmp_path: Path) -> None:
     assert found == ["shorter sequences", "ema_decay=None"]
 
 
-def test_refused_settings_are_not_proposed(tmp_path: Path) -> None:
+def test_rejected_settings_are_not_proposed(tmp_path: Path) -> None:
     found = settings(tmp_path, fuse_optim_with_backward=True, max_grad_norm=None)
     assert not any("gradient_accumulation_steps" in setting or "fuse_optim" in setting for setting in found)
     found = settings(tmp_path, trainer_class=DDPTrainer, ddp={"static_graph": True, "find_unused_parameters": True})

@@ -1,4 +1,4 @@
-"""`PreciseOptimizer`: float32 updates of bfloat16 parameters, whatever the portions, optimizers and layouts are."""
+"""`PreciseOptimizer`: float32 updates of bfloat16 parameters, for all portions, optimizers and layouts."""
 
 from collections.abc import Sequence
 from typing import Any
@@ -77,7 +77,7 @@ def test_portions_do_not_change_the_result(precision: str, fused: bool, monkeypa
 
 
 @pytest.mark.parametrize("precision", PRECISIONS)
-def test_divided_parameters_get_the_same_weights(precision: str) -> None:
+def test_parameters_divided_over_optimizers_get_the_same_weights(precision: str) -> None:
     """As on the ranks of a pipeline, or with a composed optimizer."""
     whole, stages, composed = parameters(), parameters(), parameters()
     expected = train(whole, [precise(whole, precision)])
@@ -133,7 +133,7 @@ def test_failed_step_leaves_groups_and_state_as_they_were() -> None:
         ("bf16_stochastic", {"seed": "0", "count": 1}, "seed"),
     ],
 )
-def test_invalid_entries_are_refused(precision: str, entry: object, message: str) -> None:
+def test_invalid_entries_are_rejected(precision: str, entry: object, message: str) -> None:
     named = parameters()
     optimizer = precise(named, precision)
     train(named, [optimizer])

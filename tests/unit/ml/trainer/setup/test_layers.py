@@ -1,4 +1,4 @@
-"""How the repeated layers of a model are found."""
+"""Search for the repeated layers of a model, and forward passes without a KV cache."""
 
 import pytest
 from torch import Tensor, nn
@@ -36,7 +36,7 @@ class Declared(nn.Module):
         self.blocks = nn.Sequential(Layer(), Layer(), nn.Tanh())
 
 
-def test_layers_of_transformers_of_the_protocol_and_of_declared_classes() -> None:
+def test_layers_are_found_in_transformers_the_protocol_and_declared_classes() -> None:
     llama = tiny_llama(num_hidden_layers=3)
     assert repeated_layers(llama, "x") == list(llama.model.layers)
     config = BertConfig(vocab_size=8, hidden_size=8, num_hidden_layers=2, num_attention_heads=1, intermediate_size=8)
@@ -49,21 +49,21 @@ def test_layers_of_transformers_of_the_protocol_and_of_declared_classes() -> Non
     assert repeated_layers(declared, "x") == list(declared.blocks)[:2]
 
 
-def test_layers_of_pipeline_stages() -> None:
+def test_layers_of_pipeline_stages_are_found() -> None:
     llama = tiny_llama(num_hidden_layers=3).to("meta")
     stages = hugging_face_stages(find_anatomy(llama), [range(1), range(1, 3)])
     found = [repeated_layers(stage, "x") for stage in stages]
     assert found == [[llama.model.layers[0]], list(llama.model.layers[1:])]
 
 
-def test_model_without_recognisable_layers() -> None:
+def test_model_without_recognisable_layers_is_rejected() -> None:
     with pytest.raises(
         ValueError, match=r"setting=1 works on .*TokenModel shows none.*layer_stack.*_no_split_modules = "
     ):
         repeated_layers(TokenModel(), "setting=1")
 
 
-def test_no_cache_is_built_unless_asked_for() -> None:
+def test_no_kv_cache_is_built_unless_requested() -> None:
     model = tiny_llama()
     tokens: Tensor = model.dummy_inputs["input_ids"][:1] % 4
     assert model(tokens).past_key_values is not None
