@@ -11,7 +11,6 @@ import multiprocessing
 import os
 import shutil
 import statistics
-import tempfile
 from collections import defaultdict
 from collections.abc import Callable, Sequence
 from concurrent.futures import ProcessPoolExecutor
@@ -33,6 +32,7 @@ from contenders import (
     measure_loads,
     measure_saves,
 )
+from disk import directory_on_disk, file_system
 from result_table import ResultTable
 from rich.console import Console
 
@@ -56,13 +56,10 @@ def main() -> None:
     arguments = _parse_arguments()
     console = Console()
     num_bytes = int(arguments.size_gb * _GB)
-    with tempfile.TemporaryDirectory(prefix=".checkpoint-benchmark-", dir=arguments.dir) as directory:
-        # The default directory is in a working tree, and git must not offer gigabytes of test files for a commit.
-        Path(directory, ".gitignore").write_text("*\n")
-        _require_disk(directory, num_bytes)
-        facts = _facts(Path(directory), arguments.rounds)
+    with directory_on_disk(arguments.dir, ".checkpoint-benchmark-", 2 * num_bytes) as directory:
+        facts = _facts(directory, arguments.rounds)
         console.print(*facts, sep="\n", highlight=False, soft_wrap=True)
-        results = _run(num_bytes, arguments.rounds, Path(directory))
+        results = _run(num_bytes, arguments.rounds, directory)
     tables = _tables(results)
     for table in tables:
         console.print(table.as_rich())
@@ -84,36 +81,13 @@ def _parse_arguments() -> argparse.Namespace:
     return parser.parse_args()
 
 
-def _require_disk(directory: str, num_bytes: int) -> None:
-    kind = _file_system(directory)
-    if kind in ("tmpfs", "ramfs"):
-        raise SystemExit(f"The working directory is on {kind}, which is memory. Set --dir to a directory on a disk.")
-    free = shutil.disk_usage(directory).free
-    if free < 2 * num_bytes:
-        raise SystemExit(
-            f"{free / _GB:.1f} GB are free, but --size-gb {num_bytes / _GB:g} needs {2 * num_bytes / _GB:.1f} GB. "
-            "Set --dir to another directory, or reduce --size-gb."
-        )
-
-
 def _facts(directory: Path, num_rounds: int) -> list[str]:
     memory = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
     return [
-        f"{len(os.sched_getaffinity(0))} cores, {memory / 2**30:.0f} GiB of memory, {_file_system(str(directory))}",
+        f"{len(os.sched_getaffinity(0))} cores, {memory / 2**30:.0f} GiB of memory, {file_system(str(directory))}",
         f"torch {torch.__version__}, {torch.get_num_threads()} threads",
         f"median of {num_rounds} rounds (smallest to largest); cold: page cache emptied by {forget_files(directory)}",
     ]
-
-
-def _file_system(directory: str) -> str:
-    """Return the file system type of a directory."""
-    device = os.stat(directory).st_dev
-    number = f"{os.major(device)}:{os.minor(device)}"
-    for line in Path("/proc/self/mountinfo").read_text().splitlines():
-        mount, _, source = line.partition(" - ")
-        if mount.split()[2] == number:
-            return source.split()[0]
-    return "unknown file system"
 
 
 def _run(num_bytes: int, num_rounds: int, directory: Path) -> Results:

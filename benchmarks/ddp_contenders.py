@@ -7,6 +7,7 @@ import torch
 from step_contenders import (
     Contenders,
     Task,
+    measure_norm,
     train_accelerate,
     train_bare,
     train_fabric,
@@ -26,14 +27,15 @@ class RankTask(Task):
     """Task of a contender on each rank. A batch is for one rank, but one rank may make the batches of all ranks."""
 
     first_input: Tensor | None = field(init=False, default=None)
-    """Model input of the first step."""
+    """Model input of the first step. Trial passes without gradients do not count."""
 
     def __post_init__(self) -> None:
         super().__post_init__()
 
         def keep_input(_module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-            self.first_input = kwargs["input_ids"] if "input_ids" in kwargs else args[0]
-            handle.remove()
+            if torch.is_grad_enabled():
+                self.first_input = kwargs["input_ids"] if "input_ids" in kwargs else args[0]
+                handle.remove()
 
         handle = self.model.register_forward_pre_hook(keep_input, with_kwargs=True)
 
@@ -53,7 +55,7 @@ def _bare(task: RankTask) -> None:
 
 def _bare_like_ours(task: RankTask) -> None:
     model = DistributedDataParallel(task.model, gradient_as_bucket_view=True)
-    train_bare(task, model, task.sharded_loader(), measures_norm=True)
+    train_bare(task, model, task.sharded_loader(), after_backward=measure_norm)
 
 
 def _ours(task: RankTask, **settings: Any) -> None:
@@ -68,6 +70,10 @@ def _ours_dispatched(task: RankTask) -> None:
 
 def _ours_sharded(task: RankTask) -> None:
     _ours(task, dispatch_batches=False)
+
+
+def _ours_zero(task: RankTask) -> None:
+    _ours(task, dispatch_batches=True, ddp={"shard_optimizer": True})
 
 
 def _transformers(task: RankTask) -> None:
@@ -87,12 +93,14 @@ BARE = "bare DDP loop"
 BARE_LIKE_OURS = "bare DDP loop, Forgather settings"
 OURS = "Forgather DDPTrainer, dispatched"
 OURS_SHARDED = "Forgather DDPTrainer, sharded"
+OURS_ZERO = "Forgather DDPTrainer, ZeRO-1"
 _OUR_MODULE = "forgather.ml.trainer.ddp.ddp_trainer"
 CONTENDERS: Contenders[RankTask] = {
     BARE: (_bare, "torch"),
     BARE_LIKE_OURS: (_bare_like_ours, "torch"),
     OURS: (_ours_dispatched, _OUR_MODULE),
     OURS_SHARDED: (_ours_sharded, _OUR_MODULE),
+    OURS_ZERO: (_ours_zero, _OUR_MODULE),
     "Lightning Fabric": (_fabric, "lightning"),
     "accelerate": (train_accelerate, "accelerate"),
     "transformers.Trainer": (_transformers, "transformers"),

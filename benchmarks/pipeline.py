@@ -20,6 +20,7 @@ import tempfile
 from collections.abc import Sequence
 from pathlib import Path
 
+from local_ranks import NUM_THREADS, RANKS_FACT, RESULT_FILE
 from pipeline_contenders import (
     BARE,
     BARE_WITH_NORM,
@@ -31,7 +32,6 @@ from pipeline_contenders import (
     SIZES,
     make_model,
 )
-from pipeline_rank import RESULT_FILE
 from result_table import ResultTable, write_markdown
 from rich.console import Console
 from step import MALLOC_NOTE, MS, Cost, facts, settings, spread
@@ -40,7 +40,6 @@ from step_contenders import LOGGING_STEPS, Size
 from forgather.ml.trainer.pipeline.schedules import SCHEDULES, check_layout
 from forgather.ml.trainer.pipeline.schedules.timeline import bubble_share
 
-_NUM_THREADS = 1
 _NUM_RESAMPLES = 2000
 _BUBBLE_LAYOUTS = [(ranks, micro_batches) for ranks in (4, 8) for micro_batches in (8, 16)]
 
@@ -80,9 +79,9 @@ def _parse_arguments() -> argparse.Namespace:
 
 
 def _facts(num_rounds: int) -> list[str]:
-    machine, versions, _ = facts([*CONTENDERS, "transformers"], num_rounds, _NUM_THREADS)
+    machine, versions, _ = facts([*CONTENDERS, "transformers"], num_rounds, NUM_THREADS)
     rounds = f"median of {num_rounds} rounds (10th to 90th percentile) of blocks of {LOGGING_STEPS} steps or more"
-    return [machine, versions, rounds, f"{NUM_RANKS} ranks on this machine, gloo over localhost"]
+    return [machine, versions, rounds, RANKS_FACT.format(NUM_RANKS)]
 
 
 # --- steps
@@ -100,7 +99,7 @@ def _run_ranks(arguments: Sequence[str]) -> None:
     torchrun = ["-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={NUM_RANKS}", "--monitor-interval=2"]
     script = str(Path(__file__).with_name("pipeline_rank.py"))
     command = [sys.executable, *torchrun, script, *arguments]
-    environment = {**os.environ, **settings(_NUM_THREADS)}
+    environment = {**os.environ, **settings(NUM_THREADS)}
     result = subprocess.run(
         command, env=environment, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, check=False
     )
@@ -124,7 +123,7 @@ def _step_table(title: str, costs: dict[str, list[Cost]]) -> ResultTable:
             "" if name != OURS else _median_of_ratios([one.wall for one in with_norm], [one.wall for one in rounds]),
             "" if name != OURS else _median_of_ratios([one.cpu for one in rounds], [one.cpu for one in with_norm]),
         ]
-        wall, cpu = spread([one.wall * MS for one in rounds], 2), spread([one.cpu * MS for one in rounds], 2)
+        wall, cpu = spread([one.wall * MS for one in rounds], 1), spread([one.cpu * MS for one in rounds], 1)
         rows.append([name, wall, cpu, *compared])
     return ResultTable(title, columns, rows, OURS)
 
@@ -133,7 +132,7 @@ def _median_of_ratios(dividends: Sequence[float], divisors: Sequence[float]) -> 
     # Compare within a round: a disturbance usually lasts longer than a turn.
     ratios = [dividend / divisor for dividend, divisor in zip(dividends, divisors, strict=True)]
     low, high = _bootstrap_interval(ratios)
-    return f"{statistics.median(ratios):.3f} ({low:.3f}-{high:.3f})"
+    return f"{statistics.median(ratios):.2f} ({low:.2f}-{high:.2f})"
 
 
 def _bootstrap_interval(values: Sequence[float]) -> tuple[float, float]:

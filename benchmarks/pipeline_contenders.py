@@ -6,7 +6,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from step_contenders import LOGGING_STEPS, Contenders, Size, Task
+from step_contenders import LEARNING_RATE, LOGGING_STEPS, Contenders, Size, Task
 from torch import Tensor, nn
 from torch.distributed.pipelining import PipelineStage
 from torch.nn import functional
@@ -19,7 +19,6 @@ from forgather.ml.trainer.pipeline.schedules import SCHEDULES, find_schedule, tr
 
 NUM_RANKS = 2
 NUM_MICROBATCHES = 4
-LEARNING_RATE = 1e-4
 SIZES = (Size("1M", 128, 4, 8, 128), Size("10M", 384, 6, 8, 128))
 # Zero-bubble schedules detach stage outputs, and the plain stages of the bare loop do not support that.
 SCHEDULE_NAMES = tuple(traits.name for traits in SCHEDULES.values() if not traits.splits_backward)

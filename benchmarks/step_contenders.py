@@ -11,7 +11,7 @@ import importlib.util
 import sys
 import tempfile
 import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, TypeVar
 
@@ -24,7 +24,7 @@ from torch.utils.data import DataLoader, Dataset
 
 LOGGING_STEPS = 10
 _NUM_STEPS = 1_000_000
-_LEARNING_RATE = 1e-4
+LEARNING_RATE = 1e-4
 # Large enough that no measurement reaches the end of an epoch, since its cost differs between loops.
 _NUM_SAMPLES = 2**19
 _VOCABULARY = 256
@@ -126,22 +126,31 @@ class Task:
         return DataLoader(self.dataset, self.size.batch_size, shuffle=True, collate_fn=self.collate)
 
     def optimizer(self) -> torch.optim.AdamW:
-        return torch.optim.AdamW(self.model.parameters(), lr=_LEARNING_RATE, weight_decay=0.0, fused=True)
+        return torch.optim.AdamW(self.model.parameters(), lr=LEARNING_RATE, weight_decay=0.0, fused=True)
 
     def scheduler(self, optimizer: torch.optim.Optimizer) -> LambdaLR:
         return LambdaLR(optimizer, lambda step: max(0.0, 1.0 - step / _NUM_STEPS))
 
 
-def train_bare(task: Task, model: nn.Module, loader: DataLoader[Any], *, measures_norm: bool = False) -> None:
+def measure_norm(parameters: Sequence[nn.Parameter]) -> None:
+    torch.nn.utils.get_total_norm([one.grad for one in parameters if one.grad is not None])
+
+
+def train_bare(
+    task: Task,
+    model: nn.Module,
+    batches: Iterable[Mapping[str, Tensor]],
+    *,
+    after_backward: Callable[[Sequence[nn.Parameter]], None] = lambda parameters: None,
+) -> None:
     optimizer = task.optimizer()
     scheduler = task.scheduler(optimizer)
     parameters = list(model.parameters())
     model.train()
-    for step, batch in enumerate(loader, start=1):
+    for step, batch in enumerate(batches, start=1):
         loss = model(**batch)["loss"]
         loss.backward()
-        if measures_norm:
-            torch.nn.utils.get_total_norm([one.grad for one in parameters if one.grad is not None])
+        after_backward(parameters)
         optimizer.step()
         scheduler.step()
         optimizer.zero_grad()
@@ -154,14 +163,14 @@ def _bare(task: Task) -> None:
 
 
 def _bare_with_norm(task: Task) -> None:
-    train_bare(task, task.model, task.loader(), measures_norm=True)
+    train_bare(task, task.model, task.loader(), after_backward=measure_norm)
 
 
 def train_ours(task: Task, trainer: Callable[..., Any], arguments: Callable[..., Any], **settings: Any) -> None:
     args = arguments(
         output_dir=task.directory,
         per_device_train_batch_size=task.size.batch_size,
-        learning_rate=_LEARNING_RATE,
+        learning_rate=LEARNING_RATE,
         max_steps=_NUM_STEPS,
         logging_steps=LOGGING_STEPS,
         save_strategy="no",
@@ -184,7 +193,7 @@ def train_transformers(task: Task, **settings: Any) -> None:
     arguments = TrainingArguments(
         output_dir=task.directory,
         per_device_train_batch_size=task.size.batch_size,
-        learning_rate=_LEARNING_RATE,
+        learning_rate=LEARNING_RATE,
         max_steps=_NUM_STEPS,
         logging_steps=LOGGING_STEPS,
         optim="adamw_torch_fused",

@@ -30,7 +30,7 @@ def run_program(document: str, folder: str) -> int:
         ("custom-trainers", 2, 4),
         ("installation", 1, 1),
         ("trainer", 1, 1),
-        ("distributed", 2, 1),
+        ("distributed", 2, 2),
         ("pipeline", 2, 3),
         ("recipes", 1, 1),
         ("importing", 1, 1),

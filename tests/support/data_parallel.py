@@ -8,11 +8,13 @@ from typing import Any, NamedTuple
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
 
 from forgather.ml.distributed import StaticDistributedEnvironment
 from forgather.ml.trainer.ddp.ddp_trainer import DDPTrainer
+from forgather.ml.trainer.fsdp2.fsdp2_trainer import FSDP2Trainer
 from forgather.ml.trainer.trainer import Trainer
-from tests.support.tiny_models import Recorder, quiet_trainer, weights
+from tests.support.tiny_models import Recorder, quiet_trainer
 
 
 class Result(NamedTuple):
@@ -40,6 +42,42 @@ def ddp_trainer(output_dir: Path, model: nn.Module | None, train: Any, *callback
     return trainer
 
 
+def fsdp2_trainer(
+    output_dir: Path, model: Callable[[], nn.Module] | nn.Module, train: Any, *callbacks: Any, **settings: Any
+) -> FSDP2Trainer:
+    """Build a `quiet_trainer` of class `FSDP2Trainer` for the ranks of a test, from a model or its `model_init`."""
+    given = model if isinstance(model, nn.Module) else None
+    options = {"distributed_env": environment(), **settings.pop("trainer_options", {})}
+    if given is None:
+        options["model_init"] = model
+    trainer = quiet_trainer(
+        output_dir, given, train, *callbacks, trainer_class=FSDP2Trainer, trainer_options=options, **settings
+    )
+    assert isinstance(trainer, FSDP2Trainer)
+    return trainer
+
+
+def whole(tensor: Tensor) -> Tensor:
+    """Return a copy of a tensor, or the full tensor of a sharded one. Collective if it is sharded."""
+    tensor = tensor.detach()
+    return tensor.full_tensor() if isinstance(tensor, DTensor) else tensor.clone()
+
+
+def whole_weights(model: nn.Module) -> dict[str, Tensor]:
+    return {name: whole(tensor) for name, tensor in model.state_dict().items()}
+
+
+def whole_moments(trainer: Trainer) -> dict[str, Tensor]:
+    """Return the optimizer state in full tensors, as `<parameter>.<key>`."""
+    names = {parameter: name for name, parameter in trainer.unwrapped_model().named_parameters()}
+    return {
+        f"{names[parameter]}.{key}": whole(value)
+        for parameter, state in trainer.optimizer.state.items()
+        for key, value in state.items()
+        if isinstance(value, Tensor)
+    }
+
+
 def run(trainer: Trainer) -> Result:
     """Train, log every step, and return the result."""
     recorder = Recorder()
@@ -50,7 +88,7 @@ def run(trainer: Trainer) -> Result:
     return Result(
         [record.get("loss", math.nan) for record in logs],
         [record["grad_norm"] for record in logs],
-        weights(trainer.unwrapped_model()),
+        whole_weights(trainer.unwrapped_model()),
         {"step": output.global_step, **output.metrics},
     )
 

@@ -1,4 +1,4 @@
-"""Small DDP job with one failing rank: `python -m tests.support.ddp_job DIRECTORY WHERE`.
+"""Small DDP or FSDP2 job with one failing rank: `python -m tests.support.ddp_job DIRECTORY WHERE [ddp|fsdp2]`.
 
 It needs only torch, so that it starts fast.
 """
@@ -13,8 +13,10 @@ import torch
 from torch import Tensor, nn
 from torch.optim.lr_scheduler import LambdaLR
 
+from forgather.ml.checkpoint.sharding.sharded_tensors import local_part
 from forgather.ml.distributed import get_rank, record_entry_point
 from forgather.ml.trainer.ddp.ddp_trainer import DDPTrainer
+from forgather.ml.trainer.fsdp2.fsdp2_trainer import FSDP2Trainer
 
 NUM_STEPS = 8
 FAILING_STEP = 5
@@ -74,7 +76,7 @@ def failing_loss(logits: Tensor, labels: Tensor) -> Tensor:
 @record_entry_point
 def main() -> None:
     torch.set_num_threads(1)
-    directory, where = Path(sys.argv[1]), sys.argv[2]
+    directory, where, kind = Path(sys.argv[1]), sys.argv[2], "".join(sys.argv[3:])
     callbacks: list[Any] = []
     if get_rank() == 1:
         callbacks = {
@@ -84,7 +86,8 @@ def main() -> None:
             "kill": lambda: [Dying(directory / "died")],
         }.get(where, list)()
     samples = [{"input_ids": torch.arange(6) + index % 9, "labels": torch.arange(6) + index % 8} for index in range(64)]
-    trainer = DDPTrainer(
+    trainer_class = FSDP2Trainer if kind == "fsdp2" else DDPTrainer
+    trainer = trainer_class(
         args={
             "output_dir": str(directory / "output"),
             "use_cpu": True,
@@ -106,7 +109,9 @@ def main() -> None:
         lr_scheduler_factory=lambda optimizer: LambdaLR(optimizer, lambda step: 1.0),
     )
     trainer.train()
-    digest = sum(float(one.detach().double().square().sum()) for one in trainer.unwrapped_model().parameters())
+    digest = sum(
+        float(local_part(one.detach()).double().square().sum()) for one in trainer.unwrapped_model().parameters()
+    )
     print(f"rank {get_rank()} ended at step {trainer.state.global_step} with {digest.hex()}", flush=True)
     torch.distributed.destroy_process_group()
 

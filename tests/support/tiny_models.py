@@ -10,6 +10,7 @@ from torch import Tensor, nn
 from torch.utils.data import IterableDataset
 from transformers import LlamaConfig, LlamaForCausalLM
 
+from forgather.ml.checkpoint.sharding.sharded_tensors import is_sharded
 from forgather.ml.trainer.trainer import Trainer
 
 IGNORED = -100
@@ -174,4 +175,11 @@ def saved_steps(output_dir: Path) -> list[int]:
 
 
 def weights(model: nn.Module) -> dict[str, Tensor]:
-    return {name: tensor.detach().clone() for name, tensor in model.state_dict().items()}
+    """Return copies of the weights by name; collective for a sharded model."""
+    return {name: full(tensor.detach()).clone() for name, tensor in model.state_dict().items()}
+
+
+def full(tensor: Tensor) -> Tensor:
+    """Return the full tensor of a shard; collective over the ranks that share it. Other tensors are returned unchanged."""
+    whole: Tensor = tensor.full_tensor() if is_sharded(tensor) else tensor  # type: ignore[attr-defined]
+    return whole

@@ -29,8 +29,10 @@ from torch.utils.data import IterableDataset, get_worker_info
 from transformers import LlamaConfig, LlamaForCausalLM
 from transformers.optimization import get_scheduler  # noqa: F401 - imported once for all starts
 
+from forgather.ml.checkpoint.sharding.sharded_tensors import local_part
 from forgather.ml.trainer.callbacks import default_callbacks
 from forgather.ml.trainer.ddp.ddp_trainer import DDPTrainer
+from forgather.ml.trainer.fsdp2.fsdp2_trainer import FSDP2Trainer
 from forgather.ml.trainer.trainer import Trainer
 from tests.support.launch import RankProcess, free_port
 from tests.support.rank_protocol import rank_variables
@@ -303,7 +305,7 @@ def trainer_class(scenario: Scenario) -> Callable[..., Trainer]:
         from forgather.ml.trainer.accelerate.accel_trainer import AccelTrainer
 
         return functools.partial(AccelTrainer, accelerator=Accelerator(cpu=True))
-    return {"single": Trainer, "ddp": DDPTrainer}[scenario.trainer]
+    return {"single": Trainer, "ddp": DDPTrainer, "fsdp2": FSDP2Trainer}[scenario.trainer]
 
 
 def momentum(groups: list[dict[str, Any]]) -> torch.optim.Optimizer:
@@ -352,9 +354,9 @@ def logged(history: Sequence[Mapping[str, Any]]) -> list[dict[str, str]]:
 
 
 def exact(value: Any) -> str:
-    """Return text that is equal exactly if the values are: all digits of floats, a digest for tensors."""
+    """Return text that is equal exactly if the values are: all digits of floats, a digest for tensors or shards."""
     if isinstance(value, Tensor):
-        content = value.detach().cpu().contiguous()
+        content = local_part(value.detach()).cpu().contiguous()
         data = content.flatten().view(torch.uint8).numpy().tobytes() if content.numel() else b""
         return f"{content.dtype} {tuple(content.shape)} {hashlib.sha256(data).hexdigest()[:16]}"
     if isinstance(value, float):

@@ -11,6 +11,7 @@ from tests.support.train_job import Scenario, Start, Stop, run_scenarios
 # Checkpoints: 3, 6, 8; evaluations: 4, 8.
 BASE: dict[str, Any] = {"gradient_accumulation_steps": 2}
 SHARDED: dict[str, Any] = {**BASE, "dispatch_batches": False}
+ZERO: dict[str, Any] = {**BASE, "ddp": {"shard_optimizer": True}, "ema_decay": 0.9}
 LOCAL_SGD: dict[str, Any] = {**BASE, "post_local_sgd": {"enabled": True, "start_step": 4, "period": 3}}
 
 ONE_RANK = Stop("on_forward_backward_begin", step=5, nth=2, ranks=(1,))
@@ -27,6 +28,7 @@ SETTINGS: dict[str, dict[str, Any]] = {
     "dispatched stream": {"settings": BASE, "data": "stream"},
     "sharded": {"settings": SHARDED},
     "sharded, workers": {"settings": {**SHARDED, "dataloader_num_workers": 2}},
+    "sharded moments": {"settings": ZERO},
     "local sgd": {"settings": LOCAL_SGD},
     "accelerate": {"settings": BASE, "trainer": "accelerate"},
 }
@@ -43,6 +45,7 @@ KILLS: dict[str, dict[str, tuple[Stop, ...]]] = {
     "dispatched stream": {"one rank": (ONE_RANK,)},
     "sharded": {"one rank": (ONE_RANK,), "both ranks": (BOTH_RANKS,)},
     "sharded, workers": {"both ranks": (BOTH_RANKS,)},
+    "sharded moments": {"one rank": (ONE_RANK,), "in a save": (IN_A_SAVE,)},
     "local sgd": {"before it starts": (BOTH_RANKS,), "after it started": (THE_READING_RANK,)},
     "accelerate": {"one rank": (ONE_RANK,), "in an evaluation": (IN_AN_EVALUATION,)},
 }
@@ -109,8 +112,14 @@ def test_stop_signal_to_one_rank_saves_and_stops_all_ranks(when: str, exact_runs
 @pytest.mark.parametrize("setting", SETTINGS)
 def test_ranks_share_weights_but_not_random_state(setting: str, exact_runs: Runs) -> None:
     facts = end_of(exact_runs[setting])
-    for part in ("weights", "moments", "schedule", "log", "counters"):
+    for part in ("weights", "schedule", "log", "counters"):
         assert facts[f"{part} of rank 0"] == facts[f"{part} of rank 1"], part
+    if setting == "sharded moments":
+        assert not facts["moments of rank 0"].keys() & facts["moments of rank 1"].keys()
+        together = {**facts["moments of rank 0"], **facts["moments of rank 1"]}
+        assert together == end_of(exact_runs["dispatched"])["moments of rank 0"]
+    else:
+        assert facts["moments of rank 0"] == facts["moments of rank 1"]
     assert facts["random of rank 0"] != facts["random of rank 1"]
     assert facts["moments of rank 0"]
 

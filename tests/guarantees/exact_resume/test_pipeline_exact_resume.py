@@ -22,6 +22,12 @@ SETTINGS: dict[str, dict[str, Any]] = {
         "trainer": "hybrid",
         "num_ranks": 4,
     },
+    "hybrid, sharded stages, tied": {
+        "settings": {**HYBRID, "dp_strategy": "shard", "ema_decay": 0.9},
+        "trainer": "hybrid",
+        "num_ranks": 4,
+        "model": "gpt2",
+    },
 }
 KILLS: dict[str, dict[str, Stop]] = {
     "1f1b": {
@@ -40,6 +46,10 @@ KILLS: dict[str, dict[str, Stop]] = {
         "middle rank in a save": Stop("fsync", step=6, ranks=(1,)),
     },
     "hybrid, sharded": {"first rank of a pipeline in a step": Stop("on_forward_backward_begin", step=5, ranks=(2,))},
+    "hybrid, sharded stages, tied": {
+        "first rank in accumulation": Stop("on_forward_backward_begin", step=5, nth=2, ranks=(0,)),
+        "last rank in a save": Stop("fsync", step=6, ranks=(3,)),
+    },
 }
 REQUESTS: dict[str, Stop] = {
     "1f1b": Stop("on_prediction_step", step=4, signal="SIGTERM", ranks=(1,)),

@@ -11,6 +11,7 @@ from tests.support.warm_torchrun import WarmJob, run_warm_torchrun
 
 JOB = "tests.support.ddp_job"
 FAILURES = ("step", "loss", "evaluation", "save")
+KINDS = ("ddp", "fsdp2")
 GRACE_SECONDS = 30.0
 
 
@@ -18,23 +19,32 @@ GRACE_SECONDS = 30.0
 def jobs(tmp_path_factory: pytest.TempPathFactory) -> dict[str, WarmJob]:
     """One job for each failure, and one without a failure."""
     directory = tmp_path_factory.mktemp("jobs")
-    return run_warm_torchrun(JOB, {name: [str(directory / name), name] for name in (*FAILURES, "nowhere")}, 2)
+    arguments = {
+        f"{kind} {where}": [str(directory / kind / where), where, kind]
+        for kind in KINDS
+        for where in (*FAILURES, "nowhere")
+    }
+    for directory_of_job, *_ in arguments.values():
+        Path(directory_of_job).mkdir(parents=True)
+    return run_warm_torchrun(JOB, arguments, 2)
 
 
+@pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("where", FAILURES)
-def test_failure_of_one_rank_ends_the_job_with_its_cause(where: str, jobs: dict[str, WarmJob]) -> None:
-    (agent,) = jobs[where].agents
+def test_failure_of_one_rank_ends_the_job_with_its_cause(where: str, kind: str, jobs: dict[str, WarmJob]) -> None:
+    job, sound = jobs[f"{kind} {where}"], jobs[f"{kind} nowhere"]
+    (agent,) = job.agents
     assert agent.returncode != 0
     assert "ValueError: this is the root cause" in agent.output
     assert "Traceback" in agent.output
     cause = agent.output.split("Root Cause")[1]
     # All ranks raise an exchanged error: any rank may report it, with the number of the failed rank.
-    assert "rank      : 1" in cause or "rank 1 failed during" in agent.output
-    assert jobs[where].seconds < jobs["nowhere"].seconds + GRACE_SECONDS
+    assert "rank      : 1" in cause or "rank 1 failed while" in agent.output
+    assert job.seconds < sound.seconds + GRACE_SECONDS
 
 
 def test_job_on_two_nodes_restarts_and_finishes_after_a_kill(jobs: dict[str, WarmJob], tmp_path: Path) -> None:
-    (straight,) = jobs["nowhere"].agents
+    (straight,) = jobs["ddp nowhere"].agents
     restarted = run_torchrun(["-m", JOB, str(tmp_path), "kill"], 1, nnodes=2, max_restarts=1)
     assert [agent.returncode for agent in (straight, *restarted)] == [0, 0, 0], restarted[0].output
     for rank, agent in enumerate(restarted):

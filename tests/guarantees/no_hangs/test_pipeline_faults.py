@@ -67,6 +67,6 @@ def test_failure_of_one_rank_ends_the_job_with_its_cause(fault: Fault, jobs: dic
     assert "Traceback" in agent.output and "ValueError: this is the root cause" in agent.output, agent.output
     # All ranks raise an exchanged error: any rank may report it, with the number of the failed rank.
     cause = agent.output.split("Root Cause")[1]
-    assert f"rank      : {fault.rank}" in cause or f"rank {fault.rank} failed during" in agent.output
+    assert f"rank      : {fault.rank}" in cause or f"rank {fault.rank} failed while" in agent.output
     assert f"[rank{fault.rank}]: ValueError: this is the root cause" in agent.output
     assert job.seconds < GRACE_SECONDS

@@ -2,6 +2,7 @@
 
 import logging
 import math
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -20,7 +21,7 @@ from forgather.ml.trainer import (
     TrainingArguments,
 )
 from forgather.ml.trainer.loop.nonfinite import GradientWatch, nonfinite_weights
-from tests.support.data_parallel import ddp_trainer
+from tests.support.data_parallel import ddp_trainer, fsdp2_trainer
 from tests.support.pipelines import llama, trainer_of
 from tests.support.ranks import run_on_ranks
 from tests.support.tiny_models import Recorder, TokenModel, quiet_trainer, saved_steps, token_samples, weights
@@ -247,17 +248,18 @@ def test_grad_scaler_that_skips_every_step_is_an_error(tmp_path: Path) -> None:
 
 def _stop_together(output_dir: Path, kind: str, action: str) -> tuple[Any, ...]:
     settings: dict[str, Any] = {"nonfinite_grad": action, "save_strategy": "steps", "save_steps": 4}
-    if kind == "ddp":
+    if kind in DATA_PARALLEL:
         options = {"compute_loss_func": Spoiling(3, rank=1), **fused()}
-        trainer: Trainer = ddp_trainer(
-            output_dir, TokenModel(), token_samples(24), trainer_options=options, max_grad_norm=1.0, **settings
+        build, more = DATA_PARALLEL[kind]
+        trainer: Trainer = build(
+            output_dir, TokenModel(), token_samples(24), trainer_options=options, max_grad_norm=1.0, **settings, **more
         )
     else:
-        classes: dict[str, type[Trainer]] = {"pipeline": PipelineTrainer, "hybrid": HybridTrainer}
+        hybrid = {"hybrid": {"dp_size": 2}, "sharded": {"dp_size": 2, "dp_strategy": "shard"}}
         # Three micro-batches per step: the loss of step 6 is NaN on the last stage.
         options = {"compute_loss_func": Spoiling(11), **fused()}
         trainer = trainer_of(
-            classes[kind],
+            HybridTrainer if kind in hybrid else PipelineTrainer,
             output_dir,
             lambda: llama(4),
             token_samples(48),
@@ -266,29 +268,83 @@ def _stop_together(output_dir: Path, kind: str, action: str) -> tuple[Any, ...]:
             n_microbatches=2,
             max_grad_norm=None,
             max_steps=10,
-            **{"dp_size": 2} if kind == "hybrid" else {},
+            **hybrid.get(kind, {}),
             **settings,
         )
     try:
         trainer.train()
     except NonFiniteError as error:
         return error.step, error.rank, error.parameters, error.checkpoint, trainer.state.global_step
-    return trainer.state.global_step, trainer.optimizer.state
+    return trainer.state.global_step, {float(entry["step"]) for entry in trainer.optimizer.state.values()}
 
 
-@pytest.mark.parametrize(("kind", "world_size"), [("ddp", 2), ("pipeline", 2), ("hybrid", 4)])
+KINDS = pytest.mark.parametrize(
+    ("kind", "world_size"), [("ddp", 2), ("fsdp2", 2), ("hsdp", 4), ("pipeline", 2), ("hybrid", 4), ("sharded", 4)]
+)
+DATA_PARALLEL: dict[str, tuple[Callable[..., Trainer], dict[str, Any]]] = {
+    "ddp": (ddp_trainer, {}),
+    "fsdp2": (fsdp2_trainer, {}),
+    "hsdp": (fsdp2_trainer, {"fsdp2": {"replicate_size": 2}}),
+}
+
+
+@KINDS
 def test_all_ranks_stop_at_the_same_step(tmp_path: Path, kind: str, world_size: int) -> None:
     results = run_on_ranks(_stop_together, world_size, tmp_path, kind, "stop")
     assert all(result == results[0] for result in results[1:])
     step, rank, parameters, checkpoint, stopped_at = results[0]
-    assert step == (3 if kind == "ddp" else 6) and step <= stopped_at <= step + 2
-    assert parameters and rank == (world_size - 1 if kind != "hybrid" else rank)
-    assert checkpoint == (None if kind == "ddp" else str(tmp_path / "checkpoints" / "checkpoint-4"))
+    assert step == (3 if kind in DATA_PARALLEL else 6) and step <= stopped_at <= step + 2
+    assert parameters and rank == (world_size - 1 if kind in ("ddp", "fsdp2", "pipeline") else rank)
+    assert checkpoint == (None if kind in DATA_PARALLEL else str(tmp_path / "checkpoints" / "checkpoint-4"))
 
 
-@pytest.mark.parametrize(("kind", "world_size"), [("ddp", 2), ("pipeline", 2), ("hybrid", 4)])
+@KINDS
 def test_all_ranks_skip_the_same_update(tmp_path: Path, kind: str, world_size: int) -> None:
     results = run_on_ranks(_stop_together, world_size, tmp_path, kind, "skip")
     assert len({step for step, _ in results}) == 1
-    for step, state in results:
-        assert {float(entry["step"]) for entry in state.values()} == {float(step - 1)}
+    for step, updates in results:
+        assert updates == {float(step - 1)}
+
+
+class SpoiledRow(torch.autograd.Function):
+    """Identity with NaN gradients at some positions."""
+
+    @staticmethod
+    def forward(context: Any, hidden: Tensor, positions: Tensor) -> Tensor:
+        context.save_for_backward(positions)
+        return hidden.clone()
+
+    @staticmethod
+    def backward(context: Any, gradient: Tensor) -> tuple[Tensor, None]:
+        (positions,) = context.saved_tensors
+        return gradient.masked_fill(positions[..., None], math.nan), None
+
+
+class OneBadRow(TokenModel):
+    """Model with a NaN gradient in the last row of the embedding only, from the third step on."""
+
+    num_calls = 0
+
+    def forward(self, input_ids: Tensor) -> Tensor:
+        self.num_calls += torch.is_grad_enabled()
+        bad = (input_ids == self.embedding.num_embeddings - 1) & (self.num_calls > 2)
+        logits: Tensor = self.head(torch.tanh(SpoiledRow.apply(self.embedding(input_ids), bad)))
+        return logits
+
+
+def _stop_at_row(output_dir: Path) -> tuple[Any, ...]:
+    samples = token_samples(24)
+    for sample in samples:
+        sample["input_ids"][2] = sample["labels"][2] = 31
+    trainer = fsdp2_trainer(output_dir, OneBadRow, samples, per_device_train_batch_size=2)
+    with pytest.raises(NonFiniteError) as stop:
+        trainer.train()
+    return stop.value.step, stop.value.rank, stop.value.parameters, str(stop.value)
+
+
+def test_bad_row_in_the_shard_of_one_rank_is_named_on_all_ranks(tmp_path: Path) -> None:
+    results = run_on_ranks(_stop_at_row, 2, tmp_path)
+    assert results[0] == results[1]
+    step, rank, parameters, _ = results[0]
+    assert (step, rank) == (3, 1)
+    assert [getattr(one, "name", one) for one in parameters] == ["embedding.weight"]

@@ -10,10 +10,12 @@ import torch
 from torch import Tensor, nn
 
 from forgather.ml.trainer.ddp.ddp_trainer import DDPTrainer
+from forgather.ml.trainer.fsdp2 import FSDP2Trainer
 from forgather.ml.trainer.hybrid import HybridTrainer
 from forgather.ml.trainer.loading.empty_batch import EmptyBatch
 from forgather.ml.trainer.pipeline import PipelineTrainer
 from forgather.ml.trainer.trainer import Trainer
+from tests.support.data_parallel import whole_moments, whole_weights
 from tests.support.pipelines import llama, tied_gpt2, trainer_of
 from tests.support.ranks import run_on_ranks
 from tests.support.tiny_models import IGNORED
@@ -30,6 +32,7 @@ class Noting(Trainer):
     def __init__(self, **options: Any) -> None:
         super().__init__(**options)
         self.samples: list[list[int]] = []
+        self.state_at_start: State | None = None
 
     def _forward_backward_step(self, input_dict: dict[str, Any], labels: Any) -> Tensor:
         batch = self.window.batches[self.window.number]
@@ -39,6 +42,10 @@ class Noting(Trainer):
 
 
 class NotingDDP(Noting, DDPTrainer):
+    pass
+
+
+class NotingFSDP2(Noting, FSDP2Trainer):
     pass
 
 
@@ -63,12 +70,18 @@ class Leg(NamedTuple):
 SINGLE = Leg(Noting, {"per_device_train_batch_size": 8}, 1, (0,))
 PIPELINE = Leg(NotingPipeline, {"per_device_train_batch_size": 8, "schedule": "1f1b"}, 2, (0,))
 HYBRID = Leg(NotingHybrid, {"per_device_train_batch_size": 4, "pp_size": 2, "n_microbatches": 2}, 4, (0, 2))
+SHARDED = HYBRID._replace(settings={**HYBRID.settings, "dp_strategy": "shard", "schedule": "1f1b"})
+SHARDED_V = SHARDED._replace(settings={**SHARDED.settings, "schedule": "zbv"})
+DDP = Leg(NotingDDP, {"per_device_train_batch_size": 4}, 2, (0, 1))
+FSDP2 = Leg(NotingFSDP2, {"per_device_train_batch_size": 4}, 2, (0, 1))
+FSDP2_OF_FOUR = Leg(NotingFSDP2, {"per_device_train_batch_size": 2}, 4, (0, 1, 2, 3))
+HSDP = Leg(NotingFSDP2, {"per_device_train_batch_size": 2, "fsdp2": {"replicate_size": 2}}, 4, (0, 1, 2, 3))
 ROUTES: dict[str, list[Leg]] = {
     "all kinds": [
         SINGLE,
         PIPELINE,
         HYBRID,
-        Leg(NotingDDP, {"per_device_train_batch_size": 4}, 2, (0, 1)),
+        DDP,
         Leg(NotingPipeline, {"per_device_train_batch_size": 8}, 4, (3,)),
         SINGLE,
     ],
@@ -81,6 +94,10 @@ ROUTES: dict[str, list[Leg]] = {
         Leg(NotingHybrid, {"per_device_train_batch_size": 8, "pp_size": 4}, 4, (0,)),
         HYBRID,
     ],
+    "sharded stages": [SINGLE, SHARDED, HYBRID, SHARDED_V, FSDP2, SHARDED],
+    "sharded stages, pipelines": [PIPELINE, SHARDED, FSDP2, SHARDED_V, PIPELINE, SHARDED],
+    "sharded": [FSDP2, HSDP, PIPELINE, FSDP2_OF_FOUR, DDP, SINGLE],
+    "sharded, other way": [SINGLE, FSDP2_OF_FOUR, HYBRID, FSDP2, DDP, HSDP],
 }
 MODELS: dict[str, Callable[[], nn.Module]] = {
     "llama": functools.partial(llama, 4),
@@ -93,7 +110,11 @@ OPTIMIZERS: dict[str, tuple[type, dict[str, Any]]] = {
 }
 KINDS = [
     *(("all kinds", model, optimizer) for model in MODELS for optimizer in OPTIMIZERS),
-    *(("layouts", model, "adamw") for model in MODELS),
+    *((route, model, "adamw") for route in ("layouts", "sharded") for model in MODELS),
+    ("sharded, other way", "tied gpt2", "adamw"),
+    ("sharded, other way", "llama", "momentum"),
+    ("sharded stages", "llama", "adamw"),
+    ("sharded stages, pipelines", "tied gpt2", "adamw"),
 ]
 KindT = tuple[str, str, str]
 """Route, model, optimizer."""
@@ -139,8 +160,21 @@ def train(leg: Leg, kind: KindT, output_dir: Path, resume: Path | None, max_step
         },
     )
     assert isinstance(trainer, Noting)
+    trainer.add_callback(AtStart(trainer))
     trainer.train()
     return trainer.samples, trainer
+
+
+class AtStart:
+    """Callback that keeps the state of a trainer before its first step."""
+
+    changes_control = False
+
+    def __init__(self, trainer: Noting) -> None:
+        self._trainer = trainer
+
+    def on_train_begin(self, *_: Any, **__: Any) -> None:
+        self._trainer.state_at_start = state_of(self._trainer)
 
 
 def checkpoint_of(directory: Path, number: int, kind: KindT) -> Path:
@@ -151,12 +185,13 @@ def output_of(directory: Path, number: int, kind: KindT) -> Path:
     return directory / f"leg {number}" / " ".join(kind)
 
 
-def run_leg(number: int, kind: KindT, directory: Path) -> Order:
-    """Run one leg, and return the samples that this rank saw."""
+def run_leg(number: int, kind: KindT, directory: Path) -> tuple[Order, State]:
+    """Run one leg, and return the samples that this rank saw, with its state before the first step."""
     resume = checkpoint_of(directory, number - 1, kind) if number else None
-    return train(
-        ROUTES[kind[0]][number], kind, output_of(directory, number, kind), resume, (number + 1) * STEPS_PER_LEG
-    )[0]
+    leg, output_dir = ROUTES[kind[0]][number], output_of(directory, number, kind)
+    samples, trainer = train(leg, kind, output_dir, resume, (number + 1) * STEPS_PER_LEG)
+    assert trainer.state_at_start is not None
+    return samples, trainer.state_at_start
 
 
 def in_order(leg: Leg, ranks: list[Order]) -> list[int]:
@@ -174,15 +209,7 @@ def loaded(checkpoint: Path, kind: KindT, output_dir: Path) -> State:
 
 
 def state_of(trainer: Trainer) -> State:
-    model = trainer.unwrapped_model()
-    names = {parameter: name for name, parameter in model.named_parameters()}
-    moments = {
-        f"{names[parameter]}.{key}": value.detach().clone()
-        for parameter, state in trainer.optimizer.state.items()
-        for key, value in state.items()
-        if isinstance(value, Tensor)
-    }
-    return State({name: tensor.detach().clone() for name, tensor in model.state_dict().items()}, moments)
+    return State(whole_weights(trainer.unwrapped_model()), whole_moments(trainer))
 
 
 class Journey:
@@ -191,14 +218,17 @@ class Journey:
     def __init__(self, kind: KindT, directory: Path) -> None:
         self.kind = kind
         legs = ROUTES[kind[0]]
-        self.last_checkpoint = checkpoint_of(directory, len(legs) - 1, kind)
         self.order: list[int] = []
+        self.checkpoints = [checkpoint_of(directory, number, kind) for number in range(len(legs))]
+        self.starts: list[list[State]] = []
+        """State of all ranks at the start of each leg."""
         for number, leg in enumerate(legs):
             if leg.num_ranks == 1:
                 ranks = [run_leg(number, kind, directory)]
             else:
                 ranks = run_on_ranks(run_leg, leg.num_ranks, number, kind, directory)
-            self.order += in_order(leg, ranks)
+            self.order += in_order(leg, [samples for samples, _ in ranks])
+            self.starts.append([state for _, state in ranks])
         samples, trainer = train(SINGLE, kind, directory / "stayed", None, len(legs) * STEPS_PER_LEG)
         self.expected_order = in_order(SINGLE, [samples])
         self.expected = state_of(trainer)
@@ -217,7 +247,7 @@ def assert_close(found: dict[str, Tensor], expected: dict[str, Tensor]) -> None:
 
 
 def test_moved_run_ends_like_a_single_device_run(journey: Journey, tmp_path: Path) -> None:
-    found = loaded(journey.last_checkpoint, journey.kind, tmp_path)
+    found = loaded(journey.checkpoints[-1], journey.kind, tmp_path)
     assert_close(found.weights, journey.expected.weights)
     assert_close(found.moments, journey.expected.moments)
 
@@ -227,3 +257,16 @@ def test_no_sample_is_repeated_or_skipped(journey: Journey) -> None:
     first, second = journey.order[:NUM_SAMPLES], journey.order[NUM_SAMPLES : 2 * NUM_SAMPLES]
     assert sorted(first) == sorted(second) == list(range(NUM_SAMPLES)) and first != second
     assert len(journey.order) == 2 * NUM_SAMPLES + 2 * 8, "the third epoch has begun"
+
+
+def test_loaded_weights_and_moments_are_bit_equal_to_the_saved_ones(journey: Journey, tmp_path: Path) -> None:
+    for number, (checkpoint, ranks) in enumerate(zip(journey.checkpoints, journey.starts[1:], strict=False)):
+        expected = loaded(checkpoint, journey.kind, tmp_path / str(number))
+        for part in ("weights", "moments"):
+            found = {name: tensor for state in ranks for name, tensor in getattr(state, part).items()}
+            wanted = getattr(expected, part)
+            assert found.keys() >= wanted.keys() and wanted
+            for state in ranks:
+                for name, tensor in getattr(state, part).items():
+                    # A tied weight that has a stage of its own has moments of its own.
+                    assert name not in wanted or torch.equal(tensor, wanted[name]), f"leg {number + 1}: {name}"

@@ -114,6 +114,17 @@ def test_kill_of_either_of_two_ranks_at_file_operations(fast_directory: Path) ->
     check_report(report)
 
 
+def test_kill_of_either_of_two_ranks_that_shard_a_model(fast_directory: Path) -> None:
+    """Tries every sixth kill point to save time; `make kill-points` tries all of them."""
+    every = int(os.environ.get("EVERY_KILL_POINT", "6"))
+    report = kill_everywhere(2, "sharded", fast_directory, every)
+    for rank in (0, 1):
+        # Both ranks write weights and moments, and wait for slices of the other rank meanwhile.
+        assert kinds_of(report, rank) >= {"create", "pwrite", "fsync"}
+    assert len(report["outcomes"]) > 120 / every
+    check_report(report)
+
+
 def test_kill_during_a_replacement_without_atomic_exchange(fast_directory: Path) -> None:
     report = kill_everywhere(2, "renames", fast_directory)
     points = [(outcome["point"]["operation"], outcome["point"]["when"]) for outcome in report["outcomes"]]

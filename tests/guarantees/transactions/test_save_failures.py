@@ -74,7 +74,7 @@ def check_previous(output_dir: Path) -> None:
 def test_full_disk_is_detected_before_any_write(report: Report, troubled: int) -> None:
     if not report.facts("full_disk", troubled)[troubled]["mounted"]:
         pytest.skip("needs permission to mount a small disk")
-    check_failed_save(report, "full_disk", troubled, "during preparing the checkpoint directory.*Not enough space")
+    check_failed_save(report, "full_disk", troubled, "while preparing the checkpoint directory.*Not enough space")
     for facts in report.facts("full_disk", troubled):
         assert SPACE.search(facts["message"]), facts["message"]
         assert "524,288 are available" in facts["message"]
@@ -110,7 +110,7 @@ def test_missing_permission_on_one_rank_fails_the_save(report: Report, troubled:
 
 @pytest.mark.parametrize("troubled", RANKS)
 def test_state_dict_error_on_one_rank_fails_the_save(report: Report, troubled: int) -> None:
-    check_failed_save(report, "state_that_cannot_be_had", troubled, "during collecting state: AttributeError")
+    check_failed_save(report, "state_that_cannot_be_had", troubled, "while collecting state: AttributeError")
 
 
 @pytest.mark.parametrize("troubled", RANKS)
@@ -129,7 +129,7 @@ def test_unwritable_output_directory_is_rejected_at_start(report: Report) -> Non
     assert facts_by_rank[0]["is_possible"]
     for facts in facts_by_rank:
         assert facts["error"] == "CheckpointError"
-        assert "rank 0 failed during taking the output directory" in facts["message"]
+        assert "rank 0 failed while locking the output directory" in facts["message"]
         assert "Permission denied" in facts["message"]
         assert "choose another output_dir" in facts["message"]
         assert facts["seconds"] < 10

@@ -12,9 +12,13 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed import ProcessGroup
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import fully_shard
 
 from forgather.ml.checkpoint.components import SharingPattern, StateComponent
 from forgather.ml.checkpoint.manager import CheckpointConfig, CheckpointManager, RNGState
+from forgather.ml.checkpoint.sharding.sharded_tensors import local_part
+from forgather.ml.checkpoint.state.optimizer_state import OptimizerState
 from forgather.ml.checkpoint.weights.module_weights import create_sharing_metadata, make_shard_index
 from forgather.ml.distributed import StaticDistributedEnvironment
 from tests.support.warm_up import get_ready_to_fork
@@ -80,7 +84,10 @@ class Progress:
 
 
 class Job:
-    """One rank of the job. All ranks compute the same model; each has its own tallies and random state."""
+    """One rank of the job. All ranks compute the same model; each has its own tallies and random state.
+
+    With `sharded`, each rank holds only its shard of the model and of the moments.
+    """
 
     def __init__(
         self, output_dir: str | os.PathLike[str], limit: int | None = None, seed: int = 0, **options: Any
@@ -89,6 +96,9 @@ class Job:
         torch.manual_seed(seed)
         self.state = SimpleNamespace(global_step=0)
         self.model = TinyModel()
+        self.is_sharded = options.pop("sharded", False)
+        if self.is_sharded:
+            fully_shard(self.model, mesh=init_device_mesh("cpu", (world_size,)))
         self.optimizer = torch.optim.AdamW(self.model.parameters(), lr=0.05)
         torch.manual_seed(seed + self.rank)
         self.tallies = {key: Tally() for key in ("node", "group", "dataset", "notes")}
@@ -101,7 +111,10 @@ class Job:
             ),
             self,
             self.model,
-            shard_index=make_shard_index(
+            # Ranks that shard a model divide it into files themselves.
+            shard_index=None
+            if self.is_sharded
+            else make_shard_index(
                 [self.model.state_dict()],
                 safetensors=safetensors,
                 max_shard_size=options.pop("max_shard_size", MAX_SHARD_BYTES),
@@ -113,14 +126,25 @@ class Job:
     def get_state_components(self) -> list[StateComponent]:
         pattern = SharingPattern
         return [
-            StateComponent("model", self.model, pattern.REPLICATED, validate_replication=True),
-            StateComponent("optimizer", self.optimizer, pattern.REPLICATED, validate_replication=True),
+            *self._components_of_model(),
             StateComponent("trainer", Progress(self.state), pattern.GLOBAL),
             StateComponent("node", self.tallies["node"], pattern.PER_NODE),
             StateComponent("group", self.tallies["group"], pattern.PER_GROUP, "everyone"),
             StateComponent("dataset", self.tallies["dataset"], pattern.PER_RANK),
             StateComponent("notes", self.tallies["notes"], pattern.PER_RANK, required=False),
             StateComponent("rng", RNGState(), pattern.PER_RANK),
+        ]
+
+    def _components_of_model(self) -> list[StateComponent]:
+        if self.is_sharded:
+            moments = OptimizerState(self.optimizer, self.model.named_parameters())
+            return [
+                StateComponent("model", self.model, SharingPattern.PER_RANK),
+                StateComponent("optimizer", moments, SharingPattern.PER_RANK),
+            ]
+        return [
+            StateComponent(key, stateful, SharingPattern.REPLICATED, validate_replication=True)
+            for key, stateful in (("model", self.model), ("optimizer", self.optimizer))
         ]
 
     def get_process_groups(self) -> dict[str, ProcessGroup | None]:
@@ -147,13 +171,14 @@ class Job:
         hasher = hashlib.sha256()
         for name, value in self._content():
             hasher.update(name.encode())
-            hasher.update(value.detach().numpy().tobytes() if isinstance(value, Tensor) else repr(value).encode())
+            content = local_part(value.detach()) if isinstance(value, Tensor) else None
+            hasher.update(repr(value).encode() if content is None else content.numpy().tobytes())
         return hasher.hexdigest()
 
     def weights_digest(self) -> str:
         hasher = hashlib.sha256()
         for value in self.model.state_dict().values():
-            hasher.update(value.numpy().tobytes())
+            hasher.update(local_part(value).numpy().tobytes())
         return hasher.hexdigest()
 
     def _content(self) -> Iterator[tuple[str, Any]]:

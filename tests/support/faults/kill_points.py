@@ -1,7 +1,7 @@
 """Kill-point script: kills a job at every file operation of its saves, restarts it, and writes a report.
 
-Started as `python -m tests.support.faults.kill_points <world size> <"exchange" or "renames"> <directory> <report file>
-[<every nth>]`.
+Started as `python -m tests.support.faults.kill_points <world size> <"exchange", "renames" or "sharded"> <directory>
+<report file> [<every nth>]`.
 Importing torch takes longer than a whole job, so this process imports it once and forks the ranks. It must not start
 threads.
 """
@@ -62,6 +62,7 @@ class Setting:
     world_size: int
     has_exchange: bool
     directory: str
+    is_sharded: bool = False
 
     @property
     def limit(self) -> int:
@@ -84,7 +85,7 @@ def join_group(setting: Setting, rank: int, meeting_point: str) -> None:
 
 def prepare(setting: Setting, notes: Notes) -> None:
     """Write the checkpoints that exist before the job under test starts."""
-    job = Job(setting.template, setting.limit)
+    job = Job(setting.template, setting.limit, sharded=setting.is_sharded)
     for _ in range(2):
         job.train()
         notes.add("digest", [f"step {job.state.global_step}", job.digest()])
@@ -95,7 +96,7 @@ def prepare(setting: Setting, notes: Notes) -> None:
 def run_job(setting: Setting, output_dir: str, notes: Notes, operations: FileOperations) -> None:
     """Resume, save a new step, record it as the best, and save the same step again with other content."""
     operations.install()
-    job = Job(output_dir, setting.limit)
+    job = Job(output_dir, setting.limit, sharded=setting.is_sharded)
     job.manager.load_checkpoint()
     job.train()
     notes.add("digest", ["step 3", job.digest()])
@@ -152,7 +153,7 @@ def fresh_start(setting: Setting, rank: int, directory: str, connection: Connect
 
 
 def resume_in(setting: Setting, output_dir: str) -> dict[str, Any]:
-    job = Job(output_dir, setting.limit, seed=1234)
+    job = Job(output_dir, setting.limit, seed=1234, sharded=setting.is_sharded)
     left_over = debris(output_dir)
     path = job.manager.load_checkpoint()
     assert path is not None, "there was a complete checkpoint before the kill"
@@ -264,7 +265,7 @@ def dry_run(setting: Setting) -> tuple[list[KillPoint], dict[str, list[str]]]:
 
 
 def main(world_size: str, replacement: str, directory: str, report_path: str, every: str = "1") -> None:
-    setting = Setting(int(world_size), replacement == "exchange", directory)
+    setting = Setting(int(world_size), replacement != "renames", directory, replacement == "sharded")
     torch.set_num_threads(1)
     warm_up()
     digests = make_template(setting)

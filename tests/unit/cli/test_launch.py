@@ -93,7 +93,7 @@ def test_failed_worker_is_named_with_its_traceback_and_restarts_resume(folder: P
     ("words", "message"),
     [
         (["--nproc", "2"], "--trainer single trains in one process, but the job has 2"),
-        (["--nproc", "2"], "Use --trainer ddp or --trainer accelerate"),
+        (["--nproc", "2"], "Use --trainer ddp or --trainer fsdp2 or --trainer accelerate"),
         (["--nproc", "two"], "--nproc two: expected a whole number of 1 or more"),
         (["--nproc", "0"], "--nproc 0: expected a whole number of 1 or more"),
         (["--nproc"], "--nproc needs a value."),

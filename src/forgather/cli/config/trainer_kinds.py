@@ -43,6 +43,12 @@ TRAINERS = {
         f"{_TRAINER_PACKAGE}.ddp.ddp_arguments",
         "DDPTrainingArguments",
     ),
+    "fsdp2": TrainerKind(
+        f"{_TRAINER_PACKAGE}.fsdp2.fsdp2_trainer",
+        "FSDP2Trainer",
+        f"{_TRAINER_PACKAGE}.fsdp2.fsdp2_arguments",
+        "FSDP2TrainingArguments",
+    ),
     "accelerate": TrainerKind(
         f"{_TRAINER_PACKAGE}.accelerate.accel_trainer",
         "AccelTrainer",
@@ -66,8 +72,6 @@ TRAINERS = {
     ),
 }
 DEFAULT_KIND = "single"
-# These names get a better message than "there is no such trainer".
-_PLANNED_TRAINERS = ("fsdp2",)
 
 
 def find_kind(kind: str) -> TrainerKind:
@@ -75,9 +79,7 @@ def find_kind(kind: str) -> TrainerKind:
     if kind in TRAINERS:
         return TRAINERS[kind]
     available = f"this version has: {', '.join(TRAINERS)}"
-    if kind in _PLANNED_TRAINERS:
-        raise UsageError(f"trainer.kind={kind!r} is not available yet; {available}.")
-    hint = did_you_mean(kind, [*TRAINERS, *_PLANNED_TRAINERS])
+    hint = did_you_mean(kind, list(TRAINERS))
     raise UsageError(f"trainer.kind={kind!r}: there is no such trainer; {available}.{hint}")
 
 

@@ -206,9 +206,7 @@ class CheckpointCoordinator:
 
         # Two agreements, because files are installed only after all ranks have written theirs.
         def write() -> None:
-            export.begin(overwrite)
-            for file in snapshot.files:
-                file.write(export.temporary_path, layout.rank)
+            snapshot.write(export.temporary_path, layout.rank, begin=lambda: export.begin(overwrite))
 
         def install() -> None:
             if layout.leads_storage:
@@ -404,9 +402,10 @@ def _begin(transaction: store.Transaction, needed_bytes: int, layout: RankLayout
 def _write_files(
     transaction: store.Transaction, snapshot: Snapshot, needed_bytes: int, layout: RankLayout
 ) -> list[FileRecord]:
-    _refuse_shared_storage(transaction, layout)
     with transaction.accounting_for(needed_bytes):
-        return [file.write(transaction.temporary_path, layout.rank) for file in snapshot.files]
+        return snapshot.write(
+            transaction.temporary_path, layout.rank, begin=lambda: _refuse_shared_storage(transaction, layout)
+        )
 
 
 def _refuse_shared_storage(transaction: store.Transaction, layout: RankLayout) -> None:

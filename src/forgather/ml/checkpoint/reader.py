@@ -22,6 +22,7 @@ from forgather.ml.checkpoint.files.eval_metrics import EVAL_METRICS_NAME
 from forgather.ml.checkpoint.files.state_files import read_state, verify_file
 from forgather.ml.checkpoint.manifest import CheckpointManifest, ComponentManifest, FileRecord
 from forgather.ml.checkpoint.rank_layout import RankLayout
+from forgather.ml.checkpoint.sharding.sharded_tensors import is_sharded
 from forgather.ml.checkpoint.sharing import ComponentSharing
 from forgather.ml.checkpoint.snapshot import METADATA_COMPONENT
 from forgather.ml.checkpoint.state.rng import RNGState
@@ -97,6 +98,9 @@ class CheckpointReader:
         # and order follow from the plans of all ranks.
         plans = self._everywhere(lambda: self._plan(wanted), "planning what to load")
         states: _States = {}
+        if any(plan.is_sharded for plan in plans):
+            # A rank that reads only its rows cannot verify a checksum of full tensors. Ranks verify different files.
+            self._everywhere(lambda: self._verify_own_share(manifest), f"verifying the files of {self._path}")
 
         def read_states() -> None:
             self._verify_small_files(manifest)
@@ -116,8 +120,25 @@ class CheckpointReader:
         return _LoadPlan(
             has_weights=bool(weights),
             names=names,
+            is_sharded=any(map(self._is_sharded, wanted)),
             keys=[(component.key, _is_random_state(component)) for component in wanted if component not in weights],
         )
+
+    def _is_sharded(self, component: StateComponent) -> bool:
+        """Return whether this rank holds only rows of the tensors of a component."""
+        if not self._is_weights(component):
+            return getattr(component.state_holder, "is_sharded", False) is True
+        return any(is_sharded(tensor) for part in self._model_parts or () for tensor in part.state_dict().values())
+
+    def _verify_own_share(self, manifest: CheckpointManifest) -> None:
+        """Verify the checksums of some weight and state files; together the ranks of a storage verify all of them."""
+        storage = self._layout.storage
+        files = [record for record in manifest.files if record.path.endswith(_READ_BY_COMPONENTS)]
+        # Largest first, so that each rank gets about as many bytes.
+        files.sort(key=lambda record: (-record.size, record.path))
+        for record in files[storage.index(self._layout.rank) :: len(storage)]:
+            if os.path.lexists(os.path.join(self._path, record.path)):
+                verify_file(self._path, record)
 
     def _is_weights(self, component: StateComponent) -> bool:
         return component.key == MODEL_KEY and self._model_parts is not None
@@ -226,8 +247,13 @@ class CheckpointReader:
                 self._absent(component, f"has no file {record.path}")
                 return None
         # The ranks of a node would hold a copy each until it is on their devices. A mapping is one copy for all.
-        mapped = getattr(component.state_holder, "is_on_devices", False) is True
-        return [read_state(os.path.join(self._path, record.path), record, mapped=mapped) for record in records]
+        sharded = self._is_sharded(component)
+        mapped = sharded or getattr(component.state_holder, "is_on_devices", False) is True
+        # The files of a sharded component are verified already, each by one rank.
+        return [
+            read_state(os.path.join(self._path, record.path), None if sharded else record, mapped=mapped)
+            for record in records
+        ]
 
     def _absent(self, component: StateComponent, reason: str) -> None:
         if component.required:
@@ -304,6 +330,8 @@ class _LoadPlan:
     has_weights: bool
     names: list[str]
     """Names of the model's tensors on that rank."""
+    is_sharded: bool
+    """Whether that rank reads only rows of some tensors."""
     keys: list[tuple[str, bool]]
     """Keys of the other components, with a flag for random state."""
 

@@ -6,7 +6,8 @@ The coordinator takes a snapshot and then writes it.
 
 import logging
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
+from contextlib import nullcontext
+from dataclasses import dataclass, field, replace
 from functools import cached_property
 from typing import TypeVar, cast
 
@@ -21,8 +22,11 @@ from forgather.ml.checkpoint.encoding.staging import on_host
 from forgather.ml.checkpoint.errors import CheckpointSaveError, ReplicationError
 from forgather.ml.checkpoint.files.planned_file import PlannedFile, RawContent, StateContent
 from forgather.ml.checkpoint.manifest import ComponentManifest, FileRecord
-from forgather.ml.checkpoint.rank_layout import RankLayout, ranks_text
+from forgather.ml.checkpoint.rank_layout import RankLayout, Ranks, ranks_text
 from forgather.ml.checkpoint.replicas import ValidationLevel, format_divergence, validate_replication
+from forgather.ml.checkpoint.sharding.exchange import ShardExchange
+from forgather.ml.checkpoint.sharding.sharded_state import ShardedStates
+from forgather.ml.checkpoint.sharding.sharded_tensors import with_local_parts
 from forgather.ml.checkpoint.sharing import (
     ComponentSharing,
     Declaration,
@@ -57,6 +61,11 @@ METADATA_COMPONENT = "metadata"
 
 T = TypeVar("T")
 
+_SHARDED_ON_NODES = (
+    "save_on_each_node and save_on_all_ranks cannot be combined with sharded weights: each rank needs the files of all "
+    "ranks to resume. Turn these settings off, and give all ranks one shared output_dir."
+)
+
 _States = dict[str, object]
 """Encoded state by component key. The state of the model is its tensors by name."""
 
@@ -85,10 +94,22 @@ class Snapshot:
     """Tensor names of each weight file in this rank's directory, written by any rank."""
     components: list[DeclaredComponent] = field(default_factory=list)
     """Components of all ranks. A rank may have a component that other ranks lack."""
+    exchange: ShardExchange | None = None
+    """Source of sharded tensors, which other ranks hold in part."""
 
     @property
     def num_bytes(self) -> int:
         return sum(file.content.num_bytes for file in self.files)
+
+    def write(self, directory: str, rank: int, begin: Callable[[], None] = lambda: None) -> list[FileRecord]:
+        """Call `begin`, then write the files of this rank.
+
+        The ranks of a shard group call this together: each sends its slices to the writers, even if `begin` or a write
+        of its own files fails.
+        """
+        with self.exchange or nullcontext():
+            begin()
+            return [file.write(directory, rank, self.exchange) for file in self.files]
 
 
 @dataclass(frozen=True)
@@ -100,6 +121,8 @@ class _Report:
     digests: dict[str, str]
     has_weights: bool
     weights: HeldWeights
+    shard_group: Ranks | None = None
+    """Ranks with which this rank shards tensors."""
 
 
 @dataclass(frozen=True)
@@ -124,8 +147,11 @@ class SnapshotTaker:
         """
         states: _States = {}
         raw_files: dict[str, bytes] = {}
-        compared = self._compared(validate)
+        compared, sharded = self._compared(validate), ShardedStates()
         compared_keys = {component.key for component in compared}
+
+        # Part of each state that this rank writes: all of it, unless tensors are sharded.
+        parts: _States = {}
 
         # State stays on this rank, in the enclosing scope. `collect` returns only a small report to gather.
         def collect() -> _Report:
@@ -138,25 +164,36 @@ class SnapshotTaker:
             # One rank per directory writes the configuration files.
             if self.layout.leads_storage and self._has_weights:
                 raw_files.update(self._describe_model())
-            return self._report(states, compared)
+            report = self._report(states, compared)
+            for component in self.components:
+                if component.key in states:
+                    parts[component.key] = sharded.own_part(
+                        component, states[component.key], self._is_weights(component)
+                    )
+            return replace(report, weights=self._described_weights(parts), shard_group=sharded.ranks)
 
         # Every rank gets all reports, so every decision below is the same on all ranks and needs no further vote.
         reports = self._everywhere(collect, "collecting state")
         named = [self._sharing(component) for component in self._components_with_copies]
         check_names(named, states, [report.names for report in reports], self.peers)
         notes = self._compare(compared, states, reports)
-        self._relay(states)
-        files = [
-            file for one in self.components if not self._is_weights(one) for file in self._state_files(one, states)
-        ]
+        is_sharded = any(report.shard_group is not None for report in reports)
+        if is_sharded and len(self.layout.storages) > 1:
+            raise CheckpointSaveError(_SHARDED_ON_NODES)
+        self._relay(parts)
+        files = [file for one in self.components if not self._is_weights(one) for file in self._state_files(one, parts)]
         weight_names: dict[str, list[str]] = {}
         if any(report.has_weights for report in reports):
-            weight_files, model_notes, weight_names = self._plan_weights(states, reports, raw_files, is_export)
+            weight_files, model_notes, weight_names = self._plan_weights(parts, reports, raw_files, is_export)
             files += weight_files
             notes.setdefault(MODEL_KEY, {}).update(model_notes)
         if self.layout.leads_storage:
             files += [PlannedFile(name, METADATA_COMPONENT, RawContent(data)) for name, data in extra_files.items()]
-        return Snapshot(files, notes, weight_names, _union([report.components for report in reports]))
+        exchange = sharded.exchange(files, self.peers) if is_sharded else None
+        for component in self.components:
+            if note := sharded.note(component.key):
+                notes.setdefault(component.key, {}).update(note)
+        return Snapshot(files, notes, weight_names, _union([report.components for report in reports]), exchange)
 
     @property
     def _described(self) -> nn.Module | None:
@@ -182,7 +219,7 @@ class SnapshotTaker:
 
     @cached_property
     def _sharings(self) -> dict[str, ComponentSharing]:
-        # Kept for the snapshot, because each of them computes its owners once, over all ranks of the job.
+        # Cached, because each object computes its owners over all ranks of the job.
         return {component.key: ComponentSharing(component, self.layout) for component in self.components}
 
     def _sharing(self, component: StateComponent) -> ComponentSharing:
@@ -197,18 +234,20 @@ class SnapshotTaker:
         return encode_state(component.state_holder.state_dict(), component.key)
 
     def _report(self, states: _States, compared: Sequence[StateComponent]) -> _Report:
-        # One holder describes the weights for all: with a description from each replica, reports would grow with the
-        # number of ranks times the number of tensors.
-        describes = self._has_weights and self._sharings[MODEL_KEY].is_described_here
-        weights = _weights_in(states) if describes else {}
         # Name digests are cheap and taken for all copies. Content digests read every byte, so only on request.
         return _Report(
             components=[_declared(component) for component in self.components],
             names={declaration_of(one): names_digest(states[one.key]) for one in self._components_with_copies},
-            digests={one.key: _overall_digest(one, states[one.key]) for one in compared},
+            digests={one.key: _overall_digest(one, with_local_parts(states[one.key])) for one in compared},
             has_weights=self._has_weights,
-            weights=HeldWeights.describing(weights),
+            weights=HeldWeights.describing({}),
         )
+
+    def _described_weights(self, parts: _States) -> HeldWeights:
+        # One holder describes the weights for all: with a description from each replica, reports would grow with the
+        # number of ranks times the number of tensors.
+        describes = self._has_weights and self._sharings[MODEL_KEY].is_described_here
+        return HeldWeights.describing(_weights_in(parts) if describes else {})
 
     def _compared(self, validate: bool) -> list[StateComponent]:
         """Return the components with copies to compare in this save."""
@@ -242,7 +281,7 @@ class SnapshotTaker:
     def _divergence(self, component: StateComponent, state: object) -> list[str]:
         # PER_GROUP copies are compared within their group; REPLICATED ones (no group name) across the world.
         group = self.process_groups.get(component.process_group_name or "")
-        _, lines = validate_replication(state, ValidationLevel(component.validation_level), group)
+        _, lines = validate_replication(with_local_parts(state), ValidationLevel(component.validation_level), group)
         # Each group compared its own copies. Gather, so that every rank raises with the lines of all groups.
         told = self.peers.gather(lines)
         return [line for owner in self._sharing(component).owners for line in told[owner.ranks[0]]]
@@ -295,6 +334,7 @@ class SnapshotTaker:
             [report.weights for report in reports],
             self.shard_index,
             self.safetensors,
+            is_sharded=any(report.shard_group is not None for report in reports),
         )
         # As in `take`: the plan holds tensors, so only its description is gathered.
         planned: list[PlannedWeights] = []

@@ -90,7 +90,7 @@ class StepInBackward:
 
     def _common_state(self, group: dict[str, Any]) -> dict[str, Any]:
         """Return numbers of the group and of the optimizer: state that may be shared by all parameters."""
-        # A wrapper, as for param_precision, keeps nothing itself.
+        # A wrapper such as `PreciseOptimizer` keeps its numbers in the wrapped optimizer.
         optimizer = getattr(self._optimizer, "optimizer", self._optimizer)
         own = {name: value for name, value in vars(optimizer).items() if not name.startswith("_")}
         return {name: _copied(value) for name, value in {**own, **group}.items() if _is_a_number(value)}

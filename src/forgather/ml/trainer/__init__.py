@@ -12,6 +12,7 @@ if TYPE_CHECKING:
     from forgather.ml.trainer.accelerate.accel_trainer import AccelTrainer, AccelTrainingArguments
     from forgather.ml.trainer.base_trainer import BaseTrainer, BaseTrainingArguments
     from forgather.ml.trainer.ddp.ddp_trainer import DDPTrainer, DDPTrainingArguments
+    from forgather.ml.trainer.fsdp2.fsdp2_trainer import FSDP2Trainer, FSDP2TrainingArguments
     from forgather.ml.trainer.hybrid.hybrid_trainer import HybridTrainer, HybridTrainingArguments
     from forgather.ml.trainer.loop.nonfinite import NonFiniteError
     from forgather.ml.trainer.pipeline.pipeline_trainer import PipelineTrainer, PipelineTrainingArguments
@@ -36,6 +37,8 @@ _HOMES = {
     "BaseTrainingArguments": "base_trainer",
     "DDPTrainer": "ddp.ddp_trainer",
     "DDPTrainingArguments": "ddp.ddp_trainer",
+    "FSDP2Trainer": "fsdp2.fsdp2_trainer",
+    "FSDP2TrainingArguments": "fsdp2.fsdp2_arguments",
     "HybridTrainer": "hybrid.hybrid_trainer",
     "HybridTrainingArguments": "hybrid.hybrid_trainer",
     "IntervalStrategy": "trainer_types",
@@ -66,6 +69,8 @@ __all__ = [
     "DDPTrainer",
     "DDPTrainingArguments",
     "DataloaderDispatcher",
+    "FSDP2Trainer",
+    "FSDP2TrainingArguments",
     "HybridTrainer",
     "HybridTrainingArguments",
     "IntervalStrategy",

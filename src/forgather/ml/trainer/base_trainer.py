@@ -438,8 +438,12 @@ class BaseTrainer(ABC, Generic[TArgs]):
     def get_state_components(self) -> list[StateComponent]:
         """Return all state components with their sharing patterns: the rows of `state_sharing`."""
         pattern = self._get_dataset_sharing_pattern()
-        components = declare(self.state_sharing, self._statefuls(), pattern, self._dataset_group())
+        components = declare(self._sharing_table(), self._statefuls(), pattern, self._dataset_group())
         return with_dictionaries(self, components, self._is_prepared or self._is_preparing)
+
+    def _sharing_table(self) -> Mapping[str, Shared]:
+        """Return the table of components for the current arguments, by default `state_sharing`."""
+        return self.state_sharing
 
     def get_process_groups(self) -> dict[str, ProcessGroup]:
         """Return the process groups that PER_GROUP components refer to, by name."""

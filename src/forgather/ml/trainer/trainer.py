@@ -7,7 +7,7 @@ Invariant: hooks that contain collectives run at the same step on every rank.
 
 import contextlib
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, ClassVar, TypeVar
 
@@ -59,6 +59,7 @@ from forgather.ml.trainer.trainer_types import (
     FusedLossFactoryT,
     LRSchedulerFactoryT,
     OptimizerFactoryT,
+    OptimizerT,
     TrainOutput,
 )
 from forgather.ml.trainer.trainer_types import TrainerState as BaseTrainerState
@@ -437,6 +438,10 @@ class Trainer(BaseTrainer[TTrainingArgs]):
         """Derive checkpoint state, gradient norm and EMA from the optimizer and scheduler of `_init_optimizer`."""
         phases.follow_optimizer(self)
 
+    def _adapt_optimizer(self, optimizer: OptimizerT, named: Sequence[tuple[str, nn.Parameter]]) -> OptimizerT:
+        """Return the optimizer with the updates that arguments or a strategy require; called before the schedule."""
+        return self.recipes.precise(optimizer, named, self.seed)
+
     def _init_scheduler(self) -> None:
         args, factory = self.args, self.lr_scheduler_factory
         self.lr_scheduler = build_scheduler(args, self.optimizer, factory, self.plan.schedule_steps)
@@ -733,12 +738,16 @@ class Trainer(BaseTrainer[TTrainingArgs]):
     def _load_state(self, path: str | None) -> str | None:
         self.recipes.forget_average()
         loaded = super()._load_state(path)
+        self._after_load()
         if loaded is not None and not self.checkpoint_manager.is_own(loaded):
             # The best checkpoint of another run is not in this output directory.
             self.loop.forget_best()
         # A checkpoint without EMA leaves none: the average then starts at the loaded weights.
         self.recipes.begin_average()
         return loaded
+
+    def _after_load(self) -> None:
+        """Synchronise weights that a loaded state has set on some ranks only."""
 
     def _built_statefuls(self) -> dict[str, object]:
         own = self.optimization

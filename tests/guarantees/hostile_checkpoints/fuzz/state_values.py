@@ -245,7 +245,7 @@ TAGGED: dict[str, ValueT] = {
     "array of records": lambda old: _array([("a", "O")], (1,), torch.zeros(8, dtype=torch.uint8)),
     "array of dates": lambda old: _array("<M8[25s]", (1,), torch.ones(8, dtype=torch.uint8)),
     "array of a sparse tensor": lambda old: _array("|u1", (3,), torch.ones(3).to_sparse()),
-    "array of a shape by itself": lambda old: _array("|u1", 3, torch.zeros(3, dtype=torch.uint8), "F"),
+    "array with a number as its shape": lambda old: _array("|u1", 3, torch.zeros(3, dtype=torch.uint8), "F"),
     "array of many dimensions": lambda old: _array("|u1", (1,) * 100, torch.zeros(1, dtype=torch.uint8)),
     "array of long ranges": lambda old: _array("|u1", tagged("range", bounds=(0, 10**9, 1)), _expanded(0)),
     "bytes 10**9": lambda old: tagged("bytes", data=_expanded(10**9)),

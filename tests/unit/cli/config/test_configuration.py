@@ -174,5 +174,5 @@ def test_nested_arguments_are_checked_like_others() -> None:
 
 def test_argument_of_another_trainer_names_the_trainer() -> None:
     message = refusal("args: {dispatch_batches: true}\n")
-    assert "It belongs to --trainer ddp or hybrid, but trainer.kind is 'single'." in message
+    assert "It belongs to --trainer ddp or fsdp2 or hybrid, but trainer.kind is 'single'." in message
     assert "It belongs to --trainer ddp" in refusal(BASE, "--args.ddp.bucket_cap_mb", "5")

@@ -287,7 +287,7 @@ def test_failed_write_on_one_rank_leaves_nothing_behind(tmp_path: Path) -> None:
     first, second = run_on_ranks(save_into_a_taken_file, 2, str(tmp_path))
     assert first == second
     assert first[0] == "CheckpointSaveError"
-    assert "rank 1 failed during writing checkpoint files: FileExistsError" in first[1]
+    assert "rank 1 failed while writing checkpoint files: FileExistsError" in first[1]
     assert entries(tmp_path / "checkpoints") == []
 
 
@@ -301,7 +301,7 @@ def test_load_failure_on_one_rank_stops_the_load_everywhere(tmp_path: Path) -> N
     first, second = run_on_ranks(load_with_one_failing, 2, str(tmp_path))
     assert first == second
     assert first[0] == "CheckpointLoadError"
-    assert "rank 1 failed during restoring 'dataset': ArithmeticError: the iterator of rank 1 is broken" in first[1]
+    assert "rank 1 failed while restoring 'dataset': ArithmeticError: the iterator of rank 1 is broken" in first[1]
 
 
 def save_two(output_dir: str) -> str:

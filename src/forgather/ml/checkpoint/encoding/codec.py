@@ -17,6 +17,7 @@ from forgather.ml.checkpoint.encoding.class_values import Converter, Parts, Unsu
 from forgather.ml.checkpoint.encoding.converters import BYTES, CONVERTERS, INT, find_converter
 from forgather.ml.checkpoint.encoding.state_budget import SHELL_BYTES, MemoryBudget, count_hashes
 from forgather.ml.checkpoint.errors import StateDecodingError, StateEncodingError
+from forgather.ml.checkpoint.sharding.sharded_tensors import is_dtensor, is_sharded, local_part
 
 T = TypeVar("T")
 
@@ -156,6 +157,9 @@ class _Encoder:
         if kind is torch.Tensor or kind is torch.nn.Parameter:
             self._refuse_special_tensor(value)
             return self.tensors.alias(value)
+        if is_dtensor(value):
+            # A sharded tensor stays as it is: its content is read when the file is written.
+            return value.detach() if is_sharded(value) else self.encode(local_part(value))
         if kind is int:
             return value if value.bit_length() <= _MAX_PLAIN_INT_BITS else self._convert(INT, value)
         if kind is bytes:

@@ -1,4 +1,4 @@
-"""Staging: state on an accelerator passes to the host in chunks, through two buffers of pinned memory.
+"""Staging: copies state from an accelerator to the host in chunks, through two buffers of pinned memory.
 
 While one chunk is hashed or written, the next chunk is copied on a separate stream. Digests, weight files and snapshots
 read device tensors here. CPU tensors never pass through a buffer.
@@ -45,15 +45,17 @@ def staged_chunks(tensors: Iterable[Tensor]) -> Iterator[tuple[int, Tensor]]:
     stream: torch.Stream | None = None
     under_way: tuple[int, Tensor, torch.Event] | None = None
     pieces = ((index, piece) for index, tensor in enumerate(tensors) for piece in iter_chunks(tensor.detach()))
+    # Two buffers: the device fills one while the caller reads the other. Each copy is queued before the previous chunk
+    # is handed out, so that copies overlap with hashing and writing.
     for number, (index, piece) in enumerate(pieces):
         if stream is None or stream.device != piece.device:
             stream = torch.Stream(piece.device)
-            # The values may still be under computation.
+            # Kernels on the compute stream may still be writing these values.
             stream.wait_stream(torch.accelerator.current_stream(piece.device))
         buffer = buffers[number % 2] = _buffer(buffers[number % 2], piece.nbytes)
         chunk = buffer[: piece.nbytes].view(piece.dtype).view(piece.shape)
         with stream:
-            # Strided and lazily conjugated pieces are made plain on the device.
+            # Make strided and lazily conjugated pieces contiguous on the device, so that one copy moves their bytes.
             chunk.copy_(piece.resolve_conj().resolve_neg().contiguous(), non_blocking=True)
             following = index, chunk, stream.record_event()
         if under_way is not None:

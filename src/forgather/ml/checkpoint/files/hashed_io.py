@@ -152,7 +152,7 @@ class HashingWriter:
             if self._error is None:
                 try:
                     self._write_at_end(buffer[:count])
-                except Exception as error:  # noqa: BLE001 - or the caller would wait for this buffer for ever
+                except Exception as error:  # noqa: BLE001 - or the caller would wait for this buffer forever
                     # The caller's thread raises it at its next write or at the end.
                     self._error = error
             self._free.put(buffer)
@@ -342,7 +342,7 @@ def _read_ahead(descriptor: int, size: int, direct: bool) -> Generator[memoryvie
                         return
                     source.read(buffer, count, offset)
                     full.put((buffer, count))
-        except Exception as error:  # noqa: BLE001 - or the caller would wait for this chunk for ever
+        except Exception as error:  # noqa: BLE001 - or the caller would wait for this chunk forever
             full.put(error)
 
     with _pool.lend(_NUM_BUFFERS if size > BUFFER_BYTES else 1) as buffers:

@@ -7,18 +7,21 @@ Contents refer to the live tensors without a copy, so the tensors must not chang
 import os
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
-from typing import Protocol
+from typing import Any, Protocol
 
 from torch import Tensor
 
+from forgather.ml.checkpoint.encoding.archive_writer import StateArchive
 from forgather.ml.checkpoint.encoding.digest import iter_leaves
 from forgather.ml.checkpoint.encoding.staging import on_host
 from forgather.ml.checkpoint.files import durable
 from forgather.ml.checkpoint.files.hashed_io import HashingWriter
 from forgather.ml.checkpoint.files.state_files import write_state
 from forgather.ml.checkpoint.manifest import FileRecord
+from forgather.ml.checkpoint.sharding.exchange import ShardExchange
+from forgather.ml.checkpoint.sharding.sharded_tensors import is_sharded
 from forgather.ml.checkpoint.weights.module_weights import write_weights
-from forgather.ml.checkpoint.weights.safetensors_io import SharingMetadataT
+from forgather.ml.checkpoint.weights.safetensors_io import SharingMetadataT, names_in_file
 
 
 class Content(Protocol):
@@ -27,7 +30,11 @@ class Content(Protocol):
     @property
     def num_bytes(self) -> int: ...
 
-    def write(self, writer: HashingWriter) -> dict[str, str]:
+    def sharded_tensors(self) -> list[Any]:
+        """Return the sharded tensors of the content, in the order in which `write` reads them from the exchange."""
+        ...
+
+    def write(self, writer: HashingWriter, exchange: ShardExchange | None) -> dict[str, str]:
         """Write the content, and return tensor names with checksums.
 
         Only weight files return names. A checksum is empty if the format does not allow reading single tensors.
@@ -45,8 +52,12 @@ class StateContent:
     def num_bytes(self) -> int:
         return _tensor_bytes(leaf for _, leaf in iter_leaves(self.encoded))
 
-    def write(self, writer: HashingWriter) -> dict[str, str]:
-        write_state(writer, on_host(self.encoded))
+    def sharded_tensors(self) -> list[Any]:
+        return StateArchive(self.encoded, is_sharded).late_tensors
+
+    def write(self, writer: HashingWriter, exchange: ShardExchange | None) -> dict[str, str]:
+        # The snapshot has already copied state that replicas compare. State on the host is passed through.
+        write_state(writer, on_host(self.encoded), None if exchange is None else exchange.chunks)
         return {}
 
 
@@ -61,8 +72,11 @@ class WeightsContent:
     def num_bytes(self) -> int:
         return _tensor_bytes(self.tensors.values())
 
-    def write(self, writer: HashingWriter) -> dict[str, str]:
-        return write_weights(writer, self.tensors, self.sharing)
+    def sharded_tensors(self) -> list[Any]:
+        return [self.tensors[name] for name in names_in_file(self.tensors) if is_sharded(self.tensors[name])]
+
+    def write(self, writer: HashingWriter, exchange: ShardExchange | None) -> dict[str, str]:
+        return write_weights(writer, self.tensors, self.sharing, None if exchange is None else exchange.chunks)
 
 
 @dataclass(frozen=True)
@@ -75,7 +89,10 @@ class RawContent:
     def num_bytes(self) -> int:
         return len(self.data)
 
-    def write(self, writer: HashingWriter) -> dict[str, str]:
+    def sharded_tensors(self) -> list[Any]:
+        return []
+
+    def write(self, writer: HashingWriter, exchange: ShardExchange | None) -> dict[str, str]:
         writer.write(self.data)
         return {}
 
@@ -90,13 +107,13 @@ class PlannedFile:
     owner: int | None = None
     owner_ranks: list[int] = field(default_factory=list)
 
-    def write(self, directory: str, rank: int) -> FileRecord:
-        """Write and fsync the file, and return its manifest record."""
+    def write(self, directory: str, rank: int, exchange: ShardExchange | None = None) -> FileRecord:
+        """Write and fsync the file, and return its manifest record; `exchange` supplies sharded tensors."""
         path = os.path.join(directory, self.path)
         try:
             durable.make_parents_below(directory, self.path)
             with HashingWriter(path) as writer:
-                tensors = self.content.write(writer)
+                tensors = self.content.write(writer, exchange)
         except OSError as error:
             if error.filename is not None:
                 raise

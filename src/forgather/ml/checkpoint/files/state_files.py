@@ -1,16 +1,15 @@
-"""State files (`.pt`): written by `torch.save`, read by a restricted unpickler that never runs code.
+"""State files (`.pt`): written in the format of `torch.save`, read by a restricted unpickler that never runs code.
 
 A file is read once: the pass that fills the tensors also computes the checksum. `reader` loads components here,
 `weights` reads `.bin` files, and `verification` checks files without a job.
 """
 
-import contextlib
-import threading
-from collections.abc import Iterator
+from collections.abc import Callable
 from typing import Any
 
 import torch
 
+from forgather.ml.checkpoint.encoding.archive_writer import Chunks, StateArchive
 from forgather.ml.checkpoint.encoding.codec import decode_state
 from forgather.ml.checkpoint.encoding.plain_pickle import PlainUnpickler
 from forgather.ml.checkpoint.encoding.state_budget import MemoryBudget
@@ -19,29 +18,13 @@ from forgather.ml.checkpoint.errors import CheckpointError, CheckpointLoadError,
 from forgather.ml.checkpoint.files.hashed_io import HashingReader, HashingWriter
 from forgather.ml.checkpoint.files.regular_files import path_inside
 from forgather.ml.checkpoint.manifest import FileRecord
+from forgather.ml.checkpoint.sharding.sharded_tensors import is_sharded
 from forgather.ml.checkpoint.weights.safetensors_io import check_checksum, check_size
 
-# The CRC option of torch.save is global to the process.
-_crc_lock = threading.Lock()
 
-
-@contextlib.contextmanager
-def _without_crc() -> Iterator[None]:
-    """Switch off the CRC-32 of `torch.save` inside the block."""
-    # xxh3 is stronger and about ten times as fast, and loading does not check the CRC anyway.
-    with _crc_lock:
-        before = torch.serialization.get_crc32_options()
-        torch.serialization.set_crc32_options(False)
-        try:
-            yield
-        finally:
-            torch.serialization.set_crc32_options(before)
-
-
-def write_state(writer: HashingWriter, encoded: object) -> None:
-    """Write an encoded state with `torch.save`."""
-    with _without_crc():
-        torch.save(encoded, writer)  # type: ignore[arg-type]
+def write_state(writer: HashingWriter, encoded: object, chunks_of: Callable[[Any], Chunks] | None = None) -> None:
+    """Write an encoded state in the format of `torch.save`; `chunks_of` supplies the content of sharded tensors."""
+    StateArchive(encoded, is_sharded).write(writer, chunks_of)
 
 
 def read_state(path: str, record: FileRecord | None = None, *, follow: bool = False, mapped: bool = False) -> Any:

@@ -8,7 +8,7 @@ import copy
 import logging
 from collections.abc import Mapping, MutableMapping, Sequence
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import Any, Protocol, runtime_checkable
 
 import torch
 from torch import Tensor
@@ -31,6 +31,16 @@ class OptimizerLike(Protocol):
 
     @property
     def param_groups(self) -> list[dict[str, Any]]: ...
+
+
+@runtime_checkable
+class ShardedUpdates(Protocol):
+    """Protocol of a wrapper that updates, and keeps state of, only the parameters that this rank owns (ZeRO-1)."""
+
+    @property
+    def optimizer(self) -> OptimizerLike: ...
+
+    def owns(self, parameter: Tensor) -> bool: ...
 
 
 @dataclass(frozen=True)

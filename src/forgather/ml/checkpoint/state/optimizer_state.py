@@ -6,6 +6,7 @@ Nothing is changed unless the full state fits. The checkpoint coordinator and th
 
 import copy
 import logging
+import math
 from collections import ChainMap, Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from functools import partial
@@ -15,6 +16,8 @@ import torch
 from torch import Tensor
 
 from forgather.ml.checkpoint.errors import CheckpointLoadError
+from forgather.ml.checkpoint.sharding.partition import parts_by_size
+from forgather.ml.checkpoint.sharding.sharded_tensors import as_shard, is_sharded, local_part, rows_of
 from forgather.ml.checkpoint.state.optimizer_checks import (
     StateChecks,
     check_buffers_of_options,
@@ -30,6 +33,7 @@ from forgather.ml.checkpoint.state.optimizer_options import (
     Group,
     OptimizerLike,
     SavedGroup,
+    ShardedUpdates,
     comparable,
     configured_options,
     detached,
@@ -51,7 +55,8 @@ class OptimizerState:
     `named_parameters` covers the full model, or chains the parameters of several stages. A tied parameter with several
     names is stored under the first. Create the wrapper together with the optimizer, because the current options count
     as the user's configuration. If training may have changed them already, pass `knows_configuration=False`: all
-    options then follow the checkpoint.
+    options then follow the checkpoint. For an optimizer with sharded state (`ShardedUpdates`), only the parameters of
+    this rank are saved and restored.
 
     The state dict has four entries:
 
@@ -70,6 +75,9 @@ class OptimizerState:
         knows_configuration: bool = True,
     ) -> None:
         self._knows_configuration = knows_configuration
+        sharded = optimizer if isinstance(optimizer, ShardedUpdates) else None
+        self._owns: Callable[[Tensor], bool] = (lambda _: True) if sharded is None else sharded.owns
+        optimizer = optimizer if sharded is None else sharded.optimizer
         wrapper = optimizer if isinstance(optimizer, PreciseUpdates) else None
         self._update_dtype = None if wrapper is None else wrapper.update_dtype
         self._precision_key = None if wrapper is None else wrapper.state_key
@@ -82,6 +90,27 @@ class OptimizerState:
     def is_on_devices(self) -> bool:
         """Whether all parameters are on accelerators, so that `load_state_dict` keeps no tensor on the CPU."""
         return all(parameter.device.type not in ("cpu", "meta") for parameter in self._names)
+
+    @property
+    def is_sharded(self) -> bool:
+        """Whether this rank holds only rows of some parameters, so that it needs only rows of their state."""
+        return any(map(is_sharded, self._names))
+
+    @staticmethod
+    def part_of_state(state: Mapping[str, Any], number: int, count: int) -> dict[str, Any]:
+        """Return part `number` of `count` of a state: some of its parameters, with about the same number of elements."""
+        sizes = {name: math.prod(record["shape"]) for name, record in state["parameters"].items()}
+        parts = parts_by_size(sizes, count)
+        own = {name for name, part in parts.items() if part == number}
+        groups = [
+            {**group, "params": [name for name in group["params"] if name in own]} for group in state["param_groups"]
+        ]
+        return {
+            **state,
+            "state": {name: one for name, one in state["state"].items() if name in own},
+            "param_groups": groups,
+            "parameters": {name: one for name, one in state["parameters"].items() if name in own},
+        }
 
     def state_dict(self) -> dict[str, Any]:
         """Return the state by parameter name; its tensors are not copies."""
@@ -189,12 +218,14 @@ class OptimizerState:
         groups: list[Group] = []
         for optimizer in self._optimizers:
             for index, options in enumerate(optimizer.param_groups):
-                names = [self._name(parameter, index, i) for i, parameter in enumerate(options["params"])]
+                # Other ranks save the state of the parameters that they own.
+                members = [parameter for parameter in options["params"] if self._owns(parameter)]
+                names = [self._name(parameter, index, i) for i, parameter in enumerate(members)]
                 configured = configured_options(options)
                 for name in names:
                     self._configured.setdefault(name, configured)
                 configured = self._configured[names[0]] if names else configured
-                parameters = dict(zip(names, options["params"], strict=True))
+                parameters = dict(zip(names, members, strict=True))
                 known = self._knows_configuration
                 state, wide = optimizer.state, self._update_dtype
                 groups.append(Group(options, configured, state, parameters, optimizer, known, wide))
@@ -351,7 +382,12 @@ def _load_group_state(group: Group, state_dict: Mapping[str, Any], precision_key
         existing = group.state.pop(parameter, None)
         if saved := adopted(state_dict["state"].get(name, {}), parameter, precision_key):
             saved_dtype = state_dict.get("parameters", {}).get(name, {}).get("dtype")
-            convert = partial(_converted, parameter=parameter, group=group, saved_dtype=saved_dtype)
+            convert = partial(
+                _converted_rows if is_sharded(parameter) else _converted,
+                parameter=parameter,
+                group=group,
+                saved_dtype=saved_dtype,
+            )
             state = with_number_tensors(saved, group.optimizer)
             group.state[parameter] = _placed(state, existing, None, convert)
 
@@ -361,6 +397,9 @@ def _placed(value: object, existing: Any, key: object, convert: Callable[[Tensor
     if isinstance(value, Tensor):
         # An existing tensor already has the dtype, device and layout that the optimizer wants.
         fits = isinstance(existing, Tensor) and existing.shape == value.shape
+        if fits and is_sharded(existing):
+            local_part(existing).copy_(rows_of(value, existing))
+            return existing
         return existing.copy_(value) if fits else convert(value, key)
     if isinstance(value, Mapping):
         inner = existing if isinstance(existing, Mapping) else {}
@@ -368,12 +407,21 @@ def _placed(value: object, existing: Any, key: object, convert: Callable[[Tensor
     return type(value)(_placed(v, None, None, convert) for v in value) if isinstance(value, list | tuple) else value
 
 
+def _converted_rows(value: Tensor, key: object, parameter: Tensor, group: Group, saved_dtype: str | None) -> Tensor:
+    """Convert the rows of a sharded parameter in a loaded state tensor; other tensors are converted as a whole."""
+    local = local_part(parameter)
+    if value.shape != parameter.shape:
+        return _converted(value, key, local, group, saved_dtype)
+    shard: Tensor = as_shard(_converted(rows_of(value, parameter), key, local, group, saved_dtype), parameter)
+    return shard
+
+
 def _converted(value: Tensor, key: object, parameter: Tensor, group: Group, saved_dtype: str | None) -> Tensor:
     """Convert a loaded state tensor to the device of the parameter, and to its dtype where that loses no precision.
 
     Torch casts all state to the dtype of a floating-point parameter. Here integer state stays integer. Floating state
-    follows the parameter if both had the same dtype when saved, or if it is not wider and the optimizer is of torch. So
-    float32 moments of a bfloat16 parameter come back bit for bit. Fused kernels assume the dtype and layout of the
+    follows the parameter if both had the same dtype when saved, or if it is not wider and the optimizer is torch's own.
+    So float32 moments of a bfloat16 parameter are restored bit for bit. Fused kernels assume the dtype and layout of the
     parameter, so their moments are converted to both. If updates run in a wider dtype, that dtype counts as the dtype of
     the parameter.
     """

@@ -12,6 +12,7 @@ import torch
 from torch import Tensor, nn
 
 from forgather.ml.checkpoint.encoding import strict_json
+from forgather.ml.checkpoint.sharding.sharded_tensors import is_dtensor
 from forgather.ml.checkpoint.weights.safetensors_io import SHARING_KEY, SharingMetadataT
 
 __all__ = [
@@ -80,6 +81,10 @@ def sharing_of(tensors: Mapping[str, Any]) -> SharingMetadataT:
 
 def tensor_identity(tensor: Tensor) -> object:
     """Return a key that is equal for tensors with the same memory, shape, strides and dtype."""
+    if is_dtensor(tensor):
+        # An empty shard has no data pointer, but tied parameters share its storage.
+        local = tensor.to_local()  # type: ignore[attr-defined]
+        return (local.untyped_storage()._cdata, local.storage_offset(), tuple(tensor.shape), tensor.dtype)
     # Tensors without a data pointer (meta, sparse, nested, empty) are identified by the object.
     if tensor.is_meta or tensor.layout is not torch.strided or tensor.is_nested:
         return id(tensor)

@@ -25,6 +25,7 @@ from forgather.ml.checkpoint.manifest import (
     has_versioned_manifest,
     read_manifest,
 )
+from forgather.ml.checkpoint.sharding.sharded_tensors import is_sharded, local_part, rows_of
 from forgather.ml.checkpoint.weights.index import ShardIndex, index_file_name, shard_name, tensor_identity
 from forgather.ml.checkpoint.weights.safetensors_io import (
     SHARING_KEY,
@@ -32,6 +33,7 @@ from forgather.ml.checkpoint.weights.safetensors_io import (
     check_fit,
     checked_sharing,
     expect_type,
+    load_rows,
     load_safetensors,
     read_header,
 )
@@ -197,10 +199,14 @@ def read_weights(location: WeightLocation, targets: Mapping[str, Tensor]) -> Non
     for file, wanted in sorted(by_file.items()):
         path, record = location.path_and_record(file)
         first = {name: tensors[0] for name, tensors in wanted.items()}
-        if file.endswith(".safetensors"):
-            load_safetensors(path, first, record)
-        else:
+        sharded = {name: tensor for name, tensor in first.items() if is_sharded(tensor)}
+        whole = {name: tensor for name, tensor in first.items() if name not in sharded}
+        if not file.endswith(".safetensors"):
             _load_bin(path, first, record)
+        else:
+            load_rows(path, sharded, record)
+            if whole:
+                load_safetensors(path, whole, record)
         for tensors in wanted.values():
             for other in tensors[1:]:
                 # Tied targets share memory and are already filled. Separate copies get the same values.
@@ -228,15 +234,20 @@ def _found(path: str, content: Mapping[str, Any], name: str) -> Any:
 
 
 def _load_bin(path: str, targets: Mapping[str, Tensor], record: FileRecord | None) -> None:
-    state = checked_weights(path, read_state(path, record, follow=record is None))
+    # A rank that shards the model must not hold all of it, so the file is mapped.
+    mapped = any(map(is_sharded, targets.values()))
+    state = checked_weights(path, read_state(path, record, follow=record is None, mapped=mapped))
     for name, target in targets.items():
         stored = _found(path, state, name)
         check_fit(path, name, tuple(stored.shape), stored.dtype, target)
     with torch.no_grad():
         for name, target in targets.items():
             with _naming_tensor(path, name):
-                # `target.detach().copy_` would leave the content of a sparse tensor unchanged.
-                target.copy_(state[name])
+                if is_sharded(target):
+                    local_part(target).copy_(rows_of(state[name], target))
+                else:
+                    # `target.detach().copy_` would leave the content of a sparse tensor unchanged.
+                    target.copy_(state[name])
 
 
 @contextlib.contextmanager

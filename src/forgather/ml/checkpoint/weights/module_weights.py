@@ -9,7 +9,7 @@ import contextlib
 import json
 import logging
 import os
-from collections.abc import Collection, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -17,6 +17,7 @@ import torch
 from torch import Tensor, nn
 
 from forgather.ml.checkpoint import store
+from forgather.ml.checkpoint.encoding.archive_writer import Chunks
 from forgather.ml.checkpoint.encoding.codec import encode_state
 from forgather.ml.checkpoint.errors import CheckpointLoadError
 from forgather.ml.checkpoint.files.durable import fsync_directory, make_directories, replace_file
@@ -45,7 +46,12 @@ from forgather.ml.checkpoint.weights.location import (
     read_tensors,
     read_weights,
 )
-from forgather.ml.checkpoint.weights.safetensors_io import SHARING_KEY, SharingMetadataT, write_safetensors
+from forgather.ml.checkpoint.weights.safetensors_io import (
+    SHARING_KEY,
+    SharingMetadataT,
+    names_in_file,
+    write_safetensors,
+)
 
 __all__ = [
     "ShardIndex",
@@ -72,13 +78,22 @@ __all__ = [
 logger = logging.getLogger(__name__)
 
 
-def write_weights(writer: HashingWriter, tensors: Mapping[str, Tensor], sharing: SharingMetadataT) -> dict[str, str]:
-    """Write one weight file in the format of its name; return its tensor names with checksums (empty for `.bin`)."""
+def write_weights(
+    writer: HashingWriter,
+    tensors: Mapping[str, Tensor],
+    sharing: SharingMetadataT,
+    chunks_of: Callable[[Any], Chunks] | None = None,
+) -> dict[str, str]:
+    """Write one weight file in the format of its name; return its tensor names with checksums (empty for `.bin`).
+
+    `chunks_of` supplies the content of sharded tensors, in the order of `names_in_file`.
+    """
     if writer.path.endswith(".safetensors"):
         # Metadata values of a safetensors header must be strings. Other readers ignore an unknown key.
-        return write_safetensors(writer, tensors, {SHARING_KEY: json.dumps(sharing)} if sharing else None)
+        return write_safetensors(writer, tensors, {SHARING_KEY: json.dumps(sharing)} if sharing else None, chunks_of)
     # Encoded, because torch writes the full storage behind a view.
-    write_state(writer, encode_state({name: tensor.detach() for name, tensor in tensors.items()}, "model"))
+    state = {name: tensors[name].detach() for name in names_in_file(tensors)}
+    write_state(writer, encode_state(state, "model"), chunks_of)
     return dict.fromkeys(tensors, "")
 
 

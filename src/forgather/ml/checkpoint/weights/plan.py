@@ -73,6 +73,8 @@ class WeightPlanner:
     """Metadata of every rank of the job, by rank."""
     shard_index: ShardIndex | None
     safetensors: bool
+    is_sharded: bool = False
+    """Whether ranks divide the names of a module between them, so that `shard_index` does not know who writes what."""
 
     def plan(self, weights: Mapping[str, Tensor]) -> PlannedWeights:
         """Return the files that this rank writes."""
@@ -104,11 +106,12 @@ class WeightPlanner:
 
     def _index_and_ties(self, shapes: Sequence[_Shapes], is_whole: bool) -> tuple[ShardIndex, SharingMetadataT]:
         tied = _union([held.tied for held in self.held])
-        # The index of the user is used only if the directory holds the full model, its ties always.
+        # The index of the user is used only if the directory holds the full model, its ties always. Ties between stages
+        # are in no other place.
         index = None if self.shard_index is None else in_format(self.shard_index, self.safetensors)
         if index is not None:
             tied = index["metadata"].get("param_sharing", tied)
-        if index is None or not is_whole:
+        if index is None or not is_whole or self.is_sharded:
             # A directory with only some of the stages must not refer to tensors in the directory of another node.
             on_meta = [_on_meta(held) for held in shapes]
             index = make_shard_index(on_meta, safetensors=self.safetensors, param_sharing_metadata=tied)

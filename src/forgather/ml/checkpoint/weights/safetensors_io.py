@@ -28,6 +28,7 @@ from forgather.ml.checkpoint.files.hashed_io import (
 )
 from forgather.ml.checkpoint.files.regular_files import open_regular
 from forgather.ml.checkpoint.manifest import FileRecord
+from forgather.ml.checkpoint.sharding.sharded_tensors import is_sharded, local_part, shards_of
 
 # Key of the header checksum in a manifest record. Reading only some tensors verifies the header like a tensor.
 HEADER_ENTRY = "__header__"
@@ -85,12 +86,23 @@ def _is_in_one_piece(tensor: Tensor) -> bool:
     return tensor.device.type == "cpu" and tensor.is_contiguous() and not (tensor.is_conj() or tensor.is_neg())
 
 
-def write_safetensors(
-    writer: HashingWriter, tensors: Mapping[str, Tensor], metadata: Mapping[str, str] | None = None
-) -> dict[str, str]:
-    """Write a safetensors file as a stream; return the checksum of each tensor and of the header."""
+def names_in_file(tensors: Mapping[str, Tensor]) -> list[str]:
+    """Return the names of tensors in the order of a weight file."""
     # The format forbids gaps. Sorting by element size, largest first, keeps every tensor aligned without padding.
-    names = sorted(tensors, key=lambda name: (-tensors[name].element_size(), name))
+    return sorted(tensors, key=lambda name: (-tensors[name].element_size(), name))
+
+
+def write_safetensors(
+    writer: HashingWriter,
+    tensors: Mapping[str, Tensor],
+    metadata: Mapping[str, str] | None = None,
+    chunks_of: Callable[[Any], Iterator[memoryview]] | None = None,
+) -> dict[str, str]:
+    """Write a safetensors file as a stream; return the checksum of each tensor and of the header.
+
+    `chunks_of` supplies the content of sharded tensors, which this rank does not hold.
+    """
+    names = names_in_file(tensors)
     header: dict[str, Any] = {"__metadata__": {"format": "pt", **(metadata or {})}}
     offset = 0
     for name in names:
@@ -107,19 +119,20 @@ def write_safetensors(
     # The padding aligns the first tensor. The format allows spaces at the end of the header.
     text += b" " * (-(len(text) + _LENGTH_BYTES) % _HEADER_ALIGNMENT)
     digests = {HEADER_ENTRY: _write_hashed(writer, [len(text).to_bytes(_LENGTH_BYTES, "little") + text])}
-    for name, chunks in zip(names, _contents([tensors[name] for name in names]), strict=True):
+    for name, chunks in zip(names, _contents([tensors[name] for name in names], chunks_of), strict=True):
         digests[name] = _write_hashed(writer, chunks)
     return digests
 
 
-def _contents(tensors: list[Tensor]) -> Iterator[Iterator[memoryview]]:
+def _contents(
+    tensors: list[Tensor], chunks_of: Callable[[Any], Iterator[memoryview]] | None
+) -> Iterator[Iterator[memoryview]]:
     """Yield the content of each tensor in chunks. The chunks of one tensor must be read before the next tensor."""
-    if not torch.accelerator.is_available():
-        yield from map(byte_chunks, tensors)
-        return
     staged = itertools.groupby(staged_chunks(filter(can_stage, tensors)), key=lambda item: item[0])
     for tensor in tensors:
-        if can_stage(tensor):
+        if chunks_of is not None and is_sharded(tensor):
+            yield chunks_of(tensor)
+        elif can_stage(tensor):
             _, chunks = next(staged)
             yield (tensor_bytes(chunk) for _, chunk in chunks)
         else:
@@ -283,6 +296,32 @@ def check_checksum(path: str, what: str, expected: str, found: str) -> None:
     """Raise `CheckpointCorruptError` if the checksum of the data read differs from the recorded checksum."""
     if found != expected:
         raise CheckpointCorruptError(f"{path} is damaged: {what} has checksum {found}, expected {expected}")
+
+
+def load_rows(path: str, targets: Mapping[str, Any], record: FileRecord | None = None) -> None:
+    """Read the rows of this rank into sharded tensors, in place; other rows are not read.
+
+    The checksums in the manifest cover full tensors, so the caller verifies the file itself before.
+    """
+    header = read_header(path, record)
+    descriptor = open_regular(path, follow=record is None)
+    try:
+        for name, target in targets.items():
+            entry, shards = header.tensors[name], shards_of(target, f"{path}: tensor {name!r}")
+            check_fit(path, name, entry.shape, entry.dtype, target)
+            start = entry.start + shards.start * entry.dtype.itemsize
+            local = local_part(target)
+            rows = TensorEntry(entry.dtype, tuple(local.shape), start, start + shards.length * entry.dtype.itemsize)
+
+            def read(out: memoryview, rows: TensorEntry = rows) -> None:
+                for position in range(0, len(out), BUFFER_BYTES):
+                    read_exactly(descriptor, out[position : position + BUFFER_BYTES], rows.start + position)
+
+            _fill(path, name, rows, local, read)
+    except EOFError as error:
+        raise CheckpointCorruptError(f"{path} is damaged: {error}") from error
+    finally:
+        os.close(descriptor)
 
 
 def _load_whole(path: str, header: SafetensorsHeader, targets: Mapping[str, Tensor], record: FileRecord | None) -> None:

@@ -10,7 +10,7 @@ from forgather.ml.trainer.arguments.training_arguments import ArgumentGroup, Tra
 
 @dataclass(kw_only=True)
 class DDPArguments(ArgumentGroup):
-    """Options of torch's DistributedDataParallel."""
+    """Options of torch's DistributedDataParallel, and of the optimizer step on its ranks."""
 
     broadcast_buffers: bool = True
     """Broadcast the buffers of rank 0 before each forward pass: all in the first pass, later the changed ones only."""
@@ -22,6 +22,8 @@ class DDPArguments(ArgumentGroup):
     """Store gradients as views of the all-reduce buckets, which saves one copy of the gradients."""
     static_graph: bool = False
     skip_all_reduce_unused_params: bool = False
+    shard_optimizer: bool = False
+    """ZeRO-1: each of N ranks keeps the optimizer state of 1/N of the parameters, with the same result."""
 
 
 @dataclass(kw_only=True)
@@ -84,8 +86,23 @@ class DDPTrainingArguments(TrainingArguments):
                 "nonfinite_grad='skip' cannot be combined with post_local_sgd.enabled=True: one rank could skip a step while "
                 "the others average. Use 'stop'."
             )
+        if self.ddp.shard_optimizer:
+            self._refuse_sharding()
         if self.fuse_optim_with_backward:
             raise ValueError(
                 "fuse_optim_with_backward=True cannot be combined with DDP: a parameter would be updated before its gradient "
                 "is reduced over the ranks. Turn it off, or use Trainer on one device."
+            )
+
+    def _refuse_sharding(self) -> None:
+        if self.post_local_sgd.enabled:
+            raise ValueError(
+                "ddp.shard_optimizer=True cannot be combined with post_local_sgd.enabled=True: between two averages every rank "
+                "updates all weights independently, so it needs all moments. Turn one of the two off."
+            )
+        if self.ema_decay is not None and self.param_precision == "bf16_master":
+            raise ValueError(
+                f"ddp.shard_optimizer=True cannot be combined with ema_decay={self.ema_decay} and param_precision="
+                "'bf16_master': the EMA averages float32 master weights, and a rank lacks the master weights of the other "
+                "ranks. Use param_precision='bf16_stochastic' or 'fp32', or turn one of the three off."
             )

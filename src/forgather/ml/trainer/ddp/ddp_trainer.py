@@ -6,24 +6,30 @@ compared at every save.
 
 import contextlib
 import logging
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any, ClassVar, TypeVar
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch.distributed import DeviceMesh, ProcessGroup
 from torch.nn.parallel import DistributedDataParallel
 
 from forgather.ml.trainer.ddp.ddp_arguments import DDPArguments, DDPTrainingArguments, PostLocalSGDArguments
 from forgather.ml.trainer.ddp.post_local_sgd import PostLocalSGD
+from forgather.ml.trainer.ddp.sharded_optimizer import ShardedOptimizer, require_equal_options, require_equal_owners
 from forgather.ml.trainer.ddp.unused_parameters import explained, refuse_unused
-from forgather.ml.trainer.loading.data_order import Part
+from forgather.ml.trainer.ranks.data_parallel_batches import (
+    data_parallel_layout,
+    dispatches_evaluation,
+    evaluation_settings,
+)
 from forgather.ml.trainer.ranks.parallel_loading import DataLayout
 from forgather.ml.trainer.ranks.replicated_model import ReplicatedModel
 from forgather.ml.trainer.ranks.team import RankTeam
 from forgather.ml.trainer.setup.declared_state import BY_LOADING, COMPARED, PER_RANK, REPLICATED, Shared
 from forgather.ml.trainer.step_loss.fused import fused_loss_refusal
 from forgather.ml.trainer.trainer import Trainer
+from forgather.ml.trainer.trainer_types import OptimizerT
 
 __all__ = ["DDPArguments", "DDPTrainer", "DDPTrainingArguments", "PostLocalSGDArguments"]
 
@@ -79,14 +85,10 @@ class DDPTrainer(Trainer[TDDPArgs]):
         return bool(self.args.dispatch_batches) if for_training else self._dispatch_eval_batches()
 
     def _dispatch_eval_batches(self) -> bool:
-        choice = self.args.dispatch_eval_batches
-        return bool(self.args.dispatch_batches if choice is None else choice)
+        return dispatches_evaluation(self.args)
 
     def _data_layout(self, for_training: bool) -> DataLayout:
-        part = Part(self.team.rank, self.team.size)
-        if self.mesh is None or not self._dispatches(for_training):
-            return DataLayout(part)
-        return DataLayout(part, readers=[range(self.team.size)], reads_whole=True, mesh=self.mesh, axis=0)
+        return data_parallel_layout(self.team, self.mesh, self._dispatches(for_training))
 
     # --- the model
 
@@ -99,7 +101,7 @@ class DDPTrainer(Trainer[TDDPArgs]):
         # DDP raises for a model without trainable parameters.
         if self.ddp_group is None or not trains:
             return
-        options = dict(vars(self.args.ddp))
+        options = {name: value for name, value in vars(self.args.ddp).items() if name != "shard_optimizer"}
         self.model = DistributedDataParallel(
             self.model,
             device_ids=None if self.device.type == "cpu" else [self.device],
@@ -114,6 +116,29 @@ class DDPTrainer(Trainer[TDDPArgs]):
                 self.args.post_local_sgd, self.ddp_group, self.team.peers, self.dist
             )
             self.optimizer = self.post_local_sgd_state.attach(self.model, self.optimizer)
+
+    # --- the optimizer
+
+    @property
+    def _shards_optimizer(self) -> bool:
+        return self.args.ddp.shard_optimizer and self.dist.world_size > 1
+
+    def _adapt_optimizer(self, optimizer: OptimizerT, named: Sequence[tuple[str, nn.Parameter]]) -> OptimizerT:
+        if isinstance(optimizer, ShardedOptimizer):
+            return optimizer
+        optimizer = super()._adapt_optimizer(optimizer, named)
+        if not self._shards_optimizer:
+            return optimizer
+        assert self.ddp_group is not None
+        # Reversed, because the first name of a tied parameter is its stored name.
+        names: dict[Tensor, str] = {parameter: name for name, parameter in reversed(named)}
+        return ShardedOptimizer(optimizer, names, self.ddp_group)
+
+    def _follow_optimizer(self) -> None:
+        super()._follow_optimizer()
+        if isinstance(self.optimizer, ShardedOptimizer):
+            # Ranks with different owners would send broadcasts of different sizes.
+            require_equal_owners(self.team.gather(self.optimizer.owner_by_name()))
 
     # --- the step
 
@@ -172,6 +197,18 @@ class DDPTrainer(Trainer[TDDPArgs]):
         self._replicas.share_buffers()
         if self.post_local_sgd_state is not None:
             self.post_local_sgd_state.average_replicas()
+        if isinstance(self.optimizer, ShardedOptimizer):
+            require_equal_options(self.team.gather(self.optimizer.options_of_groups()))
+
+    def _after_load(self) -> None:
+        # A state with master weights also sets float32 parameters, on the ranks that own them.
+        if isinstance(self.optimizer, ShardedOptimizer):
+            self.optimizer.broadcast()
+
+    def _sharing_table(self) -> Mapping[str, Shared]:
+        table = super()._sharing_table()
+        # Each rank saves the moments of the parameters that it updates, by name.
+        return {**table, "optimizer": PER_RANK} if self._shards_optimizer else table
 
     def _model_to_save(self) -> dict[str, Any]:
         return {**super()._model_to_save(), "mesh": self.mesh}
@@ -185,7 +222,4 @@ class DDPTrainer(Trainer[TDDPArgs]):
         )
 
     def _evaluation_settings(self) -> dict[str, Any]:
-        names = ("dispatch_batches", "dispatch_eval_batches")
-        settings: Mapping[str, Any] = {name: getattr(self.args, name) for name in names}
-        effective = {"dispatch_eval_batches (effective)": self._dispatches(for_training=False)}
-        return {**settings, **effective, **super()._evaluation_settings()}
+        return {**evaluation_settings(self.args, self._dispatches(False)), **super()._evaluation_settings()}

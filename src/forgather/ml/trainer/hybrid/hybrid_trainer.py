@@ -1,10 +1,12 @@
 """HybridTrainer: data parallelism between pipelines, pipeline parallelism within each.
 
-Ranks at the same position of their pipelines hold copies of the same stages. Gradients are summed over these copies,
-which are compared at every save.
+Ranks at the same position of their pipelines hold copies of the same stages (dp_strategy="replicate"), or shards of them
+("shard", FSDP2). Gradients are summed over these ranks. Copies are compared at every save.
 """
 
+import contextlib
 from collections.abc import Mapping
+from functools import partial
 from typing import Any, ClassVar, TypeVar
 
 import torch.distributed as dist
@@ -12,8 +14,10 @@ from torch import Tensor
 from torch.distributed import ProcessGroup
 
 from forgather.ml.checkpoint.components import SharingPattern
-from forgather.ml.trainer.hybrid.gradient_reduction import GradientReducer
+from forgather.ml.trainer.fsdp2.sharded_gradients import ShardedGradientNorm, clip_shards
+from forgather.ml.trainer.hybrid.gradient_reduction import AllReduceBucket, GradientReducer, bucketed
 from forgather.ml.trainer.hybrid.hybrid_arguments import HybridTrainingArguments
+from forgather.ml.trainer.hybrid.sharded_stages import ShardedStages
 from forgather.ml.trainer.loading.data_order import Part
 from forgather.ml.trainer.pipeline.pipeline_model import PipelineModel
 from forgather.ml.trainer.pipeline.pipeline_ranks import PipelineRanks
@@ -33,7 +37,8 @@ _COPIED_STAGES = Shared(SharingPattern.PER_GROUP, "dp_group", compared=True)
 class HybridTrainer(PipelineTrainer[THybridArgs]):
     """Trainer with `dp_size` pipelines of `pp_size` ranks; ranks at equal positions hold copies of the same stages.
 
-    Pipelines with batch size b train exactly like one device with batch size `dp_size` x b on the same data order.
+    With dp_strategy="shard" they hold shards of these stages, and gather the full weights for each step. Pipelines with
+    batch size b train exactly like one device with batch size `dp_size` x b on the same data order.
     """
 
     arguments_class = HybridTrainingArguments
@@ -46,8 +51,21 @@ class HybridTrainer(PipelineTrainer[THybridArgs]):
         "dataset": BY_LOADING,
         "rng": PER_RANK,
     }
+    sharded_sharing: ClassVar[Mapping[str, Shared]] = {
+        # Each rank has its own shards. A save streams them to files of full tensors (`checkpoint.sharding`).
+        "model": PER_RANK,
+        "optimizer": PER_RANK,
+        "scheduler": REPLICATED,
+        "ema": PER_RANK,
+        "trainer": REPLICATED,
+        "dataset": BY_LOADING,
+        "rng": PER_RANK,
+    }
+    """Table for dp_strategy="shard"."""
     dp_process_group: ProcessGroup | None = None
     pp_process_group: ProcessGroup | None = None
+    _shards: ShardedStages | None = None
+    """Sharded parameters of this rank's stages; None with dp_strategy="replicate"."""
 
     # --- ranks and batches
 
@@ -85,15 +103,51 @@ class HybridTrainer(PipelineTrainer[THybridArgs]):
 
     # --- the model
 
+    def _prepare_model(self) -> None:
+        if self.starts_over:
+            # Free the old model first: two models at once may not fit into memory.
+            self._shards = None
+        super()._prepare_model()
+
+    def _shard_stages(self, pipeline: PipelineModel) -> None:
+        if self.args.dp_strategy == "shard":
+            assert self.mesh is not None
+            with self.team.agreement("sharding the stages"):
+                self._shards = ShardedStages(pipeline, self.mesh["data_parallel"])
+
+    def _wrap_loss_fn(self) -> None:
+        # A fused loss looks at the output head.
+        with self._gathered() if self.fused_loss_factory is not None else contextlib.nullcontext():
+            super()._wrap_loss_fn()
+
     def _make_reducer(self, pipeline: PipelineModel) -> GradientReducer:
         assert self.dp_process_group is not None
-        self._reducer = GradientReducer(pipeline.own, self.dp_process_group)
         self._replicas = ReplicatedModel(pipeline.part, self.team, self.dp_process_group)
+        if self._shards is not None:
+            self._reducer = self._shards.reducer
+        else:
+            all_reduce = partial(AllReduceBucket, group=self.dp_process_group)
+            self._reducer = GradientReducer(*bucketed(pipeline.own, all_reduce))
         return self._reducer
+
+    def _follow_optimizer(self) -> None:
+        super()._follow_optimizer()
+        if self._shards is not None:
+            assert self.optimization is not None and self.dp_process_group is not None
+            # The norm of a stage is equal on all its ranks, as with replicated stages.
+            counted = self._tied.counted(self.optimization.parameters)
+            self.optimization.norm = ShardedGradientNorm(counted, self.dp_process_group, self.device)
+
+    def _gathered(self) -> contextlib.AbstractContextManager[None]:
+        return super()._gathered() if self._shards is None else self._shards.gathered()
 
     # --- the step
 
     def _forward_backward_step(self, input_dict: dict[str, Any], labels: Any) -> Tensor:
+        if self._shards is not None:
+            # Here, and not inside the schedule: a pipeline may run trial passes that the others do not run. The weights
+            # stay gathered until the last batch of the step is reduced.
+            self._shards.gather()
         # In gradient accumulation, only the last batch of a step is reduced.
         self._reducer.is_active = self._should_sync_gradients()
         with self._replicas.forward():
@@ -103,6 +157,19 @@ class HybridTrainer(PipelineTrainer[THybridArgs]):
         # First over pipelines: this replaces each `.grad`, which the sum over tied weights then changes in place.
         self._reducer.finish()
         super()._reduce_gradients()
+
+    def _scale_gradients(self, max_grad_norm: float | None, norm: Tensor) -> None:
+        if self._shards is None:
+            super()._scale_gradients(max_grad_norm, norm)
+        elif max_grad_norm:
+            assert self.optimization is not None
+            clip_shards(self.optimization.parameters, max_grad_norm, norm)
+
+    def _advance_schedule(self) -> None:
+        super()._advance_schedule()
+        # The last call before gradients are cleared.
+        if self._shards is not None:
+            self._shards.release_gradients()
 
     # --- generation
 
@@ -114,8 +181,16 @@ class HybridTrainer(PipelineTrainer[THybridArgs]):
 
     # --- evaluation and state
 
+    def _sharing_table(self) -> Mapping[str, Shared]:
+        return self.state_sharing if self.args.dp_strategy == "replicate" else self.sharded_sharing
+
     def _before_evaluation(self) -> None:
         self._replicas.share_buffers()
+
+    def _eval_loop(self) -> dict[str, Any]:
+        # Once for all batches: pipelines evaluate different numbers of them.
+        with self._gathered():
+            return super()._eval_loop()
 
     def _before_save(self) -> None:
         super()._before_save()

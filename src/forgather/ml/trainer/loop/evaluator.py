@@ -50,6 +50,8 @@ class Evaluator:
         """Whether this rank computes losses. False on all pipeline stages except the last."""
         self.waits_for_errors = True
         """Whether a failing rank still finishes its round. False for pipelines: ranks wait for each other inside a round."""
+        self.joins_all_rounds = False
+        """Whether ranks without a batch run a forward pass too. True for FSDP2: a forward pass gathers parameters."""
         self.shares_loss = False
         """Whether an evaluation before the first step may resolve the training loss. True for pipelines."""
         self.is_running = False
@@ -176,6 +178,7 @@ class Evaluator:
             lambda: trainer.feed.stop_signal,
             trainer.feed.stop,
             self.waits_for_errors,
+            self._join if self.joins_all_rounds else None,
         )
         return self._summed(sums)
 
@@ -206,6 +209,10 @@ class Evaluator:
             sums.add(prediction["loss"], targets, samples_in(batch))
         if not self.is_second_look:
             trainer._dispatch_event("on_prediction_step", tokens=targets, batch=batch, **prediction)
+
+    def _join(self, batch: Batch) -> None:
+        """Run a forward pass whose result does not count, so that other ranks can evaluate their batches."""
+        self._trainer._prediction_step(*self._trainer._prepare_batch(batch))
 
     def _summed(self, sums: EvaluationSums) -> EvaluationSums:
         team = self._trainer.team

@@ -176,7 +176,7 @@ class LoopState:
 
     def begin_next_epoch(self, accumulation: int) -> None:
         state = self.state
-        # A resumed epoch may have no batches left. Any other epoch without a step would repeat for ever.
+        # A resumed epoch may have no batches left. Any other epoch without a step would repeat forever.
         if state.global_step == state.epoch_start_step and not self.resumed_in_epoch:
             raise RuntimeError(
                 f"Epoch {state.raw_epoch} of the training data had no batches, so training cannot continue. Check the "

@@ -191,6 +191,7 @@ class SpeedMeter:
         self._steps_seen += 1
         if self._timed_since is None:
             if self._steps_seen >= self._first_step:
+                # Pauses in the warm-up are dropped too: they precede the clock.
                 self._timed_since, self._paused = time.perf_counter(), 0.0
             return
         self.num_steps += 1

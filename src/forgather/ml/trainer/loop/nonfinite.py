@@ -14,6 +14,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from forgather.ml.checkpoint.sharding.sharded_tensors import local_part
 from forgather.ml.optim.gradient_trace import GradientTrace
 
 ACTIONS = ("stop", "skip", "ignore")
@@ -217,7 +218,7 @@ def weights_error(step: int, action: str, findings: Sequence[GradientFinding]) -
 
 def nonfinite_weights(parameters: Sequence[Tensor]) -> list[Tensor]:
     """Return the parameters with NaN or infinite values; waits for the device."""
-    floating = [one.detach() for one in parameters if one.is_floating_point() or one.is_complex()]
+    floating = [local_part(one.detach()) for one in parameters if one.is_floating_point() or one.is_complex()]
     groups: dict[tuple[torch.device, torch.dtype], list[int]] = {}
     for number, one in enumerate(floating):
         groups.setdefault((one.device, one.dtype), []).append(number)

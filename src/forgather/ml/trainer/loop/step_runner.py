@@ -164,13 +164,13 @@ class StepRunner:
         # One process resolves the loss in its first forward pass, unless a user's hook replaces that pass.
         if not team.settles_loss_first and not self._computes_own_loss:
             return
-        findings = [one for one in team.gather(self._look(loss, batch)) if one is not None]
+        findings = [one for one in team.gather(self.look_at_loss(loss, batch)) if one is not None]
         if findings:
             # Adopt the finding of the lowest rank with a real batch. A finding that the model's own loss differs from
             # the causal loss takes precedence, because one batch is enough to show it.
             loss.adopt(min(findings, key=lambda one: (one.is_stand_in, one.uses_own is not True)))
 
-    def _look(self, loss: ModelLoss, batch: Mapping[str, Any] | None) -> Finding | None:
+    def look_at_loss(self, loss: ModelLoss, batch: Mapping[str, Any] | None) -> Finding | None:
         """Return the finding of this rank about the loss, from its first batch."""
         if batch is None:
             return None

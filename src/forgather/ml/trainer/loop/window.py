@@ -112,6 +112,7 @@ class StepBatches(Iterator[Batch]):
             self.current[:] = window.batches
             self._fetched(window)
             self.window = window
+        # A `_train_step` that requests too many micro-batches must not take them from the next step.
         elif self.window.is_last:
             return self._beyond(self.window)
         self.window.number += 1

@@ -185,7 +185,7 @@ class ForwardOnly:
         # By ranks, not by stages: a higher stage can be on a lower rank.
         goes_up = self._stage_ranks[stage] > self._stage_ranks[stage - 1]
         group = self._groups[0] if goes_up else self._groups[1]
-        assert group is not None, "something comes back only where there is a group for it"
+        assert group is not None, "sends to lower ranks have a group"
         return group
 
 

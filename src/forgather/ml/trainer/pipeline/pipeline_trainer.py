@@ -3,6 +3,7 @@
 Each rank holds some stages of the model, and all ranks get the same batches.
 """
 
+import contextlib
 import functools
 from collections.abc import Mapping, Sequence
 from typing import Any, ClassVar, TypeVar
@@ -15,6 +16,7 @@ from torch.distributed.pipelining import ScheduleGPipe
 
 from forgather.ml.checkpoint.components import SharingPattern
 from forgather.ml.loss import CausalLoss
+from forgather.ml.trainer.loop.gradients import GradientNorm
 from forgather.ml.trainer.loop.window import samples_in
 from forgather.ml.trainer.pipeline import pipeline_requirements as requirements
 from forgather.ml.trainer.pipeline.generation import GenerationOptions, generate
@@ -196,9 +198,17 @@ class PipelineTrainer(Trainer[TPipelineArgs]):
             setup.prepare_to_load(self.pipeline, self._initialize_non_persistent_buffers)
         else:
             setup.fill(self.pipeline, self._construct_model)
-        self._tied = setup.tie(self.pipeline)
         setup.apply_recipes(self.pipeline, self.enable_activation_checkpoint_fn)
+        self._shard_stages(self.pipeline)
+        self._tied = setup.tie(self.pipeline)
         self.model = self.pipeline.whole
+
+    def _shard_stages(self, pipeline: PipelineModel) -> None:
+        """Divide the parameters of this rank's stages over other ranks; a single pipeline does not."""
+
+    def _gathered(self) -> contextlib.AbstractContextManager[None]:
+        """Return a context for forward passes in which the stages hold their full parameters; all ranks enter it together."""
+        return contextlib.nullcontext()
 
     def _construct_model(self, device: torch.device) -> nn.Module:
         """Build the full model: without values on the meta device, otherwise with its initial values."""
@@ -295,7 +305,7 @@ class PipelineTrainer(Trainer[TPipelineArgs]):
         assert self.optimization is not None
         if self._tied.are_anywhere:
             # A tied weight has copies on several ranks, but counts once in the norm.
-            self.optimization.norm = self._tied.norm(self.optimization.parameters)
+            self.optimization.norm = GradientNorm(self._tied.counted(self.optimization.parameters))
         listens = self.is_listened_to("on_train_metrics")
         told = self.team.gather((listens, requirements.learning_rates(self.optimizer)))
         # Callbacks that read the norm of every step may exist on some ranks only. All ranks must agree, since the norm
@@ -371,10 +381,15 @@ class PipelineTrainer(Trainer[TPipelineArgs]):
         norm = self.optimization.norm(norm_type).to(self.device)
         if max_grad_norm or self._needs_whole_norm:
             norm = self._all_reduce_norm(norm, norm_type)
-            self.optimization.clip(max_grad_norm, norm)
+            self._scale_gradients(max_grad_norm, norm)
         # Otherwise no rank needs the full norm now, and waiting for it would delay ranks that could already step. The
         # norms of stages are combined when they are logged.
         return norm
+
+    def _scale_gradients(self, max_grad_norm: float | None, norm: Tensor) -> None:
+        """Scale the gradients of this rank if the norm of all gradients exceeds `max_grad_norm`."""
+        assert self.optimization is not None
+        self.optimization.clip(max_grad_norm, norm)
 
     def _all_reduce_norm(self, total_norm: Tensor, norm_type: float) -> Tensor:
         """Return the gradient norm over all stages, from the norm of this rank's gradients."""
@@ -437,7 +452,7 @@ class PipelineTrainer(Trainer[TPipelineArgs]):
         mask = None if attention_mask is None else attention_mask.to(self.device)
         share = functools.partial(self._share_tokens, len(input_ids))
         stages, can_cache = self.pipeline.own, self.pipeline.all_can_cache
-        with torch_settings(self.args), self.runner.generation():
+        with torch_settings(self.args), self._gathered(), self.runner.generation():
             run = self.runner.generate
             return generate(run, stages, share, input_ids.to(self.device), options, mask, can_cache=can_cache)
 

@@ -104,7 +104,7 @@ class StageRunner:
         It runs modules that are not compiled, so inputs may have any length.
         """
         results: list[Tensor] = []
-        # Layers can be compiled in place.
+        # With torch_compile_scope="layer", the layers themselves are compiled, also in uncompiled stages.
         with torch.compiler.set_stance("force_eager"):
             self._generating.run([inputs], [keywords], lambda _, logits: results.append(logits[:, -1:]), stage_keywords)
         return results[0] if results else None
@@ -118,7 +118,7 @@ class StageRunner:
     @contextlib.contextmanager
     def _offloading(self) -> Iterator[None]:
         """Enter autocast and activation offloading for the forward passes of training."""
-        with self._amp.autocast(), self._recipes.activations(self._pipeline.part):
+        with self._amp.autocast(), self._recipes.activations(lambda: self._pipeline.part):
             yield
 
     def _make_stage(self, like: PipelineStage, inputs: tuple[Tensor, ...], outputs: tuple[Tensor, ...]) -> TrainedStage:

@@ -14,9 +14,9 @@ from torch.distributed import ProcessGroup
 
 from forgather.ml.checkpoint.encoding.digest import tensor_digest
 from forgather.ml.checkpoint.errors import ReplicationError
+from forgather.ml.checkpoint.sharding.sharded_tensors import is_sharded, local_part, shards_of
 from forgather.ml.checkpoint.weights.safetensors_io import SharingMetadataT
 from forgather.ml.distributed.groups import new_disjoint_groups
-from forgather.ml.trainer.loop.gradients import GradientNorm
 
 Gather = Callable[[Any], list[Any]]
 
@@ -29,6 +29,11 @@ class TiedWeight(NamedTuple):
     group: ProcessGroup
     counts_here: bool
     """Whether sums over all ranks, such as the gradient norm, use this copy."""
+
+    @property
+    def content(self) -> tuple[str, int]:
+        """Name and first element of the rows that this rank holds; copies with the same content are equal."""
+        return self.name, shards_of(self.parameter).start if is_sharded(self.parameter) else 0
 
 
 def canonical_names(sharing: SharingMetadataT) -> dict[str, str]:
@@ -83,11 +88,10 @@ class TiedWeights:
         self.are_anywhere = any(gather(bool(weights)))
         """Whether any rank has copies of a tied weight. Ranks without copies take part in `compare` too."""
 
-    def norm(self, parameters: Sequence[Tensor]) -> GradientNorm:
-        """Return the gradient norm of `parameters`, without copies that another rank counts."""
-        # A sum over all ranks would otherwise count a weight once per copy.
+    def counted(self, parameters: Sequence[Tensor]) -> list[Tensor]:
+        """Return `parameters` without copies that another rank counts, for sums over all ranks."""
         copies = {id(weight.parameter) for weight in self._weights if not weight.counts_here}
-        return GradientNorm([one for one in parameters if id(one) not in copies])
+        return [one for one in parameters if id(one) not in copies]
 
     def add_gradients(self) -> None:
         """Give every copy the all-reduced gradient of all copies, so that they stay equal."""
@@ -97,7 +101,9 @@ class TiedWeights:
                 # A copy without a gradient takes part as well: the other ranks wait for it.
                 if weight.parameter.grad is None:
                     weight.parameter.grad = torch.zeros_like(weight.parameter)
-                works.append(dist.all_reduce(weight.parameter.grad, group=weight.group, async_op=True))
+                # Ranks of one pipeline hold the same rows of a sharded weight.
+                gradient = local_part(weight.parameter.grad)
+                works.append(dist.all_reduce(gradient, group=weight.group, async_op=True))
         for work in works:
             assert work is not None
             work.wait()
@@ -106,12 +112,14 @@ class TiedWeights:
         """Raise ReplicationError on every rank if the copies of a weight differ; collective."""
         if not self.are_anywhere:
             return
-        told = self._gather({weight.name: tensor_digest(weight.parameter.detach()) for weight in self._weights})
-        for name in sorted({name for own in told for name in own}):
-            ranks: dict[str, list[int]] = {}
+        told = self._gather(
+            {weight.content: tensor_digest(local_part(weight.parameter.detach())) for weight in self._weights}
+        )
+        for content in sorted({content for own in told for content in own}):
+            name, ranks = content[0], dict[str, list[int]]()
             for rank, own in enumerate(told):
-                if name in own:
-                    ranks.setdefault(own[name], []).append(rank)
+                if content in own:
+                    ranks.setdefault(own[content], []).append(rank)
             if len(ranks) > 1:
                 raise ReplicationError(
                     f"Replication validation failed for component 'model': the copies of the tied weight {name!r} differ "

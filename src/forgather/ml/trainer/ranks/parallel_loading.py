@@ -89,7 +89,7 @@ class ParallelLoading:
 
     def _own_part(self, dataset: object, part: Part) -> Part:
         """Return this rank's shard of a map-style dataset; `WHOLE` if each rank got its own dataset."""
-        with self._agreement("asking the dataset for its length"):
+        with self._agreement("reading the length of the dataset"):
             length = len(dataset) if dataset is not None and is_map_style(dataset) else None
         lengths = self._peers.gather(length)
         # Different lengths mean that the caller has sharded the data already. Sharding it again would skip samples.

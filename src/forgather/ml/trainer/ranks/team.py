@@ -72,6 +72,11 @@ class SoloTeam:
         return [value]
 
     def broadcast(self, value: T) -> T:
+        """Return the value of rank 0."""
+        return value
+
+    def broadcast_from(self, source: int, value: T) -> T:
+        """Return the value of rank `source`."""
         return value
 
     def agreement(self, during: str) -> AbstractContextManager[None]:
@@ -79,7 +84,10 @@ class SoloTeam:
         return contextlib.nullcontext()
 
     def turns(self, one_at_a_time: bool) -> Iterator[bool]:
-        """Yield whether it is the turn of this rank, as often on every rank; the ranks of a node take turns if asked."""
+        """Yield in each turn whether it is this rank's; with `one_at_a_time`, the ranks of a node take turns.
+
+        All ranks yield the same number of times, so that the caller may use collectives in every turn.
+        """
         yield True
 
     def require_equal_settings(self, settings: Callable[[], Mapping[str, str]]) -> None:
@@ -115,12 +123,13 @@ class SoloTeam:
         received: Received,
         interrupted: Callable[[str], None],
         waits_for_errors: bool = True,
+        join: Callable[[Any], None] | None = None,
     ) -> None:
         """Call `work` on at most `limit` batches; call `first` on the first batch before that.
 
         A stop request raises `EvaluationInterrupted`, after a call of `interrupted` with the name of the signal. With
         `waits_for_errors=False` an error of `work` is raised immediately, because the ranks of a pipeline wait for each
-        other inside `work`.
+        other inside `work`. Ranks without a batch call `join` with some batch, if it is given.
         """
         is_first = True
         for batch in first_batches(loader, limit):
@@ -186,6 +195,9 @@ class RankTeam(SoloTeam):
 
     def broadcast(self, value: T) -> T:
         return self.peers.broadcast(value)
+
+    def broadcast_from(self, source: int, value: T) -> T:
+        return self.peers.broadcast(value, source)
 
     def agreement(self, during: str) -> AbstractContextManager[None]:
         return self.peers.agreement(during)
@@ -258,15 +270,19 @@ class RankTeam(SoloTeam):
         received: Received,
         interrupted: Callable[[str], None],
         waits_for_errors: bool = True,
+        join: Callable[[Any], None] | None = None,
     ) -> None:
         """Evaluate the batches of this rank; ranks that have run out join each round until no rank has a batch."""
         rounds = Rounds(_begun_late(loader, limit), self._group, lambda _: stop_flags(received()), self._exchange)
         rounds.fetch()
         is_first = True
+        example: Any = None
         while (found := rounds.finish()).num_items > 0:
+            batch = None if found.item is NOTHING else found.item
             # Every rank calls `first`, also without a batch: it contains a collective.
             if is_first:
-                first(None if found.item is NOTHING else found.item)
+                first(batch)
+                example = self._shared_example(batch, found.num_items) if join is not None else None
             is_first = False
             signal_name = signal_of(tuple(found.noted))
             if signal_name is not None:
@@ -275,10 +291,18 @@ class RankTeam(SoloTeam):
                 raise EvaluationInterrupted
             # Fetch the next round before the work, so that its exchange runs in the background meanwhile.
             rounds.fetch()
-            if found.item is not NOTHING and not isinstance(found.item, EmptyBatch):
-                self._work_in_round(work, found.item, rounds, waits_for_errors)
+            if batch is not None and not isinstance(batch, EmptyBatch):
+                self._work_in_round(work, batch, rounds, waits_for_errors)
+            elif join is not None:
+                join(example if batch is None else batch)
         _leave(loader)
         self.peers.agree(rounds.error, "evaluating a batch")
+
+    def _shared_example(self, batch: object, num_items: int) -> object:
+        """Return the batch of this rank, or one of another rank; collective if some rank has none."""
+        if num_items == self.size:
+            return batch
+        return self.broadcast_from(self.gather(batch is not None).index(True), batch)
 
     def _work_in_round(
         self, work: Callable[[Any], None], batch: object, rounds: Rounds, waits_for_errors: bool

@@ -22,7 +22,7 @@ def write(path: Path) -> FileRecord:
     )
 
 
-def test_mapped_state_equals_the_read_one(tmp_path: Path) -> None:
+def test_mapped_state_equals_state_that_was_read(tmp_path: Path) -> None:
     path = tmp_path / "optimizer_state.pt"
     record = write(path)
     read, mapped = read_state(str(path), record), read_state(str(path), record, mapped=True)

@@ -424,7 +424,7 @@ def _survive(output_dir: Path) -> list[float]:
     trainer = ddp_trainer(output_dir, TokenModel(), Breaking(), trainer_options={"eval_dataset": token_samples(5)})
     with pytest.raises(
         DistributedError,
-        match=r"rank 0 failed during loading a batch: DataError: Sample 9 .*ValueError: this sample is broken",
+        match=r"rank 0 failed while loading a batch: DataError: Sample 9 .*ValueError: this sample is broken",
     ):
         trainer.train()
     return [trainer.evaluate()["eval_loss"] for _ in range(2)]
@@ -533,6 +533,7 @@ def test_arguments_have_the_documented_defaults() -> None:
         "gradient_as_bucket_view": True,
         "static_graph": False,
         "skip_all_reduce_unused_params": False,
+        "shard_optimizer": False,
     }
     assert vars(args.post_local_sgd) == {
         "enabled": False,

@@ -1,0 +1,5 @@
+"""Sharded tensors (DTensor) in checkpoints: files contain full tensors, and no rank ever holds one that it shards.
+
+`sharded_tensors` slices and places tensors, `partition` divides a state between the ranks that write it, and `exchange`
+streams the slices of all ranks to the writers.
+"""
