@@ -5,7 +5,9 @@ that round the same way on every processor:
 
     python -m tests.support.older_runs <folder> <result>
 
-To add a fixture, build its trainer here, and call `write` in such a process with the version of Forgather to keep.
+The result is a JSON file with every leaf of the states, and a safetensors file beside it with the floating-point tensors
+at the end of each run. To add a fixture, build its trainer here, and call `write` in such a process with the version of
+Forgather to keep.
 """
 
 import hashlib
@@ -17,6 +19,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from safetensors.torch import save_file
 from torch import Tensor, nn
 
 from forgather.ml.trainer.callbacks.early_stopping import EarlyStopping
@@ -119,12 +122,24 @@ def leaves(value: Any, path: str = "") -> Iterator[tuple[str, str]]:
         yield path, value.hex() if isinstance(value, float) else repr(value)
 
 
+def floating_tensors(value: Any, path: str) -> Iterator[tuple[str, Tensor]]:
+    """Yield every floating-point tensor inside a state of nested dictionaries, with its path."""
+    if isinstance(value, Mapping):
+        for key, inner in value.items():
+            yield from floating_tensors(inner, f"{path}.{key}")
+    elif isinstance(value, Tensor) and value.is_floating_point():
+        yield path, value.detach().clone().contiguous()
+
+
+def states_of(trainer: Trainer) -> dict[str, Any]:
+    return {component.key: component.stateful.state_dict() for component in trainer.get_state_components()}
+
+
 def describe(trainer: Trainer) -> Description:
     """Return the current state of every component that the trainer declares."""
-    states = {component.key: component.stateful.state_dict() for component in trainer.get_state_components()}
     return {
         key: {path: leaf for path, leaf in leaves(state) if not path.endswith(_DURATIONS)}
-        for key, state in states.items()
+        for key, state in states_of(trainer).items()
     }
 
 
@@ -137,8 +152,8 @@ def callbacks_of(trainer: Trainer) -> dict[str, str]:
     return dict(leaves(states))
 
 
-def resume(name: str, folder: Path) -> dict[str, Any]:
-    """Return the state after loading the fixture, and at the end of the resumed run."""
+def resume(name: str, folder: Path) -> tuple[dict[str, Any], Trainer]:
+    """Return the state after loading the fixture and at the end of the resumed run, and the trainer."""
     build, step = RUNS[name]
     checkpoint = folder / "checkpoints" / f"checkpoint-{step}"
     shutil.copytree(FIXTURES / name, checkpoint)
@@ -146,15 +161,15 @@ def resume(name: str, folder: Path) -> dict[str, Any]:
     trainer.load_checkpoint(str(checkpoint))
     loaded = {**describe(trainer), "callbacks": callbacks_of(trainer)}
     trainer.train()
-    return {"loaded": loaded, **end_of(trainer)}
+    return {"loaded": loaded, **end_of(trainer)}, trainer
 
 
-def straight(name: str, folder: Path) -> dict[str, Any]:
+def straight(name: str, folder: Path) -> tuple[dict[str, Any], Trainer]:
     """Return the end of the same run, trained from the first step in the data order of its version."""
     trainer = RUNS[name][0](folder)
     trainer.add_callback(DrawnOrder())
     trainer.train()
-    return end_of(trainer)
+    return end_of(trainer), trainer
 
 
 def end_of(trainer: Trainer) -> dict[str, Any]:
@@ -170,13 +185,18 @@ def write(name: str, folder: Path) -> dict[str, Any]:
     return end_of(trainer)
 
 
-def main(folder: Path) -> dict[str, Any]:
-    return {
-        name: {"resumed": resume(name, folder / name), "straight": straight(name, folder / f"{name}_straight")}
-        for name in RUNS
-    }
+def main(folder: Path, result: Path) -> None:
+    described: dict[str, Any] = {name: {} for name in RUNS}
+    tensors: dict[str, Tensor] = {}
+    for name in RUNS:
+        for kind, run in (("resumed", resume), ("straight", straight)):
+            described[name][kind], trainer = run(name, folder / f"{name}_{kind}")
+            for key, state in states_of(trainer).items():
+                tensors.update(floating_tensors(state, f"{name}/{kind}/{key}"))
+    result.write_text(json.dumps(described, indent=1) + "\n")
+    save_file(tensors, result.with_suffix(".safetensors"))
 
 
 if __name__ == "__main__":
     torch.set_num_threads(1)
-    Path(sys.argv[2]).write_text(json.dumps(main(Path(sys.argv[1])), indent=1) + "\n")
+    main(Path(sys.argv[1]), Path(sys.argv[2]))
