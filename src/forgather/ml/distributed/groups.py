@@ -5,6 +5,7 @@ torch.distributed is initialised again. `Peers` and `main_process_first` use the
 """
 
 import contextlib
+import sys
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from datetime import timedelta
@@ -55,6 +56,7 @@ def group_timeout(backend: str | None = None) -> timedelta:
 
 def new_mesh(device_type: str, shape: Sequence[int], names: Sequence[str]) -> DeviceMesh:
     """Create a mesh of all ranks, with the timeout of the job in all of its groups; collective over all ranks."""
+    forget_cached_meshes()
     # The function `init_device_mesh` gives its groups torch's default timeout.
     numbers = torch.arange(dist.get_world_size(), dtype=torch.int, device="cpu").view(*shape)
     if numbers.ndim == 1:
@@ -154,9 +156,20 @@ def _divisible_backend() -> str | None:
 
 
 def reset_process_groups() -> None:
-    """Clear the cached control groups; call it on every rank after destroying or replacing them."""
+    """Clear the cached control groups and meshes; call it on every rank after destroying or replacing groups."""
     global _control_groups
     _control_groups = None
+    forget_cached_meshes()
+
+
+def forget_cached_meshes() -> None:
+    """Clear DTensor's cache of operations, because its entries refer to meshes with destroyed process groups."""
+    # Meshes with equal ranks and names are equal keys. A new DTensor would get the mesh of an earlier process group, and
+    # its first collective would fail with "Could not resolve the process group".
+    if "torch.distributed.tensor" in sys.modules:
+        from torch.distributed.tensor.debug import _clear_sharding_prop_cache
+
+        _clear_sharding_prop_cache()
 
 
 def null_barrier(*args: object) -> None:

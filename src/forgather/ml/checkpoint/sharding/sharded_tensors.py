@@ -11,6 +11,7 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
+from torch.distributed import ProcessGroup
 
 from forgather.ml.checkpoint.errors import CheckpointSaveError
 
@@ -63,6 +64,13 @@ def shards_of(tensor: Any, what: str = "A tensor") -> Shards:
     most = -(-num_rows // len(ranks))
     bounds = tuple(min(number * most, num_rows) * row for number in range(len(ranks) + 1))
     return Shards(ranks, bounds, position)
+
+
+def shard_group(tensor: Any) -> ProcessGroup:
+    """Return the process group of the ranks that hold the shards of a sharded tensor."""
+    axis = next(axis for axis, placement in enumerate(tensor.placements) if not placement.is_replicate())
+    group: ProcessGroup = tensor.device_mesh.get_group(axis)
+    return group
 
 
 def local_part(value: Any) -> Any:

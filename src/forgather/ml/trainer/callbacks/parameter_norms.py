@@ -9,8 +9,10 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
 
+from forgather.ml.checkpoint.sharding.sharded_tensors import is_sharded, local_part, shard_group
 from forgather.ml.trainer.arguments.training_arguments import TrainingArguments
 from forgather.ml.trainer.trainer_types import TrainerCallback, TrainerControl, TrainerState
 
@@ -114,12 +116,18 @@ def norms_of(tensors: Sequence[Tensor]) -> Tensor | None:
 
     Norms of sharded tensors (DTensor) cover all shards. All ranks with shards must call this; collective.
     """
-    # One tensor, so that reading the norms waits for the device only once.
     if not tensors:
         return None
-    norms = [torch.linalg.vector_norm(tensor, dtype=torch.float32) for tensor in tensors]
-    whole = [norm.full_tensor() if hasattr(norm, "full_tensor") else norm for norm in norms]
-    return torch.stack([norm.to(whole[0].device, non_blocking=True) for norm in whole])
+    norms = [torch.linalg.vector_norm(local_part(tensor), dtype=torch.float32) for tensor in tensors]
+    sharded = [number for number, tensor in enumerate(tensors) if is_sharded(tensor)]
+    if sharded:
+        # Parameters of one model have one mesh, so one all-reduce adds up the squares of all shards.
+        squares = torch.stack([norms[number] for number in sharded]).square()
+        dist.all_reduce(squares, group=shard_group(tensors[sharded[0]]))
+        for number, norm in zip(sharded, squares.sqrt(), strict=True):
+            norms[number] = norm
+    # One tensor, so that reading the norms waits for the device only once.
+    return torch.stack([norm.to(norms[0].device, non_blocking=True) for norm in norms])
 
 
 def named_values(prefix: str, names: Sequence[str], values: Tensor) -> Mapping[str, float]:

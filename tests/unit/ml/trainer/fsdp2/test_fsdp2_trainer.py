@@ -14,6 +14,7 @@ from transformers import AutoModelForCausalLM
 from forgather.ml.checkpoint import store
 from forgather.ml.checkpoint.components import SharingPattern, StateComponent
 from forgather.ml.checkpoint.manifest import read_manifest
+from forgather.ml.trainer.callbacks.parameter_norms import GradLogger, WeightNormLogger
 from forgather.ml.trainer.fsdp2 import FSDP2Trainer
 from tests.support.data_parallel import (
     Result,
@@ -22,6 +23,7 @@ from tests.support.data_parallel import (
     environment,
     fsdp2_trainer,
     run,
+    whole_moments,
     whole_weights,
 )
 from tests.support.launch import finish_all, start_ranks
@@ -469,3 +471,47 @@ def test_evaluation_without_any_batch_is_the_same_error_on_all_ranks(tmp_path: P
     first, second = run_on_ranks(evaluate_nothing, 2, tmp_path)
     assert first == second and first[0]
     assert "across all 2 ranks" in first[1] and "dispatch_eval_batches" in first[1]
+
+
+# --- norms by parameter, and a second process group
+
+
+ADAM = {"optimizer_cls_and_kwargs": (torch.optim.AdamW, {"lr": 1e-3})}
+
+
+def log_norms(trainer: Any) -> dict[str, float]:
+    """Train and return the last logged norms by parameter."""
+    recorder = Recorder()
+    for callback in (GradLogger(), WeightNormLogger(), recorder):
+        trainer.add_callback(callback)
+    trainer.train()
+    return {name: value for name, value in recorder.logs[-1][1].items() if "norm/" in name}
+
+
+def log_norms_in_two_groups(output_dir: Path, settings: dict[str, Any]) -> tuple[list[dict[str, float]], set[str]]:
+    found = []
+    # Torch numbers groups. Without these, the groups of both attempts would have the same names.
+    for _ in range(3):
+        dist.new_group()
+    for attempt in range(2):
+        if attempt:
+            joined = {"rank": dist.get_rank(), "world_size": dist.get_world_size()}
+            dist.destroy_process_group()
+            dist.init_process_group("gloo", store=dist.FileStore(str(output_dir / "second_store"), 4), **joined)
+        trainer = fsdp2_trainer(
+            output_dir / str(attempt), tiny_llama, token_samples(40), trainer_options=ADAM, **SETTINGS, fsdp2=settings
+        )
+        found.append(log_norms(trainer))
+    return found, set(whole_moments(trainer))
+
+
+def test_norms_of_shards_equal_one_device_also_in_a_second_process_group(tmp_path: Path) -> None:
+    """DTensor caches results of operations with their mesh, and the process group of that mesh may be destroyed."""
+    model = tiny_llama()
+    settings = {**SETTINGS, "per_device_train_batch_size": 8}
+    one = quiet_trainer(tmp_path / "one", tiny_llama(), token_samples(40), trainer_options=ADAM, **settings)
+    expected = log_norms(one)
+    assert len(expected) == 2 * len(dict(model.named_parameters()))
+    for found, moments in run_on_ranks(log_norms_in_two_groups, 4, tmp_path, {"replicate_size": 2}):
+        assert found == [pytest.approx(expected, rel=1e-5)] * 2
+        assert len(moments) == 3 * len(dict(model.named_parameters()))
