@@ -10,7 +10,7 @@ PIP_FLAGS := --quiet --disable-pip-version-check
 
 export TOKENIZERS_PARALLELISM := false
 
-.PHONY: setup test rehearse test-torch fuzz kill-points demo demo-checkpoints lint house prose bench docs lock clean
+.PHONY: setup test test-all rehearse test-torch fuzz kill-points demo demo-checkpoints lint house prose bench docs lock clean
 
 setup: $(STAMP)
 
@@ -40,6 +40,10 @@ $(OTHER_VENV)/.installed: requirements.lock pyproject.toml
 # Three test processes on two cores, since ranks often wait. All tests of a file run in one process, and files start in order of name.
 test: $(STAMP)
 	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n 3 --dist loadfile --no-loadscope-reorder
+
+# The suite with every case of the long parametrisations, and every kill point.
+test-all: $(STAMP)
+	EVERY_CASE=1 EVERY_KILL_POINT=1 OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n 3 --dist loadfile --no-loadscope-reorder
 
 # Tests on a CUDA device and NCCL that the CPU imitates. A C++ compiler builds the device once; without one they are skipped.
 rehearse: $(STAMP)

@@ -18,12 +18,15 @@ from forgather.ml.trainer.trainer import Trainer
 from tests.support.data_parallel import whole_moments, whole_weights
 from tests.support.pipelines import llama, tied_gpt2, trainer_of
 from tests.support.ranks import run_on_ranks
+from tests.support.sampling import sampled
 from tests.support.tiny_models import IGNORED
 
 # Batches of 8, the last of an epoch with 4: five steps per epoch. Epochs end within a leg and at the end of a leg.
 NUM_SAMPLES = 36
 STEPS_PER_LEG = 2
 TOLERANCE = 1e-6
+# Momentum sums gradients, which differ by the order of float32 additions.
+MOMENT_TOLERANCE = 5e-6
 
 
 class Noting(Trainer):
@@ -113,6 +116,16 @@ KINDS = [
     *((route, model, "adamw") for route in ("layouts", "sharded") for model in MODELS),
     ("sharded, other way", "tied gpt2", "adamw"),
     ("sharded, other way", "llama", "momentum"),
+    ("sharded stages", "llama", "adamw"),
+    ("sharded stages, pipelines", "tied gpt2", "adamw"),
+]
+# Every route, model and optimizer at least once.
+SAMPLE = [
+    ("all kinds", "llama", "adamw"),
+    ("all kinds", "tied gpt2", "momentum"),
+    ("layouts", "tied gpt2", "adamw"),
+    ("sharded", "llama", "adamw"),
+    ("sharded, other way", "tied gpt2", "adamw"),
     ("sharded stages", "llama", "adamw"),
     ("sharded stages, pipelines", "tied gpt2", "adamw"),
 ]
@@ -234,22 +247,22 @@ class Journey:
         self.expected = state_of(trainer)
 
 
-@pytest.fixture(scope="module", params=KINDS, ids=" ".join)
+@pytest.fixture(scope="module", params=sampled(KINDS, SAMPLE), ids=" ".join)
 def journey(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Journey:
     return Journey(request.param, tmp_path_factory.mktemp("journey"))
 
 
-def assert_close(found: dict[str, Tensor], expected: dict[str, Tensor]) -> None:
+def assert_close(found: dict[str, Tensor], expected: dict[str, Tensor], tolerance: float = TOLERANCE) -> None:
     assert found.keys() == expected.keys() and found
     for name, tensor in expected.items():
         difference = float((found[name].double() - tensor.double()).norm() / tensor.double().norm())
-        assert difference <= TOLERANCE, f"{name}: {difference:.2e}"
+        assert difference <= tolerance, f"{name}: {difference:.2e}"
 
 
 def test_moved_run_ends_like_a_single_device_run(journey: Journey, tmp_path: Path) -> None:
     found = loaded(journey.checkpoints[-1], journey.kind, tmp_path)
     assert_close(found.weights, journey.expected.weights)
-    assert_close(found.moments, journey.expected.moments)
+    assert_close(found.moments, journey.expected.moments, MOMENT_TOLERANCE)
 
 
 def test_no_sample_is_repeated_or_skipped(journey: Journey) -> None:

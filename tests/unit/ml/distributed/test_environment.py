@@ -217,6 +217,7 @@ def test_stop_signal_ends_a_rank_that_waits_for_others(tmp_path: Path) -> None:
     processes = [start_waiting(tmp_path, store) for _, store in cases]
     for process, (number, _) in zip(processes, cases, strict=True):
         wait_for_handler(process)
+        assert process.returncode is None, process.output
         os.kill(process.pid, number)
     codes = finish_all(processes, 60.0)
     assert codes == [128 + number for number, _ in cases], [process.output for process in processes]
