@@ -56,7 +56,8 @@ LOGGED = (
 class Stop:
     """Point where a start sends itself a signal: at the nth `event` while `state.global_step` is `step`.
 
-    An event is the name of a callback's handler, or "fsync": the nth file or directory that a save flushes to disk.
+    An event is the name of a callback's handler, or "fsync": the nth file or directory that a save flushes to disk, or
+    "timer": `step` milliseconds after the start, with SIGALRM, which ends the process as suddenly as SIGKILL.
     """
 
     event: str
@@ -182,6 +183,8 @@ class Stopper:
         self._num_seen = 0
         if stop.event == "fsync":
             self._watch_fsync()
+        elif stop.event == "timer":
+            signal.setitimer(signal.ITIMER_REAL, stop.step / 1000)
         else:
             setattr(self, stop.event, self._at_event)
 
