@@ -57,7 +57,9 @@ def random_round(name: str, kinds: Sequence[str], longest: float, chance: random
     return Scenario(name, stops=stops, **options)
 
 
-def problems_of(scenario: Scenario, starts: Sequence[Start], ends: Mapping[str, dict[str, Any]]) -> tuple[int, list[str]]:
+def problems_of(
+    scenario: Scenario, starts: Sequence[Start], ends: Mapping[str, dict[str, Any]]
+) -> tuple[int, list[str]]:
     """Return the number of kills before the run ended, and how its end differs."""
     kind = next(kind for kind, options in KINDS.items() if all(getattr(scenario, k) == v for k, v in options.items()))
     for number, start in enumerate(starts):

@@ -82,19 +82,20 @@ def samples(special: set[int]) -> list[dict[str, Tensor]]:
 MIXED = {3, 4, 6, 7, 11}
 
 
-def train_routed(output_dir: Path, accumulation: int) -> Any:
+def train_routed(output_dir: Path, skips: str, accumulation: int) -> Any:
     settings = {**SETTINGS, "gradient_accumulation_steps": accumulation, "max_steps": 6 // accumulation}
-    settings["fsdp2"] = {"find_unused_parameters": True}
-    return run(fsdp2_trainer(output_dir, Routed, samples(MIXED), trainer_options=dict(ADAMW), **settings))
+    settings["fsdp2"] = {"find_unused_parameters": True, "shard_transformer_layers": not skips}
+    trainer = fsdp2_trainer(output_dir, lambda: Routed(skips), samples(MIXED), trainer_options=dict(ADAMW), **settings)
+    return run(trainer)
 
 
-@pytest.mark.parametrize("accumulation", [1, 2])
-def test_experts_of_other_ranks_train_like_on_one_device(accumulation: int, tmp_path: Path) -> None:
-    settings = {**SETTINGS, "per_device_train_batch_size": 2}
-    settings |= {"gradient_accumulation_steps": accumulation, "max_steps": 6 // accumulation}
-    single = quiet_trainer(tmp_path / "single", Routed(), samples(MIXED), trainer_options=dict(ADAMW), **settings)
-    expected = run(single)
-    for result in run_on_ranks(train_routed, 2, tmp_path / "ranks", accumulation):
+@pytest.mark.parametrize(("skips", "accumulation"), [("", 1), ("", 2), ("middle", 1)])
+def test_parameters_of_some_ranks_train_like_on_one_device(skips: str, accumulation: int, tmp_path: Path) -> None:
+    """Experts inside of layers, and whole layers if the model is gathered at once."""
+    settings = {**SETTINGS, "gradient_accumulation_steps": 2 * accumulation, "max_steps": 6 // accumulation}
+    options = {"trainer_options": dict(ADAMW)}
+    expected = run(quiet_trainer(tmp_path / "single", Routed(skips), samples(MIXED), **options, **settings))
+    for result in run_on_ranks(train_routed, 2, tmp_path / "ranks", skips, accumulation):
         assert_same_training(result, expected)
         assert torch.equal(result.weights["idle"], torch.ones(3))
 

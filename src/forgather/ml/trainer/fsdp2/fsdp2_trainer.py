@@ -154,7 +154,7 @@ class FSDP2Trainer(Trainer[TFSDP2Args]):
         with self.team.agreement("building the model"):
             if builds:
                 # Free the old model first: two models at once may not fit into memory.
-                self.model = None
+                self.model = self._order = self._ordered_model = None
             model, values = self._construct() if builds else (self.unwrapped_model(), {})
             if not is_sharded_model(model):
                 self._shard(model, values)
