@@ -33,7 +33,7 @@ KINDS: dict[str, dict[str, Any]] = {
     },
     "ddp": {"settings": BASE, "trainer": "ddp", "num_ranks": 2},
 }
-NUM_PER_BATCH = 10
+NUM_PER_BATCH = 8
 """Rounds that one process forks, within the time limit of `run_scenarios`."""
 
 
@@ -54,7 +54,7 @@ def random_round(name: str, kinds: Sequence[str], longest: float, chance: random
         Stop("timer", step=int(1000 * chance.uniform(0.02, longest)), ranks=(chance.randrange(options["num_ranks"]),))
         for _ in range(chance.randint(1, 3))
     )
-    return Scenario(name, stops=stops, **options)
+    return Scenario(name, stops=stops, ends_survivors=True, **options)
 
 
 def problems_of(

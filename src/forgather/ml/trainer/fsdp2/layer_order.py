@@ -15,6 +15,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 from torch.distributed import ProcessGroup
+from torch.distributed.distributed_c10d import _get_default_store
 from torch.distributed.fsdp import FSDPModule
 
 from forgather.ml.distributed import Peers
@@ -48,6 +49,7 @@ class LayerOrder:
 
     def __init__(self, model: nn.Module, group: ProcessGroup, finds_unused: bool) -> None:
         self._group = group
+        self._message_key = f"forgather/layer_order/{group.group_name}"
         self._finds_unused = finds_unused
         self._first: dict[str, _Node] = {}
         self._node: _Node | None = None
@@ -99,6 +101,12 @@ class LayerOrder:
         try:
             yield
             self._pass(_END)
+        except RuntimeError as lost:
+            # Such as a connection that was closed by a rank with an error of its own.
+            message = self._message_of_another_rank()
+            if message is None:
+                raise
+            raise ValueError(message) from lost
         finally:
             self._node = None
 
@@ -129,11 +137,21 @@ class LayerOrder:
         try:
             work.wait(timedelta(seconds=WAIT_SECONDS))
         except RuntimeError as lost:
-            raise ValueError(
+            message = (
                 f"Rank {dist.get_rank()} came to {event} in {self._kind}, where all ranks came to {expected} in earlier "
                 f"passes, and in {WAIT_SECONDS:g} seconds the other ranks did not come to the same. FSDP2 ranks exchange "
                 f"shards in one common order. {_remedy(event, expected)}"
-            ) from lost
+            )
+            # The other ranks wait for shards. They read the message when this rank has closed its connections.
+            _get_default_store().set(self._message_key, message)
+            raise ValueError(message) from lost
+
+    def _message_of_another_rank(self) -> str | None:
+        with contextlib.suppress(RuntimeError):  # The process with the store may be gone too.
+            store = _get_default_store()
+            if store.check([self._message_key]):
+                return str(store.get(self._message_key).decode())
+        return None
 
     def _refuse(self, events: list[str]) -> None:
         ranks: dict[str, list[str]] = {}
