@@ -238,7 +238,7 @@ class FSDP2Trainer(Trainer[TFSDP2Args]):
         with self._replicas.forward(), self._order.watched("training"):
             yield
         if self._should_sync_gradients():
-            self._order.forget_unused()
+            self._order.forget_unused(self.team.sum)
 
     def _clip_grad_norm(self, max_grad_norm: float | None, norm_type: float = 2.0) -> Tensor | None:
         if self.mesh is None:

@@ -9,11 +9,11 @@ import contextlib
 import hashlib
 from collections.abc import Callable, Iterator
 from datetime import timedelta
-from typing import Any
+from typing import Any, NoReturn
 
 import torch
 import torch.distributed as dist
-from torch import nn
+from torch import Tensor, nn
 from torch.distributed import ProcessGroup
 from torch.distributed.distributed_c10d import _get_default_store
 from torch.distributed.fsdp import FSDPModule
@@ -33,11 +33,8 @@ _REMEDY_FOR_PARAMETERS = (
 )
 
 
-class _Node:
-    """Point in a pass, with the events that followed it on all ranks."""
-
-    def __init__(self) -> None:
-        self.next: dict[str, _Node] = {}
+Place = tuple[str, int, str]
+"""Place in a pass: kind of the pass, number of events so far, and the last event."""
 
 
 class LayerOrder:
@@ -51,9 +48,9 @@ class LayerOrder:
         self._group = group
         self._message_key = f"forgather/layer_order/{group.group_name}"
         self._finds_unused = finds_unused
-        self._first: dict[str, _Node] = {}
-        self._node: _Node | None = None
-        self._kind = ""
+        # Events that followed a place, on all ranks. Its size is limited, unlike a record of all passes.
+        self._known: dict[Place, list[str]] = {}
+        self._place: Place | None = None
         self._groups: list[Any] = []
         self._used: set[int] = set()
         names = {module: name for name, module in model.named_modules()}
@@ -71,7 +68,7 @@ class LayerOrder:
 
     def _before(self, method: Callable[..., Any], event: Callable[[], str]) -> Callable[..., Any]:
         def call(*args: Any) -> Any:
-            if self._node is not None:
+            if self._place is not None:
                 self._pass(event())
             return method(*args)
 
@@ -96,31 +93,32 @@ class LayerOrder:
     @contextlib.contextmanager
     def watched(self, kind: str) -> Iterator[None]:
         """Compare the events of the body, a pass of this kind ("training"), with earlier passes and other ranks."""
-        self._kind = kind
-        self._node = self._first.setdefault(kind, _Node())
+        self._place = (kind, 0, "")
         try:
             yield
             self._pass(_END)
         except RuntimeError as lost:
-            # Such as a connection that was closed by a rank with an error of its own.
+            # Such as a connection that another rank has closed after an error.
             message = self._message_of_another_rank()
             if message is None:
                 raise
             raise ValueError(message) from lost
         finally:
-            self._node = None
+            self._place = None
 
     def _pass(self, event: str) -> None:
-        node = self._node
-        assert node is not None
-        known = node.next
+        assert self._place is not None
+        kind, number, _ = self._place
+        known = self._known.setdefault(self._place, [])
         # One known event, and this is it: the other ranks compare it in the same way. With several, ranks could choose
         # different ones, so they compare each time.
-        if event not in known or len(known) > 1:
-            self._compare(event, next(iter(known)) if len(known) == 1 else None)
-        self._node = known.setdefault(event, _Node()) if event not in known else known[event]
+        if known != [event]:
+            self._compare(kind, event, known[0] if len(known) == 1 else None)
+        if event not in known:
+            known.append(event)
+        self._place = (kind, number + 1, event)
 
-    def _compare(self, event: str, expected: str | None) -> None:
+    def _compare(self, kind: str, event: str, expected: str | None) -> None:
         """Raise ValueError if ranks differ; with `expected`, the other ranks may have gone that way, and never answer."""
         digest = int.from_bytes(hashlib.sha256(event.encode()).digest()[:7], "big")
         extremes = torch.tensor([digest, -digest], dtype=torch.int64, device="cpu")
@@ -129,16 +127,16 @@ class LayerOrder:
         if expected is None:
             work.wait()
         else:
-            self._wait_briefly(work, event, expected)
+            self._wait_briefly(work, kind, event, expected)
         if extremes[0] != -extremes[1]:
-            self._refuse(Peers(self._group).gather(event))
+            _refuse(kind, Peers(self._group).gather(event))
 
-    def _wait_briefly(self, work: Any, event: str, expected: str) -> None:
+    def _wait_briefly(self, work: Any, kind: str, event: str, expected: str) -> None:
         try:
             work.wait(timedelta(seconds=WAIT_SECONDS))
         except RuntimeError as lost:
             message = (
-                f"Rank {dist.get_rank()} came to {event} in {self._kind}, where all ranks came to {expected} in earlier "
+                f"Rank {dist.get_rank()} came to {event} in {kind}, where all ranks came to {expected} in earlier "
                 f"passes, and in {WAIT_SECONDS:g} seconds the other ranks did not come to the same. FSDP2 ranks exchange "
                 f"shards in one common order. {_remedy(event, expected)}"
             )
@@ -153,30 +151,34 @@ class LayerOrder:
                 return str(store.get(self._message_key).decode())
         return None
 
-    def _refuse(self, events: list[str]) -> None:
-        ranks: dict[str, list[str]] = {}
-        for rank, event in enumerate(events):
-            ranks.setdefault(event, []).append(str(rank))
-        listed = "; ".join(f"rank {', '.join(numbers)}: {event}" for event, numbers in ranks.items())
-        raise ValueError(
-            f"Ranks came to different parts of the model in {self._kind}: {listed}. FSDP2 ranks exchange shards in one "
-            f"common order. {_remedy(*ranks)}"
-        )
-
     # --- unused parameters
 
-    def forget_unused(self) -> None:
-        """Set the gradients of parameters that no rank has used to None, as on one device; collective."""
+    def forget_unused(self, add_up: Callable[[Tensor], Tensor]) -> None:
+        """Set the gradients of parameters that no rank has used to None, as on one device; collective.
+
+        `add_up` sums over ranks by messages between hosts, so no host waits for a device.
+        """
         used, self._used = self._used, set()
         if not self._finds_unused:
             return
         parameters = [one for group in self._groups for one in group.fsdp_params]
-        flags = torch.tensor([id(one) in used for one in parameters], dtype=torch.uint8, device="cpu")
-        # A message between hosts: no host waits for a device.
-        dist.all_reduce(flags, op=dist.ReduceOp.MAX, group=self._group)
-        for one, flag in zip(parameters, flags.tolist(), strict=True):
-            if not flag:
+        # Not in the group of comparisons, where a rank that has left the order may wait.
+        flags = torch.tensor([id(one) in used for one in parameters], dtype=torch.int64, device="cpu")
+        for one, num_users in zip(parameters, add_up(flags).tolist(), strict=True):
+            if not num_users:
                 one.sharded_param.grad = None
+
+
+def _refuse(kind: str, events: list[str]) -> NoReturn:
+    """Raise ValueError with the events of the ranks."""
+    ranks: dict[str, list[str]] = {}
+    for rank, event in enumerate(events):
+        ranks.setdefault(event, []).append(str(rank))
+    listed = "; ".join(f"rank {', '.join(numbers)}: {event}" for event, numbers in ranks.items())
+    raise ValueError(
+        f"Ranks came to different parts of the model in {kind}: {listed}. FSDP2 ranks exchange shards in one "
+        f"common order. {_remedy(*ranks)}"
+    )
 
 
 def _remedy(*events: str) -> str:
