@@ -10,7 +10,7 @@ PIP_FLAGS := --quiet --disable-pip-version-check
 
 export TOKENIZERS_PARALLELISM := false
 
-.PHONY: setup test test-all rehearse test-torch fuzz kill-points demo demo-checkpoints lint house prose bench docs lock clean
+.PHONY: setup test test-all rehearse test-torch fuzz kill-points demo demo-checkpoints lint house prose bench docs lock clean soak
 
 setup: $(STAMP)
 
@@ -61,6 +61,10 @@ fuzz: $(STAMP)
 # Kill one of two ranks at each of its file operations. The suite tries every fourth.
 kill-points: $(STAMP)
 	EVERY_KILL_POINT=1 $(BIN)/python -m pytest tests/guarantees/transactions/test_kill_points.py
+
+# Kill random ranks of FSDP2, HSDP and DDP jobs at random times, resume, and compare the end bit for bit.
+soak: $(STAMP)
+	OMP_NUM_THREADS=1 $(BIN)/python -m tests.support.soak --rounds 60
 
 # Train a small model. A second call resumes where the first stopped.
 demo: $(STAMP)

@@ -136,6 +136,7 @@ def fsdp2_job(output_dir: Path, settings: dict[str, Any]) -> Report:
 
 SHARDED: dict[str, tuple[int, dict[str, Any]]] = {
     "every rank reads": (2, {"dispatch_batches": False}),
+    "unused parameters": (2, {"fsdp2": {"find_unused_parameters": True}}),
     "accumulation in bf16": (2, {"gradient_accumulation_steps": 2, "mixed_precision": "bf16"}),
     "replicas": (4, {"fsdp2": {"replicate_size": 2}}),
 }

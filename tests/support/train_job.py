@@ -9,6 +9,7 @@ import functools
 import gc
 import hashlib
 import json
+import math
 import os
 import random
 import signal
@@ -40,6 +41,7 @@ from tests.support.rank_protocol import rank_variables
 # One more than the cores of a small machine, because a start waits for the disk about as long as it computes.
 NUM_LANES = 3
 LAUNCH_SECONDS = 240.0
+GRACE_SECONDS = 3.0
 VOCABULARY = 24
 SEQUENCE_LENGTH = 8
 NUM_SAMPLES = 26
@@ -56,7 +58,8 @@ LOGGED = (
 class Stop:
     """Point where a start sends itself a signal: at the nth `event` while `state.global_step` is `step`.
 
-    An event is the name of a callback's handler, or "fsync": the nth file or directory that a save flushes to disk.
+    An event is the name of a callback's handler, or "fsync": the nth file or directory that a save flushes to disk, or
+    "timer": `step` milliseconds after the start, with SIGALRM, which ends the process as suddenly as SIGKILL.
     """
 
     event: str
@@ -82,6 +85,8 @@ class Scenario:
     default_callbacks: bool = False
     trainer: str = "single"
     num_ranks: int = 1
+    ends_survivors: bool = False
+    """End the other ranks after one has failed, as torchrun does. Before they are connected, they cannot notice it."""
 
 
 @dataclass
@@ -182,6 +187,8 @@ class Stopper:
         self._num_seen = 0
         if stop.event == "fsync":
             self._watch_fsync()
+        elif stop.event == "timer":
+            signal.setitimer(signal.ITIMER_REAL, stop.step / 1000)
         else:
             setattr(self, stop.event, self._at_event)
 
@@ -374,7 +381,7 @@ def run_start(scenario: Scenario, number: int, directory: str, build: BuildT, fi
     output = os.open(f"{directory}/output{number}", os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o666)
     os.dup2(output, sys.stdout.fileno())
     os.dup2(output, sys.stderr.fileno())
-    rank = 0 if scenario.num_ranks == 1 else fork_ranks(scenario.num_ranks)
+    rank = 0 if scenario.num_ranks == 1 else fork_ranks(scenario.num_ranks, scenario.ends_survivors)
     # A new process starts with its own random numbers, which must not matter.
     random.seed()
     np.random.seed()
@@ -390,7 +397,7 @@ def run_start(scenario: Scenario, number: int, directory: str, build: BuildT, fi
         dist.barrier()
 
 
-def fork_ranks(num_ranks: int) -> int:
+def fork_ranks(num_ranks: int, ends_survivors: bool = False) -> int:
     """Fork the ranks and return the rank of this child; the caller waits for the ranks and exits with their code."""
     port = free_port()
     children = []
@@ -400,11 +407,28 @@ def fork_ranks(num_ranks: int) -> int:
             os.environ.update(rank_variables(rank, num_ranks, port))
             return rank
         children.append(child)
+    if ends_survivors:
+        end_survivors(children)
     codes = [os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) for child in children]
     code = next((code for code in codes if code), 0)
     if code < 0:
         os.kill(os.getpid(), -code)
     os._exit(code)
+
+
+def end_survivors(children: Sequence[int]) -> None:
+    """Wait until a child has failed or all have ended; kill the others a little later."""
+    deadline = math.inf
+    while time.monotonic() < deadline:
+        # The children stay waitable: their exit codes are read later.
+        ended = [os.waitid(os.P_PID, child, os.WEXITED | os.WNOHANG | os.WNOWAIT) for child in children]
+        if all(ended):
+            return
+        if any(one is not None and one.si_status for one in ended):
+            deadline = min(deadline, time.monotonic() + GRACE_SECONDS)
+        time.sleep(0.02)
+    for child in children:
+        os.kill(child, signal.SIGKILL)
 
 
 def run_plan(scenarios: Sequence[Scenario], directory: str) -> tuple[Scenario, int] | None:

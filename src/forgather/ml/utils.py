@@ -77,6 +77,14 @@ def unwrap_model(model: nn.Module) -> nn.Module:
             return model
 
 
+def class_of(model: nn.Module) -> type[nn.Module]:
+    """Return the class of a model. For a sharded model, it is the class before fully_shard replaced it."""
+    # A model `Llama` has the class `FSDPLlama(FSDPModule, Llama)` then, which only this process knows.
+    bases = type(model).__bases__
+    is_sharded = len(bases) == 2 and bases[0].__name__ == "FSDPModule"
+    return bases[1] if is_sharded else type(model)
+
+
 def without_ddp(model: nn.Module) -> nn.Module:
     """Return the module that DDP wraps, compiled or not; return any other module unchanged."""
     return model.module if isinstance(model, nn.parallel.DistributedDataParallel) else model

@@ -22,6 +22,7 @@ from torch import nn
 from forgather.ml.checkpoint.state.rng import undisturbed_random_numbers
 from forgather.ml.checkpoint.weights.index import create_sharing_metadata
 from forgather.ml.no_init_weights import no_init_weights
+from forgather.ml.utils import class_of
 
 logger = logging.getLogger(__name__)
 
@@ -72,7 +73,7 @@ def expected_weights(model: nn.Module) -> ExpectedWeights | None:
     if getattr(config, "quantization_config", None) is not None:
         # The quantiser chooses the tensor names of a quantised weight.
         return None
-    reader: Any = type(model)
+    reader: Any = class_of(model)
     config_class: Any = type(config)
     if not _is_pretrained(reader):
         reader = _class_that_reads(config)
@@ -130,7 +131,7 @@ def _complete(config: Any, model: nn.Module) -> Any:
     """Return a copy of the configuration with the class name and dtype of the model, for `from_pretrained`."""
     # A copy, because the configuration belongs to the user's model.
     config = copy.deepcopy(config)
-    config.architectures = [type(model).__name__]
+    config.architectures = [class_of(model).__name__]
     dtype = next((parameter.dtype for parameter in model.parameters() if parameter.is_floating_point()), None)
     if dtype is not None:
         config.dtype = dtype

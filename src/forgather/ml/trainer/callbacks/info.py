@@ -13,7 +13,7 @@ from torch import nn
 from forgather.ml.trainer.arguments.training_arguments import TrainingArguments
 from forgather.ml.trainer.callbacks.display import format_count, planned_steps, show_row
 from forgather.ml.trainer.trainer_types import TrainerCallback, TrainerControl, TrainerState
-from forgather.ml.utils import count_parameters
+from forgather.ml.utils import class_of, count_parameters
 
 _RECIPES = (
     "gradient_checkpointing",
@@ -61,7 +61,7 @@ class InfoCallback(TrainerCallback):
 def describe_model(model: nn.Module, pipeline: Any = None) -> str:
     """Return name and size of the model. For a pipeline, describe the full model."""
     stats = count_parameters(model) if pipeline is None else pipeline.parameter_stats
-    name = type(model if pipeline is None else pipeline.whole).__name__
+    name = class_of(model if pipeline is None else pipeline.whole).__name__
     parts = []
     if stats.trainable != stats.total:
         parts.append(f"{format_count(stats.trainable)} trainable")

@@ -29,6 +29,8 @@ class FSDP2Arguments(ArgumentGroup):
     """Gather the weights of one layer at a time. False: gather the whole model at once."""
     transformer_layers_path: str | None = None
     """Name of the module list with the layers, such as "model.layers". None: found automatically."""
+    find_unused_parameters: bool = False
+    """Required if ranks use different parameters of a layer, such as experts. Costs one small message per step."""
     replicate_size: int = 1
     """HSDP: number of replicas of the sharded model. Ranks = replicate_size x shards."""
 

@@ -15,10 +15,12 @@ from torch.distributed.fsdp import FSDPModule
 
 from forgather.ml.checkpoint.components import SharingPattern
 from forgather.ml.construct import torch_dtype
+from forgather.ml.distributed.groups import new_group
 from forgather.ml.no_init_weights import no_init_weights
 from forgather.ml.trainer.amp import AMPContext
 from forgather.ml.trainer.fsdp2.deferred_init import build_deferred
 from forgather.ml.trainer.fsdp2.fsdp2_arguments import FSDP2Arguments, FSDP2TrainingArguments
+from forgather.ml.trainer.fsdp2.layer_order import LayerOrder
 from forgather.ml.trainer.fsdp2.sharded_gradients import (
     ShardedGradientNorm,
     clip_shards,
@@ -26,6 +28,7 @@ from forgather.ml.trainer.fsdp2.sharded_gradients import (
     release_gradients,
 )
 from forgather.ml.trainer.fsdp2.sharded_model import InitialValues, fill_shards, is_sharded_model, shard_model
+from forgather.ml.trainer.loop.evaluator import Prediction
 from forgather.ml.trainer.ranks.data_parallel_batches import (
     data_parallel_layout,
     dispatches_evaluation,
@@ -79,6 +82,9 @@ class FSDP2Trainer(Trainer[TFSDP2Args]):
     fsdp_group: ProcessGroup | None = None
     replicate_group: ProcessGroup | None = None
     _batch_mesh: DeviceMesh | None = None
+    _order_group: ProcessGroup | None = None
+    _order: LayerOrder | None = None
+    _ordered_model: nn.Module | None = None
 
     # --- ranks and batches
 
@@ -148,7 +154,7 @@ class FSDP2Trainer(Trainer[TFSDP2Args]):
         with self.team.agreement("building the model"):
             if builds:
                 # Free the old model first: two models at once may not fit into memory.
-                self.model = None
+                self.model = self._order = self._ordered_model = None
             model, values = self._construct() if builds else (self.unwrapped_model(), {})
             if not is_sharded_model(model):
                 self._shard(model, values)
@@ -177,6 +183,14 @@ class FSDP2Trainer(Trainer[TFSDP2Args]):
     def _follow_model(self) -> None:
         self._replicas = ReplicatedModel(self.unwrapped_model(), self.team)
         self._replicas.require_same()
+        if self.mesh is not None and self._ordered_model is not self.unwrapped_model():
+            self._follow_layers(self.unwrapped_model())
+
+    def _follow_layers(self, model: nn.Module) -> None:
+        # A separate group: a rank may wait in it while messages of the batches are on their way.
+        self._order_group = self._order_group or new_group(backend="gloo")
+        self._order = LayerOrder(model, self._order_group, self.args.fsdp2.find_unused_parameters)
+        self._ordered_model = model
 
     def _named_parameters(self) -> list[tuple[str, nn.Parameter]]:
         # A forward pass, such as a trial of a fused loss, leaves gathered parameters in the modules. The optimizer must
@@ -220,8 +234,11 @@ class FSDP2Trainer(Trainer[TFSDP2Args]):
         # take the memory of the full model. The all-reduce between replicas needs only the shards, so it can wait.
         if self.replicate_group is not None:
             self._root().set_requires_all_reduce(self._should_sync_gradients())
-        with self._replicas.forward():
+        assert self._order is not None
+        with self._replicas.forward(), self._order.watched("training"):
             yield
+        if self._should_sync_gradients():
+            self._order.forget_unused(self.team.sum)
 
     def _clip_grad_norm(self, max_grad_norm: float | None, norm_type: float = 2.0) -> Tensor | None:
         if self.mesh is None:
@@ -259,6 +276,10 @@ class FSDP2Trainer(Trainer[TFSDP2Args]):
             return super()._eval_loop()
         finally:
             self._reshard()
+
+    def _prediction_step(self, input_dict: dict[str, Any], labels: Any) -> Prediction:
+        with contextlib.nullcontext() if self._order is None else self._order.watched("an evaluation"):
+            return super()._prediction_step(input_dict, labels)
 
     def _reshard(self) -> None:
         """Free the parameters that forward passes of an evaluation have left gathered."""

@@ -47,7 +47,9 @@ def shard_model(model: nn.Module, mesh: DeviceMesh, args: FSDP2TrainingArguments
         "mp_policy": _precision(args),
         "offload_policy": _offload(options, device),
     }
-    for layer in _layers(model, options):
+    layers = _layers(model, options)
+    _require_one_dtype(model, layers)
+    for layer in layers:
         fully_shard(layer, reshard_after_forward=options.reshard_after_forward, **settings)
     # The backward pass begins with the parameters of the root, so gathering them again would gain nothing.
     fully_shard(model, reshard_after_forward=False, **settings)
@@ -138,4 +140,20 @@ def require_shardable(model: nn.Module) -> None:
             raise ValueError(
                 f"Parameter {name!r} of shape {list(parameter.shape)} is not contiguous, and FSDP2 divides parameters by "
                 "rows. Call .contiguous() on it where the model is built."
+            )
+
+
+def _require_one_dtype(model: nn.Module, layers: Sequence[nn.Module]) -> None:
+    """Raise ValueError for trainable parameters of different dtypes that are reduced together."""
+    layer_of = {parameter: number for number, layer in enumerate(layers) for parameter in layer.parameters()}
+    first: dict[int | None, tuple[str, nn.Parameter]] = {}
+    for name, parameter in model.named_parameters():
+        if not parameter.requires_grad:
+            continue
+        other, example = first.setdefault(layer_of.get(parameter), (name, parameter))
+        if example.dtype != parameter.dtype:
+            raise ValueError(
+                f"Parameter {name!r} has dtype {parameter.dtype}, and {other!r} has {example.dtype}. FSDP2 reduces the "
+                "gradients of a layer together, so they need one dtype. Convert the model where it is built, for example "
+                "with model.float(), and set mixed_precision='bf16' for compute in bfloat16."
             )

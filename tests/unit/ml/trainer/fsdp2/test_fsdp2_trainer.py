@@ -1,5 +1,6 @@
 """FSDP2Trainer beyond the step: precision, buffers, exported models, optimizers, user components, rejected models."""
 
+import json
 import re
 from collections.abc import Callable
 from pathlib import Path
@@ -198,6 +199,8 @@ def test_from_pretrained_loads_checkpoint_and_exported_model(
         loaded = AutoModelForCausalLM.from_pretrained(folder).state_dict()
         assert loaded.keys() == expected.keys()
         assert all(torch.equal(loaded[name], tensor) for name, tensor in expected.items()), folder
+        kind = "LlamaForCausalLM" if model == "llama" else "GPT2LMHeadModel"
+        assert json.loads((folder / "config.json").read_text())["architectures"] == [kind], "not the sharded class"
     manifest = read_manifest(str(checkpoint))
     weight_files = [file for file in manifest.files if file.component == "model" and "model-" in file.path]
     assert {file.writer_rank for file in weight_files} == {0, 1}, "the ranks write side by side"
@@ -325,6 +328,12 @@ class Turned(TokenModel):
         self.turned = nn.Parameter(torch.randn(3, 4).t())
 
 
+class MixedTypes(TokenModel):
+    def __init__(self) -> None:
+        super().__init__()
+        self.head.bfloat16()
+
+
 class Failing(TokenModel):
     def __init__(self) -> None:
         super().__init__()
@@ -360,6 +369,7 @@ REJECTED: dict[str, tuple[Callable[[], nn.Module], dict[str, Any], str]] = {
     ),
     "scalar": (WithScalar, {}, r"Parameter 'scale' is a scalar \(shape \[\]\).*Give it shape \[1\]"),
     "not contiguous": (Turned, {}, r"'turned' of shape \[4, 3\] is not contiguous"),
+    "two dtypes": (MixedTypes, {}, r"'head.weight' has dtype torch.bfloat16, and 'embedding.weight' has torch.float32"),
     "one rank fails": (Failing, {}, r"rank 1 failed while building the model.*no such file"),
     "adafactor": (
         TokenModel,
