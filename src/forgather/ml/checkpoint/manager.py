@@ -8,6 +8,7 @@ import contextlib
 import logging
 import os
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from functools import partial
 from typing import TypeVar
 
 from torch import nn
@@ -15,6 +16,7 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from forgather.ml.checkpoint import store
 from forgather.ml.checkpoint.all_ranks import on_every_rank
+from forgather.ml.checkpoint.background.saves import BackgroundSaves, SaveRequest
 from forgather.ml.checkpoint.components import (
     MODEL_KEY,
     SharingPattern,
@@ -32,10 +34,10 @@ from forgather.ml.checkpoint.errors import (
     release_locals,
 )
 from forgather.ml.checkpoint.files.eval_metrics import EVAL_METRICS_NAME, metrics_bytes
-from forgather.ml.checkpoint.foreign.importing import foreign_owner, require_loadable
+from forgather.ml.checkpoint.foreign.importing import foreign_owner, refuse_others, require_loadable
 from forgather.ml.checkpoint.metadata import METADATA_NAME, CheckpointMetadata
 from forgather.ml.checkpoint.retention import LatestN, RetentionPolicy
-from forgather.ml.checkpoint.rotation import CheckpointRotation, soundness_note, stored_weight_decay_groups
+from forgather.ml.checkpoint.rotation import CheckpointRotation, Ranking, soundness_note, stored_weight_decay_groups
 from forgather.ml.checkpoint.state.rng import RNGState
 from forgather.ml.checkpoint.storage import CheckpointConfig, OutputDirectory
 from forgather.ml.checkpoint.weights.external import WeightSuppliers
@@ -56,7 +58,8 @@ class CheckpointManager:
     process; `read_only=True` takes no lock. `stateful_provider` declares components at every save and load. A `model`
     that it does not declare is saved and loaded too, unless `checkpoint_components` excludes it. Attribute `trainer`
     (initially the provider) supplies the step. `retention` replaces `save_total_limit`; the best checkpoints are always
-    kept. With `on_save_error="warn"`, training continues after a failed save, and `num_save_errors` counts it.
+    kept. With `on_save_error="warn"`, training continues after a failed save, and `num_save_errors` counts it. With
+    `async_save=True`, saves run in the background; `finish_save` waits for the one in flight and raises its error.
     """
 
     def __init__(
@@ -74,6 +77,8 @@ class CheckpointManager:
         skip_checkpoint_components: Collection[str] = (),
         retention: RetentionPolicy | None = None,
         on_save_error: str = "raise",
+        async_save: bool = False,
+        async_save_memory: str | float | None = None,
         mesh: DeviceMesh | None = None,
         read_only: bool = False,
     ) -> None:
@@ -112,6 +117,7 @@ class CheckpointManager:
             save_on_local_rank=config.save_on_local_rank,
         )
         self._names_of_others: frozenset[str] = frozenset()
+        self._background = BackgroundSaves.create(async_save, async_save_memory, read_only)
         if not read_only:
             self._take_directory()
 
@@ -147,27 +153,56 @@ class CheckpointManager:
         checkpoint_id: str | int | None = None,
         *,
         is_sound: bool = True,
+        ranking: Ranking | None = None,
     ) -> str:
         """Save a checkpoint, then delete the surplus ones. Return its path, or "" after an error that only warns.
 
-        Pass `is_sound=False` if the weights are not finite. Such a checkpoint never displaces a sound one.
+        Pass `is_sound=False` if the weights are not finite. Such a checkpoint never displaces a sound one. `ranking` ranks
+        it among the best after the commit. With `async_save`, the path is returned before the checkpoint exists, and the
+        error of the previous save is raised here.
         """
+        self.finish_save()
         if checkpoint_path is None:
             checkpoint_id = self._current_step() if checkpoint_id is None else checkpoint_id
             checkpoint_id = store.name_beside_others(checkpoint_id, self._names_of_others)
         try:
-            path = self._save(checkpoint_path, checkpoint_id, is_sound)
+            path = self._save(checkpoint_path, checkpoint_id, is_sound, ranking)
         except CheckpointSaveError as error:
-            # All ranks raise the same error, so all of them continue here. Other classes, such as ReplicationError,
-            # always raise.
-            if self._raise_save_errors:
-                raise
-            self.num_save_errors += 1
-            logger.error("Training continues without this checkpoint (on_save_error='warn'): %s", error)
-            return ""
-        # After the commit, so that older checkpoints are deleted only when the new one is on disk.
-        self._rotation.remove_surplus()
+            return self._continue_after(error)
+        if self._background is None:
+            self._after_commit(path, ranking, self._peers)
         return path
+
+    def finish_save(self) -> str | None:
+        """Wait for the background save, if any. Return its path, "" after an error that only warns, None without one."""
+        save = None if self._background is None else self._background.finish()
+        if save is None:
+            return None
+        if isinstance(save.error, CheckpointSaveError) and not save.is_committed:
+            return self._continue_after(save.error)
+        if save.error is not None:
+            raise save.error
+        return save.path
+
+    def prepare_background_saves(self) -> None:
+        """Allocate the memory of background saves now. Call it after the first step, when the optimizer has its state."""
+        if self._background is not None:
+            self._background.prepare(self._declared("save"))
+
+    @property
+    def num_saves(self) -> tuple[int, int]:
+        """Numbers of background saves that were started, and that have ended."""
+        background = self._background
+        return (0, 0) if background is None else (background.num_started, background.num_finished)
+
+    def _continue_after(self, error: CheckpointSaveError) -> str:
+        # All ranks have the same error, so all of them continue here. Other classes, such as ReplicationError, always
+        # raise.
+        if self._raise_save_errors:
+            raise error
+        self.num_save_errors += 1
+        logger.error("Training continues without this checkpoint (on_save_error='warn'): %s", error)
+        return ""
 
     def set_eval_metrics(self, metrics: Mapping[str, object] | None) -> None:
         """Set the evaluation metrics that the next checkpoint contains."""
@@ -189,15 +224,10 @@ class CheckpointManager:
 
         `preserve_n_best` also sets the attribute of that name; None leaves it unchanged.
         """
-        with self._agreement("ranking the checkpoints"):
-            if preserve_n_best is not None:
-                self._rotation.preserve_n_best = preserve_n_best
-            is_best = self._rotation.rank_checkpoint(checkpoint_path, metrics, metric_key, greater_is_better)
-        # Written before the surplus is deleted: after a kill, a resume still finds the complete ranking.
-        during = "recording the best checkpoints"
-        self._everywhere(lambda: self._rotation.write_best(checkpoint_path), during, CheckpointSaveError)
-        self._rotation.remove_surplus()
-        return is_best
+        self._wait_for_save()
+        return self._rank(
+            checkpoint_path, Ranking(metrics, metric_key, greater_is_better, preserve_n_best), self._peers
+        )
 
     @property
     def best_checkpoints(self) -> list[tuple[str, float]]:
@@ -223,6 +253,7 @@ class CheckpointManager:
         None or True: the newest complete checkpoint, if any. A path: this path, which must be a complete checkpoint or
         an importable checkpoint of another program. False: None.
         """
+        self._wait_for_save()
         if path is False:
             return None
         if isinstance(path, (str, os.PathLike)):
@@ -239,6 +270,7 @@ class CheckpointManager:
         Without a path, the newest intact checkpoint is loaded. A damaged checkpoint is skipped with a warning, and the
         next older one is tried. If all fail, the error of the newest checkpoint is raised.
         """
+        self._wait_for_save()
         if checkpoint_path is not None:
             loaded: str | None = checkpoint_path
             self._load(checkpoint_path)
@@ -283,16 +315,8 @@ class CheckpointManager:
         """
 
         def refuse() -> None:
-            if not self._directory.is_led_here:
-                return
-            others = store.checkpoints_of_others(self.config.output_dir, self._directory.checkpoints)
-            if others:
-                path, owner = others[-1]
-                raise CheckpointLoadError(
-                    f"The output directory {self.config.output_dir!r} has no Forgather checkpoint to resume from, but "
-                    f"{path} is {owner.value}. Import it with resume_from_checkpoint={path!r}, choose another output_dir, "
-                    "or start afresh beside it with resume_from_checkpoint=False. It is never replaced or deleted."
-                )
+            if self._directory.is_led_here:
+                refuse_others(self.config.output_dir, self._directory.checkpoints)
 
         self._everywhere(refuse, "looking for checkpoints", CheckpointLoadError)
 
@@ -306,12 +330,16 @@ class CheckpointManager:
         return self._rotation.contains(path)
 
     def close(self) -> None:
-        """Release the lock of the output directory."""
-        self._directory.give_back()
+        """Wait for a background save, and release the lock of the output directory."""
+        try:
+            if self._background is not None:
+                self._background.close(self.finish_save)
+        finally:
+            self._directory.give_back()
 
     # --- inside
 
-    def _save(self, path: str | None, checkpoint_id: str | int | None, is_sound: bool) -> str:
+    def _save(self, path: str | None, checkpoint_id: str | int | None, is_sound: bool, ranking: Ranking | None) -> str:
         extra_files: dict[str, bytes] = {}
 
         def collect() -> dict[str, object]:
@@ -327,17 +355,37 @@ class CheckpointManager:
         states = self._everywhere(collect, "collecting callbacks' state", CheckpointSaveError)
         groups = getattr(self._provider, "weight_decay_groups", "all")
         extra_files[METADATA_NAME] = CheckpointMetadata.of(self._rotation.best, states, groups).to_bytes()
-        saved = self._declared("save").save_checkpoint(
-            path,
-            checkpoint_id,
-            step=self._step_or_none(),
-            extra_files=extra_files,
-            metadata=soundness_note(is_sound),
-            before_commit=self._rotation.clear_the_way,
-        )
+        coordinator = self._declared("save")
+        target, step = coordinator.target_of(path, checkpoint_id, self._step_or_none())
+        snapshot = coordinator.take_snapshot(extra_files=extra_files, compares_later=self._background is not None)
+        note, clear_the_way = soundness_note(is_sound), self._rotation.clear_the_way
+        if self._background is None:
+            coordinator.write_snapshot(snapshot, target, step, note, before_commit=clear_the_way)
+        else:
+            then = partial(self._after_commit, target, ranking)
+            self._background.start(coordinator, snapshot, SaveRequest(target, step, note, clear_the_way, then))
         self._eval_metrics = None
+        return target
+
+    def _after_commit(self, path: str, ranking: Ranking | None, peers: Peers) -> None:
+        """Delete the surplus checkpoints, only now that the new one is on disk, and rank it. Collective over `peers`."""
         self._rotation.continue_run()
-        return saved
+        self._rotation.remove_surplus()
+        if ranking is not None:
+            self._rank(path, ranking, peers)
+
+    def _rank(self, path: str, ranking: Ranking, peers: Peers) -> bool:
+        with contextlib.nullcontext() if peers.size == 1 else peers.agreement("ranking the checkpoints"):
+            is_best = self._rotation.rank_checkpoint(path, ranking)
+        # Written before the surplus is deleted: after a kill, a resume still finds the complete ranking.
+        during = "recording the best checkpoints"
+        on_every_rank(peers, lambda: self._rotation.write_best(path), during, CheckpointSaveError)
+        self._rotation.remove_surplus()
+        return is_best
+
+    def _wait_for_save(self) -> None:
+        if self._background is not None:
+            self._background.wait()
 
     def stored_weight_decay_groups(self, path: str) -> str | None:
         """Return the weight-decay grouping of a checkpoint's optimizer; see `rotation.stored_weight_decay_groups`."""
@@ -397,6 +445,8 @@ class CheckpointManager:
 
     def _declared(self, purpose: str) -> CheckpointCoordinator:
         """Return the coordinator with the components that the provider declares now. Collective."""
+        # It has one layout of ranks, which a background save still uses.
+        self._wait_for_save()
         with self._agreement("declaring the state"):
             return self._declare(purpose)
 

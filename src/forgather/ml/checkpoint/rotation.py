@@ -7,6 +7,7 @@ import contextlib
 import logging
 import os
 from collections.abc import Mapping
+from typing import NamedTuple
 
 from forgather.ml.checkpoint import store
 from forgather.ml.checkpoint.all_ranks import on_every_rank
@@ -31,6 +32,15 @@ logger = logging.getLogger(__name__)
 _LARGEST = 1e308
 # Key in the manifest's metadata, present only if False.
 _IS_FINITE = "weights_are_finite"
+
+
+class Ranking(NamedTuple):
+    """Metrics of a checkpoint, and how they rank it among the best; see `CheckpointManager.update_best_checkpoints`."""
+
+    metrics: Mapping[str, float]
+    metric_key: str
+    greater_is_better: bool | None = None
+    preserve_n_best: int | None = None
 
 
 class CheckpointRotation:
@@ -117,11 +127,12 @@ class CheckpointRotation:
         self._preserve_n_best = number
         self.best.entries = self.best.entries[:number]
 
-    def rank_checkpoint(
-        self, path: str, metrics: Mapping[str, float], metric_key: str, greater_is_better: bool | None
-    ) -> bool:
+    def rank_checkpoint(self, path: str, ranking: Ranking) -> bool:
         """Rank a checkpoint among the best. Return whether it is one of them."""
-        return self.best.update(path, metrics, metric_key, greater_is_better, self._preserve_n_best)
+        if ranking.preserve_n_best is not None:
+            self.preserve_n_best = ranking.preserve_n_best
+        metrics, key, greater_is_better, _ = ranking
+        return self.best.update(path, metrics, key, greater_is_better, self._preserve_n_best)
 
     def write_best(self, path: str) -> None:
         """Write the ranking into the checkpoint, so that a resume from it restores the ranking including itself."""

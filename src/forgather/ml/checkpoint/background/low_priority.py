@@ -1,0 +1,23 @@
+"""Priority of threads: background work yields the processor to training.
+
+A thread that saves has many seconds, and a training step has none to give away. On Linux a thread can have a nice value
+of its own; threads that it starts inherit it. The save thread and the warm-up of staging memory call this.
+"""
+
+import contextlib
+import os
+import sys
+import threading
+
+NICENESS = 10
+"""About a tenth of the share of a thread at normal priority: enough to finish when training uses all cores."""
+
+
+def yield_to_training() -> None:
+    """Lower the priority of the current thread, on systems with priorities per thread."""
+    if sys.platform != "linux":
+        return
+    number = threading.get_native_id()
+    # Containers may forbid the call. The save then competes with training, and is still correct.
+    with contextlib.suppress(OSError):
+        os.setpriority(os.PRIO_PROCESS, number, max(NICENESS, os.getpriority(os.PRIO_PROCESS, number)))
