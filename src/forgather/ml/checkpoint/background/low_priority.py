@@ -9,8 +9,8 @@ import os
 import sys
 import threading
 
-NICENESS = 10
-"""About a tenth of the share of a thread at normal priority: enough to finish when training uses all cores."""
+NICENESS = 15
+"""About 3% of the time of a busy core. Threads of one training step wait for each other, so each disturbance counts."""
 
 
 def yield_to_training() -> None:

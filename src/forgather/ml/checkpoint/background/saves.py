@@ -72,6 +72,8 @@ class BackgroundSaves:
         self._setting = memory
         self._group = get_background_group()
         self._peers = Peers(self._group)
+        # No rank leaves before all ranks are connected: a rank that died in between would break the set-up of others.
+        self._peers.gather(None, "connecting the ranks for background saves")
         self._arena = StagingArena()
         self._needs: Sequence[MemoryNeed] | None = None
         self._plan = MemoryPlan(0, "")
