@@ -19,10 +19,10 @@ from forgather.ml.checkpoint.all_ranks import on_every_rank
 from forgather.ml.checkpoint.background.saves import BackgroundSaves, SaveRequest
 from forgather.ml.checkpoint.components import (
     MODEL_KEY,
-    SharingPattern,
     declared_components,
     declared_process_groups,
     select_components,
+    undeclared_pattern,
 )
 from forgather.ml.checkpoint.coordinator import CheckpointCoordinator
 from forgather.ml.checkpoint.errors import (
@@ -33,9 +33,8 @@ from forgather.ml.checkpoint.errors import (
     naming,
     release_locals,
 )
-from forgather.ml.checkpoint.files.eval_metrics import EVAL_METRICS_NAME, metrics_bytes
 from forgather.ml.checkpoint.foreign.importing import foreign_owner, refuse_others, require_loadable
-from forgather.ml.checkpoint.metadata import METADATA_NAME, CheckpointMetadata
+from forgather.ml.checkpoint.metadata import METADATA_NAME, CheckpointMetadata, extra_files_of
 from forgather.ml.checkpoint.retention import LatestN, RetentionPolicy
 from forgather.ml.checkpoint.rotation import CheckpointRotation, Ranking, soundness_note, stored_weight_decay_groups
 from forgather.ml.checkpoint.state.rng import RNGState
@@ -157,9 +156,8 @@ class CheckpointManager:
     ) -> str:
         """Save a checkpoint, then delete the surplus ones. Return its path, or "" after an error that only warns.
 
-        Pass `is_sound=False` if the weights are not finite. Such a checkpoint never displaces a sound one. `ranking` ranks
-        it among the best after the commit. With `async_save`, the path is returned before the checkpoint exists, and the
-        error of the previous save is raised here.
+        `is_sound=False`: the weights are not finite, and the checkpoint never displaces a sound one. `ranking` ranks it
+        among the best. With `async_save`, it returns before the commit, and raises the error of the previous save.
         """
         self.finish_save()
         if checkpoint_path is None:
@@ -170,7 +168,7 @@ class CheckpointManager:
         except CheckpointSaveError as error:
             return self._continue_after(error)
         if self._background is None:
-            self._after_commit(path, ranking, self._peers)
+            self._rotation.after_commit(path, ranking, self._peers)
         return path
 
     def finish_save(self) -> str | None:
@@ -192,12 +190,10 @@ class CheckpointManager:
     @property
     def num_saves(self) -> tuple[int, int]:
         """Numbers of background saves that were started, and that have ended."""
-        background = self._background
-        return (0, 0) if background is None else (background.num_started, background.num_finished)
+        return (0, 0) if self._background is None else (self._background.num_started, self._background.num_finished)
 
     def _continue_after(self, error: CheckpointSaveError) -> str:
-        # All ranks have the same error, so all of them continue here. Other classes, such as ReplicationError, always
-        # raise.
+        # All ranks have the same error, so all continue here. Other classes, such as ReplicationError, always raise.
         if self._raise_save_errors:
             raise error
         self.num_save_errors += 1
@@ -345,11 +341,7 @@ class CheckpointManager:
         def collect() -> dict[str, object]:
             # If the lock is lost, another job may use the directory, and the two would delete each other's checkpoints.
             self._directory.require_held()
-            if self._eval_metrics is not None:
-                extra_files[EVAL_METRICS_NAME] = metrics_bytes(self._eval_metrics)
-            for callback in self._callbacks:
-                if hasattr(callback, "checkpoint_files"):
-                    extra_files.update(callback.checkpoint_files())
+            extra_files.update(extra_files_of(self._callbacks, self._eval_metrics))
             return CheckpointMetadata.states_of(self._callbacks)
 
         states = self._everywhere(collect, "collecting callbacks' state", CheckpointSaveError)
@@ -362,26 +354,10 @@ class CheckpointManager:
         if self._background is None:
             coordinator.write_snapshot(snapshot, target, step, note, before_commit=clear_the_way)
         else:
-            then = partial(self._after_commit, target, ranking)
+            then = partial(self._rotation.after_commit, target, ranking)
             self._background.start(coordinator, snapshot, SaveRequest(target, step, note, clear_the_way, then))
         self._eval_metrics = None
         return target
-
-    def _after_commit(self, path: str, ranking: Ranking | None, peers: Peers) -> None:
-        """Delete the surplus checkpoints, only now that the new one is on disk, and rank it. Collective over `peers`."""
-        self._rotation.continue_run()
-        self._rotation.remove_surplus()
-        if ranking is not None:
-            self._rank(path, ranking, peers)
-
-    def _rank(self, path: str, ranking: Ranking, peers: Peers) -> bool:
-        with contextlib.nullcontext() if peers.size == 1 else peers.agreement("ranking the checkpoints"):
-            is_best = self._rotation.rank_checkpoint(path, ranking)
-        # Written before the surplus is deleted: after a kill, a resume still finds the complete ranking.
-        during = "recording the best checkpoints"
-        on_every_rank(peers, lambda: self._rotation.write_best(path), during, CheckpointSaveError)
-        self._rotation.remove_surplus()
-        return is_best
 
     def _wait_for_save(self) -> None:
         if self._background is not None:
@@ -447,25 +423,17 @@ class CheckpointManager:
         """Return the coordinator with the components that the provider declares now. Collective."""
         # It has one layout of ranks, which a background save still uses.
         self._wait_for_save()
-        with self._agreement("declaring the state"):
+        with contextlib.nullcontext() if self._peers.size == 1 else self._peers.agreement("declaring the state"):
             return self._declare(purpose)
 
     def _declare(self, purpose: str) -> CheckpointCoordinator:
         model = self._model if self._model is not None else self._model_parts
-        components = declared_components(self._provider, model, purpose, self._model_pattern)
+        components = declared_components(
+            self._provider, model, purpose, undeclared_pattern(self._model_parts, self._peers.size)
+        )
         selected = select_components(components, self._checkpoint_components)
         self._coordinator.declare(selected, declared_process_groups(self._provider))
         return self._coordinator
-
-    @property
-    def _model_pattern(self) -> SharingPattern:
-        """Sharing pattern of a model that the provider does not declare.
-
-        A save compares the tensor names of all ranks, so a wrong guess of REPLICATED raises instead of losing tensors.
-        """
-        if self._model_parts is not None:
-            return SharingPattern.PER_RANK
-        return SharingPattern.GLOBAL if self._peers.size == 1 else SharingPattern.REPLICATED
 
     def _step_or_none(self) -> int | None:
         return getattr(getattr(self.trainer, "state", None), "global_step", None)
@@ -477,10 +445,6 @@ class CheckpointManager:
                 "save_checkpoint needs a checkpoint_path or a checkpoint_id, because the trainer has no state.global_step."
             )
         return step
-
-    def _agreement(self, during: str) -> contextlib.AbstractContextManager[None]:
-        """Return a context that raises on all ranks if one fails. On a single rank, errors pass unchanged."""
-        return contextlib.nullcontext() if self._peers.size == 1 else self._peers.agreement(during)
 
     def _everywhere(self, work: Callable[[], T], during: str, failure: type[CheckpointError]) -> list[T]:
         return on_every_rank(self._peers, work, during, failure)
