@@ -17,7 +17,6 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from forgather.ml.checkpoint.background.low_priority import yield_to_training
 
 logger = logging.getLogger(__name__)
 
@@ -50,12 +49,10 @@ class StagingArena:
     def warm_up(self, num_bytes: int) -> None:
         """Allocate memory for saves of this size in a thread, which `reserve` waits for."""
         self._wait_for_warm_up()
-
-        def warm() -> None:
-            yield_to_training()
-            self._grow(num_bytes)
-
-        self._warming = threading.Thread(target=warm, name="checkpoint-staging", daemon=True)
+        # At normal priority: page faults take seconds per gigabyte on some machines, and the first save waits for them.
+        self._warming = threading.Thread(
+            target=self._grow, args=(num_bytes,), name="checkpoint-staging", daemon=True
+        )
         self._warming.start()
 
     def reserve(self, num_bytes: int) -> None:
