@@ -17,7 +17,6 @@ import numpy as np
 import torch
 from torch import Tensor
 
-
 logger = logging.getLogger(__name__)
 
 ALIGNMENT = 64
@@ -50,9 +49,7 @@ class StagingArena:
         """Allocate memory for saves of this size in a thread, which `reserve` waits for."""
         self._wait_for_warm_up()
         # At normal priority: page faults take seconds per gigabyte on some machines, and the first save waits for them.
-        self._warming = threading.Thread(
-            target=self._grow, args=(num_bytes,), name="checkpoint-staging", daemon=True
-        )
+        self._warming = threading.Thread(target=self._grow, args=(num_bytes,), name="checkpoint-staging", daemon=True)
         self._warming.start()
 
     def reserve(self, num_bytes: int) -> None:
