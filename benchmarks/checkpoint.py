@@ -1,9 +1,9 @@
 """Checkpoint benchmark: Forgather compared with torch.save, safetensors, torch's DCP and plain files, in one run.
 
-    python benchmarks/checkpoint.py [--size-gb 2.4] [--rounds 3] [--dir .] [--markdown FILE]
+    python benchmarks/checkpoint.py [--size-gb 2.4] [--rounds 3] [--dir .] [--markdown FILE] [--background]
 
 Every saver and loader runs in fresh processes, and all take turns in rounds. All saves end on the disk: the measured
-time includes the flush of data that a contender leaves in the page cache.
+time includes the flush of data that a contender leaves in the page cache. `--background` measures only background saves.
 """
 
 import argparse
@@ -19,6 +19,7 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 import torch
+from background_contenders import BACKGROUND, BackgroundMeasurement, measure_background
 from contenders import (
     LOADERS,
     OURS,
@@ -50,6 +51,7 @@ class Results:
     cold_loads: dict[str, list[list[Measurement]]] = field(default_factory=lambda: defaultdict(list))
     warm_loads: dict[str, list[list[Measurement]]] = field(default_factory=lambda: defaultdict(list))
     digests: dict[str, list[float]] = field(default_factory=lambda: defaultdict(list))
+    background: dict[str, list[list[BackgroundMeasurement]]] = field(default_factory=lambda: defaultdict(list))
 
 
 def main() -> None:
@@ -59,7 +61,7 @@ def main() -> None:
     with directory_on_disk(arguments.dir, ".checkpoint-benchmark-", 2 * num_bytes) as directory:
         facts = _facts(directory, arguments.rounds)
         console.print(*facts, sep="\n", highlight=False, soft_wrap=True)
-        results = _run(num_bytes, arguments.rounds, directory)
+        results = _run(num_bytes, arguments.rounds, directory, arguments.background)
     tables = _tables(results)
     for table in tables:
         console.print(table.as_rich())
@@ -77,6 +79,7 @@ def _parse_arguments() -> argparse.Namespace:
     )
     parser.add_argument("--rounds", type=int, default=3)
     parser.add_argument("--dir", default=".", help="directory on the disk to measure")
+    parser.add_argument("--background", action="store_true", help="measure background saves only")
     parser.add_argument("--markdown", type=Path, help="also write the tables to this file")
     return parser.parse_args()
 
@@ -90,10 +93,15 @@ def _facts(directory: Path, num_rounds: int) -> list[str]:
     ]
 
 
-def _run(num_bytes: int, num_rounds: int, directory: Path) -> Results:
+def _run(num_bytes: int, num_rounds: int, directory: Path, only_background: bool) -> Results:
     results = Results()
     progress = Console(stderr=True, log_path=False, highlight=False)
     for round_number in range(num_rounds):
+        for name in _turned(list(BACKGROUND), round_number):
+            progress.log(f"round {round_number + 1} of {num_rounds}: {name}")
+            results.background[name].append(_in_fresh_process(measure_background, name, num_bytes, directory / "files"))
+        if only_background:
+            continue
         for saver in _rotated(SAVERS, round_number):
             progress.log(f"round {round_number + 1} of {num_rounds}: {saver.name}")
             _measure_saver(saver, round_number, num_bytes, directory / "files", results)
@@ -111,6 +119,10 @@ def _measure_saver(saver: Saver, round_number: int, num_bytes: int, directory: P
     shutil.rmtree(directory)
 
 
+def _turned(names: list[str], count: int) -> list[str]:
+    return names if count % 2 == 0 else names[::-1]
+
+
 def _rotated(contenders: Sequence[_T], count: int) -> list[_T]:
     start = count % max(1, len(contenders))
     return [*contenders[start:], *contenders[:start]]
@@ -124,7 +136,27 @@ def _in_fresh_process(function: Callable[..., _Result], *arguments: Any) -> _Res
         return executor.submit(function, *arguments).result()
 
 
+def _background_table(results: Results) -> ResultTable:
+    columns = ["", "blocked s, first save", "blocked s, later saves", "steps during the save / without", "s in all"]
+    rows = []
+    for name, rounds in results.background.items():
+        saves = [save for one in rounds for save in one]
+        later = [save.blocked for one in rounds for save in one[1:]]
+        rows.append(
+            [
+                name,
+                _spread([one[0].blocked for one in rounds]),
+                _spread(later),
+                _spread([save.rate for save in saves]),
+                _spread([save.total for save in saves]),
+            ]
+        )
+    return ResultTable("Background saves", columns, rows, next(iter(BACKGROUND)))
+
+
 def _tables(results: Results) -> list[ResultTable]:
+    if not results.saves:
+        return [_background_table(results)]
     size = next(iter(results.saves.values()))[0][0].num_bytes
     title = f"{{}} in a process, {size / _GB:.2f} GB"
     tables = [
@@ -134,6 +166,7 @@ def _tables(results: Results) -> list[ResultTable]:
         for index, attempt in enumerate(_ATTEMPTS):
             tables.append(_load_table(f"{title.format(f'{attempt} load')}, {cache} page cache", loads, index))
     rows = [[name, _spread([speed / _GB for speed in speeds], 1)] for name, speeds in results.digests.items()]
+    tables.append(_background_table(results))
     return [*tables, ResultTable("Tensor-level validation, one thread", ["", "GB/s"], rows, OURS)]
 
 

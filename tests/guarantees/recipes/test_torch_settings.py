@@ -153,7 +153,6 @@ def test_sdpa_backend_applies_to_every_pipeline_stage(tmp_path: Path) -> None:
             r"activation_memory_budget=1.5 cannot be used: .* from 0 to 1",
         ),
         ({"float32_matmul_precision": "low"}, r"float32_matmul_precision='low' cannot be used"),
-        ({"async_save": True}, r"async_save=True is not available"),
         (
             {"default_dtype": "bfloat16"},
             r"default_dtype='bfloat16' has no effect on a finished model",

@@ -125,6 +125,24 @@ def test_kill_of_either_of_two_ranks_that_shard_a_model(fast_directory: Path) ->
     check_report(report)
 
 
+def test_kill_of_a_single_process_during_background_saves(fast_directory: Path) -> None:
+    """Tries every eighth kill point to save time; `make kill-points` tries all of them."""
+    every = int(os.environ.get("EVERY_KILL_POINT", "8"))
+    report = kill_everywhere(1, "background", fast_directory, every)
+    assert kinds_of(report, 0) >= ALL_KINDS | {"exchange"}
+    check_report(report)
+
+
+@pytest.mark.parametrize("variant", ["background", "background-sharded"])
+def test_kill_of_either_of_two_ranks_during_background_saves(fast_directory: Path, variant: str) -> None:
+    """Tries a sample of kill points to save time; `make kill-points` tries all of them."""
+    every = int(os.environ.get("EVERY_KILL_POINT", "16" if variant == "background" else "40"))
+    report = kill_everywhere(2, variant, fast_directory, every)
+    for rank in (0, 1):
+        assert kinds_of(report, rank) >= {"create", "pwrite", "fsync"}
+    check_report(report)
+
+
 def test_kill_during_a_replacement_without_atomic_exchange(fast_directory: Path) -> None:
     report = kill_everywhere(2, "renames", fast_directory)
     points = [(outcome["point"]["operation"], outcome["point"]["when"]) for outcome in report["outcomes"]]

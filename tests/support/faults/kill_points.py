@@ -1,7 +1,7 @@
 """Kill-point script: kills a job at every file operation of its saves, restarts it, and writes a report.
 
-Started as `python -m tests.support.faults.kill_points <world size> <"exchange", "renames" or "sharded"> <directory>
-<report file> [<every nth>]`.
+Started as `python -m tests.support.faults.kill_points <world size> <variant> <directory> <report file> [<every nth>]`. The
+variants are "exchange", "renames", "sharded", "background" and "background-sharded".
 Importing torch takes longer than a whole job, so this process imports it once and forks the ranks. It must not start
 threads.
 """
@@ -63,6 +63,8 @@ class Setting:
     has_exchange: bool
     directory: str
     is_sharded: bool = False
+    in_background: bool = False
+    """Whether training continues during the saves."""
 
     @property
     def limit(self) -> int:
@@ -96,17 +98,21 @@ def prepare(setting: Setting, notes: Notes) -> None:
 def run_job(setting: Setting, output_dir: str, notes: Notes, operations: FileOperations) -> None:
     """Resume, save a new step, record it as the best, and save the same step again with other content."""
     operations.install()
-    job = Job(output_dir, setting.limit, sharded=setting.is_sharded)
+    job = Job(output_dir, setting.limit, sharded=setting.is_sharded, async_save=setting.in_background)
     job.manager.load_checkpoint()
     job.train()
     notes.add("digest", ["step 3", job.digest()])
     path = job.save()
+    # A background save is in flight here, and must not contain this step. In the foreground the order has no effect.
+    job.train(count=False)
+    job.manager.finish_save()
     notes.add("saved", "step 3")
     job.manager.update_best_checkpoints(path, {"loss": 0.5}, "loss", None, 1)
-    job.train(count=False)
     job.manager.set_eval_metrics({"loss": 0.25})
     notes.add("digest", ["step 3 again", job.digest()])
     job.save()
+    job.train(count=False)
+    job.manager.finish_save()
     notes.add("saved", "step 3 again")
     job.manager.close()
     Peers.world().gather(None)
@@ -264,8 +270,9 @@ def dry_run(setting: Setting) -> tuple[list[KillPoint], dict[str, list[str]]]:
     return points, read_digests(setting, directory)
 
 
-def main(world_size: str, replacement: str, directory: str, report_path: str, every: str = "1") -> None:
-    setting = Setting(int(world_size), replacement != "renames", directory, replacement == "sharded")
+def main(world_size: str, variant: str, directory: str, report_path: str, every: str = "1") -> None:
+    is_sharded, in_background = variant.endswith("sharded"), variant.startswith("background")
+    setting = Setting(int(world_size), variant != "renames", directory, is_sharded, in_background)
     torch.set_num_threads(1)
     warm_up()
     digests = make_template(setting)

@@ -291,3 +291,13 @@ def _older_declaration(provider: object, purpose: str) -> list[StateComponent]:
 def declared_process_groups(provider: object) -> dict[str, ProcessGroup]:
     """Return the provider's process groups by family name, for its PER_GROUP components."""
     return dict(provider.get_process_groups()) if hasattr(provider, "get_process_groups") else {}
+
+
+def undeclared_pattern(model_parts: object, num_ranks: int) -> SharingPattern:
+    """Return the sharing pattern of a model that the provider does not declare.
+
+    A save compares the tensor names of all ranks, so a wrong guess of REPLICATED raises instead of losing tensors.
+    """
+    if model_parts is not None:
+        return SharingPattern.PER_RANK
+    return SharingPattern.GLOBAL if num_ranks == 1 else SharingPattern.REPLICATED

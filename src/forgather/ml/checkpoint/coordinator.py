@@ -143,6 +143,11 @@ class CheckpointCoordinator:
         return [component.key for component in self._components]
 
     @property
+    def layout(self) -> RankLayout | None:
+        """Layout of ranks at the last save or load."""
+        return self._layout
+
+    @property
     def random_state(self) -> RNGState | None:
         """The `RNGState` among the components, under any key."""
         return next((one.stateful for one in self._components if isinstance(one.stateful, RNGState)), None)
@@ -164,10 +169,7 @@ class CheckpointCoordinator:
         `validate_replication` are always compared. `extra_files` are small files to add. `step` is recorded if the
         path does not contain one. `before_commit` is called with the path, on the committing rank, before the commit.
         """
-        path = self._target_path(checkpoint_path, checkpoint_id)
-        # The step in the name takes precedence, so that the name and the manifest agree.
-        named_step = store.step_of(path)
-        step = step if named_step is None else named_step
+        path, step = self.target_of(checkpoint_path, checkpoint_id, step)
         snapshot = self.take_snapshot(validate, extra_files)
         self.write_snapshot(snapshot, path, step, metadata, before_commit=before_commit)
         return path
@@ -231,10 +233,16 @@ class CheckpointCoordinator:
             raise ValueError("There is no model to export: the coordinator was constructed without a model.")
         return StateComponent(MODEL_KEY, self._model, SharingPattern.GLOBAL)
 
-    def take_snapshot(self, validate: bool = False, extra_files: Mapping[str, bytes] | None = None) -> Snapshot:
-        """Collect the state of this rank and plan its files with the other ranks. Collective."""
+    def take_snapshot(
+        self, validate: bool = False, extra_files: Mapping[str, bytes] | None = None, *, compares_later: bool = False
+    ) -> Snapshot:
+        """Collect the state of this rank and plan its files with the other ranks. Collective.
+
+        `compares_later` leaves the comparison of replicas to a background save (`background/comparison.py`).
+        """
         peers = Peers.world()
-        return self._snapshot_taker(self._components, self._discover(peers), peers).take(validate, extra_files or {})
+        taker = self._snapshot_taker(self._components, self._discover(peers), peers)
+        return taker.take(validate, extra_files or {}, compares_later=compares_later)
 
     def _snapshot_taker(self, components: Sequence[StateComponent], layout: RankLayout, peers: Peers) -> SnapshotTaker:
         return SnapshotTaker(
@@ -341,12 +349,15 @@ class CheckpointCoordinator:
             return "included"
         return "none" if self._model is None else "external"
 
-    def _target_path(self, path: str | None, checkpoint_id: str | int | None) -> str:
-        if path is not None:
-            return path
-        if checkpoint_id is None:
-            raise ValueError("save_checkpoint needs a checkpoint_path or a checkpoint_id (the step).")
-        return store.checkpoint_path(self._output_dir, checkpoint_id)
+    def target_of(self, path: str | None, checkpoint_id: str | int | None, step: int | None) -> tuple[str, int | None]:
+        """Return the path and the step of a save."""
+        if path is None:
+            if checkpoint_id is None:
+                raise ValueError("save_checkpoint needs a checkpoint_path or a checkpoint_id (the step).")
+            path = store.checkpoint_path(self._output_dir, checkpoint_id)
+        # The step in the name takes precedence, so that the name and the manifest agree.
+        named_step = store.step_of(path)
+        return path, step if named_step is None else named_step
 
     def _newest_checkpoint(self, peers: Peers) -> str:
         def find() -> str:

@@ -8,6 +8,7 @@ import contextlib
 import logging
 import os
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from functools import partial
 from typing import TypeVar
 
 from torch import nn
@@ -15,12 +16,13 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from forgather.ml.checkpoint import store
 from forgather.ml.checkpoint.all_ranks import on_every_rank
+from forgather.ml.checkpoint.background.saves import BackgroundSaves, SaveRequest
 from forgather.ml.checkpoint.components import (
     MODEL_KEY,
-    SharingPattern,
     declared_components,
     declared_process_groups,
     select_components,
+    undeclared_pattern,
 )
 from forgather.ml.checkpoint.coordinator import CheckpointCoordinator
 from forgather.ml.checkpoint.errors import (
@@ -31,11 +33,10 @@ from forgather.ml.checkpoint.errors import (
     naming,
     release_locals,
 )
-from forgather.ml.checkpoint.files.eval_metrics import EVAL_METRICS_NAME, metrics_bytes
-from forgather.ml.checkpoint.foreign.importing import foreign_owner, require_loadable
-from forgather.ml.checkpoint.metadata import METADATA_NAME, CheckpointMetadata
+from forgather.ml.checkpoint.foreign.importing import foreign_owner, refuse_others, require_loadable
+from forgather.ml.checkpoint.metadata import METADATA_NAME, CheckpointMetadata, extra_files_of
 from forgather.ml.checkpoint.retention import LatestN, RetentionPolicy
-from forgather.ml.checkpoint.rotation import CheckpointRotation, soundness_note, stored_weight_decay_groups
+from forgather.ml.checkpoint.rotation import CheckpointRotation, Ranking, soundness_note, stored_weight_decay_groups
 from forgather.ml.checkpoint.state.rng import RNGState
 from forgather.ml.checkpoint.storage import CheckpointConfig, OutputDirectory
 from forgather.ml.checkpoint.weights.external import WeightSuppliers
@@ -56,7 +57,8 @@ class CheckpointManager:
     process; `read_only=True` takes no lock. `stateful_provider` declares components at every save and load. A `model`
     that it does not declare is saved and loaded too, unless `checkpoint_components` excludes it. Attribute `trainer`
     (initially the provider) supplies the step. `retention` replaces `save_total_limit`; the best checkpoints are always
-    kept. With `on_save_error="warn"`, training continues after a failed save, and `num_save_errors` counts it.
+    kept. With `on_save_error="warn"`, training continues after a failed save, and `num_save_errors` counts it. With
+    `async_save=True`, saves run in the background; `finish_save` waits for the one in flight and raises its error.
     """
 
     def __init__(
@@ -74,6 +76,8 @@ class CheckpointManager:
         skip_checkpoint_components: Collection[str] = (),
         retention: RetentionPolicy | None = None,
         on_save_error: str = "raise",
+        async_save: bool = False,
+        async_save_memory: str | float | None = None,
         mesh: DeviceMesh | None = None,
         read_only: bool = False,
     ) -> None:
@@ -112,6 +116,7 @@ class CheckpointManager:
             save_on_local_rank=config.save_on_local_rank,
         )
         self._names_of_others: frozenset[str] = frozenset()
+        self._background = BackgroundSaves.create(async_save, async_save_memory, read_only)
         if not read_only:
             self._take_directory()
 
@@ -147,27 +152,53 @@ class CheckpointManager:
         checkpoint_id: str | int | None = None,
         *,
         is_sound: bool = True,
+        ranking: Ranking | None = None,
     ) -> str:
         """Save a checkpoint, then delete the surplus ones. Return its path, or "" after an error that only warns.
 
-        Pass `is_sound=False` if the weights are not finite. Such a checkpoint never displaces a sound one.
+        `is_sound=False`: the weights are not finite, and the checkpoint never displaces a sound one. `ranking` ranks it
+        among the best. With `async_save`, it returns before the commit, and raises the error of the previous save.
         """
+        self.finish_save()
         if checkpoint_path is None:
             checkpoint_id = self._current_step() if checkpoint_id is None else checkpoint_id
             checkpoint_id = store.name_beside_others(checkpoint_id, self._names_of_others)
         try:
-            path = self._save(checkpoint_path, checkpoint_id, is_sound)
+            path = self._save(checkpoint_path, checkpoint_id, is_sound, ranking)
         except CheckpointSaveError as error:
-            # All ranks raise the same error, so all of them continue here. Other classes, such as ReplicationError,
-            # always raise.
-            if self._raise_save_errors:
-                raise
-            self.num_save_errors += 1
-            logger.error("Training continues without this checkpoint (on_save_error='warn'): %s", error)
-            return ""
-        # After the commit, so that older checkpoints are deleted only when the new one is on disk.
-        self._rotation.remove_surplus()
+            return self._continue_after(error)
+        if self._background is None:
+            self._rotation.after_commit(path, ranking, self._peers)
         return path
+
+    def finish_save(self) -> str | None:
+        """Wait for the background save, if any. Return its path, "" after an error that only warns, None without one."""
+        save = None if self._background is None else self._background.finish()
+        if save is None:
+            return None
+        if isinstance(save.error, CheckpointSaveError) and not save.is_committed:
+            return self._continue_after(save.error)
+        if save.error is not None:
+            raise save.error
+        return save.path
+
+    def prepare_background_saves(self) -> None:
+        """Allocate the memory of background saves now. Call it after the first step, when the optimizer has its state."""
+        if self._background is not None:
+            self._background.prepare(self._declared("save"))
+
+    @property
+    def num_saves(self) -> tuple[int, int]:
+        """Numbers of background saves that were started, and that have ended."""
+        return (0, 0) if self._background is None else (self._background.num_started, self._background.num_finished)
+
+    def _continue_after(self, error: CheckpointSaveError) -> str:
+        # All ranks have the same error, so all continue here. Other classes, such as ReplicationError, always raise.
+        if self._raise_save_errors:
+            raise error
+        self.num_save_errors += 1
+        logger.error("Training continues without this checkpoint (on_save_error='warn'): %s", error)
+        return ""
 
     def set_eval_metrics(self, metrics: Mapping[str, object] | None) -> None:
         """Set the evaluation metrics that the next checkpoint contains."""
@@ -189,15 +220,10 @@ class CheckpointManager:
 
         `preserve_n_best` also sets the attribute of that name; None leaves it unchanged.
         """
-        with self._agreement("ranking the checkpoints"):
-            if preserve_n_best is not None:
-                self._rotation.preserve_n_best = preserve_n_best
-            is_best = self._rotation.rank_checkpoint(checkpoint_path, metrics, metric_key, greater_is_better)
-        # Written before the surplus is deleted: after a kill, a resume still finds the complete ranking.
-        during = "recording the best checkpoints"
-        self._everywhere(lambda: self._rotation.write_best(checkpoint_path), during, CheckpointSaveError)
-        self._rotation.remove_surplus()
-        return is_best
+        self._wait_for_save()
+        return self._rank(
+            checkpoint_path, Ranking(metrics, metric_key, greater_is_better, preserve_n_best), self._peers
+        )
 
     @property
     def best_checkpoints(self) -> list[tuple[str, float]]:
@@ -223,6 +249,7 @@ class CheckpointManager:
         None or True: the newest complete checkpoint, if any. A path: this path, which must be a complete checkpoint or
         an importable checkpoint of another program. False: None.
         """
+        self._wait_for_save()
         if path is False:
             return None
         if isinstance(path, (str, os.PathLike)):
@@ -239,6 +266,7 @@ class CheckpointManager:
         Without a path, the newest intact checkpoint is loaded. A damaged checkpoint is skipped with a warning, and the
         next older one is tried. If all fail, the error of the newest checkpoint is raised.
         """
+        self._wait_for_save()
         if checkpoint_path is not None:
             loaded: str | None = checkpoint_path
             self._load(checkpoint_path)
@@ -283,16 +311,8 @@ class CheckpointManager:
         """
 
         def refuse() -> None:
-            if not self._directory.is_led_here:
-                return
-            others = store.checkpoints_of_others(self.config.output_dir, self._directory.checkpoints)
-            if others:
-                path, owner = others[-1]
-                raise CheckpointLoadError(
-                    f"The output directory {self.config.output_dir!r} has no Forgather checkpoint to resume from, but "
-                    f"{path} is {owner.value}. Import it with resume_from_checkpoint={path!r}, choose another output_dir, "
-                    "or start afresh beside it with resume_from_checkpoint=False. It is never replaced or deleted."
-                )
+            if self._directory.is_led_here:
+                refuse_others(self.config.output_dir, self._directory.checkpoints)
 
         self._everywhere(refuse, "looking for checkpoints", CheckpointLoadError)
 
@@ -306,38 +326,42 @@ class CheckpointManager:
         return self._rotation.contains(path)
 
     def close(self) -> None:
-        """Release the lock of the output directory."""
-        self._directory.give_back()
+        """Wait for a background save, and release the lock of the output directory."""
+        try:
+            if self._background is not None:
+                self._background.close(self.finish_save)
+        finally:
+            self._directory.give_back()
 
     # --- inside
 
-    def _save(self, path: str | None, checkpoint_id: str | int | None, is_sound: bool) -> str:
+    def _save(self, path: str | None, checkpoint_id: str | int | None, is_sound: bool, ranking: Ranking | None) -> str:
         extra_files: dict[str, bytes] = {}
 
         def collect() -> dict[str, object]:
             # If the lock is lost, another job may use the directory, and the two would delete each other's checkpoints.
             self._directory.require_held()
-            if self._eval_metrics is not None:
-                extra_files[EVAL_METRICS_NAME] = metrics_bytes(self._eval_metrics)
-            for callback in self._callbacks:
-                if hasattr(callback, "checkpoint_files"):
-                    extra_files.update(callback.checkpoint_files())
+            extra_files.update(extra_files_of(self._callbacks, self._eval_metrics))
             return CheckpointMetadata.states_of(self._callbacks)
 
         states = self._everywhere(collect, "collecting callbacks' state", CheckpointSaveError)
         groups = getattr(self._provider, "weight_decay_groups", "all")
         extra_files[METADATA_NAME] = CheckpointMetadata.of(self._rotation.best, states, groups).to_bytes()
-        saved = self._declared("save").save_checkpoint(
-            path,
-            checkpoint_id,
-            step=self._step_or_none(),
-            extra_files=extra_files,
-            metadata=soundness_note(is_sound),
-            before_commit=self._rotation.clear_the_way,
-        )
+        coordinator = self._declared("save")
+        target, step = coordinator.target_of(path, checkpoint_id, self._step_or_none())
+        snapshot = coordinator.take_snapshot(extra_files=extra_files, compares_later=self._background is not None)
+        note, clear_the_way = soundness_note(is_sound), self._rotation.clear_the_way
+        if self._background is None:
+            coordinator.write_snapshot(snapshot, target, step, note, before_commit=clear_the_way)
+        else:
+            then = partial(self._rotation.after_commit, target, ranking)
+            self._background.start(coordinator, snapshot, SaveRequest(target, step, note, clear_the_way, then))
         self._eval_metrics = None
-        self._rotation.continue_run()
-        return saved
+        return target
+
+    def _wait_for_save(self) -> None:
+        if self._background is not None:
+            self._background.wait()
 
     def stored_weight_decay_groups(self, path: str) -> str | None:
         """Return the weight-decay grouping of a checkpoint's optimizer; see `rotation.stored_weight_decay_groups`."""
@@ -397,25 +421,19 @@ class CheckpointManager:
 
     def _declared(self, purpose: str) -> CheckpointCoordinator:
         """Return the coordinator with the components that the provider declares now. Collective."""
-        with self._agreement("declaring the state"):
+        # It has one layout of ranks, which a background save still uses.
+        self._wait_for_save()
+        with contextlib.nullcontext() if self._peers.size == 1 else self._peers.agreement("declaring the state"):
             return self._declare(purpose)
 
     def _declare(self, purpose: str) -> CheckpointCoordinator:
         model = self._model if self._model is not None else self._model_parts
-        components = declared_components(self._provider, model, purpose, self._model_pattern)
+        components = declared_components(
+            self._provider, model, purpose, undeclared_pattern(self._model_parts, self._peers.size)
+        )
         selected = select_components(components, self._checkpoint_components)
         self._coordinator.declare(selected, declared_process_groups(self._provider))
         return self._coordinator
-
-    @property
-    def _model_pattern(self) -> SharingPattern:
-        """Sharing pattern of a model that the provider does not declare.
-
-        A save compares the tensor names of all ranks, so a wrong guess of REPLICATED raises instead of losing tensors.
-        """
-        if self._model_parts is not None:
-            return SharingPattern.PER_RANK
-        return SharingPattern.GLOBAL if self._peers.size == 1 else SharingPattern.REPLICATED
 
     def _step_or_none(self) -> int | None:
         return getattr(getattr(self.trainer, "state", None), "global_step", None)
@@ -427,10 +445,6 @@ class CheckpointManager:
                 "save_checkpoint needs a checkpoint_path or a checkpoint_id, because the trainer has no state.global_step."
             )
         return step
-
-    def _agreement(self, during: str) -> contextlib.AbstractContextManager[None]:
-        """Return a context that raises on all ranks if one fails. On a single rank, errors pass unchanged."""
-        return contextlib.nullcontext() if self._peers.size == 1 else self._peers.agreement(during)
 
     def _everywhere(self, work: Callable[[], T], during: str, failure: type[CheckpointError]) -> list[T]:
         return on_every_rank(self._peers, work, during, failure)

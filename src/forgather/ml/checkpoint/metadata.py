@@ -13,6 +13,7 @@ from typing import Any
 from forgather.ml.checkpoint.encoding import strict_json
 from forgather.ml.checkpoint.encoding.codec import decode_state, encode_state
 from forgather.ml.checkpoint.errors import CheckpointCorruptError, CheckpointSaveError
+from forgather.ml.checkpoint.files.eval_metrics import EVAL_METRICS_NAME, metrics_bytes
 from forgather.ml.checkpoint.files.regular_files import read_small_file
 from forgather.ml.checkpoint.retention import BestCheckpoints
 from forgather.ml.checkpoint.state.state_schema import (
@@ -228,3 +229,12 @@ def _first_misfit(value: object, path: str) -> str | None:
     return (
         None if value is None or type(value) in (bool, int, float, str) else f"{path} is of type {type(value).__name__}"
     )
+
+
+def extra_files_of(callbacks: Iterable[object], metrics: Mapping[str, object] | None) -> dict[str, bytes]:
+    """Return the small files of a checkpoint beside its state: evaluation metrics, and files of callbacks."""
+    files = {} if metrics is None else {EVAL_METRICS_NAME: metrics_bytes(metrics)}
+    for callback in callbacks:
+        if hasattr(callback, "checkpoint_files"):
+            files.update(callback.checkpoint_files())
+    return files

@@ -104,7 +104,7 @@ def validate_replication(
     if len(set(fingerprints.values())) == 1:
         return True, []
     if level is ValidationLevel.QUICK:
-        return False, [_fingerprint_line(fingerprints)]
+        return False, [fingerprint_line(fingerprints)]
     # All ranks gathered the same fingerprints, so either all of them reach this second exchange or none does.
     divergences = find_divergences(dict(zip(ranks, peers.gather(digests), strict=True)))
     if level is ValidationLevel.TENSOR:
@@ -161,7 +161,7 @@ def _majority(texts: Mapping[int, str | None]) -> list[int]:
     return max(ranks_by_text.values(), key=lambda ranks: (len(ranks), -ranks[0]))
 
 
-def _fingerprint_line(fingerprints: Mapping[int, str]) -> str:
+def fingerprint_line(fingerprints: Mapping[int, str]) -> str:
     majority = _majority(fingerprints)
     others = [rank for rank, text in fingerprints.items() if text != fingerprints[majority[0]]]
     return f"fingerprint: {_sentence(others, majority, '')}; use validation level 'tensor' to see the tensors"

@@ -7,10 +7,11 @@ import contextlib
 import logging
 import os
 from collections.abc import Mapping
+from typing import NamedTuple
 
 from forgather.ml.checkpoint import store
 from forgather.ml.checkpoint.all_ranks import on_every_rank
-from forgather.ml.checkpoint.errors import CheckpointError, CheckpointLoadError
+from forgather.ml.checkpoint.errors import CheckpointError, CheckpointLoadError, CheckpointSaveError
 from forgather.ml.checkpoint.files.eval_metrics import load_checkpoint_metrics
 from forgather.ml.checkpoint.foreign.ownership import recognise
 from forgather.ml.checkpoint.manifest import CheckpointManifest, FileRecord
@@ -31,6 +32,15 @@ logger = logging.getLogger(__name__)
 _LARGEST = 1e308
 # Key in the manifest's metadata, present only if False.
 _IS_FINITE = "weights_are_finite"
+
+
+class Ranking(NamedTuple):
+    """Metrics of a checkpoint, and how they rank it among the best; see `CheckpointManager.update_best_checkpoints`."""
+
+    metrics: Mapping[str, float]
+    metric_key: str
+    greater_is_better: bool | None = None
+    preserve_n_best: int | None = None
 
 
 class CheckpointRotation:
@@ -117,11 +127,30 @@ class CheckpointRotation:
         self._preserve_n_best = number
         self.best.entries = self.best.entries[:number]
 
-    def rank_checkpoint(
-        self, path: str, metrics: Mapping[str, float], metric_key: str, greater_is_better: bool | None
-    ) -> bool:
-        """Rank a checkpoint among the best. Return whether it is one of them."""
-        return self.best.update(path, metrics, metric_key, greater_is_better, self._preserve_n_best)
+    def after_commit(self, path: str, ranking: Ranking | None, peers: Peers) -> None:
+        """Delete the surplus checkpoints, only now that the new one is on disk, and rank it. Collective over `peers`."""
+        self.continue_run()
+        self.remove_surplus()
+        if ranking is not None:
+            self.rank_checkpoint(path, ranking, peers)
+
+    def rank_checkpoint(self, path: str, ranking: Ranking, peers: Peers) -> bool:
+        """Rank a checkpoint, record the ranking in it, and delete the surplus. Return whether it is one of the best.
+
+        Collective over `peers`, since a background save has its own process group.
+        """
+        with contextlib.nullcontext() if peers.size == 1 else peers.agreement("ranking the checkpoints"):
+            is_best = self._rank(path, ranking)
+        # Written before the surplus is deleted: after a kill, a resume still finds the complete ranking.
+        on_every_rank(peers, lambda: self.write_best(path), "recording the best checkpoints", CheckpointSaveError)
+        self.remove_surplus()
+        return is_best
+
+    def _rank(self, path: str, ranking: Ranking) -> bool:
+        if ranking.preserve_n_best is not None:
+            self.preserve_n_best = ranking.preserve_n_best
+        metrics, key, greater_is_better, _ = ranking
+        return self.best.update(path, metrics, key, greater_is_better, self._preserve_n_best)
 
     def write_best(self, path: str) -> None:
         """Write the ranking into the checkpoint, so that a resume from it restores the ranking including itself."""

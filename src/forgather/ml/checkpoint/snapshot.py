@@ -8,13 +8,15 @@ import logging
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass, field, replace
-from functools import cached_property
+from functools import cached_property, partial
 from typing import TypeVar, cast
 
 from torch import Tensor, nn
 from torch.distributed import ProcessGroup
 
 from forgather.ml.checkpoint.all_ranks import on_every_rank
+from forgather.ml.checkpoint.background.comparison import ComparedState, Comparison
+from forgather.ml.checkpoint.background.live_reads import LiveReads
 from forgather.ml.checkpoint.components import MODEL_KEY, SharingPattern, StateComponent
 from forgather.ml.checkpoint.encoding.codec import encode_state
 from forgather.ml.checkpoint.encoding.digest import combine_digests, compute_state_hash, state_digests
@@ -22,7 +24,7 @@ from forgather.ml.checkpoint.encoding.staging import on_host
 from forgather.ml.checkpoint.errors import CheckpointSaveError, ReplicationError
 from forgather.ml.checkpoint.files.planned_file import PlannedFile, RawContent, StateContent
 from forgather.ml.checkpoint.manifest import ComponentManifest, FileRecord
-from forgather.ml.checkpoint.rank_layout import RankLayout, Ranks, ranks_text
+from forgather.ml.checkpoint.rank_layout import RankLayout, Ranks
 from forgather.ml.checkpoint.replicas import ValidationLevel, format_divergence, validate_replication
 from forgather.ml.checkpoint.sharding.exchange import ShardExchange
 from forgather.ml.checkpoint.sharding.sharded_state import ShardedStates
@@ -47,6 +49,7 @@ from forgather.ml.checkpoint.weights.plan_checks import (
     WeightPlan,
     check_coverage,
     refuse_incomplete_export,
+    refuse_partial_declaration,
     without_misleading_files,
     written_files,
 )
@@ -96,6 +99,10 @@ class Snapshot:
     """Components of all ranks. A rank may have a component that other ranks lack."""
     exchange: ShardExchange | None = None
     """Source of sharded tensors, which other ranks hold in part."""
+    comparison: Comparison | None = None
+    """Replicas that the save still has to compare, in the background."""
+    reads: LiveReads | None = None
+    """Live tensors among staged ones; None if all tensors are live and training waits for the save."""
 
     @property
     def num_bytes(self) -> int:
@@ -109,7 +116,14 @@ class Snapshot:
         """
         with self.exchange or nullcontext():
             begin()
-            return [file.write(directory, rank, self.exchange) for file in self.files]
+            return [self._write_file(number, directory, rank) for number in range(len(self.files))]
+
+    def _write_file(self, number: int, directory: str, rank: int) -> FileRecord:
+        if self.reads is None or self.reads.is_done:
+            return self.files[number].write(directory, rank, self.exchange)
+        record = self.files[number].write(directory, rank, self.exchange, partial(self.reads.note_bytes, number))
+        self.reads.note_file(number)
+        return record
 
 
 @dataclass(frozen=True)
@@ -140,14 +154,22 @@ class SnapshotTaker:
     layout: RankLayout
     peers: Peers
 
-    def take(self, validate: bool, extra_files: Mapping[str, bytes], is_export: bool = False) -> Snapshot:
+    def take(
+        self,
+        validate: bool,
+        extra_files: Mapping[str, bytes],
+        is_export: bool = False,
+        compares_later: bool = False,
+    ) -> Snapshot:
         """Take the snapshot. Collective. Raise if a rank cannot supply its state or contradicts its declaration.
 
         `is_export=True` requires a model that `from_pretrained` can load; a checkpoint does not require that.
+        `compares_later=True` returns the comparison of replicas with the snapshot, for a background save.
         """
         states: _States = {}
         raw_files: dict[str, bytes] = {}
-        compared, sharded = self._compared(validate), ShardedStates()
+        later, sharded = self._compared_later(validate) if compares_later else [], ShardedStates()
+        compared = [one for one in self._compared(validate) if one not in later]
         compared_keys = {component.key for component in compared}
 
         # Part of each state that this rank writes: all of it, unless tensors are sharded.
@@ -193,7 +215,9 @@ class SnapshotTaker:
         for component in self.components:
             if note := sharded.note(component.key):
                 notes.setdefault(component.key, {}).update(note)
-        return Snapshot(files, notes, weight_names, _union([report.components for report in reports]), exchange)
+        comparison = Comparison([self._compared_state(one, states) for one in later]) if later else None
+        declared = _union([report.components for report in reports])
+        return Snapshot(files, notes, weight_names, declared, exchange, comparison)
 
     @property
     def _described(self) -> nn.Module | None:
@@ -256,6 +280,14 @@ class SnapshotTaker:
             for component in self._components_with_copies
             if (validate or component.validate_replication) and component.validation_level != ValidationLevel.NONE.value
         ]
+
+    def _compared_later(self, validate: bool) -> list[StateComponent]:
+        # Level "full" measures differences of tensors, which only the live state on all ranks has.
+        return [one for one in self._compared(validate) if one.validation_level != ValidationLevel.FULL.value]
+
+    def _compared_state(self, component: StateComponent, states: _States) -> ComparedState:
+        owners = [owner.ranks for owner in self._sharing(component).owners]
+        return ComparedState.of(component, owners, with_local_parts(states[component.key]))
 
     def _compare(self, compared: Sequence[StateComponent], states: _States, reports: Sequence[_Report]) -> _Notes:
         """Raise `ReplicationError` on every rank if replicas of a required component differ.
@@ -328,7 +360,7 @@ class SnapshotTaker:
         self, states: _States, reports: Sequence[_Report], raw_files: Mapping[str, bytes], is_export: bool
     ) -> tuple[list[PlannedFile], dict[str, object], dict[str, list[str]]]:
         """Return this rank's model files, metadata for the manifest, and the tensors per weight file. Collective."""
-        _refuse_partial_declaration([report.has_weights for report in reports])
+        refuse_partial_declaration([report.has_weights for report in reports])
         planner = WeightPlanner(
             self._sharings[MODEL_KEY],
             [report.weights for report in reports],
@@ -382,16 +414,6 @@ def _union(by_rank: Sequence[Sequence[DeclaredComponent]]) -> list[DeclaredCompo
         for component in declared:
             union.setdefault(component.key, component)
     return list(union.values())
-
-
-def _refuse_partial_declaration(has_weights: Sequence[bool]) -> None:
-    # The plan of weight files covers all ranks, so each of them must declare the component.
-    without = [rank for rank, has in enumerate(has_weights) if not has]
-    if without:
-        raise CheckpointSaveError(
-            f"Component 'model' is declared by some ranks, but not by {ranks_text(without)}. Every rank must declare it: "
-            "PER_RANK if each rank has a part, REPLICATED if each has the full model, GLOBAL if only rank 0 has it."
-        )
 
 
 def describe_components(

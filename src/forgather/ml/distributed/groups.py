@@ -29,6 +29,7 @@ class _ControlGroups:
 
     world: ProcessGroup
     everyone: ProcessGroup | None = None
+    background: ProcessGroup | None = None
     node: ProcessGroup | None = None
 
 
@@ -111,6 +112,19 @@ def get_global_process_group() -> ProcessGroup | None:
     if groups.everyone is None:
         groups.everyone = groups.world if dist.get_backend() == "gloo" else new_group(backend="gloo")
     return groups.everyone
+
+
+def get_background_group() -> ProcessGroup | None:
+    """Return a gloo group over all ranks for background saves, or None if torch.distributed is not initialised.
+
+    Collective on the first call. Never WORLD: collectives of two threads in one group would be matched with each other.
+    """
+    groups = _groups_of_this_world()
+    if groups is None:
+        return None
+    if groups.background is None:
+        groups.background = new_group(backend="gloo")
+    return groups.background
 
 
 def get_local_process_group() -> ProcessGroup | None:

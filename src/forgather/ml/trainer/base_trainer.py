@@ -245,6 +245,7 @@ class BaseTrainer(ABC, Generic[TArgs]):
             self._enter_training(resume is True)
             self._dispatch_event("on_train_begin")
             output = self._train_loop()
+            self._finish_saves()
             self._dispatch_event("on_train_end")
         return output
 
@@ -288,6 +289,9 @@ class BaseTrainer(ABC, Generic[TArgs]):
             # Release the lock of the output directory, so that another process can use it.
             if self.checkpoint_manager is not None:
                 self.checkpoint_manager.close()
+
+    def _finish_saves(self) -> None:
+        """Wait for a background save at the end of training."""
 
     def _enter_training(self, was_asked_to_resume: bool) -> None:
         """Run between set-up and `on_train_begin`."""

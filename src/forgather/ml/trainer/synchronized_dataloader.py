@@ -188,6 +188,11 @@ class SynchronizedDataLoader:
             raise AttributeError(f"{type(self).__name__!r} object has no attribute {name!r}")
         return getattr(self._dataloader, name)
 
+    @property
+    def num_ranks(self) -> int:
+        """Number of ranks that exchange metadata."""
+        return self._size
+
     def latest_notes(self) -> list[int]:
         """Return the newest summed metadata, which may belong to the next batch. Equal on all ranks."""
         return self.noted if self._rounds is None else self._rounds.complete().noted

@@ -307,6 +307,7 @@ class Trainer(BaseTrainer[TTrainingArgs]):
             self.reporter.settle(self.lr_scheduler)
         self._dispatch_event("on_step_end")
         self.settle_requests("step")
+        self.saver.look_after_step()
         cadence = self.loop.cadence
         # Most steps have nothing due. One comparison is cheaper than three periodic functions at every step.
         if self._is_busy() or self.state.global_step >= cadence.quiet_until:
@@ -474,7 +475,13 @@ class Trainer(BaseTrainer[TTrainingArgs]):
             # The old manager holds the lock of the output directory.
             self.checkpoint_manager.close()
         skipped = phases.skipped_components(self)
-        return self._make_manager(skip_checkpoint_components=skipped, on_save_error=self.args.on_save_error)
+        args = self.args
+        return self._make_manager(
+            skip_checkpoint_components=skipped,
+            on_save_error=args.on_save_error,
+            async_save=args.async_save,
+            async_save_memory=args.async_save_memory,
+        )
 
     def _setup_periodic_functions(self) -> tuple[PeriodicFunction, PeriodicFunction, PeriodicFunction]:
         """Return the periodic functions of logging, evaluation and saving."""
@@ -705,6 +712,8 @@ class Trainer(BaseTrainer[TTrainingArgs]):
         `use_ema` writes the EMA weights (`ema_decay`) instead of the current weights.
         """
         self._prepare_to_evaluate(self.eval_dataset)
+        if self.checkpoint_manager is not None and not self.checkpoint_manager.is_read_only:
+            self.saver.finish_save()
         with self.averaged_weights() if use_ema else self._common_weights():
             super().save_model(output_dir)
 
@@ -786,6 +795,9 @@ class Trainer(BaseTrainer[TTrainingArgs]):
             self._run.push(self._close_after)
             with reporting_failures(self):
                 yield
+
+    def _finish_saves(self) -> None:
+        self.saver.finish_save()
 
     def _enter_training(self, was_asked_to_resume: bool) -> None:
         if was_asked_to_resume and self.args.resume_from_checkpoint is False and self.team.rank == 0:

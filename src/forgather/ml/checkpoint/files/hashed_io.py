@@ -13,9 +13,10 @@ import mmap
 import os
 import queue
 import threading
-from collections.abc import Generator, Iterator
+from collections.abc import Callable, Generator, Iterator
 from typing import Protocol
 
+import numpy as np
 import torch
 import xxhash
 
@@ -78,9 +79,10 @@ class HashingWriter:
     Use as a context manager. After an exception inside the block the file is closed without fsync or checksum.
     """
 
-    def __init__(self, path: str) -> None:
+    def __init__(self, path: str, note_bytes: Callable[[memoryview], None] | None = None) -> None:
         self.path = path
         self.size = 0
+        self._note_bytes = note_bytes
         self.checksum = ""
         self._hasher = new_hasher()
         # O_EXCL: a checkpoint file is never overwritten, and no symlink is followed.
@@ -118,7 +120,7 @@ class HashingWriter:
         while position < len(view):
             count = min(len(view) - position, BUFFER_BYTES - self._filled)
             chunk = self._current[self._filled : self._filled + count]
-            chunk[:] = view[position : position + count]
+            _copy_alone(view[position : position + count], chunk)
             # Hash the copy, so that the checksum always matches the bytes that are written.
             self._hasher.update(chunk)
             if also is not None:
@@ -128,6 +130,8 @@ class HashingWriter:
             if self._filled == BUFFER_BYTES:
                 self._hand_over()
         self.size += len(view)
+        if self._note_bytes is not None:
+            self._note_bytes(view)
         return len(view)
 
     def flush(self) -> None:
@@ -308,6 +312,14 @@ class HashingReader(io.RawIOBase):
         else:
             self.error = error
         return self.error
+
+
+def _copy_alone(source: memoryview, target: memoryview) -> None:
+    """Copy bytes in this thread only. Large copies release the GIL, or a background save would stop training."""
+    if len(source) < _SMALL_READ_BYTES:
+        target[:] = source
+    else:
+        np.copyto(np.frombuffer(target, dtype=np.uint8), np.frombuffer(source, dtype=np.uint8))
 
 
 def _copy(source: memoryview, target: memoryview) -> None:

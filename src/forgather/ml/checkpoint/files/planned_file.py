@@ -1,11 +1,11 @@
 """Planned checkpoint files: path, component and content, collected before anything is written.
 
-Contents refer to the live tensors without a copy, so the tensors must not change until the file is written.
-`snapshot` and `weights/plan` make the plans. Each rank writes its own.
+Contents refer to the live tensors without a copy, so the tensors must not change until the file is written. For a
+background save, `background/staged_snapshot` puts copies in their place. `snapshot` and `weights/plan` make the plans.
 """
 
 import os
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
 from typing import Any, Protocol
 
@@ -107,12 +107,21 @@ class PlannedFile:
     owner: int | None = None
     owner_ranks: list[int] = field(default_factory=list)
 
-    def write(self, directory: str, rank: int, exchange: ShardExchange | None = None) -> FileRecord:
-        """Write and fsync the file, and return its manifest record; `exchange` supplies sharded tensors."""
+    def write(
+        self,
+        directory: str,
+        rank: int,
+        exchange: ShardExchange | None = None,
+        note_bytes: Callable[[memoryview], None] | None = None,
+    ) -> FileRecord:
+        """Write and fsync the file, and return its manifest record; `exchange` supplies sharded tensors.
+
+        `note_bytes` gets each part of the content after the file has taken it over.
+        """
         path = os.path.join(directory, self.path)
         try:
             durable.make_parents_below(directory, self.path)
-            with HashingWriter(path) as writer:
+            with HashingWriter(path, note_bytes) as writer:
                 tensors = self.content.write(writer, exchange)
         except OSError as error:
             if error.filename is not None:

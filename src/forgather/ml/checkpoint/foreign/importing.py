@@ -61,6 +61,18 @@ def require_loadable(path: str) -> None:
         store.open_checkpoint(path)
 
 
+def refuse_others(output_dir: str, checkpoints: str) -> None:
+    """Raise `CheckpointLoadError` if the output directory has checkpoints of other programs."""
+    others = store.checkpoints_of_others(output_dir, checkpoints)
+    if others:
+        path, owner = others[-1]
+        raise CheckpointLoadError(
+            f"The output directory {output_dir!r} has no Forgather checkpoint to resume from, but "
+            f"{path} is {owner.value}. Import it with resume_from_checkpoint={path!r}, choose another output_dir, "
+            "or start afresh beside it with resume_from_checkpoint=False. It is never replaced or deleted."
+        )
+
+
 def import_checkpoint(
     path: str,
     owner: Owner,

@@ -7,7 +7,7 @@ Snapshots create the exchange; weight files and state files read from it.
 """
 
 import bisect
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from itertools import accumulate
 from types import TracebackType
 from typing import Any, NamedTuple
@@ -58,6 +58,10 @@ class _Stream:
     @property
     def num_bytes(self) -> int:
         return self._ends[-1] if self._ends else 0
+
+    def ends(self) -> list[tuple[StreamItem, int]]:
+        """Return the tensors with the position of their ends."""
+        return list(zip(self._items, self._ends, strict=True))
 
     def regions(self, start: int, end: int) -> list[_Region]:
         """Return the parts of tensors in bytes `start` to `end` of the stream."""
@@ -113,6 +117,32 @@ class ShardExchange:
         self._window = torch.empty(0, dtype=torch.uint8)
         self._position = 0
         self._lost = False
+        self._note_round: Callable[[int], None] = lambda _: None
+
+    def sources_by_round(self) -> list[tuple[str, Tensor]]:
+        """Return the slices of this rank by key, in the order of the rounds that send their last bytes."""
+        last = self._last_rounds()
+        keys = sorted((key for key in self._sources if key in last), key=lambda key: last[key])
+        return [(key, self._sources[key].content) for key in keys]
+
+    def rounds_with(self, keys: Collection[object]) -> int:
+        """Return the number of rounds until all slices under these keys are sent."""
+        return max((number + 1 for key, number in self._last_rounds().items() if key in keys), default=0)
+
+    def stage(self, copies: Mapping[str, Tensor], note_round: Callable[[int], None]) -> None:
+        """Send these copies instead of the live slices; `note_round` gets the number of completed rounds."""
+        for key, content in copies.items():
+            self._sources[key] = self._sources[key]._replace(content=content)
+        self._note_round = note_round
+
+    def use_group(self, group: ProcessGroup | None) -> None:
+        """Exchange over another gloo group of all ranks, before the first round."""
+        self._group = group
+
+    def _last_rounds(self) -> dict[str, int]:
+        return {
+            item.key: max(0, end - 1) // self._window_bytes for stream in self._streams for item, end in stream.ends()
+        }
 
     def __enter__(self) -> "ShardExchange":
         return self
@@ -144,6 +174,8 @@ class ShardExchange:
         assert self._next is not None, "more was read than the stream of this rank holds"
         under_way = self._next
         self._finish(under_way)
+        # At most one round is under way, and the next one has not started.
+        self._note_round(self._started)
         # Free the last window and the messages of this one before the next round allocates its own.
         self._window, self._position, self._next = under_way.window, 0, None
         del under_way

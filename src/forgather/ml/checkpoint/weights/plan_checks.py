@@ -145,3 +145,14 @@ def _describe_missing(plan: WeightPlan) -> str:
 @functools.lru_cache(maxsize=64)
 def _warn_once(message: str) -> None:
     logger.warning("%s", message)
+
+
+def refuse_partial_declaration(has_weights: Sequence[bool]) -> None:
+    """Raise `CheckpointSaveError` if only some ranks declare the component "model"."""
+    # The plan of weight files covers all ranks, so each of them must declare the component.
+    without = [rank for rank, has in enumerate(has_weights) if not has]
+    if without:
+        raise CheckpointSaveError(
+            f"Component 'model' is declared by some ranks, but not by {ranks_text(without)}. Every rank must declare it: "
+            "PER_RANK if each rank has a part, REPLICATED if each has the full model, GLOBAL if only rank 0 has it."
+        )

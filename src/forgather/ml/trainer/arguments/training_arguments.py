@@ -12,6 +12,7 @@ from typing import Any, TypeVar
 
 import torch
 
+from forgather.ml.checkpoint.background.memory_plan import checked_async_save_memory
 from forgather.ml.checkpoint.retention import default_greater_is_better
 from forgather.ml.construct import torch_dtype
 from forgather.ml.quantization import FP8_RECIPES, QAT_RECIPES
@@ -156,7 +157,9 @@ class TrainingArguments(BaseTrainingArguments):
     skip_checkpoint_components: Names = field(default_factory=tuple)
     """Components that are not loaded from a checkpoint."""
     async_save: bool = False
-    """Save in the background. Not available yet."""
+    """Save in the background: training stops only while the state is copied to memory."""
+    async_save_memory: str | float | None = None
+    """Memory for that copy: bytes per rank ("4GiB") or a share of the node's free memory. None: at most a quarter."""
     on_save_error: str = "raise"
     """After a failed save: "raise" the error, or "warn" and continue training."""
     activation_memory_budget: float | None = None
@@ -188,6 +191,7 @@ class TrainingArguments(BaseTrainingArguments):
         super().__post_init__()
         self._choose("construct_model_on", ["default", "meta", "device"])
         self._choose("on_save_error", ["raise", "warn"])
+        self.async_save_memory = checked_async_save_memory(self.async_save_memory)
         self._choose("nonfinite_grad", ACTIONS)
         self._require("gc_threshold", 0)
         self._choose("param_precision", PARAM_PRECISIONS)

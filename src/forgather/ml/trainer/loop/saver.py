@@ -1,7 +1,8 @@
 """Checkpoint saves during training: each step once, the best checkpoint, and loading the best at the end.
 
 Every method that saves is collective, and all ranks take the same branch. `CheckpointManager` writes the files and
-applies retention. The training loop and `interruptions` call the saver.
+applies retention, with `async_save` in the background; the saver then completes its records when all ranks have finished.
+The training loop and `interruptions` call the saver.
 """
 
 import contextlib
@@ -10,13 +11,14 @@ import os
 import time
 from collections.abc import Mapping
 from dataclasses import replace
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 from torch import Tensor
 
 from forgather.ml.checkpoint.errors import CheckpointError
 from forgather.ml.checkpoint.manager import CheckpointManager
 from forgather.ml.checkpoint.retention import is_better, metric_value, note_best_metric
+from forgather.ml.checkpoint.rotation import Ranking
 from forgather.ml.checkpoint.store import CHECKPOINTS_FOLDER, checkpoint_path
 from forgather.ml.trainer.arguments.training_arguments import TrainingArguments
 from forgather.ml.trainer.loop.loop_state import LoopState
@@ -26,6 +28,25 @@ if TYPE_CHECKING:
     from forgather.ml.trainer.trainer import Trainer
 
 logger = logging.getLogger(__name__)
+
+
+class _Records(NamedTuple):
+    """Records of the loop about saves."""
+
+    best_saved_metric: float | None
+    best_checkpoint: str | None
+    scheduled_step: int
+    saved_step: int
+    saved_path: str
+
+    @classmethod
+    def of(cls, loop: LoopState) -> "_Records":
+        best = loop.state.best_model_checkpoint
+        return cls(loop.best_saved_metric, best, loop.scheduled_step, loop.saved_step, loop.saved_path)
+
+    def restore(self, loop: LoopState) -> None:
+        loop.best_saved_metric, loop.state.best_model_checkpoint, loop.scheduled_step = self[:3]
+        loop.saved_step, loop.saved_path = self.saved_step, self.saved_path
 
 
 class Saver:
@@ -38,6 +59,39 @@ class Saver:
         self.manager: CheckpointManager = trainer.checkpoint_manager
         self._is_sound = True
         self._has_warned_of_weights = False
+        # Records of the loop before the save in flight, which a failed save restores.
+        self._before: _Records | None = None
+        self._is_prepared = not self._args.async_save
+        trainer.feed.finished_saves = lambda: self.manager.num_saves[1]
+
+    def look_after_step(self) -> None:
+        """Complete a background save that has ended on all ranks; collective. Called at every step boundary."""
+        if self._before is not None:
+            if self._trainer.feed.all_have_finished(self.manager.num_saves[0]):
+                self.finish_save()
+        elif not self._is_prepared:
+            # After the first step, since only then the optimizer has its state.
+            self._is_prepared = True
+            self.manager.prepare_background_saves()
+
+    def finish_save(self) -> None:
+        """Wait for the background save, if any, and dispatch `on_save`; collective."""
+        before, self._before = self._before, None
+        if before is None:
+            return
+        try:
+            path = self.manager.finish_save()
+        except BaseException:
+            before.restore(self._loop)
+            raise
+        if path:
+            self._tell(path)
+        else:
+            before.restore(self._loop)
+
+    def _tell(self, path: str) -> None:
+        self._trainer._dispatch_event("on_save", checkpoint_path=path)
+        self._trainer.settle_requests("log")
 
     def save_in_training(self, is_scheduled: bool = True) -> str:
         """Save the current step, unless it is saved already; return the path, or "" without a save. Collective.
@@ -46,6 +100,8 @@ class Saver:
         an uninterrupted run has no such checkpoint. After a resume, a scheduled save of the same step replaces it.
         """
         trainer, loop = self._trainer, self._loop
+        # First, because a failed save restores the records that are compared below.
+        self.finish_save()
         trainer.control.should_save = False
         if trainer.control.should_abort_without_save:
             return ""
@@ -58,9 +114,12 @@ class Saver:
             trainer.control.should_save = False
         started = time.perf_counter()
         path = self._save(is_scheduled)
-        if path:
-            trainer._dispatch_event("on_save", checkpoint_path=path)
-            trainer.settle_requests("log")
+        if path and self._before is None:
+            self._tell(path)
+        if not is_scheduled:
+            # The process ends after this save.
+            self.finish_save()
+            path = loop.saved_path if loop.saved_step == step else ""
         trainer.reporter.speed.pause(time.perf_counter() - started)
         return path
 
@@ -69,29 +128,34 @@ class Saver:
         loop, step = self._loop, self._loop.state.global_step
         metrics = loop.eval_metrics if loop.evaluated_step == step else None
         rated = metrics if is_scheduled and loop.scheduled_step != step else None
-        before = loop.best_saved_metric, loop.state.best_model_checkpoint, loop.scheduled_step
+        before = _Records.of(loop)
         # Record the best metric first, so that the checkpoint contains its own entry. A failed save restores `before`.
         self._note_best_saved(rated)
         loop.scheduled_step = step if is_scheduled else loop.scheduled_step
         self.manager.set_eval_metrics(metrics)
         self._trainer._before_save()
-        path = self.manager.save_checkpoint(checkpoint_id=step, is_sound=self._is_sound)
+        # Ranked after the commit: a crash in between leaves a complete checkpoint, which `list_resumed_best` adds.
+        path = self.manager.save_checkpoint(
+            checkpoint_id=step, is_sound=self._is_sound, ranking=self._ranking_by(rated)
+        )
         if not path:
-            loop.best_saved_metric, loop.state.best_model_checkpoint, loop.scheduled_step = before
+            before.restore(loop)
             return ""
         loop.saved_step, loop.saved_path = step, path
-        # After the save: a crash in between leaves a complete checkpoint, which `list_resumed_best` adds to the list.
-        self._preserve_best(path, rated)
+        self._before = before if self._args.async_save else None
         return path
 
     def save_by_hand(self, path: str | None) -> str:
-        """Save now, to a path or as the checkpoint of the current step; collective."""
+        """Save now, to a path or as the checkpoint of the current step, and wait for the commit; collective."""
+        self.finish_save()
         self._trainer._before_save()
         if path is None:
             # The scheduled save of this step must still run: its evaluation may be pending.
             self._loop.saved_step = -1
         step = None if path else self._loop.state.global_step
-        return self.manager.save_checkpoint(path, step, is_sound=self._is_sound)
+        saved = self.manager.save_checkpoint(path, step, is_sound=self._is_sound)
+        finished = self.manager.finish_save()
+        return saved if finished is None else finished
 
     def look_at_weights(self, parameters: list[Tensor], names: Mapping[Tensor, str]) -> None:
         """Raise NonFiniteError for non-finite weights, or warn with nonfinite_grad="ignore"; collective."""
@@ -137,16 +201,15 @@ class Saver:
             loop.best_saved_metric = value
             loop.state.best_model_checkpoint = checkpoint_path(args.output_dir, loop.state.global_step)
 
-    def _preserve_best(self, path: str, metrics: Mapping[str, Any] | None) -> None:
+    def _ranking_by(self, metrics: Mapping[str, Any] | None) -> Ranking | None:
         args = self._args
         if metrics is None or not (args.preserve_best_model or args.load_best_model_at_end):
-            return
-        self.manager.update_best_checkpoints(
-            path, metrics, args.best_model_metric, args.best_model_greater_is_better, args.preserve_n_best
-        )
+            return None
+        return Ranking(metrics, args.best_model_metric, args.best_model_greater_is_better, args.preserve_n_best)
 
     def load_best(self) -> None:
         """Load the weights of the best checkpoint, if any, and their EMA; collective."""
+        self.finish_save()
         best, trainer = self._loop.state.best_model_checkpoint, self._trainer
         if best is None:
             return
@@ -169,7 +232,9 @@ class Saver:
         name = os.path.basename(best)
         listed = [os.path.basename(path) for path, _ in self.manager.best_checkpoints]
         if name == f"checkpoint-{self._loop.state.global_step}" and name not in listed:
-            self._preserve_best(best, metrics)
+            ranking = self._ranking_by(metrics)
+            if ranking is not None:
+                self.manager.update_best_checkpoints(best, *ranking)
 
 
 def warn_of_nothing_to_resume(output_dir: str) -> None:

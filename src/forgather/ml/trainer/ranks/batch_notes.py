@@ -1,4 +1,4 @@
-"""Batch metadata that ranks exchange: target counts, stop signals and gradient flags, one small all-reduce per batch.
+"""Batch metadata that ranks exchange: target counts, stop signals, gradient flags, ended saves; an all-reduce per batch.
 
 The all-reduce runs in the background during the previous step (`synchronized_dataloader`), so agreement costs no wait.
 All ranks decide from the same sums, and therefore at the same step. The trainer calls `RankFeed`, or `SoloFeed` in a
@@ -35,18 +35,27 @@ class BatchNotes(NamedTuple):
     bad_gradients: int = 0
     stop_signals: tuple[int, ...] = (0,) * len(STOP_SIGNAL_NAMES)
     """One flag for each of `STOP_SIGNAL_NAMES`."""
+    finished_saves: int = 0
+    """Number of background saves that have ended on this rank since the start."""
 
     def flat(self) -> list[int]:
         # The same length and order on all ranks, since the exchange adds element by element.
-        return [self.targets, self.batches, self.unknown, self.bad_gradients, *self.stop_signals]
+        return [
+            self.targets,
+            self.batches,
+            self.unknown,
+            self.bad_gradients,
+            self.finished_saves,
+            *self.stop_signals,
+        ]
 
     @classmethod
     def of(cls, numbers: list[int]) -> "BatchNotes":
         """Return the metadata of summed integers; an empty list, as before the first batch, gives zeros."""
         if not numbers:
             return cls()
-        targets, batches, unknown, bad_gradients, *stops = numbers
-        return cls(targets, batches, unknown, bad_gradients, tuple(stops))
+        targets, batches, unknown, bad_gradients, finished_saves, *stops = numbers
+        return cls(targets, batches, unknown, bad_gradients, tuple(stops), finished_saves)
 
 
 def stop_flags(received: str | None) -> tuple[int, ...]:
@@ -62,6 +71,8 @@ class SoloFeed:
 
     loss: ModelLoss
     """Training loss; set after construction, because the loaders are built first."""
+    finished_saves: Callable[[], int]
+    """Number of background saves that have ended in this process; set after construction, by the saver."""
 
     def __init__(self, watch: GradientWatch, received: Callable[[], str | None]) -> None:
         self._watch = watch
@@ -94,6 +105,10 @@ class SoloFeed:
         """Name of the signal that requested this job to stop, or None."""
         return self._received()
 
+    def all_have_finished(self, num_saves: int) -> bool:
+        """Return whether this number of background saves has ended on every rank; equal on all ranks."""
+        return self.finished_saves() == num_saves
+
     def stop(self, signal_name: str) -> None:
         """Record a signal on which ranks have agreed elsewhere, such as in an evaluation."""
 
@@ -109,6 +124,7 @@ class RankFeed:
     # because all ranks fetch and take their batches in the same order.
 
     loss: ModelLoss
+    finished_saves: Callable[[], int] | None = None
 
     def __init__(
         self,
@@ -145,7 +161,10 @@ class RankFeed:
         if not self._speaks:
             own = BatchNotes()
         flags = stop_flags(self._received())
-        return own._replace(bad_gradients=int(self._watch.has_news), stop_signals=flags).flat()
+        # The loader fetches its first batches before there is a saver.
+        saves = 0 if self.finished_saves is None else self.finished_saves()
+        own = own._replace(bad_gradients=int(self._watch.has_news), stop_signals=flags, finished_saves=saves)
+        return own.flat()
 
     def _about_batch(self, item: object) -> BatchNotes:
         if isinstance(item, EmptyBatch):
@@ -198,6 +217,10 @@ class RankFeed:
         if self._agreed_signal is None and self._loader is not None:
             self._agreed_signal = signal_of(self._latest.stop_signals)
         return self._agreed_signal
+
+    def all_have_finished(self, num_saves: int) -> bool:
+        # A sum of counts and not of flags: metadata from before the save was started cannot reach it.
+        return self._loader is not None and self._latest.finished_saves == num_saves * self._loader.num_ranks
 
     def stop(self, signal_name: str) -> None:
         self._agreed_signal = signal_name

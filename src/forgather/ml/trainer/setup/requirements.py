@@ -78,8 +78,6 @@ def require_recipes(
     is_pipeline: bool,
 ) -> None:
     """Raise ValueError for recipes that cannot work with the objects or the device of the trainer."""
-    if args.async_save:
-        raise ValueError("async_save=True is not available in this version of forgather: leave it False.")
     if has_fused_loss and given.loss_fn is not None:
         raise ValueError(
             "fused_loss_factory cannot be combined with compute_loss_func: both define the loss. Remove one of them."
