@@ -32,7 +32,6 @@ from forgather.ml.checkpoint.errors import (
     release_locals,
 )
 from forgather.ml.checkpoint.files.eval_metrics import EVAL_METRICS_NAME, metrics_bytes
-from forgather.ml.checkpoint.foreign.importing import foreign_owner, require_loadable
 from forgather.ml.checkpoint.metadata import METADATA_NAME, CheckpointMetadata
 from forgather.ml.checkpoint.retention import LatestN, RetentionPolicy
 from forgather.ml.checkpoint.rotation import CheckpointRotation, soundness_note, stored_weight_decay_groups
@@ -226,6 +225,8 @@ class CheckpointManager:
         if path is False:
             return None
         if isinstance(path, (str, os.PathLike)):
+            from forgather.ml.checkpoint.foreign.importing import require_loadable
+
             self._everywhere(lambda: require_loadable(str(path)), f"opening {path}", CheckpointLoadError)
             return str(path)
         candidates = self._rotation.candidates()
@@ -361,6 +362,8 @@ class CheckpointManager:
     def _load(self, path: str) -> None:
         coordinator = self._declared("load")
         loads_model = MODEL_KEY in coordinator.component_keys
+        from forgather.ml.checkpoint.foreign.importing import foreign_owner
+
         if foreign_owner(path, self._peers) is not None:
             # A checkpoint of another program has no Forgather metadata: no best checkpoints, no callback state.
             coordinator.load_checkpoint(path, skip=set(self._skip) - (set() if loads_model else {MODEL_KEY}))

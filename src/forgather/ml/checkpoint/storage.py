@@ -16,7 +16,6 @@ from forgather.ml.checkpoint.errors import CheckpointError
 from forgather.ml.checkpoint.files.durable import make_directories
 from forgather.ml.checkpoint.output_lock import OutputDirLock
 from forgather.ml.checkpoint.rank_layout import StorageScope, ranks_text
-from forgather.ml.checkpoint.weights.export import remove_unfinished_exports
 from forgather.ml.distributed import DistributedEnvInterface, Peers
 
 logger = logging.getLogger(__name__)
@@ -78,6 +77,8 @@ class OutputDirectory:
         self._lock.acquire()
         # This raises for symlinks under checkpoint names, so it comes before recovery deletes anything.
         taken = store.names_taken_by_others(self.checkpoints)
+        from forgather.ml.checkpoint.weights.export import remove_unfinished_exports
+
         remove_unfinished_exports(self.path)
         for line in store.recover(self.checkpoints):
             logger.info("Recovery: %s", line)

@@ -11,7 +11,6 @@ import torch
 from forgather.ml.checkpoint.files.parallel_read import FilePart
 
 
-
 class StorageSource(Protocol):
     """Supplier of memory for records of an archive."""
 

@@ -14,8 +14,8 @@ from torch import Tensor, nn
 from forgather.ml.checkpoint import store
 from forgather.ml.checkpoint.errors import CheckpointCorruptError, CheckpointLoadError
 from forgather.ml.checkpoint.files import state_files
-from forgather.ml.checkpoint.files.regular_files import open_regular
 from forgather.ml.checkpoint.files.planned_file import Content, PlannedFile, RawContent, WeightsContent
+from forgather.ml.checkpoint.files.regular_files import open_regular
 from forgather.ml.checkpoint.manifest import CheckpointManifest, ComponentManifest, read_manifest, utc_now
 from forgather.ml.checkpoint.weights.index import (
     create_sharing_metadata,
