@@ -71,14 +71,14 @@ class OutputDirectory:
 
         Return the checkpoint names that other programs use there.
         """
+        from forgather.ml.checkpoint.weights.export import remove_unfinished_exports
+
         if not self.is_led_here:
             return frozenset()
         # The lock comes first: recovery deletes the temporary files of every save, also of a running job.
         self._lock.acquire()
         # This raises for symlinks under checkpoint names, so it comes before recovery deletes anything.
         taken = store.names_taken_by_others(self.checkpoints)
-        from forgather.ml.checkpoint.weights.export import remove_unfinished_exports
-
         remove_unfinished_exports(self.path)
         for line in store.recover(self.checkpoints):
             logger.info("Recovery: %s", line)
