@@ -75,7 +75,7 @@ def test_second_load_keeps_the_tensors(tmp_path: Path, safetensors: bool) -> Non
     other.coordinator().load_checkpoint(path)
     assert are_equal(saved.tensors(), other.tensors())
     assert [tensor.data_ptr() for tensor in other.tensors()] == pointers
-    # The training goes on alike: neither tensors nor counters belong to the file.
+    # Both runs continue equally: no tensor and no counter belongs to the file.
     torch.manual_seed(3)
     saved.step()
     torch.manual_seed(3)
