@@ -32,6 +32,7 @@ from pathlib import Path
 from result_table import ResultTable, write_markdown
 from rich.console import Console
 from step_contenders import BARE, LOGGING_STEPS, OURS, SIZES, Decoder, Size, Task, installed, run
+from step_malloc import malloc_table
 
 MS = 1e3
 _CLOCKS = ("wall", "cpu")
@@ -133,6 +134,10 @@ def main() -> None:
     for size in (size for size in SIZES if size.name in arguments.sizes):
         tables.append(_measure_size(size, names, arguments.rounds))
         console.print(tables[-1].as_rich())
+    if arguments.malloc_rounds > 0:
+        for name in arguments.malloc_sizes:
+            tables.append(malloc_table(name, arguments.malloc_rounds))
+            console.print(tables[-1].as_rich())
     if arguments.starts > 0:
         tables.append(_start_table(_measure_starts(names, arguments.starts)))
         console.print(tables[-1].as_rich())
@@ -147,6 +152,10 @@ def _parse_arguments() -> argparse.Namespace:
     parser.add_argument("--sizes", nargs="*", choices=names, default=names)
     parser.add_argument("--rounds", type=int, default=60, help="blocks of steps per contender and size")
     parser.add_argument("--starts", type=int, default=7, help="fresh processes per contender")
+    parser.add_argument(
+        "--malloc-rounds", type=int, default=3, help="fresh processes per loop, with and without tuning"
+    )
+    parser.add_argument("--malloc-sizes", nargs="*", choices=names, default=["1M", "10M"])
     parser.add_argument("--threads", type=int, default=1, help="torch threads within an operation")
     parser.add_argument("--only", nargs="+", help="contenders besides the bare loop and Forgather")
     parser.add_argument("--markdown", type=Path, help="also write the tables to this file")
@@ -301,6 +310,7 @@ _NOTES = [
     "Every loop logs the loss in its usual way, with its default callbacks and progress bars. No loop saves or clips "
     "gradients. Forgather also measures the gradient norm at every step; a second bare loop does the same.",
     MALLOC_NOTE,
+    "The tables of malloc thresholds are measured in fresh processes without these settings.",
 ]
 
 

@@ -9,6 +9,7 @@ import logging
 import os
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import replace
+from typing import TYPE_CHECKING
 
 import torch
 from torch import nn
@@ -37,14 +38,10 @@ from forgather.ml.checkpoint.errors import (
     StateDecodingError,
     StateEncodingError,
 )
-from forgather.ml.checkpoint.foreign.importing import foreign_owner, import_checkpoint
 from forgather.ml.checkpoint.manifest import CheckpointManifest, FileRecord, utc_now
 from forgather.ml.checkpoint.rank_layout import RankLayout, StorageScope
-from forgather.ml.checkpoint.reader import CheckpointReader
-from forgather.ml.checkpoint.snapshot import Snapshot, SnapshotTaker, describe_components
 from forgather.ml.checkpoint.state.optimizer_state import OptimizerState
 from forgather.ml.checkpoint.state.rng import RNGState
-from forgather.ml.checkpoint.weights.export import ModelExport
 from forgather.ml.checkpoint.weights.index import ShardIndex
 from forgather.ml.distributed import DistributedEnvInterface, Peers
 from forgather.ml.utils import unwrap_model
@@ -61,6 +58,10 @@ __all__ = [
     "StateDecodingError",
     "StateEncodingError",
 ]
+
+# Imported where they are used: a run needs none of the code that reads and writes files before its first step.
+if TYPE_CHECKING:
+    from forgather.ml.checkpoint.snapshot import Snapshot, SnapshotTaker
 
 logger = logging.getLogger(__name__)
 
@@ -188,6 +189,9 @@ class CheckpointCoordinator:
             checkpoint_path = self._newest_checkpoint(peers)
         # Optional components without state are not loaded anyway. Their keys must not be reported as unknown.
         skip = [key for key in skip if key not in self._left_out]
+        from forgather.ml.checkpoint.foreign.importing import foreign_owner, import_checkpoint
+        from forgather.ml.checkpoint.reader import CheckpointReader
+
         owner = foreign_owner(checkpoint_path, peers)
         if owner is not None:
             parts = self._model_parts or []
@@ -204,6 +208,8 @@ class CheckpointCoordinator:
         layout = self._discover(peers)
         component = self._component_to_export()
         snapshot = self._snapshot_taker([component], layout, peers).take(False, {}, is_export=True)
+        from forgather.ml.checkpoint.weights.export import ModelExport
+
         export = ModelExport(os.path.abspath(output_dir), peers.broadcast(store.new_attempt()))
 
         # Two agreements, because files are installed only after all ranks have written theirs.
@@ -235,7 +241,7 @@ class CheckpointCoordinator:
 
     def take_snapshot(
         self, validate: bool = False, extra_files: Mapping[str, bytes] | None = None, *, compares_later: bool = False
-    ) -> Snapshot:
+    ) -> "Snapshot":
         """Collect the state of this rank and plan its files with the other ranks. Collective.
 
         `compares_later` leaves the comparison of replicas to a background save (`background/comparison.py`).
@@ -244,7 +250,11 @@ class CheckpointCoordinator:
         taker = self._snapshot_taker(self._components, self._discover(peers), peers)
         return taker.take(validate, extra_files or {}, compares_later=compares_later)
 
-    def _snapshot_taker(self, components: Sequence[StateComponent], layout: RankLayout, peers: Peers) -> SnapshotTaker:
+    def _snapshot_taker(
+        self, components: Sequence[StateComponent], layout: RankLayout, peers: Peers
+    ) -> "SnapshotTaker":
+        from forgather.ml.checkpoint.snapshot import SnapshotTaker
+
         return SnapshotTaker(
             components=components,
             model=self._model,
@@ -259,7 +269,7 @@ class CheckpointCoordinator:
 
     def write_snapshot(
         self,
-        snapshot: Snapshot,
+        snapshot: "Snapshot",
         path: str,
         step: int | None = None,
         metadata: Mapping[str, object] | None = None,
@@ -310,12 +320,14 @@ class CheckpointCoordinator:
         self,
         layout: RankLayout,
         transaction: store.Transaction,
-        snapshot: Snapshot,
+        snapshot: "Snapshot",
         records: Sequence[FileRecord],
         step: int | None,
         metadata: Mapping[str, object] | None,
         before_commit: Callable[[str], None] | None,
     ) -> None:
+        from forgather.ml.checkpoint.snapshot import describe_components
+
         if not layout.leads_storage:
             return
         if before_commit is not None:
@@ -344,7 +356,7 @@ class CheckpointCoordinator:
             )
         )
 
-    def _where_weights_are(self, snapshot: Snapshot) -> str:
+    def _where_weights_are(self, snapshot: "Snapshot") -> str:
         if any(component.key == MODEL_KEY for component in snapshot.components):
             return "included"
         return "none" if self._model is None else "external"
@@ -411,7 +423,7 @@ def _begin(transaction: store.Transaction, needed_bytes: int, layout: RankLayout
 
 
 def _write_files(
-    transaction: store.Transaction, snapshot: Snapshot, needed_bytes: int, layout: RankLayout
+    transaction: store.Transaction, snapshot: "Snapshot", needed_bytes: int, layout: RankLayout
 ) -> list[FileRecord]:
     with transaction.accounting_for(needed_bytes):
         return snapshot.write(

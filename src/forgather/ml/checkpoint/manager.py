@@ -16,7 +16,7 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from forgather.ml.checkpoint import store
 from forgather.ml.checkpoint.all_ranks import on_every_rank
-from forgather.ml.checkpoint.background.saves import BackgroundSaves, SaveRequest
+from forgather.ml.checkpoint.background import background_saves
 from forgather.ml.checkpoint.components import (
     MODEL_KEY,
     declared_components,
@@ -33,7 +33,6 @@ from forgather.ml.checkpoint.errors import (
     naming,
     release_locals,
 )
-from forgather.ml.checkpoint.foreign.importing import foreign_owner, refuse_others, require_loadable
 from forgather.ml.checkpoint.metadata import METADATA_NAME, CheckpointMetadata, extra_files_of
 from forgather.ml.checkpoint.retention import LatestN, RetentionPolicy
 from forgather.ml.checkpoint.rotation import CheckpointRotation, Ranking, soundness_note, stored_weight_decay_groups
@@ -116,7 +115,7 @@ class CheckpointManager:
             save_on_local_rank=config.save_on_local_rank,
         )
         self._names_of_others: frozenset[str] = frozenset()
-        self._background = BackgroundSaves.create(async_save, async_save_memory, read_only)
+        self._background = background_saves(async_save, async_save_memory, read_only)
         if not read_only:
             self._take_directory()
 
@@ -221,9 +220,8 @@ class CheckpointManager:
         `preserve_n_best` also sets the attribute of that name; None leaves it unchanged.
         """
         self._wait_for_save()
-        return self._rank(
-            checkpoint_path, Ranking(metrics, metric_key, greater_is_better, preserve_n_best), self._peers
-        )
+        ranking = Ranking(metrics, metric_key, greater_is_better, preserve_n_best)
+        return self._rotation.rank_checkpoint(checkpoint_path, ranking, self._peers)
 
     @property
     def best_checkpoints(self) -> list[tuple[str, float]]:
@@ -253,6 +251,8 @@ class CheckpointManager:
         if path is False:
             return None
         if isinstance(path, (str, os.PathLike)):
+            from forgather.ml.checkpoint.foreign.importing import require_loadable
+
             self._everywhere(lambda: require_loadable(str(path)), f"opening {path}", CheckpointLoadError)
             return str(path)
         candidates = self._rotation.candidates()
@@ -311,6 +311,8 @@ class CheckpointManager:
         """
 
         def refuse() -> None:
+            from forgather.ml.checkpoint.foreign.importing import refuse_others
+
             if self._directory.is_led_here:
                 refuse_others(self.config.output_dir, self._directory.checkpoints)
 
@@ -354,6 +356,8 @@ class CheckpointManager:
         if self._background is None:
             coordinator.write_snapshot(snapshot, target, step, note, before_commit=clear_the_way)
         else:
+            from forgather.ml.checkpoint.background.saves import SaveRequest
+
             then = partial(self._rotation.after_commit, target, ranking)
             self._background.start(coordinator, snapshot, SaveRequest(target, step, note, clear_the_way, then))
         self._eval_metrics = None
@@ -385,6 +389,8 @@ class CheckpointManager:
     def _load(self, path: str) -> None:
         coordinator = self._declared("load")
         loads_model = MODEL_KEY in coordinator.component_keys
+        from forgather.ml.checkpoint.foreign.importing import foreign_owner
+
         if foreign_owner(path, self._peers) is not None:
             # A checkpoint of another program has no Forgather metadata: no best checkpoints, no callback state.
             coordinator.load_checkpoint(path, skip=set(self._skip) - (set() if loads_model else {MODEL_KEY}))

@@ -34,6 +34,8 @@ from forgather.ml.checkpoint.state.state_schema import (
 )
 
 METADATA_NAME = "checkpoint_metadata.json"
+METADATA_COMPONENT = "metadata"
+"""Manifest key of files that belong to no component: metrics, state of callbacks."""
 
 _rank = that("a rank as decimal text", lambda value: type(value) is str and value.isascii() and value.isdecimal())
 _FIELDS = {

@@ -246,9 +246,10 @@ class CheckpointReader:
             if not os.path.exists(os.path.join(self._path, record.path)):
                 self._absent(component, f"has no file {record.path}")
                 return None
-        # The ranks of a node would hold a copy each until it is on their devices. A mapping is one copy for all.
+        # A component that copies the state into its own tensors needs no second copy in memory. The file is verified
+        # now, before any tensor changes, and read again from the page cache by the copies.
         sharded = self._is_sharded(component)
-        mapped = sharded or getattr(component.state_holder, "is_on_devices", False) is True
+        mapped = sharded or getattr(component.state_holder, "copies_loaded_tensors", False) is True
         # The files of a sharded component are verified already, each by one rank.
         return [
             read_state(os.path.join(self._path, record.path), None if sharded else record, mapped=mapped)

@@ -15,14 +15,13 @@ from forgather.ml.checkpoint.errors import CheckpointError, CheckpointLoadError,
 from forgather.ml.checkpoint.files.eval_metrics import load_checkpoint_metrics
 from forgather.ml.checkpoint.foreign.ownership import recognise
 from forgather.ml.checkpoint.manifest import CheckpointManifest, FileRecord
-from forgather.ml.checkpoint.metadata import METADATA_NAME, CheckpointMetadata
+from forgather.ml.checkpoint.metadata import METADATA_COMPONENT, METADATA_NAME, CheckpointMetadata
 from forgather.ml.checkpoint.retention import (
     BestCheckpoints,
     CheckpointInfo,
     RetentionPolicy,
     checkpoints_to_delete,
 )
-from forgather.ml.checkpoint.snapshot import METADATA_COMPONENT
 from forgather.ml.checkpoint.storage import OutputDirectory
 from forgather.ml.distributed import Peers
 

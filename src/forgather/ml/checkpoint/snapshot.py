@@ -24,6 +24,7 @@ from forgather.ml.checkpoint.encoding.staging import on_host
 from forgather.ml.checkpoint.errors import CheckpointSaveError, ReplicationError
 from forgather.ml.checkpoint.files.planned_file import PlannedFile, RawContent, StateContent
 from forgather.ml.checkpoint.manifest import ComponentManifest, FileRecord
+from forgather.ml.checkpoint.metadata import METADATA_COMPONENT
 from forgather.ml.checkpoint.rank_layout import RankLayout, Ranks
 from forgather.ml.checkpoint.replicas import ValidationLevel, format_divergence, validate_replication
 from forgather.ml.checkpoint.sharding.exchange import ShardExchange
@@ -58,9 +59,6 @@ from forgather.ml.distributed import Peers
 __all__ = ["METADATA_COMPONENT", "MODEL_KEY", "Snapshot", "SnapshotTaker", "describe_components"]
 
 logger = logging.getLogger(__name__)
-
-METADATA_COMPONENT = "metadata"
-"""Manifest key of files that belong to no component: metrics, state of callbacks."""
 
 T = TypeVar("T")
 

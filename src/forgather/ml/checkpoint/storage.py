@@ -16,7 +16,6 @@ from forgather.ml.checkpoint.errors import CheckpointError
 from forgather.ml.checkpoint.files.durable import make_directories
 from forgather.ml.checkpoint.output_lock import OutputDirLock
 from forgather.ml.checkpoint.rank_layout import StorageScope, ranks_text
-from forgather.ml.checkpoint.weights.export import remove_unfinished_exports
 from forgather.ml.distributed import DistributedEnvInterface, Peers
 
 logger = logging.getLogger(__name__)
@@ -72,6 +71,8 @@ class OutputDirectory:
 
         Return the checkpoint names that other programs use there.
         """
+        from forgather.ml.checkpoint.weights.export import remove_unfinished_exports
+
         if not self.is_led_here:
             return frozenset()
         # The lock comes first: recovery deletes the temporary files of every save, also of a running job.

@@ -28,7 +28,6 @@ from forgather.ml.checkpoint.files import durable
 from forgather.ml.checkpoint.files.eval_metrics import EVAL_METRICS_NAME
 from forgather.ml.checkpoint.files.hashed_io import HashingWriter, new_hasher
 from forgather.ml.checkpoint.files.regular_files import is_real_directory, path_inside
-from forgather.ml.checkpoint.files.verification import problems_with_file, problems_with_weights
 from forgather.ml.checkpoint.foreign.ownership import SET_ASIDE, Owner, is_ours, owner_of, recognise
 from forgather.ml.checkpoint.manifest import MANIFEST_NAME, CheckpointManifest, FileRecord, read_manifest
 
@@ -375,6 +374,8 @@ def verify_checkpoint(path: str) -> list[str]:
     except (CheckpointError, OSError) as error:
         return [str(error)]
     present = [record for record in manifest.files if record.path not in missing]
+    from forgather.ml.checkpoint.files.verification import problems_with_file, problems_with_weights
+
     problems = [problem for record in present for problem in problems_with_file(path, record)]
     # The check across weight files makes sense only if each file is intact.
     return problems or problems_with_weights(path, manifest)

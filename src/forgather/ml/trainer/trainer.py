@@ -16,7 +16,6 @@ from torch import Tensor, nn
 
 from forgather.ml.checkpoint.components import SharingPattern
 from forgather.ml.checkpoint.manager import CheckpointManager
-from forgather.ml.checkpoint.weights.module_weights import load_checkpoint as load_weights
 from forgather.ml.trainer.amp import AMPContext
 from forgather.ml.trainer.arguments.training_arguments import MinimalTrainingArguments, TrainingArguments
 from forgather.ml.trainer.base_trainer import BaseTrainer
@@ -726,6 +725,8 @@ class Trainer(BaseTrainer[TTrainingArgs]):
         self.saver.load_best()
 
     def _load_weights_of(self, checkpoint_path: str) -> None:
+        from forgather.ml.checkpoint.weights.module_weights import load_checkpoint as load_weights
+
         load_weights(checkpoint_path, self.unwrapped_model())
 
     def _save_now(self, checkpoint_path: str | None) -> str:

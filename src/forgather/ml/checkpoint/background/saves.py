@@ -20,7 +20,6 @@ from forgather.ml.checkpoint.background.low_priority import yield_to_training
 from forgather.ml.checkpoint.background.memory_plan import (
     MemoryNeed,
     MemoryPlan,
-    checked_async_save_memory,
     free_memory,
     plan_memory,
     size_text,
@@ -57,16 +56,6 @@ class FinishedSave:
 
 class BackgroundSaves:
     """Background saves of one output directory. Construction is collective, and so is every method but the properties."""
-
-    @classmethod
-    def create(cls, async_save: bool, memory: str | float | None, read_only: bool) -> "BackgroundSaves | None":
-        """Return the background saves of a manager; None if `async_save` is off."""
-        memory = checked_async_save_memory(memory)
-        if read_only:
-            return None
-        if len(set(Peers.world().gather(async_save, "comparing async_save"))) > 1:
-            raise ValueError("async_save differs between ranks. Pass the same value on every rank.")
-        return cls(memory) if async_save else None
 
     def __init__(self, memory: str | float | None) -> None:
         self._setting = memory

@@ -5,7 +5,6 @@ It replaces `torch.load(weights_only=True)`, which allows constructors that allo
 reach beyond its storage. `state_files` and `dcp_weights` read with it.
 """
 
-import mmap
 import struct
 from collections import Counter, OrderedDict
 from collections.abc import Callable
@@ -22,6 +21,7 @@ from forgather.ml.checkpoint.encoding.state_budget import (
     MemoryBudget,
     count_hashes,
 )
+from forgather.ml.checkpoint.encoding.storage_sources import StorageSource
 from forgather.ml.checkpoint.encoding.torch_archive import TorchArchive
 from forgather.ml.checkpoint.errors import CheckpointError, StateDecodingError
 
@@ -29,9 +29,7 @@ _MAX_DIMENSIONS = 64
 _LARGEST_SIZE = 2**62
 _MARK = object()
 _PROTOCOL = 2
-_ALIGNMENT = 64
-# Smaller tensors, such as step counters, may stay on the CPU after a load, and must not keep the mapping alive.
-_MAPPED_BYTES = 2**16
+_LARGE_BYTES = 2**16
 _STOP = b"."
 _CONTAINERS = frozenset({list, dict, OrderedDict})
 _IDENTITY_FIELDS = 5
@@ -63,13 +61,17 @@ class _Storage:
 class PlainUnpickler:
     """Unpickler of one archive; `with_data=False` builds tensors on the meta device without reading their content.
 
-    With a `mapping` of the file, large tensors are views of it and need no memory beyond the page cache.
+    `storages` supplies the memory of large records: a view of a mapped file, or memory that is filled after `load`.
     """
 
     def __init__(
-        self, archive: TorchArchive, budget: MemoryBudget, with_data: bool = True, mapping: mmap.mmap | None = None
+        self,
+        archive: TorchArchive,
+        budget: MemoryBudget,
+        with_data: bool = True,
+        storages: StorageSource | None = None,
     ) -> None:
-        self._mapping = mapping
+        self._source = storages
         self._archive = archive
         self._budget = budget
         self._with_data = with_data
@@ -264,6 +266,9 @@ class PlainUnpickler:
         build = _CONSTRUCTORS.get(function) if type(function) is _Constructor else None
         if build is None or type(arguments) is not tuple:
             raise StateDecodingError("its pickle calls something other than a constructor of plain data")
+        if build is _sparse_tensor and self._source is not None:
+            # The constructor reads the indices.
+            self._source.fill()
         made = build(*arguments)
         if isinstance(made, torch.Tensor) and made.layout is torch.strided and not made.is_meta:
             # An expanded tensor repeats its memory. A later copy of it takes its full size, so charge that now.
@@ -294,12 +299,11 @@ class PlainUnpickler:
         if not self._with_data:
             return torch.empty(size, dtype=torch.uint8, device="meta").untyped_storage()
         self._budget.spend(size)
-        if self._mapping is not None and size >= _MAPPED_BYTES:
-            offset = self._archive.offset_of(f"data/{key}")
-            # Kernels need aligned elements. `torch.save` aligns records, but the file may be from elsewhere.
-            if offset % _ALIGNMENT == 0:
-                mapped = torch.frombuffer(self._mapping, dtype=torch.uint8, count=size, offset=offset)
-                return mapped.untyped_storage()
+        # Small tensors, such as step counters, may stay on the CPU after a load, and must not keep a mapping alive.
+        if self._source is not None and size >= _LARGE_BYTES:
+            storage = self._source.take(self._archive.offset_of(f"data/{key}"), size)
+            if storage is not None:
+                return storage
         content = torch.empty(size, dtype=torch.uint8, device="cpu")
         if size:
             self._archive.read_into(f"data/{key}", memoryview(content.numpy()))  # type: ignore[arg-type]

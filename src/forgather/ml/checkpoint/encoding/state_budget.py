@@ -14,7 +14,7 @@ FACTOR = 4
 OBJECT_FACTOR = 24
 FREE_BYTES = 64 * 2**20
 READER_BYTES = 32 * 2**20
-"""Part of `FREE_BYTES` that the buffers of a `HashingReader` and its thread take."""
+"""Part of `FREE_BYTES` that the buffers of the reading threads take."""
 
 POINTER_BYTES = 9
 """Bytes of one reference in a growing list."""

@@ -2,7 +2,7 @@
 
 Large files bypass the page cache with O_DIRECT where the file system supports it. A checkpoint is written once and
 rarely read, and filling new cache pages takes longer than the disk itself. A second thread does the disk I/O while
-the caller copies and hashes. `planned_file` and `store` write here; `state_files` and `safetensors_io` read.
+the caller copies and hashes. `planned_file` and `store` write here; `safetensors_io` reads tensors that need staging.
 """
 
 import contextlib
@@ -70,7 +70,7 @@ def _new_buffer() -> memoryview:
     return memoryview(mmap.mmap(-1, BUFFER_BYTES, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS))
 
 
-_pool = _BufferPool()
+buffers = _BufferPool()
 
 
 class HashingWriter:
@@ -88,7 +88,7 @@ class HashingWriter:
         # O_EXCL: a checkpoint file is never overwritten, and no symlink is followed.
         self._descriptor = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o666)
         self._resources = contextlib.ExitStack()
-        self._buffers = self._resources.enter_context(_pool.lend(_NUM_BUFFERS))
+        self._buffers = self._resources.enter_context(buffers.lend(_NUM_BUFFERS))
         self._free: queue.SimpleQueue[memoryview] = queue.SimpleQueue()
         self._full: queue.SimpleQueue[tuple[memoryview, int] | None] = queue.SimpleQueue()
         for buffer in self._buffers[1:]:
@@ -212,10 +212,10 @@ class HashingReader(io.RawIOBase):
 
     Readers of archives look at the directory at the end first and read the tensors in order afterwards. One pass
     over the bytes therefore both fills the tensors and verifies the file. `finish` hashes the remaining bytes and
-    returns the checksum. `direct=False` reads through the page cache, for a file that is mapped as well.
+    returns the checksum.
     """
 
-    def __init__(self, path: str, *, follow: bool = False, direct: bool = True) -> None:
+    def __init__(self, path: str, *, follow: bool = False) -> None:
         super().__init__()
         self._path = path
         self._descriptor = open_regular(path, follow=follow)
@@ -223,17 +223,11 @@ class HashingReader(io.RawIOBase):
         self._position = 0
         self._hasher = new_hasher()
         self._resources = contextlib.ExitStack()
-        self._chunks = self._resources.enter_context(
-            contextlib.closing(_read_ahead(self._descriptor, self.size, direct))
-        )
+        self._chunks = self._resources.enter_context(contextlib.closing(_read_ahead(self._descriptor, self.size)))
         self._chunk = memoryview(b"")
         self._hashed = 0
         self.error: Exception | None = None
         """First read error; later reads raise it again."""
-
-    def map(self) -> mmap.mmap:
-        """Return a private mapping of the file; processes of a node share its pages until they write to them."""
-        return mmap.mmap(self._descriptor, 0, access=mmap.ACCESS_COPY)
 
     def readable(self) -> bool:
         return True
@@ -339,7 +333,7 @@ def read_exactly(descriptor: int, out: memoryview, offset: int) -> None:
         out = out[count:]
 
 
-def _read_ahead(descriptor: int, size: int, direct: bool) -> Generator[memoryview, None, None]:
+def _read_ahead(descriptor: int, size: int) -> Generator[memoryview, None, None]:
     """Yield the file's bytes in order, with read-ahead in a thread; a chunk is valid until the next is taken."""
     free: queue.SimpleQueue[memoryview] = queue.SimpleQueue()
     full: queue.SimpleQueue[tuple[memoryview, int] | Exception] = queue.SimpleQueue()
@@ -347,7 +341,7 @@ def _read_ahead(descriptor: int, size: int, direct: bool) -> Generator[memoryvie
 
     def read_chunks() -> None:
         try:
-            with contextlib.closing(_ChunkSource(descriptor, direct)) as source:
+            with contextlib.closing(ChunkSource(descriptor, direct=True)) as source:
                 for offset in range(0, size, BUFFER_BYTES):
                     buffer, count = free.get(), min(BUFFER_BYTES, size - offset)
                     if stopped.is_set():
@@ -357,9 +351,9 @@ def _read_ahead(descriptor: int, size: int, direct: bool) -> Generator[memoryvie
         except Exception as error:  # noqa: BLE001 - or the caller would wait for this chunk forever
             full.put(error)
 
-    with _pool.lend(_NUM_BUFFERS if size > BUFFER_BYTES else 1) as buffers:
+    with buffers.lend(_NUM_BUFFERS if size > BUFFER_BYTES else 1) as lent:
         thread = threading.Thread(target=read_chunks, name="checkpoint-reader", daemon=True)
-        for buffer in buffers:
+        for buffer in lent:
             free.put(buffer)
         thread.start()
         try:
@@ -372,11 +366,11 @@ def _read_ahead(descriptor: int, size: int, direct: bool) -> Generator[memoryvie
         finally:
             # The thread may wait for a free buffer: wake it. Buffers return to the pool only after it has ended.
             stopped.set()
-            free.put(buffers[0])
+            free.put(lent[0])
             thread.join()
 
 
-class _ChunkSource:
+class ChunkSource:
     """Reader that takes a chunk from the page cache if it is there, else reads it with O_DIRECT."""
 
     def __init__(self, descriptor: int, direct: bool) -> None:
@@ -392,7 +386,7 @@ class _ChunkSource:
             )
 
     def read(self, buffer: memoryview, count: int, offset: int) -> None:
-        if self._direct is None or self._read_cached(buffer[:count], offset):
+        if self.is_buffered(buffer[:count], offset) or self._direct is None:
             read_exactly(self._descriptor, buffer[:count], offset)
             return
         done = 0
@@ -411,8 +405,10 @@ class _ChunkSource:
                 return
             done += read
 
-    def _read_cached(self, out: memoryview, offset: int) -> bool:
-        """Return whether the first block of a chunk is in the page cache."""
+    def is_buffered(self, out: memoryview, offset: int) -> bool:
+        """Return whether to read a chunk through the page cache, because its first block is there or always."""
+        if self._direct is None:
+            return True
         # One block is enough: a chunk is rarely cached in part. RWF_NOWAIT fails instead of waiting for the disk.
         try:
             return os.preadv(self._descriptor, [out[:_BLOCK_BYTES]], offset, os.RWF_NOWAIT) > 0

@@ -4,6 +4,8 @@ A file is read once: the pass that fills the tensors also computes the checksum.
 `weights` reads `.bin` files, and `verification` checks files without a job.
 """
 
+import functools
+import os
 from collections.abc import Callable
 from typing import Any
 
@@ -13,10 +15,18 @@ from forgather.ml.checkpoint.encoding.archive_writer import Chunks, StateArchive
 from forgather.ml.checkpoint.encoding.codec import decode_state
 from forgather.ml.checkpoint.encoding.plain_pickle import PlainUnpickler
 from forgather.ml.checkpoint.encoding.state_budget import MemoryBudget
+from forgather.ml.checkpoint.encoding.storage_sources import LaterStorages
 from forgather.ml.checkpoint.encoding.torch_archive import TorchArchive
-from forgather.ml.checkpoint.errors import CheckpointError, CheckpointLoadError, StateDecodingError
-from forgather.ml.checkpoint.files.hashed_io import HashingReader, HashingWriter
-from forgather.ml.checkpoint.files.regular_files import path_inside
+from forgather.ml.checkpoint.errors import (
+    CheckpointCorruptError,
+    CheckpointError,
+    CheckpointLoadError,
+    StateDecodingError,
+)
+from forgather.ml.checkpoint.files.hashed_io import HashingWriter, read_exactly
+from forgather.ml.checkpoint.files.mapped_files import MappedFile
+from forgather.ml.checkpoint.files.parallel_read import read_and_hash, read_parts
+from forgather.ml.checkpoint.files.regular_files import open_regular, path_inside
 from forgather.ml.checkpoint.manifest import FileRecord
 from forgather.ml.checkpoint.sharding.sharded_tensors import is_sharded
 from forgather.ml.checkpoint.weights.safetensors_io import check_checksum, check_size
@@ -64,18 +74,24 @@ def _read_encoded(
     path: str, record: FileRecord | None, follow: bool, with_data: bool = True, mapped: bool = False
 ) -> tuple[Any, MemoryBudget]:
     check_size(path, record)
-    with HashingReader(path, follow=follow, direct=not mapped) as reader:
-        budget = MemoryBudget(reader.size)
+    with open(open_regular(path, follow=follow), "rb", buffering=0) as file:
+        source = _FileSource(path, file.fileno())
+        budget = MemoryBudget(source.size)
+        storages = _storages(path, file.fileno(), mapped)
         refusal: StateDecodingError | None = None
         encoded = None
         try:
-            archive = TorchArchive(reader, budget)
-            encoded = PlainUnpickler(archive, budget, with_data, reader.map() if mapped else None).load()
+            encoded = PlainUnpickler(TorchArchive(source, budget), budget, with_data, storages).load()
         except StateDecodingError as error:
             refusal = error
+        parts = storages.parts if isinstance(storages, LaterStorages) else []
         if record is not None:
-            # Report damage first: a flipped bit in a good file can look like a malicious pickle.
-            check_checksum(path, "the file", record.checksum, reader.finish())
+            # Report damage first: a flipped bit in a good file can look like a malicious pickle. A mapped file is read
+            # again, so this pass leaves it in the page cache.
+            found = read_and_hash(path, file.fileno(), parts if refusal is None else [], direct=not mapped)
+            check_checksum(path, "the file", record.checksum, found)
+        elif refusal is None:
+            storages.fill()
     if refusal is not None:
         raise type(refusal)(
             f"{path} was rejected: it is not a state file, or it could run code or exhaust memory ({refusal})"
@@ -83,10 +99,45 @@ def _read_encoded(
     return encoded, budget
 
 
+def _storages(path: str, descriptor: int, mapped: bool) -> MappedFile | LaterStorages:
+    # An empty file cannot be mapped. The archive reader rejects it.
+    if mapped and os.fstat(descriptor).st_size:
+        return MappedFile(path, descriptor)
+    return LaterStorages(functools.partial(read_parts, path, descriptor))
+
+
+class _FileSource:
+    """Bytes of a file at any position, for the archive reader."""
+
+    def __init__(self, path: str, descriptor: int) -> None:
+        self._path = path
+        self._descriptor = descriptor
+        self.size = os.fstat(descriptor).st_size
+        self._position = 0
+
+    def seek(self, offset: int, /) -> int:
+        if offset < 0:
+            # A damaged file can lead its reader here, so this is not an OSError of the disk.
+            raise ValueError(f"negative position {offset}")
+        self._position = offset
+        return offset
+
+    def readinto(self, buffer: memoryview, /) -> int:
+        out = buffer[: max(0, min(len(buffer), self.size - self._position))]
+        try:
+            read_exactly(self._descriptor, out, self._position)
+        except EOFError as error:
+            raise CheckpointCorruptError(f"{self._path} is damaged: {error}") from error
+        except OSError as error:
+            raise OSError(error.errno, error.strerror, self._path) from error
+        self._position += len(out)
+        return len(out)
+
+
 def file_checksum(path: str) -> str:
     """Return the checksum of a file."""
-    with HashingReader(path) as reader:
-        return reader.finish()
+    with open(open_regular(path), "rb", buffering=0) as file:
+        return read_and_hash(path, file.fileno())
 
 
 def verify_file(directory: str, record: FileRecord) -> None:

@@ -16,6 +16,7 @@ import torch
 from torch import Tensor
 
 from forgather.ml.checkpoint.errors import CheckpointLoadError
+from forgather.ml.checkpoint.files.mapped_files import TensorCopies
 from forgather.ml.checkpoint.sharding.partition import parts_by_size
 from forgather.ml.checkpoint.sharding.sharded_tensors import as_shard, is_sharded, local_part, rows_of
 from forgather.ml.checkpoint.state.optimizer_checks import (
@@ -87,9 +88,11 @@ class OptimizerState:
         self._groups()
 
     @property
-    def is_on_devices(self) -> bool:
-        """Whether all parameters are on accelerators, so that `load_state_dict` keeps no tensor on the CPU."""
-        return all(parameter.device.type not in ("cpu", "meta") for parameter in self._names)
+    def copies_loaded_tensors(self) -> bool:
+        """Whether `load_state_dict` copies to accelerators or into existing state, so that a mapped file is enough."""
+        return any(optimizer.state for optimizer in self._optimizers) or all(
+            parameter.device.type not in ("cpu", "meta") for parameter in self._names
+        )
 
     @property
     def is_sharded(self) -> bool:
@@ -142,9 +145,11 @@ class OptimizerState:
         self.check_state_dict(state_dict)
         groups, saved_groups = self._groups(), _saved_groups(state_dict)
         log_change(state_dict["state"].values(), self._precision_key)
+        copies = TensorCopies()
         for group in groups:
-            _load_group_state(group, state_dict, self._precision_key)
+            _load_group_state(group, state_dict, self._precision_key, copies)
             load_group_options(group, sources_of(group, saved_groups))
+        copies.run()
         known = _known_names(state_dict, saved_groups)
         if fresh := [name for group in groups for name in group.parameters if name not in known]:
             logger.warning(
@@ -376,7 +381,9 @@ def _require_same_kind(group: Group, name: str, saved_class: str, sources: Seque
 
 
 @torch.no_grad()
-def _load_group_state(group: Group, state_dict: Mapping[str, Any], precision_key: str | None) -> None:
+def _load_group_state(
+    group: Group, state_dict: Mapping[str, Any], precision_key: str | None, copies: TensorCopies
+) -> None:
     for name, parameter in group.parameters.items():
         # Removed first, so that a parameter without a saved state starts fresh.
         existing = group.state.pop(parameter, None)
@@ -389,22 +396,28 @@ def _load_group_state(group: Group, state_dict: Mapping[str, Any], precision_key
                 saved_dtype=saved_dtype,
             )
             state = with_number_tensors(saved, group.optimizer)
-            group.state[parameter] = _placed(state, existing, None, convert)
+            group.state[parameter] = _placed(state, existing, None, convert, copies)
 
 
-def _placed(value: object, existing: Any, key: object, convert: Callable[[Tensor, Any], Tensor]) -> object:
-    """Copy a loaded value into the existing tensor of the optimizer, or return the converted value."""
+def _placed(
+    value: object, existing: Any, key: object, convert: Callable[[Tensor, Any], Tensor], copies: TensorCopies
+) -> object:
+    """Note the copy of a loaded value into the existing tensor of the optimizer, or return the converted value."""
     if isinstance(value, Tensor):
         # An existing tensor already has the dtype, device and layout that the optimizer wants.
-        fits = isinstance(existing, Tensor) and existing.shape == value.shape
-        if fits and is_sharded(existing):
-            local_part(existing).copy_(rows_of(value, existing))
-            return existing
-        return existing.copy_(value) if fits else convert(value, key)
+        if not isinstance(existing, Tensor) or existing.shape != value.shape:
+            return convert(value, key)
+        if is_sharded(existing):
+            copies.add(local_part(existing), rows_of(value, existing))
+        else:
+            copies.add(existing, value)
+        return existing
     if isinstance(value, Mapping):
         inner = existing if isinstance(existing, Mapping) else {}
-        return {k: _placed(v, inner.get(k), k, convert) for k, v in value.items()}
-    return type(value)(_placed(v, None, None, convert) for v in value) if isinstance(value, list | tuple) else value
+        return {k: _placed(v, inner.get(k), k, convert, copies) for k, v in value.items()}
+    if isinstance(value, list | tuple):
+        return type(value)(_placed(v, None, None, convert, copies) for v in value)
+    return value
 
 
 def _converted_rows(value: Tensor, key: object, parameter: Tensor, group: Group, saved_dtype: str | None) -> Tensor:

@@ -16,6 +16,7 @@ import torch
 from torch import Tensor
 
 from forgather.ml.checkpoint.errors import CheckpointLoadError
+from forgather.ml.checkpoint.files.mapped_files import is_mapped
 
 Kind = Literal["floating", "complex", "real", "any"]
 """Accepted dtypes of a tensor; `real` also accepts integers."""
@@ -68,9 +69,9 @@ class OwnStorage:
 
 
 def owned(value: Tensor) -> Tensor:
-    """Return the tensor itself if it fills its storage and has no graph, else a copy or a detached tensor."""
-    # A slice would keep the full storage in memory.
-    if value.untyped_storage().nbytes() != value.nbytes:
+    """Return the tensor itself if it fills its memory and has no graph, else a copy or a detached tensor."""
+    # A slice would keep the full storage in memory, and a mapped tensor the file.
+    if value.untyped_storage().nbytes() != value.nbytes or is_mapped(value):
         return value.detach().clone()
     return value.detach() if value.requires_grad or type(value) is not Tensor else value
 

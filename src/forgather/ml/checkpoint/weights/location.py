@@ -16,6 +16,7 @@ from torch import Tensor
 
 from forgather.ml.checkpoint.encoding import strict_json
 from forgather.ml.checkpoint.errors import CheckpointCorruptError, CheckpointLoadError
+from forgather.ml.checkpoint.files.mapped_files import TensorCopies
 from forgather.ml.checkpoint.files.regular_files import path_inside, read_small_file
 from forgather.ml.checkpoint.files.state_files import checked_weights, read_state, read_weight_names, verify_file
 from forgather.ml.checkpoint.manifest import (
@@ -234,20 +235,23 @@ def _found(path: str, content: Mapping[str, Any], name: str) -> Any:
 
 
 def _load_bin(path: str, targets: Mapping[str, Tensor], record: FileRecord | None) -> None:
-    # A rank that shards the model must not hold all of it, so the file is mapped.
-    mapped = any(map(is_sharded, targets.values()))
-    state = checked_weights(path, read_state(path, record, follow=record is None, mapped=mapped))
+    # The file is mapped, because the process must not hold the weights twice.
+    state = checked_weights(path, read_state(path, record, follow=record is None, mapped=True))
     for name, target in targets.items():
         stored = _found(path, state, name)
         check_fit(path, name, tuple(stored.shape), stored.dtype, target)
+    copies = TensorCopies()
     with torch.no_grad():
         for name, target in targets.items():
             with _naming_tensor(path, name):
                 if is_sharded(target):
-                    local_part(target).copy_(rows_of(state[name], target))
+                    copies.add(local_part(target), rows_of(state[name], target))
+                elif target.layout is torch.strided and state[name].layout is torch.strided:
+                    copies.add(target, state[name])
                 else:
                     # `target.detach().copy_` would leave the content of a sparse tensor unchanged.
                     target.copy_(state[name])
+    copies.run()
 
 
 @contextlib.contextmanager

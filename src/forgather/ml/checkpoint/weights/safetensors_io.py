@@ -4,6 +4,7 @@ A file's header is validated before any tensor is read: it may be damaged or mal
 imported checkpoints are read and written here.
 """
 
+import functools
 import itertools
 import json
 import math
@@ -26,6 +27,7 @@ from forgather.ml.checkpoint.files.hashed_io import (
     new_hasher,
     read_exactly,
 )
+from forgather.ml.checkpoint.files.parallel_read import FilePart, read_and_hash, read_parts, run_in_threads
 from forgather.ml.checkpoint.files.regular_files import open_regular
 from forgather.ml.checkpoint.manifest import FileRecord
 from forgather.ml.checkpoint.sharding.sharded_tensors import is_sharded, local_part, shards_of
@@ -304,20 +306,33 @@ def load_rows(path: str, targets: Mapping[str, Any], record: FileRecord | None =
     The checksums in the manifest cover full tensors, so the caller verifies the file itself before.
     """
     header = read_header(path, record)
+
+    def load(descriptor: int, name: str) -> None:
+        entry, target = header.tensors[name], targets[name]
+        shards = shards_of(target, f"{path}: tensor {name!r}")
+        check_fit(path, name, entry.shape, entry.dtype, target)
+        start = entry.start + shards.start * entry.dtype.itemsize
+        local = local_part(target)
+        rows = TensorEntry(entry.dtype, tuple(local.shape), start, start + shards.length * entry.dtype.itemsize)
+        _fill(path, name, rows, local, lambda out: _read_from(descriptor, out, rows.start))
+
+    _load_each(path, targets, record, load)
+
+
+def _read_from(descriptor: int, out: memoryview, start: int, hasher: Hasher | None = None) -> None:
+    """Fill `out` from the offset `start` of a file, in chunks that are hashed while they are in the processor cache."""
+    for position in range(0, len(out), BUFFER_BYTES):
+        chunk = out[position : position + BUFFER_BYTES]
+        read_exactly(descriptor, chunk, start + position)
+        if hasher is not None:
+            hasher.update(chunk)
+
+
+def _load_each(path: str, names: Iterable[str], record: FileRecord | None, load: Callable[[int, str], None]) -> None:
+    """Call `load` with an open descriptor for each name, in several threads."""
     descriptor = open_regular(path, follow=record is None)
     try:
-        for name, target in targets.items():
-            entry, shards = header.tensors[name], shards_of(target, f"{path}: tensor {name!r}")
-            check_fit(path, name, entry.shape, entry.dtype, target)
-            start = entry.start + shards.start * entry.dtype.itemsize
-            local = local_part(target)
-            rows = TensorEntry(entry.dtype, tuple(local.shape), start, start + shards.length * entry.dtype.itemsize)
-
-            def read(out: memoryview, rows: TensorEntry = rows) -> None:
-                for position in range(0, len(out), BUFFER_BYTES):
-                    read_exactly(descriptor, out[position : position + BUFFER_BYTES], rows.start + position)
-
-            _fill(path, name, rows, local, read)
+        run_in_threads([functools.partial(load, descriptor, name) for name in names])
     except EOFError as error:
         raise CheckpointCorruptError(f"{path} is damaged: {error}") from error
     finally:
@@ -325,6 +340,32 @@ def load_rows(path: str, targets: Mapping[str, Any], record: FileRecord | None =
 
 
 def _load_whole(path: str, header: SafetensorsHeader, targets: Mapping[str, Tensor], record: FileRecord | None) -> None:
+    wanted = {name: targets[name] for name in header.tensors}
+    for name, entry in header.tensors.items():
+        check_fit(path, name, entry.shape, entry.dtype, wanted[name])
+    # Threads must not write to the same memory.
+    are_separate = len({target.data_ptr() for target in wanted.values()}) == len(wanted)
+    if are_separate and all(_is_direct(entry, wanted[name]) for name, entry in header.tensors.items()):
+        _load_in_parallel(path, header, wanted, record)
+    else:
+        _load_in_order(path, header, wanted, record)
+
+
+def _load_in_parallel(
+    path: str, header: SafetensorsHeader, targets: Mapping[str, Tensor], record: FileRecord | None
+) -> None:
+    parts = [FilePart(entry.start, tensor_bytes(targets[name])) for name, entry in header.tensors.items()]
+    with open(open_regular(path, follow=record is None), "rb", buffering=0) as file:
+        if record is None:
+            read_parts(path, file.fileno(), parts)
+        else:
+            check_checksum(path, "the file", record.checksum, read_and_hash(path, file.fileno(), parts))
+
+
+def _load_in_order(
+    path: str, header: SafetensorsHeader, targets: Mapping[str, Tensor], record: FileRecord | None
+) -> None:
+    """Load tensors one by one, for targets that need a staging buffer."""
     with HashingReader(path, follow=record is None) as reader:
 
         def read(out: memoryview) -> None:
@@ -340,22 +381,18 @@ def _load_whole(path: str, header: SafetensorsHeader, targets: Mapping[str, Tens
 
 
 def _load_some(path: str, header: SafetensorsHeader, targets: Mapping[str, Tensor], record: FileRecord | None) -> None:
-    descriptor = open_regular(path, follow=record is None)
-    try:
-        for name, target in targets.items():
-            entry, hasher = header.tensors[name], new_hasher()
+    def load(descriptor: int, name: str) -> None:
+        entry, hasher = header.tensors[name], new_hasher()
+        _fill(path, name, entry, targets[name], lambda out: _read_from(descriptor, out, entry.start, hasher))
+        if record is not None:
+            check_checksum(path, f"tensor {name!r}", record.tensors.get(name, "none"), hasher.hexdigest())
 
-            def read(out: memoryview, entry: TensorEntry = entry, hasher: Hasher = hasher) -> None:
-                for start in range(0, len(out), BUFFER_BYTES):
-                    chunk = out[start : start + BUFFER_BYTES]
-                    read_exactly(descriptor, chunk, entry.start + start)
-                    hasher.update(chunk)
+    _load_each(path, targets, record, load)
 
-            _fill(path, name, entry, target, read)
-            if record is not None:
-                check_checksum(path, f"tensor {name!r}", record.tensors.get(name, "none"), hasher.hexdigest())
-    finally:
-        os.close(descriptor)
+
+def _is_direct(entry: TensorEntry, target: Tensor) -> bool:
+    """Return whether the content of a file can be read straight into the memory of a tensor."""
+    return target.dtype == entry.dtype and _is_in_one_piece(target)
 
 
 def _fill(path: str, name: str, entry: TensorEntry, target: Tensor, read: Callable[[memoryview], None]) -> None:
@@ -364,7 +401,7 @@ def _fill(path: str, name: str, entry: TensorEntry, target: Tensor, read: Callab
         return
     target = target.detach()
     # Reading directly into the target avoids a second copy of the weights in memory.
-    if target.dtype == entry.dtype and _is_in_one_piece(target):
+    if _is_direct(entry, target):
         read(tensor_bytes(target))
         return
     # Other devices, dtypes and layouts need a staging buffer. Pinned memory makes the copy to a GPU faster.

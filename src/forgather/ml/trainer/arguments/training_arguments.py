@@ -186,6 +186,8 @@ class TrainingArguments(BaseTrainingArguments):
     """On NaN or infinite gradients: "stop" raises NonFiniteError, "skip" skips the update, "ignore" continues."""
     health_check: bool = True
     """Test accelerators, their memory and their links before training. No effect on CPUs."""
+    tune_malloc: bool = True
+    """Let glibc keep freed memory for the next step. Affects the full process. No effect on accelerators."""
 
     def __post_init__(self) -> None:
         super().__post_init__()

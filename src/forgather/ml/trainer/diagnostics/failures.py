@@ -14,7 +14,6 @@ from torch import Tensor
 
 from forgather.ml.distributed import flight_recorder
 from forgather.ml.trainer.diagnostics.health import place_of
-from forgather.ml.trainer.diagnostics.memory_advice import proposals
 from forgather.ml.trainer.diagnostics.memory_use import measure
 from forgather.ml.trainer.loop.signals import Preempted
 
@@ -66,6 +65,8 @@ def explanation(trainer: "Trainer[Any]", error: torch.OutOfMemoryError) -> str:
         batch_line(trainer.args, trainer.steps.failed_batches),
         str(use),
     ]
+    from forgather.ml.trainer.diagnostics.memory_advice import proposals
+
     found = proposals(trainer, use)
     lines.append(
         "Settings that would save memory in this run:" if found else "All settings that save memory are already on."

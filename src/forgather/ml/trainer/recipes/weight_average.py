@@ -13,6 +13,7 @@ import torch
 from torch import Tensor, nn
 
 from forgather.ml.checkpoint.errors import CheckpointLoadError
+from forgather.ml.checkpoint.files.mapped_files import TensorCopies
 from forgather.ml.checkpoint.sharding.partition import parts_by_size
 from forgather.ml.checkpoint.sharding.sharded_tensors import as_shard, is_sharded, local_part, rows_of
 from forgather.ml.checkpoint.state.tensor_checks import (
@@ -117,9 +118,11 @@ class WeightAverage:
     # --- state by name
 
     @property
-    def is_on_devices(self) -> bool:
-        """Whether all averages are on accelerators, so that `load_state_dict` keeps no tensor on the CPU."""
-        return all(parameter.device.type not in ("cpu", "meta") for parameter in self._parameters.values())
+    def copies_loaded_tensors(self) -> bool:
+        """Whether `load_state_dict` copies to accelerators or existing averages, so that a mapped file is enough."""
+        return bool(self._averages) or all(
+            parameter.device.type not in ("cpu", "meta") for parameter in self._parameters.values()
+        )
 
     @property
     def is_sharded(self) -> bool:
@@ -144,11 +147,24 @@ class WeightAverage:
             logger.warning(
                 "The checkpoint has no average of %s: it starts from the current weights.", ", ".join(missing)
             )
+        copies = TensorCopies()
         self._averages = {
-            name: _like(saved[name], parameter) if name in saved else _precise(parameter).clone()
+            name: self._restored(name, saved[name], copies) if name in saved else _precise(parameter).clone()
             for name, parameter in self._parameters.items()
         }
+        copies.run()
         self.is_begun = True
+
+    def _restored(self, name: str, saved: Tensor, copies: TensorCopies) -> Tensor:
+        """Return the existing average with a noted copy of the saved values, or a new average."""
+        parameter, existing = self._parameters[name], self._averages.get(name)
+        if existing is None or existing.device != parameter.device:
+            return _like(saved, parameter)
+        if is_sharded(existing):
+            copies.add(local_part(existing), rows_of(saved, existing))
+        else:
+            copies.add(existing, saved)
+        return existing
 
     def check_state_dict(self, state_dict: Mapping[str, Any]) -> None:
         """Raise `CheckpointLoadError` unless `load_state_dict` can use the state; change nothing."""

@@ -13,7 +13,7 @@ from collections.abc import Callable
 import torch
 from torch import Tensor, nn
 
-from forgather.ml.checkpoint.weights.module_weights import create_sharing_metadata, retie_parameters
+from forgather.ml.checkpoint.weights.index import create_sharing_metadata, retie_parameters
 from forgather.ml.construct import torch_dtype
 from forgather.ml.no_init_weights import no_init_weights
 from forgather.ml.trainer.setup.given_objects import checked_model

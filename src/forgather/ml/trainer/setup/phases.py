@@ -18,6 +18,7 @@ from forgather.ml.distributed import flight_recorder
 from forgather.ml.loss.rescale_loss import RescaleLoss
 from forgather.ml.trainer.diagnostics.allocator import use_expandable_segments
 from forgather.ml.trainer.diagnostics.health import check_health
+from forgather.ml.trainer.diagnostics.malloc_settings import tune_malloc
 from forgather.ml.trainer.loading.builders import adapted_loader, is_resumable
 from forgather.ml.trainer.loading.copy_streams import can_pin
 from forgather.ml.trainer.loop.cadence import Cadence
@@ -115,6 +116,8 @@ def prepare_device(trainer: "Trainer") -> None:
     preparation.use_device(trainer.device)
     trainer.team.pins_memory = trainer.args.dataloader_pin_memory and can_pin(trainer.device)
     use_expandable_segments(trainer.device)
+    if trainer.args.tune_malloc:
+        tune_malloc(trainer.device)
     preparation.use_precision(trainer.args)
     if trainer.wanted is not None:
         check_health(trainer)

@@ -13,8 +13,9 @@ from torch import Tensor, nn
 
 from forgather.ml.checkpoint import store
 from forgather.ml.checkpoint.errors import CheckpointCorruptError, CheckpointLoadError
-from forgather.ml.checkpoint.files import hashed_io, state_files
+from forgather.ml.checkpoint.files import state_files
 from forgather.ml.checkpoint.files.planned_file import Content, PlannedFile, RawContent, WeightsContent
+from forgather.ml.checkpoint.files.regular_files import open_regular
 from forgather.ml.checkpoint.manifest import CheckpointManifest, ComponentManifest, read_manifest, utc_now
 from forgather.ml.checkpoint.weights.index import (
     create_sharing_metadata,
@@ -458,12 +459,11 @@ def test_bin_file_of_a_checkpoint_is_read_once(
     assert "table" in read_manifest(str(tmp_path / "checkpoint")).files[0].tensors
     opened = []
 
-    class Counted(hashed_io.HashingReader):
-        def __init__(self, path: str, **options: bool) -> None:
-            opened.append(path)
-            super().__init__(path, **options)
+    def counted(path: str, **options: bool) -> int:
+        opened.append(path)
+        return open_regular(path, **options)
 
-    monkeypatch.setattr(state_files, "HashingReader", Counted)
+    monkeypatch.setattr(state_files, "open_regular", counted)
     loaded = load_checkpoint(str(tmp_path / "checkpoint"), Tied() if with_module else None)
     assert len(opened) == 1
     assert loaded is None or torch.equal(loaded["embedding.weight"], model.embedding.weight)
