@@ -23,6 +23,7 @@ from forgather.ml.distributed.launch_variables import check_place, read_int
 from forgather.ml.distributed.meeting import leaves_on_signal
 from forgather.ml.distributed.rendezvous import fresh_store, restarts_share_a_store
 from forgather.ml.distributed.shutdown import leave_at_exit
+from forgather.ml.distributed.watch import Limits, place_of, watching
 
 logger = logging.getLogger(__name__)
 
@@ -34,6 +35,8 @@ _VARIABLES = {
     "master_addr": "MASTER_ADDR",
     "master_port": "MASTER_PORT",
 }
+
+_SECONDS_AFTER_TIMEOUT = 60.0
 
 # Global, because the control groups of `groups.py` are created later and must have the same timeout.
 _requested_timeout: timedelta | None = None
@@ -220,7 +223,12 @@ class DistributedEnvironment:
             # A single process needs no network. A TCP port could collide with another job on the same machine.
             dist.init_process_group(backend, store=HashStore(), rank=0, world_size=1, timeout=limit)
             return
-        with leaves_on_signal(f"rank {self.rank} waits for the other {self.world_size - 1} ranks"):
+        # Torch's own timeout comes first. The watch notices a rank that has registered and then died.
+        limits = Limits(setup_timeout=limit.total_seconds() + _SECONDS_AFTER_TIMEOUT)
+        with (
+            watching(place_of(self.rank, self.world_size, self.master_addr, self.master_port), limits),
+            leaves_on_signal(f"rank {self.rank} waits for the other {self.world_size - 1} ranks"),
+        ):
             self._meet(backend, limit)
 
     def _meet(self, backend: str, limit: timedelta) -> None:
