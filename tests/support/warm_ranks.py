@@ -5,6 +5,7 @@ Started as `python -m tests.support.warm_ranks <directory>`, with a `plan.json` 
 
 import importlib
 import json
+import multiprocessing.util
 import os
 import sys
 import tempfile
@@ -63,6 +64,7 @@ def fork_rank(module: Any, words: Sequence[str], variables: Mapping[str, str], o
     except BaseException as error:  # noqa: BLE001 - a rank that fails says so and ends with 1
         sys.excepthook(type(error), error, error.__traceback__)
     finally:
+        multiprocessing.util._exit_function()
         sys.stdout.flush()
         sys.stderr.flush()
         os._exit(code)

@@ -60,7 +60,10 @@ class Board:
         """Cells of each rank's slot."""
 
     def register(self, rank: int, host: str) -> None:
-        """Take the slot of this process."""
+        """Take the slot of this process, and clear the slots of an earlier job with the same address."""
+        for other in self.cells:
+            if other[LOCAL] and other[PID] and not is_running(other[PID], other[START]):
+                other[PID] = 0
         cells = self.cells[rank]
         for number in range(NUM_CELLS):
             cells[number] = 0

@@ -34,10 +34,18 @@ ABSENT, GONE_STATE, DEAD_STATE, OUTSIDE, UNREACHABLE, STOPPED_STATE, WAITING, AC
 
 GRACE_SECONDS = 8.0
 """Time that the usual errors have to end the other ranks when one has ended."""
-_SILENT_SECONDS = 10.0
+_DOUBTFUL_SECONDS = 3.0
+_SILENT_SECONDS = 6.0
+_RANKS_PER_SECOND = 200
 _STALE_BEAT_MS = 5000
 _PAUSE_SECONDS = 5.0
-_ORDER_IN_STEP = {limits.LOADING: 0, limits.FORWARD_BACKWARD: 1, limits.REDUCE: 2, limits.OPTIMIZER: 3}
+_PHASES_OF_STEP = (limits.LOADING, limits.FORWARD_BACKWARD, limits.REDUCE, limits.OPTIMIZER, limits.AFTER_STEP)
+_ORDER_IN_STEP = {phase: number for number, phase in enumerate(_PHASES_OF_STEP)}
+
+
+def period(num_ranks: int) -> float:
+    """Return the seconds between two notes in the store: with thousands of ranks, one a second would load it."""
+    return max(1.0, num_ranks / _RANKS_PER_SECOND)
 
 
 @dataclass
@@ -51,7 +59,6 @@ class View:
     published: int = -1
     published_at: float = 0.0
     """Time at which the notes last arrived from another node."""
-    was_running: bool = False
     ended_at: float | None = None
     condition: int = ABSENT
     step: int = 0
@@ -92,6 +99,7 @@ class Judge:
         self._clock = clock
         self.views = [View(number) for number in range(board.num_ranks)]
         self._looked_at: float | None = None
+        self._period = period(board.num_ranks)
 
     def look(self) -> Finding | None:
         """Read the board; return a finding if the job hangs."""
@@ -145,17 +153,15 @@ class Judge:
         if not cells[PID]:
             return ABSENT
         if cells[GONE]:
-            # A slot of an earlier process is not part of this job.
-            return GONE_STATE if view.was_running or not cells[LOCAL] else ABSENT
+            return GONE_STATE
         if cells[LOCAL]:
             if not is_running(cells[PID], cells[START]):
-                cells[DEAD] = int(view.was_running)
-                return DEAD_STATE if view.was_running else ABSENT
-            view.was_running = True
+                cells[DEAD] = 1
+                return DEAD_STATE
             cells[STOPPED] = int(is_stopped(cells[PID], cells[START]))
         elif cells[DEAD]:
             return DEAD_STATE
-        elif now - view.published_at > _SILENT_SECONDS:
+        elif now - view.published_at > _SILENT_SECONDS * self._period:
             return UNREACHABLE
         return self._condition_of_running(cells, now)
 
@@ -186,6 +192,9 @@ class Judge:
         # A rank may wait outside of a collective, such as for its device. A busy rank behind it excuses it.
         front = [view for view in busy if not any(other.is_behind(view) for other in busy)]
         late = [view for view in front if now - view.changed_at > view.limit]
+        if any(self._is_doubtful(view, now) for view in inside):
+            # Its last note says nothing about the present. It answers soon, or counts as unreachable.
+            return []
         if not late and (busy or not any(now - view.changed_at > view.limit for view in inside)):
             return []
         stopped = [view for view in late if view.condition == STOPPED_STATE]
@@ -193,6 +202,10 @@ class Judge:
             if culprits:
                 return culprits
         return self._in(OUTSIDE) or self._in(ABSENT) or inside
+
+    def _is_doubtful(self, view: View, now: float) -> bool:
+        is_elsewhere = not self._board.cells[view.rank][LOCAL]
+        return is_elsewhere and now - view.published_at > _DOUBTFUL_SECONDS * self._period
 
     def _in(self, *conditions: int) -> list[View]:
         return [view for view in self.views if view.condition in conditions]

@@ -20,7 +20,7 @@ from forgather._watch.board import BATCHES, PHASE, STEP
     EVALUATION_START,
     EVALUATION,
     SAVING,
-    WAITING,
+    AFTER_STEP,
     CALLBACK,
 ) = range(11)
 
@@ -34,7 +34,7 @@ LABELS = {
     EVALUATION_START: "evaluation",
     EVALUATION: "evaluation",
     SAVING: "saving",
-    WAITING: "waiting",
+    AFTER_STEP: "the work after a step",
     CALLBACK: "a callback",
 }
 
@@ -58,7 +58,7 @@ class Limits:
 
     def of(self, phase: int, durations: "Durations") -> tuple[float, str]:
         """Return the limit of a phase and the name of the argument that sets it."""
-        if phase in (FORWARD_BACKWARD, REDUCE, OPTIMIZER, WAITING):
+        if phase in (FORWARD_BACKWARD, REDUCE, OPTIMIZER, AFTER_STEP):
             return self._measured("step_timeout", durations.steps)
         if phase == EVALUATION:
             return self._measured("evaluation_timeout", durations.batches)

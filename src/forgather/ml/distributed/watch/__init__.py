@@ -6,6 +6,7 @@ microsecond. The watcher process of a rank is in `forgather._watch`.
 """
 
 from forgather._watch.limits import (
+    AFTER_STEP,
     CALLBACK,
     EVALUATION,
     EVALUATION_START,
@@ -21,9 +22,10 @@ from forgather._watch.limits import (
 from forgather._watch.watcher import EXIT_CODE
 from forgather.ml.distributed.watch.marks import enter, in_phase, note, note_batch, note_step
 from forgather.ml.distributed.watch.place import Place, place_of
-from forgather.ml.distributed.watch.sentry import RankHang, register, watching
+from forgather.ml.distributed.watch.sentry import RankHang, register_early, watching
 
 __all__ = [
+    "AFTER_STEP",
     "CALLBACK",
     "EVALUATION",
     "EVALUATION_START",
@@ -44,6 +46,6 @@ __all__ = [
     "note_batch",
     "note_step",
     "place_of",
-    "register",
+    "register_early",
     "watching",
 ]

@@ -4,11 +4,11 @@ Its thread beats twice a second and notes what the main thread does. A process h
 belongs to the outer one.
 """
 
-import atexit
 import contextlib
 import faulthandler
 import json
 import logging
+import multiprocessing.util
 import os
 import signal
 import socket
@@ -145,6 +145,8 @@ class Sentry:
                 self._end(verdict)
 
     def _beat(self) -> None:
+        # Another rank may have cleared the slot, if it registered at the same moment.
+        self._cells[PID] = os.getpid()
         self._cells[ACTIVITY] = activity_of(self._thread_id)
         self._cells[BEAT] = int(time.monotonic() * 1000)
 
@@ -240,6 +242,13 @@ def _close(sentry: Sentry, has_failed: bool) -> None:
         _sentry = None
 
 
+def register_early(place: Place) -> None:
+    """Register this process before it meets the others. Without shared memory, it goes unwatched."""
+    if place.num_ranks > 1 and os.environ.get(_SWITCH) != "0":
+        with contextlib.suppress(OSError):
+            register(place)
+
+
 def register(place: Place) -> Board:
     """Register this process as a rank of its job, until it exits, so that other ranks notice its death."""
     global _registered
@@ -249,8 +258,9 @@ def register(place: Place) -> Board:
     _leave()
     board = Board(path, place.num_ranks)
     board.register(place.rank, socket.gethostname())
-    if _registered is None:
-        atexit.register(_leave)
+    if _registered is None or _registered[1] != os.getpid():
+        # Ranks that torch.multiprocessing has started do not run the functions of atexit.
+        multiprocessing.util.Finalize(None, _leave, exitpriority=0)
     _registered = path, os.getpid(), board, place.rank
     return board
 

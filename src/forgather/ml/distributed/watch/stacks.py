@@ -9,7 +9,6 @@ from types import FrameType
 
 from forgather._watch.judge import IN_BACKWARD, IN_COLLECTIVE, IN_DEBUGGER, RUNNING
 
-
 # A wait for a `Work` object is a call into C++, so the innermost Python frame is in the file that waits.
 _COLLECTIVES = (
     "/torch/distributed/",

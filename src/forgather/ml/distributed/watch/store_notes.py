@@ -15,12 +15,12 @@ import torch.distributed as dist
 from torch.distributed import PrefixStore, Store, TCPStore
 
 from forgather._watch.board import PUBLISHED, Board
+from forgather._watch.judge import period
 
 logger = logging.getLogger(__name__)
 
 _PREFIX = "forgather/watch"
 _VERDICT = "verdict"
-_RANKS_PER_SECOND = 200
 _STORE_TIMEOUT = timedelta(seconds=10)
 
 
@@ -31,8 +31,7 @@ class StoreNotes:
         self._board = board
         self._known: set[int] = set()
         """Ranks on other nodes with a note in the store."""
-        # With thousands of ranks, a note every second would load the store.
-        self._period = max(1.0, board.num_ranks / _RANKS_PER_SECOND)
+        self._period = period(board.num_ranks)
 
     def run(self, stop: threading.Event) -> None:
         """Exchange notes until `stop`, or until the store is gone. Ranks on other nodes then count as unreachable."""

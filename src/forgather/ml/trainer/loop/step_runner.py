@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 from torch import Tensor
 
-from forgather.ml.distributed.watch import note_step
+from forgather.ml.distributed.watch import AFTER_STEP, note, note_step
 from forgather.ml.trainer.loading.empty_batch import EmptyBatch
 from forgather.ml.trainer.loop.gradients import clear_gradients
 from forgather.ml.trainer.loop.window import StepBatches, Window, checked_result, samples_in
@@ -70,6 +70,7 @@ class StepRunner:
         finally:
             self._leave()
         self._note(steps.window, result)
+        note(AFTER_STEP)
         return True
 
     def _rest_of_epoch(self) -> Iterator[Mapping[str, Any]]:
