@@ -10,7 +10,7 @@ PIP_FLAGS := --quiet --disable-pip-version-check
 
 export TOKENIZERS_PARALLELISM := false
 
-.PHONY: setup test rehearse test-torch fuzz kill-points demo demo-checkpoints lint house prose bench docs lock clean
+.PHONY: setup test rehearse test-torch fuzz kill-points watch-faults demo demo-checkpoints lint house prose bench docs lock clean
 
 setup: $(STAMP)
 
@@ -57,6 +57,11 @@ fuzz: $(STAMP)
 # Kill one of two ranks at each of its file operations. The suite tries every fourth.
 kill-points: $(STAMP)
 	EVERY_KILL_POINT=1 $(BIN)/python -m pytest tests/guarantees/transactions/test_kill_points.py
+
+# Stop, kill and loop a rank of every strategy, and cut the link between two nodes. The suite tries a few of these faults.
+watch-faults: $(STAMP)
+	EVERY_WATCH_FAULT=1 OMP_NUM_THREADS=1 $(BIN)/python -m pytest tests/guarantees/no_hangs/test_watch.py \
+		tests/guarantees/no_hangs/test_watch_network.py
 
 # Train a small model. A second call resumes where the first stopped.
 demo: $(STAMP)

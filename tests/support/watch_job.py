@@ -70,9 +70,9 @@ class Fault:
             (worker,) = multiprocessing.active_children()
             assert worker.pid is not None
             os.kill(worker.pid, signal.SIGSTOP)
-        else:
-            while True:
-                pass
+        while how in ("loop", "sleep"):
+            if how == "sleep":
+                time.sleep(0.01)
 
 
 class Layer(nn.Module):
@@ -130,7 +130,8 @@ class Faulty:
     def on_step_end(self, args: Any, state: Any, control: Any, **_: Any) -> None:
         # Slow enough for the watcher processes to start before the fault.
         time.sleep(0.4)
-        self._fault.is_due = state.global_step >= FAULTY_STEP
+        # Nodes need a few seconds to exchange their first notes.
+        self._fault.is_due = state.global_step >= (3 * FAULTY_STEP if self._fault.name.endswith("none") else FAULTY_STEP)
         self._fault.happen("callback")
 
     def on_prediction_step(self, args: Any, state: Any, control: Any, **_: Any) -> None:

@@ -93,10 +93,12 @@ class Finding:
 class Judge:
     """Views of all ranks, updated by `look`, from the position of one rank."""
 
-    def __init__(self, board: Board, rank: int, clock: Callable[[], float]) -> None:
+    def __init__(self, board: Board, rank: int, clock: Callable[[], float], limit_of: Callable[[int], float]) -> None:
+        """`limit_of` returns the limit of a phase, for ranks that have not told theirs."""
         self._board = board
         self._rank = rank
         self._clock = clock
+        self._limit_of = limit_of
         self.views = [View(number) for number in range(board.num_ranks)]
         self._looked_at: float | None = None
         self._period = period(board.num_ranks)
@@ -142,7 +144,7 @@ class Judge:
         if cells[PUBLISHED] != view.published:
             view.published, view.published_at = cells[PUBLISHED], now
         view.step, view.phase, view.activity = cells[STEP], cells[PHASE], cells[ACTIVITY]
-        view.limit = cells[LIMIT] / 1000.0 or limits.Limits.setup_timeout
+        view.limit = cells[LIMIT] / 1000.0 or self._limit_of(cells[PHASE])
         view.condition = self._condition(view, cells, now)
         if not view.has_ended:
             view.ended_at = None

@@ -38,14 +38,14 @@ def _culprit(board: Board, view: View, now: float) -> str:
     if view.condition == judge.STOPPED_STATE:
         return f"{who} is stopped (SIGSTOP) and has been in {where} for {seconds}"
     if view.condition == judge.ABSENT:
-        return f"rank {view.rank} has not started"
+        return f"rank {view.rank} has sent no note: it has not started, or cannot be reached"
     return f"{who} has been in {where} for {seconds}"
 
 
 def _together(views: Sequence[View], now: float) -> str:
     who = names([view.rank for view in views])
     if views[0].condition == judge.ABSENT:
-        return f"{who} have not started"
+        return f"{who} have sent no note: they have not started, or cannot be reached"
     seconds = min(now - view.changed_at for view in views)
     places = " and ".join(sorted({place(view) for view in views}))
     return f"all ranks ({who}) have waited for each other in {places} for {seconds:.0f} s"

@@ -14,11 +14,11 @@ import time
 from dataclasses import dataclass
 from typing import Any
 
-from forgather._watch.board import DUMPED, LIMIT, PHASE, PID, START, STOPPED, Board
+from forgather._watch.board import DUMPED, LIMIT, LOCAL, PHASE, PID, START, STOPPED, Board
 from forgather._watch.judge import ACTIVE, WAITING, Finding, Judge
 from forgather._watch.limits import Durations, Limits
 from forgather._watch.message import describe
-from forgather._watch.processes import is_running, stopped_children
+from forgather._watch.processes import is_running, is_stopped, stopped_children
 
 TICK_SECONDS = 0.5
 EXIT_CODE = 75
@@ -27,7 +27,7 @@ _MOST_FILES = 4
 _SECONDS_FOR_OWN_WATCHER = 2.0
 _SECONDS_TO_DUMP = 1.0
 _SECONDS_TO_WRITE = 3.0
-_SECONDS_TO_EXIT = 6.0
+_SECONDS_TO_EXIT = 9.0
 
 
 @dataclass(kw_only=True)
@@ -52,9 +52,9 @@ class Watcher:
     def __init__(self, settings: Settings, board: Board) -> None:
         self._settings = settings
         self._board = board
-        self._judge = Judge(board, settings.rank, time.monotonic)
         self._limits = Limits(**settings.limits)
         self._durations = Durations()
+        self._judge = Judge(board, settings.rank, time.monotonic, self._limit_of)
         self._cells = board.cells[settings.rank]
         self._found_at: float | None = None
 
@@ -71,6 +71,9 @@ class Watcher:
                 self._board.set_verdict(self._describe(finding, f"{limit:g} s (watch.{name})"))
                 verdict = self._board.verdict
         return verdict
+
+    def _limit_of(self, phase: int) -> float:
+        return self._limits.of(phase, self._durations)[0]
 
     def _may_speak(self, finding: Finding | None) -> bool:
         """Return whether this watcher decides: at the second look about its own rank, later about others."""
@@ -103,12 +106,21 @@ class Watcher:
             with contextlib.suppress(ProcessLookupError):
                 os.kill(child, signal.SIGKILL)
         self._cells[DUMPED] = 1
+        self._kill_stopped(verdict["culprits"])
         deadline = time.monotonic() + _SECONDS_TO_EXIT
         while self._rank_runs() and time.monotonic() < deadline and not self._cells[STOPPED]:
             time.sleep(TICK_SECONDS / 5)
         if self._rank_runs():
             print(f"error: {verdict['text']} Rank {self._settings.rank} is killed.", file=sys.stderr, flush=True)
             os.kill(self._cells[PID], signal.SIGKILL)
+
+    def _kill_stopped(self, culprits: list[int]) -> None:
+        """Kill other stopped ranks of this node that had no time to start a watcher of their own."""
+        time.sleep(TICK_SECONDS)
+        for cells in (self._board.cells[rank] for rank in culprits):
+            if cells[LOCAL] and is_stopped(cells[PID], cells[START]) and cells[PID] != self._cells[PID]:
+                with contextlib.suppress(ProcessLookupError):
+                    os.kill(cells[PID], signal.SIGKILL)
 
     def _rank_runs(self) -> bool:
         return os.getppid() == self._cells[PID] and is_running(self._cells[PID], self._cells[START])

@@ -44,10 +44,10 @@ COMPACT = [
     Case("ddp", "loss-stop", 1),
     Case("ddp", "dataset-loop", 1),
     Case("ddp", "loss-gil", 0),
-    Case("ddp", "state-loop", 1),
+    Case("ddp", "state-sleep", 1),
     Case("ddp", "earlyjoined-kill", 1),
-    Case("fsdp2", "loss-loop", 0),
-    Case("pipeline", "callback-loop", 0),
+    Case("fsdp2", "loss-sleep", 0),
+    Case("pipeline", "callback-sleep", 0),
     Case("single", "callback-stopworker", 0),
 ]
 EVERYTHING = [
@@ -106,7 +106,9 @@ def test_every_reachable_rank_names_the_culprit(case: Case, jobs: dict[Case, lis
     assert max(rank.ended_at for rank in ranks) - began < LIMIT_SECONDS + SECONDS_TO_END
 
 
-@pytest.mark.parametrize("case", dict.fromkeys(case for case in CASES if "-loop" in case.fault or "-gil" in case.fault))
+@pytest.mark.parametrize(
+    "case", dict.fromkeys(case for case in CASES if case.fault.endswith(("-loop", "-sleep", "-gil")))
+)
 def test_stacks_of_the_culprit_show_the_loop(case: Case, jobs: dict[Case, list[EndedRank]], directory: Path) -> None:
     (path,) = (directory / name_of(case) / "output" / "watch").iterdir()
     assert path.name == f"rank{case.rank}.txt"
