@@ -131,7 +131,9 @@ class Faulty:
         # Slow enough for the watcher processes to start before the fault.
         time.sleep(0.4)
         # Nodes need a few seconds to exchange their first notes.
-        self._fault.is_due = state.global_step >= (3 * FAULTY_STEP if self._fault.name.endswith("none") else FAULTY_STEP)
+        self._fault.is_due = state.global_step >= (
+            3 * FAULTY_STEP if self._fault.name.endswith("none") else FAULTY_STEP
+        )
         self._fault.happen("callback")
 
     def on_prediction_step(self, args: Any, state: Any, control: Any, **_: Any) -> None:

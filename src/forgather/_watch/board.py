@@ -92,7 +92,7 @@ class Board:
 
     @property
     def published_at(self) -> int:
-        """Time in milliseconds at which a local rank last copied the notes of this node to the store."""
+        """Time of the last copy of this node's notes to the store, in milliseconds."""
         return self._header[PUBLISHED_AT]
 
     @published_at.setter
@@ -132,7 +132,7 @@ class Board:
 
 def board_path(*identity: object) -> str:
     """Return the path of a job's board: equal for all its ranks on a node, different for other jobs and containers."""
-    # Process ids mean nothing in another pid namespace. A network namespace is a node of its own.
+    # Process ids mean nothing in another pid namespace. A network namespace counts as a node.
     spaces = [_namespace(kind) for kind in ("pid", "net")]
     name = hashlib.sha256(repr((identity, spaces)).encode()).hexdigest()[:24]
     return os.path.join(_directory(), f"{_PREFIX}{os.getuid()}-{name}")

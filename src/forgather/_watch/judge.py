@@ -1,7 +1,7 @@
 """Judge: decides from the notes of all ranks whether one of them hangs, and which.
 
 A rank that waits in a collective is a victim. The culprit is a rank that has ended, cannot be reached, is stopped, or
-computes past its limit while no other computing rank is behind it. Each rank's watcher has a judge of its own.
+computes past its limit while no other computing rank is behind it. Each rank's watcher has a judge.
 """
 
 from collections.abc import Callable
@@ -58,7 +58,7 @@ class View:
     """Time of the last new note."""
     published: int = -1
     published_at: float = 0.0
-    """Time at which the notes last arrived from another node."""
+    """Time of the last notes from another node."""
     ended_at: float | None = None
     condition: int = ABSENT
     step: int = 0

@@ -62,7 +62,7 @@ class Limits:
             return self._measured("step_timeout", durations.steps)
         if phase == EVALUATION:
             return self._measured("evaluation_timeout", durations.batches)
-        # A handler may legitimately take minutes, so it has no median of its own.
+        # A handler may legitimately take minutes, so no median limits it.
         explicit = {CALLBACK: "step_timeout", EVALUATION_START: "evaluation_timeout"}.get(phase)
         if explicit is not None and getattr(self, explicit) is not None:
             return getattr(self, explicit), explicit

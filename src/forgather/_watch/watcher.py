@@ -1,6 +1,6 @@
 """Watcher process of one rank: judges hangs, has the stacks of its rank dumped, and ends a rank that cannot end itself.
 
-A process of its own, because C code that keeps the GIL and a stopped process block every thread of the rank. It ends
+A separate process, because C code that keeps the GIL and a stopped process block every thread of the rank. It ends
 with its rank. `main` is the entry point; the rank passes the settings as JSON.
 """
 
@@ -27,12 +27,13 @@ _MOST_FILES = 4
 _SECONDS_FOR_OWN_WATCHER = 2.0
 _SECONDS_TO_DUMP = 1.0
 _SECONDS_TO_WRITE = 3.0
+_SECONDS_FOR_OTHERS = 3.0
 _SECONDS_TO_EXIT = 9.0
 
 
 @dataclass(kw_only=True)
 class Settings:
-    """What a watcher must know about its rank."""
+    """Settings of a watcher."""
 
     board: str
     num_ranks: int
@@ -106,17 +107,18 @@ class Watcher:
             with contextlib.suppress(ProcessLookupError):
                 os.kill(child, signal.SIGKILL)
         self._cells[DUMPED] = 1
-        self._kill_stopped(verdict["culprits"])
-        deadline = time.monotonic() + _SECONDS_TO_EXIT
-        while self._rank_runs() and time.monotonic() < deadline and not self._cells[STOPPED]:
+        # The ranks that can exit come first, so that the launcher sees their message before it sees a killed rank.
+        deadline = time.monotonic() + (_SECONDS_FOR_OTHERS if self._cells[STOPPED] else _SECONDS_TO_EXIT)
+        while self._rank_runs() and time.monotonic() < deadline:
             time.sleep(TICK_SECONDS / 5)
         if self._rank_runs():
             print(f"error: {verdict['text']} Rank {self._settings.rank} is killed.", file=sys.stderr, flush=True)
+            _record(verdict["text"])
             os.kill(self._cells[PID], signal.SIGKILL)
+        self._kill_stopped(verdict["culprits"])
 
     def _kill_stopped(self, culprits: list[int]) -> None:
-        """Kill other stopped ranks of this node that had no time to start a watcher of their own."""
-        time.sleep(TICK_SECONDS)
+        """Kill other stopped ranks of this node, which may have had no time to start a watcher."""
         for cells in (self._board.cells[rank] for rank in culprits):
             if cells[LOCAL] and is_stopped(cells[PID], cells[START]) and cells[PID] != self._cells[PID]:
                 with contextlib.suppress(ProcessLookupError):
@@ -151,6 +153,15 @@ class Watcher:
         if self._settings.stacks:
             with contextlib.suppress(OSError):
                 os.unlink(self._settings.stacks)
+
+
+def _record(text: str) -> None:
+    """Write the error file of torchrun for a rank that cannot write it."""
+    path = os.environ.get("TORCHELASTIC_ERROR_FILE")
+    if path:
+        details = {"py_callstack": "", "timestamp": str(int(time.time()))}
+        with contextlib.suppress(OSError), open(path, "w") as file:
+            json.dump({"message": {"message": f"RankHang: {text}", "extraInfo": details}}, file)
 
 
 def main(text: str) -> None:

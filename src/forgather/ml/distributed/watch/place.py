@@ -17,7 +17,7 @@ class Place:
 
 
 def place_of(rank: int = 0, num_ranks: int = 1, *address: object) -> Place:
-    """Return the place of a rank in the job that meets at `address`; without an address it is alone on its board."""
+    """Describe a rank of the job that meets at `address`. Without an address, no other rank shares its board."""
     if num_ranks == 1 or not address:
         return Place(rank, num_ranks, ("process", os.getpid()))
     attempt = [os.environ.get(name, "") for name in ("TORCHELASTIC_RUN_ID", "TORCHELASTIC_RESTART_COUNT")]

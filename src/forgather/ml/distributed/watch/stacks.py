@@ -32,7 +32,7 @@ _DEBUGGERS = ("/bdb.py", "/pdb.py", "/pydevd.py", "/pydevd_frame.py")
 
 
 def activity_of(thread_id: int) -> int:
-    """Return what a thread does now."""
+    """Return the activity of a thread."""
     frames = sys._current_frames()
     stack = _files(frames.get(thread_id))
     if any(file.endswith(_DEBUGGERS) for file in stack):

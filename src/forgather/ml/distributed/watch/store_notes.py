@@ -1,7 +1,7 @@
 """Notes in the store of torch.distributed: slots of this node are published, slots of other nodes are copied to it.
 
 Whichever rank of a node comes first publishes for all of them, so that a stuck rank silences no other. The store is
-reached over a connection of its own, because calls on one connection block each other.
+reached over a separate connection, because calls on one connection block each other.
 """
 
 import json

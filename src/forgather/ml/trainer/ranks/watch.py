@@ -1,6 +1,6 @@
 """Watch over a run of a trainer: place of this rank, time limits from the arguments, and the folder for stacks.
 
-`Trainer` enters `watched` around training and around an evaluation of its own. Inside a run that is watched already, it
+`Trainer` enters `watched` around training and around `evaluate`. Inside a run that is watched already, it
 does nothing.
 """
 
@@ -26,7 +26,7 @@ _LEAST_COMPILED = 600.0
 
 
 def watched(trainer: "Trainer[Any]", phase: int = SETUP) -> AbstractContextManager[None]:
-    """Return a context in which this rank is watched, as the arguments say."""
+    """Return a context that watches this rank, as the arguments say."""
     args: TrainingArguments = trainer.args
     if not args.watch.enabled:
         return contextlib.nullcontext()
@@ -40,7 +40,7 @@ def limits_of(args: TrainingArguments) -> Limits:
 
 
 def _place(trainer: "Trainer[Any]") -> Place:
-    """Return the place of this rank, without joining a process group."""
+    """Describe this rank, without joining a process group."""
     given = trainer.distributed_env
     if not handles_ranks(type(trainer)) or (given is not None and given.world_size == 1):
         return place_of()
