@@ -60,7 +60,9 @@ EVERYTHING = [
     for kind, rank in (("ddp", 1), ("fsdp2", 1), ("pipeline", 0), ("hybrid", 0))
     for how in ("loop", "stop", "gil")
 ]
-CASES = [*COMPACT, *EVERYTHING] if os.environ.get("EVERY_WATCH_FAULT") == "1" else COMPACT
+REQUESTED = os.environ.get("EVERY_WATCH_FAULT", "")
+"""1: every case. The name of a strategy: every case of it."""
+CASES = [case for case in EVERYTHING if REQUESTED in ("1", case.kind)] or COMPACT
 
 
 @pytest.fixture(scope="module")
