@@ -10,7 +10,7 @@ PIP_FLAGS := --quiet --disable-pip-version-check
 
 export TOKENIZERS_PARALLELISM := false
 
-.PHONY: setup test test-all rehearse test-torch fuzz kill-points demo demo-checkpoints lint house prose bench docs lock clean soak
+.PHONY: setup test test-all rehearse test-torch fuzz kill-points demo demo-checkpoints lint house prose bench docs lock clean soak watch-faults
 
 setup: $(STAMP)
 
@@ -65,6 +65,11 @@ kill-points: $(STAMP)
 # Kill random ranks of FSDP2, HSDP and DDP jobs at random times, resume, and compare the end bit for bit.
 soak: $(STAMP)
 	OMP_NUM_THREADS=1 $(BIN)/python -m tests.support.soak --rounds 60
+
+# Stop, kill and loop a rank of every strategy, and cut the link between two nodes. The suite tries a few of these faults.
+watch-faults: $(STAMP)
+	EVERY_WATCH_FAULT=1 OMP_NUM_THREADS=1 $(BIN)/python -m pytest tests/guarantees/no_hangs/test_watch.py \
+		tests/guarantees/no_hangs/test_watch_network.py
 
 # Train a small model. A second call resumes where the first stopped.
 demo: $(STAMP)

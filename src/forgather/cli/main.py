@@ -1,6 +1,7 @@
 """Entry point of the program: runs the command, and turns its errors into messages and exit codes.
 
-Exit codes: 0 done, or stopped by a signal after saving; 1 the work failed; 2 wrong usage; 130 interrupted.
+Exit codes: 0 done, or stopped by a signal after saving; 1 the work failed; 2 wrong usage; 75 a rank hung;
+130 interrupted.
 """
 
 import os

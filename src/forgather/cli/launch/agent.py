@@ -179,12 +179,12 @@ def _rendezvous(options: LaunchOptions) -> RendezvousHandler:
 
 
 def _tell_failure(cause: RootCause) -> int:
-    """Print the failure once and return exit code 1; raise UsageError for a mistake in the configuration."""
+    """Print the failure once and return the exit code; raise UsageError for a mistake in the configuration."""
     if cause.usage_error is not None:
         raise UsageError(cause.usage_error)
     _show(cause.traceback)
     complain(cause.sentence())
-    return 1
+    return cause.exit_code
 
 
 def _show(traceback: str) -> None:

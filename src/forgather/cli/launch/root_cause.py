@@ -11,11 +11,15 @@ from dataclasses import dataclass
 
 from torch.distributed.elastic.multiprocessing.errors import ProcessFailure
 
+from forgather._watch.watcher import EXIT_CODE as WATCH_EXIT_CODE
+
 # A DistributedError or a subclass of it: all ranks raise it, and the text names the rank where the error began.
 _AGREED = re.compile(r"\w+: rank (\d+) failed (while .*?)\n\nTraceback of rank \1:\n(.*)", re.DOTALL)
 # Messages of ranks that lost contact with a failed rank.
 _CONSEQUENCES = ("contact with the other ranks was lost", "Connection closed by peer", "Connection reset by peer")
 _USAGE_ERROR = "UsageError: "
+# Verdict of the watch over ranks. The rank that it names was often killed, and cannot speak for itself.
+_HANG = "RankHang: "
 
 
 @dataclass(frozen=True)
@@ -27,9 +31,13 @@ class RootCause:
     """End of a sentence that begins with the rank: what happened to it."""
     traceback: str
     usage_error: str | None = None
+    exit_code: int = 1
+    """Exit code of the job."""
 
     def sentence(self) -> str:
         """Return the sentence to print below the traceback."""
+        if self.exit_code == WATCH_EXIT_CODE:
+            return self.what
         return f"rank {self.rank} {self.what}"
 
 
@@ -43,6 +51,8 @@ def find_root_cause(failures: Mapping[int, ProcessFailure]) -> RootCause:
         return RootCause(int(agreed[1]), f"failed {_sentence(agreed[2])}", agreed[3])
     if message.startswith(_USAGE_ERROR):
         return RootCause(rank, "", traceback, message.removeprefix(_USAGE_ERROR))
+    if message.startswith(_HANG):
+        return RootCause(rank, _sentence(message.removeprefix(_HANG)), "", exit_code=WATCH_EXIT_CODE)
     if failure.exitcode < 0:
         return RootCause(rank, f"was killed by {failure.signal_name()}.{_reason(failure)}", traceback)
     if not message:
@@ -51,7 +61,9 @@ def find_root_cause(failures: Mapping[int, ProcessFailure]) -> RootCause:
 
 
 def _distance(failure: ProcessFailure) -> int:
-    """Return a sort key: 0 for a cause, 1 for a lost connection, 2 for a worker that the agent terminated."""
+    """Return a sort key: -1 for a verdict of the watch, 0 for a cause, 1 for a lost connection, 2 if terminated."""
+    if _said(failure)[0].startswith(_HANG):
+        return -1
     if failure.exitcode == -signal.SIGTERM:
         # The agent terminates the remaining workers with SIGTERM.
         return 2

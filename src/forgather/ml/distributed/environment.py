@@ -23,6 +23,7 @@ from forgather.ml.distributed.launch_variables import check_place, read_int
 from forgather.ml.distributed.meeting import leaves_on_signal
 from forgather.ml.distributed.rendezvous import fresh_store, restarts_share_a_store
 from forgather.ml.distributed.shutdown import leave_at_exit
+from forgather.ml.distributed.watch import Limits, Place, place_of, register_early, watching
 
 logger = logging.getLogger(__name__)
 
@@ -34,6 +35,8 @@ _VARIABLES = {
     "master_addr": "MASTER_ADDR",
     "master_port": "MASTER_PORT",
 }
+
+_SECONDS_AFTER_TIMEOUT = 60.0
 
 # Global, because the control groups of `groups.py` are created later and must have the same timeout.
 _requested_timeout: timedelta | None = None
@@ -184,6 +187,7 @@ class DistributedEnvironment:
         self.device = self.device_type = "cpu"
         init_from_env(self)
         check_place(self.rank, self.world_size, self.local_rank, self.local_world_size)
+        register_early(self._place)
         self._use_device(pick_device(self.local_rank, device_map, no_accelerator))
         if always or self.world_size > 1:
             self._join_process_group(backend, _as_timedelta(timeout))
@@ -194,6 +198,10 @@ class DistributedEnvironment:
             f"{type(self).__name__}(rank={self.rank} of {self.world_size}, local_rank={self.local_rank} of "
             f"{self.local_world_size}, device={self.device}, master={self.master_addr}:{self.master_port})"
         )
+
+    @property
+    def _place(self) -> Place:
+        return place_of(self.rank, self.world_size, self.master_addr, self.master_port)
 
     def _use_device(self, device: torch.device) -> None:
         self.device = str(device)
@@ -220,7 +228,12 @@ class DistributedEnvironment:
             # A single process needs no network. A TCP port could collide with another job on the same machine.
             dist.init_process_group(backend, store=HashStore(), rank=0, world_size=1, timeout=limit)
             return
-        with leaves_on_signal(f"rank {self.rank} waits for the other {self.world_size - 1} ranks"):
+        # Torch's own timeout comes first. The watch notices a rank that has registered and then died.
+        limits = Limits(setup_timeout=limit.total_seconds() + _SECONDS_AFTER_TIMEOUT)
+        with (
+            watching(self._place, limits),
+            leaves_on_signal(f"rank {self.rank} waits for the other {self.world_size - 1} ranks"),
+        ):
             self._meet(backend, limit)
 
     def _meet(self, backend: str, limit: timedelta) -> None:

@@ -19,6 +19,7 @@ from forgather.ml.checkpoint.state.rng import RNGState, undisturbed_random_numbe
 from forgather.ml.distributed import (
     DistributedEnvInterface,
 )
+from forgather.ml.distributed.watch import CALLBACK, enter, note
 from forgather.ml.trainer.arguments.training_arguments import (
     BaseTrainingArguments,
     MinimalTrainingArguments,
@@ -588,7 +589,9 @@ class BaseTrainer(ABC, Generic[TArgs]):
         if told != self._told:
             # The handler keeps references, so these ids cannot be reused for other objects.
             handler.context, self._told = self._event_context(), told
+        before = enter(CALLBACK)
         handler.dispatch(event, self.control, readers, **extra)
+        note(before)
 
     def num_dispatched(self, event: str) -> int:
         """Return how often an event was dispatched."""

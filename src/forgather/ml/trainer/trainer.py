@@ -16,6 +16,7 @@ from torch import Tensor, nn
 
 from forgather.ml.checkpoint.components import SharingPattern
 from forgather.ml.checkpoint.manager import CheckpointManager
+from forgather.ml.distributed.watch import EVALUATION_START, OPTIMIZER, note
 from forgather.ml.trainer.amp import AMPContext
 from forgather.ml.trainer.arguments.training_arguments import MinimalTrainingArguments, TrainingArguments
 from forgather.ml.trainer.base_trainer import BaseTrainer
@@ -37,6 +38,7 @@ from forgather.ml.trainer.periodic_function import PeriodicFunction
 from forgather.ml.trainer.ranks.batch_notes import Feed
 from forgather.ml.trainer.ranks.parallel_loading import DataLayout
 from forgather.ml.trainer.ranks.team import SoloTeam, Team
+from forgather.ml.trainer.ranks.watch import watched
 from forgather.ml.trainer.recipes import Recipes
 from forgather.ml.trainer.setup import phases, preparation
 from forgather.ml.trainer.setup.declared_state import BY_LOADING, GLOBAL, PER_RANK, Shared
@@ -268,6 +270,7 @@ class Trainer(BaseTrainer[TTrainingArgs]):
                 f"{type(self).__name__}._should_sync_gradients() is False for the last micro-batch of a step. Ranks would "
                 "update their models with different gradients. Return True there, or do not override it."
             )
+        note(OPTIMIZER)
         # Clipping compares the true norm with max_grad_norm, so the loss scale has to be removed first.
         self.amp_context.unscale_(self.optimizer)
         grad_norm = self._clip_grad_norm(self.args.max_grad_norm)
@@ -647,7 +650,7 @@ class Trainer(BaseTrainer[TTrainingArgs]):
         `use_ema` evaluates the EMA weights (`ema_decay`) instead of the current weights.
         """
         dataset = self.eval_dataset if eval_dataset is None else eval_dataset
-        with torch_settings(self.args):
+        with torch_settings(self.args), watched(self, EVALUATION_START):
             self._prepare_to_evaluate(dataset)
             return self.evaluator.evaluate(dataset, use_ema)
 
@@ -792,7 +795,11 @@ class Trainer(BaseTrainer[TTrainingArgs]):
 
     @contextlib.contextmanager
     def _run_context(self) -> Iterator[None]:
-        with StopSignals() as self._signals, preparation.run_settings(self.args) as self._run:
+        with (
+            watched(self),
+            StopSignals() as self._signals,
+            preparation.run_settings(self.args) as self._run,
+        ):
             self._run.push(self._close_after)
             with reporting_failures(self):
                 yield

@@ -31,6 +31,7 @@ from forgather.ml.trainer.arguments.field_values import Names, fields_with_types
 from forgather.ml.trainer.arguments.minimal_arguments import ArgumentGroup as ArgumentGroup
 from forgather.ml.trainer.arguments.minimal_arguments import ArgumentsT as ArgumentsT
 from forgather.ml.trainer.arguments.minimal_arguments import MinimalTrainingArguments as MinimalTrainingArguments
+from forgather.ml.trainer.arguments.watch_arguments import WatchArguments
 from forgather.ml.trainer.loop.nonfinite import ACTIONS
 
 BaseArgumentsT = TypeVar("BaseArgumentsT", bound="BaseTrainingArguments")
@@ -188,6 +189,7 @@ class TrainingArguments(BaseTrainingArguments):
     """Test accelerators, their memory and their links before training. No effect on CPUs."""
     tune_malloc: bool = True
     """Let glibc keep freed memory for the next step. Affects the full process. No effect on accelerators."""
+    watch: WatchArguments = field(default_factory=WatchArguments)
 
     def __post_init__(self) -> None:
         super().__post_init__()

@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor, nn
 
+from forgather.ml.distributed.watch import EVALUATION, EVALUATION_START, in_phase, note_batch
 from forgather.ml.trainer.loading.collation import require_mapping
 from forgather.ml.trainer.loop.evaluation_sums import (
     SAMPLES_IN_DATASET,
@@ -114,6 +115,10 @@ class Evaluator:
         return metrics
 
     def _metrics_on(self, dataset: BaseDataset | None) -> dict[str, Any]:
+        with in_phase(EVALUATION_START):
+            return self._evaluate(dataset)
+
+    def _evaluate(self, dataset: BaseDataset | None) -> dict[str, Any]:
         trainer = self._trainer
         if dataset is None:
             raise ValueError(
@@ -209,6 +214,7 @@ class Evaluator:
             sums.add(prediction["loss"], targets, samples_in(batch))
         if not self.is_second_look:
             trainer._dispatch_event("on_prediction_step", tokens=targets, batch=batch, **prediction)
+        note_batch(EVALUATION)
 
     def _join(self, batch: Batch) -> None:
         """Run a forward pass whose result does not count, so that other ranks can evaluate their batches."""

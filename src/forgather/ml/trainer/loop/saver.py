@@ -20,6 +20,7 @@ from forgather.ml.checkpoint.manager import CheckpointManager
 from forgather.ml.checkpoint.retention import is_better, metric_value, note_best_metric
 from forgather.ml.checkpoint.rotation import Ranking
 from forgather.ml.checkpoint.store import CHECKPOINTS_FOLDER, checkpoint_path
+from forgather.ml.distributed.watch import SAVING, SETUP, in_phase
 from forgather.ml.trainer.arguments.training_arguments import TrainingArguments
 from forgather.ml.trainer.loop.loop_state import LoopState
 from forgather.ml.trainer.loop.nonfinite import GradientFinding, nonfinite_weights, weights_error
@@ -80,7 +81,8 @@ class Saver:
         if before is None:
             return
         try:
-            path = self.manager.finish_save()
+            with in_phase(SAVING):
+                path = self.manager.finish_save()
         except BaseException:
             before.restore(self._loop)
             raise
@@ -113,7 +115,8 @@ class Saver:
             # A save requested by a callback during that evaluation is the save below.
             trainer.control.should_save = False
         started = time.perf_counter()
-        path = self._save(is_scheduled)
+        with in_phase(SAVING):
+            path = self._save(is_scheduled)
         if path and self._before is None:
             self._tell(path)
         if not is_scheduled:
@@ -148,6 +151,10 @@ class Saver:
     def save_by_hand(self, path: str | None) -> str:
         """Save now, to a path or as the checkpoint of the current step, and wait for the commit; collective."""
         self.finish_save()
+        with in_phase(SAVING):
+            return self._save_to(path)
+
+    def _save_to(self, path: str | None) -> str:
         self._trainer._before_save()
         if path is None:
             # The scheduled save of this step must still run: its evaluation may be pending.
@@ -213,15 +220,19 @@ class Saver:
         best, trainer = self._loop.state.best_model_checkpoint, self._trainer
         if best is None:
             return
-        if not self.manager.load_external_weights(best):
-            with trainer.team.agreement("loading the best model"):
-                trainer._load_weights_of(best)
+        with in_phase(SETUP):
+            self._load_weights(best)
         # The EMA must match the loaded weights, so the current average is discarded first.
         trainer.recipes.forget_average()
         if trainer.recipes.average is not None:
             self.manager.load_component(best, "ema")
         trainer.recipes.begin_average()
         logger.info("Loaded the best weights from %s", best)
+
+    def _load_weights(self, path: str) -> None:
+        if not self.manager.load_external_weights(path):
+            with self._trainer.team.agreement("loading the best model"):
+                self._trainer._load_weights_of(path)
 
     def list_resumed_best(self) -> None:
         """Add the resumed checkpoint to the best list if it is the best but not listed."""

@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 from torch import Tensor
 
+from forgather.ml.distributed.watch import AFTER_STEP, note, note_step
 from forgather.ml.trainer.loading.empty_batch import EmptyBatch
 from forgather.ml.trainer.loop.gradients import clear_gradients
 from forgather.ml.trainer.loop.window import StepBatches, Window, checked_result, samples_in
@@ -53,6 +54,7 @@ class StepRunner:
     def run(self, steps: StepBatches) -> bool:
         """Run one step; return False at the end of the epoch."""
         trainer = self._trainer
+        note_step(trainer.state.global_step + 1)
         steps.begin_step()
         try:
             result = trainer._train_step(steps)
@@ -68,6 +70,7 @@ class StepRunner:
         finally:
             self._leave()
         self._note(steps.window, result)
+        note(AFTER_STEP)
         return True
 
     def _rest_of_epoch(self) -> Iterator[Mapping[str, Any]]:

@@ -13,6 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from forgather.ml.distributed.watch import FORWARD_BACKWARD, LOADING, note
 from forgather.ml.trainer.loading.collation import require_mapping
 from forgather.ml.trainer.loading.empty_batch import EmptyBatch
 
@@ -116,14 +117,18 @@ class StepBatches(Iterator[Batch]):
         elif self.window.is_last:
             return self._beyond(self.window)
         self.window.number += 1
+        # Here and not in `_train_step`, which users override.
+        note(FORWARD_BACKWARD)
         return self.window.batches[self.window.number]
 
     def _fetch(self) -> Window:
         batches: list[Batch] = []
+        note(LOADING)
         for batch in self._batches:
             batches.append(batch)
             if len(batches) == self._size:
                 return Window(batches)
+            note(LOADING)
         # The last window of an epoch may be short. dataloader_drop_last drops it, like an incomplete batch.
         if not batches or self._drop_last:
             raise StopIteration

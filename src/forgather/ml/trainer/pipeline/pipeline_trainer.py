@@ -15,6 +15,7 @@ from torch.distributed import DeviceMesh, ProcessGroup
 from torch.distributed.pipelining import ScheduleGPipe
 
 from forgather.ml.checkpoint.components import SharingPattern
+from forgather.ml.distributed.watch import REDUCE, note
 from forgather.ml.loss import CausalLoss
 from forgather.ml.trainer.loop.gradients import GradientNorm
 from forgather.ml.trainer.loop.window import samples_in
@@ -356,6 +357,7 @@ class PipelineTrainer(Trainer[TPipelineArgs]):
         batch = self.pipeline.batch(input_dict, labels, self.args.per_device_train_batch_size)
         loss = self.runner.step(batch, self._stage_loss.of_batch(total, window.is_stand_in))
         if self._should_sync_gradients():
+            note(REDUCE)
             self._reduce_gradients()
         return loss
 

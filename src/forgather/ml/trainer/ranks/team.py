@@ -19,6 +19,7 @@ from forgather.ml.distributed import DistributedEnvInterface, DistributedError, 
 from forgather.ml.distributed.groups import new_group, new_mesh
 from forgather.ml.distributed.number_exchange import NumberExchange, number_exchange
 from forgather.ml.distributed.rank_links import RankLinks
+from forgather.ml.distributed.watch import EVALUATION, note
 from forgather.ml.trainer.callbacks.handler import asks_for_something, asks_in_steps
 from forgather.ml.trainer.dataloader_dispatcher import DataloaderDispatcher
 from forgather.ml.trainer.loading.builders import ResumableLoader, kind_of
@@ -278,6 +279,8 @@ class RankTeam(SoloTeam):
         is_first = True
         example: Any = None
         while (found := rounds.finish()).num_items > 0:
+            # A rank without batches only waits in each round, and still makes progress.
+            note(EVALUATION)
             batch = None if found.item is NOTHING else found.item
             # Every rank calls `first`, also without a batch: it contains a collective.
             if is_first:

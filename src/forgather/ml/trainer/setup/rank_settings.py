@@ -26,6 +26,7 @@ MAY_DIFFER = {
     "dataloader_pin_memory": "as dataloader_num_workers",
     "dataloader_persistent_workers": "as dataloader_num_workers",
     "dataloader_prefetch_factor": "as dataloader_num_workers",
+    "watch": "affects only when a rank that hangs is reported",
     "gc_threshold": "affects only the cache of a rank's device",
     "detect_anomaly": "checks only the backward pass of a rank, for debugging",
     "debug_optimizer_groups": "log messages of one rank",

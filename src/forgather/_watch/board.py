@@ -1,0 +1,174 @@
+"""Note board: a memory-mapped file with one slot per rank, shared by the ranks of a node and their watchers.
+
+A rank writes its own slot with plain memory stores: no system call, no lock. Slots of ranks on other nodes are copies
+that a store thread writes. The header carries the verdict that ends the job.
+"""
+
+import contextlib
+import hashlib
+import json
+import mmap
+import os
+import tempfile
+import time
+from collections.abc import Mapping
+from typing import Any
+
+from forgather._watch.processes import is_running, start_time
+
+# Cells of a slot, each an unsigned 64-bit number.
+PID, START, LOCAL, STEP, PHASE, COUNT, BATCHES, BEAT, ACTIVITY, LIMIT, STOPPED, DEAD, GONE, DUMPED, PUBLISHED = range(
+    15
+)
+NUM_CELLS = 16
+# Cells of the header.
+VERDICT_SIZE, PUBLISHED_AT = range(2)
+
+_HEADER_BYTES = 8192
+_VERDICT_AT = 256
+_SLOT_BYTES = 256
+_HOST_AT = 8 * NUM_CELLS
+_HOST_BYTES = 64
+_PREFIX = "forgather-watch-"
+_STALE_SECONDS = 600.0
+
+
+class Board:
+    """Slots of all ranks of a job, as cells that are written in place."""
+
+    def __init__(self, path: str, num_ranks: int) -> None:
+        """Open the file, or create it for this user only."""
+        self.path = path
+        self.num_ranks = num_ranks
+        self._opened_at = time.monotonic()
+        size = _HEADER_BYTES + num_ranks * _SLOT_BYTES
+        # O_NOFOLLOW: the directory may be writable for other users.
+        descriptor = os.open(path, os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW | os.O_CLOEXEC, 0o600)
+        try:
+            if os.fstat(descriptor).st_uid != os.getuid():
+                raise PermissionError(f"{path} belongs to another user")
+            if os.fstat(descriptor).st_size < size:
+                os.ftruncate(descriptor, size)
+            self._map = mmap.mmap(descriptor, size)
+        finally:
+            os.close(descriptor)
+        self._bytes = memoryview(self._map)
+        self._header = self._bytes[:_VERDICT_AT].cast("Q")
+        starts = range(_HEADER_BYTES, size, _SLOT_BYTES)
+        self._slots = [self._bytes[start : start + _SLOT_BYTES] for start in starts]
+        self.cells = [slot[:_HOST_AT].cast("Q") for slot in self._slots]
+        """Cells of each rank's slot."""
+
+    def register(self, rank: int, host: str) -> None:
+        """Take the slot of this process, and clear the slots of an earlier job with the same address."""
+        for other in self.cells:
+            if other[LOCAL] and other[PID] and not is_running(other[PID], other[START]):
+                other[PID] = 0
+        cells = self.cells[rank]
+        for number in range(NUM_CELLS):
+            cells[number] = 0
+        name = host.encode()[:_HOST_BYTES]
+        self._slots[rank][_HOST_AT : _HOST_AT + _HOST_BYTES] = name.ljust(_HOST_BYTES, b"\0")
+        cells[LOCAL], cells[START] = 1, start_time(os.getpid()) or 0
+        # Last: a slot without a pid is not read.
+        cells[PID] = os.getpid()
+
+    def host(self, rank: int) -> str:
+        return bytes(self._slots[rank][_HOST_AT : _HOST_AT + _HOST_BYTES]).rstrip(b"\0").decode(errors="replace")
+
+    def slot(self, rank: int) -> bytes:
+        """Return the slot as bytes, for the store."""
+        return bytes(self._slots[rank])
+
+    def mirror(self, rank: int, slot: bytes) -> None:
+        """Copy the slot of a rank on another node."""
+        if len(slot) == _SLOT_BYTES and not self.cells[rank][LOCAL]:
+            self._slots[rank][:] = slot
+            self.cells[rank][LOCAL] = 0
+
+    @property
+    def local_ranks(self) -> list[int]:
+        return [rank for rank, cells in enumerate(self.cells) if cells[LOCAL] and cells[PID]]
+
+    @property
+    def published_at(self) -> int:
+        """Time of the last copy of this node's notes to the store, in milliseconds."""
+        return self._header[PUBLISHED_AT]
+
+    @published_at.setter
+    def published_at(self, milliseconds: int) -> None:
+        self._header[PUBLISHED_AT] = milliseconds
+
+    @property
+    def verdict(self) -> dict[str, Any] | None:
+        """The verdict that ends the job, or None."""
+        size = self._header[VERDICT_SIZE]
+        if size == 0:
+            return None
+        found: dict[str, Any] = json.loads(bytes(self._bytes[_VERDICT_AT : _VERDICT_AT + size]))
+        # An older verdict ended an earlier job with the same address.
+        return found if found["at"] >= self._opened_at else None
+
+    def set_verdict(self, verdict: Mapping[str, Any]) -> None:
+        """Publish a verdict to all ranks of this node, unless there is one."""
+        text = json.dumps({**verdict, "at": time.monotonic()}).encode()
+        if self.verdict is None and len(text) <= _HEADER_BYTES - _VERDICT_AT:
+            self._header[VERDICT_SIZE] = 0
+            self._bytes[_VERDICT_AT : _VERDICT_AT + len(text)] = text
+            self._header[VERDICT_SIZE] = len(text)
+
+    def remove_if_unused(self) -> None:
+        """Delete the file if no process that registered in it still runs."""
+        running = (cells for cells in self.cells if cells[LOCAL] and not cells[GONE])
+        if not any(is_running(cells[PID], cells[START]) for cells in running):
+            with contextlib.suppress(FileNotFoundError):
+                os.unlink(self.path)
+
+    def close(self) -> None:
+        for view in (*self.cells, *self._slots, self._header, self._bytes):
+            view.release()
+        self._map.close()
+
+
+def board_path(*identity: object) -> str:
+    """Return the path of a job's board: equal for all its ranks on a node, different for other jobs and containers."""
+    # Process ids mean nothing in another pid namespace. A network namespace counts as a node.
+    spaces = [_namespace(kind) for kind in ("pid", "net")]
+    name = hashlib.sha256(repr((identity, spaces)).encode()).hexdigest()[:24]
+    return os.path.join(_directory(), f"{_PREFIX}{os.getuid()}-{name}")
+
+
+def remove_stale_boards() -> None:
+    """Delete boards of jobs that were killed together with their watchers."""
+    for name in os.listdir(_directory()):
+        path = os.path.join(_directory(), name)
+        if name.startswith(f"{_PREFIX}{os.getuid()}-"):
+            with contextlib.suppress(OSError, ValueError):
+                _remove_if_stale(path)
+
+
+def _remove_if_stale(path: str) -> None:
+    found = os.stat(path)
+    if time.time() - found.st_ctime < _STALE_SECONDS:
+        # The ranks of a job that starts now may not have registered yet.
+        return
+    if path.endswith(".stacks"):
+        os.unlink(path)
+        return
+    board = Board(path, (found.st_size - _HEADER_BYTES) // _SLOT_BYTES)
+    try:
+        board.remove_if_unused()
+    finally:
+        board.close()
+
+
+def _directory() -> str:
+    memory = "/dev/shm"
+    return memory if os.access(memory, os.W_OK | os.X_OK) else tempfile.gettempdir()
+
+
+def _namespace(kind: str) -> str:
+    try:
+        return os.readlink(f"/proc/self/ns/{kind}")
+    except OSError:
+        return ""
