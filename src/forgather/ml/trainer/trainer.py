@@ -21,6 +21,7 @@ from forgather.ml.trainer.amp import AMPContext
 from forgather.ml.trainer.arguments.training_arguments import MinimalTrainingArguments, TrainingArguments
 from forgather.ml.trainer.base_trainer import BaseTrainer
 from forgather.ml.trainer.diagnostics.failures import reporting_failures
+from forgather.ml.trainer.elastic.global_batch import settle_global_batch
 from forgather.ml.trainer.loading.data_order import Part
 from forgather.ml.trainer.loop import evaluation_sums as evaluation
 from forgather.ml.trainer.loop.evaluator import Evaluator, Prediction
@@ -387,7 +388,9 @@ class Trainer(BaseTrainer[TTrainingArgs]):
     def _get_dataloader(self, dataset: BaseDataset, batch_size: int) -> Any:
         """Return a dataloader of this rank's batches."""
         seed = self.seed if self._loads_for_training else None
-        build = preparation.loader_builder(self.args, dataset, batch_size, self.data_collator, self.device, seed)
+        shares = settle_global_batch(self.args, dataset, self.layout) if self._loads_for_training else None
+        size = batch_size if shares is None else shares.largest
+        build = preparation.loader_builder(self.args, dataset, size, self.data_collator, self.device, seed, shares)
         if not self._loads_for_training:
             return self.team.eval_loader(build, dataset, self._data_layout(for_training=False))
         return self.team.train_loader(build, dataset, self.layout, self.args.dataloader_drop_last, self.feed)
@@ -603,6 +606,8 @@ class Trainer(BaseTrainer[TTrainingArgs]):
         return self.reporter.final_record(self.lr_scheduler, batch_size, self._distributed_tokens)
 
     def _calculate_effective_batch_size(self) -> int:
+        if self.args.global_batch_size is not None:
+            return int(self.args.global_batch_size)
         size = batch_size_of(self.train_dataset, self.args.per_device_train_batch_size)
         return size * self.args.gradient_accumulation_steps * self.num_data_parallel_ranks
 
@@ -758,8 +763,9 @@ class Trainer(BaseTrainer[TTrainingArgs]):
 
     def _get_dataset_sharing_pattern(self) -> SharingPattern:
         layout = self._data_layout(for_training=True)
-        # A rank that reads the full stream is at the same position as all others. Else each has its own.
-        reads_whole = layout.splits_streams or layout.part.num_parts == 1
+        # A rank that reads the full stream is at the same position as all others. Else each has its own. Steps of
+        # global_batch_size samples have one position in the global order, so that checkpoints move between world sizes.
+        reads_whole = layout.splits_streams or layout.part.num_parts == 1 or self.args.global_batch_size is not None
         return SharingPattern.GLOBAL if reads_whole else SharingPattern.PER_RANK
 
     def state_dict(self) -> dict[str, Any]:
