@@ -50,6 +50,11 @@ def find_root_cause(failures: Mapping[int, ProcessFailure]) -> RootCause:
     return RootCause(rank, f"failed: {_sentence(message)}", traceback)
 
 
+def is_consequence(failure: ProcessFailure) -> bool:
+    """Return whether a worker only lost contact with other ranks, or was terminated by its agent."""
+    return _distance(failure) > 0
+
+
 def _distance(failure: ProcessFailure) -> int:
     """Return a sort key: 0 for a cause, 1 for a lost connection, 2 for a worker that the agent terminated."""
     if failure.exitcode == -signal.SIGTERM:

@@ -10,6 +10,7 @@ from typing import Any
 from forgather.cli.config import builders, class_paths, data_builders, model_builders
 from forgather.cli.config.schema import Configuration
 from forgather.cli.config.trainer_kinds import find_kind, load_trainer, make_own_keywords
+from forgather.cli.launch.run_notes import note_preempted
 from forgather.cli.process_setup import show_own_messages
 from forgather.cli.work.job import Job
 from forgather.cli.work.stored_configuration import StoredConfiguration
@@ -49,6 +50,7 @@ def _train(
     try:
         trainer.train()
     except Preempted as stop:
+        note_preempted()
         if job.is_main:
             say_stopped(stop)
         return 0
