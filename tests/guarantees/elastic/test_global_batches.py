@@ -73,9 +73,7 @@ CASES = {
     "ddp 2, sharded": data_parallel(NotingDDP, 2, per_device_train_batch_size=8, dispatch_batches=False),
     "ddp 3, dispatched": data_parallel(NotingDDP, 3, per_device_train_batch_size=8),
     "ddp 3, sharded": data_parallel(NotingDDP, 3, per_device_train_batch_size=2, dispatch_batches=False),
-    "ddp 4, dispatched, workers": data_parallel(
-        NotingDDP, 4, per_device_train_batch_size=1, dataloader_num_workers=1
-    ),
+    "ddp 4, dispatched, workers": data_parallel(NotingDDP, 4, per_device_train_batch_size=1, dataloader_num_workers=1),
     "fsdp2 2": data_parallel(NotingFSDP2, 2, per_device_train_batch_size=3),
     "hsdp 4": data_parallel(NotingFSDP2, 4, per_device_train_batch_size=4, fsdp2={"replicate_size": 2}),
     "pipeline 2": Case(

@@ -29,12 +29,15 @@ from torch.distributed.elastic.rendezvous.registry import get_rendezvous_handler
 
 from forgather.cli.errors import UsageError, complain
 from forgather.cli.launch import run_notes
+from forgather.cli.launch.death_notes import note_deaths
 from forgather.cli.launch.elastic_meeting import ElasticMeeting
 from forgather.cli.launch.node_meeting import NodeMeeting, NumberedMeeting, RepeatedMeeting, wait_in_thread
 from forgather.cli.launch.options import LAUNCHER_VARIABLE, LaunchOptions
 from forgather.cli.launch.root_cause import RootCause, find_root_cause
 
 INTERRUPTED = 130
+REPEATED_FAILURE = 3
+"""Exit code after the same failure has ended several attempts; a scheduler should not start the job again."""
 _LOST_STORE = (
     "The connection to the rendezvous at {endpoint} was lost: the node that hosts it has failed or ended, and the job cannot "
     "continue without it. Start the job again on all nodes; it resumes from the newest checkpoint. An endpoint on a machine "
@@ -174,8 +177,12 @@ class Agent(LocalElasticAgent):
 
     def _announced(self, worker_group: WorkerGroup, result: RunResult) -> RunResult:
         """Return the result, after a message if failed workers will be restarted."""
-        if result.is_failed() and self._received:
-            # A job that was asked to stop must not be restarted.
+        if not result.is_failed():
+            return result
+        if not self._received:
+            note_deaths(worker_group, result)
+        if self._received or find_root_cause(result.failures).repeats:
+            # A job that was asked to stop, or that fails again and again, must not be restarted.
             self._remaining_restarts = 0
         if result.is_failed() and self._remaining_restarts > 0:
             cause = find_root_cause(result.failures)
@@ -244,7 +251,7 @@ def _tell_failure(cause: RootCause) -> int:
         raise UsageError(cause.usage_error)
     _show(cause.traceback)
     complain(cause.sentence())
-    return 1
+    return REPEATED_FAILURE if cause.repeats else 1
 
 
 def _show(traceback: str) -> None:

@@ -129,7 +129,9 @@ def _checked(given: dict[str, str]) -> LaunchOptions:
         devices=given.get("-d"),
         num_nodes=num_nodes or 1,
         min_nodes=min_nodes,
-        node_wait=LaunchOptions.node_wait if "--node-wait" not in given else _number(given, "--node-wait", least=0) or 0,
+        node_wait=LaunchOptions.node_wait
+        if "--node-wait" not in given
+        else _number(given, "--node-wait", least=0) or 0,
         node_rank=node_rank,
         rendezvous_endpoint=endpoint,
         max_restarts=_number(given, "--max-restarts", least=0) or 0,

@@ -16,6 +16,7 @@ _AGREED = re.compile(r"\w+: rank (\d+) failed (while .*?)\n\nTraceback of rank \
 # Messages of ranks that lost contact with a failed rank.
 _CONSEQUENCES = ("contact with the other ranks was lost", "Connection closed by peer", "Connection reset by peer")
 _USAGE_ERROR = "UsageError: "
+_REPEATED = "RepeatedFailureError: "
 
 
 @dataclass(frozen=True)
@@ -27,6 +28,8 @@ class RootCause:
     """End of a sentence that begins with the rank: what happened to it."""
     traceback: str
     usage_error: str | None = None
+    repeats: bool = False
+    """Whether the restart policy has ended the job, because the same failure has come again and again."""
 
     def sentence(self) -> str:
         """Return the sentence to print below the traceback."""
@@ -43,6 +46,8 @@ def find_root_cause(failures: Mapping[int, ProcessFailure]) -> RootCause:
         return RootCause(int(agreed[1]), f"failed {_sentence(agreed[2])}", agreed[3])
     if message.startswith(_USAGE_ERROR):
         return RootCause(rank, "", traceback, message.removeprefix(_USAGE_ERROR))
+    if message.startswith(_REPEATED):
+        return RootCause(rank, f"stopped: {_sentence(message.removeprefix(_REPEATED))}", "", repeats=True)
     if failure.exitcode < 0:
         return RootCause(rank, f"was killed by {failure.signal_name()}.{_reason(failure)}", traceback)
     if not message:
@@ -53,6 +58,11 @@ def find_root_cause(failures: Mapping[int, ProcessFailure]) -> RootCause:
 def is_consequence(failure: ProcessFailure) -> bool:
     """Return whether a worker only lost contact with other ranks, or was terminated by its agent."""
     return _distance(failure) > 0
+
+
+def is_silent(failure: ProcessFailure) -> bool:
+    """Return whether a worker died without a Python error: killed, or ended by a watchdog."""
+    return not _said(failure)[0] and not is_consequence(failure)
 
 
 def _distance(failure: ProcessFailure) -> int:

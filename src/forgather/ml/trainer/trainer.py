@@ -21,7 +21,9 @@ from forgather.ml.trainer.amp import AMPContext
 from forgather.ml.trainer.arguments.training_arguments import MinimalTrainingArguments, TrainingArguments
 from forgather.ml.trainer.base_trainer import BaseTrainer
 from forgather.ml.trainer.diagnostics.failures import reporting_failures
+from forgather.ml.trainer.elastic.attempt import Attempt
 from forgather.ml.trainer.elastic.global_batch import settle_global_batch
+from forgather.ml.trainer.elastic.restart_policy import checkpoint_after_failures
 from forgather.ml.trainer.loading.data_order import Part
 from forgather.ml.trainer.loop import evaluation_sums as evaluation
 from forgather.ml.trainer.loop.evaluator import Evaluator, Prediction
@@ -167,6 +169,7 @@ class Trainer(BaseTrainer[TTrainingArgs]):
         """Requested value of `resume_from_checkpoint`; None if only an evaluation follows."""
         self.resume_path: str | None = None
         self._to_be_loaded: bool | str = False
+        self.attempt: Attempt | None = None
         self._falls_back = self._has_trained = self._loads_for_training = False
         # Overrides of these hooks may act at any step, so `_after_step` must not skip quiet steps.
         hooks = ("_maybe_log_save_evaluate", "_setup_periodic_functions")
@@ -306,6 +309,8 @@ class Trainer(BaseTrainer[TTrainingArgs]):
         # that the ranks exchange, the second counts steps.
         if self.feed.gradients_look_bad or self.loop.interval.wants_settling:
             self.reporter.settle(self.lr_scheduler)
+        if self.attempt is not None:
+            self.attempt.step = self.state.global_step
         self._dispatch_event("on_step_end")
         self.settle_requests("step")
         cadence = self.loop.cadence
@@ -367,6 +372,10 @@ class Trainer(BaseTrainer[TTrainingArgs]):
         self._falls_back = self.args.resume_from_checkpoint is True
         self.claim = phases.claim_output_dir(self)
         path = self.claim.resolve_checkpoint_path(self.args.resume_from_checkpoint)
+        if self._falls_back and path is not None:
+            chosen = checkpoint_after_failures(self.team, self.claim, self.args.output_dir, path)
+            self._falls_back, path = chosen == path, chosen
+        self.attempt = Attempt(self.team, self.args.output_dir, path)
         self.args.resume_from_checkpoint = path or False
         self.resume_path = path or self.claim.resolve_checkpoint_path(self._to_be_loaded)
 
@@ -797,6 +806,8 @@ class Trainer(BaseTrainer[TTrainingArgs]):
         if was_asked_to_resume and self.args.resume_from_checkpoint is False and self.team.rank == 0:
             warn_of_nothing_to_resume(self.args.output_dir)
         self._has_trained = True
+        if self.attempt is not None:
+            self.attempt.begin(self.state.global_step)
         if self.recipes.step_in_backward is not None:
             self._run.enter_context(self.recipes.step_in_backward)
         if self.args.detect_anomaly:

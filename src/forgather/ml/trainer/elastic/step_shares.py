@@ -46,7 +46,9 @@ class StepShares:
                 # The reader of all ranks hands out one micro-batch after another, so its position moves with each.
                 position = own + size if self.reads_all else end
                 # A rank without samples reads the first micro-batch of its round, which has the right shapes.
-                yield Move(own, own + size, position, False) if size else Move(start, start + in_round[0], position, True)
+                yield (
+                    Move(own, own + size, position, False) if size else Move(start, start + in_round[0], position, True)
+                )
             start = end
 
 
