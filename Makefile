@@ -10,7 +10,7 @@ PIP_FLAGS := --quiet --disable-pip-version-check
 
 export TOKENIZERS_PARALLELISM := false
 
-.PHONY: setup test rehearse test-torch fuzz kill-points demo demo-checkpoints lint house prose bench docs lock clean
+.PHONY: setup test rehearse test-torch fuzz kill-points elastic demo demo-checkpoints lint house prose bench docs lock clean
 
 setup: $(STAMP)
 
@@ -57,6 +57,10 @@ fuzz: $(STAMP)
 # Kill one of two ranks at each of its file operations. The suite tries every fourth.
 kill-points: $(STAMP)
 	EVERY_KILL_POINT=1 $(BIN)/python -m pytest tests/guarantees/transactions/test_kill_points.py
+
+# Jobs that lose nodes by SIGKILL and get them back, compared with a job that kept its ranks. Takes minutes.
+elastic: $(STAMP)
+	ELASTIC=1 OMP_NUM_THREADS=1 $(BIN)/python -m pytest tests/guarantees/elastic/test_lost_nodes.py
 
 # Train a small model. A second call resumes where the first stopped.
 demo: $(STAMP)

@@ -32,7 +32,7 @@ from forgather.cli.launch import run_notes
 from forgather.cli.launch.death_notes import note_deaths
 from forgather.cli.launch.elastic_meeting import ElasticMeeting
 from forgather.cli.launch.node_meeting import NodeMeeting, NumberedMeeting, RepeatedMeeting, wait_in_thread
-from forgather.cli.launch.options import LAUNCHER_VARIABLE, LaunchOptions
+from forgather.cli.launch.options import ELASTIC_VARIABLE, LAUNCHER_VARIABLE, LaunchOptions
 from forgather.cli.launch.root_cause import RootCause, find_root_cause
 
 INTERRUPTED = 130
@@ -181,11 +181,11 @@ class Agent(LocalElasticAgent):
             return result
         if not self._received:
             note_deaths(worker_group, result)
-        if self._received or find_root_cause(result.failures).repeats:
-            # A job that was asked to stop, or that fails again and again, must not be restarted.
+        cause = find_root_cause(result.failures)
+        if self._received or cause.repeats or cause.usage_error is not None:
+            # A job that was asked to stop, or that would fail again, must not be restarted.
             self._remaining_restarts = 0
         if result.is_failed() and self._remaining_restarts > 0:
-            cause = find_root_cause(result.failures)
             num_restarts = worker_group.spec.max_restarts
             number = num_restarts - self._remaining_restarts + 1
             _show(cause.traceback)
@@ -203,6 +203,8 @@ def send(number: int, pids: Sequence[int]) -> None:
 def _prepare_environment(options: LaunchOptions) -> None:
     """Set the environment variables that the workers inherit, and silence torch's elastic loggers."""
     os.environ[LAUNCHER_VARIABLE] = sys.argv[0]
+    if options.is_elastic:
+        os.environ[ELASTIC_VARIABLE] = f"{options.min_nodes}:{options.num_nodes}"
     os.environ["TORCHELASTIC_SIGNALS_TO_HANDLE"] = _SIGNALS_OF_AGENT
     if "OMP_NUM_THREADS" not in os.environ:
         # By default each process uses one thread per core, so that the processes would compete for the cores.

@@ -9,6 +9,8 @@ from dataclasses import dataclass
 
 from forgather.cli.errors import UsageError
 
+ELASTIC_VARIABLE = "FORGATHER_ELASTIC"
+"""Environment variable of the workers of an elastic job: the range of --nnodes."""
 LAUNCHER_VARIABLE = "FORGATHER_LAUNCHER"
 """Environment variable of workers that `forgather train --nproc` started: the path of the program as it was called."""
 

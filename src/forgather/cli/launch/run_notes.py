@@ -34,10 +34,16 @@ def note_preempted() -> None:
 def was_preempted() -> bool:
     """Return whether the workers of this launcher were stopped by a signal; forget it for the next workers."""
     folder = notes_folder()
-    if folder is None or not (folder / _PREEMPTED).exists():
+    if folder is None or not is_preempted():
         return False
     (folder / _PREEMPTED).unlink()
     return True
+
+
+def is_preempted() -> bool:
+    """Return whether a worker of this node has recorded a stop signal."""
+    folder = notes_folder()
+    return folder is not None and (folder / _PREEMPTED).exists()
 
 
 def read_progress(local_rank: int) -> Mapping[str, Any]:

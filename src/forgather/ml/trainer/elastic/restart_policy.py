@@ -88,8 +88,8 @@ def _diagnosis(verdict: Verdict, path: str, newest: str) -> str:
     failure = verdict.failure
     return (
         f"The same failure has ended {verdict.num_attempts} attempts at step {failure.step}, also after going back one "
-        f"checkpoint, so another restart would fail too: {failure}. The cause is probably the data or the code of this step, or "
-        f"rank {failure.rank} on host {failure.host}. Correct it, then remove {path} to resume from {newest}, or set "
+        f"checkpoint, so another restart would fail too: {failure}. The cause is probably the data or the code of this step, "
+        f"or rank {failure.rank} on host {failure.host}. Correct it, then remove {path} to resume from {newest}, or set "
         "resume_from_checkpoint to a checkpoint."
     )
 
