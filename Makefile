@@ -60,7 +60,7 @@ kill-points: $(STAMP)
 
 # Jobs that lose nodes by SIGKILL and get them back, compared with a job that kept its ranks. Takes minutes.
 elastic: $(STAMP)
-	ELASTIC=1 OMP_NUM_THREADS=1 $(BIN)/python -m pytest tests/guarantees/elastic/test_lost_nodes.py
+	ELASTIC=1 OMP_NUM_THREADS=1 $(BIN)/python -m pytest tests/guarantees/elastic
 
 # Train a small model. A second call resumes where the first stopped.
 demo: $(STAMP)

@@ -41,9 +41,10 @@ def words(**arguments: Any) -> list[str]:
     return ["--callbacks", CALLBACK, *(f"--args.{name}={value}" for name, value in options.items())]
 
 
-def node(folder: Path, number: int, endpoint: str, *more: str) -> CapturedProcess:
+def node(folder: Path, number: int, endpoint: str, *more: str, **arguments: Any) -> CapturedProcess:
     place = ("--nproc", "1", "--nnodes", "2:4", "--node-rank", str(number), "--node-wait", "3")
-    return start(folder, *PROGRAM, "--trainer", "ddp", *place, "--rdzv-endpoint", endpoint, *words(), *more)
+    kind = () if "--trainer" in more else ("--trainer", "ddp")
+    return start(folder, *PROGRAM, *kind, *place, "--rdzv-endpoint", endpoint, *words(**arguments), *more)
 
 
 def notes(folder: Path) -> list[dict[str, Any]]:
@@ -123,3 +124,27 @@ def test_job_of_4_3_2_and_4_nodes_trains_like_one_that_stayed(reference: Path, t
     assert max(note["step"] for note in notes(tmp_path) if note["size"] == 4) == NUM_STEPS - 1
     assert "a node joins: saving a checkpoint before the restart" in "".join(outputs)
     assert_like_reference(tmp_path, reference)
+
+
+def hybrid_node(folder: Path, number: int, endpoint: str, *more: str) -> CapturedProcess:
+    return node(folder, number, endpoint, "--trainer", "hybrid", *more, pp_size=2, max_steps=10)
+
+
+@needs_elastic
+def test_hybrid_job_on_three_ranks_keeps_a_spare_or_fails(tmp_path: Path) -> None:
+    write_tiny_run(tmp_path)
+    text = (tmp_path / "tiny.yaml").read_text()
+    (tmp_path / "tiny.yaml").write_text(text.replace("num_hidden_layers: 1", "num_hidden_layers: 2"))
+    endpoint = f"localhost:{free_port()}"
+    nodes = [hybrid_node(tmp_path, number, endpoint) for number in range(3)]
+    for one in nodes:
+        assert one.wait(SECONDS) == 0, one.output
+    outputs = "".join(one.output for one in nodes)
+    assert outputs.count("1 of 3 ranks wait as spares: 1 pipeline(s) of 2 ranks train") == 1
+    assert (tmp_path / "out/checkpoints/checkpoint-10").is_dir()
+    endpoint = f"localhost:{free_port()}"
+    fails = ("--args.elastic=fail", "--args.output_dir=other", "--max-restarts", "3")
+    nodes = [hybrid_node(tmp_path, number, endpoint, *fails) for number in range(3)]
+    codes = [one.wait(SECONDS) for one in nodes]
+    assert 2 in codes and 0 not in codes, "".join(one.output for one in nodes)
+    assert "does not fit the 3 ranks that are left" in "".join(one.output for one in nodes)
