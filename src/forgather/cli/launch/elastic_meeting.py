@@ -12,7 +12,9 @@ from typing import Any
 from torch.distributed.elastic.rendezvous import (
     RendezvousConnectionError,
     RendezvousHandler,
+    RendezvousInfo,
     RendezvousParameters,
+    RendezvousTimeoutError,
 )
 from torch.distributed.elastic.rendezvous.registry import get_rendezvous_handler
 
@@ -48,6 +50,18 @@ class ElasticMeeting(RepeatedMeeting):
         if self.num_missing() == 0:
             return f"{len(self.members)} of at most {self._max_nodes} nodes joined at {self.endpoint}, waiting for more"
         return super().waiting_for()
+
+    def next_rendezvous(self) -> RendezvousInfo:
+        try:
+            return super().next_rendezvous()
+        except RendezvousTimeoutError:
+            raise self._timeout_error() from None
+
+    def _timeout_error(self) -> TimeoutError:
+        return TimeoutError(
+            f"Fewer than {self._num_nodes} nodes met at --rdzv-endpoint {self.endpoint} within {_JOIN_SECONDS} s. Start the "
+            f"same command on at least {self._num_nodes} nodes, and check that every node can reach this address."
+        )
 
     @property
     def _state(self) -> Any:

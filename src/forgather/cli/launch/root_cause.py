@@ -11,6 +11,8 @@ from dataclasses import dataclass
 
 from torch.distributed.elastic.multiprocessing.errors import ProcessFailure
 
+from forgather.ml.distributed.entry_point import SIGNS_OF_LOST_CONTACT
+
 # A DistributedError or a subclass of it: all ranks raise it, and the text names the rank where the error began.
 _AGREED = re.compile(r"\w+: rank (\d+) failed (while .*?)\n\nTraceback of rank \1:\n(.*)", re.DOTALL)
 # Messages of ranks that lost contact with a failed rank.
@@ -56,8 +58,9 @@ def find_root_cause(failures: Mapping[int, ProcessFailure]) -> RootCause:
 
 
 def is_consequence(failure: ProcessFailure) -> bool:
-    """Return whether a worker only lost contact with other ranks, or was terminated by its agent."""
-    return _distance(failure) > 0
+    """Return whether a worker may only have lost contact with other ranks, or was terminated by its agent."""
+    text = _said(failure)[0].lower()
+    return _distance(failure) > 0 or any(sign in text for sign in (*SIGNS_OF_LOST_CONTACT, "disterror"))
 
 
 def is_silent(failure: ProcessFailure) -> bool:

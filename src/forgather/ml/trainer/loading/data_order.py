@@ -223,11 +223,10 @@ class PositionedBatches(Sampler[list[int]]):
 
     def __len__(self) -> int:
         """Return the number of batches of the full epoch, regardless of the position."""
-        per_round = self.round_size
-        whole, rest = divmod(self.order.num_samples, per_round)
+        whole, rest = divmod(self.order.num_samples, self.round_size)
         if rest == 0 or (self.drop_last and self._fills_up):
             return whole
-        has_part_of_rest = self._fills_up or not self.is_empty(whole * per_round)
+        has_part_of_rest = self._fills_up or not self.is_empty(whole * self.round_size)
         return whole + 1 if has_part_of_rest else whole
 
     @property
@@ -237,8 +236,7 @@ class PositionedBatches(Sampler[list[int]]):
 
     def end_of_round(self, start: int) -> int:
         """Return the end of the round that begins at `start`; `start` itself if there is no round."""
-        end = self.order.num_samples
-        stop = min(start + self.round_size, end)
+        stop = min(start + self.round_size, self.order.num_samples)
         if not self.drop_last:
             return stop
         # Training drops an incomplete round, because every rank needs a batch. Evaluation drops an incomplete batch only.
