@@ -16,7 +16,7 @@ _WATCHDOG_EXIT_CODE = 75
 
 
 def note_deaths(worker_group: WorkerGroup, result: RunResult) -> None:
-    """Note each worker of this node that died without an error of its own."""
+    """Note each worker of this node that died without a Python error."""
     for worker in worker_group.workers:
         failure = result.failures.get(worker.global_rank)
         progress = read_progress(worker.local_rank) if failure is not None and is_silent(failure) else {}

@@ -86,6 +86,6 @@ class ElasticMeeting(RepeatedMeeting):
 
     @property
     def _own_address(self) -> str | None:
-        """Return the address at which other nodes reach this one; None: the host name."""
+        """Return the address of this node for the other nodes; None: the host name."""
         host = self.endpoint.rpartition(":")[0]
         return host.strip("[]") if host in _LOOPBACK else None

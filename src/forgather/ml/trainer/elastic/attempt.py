@@ -1,4 +1,4 @@
-"""Attempt: identity and progress of one start of a job, for the notes of its failures.
+"""Attempt: identity, step and resumed checkpoint of one start of a job, for failures.jsonl.
 
 Under Forgather's launcher, the step is also kept in a small mapped file: the launcher reads it after a worker has died
 without a Python error. The trainer creates one per `train`, and notes a failure only after the first step began.

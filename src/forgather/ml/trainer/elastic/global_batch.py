@@ -34,7 +34,7 @@ def settle_global_batch(args: TrainingArguments, dataset: BaseDataset, layout: D
 
 
 def shares_of_part(shares: StepShares, part: Part) -> StepShares:
-    """Return the shares of the process that reads `part`; raise ValueError if ranks have datasets of their own."""
+    """Return the shares of the process that reads `part`; raise ValueError if ranks have different datasets."""
     # The caller sharded the data, so positions of different ranks are positions of different orders.
     if not shares.reads_all and part != shares.part:
         raise ValueError(

@@ -1,6 +1,6 @@
 """Restart policy: a failure that repeats at the same step goes back one checkpoint, and the third time ends the job.
 
-It applies only if the trainer resumes by itself (`resume_from_checkpoint=True`) and finds a checkpoint. Progress beyond
+It applies to `resume_from_checkpoint=True` with a checkpoint to resume from. Progress beyond
 the step of the failure resets the count. `Trainer._resolve_checkpoint` calls it on every rank, with the same result.
 """
 
