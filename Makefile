@@ -10,7 +10,7 @@ PIP_FLAGS := --quiet --disable-pip-version-check
 
 export TOKENIZERS_PARALLELISM := false
 
-.PHONY: setup test test-all rehearse test-torch fuzz kill-points demo demo-checkpoints lint house prose bench docs lock clean soak watch-faults
+.PHONY: setup test test-all rehearse test-torch fuzz kill-points demo demo-checkpoints lint house prose bench docs lock clean soak watch-faults elastic
 
 setup: $(STAMP)
 
@@ -70,6 +70,10 @@ soak: $(STAMP)
 watch-faults: $(STAMP)
 	EVERY_WATCH_FAULT=1 OMP_NUM_THREADS=1 $(BIN)/python -m pytest tests/guarantees/no_hangs/test_watch.py \
 		tests/guarantees/no_hangs/test_watch_network.py
+
+# Jobs that lose nodes by SIGKILL and get them back, compared with a job that kept its ranks. Takes minutes.
+elastic: $(STAMP)
+	ELASTIC=1 OMP_NUM_THREADS=1 $(BIN)/python -m pytest tests/guarantees/elastic
 
 # Train a small model. A second call resumes where the first stopped.
 demo: $(STAMP)

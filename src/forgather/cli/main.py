@@ -1,7 +1,7 @@
 """Entry point of the program: runs the command, and turns its errors into messages and exit codes.
 
-Exit codes: 0 done, or stopped by a signal after saving; 1 the work failed; 2 wrong usage; 75 a rank hung;
-130 interrupted.
+Exit codes: 0 done, or stopped by a signal after saving; 1 the work failed; 2 wrong usage; 3 the same failure again and
+again; 75 a rank hung; 130 interrupted.
 """
 
 import os
@@ -65,7 +65,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
         if debug or (is_worker() and not _is_recorded()):
             raise
         _tell(f"{_describe(error)}\n(forgather --debug ... shows the traceback)")
-        return 1
+        # 1, or the exit code of the error class.
+        return int(getattr(error, "exit_code", 1))
 
 
 def _run(words: list[str]) -> int:

@@ -36,6 +36,9 @@ Multiple processes (--trainer {several}); omit these options under torchrun:
   -d 0,1          one process on each of these devices
   --nnodes M --node-rank R --rdzv-endpoint HOST:PORT
                   M nodes: run the same command on each, with its own R from 0, and an address of node 0
+  --nnodes MIN:MAX --rdzv-endpoint HOST:PORT [--node-wait S]
+                  elastic job: restarts on the nodes that are left when one is lost, and grows when one joins; waits S
+                  seconds (15) for more nodes once MIN have joined
   --max-restarts K
                   restart all processes up to K times after a failure; they resume from the newest checkpoint
 """

@@ -10,7 +10,7 @@ import sys
 import tempfile
 import threading
 import uuid
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from types import FrameType
 from typing import Any
@@ -18,15 +18,30 @@ from typing import Any
 from torch.distributed.elastic.agent.server.api import RunResult, WorkerGroup, WorkerSpec
 from torch.distributed.elastic.agent.server.local_elastic_agent import LocalElasticAgent
 from torch.distributed.elastic.multiprocessing import DefaultLogsSpecs, SignalException
-from torch.distributed.elastic.rendezvous import RendezvousHandler, RendezvousParameters
+from torch.distributed.elastic.multiprocessing.errors import ProcessFailure
+from torch.distributed.elastic.rendezvous import (
+    RendezvousClosedError,
+    RendezvousConnectionError,
+    RendezvousHandler,
+    RendezvousParameters,
+)
 from torch.distributed.elastic.rendezvous.registry import get_rendezvous_handler
 
 from forgather.cli.errors import UsageError, complain
+from forgather.cli.launch import run_notes
+from forgather.cli.launch.death_notes import note_deaths
+from forgather.cli.launch.elastic_meeting import ElasticMeeting
 from forgather.cli.launch.node_meeting import NodeMeeting, NumberedMeeting, RepeatedMeeting, wait_in_thread
-from forgather.cli.launch.options import LAUNCHER_VARIABLE, LaunchOptions
-from forgather.cli.launch.root_cause import RootCause, find_root_cause
+from forgather.cli.launch.options import ELASTIC_VARIABLE, LAUNCHER_VARIABLE, LaunchOptions
+from forgather.cli.launch.root_cause import REPEATED_FAILURE, RootCause, find_root_cause
 
 INTERRUPTED = 130
+"""Exit code after the same failure has ended several attempts; a scheduler should not start the job again."""
+_LOST_STORE = (
+    "The connection to the rendezvous at {endpoint} was lost: the node that hosts it has failed or ended, and the job cannot "
+    "continue without it. Start the job again on all nodes; it resumes from the newest checkpoint. An endpoint on a machine "
+    "outside of the job survives the loss of any node."
+)
 _STOP_SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1)
 # Signals that torch's agent handles itself. It must not handle the stop signals: it would kill the workers after 30
 # seconds and report a failure, while they are still saving.
@@ -38,16 +53,22 @@ def launch(options: LaunchOptions, words: Sequence[str]) -> int:
     _prepare_environment(options)
     spec = _worker_spec(options, words)
     # The folder receives one error file per worker, written by torchelastic.
-    with tempfile.TemporaryDirectory(prefix="forgather-") as folder_of_errors:
-        agent = _Agent(spec, DefaultLogsSpecs(log_dir=folder_of_errors))
+    with tempfile.TemporaryDirectory(prefix="forgather-") as folder:
+        agent = _make_agent(options, spec, folder)
         try:
             with agent.stop_signals_handed_on():
                 result = agent.run()
+        except RendezvousConnectionError as lost:
+            raise ConnectionError(_LOST_STORE.format(endpoint=options.rendezvous_endpoint)) from lost
+        except RendezvousClosedError:
+            return _end_with_others(agent)
+        except NoRestartsLeft as failed:
+            return _tell_failure(find_root_cause(failed.failures))
         except SignalException as stop:
             complain(f"stopped by {stop.sigval.name}; nothing was saved since the last checkpoint")
             return 128 + int(stop.sigval)
         finally:
-            if agent.has_met:
+            if agent.has_met and not agent.leaves:
                 spec.rdzv_handler.shutdown()
     if not result.is_failed():
         return 0
@@ -56,7 +77,32 @@ def launch(options: LaunchOptions, words: Sequence[str]) -> int:
     return _tell_failure(find_root_cause(result.failures))
 
 
-class _Agent(LocalElasticAgent):
+def _end_with_others(agent: "Agent") -> int:
+    """Return the exit code of a node that finds the rendezvous closed; a node that never trained is a spare."""
+    complain("the job has ended on the other nodes; see their output")
+    return 1 if agent.has_trained else 0
+
+
+class NoRestartsLeft(Exception):
+    """The same nodes met again after a failure, and --max-restarts is used up."""
+
+    def __init__(self, failures: Mapping[int, ProcessFailure]) -> None:
+        super().__init__()
+        self.failures = failures
+
+
+def _make_agent(options: LaunchOptions, spec: WorkerSpec, folder: str) -> "Agent":
+    run_notes.use_folder(folder)
+    logs = DefaultLogsSpecs(log_dir=folder)
+    if not options.is_elastic:
+        return Agent(spec, logs)
+    # Imported here, because it extends the agent of this module.
+    from forgather.cli.launch.elastic_agent import ElasticAgent
+
+    return ElasticAgent(spec, logs)
+
+
+class Agent(LocalElasticAgent):
     """Elastic agent that waits for stopped workers until they have saved."""
 
     def __init__(self, spec: WorkerSpec, logs_specs: DefaultLogsSpecs) -> None:
@@ -64,6 +110,8 @@ class _Agent(LocalElasticAgent):
         self._received: list[signal.Signals] = []
         # None: there are no workers yet. Empty: workers are starting, and their process ids are not known yet.
         self._pids: list[int] | None = None
+        self.has_trained = False
+        """Whether this node has started workers."""
 
     @contextmanager
     def stop_signals_handed_on(self) -> Iterator[None]:
@@ -85,6 +133,11 @@ class _Agent(LocalElasticAgent):
         return bool(self._received) and any(failure.exitcode in by_request for failure in result.failures.values())
 
     @property
+    def leaves(self) -> bool:
+        """Whether only this node stops, and the other nodes of the job continue."""
+        return False
+
+    @property
     def has_met(self) -> bool:
         """Whether a rendezvous was completed; shutting down one in progress would break it for other nodes."""
         return self._pids is not None
@@ -94,7 +147,7 @@ class _Agent(LocalElasticAgent):
             # No workers exist yet, or two interrupts did not stop them.
             raise KeyboardInterrupt
         self._received.append(signal.Signals(number))
-        _send(number, self._pids)
+        send(number, self._pids)
 
     def _rendezvous(self, worker_group: WorkerGroup) -> None:
         # There are no workers to forward signals to until new ones start.
@@ -104,26 +157,34 @@ class _Agent(LocalElasticAgent):
         meeting = worker_group.spec.rdzv_handler
         # A rendezvous of nodes may take minutes; the main thread must stay free to handle signals.
         if isinstance(meeting, NodeMeeting):
-            wait_in_thread(lambda: super(_Agent, self)._rendezvous(worker_group), meeting)
+            wait_in_thread(lambda: super(Agent, self)._rendezvous(worker_group), meeting)
         else:
             super()._rendezvous(worker_group)
 
     def _start_workers(self, worker_group: WorkerGroup) -> dict[int, Any]:
-        self._pids = []
+        self._pids, self.has_trained = [], True
         workers: dict[int, Any] = super()._start_workers(worker_group)
         self._pids = list(workers.values())
         # Signals that arrived while the workers were starting.
         for number in self._received:
-            _send(number, self._pids)
+            send(number, self._pids)
         return workers
 
     def _monitor_workers(self, worker_group: WorkerGroup) -> RunResult:
         result: RunResult = super()._monitor_workers(worker_group)
-        if result.is_failed() and self._received:
-            # A job that was asked to stop must not be restarted.
+        return self._announced(worker_group, result)
+
+    def _announced(self, worker_group: WorkerGroup, result: RunResult) -> RunResult:
+        """Return the result, after a message if failed workers will be restarted."""
+        if not result.is_failed():
+            return result
+        if not self._received:
+            note_deaths(worker_group, result)
+        cause = find_root_cause(result.failures)
+        if self._received or cause.exit_code == REPEATED_FAILURE or cause.usage_error is not None:
+            # A job that was asked to stop, or that would fail again, must not be restarted.
             self._remaining_restarts = 0
         if result.is_failed() and self._remaining_restarts > 0:
-            cause = find_root_cause(result.failures)
             num_restarts = worker_group.spec.max_restarts
             number = num_restarts - self._remaining_restarts + 1
             _show(cause.traceback)
@@ -131,7 +192,7 @@ class _Agent(LocalElasticAgent):
         return result
 
 
-def _send(number: int, pids: Sequence[int]) -> None:
+def send(number: int, pids: Sequence[int]) -> None:
     for pid in pids:
         # The worker may have exited already.
         with suppress(ProcessLookupError):
@@ -141,6 +202,8 @@ def _send(number: int, pids: Sequence[int]) -> None:
 def _prepare_environment(options: LaunchOptions) -> None:
     """Set the environment variables that the workers inherit, and silence torch's elastic loggers."""
     os.environ[LAUNCHER_VARIABLE] = sys.argv[0]
+    if options.is_elastic:
+        os.environ[ELASTIC_VARIABLE] = f"{options.min_nodes}:{options.num_nodes}"
     os.environ["TORCHELASTIC_SIGNALS_TO_HANDLE"] = _SIGNALS_OF_AGENT
     if "OMP_NUM_THREADS" not in os.environ:
         # By default each process uses one thread per core, so that the processes would compete for the cores.
@@ -167,6 +230,11 @@ def _worker_spec(options: LaunchOptions, words: Sequence[str]) -> WorkerSpec:
 
 def _rendezvous(options: LaunchOptions) -> RendezvousHandler:
     """Return the rendezvous handler; a single node uses a free local port."""
+    if options.is_elastic:
+        assert options.min_nodes is not None and options.rendezvous_endpoint is not None
+        return ElasticMeeting(
+            options.rendezvous_endpoint, options.min_nodes, options.num_nodes, options.node_rank, options.node_wait
+        )
     if options.num_nodes == 1:
         # Without local_addr torch resolves this machine's host name, which takes seconds where no DNS server answers.
         return get_rendezvous_handler(

@@ -9,6 +9,8 @@ from dataclasses import dataclass
 
 from forgather.cli.errors import UsageError
 
+ELASTIC_VARIABLE = "FORGATHER_ELASTIC"
+"""Environment variable of the workers of an elastic job: the range of --nnodes."""
 LAUNCHER_VARIABLE = "FORGATHER_LAUNCHER"
 """Environment variable of workers that `forgather train --nproc` started: the path of the program as it was called."""
 
@@ -21,6 +23,11 @@ class LaunchOptions:
     """Processes per node; None if not specified."""
     devices: str | None = None
     num_nodes: int = 1
+    """Number of nodes; the maximum of an elastic job."""
+    min_nodes: int | None = None
+    """Minimum number of nodes of an elastic job (--nnodes MIN:MAX); None: the number is fixed."""
+    node_wait: int = 15
+    """Seconds that an elastic job waits for more nodes once the minimum has joined."""
     node_rank: int | None = None
     rendezvous_endpoint: str | None = None
     max_restarts: int = 0
@@ -38,8 +45,12 @@ class LaunchOptions:
         # Restarts need a parent process, even for a single worker.
         return self.world_size > 1 or self.max_restarts > 0
 
+    @property
+    def is_elastic(self) -> bool:
+        return self.min_nodes is not None
 
-_OPTIONS = ("--nproc", "-d", "--nnodes", "--node-rank", "--rdzv-endpoint", "--max-restarts")
+
+_OPTIONS = ("--nproc", "-d", "--nnodes", "--node-rank", "--node-wait", "--rdzv-endpoint", "--max-restarts")
 LAUNCH_OPTION_NAMES = tuple(option.lstrip("-") for option in _OPTIONS if option != "-d")
 
 
@@ -95,6 +106,8 @@ def check_against_launcher(options: LaunchOptions) -> None:
             "without that launcher."
         )
     num_nodes = world_size // max(per_node, 1)
+    if options.min_nodes is not None and options.min_nodes <= num_nodes <= options.num_nodes:
+        return
     # 1 is also the default, so it is no contradiction.
     if options.num_nodes not in (1, num_nodes):
         raise UsageError(
@@ -104,14 +117,23 @@ def check_against_launcher(options: LaunchOptions) -> None:
 
 
 def _checked(given: dict[str, str]) -> LaunchOptions:
-    num_nodes = _number(given, "--nnodes", least=1)
+    min_nodes, num_nodes = _node_range(given)
     node_rank = _number(given, "--node-rank", least=0)
     endpoint = given.get("--rdzv-endpoint")
-    _check_nodes(num_nodes, node_rank, endpoint)
+    if min_nodes is not None:
+        _check_elastic(given["--nnodes"], endpoint)
+    else:
+        _check_nodes(num_nodes, node_rank, endpoint)
+        if "--node-wait" in given:
+            raise UsageError("--node-wait is for a range of nodes: write --nnodes MIN:MAX, or remove --node-wait.")
     return LaunchOptions(
         num_processes=_num_processes(given),
         devices=given.get("-d"),
         num_nodes=num_nodes or 1,
+        min_nodes=min_nodes,
+        node_wait=LaunchOptions.node_wait
+        if "--node-wait" not in given
+        else _number(given, "--node-wait", least=0) or 0,
         node_rank=node_rank,
         rendezvous_endpoint=endpoint,
         max_restarts=_number(given, "--max-restarts", least=0) or 0,
@@ -136,6 +158,26 @@ def _num_processes(given: dict[str, str]) -> int | None:
     return len(numbers)
 
 
+def _node_range(given: dict[str, str]) -> tuple[int | None, int | None]:
+    """Return minimum and maximum of --nnodes MIN:MAX; the minimum of a single number is None."""
+    text = given.get("--nnodes", "")
+    if ":" not in text:
+        return None, _number(given, "--nnodes", least=1)
+    numbers = text.split(":")
+    if len(numbers) != 2 or not all(one.isdecimal() for one in numbers) or not 1 <= int(numbers[0]) <= int(numbers[1]):
+        raise UsageError(f"--nnodes {text}: expected MIN:MAX, such as 2:4, with MIN of 1 or more and at most MAX.")
+    return int(numbers[0]), int(numbers[1])
+
+
+def _check_elastic(text: str, endpoint: str | None) -> None:
+    if endpoint is None:
+        raise UsageError(
+            f"--nnodes {text} also needs --rdzv-endpoint HOST:PORT, an address that all nodes can reach. Run the same command "
+            "on each node. The node on HOST, or the one with --node-rank 0, hosts the rendezvous."
+        )
+    _check_endpoint(endpoint)
+
+
 def _check_nodes(num_nodes: int | None, node_rank: int | None, endpoint: str | None) -> None:
     if num_nodes is None or num_nodes == 1:
         # --node-rank 0 is harmless with one node.
@@ -153,6 +195,10 @@ def _check_nodes(num_nodes: int | None, node_rank: int | None, endpoint: str | N
         )
     if node_rank >= num_nodes:
         raise UsageError(f"--node-rank {node_rank}: with --nnodes {num_nodes} the nodes are 0 to {num_nodes - 1}.")
+    _check_endpoint(endpoint)
+
+
+def _check_endpoint(endpoint: str) -> None:
     # IPv6 addresses contain colons, so split at the last one.
     host, _, port = endpoint.rpartition(":")
     if not host or not port.isdecimal():

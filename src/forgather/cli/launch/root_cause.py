@@ -12,6 +12,7 @@ from dataclasses import dataclass
 from torch.distributed.elastic.multiprocessing.errors import ProcessFailure
 
 from forgather._watch.watcher import EXIT_CODE as WATCH_EXIT_CODE
+from forgather.ml.distributed.entry_point import SIGNS_OF_LOST_CONTACT
 
 # A DistributedError or a subclass of it: all ranks raise it, and the text names the rank where the error began.
 _AGREED = re.compile(r"\w+: rank (\d+) failed (while .*?)\n\nTraceback of rank \1:\n(.*)", re.DOTALL)
@@ -20,6 +21,9 @@ _CONSEQUENCES = ("contact with the other ranks was lost", "Connection closed by 
 _USAGE_ERROR = "UsageError: "
 # Verdict of the watch over ranks. The rank that it names was often killed, and cannot speak for itself.
 _HANG = "RankHang: "
+# The restart policy has ended the job, because the same failure has come again and again.
+_REPEATED = "RepeatedFailureError: "
+REPEATED_FAILURE = 3
 
 
 @dataclass(frozen=True)
@@ -53,6 +57,8 @@ def find_root_cause(failures: Mapping[int, ProcessFailure]) -> RootCause:
         return RootCause(rank, "", traceback, message.removeprefix(_USAGE_ERROR))
     if message.startswith(_HANG):
         return RootCause(rank, _sentence(message.removeprefix(_HANG)), "", exit_code=WATCH_EXIT_CODE)
+    if message.startswith(_REPEATED):
+        return RootCause(rank, f"stopped: {_sentence(message.removeprefix(_REPEATED))}", "", exit_code=REPEATED_FAILURE)
     if failure.exitcode < 0:
         return RootCause(rank, f"was killed by {failure.signal_name()}.{_reason(failure)}", traceback)
     if not message:
@@ -60,9 +66,29 @@ def find_root_cause(failures: Mapping[int, ProcessFailure]) -> RootCause:
     return RootCause(rank, f"failed: {_sentence(message)}", traceback)
 
 
+def is_consequence(failure: ProcessFailure) -> bool:
+    """Return whether a worker may only have lost contact with other ranks, or was terminated by its agent."""
+    if (hang := hang_of(failure)) is not None:
+        # A node that is gone may be the cause. The next rendezvous shows it.
+        return "unreachable" in hang
+    text = _said(failure)[0].lower()
+    return _distance(failure) > 0 or any(sign in text for sign in (*SIGNS_OF_LOST_CONTACT, "disterror"))
+
+
+def is_silent(failure: ProcessFailure) -> bool:
+    """Return whether a worker died without a Python error: killed, or ended by the watch over ranks."""
+    return (not _said(failure)[0] or hang_of(failure) is not None) and not is_consequence(failure)
+
+
+def hang_of(failure: ProcessFailure) -> str | None:
+    """Return the verdict of the watch over ranks that ended a worker; None if something else did."""
+    message = _said(failure)[0]
+    return message.removeprefix(_HANG) if message.startswith(_HANG) else None
+
+
 def _distance(failure: ProcessFailure) -> int:
     """Return a sort key: -1 for a verdict of the watch, 0 for a cause, 1 for a lost connection, 2 if terminated."""
-    if _said(failure)[0].startswith(_HANG):
+    if hang_of(failure) is not None:
         return -1
     if failure.exitcode == -signal.SIGTERM:
         # The agent terminates the remaining workers with SIGTERM.

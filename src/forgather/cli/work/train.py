@@ -10,8 +10,10 @@ from typing import Any
 from forgather.cli.config import builders, class_paths, data_builders, model_builders
 from forgather.cli.config.schema import Configuration
 from forgather.cli.config.trainer_kinds import find_kind, load_trainer, make_own_keywords
+from forgather.cli.launch.run_notes import note_preempted
 from forgather.cli.process_setup import show_own_messages
 from forgather.cli.work.job import Job
+from forgather.cli.work.spares import Layout
 from forgather.cli.work.stored_configuration import StoredConfiguration
 from forgather.cli.work.summary import say_already_finished, say_finished, say_stopped
 from forgather.ml.checkpoint import store
@@ -24,9 +26,14 @@ from forgather.ml.trainer.trainer import Trainer
 
 def train(configuration: Configuration, demo_words: Sequence[str] | None = None) -> int:
     """Train as configured; returns the exit code. `demo_words` are the options of the demo, or None."""
+    layout = Layout(configuration)
+    if layout.is_spare:
+        layout.wait_as_spare()
+        return 0
+    layout.leave_out_spares()
     trainer_class = load_trainer(configuration.trainer.kind)
     show_own_messages()
-    with Job.joined(use_cpu=configuration.args.use_cpu) as job:
+    with Job.joined(use_cpu=configuration.args.use_cpu) as job, layout.releasing_spares():
         # Rank 0 decides, since all ranks must take the same branch.
         finished_step = job.as_main_says(lambda: _step_of_finished_run(configuration.args), "looking for checkpoints")
         if finished_step is not None:
@@ -49,6 +56,7 @@ def _train(
     try:
         trainer.train()
     except Preempted as stop:
+        note_preempted()
         if job.is_main:
             say_stopped(stop)
         return 0

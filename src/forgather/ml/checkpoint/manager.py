@@ -260,6 +260,10 @@ class CheckpointManager:
             self._refuse_others()
         return candidates[-1] if candidates else None
 
+    def complete_checkpoints(self) -> list[str]:
+        """Return the complete checkpoints, oldest first, the same on every rank. Collective."""
+        return self._rotation.candidates()
+
     def load_checkpoint(self, checkpoint_path: str | None = None) -> str | None:
         """Load a checkpoint and return its path; None if there is no checkpoint.
 

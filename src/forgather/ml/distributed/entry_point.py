@@ -18,7 +18,7 @@ R = TypeVar("R")
 
 _SECONDS_FOR_THE_CAUSE = 3.0
 # Lower-case parts of the messages of gloo, NCCL and TCPStore. These backends raise plain RuntimeErrors for a lost peer.
-_SIGNS_OF_LOST_CONTACT = (
+SIGNS_OF_LOST_CONTACT = (
     *("connection closed by", "connection reset by peer", "broken pipe", "gloo/transport", "connectfullmesh failed"),
     *(
         "nccl error",
@@ -60,7 +60,7 @@ def lost_contact(error: BaseException) -> bool:
     if isinstance(error, dist.DistError | ConnectionError | TimeoutError):
         return True
     text = str(error).lower()
-    return isinstance(error, RuntimeError) and any(sign in text for sign in _SIGNS_OF_LOST_CONTACT)
+    return isinstance(error, RuntimeError) and any(sign in text for sign in SIGNS_OF_LOST_CONTACT)
 
 
 def _has_cause_of_its_own(error: DistributedError) -> bool:

@@ -21,6 +21,9 @@ from forgather.ml.trainer.amp import AMPContext
 from forgather.ml.trainer.arguments.training_arguments import MinimalTrainingArguments, TrainingArguments
 from forgather.ml.trainer.base_trainer import BaseTrainer
 from forgather.ml.trainer.diagnostics.failures import reporting_failures
+from forgather.ml.trainer.elastic.attempt import Attempt
+from forgather.ml.trainer.elastic.global_batch import settle_global_batch
+from forgather.ml.trainer.elastic.restart_policy import checkpoint_after_failures
 from forgather.ml.trainer.loading.data_order import Part
 from forgather.ml.trainer.loop import evaluation_sums as evaluation
 from forgather.ml.trainer.loop.evaluator import Evaluator, Prediction
@@ -167,6 +170,7 @@ class Trainer(BaseTrainer[TTrainingArgs]):
         """Requested value of `resume_from_checkpoint`; None if only an evaluation follows."""
         self.resume_path: str | None = None
         self._to_be_loaded: bool | str = False
+        self.attempt: Attempt | None = None
         self._falls_back = self._has_trained = self._loads_for_training = False
         # Overrides of these hooks may act at any step, so `_after_step` must not skip quiet steps.
         hooks = ("_maybe_log_save_evaluate", "_setup_periodic_functions")
@@ -307,6 +311,8 @@ class Trainer(BaseTrainer[TTrainingArgs]):
         # that the ranks exchange, the second counts steps.
         if self.feed.gradients_look_bad or self.loop.interval.wants_settling:
             self.reporter.settle(self.lr_scheduler)
+        if self.attempt is not None:
+            self.attempt.step = self.state.global_step
         self._dispatch_event("on_step_end")
         self.settle_requests("step")
         self.saver.look_after_step()
@@ -369,6 +375,10 @@ class Trainer(BaseTrainer[TTrainingArgs]):
         self._falls_back = self.args.resume_from_checkpoint is True
         self.claim = phases.claim_output_dir(self)
         path = self.claim.resolve_checkpoint_path(self.args.resume_from_checkpoint)
+        if self._falls_back and path is not None:
+            chosen = checkpoint_after_failures(self.team, self.claim, self.args.output_dir, path)
+            self._falls_back, path = chosen == path, chosen
+        self.attempt = Attempt(self.team, self.args.output_dir, path)
         self.args.resume_from_checkpoint = path or False
         self.resume_path = path or self.claim.resolve_checkpoint_path(self._to_be_loaded)
 
@@ -390,7 +400,9 @@ class Trainer(BaseTrainer[TTrainingArgs]):
     def _get_dataloader(self, dataset: BaseDataset, batch_size: int) -> Any:
         """Return a dataloader of this rank's batches."""
         seed = self.seed if self._loads_for_training else None
-        build = preparation.loader_builder(self.args, dataset, batch_size, self.data_collator, self.device, seed)
+        shares = settle_global_batch(self.args, dataset, self.layout) if self._loads_for_training else None
+        size = batch_size if shares is None else shares.largest
+        build = preparation.loader_builder(self.args, dataset, size, self.data_collator, self.device, seed, shares)
         if not self._loads_for_training:
             return self.team.eval_loader(build, dataset, self._data_layout(for_training=False))
         return self.team.train_loader(build, dataset, self.layout, self.args.dataloader_drop_last, self.feed)
@@ -612,6 +624,8 @@ class Trainer(BaseTrainer[TTrainingArgs]):
         return self.reporter.final_record(self.lr_scheduler, batch_size, self._distributed_tokens)
 
     def _calculate_effective_batch_size(self) -> int:
+        if self.args.global_batch_size is not None:
+            return int(self.args.global_batch_size)
         size = batch_size_of(self.train_dataset, self.args.per_device_train_batch_size)
         return size * self.args.gradient_accumulation_steps * self.num_data_parallel_ranks
 
@@ -771,8 +785,9 @@ class Trainer(BaseTrainer[TTrainingArgs]):
 
     def _get_dataset_sharing_pattern(self) -> SharingPattern:
         layout = self._data_layout(for_training=True)
-        # A rank that reads the full stream is at the same position as all others. Else each has its own.
-        reads_whole = layout.splits_streams or layout.part.num_parts == 1
+        # A rank that reads the full stream is at the same position as all others. Else each has its own. Steps of
+        # global_batch_size samples have one position in the global order, so that checkpoints move between world sizes.
+        reads_whole = layout.splits_streams or layout.part.num_parts == 1 or self.args.global_batch_size is not None
         return SharingPattern.GLOBAL if reads_whole else SharingPattern.PER_RANK
 
     def state_dict(self) -> dict[str, Any]:
@@ -811,6 +826,8 @@ class Trainer(BaseTrainer[TTrainingArgs]):
         if was_asked_to_resume and self.args.resume_from_checkpoint is False and self.team.rank == 0:
             warn_of_nothing_to_resume(self.args.output_dir)
         self._has_trained = True
+        if self.attempt is not None:
+            self.attempt.begin(self.state.global_step)
         if self.recipes.step_in_backward is not None:
             self._run.enter_context(self.recipes.step_in_backward)
         if self.args.detect_anomaly:

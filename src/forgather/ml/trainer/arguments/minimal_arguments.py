@@ -31,6 +31,7 @@ ArgumentsT = TypeVar("ArgumentsT", bound="MinimalTrainingArguments")
 
 _COMPILE_MODES = [None, "default", "lite", "reduce-overhead", "max-autotune", "max-autotune-no-cudagraphs"]
 _WEIGHT_DTYPES = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
+ELASTIC_CHOICES = ("shrink-data-parallel", "fail")
 _SCHEDULES = (
     "linear",
     "cosine",
@@ -133,6 +134,12 @@ class MinimalTrainingArguments(NamedArguments):
     """Maximum gradient norm for clipping. None or 0: the norm is measured, but not clipped."""
     gradient_accumulation_steps: int = 1
     """Micro-batches per optimizer step."""
+    global_batch_size: int | None = None
+    """Samples per optimizer step on all ranks together, whatever their number. Micro-batches per step follow from it, and
+    per_device_train_batch_size is their upper bound. None: per_device_train_batch_size x ranks x accumulation."""
+    elastic: str = "shrink-data-parallel"
+    """Job of --nnodes MIN:MAX with a number of ranks that does not fit the layout: "shrink-data-parallel" trains with fewer
+    pipelines or replicas, and surplus ranks wait as spares. "fail" ends the job."""
 
     # --- checkpoints
 
@@ -199,6 +206,9 @@ class MinimalTrainingArguments(NamedArguments):
             self.lr_scheduler_kwargs = mapping_in("lr_scheduler_kwargs", self.lr_scheduler_kwargs)
         for name in ("per_device_train_batch_size", "per_device_eval_batch_size", "gradient_accumulation_steps"):
             self._require(name, 1)
+        if self.global_batch_size is not None:
+            self._require("global_batch_size", 1)
+        self._choose("elastic", ELASTIC_CHOICES)
         for name in ("eval_steps", "logging_steps", "save_steps", "epoch_train_steps"):
             self._require(name, 1)
         for name in ("dataloader_num_workers", "eval_delay", "warmup_steps", "learning_rate", "weight_decay"):

@@ -98,6 +98,9 @@ def describe_batch(args: TrainingArguments, state: TrainerState, trainer: object
     per_device = state.train_batch_size
     accumulation = args.gradient_accumulation_steps
     num_ranks = num_data_parallel_ranks(state, trainer)
+    if args.global_batch_size is not None:
+        share = f"at most {per_device} per device x {accumulation} accumulated x {num_ranks} data-parallel"
+        return f"{args.global_batch_size} per step (global_batch_size), {share}"
     total = per_device * accumulation * num_ranks
     return f"{per_device} per device x {accumulation} accumulated x {num_ranks} data-parallel = {total} per step"
 

@@ -34,6 +34,8 @@ def reporting_failures(trainer: "Trainer[Any]") -> Iterator[None]:
     except Preempted:
         raise
     except Exception as error:
+        if trainer.attempt is not None:
+            trainer.attempt.note(error)
         if trainer.team.size > 1:
             flight_recorder.write_trace(trainer.args.output_dir, trainer.team.rank)
         cause = out_of_memory_in(error)

@@ -87,6 +87,9 @@ def _smaller_batches(trainer: "Trainer[Any]") -> Iterator[Proposal]:
         return
     half = {"per_device_train_batch_size": size // 2, "gradient_accumulation_steps": num_passes * 2}
     single = {"per_device_train_batch_size": 1, "gradient_accumulation_steps": num_passes * size}
+    if args.global_batch_size is not None:
+        # Accumulation follows from global_batch_size, and a given number would contradict it.
+        half, single = (dict(list(one.items())[:1]) for one in (half, single))
     if size > 1 and size % 2 == 0 and is_accepted(trainer, **half):
         yield Proposal(_assignments(half), "half of the activations, the same result")
     elif size > 1 and is_accepted(trainer, **single):

@@ -198,7 +198,8 @@ class HybridTrainer(PipelineTrainer[THybridArgs]):
         self._replicas.share_buffers()
 
     def _get_dataset_sharing_pattern(self) -> SharingPattern:
-        return SharingPattern.GLOBAL if self._dispatches(for_training=True) else SharingPattern.PER_GROUP
+        has_one_position = self._dispatches(for_training=True) or self.args.global_batch_size is not None
+        return SharingPattern.GLOBAL if has_one_position else SharingPattern.PER_GROUP
 
     def _dataset_group(self) -> str | None:
         return "pp_group"

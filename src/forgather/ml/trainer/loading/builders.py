@@ -15,6 +15,7 @@ import numpy as np
 import torch
 from torch.utils.data import DataLoader, Dataset, IterableDataset
 
+from forgather.ml.trainer.elastic.step_shares import StepShares
 from forgather.ml.trainer.loading.collation import collate_samples
 from forgather.ml.trainer.loading.data_errors import ExplainingCollator
 from forgather.ml.trainer.loading.data_order import (
@@ -92,10 +93,12 @@ def build_train_loader(
     prefetch_factor: int | None = None,
     set_dataset_epoch: bool = True,
     part: Part = WHOLE,
+    shares: StepShares | None = None,
 ) -> ResumableLoader:
     """Build a resumable loader for a map-style dataset, an iterable dataset or an existing loader.
 
-    A map-style dataset is sharded: the loader yields the batches of one `part`. The caller must shard the other kinds.
+    A map-style dataset is sharded: the loader yields the batches of one `part`, or micro-batches of steps with `shares`.
+    The caller must shard the other kinds.
 
     Only map-style datasets are shuffled here. An iterable dataset defines its own order. An existing loader is used
     unchanged, and the other arguments have no effect on it.
@@ -110,7 +113,7 @@ def build_train_loader(
     if is_map_style(dataset):
         samples = SeededSamples(dataset, set_dataset_epoch)
         order = DataOrder(0, seed=seed, shuffle=shuffle)
-        return OrderedLoader(samples, order, batch_size, drop_last, options, part)
+        return OrderedLoader(samples, order, batch_size, drop_last, options, part, shares)
     assert _is_stream(dataset), "there are three kinds"
     # Every rank reads its own stream, so random augmentation must differ between ranks.
     own_seed = seed if part.number == 0 else stable_seed(seed, part.number)

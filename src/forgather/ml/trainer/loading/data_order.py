@@ -29,7 +29,7 @@ from forgather.ml.checkpoint.state.state_schema import (
     that,
 )
 from forgather.ml.trainer.loading.data_errors import read_samples, stream_error
-from forgather.ml.trainer.loading.data_types import HasState, MapDataset
+from forgather.ml.trainer.loading.data_types import HasState, MapDataset, Move
 from forgather.ml.trainer.loading.permutations import DrawnPermutation, Indices, KeyedPermutation
 from forgather.ml.trainer.setup.seeding import seed_host_generators
 
@@ -211,34 +211,37 @@ class PositionedBatches(Sampler[list[int]]):
         self._fills_up = fills_up
 
     def __iter__(self) -> Iterator[list[int]]:
-        order, batches = self.order, self._own_batches(self.order.index)
+        order, batches = self.order, self.moves(self.order.index)
         # One call of the permutation for many small batches. Batches of other parts lie between the batches of this
         # part, so each batch contributes its own range.
         while ahead := list(itertools.islice(batches, max(_NUM_AHEAD // self.batch_size, 1))):
-            samples = iter(order.samples_at(np.concatenate([np.arange(*batch, dtype=np.uint64) for batch in ahead])))
-            for first, last in ahead:
+            samples = iter(order.samples_at(np.concatenate([np.arange(*move[:2], dtype=np.uint64) for move in ahead])))
+            for first, last, *_ in ahead:
                 # By position, so that augmentation is the same in any worker and after a resume.
                 seed = stable_seed(order.seed, order.epoch, first) if self._seeds_workers else 0
                 yield BatchRequest(list(itertools.islice(samples, last - first)), order.epoch, seed)
 
     def __len__(self) -> int:
         """Return the number of batches of the full epoch, regardless of the position."""
-        per_round = self.batch_size * self.part.num_parts
-        whole, rest = divmod(self.order.num_samples, per_round)
+        whole, rest = divmod(self.order.num_samples, self.round_size)
         if rest == 0 or (self.drop_last and self._fills_up):
             return whole
-        has_part_of_rest = self._fills_up or not self.is_empty(whole * per_round)
+        has_part_of_rest = self._fills_up or not self.is_empty(whole * self.round_size)
         return whole + 1 if has_part_of_rest else whole
+
+    @property
+    def round_size(self) -> int:
+        """Return the samples that an epoch needs at least with `drop_last`."""
+        return self.batch_size * self.part.num_parts
 
     def end_of_round(self, start: int) -> int:
         """Return the end of the round that begins at `start`; `start` itself if there is no round."""
-        end = self.order.num_samples
-        stop = min(start + self.batch_size * self.part.num_parts, end)
+        stop = min(start + self.round_size, self.order.num_samples)
         if not self.drop_last:
             return stop
         # Training drops an incomplete round, because every rank needs a batch. Evaluation drops an incomplete batch only.
         if self._fills_up:
-            return stop if stop == start + self.batch_size * self.part.num_parts else start
+            return stop if stop == start + self.round_size else start
         return start + (stop - start) // self.batch_size * self.batch_size
 
     def is_empty(self, start: int) -> bool:
@@ -247,13 +250,13 @@ class PositionedBatches(Sampler[list[int]]):
         first = start + self.part.number * self.batch_size
         return first + (self.batch_size - 1 if self.drop_last else 0) >= self.order.num_samples
 
-    def _own_batches(self, start: int) -> Iterator[tuple[int, int]]:
-        """Yield the first position of each batch of this part and the position behind its last."""
+    def moves(self, start: int) -> Iterator[Move]:
+        """Yield the batches of this part from the position `start` to the end of the epoch."""
         while (stop := self.end_of_round(start)) > start:
             is_empty = self.is_empty(start)
             if self._fills_up or not is_empty:
                 first = start if is_empty else start + self.part.number * self.batch_size
-                yield first, min(first + self.batch_size, self.order.num_samples)
+                yield Move(first, min(first + self.batch_size, self.order.num_samples), stop, is_empty)
             start = stop
 
 

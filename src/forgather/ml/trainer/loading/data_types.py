@@ -4,7 +4,7 @@ This module imports nothing from the package, so that all loaders can use it.
 """
 
 from collections.abc import Callable, Iterator, Mapping
-from typing import Any, Protocol
+from typing import Any, NamedTuple, Protocol
 
 Batch = Mapping[str, Any]
 """Tensors and other values by name; the names are arguments of the model."""
@@ -32,3 +32,13 @@ class StatefulBatches(HasState, Protocol):
     """Loader of batches with state methods, such as torchdata's StatefulDataLoader."""
 
     def __iter__(self) -> Iterator[Any]: ...
+
+
+class Move(NamedTuple):
+    """Samples of one batch as positions `first` to `stop` of the order, and the position behind its round."""
+
+    first: int
+    stop: int
+    position: int
+    is_empty: bool
+    """Whether the samples only provide the shapes of an `EmptyBatch`."""

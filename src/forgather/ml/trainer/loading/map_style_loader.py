@@ -9,6 +9,7 @@ from typing import Any, cast
 
 from torch.utils.data import DataLoader, Dataset
 
+from forgather.ml.trainer.elastic.step_shares import GlobalBatches, StepShares
 from forgather.ml.trainer.loading.data_order import (
     WHOLE,
     DataOrder,
@@ -18,7 +19,7 @@ from forgather.ml.trainer.loading.data_order import (
     require_keys,
     stable_seed,
 )
-from forgather.ml.trainer.loading.data_types import Batch, MapDataset
+from forgather.ml.trainer.loading.data_types import Batch, MapDataset, Move
 from forgather.ml.trainer.loading.empty_batch import emptied
 from forgather.ml.trainer.loading.epoch_loader import EpochLoader, check_length
 
@@ -34,11 +35,19 @@ class OrderedLoader(EpochLoader[DataLoader[Any]]):
         drop_last: bool,
         options: dict[str, Any],
         part: Part = WHOLE,
+        shares: StepShares | None = None,
     ) -> None:
+        """Create the loader; with `shares` its batches are micro-batches of steps of `global_batch_size` samples."""
         self._samples = samples
         self._collate: Callable[[object], object] = options["collate_fn"]
         self._order = order
-        self._batches = PositionedBatches(order, batch_size, drop_last, options["num_workers"] > 0, part)
+        seeds_workers = options["num_workers"] > 0
+        self._batches = (
+            PositionedBatches(order, batch_size, drop_last, seeds_workers, part)
+            if shares is None
+            else GlobalBatches(order, shares, drop_last, seeds_workers)
+        )
+        self._moves: Iterator[Move] = iter(())
         super().__init__(DataLoader(as_dataset(samples), batch_sampler=self._batches, **options))
         self._start_epoch(0)
 
@@ -85,12 +94,12 @@ class OrderedLoader(EpochLoader[DataLoader[Any]]):
     def _start_epoch(self, epoch: int) -> None:
         self._samples.tell_epoch(epoch)
         num_samples = len(self._samples)
-        per_round = self._batches.batch_size * self._batches.part.num_parts
-        check_length(self.dataset, num_samples, per_round, self._batches.drop_last)
+        check_length(self.dataset, num_samples, self._batches.round_size, self._batches.drop_last)
         self._order.start_epoch(epoch, num_samples)
 
     def _open(self) -> Iterator[Any]:
-        if self._batches.end_of_round(self._order.index) == self._order.index:
+        self._moves = self._batches.moves(self._order.index)
+        if next(self._batches.moves(self._order.index), None) is None:
             return iter(())  # Do not start workers for an epoch that is over.
         if self._loader.num_workers == 0 and not self._loader.pin_memory:
             return self._read_here()
@@ -106,11 +115,10 @@ class OrderedLoader(EpochLoader[DataLoader[Any]]):
             yield self._collate(self._samples.__getitems__(request))
 
     def _counted(self, batch: Batch) -> Batch:
-        start = self._order.index
-        # Move by a full round, not by one batch: the position is shared by all ranks.
-        self._order.index = self._batches.end_of_round(start)
-        # With a single part every round has a batch.
-        return emptied(batch) if self._batches.part.num_parts > 1 and self._batches.is_empty(start) else batch
+        # The position moves by a full round, not by one batch: it is shared by all ranks.
+        move = next(self._moves)
+        self._order.index = move.position
+        return emptied(batch) if move.is_empty else batch
 
 
 def as_dataset(samples: SeededSamples) -> Dataset[Any]:

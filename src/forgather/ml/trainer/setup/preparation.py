@@ -14,6 +14,8 @@ from torch import nn
 from forgather.ml.checkpoint.manager import CheckpointManager
 from forgather.ml.distributed import DistributedEnvInterface
 from forgather.ml.trainer.arguments.training_arguments import TrainingArguments
+from forgather.ml.trainer.elastic.global_batch import shares_of_part
+from forgather.ml.trainer.elastic.step_shares import StepShares
 from forgather.ml.trainer.loading.builders import build_eval_loader, build_train_loader
 from forgather.ml.trainer.loading.copy_streams import can_pin
 from forgather.ml.trainer.loading.data_order import Part
@@ -72,6 +74,7 @@ def loader_builder(
     collator: DataCollatorT | None,
     device: torch.device,
     seed: int | None,
+    shares: StepShares | None = None,
 ) -> BuildLoader:
     """Return a function that builds the loader of one part of a dataset: for training with a `seed`, else evaluation."""
     options: dict[str, Any] = {
@@ -93,6 +96,7 @@ def loader_builder(
             shuffle=args.shuffle,
             set_dataset_epoch=args.set_dataset_epoch,
             part=part,
+            shares=None if shares is None else shares_of_part(shares, part),
             **options,
         )
 

@@ -60,7 +60,7 @@ class StepPlan:
         # remaining samples end it, and it may become negative.
         num_left = self.steps_per_epoch
         if position.get("num_samples"):
-            num_left = self.steps_of((position["num_samples"] - position["index"]) / samples_per_batch)
+            num_left = self._steps_of_samples(position["num_samples"] - position["index"], samples_per_batch)
         state.epoch_train_steps = self.steps_per_epoch  # type: ignore[attr-defined]
         state.epoch_start_step = state.global_step + num_left - self.steps_per_epoch
         if self.counts_steps or self._args.num_train_epochs < 0:
@@ -75,6 +75,13 @@ class StepPlan:
         if self._args.dataloader_drop_last:
             return math.floor(num_batches) // accumulation
         return math.ceil(math.ceil(num_batches) / accumulation)
+
+    def _steps_of_samples(self, num_samples: int, samples_per_batch: int) -> int:
+        size = self._args.global_batch_size
+        if size is None:
+            return self.steps_of(num_samples / samples_per_batch)
+        # Micro-batches of a global batch have different sizes, so steps are counted directly.
+        return num_samples // size if self._args.dataloader_drop_last else math.ceil(num_samples / size)
 
     def _steps_per_epoch(self) -> int:
         """Return the optimizer steps of a full epoch; `epoch_train_steps` for loaders without a length."""
