@@ -281,5 +281,5 @@ def test_loaded_weights_and_moments_are_bit_equal_to_the_saved_ones(journey: Jou
             assert found.keys() >= wanted.keys() and wanted
             for state in ranks:
                 for name, tensor in getattr(state, part).items():
-                    # A tied weight that has a stage of its own has moments of its own.
+                    # A tied weight with a separate stage has separate moments.
                     assert name not in wanted or torch.equal(tensor, wanted[name]), f"leg {number + 1}: {name}"

@@ -110,7 +110,7 @@ class Snapshot:
         """Call `begin`, then write the files of this rank.
 
         The ranks of a shard group call this together: each sends its slices to the writers, even if `begin` or a write
-        of its own files fails.
+        of its files fails.
         """
         with self.exchange or nullcontext():
             begin()

@@ -128,7 +128,7 @@ class _ZipWriter:
         self._entries.append(entry)
         extra = _sizes_field([size, size]) if size >= _BIG else b""
         start = self._position + _LOCAL.size + len(full_name) + len(extra)
-        # A field has four bytes of its own.
+        # The header of a field has four bytes.
         padding = -(start + 4) % _ALIGNMENT
         extra += struct.pack("<HH", _PADDING, padding) + b"Z" * padding
         short = min(size, _BIG)

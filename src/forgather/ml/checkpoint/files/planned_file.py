@@ -31,7 +31,7 @@ class Content(Protocol):
     def num_bytes(self) -> int: ...
 
     def sharded_tensors(self) -> list[Any]:
-        """Return the sharded tensors of the content, in the order in which `write` reads them from the exchange."""
+        """Return the sharded tensors of the content, ordered as `write` reads them from the exchange."""
         ...
 
     def write(self, writer: HashingWriter, exchange: ShardExchange | None) -> dict[str, str]:

@@ -83,7 +83,7 @@ def local_part(value: Any) -> Any:
 
 
 def with_local_parts(state: Any) -> Any:
-    """Return a state with the tensors of this rank in place of DTensors."""
+    """Return a state with the tensors of this rank instead of DTensors."""
     if isinstance(state, Mapping):
         return {key: with_local_parts(value) for key, value in state.items()}
     if type(state) in (list, tuple):

@@ -61,7 +61,7 @@ def clip_shards(parameters: Sequence[Tensor], max_norm: float, norm: Tensor) -> 
 
 def release_gradients(root: FSDPModule) -> None:
     """Let FSDP reuse the memory of the gradients, once the work queued so far has used them."""
-    # FSDP allocates gradients on a stream of its own. Without this order, memory that is freed now could be reused there
+    # FSDP allocates gradients on a separate stream. Without this order, memory that is freed now could be reused there
     # while the optimizer still reads it.
     context = root._get_fsdp_state()._comm_ctx
     context.reduce_scatter_stream.wait_stream(context.device_handle.current_stream())
@@ -73,5 +73,5 @@ def refuse_unshardable(optimizer: object) -> None:
         if isinstance(one, torch.optim.Adafactor | torch.optim.LBFGS):
             raise ValueError(
                 f"{type(one).__name__} cannot update sharded parameters: torch does not implement it for DTensor. Use an "
-                "optimizer that updates each element by itself, such as AdamW, or DDPTrainer."
+                "optimizer that updates each element separately, such as AdamW, or DDPTrainer."
             )

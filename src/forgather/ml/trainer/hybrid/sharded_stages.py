@@ -22,7 +22,7 @@ from forgather.ml.trainer.pipeline.pipeline_model import PipelineModel
 
 
 class _Unit(nn.Module):
-    """Module for one call of fully_shard: all stages of a rank, of which a call shards some parameters.
+    """Module for one call of fully_shard: all stages of a rank. A call shards some of their parameters.
 
     The stages run, and never this module. So the hooks of FSDP do not interfere with the passes of a schedule, and only
     a call of this module gathers its parameters.
@@ -127,7 +127,7 @@ class ShardedStages:
 
     def release_gradients(self) -> None:
         """Let FSDP reuse the memory of the gradients, once the work queued so far has used them."""
-        # FSDP allocates gradients on a stream of its own. Without this order, memory that is freed now could be reused
+        # FSDP allocates gradients on a separate stream. Without this order, memory that is freed now could be reused
         # there while the optimizer still reads it.
         context = _state_of(self._units[0])._comm_ctx
         context.reduce_scatter_stream.wait_stream(context.device_handle.current_stream())

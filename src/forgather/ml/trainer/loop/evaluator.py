@@ -217,7 +217,7 @@ class Evaluator:
         note_batch(EVALUATION)
 
     def _join(self, batch: Batch) -> None:
-        """Run a forward pass whose result does not count, so that other ranks can evaluate their batches."""
+        """Run a forward pass without using its result, so that other ranks can evaluate their batches."""
         self._trainer._prediction_step(*self._trainer._prepare_batch(batch))
 
     def _summed(self, sums: EvaluationSums) -> EvaluationSums:

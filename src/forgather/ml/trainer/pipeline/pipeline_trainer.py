@@ -208,7 +208,7 @@ class PipelineTrainer(Trainer[TPipelineArgs]):
         """Divide the parameters of this rank's stages over other ranks; a single pipeline does not."""
 
     def _gathered(self) -> contextlib.AbstractContextManager[None]:
-        """Return a context for forward passes in which the stages hold their full parameters; all ranks enter it together."""
+        """Return a context for forward passes. The stages hold their full parameters in it; all ranks enter it together."""
         return contextlib.nullcontext()
 
     def _construct_model(self, device: torch.device) -> nn.Module:

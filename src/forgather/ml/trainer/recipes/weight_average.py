@@ -76,7 +76,7 @@ class WeightAverage:
     def update(self) -> None:
         """Update the averages with the current weights."""
         for names in self._portions:
-            # Shards are updated without DTensor, which would plan each operation anew.
+            # Shards are updated without DTensor, which would plan each operation again.
             values = [local_part(self._value(self._parameters[name])) for name in names]
             # One fused kernel for all tensors of a group. lerp(average, value, 1 - decay) is the EMA update.
             torch._foreach_lerp_([local_part(self._averages[name]) for name in names], values, 1.0 - self.decay)
