@@ -14,6 +14,7 @@ import torch
 from torch import Tensor
 
 from forgather.ml.checkpoint.files.parallel_read import FilePart, read_parts
+from forgather.ml.checkpoint.sharding.sharded_tensors import is_sharded, local_part, rows_of
 
 # Kernels need aligned elements. `torch.save` aligns records, but the file may be from elsewhere.
 _ALIGNMENT = 64
@@ -70,7 +71,9 @@ class TensorCopies:
         self._others: list[tuple[Tensor, Tensor]] = []
 
     def add(self, target: Tensor, source: Tensor) -> None:
-        """Note a copy of `source` into `target`; the targets of all copies must be disjoint."""
+        """Note a copy of `source`, or of its rows for a sharded `target`; the targets must be disjoint."""
+        if is_sharded(target):
+            target, source = local_part(target), rows_of(source, target)
         origin = _origin_of(source)
         if origin is None or target.dtype != source.dtype or not (_is_plain(target) and _is_plain(source)):
             self._others.append((target, source))

@@ -90,9 +90,8 @@ class OptimizerState:
     @property
     def copies_loaded_tensors(self) -> bool:
         """Whether `load_state_dict` copies to accelerators or into existing state, so that a mapped file is enough."""
-        return any(optimizer.state for optimizer in self._optimizers) or all(
-            parameter.device.type not in ("cpu", "meta") for parameter in self._names
-        )
+        on_devices = all(parameter.device.type not in ("cpu", "meta") for parameter in self._names)
+        return on_devices or any(optimizer.state for optimizer in self._optimizers)
 
     @property
     def is_sharded(self) -> bool:
@@ -381,13 +380,11 @@ def _require_same_kind(group: Group, name: str, saved_class: str, sources: Seque
 
 
 @torch.no_grad()
-def _load_group_state(
-    group: Group, state_dict: Mapping[str, Any], precision_key: str | None, copies: TensorCopies
-) -> None:
+def _load_group_state(group: Group, state_dict: Mapping[str, Any], key: str | None, copies: TensorCopies) -> None:
     for name, parameter in group.parameters.items():
         # Removed first, so that a parameter without a saved state starts fresh.
         existing = group.state.pop(parameter, None)
-        if saved := adopted(state_dict["state"].get(name, {}), parameter, precision_key):
+        if saved := adopted(state_dict["state"].get(name, {}), parameter, key):
             saved_dtype = state_dict.get("parameters", {}).get(name, {}).get("dtype")
             convert = partial(
                 _converted_rows if is_sharded(parameter) else _converted,
@@ -407,17 +404,13 @@ def _placed(
         # An existing tensor already has the dtype, device and layout that the optimizer wants.
         if not isinstance(existing, Tensor) or existing.shape != value.shape:
             return convert(value, key)
-        if is_sharded(existing):
-            copies.add(local_part(existing), rows_of(value, existing))
-        else:
-            copies.add(existing, value)
+        copies.add(existing, value)
         return existing
     if isinstance(value, Mapping):
         inner = existing if isinstance(existing, Mapping) else {}
         return {k: _placed(v, inner.get(k), k, convert, copies) for k, v in value.items()}
-    if isinstance(value, list | tuple):
-        return type(value)(_placed(v, None, None, convert, copies) for v in value)
-    return value
+    placed = partial(_placed, existing=None, key=None, convert=convert, copies=copies)
+    return type(value)(map(placed, value)) if isinstance(value, list | tuple) else value
 
 
 def _converted_rows(value: Tensor, key: object, parameter: Tensor, group: Group, saved_dtype: str | None) -> Tensor:

@@ -26,7 +26,7 @@ from forgather.ml.checkpoint.manifest import (
     has_versioned_manifest,
     read_manifest,
 )
-from forgather.ml.checkpoint.sharding.sharded_tensors import is_sharded, local_part, rows_of
+from forgather.ml.checkpoint.sharding.sharded_tensors import is_sharded
 from forgather.ml.checkpoint.weights.index import ShardIndex, index_file_name, shard_name, tensor_identity
 from forgather.ml.checkpoint.weights.safetensors_io import (
     SHARING_KEY,
@@ -244,9 +244,7 @@ def _load_bin(path: str, targets: Mapping[str, Tensor], record: FileRecord | Non
     with torch.no_grad():
         for name, target in targets.items():
             with _naming_tensor(path, name):
-                if is_sharded(target):
-                    copies.add(local_part(target), rows_of(state[name], target))
-                elif target.layout is torch.strided and state[name].layout is torch.strided:
+                if target.layout is torch.strided and state[name].layout is torch.strided:
                     copies.add(target, state[name])
                 else:
                     # `target.detach().copy_` would leave the content of a sparse tensor unchanged.

@@ -344,7 +344,8 @@ def _load_whole(path: str, header: SafetensorsHeader, targets: Mapping[str, Tens
     for name, entry in header.tensors.items():
         check_fit(path, name, entry.shape, entry.dtype, wanted[name])
     # Threads must not write to the same memory.
-    are_separate = len({target.data_ptr() for target in wanted.values()}) == len(wanted)
+    addresses = [target.data_ptr() for target in wanted.values() if target.numel()]
+    are_separate = len(set(addresses)) == len(addresses)
     if are_separate and all(_is_direct(entry, wanted[name]) for name, entry in header.tensors.items()):
         _load_in_parallel(path, header, wanted, record)
     else:
@@ -354,7 +355,8 @@ def _load_whole(path: str, header: SafetensorsHeader, targets: Mapping[str, Tens
 def _load_in_parallel(
     path: str, header: SafetensorsHeader, targets: Mapping[str, Tensor], record: FileRecord | None
 ) -> None:
-    parts = [FilePart(entry.start, tensor_bytes(targets[name])) for name, entry in header.tensors.items()]
+    filled = {name: entry for name, entry in header.tensors.items() if entry.end > entry.start}
+    parts = [FilePart(entry.start, tensor_bytes(targets[name])) for name, entry in filled.items()]
     with open(open_regular(path, follow=record is None), "rb", buffering=0) as file:
         if record is None:
             read_parts(path, file.fileno(), parts)

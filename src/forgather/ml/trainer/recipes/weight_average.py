@@ -160,10 +160,7 @@ class WeightAverage:
         parameter, existing = self._parameters[name], self._averages.get(name)
         if existing is None or existing.device != parameter.device:
             return _like(saved, parameter)
-        if is_sharded(existing):
-            copies.add(local_part(existing), rows_of(saved, existing))
-        else:
-            copies.add(existing, saved)
+        copies.add(existing, saved)
         return existing
 
     def check_state_dict(self, state_dict: Mapping[str, Any]) -> None:
