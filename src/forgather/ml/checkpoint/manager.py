@@ -221,7 +221,7 @@ class CheckpointManager:
         `preserve_n_best` also sets the attribute of that name; None leaves it unchanged.
         """
         self._wait_for_save()
-        return self._rank(
+        return self._rotation.rank_checkpoint(
             checkpoint_path, Ranking(metrics, metric_key, greater_is_better, preserve_n_best), self._peers
         )
 

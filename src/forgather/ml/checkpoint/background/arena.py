@@ -60,7 +60,7 @@ class StagingArena:
     def region(self, offset: int, num_bytes: int) -> torch.UntypedStorage:
         """Return a storage of exactly these bytes of the arena, without a copy."""
         assert self._memory is not None, "reserve was called"
-        # A storage of its own: files contain full storages, and a view of the arena would stand for all of it.
+        # A separate storage: files contain full storages, and a view of the arena would stand for all of it.
         view = memoryview(self._memory)[offset : offset + num_bytes]
         return torch.frombuffer(view, dtype=torch.uint8).untyped_storage()
 
@@ -138,6 +138,6 @@ def _tasks(copies: Iterable[tuple[Tensor, Tensor]]) -> Iterator[list[tuple[Any, 
 
 def _copy_all(pieces: list[tuple[Any, Any]]) -> None:
     # NumPy releases the GIL and uses memcpy, which bypasses the cache for large copies. The copy of torch would start
-    # threads of its own in each of these threads.
+    # more threads in each of these threads.
     for target, source in pieces:
         np.copyto(target, source)

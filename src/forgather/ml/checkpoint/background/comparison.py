@@ -41,7 +41,7 @@ class ComparedState:
         return cls(component.key, component.required, level, owners, state)
 
     def digested(self) -> "ComparedState":
-        """Return the digests in place of the state, which may change afterwards."""
+        """Replace the state by its digests, so that it may change afterwards."""
         if self.digests is not None:
             return self
         quick = self.level is ValidationLevel.QUICK

@@ -1,7 +1,7 @@
 """Priority of threads: background work yields the processor to training.
 
-A thread that saves has many seconds, and a training step has none to give away. On Linux a thread can have a nice value
-of its own; threads that it starts inherit it. The thread of a background save calls this.
+A thread that saves has many seconds, and a training step has none to give away. On Linux each thread has a
+nice value; threads that it starts inherit it. The thread of a background save calls this.
 """
 
 import contextlib

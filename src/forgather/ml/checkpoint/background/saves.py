@@ -1,4 +1,4 @@
-"""BackgroundSaves: writes snapshots in a thread, over a gloo group of its own, while training continues.
+"""BackgroundSaves: writes snapshots in a thread, over a separate gloo group, while training continues.
 
 One save is in flight at a time. The training thread takes and stages the snapshot; the thread compares replicas, writes,
 commits and applies retention. Invariant: the thread never uses a process group of training. `CheckpointManager` starts
@@ -124,7 +124,7 @@ class BackgroundSaves:
             self._thread = None
 
     def finish(self) -> FinishedSave | None:
-        """Wait for the save in flight, and return its result; None if there is none."""
+        """Wait for the save in flight, and return its result; None without a save."""
         self.wait()
         result, self._result = self._result, None
         return result

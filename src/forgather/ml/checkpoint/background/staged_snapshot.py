@@ -1,4 +1,4 @@
-"""Staged snapshots: a snapshot with copies of its tensors in place of the live ones, so that training may continue.
+"""Staged snapshots: a snapshot with copies of its tensors instead of live tensors, so that training may continue.
 
 A tensor is copied with its full storage, so the files have the same bytes as without staging. With less staging memory
 than state, the tensors that are written first stay live, and `LiveReads` tells when the save has read them.
