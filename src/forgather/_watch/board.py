@@ -30,7 +30,8 @@ _SLOT_BYTES = 256
 _HOST_AT = 8 * NUM_CELLS
 _HOST_BYTES = 64
 _PREFIX = "forgather-watch-"
-_STALE_SECONDS = 600.0
+_STALE_SECONDS = 30.0
+_STACKS = ".stacks"
 
 
 class Board:
@@ -49,6 +50,7 @@ class Board:
                 raise PermissionError(f"{path} belongs to another user")
             if os.fstat(descriptor).st_size < size:
                 os.ftruncate(descriptor, size)
+            self._inode = os.fstat(descriptor).st_ino
             self._map = mmap.mmap(descriptor, size)
         finally:
             os.close(descriptor)
@@ -120,9 +122,24 @@ class Board:
     def remove_if_unused(self) -> None:
         """Delete the file if no process that registered in it still runs."""
         running = (cells for cells in self.cells if cells[LOCAL] and not cells[GONE])
-        if not any(is_running(cells[PID], cells[START]) for cells in running):
+        if self.is_current and not any(is_running(cells[PID], cells[START]) for cells in running):
             with contextlib.suppress(FileNotFoundError):
                 os.unlink(self.path)
+
+    def remove_if_idle(self) -> None:
+        """Delete the file if no process is inside a run. The next run creates it again."""
+        inside = (cells for cells in self.cells if cells[LOCAL] and cells[PHASE] and not cells[GONE])
+        if self.is_current and not any(is_running(cells[PID], cells[START]) for cells in inside):
+            with contextlib.suppress(FileNotFoundError):
+                os.unlink(self.path)
+
+    @property
+    def is_current(self) -> bool:
+        """Whether other processes that open the path see this board."""
+        try:
+            return os.stat(self.path).st_ino == self._inode
+        except OSError:
+            return False
 
     def close(self) -> None:
         for view in (*self.cells, *self._slots, self._header, self._bytes):
@@ -136,6 +153,11 @@ def board_path(*identity: object) -> str:
     spaces = [_namespace(kind) for kind in ("pid", "net")]
     name = hashlib.sha256(repr((identity, spaces)).encode()).hexdigest()[:24]
     return os.path.join(_directory(), f"{_PREFIX}{os.getuid()}-{name}")
+
+
+def stacks_path(board: Board, rank: int) -> str:
+    """Return the path of the file that a rank dumps its stacks into."""
+    return f"{board.path}-{rank}{_STACKS}"
 
 
 def remove_stale_boards() -> None:
@@ -152,8 +174,10 @@ def _remove_if_stale(path: str) -> None:
     if time.time() - found.st_ctime < _STALE_SECONDS:
         # The ranks of a job that starts now may not have registered yet.
         return
-    if path.endswith(".stacks"):
-        os.unlink(path)
+    if path.endswith(_STACKS):
+        # Named after the board, which exists as long as the rank trains.
+        if not os.path.exists(path.removesuffix(_STACKS).rpartition("-")[0]):
+            os.unlink(path)
         return
     board = Board(path, (found.st_size - _HEADER_BYTES) // _SLOT_BYTES)
     try:

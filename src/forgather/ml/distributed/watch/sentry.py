@@ -20,7 +20,17 @@ from collections.abc import Iterator
 from dataclasses import asdict, dataclass
 from typing import IO, Any
 
-from forgather._watch.board import ACTIVITY, BEAT, DUMPED, GONE, PID, Board, board_path, remove_stale_boards
+from forgather._watch.board import (
+    ACTIVITY,
+    BEAT,
+    DUMPED,
+    GONE,
+    PID,
+    Board,
+    board_path,
+    remove_stale_boards,
+    stacks_path,
+)
 from forgather._watch.limits import OUTSIDE, SETUP, Limits
 from forgather._watch.watcher import EXIT_CODE, TICK_SECONDS, Settings, Watcher
 from forgather.ml.distributed.watch import marks
@@ -100,7 +110,7 @@ class Sentry:
         self._ending = threading.Lock()
         self._watcher: subprocess.Popen[bytes] | None = None
         self._own_watcher: Watcher | None = None
-        self._stacks = Stacks.prepare(f"{self.board.path}-{place.rank}.stacks") if folder else None
+        self._stacks = Stacks.prepare(stacks_path(self.board, place.rank)) if folder else None
         self._beat()
         marks.write_to(self._cells)
         marks.note_step(0)
@@ -130,6 +140,9 @@ class Sentry:
             self._watcher.wait()
         if self._stacks is not None:
             self._stacks.close()
+        if self._folder:
+            # After the rendezvous the board stays: other ranks must notice a death before training.
+            self.board.remove_if_idle()
 
     # --- threads
 
@@ -167,6 +180,8 @@ class Sentry:
         )
         command = [sys.executable, "-E", "-s", "-S", "-c", _PROGRAM, _SOURCE, json.dumps(asdict(settings))]
         try:
+            if not self.board.is_current:
+                raise FileNotFoundError(f"{self.board.path} is gone")
             self._watcher = subprocess.Popen(command, stdin=subprocess.DEVNULL, stdout=subprocess.DEVNULL, cwd="/")
         except (OSError, ValueError) as error:
             logger.info("The watch runs inside the rank, because no watcher process can be started: %s", error)
@@ -253,7 +268,7 @@ def register(place: Place) -> Board:
     """Register this process as a rank of its job, until it exits, so that other ranks notice its death."""
     global _registered
     path = board_path(*place.key)
-    if _registered is not None and _registered[:2] == (path, os.getpid()):
+    if _registered is not None and _registered[:2] == (path, os.getpid()) and _registered[2].is_current:
         return _registered[2]
     _leave()
     board = Board(path, place.num_ranks)
