@@ -1,12 +1,22 @@
 """Sampling of long parametrisations: `make test` runs a sample of the cases, `make test-all` runs every case."""
 
 import os
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from typing import TypeVar
 
+import pytest
+
+K = TypeVar("K")
 T = TypeVar("T")
+V = TypeVar("V")
 
 RUNS_ALL = os.environ.get("EVERY_CASE") == "1"
+long_search = pytest.mark.skipif(not RUNS_ALL, reason="a long search; make test-all runs it")
+
+
+def sampled_keys(cases: Mapping[K, V], *sample: K) -> dict[K, V]:
+    """Return the cases with these keys, or all cases with EVERY_CASE=1."""
+    return {key: cases[key] for key in sampled(cases, sample)}
 
 
 def sampled(cases: Iterable[T], sample: Iterable[T]) -> list[T]:

@@ -5,6 +5,7 @@ from typing import Any
 
 import pytest
 
+from tests.support.sampling import sampled_keys
 from tests.support.train_job import Scenario, Start, Stop, run_scenarios
 
 # 26 samples in rounds of 2 x 2 are 7 rounds, the last with an empty batch. Two rounds per step are 4 steps an epoch, 8 in all.
@@ -50,6 +51,10 @@ KILLS: dict[str, dict[str, tuple[Stop, ...]]] = {
     "accelerate": {"one rank": (ONE_RANK,), "in an evaluation": (IN_AN_EVALUATION,)},
 }
 # Stop requests to one rank, or to the reading rank: at a step, in an evaluation and during a save.
+KILLS = sampled_keys(
+    KILLS, "dispatched", "dispatched, read ahead", "sharded, workers", "sharded moments", "local sgd", "accelerate"
+)
+SETTINGS = {name: options for name, options in SETTINGS.items() if name in KILLS}
 REQUESTS: dict[str, Stop] = {
     "at a step of one rank": Stop("on_step_end", step=2, signal="SIGTERM", ranks=(1,)),
     "at a step of the reading rank": Stop("on_forward_backward_begin", step=4, signal="SIGUSR1"),

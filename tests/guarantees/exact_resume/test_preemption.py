@@ -12,9 +12,10 @@ from typing import Any
 
 import pytest
 
-from forgather.ml.checkpoint.manager import CheckpointManager
+from forgather.ml.checkpoint.rotation import CheckpointRotation
 from forgather.ml.trainer.loop.signals import StopSignals
 from tests.support import interruptions
+from tests.support.sampling import sampled_keys
 from tests.support.train_job import Scenario, Start, Stop, run_scenarios
 
 BASE: dict[str, Any] = {}
@@ -94,6 +95,21 @@ REQUESTS = {
         for name in ("SIGTERM", "SIGUSR1", "SIGINT")
     },
 }
+REQUESTS = sampled_keys(
+    REQUESTS,
+    "SIGTERM in a step",
+    "SIGINT in a step",
+    "SIGUSR1 in an evaluation",
+    "SIGTERM in a save",
+    "in the last step of an epoch",
+    "in the last step",
+    "twice",
+    "again during the repeated evaluation",
+    "in the evaluation of the last epoch",
+    "in the save after the repeated evaluation",
+    "in an evaluation on save",
+    "SIGTERM to the workers as well",
+)
 Runs = dict[str, list[Start]]
 
 
@@ -204,14 +220,14 @@ def test_best_checkpoint_is_listed_after_death_before_its_entry(tmp_path: Path) 
     folder = str(tmp_path / "killed")
     child = os.fork()
     if child == 0:
-        manager = CheckpointManager.update_best_checkpoints
+        rank = CheckpointRotation.rank_checkpoint
 
         def die(self: Any, path: str, *rest: Any) -> bool:
             if os.path.basename(path) == best:
                 os._exit(0)
-            return manager(self, path, *rest)
+            return rank(self, path, *rest)
 
-        CheckpointManager.update_best_checkpoints = die  # type: ignore[method-assign]
+        CheckpointRotation.rank_checkpoint = die  # type: ignore[method-assign]
         interruptions.run(folder, settings)
         os._exit(1)
     assert os.waitpid(child, 0)[1] == 0

@@ -7,6 +7,7 @@ import pytest
 
 from tests.support.ddp_job import NUM_STEPS
 from tests.support.launch import run_torchrun
+from tests.support.sampling import long_search
 from tests.support.warm_torchrun import WarmJob, run_warm_torchrun
 
 JOB = "tests.support.ddp_job"
@@ -43,6 +44,7 @@ def test_failure_of_one_rank_ends_the_job_with_its_cause(where: str, kind: str, 
     assert job.seconds < sound.seconds + GRACE_SECONDS
 
 
+@long_search
 def test_job_on_two_nodes_restarts_and_finishes_after_a_kill(jobs: dict[str, WarmJob], tmp_path: Path) -> None:
     (straight,) = jobs["ddp nowhere"].agents
     restarted = run_torchrun(["-m", JOB, str(tmp_path), "kill"], 1, nnodes=2, max_restarts=1)

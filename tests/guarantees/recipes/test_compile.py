@@ -21,6 +21,7 @@ from forgather.ml.trainer.trainer import Trainer
 from tests.support.data_parallel import run
 from tests.support.pipelines import trainer_of
 from tests.support.ranks import run_on_ranks
+from tests.support.sampling import long_search
 from tests.support.tiny_models import VOCAB_SIZE, TokenModel, quiet_trainer, token_samples
 
 SETTINGS: dict[str, Any] = {
@@ -100,6 +101,7 @@ def assert_same_losses(compiled: Losses, eager: Losses) -> None:
 
 
 @pytest.mark.skipif(shutil.which("g++") is None, reason="inductor needs a C++ compiler")
+@long_search
 def test_inductor_equals_eager_and_compiles_once_per_mode(tmp_path: Path) -> None:
     eager = trained(Trainer, tmp_path, Decoder)
     compiled = trained(Trainer, tmp_path, Decoder, torch_compile=True)

@@ -103,15 +103,19 @@ def run_job(setting: Setting, output_dir: str, notes: Notes, operations: FileOpe
     job.train()
     notes.add("digest", ["step 3", job.digest()])
     path = job.save()
-    # A background save is in flight here, and must not contain this step. In the foreground the order has no effect.
-    job.train(count=False)
+    if setting.in_background:
+        # The save is in flight here, and must not contain this step.
+        job.train(count=False)
     job.manager.finish_save()
     notes.add("saved", "step 3")
     job.manager.update_best_checkpoints(path, {"loss": 0.5}, "loss", None, 1)
+    if not setting.in_background:
+        job.train(count=False)
     job.manager.set_eval_metrics({"loss": 0.25})
     notes.add("digest", ["step 3 again", job.digest()])
     job.save()
-    job.train(count=False)
+    if setting.in_background:
+        job.train(count=False)
     job.manager.finish_save()
     notes.add("saved", "step 3 again")
     job.manager.close()

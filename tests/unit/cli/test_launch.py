@@ -11,6 +11,7 @@ import pytest
 
 from forgather.cli.launch.options import take_launch_options
 from tests.support.launch import CapturedProcess, kill_leftovers
+from tests.support.sampling import long_search
 from tests.unit.cli.program import call, write_tiny_run
 
 PROGRAM = ("-m", "forgather.cli.main", "train", "tiny.yaml")
@@ -60,6 +61,7 @@ def test_nproc_starts_the_processes_and_only_one_prints(folder: Path) -> None:
     assert [path.name[:7] for path in (folder / "out/tokens").iterdir()] == ["tokens-"]
 
 
+@long_search
 def test_torchrun_runs_the_same_command_and_the_checkpoint_moves_between_trainers(folder: Path) -> None:
     launcher = ("-m", "torch.distributed.run", "--nproc-per-node", "2", "--local-addr", "127.0.0.1")
     output = finish(start(folder, *launcher, *PROGRAM, "--trainer", "accelerate", "--args.max_steps", "7"))

@@ -5,6 +5,7 @@ import sys
 from pathlib import Path
 
 from tests.support.launch import CapturedProcess, kill_leftovers
+from tests.support.sampling import long_search
 from tests.unit.cli.program import write_tiny_run
 
 STOPPING = """\
@@ -19,6 +20,7 @@ class StopsOnRank1(TrainerCallback):
 """
 
 
+@long_search
 def test_job_with_a_stopped_rank_restarts_and_ends_with_75(tmp_path: Path) -> None:
     write_tiny_run(tmp_path)
     (tmp_path / "stopping.py").write_text(STOPPING)

@@ -240,7 +240,7 @@ def watching(place: Place, limits: Limits, folder: str = "", phase: int = SETUP)
 def _open(place: Place, limits: Limits, folder: str, phase: int) -> Sentry | None:
     global _sentry
     with _lock:
-        if os.environ.get(_SWITCH) == "0" or (_sentry is not None and _sentry._cells[PID] == os.getpid()):
+        if not _is_watchable(place) or (_sentry is not None and _sentry._cells[PID] == os.getpid()):
             return None
         try:
             _sentry = Sentry(place, limits, folder, phase)
@@ -257,9 +257,14 @@ def _close(sentry: Sentry, has_failed: bool) -> None:
         _sentry = None
 
 
+def _is_watchable(place: Place) -> bool:
+    # Contradictory variables of the launcher are rejected later, with an error that explains them.
+    return os.environ.get(_SWITCH) != "0" and 0 <= place.rank < place.num_ranks
+
+
 def register_early(place: Place) -> None:
     """Register this process before it meets the others. Without shared memory, it goes unwatched."""
-    if place.num_ranks > 1 and os.environ.get(_SWITCH) != "0":
+    if place.num_ranks > 1 and _is_watchable(place):
         with contextlib.suppress(OSError):
             register(place)
 

@@ -72,12 +72,15 @@ def failure_of(
 def note_failure(output_dir: str, failure: Failure) -> None:
     """Append a failure to the file, unless a rank has noted the same failure of this attempt."""
     path = os.path.join(output_dir, FILE_NAME)
+    if not os.path.isdir(output_dir):
+        # The directory of a run exists. Somebody has removed or renamed it, and must not find it again.
+        logger.warning("The failure could not be noted, because the directory %s is gone.", output_dir)
+        return
     try:
         lines = _last_lines(path)
         known = [one for one in map(_parsed, lines) if one is not None]
         if any(one.attempt == failure.attempt and one.key == failure.key for one in known):
             return
-        os.makedirs(output_dir, exist_ok=True)
         if len(lines) >= _MOST_LINES:
             _write_whole(path, lines[1 - _MOST_LINES :])
         # One write in append mode, so that lines of several ranks do not mix.
