@@ -1,6 +1,6 @@
 """FSDP2 job with a model_init that imports transformers first: `python -m tests.support.fsdp2_import_job DIRECTORY`.
 
-Prints a digest of the weights at the start, and of those that one device would have.
+Prints a digest of the weights at the start, and of the weights that one device would have.
 """
 
 import sys

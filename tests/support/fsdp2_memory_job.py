@@ -66,7 +66,7 @@ class Peak:
         gc.collect()
         # Give freed memory back, or later phases would grow into it unseen.
         ctypes.CDLL(None).malloc_trim(0)
-        # The value 5 resets the peak to the present size.
+        # The value 5 resets the peak to the current size.
         Path("/proc/self/clear_refs").write_text("5")
         self._before = _status("VmRSS"), _status("RssAnon")
         self._highest, self._ended = self._before[1], threading.Event()

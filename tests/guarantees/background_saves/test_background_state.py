@@ -21,7 +21,7 @@ def files_of(path: str) -> dict[str, bytes]:
 
 
 def save_while_training(output_dir: str, memory: str | None, sharded: bool, safetensors: bool = True) -> None:
-    """Save in the background and train on; the files must equal those of a foreground save."""
+    """Save in the background and train on; the files must equal the files of a foreground save."""
     options = {"sharded": sharded, "save_safetensors": safetensors}
     job = Job(output_dir, async_save=True, async_save_memory=memory, **options)
     job.train()

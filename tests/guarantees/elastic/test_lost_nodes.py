@@ -106,7 +106,7 @@ def reference(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @needs_elastic
-def test_job_of_4_3_2_and_4_nodes_trains_like_one_that_stayed(reference: Path, tmp_path: Path) -> None:
+def test_job_of_4_3_2_and_4_nodes_trains_like_an_uninterrupted_job(reference: Path, tmp_path: Path) -> None:
     write_tiny_run(tmp_path)
     endpoint = f"localhost:{free_port()}"
     nodes = [node(tmp_path, number, endpoint) for number in range(4)]

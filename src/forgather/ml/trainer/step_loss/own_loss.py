@@ -91,7 +91,7 @@ def _compared(model: nn.Module, inputs: Mapping[str, Any], labels: Tensor) -> Co
     outputs = model(**inputs, labels=labels)
     logits = logits_of(outputs)
     is_even = logits is not None and logits.ndim == 3 and float(logits.float().std(dim=-1).max()) < _TOO_EVEN
-    # Other parameters cannot be put in place of shards: each rank has only some rows.
+    # Other parameters cannot replace shards: each rank has only some rows.
     if is_even and not any(map(is_dtensor, model.parameters())):
         outputs = torch.func.functional_call(model, _varied(model), kwargs={**inputs, "labels": labels})
     comparison = _comparison(model, inputs, labels, outputs)
