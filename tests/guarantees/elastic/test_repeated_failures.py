@@ -18,6 +18,7 @@ from tests.guarantees.elastic.test_lost_nodes import needs_elastic
 from tests.support.data_parallel import ddp_trainer
 from tests.support.launch import kill_leftovers
 from tests.support.ranks import outcomes_on_ranks
+from tests.support.sampling import long_search
 from tests.support.tiny_models import ScalarModel, quiet_trainer, scalars
 from tests.unit.cli.program import write_tiny_run
 from tests.unit.cli.test_launch import PROGRAM, finish, start
@@ -159,6 +160,7 @@ def noted(folder: Path) -> list[tuple[int, int, str]]:
     return [(one.step, one.rank, one.error_type) for one in read_failures((folder / "out").as_posix())]
 
 
+@long_search
 def test_launcher_notes_a_killed_worker(tmp_path: Path) -> None:
     run_killed(tmp_path, 0, 1)
     assert noted(tmp_path) == [(3, 1, "SIGKILL")]
