@@ -60,7 +60,7 @@ fuzz: $(STAMP)
 
 # Kill one of two ranks at each of its file operations. The suite tries every fourth.
 kill-points: $(STAMP)
-	EVERY_KILL_POINT=1 $(BIN)/python -m pytest tests/guarantees/transactions/test_kill_points.py
+	EVERY_CASE=1 EVERY_KILL_POINT=1 $(BIN)/python -m pytest tests/guarantees/transactions/test_kill_points.py
 
 # Kill random ranks of FSDP2, HSDP and DDP jobs at random times, resume, and compare the end bit for bit.
 soak: $(STAMP)
@@ -68,7 +68,7 @@ soak: $(STAMP)
 
 # Stop, kill and loop a rank of every strategy, and cut the link between two nodes. The suite tries a few of these faults.
 watch-faults: $(STAMP)
-	EVERY_WATCH_FAULT=1 OMP_NUM_THREADS=1 $(BIN)/python -m pytest tests/guarantees/no_hangs/test_watch.py \
+	EVERY_CASE=1 EVERY_WATCH_FAULT=1 OMP_NUM_THREADS=1 $(BIN)/python -m pytest tests/guarantees/no_hangs/test_watch.py \
 		tests/guarantees/no_hangs/test_watch_network.py
 
 # Jobs that lose nodes by SIGKILL and get them back, compared with a job that kept its ranks. Takes minutes.

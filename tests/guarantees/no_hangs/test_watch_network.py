@@ -16,6 +16,7 @@ import pytest
 from forgather.ml.distributed.watch import EXIT_CODE
 from tests.support.launch import RankProcess, finish_all
 from tests.support.rank_protocol import rank_variables
+from tests.support.sampling import long_search
 
 LIMIT_SECONDS = 6
 SECONDS = 60.0
@@ -67,6 +68,7 @@ def start(nodes: list[str], kind: str, directory: Path) -> list[RankProcess]:
 KINDS = ("ddp", "fsdp2", "pipeline") if os.environ.get("EVERY_WATCH_FAULT") == "1" else ("ddp",)
 
 
+@long_search
 @pytest.mark.parametrize("kind", KINDS)
 def test_both_sides_of_a_cut_link_name_the_other(nodes: list[str], kind: str, tmp_path: Path) -> None:
     ranks = start(nodes, kind, tmp_path)

@@ -17,6 +17,7 @@ from forgather.ml.distributed import Peers
 from tests.support.faults.job import Job, debris
 from tests.support.launch import CapturedProcess
 from tests.support.ranks import outcomes_on_ranks
+from tests.support.sampling import sampled
 
 KILLED = -signal.SIGKILL
 RAISED = 3
@@ -135,7 +136,7 @@ def test_kill_of_a_single_process_during_background_saves(fast_directory: Path) 
     check_report(report)
 
 
-@pytest.mark.parametrize("variant", ["background", "background-sharded"])
+@pytest.mark.parametrize("variant", sampled(["background", "background-sharded"], ["background"]))
 def test_kill_of_either_of_two_ranks_during_background_saves(fast_directory: Path, variant: str) -> None:
     """Tries a sample of kill points to save time; `make kill-points` tries all of them."""
     every = int(os.environ.get("EVERY_KILL_POINT", "24" if variant == "background" else "60"))

@@ -9,6 +9,7 @@ import psutil
 import pytest
 
 from tests.support.launch import CapturedProcess, free_port, kill_leftovers
+from tests.support.sampling import long_search
 from tests.unit.cli.program import write_tiny_run
 from tests.unit.cli.test_launch import PROGRAM, finish, start
 
@@ -46,6 +47,7 @@ def test_waiting_node_prints_missing_nodes_and_a_signal_ends_it(
     assert not (folder / "out").exists()
 
 
+@long_search
 def test_nodes_rendezvous_and_train_together(folder: Path) -> None:
     endpoint = f"localhost:{free_port()}"
     second = start_node(folder, 1, endpoint)

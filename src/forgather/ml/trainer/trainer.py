@@ -224,6 +224,7 @@ class Trainer(BaseTrainer[TTrainingArgs]):
 
     def _train_loop(self) -> TrainOutput:
         started, first_step, cadence = time.time(), self.state.global_step, self.loop.cadence
+        phases.tune_memory(self)
         # A handler of on_train_begin may have made a request, possibly on one rank only.
         self.settle_requests()
         cadence.log, cadence.evaluate, cadence.save = self._setup_periodic_functions()

@@ -4,13 +4,15 @@ The trainer notes Python errors, and the launcher notes workers that died withou
 lines. A note that cannot be written is a warning: the failure itself matters more. `restart_policy` reads the file.
 """
 
+import contextlib
+import fcntl
 import hashlib
 import json
 import logging
 import os
 import re
 import socket
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import asdict, dataclass, fields
 from datetime import UTC, datetime
 from typing import Any
@@ -77,17 +79,35 @@ def note_failure(output_dir: str, failure: Failure) -> None:
         logger.warning("The failure could not be noted, because the directory %s is gone.", output_dir)
         return
     try:
-        lines = _last_lines(path)
-        known = [one for one in map(_parsed, lines) if one is not None]
-        if any(one.attempt == failure.attempt and one.key == failure.key for one in known):
-            return
-        if len(lines) >= _MOST_LINES:
-            _write_whole(path, lines[1 - _MOST_LINES :])
-        # One write in append mode, so that lines of several ranks do not mix.
-        with open(path, "ab") as file:
-            file.write((json.dumps(asdict(failure)) + "\n").encode())
+        with _locked(output_dir):
+            _append(path, failure)
     except OSError as error:
         logger.warning("The failure could not be noted in %s: %s", path, error)
+
+
+@contextlib.contextmanager
+def _locked(directory: str) -> Iterator[None]:
+    """Lock a directory, since several ranks note the same failure at the same time."""
+    descriptor = os.open(directory, os.O_RDONLY)
+    try:
+        # Without locks, as on some network file systems, a failure may be noted twice. The policy counts attempts.
+        with contextlib.suppress(OSError):
+            fcntl.flock(descriptor, fcntl.LOCK_EX)
+        yield
+    finally:
+        os.close(descriptor)
+
+
+def _append(path: str, failure: Failure) -> None:
+    lines = _last_lines(path)
+    known = [one for one in map(_parsed, lines) if one is not None]
+    if any(one.attempt == failure.attempt and one.key == failure.key for one in known):
+        return
+    if len(lines) >= _MOST_LINES:
+        _write_whole(path, lines[1 - _MOST_LINES :])
+    # One write in append mode, so that lines of several ranks do not mix.
+    with open(path, "ab") as file:
+        file.write((json.dumps(asdict(failure)) + "\n").encode())
 
 
 def read_failures(output_dir: str) -> list[Failure]:

@@ -116,8 +116,6 @@ def prepare_device(trainer: "Trainer") -> None:
     preparation.use_device(trainer.device)
     trainer.team.pins_memory = trainer.args.dataloader_pin_memory and can_pin(trainer.device)
     use_expandable_segments(trainer.device)
-    if trainer.args.tune_malloc:
-        tune_malloc(trainer.device)
     preparation.use_precision(trainer.args)
     if trainer.wanted is not None:
         check_health(trainer)
@@ -302,6 +300,13 @@ def wrap(trainer: "Trainer") -> None:
         trainer._follow_optimizer()
     elif trainer.lr_scheduler is not schedule and trainer.optimization is not None:
         trainer.optimization.follow(trainer.lr_scheduler, trainer.optimizer)
+
+
+def tune_memory(trainer: "Trainer") -> None:
+    """Let malloc keep freed memory for the next step."""
+    # Not before the first step: the full tensors of the set-up are needed once, and would stay in the process.
+    if trainer.args.tune_malloc:
+        tune_malloc(trainer.device)
 
 
 def prepare_loop(trainer: "Trainer") -> None:
