@@ -32,21 +32,19 @@ _DEBUGGERS = ("/bdb.py", "/pdb.py", "/pydevd.py", "/pydevd_frame.py")
 
 
 def activity_of(thread_id: int) -> int:
-    """Return the activity of a thread."""
-    frames = sys._current_frames()
-    stack = _files(frames.get(thread_id))
+    """Return what a thread does now."""
+    # Only names are kept. A frame keeps its local variables alive, such as the tensors of a step, and a variable with all
+    # frames would be a reference cycle, because this frame is one of them.
+    stacks = {number: _files(frame) for number, frame in sys._current_frames().items()}
+    stack = stacks.pop(thread_id, [])
     if any(file.endswith(_DEBUGGERS) for file in stack):
         return IN_DEBUGGER
     innermost = next((file for file in stack if not file.endswith(_NEUTRAL)), "")
     if innermost.endswith(_BACKWARD):
-        return RUNNING if _runs_backward_elsewhere(frames, thread_id) else IN_BACKWARD
+        # The autograd engine runs Python code in other threads for accelerators.
+        computes = any(other and other[-1].endswith(_AUTOGRAD_FUNCTION) for other in stacks.values())
+        return RUNNING if computes else IN_BACKWARD
     return IN_COLLECTIVE if any(part in innermost for part in _COLLECTIVES) else RUNNING
-
-
-def _runs_backward_elsewhere(frames: dict[int, FrameType], thread_id: int) -> bool:
-    """Return whether a thread of the autograd engine runs Python code, as it does for accelerators."""
-    others = (_files(frame) for number, frame in frames.items() if number != thread_id)
-    return any(stack and stack[-1].endswith(_AUTOGRAD_FUNCTION) for stack in others)
 
 
 def _files(frame: FrameType | None) -> list[str]:
