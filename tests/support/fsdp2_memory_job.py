@@ -117,6 +117,8 @@ def build(output_dir: str, *callbacks: Any, max_steps: int) -> FSDP2Trainer[Any]
             "save_strategy": "no",
             "logging_strategy": "no",
             "resume_from_checkpoint": False,
+            # Memory that malloc keeps for later steps is not memory that a save needs.
+            "tune_malloc": False,
             "fsdp2": {"transformer_layers_path": "layers"},
         },
         model_init=Model,

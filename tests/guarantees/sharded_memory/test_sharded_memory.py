@@ -30,6 +30,8 @@ def test_peak_growth_is_the_shard_and_a_fixed_allowance(tmp_path: Path) -> None:
         for phase, (resident, anonymous, shard) in figures.items():
             sizes = [f"{size / 2**20:.0f} MiB" for size in (resident, anonymous, shard)]
             print(f"rank {rank.rank}, {phase}: {sizes[0]} resident, {sizes[1]} without mapped files, shard {sizes[2]}")
+            # A save holds slices of other ranks on their way to the file: more on a busy machine, never a second shard.
+            shard = max(shard, MODEL_BYTES / WORLD_SIZE)
             assert anonymous < shard + ALLOWANCE_BYTES, phase
             # A load maps the saved moments of this rank.
             mapped = 2 * MODEL_BYTES / WORLD_SIZE if phase == "load" else 0
