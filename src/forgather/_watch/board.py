@@ -20,9 +20,11 @@ from forgather._watch.processes import is_running, start_time
 PID, START, LOCAL, STEP, PHASE, COUNT, BATCHES, BEAT, ACTIVITY, LIMIT, STOPPED, DEAD, GONE, DUMPED, PUBLISHED = range(
     15
 )
-NUM_CELLS = 16
+# The last request for stacks that the rank has answered, and the signal that makes it dump its stacks.
+STACKS_DONE, DUMP_SIGNAL = 15, 16
+NUM_CELLS = 24
 # Cells of the header.
-VERDICT_SIZE, PUBLISHED_AT = range(2)
+VERDICT_SIZE, PUBLISHED_AT, STACKS_ASKED = range(3)
 
 _HEADER_BYTES = 8192
 _VERDICT_AT = 256
@@ -102,6 +104,15 @@ class Board:
         self._header[PUBLISHED_AT] = milliseconds
 
     @property
+    def stacks_asked(self) -> int:
+        """Number of requests for the stacks of all ranks."""
+        return self._header[STACKS_ASKED]
+
+    @stacks_asked.setter
+    def stacks_asked(self, number: int) -> None:
+        self._header[STACKS_ASKED] = number
+
+    @property
     def verdict(self) -> dict[str, Any] | None:
         """The verdict that ends the job, or None."""
         size = self._header[VERDICT_SIZE]
@@ -158,6 +169,11 @@ def board_path(*identity: object) -> str:
 def stacks_path(board: Board, rank: int) -> str:
     """Return the path of the file that a rank dumps its stacks into."""
     return f"{board.path}-{rank}{_STACKS}"
+
+
+def asked_stacks_path(board: Board, rank: int) -> str:
+    """Return the path of the file with the stacks that a rank has written on request."""
+    return f"{board.path}-{rank}asked{_STACKS}"
 
 
 def remove_stale_boards() -> None:

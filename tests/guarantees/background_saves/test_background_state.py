@@ -119,3 +119,20 @@ def test_failed_save_of_one_rank_warns_on_every_rank(tmp_path: Path) -> None:
     assert run_on_ranks(fail_on_rank_1, 2, str(tmp_path)) == [[True, "", 1, True]] * 2
     assert len(store.find_checkpoints(str(tmp_path / "checkpoints"))) == 1
     assert debris(tmp_path) == []
+
+
+def test_damaged_background_checkpoint_is_skipped(tmp_path: Path) -> None:
+    job = Job(tmp_path, async_save=True)
+    paths = []
+    for _ in range(2):
+        job.train()
+        paths.append(job.save())
+    job.manager.close()
+    damaged = Path(paths[1]) / "optimizer_state.pt"
+    content = bytearray(damaged.read_bytes())
+    content[len(content) // 2] ^= 1
+    damaged.write_bytes(content)
+    assert any("optimizer_state.pt" in str(problem) for problem in store.verify_checkpoint(paths[1]))
+    loaded = Job(tmp_path, seed=99)
+    assert loaded.manager.load_checkpoint() == paths[0]
+    loaded.manager.close()

@@ -9,15 +9,20 @@ from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
+from accelerate import Accelerator
 
 from forgather.ml.checkpoint import store
 from forgather.ml.checkpoint.files.planned_file import PlannedFile
+from forgather.ml.trainer.accelerate.accel_trainer import AccelTrainer
+from forgather.ml.trainer.hybrid import HybridTrainer
 from forgather.ml.trainer.loop.signals import Preempted
 from forgather.ml.trainer.trainer import Trainer
 from tests.support.data_parallel import ddp_trainer, fsdp2_trainer
 from tests.support.data_parallel import run as run_trainer
-from tests.support.pipelines import joined, llama, pipeline_trainer
+from tests.support.pipelines import joined, llama, pipeline_trainer, trainer_of
 from tests.support.ranks import run_on_ranks
+from tests.support.sampling import sampled
 from tests.support.tiny_models import Recorder, quiet_trainer, saved_steps, tiny_llama, token_samples
 
 NUM_STEPS = 6
@@ -31,15 +36,24 @@ def build(kind: str, output_dir: Path, *callbacks: Any, **settings: Any) -> Trai
         return ddp_trainer(output_dir, tiny_llama(), train, *callbacks, momentum=0.9, **settings)
     if kind == "fsdp2":
         return fsdp2_trainer(output_dir, tiny_llama, train, *callbacks, momentum=0.9, **settings)
+    if kind == "hsdp":
+        settings["fsdp2"] = {"replicate_size": 2}
+        return fsdp2_trainer(output_dir, tiny_llama, train, *callbacks, momentum=0.9, **settings)
     if kind == "pipeline":
         settings["per_device_train_batch_size"] = 4
         return pipeline_trainer(output_dir, llama, train, *callbacks, momentum=0.9, **settings)
+    if kind == "hybrid":
+        settings = {"per_device_train_batch_size": 4, "n_microbatches": 2, "pp_size": 2, **settings}
+        return trainer_of(HybridTrainer, output_dir, llama, train, *callbacks, momentum=0.9, **settings)
+    if kind == "accel":
+        options = {"accelerator": Accelerator(cpu=True)}
+        settings = {"trainer_class": AccelTrainer, "trainer_options": options, **settings}
     return quiet_trainer(output_dir, tiny_llama(), train, *callbacks, momentum=0.9, **settings)
 
 
 def final_weights(trainer: Trainer, kind: str) -> dict[str, torch.Tensor]:
     weights = run_trainer(trainer).weights
-    return joined(weights) if kind == "pipeline" else weights
+    return joined(weights) if kind in ("pipeline", "hybrid") else weights
 
 
 def slow_writes(seconds: float) -> pytest.MonkeyPatch:
@@ -70,6 +84,30 @@ def resume_from_background(kind: str, directory: str) -> None:
     assert all(torch.equal(expected[name], found[name]) for name in expected)
 
 
+def content_of(path: Path) -> dict[str, bytes]:
+    """Return the files of a checkpoint, without the manifest, which contains the time."""
+    return {one.name: one.read_bytes() for one in path.iterdir() if one.name != "checkpoint_manifest.json"}
+
+
+def resume_and_compare(kind: str, directory: str, memory: str | None = None) -> None:
+    """Compare the checkpoints of a background run with a foreground run, and resume from one."""
+    patch, foreground, background = slow_writes(0.02), Path(directory) / "foreground", Path(directory) / "background"
+    settings: dict[str, Any] = {"save_total_limit": None, "max_steps": NUM_STEPS}
+    expected = final_weights(build(kind, foreground, **settings), kind)
+    # With the same callbacks: a callback that reads the gradient norm of a pipeline gets it in float32.
+    final_weights(build(kind, background, async_save=True, async_save_memory=memory, **settings), kind)
+    patch.undo()
+    name = f"checkpoints/checkpoint-{SAVED_STEP}"
+    if not dist.is_initialized() or dist.get_rank() == 0:
+        assert store.verify_checkpoint(str(background / name)) == []
+        one, other = content_of(background / name), content_of(foreground / name)
+        assert [file for file in {**one, **other} if one.get(file) != other.get(file)] == []
+    resumed = build(kind, Path(directory) / "resumed", resume_from_checkpoint=str(background / name), **settings)
+    found = final_weights(resumed, kind)
+    assert expected.keys() == found.keys()
+    assert all(torch.equal(expected[name], found[name]) for name in expected)
+
+
 def test_resume_from_a_background_checkpoint_is_bit_exact(tmp_path: Path) -> None:
     resume_from_background("single", str(tmp_path))
 
@@ -77,6 +115,15 @@ def test_resume_from_a_background_checkpoint_is_bit_exact(tmp_path: Path) -> Non
 @pytest.mark.parametrize("kind", ["ddp", "fsdp2", "pipeline"])
 def test_resume_on_two_ranks_is_bit_exact(tmp_path: Path, kind: str) -> None:
     run_on_ranks(resume_from_background, 2, kind, str(tmp_path))
+
+
+# The accelerator keeps its state for the life of a process, so each case has processes of its own.
+@pytest.mark.parametrize("kind, num_ranks", sampled([("accel", 2), ("hybrid", 4), ("hsdp", 4)], [("hybrid", 4)]))
+@pytest.mark.parametrize("memory", sampled([None, "12KB"], ["12KB"]))
+def test_other_trainers_save_and_resume_as_in_the_foreground(
+    tmp_path: Path, kind: str, num_ranks: int, memory: str | None
+) -> None:
+    run_on_ranks(resume_and_compare, num_ranks, kind, str(tmp_path), memory)
 
 
 def events_of_saves(kind: str, directory: str) -> list[tuple[int, str, bool]]:

@@ -80,7 +80,8 @@ def test_stream_is_divided_evenly_or_refused(tmp_path: Path) -> None:
 def test_range_of_nodes_is_parsed() -> None:
     words = ["--nnodes", "2:4", "--rdzv-endpoint", "node0:29400", "--node-wait", "0", "--nproc", "8", "x.yaml"]
     options, others = take_launch_options(words)
-    expected = LaunchOptions(num_nodes=4, min_nodes=2, node_wait=0, num_processes=8, rendezvous_endpoint="node0:29400")
+    nodes = {"num_nodes": 4, "min_nodes": 2, "node_wait": 0, "names_nodes": True}
+    expected = LaunchOptions(**nodes, num_processes=8, rendezvous_endpoint="node0:29400")
     assert options == expected and options.is_elastic and options.needs_launcher and others == ["x.yaml"]
 
 

@@ -11,6 +11,7 @@ from torch import Tensor, nn
 from forgather.ml.trainer.fsdp2 import layer_order
 from tests.support.data_parallel import assert_same_training, fsdp2_trainer, run
 from tests.support.ranks import outcomes_on_ranks, run_on_ranks
+from tests.support.sampling import sampled
 from tests.support.tiny_models import VOCAB_SIZE, quiet_trainer
 from tests.support.tiny_parallel import raised
 
@@ -89,7 +90,9 @@ def train_routed(output_dir: Path, skips: str, accumulation: int) -> Any:
     return run(trainer)
 
 
-@pytest.mark.parametrize(("skips", "accumulation"), [("", 1), ("", 2), ("middle", 1)])
+@pytest.mark.parametrize(
+    ("skips", "accumulation"), sampled([("", 1), ("", 2), ("middle", 1)], [("", 2), ("middle", 1)])
+)
 def test_parameters_of_some_ranks_train_like_on_one_device(skips: str, accumulation: int, tmp_path: Path) -> None:
     """Experts inside of layers, and whole layers if the model is gathered at once."""
     settings = {**SETTINGS, "gradient_accumulation_steps": 2 * accumulation, "max_steps": 6 // accumulation}
@@ -116,7 +119,7 @@ CASES = {
 }
 
 
-@pytest.mark.parametrize("skips", CASES)
+@pytest.mark.parametrize("skips", sampled(CASES, ["", "last"]))
 def test_ranks_that_differ_at_once_name_the_difference(skips: str, tmp_path: Path) -> None:
     outcomes = outcomes_on_ranks(train_unequal, 2, tmp_path, skips, {1}, 60.0)
     messages = [str(outcome.error_message) for outcome in outcomes]
@@ -125,7 +128,7 @@ def test_ranks_that_differ_at_once_name_the_difference(skips: str, tmp_path: Pat
     assert part in messages[0] and CASES[skips] in messages[0]
 
 
-@pytest.mark.parametrize("skips", CASES)
+@pytest.mark.parametrize("skips", sampled(CASES, ["", "middle"]))
 def test_rank_that_leaves_the_order_later_names_the_layer(skips: str, tmp_path: Path) -> None:
     outcomes = outcomes_on_ranks(train_unequal, 2, tmp_path, skips, {5}, 1.0)
     assert all(outcome.failed for outcome in outcomes), "no rank hangs"
@@ -135,7 +138,7 @@ def test_rank_that_leaves_the_order_later_names_the_layer(skips: str, tmp_path: 
     assert outcomes[0].error_message == leaving, "the other rank has the message too"
 
 
-@pytest.mark.parametrize("skips", CASES)
+@pytest.mark.parametrize("skips", sampled(CASES, ["middle"]))
 def test_ranks_that_change_together_train_on(skips: str, tmp_path: Path) -> None:
     assert run_on_ranks(train_unequal, 2, tmp_path, skips, {4, 5, 8, 9}, 60.0) == [("", "")] * 2
 

@@ -12,7 +12,7 @@ import pytest
 from ckpt_chaos.runner import rejudge
 
 from tests.support.launch import CapturedProcess
-from tests.support.sampling import sampled
+from tests.support.sampling import long_search, sampled
 
 FAILURES = "HARD_FAIL,SILENT_DIVERGENCE,LOST_WORK,CONTROL_FAIL"
 CLIENT = Path(__file__).parents[2] / "support" / "faults" / "chaos_client.py"
@@ -75,6 +75,7 @@ def check_verdicts(directory: Path, output: str, num_ranks: int, crash_rank: int
     return len(crashes)
 
 
+@long_search
 def test_crashes_of_a_single_process_pass(fast_directory: Path, server: Path) -> None:
     process = run_tool(fast_directory / "work", server, 1, 0)
     assert process.returncode == 0, process.output

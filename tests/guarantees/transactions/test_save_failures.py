@@ -90,6 +90,24 @@ def test_disk_that_fills_up_during_the_save_fails_it(report: Report, troubled: i
 
 
 @pytest.mark.parametrize("troubled", RANKS)
+def test_disk_that_fills_up_during_a_background_save_fails_it(report: Report, troubled: int) -> None:
+    if not report.facts("background_disk_fills_up", troubled)[troubled]["mounted"]:
+        pytest.skip("needs permission to mount a small disk")
+    check_failed_save(report, "background_disk_fills_up", troubled, r"No space left on device: \S.*_state.*\.pt")
+
+
+@pytest.mark.parametrize("troubled", RANKS)
+def test_training_continues_after_a_full_disk_in_the_background(report: Report, troubled: int) -> None:
+    scenario = "background_disk_fills_up_with_a_warning"
+    if not report.facts(scenario, troubled)[troubled]["mounted"]:
+        pytest.skip("needs permission to mount a small disk")
+    for facts in report.facts(scenario, troubled):
+        assert (facts["error"], facts["value"], facts["num_save_errors"]) == (None, "", 1)
+        assert facts["debris"] == []
+    check_previous(report.output_dir(scenario, troubled))
+
+
+@pytest.mark.parametrize("troubled", RANKS)
 def test_partial_write_fails_the_save(report: Report, troubled: int) -> None:
     check_failed_save(report, "file_too_large", troubled, r"File too large: \S.*_state.*\.pt")
 

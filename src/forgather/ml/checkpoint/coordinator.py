@@ -38,10 +38,12 @@ from forgather.ml.checkpoint.errors import (
     StateDecodingError,
     StateEncodingError,
 )
+from forgather.ml.checkpoint.files.layout import IN_FOLDER
 from forgather.ml.checkpoint.manifest import CheckpointManifest, FileRecord, utc_now
 from forgather.ml.checkpoint.rank_layout import RankLayout, StorageScope
 from forgather.ml.checkpoint.state.optimizer_state import OptimizerState
 from forgather.ml.checkpoint.state.rng import RNGState
+from forgather.ml.checkpoint.storage import newest_checkpoint
 from forgather.ml.checkpoint.weights.index import ShardIndex
 from forgather.ml.distributed import DistributedEnvInterface, Peers
 from forgather.ml.utils import unwrap_model
@@ -61,6 +63,7 @@ __all__ = [
 
 # Imported where they are used: a run needs none of the code that reads and writes files before its first step.
 if TYPE_CHECKING:
+    from forgather.ml.checkpoint.foreign.report import ImportReport
     from forgather.ml.checkpoint.snapshot import Snapshot, SnapshotTaker
 
 logger = logging.getLogger(__name__)
@@ -93,10 +96,11 @@ class CheckpointCoordinator:
         trainer_class: str | None = None,
         storage_scope: StorageScope = "job",
         save_on_local_rank: int = 0,
+        checkpoint_layout: str = IN_FOLDER,
     ) -> None:
         _require_process_group(dist)
         self._env = dist
-        self._output_dir = output_dir
+        self._output_dir, self._checkpoint_layout = output_dir, checkpoint_layout
         self._mesh = mesh
         self._trainer_class = trainer_class
         self._storage_scope = storage_scope
@@ -108,6 +112,8 @@ class CheckpointCoordinator:
         self._given_parts = None if model_parts is None else [unwrap_model(part) for part in model_parts]
         self._model_preprocessor = model_preprocessor
         self._layout: RankLayout | None = None
+        self.import_report: ImportReport | None = None
+        """Report of the last load, if it imported a checkpoint of another program."""
         self.declare(state_components, process_groups)
 
     def declare(self, state_components: Sequence[StateComponent], process_groups: Mapping[str, ProcessGroup]) -> None:
@@ -195,7 +201,7 @@ class CheckpointCoordinator:
         owner = foreign_owner(checkpoint_path, peers)
         if owner is not None:
             parts = self._model_parts or []
-            import_checkpoint(
+            self.import_report = import_checkpoint(
                 checkpoint_path, owner, self._components, parts, peers, model=self._model, strict=strict, skip=skip
             )
             return
@@ -366,18 +372,16 @@ class CheckpointCoordinator:
         if path is None:
             if checkpoint_id is None:
                 raise ValueError("save_checkpoint needs a checkpoint_path or a checkpoint_id (the step).")
-            path = store.checkpoint_path(self._output_dir, checkpoint_id)
+            path = store.checkpoint_path(self._output_dir, checkpoint_id, self._checkpoint_layout)
         # The step in the name takes precedence, so that the name and the manifest agree.
         named_step = store.step_of(path)
         return path, step if named_step is None else named_step
 
     def _newest_checkpoint(self, peers: Peers) -> str:
+        looks = self._storage_scope != "job" or peers.rank == 0
+
         def find() -> str:
-            root = os.path.join(self._output_dir, store.CHECKPOINTS_FOLDER)
-            found = store.find_checkpoints(root) if self._storage_scope != "job" or peers.rank == 0 else []
-            if not found and (self._storage_scope != "job" or peers.rank == 0):
-                raise CheckpointLoadError(f"There is no complete checkpoint in {root}.")
-            return found[-1].path if found else ""
+            return newest_checkpoint(self._output_dir, self._checkpoint_layout) if looks else ""
 
         # In shared storage rank 0 chooses for all ranks. With separate storages each rank uses its own path, and the
         # reader checks that all of them are the same save.

@@ -9,12 +9,11 @@ import logging
 import os
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from functools import partial
-from typing import TypeVar
+from typing import TYPE_CHECKING, TypeVar
 
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 
-from forgather.ml.checkpoint import store
 from forgather.ml.checkpoint.all_ranks import on_every_rank
 from forgather.ml.checkpoint.background import background_saves
 from forgather.ml.checkpoint.components import (
@@ -41,6 +40,10 @@ from forgather.ml.checkpoint.storage import CheckpointConfig, OutputDirectory
 from forgather.ml.checkpoint.weights.external import WeightSuppliers
 from forgather.ml.checkpoint.weights.index import ShardIndex
 from forgather.ml.distributed import DistributedEnvInterface, Peers
+
+if TYPE_CHECKING:
+    from forgather.ml.checkpoint.background.update_gate import UpdateGate
+    from forgather.ml.checkpoint.foreign.report import ImportReport
 
 __all__ = ["CheckpointConfig", "CheckpointManager", "RNGState"]
 
@@ -113,8 +116,8 @@ class CheckpointManager:
             trainer_class=type(stateful_provider).__name__,
             storage_scope=self._directory.scope,
             save_on_local_rank=config.save_on_local_rank,
+            checkpoint_layout=config.checkpoint_layout,
         )
-        self._names_of_others: frozenset[str] = frozenset()
         self._background = background_saves(async_save, async_save_memory, read_only)
         if not read_only:
             self._take_directory()
@@ -123,7 +126,7 @@ class CheckpointManager:
         try:
             taken = self._everywhere(self._directory.take, "locking the output directory", CheckpointError)
             # The names of all storages together, because all ranks must choose the same name for a checkpoint.
-            self._names_of_others = frozenset().union(*taken)
+            self._directory.names_of_others = frozenset().union(*taken)
         except BaseException:
             # This rank may hold the lock while another rank failed.
             self.close()
@@ -143,6 +146,11 @@ class CheckpointManager:
     def preserve_n_best(self, number: int) -> None:
         self._rotation.preserve_n_best = number
 
+    def set_save_total_limit(self, number: int | None) -> None:
+        """Keep this number of newest checkpoints from the next save on; all ranks call it."""
+        if self._rotation.follow_limit(number):
+            self.config.save_total_limit = number
+
     # --- saving
 
     def save_checkpoint(
@@ -161,14 +169,19 @@ class CheckpointManager:
         self.finish_save()
         if checkpoint_path is None:
             checkpoint_id = self._current_step() if checkpoint_id is None else checkpoint_id
-            checkpoint_id = store.name_beside_others(checkpoint_id, self._names_of_others)
+            self._directory.warn_of_taken_name(checkpoint_id)
+            checkpoint_path = self._directory.path_of(checkpoint_id)
         try:
-            path = self._save(checkpoint_path, checkpoint_id, is_sound, ranking)
+            path = self._save(checkpoint_path, is_sound, ranking)
         except CheckpointSaveError as error:
             return self._continue_after(error)
         if self._background is None:
             self._rotation.after_commit(path, ranking, self._peers)
         return path
+
+    def path_of(self, checkpoint_id: str | int) -> str:
+        """Return the path of the checkpoint that a save of this step writes."""
+        return self._directory.path_of(checkpoint_id)
 
     def finish_save(self) -> str | None:
         """Wait for the background save, if any. Return its path, "" after an error that only warns, None without one."""
@@ -185,6 +198,11 @@ class CheckpointManager:
         """Allocate the memory of background saves now. Call it after the first step, when the optimizer has its state."""
         if self._background is not None:
             self._background.prepare(self._declared("save"))
+
+    @property
+    def update_gate(self) -> "UpdateGate | None":
+        """Gate that lets training continue up to the optimizer step while a save reads state; None without async_save."""
+        return None if self._background is None else self._background.gate
 
     @property
     def num_saves(self) -> tuple[int, int]:
@@ -318,9 +336,14 @@ class CheckpointManager:
             from forgather.ml.checkpoint.foreign.importing import refuse_others
 
             if self._directory.is_led_here:
-                refuse_others(self.config.output_dir, self._directory.checkpoints)
+                refuse_others(self.config.output_dir)
 
         self._everywhere(refuse, "looking for checkpoints", CheckpointLoadError)
+
+    @property
+    def import_report(self) -> "ImportReport | None":
+        """Report of the last load, if it imported a checkpoint of another program."""
+        return self._coordinator.import_report
 
     @property
     def random_state(self) -> RNGState | None:
@@ -341,20 +364,20 @@ class CheckpointManager:
 
     # --- inside
 
-    def _save(self, path: str | None, checkpoint_id: str | int | None, is_sound: bool, ranking: Ranking | None) -> str:
+    def _save(self, path: str, is_sound: bool, ranking: Ranking | None) -> str:
         extra_files: dict[str, bytes] = {}
 
         def collect() -> dict[str, object]:
             # If the lock is lost, another job may use the directory, and the two would delete each other's checkpoints.
             self._directory.require_held()
-            extra_files.update(extra_files_of(self._callbacks, self._eval_metrics))
+            extra_files.update(extra_files_of((*self._callbacks, self._provider), self._eval_metrics))
             return CheckpointMetadata.states_of(self._callbacks)
 
         states = self._everywhere(collect, "collecting callbacks' state", CheckpointSaveError)
         groups = getattr(self._provider, "weight_decay_groups", "all")
         extra_files[METADATA_NAME] = CheckpointMetadata.of(self._rotation.best, states, groups).to_bytes()
         coordinator = self._declared("save")
-        target, step = coordinator.target_of(path, checkpoint_id, self._step_or_none())
+        target, step = coordinator.target_of(path, None, self._step_or_none())
         snapshot = coordinator.take_snapshot(extra_files=extra_files, compares_later=self._background is not None)
         note, clear_the_way = soundness_note(is_sound), self._rotation.clear_the_way
         if self._background is None:

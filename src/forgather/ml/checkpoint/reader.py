@@ -18,7 +18,6 @@ from forgather.ml.checkpoint import store
 from forgather.ml.checkpoint.all_ranks import on_every_rank
 from forgather.ml.checkpoint.components import MODEL_KEY, StateComponent, StateDict, select_components
 from forgather.ml.checkpoint.errors import CheckpointError, CheckpointLoadError, naming
-from forgather.ml.checkpoint.files.eval_metrics import EVAL_METRICS_NAME
 from forgather.ml.checkpoint.files.state_files import read_state, verify_file
 from forgather.ml.checkpoint.manifest import CheckpointManifest, ComponentManifest, FileRecord
 from forgather.ml.checkpoint.rank_layout import RankLayout
@@ -26,6 +25,7 @@ from forgather.ml.checkpoint.sharding.sharded_tensors import is_sharded
 from forgather.ml.checkpoint.sharing import ComponentSharing
 from forgather.ml.checkpoint.snapshot import METADATA_COMPONENT
 from forgather.ml.checkpoint.state.rng import RNGState
+from forgather.ml.checkpoint.weights.adapters import adapters_only
 from forgather.ml.checkpoint.weights.module_weights import get_all_fqns, load_into_modules, locate_weights
 from forgather.ml.distributed import Peers
 
@@ -104,6 +104,7 @@ class CheckpointReader:
 
         def read_states() -> None:
             self._verify_small_files(manifest)
+            self._refuse_other_kind_of_model(wanted, manifest)
             for component in wanted:
                 if not self._is_weights(component):
                     self._read_component(component, manifest, states)
@@ -113,6 +114,21 @@ class CheckpointReader:
             self._load_weights(wanted, manifest, strict, {name for plan in plans for name in plan.names})
         for key in _in_order([plan.keys for plan in plans]):
             self._everywhere(functools.partial(self._apply, key, wanted, states), f"restoring {key!r}")
+
+    def _refuse_other_kind_of_model(self, wanted: Sequence[StateComponent], manifest: CheckpointManifest) -> None:
+        """Raise if the checkpoint has adapters and the model is a full one, or the reverse; other errors say less."""
+        component, records = _model_in(wanted), manifest.component_files(MODEL_KEY)
+        if component is None or not records:
+            return
+        has_weights = any(record.tensors for record in records)
+        if self._is_weights(component) and not has_weights and (message := adapters_only(self._path)) is not None:
+            raise CheckpointLoadError.misfit(message)
+        if has_weights and not self._is_weights(component):
+            raise CheckpointLoadError.misfit(
+                f"{self._path} has the weights of a full model, but the model of this run is saved as other state, such as "
+                "the adapters of a PeftModel. Load these weights into the base model first, with from_pretrained or "
+                "forgather.ml.sharded_checkpoint.load_checkpoint, and start the run in another output_dir."
+            )
 
     def _plan(self, wanted: Sequence[StateComponent]) -> "_LoadPlan":
         weights = [component for component in wanted if self._is_weights(component)]
@@ -174,7 +190,7 @@ class CheckpointReader:
         # Damaged or missing metrics must not prevent a resume.
         for record in manifest.files:
             present = os.path.lexists(os.path.join(self._path, record.path))
-            is_read_later = not record.path.endswith(_READ_BY_COMPONENTS) and record.path != EVAL_METRICS_NAME
+            is_read_later = not record.path.endswith(_READ_BY_COMPONENTS) and record.path not in store.EDITABLE_FILES
             if is_read_later and (present or record.component != METADATA_COMPONENT):
                 verify_file(self._path, record)
 
@@ -186,7 +202,7 @@ class CheckpointReader:
         all_names: Collection[str],
     ) -> None:
         def load() -> None:
-            component = next((one for one in wanted if self._is_weights(one)), None)
+            component = _model_in(wanted)
             if component is None or self._model_parts is None:
                 return
             saved = manifest.components.get(MODEL_KEY)
@@ -351,6 +367,10 @@ def _in_order(by_rank: Sequence[Sequence[tuple[str, bool]]]) -> list[str]:
         for key, is_random_state in declared:
             keys[key] = keys.get(key, False) or is_random_state
     return sorted(keys, key=lambda key: keys[key])
+
+
+def _model_in(components: Sequence[StateComponent]) -> StateComponent | None:
+    return next((one for one in components if one.key == MODEL_KEY), None)
 
 
 def _missing_component(component: StateComponent, path: str, reason: str) -> CheckpointLoadError:

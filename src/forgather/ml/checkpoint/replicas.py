@@ -311,6 +311,15 @@ def _include_chunk(
     return difference
 
 
+def largest_difference(own: torch.Tensor, reference: torch.Tensor) -> float | None:
+    """Return the largest absolute difference of two tensors of one dtype and shape; None if torch cannot convert it."""
+    difference: Difference | None = Difference()
+    for own_chunk, chunk in zip(_readable_chunks(own), _readable_chunks(reference), strict=True):
+        if difference is not None:
+            difference = _include_chunk(difference, own_chunk, _content(chunk), Tolerance(0.0, 0.0))
+    return None if difference is None else difference.largest
+
+
 def _compare(own: torch.Tensor, reference: torch.Tensor, tolerance: Tolerance) -> tuple[float, bool]:
     """Return the largest absolute difference of two flat tensors of one dtype, and whether all are within tolerance."""
     # In float64, because a difference in float16 could overflow or round to zero.

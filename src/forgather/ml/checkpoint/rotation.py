@@ -19,6 +19,7 @@ from forgather.ml.checkpoint.metadata import METADATA_COMPONENT, METADATA_NAME, 
 from forgather.ml.checkpoint.retention import (
     BestCheckpoints,
     CheckpointInfo,
+    LatestN,
     RetentionPolicy,
     checkpoints_to_delete,
 )
@@ -50,7 +51,7 @@ class CheckpointRotation:
 
     def __init__(self, directory: OutputDirectory, policy: RetentionPolicy, peers: Peers) -> None:
         self.best = BestCheckpoints()
-        self._folder = directory.checkpoints
+        self._directory, self._folder = directory, directory.checkpoints
         self._policy = policy
         self._peers = peers
         self._leads_storage = directory.is_led_here
@@ -58,6 +59,13 @@ class CheckpointRotation:
         self._preserve_n_best = 1
         self._is_fresh_run = False
         self._damaged: set[str] = set()
+
+    def follow_limit(self, number: int | None) -> bool:
+        """Keep this number of newest checkpoints from now on; False if another policy selects them."""
+        if not isinstance(self._policy, LatestN):
+            return False
+        self._policy = LatestN(number)
+        return True
 
     def contains(self, path: str) -> bool:
         """Return whether a checkpoint is in this folder."""
@@ -69,7 +77,7 @@ class CheckpointRotation:
 
         # Rank 0 lists a shared folder for all ranks, so that their lists cannot differ.
         def find() -> list[tuple[str, str]]:
-            found = [] if self._is_shared and self._peers.rank != 0 else store.find_checkpoints(self._folder)
+            found = [] if self._is_shared and self._peers.rank != 0 else self._directory.find_checkpoints()
             return [(str(one.manifest.attempt), one.path) for one in found]
 
         told = on_every_rank(self._peers, find, "looking for checkpoints", CheckpointLoadError)
@@ -100,7 +108,7 @@ class CheckpointRotation:
         This happens just before the commit, so that a save that fails while writing moves nothing.
         """
         if self._is_fresh_run and self.contains(path):
-            moved_to = store.move_older_run(self._folder)
+            moved_to = store.move_older_run(self._folder, self._directory.any_name)
             if moved_to is not None:
                 logger.warning(
                     "This run started afresh (resume_from_checkpoint=False). Checkpoints of the older run were moved to %s.",
@@ -174,7 +182,7 @@ class CheckpointRotation:
         """Return the newest checkpoint with finite weights. None on ranks that do not lead a storage."""
         if not self._leads_storage:
             return None
-        found = store.find_checkpoints(self._folder)
+        found = store.find_checkpoints(self._folder, self._directory.any_name)
         return next((one.path for one in reversed(found) if _is_sound(one.manifest)), None)
 
     def _known(self) -> list[CheckpointInfo]:
@@ -182,7 +190,7 @@ class CheckpointRotation:
             CheckpointInfo(
                 one.path, one.manifest.step, one.manifest.written_at, _metrics_of(one.path), _is_sound(one.manifest)
             )
-            for one in store.find_checkpoints(self._folder)
+            for one in store.find_checkpoints(self._folder, self._directory.any_name)
         ]
 
 

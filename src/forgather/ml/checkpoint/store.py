@@ -14,7 +14,7 @@ import re
 import shutil
 import stat
 import uuid
-from collections.abc import Collection, Iterable, Iterator
+from collections.abc import Callable, Collection, Iterable, Iterator
 from dataclasses import dataclass, field, replace
 from datetime import UTC, datetime, timedelta
 
@@ -27,13 +27,14 @@ from forgather.ml.checkpoint.errors import (
 from forgather.ml.checkpoint.files import durable
 from forgather.ml.checkpoint.files.eval_metrics import EVAL_METRICS_NAME
 from forgather.ml.checkpoint.files.hashed_io import HashingWriter, new_hasher
+from forgather.ml.checkpoint.files.layout import CHECKPOINT_PREFIX, IN_FOLDER, TRAINER_STATE_NAME, checkpoints_root
+from forgather.ml.checkpoint.files.layout import CHECKPOINTS_FOLDER as CHECKPOINTS_FOLDER
 from forgather.ml.checkpoint.files.regular_files import is_real_directory, path_inside
-from forgather.ml.checkpoint.foreign.ownership import SET_ASIDE, Owner, is_ours, owner_of, recognise
+from forgather.ml.checkpoint.foreign.ownership import SET_ASIDE, Owner, has_own_files, is_ours, owner_of, recognise
 from forgather.ml.checkpoint.manifest import MANIFEST_NAME, CheckpointManifest, FileRecord, read_manifest
 
 logger = logging.getLogger(__name__)
 
-CHECKPOINTS_FOLDER = "checkpoints"
 # Names next to the checkpoints that are reserved for this module. Discovery ignores them; `recover` cleans them up.
 #
 #     .tmp-<name>-<attempt>     Files of a save in progress. After an exchange, the replaced checkpoint.
@@ -42,15 +43,17 @@ CHECKPOINTS_FOLDER = "checkpoints"
 #
 # `<name>.set-aside-<attempt>` is a damaged or unknown directory that a save found under the name it needed. It is never
 # resumed, counted or deleted.
-_OURS = re.compile(r"\.(?P<kind>tmp|old|trash)-(?P<name>.+)-(?P<attempt>[0-9a-f]{12})$")
+LEFTOVER = re.compile(r"\.(?P<kind>tmp|old|trash)-(?P<name>.+)-(?P<attempt>[0-9a-f]{12})$")
+# Files that no load reads and users may edit: a changed one does not make a checkpoint incomplete.
+EDITABLE_FILES = (EVAL_METRICS_NAME, TRAINER_STATE_NAME)
 # 18 digits always fit into a signed 64-bit integer.
 _STEP = re.compile(r"checkpoint-([0-9]{1,18})")
 # Room for directory entries, file headers and the manifest: `needed_bytes` counts only the contents of files.
 _SPACE_MARGIN = 2**20
 
 
-def checkpoint_path(output_dir: str, checkpoint_id: str | int) -> str:
-    """Return the path of the checkpoint for a step (or another name)."""
+def checkpoint_path(output_dir: str, checkpoint_id: str | int, layout: str = IN_FOLDER) -> str:
+    """Return the path of the checkpoint for a step (or another name) in a layout of the output directory."""
     name = str(checkpoint_id)
     if not name or os.sep in name or name != os.path.basename(name) or name.startswith(".") or "\0" in name:
         raise ValueError(
@@ -58,7 +61,7 @@ def checkpoint_path(output_dir: str, checkpoint_id: str | int) -> str:
             "be a step number or a plain name without slashes or a leading dot. To save somewhere else, pass "
             "checkpoint_path."
         )
-    return os.path.join(output_dir, CHECKPOINTS_FOLDER, f"checkpoint-{name}")
+    return os.path.join(checkpoints_root(output_dir, layout), f"{CHECKPOINT_PREFIX}{name}")
 
 
 def step_of(path: str) -> int | None:
@@ -222,8 +225,7 @@ def open_checkpoint(path: str) -> FoundCheckpoint:
         size = _size_of(path, record)
         if optional and size is None:
             missing.append(record.path)
-        # Nor does a damaged metrics file make the checkpoint incomplete: no load reads it.
-        elif size != record.size and record.path != EVAL_METRICS_NAME:
+        elif size != record.size and record.path not in EDITABLE_FILES:
             raise CheckpointCorruptError(
                 f"{path} is not complete: {record.path} (component {record.component!r}) should have {record.size} bytes, "
                 f"but {'is missing' if size is None else f'has {size}'}."
@@ -260,9 +262,9 @@ def set_aside(path: str, attempt: str) -> None:
     )
 
 
-def move_older_run(root: str) -> str | None:
+def move_older_run(root: str, any_name: bool = True) -> str | None:
     """Move Forgather's checkpoints in `root` into a new folder `before-<UTC time>`. Return its path, or None."""
-    older = [path for path in _candidates(root) if is_ours(path)]
+    older = [path for path in _candidates(root, any_name) if is_ours(path)]
     if not older:
         return None
     folder = _unused(os.path.join(root, f"before-{datetime.now(UTC):%Y%m%dT%H%M%SZ}"))
@@ -307,12 +309,13 @@ def names_taken_by_others(root: str) -> frozenset[str]:
 
 def name_beside_others(checkpoint_id: str | int, taken: Collection[str]) -> str | int:
     """Return `checkpoint_id`, with a suffix if a checkpoint of another program has the name: it is never replaced."""
-    return f"{checkpoint_id}-forgather" if f"checkpoint-{checkpoint_id}" in taken else checkpoint_id
+    return f"{checkpoint_id}-forgather" if f"{CHECKPOINT_PREFIX}{checkpoint_id}" in taken else checkpoint_id
 
 
 def checkpoints_of_others(*folders: str) -> list[tuple[str, Owner]]:
     """Return directories with training state of other programs, with their owners. The latest step comes last."""
-    listed = [os.path.join(folder, name) for folder in folders if os.path.isdir(folder) for name in os.listdir(folder)]
+    existing = [folder for folder in dict.fromkeys(folders) if os.path.isdir(folder)]
+    listed = [os.path.join(folder, name) for folder in existing for name in os.listdir(folder)]
     paths = [path for path in listed if os.path.isdir(path) and not os.path.basename(path).startswith(".")]
     owners = [(path, owner_of(path)) for path in sorted(paths, key=lambda path: (step_of(path) or -1, path))]
     return [(path, owner) for path, owner in owners if owner.has_training_state]
@@ -327,10 +330,13 @@ def is_complete(path: str) -> bool:
     return True
 
 
-def find_checkpoints(root: str) -> list[FoundCheckpoint]:
-    """Return the complete checkpoints in a directory, oldest first by commit time."""
+def find_checkpoints(root: str, any_name: bool = True) -> list[FoundCheckpoint]:
+    """Return the complete checkpoints in a directory, oldest first by commit time.
+
+    `any_name=False` counts only names `checkpoint-...`, for an output directory with other directories.
+    """
     found = []
-    for path in _candidates(root):
+    for path in _candidates(root, any_name):
         try:
             found.append(open_checkpoint(path))
         except (CheckpointNotFoundError, FileNotFoundError):
@@ -346,12 +352,13 @@ def find_checkpoints(root: str) -> list[FoundCheckpoint]:
     return sorted(found, key=lambda checkpoint: (checkpoint.manifest.written_at, checkpoint.manifest.step or 0))
 
 
-def _candidates(root: str) -> list[str]:
+def _candidates(root: str, any_name: bool = True) -> list[str]:
     """Return directories (no symlinks) that have a manifest or a checkpoint's name.
 
     The name alone is enough, so that `find_checkpoints` warns about a checkpoint without its manifest.
     """
     names = sorted(os.listdir(root)) if os.path.isdir(root) else []
+    names = [name for name in names if any_name or name.startswith(CHECKPOINT_PREFIX)]
     paths = [os.path.join(root, name) for name in names if not name.startswith(".") and not SET_ASIDE.match(name)]
     return [
         path
@@ -360,8 +367,8 @@ def _candidates(root: str) -> list[str]:
     ]
 
 
-def verify_checkpoint(path: str) -> list[str]:
-    """Read every file of a checkpoint and check its checksum and format. Return one line per problem."""
+def verify_checkpoint(path: str, note_bytes: Callable[[int], None] | None = None) -> list[str]:
+    """Read every file and check its checksum and format. Return one line per problem. `note_bytes` gets bytes read."""
     try:
         found = open_checkpoint(path)
         manifest, missing = found.manifest, found.missing_optional
@@ -374,9 +381,9 @@ def verify_checkpoint(path: str) -> list[str]:
     except (CheckpointError, OSError) as error:
         return [str(error)]
     present = [record for record in manifest.files if record.path not in missing]
-    from forgather.ml.checkpoint.files.verification import problems_with_file, problems_with_weights
+    from forgather.ml.checkpoint.files.verification import problems_by_file, problems_with_weights
 
-    problems = [problem for record in present for problem in problems_with_file(path, record)]
+    problems = [problem for found in problems_by_file(path, present, note_bytes).values() for problem in found]
     # The check across weight files makes sense only if each file is intact.
     return problems or problems_with_weights(path, manifest)
 
@@ -392,18 +399,21 @@ def delete_checkpoint(path: str) -> None:
     durable.remove_tree(trash)
 
 
-def recover(root: str) -> list[str]:
+def recover(root: str, any_name: bool = True) -> list[str]:
     """Finish or undo the saves and deletions of a killed job. Return one line per action.
 
     The caller must hold the lock of the output directory: a `.tmp-` of a running save would be deleted.
+    `any_name=False`: other programs may use such names in `root` too, so only Forgather's directories are touched.
     """
     done = []
     # In sorted order `.old-` comes before `.tmp-`, so the successor below has not been deleted yet.
     for entry in sorted(os.listdir(root)) if os.path.isdir(root) else []:
-        match = _OURS.match(entry)
+        match = LEFTOVER.match(entry)
         if match is None or not is_real_directory(os.path.join(root, entry)):
             continue
         path, final = os.path.join(root, entry), os.path.join(root, match["name"])
+        if not (any_name or match["name"].startswith(CHECKPOINT_PREFIX) or has_own_files(path)):
+            continue
         if match["kind"] == "old" and not os.path.lexists(final):
             # The job was killed between the two renames of a replacement, when the new checkpoint was complete.
             successor = _sibling(final, "tmp", match["attempt"])
@@ -415,7 +425,7 @@ def recover(root: str) -> list[str]:
         if os.path.isdir(path) and durable.remove_or_warn(path):
             done.append(f"removed {path}, left by an interrupted save or deletion")
     # A kill during `amend_file` leaves a temporary file inside a committed checkpoint.
-    for checkpoint in filter(is_ours, _candidates(root)):
+    for checkpoint in filter(is_ours, _candidates(root, any_name)):
         for path in durable.remove_unfinished_replacements(checkpoint):
             done.append(f"removed {path}, left by an interrupted change of a file")
     return done

@@ -17,6 +17,7 @@ from torch._C._distributed_c10d import HashStore
 from torch.distributed.constants import default_pg_nccl_timeout, default_pg_timeout
 from torch.distributed.rendezvous import rendezvous
 
+from forgather._slurm import adopt_slurm_task
 from forgather.ml.distributed import flight_recorder
 from forgather.ml.distributed.devices import bound_device, check_devices, pick_device
 from forgather.ml.distributed.launch_variables import check_place, read_int
@@ -98,6 +99,7 @@ def init_from_env(obj: EnvironmentT) -> EnvironmentT:
 
     Libraries that read the variables and code that reads the object then see the same values. Returns `obj`.
     """
+    adopt_slurm_task()
     for field, variable in _VARIABLES.items():
         if variable not in os.environ:
             os.environ[variable] = str(getattr(obj, field))

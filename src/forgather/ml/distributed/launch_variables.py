@@ -1,4 +1,6 @@
-"""Validation of the environment variables of launchers: RANK, WORLD_SIZE, LOCAL_RANK, LOCAL_WORLD_SIZE.
+"""Environment variables of launchers: RANK, WORLD_SIZE, LOCAL_RANK, LOCAL_WORLD_SIZE; read and checked.
+
+In a job step of Slurm with several tasks, the variables of Slurm give the missing ones.
 
 Inconsistent values raise `ValueError` before any collective, where the job would hang. `DistributedEnvironment` and the
 set-up of the trainers call the checks.
@@ -6,12 +8,16 @@ set-up of the trainers call the checks.
 
 import os
 
+from forgather._slurm import adopt_slurm_task
+
 _NAMES = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE")
 
 
 def read_int(variable: str, default: int) -> int:
     """Return an environment variable as an integer, or `default` if it is not set."""
     text = os.environ.get(variable)
+    if text is None and adopt_slurm_task():
+        text = os.environ.get(variable)
     if text is None:
         return default
     try:

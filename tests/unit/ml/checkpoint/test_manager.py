@@ -430,5 +430,5 @@ def rank_with_bad_metrics(output_dir: str) -> str:
 
 
 def test_unwritable_metrics_on_one_rank_are_an_error_on_all(tmp_path: Path) -> None:
-    told = run_on_ranks(rank_with_bad_metrics, 2, str(tmp_path), timeout=20)
+    told = run_on_ranks(rank_with_bad_metrics, 2, str(tmp_path))
     assert told[0] == told[1] and "rank 0 failed" in told[0]

@@ -231,7 +231,7 @@ def components_of_some_ranks(output_dir: str) -> tuple[Any, Any, list[str]]:
 
 
 def test_ranks_may_have_different_components(tmp_path: Path) -> None:
-    assert run_on_ranks(components_of_some_ranks, 2, str(tmp_path), timeout=30) == [
+    assert run_on_ranks(components_of_some_ranks, 2, str(tmp_path)) == [
         (rank, {"value": rank}, ["first", "second"]) for rank in range(2)
     ]
 
@@ -442,7 +442,7 @@ def provider_that_fails_on_one_rank(output_dir: str) -> Outcome:
 
 
 def test_failing_declaration_on_one_rank_fails_on_all(tmp_path: Path) -> None:
-    outcomes = run_on_ranks(provider_that_fails_on_one_rank, 2, str(tmp_path), timeout=30)
+    outcomes = run_on_ranks(provider_that_fails_on_one_rank, 2, str(tmp_path))
     assert outcomes[0] == outcomes[1] and "rank 1 failed" in outcomes[0][1] and "'dataset'" in outcomes[0][1]
 
 
@@ -455,7 +455,7 @@ def model_on_one_rank(output_dir: str) -> Outcome:
 
 
 def test_model_missing_on_some_ranks_is_rejected(tmp_path: Path) -> None:
-    outcomes = run_on_ranks(model_on_one_rank, 2, str(tmp_path), timeout=30)
+    outcomes = run_on_ranks(model_on_one_rank, 2, str(tmp_path))
     assert outcomes[0] == outcomes[1] and outcomes[0][0] == "CheckpointSaveError"
     assert "'model'" in outcomes[0][1] and "not by rank 1" in outcomes[0][1]
 

@@ -1,12 +1,14 @@
 """LiveReads: tensors that a background save reads from live memory, because they exceed the staging memory.
 
-Training waits until the save has read all of them, and then continues while the rest is written from copies. A read is
-complete when the bytes are in the buffer of the file, or when the round of the shard exchange that sends them has ended.
-The snapshot reports both.
+Training must not change them before the save has read all of them; `UpdateGate` holds it back. Live tensors are written
+first, through the ring of buffers of the file writer, and staged copies afterwards. With a limit of L bytes for a state
+of N bytes, they are therefore read after the disk has taken N - L bytes, as early as with a ring of L bytes in between.
+A read is complete when the bytes are in a buffer of the file, or when the round of the shard exchange that sends them
+has ended. The snapshot reports both.
 """
 
 import threading
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import NamedTuple
 
 import numpy as np
@@ -22,11 +24,18 @@ class MemoryRange(NamedTuple):
 class LiveReads:
     """Outstanding reads of live tensors: memory ranges by index of the file, and rounds of the shard exchange."""
 
-    def __init__(self, files: Mapping[int, Sequence[MemoryRange]], num_rounds: int = 0) -> None:
+    def __init__(
+        self,
+        files: Mapping[int, Sequence[MemoryRange]],
+        num_rounds: int = 0,
+        check: Callable[[], None] = lambda: None,
+    ) -> None:
         """`files` has an entry for each file with live tensors, empty if they are not in host memory.
 
-        `num_rounds` is the number of exchange rounds that send live tensors.
+        `num_rounds` is the number of exchange rounds that send live tensors. `check` runs in the thread of the save
+        when all tensors are read, and raises if one has changed meanwhile.
         """
+        self._check = check
         self._ranges = {number: set(ranges) for number, ranges in files.items()}
         # Ranges of a device are unknown here, and a part of a tensor may be copied first: such files end as a whole.
         self._exact = {number for number, ranges in self._ranges.items() if ranges}
@@ -69,5 +78,6 @@ class LiveReads:
         self._is_done.wait()
 
     def _look(self) -> None:
-        if not self._ranges and not self._rounds_left:
+        if not self._ranges and not self._rounds_left and not self._is_done.is_set():
+            self._check()
             self._is_done.set()

@@ -1,8 +1,8 @@
 """BackgroundSaves: writes snapshots in a thread, over a separate gloo group, while training continues.
 
 One save is in flight at a time. The training thread takes and stages the snapshot; the thread compares replicas, writes,
-commits and applies retention. Invariant: the thread never uses a process group of training. `CheckpointManager` starts
-saves here and takes their results.
+commits and applies retention. Invariants: the thread never uses a process group of training, and training changes no
+tensor that the thread has yet to read (`UpdateGate`). `CheckpointManager` starts saves here and takes their results.
 """
 
 import atexit
@@ -13,6 +13,8 @@ import sys
 import threading
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
+
+import torch
 
 from forgather.ml.checkpoint.all_ranks import on_every_rank
 from forgather.ml.checkpoint.background.arena import StagingArena
@@ -25,8 +27,10 @@ from forgather.ml.checkpoint.background.memory_plan import (
     size_text,
 )
 from forgather.ml.checkpoint.background.staged_snapshot import StagedSnapshot, needed_bytes, stage
+from forgather.ml.checkpoint.background.update_gate import UpdateGate
 from forgather.ml.checkpoint.coordinator import CheckpointCoordinator
 from forgather.ml.checkpoint.errors import CheckpointError, CheckpointSaveError
+from forgather.ml.checkpoint.files.pacing import Pace, paced
 from forgather.ml.checkpoint.snapshot import Snapshot
 from forgather.ml.distributed import Peers
 from forgather.ml.distributed.groups import get_background_group
@@ -64,16 +68,21 @@ class BackgroundSaves:
         # No rank leaves before all ranks are connected: a rank that died in between would break the set-up of others.
         self._peers.gather(None, "connecting the ranks for background saves")
         self._arena = StagingArena()
+        self.gate = UpdateGate()
+        self._has_explained = False
         self._needs: Sequence[MemoryNeed] | None = None
         self._plan = MemoryPlan(0, "")
         self._thread: threading.Thread | None = None
         self._result: FinishedSave | None = None
+        self._is_awaited = threading.Event()
+        """Whether training waits for the save in flight, which then runs at full speed."""
         self.num_started = 0
         self.num_finished = 0
         """Number of ended saves, also failed ones. Read by other threads."""
 
     def prepare(self, coordinator: CheckpointCoordinator) -> None:
-        """Plan and touch the staging memory before the first save needs it."""
+        """Plan and touch the staging memory before the first save needs it, and observe the next step."""
+        self.gate.observe()
         try:
             snapshot = coordinator.take_snapshot(compares_later=True)
         except CheckpointError as error:
@@ -85,14 +94,14 @@ class BackgroundSaves:
         self._arena.warm_up(min(self._plan.limit, self._needs[self._peers.rank].num_bytes))
 
     def start(self, coordinator: CheckpointCoordinator, snapshot: Snapshot, request: SaveRequest) -> None:
-        """Stage a snapshot and write it in the background. Return when training may change the state."""
+        """Stage a snapshot and write it in the background. Return when training may continue up to the `gate`."""
         assert self._thread is None and self._result is None, "one save is in flight at a time"
         self._plan_memory(snapshot, coordinator)
         staged: list[StagedSnapshot] = []
         # The copy needs memory, which one rank may lack. The other ranks must not write without it.
         on_every_rank(
             Peers.world(),
-            lambda: staged.append(stage(snapshot, self._arena, self._plan.limit)),
+            lambda: staged.append(self._stage(snapshot)),
             "copying the state for a background save",
             CheckpointSaveError,
         )
@@ -101,20 +110,28 @@ class BackgroundSaves:
         self.num_started += 1
         self._result = FinishedSave(request.path)
         arguments = (coordinator, staged[0], request, self._result)
+        self._is_awaited.clear()
         self._thread = threading.Thread(target=self._run, args=arguments, name="checkpoint-save", daemon=True)
         _end_with_process(self._thread)
+        if not staged[0].reads.is_done:
+            self._is_awaited.set()
+        self.gate.hold(staged[0].reads)
         self._thread.start()
-        staged[0].reads.wait()
+        self._explain(staged[0])
+        if not staged[0].may_continue:
+            staged[0].reads.wait()
 
     def wait(self) -> None:
         """Wait for the save in flight. Its result stays until `finish` takes it."""
         if self._thread is not None:
+            self._is_awaited.set()
             self._thread.join()
             self._thread = None
 
     def finish(self) -> FinishedSave | None:
         """Wait for the save in flight, and return its result; None without a save."""
         self.wait()
+        self.gate.release()
         result, self._result = self._result, None
         return result
 
@@ -124,6 +141,7 @@ class BackgroundSaves:
         While another error passes, an error of the save is only logged. A second Ctrl-C leaves at once.
         """
         cause = sys.exception()
+        self.gate.close()
         if isinstance(cause, KeyboardInterrupt):
             _forget(self._thread)
             return
@@ -149,6 +167,35 @@ class BackgroundSaves:
         self._plan = plan_memory(self._setting, [needs[rank] for rank in node], list(node).index(layout.rank))
         _log_plan(self._plan, needs[layout.rank].num_bytes)
 
+    def _stage(self, snapshot: Snapshot) -> StagedSnapshot:
+        if self._fits:
+            return stage(snapshot, self._arena, self._plan.limit)
+        return stage(snapshot, self._arena, self._plan.limit, self.gate.storages(), self.gate.checker())
+
+    @property
+    def _fits(self) -> bool:
+        assert self._needs is not None, "the memory is planned"
+        return self._needs[self._peers.rank].num_bytes <= self._plan.limit
+
+    def _explain(self, staged: StagedSnapshot) -> None:
+        """Log, once, how a save without room for all copies holds up training."""
+        if self._has_explained or not staged.num_live_bytes:
+            return
+        self._has_explained = True
+        size = size_text(staged.num_live_bytes)
+        if staged.may_continue:
+            logger.info(
+                "Background saves read %s of weights and moments without a copy: forward and backward passes continue "
+                "meanwhile, and the next optimizer step waits until they are read.",
+                size,
+            )
+        else:
+            logger.info(
+                "Background saves read %s without a copy while training waits, because a forward pass may change a part of "
+                "it, or no step was observed yet.",
+                size,
+            )
+
     def _run(
         self, coordinator: CheckpointCoordinator, staged: StagedSnapshot, request: SaveRequest, result: FinishedSave
     ) -> None:
@@ -156,9 +203,10 @@ class BackgroundSaves:
         try:
             on_every_rank(self._peers, staged.arrive, "copying the state from the accelerator", CheckpointSaveError)
             snapshot = _compared(staged.snapshot, self._peers)
-            coordinator.write_snapshot(
-                snapshot, request.path, request.step, request.metadata, self._peers, request.before_commit
-            )
+            with paced(self._pace()):
+                coordinator.write_snapshot(
+                    snapshot, request.path, request.step, request.metadata, self._peers, request.before_commit
+                )
             result.is_committed = True
             request.then(self._peers)
         except BaseException as error:  # noqa: BLE001 - the training thread raises it
@@ -167,6 +215,10 @@ class BackgroundSaves:
             staged.reads.end()
             self.num_finished += 1
             _forget(threading.current_thread())
+
+    def _pace(self) -> Pace | None:
+        # With an accelerator, training leaves most cores to the save.
+        return None if torch.accelerator.is_available() else Pace(self._is_awaited)
 
 
 def _compared(snapshot: Snapshot, peers: Peers) -> Snapshot:
@@ -187,8 +239,8 @@ def _log_plan(plan: MemoryPlan, num_bytes: int) -> None:
         )
         return
     logger.warning(
-        "Background saves copy the state of this rank in pieces: %s of %s fit the limit (%s). Each save blocks training "
-        "until the other %s are read and written. To shorten that, raise async_save_memory.",
+        "Background saves copy the state of this rank in pieces: %s of %s fit the limit (%s). The optimizer step after a "
+        "save waits until the other %s are read, at the speed of the disk. To shorten that, raise async_save_memory.",
         *(size_text(plan.limit), size_text(num_bytes), plan.reason, size_text(num_bytes - plan.limit)),
     )
 

@@ -1,11 +1,12 @@
 """Staged snapshots: a snapshot with copies of its tensors instead of the live ones, so that training may continue.
 
 A tensor is copied with its full storage, so the files have the same bytes as without staging. With less staging memory
-than state, the tensors that are written first stay live, and `LiveReads` tells when the save has read them.
-`BackgroundSaves` stages every snapshot on the training thread.
+than state, the tensors that are written first stay live, and `LiveReads` tells when the save has read them. State that a
+forward pass may change, such as running statistics, is copied first. `BackgroundSaves` stages every snapshot on the
+training thread.
 """
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, NamedTuple
 
@@ -35,6 +36,10 @@ class _Piece(NamedTuple):
     def num_bytes(self) -> int:
         return self.source.nbytes
 
+    @property
+    def storage(self) -> int:
+        return int(self.source.untyped_storage()._cdata)
+
 
 @dataclass(frozen=True)
 class StagedSnapshot:
@@ -42,8 +47,10 @@ class StagedSnapshot:
 
     snapshot: Snapshot
     reads: LiveReads
-    is_complete: bool
-    """Whether all tensors were copied."""
+    num_live_bytes: int
+    """Bytes of the tensors that were not copied."""
+    may_continue: bool
+    """Whether training may compute gradients before `reads` is done."""
     arrive: Callable[[], None]
     """Wait until copies from an accelerator are complete. Called in the background."""
 
@@ -54,10 +61,19 @@ def needed_bytes(snapshot: Snapshot) -> int:
     return sum(aligned(piece.num_bytes) for piece in pieces.values())
 
 
-def stage(snapshot: Snapshot, arena: StagingArena, limit: int) -> StagedSnapshot:
-    """Copy the tensors of a snapshot into the arena, at most `limit` bytes of them, and return the staged snapshot."""
+def stage(
+    snapshot: Snapshot,
+    arena: StagingArena,
+    limit: int,
+    updated: Collection[int] = (),
+    check: Callable[[], None] = lambda: None,
+) -> StagedSnapshot:
+    """Copy the tensors of a snapshot into the arena, at most `limit` bytes of them, and return the staged snapshot.
+
+    `updated` are the storages that only an optimizer step changes. `check` raises if one has changed; see `LiveReads`.
+    """
     pieces = list(_pieces_of(snapshot))
-    chosen = _chosen(pieces, limit)
+    chosen = _chosen(pieces, limit, updated)
     arena.reserve(sum(aligned(piece.num_bytes) for piece in chosen))
     storages: dict[_Key, torch.UntypedStorage] = {}
     offset = 0
@@ -65,19 +81,34 @@ def stage(snapshot: Snapshot, arena: StagingArena, limit: int) -> StagedSnapshot
         storages[piece.key] = arena.region(offset, piece.num_bytes)
         offset += aligned(piece.num_bytes)
     arrive = _copy([(_bytes_in(storages[piece.key]), piece.source) for piece in chosen])
-    reads = _live_reads(snapshot, pieces, storages)
-    return StagedSnapshot(_staged(snapshot, storages, reads), reads, reads.is_done, arrive)
+    live = {piece.key: piece for _, piece in pieces if piece.key not in storages}
+    reads = _live_reads(snapshot, pieces, storages, check)
+    return StagedSnapshot(
+        _staged(snapshot, storages, reads),
+        reads,
+        num_live_bytes=sum(piece.num_bytes for piece in live.values()),
+        may_continue=all(piece.storage in updated for piece in live.values()),
+        arrive=arrive,
+    )
 
 
-def _chosen(pieces: Sequence[tuple[int | None, _Piece]], limit: int) -> list[_Piece]:
-    """Return the pieces to copy: from the end of the save, since training waits for the pieces that stay live."""
+def _chosen(pieces: Sequence[tuple[int | None, _Piece]], limit: int, updated: Collection[int]) -> list[_Piece]:
+    """Return the pieces to copy: state that training changes early, then from the end of the save.
+
+    The pieces that stay live are read in the order of the save, so they are the first ones.
+    """
     chosen: dict[_Key, _Piece] = {}
-    used = 0
-    for _, piece in reversed(pieces):
+    by_key = {piece.key: piece for _, piece in reversed(pieces)}
+    early = [piece for piece in by_key.values() if piece.storage not in updated]
+    if sum(aligned(piece.num_bytes) for piece in early) > limit:
+        # Training has to wait in any case, and the wait is the shortest if the copies are at the end of the save.
+        early = []
+    left = limit
+    for piece in (*early, *by_key.values()):
         if piece.key in chosen:
             continue
-        used += aligned(piece.num_bytes)
-        if used > limit:
+        left -= aligned(piece.num_bytes)
+        if left < 0:
             break
         chosen[piece.key] = piece
     return list(chosen.values())
@@ -107,7 +138,7 @@ def _tensors_in(content: Content) -> list[Tensor]:
 
 def _piece_of(tensor: Tensor, is_weight: bool) -> _Piece | None:
     """Return the memory behind a tensor; None if it has none, is sharded, or is copied by `_clone`."""
-    if _is_special(tensor) or not tensor.nbytes:
+    if is_special(tensor) or not tensor.nbytes:
         return None
     storage = tensor.untyped_storage()
     is_whole = storage.nbytes() == tensor.nbytes and tensor.is_contiguous()
@@ -121,7 +152,7 @@ def _view_key(tensor: Tensor) -> _Key:
     return "view", tensor.untyped_storage()._cdata, tensor.storage_offset(), tensor.shape, tensor.stride(), tensor.dtype
 
 
-def _is_special(tensor: Tensor) -> bool:
+def is_special(tensor: Tensor) -> bool:
     """Return whether a tensor is not plain memory: sharded, sparse, nested, lazily conjugated, without values."""
     is_plain = type(tensor) in (Tensor, torch.nn.Parameter) and tensor.layout is torch.strided
     if not is_plain or tensor.is_nested or tensor.is_quantized or tensor.is_meta:
@@ -175,7 +206,10 @@ def _copy_from(device: torch.device, pairs: Sequence[tuple[Tensor, Tensor]]) -> 
 
 
 def _live_reads(
-    snapshot: Snapshot, pieces: Sequence[tuple[int | None, _Piece]], storages: Mapping[_Key, torch.UntypedStorage]
+    snapshot: Snapshot,
+    pieces: Sequence[tuple[int | None, _Piece]],
+    storages: Mapping[_Key, torch.UntypedStorage],
+    check: Callable[[], None],
 ) -> LiveReads:
     files: dict[int, list[MemoryRange]] = {}
     inexact: set[int] = set()
@@ -187,7 +221,7 @@ def _live_reads(
         if piece.source.device.type != "cpu" or not piece.source.is_contiguous():
             inexact.add(number)
     num_rounds = 0 if snapshot.exchange is None else snapshot.exchange.rounds_with(shards)
-    return LiveReads({number: [] if number in inexact else found for number, found in files.items()}, num_rounds)
+    return LiveReads({number: [] if number in inexact else found for number, found in files.items()}, num_rounds, check)
 
 
 def _range_of(source: Tensor) -> MemoryRange:
@@ -228,7 +262,7 @@ def _staged_content(file: PlannedFile, storages: Mapping[_Key, torch.UntypedStor
                 copies[id(tensor)] = _replaced(tensor, storages, False)
             return copies[id(tensor)]
 
-        return StateContent(with_copies(content.encoded, copy_of))
+        return StateContent(with_copies(content.encoded, copy_of), is_staged=True)
     return content
 
 
@@ -245,7 +279,7 @@ def _replaced(tensor: Tensor, storages: Mapping[_Key, torch.UntypedStorage], is_
     """Return the copy of a tensor; the tensor itself if it stays live or its content comes from the exchange."""
     if is_sharded(tensor) or tensor.is_meta:
         return tensor
-    if _is_special(tensor):
+    if is_special(tensor):
         return tensor.detach().clone()
     piece = _piece_of(tensor, is_weight)
     if piece is None or piece.key not in storages:

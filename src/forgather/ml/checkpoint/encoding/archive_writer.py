@@ -14,6 +14,8 @@ from typing import Any, NamedTuple, Protocol
 import torch
 from torch import Tensor
 
+from forgather.ml.checkpoint.encoding.staging import can_stage, staged_chunks
+
 Chunks = Iterator[memoryview]
 
 _ROOT = "archive"
@@ -171,9 +173,14 @@ def _sizes_field(numbers: list[int]) -> bytes:
 
 
 def _content_of(storage: torch.UntypedStorage) -> Chunks:
-    if storage.nbytes():
-        host = storage if storage.device.type == "cpu" else storage.cpu()
-        yield memoryview(torch.empty(0, dtype=torch.uint8).set_(host).numpy())  # type: ignore[arg-type]
+    if not storage.nbytes():
+        return
+    content = torch.empty(0, dtype=torch.uint8, device=storage.device).set_(storage)
+    if can_stage(content):
+        for _, chunk in staged_chunks([content]):
+            yield memoryview(chunk.numpy())  # type: ignore[arg-type]
+    else:
+        yield memoryview(content.cpu().numpy())  # type: ignore[arg-type]
 
 
 def can_be_late(tensor: Tensor) -> bool:

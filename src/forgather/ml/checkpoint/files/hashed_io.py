@@ -21,6 +21,7 @@ import torch
 import xxhash
 
 from forgather.ml.checkpoint.errors import CheckpointCorruptError
+from forgather.ml.checkpoint.files.pacing import pause
 from forgather.ml.checkpoint.files.regular_files import open_regular
 
 CHECKSUM_ALGORITHM = "xxh3_128"
@@ -145,6 +146,7 @@ class HashingWriter:
             thread.start()
             self._thread = thread
         self._full.put((self._current, self._filled))
+        pause()
         # Waits for the disk if all buffers are full.
         self._current, self._filled = self._free.get(), 0
         if self._error is not None:

@@ -36,13 +36,21 @@ class FilePart(NamedTuple):
     out: memoryview
 
 
-def read_and_hash(path: str, descriptor: int, parts: Sequence[FilePart] = (), *, direct: bool = True) -> str:
+def read_and_hash(
+    path: str,
+    descriptor: int,
+    parts: Sequence[FilePart] = (),
+    *,
+    direct: bool = True,
+    note_bytes: Callable[[int], None] | None = None,
+) -> str:
     """Fill disjoint parts of a file and return the checksum of the full file.
 
-    `direct=False` reads through the page cache, for a file that is read again afterwards.
+    `direct=False` reads through the page cache, for a file that is read again afterwards. `note_bytes` gets the number
+    of bytes of each chunk that was read, in any thread.
     """
     size = os.fstat(descriptor).st_size
-    hasher = _OrderedHasher()
+    hasher = _OrderedHasher(note_bytes)
     _read_chunks(path, descriptor, list(_chunks(_with_gaps(parts, size))), hasher, direct)
     return hasher.hexdigest()
 
@@ -136,8 +144,9 @@ def _chunks(pieces: Iterable[_Piece]) -> Iterator[_Chunk]:
 class _OrderedHasher:
     """Checksum of chunks that several threads read; each thread waits for its turn."""
 
-    def __init__(self) -> None:
+    def __init__(self, note_bytes: Callable[[int], None] | None = None) -> None:
         self._hasher: Hasher = new_hasher()
+        self._note_bytes = note_bytes
         self._turn = threading.Condition()
         self._next = 0
         self._stopped = False
@@ -153,6 +162,8 @@ class _OrderedHasher:
         with self._turn:
             self._next += 1
             self._turn.notify_all()
+        if self._note_bytes is not None:
+            self._note_bytes(sum(map(len, views)))
 
     def stop(self) -> None:
         """Wake the waiting threads after an error: the turn of the failed chunk never ends."""

@@ -47,6 +47,8 @@ class StateContent:
     """Encoded state of a component."""
 
     encoded: object
+    is_staged: bool = False
+    """Whether the staging memory is limited, so that tensors of an accelerator are copied one by one."""
 
     @property
     def num_bytes(self) -> int:
@@ -57,7 +59,8 @@ class StateContent:
 
     def write(self, writer: HashingWriter, exchange: ShardExchange | None) -> dict[str, str]:
         # The snapshot has already copied state that replicas compare. State on the host is passed through.
-        write_state(writer, on_host(self.encoded), None if exchange is None else exchange.chunks)
+        state = self.encoded if self.is_staged else on_host(self.encoded)
+        write_state(writer, state, None if exchange is None else exchange.chunks)
         return {}
 
 

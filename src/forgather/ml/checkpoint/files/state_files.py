@@ -22,6 +22,7 @@ from forgather.ml.checkpoint.errors import (
     CheckpointError,
     CheckpointLoadError,
     StateDecodingError,
+    naming,
 )
 from forgather.ml.checkpoint.files.hashed_io import HashingWriter, read_exactly
 from forgather.ml.checkpoint.files.mapped_files import MappedFile
@@ -134,14 +135,22 @@ class _FileSource:
         return len(out)
 
 
-def file_checksum(path: str) -> str:
-    """Return the checksum of a file."""
+def read_state_outline(path: str, record: FileRecord | None = None) -> Any:
+    """Read a state file without the content of its tensors, which are on the meta device; checksums are not verified."""
+    check_size(path, record)
+    encoded, budget = _read_encoded(path, None, follow=record is None, with_data=False)
+    with naming(path):
+        return decode_state(encoded, budget, consume=True)
+
+
+def file_checksum(path: str, note_bytes: Callable[[int], None] | None = None) -> str:
+    """Return the checksum of a file; `note_bytes` gets the number of bytes of each part that was read."""
     with open(open_regular(path), "rb", buffering=0) as file:
-        return read_and_hash(path, file.fileno())
+        return read_and_hash(path, file.fileno(), note_bytes=note_bytes)
 
 
-def verify_file(directory: str, record: FileRecord) -> None:
+def verify_file(directory: str, record: FileRecord, note_bytes: Callable[[int], None] | None = None) -> None:
     """Raise `CheckpointCorruptError` unless the file has the size and checksum of its record."""
     path = path_inside(directory, record.path)
     check_size(path, record)
-    check_checksum(path, "the file", record.checksum, file_checksum(path))
+    check_checksum(path, "the file", record.checksum, file_checksum(path, note_bytes))

@@ -14,6 +14,7 @@ from forgather.ml.checkpoint import store
 from forgather.ml.checkpoint.all_ranks import on_every_rank
 from forgather.ml.checkpoint.components import StateComponent, select_components
 from forgather.ml.checkpoint.errors import CheckpointError, CheckpointLoadError
+from forgather.ml.checkpoint.files.layout import LAYOUTS, checkpoints_root
 from forgather.ml.checkpoint.foreign.moments import moments_by_name, possible_orders, require_same_kind
 from forgather.ml.checkpoint.foreign.ownership import Owner, recognise
 from forgather.ml.checkpoint.foreign.report import ImportReport, LeftOut
@@ -21,6 +22,7 @@ from forgather.ml.checkpoint.foreign.schedules import fitting_schedule
 from forgather.ml.checkpoint.foreign.training_state import ForeignState, Progress, attempt, read_training_state
 from forgather.ml.checkpoint.foreign.weights import load_foreign_weights
 from forgather.ml.checkpoint.state.optimizer_state import OptimizerState
+from forgather.ml.checkpoint.weights.adapters import AdapterState
 from forgather.ml.checkpoint.weights.index import create_sharing_metadata, get_all_fqns
 from forgather.ml.checkpoint.weights.safetensors_io import SharingMetadataT
 from forgather.ml.distributed import Peers
@@ -61,9 +63,9 @@ def require_loadable(path: str) -> None:
         store.open_checkpoint(path)
 
 
-def refuse_others(output_dir: str, checkpoints: str) -> None:
+def refuse_others(output_dir: str) -> None:
     """Raise `CheckpointLoadError` if the output directory has checkpoints of other programs."""
-    others = store.checkpoints_of_others(output_dir, checkpoints)
+    others = store.checkpoints_of_others(*(checkpoints_root(output_dir, layout) for layout in LAYOUTS))
     if others:
         path, owner = others[-1]
         raise CheckpointLoadError(
@@ -146,6 +148,7 @@ class _Import:
                 lambda: load_foreign_weights(self._path, self._owner, self._parts, all_names, sharing, strict),
                 f"loading weights from {self._path}",
             )
+        num_tensors = self._import_adapters(wanted) if not has_weights else len(all_names)
         taken = [key for key in (OPTIMIZER, SCHEDULER, TRAINER) if key in wanted and key not in left_out]
         for key in taken:
             self._everywhere(lambda one=wanted[key]: self._apply(one), f"importing {key!r}")  # type: ignore[misc]
@@ -153,9 +156,17 @@ class _Import:
         return ImportReport(
             path=self._path,
             owner=self._owner,
-            taken=(*([f"{MODEL} ({len(all_names)} tensors)"] if has_weights else []), *map(self._described, taken)),
+            taken=(*([f"{MODEL} ({num_tensors} tensors)"] if num_tensors else []), *map(self._described, taken)),
             left_out={**asked, **left_out, **others},
         )
+
+    def _import_adapters(self, wanted: dict[str, StateComponent]) -> int:
+        """Load the adapters of a `PeftModel` and return the number of tensors, 0 for other models."""
+        stateful = wanted[MODEL].stateful if MODEL in wanted else None
+        if not isinstance(stateful, AdapterState):
+            return 0
+        load = stateful.load_adapter_directory
+        return self._everywhere(lambda: load(self._path), f"loading adapters from {self._path}")[0]
 
     def _everywhere(self, work: Callable[[], T], during: str) -> list[T]:
         return on_every_rank(self._peers, work, during, CheckpointLoadError)

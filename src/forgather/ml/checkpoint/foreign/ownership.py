@@ -7,12 +7,14 @@ up. Loading checks to choose between its own reader and an import.
 import enum
 import os
 import re
+from collections.abc import Collection
 
 from forgather.ml.checkpoint.encoding import strict_json
 from forgather.ml.checkpoint.errors import CheckpointError, CheckpointVersionError
 from forgather.ml.checkpoint.files.regular_files import is_real_directory, read_small_file
 from forgather.ml.checkpoint.manifest import MANIFEST_NAME, read_manifest
 from forgather.ml.checkpoint.metadata import METADATA_NAME
+from forgather.ml.checkpoint.weights.adapters import ADAPTER_FILE
 from forgather.ml.checkpoint.weights.export import WEIGHT_FILE
 
 SET_ASIDE = re.compile(r".+\.set-aside-[0-9a-f]{12}$")
@@ -29,6 +31,7 @@ class Owner(enum.Enum):
     TORCH_DCP = "a checkpoint of torch.distributed.checkpoint"
     DEEPSPEED = "a checkpoint of DeepSpeed"
     HUGGING_FACE = "a directory of Hugging Face weights"
+    ADAPTERS = "a directory of PEFT adapters"
     UNKNOWN = "not recognised as a Forgather checkpoint"
 
     @property
@@ -38,7 +41,7 @@ class Owner(enum.Enum):
     @property
     def has_training_state(self) -> bool:
         """Whether another program can resume training from it."""
-        return self.is_other_program and self is not Owner.HUGGING_FACE
+        return self.is_other_program and self not in (Owner.HUGGING_FACE, Owner.ADAPTERS)
 
 
 def owner_of(path: str) -> Owner:
@@ -49,11 +52,21 @@ def owner_of(path: str) -> Owner:
         return Owner.UNKNOWN
     if MANIFEST_NAME in names:
         return _owner_by_manifest(path)
-    if METADATA_NAME in names or any(map(_STATE_FILE.match, names)):
+    if _has_own_names(names):
         # Forgather's files without a manifest: a damaged checkpoint. It may hold weights too, so check this before
         # the other programs.
         return Owner.UNKNOWN
     return _other_program(set(names))
+
+
+def _has_own_names(names: Collection[str]) -> bool:
+    return METADATA_NAME in names or any(map(_STATE_FILE.match, names))
+
+
+def has_own_files(path: str) -> bool:
+    """Return whether a directory has files with the names of a Forgather checkpoint, or is empty."""
+    names = os.listdir(path)
+    return not names or MANIFEST_NAME in names or _has_own_names(names)
 
 
 def recognise(path: str) -> Owner | None:
@@ -97,4 +110,6 @@ def _other_program(names: set[str]) -> Owner:
         return Owner.DEEPSPEED
     if any(re.match(r"(random_states_\d+\.pkl|optimizer(_\d+)?\.bin|scheduler(_\d+)?\.bin)$", name) for name in names):
         return Owner.ACCELERATE
-    return Owner.HUGGING_FACE if any(map(WEIGHT_FILE.match, names)) else Owner.UNKNOWN
+    if any(map(WEIGHT_FILE.match, names)):
+        return Owner.HUGGING_FACE
+    return Owner.ADAPTERS if any(map(ADAPTER_FILE.match, names)) else Owner.UNKNOWN

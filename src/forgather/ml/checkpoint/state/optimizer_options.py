@@ -20,7 +20,7 @@ _NOT_OPTIONS = frozenset({"params", "param_names"})
 
 # Options that select an implementation and do not change the update. Their values depend on the machine, so they are
 # not restored.
-_MACHINE_OPTIONS = frozenset({"foreach", "fused", "capturable"})
+MACHINE_OPTIONS = frozenset({"foreach", "fused", "capturable"})
 
 
 class OptimizerLike(Protocol):
@@ -119,7 +119,7 @@ def _common_options(group: Group, sources: Sequence[SavedGroup]) -> list[str]:
         return []
     common = set.intersection(*(set(source.options) for source in sources))
     came_up = common.difference(*(source.configured for source in sources))
-    return sorted(((common & set(group.options)) | came_up) - _MACHINE_OPTIONS - {"initial_lr"})
+    return sorted(((common & set(group.options)) | came_up) - MACHINE_OPTIONS - {"initial_lr"})
 
 
 def _is_restored(option: str, group: Group, sources: Sequence[SavedGroup]) -> bool:

@@ -346,7 +346,7 @@ def _require_overlap(groups: Sequence[Group], known: set[str]) -> None:
     # in the names.
     mine = [name for group in groups for name in group.parameters]
     if mine and known.isdisjoint(mine):
-        raise CheckpointLoadError(
+        raise CheckpointLoadError.misfit(
             f"The saved optimizer state has none of this optimizer's parameters. Here: {listed(mine, limit=3)}. In "
             f"the checkpoint: {listed(sorted(map(str, known)), limit=3)}. It belongs to another model, or a prefix of "
             "the names has changed. Skip the optimizer component to start it fresh."
@@ -358,7 +358,7 @@ def _require_fit(group: Group, sources: Sequence[SavedGroup], state_dict: Mappin
     for name, parameter in group.parameters.items():
         record = state_dict.get("parameters", {}).get(name)
         for shape in saved_shapes(record, state_dict["state"].get(name, {})) - {tuple(parameter.shape)}:
-            raise CheckpointLoadError(
+            raise CheckpointLoadError.misfit(
                 f"The saved optimizer state of {name!r} belongs to a parameter of shape {shape}, but its shape is "
                 f"{tuple(parameter.shape)} now. Restore the model's configuration, or skip the optimizer component to "
                 "start it fresh."
@@ -372,7 +372,7 @@ def _require_same_kind(group: Group, name: str, saved_class: str, sources: Seque
     ours = set(group.configured)
     for source in sources:
         if name in source.names and ours - set(source.configured) and set(source.configured) - ours:
-            raise CheckpointLoadError(
+            raise CheckpointLoadError.misfit(
                 f"The saved optimizer state of {name!r} was written by {saved_class}. {group.optimizer_name} has "
                 f"different options ({sorted(ours ^ set(source.configured))} are not in both) and cannot use that "
                 f"state. Use {saved_class} again, or skip the optimizer component to start fresh."

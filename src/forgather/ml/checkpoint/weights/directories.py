@@ -14,6 +14,7 @@ from forgather.ml.checkpoint import store
 from forgather.ml.checkpoint.errors import CheckpointError, CheckpointLoadError
 from forgather.ml.checkpoint.files.durable import fsync_directory, make_directories, replace_file
 from forgather.ml.checkpoint.files.eval_metrics import EVAL_METRICS_NAME, load_checkpoint_metrics, metrics_bytes
+from forgather.ml.checkpoint.files.layout import checkpoints_root, counts_any_name, layout_of
 from forgather.ml.checkpoint.files.regular_files import path_inside
 from forgather.ml.checkpoint.manifest import FileRecord, has_versioned_manifest, read_manifest
 from forgather.ml.checkpoint.weights.export import WEIGHT_FILE
@@ -49,20 +50,25 @@ class CheckpointSummary(TypedDict):
     metrics: dict[str, float] | None
 
 
-def next_checkpoint_path(model_dir: str, id: str | int) -> str:
-    """Return the path for a model's checkpoint with the given id."""
-    return store.checkpoint_path(model_dir, id)
+def next_checkpoint_path(model_dir: str, id: str | int, checkpoint_layout: str | None = None) -> str:
+    """Return the path for a model's checkpoint with the given id; by default in the layout of its checkpoints."""
+    return store.checkpoint_path(model_dir, id, checkpoint_layout or layout_of(model_dir))
 
 
 def find_latest_checkpoint(model_dir: str) -> str | None:
-    """Return the newest valid checkpoint in `<model_dir>/checkpoints`, or None.
+    """Return the newest valid checkpoint in `<model_dir>/checkpoints`, or else in `<model_dir>`, or None.
 
-    Directories named `checkpoint-<step>` without a Forgather manifest count if they have weights.
+    Directories named `checkpoint-<step>` without a Forgather manifest count if they have weights. Checkpoints of
+    Forgather in both places raise `CheckpointError`.
     """
     # By time of writing and not by step: a run that was restarted from an earlier step writes lower steps later.
-    root = os.path.join(model_dir, store.CHECKPOINTS_FOLDER)
-    found = [(one.manifest.written_at.timestamp(), one.path) for one in store.find_checkpoints(root)]
+    layout = layout_of(model_dir)
+    root = checkpoints_root(model_dir, layout)
+    own = store.find_checkpoints(root, counts_any_name(layout))
+    found = [(one.manifest.written_at.timestamp(), one.path) for one in own]
     found += [(os.path.getmtime(path), path) for path in _directories_without_manifest(root)]
+    if not found:
+        found = [(os.path.getmtime(path), path) for path in _directories_without_manifest(model_dir)]
     return max(found)[1] if found else None
 
 
@@ -155,7 +161,8 @@ def maybe_delete_oldest_checkpoint(
     preserved = [*preserved_checkpoints, *([] if best_checkpoint is None else [best_checkpoint])]
     # Resolved, because the caller may pass relative paths or symlinks.
     kept = {os.path.realpath(path) for path in preserved}
-    found = store.find_checkpoints(os.path.join(model_dir, store.CHECKPOINTS_FOLDER))
+    layout = layout_of(model_dir)
+    found = store.find_checkpoints(checkpoints_root(model_dir, layout), counts_any_name(layout))
     candidates = [one.path for one in found if os.path.realpath(one.path) not in kept]
     surplus = candidates[:-max_checkpoints]
     for path in surplus:

@@ -57,7 +57,7 @@ def describe_model(model: nn.Module, preprocessor: object = None) -> dict[str, b
             generation_config.save_pretrained(folder)
         if hasattr(preprocessor, "save_pretrained"):
             preprocessor.save_pretrained(folder)
-        return _read_files(folder)
+        return read_files(folder)
 
 
 def expected_weights(model: nn.Module) -> ExpectedWeights | None:
@@ -138,7 +138,8 @@ def _complete(config: Any, model: nn.Module) -> Any:
     return config
 
 
-def _read_files(folder: str) -> dict[str, bytes]:
+def read_files(folder: str) -> dict[str, bytes]:
+    """Return the content of all files below a folder by relative path."""
     files = {}
     for directory, _, names in os.walk(folder):
         for name in names:

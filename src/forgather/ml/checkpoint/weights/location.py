@@ -27,6 +27,7 @@ from forgather.ml.checkpoint.manifest import (
     read_manifest,
 )
 from forgather.ml.checkpoint.sharding.sharded_tensors import is_sharded
+from forgather.ml.checkpoint.weights.adapters import adapters_only
 from forgather.ml.checkpoint.weights.index import ShardIndex, index_file_name, shard_name, tensor_identity
 from forgather.ml.checkpoint.weights.safetensors_io import (
     SHARING_KEY,
@@ -89,6 +90,8 @@ def locate_weights(
         if _is_part(model_dir, shard_name(1, 1, is_safetensors), records):
             return _single_file(model_dir, is_safetensors, sharing, records)
     where = "" if records is None else f" among the files that its {MANIFEST_NAME} lists"
+    if (message := adapters_only(model_dir)) is not None:
+        raise CheckpointLoadError.misfit(message)
     kinds = {True: "model*.safetensors", False: "pytorch_model*.bin"}
     raise CheckpointLoadError(
         f"There are no weight files in {model_dir}{where} ({' or '.join(kinds[one] for one in formats)})."

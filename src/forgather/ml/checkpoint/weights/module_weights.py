@@ -264,7 +264,8 @@ def _check_names(location: WeightLocation, expected: Iterable[str], all_names: C
         return
     message = f"The weights in {location.directory} do not fit the model: " + "; ".join(problems)
     if strict:
-        raise CheckpointLoadError(f"{message}. Build the model that was trained, or load with strict=False.")
+        # Index and header were verified, so the model differs, not the checkpoint.
+        raise CheckpointLoadError.misfit(f"{message}. Build the model that was trained, or load with strict=False.")
     logger.warning("%s.", message)
 
 

@@ -415,12 +415,12 @@ def _fill(path: str, name: str, entry: TensorEntry, target: Tensor, read: Callab
 def check_fit(path: str, name: str, shape: tuple[int, ...], dtype: torch.dtype, target: Tensor) -> None:
     """Raise `CheckpointLoadError` if the shape or the kind of dtype of a stored tensor differs from the target."""
     if _kind_of(dtype) != _kind_of(target.dtype):
-        raise CheckpointLoadError(
+        raise CheckpointLoadError.misfit(
             f"{path}: tensor {name!r} has dtype {dtype} in the checkpoint, but {target.dtype} in the model, and these "
             "cannot be converted. Build the model that was trained, or choose another checkpoint."
         )
     if tuple(target.shape) != tuple(shape):
-        raise CheckpointLoadError(
+        raise CheckpointLoadError.misfit(
             f"{path}: tensor {name!r} has shape {tuple(shape)} in the checkpoint, but {tuple(target.shape)} in the "
             "model. Build the model from the configuration of the checkpoint."
         )

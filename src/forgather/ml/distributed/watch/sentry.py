@@ -23,19 +23,24 @@ from typing import IO, Any
 from forgather._watch.board import (
     ACTIVITY,
     BEAT,
+    COUNT,
+    DUMP_SIGNAL,
     DUMPED,
     GONE,
     PID,
+    STACKS_DONE,
     Board,
+    asked_stacks_path,
     board_path,
     remove_stale_boards,
     stacks_path,
 )
+from forgather._watch.judge import RUNNING
 from forgather._watch.limits import OUTSIDE, SETUP, Limits
 from forgather._watch.watcher import EXIT_CODE, TICK_SECONDS, Settings, Watcher
 from forgather.ml.distributed.watch import marks
 from forgather.ml.distributed.watch.place import Place
-from forgather.ml.distributed.watch.stacks import activity_of
+from forgather.ml.distributed.watch.stacks import activity_of, all_stacks
 from forgather.ml.distributed.watch.store_notes import StoreNotes
 
 logger = logging.getLogger(__name__)
@@ -44,6 +49,7 @@ _SWITCH = "FORGATHER_WATCH"
 _SOURCE = os.path.abspath(os.path.join(os.path.dirname(__file__), *[os.pardir] * 4))
 _PROGRAM = "import sys; sys.path.insert(0, sys.argv[1]); from forgather._watch.watcher import main; main(sys.argv[2])"
 _TICKS_BEFORE_START = 2
+_BEATS_BETWEEN_LOOKS = 2
 """A run of a second needs no watcher process."""
 _FIRST_SIGNAL = 6
 _SECONDS_FOR_OTHERS = 1.5
@@ -111,6 +117,10 @@ class Sentry:
         self._watcher: subprocess.Popen[bytes] | None = None
         self._own_watcher: Watcher | None = None
         self._stacks = Stacks.prepare(stacks_path(self.board, place.rank)) if folder else None
+        self._cells[DUMP_SIGNAL] = 0 if self._stacks is None else self._stacks.number
+        # Requests from before this run are not for it.
+        self._cells[STACKS_DONE] = self.board.stacks_asked
+        self._seen_count, self._quiet_beats = -1, 0
         self._beat()
         marks.write_to(self._cells)
         marks.note_step(0)
@@ -138,8 +148,11 @@ class Sentry:
         if self._watcher is not None:
             self._watcher.kill()
             self._watcher.wait()
+        self._cells[DUMP_SIGNAL] = 0
         if self._stacks is not None:
             self._stacks.close()
+        with contextlib.suppress(OSError):
+            os.unlink(asked_stacks_path(self.board, self._place.rank))
         if self._folder:
             # After the rendezvous the board stays: other ranks must notice a death before training.
             self.board.remove_if_idle()
@@ -160,8 +173,31 @@ class Sentry:
     def _beat(self) -> None:
         # Another rank may have cleared the slot, if it registered at the same moment.
         self._cells[PID] = os.getpid()
-        self._cells[ACTIVITY] = activity_of(self._thread_id)
+        self._note_activity()
         self._cells[BEAT] = int(time.monotonic() * 1000)
+        asked = self.board.stacks_asked
+        if asked != self._cells[STACKS_DONE]:
+            self._write_stacks(asked)
+
+    def _note_activity(self) -> None:
+        """Look at the stack of a rank without progress since the last beats; reading it keeps the GIL for a millisecond."""
+        count = self._cells[COUNT]
+        self._quiet_beats = self._quiet_beats + 1 if count == self._seen_count else 0
+        self._seen_count = count
+        if not self._quiet_beats:
+            self._cells[ACTIVITY] = RUNNING
+        elif self._quiet_beats % _BEATS_BETWEEN_LOOKS == 0:
+            self._cells[ACTIVITY] = activity_of(self._thread_id)
+
+    def _write_stacks(self, asked: int) -> None:
+        """Write the stacks of this process, as `forgather control ... stacks` has asked."""
+        path = asked_stacks_path(self.board, self._place.rank)
+        try:
+            with open(path, "w", opener=_opener, errors="replace") as file:
+                file.write(all_stacks())
+        except OSError as error:
+            logger.info("The stacks of this rank cannot be written: %s", error)
+        self._cells[STACKS_DONE] = asked
 
     def _exchange(self, notes: StoreNotes) -> None:
         if not self._stop.wait(_TICKS_BEFORE_START * TICK_SECONDS):
@@ -255,6 +291,12 @@ def _close(sentry: Sentry, has_failed: bool) -> None:
     with _lock:
         sentry.close(has_failed)
         _sentry = None
+
+
+def current_board() -> tuple[Board, int] | None:
+    """Return the board of this process and its rank during a watched run; None outside of one."""
+    sentry = _sentry
+    return None if sentry is None else (sentry.board, sentry._place.rank)
 
 
 def _is_watchable(place: Place) -> bool:

@@ -1,11 +1,19 @@
-"""Activity of a thread, from its Python stack: computing, waiting in a collective, or held in a debugger.
+"""Python stacks: all stacks of this process as text, and the activity of a thread (computing, waiting, debugged).
 
 Phases alone cannot tell a rank that computes from a rank that waits for it, since gradients are reduced inside the
-backward pass and parameters are gathered inside the forward pass. The sentry of a rank looks twice a second.
+backward pass and parameters are gathered inside the forward pass. The sentry of a rank looks when it sees no progress.
+
+The stacks come from faulthandler, which reads them in C without creating frame objects. `sys._current_frames` creates
+them for threads that may be leaving these frames, and CPython 3.11 then crashes on `f_back`.
 """
 
-import sys
-from types import FrameType
+import faulthandler
+import linecache
+import os
+import re
+import tempfile
+import threading
+from typing import IO, NamedTuple
 
 from forgather._watch.judge import IN_BACKWARD, IN_COLLECTIVE, IN_DEBUGGER, RUNNING
 
@@ -31,11 +39,21 @@ _NEUTRAL = ("/torch/_ops.py", "/torch/utils/_contextlib.py")
 _DEBUGGERS = ("/bdb.py", "/pdb.py", "/pydevd.py", "/pydevd_frame.py")
 
 
+_THREAD = re.compile(r"(?:Current thread|Thread) 0x([0-9a-f]+) ")
+_FRAME = re.compile(r'  File "(.*)", line (\d+) in (.*)')
+
+
+class Call(NamedTuple):
+    """Entry of a Python stack."""
+
+    file: str
+    line: int
+    function: str
+
+
 def activity_of(thread_id: int) -> int:
     """Return what a thread does now."""
-    # Only names are kept. A frame keeps its local variables alive, such as the tensors of a step, and a variable with all
-    # frames would be a reference cycle, because this frame is one of them.
-    stacks = {number: _files(frame) for number, frame in sys._current_frames().items()}
+    stacks = {number: [call.file for call in calls] for number, calls in _stacks().items()}
     stack = stacks.pop(thread_id, [])
     if any(file.endswith(_DEBUGGERS) for file in stack):
         return IN_DEBUGGER
@@ -47,10 +65,47 @@ def activity_of(thread_id: int) -> int:
     return IN_COLLECTIVE if any(part in innermost for part in _COLLECTIVES) else RUNNING
 
 
-def _files(frame: FrameType | None) -> list[str]:
-    """Return the files of a stack, innermost first."""
-    files: list[str] = []
-    while frame is not None:
-        files.append(frame.f_code.co_filename)
-        frame = frame.f_back
-    return files
+def all_stacks() -> str:
+    """Return the Python stacks of all threads of this process, the main thread first, the innermost call last."""
+    names = {thread.ident: thread.name for thread in threading.enumerate()}
+    main = threading.main_thread().ident
+    stacks = _stacks()
+    stacks.pop(threading.get_ident(), None)
+    ordered = sorted(stacks, key=lambda number: (number != main, names.get(number, "")))
+    return "\n".join(f"Thread {names.get(number, number)}:\n{_text(stacks[number])}" for number in ordered)
+
+
+def _text(calls: list[Call]) -> str:
+    """Format a stack like a traceback."""
+    lines = []
+    for call in reversed(calls):
+        lines.append(f'  File "{call.file}", line {call.line}, in {call.function}\n')
+        if source := linecache.getline(call.file, call.line).strip():
+            lines.append(f"    {source}\n")
+    return "".join(lines)
+
+
+def _stacks() -> dict[int, list[Call]]:
+    """Return the stack of each thread by its identifier, innermost call first; at most 100 calls of 100 threads."""
+    stacks: dict[int, list[Call]] = {}
+    calls: list[Call] = []
+    for line in _dump().splitlines():
+        if thread := _THREAD.match(line):
+            calls = stacks.setdefault(int(thread[1], 16), [])
+        elif frame := _FRAME.match(line):
+            calls.append(Call(frame[1], int(frame[2]), frame[3]))
+    return stacks
+
+
+def _dump() -> str:
+    with _memory_file() as file:
+        faulthandler.dump_traceback(file, all_threads=True)
+        file.seek(0)
+        return file.read().decode(errors="replace")
+
+
+def _memory_file() -> IO[bytes]:
+    # Only Linux has files in memory.
+    if hasattr(os, "memfd_create"):
+        return open(os.memfd_create("forgather-stacks"), "w+b", buffering=0)
+    return tempfile.TemporaryFile()

@@ -14,13 +14,15 @@ from typing import Any
 import torch.distributed as dist
 from torch.distributed import PrefixStore, Store, TCPStore
 
-from forgather._watch.board import PUBLISHED, Board
+from forgather._watch.board import PUBLISHED, STACKS_DONE, Board, asked_stacks_path
 from forgather._watch.judge import period
 
 logger = logging.getLogger(__name__)
 
 _PREFIX = "forgather/watch"
 _VERDICT = "verdict"
+_STACKS_ASKED = "stacks_asked"
+_MOST_STACK_CHARACTERS = 200_000
 _STORE_TIMEOUT = timedelta(seconds=10)
 
 
@@ -32,6 +34,8 @@ class StoreNotes:
         self._known: set[int] = set()
         """Ranks on other nodes with a note in the store."""
         self._period = period(board.num_ranks)
+        self._told: dict[int, int] = {}
+        """The last request for stacks that was answered in the store, by rank."""
 
     def run(self, stop: threading.Event) -> None:
         """Exchange notes until `stop`, or until the store is gone. Ranks on other nodes then count as unreachable."""
@@ -57,6 +61,17 @@ class StoreNotes:
         store.multi_set([str(rank) for rank in local], [self._board.slot(rank) for rank in local])
         self._copy(store, [rank for rank in range(self._board.num_ranks) if rank not in local])
         self._share_verdict(store)
+        if store.check([_STACKS_ASKED]):
+            self._share_stacks(store, local, int(store.get(_STACKS_ASKED)))
+
+    def _share_stacks(self, store: Store, local: list[int], asked: int) -> None:
+        """Pass a request for stacks on to the ranks of this node, and their answers to the store."""
+        if asked > self._board.stacks_asked:
+            self._board.stacks_asked = asked
+        for rank in local:
+            if self._told.get(rank) != asked and self._board.cells[rank][STACKS_DONE] == asked:
+                self._told[rank] = asked
+                store.set(stacks_key(asked, rank), read_stacks(asked_stacks_path(self._board, rank)))
 
     def _copy(self, store: Store, elsewhere: list[int]) -> None:
         # `multi_get` would wait for a rank that has not come yet.
@@ -72,6 +87,25 @@ class StoreNotes:
             store.set(_VERDICT, json.dumps(verdict))
         elif store.check([_VERDICT]):
             self._board.set_verdict(json.loads(store.get(_VERDICT)))
+
+
+def ask_for_stacks(store: Store, number: int) -> None:
+    """Ask the ranks of all nodes for their stacks."""
+    store.set(_STACKS_ASKED, str(number))
+
+
+def stacks_key(asked: int, rank: int) -> str:
+    """Return the key with the stacks of a rank."""
+    return f"stacks/{asked}/{rank}"
+
+
+def read_stacks(path: str) -> str:
+    """Return the stacks in a file, at most a part that the store can carry."""
+    try:
+        with open(path, errors="replace") as file:
+            return file.read(_MOST_STACK_CHARACTERS)
+    except OSError as error:
+        return f"The stacks cannot be read: {error.strerror}."
 
 
 def own_connection() -> Store | None:
