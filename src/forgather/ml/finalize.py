@@ -17,6 +17,13 @@ from forgather.ml.checkpoint import store
 from forgather.ml.checkpoint.errors import CheckpointLoadError, CheckpointNotFoundError
 from forgather.ml.checkpoint.files import durable
 from forgather.ml.checkpoint.files.hashed_io import HashingWriter
+from forgather.ml.checkpoint.files.layout import (
+    CHECKPOINTS_FOLDER,
+    IN_FOLDER,
+    checkpoints_root,
+    counts_any_name,
+    layout_of,
+)
 from forgather.ml.checkpoint.files.state_files import read_state, verify_file
 from forgather.ml.checkpoint.manifest import CheckpointManifest, FileRecord, read_manifest
 from forgather.ml.checkpoint.weights.module_weights import (
@@ -28,6 +35,7 @@ from forgather.ml.checkpoint.weights.module_weights import (
 )
 from forgather.ml.no_init_weights import no_init_weights
 from forgather.ml.quantization.files import architecture_of, load_quantized, save_quantized
+from forgather.ml.quantization.float8 import require_torchao
 from forgather.ml.quantization.layer_report import LayerReport, guessed_head, output_head
 from forgather.ml.quantization.qat import convert_qat, recipe_to_base_config, require_qat
 from forgather.ml.utils import default_dtype
@@ -88,7 +96,8 @@ def finalize(
     if quantize is None:
         _install(output, source.write_plain)
     else:
-        device = torch.device(device or _best_device())
+        device = torch.device(device or best_device())
+        require_torchao("quantize", quantize)
         require_qat(quantize, device.type)
         layers, losses = _quantize(source, output, quantize, model_init, evaluate, device)
     return FinalizeReport(
@@ -125,16 +134,29 @@ def resolve_checkpoint(path: str) -> str:
             f"{path!r} is not a checkpoint: {kind}. Give a directory such as out/checkpoints/checkpoint-100, or the "
             "output directory of a run."
         )
-    root = os.path.join(path, store.CHECKPOINTS_FOLDER)
-    if os.path.basename(os.path.abspath(path)) == store.CHECKPOINTS_FOLDER:
-        root = path
     # A complete checkpoint wins over a folder of checkpoints inside it.
-    if os.path.isdir(root) and not store.is_complete(path):
-        found = store.find_checkpoints(root)
-        if not found:
-            raise CheckpointNotFoundError(f"There is no complete checkpoint in {root}.")
-        return found[-1].path
-    return store.open_checkpoint(path).path
+    if store.is_complete(path):
+        return path
+    root, _ = _folder_of_checkpoints(path)
+    if not os.path.isdir(root):
+        return store.open_checkpoint(path).path
+    return complete_checkpoints(path)[-1].path
+
+
+def complete_checkpoints(path: str) -> list[store.FoundCheckpoint]:
+    """Return the complete checkpoints of an output directory or a folder of checkpoints, oldest first; at least one."""
+    root, any_name = _folder_of_checkpoints(path)
+    found = store.find_checkpoints(root, any_name)
+    if not found:
+        raise CheckpointNotFoundError(f"There is no complete checkpoint in {root}.")
+    return found
+
+
+def _folder_of_checkpoints(path: str) -> tuple[str, bool]:
+    """Return the folder with the checkpoints of a run, and whether checkpoints may have any name there."""
+    is_folder = os.path.basename(os.path.abspath(path)) == CHECKPOINTS_FOLDER
+    layout = IN_FOLDER if is_folder else layout_of(path)
+    return path if is_folder else checkpoints_root(path, layout), counts_any_name(layout)
 
 
 def averaged_weights(checkpoint_path: str) -> dict[str, Tensor]:
@@ -144,7 +166,7 @@ def averaged_weights(checkpoint_path: str) -> dict[str, Tensor]:
     if not records:
         raise CheckpointLoadError(
             f"{checkpoint_path} has no averaged weights: its components are {', '.join(manifest.components)}. Train with "
-            "ema_decay, such as args.ema_decay=0.999, or finalise the weights without averaging."
+            "ema_decay, such as args.ema_decay=0.999, or use the weights without averaging."
         )
     averages: dict[str, Tensor] = {}
     for record in records:
@@ -154,13 +176,27 @@ def averaged_weights(checkpoint_path: str) -> dict[str, Tensor]:
     return averages
 
 
-def load_model(checkpoint_path: str, model_init: ModelInitT | None = None) -> nn.Module:
-    """Load the model of a checkpoint: built by `model_init`, or by the transformers class that its files name."""
+def load_model(checkpoint_path: str, model_init: ModelInitT | None = None, ema: bool = False) -> nn.Module:
+    """Load the model of a checkpoint: built by `model_init`, or by the transformers class that its files name.
+
+    `ema=True` loads the averaged weights. No code from the checkpoint runs.
+    """
+    manifest = _with_weights(checkpoint_path)
+    verify_model_files(checkpoint_path, manifest)
+    averages = averaged_weights(checkpoint_path) if ema else {}
     # All weights are read from the checkpoint below.
     with no_init_weights():
-        model = _model_of_transformers(checkpoint_path) if model_init is None else model_init()
-    load_into_modules(_weights_of(checkpoint_path, read_manifest(checkpoint_path)), [model])
+        model = model_of_transformers(checkpoint_path) if model_init is None else model_init()
+    load_into_modules(_weights_of(checkpoint_path, manifest), [model])
+    _put_averages(model, averages)
     return model.eval()
+
+
+def verify_model_files(checkpoint_path: str, manifest: CheckpointManifest) -> None:
+    """Raise `CheckpointCorruptError` for a damaged configuration or tokenizer; reading verifies the weights."""
+    for record in manifest.component_files(_MODEL_COMPONENT):
+        if not record.path.endswith(_WEIGHT_ENDINGS):
+            verify_file(checkpoint_path, record)
 
 
 def _quantize(
@@ -190,7 +226,8 @@ def _quantize(
     return layers, (loss_before, loss_after)
 
 
-def _model_of_transformers(checkpoint_path: str) -> nn.Module:
+def model_of_transformers(checkpoint_path: str) -> nn.Module:
+    """Build the model that the config.json of a directory names, without its weights."""
     from transformers import AutoConfig
 
     if not os.path.exists(os.path.join(checkpoint_path, _MODEL_CONFIG)):
@@ -198,7 +235,8 @@ def _model_of_transformers(checkpoint_path: str) -> nn.Module:
             f"{checkpoint_path} has no {_MODEL_CONFIG}, because its model is not a transformers model. Pass model_init, a "
             "function that builds it; on the command line, --config with its model section."
         )
-    config = AutoConfig.from_pretrained(checkpoint_path, local_files_only=True)
+    # Without trust_remote_code=False, transformers asks on the terminal whether to run code that the directory names.
+    config = AutoConfig.from_pretrained(checkpoint_path, local_files_only=True, trust_remote_code=False)
     with default_dtype(getattr(config, "dtype", None)):
         model: nn.Module = architecture_of(config, checkpoint_path)(config)
     return model
@@ -208,7 +246,7 @@ def _with_weights(checkpoint_path: str) -> CheckpointManifest:
     manifest = read_manifest(checkpoint_path)
     if manifest.weights != "included" or _MODEL_COMPONENT not in manifest.components:
         raise CheckpointLoadError(
-            f"{checkpoint_path} was saved without the model's weights and cannot be finalised. Choose another checkpoint."
+            f"{checkpoint_path} was saved without the model's weights. Choose another checkpoint."
         )
     return manifest
 
@@ -221,7 +259,8 @@ def _size_of(location: WeightLocation) -> int:
     return sum(os.path.getsize(os.path.join(location.directory, file)) for file in set(location.weight_map.values()))
 
 
-def _best_device() -> torch.device:
+def best_device() -> torch.device:
+    """Return the accelerator of this machine, or the CPU."""
     # Without check_available, torch returns the accelerator it was built for, even if the machine has none.
     return torch.accelerator.current_accelerator(check_available=True) or torch.device("cpu")
 

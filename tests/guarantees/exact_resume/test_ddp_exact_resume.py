@@ -5,7 +5,7 @@ from typing import Any
 
 import pytest
 
-from tests.support.sampling import sampled_keys
+from tests.support.sampling import sampled, sampled_keys
 from tests.support.train_job import Scenario, Start, Stop, run_scenarios
 
 # 26 samples in rounds of 2 x 2 are 7 rounds, the last with an empty batch. Two rounds per step are 4 steps an epoch, 8 in all.
@@ -50,19 +50,29 @@ KILLS: dict[str, dict[str, tuple[Stop, ...]]] = {
     "local sgd": {"before it starts": (BOTH_RANKS,), "after it started": (THE_READING_RANK,)},
     "accelerate": {"one rank": (ONE_RANK,), "in an evaluation": (IN_AN_EVALUATION,)},
 }
-# Stop requests to one rank, or to the reading rank: at a step, in an evaluation and during a save.
-KILLS = sampled_keys(
-    KILLS, "dispatched", "dispatched, read ahead", "sharded, workers", "sharded moments", "local sgd", "accelerate"
+# Every setting but plain workers and streams, and every kind of kill at least once.
+PAIRS = sampled(
+    [(setting, kill) for setting, kills in KILLS.items() for kill in kills],
+    [
+        ("dispatched", "both ranks"),
+        ("dispatched", "twice"),
+        ("dispatched, read ahead", "the reading rank"),
+        ("sharded, workers", "both ranks"),
+        ("sharded moments", "in a save"),
+        ("local sgd", "after it started"),
+        ("accelerate", "in an evaluation"),
+    ],
 )
-SETTINGS = {name: options for name, options in SETTINGS.items() if name in KILLS}
+SETTINGS = {name: options for name, options in SETTINGS.items() if name in dict(PAIRS)}
+# Stop requests to one rank, or to the reading rank: at a step, in an evaluation and during a save.
 REQUESTS: dict[str, Stop] = {
     "at a step of one rank": Stop("on_step_end", step=2, signal="SIGTERM", ranks=(1,)),
     "at a step of the reading rank": Stop("on_forward_backward_begin", step=4, signal="SIGUSR1"),
     "in an evaluation": Stop("on_prediction_step", step=4, signal="SIGTERM", ranks=(1,)),
     "in a save": Stop("fsync", step=6, nth=2, signal="SIGINT"),
 }
+REQUESTS = sampled_keys(REQUESTS, "at a step of the reading rank", "in an evaluation")
 PREEMPTED = "dispatched, read ahead"
-PAIRS = [(setting, kill) for setting, kills in KILLS.items() for kill in kills]
 Runs = dict[str, list[Start]]
 
 

@@ -4,7 +4,7 @@ from typing import Any
 
 import pytest
 
-from tests.support.sampling import sampled_keys
+from tests.support.sampling import sampled, sampled_keys
 from tests.support.train_job import Scenario, Start, Stop, run_scenarios
 
 # 26 samples in rounds of 2 x 2 are 7 rounds, the last with an empty batch. Two rounds per step are 4 steps an epoch, 8 in
@@ -34,14 +34,18 @@ KILLS: dict[str, dict[str, tuple[Stop, ...]]] = {
     "shards in bf16": {"one rank": (ONE_RANK,)},
     "replicas": {"one rank": (Stop("on_optimizer_step", step=5, ranks=(2,)),), "in a save": (IN_A_SAVE,)},
 }
-KILLS = sampled_keys(KILLS, "shards", "shards, best", "replicas")
-SETTINGS = {name: options for name, options in SETTINGS.items() if name in KILLS}
+# Shards, replicas and the best model, and every kind of kill.
+PAIRS = sampled(
+    [(setting, kill) for setting, kills in KILLS.items() for kill in kills],
+    [("shards", "in an evaluation"), ("shards, best", "in a save"), ("replicas", "one rank")],
+)
+SETTINGS = {name: options for name, options in SETTINGS.items() if name in dict(PAIRS)}
 REQUESTS: dict[str, tuple[str, Stop]] = {
     "shards at a step": ("shards", Stop("on_step_end", step=2, signal="SIGTERM", ranks=(1,))),
     "shards in an evaluation": ("shards", Stop("on_prediction_step", step=4, signal="SIGTERM", ranks=(1,))),
     "replicas at a step": ("replicas", Stop("on_forward_backward_begin", step=4, signal="SIGTERM", ranks=(3,))),
 }
-PAIRS = [(setting, kill) for setting, kills in KILLS.items() for kill in kills]
+REQUESTS = sampled_keys(REQUESTS, "shards at a step")
 Runs = dict[str, list[Start]]
 
 

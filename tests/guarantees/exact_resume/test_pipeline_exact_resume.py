@@ -52,15 +52,24 @@ KILLS: dict[str, dict[str, Stop]] = {
         "last rank in a save": Stop("fsync", step=6, ranks=(3,)),
     },
 }
-KILLS = sampled_keys(KILLS, "1f1b", "zbv, tied", "hybrid, tied", "hybrid, sharded stages, tied")
-SETTINGS = {name: options for name, options in SETTINGS.items() if name in KILLS}
+# One and two pipelines with whole and sharded stages, and every kind of kill.
+PAIRS = sampled(
+    [(setting, kill) for setting, kills in KILLS.items() for kill in kills],
+    [
+        ("1f1b", "first rank in a step"),
+        ("zbv, tied", "first rank in a save"),
+        ("hybrid, tied", "middle rank in an evaluation"),
+        ("hybrid, sharded stages, tied", "last rank in a save"),
+    ],
+)
+SETTINGS = {name: options for name, options in SETTINGS.items() if name in dict(PAIRS)}
 REQUESTS: dict[str, Stop] = {
     "1f1b": Stop("on_prediction_step", step=4, signal="SIGTERM", ranks=(1,)),
     "hybrid, tied": Stop("on_step_end", step=2, signal="SIGTERM", ranks=(2,)),
 }
+REQUESTS = sampled_keys(REQUESTS, "1f1b")
 # Files with the path and the time of a checkpoint. All other files must not depend on interruptions.
 OF_A_RUN = ("checkpoint_manifest.json", "checkpoint_metadata.json", "trainer_state.pt", "eval_metrics.json")
-PAIRS = [(setting, kill) for setting, kills in KILLS.items() for kill in kills]
 JOB = "tests.support.pipeline_job"
 
 

@@ -101,15 +101,13 @@ REQUESTS = sampled_keys(
     "SIGINT in a step",
     "SIGUSR1 in an evaluation",
     "SIGTERM in a save",
-    "in the last step of an epoch",
     "in the last step",
-    "twice",
     "again during the repeated evaluation",
-    "in the evaluation of the last epoch",
     "in the save after the repeated evaluation",
     "in an evaluation on save",
     "SIGTERM to the workers as well",
 )
+STRAIGHT = {name: STRAIGHT[name] for name in STRAIGHT if name in {request.straight for request in REQUESTS.values()}}
 Runs = dict[str, list[Start]]
 
 

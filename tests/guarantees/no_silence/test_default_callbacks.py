@@ -21,6 +21,7 @@ from forgather.ml.trainer.callbacks import (
     JsonLogger,
     PlotCallback,
     ProgressCallback,
+    RunRecorder,
 )
 from forgather.ml.trainer.ddp.ddp_trainer import DDPTrainer
 from forgather.ml.trainer.hybrid import HybridTrainer
@@ -28,7 +29,7 @@ from forgather.ml.trainer.pipeline import PipelineTrainer
 from forgather.ml.trainer.trainer import Trainer
 from tests.support.tiny_models import ScalarModel, Stream, quiet_trainer, scalars, tiny_llama, token_samples
 
-DEFAULTS = [ProgressCallback, InfoCallback, DefaultMetrics, JsonLogger]
+DEFAULTS = [ProgressCallback, InfoCallback, DefaultMetrics, JsonLogger, RunRecorder]
 
 
 class Mine:
@@ -52,7 +53,7 @@ def kinds(trainer: Trainer) -> list[type]:
         ({}, DEFAULTS),
         ({"callbacks": []}, DEFAULTS),
         ({"callbacks": [Mine()]}, [*DEFAULTS, Mine]),
-        ({"callbacks": [Mine, JsonLogger()]}, [*DEFAULTS[:3], Mine, JsonLogger]),
+        ({"callbacks": [Mine, JsonLogger()]}, [*DEFAULTS[:3], RunRecorder, Mine, JsonLogger]),
         ({"callbacks": [OwnProgress, ProgressCallback]}, [*DEFAULTS[1:], OwnProgress, ProgressCallback]),
         ({"default_callbacks": False}, []),
         ({"callbacks": [Mine(), DefaultMetrics()], "default_callbacks": False}, [Mine, DefaultMetrics]),
@@ -85,7 +86,7 @@ def test_callback_added_later_replaces_the_default_of_its_class(tmp_path: Path) 
     own = JsonLogger("mine.jsonl")
     trainer.add_callback(own)
     trainer.add_callback(JsonLogger("another.jsonl"))
-    assert kinds(trainer) == [*DEFAULTS, JsonLogger] and trainer.callbacks[3] is own
+    assert kinds(trainer) == [*DEFAULTS[:3], RunRecorder, JsonLogger, JsonLogger] and trainer.callbacks[4] is own
 
 
 # --- metrics that callbacks add

@@ -290,7 +290,7 @@ def _prepare(output_dir: Path, name: str, action: str) -> None:
 
 def assert_all_refuse(message: str, function: Callable[..., Any], *args: Any) -> None:
     """Assert that every rank raises this message; a hanging rank would end with a connection error instead."""
-    for rank, outcome in enumerate(outcomes_on_ranks(function, 2, *args, timeout=30.0)):
+    for rank, outcome in enumerate(outcomes_on_ranks(function, 2, *args)):
         assert outcome.failed, f"rank {rank} did not raise"
         assert re.search(message, str(outcome.error_message), re.DOTALL), f"rank {rank}: {outcome.traceback}"
 
@@ -379,7 +379,7 @@ def _run_batches(output_dir: Path, name: str, action: str) -> None:
 @pytest.mark.parametrize("name", BATCHES)
 def test_unusable_batches_end_every_rank_with_the_reason_on_one(name: str, action: str, tmp_path: Path) -> None:
     """A rank that already waits for the next batch loses contact, and its error refers to the other rank."""
-    outcomes = outcomes_on_ranks(_run_batches, 2, tmp_path, name, action, timeout=30.0)
+    outcomes = outcomes_on_ranks(_run_batches, 2, tmp_path, name, action)
     reasons = [re.search(BATCHES[name][1], str(outcome.error_message), re.DOTALL) for outcome in outcomes]
     assert any(reasons), outcomes[0].traceback
     for outcome, reason in zip(outcomes, reasons, strict=True):

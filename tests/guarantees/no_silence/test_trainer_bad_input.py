@@ -1,14 +1,15 @@
 """Trainer misuse: each mistake raises an error that names it, and existing checkpoints stay."""
 
 import functools
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-from torch import nn
+from torch import Tensor, nn
 
-from forgather.ml.checkpoint.errors import CheckpointError
+from forgather.ml.checkpoint.errors import CheckpointError, CheckpointLoadError
 from forgather.ml.loss import CausalLoss
 from forgather.ml.trainer.trainer import Trainer
 from tests.support.tiny_models import (
@@ -306,3 +307,34 @@ def test_samples_of_different_lengths_need_a_collator(tmp_path: Path) -> None:
     trainer = quiet_trainer(tmp_path, TokenModel(), samples, per_device_train_batch_size=2)
     with pytest.raises(ValueError, match=r"different lengths of 'input_ids': 2, 3\..*pass a data_collator"):
         trainer.train()
+
+
+class DeeperModel(TokenModel):
+    """`TokenModel` with one more layer."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.extra = nn.Linear(8, 8, bias=False)
+
+    def forward(self, input_ids: Tensor) -> Tensor:
+        logits: Tensor = self.head(self.extra(torch.tanh(self.embedding(input_ids))))
+        return logits
+
+
+@pytest.mark.parametrize(
+    ("model", "message"),
+    [
+        (lambda: TokenModel(width=4), "belongs to a parameter of shape"),
+        (DeeperModel, "1 tensors of the model are not in the checkpoint: extra.weight"),
+    ],
+    ids=["another width", "one more layer"],
+)
+def test_resume_of_another_model_is_an_error_and_not_called_damage(
+    model: Callable[[], nn.Module], message: str, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    settings = {"max_steps": 2, "save_strategy": "steps", "save_steps": 1, "momentum": 0.9}
+    quiet_trainer(tmp_path, TokenModel(), token_samples(8), **settings).train()
+    resumed = quiet_trainer(tmp_path, model(), token_samples(8), **settings | {"max_steps": 4})
+    with pytest.raises(CheckpointLoadError, match=message):
+        resumed.train()
+    assert "damaged" not in caplog.text and saved_steps(tmp_path) == [1, 2]

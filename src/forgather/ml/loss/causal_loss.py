@@ -62,23 +62,32 @@ class CausalLoss(NextTokenLoss):
     """Mean cross-entropy of each position's logits with the label of the next position.
 
     Logits are `[..., sequence, vocabulary]` and labels `[..., sequence]`; labels equal to `ignore_index` are no
-    targets. Without any target the loss and the gradients are 0. With `compile=True` the cross-entropy runs through
-    `torch.compile`.
+    targets. Without any target the loss and the gradients are 0. `label_smoothing` spreads this part of the target
+    probability over all classes. With `compile=True` the cross-entropy runs through `torch.compile`.
     """
+
+    def __init__(self, ignore_index: int = -100, *, compile: bool = False, label_smoothing: float = 0.0) -> None:
+        super().__init__(ignore_index, compile=compile)
+        self.label_smoothing = label_smoothing
 
     def sum_over_targets(self, logits: Tensor, labels: Tensor, reduction: str = "sum") -> Tensor:
         cross_entropy = _compiled_cross_entropy() if self.compile else _cross_entropy
-        return cross_entropy(logits, self.targets(labels, logits.device), self.ignore_index, reduction)
+        targets = self.targets(labels, logits.device)
+        return cross_entropy(logits, targets, self.ignore_index, reduction, self.label_smoothing)
 
 
-def _cross_entropy(logits: Tensor, targets: Tensor, ignore_index: int, reduction: str) -> Tensor:
+def _cross_entropy(
+    logits: Tensor, targets: Tensor, ignore_index: int, reduction: str, label_smoothing: float
+) -> Tensor:
     # The sum of exponentials over a large vocabulary loses too much precision in bfloat16.
     scores = logits.to(at_least_float32(logits.dtype)).flatten(0, -2)
-    return functional.cross_entropy(scores, targets, ignore_index=ignore_index, reduction=reduction)
+    return functional.cross_entropy(
+        scores, targets, ignore_index=ignore_index, reduction=reduction, label_smoothing=label_smoothing
+    )
 
 
 @cache
-def _compiled_cross_entropy() -> Callable[[Tensor, Tensor, int, str], Tensor]:
+def _compiled_cross_entropy() -> Callable[[Tensor, Tensor, int, str, float], Tensor]:
     # A module-level cache and not an attribute: losses are copied and sent to other processes, compiled functions are
     # not.
     return torch.compile(_cross_entropy)

@@ -6,11 +6,11 @@ parameters stay the same objects under the same FQNs. Called by the trainers.
 
 from collections.abc import Collection, Mapping
 from dataclasses import replace
-from importlib.util import find_spec
 
 import torch
 from torch import nn
 
+from forgather._extras import is_installed, missing_message
 from forgather.ml.quantization import FP8_RECIPES as FP8_RECIPES
 from forgather.ml.quantization.layer_report import LayerReport, choose_layers
 
@@ -113,11 +113,8 @@ def special_layer_reason(layer: nn.Linear) -> str:
 
 def require_torchao(argument: str, recipe: str) -> None:
     """Raise `ValueError` when torchao is not installed."""
-    if find_spec("torchao") is None:
-        raise ValueError(
-            f"{argument}={recipe!r} needs the package torchao, which is not installed: pip install torchao, or set "
-            f"{argument}=None."
-        )
+    if not is_installed("torchao"):
+        raise ValueError(f"{missing_message(f'{argument}={recipe!r}', 'torchao')}, or set {argument}=None.")
 
 
 def _check_recipe(recipe: str) -> None:

@@ -16,6 +16,7 @@ from torch.distributed import ProcessGroup
 from forgather.ml.checkpoint.components import SharingPattern, StateComponent, select_components
 from forgather.ml.checkpoint.manager import CheckpointConfig, CheckpointManager
 from forgather.ml.checkpoint.state.rng import RNGState, undisturbed_random_numbers
+from forgather.ml.checkpoint.weights.adapters import is_peft_model
 from forgather.ml.distributed import (
     DistributedEnvInterface,
 )
@@ -27,6 +28,7 @@ from forgather.ml.trainer.arguments.training_arguments import (
     arguments_from,
 )
 from forgather.ml.trainer.callbacks.handler import CallbackHandler
+from forgather.ml.trainer.callbacks.reporting import reporting_callbacks, without_bars
 from forgather.ml.trainer.loop.scheduler_state import SchedulerState
 from forgather.ml.trainer.setup import base_parts
 from forgather.ml.trainer.setup.declared_state import (
@@ -50,6 +52,7 @@ from forgather.ml.trainer.step_loss.model_outputs import (
 )
 from forgather.ml.trainer.trainer_types import (
     BaseDataset,
+    ComputeMetricsT,
     DataCollatorT,
     LossFunctionT,
     LRSchedulerT,
@@ -96,9 +99,14 @@ class BaseTrainer(ABC, Generic[TArgs]):
         optimizer: optimizer instance.
         lr_scheduler: learning-rate scheduler instance. If it is a `TrainerCallback`, it is also added as a callback.
         distributed_env: rank and world size of this process. Default: read from the environment.
+        compute_metrics: function of `transformers.EvalPrediction` that returns a dict of numbers. All ranks call it with
+            the predictions and labels of all ranks, in the order of the dataset. A custom `_eval_loop` calls it itself.
+        preprocess_logits_for_metrics: function of (logits, labels) of a batch; only its result is collected.
     """
 
     arguments_class: ClassVar[type[MinimalTrainingArguments]] = TrainingArguments
+    trains_adapters: ClassVar[bool] = False
+    """Whether the model may be a `peft.PeftModel`."""
     state_sharing: ClassVar[Mapping[str, Shared]] = {
         "model": GLOBAL,
         "optimizer": GLOBAL,
@@ -153,6 +161,8 @@ class BaseTrainer(ABC, Generic[TArgs]):
         optimizer: OptimizerT | None = None,
         lr_scheduler: LRSchedulerT | None = None,
         distributed_env: DistributedEnvInterface | None = None,
+        compute_metrics: ComputeMetricsT | None = None,
+        preprocess_logits_for_metrics: Callable[[Any, Any], Any] | None = None,
     ) -> None:
         if loss_fn is not None and compute_loss_func is not None:
             raise ValueError("loss_fn is an alias of compute_loss_func: pass only one of them.")
@@ -160,11 +170,11 @@ class BaseTrainer(ABC, Generic[TArgs]):
         check_given(type(self).__name__, args, model, model_init, data_collator, loss_fn, callbacks)
         check_hooks(type(self))
         if model is not None:
-            refuse_adapters(model)
+            refuse_adapters(model, self.trains_adapters)
         self.args: TArgs = self._own_arguments(args)
         self.model: Any = model
         # Wrapped here and not at the call, because each strategy calls it from different code.
-        self.model_init = None if model_init is None else checked_builder(model_init)
+        self.model_init = None if model_init is None else checked_builder(model_init, self.trains_adapters)
         self.data_collator = data_collator
         self.train_dataset = train_dataset
         self.eval_dataset = eval_dataset
@@ -173,6 +183,7 @@ class BaseTrainer(ABC, Generic[TArgs]):
         self.optimizer: Any = optimizer
         self.lr_scheduler: Any = lr_scheduler
         self.distributed_env = distributed_env
+        self.compute_metrics, self.preprocess_logits_for_metrics = compute_metrics, preprocess_logits_for_metrics
         self.control = TrainerControl()
         self.state: Any = None
         self.checkpoint_manager: Any = None
@@ -192,8 +203,9 @@ class BaseTrainer(ABC, Generic[TArgs]):
         self._prepared_for: BaseDataset | None = None
         self._made_by_base: list[object] = []
         self._has_warned_of_left_out = False
-        defaults = self.default_callbacks() if default_callbacks else ()
-        self._callback_handler = CallbackHandler(() if callbacks is None else callbacks, defaults)
+        callbacks = () if callbacks is None else list(callbacks)
+        defaults = without_bars(self.args, self.default_callbacks()) if default_callbacks else []
+        self._callback_handler = CallbackHandler(callbacks, [*defaults, *reporting_callbacks(self.args, callbacks)])
         if isinstance(lr_scheduler, TrainerCallback):
             self.add_callback(lr_scheduler)
 
@@ -400,6 +412,9 @@ class BaseTrainer(ABC, Generic[TArgs]):
     def save_model(self, output_dir: str | None = None) -> None:
         """Write only the model, as a Hugging Face directory. The default is the output directory."""
         self._prepare_to_evaluate(self.eval_dataset)
+        if is_peft_model(self.unwrapped_model()):
+            base_parts.export_adapters(self, output_dir or self.args.output_dir)
+            return
         exporter = base_parts.model_exporter(self, self._model_to_save())
         exporter.export_model(output_dir or self.args.output_dir, overwrite=True)
 
@@ -433,6 +448,10 @@ class BaseTrainer(ABC, Generic[TArgs]):
 
     def checkpoint_config(self) -> CheckpointConfig:
         return base_parts.checkpoint_config(self.args)
+
+    def checkpoint_files(self) -> dict[str, bytes]:
+        """Return small files to add to a checkpoint: adapters of a `PeftModel`, `trainer_state.json`."""
+        return base_parts.files_of_checkpoint(self)
 
     def _model_to_save(self) -> dict[str, Any]:
         """Return the model arguments of coordinator and manager. Pipelines pass stages and more arguments."""
@@ -479,7 +498,7 @@ class BaseTrainer(ABC, Generic[TArgs]):
         loader = self.train_dataloader
         has_schedule = self.lr_scheduler is not None and self.optimizer is not None
         return {
-            "model": self.unwrapped_model() if self.model is not None else None,
+            "model": base_parts.model_state(self.unwrapped_model()) if self.model is not None else None,
             "optimizer": self.optimizer,
             "scheduler": SchedulerState(self.lr_scheduler, self.optimizer) if has_schedule else None,
             "trainer": self,

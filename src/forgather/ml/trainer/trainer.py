@@ -9,7 +9,7 @@ import contextlib
 import time
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import Any, ClassVar, TypeVar
+from typing import TYPE_CHECKING, Any, ClassVar, TypeVar
 
 import torch
 from torch import Tensor, nn
@@ -20,9 +20,12 @@ from forgather.ml.distributed.watch import EVALUATION_START, OPTIMIZER, note
 from forgather.ml.trainer.amp import AMPContext
 from forgather.ml.trainer.arguments.training_arguments import MinimalTrainingArguments, TrainingArguments
 from forgather.ml.trainer.base_trainer import BaseTrainer
+from forgather.ml.trainer.batch_size.finder import BatchFinder
+from forgather.ml.trainer.control.desk import Desk
 from forgather.ml.trainer.diagnostics.failures import reporting_failures
 from forgather.ml.trainer.elastic.attempt import Attempt
 from forgather.ml.trainer.elastic.global_batch import settle_global_batch
+from forgather.ml.trainer.elastic.preemption_mark import remove_mark
 from forgather.ml.trainer.elastic.restart_policy import checkpoint_after_failures
 from forgather.ml.trainer.loading.data_order import Part
 from forgather.ml.trainer.loop import evaluation_sums as evaluation
@@ -32,17 +35,22 @@ from forgather.ml.trainer.loop.interruptions import finish_interrupted_step, hee
 from forgather.ml.trainer.loop.loop_state import LoopState
 from forgather.ml.trainer.loop.nonfinite import GradientWatch, NonFiniteError, step_if_finite
 from forgather.ml.trainer.loop.optimization import Optimization
+from forgather.ml.trainer.loop.rank_facts import RankFacts
 from forgather.ml.trainer.loop.reporter import Reporter
 from forgather.ml.trainer.loop.saver import Saver, warn_of_nothing_to_resume
-from forgather.ml.trainer.loop.signals import Preempted, StopSignals
+from forgather.ml.trainer.loop.signals import Aborted, Preempted, StopSignals
 from forgather.ml.trainer.loop.step_runner import StepRunner
 from forgather.ml.trainer.loop.window import Window, prepared_once, samples_in, surrounded
+from forgather.ml.trainer.metrics.named_datasets import first_dataset
 from forgather.ml.trainer.periodic_function import PeriodicFunction
 from forgather.ml.trainer.ranks.batch_notes import Feed
 from forgather.ml.trainer.ranks.parallel_loading import DataLayout
+from forgather.ml.trainer.ranks.replica_check import ReplicaCheck
 from forgather.ml.trainer.ranks.team import SoloTeam, Team
 from forgather.ml.trainer.ranks.watch import watched
 from forgather.ml.trainer.recipes import Recipes
+from forgather.ml.trainer.samples.columns import UsedColumns
+from forgather.ml.trainer.samples.skipped import SkippedData
 from forgather.ml.trainer.setup import phases, preparation
 from forgather.ml.trainer.setup.declared_state import BY_LOADING, GLOBAL, PER_RANK, Shared
 from forgather.ml.trainer.setup.devices import device_type, maybe_cleanup_memory
@@ -68,6 +76,9 @@ from forgather.ml.trainer.trainer_types import (
 )
 from forgather.ml.trainer.trainer_types import TrainerState as BaseTrainerState
 from forgather.ml.utils import count_parameters, flops_per_token, without_ddp
+
+if TYPE_CHECKING:
+    from transformers.trainer_utils import PredictionOutput
 
 __all__ = [
     "MinimalTrainingArguments",
@@ -110,7 +121,10 @@ class Trainer(BaseTrainer[TTrainingArgs]):
     """
 
     handles_ranks: ClassVar[bool] = False
+    trains_adapters: ClassVar[bool] = True
     """Whether multiple processes may train with this class. A subclass that synchronises the model itself sets True."""
+    unrepeatable: ClassVar[str] = ""
+    """Reason why this class cannot repeat a step with smaller batches (`auto_find_batch_size`); empty if it can."""
     # An override of a hook that is never called would silently do nothing, so the constructor rejects it.
     uncalled_hooks: ClassVar[Mapping[str, str]] = dict.fromkeys(
         PIPELINE_HOOKS, "only PipelineTrainer and HybridTrainer split a model into stages. Subclass one of them."
@@ -161,6 +175,10 @@ class Trainer(BaseTrainer[TTrainingArgs]):
         self.recipes = Recipes(self.args)
         self.plan = StepPlan(self.args, None)
         self.optimization: Optimization | None = None
+        self.columns = UsedColumns(self)
+        self.skipped = SkippedData()
+        self.batch_finder: BatchFinder | None = None
+        self.replica_check: ReplicaCheck | None = None
         self.steps = StepRunner(self)
         self.weight_decay_groups = "all"
         self.evaluated_dataset: BaseDataset | None = None
@@ -171,6 +189,7 @@ class Trainer(BaseTrainer[TTrainingArgs]):
         self.resume_path: str | None = None
         self._to_be_loaded: bool | str = False
         self.attempt: Attempt | None = None
+        self.rank_facts = RankFacts()
         self._falls_back = self._has_trained = self._loads_for_training = False
         # Overrides of these hooks may act at any step, so `_after_step` must not skip quiet steps.
         hooks = ("_maybe_log_save_evaluate", "_setup_periodic_functions")
@@ -179,6 +198,8 @@ class Trainer(BaseTrainer[TTrainingArgs]):
         self.skips_updates = False
         """Whether updates with non-finite gradients are skipped (nonfinite_grad="skip")."""
         self._signals: StopSignals | None = None
+        self.desk: Desk | None = None
+        """Requests of `forgather control` during `train`; None if `control_socket` is False."""
         phases.refuse(self)
         # Targets are counted on the labels that `_prepare_batch` returns, before the first forward pass. An override
         # may draw random numbers, so it must not run a second time when the step reaches the same micro-batch.
@@ -200,6 +221,9 @@ class Trainer(BaseTrainer[TTrainingArgs]):
         if self.wanted is not None:
             # Before the model is built: a model that a checkpoint will fill needs no initialised weights.
             self._resolve_checkpoint()
+            if self.desk is not None:
+                # The output directory is locked now.
+                self.desk.open()
         phases.prepare_data(self, train_dataset, eval_dataset)
         self._prepare_model()
         self._follow_model()
@@ -230,6 +254,8 @@ class Trainer(BaseTrainer[TTrainingArgs]):
         cadence.log, cadence.evaluate, cadence.save = self._setup_periodic_functions()
         # A preempted run saves without the evaluation that was due at its last step.
         finish_interrupted_step(self)
+        if self.args.eval_on_start and self.state.global_step == 0:
+            self.evaluator.evaluate_in_training()
         if cadence.is_last_step and self.state.global_step > self.state.epoch_start_step:
             # The checkpoint of the last step may have been saved before the evaluation at the end of its epoch.
             self._end_epoch()
@@ -275,10 +301,13 @@ class Trainer(BaseTrainer[TTrainingArgs]):
                 f"{type(self).__name__}._should_sync_gradients() is False for the last micro-batch of a step. Ranks would "
                 "update their models with different gradients. Return True there, or do not override it."
             )
+        if self.batch_finder is not None:
+            self.batch_finder.settle()
         note(OPTIMIZER)
         # Clipping compares the true norm with max_grad_norm, so the loss scale has to be removed first.
         self.amp_context.unscale_(self.optimizer)
         grad_norm = self._clip_grad_norm(self.args.max_grad_norm)
+        self.saver.before_update()
         self._dispatch_event("on_pre_optimizer_step")
         if self.loop.left_out is not None:
             # The scheduler step of the previous update is still pending (see `_advance_schedule`).
@@ -314,6 +343,8 @@ class Trainer(BaseTrainer[TTrainingArgs]):
             self.reporter.settle(self.lr_scheduler)
         if self.attempt is not None:
             self.attempt.step = self.state.global_step
+        if self.replica_check is not None:
+            self.replica_check.look(self.state.global_step)
         self._dispatch_event("on_step_end")
         self.settle_requests("step")
         self.saver.look_after_step()
@@ -323,6 +354,8 @@ class Trainer(BaseTrainer[TTrainingArgs]):
             self._maybe_log_save_evaluate(*self.loop.interval.logs, cadence.log, cadence.evaluate, cadence.save)
             if not self._decides_at_every_step:
                 cadence.look_ahead()
+        if self.desk is not None and self.feed.num_requests > self.desk.num_served:
+            self.desk.serve(self.feed.num_requests)
         if self.feed.stop_signal is not None:
             heed_stop_request(self)
 
@@ -389,7 +422,7 @@ class Trainer(BaseTrainer[TTrainingArgs]):
             self._loads_for_training = True
             self.train_dataloader = self._get_dataloader(train_dataset, self.args.per_device_train_batch_size)
         if eval_dataset is not None:
-            self.load_for_evaluation(eval_dataset)
+            self.load_for_evaluation(first_dataset(eval_dataset))
 
     def load_for_evaluation(self, dataset: BaseDataset) -> None:
         """Set `eval_dataloader` to a loader of this dataset."""
@@ -403,7 +436,11 @@ class Trainer(BaseTrainer[TTrainingArgs]):
         seed = self.seed if self._loads_for_training else None
         shares = settle_global_batch(self.args, dataset, self.layout) if self._loads_for_training else None
         size = batch_size if shares is None else shares.largest
-        build = preparation.loader_builder(self.args, dataset, size, self.data_collator, self.device, seed, shares)
+        lengths = phases.sample_lengths(self, dataset) if self._loads_for_training else None
+        dataset, collator = self.columns.of(dataset), self.columns.collator()
+        build = preparation.loader_builder(
+            self.args, dataset, size, collator, self.device, seed, shares, lengths, self.skipped
+        )
         if not self._loads_for_training:
             return self.team.eval_loader(build, dataset, self._data_layout(for_training=False))
         return self.team.train_loader(build, dataset, self.layout, self.args.dataloader_drop_last, self.feed)
@@ -591,11 +628,16 @@ class Trainer(BaseTrainer[TTrainingArgs]):
         interval = self.loop.interval
         if interval.num_steps == 0:
             return
+        self._collect_rank_facts()
         self._log_step(*interval.logs)
         if interval.num_steps:
             # An override of `_log_step` did not build the standard record, which would have closed the interval.
             self.reporter.close_interval(self.lr_scheduler)
         self.settle_requests("log")
+
+    def _collect_rank_facts(self) -> None:
+        """Collect facts about all ranks for the run record; collective."""
+        self.rank_facts.collect_memory(self.team, self.device)
 
     def _log_step(self, loss_log: list[Tensor], total_norm_log: list[Tensor], tokens_log: list[int | Tensor]) -> None:
         """Log the steps since the last log. The lists hold this rank's values since ranks last summed them."""
@@ -608,6 +650,8 @@ class Trainer(BaseTrainer[TTrainingArgs]):
 
     def _finalize_training(self, start_time: float, speed_metrics_steps: int) -> TrainOutput:
         """Log and save the last steps, load the best model, and log the final record of the run."""
+        if self.replica_check is not None:
+            self.replica_check.settle()
         if self.args.logging_strategy != "no":
             self._log_interval()
         # Save first: the last checkpoint must contain the last weights, not the best weights.
@@ -659,15 +703,27 @@ class Trainer(BaseTrainer[TTrainingArgs]):
 
     # --- evaluation
 
-    def evaluate(self, eval_dataset: BaseDataset | None = None, *, use_ema: bool = False) -> dict[str, Any]:
+    def evaluate(
+        self, eval_dataset: BaseDataset | None = None, *, use_ema: bool = False, metric_key_prefix: str = "eval"
+    ) -> dict[str, Any]:
         """Return the token-weighted loss over the evaluation set, other metrics, and the run time.
 
-        `use_ema` evaluates the EMA weights (`ema_decay`) instead of the current weights.
+        A dict of datasets is evaluated one by one, with metrics such as `eval_<name>_loss`. `use_ema` evaluates the EMA
+        weights (`ema_decay`) instead of the current weights. The names of all metrics start with `metric_key_prefix`.
         """
         dataset = self.eval_dataset if eval_dataset is None else eval_dataset
         with torch_settings(self.args), watched(self, EVALUATION_START):
             self._prepare_to_evaluate(dataset)
-            return self.evaluator.evaluate(dataset, use_ema)
+            return self.evaluator.evaluate(dataset, use_ema, metric_key_prefix)
+
+    def predict(self, test_dataset: BaseDataset, metric_key_prefix: str = "test") -> "PredictionOutput":
+        """Return the predictions and labels of all samples, in the order of the dataset, and metrics; on every rank.
+
+        The dataset needs no labels. Without labels, the result has neither a loss nor other metrics.
+        """
+        with torch_settings(self.args), watched(self, EVALUATION_START):
+            self._prepare_to_evaluate(test_dataset)
+            return self.evaluator.predict_dataset(test_dataset, metric_key_prefix)
 
     def _eval_loop(self) -> dict[str, Any]:
         """Sum the losses of at most `max_eval_steps` evaluation batches, and return the metrics."""
@@ -717,6 +773,8 @@ class Trainer(BaseTrainer[TTrainingArgs]):
             "A checkpoint cannot be saved inside averaged_weights(): it would contain the EMA instead of the weights. "
             "Leave the context first. save_model() exports the EMA."
         )
+        if self.replica_check is not None:
+            self.replica_check.settle()
         # A checkpoint stores counters summed over all ranks, and no pending scheduler step.
         self.reporter.settle(self.lr_scheduler)
         self._require_whole_state()
@@ -816,6 +874,7 @@ class Trainer(BaseTrainer[TTrainingArgs]):
             StopSignals() as self._signals,
             preparation.run_settings(self.args) as self._run,
         ):
+            self.desk = Desk(self, self._signals) if self.args.control_socket else None
             self._run.push(self._close_after)
             with reporting_failures(self):
                 yield
@@ -825,8 +884,10 @@ class Trainer(BaseTrainer[TTrainingArgs]):
 
     def _enter_training(self, was_asked_to_resume: bool) -> None:
         if was_asked_to_resume and self.args.resume_from_checkpoint is False and self.team.rank == 0:
-            warn_of_nothing_to_resume(self.args.output_dir)
+            warn_of_nothing_to_resume(self.args.output_dir, self.args.checkpoint_layout)
         self._has_trained = True
+        if self.team.rank == 0:
+            remove_mark(self.args.output_dir)
         if self.attempt is not None:
             self.attempt.begin(self.state.global_step)
         if self.recipes.step_in_backward is not None:
@@ -835,12 +896,16 @@ class Trainer(BaseTrainer[TTrainingArgs]):
             self._run.enter_context(torch.autograd.set_detect_anomaly(True, check_nan=True))
         self._run.enter_context(set_train(self._forward_modules(), True))
 
-    def _close_after(self, error_type: type[BaseException] | None, *_: object) -> None:
+    def _close_after(self, error_type: type[BaseException] | None, error: BaseException | None, *_: object) -> None:
         """Stop dataloader workers and release the output directory, after success or failure."""
         self._signals = None
+        desk, self.desk = self.desk, None
+        if desk is not None:
+            # Before the lock is released: the next job puts its own socket into the directory.
+            desk.close(error)
         if self.train_dataloader is not None:
             # Closing in order is a collective. After an error on this rank, the other ranks may never reach it.
-            in_order = error_type is None or issubclass(error_type, Preempted)
+            in_order = error_type is None or issubclass(error_type, (Preempted, Aborted))
             self.team.close_loader(self.train_dataloader, in_order)
         # Until the manager exists, `claim` holds the lock of the output directory.
         for manager in (self.claim, self.checkpoint_manager):

@@ -30,6 +30,8 @@ LRSchedulerT = LRScheduler
 """Learning-rate scheduler. Wrappers such as Accelerate's, and objects with the same methods, are accepted too."""
 DataCollatorT = Callable[[list[Any]], Mapping[str, Any]]
 LossFunctionT = Callable[[Tensor, Tensor], Tensor]
+ComputeMetricsT = Callable[..., Mapping[str, Any]]
+"""`compute_metrics(prediction)`, or with `batch_eval_metrics` `compute_metrics(prediction, compute_result=...)`."""
 OptimizerFactoryT = Callable[[Iterable[Any]], OptimizerT]
 LRSchedulerFactoryT = Callable[[OptimizerT], LRSchedulerT]
 FusedLossFactoryT = Callable[[nn.Module], LossFunctionT]

@@ -7,14 +7,14 @@ when it is created.
 import logging
 from typing import Any
 
+from forgather._extras import MissingPackageError, missing_message
+
 try:
     from accelerate import Accelerator  # type: ignore[import-untyped]
     from accelerate.optimizer import AcceleratedOptimizer  # type: ignore[import-untyped]
     from accelerate.scheduler import AcceleratedScheduler  # type: ignore[import-untyped]
 except ModuleNotFoundError as missing:
-    raise ModuleNotFoundError(
-        "AccelTrainer needs the package accelerate, which is not installed: pip install accelerate."
-    ) from missing
+    raise MissingPackageError(f"{missing_message('AccelTrainer', 'accelerate')}.") from missing
 
 from forgather.ml.distributed import (
     DistributedEnvInterface,

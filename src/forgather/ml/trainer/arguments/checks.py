@@ -4,6 +4,7 @@ Each check raises ValueError when the arguments are created, before a trainer ex
 argument classes call them.
 """
 
+from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
 import torch
@@ -13,7 +14,18 @@ if TYPE_CHECKING:
     from forgather.ml.trainer.arguments.training_arguments import BaseTrainingArguments, TrainingArguments
 
 SDPA_BACKENDS = ("math", "flash", "efficient", "cudnn")
+METRIC_INPUTS = ("inputs", "loss")
 PARAM_PRECISIONS = ("fp32", "bf16_master", "bf16_stochastic")
+
+
+def checked_numbers(name: str, values: Sequence[object], least: int) -> list[int]:
+    """Return the numbers in ascending order, each once; raise ValueError for anything but whole numbers."""
+    for value in values:
+        if isinstance(value, bool) or not isinstance(value, int) or value < least:
+            raise ValueError(
+                f"{name}={list(values)!r} cannot be used: {value!r} is not a whole number of {least} or more."
+            )
+    return sorted({value for value in values if isinstance(value, int)})
 
 
 def check_checkpointing(args: "MinimalTrainingArguments") -> None:
@@ -40,6 +52,22 @@ def check_compile_scope(args: "MinimalTrainingArguments") -> None:
         raise ValueError(f"torch_compile_scope={scope!r} cannot be used: choose 'model' or 'layer'.")
     if scope == "layer" and not args.torch_compile:
         raise ValueError("torch_compile_scope='layer' needs torch_compile=True: without it, nothing is compiled.")
+
+
+def check_metrics(args: "BaseTrainingArguments") -> None:
+    """Raise ValueError for unknown additions to metrics, and for an accumulation of no batches."""
+    unknown = next((name for name in args.include_for_metrics if name not in METRIC_INPUTS), None)
+    if unknown is not None:
+        raise ValueError(
+            f"include_for_metrics={args.include_for_metrics!r} cannot be used: {unknown!r} is unknown. Choose from "
+            f"{', '.join(map(repr, METRIC_INPUTS))}."
+        )
+    steps = args.eval_accumulation_steps
+    if steps is not None and steps < 1:
+        raise ValueError(
+            f"eval_accumulation_steps={steps} cannot be used: set a number of batches of 1 or more, or None to copy each batch "
+            "to host memory at once."
+        )
 
 
 def check_best_model(args: "BaseTrainingArguments") -> None:

@@ -20,11 +20,13 @@ if typing.TYPE_CHECKING:
     from torch import nn
 
     Names = Sequence[str]
+    Numbers = Sequence[int]
     Options = dict[str, Any]
     Checkpointing = bool | typing.Literal["full", "selective"] | Callable[[int, nn.Module], None]
 else:
     # The types that HfArgumentParser can read from a command line: a list of words, and JSON text.
     Names = list[str]
+    Numbers = list[int]
     Options = dict[str, Any] | str
     # HfArgumentParser takes the words from the first type, if the second is str.
     Checkpointing = typing.Literal[False, True, "false", "true", "full", "selective"] | str | bool | Callable
@@ -42,22 +44,14 @@ _OTHER_NAMES = {
     "warmup_ratio": "set warmup_steps to the number of steps",
     "save_only_model": "set checkpoint_components=['model'] instead, which saves and loads only the weights",
     "ignore_data_skip": "set skip_checkpoint_components=['dataset'] instead",
-    "optim": "pass optimizer_factory or optimizer_cls_and_kwargs to the trainer",
-    "optim_args": "pass optimizer_factory or optimizer_cls_and_kwargs to the trainer",
-    "report_to": "pass callbacks to the trainer",
-    "disable_tqdm": "pass callbacks to the trainer",
     "gradient_checkpointing_kwargs": "pass enable_activation_checkpoint_fn to the trainer",
-    "label_smoothing_factor": "pass a compute_loss_func with label smoothing to the trainer",
-    "remove_unused_columns": "text columns are dropped automatically; drop other columns that the model does not accept "
-    "with dataset.remove_columns or a data_collator",
     "label_names": "labels are read from the column 'labels', 'label' or 'label_ids'; rename others in a data_collator",
-    "group_by_length": "pass a DataLoader with your own sampler to the trainer",
+    "group_by_length": "set train_sampling_strategy='group_by_length' instead",
     "eval_on_start": "call trainer.evaluate() before trainer.train()",
     "do_train": "call trainer.train()",
     "do_eval": "set eval_strategy, or call trainer.evaluate()",
     "do_predict": "call trainer.evaluate(dataset)",
     "include_num_input_tokens_seen": "tokens are always counted, as total_tokens",
-    "auto_find_batch_size": "set per_device_train_batch_size; raise gradient_accumulation_steps to keep the step's batch size",
     "push_to_hub": "call trainer.save_model(...) and upload that directory",
     "local_rank": "ranks come from torchrun or forgather train --nproc",
     "ddp_find_unused_parameters": "set ddp={'find_unused_parameters': ...} of DDPTrainingArguments instead",

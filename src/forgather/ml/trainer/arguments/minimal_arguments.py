@@ -149,6 +149,9 @@ class MinimalTrainingArguments(NamedArguments):
     """Steps between checkpoints, with save_strategy="steps"."""
     save_total_limit: int | None = 2
     """Number of newest checkpoints to keep. None: all."""
+    checkpoint_layout: str = "checkpoints"
+    """"checkpoints": `<output_dir>/checkpoints/checkpoint-N`. "output_dir": `<output_dir>/checkpoint-N` with a
+    trainer_state.json, where transformers and its tools look for checkpoints."""
     save_safetensors: bool = True
     """Store weights as safetensors. False: as torch archives."""
     save_on_each_node: bool = False
@@ -209,6 +212,7 @@ class MinimalTrainingArguments(NamedArguments):
         if self.global_batch_size is not None:
             self._require("global_batch_size", 1)
         self._choose("elastic", ELASTIC_CHOICES)
+        self._choose("checkpoint_layout", ["checkpoints", "output_dir"])
         for name in ("eval_steps", "logging_steps", "save_steps", "epoch_train_steps"):
             self._require(name, 1)
         for name in ("dataloader_num_workers", "eval_delay", "warmup_steps", "learning_rate", "weight_decay"):

@@ -22,11 +22,13 @@ from forgather.ml.trainer.arguments.checks import (
     check_attention,
     check_average,
     check_best_model,
+    check_metrics,
     check_param_precision,
     refuse_fused_combinations,
 )
 from forgather.ml.trainer.arguments.checks import SDPA_BACKENDS as SDPA_BACKENDS
 from forgather.ml.trainer.arguments.checks import refuse_short_weights as refuse_short_weights
+from forgather.ml.trainer.arguments.data_arguments import DataArguments
 from forgather.ml.trainer.arguments.field_values import Names, fields_with_types, refuse_unknown
 from forgather.ml.trainer.arguments.minimal_arguments import ArgumentGroup as ArgumentGroup
 from forgather.ml.trainer.arguments.minimal_arguments import ArgumentsT as ArgumentsT
@@ -38,7 +40,7 @@ BaseArgumentsT = TypeVar("BaseArgumentsT", bound="BaseTrainingArguments")
 
 
 @dataclass(kw_only=True)
-class BaseTrainingArguments(MinimalTrainingArguments):
+class BaseTrainingArguments(DataArguments):
     """Arguments of evaluation, the best checkpoint, precision and quantisation, in addition to the minimal ones."""
 
     default_dtype: str | None = None
@@ -58,6 +60,18 @@ class BaseTrainingArguments(MinimalTrainingArguments):
     """Number of best checkpoints to keep."""
     eval_on_save: bool = False
     """Evaluate before every save."""
+    eval_on_start: bool = False
+    """Evaluate before the first step too."""
+    prediction_loss_only: bool = False
+    """Evaluations return the loss only: predictions are not collected, and compute_metrics is not called."""
+    label_names: list[str] | None = None
+    """Columns with labels, for compute_metrics. None: the label parameters of the model's forward."""
+    include_for_metrics: list[str] = field(default_factory=list)
+    """Pass more to compute_metrics: "inputs" (the main input of the model), "loss" (the mean loss of each batch)."""
+    batch_eval_metrics: bool = False
+    """Call compute_metrics for each batch, as compute_metrics(prediction, compute_result=...), and keep no predictions."""
+    eval_accumulation_steps: int | None = None
+    """Batches of predictions on the device before they are copied to host memory. None: each is copied at once."""
 
     # --- memory, attention, precision
 
@@ -101,6 +115,7 @@ class BaseTrainingArguments(MinimalTrainingArguments):
                 "max_eval_steps=0 cannot be used: an evaluation needs at least one batch. Set a number of batches, -1 for "
                 "all, or disable evaluations with eval_strategy='no'."
             )
+        check_metrics(self)
         check_best_model(self)
         check_attention(self)
         if self.fp8_recipe is not None and self.qat_recipe is not None:
@@ -187,8 +202,12 @@ class TrainingArguments(BaseTrainingArguments):
     """On NaN or infinite gradients: "stop" raises NonFiniteError, "skip" skips the update, "ignore" continues."""
     health_check: bool = True
     """Test accelerators, their memory and their links before training. No effect on CPUs."""
+    replica_check_steps: int = 0
+    """Compare a sample of the parameters between replicas every N steps, without an additional message. 0: never."""
     tune_malloc: bool = True
     """Let glibc keep freed memory for the next step. Affects the full process. No effect on accelerators."""
+    control_socket: bool = True
+    """Accept requests of `forgather control` through `<output_dir>/.forgather.sock`, from this user only."""
     watch: WatchArguments = field(default_factory=WatchArguments)
 
     def __post_init__(self) -> None:
@@ -198,6 +217,7 @@ class TrainingArguments(BaseTrainingArguments):
         self.async_save_memory = checked_async_save_memory(self.async_save_memory)
         self._choose("nonfinite_grad", ACTIONS)
         self._require("gc_threshold", 0)
+        self._require("replica_check_steps", 0)
         self._choose("param_precision", PARAM_PRECISIONS)
         check_param_precision(self)
         refuse_fused_combinations(self)

@@ -20,6 +20,7 @@ if TYPE_CHECKING:
     from forgather.ml.trainer.callbacks.plot import PlotCallback as PlotCallback
     from forgather.ml.trainer.callbacks.profiler import ProfilerCallback as ProfilerCallback
     from forgather.ml.trainer.callbacks.progress import ProgressCallback as ProgressCallback
+    from forgather.ml.trainer.callbacks.run_recorder import RunRecorder as RunRecorder
     from forgather.ml.trainer.callbacks.tensorboard import TBLogger as TBLogger
     from forgather.ml.trainer.callbacks.textgen import TextgenCallback as TextgenCallback
     from forgather.ml.trainer.trainer_types import TrainerCallback
@@ -39,6 +40,7 @@ _MODULES = {
     "PlotCallback": "plot",
     "ProfilerCallback": "profiler",
     "ProgressCallback": "progress",
+    "RunRecorder": "run_recorder",
     "TBLogger": "tensorboard",
     "TextgenCallback": "textgen",
     "WeightNormLogger": "parameter_norms",

@@ -4,13 +4,15 @@ The callbacks and the commands of `forgather` print with these functions, for a 
 """
 
 import importlib.util
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import rich
 from rich.console import Console
 from rich.text import Text
 
-from forgather.ml.trainer.trainer_types import NO_STEP_LIMIT, TrainerState
+if TYPE_CHECKING:
+    # It imports torch, which the commands that only print do not need.
+    from forgather.ml.trainer.trainer_types import TrainerState
 
 LABEL_WIDTH = 10
 """Width of the label column of a row."""
@@ -58,16 +60,22 @@ def format_duration(seconds: float) -> str:
     return f"{minute}:{second:02d}"
 
 
-def planned_steps(state: TrainerState) -> int | None:
+def planned_steps(state: "TrainerState") -> int | None:
     """Return the last step of training; None without a limit."""
-    return state.max_steps if 0 < state.max_steps < NO_STEP_LIMIT else None
+    return _limit(state.max_steps)
 
 
-def planned_eval_batches(state: TrainerState, eval_dataloader: Any) -> int | None:
+def planned_eval_batches(state: "TrainerState", eval_dataloader: Any) -> int | None:
     """Return the number of batches of an evaluation; None for a dataloader without length or limit."""
-    limit = state.max_eval_steps if 0 < state.max_eval_steps < NO_STEP_LIMIT else None
+    limit = _limit(state.max_eval_steps)
     try:
         length = len(eval_dataloader)
     except TypeError:
         return limit
     return length if limit is None else min(length, limit)
+
+
+def _limit(number: int) -> int | None:
+    from forgather.ml.trainer.trainer_types import NO_STEP_LIMIT
+
+    return number if 0 < number < NO_STEP_LIMIT else None

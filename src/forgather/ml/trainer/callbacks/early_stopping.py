@@ -118,7 +118,8 @@ class EarlyStopping(TrainerCallback):
         )
 
     def _warn_missing(self, metrics: Mapping[str, Any]) -> None:
-        if self._has_warned:
+        # With several evaluation datasets, the metric may belong to another one.
+        if self._has_warned or "eval_loss" not in metrics:
             return
         self._has_warned = True
         logger.warning(

@@ -7,7 +7,7 @@ without handlers costs one look-up. `BaseTrainer` owns the handler.
 import inspect
 import logging
 from collections import defaultdict
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from operator import attrgetter
 from types import MappingProxyType
 from typing import Any
@@ -31,8 +31,10 @@ _stop_flags = attrgetter(*_STOP_FLAGS)
 _COUNTED_EVENTS = ("on_evaluate", "on_save")
 _METRIC_EVENTS = ("on_log", "on_evaluate")
 """Events with metrics that callbacks may extend. Callbacks with `reads_final_metrics` are called last."""
-# The trainer never dispatches these events of transformers. They are known here so that they do not look like typos.
-_EVENTS_OF_TRANSFORMERS = ("on_substep_end", "on_predict", "on_push_begin")
+# Their handlers change no weights.
+_LIBRARIES = ("forgather", "transformers")
+# Events of transformers. Only the drop-in (forgather.hf) dispatches on_substep_end. They must not look like typos.
+_EVENTS_OF_TRANSFORMERS = ("on_substep_end", "on_push_begin")
 
 
 class CallbackHandler:
@@ -51,6 +53,7 @@ class CallbackHandler:
         self._defaults = list(self.callbacks)
         self._handlers: dict[str | tuple[str, bool], list[tuple[str, HandlerT]]] = {}
         self._counts: defaultdict[str, int] = defaultdict(int)
+        self._wait: Callable[[], None] | None = None
         self.silent: set[str] = set()
         """Events without handlers, which the trainer can skip. Events that are counted are never in this set."""
         for callback in callbacks:
@@ -89,6 +92,11 @@ class CallbackHandler:
                 return self.callbacks.pop(position)
         return None
 
+    def guard(self, wait: Callable[[], None]) -> None:
+        """Call `wait` before each handler of the user: it may change weights that a background save still reads."""
+        self._wait = wait
+        self._handlers.clear()
+
     def listens(self, event: str) -> bool:
         """Return whether any callback handles the event."""
         return bool(self._of(event))
@@ -123,6 +131,13 @@ class CallbackHandler:
             if after != before:
                 self._note_stop(name, event, before, after)
 
+    def tell_loggers(self, event: str, control: TrainerControl, **details: object) -> None:
+        """Call the handlers of callbacks that only record metrics: they read final metrics and make no requests."""
+        for callback in self.callbacks:
+            only_records = _reads_final_metrics(callback) and not getattr(callback, "changes_control", True)
+            if only_records and hasattr(callback, event):
+                self._guarded(callback, event)(self._args, self._state, control, **{**self._keywords, **details})
+
     def _note_stop(self, name: str, event: str, before: tuple[bool, ...], after: tuple[bool, ...]) -> None:
         flags = [flag for flag, old, new in zip(_STOP_FLAGS, before, after, strict=True) if new and not old]
         for flag in flags:
@@ -138,11 +153,27 @@ class CallbackHandler:
                 # The sort is stable, so callbacks of each kind keep their order.
                 listening.sort(key=_reads_final_metrics)
             self._handlers[key] = [
-                (str(getattr(callback, "name", type(callback).__name__)), _handler(callback, event))
+                (str(getattr(callback, "name", type(callback).__name__)), self._guarded(callback, event))
                 for callback in listening
                 if readers is None or _reads_final_metrics(callback) == readers
             ]
         return self._handlers[key]
+
+    def _guarded(self, callback: object, event: str) -> HandlerT:
+        handler, wait = self._handler(callback, event), self._wait
+        # The class that defines the handler: a callback inherits empty handlers from its library.
+        origin = str(getattr(getattr(callback, event), "__module__", None) or "")
+        if wait is None or origin.split(".")[0] in _LIBRARIES:
+            return handler
+
+        def wait_and_handle(*positional: object, **keywords: object) -> object:
+            wait()
+            return handler(*positional, **keywords)
+
+        return wait_and_handle
+
+    def _handler(self, callback: object, event: str) -> HandlerT:
+        return _handler(callback, event)
 
 
 def _checked(callback: object) -> object:

@@ -149,6 +149,12 @@ def to_json(value: object) -> Any:
     return str(value)
 
 
+def read_records(path: str) -> list[dict[str, Any]]:
+    """Return the records of a log file, in order; lines that a killed or running process left incomplete are skipped."""
+    with open(path, "rb") as file:
+        return [record for line in file if (record := _parsed(line)) is not None]
+
+
 def keep_records(path: str, wanted: Callable[[dict[str, Any]], bool]) -> list[dict[str, Any]]:
     """Rewrite the file with the wanted records only, by an atomic rename, and return these records.
 

@@ -5,12 +5,14 @@ Rank 0 draws with matplotlib. The curves are checkpointed, so that the plot of a
 
 import bisect
 import io
+import logging
 import math
 import os
 import time
 from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
+from forgather._extras import MissingPackageError, is_installed, missing_message
 from forgather.ml.checkpoint.files.durable import make_directories, replace_file
 from forgather.ml.checkpoint.state.state_schema import Schema, Violation, count, list_of, number
 from forgather.ml.trainer.arguments.training_arguments import TrainingArguments
@@ -22,6 +24,9 @@ if TYPE_CHECKING:
     from matplotlib.axes import Axes
     from matplotlib.figure import Figure
 
+logger = logging.getLogger(__name__)
+
+_PACKAGE = "matplotlib"
 _MAX_POINTS = 4000
 _SMOOTHED_SHARE = 0.03
 _BLUE, _LIGHT_BLUE, _ORANGE, _GREEN, _PURPLE, _GREY = "#1f5fa8", "#a9c6e8", "#d9661f", "#2f855a", "#6b46a8", "#4a5568"
@@ -64,7 +69,8 @@ class PlotCallback(TrainerCallback):
     """Callback that draws loss, evaluation loss, learning rate and throughput to `<output_dir>/training.png`.
 
     It draws at log records, at most every `min_seconds` seconds, and at the end. Drawing takes at most two percent of
-    the time. The file is replaced by an atomic rename, so that viewers never see an incomplete image.
+    the time. The file is replaced by an atomic rename, so that viewers never see an incomplete image. Without
+    matplotlib it logs one warning and draws nothing. The curves are still checkpointed.
     """
 
     changes_control = False
@@ -74,6 +80,7 @@ class PlotCallback(TrainerCallback):
         self._file_name = file_name
         self._min_seconds = min_seconds
         self._next_drawing = 0.0
+        self._draws = True
         self._curves: dict[str, Curve] = {}
 
     def on_train_begin(
@@ -86,7 +93,8 @@ class PlotCallback(TrainerCallback):
         # Steps after the checkpoint are repeated. Their points would make the curve run backwards.
         for curve in self._curves.values():
             curve.drop_after(state.global_step)
-        if state.is_world_process_zero:
+        self._draws = state.is_world_process_zero and self._has_matplotlib()
+        if self._draws:
             # The first drawing imports matplotlib and searches fonts. Spend that second now, not between two steps.
             draw_png(self._curves)
             self._next_drawing = time.monotonic() + self._min_seconds
@@ -101,7 +109,7 @@ class PlotCallback(TrainerCallback):
     ) -> None:
         if "loss" in logs:
             self._add(state.global_step, {name: value for name, value in logs.items() if name != "eval_loss"})
-        if state.is_world_process_zero and time.monotonic() >= self._next_drawing:
+        if self._draws and state.is_world_process_zero and time.monotonic() >= self._next_drawing:
             self._draw(args)
 
     def on_evaluate(
@@ -117,7 +125,7 @@ class PlotCallback(TrainerCallback):
     def on_train_end(
         self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: object
     ) -> None:
-        if state.is_world_process_zero:
+        if self._draws and state.is_world_process_zero:
             self._draw(args)
 
     def state_dict(self) -> dict[str, Any]:
@@ -140,6 +148,13 @@ class PlotCallback(TrainerCallback):
             if record.get(name) is not None:
                 self._curves.setdefault(name, Curve()).add(step, float(record[name]))
 
+    def _has_matplotlib(self) -> bool:
+        if is_installed(_PACKAGE):
+            return True
+        # A missing plot is no reason to refuse training: the same values are in the log.
+        logger.warning("%s is not drawn. %s.", self._file_name, missing_message("PlotCallback", _PACKAGE))
+        return False
+
     def _draw(self, args: TrainingArguments) -> None:
         started = time.monotonic()
         make_directories(args.output_dir)
@@ -158,22 +173,27 @@ def _number(value: Any) -> float | None:
         return None
 
 
-def draw_png(curves: Mapping[str, Curve]) -> bytes:
-    """Draw the curves and return the PNG file."""
+def draw_png(curves: Mapping[str, Curve], marks: Sequence[tuple[int, str]] = ()) -> bytes:
+    """Draw the curves and return the PNG file. `marks` are steps with events, such as (120, "restart")."""
     # No pyplot: its global state (current figure, backend) belongs to the user.
-    from matplotlib.backends.backend_agg import FigureCanvasAgg
-    from matplotlib.figure import Figure
+    try:
+        from matplotlib.backends.backend_agg import FigureCanvasAgg
+        from matplotlib.figure import Figure
+    except ModuleNotFoundError as missing:
+        raise MissingPackageError(f"{missing_message('A plot', _PACKAGE)}.") from missing
 
     figure = Figure(figsize=(11, 7), layout="constrained")
     FigureCanvasAgg(figure)
     _draw_panels(figure, curves)
+    _draw_marks(figure.axes[0], marks)
     buffer = io.BytesIO()
     figure.savefig(buffer, format="png", dpi=130)
     return buffer.getvalue()
 
 
 def _draw_panels(figure: "Figure", curves: Mapping[str, Curve]) -> None:
-    grid = figure.add_gridspec(2, 2, height_ratios=[2.2, 1])
+    has_norm = "grad_norm" in curves
+    grid = figure.add_gridspec(2, 3 if has_norm else 2, height_ratios=[2.2, 1])
     loss_axes = figure.add_subplot(grid[0, :])
     _draw_loss(loss_axes, curves.get("loss", Curve()), curves.get("eval_loss", Curve()))
     _draw_single(figure.add_subplot(grid[1, 0], sharex=loss_axes), "Learning rate", curves.get("learning_rate"), _GREEN)
@@ -181,6 +201,23 @@ def _draw_panels(figure: "Figure", curves: Mapping[str, Curve]) -> None:
     _draw_single(throughput, "Tokens per second", curves.get("tok_per_sec"), _PURPLE)
     throughput.yaxis.set_major_formatter(lambda value, _: format_count(value))
     throughput.set_ylim(bottom=0)
+    if has_norm:
+        _draw_single(figure.add_subplot(grid[1, 2], sharex=loss_axes), "Gradient norm", curves["grad_norm"], _ORANGE)
+
+
+def _draw_marks(axes: "Axes", marks: Sequence[tuple[int, str]]) -> None:
+    for step, kind in marks:
+        axes.axvline(step, color=_GREY, linewidth=1, linestyle=":")
+        axes.annotate(
+            kind,
+            (step, 1),
+            xycoords=("data", "axes fraction"),
+            rotation=90,
+            fontsize=8,
+            color=_GREY,
+            ha="right",
+            va="top",
+        )
 
 
 def _draw_loss(axes: "Axes", train: Curve, evaluation: Curve) -> None:

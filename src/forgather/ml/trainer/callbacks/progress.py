@@ -40,6 +40,8 @@ class ProgressCallback(TrainerCallback):
 
     def __init__(self, console: Console | None = None, refresh_seconds: float = 0.25) -> None:
         self._console = get_console() if console is None else console
+        self.draws = True
+        """Whether bars are drawn; False for lines only (`disable_tqdm`)."""
         self._refresh_seconds = refresh_seconds
         self._bars: ProgressBars | None = None
         self._pace: _Pace | None = None
@@ -55,7 +57,7 @@ class ProgressCallback(TrainerCallback):
         self._pace = _Pace()
         self._summary = {}
         self._num_eval_batches = 0
-        if can_draw(self._console):
+        if self.draws and can_draw(self._console):
             # Bars of an earlier run may be left, if an exception ended it without on_train_end.
             self._stop_bars()
             self._bars = self._new_bars()
@@ -120,6 +122,15 @@ class ProgressCallback(TrainerCallback):
         if self._bars is not None and not self._bars.is_training:
             self._stop_bars()
 
+    def on_predict(
+        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: object
+    ) -> None:
+        self._num_eval_batches = 0
+        if self._bars is not None:
+            self._bars.end_evaluation()
+            if not self._bars.is_training:
+                self._stop_bars()
+
     def on_train_end(
         self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: object
     ) -> None:
@@ -135,7 +146,7 @@ class ProgressCallback(TrainerCallback):
 
     def _begin_evaluation(self, state: TrainerState, eval_dataloader: object) -> None:
         self._num_eval_total = planned_eval_batches(state, eval_dataloader)
-        if self._bars is None and can_draw(self._console):
+        if self._bars is None and self.draws and can_draw(self._console):
             self._bars = self._new_bars()
         if self._bars is not None:
             self._bars.start_evaluation(self._num_eval_total)

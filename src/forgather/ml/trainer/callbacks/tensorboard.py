@@ -10,6 +10,7 @@ import time
 from collections.abc import Iterator, Mapping
 from typing import TYPE_CHECKING, Any
 
+from forgather._extras import MissingPackageError, is_installed, missing_message
 from forgather.ml.checkpoint.state.state_schema import Schema, every, optional, relative_path, that
 from forgather.ml.trainer.arguments.training_arguments import TrainingArguments
 from forgather.ml.trainer.callbacks.support.repeated_records import RepeatedRecords
@@ -35,6 +36,9 @@ class TBLogger(TrainerCallback):
     reads_final_metrics = True
 
     def __init__(self) -> None:
+        # All ranks fail here, before training. The import below runs on rank 0 only.
+        if not is_installed("tensorboard"):
+            raise MissingPackageError(f"{missing_message('TBLogger', 'tensorboard')}.")
         self._directory: str | None = None
         self._writer: SummaryWriter | None = None
         self._records = RepeatedRecords()

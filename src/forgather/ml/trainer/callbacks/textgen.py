@@ -79,6 +79,8 @@ class TextgenCallback(TrainerCallback):
         if not state.is_world_process_zero:
             return
         _print_samples(state.global_step, self._prompts, texts)
+        for recorder in _recorders(trainer):
+            recorder.add_samples(state, self._prompts, texts)
         for writer in _text_writers(trainer):
             for number, (prompt, text) in enumerate(zip(self._prompts, texts, strict=True)):
                 writer.add_text(args, state, f"samples/{number}", _as_markdown(prompt, text))
@@ -142,6 +144,11 @@ def _padding(tokenizer: TokenizerT) -> dict[str, int]:
 def _text_writers(trainer: object) -> list[Any]:
     """Return the trainer's callbacks that can write texts, such as TBLogger."""
     return [callback for callback in getattr(trainer, "callbacks", []) if hasattr(callback, "add_text")]
+
+
+def _recorders(trainer: object) -> list[Any]:
+    """Return the trainer's callbacks that record samples, such as RunRecorder."""
+    return [callback for callback in getattr(trainer, "callbacks", []) if hasattr(callback, "add_samples")]
 
 
 def _print_samples(step: int, prompts: Sequence[str], texts: Sequence[str]) -> None:

@@ -70,6 +70,11 @@ class DDPTrainingArguments(TrainingArguments):
                 f"param_precision={self.param_precision!r} cannot be combined with post_local_sgd.enabled=True: torch averages "
                 "the bfloat16 weights of the ranks, which rounds them again at every average. Turn one of the two off."
             )
+        if self.post_local_sgd.enabled and self.replica_check_steps:
+            raise ValueError(
+                f"replica_check_steps={self.replica_check_steps} cannot be combined with post_local_sgd.enabled=True: between "
+                "two averages the replicas differ on purpose. Turn one of the two off."
+            )
         if self.ddp.static_graph and self.gradient_accumulation_steps > 1:
             raise ValueError(
                 "ddp.static_graph=True cannot be combined with gradient_accumulation_steps="

@@ -14,6 +14,7 @@ from torch import Tensor, nn
 from torch.distributed import DeviceMesh, ProcessGroup
 from torch.nn.parallel import DistributedDataParallel
 
+from forgather.ml.trainer.batch_size.late_reduction import average_gradients, share_weights
 from forgather.ml.trainer.ddp.ddp_arguments import DDPArguments, DDPTrainingArguments, PostLocalSGDArguments
 from forgather.ml.trainer.ddp.post_local_sgd import PostLocalSGD
 from forgather.ml.trainer.ddp.sharded_optimizer import ShardedOptimizer, require_equal_options, require_equal_owners
@@ -101,6 +102,10 @@ class DDPTrainer(Trainer[TDDPArgs]):
         # DDP raises for a model without trainable parameters.
         if self.ddp_group is None or not trains:
             return
+        if self.args.auto_find_batch_size:
+            # DDP reduces inside the backward pass, which a rank without memory cannot finish (see `late_reduction`).
+            share_weights(self.unwrapped_model(), self.ddp_group)
+            return
         options = {name: value for name, value in vars(self.args.ddp).items() if name != "shard_optimizer"}
         self.model = DistributedDataParallel(
             self.model,
@@ -134,6 +139,11 @@ class DDPTrainer(Trainer[TDDPArgs]):
         names: dict[Tensor, str] = {parameter: name for name, parameter in reversed(named)}
         return ShardedOptimizer(optimizer, names, self.ddp_group)
 
+    def _prepare_loop(self) -> None:
+        super()._prepare_loop()
+        if self.batch_finder is not None and self.ddp_group is not None:
+            self.batch_finder.reduce = self._reduce_late
+
     def _follow_optimizer(self) -> None:
         super()._follow_optimizer()
         if isinstance(self.optimizer, ShardedOptimizer):
@@ -151,7 +161,9 @@ class DDPTrainer(Trainer[TDDPArgs]):
         reduces = self._should_sync_gradients()
         # In gradient accumulation, only the last micro-batch of a step is reduced.
         delayed = contextlib.nullcontext() if reduces or not self._is_wrapped else self.model.no_sync()
-        with delayed, self._replicas.forward(self.model):
+        # A step that may be repeated has no collective inside its passes.
+        looking = contextlib.nullcontext() if self.batch_finder is not None else self._replicas.forward(self.model)
+        with delayed, looking:
             try:
                 yield
             except RuntimeError as error:
@@ -159,6 +171,13 @@ class DDPTrainer(Trainer[TDDPArgs]):
                 if better is None:
                     raise
                 raise better from error
+
+    def _reduce_late(self) -> None:
+        """Average gradients after all passes of a step (`auto_find_batch_size`); collective."""
+        assert self.batch_finder is not None and self.ddp_group is not None
+        trained = [one for one in self.unwrapped_model().parameters() if one.requires_grad]
+        average_gradients(trained, self.ddp_group, self.team.sum)
+        self._replicas.note_changes(self.batch_finder.changed_buffers)
 
     def _backward(self, loss: Tensor) -> None:
         super()._backward(loss)
@@ -184,7 +203,7 @@ class DDPTrainer(Trainer[TDDPArgs]):
 
     def _before_evaluation(self) -> None:
         # DDP broadcasts buffers before a forward pass. The last pass of training has changed them since.
-        if getattr(self.model, "forward_sync_buffers", False):
+        if getattr(self.model, "forward_sync_buffers", self.args.auto_find_batch_size):
             self._replicas.share_buffers()
 
     def _common_weights(self) -> contextlib.AbstractContextManager[None]:

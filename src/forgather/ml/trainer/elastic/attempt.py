@@ -42,6 +42,11 @@ class Attempt:
         self.step = step
 
     @property
+    def facts(self) -> dict[str, Any]:
+        """Identity of the attempt, and the checkpoint that it resumed from."""
+        return dict(self._facts)
+
+    @property
     def step(self) -> int:
         return self._step
 

@@ -10,6 +10,7 @@ from dataclasses import dataclass
 
 from forgather.ml.trainer.loading.data_order import WHOLE, DataOrder, Part, PositionedBatches
 from forgather.ml.trainer.loading.data_types import Move
+from forgather.ml.trainer.samples.skipped import SkippedData
 
 
 @dataclass(frozen=True)
@@ -55,8 +56,15 @@ class StepShares:
 class GlobalBatches(PositionedBatches):
     """Batch sampler over steps of `global_batch_size` samples; the first step begins at the position of the order."""
 
-    def __init__(self, order: DataOrder, shares: StepShares, drop_last: bool, seeds_workers: bool = True) -> None:
-        super().__init__(order, shares.largest, drop_last, seeds_workers, shares.part)
+    def __init__(
+        self,
+        order: DataOrder,
+        shares: StepShares,
+        drop_last: bool,
+        seeds_workers: bool = True,
+        skipped: SkippedData | None = None,
+    ) -> None:
+        super().__init__(order, shares.largest, drop_last, seeds_workers, shares.part, skipped=skipped)
         self._shares = shares
 
     def __len__(self) -> int:

@@ -5,6 +5,7 @@ Combinations that cannot work raise ValueError when the arguments are created. `
 
 from dataclasses import dataclass, field
 
+from forgather.ml.optim.named_optimizers import WHOLE_PARAMETERS
 from forgather.ml.trainer.arguments.training_arguments import ArgumentGroup, TrainingArguments
 
 _SHORT_NAMES = {"bf16": "bfloat16", "fp32": "float32", "fp16": "float16"}
@@ -104,6 +105,8 @@ class FSDP2TrainingArguments(TrainingArguments):
                     "both set the dtype of compute, and they contradict each other. Remove one of them.",
                 )
             )
+        if self.optim in WHOLE_PARAMETERS:
+            found.append((f"optim={self.optim!r}", WHOLE_PARAMETERS[self.optim]))
         if self.construct_model_on != "default":
             found.append(
                 (

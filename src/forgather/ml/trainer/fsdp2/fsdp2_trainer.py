@@ -61,6 +61,8 @@ class FSDP2Trainer(Trainer[TFSDP2Args]):
 
     arguments_class = FSDP2TrainingArguments
     handles_ranks = True
+    trains_adapters = False
+    unrepeatable = "its passes gather parameters from all ranks, so one rank cannot repeat a step alone"
     state_sharing: ClassVar[Mapping[str, Shared]] = {
         # Each rank has its own shards. A save streams them to files of full tensors (`checkpoint.sharding`).
         "model": PER_RANK,

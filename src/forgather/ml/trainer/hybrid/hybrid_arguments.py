@@ -5,6 +5,7 @@ dp_size x pp_size must equal the number of ranks. `HybridTrainer` takes these ar
 
 from dataclasses import dataclass
 
+from forgather.ml.optim.named_optimizers import WHOLE_PARAMETERS
 from forgather.ml.trainer.pipeline.pipeline_arguments import PipelineTrainingArguments
 
 DP_STRATEGIES = ("replicate", "shard")
@@ -42,6 +43,10 @@ class HybridTrainingArguments(PipelineTrainingArguments):
                 raise ValueError(f"{name}={value} cannot be used: it must be {least} or more.")
 
     def _refuse_with_shards(self) -> None:
+        if self.optim in WHOLE_PARAMETERS:
+            raise ValueError(
+                f"optim={self.optim!r} cannot be combined with dp_strategy='shard': {WHOLE_PARAMETERS[self.optim]}"
+            )
         if self.param_precision != "fp32":
             raise ValueError(
                 f"param_precision={self.param_precision!r} cannot be combined with dp_strategy='shard': shards already are the "

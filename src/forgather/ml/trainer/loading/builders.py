@@ -34,6 +34,8 @@ from forgather.ml.trainer.loading.map_style_loader import OrderedLoader, as_data
 from forgather.ml.trainer.loading.stream_state import loses_samples, warn_of_lost_samples, warn_of_random_order
 from forgather.ml.trainer.loading.wrapped_loaders import CountingLoader, StatefulLoader, StreamLoader
 from forgather.ml.trainer.loop.signals import leave_signals_to_parent
+from forgather.ml.trainer.samples.length_groups import GroupedOrder, SampleLengths
+from forgather.ml.trainer.samples.skipped import SkippedData
 
 # Position of a training loader by kind of dataset:
 #
@@ -94,15 +96,23 @@ def build_train_loader(
     set_dataset_epoch: bool = True,
     part: Part = WHOLE,
     shares: StepShares | None = None,
+    lengths: SampleLengths | None = None,
+    skipped: SkippedData | None = None,
 ) -> ResumableLoader:
     """Build a resumable loader for a map-style dataset, an iterable dataset or an existing loader.
 
     A map-style dataset is sharded: the loader yields the batches of one `part`, or micro-batches of steps with `shares`.
     The caller must shard the other kinds.
 
-    Only map-style datasets are shuffled here. An iterable dataset defines its own order. An existing loader is used
-    unchanged, and the other arguments have no effect on it.
+    Only map-style datasets are shuffled here, with `lengths` in groups of similar length. An iterable dataset defines its
+    own order. An existing loader is used unchanged, and the other arguments have no effect on it. Only samples of map-style
+    datasets have an index, by which they can be `skipped`.
     """
+    if skipped is not None and skipped.samples and not is_map_style(dataset):
+        raise ValueError(
+            f"skip_samples needs a map-style dataset, with __len__ and __getitem__, but the training data are "
+            f"{name_of(dataset)}: a sample of a stream or a loader has no index. Filter it before, or use skip_steps."
+        )
     if _is_loader(dataset):
         warn_of_random_order(getattr(dataset, "dataset", None))
         if is_stateful(dataset):
@@ -113,7 +123,9 @@ def build_train_loader(
     if is_map_style(dataset):
         samples = SeededSamples(dataset, set_dataset_epoch)
         order = DataOrder(0, seed=seed, shuffle=shuffle)
-        return OrderedLoader(samples, order, batch_size, drop_last, options, part, shares)
+        if lengths is not None:
+            order = GroupedOrder(0, seed=seed, lengths=lengths)
+        return OrderedLoader(samples, order, batch_size, drop_last, options, part, shares, skipped)
     assert _is_stream(dataset), "there are three kinds"
     # Every rank reads its own stream, so random augmentation must differ between ranks.
     own_seed = seed if part.number == 0 else stable_seed(seed, part.number)
@@ -285,7 +297,9 @@ def _loader_options(
     if num_workers > 0:
         _leave_garbage_to_parent()
     return {
-        "collate_fn": ExplainingCollator(collate_fn or collate_samples, is_own=collate_fn is None),
+        "collate_fn": ExplainingCollator(
+            collate_fn or collate_samples, is_own=getattr(collate_fn, "is_own", collate_fn is None)
+        ),
         "num_workers": num_workers,
         # Without an accelerator torch warns at every epoch that pinned memory has no use.
         "pin_memory": pin_memory and torch.accelerator.is_available(),

@@ -50,7 +50,9 @@ class ExplainingCollator:
             return self.collate_fn(list(samples) if isinstance(samples, ReadSamples) else samples)
         except Exception as error:
             if not self._is_own:
-                raise DataError(_collator_message(self.collate_fn, samples, error)) from error
+                # Name the user's collator, not the wrapper that removes columns.
+                inner = getattr(self.collate_fn, "wrapped", self.collate_fn)
+                raise DataError(_collator_message(inner, samples, error)) from error
             if get_worker_info() is None:
                 raise
             # The default collator already explains the error. As a DataError its message comes before the traceback of

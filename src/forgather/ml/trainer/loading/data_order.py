@@ -17,6 +17,7 @@ import numpy as np
 import torch
 from torch.utils.data import IterableDataset, Sampler, get_worker_info
 
+from forgather.ml.checkpoint.errors import CheckpointLoadError
 from forgather.ml.checkpoint.state.state_schema import (
     Schema,
     Violation,
@@ -30,7 +31,8 @@ from forgather.ml.checkpoint.state.state_schema import (
 )
 from forgather.ml.trainer.loading.data_errors import read_samples, stream_error
 from forgather.ml.trainer.loading.data_types import HasState, MapDataset, Move
-from forgather.ml.trainer.loading.permutations import DrawnPermutation, Indices, KeyedPermutation
+from forgather.ml.trainer.loading.permutations import DrawnPermutation, Indices, KeyedPermutation, Permutation
+from forgather.ml.trainer.samples.skipped import SkippedData
 from forgather.ml.trainer.setup.seeding import seed_host_generators
 
 logger = logging.getLogger(__name__)
@@ -102,7 +104,7 @@ class DataOrder:
         self.epoch = 0
         self.index = 0
         self.version = KEYED_ORDER
-        self._permutation: DrawnPermutation | KeyedPermutation | None = None
+        self._permutation: Permutation | None = None
 
     def start_epoch(self, epoch: int, num_samples: int) -> None:
         self._move(self.seed, epoch, 0, num_samples)
@@ -113,15 +115,12 @@ class DataOrder:
 
     def samples_at(self, positions: Indices) -> list[int]:
         """Return the indices of the samples at some positions of the epoch."""
-        if not self.shuffle:
-            in_place: list[int] = positions.tolist()
-            return in_place
-        if self._permutation is None:
+        if self.shuffle and self._permutation is None:
             self._permutation = self._new_permutation()
-        shuffled: list[int] = self._permutation(positions).tolist()
-        return shuffled
+        indices: list[int] = (positions if self._permutation is None else self._permutation(positions)).tolist()
+        return indices
 
-    def _new_permutation(self) -> DrawnPermutation | KeyedPermutation:
+    def _new_permutation(self) -> Permutation:
         if self.version == DRAWN_ORDER:
             return DrawnPermutation(self.num_samples, stable_seed(self.seed, self.epoch))
         return KeyedPermutation(self.num_samples, self.seed, self.epoch)
@@ -142,9 +141,9 @@ class DataOrder:
         self._move(agreed_seed(self.seed, state["seed"]), state["epoch"], state["index"], num_samples)
 
     def check_length(self, state: Mapping[str, Any], num_samples: int) -> None:
-        """Raise ValueError if the dataset had another length than `num_samples` when the position was saved."""
+        """Raise `CheckpointLoadError` if the dataset had another length than `num_samples` when the position was saved."""
         if num_samples != state["num_samples"]:
-            raise ValueError(
+            raise CheckpointLoadError.misfit(
                 f"The training dataset has {num_samples} samples, but had {state['num_samples']} when the checkpoint was "
                 f"saved: position {state['index']} is other data now. Use the same dataset, {SKIP_REMEDY}."
             )
@@ -202,11 +201,11 @@ class PositionedBatches(Sampler[list[int]]):
         seeds_workers: bool = True,
         part: Part = WHOLE,
         fills_up: bool = True,
+        skipped: SkippedData | None = None,
     ) -> None:
-        self.order = order
+        self.order, self._skipped = order, skipped or SkippedData()
         self.batch_size = batch_size
-        self.drop_last = drop_last
-        self.part = part
+        self.drop_last, self.part = drop_last, part
         self._seeds_workers = seeds_workers
         self._fills_up = fills_up
 
@@ -219,7 +218,8 @@ class PositionedBatches(Sampler[list[int]]):
             for first, last, *_ in ahead:
                 # By position, so that augmentation is the same in any worker and after a resume.
                 seed = stable_seed(order.seed, order.epoch, first) if self._seeds_workers else 0
-                yield BatchRequest(list(itertools.islice(samples, last - first)), order.epoch, seed)
+                indices = list(itertools.islice(samples, last - first))
+                yield BatchRequest(self._skipped.kept(indices), order.epoch, seed)
 
     def __len__(self) -> int:
         """Return the number of batches of the full epoch, regardless of the position."""

@@ -9,6 +9,7 @@ from typing import Any, cast
 
 from torch.utils.data import DataLoader, Dataset
 
+from forgather.ml.checkpoint.errors import CheckpointLoadError
 from forgather.ml.trainer.elastic.step_shares import GlobalBatches, StepShares
 from forgather.ml.trainer.loading.data_order import (
     WHOLE,
@@ -22,6 +23,8 @@ from forgather.ml.trainer.loading.data_order import (
 from forgather.ml.trainer.loading.data_types import Batch, MapDataset, Move
 from forgather.ml.trainer.loading.empty_batch import emptied
 from forgather.ml.trainer.loading.epoch_loader import EpochLoader, check_length
+from forgather.ml.trainer.samples.length_groups import require_same_order
+from forgather.ml.trainer.samples.skipped import SkippedData
 
 
 class OrderedLoader(EpochLoader[DataLoader[Any]]):
@@ -36,16 +39,21 @@ class OrderedLoader(EpochLoader[DataLoader[Any]]):
         options: dict[str, Any],
         part: Part = WHOLE,
         shares: StepShares | None = None,
+        skipped: SkippedData | None = None,
     ) -> None:
-        """Create the loader; with `shares` its batches are micro-batches of steps of `global_batch_size` samples."""
+        """Create the loader; with `shares` its batches are micro-batches of steps of `global_batch_size` samples.
+
+        Samples that are `skipped` are missing from their batches. A batch without any other becomes an `EmptyBatch`.
+        """
         self._samples = samples
+        self._skipped = skipped or SkippedData()
         self._collate: Callable[[object], object] = options["collate_fn"]
         self._order = order
         seeds_workers = options["num_workers"] > 0
         self._batches = (
-            PositionedBatches(order, batch_size, drop_last, seeds_workers, part)
+            PositionedBatches(order, batch_size, drop_last, seeds_workers, part, skipped=self._skipped)
             if shares is None
-            else GlobalBatches(order, shares, drop_last, seeds_workers)
+            else GlobalBatches(order, shares, drop_last, seeds_workers, self._skipped)
         )
         self._moves: Iterator[Move] = iter(())
         super().__init__(DataLoader(as_dataset(samples), batch_sampler=self._batches, **options))
@@ -68,6 +76,7 @@ class OrderedLoader(EpochLoader[DataLoader[Any]]):
 
     def check_state_dict(self, state: object) -> None:
         position = require_keys(state, ("seed", "epoch", "index", "num_samples"), "a map-style dataset")
+        require_same_order(self._order, position)
         self._order.check_state_dict(position)
         # A dataset with set_epoch may have another length in the saved epoch; `load_state_dict` checks it there.
         if not self._samples.hears_epochs:
@@ -86,7 +95,7 @@ class OrderedLoader(EpochLoader[DataLoader[Any]]):
         self._samples.tell_epoch(state["epoch"])
         try:
             self._order.check_length(state, len(self._samples))
-        except ValueError:
+        except CheckpointLoadError:
             if present is not None:
                 self._samples.tell_epoch(present)
             raise
@@ -95,6 +104,7 @@ class OrderedLoader(EpochLoader[DataLoader[Any]]):
         self._samples.tell_epoch(epoch)
         num_samples = len(self._samples)
         check_length(self.dataset, num_samples, self._batches.round_size, self._batches.drop_last)
+        self._skipped.check_samples(num_samples)
         self._order.start_epoch(epoch, num_samples)
 
     def _open(self) -> Iterator[Any]:
@@ -118,7 +128,12 @@ class OrderedLoader(EpochLoader[DataLoader[Any]]):
         # The position moves by a full round, not by one batch: it is shared by all ranks.
         move = next(self._moves)
         self._order.index = move.position
-        return emptied(batch) if move.is_empty else batch
+        return emptied(batch) if move.is_empty or self._is_skipped(move) else batch
+
+    def _is_skipped(self, move: Move) -> bool:
+        """Return whether all samples of a batch are skipped."""
+        skipped = self._skipped
+        return bool(skipped.samples) and skipped.takes_all(self._order.samples(move.first, move.stop))
 
 
 def as_dataset(samples: SeededSamples) -> Dataset[Any]:

@@ -6,12 +6,15 @@ a new version of the order.
 
 import hashlib
 import math
+from collections.abc import Callable
 
 import numpy as np
 import torch
 from numpy.typing import NDArray
 
 Indices = NDArray[np.uint64]
+Permutation = Callable[[Indices], Indices]
+"""Function from positions to the indices of samples."""
 
 _ROUNDS = 12
 # Small datasets need more rounds until all permutations are equally likely, and are quick to shuffle anyway.

@@ -22,11 +22,14 @@ class Cadence:
         self._control = control
         self._plan = plan
         self._evaluates_on_save = bool(args.eval_on_save and evaluates)
-        self.log = _periodic(args.logging_strategy, args.logging_steps)
-        self.evaluate = _periodic(args.eval_strategy, args.eval_steps, args.eval_delay)
-        self.save = _periodic(args.save_strategy, args.save_steps)
+        self.log, self.evaluate, self.save = _periodics(args)
         self.quiet_until = 0
         """The next step with a due action. Before it, only requests of callbacks need attention."""
+
+    def follow_arguments(self) -> None:
+        """Adopt changed arguments, from the current step on."""
+        self.log, self.evaluate, self.save = _periodics(self._args)
+        self.look_ahead()
 
     def look_ahead(self) -> None:
         """Set `quiet_until` to the next step with a due action."""
@@ -82,6 +85,15 @@ class Cadence:
     def epoch_is_complete(self) -> bool:
         steps_done = self._state.global_step - self._state.epoch_start_step
         return self._control.should_epoch_stop or steps_done >= self._state.epoch_train_steps  # type: ignore[attr-defined]
+
+
+def _periodics(args: TrainingArguments) -> tuple[PeriodicFunction, PeriodicFunction, PeriodicFunction]:
+    """Return the periodic functions of logging, evaluation and saving."""
+    return (
+        _periodic(args.logging_strategy, args.logging_steps),
+        _periodic(args.eval_strategy, args.eval_steps, args.eval_delay),
+        _periodic(args.save_strategy, args.save_steps),
+    )
 
 
 def _periodic(strategy: str, period: int, first_step: int = 0) -> PeriodicFunction:

@@ -42,6 +42,11 @@ class EvaluationSums:
         self.num_batches += 1
         self.num_samples += num_samples
 
+    def add_without_loss(self, num_samples: int) -> None:
+        """Count a batch that has no loss, because it has no labels."""
+        self.num_batches += 1
+        self.num_samples += num_samples
+
     @classmethod
     def of(cls, loss_sum: float, targets: int, num_batches: int, num_samples: int) -> "EvaluationSums":
         """Return an instance from existing sums, such as the totals over all ranks."""
@@ -76,14 +81,14 @@ def as_integers(counts: list[int | Tensor]) -> list[int]:
     return [int(next(values)) if isinstance(count, Tensor) else int(count) for count in counts]
 
 
-def evaluation_metrics(sums: EvaluationSums, started: float) -> dict[str, Any]:
+def evaluation_metrics(sums: EvaluationSums, started: float, prefix: str = "eval") -> dict[str, Any]:
     """Return the evaluation metrics under the names that `transformers` uses."""
     runtime = time.perf_counter() - started
     return {
-        "eval_loss": sums.mean,
-        "eval_tokens": sums.targets,
-        "eval_runtime": runtime,
-        "eval_samples_per_second": sums.num_samples / runtime if runtime > 0 else 0.0,
+        f"{prefix}_loss": sums.mean,
+        f"{prefix}_tokens": sums.targets,
+        f"{prefix}_runtime": runtime,
+        f"{prefix}_samples_per_second": sums.num_samples / runtime if runtime > 0 else 0.0,
     }
 
 

@@ -5,6 +5,7 @@ Evaluation does not affect training: random state, train/eval modes and the loss
 """
 
 import contextlib
+import logging
 import time
 from collections.abc import Iterator, Mapping, Sized
 from contextlib import AbstractContextManager
@@ -23,17 +24,32 @@ from forgather.ml.trainer.loop.evaluation_sums import (
 )
 from forgather.ml.trainer.loop.target_watch import warn_of_no_targets
 from forgather.ml.trainer.loop.window import samples_in
+from forgather.ml.trainer.metrics.collector import Collected, Collector, Place, Request, require_all_collecting
+from forgather.ml.trainer.metrics.computing import with_prefix
+from forgather.ml.trainer.metrics.model_outputs import (
+    has_labels,
+    ignored_keys,
+    label_ids_of,
+    label_names_of,
+    predictions_of,
+)
+from forgather.ml.trainer.metrics.named_datasets import datasets_by_name
 from forgather.ml.trainer.setup.devices import maybe_cleanup_memory
 from forgather.ml.trainer.setup.hook_checks import is_overridden
 from forgather.ml.trainer.setup.model_modes import set_train
 from forgather.ml.trainer.setup.seeding import undisturbed_random_numbers
 from forgather.ml.trainer.step_loss.index_errors import explaining_indices
-from forgather.ml.trainer.step_loss.model_loss import ModelLoss
+from forgather.ml.trainer.step_loss.model_loss import Forward, ModelLoss
+from forgather.ml.trainer.step_loss.model_outputs import own_loss_of
 from forgather.ml.trainer.step_loss.training_loss import TrainingLoss
 from forgather.ml.trainer.trainer_types import BaseDataset
 
 if TYPE_CHECKING:
+    from transformers.trainer_utils import EvalLoopOutput, PredictionOutput
+
     from forgather.ml.trainer.trainer import Trainer
+
+logger = logging.getLogger(__name__)
 
 Batch = Mapping[str, Any]
 Prediction = dict[str, Any]
@@ -58,14 +74,81 @@ class Evaluator:
         self.is_running = False
         self.is_second_look = False
         """Whether this is the second pass, with averaged weights (`eval_ema`). Callbacks do not see its batches."""
+        self.is_aside = False
+        """Whether this evaluation was requested by `forgather control`. It must not change training."""
         self.dataset: BaseDataset | None = None
         """The dataset of the trainer's `eval_dataloader`."""
+        self.collector: Collector | None = None
+        """Collector of the predictions of this evaluation; None if only losses are asked for."""
+        self.is_unlabelled = False
+        """Whether the batches of a prediction have no labels. They are then predicted without a loss."""
+        self._request = Request()
+        self._label_names: list[str] = []
+        self._collected = Collected(None, None, {})
+        self.num_samples = 0
+        """Number of samples of the last evaluation, over all ranks."""
         self._started = 0.0
 
     # --- an evaluation
 
-    def evaluate(self, dataset: BaseDataset | None, use_ema: bool = False) -> dict[str, Any]:
-        """Evaluate a dataset, dispatch on_evaluate, and return the metrics; collective."""
+    def evaluate(self, dataset: BaseDataset | None, use_ema: bool = False, prefix: str = "eval") -> dict[str, Any]:
+        """Evaluate a dataset or a dict of datasets, dispatch on_evaluate for each, and return the metrics; collective."""
+        named = datasets_by_name(dataset)
+        if named is None:
+            with self._asked(Request(prefix, self._computes_metrics)):
+                return self._evaluate_one(dataset, use_ema)
+        metrics: dict[str, Any] = {}
+        for name, one in named.items():
+            metrics.update(self.evaluate(one, use_ema, f"{prefix}_{name}"))
+        return metrics
+
+    def predict_dataset(self, dataset: BaseDataset, prefix: str) -> "PredictionOutput":
+        """Predict a dataset, dispatch on_predict, and return predictions, labels and metrics; collective."""
+        from transformers.trainer_utils import PredictionOutput
+
+        output = self.predict_all(dataset, metric_key_prefix=prefix, keep_predictions=True)
+        self._trainer._dispatch_event("on_predict", metrics=output.metrics)
+        return PredictionOutput(output.predictions, output.label_ids, output.metrics)
+
+    def predict_all(
+        self,
+        dataset: BaseDataset,
+        *,
+        prediction_loss_only: bool | None = None,
+        metric_key_prefix: str = "eval",
+        keep_predictions: bool | None = None,
+    ) -> "EvalLoopOutput":
+        """Return predictions, labels, metrics and the number of samples of a dataset or loader; collective, no events.
+
+        `prediction_loss_only=None` follows the arguments. With `batch_eval_metrics`, predictions are returned only if
+        `keep_predictions` is True. Batches without labels are predicted without a loss.
+        """
+        from transformers.trainer_utils import EvalLoopOutput
+
+        args = self._trainer.args
+        loss_only = args.prediction_loss_only if prediction_loss_only is None else prediction_loss_only
+        by_batch = args.batch_eval_metrics and self._trainer.compute_metrics is not None
+        keeps = not by_batch if keep_predictions is None else keep_predictions
+        with self._asked(Request(metric_key_prefix, not loss_only, keeps, allows_no_labels=True)):
+            with self._trainer._common_weights():
+                metrics = self._metrics_on(dataset)
+            collected, self._collected = self._collected, Collected(None, None, {})
+        return EvalLoopOutput(collected.predictions, collected.label_ids, metrics, self.num_samples)
+
+    @property
+    def _computes_metrics(self) -> bool:
+        return self._trainer.compute_metrics is not None and not self._trainer.args.prediction_loss_only
+
+    @contextlib.contextmanager
+    def _asked(self, request: Request) -> Iterator[None]:
+        """Run the body as an evaluation that returns what `request` asks for."""
+        before, self._request = self._request, request
+        try:
+            yield
+        finally:
+            self._request, self.is_unlabelled = before, False
+
+    def _evaluate_one(self, dataset: BaseDataset | None, use_ema: bool) -> dict[str, Any]:
         trainer = self._trainer
         count = trainer.num_dispatched("on_evaluate")
         with trainer.averaged_weights() if use_ema else contextlib.nullcontext():
@@ -85,20 +168,46 @@ class Evaluator:
         # nothing extra, since the evaluation needs it anyway.
         trainer.reporter.settle(trainer.lr_scheduler)
         started = time.perf_counter()
+        # An evaluation may exchange the weights for their averages.
+        trainer.saver.before_update()
         # A checkpoint saved before the end of the evaluation records it as pending. The resumed run starts with it.
         loop.evaluation_is_pending = True
         try:
-            metrics = self.evaluate(trainer.eval_dataset)
+            metrics = self._metrics_in_training()
         except EvaluationInterrupted:
             return
         loop.evaluation_is_pending = False
         loop.evaluated_step, loop.eval_metrics = loop.state.global_step, metrics
-        # After the dispatch of on_evaluate: callbacks may have added metrics.
-        loop.state.log_history.append({**metrics, "epoch": loop.state.epoch, "step": loop.state.global_step})
         trainer.saver.note_best(metrics)
         trainer.reporter.speed.pause(time.perf_counter() - started)
         maybe_cleanup_memory(trainer.args.gc_threshold)
         trainer.settle_requests("log")
+
+    def evaluate_aside(self) -> dict[str, Any]:
+        """Evaluate the current weights for somebody outside of the run; collective.
+
+        Training continues as without it: neither the best metric nor the log history changes, and only loggers hear of
+        it (callbacks with `reads_final_metrics` and without requests).
+        """
+        trainer, loop = self._trainer, self._trainer.loop
+        if loop.evaluated_step == loop.state.global_step and loop.eval_metrics is not None:
+            return loop.eval_metrics
+        trainer.reporter.settle(trainer.lr_scheduler)
+        started = time.perf_counter()
+        trainer.saver.before_update()
+        self.is_aside = True
+        try:
+            return self.evaluate(trainer.eval_dataset)
+        finally:
+            self.is_aside = False
+            trainer.reporter.speed.pause(time.perf_counter() - started)
+
+    def _metrics_in_training(self) -> dict[str, Any]:
+        """Evaluate the trainer's dataset, and append the metrics to the log history."""
+        metrics, state = self.evaluate(self._trainer.eval_dataset), self._trainer.loop.state
+        # After the dispatch of on_evaluate: callbacks may have added metrics.
+        state.log_history.append({**metrics, "epoch": state.epoch, "step": state.global_step})
+        return metrics
 
     def _all_metrics_on(self, dataset: BaseDataset | None) -> dict[str, Any]:
         """Evaluate the current weights, and with `eval_ema` also the averaged weights."""
@@ -108,8 +217,9 @@ class Evaluator:
         if trainer.args.eval_ema and trainer.recipes.average is not None:
             self.is_second_look = True
             try:
+                prefix = self._request.prefix
                 with trainer.averaged_weights():
-                    metrics["eval_ema_loss"] = self._metrics_on(dataset)["eval_loss"]
+                    metrics[f"{prefix}_ema_loss"] = self._metrics_on(dataset)[f"{prefix}_loss"]
             finally:
                 self.is_second_look = False
         return metrics
@@ -128,12 +238,25 @@ class Evaluator:
             trainer.load_for_evaluation(dataset)
             self.dataset = dataset
         trainer._before_evaluation()
+        prefix = self._request.prefix
         with self._running():
-            return trainer._eval_loop()
+            metrics = trainer._eval_loop()
+            if self._request.collects and self.collector is None and not self.is_second_look:
+                logger.warning(
+                    "No predictions were collected and compute_metrics was not called: %s._eval_loop runs its own loop. "
+                    "Call super()._eval_loop() there, or compute the metrics in it.",
+                    type(trainer).__name__,
+                )
+        # Overrides of `_eval_loop` may return other names.
+        return metrics if prefix == "eval" else with_prefix(metrics, prefix)
 
     def _announce(self, metrics: dict[str, Any]) -> dict[str, Any]:
         """Dispatch on_evaluate, and return the metrics including the additions of callbacks, equal on all ranks."""
         trainer = self._trainer
+        if self.is_aside:
+            metrics = trainer._shared_metrics(metrics)
+            trainer._callback_handler.tell_loggers("on_evaluate", trainer.control, metrics=dict(metrics))
+            return metrics
         # Two passes: callbacks that add metrics come first, and loggers or early stopping read the broadcast result.
         trainer._dispatch_event("on_evaluate", readers=False, metrics=metrics)
         metrics = trainer._shared_metrics(metrics)
@@ -162,17 +285,22 @@ class Evaluator:
             ):
                 yield
         finally:
-            self.loss, self.is_running = trained, False
+            self.loss, self.is_running, self.collector = trained, False, None
 
     # --- loop over batches
 
     def run(self) -> EvaluationSums:
         """Evaluate at most `max_eval_steps` batches of `eval_dataloader`, and sum over ranks; collective."""
         trainer, sums = self._trainer, EvaluationSums()
+        self._start_collecting()
+        collector = self.collector
 
         def look(batch: Batch | None) -> None:
             # Every rank calls this in the first round, also with batch=None: agreeing on the loss is a collective.
-            if not self.loss.can_count:
+            if self._request.allows_no_labels:
+                lacks_labels = batch is not None and not has_labels(self._label_names, batch)
+                self.is_unlabelled = any(trainer.team.gather(lacks_labels))
+            if not self.loss.can_count and not self.is_unlabelled:
                 trainer._agree_on_loss(self.loss, batch)
 
         trainer.team.evaluate_rounds(
@@ -184,13 +312,38 @@ class Evaluator:
             trainer.feed.stop,
             self.waits_for_errors,
             self._join if self.joins_all_rounds else None,
+            None if collector is None else collector.end_round,
         )
         return self._summed(sums)
 
+    def _start_collecting(self) -> None:
+        """Make the collector of this evaluation, if it is asked for."""
+        trainer, request = self._trainer, self._request
+        if request.collects or request.allows_no_labels:
+            self._label_names = label_names_of(trainer._whole_model(), trainer.args.label_names)
+        if not request.collects or self.is_second_look:
+            return
+        part = trainer._data_layout(for_training=False).part.number
+        main_input = getattr(trainer._whole_model(), "main_input_name", "input_ids")
+        place = Place(trainer.team, part, trainer.device, main_input)
+        functions = (trainer.compute_metrics, trainer.preprocess_logits_for_metrics)
+        self.collector = Collector(place, request, trainer.args, *functions)
+
     def metrics(self, sums: EvaluationSums) -> dict[str, Any]:
-        metrics = evaluation_metrics(sums, self._started)
-        if metrics["eval_tokens"] == 0 and not self.is_second_look:
+        """Return loss, speed and the result of `compute_metrics`; collective if it is asked for."""
+        prefix = self._request.prefix
+        if self.collector is not None:
+            collected = self.collector.finish()
+            # Free the predictions at once if only their metrics are asked for.
+            self._collected = collected if self._request.keeps else Collected(None, None, collected.metrics)
+        metrics = evaluation_metrics(sums, self._started, prefix)
+        if self.is_unlabelled and sums.targets == 0:
+            del metrics[f"{prefix}_loss"], metrics[f"{prefix}_tokens"]
+        elif sums.targets == 0 and not self.is_second_look:
             warn_of_no_targets(sums.num_batches)
+        if self.collector is not None:
+            # As in transformers, a metric of the same name replaces ours.
+            metrics.update(self._collected.metrics)
         return metrics
 
     def explain_no_batches(self, settings: Mapping[str, Any]) -> tuple[str, dict[str, Any]]:
@@ -208,13 +361,23 @@ class Evaluator:
             input_dict, labels = trainer._prepare_batch(batch)
             prediction = trainer._prediction_step(input_dict, labels)
         # Count after the forward pass: the first forward pass may resolve which labels are targets.
-        counted = labels if is_overridden(trainer, "_prepare_batch") else batch.get("labels")
-        targets = self.loss.count(counted, batch) if self.has_losses else 0
-        if self.has_losses:
+        targets = self._count(batch, labels) if self.has_losses else 0
+        if self.has_losses and prediction["loss"] is None:
+            sums.add_without_loss(samples_in(batch))
+        elif self.has_losses:
             sums.add(prediction["loss"], targets, samples_in(batch))
-        if not self.is_second_look:
+        if self.has_losses and self.collector is not None:
+            self.collector.take(prediction, batch, samples_in(batch))
+        if not self.is_second_look and not self.is_aside:
             trainer._dispatch_event("on_prediction_step", tokens=targets, batch=batch, **prediction)
         note_batch(EVALUATION)
+
+    def _count(self, batch: Batch, labels: Any) -> int | Tensor:
+        """Return the number of targets of a batch; the number of samples if it has no labels."""
+        if self.is_unlabelled:
+            return samples_in(batch)
+        counted = labels if is_overridden(self._trainer, "_prepare_batch") else batch.get("labels")
+        return self.loss.count(counted, batch)
 
     def _join(self, batch: Batch) -> None:
         """Run a forward pass without using its result, so that other ranks can evaluate their batches."""
@@ -224,27 +387,50 @@ class Evaluator:
         team = self._trainer.team
         # Separate sums: int64 counts stay exact, and losses keep float64.
         loss_sum = team.sum(torch.tensor([sums.loss_sum], dtype=torch.float64))
-        counts = torch.tensor([sums.targets, sums.num_batches, sums.num_samples], dtype=torch.int64)
-        targets, num_batches, num_samples = team.sum(counts).tolist()
+        counts = [sums.targets, sums.num_batches, sums.num_samples, int(self.collector is not None)]
+        targets, num_batches, num_samples, num_collecting = team.sum(torch.tensor(counts, dtype=torch.int64)).tolist()
+        require_all_collecting(num_collecting, team.size)
+        self.num_samples = num_samples
         return EvaluationSums.of(float(loss_sum), targets, num_batches, num_samples)
 
     @property
     def shows_predictions(self) -> bool:
-        """Whether a callback or an override of `_prediction_step` receives logits."""
-        listens = self._trainer.is_listened_to("on_prediction_step") and not self.is_second_look
+        """Whether the collector, a callback or an override of `_prediction_step` receives logits."""
+        if self.collector is not None:
+            return True
+        is_shown = not self.is_second_look and not self.is_aside
+        listens = is_shown and self._trainer.is_listened_to("on_prediction_step")
         return listens or is_overridden(self._trainer, "_prediction_step")
 
     def predict(self, model: nn.Module, inputs: dict[str, Any], labels: Tensor | None) -> Prediction:
         """Return the mean loss of one batch, with logits and labels if `shows_predictions`."""
-        forward = self.loss.forward(model, inputs, labels)
+        if self.is_unlabelled:
+            return self._predict_without_labels(model, inputs)
+        forward = self.loss.forward(model, inputs, labels, keeps=self.collector is not None)
         count = self.loss.count(labels, {"labels": labels} if labels is not None else inputs)
         loss = self.loss.mean(forward, labels, count)
         shows = self.shows_predictions
         return {
             "loss": loss,
-            "logits": self.loss.logits(forward) if shows else None,
-            "labels": labels if shows else None,
+            "logits": self._logits(model, forward) if shows else None,
+            "labels": self.label_ids(inputs, labels) if shows else None,
         }
+
+    def _logits(self, model: nn.Module, forward: Forward) -> Any:
+        """Return the logits; all predictions of the model if they are collected."""
+        if forward.outputs is None:
+            return self.loss.logits(forward)
+        return predictions_of(forward.outputs, ignored_keys(model))
+
+    def label_ids(self, inputs: Mapping[str, Any], labels: Any) -> Any:
+        """Return the labels; all columns in `label_names` if predictions are collected."""
+        return labels if self.collector is None else label_ids_of(self._label_names, inputs, labels)
+
+    def _predict_without_labels(self, model: nn.Module, inputs: dict[str, Any]) -> Prediction:
+        # Some models compute a loss without labels, such as a contrastive loss.
+        outputs = self.loss.outputs(model, inputs)
+        logits = predictions_of(outputs, ignored_keys(model)) if self.shows_predictions else None
+        return {"loss": own_loss_of(outputs), "logits": logits, "labels": None}
 
 
 def _plain_means(loss_fn: Any, loss: ModelLoss) -> AbstractContextManager[None]:

@@ -7,7 +7,8 @@ same step. The training loop calls them.
 import logging
 from typing import TYPE_CHECKING, Any
 
-from forgather.ml.trainer.loop.signals import Preempted
+from forgather.ml.trainer.elastic.preemption_mark import leave_mark
+from forgather.ml.trainer.loop.signals import CONTROL_ABORT, Aborted, Preempted
 
 if TYPE_CHECKING:
     from forgather.ml.trainer.trainer import Trainer
@@ -16,11 +17,20 @@ logger = logging.getLogger(__name__)
 
 
 def heed_stop_request(trainer: "Trainer[Any]") -> None:
-    """Save a checkpoint and raise `Preempted` if a stop signal was received; collective."""
+    """Save a checkpoint and raise `Preempted` if a stop signal was received; collective.
+
+    A request to abort raises `Aborted` without a save.
+    """
     signal_name = trainer.feed.stop_signal
     if signal_name is None:
         return
     loop = trainer.loop
+    if signal_name == CONTROL_ABORT:
+        trainer.saver.finish_save()
+        trainer._dispatch_event("on_train_end")
+        aborted = Aborted(loop.state.global_step, loop.saved_path or trainer.resume_path or "")
+        logger.warning("%s", aborted)
+        raise aborted
     loop.is_leaving = True
     if trainer.control.should_training_stop:
         # A checkpoint already saved at this step lacks the stop request of a callback. Save again with the request, so
@@ -30,6 +40,8 @@ def heed_stop_request(trainer: "Trainer[Any]") -> None:
     trainer._dispatch_event("on_train_end")
     preempted = Preempted(signal_name, loop.state.global_step, path)
     logger.warning("%s", preempted)
+    if trainer.team.rank == 0 and not trainer.control.should_abort_without_save:
+        leave_mark(trainer.args.output_dir, preempted)
     raise preempted
 
 

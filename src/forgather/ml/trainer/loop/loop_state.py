@@ -27,11 +27,11 @@ from forgather.ml.checkpoint.state.state_schema import (
     require_mapping,
     text,
 )
-from forgather.ml.checkpoint.store import CHECKPOINTS_FOLDER
 from forgather.ml.trainer.amp import AMPContext
 from forgather.ml.trainer.loop.cadence import Cadence
 from forgather.ml.trainer.loop.metrics import IntervalMetrics, RunTotals
 from forgather.ml.trainer.loop.nonfinite import GradientWatch, LateFlag
+from forgather.ml.trainer.samples.skipped import SKIP_SAMPLES, SKIP_STEPS, SkippedData
 from forgather.ml.trainer.step_loss.model_loss import LOSS_STATE, ModelLoss
 from forgather.ml.trainer.trainer_types import TrainerControl, TrainerState
 
@@ -60,6 +60,9 @@ _SINCE_ADDED = {
     "is_scheduled": None,
     "eval_metrics": None,
     "nonfinite_in_a_row": 0,
+    "found_batch_size": None,
+    SKIP_SAMPLES: (),
+    SKIP_STEPS: (),
 }
 _PROGRESS = Schema(
     {
@@ -76,6 +79,9 @@ _PROGRESS = Schema(
         "eval_metrics": optional(mapping_of(text, anything)),
         "evaluation_is_pending": flag,
         "is_scheduled": flag,
+        "found_batch_size": optional(positive),
+        SKIP_SAMPLES: list_of(count),
+        SKIP_STEPS: list_of(count),
         "loss": LOSS_STATE,
     },
     may_lack=[*_SINCE_ADDED, "loss"],
@@ -86,7 +92,8 @@ _PROGRESS = Schema(
 class LoopState:
     """Counters, callback requests, sums since the last log, and the steps of the last evaluation and save."""
 
-    output_dir: str
+    checkpoints: str
+    """Folder of checkpoints."""
     state: TrainerState
     control: TrainerControl
     cadence: Cadence
@@ -105,6 +112,9 @@ class LoopState:
     """The last step with a save requested by the settings or a callback. Saves after a stop signal do not count."""
     is_leaving: bool = False
     resumed_in_epoch: bool = False
+    skipped: SkippedData = field(default_factory=SkippedData)
+    found_batch_size: int | None = None
+    """Samples per forward pass that fit into memory (`auto_find_batch_size`); None without an out-of-memory error."""
     left_out: LateFlag | None = None
     """Whether GradScaler skipped the last step, while the flag is still on its way to the host; else None."""
 
@@ -129,6 +139,8 @@ class LoopState:
             "eval_metrics": self.eval_metrics if self.evaluated_step == step else None,
             "evaluation_is_pending": self.evaluation_is_pending or self.cadence.evaluation_is_due(self.evaluated_step),
             "is_scheduled": self.scheduled_step == step,
+            "found_batch_size": self.found_batch_size,
+            **self.skipped.state_dict(),
             "loss": self.loss.state_dict(),
         }
 
@@ -147,8 +159,7 @@ class LoopState:
         state = {**_SINCE_ADDED, **state}
         self.state.load_state_dict(state["state"])
         best = state["best_model_checkpoint"]
-        folder = os.path.join(self.output_dir, CHECKPOINTS_FOLDER)
-        self.state.best_model_checkpoint = None if best is None else os.path.join(folder, best)
+        self.state.best_model_checkpoint = None if best is None else os.path.join(self.checkpoints, best)
         self.best_saved_metric = state["best_saved_metric"]
         self.interval.load_state_dict(state["interval"])
         self.totals.load_state_dict(state["totals"])
@@ -158,6 +169,8 @@ class LoopState:
         self.control.should_training_stop = state["should_training_stop"]
         self.evaluated_step, self.eval_metrics = state["evaluated_step"], state["eval_metrics"]
         self.evaluation_is_pending = state["evaluation_is_pending"]
+        self.found_batch_size = state["found_batch_size"]
+        self.skipped.load_state_dict(state)
         self._resume_saves(state["is_scheduled"])
         self.resumed_in_epoch = True
         if "loss" in state:

@@ -181,6 +181,8 @@ class SpeedMeter:
         self._started = time.perf_counter()
         self._steps_seen = 0
         self._paused = 0.0
+        self.total_paused = 0.0
+        """Seconds in evaluations and saves, including the warm-up."""
         self._timed_since: float | None = None
         self.num_steps = 0
         self.tokens = 0
@@ -201,6 +203,7 @@ class SpeedMeter:
 
     def pause(self, seconds: float) -> None:
         self._paused += seconds
+        self.total_paused += seconds
 
     @property
     def seconds(self) -> float:

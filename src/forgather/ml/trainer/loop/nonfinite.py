@@ -40,22 +40,32 @@ class NonFiniteError(RuntimeError):
         """The newest checkpoint with finite weights."""
 
 
-class LateFlag:
-    """Boolean on a device, copied to host memory without blocking (pinned for CUDA)."""
+class LateValues:
+    """Tensor on a device, copied to host memory without blocking (pinned for CUDA)."""
 
-    def __init__(self, flag: Tensor) -> None:
+    def __init__(self, values: Tensor) -> None:
         self._event: torch.Event | None = None
-        self._host = flag.detach()
+        self._host = values.detach()
         # The event marks the end of the copy on the current stream. Querying it does not block.
-        if flag.device.type != "cpu":
-            self._host = torch.empty_like(self._host, device="cpu", pin_memory=flag.device.type == "cuda")
-            self._host.copy_(flag.detach(), non_blocking=True)
-            self._event = torch.Event(flag.device)
+        if values.device.type != "cpu":
+            self._host = torch.empty_like(self._host, device="cpu", pin_memory=values.device.type == "cuda")
+            self._host.copy_(values.detach(), non_blocking=True)
+            self._event = torch.Event(values.device)
             self._event.record()
 
     @property
     def has_arrived(self) -> bool:
         return self._event is None or self._event.query()
+
+    def read(self) -> Tensor:
+        """Return the values in host memory; waits for the device if they have not arrived."""
+        if self._event is not None and not self._event.query():
+            self._event.synchronize()
+        return self._host
+
+
+class LateFlag(LateValues):
+    """Boolean on a device, copied to host memory without blocking."""
 
     @property
     def value(self) -> bool:

@@ -62,10 +62,20 @@ class Reporter:
             self._targets.note(window.batches, window.total, self._num_steps)
         loop.interval.add(loss, window.total, grad_norm, tokens, samples)
         self.speed.step(tokens, samples)
-        state.global_step += 1
         if isinstance(tokens, int):
             state.num_input_tokens_seen += tokens
             state.total_flos += tokens * self._flops_per_token
+        self._advance()
+
+    def pass_over(self, lr_scheduler: LRSchedulerT) -> None:
+        """Advance step number and learning-rate schedule past a step without an update."""
+        self.settle_schedule(lr_scheduler)
+        lr_scheduler.step()
+        self._advance()
+
+    def _advance(self) -> None:
+        state = self._loop.state
+        state.global_step += 1
         # Cap the fraction: an epoch of unknown length may have more steps than assumed.
         steps_per_epoch = state.epoch_train_steps  # type: ignore[attr-defined]
         state.epoch = state.raw_epoch + min((state.global_step - state.epoch_start_step) / steps_per_epoch, 1.0)

@@ -15,15 +15,20 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 from torch import Tensor
 
+from forgather.ml.checkpoint.components import MODEL_KEY
+from forgather.ml.checkpoint.encoding.digest import iter_leaves
 from forgather.ml.checkpoint.errors import CheckpointError
+from forgather.ml.checkpoint.files.layout import CHECKPOINTS_FOLDER, checkpoints_root
 from forgather.ml.checkpoint.manager import CheckpointManager
 from forgather.ml.checkpoint.retention import is_better, metric_value, note_best_metric
 from forgather.ml.checkpoint.rotation import Ranking
-from forgather.ml.checkpoint.store import CHECKPOINTS_FOLDER, checkpoint_path
+from forgather.ml.checkpoint.weights.adapters import is_peft_model
 from forgather.ml.distributed.watch import SAVING, SETUP, in_phase
 from forgather.ml.trainer.arguments.training_arguments import TrainingArguments
 from forgather.ml.trainer.loop.loop_state import LoopState
 from forgather.ml.trainer.loop.nonfinite import GradientFinding, nonfinite_weights, weights_error
+from forgather.ml.trainer.loop.signals import CONTROL_ABORT
+from forgather.ml.trainer.metrics.named_datasets import datasets_by_name
 
 if TYPE_CHECKING:
     from forgather.ml.trainer.trainer import Trainer
@@ -64,6 +69,24 @@ class Saver:
         self._before: _Records | None = None
         self._is_prepared = not self._args.async_save
         trainer.feed.finished_saves = lambda: self.manager.num_saves[1]
+        self._gate = self.manager.update_gate
+        if self._gate is not None:
+            self._gate.declare(self._updated_tensors)
+            trainer._callback_handler.guard(self._gate.wait)
+
+    def before_update(self) -> None:
+        """Wait until a background save has read the weights, moments and averages that training is about to change."""
+        if self._gate is not None:
+            self._gate.wait()
+
+    def _updated_tensors(self) -> list[Tensor]:
+        """Return the tensors that change only in the optimizer step, in the EMA update after it, or in callbacks."""
+        trainer = self._trainer
+        assert trainer.optimization is not None
+        trained = [one for one in trainer.optimization.parameters if one.requires_grad]
+        moments = [leaf for state in trainer.optimizer.state.values() for _, leaf in iter_leaves(state)]
+        averages = [] if trainer.recipes.average is None else trainer.recipes.average.tensors()
+        return [one for one in (*trained, *moments, *averages) if isinstance(one, Tensor)]
 
     def look_after_step(self) -> None:
         """Complete a background save that has ended on all ranks; collective. Called at every step boundary."""
@@ -73,6 +96,8 @@ class Saver:
         elif not self._is_prepared:
             # After the first step, since only then the optimizer has its state.
             self._is_prepared = True
+            # The state cannot be collected, and so not measured, with pending sums.
+            self._trainer.reporter.settle(self._trainer.lr_scheduler)
             self.manager.prepare_background_saves()
 
     def finish_save(self) -> None:
@@ -90,22 +115,30 @@ class Saver:
             self._tell(path)
         else:
             before.restore(self._loop)
+        if self._trainer.desk is not None:
+            self._trainer.desk.note_saved(path or "")
+
+    @property
+    def is_saving(self) -> bool:
+        """Whether a background save is in flight."""
+        return self._before is not None
 
     def _tell(self, path: str) -> None:
         self._trainer._dispatch_event("on_save", checkpoint_path=path)
         self._trainer.settle_requests("log")
 
-    def save_in_training(self, is_scheduled: bool = True) -> str:
+    def save_in_training(self, is_scheduled: bool = True, waits: bool = True) -> str:
         """Save the current step, unless it is saved already; return the path, or "" without a save. Collective.
 
         A save after a stop signal (`is_scheduled=False`) does not evaluate and cannot become the best checkpoint, since
         an uninterrupted run has no such checkpoint. After a resume, a scheduled save of the same step replaces it.
+        `waits=False` leaves such a save in the background, with `async_save`.
         """
         trainer, loop = self._trainer, self._loop
         # First, because a failed save restores the records that are compared below.
         self.finish_save()
         trainer.control.should_save = False
-        if trainer.control.should_abort_without_save:
+        if trainer.control.should_abort_without_save or trainer.feed.stop_signal == CONTROL_ABORT:
             return ""
         step = loop.state.global_step
         if loop.saved_step == step and not (is_scheduled and loop.scheduled_step != step):
@@ -117,13 +150,16 @@ class Saver:
         started = time.perf_counter()
         with in_phase(SAVING):
             path = self._save(is_scheduled)
+        # Counted before callbacks are told: they record the time in steps.
+        saved = time.perf_counter()
+        trainer.reporter.speed.pause(saved - started)
         if path and self._before is None:
             self._tell(path)
-        if not is_scheduled:
+        if not is_scheduled and waits:
             # The process ends after this save.
             self.finish_save()
             path = loop.saved_path if loop.saved_step == step else ""
-        trainer.reporter.speed.pause(time.perf_counter() - started)
+        trainer.reporter.speed.pause(time.perf_counter() - saved)
         return path
 
     def _save(self, is_scheduled: bool) -> str:
@@ -193,20 +229,30 @@ class Saver:
 
     # --- the best
 
+    def _chooses(self) -> bool:
+        """Return whether evaluations choose a best model."""
+        args = self._args
+        is_asked = args.preserve_best_model or args.load_best_model_at_end
+        # Several evaluation datasets have several losses. Without a choice by the user, none of them selects the best.
+        is_default = args.best_model_metric in ("loss", "eval_loss")
+        return is_asked or not is_default or datasets_by_name(self._trainer.eval_dataset) is None
+
     def note_best(self, metrics: Mapping[str, Any]) -> None:
         args = self._args
+        if not self._chooses():
+            return
         note_best_metric(self._loop.state, metrics, args.best_model_metric, args.best_model_greater_is_better)
 
     def _note_best_saved(self, metrics: Mapping[str, Any] | None) -> None:
         """Make this step the best checkpoint if its metrics are the best of all saved steps."""
-        if metrics is None:
+        if metrics is None or not self._chooses():
             return
         # `state.best_metric` covers all evaluations, but the best evaluation may belong to a step without a checkpoint.
         args, loop = self._args, self._loop
         value = metric_value(metrics, args.best_model_metric)
         if is_better(value, loop.best_saved_metric, args.best_model_metric, args.best_model_greater_is_better):
             loop.best_saved_metric = value
-            loop.state.best_model_checkpoint = checkpoint_path(args.output_dir, loop.state.global_step)
+            loop.state.best_model_checkpoint = self.manager.path_of(loop.state.global_step)
 
     def _ranking_by(self, metrics: Mapping[str, Any] | None) -> Ranking | None:
         args = self._args
@@ -230,7 +276,11 @@ class Saver:
         logger.info("Loaded the best weights from %s", best)
 
     def _load_weights(self, path: str) -> None:
-        if not self.manager.load_external_weights(path):
+        if self.manager.load_external_weights(path):
+            return
+        if is_peft_model(self._trainer.unwrapped_model()):
+            self.manager.load_component(path, MODEL_KEY)
+        else:
             with self._trainer.team.agreement("loading the best model"):
                 self._trainer._load_weights_of(path)
 
@@ -242,20 +292,21 @@ class Saver:
             return
         name = os.path.basename(best)
         listed = [os.path.basename(path) for path, _ in self.manager.best_checkpoints]
-        if name == f"checkpoint-{self._loop.state.global_step}" and name not in listed:
+        own_name = os.path.basename(self.manager.path_of(self._loop.state.global_step))
+        if name == own_name and name not in listed:
             ranking = self._ranking_by(metrics)
             if ranking is not None:
                 self.manager.update_best_checkpoints(best, *ranking)
 
 
-def warn_of_nothing_to_resume(output_dir: str) -> None:
+def warn_of_nothing_to_resume(output_dir: str, layout: str) -> None:
     directory = os.path.abspath(output_dir)
-    found = {folder: _entries(os.path.join(directory, folder)) for folder in ("", CHECKPOINTS_FOLDER)}
+    root = checkpoints_root(directory, layout)
+    where, has = ("", "") if root == directory else (f" in its folder {CHECKPOINTS_FOLDER!r}", _entries(root))
     logger.warning(
-        "train(resume_from_checkpoint=True) found nothing to resume: %s has no complete Forgather checkpoint in its folder "
-        "%r (the directory has %s; that folder has %s). Training starts at step 0. Check output_dir, or pass the path of a "
-        "checkpoint.",
-        *(directory, CHECKPOINTS_FOLDER, found[""], found[CHECKPOINTS_FOLDER]),
+        "train(resume_from_checkpoint=True) found nothing to resume: %s has no complete Forgather checkpoint%s (the "
+        "directory has %s%s). Training starts at step 0. Check output_dir, or pass the path of a checkpoint.",
+        *(directory, where, _entries(directory), has and f"; that folder has {has}"),
     )
 
 

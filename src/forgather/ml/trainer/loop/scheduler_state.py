@@ -12,7 +12,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.optim.lr_scheduler import LambdaLR
+from torch.optim.lr_scheduler import CyclicLR, LambdaLR
 
 from forgather.ml.checkpoint.errors import CheckpointLoadError
 from forgather.ml.checkpoint.state.state_schema import Violation, refusal
@@ -64,7 +64,7 @@ class SchedulerState:
             self._set_rates(
                 [rate * one(scheduler.last_epoch) for rate, one in zip(asked, scheduler.lr_lambdas, strict=True)]
             )
-        elif wanted != saved:
+        elif wanted != saved and not _agree(parts, saved, asked):
             # Recursive schedules derive each rate from the last, so a changed base rate scales the last rates too.
             for part, new, old in zip(parts, wanted, saved, strict=True):
                 part.base_lrs, part._last_lr = new, _scaled(_last_rates(part), new, old)
@@ -122,6 +122,15 @@ def _set_rate(group: dict[str, Any], value: object, name: str = "lr") -> None:
         group[name].copy_(torch.as_tensor(value))
     else:
         group[name] = value
+
+
+def _agree(parts: list[Any], saved: list[list[Any]], asked: list[Any]) -> bool:
+    """Return whether the saved base rates are the ones that the optimizer has restored from the checkpoint.
+
+    They may then differ from the settings: the checkpoint was modified, and its rates apply. `CyclicLR` takes its rates
+    from its own arguments instead.
+    """
+    return all(rates == asked and not isinstance(part, CyclicLR) for part, rates in zip(parts, saved, strict=True))
 
 
 def _last_rates(scheduler: object) -> list[Any]:

@@ -1,7 +1,7 @@
 """Stop signals: preemption (SIGTERM, SIGUSR1) and Ctrl-C end training after the current step, with a checkpoint.
 
 Handlers only record the signal. The training loop polls it at every step, and data workers ignore signals that are sent
-to the whole process group.
+to the whole process group. Stop requests of `forgather control` travel on the same way, under names of their own.
 """
 
 import logging
@@ -14,7 +14,9 @@ from typing import Any
 logger = logging.getLogger(__name__)
 
 _SIGNALS = (signal.SIGTERM, signal.SIGUSR1, signal.SIGINT)
-STOP_SIGNAL_NAMES = tuple(one.name for one in _SIGNALS)
+CONTROL_STOP, CONTROL_ABORT = "forgather control stop", "forgather control abort"
+STOP_SIGNAL_NAMES = (*(one.name for one in _SIGNALS), CONTROL_STOP, CONTROL_ABORT)
+"""Names of stop requests: signals, and commands of `forgather control`."""
 
 
 class Preempted(SystemExit):
@@ -29,6 +31,21 @@ class Preempted(SystemExit):
     def __str__(self) -> str:
         saved = f", saved {self.checkpoint_path}" if self.checkpoint_path else ""
         return f"preempted by {self.signal_name} at step {self.step}{saved}"
+
+
+class Aborted(SystemExit):
+    """Exit request with code 1, raised after `forgather control ... abort`. Nothing is saved."""
+
+    def __init__(self, step: int, checkpoint_path: str) -> None:
+        super().__init__(1)
+        self.step = step
+        self.checkpoint_path = checkpoint_path
+
+    def __str__(self) -> str:
+        newest = (
+            f"the newest checkpoint is {self.checkpoint_path}" if self.checkpoint_path else "there is no checkpoint"
+        )
+        return f"aborted by forgather control at step {self.step}, without saving; {newest}"
 
 
 class StopSignals:
@@ -49,6 +66,10 @@ class StopSignals:
         for number, handler in self._before.items():
             signal.signal(number, handler)
         self._before = {}
+
+    def ask(self, name: str) -> None:
+        """Record a request of `forgather control`, as if it were a signal; callable from any thread."""
+        self.received = name
 
     def _note(self, number: int, frame: FrameType | None) -> None:
         name = signal.Signals(number).name

@@ -56,8 +56,15 @@ class StepRunner:
         trainer = self._trainer
         note_step(trainer.state.global_step + 1)
         steps.begin_step()
+        if trainer.skipped.is_active:
+            try:
+                if self._pass_over(steps):
+                    return True
+            except StopIteration:
+                return False
         try:
-            result = trainer._train_step(steps)
+            finder = trainer.batch_finder
+            result = trainer._train_step(steps) if finder is None else finder.run(steps)
         except StopIteration:
             self._drop_unfinished(steps.window)
             return False
@@ -70,6 +77,23 @@ class StepRunner:
         finally:
             self._leave()
         self._note(steps.window, result)
+        note(AFTER_STEP)
+        return True
+
+    def _pass_over(self, steps: StepBatches) -> bool:
+        """Pass over a step that is skipped, or that has no samples left; return whether it was.
+
+        Raise StopIteration at the end of the epoch. All ranks decide alike: samples are counted over all of them.
+        """
+        trainer, window = self._trainer, steps.look()
+        number = trainer.state.global_step + 1
+        if number not in trainer.skipped.steps and not trainer.feed.is_empty(window):
+            return False
+        logger.info("Step %d makes no update: its samples are skipped (skip_steps, skip_samples).", number)
+        trainer._dispatch_event("on_step_begin")
+        steps.pass_over()
+        trainer.feed.drop(window)
+        trainer.reporter.pass_over(trainer.lr_scheduler)
         note(AFTER_STEP)
         return True
 
@@ -91,7 +115,10 @@ class StepRunner:
 
     def _begin(self, window: Window) -> None:
         """Resolve the loss and count the targets of a fetched window, before its first backward pass."""
-        trainer = self._trainer
+        trainer, finder = self._trainer, self._trainer.batch_finder
+        is_repeated = finder is not None and finder.is_repeating
+        if finder is not None:
+            finder.begin(window)
         if trainer.state.global_step == 0 and trainer.device.type != "cpu":
             # On an accelerator, an id out of range is a device-side assert without the name of the tensor.
             warn_of_large_ids(trainer.unwrapped_model(), window.batches)
@@ -100,7 +127,8 @@ class StepRunner:
             window.prepared = [trainer._prepare_batch(batch) for batch in window.batches]
         self.window = window
         self._num_averages = trainer.recipes.num_updates
-        trainer._dispatch_event("on_step_begin")
+        if not is_repeated:
+            trainer._dispatch_event("on_step_begin")
         loss = trainer.step_loss
         # Each micro-batch is weighted by its share of the step's targets, so all targets are counted before the first
         # backward pass. On the first step the loss may be unresolved, and with it the labels that count as targets.
@@ -108,7 +136,7 @@ class StepRunner:
         if not loss.can_count:
             trainer._agree_on_loss(loss, window.batches[0])
         if loss.can_count:
-            trainer.feed.count(window)
+            (trainer.feed if finder is None else finder).count(window)
         if isinstance(trainer.loss_fn, TrainingLoss):
             trainer.loss_fn.begin_step(window)
 

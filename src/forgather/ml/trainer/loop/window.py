@@ -40,13 +40,24 @@ class Window:
     """Results of an override of `_prepare_batch`; empty without an override."""
     number: int = -1
     """Index of the current micro-batch; -1 before the first."""
+    num_fetched: int = 0
+    """Micro-batches that the loader yielded, before they were split."""
 
     def __post_init__(self) -> None:
+        self.num_fetched = len(self.batches)
         for batch in self.batches:
             require_mapping(batch)
 
     def __len__(self) -> int:
         return len(self.batches)
+
+    def split(self, parts_of: Callable[[Batch], list[Batch]]) -> None:
+        """Replace each micro-batch by its parts."""
+        self.batches = [part for batch in self.batches for part in parts_of(batch)]
+
+    @property
+    def is_split(self) -> bool:
+        return len(self.batches) != self.num_fetched
 
     @property
     def labelled(self) -> list[tuple[Batch, Any]]:
@@ -89,6 +100,8 @@ class StepBatches(Iterator[Batch]):
         self._drop_last = drop_last
         self._fetched = fetched
         self._has_warned = False
+        self._again: list[Batch] = []
+        self._ahead: Window | None = None
         self.current: list[Batch] = []
         """The micro-batches of the current window, for error messages."""
         self.window: Window | None = None
@@ -106,9 +119,23 @@ class StepBatches(Iterator[Batch]):
             )
         self.window = None
 
+    def look(self) -> Window:
+        """Fetch the window of the next step without beginning it; raise StopIteration at the end of the epoch."""
+        if self._ahead is None:
+            self._ahead = self._fetch()
+        return self._ahead
+
+    def pass_over(self) -> None:
+        """Discard the window that `look` has fetched."""
+        self._ahead = None
+
+    def repeat(self) -> None:
+        """Let the next `next()` begin a window of the same micro-batches again."""
+        self._again, self.window = list(self.current), None
+
     def __next__(self) -> Batch:
         if self.window is None:
-            window = self._fetch()
+            window, self._ahead = self.look(), None
             # Before `_fetched`, which may raise an error about these batches.
             self.current[:] = window.batches
             self._fetched(window)
@@ -122,6 +149,9 @@ class StepBatches(Iterator[Batch]):
         return self.window.batches[self.window.number]
 
     def _fetch(self) -> Window:
+        if self._again:
+            repeated, self._again = self._again, []
+            return Window(repeated)
         batches: list[Batch] = []
         note(LOADING)
         for batch in self._batches:
@@ -136,7 +166,7 @@ class StepBatches(Iterator[Batch]):
 
     def _beyond(self, window: Window) -> Batch:
         """Raise StopIteration after a short window, which ends the epoch; raise RuntimeError after a full window."""
-        if len(window) < self._size:
+        if len(self.current) < self._size:
             raise StopIteration
         raise RuntimeError(
             f"_train_step requested micro-batch {len(window) + 1} of a step, but with gradient_accumulation_steps={self._size} "

@@ -7,7 +7,7 @@ the rank with the last stage has logits; it chooses the tokens and draws the ran
 
 import logging
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -36,6 +36,8 @@ class GenerationOptions:
     """0 keeps all tokens."""
     repetition_penalty: float = 1.0
     use_cache: bool = True
+    top_p: float = 1.0
+    """Keeps the most probable tokens with this total probability; 1.0 keeps all tokens. Only used with do_sample."""
 
     def __post_init__(self) -> None:
         _check_count("max_new_tokens", self.max_new_tokens, "0 returns the prompt as it is")
@@ -43,6 +45,10 @@ class GenerationOptions:
         _check_positive("repetition_penalty", self.repetition_penalty, "1.0 is no penalty")
         if self.do_sample:
             _check_positive("temperature", self.temperature, "for the most probable token, set do_sample=False")
+        if not 0 < self.top_p <= 1:
+            raise ValueError(
+                f"generation needs top_p to be above 0 and at most 1, not {self.top_p!r}; 1 keeps all tokens"
+            )
         for token in self.eos_tokens:
             _check_count("eos_token_id", token, "for a model without such a token, pass None")
         if self.pad_token_id is not None:
@@ -106,16 +112,37 @@ def generate(
     Prompts of different lengths are padded on the left. Without an attention mask, tokens equal to `pad_token_id` count
     as padding, unless it is an eos_token_id as well.
     """
+    ids = input_ids.long()
+    for sequences in generated(run, stages, share_tokens, input_ids, options, attention_mask, can_cache=can_cache):
+        ids = sequences
+    # `ids` is a view of a tensor with room for max_new_tokens.
+    return ids.clone()
+
+
+def generated(
+    run: Run,
+    stages: Mapping[int, nn.Module],
+    share_tokens: ShareTokens,
+    input_ids: Tensor,
+    options: GenerationOptions,
+    attention_mask: Tensor | None = None,
+    *,
+    can_cache: bool,
+    generator: torch.Generator | None = None,
+) -> Iterator[Tensor]:
+    """Yield the prompts and their continuations after each new token, as a view; the arguments are those of `generate`.
+
+    Without a `generator`, the tokens are drawn from torch's global random state.
+    """
     sequences = _Sequences(input_ids, options, attention_mask)
     use_cache = options.use_cache and can_cache
     stage_keywords = _cache_keywords(stages, use_cache)
     while not sequences.is_complete():
         inputs, keywords = sequences.next_inputs(use_cache)
         # No variable holds the logits, so that the logits of a long prompt are freed before the next pass.
-        tokens = _choose_on_last_stage(run(inputs, keywords, stage_keywords), sequences.ids, options)
+        tokens = _choose_on_last_stage(run(inputs, keywords, stage_keywords), sequences.ids, options, generator)
         sequences.append(share_tokens(tokens))
-    # `ids` is a view of a tensor with room for max_new_tokens.
-    return sequences.ids.clone()
+        yield sequences.ids
 
 
 def _cache_keywords(stages: Mapping[int, nn.Module], use_cache: bool) -> dict[int, dict[str, Any]]:
@@ -220,11 +247,15 @@ def _extended(rows: Tensor, num_new: int, value: int) -> Tensor:
     return torch.cat([rows, rows.new_full((rows.shape[0], num_new), value)], dim=1)
 
 
-def _choose_on_last_stage(logits: Tensor | None, ids: Tensor, options: GenerationOptions) -> Tensor | None:
-    return None if logits is None else choose_tokens(logits[:, -1], ids, options)
+def _choose_on_last_stage(
+    logits: Tensor | None, ids: Tensor, options: GenerationOptions, generator: torch.Generator | None
+) -> Tensor | None:
+    return None if logits is None else choose_tokens(logits[:, -1], ids, options, generator)
 
 
-def choose_tokens(logits: Tensor, ids: Tensor, options: GenerationOptions) -> Tensor:
+def choose_tokens(
+    logits: Tensor, ids: Tensor, options: GenerationOptions, generator: torch.Generator | None = None
+) -> Tensor:
     """Return the next token of each row, from its logits (batch, vocabulary) and previous tokens.
 
     NaN becomes the lowest finite number, so that it is chosen only as a last resort. Infinities become the largest or
@@ -237,8 +268,8 @@ def choose_tokens(logits: Tensor, ids: Tensor, options: GenerationOptions) -> Te
     scores = torch.nan_to_num(scores, nan=torch.finfo(scores.dtype).min)
     if not options.do_sample:
         return scores.argmax(dim=-1)
-    probabilities = _without_improbable(scores, options.top_k).softmax(dim=-1)
-    return torch.multinomial(probabilities, num_samples=1).squeeze(1)
+    probabilities = _without_tail(_without_improbable(scores, options.top_k), options.top_p).softmax(dim=-1)
+    return torch.multinomial(probabilities, num_samples=1, generator=generator).squeeze(1)
 
 
 def _penalised(scores: Tensor, ids: Tensor, penalty: float) -> Tensor:
@@ -259,3 +290,14 @@ def _without_improbable(scores: Tensor, top_k: int) -> Tensor:
         return scores
     lowest_kept = scores.topk(min(top_k, scores.shape[-1])).values[:, -1:]
     return scores.masked_fill(scores < lowest_kept, -math.inf)
+
+
+def _without_tail(scores: Tensor, top_p: float) -> Tensor:
+    """Set scores to minus infinity, except for the most probable tokens that together reach the probability top_p."""
+    if top_p == 1.0:
+        return scores
+    ascending, order = scores.sort(dim=-1)
+    is_tail = ascending.softmax(dim=-1).cumsum(dim=-1) <= 1 - top_p
+    # One token always stays, whatever the rounding of the sum.
+    is_tail[:, -1] = False
+    return scores.masked_fill(is_tail.scatter(1, order, is_tail), -math.inf)

@@ -22,6 +22,8 @@ class PipelineTrainingArguments(TrainingArguments):
     """Stages of a rank: "loop" (r, r+p, ...) or "v" (r, n-1-r). The schedule decides; "v" raises unless it agrees."""
     is_multistage: bool = False
     """True raises ValueError unless the schedule runs several stages per rank; False accepts any schedule."""
+    record_schedule_step: int = 3
+    """Step after each start whose computations are timed for `forgather report`, from 1; 0 times none."""
     debug_pipeline: bool = False
     """Log the actions of the schedule on each rank (level DEBUG of torch.distributed.pipelining)."""
     debug_split_model: bool = False
@@ -38,6 +40,8 @@ class PipelineTrainingArguments(TrainingArguments):
         for name in ("n_microbatches", "stages_per_rank"):
             if getattr(self, name) < 1:
                 raise ValueError(f"{name}={getattr(self, name)} cannot be used: it must be 1 or more.")
+        if self.record_schedule_step < 0:
+            raise ValueError(f"record_schedule_step={self.record_schedule_step} is negative. Set 0 to time no step.")
         if self.per_device_train_batch_size % self.n_microbatches:
             raise ValueError(
                 f"per_device_train_batch_size={self.per_device_train_batch_size} is not divisible by n_microbatches="

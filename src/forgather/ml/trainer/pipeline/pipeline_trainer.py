@@ -19,6 +19,7 @@ from forgather.ml.distributed.watch import REDUCE, note
 from forgather.ml.loss import CausalLoss
 from forgather.ml.trainer.loop.gradients import GradientNorm
 from forgather.ml.trainer.loop.window import samples_in
+from forgather.ml.trainer.metrics.named_datasets import first_dataset
 from forgather.ml.trainer.pipeline import pipeline_requirements as requirements
 from forgather.ml.trainer.pipeline.generation import GenerationOptions, generate
 from forgather.ml.trainer.pipeline.model_splitter import ModelSplitter, Split
@@ -33,6 +34,8 @@ from forgather.ml.trainer.pipeline.pipeline_model import (
 )
 from forgather.ml.trainer.pipeline.pipeline_ranks import PipelineRanks
 from forgather.ml.trainer.pipeline.schedules import PipelineSchedulerT, ScheduleChoice
+from forgather.ml.trainer.pipeline.schedules.slot_recorder import SlotRecorder, measured_step
+from forgather.ml.trainer.pipeline.schedules.timeline import planned_step
 from forgather.ml.trainer.pipeline.schedules.trained_stage import StageReducer
 from forgather.ml.trainer.pipeline.splitters.causal_lm import create_causal_lm_splitter
 from forgather.ml.trainer.pipeline.splitters.example_batch import Example, example_batch
@@ -73,6 +76,8 @@ class PipelineTrainer(Trainer[TPipelineArgs]):
 
     arguments_class = PipelineTrainingArguments
     handles_ranks = True
+    trains_adapters = False
+    unrepeatable = "its stages exchange activations inside a step, so one rank cannot repeat it alone"
     uncalled_hooks: ClassVar[Mapping[str, str]] = {
         "_backward": "torch's schedule runs the backward passes of all micro-batches. Pass compute_loss_func to change the "
         "loss, or override _clip_grad_norm to change gradients."
@@ -191,7 +196,7 @@ class PipelineTrainer(Trainer[TPipelineArgs]):
         self.pipeline.running = dict(self.pipeline.own)
 
     def _build_pipeline(self) -> None:
-        given, collator = self.given.loss_fn, self.data_collator
+        given, collator = self.given.loss_fn, self.columns.collator()
         check = requirements.OwnLossCheck(given, self._sampled_dataset, collator, self.amp_context)
         setup = StageSetup(self.args, self._split, self._schedule, self.team, self.ranks, self.device, check)
         self.pipeline = setup.divide(self._construct_model)
@@ -225,11 +230,11 @@ class PipelineTrainer(Trainer[TPipelineArgs]):
 
         They are built from samples of the dataset: a batch taken from the loader would be missing in training.
         """
-        return example_batch(self.model, self._sampled_dataset, self.data_collator, self.args.micro_batch_size)
+        return example_batch(self.model, self._sampled_dataset, self.columns.collator(), self.args.micro_batch_size)
 
     @property
     def _sampled_dataset(self) -> Any:
-        return self.eval_dataset if self.train_dataset is None else self.train_dataset
+        return first_dataset(self.eval_dataset) if self.train_dataset is None else self.train_dataset
 
     def _split(self, model: nn.Module, stage_indices: Sequence[tuple[int, ...]]) -> Split:
         loader = self.eval_dataloader if self.train_dataloader is None else self.train_dataloader
@@ -257,7 +262,8 @@ class PipelineTrainer(Trainer[TPipelineArgs]):
         pipeline, last = self.pipeline, self.pipeline.num_stages - 1
         with self.team.agreement("making the loss"):
             # Every rank needs the loss to count targets, though only the last stage has the values of the head.
-            loss_fn = self._maybe_get_fused_loss_fn(pipeline.modules[last], self.given.loss_fn or CausalLoss())
+            default = CausalLoss(label_smoothing=self.args.label_smoothing_factor)
+            loss_fn = self._maybe_get_fused_loss_fn(pipeline.modules[last], self.given.loss_fn or default)
             is_fused = self.fused_loss_factory is not None and not self._schedule.traits.splits_backward
             head = self.fused_head if is_fused else None
             if is_fused and pipeline.has_last:
@@ -323,7 +329,9 @@ class PipelineTrainer(Trainer[TPipelineArgs]):
         self.evaluator.shares_loss = True
         amp, recipes, reducer = self.amp_context, self.recipes, self._make_reducer(self.pipeline)
         number = self.args.n_microbatches
-        self.runner = StageRunner(self.pipeline, self._schedule, self.ranks, number, amp, recipes, reducer)
+        self._recorder = SlotRecorder(self.args.record_schedule_step, self.device, lambda: self.state.global_step)
+        options = (number, amp, recipes, reducer, self._recorder)
+        self.runner = StageRunner(self.pipeline, self._schedule, self.ranks, *options)
 
     def _make_reducer(self, pipeline: PipelineModel) -> StageReducer | None:
         """Return the gradient reducer for several pipelines with copies of the same stages; None for one pipeline."""
@@ -407,21 +415,39 @@ class PipelineTrainer(Trainer[TPipelineArgs]):
         squares = self.team.sum(torch.tensor(norms, dtype=torch.float64).square()) / self.num_data_parallel_ranks
         return squares.sqrt().tolist()
 
+    def _collect_rank_facts(self) -> None:
+        super()._collect_rank_facts()
+        # All ranks have recorded the same step, so all of them reach the gather.
+        if self._recorder.has_slots:
+            told = self.team.gather(self._recorder.read())
+            size, number = self.ranks.size, self.args.n_microbatches
+            choice = self._schedule
+            planned = planned_step(
+                choice.schedule_class, size, number, choice.stages_per_rank(self.args.stages_per_rank)
+            )
+            measured = measured_step(self._recorder.step, self.ranks.pipelines, told)
+            self.rank_facts.schedule = {"schedule": choice.traits.name, "n_microbatches": number, **planned, **measured}
+
     # --- evaluation
 
     def _prediction_step(self, input_dict: dict[str, Any], labels: Any) -> dict[str, Any]:
         """Return the mean loss, logits and labels of a batch on the last stage; elsewhere zero, None and None."""
-        require_labels(input_dict, labels)
+        evaluator = self.evaluator
         size = self.args.micro_batch_size if self.pipeline.has_fixed_shapes else self.args.eval_micro_batch_size
+        if evaluator.is_unlabelled:
+            unlabelled = self.pipeline.micro_batches(input_dict, None, size)
+            found = self._stage_loss.logits(unlabelled, self.runner.forward)
+            return {"loss": None, "logits": None if found is None else found[: samples_in(input_dict)], "labels": None}
+        require_labels(input_dict, labels)
         if not self._stage_loss.is_resolved:
             self._resolve_loss(input_dict, labels, size)
         micro_batches = self.pipeline.micro_batches(input_dict, labels, size)
-        wants_logits = self.evaluator.shows_predictions or is_overridden(self, "_prediction_step")
+        wants_logits = evaluator.shows_predictions or is_overridden(self, "_prediction_step")
         mean, logits = self._stage_loss.mean(micro_batches, labels, self.runner.forward, wants_logits)
         if not self.pipeline.has_last:
             return {"loss": mean, "logits": None, "labels": None}
         logits = None if logits is None else logits[: samples_in(input_dict)]
-        return {"loss": mean, "logits": logits, "labels": labels.to(self.device)}
+        return {"loss": mean, "logits": logits, "labels": evaluator.label_ids(input_dict, labels.to(self.device))}
 
     def _shared_metrics(self, metrics: dict[str, Any]) -> dict[str, Any]:
         """Return the metrics of rank 0 and of the last stage, the only rank where callbacks see logits."""

@@ -83,6 +83,12 @@ class StageLoss:
         dist.broadcast(answer, group=pipeline.group, group_src=pipeline.stage_ranks[-1])
         self._step_loss.adopt(Traits.of_code(int(answer.item())))
 
+    def logits(self, micro_batches: Sequence[PipelineBatch], forward: Forward) -> Tensor | None:
+        """Return the logits of a batch on the last stage, without a loss; None elsewhere."""
+        found: list[Tensor] = []
+        forward(micro_batches, lambda _, logits: found.append(self._step_loss.logits(logits)))
+        return torch.cat(found) if found else None
+
     def mean(
         self, micro_batches: Sequence[PipelineBatch], labels: Tensor, forward: Forward, wants_logits: bool
     ) -> tuple[Tensor, Tensor | None]:

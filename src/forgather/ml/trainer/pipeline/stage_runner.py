@@ -20,6 +20,7 @@ from forgather.ml.trainer.pipeline.pipeline_model import PipelineModel
 from forgather.ml.trainer.pipeline.pipeline_ranks import PipelineRanks
 from forgather.ml.trainer.pipeline.schedules import ScheduleChoice
 from forgather.ml.trainer.pipeline.schedules.runner import ScheduleRunner
+from forgather.ml.trainer.pipeline.schedules.slot_recorder import SlotRecorder
 from forgather.ml.trainer.pipeline.schedules.trained_stage import StageReducer, TrainedStage
 from forgather.ml.trainer.pipeline.stage_loss import MicroBatchLoss, apply_loss
 from forgather.ml.trainer.recipes import Recipes
@@ -44,6 +45,7 @@ class StageRunner:
         amp: AMPContext,
         recipes: Recipes,
         reducer: StageReducer | None,
+        recorder: SlotRecorder,
     ) -> None:
         self._pipeline = pipeline
         self._splits_backward = schedule.traits.splits_backward
@@ -67,6 +69,7 @@ class StageRunner:
             self._make_stage,
             self._metas_between,
             n_microbatches,
+            recorder,
         )
 
     @property

@@ -1,13 +1,13 @@
-"""Batch metadata that ranks exchange: target counts, stop signals, gradient flags, ended saves; an all-reduce per batch.
+"""Batch metadata that ranks exchange: target counts, stop signals, gradient flags, saves, requests, replica digests.
 
-The all-reduce runs in the background during the previous step (`synchronized_dataloader`), so agreement costs no wait.
-All ranks decide from the same sums, and therefore at the same step. The trainer calls `RankFeed`, or `SoloFeed` in a
-single process.
+One all-reduce per batch carries it. It runs in the background during the previous step (`synchronized_dataloader`), so
+agreement costs no wait. All ranks decide from the same sums, and therefore at the same step. The trainer calls
+`RankFeed`, or `SoloFeed` in a single process.
 """
 
 from collections import deque
 from collections.abc import Callable
-from typing import NamedTuple
+from typing import TYPE_CHECKING, NamedTuple
 
 import torch
 from torch import Tensor
@@ -20,6 +20,9 @@ from forgather.ml.trainer.loop.signals import STOP_SIGNAL_NAMES
 from forgather.ml.trainer.loop.window import Window
 from forgather.ml.trainer.step_loss.model_loss import ModelLoss
 from forgather.ml.trainer.synchronized_dataloader import NOTHING, SynchronizedDataLoader
+
+if TYPE_CHECKING:
+    from forgather.ml.trainer.ranks.replica_check import ReplicaCheck
 
 Sum = Callable[[Tensor], Tensor]
 
@@ -37,6 +40,10 @@ class BatchNotes(NamedTuple):
     """One flag for each of `STOP_SIGNAL_NAMES`."""
     finished_saves: int = 0
     """Number of background saves that have ended on this rank since the start."""
+    requests: int = 0
+    """Number of requests of `forgather control` since the start; rank 0 counts them."""
+    replicas: tuple[int, ...] = ()
+    """Numbers of the replica check (`replica_check_steps`); empty without it, so that messages stay short."""
 
     def flat(self) -> list[int]:
         # The same length and order on all ranks, since the exchange adds element by element.
@@ -46,7 +53,9 @@ class BatchNotes(NamedTuple):
             self.unknown,
             self.bad_gradients,
             self.finished_saves,
+            self.requests,
             *self.stop_signals,
+            *self.replicas,
         ]
 
     @classmethod
@@ -54,8 +63,9 @@ class BatchNotes(NamedTuple):
         """Return the metadata of summed integers; an empty list, as before the first batch, gives zeros."""
         if not numbers:
             return cls()
-        targets, batches, unknown, bad_gradients, finished_saves, *stops = numbers
-        return cls(targets, batches, unknown, bad_gradients, tuple(stops), finished_saves)
+        targets, batches, unknown, bad_gradients, finished_saves, requests, *rest = numbers
+        stops, replicas = tuple(rest[: len(STOP_SIGNAL_NAMES)]), tuple(rest[len(STOP_SIGNAL_NAMES) :])
+        return cls(targets, batches, unknown, bad_gradients, stops, finished_saves, requests, replicas)
 
 
 def stop_flags(received: str | None) -> tuple[int, ...]:
@@ -73,6 +83,8 @@ class SoloFeed:
     """Training loss; set after construction, because the loaders are built first."""
     finished_saves: Callable[[], int]
     """Number of background saves that have ended in this process; set after construction, by the saver."""
+    asked: Callable[[], int] | None = None
+    """Number of requests that this process has received from `forgather control`; None if it cannot receive any."""
 
     def __init__(self, watch: GradientWatch, received: Callable[[], str | None]) -> None:
         self._watch = watch
@@ -93,7 +105,14 @@ class SoloFeed:
         else:
             window.counts = [count(batch.get("labels"), batch) for batch in window.batches]
         window.total = sum(window.counts)
-        window.num_shares = len(window.batches)
+        window.num_shares = sum(not isinstance(batch, EmptyBatch) for batch in window.batches)
+
+    def is_empty(self, window: Window) -> bool:
+        """Return whether a window that is not counted yet has no samples on any rank; equal on all ranks."""
+        return all(isinstance(batch, EmptyBatch) for batch in window.batches)
+
+    def drop(self, window: Window) -> None:
+        """Forget a window that is not counted yet, because its step is passed over."""
 
     @property
     def gradients_look_bad(self) -> bool:
@@ -112,6 +131,11 @@ class SoloFeed:
     def stop(self, signal_name: str) -> None:
         """Record a signal on which ranks have agreed elsewhere, such as in an evaluation."""
 
+    @property
+    def num_requests(self) -> int:
+        """Number of requests of `forgather control` since the start; equal on all ranks."""
+        return 0 if self.asked is None else self.asked()
+
 
 class RankFeed:
     """Batch metadata of several ranks: the loader exchanges it together with each batch.
@@ -125,6 +149,8 @@ class RankFeed:
 
     loss: ModelLoss
     finished_saves: Callable[[], int] | None = None
+    _replicas: "ReplicaCheck | None" = None
+    asked: Callable[[], int] | None = None
 
     def __init__(
         self,
@@ -153,6 +179,11 @@ class RankFeed:
     def follow(self, loader: SynchronizedDataLoader) -> None:
         self._loader = loader
 
+    def follow_replicas(self, check: "ReplicaCheck") -> None:
+        """Exchange the numbers of a replica check with each batch."""
+        self._replicas = check
+        check.latest = lambda: self._latest.replicas
+
     def about(self, item: object) -> list[int]:
         """Return the metadata of this rank for a batch that was just fetched, or for `NOTHING`."""
         own = self._about_batch(item) if item is not NOTHING else BatchNotes()
@@ -163,7 +194,12 @@ class RankFeed:
         flags = stop_flags(self._received())
         # The loader fetches its first batches before there is a saver.
         saves = 0 if self.finished_saves is None else self.finished_saves()
-        own = own._replace(bad_gradients=int(self._watch.has_news), stop_signals=flags, finished_saves=saves)
+        asked = 0 if self.asked is None else self.asked()
+        bad = int(self._watch.has_news)
+        own = own._replace(bad_gradients=bad, stop_signals=flags, finished_saves=saves, requests=asked)
+        if self._replicas is not None and self._loader is not None:
+            # The previous exchange is complete on all ranks when a batch is fetched.
+            own = own._replace(replicas=self._replicas.notes(BatchNotes.of(self._loader.noted).replicas))
         return own.flat()
 
     def _about_batch(self, item: object) -> BatchNotes:
@@ -188,13 +224,24 @@ class RankFeed:
         self._notes.append(BatchNotes.of(self._loader.noted))
 
     def count(self, window: Window) -> None:
-        window.counts = [self._own_counts.popleft() for _ in window.batches]
-        notes = [self._notes.popleft() for _ in window.batches]
+        window.counts = [self._own_counts.popleft() for _ in range(window.num_fetched)]
+        notes = [self._notes.popleft() for _ in range(window.num_fetched)]
+        if window.is_split:
+            window.counts = [self.loss.count(labels, batch) for batch, labels in window.labelled]
         window.total = sum(note.targets for note in notes)
         window.num_shares = sum(note.batches for note in notes)
         # `unknown` is a sum over ranks, so all ranks enter the collective in `_count_now` or none does.
         if any(note.unknown for note in notes):
             self._count_now(window)
+
+    def is_empty(self, window: Window) -> bool:
+        notes = (self._notes[place] for place in range(window.num_fetched))
+        return sum(note.batches for note in notes) == 0
+
+    def drop(self, window: Window) -> None:
+        for _ in range(window.num_fetched):
+            self._own_counts.popleft()
+            self._notes.popleft()
 
     def _count_now(self, window: Window) -> None:
         """Count the targets of a window and sum them over all ranks now; collective."""
@@ -224,6 +271,10 @@ class RankFeed:
 
     def stop(self, signal_name: str) -> None:
         self._agreed_signal = signal_name
+
+    @property
+    def num_requests(self) -> int:
+        return 0 if self._loader is None else self._latest.requests
 
     @property
     def _latest(self) -> BatchNotes:

@@ -40,6 +40,10 @@ class ChangingBuffers:
         own = [
             name for name, buffer in self._model.named_buffers() if name not in before or not buffer.equal(before[name])
         ]
+        self.adopt(own)
+
+    def adopt(self, own: list[str]) -> None:
+        """Use the buffers that the first step has changed on any rank; collective."""
         # Union over all ranks, sorted: other stages have other buffers, and broadcasts need the same order everywhere.
         self._names = sorted({name for names in self._peers.gather(own) for name in names})
 

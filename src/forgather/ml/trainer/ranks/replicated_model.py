@@ -4,7 +4,7 @@ Replicas must have the same parameters and the same mutable buffers. The DDP, Ac
 """
 
 import contextlib
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 
 from torch import nn
 from torch.distributed import ProcessGroup
@@ -44,6 +44,11 @@ class ReplicatedModel:
             yield
         if wrapped is not None:
             self._buffers.limit_broadcasts(wrapped)
+
+    def note_changes(self, changed: Callable[[], list[str]]) -> None:
+        """Find the changing buffers after the first step instead of in its first forward pass; collective."""
+        if self._buffers is not None and not self._buffers.are_known:
+            self._buffers.adopt(changed())
 
     def share_buffers(self) -> None:
         """Broadcast the changing buffers of the first replica to all replicas; collective."""

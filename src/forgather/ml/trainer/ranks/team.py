@@ -30,7 +30,7 @@ from forgather.ml.trainer.loop.nonfinite import GradientWatch
 from forgather.ml.trainer.ranks.batch_notes import Feed, RankFeed, SoloFeed, signal_of, stop_flags
 from forgather.ml.trainer.ranks.parallel_loading import DataLayout, ParallelLoading
 from forgather.ml.trainer.setup.rank_settings import require_equal_settings
-from forgather.ml.trainer.synchronized_dataloader import NOTHING, Rounds, SynchronizedDataLoader
+from forgather.ml.trainer.synchronized_dataloader import NOTHING, Round, Rounds, SynchronizedDataLoader
 from forgather.ml.trainer.trainer_types import TrainerControl
 
 logger = logging.getLogger(__name__)
@@ -80,6 +80,9 @@ class SoloTeam:
         """Return the value of rank `source`."""
         return value
 
+    def share_buffer(self, source: int, buffer: Tensor) -> None:
+        """Fill a CPU tensor with the values of rank `source`; shape and dtype are equal on all ranks."""
+
     def agreement(self, during: str) -> AbstractContextManager[None]:
         """Return a context that raises an error of one rank on all ranks; its body must not contain collectives."""
         return contextlib.nullcontext()
@@ -125,12 +128,14 @@ class SoloTeam:
         interrupted: Callable[[str], None],
         waits_for_errors: bool = True,
         join: Callable[[Any], None] | None = None,
+        end_round: Callable[[], None] | None = None,
     ) -> None:
         """Call `work` on at most `limit` batches; call `first` on the first batch before that.
 
         A stop request raises `EvaluationInterrupted`, after a call of `interrupted` with the name of the signal. With
         `waits_for_errors=False` an error of `work` is raised immediately, because the ranks of a pipeline wait for each
-        other inside `work`. Ranks without a batch call `join` with some batch, if it is given.
+        other inside `work`. Ranks without a batch call `join` with some batch, if it is given. Every rank calls `end_round`
+        after each round, if it is given. Its errors reach all ranks in the next round.
         """
         is_first = True
         for batch in first_batches(loader, limit):
@@ -142,6 +147,8 @@ class SoloTeam:
                 first(batch)
             is_first = False
             work(batch)
+            if end_round is not None:
+                end_round()
 
     def compares_batches(self, dataset: object, layout: DataLayout) -> bool:
         """Return whether ranks should compare their first batches, because they might read the same stream."""
@@ -199,6 +206,10 @@ class RankTeam(SoloTeam):
 
     def broadcast_from(self, source: int, value: T) -> T:
         return self.peers.broadcast(value, source)
+
+    def share_buffer(self, source: int, buffer: Tensor) -> None:
+        with _contact("sharing predictions with all ranks"):
+            dist.broadcast(buffer, group=self._group, group_src=source)
 
     def agreement(self, during: str) -> AbstractContextManager[None]:
         return self.peers.agreement(during)
@@ -272,13 +283,14 @@ class RankTeam(SoloTeam):
         interrupted: Callable[[str], None],
         waits_for_errors: bool = True,
         join: Callable[[Any], None] | None = None,
+        end_round: Callable[[], None] | None = None,
     ) -> None:
         """Evaluate the batches of this rank; ranks that have run out join each round until no rank has a batch."""
         rounds = Rounds(_begun_late(loader, limit), self._group, lambda _: stop_flags(received()), self._exchange)
         rounds.fetch()
         is_first = True
         example: Any = None
-        while (found := rounds.finish()).num_items > 0:
+        while (found := _finished(rounds, loader)).num_items > 0:
             # A rank without batches only waits in each round, and still makes progress.
             note(EVALUATION)
             batch = None if found.item is NOTHING else found.item
@@ -298,6 +310,8 @@ class RankTeam(SoloTeam):
                 self._work_in_round(work, batch, rounds, waits_for_errors)
             elif join is not None:
                 join(example if batch is None else batch)
+            if end_round is not None:
+                self._work_in_round(lambda _: end_round(), None, rounds, True)
         _leave(loader)
         self.peers.agree(rounds.error, "evaluating a batch")
 
@@ -350,6 +364,17 @@ def make_team(env: DistributedEnvInterface, present: Team | None, owner: str) ->
 def _begun_late(loader: Iterable[Any], limit: int) -> Iterator[Any]:
     """Yield the first batches; as a generator it opens the loader in the first round, where errors reach all ranks."""
     yield from first_batches(loader, limit)
+
+
+def _finished(rounds: Rounds, loader: Iterable[Any]) -> Round:
+    """Complete a round; an error of one rank ends the evaluation on all ranks, in a state that allows the next one."""
+    try:
+        return rounds.finish()
+    except DistributedError as error:
+        # All ranks raise an agreed error here. If contact was lost, no rank may wait for another.
+        if error.rank is not None:
+            _leave(loader)
+        raise
 
 
 def _leave(loader: Iterable[Any]) -> None:

@@ -3,15 +3,24 @@
 Each is a function of the arguments and the declared state of a trainer, and holds no state. `BaseTrainer` calls them.
 """
 
+import os
 from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
+from torch import nn
+
+from forgather.ml.checkpoint.all_ranks import on_every_rank
 from forgather.ml.checkpoint.coordinator import CheckpointCoordinator
 from forgather.ml.checkpoint.errors import CheckpointSaveError
+from forgather.ml.checkpoint.files.durable import make_directories, replace_file
+from forgather.ml.checkpoint.files.layout import IN_OUTPUT_DIR, TRAINER_STATE_NAME
+from forgather.ml.checkpoint.foreign.trainer_state import trainer_state_bytes
 from forgather.ml.checkpoint.manager import CheckpointConfig, CheckpointManager
+from forgather.ml.checkpoint.weights.adapters import ADAPTER_CONFIG, AdapterState, adapter_files, is_peft_model
 from forgather.ml.distributed import (
     DistributedEnvInterface,
     DistributedEnvironment,
+    Peers,
     StaticDistributedEnvironment,
     get_world_size,
 )
@@ -54,7 +63,43 @@ def checkpoint_config(args: MinimalTrainingArguments) -> CheckpointConfig:
         save_total_limit=args.save_total_limit,
         save_on_each_node=args.save_on_each_node,
         save_safetensors=args.save_safetensors,
+        checkpoint_layout=args.checkpoint_layout,
     )
+
+
+def files_of_checkpoint(trainer: "BaseTrainer[Any]") -> dict[str, bytes]:
+    """Return small files to add to a checkpoint, by name: adapters in PEFT's format, and files of `checkpoint_layout`."""
+    files = {}
+    model = None if trainer.model is None else trainer.unwrapped_model()
+    # Only ranks that may lead a storage, since the files hold all adapters.
+    if trainer.dist.local_rank == 0 and is_peft_model(model):
+        files.update(adapter_files(model, trainer.processing_class))
+    if trainer.args.checkpoint_layout == IN_OUTPUT_DIR:
+        max_steps = getattr(trainer, "max_steps", None)
+        planned = trainer.state.max_steps if max_steps is None else max_steps
+        files[TRAINER_STATE_NAME] = trainer_state_bytes(trainer.state, planned, trainer.callbacks)
+    return files
+
+
+def model_state(model: nn.Module) -> nn.Module | AdapterState:
+    """Return the stateful of the component "model": the model, or the trained part of a `PeftModel`."""
+    return AdapterState(model) if is_peft_model(model) else model
+
+
+def export_adapters(trainer: "BaseTrainer[Any]", output_dir: str) -> None:
+    """Write the adapters of a `PeftModel` as PEFT does, by atomic replacement of each file. Collective."""
+
+    def write() -> None:
+        if trainer.dist.rank != 0:
+            return
+        files = adapter_files(trainer.unwrapped_model(), trainer.processing_class)
+        # The configuration last: it makes the directory an adapter.
+        for name, data in sorted(files.items(), key=lambda file: file[0].endswith(ADAPTER_CONFIG)):
+            path = os.path.abspath(os.path.join(output_dir, name))
+            make_directories(os.path.dirname(path))
+            replace_file(path, data)
+
+    on_every_rank(Peers.world(), write, f"writing the adapters to {output_dir}", CheckpointSaveError)
 
 
 def make_manager(

@@ -17,20 +17,14 @@ from forgather.ml.trainer.trainer_types import LRSchedulerT, OptimizerT
 
 P = ParamSpec("P")
 
-_BATCH_METRICS = (
-    "compute them in a callback: on_prediction_step receives the logits and labels of each evaluation batch, and metrics "
-    "added in on_evaluate are logged"
-)
 _OTHER_NAMES = {
     "tokenizer": "it is called processing_class",
-    "compute_metrics": _BATCH_METRICS,
-    "preprocess_logits_for_metrics": _BATCH_METRICS,
     "optimizers": "pass them separately, as optimizer and lr_scheduler",
     "compute_loss": "it is called compute_loss_func",
     "dataset": "it is called train_dataset",
     "collate_fn": "it is called data_collator",
     "config": "it is called args",
-    "peft_config": "this version cannot train models with PEFT adapters; merge the adapters into the model first",
+    "peft_config": "build the adapters first: model=get_peft_model(model, peft_config)",
 }
 """Trainer keywords of `transformers` and `trl` with another name or place in Forgather."""
 

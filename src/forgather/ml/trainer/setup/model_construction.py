@@ -13,6 +13,8 @@ from collections.abc import Callable
 import torch
 from torch import Tensor, nn
 
+from forgather.ml.checkpoint.state.rng import RNGState
+from forgather.ml.checkpoint.weights.adapters import is_peft_model, uses_prompts
 from forgather.ml.checkpoint.weights.index import create_sharing_metadata, retie_parameters
 from forgather.ml.construct import torch_dtype
 from forgather.ml.no_init_weights import no_init_weights
@@ -45,22 +47,41 @@ def build_model(
         context.enter_context(default_dtype(None if dtype is None else torch_dtype(dtype)))
         if will_be_loaded:
             context.enter_context(no_init_weights())
+        random_state = RNGState()
+        before = random_state.state_dict() if will_be_loaded else {}
         if construct_on == "meta":
-            return _materialised(model_init, device, fill_buffers)
-        if construct_on == "device":
-            context.enter_context(device)
-        return model_init().to(device)
+            model = _materialised(model_init, device, fill_buffers)
+        else:
+            context.enter_context(device if construct_on == "device" else contextlib.nullcontext())
+            model = model_init().to(device)
+    if not (will_be_loaded and is_peft_model(model)):
+        return model
+    # A checkpoint of adapters does not contain the frozen weights, so they must be initialised after all.
+    random_state.load_state_dict(before)
+    del model
+    return build_model(model_init, device, "default" if construct_on == "meta" else construct_on, dtype, False)
 
 
-def refuse_adapters(model: nn.Module) -> None:
-    """Raise ValueError for a PEFT model, or a model with adapters added by PEFT or transformers."""
+def refuse_adapters(model: nn.Module, accepts_peft: bool = False) -> None:
+    """Raise ValueError for a PEFT model, or a model with adapters added by PEFT or transformers.
+
+    `accepts_peft`: the trainer can train a `PeftModel` that adds no virtual tokens.
+    """
+    if accepts_peft and is_peft_model(model):
+        if uses_prompts(model):
+            raise ValueError(
+                f"The {type(model).__name__} has PEFT adapters that add virtual tokens to the input (prompt learning), which "
+                "this version of forgather cannot train: logits and labels differ in length. Use LoRA or another method "
+                "that changes layers, or train the model without adapters."
+            )
+        return
     found = next((said for said in map(_adapter_in, model.modules()) if said is not None), None)
     if found is not None:
         raise ValueError(
-            f"The {type(model).__name__} has PEFT adapters ({found}), which this version of forgather cannot train: "
-            "checkpoints and exports would lack the adapters, or have names that from_pretrained does not know. Merge the "
-            "adapters of a PeftModel with model = model.merge_and_unload() and set requires_grad on its parameters, or train "
-            "the model without adapters."
+            f"The {type(model).__name__} has PEFT adapters ({found}), which this trainer cannot train: checkpoints and exports "
+            "would lack the adapters, or have names that from_pretrained does not know. Pass a PeftModel (get_peft_model) as "
+            "the model of Trainer or DDPTrainer. Or merge the adapters of a PeftModel with model = model.merge_and_unload() "
+            "and set requires_grad on its parameters, or train the model without adapters."
         )
 
 
@@ -85,13 +106,13 @@ def _quantized_kind(parameter: nn.Parameter) -> str | None:
     return kind.__name__ if is_known else None
 
 
-def checked_builder(model_init: Callable[[], nn.Module]) -> Callable[[], nn.Module]:
-    """Wrap `model_init` so that it raises ValueError unless it returns a model without adapters."""
+def checked_builder(model_init: Callable[[], nn.Module], accepts_peft: bool = False) -> Callable[[], nn.Module]:
+    """Wrap `model_init` so that it raises ValueError unless it returns a model that `refuse_adapters` accepts."""
 
     @functools.wraps(model_init)
     def build() -> nn.Module:
         model = checked_model(model_init(), model_init)
-        refuse_adapters(model)
+        refuse_adapters(model, accepts_peft)
         return model
 
     return build

@@ -12,8 +12,9 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from forgather.ml.optim.named_optimizers import DEFAULT, class_and_options
 from forgather.ml.optim.opt_utils import make_grouped_optimizer, optimizer_of_nothing, warn_of_unknown_options
-from forgather.ml.trainer.arguments.training_arguments import MinimalTrainingArguments
+from forgather.ml.trainer.arguments.training_arguments import MinimalTrainingArguments, TrainingArguments
 from forgather.ml.trainer.setup.given_objects import check_optimizer, check_scheduler
 from forgather.ml.trainer.setup.schedules import make_schedule
 from forgather.ml.trainer.trainer_types import LRSchedulerFactoryT, LRSchedulerT, OptimizerFactoryT, OptimizerT
@@ -27,17 +28,20 @@ _UNDECAYED_NAME = re.compile(r"bias(\.weight)?$|layernorm|rmsnorm|(?:^|\.)norm(?
 
 
 def optimizer_factory(
-    args: MinimalTrainingArguments,
+    args: TrainingArguments,
     factory: OptimizerFactoryT | None,
     class_and_kwargs: tuple[type, dict[str, Any]] | None,
 ) -> OptimizerFactoryT:
-    """Return the factory for the optimizer: the user's factory, class with options, or AdamW."""
+    """Return the factory for the optimizer: the user's factory, class with options, or the optimizer named by `optim`."""
     if factory is not None:
         return factory
     if class_and_kwargs is not None:
         cls, options = class_and_kwargs
         return lambda parameters: cls(parameters, **options)
-    return lambda parameters: adamw(args, parameters)
+    if args.optim == DEFAULT:
+        return lambda parameters: adamw(args, parameters)
+    named, named_options = class_and_options(args)
+    return lambda parameters: named(parameters, **named_options)
 
 
 def adamw(args: MinimalTrainingArguments, parameters: Iterable[Any]) -> torch.optim.AdamW:

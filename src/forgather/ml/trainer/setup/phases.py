@@ -12,10 +12,13 @@ import torch
 from torch import nn
 
 from forgather.ml.checkpoint.components import select_components
+from forgather.ml.checkpoint.files.layout import checkpoints_root
 from forgather.ml.checkpoint.manager import CheckpointManager
 from forgather.ml.checkpoint.state.rng import RNGState
 from forgather.ml.distributed import flight_recorder
 from forgather.ml.loss.rescale_loss import RescaleLoss
+from forgather.ml.optim.named_optimizers import require_optimizer
+from forgather.ml.trainer.batch_size.finder import BatchFinder
 from forgather.ml.trainer.diagnostics.allocator import use_expandable_segments
 from forgather.ml.trainer.diagnostics.health import check_health
 from forgather.ml.trainer.diagnostics.malloc_settings import tune_malloc
@@ -31,8 +34,11 @@ from forgather.ml.trainer.loop.reporter import Reporter
 from forgather.ml.trainer.loop.saver import Saver
 from forgather.ml.trainer.loop.scheduler_state import kept_rates
 from forgather.ml.trainer.loop.step_runner import StepRunner
+from forgather.ml.trainer.ranks.replica_check import make_replica_check
 from forgather.ml.trainer.ranks.team import make_team
 from forgather.ml.trainer.recipes.activation_checkpointing import checkpointing_function, require_one_function
+from forgather.ml.trainer.samples.length_groups import SampleLengths
+from forgather.ml.trainer.samples.skipped import SkippedData
 from forgather.ml.trainer.setup import preparation, requirements
 from forgather.ml.trainer.setup.hook_checks import is_overridden
 from forgather.ml.trainer.setup.model_construction import build_model, refuse_quantized
@@ -61,7 +67,12 @@ def refuse(trainer: "Trainer") -> None:
         "lr_scheduler_factory": trainer.lr_scheduler_factory,
         "enable_activation_checkpoint_fn": trainer.enable_activation_checkpoint_fn,
         "fused_loss_factory": trainer.fused_loss_factory,
+        "compute_metrics": trainer.compute_metrics,
+        "preprocess_logits_for_metrics": trainer.preprocess_logits_for_metrics,
     }
+    require_samples(trainer)
+    if args.replica_check_steps:
+        requirements.require_replicas(type(trainer).__name__, trainer._sharing_table())
     requirements.require_builder(args, trainer.model_init is not None)
     requirements.require_eval_dataset(args, trainer.eval_dataset is not None)
     requirements.require_functions(functions, trainer.optimizer_groups, trainer.given)
@@ -76,6 +87,30 @@ def refuse(trainer: "Trainer") -> None:
         trainer._device_type(),
         trainer._is_pipeline_parallel(),
     )
+
+
+def require_samples(trainer: "Trainer") -> None:
+    """Raise for data, a loss or an optimizer that do not fit the arguments about samples, smoothing and `optim`."""
+    args, given = trainer.args, trainer.given
+    if args.train_sampling_strategy == "group_by_length" and trainer.train_dataset is not None:
+        requirements.require_map_style(trainer.train_dataset)
+    has_own = bool(given.optimizer or given.optimizer_cls_and_kwargs or trainer.optimizer_factory)
+    require_optimizer(args, has_own)
+    requirements.require_smoothing(args.label_smoothing_factor, given.loss_fn is not None or trainer.use_fused_loss)
+    if args.auto_find_batch_size:
+        requirements.require_repeatable(trainer)
+
+
+def sample_lengths(trainer: "Trainer", dataset: BaseDataset) -> SampleLengths | None:
+    """Return the lengths for `group_by_length`; None for another sampling strategy."""
+    args = trainer.args
+    if args.train_sampling_strategy != "group_by_length":
+        return None
+    with trainer.team.agreement("reading the length of a sample"):
+        requirements.require_map_style(dataset)
+        samples: Any = dataset
+        may_change = args.set_dataset_epoch and hasattr(dataset, "set_epoch")
+        return SampleLengths(samples, args.length_column_name, may_change)
 
 
 def prepare_ranks(trainer: "Trainer") -> None:
@@ -101,6 +136,7 @@ def settings_of(trainer: "Trainer") -> dict[str, str]:
         "eval_dataset": trainer.eval_dataset,
         "compute_loss_func": trainer.given.loss_fn,
         "fused_loss_factory": trainer.fused_loss_factory,
+        "compute_metrics": trainer.compute_metrics,
     }
     stream = None if trainer._dispatches(for_training=True) else trainer.train_dataset
     settings = common_settings(type(trainer), trainer.args, trainer.wanted, trainer.optimizer_groups, objects, stream)
@@ -138,8 +174,13 @@ def prepare_data(trainer: "Trainer", train_dataset: BaseDataset | None, eval_dat
     # An override of `_prepare_batch` may change labels, so targets cannot be counted when a batch is read ahead.
     early = not is_overridden(trainer, "_prepare_batch")
     trainer.feed = trainer.team.feed(trainer.watch, trainer.received_signal, trainer.layout, early)
+    if trainer.desk is not None:
+        trainer.feed.asked = trainer.desk.count
     trainer.train_dataloader = trainer.eval_dataloader = trainer.evaluated_dataset = None
+    # Before the loaders, which share it: a loaded checkpoint may change it.
+    trainer.skipped = SkippedData(trainer.args.skip_samples, trainer.args.skip_steps)
     trainer._init_dataloaders(train_dataset if trains else None, eval_dataset)
+    requirements.require_own_loader(trainer)
     if trains and trainer.train_dataloader is None:
         raise ValueError("train() needs a train_dataset; only evaluate() works without it.")
     _adapt_train_loader(trainer)
@@ -214,7 +255,9 @@ def wrap_loss(trainer: "Trainer") -> None:
     if trainer.use_fused_loss:
         head = output_embeddings_of(model) if trainer.fused_loss_factory is None else trainer.fused_head
         trainer.model = HiddenStatesModel(model)
-    trainer.step_loss = ModelLoss(loss_fn, trainer.args.token_weighted_loss, head=head)
+    smoothing = trainer.args.label_smoothing_factor
+    requirements.require_smoothing(smoothing, loss_fn is not None)
+    trainer.step_loss = ModelLoss(loss_fn, trainer.args.token_weighted_loss, head=head, smoothing=smoothing)
     count = trainer.feed.count
     trainer.loss_fn = TrainingLoss(trainer.step_loss, count, trainer._num_averaged)
 
@@ -323,7 +366,7 @@ def prepare_loop(trainer: "Trainer") -> None:
     leaves_out = amp.has_loss_scale or trainer.skips_updates
     cadence = Cadence(args, trainer.state, trainer.control, trainer.plan, trainer.eval_dataset is not None)
     trainer.loop = LoopState(
-        args.output_dir,
+        checkpoints_root(args.output_dir, args.checkpoint_layout),
         trainer.state,
         trainer.control,
         cadence,
@@ -331,6 +374,7 @@ def prepare_loop(trainer: "Trainer") -> None:
         trainer.step_loss,
         trainer.watch,
         IntervalMetrics(leaves_out),
+        skipped=trainer.skipped,
     )
     trainer._flops_per_token = trainer._compute_flops_per_token()
     trainer.reporter = Reporter(
@@ -347,6 +391,7 @@ def prepare_loop(trainer: "Trainer") -> None:
         # A loader made by a user's hook belongs to `eval_dataset`.
         is_ours = trainer.evaluated_dataset is not None
         trainer.evaluator.dataset = trainer.evaluated_dataset if is_ours else trainer.eval_dataset
+    trainer.batch_finder = BatchFinder(trainer) if args.auto_find_batch_size else None
     trainer.steps = StepRunner(trainer)
     trainer.steps.compares_batches = trainer.team.compares_batches(trainer.train_dataset, trainer.layout)
 
@@ -361,6 +406,7 @@ def prepare_checkpoints(trainer: "Trainer") -> None:
     require_parameters_of(trainer._forward_modules(), trainer.optimizer, type(trainer).__name__)
     trainer.checkpoint_manager = trainer._init_checkpoint_manager()
     trainer.saver = Saver(trainer)
+    trainer.replica_check = make_replica_check(trainer)
     # Check names now: at the first save, an unknown name would end a run that has trained for hours.
     components = trainer.get_state_components()
     select_components(components, trainer.args.checkpoint_components)

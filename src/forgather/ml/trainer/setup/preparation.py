@@ -20,6 +20,8 @@ from forgather.ml.trainer.loading.builders import build_eval_loader, build_train
 from forgather.ml.trainer.loading.copy_streams import can_pin
 from forgather.ml.trainer.loading.data_order import Part
 from forgather.ml.trainer.ranks.parallel_loading import BuildLoader
+from forgather.ml.trainer.samples.length_groups import SampleLengths
+from forgather.ml.trainer.samples.skipped import SkippedData
 from forgather.ml.trainer.setup.devices import choose_device, device_type, require_device
 from forgather.ml.trainer.setup.layers import compile_layers
 from forgather.ml.trainer.setup.optimizer_construction import (
@@ -75,6 +77,8 @@ def loader_builder(
     device: torch.device,
     seed: int | None,
     shares: StepShares | None = None,
+    lengths: SampleLengths | None = None,
+    skipped: SkippedData | None = None,
 ) -> BuildLoader:
     """Return a function that builds the loader of one part of a dataset: for training with a `seed`, else evaluation."""
     options: dict[str, Any] = {
@@ -93,7 +97,9 @@ def loader_builder(
         return build_train_loader(
             dataset,
             seed=seed,
-            shuffle=args.shuffle,
+            shuffle=args.shuffles,
+            lengths=lengths,
+            skipped=skipped,
             set_dataset_epoch=args.set_dataset_epoch,
             part=part,
             shares=None if shares is None else shares_of_part(shares, part),

@@ -22,6 +22,8 @@ MAY_DIFFER = {
     "device": "every rank has its own device",
     "logging_dir": "may be local to the node, and contains the time and the host name",
     "run_name": "a label; only ranks that report to a service use it",
+    "report_to": "as run_name",
+    "disable_tqdm": "display of one rank",
     "dataloader_num_workers": "affects only how a rank reads; with dispatch_batches only rank 0 reads",
     "dataloader_pin_memory": "as dataloader_num_workers",
     "dataloader_persistent_workers": "as dataloader_num_workers",

@@ -6,15 +6,22 @@ arguments alone are in `arguments.checks`. `phases.refuse` calls them.
 
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from forgather.ml.checkpoint.components import require_known_components
 from forgather.ml.optim.opt_utils import check_group_map
 from forgather.ml.optim.step_in_backward import refuse_several_optimizers
 from forgather.ml.trainer.arguments.training_arguments import TrainingArguments
+from forgather.ml.trainer.loading.builders import kind_of
+from forgather.ml.trainer.ranks.replica_check import has_replicas
+from forgather.ml.trainer.setup.declared_state import Shared
 from forgather.ml.trainer.setup.given_objects import check_optimization
+from forgather.ml.trainer.setup.hook_checks import is_overridden
 from forgather.ml.trainer.setup.torch_settings import cuda_graphs_problem
 from forgather.ml.trainer.trainer_types import LRSchedulerT, OptimizerT
+
+if TYPE_CHECKING:
+    from forgather.ml.trainer.trainer import Trainer
 
 
 @dataclass(frozen=True)
@@ -48,12 +55,75 @@ def require_builder(args: TrainingArguments, has_builder: bool) -> None:
 
 
 def require_eval_dataset(args: TrainingArguments, has_dataset: bool) -> None:
-    asked = {"eval_strategy": args.eval_strategy != "no", "eval_on_save": args.eval_on_save}
+    asked = {
+        "eval_strategy": args.eval_strategy != "no",
+        "eval_on_save": args.eval_on_save,
+        "eval_on_start": args.eval_on_start,
+    }
     for name, needs_dataset in asked.items():
         if needs_dataset and not has_dataset:
             raise ValueError(
                 f"{name}={getattr(args, name)!r} needs an eval_dataset. Pass one to the trainer, or disable evaluations."
             )
+
+
+def require_map_style(dataset: object) -> None:
+    """Raise ValueError for training data without lengths by index, which `group_by_length` needs."""
+    kind = kind_of(dataset)
+    if kind != "map":
+        what = "a stream" if kind == "iterable" else "a loader"
+        raise ValueError(
+            f"train_sampling_strategy='group_by_length' needs a map-style dataset, with __len__ and __getitem__, but the "
+            f"training data are {what} ({type(dataset).__name__}), which has its own order. Pass the dataset itself, or group "
+            "its samples by length before."
+        )
+
+
+def require_own_loader(trainer: "Trainer[Any]") -> None:
+    """Raise ValueError for `skip_samples` with a hook that builds another loader, which would not leave them out."""
+    hooks = ("_init_dataloaders", "_get_dataloader")
+    overridden = next((name for name in hooks if is_overridden(trainer, name)), None)
+    if overridden is not None and trainer.skipped.samples:
+        raise ValueError(
+            f"skip_samples cannot be combined with {type(trainer).__name__}.{overridden}, which builds its own loader. Leave "
+            "the samples out there, or use skip_steps."
+        )
+
+
+def require_smoothing(factor: float, has_loss: bool) -> None:
+    """Raise ValueError for label smoothing of a loss function that the user defines."""
+    if factor and has_loss:
+        raise ValueError(
+            f"label_smoothing_factor={factor} cannot be combined with compute_loss_func or fused_loss_factory: both define "
+            "the loss. Smooth the labels in your loss function, or remove one of the two."
+        )
+
+
+def require_repeatable(trainer: "Trainer[Any]") -> None:
+    """Raise ValueError for trainers that cannot repeat a step that ran out of memory."""
+    reason = trainer.unrepeatable
+    overridden = [name for name in ("_train_step", "_update_parameters") if is_overridden(trainer, name)]
+    if overridden:
+        reason = f"{overridden[0]} is overridden, and its work cannot be undone"
+    local = getattr(trainer.args, "post_local_sgd", None)
+    if local is not None and local.enabled:
+        reason = "post_local_sgd hooks into the gradient reduction of DDP, which a repeated step does without"
+    if reason:
+        raise ValueError(
+            f"auto_find_batch_size=True cannot be used with {type(trainer).__name__}: {reason}. Set "
+            "auto_find_batch_size=False and a smaller per_device_train_batch_size; global_batch_size keeps the samples of a "
+            "step."
+        )
+
+
+def require_replicas(trainer_name: str, table: Mapping[str, Shared]) -> None:
+    """Raise ValueError for `replica_check_steps` if no two ranks hold copies of the same parameters."""
+    if not has_replicas(table.get("model")):
+        raise ValueError(
+            f"replica_check_steps has no effect with {trainer_name} and these arguments: it compares copies of the "
+            "parameters, and here every parameter exists once. Set it to 0, or use replicas: DDPTrainer, AccelTrainer, "
+            "HybridTrainer with dp_strategy='replicate', or FSDP2Trainer with fsdp2.replicate_size of 2 or more."
+        )
 
 
 def require_components(args: TrainingArguments, known: tuple[str, ...] | None) -> None:

@@ -59,8 +59,10 @@ class StepPlan:
         # The position counts samples, which do not depend on the batch size. The start of the epoch moves so that the
         # remaining samples end it, and it may become negative.
         num_left = self.steps_per_epoch
-        if position.get("num_samples"):
-            num_left = self._steps_of_samples(position["num_samples"] - position["index"], samples_per_batch)
+        # A checkpoint from the end of an epoch counts the next epoch already, while its position is still the end of
+        # the previous one: no sample of the new epoch was read.
+        if position.get("num_samples") and state.global_step != state.epoch_start_step:
+            num_left = self.steps_of_samples(position["num_samples"] - position["index"], samples_per_batch)
         state.epoch_train_steps = self.steps_per_epoch  # type: ignore[attr-defined]
         state.epoch_start_step = state.global_step + num_left - self.steps_per_epoch
         if self.counts_steps or self._args.num_train_epochs < 0:
@@ -76,7 +78,8 @@ class StepPlan:
             return math.floor(num_batches) // accumulation
         return math.ceil(math.ceil(num_batches) / accumulation)
 
-    def _steps_of_samples(self, num_samples: int, samples_per_batch: int) -> int:
+    def steps_of_samples(self, num_samples: int, samples_per_batch: int) -> int:
+        """Return the number of steps for a number of samples; a batch of all ranks has `samples_per_batch`."""
         size = self._args.global_batch_size
         if size is None:
             return self.steps_of(num_samples / samples_per_batch)

@@ -27,6 +27,7 @@ from forgather.ml.trainer.step_loss.own_loss import (
     declares_shift,
     reason_for_own_loss,
 )
+from forgather.ml.trainer.step_loss.smoothing import SmoothedOwnLoss
 from forgather.ml.trainer.step_loss.token_weighting import StepLoss, zero_without_targets
 from forgather.ml.trainer.trainer_types import LossFunctionT
 from forgather.ml.utils import unwrap_model
@@ -54,6 +55,8 @@ class Forward(NamedTuple):
 
     logits: Tensor | None
     own_loss: Tensor | None
+    outputs: object = None
+    """Outputs of the model, if they were asked for."""
 
 
 class Finding(NamedTuple):
@@ -88,12 +91,16 @@ class ModelLoss:
         step_loss: StepLoss | None = None,
         head: nn.Module | None = None,
         is_default: bool = False,
+        smoothing: float = 0.0,
     ) -> None:
         """Wrap a loss function, or None for the choice on the first batch.
 
         With a `head` the model returns hidden states, which the head would map to logits. `is_default` marks `loss_fn` as
-        the causal loss that is the default where the model's own loss cannot be computed, in a pipeline.
+        the causal loss that is the default where the model's own loss cannot be computed, in a pipeline. `smoothing` is the
+        label smoothing of a loss that is chosen here.
         """
+        self._smoothing = smoothing
+        self._smoothed = SmoothedOwnLoss(smoothing)
         self._token_weighted = token_weighted
         self._given_loss = loss_fn
         self._head = head
@@ -108,7 +115,7 @@ class ModelLoss:
 
     def unresolved(self) -> "ModelLoss":
         """Return a copy with the same settings on which no loss has been chosen yet."""
-        other = ModelLoss(self._given_loss, self._token_weighted, head=self._head, is_default=self._is_default)
+        other = ModelLoss(self._given_loss, self._token_weighted, None, self._head, self._is_default, self._smoothing)
         other._keeps_old_rule = self._keeps_old_rule
         other.is_on_accelerator = self.is_on_accelerator
         return other
@@ -191,6 +198,10 @@ class ModelLoss:
         elif finding.uses_own is False:
             self._use_causal(finding.reason)
 
+    def assume(self, traits: Traits, reason: str) -> None:
+        """Count targets by these traits without a trial: the caller computes the loss itself."""
+        self._use_own(traits, reason)
+
     def _look_at_function(
         self, model: nn.Module, inputs: Mapping[str, Any], labels: object, is_stand_in: bool
     ) -> Finding:
@@ -242,7 +253,8 @@ class ModelLoss:
         logger.info("Loss: the model's own, %s.", reason)
 
     def _use_causal(self, reason: str) -> None:
-        self._uses_own_loss, self._step_loss = False, StepLoss(CausalLoss(), self._token_weighted)
+        self._uses_own_loss = False
+        self._step_loss = StepLoss(CausalLoss(label_smoothing=self._smoothing), self._token_weighted)
         logger.info("Loss: shifted causal cross entropy, %s.", reason)
 
     # --- in the checkpoint
@@ -281,26 +293,40 @@ class ModelLoss:
 
     # --- the loss
 
-    def forward(self, model: nn.Module, inputs: Mapping[str, Any], labels: Any, is_empty: bool = False) -> Forward:
-        """Run the model on a batch on its device; `is_empty` if it is an EmptyBatch. The first call chooses the loss."""
-        if not self.is_on_accelerator:
-            return self._forward(model, inputs, labels, is_empty)
-        with positions_of(model, inputs):
-            return self._forward(model, inputs, labels, is_empty)
+    def forward(
+        self, model: nn.Module, inputs: Mapping[str, Any], labels: Any, is_empty: bool = False, keeps: bool = False
+    ) -> Forward:
+        """Run the model on a batch on its device; the first call chooses the loss.
 
-    def _forward(self, model: nn.Module, inputs: Mapping[str, Any], labels: Any, is_empty: bool) -> Forward:
+        `is_empty` if it is an EmptyBatch. `keeps` returns the outputs too, which training would hold in memory.
+        """
+        if not self.is_on_accelerator:
+            return self._forward(model, inputs, labels, is_empty, keeps)
+        with positions_of(model, inputs):
+            return self._forward(model, inputs, labels, is_empty, keeps)
+
+    def outputs(self, model: nn.Module, inputs: Mapping[str, Any]) -> Any:
+        """Run the model on a batch without labels and return its outputs, without a loss function."""
+        if not self.is_on_accelerator:
+            return model(**inputs)
+        with positions_of(model, inputs):
+            return model(**inputs)
+
+    def _forward(
+        self, model: nn.Module, inputs: Mapping[str, Any], labels: Any, is_empty: bool, keeps: bool
+    ) -> Forward:
         # Still undecided only in a single process, or if no rank found the loss on its first batch.
         if self._step_loss is None and not self._uses_own_loss and self._passes_labels:
             self.adopt(self.look(model, inputs, labels, is_empty))
         if self._uses_own_loss:
-            return self._own_forward(model, inputs, labels, is_empty)
+            return self._own_forward(model, inputs, labels, is_empty, keeps)
         outputs = model(**inputs) if self._head is None else model(**inputs, return_hidden_states=True)
         logits = logits_of(outputs)
         if self._step_loss is None:
             # The trial was not conclusive, for example because it raised. The rank of the logits decides.
             if logits is None or logits.ndim != 3:
                 self._refuse_without_loss(model)
-                return self._own_forward(model, inputs, labels, is_empty)
+                return self._own_forward(model, inputs, labels, is_empty, keeps)
             self._use_causal("since the model returns logits of rank 3")
         if logits is None:
             raise _no_loss_error(model, "returned no logits for the loss function")
@@ -309,7 +335,7 @@ class ModelLoss:
         assert self._step_loss is not None
         if not self._step_loss.is_resolved:
             self.resolve(logits, labels)
-        return Forward(logits, None)
+        return Forward(logits, None, outputs if keeps and self._head is None else None)
 
     def resolve(self, logits: Tensor, labels: Tensor) -> None:
         """Find the traits of the loss function on logits and labels, unless they are known."""
@@ -354,7 +380,9 @@ class ModelLoss:
             Traits(first_counts=not declares_shift(unwrap_model(model))), "since there are no logits of rank 3"
         )
 
-    def _own_forward(self, model: nn.Module, inputs: Mapping[str, Any], labels: object, is_empty: bool) -> Forward:
+    def _own_forward(
+        self, model: nn.Module, inputs: Mapping[str, Any], labels: object, is_empty: bool, keeps: bool
+    ) -> Forward:
         if not self._passes_labels:
             labels = None
         if is_empty and isinstance(labels, Tensor) and not labels.is_floating_point():
@@ -365,7 +393,15 @@ class ModelLoss:
         if loss is None:
             reason = "got a batch without 'labels'" if labels is None else "computes no loss from labels"
             raise _no_loss_error(model, f"{reason}, and returned no 'loss'")
-        return Forward(logits_of(outputs), loss)
+        if loss.numel() != 1:
+            raise ValueError(
+                f"The loss of {type(unwrap_model(model)).__name__} has the shape {tuple(loss.shape)}, but training needs one "
+                "number. Return the mean over the samples."
+            )
+        logits = logits_of(outputs)
+        if self._smoothing:
+            loss = self._smoothed.of(unwrap_model(model), logits, labels, loss, self._own_traits)
+        return Forward(logits, loss, outputs if keeps else None)
 
 
 def _nothing(own_loss: Tensor, logits: Tensor | None) -> Tensor:

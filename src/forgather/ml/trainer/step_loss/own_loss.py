@@ -14,6 +14,7 @@ from torch import Tensor, nn
 
 from forgather.ml.checkpoint.sharding.sharded_tensors import is_dtensor
 from forgather.ml.loss import CausalLoss
+from forgather.ml.trainer.batch_size.memory_errors import is_out_of_memory
 from forgather.ml.trainer.setup.model_modes import set_train
 from forgather.ml.trainer.step_loss.loss_traits import IGNORE_INDEX, looking_only
 from forgather.ml.trainer.step_loss.model_outputs import logits_of, own_loss_of
@@ -79,7 +80,11 @@ def compared(model: nn.Module, inputs: Mapping[str, Any], labels: Tensor) -> Com
     try:
         with looking_only(model):
             return _compared(model, inputs, labels)
-    except Exception as error:  # noqa: BLE001 - the causal loss may still work, and the caller logs the problem
+    except Exception as error:
+        if is_out_of_memory(error):
+            # Not a property of the loss: `auto_find_batch_size` repeats the step with a smaller batch.
+            raise
+        # The causal loss may still work, and the caller logs the problem.
         text = f"{type(error).__name__}: {error}"
         # A wrapper with **kwargs may pass labels on to a forward that does not accept them.
         if isinstance(error, TypeError) and "unexpected keyword argument 'labels'" in str(error):

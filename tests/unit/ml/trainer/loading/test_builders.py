@@ -20,6 +20,7 @@ from forgather.ml.trainer.loading.random_numbers import host_generators
 from forgather.ml.trainer.setup.seeding import seed_host_generators
 from tests.support.loading import (
     NUM_EPOCHS,
+    PERSISTENT,
     WORKER_IDS,
     WORKERS,
     Noisy,
@@ -37,7 +38,9 @@ from tests.support.loading import (
     stored,
     straight,
     train_loader,
+    worker_id,
 )
+from tests.support.sampling import sampled
 
 
 @pytest.mark.parametrize("shuffle", [True, False])
@@ -54,7 +57,7 @@ def test_resume_at_every_position(shuffle: bool, batch_size: int) -> None:
 
 
 @pytest.mark.parametrize("options", WORKERS[1:], ids=WORKER_IDS[1:])
-@pytest.mark.parametrize("position", [2, 4, 5])
+@pytest.mark.parametrize("position", sampled([2, 4, 5], [4]))
 def test_resume_with_workers(options: dict[str, Any], position: int) -> None:
     def build() -> ResumableLoader:
         return train_loader(Numbers(10), **options)
@@ -100,7 +103,7 @@ def test_finished_epoch_stays_finished() -> None:
     assert len(list(loader)) == 2
 
 
-@pytest.mark.parametrize("options", WORKERS, ids=WORKER_IDS)
+@pytest.mark.parametrize("options", sampled(WORKERS, [{}, *PERSISTENT]), ids=worker_id)
 @pytest.mark.parametrize("dataset", [Numbers(12), Stream(12), StatefulStream(12)], ids=["map", "stream", "stateful"])
 def test_left_iteration_continues_at_its_position(dataset: Any, options: dict[str, Any]) -> None:
     expected = list(train_loader(dataset, **options))
@@ -113,7 +116,7 @@ def test_left_iteration_continues_at_its_position(dataset: Any, options: dict[st
     assert seen == expected
 
 
-@pytest.mark.parametrize("options", WORKERS, ids=WORKER_IDS)
+@pytest.mark.parametrize("options", sampled(WORKERS, [{}, *PERSISTENT]), ids=worker_id)
 @pytest.mark.parametrize("dataset", [OfEpoch(12), StatefulStream(12)], ids=["map", "stream"])
 def test_epoch_can_be_cut_short(dataset: Any, options: dict[str, Any]) -> None:
     loader = train_loader(dataset, shuffle=False, **options)
@@ -187,7 +190,7 @@ def noise(samples: list[Any]) -> tuple[list[Any], float]:
     return samples, random.random()
 
 
-@pytest.mark.parametrize("options", WORKERS[1:], ids=WORKER_IDS[1:])
+@pytest.mark.parametrize("options", sampled(WORKERS[1:], PERSISTENT), ids=worker_id)
 @pytest.mark.parametrize(
     "dataset", [Noisy, lambda n: Stream(n, True), lambda n: StatefulStream(n, True)], ids=["map", "stream", "stateful"]
 )
@@ -221,7 +224,7 @@ DATASETS = {
 }
 
 
-@pytest.mark.parametrize("options", WORKERS, ids=WORKER_IDS)
+@pytest.mark.parametrize("options", sampled(WORKERS, [{}, *PERSISTENT]), ids=worker_id)
 @pytest.mark.parametrize("name", DATASETS)
 def test_loading_does_not_change_the_global_generators(name: str, options: dict[str, Any]) -> None:
     before = generator_states()

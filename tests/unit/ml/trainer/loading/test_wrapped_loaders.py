@@ -33,6 +33,7 @@ from tests.support.loading import (
     straight,
     train_loader,
 )
+from tests.support.sampling import sampled
 from tests.support.wrong_values import COUNT, FLAG, INTEGER, assert_refuses, with_none
 
 
@@ -83,7 +84,7 @@ def test_streams_receive_the_epoch(options: dict[str, Any]) -> None:
 
 @pytest.mark.parametrize("options", WORKERS, ids=WORKER_IDS)
 @pytest.mark.parametrize("dataset", [Stream, StatefulStream], ids=["stateless", "stateful"])
-@pytest.mark.parametrize("num_samples", [12, 13])
+@pytest.mark.parametrize("num_samples", sampled([12, 13], [13]))
 def test_streams_resume(dataset: Any, options: dict[str, Any], num_samples: int) -> None:
     def build() -> ResumableLoader:
         return train_loader(dataset(num_samples), **options)
@@ -178,7 +179,7 @@ READY_LOADERS: dict[str, Callable[[], Any]] = {
 
 
 @pytest.mark.parametrize("name", READY_LOADERS)
-@pytest.mark.parametrize("position", [0, 1, 3, 4, 5])
+@pytest.mark.parametrize("position", sampled([0, 1, 3, 4, 5], [1, 4]))
 def test_ready_loaders_resume(name: str, position: int) -> None:
     def build() -> ResumableLoader:
         return train_loader(READY_LOADERS[name]())
@@ -366,7 +367,7 @@ def test_dataset_keeps_its_epoch_if_the_position_does_not_match() -> None:
     dataset = Growing(20)
     loader = train_loader(dataset)
     state = loader.state_dict()
-    with pytest.raises(ValueError, match="25 samples, but had 20"):
+    with pytest.raises(CheckpointLoadError, match="25 samples, but had 20"):
         loader.load_state_dict({**state, "epoch": 5})
     assert len(dataset) == 20 and loader.state_dict() == state
     loader.load_state_dict({**state, "epoch": 5, "num_samples": 25})

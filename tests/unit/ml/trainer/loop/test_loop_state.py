@@ -34,7 +34,7 @@ def loop_state(output_dir: Path) -> LoopState:
     )
     args, control = TrainingArguments(output_dir=str(output_dir)), TrainerControl()
     return LoopState(
-        output_dir=str(output_dir),
+        checkpoints=str(output_dir / "checkpoints"),
         state=state,
         control=control,
         cadence=Cadence(args, state, control, StepPlan(args, None), evaluates=False),

@@ -36,6 +36,7 @@ EVENTS: Mapping[str, tuple[str, ...]] = {
     "on_log": ("logs",),
     "on_prediction_step": ("loss", "tokens", "batch", "logits", "labels"),
     "on_evaluate": ("metrics",),
+    "on_predict": ("metrics",),
     "on_save": ("checkpoint_path",),
     WEIGHTS_EVENT: ("model", "model_parts", "checkpoint_path"),
 }

@@ -4,6 +4,7 @@ A schedule object of torch has receive buffers for one shape, so schedules are k
 Called by `StageRunner`.
 """
 
+import contextlib
 from collections import OrderedDict
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
@@ -15,8 +16,10 @@ from torch.distributed.pipelining.microbatch import TensorChunkSpec, _Replicate
 
 from forgather.ml.trainer.pipeline.model_splitter import Stage
 from forgather.ml.trainer.pipeline.pipeline_batches import Meta, Metas, PipelineBatch, Signature, has_rows
+from forgather.ml.trainer.pipeline.schedules.slot_recorder import SlotRecorder
 from forgather.ml.trainer.pipeline.stage_loss import MicroBatchLoss
 
+_NO_CONTEXT: contextlib.AbstractContextManager[None] = contextlib.nullcontext()
 _SHAPES_KEPT = 4
 """Size of the LRU cache; each schedule keeps its receive buffers allocated."""
 
@@ -38,12 +41,14 @@ class ScheduleRunner:
         make_stage: MakeStage,
         metas_between: Callable[[Tensor, Mapping[str, Any]], dict[int, Metas]],
         n_microbatches: int,
+        recorder: SlotRecorder,
     ) -> None:
         self._stages = list(stages)
         self._make_schedule = make_schedule
         self._make_stage = make_stage
         self._metas_between = metas_between
         self._n_microbatches = n_microbatches
+        self.recorder = recorder
         self._schedules: OrderedDict[Signature, Any] = OrderedDict()
 
     @property
@@ -66,14 +71,16 @@ class ScheduleRunner:
         # micro-batches would stay in memory.
         is_first = any(stage.is_first for stage in self._stages)
         losses: list[Tensor] = []
-        schedule.step(
-            *((batch.inputs,) if is_first else ()),
-            target=batch.labels if any(stage.is_last for stage in self._stages) else None,
-            losses=losses,
-            return_outputs=False,
-            loss_kwargs={"loss": loss},
-            **batch.keywords,
-        )
+        recorder = self.recorder
+        with recorder.watching(schedule) if recorder.is_waiting else _NO_CONTEXT:
+            schedule.step(
+                *((batch.inputs,) if is_first else ()),
+                target=batch.labels if any(stage.is_last for stage in self._stages) else None,
+                losses=losses,
+                return_outputs=False,
+                loss_kwargs={"loss": loss},
+                **batch.keywords,
+            )
         return losses
 
     def _schedule_for(self, batch: PipelineBatch) -> Any:

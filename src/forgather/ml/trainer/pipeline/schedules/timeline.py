@@ -1,7 +1,7 @@
 """Timeline of a pipeline schedule: computations of each rank, idle time (bubble) and peak activations.
 
 The order comes from torch's schedule tables. Times are simulated for equal stages and free communication. Used by the
-documentation and the benchmarks, not by training.
+documentation, the benchmarks and the run record, not by training steps.
 """
 
 from collections.abc import Iterable, Iterator
@@ -77,6 +77,19 @@ def bubble_share(schedule_class: type, pp_size: int, n_microbatches: int, stages
     total = max(timed.end for timed_slots in times for timed in timed_slots)
     busy = sum(timed.end - timed.start for timed_slots in times for timed in timed_slots)
     return 1 - busy / (pp_size * total)
+
+
+def planned_step(schedule_class: type, pp_size: int, n_microbatches: int, stages_per_rank: int) -> dict[str, Any]:
+    """Return the timeline as plain values for the run record, or the reason why the schedule has none."""
+    try:
+        ranks = timeline(schedule_class, pp_size, n_microbatches, stages_per_rank)
+    except ValueError as error:
+        return {"planned": None, "planned_problem": str(error)}
+    rows = [
+        [[one.slot.stage, str(one.slot.work), one.slot.microbatch, one.start, one.end] for one in slots]
+        for slots in ranks
+    ]
+    return {"planned": [{"rank": rank, "slots": slots} for rank, slots in enumerate(rows)]}
 
 
 def peak_activations(
