@@ -1,0 +1,36 @@
+"""Optimizer and schedule of the facade, for subclasses that override a part of their creation.
+
+Without such overrides the engine creates both. The classes and options by name come from transformers.
+"""
+
+from typing import TYPE_CHECKING, Any
+
+from torch import nn
+
+from forgather.ml.trainer.arguments.training_arguments import TrainingArguments
+from forgather.ml.trainer.setup.optimizer_construction import build_scheduler, undecayed_names
+
+if TYPE_CHECKING:
+    from forgather.hf.trainer import Trainer
+
+
+def make_optimizer(trainer: "Trainer", model: Any) -> Any:
+    """Return the optimizer with two groups of parameters: with weight decay and without."""
+    decayed = set(trainer.get_decay_parameter_names(model))
+    named = [(name, parameter) for name, parameter in model.named_parameters() if parameter.requires_grad]
+    groups = [
+        {"params": [one for name, one in named if name in decayed], "weight_decay": trainer.args.weight_decay},
+        {"params": [one for name, one in named if name not in decayed], "weight_decay": 0.0},
+    ]
+    chosen = trainer.optimizer_cls_and_kwargs
+    cls, options = trainer.get_optimizer_cls_and_kwargs(trainer.args, model) if chosen is None else chosen
+    return cls(groups, **options)
+
+
+def make_scheduler(args: TrainingArguments, optimizer: Any, num_steps: int) -> Any:
+    return build_scheduler(args, optimizer, None, num_steps)
+
+
+def decayed_names(model: nn.Module) -> list[str]:
+    undecayed = undecayed_names(model)
+    return [name for name, _ in model.named_parameters() if name not in undecayed]
