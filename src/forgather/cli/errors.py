@@ -3,9 +3,15 @@
 `UsageError` is raised by everything below `cli`; `main` prints it and exits with code 2.
 """
 
+from forgather.cli.terminal_text import printable
+
 
 class UsageError(Exception):
     """Unusable command, option or configuration; the program exits with code 2."""
+
+
+class RunAborted(Exception):
+    """Run that `forgather control ... abort` has ended; the program exits with code 1, and is not restarted."""
 
 
 def complain(message: str) -> None:
@@ -14,4 +20,4 @@ def complain(message: str) -> None:
     from rich.text import Text
 
     console = Console(stderr=True)
-    console.print(Text("forgather: ", style="bold red") + Text(message, style="default"), soft_wrap=True)
+    console.print(Text("forgather: ", style="bold red") + Text(printable(message), style="default"), soft_wrap=True)

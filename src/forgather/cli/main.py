@@ -25,9 +25,21 @@ class Command:
 
 COMMANDS = {
     "train": Command("forgather.cli.commands.train", "train a model (without a configuration: the demo)"),
+    "evaluate": Command("forgather.cli.commands.evaluate", "measure the evaluation loss of checkpoints"),
+    "generate": Command("forgather.cli.commands.generate", "generate text with the models of checkpoints"),
+    "report": Command("forgather.cli.commands.report", "write an HTML page about a run: curves, restarts, checkpoints"),
+    "control": Command("forgather.cli.commands.control", "speak to a running job: status, save, evaluate, stop, ..."),
+    "checkpoint": Command(
+        "forgather.cli.commands.checkpoint", "list, inspect, verify, compare, export, modify and import checkpoints"
+    ),
+    "samples": Command("forgather.cli.commands.samples", "list the samples of a step of a run"),
+    "replay": Command("forgather.cli.commands.replay", "repeat a step of a run and show what made its loss"),
+    "compare": Command("forgather.cli.commands.compare", "find where two runs begin to differ"),
     "finalize": Command(
         "forgather.cli.commands.finalize", "export a checkpoint as a deployable model, optionally quantised"
     ),
+    "doctor": Command("forgather.cli.commands.doctor", "check the installation: versions, devices, a self-test"),
+    "completion": Command("forgather.cli.commands.completion", "print a completion script for bash, zsh or fish"),
 }
 
 _USAGE = """\
@@ -50,7 +62,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
     except KeyboardInterrupt:
         # The launcher prints this once for all of its workers.
         if not was_started_by_us():
-            complain("interrupted; nothing was saved since the last checkpoint")
+            is_training = words[:1] == ["train"]
+            complain("interrupted; nothing was saved since the last checkpoint" if is_training else "interrupted")
         return 130
     except UsageError as error:
         if debug:
@@ -61,8 +74,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
         return _output_closed()
     except Exception as error:
         # Users get the message and a way to see more. In a worker the exception is raised, unless the launcher has its
-        # record and prints it.
-        if debug or (is_worker() and not _is_recorded()):
+        # record and prints it. An error with an own exit code explains itself.
+        if debug or (is_worker() and not _is_recorded() and not hasattr(error, "exit_code")):
             raise
         _tell(f"{_describe(error)}\n(forgather --debug ... shows the traceback)")
         # 1, or the exit code of the error class.

@@ -9,7 +9,7 @@ import sys
 
 from forgather._allocator import NVIDIA_DRIVER, request_expandable_segments
 
-_OF_STOP_REQUESTS = ("forgather.ml.trainer.loop.signals", "forgather.ml.trainer.trainer")
+_OF_STOP_REQUESTS = ("forgather.ml.trainer.loop.signals", "forgather.ml.trainer.loop.interruptions")
 
 
 def silence_libraries() -> None:

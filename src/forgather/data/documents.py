@@ -19,6 +19,8 @@ from pathlib import Path
 from types import ModuleType
 from typing import IO, cast
 
+from forgather._extras import MissingPackageError, missing_message
+
 _JSON_LINES = (".jsonl", ".ndjson")
 _COMPRESSIONS = (".gz", ".bz2", ".xz", ".zst")
 _NUM_BYTES_LOOKED_AT = 8192
@@ -39,10 +41,28 @@ def find_files(patterns: Sequence[str]) -> list[str]:
     return list(files)
 
 
-def read_documents(files: Sequence[str], text_field: str = "text") -> Iterator[str]:
-    """Yield the documents of the files in order: each text file, JSON line and parquet row is one document."""
-    for path in files:
-        yield from _reader(path)(path, text_field)
+class FileDocuments:
+    """Documents of files in order: each text file, JSON line and parquet row is one document."""
+
+    def __init__(self, files: Sequence[str], text_field: str) -> None:
+        self.files = list(files)
+        self.counts: list[int] = []
+        """Documents of each file that has been read to its end, in the last pass."""
+        self._text_field = text_field
+
+    def __iter__(self) -> Iterator[str]:
+        self.counts = []
+        for path in self.files:
+            number = 0
+            for text in _reader(path)(path, self._text_field):
+                number += 1
+                yield text
+            self.counts.append(number)
+
+
+def read_documents(files: Sequence[str], text_field: str = "text") -> FileDocuments:
+    """Return the documents of the files, which are read when they are iterated."""
+    return FileDocuments(files, text_field)
 
 
 def read_saved_dataset(path: str, text_field: str = "text", split: str = "train") -> Iterator[str]:
@@ -166,4 +186,4 @@ def _require(module: str, path: str) -> ModuleType:
     try:
         return importlib.import_module(module)
     except ImportError:
-        raise ImportError(f"Reading {path!r} needs the package {package!r}: pip install {package}") from None
+        raise MissingPackageError(f"{missing_message(f'Reading {path!r}', package)}.") from None

@@ -10,6 +10,8 @@ import torch
 from torch import Tensor
 from torch.utils.data import Dataset
 
+from forgather.data.sources import DocumentSources, SourceSpan
+
 IGNORED = -100
 
 
@@ -22,7 +24,12 @@ class PackedTokens(Dataset[dict[str, Tensor]]):
     """
 
     def __init__(
-        self, tokens: np.ndarray, document_starts: np.ndarray, sequence_length: int, padding_token: int = 0
+        self,
+        tokens: np.ndarray,
+        document_starts: np.ndarray,
+        sequence_length: int,
+        padding_token: int = 0,
+        sources: DocumentSources | None = None,
     ) -> None:
         if sequence_length < 2:
             raise ValueError(
@@ -33,6 +40,7 @@ class PackedTokens(Dataset[dict[str, Tensor]]):
         self.document_starts = document_starts
         self.sequence_length = sequence_length
         self.padding_token = padding_token
+        self.sources = sources
 
     def __len__(self) -> int:
         # Ceiling division: the last sequence may be incomplete.
@@ -53,6 +61,21 @@ class PackedTokens(Dataset[dict[str, Tensor]]):
         first, last = np.searchsorted(self.document_starts, (begin, end))
         labels[torch.from_numpy(self.document_starts[first:last] - begin)] = IGNORED
         return {"input_ids": input_ids, "labels": labels}
+
+    def source_of(self, index: int) -> list[SourceSpan]:
+        """Return the documents that a sample contains parts of, in order."""
+        begin = index * self.sequence_length
+        end = min(begin + self.sequence_length, len(self.tokens))
+        # The document of the first token has begun at or before it.
+        first, last = np.searchsorted(self.document_starts, (begin, end - 1), side="right") - 1
+        spans = []
+        for document in range(max(int(first), 0), int(last) + 1):
+            start = int(self.document_starts[document])
+            stop = int(self.document_starts[document + 1]) if document + 1 < len(self.document_starts) else end
+            here = max(start, begin)
+            place = None if self.sources is None else self.sources.place_of(document)
+            spans.append(SourceSpan(place, here - start, here - begin, min(stop, end) - here))
+        return spans
 
     def __getstate__(self) -> dict[str, Any]:
         """Pickle a memory-mapped array by its file name, so that spawned workers map the file instead of copying it."""

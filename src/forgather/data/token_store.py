@@ -20,11 +20,15 @@ import numpy as np
 from numpy.typing import ArrayLike
 
 from forgather.data.byte_tokenizer import encode_bytes, is_byte_tokenizer
+from forgather.data.documents import FileDocuments
+from forgather.data.sources import DocumentSources
 
 SPLITS = ("train", "eval")
 # Part of the cache key: increase it when the stored tokens change.
 _FORMAT = 1
 _DOCUMENTS_AT_ONCE = 64
+_NUMBERS = "documents.npy"
+_COUNTS = "documents_of_files.npy"
 
 
 class TextTokenizer(Protocol):
@@ -51,6 +55,8 @@ class TokenArray:
 
     tokens: np.ndarray
     document_starts: np.ndarray
+    sources: DocumentSources | None = None
+    """Where the documents came from; None for token files of an earlier version."""
 
     @property
     def num_documents(self) -> int:
@@ -78,24 +84,42 @@ class EvaluationShare:
 def tokenize(documents: Iterable[str], tokenizer: TextTokenizer, share: EvaluationShare) -> dict[str, TokenArray]:
     """Return the tokens of both splits, in memory."""
     parts: dict[str, list[np.ndarray]] = {split: [] for split in SPLITS}
-    for split, tokens in _tokenized(documents, tokenizer, share):
+    numbers: dict[str, list[int]] = {split: [] for split in SPLITS}
+    for split, number, tokens in _tokenized(documents, tokenizer, share):
         parts[split].append(tokens)
-    return {split: _joined(parts[split], token_dtype(tokenizer)) for split in SPLITS}
+        numbers[split].append(number)
+    return {split: _joined(parts[split], numbers[split], token_dtype(tokenizer)) for split in SPLITS}
 
 
 def tokenize_to_files(
-    documents: Iterable[str], tokenizer: TextTokenizer, share: EvaluationShare, folder: str, sources: Sequence[str]
+    documents: Iterable[str],
+    tokenizer: TextTokenizer,
+    share: EvaluationShare,
+    folder: str,
+    sources: Sequence[str],
+    *,
+    scratch: str | None = None,
+    may_write: bool = True,
 ) -> dict[str, TokenArray]:
     """Return the tokens of both splits, memory-mapped from files below `folder`.
 
-    Existing files are reused as long as sources, tokenizer and share are the same.
+    Existing files are reused as long as sources, tokenizer and share are the same. New files are written below
+    `scratch`, if it is given: `folder` is then only read. `may_write=False` raises FileNotFoundError instead of reading
+    the documents.
     """
-    key = store_key(tokenizer, share, sources)
-    path = Path(folder) / f"tokens-{key}"
+    name = f"tokens-{store_key(tokenizer, share, sources)}"
+    path = Path(folder) / name
+    if not path.is_dir() and scratch is not None:
+        path = Path(scratch) / name
     if not path.is_dir():
-        os.makedirs(folder, exist_ok=True)
+        if not may_write:
+            raise FileNotFoundError(
+                f"{folder} has no tokens of these files: they were changed or moved since training."
+            )
+        os.makedirs(path.parent, exist_ok=True)
         _write_store(documents, tokenizer, share, path)
-    return {split: _mapped(path, split, token_dtype(tokenizer)) for split in SPLITS}
+    files = documents.files if isinstance(documents, FileDocuments) else ()
+    return {split: _mapped(path, split, token_dtype(tokenizer), files) for split in SPLITS}
 
 
 def split_by_tokens(array: TokenArray, fraction: float) -> dict[str, TokenArray]:
@@ -114,8 +138,14 @@ def split_by_tokens(array: TokenArray, fraction: float) -> dict[str, TokenArray]
     split = num_tokens - num_kept
     starts = array.document_starts
     later = starts[starts > split] - split
+    sources = array.sources
     return {
-        "train": TokenArray(_cut(array.tokens, 0, split), starts[starts < split]),
+        "train": TokenArray(
+            _cut(array.tokens, 0, split),
+            starts[starts < split],
+            None if sources is None else sources.chosen(np.flatnonzero(starts < split)),
+        ),
+        # The first document may have begun before the split, so offsets in it are unknown.
         "eval": TokenArray(_cut(array.tokens, split, num_tokens), np.concatenate([np.zeros(1, dtype=np.int64), later])),
     }
 
@@ -149,8 +179,8 @@ def token_dtype(tokenizer: TextTokenizer) -> np.dtype[Any]:
 
 def _tokenized(
     documents: Iterable[str], tokenizer: TextTokenizer, share: EvaluationShare
-) -> Iterator[tuple[str, np.ndarray]]:
-    """Yield split and tokens of each document that is not empty."""
+) -> Iterator[tuple[str, int, np.ndarray]]:
+    """Yield split, number and tokens of each document that is not empty."""
     numbered = enumerate(documents)
     while chunk := list(itertools.islice(numbered, _DOCUMENTS_AT_ONCE)):
         texts = [text for _, text in chunk]
@@ -158,7 +188,7 @@ def _tokenized(
             # Empty documents keep their number, so that filling one in does not move other documents between the
             # splits.
             if text:
-                yield ("eval" if share.takes(number) else "train"), tokens
+                yield ("eval" if share.takes(number) else "train"), number, tokens
 
 
 def _encode(tokenizer: TextTokenizer, texts: list[str]) -> list[np.ndarray]:
@@ -174,9 +204,10 @@ def _encode(tokenizer: TextTokenizer, texts: list[str]) -> list[np.ndarray]:
     return [np.concatenate([np.asarray(ids, dtype=dtype), np.asarray(end, dtype=dtype)]) for ids in encoded]
 
 
-def _joined(parts: list[np.ndarray], dtype: np.dtype[Any]) -> TokenArray:
+def _joined(parts: list[np.ndarray], numbers: list[int], dtype: np.dtype[Any]) -> TokenArray:
     tokens = np.concatenate(parts) if parts else np.zeros(0, dtype=dtype)
-    return TokenArray(tokens, _starts([len(part) for part in parts]))
+    sources = DocumentSources(np.asarray(numbers, dtype=np.int64))
+    return TokenArray(tokens, _starts([len(part) for part in parts]), sources)
 
 
 def _starts(lengths: Sequence[int]) -> np.ndarray:
@@ -189,16 +220,21 @@ def _write_store(documents: Iterable[str], tokenizer: TextTokenizer, share: Eval
     temporary = Path(tempfile.mkdtemp(prefix=".tmp-tokens-", dir=path.parent))
     try:
         lengths: dict[str, list[int]] = {split: [] for split in SPLITS}
+        numbers: dict[str, list[int]] = {split: [] for split in SPLITS}
         files: dict[str, BinaryIO] = {split: open(temporary / f"{split}.bin", "wb") for split in SPLITS}  # noqa: SIM115
         try:
-            for split, tokens in _tokenized(documents, tokenizer, share):
+            for split, number, tokens in _tokenized(documents, tokenizer, share):
                 tokens.tofile(files[split])
                 lengths[split].append(len(tokens))
+                numbers[split].append(number)
         finally:
             for file in files.values():
                 file.close()
         for split in SPLITS:
             np.save(temporary / f"{split}_starts.npy", _starts(lengths[split]))
+            np.save(temporary / f"{split}_{_NUMBERS}", np.asarray(numbers[split], dtype=np.int64))
+        counts = documents.counts if isinstance(documents, FileDocuments) else []
+        np.save(temporary / _COUNTS, np.asarray(counts, dtype=np.int64))
         _move_into_place(temporary, path)
     finally:
         # After a successful rename there is nothing left to remove.
@@ -214,12 +250,16 @@ def _move_into_place(temporary: Path, path: Path) -> None:
             raise
 
 
-def _mapped(path: Path, split: str, dtype: np.dtype[Any]) -> TokenArray:
+def _mapped(path: Path, split: str, dtype: np.dtype[Any], files: Sequence[str]) -> TokenArray:
     starts = np.load(path / f"{split}_starts.npy")
+    sources = None
+    # Earlier versions did not write these files.
+    if (path / _COUNTS).exists():
+        sources = DocumentSources(np.load(path / f"{split}_{_NUMBERS}"), files, np.load(path / _COUNTS).tolist())
     if len(starts) == 0:
         # Empty files cannot be memory-mapped.
-        return TokenArray(np.zeros(0, dtype=dtype), starts)
-    return TokenArray(np.memmap(path / f"{split}.bin", dtype=dtype, mode="r"), starts)
+        return TokenArray(np.zeros(0, dtype=dtype), starts, sources)
+    return TokenArray(np.memmap(path / f"{split}.bin", dtype=dtype, mode="r"), starts, sources)
 
 
 def _tokenizer_identity(tokenizer: TextTokenizer) -> str:

@@ -36,6 +36,50 @@ args:
 """
 
 
+PLAIN = """\
+model: {class_path: plain.PlainModel}
+data: {class_path: plain.data}
+args:
+  output_dir: out
+  max_steps: 5
+  per_device_train_batch_size: 4
+  logging_steps: 1
+  learning_rate: 1e-3
+  seed: 1
+  eval_strategy: steps
+  eval_steps: 5
+  save_steps: 2
+  use_cpu: true
+"""
+PLAIN_MODULE = """\
+import torch
+from torch import nn
+
+
+class PlainModel(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.input_encoder = nn.Embedding(32, 8)
+        self.layer_stack = nn.ModuleList(nn.Linear(8, 8) for _ in range(2))
+        self.output_decoder = nn.Linear(8, 32)
+
+    def forward(self, input_ids):
+        hidden = self.input_encoder(input_ids)
+        for layer in self.layer_stack:
+            hidden = layer(hidden)
+        return self.output_decoder(hidden)
+
+
+def samples(count):
+    tokens = [torch.arange(number, number + 8) % 32 for number in range(count)]
+    return [{"input_ids": one, "labels": one} for one in tokens]
+
+
+def data():
+    return {"train": samples(40), "eval": samples(8)}
+"""
+
+
 @dataclass(frozen=True)
 class Answer:
     """Exit code and output of the program."""
@@ -66,3 +110,9 @@ def write_tiny_run(folder: Path) -> None:
     (folder / "text").mkdir()
     for number in range(12):
         (folder / "text" / f"{number}.txt").write_text(f"This is document number {number}. " * 5)
+
+
+def write_plain_run(folder: Path) -> None:
+    """Write a configuration `plain.yaml` without models and tokenizers of transformers, which take seconds to import."""
+    (folder / "plain.yaml").write_text(PLAIN)
+    (folder / "plain.py").write_text(PLAIN_MODULE)

@@ -12,9 +12,10 @@ import pytest
 from forgather.cli.launch.options import take_launch_options
 from tests.support.launch import CapturedProcess, kill_leftovers
 from tests.support.sampling import long_search
-from tests.unit.cli.program import call, write_tiny_run
+from tests.unit.cli.program import call, write_plain_run, write_tiny_run
 
 PROGRAM = ("-m", "forgather.cli.main", "train", "tiny.yaml")
+PLAIN_PROGRAM = (*PROGRAM[:-1], "plain.yaml")
 SECONDS = 90
 FAILING = """\
 import os
@@ -32,6 +33,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """Folder of one run that these tests start, resume and stop, because each start takes seconds."""
     path = tmp_path_factory.mktemp("launch")
     write_tiny_run(path)
+    write_plain_run(path)
     (path / "failing.py").write_text(FAILING)
     return path
 
@@ -71,18 +73,19 @@ def test_torchrun_runs_the_same_command_and_the_checkpoint_moves_between_trainer
 
 def test_stop_request_reaches_the_workers_which_save_and_exit_with_0(folder: Path) -> None:
     words = ("--trainer", "ddp", "--nproc=2", "--args.max_steps", "100000", "--args.eval_strategy", "no")
-    process = start(folder, *PROGRAM, *words, "--args.save_steps", "100000", "--args.output_dir", "stopped")
+    process = start(folder, *PLAIN_PROGRAM, *words, "--args.save_steps", "100000", "--args.output_dir", "stopped")
     process.wait_for_output("/100000 ", SECONDS)
     os.kill(process.pid, signal.SIGTERM)
     output = finish(process)
     assert output.count("SIGTERM received") == 1 and "Traceback" not in output
-    step = re.search(r"Run the same command again to resume from step (\d+)", output)
-    assert step is not None and (folder / f"stopped/checkpoints/checkpoint-{step[1]}").is_dir()
+    step = re.search(r"Run the same command again to resume from step ([\d,]+)", output)
+    assert step is not None
+    assert (folder / "stopped/checkpoints" / f"checkpoint-{step[1].replace(',', '')}").is_dir()
 
 
 def test_failed_worker_is_named_with_its_traceback_and_restarts_resume(folder: Path) -> None:
     words = ("--trainer", "ddp", "--nproc", "2", "--max-restarts", "1", "--args.output_dir", "failed")
-    process = start(folder, *PROGRAM, *words, "--callbacks+", "{class_path: failing.FailsOnRank1}")
+    process = start(folder, *PLAIN_PROGRAM, *words, "--callbacks+", "{class_path: failing.FailsOnRank1}")
     output = finish(process, code=1)
     assert output.count('raise ValueError("the disk of rank 1 is full")') == 2, "once for each attempt"
     sentence = r"forgather: rank 1 failed.*: ValueError: the disk of rank 1 is full\."

@@ -15,7 +15,7 @@ _REPORT_IMPORTS = (
 )
 
 
-@pytest.mark.parametrize("words", [["--help"], ["train", "--help"], ["finalize", "--help"], ["--version"]])
+@pytest.mark.parametrize("words", [["--help"], *([name, "--help"] for name in COMMANDS), ["--version"]])
 def test_help_imports_nothing_slow(tmp_path: Path, words: list[str]) -> None:
     answer = spawn(tmp_path, *words, program=_REPORT_IMPORTS)
     assert (answer.code, answer.errors) == (0, "")

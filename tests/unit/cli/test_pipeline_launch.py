@@ -5,8 +5,8 @@ from pathlib import Path
 import pytest
 
 from tests.support.launch import kill_leftovers
-from tests.unit.cli.program import call, write_tiny_run
-from tests.unit.cli.test_launch import PROGRAM, finish, start
+from tests.unit.cli.program import call, write_plain_run, write_tiny_run
+from tests.unit.cli.test_launch import PLAIN_PROGRAM, finish, start
 
 LAYERS = ("--model.config.num_hidden_layers", "2")
 
@@ -14,6 +14,7 @@ LAYERS = ("--model.config.num_hidden_layers", "2")
 @pytest.fixture
 def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     write_tiny_run(tmp_path)
+    write_plain_run(tmp_path)
     monkeypatch.chdir(tmp_path)
     return tmp_path
 
@@ -21,12 +22,12 @@ def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 def test_pipeline_trains_and_hybrid_resumes_its_checkpoint(folder: Path) -> None:
     try:
         output = finish(
-            start(folder, *PROGRAM, *LAYERS, "--trainer", "pipeline", "--nproc", "2", "--trainer.schedule", "1f1b")
+            start(folder, *PLAIN_PROGRAM, "--trainer", "pipeline", "--nproc", "2", "--trainer.schedule", "1f1b")
         )
-        assert "LlamaForCausalLM" in output and "in 2 stages on 2 ranks" in output
+        assert "PlainModel" in output and "in 2 stages on 2 ranks" in output
         assert "step 5/5" in output and "eval 5/5" in output
         words = ("--trainer", "hybrid", "--nproc", "2", "--args.pp_size", "2", "--args.max_steps", "8")
-        output = finish(start(folder, *PROGRAM, *LAYERS, *words))
+        output = finish(start(folder, *PLAIN_PROGRAM, *words))
         assert "resumed at step 5" in output and "step 8/8" in output
         assert "kind: hybrid" in (folder / "out/config.yaml").read_text()
     finally:

@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 import yaml
 
-from tests.unit.cli.program import Answer, call, spawn, write_tiny_run
+from tests.unit.cli.program import Answer, call, spawn, write_plain_run, write_tiny_run
 
 
 @pytest.fixture(autouse=True)
@@ -46,8 +46,11 @@ def test_run_trains_evaluates_saves_and_resumes(tmp_path: Path, capsys: pytest.C
     assert [line["step"] for line in lines if "grad_norm" in line] == [1, 2, 3, 4, 5, 6, 7, 8]
 
 
-def test_stop_signal_saves_exits_with_0_and_the_next_run_resumes(capsys: pytest.CaptureFixture[str]) -> None:
-    command = [sys.executable, "-m", "forgather.cli.main", "train", "tiny.yaml", "--args.max_steps", "100000"]
+def test_stop_signal_saves_exits_with_0_and_the_next_run_resumes(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    write_plain_run(tmp_path)
+    command = [sys.executable, "-m", "forgather.cli.main", "train", "plain.yaml", "--args.max_steps", "100000"]
     process = subprocess.Popen(
         command,
         env={**os.environ, "OMP_NUM_THREADS": "1"},
@@ -63,10 +66,10 @@ def test_stop_signal_saves_exits_with_0_and_the_next_run_resumes(capsys: pytest.
     output, errors = process.communicate(timeout=60)
     assert process.returncode == 0
     assert "SIGINT received" in errors
-    stopped = re.search(r"Run the same command again to resume from step (\d+)", output)
+    stopped = re.search(r"Run the same command again to resume from step ([\d,]+)", output)
     assert stopped is not None
-    step = int(stopped[1])
-    resumed = call(capsys, "train", "tiny.yaml", "--args.max_steps", str(step + 1), "--args.eval_strategy", "no")
+    step = int(stopped[1].replace(",", ""))
+    resumed = call(capsys, "train", "plain.yaml", "--args.max_steps", str(step + 1), "--args.eval_strategy", "no")
     assert resumed.code == 0
     assert f"resumed at step {step}" in resumed.output.replace(",", "")
 

@@ -3,13 +3,12 @@
 Imports no torch until the options are valid; `work/finalize.py` does the work.
 """
 
-import argparse
 from collections.abc import Sequence
-from typing import NoReturn
 
 from forgather._suggestions import did_you_mean
+from forgather.cli.command_line import DONE, CommandParser, prepare_libraries
 from forgather.cli.errors import UsageError
-from forgather.cli.process_setup import make_current_directory_importable, share_processors, silence_libraries
+from forgather.cli.process_setup import make_current_directory_importable
 from forgather.ml.quantization import QAT_RECIPES
 
 _EPILOG = f"""\
@@ -18,28 +17,17 @@ The quantised model loads with from_pretrained of transformers, or forgather.ml.
 """
 
 
-class _Parser(argparse.ArgumentParser):
-    """Argument parser that raises `UsageError`, so that `main` formats the message and returns exit code 2."""
-
-    def error(self, message: str) -> NoReturn:
-        raise UsageError(f"forgather finalize: {message}. forgather finalize --help shows the options.")
-
-
 def run(words: Sequence[str]) -> int:
     """Run the command with the arguments after its name; returns the exit code."""
-    parser = _parser()
-    if "-h" in words or "--help" in words:
-        print(parser.format_help(), end="")
-        return 0
-    options = parser.parse_args(list(words))
+    options = parser().parse(words)
+    if options is None:
+        return DONE
     if options.quantize is not None and options.quantize not in QAT_RECIPES:
         raise UsageError(
             f"--quantize {options.quantize}: there is no such recipe.{did_you_mean(options.quantize, QAT_RECIPES)} Choose "
             f"from {', '.join(QAT_RECIPES)}."
         )
-    # Both must come before the first import of torch and transformers.
-    silence_libraries()
-    share_processors()
+    prepare_libraries()
     if options.config is not None:
         # Only with --config: the current directory may have come with a checkpoint, and its code must not run unasked.
         make_current_directory_importable()
@@ -48,13 +36,12 @@ def run(words: Sequence[str]) -> int:
     return finalize(options)
 
 
-def _parser() -> _Parser:
-    parser = _Parser(
-        prog="forgather finalize",
-        description="Export the model of a checkpoint as a Hugging Face directory, optionally quantised.",
-        epilog=_EPILOG,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-        allow_abbrev=False,
+def parser() -> CommandParser:
+    """Return the parser of the command."""
+    parser = CommandParser(
+        "forgather finalize",
+        "Export the model of a checkpoint as a Hugging Face directory, optionally quantised.",
+        _EPILOG,
     )
     parser.add_argument("path", metavar="PATH", help="checkpoint, or output directory of a run (newest checkpoint)")
     parser.add_argument("output", metavar="OUT", help="new directory for the model")
@@ -68,5 +55,5 @@ def _parser() -> _Parser:
         help="configuration of the run; default: the one in the checkpoint, if it names no code to run",
     )
     parser.add_argument("--no-evaluation", action="store_true", help="do not measure losses, which requires the data")
-    parser.add_argument("--json", action="store_true", help="print the report as JSON")
+    parser.add_json()
     return parser

@@ -6,15 +6,21 @@ Launched workers run the same command again and read the same configuration.
 import os
 import sys
 from collections.abc import Sequence
+from contextlib import nullcontext
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from forgather.cli.config.trainer_kinds import check_num_processes
+from forgather.cli.command_line import CommandParser
+from forgather.cli.config.option_words import add_configuration_keys
+from forgather.cli.config.trainer_kinds import TRAINERS, check_num_processes
 from forgather.cli.errors import UsageError
 from forgather.cli.launch.options import (
+    LAUNCH_OPTIONS,
     check_against_launcher,
     is_worker,
+    join_slurm,
     num_processes_of_job,
+    quiet_store,
     take_launch_options,
     was_started_by_us,
 )
@@ -43,12 +49,26 @@ def run(words: Sequence[str]) -> int:
     share_processors()
     reduce_fragmentation()
     make_current_directory_importable()
+    join_slurm(take_launch_options(words)[0])
     if not is_worker():
         return _run(words)
     from forgather.ml.distributed import record_entry_point
 
     # Records the exception in torchelastic's error file, where the launcher reads which rank failed first, and why.
     return record_entry_point(_run)(words) or 0
+
+
+def parser() -> CommandParser:
+    """Return a parser that lists the options, for completion. `run` parses them itself: any key may have a mapping."""
+    parser = CommandParser("forgather train", "Train a model.")
+    parser.add_argument("config", metavar="CONFIG", nargs="?", help="configuration file; without it: the demo")
+    parser.add_argument("--trainer", choices=TRAINERS, help="strategy of the trainer")
+    for option, text in LAUNCH_OPTIONS.items():
+        parser.add_argument(option, metavar="VALUE", help=text)
+    parser.add_argument("--print_config", action="store_true", help="print the full configuration as YAML, and exit")
+    parser.add_argument("--debug", action="store_true", help="show the traceback of an error")
+    add_configuration_keys(parser)
+    return parser
 
 
 def read_configuration(words: Sequence[str]) -> "tuple[Configuration, bool]":
@@ -75,7 +95,10 @@ def _run(words: Sequence[str]) -> int:
     if options.devices is not None:
         # The variable has no effect once torch has counted the devices.
         os.environ["CUDA_VISIBLE_DEVICES"] = options.devices
-    configuration, is_demo = read_configuration([word for word in other_words if word != "--print_config"])
+    is_launcher = options.needs_launcher and not is_worker()
+    # The configuration imports torch.
+    with quiet_store() if is_launcher else nullcontext():
+        configuration, is_demo = read_configuration([word for word in other_words if word != "--print_config"])
     is_main = int(os.environ.get("RANK", "0")) == 0
     if "--print_config" in other_words:
         from forgather.cli.config import parser, yaml_reader
@@ -89,7 +112,7 @@ def _run(words: Sequence[str]) -> int:
     check_num_processes(configuration.trainer.kind, num_processes_of_job(options))
     if is_demo and is_main and not was_started_by_us():
         _introduce_demo()
-    if options.needs_launcher and not is_worker():
+    if is_launcher:
         from forgather.cli.launch.agent import launch
 
         # Workers get the full command line, and check its launch options against the environment.

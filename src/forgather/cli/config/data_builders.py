@@ -37,8 +37,19 @@ class Datasets:
     eval: Any | None
 
 
-def build_datasets(section: DataSection, tokenizer: TextTokenizer, args: TrainingArguments) -> Datasets:
-    """Return datasets of packed sequences, or the datasets that the callable of the section returns."""
+def build_datasets(
+    section: DataSection,
+    tokenizer: TextTokenizer,
+    args: TrainingArguments,
+    *,
+    scratch: str | None = None,
+    may_tokenize: bool = True,
+) -> Datasets:
+    """Return datasets of packed sequences, or the datasets that the callable of the section returns.
+
+    Tokens that are not cached yet are written below `scratch`, if it is given, and the cache is only read.
+    `may_tokenize=False` raises FileNotFoundError if documents would have to be read, because no tokens are cached.
+    """
     wants_evaluation = args.eval_strategy != "no" or args.eval_on_save
     ways = {"files": bool(section.files), "dataset": section.dataset is not None, "class_path": section.class_path}
     given = [name for name, is_given in ways.items() if is_given]
@@ -50,15 +61,23 @@ def build_datasets(section: DataSection, tokenizer: TextTokenizer, args: Trainin
         made = class_paths.call(section.class_path, section.init_args, "data")
         if isinstance(made, Mapping):
             return _ready_datasets(made)
+        _refuse_tokenizing(may_tokenize, "data.class_path")
         # In memory: the documents of a callable have no identity that a cache could use as its key.
         tokens = tokenize(made, tokenizer, _share(section))
     elif section.dataset is not None:
+        _refuse_tokenizing(may_tokenize, "data.dataset")
         tokens = _from_saved_dataset(section, section.dataset, tokenizer)
     else:
-        tokens = _from_files(section, tokenizer, section.cache_dir or os.path.join(args.output_dir, "tokens"))
+        folder = section.cache_dir or os.path.join(args.output_dir, "tokens")
+        tokens = _from_files(section, tokenizer, folder, scratch, may_tokenize)
     if not section.eval_files and section.eval_split is None:
         tokens = _with_both_splits(tokens, section, wants_evaluation)
     return _packed(tokens, section, tokenizer)
+
+
+def _refuse_tokenizing(may_tokenize: bool, key: str) -> None:
+    if not may_tokenize:
+        raise FileNotFoundError(f"The tokens of {key} are not cached on disk.")
 
 
 def _refuse_unused(section: DataSection, way: str) -> None:
@@ -104,10 +123,13 @@ def _share(section: DataSection, fraction: float | None = None) -> EvaluationSha
     return EvaluationShare(section.eval_fraction if fraction is None else fraction, section.seed)
 
 
-def _from_files(section: DataSection, tokenizer: TextTokenizer, folder: str) -> dict[str, TokenArray]:
+def _from_files(
+    section: DataSection, tokenizer: TextTokenizer, folder: str, scratch: str | None, may_tokenize: bool
+) -> dict[str, TokenArray]:
     def tokens_of(files: list[str], share: EvaluationShare) -> dict[str, TokenArray]:
         sources = [section.text_field, *map(_identity, files)]
-        return tokenize_to_files(read_documents(files, section.text_field), tokenizer, share, folder, sources)
+        documents = read_documents(files, section.text_field)
+        return tokenize_to_files(documents, tokenizer, share, folder, sources, scratch=scratch, may_write=may_tokenize)
 
     files = find_files(section.files)
     if not section.eval_files:
@@ -155,7 +177,7 @@ def _packed(tokens: Mapping[str, TokenArray], section: DataSection, tokenizer: T
 
     def packed(split: str) -> PackedTokens:
         one = tokens[split]
-        return PackedTokens(one.tokens, one.document_starts, section.sequence_length, padding)
+        return PackedTokens(one.tokens, one.document_starts, section.sequence_length, padding, one.sources)
 
     train, evaluation = packed("train"), packed("eval")
     if len(train) == 0:

@@ -13,7 +13,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 
 import forgather
-from forgather.cli.config.schema import SECTIONS
+from forgather.cli.config.schema import PLAIN_KEYS, SECTIONS
 from forgather.cli.config.trainer_kinds import DEFAULT_KIND, TRAINERS
 
 _USAGE = """\
@@ -36,9 +36,9 @@ Multiple processes (--trainer {several}); omit these options under torchrun:
   -d 0,1          one process on each of these devices
   --nnodes M --node-rank R --rdzv-endpoint HOST:PORT
                   M nodes: run the same command on each, with its own R from 0, and an address of node 0
-  --nnodes MIN:MAX --rdzv-endpoint HOST:PORT [--node-wait S]
+  --nnodes MIN:MAX --rdzv-endpoint HOST:PORT [--node-wait S] [--node-timeout T]
                   elastic job: restarts on the nodes that are left when one is lost, and grows when one joins; waits S
-                  seconds (15) for more nodes once MIN have joined
+                  seconds (15) for more nodes once MIN have joined, and T seconds (900) while fewer are left
   --max-restarts K
                   restart all processes up to K times after a failure; they resume from the newest checkpoint
 """
@@ -70,11 +70,11 @@ def help_text() -> str:
             fields = [replace(one, choices=_listed(tuple(TRAINERS))) if one.name == "kind" else one for one in fields]
         parts.append(_section(section, about, fields))
     parts.append(_section("", "Keys without a section:", [top["optimizer_groups"], top["callbacks"]]))
-    common = _arguments_of(DEFAULT_KIND)
+    common = arguments_of(DEFAULT_KIND)
     parts.append(_section("args", "Training arguments:", common))
     for kind in TRAINERS:
         # Fields compare with their defaults, so an argument with another default is listed again.
-        own = [field for field in _arguments_of(kind) if field not in common]
+        own = [field for field in arguments_of(kind) if field not in common]
         if own:
             parts.append(_section("args", f"Additional arguments of --trainer {kind}:", own))
     return "\n".join(parts)
@@ -82,7 +82,40 @@ def help_text() -> str:
 
 def kinds_with_argument(name: str) -> list[str]:
     """Return the trainers that have an argument of this name, such as "ddp.bucket_cap_mb"."""
-    return [kind for kind in TRAINERS if any(field.name == name for field in _arguments_of(kind))]
+    return [kind for kind in TRAINERS if any(field.name == name for field in arguments_of(kind))]
+
+
+@dataclass(frozen=True)
+class ConfigurationKey:
+    """Key of the configuration, such as "args.max_steps", with its allowed values if they are few."""
+
+    name: str
+    text: str
+    choices: tuple[str, ...] = ()
+
+
+def configuration_keys() -> list[ConfigurationKey]:
+    """Return all keys of a configuration, with the arguments of every trainer."""
+    classes = _classes_in("forgather.cli.config.schema")
+    keys: dict[str, ConfigurationKey] = {}
+    for section, cls in SECTIONS.items():
+        for field in _fields(classes[cls.__name__]):
+            choices: tuple[object, ...] = tuple(TRAINERS) if (section, field.name) == ("trainer", "kind") else ()
+            keys[f"{section}.{field.name}"] = _key(f"{section}.{field.name}", field, choices)
+    for field in _fields(classes["Configuration"]):
+        if field.name in PLAIN_KEYS:
+            keys[field.name] = _key(field.name, field, ())
+    for found in TRAINERS.values():
+        allowed = choices_of(found.arguments_module, found.arguments_name)
+        for field in _all_fields(found.arguments_module, found.arguments_name):
+            name = f"args.{field.name}"
+            keys.setdefault(name, _key(name, field, allowed.get(field.name, ())))
+    return list(keys.values())
+
+
+def _key(name: str, field: FieldHelp, choices: Sequence[object]) -> ConfigurationKey:
+    names = tuple(str(choice) for choice in choices if choice is not None)
+    return ConfigurationKey(name, field.text, names or (("true", "false") if field.type == "bool" else ()))
 
 
 def _section(name: str, about: str, fields: list[FieldHelp]) -> str:
@@ -106,7 +139,7 @@ def _beside(name: str, text: str) -> list[str]:
     return [name, *lines]
 
 
-def _arguments_of(kind: str) -> list[FieldHelp]:
+def arguments_of(kind: str) -> list[FieldHelp]:
     """Return the fields of a trainer's arguments, base classes first."""
     found = TRAINERS[kind]
     choices = choices_of(found.arguments_module, found.arguments_name)

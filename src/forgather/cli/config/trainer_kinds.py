@@ -5,9 +5,9 @@ Imports no torch, so that help pages appear quickly. Used by the command line, t
 
 from dataclasses import dataclass
 from importlib import import_module
-from importlib.util import find_spec
 from typing import TYPE_CHECKING, Any
 
+from forgather._extras import is_installed, missing_message
 from forgather._suggestions import did_you_mean
 from forgather.cli.errors import UsageError
 
@@ -123,7 +123,5 @@ def make_own_keywords(kind: str, args: "TrainingArguments") -> dict[str, Any]:
 
 
 def _require_accelerate(kind: str) -> None:
-    if kind == "accelerate" and find_spec("accelerate") is None:
-        raise UsageError(
-            "--trainer accelerate needs the package accelerate, which is not installed: pip install accelerate."
-        )
+    if kind == "accelerate" and not is_installed("accelerate"):
+        raise UsageError(f"{missing_message('--trainer accelerate', 'accelerate')}.")

@@ -10,6 +10,8 @@ import yaml
 
 from forgather.cli.errors import UsageError
 
+CONFIG_NAME = "config.yaml"
+"""File with the configuration of a run, in its output directory and in each checkpoint."""
 # PyYAML's own pattern for floats requires a dot and a sign in the exponent.
 _EXPONENT = re.compile(r"[-+]?(?:\d[\d_]*\.?[\d_]*|\.\d[\d_]*)[eE][-+]?\d+$")
 

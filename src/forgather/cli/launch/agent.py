@@ -15,6 +15,7 @@ from contextlib import contextmanager, suppress
 from types import FrameType
 from typing import Any
 
+from torch.distributed import DistNetworkError
 from torch.distributed.elastic.agent.server.api import RunResult, WorkerGroup, WorkerSpec
 from torch.distributed.elastic.agent.server.local_elastic_agent import LocalElasticAgent
 from torch.distributed.elastic.multiprocessing import DefaultLogsSpecs, SignalException
@@ -38,9 +39,9 @@ from forgather.cli.launch.root_cause import REPEATED_FAILURE, RootCause, find_ro
 INTERRUPTED = 130
 """Exit code after the same failure has ended several attempts; a scheduler should not start the job again."""
 _LOST_STORE = (
-    "The connection to the rendezvous at {endpoint} was lost: the node that hosts it has failed or ended, and the job cannot "
-    "continue without it. Start the job again on all nodes; it resumes from the newest checkpoint. An endpoint on a machine "
-    "outside of the job survives the loss of any node."
+    "The connection to the rendezvous at {endpoint} was lost: the node that hosts it has failed, ended or fallen silent, and "
+    "the job cannot continue without it. Start the job again on all nodes; it resumes from the newest checkpoint. An "
+    "endpoint on a machine outside of the job survives the loss of any node."
 )
 _STOP_SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1)
 # Signals that torch's agent handles itself. It must not handle the stop signals: it would kill the workers after 30
@@ -58,7 +59,7 @@ def launch(options: LaunchOptions, words: Sequence[str]) -> int:
         try:
             with agent.stop_signals_handed_on():
                 result = agent.run()
-        except RendezvousConnectionError as lost:
+        except (RendezvousConnectionError, DistNetworkError) as lost:
             raise ConnectionError(_LOST_STORE.format(endpoint=options.rendezvous_endpoint)) from lost
         except RendezvousClosedError:
             return _end_with_others(agent)
@@ -68,8 +69,7 @@ def launch(options: LaunchOptions, words: Sequence[str]) -> int:
             complain(f"stopped by {stop.sigval.name}; nothing was saved since the last checkpoint")
             return 128 + int(stop.sigval)
         finally:
-            if agent.has_met and not agent.leaves:
-                spec.rdzv_handler.shutdown()
+            agent.part()
     if not result.is_failed():
         return 0
     if agent.was_stopped_early(result):
@@ -132,10 +132,10 @@ class Agent(LocalElasticAgent):
         by_request = {code for number in self._received for code in (-int(number), 128 + int(number))} | {INTERRUPTED}
         return bool(self._received) and any(failure.exitcode in by_request for failure in result.failures.values())
 
-    @property
-    def leaves(self) -> bool:
-        """Whether only this node stops, and the other nodes of the job continue."""
-        return False
+    def part(self) -> None:
+        """Close the rendezvous, which ends the job on all nodes."""
+        if self.has_met:
+            self._worker_group.spec.rdzv_handler.shutdown()
 
     @property
     def has_met(self) -> bool:
@@ -181,7 +181,8 @@ class Agent(LocalElasticAgent):
         if not self._received:
             note_deaths(worker_group, result)
         cause = find_root_cause(result.failures)
-        if self._received or cause.exit_code == REPEATED_FAILURE or cause.usage_error is not None:
+        is_final = cause.exit_code == REPEATED_FAILURE or cause.usage_error is not None or cause.is_aborted
+        if self._received or is_final:
             # A job that was asked to stop, or that would fail again, must not be restarted.
             self._remaining_restarts = 0
         if result.is_failed() and self._remaining_restarts > 0:
@@ -233,7 +234,12 @@ def _rendezvous(options: LaunchOptions) -> RendezvousHandler:
     if options.is_elastic:
         assert options.min_nodes is not None and options.rendezvous_endpoint is not None
         return ElasticMeeting(
-            options.rendezvous_endpoint, options.min_nodes, options.num_nodes, options.node_rank, options.node_wait
+            options.rendezvous_endpoint,
+            options.min_nodes,
+            options.num_nodes,
+            options.node_rank,
+            options.node_wait,
+            options.node_timeout,
         )
     if options.num_nodes == 1:
         # Without local_addr torch resolves this machine's host name, which takes seconds where no DNS server answers.

@@ -6,10 +6,13 @@ running workers save a checkpoint, so that no step is repeated. `launch` creates
 
 import signal
 import time
+from contextlib import suppress
 
+from torch.distributed import DistError, DistStoreError
 from torch.distributed.elastic.agent.server.api import RunResult, WorkerGroup, WorkerState
 from torch.distributed.elastic.agent.server.local_elastic_agent import LocalElasticAgent
 from torch.distributed.elastic.multiprocessing.errors import ProcessFailure
+from torch.distributed.elastic.rendezvous import RendezvousError
 
 from forgather.cli.errors import complain
 from forgather.cli.launch.agent import Agent, NoRestartsLeft, send
@@ -35,6 +38,10 @@ class ElasticAgent(Agent):
     def _monitor_workers(self, worker_group: WorkerGroup) -> RunResult:
         # Not the agent's own monitor: it would announce a restart that may not count.
         result: RunResult = LocalElasticAgent._monitor_workers(self, worker_group)
+        while result.state == WorkerState.HEALTHY and self._received:
+            # The agent would ask the store for new nodes, and its host may have left first.
+            time.sleep(_POLL_SECONDS)
+            result = LocalElasticAgent._monitor_workers(self, worker_group)
         if result.state == WorkerState.HEALTHY and not self._received:
             return self._checked_nodes(result)
         if result.state == WorkerState.SUCCEEDED and not self._received and was_preempted():
@@ -48,7 +55,8 @@ class ElasticAgent(Agent):
 
     def _checked_nodes(self, result: RunResult) -> RunResult:
         """Restart healthy workers if a node of the job has no heartbeat: they may wait for it forever."""
-        lost = self._members - self._meeting.members
+        # The workers of a node that leaves have saved together with ours, which are about to exit.
+        lost = [node for node in self._members - self._meeting.members if not self._meeting.has_left(node)]
         if not lost:
             return result
         self._has_lost_nodes = True
@@ -68,7 +76,7 @@ class ElasticAgent(Agent):
         return RunResult(state=WorkerState.UNHEALTHY)
 
     def _rendezvous(self, worker_group: WorkerGroup) -> None:
-        super()._rendezvous(worker_group)
+        self._meet(worker_group)
         before, self._members = self._members, self._meeting.members
         failures, self._failures = self._failures, None
         if before and before != self._members:
@@ -80,6 +88,14 @@ class ElasticAgent(Agent):
             self._remaining_restarts += 0 if self._is_borrowed else 1
         elif self._is_borrowed:
             raise NoRestartsLeft(failures)
+
+    def _meet(self, worker_group: WorkerGroup) -> None:
+        """Meet the other nodes; repeated if a node was lost after it joined and before the ranks were assigned."""
+        while True:
+            try:
+                return super()._rendezvous(worker_group)
+            except DistStoreError:
+                complain("a node was lost during the rendezvous: meeting again")
 
     def _stop_workers(self, worker_group: WorkerGroup) -> None:
         if worker_group.state == WorkerState.HEALTHY:
@@ -103,6 +119,14 @@ class ElasticAgent(Agent):
         # The other nodes continue without a node that was asked to stop, so there is nothing to wait for.
         if not self.leaves:
             super()._exit_barrier()  # type: ignore[no-untyped-call]
+
+    def part(self) -> None:
+        if not self.leaves:
+            super().part()
+        elif self.has_met:
+            # The host of the store may have left first.
+            with suppress(RendezvousError, DistError):
+                self._meeting.leave()
 
     @property
     def leaves(self) -> bool:

@@ -9,6 +9,7 @@ import os
 import time
 from typing import Any
 
+from torch.distributed import PrefixStore
 from torch.distributed.elastic.rendezvous import (
     RendezvousConnectionError,
     RendezvousHandler,
@@ -16,11 +17,15 @@ from torch.distributed.elastic.rendezvous import (
     RendezvousParameters,
     RendezvousTimeoutError,
 )
+from torch.distributed.elastic.rendezvous.dynamic_rendezvous import _RendezvousExitOp
 from torch.distributed.elastic.rendezvous.registry import get_rendezvous_handler
 
 from forgather.cli.launch.node_meeting import RepeatedMeeting
+from forgather.cli.launch.store_guard import StoreGuard
 
-_JOIN_SECONDS = 900
+_LEAVE_SECONDS = 5
+_LAST_SECONDS = 30
+"""A host that is lost this shortly before the end of the wait has given up waiting itself."""
 _HEARTBEAT_SECONDS = 3
 _MISSED_HEARTBEATS = 5
 """A node without a heartbeat for 15 seconds is lost, and the others stop waiting for it."""
@@ -31,36 +36,81 @@ _LOOPBACK = ("localhost", "127.0.0.1", "::1", "[::1]")
 class ElasticMeeting(RepeatedMeeting):
     """Rendezvous of `min_nodes` to `max_nodes` nodes; node 0, if any node has this rank, hosts the store."""
 
-    def __init__(self, endpoint: str, min_nodes: int, max_nodes: int, node_rank: int | None, node_wait: int) -> None:
+    def __init__(
+        self, endpoint: str, min_nodes: int, max_nodes: int, node_rank: int | None, node_wait: int, node_timeout: int
+    ) -> None:
         super().__init__(endpoint, min_nodes, -1 if node_rank is None else node_rank)
         self._max_nodes = max_nodes
         self._is_host = None if node_rank is None else node_rank == 0
         self._node_wait = node_wait
+        self._node_timeout = node_timeout
+        self._deadline = 0.0
+        self._guard: StoreGuard | None = None
 
     @property
     def members(self) -> frozenset[str]:
         """Names of the nodes of the current round."""
-        return frozenset(map(str, getattr(self._state, "participants", ())))
+        # Copied first, because the thread of the heartbeats may change the dictionary.
+        return frozenset(map(str, tuple(getattr(self._state, "participants", ()))))
+
+    @property
+    def num_joined(self) -> int:
+        """Number of nodes that wait for the next round, this node included."""
+        # The participants of a completed round include lost nodes; those that are left join its wait list.
+        is_complete = getattr(self._state, "complete", False)
+        return max(len(getattr(self._state, "wait_list" if is_complete else "participants", ())), 1)
 
     def num_missing(self) -> int | None:
-        missing = super().num_missing()
-        return None if missing is None else max(missing, 0)
+        return None if self._handler is None else max(self._num_nodes - self.num_joined, 0)
 
     def waiting_for(self) -> str:
-        if self.num_missing() == 0:
-            return f"{len(self.members)} of at most {self._max_nodes} nodes joined at {self.endpoint}, waiting for more"
-        return super().waiting_for()
+        missing = self.num_missing()
+        if missing == 0:
+            return f"{self.num_joined} of at most {self._max_nodes} nodes joined at {self.endpoint}, waiting for more"
+        joined = f"{self.num_joined} of at least {self._num_nodes} nodes" if missing else "no connection"
+        return f"{joined} at {self.endpoint}; waiting {self._seconds_left:.0f} s more"
 
     def next_rendezvous(self) -> RendezvousInfo:
+        self._deadline = time.monotonic() + self._node_timeout
         try:
             return super().next_rendezvous()
         except RendezvousTimeoutError:
             raise self._timeout_error() from None
+        except RendezvousConnectionError:
+            if self._seconds_left > _LAST_SECONDS:
+                raise
+            raise self._timeout_error() from None
+
+    def leave(self) -> None:
+        """Take this node out of the round, so that the others need not wait until its heartbeat has expired."""
+        handler: Any = self._handler
+        self._farewells.set(str(handler._this_node), "")
+        handler._stop_heartbeats()
+        handler._op_executor.run(_RendezvousExitOp(), time.monotonic() + _LEAVE_SECONDS)
+
+    def has_left(self, node: str) -> bool:
+        """Return whether a former member has left on request; its workers saved with all others."""
+        return bool(self._farewells.check([node]))
+
+    def shutdown(self) -> bool:
+        if self._guard is not None:
+            self._guard.stop()
+        return super().shutdown()
+
+    @property
+    def _farewells(self) -> PrefixStore:
+        handler: Any = self._handler
+        return PrefixStore("forgather/left", handler._store)
+
+    @property
+    def _seconds_left(self) -> float:
+        return max(self._deadline - time.monotonic(), 0.0)
 
     def _timeout_error(self) -> TimeoutError:
         return TimeoutError(
-            f"Fewer than {self._num_nodes} nodes met at --rdzv-endpoint {self.endpoint} within {_JOIN_SECONDS} s. Start the "
-            f"same command on at least {self._num_nodes} nodes, and check that every node can reach this address."
+            f"Fewer than {self._num_nodes} nodes met at --rdzv-endpoint {self.endpoint} within {self._node_timeout} s "
+            f"(--node-timeout). Start the same command on at least {self._num_nodes} nodes, and check that every node can "
+            "reach this address. The job resumes from its newest checkpoint, if it has one."
         )
 
     @property
@@ -71,7 +121,7 @@ class ElasticMeeting(RepeatedMeeting):
         # With a shared store, torch caches the address of the first round. It is wrong when another node becomes rank 0.
         os.environ["TORCH_DISABLE_SHARE_RDZV_TCP_STORE"] = "1"
         details: dict[str, Any] = {
-            "join_timeout": _JOIN_SECONDS,
+            "join_timeout": self._node_timeout,
             "last_call_timeout": self._node_wait,
             "keep_alive_interval": _HEARTBEAT_SECONDS,
             "keep_alive_max_attempt": _MISSED_HEARTBEATS,
@@ -81,8 +131,10 @@ class ElasticMeeting(RepeatedMeeting):
         parameters = RendezvousParameters(
             "c10d", self.endpoint, _RUN_ID, self._num_nodes, self._max_nodes, local_addr=self._own_address, **details
         )
-        deadline = time.monotonic() + _JOIN_SECONDS
-        return self._retried(lambda: get_rendezvous_handler(parameters), RendezvousConnectionError, deadline)
+        handler = self._retried(lambda: get_rendezvous_handler(parameters), RendezvousConnectionError, self._deadline)
+        host, _, port = self.endpoint.rpartition(":")
+        self._guard = StoreGuard(host.strip("[]"), int(port))
+        return handler
 
     @property
     def _own_address(self) -> str | None:

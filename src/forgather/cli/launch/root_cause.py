@@ -24,6 +24,8 @@ _HANG = "RankHang: "
 # The restart policy has ended the job, because the same failure has come again and again.
 _REPEATED = "RepeatedFailureError: "
 REPEATED_FAILURE = 3
+# `forgather control ... abort` has ended the job.
+_ABORTED = "RunAborted: "
 
 
 @dataclass(frozen=True)
@@ -37,10 +39,12 @@ class RootCause:
     usage_error: str | None = None
     exit_code: int = 1
     """Exit code of the job."""
+    is_aborted: bool = False
+    """Whether the user has ended the job, so that no rank is to blame."""
 
     def sentence(self) -> str:
         """Return the sentence to print below the traceback."""
-        if self.exit_code == WATCH_EXIT_CODE:
+        if self.exit_code == WATCH_EXIT_CODE or self.is_aborted:
             return self.what
         return f"rank {self.rank} {self.what}"
 
@@ -55,6 +59,8 @@ def find_root_cause(failures: Mapping[int, ProcessFailure]) -> RootCause:
         return RootCause(int(agreed[1]), f"failed {_sentence(agreed[2])}", agreed[3])
     if message.startswith(_USAGE_ERROR):
         return RootCause(rank, "", traceback, message.removeprefix(_USAGE_ERROR))
+    if message.startswith(_ABORTED):
+        return RootCause(rank, _sentence(message.removeprefix(_ABORTED)), "", is_aborted=True)
     if message.startswith(_HANG):
         return RootCause(rank, _sentence(message.removeprefix(_HANG)), "", exit_code=WATCH_EXIT_CODE)
     if message.startswith(_REPEATED):

@@ -4,17 +4,17 @@ The file is replaced atomically in the output directory, and added to every chec
 """
 
 import os
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 
 from forgather.cli.config import parser, yaml_reader
 from forgather.cli.config.schema import Configuration
+from forgather.cli.config.yaml_reader import CONFIG_NAME
 from forgather.cli.work.job import Job
 from forgather.ml.checkpoint.files.durable import make_directories, replace_file
 from forgather.ml.trainer.arguments.training_arguments import TrainingArguments
 from forgather.ml.trainer.callbacks.display import show_row
 from forgather.ml.trainer.trainer_types import TrainerCallback, TrainerControl, TrainerState
-
-CONFIG_NAME = "config.yaml"
+from forgather.tools.comparison.settings import changed_settings, flat_settings, read_settings
 
 
 class StoredConfiguration(TrainerCallback):
@@ -51,7 +51,7 @@ class StoredConfiguration(TrainerCallback):
         args = self._configuration.args
         folder = args.resume_from_checkpoint if isinstance(args.resume_from_checkpoint, str) else args.output_dir
         label = "changed"
-        for change in describe_changes(_read(os.path.join(folder, CONFIG_NAME)), self._configuration):
+        for change in describe_changes(read_settings(folder), self._configuration):
             show_row(label, change)
             label = ""
 
@@ -62,37 +62,8 @@ def describe_changes(stored: object, configuration: Configuration) -> list[str]:
         return []
     # A setting that a newer version added is not listed as a change while it has its default.
     defaults = Configuration(args=type(configuration.args)())
-    before = _flat(parser.to_dict(defaults)) | _flat(stored)
-    now = _flat(parser.to_dict(configuration))
-    return [
-        f"{key}: {_shown(before.get(key))} -> {_shown(now.get(key))}"
-        # Stored arguments that no longer exist belong to another trainer, and the change of trainer is listed itself.
-        for key in [*now, *(key for key in _flat(stored) if key not in now and not key.startswith("args."))]
-        if before.get(key) != now.get(key)
-    ]
-
-
-def _flat(data: Mapping[str, object], prefix: str = "") -> dict[str, object]:
-    return dict(_leaves(data, prefix))
-
-
-def _leaves(data: Mapping[str, object], prefix: str) -> Iterator[tuple[str, object]]:
-    for name, value in data.items():
-        if isinstance(value, Mapping) and value:
-            yield from _leaves(value, f"{prefix}{name}.")
-        else:
-            # An empty mapping is equivalent to a missing key.
-            yield f"{prefix}{name}", None if isinstance(value, Mapping) else value
-
-
-def _shown(value: object) -> str:
-    return "none" if value is None else str(value)
-
-
-def _read(path: str) -> object:
-    try:
-        with open(path, encoding="utf-8") as file:
-            return yaml_reader.load_value(file.read())
-    except (OSError, UnicodeDecodeError):
-        # Runs that were started from Python have no stored configuration.
-        return None
+    before = flat_settings(parser.to_dict(defaults)) | flat_settings(stored)
+    now = flat_settings(parser.to_dict(configuration))
+    # Stored arguments that no longer exist belong to another trainer, and the change of trainer is listed itself.
+    known = {key: value for key, value in before.items() if key in now or not key.startswith("args.")}
+    return [str(change) for change in changed_settings(known, now)]

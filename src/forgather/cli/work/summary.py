@@ -57,6 +57,7 @@ def _say_what_next(step: int, output_dir: str, words: Sequence[str]) -> None:
     suggestions = {
         "train for twice the steps": f"{same} --args.max_steps {2 * step}",
         **_suggested_processes(program, output_dir, words, 2 * step),
+        "look at the run": f"{program} report {output_dir}",
         "train another model": f"{program} train --model.config.hidden_size 192 --args.output_dir demo_output_192",
         "write a configuration": f"{program} train --print_config > my.yaml",
         "and use it": f"{program} train my.yaml",

@@ -3,13 +3,13 @@
 Every rank executes this code. The output directory is locked before anything is written to it.
 """
 
-import os
 from collections.abc import Mapping, Sequence
 from typing import Any
 
 from forgather.cli.config import builders, class_paths, data_builders, model_builders
 from forgather.cli.config.schema import Configuration
 from forgather.cli.config.trainer_kinds import find_kind, load_trainer, make_own_keywords
+from forgather.cli.errors import RunAborted
 from forgather.cli.launch.run_notes import note_preempted
 from forgather.cli.process_setup import show_own_messages
 from forgather.cli.work.job import Job
@@ -17,10 +17,12 @@ from forgather.cli.work.spares import Layout
 from forgather.cli.work.stored_configuration import StoredConfiguration
 from forgather.cli.work.summary import say_already_finished, say_finished, say_stopped
 from forgather.ml.checkpoint import store
+from forgather.ml.checkpoint.files.layout import checkpoints_root, counts_any_name, refuse_other_place
 from forgather.ml.checkpoint.output_lock import OutputDirLock
 from forgather.ml.trainer.arguments.training_arguments import TrainingArguments
 from forgather.ml.trainer.callbacks.display import show_row
-from forgather.ml.trainer.loop.signals import Preempted
+from forgather.ml.trainer.elastic.preemption_mark import remove_mark
+from forgather.ml.trainer.loop.signals import CONTROL_STOP, Aborted, Preempted
 from forgather.ml.trainer.trainer import Trainer
 
 
@@ -38,6 +40,8 @@ def train(configuration: Configuration, demo_words: Sequence[str] | None = None)
         finished_step = job.as_main_says(lambda: _step_of_finished_run(configuration.args), "looking for checkpoints")
         if finished_step is not None:
             if job.is_main:
+                # The last preemption may have saved the last step; a batch script must not start the job again.
+                remove_mark(configuration.args.output_dir)
                 say_already_finished(configuration, finished_step, demo_words)
             return 0
         lock = OutputDirLock(configuration.args.output_dir)
@@ -56,10 +60,14 @@ def _train(
     try:
         trainer.train()
     except Preempted as stop:
-        note_preempted()
+        if stop.signal_name != CONTROL_STOP:
+            # The launcher of an elastic job restarts after a signal, but not after a request to stop the job.
+            note_preempted()
         if job.is_main:
             say_stopped(stop)
         return 0
+    except Aborted as stop:
+        raise RunAborted(f"{stop}.") from None
     if job.is_main:
         say_finished(trainer, demo_words)
     return 0
@@ -103,7 +111,9 @@ def _step_of_finished_run(args: TrainingArguments) -> int | None:
     """Return the step of the newest checkpoint if the run would resume from it and it has reached max_steps."""
     if args.max_steps < 0 or args.resume_from_checkpoint is not True:
         return None
-    found = store.find_checkpoints(os.path.join(args.output_dir, store.CHECKPOINTS_FOLDER))
+    refuse_other_place(args.output_dir, args.checkpoint_layout)
+    root = checkpoints_root(args.output_dir, args.checkpoint_layout)
+    found = store.find_checkpoints(root, counts_any_name(args.checkpoint_layout))
     step = found[-1].manifest.step if found else None
     return step if step is not None and step >= args.max_steps else None
 

@@ -1,0 +1,33 @@
+"""Choice of the checkpoint that a path means: the checkpoint itself, or the newest complete one of a run."""
+
+import os
+
+from forgather.ml.checkpoint.errors import CheckpointLoadError, CheckpointNotFoundError
+from forgather.ml.checkpoint.foreign.ownership import recognise
+from forgather.ml.finalize import resolve_checkpoint
+from forgather.tools.checkpoints.listing import list_checkpoints, looks_like_checkpoint
+
+
+def find_checkpoint(path: str) -> str:
+    """Return the checkpoint at a path, complete or not; for a run, its newest complete checkpoint.
+
+    Raise `CheckpointNotFoundError` if there is none.
+    """
+    if os.path.isdir(path) and looks_like_checkpoint(path):
+        return path
+    if os.path.isdir(path) and not list_checkpoints(path).checkpoints:
+        raise CheckpointNotFoundError(
+            f"{path!r} is not a checkpoint and has none: give a directory such as out/checkpoints/checkpoint-100, or the "
+            "output directory of a run."
+        )
+    return resolve_checkpoint(path)
+
+
+def require_own(checkpoint: str) -> None:
+    """Raise `CheckpointLoadError` for a checkpoint of another program."""
+    owner = recognise(checkpoint)
+    if owner is not None:
+        raise CheckpointLoadError(
+            f"{checkpoint} is {owner.value}, which has no checksums and no components. `forgather checkpoint import` turns "
+            "it into a Forgather checkpoint."
+        )

@@ -1,0 +1,93 @@
+"""Verification of checkpoints: every file against its checksum, several files at once.
+
+Files that users may edit need only the right format. Files of optional components may be missing, as in a resume.
+"""
+
+import os
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+from forgather.ml.checkpoint import store
+from forgather.ml.checkpoint.errors import CheckpointError
+from forgather.ml.checkpoint.manifest import read_manifest
+from forgather.tools.checkpoints.listing import own_checkpoints_of
+from forgather.tools.checkpoints.paths import find_checkpoint, require_own
+
+
+@dataclass(frozen=True)
+class CheckpointVerdict:
+    """Result for one checkpoint: its problems, one line each; none if it is intact."""
+
+    path: str
+    num_files: int
+    size_bytes: int
+    problems: Sequence[str]
+    missing_optional: Sequence[str] = ()
+    """Missing files that a resume does not need: these parts start fresh."""
+
+
+@dataclass(frozen=True)
+class Verification:
+    """Verdicts on the checkpoints, with the bytes that were read and the time that it took."""
+
+    checkpoints: Sequence[CheckpointVerdict]
+    num_bytes: int
+    seconds: float
+
+    @property
+    def is_intact(self) -> bool:
+        return not any(one.problems for one in self.checkpoints)
+
+
+def checkpoints_to_verify(path: str, everything: bool = False) -> list[str]:
+    """Return one checkpoint, or with `everything` all checkpoints of its run, damaged ones too."""
+    if not everything:
+        checkpoint = find_checkpoint(path)
+        require_own(checkpoint)
+        return [checkpoint]
+    found = own_checkpoints_of(path)
+    # A run without checkpoints has nothing to verify, which is more likely a wrong path than a success.
+    return found or [find_checkpoint(path)]
+
+
+def bytes_to_verify(checkpoints: Sequence[str]) -> int:
+    """Return the total size of the files that the manifests list, for a progress bar."""
+    total = 0
+    for path in checkpoints:
+        try:
+            total += sum(record.size for record in read_manifest(path).files)
+        except (CheckpointError, OSError):
+            # The verification reports it.
+            continue
+    return total
+
+
+def verify_checkpoints(checkpoints: Sequence[str], note_bytes: Callable[[int], None] | None = None) -> Verification:
+    """Read every file of the checkpoints and compare it with its checksum and format.
+
+    `note_bytes` gets the number of bytes of each part that was read, from several threads.
+    """
+    counts: list[int] = []
+
+    def note(count: int) -> None:
+        # `append` is atomic, a sum would need a lock.
+        counts.append(count)
+        if note_bytes is not None:
+            note_bytes(count)
+
+    begun = time.perf_counter()
+    verdicts = [_verdict(path, note) for path in checkpoints]
+    return Verification(verdicts, sum(counts), time.perf_counter() - begun)
+
+
+def _verdict(path: str, note_bytes: Callable[[int], None]) -> CheckpointVerdict:
+    # Relative to the checkpoint, whose path is printed once.
+    problems = [one.replace(os.path.join(path, ""), "") for one in store.verify_checkpoint(path, note_bytes)]
+    try:
+        records, missing = read_manifest(path).files, []
+        if not problems:
+            missing = store.open_checkpoint(path).missing_optional
+    except (CheckpointError, OSError):
+        return CheckpointVerdict(path, 0, 0, problems)
+    return CheckpointVerdict(path, len(records), sum(record.size for record in records), problems, missing)

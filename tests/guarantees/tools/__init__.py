@@ -1,0 +1,1 @@
+"""Tools for during and after training."""
