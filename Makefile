@@ -6,11 +6,14 @@ STAMP := $(VENV)/.installed
 # Version of torch. The lock file omits torch, so each machine installs the build of its package index.
 TORCH := 2.13.0
 OTHER_VENV := .venv-torch-$(VERSION)
+DOCS_VENV := .venv-docs
 PIP_FLAGS := --quiet --disable-pip-version-check
 
 export TOKENIZERS_PARALLELISM := false
+# Keep compiled bytecode, also where the environment turns it off: each test process would compile every module again.
+export PYTHONDONTWRITEBYTECODE :=
 
-.PHONY: setup test test-all rehearse test-torch fuzz kill-points demo demo-checkpoints lint house prose bench docs lock clean soak watch-faults elastic
+.PHONY: setup test test-all rehearse test-torch fuzz kill-points demo demo-checkpoints lint house prose bench docs site test-docs lock lock-docs clean soak watch-faults elastic dist test-slurm test-examples
 
 setup: $(STAMP)
 
@@ -49,6 +52,10 @@ test-all: $(STAMP)
 rehearse: $(STAMP)
 	$(BIN)/python -m tests.support.rehearsal $(BIN)/python -m pytest -n 2 --dist loadfile tests/rehearsal
 
+# Run every program in examples/ twice: compare its output with the file beside it, then start it again to resume.
+test-examples: $(STAMP)
+	TEST_EXAMPLES=1 $(BIN)/python -m pytest -n 2 --durations 0 --durations-min 1 tests/examples
+
 # The suite with another torch, in a separate environment. It downloads gigabytes and is not part of CI.
 test-torch: $(OTHER_VENV)/.installed
 	OMP_NUM_THREADS=1 $(OTHER_VENV)/bin/python -m pytest -n 3 --dist loadfile --no-loadscope-reorder
@@ -58,7 +65,7 @@ fuzz: $(STAMP)
 	OMP_NUM_THREADS=1 GLIBC_TUNABLES=glibc.malloc.hugetlb=1 PYTHONMALLOC=malloc \
 		$(BIN)/python -m tests.guarantees.hostile_checkpoints.fuzz --examples 20000
 
-# Kill one of two ranks at each of its file operations. The suite tries every fourth.
+# Kill a rank at each of its file operations. The suite tries a sample of them.
 kill-points: $(STAMP)
 	EVERY_CASE=1 EVERY_KILL_POINT=1 $(BIN)/python -m pytest tests/guarantees/transactions/test_kill_points.py
 
@@ -74,6 +81,12 @@ watch-faults: $(STAMP)
 # Jobs that lose nodes by SIGKILL and get them back, compared with a job that kept its ranks. Takes minutes.
 elastic: $(STAMP)
 	ELASTIC=1 OMP_NUM_THREADS=1 $(BIN)/python -m pytest tests/guarantees/elastic
+
+# Jobs on a Slurm cluster of this machine: slurmctld and two slurmd. Installs Debian's packages, if they are missing, as root.
+test-slurm: $(STAMP)
+	test -x /usr/sbin/slurmctld -a -x /usr/sbin/slurmd -a -x /usr/bin/srun || \
+		{ apt-get update && apt-get install --yes --no-install-recommends slurmctld slurmd slurm-client; }
+	SLURM_TESTS=1 OMP_NUM_THREADS=1 $(BIN)/python -m pytest tests/guarantees/slurm
 
 # Train a small model. A second call resumes where the first stopped.
 demo: $(STAMP)
@@ -99,8 +112,20 @@ prose: $(STAMP)
 bench: $(STAMP)
 	$(BIN)/python benchmarks/checkpoint.py
 
-# Run every command that the documentation marks as runnable.
-docs: $(STAMP)
+# Build the documentation as a static site in `site/`. Warnings, such as broken links, are errors. Needs no torch.
+docs: $(DOCS_VENV)/.installed
+	PYTHONPATH=src:tools $(DOCS_VENV)/bin/python -m docsite site
+
+site: docs
+
+$(DOCS_VENV)/.installed: requirements-docs.lock
+	$(check_python)
+	$(PYTHON) -m venv $(DOCS_VENV)
+	$(DOCS_VENV)/bin/pip install $(PIP_FLAGS) --no-deps --require-hashes -r requirements-docs.lock
+	touch $@
+
+# Run the code blocks of the documentation, and parse its YAML.
+test-docs: $(STAMP)
 	OMP_NUM_THREADS=1 $(BIN)/python -m pytest tests/docs
 
 # Write the exact versions and hashes of the installed packages, for set-up on other machines.
@@ -109,5 +134,18 @@ lock: $(STAMP)
 	$(BIN)/python .ci/lock.py requirements.lock
 	touch $(STAMP)
 
+# Build wheel and source distribution into dist/, and check their files. Uses an environment of its own.
+dist: $(STAMP)
+	$(PYTHON) -m venv .venv-dist
+	.venv-dist/bin/pip install $(PIP_FLAGS) build
+	rm -rf dist build
+	.venv-dist/bin/python -m build --outdir dist .
+	DIST=dist $(BIN)/python -m pytest tests/test_distribution.py
+
+# The same for the environment that builds the documentation.
+lock-docs: $(DOCS_VENV)/.installed
+	$(DOCS_VENV)/bin/python .ci/lock.py requirements-docs.lock
+	touch $(DOCS_VENV)/.installed
+
 clean:
-	rm -rf $(VENV) .venv-torch-* .pytest_cache .ruff_cache .mypy_cache demo_output
+	rm -rf $(VENV) $(DOCS_VENV) .venv-dist .venv-torch-* site build dist .pytest_cache .ruff_cache .mypy_cache demo_output

@@ -1,7 +1,7 @@
-"""Writer of requirements.lock: exact versions of installed packages, with the hashes of all their files in the index.
+"""Writer of lock files: exact versions of installed packages, with the hashes of all their files in the index.
 
 torch and the libraries of its CUDA builds are omitted. Set-up installs torch by version, so each machine gets the build
-of its package index. `make lock` runs this script in the environment to lock.
+of its package index. `make lock` and `make lock-docs` run this script in the environment to lock.
 """
 
 import os
@@ -20,7 +20,10 @@ from packaging.version import InvalidVersion, Version
 from pip._internal.models.index import PyPI
 
 OF_TORCH = re.compile(r"(torch|triton|nvidia-.*|cuda-.*)$")
-HEADER = "# Written by `make lock`. Set-up installs torch first, by the version in the Makefile.\n"
+HEADERS = {
+    "requirements.lock": "# Written by `make lock`. Set-up installs torch first, by the version in the Makefile.\n",
+    "requirements-docs.lock": "# Written by `make lock-docs`: packages that build the documentation.\n",
+}
 
 
 class Links(HTMLParser):
@@ -79,7 +82,7 @@ def main() -> None:
     index = index_url()
     with ThreadPoolExecutor(8) as pool:
         entries = list(pool.map(lambda one: locked(index, *one), installed()))
-    Path(sys.argv[1]).write_text(HEADER + "".join(entries))
+    Path(sys.argv[1]).write_text(HEADERS[sys.argv[1]] + "".join(entries))
 
 
 if __name__ == "__main__":
