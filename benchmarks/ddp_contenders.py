@@ -72,6 +72,10 @@ def _ours_sharded(task: RankTask) -> None:
     _ours(task, dispatch_batches=False)
 
 
+def _ours_unwatched(task: RankTask) -> None:
+    _ours(task, dispatch_batches=True, watch={"enabled": False})
+
+
 def _ours_zero(task: RankTask) -> None:
     _ours(task, dispatch_batches=True, ddp={"shard_optimizer": True})
 
@@ -93,6 +97,7 @@ BARE = "bare DDP loop"
 BARE_LIKE_OURS = "bare DDP loop, Forgather settings"
 OURS = "Forgather DDPTrainer, dispatched"
 OURS_SHARDED = "Forgather DDPTrainer, sharded"
+OURS_UNWATCHED = "Forgather DDPTrainer, dispatched, no watch"
 OURS_ZERO = "Forgather DDPTrainer, ZeRO-1"
 _OUR_MODULE = "forgather.ml.trainer.ddp.ddp_trainer"
 CONTENDERS: Contenders[RankTask] = {
@@ -100,6 +105,7 @@ CONTENDERS: Contenders[RankTask] = {
     BARE_LIKE_OURS: (_bare_like_ours, "torch"),
     OURS: (_ours_dispatched, _OUR_MODULE),
     OURS_SHARDED: (_ours_sharded, _OUR_MODULE),
+    OURS_UNWATCHED: (_ours_unwatched, _OUR_MODULE),
     OURS_ZERO: (_ours_zero, _OUR_MODULE),
     "Lightning Fabric": (_fabric, "lightning"),
     "accelerate": (train_accelerate, "accelerate"),

@@ -19,7 +19,8 @@ from tests.support.pipelines import llama, tied_gpt2
 from tests.support.ranks import run_on_ranks
 from tests.support.rehearsal import watching
 from tests.support.rehearsed_runs import Rehearsed, assert_no_waits, rehearse, samples
-from tests.support.tiny_models import tiny_llama
+from tests.support.tiny_models import Recorder, tiny_llama
+from tests.support.tiny_parallel import raised
 
 CASES: dict[str, dict[str, Any]] = {
     "plain": {},
@@ -76,6 +77,31 @@ def test_ddp_does_not_wait_between_logs(tmp_path: Path) -> None:
     for runs in run_on_ranks(_ddp, 2, str(tmp_path)):
         for run in runs:
             assert_no_waits(run)
+
+
+def _checked_replicas(path: str) -> tuple[list[Rehearsed], str]:
+    options = {"model_init": tiny_llama}
+    runs = [
+        rehearse(f"{path}/{every}", DDPTrainer, options, replica_check_steps=every, **CASES[name])
+        for every, name in ((1, "plain"), (2, "bf16"))
+    ]
+
+    def flip(state: Any, trainer: Any, **_: Any) -> None:
+        if state.global_step == 1 and trainer.team.rank == 1:
+            weight = trainer.unwrapped_model().get_parameter("model.norm.weight")
+            weight.data.view(torch.int32).bitwise_xor_(2**20)
+
+    _, message = raised(
+        lambda: rehearse(f"{path}/flipped", DDPTrainer, options, Recorder(on_step_end=flip), replica_check_steps=2)
+    )
+    return runs, message
+
+
+def test_the_replica_check_does_not_make_the_host_wait(tmp_path: Path) -> None:
+    for runs, message in run_on_ranks(_checked_replicas, 2, str(tmp_path)):
+        for run in runs:
+            assert_no_waits(run)
+        assert "The replicas of the model differ after step 2" in message and "in model.norm.weight" in message
 
 
 SHARDED: dict[str, dict[str, Any]] = {

@@ -145,7 +145,7 @@ SHARDED: dict[str, tuple[int, dict[str, Any]]] = {
 @pytest.mark.parametrize("name", SHARDED)
 def test_fsdp2_does_not_wait_between_logs(tmp_path: Path, name: str) -> None:
     num_ranks, settings = SHARDED[name]
-    reports = run_on_ranks(fsdp2_job, num_ranks, tmp_path, settings, timeout=120)
+    reports = run_on_ranks(fsdp2_job, num_ranks, tmp_path, settings)
     assert_ranks_are_sound(reports)
     for report in reports:
         assert_no_waits(report)
@@ -182,7 +182,7 @@ def reports(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFac
     """Run a schedule, or the hybrid trainer with a strategy, and return the reports of its ranks."""
     name: str = request.param
     job, num_ranks = (hybrid_job, 4) if name in DP_STRATEGIES else (pipeline_job, 2)
-    return run_on_ranks(job, num_ranks, tmp_path_factory.mktemp(name), name, timeout=120)
+    return run_on_ranks(job, num_ranks, tmp_path_factory.mktemp(name), name)
 
 
 def test_pipelines_train_resume_and_generate_without_deadlock(reports: list[Report]) -> None:

@@ -1,4 +1,4 @@
-"""FSDP2 job that measures its memory: `python -m tests.support.fsdp2_memory_job DIRECTORY`, once per rank.
+"""FSDP2 job that measures its memory; `run_warm_ranks` calls `main` with a directory, once per rank.
 
 Prints one line of JSON with the peak growth of initialisation, save and load, in bytes. It needs only torch.
 
@@ -12,9 +12,8 @@ import gc
 import json
 import os
 import re
-import sys
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -27,7 +26,7 @@ from forgather.ml.distributed import get_rank
 from forgather.ml.trainer.fsdp2 import FSDP2Trainer
 
 WIDTH = 2048
-NUM_LAYERS = 12
+NUM_LAYERS = 8
 VOCABULARY = 512
 
 
@@ -41,7 +40,7 @@ class Layer(nn.Module):
 
 
 class Model(nn.Module):
-    """Model of about 200 MB in float32, in layers of 16 MB."""
+    """Model of about 140 MB in float32, in layers of 16 MB."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -152,7 +151,8 @@ def warm_up(directory: str) -> None:
     WIDTH = width
 
 
-def main(directory: str) -> None:
+def main(words: Sequence[str]) -> None:
+    (directory,) = words
     torch.set_num_threads(1)
     warm_up(directory)
     figures: dict[str, Any] = {}
@@ -174,7 +174,3 @@ def main(directory: str) -> None:
     print(json.dumps({"rank": get_rank(), "figures": figures}), flush=True)
     dist.barrier()
     os._exit(0)
-
-
-if __name__ == "__main__":
-    main(sys.argv[1])

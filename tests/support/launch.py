@@ -4,7 +4,6 @@ import atexit
 import contextlib
 import os
 import random
-import signal
 import socket
 import subprocess
 import sys
@@ -19,6 +18,7 @@ import psutil
 from tests.support.rank_nursery import REPOSITORY
 from tests.support.rank_pool import worker_variables
 from tests.support.rank_protocol import rank_variables
+from tests.support.rank_stacks import STACKS_SIGNAL
 from tests.support.ranks import RankTimeout
 
 STACKS_SECONDS = 1.0
@@ -80,7 +80,7 @@ class CapturedProcess:
         """Make this process and its descendants print their stacks; without `rank_stacks.register` they die instead."""
         for process in self._family():
             with contextlib.suppress(psutil.NoSuchProcess):
-                process.send_signal(signal.SIGUSR1)
+                process.send_signal(STACKS_SIGNAL)
 
     def kill(self) -> None:
         """Send SIGKILL to this process and its descendants; the output stays readable."""
@@ -124,7 +124,7 @@ class _Agent(CapturedProcess):
     def request_stacks(self) -> None:
         for process in self._family()[1:]:
             with contextlib.suppress(psutil.NoSuchProcess):
-                process.send_signal(signal.SIGUSR1)
+                process.send_signal(STACKS_SIGNAL)
 
 
 def start_ranks(

@@ -16,9 +16,15 @@ from forgather.ml.trainer.loading.builders import ResumableLoader, build_train_l
 NUM_EPOCHS = 3
 WORKERS: list[dict[str, Any]] = [{}, {"num_workers": 2}, {"num_workers": 2, "persistent_workers": True}]
 WORKER_IDS = ["main", "workers", "persistent"]
+# Few tests need both kinds of workers in a quick run; persistent workers cover most of the other kind.
+PERSISTENT = [WORKERS[2]]
 
 Batches = list[tuple[int, Any]]
 Build = Callable[[], ResumableLoader]
+
+
+def worker_id(options: dict[str, Any]) -> str:
+    return WORKER_IDS[WORKERS.index(options)]
 
 
 class Numbers(Dataset[int]):

@@ -1,7 +1,7 @@
 """Rank workers, forked from one process that has imported torch: a fork costs little, so tests may kill many workers.
 
-Started as `python -m tests.support.rank_nursery <control fd>`; it lives until the test process closes that socket or
-dies. It must stay without threads, because it forks.
+Started as `python -m tests.support.rank_nursery <control fd> <module>...`; it imports the modules, and lives until the
+test process closes that socket or dies. It must stay without threads, because it forks.
 """
 
 import contextlib
@@ -19,6 +19,17 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 REPOSITORY = Path(__file__).parents[2]
+# Modules that most tests on ranks need. The nursery imports them once for all workers, if the test process has them.
+SHARED_MODULES = (
+    "pytest",
+    "transformers.models.gpt2.modeling_gpt2",
+    "transformers.models.llama.modeling_llama",
+    "forgather.ml.trainer.accelerate",
+    "forgather.ml.trainer.ddp.ddp_trainer",
+    "forgather.ml.trainer.fsdp2.fsdp2_trainer",
+    "forgather.ml.trainer.hybrid",
+    "forgather.ml.trainer.pipeline",
+)
 # Standard input, stdout with stderr, and the connection of a worker.
 NUM_DESCRIPTORS = 3
 MAX_MESSAGE_BYTES = 4096
@@ -32,7 +43,7 @@ class Nursery:
         self._control, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
         with theirs, output_path.open("wb") as output:
             self._process = subprocess.Popen(
-                [sys.executable, "-m", "tests.support.rank_nursery", str(theirs.fileno())],
+                [sys.executable, "-m", "tests.support.rank_nursery", str(theirs.fileno()), *shared_modules()],
                 stdin=subprocess.DEVNULL,
                 stdout=output,
                 stderr=subprocess.STDOUT,
@@ -77,6 +88,11 @@ class Nursery:
         else:
             self._exit_codes[pid] = exit_code
         return True
+
+
+def shared_modules() -> list[str]:
+    """Return the shared modules that this process has imported."""
+    return [name for name in SHARED_MODULES if name in sys.modules]
 
 
 class NurseryProcess:
@@ -169,8 +185,9 @@ def run_worker(connection: int, stacks_path: str) -> None:
     main(connection, stacks_path)
 
 
-def main(control_descriptor: str) -> None:
-    importlib.import_module("tests.support.rank_worker")
+def main(control_descriptor: str, *modules: str) -> None:
+    for name in ("tests.support.rank_worker", *modules):
+        importlib.import_module(name)
     importlib.import_module("tests.support.warm_up").warm_up()
     wake_up, write_end = os.pipe()
     os.set_blocking(write_end, False)
@@ -181,4 +198,4 @@ def main(control_descriptor: str) -> None:
 
 
 if __name__ == "__main__":
-    main(sys.argv[1])
+    main(*sys.argv[1:])

@@ -2,7 +2,6 @@
 
 import contextlib
 import os
-import signal
 import socket
 import subprocess
 import sys
@@ -15,6 +14,7 @@ from typing import Any
 
 from tests.support.rank_nursery import Nursery
 from tests.support.rank_protocol import Clean, TearDown
+from tests.support.rank_stacks import STACKS_SIGNAL
 
 MAX_RANKS = 4
 TEAR_DOWN_SECONDS = 10.0
@@ -66,7 +66,7 @@ class Worker:
 
     def request_stacks(self) -> None:
         self._stacks_path.write_text("")
-        self.process.send_signal(signal.SIGUSR1)
+        self.process.send_signal(STACKS_SIGNAL)
 
     def stacks(self) -> str:
         """Return the stacks requested with `request_stacks`."""

@@ -4,6 +4,7 @@ A fork of `rank_nursery`; it lives until its stdin closes.
 """
 
 import contextlib
+import gc
 import importlib
 import operator
 import os
@@ -32,6 +33,8 @@ def main(descriptor: int, stacks_path: str) -> None:
     connection = Connection(descriptor)
     stacks_file = open(stacks_path, "a")  # noqa: SIM115 - faulthandler writes to it for the whole life of the process
     threading.Thread(target=_exit_with_parent, daemon=True).start()
+    # The collection after each job need not look at the modules, which stay.
+    gc.freeze()
     while True:
         # Register before each job, because a job that trains handles the same signal.
         register(stacks_file)
@@ -98,6 +101,8 @@ def _leave_process_group() -> None:
     if dist.is_initialized():
         dist.destroy_process_group()
     reset_process_groups()
+    # Trainers are in reference cycles and hold groups. Each group has threads, which wake up a hundred times per second.
+    gc.collect()
 
 
 def _seed_everything() -> None:

@@ -18,6 +18,8 @@ __all__ = ["RankFailure", "RankOutcome", "RankTimeout", "close_pool", "outcomes_
 START_SECONDS = 120.0
 # How long the other ranks may continue after a failure, before the failed worker is killed so that they notice.
 GRACE_SECONDS = 2.0
+# Far above the time of any test, also on a slow and busy machine: the limit tells a hang from a slow rank.
+DEFAULT_SECONDS = 300.0
 MAX_OUTPUT_CHARACTERS = 4000
 
 _pool = WorkerPool()
@@ -36,7 +38,7 @@ class RankTimeout(AssertionError):
     """Ranks did not finish in time; the message shows their Python stacks, and the outcomes of the other ranks."""
 
 
-def run_on_ranks(fn: Callable[..., Any], world_size: int, *args: Any, timeout: float = 60.0) -> list[Any]:
+def run_on_ranks(fn: Callable[..., Any], world_size: int, *args: Any, timeout: float = DEFAULT_SECONDS) -> list[Any]:
     """Return the results of `fn(*args)` on ranks 0 to `world_size` - 1, in rank order.
 
     `fn` is a module-level function of an importable module; arguments and results are pickled. On each rank,
@@ -54,7 +56,9 @@ def run_on_ranks(fn: Callable[..., Any], world_size: int, *args: Any, timeout: f
     return [outcome.value for outcome in outcomes]
 
 
-def outcomes_on_ranks(fn: Callable[..., Any], world_size: int, *args: Any, timeout: float = 60.0) -> list[RankOutcome]:
+def outcomes_on_ranks(
+    fn: Callable[..., Any], world_size: int, *args: Any, timeout: float = DEFAULT_SECONDS
+) -> list[RankOutcome]:
     """Return the outcomes like `run_on_ranks`, but do not raise if a rank raises or dies."""
     _check_request(fn, world_size)
     store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)

@@ -72,7 +72,7 @@ def samples(mask: str | None = None, positions: str | None = None, number: int =
 
 
 def rehearse(
-    output_dir: str | Path, trainer_class: type[Trainer], options: dict[str, Any], **settings: Any
+    output_dir: str | Path, trainer_class: type[Trainer], options: dict[str, Any], *callbacks: Any, **settings: Any
 ) -> Rehearsed:
     """Train a few steps on the device, with a log at the end."""
     if dist.is_initialized():
@@ -86,6 +86,7 @@ def rehearse(
             None,
             data,
             waits,
+            *callbacks,
             trainer_class=trainer_class,
             trainer_options={"optimizer_cls_and_kwargs": None, **options},
             per_device_train_batch_size=settings.pop("batch_size", 4),

@@ -11,6 +11,7 @@ import pytest
 
 from tests.support.launch import HIGHEST_PORT, finish_all, first_ephemeral_port, free_port, run_torchrun, start_ranks
 from tests.support.ranks import RankTimeout
+from tests.support.sampling import long_search
 
 SAY_RANK = """
 import os
@@ -79,6 +80,8 @@ def test_one_rank_can_be_killed(tmp_path: Path) -> None:
     survivor.kill()
 
 
+# The test of torchrun in test_environment.py starts two agents too.
+@long_search
 def test_two_agents_are_two_nodes(tmp_path: Path) -> None:
     agents = run_torchrun([write_script(tmp_path, SAY_RANK)], nproc_per_node=2, nnodes=2)
     assert [agent.returncode for agent in agents] == [0, 0], agents

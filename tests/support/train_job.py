@@ -298,7 +298,22 @@ def build_trainer(scenario: Scenario, output_dir: str, callbacks: Sequence[Any])
     )
 
 
+def measured_sample(index: int) -> dict[str, Any]:
+    return {**sample(index, noisy=False), "length": index * 5 % 7}
+
+
+def shuffled_stream() -> Any:
+    from datasets import Dataset
+
+    made = Dataset.from_list([{"index": index} for index in range(NUM_SAMPLES)]).to_iterable_dataset(num_shards=2)
+    return (
+        made.shuffle(seed=3, buffer_size=5).map(lambda one: sample(one["index"], noisy=False)).remove_columns("index")
+    )
+
+
 DATASETS: dict[str, Callable[[], Any]] = {
+    "measured": lambda: [measured_sample(index) for index in range(NUM_SAMPLES)],
+    "shuffled stream": shuffled_stream,
     "map": lambda: Samples(NUM_SAMPLES, noisy=True),
     "quiet map": lambda: Samples(NUM_SAMPLES, noisy=False),
     "stream": lambda: Stream(NUM_SAMPLES),

@@ -1,4 +1,4 @@
-"""PEFT adapters are rejected when a trainer is constructed, or when model_init builds such a model."""
+"""Adapters outside of a PeftModel, and strategies without adapters, are rejected with a clear error."""
 
 import subprocess
 import sys
@@ -14,7 +14,7 @@ from torch import nn
 from transformers import AutoModelForCausalLM, LlamaForCausalLM
 
 from forgather.ml.trainer.accelerate.accel_trainer import AccelTrainer
-from forgather.ml.trainer.ddp.ddp_trainer import DDPTrainer
+from forgather.ml.trainer.fsdp2.fsdp2_trainer import FSDP2Trainer
 from forgather.ml.trainer.hybrid.hybrid_trainer import HybridTrainer
 from forgather.ml.trainer.pipeline.pipeline_trainer import PipelineTrainer
 from forgather.ml.trainer.trainer import Trainer
@@ -23,7 +23,7 @@ from tests.support.tiny_models import TokenModel, quiet_trainer, tiny_llama, tok
 from tests.support.tiny_parallel import Outcome, raised
 
 LORA: dict[str, Any] = {"r": 2, "target_modules": ["q_proj", "v_proj"]}
-TRAINERS = [Trainer, DDPTrainer, AccelTrainer, PipelineTrainer, HybridTrainer]
+TRAINERS = [FSDP2Trainer, AccelTrainer, PipelineTrainer, HybridTrainer]
 
 
 def lora_llama() -> Any:
@@ -51,8 +51,6 @@ def inside_another() -> nn.Module:
 
 
 KINDS = [
-    pytest.param(lora_llama, "PeftModelForCausalLM is a PeftModel", id="lora"),
-    pytest.param(prompt_llama, "PeftModelForCausalLM is a PeftModel", id="prompt tuning"),
     pytest.param(llama_with_added_adapter, "LlamaForCausalLM has adapters from add_adapter", id="add_adapter"),
     pytest.param(injected, "Linear is a BaseTunerLayer", id="injected"),
     pytest.param(inside_another, "PeftModelForCausalLM is a PeftModel", id="inside another module"),
@@ -72,8 +70,16 @@ def test_model_with_adapters_is_rejected(tmp_path: Path, make: Callable[[], nn.M
     assert not list(tmp_path.iterdir())
 
 
+def test_prompt_learning_is_rejected(tmp_path: Path) -> None:
+    with pytest.raises(ValueError, match="virtual tokens"):
+        Trainer(args=arguments(tmp_path), model=prompt_llama())
+    trainer = quiet_trainer(tmp_path, None, token_samples(2), trainer_options={"model_init": prompt_llama})
+    with pytest.raises(ValueError, match="virtual tokens"):
+        trainer.train()
+
+
 @pytest.mark.parametrize("trainer_class", TRAINERS)
-def test_every_trainer_rejects_adapters(tmp_path: Path, trainer_class: Any) -> None:
+def test_other_trainers_reject_adapters(tmp_path: Path, trainer_class: Any) -> None:
     options = {"accelerator": Accelerator(cpu=True)} if trainer_class is AccelTrainer else {}
     with pytest.raises(ValueError, match="PEFT adapters"):
         trainer_class(args=arguments(tmp_path), model=lora_llama(), **options)

@@ -98,7 +98,7 @@ def layer_tokens(trainer: PipelineTrainer, ids: Tensor, use_cache: bool) -> set[
 @pytest.mark.parametrize("num_ranks", [2, 4])
 def test_generated_tokens_equal_one_device_in_every_layout(tmp_path: Path, num_ranks: int) -> None:
     schedules = ["1f1b", "interleaved1f1b", "zbv"] if num_ranks == 2 else ["1f1b", "zbv"]
-    results = run_on_ranks(generated, num_ranks, str(tmp_path), schedules, timeout=300)
+    results = run_on_ranks(generated, num_ranks, str(tmp_path), schedules)
     texts = {name: [expected(name, case) for case in CASES] for name in MODELS}
     for rank, given in enumerate(results):
         found = iter(given)

@@ -182,7 +182,7 @@ def on_ranks_of_which_one_has_no_targets(output_dir: Path) -> Result:
 
 def test_rank_without_targets_does_not_block_the_others(tmp_path: Path) -> None:
     # Without a gradient for the head on one rank, the other rank would wait forever.
-    first, second = run_on_ranks(on_ranks_of_which_one_has_no_targets, 2, tmp_path, timeout=40)
+    first, second = run_on_ranks(on_ranks_of_which_one_has_no_targets, 2, tmp_path)
     assert_same_training(first, second)
     assert len(first.losses) == 2
 

@@ -14,6 +14,7 @@ from forgather.ml.trainer.trainer import Trainer
 from tests.support.data_parallel import Result, assert_same_training, fsdp2_trainer, run
 from tests.support.pipelines import tied_gpt2
 from tests.support.ranks import run_on_ranks
+from tests.support.sampling import sampled_keys
 from tests.support.tiny_models import VOCAB_SIZE, TokenModel, quiet_trainer, tiny_llama, token_samples
 
 SETTINGS: dict[str, Any] = {
@@ -104,6 +105,22 @@ CASES: dict[str, Case] = {
         4, {"fsdp2": {"replicate_size": 2}, "dispatch_batches": False}, model=Tied
     ),
 }
+CASES = sampled_keys(
+    CASES,
+    "2 ranks",
+    "2 ranks, model given",
+    "2 ranks, accumulation, adamw",
+    "2 ranks, tied gpt2",
+    "2 ranks, kept after forward",
+    "2 ranks, one unit",
+    "2 ranks, no layers",
+    "2 ranks, host memory",
+    "2 ranks, gradient checkpointing",
+    "2 ranks, average",
+    "4 ranks, every rank reads, tied",
+    "4 ranks, divided over two after forward",
+    "2 replicas of 2 shards, accumulation, adamw",
+)
 Outcome = tuple[Result, dict[str, float]]
 """Result of a run, and the losses of an evaluation after it."""
 
@@ -151,7 +168,7 @@ def outcomes(tmp_path_factory: pytest.TempPathFactory) -> dict[str, list[Outcome
     found: dict[str, list[Outcome]] = {}
     for num_ranks in (2, 4):
         names = [name for name, case in CASES.items() if case.num_ranks == num_ranks]
-        results = run_on_ranks(train_cases, num_ranks, tmp_path_factory.mktemp("parts"), names, timeout=240)
+        results = run_on_ranks(train_cases, num_ranks, tmp_path_factory.mktemp("parts"), names)
         found.update({name: [result[name] for result in results] for name in names})
     return found
 

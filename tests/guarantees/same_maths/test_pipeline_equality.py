@@ -13,7 +13,7 @@ from forgather.ml.trainer.trainer import Trainer
 from tests.support.data_parallel import Result, assert_same_training, run
 from tests.support.pipelines import llama, tied_gpt2, trainer_of, whole_result
 from tests.support.ranks import run_on_ranks
-from tests.support.sampling import sampled
+from tests.support.sampling import RUNS_ALL, sampled
 from tests.support.tiny_models import IGNORED, token_samples
 
 SINGLE_STAGE = ("gpipe", "1f1b")
@@ -28,13 +28,14 @@ NUM_SAMPLES = 75
 GLOBAL_BATCH = 8
 SETTINGS: dict[str, Any] = {
     "gradient_accumulation_steps": 2,
-    "max_steps": 10,
+    # Beyond the first epoch, which has five steps.
+    "max_steps": 6,
     "logging_strategy": "steps",
     "logging_steps": 1,
     "max_grad_norm": 1.0,
     "per_device_eval_batch_size": 6,
     "eval_strategy": "steps",
-    "eval_steps": 5,
+    "eval_steps": 3,
 }
 SGD: dict[str, Any] = {"momentum": 0.9, "learning_rate": 0.005}
 
@@ -104,7 +105,7 @@ def in_pipelines(output_dir: str, cases: list[tuple[str, str, str, int]]) -> lis
 def assert_equal_to_one_device(
     tmp_path: Path, reference_dir: str, num_ranks: int, cases: list[tuple[str, str, str, int]]
 ) -> None:
-    results = run_on_ranks(in_pipelines, num_ranks, str(tmp_path), cases, timeout=300)
+    results = run_on_ranks(in_pipelines, num_ranks, str(tmp_path), cases)
     for number, (model, schedule, optimizer, num_pipelines) in enumerate(cases):
         # One layer for each stage; a rank may have two stages.
         num_layers = 2 * (num_ranks // num_pipelines)
@@ -121,13 +122,14 @@ CASES = [(model, num_ranks) for model in MODELS for num_ranks in (2, 4)]
 
 @pytest.mark.parametrize(("model", "num_ranks"), sampled(CASES, [("tied_gpt2", 2), ("llama", 4)]))
 def test_every_schedule_trains_like_one_device(tmp_path: Path, reference_dir: str, model: str, num_ranks: int) -> None:
-    # Llama covers all schedules on four ranks; tied weights do not affect the order of operations.
-    schedules = ("1f1b", "interleaved1f1b", "zbv", "dualpipev") if (model, num_ranks) == ("tied_gpt2", 4) else SCHEDULES
+    # Tied weights do not affect the order of operations. A quick run tries all schedules on two ranks only.
+    is_short = (model, num_ranks) == ("tied_gpt2", 4) or (num_ranks == 4 and not RUNS_ALL)
+    schedules = ("1f1b", "interleaved1f1b", "zbv", "dualpipev") if is_short else SCHEDULES
     cases = [(model, schedule, "sgd", 1) for schedule in schedules]
     assert_equal_to_one_device(tmp_path, reference_dir, num_ranks, cases)
 
 
-@pytest.mark.parametrize("num_ranks", sampled([2, 4], [4]))
+@pytest.mark.parametrize("num_ranks", sampled([2, 4], [2]))
 def test_adamw_trains_like_one_device(tmp_path: Path, reference_dir: str, num_ranks: int) -> None:
     names = list(MODELS)
     schedules = tuple(SCHEDULES)[::2] if num_ranks == 2 else ("1f1b", "zbv")
@@ -139,6 +141,7 @@ def test_adamw_trains_like_one_device(tmp_path: Path, reference_dir: str, num_ra
 def test_two_pipelines_train_like_one_device_with_the_full_batch(tmp_path: Path, reference_dir: str) -> None:
     cases = [("llama", "gpipe", "sgd", 2), ("tied_gpt2", "1f1b", "sgd", 2), ("llama", "zbv", "sgd", 2)]
     cases += [("tied_gpt2", "interleavedzerobubble", "adamw", 2), ("llama", "interleaved1f1b", "adamw", 2)]
+    cases = sampled(cases, [cases[0], cases[1], cases[3]])
     assert_equal_to_one_device(tmp_path, reference_dir, 4, cases)
 
 
@@ -183,7 +186,7 @@ def test_masks_and_positions_reach_every_stage_at_any_length(tmp_path: Path) -> 
     for model in MODELS:
         one = masked_trainer(Trainer, str(tmp_path / f"one_{model}"), model)
         expected += [with_evaluations(run(one), one)] * 2
-    for results in run_on_ranks(masked_on_ranks, 2, str(tmp_path), timeout=180):
+    for results in run_on_ranks(masked_on_ranks, 2, str(tmp_path)):
         for reference, result in zip(expected, results, strict=True):
             assert_same_training(reference, result)
 

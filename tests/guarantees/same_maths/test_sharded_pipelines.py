@@ -45,7 +45,7 @@ def in_sharded_pipelines(output_dir: str) -> list[Result]:
 
 def test_every_schedule_trains_like_one_device(tmp_path: Path) -> None:
     """With uneven labels and evaluations, gradient accumulation, clipping, and a last batch that is not full."""
-    ranks = run_on_ranks(in_sharded_pipelines, 4, str(tmp_path), timeout=300)
+    ranks = run_on_ranks(in_sharded_pipelines, 4, str(tmp_path))
     for number, (model, schedule, optimizer) in enumerate(CASES):
         reference = on_one_device(model, 4, optimizer, str(tmp_path / "one"))
         for rank, results in enumerate(ranks):
@@ -136,7 +136,7 @@ def with_recipes(output_dir: str) -> list[WithRecipes]:
 
 def test_recipes_and_generation_equal_replicated_stages(tmp_path: Path) -> None:
     """Fused loss, gradient checkpointing, EMA, a parameter without gradients, and an odd number of rows."""
-    for replicated, sharded in run_on_ranks(with_recipes, 4, str(tmp_path), timeout=120):
+    for replicated, sharded in run_on_ranks(with_recipes, 4, str(tmp_path)):
         assert_same_training(replicated.result, sharded.result)
         assert_same_training(
             replicated.result._replace(weights=replicated.averages), sharded.result._replace(weights=sharded.averages)

@@ -8,6 +8,7 @@ import pytest
 import torch
 
 from tests.support.ranks import run_on_ranks
+from tests.support.sampling import sampled_keys
 from tests.support.tiny_parallel import (
     HYBRID,
     HYBRID_CUT_ELSEWHERE,
@@ -44,6 +45,8 @@ TOPOLOGIES = {
     "hybrid permuted": HYBRID_PERMUTED,
 }
 EVERY_TOPOLOGY = pytest.mark.parametrize("topology", TOPOLOGIES.values(), ids=TOPOLOGIES)
+SAMPLE = sampled_keys(TOPOLOGIES, "single", "replicated", "pipeline interleaved", "long pipeline", "hybrid permuted")
+SOME_TOPOLOGIES = pytest.mark.parametrize("topology", SAMPLE.values(), ids=SAMPLE)
 TIED_OR_NOT = pytest.mark.parametrize("tied", [False, True], ids=["untied", "tied"])
 
 
@@ -97,13 +100,13 @@ def test_hybrid_checkpoint_loads_in_every_topology(saved: Callable[..., str], to
 
 
 @TIED_OR_NOT
-@EVERY_TOPOLOGY
+@SOME_TOPOLOGIES
 def test_single_process_checkpoint_loads_in_every_topology(tmp_path: Path, topology: Topology, tied: bool) -> None:
     path = save_trained(str(tmp_path), SINGLE, tied)
     assert_moved(path, topology, tied)
 
 
-@EVERY_TOPOLOGY
+@SOME_TOPOLOGIES
 def test_pipeline_checkpoint_loads_with_reordered_and_regrouped_parameters(
     saved: Callable[..., str], topology: Topology
 ) -> None:
@@ -111,7 +114,7 @@ def test_pipeline_checkpoint_loads_with_reordered_and_regrouped_parameters(
 
 
 @pytest.mark.parametrize("origin", [HYBRID_PERMUTED, PIPELINE_INTERLEAVED], ids=["hybrid permuted", "interleaved"])
-@EVERY_TOPOLOGY
+@SOME_TOPOLOGIES
 def test_permuted_and_interleaved_stages_load_in_every_topology(
     saved: Callable[..., str], origin: Topology, topology: Topology
 ) -> None:

@@ -16,6 +16,8 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 
 from forgather.ml.checkpoint.components import SharingPattern, StateComponent
+from forgather.ml.checkpoint.files.layout import IN_FOLDER, TRAINER_STATE_NAME
+from forgather.ml.checkpoint.foreign.trainer_state import trainer_state_bytes
 from forgather.ml.checkpoint.manager import CheckpointConfig, CheckpointManager, RNGState
 from forgather.ml.checkpoint.sharding.sharded_tensors import local_part
 from forgather.ml.checkpoint.state.optimizer_state import OptimizerState
@@ -104,8 +106,14 @@ class Job:
         self.tallies = {key: Tally() for key in ("node", "group", "dataset", "notes")}
         self.tallies["node"].count, self.tallies["group"].count = 1, 2
         safetensors = options.pop("save_safetensors", True)
+        self.layout = options.pop("layout", IN_FOLDER)
         self.manager = CheckpointManager(
-            CheckpointConfig(output_dir=os.fspath(output_dir), save_total_limit=limit, save_safetensors=safetensors),
+            CheckpointConfig(
+                output_dir=os.fspath(output_dir),
+                save_total_limit=limit,
+                save_safetensors=safetensors,
+                checkpoint_layout=self.layout,
+            ),
             StaticDistributedEnvironment(
                 rank=self.rank, local_rank=self.rank, world_size=world_size, local_world_size=world_size
             ),
@@ -122,6 +130,9 @@ class Job:
             ),
             **options,
         )
+
+    def checkpoint_files(self) -> dict[str, bytes]:
+        return {} if self.layout == IN_FOLDER else {TRAINER_STATE_NAME: trainer_state_bytes(self.state, 3, ())}
 
     def get_state_components(self) -> list[StateComponent]:
         pattern = SharingPattern

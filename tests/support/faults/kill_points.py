@@ -1,13 +1,15 @@
 """Kill-point script: kills a job at every file operation of its saves, restarts it, and writes a report.
 
 Started as `python -m tests.support.faults.kill_points <world size> <variant> <directory> <report file> [<every nth>]`. The
-variants are "exchange", "renames", "sharded", "background" and "background-sharded".
+variants are "exchange", "renames", "sharded", "background" and "background-sharded". With the prefix "flat-", checkpoints
+lie in the output directory itself, beside a checkpoint and a temporary directory of other programs.
 Importing torch takes longer than a whole job, so this process imports it once and forks the ranks. It must not start
 threads.
 """
 
 import json
 import os
+import re
 import shutil
 import sys
 import tempfile
@@ -23,6 +25,7 @@ import torch.distributed as dist
 
 from forgather.ml.checkpoint import store
 from forgather.ml.checkpoint.files import durable, hashed_io
+from forgather.ml.checkpoint.files.layout import IN_FOLDER, IN_OUTPUT_DIR, checkpoints_root
 from forgather.ml.distributed import Peers
 from tests.support.faults.file_operations import AFTER, BEFORE, KINDS_WITH_AFTER, FileOperations
 from tests.support.faults.forked import Notes, fork, read_notes, wait_for
@@ -32,6 +35,10 @@ NUM_LANES = 2
 # A small buffer makes small files take the path of large files: several direct writes, and a final truncate.
 SMALL_BUFFER_BYTES = 16 * 1024
 NUM_TRIES = 5
+# Files of other programs by path: a checkpoint of transformers, and the temporary directory of a tool.
+NEIGHBOURS = {"checkpoint-1000/trainer_state.json": "{}", ".tmp-upload-0123456789ab/part": "data"}
+# The pattern of get_last_checkpoint.
+LAST_CHECKPOINT = re.compile(r"^checkpoint-(\d+)$")
 
 
 @dataclass(frozen=True)
@@ -53,6 +60,8 @@ class Outcome:
     """Saves that had returned when the rank died."""
     visible: list[str]
     """Names of the visible checkpoints before recovery."""
+    misleading: list[str] = field(default_factory=list)
+    """Incomplete directories with the name of a checkpoint, before recovery."""
     restart: list[dict[str, Any]] = field(default_factory=list)
     """Per rank of the next start: the resumed state and its problems."""
 
@@ -65,10 +74,15 @@ class Setting:
     is_sharded: bool = False
     in_background: bool = False
     """Whether training continues during the saves."""
+    layout: str = IN_FOLDER
 
     @property
     def limit(self) -> int:
         return self.world_size
+
+    @property
+    def options(self) -> dict[str, Any]:
+        return {"sharded": self.is_sharded, "layout": self.layout}
 
     @property
     def template(self) -> str:
@@ -87,7 +101,7 @@ def join_group(setting: Setting, rank: int, meeting_point: str) -> None:
 
 def prepare(setting: Setting, notes: Notes) -> None:
     """Write the checkpoints that exist before the job under test starts."""
-    job = Job(setting.template, setting.limit, sharded=setting.is_sharded)
+    job = Job(setting.template, setting.limit, **setting.options)
     for _ in range(2):
         job.train()
         notes.add("digest", [f"step {job.state.global_step}", job.digest()])
@@ -98,7 +112,7 @@ def prepare(setting: Setting, notes: Notes) -> None:
 def run_job(setting: Setting, output_dir: str, notes: Notes, operations: FileOperations) -> None:
     """Resume, save a new step, record it as the best, and save the same step again with other content."""
     operations.install()
-    job = Job(output_dir, setting.limit, sharded=setting.is_sharded, async_save=setting.in_background)
+    job = Job(output_dir, setting.limit, **setting.options, async_save=setting.in_background)
     job.manager.load_checkpoint()
     job.train()
     notes.add("digest", ["step 3", job.digest()])
@@ -163,14 +177,14 @@ def fresh_start(setting: Setting, rank: int, directory: str, connection: Connect
 
 
 def resume_in(setting: Setting, output_dir: str) -> dict[str, Any]:
-    job = Job(output_dir, setting.limit, seed=1234, sharded=setting.is_sharded)
-    left_over = debris(output_dir)
+    job = Job(output_dir, setting.limit, seed=1234, **setting.options)
+    left_over = own_debris(output_dir)
     path = job.manager.load_checkpoint()
     assert path is not None, "there was a complete checkpoint before the kill"
     facts = {
         "step": store.step_of(path),
         "digest": job.digest(),
-        "problems": store.verify_checkpoint(path),
+        "problems": store.verify_checkpoint(path) + lost_neighbours(setting, output_dir),
         "debris": left_over,
     }
     job.train()
@@ -178,8 +192,41 @@ def resume_in(setting: Setting, output_dir: str) -> dict[str, Any]:
     facts["problems_of_next_save"] = store.verify_checkpoint(job.save())
     Peers.world().gather(None)
     job.manager.close()
-    facts["debris_of_next_save"] = debris(output_dir)
+    facts["debris_of_next_save"] = own_debris(output_dir)
     return facts
+
+
+def add_neighbours(setting: Setting) -> None:
+    """Add directories of other programs beside the checkpoints of a flat layout."""
+    if setting.layout == IN_FOLDER:
+        return
+    for name, content in NEIGHBOURS.items():
+        os.makedirs(os.path.dirname(os.path.join(setting.template, name)))
+        with open(os.path.join(setting.template, name), "w") as file:
+            file.write(content)
+
+
+def lost_neighbours(setting: Setting, output_dir: str) -> list[str]:
+    names = [] if setting.layout == IN_FOLDER else list(NEIGHBOURS)
+    return [f"{name} was touched" for name in names if not _has(os.path.join(output_dir, name), NEIGHBOURS[name])]
+
+
+def _has(path: str, content: str) -> bool:
+    if not os.path.exists(path):
+        return False
+    with open(path) as file:
+        return file.read() == content
+
+
+def own_debris(output_dir: str) -> list[str]:
+    return [name for name in debris(output_dir) if name not in map(os.path.dirname, NEIGHBOURS)]
+
+
+def misleading_names(root: str) -> list[str]:
+    """Return directories that look like a checkpoint to get_last_checkpoint of transformers, and are incomplete."""
+    names = [name for name in os.listdir(root) if LAST_CHECKPOINT.search(name)]
+    others = list(map(os.path.dirname, NEIGHBOURS))
+    return [name for name in names if name not in others and not store.is_complete(os.path.join(root, name))]
 
 
 class Restarts:
@@ -211,7 +258,8 @@ def try_point(setting: Setting, restarts: Restarts, point: KillPoint) -> Outcome
         shutil.copytree(setting.template, output_dir)
         codes, seconds = wait_for(start_ranks(setting, directory, point))
         errors = [error for rank in range(setting.world_size) for error in read_notes(directory, rank, "error")]
-        visible = sorted(os.listdir(os.path.join(output_dir, store.CHECKPOINTS_FOLDER)))
+        root = checkpoints_root(output_dir, setting.layout)
+        visible = sorted(os.listdir(root))
         return Outcome(
             point=point,
             exit_codes=codes,
@@ -219,6 +267,7 @@ def try_point(setting: Setting, restarts: Restarts, point: KillPoint) -> Outcome
             survivor_error=errors[0] if errors else "",
             saved=read_notes(directory, point.rank, "saved"),
             visible=[name for name in visible if not name.startswith(".")],
+            misleading=misleading_names(root),
             restart=restarts.resume(output_dir),
         )
 
@@ -251,6 +300,7 @@ def make_template(setting: Setting) -> dict[str, list[str]]:
 
     codes, _ = wait_for([fork(lambda rank=rank: rank_of_preparation(rank)) for rank in range(setting.world_size)])  # type: ignore[misc]
     assert codes == [0] * setting.world_size, codes
+    add_neighbours(setting)
     return read_digests(setting, directory)
 
 
@@ -275,8 +325,9 @@ def dry_run(setting: Setting) -> tuple[list[KillPoint], dict[str, list[str]]]:
 
 
 def main(world_size: str, variant: str, directory: str, report_path: str, every: str = "1") -> None:
+    layout, variant = (IN_OUTPUT_DIR if variant.startswith("flat-") else IN_FOLDER), variant.removeprefix("flat-")
     is_sharded, in_background = variant.endswith("sharded"), variant.startswith("background")
-    setting = Setting(int(world_size), variant != "renames", directory, is_sharded, in_background)
+    setting = Setting(int(world_size), variant != "renames", directory, is_sharded, in_background, layout)
     torch.set_num_threads(1)
     warm_up()
     digests = make_template(setting)

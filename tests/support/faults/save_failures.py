@@ -130,6 +130,24 @@ def disk_fills_up(output_dir: str, troubled: bool) -> Facts:
     return finish(job, {**attempt(job.save), "mounted": mounted})
 
 
+def background_disk_fills_up(output_dir: str, troubled: bool, on_save_error: str = "raise") -> Facts:
+    """Fill the disk of one rank during a background save, while the ranks train."""
+    mounted = troubled and isolate_mounts()
+    job = begin(output_dir, async_save=True, on_save_error=on_save_error)
+    job.manager.finish_save()
+    mounted = mounted and mount_small_disk(folder(output_dir), 2 * 2**20)
+    if mounted:
+        fill_after_check(folder(output_dir))
+    job.save()
+    job.train()
+    facts = attempt(job.manager.finish_save)
+    return finish(job, {**facts, "mounted": mounted, "num_save_errors": job.manager.num_save_errors})
+
+
+def background_disk_fills_up_with_a_warning(output_dir: str, troubled: bool) -> Facts:
+    return background_disk_fills_up(output_dir, troubled, "warn")
+
+
 def fill_after_check(directory: str) -> None:
     real_open = os.open
 
@@ -230,6 +248,8 @@ def state_that_cannot_be_had(output_dir: str, troubled: bool) -> Facts:
 SCENARIOS = [
     full_disk,
     disk_fills_up,
+    background_disk_fills_up,
+    background_disk_fills_up_with_a_warning,
     file_too_large,
     read_only_disk,
     no_permission,

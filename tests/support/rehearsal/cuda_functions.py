@@ -99,6 +99,14 @@ class Runtime:
         free, total = native().memory_info(device)
         return free, total
 
+    def cudaHostRegister(self, address: int, num_bytes: int, flags: int) -> int:
+        native().register_host(address, num_bytes)
+        return 0
+
+    def cudaHostUnregister(self, address: int) -> int:
+        native().unregister_host(address)
+        return 0
+
     def cudaGetErrorString(self, error: int) -> str:
         return "no error"
 

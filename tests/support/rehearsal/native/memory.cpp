@@ -215,6 +215,16 @@ bool is_pinned(const void* pointer) {
   return address < start + size;
 }
 
+void register_host(uintptr_t address, size_t bytes) {
+  std::lock_guard<std::mutex> lock(pinned_mutex);
+  pinned_ranges[address] = bytes;
+}
+
+void unregister_host(uintptr_t address) {
+  std::lock_guard<std::mutex> lock(pinned_mutex);
+  pinned_ranges.erase(address);
+}
+
 c10::Storage adopt(const c10::Storage& host_storage, c10::DeviceIndex device) {
   auto* block = new Block();
   block->adopted = host_storage;

@@ -12,6 +12,9 @@ c10::DeviceAllocator* device_allocator();
 void install_allocators();
 
 bool is_pinned(const void* pointer);
+// Pin memory that the caller has allocated (cudaHostRegister), and unpin it.
+void register_host(uintptr_t address, size_t bytes);
+void unregister_host(uintptr_t address);
 
 // Give the storage of a CPU tensor to the device. No bytes are copied.
 c10::Storage adopt(const c10::Storage& host_storage, c10::DeviceIndex device);

@@ -57,6 +57,8 @@ PYBIND11_MODULE(rehearsal_device, module) {
   module.def("device_count", &device_count);
   module.def("is_in_bad_fork", &is_in_bad_fork);
   module.def("generator_of", &generator_of);
+  module.def("register_host", &register_host);
+  module.def("unregister_host", &unregister_host);
   module.def("resize_storage", &resize_storage);
   module.def("memory_info", [](c10::DeviceIndex device) { return device_allocator()->getMemoryInfo(device); });
   module.def("bind_process_group", [module] { auto target = module; bind_process_group(target); });
