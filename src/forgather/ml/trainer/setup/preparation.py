@@ -11,6 +11,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from forgather._lazy import import_quickly
 from forgather.ml.checkpoint.manager import CheckpointManager
 from forgather.ml.distributed import DistributedEnvInterface
 from forgather.ml.trainer.arguments.training_arguments import TrainingArguments
@@ -139,6 +140,8 @@ def make_optimizer(
     """Return the given optimizer, or build one from the factory, the class or the arguments."""
     if given.optimizer is not None:
         return given.optimizer
+    # The first optimizer of a process imports it, which takes half of the time to the first step.
+    import_quickly("torch._dynamo")
     make = optimizer_factory(args, factory, given.optimizer_cls_and_kwargs)
     return build_optimizer(named, make, groups, args.debug_optimizer_groups, names_elsewhere)
 
