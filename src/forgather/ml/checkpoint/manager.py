@@ -42,6 +42,7 @@ from forgather.ml.checkpoint.weights.index import ShardIndex
 from forgather.ml.distributed import DistributedEnvInterface, Peers
 
 if TYPE_CHECKING:
+    from forgather.ml.checkpoint.background.growth import StateGrowth
     from forgather.ml.checkpoint.background.update_gate import UpdateGate
     from forgather.ml.checkpoint.foreign.report import ImportReport
 
@@ -193,6 +194,11 @@ class CheckpointManager:
         if save.error is not None:
             raise save.error
         return save.path
+
+    def expect_background_saves(self, growth: "StateGrowth") -> None:
+        """Start to allocate the memory of background saves before the first step, which adds `growth` to the state."""
+        if self._background is not None:
+            self._background.expect(self._declared("save"), growth)
 
     def prepare_background_saves(self) -> None:
         """Allocate the memory of background saves now. Call it after the first step, when the optimizer has its state."""

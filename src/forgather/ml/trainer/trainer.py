@@ -254,6 +254,7 @@ class Trainer(BaseTrainer[TTrainingArgs]):
         cadence.log, cadence.evaluate, cadence.save = self._setup_periodic_functions()
         # A preempted run saves without the evaluation that was due at its last step.
         finish_interrupted_step(self)
+        self.saver.begin()
         if self.args.eval_on_start and self.state.global_step == 0:
             self.evaluator.evaluate_in_training()
         if cadence.is_last_step and self.state.global_step > self.state.epoch_start_step:

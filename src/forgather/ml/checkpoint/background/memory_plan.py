@@ -22,10 +22,14 @@ _MEMINFO = "/proc/meminfo"
 
 
 class MemoryNeed(NamedTuple):
-    """Bytes that a rank stages for one save, and the free memory of its node as the rank measured it."""
+    """Bytes that a rank stages for one save, and the free memory of its node as the rank measured it.
+
+    `held_bytes` is staging memory that the rank has already, which is not free any more.
+    """
 
     num_bytes: int
     free_bytes: int
+    held_bytes: int = 0
 
 
 class MemoryPlan(NamedTuple):
@@ -70,7 +74,7 @@ def plan_memory(setting: str | float | None, needs: Sequence[MemoryNeed], positi
         assert size is not None, "the setting was checked"
         return MemoryPlan(size, f"async_save_memory={setting!r} per rank")
     # Ranks measure at slightly different moments. The smallest value is safe for all of them.
-    free = min(need.free_bytes for need in needs)
+    free = min(need.free_bytes for need in needs) + sum(need.held_bytes for need in needs)
     share = DEFAULT_SHARE if setting is None else setting
     # In proportion to the needs: of the ranks that hold copies of a state, only one stages it.
     limit = math.floor(share * free * own / total) if total else 0

@@ -18,6 +18,7 @@ import torch
 
 from forgather.ml.checkpoint.all_ranks import on_every_rank
 from forgather.ml.checkpoint.background.arena import StagingArena
+from forgather.ml.checkpoint.background.growth import StateGrowth
 from forgather.ml.checkpoint.background.low_priority import yield_to_training
 from forgather.ml.checkpoint.background.memory_plan import (
     MemoryNeed,
@@ -36,6 +37,9 @@ from forgather.ml.distributed import Peers
 from forgather.ml.distributed.groups import get_background_group
 
 logger = logging.getLogger(__name__)
+
+_ROOM = 4
+"""Largest state after the first step, in sizes of the state before it: weights and three moments. Takes no memory."""
 
 
 @dataclass(frozen=True)
@@ -80,18 +84,34 @@ class BackgroundSaves:
         self.num_finished = 0
         """Number of ended saves, also failed ones. Read by other threads."""
 
+    def expect(self, coordinator: CheckpointCoordinator, growth: StateGrowth) -> None:
+        """Start to touch the staging memory before the first step, which creates a part of the state."""
+        snapshot = self._first_snapshot(coordinator)
+        if snapshot is None:
+            return
+        now = needed_bytes(snapshot)
+        # A rank that does not write the weights does not write the moments either.
+        later = now + growth.num_bytes if now >= growth.num_bytes_of_weights else now
+        plan, _ = self._planned(later, coordinator)
+        self._arena.expect(min(plan.limit, later), room=min(plan.limit, _ROOM * now))
+
     def prepare(self, coordinator: CheckpointCoordinator) -> None:
         """Plan and touch the staging memory before the first save needs it, and observe the next step."""
         self.gate.observe()
-        try:
-            snapshot = coordinator.take_snapshot(compares_later=True)
-        except CheckpointError as error:
-            # The same on all ranks. A save may still succeed: its preparations are not made here.
-            logger.debug("The memory of background saves is allocated at the first save: %s", error)
+        snapshot = self._first_snapshot(coordinator)
+        if snapshot is None:
             return
         self._plan_memory(snapshot, coordinator)
         assert self._needs is not None
         self._arena.warm_up(min(self._plan.limit, self._needs[self._peers.rank].num_bytes))
+
+    def _first_snapshot(self, coordinator: CheckpointCoordinator) -> Snapshot | None:
+        try:
+            return coordinator.take_snapshot(compares_later=True)
+        except CheckpointError as error:
+            # The same on all ranks. A save may still succeed: its preparations are not made here.
+            logger.debug("The memory of background saves is allocated at the first save: %s", error)
+            return None
 
     def start(self, coordinator: CheckpointCoordinator, snapshot: Snapshot, request: SaveRequest) -> None:
         """Stage a snapshot and write it in the background. Return when training may continue up to the `gate`."""
@@ -156,16 +176,21 @@ class BackgroundSaves:
 
     def _plan_memory(self, snapshot: Snapshot, coordinator: CheckpointCoordinator) -> None:
         """Plan the staging memory if there is no plan, or if the state of a rank has grown. Collective."""
-        layout = coordinator.layout
-        assert layout is not None, "a snapshot was taken"
-        needs = Peers.world().gather(MemoryNeed(needed_bytes(snapshot), free_memory()))
-        before = self._needs
+        num_bytes, before = needed_bytes(snapshot), self._needs
+        plan, needs = self._planned(num_bytes, coordinator)
         if before is not None and all(new.num_bytes <= old.num_bytes for new, old in zip(needs, before, strict=True)):
             return
-        self._needs = needs
+        self._needs, self._plan = needs, plan
+        _log_plan(plan, num_bytes)
+
+    def _planned(self, num_bytes: int, coordinator: CheckpointCoordinator) -> tuple[MemoryPlan, Sequence[MemoryNeed]]:
+        """Return a plan for saves of this size on this rank, and the needs of all ranks. Collective."""
+        layout = coordinator.layout
+        assert layout is not None, "a snapshot was taken"
+        needs = Peers.world().gather(MemoryNeed(num_bytes, free_memory(), self._arena.num_bytes))
         node = next(ranks for ranks in layout.nodes if layout.rank in ranks)
-        self._plan = plan_memory(self._setting, [needs[rank] for rank in node], list(node).index(layout.rank))
-        _log_plan(self._plan, needs[layout.rank].num_bytes)
+        own = list(node).index(layout.rank)
+        return plan_memory(self._setting, [needs[rank] for rank in node], own), needs
 
     def _stage(self, snapshot: Snapshot) -> StagedSnapshot:
         if self._fits:

@@ -88,6 +88,13 @@ class Saver:
         averages = [] if trainer.recipes.average is None else trainer.recipes.average.tensors()
         return [one for one in (*trained, *moments, *averages) if isinstance(one, Tensor)]
 
+    def begin(self) -> None:
+        """Prepare background saves before the first step: the first access to their memory is slow. Collective."""
+        if not self._is_prepared:
+            from forgather.ml.checkpoint.background.growth import growth_by
+
+            self.manager.expect_background_saves(growth_by(self._trainer.optimizer))
+
     def look_after_step(self) -> None:
         """Complete a background save that has ended on all ranks; collective. Called at every step boundary."""
         if self._before is not None:
