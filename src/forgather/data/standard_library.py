@@ -4,6 +4,7 @@ Named as `data.class_path` in demo.yaml. The order of the files is the same on e
 """
 
 import hashlib
+import os
 import sysconfig
 from collections.abc import Iterator
 from pathlib import Path
@@ -31,7 +32,9 @@ def standard_library_documents(max_bytes: int = 4_000_000) -> Iterator[str]:
 
 
 def _source_files(folder: Path) -> Iterator[str]:
-    for path in folder.rglob("*.py"):
-        name = path.relative_to(folder)
-        if not _NOT_LIBRARY.intersection(name.parts):
-            yield name.as_posix()
+    # Excluded folders are not entered: site-packages may have many times the files of the library.
+    for parent, folders, names in os.walk(folder):
+        folders[:] = [name for name in folders if name not in _NOT_LIBRARY]
+        for name in names:
+            if name.endswith(".py"):
+                yield Path(parent, name).relative_to(folder).as_posix()
