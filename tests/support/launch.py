@@ -15,11 +15,11 @@ from pathlib import Path
 
 import psutil
 
-from tests.support.rank_nursery import REPOSITORY
+from tests.support.rank_nursery import REPOSITORY, NurseryProcess, WarmProgram
 from tests.support.rank_pool import worker_variables
 from tests.support.rank_protocol import rank_variables
 from tests.support.rank_stacks import STACKS_SIGNAL
-from tests.support.ranks import RankTimeout
+from tests.support.ranks import RankTimeout, nursery
 
 STACKS_SECONDS = 1.0
 LOWEST_PORT, HIGHEST_PORT = 10000, 65535
@@ -30,22 +30,34 @@ _started: "list[CapturedProcess]" = []
 
 
 class CapturedProcess:
-    """Process with captured output that can be killed together with all its descendants."""
+    """Process with captured output that can be killed together with all its descendants.
 
-    def __init__(self, command: Sequence[str], env: Mapping[str, str], cwd: Path | str | None, name: str) -> None:
+    A `WarmProgram` is forked from the nursery of the rank workers, which saves the imports.
+    """
+
+    def __init__(
+        self, command: Sequence[str] | WarmProgram, env: Mapping[str, str], cwd: Path | str | None, name: str
+    ) -> None:
         self.name = name
         # The child shares the file offset, so read only with `pread`.
         self._output_file = tempfile.TemporaryFile()  # noqa: SIM115 - lives as long as the object
-        self._process = subprocess.Popen(
+        self._process = self._start(command, {**_clean_environment(), **env}, REPOSITORY if cwd is None else cwd)
+        _started.append(self)
+
+    def _start(
+        self, command: Sequence[str] | WarmProgram, env: Mapping[str, str], cwd: Path | str
+    ) -> "subprocess.Popen[bytes] | NurseryProcess":
+        if isinstance(command, WarmProgram):
+            return nursery().run(command, env, cwd, self._output_file.fileno())
+        return subprocess.Popen(
             command,
             stdin=subprocess.DEVNULL,
             stdout=self._output_file,
             stderr=subprocess.STDOUT,
-            cwd=REPOSITORY if cwd is None else cwd,
-            env={**_clean_environment(), **env},
+            cwd=cwd,
+            env=env,
             start_new_session=True,
         )
-        _started.append(self)
 
     @property
     def pid(self) -> int:
@@ -103,7 +115,11 @@ class RankProcess(CapturedProcess):
     """Process of one rank."""
 
     def __init__(
-        self, rank: int, command: Sequence[str], env: Mapping[str, str], cwd: Path | str | None = None
+        self,
+        rank: int,
+        command: Sequence[str] | WarmProgram,
+        env: Mapping[str, str],
+        cwd: Path | str | None = None,
     ) -> None:
         super().__init__(command, env, cwd, name=f"rank {rank}")
         self.rank = rank

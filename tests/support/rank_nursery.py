@@ -1,22 +1,26 @@
-"""Rank workers, forked from one process that has imported torch: a fork costs little, so tests may kill many workers.
+"""Rank workers and programs of tests, forked from one process that has imported torch: a fork costs little.
 
 Started as `python -m tests.support.rank_nursery <control fd> <module>...`; it imports the modules, and lives until the
 test process closes that socket or dies. It must stay without threads, because it forks.
 """
 
+import atexit
 import contextlib
 import importlib
 import json
 import os
+import runpy
 import select
 import signal
 import socket
 import subprocess
 import sys
+import threading
 import time
 import traceback
 from collections.abc import Mapping, Sequence
 from pathlib import Path
+from typing import Any, NamedTuple
 
 REPOSITORY = Path(__file__).parents[2]
 # Modules that most tests on ranks need. The nursery imports them once for all workers, if the test process has them.
@@ -29,10 +33,19 @@ SHARED_MODULES = (
     "forgather.ml.trainer.fsdp2.fsdp2_trainer",
     "forgather.ml.trainer.hybrid",
     "forgather.ml.trainer.pipeline",
+    "tests.support.train_job",
+    "tests.support.pipeline_job",
 )
 # Standard input, stdout with stderr, and the connection of a worker.
 NUM_DESCRIPTORS = 3
 MAX_MESSAGE_BYTES = 4096
+
+
+class WarmProgram(NamedTuple):
+    """Program that the nursery runs: a module and its arguments."""
+
+    module: str
+    arguments: tuple[str, ...] = ()
 
 
 class Nursery:
@@ -58,7 +71,19 @@ class Nursery:
 
     def start(self, descriptors: Sequence[int], stacks_path: Path) -> "NurseryProcess":
         """Start a worker with these descriptors as stdin, output and connection; the caller may close its copies."""
-        socket.send_fds(self._control, [os.fsencode(stacks_path)], descriptors)
+        return self._start({"stacks": str(stacks_path)}, descriptors)
+
+    def run(self, program: "WarmProgram", env: Mapping[str, str], cwd: Path | str, output: int) -> "NurseryProcess":
+        """Run a module as `python -m` would, with its output in this descriptor."""
+        request = {"module": program.module, "arguments": program.arguments, "env": dict(env), "cwd": str(cwd)}
+        with open(os.devnull, "rb") as nothing:
+            return self._start(request, [nothing.fileno(), output])
+
+    def _start(self, request: Mapping[str, Any], descriptors: Sequence[int]) -> "NurseryProcess":
+        # In a file, because an environment may be larger than a message.
+        path = self._output_path.with_name("request.json")
+        path.write_text(json.dumps(request))
+        socket.send_fds(self._control, [os.fsencode(path)], descriptors)
         while not self._pids:
             self._read(timeout=None)
         return NurseryProcess(self, self._pids.pop())
@@ -135,7 +160,8 @@ def serve(control: socket.socket, wake_up: int, write_end: int) -> None:
             message, descriptors, _, _ = socket.recv_fds(control, MAX_MESSAGE_BYTES, NUM_DESCRIPTORS)
             if not message:
                 return
-            pid = start_worker(os.fsdecode(message), descriptors, (control.fileno(), wake_up, write_end))
+            request = json.loads(Path(os.fsdecode(message)).read_text())
+            pid = start_child(request, descriptors, (control.fileno(), wake_up, write_end))
             control.send(json.dumps([pid, None]).encode())
 
 
@@ -148,8 +174,8 @@ def tell_of_ends(control: socket.socket) -> None:
             control.send(json.dumps([pid, os.waitstatus_to_exitcode(status)]).encode())
 
 
-def start_worker(stacks_path: str, descriptors: Sequence[int], not_for_workers: Sequence[int]) -> int:
-    """Fork a worker and return its process id."""
+def start_child(request: Mapping[str, Any], descriptors: Sequence[int], not_for_children: Sequence[int]) -> int:
+    """Fork a worker or a program, and return its process id."""
     pid = os.fork()
     if pid:
         close_all(descriptors)
@@ -160,18 +186,44 @@ def start_worker(stacks_path: str, descriptors: Sequence[int], not_for_workers: 
         os.setsid()
         signal.set_wakeup_fd(-1)
         signal.signal(signal.SIGCHLD, signal.SIG_DFL)
-        stdin, output, connection = descriptors
+        stdin, output, *connections = descriptors
         for source, target in ((stdin, 0), (output, 1), (output, 2)):
             os.dup2(source, target)
-        close_all([stdin, output, *not_for_workers])
-        run_worker(connection, stacks_path)
-        code = 0
+        close_all([stdin, output, *not_for_children])
+        if "module" in request:
+            code = run_program(request)
+        else:
+            run_worker(connections[0], request["stacks"])
+            code = 0
     except BaseException:  # noqa: BLE001 - the exit code and the output tell
         traceback.print_exc()
     finally:
         sys.stdout.flush()
         sys.stderr.flush()
         os._exit(code)
+
+
+def run_program(request: Mapping[str, Any]) -> int:
+    """Run a module, as an interpreter would that has just started, and return the exit code."""
+    os.chdir(request["cwd"])
+    os.environ.clear()
+    os.environ.update(request["env"])
+    sys.argv = [request["module"], *request["arguments"]]
+    for stream in (sys.stdout, sys.stderr):
+        stream.reconfigure(write_through=True)  # type: ignore[union-attr]
+    code = 0
+    try:
+        runpy.run_module(request["module"], run_name="__main__", alter_sys=True)
+    except SystemExit as end:
+        code = end.code if isinstance(end.code, int) else int(end.code is not None)
+        if isinstance(end.code, str):
+            print(end.code, file=sys.stderr)
+    except BaseException as error:  # noqa: BLE001 - the exit code and the output tell
+        sys.excepthook(type(error), error, error.__traceback__)
+        code = 1
+    threading._shutdown()  # type: ignore[attr-defined]
+    atexit._run_exitfuncs()
+    return code
 
 
 def close_all(descriptors: Sequence[int]) -> None:

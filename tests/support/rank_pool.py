@@ -142,14 +142,21 @@ class WorkerPool:
             self._directory.cleanup()
             self._directory = None
 
+    def nursery(self) -> Nursery:
+        """Return the process that forks workers and programs; start it at the first call."""
+        if self._nursery is None:
+            self._nursery = Nursery(self._folder() / "nursery.output", {**os.environ, **worker_variables()})
+        return self._nursery
+
     def _start(self) -> Worker:
+        nursery = self.nursery()
+        self._num_started += 1
+        return Worker(nursery, self._folder(), self._num_started)
+
+    def _folder(self) -> Path:
         if self._directory is None:
             self._directory = tempfile.TemporaryDirectory(prefix="rank_workers_")
-        directory = Path(self._directory.name)
-        if self._nursery is None:
-            self._nursery = Nursery(directory / "nursery.output", {**os.environ, **worker_variables()})
-        self._num_started += 1
-        return Worker(self._nursery, directory, self._num_started)
+        return Path(self._directory.name)
 
     def _await_clean(self, workers: list[Worker]) -> list[Worker]:
         clean: list[Worker] = []

@@ -9,6 +9,7 @@ from typing import Any
 
 import torch.distributed as dist
 
+from tests.support.rank_nursery import Nursery
 from tests.support.rank_pool import MAX_RANKS, Worker, WorkerPool
 from tests.support.rank_protocol import Finished, Job, RankOutcome, Ready
 
@@ -70,6 +71,11 @@ def outcomes_on_ranks(
         return call.await_outcomes()
     finally:
         call.release()
+
+
+def nursery() -> Nursery:
+    """Return the process of the pool that forks workers and programs."""
+    return _pool.nursery()
 
 
 def close_pool() -> None:

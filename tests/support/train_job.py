@@ -36,6 +36,7 @@ from forgather.ml.trainer.ddp.ddp_trainer import DDPTrainer
 from forgather.ml.trainer.fsdp2.fsdp2_trainer import FSDP2Trainer
 from forgather.ml.trainer.trainer import Trainer
 from tests.support.launch import RankProcess, free_port
+from tests.support.rank_nursery import WarmProgram
 from tests.support.rank_protocol import rank_variables
 
 # One more than the cores of a small machine, because a start waits for the disk about as long as it computes.
@@ -482,8 +483,7 @@ def run_scenarios(
     names = [scenario.name for scenario in scenarios]
     assert len(set(names)) == len(names), "scenario names must be unique"
     (directory / "plan.json").write_text(json.dumps([asdict(scenario) for scenario in scenarios]))
-    command = [sys.executable, "-m", module, str(directory)]
-    process = RankProcess(0, command, {"OMP_NUM_THREADS": "1", "MKL_NUM_THREADS": "1"})
+    process = RankProcess(0, WarmProgram(module, (str(directory),)), {"OMP_NUM_THREADS": "1", "MKL_NUM_THREADS": "1"})
     code = process.wait(LAUNCH_SECONDS)
     assert code == 0, process.output
     return {scenario.name: starts_of(scenario, directory / scenario.name) for scenario in scenarios}

@@ -16,6 +16,7 @@ from pathlib import Path
 from typing import Any
 
 from tests.support.launch import CapturedProcess, free_port
+from tests.support.rank_nursery import WarmProgram
 from tests.support.rank_protocol import rank_variables
 from tests.support.warm_up import warm_up
 
@@ -36,8 +37,7 @@ def run_warm_ranks(
     with tempfile.TemporaryDirectory(prefix="warm_ranks_") as directory:
         plan = {"module": module, "jobs": {name: [number, list(words)] for name, (number, words) in jobs.items()}}
         Path(directory, "plan.json").write_text(json.dumps({**plan, "parallel": parallel}))
-        command = [sys.executable, "-m", "tests.support.warm_ranks", directory]
-        process = CapturedProcess(command, {}, None, "warm ranks")
+        process = CapturedProcess(WarmProgram("tests.support.warm_ranks", (directory,)), {}, None, "warm ranks")
         assert process.wait(timeout) == 0, process.output
         ends = json.loads(Path(directory, "ends.json").read_text())
         return {name: [_read(directory, name, rank, end) for rank, end in enumerate(ends[name])] for name in jobs}

@@ -17,6 +17,7 @@ from pathlib import Path
 from torch.distributed import run
 
 from tests.support.launch import CapturedProcess, CompletedAgent, free_port, rendezvous_options
+from tests.support.rank_nursery import WarmProgram
 from tests.support.warm_up import warm_up
 
 
@@ -35,8 +36,7 @@ def run_warm_torchrun(
     with tempfile.TemporaryDirectory(prefix="warm_torchrun_") as directory:
         plan = {"module": module, "nnodes": nnodes, "nproc_per_node": nproc_per_node, "jobs": dict(jobs)}
         Path(directory, "plan.json").write_text(json.dumps(plan))
-        command = [sys.executable, "-m", "tests.support.warm_torchrun", directory]
-        process = CapturedProcess(command, {}, None, "warm torchrun")
+        process = CapturedProcess(WarmProgram("tests.support.warm_torchrun", (directory,)), {}, None, "warm torchrun")
         assert process.wait(timeout) == 0, process.output
         ends = json.loads(Path(directory, "ends.json").read_text())
         return {name: _read_job(Path(directory), name, ends[name]) for name in jobs}

@@ -3,7 +3,6 @@
 import json
 import shutil
 import signal
-import sys
 from pathlib import Path
 
 import pytest
@@ -13,6 +12,7 @@ from transformers.trainer_utils import get_last_checkpoint
 from tests.guarantees.drop_in_scripts.doomed_script import doom
 from tests.guarantees.drop_in_scripts.script_runs import OURS, run_program, tiny_files, write_program
 from tests.support.launch import CapturedProcess
+from tests.support.rank_nursery import WarmProgram
 
 SAVING = {
     "save_strategy": "steps",
@@ -39,7 +39,7 @@ def test_a_killed_script_ends_like_an_uninterrupted_one(random_model: str, tmp_p
     killed = tmp_path / "killed"
     command = write_program("run_clm", OURS, killed, **settings)
     doom(Path(command[0]), step=5)
-    start = [sys.executable, "-m", "tests.guarantees.drop_in_scripts.doomed_script", *command]
+    start = WarmProgram("tests.guarantees.drop_in_scripts.doomed_script", tuple(command))
     process = CapturedProcess(start, {"OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1"}, None, "doomed script")
     assert process.wait(timeout=300) == -signal.SIGKILL, process.output
     assert str(get_last_checkpoint(str(killed / "output"))).endswith("checkpoint-4")

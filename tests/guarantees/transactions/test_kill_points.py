@@ -3,7 +3,6 @@
 import json
 import os
 import signal
-import sys
 import tempfile
 import time
 from collections.abc import Callable, Iterator
@@ -16,6 +15,7 @@ from forgather.ml.checkpoint import store
 from forgather.ml.distributed import Peers
 from tests.support.faults.job import Job, debris
 from tests.support.launch import CapturedProcess
+from tests.support.rank_nursery import WarmProgram
 from tests.support.ranks import outcomes_on_ranks
 from tests.support.sampling import sampled
 
@@ -42,8 +42,8 @@ def fast_directory() -> Iterator[Path]:
 def kill_everywhere(world_size: int, replacement: str, directory: Path, every: int = 1) -> dict[str, Any]:
     """Kill the job at each of its file operations, or at every nth, and return the report."""
     report_path = directory / "report.json"
-    command = [sys.executable, "-m", "tests.support.faults.kill_points", str(world_size), replacement]
-    process = CapturedProcess([*command, str(directory), str(report_path), str(every)], {}, None, "kill points")
+    arguments = (str(world_size), replacement, str(directory), str(report_path), str(every))
+    process = CapturedProcess(WarmProgram("tests.support.faults.kill_points", arguments), {}, None, "kill points")
     assert process.wait(timeout=300) == 0, process.output
     report: dict[str, Any] = json.loads(report_path.read_text())
     return report

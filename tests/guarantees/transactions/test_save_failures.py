@@ -3,7 +3,6 @@
 import json
 import os
 import re
-import sys
 import tempfile
 from collections.abc import Iterator
 from pathlib import Path
@@ -14,6 +13,7 @@ import pytest
 from forgather.ml.checkpoint import store
 from tests.support.faults.job import debris
 from tests.support.launch import CapturedProcess
+from tests.support.rank_nursery import WarmProgram
 
 Facts = list[dict[str, Any]]
 RANKS = (0, 1)
@@ -26,14 +26,8 @@ class Report:
 
     def __init__(self, directory: Path) -> None:
         self._directory = directory
-        command = [
-            sys.executable,
-            "-m",
-            "tests.support.faults.save_failures",
-            str(directory),
-            str(directory / "report.json"),
-        ]
-        process = CapturedProcess(command, {}, None, "save failures")
+        program = WarmProgram("tests.support.faults.save_failures", (str(directory), str(directory / "report.json")))
+        process = CapturedProcess(program, {}, None, "save failures")
         assert process.wait(timeout=120) == 0, process.output
         self._facts: dict[str, Facts] = json.loads((directory / "report.json").read_text())
 
