@@ -16,17 +16,17 @@ from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 
 from forgather.cli.command_line import DONE, FAILED
-from forgather.cli.config import model_builders
-from forgather.cli.config.parser import Option, split_options
-from forgather.cli.config.schema import Configuration
-from forgather.cli.config.stored import EVALUATED_SECTIONS, read_configuration, refuse_code
-from forgather.cli.config.yaml_reader import CONFIG_NAME
 from forgather.cli.errors import UsageError
 from forgather.cli.output import note, print_json, show_table
 from forgather.cli.process_setup import make_current_directory_importable, show_own_messages
 from forgather.cli.terminal_text import printable
 from forgather.cli.work.evaluation_data import EvaluationData, arguments_on_this_machine, evaluation_data
 from forgather.cli.work.stored_run import output_dir_of
+from forgather.config import model_builders
+from forgather.config.parser import Option, split_options
+from forgather.config.schema import Configuration
+from forgather.config.stored import EVALUATED_SECTIONS, read_configuration, refuse_code
+from forgather.config.yaml_reader import CONFIG_NAME
 from forgather.ml.checkpoint.errors import CheckpointError, CheckpointNotFoundError
 from forgather.ml.finalize import ModelInitT, complete_checkpoints, resolve_checkpoint
 from forgather.ml.trainer.arguments.training_arguments import TrainingArguments

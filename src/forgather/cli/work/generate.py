@@ -15,13 +15,13 @@ from rich.table import Table
 from rich.text import Text
 
 from forgather.cli.command_line import DONE
-from forgather.cli.config import builders, model_builders
-from forgather.cli.config.schema import Configuration
-from forgather.cli.config.stored import read_configuration
 from forgather.cli.errors import UsageError
 from forgather.cli.output import note, print_json
 from forgather.cli.process_setup import show_own_messages
 from forgather.cli.terminal_text import printable
+from forgather.config import builders, model_builders
+from forgather.config.schema import Configuration
+from forgather.config.stored import read_configuration
 from forgather.ml.checkpoint.errors import CheckpointNotFoundError
 from forgather.ml.finalize import resolve_checkpoint
 from forgather.ml.trainer.callbacks.display import get_console

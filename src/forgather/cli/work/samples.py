@@ -6,10 +6,10 @@ import json
 from typing import Any
 
 from forgather.cli.command_line import DONE
-from forgather.cli.config import builders
 from forgather.cli.errors import UsageError
 from forgather.cli.output import note, print_json, show_table
 from forgather.cli.process_setup import show_own_messages
+from forgather.config import builders
 from forgather.ml.checkpoint.errors import CheckpointNotFoundError
 from forgather.ml.trainer.callbacks.display import show_row
 from forgather.tools.samples import RunOrder, StepSample, order_of_run

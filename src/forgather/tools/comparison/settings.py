@@ -7,8 +7,8 @@ import os
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 
-from forgather.cli.config import yaml_reader
-from forgather.cli.config.yaml_reader import CONFIG_NAME
+from forgather.config import yaml_reader
+from forgather.config.yaml_reader import CONFIG_NAME
 
 
 @dataclass(frozen=True)

@@ -24,7 +24,7 @@ from forgather.tools.samples.run_order import build_training_data, scratch_direc
 from forgather.tools.samples.step_order import Anchor, StepOrder, StepSample
 
 if TYPE_CHECKING:
-    from forgather.cli.config.schema import Configuration
+    from forgather.config.schema import Configuration
 
 logger = logging.getLogger(__name__)
 
@@ -76,7 +76,7 @@ def replay_run(
     run = open_run(path)
     configuration, folder = run.configuration(step, config)
     if config is None:
-        from forgather.cli.config.stored import config_option, refuse_code
+        from forgather.config.stored import config_option, refuse_code
 
         refuse_code(configuration, *_SECTIONS, remedy=config_option(folder))
     with scratch_directory(run.output_dir) as scratch:
@@ -333,7 +333,7 @@ class _Replayer:
 
 def _parts_of(configuration: "Configuration", scratch: str) -> dict[str, Any]:
     """Return the keyword arguments of the trainer, built as `forgather train` does, without callbacks."""
-    from forgather.cli.config import builders, class_paths, model_builders
+    from forgather.config import builders, class_paths, model_builders
 
     tokenizer = builders.build_tokenizer(configuration.tokenizer)
     return {

@@ -10,7 +10,7 @@ import time
 from collections.abc import Sequence
 from dataclasses import replace
 
-from forgather.cli.config.yaml_reader import CONFIG_NAME
+from forgather.config.yaml_reader import CONFIG_NAME
 from forgather.ml.checkpoint import store
 from forgather.ml.checkpoint.errors import CheckpointError
 from forgather.ml.checkpoint.files.eval_metrics import load_checkpoint_metrics

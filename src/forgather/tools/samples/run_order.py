@@ -19,7 +19,7 @@ from forgather.tools.run_files import RunFiles, num_data_parallel, open_run, sta
 from forgather.tools.samples.step_order import Anchor, StepOrder, StepSample, require_known_order
 
 if TYPE_CHECKING:
-    from forgather.cli.config.schema import Configuration
+    from forgather.config.schema import Configuration
 
 _POSITION = ("seed", "epoch", "index", "num_samples")
 
@@ -95,7 +95,7 @@ class RunOrder:
         `may_tokenize=False` raises FileNotFoundError if the run has no cached tokens.
         """
         if self._dataset is None:
-            from forgather.cli.config.stored import config_option, refuse_code
+            from forgather.config.stored import config_option, refuse_code
 
             if self._config is None:
                 refuse_code(configuration, "tokenizer", "data", remedy=config_option(folder))
@@ -115,7 +115,7 @@ def order_of_run(path: str, config: str | None = None) -> RunOrder:
 
 def build_training_data(configuration: "Configuration", scratch: str, may_tokenize: bool = True) -> Any:
     """Return the training dataset of a configuration; files are written to the directory `scratch` only."""
-    from forgather.cli.config import builders, data_builders
+    from forgather.config import builders, data_builders
 
     args = dataclasses.replace(configuration.args, output_dir=scratch)
     tokenizer = builders.build_tokenizer(configuration.tokenizer)

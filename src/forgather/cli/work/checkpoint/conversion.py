@@ -8,13 +8,13 @@ import os
 from typing import Any
 
 from forgather.cli.command_line import DONE
-from forgather.cli.config import builders, class_paths, model_builders, yaml_reader
-from forgather.cli.config.parser import to_dict
-from forgather.cli.config.stored import read_configuration
-from forgather.cli.config.yaml_reader import CONFIG_NAME
 from forgather.cli.errors import UsageError
 from forgather.cli.output import print_json
 from forgather.cli.work.checkpoint.shared import row, usage_errors
+from forgather.config import builders, class_paths, model_builders, yaml_reader
+from forgather.config.parser import to_dict
+from forgather.config.stored import read_configuration
+from forgather.config.yaml_reader import CONFIG_NAME
 from forgather.ml.finalize import model_of_transformers
 from forgather.ml.trainer.arguments.training_arguments import TrainingArguments
 from forgather.tools.checkpoints.conversion import ImportedCheckpoint, import_as_checkpoint, require_importable
