@@ -32,6 +32,7 @@ from forgather.ml.finalize import ModelInitT, complete_checkpoints, resolve_chec
 from forgather.ml.trainer.arguments.training_arguments import TrainingArguments
 from forgather.ml.trainer.callbacks.display import can_draw, planned_eval_batches, show_row
 from forgather.ml.trainer.trainer_types import TrainerCallback, TrainerControl, TrainerState
+from forgather.tools.checkpoints.paths import find_checkpoint
 from forgather.tools.evaluation import CheckpointEvaluation, evaluate_checkpoint
 
 _OWN_METRICS = ("eval_loss", "eval_tokens")
@@ -96,7 +97,7 @@ def _find_run(path: str, overrides: Sequence[Option]) -> _Run:
         configuration = read_configuration("", path, overrides)
         assert configuration is not None
         return _Run(configuration, configuration.args.output_dir, True, None)
-    checkpoint = resolve_checkpoint(path)
+    checkpoint = resolve_checkpoint(find_checkpoint(path))
     configuration = _stored_configuration(path, checkpoint, overrides)
     return _Run(configuration, output_dir_of(checkpoint, configuration), False, checkpoint)
 
@@ -128,7 +129,7 @@ def _chosen(run: _Run, named: Sequence[str], every: bool) -> list[str]:
         found = complete_checkpoints(run.output_dir)
         return [one.path for one in sorted(found, key=lambda one: one.manifest.step or 0)]
     if named:
-        return [resolve_checkpoint(path) for path in named]
+        return [resolve_checkpoint(find_checkpoint(path)) for path in named]
     return [run.default_checkpoint or complete_checkpoints(run.output_dir)[-1].path]
 
 

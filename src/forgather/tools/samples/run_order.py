@@ -24,6 +24,10 @@ if TYPE_CHECKING:
 _POSITION = ("seed", "epoch", "index", "num_samples")
 
 
+class StepError(ValueError):
+    """Step that the run does not have."""
+
+
 class RunOrder:
     """Order of the samples of a run, step by step."""
 
@@ -33,6 +37,15 @@ class RunOrder:
         self._config = config
         self._orders: dict[tuple[str, str], StepOrder] = {}
         self._dataset: Any = None
+
+    def require_planned(self, step: int) -> None:
+        """Raise `StepError` for a step after the end of the run (`max_steps`)."""
+        args = self.run.configuration(step, self._config)[0].args
+        if 0 < args.max_steps < step:
+            raise StepError(
+                f"The run ends at step {args.max_steps} (max_steps), before step {step}. Pass --config with another max_steps "
+                "to see the samples of a longer run."
+            )
 
     def samples(self, step: int) -> list[StepSample]:
         """Return the samples of a step."""
