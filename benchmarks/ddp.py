@@ -49,7 +49,8 @@ def _parse_arguments() -> argparse.Namespace:
 _NOTES = [
     "CPU: time of all threads of rank 0. wall / bare: median of the ratios within each round.",
     "Every loop logs the loss in its usual way, with its default callbacks and progress bars. No loop saves or clips "
-    "gradients. dispatched: rank 0 makes the batches of both ranks. ZeRO-1: dispatched, with ddp.shard_optimizer.",
+    "gradients. dispatched: rank 0 makes the batches of both ranks. ZeRO-1: dispatched, with ddp.shard_optimizer. "
+    "replica_check_steps: dispatched, with a sample of the replicas compared every 1 or 100 steps.",
     "Forgather also measures the gradient norm at every step. By default it sets gradient_as_bucket_view, so that "
     "gradients are views of DDP's buckets. The bare loop with Forgather settings does both. All other loops leave DDP "
     "at its defaults.",

@@ -80,6 +80,14 @@ def _ours_zero(task: RankTask) -> None:
     _ours(task, dispatch_batches=True, ddp={"shard_optimizer": True})
 
 
+def _ours_checked_each_step(task: RankTask) -> None:
+    _ours(task, dispatch_batches=True, replica_check_steps=1)
+
+
+def _ours_checked(task: RankTask) -> None:
+    _ours(task, dispatch_batches=True, replica_check_steps=100)
+
+
 def _transformers(task: RankTask) -> None:
     # Its default searches for unused parameters at every step. No other contender does.
     train_transformers(task, ddp_backend="gloo", ddp_find_unused_parameters=False)
@@ -99,6 +107,8 @@ OURS = "Forgather DDPTrainer, dispatched"
 OURS_SHARDED = "Forgather DDPTrainer, sharded"
 OURS_UNWATCHED = "Forgather DDPTrainer, dispatched, no watch"
 OURS_ZERO = "Forgather DDPTrainer, ZeRO-1"
+OURS_CHECKED_EACH_STEP = "Forgather DDPTrainer, replica_check_steps=1"
+OURS_CHECKED = "Forgather DDPTrainer, replica_check_steps=100"
 _OUR_MODULE = "forgather.ml.trainer.ddp.ddp_trainer"
 CONTENDERS: Contenders[RankTask] = {
     BARE: (_bare, "torch"),
@@ -107,6 +117,8 @@ CONTENDERS: Contenders[RankTask] = {
     OURS_SHARDED: (_ours_sharded, _OUR_MODULE),
     OURS_UNWATCHED: (_ours_unwatched, _OUR_MODULE),
     OURS_ZERO: (_ours_zero, _OUR_MODULE),
+    OURS_CHECKED_EACH_STEP: (_ours_checked_each_step, _OUR_MODULE),
+    OURS_CHECKED: (_ours_checked, _OUR_MODULE),
     "Lightning Fabric": (_fabric, "lightning"),
     "accelerate": (train_accelerate, "accelerate"),
     "transformers.Trainer": (_transformers, "transformers"),

@@ -19,7 +19,7 @@ from forgather.tools.doctor.packages import REQUIRED
 
 REPOSITORY = Path(__file__).parents[1]
 SOURCE = REPOSITORY / "src"
-DATA = {"py.typed", "cli/config/demo.yaml"}
+DATA = {"py.typed", "config/demo.yaml"}
 """Files of the package that are no Python."""
 ROOT_FILES = {
     "CHANGELOG.md",

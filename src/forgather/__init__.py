@@ -2,7 +2,8 @@
 
 The public names below are imported lazily, on first use: `import forgather` imports neither torch nor any other
 third-party library. Everything else is in `forgather.ml` (training, distribution, checkpoints), `forgather.data` (text
-to tokens) and `forgather.cli` (the command-line program).
+to tokens), `forgather.config` (configuration files), `forgather.tools` (functions for during and after training) and
+`forgather.cli` (the command-line program).
 """
 
 from typing import TYPE_CHECKING

@@ -5,9 +5,9 @@ from pathlib import Path
 import pytest
 from docsite import api, argument_page, command_page, navigation, source_code
 
-from forgather.cli.config.help import arguments_of
-from forgather.cli.config.trainer_kinds import TRAINERS
 from forgather.cli.main import COMMANDS
+from forgather.config.help import arguments_of
+from forgather.config.trainer_kinds import TRAINERS
 
 
 def test_every_page_is_in_the_navigation() -> None:

@@ -68,7 +68,7 @@ def test_tensorboard_logger_fails_before_training(monkeypatch: pytest.MonkeyPatc
 
 
 def test_accelerate_is_named_by_all_that_need_it(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    from forgather.cli.config.trainer_kinds import load_trainer
+    from forgather.config.trainer_kinds import load_trainer
     from forgather.hf import TrainingArguments
 
     hide(monkeypatch, "accelerate")

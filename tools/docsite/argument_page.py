@@ -3,8 +3,8 @@
 import re
 from collections.abc import Sequence
 
-from forgather.cli.config.help import FieldHelp, arguments_of
-from forgather.cli.config.trainer_kinds import DEFAULT_KIND, TRAINERS
+from forgather.config.help import FieldHelp, arguments_of
+from forgather.config.trainer_kinds import DEFAULT_KIND, TRAINERS
 
 _INTRODUCTION = """\
 # Training arguments

@@ -1,13 +1,10 @@
-"""Usage errors of the command line, and the printing of error messages.
+"""Errors of the command line, and the printing of error messages.
 
-`UsageError` is raised by everything below `cli`; `main` prints it and exits with code 2.
+`UsageError` is raised by everything below `cli` and by `forgather.config`; `main` prints it and exits with code 2.
 """
 
 from forgather.cli.terminal_text import printable
-
-
-class UsageError(Exception):
-    """Unusable command, option or configuration; the program exits with code 2."""
+from forgather.config.errors import UsageError as UsageError
 
 
 class RunAborted(Exception):

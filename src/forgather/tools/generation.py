@@ -52,6 +52,8 @@ class Sampling:
     """The same seed gives the same text on the same device; different checkpoints can so be compared."""
 
     def __post_init__(self) -> None:
+        if not -(2**63) <= self.seed < 2**64:
+            raise ValueError(f"generation needs a seed of 64 bits, from -2**63 to 2**64 - 1, not {self.seed}")
         self._options(None)
 
     def _options(self, eos_token_ids: Sequence[int] | None) -> GenerationOptions:

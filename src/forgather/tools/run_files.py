@@ -22,7 +22,7 @@ from forgather.ml.checkpoint.manifest import CheckpointManifest
 from forgather.ml.checkpoint.store import FoundCheckpoint
 
 if TYPE_CHECKING:
-    from forgather.cli.config.schema import Configuration
+    from forgather.config.schema import Configuration
 
 _WHOLE_JOB = ("ddp", "fsdp2", "accelerate")
 """Trainers with a data-parallel rank in every process."""
@@ -50,8 +50,8 @@ class RunFiles:
 
     def configuration(self, step: int, path: str | None = None) -> "tuple[Configuration, str]":
         """Return the configuration of a step, and the folder that it was found in; `path` names another file."""
-        from forgather.cli.config.stored import read_configuration
-        from forgather.cli.config.yaml_reader import CONFIG_NAME
+        from forgather.config.stored import read_configuration
+        from forgather.config.yaml_reader import CONFIG_NAME
 
         after, before = self.after(step), self.before(step)
         folders = [*([after.path] if after else []), self.output_dir, *([before.path] if before else [])]

@@ -5,9 +5,11 @@ from typing import Any, NamedTuple
 
 import pytest
 import torch
+from accelerate import Accelerator
 from torch import Tensor
 
 from forgather.ml.sharded_checkpoint import load_checkpoint
+from forgather.ml.trainer.accelerate import AccelTrainer
 from forgather.ml.trainer.ddp import DDPTrainer
 from forgather.ml.trainer.fsdp2 import FSDP2Trainer
 from forgather.ml.trainer.hybrid import HybridTrainer
@@ -47,6 +49,11 @@ class NotingFSDP2(Noting, FSDP2Trainer):
     pass
 
 
+class NotingAccelerate(Noting, AccelTrainer):
+    def __init__(self, **options: Any) -> None:
+        super().__init__(accelerator=Accelerator(cpu=True), **options)
+
+
 class NotingPipeline(Noting, PipelineTrainer):
     pass
 
@@ -76,6 +83,7 @@ CASES = {
     "ddp 4, dispatched, workers": data_parallel(NotingDDP, 4, per_device_train_batch_size=1, dataloader_num_workers=1),
     "fsdp2 2": data_parallel(NotingFSDP2, 2, per_device_train_batch_size=3),
     "hsdp 4": data_parallel(NotingFSDP2, 4, per_device_train_batch_size=4, fsdp2={"replicate_size": 2}),
+    "accelerate 2": data_parallel(NotingAccelerate, 2, per_device_train_batch_size=3),
     "pipeline 2": Case(
         NotingPipeline, 2, {"per_device_train_batch_size": 6, "n_microbatches": 2, "schedule": "1f1b"}, (0,)
     ),

@@ -8,9 +8,9 @@ from pathlib import Path
 import pytest
 
 from forgather.cli.commands.train import read_configuration
-from forgather.cli.config.trainer_kinds import load_trainer
 from forgather.cli.work.job import Job
 from forgather.cli.work.train import build_trainer
+from forgather.config.trainer_kinds import load_trainer
 from tests.support.data_parallel import environment
 from tests.support.ranks import run_on_ranks
 from tests.unit.cli.conftest import process_as_before  # noqa: F401 - undoes the set-up of the command line

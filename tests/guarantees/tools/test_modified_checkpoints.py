@@ -1,18 +1,23 @@
 """A run that resumes a modified or imported checkpoint really trains with it."""
 
+import importlib
+import json
 import shutil
+import sys
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from safetensors.torch import load_file
+from torch import nn
 from torch.optim.lr_scheduler import CyclicLR, ExponentialLR, LRScheduler, StepLR
 
 from forgather.ml.trainer.trainer import Trainer
 from forgather.tools.checkpoints import import_as_checkpoint, modify_checkpoint
 from forgather.tools.checkpoints.edits import ModificationError
-from tests.support.foreign_directories import train_with_transformers
+from tests.support.foreign_directories import content_of, save_with_accelerate, save_with_dcp, train_with_transformers
 from tests.support.tiny_models import Recorder, quiet_trainer, tiny_llama, token_samples
 from tests.unit.cli.program import call, write_plain_run
 from tests.unit.tools.checkpoints.runs import ADAMW, trained, trainer
@@ -112,3 +117,55 @@ def test_imported_checkpoint_of_transformers_is_resumed_at_its_step(tmp_path: Pa
     assert moments and all(moment.abs().sum() > 0 for moment in moments)
     ours.train()
     assert ours.state.global_step == 6
+
+
+def save_foreign(owner: str, folder: Path, model: nn.Module) -> None:
+    if owner == "accelerate.save_state":
+        save_with_accelerate(folder, model)
+    else:
+        save_with_dcp(folder, {"model": model.state_dict()})
+
+
+@pytest.mark.parametrize("owner", ["accelerate.save_state", "torch.distributed.checkpoint"])
+def test_command_imports_weights_that_the_next_run_starts_from(
+    capsys: pytest.CaptureFixture[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch, owner: str
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.syspath_prepend(str(tmp_path))
+    write_plain_run(tmp_path)
+    monkeypatch.delitem(sys.modules, "plain", raising=False)
+    theirs = importlib.import_module("plain").PlainModel()
+    save_foreign(owner, Path("theirs"), theirs)
+    before = content_of(Path("theirs"))
+    # Neither of both describes its model.
+    answer = call(capsys, "checkpoint", "import", "theirs", "ours")
+    assert answer.code == 2 and "--model CONFIG" in answer.errors and not Path("ours").exists()
+    answer = call(capsys, "checkpoint", "import", "theirs", "ours", "--model", "plain.yaml", "--json")
+    assert answer.code == 0, answer.errors
+    found = json.loads(answer.output)
+    assert found["schema"] == "forgather.checkpoint.import/1" and found["owner"] == f"a checkpoint of {owner}"
+    assert found["step"] == 0 and found["taken"] == ["model (7 tensors)"]
+    assert content_of(Path("theirs")) == before
+    # A learning rate of 0 keeps the weights: the resumed run has those of the other program.
+    more = ["--args.output_dir", "ours", "--args.learning_rate", "0", "--args.max_steps", "2"]
+    answer = call(capsys, "train", "plain.yaml", *more)
+    assert answer.code == 0, answer.errors
+    weights = load_file("ours/checkpoints/checkpoint-2/model.safetensors")
+    assert weights.keys() == theirs.state_dict().keys()
+    assert all(torch.equal(tensor, weights[name]) for name, tensor in theirs.state_dict().items())
+    assert call(capsys, "checkpoint", "verify", "ours", "--all").code == 0
+
+
+def test_command_imports_into_the_model_of_a_directory(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+    theirs = tiny_llama(3)
+    save_with_dcp(tmp_path / "theirs", theirs.state_dict())
+    theirs.config.save_pretrained(tmp_path / "model")
+    words = ["import", str(tmp_path / "theirs"), str(tmp_path / "ours"), "--model", str(tmp_path / "model")]
+    answer = call(capsys, "checkpoint", *words)
+    assert answer.code == 2 and "--model CONFIG" in answer.errors and not (tmp_path / "ours").exists()
+    theirs.config.architectures = [type(theirs).__name__]
+    theirs.config.save_pretrained(tmp_path / "model")
+    answer = call(capsys, "checkpoint", *words)
+    assert answer.code == 0 and "torch.distributed.checkpoint" in answer.output, answer.errors
+    weights = load_file(tmp_path / "ours" / "checkpoints" / "checkpoint-0" / "model.safetensors")
+    assert weights and all(torch.equal(tensor, theirs.state_dict()[name]) for name, tensor in weights.items())

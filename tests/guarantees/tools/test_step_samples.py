@@ -12,6 +12,7 @@ from forgather.tools.samples import StepOrder, samples_of_step
 from tests.guarantees.elastic.test_global_batches import (
     Noting,
     NotingDDP,
+    Run,
     numbered_samples,
     run,
 )
@@ -118,24 +119,35 @@ def test_a_skipped_sample_leaves_no_trace_and_other_batches_stay(tmp_path: Path)
     assert losses[0] == expected[0] and losses[1] != expected[1]
 
 
-@pytest.mark.parametrize(
-    "name", ["one device in micro-batches of 3", "ddp 2, sharded", "ddp 3, dispatched", "hybrid 2 x 2"]
-)
-def test_skipped_samples_and_steps_are_the_same_maths_on_any_ranks(tmp_path: Path, name: str) -> None:
-    args = TrainingArguments(seed=0, per_device_train_batch_size=8)
-    order = StepOrder.of(args, numbered_samples())
-    # One sample, a micro-batch of every division, and all samples of the short step at the end of the epoch.
+SKIPPING_CASES = ["ddp 2, sharded", "ddp 3, dispatched", "fsdp2 2", "accelerate 2", "pipeline 2", "hybrid 2 x 2"]
+
+
+def skips() -> dict[str, Any]:
+    """Return one sample, a micro-batch of every division, all samples of the short step of an epoch, and one step."""
+    order = StepOrder.of(TrainingArguments(seed=0, per_device_train_batch_size=8), numbered_samples())
     skipped = [order.samples(1)[2].index, *(one.index for one in order.samples(2)[:4])]
-    skipped += [one.index for one in order.samples(3)]
-    settings = {"skip_samples": skipped, "skip_steps": [5]}
-    found = run(tmp_path / "found", name, **settings)
-    straight = run(tmp_path / "straight", "pipeline 2", **settings)
-    assert found.samples.keys() == straight.samples.keys() == {0, 1, 3, 5, 6}
-    assert sorted(found.losses) == sorted(straight.losses)
+    return {"skip_samples": skipped + [one.index for one in order.samples(3)], "skip_steps": [5]}
+
+
+@pytest.fixture(scope="module")
+def skipping_run(tmp_path_factory: pytest.TempPathFactory) -> Run:
+    """Run on one device, in micro-batches, with the samples and steps of `skips` left out."""
+    return run(tmp_path_factory.mktemp("skipping"), "one device in micro-batches of 3", **skips())
+
+
+@pytest.mark.parametrize("name", SKIPPING_CASES)
+def test_skipped_samples_and_steps_are_the_same_maths_on_any_ranks(
+    tmp_path: Path, name: str, skipping_run: Run
+) -> None:
+    found = run(tmp_path, name, **skips())
+    assert found.samples == skipping_run.samples and found.samples.keys() == {0, 1, 3, 5, 6}
+    left_out = set(skips()["skip_samples"])
+    assert left_out.isdisjoint(number for numbers in found.samples.values() for number in numbers)
+    assert sorted(found.losses) == sorted(skipping_run.losses)
     for step, loss in found.losses.items():
-        assert loss == pytest.approx(straight.losses[step], rel=1e-6)
+        assert loss == pytest.approx(skipping_run.losses[step], rel=1e-6)
     for key, tensor in found.weights.items():
-        torch.testing.assert_close(tensor, straight.weights[key], rtol=1e-6, atol=1e-7)
+        torch.testing.assert_close(tensor, skipping_run.weights[key], rtol=1e-6, atol=1e-7)
 
 
 def test_a_passed_over_step_makes_no_update_and_later_steps_keep_their_samples(tmp_path: Path) -> None:

@@ -12,11 +12,11 @@ import yaml
 from transformers import AutoModelForCausalLM
 
 from forgather.cli.commands.train import read_configuration
-from forgather.cli.config.data_builders import build_datasets
-from forgather.cli.config.help import choices_of
-from forgather.cli.config.model_builders import model_builder
-from forgather.cli.config.schema import DataSection, ModelSection
 from forgather.cli.errors import UsageError
+from forgather.config.data_builders import build_datasets
+from forgather.config.help import choices_of
+from forgather.config.model_builders import model_builder
+from forgather.config.schema import DataSection, ModelSection
 from forgather.data.byte_tokenizer import byte_tokenizer
 from forgather.ml.trainer.arguments.training_arguments import TrainingArguments
 from tests.unit.cli.program import call, spawn, write_tiny_run

@@ -25,7 +25,7 @@ def test_help_imports_nothing_slow(tmp_path: Path, words: list[str]) -> None:
 def test_importing_the_commands_imports_nothing_slow(tmp_path: Path) -> None:
     names = [f"forgather.cli.commands.{name}" for name in _module_names("commands")]
     assert {command.module for command in COMMANDS.values()} == set(names)
-    names += ["forgather.cli.config.help", "forgather.cli.config.schema", "forgather.cli.launch.options"]
+    names += ["forgather.config.help", "forgather.config.schema", "forgather.cli.launch.options"]
     program = f"import importlib; [importlib.import_module(name) for name in {names}]; " + _REPORT_IMPORTS.replace(
         "code = main()", "code = 0"
     )

@@ -7,7 +7,7 @@ Keys of the configuration are options too, as in `forgather train`. Imports no t
 from collections.abc import Sequence
 
 from forgather.cli.command_line import DONE, CommandParser, prepare_libraries
-from forgather.cli.config.option_words import add_configuration_keys, take_configuration_words
+from forgather.cli.option_words import add_configuration_keys, take_configuration_words
 
 _EPILOG = """\
 A configuration file may name code, such as a model class. A configuration that is stored in a checkpoint may not: give

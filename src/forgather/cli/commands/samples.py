@@ -9,6 +9,7 @@ from forgather.cli.command_line import DONE, CommandParser, prepare_libraries
 from forgather.cli.errors import UsageError
 from forgather.cli.process_setup import make_current_directory_importable
 
+_MOST_STEPS = 10_000
 _EPILOG = """\
 Computed from seed, epoch and position alone: no model is built, and no data are read except for --text.
 An index can be left out of a resumed run with args.skip_samples; forgather replay shows the loss of each sample.
@@ -25,6 +26,8 @@ def run(words: Sequence[str]) -> int:
     if options is None:
         return DONE
     check_steps(options.step, options.to)
+    if options.to is not None and options.to - options.step >= _MOST_STEPS:
+        raise UsageError(f"--to {options.to}: at most {_MOST_STEPS} steps are listed at once.")
     prepare_libraries()
     if options.config is not None:
         # Only with --config: the current directory may have come with a run, and its code must not run unasked.

@@ -11,10 +11,9 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from forgather.cli.command_line import CommandParser
-from forgather.cli.config.option_words import add_configuration_keys
-from forgather.cli.config.trainer_kinds import TRAINERS, check_num_processes
 from forgather.cli.errors import UsageError
 from forgather.cli.launch.options import (
+    LAUNCH_OPTION_NAMES,
     LAUNCH_OPTIONS,
     check_against_launcher,
     is_worker,
@@ -24,24 +23,26 @@ from forgather.cli.launch.options import (
     take_launch_options,
     was_started_by_us,
 )
+from forgather.cli.option_words import add_configuration_keys
 from forgather.cli.process_setup import (
     make_current_directory_importable,
     reduce_fragmentation,
     share_processors,
     silence_libraries,
 )
+from forgather.config.trainer_kinds import TRAINERS, check_num_processes
 
 if TYPE_CHECKING:
-    from forgather.cli.config.parser import Option
-    from forgather.cli.config.schema import Configuration
+    from forgather.config.parser import Option
+    from forgather.config.schema import Configuration
 
-DEMO = Path(__file__).parents[1] / "config" / "demo.yaml"
+DEMO = Path(__file__).parents[2] / "config" / "demo.yaml"
 
 
 def run(words: Sequence[str]) -> int:
     """Run the command with the arguments after its name; returns the exit code."""
     if "-h" in words or "--help" in words:
-        from forgather.cli.config.help import help_text
+        from forgather.config.help import help_text
 
         print(help_text(), end="")
         return 0
@@ -73,7 +74,7 @@ def parser() -> CommandParser:
 
 def read_configuration(words: Sequence[str]) -> "tuple[Configuration, bool]":
     """Return the configuration from file and options, and whether it is the demo."""
-    from forgather.cli.config.parser import ConfigurationParser, split_options, trainer_kind
+    from forgather.config.parser import ConfigurationParser, split_options, trainer_kind
 
     files, given = split_options(words)
     if len(files) > 1:
@@ -81,7 +82,7 @@ def read_configuration(words: Sequence[str]) -> "tuple[Configuration, bool]":
     path, name = (os.path.expanduser(files[0]), files[0]) if files else (str(DEMO), DEMO.name)
     options = [_in_full(option) for option in given]
     # The keys of `args` depend on the trainer, so its kind must be known before anything else is parsed.
-    parser = ConfigurationParser(trainer_kind(path, options))
+    parser = ConfigurationParser(trainer_kind(path, options), LAUNCH_OPTION_NAMES)
     parser.read_file(path, name)
     # Options override the file, so they come second.
     for option in options:
@@ -101,7 +102,7 @@ def _run(words: Sequence[str]) -> int:
         configuration, is_demo = read_configuration([word for word in other_words if word != "--print_config"])
     is_main = int(os.environ.get("RANK", "0")) == 0
     if "--print_config" in other_words:
-        from forgather.cli.config import parser, yaml_reader
+        from forgather.config import parser, yaml_reader
 
         if is_main:
             print(yaml_reader.dump(parser.to_dict(configuration)), end="")
@@ -124,7 +125,7 @@ def _run(words: Sequence[str]) -> int:
 
 def _in_full(option: "Option") -> "Option":
     """Expand `--trainer KIND` to `--trainer.kind KIND`; a mapping stays the section."""
-    from forgather.cli.config.parser import Option
+    from forgather.config.parser import Option
 
     is_kind = option.key == "trainer" and not (option.text or "").lstrip().startswith("{")
     return Option("trainer.kind", option.text) if is_kind else option

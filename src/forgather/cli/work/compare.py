@@ -66,7 +66,9 @@ def _show(options: argparse.Namespace, result: RunComparison) -> None:
 
 def _show_settings(result: RunComparison) -> None:
     if result.settings is None:
-        _row("settings", "not compared: a run that was started from Python has no config.yaml")
+        _row(
+            "settings", "not compared: a run has no readable config.yaml (a run that was started from Python has none)"
+        )
         return
     lines = [str(change) for change in result.settings[:_MOST_SETTINGS]]
     if len(result.settings) > len(lines):

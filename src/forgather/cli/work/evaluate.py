@@ -16,22 +16,23 @@ from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 
 from forgather.cli.command_line import DONE, FAILED
-from forgather.cli.config import model_builders
-from forgather.cli.config.parser import Option, split_options
-from forgather.cli.config.schema import Configuration
-from forgather.cli.config.stored import EVALUATED_SECTIONS, read_configuration, refuse_code
-from forgather.cli.config.yaml_reader import CONFIG_NAME
 from forgather.cli.errors import UsageError
 from forgather.cli.output import note, print_json, show_table
 from forgather.cli.process_setup import make_current_directory_importable, show_own_messages
 from forgather.cli.terminal_text import printable
 from forgather.cli.work.evaluation_data import EvaluationData, arguments_on_this_machine, evaluation_data
 from forgather.cli.work.stored_run import output_dir_of
+from forgather.config import model_builders
+from forgather.config.parser import Option, split_options
+from forgather.config.schema import Configuration
+from forgather.config.stored import EVALUATED_SECTIONS, read_configuration, refuse_code
+from forgather.config.yaml_reader import CONFIG_NAME
 from forgather.ml.checkpoint.errors import CheckpointError, CheckpointNotFoundError
 from forgather.ml.finalize import ModelInitT, complete_checkpoints, resolve_checkpoint
 from forgather.ml.trainer.arguments.training_arguments import TrainingArguments
 from forgather.ml.trainer.callbacks.display import can_draw, planned_eval_batches, show_row
 from forgather.ml.trainer.trainer_types import TrainerCallback, TrainerControl, TrainerState
+from forgather.tools.checkpoints.paths import find_checkpoint
 from forgather.tools.evaluation import CheckpointEvaluation, evaluate_checkpoint
 
 _OWN_METRICS = ("eval_loss", "eval_tokens")
@@ -96,7 +97,7 @@ def _find_run(path: str, overrides: Sequence[Option]) -> _Run:
         configuration = read_configuration("", path, overrides)
         assert configuration is not None
         return _Run(configuration, configuration.args.output_dir, True, None)
-    checkpoint = resolve_checkpoint(path)
+    checkpoint = resolve_checkpoint(find_checkpoint(path))
     configuration = _stored_configuration(path, checkpoint, overrides)
     return _Run(configuration, output_dir_of(checkpoint, configuration), False, checkpoint)
 
@@ -128,7 +129,7 @@ def _chosen(run: _Run, named: Sequence[str], every: bool) -> list[str]:
         found = complete_checkpoints(run.output_dir)
         return [one.path for one in sorted(found, key=lambda one: one.manifest.step or 0)]
     if named:
-        return [resolve_checkpoint(path) for path in named]
+        return [resolve_checkpoint(find_checkpoint(path)) for path in named]
     return [run.default_checkpoint or complete_checkpoints(run.output_dir)[-1].path]
 
 

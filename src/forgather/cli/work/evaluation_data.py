@@ -11,10 +11,10 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
 
-from forgather.cli.config import builders, data_builders
-from forgather.cli.config.schema import Configuration
 from forgather.cli.errors import UsageError
 from forgather.cli.work.stored_run import device_of
+from forgather.config import builders, data_builders
+from forgather.config.schema import Configuration
 from forgather.data.token_store import TextTokenizer
 from forgather.ml.trainer.arguments.training_arguments import TrainingArguments
 from forgather.tools.evaluation import single_device_arguments

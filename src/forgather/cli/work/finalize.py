@@ -16,15 +16,15 @@ from rich.table import Table
 from rich.text import Text
 from torch import nn
 
-from forgather.cli.config import model_builders
-from forgather.cli.config.schema import Configuration
-from forgather.cli.config.stored import EVALUATED_SECTIONS, config_option, read_configuration, refuse_code
-from forgather.cli.config.yaml_reader import CONFIG_NAME
 from forgather.cli.errors import UsageError
 from forgather.cli.output import format_bytes
 from forgather.cli.process_setup import show_own_messages
 from forgather.cli.work.evaluation_data import arguments_on_this_machine, evaluation_data
 from forgather.cli.work.stored_run import device_of, output_dir_of
+from forgather.config import model_builders
+from forgather.config.schema import Configuration
+from forgather.config.stored import EVALUATED_SECTIONS, config_option, read_configuration, refuse_code
+from forgather.config.yaml_reader import CONFIG_NAME
 from forgather.ml.checkpoint.errors import CheckpointNotFoundError
 from forgather.ml.finalize import EvaluateT, FinalizeReport, ModelInitT, check_output, resolve_checkpoint
 from forgather.ml.finalize import finalize as finalize_checkpoint

@@ -15,16 +15,17 @@ from rich.table import Table
 from rich.text import Text
 
 from forgather.cli.command_line import DONE
-from forgather.cli.config import builders, model_builders
-from forgather.cli.config.schema import Configuration
-from forgather.cli.config.stored import read_configuration
 from forgather.cli.errors import UsageError
 from forgather.cli.output import note, print_json
 from forgather.cli.process_setup import show_own_messages
 from forgather.cli.terminal_text import printable
+from forgather.config import builders, model_builders
+from forgather.config.schema import Configuration
+from forgather.config.stored import read_configuration
 from forgather.ml.checkpoint.errors import CheckpointNotFoundError
 from forgather.ml.finalize import resolve_checkpoint
 from forgather.ml.trainer.callbacks.display import get_console
+from forgather.tools.checkpoints.paths import find_checkpoint
 from forgather.tools.generation import GeneratedText, Sampling, TextGenerator, load_generator, with_sample
 
 _STDIN = "-"
@@ -37,7 +38,7 @@ def generate(options: argparse.Namespace) -> int:
     show_own_messages()
     sampling = _sampling(options)
     try:
-        checkpoints = [resolve_checkpoint(path) for path in options.paths]
+        checkpoints = [resolve_checkpoint(find_checkpoint(path)) for path in options.paths]
     except CheckpointNotFoundError as error:
         raise UsageError(str(error)) from None
     prompts = _prompts(options.prompt, options.prompts_file)

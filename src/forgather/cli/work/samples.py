@@ -6,13 +6,13 @@ import json
 from typing import Any
 
 from forgather.cli.command_line import DONE
-from forgather.cli.config import builders
 from forgather.cli.errors import UsageError
 from forgather.cli.output import note, print_json, show_table
 from forgather.cli.process_setup import show_own_messages
+from forgather.config import builders
 from forgather.ml.checkpoint.errors import CheckpointNotFoundError
 from forgather.ml.trainer.callbacks.display import show_row
-from forgather.tools.samples import RunOrder, StepSample, order_of_run
+from forgather.tools.samples import RunOrder, StepError, StepSample, order_of_run
 
 _LONGEST_TEXT = 200
 _COLUMNS = ("step", "position", "index", "rank", "micro-batch", "row", "source")
@@ -24,8 +24,9 @@ def show_samples(options: argparse.Namespace) -> int:
     try:
         order = order_of_run(options.run, options.config)
         last = options.step if options.to is None else options.to
+        order.require_planned(last)
         samples = [one for step in range(options.step, last + 1) for one in order.samples(step)]
-    except (CheckpointNotFoundError, FileNotFoundError) as error:
+    except (CheckpointNotFoundError, FileNotFoundError, StepError) as error:
         raise UsageError(str(error)) from None
     sources, texts = _sources(order, options), {}
     if options.text:

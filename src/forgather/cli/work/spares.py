@@ -13,10 +13,10 @@ from typing import TYPE_CHECKING, cast
 
 from torch.distributed import DistError, TCPStore
 
-from forgather.cli.config.schema import Configuration
 from forgather.cli.errors import UsageError, complain
 from forgather.cli.launch.options import ELASTIC_VARIABLE
 from forgather.cli.launch.run_notes import is_preempted, note_preempted
+from forgather.config.schema import Configuration
 
 if TYPE_CHECKING:
     from forgather.ml.trainer.fsdp2.fsdp2_arguments import FSDP2TrainingArguments

@@ -6,10 +6,10 @@ The file is replaced atomically in the output directory, and added to every chec
 import os
 from collections.abc import Mapping
 
-from forgather.cli.config import parser, yaml_reader
-from forgather.cli.config.schema import Configuration
-from forgather.cli.config.yaml_reader import CONFIG_NAME
 from forgather.cli.work.job import Job
+from forgather.config import parser, yaml_reader
+from forgather.config.schema import Configuration
+from forgather.config.yaml_reader import CONFIG_NAME
 from forgather.ml.checkpoint.files.durable import make_directories, replace_file
 from forgather.ml.trainer.arguments.training_arguments import TrainingArguments
 from forgather.ml.trainer.callbacks.display import show_row

@@ -5,7 +5,7 @@ import os
 
 import torch
 
-from forgather.cli.config.schema import Configuration
+from forgather.config.schema import Configuration
 from forgather.ml.checkpoint.files.layout import CHECKPOINTS_FOLDER, IN_OUTPUT_DIR
 
 logger = logging.getLogger(__name__)

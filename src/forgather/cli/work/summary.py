@@ -12,8 +12,8 @@ from typing import Any
 
 from rich.text import Text
 
-from forgather.cli.config.schema import Configuration
 from forgather.cli.launch.options import LAUNCHER_VARIABLE
+from forgather.config.schema import Configuration
 from forgather.ml.trainer.callbacks.display import get_console, show_row
 from forgather.ml.trainer.loop.signals import Preempted
 from forgather.ml.trainer.trainer import Trainer

@@ -6,9 +6,6 @@ Every rank executes this code. The output directory is locked before anything is
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from forgather.cli.config import builders, class_paths, data_builders, model_builders
-from forgather.cli.config.schema import Configuration
-from forgather.cli.config.trainer_kinds import find_kind, load_trainer, make_own_keywords
 from forgather.cli.errors import RunAborted
 from forgather.cli.launch.run_notes import note_preempted
 from forgather.cli.process_setup import show_own_messages
@@ -16,6 +13,9 @@ from forgather.cli.work.job import Job
 from forgather.cli.work.spares import Layout
 from forgather.cli.work.stored_configuration import StoredConfiguration
 from forgather.cli.work.summary import say_already_finished, say_finished, say_stopped
+from forgather.config import builders, class_paths, data_builders, model_builders
+from forgather.config.schema import Configuration
+from forgather.config.trainer_kinds import find_kind, load_trainer, make_own_keywords
 from forgather.ml.checkpoint import store
 from forgather.ml.checkpoint.files.layout import checkpoints_root, counts_any_name, refuse_other_place
 from forgather.ml.checkpoint.output_lock import OutputDirLock

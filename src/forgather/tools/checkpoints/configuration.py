@@ -8,8 +8,8 @@ from collections.abc import Iterator, Mapping
 
 import yaml
 
-from forgather.cli.config import yaml_reader
-from forgather.cli.config.yaml_reader import CONFIG_NAME
+from forgather.config import yaml_reader
+from forgather.config.yaml_reader import CONFIG_NAME
 from forgather.ml.checkpoint.errors import CheckpointCorruptError
 from forgather.ml.checkpoint.files.regular_files import read_small_file
 

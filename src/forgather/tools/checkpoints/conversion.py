@@ -54,7 +54,7 @@ def require_importable(path: str) -> Owner:
     if owner is Owner.OURS:
         raise CheckpointLoadError(f"{path} is a Forgather checkpoint already: resume from it, or copy it.")
     if owner is Owner.UNKNOWN:
-        raise CheckpointLoadError(
+        raise CheckpointNotFoundError(
             f"{path} is not recognised as a checkpoint of transformers, accelerate or torch.distributed.checkpoint, nor as "
             "a directory of Hugging Face weights."
         )

@@ -9,7 +9,6 @@ from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
 from forgather.ml.checkpoint import store
-from forgather.ml.checkpoint.errors import CheckpointLoadError
 from forgather.tools.checkpoints.configuration import stored_settings
 from forgather.tools.checkpoints.paths import find_checkpoint, require_own
 from forgather.tools.checkpoints.stored_state import StoredState, StoredTensor, read_stored_state
@@ -147,9 +146,13 @@ def _require_components(present: Iterable[Collection[str]], wanted: Collection[s
     known = {CONFIGURATION}.union(*present)
     for key in wanted or ():
         if key not in known:
-            raise CheckpointLoadError(
+            raise UnknownComponentError(
                 f"Neither checkpoint has a component {key!r}. Their components are {', '.join(sorted(known))}."
             )
+
+
+class UnknownComponentError(ValueError):
+    """Name of a component that neither checkpoint has."""
 
 
 class _Comparison:

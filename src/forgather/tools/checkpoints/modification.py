@@ -11,10 +11,10 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
-from forgather.cli.config import yaml_reader
-from forgather.cli.config.parser import ConfigurationParser, Option, to_dict, trainer_kind
-from forgather.cli.config.yaml_reader import CONFIG_NAME
-from forgather.cli.errors import UsageError
+from forgather.config import yaml_reader
+from forgather.config.errors import UsageError
+from forgather.config.parser import ConfigurationParser, Option, to_dict, trainer_kind
+from forgather.config.yaml_reader import CONFIG_NAME
 from forgather.ml.checkpoint import store
 from forgather.ml.checkpoint.components import MODEL_KEY
 from forgather.ml.checkpoint.encoding.codec import encode_state

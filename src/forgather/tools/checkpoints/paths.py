@@ -11,14 +11,22 @@ from forgather.tools.checkpoints.listing import list_checkpoints, looks_like_che
 def find_checkpoint(path: str) -> str:
     """Return the checkpoint at a path, complete or not; for a run, its newest complete checkpoint.
 
-    Raise `CheckpointNotFoundError` if there is none.
+    Raise `CheckpointNotFoundError` if there is none, and `CheckpointLoadError` if none is complete.
     """
-    if os.path.isdir(path) and looks_like_checkpoint(path):
+    if not os.path.isdir(path):
+        return resolve_checkpoint(path)
+    if looks_like_checkpoint(path):
         return path
-    if os.path.isdir(path) and not list_checkpoints(path).checkpoints:
+    found = list_checkpoints(path).checkpoints
+    if not found:
         raise CheckpointNotFoundError(
             f"{path!r} is not a checkpoint and has none: give a directory such as out/checkpoints/checkpoint-100, or the "
             "output directory of a run."
+        )
+    if not any(one.status == "complete" for one in found):
+        raise CheckpointLoadError(
+            f"{path} has no complete checkpoint, and {len(found)} incomplete or foreign: forgather checkpoint ls {path} says "
+            "why."
         )
     return resolve_checkpoint(path)
 

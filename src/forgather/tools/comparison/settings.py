@@ -7,8 +7,10 @@ import os
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 
-from forgather.cli.config import yaml_reader
-from forgather.cli.config.yaml_reader import CONFIG_NAME
+from forgather.config import yaml_reader
+from forgather.config.yaml_reader import CONFIG_NAME
+from forgather.ml.checkpoint.errors import CheckpointCorruptError
+from forgather.ml.checkpoint.files.regular_files import open_regular
 
 
 @dataclass(frozen=True)
@@ -47,11 +49,11 @@ def _shown(value: object) -> str:
 
 
 def read_settings(folder: str) -> Mapping[str, object] | None:
-    """Return the configuration that a run has stored, as data; None if it has none."""
+    """Return the configuration that a run has stored, as data; None without a readable one."""
     try:
-        with open(os.path.join(folder, CONFIG_NAME), encoding="utf-8") as file:
+        with open(open_regular(os.path.join(folder, CONFIG_NAME), follow=True), encoding="utf-8") as file:
             stored = yaml_reader.load_value(file.read())
-    except (OSError, UnicodeDecodeError):
+    except (OSError, UnicodeDecodeError, CheckpointCorruptError):
         # Runs that were started from Python have no stored configuration.
         return None
     return stored if isinstance(stored, Mapping) else None

@@ -8,6 +8,9 @@ import contextlib
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
+import torch
+from torch import Tensor
+
 from forgather.ml.checkpoint.state.rng import RNGState, undisturbed_random_numbers
 from forgather.ml.trainer.setup.seeding import seed_everything, seed_of_rank
 
@@ -44,3 +47,11 @@ class RankGenerators:
         finally:
             self._states[rank] = generators.state_dict()
             generators.load_state_dict(own)
+
+
+def torch_states(device: torch.device) -> list[Tensor]:
+    """Return the states of torch's generators for the CPU and a device, to see whether a computation draws from them."""
+    states = [torch.get_rng_state()]
+    if device.type != "cpu":
+        states.append(torch.get_device_module(device).get_rng_state(device))
+    return states

@@ -19,7 +19,7 @@ from forgather.ml.trainer.step_loss.model_outputs import logits_of
 from forgather.ml.trainer.trainer import StepResult, Trainer
 from forgather.ml.trainer.trainer_types import BaseDataset
 from forgather.tools.replay.observer import StepObserver, gradient_digests, module_gradients
-from forgather.tools.replay.random_states import RankGenerators
+from forgather.tools.replay.random_states import RankGenerators, torch_states
 from forgather.tools.replay.report import StepReport
 from forgather.tools.replay.sample_losses import LossBook
 from forgather.tools.samples.step_order import StepSample
@@ -49,6 +49,8 @@ class ReplayTrainer(Trainer[TrainingArguments]):
         """
         super().__init__(default_callbacks=False, **options)
         self.reports: list[StepReport] = []
+        self.draws_random_numbers = False
+        """Whether a replayed forward or backward pass drew random numbers, such as for dropout."""
         self._first, self._last = first, last
         self._samples_of = samples_of
         self._generators = generators
@@ -118,7 +120,13 @@ class ReplayTrainer(Trainer[TrainingArguments]):
         if self._observer is not None:
             self._observer.micro_batch = window.number
         with self._generators.of_micro_batch(window.number):
-            return super()._forward_backward_step(input_dict, labels)
+            if self.draws_random_numbers:
+                return super()._forward_backward_step(input_dict, labels)
+            before = torch_states(self.device)
+            loss = super()._forward_backward_step(input_dict, labels)
+            after = torch_states(self.device)
+            self.draws_random_numbers = not all(map(torch.equal, before, after))
+            return loss
 
     def _forward_step(self, input_dict: dict[str, Any], labels: Any) -> Tensor:
         loss = super()._forward_step(input_dict, labels)

@@ -160,6 +160,8 @@ class ReplayReport:
     """Dataset indices that were left out in `steps_without`."""
     steps_without: list[StepReport] = field(default_factory=list)
     notes: list[str] = field(default_factory=list)
+    repeats_random_numbers: bool = True
+    """Whether random numbers of the model, such as dropout masks, were those of the run. False: see `notes`."""
 
 
 def badness(loss: float | None) -> float:

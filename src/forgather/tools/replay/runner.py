@@ -24,7 +24,7 @@ from forgather.tools.samples.run_order import build_training_data, scratch_direc
 from forgather.tools.samples.step_order import Anchor, StepOrder, StepSample
 
 if TYPE_CHECKING:
-    from forgather.cli.config.schema import Configuration
+    from forgather.config.schema import Configuration
 
 logger = logging.getLogger(__name__)
 
@@ -76,7 +76,7 @@ def replay_run(
     run = open_run(path)
     configuration, folder = run.configuration(step, config)
     if config is None:
-        from forgather.cli.config.stored import config_option, refuse_code
+        from forgather.config.stored import config_option, refuse_code
 
         refuse_code(configuration, *_SECTIONS, remedy=config_option(folder))
     with scratch_directory(run.output_dir) as scratch:
@@ -162,10 +162,11 @@ class _Replayer:
             num_ranks=world_size,
             device=str(trainer.device),
             is_same_topology=world_size == 1,
+            repeats_random_numbers=not self._draws_by_stage(trainer),
             steps=steps,
             without=sorted(set(without)),
             steps_without=again,
-            notes=self._notes(steps, world_size, trainer),
+            notes=self._notes(steps, world_size, trainer, drifts=last - 1 > (0 if start is None else step_of(start))),
         )
 
     def _replayed(self, first: int, last: int, without: Sequence[int]) -> ReplayTrainer:
@@ -303,7 +304,8 @@ class _Replayer:
             steps.append(dataclasses.replace(report, logged=log.compared(step, replayed.get(step))))
         return steps
 
-    def _notes(self, steps: Sequence[StepReport], world_size: int, trainer: ReplayTrainer) -> list[str]:
+    def _notes(self, steps: Sequence[StepReport], world_size: int, trainer: ReplayTrainer, drifts: bool) -> list[str]:
+        """Return remarks for people; `drifts` says that parameters were updated before the last replayed step."""
         notes = []
         if any(report.loss is None for report in steps):
             notes.append(
@@ -312,28 +314,42 @@ class _Replayer:
         if self._args.torch_compile:
             notes.append("The model is compiled: activations are measured outside of compiled parts only.")
         known = [report.logged for report in steps if report.logged is not None]
-        if any(not (one.is_exact if world_size == 1 else one.is_close) for one in known):
-            notes.append(self._reason(world_size, trainer))
+        if self._draws_by_stage(trainer):
+            notes.append(_pipeline_note(self._kind, drifts))
+        elif any(not (one.is_exact if world_size == 1 else one.is_close) for one in known):
+            notes.append(
+                "The replay differs from the log of the run. Possible reasons: other data, code or versions than in the run, "
+                f"another device (this replay used {trainer.device}), operations that are not deterministic, or callbacks of "
+                "the run that changed the training."
+            )
         return notes
 
-    def _reason(self, world_size: int, trainer: ReplayTrainer) -> str:
-        """Return what may explain a difference from the log of the run."""
-        told = "The replay differs from the log of the run. "
-        if world_size > 1 and not self._draws_by_rank and self._kind != "single":
-            return (
-                told
-                + "Ranks draw their own random numbers, such as for dropout, which one device cannot draw again here."
-            )
-        return told + (
-            "Possible reasons: other data, code or versions than in the run, another device "
-            f"(this replay used {trainer.device}), operations that are not deterministic, or callbacks of the run that changed "
-            "the training."
+    def _draws_by_stage(self, trainer: ReplayTrainer) -> bool:
+        """Return whether stages of a pipeline drew random numbers, in an order that one device cannot repeat."""
+        return self._kind in ("pipeline", "hybrid") and trainer.draws_random_numbers
+
+
+def _pipeline_note(kind: str, drifts: bool) -> str:
+    """Return what is exact, and what is not, in the replay of a pipeline with dropout."""
+    told = (
+        f"The model draws random numbers (dropout), and each stage of a {kind} run draws its own: one device cannot repeat "
+        "them. Exact: the samples and their order, the learning rate, and the weights of the checkpoint. Not exact: the "
+        "dropout masks, so losses, norms and activations are those of another draw, and differ from the log of the run."
+    )
+    if drifts:
+        told += (
+            " The updates since the checkpoint used other masks too, so the weights drift from those of the run; a checkpoint "
+            "just before the step avoids this."
         )
+    return told + (
+        " For the bits of the run, resume the checkpoint with the same trainer and number of ranks, in another "
+        "args.output_dir."
+    )
 
 
 def _parts_of(configuration: "Configuration", scratch: str) -> dict[str, Any]:
     """Return the keyword arguments of the trainer, built as `forgather train` does, without callbacks."""
-    from forgather.cli.config import builders, class_paths, model_builders
+    from forgather.config import builders, class_paths, model_builders
 
     tokenizer = builders.build_tokenizer(configuration.tokenizer)
     return {

@@ -40,13 +40,25 @@ def text(value: object) -> str | None:
 
 
 def _record(output_dir: str) -> list[Line]:
-    lines = read_lines(os.path.join(output_dir, RECORD_NAME))
+    lines = _lines_of(os.path.join(output_dir, RECORD_NAME))
     return [line for line in lines if isinstance(line.get("kind"), str) and _is_plausible(line, needs_time=True)]
 
 
 def _log(output_dir: str) -> list[Line]:
-    lines = read_lines(os.path.join(output_dir, json_logger.FILE_NAME))
+    lines = _lines_of(os.path.join(output_dir, json_logger.FILE_NAME))
     return _with_kinds(line for line in lines if _is_plausible(line, needs_time=True))
+
+
+def _lines_of(path: str) -> Sequence[Any]:
+    """Return the lines of a file; none if it cannot be read, or is no regular file: opening a FIFO would wait forever."""
+    try:
+        if os.path.isfile(path):
+            return list(read_lines(path))
+        if os.path.lexists(path):
+            logger.warning("%s cannot be read: it is not a regular file.", path)
+    except OSError as error:
+        logger.warning("%s cannot be read: %s", path, error.strerror or error)
+    return []
 
 
 def _trainer_state(output_dir: str) -> list[Line]:

@@ -10,11 +10,12 @@ import time
 from collections.abc import Sequence
 from dataclasses import replace
 
-from forgather.cli.config.yaml_reader import CONFIG_NAME
+from forgather.config.yaml_reader import CONFIG_NAME
 from forgather.ml.checkpoint import store
-from forgather.ml.checkpoint.errors import CheckpointError
+from forgather.ml.checkpoint.errors import CheckpointCorruptError, CheckpointError
 from forgather.ml.checkpoint.files.eval_metrics import load_checkpoint_metrics
 from forgather.ml.checkpoint.files.layout import CHECKPOINTS_FOLDER, IN_OUTPUT_DIR, checkpoints_root, counts_any_name
+from forgather.ml.checkpoint.files.regular_files import open_regular
 from forgather.ml.checkpoint.metadata import CheckpointMetadata
 from forgather.ml.trainer.callbacks.support.record_file import Line
 from forgather.ml.trainer.elastic.failure_notes import read_failures
@@ -192,11 +193,11 @@ def _configuration(output_dir: str, start: Line, problems: list[str]) -> str:
     """Return config.yaml, else the arguments in the start line."""
     path = os.path.join(output_dir, CONFIG_NAME)
     try:
-        with open(path, encoding="utf-8", errors="replace") as file:
+        with open(open_regular(path, follow=True), encoding="utf-8", errors="replace") as file:
             return file.read(_MOST_CONFIG_BYTES)
     except FileNotFoundError:
         pass
-    except OSError as error:
+    except (OSError, CheckpointCorruptError) as error:
         problems.append(f"{path} could not be read: {error}")
     return "\n".join(f"{name}: {json.dumps(value)}" for name, value in _texts(start.get("args")).items())
 

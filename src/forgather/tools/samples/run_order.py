@@ -19,9 +19,13 @@ from forgather.tools.run_files import RunFiles, num_data_parallel, open_run, sta
 from forgather.tools.samples.step_order import Anchor, StepOrder, StepSample, require_known_order
 
 if TYPE_CHECKING:
-    from forgather.cli.config.schema import Configuration
+    from forgather.config.schema import Configuration
 
 _POSITION = ("seed", "epoch", "index", "num_samples")
+
+
+class StepError(ValueError):
+    """Step that the run does not have."""
 
 
 class RunOrder:
@@ -33,6 +37,15 @@ class RunOrder:
         self._config = config
         self._orders: dict[tuple[str, str], StepOrder] = {}
         self._dataset: Any = None
+
+    def require_planned(self, step: int) -> None:
+        """Raise `StepError` for a step after the end of the run (`max_steps`)."""
+        args = self.run.configuration(step, self._config)[0].args
+        if 0 < args.max_steps < step:
+            raise StepError(
+                f"The run ends at step {args.max_steps} (max_steps), before step {step}. Pass --config with another max_steps "
+                "to see the samples of a longer run."
+            )
 
     def samples(self, step: int) -> list[StepSample]:
         """Return the samples of a step."""
@@ -95,7 +108,7 @@ class RunOrder:
         `may_tokenize=False` raises FileNotFoundError if the run has no cached tokens.
         """
         if self._dataset is None:
-            from forgather.cli.config.stored import config_option, refuse_code
+            from forgather.config.stored import config_option, refuse_code
 
             if self._config is None:
                 refuse_code(configuration, "tokenizer", "data", remedy=config_option(folder))
@@ -115,7 +128,7 @@ def order_of_run(path: str, config: str | None = None) -> RunOrder:
 
 def build_training_data(configuration: "Configuration", scratch: str, may_tokenize: bool = True) -> Any:
     """Return the training dataset of a configuration; files are written to the directory `scratch` only."""
-    from forgather.cli.config import builders, data_builders
+    from forgather.config import builders, data_builders
 
     args = dataclasses.replace(configuration.args, output_dir=scratch)
     tokenizer = builders.build_tokenizer(configuration.tokenizer)

@@ -1,6 +1,7 @@
 """`forgather samples` and `forgather replay` on a run with a bad document, and on ranks of which one computes wrong."""
 
 import json
+import os
 import shutil
 from collections.abc import Iterator
 from pathlib import Path
@@ -100,6 +101,13 @@ def test_people_see_sources_samples_tokens_and_layers(run: Path, capsys: pytest.
         (["samples", "text", "--step", "1"], "has no config.yaml"),
         (["samples", "out", "--step", "0"], "counted from 1"),
         (["samples", "out"], "--step"),
+        (["samples", "out", "--step", "13"], "The run ends at step 12"),
+        (["samples", "out", "--step", "1", "--to", "1000000"], "at most 10000 steps"),
+        (["evaluate", "text"], "is not a checkpoint and has none"),
+        (["generate", "text", "--prompt", "x"], "is not a checkpoint and has none"),
+        (["generate", "out", "--prompt", "x", "--seed", str(2**64)], "a seed of 64 bits"),
+        (["checkpoint", "diff", "out", "out", "--component", "nothing"], "has a component 'nothing'"),
+        (["checkpoint", "import", "text", "new"], "not recognised"),
         (["replay", "out", "--step", "5", "--to", "4"], "precedes"),
         (["replay", "out", "--step", "99"], "The run ends at step 12"),
         (["replay", "out", "--step", "5", "--without", "x"], "expected dataset indices"),
@@ -114,6 +122,31 @@ def test_mistakes_are_explained_in_one_message(
     answer = call(capsys, *words)
     assert answer.code == 2 and message in " ".join(answer.errors.split())
     assert "Traceback" not in answer.errors
+
+
+@pytest.mark.parametrize("words", [["evaluate", "RUN"], ["checkpoint", "inspect", "RUN"]])
+def test_a_run_with_damaged_checkpoints_only_names_the_command_that_says_why(
+    run: Path, capsys: pytest.CaptureFixture[str], tmp_path: Path, words: list[str]
+) -> None:
+    shutil.copytree(run / "out", tmp_path / "damaged")
+    for path in tmp_path.glob("damaged/checkpoints/*/model.safetensors"):
+        path.unlink()
+    answer = call(capsys, *(str(tmp_path / "damaged") if word == "RUN" else word for word in words))
+    assert answer.code == 1 and "forgather checkpoint ls" in answer.errors
+
+
+def test_files_that_are_no_regular_files_do_not_stop_a_report(
+    run: Path, capsys: pytest.CaptureFixture[str], tmp_path: Path
+) -> None:
+    shutil.copytree(run / "out", tmp_path / "odd")
+    for name in ("run_record.jsonl", "config.yaml"):
+        (tmp_path / "odd" / name).unlink()
+        # Opening a FIFO without a writer waits forever.
+        os.mkfifo(tmp_path / "odd" / name)
+    report = in_json(call(capsys, "report", str(tmp_path / "odd"), "--json"))
+    assert report["source"] == "trainer_logs.jsonl" and "config.yaml" in report["problems"][0]
+    answer = call(capsys, "compare", "out", str(tmp_path / "odd"))
+    assert answer.code == 0 and "no readable config.yaml" in answer.output
 
 
 def test_a_damaged_checkpoint_is_reported(run: Path, capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:

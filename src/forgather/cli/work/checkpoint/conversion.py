@@ -7,14 +7,17 @@ import logging
 import os
 from typing import Any
 
+import torch
+
 from forgather.cli.command_line import DONE
-from forgather.cli.config import builders, class_paths, model_builders, yaml_reader
-from forgather.cli.config.parser import to_dict
-from forgather.cli.config.stored import read_configuration
-from forgather.cli.config.yaml_reader import CONFIG_NAME
 from forgather.cli.errors import UsageError
 from forgather.cli.output import print_json
 from forgather.cli.work.checkpoint.shared import row, usage_errors
+from forgather.config import builders, class_paths, model_builders, yaml_reader
+from forgather.config.parser import to_dict
+from forgather.config.stored import read_configuration
+from forgather.config.yaml_reader import CONFIG_NAME
+from forgather.ml.checkpoint.errors import CheckpointLoadError
 from forgather.ml.finalize import model_of_transformers
 from forgather.ml.trainer.arguments.training_arguments import TrainingArguments
 from forgather.tools.checkpoints.conversion import ImportedCheckpoint, import_as_checkpoint, require_importable
@@ -55,6 +58,7 @@ def _keywords(options: argparse.Namespace) -> dict[str, Any]:
                 f"{folder} has no config.json that describes the model. Pass --model CONFIG, the configuration of the run "
                 "(.yaml), or --model DIR, a directory with config.json."
             )
+        _require_model(folder)
         return {"model_init": functools.partial(model_of_transformers, folder)}
     configuration = read_configuration(options.path, options.model)
     assert configuration is not None
@@ -71,6 +75,18 @@ def _keywords(options: argparse.Namespace) -> dict[str, Any]:
         "args": args | {name: value for name, value in _SINGLE_ONLY.items() if name in known},
         "files": {CONFIG_NAME: yaml_reader.dump(to_dict(configuration)).encode()},
     }
+
+
+def _require_model(folder: str) -> None:
+    """Raise `UsageError` unless transformers can build the model that a directory describes; allocates no memory."""
+    try:
+        with torch.device("meta"):
+            model_of_transformers(folder)
+    except (CheckpointLoadError, OSError, ValueError) as error:
+        reason = str(error).splitlines()[0]
+        raise UsageError(
+            f"The model in {folder} cannot be built: {reason} Pass --model CONFIG, the configuration of the run (.yaml)."
+        ) from None
 
 
 def _show(result: ImportedCheckpoint) -> None:

@@ -13,6 +13,7 @@ from forgather.tools.checkpoints.differences import (
     ONLY_IN_B,
     Differences,
     TensorDifference,
+    UnknownComponentError,
     ValueDifference,
     bytes_to_compare,
     compare_checkpoints,
@@ -21,7 +22,7 @@ from forgather.tools.checkpoints.differences import (
 
 def run(options: argparse.Namespace) -> int:
     """Compare two checkpoints; returns 1 if they differ."""
-    with usage_errors():
+    with usage_errors(UnknownComponentError):
         total = bytes_to_compare(options.a, options.b)
         with byte_progress("comparing", total) as advance:
             result = compare_checkpoints(options.a, options.b, options.component, advance)

@@ -8,7 +8,7 @@ from collections.abc import Iterator
 
 import yaml
 
-from forgather.cli.errors import UsageError
+from forgather.config.errors import UsageError
 
 CONFIG_NAME = "config.yaml"
 """File with the configuration of a run, in its output directory and in each checkpoint."""

@@ -12,14 +12,13 @@ from pathlib import Path
 from typing import Any
 
 from forgather._suggestions import nearest_name, suggest
-from forgather.cli.config import yaml_reader
-from forgather.cli.config.field_types import fitting, is_list, is_mapping, name_of, options_of
-from forgather.cli.config.help import kinds_with_argument
-from forgather.cli.config.other_names import other_name_hint
-from forgather.cli.config.schema import PLAIN_KEYS, SECTIONS, Configuration
-from forgather.cli.config.trainer_kinds import DEFAULT_KIND, load_arguments
-from forgather.cli.errors import UsageError
-from forgather.cli.launch.options import LAUNCH_OPTION_NAMES
+from forgather.config import yaml_reader
+from forgather.config.errors import UsageError
+from forgather.config.field_types import fitting, is_list, is_mapping, name_of, options_of
+from forgather.config.help import kinds_with_argument
+from forgather.config.other_names import other_name_hint
+from forgather.config.schema import PLAIN_KEYS, SECTIONS, Configuration
+from forgather.config.trainer_kinds import DEFAULT_KIND, load_arguments
 from forgather.ml.trainer.arguments.training_arguments import TrainingArguments
 
 _ON_COMMAND_LINE = "on the command line"
@@ -45,10 +44,14 @@ class Option:
 
 
 class ConfigurationParser:
-    """Parser that collects settings, later ones overriding earlier ones, and builds the configuration."""
+    """Parser that collects settings, later ones overriding earlier ones, and builds the configuration.
 
-    def __init__(self, trainer_kind: str = DEFAULT_KIND) -> None:
+    `option_names` are other options of the command: messages about an unknown option may suggest them.
+    """
+
+    def __init__(self, trainer_kind: str = DEFAULT_KIND, option_names: Sequence[str] = ()) -> None:
         self._trainer_kind = trainer_kind
+        self._option_names = option_names
         self._sections = _with_inner_sections({**SECTIONS, "args": load_arguments(trainer_kind)})
         self._hints = _hints_of(self._sections)
         self._settings: dict[str, Setting] = {}
@@ -185,7 +188,7 @@ class ConfigurationParser:
 
     def _unknown_key(self, key: str, origin: str, prefix: str = "") -> UsageError:
         section, _, name = key.partition(".")
-        known = [*self._hints, *self._sections, *(LAUNCH_OPTION_NAMES if prefix else ())]
+        known = [*self._hints, *self._sections, *(self._option_names if prefix else ())]
         nearest = _nearest_key(prefix + key, [prefix + one for one in known])
         if section in self._sections and name:
             own = [one for one in self._hints if one.startswith(f"{section}.")]

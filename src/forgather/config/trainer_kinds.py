@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 from forgather._extras import is_installed, missing_message
 from forgather._suggestions import did_you_mean
-from forgather.cli.errors import UsageError
+from forgather.config.errors import UsageError
 
 if TYPE_CHECKING:
     from forgather.ml.trainer.arguments.training_arguments import TrainingArguments

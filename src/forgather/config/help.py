@@ -13,8 +13,8 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 
 import forgather
-from forgather.cli.config.schema import PLAIN_KEYS, SECTIONS
-from forgather.cli.config.trainer_kinds import DEFAULT_KIND, TRAINERS
+from forgather.config.schema import PLAIN_KEYS, SECTIONS
+from forgather.config.trainer_kinds import DEFAULT_KIND, TRAINERS
 
 _USAGE = """\
 usage: forgather train [CONFIG] [--trainer KIND] [--nproc N] [--KEY VALUE ...] [--print_config] [--debug]
@@ -59,7 +59,7 @@ class FieldHelp:
 
 def help_text() -> str:
     """Return the full help page."""
-    classes = _classes_in("forgather.cli.config.schema")
+    classes = _classes_in("forgather.config.schema")
     top = {field.name: field for field in _fields(classes["Configuration"])}
     several = " or ".join(kind for kind, found in TRAINERS.items() if found.uses_processes)
     parts = [_USAGE.format(trainers=", ".join(TRAINERS), several=several)]
@@ -96,7 +96,7 @@ class ConfigurationKey:
 
 def configuration_keys() -> list[ConfigurationKey]:
     """Return all keys of a configuration, with the arguments of every trainer."""
-    classes = _classes_in("forgather.cli.config.schema")
+    classes = _classes_in("forgather.config.schema")
     keys: dict[str, ConfigurationKey] = {}
     for section, cls in SECTIONS.items():
         for field in _fields(classes[cls.__name__]):

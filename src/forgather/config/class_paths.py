@@ -11,8 +11,8 @@ from importlib import import_module
 from typing import Any
 
 from forgather._suggestions import did_you_mean
-from forgather.cli.config.schema import FactorySection
-from forgather.cli.errors import UsageError
+from forgather.config.errors import UsageError
+from forgather.config.schema import FactorySection
 
 
 def find_object(path: str, key: str, home: str | None = None) -> Any:

@@ -7,8 +7,8 @@ Imports no torch. `config.parser` parses the words that `take_configuration_word
 from collections.abc import Sequence
 
 from forgather.cli.command_line import CommandParser
-from forgather.cli.config.help import configuration_keys
-from forgather.cli.config.schema import PLAIN_KEYS, SECTIONS
+from forgather.config.help import configuration_keys
+from forgather.config.schema import PLAIN_KEYS, SECTIONS
 
 
 def take_configuration_words(words: Sequence[str]) -> tuple[list[str], list[str]]:

@@ -11,9 +11,9 @@ from typing import TYPE_CHECKING, Any, cast
 from torch import nn
 
 from forgather._suggestions import did_you_mean
-from forgather.cli.config import class_paths
-from forgather.cli.config.schema import ModelSection
-from forgather.cli.errors import UsageError
+from forgather.config import class_paths
+from forgather.config.errors import UsageError
+from forgather.config.schema import ModelSection
 from forgather.data.token_store import TextTokenizer
 
 if TYPE_CHECKING:

@@ -8,10 +8,10 @@ import os
 import re
 from collections.abc import Collection, Mapping
 
-from forgather.cli.config.parser import ConfigurationParser, Option, trainer_kind
-from forgather.cli.config.schema import Configuration
-from forgather.cli.config.yaml_reader import CONFIG_NAME
-from forgather.cli.errors import UsageError
+from forgather.config.errors import UsageError
+from forgather.config.parser import ConfigurationParser, Option, trainer_kind
+from forgather.config.schema import Configuration
+from forgather.config.yaml_reader import CONFIG_NAME
 
 _OWN_DOCUMENTS = "forgather.data.standard_library.standard_library_documents"
 # Classes directly in these modules. A longer path could reach functions that the modules import.

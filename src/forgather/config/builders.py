@@ -7,10 +7,10 @@ Bad values raise `UsageError` with their key.
 from collections.abc import Mapping
 from typing import Any
 
-from forgather.cli.config import class_paths
-from forgather.cli.config.schema import Configuration, FactorySection, TokenizerSection, TrainerSection
-from forgather.cli.config.trainer_kinds import TRAINERS, find_kind
-from forgather.cli.errors import UsageError
+from forgather.config import class_paths
+from forgather.config.errors import UsageError
+from forgather.config.schema import Configuration, FactorySection, TokenizerSection, TrainerSection
+from forgather.config.trainer_kinds import TRAINERS, find_kind
 from forgather.data.byte_tokenizer import byte_tokenizer
 from forgather.data.token_store import TextTokenizer
 from forgather.ml.trainer.step_loss.token_weighting import parameters_of

@@ -10,9 +10,9 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from forgather.cli.config import class_paths
-from forgather.cli.config.schema import DataSection
-from forgather.cli.errors import UsageError
+from forgather.config import class_paths
+from forgather.config.errors import UsageError
+from forgather.config.schema import DataSection
 from forgather.data.documents import find_files, is_compressed, read_documents, read_saved_dataset
 from forgather.data.packed import PackedTokens
 from forgather.data.token_store import (

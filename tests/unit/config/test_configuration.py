@@ -7,8 +7,8 @@ import pytest
 import yaml
 
 from forgather.cli.commands.train import read_configuration
-from forgather.cli.config.parser import to_dict
 from forgather.cli.errors import UsageError
+from forgather.config.parser import to_dict
 from tests.unit.cli.program import call
 
 BASE = """\
