@@ -67,7 +67,9 @@ def main() -> None:
         ),
     )
     result = trainer.fit()
-    print({name: result.metrics[name] for name in ("step", "loss", "train_loss", "checkpoint_path")})
+    print(
+        f"Ray has step {result.metrics['step']}, loss {result.metrics['loss']:.4f}, {result.metrics['checkpoint_path']}"
+    )
 
 
 if __name__ == "__main__":

@@ -3,26 +3,38 @@
 `make test-ray` installs Ray and runs these tests.
 """
 
+import contextlib
 import json
 import os
 import signal
-import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
+from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 
 pytest.importorskip("ray", reason="needs Ray: make test-ray")
 
-from ray.train import CheckpointConfig, FailureConfig, Result, RunConfig, ScalingConfig
+from ray.train import CheckpointConfig, FailureConfig, Result, RunConfig, ScalingConfig, UserCallback
 from ray.train.torch import TorchTrainer
 from safetensors.torch import load_file
 
 from forgather.ml.trainer.callbacks import RayReportCallback
+from forgather.ml.trainer.callbacks.ray_report import REFERENCE_FILE_NAME
 from tests.guarantees.elastic.test_lost_nodes import notes, samples_by_step
-from tests.guarantees.ray.ray_jobs import KINDS, NUM_STEPS, POLL_SECONDS, SAVE_STEPS, train, train_on_rank, two_nodes
+from tests.guarantees.ray.ray_jobs import (
+    KINDS,
+    NUM_STEPS,
+    POLL_SECONDS,
+    SAVE_STEPS,
+    build_trainer,
+    train,
+    train_on_rank,
+    two_nodes,
+)
 from tests.support.ranks import run_on_ranks
 from tests.support.tiny_models import saved_steps
 
@@ -35,39 +47,55 @@ HELD_STEP = 8
 def cluster() -> Iterator[Any]:
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("RAY_TRAIN_HEALTH_CHECK_INTERVAL_S", "0.5")
+        # Ray may try once to start as many workers as before, if a worker fails before Ray misses its node.
+        patch.setenv("RAY_TRAIN_WORKER_GROUP_START_TIMEOUT_S", "30")
         with two_nodes() as cluster:
             yield cluster
 
 
 def fit(folder: Path, kind: str, num_workers: Any = None, max_failures: int = 0, **settings: Any) -> Result:
     """Run a job of Ray with its storage in `ray/` and the output directory in `out/`."""
-    checkpoints = settings.pop("checkpoints", CheckpointConfig())
+    checkpoints, callbacks = settings.pop("checkpoints", CheckpointConfig()), settings.pop("callbacks", [])
     trainer = TorchTrainer(
         train,
         train_loop_config={"kind": kind, "output_dir": str(folder / "out"), **settings},
-        scaling_config=ScalingConfig(num_workers=num_workers or KINDS[kind][1], elastic_resize_monitor_interval_s=2),
+        scaling_config=ScalingConfig(
+            num_workers=KINDS[kind][1] if num_workers is None else num_workers, elastic_resize_monitor_interval_s=2
+        ),
         run_config=RunConfig(
             name="run",
             storage_path=str(folder / "ray"),
             failure_config=FailureConfig(max_failures=max_failures),
             checkpoint_config=checkpoints,
+            callbacks=callbacks,
         ),
     )
     return trainer.fit()
 
 
-def beside(work: Callable[[], None]) -> threading.Thread:
-    """Start work that disturbs a job while `fit` waits for it in the main thread."""
-    thread = threading.Thread(target=work)
-    thread.start()
-    return thread
+class NotesReports(UserCallback):
+    """Callback of Ray's controller that writes the step of each report, and whether it had a checkpoint."""
+
+    def __init__(self, path: Path) -> None:
+        self._path = path
+
+    def after_report(self, run_context: Any, metrics: list[dict[str, Any]], checkpoint: Any) -> None:
+        with self._path.open("a") as file:
+            file.write(json.dumps([metrics[0]["step"], checkpoint is not None]) + "\n")
 
 
-def wait_for_held(folder: Path, size: int) -> int:
+@contextlib.contextmanager
+def running(*words: Any, **settings: Any) -> Iterator[Future[Result]]:
+    """Run a job in a thread; the block disturbs it, since Ray starts nodes only in the main thread."""
+    with ThreadPoolExecutor(1) as pool:
+        yield pool.submit(fit, *words, **settings)
+
+
+def wait_for_held(folder: Path, size: int, job: Future[Result]) -> int:
     """Return the process id of the worker that waits at its step."""
     path, deadline = folder / f"held-{size}", time.monotonic() + SECONDS
     while not path.exists():
-        assert time.monotonic() < deadline, f"no worker of {size} waits"
+        assert time.monotonic() < deadline and not job.done(), f"no worker of {size} waits"
         time.sleep(POLL_SECONDS)
     return int(path.read_text())
 
@@ -77,10 +105,15 @@ def release(folder: Path, size: int) -> None:
 
 
 def state_files(folder: Path, step: int = NUM_STEPS) -> dict[str, bytes]:
-    """Return the files of a checkpoint that contain tensors: model, optimizer and random state."""
+    """Return the state of a checkpoint by file: model, optimizer, random state, counters."""
     checkpoint = folder / "out" / "checkpoints" / f"checkpoint-{step}"
     kept = (path for path in checkpoint.rglob("*") if path.suffix in (".safetensors", ".pt"))
-    return {str(path.relative_to(checkpoint)): path.read_bytes() for path in kept}
+    return {str(path.relative_to(checkpoint)): _state(path) for path in kept}
+
+
+def _state(path: Path) -> bytes:
+    # The bytes of counters differ after a resume: pickle stores a repeated string once if it is the same object.
+    return repr(torch.load(path)).encode() if path.name == "trainer_state.pt" else path.read_bytes()
 
 
 @pytest.fixture(scope="module")
@@ -112,13 +145,10 @@ def test_ddp_trains_bit_equal_inside_ray(straight: tuple[Path, Result], tmp_path
 
 
 def test_job_resumes_exactly_after_a_killed_worker(straight: tuple[Path, Result], tmp_path: Path) -> None:
-    def kill_worker() -> None:
-        os.kill(wait_for_held(tmp_path, 2), signal.SIGKILL)
+    with running(tmp_path, "ddp", max_failures=1, hold={2: HELD_STEP}) as job:
+        os.kill(wait_for_held(tmp_path, 2, job), signal.SIGKILL)
         release(tmp_path, 2)
-
-    killer = beside(kill_worker)
-    result = fit(tmp_path, "ddp", max_failures=1, hold={2: HELD_STEP})
-    killer.join()
+        result = job.result(SECONDS)
     assert result.error is None and result.metrics is not None and result.metrics["step"] == NUM_STEPS
     # Each process writes a file. The second attempt starts at the last save before the kill, step 5.
     first_steps = [json.loads(path.read_text().splitlines()[0])["step"] for path in tmp_path.glob("notes/*.jsonl")]
@@ -130,17 +160,15 @@ def test_job_resumes_exactly_after_a_killed_worker(straight: tuple[Path, Result]
 def test_elastic_job_loses_a_node_and_gets_one_back(
     cluster: Any, straight: tuple[Path, Result], tmp_path: Path
 ) -> None:
-    def move() -> None:
-        wait_for_held(tmp_path, 2)
+    hold = {2: HELD_STEP, 1: 2 * HELD_STEP}
+    with running(tmp_path, "ddp", num_workers=(1, 2), max_failures=2, hold=hold) as job:
+        wait_for_held(tmp_path, 2, job)
         (node,) = cluster.worker_nodes
         cluster.remove_node(node, allow_graceful=False)
         release(tmp_path, 2)
-        wait_for_held(tmp_path, 1)
+        wait_for_held(tmp_path, 1, job)
         cluster.add_node(num_cpus=1)
-
-    mover = beside(move)
-    result = fit(tmp_path, "ddp", num_workers=(1, 2), max_failures=2, hold={2: HELD_STEP, 1: 2 * HELD_STEP})
-    mover.join()
+        result = job.result(SECONDS)
     assert result.error is None and result.metrics is not None and result.metrics["step"] == NUM_STEPS
     steps = {size: {note["step"] for note in notes(tmp_path) if note["size"] == size} for size in (1, 2)}
     # Two workers, one from the save at step 5, and two from the save at step 15.
@@ -151,3 +179,57 @@ def test_elastic_job_loses_a_node_and_gets_one_back(
     )
     for name, tensor in weights.items():
         assert (tensor - expected[name]).norm() <= TOLERANCE * tensor.norm(), name
+
+
+def test_result_has_metrics_and_refers_to_checkpoints(straight: tuple[Path, Result]) -> None:
+    folder, result = straight
+    newest = folder / "out" / "checkpoints" / f"checkpoint-{NUM_STEPS}"
+    assert result.metrics is not None and result.metrics["checkpoint_path"] == str(newest)
+    assert result.metrics["train_loss"] > 0 and result.metrics["step"] == NUM_STEPS
+    assert result.checkpoint is not None and os.listdir(result.checkpoint.path) == [REFERENCE_FILE_NAME]
+    reference = Path(result.checkpoint.path, REFERENCE_FILE_NAME)
+    assert json.loads(reference.read_text()) == {"checkpoint_path": str(newest)}
+    # The last report, at the end of training, has the metrics of the whole run.
+    steps = [metrics["step"] for _, metrics in result.best_checkpoints]
+    assert steps == [*range(SAVE_STEPS, NUM_STEPS, SAVE_STEPS), NUM_STEPS, NUM_STEPS]
+
+
+def test_copies_resume_and_retention_of_ray_keeps_own_checkpoints(cluster: Any, tmp_path: Path) -> None:
+    reports = tmp_path / "reports.jsonl"
+    result = fit(
+        tmp_path,
+        "single",
+        report={"copy_checkpoints": True, "report_logs": True},
+        checkpoints=CheckpointConfig(num_to_keep=1),
+        callbacks=[NotesReports(reports)],
+        arguments={"max_steps": SAVE_STEPS + 1},
+    )
+    saved, last = [[SAVE_STEPS, True], [SAVE_STEPS + 1, True]], [SAVE_STEPS + 1, False]
+    logged = [[step, False] for step in range(1, SAVE_STEPS + 2)]
+    # The record of the whole run and the end of training are the last two.
+    found = [json.loads(line) for line in reports.read_text().splitlines()]
+    assert sorted(found) == sorted([*logged, *saved, last, last])
+    assert saved_steps(tmp_path / "out") == [SAVE_STEPS, SAVE_STEPS + 1] and len(result.best_checkpoints) == 1
+    assert result.checkpoint is not None
+    trainer = build_trainer("single", str(tmp_path / "moved" / "out"))
+    trainer.train(resume_from_checkpoint=result.checkpoint.path)
+    build_trainer("single", str(tmp_path / "plain" / "out")).train()
+    model = f"out/checkpoints/checkpoint-{NUM_STEPS}/model.safetensors"
+    assert trainer.resume_path == result.checkpoint.path
+    assert (tmp_path / "moved" / model).read_bytes() == (tmp_path / "plain" / model).read_bytes()
+
+
+def test_callback_outside_of_ray_is_refused(tmp_path: Path) -> None:
+    with pytest.raises(RuntimeError, match="this process is not a worker of it"):
+        build_trainer("single", str(tmp_path), RayReportCallback())
+
+
+def test_relative_output_directory_is_refused(cluster: Any, tmp_path: Path) -> None:
+    trainer = TorchTrainer(
+        train,
+        train_loop_config={"kind": "single", "output_dir": "out"},
+        scaling_config=ScalingConfig(num_workers=1),
+        run_config=RunConfig(name="run", storage_path=str(tmp_path)),
+    )
+    with pytest.raises(Exception, match="output_dir='out' is a relative path"):
+        trainer.fit()

@@ -33,8 +33,8 @@ class RayReportCallback(TrainerCallback):
     Args:
         copy_checkpoints: upload each checkpoint to `RunConfig(storage_path=...)`. By default Ray stores a reference, a
             directory with one small file, so that the retention of Ray deletes no checkpoint of the output directory.
-        report_logs: also report each log record and evaluation, for callbacks of `RunConfig`. Ray accepts one report
-            every two seconds, and training waits for it.
+        report_logs: also report each log record and evaluation, for callbacks of `RunConfig`. Ray collects one report
+            every two seconds (RAY_TRAIN_HEALTH_CHECK_INTERVAL_S), and training waits while another is pending.
     """
 
     changes_control = False
@@ -124,7 +124,7 @@ class RayReportCallback(TrainerCallback):
         else:
             with tempfile.TemporaryDirectory(prefix="forgather-ray-") as folder:
                 with open(os.path.join(folder, REFERENCE_FILE_NAME), "w", encoding="utf-8") as file:
-                    json.dump({"checkpoint_path": self._checkpoint, "step": state.global_step}, file)
+                    json.dump({"checkpoint_path": self._checkpoint}, file)
                 yield Checkpoint.from_directory(folder)
 
     def _report(self, state: TrainerState, checkpoint: "Checkpoint | None" = None) -> None:
