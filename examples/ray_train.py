@@ -56,7 +56,7 @@ def train(settings: dict[str, str]) -> None:
 
 
 def main() -> None:
-    ray.init(num_cpus=2)
+    ray.init(address="local", num_cpus=2)  # Starts Ray on this machine; `ray.init()` connects to a running cluster.
     trainer = TorchTrainer(
         train,
         # Workers run in a folder of Ray, so the path is absolute. On a cluster it is on a disk that all nodes share.
