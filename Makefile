@@ -7,13 +7,14 @@ STAMP := $(VENV)/.installed
 TORCH := 2.13.0
 OTHER_VENV := .venv-torch-$(VERSION)
 DOCS_VENV := .venv-docs
+RAY_VENV := .venv-ray
 PIP_FLAGS := --quiet --disable-pip-version-check
 
 export TOKENIZERS_PARALLELISM := false
 # Keep compiled bytecode, also where the environment turns it off: each test process would compile every module again.
 export PYTHONDONTWRITEBYTECODE :=
 
-.PHONY: setup test test-all rehearse test-torch fuzz kill-points demo demo-checkpoints lint house prose bench docs site test-docs lock lock-docs clean soak watch-faults elastic dist test-slurm test-examples
+.PHONY: setup test test-all rehearse test-torch fuzz kill-points demo demo-checkpoints lint house prose bench docs site test-docs lock lock-docs clean soak watch-faults elastic dist test-slurm test-ray test-examples
 
 setup: $(STAMP)
 
@@ -88,6 +89,16 @@ test-slurm: $(STAMP)
 		{ apt-get update && apt-get install --yes --no-install-recommends slurmctld slurmd slurm-client; }
 	SLURM_TESTS=1 OMP_NUM_THREADS=1 $(BIN)/python -m pytest tests/guarantees/slurm
 
+# Jobs on a Ray cluster of this machine, and the example, in a separate environment: Ray is large and not part of CI.
+test-ray: $(RAY_VENV)/.ray-installed
+	TEST_EXAMPLES=1 OMP_NUM_THREADS=1 $(RAY_VENV)/bin/python -m pytest --durations 0 --durations-min 1 tests/guarantees/ray \
+		"tests/examples/test_examples.py::test_example_prints_the_expected_output_and_resumes[ray_train]"
+
+$(RAY_VENV)/.ray-installed: requirements.lock pyproject.toml
+	$(call install,$(RAY_VENV),$(TORCH))
+	$(RAY_VENV)/bin/pip install $(PIP_FLAGS) torch==$(TORCH) --editable '.[ray]'
+	touch $@
+
 # Train a small model. A second call resumes where the first stopped.
 demo: $(STAMP)
 	$(BIN)/forgather train
@@ -148,4 +159,4 @@ lock-docs: $(DOCS_VENV)/.installed
 	touch $(DOCS_VENV)/.installed
 
 clean:
-	rm -rf $(VENV) $(DOCS_VENV) .venv-dist .venv-torch-* site build dist .pytest_cache .ruff_cache .mypy_cache demo_output
+	rm -rf $(VENV) $(DOCS_VENV) $(RAY_VENV) .venv-dist .venv-torch-* site build dist .pytest_cache .ruff_cache .mypy_cache demo_output

@@ -26,6 +26,7 @@ EXTRAS: Mapping[str, Extra] = MappingProxyType(
         "tensorboard": Extra("tensorboard", "TBLogger and report_to='tensorboard'"),
         "wandb": Extra("wandb", "report_to='wandb'"),
         "mlflow": Extra("mlflow", "report_to='mlflow'"),
+        "ray": Extra("ray", "RayReportCallback, for trainers inside Ray Train"),
         "torchdata": Extra("torchdata", "loaders of torchdata that you pass yourself"),
         "datasets": Extra("datasets", "parquet files and Hugging Face datasets on disk"),
     }

@@ -20,6 +20,7 @@ if TYPE_CHECKING:
     from forgather.ml.trainer.callbacks.plot import PlotCallback as PlotCallback
     from forgather.ml.trainer.callbacks.profiler import ProfilerCallback as ProfilerCallback
     from forgather.ml.trainer.callbacks.progress import ProgressCallback as ProgressCallback
+    from forgather.ml.trainer.callbacks.ray_report import RayReportCallback as RayReportCallback
     from forgather.ml.trainer.callbacks.run_recorder import RunRecorder as RunRecorder
     from forgather.ml.trainer.callbacks.tensorboard import TBLogger as TBLogger
     from forgather.ml.trainer.callbacks.textgen import TextgenCallback as TextgenCallback
@@ -40,6 +41,7 @@ _MODULES = {
     "PlotCallback": "plot",
     "ProfilerCallback": "profiler",
     "ProgressCallback": "progress",
+    "RayReportCallback": "ray_report",
     "RunRecorder": "run_recorder",
     "TBLogger": "tensorboard",
     "TextgenCallback": "textgen",

@@ -5,7 +5,6 @@ Invariant: after a resume, the file has each record once, as in an uninterrupted
 
 import json
 import logging
-import math
 import os
 import time
 from collections.abc import Callable, Mapping
@@ -13,6 +12,7 @@ from typing import Any
 
 from forgather.ml.checkpoint.files.durable import make_directories, replace_file
 from forgather.ml.trainer.arguments.training_arguments import TrainingArguments
+from forgather.ml.trainer.callbacks.support.json_values import to_json
 from forgather.ml.trainer.callbacks.support.repeated_records import RepeatedRecords
 from forgather.ml.trainer.trainer_types import TrainerCallback, TrainerControl, TrainerState
 
@@ -132,21 +132,6 @@ class JsonLogger(TrainerCallback):
                     "space, or choose a writable output_dir.",
                     *(error, self._file_name),
                 )
-
-
-def to_json(value: object) -> Any:
-    """Convert a value to JSON types: tensors and arrays to numbers or lists, NaN and infinities to None."""
-    if isinstance(value, float):
-        return value if math.isfinite(value) else None
-    if value is None or isinstance(value, (bool, int, str)):
-        return value
-    if isinstance(value, Mapping):
-        return {str(key): to_json(item) for key, item in value.items()}
-    if isinstance(value, (list, tuple)):
-        return [to_json(item) for item in value]
-    if hasattr(value, "tolist"):
-        return to_json(value.tolist())
-    return str(value)
 
 
 def read_records(path: str) -> list[dict[str, Any]]:

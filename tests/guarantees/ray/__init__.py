@@ -1,0 +1,1 @@
+"""Trainers inside Ray Train."""
