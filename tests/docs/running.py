@@ -32,8 +32,9 @@ _SHELL_SIGNS = re.compile(r"[|<>;&]|--nproc|-d \d")
 def run_page(page: str, folder: str, with_python: bool = True) -> None:
     """Run the blocks of a page in one folder."""
     names: dict[str, Any] = {"__name__": "__main__"}
+    blocks = blocks_of(Path(page).resolve())
     with contextlib.chdir(folder):
-        for block in blocks_of(Path(page)):
+        for block in blocks:
             if block.prepare is not None:
                 getattr(preparation, block.prepare)(block)
             if block.file is not None:

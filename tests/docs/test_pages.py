@@ -9,7 +9,7 @@ import os
 import re
 import subprocess
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from pathlib import Path
 
 import pytest
@@ -80,9 +80,15 @@ def test_commands_of_a_page_exist(page: Path) -> None:
 
 
 @functools.cache
+def nodes_of_source() -> tuple[ast.AST, ...]:
+    paths = (REPOSITORY / "src").rglob("*.py")
+    return tuple(node for path in paths for node in ast.walk(ast.parse(path.read_text())))
+
+
+@functools.cache
 def strings_of_source() -> tuple[str, ...]:
     """Return the texts in the source; a value inside of an f-string is a space."""
-    nodes = [node for path in (REPOSITORY / "src").rglob("*.py") for node in ast.walk(ast.parse(path.read_text()))]
+    nodes = nodes_of_source()
     plain = [node.value for node in nodes if isinstance(node, ast.Constant) and isinstance(node.value, str)]
     formatted = [
         "".join(part.value if isinstance(part, ast.Constant) else " " for part in node.values)
@@ -105,14 +111,14 @@ def test_messages_of_troubleshooting_exist() -> None:
 def test_variables_of_the_source_are_documented() -> None:
     page = (DOCS / "reference" / "environment-variables.md").read_text()
     found = {text for text in strings_of_source() if re.fullmatch(r"FORGATHER_[A-Z_]+", text)}
-    found |= {name for path in (REPOSITORY / "src").rglob("*.py") for name in read_names(ast.parse(path.read_text()))}
+    found.update(read_names(nodes_of_source()))
     assert "FORGATHER_WATCH" in found
     assert sorted(name for name in found if f"`{name}`" not in page) == []
 
 
-def read_names(tree: ast.Module) -> Iterator[str]:
+def read_names(nodes: Iterable[ast.AST]) -> Iterator[str]:
     """Yield the literal names in `os.environ[...]`, `os.environ.get(...)`, `... in os.environ` and similar."""
-    for node in ast.walk(tree):
+    for node in nodes:
         arguments: list[ast.expr] = []
         if isinstance(node, ast.Subscript) and ast.unparse(node.value) == "os.environ":
             arguments = [node.slice]
