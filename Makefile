@@ -135,9 +135,9 @@ $(DOCS_VENV)/.installed: requirements-docs.lock
 	$(DOCS_VENV)/bin/pip install $(PIP_FLAGS) --no-deps --require-hashes -r requirements-docs.lock
 	touch $@
 
-# Run the code blocks of the documentation, and parse its YAML.
+# Run all code blocks of the documentation. Takes many minutes; `make test` runs the programs and a few commands.
 test-docs: $(STAMP)
-	OMP_NUM_THREADS=1 $(BIN)/python -m pytest tests/docs
+	TEST_DOCS=1 OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n 2 --durations 0 --durations-min 5 tests/docs
 
 # Write the exact versions and hashes of the installed packages, for set-up on other machines.
 lock: $(STAMP)

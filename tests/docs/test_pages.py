@@ -1,122 +1,78 @@
-"""Pages in the parts of the documentation: their commands and programs run, and their YAML is valid."""
+"""Pages of the documentation: their commands and programs run, and their YAML is valid.
+
+`make test` runs pages of Python blocks and a few commands. `make test-docs` (TEST_DOCS=1) runs every command too.
+"""
 
 import ast
-import contextlib
 import functools
 import os
 import re
-import shlex
 import subprocess
-from collections.abc import Iterator
-from dataclasses import dataclass
+import sys
+from collections.abc import Iterable, Iterator
 from pathlib import Path
-from typing import Any
 
 import pytest
 import yaml
 
-from forgather.cli.main import COMMANDS, main
+from forgather.cli.main import COMMANDS
+from tests.docs import preparation
+from tests.docs.blocks import DOCS, PAGES, REPOSITORY, RUN, SHOWN, blocks_of, has_shell
+from tests.docs.running import run_page
+from tests.docs.test_documents import NUM_RANKS
 from tests.support.ranks import run_on_ranks
 
-REPOSITORY = Path(__file__).parents[2]
-DOCS = REPOSITORY / "docs"
-PAGES = sorted(path for path in DOCS.rglob("*.md") if path.parent != DOCS and not path.parent.name.startswith("_"))
-EVERY_PAGE = [*sorted(DOCS.glob("*.md")), *PAGES]
-ON_TWO_RANKS = ("several-gpus",)
+RUNS_ALL = os.environ.get("TEST_DOCS") == "1"
+PAGE_SECONDS = 1500
+# Pages with commands that take a few seconds together.
+SHORT = ("exit-codes", "crash-recovery")
 
-_BLOCK = re.compile(
-    r"(?:^<!-- file: (?P<file>\S+) -->\n+)?^```(?P<language>\w*)\n(?P<text>.*?)^```", re.DOTALL | re.MULTILINE
+
+@pytest.mark.parametrize(
+    "page",
+    [page for page in PAGES if any(one.is_run for one in blocks_of(page)) and not has_shell(page)],
+    ids=lambda page: page.stem,
 )
+def test_programs_of_a_page_run(tmp_path: Path, page: Path) -> None:
+    if page.stem in NUM_RANKS:
+        pytest.skip("test_documents.py runs it")
+    run_on_ranks(run_page, 1, str(page), str(tmp_path), timeout=100)
 
 
-@dataclass(frozen=True)
-class Block:
-    """Code block of a page. A block with a file name is saved, other Python and bash blocks are run."""
-
-    language: str
-    text: str
-    file: str | None
-
-
-def blocks_of(page: Path) -> list[Block]:
-    return [Block(found["language"], found["text"], found["file"]) for found in _BLOCK.finditer(page.read_text())]
-
-
-def runs(page: Path) -> bool:
-    return any(block.file or block.language in ("python", "bash") for block in blocks_of(page))
+@pytest.mark.parametrize("page", [page for page in PAGES if has_shell(page)], ids=lambda page: page.stem)
+def test_commands_of_a_page_run(tmp_path: Path, page: Path) -> None:
+    if not RUNS_ALL and page.stem not in SHORT:
+        pytest.skip("make test-docs runs it")
+    command = [sys.executable, "-m", "tests.docs.running", str(page), str(tmp_path)]
+    if page.stem in NUM_RANKS:
+        command.append("--without-python")
+    path = os.pathsep.join((str(REPOSITORY), str(REPOSITORY / "src"), os.environ.get("PYTHONPATH", "")))
+    environment = {**os.environ, "PYTHONPATH": path, "HF_HUB_OFFLINE": "1"}
+    done = subprocess.run(
+        command, cwd=REPOSITORY, env=environment, capture_output=True, text=True, timeout=PAGE_SECONDS, check=False
+    )
+    assert done.returncode == 0, done.stdout[-6000:] + done.stderr[-6000:]
 
 
-@contextlib.contextmanager
-def inside(folder: str) -> Iterator[None]:
-    before = os.getcwd()
-    os.chdir(folder)
-    try:
-        yield
-    finally:
-        os.chdir(before)
-
-
-def run_page(page: str, folder: str) -> None:
-    """Run the blocks of a page in order, in one folder."""
-    names: dict[str, Any] = {"__name__": "__main__"}
-    with inside(folder):
-        for block in blocks_of(Path(page)):
-            if block.file is not None:
-                Path(block.file).write_text(block.text)
-            elif block.language == "python":
-                exec(compile(block.text, page, "exec"), names)
-            elif block.language == "bash":
-                for line in commands_of(block):
-                    run_command(line)
-
-
-def commands_of(block: Block) -> list[str]:
-    return block.text.replace("\\\n", " ").splitlines()
-
-
-def run_in(folder: str, line: str) -> None:
-    with inside(folder):
-        run_command(line)
-
-
-def run_command(line: str) -> None:
-    """Run a command; `# exit code N` at its end states the expected code. Forgather runs in this process."""
-    words = shlex.split(line, comments=True)
-    expected = re.search(r"# exit code (\d+)", line)
-    if words[:1] == ["forgather"]:
-        code = main(without_launcher(words[1:]))
-    else:
-        code = subprocess.run(["bash", "-c", line], check=False).returncode
-    assert code == (int(expected[1]) if expected else 0), line
-
-
-def without_launcher(words: list[str]) -> list[str]:
-    """Remove `--nproc N`: the ranks of the test run already, as under torchrun."""
-    place = words.index("--nproc") if "--nproc" in words else None
-    return words if place is None else words[:place] + words[place + 2 :]
-
-
-@pytest.mark.parametrize("page", [page for page in PAGES if runs(page)], ids=lambda page: page.stem)
-def test_page_runs(tmp_path: Path, page: Path) -> None:
-    if page.stem not in ON_TWO_RANKS:
-        run_on_ranks(run_page, 1, str(page), str(tmp_path), timeout=100)
-        return
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.stem)
+def test_every_block_says_what_it_is(page: Path) -> None:
+    """Blocks that are neither run nor parsed are `text`, or give the reason in a comment."""
     for block in blocks_of(page):
-        if block.file is not None:
-            (tmp_path / block.file).write_text(block.text)
-        elif block.language == "bash":
-            for line in commands_of(block):
-                run_on_ranks(run_in, 2 if "--nproc 2" in line else 1, str(tmp_path), line, timeout=100)
+        assert block.language in (*RUN, *SHOWN, "yaml"), f"{page}:{block.line}: language {block.language!r}"
+        assert block.language not in SHOWN or not re.match(r"(\$|forgather|torchrun|python|make) ", block.text) or (
+            "OUTPUT_DIR" in block.text
+        ), f"{page}:{block.line}: commands belong to a bash or console block"
+        assert block.prepare is None or hasattr(preparation, block.prepare), block.prepare
 
 
-@pytest.mark.parametrize("page", EVERY_PAGE, ids=lambda page: page.stem)
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.stem)
 def test_yaml_of_a_page_is_valid(page: Path) -> None:
     for block in blocks_of(page):
         if block.language == "yaml":
             assert yaml.safe_load(block.text) is not None
 
 
-@pytest.mark.parametrize("page", EVERY_PAGE, ids=lambda page: page.stem)
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.stem)
 def test_commands_of_a_page_exist(page: Path) -> None:
     for block in blocks_of(page):
         for command in re.findall(r"^forgather ([a-z]+)\b", block.text, flags=re.MULTILINE):
@@ -124,9 +80,15 @@ def test_commands_of_a_page_exist(page: Path) -> None:
 
 
 @functools.cache
+def nodes_of_source() -> tuple[ast.AST, ...]:
+    paths = (REPOSITORY / "src").rglob("*.py")
+    return tuple(node for path in paths for node in ast.walk(ast.parse(path.read_text())))
+
+
+@functools.cache
 def strings_of_source() -> tuple[str, ...]:
     """Return the texts in the source; a value inside of an f-string is a space."""
-    nodes = [node for path in (REPOSITORY / "src").rglob("*.py") for node in ast.walk(ast.parse(path.read_text()))]
+    nodes = nodes_of_source()
     plain = [node.value for node in nodes if isinstance(node, ast.Constant) and isinstance(node.value, str)]
     formatted = [
         "".join(part.value if isinstance(part, ast.Constant) else " " for part in node.values)
@@ -149,14 +111,14 @@ def test_messages_of_troubleshooting_exist() -> None:
 def test_variables_of_the_source_are_documented() -> None:
     page = (DOCS / "reference" / "environment-variables.md").read_text()
     found = {text for text in strings_of_source() if re.fullmatch(r"FORGATHER_[A-Z_]+", text)}
-    found |= {name for path in (REPOSITORY / "src").rglob("*.py") for name in read_names(ast.parse(path.read_text()))}
+    found.update(read_names(nodes_of_source()))
     assert "FORGATHER_WATCH" in found
     assert sorted(name for name in found if f"`{name}`" not in page) == []
 
 
-def read_names(tree: ast.Module) -> Iterator[str]:
+def read_names(nodes: Iterable[ast.AST]) -> Iterator[str]:
     """Yield the literal names in `os.environ[...]`, `os.environ.get(...)`, `... in os.environ` and similar."""
-    for node in ast.walk(tree):
+    for node in nodes:
         arguments: list[ast.expr] = []
         if isinstance(node, ast.Subscript) and ast.unparse(node.value) == "os.environ":
             arguments = [node.slice]
