@@ -15,6 +15,7 @@ from torch import Tensor, nn
 from transformers.trainer_pt_utils import nested_detach
 from transformers.trainer_utils import EvalLoopOutput, PredictionOutput, speed_metrics
 
+from forgather.hf.changes import pass_on_to_evaluation
 from forgather.hf.data import EvaluationLoader
 from forgather.hf.engine.num_items import NumItems, Use
 from forgather.hf.methods import call
@@ -88,12 +89,8 @@ def loop(
     data = loader.dataset if isinstance(loader, EvaluationLoader) else loader
     settings = Settings(bool(loss_only), ignore_keys)
     with _evaluating(trainer, settings, loader), torch_settings(engine.args), watched(engine, EVALUATION_START):
-        has_new_collator = engine.data_collator is not trainer.data_collator
-        engine.data_collator = trainer.data_collator
         engine._prepare_to_evaluate(None)
-        if has_new_collator:
-            # The loader of an earlier evaluation has the old collator.
-            engine.evaluator.dataset = None
+        pass_on_to_evaluation(trainer)
         output: EvalLoopOutput = engine.evaluator.predict_all(
             data, prediction_loss_only=bool(loss_only), metric_key_prefix=prefix
         )

@@ -122,11 +122,15 @@ class Trainer(EngineObjects):
         if self.args.should_save:
             os.makedirs(self.args.output_dir, exist_ok=True)
 
-    def _set_evaluation_defaults(self) -> None:
+    def _read_occasions(self) -> None:
+        """Read the settings of logs, evaluations and saves that the engine does not have."""
         self._fractions = fractions(self.args)
         by_epoch = text_of(self.args.eval_strategy) == "epoch"
-        self._delay_epochs = float(self.args.eval_delay) if by_epoch else 0.0
+        self._delay_epochs = float(self.args.eval_delay or 0) if by_epoch else 0.0
         self._saves_best = text_of(self.args.save_strategy) == "best"
+
+    def _set_evaluation_defaults(self) -> None:
+        self._read_occasions()
         self._ignore_keys_for_eval: list[str] | None = None
         self._evaluated_loader: Any = None
         self._prepared_labels: Any = None

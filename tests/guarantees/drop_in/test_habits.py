@@ -2,6 +2,7 @@
 
 import os
 import signal
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -10,7 +11,7 @@ import torch
 import transformers
 from torch import Tensor, nn
 
-from forgather.hf import Trainer
+from forgather.hf import Trainer, TrainingArguments
 from tests.guarantees.drop_in.programs import arguments, collate, made, rows
 from tests.support.tiny_models import tiny_llama
 
@@ -47,11 +48,67 @@ def test_evaluation_uses_a_new_collator(tmp_path: Path) -> None:
     assert sum(calls) == 4
 
 
+def test_evaluation_and_prediction_use_changed_arguments(tmp_path: Path) -> None:
+    trainer, calls, shown = made(Trainer, tmp_path), [], []
+
+    def counting(samples: Any) -> Any:
+        calls.append(len(samples))
+        return collate(samples)
+
+    def metrics(prediction: Any) -> dict[str, float]:
+        shown.append(prediction.inputs is not None)
+        return {"samples": len(prediction.predictions)}
+
+    trainer.data_collator, trainer.compute_metrics = counting, metrics
+    data = rows(8)
+    before = trainer.evaluate(data)["eval_loss"]
+    trainer.args.per_device_eval_batch_size, trainer.args.include_for_metrics = 4, ["inputs"]
+    assert trainer.evaluate(data)["eval_loss"] == pytest.approx(before, abs=1e-6)
+    trainer.args.per_device_eval_batch_size, trainer.args.dataloader_drop_last = 3, True
+    assert trainer.predict(data).predictions.shape[0] == 6
+    assert calls == [2, 2, 2, 2, 4, 4, 3, 3]
+    assert shown == [False, True, True]
+    trainer.args.label_names = ["other"]
+    with pytest.raises(ValueError, match=r"changed after the trainer was constructed.*label_names"):
+        trainer.evaluate(data)
+
+
 def test_change_without_effect_is_refused(tmp_path: Path) -> None:
     trainer = made(Trainer, tmp_path)
     trainer.args.label_smoothing_factor = 0.1
     with pytest.raises(ValueError, match=r"changed after the trainer was constructed.*label_smoothing_factor"):
         trainer.train()
+
+
+def test_best_saves_and_a_delay_in_epochs_may_be_set_after_construction(tmp_path: Path) -> None:
+    trainer = made(Trainer, tmp_path, max_steps=-1, num_train_epochs=3)
+    trainer.args.set_evaluate("epoch", batch_size=2, delay=2).set_save("best")
+    trainer.train()
+    assert [record["epoch"] for record in trainer.state.log_history if "eval_loss" in record] == [2.0, 3.0]
+    assert (tmp_path / "checkpoint-8").exists()
+
+
+SETTERS: dict[str, Callable[[TrainingArguments], Any]] = {
+    "training": lambda args: args.set_training(max_steps=2, batch_size=2, gradient_accumulation_steps=2, seed=3),
+    "evaluate": lambda args: args.set_evaluate("steps", steps=1, batch_size=2),
+    "no_evaluation": lambda args: args.set_evaluate(),
+    "testing": lambda args: args.set_testing(batch_size=3, loss_only=True),
+    "save": lambda args: args.set_save("steps", steps=1, total_limit=1),
+    "logging": lambda args: args.set_logging("steps", steps=1, first_step=True),
+    "optimizer": lambda args: args.set_optimizer("sgd", learning_rate=0.1, args="momentum=0.9"),
+    "schedule": lambda args: args.set_lr_scheduler("cosine", warmup_steps=1, max_steps=2),
+    "dataloader": lambda args: args.set_dataloader(train_batch_size=2, eval_batch_size=4, drop_last=True),
+}
+
+
+@pytest.mark.parametrize("setter", SETTERS)
+def test_setters_of_the_arguments_lead_to_a_run(setter: str, tmp_path: Path) -> None:
+    args = SETTERS[setter](arguments(tmp_path, report_to=[], disable_tqdm=True))
+    trainer = Trainer(tiny_llama(), args, collate, rows(), rows(4))
+    assert trainer.train().global_step == 2
+    evaluated = [record["step"] for record in trainer.state.log_history if "eval_loss" in record]
+    assert evaluated == ([1, 2] if setter == "evaluate" else [])
+    assert (tmp_path / "checkpoint-2").exists() == (setter == "save")
 
 
 class Counter(transformers.TrainerCallback):

@@ -13,10 +13,8 @@ from forgather.ml.checkpoint import store
 from forgather.ml.checkpoint.errors import CheckpointError, CheckpointLoadError
 from forgather.ml.finalize import finalize
 from forgather.ml.sharded_checkpoint import load_checkpoint
-from forgather.ml.trainer.ddp.ddp_trainer import DDPTrainer
 from forgather.ml.trainer.trainer import Trainer
 from tests.support.foreign_directories import content_of, moments_of, train_with_transformers
-from tests.support.ranks import run_on_ranks
 from tests.support.tiny_models import quiet_trainer, tiny_llama, token_samples, weights
 
 
@@ -182,20 +180,3 @@ def test_best_adapters_are_loaded_at_the_end(tmp_path: Path) -> None:
     best = trainer.state.best_model_checkpoint
     assert best is not None and not best.endswith("checkpoint-6"), "the loss rises"
     assert same(weights(PeftModel.from_pretrained(tiny_llama(), best)), weights(trainer.unwrapped_model()))
-
-
-def train_on_ranks(output_dir: str, max_steps: int) -> dict[str, Tensor]:
-    trainer = lora_trainer(
-        Path(output_dir), lora_llama(), DDPTrainer, max_steps=max_steps, per_device_train_batch_size=2
-    )
-    trainer.train()
-    trainer.save_model(f"{output_dir}/exported")
-    return weights(trainer.unwrapped_model())
-
-
-def test_data_parallel_ranks_train_save_and_resume(tmp_path: Path) -> None:
-    whole = run_on_ranks(train_on_ranks, 2, str(tmp_path / "whole"), 4)
-    run_on_ranks(train_on_ranks, 2, str(tmp_path / "parts"), 2)
-    resumed = run_on_ranks(train_on_ranks, 2, str(tmp_path / "parts"), 4)
-    assert all(same(whole[0], one) for one in (whole[1], *resumed))
-    assert same(weights(PeftModel.from_pretrained(tiny_llama(), tmp_path / "parts" / "exported")), whole[0])

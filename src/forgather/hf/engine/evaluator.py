@@ -31,8 +31,9 @@ class FacadeEvaluator(Evaluator):
         engine, state = self._trainer, self._trainer.loop.state
         before = state.best_metric
         super().evaluate_in_training()
-        if engine.facade._saves_best and state.best_metric != before:
-            engine.control.should_save = True
+        if state.best_metric != before:
+            engine.state.best_global_step = state.global_step
+            engine.control.should_save = engine.control.should_save or engine.facade._saves_best
 
     def _count(self, batch: Batch, labels: Any) -> int | Tensor:
         # An override of `_prepare_inputs` may have changed the labels.

@@ -13,6 +13,7 @@ from torch import Tensor
 
 from forgather.hf.engine.callback_handler import FacadeCallbacks
 from forgather.hf.engine.evaluator import FacadeEvaluator
+from forgather.hf.engine.flow import FlowHooks
 from forgather.hf.engine.foreign_checkpoints import newest_of_transformers
 from forgather.hf.engine.label_rules import target_traits
 from forgather.hf.engine.micro_step import MicroStep, warn_once_of_direct_backward
@@ -39,12 +40,13 @@ _OPTIMIZER_METHODS = (
 )
 
 
-class FacadeHooks(_Base):
+class FacadeHooks(FlowHooks):
     """Hooks of every strategy: data, optimizer, logs, state and evaluation."""
 
     facade: "Facade"
     asked_to_resume = False
     _rate_of_step: float | None = None
+    _norm_of_step: Tensor | None = None
     own_train_loader: Any = None
     """Loader of an overridden get_train_dataloader, for the current run."""
 
@@ -95,7 +97,10 @@ class FacadeHooks(_Base):
             )
 
     def _init_state(self) -> TrainerState:
-        return as_state(super()._init_state())
+        state = as_state(super()._init_state())
+        if self.plan.counts_steps and self.plan.steps_per_epoch:
+            state.num_train_epochs = math.ceil(self.plan.num_steps / self.plan.steps_per_epoch)
+        return state
 
     # --- optimizer
 
@@ -142,6 +147,10 @@ class FacadeHooks(_Base):
             # As in transformers: after each micro-batch that no optimizer step follows.
             super()._dispatch_event("on_substep_end")
 
+    def _update_parameters(self) -> Tensor | None:
+        self._norm_of_step = super()._update_parameters()
+        return self._norm_of_step
+
     def _advance_schedule(self) -> None:
         self._rate_of_step = float(self.lr_scheduler.get_last_lr()[0])
         super()._advance_schedule()
@@ -160,6 +169,10 @@ class FacadeHooks(_Base):
         # As in transformers: the learning rate of the logged step, not of the next one.
         if "learning_rate" in logs and self._rate_of_step is not None:
             logs = {**logs, "learning_rate": self._rate_of_step}
+        if logs.get("grad_norm") is not None and self._norm_of_step is not None:
+            # As in transformers: the norm of the logged step, not of all steps since the last log.
+            norm = float(self._norm_of_step)
+            logs = {**logs, "grad_norm": norm if math.isfinite(norm) else logs["grad_norm"]}
         self.facade.log(logs)
 
     def record(self, logs: dict[str, Any]) -> None:

@@ -4,6 +4,7 @@
 """
 
 import dataclasses
+import math
 from dataclasses import dataclass
 from typing import Any
 
@@ -23,6 +24,8 @@ class EngineState(OwnState, transformers.TrainerState):  # type: ignore[misc]
 def as_state(state: BaseState) -> EngineState:
     """Return a state as an instance of `transformers.TrainerState` too."""
     values: dict[str, Any] = {one.name: getattr(state, one.name) for one in dataclasses.fields(state)}
+    # A whole number, as in transformers: callbacks count with it.
+    values["num_train_epochs"] = math.ceil(state.num_train_epochs)
     return EngineState(**values)
 
 
@@ -34,7 +37,7 @@ def first_state(args: Any, is_local_zero: bool, is_world_zero: bool) -> EngineSt
         save_steps=int(args.save_steps),
         train_batch_size=args.train_batch_size,
         max_steps=max(args.max_steps, 0),
-        num_train_epochs=args.num_train_epochs,
+        num_train_epochs=math.ceil(args.num_train_epochs),
         max_eval_steps=-1,
         is_local_process_zero=is_local_zero,
         is_world_process_zero=is_world_zero,

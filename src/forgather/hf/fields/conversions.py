@@ -3,6 +3,7 @@
 Each function returns the arguments of the engine that a field sets. The rows of `field_map` name them.
 """
 
+import math
 from collections.abc import Callable, Mapping
 from typing import Any
 
@@ -81,8 +82,8 @@ def fractions(args: Any) -> dict[str, float]:
 
 
 def eval_delay(args: Any) -> Values:
-    # With eval_strategy="epoch" the delay counts epochs, and the engine converts it.
-    return {} if text_of(args.eval_strategy) == "epoch" else {"eval_delay": int(args.eval_delay)}
+    # With eval_strategy="epoch" the delay counts epochs, and the engine converts it. `set_evaluate` sets None.
+    return {} if text_of(args.eval_strategy) == "epoch" else {"eval_delay": math.ceil(args.eval_delay or 0)}
 
 
 def only_model(args: Any) -> Values:

@@ -10,7 +10,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import Any, ClassVar, Generic, TypeVar, get_args
 
-from torch import nn
+from torch import Tensor, nn
 from torch.distributed import ProcessGroup
 
 from forgather.ml.checkpoint.components import SharingPattern, StateComponent, select_components
@@ -107,6 +107,10 @@ class BaseTrainer(ABC, Generic[TArgs]):
     arguments_class: ClassVar[type[MinimalTrainingArguments]] = TrainingArguments
     trains_adapters: ClassVar[bool] = False
     """Whether the model may be a `peft.PeftModel`."""
+    builds_adapters: ClassVar[bool] = True
+    """Whether a trainer with `trains_adapters` accepts a `peft.PeftModel` from `model_init` too."""
+    gathered_adapters: Mapping[str, Tensor] | None = None
+    """Tensors of the adapters of a sharded `PeftModel`, gathered for the current save."""
     state_sharing: ClassVar[Mapping[str, Shared]] = {
         "model": GLOBAL,
         "optimizer": GLOBAL,
@@ -173,8 +177,9 @@ class BaseTrainer(ABC, Generic[TArgs]):
             refuse_adapters(model, self.trains_adapters)
         self.args: TArgs = self._own_arguments(args)
         self.model: Any = model
+        accepts_built = self.trains_adapters and self.builds_adapters
         # Wrapped here and not at the call, because each strategy calls it from different code.
-        self.model_init = None if model_init is None else checked_builder(model_init, self.trains_adapters)
+        self.model_init = None if model_init is None else checked_builder(model_init, accepts_built)
         self.data_collator = data_collator
         self.train_dataset = train_dataset
         self.eval_dataset = eval_dataset
@@ -413,10 +418,14 @@ class BaseTrainer(ABC, Generic[TArgs]):
         """Write only the model, as a Hugging Face directory. The default is the output directory."""
         self._prepare_to_evaluate(self.eval_dataset)
         if is_peft_model(self.unwrapped_model()):
+            self._gather_adapters()
             base_parts.export_adapters(self, output_dir or self.args.output_dir)
             return
         exporter = base_parts.model_exporter(self, self._model_to_save())
         exporter.export_model(output_dir or self.args.output_dir, overwrite=True)
+
+    def _gather_adapters(self) -> None:
+        """Set `gathered_adapters` for a save, if the strategy divides the model over ranks; collective."""
 
     def _save_now(self, checkpoint_path: str | None) -> str:
         self._require_whole_state()

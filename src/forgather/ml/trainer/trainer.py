@@ -372,12 +372,7 @@ class Trainer(BaseTrainer[TTrainingArgs]):
         if not self.loop.cadence.is_last_step or self.loop.cadence.epoch_is_complete:
             self.loop.begin_next_epoch(self.args.gradient_accumulation_steps)
         self.control.should_epoch_stop = False
-        if self.args.logging_strategy == "epoch":
-            self._log_interval()
-        if self.args.eval_strategy == "epoch" and self.state.global_step >= self.args.eval_delay:
-            self.evaluator.evaluate_in_training()
-        if self.args.save_strategy == "epoch":
-            self.saver.save_in_training()
+        self._act_at_epoch_end()
         self._dispatch_event("on_epoch_end")
         self.settle_requests()
         # Serve requests from on_epoch_end now. The next step may never come, or belongs to the next epoch.
@@ -388,6 +383,15 @@ class Trainer(BaseTrainer[TTrainingArgs]):
         if self.control.should_save:
             self.saver.save_in_training()
         heed_stop_request(self)
+
+    def _act_at_epoch_end(self) -> None:
+        """Log, evaluate and save with the strategy "epoch"."""
+        if self.args.logging_strategy == "epoch":
+            self._log_interval()
+        if self.args.eval_strategy == "epoch" and self.state.global_step >= self.args.eval_delay:
+            self.evaluator.evaluate_in_training()
+        if self.args.save_strategy == "epoch":
+            self.saver.save_in_training()
 
     # --- set-up hooks, in call order
 

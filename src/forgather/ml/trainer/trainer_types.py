@@ -67,6 +67,7 @@ _RESUMED_FIELDS = (
     "epoch_train_steps",
     "log_history",
     "best_metric",
+    "best_global_step",
     "num_input_tokens_seen",
     "total_flos",
 )

@@ -19,6 +19,7 @@ from torch import Tensor, nn
 from forgather.ml.checkpoint.encoding.digest import state_digests
 from forgather.ml.checkpoint.errors import CheckpointLoadError
 from forgather.ml.checkpoint.files.regular_files import is_real_directory, open_regular
+from forgather.ml.checkpoint.sharding.sharded_tensors import is_sharded, local_part, rows_of
 from forgather.ml.checkpoint.state.rng import undisturbed_random_numbers
 from forgather.ml.checkpoint.state.state_schema import Schema, anything, mapping_of, text
 from forgather.ml.checkpoint.weights.hf_files import read_files
@@ -101,7 +102,8 @@ class AdapterState:
         trained, _ = self._parts()
         with torch.no_grad():
             for name, tensor in state["trained"].items():
-                trained[name].copy_(tensor)
+                own = trained[name]
+                local_part(own).copy_(rows_of(tensor, own) if is_sharded(own) else tensor)
 
     def load_adapter_directory(self, path: str) -> int:
         """Load the adapter from files of PEFT into the active adapter, and return the number of tensors."""
@@ -161,15 +163,51 @@ class AdapterState:
             )
 
 
-def _adapter_tensors(model: Any, adapter_name: str) -> dict[str, Tensor]:
+def _adapter_tensors(model: Any, adapter_name: str, with_embeddings: bool = False) -> dict[str, Tensor]:
     from peft import get_peft_model_state_dict
 
-    # Without the embedding layers: PEFT may ask the hub whether they were resized.
-    found: dict[str, Tensor] = get_peft_model_state_dict(model, adapter_name=adapter_name, save_embedding_layers=False)
+    # By default without the embedding layers: PEFT may ask the hub whether they were resized.
+    found: dict[str, Tensor] = get_peft_model_state_dict(
+        model, adapter_name=adapter_name, save_embedding_layers=with_embeddings
+    )
     return found
 
 
+def note_sharded_base(model: nn.Module) -> None:
+    """Compute the digests of sharded frozen weights, for the checkpoints of this model. Collective.
+
+    One tensor at a time is gathered. Must be called once after `fully_shard`.
+    """
+    if not is_peft_model(model) or model in _frozen_digests:
+        return
+    _, frozen = AdapterState(model)._parts()
+    found = {name: state_digests([_whole(tensor)]).popitem()[1] for name, tensor in frozen.items()}
+    _frozen_digests[model] = (), found
+
+
+def whole_adapters(model: Any) -> dict[str, Tensor]:
+    """Return the tensors that PEFT saves, gathered from shards, with their names in the model. Collective."""
+    saves_embeddings = _saves_embeddings(model)
+    saved = {
+        tensor_identity(tensor)
+        for name in model.peft_config
+        for tensor in _adapter_tensors(model, name, saves_embeddings).values()
+    }
+    return {
+        name: _whole(tensor).cpu() for name, tensor in model.state_dict().items() if tensor_identity(tensor) in saved
+    }
+
+
+def _whole(tensor: Any) -> Tensor:
+    with torch.no_grad():
+        whole: Tensor = tensor.full_tensor() if is_sharded(tensor) else tensor
+    return whole
+
+
 def _digests(model: nn.Module, frozen: Mapping[str, Tensor]) -> dict[str, str]:
+    if any(map(is_sharded, frozen.values())):
+        # Noted when the model was sharded. Shards are not gathered here, because only one rank may ask.
+        return _frozen_digests[model][1]
     key = tuple((name, tensor.data_ptr(), tensor._version) for name, tensor in frozen.items())
     known = _frozen_digests.get(model)
     if known is None or known[0] != key:
@@ -179,10 +217,16 @@ def _digests(model: nn.Module, frozen: Mapping[str, Tensor]) -> dict[str, str]:
     return known[1]
 
 
-def adapter_files(model: Any, preprocessor: object = None) -> dict[str, bytes]:
-    """Return name and content of each file that `PeftModel.from_pretrained` reads, and of the tokenizer."""
+def adapter_files(
+    model: Any, preprocessor: object = None, whole: Mapping[str, Tensor] | None = None
+) -> dict[str, bytes]:
+    """Return name and content of each file that `PeftModel.from_pretrained` reads, and of the tokenizer.
+
+    `whole`: the result of `whole_adapters`, for a sharded model.
+    """
+    given = {} if whole is None else {"state_dict": dict(whole)}
     with tempfile.TemporaryDirectory() as folder, undisturbed_random_numbers():
-        model.save_pretrained(folder, save_embedding_layers=_saves_embeddings(model))
+        model.save_pretrained(folder, save_embedding_layers=_saves_embeddings(model), **given)
         if hasattr(preprocessor, "save_pretrained"):
             preprocessor.save_pretrained(folder)
         return read_files(folder)

@@ -66,7 +66,6 @@ class AccelTrainer(Trainer[TTrainingArgs]):
 
     arguments_class = AccelTrainingArguments
     handles_ranks = True
-    trains_adapters = False
     unrepeatable = "accelerate reduces gradients inside the backward pass, so a step cannot be repeated. Use DDPTrainer"
     state_sharing: ClassVar[Mapping[str, Shared]] = {
         "model": COMPARED,

@@ -14,6 +14,7 @@ from torch.distributed import DeviceMesh, ProcessGroup
 from torch.distributed.fsdp import FSDPModule
 
 from forgather.ml.checkpoint.components import SharingPattern
+from forgather.ml.checkpoint.weights.adapters import is_peft_model, note_sharded_base, whole_adapters
 from forgather.ml.construct import torch_dtype
 from forgather.ml.distributed.groups import new_group
 from forgather.ml.no_init_weights import no_init_weights
@@ -61,7 +62,8 @@ class FSDP2Trainer(Trainer[TFSDP2Args]):
 
     arguments_class = FSDP2TrainingArguments
     handles_ranks = True
-    trains_adapters = False
+    # The deferred construction of `model_init` would leave the frozen weights of a resumed run empty.
+    builds_adapters = False
     unrepeatable = "its passes gather parameters from all ranks, so one rank cannot repeat a step alone"
     state_sharing: ClassVar[Mapping[str, Shared]] = {
         # Each rank has its own shards. A save streams them to files of full tensors (`checkpoint.sharding`).
@@ -124,7 +126,13 @@ class FSDP2Trainer(Trainer[TFSDP2Args]):
         self.fsdp_group = self.mesh.get_group("shard")
 
     def _sharing_table(self) -> Mapping[str, Shared]:
-        return self.state_sharing if self.args.fsdp2.replicate_size == 1 else self.replicated_sharing
+        table = self.state_sharing if self.args.fsdp2.replicate_size == 1 else self.replicated_sharing
+        # Adapters are small, so one rank writes all of them.
+        return {**table, "model": REPLICATED} if self._has_adapters else table
+
+    @property
+    def _has_adapters(self) -> bool:
+        return self.model is not None and is_peft_model(self.unwrapped_model())
 
     def get_process_groups(self) -> dict[str, ProcessGroup]:
         groups = {"fsdp_group": self.fsdp_group, "replicate_group": self.replicate_group}
@@ -161,6 +169,7 @@ class FSDP2Trainer(Trainer[TFSDP2Args]):
             if not is_sharded_model(model):
                 self._shard(model, values)
             self.model = model
+        note_sharded_base(model)
 
     def _construct(self) -> tuple[nn.Module, InitialValues]:
         assert self.model_init is not None
@@ -300,6 +309,12 @@ class FSDP2Trainer(Trainer[TFSDP2Args]):
         super()._before_save()
         # A save writes one copy of the buffers, and HSDP compares them.
         self._replicas.share_buffers()
+        if self._has_adapters:
+            self._gather_adapters()
+
+    def _gather_adapters(self) -> None:
+        if self.mesh is not None:
+            self.gathered_adapters = whole_adapters(self.unwrapped_model())
 
     def _model_to_save(self) -> dict[str, Any]:
         return {**super()._model_to_save(), "mesh": self.mesh}

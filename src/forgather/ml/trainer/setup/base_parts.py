@@ -73,7 +73,7 @@ def files_of_checkpoint(trainer: "BaseTrainer[Any]") -> dict[str, bytes]:
     model = None if trainer.model is None else trainer.unwrapped_model()
     # Only ranks that may lead a storage, since the files hold all adapters.
     if trainer.dist.local_rank == 0 and is_peft_model(model):
-        files.update(adapter_files(model, trainer.processing_class))
+        files.update(adapter_files(model, trainer.processing_class, trainer.gathered_adapters))
     if trainer.args.checkpoint_layout == IN_OUTPUT_DIR:
         max_steps = getattr(trainer, "max_steps", None)
         planned = trainer.state.max_steps if max_steps is None else max_steps
@@ -92,7 +92,7 @@ def export_adapters(trainer: "BaseTrainer[Any]", output_dir: str) -> None:
     def write() -> None:
         if trainer.dist.rank != 0:
             return
-        files = adapter_files(trainer.unwrapped_model(), trainer.processing_class)
+        files = adapter_files(trainer.unwrapped_model(), trainer.processing_class, trainer.gathered_adapters)
         # The configuration last: it makes the directory an adapter.
         for name, data in sorted(files.items(), key=lambda file: file[0].endswith(ADAPTER_CONFIG)):
             path = os.path.abspath(os.path.join(output_dir, name))

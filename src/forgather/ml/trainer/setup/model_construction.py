@@ -80,7 +80,8 @@ def refuse_adapters(model: nn.Module, accepts_peft: bool = False) -> None:
         raise ValueError(
             f"The {type(model).__name__} has PEFT adapters ({found}), which this trainer cannot train: checkpoints and exports "
             "would lack the adapters, or have names that from_pretrained does not know. Pass a PeftModel (get_peft_model) as "
-            "the model of Trainer or DDPTrainer. Or merge the adapters of a PeftModel with model = model.merge_and_unload() "
+            "model= of Trainer, DDPTrainer, FSDP2Trainer or AccelTrainer; pipelines cannot train it, and FSDP2Trainer does not "
+            "take it from model_init. Or merge the adapters of a PeftModel with model = model.merge_and_unload() "
             "and set requires_grad on its parameters, or train the model without adapters."
         )
 
