@@ -14,13 +14,18 @@ from pathlib import Path
 
 REPOSITORY = Path(__file__).parents[2]
 DOCS = REPOSITORY / "docs"
-PAGES = [REPOSITORY / "README.md", *(path for path in sorted(DOCS.rglob("*.md")) if not path.parent.name.startswith("_"))]
+PAGES = [
+    REPOSITORY / "README.md",
+    *(path for path in sorted(DOCS.rglob("*.md")) if not path.parent.name.startswith("_")),
+]
 # Blocks that tests run or parse. A `console` block has commands behind `$ `, and the output below each.
 RUN = ("python", "bash", "console")
 # Output, pictures and fragments of text. {glossary} is a directive of the site.
 SHOWN = ("text", "{glossary}")
 
-_BLOCK = re.compile(r"(?P<notes>(?:^<!--[^>]*-->\n+)*)^```(?P<language>\S*)\n(?P<text>.*?)^```", re.DOTALL | re.MULTILINE)
+_BLOCK = re.compile(
+    r"(?P<notes>(?:^<!--[^>]*-->\n+)*)^```(?P<language>\S*)\n(?P<text>.*?)^```", re.DOTALL | re.MULTILINE
+)
 _NOTE = re.compile(r"<!-- (file|prepare|not run): (.*?) -->")
 
 

@@ -108,7 +108,7 @@ def read_checkpoint(folder: Path) -> Checkpoint:
             states[record.get("owner")] = read_state(path)
     for names in found.manifest["components"]["model"]["metadata"].get("param_sharing", []):
         stored = next(name for name in names if name in found.weights)
-        found.weights.update({name: found.weights[stored] for name in names})
+        found.weights.update(dict.fromkeys(names, found.weights[stored]))
     return found
 
 

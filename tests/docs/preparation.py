@@ -117,7 +117,9 @@ def running_job(_: Block) -> None:
     from tests.docs.running import SHORT_DEMO
 
     end_jobs()
-    words = "--trainer ddp --nproc 2 --args.max_steps 1000000 --args.resume_from_checkpoint false --args.save_steps 100000"
+    words = (
+        "--trainer ddp --nproc 2 --args.max_steps 1000000 --args.resume_from_checkpoint false --args.save_steps 100000"
+    )
     command = [sys.executable, "-m", "forgather.cli.main", "train", *SHORT_DEMO, *shlex.split(words)]
     _jobs.append(subprocess.Popen([*command, "--args.max_eval_steps", "2"], text=True, start_new_session=True))
     deadline = time.monotonic() + START_SECONDS

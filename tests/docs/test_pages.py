@@ -59,8 +59,10 @@ def test_every_block_says_what_it_is(page: Path) -> None:
     """Blocks that are neither run nor parsed are `text`, or give the reason in a comment."""
     for block in blocks_of(page):
         assert block.language in (*RUN, *SHOWN, "yaml"), f"{page}:{block.line}: language {block.language!r}"
-        assert block.language not in SHOWN or not re.match(r"(\$|forgather|torchrun|python|make) ", block.text) or (
-            "OUTPUT_DIR" in block.text
+        assert (
+            block.language not in SHOWN
+            or not re.match(r"(\$|forgather|torchrun|python|make) ", block.text)
+            or ("OUTPUT_DIR" in block.text)
         ), f"{page}:{block.line}: commands belong to a bash or console block"
         assert block.prepare is None or hasattr(preparation, block.prepare), block.prepare
 

@@ -96,6 +96,7 @@ def test_torchrun_restarts_a_failed_job(tmp_path: Path) -> None:
     assert "attempt 1 rank 0" in agent.output and "attempt 1 rank 1" in agent.output
 
 
+@long_search
 def test_hanging_torchrun_shows_rank_stacks_and_leaves_no_process(tmp_path: Path) -> None:
     hang = ""
     # On a busy machine, the stacks may be requested before the rank has started.

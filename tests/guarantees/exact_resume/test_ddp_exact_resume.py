@@ -50,14 +50,12 @@ KILLS: dict[str, dict[str, tuple[Stop, ...]]] = {
     "local sgd": {"before it starts": (BOTH_RANKS,), "after it started": (THE_READING_RANK,)},
     "accelerate": {"one rank": (ONE_RANK,), "in an evaluation": (IN_AN_EVALUATION,)},
 }
-# Every setting but plain workers and streams, and every kind of kill at least once.
+# The settings that differ most, and kills in a step, an evaluation and a save.
 PAIRS = sampled(
     [(setting, kill) for setting, kills in KILLS.items() for kill in kills],
     [
-        ("dispatched", "both ranks"),
         ("dispatched", "twice"),
         ("dispatched, read ahead", "the reading rank"),
-        ("sharded, workers", "both ranks"),
         ("sharded moments", "in a save"),
         ("local sgd", "after it started"),
         ("accelerate", "in an evaluation"),
@@ -71,7 +69,7 @@ REQUESTS: dict[str, Stop] = {
     "in an evaluation": Stop("on_prediction_step", step=4, signal="SIGTERM", ranks=(1,)),
     "in a save": Stop("fsync", step=6, nth=2, signal="SIGINT"),
 }
-REQUESTS = sampled_keys(REQUESTS, "at a step of the reading rank", "in an evaluation")
+REQUESTS = sampled_keys(REQUESTS, "in an evaluation")
 PREEMPTED = "dispatched, read ahead"
 Runs = dict[str, list[Start]]
 

@@ -34,10 +34,10 @@ KILLS: dict[str, dict[str, tuple[Stop, ...]]] = {
     "shards in bf16": {"one rank": (ONE_RANK,)},
     "replicas": {"one rank": (Stop("on_optimizer_step", step=5, ranks=(2,)),), "in a save": (IN_A_SAVE,)},
 }
-# Shards, replicas and the best model, and every kind of kill.
+# Shards and replicas, killed in an evaluation and in a save.
 PAIRS = sampled(
     [(setting, kill) for setting, kills in KILLS.items() for kill in kills],
-    [("shards", "in an evaluation"), ("shards, best", "in a save"), ("replicas", "one rank")],
+    [("shards", "in an evaluation"), ("replicas", "in a save")],
 )
 SETTINGS = {name: options for name, options in SETTINGS.items() if name in dict(PAIRS)}
 REQUESTS: dict[str, tuple[str, Stop]] = {

@@ -57,7 +57,6 @@ PAIRS = sampled(
     [(setting, kill) for setting, kills in KILLS.items() for kill in kills],
     [
         ("1f1b", "first rank in a step"),
-        ("zbv, tied", "first rank in a save"),
         ("hybrid, tied", "middle rank in an evaluation"),
         ("hybrid, sharded stages, tied", "last rank in a save"),
     ],

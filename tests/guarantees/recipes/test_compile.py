@@ -119,6 +119,7 @@ def job(output_dir: str) -> Losses:
     return trained(PipelineTrainer, Path(output_dir), two_layers, **settings)
 
 
+@long_search
 def test_compiled_pipeline_stages_equal_eager_and_compile_once_per_mode(tmp_path: Path) -> None:
     eager = trained(Trainer, tmp_path / "one", two_layers)
     for compiled in run_on_ranks(job, 2, str(tmp_path / "ranks")):

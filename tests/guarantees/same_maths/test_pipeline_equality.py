@@ -120,7 +120,7 @@ def assert_equal_to_one_device(
 CASES = [(model, num_ranks) for model in MODELS for num_ranks in (2, 4)]
 
 
-@pytest.mark.parametrize(("model", "num_ranks"), sampled(CASES, [("tied_gpt2", 2), ("llama", 4)]))
+@pytest.mark.parametrize(("model", "num_ranks"), sampled(CASES, [("tied_gpt2", 4)]))
 def test_every_schedule_trains_like_one_device(tmp_path: Path, reference_dir: str, model: str, num_ranks: int) -> None:
     # Tied weights do not affect the order of operations. A quick run tries all schedules on two ranks only.
     is_short = (model, num_ranks) == ("tied_gpt2", 4) or (num_ranks == 4 and not RUNS_ALL)

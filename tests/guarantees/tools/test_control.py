@@ -9,6 +9,7 @@ import pytest
 from forgather.tools.control import Change, Ended, Evaluation, Saved
 from tests.support.control_job import KINDS, Ask, Facts, files_of, train_several
 from tests.support.ranks import run_on_ranks
+from tests.support.sampling import sampled
 
 Runs = dict[str, list[Facts]]
 # Files with the path and the time of a checkpoint.
@@ -42,7 +43,7 @@ def runs_of(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], tuple[P
     return runs
 
 
-@pytest.fixture(params=list(KINDS))
+@pytest.fixture(params=sampled(KINDS, ["ddp", "hybrid"]))
 def runs(request: pytest.FixtureRequest, runs_of: Callable[[str], tuple[Path, Runs]]) -> tuple[Path, Runs]:
     return runs_of(request.param)
 

@@ -122,8 +122,6 @@ KINDS = [
 # Every kind of leg, model and optimizer at least once.
 SAMPLE = [
     ("all kinds", "tied gpt2", "momentum"),
-    ("layouts", "tied gpt2", "adamw"),
-    ("sharded", "llama", "adamw"),
     ("sharded stages", "llama", "adamw"),
 ]
 KindT = tuple[str, str, str]

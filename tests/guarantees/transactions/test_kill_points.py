@@ -17,7 +17,7 @@ from tests.support.faults.job import Job, debris
 from tests.support.launch import CapturedProcess
 from tests.support.rank_nursery import WarmProgram
 from tests.support.ranks import outcomes_on_ranks
-from tests.support.sampling import sampled
+from tests.support.sampling import long_search, sampled
 
 KILLED = -signal.SIGKILL
 RAISED = 3
@@ -124,6 +124,7 @@ def test_kill_of_either_of_two_ranks_at_file_operations(fast_directory: Path) ->
     check_report(report)
 
 
+@long_search
 def test_kill_of_either_of_two_ranks_that_shard_a_model(fast_directory: Path) -> None:
     """Tries every 32nd kill point to save time; `make kill-points` tries all of them."""
     every = int(os.environ.get("EVERY_KILL_POINT", "32"))

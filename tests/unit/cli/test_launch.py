@@ -53,6 +53,7 @@ def finish(process: CapturedProcess, code: int = 0) -> str:
     return process.output
 
 
+@long_search
 def test_nproc_starts_the_processes_and_only_one_prints(folder: Path) -> None:
     output = finish(start(folder, *PROGRAM, "--trainer", "ddp", "--nproc", "2"))
     assert "2 processes" in output

@@ -5,6 +5,7 @@ from pathlib import Path
 import pytest
 
 from tests.support.launch import kill_leftovers
+from tests.support.sampling import long_search
 from tests.unit.cli.program import call, write_plain_run, write_tiny_run
 from tests.unit.cli.test_launch import PLAIN_PROGRAM, finish, start
 
@@ -19,6 +20,7 @@ def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     return tmp_path
 
 
+@long_search
 def test_pipeline_trains_and_hybrid_resumes_its_checkpoint(folder: Path) -> None:
     try:
         output = finish(

@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 
+from tests.support.sampling import long_search
 from tests.unit.cli.program import Answer, call, spawn, write_tiny_run
 
 BAD = "text/bad.txt"
@@ -197,6 +198,7 @@ class Broken(PlainModel):
 """
 
 
+@long_search
 def test_a_rank_that_differs_alone_has_a_bad_device(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     from tests.unit.cli.program import write_plain_run
 

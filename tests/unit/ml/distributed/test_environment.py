@@ -28,6 +28,7 @@ from forgather.ml.distributed import (
 from tests.support.launch import CapturedProcess, finish_all, free_port, run_torchrun, start_ranks
 from tests.support.rank_protocol import rank_variables
 from tests.support.ranks import run_on_ranks
+from tests.support.sampling import long_search
 
 JOIN = """
 import torch, torch.distributed as dist
@@ -169,6 +170,7 @@ def test_ranks_join_by_their_variables(tmp_path: Path) -> None:
         assert f"rank {process.rank} of 2 on cpu: total 1, node [0, 1]" in process.output
 
 
+@long_search
 def test_ranks_join_under_torchrun_on_two_nodes(tmp_path: Path) -> None:
     agents = run_torchrun([write_script(tmp_path, JOIN)], nproc_per_node=2, nnodes=2)
     assert [agent.returncode for agent in agents] == [0, 0], agents

@@ -30,7 +30,7 @@ from tests.support.data_parallel import (
 from tests.support.launch import finish_all, start_ranks
 from tests.support.pipelines import tied_gpt2
 from tests.support.ranks import run_on_ranks
-from tests.support.sampling import sampled, sampled_keys
+from tests.support.sampling import long_search, sampled, sampled_keys
 from tests.support.tiny_models import (
     VOCAB_SIZE,
     Recorder,
@@ -432,6 +432,7 @@ def test_unused_and_frozen_parameters_stay_as_they_are(tmp_path: Path) -> None:
             assert torch.equal(found.weights[name], before[name]), name
 
 
+@long_search
 def test_model_init_may_import_transformers_first(tmp_path: Path) -> None:
     ranks = start_ranks(["-m", "tests.support.fsdp2_import_job", str(tmp_path)], 2)
     codes = finish_all(ranks, timeout=120)
