@@ -67,7 +67,8 @@ class Nursery:
                 start_new_session=True,
             )
         self._pids: list[int] = []
-        self._exit_codes: dict[int, int] = {}
+        # By process id. An ended process leaves, because the system gives its number to another process.
+        self._running: dict[int, NurseryProcess] = {}
 
     def start(self, descriptors: Sequence[int], stacks_path: Path) -> "NurseryProcess":
         """Start a worker with these descriptors as stdin, output and connection; the caller may close its copies."""
@@ -85,33 +86,27 @@ class Nursery:
         path.write_text(json.dumps(request))
         socket.send_fds(self._control, [os.fsencode(path)], descriptors)
         while not self._pids:
-            self._read(timeout=None)
-        return NurseryProcess(self, self._pids.pop())
-
-    def exit_code(self, pid: int, timeout: float = 0.0) -> int | None:
-        """Return the exit code of a worker, negative for a signal, or None while it runs."""
-        deadline = time.monotonic() + timeout
-        while pid not in self._exit_codes and self._read(max(0.0, deadline - time.monotonic())):
-            pass
-        return self._exit_codes.get(pid)
+            self.read(timeout=None)
+        process = NurseryProcess(self, self._pids.pop())
+        return self._running.setdefault(process.pid, process)
 
     def close(self) -> None:
         self._control.close()
         self._process.wait()
 
-    def _read(self, timeout: float | None) -> bool:
-        """Read one message; return False if none arrived in time."""
+    def read(self, timeout: float | None) -> bool:
+        """Read one message, which may end a process; return False if none arrived in time."""
         if not select.select([self._control], [], [], timeout)[0]:
             return False
         message = self._control.recv(MAX_MESSAGE_BYTES)
         if not message:
             code, output = self._process.wait(), self._output_path.read_text(errors="replace")
             raise RuntimeError(f"the nursery of the rank workers ended with exit code {code}:\n{output}")
-        pid, exit_code = json.loads(message)
+        pid, exit_code, has_survivors = json.loads(message)
         if exit_code is None:
             self._pids.append(pid)
         else:
-            self._exit_codes[pid] = exit_code
+            self._running.pop(pid).end(exit_code, has_survivors)
         return True
 
 
@@ -126,15 +121,28 @@ class NurseryProcess:
     def __init__(self, nursery: Nursery, pid: int) -> None:
         self.pid = pid
         self._nursery = nursery
+        self._exit_code: int | None = None
+        self._has_survivors = True
+
+    def end(self, exit_code: int, has_survivors: bool) -> None:
+        """Note the exit code, and whether processes of the session still run."""
+        self._exit_code, self._has_survivors = exit_code, has_survivors
 
     def poll(self) -> int | None:
-        return self._nursery.exit_code(self.pid)
+        return self._await_end(0.0)
 
     def wait(self, timeout: float = 60.0) -> int:
-        code = self._nursery.exit_code(self.pid, timeout)
+        code = self._await_end(timeout)
         if code is None:
             raise subprocess.TimeoutExpired(f"rank worker {self.pid}", timeout)
         return code
+
+    def _await_end(self, timeout: float) -> int | None:
+        """Return the exit code, negative for a signal, or None while the process runs."""
+        deadline = time.monotonic() + timeout
+        while self._exit_code is None and self._nursery.read(max(0.0, deadline - time.monotonic())):
+            pass
+        return self._exit_code
 
     def send_signal(self, number: int) -> None:
         if self.poll() is None:
@@ -142,7 +150,10 @@ class NurseryProcess:
 
     def kill_session(self) -> None:
         """Send SIGKILL to the worker and to all processes that it started."""
-        for kill in (os.killpg, os.kill):
+        self.poll()
+        # The number of an ended worker may belong to another process by now, unless its session still has members.
+        kills = (os.killpg, os.kill) if self._exit_code is None else (os.killpg,) if self._has_survivors else ()
+        for kill in kills:
             # The worker may have exited, or may not lead a process group yet.
             with contextlib.suppress(ProcessLookupError):
                 kill(self.pid, signal.SIGKILL)
@@ -162,7 +173,7 @@ def serve(control: socket.socket, wake_up: int, write_end: int) -> None:
                 return
             request = json.loads(Path(os.fsdecode(message)).read_text())
             pid = start_child(request, descriptors, (control.fileno(), wake_up, write_end))
-            control.send(json.dumps([pid, None]).encode())
+            control.send(json.dumps([pid, None, True]).encode())
 
 
 def tell_of_ends(control: socket.socket) -> None:
@@ -171,7 +182,16 @@ def tell_of_ends(control: socket.socket) -> None:
             pid, status = os.waitpid(-1, os.WNOHANG)
             if not pid:
                 return
-            control.send(json.dumps([pid, os.waitstatus_to_exitcode(status)]).encode())
+            control.send(json.dumps([pid, os.waitstatus_to_exitcode(status), is_group(pid)]).encode())
+
+
+def is_group(number: int) -> bool:
+    """Return whether a process group with this number has members."""
+    try:
+        os.killpg(number, 0)
+    except ProcessLookupError:
+        return False
+    return True
 
 
 def start_child(request: Mapping[str, Any], descriptors: Sequence[int], not_for_children: Sequence[int]) -> int:

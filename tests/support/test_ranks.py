@@ -12,7 +12,10 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from tests.support.ranks import RankFailure, RankTimeout, outcomes_on_ranks, run_on_ranks
+from tests.support.rank_nursery import NurseryProcess, WarmProgram
+from tests.support.ranks import RankFailure, RankTimeout, nursery, outcomes_on_ranks, run_on_ranks
+
+NEXT_PROCESS_ID = Path("/proc/sys/kernel/ns_last_pid")
 
 
 def describe_rank(offset: int) -> tuple[int, int, str, int]:
@@ -186,3 +189,25 @@ def is_alive(process_id: int) -> bool:
         return "\nState:\tZ" not in Path(f"/proc/{process_id}/status").read_text()
     except FileNotFoundError:
         return False
+
+
+@pytest.mark.skipif(not os.access(NEXT_PROCESS_ID, os.W_OK), reason="only root chooses the next process id")
+def test_process_with_the_number_of_an_ended_one_runs_and_is_not_killed_in_its_place() -> None:
+    with open(os.devnull, "wb") as output:
+
+        def start_sleep() -> NurseryProcess:
+            return nursery().run(WarmProgram("tests.support.sleeping"), os.environ, "/", output.fileno())
+
+        first = start_sleep()
+        first.kill_session()
+        for _ in range(100):
+            NEXT_PROCESS_ID.write_text(str(first.pid - 1))
+            second = start_sleep()
+            if second.pid == first.pid:
+                break
+            second.kill_session()
+        else:
+            pytest.skip("other processes took the number")
+        first.kill_session()
+        assert first.poll() == -signal.SIGKILL and second.poll() is None
+        second.kill_session()
