@@ -81,7 +81,7 @@ def is_alike(shown: str, printed: str) -> bool:
 
 def run_command(line: str) -> list[str]:
     """Run a command and return the printed lines. A `forgather` of one process runs in this process, to save its start."""
-    words = shlex.split(line, comments=True)
+    words, expected = shlex.split(line, comments=True), re.search(r"# exit code (\d+)", line)
     if words[:2] == ["forgather", "train"] and (len(words) == 2 or words[2].startswith("-")):
         words[2:2] = SHORT_DEMO
         line = shlex.join(words) + "".join(re.findall(r" +>.*", line))
@@ -89,7 +89,6 @@ def run_command(line: str) -> list[str]:
     is_short = words[0] == "forgather" and not _SHELL_SIGNS.search(line)
     code, printed = run_inside(words[1:]) if is_short else run_in_shell(line)
     print(printed, flush=True)
-    expected = re.search(r"# exit code (\d+)", line)
     assert code == (int(expected[1]) if expected else 0), f"exit code {code} of {line}\n{printed}"
     return printed.splitlines()
 

@@ -4,7 +4,7 @@ from typing import Any
 
 import pytest
 
-from tests.support.sampling import sampled, sampled_keys
+from tests.support.sampling import long_search, sampled, sampled_keys
 from tests.support.train_job import Scenario, Start, Stop, run_scenarios
 
 # 26 samples in rounds of 2 x 2 are 7 rounds, the last with an empty batch. Two rounds per step are 4 steps an epoch, 8 in
@@ -105,6 +105,7 @@ def test_ranks_hold_different_shards_and_replicas_hold_equal_ones(exact_runs: Ru
     assert shards["log of rank 0"] == shards["log of rank 1"]
 
 
+@long_search
 def test_best_model_is_the_same_on_all_ranks(exact_runs: Runs) -> None:
     facts = end_of(exact_runs["shards, best"])
     assert facts["best of rank 0"] == facts["best of rank 1"] and "checkpoint-" in facts["best of rank 0"]
