@@ -201,12 +201,7 @@ class SnapshotTaker:
         if is_sharded and len(self.layout.storages) > 1:
             raise CheckpointSaveError(_SHARDED_ON_NODES)
         self._relay(parts)
-        files = [file for one in self.components if not self._is_weights(one) for file in self._state_files(one, parts)]
-        weight_names: dict[str, list[str]] = {}
-        if any(report.has_weights for report in reports):
-            weight_files, model_notes, weight_names = self._plan_weights(parts, reports, raw_files, is_export)
-            files += weight_files
-            notes.setdefault(MODEL_KEY, {}).update(model_notes)
+        files, weight_names = self._plan_files(parts, reports, raw_files, is_export, notes)
         if self.layout.leads_storage:
             files += [PlannedFile(name, METADATA_COMPONENT, RawContent(data)) for name, data in extra_files.items()]
         exchange = sharded.exchange(files, self.peers) if is_sharded else None
@@ -353,6 +348,22 @@ class SnapshotTaker:
             )
             for owner in sharing.written_here()
         ]
+
+    def _plan_files(
+        self,
+        parts: _States,
+        reports: Sequence[_Report],
+        raw_files: Mapping[str, bytes],
+        is_export: bool,
+        notes: _Notes,
+    ) -> tuple[list[PlannedFile], dict[str, list[str]]]:
+        """Return this rank's state and model files, and the tensors per weight file; add notes on the model. Collective."""
+        files = [file for one in self.components if not self._is_weights(one) for file in self._state_files(one, parts)]
+        if not any(report.has_weights for report in reports):
+            return files, {}
+        weight_files, model_notes, weight_names = self._plan_weights(parts, reports, raw_files, is_export)
+        notes.setdefault(MODEL_KEY, {}).update(model_notes)
+        return files + weight_files, weight_names
 
     def _plan_weights(
         self, states: _States, reports: Sequence[_Report], raw_files: Mapping[str, bytes], is_export: bool

@@ -28,7 +28,7 @@ from forgather.ml.trainer.arguments.training_arguments import (
     arguments_from,
 )
 from forgather.ml.trainer.callbacks.handler import CallbackHandler
-from forgather.ml.trainer.callbacks.reporting import reporting_callbacks, without_bars
+from forgather.ml.trainer.callbacks.support.reporting import reporting_callbacks, without_bars
 from forgather.ml.trainer.loop.scheduler_state import SchedulerState
 from forgather.ml.trainer.setup import base_parts
 from forgather.ml.trainer.setup.declared_state import (
@@ -41,7 +41,12 @@ from forgather.ml.trainer.setup.declared_state import (
     warn_of_left_out,
     with_dictionaries,
 )
-from forgather.ml.trainer.setup.given_objects import check_given, merged_documentation, merged_signature
+from forgather.ml.trainer.setup.given_objects import (
+    check_given,
+    merged_documentation,
+    merged_signature,
+    one_loss_function,
+)
 from forgather.ml.trainer.setup.hook_checks import check_hooks, is_overridden
 from forgather.ml.trainer.setup.model_construction import checked_builder, refuse_adapters
 from forgather.ml.trainer.setup.requirements import Given
@@ -168,9 +173,7 @@ class BaseTrainer(ABC, Generic[TArgs]):
         compute_metrics: ComputeMetricsT | None = None,
         preprocess_logits_for_metrics: Callable[[Any, Any], Any] | None = None,
     ) -> None:
-        if loss_fn is not None and compute_loss_func is not None:
-            raise ValueError("loss_fn is an alias of compute_loss_func: pass only one of them.")
-        loss_fn = compute_loss_func if loss_fn is None else loss_fn
+        loss_fn = one_loss_function(compute_loss_func, loss_fn)
         check_given(type(self).__name__, args, model, model_init, data_collator, loss_fn, callbacks)
         check_hooks(type(self))
         if model is not None:
@@ -208,11 +211,13 @@ class BaseTrainer(ABC, Generic[TArgs]):
         self._prepared_for: BaseDataset | None = None
         self._made_by_base: list[object] = []
         self._has_warned_of_left_out = False
-        callbacks = () if callbacks is None else list(callbacks)
-        defaults = without_bars(self.args, self.default_callbacks()) if default_callbacks else []
-        self._callback_handler = CallbackHandler(callbacks, [*defaults, *reporting_callbacks(self.args, callbacks)])
+        self._callback_handler = self._handler_of([] if callbacks is None else list(callbacks), default_callbacks)
         if isinstance(lr_scheduler, TrainerCallback):
             self.add_callback(lr_scheduler)
+
+    def _handler_of(self, callbacks: list[Any], adds_defaults: bool) -> CallbackHandler:
+        defaults = without_bars(self.args, self.default_callbacks()) if adds_defaults else []
+        return CallbackHandler(callbacks, [*defaults, *reporting_callbacks(self.args, callbacks)])
 
     def _own_arguments(self, args: Any) -> Any:
         own = arguments_from(self.arguments_class, args)

@@ -22,7 +22,7 @@ from forgather.ml.trainer.callbacks.display import (
 from forgather.ml.trainer.trainer_types import TrainerCallback, TrainerControl, TrainerState
 
 if TYPE_CHECKING:
-    from forgather.ml.trainer.callbacks.progress_bars import ProgressBars
+    from forgather.ml.trainer.callbacks.support.progress_bars import ProgressBars
 
 Field = tuple[str, str]
 """Label and value of a column."""
@@ -153,7 +153,7 @@ class ProgressCallback(TrainerCallback):
 
     def _new_bars(self) -> "ProgressBars":
         # Imported late: runs that write to files do not need rich.progress.
-        from forgather.ml.trainer.callbacks.progress_bars import ProgressBars
+        from forgather.ml.trainer.callbacks.support.progress_bars import ProgressBars
 
         return ProgressBars(self._console, self._refresh_seconds)
 

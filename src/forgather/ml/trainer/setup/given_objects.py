@@ -7,7 +7,7 @@ of trainers call these checks.
 import functools
 import inspect
 from collections.abc import Callable, Iterable, Mapping
-from typing import Any, ParamSpec, TypeGuard
+from typing import Any, ParamSpec, TypeGuard, TypeVar
 
 from torch import nn
 
@@ -15,6 +15,7 @@ from forgather.ml.trainer.arguments.field_values import hint_for
 from forgather.ml.trainer.arguments.training_arguments import MinimalTrainingArguments
 from forgather.ml.trainer.trainer_types import LRSchedulerT, OptimizerT
 
+L = TypeVar("L")
 P = ParamSpec("P")
 
 _OTHER_NAMES = {
@@ -114,6 +115,13 @@ def _by_position_message(owner: str, values: list[Any]) -> str:
         f"{owner} takes its arguments by name, but was given {len(values)} by position (the Trainer of transformers takes "
         f"model, args in this order, and BaseTrainer args, model). Write {owner}({example})."
     )
+
+
+def one_loss_function(compute_loss_func: L | None, loss_fn: L | None) -> L | None:
+    """Return the loss function that was given by one of its two names."""
+    if loss_fn is not None and compute_loss_func is not None:
+        raise ValueError("loss_fn is an alias of compute_loss_func: pass only one of them.")
+    return compute_loss_func if loss_fn is None else loss_fn
 
 
 def check_given(
