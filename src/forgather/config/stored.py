@@ -1,7 +1,7 @@
-"""Configurations stored in runs and checkpoints: reading them, and refusing those that would run code.
+"""Configurations stored in runs and checkpoints: reading, and refusal of settings that would run code.
 
-A run directory is untrusted data. What it names is imported and called only if the user passes the configuration file
-himself, with `--config`. Every command that rebuilds a part of a run from its stored configuration asks here.
+A run directory is untrusted data. Classes and functions that it names are imported and called only if the user passes
+the configuration file with `--config`. Every command that rebuilds a part of a run from its stored configuration asks here.
 """
 
 import os

@@ -1,4 +1,4 @@
-"""Work of `forgather compare`: prints where two runs begin to differ, and what to try next."""
+"""Work of `forgather compare`: prints the first difference of two runs, and suggests the next command."""
 
 import argparse
 import dataclasses

@@ -1,6 +1,6 @@
-"""Flow of a run as in transformers: before on_step_end and on_epoch_end, `control` says what is due, and callbacks decide.
+"""Flow of a run as in transformers: `control` lists the due actions before on_step_end and on_epoch_end, and callbacks decide.
 
-A callback may set `control.should_evaluate = False` and so on to skip what is due. Forgather's own trainers ask callbacks
+A callback may set `control.should_evaluate = False` and so on to skip a due action. Forgather's own trainers ask callbacks
 for more actions only. `FacadeHooks` inherits the hooks.
 """
 

@@ -1,6 +1,6 @@
 """Settings of runs as flat mappings, and the differences between two of them.
 
-`forgather train` lists the changed settings of a resumed run with it, and `compare_runs` those of two runs.
+`forgather train` lists the changed settings of a resumed run, and `compare_runs` compares the configurations of two runs.
 """
 
 import os

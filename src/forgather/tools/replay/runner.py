@@ -330,7 +330,7 @@ class _Replayer:
 
 
 def _pipeline_note(kind: str, drifts: bool) -> str:
-    """Return what is exact, and what is not, in the replay of a pipeline with dropout."""
+    """Return the exact and the inexact parts of a replay of a pipeline with dropout."""
     told = (
         f"The model draws random numbers (dropout), and each stage of a {kind} run draws its own: one device cannot repeat "
         "them. Exact: the samples and their order, the learning rate, and the weights of the checkpoint. Not exact: the "
