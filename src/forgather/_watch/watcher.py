@@ -24,6 +24,8 @@ TICK_SECONDS = 0.5
 EXIT_CODE = 75
 """EX_TEMPFAIL: a launcher with restarts starts the job again."""
 _MOST_FILES = 4
+_MOST_SECONDS = 1e9
+"""Larger limits, such as infinity, do not fit a cell."""
 _SECONDS_FOR_OWN_WATCHER = 2.0
 _SECONDS_TO_DUMP = 1.0
 _SECONDS_TO_WRITE = 3.0
@@ -63,7 +65,7 @@ class Watcher:
         """Update the limit of this rank and judge; return the verdict that ends the job, or None."""
         self._durations.observe(self._cells, time.monotonic())
         limit, name = self._limits.of(self._cells[PHASE], self._durations)
-        self._cells[LIMIT] = int(limit * 1000)
+        self._cells[LIMIT] = int(min(limit, _MOST_SECONDS) * 1000)
         verdict = self._board.verdict
         if verdict is None:
             finding = self._judge.look()

@@ -36,7 +36,7 @@ _BACKWARD = "/torch/autograd/graph.py"
 _AUTOGRAD_FUNCTION = "/torch/autograd/function.py"
 # Wrappers around an operation; the frame outside of them called it.
 _NEUTRAL = ("/torch/_ops.py", "/torch/utils/_contextlib.py")
-_DEBUGGERS = ("/bdb.py", "/pdb.py", "/pydevd.py", "/pydevd_frame.py")
+_DEBUGGERS = ("/bdb.py", "/pdb.py", "/pydevd.py", "/pydevd_frame.py", "/IPython/terminal/embed.py")
 
 
 _THREAD = re.compile(r"(?:Current thread|Thread) 0x([0-9a-f]+) ")
