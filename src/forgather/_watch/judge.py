@@ -26,7 +26,7 @@ from forgather._watch.board import (
 )
 from forgather._watch.processes import is_running, is_stopped, is_traced
 
-RUNNING, IN_COLLECTIVE, IN_BACKWARD, IN_DEBUGGER = range(4)
+RUNNING, IN_COLLECTIVE, IN_BACKWARD, IN_DEBUGGER, IN_COMPILER = range(5)
 """Activities of a rank's main thread, from its stack."""
 
 ABSENT, GONE_STATE, DEAD_STATE, OUTSIDE, UNREACHABLE, STOPPED_STATE, WAITING, ACTIVE, DEBUGGED = range(9)

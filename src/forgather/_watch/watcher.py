@@ -14,9 +14,9 @@ import time
 from dataclasses import dataclass
 from typing import Any
 
-from forgather._watch.board import DUMPED, LIMIT, LOCAL, PHASE, PID, START, STOPPED, Board
-from forgather._watch.judge import ACTIVE, WAITING, Finding, Judge
-from forgather._watch.limits import Durations, Limits
+from forgather._watch.board import ACTIVITY, DUMPED, LIMIT, LOCAL, PHASE, PID, START, STOPPED, Board
+from forgather._watch.judge import ACTIVE, IN_COMPILER, WAITING, Finding, Judge
+from forgather._watch.limits import SETUP, Durations, Limits
 from forgather._watch.message import describe
 from forgather._watch.processes import is_running, is_stopped, stopped_children
 
@@ -64,7 +64,7 @@ class Watcher:
     def tick(self) -> dict[str, Any] | None:
         """Update the limit of this rank and judge; return the verdict that ends the job, or None."""
         self._durations.observe(self._cells, time.monotonic())
-        limit, name = self._limits.of(self._cells[PHASE], self._durations)
+        limit, name = self._own_limit()
         self._cells[LIMIT] = int(min(limit, _MOST_SECONDS) * 1000)
         verdict = self._board.verdict
         if verdict is None:
@@ -74,6 +74,13 @@ class Watcher:
                 self._board.set_verdict(self._describe(finding, f"{limit:g} s (watch.{name})"))
                 verdict = self._board.verdict
         return verdict
+
+    def _own_limit(self) -> tuple[float, str]:
+        own = self._limits.of(self._cells[PHASE], self._durations)
+        if self._cells[ACTIVITY] != IN_COMPILER:
+            return own
+        # torch.compile compiles in any step, at the first batch of a new shape.
+        return max(own, self._limits.of(SETUP, self._durations))
 
     def _limit_of(self, phase: int) -> float:
         return self._limits.of(phase, self._durations)[0]

@@ -206,6 +206,18 @@ def test_limit_may_be_infinite(tmp_path: Path) -> None:
     board.close()
 
 
+def test_compiler_has_the_limit_of_the_setup(tmp_path: Path) -> None:
+    board = Board(str(tmp_path / "board"), 1)
+    board.register(0, "a")
+    board.cells[0][cells_of.PHASE] = limits.FORWARD_BACKWARD
+    settings = Settings(board=board.path, num_ranks=1, rank=0, limits={"step_timeout": 30.0, "setup_timeout": 900.0})
+    for activity, seconds in ((judgement.IN_COMPILER, 900), (judgement.RUNNING, 30)):
+        board.cells[0][cells_of.ACTIVITY] = activity
+        Watcher(settings, board).tick()
+        assert board.cells[0][cells_of.LIMIT] == seconds * 1000
+    board.close()
+
+
 def test_loading_between_evaluation_batches_keeps_their_durations() -> None:
     durations, cells = Durations(), array("Q", [0] * cells_of.NUM_CELLS)
     for number in range(1, 13):
