@@ -66,8 +66,12 @@ class Board:
     def register(self, rank: int, host: str) -> None:
         """Take the slot of this process, and clear the slots of an earlier job with the same address."""
         for other in self.cells:
-            if other[LOCAL] and other[PID] and not is_running(other[PID], other[START]):
+            # Copies from other nodes come again within seconds, if their ranks belong to this job.
+            if other[PID] and not (other[LOCAL] and is_running(other[PID], other[START])):
                 other[PID] = 0
+        if not any(other[PID] for other in self.cells):
+            # By its time alone, a verdict from before a reboot may seem to be new.
+            self._header[VERDICT_SIZE] = 0
         cells = self.cells[rank]
         for number in range(NUM_CELLS):
             cells[number] = 0

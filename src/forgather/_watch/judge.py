@@ -24,9 +24,9 @@ from forgather._watch.board import (
     STOPPED,
     Board,
 )
-from forgather._watch.processes import is_running, is_stopped
+from forgather._watch.processes import is_running, is_stopped, is_traced
 
-RUNNING, IN_COLLECTIVE, IN_BACKWARD, IN_DEBUGGER = range(4)
+RUNNING, IN_COLLECTIVE, IN_BACKWARD, IN_DEBUGGER, IN_COMPILER = range(5)
 """Activities of a rank's main thread, from its stack."""
 
 ABSENT, GONE_STATE, DEAD_STATE, OUTSIDE, UNREACHABLE, STOPPED_STATE, WAITING, ACTIVE, DEBUGGED = range(9)
@@ -161,6 +161,10 @@ class Judge:
                 cells[DEAD] = 1
                 return DEAD_STATE
             cells[STOPPED] = int(is_stopped(cells[PID], cells[START]))
+            if is_traced(cells[PID], cells[START]):
+                # Held by gdb, the rank cannot note it for the other nodes.
+                cells[ACTIVITY] = IN_DEBUGGER
+                return OUTSIDE if cells[PHASE] == limits.OUTSIDE else DEBUGGED
         elif cells[DEAD]:
             return DEAD_STATE
         elif now - view.published_at > _SILENT_SECONDS * self._period:

@@ -92,7 +92,7 @@ class Durations:
         self._step = _advance(self.steps, self._step, cells[STEP], now)
         if cells[PHASE] == EVALUATION:
             self._batch = _advance(self.batches, self._batch, cells[BATCHES], now)
-        else:
+        elif cells[PHASE] != LOADING:
             # The time between two evaluations is not the duration of a batch.
             self._batch = None
 

@@ -6,7 +6,8 @@ A pid alone does not identify a process, since the system reuses it. Its start t
 import contextlib
 import os
 
-STOPPED_STATES = ("T", "t")
+_STOPPED = "T"
+_TRACED = "t"
 _ENDED_STATES = ("Z", "X", "x")
 
 
@@ -37,8 +38,12 @@ def is_running(pid: int, start: int) -> bool:
 
 def is_stopped(pid: int, start: int) -> bool:
     """Return whether a signal such as SIGSTOP has stopped the process."""
-    found = state_and_start(pid)
-    return found is not None and found[1] == start and found[0] in STOPPED_STATES
+    return state_and_start(pid) == (_STOPPED, start)
+
+
+def is_traced(pid: int, start: int) -> bool:
+    """Return whether a debugger such as gdb holds the process."""
+    return state_and_start(pid) == (_TRACED, start)
 
 
 def stopped_children(pid: int) -> list[int]:
@@ -49,7 +54,7 @@ def stopped_children(pid: int) -> list[int]:
             with open(f"/proc/{pid}/task/{thread}/children") as file:
                 children += map(int, file.read().split())
     states = {child: state_and_start(child) for child in children}
-    return sorted(child for child, found in states.items() if found is not None and found[0] in STOPPED_STATES)
+    return sorted(child for child, found in states.items() if found is not None and found[0] == _STOPPED)
 
 
 def _exists(pid: int) -> bool:

@@ -14,9 +14,9 @@ import time
 from dataclasses import dataclass
 from typing import Any
 
-from forgather._watch.board import DUMPED, LIMIT, LOCAL, PHASE, PID, START, STOPPED, Board
-from forgather._watch.judge import ACTIVE, WAITING, Finding, Judge
-from forgather._watch.limits import Durations, Limits
+from forgather._watch.board import ACTIVITY, DUMPED, LIMIT, LOCAL, PHASE, PID, START, STOPPED, Board
+from forgather._watch.judge import ACTIVE, IN_COMPILER, WAITING, Finding, Judge
+from forgather._watch.limits import SETUP, Durations, Limits
 from forgather._watch.message import describe
 from forgather._watch.processes import is_running, is_stopped, stopped_children
 
@@ -24,6 +24,8 @@ TICK_SECONDS = 0.5
 EXIT_CODE = 75
 """EX_TEMPFAIL: a launcher with restarts starts the job again."""
 _MOST_FILES = 4
+_MOST_SECONDS = 1e9
+"""Larger limits, such as infinity, do not fit a cell."""
 _SECONDS_FOR_OWN_WATCHER = 2.0
 _SECONDS_TO_DUMP = 1.0
 _SECONDS_TO_WRITE = 3.0
@@ -62,8 +64,8 @@ class Watcher:
     def tick(self) -> dict[str, Any] | None:
         """Update the limit of this rank and judge; return the verdict that ends the job, or None."""
         self._durations.observe(self._cells, time.monotonic())
-        limit, name = self._limits.of(self._cells[PHASE], self._durations)
-        self._cells[LIMIT] = int(limit * 1000)
+        limit, name = self._own_limit()
+        self._cells[LIMIT] = int(min(limit, _MOST_SECONDS) * 1000)
         verdict = self._board.verdict
         if verdict is None:
             finding = self._judge.look()
@@ -72,6 +74,13 @@ class Watcher:
                 self._board.set_verdict(self._describe(finding, f"{limit:g} s (watch.{name})"))
                 verdict = self._board.verdict
         return verdict
+
+    def _own_limit(self) -> tuple[float, str]:
+        own = self._limits.of(self._cells[PHASE], self._durations)
+        if self._cells[ACTIVITY] != IN_COMPILER:
+            return own
+        # torch.compile compiles in any step, at the first batch of a new shape.
+        return max(own, self._limits.of(SETUP, self._durations))
 
     def _limit_of(self, phase: int) -> float:
         return self._limits.of(phase, self._durations)[0]

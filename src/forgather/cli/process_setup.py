@@ -66,7 +66,7 @@ def show_own_messages() -> None:
     handler.setFormatter(_Formatter("%(message)s"))
     if _rank() != 0:
         # Info messages, and warnings about stop requests, are the same on all ranks.
-        handler.addFilter(_is_of_this_rank_alone)
+        handler.addFilter(_is_told_here)
     logging.basicConfig(level=logging.WARNING, handlers=[handler])
     logging.getLogger("forgather").setLevel(logging.INFO)
 
@@ -75,6 +75,7 @@ def _rank() -> int:
     return int(os.environ.get("RANK", "0"))
 
 
-def _is_of_this_rank_alone(record: logging.LogRecord) -> bool:
-    """Return whether a record is a warning that rank 0 does not log as well; all ranks receive stop requests."""
-    return record.levelno >= logging.WARNING and record.name not in _OF_STOP_REQUESTS
+def _is_told_here(record: logging.LogRecord) -> bool:
+    """Return whether a rank other than 0 logs a record: warnings, but those of stop requests once per node."""
+    is_first_of_node = os.environ.get("LOCAL_RANK") == "0"
+    return record.levelno >= logging.WARNING and (is_first_of_node or record.name not in _OF_STOP_REQUESTS)

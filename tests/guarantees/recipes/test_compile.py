@@ -2,6 +2,9 @@
 
 import functools
 import shutil
+import threading
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -15,6 +18,8 @@ from torch._dynamo.exc import Unsupported
 from torch._dynamo.utils import counters
 from torch.autograd.graph import saved_tensors_hooks
 
+from forgather._watch.judge import IN_COMPILER, RUNNING
+from forgather.ml.distributed.watch.stacks import activity_of
 from forgather.ml.trainer.pipeline import PipelineTrainer
 from forgather.ml.trainer.setup.torch_settings import cuda_graphs_problem
 from forgather.ml.trainer.trainer import Trainer
@@ -311,3 +316,22 @@ def test_dynamic_shapes_may_be_left_to_torch(tmp_path: Path) -> None:
         )
         num_graphs.append(losses_of(trainer).num_graphs)
     assert num_graphs == [1, 2]
+
+
+def test_watch_over_ranks_tells_the_compiler_from_compiled_code() -> None:
+    """The limit of a step must not end a model that compiles again, also if the user has compiled it."""
+    seen: dict[str, int] = {}
+    this_thread = threading.get_ident()
+
+    def compiler(graph: torch.fx.GraphModule, _: object) -> Callable[..., object]:
+        seen["compiler"] = watcher.submit(activity_of, this_thread).result()
+
+        def compiled(*given: object) -> object:
+            seen["compiled code"] = watcher.submit(activity_of, this_thread).result()
+            return graph(*given)
+
+        return compiled
+
+    with ThreadPoolExecutor(1) as watcher:
+        assert torch.compile(lambda number: number * 2, backend=compiler)(torch.ones(2)).sum() == 4
+    assert seen == {"compiler": IN_COMPILER, "compiled code": RUNNING}

@@ -1,5 +1,11 @@
 """Judgement of hangs from notes: culprits, excuses, and pauses that are not faults."""
 
+import math
+import os
+import subprocess
+import sys
+import time
+from array import array
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -12,8 +18,12 @@ from forgather._watch.board import Board
 from forgather._watch.judge import Finding, Judge
 from forgather._watch.limits import Durations, Limits
 from forgather._watch.message import describe, names
+from forgather._watch.processes import is_stopped, start_time, state_and_start
+from forgather._watch.watcher import Settings, Watcher
 
 LIMIT = 60.0
+# The process asks its parent to trace it (PTRACE_TRACEME), and then stops, as at a breakpoint of gdb.
+TRACED_PROGRAM = "import ctypes, os, signal; ctypes.CDLL(None).ptrace(0, 0, 0, 0); os.kill(os.getpid(), signal.SIGSTOP)"
 
 
 class Scene:
@@ -144,3 +154,73 @@ def test_many_ranks_are_named_as_ranges() -> None:
     assert names([3]) == "rank 3"
     assert names([0, 1, 2]) == "ranks 0, 1, 2"
     assert names([*range(7), 8, 9]) == "ranks 0-6, 8-9"
+
+
+def test_debugger_that_holds_a_process_is_no_stop(scene: Scene) -> None:
+    rank = subprocess.Popen([sys.executable, "-c", TRACED_PROGRAM])
+    try:
+        _wait_for_state(rank.pid, "t")
+        start = start_time(rank.pid)
+        assert start is not None and not is_stopped(rank.pid, start)
+        scene.put(0, limits.FORWARD_BACKWARD, judgement.IN_COLLECTIVE)
+        scene.put(1, limits.FORWARD_BACKWARD, LOCAL=1, PID=rank.pid, START=start)
+        assert scene.culprits(10 * LIMIT) == []
+        assert scene.board.cells[1][cells_of.ACTIVITY] == judgement.IN_DEBUGGER
+    finally:
+        rank.kill()
+        rank.wait()
+
+
+def _wait_for_state(pid: int, state: str) -> None:
+    deadline = time.monotonic() + 30
+    while (found := state_and_start(pid)) is None or found[0] != state:
+        assert time.monotonic() < deadline, found
+        time.sleep(0.01)
+
+
+def test_first_rank_clears_the_notes_of_an_earlier_job(tmp_path: Path) -> None:
+    """SIGKILL of a whole job leaves its board, with copies of ranks on other nodes. The next job may use its address."""
+    earlier = Board(str(tmp_path / "board"), 3)
+    earlier.register(0, "a")
+    earlier.cells[1][cells_of.PID], earlier.cells[1][cells_of.DEAD] = 4711, 1
+    earlier.set_verdict({"text": "rank 1 died", "culprits": [1]})
+    earlier.cells[0][cells_of.START] += 1  # An earlier process with the same id.
+    earlier.close()
+    board = Board(str(tmp_path / "board"), 3)
+    board._opened_at = 0.0  # As after a reboot, which restarts the clock.
+    board.register(0, "a")
+    assert [cells[cells_of.PID] for cells in board.cells] == [os.getpid(), 0, 0]
+    assert board.verdict is None
+    board.close()
+
+
+def test_limit_may_be_infinite(tmp_path: Path) -> None:
+    board = Board(str(tmp_path / "board"), 1)
+    board.register(0, "a")
+    board.cells[0][cells_of.PHASE] = limits.FORWARD_BACKWARD
+    settings = Settings(
+        board=board.path, num_ranks=1, rank=0, limits={"step_timeout": math.inf, "setup_timeout": 1e300}
+    )
+    assert Watcher(settings, board).tick() is None
+    assert board.cells[0][cells_of.LIMIT] > 1e9
+    board.close()
+
+
+def test_compiler_has_the_limit_of_the_setup(tmp_path: Path) -> None:
+    board = Board(str(tmp_path / "board"), 1)
+    board.register(0, "a")
+    board.cells[0][cells_of.PHASE] = limits.FORWARD_BACKWARD
+    settings = Settings(board=board.path, num_ranks=1, rank=0, limits={"step_timeout": 30.0, "setup_timeout": 900.0})
+    for activity, seconds in ((judgement.IN_COMPILER, 900), (judgement.RUNNING, 30)):
+        board.cells[0][cells_of.ACTIVITY] = activity
+        Watcher(settings, board).tick()
+        assert board.cells[0][cells_of.LIMIT] == seconds * 1000
+    board.close()
+
+
+def test_loading_between_evaluation_batches_keeps_their_durations() -> None:
+    durations, cells = Durations(), array("Q", [0] * cells_of.NUM_CELLS)
+    for number in range(1, 13):
+        cells[cells_of.BATCHES], cells[cells_of.PHASE] = number, limits.EVALUATION if number % 2 else limits.LOADING
+        durations.observe(memoryview(cells), float(number))
+    assert len(durations.batches) >= 5

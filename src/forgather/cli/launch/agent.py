@@ -194,10 +194,23 @@ class Agent(LocalElasticAgent):
 
 
 def send(number: int, pids: Sequence[int]) -> None:
+    """Send a signal to the workers that have not ended."""
     for pid in pids:
-        # The worker may have exited already.
+        # The system may have given the id of an ended worker to a process of another job.
         with suppress(ProcessLookupError):
-            os.kill(pid, number)
+            if _is_child(pid):
+                os.kill(pid, number)
+
+
+def _is_child(pid: int) -> bool:
+    """Return whether a process is a child of this one. A child keeps its id until its exit code is read."""
+    if not hasattr(os, "waitid"):
+        return True
+    try:
+        os.waitid(os.P_PID, pid, os.WEXITED | os.WNOHANG | os.WNOWAIT)
+    except ChildProcessError:
+        return False
+    return True
 
 
 def _prepare_environment(options: LaunchOptions) -> None:

@@ -7,7 +7,7 @@ The plan follows from numbers that all ranks of a node have gathered, so their s
 import math
 import os
 import re
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from typing import NamedTuple
 
 DEFAULT_SHARE = 0.25
@@ -15,9 +15,13 @@ DEFAULT_SHARE = 0.25
 
 _UNITS = {"b": 1, "kb": 10**3, "mb": 10**6, "gb": 10**9, "tb": 10**12}
 _UNITS |= {"kib": 2**10, "mib": 2**20, "gib": 2**30, "tib": 2**40}
-_NUMBER = re.compile(r"\s*[-+]?[\d.]+(?:e[-+]?\d+)?\s*", re.IGNORECASE)
+_NUMBER = re.compile(r"\s*[-+]?(?:\d+\.?\d*|\.\d+)(?:e[-+]?\d+)?\s*", re.IGNORECASE)
 _SIZE = re.compile(r"\s*(\d+(?:\.\d+)?)\s*([kmgt]?i?b)\s*", re.IGNORECASE)
 _CGROUP = "/sys/fs/cgroup"
+_OWN_CGROUPS = "/proc/self/cgroup"
+_ROOTS = ["0::/", "1:memory:/"]
+_VERSION_1 = ("memory.limit_in_bytes", "memory.usage_in_bytes")
+_VERSION_2 = ("memory.max", "memory.current")
 _MEMINFO = "/proc/meminfo"
 
 
@@ -93,8 +97,8 @@ def size_text(num_bytes: float) -> str:
 
 
 def free_memory() -> int:
-    """Return the bytes that processes of this node can still allocate, within the limit of the container."""
-    return max(0, min([_available(), *_left_in_cgroup()]))
+    """Return the bytes that processes of this node can still allocate, within the limits of container and scheduler."""
+    return max(0, min([_available(), *_left_in_cgroups()]))
 
 
 def _available() -> int:
@@ -109,19 +113,40 @@ def _available() -> int:
     return os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE") // 2
 
 
-def _left_in_cgroup() -> list[int]:
-    """Return the memory that the container has left; empty without a limit."""
-    for folder, limit_name, used_name in (
-        (_CGROUP, "memory.max", "memory.current"),
-        (os.path.join(_CGROUP, "memory"), "memory.limit_in_bytes", "memory.usage_in_bytes"),
-    ):
-        try:
-            limit, used = (_number_in(os.path.join(folder, name)) for name in (limit_name, used_name))
-            return [limit - used + _cached(os.path.join(folder, "memory.stat"))]
-        except (OSError, ValueError):
-            # Another version of cgroups, or "max": a container without a limit.
+def _left_in_cgroups() -> list[int]:
+    """Return the memory that is left in each cgroup around this process; schedulers nest theirs below the root."""
+    left = (_left_in(folder, *names) for folder, names in _cgroups())
+    return [one for one in left if one is not None]
+
+
+def _cgroups() -> Iterator[tuple[str, tuple[str, str]]]:
+    """Yield the folders of the cgroups around this process, with the files of limit and usage, the innermost first."""
+    for line in _lines_of(_OWN_CGROUPS) or _ROOTS:
+        _, controllers, path = line.strip().split(":", 2)
+        if controllers and "memory" not in controllers.split(","):
             continue
-    return []
+        root, names = (os.path.join(_CGROUP, "memory"), _VERSION_1) if controllers else (_CGROUP, _VERSION_2)
+        # In a container the path may be that of the host, which does not exist here. Its root then has the limit.
+        parts = [part for part in path.split("/") if part not in ("", "..")]
+        for depth in range(len(parts), -1, -1):
+            yield os.path.join(root, *parts[:depth]), names
+
+
+def _left_in(folder: str, limit_name: str, used_name: str) -> int | None:
+    try:
+        limit, used = (_number_in(os.path.join(folder, name)) for name in (limit_name, used_name))
+        return limit - used + _cached(os.path.join(folder, "memory.stat"))
+    except (OSError, ValueError):
+        # No such group, another version of cgroups, or "max": a group without a limit.
+        return None
+
+
+def _lines_of(path: str) -> list[str]:
+    try:
+        with open(path) as file:
+            return file.readlines()
+    except OSError:
+        return []
 
 
 def _cached(path: str) -> int:

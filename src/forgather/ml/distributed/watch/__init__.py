@@ -20,7 +20,7 @@ from forgather._watch.limits import (
     Limits,
 )
 from forgather._watch.watcher import EXIT_CODE
-from forgather.ml.distributed.watch.marks import enter, in_phase, note, note_batch, note_step
+from forgather.ml.distributed.watch.marks import enter, in_phase, note, note_batch, note_progress, note_step
 from forgather.ml.distributed.watch.place import Place, place_of
 from forgather.ml.distributed.watch.sentry import RankHang, register_early, watching
 
@@ -44,6 +44,7 @@ __all__ = [
     "in_phase",
     "note",
     "note_batch",
+    "note_progress",
     "note_step",
     "place_of",
     "register_early",

@@ -20,6 +20,11 @@ def note(phase: int) -> None:
     cells[COUNT] += 1
 
 
+def note_progress() -> None:
+    """Note progress within the phase. Another thread than that of training may call it."""
+    _cells[COUNT] += 1
+
+
 def enter(phase: int) -> int:
     """Note a phase; return the phase before, for `note` at its end."""
     before = _cells[PHASE]

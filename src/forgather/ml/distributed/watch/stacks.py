@@ -15,7 +15,7 @@ import tempfile
 import threading
 from typing import IO, NamedTuple
 
-from forgather._watch.judge import IN_BACKWARD, IN_COLLECTIVE, IN_DEBUGGER, RUNNING
+from forgather._watch.judge import IN_BACKWARD, IN_COLLECTIVE, IN_COMPILER, IN_DEBUGGER, RUNNING
 
 # A wait for a `Work` object is a call into C++, so the innermost Python frame is in the file that waits.
 _COLLECTIVES = (
@@ -36,8 +36,9 @@ _BACKWARD = "/torch/autograd/graph.py"
 _AUTOGRAD_FUNCTION = "/torch/autograd/function.py"
 # Wrappers around an operation; the frame outside of them called it.
 _NEUTRAL = ("/torch/_ops.py", "/torch/utils/_contextlib.py")
-_DEBUGGERS = ("/bdb.py", "/pdb.py", "/pydevd.py", "/pydevd_frame.py")
-
+_DEBUGGERS = ("/bdb.py", "/pdb.py", "/pydevd.py", "/pydevd_frame.py", "/IPython/terminal/embed.py")
+# On the stack only while torch.compile works. Its stacks may be deeper than a dump, so each of its halves has a name.
+_COMPILERS = ("/torch/_dynamo/convert_frame.py", "/torch/_inductor/compile_fx.py", "/torch/_inductor/graph.py")
 
 _THREAD = re.compile(r"(?:Current thread|Thread) 0x([0-9a-f]+) ")
 _FRAME = re.compile(r'  File "(.*)", line (\d+) in (.*)')
@@ -62,7 +63,9 @@ def activity_of(thread_id: int) -> int:
         # The autograd engine runs Python code in other threads for accelerators.
         computes = any(other and other[-1].endswith(_AUTOGRAD_FUNCTION) for other in stacks.values())
         return RUNNING if computes else IN_BACKWARD
-    return IN_COLLECTIVE if any(part in innermost for part in _COLLECTIVES) else RUNNING
+    if any(part in innermost for part in _COLLECTIVES):
+        return IN_COLLECTIVE
+    return IN_COMPILER if any(file.endswith(_COMPILERS) for file in stack) else RUNNING
 
 
 def all_stacks() -> str:

@@ -17,15 +17,15 @@ class WatchArguments(ArgumentGroup):
     enabled: bool = True
     """Watch the ranks. Set it to False for a debugger that the watch does not recognise."""
     setup_timeout: float = 1800.0
-    """Set-up and loading a checkpoint. Also the first five steps and evaluation batches, and callbacks."""
+    """Set-up and loading a checkpoint. Also the first five steps and evaluation batches, callbacks, `compute_metrics`."""
     step_timeout: float | None = None
-    """Forward, backward, reduce, optimizer. None: ten times the median of the last 50 steps, at least 60."""
+    """Forward, backward, reduce, optimizer, and callbacks if set. None: ten times the median of 50 steps, at least 60."""
     save_timeout: float = 3600.0
     """Saving a checkpoint."""
     data_timeout: float = 600.0
-    """Loading the batches of a step."""
+    """Loading the batches of a step, or a batch of an evaluation."""
     evaluation_timeout: float | None = None
-    """One evaluation batch. None: ten times the median of the last 50 batches, at least 60."""
+    """One evaluation batch, and `compute_metrics` if set. None: ten times the median of 50 batches, at least 60."""
 
     def __post_init__(self) -> None:
         super().__post_init__()

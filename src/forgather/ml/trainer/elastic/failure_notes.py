@@ -49,7 +49,8 @@ class Failure:
         return self.fingerprint, self.step
 
     def __str__(self) -> str:
-        first_line = self.message.split("\n")[0]
+        # It is followed by a full stop.
+        first_line = self.message.split("\n")[0].rstrip(".")
         return f"{self.error_type} at step {self.step} on rank {self.rank} (host {self.host}): {first_line}"
 
 

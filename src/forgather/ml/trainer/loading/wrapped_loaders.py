@@ -25,6 +25,7 @@ from forgather.ml.checkpoint.state.state_schema import (
     positive,
     text,
 )
+from forgather.ml.distributed.watch import note_progress
 from forgather.ml.trainer.loading.data_order import (
     DRAWS,
     SKIP_REMEDY,
@@ -385,6 +386,8 @@ def _read_again(loader: Iterable[Any], num_batches: int, generators: Mapping[str
         iterator = iter(loader)
         for _ in range(num_batches):
             next(iterator)
+            # Together they may take longer than the limit of a batch.
+            note_progress()
     return iterator
 
 

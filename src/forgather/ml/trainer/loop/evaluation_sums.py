@@ -7,15 +7,18 @@ of ranks. `Evaluator` fills the sums and adds them up over ranks.
 import itertools
 import math
 import time
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
 import torch
 from torch import Tensor
 
+from forgather.ml.distributed.watch import LOADING, in_phase
+
 SAMPLES_IN_DATASET = "samples in the dataset"
 _AS_TEXT = (SAMPLES_IN_DATASET,)
+_END = object()
 
 
 class EvaluationInterrupted(Exception):
@@ -92,9 +95,16 @@ def evaluation_metrics(sums: EvaluationSums, started: float, prefix: str = "eval
     }
 
 
-def first_batches(loader: Iterable[Any], limit: int) -> Iterable[Any]:
-    """Return the first `limit` batches of a loader, or all batches if `limit` is negative."""
-    return loader if limit < 0 else itertools.islice(loader, limit)
+def first_batches(loader: Iterable[Any], limit: int) -> Iterator[Any]:
+    """Yield the first `limit` batches of a loader, or all batches if `limit` is negative. Opens it at the first one."""
+    with in_phase(LOADING):
+        batches = iter(loader if limit < 0 else itertools.islice(loader, limit))
+    while True:
+        with in_phase(LOADING):
+            batch = next(batches, _END)
+        if batch is _END:
+            return
+        yield batch
 
 
 def no_batches_explanation() -> str:

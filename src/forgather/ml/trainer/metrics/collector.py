@@ -12,6 +12,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
+from forgather.ml.distributed.watch import EVALUATION_START, in_phase
 from forgather.ml.trainer.arguments.training_arguments import BaseTrainingArguments
 from forgather.ml.trainer.metrics.batch_metrics import BatchMetrics
 from forgather.ml.trainer.metrics.computing import Sample, as_numpy, computed, eval_prediction
@@ -101,7 +102,9 @@ class Collector:
     def finish(self) -> Collected:
         """Return predictions and metrics of all samples; collective."""
         sample = Sample(None, None) if self._copies is None else self._gathered(self._copies)
-        metrics = {} if self._compute is None else self._metrics(self._compute, sample)
+        # The limit of a batch does not apply: metrics of all samples may take minutes.
+        with in_phase(EVALUATION_START):
+            metrics = {} if self._compute is None else self._metrics(self._compute, sample)
         return Collected(sample.predictions, sample.label_ids, metrics)
 
     def _process(self) -> None:

@@ -286,7 +286,7 @@ class RankTeam(SoloTeam):
         end_round: Callable[[], None] | None = None,
     ) -> None:
         """Evaluate the batches of this rank; ranks that have run out join each round until no rank has a batch."""
-        rounds = Rounds(_begun_late(loader, limit), self._group, lambda _: stop_flags(received()), self._exchange)
+        rounds = Rounds(first_batches(loader, limit), self._group, lambda _: stop_flags(received()), self._exchange)
         rounds.fetch()
         is_first = True
         example: Any = None
@@ -359,11 +359,6 @@ def make_team(env: DistributedEnvInterface, present: Team | None, owner: str) ->
         )
     # A separate group, so that its small messages run concurrently with the gradient all-reduce.
     return RankTeam(env, new_group(backend="gloo"))
-
-
-def _begun_late(loader: Iterable[Any], limit: int) -> Iterator[Any]:
-    """Yield the first batches; as a generator it opens the loader in the first round, where errors reach all ranks."""
-    yield from first_batches(loader, limit)
 
 
 def _finished(rounds: Rounds, loader: Iterable[Any]) -> Round:

@@ -6,6 +6,7 @@ from pathlib import Path
 
 import pytest
 
+from forgather.ml.checkpoint.background import memory_plan
 from forgather.ml.checkpoint.background.memory_plan import (
     MemoryNeed,
     checked_async_save_memory,
@@ -26,7 +27,9 @@ def test_share_from_the_command_line_becomes_a_number() -> None:
     assert checked_async_save_memory("0.5") == 0.5
 
 
-@pytest.mark.parametrize("value", ["", "4", "4 apples", "GiB", "-4GiB", "0B", "0.1B", "nan", 0, -0.5, 1.5, True, "1.5"])
+@pytest.mark.parametrize(
+    "value", ["", "4", "4 apples", "GiB", "-4GiB", "0B", "0.1B", "nan", 0, -0.5, 1.5, True, "1.5", "1.2.3"]
+)
 def test_other_values_are_refused(value: str | float) -> None:
     with pytest.raises(ValueError, match=r"async_save_memory=.*'4GiB'"):
         checked_async_save_memory(value)
@@ -59,6 +62,28 @@ def test_default_is_a_quarter_of_the_free_memory() -> None:
 
 def test_free_memory_is_measured() -> None:
     assert 0 < free_memory() < 2**50
+
+
+@pytest.mark.parametrize(
+    "line, folder, files",
+    [
+        ("0::/slurm/job_7/step_0", "slurm/job_7", ("memory.max", "memory.current")),
+        ("0::/", "", ("memory.max", "memory.current")),
+        ("4:cpu,memory:/slurm/job_7", "memory/slurm/job_7", ("memory.limit_in_bytes", "memory.usage_in_bytes")),
+        ("4:memory:/host/docker/ab", "memory", ("memory.limit_in_bytes", "memory.usage_in_bytes")),
+    ],
+)
+def test_limit_of_a_scheduler_or_container_counts(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, line: str, folder: str, files: tuple[str, str]
+) -> None:
+    group = tmp_path / "groups" / folder
+    group.mkdir(parents=True)
+    for name, text in zip((*files, "memory.stat"), ("3000000", "2500000", "anon 7\ninactive_file 1000\n"), strict=True):
+        (group / name).write_text(text)
+    (tmp_path / "own").write_text(f"{line}\n9:pids:/\n")
+    monkeypatch.setattr(memory_plan, "_CGROUP", str(tmp_path / "groups"))
+    monkeypatch.setattr(memory_plan, "_OWN_CGROUPS", str(tmp_path / "own"))
+    assert free_memory() == 501_000
 
 
 @pytest.mark.parametrize(
