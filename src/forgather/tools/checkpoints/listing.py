@@ -176,9 +176,11 @@ def _broken(path: str, size: int, error: Exception) -> ListedCheckpoint:
 
 def _reason(path: str, error: Exception) -> str:
     text = str(error)
-    for prefix in (f"{path} is not complete: ", f"{path} is not a complete checkpoint: ", path + os.sep):
+    # The absolute path first: it contains a relative one.
+    prefixes = (os.path.abspath(path) + os.sep, path + os.sep)
+    for prefix in (f"{path} is not complete: ", f"{path} is not a complete checkpoint: ", *prefixes):
         text = text.replace(prefix, "")
-    return text.replace(os.path.abspath(path) + os.sep, "").rstrip(".")
+    return text.rstrip(".")
 
 
 def _with_manifest(listed: ListedCheckpoint, manifest: CheckpointManifest) -> ListedCheckpoint:

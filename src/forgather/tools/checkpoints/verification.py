@@ -10,9 +10,10 @@ from dataclasses import dataclass
 
 from forgather.ml.checkpoint import store
 from forgather.ml.checkpoint.errors import CheckpointError
+from forgather.ml.checkpoint.foreign.ownership import require_own
 from forgather.ml.checkpoint.manifest import read_manifest
 from forgather.tools.checkpoints.listing import own_checkpoints_of
-from forgather.tools.checkpoints.paths import find_checkpoint, require_own
+from forgather.tools.checkpoints.paths import find_checkpoint
 
 
 @dataclass(frozen=True)
