@@ -142,6 +142,13 @@ def test_verify_names_every_damaged_file(capsys: Capture, run: Path) -> None:
     assert not verdicts["intact"] and len(verdicts["checkpoints"][0]["problems"]) == 2
 
 
+def test_verify_of_a_run_names_a_damaged_checkpoint_after_the_newest_complete_one(capsys: Capture, run: Path) -> None:
+    (last(run) / MANIFEST_NAME).write_text("[]")
+    answer = checkpoint(capsys, "verify", os.path.relpath(run))
+    assert answer.code == 1 and "intact     " in answer.output and "DAMAGED    " in answer.output
+    assert f"           {MANIFEST_NAME} is damaged" in answer.output
+
+
 def test_verify_accepts_edited_metrics_and_missing_optional_files(capsys: Capture, run: Path) -> None:
     (last(run) / "rng_state_rank_0.pt").unlink()
     answer = checkpoint(capsys, "verify", run)
