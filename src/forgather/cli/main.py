@@ -12,6 +12,7 @@ from importlib import import_module
 
 from forgather._suggestions import did_you_mean
 from forgather.cli.errors import UsageError, complain
+from forgather.cli.interrupts import noted_interrupts
 from forgather.cli.launch.options import is_worker, was_started_by_us
 
 
@@ -57,14 +58,16 @@ def main(arguments: Sequence[str] | None = None) -> int:
     debug = "--debug" in words
     # The option is accepted anywhere, also behind the options of a command.
     words = [word for word in words if word != "--debug"]
+    with noted_interrupts() as interrupts:
+        return _exit_code(words, debug, interrupts)
+
+
+def _exit_code(words: list[str], debug: bool, interrupts: Sequence[int]) -> int:
+    """Run the command, print its error, and return its exit code; `interrupts` has the SIGINTs so far."""
     try:
         return _run(words)
     except KeyboardInterrupt:
-        # The launcher prints this once for all of its workers.
-        if not was_started_by_us():
-            is_training = words[:1] == ["train"]
-            complain("interrupted; nothing was saved since the last checkpoint" if is_training else "interrupted")
-        return 130
+        return _interrupted(words)
     except UsageError as error:
         if debug:
             raise
@@ -73,6 +76,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
     except BrokenPipeError:
         return _output_closed()
     except Exception as error:
+        if interrupts and not debug:
+            return _interrupted(words)
         # Users get the message and a way to see more. In a worker the exception is raised, unless the launcher has its
         # record and prints it. An error with an own exit code explains itself.
         if debug or (is_worker() and not _is_recorded() and not hasattr(error, "exit_code")):
@@ -80,6 +85,14 @@ def main(arguments: Sequence[str] | None = None) -> int:
         _tell(f"{_describe(error)}\n(forgather --debug ... shows the traceback)")
         # 1, or the exit code of the error class.
         return int(getattr(error, "exit_code", 1))
+
+
+def _interrupted(words: list[str]) -> int:
+    # The launcher prints this once for all of its workers.
+    if not was_started_by_us():
+        is_training = words[:1] == ["train"]
+        complain("interrupted; nothing was saved since the last checkpoint" if is_training else "interrupted")
+    return 130
 
 
 def _run(words: list[str]) -> int:

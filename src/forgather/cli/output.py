@@ -10,7 +10,7 @@ from rich.table import Table
 from rich.text import Text
 
 from forgather.cli.json_output import print_json as print_json
-from forgather.cli.terminal_text import printable
+from forgather.cli.terminal_text import printable_line
 from forgather.ml.trainer.callbacks.display import can_draw, get_console
 
 _WIDEST = 100_000
@@ -25,7 +25,7 @@ def show_table(columns: Sequence[str], rows: Sequence[Sequence[object]], numeric
     for name in columns:
         table.add_column(name, justify="right" if name in numeric else "left", overflow="fold", no_wrap=False)
     for row in rows:
-        table.add_row(*(Text("" if cell is None else printable(str(cell))) for cell in row))
+        table.add_row(*(Text("" if cell is None else printable_line(str(cell))) for cell in row))
     console = get_console()
     if console.is_terminal:
         console.print(table)

@@ -15,8 +15,14 @@ _VISIBLE = {
     # Lone surrogates cannot be written as UTF-8.
     **dict.fromkeys(range(0xD800, 0xE000), _REPLACEMENT),
 }
+_VISIBLE_KEPT = {ord(sign): chr(_FIRST_PICTURE + ord(sign)) for sign in _KEPT}
 
 
 def printable(text: str) -> str:
     """Return the text with control characters, except line breaks and tabs, as visible characters."""
     return text.translate(_VISIBLE)
+
+
+def printable_line(text: str) -> str:
+    """Return the text on one line: line breaks and tabs become visible characters too."""
+    return printable(text).translate(_VISIBLE_KEPT)

@@ -25,6 +25,7 @@ from forgather.ml.checkpoint.files.layout import (
     layout_of,
 )
 from forgather.ml.checkpoint.files.state_files import read_state, verify_file
+from forgather.ml.checkpoint.foreign.ownership import require_own
 from forgather.ml.checkpoint.manifest import CheckpointManifest, FileRecord, read_manifest
 from forgather.ml.checkpoint.weights.module_weights import (
     WeightLocation,
@@ -139,6 +140,7 @@ def resolve_checkpoint(path: str) -> str:
         return path
     root, _ = _folder_of_checkpoints(path)
     if not os.path.isdir(root):
+        require_own(path)
         return store.open_checkpoint(path).path
     return complete_checkpoints(path)[-1].path
 

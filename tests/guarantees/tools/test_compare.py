@@ -113,6 +113,13 @@ def test_later_line_of_a_repeated_step_counts(tmp_path: Path) -> None:
     assert first is not None and (first.name, first.step, first.second) == ("loss", 2, 9.5)
 
 
+def test_hostile_lines_of_a_log_are_skipped(tmp_path: Path) -> None:
+    shutil.copytree("a", tmp_path / "run")
+    with (tmp_path / "run" / "trainer_logs.jsonl").open("a") as log:
+        log.write("[" * 100_000 + "\n" + f'{{"step": 1, "eval_loss": {10**400}}}\n')
+    assert compare_runs("a", str(tmp_path / "run")).are_equal
+
+
 def test_one_bit_of_a_loss_is_a_difference_and_nan_equals_nan(tmp_path: Path) -> None:
     loss = json.loads(Path("a/trainer_logs.jsonl").read_text().splitlines()[2])["loss"]
     neighbour = torch.nextafter(torch.tensor(loss, dtype=torch.float64), torch.tensor(9.0, dtype=torch.float64)).item()
@@ -187,6 +194,7 @@ def test_runs_of_different_topologies_are_compared_by_name(tmp_path: Path) -> No
         ("plain.yaml", 2, "it is a file"),
         ("empty", 2, "it has neither trainer_logs.jsonl nor complete checkpoints"),
         ("damaged", 1, "is damaged"),
+        ("truncated", 1, "cannot be compared: optimizer_state.pt (component 'optimizer') should have"),
     ],
 )
 def test_wrong_paths_and_damage_are_one_line(
@@ -196,6 +204,9 @@ def test_wrong_paths_and_damage_are_one_line(
     shutil.copytree("a", tmp_path / "damaged")
     state = tmp_path / "damaged" / "checkpoints" / "checkpoint-2" / "optimizer_state.pt"
     state.write_bytes(bytes(state.stat().st_size))
+    # A checkpoint that is skipped must not make the runs equal.
+    shutil.copytree("a", tmp_path / "truncated")
+    os.truncate(tmp_path / "truncated" / "checkpoints" / "checkpoint-4" / "optimizer_state.pt", 100)
     given = path if path in ("nowhere", "plain.yaml") else str(tmp_path / path)
     answer: Answer = call(capsys, "compare", "a", given)
     assert answer.code == code and told in answer.errors and "Traceback" not in answer.errors

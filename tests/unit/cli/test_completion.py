@@ -78,6 +78,15 @@ CASES = [
     ((("--checkpoint",), "evaluate out --check")),
     ((("--max-restarts",), "train --max-r")),
     ((("bash", "zsh", "fish"), "completion ")),
+    ((("--set", "--scale"), "checkpoint modify out --s")),
+    ((("ls",), "checkpoint l")),
+    ((("--top",), "checkpoint diff out out --t")),
+    ((("status", "stop", "stacks"), "control out st")),
+    ((("--watch",), "control out status --wa")),
+    ((("--png",), "report out --p")),
+    ((("--each-rank",), "replay out --step 3 --ea")),
+    ((("--text",), "samples out --te")),
+    ((("--json",), "compare out out --js")),
     ((("list",), "store out l")),
     ((("--sort",), "store out list --s")),
     (((), "store out list --timeout ")),
@@ -119,7 +128,12 @@ def test_fish_completes_paths(folder: Path, specs: list[CommandSpec]) -> None:
 
 @pytest.mark.parametrize(
     ("line", "expected"),
-    [("ev", "evaluate "), ("train --args.max_st", "max_steps "), ("store out list --ti", "timeout ")],
+    [
+        ("ev", "evaluate "),
+        ("train --args.max_st", "max_steps "),
+        ("checkpoint modify out --sc", "scale "),
+        ("store out list --ti", "timeout "),
+    ],
 )
 def test_zsh_completes_commands_and_options(folder: Path, specs: list[CommandSpec], line: str, expected: str) -> None:
     script = script_for("zsh", specs, folder)
@@ -136,7 +150,3 @@ def test_scripts_are_printed_without_slow_imports(tmp_path: Path, shell: str) ->
 def test_unknown_shell_is_an_error(capsys: pytest.CaptureFixture[str]) -> None:
     answer = call(capsys, "completion", "tcsh")
     assert answer.code == 2 and "tcsh" in answer.errors
-
-
-def test_command_without_a_parser_completes_by_name() -> None:
-    assert command_specs({"odd": ("forgather.cli.errors", "no parser")}) == [CommandSpec(("odd",), "no parser")]

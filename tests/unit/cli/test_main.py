@@ -1,11 +1,12 @@
 """Command line before any work: help, commands and errors."""
 
+import signal
 from pathlib import Path
 
 import pytest
 
 from forgather import cli
-from forgather.cli.main import COMMANDS
+from forgather.cli.main import COMMANDS, Command
 from tests.unit.cli.program import call, spawn
 
 _REPORT_IMPORTS = (
@@ -66,3 +67,20 @@ def test_error_is_a_message_and_with_debug_a_traceback(
     assert "No file matches 'nothing.txt'" in answer.errors and "Traceback" not in answer.errors
     with pytest.raises(FileNotFoundError):
         call(capsys, "train", "run.yaml", "--debug")
+
+
+def test_interrupt_that_a_library_swallows_ends_with_code_130(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (tmp_path / "swallowing_command.py").write_text(
+        "import contextlib, os, signal\n\n"
+        "def run(words):\n"
+        "    with contextlib.suppress(KeyboardInterrupt):\n"
+        "        os.kill(os.getpid(), signal.SIGINT)\n"
+        "    raise AttributeError('half-imported module')\n"
+    )
+    monkeypatch.syspath_prepend(tmp_path)
+    monkeypatch.setitem(COMMANDS, "swallow", Command("swallowing_command", ""))
+    answer = call(capsys, "swallow")
+    assert (answer.code, answer.errors) == (130, "forgather: interrupted\n")
+    assert signal.getsignal(signal.SIGINT) is signal.default_int_handler

@@ -112,6 +112,11 @@ def test_damaged_files_do_not_stop_the_report(tmp_path: Path, capsys: pytest.Cap
         b'{"kind": "schedule", "time": 2e9, "step": 9, "pipelines": [{"ranks": [{"rank": "x", "slots": [[1, 2], "y"]}]}]}\n'
         b'{"kind": "samples", "time": 2e9, "step": 9, "samples": [1, {"text": "<marquee>"}]}\n{"kind": "log", "ti'
     )
+    with (tmp_path / "run_record.jsonl").open("a") as record:
+        # No float can hold this integer, and the JSON reader accepts it.
+        huge = 10**400
+        record.write(f'\n{{"kind": "log", "time": {huge}, "step": 9}}\n')
+        record.write(f'{{"kind": "log", "time": 2e9, "step": 9, "loss": {huge}, "memory": [{huge}]}}\n')
     (tmp_path / "failures.jsonl").write_text("garbage\n")
     (tmp_path / "checkpoints" / "checkpoint-3").mkdir(parents=True)
     assert call(capsys, "report", str(tmp_path)).code == 0

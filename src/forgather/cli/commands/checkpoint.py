@@ -6,6 +6,7 @@ Imports no torch until the options are valid; the modules in `work/checkpoint` d
 import argparse
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import partial
 from importlib import import_module
 
 from forgather._suggestions import did_you_mean
@@ -38,17 +39,30 @@ def run(words: Sequence[str]) -> int:
             f"There is no command {f'checkpoint {name}'!r}.{did_you_mean(name, _ACTIONS)} forgather checkpoint --help lists "
             "the commands."
         )
-    parser = CommandParser(
-        f"forgather checkpoint {name}", f"{action.summary[0].upper()}{action.summary[1:]}.", action.epilog
-    )
-    action.add_options(parser)
-    options = parser.parse(words[1:])
+    options = _action_parser(name, CommandParser).parse(words[1:])
     if options is None:
         return DONE
     _check(options)
     prepare_libraries()
     exit_code: int = import_module(f"forgather.cli.work.checkpoint.{action.module}").run(options)
     return exit_code
+
+
+def parser() -> CommandParser:
+    """Return a parser with all actions as sub-commands, for completion; `run` parses with the parser of one action."""
+    parser = CommandParser("forgather checkpoint", "List, inspect, verify, compare, change and convert checkpoints.")
+    actions = parser.add_subparsers()
+    for name, action in _ACTIONS.items():
+        _action_parser(name, partial(actions.add_parser, name, help=action.summary))
+    return parser
+
+
+def _action_parser(name: str, make: Callable[..., CommandParser]) -> CommandParser:
+    action = _ACTIONS[name]
+    description = f"{action.summary[0].upper()}{action.summary[1:]}."
+    parser = make(prog=f"forgather checkpoint {name}", description=description, epilog=action.epilog)
+    action.add_options(parser)
+    return parser
 
 
 def _help() -> str:

@@ -16,14 +16,19 @@ exit codes: 0 equal in all that both have; 1 different, or nothing to compare; 2
 
 def run(words: Sequence[str]) -> int:
     """Run the command with the arguments after its name; returns the exit code."""
-    parser = CommandParser("forgather compare", "Find where two runs begin to differ.", _EPILOG)
-    parser.add_argument("first", metavar="RUN_A", help="output directory of a run")
-    parser.add_argument("second", metavar="RUN_B", help="output directory of the other run")
-    parser.add_json()
-    options = parser.parse(words)
+    options = parser().parse(words)
     if options is None:
         return DONE
     prepare_libraries()
     from forgather.cli.work.compare import compare
 
     return compare(options)
+
+
+def parser() -> CommandParser:
+    """Return the parser of the command."""
+    parser = CommandParser("forgather compare", "Find where two runs begin to differ.", _EPILOG)
+    parser.add_argument("first", metavar="RUN_A", help="output directory of a run")
+    parser.add_argument("second", metavar="RUN_B", help="output directory of the other run")
+    parser.add_json()
+    return parser

@@ -29,7 +29,7 @@ _DEFAULT_PERIOD = 2.0
 
 def run(words: Sequence[str]) -> int:
     """Run the command with the arguments after its name; returns the exit code."""
-    options = _parser().parse(words)
+    options = parser().parse(words)
     if options is None:
         return DONE
     _check(options)
@@ -38,7 +38,8 @@ def run(words: Sequence[str]) -> int:
     return control(options)
 
 
-def _parser() -> CommandParser:
+def parser() -> CommandParser:
+    """Return the parser of the command."""
     parser = CommandParser(
         "forgather control", "Speak to a running job through a socket in its output directory.", _EPILOG
     )

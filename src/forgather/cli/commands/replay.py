@@ -37,7 +37,7 @@ def run(words: Sequence[str]) -> int:
 
 def _run(words: Sequence[str]) -> int:
     launch_options, others = take_launch_options(words)
-    options = _parser().parse(others)
+    options = parser().parse(others)
     if options is None:
         return DONE
     check_steps(options.step, options.to)
@@ -85,7 +85,8 @@ def _indices(text: str | None) -> list[int]:
     return [int(part) for part in numbers]
 
 
-def _parser() -> CommandParser:
+def parser() -> CommandParser:
+    """Return the parser of the command."""
     parser = CommandParser(
         "forgather replay",
         "Repeat a step of a run: loss of each sample and token, gradient norms, extreme activations.",

@@ -14,7 +14,7 @@ _DEFAULT_SECONDS = 10.0
 
 def run(words: Sequence[str]) -> int:
     """Run the command with the arguments after its name; returns the exit code."""
-    options = _parser().parse(words)
+    options = parser().parse(words)
     if options is None:
         return DONE
     if options.watch is not None and not 0.1 <= options.watch <= 86400:
@@ -27,7 +27,8 @@ def run(words: Sequence[str]) -> int:
     return report(options)
 
 
-def _parser() -> CommandParser:
+def parser() -> CommandParser:
+    """Return the parser of the command."""
     parser = CommandParser("forgather report", "Write one self-contained HTML page about a run.", _EPILOG)
     parser.add_argument("output_dir", metavar="OUTPUT_DIR", help="output directory of a run, running or ended")
     parser.add_argument("--output", metavar="FILE", help="page to write; default: OUTPUT_DIR/report.html")

@@ -18,11 +18,7 @@ An index can be left out of a resumed run with args.skip_samples; forgather repl
 
 def run(words: Sequence[str]) -> int:
     """Run the command with the arguments after its name; returns the exit code."""
-    parser = CommandParser("forgather samples", "List the samples that a run trains on in a step.", _EPILOG)
-    add_run_and_steps(parser)
-    parser.add_argument("--text", action="store_true", help="show the text of each sample")
-    parser.add_json()
-    options = parser.parse(words)
+    options = parser().parse(words)
     if options is None:
         return DONE
     check_steps(options.step, options.to)
@@ -35,6 +31,15 @@ def run(words: Sequence[str]) -> int:
     from forgather.cli.work.samples import show_samples
 
     return show_samples(options)
+
+
+def parser() -> CommandParser:
+    """Return the parser of the command."""
+    parser = CommandParser("forgather samples", "List the samples that a run trains on in a step.", _EPILOG)
+    add_run_and_steps(parser)
+    parser.add_argument("--text", action="store_true", help="show the text of each sample")
+    parser.add_json()
+    return parser
 
 
 def add_run_and_steps(parser: CommandParser) -> None:

@@ -67,8 +67,7 @@ def command_specs(commands: Mapping[str, tuple[str, str]]) -> list[CommandSpec]:
     """Return the commands and their sub-commands; `commands` has module and summary of each by name."""
     specs: list[CommandSpec] = []
     for name, (module, summary) in commands.items():
-        make = getattr(import_module(module), "parser", None)
-        specs += [CommandSpec((name,), summary)] if make is None else _specs(make(), (name,), summary)
+        specs += _specs(import_module(module).parser(), (name,), summary)
     return specs
 
 

@@ -7,7 +7,6 @@ the model.
 import argparse
 import contextlib
 import dataclasses
-import json
 import logging
 import math
 from typing import Any
@@ -17,7 +16,7 @@ from rich.text import Text
 from torch import nn
 
 from forgather.cli.errors import UsageError
-from forgather.cli.output import format_bytes
+from forgather.cli.output import format_bytes, print_json
 from forgather.cli.process_setup import show_own_messages
 from forgather.cli.work.evaluation_data import arguments_on_this_machine, evaluation_data
 from forgather.cli.work.stored_run import device_of, output_dir_of
@@ -70,7 +69,7 @@ def finalize(options: argparse.Namespace) -> int:
             device=device_of(configuration),
         )
     if options.json:
-        print(json.dumps(as_plain_data(report) | ({} if evaluate else {"no_losses": reason}), indent=2))
+        print_json("finalize/1", as_plain_data(report) | ({} if evaluate else {"no_losses": reason}))
     else:
         _show(report, None if evaluate or options.quantize is None else reason)
     return 0

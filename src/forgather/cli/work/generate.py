@@ -25,6 +25,7 @@ from forgather.config.stored import read_configuration
 from forgather.ml.checkpoint.errors import CheckpointNotFoundError
 from forgather.ml.finalize import resolve_checkpoint
 from forgather.ml.trainer.callbacks.display import get_console
+from forgather.ml.trainer.setup.devices import require_device
 from forgather.tools.checkpoints.paths import find_checkpoint
 from forgather.tools.generation import GeneratedText, Sampling, TextGenerator, load_generator, with_sample
 
@@ -39,7 +40,8 @@ def generate(options: argparse.Namespace) -> int:
     sampling = _sampling(options)
     try:
         checkpoints = [resolve_checkpoint(find_checkpoint(path)) for path in options.paths]
-    except CheckpointNotFoundError as error:
+        require_device(options.device)
+    except (CheckpointNotFoundError, ValueError) as error:
         raise UsageError(str(error)) from None
     prompts = _prompts(options.prompt, options.prompts_file)
     console = get_console()

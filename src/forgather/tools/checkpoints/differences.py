@@ -9,8 +9,9 @@ from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
 from forgather.ml.checkpoint import store
+from forgather.ml.checkpoint.foreign.ownership import require_own
 from forgather.tools.checkpoints.configuration import stored_settings
-from forgather.tools.checkpoints.paths import find_checkpoint, require_own
+from forgather.tools.checkpoints.paths import find_checkpoint
 from forgather.tools.checkpoints.stored_state import StoredState, StoredTensor, read_stored_state
 from forgather.tools.checkpoints.tensor_comparison import TensorChange, compare_tensors
 
@@ -112,9 +113,7 @@ def compare_checkpoints(
     Components are those of the checkpoints, and "config" for the stored configuration. Raise `CheckpointError` for a
     damaged checkpoint or one of another program.
     """
-    paths = [find_checkpoint(one) for one in (a, b)]
-    for path in paths:
-        require_own(path)
+    paths = _own_checkpoints(a, b)
     found = [store.open_checkpoint(path) for path in paths]
     _require_components([one.manifest.components for one in found], components)
     states = [read_stored_state(one, components) for one in found]
@@ -138,8 +137,15 @@ def compare_checkpoints(
 
 def bytes_to_compare(a: str, b: str) -> int:
     """Return the size of the tensor files of two checkpoints, for a progress bar."""
-    found = [store.open_checkpoint(find_checkpoint(path)) for path in (a, b)]
+    found = [store.open_checkpoint(path) for path in _own_checkpoints(a, b)]
     return sum(record.size for one in found for record in one.manifest.files)
+
+
+def _own_checkpoints(a: str, b: str) -> list[str]:
+    paths = [find_checkpoint(path) for path in (a, b)]
+    for path in paths:
+        require_own(path)
+    return paths
 
 
 def _require_components(present: Iterable[Collection[str]], wanted: Collection[str] | None) -> None:

@@ -4,6 +4,7 @@
 `ModificationError` before anything is written.
 """
 
+import math
 from collections.abc import Callable, Mapping, MutableMapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -17,6 +18,10 @@ NewRate = Callable[[float], float]
 """Function from the base learning rate of a group to its new one."""
 _ABSOLUTE_RATES = "max_lrs"
 """Entry of CyclicLR, whose rates come from the configuration at each start."""
+
+
+_NEVER_NEGATIVE = ("lr", "weight_decay")
+"""Options that optimizers of torch refuse below 0 at construction; a resume would accept them."""
 
 
 class ModificationError(ValueError):
@@ -121,6 +126,7 @@ def change_option(
     before = [group[option] for group in own]
     for group in own:
         group[option] = new(group[option])
+        _require_usable(option, group[option])
     return _joined(before), _joined([group[option] for group in own])
 
 
@@ -132,10 +138,23 @@ def change_rates(groups: Sequence[MutableMapping[str, Any]], new_rate: NewRate) 
     before = [_base_rate(group) for group in groups]
     for group, base in zip(groups, before, strict=True):
         rate = new_rate(base)
+        _require_usable("lr", rate)
         for name in ("lr", "initial_lr", "max_lr", "min_lr"):
             if name in group:
                 group[name] = _in_proportion(group[name], base, rate)
     return _joined(before), _joined([_base_rate(group) for group in groups])
+
+
+def _require_usable(option: str, value: object) -> None:
+    """Raise `ModificationError` for numbers that would spoil the weights without an error: NaN, infinity, a negative rate."""
+    for one in value if isinstance(value, (list, tuple)) else [value]:
+        if not isinstance(one, Tensor) and not _is_number(one):
+            continue
+        number = float(one)  # type: ignore[arg-type]
+        if not math.isfinite(number):
+            raise ModificationError(f"optimizer.{option}={number}: options of an optimizer must be finite.")
+        if number < 0 and option in _NEVER_NEGATIVE:
+            raise ModificationError(f"optimizer.{option}={number}: it must not be negative.")
 
 
 def change_schedule(state: MutableMapping[str, Any], new_rate: NewRate) -> None:

@@ -8,10 +8,11 @@ from dataclasses import dataclass, field
 
 from forgather.ml.checkpoint import store
 from forgather.ml.checkpoint.errors import CheckpointError
+from forgather.ml.checkpoint.foreign.ownership import require_own
 from forgather.ml.checkpoint.manifest import CheckpointManifest, ComponentManifest
 from forgather.tools.checkpoints.configuration import stored_settings
 from forgather.tools.checkpoints.listing import ListedCheckpoint, list_checkpoints
-from forgather.tools.checkpoints.paths import find_checkpoint, require_own
+from forgather.tools.checkpoints.paths import find_checkpoint
 from forgather.tools.checkpoints.stored_state import read_stored_state
 
 

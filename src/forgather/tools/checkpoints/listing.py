@@ -176,9 +176,17 @@ def _broken(path: str, size: int, error: Exception) -> ListedCheckpoint:
 
 def _reason(path: str, error: Exception) -> str:
     text = str(error)
-    for prefix in (f"{path} is not complete: ", f"{path} is not a complete checkpoint: ", path + os.sep):
+    for prefix in (f"{path} is not complete: ", f"{path} is not a complete checkpoint: "):
         text = text.replace(prefix, "")
-    return text.replace(os.path.abspath(path) + os.sep, "").rstrip(".")
+    return without_path(text, path).rstrip(".")
+
+
+def without_path(text: str, checkpoint: str) -> str:
+    """Return a message with paths relative to the checkpoint, for output that prints its path once."""
+    # The absolute path first: it contains a relative one.
+    for folder in (os.path.abspath(checkpoint), checkpoint):
+        text = text.replace(os.path.join(folder, ""), "")
+    return text
 
 
 def _with_manifest(listed: ListedCheckpoint, manifest: CheckpointManifest) -> ListedCheckpoint:

@@ -25,12 +25,13 @@ from forgather.ml.checkpoint.files.layout import CHECKPOINT_PREFIX
 from forgather.ml.checkpoint.files.planned_file import PlannedFile, RawContent, StateContent
 from forgather.ml.checkpoint.files.regular_files import open_regular, path_inside
 from forgather.ml.checkpoint.files.state_files import read_state
+from forgather.ml.checkpoint.foreign.ownership import require_own
 from forgather.ml.checkpoint.manifest import CheckpointManifest, ComponentManifest, FileRecord, utc_now
 from forgather.ml.checkpoint.output_lock import OutputDirLock
 from forgather.tools.checkpoints import edits
 from forgather.tools.checkpoints.edits import Change, ModificationError
 from forgather.tools.checkpoints.listing import output_dir_of
-from forgather.tools.checkpoints.paths import find_checkpoint, require_own
+from forgather.tools.checkpoints.paths import find_checkpoint
 from forgather.tools.checkpoints.stored_state import is_optimizer_state
 
 OPTIMIZER, SCHEDULER = "optimizer", "scheduler"

@@ -3,7 +3,6 @@
 import os
 
 from forgather.ml.checkpoint.errors import CheckpointLoadError, CheckpointNotFoundError
-from forgather.ml.checkpoint.foreign.ownership import recognise
 from forgather.ml.finalize import resolve_checkpoint
 from forgather.tools.checkpoints.listing import list_checkpoints, looks_like_checkpoint
 
@@ -29,13 +28,3 @@ def find_checkpoint(path: str) -> str:
             "why."
         )
     return resolve_checkpoint(path)
-
-
-def require_own(checkpoint: str) -> None:
-    """Raise `CheckpointLoadError` for a checkpoint of another program."""
-    owner = recognise(checkpoint)
-    if owner is not None:
-        raise CheckpointLoadError(
-            f"{checkpoint} is {owner.value}, which has no checksums and no components. `forgather checkpoint import` turns "
-            "it into a Forgather checkpoint."
-        )

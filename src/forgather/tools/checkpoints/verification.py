@@ -3,16 +3,22 @@
 Files that users may edit need only the right format. Files of optional components may be missing, as in a resume.
 """
 
-import os
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 from forgather.ml.checkpoint import store
 from forgather.ml.checkpoint.errors import CheckpointError
+from forgather.ml.checkpoint.foreign.ownership import require_own
 from forgather.ml.checkpoint.manifest import read_manifest
-from forgather.tools.checkpoints.listing import own_checkpoints_of
-from forgather.tools.checkpoints.paths import find_checkpoint, require_own
+from forgather.tools.checkpoints.listing import (
+    INCOMPLETE,
+    list_checkpoints,
+    looks_like_checkpoint,
+    own_checkpoints_of,
+    without_path,
+)
+from forgather.tools.checkpoints.paths import find_checkpoint
 
 
 @dataclass(frozen=True)
@@ -41,14 +47,26 @@ class Verification:
 
 
 def checkpoints_to_verify(path: str, everything: bool = False) -> list[str]:
-    """Return one checkpoint, or with `everything` all checkpoints of its run, damaged ones too."""
+    """Return one checkpoint, or with `everything` all checkpoints of its run, damaged ones too.
+
+    For a run, one checkpoint is the newest complete one. Damaged ones of later steps follow it, so that they are no success.
+    """
     if not everything:
         checkpoint = find_checkpoint(path)
         require_own(checkpoint)
-        return [checkpoint]
+        return [checkpoint, *_damaged_later(path)]
     found = own_checkpoints_of(path)
     # A run without checkpoints has nothing to verify, which is more likely a wrong path than a success.
     return found or [find_checkpoint(path)]
+
+
+def _damaged_later(path: str) -> list[str]:
+    """Return the damaged checkpoints of a run with later steps than its newest complete one; none for one checkpoint."""
+    if looks_like_checkpoint(path):
+        return []
+    found = list_checkpoints(path).checkpoints
+    newest = max((one.step or 0 for one in found if one.is_newest), default=0)
+    return [one.path for one in found if one.status == INCOMPLETE and (one.step or 0) > newest]
 
 
 def bytes_to_verify(checkpoints: Sequence[str]) -> int:
@@ -82,8 +100,7 @@ def verify_checkpoints(checkpoints: Sequence[str], note_bytes: Callable[[int], N
 
 
 def _verdict(path: str, note_bytes: Callable[[int], None]) -> CheckpointVerdict:
-    # Relative to the checkpoint, whose path is printed once.
-    problems = [one.replace(os.path.join(path, ""), "") for one in store.verify_checkpoint(path, note_bytes)]
+    problems = [without_path(one, path) for one in store.verify_checkpoint(path, note_bytes)]
     try:
         records, missing = read_manifest(path).files, []
         if not problems:

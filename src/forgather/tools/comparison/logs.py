@@ -105,4 +105,8 @@ def _first_difference(
 
 
 def _number(value: object) -> float | None:
-    return float(value) if isinstance(value, (int, float)) else None
+    """Return a logged number; None for other types, and for integers that no float can hold."""
+    try:
+        return float(value) if isinstance(value, (int, float)) else None
+    except OverflowError:
+        return None

@@ -4,12 +4,14 @@ Runs may have different trainers, topologies and lengths, and may still be runni
 """
 
 import os
+from collections.abc import Mapping
 from dataclasses import dataclass
 
 from forgather.ml.checkpoint import store
-from forgather.ml.checkpoint.errors import CheckpointNotFoundError
+from forgather.ml.checkpoint.errors import CheckpointCorruptError, CheckpointNotFoundError
 from forgather.ml.checkpoint.files.layout import checkpoints_root, counts_any_name, layout_of
 from forgather.ml.trainer.callbacks.json_logger import FILE_NAME
+from forgather.tools.checkpoints.listing import INCOMPLETE, list_checkpoints
 from forgather.tools.comparison.checkpoint_comparison import CheckpointDifference, first_difference
 from forgather.tools.comparison.logs import LogComparison, compare_logs
 from forgather.tools.comparison.settings import SettingChange, changed_settings, flat_settings, read_settings
@@ -42,12 +44,18 @@ class RunComparison:
 
 
 def compare_runs(first_dir: str, second_dir: str) -> RunComparison:
-    """Compare two output directories. Raises `CheckpointNotFoundError` for a path that is no output directory."""
+    """Compare two output directories. Raises `CheckpointNotFoundError` for a path that is no output directory.
+
+    Raises `CheckpointError` if the checkpoint of a common step is damaged.
+    """
     for path in (first_dir, second_dir):
         _require_run(path)
     first, second = _checkpoints(first_dir), _checkpoints(second_dir)
+    damaged = _damaged(first_dir, first) | _damaged(second_dir, second)
     equal, difference = [], None
-    for step in sorted(first.keys() & second.keys()):
+    for step in sorted((first.keys() | damaged.keys()) & (second.keys() | damaged.keys())):
+        if step in damaged:
+            raise CheckpointCorruptError(damaged[step])
         try:
             difference = first_difference(first[step], second[step])
         except (CheckpointNotFoundError, FileNotFoundError):
@@ -75,6 +83,18 @@ def _checkpoints(output_dir: str) -> dict[int, str]:
     layout = layout_of(output_dir)
     found = store.find_checkpoints(checkpoints_root(output_dir, layout), counts_any_name(layout))
     return {one.manifest.step: one.path for one in found if one.manifest.step is not None}
+
+
+def _damaged(output_dir: str, complete: Mapping[int, str]) -> dict[int, str]:
+    """Return a message by step for checkpoints that are not complete, such as with a truncated file.
+
+    Saves and deletions in progress have other names, and do not count.
+    """
+    return {
+        one.step: f"{one.path} is damaged, so the checkpoints of step {one.step} cannot be compared: {one.reason}."
+        for one in list_checkpoints(output_dir).checkpoints
+        if one.status == INCOMPLETE and one.step is not None and one.step not in complete
+    }
 
 
 def _changed(first_dir: str, second_dir: str) -> tuple[SettingChange, ...] | None:

@@ -31,8 +31,11 @@ def find_lines(output_dir: str) -> tuple[str, list[Line]]:
 
 
 def number(value: object) -> float | None:
-    """Return a number of a file as float, None for other types."""
-    return float(value) if isinstance(value, (int, float)) and not isinstance(value, bool) else None
+    """Return a number of a file as float, None for other types, and for integers that no float can hold."""
+    try:
+        return float(value) if isinstance(value, (int, float)) and not isinstance(value, bool) else None
+    except OverflowError:
+        return None
 
 
 def text(value: object) -> str | None:

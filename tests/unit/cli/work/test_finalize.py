@@ -62,7 +62,8 @@ def test_model_trained_with_a_qat_recipe_keeps_its_loss_when_quantised(
 ) -> None:
     loss_in_training = train(capsys, "--args.qat_recipe", recipe)
     report = json.loads(finalize(capsys, "out", "final", "--quantize", recipe, "--json").output)
-    assert report["checkpoint"] == "out/checkpoints/checkpoint-5" and report["recipe"] == recipe
+    assert report["schema"] == "forgather.finalize/1" and report["recipe"] == recipe
+    assert report["checkpoint"] == "out/checkpoints/checkpoint-5"
     assert report["loss_after"] == pytest.approx(loss_in_training, abs=1e-4)
     assert report["loss_before"] != report["loss_after"]
     assert report["loss_before"] == pytest.approx(report["loss_after"], abs=0.1)

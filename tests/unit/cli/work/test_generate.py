@@ -118,6 +118,14 @@ def test_interrupt_ends_with_exit_code_130(folder: Path) -> None:
     assert errors.decode().split() == ["forgather:", "interrupted"]
 
 
+def test_weights_of_another_program_are_named(capsys: pytest.CaptureFixture[str]) -> None:
+    assert call(capsys, "checkpoint", "export", "out", "exported").code == 0
+    for words in (["generate", "exported", "--prompt", "x"], ["checkpoint", "diff", "out", "exported"]):
+        answer = call(capsys, *words)
+        assert answer.code == 1 and "exported is a directory of Hugging Face weights" in answer.errors
+        assert "forgather checkpoint import" in answer.errors
+
+
 def test_own_model_needs_the_configuration(capsys: pytest.CaptureFixture[str]) -> None:
     answer = call(capsys, "generate", "plain_out", "--prompt", "\x01\x02")
     assert answer.code == 1 and "--config" in answer.errors and "Traceback" not in answer.errors
@@ -133,6 +141,7 @@ def test_own_model_needs_the_configuration(capsys: pytest.CaptureFixture[str]) -
         (("out", "--prompt", "x", "--top-p", "2"), "top_p to be above 0 and at most 1"),
         (("out", "--prompt", "x", "--temperature", "-1"), "temperature to be a finite number above 0"),
         (("out", "--prompt", "x", "--greedy", "--do-sample"), "not allowed with argument"),
+        (("out", "--prompt", "x", "--device", "nosuch"), "device='nosuch' is no device of torch"),
         (("out", "--prompts-file", "none.txt"), "The prompts in 'none.txt' cannot be read: No such file"),
         (("out", "--prompts-file", "wrong.jsonl"), "wrong.jsonl, line 1: expected a JSON object"),
         (("out", "--prompts-file", "empty.txt"), "empty.txt has no prompts"),

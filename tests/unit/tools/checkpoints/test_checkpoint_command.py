@@ -115,7 +115,10 @@ def test_ls_says_why_a_directory_is_no_complete_checkpoint(capsys: Capture, run:
     (root / "checkpoint-7").mkdir()
     (root / "checkpoint-7" / "trainer_state.json").write_text("{}")
     os.symlink(last(run), root / "checkpoint-8")
-    found = {one["name"]: one for one in parsed(capsys, "ls", run)["checkpoints"]}
+    shutil.copytree(last(run), root / "checkpoint-9")
+    (root / "checkpoint-9" / MANIFEST_NAME).write_text("[]")
+    found = {one["name"]: one for one in parsed(capsys, "ls", os.path.relpath(run))["checkpoints"]}
+    assert found["checkpoint-9"]["reason"].startswith(f"{MANIFEST_NAME} is damaged")
     assert "model.safetensors (component 'model')" in found["checkpoint-3"]["reason"]
     assert "is missing" in found["checkpoint-3"]["reason"] and "has 5" in found["checkpoint-4"]["reason"]
     assert f"{MANIFEST_NAME} is missing" in found["checkpoint-5"]["reason"]
@@ -137,6 +140,13 @@ def test_verify_names_every_damaged_file(capsys: Capture, run: Path) -> None:
     assert "intact     " + str(run / "checkpoints" / "checkpoint-1") in answer.output
     verdicts = parsed(capsys, "verify", last(run))
     assert not verdicts["intact"] and len(verdicts["checkpoints"][0]["problems"]) == 2
+
+
+def test_verify_of_a_run_names_a_damaged_checkpoint_after_the_newest_complete_one(capsys: Capture, run: Path) -> None:
+    (last(run) / MANIFEST_NAME).write_text("[]")
+    answer = checkpoint(capsys, "verify", os.path.relpath(run))
+    assert answer.code == 1 and "intact     " in answer.output and "DAMAGED    " in answer.output
+    assert f"           {MANIFEST_NAME} is damaged" in answer.output
 
 
 def test_verify_accepts_edited_metrics_and_missing_optional_files(capsys: Capture, run: Path) -> None:
@@ -223,6 +233,9 @@ def test_damaged_original_is_refused_and_nothing_is_written(capsys: Capture, run
         (["--set", "trainer.state.globalstep=1"], "Did you mean 'global_step'?"),
         (["--set", "args.max_steps=7"], "has no config.yaml"),
         (["--scale", "optimizer.lr=nan"], "must be finite"),
+        (["--scale", "optimizer.lr=-1"], "must not be negative"),
+        (["--set", "optimizer.lr=1e999"], "must be finite"),
+        (["--set", "optimizer.weight_decay=.nan"], "must be finite"),
         (["--scale", "trainer.best_model_checkpoint=2"], "cannot be scaled"),
         (["--drop", "model"], "a resume needs it"),
         (["--drop", "nothing"], "has no component 'nothing'"),
@@ -289,10 +302,10 @@ def test_damaged_checkpoints_give_one_clear_message(
 
 
 def test_control_characters_of_a_file_never_reach_the_terminal(capsys: Capture, run: Path) -> None:
-    folder = run / "checkpoints" / "checkpoint-\x1b[31m9"
+    folder = run / "checkpoints" / "checkpoint-\x1b[31m9\nfake row"
     shutil.copytree(last(run), folder)
     answer = checkpoint(capsys, "ls", run)
-    assert answer.code == 0 and "\x1b" not in answer.output and "9" in answer.output
+    assert answer.code == 0 and "\x1b" not in answer.output and "9\N{SYMBOL FOR LINE FEED}fake row" in answer.output
 
 
 @pytest.mark.parametrize("name", [words[0] for words in COMMANDS])

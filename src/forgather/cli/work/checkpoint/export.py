@@ -7,8 +7,9 @@ from forgather.cli.command_line import DONE
 from forgather.cli.output import format_bytes, print_json
 from forgather.cli.work.checkpoint.shared import row, usage_errors
 from forgather.cli.work.finalize import as_plain_data
+from forgather.ml.checkpoint.foreign.ownership import require_own
 from forgather.ml.finalize import check_output, finalize
-from forgather.tools.checkpoints.paths import find_checkpoint, require_own
+from forgather.tools.checkpoints.paths import find_checkpoint
 
 
 def run(options: argparse.Namespace) -> int:

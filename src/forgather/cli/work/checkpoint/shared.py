@@ -4,7 +4,7 @@ import contextlib
 from collections.abc import Iterator
 
 from forgather.cli.errors import UsageError
-from forgather.cli.terminal_text import printable
+from forgather.cli.terminal_text import printable_line
 from forgather.ml.checkpoint.errors import CheckpointNotFoundError
 from forgather.ml.trainer.callbacks.display import show_row
 
@@ -22,12 +22,12 @@ def usage_errors(*kinds: type[Exception]) -> Iterator[None]:
 def row(label: str, text: object) -> None:
     """Print a label and a text that may come from a file."""
     if text is not None and text != "":
-        show_row(label, printable(str(text)))
+        show_row(label, printable_line(str(text)))
 
 
 def shortened(text: object, limit: int = 60) -> str:
     """Return a value as text of at most `limit` characters."""
-    words = printable(str(text))
+    words = printable_line(str(text))
     return words if len(words) <= limit else f"{words[: limit - 1]}…"
 
 

@@ -10,7 +10,7 @@ import re
 from collections.abc import Collection
 
 from forgather.ml.checkpoint.encoding import strict_json
-from forgather.ml.checkpoint.errors import CheckpointError, CheckpointVersionError
+from forgather.ml.checkpoint.errors import CheckpointError, CheckpointLoadError, CheckpointVersionError
 from forgather.ml.checkpoint.files.regular_files import is_real_directory, read_small_file
 from forgather.ml.checkpoint.manifest import MANIFEST_NAME, read_manifest
 from forgather.ml.checkpoint.metadata import METADATA_NAME
@@ -73,6 +73,16 @@ def recognise(path: str) -> Owner | None:
     """Return the owner if it is another program; None for Forgather's (intact or damaged) and unknown directories."""
     owner = owner_of(path)
     return owner if owner.is_other_program else None
+
+
+def require_own(checkpoint: str) -> None:
+    """Raise `CheckpointLoadError` for a checkpoint of another program."""
+    owner = recognise(checkpoint)
+    if owner is not None:
+        raise CheckpointLoadError(
+            f"{checkpoint} is {owner.value}, which has no checksums and no components. `forgather checkpoint import` turns "
+            "it into a Forgather checkpoint."
+        )
 
 
 def is_ours(path: str) -> bool:

@@ -20,7 +20,7 @@ from forgather.ml.trainer.loading.empty_batch import EmptyBatch
 
 def require_device(asked: str | torch.device | None) -> None:
     """Raise ValueError for a device that this process does not have."""
-    device = torch.device("cpu" if asked is None else asked)
+    device = _device_of(asked)
     if device.type not in ("cuda", "mps", "xpu"):
         return
     module = torch.get_device_module(device.type)
@@ -36,6 +36,15 @@ def require_device(asked: str | torch.device | None) -> None:
             f"device={str(asked)!r} cannot be used: torch finds {number} {device.type} device(s), numbered from 0 to "
             f"{number - 1}. Choose one of them, or set {device.type!r} without a number."
         )
+
+
+def _device_of(asked: str | torch.device | None) -> torch.device:
+    try:
+        return torch.device("cpu" if asked is None else asked)
+    except RuntimeError:
+        raise ValueError(
+            f"device={asked!r} is no device of torch. Give a type with or without a number, such as 'cpu', 'cuda' or 'cuda:1'."
+        ) from None
 
 
 def _no_device(device: torch.device) -> str:
