@@ -18,6 +18,7 @@ from forgather.hf.engine.foreign_checkpoints import newest_of_transformers
 from forgather.hf.engine.label_rules import target_traits
 from forgather.hf.engine.micro_step import MicroStep, warn_once_of_direct_backward
 from forgather.hf.engine.outputs import as_state
+from forgather.ml.checkpoint.components import StateComponent
 from forgather.ml.trainer.base_trainer import BaseTrainer
 from forgather.ml.trainer.loading.data_types import Batch
 from forgather.ml.trainer.loop.optimization import Optimization
@@ -95,6 +96,11 @@ class FacadeHooks(FlowHooks):
                 f"train(resume_from_checkpoint=True) found no valid checkpoint in {self.args.output_dir}. Check output_dir, "
                 "or leave the argument out to start a new run."
             )
+
+    def get_active_state_components(self) -> list[StateComponent]:
+        # Step, schedule and data position are small, and a resume needs them. transformers keeps the step too.
+        omitted = "optimizer" if self.facade.args.save_only_model else None
+        return [one for one in super().get_active_state_components() if one.key != omitted]
 
     def _init_state(self) -> TrainerState:
         state = as_state(super()._init_state())
