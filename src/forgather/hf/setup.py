@@ -15,6 +15,7 @@ from forgather.hf.engine.hooks import FacadeHooks
 from forgather.hf.engine.strategies import PIPELINES, engine_class
 from forgather.hf.fields.engine_arguments import to_engine_arguments
 from forgather.hf.methods import call
+from forgather.hf.optimizers import with_decay
 
 if TYPE_CHECKING:
     from forgather.hf.trainer import Trainer
@@ -121,7 +122,7 @@ def build_engine(
         "callbacks": callbacks,
         "optimizer": optimizers[0],
         "lr_scheduler": optimizers[1],
-        "optimizer_cls_and_kwargs": trainer.optimizer_cls_and_kwargs,
+        "optimizer_cls_and_kwargs": with_decay(trainer.optimizer_cls_and_kwargs, args),
         "compute_metrics": compute_metrics,
         "preprocess_logits_for_metrics": preprocess_logits,
         **_model_keywords(trainer, strategy, model),
