@@ -29,7 +29,8 @@ def with_decay(chosen: tuple[type, dict[str, Any]] | None, args: Any) -> tuple[t
     asked = options.get("weight_decay", args.weight_decay)
     if asked != args.weight_decay:
         logger.warning(
-            "weight_decay=%r of optimizer_cls_and_kwargs has no effect: as in transformers, the argument weight_decay=%r is used.",
+            "weight_decay=%r of optimizer_cls_and_kwargs has no effect: as in transformers, weight_decay=%r of the arguments "
+            "is used.",
             asked,
             args.weight_decay,
         )
