@@ -17,7 +17,7 @@ from forgather.hf.engine.flow import FlowHooks
 from forgather.hf.engine.foreign_checkpoints import newest_of_transformers
 from forgather.hf.engine.label_rules import target_traits
 from forgather.hf.engine.micro_step import MicroStep, warn_once_of_direct_backward
-from forgather.hf.engine.outputs import as_state
+from forgather.hf.engine.outputs import as_state, with_total_flos
 from forgather.ml.checkpoint.components import StateComponent
 from forgather.ml.trainer.base_trainer import BaseTrainer
 from forgather.ml.trainer.loading.data_types import Batch
@@ -179,7 +179,7 @@ class FacadeHooks(FlowHooks):
             # As in transformers: the norm of the logged step, not of all steps since the last log.
             norm = float(self._norm_of_step)
             logs = {**logs, "grad_norm": norm if math.isfinite(norm) else logs["grad_norm"]}
-        self.facade.log(logs)
+        self.facade.log(with_total_flos(logs))
 
     def record(self, logs: dict[str, Any]) -> None:
         """Append a record to the log history and dispatch `on_log`: the implementation of `log`."""
