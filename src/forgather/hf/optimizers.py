@@ -18,6 +18,18 @@ if TYPE_CHECKING:
 logger = logging.getLogger(__name__)
 
 
+def check_sources(trainer: "Trainer", optimizers: Any) -> None:
+    """Raise ValueError for a second source of the optimizer or of the model, which would be ignored."""
+    given = [one for one in optimizers if one is not None]
+    if trainer.optimizer_cls_and_kwargs is not None and optimizers[0] is not None:
+        raise ValueError("Pass only one of optimizers and optimizer_cls_and_kwargs: both choose the optimizer.")
+    if trainer.model_init is not None and given:
+        raise ValueError(
+            "optimizers cannot be used with model_init: each training builds the model again, and the optimizer would update "
+            "the parameters of another model. Pass optimizer_cls_and_kwargs, or override create_optimizer."
+        )
+
+
 def with_decay(chosen: tuple[type, dict[str, Any]] | None, args: Any) -> tuple[type, dict[str, Any]] | None:
     """Return optimizer_cls_and_kwargs with the weight decay of the arguments, which transformers uses for any class."""
     # Wrong types are left to the engine, which explains them.

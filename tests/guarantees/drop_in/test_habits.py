@@ -223,3 +223,13 @@ def test_an_optimizer_class_gets_the_weight_decay_of_the_arguments(tmp_path: Pat
     trainer = Trainer(tiny_llama(), args, collate, rows(), optimizer_cls_and_kwargs=chosen)
     trainer.train()
     assert sorted(group["weight_decay"] for group in trainer.optimizer.param_groups) == [0.0, 0.25]
+
+
+def test_two_sources_of_the_optimizer_are_refused(tmp_path: Path) -> None:
+    model = tiny_llama()
+    pair: tuple[Any, Any] = (torch.optim.SGD(model.parameters(), lr=0.1), None)
+    with pytest.raises(ValueError, match="only one of optimizers and optimizer_cls_and_kwargs"):
+        chosen = (torch.optim.SGD, {"lr": 0.1})
+        Trainer(model, arguments(tmp_path), optimizers=pair, optimizer_cls_and_kwargs=chosen)
+    with pytest.raises(ValueError, match="cannot be used with model_init"):
+        Trainer(args=arguments(tmp_path), model_init=tiny_llama, optimizers=pair)
