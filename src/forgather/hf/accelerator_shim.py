@@ -42,6 +42,34 @@ class AcceleratorShim:
         return int(self._trainer.args.world_size)
 
     @property
+    def distributed_type(self) -> Any:
+        """Value of accelerate's enumeration for the strategy of the run."""
+        from accelerate.utils import DistributedType  # type: ignore[import-untyped]
+
+        if self._trainer.is_fsdp_enabled:
+            return DistributedType.FSDP
+        if not self._is_parallel:
+            return DistributedType.NO
+        return DistributedType.MULTI_CPU if self.device.type == "cpu" else DistributedType.MULTI_GPU
+
+    @property
+    def use_distributed(self) -> bool:
+        return self._is_parallel
+
+    @property
+    def gradient_accumulation_steps(self) -> int:
+        return self._trainer.current_gradient_accumulation_steps
+
+    @property
+    def _models(self) -> list[Any]:
+        """Models that are prepared already: always the model of the trainer."""
+        return [self._trainer.model]
+
+    @property
+    def is_last_process(self) -> bool:
+        return self.process_index == int(self._trainer.args.world_size) - 1
+
+    @property
     def process_index(self) -> int:
         return int(self._trainer.args.process_index)
 
@@ -145,6 +173,14 @@ class AcceleratorShim:
 
     def end_training(self) -> None:
         self._trainer.end()
+
+    def __getattr__(self, name: str) -> Any:
+        raise AttributeError(
+            f"trainer.accelerator has no attribute {name!r}: Forgather's engine divides the work, and this object has only the "
+            "part of accelerate.Accelerator that overrides of trainer methods use. Use trainer.engine or torch instead.",
+            name=name,
+            obj=self,
+        )
 
     @property
     def _is_parallel(self) -> bool:

@@ -56,14 +56,20 @@ class EvaluationLoader:
 
 
 def train_loader(trainer: "Trainer") -> DataLoader[Any]:
-    args, dataset = trainer.args, trainer.engine.columns.of(trainer.train_dataset)
-    is_stream = isinstance(dataset, IterableDataset)
-    sampler = None if is_stream else call(trainer._get_train_sampler, train_dataset=trainer.train_dataset)
+    sampler = None
+    if not isinstance(trainer.engine.columns.of(trainer.train_dataset), IterableDataset):
+        sampler = call(trainer._get_train_sampler, train_dataset=trainer.train_dataset)
+    return plain_loader(trainer, trainer.train_dataset, trainer.args.train_batch_size, sampler)
+
+
+def plain_loader(trainer: "Trainer", dataset: Any, batch_size: int, sampler: Any) -> DataLoader[Any]:
+    """Return a torch loader of a full dataset, without its unused columns."""
+    used = trainer.engine.columns.of(dataset)
     return DataLoader(
-        dataset,
-        batch_size=args.train_batch_size,
-        sampler=sampler,
-        drop_last=args.dataloader_drop_last,
+        used,
+        batch_size=batch_size,
+        sampler=None if isinstance(used, IterableDataset) else sampler,
+        drop_last=trainer.args.dataloader_drop_last,
         **_options(trainer),
     )
 

@@ -15,6 +15,7 @@ from forgather.hf.engine.hooks import FacadeHooks
 from forgather.hf.engine.strategies import PIPELINES, engine_class
 from forgather.hf.fields.engine_arguments import to_engine_arguments
 from forgather.hf.methods import call
+from forgather.hf.optimizers import check_sources, with_decay
 
 if TYPE_CHECKING:
     from forgather.hf.trainer import Trainer
@@ -110,6 +111,7 @@ def build_engine(
     preprocess_logits: Callable[..., Any] | None,
 ) -> FacadeHooks:
     """Return the engine of the strategy, connected with the facade."""
+    check_sources(trainer, optimizers)
     args, cls = trainer.args, engine_class(strategy)
     trainer._engine_arguments = to_engine_arguments(args, cls.arguments_class)
     keywords: dict[str, Any] = {
@@ -121,7 +123,7 @@ def build_engine(
         "callbacks": callbacks,
         "optimizer": optimizers[0],
         "lr_scheduler": optimizers[1],
-        "optimizer_cls_and_kwargs": trainer.optimizer_cls_and_kwargs,
+        "optimizer_cls_and_kwargs": with_decay(trainer.optimizer_cls_and_kwargs, args),
         "compute_metrics": compute_metrics,
         "preprocess_logits_for_metrics": preprocess_logits,
         **_model_keywords(trainer, strategy, model),

@@ -27,9 +27,9 @@ from forgather.hf.engine.label_rules import label_names_of, returns_loss
 from forgather.hf.engine.micro_step import MicroStep
 from forgather.hf.engine.outputs import as_train_output, first_state
 from forgather.hf.engine.strategies import PIPELINES
-from forgather.hf.engine_objects import EngineObjects
 from forgather.hf.fields.conversions import fractions, text_of
 from forgather.hf.fields.engine_arguments import strategy_of
+from forgather.hf.internals import Internals
 from forgather.hf.methods import REFUSED, check_methods, owner_of
 from forgather.hf.setup import (
     aligned_model,
@@ -57,7 +57,7 @@ _LOSS_METHODS = (
 _PREDICTION_METHODS = (*_LOSS_METHODS, "prediction_step")
 
 
-class Trainer(EngineObjects):
+class Trainer(Internals):
     """Trainer with the constructor and the methods of `transformers.Trainer`.
 
     `args.fg_strategy` chooses the engine. Overrides of the methods of `transformers.Trainer` are called, or raise

@@ -4,9 +4,12 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
+import transformers
 from torch import Tensor, nn
 
 from forgather.hf import Trainer, TrainingArguments
+from forgather.hf.methods import CALLED
+from forgather.ml.distributed import get_world_size
 from tests.support.tiny_models import tiny_llama
 
 LENGTHS = (5, 9, 7, 6, 8, 5, 9, 4)
@@ -234,3 +237,26 @@ def count_calls(output_dir: str) -> dict[str, int]:
     trainer.predict(rows(4))
     trainer.save_model()
     return trainer.calls
+
+
+def copied_bodies(**attributes: Any) -> type[Trainer]:
+    """Return a trainer with the method bodies of transformers, as overrides that copy a body and change a line."""
+    left_out = {"init_hf_repo", "push_to_hub"}
+    bodies = {name: body for name, body in vars(transformers.Trainer).items() if name in CALLED - left_out}
+    return type("Copied", (Trainer,), {**bodies, **attributes, "__module__": __name__})
+
+
+def with_copied_bodies(output_dir: str, **attributes: Any) -> tuple[Tensor, int]:
+    """Return the weights after an epoch with an incomplete last step, and the number of samples of an evaluation."""
+    options: dict[str, Any] = {
+        "max_steps": -1,
+        "num_train_epochs": 1,
+        "gradient_accumulation_steps": 3 // get_world_size(),
+    }
+    options |= {"train_sampling_strategy": "sequential", "per_device_train_batch_size": 1}
+    trainer = made(copied_bodies(**attributes) if attributes else Trainer, output_dir, **options)
+    trainer.compute_metrics = lambda prediction: {"number": len(prediction.label_ids)}
+    trainer.train()
+    trainer.save_model()
+    trainer.predict(rows(3))
+    return weights(trainer), trainer.evaluate()["eval_number"]

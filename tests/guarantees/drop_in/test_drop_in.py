@@ -130,6 +130,7 @@ def test_metrics_are_saved_and_a_card_is_written_offline(tmp_path: Path) -> None
     trainer.log_metrics("train", output.metrics)
     trainer.save_metrics("train", output.metrics)
     assert json.loads((tmp_path / "train_results.json").read_text())["train_loss"] == output.training_loss
+    assert output.metrics["total_flos"] == trainer.state.log_history[-1]["total_flos"] == trainer.state.total_flos > 0
     trainer.create_model_card(model_name="tiny", tags=["test"])
     assert "tiny" in (tmp_path / "README.md").read_text()
 

@@ -202,3 +202,34 @@ def test_transformers_trains_on_from_our_checkpoint(tmp_path: Path) -> None:
     theirs = transformers.Trainer(tiny_llama(), args, collate, rows())
     assert theirs.train(resume_from_checkpoint=True).global_step == 4
     assert (tmp_path / "checkpoint-4" / "trainer_state.json").exists()
+
+
+def test_checkpoints_without_optimizer_keep_the_step_and_the_data(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    saves: dict[str, Any] = {"save_strategy": "steps", "save_steps": 2, "save_only_model": True}
+    made(Trainer, tmp_path, **saves).train()
+    assert not (tmp_path / "checkpoint-2" / "optimizer_state.pt").exists()
+    resumed = made(Trainer, tmp_path, max_steps=3, **saves)
+    assert resumed.train(resume_from_checkpoint=True).global_step == 3
+    assert [record["step"] for record in resumed.state.log_history if "loss" in record] == [1, 2, 3]
+    made(Trainer, tmp_path, max_steps=4).train(resume_from_checkpoint=True)
+    assert "Component 'optimizer' starts fresh" in caplog.text
+
+
+def test_an_optimizer_class_gets_the_weight_decay_of_the_arguments(tmp_path: Path) -> None:
+    chosen = (torch.optim.AdamW, {"lr": 0.01, "weight_decay": 0.7})
+    args = arguments(tmp_path, weight_decay=0.25, max_steps=1)
+    trainer = Trainer(tiny_llama(), args, collate, rows(), optimizer_cls_and_kwargs=chosen)
+    trainer.train()
+    assert sorted(group["weight_decay"] for group in trainer.optimizer.param_groups) == [0.0, 0.25]
+
+
+def test_two_sources_of_the_optimizer_are_refused(tmp_path: Path) -> None:
+    model = tiny_llama()
+    pair: tuple[Any, Any] = (torch.optim.SGD(model.parameters(), lr=0.1), None)
+    with pytest.raises(ValueError, match="only one of optimizers and optimizer_cls_and_kwargs"):
+        chosen = (torch.optim.SGD, {"lr": 0.1})
+        Trainer(model, arguments(tmp_path), optimizers=pair, optimizer_cls_and_kwargs=chosen)
+    with pytest.raises(ValueError, match="cannot be used with model_init"):
+        Trainer(args=arguments(tmp_path), model_init=tiny_llama, optimizers=pair)

@@ -11,7 +11,7 @@ from torch.utils.data import DataLoader, SequentialSampler
 
 from forgather.hf import Seq2SeqTrainer, Seq2SeqTrainingArguments, Trainer
 from forgather.hf.methods import CALLED, FORWARDED, REFUSED
-from tests.guarantees.drop_in.programs import COUNTED, collate, count_calls, made, rows
+from tests.guarantees.drop_in.programs import COUNTED, collate, count_calls, made, rows, with_copied_bodies
 from tests.support.ranks import run_on_ranks
 from tests.support.tiny_models import tiny_llama
 
@@ -75,6 +75,24 @@ def test_every_overridable_method_is_called_on_two_ranks(tmp_path: Path) -> None
     first, second = run_on_ranks(count_calls, 2, str(tmp_path))
     check_calls(first, num_micro_batches=2, num_eval_batches=1)
     assert first.pop("_save") == 1 and "_save" not in second
+
+
+def test_copied_method_bodies_of_transformers_give_the_same_result(tmp_path: Path) -> None:
+    wanted, number = with_copied_bodies(str(tmp_path / "own"))
+    for accepts in (True, False):
+        # False: the copied training_step divides each loss by the number of micro-batches, 2 in the last step and 3 before.
+        copied = with_copied_bodies(str(tmp_path / str(accepts)), model_accepts_loss_kwargs=accepts)
+        torch.testing.assert_close(copied[0], wanted)
+        assert copied[1] == number == 4
+    ranks = run_on_ranks(copied_on_rank, 2, str(tmp_path))
+    torch.testing.assert_close(*ranks[0])
+
+
+def copied_on_rank(output_dir: str) -> tuple[torch.Tensor, torch.Tensor]:
+    wanted, _ = with_copied_bodies(f"{output_dir}/own_on_ranks")
+    copied, number = with_copied_bodies(f"{output_dir}/copied_on_ranks", model_accepts_loss_kwargs=True)
+    assert number == 4
+    return copied, wanted
 
 
 def test_an_overridden_sampler_and_loader_choose_the_data(tmp_path: Path) -> None:

@@ -74,6 +74,10 @@ class EventCalls:
     def eval_dataloader(self) -> Any:
         return self._trainer.engine.eval_dataloader
 
+    @eval_dataloader.setter
+    def eval_dataloader(self, loader: Any) -> None:
+        """Accept the loader of an own evaluation loop; events show the loader of the engine."""
+
     def __getattr__(self, name: str) -> Callable[..., Any]:
         """Return the function that dispatches an event; its last positional argument is logs or metrics."""
         if not name.startswith("on_"):

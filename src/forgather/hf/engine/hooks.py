@@ -17,7 +17,8 @@ from forgather.hf.engine.flow import FlowHooks
 from forgather.hf.engine.foreign_checkpoints import newest_of_transformers
 from forgather.hf.engine.label_rules import target_traits
 from forgather.hf.engine.micro_step import MicroStep, warn_once_of_direct_backward
-from forgather.hf.engine.outputs import as_state
+from forgather.hf.engine.outputs import as_state, with_total_flos
+from forgather.ml.checkpoint.components import StateComponent
 from forgather.ml.trainer.base_trainer import BaseTrainer
 from forgather.ml.trainer.loading.data_types import Batch
 from forgather.ml.trainer.loop.optimization import Optimization
@@ -96,6 +97,11 @@ class FacadeHooks(FlowHooks):
                 "or leave the argument out to start a new run."
             )
 
+    def get_active_state_components(self) -> list[StateComponent]:
+        # Step, schedule and data position are small, and a resume needs them. transformers keeps the step too.
+        omitted = "optimizer" if self.facade.args.save_only_model else None
+        return [one for one in super().get_active_state_components() if one.key != omitted]
+
     def _init_state(self) -> TrainerState:
         state = as_state(super()._init_state())
         if self.plan.counts_steps and self.plan.steps_per_epoch:
@@ -173,7 +179,7 @@ class FacadeHooks(FlowHooks):
             # As in transformers: the norm of the logged step, not of all steps since the last log.
             norm = float(self._norm_of_step)
             logs = {**logs, "grad_norm": norm if math.isfinite(norm) else logs["grad_norm"]}
-        self.facade.log(logs)
+        self.facade.log(with_total_flos(logs))
 
     def record(self, logs: dict[str, Any]) -> None:
         """Append a record to the log history and dispatch `on_log`: the implementation of `log`."""

@@ -19,9 +19,13 @@ def target_traits(model: nn.Module) -> Traits:
 def shifts_labels(model: nn.Module) -> bool:
     """Return whether the loss of a model shifts its labels by one position."""
     from transformers.loss.loss_utils import LOSS_MAPPING, ForCausalLMLoss
+    from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 
     inner: Any = base_model(model)
-    is_causal = LOSS_MAPPING.get(str(getattr(inner, "loss_type", None))) is ForCausalLMLoss
+    loss_type = getattr(inner, "loss_type", None)
+    # Names such as GPT2LMHeadModel lead to no loss type. Their models use the causal loss, which is the default.
+    is_named = loss_type is None and type(inner).__name__ in MODEL_FOR_CAUSAL_LM_MAPPING_NAMES.values()
+    is_causal = is_named or LOSS_MAPPING.get(str(loss_type)) is ForCausalLMLoss
     return is_causal and not getattr(getattr(inner, "config", None), "is_encoder_decoder", False)
 
 

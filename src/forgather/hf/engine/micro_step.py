@@ -119,7 +119,8 @@ class MicroStep:
 
     def _undivided(self, loss: Tensor) -> Tensor:
         """Return the loss before a division by gradient_accumulation_steps in an overridden training_step."""
-        steps, computed, division = self._engine.args.gradient_accumulation_steps, self.computed, loss.grad_fn
+        steps, window = self._engine.args.gradient_accumulation_steps, self._engine.window
+        computed, division = self.computed, loss.grad_fn
         if steps == 1 or computed is None or computed is loss or type(division).__name__ != "DivBackward0":
             return loss
         assert division is not None
@@ -127,7 +128,9 @@ class MicroStep:
         # Only numbers on the CPU: a divisor on an accelerator is no constant, and reading it would block.
         if not isinstance(divisor, Tensor) or divisor.device.type != "cpu" or divisor.numel() != 1:
             return loss
-        if division.next_functions[0][0] is not computed.grad_fn or float(divisor) != steps:
+        # The last step of an epoch may have fewer micro-batches, and scripts may divide by their number.
+        numbers = (steps, steps if window is None else len(window))
+        if division.next_functions[0][0] is not computed.grad_fn or float(divisor) not in numbers:
             return loss
         _warn_once_of_division(steps)
         return computed

@@ -46,4 +46,9 @@ def first_state(args: Any, is_local_zero: bool, is_world_zero: bool) -> EngineSt
 
 def as_train_output(output: OwnOutput) -> TrainOutput:
     """Return the result of a run as transformers' named tuple."""
-    return TrainOutput(output.global_step, output.metrics.get("train_loss", 0.0), dict(output.metrics))
+    return TrainOutput(output.global_step, output.metrics.get("train_loss", 0.0), dict(with_total_flos(output.metrics)))
+
+
+def with_total_flos(metrics: dict[str, Any]) -> dict[str, Any]:
+    """Return the metrics of a run with `total_flos`, the name of transformers for `total_flops`."""
+    return {**metrics, "total_flos": metrics["total_flops"]} if "total_flops" in metrics else metrics

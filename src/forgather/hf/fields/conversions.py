@@ -86,10 +86,6 @@ def eval_delay(args: Any) -> Values:
     return {} if text_of(args.eval_strategy) == "epoch" else {"eval_delay": math.ceil(args.eval_delay or 0)}
 
 
-def only_model(args: Any) -> Values:
-    return {"checkpoint_components": ["model"]} if args.save_only_model else {}
-
-
 def save_strategy(args: Any) -> Values:
     name = text_of(args.save_strategy)
     return {"save_strategy": "steps", "save_steps": NEVER} if name == "best" else {"save_strategy": name}

@@ -80,7 +80,9 @@ TRAINING: Mapping[str, Row] = {
     "eval_accumulation_steps": Same(),
     "include_for_metrics": Same(),
     "batch_eval_metrics": Same(),
-    "save_only_model": Mapped("checkpoint_components", to.only_model, "Such checkpoints cannot be resumed exactly."),
+    "save_only_model": Same(
+        "Omits the optimizer state only, so a resume continues with a new optimizer.", engine=False
+    ),
     "save_strategy": Mapped(
         "save_strategy", to.save_strategy, "'best' saves each new best step, and the last step of the run."
     ),
