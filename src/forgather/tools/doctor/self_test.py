@@ -21,8 +21,8 @@ from typing import Any
 _JOB = "forgather.tools.doctor.self_test_job"
 _MOST_SECONDS = 120
 _NUM_RANKS = 2
-# Variables of a launcher. The processes of the self-test form jobs of their own.
-_OF_LAUNCHERS = ("TORCHELASTIC_", "FORGATHER_", "GROUP_", "ROLE_", "MASTER_", "PET_")
+# Variables of a launcher or a Slurm step. The processes of the self-test form jobs of their own.
+_OF_LAUNCHERS = ("TORCHELASTIC_", "FORGATHER_", "GROUP_", "ROLE_", "MASTER_", "PET_", "SLURM_")
 _OF_RANKS = ("RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE")
 
 
