@@ -161,10 +161,16 @@ def _environment() -> dict[str, str]:
         for name, value in os.environ.items()
         if not name.startswith(_OF_LAUNCHERS) and name not in _OF_RANKS
     }
-    # The processes import the same copy of Forgather, however this process found it.
-    source = os.path.dirname(os.path.dirname(os.path.abspath(sys.modules["forgather"].__file__ or "")))
-    paths = [source, *filter(None, [own.get("PYTHONPATH")])]
+    paths = filter(None, [own.get("PYTHONPATH"), _source_path()])
     return own | {"PYTHONPATH": os.pathsep.join(paths), "OMP_NUM_THREADS": "1"}
+
+
+def _source_path() -> str:
+    """Return the folder that Forgather was imported from, so that the processes import the same copy.
+
+    It comes last: site-packages also has torch, and other paths of the user may replace it, as in this process.
+    """
+    return os.path.dirname(os.path.dirname(os.path.abspath(sys.modules["forgather"].__file__ or "")))
 
 
 def _rank_variables(rank: int, port: str) -> dict[str, str]:
