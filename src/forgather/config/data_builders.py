@@ -191,18 +191,12 @@ def _ready_datasets(made: Mapping[str, Any]) -> Datasets:
     return Datasets(made["train"], made.get("eval"))
 
 
-def describe_data(datasets: Datasets) -> str | None:
-    """Return the size of the training data in words, or None for datasets of other classes."""
-    if not isinstance(datasets.train, PackedTokens):
+def describe_data(dataset: object) -> str | None:
+    """Return the size of packed tokens in words, or None for datasets of other classes."""
+    if not isinstance(dataset, PackedTokens):
         return None
-    parts = [f"{_sequences(datasets.train)} for training"]
-    if isinstance(datasets.eval, PackedTokens):
-        parts.append(f"{_sequences(datasets.eval)} for evaluation")
-    return f"{' and '.join(parts)}, in sequences of {datasets.train.sequence_length}"
-
-
-def _sequences(dataset: PackedTokens) -> str:
     from forgather.ml.trainer.callbacks.display import format_count
 
     num_documents = len(dataset.document_starts)
-    return f"{format_count(len(dataset.tokens))} tokens of {num_documents:,} document{'s' * (num_documents != 1)}"
+    documents = f"{num_documents:,} document{'s' * (num_documents != 1)}"
+    return f"{format_count(len(dataset.tokens))} tokens of {documents}, in sequences of {dataset.sequence_length}"

@@ -171,8 +171,11 @@ def test_elastic_job_loses_a_node_and_gets_one_back(
         result = job.result(SECONDS)
     assert result.error is None and result.metrics is not None and result.metrics["step"] == NUM_STEPS
     steps = {size: {note["step"] for note in notes(tmp_path) if note["size"] == size} for size in (1, 2)}
-    # Two workers, one from the save at step 5, and two from the save at step 15.
-    assert steps[1] == set(range(SAVE_STEPS, 2 * HELD_STEP)) and NUM_STEPS - 1 in steps[2]
+    # Two workers, one from the save at step 5, and two from the save at step 15. The worker of the lost node may live for
+    # some steps more, until the save at step 10.
+    first = min(steps[1])
+    assert first in (SAVE_STEPS, 2 * SAVE_STEPS)
+    assert steps[1] == set(range(first, 2 * HELD_STEP)) and NUM_STEPS - 1 in steps[2]
     assert samples_by_step(tmp_path) == samples_by_step(straight[0])
     weights, expected = (
         load_file(one / f"out/checkpoints/checkpoint-{NUM_STEPS}/model.safetensors") for one in (tmp_path, straight[0])
@@ -221,7 +224,7 @@ def test_copies_resume_and_retention_of_ray_keeps_own_checkpoints(cluster: Any, 
 
 def test_callback_outside_of_ray_is_refused(tmp_path: Path) -> None:
     with pytest.raises(RuntimeError, match="this process is not a worker of it"):
-        build_trainer("single", str(tmp_path), RayReportCallback())
+        build_trainer("single", str(tmp_path), RayReportCallback()).train()
 
 
 def test_relative_output_directory_is_refused(cluster: Any, tmp_path: Path) -> None:

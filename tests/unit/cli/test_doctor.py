@@ -9,6 +9,18 @@ import pytest
 from forgather._extras import EXTRAS
 from tests.unit.cli.program import call
 
+LAUNCHED = {"RANK": "1", "WORLD_SIZE": "4"}
+SLURM_TASK = {
+    "SLURM_JOB_ID": "7",
+    "SLURM_STEP_ID": "0",
+    "SLURM_STEP_NUM_TASKS": "4",
+    "SLURM_STEP_NODELIST": "node1",
+    "SLURM_NTASKS": "4",
+    "SLURM_PROCID": "2",
+    "SLURM_LOCALID": "2",
+    "SLURM_NODEID": "0",
+}
+
 
 def test_doctor_tests_the_installation_in_a_directory_with_spaces(
     capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
@@ -16,9 +28,9 @@ def test_doctor_tests_the_installation_in_a_directory_with_spaces(
     folder = tmp_path / "a directory with spaces"
     folder.mkdir()
     monkeypatch.chdir(folder)
-    # A launcher of another job must not be noticed.
-    monkeypatch.setenv("RANK", "1")
-    monkeypatch.setenv("WORLD_SIZE", "4")
+    # Neither a launcher of another job nor a Slurm step with four tasks must be noticed.
+    for name, value in (LAUNCHED | SLURM_TASK).items():
+        monkeypatch.setenv(name, value)
     answer = call(capsys, "doctor")
     assert answer.code == 0, answer.output
     assert answer.output.count("passed (") == 2 and "resumed at step 4, the end is equal in every bit" in answer.output

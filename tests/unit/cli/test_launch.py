@@ -57,7 +57,7 @@ def finish(process: CapturedProcess, code: int = 0) -> str:
 def test_nproc_starts_the_processes_and_only_one_prints(folder: Path) -> None:
     output = finish(start(folder, *PROGRAM, "--trainer", "ddp", "--nproc", "2"))
     assert "2 processes" in output
-    for line in ("data  ", "step 1/5", "step 5/5", "eval 5/5", "saved  ", "Loss: "):
+    for line in ("eval data  ", "step 1/5", "step 5/5", "eval 5/5", "saved  ", "Loss: "):
         assert output.count(line) == 1, output
     assert (folder / "out/config.yaml").read_text().count("kind: ddp") == 1
     assert (folder / "out/checkpoints/checkpoint-5/config.yaml").exists()

@@ -46,6 +46,27 @@ def test_run_trains_evaluates_saves_and_resumes(tmp_path: Path, capsys: pytest.C
     assert [line["step"] for line in lines if "grad_norm" in line] == [1, 2, 3, 4, 5, 6, 7, 8]
 
 
+def test_demo_shows_what_it_does_and_its_header_fits_80_columns(capsys: pytest.CaptureFixture[str]) -> None:
+    short = ("--args.max_steps", "2", "--args.eval_steps", "2", "--data.init_args.max_bytes", "200000")
+    answer = call(capsys, "train", *short)
+    assert answer.code == 0
+    shown, found, suggestions = answer.output.partition("try next")
+    assert found and "--trainer ddp --nproc 2" in suggestions and "--trainer pipeline --nproc 2" in suggestions
+    for part in (
+        "forgather demo  ",
+        "\ndata  ",
+        "\neval data  ",
+        "step 2/2",
+        "eval 2/2",
+        "samples at step 2",
+        "\nplot  ",
+    ):
+        assert part in shown
+    # The length of the row with the absolute path depends on the machine, and step lines are shorter on a terminal.
+    header = shown.partition("\nstep ")[0].splitlines()
+    assert [line for line in header if len(line) > 80 and not line.startswith("output ")] == []
+
+
 def test_stop_signal_saves_exits_with_0_and_the_next_run_resumes(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

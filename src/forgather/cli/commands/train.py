@@ -138,6 +138,6 @@ def _introduce_demo() -> None:
     from forgather.ml.trainer.callbacks.display import get_console
 
     title = Text("forgather demo", style="bold")
-    text = Text("training a small byte-level Llama on the source of Python's standard library")
+    text = Text("a small Llama learns the source of Python's standard library")
     get_console().print(title + Text("  ") + text, soft_wrap=True)
     sys.stdout.flush()

@@ -119,5 +119,5 @@ def _step_of_finished_run(args: TrainingArguments) -> int | None:
 
 
 def _say_data(parts: Mapping[str, Any]) -> None:
-    datasets = data_builders.Datasets(parts["train_dataset"], parts["eval_dataset"])
-    show_row("data", data_builders.describe_data(datasets))
+    show_row("data", data_builders.describe_data(parts["train_dataset"]))
+    show_row("eval data", data_builders.describe_data(parts["eval_dataset"]))

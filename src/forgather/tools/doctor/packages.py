@@ -1,12 +1,15 @@
 """Installed packages: versions of the required packages with their permitted ranges, and of the extras."""
 
 import importlib.metadata
+import re
 from dataclasses import dataclass
 
 from forgather._extras import EXTRAS, install_command
 
 REQUIRED = ("torch", "numpy", "safetensors", "xxhash", "transformers", "pyyaml", "rich", "jsonargparse")
 """Direct dependencies, by the names in `pyproject.toml`."""
+# Requirement without a marker, such as "torch<2.16,>=2.13". Packages of extras have a marker.
+_REQUIREMENT = re.compile(r"(?P<name>[\w.-]+?)\s*(?P<range>[<>=!~][^;]*)?")
 
 
 @dataclass(frozen=True)
@@ -68,22 +71,24 @@ def _required(name: str, permitted: str) -> RequiredPackage:
 
 
 def _permitted_ranges() -> dict[str, str]:
-    """Return the range of each required package from the metadata of Forgather; empty if it is not installed."""
-    try:
-        from packaging.requirements import Requirement
+    """Return the range of each required package from the metadata of Forgather; empty if it is not installed.
 
+    Reads the lines without `packaging`, which comes with transformers: both may be missing.
+    """
+    try:
         lines = importlib.metadata.requires("forgather") or []
-    except (ModuleNotFoundError, importlib.metadata.PackageNotFoundError):
-        # `packaging` comes with transformers. A copy that is only on the import path has no metadata.
+    except importlib.metadata.PackageNotFoundError:
+        # A copy that is only on the import path has no metadata.
         return {}
-    found = map(Requirement, lines)
-    return {one.name.lower(): str(one.specifier) for one in found if one.marker is None}
+    found = (_REQUIREMENT.fullmatch(line) for line in lines)
+    return {one["name"].lower(): one["range"] or "" for one in found if one is not None}
 
 
 def _fits(version: str, permitted: str) -> bool:
-    if not permitted:
+    try:
+        from packaging.specifiers import SpecifierSet
+    except ModuleNotFoundError:
+        # The missing package that brings `packaging` is reported as a problem.
         return True
-    from packaging.specifiers import SpecifierSet
-
     # Builds such as 2.13.0+cpu and pre-releases of the range count.
     return SpecifierSet(permitted).contains(version, prereleases=True)

@@ -21,8 +21,8 @@ from typing import Any
 _JOB = "forgather.tools.doctor.self_test_job"
 _MOST_SECONDS = 120
 _NUM_RANKS = 2
-# Variables of a launcher. The processes of the self-test form jobs of their own.
-_OF_LAUNCHERS = ("TORCHELASTIC_", "FORGATHER_", "GROUP_", "ROLE_", "MASTER_", "PET_")
+# Variables of a launcher or a Slurm step. The processes of the self-test form jobs of their own.
+_OF_LAUNCHERS = ("TORCHELASTIC_", "FORGATHER_", "GROUP_", "ROLE_", "MASTER_", "PET_", "SLURM_")
 _OF_RANKS = ("RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE")
 
 
@@ -161,10 +161,16 @@ def _environment() -> dict[str, str]:
         for name, value in os.environ.items()
         if not name.startswith(_OF_LAUNCHERS) and name not in _OF_RANKS
     }
-    # The processes import the same copy of Forgather, however this process found it.
-    source = os.path.dirname(os.path.dirname(os.path.abspath(sys.modules["forgather"].__file__ or "")))
-    paths = [source, *filter(None, [own.get("PYTHONPATH")])]
+    paths = filter(None, [own.get("PYTHONPATH"), _source_path()])
     return own | {"PYTHONPATH": os.pathsep.join(paths), "OMP_NUM_THREADS": "1"}
+
+
+def _source_path() -> str:
+    """Return the folder that Forgather was imported from, so that the processes import the same copy.
+
+    It comes last: site-packages also has torch, and other paths of the user may replace it, as in this process.
+    """
+    return os.path.dirname(os.path.dirname(os.path.abspath(sys.modules["forgather"].__file__ or "")))
 
 
 def _rank_variables(rank: int, port: str) -> dict[str, str]:

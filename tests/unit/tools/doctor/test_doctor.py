@@ -6,11 +6,12 @@ import sys
 from pathlib import Path
 
 import pytest
+from packaging.requirements import Requirement
 
 import forgather
 from forgather.tools.doctor import Diagnosis, inspect_environment, self_test
 from forgather.tools.doctor.environment import Space
-from forgather.tools.doctor.packages import REQUIRED, RequiredPackage
+from forgather.tools.doctor.packages import REQUIRED, RequiredPackage, required_packages
 
 # Runs at the start of each Python process. The second fork is the resumed run, which then trains without dropout.
 WITHOUT_DROPOUT = """
@@ -75,6 +76,15 @@ def test_package_outside_of_its_range_is_a_problem(
     version: str | None, is_permitted: bool, problem: str | None
 ) -> None:
     assert RequiredPackage("torch", version, ">=2.13", is_permitted).problem == problem
+
+
+def test_ranges_are_known_without_packaging(monkeypatch: pytest.MonkeyPatch) -> None:
+    whole = required_packages()
+    monkeypatch.setitem(sys.modules, "packaging", None)
+    monkeypatch.setitem(sys.modules, "packaging.specifiers", None)
+    assert required_packages() == whole
+    wanted = map(Requirement, importlib.metadata.requires("forgather") or [])
+    assert {Requirement(one.name + one.permitted) for one in whole} == {one for one in wanted if one.marker is None}
 
 
 def test_small_shared_memory_and_disk_are_warnings(tmp_path: Path) -> None:
