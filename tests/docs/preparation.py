@@ -74,11 +74,11 @@ def hf_script(_: Block) -> None:
 
 
 def many_samples(_: Block) -> None:
-    """A run of 60 steps with more than 654 samples."""
+    """A run of 60 steps. With this seed, step 30 trains on the sample 654."""
     _write_notes(num_lines=3000)
     Path("notes").rename("text")
     _write_configuration("run.yaml", max_steps=60, save_steps=20)
-    text = Path("run.yaml").read_text().replace("notes/", "text/")
+    text = Path("run.yaml").read_text().replace("notes/", "text/").replace("seed: 1", "seed: 810")
     Path("run.yaml").write_text(text)
     _forgather("train run.yaml")
 

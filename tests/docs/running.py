@@ -84,7 +84,8 @@ def run_command(line: str) -> list[str]:
     words, expected = shlex.split(line, comments=True), re.search(r"# exit code (\d+)", line)
     if words[:2] == ["forgather", "train"] and (len(words) == 2 or words[2].startswith("-")):
         words[2:2] = SHORT_DEMO
-        line = shlex.join(words) + "".join(re.findall(r" +>.*", line))
+        num_words = next((number for number, word in enumerate(words) if word.startswith(">")), len(words))
+        line = " ".join([shlex.join(words[:num_words]), *words[num_words:]])
     print(f"$ {line}", flush=True)
     is_short = words[0] == "forgather" and not _SHELL_SIGNS.search(line)
     code, printed = run_inside(words[1:]) if is_short else run_in_shell(line)

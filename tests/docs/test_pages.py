@@ -112,7 +112,7 @@ def test_messages_of_troubleshooting_exist() -> None:
 
 def test_variables_of_the_source_are_documented() -> None:
     page = (DOCS / "reference" / "environment-variables.md").read_text()
-    found = {text for text in strings_of_source() if re.fullmatch(r"FORGATHER_[A-Z_]+", text)}
+    found = {text for text in strings_of_source() if re.fullmatch(r"(FORGATHER|SLURM|PET)_[A-Z_]+", text)}
     found.update(read_names(nodes_of_source()))
     assert "FORGATHER_WATCH" in found
     assert sorted(name for name in found if f"`{name}`" not in page) == []

@@ -26,7 +26,7 @@ from forgather.ml.checkpoint.files.layout import (
 )
 from forgather.ml.checkpoint.files.state_files import read_state, verify_file
 from forgather.ml.checkpoint.foreign.ownership import require_own
-from forgather.ml.checkpoint.manifest import CheckpointManifest, FileRecord, read_manifest
+from forgather.ml.checkpoint.manifest import MANIFEST_NAME, CheckpointManifest, FileRecord, read_manifest
 from forgather.ml.checkpoint.weights.module_weights import (
     WeightLocation,
     load_into_modules,
@@ -50,6 +50,7 @@ _AVERAGE_COMPONENT = "ema"
 _INDEX_ENDING = ".index.json"
 _WEIGHT_ENDINGS = (".safetensors", ".bin", _INDEX_ENDING)
 _MODEL_CONFIG = "config.json"
+_STATE_ENDINGS = (".pt", ".pth")
 
 
 @dataclass(frozen=True)
@@ -121,6 +122,14 @@ def load_finalized(path: str, model_init: ModelInitT | None = None) -> nn.Module
     Transformers models need no `model_init`; `from_pretrained` of the model class does the same. Nothing is unpickled.
     """
     return load_quantized(path, model_init).eval()
+
+
+def is_exported(path: str) -> bool:
+    """Return whether a directory has a model, but no training state and no checkpoints."""
+    if not os.path.isfile(os.path.join(path, _MODEL_CONFIG)) or os.path.isdir(_folder_of_checkpoints(path)[0]):
+        return False
+    names = os.listdir(path)
+    return MANIFEST_NAME not in names and not any(name.endswith(_STATE_ENDINGS) for name in names)
 
 
 def resolve_checkpoint(path: str) -> str:

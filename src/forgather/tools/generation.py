@@ -14,7 +14,14 @@ from torch import Tensor, nn
 
 from forgather.ml.checkpoint.errors import CheckpointLoadError
 from forgather.ml.checkpoint.manifest import read_manifest
-from forgather.ml.finalize import ModelInitT, best_device, load_model, resolve_checkpoint
+from forgather.ml.finalize import (
+    ModelInitT,
+    best_device,
+    is_exported,
+    load_finalized,
+    load_model,
+    resolve_checkpoint,
+)
 from forgather.ml.trainer.pipeline.generation import GenerationOptions, generated
 from forgather.ml.trainer.setup.devices import require_device
 from forgather.ml.trainer.step_loss.model_outputs import logits_from_outputs
@@ -222,14 +229,18 @@ def load_generator(
 ) -> TextGenerator:
     """Load model and tokenizer of a checkpoint, or of the newest complete checkpoint of an output directory.
 
+    `path` may also be an exported model, from `forgather finalize`, `forgather checkpoint export` or `save_pretrained`.
     `model_init` builds the model if it is not a transformers model. `tokenizer` replaces the stored one. `ema=True` loads
     the averaged weights.
     """
     require_device(device)
-    checkpoint = resolve_checkpoint(path)
-    step = read_manifest(checkpoint).step
-    # The model first: its files are verified before the tokenizer is read.
-    model = load_model(checkpoint, model_init, ema).to(device or best_device())
+    if is_exported(path):
+        checkpoint, step, model = path, None, _exported_model(path, model_init, ema)
+    else:
+        checkpoint = resolve_checkpoint(path)
+        # The model first: its files are verified before the tokenizer is read.
+        step, model = read_manifest(checkpoint).step, load_model(checkpoint, model_init, ema)
+    model = model.to(device or best_device())
     return TextGenerator(model, tokenizer or _stored_tokenizer(checkpoint), checkpoint, step)
 
 
@@ -335,6 +346,15 @@ def _room(num_prompt_tokens: int, max_new_tokens: int, context_length: int | Non
             f"The prompt has {num_prompt_tokens} tokens, but the model has only {context_length} positions. Shorten the prompt."
         )
     return min(max_new_tokens, room)
+
+
+def _exported_model(path: str, model_init: ModelInitT | None, ema: bool) -> nn.Module:
+    if ema:
+        raise CheckpointLoadError(
+            f"{path} is an exported model, which has one set of weights. Give the checkpoint, or export its averaged weights "
+            "with forgather finalize --ema."
+        )
+    return load_finalized(path, model_init)
 
 
 def _stored_tokenizer(checkpoint: str) -> GenerationTokenizer:

@@ -23,7 +23,7 @@ from forgather.config import builders, model_builders
 from forgather.config.schema import Configuration
 from forgather.config.stored import read_configuration
 from forgather.ml.checkpoint.errors import CheckpointNotFoundError
-from forgather.ml.finalize import resolve_checkpoint
+from forgather.ml.finalize import is_exported, resolve_checkpoint
 from forgather.ml.trainer.callbacks.display import get_console
 from forgather.ml.trainer.setup.devices import require_device
 from forgather.tools.checkpoints.paths import find_checkpoint
@@ -39,7 +39,9 @@ def generate(options: argparse.Namespace) -> int:
     show_own_messages()
     sampling = _sampling(options)
     try:
-        checkpoints = [resolve_checkpoint(find_checkpoint(path)) for path in options.paths]
+        checkpoints = [
+            path if is_exported(path) else resolve_checkpoint(find_checkpoint(path)) for path in options.paths
+        ]
         require_device(options.device)
     except (CheckpointNotFoundError, ValueError) as error:
         raise UsageError(str(error)) from None

@@ -69,9 +69,12 @@ def load_quantized(path: str, model_init: Callable[[], nn.Module] | None = None)
             f"{path} is not a transformers directory: it has no config.json. Pass model_init, a function that builds the "
             "model."
         )
-    config = AutoConfig.from_pretrained(path, local_files_only=True)
+    # Without trust_remote_code=False, transformers asks on the terminal whether to run code that the directory names.
+    config = AutoConfig.from_pretrained(path, local_files_only=True, trust_remote_code=False)
     with _without_progress_bars():
-        model: nn.Module = architecture_of(config, path).from_pretrained(path, local_files_only=True)
+        model: nn.Module = architecture_of(config, path).from_pretrained(
+            path, local_files_only=True, trust_remote_code=False
+        )
     return model
 
 

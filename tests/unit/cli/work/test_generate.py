@@ -54,6 +54,18 @@ def test_greedy_text_is_the_text_of_transformers(capsys: pytest.CaptureFixture[s
     assert (found["num_prompt_tokens"], found["num_tokens"], found["step"]) == (7, len(ids), 5)
 
 
+def test_exported_model_gives_the_text_of_its_checkpoint(capsys: pytest.CaptureFixture[str]) -> None:
+    assert call(capsys, "checkpoint", "export", "out", "exported").code == 0
+    words = ("--prompt", "This is", "--greedy", "--max-new-tokens", "12")
+    (expected,), (found,) = texts(capsys, "out", *words), texts(capsys, "exported", *words)
+    assert found == {**expected, "checkpoint": "exported", "step": None}
+    refused = call(capsys, "generate", "exported", "--ema", *words)
+    assert refused.code == 1 and "has one set of weights" in refused.errors
+    refused = call(capsys, "checkpoint", "diff", "out", "exported")
+    assert refused.code == 1 and "exported is a directory of Hugging Face weights" in refused.errors
+    assert "forgather checkpoint import" in refused.errors
+
+
 def test_printed_text_is_prompt_and_continuation_without_control_characters(
     capsys: pytest.CaptureFixture[str],
 ) -> None:
@@ -116,14 +128,6 @@ def test_interrupt_ends_with_exit_code_130(folder: Path) -> None:
     output, errors = process.communicate(timeout=60)
     assert process.returncode == 130 and output.endswith(b"\n")
     assert errors.decode().split() == ["forgather:", "interrupted"]
-
-
-def test_weights_of_another_program_are_named(capsys: pytest.CaptureFixture[str]) -> None:
-    assert call(capsys, "checkpoint", "export", "out", "exported").code == 0
-    for words in (["generate", "exported", "--prompt", "x"], ["checkpoint", "diff", "out", "exported"]):
-        answer = call(capsys, *words)
-        assert answer.code == 1 and "exported is a directory of Hugging Face weights" in answer.errors
-        assert "forgather checkpoint import" in answer.errors
 
 
 def test_own_model_needs_the_configuration(capsys: pytest.CaptureFixture[str]) -> None:
