@@ -68,6 +68,12 @@ def test_equal_runs_are_equal_and_exit_with_0(capsys: pytest.CaptureFixture[str]
     assert "equal up to step 5" in answer.output and "equal in all that both have" in answer.output
 
 
+def test_modified_copy_does_not_hide_the_checkpoint_of_the_run(capsys: pytest.CaptureFixture[str]) -> None:
+    shutil.copytree("same", "changed")
+    assert call(capsys, "checkpoint", "modify", "changed", "--scale", "optimizer.lr=0.5").code == 0
+    assert compare(capsys, "a", "changed")[1]["checkpoints"] == {"equal_steps": [2, 4, 5], "first_different": None}
+
+
 def test_another_seed_differs_from_the_first_step(capsys: pytest.CaptureFixture[str]) -> None:
     code, found = compare(capsys, "a", "seed")
     assert code == 1 and not found["equal"]

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 
 from forgather.ml.checkpoint import store
 from forgather.ml.checkpoint.errors import CheckpointCorruptError, CheckpointNotFoundError
-from forgather.ml.checkpoint.files.layout import checkpoints_root, counts_any_name, layout_of
+from forgather.ml.checkpoint.files.layout import CHECKPOINT_PREFIX, checkpoints_root, counts_any_name, layout_of
 from forgather.ml.trainer.callbacks.json_logger import FILE_NAME
 from forgather.tools.checkpoints.listing import INCOMPLETE, list_checkpoints
 from forgather.tools.comparison.checkpoint_comparison import CheckpointDifference, first_difference
@@ -82,6 +82,8 @@ def _checkpoints(output_dir: str) -> dict[int, str]:
     """Return the paths of complete checkpoints by step."""
     layout = layout_of(output_dir)
     found = store.find_checkpoints(checkpoints_root(output_dir, layout), counts_any_name(layout))
+    # The checkpoint of the run wins over its changed copies, such as checkpoint-10-modified.
+    found.sort(key=lambda one: os.path.basename(one.path) == f"{CHECKPOINT_PREFIX}{one.manifest.step}")
     return {one.manifest.step: one.path for one in found if one.manifest.step is not None}
 
 
