@@ -81,6 +81,11 @@ def test_interrupt_that_a_library_swallows_ends_with_code_130(
     )
     monkeypatch.syspath_prepend(tmp_path)
     monkeypatch.setitem(COMMANDS, "swallow", Command("swallowing_command", ""))
-    answer = call(capsys, "swallow")
+    # A shell starts background jobs with SIGINT ignored.
+    before = signal.signal(signal.SIGINT, signal.default_int_handler)
+    try:
+        answer = call(capsys, "swallow")
+        assert signal.getsignal(signal.SIGINT) is signal.default_int_handler
+    finally:
+        signal.signal(signal.SIGINT, before)
     assert (answer.code, answer.errors) == (130, "forgather: interrupted\n")
-    assert signal.getsignal(signal.SIGINT) is signal.default_int_handler

@@ -194,12 +194,12 @@ DistributedEnvironment(no_accelerator=True)
 """
 
 
-def start_waiting(directory: Path, agent_store: dist.TCPStore | None) -> CapturedProcess:
+def start_waiting(script: str, agent_store: dist.TCPStore | None) -> CapturedProcess:
     """Start rank 0 of 2; the other rank never comes."""
     variables = {**rank_variables(0, 2, free_port() if agent_store is None else agent_store.port)}
     if agent_store is not None:
         variables.update(TORCHELASTIC_USE_AGENT_STORE="True", TORCHELASTIC_RUN_ID="job", TORCHELASTIC_RESTART_COUNT="0")
-    return CapturedProcess([sys.executable, write_script(directory, WAIT)], variables, None, "rank 0")
+    return CapturedProcess([sys.executable, script], variables, None, "rank 0")
 
 
 def wait_for_handler(process: CapturedProcess) -> None:
@@ -216,7 +216,8 @@ def wait_for_handler(process: CapturedProcess) -> None:
 def test_stop_signal_ends_a_rank_that_waits_for_others(tmp_path: Path) -> None:
     store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
     cases = [(signal.SIGTERM, None), (signal.SIGTERM, store), (signal.SIGINT, None)]
-    processes = [start_waiting(tmp_path, store) for _, store in cases]
+    script = write_script(tmp_path, WAIT)
+    processes = [start_waiting(script, store) for _, store in cases]
     for process, (number, _) in zip(processes, cases, strict=True):
         wait_for_handler(process)
         assert process.returncode is None, process.output
