@@ -272,6 +272,7 @@ class Kept:
         self._hooks.__exit__()
 
 
+@long_search
 def test_activation_memory_budget_recomputes_activations(tmp_path: Path) -> None:
     tokens = torch.randint(0, VOCAB_SIZE, (4, 256), generator=torch.Generator().manual_seed(0))
     samples = [{"input_ids": row, "labels": row} for row in tokens]

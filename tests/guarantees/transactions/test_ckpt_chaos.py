@@ -12,7 +12,7 @@ import pytest
 from ckpt_chaos.runner import rejudge
 
 from tests.support.launch import CapturedProcess
-from tests.support.sampling import long_search, sampled
+from tests.support.sampling import long_search
 
 FAILURES = "HARD_FAIL,SILENT_DIVERGENCE,LOST_WORK,CONTROL_FAIL"
 CLIENT = Path(__file__).parents[2] / "support" / "faults" / "chaos_client.py"
@@ -82,7 +82,8 @@ def test_crashes_of_a_single_process_pass(fast_directory: Path, server: Path) ->
     assert check_verdicts(fast_directory / "work", process.output, 1, 0) >= 30
 
 
-@pytest.mark.parametrize(("crash_rank", "min_points"), sampled([(0, 30), (1, 6)], [(1, 6)]))
+@long_search
+@pytest.mark.parametrize(("crash_rank", "min_points"), [(0, 30), (1, 6)])
 def test_crashes_of_one_of_two_ranks_pass(crash_rank: int, min_points: int, fast_directory: Path, server: Path) -> None:
     process = run_tool(fast_directory / "work", server, 2, crash_rank)
     assert process.returncode == 0, process.output

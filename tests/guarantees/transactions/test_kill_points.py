@@ -26,7 +26,7 @@ ALL_KINDS = {"create", "open", "pwrite", "ftruncate", "fsync", "mkdir", "rename"
 RACED = ("mkdir checkpoints/.tmp", "fsync checkpoints #", "mkdir .tmp", "fsync . #")
 FLAT_VARIANTS = sampled(
     [(1, "exchange"), (2, "exchange"), (2, "renames"), (1, "background"), (2, "background"), (2, "sharded")],
-    [(1, "exchange"), (1, "background")],
+    [(1, "exchange")],
 )
 ERRORS = ("CheckpointSaveError", "CheckpointError", "CheckpointLoadError", "DistributedError")
 

@@ -14,6 +14,7 @@ from forgather.ml.trainer.loading.empty_batch import EmptyBatch
 from forgather.ml.trainer.trainer import Trainer
 from tests.support.data_parallel import ddp_trainer
 from tests.support.ranks import run_on_ranks
+from tests.support.sampling import sampled
 from tests.support.tiny_models import Recorder, TokenModel, quiet_trainer, token_samples, weights
 
 
@@ -82,7 +83,7 @@ def limited(most_rows: int, seed: int = 0) -> StepsOnly:
     return model
 
 
-@pytest.mark.parametrize(("size", "most_rows"), [(8, 4), (8, 2), (8, 1), (5, 2), (7, 3)])
+@pytest.mark.parametrize(("size", "most_rows"), sampled([(8, 4), (8, 2), (8, 1), (5, 2), (7, 3)], [(8, 4), (7, 3)]))
 def test_run_equals_run_with_smaller_batches(size: int, most_rows: int, tmp_path: Path) -> None:
     found = trained(tmp_path / "found", limited(most_rows), size, 2, auto_find_batch_size=True)
     expected = trained(tmp_path / "expected", StepsOnly(), size, 2)
@@ -95,8 +96,13 @@ def test_run_equals_run_with_smaller_batches(size: int, most_rows: int, tmp_path
     assert found.state.num_input_tokens_seen == expected.state.num_input_tokens_seen
 
 
-@pytest.mark.parametrize("kind", ["host", "device"])
-@pytest.mark.parametrize("passes", ["forward", "backward"])
+@pytest.mark.parametrize(
+    ("kind", "passes"),
+    sampled(
+        [(kind, passes) for kind in ("host", "device") for passes in ("forward", "backward")],
+        [("host", "forward"), ("device", "backward")],
+    ),
+)
 def test_repeated_step_has_the_same_random_numbers_and_buffers(kind: str, passes: str, tmp_path: Path) -> None:
     """A run that begins with the found size draws the same numbers, so both are equal bit for bit."""
     found = trained(tmp_path / "found", LimitedModel(2, kind, passes=passes), 8, auto_find_batch_size=True, max_steps=3)

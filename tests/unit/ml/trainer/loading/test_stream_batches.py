@@ -13,6 +13,7 @@ from torchdata.stateful_dataloader import StatefulDataLoader
 from forgather.ml.trainer.loading.data_errors import DataError
 from forgather.ml.trainer.loading.data_order import seeded_stream, stable_seed
 from tests.support.loading import WORKER_IDS, WORKERS, StatefulStream, Stream, as_list, run, stored, train_loader
+from tests.support.sampling import sampled
 
 SEED = 11
 
@@ -53,7 +54,7 @@ def of_torchdata(dataset: Any, options: dict[str, Any]) -> StatefulDataLoader[An
 
 
 @pytest.mark.parametrize("options", WORKERS, ids=WORKER_IDS)
-@pytest.mark.parametrize("dataset", [StatefulStream, StreamOfCounting], ids=["dataset", "iterator"])
+@pytest.mark.parametrize("dataset", sampled([StatefulStream, StreamOfCounting], [StatefulStream]))
 def test_positions_saved_by_torchdata_are_resumed(dataset: Any, options: dict[str, Any]) -> None:
     # Noise is drawn only in workers, where generators are seeded for each batch.
     def data() -> Any:

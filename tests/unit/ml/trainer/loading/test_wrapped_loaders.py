@@ -179,7 +179,7 @@ READY_LOADERS: dict[str, Callable[[], Any]] = {
 
 
 @pytest.mark.parametrize("name", READY_LOADERS)
-@pytest.mark.parametrize("position", sampled([0, 1, 3, 4, 5], [1, 4]))
+@pytest.mark.parametrize("position", sampled([0, 1, 3, 4, 5], [4]))
 def test_ready_loaders_resume(name: str, position: int) -> None:
     def build() -> ResumableLoader:
         return train_loader(READY_LOADERS[name]())
