@@ -42,15 +42,21 @@ def test_accumulation_does_not_change_the_weights(
     torch.testing.assert_close(trained(cls, tmp_path, batch_size, accumulation), expected, **TOLERANCE)
 
 
-@pytest.mark.parametrize("smoothing", [0.0, 0.1])
-def test_first_labels_of_a_model_without_loss_type_are_no_targets(tmp_path: Path, smoothing: float) -> None:
+class OwnModel(GPT2LMHeadModel):
+    """Model with a name of its own, which tells transformers nothing about its loss."""
+
+
+@pytest.mark.parametrize(("kind", "smoothing"), [(GPT2LMHeadModel, 0.0), (OwnModel, 0.1)])
+def test_first_labels_of_a_model_without_loss_type_are_no_targets(
+    tmp_path: Path, kind: type[GPT2LMHeadModel], smoothing: float
+) -> None:
     def found(cls: type[Trainer], batch_size: int, accumulation: int) -> torch.Tensor:
         torch.manual_seed(0)
         config = GPT2Config(
             vocab_size=32, n_embd=16, n_layer=1, n_head=2, n_positions=16, bos_token_id=1, eos_token_id=1
         )
         config.resid_pdrop = config.embd_pdrop = config.attn_pdrop = 0.0
-        model = GPT2LMHeadModel(config)
+        model = kind(config)
         return trained(cls, tmp_path, batch_size, accumulation, model=model, label_smoothing_factor=smoothing)
 
     # The gradients of key biases are rounding errors, which Adam enlarges. Counting first labels changes weights by 1e-2.

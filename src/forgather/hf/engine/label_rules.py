@@ -23,8 +23,9 @@ def shifts_labels(model: nn.Module) -> bool:
 
     inner: Any = base_model(model)
     loss_type = getattr(inner, "loss_type", None)
-    # Names such as GPT2LMHeadModel lead to no loss type. Their models use the causal loss, which is the default.
-    is_named = loss_type is None and type(inner).__name__ in MODEL_FOR_CAUSAL_LM_MAPPING_NAMES.values()
+    # Names such as GPT2LMHeadModel and MyLlama lead to no loss type. Such models use the causal loss, which is the default.
+    names = {base.__name__ for base in type(inner).__mro__}
+    is_named = loss_type is None and not names.isdisjoint(MODEL_FOR_CAUSAL_LM_MAPPING_NAMES.values())
     is_causal = is_named or LOSS_MAPPING.get(str(loss_type)) is ForCausalLMLoss
     return is_causal and not getattr(getattr(inner, "config", None), "is_encoder_decoder", False)
 
