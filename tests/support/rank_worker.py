@@ -11,6 +11,7 @@ import os
 import pickle
 import random
 import signal
+import sys
 import threading
 from collections.abc import Callable, Iterator
 from datetime import timedelta
@@ -101,8 +102,18 @@ def _leave_process_group() -> None:
     if dist.is_initialized():
         dist.destroy_process_group()
     reset_process_groups()
+    _forget_accelerator()
     # Trainers are in reference cycles and hold groups. Each group has threads, which wake up a hundred times per second.
     gc.collect()
+
+
+def _forget_accelerator() -> None:
+    """Forget the rank of this job: accelerate keeps it for the life of a process, and the next job may have another."""
+    if "accelerate.state" in sys.modules:
+        from accelerate.state import AcceleratorState, GradientState
+
+        AcceleratorState._reset_state(reset_partial_state=True)
+        GradientState._reset_state()
 
 
 def _seed_everything() -> None:
