@@ -111,8 +111,8 @@ def test_kill_of_a_single_process_at_file_operations(fast_directory: Path) -> No
 
 
 def test_kill_of_either_of_two_ranks_at_file_operations(fast_directory: Path) -> None:
-    """Tries every 16th kill point to save time; `make kill-points` tries all of them."""
-    every = int(os.environ.get("EVERY_KILL_POINT", "16"))
+    """Tries every 24th kill point to save time; `make kill-points` tries all of them."""
+    every = int(os.environ.get("EVERY_KILL_POINT", "24"))
     report = kill_everywhere(2, "exchange", fast_directory, every)
     if every == 1:
         # The ranks race to create the temporary directory, so one of them may have no mkdir.
@@ -153,6 +153,7 @@ def test_kill_of_either_of_two_ranks_during_background_saves(fast_directory: Pat
     check_report(report, (*ERRORS, "RuntimeError: [") if variant == "background-sharded" else ERRORS)
 
 
+@long_search
 def test_kill_during_a_replacement_without_atomic_exchange(fast_directory: Path) -> None:
     report = kill_everywhere(2, "renames", fast_directory)
     points = [(outcome["point"]["operation"], outcome["point"]["when"]) for outcome in report["outcomes"]]

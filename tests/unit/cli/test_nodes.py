@@ -9,7 +9,7 @@ import psutil
 import pytest
 
 from tests.support.launch import CapturedProcess, free_port, kill_leftovers
-from tests.support.sampling import long_search
+from tests.support.sampling import long_search, sampled
 from tests.unit.cli.program import write_tiny_run
 from tests.unit.cli.test_launch import PROGRAM, finish, start
 
@@ -33,7 +33,10 @@ def start_node(folder: Path, node_rank: int, endpoint: str, *words: str) -> Capt
     return start(folder, *PROGRAM, *options, "--rdzv-endpoint", endpoint, *words)
 
 
-@pytest.mark.parametrize(("number", "words"), [(signal.SIGINT, ()), (signal.SIGTERM, ("--max-restarts", "1"))])
+ENDS = [(signal.SIGINT, ()), (signal.SIGTERM, ("--max-restarts", "1"))]
+
+
+@pytest.mark.parametrize(("number", "words"), sampled(ENDS, [ENDS[0]]))
 def test_waiting_node_prints_missing_nodes_and_a_signal_ends_it(
     folder: Path, number: signal.Signals, words: tuple[str, ...]
 ) -> None:

@@ -20,6 +20,7 @@ from forgather.ml.checkpoint.weights.module_weights import create_sharing_metada
 from forgather.ml.no_init_weights import no_init_weights
 from forgather.ml.trainer.fsdp2.deferred_init import DEFAULT_MIN_BYTES, DeferredInit, build_deferred
 from forgather.ml.utils import default_dtype
+from tests.support.sampling import long_search
 
 Builder = Callable[[], nn.Module]
 SMALL = {"hidden_size": 16, "intermediate_size": 32, "num_hidden_layers": 2, "num_attention_heads": 2, "vocab_size": 64}
@@ -395,6 +396,7 @@ growth(build)
 """
 
 
+@long_search
 def test_only_one_tensor_is_in_memory_at_a_time() -> None:
     """Build a model of 218 MB, with tensors of 16 MB."""
     run = subprocess.run([sys.executable, "-c", MEMORY_SCRIPT], capture_output=True, text=True, check=True)
