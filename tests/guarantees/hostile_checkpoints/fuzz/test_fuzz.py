@@ -15,7 +15,7 @@ from tests.guarantees.hostile_checkpoints.fuzz.mutations import KINDS
 from tests.guarantees.hostile_checkpoints.fuzz.place import MANIFEST
 from tests.guarantees.hostile_checkpoints.fuzz.sealing import seal
 
-NUM_EXAMPLES = 60
+NUM_EXAMPLES = 80
 # Takes under a minute on an idle machine, but test machines are busy.
 LIMIT_SECONDS = 240
 # Huge pages: a process with fewer pages forks in a third of the time.
