@@ -98,13 +98,10 @@ REQUESTS = {
 REQUESTS = sampled_keys(
     REQUESTS,
     "SIGTERM in a step",
-    "SIGINT in a step",
     "SIGUSR1 in an evaluation",
-    "SIGTERM in a save",
+    "SIGINT in a save",
     "in the last step",
-    "again during the repeated evaluation",
     "in the save after the repeated evaluation",
-    "in an evaluation on save",
     "SIGTERM to the workers as well",
 )
 STRAIGHT = {name: STRAIGHT[name] for name in STRAIGHT if name in {request.straight for request in REQUESTS.values()}}

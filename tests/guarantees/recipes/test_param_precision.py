@@ -22,7 +22,7 @@ from forgather.ml.trainer.trainer import Trainer, TrainingArguments
 from tests.support.data_parallel import run
 from tests.support.pipelines import joined, llama, tied_gpt2, trainer_of
 from tests.support.ranks import run_on_ranks
-from tests.support.sampling import sampled
+from tests.support.sampling import long_search, sampled
 from tests.support.tiny_models import Recorder, quiet_trainer, tiny_llama, token_samples, weights
 
 PRECISIONS = ["bf16_master", "bf16_stochastic"]
@@ -70,7 +70,8 @@ def loss_drop(output_dir: Path, rate: float, **precision: str) -> float:
     return sum(losses[:8]) / 8 - sum(losses[-8:]) / 8
 
 
-@pytest.mark.parametrize(("rate", "tolerance"), sampled([(3e-5, 0.03), (1e-3, 0.05)], [(3e-5, 0.03)]))
+@long_search
+@pytest.mark.parametrize(("rate", "tolerance"), [(3e-5, 0.03), (1e-3, 0.05)])
 def test_bfloat16_weights_learn_like_float32_weights(rate: float, tolerance: float, tmp_path: Path) -> None:
     expected = loss_drop(tmp_path, rate)
     for precision in PRECISIONS:
@@ -274,10 +275,8 @@ def test_ranks_resume_exactly_with_equal_replicas(precision: str, tmp_path: Path
         assert_same(straight, resumed)
 
 
-@pytest.mark.parametrize(
-    ("precision", "model"),
-    sampled([("bf16_master", "gpt2"), ("bf16_stochastic", "llama")], [("bf16_master", "gpt2")]),
-)
+@long_search
+@pytest.mark.parametrize(("precision", "model"), [("bf16_master", "gpt2"), ("bf16_stochastic", "llama")])
 def test_checkpoints_move_between_trainers(precision: str, model: str, tmp_path: Path) -> None:
     start = parallel_trainer("one device", tmp_path / "start", model, param_precision=precision, max_steps=4)
     start.train()
