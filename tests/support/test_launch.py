@@ -90,6 +90,7 @@ def test_two_agents_are_two_nodes(tmp_path: Path) -> None:
             assert f"rank {2 * node_rank + local_rank} of 4 local {local_rank}" in agent.output
 
 
+@long_search
 def test_torchrun_restarts_a_failed_job(tmp_path: Path) -> None:
     (agent,) = run_torchrun([write_script(tmp_path, FAIL_ONCE)], nproc_per_node=2, max_restarts=1)
     assert agent.returncode == 0, agent.output

@@ -28,7 +28,7 @@ from forgather.ml.checkpoint.manifest import MANIFEST_NAME, CheckpointManifest
 from forgather.ml.trainer.callbacks.early_stopping import EarlyStopping
 from tests.support.faults.forked import fork
 from tests.support.faults.hostile import change_state, put, seal, trained, trainer_in, with_pickle
-from tests.support.sampling import sampled
+from tests.support.sampling import long_search, sampled
 from tests.support.tiny_models import TokenModel, quiet_trainer, token_samples
 
 
@@ -318,6 +318,7 @@ def test_saved_states_of_small_objects_can_be_read(kind: str, tmp_path: Path) ->
         assert restored == state
 
 
+@long_search
 def test_long_log_history_can_be_read(tmp_path: Path) -> None:
     """A log history of 150,000 records takes more memory than its file, and is no bomb."""
     newest = trained(tmp_path / "run", save_total_limit=1)

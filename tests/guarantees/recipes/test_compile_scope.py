@@ -12,6 +12,7 @@ from tests.guarantees.recipes.test_compile import Decoder
 from tests.support.data_parallel import run
 from tests.support.pipelines import pipeline_trainer, trainer_of
 from tests.support.ranks import run_on_ranks
+from tests.support.sampling import long_search
 from tests.support.tiny_models import TokenModel, quiet_trainer, saved_steps, tiny_llama, token_samples, weights
 
 BY_LAYER: dict[str, Any] = {"torch_compile": True, "torch_compile_scope": "layer", "torch_compile_backend": "eager"}
@@ -46,6 +47,7 @@ def job(output_dir: str) -> tuple[list[float], int]:
     return run(trainer).losses, num_graphs()
 
 
+@long_search
 def test_layers_share_a_graph_and_checkpoints_equal_eager_ones(tmp_path: Path) -> None:
     eager = run(trainer_of(Trainer, tmp_path / "eager", eight_layers, token_samples(12), **SETTINGS))
     torch.compiler.reset()
