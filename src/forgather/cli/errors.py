@@ -3,7 +3,7 @@
 `UsageError` is raised by everything below `cli` and by `forgather.config`; `main` prints it and exits with code 2.
 """
 
-from forgather.cli.terminal_text import printable
+from forgather._terminal_text import printable
 from forgather.config.errors import UsageError as UsageError
 
 

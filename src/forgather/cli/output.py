@@ -9,8 +9,8 @@ from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn, TimeR
 from rich.table import Table
 from rich.text import Text
 
+from forgather._terminal_text import printable_line
 from forgather.cli.json_output import print_json as print_json
-from forgather.cli.terminal_text import printable_line
 from forgather.ml.trainer.callbacks.display import can_draw, get_console
 
 _WIDEST = 100_000

@@ -7,11 +7,11 @@ import shlex
 
 from rich.text import Text
 
+from forgather._terminal_text import printable
 from forgather.cli.command_line import DONE, FAILED
 from forgather.cli.errors import UsageError
 from forgather.cli.output import print_json
 from forgather.cli.process_setup import show_own_messages
-from forgather.cli.terminal_text import printable
 from forgather.cli.work.summary import program_name
 from forgather.ml.checkpoint.errors import CheckpointNotFoundError
 from forgather.ml.trainer.callbacks.display import get_console

@@ -9,10 +9,10 @@ import sys
 import time
 from collections.abc import Callable
 
+from forgather._terminal_text import printable
 from forgather.cli.command_line import DONE, FAILED
 from forgather.cli.errors import UsageError, complain
 from forgather.cli.output import note, print_json, show_table
-from forgather.cli.terminal_text import printable
 from forgather.ml.trainer.callbacks.display import can_draw, format_duration, get_console, show_row
 from forgather.tools.control import Control, ControlError, NoRunningJobError, RefusedError, Status, connect
 

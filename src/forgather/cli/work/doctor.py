@@ -8,9 +8,9 @@ import dataclasses
 import textwrap
 from collections.abc import Iterator, Sequence
 
+from forgather._terminal_text import printable
 from forgather.cli.command_line import DONE, FAILED
 from forgather.cli.json_output import print_json
-from forgather.cli.terminal_text import printable
 from forgather.tools.doctor import Check, Diagnosis, Environment, diagnose, inspect_environment, self_test
 from forgather.tools.doctor.environment import Space
 from forgather.tools.doctor.packages import ExtraPackage

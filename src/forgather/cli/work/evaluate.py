@@ -15,11 +15,11 @@ from typing import Any
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 
+from forgather._terminal_text import printable
 from forgather.cli.command_line import DONE, FAILED
 from forgather.cli.errors import UsageError
 from forgather.cli.output import note, print_json, show_table
 from forgather.cli.process_setup import make_current_directory_importable, show_own_messages
-from forgather.cli.terminal_text import printable
 from forgather.cli.work.evaluation_data import EvaluationData, arguments_on_this_machine, evaluation_data
 from forgather.cli.work.stored_run import output_dir_of
 from forgather.config import model_builders

@@ -14,11 +14,11 @@ from typing import Any
 from rich.table import Table
 from rich.text import Text
 
+from forgather._terminal_text import printable
 from forgather.cli.command_line import DONE
 from forgather.cli.errors import UsageError
 from forgather.cli.output import note, print_json
 from forgather.cli.process_setup import show_own_messages
-from forgather.cli.terminal_text import printable
 from forgather.config import builders, model_builders
 from forgather.config.schema import Configuration
 from forgather.config.stored import read_configuration

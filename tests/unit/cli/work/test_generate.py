@@ -13,7 +13,7 @@ import rich
 from rich.console import Console
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
-from forgather.cli.terminal_text import printable
+from forgather._terminal_text import printable
 from tests.unit.cli.program import call, write_plain_run, write_tiny_run
 
 

@@ -3,8 +3,8 @@
 import contextlib
 from collections.abc import Iterator
 
+from forgather._terminal_text import printable_line
 from forgather.cli.errors import UsageError
-from forgather.cli.terminal_text import printable_line
 from forgather.ml.checkpoint.errors import CheckpointNotFoundError
 from forgather.ml.trainer.callbacks.display import show_row
 
