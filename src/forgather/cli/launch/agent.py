@@ -6,10 +6,10 @@ After a stop signal the workers save a checkpoint and exit, and the agent waits 
 import logging
 import os
 import signal
+import socket
 import sys
 import tempfile
 import threading
-import uuid
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from types import FrameType
@@ -20,21 +20,22 @@ from torch.distributed.elastic.agent.server.api import RunResult, WorkerGroup, W
 from torch.distributed.elastic.agent.server.local_elastic_agent import LocalElasticAgent
 from torch.distributed.elastic.multiprocessing import DefaultLogsSpecs, SignalException
 from torch.distributed.elastic.multiprocessing.errors import ProcessFailure
-from torch.distributed.elastic.rendezvous import (
-    RendezvousClosedError,
-    RendezvousConnectionError,
-    RendezvousHandler,
-    RendezvousParameters,
-)
-from torch.distributed.elastic.rendezvous.registry import get_rendezvous_handler
+from torch.distributed.elastic.rendezvous import RendezvousClosedError, RendezvousConnectionError, RendezvousHandler
 
 from forgather.cli.errors import UsageError, complain
 from forgather.cli.launch import run_notes
 from forgather.cli.launch.death_notes import note_deaths
 from forgather.cli.launch.elastic_meeting import ElasticMeeting
-from forgather.cli.launch.node_meeting import NodeMeeting, NumberedMeeting, RepeatedMeeting, wait_in_thread
+from forgather.cli.launch.node_meeting import (
+    LocalMeeting,
+    NodeMeeting,
+    NumberedMeeting,
+    RepeatedMeeting,
+    wait_in_thread,
+)
 from forgather.cli.launch.options import ELASTIC_VARIABLE, LAUNCHER_VARIABLE, LaunchOptions
 from forgather.cli.launch.root_cause import REPEATED_FAILURE, RootCause, find_root_cause
+from forgather.ml.distributed.rendezvous import STORE_VARIABLE
 
 INTERRUPTED = 130
 """Exit code after the same failure has ended several attempts; a scheduler should not start the job again."""
@@ -52,9 +53,9 @@ _SIGNALS_OF_AGENT = "SIGHUP,SIGQUIT"
 def launch(options: LaunchOptions, words: Sequence[str]) -> int:
     """Run `forgather <words>` in the requested processes; returns the exit code of the job."""
     _prepare_environment(options)
-    spec = _worker_spec(options, words)
-    # The folder receives one error file per worker, written by torchelastic.
+    # The folder receives one error file per worker, written by torchelastic. On a single node the ranks meet in it.
     with tempfile.TemporaryDirectory(prefix="forgather-") as folder:
+        spec = _worker_spec(options, words, folder)
         agent = _make_agent(options, spec, folder)
         try:
             with agent.stop_signals_handed_on():
@@ -218,51 +219,58 @@ def _prepare_environment(options: LaunchOptions) -> None:
     os.environ[LAUNCHER_VARIABLE] = sys.argv[0]
     if options.is_elastic:
         os.environ[ELASTIC_VARIABLE] = f"{options.min_nodes}:{options.num_nodes}"
+    os.environ.pop(STORE_VARIABLE, None)
     os.environ["TORCHELASTIC_SIGNALS_TO_HANDLE"] = _SIGNALS_OF_AGENT
     if "OMP_NUM_THREADS" not in os.environ:
         # By default each process uses one thread per core, so that the processes would compete for the cores.
         num_threads = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
         os.environ["OMP_NUM_THREADS"] = str(max(num_threads // options.num_processes_per_node, 1))
+    if options.num_nodes == 1 and (loopback := _loopback_interface()):
+        # Gloo and NCCL would listen on an address that other machines can reach.
+        for variable in ("GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME"):
+            os.environ.setdefault(variable, loopback)
     # The launcher prints a shorter report itself.
     for name in list(logging.root.manager.loggerDict):
         if name.startswith("torch.distributed.elastic"):
             logging.getLogger(name).setLevel(logging.CRITICAL)
 
 
-def _worker_spec(options: LaunchOptions, words: Sequence[str]) -> WorkerSpec:
+def _loopback_interface() -> str | None:
+    names = [name for _, name in socket.if_nameindex()] if hasattr(socket, "if_nameindex") else []
+    return next((name for name in names if name in ("lo", "lo0")), None)
+
+
+def _worker_spec(options: LaunchOptions, words: Sequence[str], folder: str) -> WorkerSpec:
     return WorkerSpec(
         role="forgather",
         local_world_size=options.num_processes_per_node,
         entrypoint=sys.executable,
         args=("-m", "forgather.cli.main", *words),
-        rdzv_handler=_rendezvous(options),
+        rdzv_handler=_rendezvous(options, folder),
         max_restarts=options.max_restarts,
         monitor_interval=0.1,
         local_addr="localhost" if options.num_nodes == 1 else None,
     )
 
 
-def _rendezvous(options: LaunchOptions) -> RendezvousHandler:
-    """Return the rendezvous handler; a single node uses a free local port."""
-    if options.is_elastic:
-        assert options.min_nodes is not None and options.rendezvous_endpoint is not None
-        return ElasticMeeting(
-            options.rendezvous_endpoint,
-            options.min_nodes,
-            options.num_nodes,
-            options.node_rank,
-            options.node_wait,
-            options.node_timeout,
-        )
-    if options.num_nodes == 1:
-        # Without local_addr torch resolves this machine's host name, which takes seconds where no DNS server answers.
-        return get_rendezvous_handler(
-            RendezvousParameters("c10d", "localhost:0", str(uuid.uuid4()), 1, 1, local_addr="localhost", timeout=900)
-        )
-    assert options.rendezvous_endpoint is not None and options.node_rank is not None
-    # Only torch's rendezvous can be repeated after a failure; only Forgather's respects --node-rank.
-    meeting = RepeatedMeeting if options.max_restarts > 0 else NumberedMeeting
-    return meeting(options.rendezvous_endpoint, options.num_nodes, options.node_rank)
+def _rendezvous(options: LaunchOptions, folder: str) -> RendezvousHandler:
+    """Return the rendezvous handler; on a single node it uses the folder, and no network."""
+    if options.num_nodes == 1 and not options.is_elastic:
+        return LocalMeeting(folder)
+    endpoint = options.rendezvous_endpoint
+    assert endpoint is not None
+    try:
+        if options.is_elastic:
+            assert options.min_nodes is not None
+            nodes = (options.min_nodes, options.num_nodes, options.node_rank)
+            return ElasticMeeting(endpoint, *nodes, options.node_wait, options.node_timeout)
+        assert options.node_rank is not None
+        # Only torch's rendezvous can be repeated after a failure; only Forgather's respects --node-rank.
+        meeting = RepeatedMeeting if options.max_restarts > 0 else NumberedMeeting
+        return meeting(endpoint, options.num_nodes, options.node_rank)
+    except ValueError as error:
+        # The job secret.
+        raise UsageError(str(error)) from None
 
 
 def _tell_failure(cause: RootCause) -> int:

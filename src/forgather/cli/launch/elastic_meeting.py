@@ -5,22 +5,17 @@ Invariant: the keys of a round have their own prefix, so that nodes of an earlie
 `ElasticAgent` calls it.
 """
 
-import os
 import time
+from datetime import timedelta
 from typing import Any
 
 from torch.distributed import PrefixStore
-from torch.distributed.elastic.rendezvous import (
-    RendezvousConnectionError,
-    RendezvousHandler,
-    RendezvousInfo,
-    RendezvousParameters,
-    RendezvousTimeoutError,
-)
-from torch.distributed.elastic.rendezvous.dynamic_rendezvous import _RendezvousExitOp
-from torch.distributed.elastic.rendezvous.registry import get_rendezvous_handler
+from torch.distributed.elastic.rendezvous import RendezvousConnectionError, RendezvousInfo, RendezvousTimeoutError
+from torch.distributed.elastic.rendezvous.dynamic_rendezvous import RendezvousTimeout, _RendezvousExitOp
 
+from forgather._job_secret import SealedStore
 from forgather.cli.launch.node_meeting import RepeatedMeeting
+from forgather.cli.launch.sealed_state import SealedHandler
 from forgather.cli.launch.store_guard import StoreGuard
 
 _LEAVE_SECONDS = 5
@@ -29,8 +24,6 @@ _LAST_SECONDS = 30
 _HEARTBEAT_SECONDS = 3
 _MISSED_HEARTBEATS = 5
 """A node without a heartbeat for 15 seconds is lost, and the others stop waiting for it."""
-_RUN_ID = "forgather"
-_LOOPBACK = ("localhost", "127.0.0.1", "::1", "[::1]")
 
 
 class ElasticMeeting(RepeatedMeeting):
@@ -90,7 +83,7 @@ class ElasticMeeting(RepeatedMeeting):
 
     def has_left(self, node: str) -> bool:
         """Return whether a former member has left on request; its workers saved with all others."""
-        return bool(self._farewells.check([node]))
+        return self._farewells.find(node) is not None
 
     def shutdown(self) -> bool:
         if self._guard is not None:
@@ -98,9 +91,9 @@ class ElasticMeeting(RepeatedMeeting):
         return super().shutdown()
 
     @property
-    def _farewells(self) -> PrefixStore:
+    def _farewells(self) -> SealedStore:
         handler: Any = self._handler
-        return PrefixStore("forgather/left", handler._store)
+        return self.sealed(PrefixStore("forgather/left", handler._store))
 
     @property
     def _seconds_left(self) -> float:
@@ -110,34 +103,19 @@ class ElasticMeeting(RepeatedMeeting):
         return TimeoutError(
             f"Fewer than {self._num_nodes} nodes met at --rdzv-endpoint {self.endpoint} within {self._node_timeout} s "
             f"(--node-timeout). Start the same command on at least {self._num_nodes} nodes, and check that every node can "
-            "reach this address. The job resumes from its newest checkpoint, if it has one."
+            f"reach this address. The job resumes from its newest checkpoint, if it has one.{self.remedy_for_secrets()}"
         )
 
-    @property
-    def _state(self) -> Any:
-        return getattr(getattr(self._handler, "_state_holder", None), "state", None)
-
-    def _connected(self) -> RendezvousHandler:
-        # With a shared store, torch caches the address of the first round. It is wrong when another node becomes rank 0.
-        os.environ["TORCH_DISABLE_SHARE_RDZV_TCP_STORE"] = "1"
-        details: dict[str, Any] = {
-            "join_timeout": self._node_timeout,
-            "last_call_timeout": self._node_wait,
-            "keep_alive_interval": _HEARTBEAT_SECONDS,
-            "keep_alive_max_attempt": _MISSED_HEARTBEATS,
-        }
-        if self._is_host is not None:
-            details["is_host"] = self._is_host
-        parameters = RendezvousParameters(
-            "c10d", self.endpoint, _RUN_ID, self._num_nodes, self._max_nodes, local_addr=self._own_address, **details
+    def _connected(self) -> SealedHandler:
+        timeout = RendezvousTimeout(
+            timedelta(seconds=self._node_timeout), timedelta(seconds=max(self._node_wait, 0.001))
         )
-        handler = self._retried(lambda: get_rendezvous_handler(parameters), RendezvousConnectionError, self._deadline)
-        host, _, port = self.endpoint.rpartition(":")
-        self._guard = StoreGuard(host.strip("[]"), int(port))
+        handler = self._retried(
+            lambda: self._handler_over(
+                timeout=timeout, keep_alive_interval=_HEARTBEAT_SECONDS, keep_alive_max_attempt=_MISSED_HEARTBEATS
+            ),
+            RendezvousConnectionError,
+            self._deadline,
+        )
+        self._guard = StoreGuard(*self._address)
         return handler
-
-    @property
-    def _own_address(self) -> str | None:
-        """Return the address of this node for the other nodes; None: the host name."""
-        host = self.endpoint.rpartition(":")[0]
-        return host.strip("[]") if host in _LOOPBACK else None

@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, cast
 
 from torch.distributed import DistError, TCPStore
 
+from forgather._job_secret import SealedStore, given_secret
 from forgather.cli.errors import UsageError, complain
 from forgather.cli.launch.options import ELASTIC_VARIABLE
 from forgather.cli.launch.run_notes import is_preempted, note_preempted
@@ -25,7 +26,7 @@ if TYPE_CHECKING:
 _END = "forgather/spares/end"
 _GONE = "forgather/spares/gone"
 _FAREWELL_SECONDS = 20.0
-_FOREVER = timedelta(days=365)
+_POLL_SECONDS = 0.5
 
 
 class Layout:
@@ -95,8 +96,9 @@ class Layout:
     def wait_as_spare(self) -> None:
         """Wait until the training ranks are done. If they disappear instead, let the launcher restart this rank."""
         try:
-            store = _store(_FOREVER)
-            store.wait([_END])
+            store = _store(timedelta(seconds=_FAREWELL_SECONDS))
+            while store.find(_END) is None:
+                time.sleep(_POLL_SECONDS)
             store.add(_GONE, 1)
         except DistError:
             note_preempted()
@@ -125,7 +127,7 @@ class Layout:
             time.sleep(0.05)
 
 
-def _store(timeout: timedelta) -> TCPStore:
+def _store(timeout: timedelta) -> SealedStore:
     """Return a connection to the store that rank 0 hosts for the process group."""
     host, port = os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"])
-    return TCPStore(host, port, is_master=False, wait_for_workers=False, timeout=timeout)
+    return SealedStore(TCPStore(host, port, is_master=False, wait_for_workers=False, timeout=timeout), given_secret())

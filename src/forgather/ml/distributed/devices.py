@@ -12,6 +12,8 @@ import torch
 import torch.distributed as dist
 from torch._C._distributed_c10d import Store
 
+from forgather._job_secret import SealedStore, given_secret
+
 _FOLDER = "forgather/device"
 # Variables that renumber the devices that a process sees.
 _VISIBLE = ("CUDA_VISIBLE_DEVICES", "HIP_VISIBLE_DEVICES", "ROCR_VISIBLE_DEVICES", "ZE_AFFINITY_MASK")
@@ -55,12 +57,13 @@ def check_devices(store: Store, device: torch.device, ranks_of_node: range, rank
 
     NCCL would fail or hang. Indices cannot be compared, because each process may have its own numbering.
     """
-    store.set(f"{_FOLDER}/{rank}", _identity(device))
+    sealed = SealedStore(store, given_secret())
+    sealed.set(f"{_FOLDER}/{rank}", _identity(device))
     if device.type == "cpu":
         return
     ranks_by_device: dict[str, list[int]] = {}
     for one in ranks_of_node:
-        ranks_by_device.setdefault(store.get(f"{_FOLDER}/{one}").decode(), []).append(one)
+        ranks_by_device.setdefault(sealed.get(f"{_FOLDER}/{one}").decode(), []).append(one)
     shared = next((ranks for identity, ranks in ranks_by_device.items() if identity and len(ranks) > 1), None)
     if shared is not None:
         visible = ", ".join(f"{name}={os.environ[name]}" for name in _VISIBLE if name in os.environ)

@@ -15,14 +15,13 @@ import torch
 import torch.distributed as dist
 from torch._C._distributed_c10d import HashStore
 from torch.distributed.constants import default_pg_nccl_timeout, default_pg_timeout
-from torch.distributed.rendezvous import rendezvous
 
 from forgather._slurm import adopt_slurm_task
 from forgather.ml.distributed import flight_recorder
 from forgather.ml.distributed.devices import bound_device, check_devices, pick_device
 from forgather.ml.distributed.launch_variables import check_place, read_int
 from forgather.ml.distributed.meeting import leaves_on_signal
-from forgather.ml.distributed.rendezvous import fresh_store, restarts_share_a_store
+from forgather.ml.distributed.rendezvous import STORE_VARIABLE, job_store
 from forgather.ml.distributed.shutdown import leave_at_exit
 from forgather.ml.distributed.watch import Limits, Place, place_of, register_early, watching
 
@@ -203,7 +202,9 @@ class DistributedEnvironment:
 
     @property
     def _place(self) -> Place:
-        return place_of(self.rank, self.world_size, self.master_addr, self.master_port)
+        file = os.environ.get(STORE_VARIABLE)
+        address = (self.master_addr, self.master_port) if file is None else (file,)
+        return place_of(self.rank, self.world_size, *address)
 
     def _use_device(self, device: torch.device) -> None:
         self.device = str(device)
@@ -239,12 +240,8 @@ class DistributedEnvironment:
             self._meet(backend, limit)
 
     def _meet(self, backend: str, limit: timedelta) -> None:
-        store, rank, world_size = next(rendezvous("env://", self.rank, self.world_size, timeout=limit))
-        store.set_timeout(limit)
-        if restarts_share_a_store():
-            # The launcher torchrun may pass the store of a failed attempt to the restarted workers (see
-            # `rendezvous.py`).
-            store = fresh_store(store, rank, world_size, limit)
+        rank, world_size = self.rank, self.world_size
+        store = job_store(rank, world_size, limit)
         device, first = torch.device(self.device), self.rank - self.local_rank
         check_devices(store, device, range(first, first + self.local_world_size), self.rank)
         bound = bound_device(device, backend)

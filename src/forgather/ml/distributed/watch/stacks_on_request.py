@@ -10,8 +10,7 @@ import threading
 import time
 from collections.abc import Callable, Iterable
 
-from torch.distributed import Store
-
+from forgather._job_secret import SealedStore
 from forgather._watch.board import (
     DUMP_SIGNAL,
     GONE,
@@ -50,7 +49,8 @@ def _of_all_ranks(board: Board) -> dict[int, str]:
     number = board.stacks_asked + 1
     local = board.local_ranks
     elsewhere = [rank for rank in range(board.num_ranks) if rank not in local]
-    store = own_connection() if elsewhere else None
+    connection = own_connection() if elsewhere else None
+    store = None if connection is None else connection.sealed
     if store is not None:
         ask_for_stacks(store, number)
     board.stacks_asked = number
@@ -100,7 +100,7 @@ def _size(path: str) -> int:
         return 0
 
 
-def _of_others(store: Store | None, ranks: Iterable[int], number: int) -> dict[int, str]:
+def _of_others(store: SealedStore | None, ranks: Iterable[int], number: int) -> dict[int, str]:
     if store is None:
         return dict.fromkeys(ranks, "The rank is on another node, and cannot be reached.")
     missing = list(ranks)
@@ -108,9 +108,9 @@ def _of_others(store: Store | None, ranks: Iterable[int], number: int) -> dict[i
 
     def has_all() -> bool:
         for rank in [one for one in missing if one not in found]:
-            key = stacks_key(number, rank)
-            if store.check([key]):
-                found[rank] = store.get(key).decode(errors="replace")
+            stacks = store.find(stacks_key(number, rank))
+            if stacks is not None:
+                found[rank] = stacks.decode(errors="replace")
         return len(found) == len(missing)
 
     _wait(has_all, _SECONDS_OF_STORE)

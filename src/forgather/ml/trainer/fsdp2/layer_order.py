@@ -15,10 +15,10 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed import ProcessGroup
-from torch.distributed.distributed_c10d import _get_default_store
 from torch.distributed.fsdp import FSDPModule
 
 from forgather.ml.distributed import Peers
+from forgather.ml.distributed.watch.store_notes import sealed_default_store
 
 WAIT_SECONDS = 30.0
 """How long a rank waits for the others, if it leaves the common order. They may be waiting for its shards."""
@@ -145,14 +145,17 @@ class LayerOrder:
                 f"shards in one common order. {_remedy(event, expected)}"
             )
             # The other ranks wait for shards. They read the message when this rank has closed its connections.
-            _get_default_store().set(self._message_key, message)
+            store = sealed_default_store()
+            if store is not None:
+                store.set(self._message_key, message)
             raise ValueError(message) from lost
 
     def _message_of_another_rank(self) -> str | None:
         with contextlib.suppress(RuntimeError):  # The process with the store may be gone too.
-            store = _get_default_store()
-            if store.check([self._message_key]):
-                return str(store.get(self._message_key).decode())
+            store = sealed_default_store()
+            found = None if store is None else store.find(self._message_key)
+            if found is not None:
+                return found.decode()
         return None
 
     # --- unused parameters

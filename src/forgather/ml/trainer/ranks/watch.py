@@ -6,14 +6,14 @@ does nothing.
 
 import contextlib
 import os
-from contextlib import AbstractContextManager
+from collections.abc import Iterator
 from typing import TYPE_CHECKING, Any
 
 import torch.distributed as dist
 
 from forgather.ml.distributed import get_rank, get_world_size
 from forgather.ml.distributed.watch import SETUP, Limits, Place, place_of, watching
-from forgather.ml.distributed.watch.store_notes import address_of_store
+from forgather.ml.distributed.watch.store_notes import identity_of_store, share_key
 from forgather.ml.trainer.arguments.training_arguments import TrainingArguments
 from forgather.ml.trainer.setup.rank_settings import handles_ranks
 
@@ -25,13 +25,16 @@ _LEAST_COMPILED = 600.0
 """Lower bound of measured limits with torch.compile, which may compile again in any step."""
 
 
-def watched(trainer: "Trainer[Any]", phase: int = SETUP) -> AbstractContextManager[None]:
-    """Return a context that watches this rank, as the arguments say."""
+@contextlib.contextmanager
+def watched(trainer: "Trainer[Any]", phase: int = SETUP) -> Iterator[None]:
+    """Watch this rank during the body, as the arguments say; collective on the first call for a process group."""
     args: TrainingArguments = trainer.args
-    if not args.watch.enabled:
-        return contextlib.nullcontext()
     folder = os.path.join(args.output_dir, WATCH_FOLDER)
-    return watching(_place(trainer), limits_of(args), folder, phase)
+    watch = watching(_place(trainer), limits_of(args), folder, phase)
+    with watch if args.watch.enabled else contextlib.nullcontext():
+        if handles_ranks(type(trainer)):
+            share_key()
+        yield
 
 
 def limits_of(args: TrainingArguments) -> Limits:
@@ -46,7 +49,7 @@ def _place(trainer: "Trainer[Any]") -> Place:
         return place_of()
     if dist.is_available() and dist.is_initialized():
         # The address in an environment object may be a default. Two jobs on a machine never share a store.
-        return place_of(dist.get_rank(), dist.get_world_size(), *address_of_store())
+        return place_of(dist.get_rank(), dist.get_world_size(), *identity_of_store())
     if given is not None:
         return place_of(given.rank, given.world_size, given.master_addr, given.master_port)
     names = ("MASTER_ADDR", "MASTER_PORT")
