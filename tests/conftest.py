@@ -1,11 +1,13 @@
 """Fixtures for all tests: stop rank workers at the end of the session, and isolate tests from each other."""
 
 import os
+import secrets
 from collections.abc import Iterator
 
 import pytest
 import torch.distributed as dist
 
+from forgather._job_secret import SECRET_VARIABLE
 from forgather.ml.distributed import reset_process_groups
 from tests.support.launch import kill_leftovers
 from tests.support.rank_pool import worker_variables
@@ -13,6 +15,9 @@ from tests.support.ranks import close_pool
 
 # Same DNS timeout as on the ranks. Without a reachable name server, a TCPStore would wait five seconds instead of one.
 os.environ["RES_OPTIONS"] = worker_variables()["RES_OPTIONS"]
+
+# Launchers of tests must not make a secret in the home directory.
+os.environ.setdefault(SECRET_VARIABLE, secrets.token_hex(32))
 
 RANK_VARIABLES = ("RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
 
