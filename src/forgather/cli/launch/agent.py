@@ -32,6 +32,7 @@ from forgather.cli.errors import UsageError, complain
 from forgather.cli.launch import run_notes
 from forgather.cli.launch.death_notes import note_deaths
 from forgather.cli.launch.elastic_meeting import ElasticMeeting
+from forgather.cli.launch.lifeline import tie_workers
 from forgather.cli.launch.node_meeting import NodeMeeting, NumberedMeeting, RepeatedMeeting, wait_in_thread
 from forgather.cli.launch.options import ELASTIC_VARIABLE, LAUNCHER_VARIABLE, LaunchOptions
 from forgather.cli.launch.root_cause import REPEATED_FAILURE, RootCause, find_root_cause
@@ -216,6 +217,7 @@ def _is_child(pid: int) -> bool:
 def _prepare_environment(options: LaunchOptions) -> None:
     """Set the environment variables that the workers inherit, and silence torch's elastic loggers."""
     os.environ[LAUNCHER_VARIABLE] = sys.argv[0]
+    tie_workers()
     if options.is_elastic:
         os.environ[ELASTIC_VARIABLE] = f"{options.min_nodes}:{options.num_nodes}"
     os.environ["TORCHELASTIC_SIGNALS_TO_HANDLE"] = _SIGNALS_OF_AGENT

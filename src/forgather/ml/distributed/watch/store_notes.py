@@ -36,6 +36,8 @@ class StoreNotes:
         self._period = period(board.num_ranks)
         self._told: dict[int, int] = {}
         """The last request for stacks that was answered in the store, by rank."""
+        self._report = board.failure
+        """The last failure report that was shared; at first that of an earlier run, if any."""
 
     def run(self, stop: threading.Event) -> None:
         """Exchange notes until `stop`, or until the store is gone. Ranks on other nodes then count as unreachable."""
@@ -51,6 +53,9 @@ class StoreNotes:
                 logger.info("The watch lost the store of the job, and no longer sees other nodes: %s", error)
 
     def _exchange(self, store: Any) -> None:
+        # Imported here, because it imports the agreement of ranks, which imports the watch.
+        from forgather.ml.distributed.failure_reports import share
+
         now = int(time.monotonic() * 1000)
         if now - self._board.published_at < self._period * 900:
             return
@@ -61,6 +66,7 @@ class StoreNotes:
         store.multi_set([str(rank) for rank in local], [self._board.slot(rank) for rank in local])
         self._copy(store, [rank for rank in range(self._board.num_ranks) if rank not in local])
         self._share_verdict(store)
+        self._report = share(store, self._board, self._report)
         if store.check([_STACKS_ASKED]):
             self._share_stacks(store, local, int(store.get(_STACKS_ASKED)))
 

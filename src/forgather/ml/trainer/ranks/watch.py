@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 import torch.distributed as dist
 
 from forgather.ml.distributed import get_rank, get_world_size
-from forgather.ml.distributed.watch import SETUP, Limits, Place, place_of, watching
+from forgather.ml.distributed.watch import SETUP, Limits, Place, place_of, register_early, watching
 from forgather.ml.distributed.watch.store_notes import address_of_store
 from forgather.ml.trainer.arguments.training_arguments import TrainingArguments
 from forgather.ml.trainer.setup.rank_settings import handles_ranks
@@ -29,6 +29,8 @@ def watched(trainer: "Trainer[Any]", phase: int = SETUP) -> AbstractContextManag
     """Return a context that watches this rank, as the arguments say."""
     args: TrainingArguments = trainer.args
     if not args.watch.enabled:
+        # A rank that fails leaves its report on the board.
+        register_early(_place(trainer))
         return contextlib.nullcontext()
     folder = os.path.join(args.output_dir, WATCH_FOLDER)
     return watching(_place(trainer), limits_of(args), folder, phase)
