@@ -15,14 +15,19 @@ import torch
 import torch.distributed as dist
 from torch._C._distributed_c10d import HashStore
 from torch.distributed.constants import default_pg_nccl_timeout, default_pg_timeout
-from torch.distributed.rendezvous import rendezvous
 
 from forgather._slurm import adopt_slurm_task
 from forgather.ml.distributed import flight_recorder
 from forgather.ml.distributed.devices import bound_device, check_devices, pick_device
 from forgather.ml.distributed.launch_variables import check_place, read_int
 from forgather.ml.distributed.meeting import leaves_on_signal
-from forgather.ml.distributed.rendezvous import fresh_store, restarts_share_a_store
+from forgather.ml.distributed.rendezvous import (
+    SETUP_LIMIT,
+    fresh_store,
+    open_store,
+    restarts_share_a_store,
+    wait_for_ranks,
+)
 from forgather.ml.distributed.shutdown import leave_at_exit
 from forgather.ml.distributed.watch import Limits, Place, place_of, register_early, watching
 
@@ -152,7 +157,8 @@ class DistributedEnvironment:
         device_map: device by local rank. Default: accelerator number `local_rank`, or 0 if only one is visible.
         always: initialise the process group even for a single process.
         no_accelerator: use the CPU even if an accelerator is present.
-        timeout: timeout of collectives, in seconds or as a timedelta.
+        timeout: timeout of collectives, and of the wait for all ranks to join, in seconds or as a timedelta. By default
+            the wait ends after 10 minutes.
     """
 
     rank: int
@@ -236,15 +242,17 @@ class DistributedEnvironment:
             watching(self._place, limits),
             leaves_on_signal(f"rank {self.rank} waits for the other {self.world_size - 1} ranks"),
         ):
-            self._meet(backend, limit)
+            self._meet(backend, limit, timeout or min(limit, SETUP_LIMIT))
 
-    def _meet(self, backend: str, limit: timedelta) -> None:
-        store, rank, world_size = next(rendezvous("env://", self.rank, self.world_size, timeout=limit))
+    def _meet(self, backend: str, limit: timedelta, setup_limit: timedelta) -> None:
+        rank, world_size = self.rank, self.world_size
+        store = open_store(rank, world_size, self.master_addr, self.master_port, setup_limit)
         store.set_timeout(limit)
         if restarts_share_a_store():
             # The launcher torchrun may pass the store of a failed attempt to the restarted workers (see
             # `rendezvous.py`).
-            store = fresh_store(store, rank, world_size, limit)
+            store = fresh_store(store, rank, world_size, setup_limit)
+        wait_for_ranks(store, rank, world_size, setup_limit)
         device, first = torch.device(self.device), self.rank - self.local_rank
         check_devices(store, device, range(first, first + self.local_world_size), self.rank)
         bound = bound_device(device, backend)
