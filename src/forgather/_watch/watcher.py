@@ -224,14 +224,14 @@ def main(text: str) -> None:
     board = Board(settings.board, settings.num_ranks)
     watcher = Watcher(settings, board)
     parent = board.cells[settings.rank][PID]
-    for number in itertools.count():
+    for tick in itertools.count():
         if os.getppid() != parent:
             break
         verdict = watcher.tick()
         if verdict is not None:
             watcher.carry_out(verdict)
             break
-        if number % _TICKS_BETWEEN_FAMILIES == 0:
+        if tick % _TICKS_BETWEEN_FAMILIES == 0:
             watcher.look_at_family()
         time.sleep(TICK_SECONDS)
     watcher.leave()

@@ -143,7 +143,7 @@ def share(store: Store, board: Board, last: bytes) -> bytes:
     """Pass a report of this node on to the store, or one in the store to this node; return the last one that was."""
     own = board.failure
     if own and own != last:
-        store.set(_KEY, own)
+        store.set(_KEY, own.decode())
         return own
     if not store.check([_KEY]):
         return last
