@@ -121,6 +121,9 @@ class Watcher:
         if self._settings.rank in verdict["culprits"]:
             self._dump(verdict["text"])
         self.look_at_family()
+        for child in stopped_children(self._cells[PID]):
+            # The rank may wait for a stopped worker while it ends.
+            kill(child, self._family.get(child, 0))
         self._cells[DUMPED] = 1
         # The ranks that can exit come first, so that the launcher sees their message before it sees a killed rank.
         deadline = time.monotonic() + (_SECONDS_FOR_OTHERS if self._cells[STOPPED] else _SECONDS_TO_EXIT)
