@@ -9,6 +9,7 @@ import multiprocessing
 import os
 import re
 import signal
+import subprocess
 import sys
 import time
 from collections.abc import Sequence
@@ -64,15 +65,32 @@ class Fault:
         elif how == "none":
             # The test acts now.
             return
+        elif how == "orphan-kill":
+            start_stubborn_child(self._directory / "children")
+            # Longer than the watcher process takes to look at the children.
+            time.sleep(4.0)
+            os.kill(os.getpid(), signal.SIGKILL)
+        elif how == "orphan-sleep":
+            start_stubborn_child(self._directory / "children")
         elif how == "kill":
             os.kill(os.getpid(), signal.SIGKILL)
         elif how == "stopworker":
             (worker,) = multiprocessing.active_children()
             assert worker.pid is not None
             os.kill(worker.pid, signal.SIGSTOP)
-        while how in ("loop", "sleep"):
-            if how == "sleep":
+        while how in ("loop", "sleep", "orphan-sleep"):
+            if how != "loop":
                 time.sleep(0.01)
+
+
+def start_stubborn_child(path: Path) -> None:
+    """Start a process with a child of its own, in another session. Both ignore signals, and note their ids in a file."""
+    sleeping = f"import os, signal, time; open({str(path)!r}, 'a').write(f'{{os.getpid()}}\\n'); signal.signal(15, 1)"
+    child = f"{sleeping}; time.sleep(600)"
+    parent = f"{sleeping}; import subprocess, sys; subprocess.Popen([sys.executable, '-S', '-c', {child!r}]); time.sleep(600)"
+    subprocess.Popen([sys.executable, "-S", "-c", parent], start_new_session=True)
+    while not path.exists() or path.read_text().count("\n") < 2:
+        time.sleep(0.02)
 
 
 class Layer(nn.Module):

@@ -1,17 +1,18 @@
 """Note board: a memory-mapped file with one slot per rank, shared by the ranks of a node and their watchers.
 
 A rank writes its own slot with plain memory stores: no system call, no lock. Slots of ranks on other nodes are copies
-that a store thread writes. The header carries the verdict that ends the job.
+that a store thread writes. The header carries the verdict that ends the job, and the report of a rank that fails.
 """
 
 import contextlib
+import fcntl
 import hashlib
 import json
 import mmap
 import os
 import tempfile
 import time
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import Any
 
 from forgather._watch.processes import is_running, start_time
@@ -24,10 +25,13 @@ PID, START, LOCAL, STEP, PHASE, COUNT, BATCHES, BEAT, ACTIVITY, LIMIT, STOPPED, 
 STACKS_DONE, DUMP_SIGNAL = 15, 16
 NUM_CELLS = 24
 # Cells of the header.
-VERDICT_SIZE, PUBLISHED_AT, STACKS_ASKED = range(3)
+VERDICT_SIZE, PUBLISHED_AT, STACKS_ASKED, FAILURE_SIZE = range(4)
 
-_HEADER_BYTES = 8192
+_HEADER_BYTES = 16384
 _VERDICT_AT = 256
+_FAILURE_AT = 8192
+FAILURE_BYTES = _HEADER_BYTES - _FAILURE_AT
+"""Largest failure report."""
 _SLOT_BYTES = 256
 _HOST_AT = 8 * NUM_CELLS
 _HOST_BYTES = 64
@@ -71,7 +75,7 @@ class Board:
                 other[PID] = 0
         if not any(other[PID] for other in self.cells):
             # By its time alone, a verdict from before a reboot may seem to be new.
-            self._header[VERDICT_SIZE] = 0
+            self._header[VERDICT_SIZE] = self._header[FAILURE_SIZE] = 0
         cells = self.cells[rank]
         for number in range(NUM_CELLS):
             cells[number] = 0
@@ -129,10 +133,27 @@ class Board:
     def set_verdict(self, verdict: Mapping[str, Any]) -> None:
         """Publish a verdict to all ranks of this node, unless there is one."""
         text = json.dumps({**verdict, "at": time.monotonic()}).encode()
-        if self.verdict is None and len(text) <= _HEADER_BYTES - _VERDICT_AT:
+        if self.verdict is None and len(text) <= _FAILURE_AT - _VERDICT_AT:
             self._header[VERDICT_SIZE] = 0
             self._bytes[_VERDICT_AT : _VERDICT_AT + len(text)] = text
             self._header[VERDICT_SIZE] = len(text)
+
+    @property
+    def failure(self) -> bytes:
+        """Report of the rank that failed first; empty if there is none."""
+        return bytes(self._bytes[_FAILURE_AT : _FAILURE_AT + min(self._header[FAILURE_SIZE], FAILURE_BYTES)])
+
+    def set_failure(self, report: bytes, replaces: Callable[[bytes], bool]) -> None:
+        """Publish a failure report to all ranks of this node, unless there is one that it does not replace."""
+        assert len(report) <= FAILURE_BYTES
+        # Several ranks may fail at the same moment.
+        with contextlib.suppress(OSError), open(self.path, "rb") as file:
+            fcntl.flock(file, fcntl.LOCK_EX)
+            present = self.failure
+            if not present or replaces(present):
+                self._header[FAILURE_SIZE] = 0
+                self._bytes[_FAILURE_AT : _FAILURE_AT + len(report)] = report
+                self._header[FAILURE_SIZE] = len(report)
 
     def remove_if_unused(self) -> None:
         """Delete the file if no process that registered in it still runs."""

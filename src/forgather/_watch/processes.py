@@ -1,10 +1,11 @@
-"""Processes as /proc shows them: running, stopped, children. Where /proc is missing, a process counts as running.
+"""Processes as /proc shows them: running, stopped, descendants. Where /proc is missing, a process counts as running.
 
 A pid alone does not identify a process, since the system reuses it. Its start time does.
 """
 
 import contextlib
 import os
+import signal
 
 _STOPPED = "T"
 _TRACED = "t"
@@ -48,13 +49,59 @@ def is_traced(pid: int, start: int) -> bool:
 
 def stopped_children(pid: int) -> list[int]:
     """Return the stopped child processes of a process, such as data workers."""
+    states = {child: state_and_start(child) for child in _children(pid)}
+    return sorted(child for child, found in states.items() if found is not None and found[0] == _STOPPED)
+
+
+def descendants(pid: int) -> dict[int, int]:
+    """Return the children of a process, their children and so on, with their start times."""
+    found: dict[int, int] = {}
+    waiting = _children(pid)
+    while waiting:
+        child = waiting.pop()
+        start = start_time(child)
+        if start is not None and child not in found:
+            found[child] = start
+            waiting += _children(child)
+    return found
+
+
+def session_of(leader: int, since: int) -> dict[int, int]:
+    """Return the processes of a session that started at `since` or later, with their start times."""
+    found: dict[int, int] = {}
+    with contextlib.suppress(OSError):
+        for pid in (int(name) for name in os.listdir("/proc") if name.isdigit()):
+            with contextlib.suppress(OSError):
+                start = start_time(pid)
+                if os.getsid(pid) == leader and start is not None and start >= since:
+                    found[pid] = start
+    return found
+
+
+def kill(pid: int, start: int) -> None:
+    """Send SIGKILL to a process if it is still the one that started at `start`."""
+    with contextlib.suppress(ProcessLookupError, PermissionError):
+        if not hasattr(os, "pidfd_open"):
+            if is_running(pid, start):
+                os.kill(pid, signal.SIGKILL)
+            return
+        # The descriptor refers to one process, also if its id is given to another one after the look at it.
+        descriptor = os.pidfd_open(pid)
+        try:
+            if is_running(pid, start):
+                signal.pidfd_send_signal(descriptor, signal.SIGKILL)
+        finally:
+            os.close(descriptor)
+
+
+def _children(pid: int) -> list[int]:
     children: list[int] = []
     with contextlib.suppress(OSError):
         for thread in os.listdir(f"/proc/{pid}/task"):
-            with open(f"/proc/{pid}/task/{thread}/children") as file:
+            # A thread may end meanwhile.
+            with contextlib.suppress(OSError), open(f"/proc/{pid}/task/{thread}/children") as file:
                 children += map(int, file.read().split())
-    states = {child: state_and_start(child) for child in children}
-    return sorted(child for child, found in states.items() if found is not None and found[0] == _STOPPED)
+    return children
 
 
 def _exists(pid: int) -> bool:

@@ -1,10 +1,12 @@
 """Watcher process of one rank: judges hangs, has the stacks of its rank dumped, and ends a rank that cannot end itself.
 
 A separate process, because C code that keeps the GIL and a stopped process block every thread of the rank. It ends
-with its rank. `main` is the entry point; the rank passes the settings as JSON.
+with its rank. If a verdict or a signal ended the rank, it also ends what the rank has started, such as data workers.
+`main` is the entry point; the rank passes the settings as JSON.
 """
 
 import contextlib
+import itertools
 import json
 import os
 import signal
@@ -18,7 +20,7 @@ from forgather._watch.board import ACTIVITY, DUMPED, LIMIT, LOCAL, PHASE, PID, S
 from forgather._watch.judge import ACTIVE, IN_COMPILER, WAITING, Finding, Judge
 from forgather._watch.limits import SETUP, Durations, Limits
 from forgather._watch.message import describe
-from forgather._watch.processes import is_running, is_stopped, stopped_children
+from forgather._watch.processes import descendants, is_running, is_stopped, kill, session_of, stopped_children
 
 TICK_SECONDS = 0.5
 EXIT_CODE = 75
@@ -31,6 +33,9 @@ _SECONDS_TO_DUMP = 1.0
 _SECONDS_TO_WRITE = 3.0
 _SECONDS_FOR_OTHERS = 3.0
 _SECONDS_TO_EXIT = 9.0
+_TICKS_BETWEEN_FAMILIES = 4
+_SECONDS_FOR_FAMILY = 2.0
+"""Time for the processes that a rank has started to notice its end, and to finish."""
 
 
 @dataclass(kw_only=True)
@@ -60,6 +65,10 @@ class Watcher:
         self._judge = Judge(board, settings.rank, time.monotonic, self._limit_of)
         self._cells = board.cells[settings.rank]
         self._found_at: float | None = None
+        self._family: dict[int, int] = {}
+        """Processes that the rank has started, and their start times: its children are not known after its end."""
+        self._rank = self._cells[PID], self._cells[START]
+        self._leads_session = _session(self._rank[0]) == self._rank[0]
 
     def tick(self) -> dict[str, Any] | None:
         """Update the limit of this rank and judge; return the verdict that ends the job, or None."""
@@ -111,10 +120,10 @@ class Watcher:
         """Dump the stacks of a culprit, then leave the rank time to exit, and kill it otherwise."""
         if self._settings.rank in verdict["culprits"]:
             self._dump(verdict["text"])
+        self.look_at_family()
         for child in stopped_children(self._cells[PID]):
-            # A stopped worker would outlive the rank, because it cannot notice that the rank has ended.
-            with contextlib.suppress(ProcessLookupError):
-                os.kill(child, signal.SIGKILL)
+            # The rank may wait for a stopped worker while it ends.
+            kill(child, self._family.get(child, 0))
         self._cells[DUMPED] = 1
         # The ranks that can exit come first, so that the launcher sees their message before it sees a killed rank.
         deadline = time.monotonic() + (_SECONDS_FOR_OTHERS if self._cells[STOPPED] else _SECONDS_TO_EXIT)
@@ -123,6 +132,7 @@ class Watcher:
         if self._rank_runs():
             print(f"error: {verdict['text']} Rank {self._settings.rank} is killed.", file=sys.stderr, flush=True)
             _record(verdict["text"])
+            self.look_at_family()
             os.kill(self._cells[PID], signal.SIGKILL)
         self._kill_stopped(verdict["culprits"])
 
@@ -130,8 +140,36 @@ class Watcher:
         """Kill other stopped ranks of this node, which may have had no time to start a watcher."""
         for cells in (self._board.cells[rank] for rank in culprits):
             if cells[LOCAL] and is_stopped(cells[PID], cells[START]) and cells[PID] != self._cells[PID]:
-                with contextlib.suppress(ProcessLookupError):
-                    os.kill(cells[PID], signal.SIGKILL)
+                children = descendants(cells[PID])
+                kill(cells[PID], cells[START])
+                for child, start in children.items():
+                    kill(child, start)
+
+    def look_at_family(self) -> None:
+        """Note the processes that the rank has started."""
+        found = descendants(self._rank[0])
+        # A rank that has ended has no children any more.
+        if is_running(*self._rank):
+            self._family = {pid: start for pid, start in found.items() if pid != os.getpid()}
+
+    def end_family(self) -> None:
+        """Kill what the rank has started and what still runs: nothing outlives its job."""
+        deadline = time.monotonic() + _SECONDS_FOR_FAMILY
+        while (family := self._left_behind()) and time.monotonic() < deadline:
+            time.sleep(TICK_SECONDS / 5)
+        for pid, start in family.items():
+            kill(pid, start)
+
+    def _left_behind(self) -> dict[int, int]:
+        left = {pid: start for pid, start in self._family.items() if is_running(pid, start)}
+        for pid in tuple(left):
+            left |= descendants(pid)
+        if self._leads_session:
+            # Those that were started after the last look, or whose parents have ended.
+            left |= session_of(*self._rank)
+        left.pop(os.getpid(), None)
+        left.pop(self._rank[0], None)
+        return {pid: start for pid, start in left.items() if is_running(pid, start)}
 
     def _rank_runs(self) -> bool:
         return os.getppid() == self._cells[PID] and is_running(self._cells[PID], self._cells[START])
@@ -164,6 +202,13 @@ class Watcher:
                 os.unlink(self._settings.stacks)
 
 
+def _session(pid: int) -> int | None:
+    try:
+        return os.getsid(pid)
+    except OSError:
+        return None
+
+
 def _record(text: str) -> None:
     """Write the error file of torchrun for a rank that cannot write it."""
     path = os.environ.get("TORCHELASTIC_ERROR_FILE")
@@ -182,10 +227,15 @@ def main(text: str) -> None:
     board = Board(settings.board, settings.num_ranks)
     watcher = Watcher(settings, board)
     parent = board.cells[settings.rank][PID]
-    while os.getppid() == parent:
+    for tick in itertools.count():
+        if os.getppid() != parent:
+            break
         verdict = watcher.tick()
         if verdict is not None:
             watcher.carry_out(verdict)
             break
+        if tick % _TICKS_BETWEEN_FAMILIES == 0:
+            watcher.look_at_family()
         time.sleep(TICK_SECONDS)
     watcher.leave()
+    watcher.end_family()

@@ -13,6 +13,7 @@ from importlib import import_module
 from forgather._suggestions import did_you_mean
 from forgather.cli.errors import UsageError, complain
 from forgather.cli.interrupts import noted_interrupts
+from forgather.cli.launch.lifeline import end_with_launcher
 from forgather.cli.launch.options import is_worker, was_started_by_us
 
 
@@ -58,6 +59,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     debug = "--debug" in words
     # The option is accepted anywhere, also behind the options of a command.
     words = [word for word in words if word != "--debug"]
+    end_with_launcher()
     with noted_interrupts() as interrupts:
         return _exit_code(words, debug, interrupts)
 

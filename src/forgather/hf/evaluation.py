@@ -60,7 +60,8 @@ def evaluate(trainer: "Trainer", dataset: Any, ignore_keys: list[str] | None, pr
     _add_speed(trainer, output, prefix, started)
     with _evaluation_record(trainer):
         trainer.log(output.metrics)
-    trainer.callback_handler.on_evaluate(trainer.args, trainer.state, trainer.control, output.metrics)
+    with trainer.engine.team.final_agreement("reporting an evaluation"):
+        trainer.callback_handler.on_evaluate(trainer.args, trainer.state, trainer.control, output.metrics)
     result: dict[str, float] = output.metrics
     return result
 
@@ -76,7 +77,8 @@ def predict(trainer: "Trainer", dataset: Any, ignore_keys: list[str] | None, pre
         metric_key_prefix=prefix,
     )
     _add_speed(trainer, output, prefix, started)
-    trainer.callback_handler.on_predict(trainer.args, trainer.state, trainer.control, output.metrics)
+    with trainer.engine.team.final_agreement("reporting predictions"):
+        trainer.callback_handler.on_predict(trainer.args, trainer.state, trainer.control, output.metrics)
     return PredictionOutput(output.predictions, output.label_ids, output.metrics)
 
 

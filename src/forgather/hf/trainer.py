@@ -41,6 +41,8 @@ from forgather.hf.setup import (
     use_log_levels,
     use_seed,
 )
+from forgather.ml.distributed.failure_reports import raised_on_all_ranks
+from forgather.ml.trainer.loop.evaluation_sums import EvaluationInterrupted
 from forgather.ml.trainer.loop.signals import Preempted
 from forgather.ml.utils import count_parameters
 
@@ -280,13 +282,15 @@ class Trainer(Internals):
         self, eval_dataset: Any = None, ignore_keys: list[str] | None = None, metric_key_prefix: str = "eval"
     ) -> dict[str, float]:
         """Return the metrics of an evaluation; a dict of datasets is evaluated one by one."""
-        return evaluation.evaluate(self, eval_dataset, ignore_keys, metric_key_prefix)
+        with raised_on_all_ranks(EvaluationInterrupted):
+            return evaluation.evaluate(self, eval_dataset, ignore_keys, metric_key_prefix)
 
     def predict(
         self, test_dataset: Any, ignore_keys: list[str] | None = None, metric_key_prefix: str = "test"
     ) -> PredictionOutput:
         """Return predictions, labels and metrics of a dataset, in its order."""
-        return evaluation.predict(self, test_dataset, ignore_keys, metric_key_prefix)
+        with raised_on_all_ranks(EvaluationInterrupted):
+            return evaluation.predict(self, test_dataset, ignore_keys, metric_key_prefix)
 
     def evaluation_loop(
         self,

@@ -6,9 +6,11 @@ them with every strategy.
 
 import os
 import re
+import time
 from pathlib import Path
 from typing import NamedTuple
 
+import psutil
 import pytest
 
 from forgather.ml.distributed.watch import EXIT_CODE
@@ -49,6 +51,7 @@ COMPACT = [
     Case("fsdp2", "loss-sleep", 0),
     Case("pipeline", "callback-sleep", 0),
     Case("single", "callback-stopworker", 0),
+    Case("ddp", "callback-orphan-sleep", 1),
 ]
 EVERYTHING = [
     Case(kind, fault, _rank)
@@ -63,6 +66,8 @@ EVERYTHING = [
 REQUESTED = os.environ.get("EVERY_WATCH_FAULT", "")
 """1: every case. The name of a strategy: every case of it."""
 CASES = [case for case in EVERYTHING if REQUESTED in ("1", case.kind)] or COMPACT
+ORPHANS = [Case("ddp", "callback-orphan-sleep", 1), Case("ddp", "callback-orphan-kill", 1)]
+"""Ranks that leave processes behind: one is ended by the watch, one is killed."""
 
 
 @pytest.fixture(scope="module")
@@ -74,12 +79,13 @@ def directory(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def jobs(directory: Path) -> dict[Case, list[EndedRank]]:
     """One job for each case, most of them at the same time because they mostly wait."""
     plans = {}
-    for case in CASES:
+    cases = dict.fromkeys(CASES + ORPHANS)
+    for case in cases:
         own = directory / name_of(case)
         own.mkdir(exist_ok=True)
         plans[name_of(case)] = (KINDS[case.kind][1], [str(own), *map(str, case), str(LIMIT_SECONDS)])
     ended = run_warm_ranks("tests.support.watch_job", plans, timeout=150.0 + 15.0 * len(plans))
-    return {case: ended[name_of(case)] for case in CASES}
+    return {case: ended[name_of(case)] for case in cases}
 
 
 def name_of(case: Case) -> str:
@@ -117,3 +123,15 @@ def test_stacks_of_the_culprit_show_the_loop(case: Case, jobs: dict[Case, list[E
     stacks = path.read_text()
     assert "watch_job.py" in stacks and "in _hang" in stacks
     assert stacks.startswith(f"rank {case.rank} ")
+
+
+@pytest.mark.parametrize("case", ORPHANS, ids=name_of)
+def test_processes_of_the_culprit_end_with_it(case: Case, jobs: dict[Case, list[EndedRank]], directory: Path) -> None:
+    pids = [int(line) for line in (directory / name_of(case) / "children").read_text().split()]
+    assert len(pids) == 2
+    deadline = time.monotonic() + SECONDS_TO_END
+    while any(map(psutil.pid_exists, pids)):
+        assert time.monotonic() < deadline, (
+            f"{pids} outlive rank {case.rank}, which ended with {jobs[case][case.rank].code}"
+        )
+        time.sleep(0.1)

@@ -7,6 +7,7 @@ import sys
 from collections.abc import Iterator
 from pathlib import Path
 
+import psutil
 import pytest
 
 from forgather.cli.launch.options import take_launch_options
@@ -82,6 +83,17 @@ def test_stop_request_reaches_the_workers_which_save_and_exit_with_0(folder: Pat
     step = re.search(r"Run the same command again to resume from step ([\d,]+)", output)
     assert step is not None
     assert (folder / "stopped/checkpoints" / f"checkpoint-{step[1].replace(',', '')}").is_dir()
+
+
+def test_workers_end_with_a_launcher_that_was_killed(folder: Path) -> None:
+    words = ("--trainer", "ddp", "--nproc=2", "--args.max_steps", "100000", "--args.eval_strategy", "no")
+    process = start(folder, *PLAIN_PROGRAM, *words, "--args.save_steps", "100000", "--args.output_dir", "killed")
+    process.wait_for_output("/100000 ", SECONDS)
+    family = psutil.Process(process.pid).children(recursive=True)
+    assert len(family) >= 2
+    os.kill(process.pid, signal.SIGKILL)
+    _, alive = psutil.wait_procs(family, timeout=30)
+    assert not alive, process.output
 
 
 def test_failed_worker_is_named_with_its_traceback_and_restarts_resume(folder: Path) -> None:

@@ -26,6 +26,7 @@ from forgather.cli.errors import UsageError, complain
 from forgather.cli.launch import run_notes
 from forgather.cli.launch.death_notes import note_deaths
 from forgather.cli.launch.elastic_meeting import ElasticMeeting
+from forgather.cli.launch.lifeline import tie_workers
 from forgather.cli.launch.node_meeting import (
     LocalMeeting,
     NodeMeeting,
@@ -217,6 +218,7 @@ def _is_child(pid: int) -> bool:
 def _prepare_environment(options: LaunchOptions) -> None:
     """Set the environment variables that the workers inherit, and silence torch's elastic loggers."""
     os.environ[LAUNCHER_VARIABLE] = sys.argv[0]
+    tie_workers()
     if options.is_elastic:
         os.environ[ELASTIC_VARIABLE] = f"{options.min_nodes}:{options.num_nodes}"
     os.environ.pop(STORE_VARIABLE, None)

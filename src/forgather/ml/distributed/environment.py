@@ -21,7 +21,12 @@ from forgather.ml.distributed import flight_recorder
 from forgather.ml.distributed.devices import bound_device, check_devices, pick_device
 from forgather.ml.distributed.launch_variables import check_place, read_int
 from forgather.ml.distributed.meeting import leaves_on_signal
-from forgather.ml.distributed.rendezvous import STORE_VARIABLE, job_store
+from forgather.ml.distributed.rendezvous import (
+    SETUP_LIMIT,
+    STORE_VARIABLE,
+    job_store,
+    wait_for_ranks,
+)
 from forgather.ml.distributed.shutdown import leave_at_exit
 from forgather.ml.distributed.watch import Limits, Place, place_of, register_early, watching
 
@@ -151,7 +156,8 @@ class DistributedEnvironment:
         device_map: device by local rank. Default: accelerator number `local_rank`, or 0 if only one is visible.
         always: initialise the process group even for a single process.
         no_accelerator: use the CPU even if an accelerator is present.
-        timeout: timeout of collectives, in seconds or as a timedelta.
+        timeout: timeout of collectives, and of the wait for all ranks to join, in seconds or as a timedelta. By default
+            the wait ends after 10 minutes.
     """
 
     rank: int
@@ -237,11 +243,13 @@ class DistributedEnvironment:
             watching(self._place, limits),
             leaves_on_signal(f"rank {self.rank} waits for the other {self.world_size - 1} ranks"),
         ):
-            self._meet(backend, limit)
+            self._meet(backend, limit, timeout or min(limit, SETUP_LIMIT))
 
-    def _meet(self, backend: str, limit: timedelta) -> None:
+    def _meet(self, backend: str, limit: timedelta, setup_limit: timedelta) -> None:
         rank, world_size = self.rank, self.world_size
-        store = job_store(rank, world_size, limit)
+        store = job_store(rank, world_size, self.master_addr, self.master_port, setup_limit)
+        store.set_timeout(limit)
+        wait_for_ranks(store, rank, world_size, setup_limit)
         device, first = torch.device(self.device), self.rank - self.local_rank
         check_devices(store, device, range(first, first + self.local_world_size), self.rank)
         bound = bound_device(device, backend)

@@ -23,8 +23,8 @@ _GRACE_SECONDS = 1.0
 def leaves_on_signal(waits_for: str) -> Iterator[None]:
     """End the process with exit code 128 plus the signal's number if a stop signal arrives in the body.
 
-    Python code in the body gets `SystemExit`, or `KeyboardInterrupt` for Ctrl-C. If the main thread stays in C++, a
-    second thread ends the process. In other threads, and for ignored signals, nothing changes.
+    Python code in the body gets `SystemExit`. If the main thread stays in C++, a second thread ends the process. In other
+    threads, and for ignored signals, nothing changes.
     """
     if threading.current_thread() is not threading.main_thread():
         yield
@@ -33,8 +33,6 @@ def leaves_on_signal(waits_for: str) -> Iterator[None]:
 
     def leave(number: int, _: FrameType | None) -> None:
         has_left.set()
-        if number == signal.SIGINT:
-            raise KeyboardInterrupt
         _say(number, waits_for)
         raise SystemExit(128 + number)
 

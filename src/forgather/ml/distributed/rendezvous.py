@@ -1,8 +1,11 @@
-"""Stores in which ranks and launchers meet: a file on a single node, or a TCP store on one address.
+"""Stores in which ranks and launchers meet, and the ranks that are still missing.
+
+On a single node the store is a file, else a TCP store on one address. Without a launcher nobody notices a rank that ends
+before it joins, so the others say for which ranks they wait.
 
 torchrun restarts the workers of a failed job and may pass them the same store. It still contains the addresses of the
 dead workers, and new workers would try to connect to them. `fresh_store` returns one with a key prefix that no earlier
-attempt has used. `DistributedEnvironment` calls `job_store` before `init_process_group`.
+attempt has used. `DistributedEnvironment` calls these functions before `init_process_group`.
 """
 
 import contextlib
@@ -17,36 +20,31 @@ import uuid
 from datetime import timedelta
 from typing import Any
 
-from torch._C._distributed_c10d import FileStore, PrefixStore, Store, TCPStore
-from torch.distributed.rendezvous import rendezvous
+from torch._C._distributed_c10d import FileStore, PrefixStore, Store
+from torch.distributed import TCPStore
 
 from forgather._job_secret import SealedStore, given_secret
+from forgather._watch.message import names
 
 logger = logging.getLogger(__name__)
 
 STORE_VARIABLE = "FORGATHER_STORE"
 """Environment variable of workers on a single node: the file in which they meet."""
 LOOPBACK = ("localhost", "127.0.0.1", "::1")
-
+SETUP_LIMIT = timedelta(minutes=10)
+"""Time for all ranks to join, if the user sets no timeout. Collectives wait longer: a rank may work for that long."""
+_ARRIVED = "forgather/arrived"
+_NUM_ARRIVED = "forgather/num_arrived"
+_FIRST_REPORT = 10.0
+_MOST_SECONDS_BETWEEN_REPORTS = 60.0
+_CONNECT_SECONDS = 2.0
+_CONNECT_POLL_SECONDS = 0.2
+_MOST_POLLS_PER_SECOND = 5000
+"""Questions of all ranks to the store."""
+_LONGER = "If it needs more time, pass a longer timeout to DistributedEnvironment, on all ranks."
 _FOLDER = "forgather/attempt"
 _POLL_SECONDS = 0.02
 _BACKLOG = 2048
-
-
-def job_store(rank: int, world_size: int, timeout: timedelta) -> Store:
-    """Return the store that the launcher's variables name; rank 0 hosts it if the launcher does not."""
-    path = os.environ.get(STORE_VARIABLE)
-    if path is not None:
-        store: Store = FileStore(path, -1)
-    elif rank == 0 and os.environ.get("TORCHELASTIC_USE_AGENT_STORE") != str(True):
-        host, port = os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"])
-        store = host_store(host, port, timeout, world_size=world_size)
-    else:
-        store, rank, world_size = next(rendezvous("env://", rank, world_size, timeout=timeout))
-    store.set_timeout(timeout)
-    if path is None and restarts_share_a_store():
-        return fresh_store(store, rank, world_size, timeout)
-    return store
 
 
 def host_store(host: str, port: int, timeout: timedelta, **options: Any) -> TCPStore:
@@ -98,6 +96,100 @@ def _only_address(host: str) -> str | None:
         if len(addresses) == 1 and not ipaddress.ip_address(addresses[0]).is_loopback:
             return addresses[0]
     return None
+
+
+class _Waiting:
+    """Wait for other ranks, with a limit, and with reports that become rarer."""
+
+    def __init__(self, limit: timedelta) -> None:
+        self._began = time.monotonic()
+        self._limit = limit.total_seconds()
+        self._next_report = _FIRST_REPORT
+
+    @property
+    def seconds(self) -> float:
+        return time.monotonic() - self._began
+
+    @property
+    def is_over(self) -> bool:
+        return self.seconds >= self._limit
+
+    @property
+    def is_due(self) -> bool:
+        """Whether the time for a report, or the end, has come."""
+        return self.seconds >= self._next_report or self.is_over
+
+    def report(self, who: str, is_told: bool = True) -> None:
+        """Log for whom this rank waits; `is_told` is False if another rank says it."""
+        self._next_report = self.seconds + min(max(self.seconds, _FIRST_REPORT), _MOST_SECONDS_BETWEEN_REPORTS)
+        if is_told:
+            logger.warning("waiting for %s (%.0f s)", who, self.seconds)
+
+
+def job_store(rank: int, world_size: int, address: str, port: int, limit: timedelta) -> Store:
+    """Return the store of this attempt of the job; raise RuntimeError if nobody hosts it within the limit.
+
+    It is the file of the launcher, or a TCP store that rank 0 or the agent of torchrun hosts.
+    """
+    path = os.environ.get(STORE_VARIABLE)
+    if path is not None:
+        return FileStore(path, -1)
+    by_agent = os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
+    # Not `wait_for_workers`: it waits for the other ranks without a word.
+    if rank == 0 and not by_agent:
+        store: Store = host_store(address, port, limit, world_size=world_size, wait_for_workers=False)
+    else:
+        _wait_for_host("the store of the launcher" if by_agent else "rank 0", address, port, limit)
+        store = TCPStore(address, port, world_size, False, timeout=limit, wait_for_workers=False)
+    # torchrun may pass the store of a failed attempt to the restarted workers.
+    return fresh_store(store, rank, world_size, limit) if restarts_share_a_store() else store
+
+
+def _wait_for_host(who: str, address: str, port: int, limit: timedelta) -> None:
+    waiting = _Waiting(limit)
+    while True:
+        try:
+            return socket.create_connection((address, port), _CONNECT_SECONDS).close()
+        except OSError as error:
+            if waiting.is_over:
+                raise RuntimeError(
+                    f"{who} has not joined this job within {waiting.seconds:.0f} s: {address}:{port} cannot be reached "
+                    f"({error}). See its output, and check MASTER_ADDR and MASTER_PORT. {_LONGER}"
+                ) from error
+        if waiting.is_due:
+            waiting.report(f"{who} at {address}:{port}")
+        time.sleep(_CONNECT_POLL_SECONDS)
+
+
+def wait_for_ranks(store: Store, rank: int, world_size: int, limit: timedelta) -> None:
+    """Wait until every rank has come to this store, and say which ranks are missing; raise RuntimeError at the limit."""
+    keys = [f"{_ARRIVED}/{number}" for number in range(world_size)]
+    store.set(keys[rank], "")
+    store.add(_NUM_ARRIVED, 1)
+    waiting, missing = _Waiting(limit), list[int]()
+    try:
+        # Each rank asks for the number only, until it is complete: many ranks would ask for many keys. `store.wait` prints
+        # warnings of its own.
+        while store.add(_NUM_ARRIVED, 0) < world_size or not store.check(keys):
+            if waiting.is_due:
+                missing = [number for number, key in enumerate(keys) if not store.check([key])]
+            if missing and waiting.is_over:
+                raise TimeoutError
+            if missing and waiting.is_due:
+                # One rank speaks for all.
+                waiting.report(names(missing), is_told=rank == min(set(range(world_size)) - set(missing)))
+            time.sleep(max(_POLL_SECONDS, world_size / _MOST_POLLS_PER_SECOND))
+    except TimeoutError:
+        raise RuntimeError(
+            f"{names(missing)} of {world_size} {'has' if len(missing) == 1 else 'have'} not joined this job within "
+            f"{waiting.seconds:.0f} s: not started, or ended before. See the output of the missing ranks. {_LONGER}"
+        ) from None
+    except RuntimeError as error:
+        raise RuntimeError(
+            f"the store of this job was lost after {waiting.seconds:.0f} s of waiting for "
+            f"{names(missing) if missing else 'the other ranks'}: rank 0 or the launcher has ended. Its output shows the "
+            f"cause. ({error})"
+        ) from error
 
 
 def restarts_share_a_store() -> bool:

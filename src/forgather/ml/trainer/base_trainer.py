@@ -269,7 +269,7 @@ class BaseTrainer(ABC, Generic[TArgs]):
             self._dispatch_event("on_train_begin")
             output = self._train_loop()
             self._finish_saves()
-            self._dispatch_event("on_train_end")
+            self._end_training()
         return output
 
     def evaluate(self, eval_dataset: BaseDataset | None = None) -> dict[str, Any]:
@@ -315,6 +315,9 @@ class BaseTrainer(ABC, Generic[TArgs]):
 
     def _finish_saves(self) -> None:
         """Wait for a background save at the end of training."""
+
+    def _end_training(self) -> None:
+        self._dispatch_event("on_train_end")
 
     def _enter_training(self, was_asked_to_resume: bool) -> None:
         """Run between set-up and `on_train_begin`."""
@@ -403,8 +406,11 @@ class BaseTrainer(ABC, Generic[TArgs]):
         count = self.num_dispatched("on_save")
         path = self._save_now(checkpoint_path)
         if path and self.num_dispatched("on_save") == count:
-            self._dispatch_event("on_save", checkpoint_path=path)
+            self._announce_save(path)
         return path
+
+    def _announce_save(self, path: str) -> None:
+        self._dispatch_event("on_save", checkpoint_path=path)
 
     def load_checkpoint(self, checkpoint_path: str | None = None) -> str | None:
         """Load a checkpoint, by default the newest complete one, and return its path. `train` resumes from it."""

@@ -16,6 +16,7 @@ from torch import Tensor, nn
 
 from forgather.ml.checkpoint.components import SharingPattern
 from forgather.ml.checkpoint.manager import CheckpointManager
+from forgather.ml.distributed.failure_reports import raised_on_all_ranks
 from forgather.ml.distributed.watch import EVALUATION_START, OPTIMIZER, note
 from forgather.ml.trainer.amp import AMPContext
 from forgather.ml.trainer.arguments.training_arguments import MinimalTrainingArguments, TrainingArguments
@@ -29,6 +30,7 @@ from forgather.ml.trainer.elastic.preemption_mark import remove_mark
 from forgather.ml.trainer.elastic.restart_policy import checkpoint_after_failures
 from forgather.ml.trainer.loading.data_order import Part
 from forgather.ml.trainer.loop import evaluation_sums as evaluation
+from forgather.ml.trainer.loop.evaluation_sums import EvaluationInterrupted
 from forgather.ml.trainer.loop.evaluator import Evaluator, Prediction
 from forgather.ml.trainer.loop.gradients import clear_gradients
 from forgather.ml.trainer.loop.interruptions import finish_interrupted_step, heed_stop_request
@@ -717,7 +719,7 @@ class Trainer(BaseTrainer[TTrainingArgs]):
         weights (`ema_decay`) instead of the current weights. The names of all metrics start with `metric_key_prefix`.
         """
         dataset = self.eval_dataset if eval_dataset is None else eval_dataset
-        with torch_settings(self.args), watched(self, EVALUATION_START):
+        with torch_settings(self.args), watched(self, EVALUATION_START), raised_on_all_ranks(EvaluationInterrupted):
             self._prepare_to_evaluate(dataset)
             return self.evaluator.evaluate(dataset, use_ema, metric_key_prefix)
 
@@ -726,7 +728,7 @@ class Trainer(BaseTrainer[TTrainingArgs]):
 
         The dataset needs no labels. Without labels, the result has neither a loss nor other metrics.
         """
-        with torch_settings(self.args), watched(self, EVALUATION_START):
+        with torch_settings(self.args), watched(self, EVALUATION_START), raised_on_all_ranks(EvaluationInterrupted):
             self._prepare_to_evaluate(test_dataset)
             return self.evaluator.predict_dataset(test_dataset, metric_key_prefix)
 
@@ -810,6 +812,14 @@ class Trainer(BaseTrainer[TTrainingArgs]):
 
         load_weights(checkpoint_path, self.unwrapped_model())
 
+    def save_checkpoint(self, checkpoint_path: str | None = None) -> str:
+        with raised_on_all_ranks():
+            return super().save_checkpoint(checkpoint_path)
+
+    def _announce_save(self, path: str) -> None:
+        with self.team.final_agreement("reporting a save"):
+            super()._announce_save(path)
+
     def _save_now(self, checkpoint_path: str | None) -> str:
         return self.saver.save_by_hand(checkpoint_path)
 
@@ -881,11 +891,16 @@ class Trainer(BaseTrainer[TTrainingArgs]):
         ):
             self.desk = Desk(self, self._signals) if self.args.control_socket else None
             self._run.push(self._close_after)
-            with reporting_failures(self):
+            # Innermost: a failing rank leaves its report before its connections close.
+            with reporting_failures(self), raised_on_all_ranks(Preempted, Aborted):
                 yield
 
     def _finish_saves(self) -> None:
         self.saver.finish_save()
+
+    def _end_training(self) -> None:
+        with self.team.final_agreement("ending the training"):
+            super()._end_training()
 
     def _enter_training(self, was_asked_to_resume: bool) -> None:
         if was_asked_to_resume and self.args.resume_from_checkpoint is False and self.team.rank == 0:

@@ -2,6 +2,7 @@
 
 import logging
 import os
+import re
 import signal
 import sys
 import time
@@ -28,7 +29,8 @@ from forgather.ml.distributed import (
 from tests.support.launch import CapturedProcess, finish_all, free_port, run_torchrun, start_ranks
 from tests.support.rank_protocol import rank_variables
 from tests.support.ranks import run_on_ranks
-from tests.support.sampling import long_search
+from tests.support.sampling import long_search, sampled
+from tests.support.warm_ranks import run_warm_ranks
 
 JOIN = """
 import torch, torch.distributed as dist
@@ -227,3 +229,20 @@ def test_stop_signal_ends_a_rank_that_waits_for_others(tmp_path: Path) -> None:
     for process, (number, _) in zip(processes, cases, strict=True):
         assert f"{number.name} received while rank 0 waits for the other 1 ranks" in process.output
         assert "Traceback" not in process.output
+
+
+@pytest.mark.parametrize("seconds", sampled([1, 12], [1]))
+def test_ranks_name_the_rank_that_never_joins(seconds: int) -> None:
+    absent = {"host": 0, "member": 1, "last": 3}
+    plans = {name: (4 if name == "last" else 2, [str(rank), str(seconds)]) for name, rank in absent.items()}
+    jobs = run_warm_ranks("tests.support.absent_rank_job", plans)
+    for name, rank in absent.items():
+        present = [one for number, one in enumerate(jobs[name]) if number != rank]
+        output = "".join(one.output for one in present)
+        assert all(one.code == 1 for one in present), output
+        # The ranks that end first may take the store with them.
+        assert re.search(rf"RuntimeError: rank {rank}( of \d)? has not joined this job within {seconds}", output), (
+            output
+        )
+        if seconds > 10:
+            assert len(re.findall(rf"waiting for rank {rank}( at \S+)? \(10 s\)", output)) == 1

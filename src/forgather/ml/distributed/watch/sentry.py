@@ -299,6 +299,11 @@ def current_board() -> tuple[Board, int] | None:
     return None if sentry is None else (sentry.board, sentry._place.rank)
 
 
+def registration() -> tuple[Board, int] | None:
+    """Return the board that this process is registered on, and its rank; None if it is not registered."""
+    return None if _registered is None or _registered[1] != os.getpid() else _registered[2:]
+
+
 def _is_watchable(place: Place) -> bool:
     # Contradictory variables of the launcher are rejected later, with an error that explains them.
     return os.environ.get(_SWITCH) != "0" and 0 <= place.rank < place.num_ranks

@@ -58,6 +58,8 @@ class StoreNotes:
         self._period = period(board.num_ranks)
         self._told: dict[int, int] = {}
         """The last request for stacks that was answered in the store, by rank."""
+        self._report = board.failure
+        """The last failure report that was shared; at first that of an earlier run, if any."""
 
     def run(self, stop: threading.Event) -> None:
         """Exchange notes until `stop`, or until the store is gone. Ranks on other nodes then count as unreachable."""
@@ -76,6 +78,9 @@ class StoreNotes:
                 logger.info("The watch lost the store of the job, and no longer sees other nodes: %s", error)
 
     def _exchange(self, store: "NoteStore") -> None:
+        # Imported here, because it imports the agreement of ranks, which imports the watch.
+        from forgather.ml.distributed.failure_reports import share
+
         now = int(time.monotonic() * 1000)
         if now - self._board.published_at < self._period * 900:
             return
@@ -88,6 +93,7 @@ class StoreNotes:
         store.publish({rank: self._board.slot(rank) for rank in local})
         self._copy(store, [rank for rank in range(self._board.num_ranks) if rank not in local])
         self._share_verdict(store.sealed)
+        self._report = share(store.sealed, self._board, self._report)
         if (asked := store.sealed.find(_STACKS_ASKED)) is not None:
             self._share_stacks(store.sealed, local, int(asked))
 

@@ -13,6 +13,7 @@ from types import MappingProxyType
 from typing import Any
 
 from forgather._suggestions import nearest_name
+from forgather.ml.distributed.failure_reports import described
 from forgather.ml.trainer.callbacks.support.handler_signatures import (
     EVENTS,
     POSITIONAL,
@@ -20,6 +21,7 @@ from forgather.ml.trainer.callbacks.support.handler_signatures import (
     adapted,
     check_handler,
 )
+from forgather.ml.trainer.loop.evaluation_sums import EvaluationInterrupted
 from forgather.ml.trainer.trainer_types import TrainerCallback, TrainerControl, TrainerState
 
 logger = logging.getLogger(__name__)
@@ -54,6 +56,8 @@ class CallbackHandler:
         self._handlers: dict[str | tuple[str, bool], list[tuple[str, HandlerT]]] = {}
         self._counts: defaultdict[str, int] = defaultdict(int)
         self._wait: Callable[[], None] | None = None
+        self.rank: int | None = None
+        """Rank of this process in a job of several ranks; errors of handlers then name it. Set by the trainer."""
         self.silent: set[str] = set()
         """Events without handlers, which the trainer can skip. Events that are counted are never in this set."""
         for callback in callbacks:
@@ -124,7 +128,15 @@ class CallbackHandler:
         for name, handler in handlers:
             # Compared around each handler, so that `stop_requested_by` names the callback that set the flag.
             before = _stop_flags(control)
-            returned = handler(args, state, control, **keywords)
+            try:
+                returned = handler(args, state, control, **keywords)
+            except EvaluationInterrupted:
+                raise
+            except BaseException as error:
+                raised = described(error, _calling(event, name), self.rank)
+                if raised is error:
+                    raise
+                raise raised from error
             if returned is not None and returned is not control:
                 _adopt(control, returned)
             after = _stop_flags(control)
@@ -136,7 +148,12 @@ class CallbackHandler:
         for callback in self.callbacks:
             only_records = _reads_final_metrics(callback) and not getattr(callback, "changes_control", True)
             if only_records and hasattr(callback, event):
-                self._guarded(callback, event)(self._args, self._state, control, **{**self._keywords, **details})
+                try:
+                    self._guarded(callback, event)(self._args, self._state, control, **{**self._keywords, **details})
+                except BaseException as error:
+                    # Not as the error of a rank, from which the other ranks might continue.
+                    described(error, _calling(event, _name_of(callback)), None)
+                    raise
 
     def _note_stop(self, name: str, event: str, before: tuple[bool, ...], after: tuple[bool, ...]) -> None:
         flags = [flag for flag, old, new in zip(_STOP_FLAGS, before, after, strict=True) if new and not old]
@@ -153,7 +170,7 @@ class CallbackHandler:
                 # The sort is stable, so callbacks of each kind keep their order.
                 listening.sort(key=_reads_final_metrics)
             self._handlers[key] = [
-                (str(getattr(callback, "name", type(callback).__name__)), self._guarded(callback, event))
+                (_name_of(callback), self._guarded(callback, event))
                 for callback in listening
                 if readers is None or _reads_final_metrics(callback) == readers
             ]
@@ -174,6 +191,14 @@ class CallbackHandler:
 
     def _handler(self, callback: object, event: str) -> HandlerT:
         return _handler(callback, event)
+
+
+def _name_of(callback: object) -> str:
+    return str(getattr(callback, "name", type(callback).__name__))
+
+
+def _calling(event: str, name: str) -> str:
+    return f"calling {event} of the callback {name}"
 
 
 def _checked(callback: object) -> object:

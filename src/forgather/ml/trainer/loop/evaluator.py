@@ -107,7 +107,8 @@ class Evaluator:
         from transformers.trainer_utils import PredictionOutput
 
         output = self.predict_all(dataset, metric_key_prefix=prefix, keep_predictions=True)
-        self._trainer._dispatch_event("on_predict", metrics=output.metrics)
+        with self._trainer.team.final_agreement("reporting predictions"):
+            self._trainer._dispatch_event("on_predict", metrics=output.metrics)
         return PredictionOutput(output.predictions, output.label_ids, output.metrics)
 
     def predict_all(
@@ -261,7 +262,8 @@ class Evaluator:
         trainer._dispatch_event("on_evaluate", readers=False, metrics=metrics)
         metrics = trainer._shared_metrics(metrics)
         # Pass a copy: a metric added on one rank only could make that rank choose a different best model.
-        trainer._dispatch_event("on_evaluate", readers=True, metrics=dict(metrics))
+        with trainer.team.final_agreement("reporting an evaluation"):
+            trainer._dispatch_event("on_evaluate", readers=True, metrics=dict(metrics))
         return metrics
 
     @contextlib.contextmanager

@@ -27,7 +27,7 @@ def heed_stop_request(trainer: "Trainer[Any]") -> None:
     loop = trainer.loop
     if signal_name == CONTROL_ABORT:
         trainer.saver.finish_save()
-        trainer._dispatch_event("on_train_end")
+        trainer._end_training()
         aborted = Aborted(loop.state.global_step, loop.saved_path or trainer.resume_path or "")
         logger.warning("%s", aborted)
         raise aborted
@@ -37,7 +37,7 @@ def heed_stop_request(trainer: "Trainer[Any]") -> None:
         # that the resumed run stops too.
         loop.saved_step = -1
     path = trainer.saver.save_in_training(is_scheduled=False)
-    trainer._dispatch_event("on_train_end")
+    trainer._end_training()
     preempted = Preempted(signal_name, loop.state.global_step, path)
     logger.warning("%s", preempted)
     if trainer.team.rank == 0 and not trainer.control.should_abort_without_save:

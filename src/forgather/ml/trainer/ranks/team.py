@@ -6,6 +6,7 @@ whether they are parallel. Invariant: each method is called by all ranks or by n
 
 import contextlib
 import logging
+import time
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager
 from typing import Any, TypeVar
@@ -16,6 +17,7 @@ from torch import Tensor
 from torch.distributed import DeviceMesh, ProcessGroup
 
 from forgather.ml.distributed import DistributedEnvInterface, DistributedError, Peers
+from forgather.ml.distributed.failure_reports import report_of
 from forgather.ml.distributed.groups import new_group, new_mesh
 from forgather.ml.distributed.number_exchange import NumberExchange, number_exchange
 from forgather.ml.distributed.rank_links import RankLinks
@@ -41,6 +43,8 @@ TrainLoader = ResumableLoader | SynchronizedDataLoader
 BuildTrainLoader = Callable[[Part], ResumableLoader]
 BuildEvalLoader = Callable[[Part], Iterable[Any]]
 
+_SECONDS_TO_MEET = 10.0
+_POLL_SECONDS = 0.01
 _REQUESTS = tuple(TrainerControl.__dataclass_fields__)
 
 
@@ -85,6 +89,10 @@ class SoloTeam:
 
     def agreement(self, during: str) -> AbstractContextManager[None]:
         """Return a context that raises an error of one rank on all ranks; its body must not contain collectives."""
+        return contextlib.nullcontext()
+
+    def final_agreement(self, during: str) -> AbstractContextManager[None]:
+        """Return an agreement for callbacks that no collective follows; its body may contain collectives of theirs."""
         return contextlib.nullcontext()
 
     def turns(self, one_at_a_time: bool) -> Iterator[bool]:
@@ -213,6 +221,44 @@ class RankTeam(SoloTeam):
 
     def agreement(self, during: str) -> AbstractContextManager[None]:
         return self.peers.agreement(during)
+
+    @contextlib.contextmanager
+    def final_agreement(self, during: str) -> Iterator[None]:
+        failure: BaseException | None = None
+        try:
+            yield
+        except KeyboardInterrupt:
+            raise
+        except BaseException as error:  # noqa: BLE001 - raised again below
+            failure = error
+        if failure is None:
+            with _contact(during):
+                dist.barrier(self._group)
+            self.peers.agree(None, during)
+        elif not self._meets_others():
+            raise failure
+        elif isinstance(failure, Exception):
+            self.peers.agree(failure, during)
+        else:
+            with contextlib.suppress(DistributedError):
+                self.peers.agree(report_of(failure, during, self.rank), during)
+            raise failure
+
+    def _meets_others(self) -> bool:
+        """Return whether all ranks reach this barrier soon. They may wait for this rank in a collective of a callback."""
+        deadline = time.monotonic() + _SECONDS_TO_MEET
+        try:
+            meeting = dist.barrier(self._group, async_op=True)
+            assert meeting is not None, "this rank is a member of the group"
+            while not meeting.is_completed():
+                if time.monotonic() > deadline:
+                    return False
+                time.sleep(_POLL_SECONDS)
+            meeting.wait()
+        except RuntimeError:
+            # Another rank has left. The error of this rank matters more.
+            return False
+        return True
 
     def turns(self, one_at_a_time: bool) -> Iterator[bool]:
         # Nodes may have different numbers of ranks. The caller's agreements need the same number of turns everywhere.

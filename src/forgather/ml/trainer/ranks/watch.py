@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 import torch.distributed as dist
 
 from forgather.ml.distributed import get_rank, get_world_size
-from forgather.ml.distributed.watch import SETUP, Limits, Place, place_of, watching
+from forgather.ml.distributed.watch import SETUP, Limits, Place, place_of, register_early, watching
 from forgather.ml.distributed.watch.store_notes import identity_of_store, share_key
 from forgather.ml.trainer.arguments.training_arguments import TrainingArguments
 from forgather.ml.trainer.setup.rank_settings import handles_ranks
@@ -29,6 +29,9 @@ _LEAST_COMPILED = 600.0
 def watched(trainer: "Trainer[Any]", phase: int = SETUP) -> Iterator[None]:
     """Watch this rank during the body, as the arguments say; collective on the first call for a process group."""
     args: TrainingArguments = trainer.args
+    if not args.watch.enabled:
+        # A rank that fails leaves its report on the board.
+        register_early(_place(trainer))
     folder = os.path.join(args.output_dir, WATCH_FOLDER)
     watch = watching(_place(trainer), limits_of(args), folder, phase)
     with watch if args.watch.enabled else contextlib.nullcontext():

@@ -122,6 +122,7 @@ def prepare_ranks(trainer: "Trainer") -> None:
     # First of all: ranks with different settings would reach different collectives and deadlock.
     trainer.team.require_equal_settings(trainer._common_settings)
     trainer.team.open()
+    trainer._callback_handler.rank = trainer.team.rank if trainer.team.size > 1 else None
     trainer.num_processes, trainer.is_local_process_zero, trainer.is_world_process_zero = 1, True, True
     trainer._init_distributed()
     trainer._follow_ranks()
