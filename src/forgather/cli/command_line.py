@@ -8,7 +8,7 @@ from collections.abc import Sequence
 from typing import NoReturn
 
 from forgather.cli.errors import UsageError
-from forgather.cli.process_setup import share_processors, silence_libraries
+from forgather.cli.process_setup import import_libraries_safely, share_processors, silence_libraries
 
 DONE = 0
 FAILED = 1
@@ -47,4 +47,5 @@ class CommandParser(argparse.ArgumentParser):
 def prepare_libraries() -> None:
     """Set up the process for torch and transformers; call before the first import of either."""
     silence_libraries()
+    import_libraries_safely()
     share_processors()

@@ -6,6 +6,11 @@ again; 75 a rank hung; 130 interrupted.
 
 import os
 import sys
+
+if __name__ == "__main__" and not sys.flags.safe_path and sys.path[0] == os.getcwd():
+    # Python -m searches the current directory first. All but the modules imported so far come from their libraries.
+    del sys.path[0]
+
 from collections.abc import Sequence
 from dataclasses import dataclass
 from importlib import import_module

@@ -8,6 +8,7 @@ import os
 import sys
 
 from forgather._allocator import NVIDIA_DRIVER, request_expandable_segments
+from forgather.config.class_paths import SAFE_BY_DEFAULT, SAFE_PATH, allow_modules_in
 
 _OF_STOP_REQUESTS = ("forgather.ml.trainer.loop.signals", "forgather.ml.trainer.loop.interruptions")
 
@@ -38,16 +39,21 @@ def reduce_fragmentation() -> None:
         request_expandable_segments(os.environ)
 
 
-def make_current_directory_importable() -> None:
-    """Add the current directory to `sys.path`, so that `class_path` finds modules there, as with `python -m`.
+def import_libraries_safely() -> None:
+    """Keep processes that libraries start, such as those of torch.compile, from importing the current directory."""
+    if not os.environ.get(SAFE_PATH):
+        # Workers inherit the variable, and recognise by its value that the user has not chosen -P.
+        os.environ[SAFE_PATH] = "1" if sys.flags.safe_path else SAFE_BY_DEFAULT
 
-    For an installed script, and for torchrun with its path, `sys.path` has the script's folder instead. Python's -P
-    option disables this.
+
+def make_current_directory_importable() -> None:
+    """Let a `class_path` name modules in the current directory that no installed library has.
+
+    Python's option -P, and its variable PYTHONSAFEPATH, disable this.
     """
-    folder = os.getcwd()
-    # An empty entry in sys.path means the current directory, too.
-    if not sys.flags.safe_path and not {"", folder} & set(sys.path):
-        sys.path.insert(0, folder)
+    import_libraries_safely()
+    if os.environ[SAFE_PATH] == SAFE_BY_DEFAULT:
+        allow_modules_in(os.getcwd())
 
 
 class _Formatter(logging.Formatter):

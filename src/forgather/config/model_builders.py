@@ -5,6 +5,7 @@ Nothing is downloaded.
 """
 
 import logging
+import os
 from collections.abc import Callable, Mapping
 from typing import TYPE_CHECKING, Any, cast
 
@@ -15,6 +16,7 @@ from forgather.config import class_paths
 from forgather.config.errors import UsageError
 from forgather.config.schema import ModelSection
 from forgather.data.token_store import TextTokenizer
+from forgather.ml.checkpoint.weights.trial_build import MODEL_CONFIG, require_plausible_model
 
 if TYPE_CHECKING:
     from transformers import PretrainedConfig
@@ -41,6 +43,7 @@ def model_builder(section: ModelSection, tokenizer: TextTokenizer | None) -> Cal
     auto_class = class_paths.find_object(section.auto_class, "model.auto_class", "transformers")
     if section.pretrained is not None:
         path = class_paths.require_directory(section.pretrained, "model.pretrained")
+        _require_plausible(auto_class, path)
         return _pretrained_builder(section, auto_class, path)
     config = _model_config(section, tokenizer)
     return lambda: auto_class.from_config(config)
@@ -92,6 +95,19 @@ def _pretrained_builder(section: ModelSection, auto_class: Any, path: str) -> Ca
         return cast(nn.Module, model)
 
     return build
+
+
+def _require_plausible(auto_class: Any, path: str) -> None:
+    """Raise CheckpointLoadError if the config.json of a directory cannot belong to its weights."""
+    from transformers import AutoConfig
+
+    def build() -> nn.Module:
+        model: nn.Module = auto_class.from_config(AutoConfig.from_pretrained(path, local_files_only=True))
+        return model
+
+    description = os.path.join(path, MODEL_CONFIG)
+    if hasattr(auto_class, "from_config") and os.path.exists(description):
+        require_plausible_model(build, description, path)
 
 
 def _changed_config(values: Mapping[str, object], path: str) -> "PretrainedConfig":

@@ -4,6 +4,7 @@ The output directory is written under a temporary name, fsynced and renamed atom
 Called by `forgather finalize` and usable from Python.
 """
 
+import functools
 import logging
 import os
 import re
@@ -34,12 +35,12 @@ from forgather.ml.checkpoint.weights.module_weights import (
     read_tensors,
     write_weights,
 )
+from forgather.ml.checkpoint.weights.trial_build import MODEL_CONFIG, require_plausible_model
 from forgather.ml.no_init_weights import no_init_weights
-from forgather.ml.quantization.files import architecture_of, load_quantized, save_quantized
+from forgather.ml.quantization.files import described_model, load_quantized, save_quantized
 from forgather.ml.quantization.float8 import require_torchao
 from forgather.ml.quantization.layer_report import LayerReport, guessed_head, output_head
 from forgather.ml.quantization.qat import convert_qat, recipe_to_base_config, require_qat
-from forgather.ml.utils import default_dtype
 
 logger = logging.getLogger(__name__)
 
@@ -49,7 +50,6 @@ _MODEL_COMPONENT = "model"
 _AVERAGE_COMPONENT = "ema"
 _INDEX_ENDING = ".index.json"
 _WEIGHT_ENDINGS = (".safetensors", ".bin", _INDEX_ENDING)
-_MODEL_CONFIG = "config.json"
 _STATE_ENDINGS = (".pt", ".pth")
 
 
@@ -126,7 +126,7 @@ def load_finalized(path: str, model_init: ModelInitT | None = None) -> nn.Module
 
 def is_exported(path: str) -> bool:
     """Return whether a directory has a model, but no training state and no checkpoints."""
-    if not os.path.isfile(os.path.join(path, _MODEL_CONFIG)) or os.path.isdir(_folder_of_checkpoints(path)[0]):
+    if not os.path.isfile(os.path.join(path, MODEL_CONFIG)) or os.path.isdir(_folder_of_checkpoints(path)[0]):
         return False
     names = os.listdir(path)
     return MANIFEST_NAME not in names and not any(name.endswith(_STATE_ENDINGS) for name in names)
@@ -237,20 +237,20 @@ def _quantize(
     return layers, (loss_before, loss_after)
 
 
-def model_of_transformers(checkpoint_path: str) -> nn.Module:
-    """Build the model that the config.json of a directory names, without its weights."""
-    from transformers import AutoConfig
+def model_of_transformers(checkpoint_path: str, weights_path: str | None = None) -> nn.Module:
+    """Build the model that the config.json of a directory names, without its weights.
 
-    if not os.path.exists(os.path.join(checkpoint_path, _MODEL_CONFIG)):
+    `weights_path` is the directory with the weights, if it is another one.
+    """
+    description = os.path.join(checkpoint_path, MODEL_CONFIG)
+    if not os.path.exists(description):
         raise CheckpointLoadError(
-            f"{checkpoint_path} has no {_MODEL_CONFIG}, because its model is not a transformers model. Pass model_init, a "
+            f"{checkpoint_path} has no {MODEL_CONFIG}, because its model is not a transformers model. Pass model_init, a "
             "function that builds it; on the command line, --config with its model section."
         )
-    # Without trust_remote_code=False, transformers asks on the terminal whether to run code that the directory names.
-    config = AutoConfig.from_pretrained(checkpoint_path, local_files_only=True, trust_remote_code=False)
-    with default_dtype(getattr(config, "dtype", None)):
-        model: nn.Module = architecture_of(config, checkpoint_path)(config)
-    return model
+    build = functools.partial(described_model, checkpoint_path)
+    require_plausible_model(build, description, weights_path or checkpoint_path)
+    return build()
 
 
 def _with_weights(checkpoint_path: str) -> CheckpointManifest:

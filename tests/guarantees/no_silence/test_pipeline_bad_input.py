@@ -14,10 +14,11 @@ from torch.distributed.pipelining import PipelineStage, Schedule1F1B
 from transformers import MixtralConfig, MixtralForCausalLM, T5Config, T5ForConditionalGeneration
 
 from forgather.ml.distributed import StaticDistributedEnvironment
+from forgather.ml.trainer.hybrid import HybridTrainer
 from forgather.ml.trainer.pipeline import PipelineTrainer, PipelineTrainingArguments
 from forgather.ml.trainer.pipeline.model_splitter import Split
 from forgather.ml.trainer.pipeline.splitters.causal_lm import create_causal_lm_splitter
-from tests.support.pipelines import llama, pipeline_trainer
+from tests.support.pipelines import llama, pipeline_trainer, trainer_of
 from tests.support.ranks import outcomes_on_ranks, run_on_ranks
 from tests.support.tiny_models import VOCAB_SIZE, Stream, TokenModel, quiet_trainer, token_samples
 
@@ -300,6 +301,88 @@ def assert_all_refuse(message: str, function: Callable[..., Any], *args: Any) ->
 def test_invalid_models_and_layouts_are_rejected_on_every_rank(name: str, action: str, tmp_path: Path) -> None:
     assert_all_refuse(PREPARED[name][2], _prepare, tmp_path, name, action)
     assert not list(tmp_path.glob("checkpoints/*")), "nothing was written"
+
+
+# --- models that differ between the ranks
+
+
+def wider() -> nn.Module:
+    return llama(hidden_size=32)
+
+
+def shorter() -> nn.Module:
+    return llama(7)
+
+
+def other_dtype() -> nn.Module:
+    model = llama()
+    model.model.norm.to(torch.bfloat16)  # type: ignore[operator, union-attr]
+    return model
+
+
+def other_buffers() -> nn.Module:
+    model = llama()
+    model.model.layers[3].register_buffer("seen", torch.zeros(3))  # type: ignore[index, operator, union-attr]
+    return model
+
+
+def other_name() -> nn.Module:
+    model = llama()
+    layer = model.model.layers[0]  # type: ignore[index, union-attr]
+    layer.after_attention = layer._modules.pop("post_attention_layernorm")
+    return model
+
+
+def other_order() -> nn.Module:
+    """Build a model whose projections of equal shape change places when they are sent without names."""
+    model = llama()
+    projections = model.model.layers[0].self_attn._modules  # type: ignore[index, union-attr]
+    projections["q_proj"] = projections.pop("q_proj")
+    return model
+
+
+def unequal_split(model: Any, *args: Any, **options: Any) -> Split:
+    weight = 6.0 if dist.get_rank() == dist.get_world_size() - 1 else 0.0
+    return create_causal_lm_splitter(input_weight=weight)(model, *args, **options)
+
+
+OTHERS: dict[str, tuple[Callable[[], nn.Module], str]] = {
+    "shapes": (wider, r"'model\.embed_tokens\.weight': shape \[\d+, 16\], .* on rank 0[ 12]*, shape \[\d+, 32\]"),
+    "layers": (shorter, r"'model\.layers\.7\..*': shape .* on rank 0[ 12]*, missing on rank \d"),
+    "dtypes": (other_dtype, r"'model\.norm\.weight': .*torch\.float32 on rank 0.*torch\.bfloat16 on rank \d"),
+    "buffers": (other_buffers, r"'model\.layers\.3\.seen': missing on rank 0.*buffer of shape \[3\]"),
+    "names": (other_name, r"'model\.layers\.0\.post_attention_layernorm\.weight': .* missing on rank \d"),
+    "order": (other_order, r"order, tensor 1: '.*q_proj\.weight' on rank 0.*'.*k_proj\.weight' on rank \d"),
+    "stages": (
+        llama,
+        r"divided the model into different stages: '.*': stage \d, .* on rank 0.*stage \d, .* on rank \d",
+    ),
+}
+
+
+def _train_other_model(output_dir: Path, name: str) -> None:
+    is_other = dist.get_rank() == dist.get_world_size() - 1
+    other, _ = OTHERS[name]
+    options = {"model_splitter": unequal_split} if name == "stages" else {}
+    is_hybrid = dist.get_world_size() > 2
+    trainer_of(
+        HybridTrainer if is_hybrid else PipelineTrainer,
+        output_dir,
+        other if is_other else llama,
+        token_samples(8),
+        trainer_options=options,
+        **({"dp_size": 2} if is_hybrid else {}),
+        **BATCH,
+    ).train()
+
+
+@pytest.mark.parametrize("num_ranks", [2, 4])
+@pytest.mark.parametrize("name", OTHERS)
+def test_different_models_of_the_ranks_are_named_on_every_rank(name: str, num_ranks: int, tmp_path: Path) -> None:
+    outcomes = outcomes_on_ranks(_train_other_model, num_ranks, tmp_path, name)
+    messages = {outcome.error_message for outcome in outcomes}
+    assert len(messages) == 1 and outcomes[0].error_type == "ValueError", messages
+    assert re.search(OTHERS[name][1], str(*messages)), messages
 
 
 def _train_with_loss(output_dir: Path) -> int:

@@ -5,6 +5,7 @@ import re
 import signal
 import sys
 from collections.abc import Iterator
+from importlib.metadata import packages_distributions
 from pathlib import Path
 
 import psutil
@@ -105,6 +106,28 @@ def test_failed_worker_is_named_with_its_traceback_and_restarts_resume(folder: P
     assert re.search(rf"{sentence} Restarting \(1 of 1\)\.\n", output)
     assert re.search(rf"{sentence}\n$", output)
     assert output.count("start      from the beginning") == 1 and output.count("resumed at step 2") == 1
+
+
+@pytest.mark.parametrize(
+    "words",
+    [
+        pytest.param(("tiny.yaml",), id="no module named"),
+        pytest.param(("plain.yaml", "--trainer", "ddp", "--nproc", "2"), id="own module on two ranks"),
+    ],
+)
+def test_libraries_are_never_imported_from_the_current_directory(tmp_path: Path, words: tuple[str, ...]) -> None:
+    write_tiny_run(tmp_path)
+    write_plain_run(tmp_path)
+    # As an installed script: its folder is searched first, not the current directory.
+    script = tmp_path / "bin" / "forgather"
+    script.parent.mkdir()
+    script.write_text("import sys\nfrom forgather.cli.main import main\nsys.exit(main())\n")
+    installed = {name for name in packages_distributions() if name.isidentifier()}
+    for name in {*sys.stdlib_module_names, *installed, "forgather", "apex", "sitecustomize", "usercustomize"}:
+        (tmp_path / f"{name}.py").write_text(f"open({str(tmp_path / 'ran')!r}, 'a').write('{name} ')\n")
+    output = finish(start(tmp_path, str(script), "train", *words))
+    assert "step 5/5" in output
+    assert not (tmp_path / "ran").exists(), (tmp_path / "ran").read_text()
 
 
 @pytest.mark.parametrize(

@@ -114,12 +114,32 @@ def test_unknown_trainers_are_rejected_by_name(capsys: pytest.CaptureFixture[str
         ),
         (["--callbacks+", "{class_path: PlotCalback}"], "Did you mean 'PlotCallback'?"),
         (["--loss.class_path", "nowhere.loss"], "there is no module 'nowhere'"),
+        (["--loss.class_path", "yaml.Loss"], "The installed library 'yaml' ("),
+        (["--loss.class_path", "yaml.own.Loss"], ") hides yaml.py of "),
     ],
 )
 def test_component_that_cannot_be_built_reports_the_reason(
     capsys: pytest.CaptureFixture[str], words: list[str], message: str
 ) -> None:
+    Path("yaml.py").write_text("class Loss: pass\n")
     assert message in refusal(capsys, *words)
+
+
+@pytest.mark.parametrize(("config", "can_import"), [("tiny.yaml", False), ("plain.yaml", True)])
+def test_processes_that_libraries_start_search_the_current_directory_only_for_code_of_the_user(
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+    config: str,
+    can_import: bool,
+) -> None:
+    write_plain_run(tmp_path)
+    monkeypatch.delitem(sys.modules, "plain", raising=False)
+    assert call(capsys, "train", config, "--args.max_steps", "1").code == 0
+    Path("ctypes.py").write_text("raise SystemExit('planted')")
+    # torch.compile starts such a process to examine the CPU.
+    child = subprocess.run([sys.executable, "-c", "import ctypes"], capture_output=True, text=True)
+    assert ("planted" in child.stderr) == can_import
 
 
 def test_optimizer_groups_schedule_and_loss_are_loaded_by_path(capsys: pytest.CaptureFixture[str]) -> None:

@@ -247,7 +247,8 @@ def _worker_spec(options: LaunchOptions, words: Sequence[str], folder: str) -> W
         role="forgather",
         local_world_size=options.num_processes_per_node,
         entrypoint=sys.executable,
-        args=("-m", "forgather.cli.main", *words),
+        # -P: otherwise Python searches the current directory first, for every module that a worker imports.
+        args=("-P", "-m", "forgather.cli.main", *words),
         rdzv_handler=_rendezvous(options, folder),
         max_restarts=options.max_restarts,
         monitor_interval=0.1,

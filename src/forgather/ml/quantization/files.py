@@ -5,6 +5,7 @@ by `forgather.ml.finalize`.
 """
 
 import contextlib
+import functools
 import json
 import os
 import stat
@@ -24,7 +25,9 @@ from forgather.ml.checkpoint.weights.module_weights import (
     stored_names,
 )
 from forgather.ml.checkpoint.weights.safetensors_io import write_safetensors
+from forgather.ml.checkpoint.weights.trial_build import MODEL_CONFIG, require_plausible_model
 from forgather.ml.no_init_weights import no_init_weights
+from forgather.ml.utils import default_dtype
 
 if TYPE_CHECKING:
     from torchao.core.config import AOBaseConfig  # type: ignore[import-untyped]
@@ -62,20 +65,36 @@ def load_quantized(path: str, model_init: Callable[[], nn.Module] | None = None)
     """Load the model of a directory: a transformers model, or the model that `model_init` builds."""
     if model_init is not None:
         return _filled(path, model_init)
-    from transformers import AutoConfig
-
-    if not os.path.exists(os.path.join(path, "config.json")):
+    if not os.path.exists(os.path.join(path, MODEL_CONFIG)):
         raise CheckpointLoadError(
             f"{path} is not a transformers directory: it has no config.json. Pass model_init, a function that builds the "
             "model."
         )
-    # Without trust_remote_code=False, transformers asks on the terminal whether to run code that the directory names.
-    config = AutoConfig.from_pretrained(path, local_files_only=True, trust_remote_code=False)
+    _require_plausible(path)
     with _without_progress_bars():
-        model: nn.Module = architecture_of(config, path).from_pretrained(
+        model: nn.Module = architecture_of(_config_of(path), path).from_pretrained(
             path, local_files_only=True, trust_remote_code=False
         )
     return model
+
+
+def described_model(path: str) -> nn.Module:
+    """Build the model that the config.json of a directory describes, without its weights and without a quantisation."""
+    config = _config_of(path)
+    with default_dtype(getattr(config, "dtype", None)):
+        model: nn.Module = architecture_of(config, path)(config)
+    return model
+
+
+def _config_of(path: str) -> Any:
+    from transformers import AutoConfig
+
+    # Without trust_remote_code=False, transformers asks on the terminal whether to run code that the directory names.
+    return AutoConfig.from_pretrained(path, local_files_only=True, trust_remote_code=False)
+
+
+def _require_plausible(path: str) -> None:
+    require_plausible_model(functools.partial(described_model, path), os.path.join(path, MODEL_CONFIG), path)
 
 
 def architecture_of(config: Any, path: str) -> Any:
@@ -113,7 +132,8 @@ def _filled(path: str, model_init: Callable[[], nn.Module]) -> nn.Module:
 
     with no_init_weights():
         model = model_init()
-    if isinstance(model, PreTrainedModel) and os.path.exists(os.path.join(path, "config.json")):
+    if isinstance(model, PreTrainedModel) and os.path.exists(os.path.join(path, MODEL_CONFIG)):
+        _require_plausible(path)
         # For some models, transformers stores parameters under names that differ from the model's.
         with _without_progress_bars():
             filled: nn.Module = type(model).from_pretrained(path, local_files_only=True)

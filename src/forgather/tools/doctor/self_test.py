@@ -99,7 +99,7 @@ class _Job:
         self._deadline = time.monotonic() + _MOST_SECONDS
         with open(self._log_path("job", 0), "wb") as log:
             self._process = subprocess.Popen(
-                [sys.executable, "-m", _JOB, directory],
+                [sys.executable, "-P", "-m", _JOB, directory],
                 cwd=directory,
                 env=_environment(),
                 stdin=subprocess.PIPE,

@@ -7,13 +7,18 @@ lock, or calls its callbacks, so the run may train meanwhile.
 
 import dataclasses
 import logging
+import os
 from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
+from torch import nn
+
+from forgather.ml.checkpoint.weights.trial_build import require_plausible_model
 from forgather.ml.distributed import StaticDistributedEnvironment
 from forgather.ml.distributed.environment import get_local_rank
 from forgather.ml.trainer.arguments.training_arguments import TrainingArguments, arguments_from
 from forgather.ml.trainer.loading.builders import kind_of
+from forgather.ml.trainer.pipeline.pipeline_model import pretrained_without_weights
 from forgather.ml.trainer.samples.skipped import SKIP_SAMPLES, SKIP_STEPS
 from forgather.tools.replay.random_states import RankGenerators
 from forgather.tools.replay.replay_trainer import ReplayTrainer
@@ -24,7 +29,7 @@ from forgather.tools.samples.run_order import build_training_data, scratch_direc
 from forgather.tools.samples.step_order import Anchor, StepOrder, StepSample
 
 if TYPE_CHECKING:
-    from forgather.config.schema import Configuration
+    from forgather.config.schema import Configuration, ModelSection
 
 logger = logging.getLogger(__name__)
 
@@ -80,7 +85,7 @@ def replay_run(
 
         refuse_code(configuration, *_SECTIONS, remedy=config_option(folder))
     with scratch_directory(run.output_dir) as scratch:
-        parts = _parts_of(configuration, scratch)
+        parts = _parts_of(configuration, scratch, folder if config is None else None)
         made = _Replayer(run, configuration.trainer.kind, configuration.args, parts, scratch, keeps_digests)
         return made.report(step, step if to is None else to, without)
 
@@ -347,11 +352,16 @@ def _pipeline_note(kind: str, drifts: bool) -> str:
     )
 
 
-def _parts_of(configuration: "Configuration", scratch: str) -> dict[str, Any]:
-    """Return the keyword arguments of the trainer, built as `forgather train` does, without callbacks."""
+def _parts_of(configuration: "Configuration", scratch: str, stored_in: str | None) -> dict[str, Any]:
+    """Return the keyword arguments of the trainer, built as `forgather train` does, without callbacks.
+
+    `stored_in` is the directory of a configuration that the user has not named.
+    """
     from forgather.config import builders, class_paths, model_builders
 
     tokenizer = builders.build_tokenizer(configuration.tokenizer)
+    if stored_in is not None:
+        _require_plausible_model(configuration.model, tokenizer, stored_in)
     return {
         "model_init": model_builders.model_builder(configuration.model, tokenizer),
         "optimizer_factory": class_paths.partial(configuration.optimizer, "optimizer"),
@@ -361,6 +371,18 @@ def _parts_of(configuration: "Configuration", scratch: str) -> dict[str, Any]:
         "train_dataset": build_training_data(configuration, scratch),
         "processing_class": tokenizer,
     }
+
+
+def _require_plausible_model(section: "ModelSection", tokenizer: Any, folder: str) -> None:
+    """Raise CheckpointLoadError if the model of a stored configuration cannot belong to the weights beside it."""
+    from forgather.config import model_builders
+    from forgather.config.yaml_reader import CONFIG_NAME
+
+    def build() -> nn.Module:
+        with pretrained_without_weights():
+            return model_builders.model_builder(section, tokenizer)()
+
+    require_plausible_model(build, os.path.join(folder, CONFIG_NAME), folder, {"model": dataclasses.asdict(section)})
 
 
 def _present_device(asked: str | None) -> str | None:

@@ -58,8 +58,8 @@ def _keywords(options: argparse.Namespace) -> dict[str, Any]:
                 f"{folder} has no config.json that describes the model. Pass --model CONFIG, the configuration of the run "
                 "(.yaml), or --model DIR, a directory with config.json."
             )
-        _require_model(folder)
-        return {"model_init": functools.partial(model_of_transformers, folder)}
+        _require_model(folder, options.path)
+        return {"model_init": functools.partial(model_of_transformers, folder, options.path)}
     configuration = read_configuration(options.path, options.model)
     assert configuration is not None
     tokenizer = builders.build_tokenizer(configuration.tokenizer)
@@ -77,11 +77,11 @@ def _keywords(options: argparse.Namespace) -> dict[str, Any]:
     }
 
 
-def _require_model(folder: str) -> None:
+def _require_model(folder: str, weights_path: str) -> None:
     """Raise `UsageError` unless transformers can build the model that a directory describes; allocates no memory."""
     try:
         with torch.device("meta"):
-            model_of_transformers(folder)
+            model_of_transformers(folder, weights_path)
     except (CheckpointLoadError, OSError, ValueError) as error:
         reason = str(error).splitlines()[0]
         raise UsageError(

@@ -19,7 +19,8 @@ from forgather.ml.trainer.pipeline.pipeline_requirements import OwnLossCheck, re
 from forgather.ml.trainer.pipeline.pipeline_utils import pipeline_stage_indices, tensors_of
 from forgather.ml.trainer.pipeline.schedules import ScheduleChoice
 from forgather.ml.trainer.pipeline.tied_weights import TiedWeights, tied_weights
-from forgather.ml.trainer.ranks.team import Team
+from forgather.ml.trainer.ranks.same_model import require_same_model, require_same_stages
+from forgather.ml.trainer.ranks.team import RankTeam, Team
 from forgather.ml.trainer.recipes.activation_checkpointing import checkpointing_function
 from forgather.ml.trainer.recipes.layers import apply_layer_recipe
 from forgather.ml.trainer.setup.seeding import undisturbed_random_numbers
@@ -49,6 +50,7 @@ class StageSetup:
         self._args = args
         self._splitter = splitter
         self._schedule = schedule
+        assert isinstance(team, RankTeam), "a pipeline has at least two ranks"
         self._team = team
         self._ranks = ranks
         self._device = device
@@ -59,9 +61,13 @@ class StageSetup:
         ranks = self._ranks
         num_stages = ranks.size * self._schedule.stages_per_rank(self._args.stages_per_rank)
         # This build must not advance the random state: `fill` draws the initial values as on one device.
+        with undisturbed_random_numbers(), self._team.agreement("building the model without memory"):
+            whole = construct(torch.device("meta"))
+        # Compared before the first exchange of tensors: gloo ends the process when sizes differ. Tensors of the same
+        # size would be exchanged without a word.
+        require_same_model(whole, self._team.peers)
         with undisturbed_random_numbers(), self._team.agreement("dividing the model into stages"):
             indices = pipeline_stage_indices(ranks.size, num_stages, self._schedule.traits.stage_type)
-            whole = construct(torch.device("meta"))
             self._loss_check.look_at_whole(whole)
             pipeline = PipelineModel(
                 whole,
@@ -71,6 +77,7 @@ class StageSetup:
                 ranks.rank,
                 ranks.group,
             )
+        require_same_stages(pipeline.modules, self._team.peers)
         if self._args.debug_split_model:
             pipeline.log_stages()
         return pipeline
