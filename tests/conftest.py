@@ -2,6 +2,7 @@
 
 import os
 import secrets
+import sys
 from collections.abc import Iterator
 
 import pytest
@@ -27,6 +28,16 @@ def rank_workers() -> Iterator[None]:
     """Stop the workers of `run_on_ranks` at the end of the session."""
     yield
     close_pool()
+
+
+@pytest.fixture(scope="module", autouse=True)
+def environment_of_module() -> Iterator[None]:
+    """Undo what fixtures of a module change in the environment, for example by a command that runs in this process."""
+    variables, path = dict(os.environ), list(sys.path)
+    yield
+    os.environ.clear()
+    os.environ.update(variables)
+    sys.path[:] = path
 
 
 @pytest.fixture(autouse=True)
