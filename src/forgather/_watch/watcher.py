@@ -16,6 +16,7 @@ import time
 from dataclasses import dataclass
 from typing import Any
 
+from forgather._run_files import make_folder_in_run, open_in_run
 from forgather._watch.board import ACTIVITY, DUMPED, LIMIT, LOCAL, PHASE, PID, START, STOPPED, Board
 from forgather._watch.judge import ACTIVE, IN_COMPILER, WAITING, Finding, Judge
 from forgather._watch.limits import SETUP, Durations, Limits
@@ -190,9 +191,10 @@ class Watcher:
         with contextlib.suppress(OSError):
             with open(settings.stacks, errors="replace") as file:
                 stacks = file.read()
-            os.makedirs(settings.folder, exist_ok=True)
-            with open(os.path.join(settings.folder, f"rank{settings.rank}.txt"), "w") as file:
-                file.write(f"{text}\n\n{stacks}")
+            output_dir, name = os.path.split(settings.folder)
+            make_folder_in_run(output_dir, name)
+            with open_in_run(output_dir, os.path.join(name, f"rank{settings.rank}.txt"), "wb") as file:
+                file.write(f"{text}\n\n{stacks}".encode(errors="replace"))
 
     def leave(self) -> None:
         """Delete the files of a rank that was killed."""

@@ -69,6 +69,8 @@ def build_datasets(
         tokens = _from_saved_dataset(section, section.dataset, tokenizer)
     else:
         folder = section.cache_dir or os.path.join(args.output_dir, "tokens")
+        if section.cache_dir is None and os.path.islink(folder):
+            raise UsageError(f"{folder} is a link out of the run. To keep tokens elsewhere, set data.cache_dir.")
         tokens = _from_files(section, tokenizer, folder, scratch, may_tokenize)
     if not section.eval_files and section.eval_split is None:
         tokens = _with_both_splits(tokens, section, wants_evaluation)

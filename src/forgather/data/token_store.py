@@ -19,6 +19,7 @@ from typing import Any, BinaryIO, Protocol
 import numpy as np
 from numpy.typing import ArrayLike
 
+from forgather._run_files import open_regular
 from forgather.data.byte_tokenizer import encode_bytes, is_byte_tokenizer
 from forgather.data.documents import FileDocuments
 from forgather.data.sources import DocumentSources
@@ -251,15 +252,22 @@ def _move_into_place(temporary: Path, path: Path) -> None:
 
 
 def _mapped(path: Path, split: str, dtype: np.dtype[Any], files: Sequence[str]) -> TokenArray:
-    starts = np.load(path / f"{split}_starts.npy")
+    starts = np.load(_regular(path / f"{split}_starts.npy"))
     sources = None
     # Earlier versions did not write these files.
     if (path / _COUNTS).exists():
-        sources = DocumentSources(np.load(path / f"{split}_{_NUMBERS}"), files, np.load(path / _COUNTS).tolist())
+        numbers, counts = np.load(_regular(path / f"{split}_{_NUMBERS}")), np.load(_regular(path / _COUNTS))
+        sources = DocumentSources(numbers, files, counts.tolist())
     if len(starts) == 0:
         # Empty files cannot be memory-mapped.
         return TokenArray(np.zeros(0, dtype=dtype), starts, sources)
-    return TokenArray(np.memmap(path / f"{split}.bin", dtype=dtype, mode="r"), starts, sources)
+    return TokenArray(np.memmap(_regular(path / f"{split}.bin"), dtype=dtype, mode="r"), starts, sources)
+
+
+def _regular(path: Path) -> Path:
+    """Return the path of a regular file; tokens in a run of somebody else could be a FIFO, or a link to another file."""
+    os.close(open_regular(os.fspath(path), os.O_RDONLY))
+    return path
 
 
 def _tokenizer_identity(tokenizer: TextTokenizer) -> str:

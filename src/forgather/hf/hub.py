@@ -13,6 +13,7 @@ from torch import Tensor
 
 from forgather.hf.arguments import join_ranks
 from forgather.hf.fields.conversions import text_of
+from forgather.ml.checkpoint.files.durable import replace_file
 from forgather.ml.distributed.agreement import agreement
 from forgather.ml.utils import unwrap_model
 
@@ -148,7 +149,7 @@ def write_model(trainer: "Trainer", directory: str, state_dict: Mapping[str, Ten
 
 
 def write_arguments(trainer: "Trainer", directory: str) -> None:
-    Path(directory, ARGUMENTS_FILE).write_text(trainer.args.to_json_string() + "\n", encoding="utf-8")
+    replace_file(os.path.join(directory, ARGUMENTS_FILE), f"{trainer.args.to_json_string()}\n".encode())
 
 
 def write_model_card(trainer: "Trainer", *values: Any, **options: Any) -> None:
@@ -162,4 +163,4 @@ def write_model_card(trainer: "Trainer", *values: Any, **options: Any) -> None:
     # Without a license, transformers would ask the Hub for the license of the base model.
     given["license"] = given.get("license") or ""
     card = TrainingSummary.from_trainer(trainer, **given).to_model_card()
-    Path(trainer.args.output_dir, "README.md").write_text(card, encoding="utf-8")
+    replace_file(os.path.join(trainer.args.output_dir, "README.md"), card.encode())

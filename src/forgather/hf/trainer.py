@@ -19,6 +19,7 @@ from torch.utils.data import DataLoader
 from transformers import trainer_pt_utils
 from transformers.trainer_utils import EvalLoopOutput, PredictionOutput, TrainOutput
 
+from forgather._run_files import check_in_run
 from forgather.hf import compute_loss, data, evaluation, hub, optimizers
 from forgather.hf.accelerator_shim import AcceleratorShim
 from forgather.hf.changes import pass_on
@@ -73,8 +74,6 @@ class Trainer(Internals):
     """Arguments of the engine as they were last derived from `args`."""
     log_metrics = trainer_pt_utils.log_metrics
     metrics_format = trainer_pt_utils.metrics_format
-    save_metrics = trainer_pt_utils.save_metrics
-    save_state = trainer_pt_utils.save_state
     get_learning_rates = trainer_pt_utils.get_learning_rates
     get_optimizer_group = trainer_pt_utils.get_optimizer_group
     get_optimizer_cls_and_kwargs = staticmethod(transformers.Trainer.get_optimizer_cls_and_kwargs)
@@ -314,6 +313,18 @@ class Trainer(Internals):
     def log(self, logs: dict[str, Any], start_time: float | None = None) -> None:
         """Append a record to `state.log_history` and call on_log of all callbacks."""
         self.engine.record(logs)
+
+    def save_metrics(self, split: str, metrics: dict[str, float], combined: bool = True) -> None:
+        """Write `<split>_results.json`, and add the metrics to all_results.json; the main process only."""
+        if self.is_world_process_zero():
+            check_in_run(self.args.output_dir, f"{split}_results.json", "all_results.json")
+        trainer_pt_utils.save_metrics(self, split, metrics, combined)
+
+    def save_state(self) -> None:
+        """Write trainer_state.json; the main process only."""
+        if self.is_world_process_zero():
+            check_in_run(self.args.output_dir, "trainer_state.json")
+        trainer_pt_utils.save_state(self)
 
     def save_model(self, output_dir: str | None = None, _internal_call: bool = False) -> None:
         """Write the model as a directory for `from_pretrained`; all ranks call it."""

@@ -11,6 +11,8 @@ from collections.abc import Callable, MutableMapping
 import torch.distributed as dist
 from torch._C import _distributed_c10d
 
+from forgather._run_files import open_in_run
+
 logger = logging.getLogger(__name__)
 
 FILE_PREFIX = "nccl_trace_rank_"
@@ -59,7 +61,7 @@ def write_dump(dump: Callable[[], bytes], prefix: str, rank: int) -> str | None:
     path = f"{prefix}{rank}"
     try:
         os.makedirs(os.path.dirname(path) or ".", exist_ok=True)
-        with open(path, "wb") as file:
+        with open_in_run(*os.path.split(path), "wb") as file:
             file.write(dump())
     except (OSError, RuntimeError) as error:
         # The run has already failed, and its error matters more than this one.

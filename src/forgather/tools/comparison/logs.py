@@ -74,7 +74,7 @@ def _by_step(output_dir: str) -> _Steps:
     """Return the compared numbers by step."""
     path = os.path.join(output_dir, FILE_NAME)
     steps: _Steps = {}
-    for record in read_records(path) if os.path.isfile(path) else []:
+    for record in read_records(path) if os.path.lexists(path) else []:
         step = record.get("step")
         # The record at the end of a run has totals, and no numbers of a step.
         if type(step) is int and "train_runtime" not in record:

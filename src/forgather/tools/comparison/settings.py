@@ -3,14 +3,18 @@
 `forgather train` lists the changed settings of a resumed run, and `compare_runs` compares the configurations of two runs.
 """
 
+import logging
 import os
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 
+from forgather._run_files import open_in_run, read_at_most
 from forgather.config import yaml_reader
 from forgather.config.yaml_reader import CONFIG_NAME
-from forgather.ml.checkpoint.errors import CheckpointCorruptError
-from forgather.ml.checkpoint.files.regular_files import open_regular
+
+logger = logging.getLogger(__name__)
+
+_MOST_BYTES = 2**20
 
 
 @dataclass(frozen=True)
@@ -51,9 +55,12 @@ def _shown(value: object) -> str:
 def read_settings(folder: str) -> Mapping[str, object] | None:
     """Return the configuration that a run has stored, as data; None without a readable one."""
     try:
-        with open(open_regular(os.path.join(folder, CONFIG_NAME), follow=True), encoding="utf-8") as file:
-            stored = yaml_reader.load_value(file.read())
-    except (OSError, UnicodeDecodeError, CheckpointCorruptError):
+        with open_in_run(folder, CONFIG_NAME) as file:
+            stored = yaml_reader.load_value(read_at_most(file, _MOST_BYTES).decode())
+    except FileNotFoundError:
         # Runs that were started from Python have no stored configuration.
+        return None
+    except (OSError, UnicodeDecodeError) as error:
+        logger.warning("%s cannot be read: %s", os.path.join(folder, CONFIG_NAME), error)
         return None
     return stored if isinstance(stored, Mapping) else None

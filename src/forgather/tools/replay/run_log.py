@@ -1,11 +1,10 @@
 """RunLog: log records of a run, from the next checkpoint or from its log file."""
 
-import json
 import os
 from collections.abc import Mapping
 from typing import Any
 
-from forgather.ml.trainer.callbacks.json_logger import FILE_NAME
+from forgather.ml.trainer.callbacks.json_logger import FILE_NAME, read_records
 from forgather.tools.replay.report import LoggedStep
 from forgather.tools.run_files import RunFiles, state_of
 
@@ -39,19 +38,10 @@ class RunLog:
 
     def _read(self) -> dict[int, Mapping[str, Any]]:
         path = os.path.join(self._run.output_dir, FILE_NAME)
-        if not os.path.isfile(path):
-            return {}
-        records: dict[int, Mapping[str, Any]] = {}
-        with open(path, encoding="utf-8", errors="replace") as file:
-            for line in file:
-                # A running job may have written only a part of the last line.
-                try:
-                    record = json.loads(line)
-                except ValueError:
-                    continue
-                if isinstance(record, dict) and type(record.get("step")) is int and _is_of_training(record):
-                    records[record["step"]] = record
-        return records
+        records = read_records(path) if os.path.lexists(path) else []
+        return {
+            record["step"]: record for record in records if type(record.get("step")) is int and _is_of_training(record)
+        }
 
 
 def _is_of_training(record: Mapping[str, Any]) -> bool:

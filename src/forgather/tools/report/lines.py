@@ -10,6 +10,7 @@ import os
 from collections.abc import Iterable, Sequence
 from typing import Any
 
+from forgather._run_files import open_in_run, read_at_most
 from forgather.ml.checkpoint.files.layout import CHECKPOINTS_FOLDER, TRAINER_STATE_NAME
 from forgather.ml.trainer.callbacks import json_logger
 from forgather.ml.trainer.callbacks.support.record_file import FILE_NAME as RECORD_NAME
@@ -19,7 +20,7 @@ logger = logging.getLogger(__name__)
 
 _LARGEST_STEP = 2**53
 _LATEST_TIME = 1e11
-_MOST_STATE_BYTES = 256 * 2**20
+_MOST_STATE_BYTES = 32 * 2**20
 
 
 def find_lines(output_dir: str) -> tuple[str, list[Line]]:
@@ -53,15 +54,12 @@ def _log(output_dir: str) -> list[Line]:
 
 
 def _lines_of(path: str) -> Sequence[Any]:
-    """Return the lines of a file; none if it cannot be read, or is no regular file: opening a FIFO would wait forever."""
+    """Return the lines of a file; none if it cannot be read."""
     try:
-        if os.path.isfile(path):
-            return list(read_lines(path))
-        if os.path.lexists(path):
-            logger.warning("%s cannot be read: it is not a regular file.", path)
+        return read_lines(path)
     except OSError as error:
         logger.warning("%s cannot be read: %s", path, error.strerror or error)
-    return []
+        return []
 
 
 def _trainer_state(output_dir: str) -> list[Line]:
@@ -75,17 +73,15 @@ def _trainer_state(output_dir: str) -> list[Line]:
     ]
     paths = [path for path in (os.path.join(output_dir, TRAINER_STATE_NAME), *paths) if os.path.isfile(path)]
     for path in sorted(paths, key=os.path.getmtime, reverse=True):
-        if lines := _with_kinds(line for line in _history(path) if _is_plausible(line, needs_time=False)):
+        if lines := _with_kinds(line for line in _history(output_dir, path) if _is_plausible(line, needs_time=False)):
             return lines
     return []
 
 
-def _history(path: str) -> Sequence[Any]:
+def _history(output_dir: str, path: str) -> Sequence[Any]:
     try:
-        if os.path.getsize(path) > _MOST_STATE_BYTES:
-            return []
-        with open(path, "rb") as file:
-            content = json.load(file)
+        with open_in_run(output_dir, os.path.relpath(path, output_dir)) as file:
+            content = json.loads(read_at_most(file, _MOST_STATE_BYTES))
     except (OSError, ValueError, RecursionError) as error:
         logger.warning("%s cannot be read: %s", path, error)
         return []

@@ -10,12 +10,12 @@ import time
 from collections.abc import Sequence
 from dataclasses import replace
 
+from forgather._run_files import open_in_run
 from forgather.config.yaml_reader import CONFIG_NAME
 from forgather.ml.checkpoint import store
-from forgather.ml.checkpoint.errors import CheckpointCorruptError, CheckpointError
+from forgather.ml.checkpoint.errors import CheckpointError
 from forgather.ml.checkpoint.files.eval_metrics import load_checkpoint_metrics
 from forgather.ml.checkpoint.files.layout import CHECKPOINTS_FOLDER, IN_OUTPUT_DIR, checkpoints_root, counts_any_name
-from forgather.ml.checkpoint.files.regular_files import open_regular
 from forgather.ml.checkpoint.metadata import CheckpointMetadata
 from forgather.ml.trainer.callbacks.support.record_file import Line
 from forgather.ml.trainer.elastic.failure_notes import read_failures
@@ -193,12 +193,12 @@ def _configuration(output_dir: str, start: Line, problems: list[str]) -> str:
     """Return config.yaml, else the arguments in the start line."""
     path = os.path.join(output_dir, CONFIG_NAME)
     try:
-        with open(open_regular(path, follow=True), encoding="utf-8", errors="replace") as file:
-            return file.read(_MOST_CONFIG_BYTES)
+        with open_in_run(output_dir, CONFIG_NAME) as file:
+            return file.read(_MOST_CONFIG_BYTES).decode(errors="replace")
     except FileNotFoundError:
         pass
-    except (OSError, CheckpointCorruptError) as error:
-        problems.append(f"{path} could not be read: {error}")
+    except OSError as error:
+        problems.append(f"{path} could not be read: {error.strerror or error}")
     return "\n".join(f"{name}: {json.dumps(value)}" for name, value in _texts(start.get("args")).items())
 
 

@@ -4,23 +4,15 @@ The content of a checkpoint directory is untrusted: any name can be a symlink or
 files opens them here.
 """
 
-import errno
 import os
 import stat
 
+from forgather import _run_files
+from forgather._run_files import IrregularFileError
 from forgather.ml.checkpoint.errors import CheckpointCorruptError
 
 SMALL_FILE_BYTES = 64 * 2**20
 """Largest manifest, metadata or index file that is read."""
-
-_KINDS = {
-    stat.S_IFLNK: "a symbolic link",
-    stat.S_IFDIR: "a directory",
-    stat.S_IFIFO: "a FIFO",
-    stat.S_IFSOCK: "a socket",
-    stat.S_IFCHR: "a device",
-    stat.S_IFBLK: "a device",
-}
 
 
 def open_regular(path: str, *, follow: bool = False) -> int:
@@ -28,31 +20,12 @@ def open_regular(path: str, *, follow: bool = False) -> int:
 
     `follow=True` allows a symlink to a regular file, for directories of other programs (Hugging Face's cache).
     """
-    # Check before opening, because opening a FIFO blocks and opening a device may have an effect. Check the descriptor
-    # again afterwards, because the path may have been replaced in between (TOCTOU).
-    _require_regular(path, (os.stat if follow else os.lstat)(path))
-    flags = os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK | (0 if follow else os.O_NOFOLLOW)
     try:
-        descriptor = os.open(path, flags)
-    except OSError as error:
-        if error.errno == errno.ELOOP:
-            raise _irregular(path, _KINDS[stat.S_IFLNK]) from error
-        raise
-    try:
-        _require_regular(path, os.fstat(descriptor))
-    except BaseException:
-        os.close(descriptor)
-        raise
-    return descriptor
-
-
-def _require_regular(path: str, status: os.stat_result) -> None:
-    if not stat.S_ISREG(status.st_mode):
-        raise _irregular(path, _KINDS.get(stat.S_IFMT(status.st_mode), "not a regular file"))
-
-
-def _irregular(path: str, kind: str) -> CheckpointCorruptError:
-    return CheckpointCorruptError(f"{path} is damaged: it is {kind}, but files of a checkpoint must be regular files")
+        return _run_files.open_regular(path, os.O_RDONLY, follow=follow)
+    except IrregularFileError as error:
+        raise CheckpointCorruptError(
+            f"{path} is damaged: it is {error.kind}, but files of a checkpoint must be regular files"
+        ) from error
 
 
 def read_small_file(path: str, limit: int = SMALL_FILE_BYTES, *, follow: bool = False) -> bytes:

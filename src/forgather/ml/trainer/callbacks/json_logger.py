@@ -10,7 +10,8 @@ import time
 from collections.abc import Callable, Mapping
 from typing import Any
 
-from forgather.ml.checkpoint.files.durable import make_directories, replace_file
+from forgather._run_files import append_line, last_lines, open_in_run
+from forgather.ml.checkpoint.files.durable import make_directories
 from forgather.ml.trainer.arguments.training_arguments import TrainingArguments
 from forgather.ml.trainer.callbacks.support.json_values import to_json
 from forgather.ml.trainer.callbacks.support.repeated_records import RepeatedRecords
@@ -107,9 +108,7 @@ class JsonLogger(TrainerCallback):
             make_directories(args.output_dir)
             self._has_written = True
         self._drop_inherited(self._path(args), record)
-        # Opened for each line: on network file systems, other machines see the line only after close.
-        with open(self._path(args), "a", encoding="utf-8") as file:
-            file.write(json.dumps(record, allow_nan=False) + "\n")
+        append_line(args.output_dir, self._file_name, json.dumps(record, allow_nan=False))
 
     def _drop_inherited(self, path: str, record: dict[str, Any]) -> None:
         # The killed process may have logged this record after its last save. Log and evaluation records of one step
@@ -136,22 +135,32 @@ class JsonLogger(TrainerCallback):
 
 def read_records(path: str) -> list[dict[str, Any]]:
     """Return the records of a log file, in order; lines that a killed or running process left incomplete are skipped."""
-    with open(path, "rb") as file:
-        return [record for line in file if (record := _parsed(line)) is not None]
+    with open_in_run(*os.path.split(path)) as file:
+        return [record for _, line in last_lines(file) if (record := _parsed(line)) is not None]
 
 
 def keep_records(path: str, wanted: Callable[[dict[str, Any]], bool]) -> list[dict[str, Any]]:
-    """Rewrite the file with the wanted records only, by an atomic rename, and return these records.
+    """Remove the other records from the end of the file, and return the wanted ones.
 
     A line that a killed process left incomplete is removed too.
     """
-    with open(path, "rb") as file:
-        lines = file.readlines()
-    records = [(line, _parsed(line)) for line in lines]
-    kept = [(line, record) for line, record in records if record is not None and wanted(record)]
-    if len(kept) < len(lines):
-        replace_file(path, b"".join(line for line, _ in kept))
-    return [record for _, record in kept]
+    kept: list[dict[str, Any]] = []
+    begin, moved = None, list[bytes]()
+    with open_in_run(*os.path.split(path), "rb+") as file:
+        for offset, line in last_lines(file):
+            record = _parsed(line)
+            if record is None or not wanted(record):
+                begin = offset if begin is None else begin
+                continue
+            kept.append(record)
+            if begin is not None:
+                moved.append(line)
+        if begin is not None:
+            # Not a copy of the whole file, which may be long. Usually nothing is moved: the others are the last ones.
+            file.seek(begin)
+            file.write(b"".join(moved))
+            file.truncate()
+    return kept
 
 
 def _parsed(line: bytes) -> dict[str, Any] | None:

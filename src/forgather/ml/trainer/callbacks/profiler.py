@@ -11,6 +11,7 @@ from typing import Any
 import torch
 from torch.profiler import ProfilerActivity
 
+from forgather._run_files import check_in_run, make_folder_in_run
 from forgather.ml.distributed import get_rank
 from forgather.ml.trainer.arguments.training_arguments import TrainingArguments
 from forgather.ml.trainer.trainer_types import TrainerCallback, TrainerControl, TrainerState
@@ -60,11 +61,11 @@ class ProfilerCallback(TrainerCallback):
     ) -> None:
         if not (state.is_world_process_zero or self._all_ranks):
             return
-        directory = os.path.join(args.output_dir, "profile")
-        os.makedirs(directory, exist_ok=True)
+        directory = make_folder_in_run(args.output_dir, "profile")
 
         def write_trace(profiler: torch.profiler.profile) -> None:
             path = os.path.join(directory, f"rank{get_rank()}_step{self._step}.json.gz")
+            check_in_run(*os.path.split(path))
             profiler.export_chrome_trace(path)
             logger.info("Profiler trace of the steps up to %d: %s", self._step, path)
 

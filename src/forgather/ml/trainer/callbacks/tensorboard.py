@@ -11,6 +11,7 @@ from collections.abc import Iterator, Mapping
 from typing import TYPE_CHECKING, Any
 
 from forgather._extras import MissingPackageError, is_installed, missing_message
+from forgather._run_files import make_folder_in_run
 from forgather.ml.checkpoint.state.state_schema import Schema, every, optional, relative_path, that
 from forgather.ml.trainer.arguments.training_arguments import TrainingArguments
 from forgather.ml.trainer.callbacks.support.repeated_records import RepeatedRecords
@@ -117,7 +118,7 @@ class TBLogger(TrainerCallback):
             path = given or os.path.join(runs, f"{time.strftime('%Y-%m-%dT%H-%M-%S')}_{socket.gethostname()}")
             # Relative, because the output directory may be moved before a resume.
             self._directory = os.path.relpath(path, args.output_dir)
-        return os.path.join(args.output_dir, self._directory)
+        return make_folder_in_run(args.output_dir, *os.path.normpath(self._directory).split(os.sep))
 
     def _write(self, args: TrainingArguments, state: TrainerState, values: Mapping[str, Any]) -> None:
         if not state.is_world_process_zero or self._records.is_repeated(state.global_step, values):

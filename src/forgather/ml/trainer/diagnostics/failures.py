@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 
+from forgather._run_files import check_in_run
 from forgather.ml.distributed import flight_recorder
 from forgather.ml.trainer.diagnostics.health import place_of
 from forgather.ml.trainer.diagnostics.memory_use import measure
@@ -113,6 +114,7 @@ def write_snapshot(output_dir: str, rank: int, device: torch.device) -> str | No
     path = os.path.join(output_dir, f"memory_snapshot_rank{rank}.pickle")
     try:
         os.makedirs(output_dir, exist_ok=True)
+        check_in_run(*os.path.split(path))
         dump(path)
     except (OSError, RuntimeError) as error:
         # The error of the run matters more than its snapshot.

@@ -17,6 +17,9 @@ from dataclasses import asdict, dataclass, fields
 from datetime import UTC, datetime
 from typing import Any
 
+from forgather._run_files import append_line, last_lines, open_in_run
+from forgather.ml.checkpoint.files.durable import replace_file
+
 logger = logging.getLogger(__name__)
 
 FILE_NAME = "failures.jsonl"
@@ -74,16 +77,15 @@ def failure_of(
 
 def note_failure(output_dir: str, failure: Failure) -> None:
     """Append a failure to the file, unless a rank has noted the same failure of this attempt."""
-    path = os.path.join(output_dir, FILE_NAME)
     if not os.path.isdir(output_dir):
         # The directory of a run exists. Somebody has removed or renamed it, and must not find it again.
         logger.warning("The failure could not be noted, because the directory %s is gone.", output_dir)
         return
     try:
         with _locked(output_dir):
-            _append(path, failure)
+            _append(output_dir, failure)
     except OSError as error:
-        logger.warning("The failure could not be noted in %s: %s", path, error)
+        logger.warning("The failure could not be noted in %s: %s", os.path.join(output_dir, FILE_NAME), error)
 
 
 @contextlib.contextmanager
@@ -99,23 +101,21 @@ def _locked(directory: str) -> Iterator[None]:
         os.close(descriptor)
 
 
-def _append(path: str, failure: Failure) -> None:
-    lines = _last_lines(path)
+def _append(output_dir: str, failure: Failure) -> None:
+    lines = _last_lines(output_dir)
     known = [one for one in map(_parsed, lines) if one is not None]
     if any(one.attempt == failure.attempt and one.key == failure.key for one in known):
         return
     if len(lines) >= _MOST_LINES:
-        _write_whole(path, lines[1 - _MOST_LINES :])
-    # One write in append mode, so that lines of several ranks do not mix.
-    with open(path, "ab") as file:
-        file.write((json.dumps(asdict(failure)) + "\n").encode())
+        replace_file(os.path.join(output_dir, FILE_NAME), b"\n".join(lines[1 - _MOST_LINES :]) + b"\n")
+    append_line(output_dir, FILE_NAME, json.dumps(asdict(failure)))
 
 
 def read_failures(output_dir: str) -> list[Failure]:
     """Return the noted failures, oldest first; damaged lines are skipped with a warning."""
     path = os.path.join(output_dir, FILE_NAME)
     try:
-        lines = _last_lines(path)
+        lines = _last_lines(output_dir)
     except OSError as error:
         logger.warning("%s could not be read, so earlier failures are not known: %s", path, error)
         return []
@@ -126,22 +126,14 @@ def read_failures(output_dir: str) -> list[Failure]:
     return [one for one in found if one is not None]
 
 
-def _last_lines(path: str) -> list[bytes]:
+def _last_lines(output_dir: str) -> list[bytes]:
     """Return the newest lines; none if there is no file."""
-    if not os.path.isfile(path):
+    try:
+        with open_in_run(output_dir, FILE_NAME) as file:
+            lines = [line.strip() for _, line in last_lines(file, _MOST_BYTES)]
+            return [line for line in lines if line][-_MOST_LINES:]
+    except FileNotFoundError:
         return []
-    with open(path, "rb") as file:
-        size = file.seek(0, os.SEEK_END)
-        file.seek(max(size - _MOST_BYTES, 0))
-        content = file.read(_MOST_BYTES)
-    return [line for line in content.split(b"\n") if line.strip()][-_MOST_LINES:]
-
-
-def _write_whole(path: str, lines: list[bytes]) -> None:
-    temporary = f"{path}.{os.getpid()}"
-    with open(temporary, "wb") as file:
-        file.write(b"\n".join(lines) + b"\n")
-    os.replace(temporary, path)
 
 
 def _parsed(line: bytes) -> Failure | None:

@@ -11,6 +11,7 @@ import os
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
+from forgather._run_files import append_line, last_lines, open_in_run
 from forgather.ml.checkpoint.files.durable import make_directories, replace_file
 
 FILE_NAME = "run_record.jsonl"
@@ -28,17 +29,14 @@ class RecordFile:
 
     def __init__(self, output_dir: str, most_bytes: int = MOST_BYTES) -> None:
         self.path = os.path.join(output_dir, FILE_NAME)
+        self._output_dir = output_dir
         self._most_bytes = most_bytes
         make_directories(output_dir)
 
     def append(self, line: Mapping[str, object]) -> None:
         """Append one line; thin the file if it has become too long."""
         text = json.dumps(expressible(line), allow_nan=False, separators=(",", ":"))
-        # One write of the whole line: a kill leaves at most one incomplete line, at the end.
-        with open(self.path, "ab") as file:
-            file.write((_line_break(self.path) + text + "\n").encode())
-            size = file.tell()
-        if size > self._most_bytes:
+        if append_line(self._output_dir, FILE_NAME, text) > self._most_bytes:
             self._thin()
 
     def set_aside(self) -> None:
@@ -63,11 +61,10 @@ class RecordFile:
 def read_lines(path: str) -> list[Line]:
     """Return the lines of a record or log, without damaged ones; numbers that JSON lacks are floats again."""
     try:
-        with open(path, "rb") as file:
-            content = file.read()
+        with open_in_run(*os.path.split(path)) as file:
+            return [line for _, raw in last_lines(file) if (line := _parsed(raw)) is not None]
     except FileNotFoundError:
         return []
-    return [line for raw in content.split(b"\n") if (line := _parsed(raw)) is not None]
 
 
 def thinned(lines: Sequence[Line]) -> list[Line]:
@@ -117,15 +114,3 @@ def _parsed(raw: bytes) -> Line | None:
     if not isinstance(line, dict):
         return None
     return {name: _NAMES.get(value, value) if isinstance(value, str) else value for name, value in line.items()}
-
-
-def _line_break(path: str) -> str:
-    """Return a line break if a killed process left the last line incomplete."""
-    try:
-        with open(path, "rb") as file:
-            if file.seek(0, os.SEEK_END) == 0:
-                return ""
-            file.seek(-1, os.SEEK_END)
-            return "" if file.read(1) == b"\n" else "\n"
-    except FileNotFoundError:
-        return ""
