@@ -11,6 +11,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
+from forgather.ml.distributed import Peers
 from forgather.ml.utils import unwrap_model
 
 if TYPE_CHECKING:
@@ -206,9 +207,7 @@ class AcceleratorShim:
         return [part.to(tensor.device) for part in parts if part is not None]
 
     def _objects_of_ranks(self, value: object) -> list[Any]:
-        values: list[Any] = [None] * dist.get_world_size()
-        dist.all_gather_object(values, value)
-        return values
+        return Peers.world().gather(value)
 
 
 def _has_only_tensors(value: object) -> bool:

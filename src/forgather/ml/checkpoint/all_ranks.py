@@ -8,6 +8,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Generic, TypeVar
 
+from forgather.ml.checkpoint import errors
 from forgather.ml.checkpoint.errors import CheckpointError
 from forgather.ml.distributed import DistributedError, Peers
 
@@ -18,7 +19,7 @@ T = TypeVar("T")
 class _Outcome(Generic[T]):
     value: T | None
     report: DistributedError | None = None
-    error_class: type[CheckpointError] | None = None
+    error_class: str = ""
     is_misfit: bool = False
 
 
@@ -36,8 +37,8 @@ def on_every_rank(peers: Peers, work: Callable[[], T], during: str, failure: typ
     except BaseException as error:  # noqa: BLE001 - Raised again below, on every rank.
         # Even an interrupt must reach the gather below, or the other ranks hang in it until they time out.
         own_error = error
-        # Send the class and a text report: an arbitrary exception may not survive pickling.
-        known = type(error) if isinstance(error, CheckpointError) else None
+        # Send the name of the class and a text report: an arbitrary exception cannot be sent.
+        known = type(error).__name__ if isinstance(error, CheckpointError) else ""
         report = DistributedError.describing(error, during, peers.rank)
         outcome = _Outcome(None, report, known, getattr(error, "is_misfit", False))
     try:
@@ -58,7 +59,13 @@ def on_every_rank(peers: Peers, work: Callable[[], T], during: str, failure: typ
     # Outcomes are in rank order, so every rank picks the same failure.
     for result in outcomes:
         if result.report is not None:
-            shared_error = (result.error_class or failure)(str(result.report))
+            shared_error = _known_class(result.error_class, failure)(str(result.report))
             shared_error.is_misfit = result.is_misfit
             raise shared_error from own_error
     return [result.value for result in outcomes]  # type: ignore[misc]
+
+
+def _known_class(name: str, failure: type[CheckpointError]) -> type[CheckpointError]:
+    """Return the error class of this name, or `failure` if the checkpoint system has none."""
+    found = vars(errors).get(name)
+    return found if isinstance(found, type) and issubclass(found, CheckpointError) else failure

@@ -34,9 +34,9 @@ from forgather.ml.distributed.rank_logging import prefix_logger_rank
 # - `get_global_process_group`, `get_local_process_group`: gloo groups for control messages, over all ranks or the ranks
 #   of this node. `reset_process_groups` clears the cache of these groups. `get_barrier_fn` returns a barrier of a
 #   group.
-# - `Peers`: ranks of a group that act together. `gather` and `broadcast` exchange picklable objects. `agree` and
-#   `agreement` raise an error of one rank on every rank as a `DistributedError`. The functions of the same names do
-#   this without a `Peers` object.
+# - `Peers`: ranks of a group that act together. `gather` and `broadcast` exchange numbers, text, tensors, dataclasses
+#   and containers of them. `agree` and `agreement` raise an error of one rank on every rank as a `DistributedError`. The
+#   functions of the same names do this without a `Peers` object.
 # - `main_process_first`: context manager. Local rank 0 runs its body before the other ranks of the node (downloads,
 #   caches).
 # - `RankLinks`: connections for small, frequent messages. A gloo group, and Unix sockets between ranks of one machine.

@@ -1,11 +1,10 @@
 """Error agreement between ranks: an error on one rank is raised on every rank of the group.
 
-`Peers` exchanges small Python objects over gloo. Its `agree` and `agreement` raise the same `DistributedError` on all
-ranks, so that no rank waits in a collective for a rank that has failed. Trainers, data loaders and checkpoints use it
-around work that may fail on one rank only.
+`Peers` exchanges small values over gloo, in messages that are no pickles. Its `agree` and `agreement` raise the same
+`DistributedError` on all ranks, so that no rank waits in a collective for a rank that has failed. Trainers, data loaders
+and checkpoints use it around work that may fail on one rank only.
 """
 
-import pickle
 import traceback
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
@@ -16,7 +15,8 @@ import torch.distributed as dist
 from torch.distributed import ProcessGroup
 
 from forgather.ml.distributed.groups import get_global_process_group
-from forgather.ml.distributed.payload_gather import gather_payloads
+from forgather.ml.distributed.payload_gather import as_tensor, broadcast_payload, gather_payloads
+from forgather.ml.distributed.rank_messages import UnsupportedValueError, decode, encode, register_type
 
 T = TypeVar("T")
 
@@ -57,8 +57,14 @@ class DistributedError(RuntimeError):
         return f"{headline}\n\nTraceback of rank {self.rank}:\n{self.traceback_text.rstrip()}"
 
 
+register_type(DistributedError, lambda error: error.args, lambda fields: DistributedError(*fields))
+
+
 class Peers:
-    """Ranks of a process group that act together and exchange small Python objects over gloo.
+    """Ranks of a process group that act together and exchange small values over gloo.
+
+    Values are numbers, text, bytes, tensors, NumPy arrays, enums, dataclasses and containers of them. Mappings arrive as
+    dicts.
 
     Every method is collective: all ranks of the group call it, in the same order. `rank` and `size` count inside the
     group. The default group contains all ranks, or only this process if torch.distributed is not initialised.
@@ -88,10 +94,10 @@ class Peers:
         if self.size == 1:
             return [value]
         with _contact(during):
-            parcels = gather_payloads(pickle.dumps(_pack(value, during)), self._group, control_device(self._group))
-        # In rank order, so that all ranks raise the error of the same rank. Equal parcels are unpickled once: with
+            parcels = gather_payloads(_pack(value, during), self._group, control_device(self._group))
+        # In rank order, so that all ranks raise the error of the same rank. Equal parcels are decoded once: with
         # thousands of ranks, that is most of the time and memory of a gather.
-        unpacked = {parcel: _unpack(pickle.loads(parcel)) for parcel in dict.fromkeys(parcels)}
+        unpacked = {parcel: _unpack(parcel) for parcel in dict.fromkeys(parcels)}
         return [unpacked[parcel] for parcel in parcels]
 
     def broadcast(self, value: T, source: int = 0) -> T:
@@ -99,11 +105,10 @@ class Peers:
         if self.size == 1:
             return value
         during = f"broadcasting a value from rank {source} of the group"
-        parcel = [_pack(value, during) if self.rank == source else None]
+        parcel = _pack(value, during) if self.rank == source else b""
         with _contact(during):
-            dist.broadcast_object_list(parcel, group=self._group, group_src=source)
-        assert parcel[0] is not None, "the source sent its value"
-        received: T = _unpack(parcel[0])
+            parcel = broadcast_payload(parcel, source, self._group, control_device(self._group))
+        received: T = _unpack(parcel)
         return received
 
     def agree(self, error: BaseException | None, during: str) -> None:
@@ -160,14 +165,14 @@ class Peers:
     ) -> DistributedError:
         """Return the report of `failed_rank` after every rank has received it."""
         with _contact(during, error):
-            fields = [None if report is None else report.args]
-            dist.broadcast_object_list(fields, group=self._group, group_src=failed_rank)
+            parcel = b"" if report is None else _pack(report, during)
+            parcel = broadcast_payload(parcel, failed_rank, self._group, control_device(self._group))
         # A rank that exits closes its connections and could interrupt a broadcast in progress. The barrier keeps every
         # rank here until all ranks have the report.
         with suppress(RuntimeError):
             dist.barrier(group=self._group)
-        assert fields[0] is not None, "the failing rank sent its report"
-        return DistributedError(*fields[0])
+        sent: DistributedError = _unpack(parcel)
+        return sent
 
 
 def agree(error: BaseException | None, during: str, group: ProcessGroup | None = None) -> None:
@@ -193,19 +198,20 @@ def _contact(during: str, own_error: BaseException | None = None) -> Iterator[No
         raise report from (lost if own_error is None else own_error)
 
 
-def _pack(value: object, during: str) -> bytes | DistributedError:
-    """Return the pickled `value`, or a `DistributedError` if it cannot be pickled."""
+def _pack(value: object, during: str) -> bytes:
+    """Return the message for a value, or for a `DistributedError` if it cannot be sent."""
     # Raising here would leave the other ranks waiting in the collective. The receivers raise the error instead.
     try:
-        return pickle.dumps(value)
-    except Exception as error:  # noqa: BLE001 - any object may refuse in its own way; raised on every rank by _unpack
-        return DistributedError.describing(error, during, _global_rank())
+        return b"".join(encode((value, None)))
+    except UnsupportedValueError as error:
+        return b"".join(encode((None, DistributedError.describing(error, during, _global_rank()))))
 
 
-def _unpack(parcel: bytes | DistributedError) -> Any:
-    if isinstance(parcel, DistributedError):
-        raise parcel
-    return pickle.loads(parcel)
+def _unpack(parcel: bytes) -> Any:
+    value, error = decode(as_tensor(parcel, torch.device("cpu")))
+    if error is not None:
+        raise error
+    return value
 
 
 def _global_rank() -> int:

@@ -233,9 +233,10 @@ def _groups_of_this_world() -> _ControlGroups | None:
 
 def _new_node_group() -> ProcessGroup:
     # The ranks of a node are consecutive, so the first rank identifies the node, also for nodes of unequal size.
-    first_ranks = [0] * dist.get_world_size()
-    dist.all_gather_object(first_ranks, dist.get_rank() - get_local_rank(), group=get_global_process_group())
+    own = torch.tensor([dist.get_rank() - get_local_rank()], device="cpu")
+    first_ranks = [torch.empty_like(own) for _ in range(dist.get_world_size())]
+    dist.all_gather(first_ranks, own, group=get_global_process_group())
     ranks_of_nodes: dict[int, list[int]] = {}
     for rank, first_rank in enumerate(first_ranks):
-        ranks_of_nodes.setdefault(first_rank, []).append(rank)
+        ranks_of_nodes.setdefault(int(first_rank), []).append(rank)
     return new_partition([ranks for _, ranks in sorted(ranks_of_nodes.items())], backend="gloo")

@@ -1,4 +1,4 @@
-"""All-gather of byte strings of unequal length: equal payloads are sent once, and a long one does not pad the others.
+"""All-gather and broadcast of byte strings. An all-gather sends equal payloads once, and a long one does not pad the others.
 
 `torch.distributed.all_gather_object` pads every payload to the longest. At a thousand ranks, one rank with a megabyte
 would make each rank allocate a gigabyte. `Peers.gather` uses this function instead.
@@ -80,18 +80,25 @@ def _gather_rows(
     """Return the first `width` bytes of every rank as rows on the CPU; shorter payloads are padded."""
     rows = torch.empty(num_ranks, width, dtype=torch.uint8, device=device)
     if width > 0:
-        own = _as_tensor(payload[:width].ljust(width, b"\0"), device)
+        own = as_tensor(payload[:width].ljust(width, b"\0"), device)
         dist.all_gather(list(rows.unbind()), own, group=group)
     return rows.cpu()
 
 
 def _broadcast(own: bytes, source: int, length: int, group: ProcessGroup | None, device: torch.device) -> bytes:
     is_source = dist.get_rank(group) == source
-    message = _as_tensor(own, device) if is_source else torch.empty(length, dtype=torch.uint8, device=device)
+    message = as_tensor(own, device) if is_source else torch.empty(length, dtype=torch.uint8, device=device)
     dist.broadcast(message, group=group, group_src=source)
     return own if is_source else message.cpu().numpy().tobytes()
 
 
-def _as_tensor(data: bytes, device: torch.device) -> Tensor:
+def broadcast_payload(payload: bytes, source: int, group: ProcessGroup | None, device: torch.device) -> bytes:
+    """Return the payload of rank `source` of the group on every rank; collective."""
+    length = torch.tensor([len(payload)], dtype=torch.int64, device=device)
+    dist.broadcast(length, group=group, group_src=source)
+    return _broadcast(payload, source, int(length.item()), group, device)
+
+
+def as_tensor(data: bytes, device: torch.device) -> Tensor:
     # `frombuffer` needs a writable buffer, or it warns.
     return torch.frombuffer(bytearray(data), dtype=torch.uint8).to(device)

@@ -17,7 +17,7 @@ from torch.distributed import DeviceMesh
 from forgather.ml.distributed.agreement import DistributedError, Peers
 from forgather.ml.distributed.groups import new_group
 from forgather.ml.distributed.rank_links import RankLinks
-from forgather.ml.trainer.loading.batch_messages import decode, encode
+from forgather.ml.distributed.rank_messages import decode, encode
 from forgather.ml.trainer.loading.batch_transport import make_receiver, make_sender
 from forgather.ml.trainer.loading.copy_streams import can_pin
 from forgather.ml.trainer.loading.data_order import (
@@ -243,7 +243,7 @@ class DataloaderDispatcher:
 
     def _received(self) -> Message:
         assert self._receiver is not None
-        content, (kind, position) = decode(self._receiver.receive())
+        kind, content, position = decode(self._receiver.receive())
         message = Message(Kind(kind), content, position)
         if message.kind is Kind.BATCH:
             # Post the next receive now, so that it runs while this rank trains.
@@ -321,7 +321,7 @@ class DataloaderDispatcher:
         # All are packed before any is sent. If one fails, the error message can still be sent to every rank instead.
         has_others = [number > 0 or len(ranks) > 1 for number, ranks in enumerate(self._parts)]
         packed = [
-            encode(one.content, (one.kind.value, one.position)) if needed else None
+            encode((one.kind.value, one.content, one.position)) if needed else None
             for one, needed in zip(messages, has_others, strict=True)
         ]
         return Round(messages[0], packed)

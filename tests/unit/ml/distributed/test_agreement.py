@@ -85,7 +85,7 @@ def exchange() -> tuple[list[dict[str, int]], str, str]:
     return gathered, peers.broadcast(words[peers.rank]), peers.broadcast(words[peers.rank], source=2)
 
 
-def exchange_something_unpicklable(by_gather: bool) -> None:
+def exchange_something_unsendable(by_gather: bool) -> None:
     peers = Peers.world()
     value = threading.Lock() if peers.rank == 1 else None
     if by_gather:
@@ -194,11 +194,11 @@ def test_gather_and_broadcast_reach_every_rank() -> None:
 
 
 @pytest.mark.parametrize("by_gather", [True, False])
-def test_unpicklable_value_fails_on_every_rank(by_gather: bool) -> None:
-    outcomes = outcomes_on_ranks(exchange_something_unpicklable, 3, by_gather)
+def test_unsendable_value_fails_on_every_rank(by_gather: bool) -> None:
+    outcomes = outcomes_on_ranks(exchange_something_unsendable, 3, by_gather)
     assert {outcome.error_type for outcome in outcomes} == {"DistributedError"}
     (message,) = {outcome.error_message for outcome in outcomes}
-    assert "rank 1 failed" in str(message) and "cannot pickle" in str(message)
+    assert "rank 1 failed" in str(message) and "cannot be sent to other ranks" in str(message)
 
 
 def test_group_agrees_separately_and_names_global_ranks() -> None:

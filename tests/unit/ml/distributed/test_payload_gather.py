@@ -43,7 +43,7 @@ def test_every_rank_receives_every_payload() -> None:
             assert received[case] == [payload_of(rank, case) for rank in range(3)], case
 
 
-def test_equal_values_are_unpickled_once() -> None:
+def test_equal_values_are_decoded_once() -> None:
     for values, is_one_object in run_on_ranks(gather_values, 3):
         assert values == [{"kind": 0}, {"kind": 1}, {"kind": 0}]
         assert is_one_object

@@ -17,7 +17,7 @@ from torch.distributed import ProcessGroup, Work
 
 from forgather.ml.distributed.agreement import DistributedError
 from forgather.ml.distributed.rank_links import RankLinks, left_error, read_exactly, telling_timeouts
-from forgather.ml.trainer.loading.batch_messages import LENGTH_BYTES, Pieces, length_of, packed
+from forgather.ml.distributed.rank_messages import LENGTH_BYTES, Pieces, length_of, packed
 
 _FIRST_CAPACITY = 2**12
 _DURING = "loading a batch"

@@ -9,6 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from forgather.ml.distributed.rank_messages import register_type
 from forgather.ml.trainer.loading.collation import require_mapping
 from forgather.ml.trainer.step_loss.token_weighting import IGNORE_INDEX
 
@@ -18,6 +19,9 @@ class EmptyBatch(dict[str, Any]):
 
     The rank with this batch runs forward and backward like the other ranks, and adds zero to the step.
     """
+
+
+register_type(EmptyBatch, dict, EmptyBatch)
 
 
 def emptied(batch: Mapping[str, Any]) -> EmptyBatch:

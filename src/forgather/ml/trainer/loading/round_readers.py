@@ -10,7 +10,7 @@ from collections.abc import Iterator, Mapping
 from enum import Enum
 from typing import Any, NamedTuple
 
-from forgather.ml.trainer.loading.batch_messages import Pieces
+from forgather.ml.distributed.rank_messages import Pieces
 from forgather.ml.trainer.loading.batch_transport import Sender
 
 _SHORT_BYTES = 2**16
