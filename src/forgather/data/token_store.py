@@ -11,15 +11,15 @@ import math
 import os
 import shutil
 import tempfile
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, BinaryIO, Protocol
+from typing import IO, Any, BinaryIO, Protocol
 
 import numpy as np
 from numpy.typing import ArrayLike
 
-from forgather._run_files import open_regular
+from forgather._run_files import open_in_run
 from forgather.data.byte_tokenizer import encode_bytes, is_byte_tokenizer
 from forgather.data.documents import FileDocuments
 from forgather.data.sources import DocumentSources
@@ -252,22 +252,35 @@ def _move_into_place(temporary: Path, path: Path) -> None:
 
 
 def _mapped(path: Path, split: str, dtype: np.dtype[Any], files: Sequence[str]) -> TokenArray:
-    starts = np.load(_regular(path / f"{split}_starts.npy"))
+    starts = _array_in(path, f"{split}_starts.npy", _read_npy)
     sources = None
     # Earlier versions did not write these files.
-    if (path / _COUNTS).exists():
-        numbers, counts = np.load(_regular(path / f"{split}_{_NUMBERS}")), np.load(_regular(path / _COUNTS))
+    if os.path.lexists(path / _COUNTS):
+        numbers, counts = _array_in(path, f"{split}_{_NUMBERS}", _read_npy), _array_in(path, _COUNTS, _read_npy)
         sources = DocumentSources(numbers, files, counts.tolist())
     if len(starts) == 0:
         # Empty files cannot be memory-mapped.
         return TokenArray(np.zeros(0, dtype=dtype), starts, sources)
-    return TokenArray(np.memmap(_regular(path / f"{split}.bin"), dtype=dtype, mode="r"), starts, sources)
+    tokens = _array_in(path, f"{split}.bin", lambda file: np.memmap(file, dtype=dtype, mode="r"))
+    return TokenArray(tokens, starts, sources)
 
 
-def _regular(path: Path) -> Path:
-    """Return the path of a regular file; tokens in a run of somebody else could be a FIFO, or a link to another file."""
-    os.close(open_regular(os.fspath(path), os.O_RDONLY))
-    return path
+def _read_npy(file: IO[bytes]) -> np.ndarray:
+    # Not np.load: it reads archives and pickles too.
+    found: np.ndarray = np.lib.format.read_array(file, allow_pickle=False)
+    return found
+
+
+def _array_in(folder: Path, name: str, read: Callable[[IO[bytes]], np.ndarray]) -> np.ndarray:
+    # Tokens in a run of somebody else may be links, FIFOs or damaged.
+    with open_in_run(os.fspath(folder), name) as file:
+        try:
+            return read(file)
+        except (OSError, ValueError, EOFError, MemoryError) as error:
+            raise ValueError(
+                f"{folder / name} holds no tokens of an earlier run: {error}. Delete the folder {folder}; the tokens are then "
+                "made again."
+            ) from error
 
 
 def _tokenizer_identity(tokenizer: TextTokenizer) -> str:

@@ -7,6 +7,7 @@ from the stored weights. They are far above the needs of a model that fits its w
 """
 
 import contextlib
+import itertools
 import json
 import os
 import resource
@@ -29,8 +30,11 @@ from forgather.ml.checkpoint.weights.location import locate_weights
 from forgather.ml.no_init_weights import no_init_weights
 
 MODEL_CONFIG = "config.json"
-_SECONDS, _SECONDS_PER_TENSOR = 0.8, 0.002
-"""Processor time. The constructors of transformers take 0.1 to 0.3 ms per tensor on the meta device."""
+_MODULES, _MODULES_PER_TENSOR = 5000, 10
+"""Layers, activations and containers. Architectures of transformers have one to three per stored tensor."""
+_SECONDS, _SECONDS_PER_TENSOR = 10.0, 0.02
+"""Processor time, for constructors that loop without a module. Those of transformers take 0.1 to 0.3 ms per tensor, and
+their first call imports libraries."""
 _BYTES, _BYTES_PER_TENSOR = 256 * 2**20, 64 * 2**10
 _MOST_GROWTH = 16
 """Bytes in memory per stored byte: float8 becomes float32, tied tensors are stored once, some are not stored."""
@@ -38,12 +42,26 @@ _MOST_GROWTH_QUANTISED = 64
 """The same for a configuration with a quantisation, whose weights may have a single bit."""
 _BYTES_WITHOUT_INDEX = 2**20
 """Stored bytes that stand for one tensor in a directory whose tensors cannot be counted."""
-_WAIT_FACTOR, _WAIT_SECONDS = 20, 30
+_WAIT_FACTOR, _WAIT_SECONDS = 2, 30
 _NUM_SHOWN = 3
 _TOO_LARGE = ("allocate memory", "not enough memory", "overflow", "too large")
 """Parts of messages of torch for sizes that no memory or number can hold."""
 
-_Verdict = Literal["fits", "memory", "time", "unknown"]
+_Verdict = Literal["fits", "memory", "modules", "time", "unknown"]
+
+
+@dataclass(frozen=True)
+class _Limits:
+    """Most that the construction of a model may take."""
+
+    tensor_bytes: int
+    object_bytes: int
+    modules: int
+    seconds: float
+
+
+class _TooManyModules(BaseException):
+    """Not an Exception, which a constructor might catch."""
 
 
 @dataclass(frozen=True)
@@ -79,11 +97,13 @@ def require_plausible_model(
     is_quantised = isinstance(values, dict) and bool(values.get("quantization_config"))
     most_bytes = stored.num_bytes * (_MOST_GROWTH_QUANTISED if is_quantised else _MOST_GROWTH) + _BYTES
     seconds = _SECONDS + stored.num_tensors * _SECONDS_PER_TENSOR
-    verdict, reason = _tried(build, most_bytes, stored.num_tensors * _BYTES_PER_TENSOR, seconds)
+    most_modules = stored.num_tensors * _MODULES_PER_TENSOR + _MODULES
+    limits = _Limits(most_bytes, stored.num_tensors * _BYTES_PER_TENSOR, most_modules, seconds)
+    verdict, reason = _tried(build, limits)
     if verdict in ("fits", "unknown"):
         return
     if verdict == "time":
-        reason = f"building it takes more than {seconds:.1f} s"
+        reason = f"building it takes more than {seconds:.0f} s"
     raise CheckpointLoadError(
         f"{description} describes a model that cannot belong to the weights in {weights}: "
         f"{reason or 'building it takes too much memory'}, and the weights are {stored.num_tensors:,} tensors of "
@@ -116,9 +136,7 @@ def _import_architecture(values: object) -> None:
         getattr(transformers, names[0], None)
 
 
-def _tried(
-    build: Callable[[], nn.Module], most_bytes: int, object_bytes: int, seconds: float
-) -> tuple[_Verdict, str | None]:
+def _tried(build: Callable[[], nn.Module], limits: _Limits) -> tuple[_Verdict, str | None]:
     """Build the model in a forked process; returns the verdict, and the reason for a size that does not fit."""
     reader, writer = os.pipe()
     with warnings.catch_warnings():
@@ -129,15 +147,16 @@ def _tried(
         try:
             os.close(reader)
             # With the bytes of the tensors: some constructors ignore the meta device.
-            _limit(most_bytes + object_bytes, seconds)
-            found = _build_within(build, most_bytes)
+            _limit(limits.tensor_bytes + limits.object_bytes, limits.seconds)
+            _limit_modules(limits.modules)
+            found = _build_within(build, limits.tensor_bytes)
             os.write(writer, json.dumps(found).encode())
         finally:
             # Whatever happens, the child must neither return nor run the exit functions of its parent.
             os._exit(0)
     os.close(writer)
     try:
-        answer, has_ended = _answer(reader, seconds * _WAIT_FACTOR + _WAIT_SECONDS)
+        answer, has_ended = _answer(reader, limits.seconds * _WAIT_FACTOR + _WAIT_SECONDS)
     finally:
         os.close(reader)
         with contextlib.suppress(ProcessLookupError):
@@ -185,10 +204,24 @@ def _limit(more_bytes: int, seconds: float) -> None:
         resource.setrlimit(resource.RLIMIT_AS, (limit if hard == resource.RLIM_INFINITY else min(limit, hard), hard))
 
 
+def _limit_modules(most: int) -> None:
+    """Raise `_TooManyModules` when this process has built so many modules; it stays in force."""
+    construct, count = nn.Module.__init__, itertools.count(1)
+
+    def counted(self: nn.Module, *args: Any, **values: Any) -> None:
+        if next(count) > most:
+            raise _TooManyModules(f"it has more than {most:,} modules")
+        construct(self, *args, **values)
+
+    nn.Module.__init__ = counted  # type: ignore[method-assign]
+
+
 def _build_within(build: Callable[[], nn.Module], most_bytes: int) -> tuple[_Verdict, str | None]:
     try:
         with no_init_weights(), torch.device("meta"):
             model = build()
+    except _TooManyModules as error:
+        return "modules", str(error)
     except Exception as error:  # noqa: BLE001 - the code of many architectures
         return ("memory", None) if _is_too_large(error) else _build_with_memory(build)
     tensors = {id(one): (name, one) for name, one in _named_tensors(model)}
@@ -204,6 +237,8 @@ def _build_with_memory(build: Callable[[], nn.Module]) -> tuple[_Verdict, str | 
     try:
         with no_init_weights():
             build()
+    except _TooManyModules as error:
+        return "modules", str(error)
     except Exception as error:  # noqa: BLE001 - as above
         return ("memory", None) if _is_too_large(error) else ("unknown", None)
     return "fits", None
