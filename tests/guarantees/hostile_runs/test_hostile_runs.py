@@ -73,7 +73,7 @@ def attempt(folder: Path, words: tuple[str, ...]) -> Answer:
         for number, name in ((1, "output"), (2, "errors")):
             os.dup2(os.open(name, os.O_WRONLY | os.O_CREAT | os.O_TRUNC), number)
         # Not those of pytest, which capture.
-        sys.stdout, sys.stderr = open(1, "w", buffering=1), open(2, "w", buffering=1)
+        sys.stdout, sys.stderr = os.fdopen(1, "w", 1), os.fdopen(2, "w", 1)
         with open("/proc/self/statm", "rb") as file:
             in_use = int(file.read().split()[0]) * resource.getpagesize()
         resource.setrlimit(resource.RLIMIT_AS, (in_use + MOST_MEMORY, in_use + MOST_MEMORY))
