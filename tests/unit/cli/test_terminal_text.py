@@ -22,8 +22,15 @@ RESPONSES: dict[str, dict[str, Any]] = {
     "stacks": {"stacks": {"0": HOSTILE}},
     "status": {
         **dict.fromkeys(("output_dir", "trainer", "host", "phase", "checkpoint"), HOSTILE),
-        **{"pid": 1, "world_size": 2, "uptime": 1.0, "step": 1, "max_steps": 2, "epoch": 0.5, "num_epochs": 1.0},
-        **{"seconds_since_step": 1.0, "background_save": True},
+        "pid": 1,
+        "world_size": 2,
+        "uptime": 1.0,
+        "step": 1,
+        "max_steps": 2,
+        "epoch": 0.5,
+        "num_epochs": 1.0,
+        "seconds_since_step": 1.0,
+        "background_save": True,
         "ranks": [
             {"rank": rank, "host": HOSTILE, "pid": 1, "step": 1, "phase": HOSTILE, "stopped": False} for rank in (0, 1)
         ],
@@ -96,7 +103,10 @@ def test_resume_that_quotes_a_failure(tmp_path: Path) -> None:
     assert spawn(tmp_path, "train", "plain.yaml").code == 0
     note = {
         **dict.fromkeys(("attempt", "host", "error_type", "message", "fingerprint"), HOSTILE),
-        **{"time": "2030", "step": 9, "rank": 0, "resumed_from": None},
+        "time": "2030",
+        "step": 9,
+        "rank": 0,
+        "resumed_from": None,
     }
     (tmp_path / "out" / "failures.jsonl").write_text(json.dumps(note) + "\n")
     answer = spawn(tmp_path, "train", "plain.yaml", "--args.max_steps", "6")
