@@ -143,6 +143,8 @@ def test_requests_that_the_run_does_not_reach_are_told_its_end(job: RunningJob) 
         ({"logging_steps": "ten"}, "logging_steps='ten' has type str, expected int"),
         ({"logging_steps": 0}, "it must be a number of 1 or more"),
         ({"save_strategy": "often"}, "not an interval strategy"),
+        ({"save_steps": 10**25}, "it must be at most 2**63 - 1"),
+        ({"save_total_limit": 0}, "None keeps all"),
         ({}, "Name a setting"),
     ],
 )
