@@ -1,6 +1,8 @@
 """Server of the control socket: one thread that waits in `select`, and hands requests to a function.
 
-It never waits for a client: requests have a size limit and a time limit, answers are sent as fast as a client reads.
+It never waits for a client: requests have a size limit and a time limit, answers are sent as fast as a client reads. No
+number of clients keeps a new one out: a full server drops the oldest connection that has not sent its request, and limits
+only how many clients wait for commands other than those in `_URGENT`.
 The socket is for its owner only (mode 0600, and the credentials of each client are checked).
 """
 
@@ -25,7 +27,12 @@ from forgather._control.address import SOCKET_NAME, is_trusted, peer_user, socke
 
 logger = logging.getLogger(__name__)
 
-_MOST_CLIENTS = 32
+_MOST_CLIENTS = 128
+_MOST_WAITING = 32
+_URGENT = (messages.STATUS, messages.STOP, messages.ABORT)
+"""Commands that no number of waiting clients keeps out."""
+_BACKLOG = 1024
+"""Connections that wait for this thread, such as those of a monitor while the job is stopped (SIGSTOP)."""
 _SECONDS_TO_SPEAK = 10.0
 """Time for a client to send its request, and to read a part of the answer."""
 _SECONDS_TO_CLOSE = 2.0
@@ -44,8 +51,8 @@ class _Client:
     deadline: float
     received: bytes = b""
     unsent: bytes = b""
-    is_waiting: bool = False
-    """Whether its request was received, and is not answered completely."""
+    command: str | None = None
+    """Command of its request, once that is received."""
     is_answered: bool = False
 
 
@@ -130,13 +137,14 @@ class Server:
             self._end()
 
     def _look(self) -> None:
-        for key, events in self._selector.select(_TICK_SECONDS):
+        # New connections come last: the requests that have arrived are read before a client has to make room.
+        for key, events in sorted(self._selector.select(_TICK_SECONDS), key=lambda one: one[0].data == self._accept):
             key.data(events)
         self._deliver()
         now = time.monotonic()
         self._tick(now)
         for number, client in list(self._clients.items()):
-            is_slow = client.unsent or client.is_answered or not client.is_waiting
+            is_slow = client.unsent or client.is_answered or client.command is None
             if is_slow and now > client.deadline:
                 self._drop(number)
 
@@ -158,14 +166,28 @@ class Server:
             # The client has gone, or this process has no free descriptor.
             return
         connection.setblocking(False)
+        if len(self._clients) >= _MOST_CLIENTS:
+            self._make_room()
         self._number += 1
         number = self._number
         self._clients[number] = _Client(connection, time.monotonic() + _SECONDS_TO_SPEAK)
         self._selector.register(connection, selectors.EVENT_READ, lambda events: self._serve(number, events))
         if not is_trusted(peer_user(connection)):
             self._answer(number, messages.failure(messages.REFUSED, "This job belongs to another user."))
-        elif len(self._clients) > _MOST_CLIENTS:
-            self._answer(number, messages.failure(messages.REFUSED, "Too many clients speak to this job. Try again."))
+
+    def _make_room(self) -> None:
+        """Drop the oldest client that has not sent its request; else one that has its answer; else any."""
+
+        def order(number: int) -> tuple[bool, bool, int]:
+            client = self._clients[number]
+            return client.command is not None, not client.is_answered, number
+
+        oldest = min(self._clients, key=order)
+        if self._clients[oldest].command is not None:
+            text = "Too many clients wait for this job. It still carries out the request when it can."
+            self._answer(oldest, messages.failure(messages.FAILED, text))
+        if oldest in self._clients:
+            self._drop(oldest)
 
     def _wake(self, _: int) -> None:
         self._woken.recv(4096)
@@ -187,7 +209,7 @@ class Server:
         if not part:
             # A client that has gone; its request is still served.
             self._drop(number)
-        elif not client.is_waiting and not client.is_answered:
+        elif client.command is None and not client.is_answered:
             client.received += part
             self._take_request(number, client)
 
@@ -196,15 +218,24 @@ class Server:
         if len(line) > messages.MOST_REQUEST_BYTES:
             self._answer(number, messages.failure(messages.REFUSED, "The request is too long."))
         elif end:
-            client.is_waiting, client.received = True, b""
+            client.command, client.received = "", b""
             try:
-                self._handle(messages.Request.parse(line), number)
+                request = messages.Request.parse(line)
+                self._require_room(request.command)
+                client.command = request.command
+                self._handle(request, number)
             except messages.BadRequest as error:
                 self._answer(number, messages.failure(messages.REFUSED, str(error)))
             except Exception as error:
                 # The state of the trainer may change while it is read.
                 logger.debug("A request to the control socket failed.", exc_info=True)
                 self._answer(number, messages.failure(messages.FAILED, f"{type(error).__name__}: {error}"))
+
+    def _require_room(self, command: str) -> None:
+        """Raise `BadRequest` if too many clients wait for commands that are not urgent."""
+        limited = [one for one in self._clients.values() if one.command and one.command not in _URGENT]
+        if command not in _URGENT and sum(not one.is_answered for one in limited) >= _MOST_WAITING:
+            raise messages.BadRequest(f"{_MOST_WAITING} clients wait for this job already. Try again later.")
 
     def _deliver(self) -> None:
         while self._letters:
@@ -262,7 +293,7 @@ def _listen(directory: str) -> socket.socket:
         with usable_path(directory, temporary) as address:
             listener.bind(address)
         os.chmod(path, 0o600)
-        listener.listen(_MOST_CLIENTS)
+        listener.listen(_BACKLOG)
         listener.setblocking(False)
         os.rename(path, os.path.join(directory, SOCKET_NAME))
     except BaseException:

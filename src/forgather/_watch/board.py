@@ -15,6 +15,7 @@ import time
 from collections.abc import Callable, Mapping
 from typing import Any
 
+from forgather._terminal_text import printable_line
 from forgather._watch.processes import is_running, start_time
 
 # Cells of a slot, each an unsigned 64-bit number.
@@ -86,7 +87,9 @@ class Board:
         cells[PID] = os.getpid()
 
     def host(self, rank: int) -> str:
-        return bytes(self._slots[rank][_HOST_AT : _HOST_AT + _HOST_BYTES]).rstrip(b"\0").decode(errors="replace")
+        name = bytes(self._slots[rank][_HOST_AT : _HOST_AT + _HOST_BYTES]).rstrip(b"\0")
+        # The slot may be a copy from another node.
+        return printable_line(name.decode(errors="replace"))
 
     def slot(self, rank: int) -> bytes:
         """Return the slot as bytes, for the store."""

@@ -17,6 +17,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from forgather._run_files import make_folder_in_run, open_in_run
+from forgather._terminal_text import printable
 from forgather._watch.board import ACTIVITY, DUMPED, LIMIT, LOCAL, PHASE, PID, START, STOPPED, Board
 from forgather._watch.judge import ACTIVE, IN_COMPILER, WAITING, Finding, Judge
 from forgather._watch.limits import SETUP, Durations, Limits
@@ -131,7 +132,8 @@ class Watcher:
         while self._rank_runs() and time.monotonic() < deadline:
             time.sleep(TICK_SECONDS / 5)
         if self._rank_runs():
-            print(f"error: {verdict['text']} Rank {self._settings.rank} is killed.", file=sys.stderr, flush=True)
+            message = f"error: {verdict['text']} Rank {self._settings.rank} is killed."
+            print(printable(message), file=sys.stderr, flush=True)
             _record(verdict["text"])
             self.look_at_family()
             os.kill(self._cells[PID], signal.SIGKILL)

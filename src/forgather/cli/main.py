@@ -20,6 +20,7 @@ from forgather.cli.errors import UsageError, complain
 from forgather.cli.interrupts import noted_interrupts
 from forgather.cli.launch.lifeline import end_with_launcher
 from forgather.cli.launch.options import is_worker, was_started_by_us
+from forgather.cli.process_setup import make_errors_printable
 
 
 @dataclass(frozen=True)
@@ -65,6 +66,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     # The option is accepted anywhere, also behind the options of a command.
     words = [word for word in words if word != "--debug"]
     end_with_launcher()
+    make_errors_printable()
     with noted_interrupts() as interrupts:
         return _exit_code(words, debug, interrupts)
 

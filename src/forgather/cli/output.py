@@ -1,4 +1,7 @@
-"""Output shared by the commands: versioned JSON documents, tables, and progress of long work on stderr."""
+"""Output shared by the commands: versioned JSON documents, tables, lines, and progress of long work on stderr.
+
+Control characters become visible: text of a file, a peer or a job never reaches the terminal as it is.
+"""
 
 import sys
 from collections.abc import Callable, Iterator, Sequence
@@ -9,7 +12,7 @@ from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn, TimeR
 from rich.table import Table
 from rich.text import Text
 
-from forgather._terminal_text import printable_line
+from forgather._terminal_text import printable, printable_line
 from forgather.cli.json_output import print_json as print_json
 from forgather.ml.trainer.callbacks.display import can_draw, get_console
 
@@ -19,11 +22,12 @@ _WIDEST = 100_000
 def show_table(columns: Sequence[str], rows: Sequence[Sequence[object]], numeric: Sequence[str] = ()) -> None:
     """Print a table. `numeric` names the columns that are aligned to the right.
 
-    Cells are printed as they are: text from a checkpoint is never read as markup.
+    Text from a checkpoint is never read as markup.
     """
     table = Table(box=None, pad_edge=False, header_style="bold")
     for name in columns:
-        table.add_column(name, justify="right" if name in numeric else "left", overflow="fold", no_wrap=False)
+        header = Text(printable_line(name))
+        table.add_column(header, justify="right" if name in numeric else "left", overflow="fold", no_wrap=False)
     for row in rows:
         table.add_row(*(Text("" if cell is None else printable_line(str(cell))) for cell in row))
     console = get_console()
@@ -43,7 +47,7 @@ def byte_progress(label: str, total: int) -> Iterator[Callable[[int], None]]:
         yield lambda _: None
         return
     columns = (
-        TextColumn("{task.description}"),
+        TextColumn("{task.description}", markup=False),
         BarColumn(),
         DownloadColumn(),
         TransferSpeedColumn(),
@@ -62,6 +66,11 @@ def format_bytes(num_bytes: float) -> str:
     return f"{num_bytes:.0f} B"
 
 
+def show_line(text: str) -> None:
+    """Print a line of the result to stdout, without styles and wrapping."""
+    print(printable_line(text))
+
+
 def note(message: str) -> None:
     """Print a message for the user to stderr, where it does not mix with the result."""
-    print(message, file=sys.stderr, flush=True)
+    print(printable(message), file=sys.stderr, flush=True)

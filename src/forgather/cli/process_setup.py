@@ -1,4 +1,4 @@
-"""Process-wide set-up: log levels of libraries, log format, OpenMP wait policy, import path.
+"""Process-wide set-up: log levels of libraries, log format, printable errors, OpenMP wait policy, import path.
 
 The commands call these functions before torch and transformers are imported; `show_own_messages` comes later.
 """
@@ -6,8 +6,12 @@ The commands call these functions before torch and transformers are imported; `s
 import logging
 import os
 import sys
+import traceback
+import warnings
+from types import TracebackType
 
 from forgather._allocator import NVIDIA_DRIVER, request_expandable_segments
+from forgather._terminal_text import printable
 from forgather.config.class_paths import SAFE_BY_DEFAULT, SAFE_PATH, allow_modules_in
 
 _OF_STOP_REQUESTS = ("forgather.ml.trainer.loop.signals", "forgather.ml.trainer.loop.interruptions")
@@ -57,13 +61,31 @@ def make_current_directory_importable() -> None:
 
 
 class _Formatter(logging.Formatter):
-    """Formatter that shows the level of warnings and errors only, and the rank unless it is 0."""
+    """Formatter that shows the level of warnings and errors only, and the rank unless it is 0.
+
+    Control characters become visible, because messages quote files and other ranks.
+    """
 
     def format(self, record: logging.LogRecord) -> str:
-        text = super().format(record)
+        text = printable(super().format(record))
         if record.levelno >= logging.WARNING:
             text = f"{record.levelname.lower()}: {text}"
         return text if _rank() == 0 else f"rank {_rank()}: {text}"
+
+
+_format_warning = warnings.formatwarning
+
+
+def make_errors_printable() -> None:
+    """Show control characters of warnings, tracebacks and early log messages instead of sending them to the terminal."""
+    warnings.formatwarning = lambda *message: printable(_format_warning(*message))
+    sys.excepthook = _print_traceback
+    if logging.lastResort is not None:
+        logging.lastResort.setFormatter(_Formatter("%(message)s"))
+
+
+def _print_traceback(_: type[BaseException], error: BaseException, __: TracebackType | None) -> None:
+    sys.stderr.write(printable("".join(traceback.format_exception(error))))
 
 
 def show_own_messages() -> None:

@@ -9,6 +9,7 @@ import os
 from collections.abc import Callable, Mapping
 from typing import TYPE_CHECKING, Any, cast
 
+import torch
 from torch import nn
 
 from forgather._suggestions import did_you_mean
@@ -47,6 +48,42 @@ def model_builder(section: ModelSection, tokenizer: TextTokenizer | None) -> Cal
         return _pretrained_builder(section, auto_class, path)
     config = _model_config(section, tokenizer)
     return lambda: auto_class.from_config(config)
+
+
+def check_positions(section: ModelSection, tokenizer: TextTokenizer, sequence_length: int) -> str | None:
+    """Raise UsageError for sequences longer than the model's table of positions.
+
+    Return a warning if they are longer than the positions of a model that computes them, such as rotary ones.
+    """
+    if section.class_path is not None:
+        return None
+    config = (
+        _model_config(section, tokenizer)
+        if section.pretrained is None
+        else _changed_config(section.config, section.pretrained)
+    )
+    number = getattr(config, "max_position_embeddings", None)
+    if not isinstance(number, int) or not 0 < number < sequence_length:
+        return None
+    name = config.attribute_map.get("max_position_embeddings", "max_position_embeddings")
+    text = f"data.sequence_length={sequence_length} is more than the {number} positions of the model ({name})"
+    auto_class = class_paths.find_object(section.auto_class, "model.auto_class", "transformers")
+    if _has_position_table(auto_class, config, number):
+        more = "" if section.pretrained is not None else f", or model.config.{name} to {sequence_length}"
+        raise UsageError(
+            f"{text}, which has no embeddings for more. Set data.sequence_length to {number} or less{more}."
+        )
+    return f"{text}. It computes positions beyond them, but programs that use the model may cut off texts there."
+
+
+def _has_position_table(auto_class: Any, config: "PretrainedConfig", number: int) -> bool:
+    """Return whether a model has an embedding for each position; builds it without memory."""
+    with torch.device("meta"):
+        model = auto_class.from_config(config)
+    words = model.get_input_embeddings()
+    tables = [one for one in model.modules() if isinstance(one, nn.Embedding) and one is not words]
+    # Some models have additional rows, such as two in OPT.
+    return any(number <= one.num_embeddings <= number + 2 for one in tables)
 
 
 def _refuse_unused(section: ModelSection, way: str) -> None:

@@ -63,6 +63,10 @@ class ConfigurationParser:
             text = Path(path).read_text(encoding="utf-8")
         except OSError as error:
             raise UsageError(f"The configuration {path!r} cannot be read: {error.strerror or error}.") from None
+        except UnicodeDecodeError as error:
+            raise UsageError(
+                f"The configuration {path!r} cannot be read: it is no text in UTF-8, because of byte {error.start}."
+            ) from None
         for entry in yaml_reader.read_entries(text, name):
             self._take(entry, entry.key, name)
 
@@ -240,7 +244,7 @@ def trainer_kind(path: str, options: Sequence[Option]) -> str:
         return chosen[-1]
     try:
         content = yaml_reader.load_value(Path(path).read_text(encoding="utf-8"))
-    except OSError:
+    except (OSError, UnicodeDecodeError):
         return DEFAULT_KIND
     kind = _kind_in(content.get("trainer")) if isinstance(content, Mapping) else None
     return kind if isinstance(kind, str) else DEFAULT_KIND

@@ -69,6 +69,11 @@ def read_entries(text: str, name: str) -> list[Entry]:
         mark = error.problem_mark or error.context_mark
         where = f"{name}, line {mark.line + 1}" if mark else name
         raise UsageError(f"{where}: invalid YAML: {error.problem or error.context}.") from None
+    except yaml.reader.ReaderError as error:
+        line = text.count("\n", 0, error.position) + 1
+        raise UsageError(
+            f"{name}, line {line}: invalid YAML: the control character #x{error.character:02x} is not permitted."
+        ) from None
     return entries
 
 

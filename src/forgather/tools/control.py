@@ -34,6 +34,7 @@ __all__ = [
 _MOST_ANSWER_BYTES = 256 * 1024 * 1024
 _SECONDS_BEFORE_NOTE = 2.0
 _SECONDS_TO_CONNECT = 10.0
+_SECONDS_BETWEEN_TRIES = 0.05
 _SECONDS_FOR_THREAD = 30.0
 """Default limit of requests that the control thread of the job answers itself, whatever training does."""
 
@@ -218,9 +219,10 @@ class Control:
                     connection.sendall(request.line())
                 answer = lines.answer()
             except TimeoutError:
-                queued = "" if is_quick else " It still carries out the request when it can."
+                # The control thread answers quick requests, also of a job that is stuck.
+                why = _MAY_BE_STOPPED if is_quick else " It still carries out the request when it can."
                 raise NoAnswerError(
-                    f"The job in {self.output_dir} has not answered within {seconds:g} s.{queued}"
+                    f"The job in {self.output_dir} has not answered within {seconds:g} s.{why}"
                 ) from None
             except OSError as error:
                 raise NoRunningJobError(f"The job in {self.output_dir} has ended ({error.strerror}).") from None
@@ -236,10 +238,11 @@ class Control:
         """Connect to the job."""
         self._require_socket()
         connection = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
-        connection.settimeout(_SECONDS_TO_CONNECT if self._timeout is None else min(self._timeout, _SECONDS_TO_CONNECT))
+        seconds = _SECONDS_TO_CONNECT if self._timeout is None else min(self._timeout, _SECONDS_TO_CONNECT)
+        connection.settimeout(seconds)
         try:
             with usable_path(self.output_dir) as path:
-                connection.connect(path)
+                _connect(connection, path, time.monotonic() + seconds)
         except OSError as error:
             connection.close()
             raise self._explained(error) from None
@@ -264,7 +267,7 @@ class Control:
         if isinstance(error, PermissionError):
             return NoRunningJobError(_NOT_ALLOWED.format(self.output_dir))
         if isinstance(error, TimeoutError):
-            return NoAnswerError(f"The job in {self.output_dir} does not accept connections.")
+            return NoAnswerError(f"The job in {self.output_dir} does not accept connections.{_MAY_BE_STOPPED}")
         if isinstance(error, (ConnectionRefusedError, FileNotFoundError)):
             return NoRunningJobError(
                 f"No job runs in {self.output_dir} on this host: {SOCKET_NAME} is left from a job that was killed, or "
@@ -273,6 +276,21 @@ class Control:
         return error
 
 
+def _connect(connection: socket.socket, path: str, deadline: float) -> None:
+    """Connect, and raise TimeoutError if the job accepts no connection until then."""
+    while True:
+        try:
+            connection.connect(path)
+        except BlockingIOError:
+            # The queue of the socket is full. Linux does not wait for room in it.
+            if time.monotonic() >= deadline:
+                raise TimeoutError from None
+            time.sleep(_SECONDS_BETWEEN_TRIES)
+        else:
+            return
+
+
+_MAY_BE_STOPPED = " Its process may be stopped (SIGSTOP): kill -CONT PID lets it continue."
 _NOT_ALLOWED = "The job in {0} belongs to another user, so it cannot be controlled."
 
 

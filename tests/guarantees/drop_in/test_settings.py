@@ -53,10 +53,14 @@ SETTINGS: dict[str, dict[str, Any]] = {
         "greater_is_better": True,
     },
     "saves": {"save_strategy": "steps", "save_steps": 1, "save_total_limit": 2},
+    "saves_without_limit": {"save_strategy": "steps", "save_steps": 1, "save_total_limit": 0},
+    "epochs_without_effect": {"num_train_epochs": 0},
+    "no_epochs": {"max_steps": -1, "num_train_epochs": 0},
     "saves_by_epoch": {"save_strategy": "epoch", "max_steps": -1, "num_train_epochs": 2},
 }
 SAMPLE = (
     *("bf16", "gradient_checkpointing", "label_smoothing", "adafactor", "sgd", "adam", "tensorboard", "best", "saves"),
+    *("saves_without_limit", "epochs_without_effect", "no_epochs"),
     *("tokens_without_padding", "evaluations", "evaluations_by_epoch", "batch_size", "schedule"),
 )
 

@@ -88,6 +88,8 @@ def test_watch_shows_lines_until_the_run_ends(capsys: pytest.CaptureFixture[str]
         (["save", "--watch"], "--watch is for status"),
         (["pause"], "invalid choice"),
         (["status", "--timeout", "-1"], "above 0"),
+        (["status", "--timeout", "inf"], "at most a million"),
+        (["status", "--watch", "inf"], "at most a million"),
     ],
 )
 def test_wrong_requests_exit_with_code_2(

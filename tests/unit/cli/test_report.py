@@ -105,6 +105,15 @@ def test_wrong_options_are_usage_errors(tmp_path: Path, capsys: pytest.CaptureFi
         assert call(capsys, "report", str(tmp_path), *words).code == 2
 
 
+@pytest.mark.parametrize("option", ["--output", "--png"])
+def test_file_in_a_missing_directory_is_refused_and_the_directory_is_not_created(
+    run: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str], option: str
+) -> None:
+    answer = call(capsys, "report", str(run), option, str(tmp_path / "nowhere" / "x"))
+    assert answer.code == 2 and f"there is no directory {tmp_path / 'nowhere'}" in " ".join(answer.errors.split())
+    assert not (tmp_path / "nowhere").exists()
+
+
 def test_damaged_files_do_not_stop_the_report(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     (tmp_path / "run_record.jsonl").write_bytes(
         b'{"kind": "log", "time": 1e9, "step": 1, "loss": 2}\n\xff\xfe\n[]\n{"kind": "log", "time": "x", "step": 2}\n'

@@ -142,6 +142,25 @@ def test_processes_that_libraries_start_search_the_current_directory_only_for_co
     assert ("planted" in child.stderr) == can_import
 
 
+GPT2 = "{model_type: gpt2, config: {n_embd: 16, n_layer: 1, n_head: 2, n_positions: 16}}"
+
+
+def test_sequences_beyond_learned_positions_are_refused_before_training(capsys: pytest.CaptureFixture[str]) -> None:
+    words = ("--model", GPT2, "--data.sequence_length")
+    message = refusal(capsys, *words, "17")
+    assert "data.sequence_length=17 is more than the 16 positions of the model (n_positions)" in message
+    assert "Set data.sequence_length to 16 or less, or model.config.n_positions to 17." in message
+    assert not Path("out").exists() or not list(Path("out").rglob("checkpoint*"))
+    assert call(capsys, "train", "tiny.yaml", *words, "16").code == 0
+
+
+def test_sequences_beyond_computed_positions_train_with_a_warning(tmp_path: Path) -> None:
+    words = ("--model.config.max_position_embeddings", "8", "--args.max_steps", "1", "--args.eval_strategy", "no")
+    answer = spawn(tmp_path, "train", "tiny.yaml", *words)
+    warning = "data.sequence_length=16 is more than the 8 positions of the model (max_position_embeddings)"
+    assert answer.code == 0 and warning in " ".join(answer.errors.split())
+
+
 def test_optimizer_groups_schedule_and_loss_are_loaded_by_path(capsys: pytest.CaptureFixture[str]) -> None:
     text = Path("tiny.yaml").read_text()
     text += """

@@ -86,6 +86,20 @@ def test_yaml_errors_name_their_line() -> None:
     assert refusal("args: 5\n") == "run.yaml, line 1: args=5 has type int, expected a mapping of its keys."
 
 
+@pytest.mark.parametrize(
+    ("content", "message"),
+    [
+        (b"args:\n  seed: 1\n\x00\x01", "run.yaml, line 3: invalid YAML: the control character #x00 is not permitted."),
+        (b"\x7fELF\x02\x01", "run.yaml, line 1: invalid YAML: the control character #x7f is not permitted."),
+        (b"args: \xff\xfe", "The configuration 'run.yaml' cannot be read: it is no text in UTF-8, because of byte 6."),
+    ],
+)
+def test_binary_file_is_one_clear_line(capsys: pytest.CaptureFixture[str], content: bytes, message: str) -> None:
+    Path("run.yaml").write_bytes(content)
+    answer = call(capsys, "train", "run.yaml")
+    assert (answer.code, answer.errors) == (2, f"forgather: {message}\n")
+
+
 def test_command_line_overrides_the_file() -> None:
     configuration = read(
         BASE,

@@ -16,6 +16,7 @@ from typing import Any
 import pytest
 import torch.distributed as dist
 
+from forgather._control import messages
 from forgather._control.address import SOCKET_NAME
 from forgather._control.server import Server
 from forgather.tools.control import (
@@ -142,6 +143,8 @@ def test_requests_that_the_run_does_not_reach_are_told_its_end(job: RunningJob) 
         ({"logging_steps": "ten"}, "logging_steps='ten' has type str, expected int"),
         ({"logging_steps": 0}, "it must be a number of 1 or more"),
         ({"save_strategy": "often"}, "not an interval strategy"),
+        ({"save_steps": 10**25}, "it must be at most 2**63 - 1"),
+        ({"save_total_limit": 0}, "None keeps all"),
         ({}, "Name a setting"),
     ],
 )
@@ -324,6 +327,93 @@ def test_silent_slow_and_vanishing_clients_do_not_disturb_others(job: RunningJob
     assert connect(job.output_dir).status().step == 0
     job.end()
     assert job.error is None and saved_steps(job.output_dir) == [1, 6, 8]
+    for client in clients:
+        client.close()
+
+
+def connected(path: Path, number: int, *, sent: bytes = b"") -> list[socket.socket]:
+    """Return clients that have connected and sent their bytes."""
+    clients = [socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) for _ in range(number)]
+    for client in clients:
+        client.settimeout(20)
+        client.connect(str(path))
+        if sent:
+            client.sendall(sent)
+    return clients
+
+
+@pytest.mark.parametrize("command", ["stop", "abort"])
+def test_waiting_and_idle_clients_keep_no_command_out(job: RunningJob, command: str) -> None:
+    path = job.output_dir / SOCKET_NAME
+    waiting_clients = connected(path, 32, sent=request("save"))
+    for client in waiting_clients:
+        assert b"accepted" in client.recv(4096)
+    with pytest.raises(RefusedError, match="32 clients wait for this job already"):
+        connect(job.output_dir).evaluate()
+    idle = connected(path, 300)
+    assert connect(job.output_dir).status().step == 0
+    assert getattr(connect(job.output_dir), command)(wait=False) is None
+    job.end()
+    # Clients that wait stayed, and idle ones made room.
+    assert b'"ok"' in waiting_clients[0].recv(4096) and job.trainer.state.global_step == 1
+    for client in (*waiting_clients, *idle):
+        client.close()
+
+
+def test_client_that_waits_longest_makes_room_for_more_than_a_hundred_others(job: RunningJob) -> None:
+    clients = connected(job.output_dir / SOCKET_NAME, 140, sent=request("stop"))
+    assert connect(job.output_dir).status().step == 0
+    answer = b"".join(iter(lambda: clients[0].recv(4096), b""))
+    assert b"Too many clients wait" in answer
+    job.end()
+    answer = b"".join(iter(lambda: clients[-1].recv(4096), b""))
+    assert b'"ok": true' in answer
+    for client in clients:
+        client.close()
+
+
+@pytest.fixture
+def stopped_job(tmp_path: Path) -> Iterator[tuple[Path, int]]:
+    """Control socket in a process that SIGSTOP has stopped, and the pid."""
+    reading, writing = os.pipe()
+    child = os.fork()
+    if child == 0:
+        server = Server(
+            str(tmp_path), lambda _, client: server.send(client, messages.success({"ranks": []})), lambda now: None
+        )
+        os.write(writing, b"!")
+        signal.pause()
+    os.read(reading, 1)
+    os.kill(child, signal.SIGSTOP)
+    os.waitpid(child, os.WUNTRACED)
+    yield tmp_path, child
+    os.kill(child, signal.SIGKILL)
+    os.waitpid(child, 0)
+    os.close(reading)
+    os.close(writing)
+
+
+def test_monitor_of_a_stopped_job_is_told_so_at_every_poll(stopped_job: tuple[Path, int]) -> None:
+    folder, pid = stopped_job
+    for _ in range(40):
+        with pytest.raises(NoAnswerError, match=r"has not answered within .* may be stopped \(SIGSTOP\)"):
+            connect(folder, timeout=0.02).status()
+    os.kill(pid, signal.SIGCONT)
+    assert connect(folder).status().ranks == ()
+
+
+def test_full_queue_of_a_stopped_job_is_explained(stopped_job: tuple[Path, int]) -> None:
+    folder, pid = stopped_job
+    clients = []
+    with contextlib.suppress(BlockingIOError):
+        while True:
+            clients.append(socket.socket(socket.AF_UNIX, socket.SOCK_STREAM))
+            clients[-1].setblocking(False)
+            clients[-1].connect(str(folder / SOCKET_NAME))
+    with pytest.raises(NoAnswerError, match=r"does not accept connections.*SIGSTOP"):
+        connect(folder, timeout=0.1)
+    os.kill(pid, signal.SIGCONT)
+    assert connect(folder).status().ranks == ()
     for client in clients:
         client.close()
 

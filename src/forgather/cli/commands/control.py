@@ -24,6 +24,7 @@ of the job. Exit codes: 0 done, 1 no running job, or the request failed, 2 wrong
 """
 _REQUESTS = ("status", "save", "evaluate", "stop", "abort", "stacks", "set")
 _CAN_RETURN_AT_ONCE = ("save", "stop", "abort")
+_MOST_SECONDS = 1e6
 _DEFAULT_PERIOD = 2.0
 
 
@@ -71,9 +72,10 @@ def _check(options: argparse.Namespace) -> None:
         raise UsageError(f"forgather control: {wrong!r} is not KEY=VALUE, such as logging_steps=10.")
     if options.no_wait and request not in _CAN_RETURN_AT_ONCE:
         raise UsageError(f"forgather control: --no-wait is for {', '.join(_CAN_RETURN_AT_ONCE)}, not for {request}.")
-    if options.watch is not None and (request != "status" or options.json or not options.watch > 0):
+    if options.watch is not None and (request != "status" or options.json or not 0 < options.watch <= _MOST_SECONDS):
         raise UsageError(
-            "forgather control: --watch is for status, without --json, and takes a number of seconds above 0."
+            "forgather control: --watch is for status, without --json, and takes a number of seconds above 0, at most a "
+            "million."
         )
-    if options.timeout is not None and not options.timeout > 0:
-        raise UsageError("forgather control: --timeout takes a number of seconds above 0.")
+    if options.timeout is not None and not 0 < options.timeout <= _MOST_SECONDS:
+        raise UsageError("forgather control: --timeout takes a number of seconds above 0, at most a million.")

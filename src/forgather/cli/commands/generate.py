@@ -10,6 +10,7 @@ from forgather.cli.command_line import DONE, CommandParser, prepare_libraries
 from forgather.cli.errors import UsageError
 from forgather.cli.process_setup import make_current_directory_importable
 
+_TOO_MANY = 2**31
 _EPILOG = """\
 Text appears token by token. The texts of several checkpoints are printed side by side if the terminal is wide enough.
 The model is built from the files of the checkpoint, which never run code. A model that is no transformers model needs
@@ -24,8 +25,10 @@ def run(words: Sequence[str]) -> int:
         return DONE
     if not options.prompt and options.prompts_file is None:
         raise UsageError("forgather generate needs --prompt TEXT (- reads stdin) or --prompts-file FILE.")
-    if options.num_samples < 1:
-        raise UsageError(f"--num-samples {options.num_samples}: expected 1 or more.")
+    for name, least in (("max_new_tokens", 1), ("num_samples", 1), ("top_k", 0)):
+        if not least <= getattr(options, name) < _TOO_MANY:
+            option = f"--{name.replace('_', '-')}"
+            raise UsageError(f"{option} {getattr(options, name)}: expected a number from {least} to {_TOO_MANY - 1:,}.")
     prepare_libraries()
     if options.config is not None:
         # Only with --config: the current directory may have come with a checkpoint, and its code must not run unasked.

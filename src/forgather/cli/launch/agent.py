@@ -36,6 +36,7 @@ from forgather.cli.launch.node_meeting import (
 )
 from forgather.cli.launch.options import ELASTIC_VARIABLE, LAUNCHER_VARIABLE, LaunchOptions
 from forgather.cli.launch.root_cause import REPEATED_FAILURE, RootCause, find_root_cause
+from forgather.cli.output import note
 from forgather.ml.distributed.rendezvous import STORE_VARIABLE
 
 INTERRUPTED = 130
@@ -287,4 +288,4 @@ def _tell_failure(cause: RootCause) -> int:
 
 def _show(traceback: str) -> None:
     if traceback:
-        print(traceback.rstrip(), file=sys.stderr, flush=True)
+        note(traceback.rstrip())

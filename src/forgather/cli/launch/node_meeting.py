@@ -9,7 +9,6 @@ import json
 import os
 import secrets
 import socket
-import sys
 import threading
 import time
 import uuid
@@ -32,6 +31,7 @@ from torch.distributed.elastic.utils.distributed import get_free_port
 
 from forgather._job_secret import SECRET_VARIABLE, SealedStore, describe_source, hand_to_workers
 from forgather.cli.launch.sealed_state import SealedHandler, SealedState
+from forgather.cli.output import note
 from forgather.ml.distributed.rendezvous import LOOPBACK, STORE_VARIABLE, host_store
 
 T = TypeVar("T")
@@ -383,7 +383,7 @@ def wait_in_thread(work: Callable[[], None], meeting: NodeMeeting) -> None:
         seconds = time.monotonic() - started
         if thread.is_alive() and seconds >= next_line:
             line = f"{meeting.waiting_for()} ({seconds:.0f} s).{meeting.remedy_for_secrets()}"
-            print(line if meeting.finds_other_secrets else line.rstrip("."), file=sys.stderr, flush=True)
+            note(line if meeting.finds_other_secrets else line.rstrip("."))
             next_line += LINE_SECONDS
     if errors:
         raise errors[0]

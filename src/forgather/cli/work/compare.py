@@ -5,19 +5,16 @@ import dataclasses
 import os
 import shlex
 
-from rich.text import Text
-
-from forgather._terminal_text import printable
 from forgather.cli.command_line import DONE, FAILED
 from forgather.cli.errors import UsageError
 from forgather.cli.output import print_json
 from forgather.cli.process_setup import show_own_messages
 from forgather.cli.work.summary import program_name
 from forgather.ml.checkpoint.errors import CheckpointNotFoundError
-from forgather.ml.trainer.callbacks.display import get_console
+from forgather.ml.trainer.callbacks.display import show_row
 from forgather.tools.comparison.runs import RunComparison, compare_runs
 
-_LABEL_WIDTH = 14
+_LABEL_WIDTH = 13
 _MOST_SETTINGS = 20
 
 
@@ -142,5 +139,4 @@ def _rows(label: str, lines: list[str]) -> None:
 
 
 def _row(label: str, content: str) -> None:
-    text = Text(f"{label:<{_LABEL_WIDTH}}", style="bold") + Text(printable(content))
-    get_console().print(text, soft_wrap=True)
+    show_row(label, content, _LABEL_WIDTH)

@@ -1,7 +1,4 @@
-"""Work of `forgather control`: sends the request and prints the answer.
-
-Text from the job is printed without control characters, because metric names and paths may come from anywhere.
-"""
+"""Work of `forgather control`: sends the request and prints the answer."""
 
 import argparse
 import dataclasses
@@ -9,10 +6,10 @@ import sys
 import time
 from collections.abc import Callable
 
-from forgather._terminal_text import printable
+from forgather._terminal_text import printable, printable_line
 from forgather.cli.command_line import DONE, FAILED
 from forgather.cli.errors import UsageError, complain
-from forgather.cli.output import note, print_json, show_table
+from forgather.cli.output import note, print_json, show_line, show_table
 from forgather.ml.trainer.callbacks.display import can_draw, format_duration, get_console, show_row
 from forgather.tools.control import Control, ControlError, NoRunningJobError, RefusedError, Status, connect
 
@@ -36,11 +33,11 @@ def control(options: argparse.Namespace) -> int:
     except NotADirectoryError as error:
         raise UsageError(str(error)) from None
     except RefusedError as error:
-        raise UsageError(printable(str(error))) from None
+        raise UsageError(str(error)) from None
     except NoRunningJobError as error:
-        complain(printable(str(error)) + _newest_checkpoint(options.output_dir))
+        complain(str(error) + _newest_checkpoint(options.output_dir))
     except ControlError as error:
-        complain(printable(str(error)))
+        complain(str(error))
     return FAILED
 
 
@@ -50,7 +47,7 @@ def _newest_checkpoint(output_dir: str) -> str:
     from forgather.ml.finalize import resolve_checkpoint
 
     try:
-        return f" The newest checkpoint is {printable(resolve_checkpoint(output_dir))}."
+        return f" The newest checkpoint is {resolve_checkpoint(output_dir)}."
     except (CheckpointError, OSError, ValueError):
         return ""
 
@@ -76,7 +73,7 @@ def _save(job: Control, options: argparse.Namespace) -> int:
     elif saved is None:
         print("queued: the job saves a checkpoint after its current step")
     else:
-        print(printable(saved.checkpoint))
+        show_line(saved.checkpoint)
     return DONE
 
 
@@ -87,7 +84,7 @@ def _evaluate(job: Control, options: argparse.Namespace) -> int:
         return DONE
     show_row("step", str(found.step))
     for name, value in found.metrics.items():
-        show_row(printable(name), f"{value:.6g}" if isinstance(value, float) else printable(str(value)))
+        show_row(name, f"{value:.6g}" if isinstance(value, float) else str(value))
     return DONE
 
 
@@ -99,12 +96,10 @@ def _end(job: Control, options: argparse.Namespace) -> int:
     elif ended is None:
         print("queued: the job ends after its current step")
     elif options.request == "stop":
-        print(f"stopped at step {ended.step}, saved {printable(ended.checkpoint or 'nothing')}")
+        show_line(f"stopped at step {ended.step}, saved {ended.checkpoint or 'nothing'}")
     else:
-        newest = (
-            f"the newest checkpoint is {printable(ended.checkpoint)}" if ended.checkpoint else "there is no checkpoint"
-        )
-        print(f"aborted at step {ended.step}, without saving; {newest}")
+        newest = f"the newest checkpoint is {ended.checkpoint}" if ended.checkpoint else "there is no checkpoint"
+        show_line(f"aborted at step {ended.step}, without saving; {newest}")
     return DONE
 
 
@@ -125,7 +120,7 @@ def _set(job: Control, options: argparse.Namespace) -> int:
         print_json("control.set/1", {"changes": [dataclasses.asdict(change) for change in changes]})
         return DONE
     for change in changes:
-        print(f"{change.name} {change.before} -> {change.after}, from step {change.step + 1} on")
+        show_line(f"{change.name} {change.before} -> {change.after}, from step {change.step + 1} on")
     return DONE
 
 
@@ -133,7 +128,7 @@ def _set(job: Control, options: argparse.Namespace) -> int:
 
 
 def _show_status(status: Status) -> None:
-    show_row("job", f"{status.trainer}, {_ranks(status.world_size)}, pid {status.pid} on {printable(status.host)}")
+    show_row("job", f"{status.trainer}, {_ranks(status.world_size)}, pid {status.pid} on {status.host}")
     show_row("running", f"for {_duration(status.uptime)}, in {status.phase}")
     ago = f", the last one {_duration(status.seconds_since_step)} ago" if status.step else ""
     show_row("step", f"{_steps(status)}{ago}")
@@ -141,11 +136,9 @@ def _show_status(status: Status) -> None:
     show_row("speed", _speed(status))
     show_row("loss", _loss(status.loss, status.loss_step))
     show_row("eval loss", _loss(status.eval_loss, status.eval_step))
-    show_row(
-        "checkpoint", printable(status.checkpoint or "none") + (", saving another" if status.background_save else "")
-    )
+    show_row("checkpoint", (status.checkpoint or "none") + (", saving another" if status.background_save else ""))
     rows = [
-        (one.rank, printable(one.host), one.pid, one.step, "stopped (SIGSTOP)" if one.stopped else one.phase, _age(one))
+        (one.rank, one.host, one.pid, one.step, "stopped (SIGSTOP)" if one.stopped else one.phase, _age(one))
         for one in status.ranks
     ]
     if len(rows) > 1:
@@ -169,7 +162,7 @@ def _watch(job: Control, period: float) -> int:
                 raise
             print(f"{chr(10) if in_place else ''}the run has ended, last seen at step {_steps(last)}")
             return DONE
-        line = _line(last)
+        line = printable_line(_line(last))
         if in_place:
             sys.stdout.write("\r" + line[: get_console().width - 1].ljust(get_console().width - 1))
         else:

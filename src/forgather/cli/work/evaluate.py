@@ -86,7 +86,7 @@ def evaluate(options: argparse.Namespace, keys: Sequence[str]) -> int:
     elif evaluated:
         _show_table(evaluated)
     for one in failed:
-        note(f"forgather: {printable(one.checkpoint)} was not evaluated: {printable(one.error)}")
+        note(f"forgather: {one.checkpoint} was not evaluated: {one.error}")
     return FAILED if failed else DONE
 
 
@@ -218,19 +218,19 @@ def _plain(result: CheckpointEvaluation | _Failure) -> dict[str, object]:
 
 
 def _show_one(result: CheckpointEvaluation) -> None:
-    show_row("checkpoint", printable(result.checkpoint) + (", averaged weights" if result.averaged else ""))
+    show_row("checkpoint", result.checkpoint + (", averaged weights" if result.averaged else ""))
     show_row("step", None if result.step is None else str(result.step))
     show_row("loss", f"{result.loss:.6f}")
     show_row("perplexity", f"{result.perplexity:.4f}")
     show_row("data", f"{result.num_samples:,} samples, {result.num_tokens:,} target tokens")
     show_row("time", f"{result.seconds:.1f} s")
     for name, value in _other_metrics(result).items():
-        show_row(printable(name), _number(value))
+        show_row(name, _number(value))
 
 
 def _show_table(results: Sequence[CheckpointEvaluation]) -> None:
     names = list(dict.fromkeys(name for one in results for name in _other_metrics(one)))
-    columns = ["step", "loss", "perplexity", "samples", "tokens", *map(printable, names), "checkpoint"]
+    columns = ["step", "loss", "perplexity", "samples", "tokens", *names, "checkpoint"]
     rows = [
         [
             one.step,
@@ -239,7 +239,7 @@ def _show_table(results: Sequence[CheckpointEvaluation]) -> None:
             f"{one.num_samples:,}",
             f"{one.num_tokens:,}",
             *(_number(_other_metrics(one).get(name)) for name in names),
-            printable(one.checkpoint),
+            one.checkpoint,
         ]
         for one in results
     ]

@@ -14,7 +14,7 @@ from forgather.cli.errors import UsageError
 from forgather.cli.output import print_json, show_table
 from forgather.cli.process_setup import show_own_messages
 from forgather.cli.work.job import Job
-from forgather.cli.work.samples import printable, quoted
+from forgather.cli.work.samples import quoted
 from forgather.ml.checkpoint.errors import CheckpointNotFoundError
 from forgather.ml.distributed import Peers
 from forgather.ml.trainer.callbacks.display import get_console, show_row
@@ -143,7 +143,7 @@ def _show_samples(samples: Sequence[SampleLoss]) -> None:
     rows = [
         (
             *(one.index, one.position, one.rank, one.micro_batch, one.row),
-            *(_number(one.loss), one.num_targets, printable(one.source or "")),
+            *(_number(one.loss), one.num_targets, one.source),
         )
         for one in worst[:_NUM_ROWS]
     ]
@@ -173,10 +173,10 @@ def _show_gradients(gradients: Sequence[ModuleGradient]) -> None:
     _title("gradient norms, before clipping")
     rows = [
         (
-            printable(layer),
+            layer,
             _number(sum(one.norm**2 for one in parts) ** 0.5),
             sum(one.num_nonfinite for one in parts) or "",
-            printable(max(parts, key=lambda one: badness(one.norm)).module),
+            max(parts, key=lambda one: badness(one.norm)).module,
         )
         for layer, parts in layers.items()
     ]
@@ -188,8 +188,7 @@ def _show_activations(step: StepReport) -> None:
     _title("largest activations")
     columns = ("module", "min", "max", "NaN or inf")
     rows = [
-        (printable(one.module), _number(one.minimum), _number(one.maximum), one.num_nonfinite or "")
-        for one in worst[:_NUM_ROWS]
+        (one.module, _number(one.minimum), _number(one.maximum), one.num_nonfinite or "") for one in worst[:_NUM_ROWS]
     ]
     show_table(columns, rows, numeric=columns[1:])
 
@@ -203,7 +202,7 @@ def _show_steps(report: ReplayReport) -> None:
             (
                 *(step.step, _number(step.loss), _number(step.grad_norm)),
                 *(None if worst is None else worst.index, None if worst is None else _number(worst.loss)),
-                *(_compared(step), printable((worst.source if worst else None) or "")),
+                *(_compared(step), worst.source if worst else None),
             )
         )
     show_table(columns, rows, numeric=columns[:5])
@@ -232,7 +231,7 @@ def _show_check(report: ReplayReport, check: DeviceCheck) -> None:
     columns = ("rank", "host", "loss", "grad norm", "")
     rows = [
         (
-            *(rank, printable(host), _exactly(check.losses[rank]), _exactly(check.grad_norms[rank])),
+            *(rank, host, _exactly(check.losses[rank]), _exactly(check.grad_norms[rank])),
             "differs" if rank in check.different else "",
         )
         for rank, host in enumerate(check.hosts)

@@ -123,15 +123,9 @@ def _source(dataset: Any, sample: StepSample) -> str:
     from forgather.tools.replay.sample_losses import describe_source
 
     described = None if dataset is None else describe_source(dataset, sample.index)
-    return "" if described is None else printable(described)
+    return described or ""
 
 
 def quoted(text: str, longest: int) -> str:
-    """Return text of a run on one line, shortened, with control characters escaped."""
-    shown = text if len(text) <= longest else text[:longest] + "..."
-    return printable(json.dumps(shown, ensure_ascii=False))
-
-
-def printable(text: str) -> str:
-    """Return text of a run without characters that a terminal would obey."""
-    return "".join(sign if sign.isprintable() else f"\\x{ord(sign):02x}" for sign in text)
+    """Return text of a run in quotes, shortened, with line breaks and tabs escaped."""
+    return json.dumps(text if len(text) <= longest else text[:longest] + "...", ensure_ascii=False)

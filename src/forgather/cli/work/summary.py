@@ -12,6 +12,7 @@ from typing import Any
 
 from rich.text import Text
 
+from forgather._terminal_text import printable
 from forgather.cli.launch.options import LAUNCHER_VARIABLE
 from forgather.config.schema import Configuration
 from forgather.ml.trainer.callbacks.display import get_console, show_row
@@ -42,7 +43,9 @@ def say_already_finished(configuration: Configuration, step: int, demo_words: Se
     """Print that the newest checkpoint has already reached args.max_steps."""
     args = configuration.args
     text = Text("already finished ", style="bold green")
-    text += Text(f"{args.output_dir} has a checkpoint of step {step}, and args.max_steps is {args.max_steps}")
+    text += Text(
+        printable(f"{args.output_dir} has a checkpoint of step {step}, and args.max_steps is {args.max_steps}")
+    )
     get_console().print(text, soft_wrap=True)
     if demo_words is not None:
         _say_what_next(step, args.output_dir, demo_words)

@@ -3,6 +3,7 @@
 Every rank executes this code. The output directory is locked before anything is written to it.
 """
 
+import logging
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -16,6 +17,8 @@ from forgather.cli.work.summary import say_already_finished, say_finished, say_s
 from forgather.config import builders, class_paths, data_builders, model_builders
 from forgather.config.schema import Configuration
 from forgather.config.trainer_kinds import find_kind, load_trainer, make_own_keywords
+from forgather.data.packed import PackedTokens
+from forgather.data.token_store import TextTokenizer
 from forgather.ml.checkpoint import store
 from forgather.ml.checkpoint.files.layout import checkpoints_root, counts_any_name, refuse_other_place
 from forgather.ml.checkpoint.output_lock import OutputDirLock
@@ -24,6 +27,8 @@ from forgather.ml.trainer.callbacks.display import show_row
 from forgather.ml.trainer.elastic.preemption_mark import remove_mark
 from forgather.ml.trainer.loop.signals import CONTROL_STOP, Aborted, Preempted
 from forgather.ml.trainer.trainer import Trainer
+
+logger = logging.getLogger(__name__)
 
 
 def train(configuration: Configuration, demo_words: Sequence[str] | None = None) -> int:
@@ -103,8 +108,20 @@ def _build_parts(configuration: Configuration, trainer_class: type[Trainer[Any]]
         "default_callbacks": configuration.trainer.default_callbacks,
     }
     # The data last: tokenising takes longest, and mistakes in other sections should be reported first.
+    if configuration.data.class_path is None:
+        _check_positions(configuration, tokenizer, job)
     datasets = data_builders.build_datasets(configuration.data, tokenizer, configuration.args)
+    if configuration.data.class_path is not None and isinstance(datasets.train, PackedTokens):
+        # A callable may return datasets that have another length.
+        _check_positions(configuration, tokenizer, job)
     return {**parts, "train_dataset": datasets.train, "eval_dataset": datasets.eval, "processing_class": tokenizer}
+
+
+def _check_positions(configuration: Configuration, tokenizer: TextTokenizer, job: Job) -> None:
+    length = configuration.data.sequence_length
+    warning = model_builders.check_positions(configuration.model, tokenizer, length)
+    if warning is not None and job.is_main:
+        logger.warning("%s", warning)
 
 
 def _step_of_finished_run(args: TrainingArguments) -> int | None:

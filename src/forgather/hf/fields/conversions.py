@@ -28,7 +28,15 @@ def nothing(args: Any) -> Values:
 
 
 def max_steps(args: Any) -> Values:
-    return {"max_steps": args.max_steps if args.max_steps > 0 else -1}
+    if args.max_steps > 0:
+        return {"max_steps": args.max_steps}
+    # As in transformers, a number of epochs that is not positive trains no step.
+    return {"max_steps": -1 if args.num_train_epochs > 0 else 0}
+
+
+def save_total_limit(args: Any) -> Values:
+    limit = args.save_total_limit
+    return {"save_total_limit": limit if limit is not None and limit > 0 else None}
 
 
 def schedule(args: Any) -> Values:

@@ -88,7 +88,9 @@ TRAINING: Mapping[str, Row] = {
     ),
     "save_steps": Mapped("save_steps", to.steps("save_steps"), "A fraction below 1 counts steps of the run."),
     "save_on_each_node": Same(),
-    "save_total_limit": Same(),
+    "save_total_limit": Mapped(
+        "save_total_limit", to.save_total_limit, "0 and negative numbers keep all, as in transformers."
+    ),
     "enable_jit_checkpoint": NoEffect("SIGTERM always saves a checkpoint at the end of the current step."),
     "push_to_hub": Same("Checked at construction: without network access it is an error there.", engine=False),
     "hub_token": Same("Used by push_to_hub.", engine=False),

@@ -14,21 +14,29 @@ import torch
 import torch.distributed as dist
 from torch.distributed import ProcessGroup
 
+from forgather._terminal_text import printable, printable_line
 from forgather.ml.distributed.groups import get_global_process_group
 from forgather.ml.distributed.payload_gather import as_tensor, broadcast_payload, gather_payloads
 from forgather.ml.distributed.rank_messages import UnsupportedValueError, decode, encode, register_type
 
 T = TypeVar("T")
 
+_MOST_CHARACTERS = 2**16
+"""Length of a message, and of a traceback, that another rank may send."""
+
 
 class DistributedError(RuntimeError):
     """Error of the lowest failing rank, raised on every rank.
 
     `rank` is the global rank of the failed process. It is None when the ranks lost contact and the failed rank is
-    unknown.
+    unknown. Texts are bounded, and control characters in them are visible: they come from another process.
     """
 
     def __init__(self, during: str, rank: int | None, error_type: str, message: str, traceback_text: str = "") -> None:
+        during, error_type = printable_line(during), printable_line(error_type)
+        # The end of a traceback says more than its beginning.
+        message = printable(message[:_MOST_CHARACTERS])
+        traceback_text = printable(traceback_text[-_MOST_CHARACTERS:])
         # Pickle passes `args` back to the constructor, so `args` must hold all fields.
         super().__init__(during, rank, error_type, message, traceback_text)
         self.during = during

@@ -13,7 +13,6 @@ import uuid
 from collections.abc import Iterator
 
 from forgather._job_secret import SealedStore
-from forgather._terminal_text import printable, printable_line
 from forgather._watch.board import FAILURE_BYTES, PHASE, STEP, Board
 from forgather._watch.judge import period
 from forgather._watch.limits import LABELS, OUTSIDE
@@ -159,7 +158,7 @@ def _is_old(packed: bytes, num_ranks: int) -> bool:
 
 def _packed(identity: str, report: DistributedError) -> bytes:
     """Return a report as JSON that fits the board. The end of the traceback is kept, and the beginning of the message."""
-    traceback, message = printable(report.traceback_text), printable(report.message)
+    traceback, message = report.traceback_text, report.message
     while True:
         fields = [identity, report.rank, report.during[:500], report.error_type[:100], message, traceback]
         packed = json.dumps(fields, ensure_ascii=False).encode()
@@ -182,5 +181,4 @@ def _unpacked(packed: bytes, num_ranks: int) -> tuple[str, DistributedError] | N
     identity, rank, during, error_type, message, traceback = fields
     if not 0 <= rank < num_ranks:
         return None
-    texts = printable_line(during), rank, printable_line(error_type), printable(message), printable(traceback)
-    return identity, DistributedError(*texts)
+    return identity, DistributedError(during, rank, error_type, message, traceback)

@@ -85,6 +85,10 @@ def modify_checkpoint(
     target = os.path.abspath(output or _free_name(source))
     if os.path.lexists(target):
         raise ModificationError(f"{target} exists already. Nothing is overwritten: choose another --output.")
+    if not os.path.isdir(parent := os.path.dirname(target)):
+        raise ModificationError(
+            f"{target} cannot be created: there is no directory {parent}. Create it, or choose another --output."
+        )
     edit = _Edit(found)
     for key, text in settings:
         edit.set(key, text)

@@ -5,7 +5,7 @@ import time
 from collections.abc import Iterator
 from dataclasses import dataclass
 
-from forgather.ml.checkpoint.files.durable import make_directories, replace_file
+from forgather.ml.checkpoint.files.durable import replace_file
 from forgather.tools.report.contents import RunReport
 from forgather.tools.report.errors import ReportError
 from forgather.tools.report.page import render
@@ -31,8 +31,10 @@ def write_report(
     `png` is the path of an additional image. With `reload_seconds`, the page reloads itself while the run is running.
     Raise `ReportError` if the directory has no run or a file cannot be written.
     """
-    report = read_run(output_dir)
     page = os.path.join(output_dir, DEFAULT_NAME) if output is None else output
+    report = read_run(output_dir)
+    for path in (page, png):
+        _require_directory(path)
     _replace(page, render(report, None if report.is_over else reload_seconds).encode())
     if png is not None:
         from forgather.tools.report.image import draw
@@ -53,9 +55,17 @@ def watch_report(
         time.sleep(seconds)
 
 
+def _require_directory(path: str | None) -> None:
+    """Raise `ReportError` if the directory of a file does not exist: a mistyped path must not create it."""
+    folder = None if path is None else os.path.dirname(os.path.abspath(path))
+    if folder is not None and not os.path.isdir(folder):
+        raise ReportError(
+            f"{path} cannot be written: there is no directory {folder}. Create it, or choose another file."
+        )
+
+
 def _replace(path: str, content: bytes) -> None:
     try:
-        make_directories(os.path.dirname(os.path.abspath(path)))
         replace_file(path, content)
     except OSError as error:
         raise ReportError(

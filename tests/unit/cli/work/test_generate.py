@@ -144,6 +144,19 @@ def test_own_model_needs_the_configuration(capsys: pytest.CaptureFixture[str]) -
         (("nowhere", "--prompt", "x"), "there is no such directory"),
         (("out", "--prompt", "x", "--top-p", "2"), "top_p to be above 0 and at most 1"),
         (("out", "--prompt", "x", "--temperature", "-1"), "temperature to be a finite number above 0"),
+        *(
+            (
+                ("out", "--prompt", "x", option, value),
+                f"{option} {value}: expected a number from {least} to 2,147,483,647",
+            )
+            for option, least, values in (
+                ("--max-new-tokens", 1, ("0", "-3", str(10**25))),
+                ("--num-samples", 1, ("0", str(10**25))),
+                ("--top-k", 0, ("-1", str(10**25))),
+            )
+            for value in values
+        ),
+        (("out", "--prompt", "x", "--temperature", "nan"), "temperature to be a finite number above 0"),
         (("out", "--prompt", "x", "--greedy", "--do-sample"), "not allowed with argument"),
         (("out", "--prompt", "x", "--device", "nosuch"), "device='nosuch' is no device of torch"),
         (("out", "--prompts-file", "none.txt"), "The prompts in 'none.txt' cannot be read: No such file"),

@@ -229,6 +229,22 @@ def test_single_process_agrees_with_itself() -> None:
         sys.exit(3)
 
 
+def fail_with_a_hostile_text() -> str:
+    try:
+        with agreement("reading \x1b[2Jrows"):
+            if dist.get_rank() == 1:
+                raise ValueError("\x1b[2J" + "long " * 100_000)
+    except DistributedError as error:
+        return str(error)
+    raise AssertionError("no error reached this rank")
+
+
+def test_text_of_another_rank_is_bounded_and_printable() -> None:
+    for text in run_on_ranks(fail_with_a_hostile_text, 2):
+        assert "\x1b" not in text and "long long" in text and "Traceback of rank 1" in text
+        assert len(text) < 200_000
+
+
 def test_error_survives_pickling() -> None:
     error = DistributedError("saving", 3, "OSError", "disk full", "Traceback ...\nOSError: disk full")
     copy = pickle.loads(pickle.dumps(error))

@@ -188,6 +188,13 @@ def test_diff_refuses_damaged_weights(capsys: Capture, run: Path) -> None:
 # --- modify
 
 
+def test_modified_checkpoint_in_a_missing_directory_is_refused(capsys: Capture, run: Path, tmp_path: Path) -> None:
+    words = ("--set", "optimizer.lr=0.5", "--output", tmp_path / "nowhere" / "new")
+    answer = checkpoint(capsys, "modify", last(run), *words)
+    assert answer.code == 2 and f"there is no directory {tmp_path / 'nowhere'}" in " ".join(answer.errors.split())
+    assert not (tmp_path / "nowhere").exists()
+
+
 def test_modified_checkpoint_verifies_and_keeps_the_original(capsys: Capture, run: Path) -> None:
     before = {path.name: path.read_bytes() for path in last(run).iterdir()}
     answer = checkpoint(capsys, "modify", run, "--scale", "optimizer.lr=0.5", "--drop", "dataset")

@@ -12,7 +12,7 @@ import torch
 from forgather.cli.command_line import DONE
 from forgather.cli.errors import UsageError
 from forgather.cli.output import print_json
-from forgather.cli.work.checkpoint.shared import row, usage_errors
+from forgather.cli.work.checkpoint.shared import usage_errors
 from forgather.config import builders, class_paths, model_builders, yaml_reader
 from forgather.config.parser import to_dict
 from forgather.config.stored import read_configuration
@@ -20,6 +20,7 @@ from forgather.config.yaml_reader import CONFIG_NAME
 from forgather.ml.checkpoint.errors import CheckpointLoadError
 from forgather.ml.finalize import model_of_transformers
 from forgather.ml.trainer.arguments.training_arguments import TrainingArguments
+from forgather.ml.trainer.callbacks.display import show_row
 from forgather.tools.checkpoints.conversion import ImportedCheckpoint, import_as_checkpoint, require_importable
 
 _SINGLE_ONLY = {
@@ -90,12 +91,12 @@ def _require_model(folder: str, weights_path: str) -> None:
 
 
 def _show(result: ImportedCheckpoint) -> None:
-    row("original", f"{result.source}, {result.owner.value} (unchanged)")
-    row("imported", ", ".join(result.taken))
+    show_row("original", f"{result.source}, {result.owner.value} (unchanged)")
+    show_row("imported", ", ".join(result.taken))
     label = "left out"
     for name, reason in result.left_out.items():
-        row(label, f"{name}: {reason}")
+        show_row(label, f"{name}: {reason}")
         label = ""
-    row("saved", result.path)
+    show_row("saved", result.path)
     folder = os.path.dirname(os.path.dirname(result.path))
-    row("resume", f"forgather train CONFIG --args.output_dir {folder}")
+    show_row("resume", f"forgather train CONFIG --args.output_dir {folder}")

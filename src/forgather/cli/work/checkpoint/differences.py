@@ -6,8 +6,8 @@ from collections.abc import Sequence
 
 from forgather.cli.command_line import DONE, FAILED
 from forgather.cli.output import byte_progress, print_json, show_table
-from forgather.cli.work.checkpoint.shared import row, shortened, shown_number, usage_errors
-from forgather.ml.trainer.callbacks.display import get_console
+from forgather.cli.work.checkpoint.shared import shortened, shown_number, usage_errors
+from forgather.ml.trainer.callbacks.display import get_console, show_row
 from forgather.tools.checkpoints.differences import (
     ONLY_IN_A,
     ONLY_IN_B,
@@ -43,14 +43,14 @@ def as_plain_data(result: Differences) -> dict[str, object]:
 
 
 def _show(result: Differences, top: int) -> None:
-    row("A", result.a)
-    row("B", result.b)
+    show_row("A", result.a)
+    show_row("B", result.b)
     if result.are_equal:
-        row("equal", f"{result.num_tensors} tensors (all bits) and {result.num_values} values")
+        show_row("equal", f"{result.num_tensors} tensors (all bits) and {result.num_values} values")
         return
-    row("different", f"{len(result.tensors)} of {result.num_tensors} tensors, {_values(result)}")
+    show_row("different", f"{len(result.tensors)} of {result.num_tensors} tensors, {_values(result)}")
     bits = sum(one.kind == "bits" for one in result.tensors)
-    row("", f"{bits} tensors differ only in bits: all values are equal" if bits else None)
+    show_row("", f"{bits} tensors differ only in bits: all values are equal" if bits else None)
     _show_layers(result, top)
     _show_tensors(result.tensors, top)
     _show_values(result, top)
@@ -109,7 +109,7 @@ def _show_missing(what: str, differences: Sequence[TensorDifference | ValueDiffe
         if names:
             get_console().print()
             more = f" and {len(names) - top} more" if len(names) > top else ""
-            row(kind, f"{len(names)} {what}: {', '.join(names[:top])}{more}")
+            show_row(kind, f"{len(names)} {what}: {', '.join(names[:top])}{more}")
 
 
 def _table(columns: Sequence[str], rows: Sequence[Sequence[object]], count: int, numeric: Sequence[str] = ()) -> None:
@@ -118,4 +118,4 @@ def _table(columns: Sequence[str], rows: Sequence[Sequence[object]], count: int,
     get_console().print()
     show_table(columns, rows, numeric=numeric)
     if count > len(rows):
-        row("", f"{count - len(rows)} more; --top {count} shows all")
+        show_row("", f"{count - len(rows)} more; --top {count} shows all")

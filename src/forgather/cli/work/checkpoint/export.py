@@ -5,10 +5,11 @@ import os
 
 from forgather.cli.command_line import DONE
 from forgather.cli.output import format_bytes, print_json
-from forgather.cli.work.checkpoint.shared import row, usage_errors
+from forgather.cli.work.checkpoint.shared import usage_errors
 from forgather.cli.work.finalize import as_plain_data
 from forgather.ml.checkpoint.foreign.ownership import require_own
 from forgather.ml.finalize import check_output, finalize
+from forgather.ml.trainer.callbacks.display import show_row
 from forgather.tools.checkpoints.paths import find_checkpoint
 
 
@@ -25,8 +26,10 @@ def run(options: argparse.Namespace) -> int:
         data = as_plain_data(report)
         print_json("checkpoint.export/1", {**{key: data[key] for key in keys}, "loads_with_transformers": has_config})
         return DONE
-    row("checkpoint", report.checkpoint + (", averaged weights" if report.averaged else ""))
-    row("saved", f"{report.output} ({format_bytes(report.bytes_after)} of weights)")
+    show_row("checkpoint", report.checkpoint + (", averaged weights" if report.averaged else ""))
+    show_row("saved", f"{report.output} ({format_bytes(report.bytes_after)} of weights)")
     if not has_config:
-        row("", "The model is not of transformers, so there is no config.json: load the weights into your own class.")
+        show_row(
+            "", "The model is not of transformers, so there is no config.json: load the weights into your own class."
+        )
     return DONE

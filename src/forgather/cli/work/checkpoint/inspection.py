@@ -8,8 +8,8 @@ from collections.abc import Mapping, Sequence
 from forgather.cli.command_line import DONE
 from forgather.cli.output import format_bytes, print_json, show_table
 from forgather.cli.work.checkpoint.listing import shown_metrics
-from forgather.cli.work.checkpoint.shared import row, shortened, usage_errors
-from forgather.ml.trainer.callbacks.display import format_count, get_console
+from forgather.cli.work.checkpoint.shared import shortened, usage_errors
+from forgather.ml.trainer.callbacks.display import format_count, get_console, show_row
 from forgather.tools.checkpoints.inspection import CheckpointDetails, ComponentDetails, inspect_checkpoint
 
 _SHOWN_SETTINGS = (
@@ -38,15 +38,15 @@ def run(options: argparse.Namespace) -> int:
 
 def _show(details: CheckpointDetails) -> None:
     summary = details.summary
-    row("checkpoint", details.path)
-    row("step", f"{summary.step}, written {summary.time}")
-    row("trainer", f"{summary.trainer or 'unknown'}, {_topology(details)}")
-    row("versions", f"forgather {details.forgather_version}, torch {details.pytorch_version}")
-    row("metrics", shown_metrics(summary.metrics))
-    row("weights", None if details.weights == "included" else details.weights)
-    row("settings", _settings(details.settings))
+    show_row("checkpoint", details.path)
+    show_row("step", f"{summary.step}, written {summary.time}")
+    show_row("trainer", f"{summary.trainer or 'unknown'}, {_topology(details)}")
+    show_row("versions", f"forgather {details.forgather_version}, torch {details.pytorch_version}")
+    show_row("metrics", shown_metrics(summary.metrics))
+    show_row("weights", None if details.weights == "included" else details.weights)
+    show_row("settings", _settings(details.settings))
     for name, value in details.notes.items():
-        row(name, shortened(value, 200))
+        show_row(name, shortened(value, 200))
     get_console().print()
     columns = ("component", "pattern", "size", "written by ranks", "files")
     show_table(columns, [_component_row(one) for one in details.components], numeric=("size",))
@@ -97,4 +97,4 @@ def _show_tensors(details: CheckpointDetails) -> None:
     show_table(("component", "tensor", "shape", "dtype", "size", "file"), rows, numeric=("size",))
     weights = [one for one in tensors if one.component == "model"]
     count = sum(math.prod(one.shape) for one in weights)
-    row("total", f"{len(tensors)} tensors; weights: {len(weights)} tensors, {format_count(count)} values")
+    show_row("total", f"{len(tensors)} tensors; weights: {len(weights)} tensors, {format_count(count)} values")

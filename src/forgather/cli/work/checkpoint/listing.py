@@ -7,7 +7,8 @@ from datetime import datetime
 
 from forgather.cli.command_line import DONE
 from forgather.cli.output import format_bytes, print_json, show_table
-from forgather.cli.work.checkpoint.shared import row, usage_errors
+from forgather.cli.work.checkpoint.shared import usage_errors
+from forgather.ml.trainer.callbacks.display import show_row
 from forgather.tools.checkpoints.listing import COMPLETE, ListedCheckpoint, Listing, list_checkpoints
 
 _MOST_METRICS = 3
@@ -21,7 +22,7 @@ def run(options: argparse.Namespace) -> int:
     if options.json:
         print_json("checkpoint.ls/1", as_plain_data(listing))
     elif not listing.checkpoints:
-        row("", f"There are no checkpoints in {listing.path}.")
+        show_row("", f"There are no checkpoints in {listing.path}.")
     else:
         _show(listing)
     return DONE

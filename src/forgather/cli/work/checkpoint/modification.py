@@ -6,8 +6,8 @@ import os
 
 from forgather.cli.command_line import DONE
 from forgather.cli.output import byte_progress, format_bytes, print_json, show_table
-from forgather.cli.work.checkpoint.shared import row, shortened, usage_errors
-from forgather.ml.trainer.callbacks.display import get_console
+from forgather.cli.work.checkpoint.shared import shortened, usage_errors
+from forgather.ml.trainer.callbacks.display import get_console, show_row
 from forgather.tools.checkpoints.edits import ModificationError
 from forgather.tools.checkpoints.modification import Modification, modify_checkpoint
 from forgather.tools.checkpoints.paths import find_checkpoint
@@ -40,18 +40,18 @@ def _pair(word: str) -> tuple[str, str]:
 
 
 def _show(result: Modification) -> None:
-    row("original", f"{result.source} (unchanged)")
-    row("saved", result.path)
+    show_row("original", f"{result.source} (unchanged)")
+    show_row("saved", result.path)
     sizes = {"written": result.written_bytes, "copied": result.copied_bytes, "hard links": result.linked_bytes}
-    row("files", ", ".join(f"{format_bytes(size)} {name}" for name, size in sizes.items() if size))
+    show_row("files", ", ".join(f"{format_bytes(size)} {name}" for name, size in sizes.items() if size))
     get_console().print()
     rows = [(one.key, shortened(one.before, 40), shortened(one.after, 40), one.effect) for one in result.changes]
     show_table(("changed", "before", "after", "effect"), rows)
     get_console().print()
     if result.is_auto_resumed:
-        row("resume", "the run continues from it: it is now the newest checkpoint of its output directory")
+        show_row("resume", "the run continues from it: it is now the newest checkpoint of its output directory")
     else:
-        row("resume", f"only on request: forgather train CONFIG --args.resume_from_checkpoint {result.path}")
+        show_row("resume", f"only on request: forgather train CONFIG --args.resume_from_checkpoint {result.path}")
     configuration = os.path.join(result.path, "config.yaml")
     if any(one.key.startswith("args.") for one in result.changes):
-        row("", f"with the changed settings: forgather train {configuration}")
+        show_row("", f"with the changed settings: forgather train {configuration}")

@@ -5,7 +5,8 @@ import dataclasses
 
 from forgather.cli.command_line import DONE, FAILED
 from forgather.cli.output import byte_progress, format_bytes, print_json
-from forgather.cli.work.checkpoint.shared import row, usage_errors
+from forgather.cli.work.checkpoint.shared import usage_errors
+from forgather.ml.trainer.callbacks.display import show_row
 from forgather.tools.checkpoints.verification import (
     CheckpointVerdict,
     Verification,
@@ -40,15 +41,15 @@ def _speed(result: Verification) -> float:
 def _show(result: Verification) -> None:
     for verdict in result.checkpoints:
         _show_verdict(verdict)
-    row("read", f"{format_bytes(result.num_bytes)} in {result.seconds:.2f} s, {_speed(result):.2f} GB/s")
+    show_row("read", f"{format_bytes(result.num_bytes)} in {result.seconds:.2f} s, {_speed(result):.2f} GB/s")
 
 
 def _show_verdict(verdict: CheckpointVerdict) -> None:
     if not verdict.problems:
-        row("intact", f"{verdict.path} ({verdict.num_files} files, {format_bytes(verdict.size_bytes)})")
+        show_row("intact", f"{verdict.path} ({verdict.num_files} files, {format_bytes(verdict.size_bytes)})")
         for name in verdict.missing_optional:
-            row("", f"{name} is missing; a resume starts this part fresh")
+            show_row("", f"{name} is missing; a resume starts this part fresh")
         return
-    row("DAMAGED", verdict.path)
+    show_row("DAMAGED", verdict.path)
     for problem in verdict.problems:
-        row("", problem)
+        show_row("", problem)

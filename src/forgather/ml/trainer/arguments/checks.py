@@ -4,10 +4,13 @@ Each check raises ValueError when the arguments are created, before a trainer ex
 argument classes call them.
 """
 
+import math
 from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
 import torch
+
+from forgather.ml.trainer.arguments.field_values import check_size
 
 if TYPE_CHECKING:
     from forgather.ml.trainer.arguments.minimal_arguments import MinimalTrainingArguments
@@ -25,7 +28,22 @@ def checked_numbers(name: str, values: Sequence[object], least: int) -> list[int
             raise ValueError(
                 f"{name}={list(values)!r} cannot be used: {value!r} is not a whole number of {least} or more."
             )
+        check_size(name, value)
     return sorted({value for value in values if isinstance(value, int)})
+
+
+def check_length(args: "MinimalTrainingArguments") -> None:
+    """Raise ValueError for a number of steps below -1, and for a number of epochs that decides and is no length."""
+    if args.max_steps < -1:
+        raise ValueError(
+            f"max_steps={args.max_steps} cannot be used: set the number of steps, or -1 to train for num_train_epochs."
+        )
+    epochs = args.num_train_epochs
+    if args.max_steps == -1 and epochs != -1 and not 0 < epochs < math.inf:
+        raise ValueError(
+            f"num_train_epochs={epochs} cannot be used: set a number of epochs above 0, or -1 for no limit. max_steps=0 trains "
+            "no step."
+        )
 
 
 def check_checkpointing(args: "MinimalTrainingArguments") -> None:

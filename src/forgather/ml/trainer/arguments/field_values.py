@@ -8,6 +8,7 @@ import dataclasses
 import enum
 import inspect
 import json
+import math
 import numbers
 import types
 import typing
@@ -32,6 +33,9 @@ else:
     Checkpointing = typing.Literal[False, True, "false", "true", "full", "selective"] | str | bool | Callable
 
 NamedT = TypeVar("NamedT", bound="NamedArguments")
+
+MOST = 2**63 - 1
+"""Largest number of an argument: ranks exchange integers of 64 bits."""
 
 _OTHER_NAMES = {
     "bf16": "set mixed_precision='bf16' instead",
@@ -135,6 +139,19 @@ def converted(name: str, value: object, hint: object) -> Any:
             return option(value)
     expected = " or ".join(map(_in_words, options))
     raise ValueError(f"{name}={value!r} has type {type(value).__name__}, expected {expected}.")
+
+
+def check_size(name: str, value: object) -> None:
+    """Raise ValueError for a number that is NaN, or an integer beyond 64 bits."""
+    if isinstance(value, float) and math.isnan(value):
+        raise ValueError(f"{name}=nan cannot be used: set a number.")
+    if isinstance(value, int) and abs(value) > MOST:
+        raise ValueError(f"{name}={_shortened(value)} cannot be used: it must be at most 2**63 - 1 ({MOST}).")
+
+
+def _shortened(value: int) -> str:
+    # Python refuses to print integers of more than 4300 digits.
+    return str(value) if abs(value) < 10**40 else f"an integer of {value.bit_length()} bits"
 
 
 def _options(hint: object) -> tuple[Any, ...]:

@@ -16,11 +16,12 @@ from typing import Any, TypeVar
 import torch
 
 from forgather.ml.construct import torch_dtype
-from forgather.ml.trainer.arguments.checks import check_checkpointing, check_compile_scope
+from forgather.ml.trainer.arguments.checks import check_checkpointing, check_compile_scope, check_length
 from forgather.ml.trainer.arguments.field_values import (
     Checkpointing,
     NamedArguments,
     Options,
+    check_size,
     converted,
     fields_with_types,
     mapping_in,
@@ -54,6 +55,7 @@ class ArgumentGroup(NamedArguments):
     def __post_init__(self) -> None:
         for name, hint in fields_with_types(type(self)).items():
             setattr(self, name, converted(name, getattr(self, name), hint))
+            check_size(name, getattr(self, name))
 
 
 @dataclass(kw_only=True)
@@ -76,9 +78,9 @@ class MinimalTrainingArguments(NamedArguments):
     per_device_eval_batch_size: int = 16
     """Samples per rank in one evaluation batch."""
     num_train_epochs: float = 1
-    """Number of epochs, may be a fraction. Negative: no limit."""
+    """Number of epochs above 0, may be a fraction. -1: no limit."""
     max_steps: int = -1
-    """Number of optimizer steps. 0 or more overrides num_train_epochs; epochs repeat as needed."""
+    """Number of optimizer steps. 0 or more overrides num_train_epochs; epochs repeat as needed. -1: by epochs."""
     device: str | None = None
     """Torch device, such as "cuda", "cuda:1" or "cpu". None: the accelerator, else the CPU."""
     seed: int = -1
@@ -148,7 +150,7 @@ class MinimalTrainingArguments(NamedArguments):
     save_steps: int = 1000
     """Steps between checkpoints, with save_strategy="steps"."""
     save_total_limit: int | None = 2
-    """Number of newest checkpoints to keep. None: all."""
+    """Number of newest checkpoints to keep, 1 or more. None: all."""
     checkpoint_layout: str = "checkpoints"
     """"checkpoints": `<output_dir>/checkpoints/checkpoint-N`. "output_dir": `<output_dir>/checkpoint-N` with a
     trainer_state.json, where transformers and its tools look for checkpoints."""
@@ -218,10 +220,12 @@ class MinimalTrainingArguments(NamedArguments):
         for name in ("dataloader_num_workers", "eval_delay", "warmup_steps", "learning_rate", "weight_decay"):
             self._require(name, 0)
         self._require("adam_epsilon", 0)
-        if math.isnan(self.num_train_epochs):
-            raise ValueError("num_train_epochs=nan cannot be used: set a number of epochs, or -1 for no limit.")
-        if self.seed >= 2**63:
-            raise ValueError(f"seed={self.seed} cannot be used: it must be less than 2**63. -1 chooses a new seed.")
+        check_length(self)
+        if self.save_total_limit is not None and self.save_total_limit < 1:
+            raise ValueError(
+                f"save_total_limit={self.save_total_limit} cannot be used: set the number of newest checkpoints to keep, 1 or "
+                "more. None keeps all."
+            )
         self._check_device()
         self._choose("lr_scheduler_type", _SCHEDULES)
         self._choose("weight_decay_groups", ["auto", "all"])
@@ -266,7 +270,12 @@ class MinimalTrainingArguments(NamedArguments):
 
     def _check_types(self) -> None:
         for name, hint in fields_with_types(type(self)).items():
-            setattr(self, name, converted(name, getattr(self, name), hint))
+            value = converted(name, getattr(self, name), hint)
+            setattr(self, name, value)
+            check_size(name, value)
+            # An infinite norm clips nothing.
+            if isinstance(value, float) and math.isinf(value) and name not in ("num_train_epochs", "max_grad_norm"):
+                raise ValueError(f"{name}={value} cannot be used: set a finite number.")
 
     def _check_strategy(self, name: str) -> None:
         # YAML parses a plain `no` as False.

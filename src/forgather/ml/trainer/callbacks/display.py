@@ -1,6 +1,7 @@
 """Console display helpers: shared rich console, labelled rows, formats of numbers and durations, planned steps.
 
-The callbacks and the commands of `forgather` print with these functions, for a uniform output.
+The callbacks and the commands of `forgather` print with these functions, for a uniform output. Control characters of
+texts become visible, because a text may come from a file, a peer or a model.
 """
 
 import importlib.util
@@ -9,6 +10,8 @@ from typing import TYPE_CHECKING, Any
 import rich
 from rich.console import Console
 from rich.text import Text
+
+from forgather._terminal_text import printable_line
 
 if TYPE_CHECKING:
     # It imports torch, which the commands that only print do not need.
@@ -32,10 +35,11 @@ def can_draw(console: Console) -> bool:
     return console.is_terminal and not console.is_dumb_terminal and console.file.isatty()
 
 
-def show_row(label: str, text: str | None) -> None:
-    """Print a label and its text on one line. Print nothing if the text is empty."""
+def show_row(label: str, text: str | None, width: int = LABEL_WIDTH) -> None:
+    """Print a label of `width` characters and its text on one line. Print nothing if the text is empty."""
     if text:
-        line = Text(f"{label:<{LABEL_WIDTH}} ", style="bold") + Text(text, style="default")
+        line = Text(printable_line(f"{label:<{width}} "), style="bold")
+        line.append(printable_line(text), style="default")
         get_console().print(line, soft_wrap=True)
 
 

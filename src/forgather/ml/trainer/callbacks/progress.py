@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any
 from rich.console import Console
 from rich.text import Text
 
+from forgather._terminal_text import printable_line
 from forgather.ml.trainer.arguments.training_arguments import TrainingArguments
 from forgather.ml.trainer.callbacks.display import (
     can_draw,
@@ -237,7 +238,9 @@ def record_fields(logs: Mapping[str, Any]) -> list[Field]:
         fields.append(("mfu", f"{float(logs['mfu']):5.1%}"))
     if "peak_memory_gib" in logs:
         fields.append(("mem", f"{float(logs['peak_memory_gib']):.2f} GiB"))
-    fields.extend((name, _number(value).rstrip()) for name, value in logs.items() if _was_added(name, value))
+    fields.extend(
+        (printable_line(name), _number(value).rstrip()) for name, value in logs.items() if _was_added(name, value)
+    )
     if "tok_per_sec" in logs:
         fields.append(("tok/s", f"{format_count(float(logs['tok_per_sec'])):>5}"))
     return fields
@@ -256,7 +259,7 @@ def evaluation_fields(metrics: Mapping[str, Any]) -> list[Field]:
         if name.endswith(("_runtime", "_per_second", "_tokens")) or name == "epoch":
             continue
         if isinstance(value, (int, float)):
-            fields.append((name.removeprefix("eval_"), _number(value)))
+            fields.append((printable_line(name.removeprefix("eval_")), _number(value)))
     if "eval_runtime" in metrics:
         fields.append(("in", f"{float(metrics['eval_runtime']):.1f} s"))
     return fields

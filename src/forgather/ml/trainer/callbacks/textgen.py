@@ -10,6 +10,7 @@ import torch
 from rich.text import Text
 from torch import Tensor, nn
 
+from forgather._terminal_text import printable
 from forgather.ml.trainer.arguments.training_arguments import TrainingArguments
 from forgather.ml.trainer.callbacks.display import get_console
 from forgather.ml.trainer.setup.model_modes import set_train
@@ -155,7 +156,7 @@ def _print_samples(step: int, prompts: Sequence[str], texts: Sequence[str]) -> N
     console = get_console()
     console.print(Text(f"samples at step {step}", style="bold"), soft_wrap=True)
     for prompt, text in zip(prompts, texts, strict=True):
-        sample = Text("  ") + Text(prompt, style="cyan") + Text(text)
+        sample = Text("  ") + Text(printable(prompt), style="cyan") + Text(printable(text))
         console.print(Text("\n  ").join(sample.split("\n")), soft_wrap=True)
 
 

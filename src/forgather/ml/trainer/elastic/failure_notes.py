@@ -18,6 +18,7 @@ from datetime import UTC, datetime
 from typing import Any
 
 from forgather._run_files import append_line, last_lines, open_in_run
+from forgather._terminal_text import printable
 from forgather.ml.checkpoint.files.durable import replace_file
 
 logger = logging.getLogger(__name__)
@@ -69,7 +70,7 @@ def failure_of(
         rank=rank,
         host=host or socket.gethostname(),
         error_type=error_type,
-        message=message[:_MOST_CHARACTERS],
+        message=printable(message[:_MOST_CHARACTERS]),
         resumed_from=progress.get("resumed_from"),
         fingerprint=hashlib.sha256(f"{error_type}: {first_line}".encode()).hexdigest()[:12],
     )
@@ -150,4 +151,5 @@ def _parsed(line: bytes) -> Failure | None:
     is_right = all(type(number) is int for number in numbers) and all(type(one) is str for one in values.values())
     if not is_right or not isinstance(resumed_from, str | None):
         return None
-    return Failure(step=numbers[0], rank=numbers[1], resumed_from=resumed_from, **values)
+    texts = {name: printable(text[:_MOST_CHARACTERS]) for name, text in values.items()}
+    return Failure(step=numbers[0], rank=numbers[1], resumed_from=resumed_from, **texts)

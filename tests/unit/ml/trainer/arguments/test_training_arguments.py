@@ -83,14 +83,37 @@ def test_defaults_are_the_documented_ones() -> None:
         ({"max_eval_steps": 0}, ["max_eval_steps=0", "-1 for all"]),
         ({"dataloader_prefetch_factor": 2}, ["dataloader_prefetch_factor=2", "dataloader_num_workers"]),
         ({"default_dtype": "float8_e4m3fn"}, ["default_dtype='float8_e4m3fn'", "16 bits or more"]),
-        ({"max_grad_norm": float("nan")}, ["max_grad_norm=nan", "0 or more"]),
-        ({"learning_rate": float("nan")}, ["learning_rate=nan", "0 or more"]),
-        ({"weight_decay": float("nan")}, ["weight_decay=nan", "0 or more"]),
-        ({"num_train_epochs": float("nan")}, ["num_train_epochs=nan", "number of epochs"]),
-        ({"gc_threshold": float("nan")}, ["gc_threshold=nan", "0 or more"]),
+        *(
+            ({name: float("nan")}, [f"{name}=nan", "set a number"])
+            for name in ("max_grad_norm", "learning_rate", "weight_decay", "num_train_epochs", "gc_threshold")
+        ),
+        *(
+            ({name: float("inf")}, [f"{name}=inf", "set a finite number"])
+            for name in ("learning_rate", "weight_decay", "adam_epsilon", "gc_threshold")
+        ),
+        *(
+            ({name: 10**25}, [f"{name}={10**25}", "at most 2**63 - 1"])
+            for name in (
+                "save_steps",
+                "eval_steps",
+                "logging_steps",
+                "max_steps",
+                "warmup_steps",
+                "seed",
+                "save_total_limit",
+            )
+        ),
+        ({"seed": -(10**5000)}, ["seed=an integer of 16610 bits", "at most 2**63 - 1"]),
+        ({"skip_samples": [10**25]}, [f"skip_samples={10**25}", "at most 2**63 - 1"]),
+        ({"save_total_limit": 0}, ["save_total_limit=0", "1 or more", "None keeps all"]),
+        ({"save_total_limit": -1}, ["save_total_limit=-1", "1 or more", "None keeps all"]),
+        ({"max_steps": -5}, ["max_steps=-5", "number of steps, or -1"]),
+        ({"num_train_epochs": 0}, ["num_train_epochs=0", "above 0, or -1 for no limit"]),
+        ({"num_train_epochs": -3}, ["num_train_epochs=-3", "above 0, or -1 for no limit"]),
+        ({"num_train_epochs": float("inf")}, ["num_train_epochs=inf", "above 0, or -1 for no limit"]),
+        ({"watch": {"step_timeout": float("nan")}}, ["step_timeout=nan", "set a number"]),
         ({"adam_epsilon": -1.0}, ["adam_epsilon=-1.0", "0 or more"]),
         ({"save_steps": float("inf")}, ["save_steps=inf", "float", "expected int"]),
-        ({"seed": 10**30}, [f"seed={10**30}", "less than 2**63"]),
         ({"device": "nope"}, ["device='nope'", "'cuda:1'"]),
         ({"dynamo_recompile_limit": 0}, ["dynamo_recompile_limit=0", "1 or more"]),
     ],
@@ -100,6 +123,16 @@ def test_wrong_values_are_rejected_with_the_allowed_ones(settings: dict[str, Any
         with pytest.raises(ValueError) as error:
             make()
         assert all(word in str(error.value) for word in words), error.value
+
+
+def test_largest_periods_and_a_length_that_max_steps_overrides_train(tmp_path: Path) -> None:
+    periods = dict.fromkeys(
+        ("save_steps", "logging_steps", "eval_steps", "warmup_steps", "save_total_limit"), 2**63 - 1
+    )
+    trainer = quiet_trainer(
+        tmp_path, ScalarModel(), scalars(1), **periods, max_steps=2, num_train_epochs=0, max_grad_norm=float("inf")
+    )
+    assert trainer.train().global_step == 2
 
 
 @pytest.mark.parametrize(

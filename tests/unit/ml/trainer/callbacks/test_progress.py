@@ -105,6 +105,13 @@ def test_file_gets_no_cursor_codes_even_if_ci_forces_colours(tmp_path: Path) -> 
     assert not re.search(r"\x1b\[[0-9;?]*[A-LN-Za-ln-z]", output.getvalue())
 
 
+def test_control_characters_in_names_of_metrics_are_visible(tmp_path: Path) -> None:
+    output = io.StringIO()
+    run = Run(tmp_path, ProgressCallback(Console(file=output)))
+    run.evaluate(**{"eval_\x1b[2Jmetric": 1.0})
+    assert "\x1b" not in output.getvalue() and "[2Jmetric 1.0000" in output.getvalue()
+
+
 @pytest.mark.parametrize("max_steps", [-1, 0, 2**62])
 def test_run_without_a_step_limit_shows_no_remaining_time(tmp_path: Path, max_steps: int) -> None:
     lines = plain_lines(tmp_path, max_steps=max_steps)

@@ -66,6 +66,18 @@ def test_prompt_and_continuation_are_printed(tmp_path: Path, capsys: pytest.Capt
     assert "samples at step 7" in text and "once upon a" in text
 
 
+def test_control_characters_of_samples_are_visible(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    class Hostile(PreTrainedTokenizerFast):
+        def decode(self, *ids: Any, **options: Any) -> str:
+            return "\x1b[2Jdecoded"
+
+    run = prepared_run(tmp_path, TextgenCallback("once \x9b31m", max_new_tokens=1))
+    run.processing_class = Hostile(tokenizer_object=run.processing_class.backend_tokenizer, eos_token="<eos>")
+    run.evaluate(eval_loss=1.0)
+    text = capsys.readouterr().out
+    assert "\x1b" not in text and "\x9b" not in text and "[2Jdecoded" in text
+
+
 def test_random_state_and_module_modes_are_restored(tmp_path: Path) -> None:
     run = prepared_run(tmp_path, TextgenCallback(["once", "bear"], max_new_tokens=4))
     model = run.trainer.model
