@@ -1,6 +1,7 @@
 """YAML reader with line numbers, floats such as `1e-3`, and errors for repeated keys.
 
-Used by `parser`. Only plain data are constructed (SafeLoader).
+Used by `parser`. Only plain data are constructed (SafeLoader). A text of a kilobyte whose aliases stand for billions of
+values is an error, because everything that reads such a configuration would hang.
 """
 
 import re
@@ -14,6 +15,10 @@ CONFIG_NAME = "config.yaml"
 """File with the configuration of a run, in its output directory and in each checkpoint."""
 # PyYAML's own pattern for floats requires a dot and a sign in the exponent.
 _EXPONENT = re.compile(r"[-+]?(?:\d[\d_]*\.?[\d_]*|\.\d[\d_]*)[eE][-+]?\d+$")
+
+
+_MOST_REPEATED = 10_000
+"""Values that aliases may add to those that are written."""
 
 
 class _Loader(yaml.SafeLoader):
@@ -42,12 +47,7 @@ class Entry:
 
     @property
     def value(self) -> object:
-        # The node is parsed already; a loader is only needed to construct its value.
-        loader = _Loader("")
-        try:
-            return loader.construct_document(self._node)
-        finally:
-            loader.dispose()
+        return _value_of(self._node)
 
     @property
     def text(self) -> str:
@@ -61,7 +61,7 @@ class Entry:
 def read_entries(text: str, name: str) -> list[Entry]:
     """Return the top-level entries of a configuration file; an empty file has none."""
     try:
-        root = yaml.compose(text, Loader=_Loader)
+        root = _composed(text)
         entries = [] if root is None else list(_entries(root, name))
         for entry in entries:
             entry.value  # noqa: B018 - values that cannot be made are found here, where their line is known
@@ -80,7 +80,7 @@ def read_entries(text: str, name: str) -> list[Entry]:
 def read_value(text: str, key: str, name: str) -> Entry:
     """Return an entry for a key from a value in YAML."""
     try:
-        entry = Entry(key, yaml.compose(text, Loader=_Loader), 1)
+        entry = Entry(key, _composed(text) or yaml.ScalarNode("tag:yaml.org,2002:null", ""), 1)
         entry.value  # noqa: B018 - as above
     except yaml.YAMLError as error:
         raise UsageError(f"{name}: --{key}: invalid YAML: {getattr(error, 'problem', None) or error}.") from None
@@ -90,7 +90,8 @@ def read_value(text: str, key: str, name: str) -> Entry:
 def load_value(text: str) -> object:
     """Parse a value of the command line as YAML; return the text itself if it is not YAML."""
     try:
-        return yaml.load(text, Loader=_Loader)
+        root = _composed(text)
+        return None if root is None else _value_of(root)
     except yaml.YAMLError:
         return text
 
@@ -98,6 +99,41 @@ def load_value(text: str) -> object:
 def dump(data: object) -> str:
     """Return the data as YAML that `read_entries` reads back to the same values."""
     return str(yaml.dump(data, Dumper=_Dumper, sort_keys=False, allow_unicode=True, width=100))
+
+
+def _composed(text: str) -> yaml.Node | None:
+    """Return the nodes of a text; raise `MarkedYAMLError` for a text that is too deep, or that aliases multiply."""
+    try:
+        root = yaml.compose(text, Loader=_Loader)
+        if root is not None:
+            sizes: dict[int, int] = {}
+            if _size(root, sizes) > len(sizes) + _MOST_REPEATED:
+                raise yaml.MarkedYAMLError(
+                    problem=f"its aliases repeat more than {_MOST_REPEATED:,} values", problem_mark=root.start_mark
+                )
+    except RecursionError:
+        raise yaml.MarkedYAMLError(problem="its values are nested too deeply") from None
+    return root
+
+
+def _size(node: yaml.Node, known: dict[int, int]) -> int:
+    """Return how many values a node stands for, with those that its aliases repeat."""
+    if id(node) not in known:
+        # An anchor inside its own value.
+        known[id(node)] = _MOST_REPEATED + 1
+        inner = [one for pair in node.value for one in pair] if isinstance(node, yaml.MappingNode) else node.value
+        known[id(node)] = 1 + (0 if isinstance(node, yaml.ScalarNode) else sum(_size(one, known) for one in inner))
+    return known[id(node)]
+
+
+def _value_of(node: yaml.Node) -> object:
+    loader = _Loader("")
+    try:
+        return loader.construct_document(node)
+    except RecursionError:
+        raise yaml.MarkedYAMLError(problem="its values are nested too deeply") from None
+    finally:
+        loader.dispose()
 
 
 def _entries(node: yaml.Node, name: str) -> Iterator[Entry]:

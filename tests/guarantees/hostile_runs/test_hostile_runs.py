@@ -20,6 +20,7 @@ from forgather.cli.main import main
 from tests.support.faults.forked import fork
 from tests.support.sampling import RUNS_ALL
 from tests.unit.cli.program import Answer, spawn, write_tiny_run
+from tests.unit.config.test_configuration import BOMB
 
 SECRET = "PRIVATE-KEY-OF-THE-USER"
 MOST_MEMORY = 500 * 10**6
@@ -117,9 +118,8 @@ def put_huge(path: Path, private: Path) -> None:
 
 
 def put_bomb(path: Path, private: Path) -> None:
-    levels = [f"a{number}: &a{number} [{', '.join([f'*a{number - 1}'] * 9)}]" for number in range(1, 12)]
     bombs = {
-        ".yaml": "a0: &a0 [x]\n" + "\n".join(levels),
+        ".yaml": BOMB.decode(),
         ".json": "[" * 10**5,
         ".jsonl": ("[" * 10**5 + "\n") * 3 + '{"step": 1' + "0" * 10**5 + "}\n",
     }

@@ -20,6 +20,12 @@ args:
   max_steps: 10
 """
 
+# A kilobyte of nested aliases that stands for 10 billion values, in a section that the configuration has.
+BOMB = "\n".join(
+    ["optimizer:", "  class_path: torch.optim.SGD", "  init_args:", "    a0: &a0 [x]"]
+    + [f"    a{level}: &a{level} [{', '.join([f'*a{level - 1}'] * 10)}]" for level in range(1, 11)]
+).encode()
+
 
 @pytest.fixture(autouse=True)
 def in_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -90,11 +96,16 @@ def test_yaml_errors_name_their_line() -> None:
     ("content", "message"),
     [
         (b"args:\n  seed: 1\n\x00\x01", "run.yaml, line 3: invalid YAML: the control character #x00 is not permitted."),
+        (b"a: " + b"[" * 20_000, "run.yaml: invalid YAML: its values are nested too deeply."),
+        (b"args: {report_to: &a [*a]}", "run.yaml, line 1: invalid YAML: its aliases repeat more than 10,000 values."),
+        (BOMB, "run.yaml, line 1: invalid YAML: its aliases repeat more than 10,000 values."),
         (b"\x7fELF\x02\x01", "run.yaml, line 1: invalid YAML: the control character #x7f is not permitted."),
         (b"args: \xff\xfe", "The configuration 'run.yaml' cannot be read: it is no text in UTF-8, because of byte 6."),
     ],
 )
-def test_binary_file_is_one_clear_line(capsys: pytest.CaptureFixture[str], content: bytes, message: str) -> None:
+def test_file_that_is_no_configuration_is_one_clear_line(
+    capsys: pytest.CaptureFixture[str], content: bytes, message: str
+) -> None:
     Path("run.yaml").write_bytes(content)
     answer = call(capsys, "train", "run.yaml")
     assert (answer.code, answer.errors) == (2, f"forgather: {message}\n")
